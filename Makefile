@@ -1,0 +1,74 @@
+# The only commands anyone types. `make demo` and `make test` do all the set-up they need.
+#
+#   NO_VENV=1        use the python3 on PATH and install nothing (a GPU machine without network)
+#   BACKEND=cpu      cpu | cuda | all; default: cuda where nvcc and a CUDA device are present
+#   TORCH_INDEX=URL  another package index for torch, e.g. one that has its smaller CPU builds
+#   DEVICE=cuda:1    for test-gpu
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+ifdef NO_VENV
+PY := python3
+CLANG_FORMAT := clang-format
+READY :=
+else
+BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+CLANG_FORMAT := $(VENV)/bin/clang-format
+endif
+
+BACKEND ?=
+DEVICE ?= cuda
+JOBS ?= 2
+CPP = $(shell find kernels-src torch-ext -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
+GPU_SUITE := tests/kernels tests/orthogonalize tests/optimizers tests/integrations
+
+.PHONY: help setup build demo check test test-gpu bench plots publish clean
+
+help:  ## list the commands
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
+
+setup: $(READY)  ## make .venv with the pinned tools
+
+$(VENV)/.ready: tools/requirements.txt
+	$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version)'
+	$(BASE_PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r $<
+	touch $@
+
+build: $(READY)  ## compile this device's variant into build/ (BACKEND=cpu|cuda|all)
+	$(PY) tools/build_local.py $(if $(BACKEND),--backend $(BACKEND))
+
+demo: build  ## train a small model with AdamW and with MuonAdamW, show the curves
+	$(PY) examples/train_demo.py $(ARGS)
+
+check: $(READY)  ## lint, format, layering, manifest, Hub rules, sizes (seconds, no build)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(CLANG_FORMAT) --dry-run -Werror $(CPP)
+	$(PY) -m pytest -q -m static tests
+	$(PY) benchmarks/run.py plots --check
+	$(PY) tools/sizes.py
+
+test: $(READY)  ## the CPU variant and the whole CPU suite, README's code included
+	$(PY) tools/build_local.py --backend cpu
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal --expected-skips tests/expected_skips.txt tests
+
+test-gpu:  ## the same tests on a GPU, with the artifact in build/ (no environment, no network)
+	NO_VENV=1 python3 -m pytest -q --device $(DEVICE) $(GPU_SUITE)
+
+bench:  ## time one op on this GPU: make bench OP=elementwise
+	python3 benchmarks/run.py $(or $(OP),$(error say which: make bench OP=elementwise)) $(ARGS)
+
+plots: $(READY)  ## draw README's table and plots from benchmarks/results
+	$(PY) benchmarks/run.py plots
+
+publish: $(READY)  ## upload build/ to the Hub (DRY_RUN=1 lists what would be sent)
+	$(PY) tools/publish.py $(if $(DRY_RUN),--dry-run) $(ARGS)
+
+clean:  ## remove what was built
+	rm -rf build demo_out
