@@ -1,0 +1,17 @@
+{
+  description = "Flake for optimizer kernels";
+
+  inputs.kernel-builder.url = "github:huggingface/kernels";
+
+  outputs =
+    { self, kernel-builder }:
+    kernel-builder.lib.genKernelFlakeOutputs {
+      inherit self;
+      path = ./.;
+      pythonCheckInputs =
+        ps: with ps; [
+          hypothesis
+          safetensors
+        ];
+    };
+}

@@ -1,0 +1,95 @@
+"""Throw-away checkouts for the tests of the build, and the tools of this one as modules."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("build.toml", "CARD.md", ".gitignore", "torch-ext", "kernels-src", "tests/abi")
+# Commits must not depend on the settings of whoever runs the tests.
+GIT_ENVIRONMENT = {
+    **{f"GIT_{who}_NAME": "test" for who in ("AUTHOR", "COMMITTER")},
+    **{f"GIT_{who}_EMAIL": "test@localhost" for who in ("AUTHOR", "COMMITTER")},
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_CONFIG_SYSTEM": os.devnull,
+}
+
+
+def tool(name: str) -> ModuleType:
+    """A module below ``tools/``, such as ``"local_build.audit"``.
+
+    Imported on use: the official builder collects these tests without the tools folder.
+    """
+    if str(ROOT / "tools") not in sys.path:
+        sys.path.insert(0, str(ROOT / "tools"))
+    return importlib.import_module(name)
+
+
+def git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments],
+        cwd=root,
+        env=os.environ | GIT_ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def copy_checkout(target: Path) -> Path:
+    """The sources of this checkout as a clean git work tree with one commit.
+
+    The object cache comes along, as in a checkout that was built before: objects do not depend on
+    the folder, so only what differs is compiled.
+    """
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in SOURCES:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, target / name, ignore=ignore)
+        else:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target / name)
+    if (ROOT / "build" / ".objects").is_dir():
+        shutil.copytree(ROOT / "build" / ".objects", target / "build" / ".objects")
+    git(target, "init", "--quiet")
+    git(target, "add", "--all")
+    git(target, "commit", "--quiet", "--message", "sources")
+    return target
+
+
+def run_build(root: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run tools/build_local.py on `root`, never raising."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "build_local.py"), "--root", str(root), *arguments],
+        env=os.environ | GIT_ENVIRONMENT | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def built_checkout(folder: Path) -> Path:
+    """A clean checkout with its CPU variant; shared, so tests copy it before they change it.
+
+    Args:
+        folder: pytest's base folder of this run, `tmp_path_factory.getbasetemp()`.
+    """
+    root = copy_checkout(folder / "built_checkout")
+    done = run_build(root, "--backend", "cpu")
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+def variant_of(root: Path) -> Path:
+    """The CPU variant below `root`."""
+    (folder,) = (root / "build").glob("torch-stable-abi211-cpu-*")
+    return folder

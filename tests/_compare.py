@@ -1,0 +1,38 @@
+"""How two results are compared: against a higher-precision reference, or bit for bit."""
+
+from __future__ import annotations
+
+import torch
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """||actual - expected||_F / ||expected||_F in float64; NaN anywhere gives NaN."""
+    actual, expected = actual.double(), expected.double()
+    return ((actual - expected).norm() / expected.norm().clamp_min(1e-300)).item()
+
+
+def assert_error_at_most(actual: torch.Tensor, expected: torch.Tensor, budget: float) -> None:
+    """Shape must match and the relative Frobenius error must not exceed `budget` (NaN fails)."""
+    assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
+    error = relative_error(actual, expected)
+    assert error <= budget, f"relative error {error:.3e} exceeds {budget:.3e}"
+
+
+def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Same shape, dtype and bytes; NaNs with equal payload count as equal, +0 and -0 do not."""
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), (
+        f"{actual.shape} {actual.dtype}, expected {expected.shape} {expected.dtype}"
+    )
+    left = actual.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    right = expected.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    different = (left != right).sum().item()
+    assert different == 0, f"{different} of {left.numel()} bytes differ"
+
+
+def assert_semi_orthogonal(x: torch.Tensor, low: float, high: float) -> None:
+    """All singular values of each matrix of x (..., m, n) lie in [low, high]."""
+    values = torch.linalg.svdvals(x.double())
+    smallest, largest = values.min().item(), values.max().item()
+    assert low <= smallest and largest <= high, (
+        f"singular values in [{smallest:.4f}, {largest:.4f}], expected [{low}, {high}]"
+    )

@@ -1,0 +1,134 @@
+"""Loads the built package as a user does, and makes unwritten memory visible.
+
+Nothing is imported here that the static tests (`make check`) do not need: torch and kernels are
+imported inside the fixtures.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+
+import pytest
+import tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("optimizer")
+    group.addoption("--device", default="cpu", help="torch device the tests run on")
+    group.addoption(
+        "--expected-skips",
+        type=Path,
+        help="file of node ids; the run fails unless exactly these tests are skipped",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[SKIPPED] = set()
+    if config.getoption("--device") == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read by triton when it is first imported
+    else:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS in deterministic mode
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--device").startswith("cuda"):
+        return
+    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if needs_gpu:
+        config.hook.pytest_deselected(items=needs_gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+SKIPPED = pytest.StashKey[set]()
+
+
+@pytest.fixture(scope="session")
+def repo_id() -> str:
+    """The Hub id, which build.toml alone states."""
+    return tomllib.loads((ROOT / "build.toml").read_text())["general"]["hub"]["repo-id"]
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest):
+    import torch
+
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session")
+def opt(repo_id: str, device):
+    """The package, loaded through `get_kernel` from this checkout's `build/` folder.
+
+    The backend is named because a CUDA build of torch asks for a CUDA variant even without a GPU.
+    """
+    if not any((ROOT / "build").glob("torch*/metadata.json")):
+        pytest.fail("no built variant in build/: run `make build` first", pytrace=False)
+    from kernels import get_kernel
+
+    os.environ["LOCAL_KERNELS"] = f"{repo_id}={ROOT}"
+    return get_kernel(repo_id, version=1, backend=device.type, trust_remote_code=True)
+
+
+@pytest.fixture(scope="session")
+def submodule(opt):
+    """`submodule("optimizers.state")` -> that module of the loaded package."""
+    return lambda name: importlib.import_module(f"{opt.__name__}.{name}")
+
+
+@pytest.fixture(autouse=True)
+def poison_uninitialized_memory(request: pytest.FixtureRequest):
+    """Fill every new tensor with NaN (largest integer), in Python and in C++.
+
+    torch does it as part of its deterministic mode; `warn_only` keeps operations without a
+    deterministic form usable.
+    """
+    if request.node.get_closest_marker("static"):
+        yield
+        return
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class SkipLedger:
+    """Compares the tests a run skipped with a committed list, so that none fades away unseen."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.expected_file: Path = config.getoption("--expected-skips")
+
+    def record(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.skipped or hasattr(report, "wasxfail"):
+            self.config.stash[SKIPPED].add(report.nodeid)
+
+    pytest_runtest_logreport = record
+    pytest_collectreport = record
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        lines = self.expected_file.read_text().splitlines()
+        expected = {line.split("  #")[0].strip() for line in lines if line and line[0] != "#"}
+        skipped = self.config.stash[SKIPPED]
+        if skipped != expected and session.exitstatus in (0, 5):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        lines = self.expected_file.read_text().splitlines()
+        expected = {line.split("  #")[0].strip() for line in lines if line and line[0] != "#"}
+        skipped = self.config.stash[SKIPPED]
+        for node in sorted(skipped - expected):
+            terminalreporter.write_line(f"SKIPPED BUT NOT LISTED in {self.expected_file}: {node}")
+        for node in sorted(expected - skipped):
+            terminalreporter.write_line(f"LISTED in {self.expected_file} BUT NOT SKIPPED: {node}")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    controller = not hasattr(session.config, "workerinput")  # no worker of pytest-xdist
+    if controller and session.config.getoption("--expected-skips"):
+        session.config.pluginmanager.register(SkipLedger(session.config), "skip-ledger")

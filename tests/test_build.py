@@ -1,0 +1,280 @@
+"""tools/build_local.py: what it builds, what it reuses and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from ._checkout import ROOT, built_checkout, git, run_build, tool, variant_of
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory) -> Path:
+    return built_checkout(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def checkout(built: Path, tmp_path: Path) -> Path:
+    """A copy of the built checkout that the test may change."""
+    return shutil.copytree(built, tmp_path / "checkout")
+
+
+@pytest.fixture
+def sources(built: Path, tmp_path: Path) -> Path:
+    """The same without ``build/``."""
+    return shutil.copytree(built, tmp_path / "sources", ignore=shutil.ignore_patterns("build"))
+
+
+def metadata_of(variant: Path) -> dict:
+    return json.loads((variant / "metadata.json").read_text())
+
+
+def append(path: Path, text: str) -> None:
+    path.write_text(path.read_text() + text)
+
+
+def test_build_toml_follows_the_schema():
+    from kernels._rust import Backend, Build
+
+    build = Build.open(ROOT)
+    assert {str(backend) for backend in build.general.backends} == {"cpu", "cuda"}
+    assert build.all_kernel_depends(Backend.CUDA) == []
+    project = tool("local_build.project").load_project(ROOT)
+    assert project.stable_abi == {"cuda": "2.11", "cpu": "2.11"}
+    # a GPU newer than any listed one runs the PTX; an H100 has machine code of its own
+    assert all({"8.0+PTX", "9.0"} <= set(part.capabilities) for part in project.kernels["cuda"])
+
+
+def test_layout_names_and_metadata(built: Path):
+    from kernels._rust import Digest, DigestAlgorithm, Metadata
+
+    variant = variant_of(built)
+    assert variant.name == f"torch-stable-abi211-cpu-{platform.machine()}-linux"
+    uid = git(built, "rev-parse", "HEAD^{tree}")[:7]
+    name = f"_optimizer_cpu_{uid}"
+    assert (variant / f"{name}.abi3.so").is_file()
+    assert f"torch.ops.{name}" in (variant / "_ops.py").read_text()
+
+    metadata = Metadata.read_from_file(variant / "metadata.json")
+    assert (str(metadata.name), metadata.id, metadata.version) == ("optimizer", name, 1)
+    assert metadata.provenance.kernel.commit == git(built, "rev-parse", "HEAD")
+    assert not metadata.provenance.dirty
+    assert metadata.python_depends == []
+    assert metadata.digest.files == Digest.hash_variant(DigestAlgorithm.SHA256, variant).files
+
+    package = built / "torch-ext" / "optimizer"
+    shipped = {p.relative_to(package) for p in package.rglob("*.py")}
+    generated = {Path("_ops.py"), Path(f"{name}.abi3.so"), Path("metadata.json")}
+    assert {p.relative_to(variant) for p in variant.rglob("*") if p.is_file()} == (
+        shipped | generated
+    )
+
+
+def test_cuda_variant_is_named_after_the_toolkit_and_lists_its_architectures():
+    project = tool("local_build.project").load_project(ROOT)
+    name = project.variant("cuda", "13.0")
+    assert name == f"torch-stable-abi211-cu130-{platform.machine()}-linux"
+    metadata = tool("local_build.package").describe_variant(
+        project, tool("local_build.project").Identity("0", None, True), "cuda", "ops", {}
+    )
+    assert metadata["backend"] == {"type": "cuda", "archs": ["8.0+PTX", "9.0"]}
+    assert "kernel" not in metadata["provenance"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "flags"),
+    [
+        ("9.0", ["-gencode=arch=compute_90,code=sm_90"]),
+        ("9.0a", ["-gencode=arch=compute_90a,code=sm_90a"]),
+        (
+            "8.0+PTX",
+            [
+                "-gencode=arch=compute_80,code=sm_80",
+                "-gencode=arch=compute_80,code=compute_80",
+            ],
+        ),
+    ],
+)
+def test_capabilities_become_nvcc_flags(capability: str, flags: list[str]):
+    assert tool("local_build.compilation").gencode_flags(capability) == flags
+
+
+def test_nothing_changed_compiles_nothing_and_leaves_the_variant_alone(checkout: Path):
+    variant = variant_of(checkout)
+    before = variant.stat()
+    done = run_build(checkout, "--backend", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "unchanged, 0 compiled, 3 reused" in done.stdout
+    assert (variant.stat().st_ino, variant.stat().st_mtime_ns) == (
+        before.st_ino,
+        before.st_mtime_ns,
+    )
+
+
+def test_a_build_from_nothing_gives_the_same_bytes(checkout: Path):
+    before = metadata_of(variant_of(checkout))
+    done = run_build(checkout, "--backend", "cpu", "--clean")
+    assert "written, 3 compiled, 0 reused" in done.stdout, done.stderr
+    assert metadata_of(variant_of(checkout)) == before
+
+
+def test_python_is_copied_and_only_the_binding_is_compiled(checkout: Path):
+    package = checkout / "torch-ext" / "optimizer"
+    append(package / "__init__.py", "# changed\n")
+    (package / "extra.json").write_text("{}")
+    done = run_build(checkout, "--backend", "cpu")
+    # the tree is dirty now, so the namespace and with it the binding is another
+    assert "written, 1 compiled, 2 reused" in done.stdout, done.stderr
+    variant = variant_of(checkout)
+    assert (variant / "__init__.py").read_text().endswith("# changed\n")
+    assert (variant / "extra.json").is_file()
+    metadata = metadata_of(variant)
+    assert metadata["id"].endswith("_dirty") and metadata["provenance"]["kernel"]["dirty"]
+
+    (package / "extra.json").unlink()
+    done = run_build(checkout, "--backend", "cpu")
+    assert "written, 0 compiled, 3 reused" in done.stdout, done.stderr
+    assert not (variant_of(checkout) / "extra.json").exists()
+
+
+def test_a_changed_header_compiles_its_includers(checkout: Path):
+    append(checkout / "torch-ext" / "optimizer" / "__init__.py", "# changed\n")
+    run_build(checkout, "--backend", "cpu")
+    append(checkout / "kernels-src" / "nf4_dequant" / "nf4_dequant.h", "// changed\n")
+    done = run_build(checkout, "--backend", "cpu")
+    assert "1 compiled, 2 reused" in done.stdout, done.stderr
+
+
+def test_untracked_sources_are_dirty_and_other_untracked_files_are_not(checkout: Path):
+    read_identity = tool("local_build.project").read_identity
+    (checkout / "notes.txt").write_text("")
+    assert not read_identity(checkout).dirty
+    (checkout / "kernels-src" / "new.cu").write_text("")
+    identity = read_identity(checkout)
+    assert identity.dirty and identity.uid.endswith("_dirty")
+
+
+def test_a_reader_never_misses_a_file_while_variants_are_exchanged(tmp_path: Path):
+    package = tool("local_build.package")
+    target, staged = tmp_path / "variant", tmp_path / "staged"
+    for folder in (target, staged):
+        folder.mkdir()
+        (folder / "metadata.json").write_text("{}")
+    stop, misses = threading.Event(), []
+
+    def read() -> None:
+        while not stop.is_set():
+            if not (target / "metadata.json").exists():
+                misses.append(1)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(500):
+        package.install(staged, target)
+    stop.set()
+    reader.join()
+    assert not misses
+
+
+def test_digest_detects_a_changed_byte(checkout: Path):
+    verify = tool("publish").verify_digest
+    variant = variant_of(checkout)
+    assert verify(variant) == []
+    (library,) = variant.glob("*.so")
+    content = bytearray(library.read_bytes())
+    content[len(content) // 2] ^= 1
+    library.write_bytes(content)
+    assert [library.name in problem for problem in verify(variant)] == [True]
+    # and the next build repairs it
+    assert "written" in run_build(checkout, "--backend", "cpu").stdout
+    assert verify(variant) == []
+
+
+def test_missing_nvcc_is_named_with_its_remedies(sources: Path, tmp_path: Path):
+    done = run_build(sources, "--backend", "cuda", "--cuda-home", str(tmp_path / "none"))
+    assert done.returncode == 1
+    for words in ("nvcc not found", str(tmp_path / "none"), "--cuda-home", "--backend cpu"):
+        assert words in done.stderr
+
+
+def test_another_toolkit_than_asked_for_is_refused(tmp_path: Path):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.6, V12.6.1'\n")
+    nvcc.chmod(0o755)
+    toolchain, errors = tool("local_build.toolchain"), tool("local_build.errors")
+    with pytest.raises(errors.BuildError, match=r"--cuda-version 13\.0 but .* is 12\.6"):
+        toolchain.find_cuda(tmp_path, "13.0")
+    with pytest.raises(errors.BuildError, match=r"libcudart\.so\.12 is missing"):
+        toolchain.find_cuda(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"kernels-src/cpu/nf4_dequant.cpp"', '"kernels-src/cpu/gone.cpp"', "does not exist"),
+        ("edition = 5", 'edition = 5\ntriton = "3"', "breaks the kernel-builder schema"),
+        ('license = "apache-2.0"\n', "", "breaks the kernel-builder schema"),
+        ('depends = ["torch"]', 'depends = ["torch", "cutlass_4_0"]', "cutlass_4_0"),
+        ("version = 1", 'version = 1\npython-depends = ["einops"]', None),
+        ('cpu = "2.11"\n', "", "no stable-abi for 'cpu'"),
+        ('"torch-ext/torch_binding.h"]', '"torch-ext/torch_binding.cpp"]', "twice"),
+    ],
+)
+def test_build_toml_mistakes(sources: Path, old: str, new: str, message: str | None):
+    project, errors = tool("local_build.project"), tool("local_build.errors")
+    text = (sources / "build.toml").read_text()
+    assert old in text
+    (sources / "build.toml").write_text(text.replace(old, new))
+    if message is None:
+        assert project.load_project(sources).python_depends == ("einops",)
+        return
+    with pytest.raises(errors.BuildError, match=message):
+        project.load_project(sources)
+
+
+def test_a_committed_ops_file_is_refused(sources: Path):
+    project, errors = tool("local_build.project"), tool("local_build.errors")
+    (sources / "torch-ext" / "optimizer" / "_ops.py").write_text("")
+    with pytest.raises(errors.BuildError, match=r"_ops\.py exists: it is generated"):
+        project.load_project(sources)
+
+
+def test_a_compiler_error_is_shown_and_keeps_the_old_variant(checkout: Path):
+    before = metadata_of(variant_of(checkout))
+    append(checkout / "kernels-src" / "cpu" / "nf4_dequant.cpp", "int broken = undeclared_name;\n")
+    done = run_build(checkout, "--backend", "cpu")
+    assert done.returncode == 1
+    assert "compiling kernels-src/cpu/nf4_dequant.cpp failed" in done.stderr
+    assert "undeclared_name" in done.stderr
+    assert metadata_of(variant_of(checkout)) == before
+
+
+def test_without_git_the_error_says_what_to_do(sources: Path):
+    shutil.rmtree(sources / ".git")
+    done = run_build(sources, "--backend", "cpu", GIT_CEILING_DIRECTORIES=str(sources.parent))
+    assert done.returncode == 1
+    assert "not a git repository" in done.stderr and "copy its build/ folder" in done.stderr
+
+
+def test_unknown_backend(sources: Path):
+    done = run_build(sources, "--backend", "metal")
+    assert done.returncode == 1 and "build.toml has cuda, cpu (or all)" in done.stderr
+
+
+def test_missing_checker_is_an_error_unless_asked_for(checkout: Path, tmp_path: Path):
+    hidden = tmp_path / "hidden" / "kernel_abi_check"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ImportError('not installed')\n")
+    hide = {"PYTHONPATH": str(hidden.parent)}
+    done = run_build(checkout, "--backend", "cpu", **hide)
+    assert done.returncode == 1
+    assert "kernel-abi-check is not installed" in done.stderr and "--no-audit" in done.stderr
+    done = run_build(checkout, "--backend", "cpu", "--no-audit", **hide)
+    assert done.returncode == 0
+    assert "manylinux_2_28" in done.stderr and "not audited" in done.stdout

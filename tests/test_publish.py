@@ -1,0 +1,201 @@
+"""tools/publish.py: what it would send, what it refuses, and the calls it makes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ._checkout import built_checkout, run_build, tool, variant_of
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory) -> Path:
+    return built_checkout(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def checkout(built: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(built, tmp_path / "checkout")
+
+
+def plan_of(root: Path, allow_local_build: bool = True):
+    project = tool("local_build.project").load_project(root)
+    return tool("publish").make_plan(project, project.build_dir, allow_local_build)
+
+
+def refusal(root: Path, allow_local_build: bool = True) -> str:
+    with pytest.raises(tool("local_build.errors").BuildError) as caught:
+        plan_of(root, allow_local_build)
+    return str(caught.value)
+
+
+def edit_metadata(root: Path, **changes) -> None:
+    path = variant_of(root) / "metadata.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+class FakeHub:
+    """Records calls; every one must fit the signature of the real `HfApi` method."""
+
+    def __init__(self, branches: tuple[str, ...] = (), files: tuple[str, ...] = ()) -> None:
+        self.branches, self.files, self.calls = branches, files, []
+
+    def __getattr__(self, name: str):
+        from huggingface_hub import HfApi
+
+        signature = inspect.signature(getattr(HfApi, name))
+
+        def call(**arguments):
+            signature.bind(self, **arguments)
+            self.calls.append((name, arguments))
+            if name == "list_repo_refs":
+                return SimpleNamespace(branches=[SimpleNamespace(name=b) for b in self.branches])
+            return list(self.files) if name == "list_repo_files" else None
+
+        return call
+
+    def commits(self) -> dict[str, list]:
+        """Branch -> operations."""
+        return {a["revision"]: a["operations"] for n, a in self.calls if n == "create_commit"}
+
+
+def test_plan_lists_the_variant_and_the_card(checkout: Path, repo_id: str):
+    (checkout / "benchmarks").mkdir()
+    (checkout / "benchmarks" / "benchmark_nf4_dequant.py").write_text("")
+    (checkout / "benchmarks" / "run.py").write_text("")
+    variant = variant_of(checkout)
+    (variant / "__pycache__").mkdir()
+    (variant / "__pycache__" / "x.pyc").write_text("")
+    plan = plan_of(checkout)
+    assert (plan.repo_id, plan.branch) == (repo_id, "v1")
+    shipped = {p for p in variant.rglob("*") if p.is_file() and p.suffix != ".pyc"}
+    expected = {f"build/{variant.name}/{p.relative_to(variant)}" for p in shipped}
+    expected.add("benchmarks/benchmark_nf4_dequant.py")
+    assert {file.path for file in plan.files} == expected
+    assert plan.card.path == "README.md" and plan.unsigned == (variant.name,)
+    (library,) = (file for file in plan.files if file.path.endswith(".so"))
+    assert library.size == next(variant.glob("*.so")).stat().st_size
+
+
+def test_signatures_are_sent(checkout: Path):
+    name = tool("publish").SIGNATURE
+    (variant_of(checkout) / name).write_text("{}")
+    plan = plan_of(checkout)
+    assert plan.unsigned == ()
+    assert any(file.path.endswith(f"/{name}") for file in plan.files)
+
+
+def test_local_builds_need_the_flag(checkout: Path):
+    assert "--allow-local-build" in refusal(checkout, allow_local_build=False)
+    metadata = json.loads((variant_of(checkout) / "metadata.json").read_text())
+    official = metadata["provenance"] | {"kernel-builder": {"version": "0.17.0"}}
+    edit_metadata(checkout, provenance=official)
+    assert plan_of(checkout, allow_local_build=False).files
+
+
+def test_a_dirty_build_is_refused(checkout: Path):
+    package = checkout / "torch-ext" / "optimizer" / "__init__.py"
+    package.write_text(package.read_text() + "# changed\n")
+    assert run_build(checkout, "--backend", "cpu").returncode == 0
+    assert "dirty tree" in refusal(checkout)
+
+
+def test_a_build_without_commit_is_refused(checkout: Path):
+    edit_metadata(checkout, provenance={"kernel-builder": {"version": "0.17.0"}})
+    assert "provenance names no commit" in refusal(checkout)
+
+
+def test_a_changed_or_added_file_is_refused(checkout: Path):
+    variant = variant_of(checkout)
+    (variant / "__init__.py").write_text("")
+    (variant / "added.py").write_text("")
+    message = refusal(checkout)
+    assert "digest" in message and "__init__.py" in message and "added.py" in message
+
+
+def test_another_version_and_no_variant_are_refused(checkout: Path):
+    edit_metadata(checkout, version=2)
+    assert "is optimizer version 2, but build.toml says optimizer version 1" in refusal(checkout)
+    shutil.rmtree(variant_of(checkout))
+    assert "no variant in" in refusal(checkout)
+
+
+def test_upload_to_a_new_branch(checkout: Path, repo_id: str):
+    plan, hub = plan_of(checkout), FakeHub(("main",), ("README.md", "build/torch-cpu/old.py"))
+    tool("publish").upload(plan, hub)
+    assert [name for name, _ in hub.calls] == [
+        *("create_repo", "list_repo_refs", "create_branch", "list_repo_files"),
+        *("create_commit", "create_commit"),
+    ]
+    assert all(a["repo_id"] == repo_id and a["repo_type"] == "kernel" for _, a in hub.calls)
+    version, main = hub.commits()["v1"], hub.commits()["main"]
+    # the new branch is a copy of main, so what lies below build/ there goes
+    assert [o.path_in_repo for o in version if "Delete" in type(o).__name__] == [
+        "build/torch-cpu/old.py"
+    ]
+    added = {o.path_in_repo for o in version if "Add" in type(o).__name__}
+    assert added == {file.path for file in plan.files}
+    assert [o.path_in_repo for o in main] == ["README.md"]
+
+
+def test_upload_replaces_its_variants_and_keeps_others(checkout: Path):
+    plan = plan_of(checkout)
+    mine, other = f"build/{plan.variants[0]}/gone.py", "build/torch-cpu/kept.py"
+    hub = FakeHub(("main", "v1"), (mine, other, plan.files[0].path, "benchmarks/benchmark_old.py"))
+    tool("publish").upload(plan, hub)
+    deleted = [o.path_in_repo for o in hub.commits()["v1"] if "Delete" in type(o).__name__]
+    assert deleted == [mine, "benchmarks/benchmark_old.py"]
+    assert "create_branch" not in [name for name, _ in hub.calls]
+
+
+def test_dry_run_prints_and_sends_nothing(checkout: Path, capsys, monkeypatch):
+    publish = tool("publish")
+    monkeypatch.setattr(publish, "upload", lambda *_: pytest.fail("a dry run must not upload"))
+    arguments = ["--dry-run", "--root", str(checkout)]
+    assert publish.main(arguments) == 1
+    assert "--allow-local-build" in capsys.readouterr().err
+    assert publish.main([*arguments, "--allow-local-build"]) == 0
+    output = capsys.readouterr().out
+    assert "digests verified" in output and "dry run: nothing was sent" in output
+    assert f"{(variant_of(checkout) / '_ops.py').stat().st_size:,}" in output
+
+
+def test_card_is_filled(checkout: Path, repo_id: str):
+    import yaml
+
+    card = tool("hub_card")
+    project = tool("local_build.project").load_project(checkout)
+    text = card.render_card(project)
+    assert "{{" not in text and "{%" not in text
+    _, front_matter, body = text.split("---\n", 2)
+    assert yaml.safe_load(front_matter) == {
+        "library_name": "kernels",
+        "license": "apache-2.0",
+        "tags": ["kernel"],
+    }
+    assert f'get_kernel("{repo_id}", version=1, trust_remote_code=True)' in body
+    for name in card.read_all(project.package_dir / "__init__.py"):
+        assert f"- `{name}`" in body
+
+
+def test_card_names_only_files_that_exist(checkout: Path):
+    paths = re.findall(r"`((?:kernels-src|torch-ext)/[^`]*)`", (checkout / "CARD.md").read_text())
+    assert len(paths) >= 4
+    assert all((checkout / path).exists() for path in paths)
+
+
+def test_card_mistakes_are_errors(checkout: Path):
+    card, errors = tool("hub_card"), tool("local_build.errors")
+    project = tool("local_build.project").load_project(checkout)
+    (checkout / "CARD.md").write_text("{{ repo_name }}")
+    with pytest.raises(errors.BuildError, match="repo_name"):
+        card.render_card(project)
+    (project.package_dir / "__init__.py").write_text("__all__ = sorted(globals())\n")
+    with pytest.raises(errors.BuildError, match="must be a literal list"):
+        card.render_card(project)

@@ -1,0 +1,93 @@
+"""Build ``build/<variant>/`` from build.toml without Nix, for development and CI.
+
+The official Nix build (flake.nix) makes what is published; this script gives the same layout,
+names and checks with the compilers of this machine. ``python tools/build_local.py --help``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from local_build import audit, compilation, package
+from local_build.errors import BuildError
+from local_build.project import Identity, Project, load_project, read_identity
+from local_build.toolchain import default_backend, find_toolchain
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        project = load_project(options.root)
+        identity = read_identity(options.root)
+        with package.build_lock(project):
+            for backend in _backends(options, project):
+                _build(project, identity, backend, options)
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--backend",
+        action="append",
+        help="cpu, cuda or all; may be repeated (default: cuda where there are nvcc, a CUDA "
+        "device and a CUDA build of torch, else cpu)",
+    )
+    parser.add_argument("--cuda-home", type=Path, help="root of the CUDA toolkit")
+    parser.add_argument("--cuda-version", help="refuse any other toolkit than this, such as 13.0")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at once")
+    parser.add_argument("--clean", action="store_true", help="build from nothing")
+    parser.add_argument(
+        "--no-audit", action="store_true", help="skip the binary checks (reported, never silent)"
+    )
+    parser.add_argument("--root", type=Path, default=ROOT, help="checkout to build")
+    return parser
+
+
+def _backends(options: argparse.Namespace, project: Project) -> list[str]:
+    asked = options.backend or [default_backend(options.cuda_home)]
+    backends = list(project.backends) if "all" in asked else list(dict.fromkeys(asked))
+    if unknown := [backend for backend in backends if backend not in project.backends]:
+        raise BuildError(
+            f"--backend {unknown[0]}: build.toml has {', '.join(project.backends)} (or all)"
+        )
+    return backends
+
+
+def _build(project: Project, identity: Identity, backend: str, options: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    tools = find_toolchain(backend, options.cuda_home, options.cuda_version)
+    variant = project.variant(backend, tools.cuda.version if tools.cuda else None)
+    target = project.build_dir / variant
+    if options.clean:
+        package.remove_build(project, variant, backend)
+    ops_name = f"_{project.package_name}_{backend}_{identity.uid}"
+    library = compilation.build_library(project, backend, ops_name, tools, options.jobs)
+    with package.staging_folder(project) as staged:
+        package.write_variant(staged, project, identity, backend, ops_name, library.path)
+        if options.no_audit:
+            print(f"warning: --no-audit: none of {', '.join(audit.CHECKS)} ran", file=sys.stderr)
+        else:
+            audit.audit_library(staged / library.path.name, project.root, tools.torch)
+        current = package.is_current(staged, target)
+        if not current:
+            package.install(staged, target)
+    seconds = time.perf_counter() - start
+    print(
+        f"{target.relative_to(project.root)}: {'unchanged' if current else 'written'}, "
+        f"{library.compiled} compiled, {library.reused} reused, "
+        f"{'not audited' if options.no_audit else 'audit passed'}, {seconds:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

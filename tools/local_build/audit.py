@@ -1,0 +1,167 @@
+"""The binary rules of a Hub kernel, checked on a finished shared library.
+
+Nothing here loads the library, so a CUDA variant is checked on a machine without CUDA.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import BuildError
+from .shim_symbols import declared_symbols, read_symbol_list
+from .toolchain import Torch
+
+CHECKS = ("manylinux_2_28", "abi3 3.9", "torch stable ABI", "RPATH", "NEEDED", "undefined symbols")
+MANYLINUX, PYTHON_ABI = "manylinux_2_28", "3.9"
+OLDEST_TORCH = "2.11"
+SYMBOL_LIST = Path("tests/abi") / f"torch-{OLDEST_TORCH}-symbols.txt"
+
+# torch brings libtorch*, its CUDA build brings libcudart; the rest is part of manylinux_2_28.
+ALLOWED_NEEDED = re.compile(
+    r"libtorch\.so|libtorch_cuda\.so|libcudart\.so\.1[23]|libstdc\+\+\.so\.6|libgcc_s\.so\.1"
+    r"|libc\.so\.6|libm\.so\.6|libpthread\.so\.0|libdl\.so\.2|librt\.so\.1|ld-linux-.*\.so\.[12]"
+)
+SHIM_PREFIXES = ("aoti_", "torch_")
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """The dynamic section and the undefined symbols of an ELF file.
+
+    Attributes:
+        needed: Libraries in NEEDED entries.
+        runpaths: RPATH and RUNPATH entries.
+        undefined: Name to symbol version; the version is "" for a symbol without one.
+    """
+
+    needed: tuple[str, ...]
+    runpaths: tuple[str, ...]
+    undefined: dict[str, str]
+
+
+def audit_library(path: Path, root: Path, torch: Torch) -> None:
+    """Run every check on the shared library `path`.
+
+    Args:
+        path: A finished library; it is read, never loaded.
+        root: Checkout that holds the committed symbol list.
+        torch: Installation whose headers must declare every torch symbol.
+
+    Raises:
+        BuildError: Listing every finding, or naming a checker that is not installed.
+    """
+    known = {
+        f"torch {torch.version}": declared_symbols(torch.include),
+        f"torch {OLDEST_TORCH} ({SYMBOL_LIST})": read_symbol_list(root / SYMBOL_LIST),
+    }
+    dynamic = read_dynamic(path)
+    findings = [
+        *check_packages(path),
+        *check_torch_abi(path),
+        *check_dynamic(dynamic),
+        *check_undefined(dynamic.undefined, known),
+    ]
+    if findings:
+        raise BuildError(f"{path.name} breaks binary rules:\n  " + "\n  ".join(findings))
+
+
+def check_packages(path: Path) -> list[str]:
+    """glibc, libstdc++ and CPython limits, by the official checker."""
+    try:
+        from kernel_abi_check import ObjectFile
+    except ImportError as error:
+        raise _missing("kernel-abi-check", "manylinux and abi3") from error
+    binary = ObjectFile(path)
+    manylinux = [
+        f"{MANYLINUX}: {finding.name}@{finding.dep}_{finding.version}"
+        for finding in binary.check_manylinux(MANYLINUX)
+    ]
+    python = [f"abi3 {PYTHON_ABI}: {finding!r}" for finding in binary.check_python_abi(PYTHON_ABI)]
+    return manylinux + python
+
+
+def check_torch_abi(path: Path) -> list[str]:
+    """What ``torch-abi-audit --check both`` reports."""
+    try:
+        from torch_abi_audit.inspect import inspect_package
+        from torch_abi_audit.report import CheckPolicy, collect_violations, format_violations
+    except ImportError as error:
+        raise _missing("torch-abi-audit", "torch stable ABI") from error
+    report = inspect_package(str(path))
+    if report.has_error:
+        return [f"torch-abi-audit could not inspect {path}"]
+    policy = CheckPolicy.BOTH
+    violations = collect_violations([report], policy)
+    return [f"torch-abi-audit: {format_violations(violations, policy)}"] if violations else []
+
+
+def check_dynamic(dynamic: Dynamic) -> list[str]:
+    """No search path, and no library beyond torch and what comes with it."""
+    findings = [f"RPATH or RUNPATH {entry!r} (must have none)" for entry in dynamic.runpaths]
+    for name in dynamic.needed:
+        if not ALLOWED_NEEDED.fullmatch(name):
+            findings.append(f"NEEDED {name}: not part of torch, its CUDA runtime or manylinux")
+    if "libtorch.so" not in dynamic.needed:
+        findings.append("NEEDED lacks libtorch.so: its symbols would not be found when loading")
+    return findings
+
+
+def check_undefined(undefined: dict[str, str], known: dict[str, frozenset[str]]) -> list[str]:
+    """Every undefined symbol has a provider.
+
+    Args:
+        undefined: As in `Dynamic.undefined`.
+        known: Name of a torch release to the symbols its stable headers declare.
+    """
+    findings = []
+    for name, version in sorted(undefined.items()):
+        if name.startswith(SHIM_PREFIXES):
+            findings += [
+                f"{name} is not declared by {t}" for t, s in known.items() if name not in s
+            ]
+        elif not version and not name.startswith(("Py", "_Py")):
+            findings.append(f"{name} is undefined and no library provides it; a source is missing")
+    return findings
+
+
+def read_dynamic(path: Path) -> Dynamic:
+    """Read `path` with readelf.
+
+    Raises:
+        BuildError: When readelf is missing or cannot read the file.
+    """
+    try:
+        done = subprocess.run(
+            ["readelf", "--wide", "--dynamic", "--dyn-syms", str(path)],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"LC_ALL": "C", "PATH": "/usr/local/bin:/usr/bin:/bin"},
+        )
+    except FileNotFoundError as error:
+        raise _missing("readelf", "RPATH, NEEDED and undefined symbols") from error
+    except subprocess.CalledProcessError as error:
+        raise BuildError(f"readelf cannot read {path}: {error.stderr.strip()}") from error
+    text = done.stdout
+    undefined = {}
+    for line in text.splitlines():
+        # Num: Value Size Type Bind Vis Ndx Name@VERSION (index); weak ones may stay undefined
+        words = line.split()
+        if len(words) >= 8 and words[6] == "UND" and words[4] == "GLOBAL":
+            name, _, version = words[7].partition("@")
+            undefined[name] = version.lstrip("@")
+    return Dynamic(
+        needed=tuple(re.findall(r"\(NEEDED\).*\[(.*)\]", text)),
+        runpaths=tuple(re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.*)\]", text)),
+        undefined=undefined,
+    )
+
+
+def _missing(tool: str, checks: str) -> BuildError:
+    return BuildError(
+        f"{tool} is not installed, so the {checks} checks cannot run: `make setup` installs it, or "
+        "build with --no-audit for a variant that was not checked"
+    )

@@ -1,0 +1,228 @@
+"""Send built variants to the Hub: repository type "kernel", branch ``v<version>``.
+
+``make publish DRY_RUN=1`` lists what would be sent and runs every check without a network. The
+release workflow uploads official builds with kernel-builder; this script is for looking first, and
+for repositories without that workflow. The repository comes from build.toml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hub_card import render_card
+from local_build.errors import BuildError
+from local_build.package import LOCAL_BUILD_MARKER
+from local_build.project import Project, load_project
+
+ROOT = Path(__file__).resolve().parent.parent
+REPO_TYPE = "kernel"
+SIGNATURE = "metadata.json.sigstore"
+
+
+@dataclass(frozen=True)
+class File:
+    """One file to send.
+
+    Attributes:
+        path: Where it goes in the repository.
+        content: A file on disk, or the bytes themselves.
+    """
+
+    path: str
+    content: Path | bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.content) if isinstance(self.content, bytes) else self.content.stat().st_size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything one upload does.
+
+    Attributes:
+        branch: ``v<version>``; holds the variants and the benchmark scripts.
+        variants: Folder names below ``build/`` that are replaced as a whole.
+        unsigned: Variants without a signature.
+        files: Sent to `branch`.
+        card: Sent to ``main``, where the Hub looks for its page.
+    """
+
+    repo_id: str
+    branch: str
+    variants: tuple[str, ...]
+    unsigned: tuple[str, ...]
+    files: tuple[File, ...]
+    card: File
+
+
+def make_plan(project: Project, build_dir: Path, allow_local_build: bool) -> Plan:
+    """Check every variant below `build_dir` and list what is to be sent.
+
+    Args:
+        project: The checkout that the variants were built from.
+        build_dir: Folder of variant folders, ``build`` or Nix's ``result``.
+        allow_local_build: Accept variants of tools/build_local.py.
+
+    Raises:
+        BuildError: Listing every reason against publishing.
+    """
+    if not project.repo_id:
+        raise BuildError("build.toml: [general.hub] has no repo-id, so there is nowhere to publish")
+    folders = sorted(path.parent for path in build_dir.glob("*/metadata.json"))
+    if not folders:
+        raise BuildError(f"no variant in {build_dir}: run `make build` or the official build first")
+    if problems := [
+        f"{folder.name}: {problem}"
+        for folder in folders
+        for problem in check_variant(project, folder, allow_local_build)
+    ]:
+        raise BuildError("not publishable:\n  " + "\n  ".join(problems))
+    files = [
+        File(f"build/{path.relative_to(build_dir).as_posix()}", path)
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix != ".pyc"
+    ]
+    benchmarks = sorted((project.root / "benchmarks").glob("benchmark*.py"))
+    return Plan(
+        repo_id=project.repo_id,
+        branch=f"v{project.version}",
+        variants=tuple(folder.name for folder in folders),
+        unsigned=tuple(f.name for f in folders if not (f / SIGNATURE).is_file()),
+        files=(*files, *(File(f"benchmarks/{path.name}", path) for path in benchmarks)),
+        card=File("README.md", render_card(project).encode()),
+    )
+
+
+def check_variant(project: Project, folder: Path, allow_local_build: bool) -> list[str]:
+    """Reasons against publishing one variant; empty when there are none."""
+    from kernels._rust import Metadata
+    from kernels.variants import parse_variant
+
+    try:
+        parse_variant(folder.name)
+        metadata = Metadata.read_from_file(folder / "metadata.json")
+    except (ValueError, OSError) as error:
+        return [str(error)]
+    problems = []
+    if (str(metadata.name), metadata.version) != (project.name, project.version):
+        problems.append(
+            f"is {metadata.name} version {metadata.version}, but build.toml says "
+            f"{project.name} version {project.version}; build again"
+        )
+    problems += verify_digest(folder)
+    provenance = metadata.provenance
+    if provenance is None or provenance.kernel is None:
+        return [*problems, "provenance names no commit: commit the sources and build again"]
+    if provenance.dirty:
+        problems.append(
+            f"was built from a dirty tree on {provenance.kernel.commit}: commit and build again"
+        )
+    if LOCAL_BUILD_MARKER in provenance.kernel_builder.version and not allow_local_build:
+        problems.append(
+            "was built by tools/build_local.py, not by the official builder; upload such builds "
+            "for tests only, with --allow-local-build"
+        )
+    return problems
+
+
+def verify_digest(folder: Path) -> list[str]:
+    """Compare the files of a variant with the digest in its metadata.json."""
+    from kernels._rust import Digest, DigestValidationError, Metadata
+
+    expected = Metadata.read_from_file(folder / "metadata.json").digest
+    if expected is None:
+        return ["metadata.json has no digest (official builds: `kernel-builder hash`)"]
+    try:
+        expected.validate(Digest.hash_variant(expected.algorithm, folder))
+    except DigestValidationError as error:
+        return [f"digest: {violation}" for violation in error.violations]
+    return []
+
+
+def upload(plan: Plan, api: Any) -> None:
+    """Send `plan` as one commit to the version branch, then the card to ``main``.
+
+    Args:
+        plan: From `make_plan`.
+        api: A `huggingface_hub.HfApi`, or anything with the same methods.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    where = {"repo_id": plan.repo_id, "repo_type": REPO_TYPE}
+    api.create_repo(**where, exist_ok=True)
+    branches = {ref.name for ref in api.list_repo_refs(**where).branches}
+    new_branch = plan.branch not in branches
+    if new_branch:
+        api.create_branch(**where, branch=plan.branch)
+    # A variant is replaced as a whole, others on the branch stay. A new branch starts as a copy of
+    # main, so there every old build goes.
+    sent = {file.path for file in plan.files}
+    replaced = ("build/",) if new_branch else tuple(f"build/{name}/" for name in plan.variants)
+    stale = [
+        path
+        for path in api.list_repo_files(**where, revision=plan.branch)
+        if path.startswith((*replaced, "benchmarks/benchmark")) and path not in sent
+    ]
+    operations = [
+        *(CommitOperationDelete(path_in_repo=path) for path in stale),
+        *(_addition(CommitOperationAdd, file) for file in plan.files),
+    ]
+    message = f"Build of version {plan.branch[1:]}"
+    api.create_commit(**where, operations=operations, revision=plan.branch, commit_message=message)
+    card = [_addition(CommitOperationAdd, plan.card)]
+    api.create_commit(**where, operations=card, revision="main", commit_message="Kernel card")
+
+
+def _addition(operation: type, file: File) -> Any:
+    content = file.content if isinstance(file.content, bytes) else str(file.content)
+    return operation(path_in_repo=file.path, path_or_fileobj=content)
+
+
+def print_plan(plan: Plan) -> None:
+    print(f"{REPO_TYPE} repository {plan.repo_id}, branch {plan.branch}:")
+    for file in plan.files:
+        print(f"{file.size:>12,}  {file.path}")
+    print(f"{REPO_TYPE} repository {plan.repo_id}, branch main:")
+    print(f"{plan.card.size:>12,}  {plan.card.path}")
+    total = sum(file.size for file in (*plan.files, plan.card))
+    print(f"{total:>12,}  bytes in {len(plan.files) + 1} files; digests verified")
+    for name in plan.unsigned:
+        print(f"unsigned: {name} has no {SIGNATURE}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dry-run", action="store_true", help="check and list, send nothing")
+    parser.add_argument("--build-dir", type=Path, help="folder of variants (default: build)")
+    parser.add_argument(
+        "--allow-local-build", action="store_true", help="accept variants of tools/build_local.py"
+    )
+    parser.add_argument("--root", type=Path, default=ROOT, help="checkout to publish")
+    options = parser.parse_args(arguments)
+    try:
+        project = load_project(options.root)
+        build_dir = options.build_dir or project.build_dir
+        plan = make_plan(project, build_dir, options.allow_local_build)
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print_plan(plan)
+    if options.dry_run:
+        print("dry run: nothing was sent")
+        return 0
+    from huggingface_hub import HfApi
+
+    upload(plan, HfApi())
+    print(f"sent to https://hf.co/kernels/{plan.repo_id}/tree/{plan.branch}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
