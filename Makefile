@@ -25,6 +25,7 @@ BACKEND ?=
 DEVICE ?= cuda
 JOBS ?= 2
 CPP = $(shell find kernels-src torch-ext -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
+STATIC_SUITE := $(addprefix tests/test_,layering.py manifest.py hub_rules.py results.py sizes.py)
 GPU_SUITE := tests/kernels tests/orthogonalize tests/optimizers tests/integrations
 
 .PHONY: help setup build demo check test test-gpu bench plots publish clean
@@ -50,7 +51,7 @@ check: $(READY)  ## lint, format, layering, manifest, Hub rules, sizes (seconds,
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(CLANG_FORMAT) --dry-run -Werror $(CPP)
-	$(PY) -m pytest -q -m static tests
+	$(PY) -m pytest -q -p no:cacheprovider $(STATIC_SUITE)
 	$(PY) benchmarks/run.py plots --check
 	$(PY) tools/sizes.py
 

@@ -1,0 +1,309 @@
+"""One name per operation: build.toml, sources, bindings, Python, tests and documents agree."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import tomllib
+
+from .hub_rules import defined_ops, public_names
+from .project import parse
+
+DEVICE_SOURCES = frozenset({".cu", ".cpp", ".cc"})
+HEADERS = frozenset({".cuh", ".h", ".hpp"})
+SHARED_FOLDERS = frozenset({"common", "cpu"})  # of kernels-src; every other folder is a family
+SUFFIX = re.compile(r"_(cpu|sm\d+a?)$")  # what may follow a family's or an op's name
+OP_TABLE_COLUMNS = ("requested name", "op", "cuda source", "triton source")
+
+
+@dataclass(frozen=True)
+class Project:
+    """A checkout, and the facts that several checks read."""
+
+    root: Path
+
+    @cached_property
+    def build(self) -> dict:
+        return tomllib.loads((self.root / "build.toml").read_text(encoding="utf-8"))
+
+    @property
+    def package(self) -> Path:
+        return self.root / "torch-ext" / self.build["general"]["name"].replace("-", "_")
+
+    @cached_property
+    def binding(self) -> str:
+        """torch_binding.cpp without comments."""
+        text = (self.root / "torch-ext" / "torch_binding.cpp").read_text(encoding="utf-8")
+        return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+
+    @cached_property
+    def compiled_ops(self) -> list[str]:
+        """Names in `ops.def("name(...")`, in order."""
+        return re.findall(r'\bops\.def\(\s*"(\w+)\s*\(', self.binding)
+
+    @cached_property
+    def implementations(self) -> set[tuple[str, str]]:
+        """(op, "cuda" or "cpu") of every `ops.impl`."""
+        found = set()
+        block = re.compile(
+            r"STABLE_TORCH_LIBRARY_IMPL_EXPAND\(\s*\w+\s*,\s*(\w+)\s*,\s*ops\s*\)\s*\{(.*?)\n\}",
+            re.DOTALL,
+        )
+        for key, body in block.findall(self.binding):
+            found |= {(op, key.lower()) for op in re.findall(r'\bops\.impl\(\s*"(\w+)"', body)}
+        return found
+
+    def sources_of(self, op: str, suffixes: frozenset[str]) -> list[str]:
+        """Listed files below kernels-src whose stem is the op, or the op with an architecture."""
+        listed = {name for part in self.build.get("kernel", {}).values() for name in part["src"]}
+        return sorted(
+            name
+            for name in listed
+            if Path(name).suffix in suffixes and SUFFIX.sub("", Path(name).stem) == op
+        )
+
+    def text(self, name: str) -> str | None:
+        path = self.root / name
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def source_findings(project: Project) -> list[str]:
+    """Every source and header is listed in build.toml, exists, and is compiled once per backend."""
+    findings = []
+    lists = {"torch": ("all", project.build["torch"]["src"])}
+    for name, part in project.build.get("kernel", {}).items():
+        lists[f"kernel.{name}"] = (part["backend"], part["src"])
+    for name, (_, listed) in lists.items():
+        for source in listed:
+            if not (project.root / source).is_file():
+                findings.append(f"build.toml [{name}]: {source} does not exist")
+        for source in sorted({entry for entry in listed if listed.count(entry) > 1}):
+            findings.append(f"build.toml [{name}]: lists {source} twice")
+    known = {source for _, listed in lists.values() for source in listed}
+    for folder in ("kernels-src", "torch-ext"):
+        for path in sorted((project.root / folder).rglob("*")):
+            name = path.relative_to(project.root).as_posix()
+            if path.suffix in DEVICE_SOURCES | HEADERS and name not in known:
+                findings.append(f"{name}: no src of build.toml lists it")
+    for backend in sorted({backend for backend, _ in lists.values()} - {"all"}):
+        compiled = [
+            source
+            for kind, listed in lists.values()
+            if kind in (backend, "all")
+            for source in set(listed)
+            if Path(source).suffix in DEVICE_SOURCES
+        ]
+        for source in sorted({entry for entry in compiled if compiled.count(entry) > 1}):
+            findings.append(f"{source}: compiled more than once for {backend}")
+    return findings
+
+
+def component_findings(project: Project) -> list[str]:
+    """[kernel.<family>] beside [kernel.<family>_cpu] and [kernel.<family>_sm90], one per folder."""
+    findings = []
+    folder = project.root / "kernels-src"
+    families = {path.name for path in folder.glob("*/") if path.is_dir()} - SHARED_FOLDERS
+    components = project.build.get("kernel", {})
+    for name, part in components.items():
+        where = f"build.toml [kernel.{name}]"
+        match = SUFFIX.search(name)
+        suffix = match[1] if match else ""
+        family = SUFFIX.sub("", name)
+        if family not in families:
+            findings.append(f"{where}: kernels-src/{family}/ does not exist")
+        if (suffix == "cpu") != (part["backend"] == "cpu"):
+            findings.append(f"{where}: the name must end in _cpu exactly if the backend is cpu")
+        capabilities = part.get("cuda-capabilities", [])
+        if suffix.startswith("sm") and not _all_are(suffix, capabilities):
+            findings.append(f"{where}: cuda-capabilities {capabilities} are not {suffix}'s")
+        if not suffix and "8.0+PTX" not in capabilities:
+            findings.append(f"{where}: a generic component needs the capability 8.0+PTX")
+        home = "cpu" if suffix == "cpu" else family
+        for source in part["src"]:
+            parts = Path(source).parts
+            allowed = {home} if Path(source).suffix in DEVICE_SOURCES else {home, family, "common"}
+            if parts[0] != "kernels-src" or parts[1] not in allowed:
+                findings.append(f"{where}: {source} lies outside of kernels-src/{home}/")
+    for family in sorted(families - {SUFFIX.sub("", name) for name in components}):
+        findings.append(f"kernels-src/{family}/: build.toml has no component of this name")
+    return findings
+
+
+def _all_are(suffix: str, capabilities: list[str]) -> bool:
+    """Whether every capability is the suffix's: sm90 takes 9.0 and 9.0a, sm100 takes 10.0."""
+    digits = re.sub(r"\D", "", suffix)
+    version = f"{digits[:-1]}.{digits[-1]}"
+    return bool(capabilities) and all(entry.rstrip("af") == version for entry in capabilities)
+
+
+def binding_findings(project: Project) -> list[str]:
+    """The compiled ops: declared once, implemented where there is a source, named like it."""
+    findings = []
+    ops = project.compiled_ops
+    for op in sorted({op for op in ops if ops.count(op) > 1}):
+        findings.append(f"torch_binding.cpp: defines {op} twice")
+    if not ops:
+        findings.append("torch_binding.cpp: no ops.def found")
+    backends = {part["backend"] for part in project.build.get("kernel", {}).values()}
+    for op in ops:
+        for backend, suffixes in (
+            ("cuda", frozenset({".cu"})),
+            ("cpu", frozenset({".cpp", ".cc"})),
+        ):
+            has_source = bool(project.sources_of(op, suffixes))
+            has_impl = (op, backend) in project.implementations
+            if has_source and not has_impl:
+                findings.append(f"{op}: has a source for {backend}, but no ops.impl")
+            if has_impl and not has_source:
+                findings.append(f"{op}: has an ops.impl for {backend}, but no source")
+        if not any((op, backend) in project.implementations for backend in backends):
+            findings.append(f"{op}: torch_binding.cpp implements it for no backend")
+    for op, _ in sorted(project.implementations):
+        if op not in ops:
+            findings.append(f"torch_binding.cpp: implements {op}, which it does not define")
+    for path in sorted((project.root / "kernels-src").rglob("*")):
+        if path.suffix in DEVICE_SOURCES and SUFFIX.sub("", path.stem) not in ops:
+            name = path.relative_to(project.root).as_posix()
+            findings.append(f"{name}: its stem is not the name of an op of torch_binding.cpp")
+    return findings
+
+
+def python_findings(project: Project) -> list[str]:
+    """Each kernel has kernels/<op>.py, a reference of the same name, and a test file."""
+    findings = []
+    for op in project.compiled_ops:
+        for path in (project.package / "kernels" / f"{op}.py", _kernel_test(project, op)):
+            if not path.is_file():
+                name = path.relative_to(project.root).as_posix()
+                findings.append(f"{op}: {name} is missing")
+    for path in sorted((project.package / "kernels").glob("*.py")):
+        name = path.stem
+        if name.startswith("_") or name.endswith("_triton"):
+            continue
+        if name not in {*project.compiled_ops, *defined_ops(project.package)}:
+            findings.append(f"kernels/{path.name}: registers no op of its name")
+        if name not in _references(project):
+            findings.append(f"kernels/{path.name}: reference/ defines no function {name}")
+        if not _kernel_test(project, name).is_file():
+            findings.append(f"kernels/{path.name}: tests/kernels/test_{name}.py is missing")
+    return findings
+
+
+def _kernel_test(project: Project, op: str) -> Path:
+    return project.root / "tests" / "kernels" / f"test_{op}.py"
+
+
+def _references(project: Project) -> set[str]:
+    """Names of the functions that reference/ defines."""
+    return {
+        node.name
+        for path in (project.package / "reference").glob("*.py")
+        for node in parse(path).body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def document_findings(project: Project) -> list[str]:
+    """Every public name stands in code somewhere in README.md or docs/*.md."""
+    readme = project.text("README.md")
+    if readme is None:
+        return ["README.md is missing"]
+    pages = [path.read_text(encoding="utf-8") for path in project.root.glob("docs/*.md")]
+    code = _code("\n".join([readme, *pages]))
+    return [
+        f"{name}: is in __all__, but in no code of README.md or docs/*.md"
+        for name in public_names(project.package)
+        if not re.search(rf"\b{re.escape(name)}\b", code)
+    ]
+
+
+def op_table_findings(project: Project, document: str) -> list[str]:
+    """The table requested name | op | CUDA source | Triton source names what exists, all of it."""
+    text = project.text(document)
+    if text is None:
+        return [f"{document} is missing"]
+    rows = op_table(text)
+    if rows is None:
+        columns = " | ".join(OP_TABLE_COLUMNS)
+        return [f"{document}: has no table with the columns {columns}"]
+    findings = []
+    ops = [*project.compiled_ops, *sorted(defined_ops(project.package))]
+    described = [op for row in rows for op in _cells(row["op"])]
+    findings += [f"{document}: the op table lacks {op}" for op in ops if op not in described]
+    findings += [f"{document}: the op table names {op}, no op" for op in described if op not in ops]
+    for row in rows:
+        for column, cell in row.items():
+            for name in _cells(cell) if column.endswith("source") else []:
+                if not (project.root / name).is_file():
+                    findings.append(f"{document}: the op table names {name}, which does not exist")
+        for op in _cells(row["op"]):
+            twin = project.package / "kernels" / f"{op}_triton.py"
+            triton = [twin.relative_to(project.root).as_posix()] if twin.is_file() else []
+            expected = {
+                "cuda source": project.sources_of(op, frozenset({".cu"})),
+                "triton source": triton,
+            }
+            for column, names in expected.items():
+                missing = sorted(set(names) - set(_cells(row[column])))
+                findings += [f"{document}: the row of {op} lacks {name}" for name in missing]
+    return findings
+
+
+def op_table(text: str) -> list[dict[str, str]] | None:
+    """The rows of the document's op table by lower-case column name; None where it has none."""
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        header = [cell.strip().strip("`").lower() for cell in line.strip().strip("|").split("|")]
+        if not set(OP_TABLE_COLUMNS) <= set(header):
+            continue
+        rows = []
+        for row in lines[number + 2 :]:
+            if not row.lstrip().startswith("|"):
+                break
+            rows.append(dict(zip(header, row.strip().strip("|").split("|"), strict=False)))
+        return [row for row in rows if set(OP_TABLE_COLUMNS) <= set(row)]
+    return None
+
+
+def _cells(cell: str) -> list[str]:
+    """The names in backticks; a link's text counts, its address does not."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def changelog_findings(project: Project) -> list[str]:
+    """The first entry of the changelog is the version of build.toml."""
+    text = project.text("CHANGELOG.md")
+    if text is None:
+        return ["CHANGELOG.md is missing"]
+    entries = re.findall(r"^## Version (\d+)\b", text, re.MULTILINE)
+    version = str(project.build["general"]["version"])
+    if not entries or entries[0] != version:
+        return [f"CHANGELOG.md: the first entry must be '## Version {version}', found {entries}"]
+    return []
+
+
+def pin_findings(project: Project) -> list[str]:
+    """The tools of the pre-commit hooks carry the versions of tools/requirements.txt."""
+    hooks = project.text(".pre-commit-config.yaml")
+    pinned = project.text("tools/requirements.txt")
+    if hooks is None or pinned is None:
+        return [".pre-commit-config.yaml and tools/requirements.txt must both exist"]
+    versions = dict(re.findall(r"^([\w.-]+)==([\w.]+)", pinned, re.MULTILINE))
+    used = re.findall(r"([\w.-]+)==([\w.]+)", hooks)
+    findings = [
+        f".pre-commit-config.yaml: {name}=={version} is not the pin of tools/requirements.txt"
+        for name, version in used
+        if versions.get(name) != version
+    ]
+    return findings if used else [".pre-commit-config.yaml: pins no tool"]
+
+
+def _code(markdown: str) -> str:
+    """The code of a document: fenced blocks and `spans`."""
+    fences = re.findall(r"^```.*?^```", markdown, re.MULTILINE | re.DOTALL)
+    rest = re.sub(r"^```.*?^```", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    return "\n".join(fences + re.findall(r"`([^`\n]+)`", rest))

@@ -1,0 +1,152 @@
+"""Result files have their form, and those that README quotes match today's sources. No torch."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from .static.project import ROOT, report
+from .static.results import quoted_results, result_findings
+
+pytestmark = pytest.mark.static
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+GOOD = {
+    "gpu": "NVIDIA H200",
+    "driver": "580.1",
+    "torch": "2.11.0+cu130",
+    "triton": "3.6.0",
+    "commit": "0123456789" * 4,
+    "sources": "ab" * 32,
+    "ceilings": {"bf16_tflops": 700.0, "fp16_tflops": 710, "copy_tbps": 4.2},
+    "rows": [
+        {
+            "case": "sum/8x8",
+            "variant": "auto",
+            "ok": True,
+            "ms": 0.5,
+            "floor_ms": 0.4,
+            "fraction_of_floor": 0.8,
+            "baseline": "torch.sum",
+            "baseline_ms": 1.0,
+            "speedup": 2.0,
+            "error": 0.0,
+            "error_baseline": 1e-3,
+            "peak_mb": 0,
+        },
+        {"case": "sum/9x9", "variant": "auto", "ok": False},
+        {
+            "case": "C1",
+            "variant": "auto",
+            "ok": True,
+            "value": 390,
+            "unit": "GB/s",
+            "target": 380,
+            "transport": "nccl",
+        },
+    ],
+}
+
+
+def test_result_files_have_their_form() -> None:
+    findings = []
+    for path in sorted(RESULTS.glob("*/*.json")):
+        name = path.relative_to(ROOT).as_posix()
+        findings += result_findings(name, json.loads(path.read_text()))
+    assert not findings, report(findings)
+
+
+def test_quoted_results_are_of_these_sources() -> None:
+    """README's numbers stand only as long as the code that they measured."""
+    from benchmarks.harness.sources import sources_digest
+
+    readme = ROOT / "README.md"
+    assert readme.is_file(), "README.md is missing"
+    findings = []
+    for path in sorted(quoted_results(readme.read_text())):
+        if not (RESULTS / path).is_file():
+            findings.append(f"README.md quotes benchmarks/results/{path}, which does not exist")
+        elif json.loads((RESULTS / path).read_text())["sources"] != sources_digest(path.stem):
+            findings.append(f"{path}: its sources have changed; run `make bench OP={path.stem}`")
+    assert not findings, report(findings)
+
+
+def test_digest_follows_names_and_contents(tmp_path: Path, monkeypatch) -> None:
+    from benchmarks.harness import sources
+
+    monkeypatch.setitem(sources.SOURCES, "toy", ("kernels-src/toy/*", "kernels/toy*.py"))
+    for name in ("kernels-src/toy/a.cu", "kernels/toy.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("one")
+    first = sources.sources_digest("toy", tmp_path)
+    assert first == sources.sources_digest("toy", tmp_path)
+    (tmp_path / "kernels/other.py").write_text("one")
+    assert first == sources.sources_digest("toy", tmp_path)
+
+    (tmp_path / "kernels/toy.py").write_text("two")
+    changed = sources.sources_digest("toy", tmp_path)
+    (tmp_path / "kernels/toy.py").rename(tmp_path / "kernels/toy_triton.py")
+    renamed = sources.sources_digest("toy", tmp_path)
+    (tmp_path / "kernels-src/toy/b.cuh").touch()
+    added = sources.sources_digest("toy", tmp_path)
+    assert len({first, changed, renamed, added}) == 4
+
+    (tmp_path / "kernels/toy_triton.py").unlink()
+    with pytest.raises(ValueError, match=r"kernels/toy\*\.py"):
+        sources.sources_digest("toy", tmp_path)
+    with pytest.raises(ValueError, match="unknown"):
+        sources.sources_digest("unknown", tmp_path)
+
+
+def test_good_result_has_no_findings() -> None:
+    assert not result_findings("good", GOOD)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        (("commit",), "0123456", "40 hexadecimal"),
+        (("sources",), "AB" * 32, "64 hexadecimal"),
+        (("driver",), None, "driver must be text"),
+        (("gpu",), "", "gpu must be text"),
+        (("ceilings", "copy_tbps"), 0, "ceilings.copy_tbps"),
+        (("ceilings",), None, "ceilings.bf16_tflops"),
+        (("rows",), [], "at least one row"),
+        (("rows", 0, "ok"), 1, "ok must be true or false"),
+        (("rows", 0, "case"), None, "case must be text"),
+        (("rows", 0, "ms"), 0, "ms must be a positive number"),
+        (("rows", 0, "ms"), float("nan"), "ms must be a positive number"),
+        (("rows", 0, "ms"), 0.25, "fraction_of_floor is 0.8, but floor_ms / ms is 1.6"),
+        (("rows", 0, "speedup"), 2.1, "speedup is 2.1, but baseline_ms / ms is 2"),
+        (("rows", 0, "baseline"), None, "baseline must be text"),
+        (("rows", 0, "error"), None, "error must be a number"),
+        (("rows", 1, "ms"), 0.1, "is not ok, so it must have no ms"),
+        (("rows", 1, "case"), "sum/8x8", "sum/8x8 / auto stands there twice"),
+    ],
+)
+def test_form_can_be_broken(path: tuple, value: object, expected: str) -> None:
+    result = copy.deepcopy(GOOD)
+    inner = result
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    findings = result_findings("toy", result)
+    assert any(expected in finding for finding in findings), report(findings)
+
+
+@pytest.mark.parametrize("key", ["unit", "target", "transport"])
+def test_communication_figure_needs_its_unit(key: str) -> None:
+    result = copy.deepcopy(GOOD)
+    del result["rows"][2][key]
+    assert result_findings("toy", result) == [f"toy: row 2: {key} is missing"]
+
+
+def test_quotes_are_found() -> None:
+    text = (
+        "![plot](benchmarks/results/h200/a.svg), benchmarks/results/h200x8/b-c.json; results/x.json"
+    )
+    assert quoted_results(text) == {Path("h200/a.json"), Path("h200x8/b-c.json")}
