@@ -28,7 +28,7 @@ CPP = $(shell find kernels-src torch-ext -name '*.cu' -o -name '*.cuh' -o -name 
 STATIC_SUITE := $(addprefix tests/test_,layering.py manifest.py hub_rules.py results.py sizes.py)
 GPU_SUITE := tests/kernels tests/orthogonalize tests/optimizers tests/integrations
 
-.PHONY: help setup build demo check test test-gpu bench plots publish clean
+.PHONY: help setup build demo check test test-gpu sanitize bench plots publish clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -61,6 +61,9 @@ test: $(READY)  ## the CPU variant and the whole CPU suite, README's code includ
 
 test-gpu:  ## the same tests on a GPU, with the artifact in build/ (no environment, no network)
 	NO_VENV=1 python3 -m pytest -q --device $(DEVICE) $(GPU_SUITE)
+
+sanitize:  ## compute-sanitizer over the compiled kernels on this GPU, and over a planted bug
+	python3 tools/sanitize.py
 
 bench:  ## time one op on this GPU: make bench OP=elementwise
 	python3 benchmarks/run.py $(or $(OP),$(error say which: make bench OP=elementwise)) $(ARGS)

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/device.h>
+#include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>

@@ -1,0 +1,82 @@
+"""`kernels benchmark` of nf4_dequant: the experts of one layer, checked against plain PyTorch.
+
+The Hub's runner times the wall clock, one synchronisation per call; run.py has the quotable times.
+"""
+
+import math
+
+import torch
+from kernels.benchmark import Benchmark
+
+
+def decode(
+    packed: torch.Tensor,
+    absmax: torch.Tensor,
+    codebook: torch.Tensor,
+    ids: torch.Tensor,
+    shape: tuple[int, ...],
+    blocksize: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The definition: high nibble first, codebook times the block's absmax, one rounding."""
+    numel = math.prod(shape)
+    element = ids.long()[:, None] * numel + torch.arange(numel, device=packed.device)
+    byte = packed[element // 2]
+    nibble = torch.where(element % 2 == 0, byte >> 4, byte & 15)
+    value = codebook[nibble.long()] * absmax[element // blocksize]
+    return value.to(dtype).reshape(-1, *shape)
+
+
+class Nf4DequantBenchmark(Benchmark):
+    """Expert projections of Qwen3-30B-A3B and OLMoE-1B-7B at full and at decode-time width."""
+
+    seed = 0
+    blocksize = 64
+
+    def _setup(self, experts: int, rows: int, columns: int, active: int) -> None:
+        elements = experts * rows * columns
+        self.shape = (rows, columns)
+        self.packed = torch.randint(0, 256, (elements // 2,), dtype=torch.uint8, device=self.device)
+        self.absmax = torch.rand(elements // self.blocksize, device=self.device)
+        self.codebook = torch.linspace(-1, 1, 16, device=self.device)
+        self.ids = torch.randperm(experts, device=self.device)[:active]
+
+    def _run(self) -> None:
+        self.out = self.kernel.nf4_dequant(
+            self.packed,
+            self.absmax,
+            self.ids,
+            self.shape,
+            self.blocksize,
+            torch.bfloat16,
+            codebook=self.codebook,
+        )
+
+    def _verify(self) -> torch.Tensor:
+        return decode(
+            self.packed,
+            self.absmax,
+            self.codebook,
+            self.ids,
+            self.shape,
+            self.blocksize,
+            torch.bfloat16,
+        )
+
+    def setup_qwen3_down(self) -> None:
+        self._setup(experts=128, rows=2048, columns=768, active=16)
+
+    def benchmark_qwen3_down(self) -> None:
+        self._run()
+
+    def verify_qwen3_down(self) -> torch.Tensor:
+        return self._verify()
+
+    def setup_olmoe_down_of_8(self) -> None:
+        self._setup(experts=64, rows=2048, columns=1024, active=8)
+
+    def benchmark_olmoe_down_of_8(self) -> None:
+        self._run()
+
+    def verify_olmoe_down_of_8(self) -> torch.Tensor:
+        return self._verify()

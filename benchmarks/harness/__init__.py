@@ -1,0 +1,1 @@
+"""What the benchmarks share: loading, timing, ceilings, result files, plots."""

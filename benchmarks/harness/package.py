@@ -1,0 +1,41 @@
+"""The built package, loaded as a user loads it, and the commit it was built from."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import tomllib
+
+from .sources import ROOT
+
+
+@dataclass(frozen=True)
+class Built:
+    """A loaded variant and its provenance."""
+
+    package: ModuleType
+    commit: str
+    clean: bool
+
+
+def load(root: Path = ROOT) -> Built:
+    """Load `build/` through `get_kernel`; the commit comes from the variant's metadata.json."""
+    from kernels import get_kernel
+
+    general = tomllib.loads((root / "build.toml").read_text())["general"]
+    repo_id = general["hub"]["repo-id"]
+    os.environ["LOCAL_KERNELS"] = f"{repo_id}={root}"
+    package = get_kernel(repo_id, version=general["version"], trust_remote_code=True)
+    metadata = json.loads((Path(package.__file__).parent / "metadata.json").read_text())
+    commit, clean = provenance(metadata)
+    return Built(package, commit, clean)
+
+
+def provenance(metadata: dict) -> tuple[str, bool]:
+    """(commit, whether the files were exactly that commit) of a variant's metadata."""
+    kernel = metadata.get("provenance", {}).get("kernel", {})
+    return kernel.get("commit", "0" * 40), "commit" in kernel and not kernel.get("dirty", True)

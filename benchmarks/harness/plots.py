@@ -1,0 +1,144 @@
+"""README's results table and one plot per result file, drawn from the committed files only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from pathlib import Path
+
+from . import elementwise
+from .report import FLOOR_TBPS, FLOOR_TFLOPS
+from .sources import RESULTS, SOURCES, sources_digest
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+EMPTY = "No measurement has been committed yet."
+
+# Result file -> names of the rows that were drawn at random: summed up in README, not listed.
+DRAWN = {"elementwise": elementwise.random_cases}
+
+
+def result_files(root: Path) -> list[Path]:
+    """Every committed result file, sorted."""
+    return sorted((root / RESULTS).glob("*/*.json"))
+
+
+def table(root: Path) -> str:
+    """The markdown between README's markers."""
+    parts = [_section(path, root) for path in result_files(root)]
+    return "\n\n".join(parts) if parts else EMPTY
+
+
+def _section(path: Path, root: Path) -> str:
+    result = json.loads(path.read_text())
+    drawn = DRAWN[path.stem](result["commit"])
+    rows = [row for row in result["rows"] if row["ok"] and row["variant"] == "auto"]
+    listed = [row for row in rows if row["case"] not in drawn]
+    others = [row for row in rows if row["case"] in drawn]
+    ceilings = result["ceilings"]
+    name = path.relative_to(root).as_posix()
+    lines = [
+        "| case | ms | share of the floor | baseline | times faster |",
+        "|---|--:|--:|---|--:|",
+        *(
+            f"| `{row['case']}` | {row['ms']:.3g} | {row['fraction_of_floor']:.0%} "
+            f"| {row['baseline']}, {row['baseline_ms']:.3g} ms | {row['speedup']:.2f} |"
+            for row in listed
+        ),
+    ]
+    text = (
+        f"{result['gpu']}, driver {result['driver']}, torch {result['torch']}, triton "
+        f"{result['triton']}; a copy reaches {ceilings['copy_tbps']:.2f} TB/s there, an 8192³ "
+        f"product {ceilings['bf16_tflops']:.0f} TFLOP/s. The floor counts each byte once at "
+        f"{FLOOR_TBPS} TB/s and each operation once at {FLOOR_TFLOPS:.0f} TFLOP/s. "
+        f"All rows: [{name}]({name})."
+    )
+    if others:
+        shares = statistics.median(row["fraction_of_floor"] for row in others)
+        least = min(row["speedup"] for row in others)
+        text += (
+            f" On {len(others)} random shapes the median is {shares:.0%} of the floor, and the "
+            f"least favourable one {least:.2f} times the baseline."
+        )
+    plot = path.with_suffix(".svg").relative_to(root).as_posix()
+    return "\n".join([*lines, "", text, "", f"![{path.parent.name}/{path.stem}]({plot})"])
+
+
+def with_table(readme: str, content: str) -> str:
+    """README's text with `content` between its markers.
+
+    Raises:
+        ValueError: the markers are missing or repeated.
+    """
+    if (
+        readme.count(BEGIN) != 1
+        or readme.count(END) != 1
+        or readme.index(BEGIN) > readme.index(END)
+    ):
+        raise ValueError(f"README.md must hold {BEGIN} and, behind it, {END}, each once")
+    before, rest = readme.split(BEGIN)
+    return f"{before}{BEGIN}\n{content}\n{END}{rest.split(END)[1]}"
+
+
+def draw(root: Path) -> None:
+    """Rewrite README's table and every plot."""
+    readme = root / "README.md"
+    readme.write_text(with_table(readme.read_text(), table(root)))
+    for path in result_files(root):
+        _plot(path)
+
+
+def findings(root: Path) -> list[str]:
+    """What `draw` would change, and results whose sources have changed since."""
+    readme = (root / "README.md").read_text()
+    found = []
+    try:
+        if with_table(readme, table(root)) != readme:
+            found.append("README.md: the results table is stale; run `make plots`")
+    except ValueError as error:
+        found.append(str(error))
+    for path in result_files(root):
+        name = path.relative_to(root).as_posix()
+        if path.stem not in SOURCES:
+            found.append(f"{name}: is not one of {', '.join(SOURCES)}")
+            continue
+        if json.loads(path.read_text())["sources"] != sources_digest(path.stem, root):
+            found.append(f"{name}: its sources have changed since; measure again")
+        plot = path.with_suffix(".svg")
+        if not plot.is_file() or _mark(path) not in plot.read_text():
+            found.append(f"{name}: its plot is stale; run `make plots`")
+    return found
+
+
+def _mark(path: Path) -> str:
+    """Names the content a plot was drawn from, inside the plot."""
+    return "drawn from sha256 " + hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _plot(path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = path.stem  # the same file for the same content
+    import matplotlib.pyplot as plt
+
+    result = json.loads(path.read_text())
+    rows = [row for row in result["rows"] if row["ok"]]
+    labels = [row["case"] for row in rows]
+    figure, axes = plt.subplots(figsize=(9, 0.32 * len(rows) + 1.4), layout="constrained")
+    height = 0.4
+    ours = [row["fraction_of_floor"] for row in rows]
+    theirs = [row["floor_ms"] / row["baseline_ms"] for row in rows]
+    positions = range(len(rows))
+    axes.barh([p - height / 2 for p in positions], ours, height, label="optimizer", color="#2a6f97")
+    axes.barh(
+        [p + height / 2 for p in positions], theirs, height, label="baseline", color="#bbbbbb"
+    )
+    axes.set_yticks(list(positions), labels, fontsize=7)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("share of the floor (1 = no version can be faster)")
+    axes.set_title(f"{path.stem} on {result['gpu']}", fontsize=10)
+    axes.legend(loc="lower right", fontsize=8)
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Description": _mark(path)})
+    plt.close(figure)

@@ -1,0 +1,48 @@
+"""Which files a result file measures, and their digest. Needs neither torch nor git.
+
+A result is stale when one of these files has changed since; `run.py plots --check` compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path("benchmarks/results")  # below the root: results/<gpu>/<name>.json
+
+# Result file -> what its times depend on.
+SOURCES: dict[str, tuple[str, ...]] = {
+    "elementwise": (
+        "kernels-src/common/*",
+        "kernels-src/nf4_dequant/*",
+        "torch-ext/optimizer/kernels/nf4_dequant*.py",
+    ),
+}
+
+
+def source_files(name: str, root: Path = ROOT) -> list[Path]:
+    """The files that result file `name` measures, sorted.
+
+    Raises:
+        ValueError: no such result file, or a pattern that matches nothing (a file was renamed).
+    """
+    if name not in SOURCES:
+        raise ValueError(f"{name!r} is no result file; known: {', '.join(SOURCES)}")
+    files: set[Path] = set()
+    for pattern in SOURCES[name]:
+        found = {path for path in root.glob(pattern) if path.is_file()}
+        if not found:
+            raise ValueError(f"sources of {name!r}: no file matches {pattern} below {root}")
+        files |= found
+    return sorted(files)
+
+
+def sources_digest(name: str, root: Path = ROOT) -> str:
+    """sha256 over names and contents of the files of `name`, 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for path in source_files(name, root):
+        content = path.read_bytes()
+        label = path.relative_to(root).as_posix()
+        digest.update(f"{label}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()

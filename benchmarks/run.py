@@ -1,0 +1,98 @@
+"""Measure one group of ops on this GPU, or draw what was measured.
+
+python benchmarks/run.py elementwise [--out DIR] [--draft]    writes DIR/<gpu>/elementwise.json
+python benchmarks/run.py plots [--check]                      README's table and the plots
+
+A case is timed only after its results were compared with the reference. `--draft` measures a build
+with uncommitted changes and writes nothing. See docs/measuring.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from harness import plots
+from harness.sources import RESULTS, ROOT, sources_digest
+
+# Result file -> the module of harness/ that holds its cases.
+ENTRIES = {"elementwise": "harness.elementwise"}
+
+
+def header(built, name: str, count: int) -> dict:
+    """What a result file says about the machine and the code."""
+    import torch
+    import triton
+    from harness import ceilings
+
+    gpu = torch.cuda.get_device_name(0)
+    return {
+        "gpu": gpu if count == 1 else f"{count} x {gpu}",
+        "driver": ceilings.driver(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": built.commit,
+        "sources": sources_digest(name),
+        "ceilings": ceilings.measure(),
+    }
+
+
+def measure(name: str, out: Path, *, draft: bool) -> int:
+    """Measure one result file; returns the number of rows with wrong results."""
+    import torch
+    from harness import package, report
+
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks need a CUDA device")
+    entry = importlib.import_module(ENTRIES[name])
+    built = package.load(ROOT)
+    if not built.clean and not draft:
+        raise SystemExit(
+            "build/ was not made from a clean commit, so its times could not be traced to sources: "
+            "commit, run `make build`, or pass --draft to print without writing"
+        )
+    head = header(built, name, count=1)
+    print(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
+    print(f"\n{report.HEADING}")
+    rows = []
+    for row, line in entry.rows(built):
+        print(line, flush=True)
+        rows.append(row)
+    timed = [row for row in rows if row.ok]
+    print(
+        f"{len(rows) - len(timed)} wrong; geometric means: "
+        f"{report.geomean([row.fraction_of_floor for row in timed]):.1%} of the floor, "
+        f"{report.geomean([row.speedup for row in timed]):.2f}x the baseline"
+    )
+    if not draft:
+        path = out / report.folder_name(torch.cuda.get_device_name(0)) / f"{name}.json"
+        report.write(path, head, rows)
+        print(f"wrote {path}")
+    return len(rows) - len(timed)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=(*ENTRIES, "plots"))
+    parser.add_argument("--out", type=Path, default=ROOT / RESULTS, help="folder of the results")
+    parser.add_argument("--draft", action="store_true", help="print only; any build will do")
+    parser.add_argument(
+        "--check", action="store_true", help="plots: write nothing, find stale ones"
+    )
+    options = parser.parse_args(arguments)
+    if options.what != "plots":
+        return min(measure(options.what, options.out, draft=options.draft), 1)
+    if not options.check:
+        plots.draw(ROOT)
+        return 0
+    findings = plots.findings(ROOT)
+    print(*findings, sep="\n", file=sys.stderr)
+    return min(len(findings), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

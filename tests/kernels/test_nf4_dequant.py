@@ -1,0 +1,438 @@
+"""nf4_dequant on every path: bit for bit what bitsandbytes' format says, whatever the shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .._compare import assert_same_bits
+
+BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PATHS = ("compiled", "reference", "triton")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """A quantised stack of experts, random in every bit."""
+
+    experts: int
+    shape: tuple[int, ...]
+    blocksize: int = 64
+    nested: bool = False
+    custom_codebook: bool = False
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, (self.experts, *self.shape)))
+        flags = "-nested" * self.nested + "-codebook" * self.custom_codebook
+        return f"{size}-b{self.blocksize}{flags}"
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def build(self, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor | None]:
+        """packed, absmax and the optional arguments, drawn on the CPU so that devices agree."""
+        generator = torch.Generator().manual_seed(seed)
+        elements = self.experts * self.numel
+        blocks = -(-elements // self.blocksize)
+
+        def codes(count: int) -> torch.Tensor:
+            return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+
+        def values(count: int) -> torch.Tensor:
+            return torch.randn(count, generator=generator)
+
+        tensors = {
+            "packed": codes((elements + 1) // 2),
+            "absmax": codes(blocks) if self.nested else values(blocks).abs(),
+            "codebook": values(16) if self.custom_codebook else None,
+            "absmax_code": values(256) if self.nested else None,
+            "absmax_scale": values(-(-blocks // 256)) if self.nested else None,
+            "absmax_offset": values(1) if self.nested else None,
+        }
+        return {name: None if t is None else t.to(device) for name, t in tensors.items()}
+
+    def arguments(self, device: torch.device, seed: int = 0) -> dict:
+        return {
+            **self.build(device, seed),
+            "expert_shape": self.shape,
+            "blocksize": self.blocksize,
+        }
+
+
+# Names of what makes each one hard stand beside it.
+STACKS = (
+    Stack(8, (64, 64)),  # aligned, blocks end with experts
+    Stack(4, (6, 96), 256),  # blocks straddle rows and experts
+    Stack(5, (3, 7), 32),  # odd element count: experts start inside a byte
+    Stack(5, (3, 7), 4096),  # the whole stack is less than one block
+    Stack(3, (5,), 64),  # one dimension, the last byte half empty
+    Stack(7, (33, 65), 128),  # odd, several blocks each
+    Stack(3, (1,), 32),  # one element per expert
+    Stack(3, (2, 3, 5, 7), 64),  # four dimensions
+    Stack(3, (203, 101), 64),  # odd and longer than one chunk of any kernel
+    Stack(2, (96, 256), 64),  # aligned and longer than one chunk
+    Stack(4, (40, 8), 64, nested=True),
+    Stack(3, (203, 101), 32, nested=True),  # more than 256 blocks: several nested scales
+    Stack(2, (128, 256), 32, nested=True),  # the same, aligned
+    Stack(4, (6, 96), 64, custom_codebook=True),
+    Stack(5, (3, 7), 32, nested=True, custom_codebook=True),
+)
+
+
+def oracle(arguments: dict, ids: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Decode the whole stack on the CPU, then pick: another way than any of ours."""
+    given = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    shape, blocksize = given["expert_shape"], given["blocksize"]
+    byte = given["packed"].reshape(-1).view(torch.uint8)
+    experts = 2 * byte.numel() // math.prod(shape)
+    nibble = torch.stack((byte >> 4, byte & 15), -1).reshape(-1)[: experts * math.prod(shape)]
+    absmax = given["absmax"].reshape(-1)
+    if given["absmax_code"] is not None:
+        absmax = given["absmax_code"][absmax.long()]
+        absmax = absmax * given["absmax_scale"].repeat_interleave(256)[: absmax.numel()]
+        absmax = absmax + given["absmax_offset"]
+    codebook = given["codebook"]
+    codebook = torch.tensor(NF4) if codebook is None else codebook
+    scale = absmax.repeat_interleave(blocksize)[: nibble.numel()]
+    values = (codebook[nibble.long()] * scale).to(dtype)
+    return values.reshape(experts, *shape)[torch.tensor(ids, dtype=torch.long)]
+
+
+NF4 = [  # as in bitsandbytes; a test below compares with the codebook it hands out
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+]
+
+
+def assert_decoded(
+    actual: torch.Tensor, expected: torch.Tensor, path: str, device: torch.device
+) -> None:
+    """Bits must match; the interpreter's bfloat16 store truncates, so there one ulp is allowed."""
+    if path == "triton" and device.type == "cpu" and actual.dtype == torch.bfloat16:
+        assert actual.shape == expected.shape
+        steps = actual.view(torch.int16).int() - expected.view(torch.int16).int()
+        assert steps.abs().max() <= 1
+    else:
+        assert_same_bits(actual, expected)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("stack", STACKS, ids=str)
+@pytest.mark.parametrize("path", PATHS)
+def test_decodes(run_nf4, device, path, stack, dtype):
+    arguments = stack.arguments(device)
+    ids = [stack.experts - 1, 0, *range(stack.experts), 0]
+    actual = run_nf4(path, arguments, torch.tensor(ids, device=device), dtype)
+    assert_decoded(actual, oracle(arguments, ids, dtype), path, device)
+
+
+@pytest.mark.parametrize("nested", (False, True))
+@pytest.mark.parametrize("blocksize", BLOCKSIZES)
+@pytest.mark.parametrize("path", PATHS)
+def test_every_blocksize(run_nf4, device, path, blocksize, nested):
+    arguments = Stack(3, (67, 33), blocksize, nested).arguments(device)
+    actual = run_nf4(path, arguments, torch.tensor([2, 1], device=device), torch.float32)
+    assert_same_bits(actual, oracle(arguments, [2, 1], torch.float32))
+
+
+@pytest.mark.parametrize("id_dtype", (torch.int32, torch.int64), ids=str)
+@pytest.mark.parametrize("ids", ([], [3], [4, 4, 4], [4, 3, 2, 1, 0]), ids=str)
+@pytest.mark.parametrize("path", PATHS)
+def test_ids(run_nf4, device, path, ids, id_dtype):
+    arguments = Stack(5, (9, 5)).arguments(device)
+    active = torch.tensor(ids, dtype=id_dtype, device=device)
+    actual = run_nf4(path, arguments, active, torch.float16)
+    assert_same_bits(actual, oracle(arguments, ids, torch.float16))
+
+
+def test_nested_absmax_is_rounded_twice(run_nf4, device):
+    """A fused multiply-add of code, scale and offset gives other bits on this data."""
+    stack = Stack(2, (256, 32), 32, nested=True)
+    arguments = stack.arguments(device)
+    arguments["codebook"] = torch.ones(16, device=device)  # the values are absmax itself
+    blocks = arguments["absmax"].long()
+    scale = arguments["absmax_scale"].repeat_interleave(256)[: blocks.numel()].double()
+    exact = arguments["absmax_code"][blocks].double() * scale + arguments["absmax_offset"].double()
+    fused = exact.float().repeat_interleave(32).reshape(2, 256, 32).cpu()
+    expected = oracle(arguments, [0, 1], torch.float32)
+    assert (fused != expected).any()
+    for path in PATHS:
+        actual = run_nf4(path, arguments, torch.tensor([0, 1], device=device), torch.float32)
+        assert_same_bits(actual, expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_shape(run_nf4, device, data):
+    """Random sizes, ids, dtypes and nesting on the compiled path."""
+    stack = Stack(
+        experts=data.draw(st.integers(1, 9)),
+        shape=tuple(data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=2))),
+        blocksize=data.draw(st.sampled_from(BLOCKSIZES)),
+        nested=data.draw(st.booleans()),
+        custom_codebook=data.draw(st.booleans()),
+    )
+    dtype = data.draw(st.sampled_from(DTYPES))
+    ids = data.draw(st.lists(st.integers(0, stack.experts - 1), max_size=6))
+    arguments = stack.arguments(device, seed=data.draw(st.integers(0, 2**31)))
+    active = torch.tensor(ids, dtype=torch.int32, device=device)
+    actual = run_nf4("compiled", arguments, active, dtype)
+    assert_same_bits(actual, oracle(arguments, ids, dtype))
+
+
+@pytest.mark.parametrize("first", range(5))
+def test_packed_may_start_anywhere(run_nf4, device, first):
+    """A view into a larger buffer need not lie on a word boundary."""
+    arguments = Stack(3, (96, 128)).arguments(device)
+    packed = arguments["packed"]
+    buffer = torch.zeros(packed.numel() + 8, dtype=torch.uint8, device=device)
+    view = buffer[first : first + packed.numel()]
+    view.copy_(packed)
+    for path in PATHS:
+        actual = run_nf4(
+            path, {**arguments, "packed": view}, torch.tensor([1, 2], device=device), torch.float16
+        )
+        assert_same_bits(actual, oracle(arguments, [1, 2], torch.float16))
+
+
+@pytest.mark.parametrize("storage", (torch.int8, torch.bfloat16, torch.float32), ids=str)
+def test_storage_dtype_and_shape_of_packed_do_not_matter(opt, device, storage):
+    arguments = Stack(4, (16, 64)).arguments(device)
+    expected = oracle(arguments, [3, 1], torch.bfloat16)
+    arguments["packed"] = arguments["packed"].view(storage).reshape(-1, 1)
+    ids = torch.tensor([3, 1], device=device)
+    assert_same_bits(opt.nf4_dequant(active_experts=ids, **arguments), expected)
+
+
+def test_defaults_and_number_as_offset(opt, device):
+    """bfloat16, NF4, plain absmax; a number is as good as a tensor for absmax_offset."""
+    plain = Stack(3, (8, 24)).arguments(device)
+    ids = torch.tensor([2, 0], device=device)
+    actual = opt.nf4_dequant(plain["packed"], plain["absmax"], ids, [8, 24], 64)
+    assert_same_bits(actual, oracle(plain, [2, 0], torch.bfloat16))
+
+    nested = Stack(3, (8, 24), nested=True).arguments(device)
+    expected = oracle(nested, [2, 0], torch.bfloat16)
+    for offset in (nested["absmax_offset"].item(), nested["absmax_offset"].reshape(())):
+        nested["absmax_offset"] = offset
+        assert_same_bits(opt.nf4_dequant(active_experts=ids, **nested), expected)
+
+
+def test_threads_do_not_change_the_bits(run_nf4, device):
+    arguments = Stack(3, (203, 333)).arguments(device)
+    ids = torch.tensor([2, 0, 1], device=device)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 4):
+            torch.set_num_threads(count)
+            results.append(run_nf4("compiled", arguments, ids, torch.float16))
+    finally:
+        torch.set_num_threads(threads)
+    assert_same_bits(*results)
+
+
+def test_stack_beyond_two_to_the_31_elements(run_nf4, device):
+    """The last experts' elements have indices above 2**31."""
+    numel, experts = 65537, 32800
+    elements = experts * numel
+    first = (experts - 3) * numel  # of the three experts that hold anything but zeros
+    assert first > 2**31
+    packed = torch.zeros(elements // 2, dtype=torch.uint8, device=device)  # 1 GB, mostly untouched
+    absmax = torch.zeros(-(-elements // 4096), device=device)
+    filled = Stack(3, (numel,), 4096).build(torch.device("cpu"))
+    packed[first // 2 :] = filled["packed"][-(elements - first) // 2 :].to(device)
+    absmax[first // 4096 :] = torch.arange(1.0, absmax.numel() - first // 4096 + 1, device=device)
+    arguments = {
+        **dict.fromkeys(("codebook", "absmax_code", "absmax_scale", "absmax_offset")),
+        "packed": packed,
+        "absmax": absmax,
+        "expert_shape": (numel,),
+        "blocksize": 4096,
+    }
+    ids = torch.tensor([experts - 1, experts - 2], device=device)
+    actual = run_nf4("compiled", arguments, ids, torch.float32)
+    element = ids[:, None] * numel + torch.arange(numel, device=device)
+    byte = packed[element // 2]
+    nibble = torch.where(element % 2 == 0, byte >> 4, byte & 15)
+    expected = torch.tensor(NF4, device=device)[nibble.long()] * absmax[element // 4096]
+    assert expected.count_nonzero() > numel
+    assert_same_bits(actual, expected)
+
+
+BAD = {
+    "packed must be contiguous": {"packed": lambda a: a["packed"].reshape(-1, 2).T},
+    "packed holds 95 bytes": {"packed": lambda a: a["packed"][:-1]},
+    "blocksize must be one of": {"blocksize": lambda a: 48},
+    "expert_shape must hold positive sizes": {"expert_shape": lambda a: (8, 0)},
+    "expert_shape must hold positive sizes, got ()": {"expert_shape": lambda a: ()},
+    "dtype must be one of": {"dtype": lambda a: torch.float64},
+    "active_experts must be a vector of int32 or int64 ids, got torch.float32": {
+        "active_experts": lambda a: torch.zeros(2)
+    },
+    "active_experts must be a vector of int32 or int64 ids, got torch.int64 of shape (1, 1)": {
+        "active_experts": lambda a: torch.zeros(1, 1, dtype=torch.long)
+    },
+    "active_experts must be contiguous": {
+        "active_experts": lambda a: torch.zeros(4, dtype=torch.long, device=a["packed"].device)[::2]
+    },
+    "absmax must be contiguous torch.float32": {"absmax": lambda a: a["absmax"].double()},
+    "absmax must have 3 elements": {"absmax": lambda a: a["absmax"][:-1]},
+    "codebook must have 16 elements": {"codebook": lambda a: a["absmax"]},
+    "codebook must be contiguous torch.float32": {
+        "codebook": lambda a: torch.zeros(16, dtype=torch.float16, device=a["packed"].device)
+    },
+    "give all three or none": {"absmax_scale": lambda a: a["absmax"]},
+    "absmax must be contiguous torch.uint8": {
+        "absmax_code": lambda a: a["absmax"],
+        "absmax_scale": lambda a: a["absmax"],
+        "absmax_offset": lambda a: 0.0,
+    },
+    "absmax_code must have 256 elements": {
+        "absmax": lambda a: a["absmax"].to(torch.uint8),
+        "absmax_code": lambda a: a["absmax"],
+        "absmax_scale": lambda a: a["absmax"],
+        "absmax_offset": lambda a: 0.0,
+    },
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_wrong_arguments_are_named(opt, device, message):
+    arguments = Stack(1, (8, 24)).arguments(device)
+    arguments["active_experts"] = torch.zeros(1, dtype=torch.long, device=device)
+    changed = {name: change(arguments) for name, change in BAD[message].items()}
+    with pytest.raises(ValueError) as caught:
+        opt.nf4_dequant(**{**arguments, **changed})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", (-1, 4, 2**40))
+def test_unknown_ids(run_nf4, device, bad):
+    """An error where looking costs nothing, NaN where it would make the host wait."""
+    arguments = Stack(4, (5, 7)).arguments(device)
+    ids = torch.tensor([1, bad, 2], device=device)
+    for path in PATHS:
+        if path == "reference" or (path == "compiled" and device.type == "cpu"):
+            with pytest.raises((ValueError, RuntimeError), match="active_experts"):
+                run_nf4(path, arguments, ids, torch.float32)
+            continue
+        actual = run_nf4(path, arguments, ids, torch.float32).cpu()
+        assert actual[1].isnan().all()
+        assert_same_bits(actual[[0, 2]], oracle(arguments, [1, 2], torch.float32))
+
+
+@pytest.mark.parametrize("stack", (STACKS[0], STACKS[14]), ids=str)
+@pytest.mark.parametrize("path", ("compiled", "reference"))
+def test_opcheck(nf4, device, path, stack):
+    arguments = stack.arguments(device)
+    arguments |= {"active_experts": torch.tensor([1, 0], device=device), "dtype": torch.float16}
+    torch.library.opcheck(nf4._op(path).default, (), arguments)
+
+
+def test_compiles_without_a_graph_break(opt, device):
+    """Also when the number of active experts changes, which must not recompile for ever."""
+    arguments = Stack(5, (16, 24), nested=True).arguments(device)
+    compiled = torch.compile(opt.nf4_dequant, fullgraph=True, backend="aot_eager")
+    for ids in ([0, 1], [4, 4, 3], [2, 1, 0, 3]):
+        active = torch.tensor(ids, device=device)
+        actual = compiled(active_experts=active, dtype=torch.float16, **arguments)
+        assert_same_bits(actual, oracle(arguments, ids, torch.float16))
+
+
+def test_compiles_with_inductor_inside_a_larger_graph(opt, device):
+    arguments = Stack(5, (16, 24)).arguments(device)
+
+    def step(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return x @ opt.nf4_dequant(active_experts=ids, dtype=torch.float32, **arguments)
+
+    x = torch.randn(2, 3, 16, device=device)
+    ids = torch.tensor([4, 1], device=device)
+    torch.testing.assert_close(torch.compile(step, fullgraph=True)(x, ids), step(x, ids))
+
+
+def test_explain_names_the_path(opt, nf4, device):
+    assert opt.explain("nf4_dequant", device=device).startswith("compiled: ")
+    expected = "reference: the loaded variant has no kernel for xpu tensors"
+    assert nf4.explain_nf4_dequant("xpu") == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "compiled", "path"),
+    [((9, 0), True, "compiled"), ((7, 5), True, "triton"), ((9, 0), False, "triton")],
+)
+def test_pick_on_cuda(nf4, monkeypatch, capability, compiled, path):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(nf4, "_has_compiled", lambda key: compiled and key == "CUDA")
+    assert nf4._pick.__wrapped__(torch.device("cuda", 0)).name == path
+
+
+def test_the_portable_path_is_logged_once(nf4, caplog):
+    nf4._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger=nf4.__name__):
+        for _ in range(2):
+            assert nf4._pick_name(torch.device("xpu")) == "reference"
+    assert [record.message for record in caplog.records] == [
+        "nf4_dequant runs its portable path, which is slow: "
+        "the loaded variant has no kernel for xpu tensors"
+    ]
+
+
+def test_meta_tensors_give_shapes(opt):
+    arguments = Stack(5, (16, 24)).arguments(torch.device("meta"))
+    ids = torch.empty(3, dtype=torch.long, device="meta")
+    out = opt.nf4_dequant(active_experts=ids, **arguments)
+    assert out.shape == (3, 16, 24) and out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("nested", (False, True))
+@pytest.mark.parametrize("blocksize", (64, 128, 256))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_bits_as_bitsandbytes(opt, device, dtype, blocksize, nested):
+    """On the CPU only rows of whole blocks: bitsandbytes 0.50.2 misreads others with AVX512."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = torch.randn(4, 24, 512, dtype=dtype, device=device)
+    packed, state = functional.quantize_4bit(
+        weight, blocksize=blocksize, quant_type="nf4", compress_statistics=nested
+    )
+    expected = functional.dequantize_4bit(packed, state)
+    extra = {}
+    if nested:
+        extra = {
+            "absmax_code": state.state2.code,
+            "absmax_scale": state.state2.absmax,
+            "absmax_offset": state.offset,
+        }
+    ids = torch.tensor([3, 0, 1], device=device)
+    actual = opt.nf4_dequant(
+        packed, state.absmax, ids, (24, 512), blocksize, dtype, codebook=state.code, **extra
+    )
+    assert_same_bits(actual, expected[[3, 0, 1]])
+    assert_same_bits(state.code.cpu(), torch.tensor(NF4))
+    if not nested:
+        default = opt.nf4_dequant(packed, state.absmax, ids, (24, 512), blocksize, dtype)
+        assert_same_bits(default, actual)

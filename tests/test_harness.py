@@ -1,0 +1,240 @@
+"""The benchmark harness away from a GPU: digests, rows, timing order, README's table. No build."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from .static.project import ROOT
+from .static.results import quoted_results, result_findings
+
+pytestmark = pytest.mark.static
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def harness() -> Iterator[SimpleNamespace]:
+    """The modules of benchmarks/harness, imported as run.py imports them."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    names = ("elementwise", "package", "plots", "report", "sources", "timer")
+    yield SimpleNamespace(**{name: importlib.import_module(f"harness.{name}") for name in names})
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture
+def checkout(harness, tmp_path: Path) -> Path:
+    """A copy of the measured sources, a README with markers and one result file."""
+    for path in harness.sources.source_files("elementwise"):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    markers = f"{harness.plots.BEGIN}\nold\n{harness.plots.END}"
+    (tmp_path / "README.md").write_text(f"# title\n{markers}\ntail\n")
+    write_results(harness, tmp_path)
+    return tmp_path
+
+
+def measured(harness, ms: float = 0.26):
+    return harness.report.Measured(
+        ms=ms,
+        floor_ms=0.24,
+        baseline="peer 1.0",
+        baseline_ms=0.41,
+        error=1.7e-3,
+        error_baseline=1.7e-3,
+        peak_mb=805.3,
+    )
+
+
+def head(digest: str) -> dict:
+    return {
+        "gpu": "NVIDIA H200",
+        "driver": "580.1",
+        "torch": "2.11.0",
+        "triton": "3.6.0",
+        "commit": COMMIT,
+        "sources": digest,
+        "ceilings": {"bf16_tflops": 770.0, "fp16_tflops": 760.0, "copy_tbps": 4.25},
+    }
+
+
+def write_results(harness, root: Path) -> Path:
+    report, elementwise = harness.report, harness.elementwise
+    cases = [problem.case for problem in elementwise.LISTED]
+    cases += sorted(elementwise.random_cases(COMMIT))
+    rows = [report.passed(case, measured(harness)) for case in cases]
+    path = root / "benchmarks/results/h200/elementwise.json"
+    digest = harness.sources.sources_digest("elementwise", root)
+    report.write(path, head(digest), [*rows, report.failed("nf4_dequant/1x1x1")])
+    return path
+
+
+def test_digest_follows_names_and_contents(harness, checkout):
+    digest = lambda: harness.sources.sources_digest("elementwise", checkout)  # noqa: E731
+    before = digest()
+    assert before == harness.sources.sources_digest("elementwise")
+    kernel = checkout / "kernels-src/nf4_dequant/nf4_dequant.cu"
+    text = kernel.read_text()
+    kernel.write_text(text + "\n")
+    assert digest() != before
+    kernel.write_text(text)
+    assert digest() == before
+    kernel.rename(kernel.with_name("renamed.cu"))
+    assert digest() != before
+
+
+def test_a_pattern_that_matches_nothing_is_an_error(harness, checkout):
+    shutil.rmtree(checkout / "kernels-src/common")
+    with pytest.raises(ValueError, match=r"no file matches kernels-src/common/\*"):
+        harness.sources.sources_digest("elementwise", checkout)
+    with pytest.raises(ValueError, match="'nothing' is no result file; known: elementwise"):
+        harness.sources.sources_digest("nothing")
+
+
+def test_written_results_have_the_agreed_form(harness, checkout):
+    result = json.loads((checkout / "benchmarks/results/h200/elementwise.json").read_text())
+    assert result_findings("elementwise", result) == []
+    assert result["rows"][0]["case"] == "nf4_dequant/128x1536x2048"
+    assert result["rows"][0]["speedup"] == pytest.approx(0.41 / 0.26, rel=1e-4)
+    wrong = result["rows"][-1]
+    assert wrong == {"case": "nf4_dequant/1x1x1", "variant": "auto", "ok": False}
+
+
+def test_floor_is_the_larger_of_bytes_and_operations(harness):
+    floor = harness.report.floor_ms
+    assert floor(bytes_moved=4.3e9) == pytest.approx(1.0)
+    assert floor(bytes_moved=4.3e9, flops=1.58e12) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "count", "name"),
+    [("NVIDIA H200", 1, "h200"), ("NVIDIA H200", 8, "h200x8"), ("Tesla T4", 1, "tesla-t4")],
+)
+def test_result_folders(harness, gpu, count, name):
+    assert harness.report.folder_name(gpu, count) == name
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"provenance": {"kernel": {"commit": COMMIT, "dirty": False}}}, (COMMIT, True)),
+        ({"provenance": {"kernel": {"commit": COMMIT, "dirty": True}}}, (COMMIT, False)),
+        ({"provenance": {"kernel": {"commit": COMMIT}}}, (COMMIT, False)),
+        ({}, ("0" * 40, False)),
+    ],
+)
+def test_only_a_clean_commit_is_clean(harness, metadata, expected):
+    assert harness.package.provenance(metadata) == expected
+
+
+def test_problem_counts_its_bytes(harness):
+    problem = harness.elementwise.LISTED[0]
+    assert problem.bytes_moved == problem.elements * (0.5 + 4 / 64 + 2)
+    odd = harness.elementwise.Dequant(1, 1, 2**17 + 1, 256, "float32", nested=True)
+    assert odd.bytes_moved == (2**16 + 1) + (513 + 4 * 3) + 4 * (2**17 + 1)
+
+
+def test_random_problems_repeat_and_are_hard(harness):
+    problems = harness.elementwise.random_problems(7)
+    assert problems == harness.elementwise.random_problems(7)
+    assert problems != harness.elementwise.random_problems(8)
+    assert len({problem.case for problem in problems}) == len(problems) == 20
+    assert any(problem.rows * problem.columns % 8 for problem in problems)
+    assert all(2**25 < problem.elements < 2**30 for problem in problems)
+
+
+class RecordingStopwatch:
+    """Takes 10 ms for the first call of a round, 20 for the second; the first round 100 more."""
+
+    def __init__(self) -> None:
+        self.rounds, self.calls, self.times = 0, 0, []
+
+    def begin_round(self) -> None:
+        self.rounds += 1
+        self.calls = 0
+
+    def time(self, call: Callable[[], object]) -> None:
+        call()
+        self.calls += 1
+        self.times.append(10.0 * self.calls + 100.0 * (self.rounds == 1))
+
+    def finish(self) -> list[float]:
+        return self.times
+
+
+def test_variants_take_turns_over_the_input_sets(harness):
+    called = []
+    variants = {
+        "ours": lambda number: called.append(("ours", number)),
+        "base": lambda number: called.append(("base", number)),
+    }
+    ms = harness.timer.medians(variants, sets=2, rounds=3, warmup=1, stopwatch=RecordingStopwatch)
+    assert ms == {"ours": 10.0, "base": 20.0}
+    turns = [0, 0, 1, 0]  # one round of warm-up, then three timed ones
+    assert called == [(name, number) for number in turns for name in ("ours", "base")]
+    assert statistics.median([110.0, 10.0, 10.0]) == ms["ours"]
+
+
+def test_enough_input_sets_for_a_cold_cache(harness):
+    cold_sets = harness.timer.cold_sets
+    assert cold_sets(1_000_000_000, 60_000_000) == 1
+    assert cold_sets(60_000_000, 60_000_000) == 3
+    assert cold_sets(50_000_000, 60_000_000) == 4
+
+
+def test_readme_table_and_plots(harness, checkout):
+    plots = harness.plots
+    assert len(plots.findings(checkout)) == 2  # table and plot
+    plots.draw(checkout)
+    assert plots.findings(checkout) == []
+    readme = (checkout / "README.md").read_text()
+    assert readme.startswith("# title\n") and readme.endswith("\ntail\n") and "old" not in readme
+    assert (
+        "| `nf4_dequant/128x1536x2048` | 0.26 | 92% | peer 1.0, 0.41 ms | 1.58 |"
+        in readme.splitlines()
+    )
+    assert "On 20 random shapes the median is 92% of the floor" in readme
+    assert quoted_results(readme) == {Path("h200/elementwise.json")}
+    plot = checkout / "benchmarks/results/h200/elementwise.svg"
+    first = plot.read_bytes()
+    plots.draw(checkout)
+    assert plot.read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ("README.md", "README.md: the results table is stale"),
+        ("benchmarks/results/h200/elementwise.json", "its plot is stale"),
+        ("kernels-src/nf4_dequant/nf4_dequant.cuh", "its sources have changed since"),
+    ],
+)
+def test_a_change_makes_it_stale(harness, checkout, edit, message):
+    harness.plots.draw(checkout)
+    path = checkout / edit
+    path.write_text(path.read_text().replace("0.26", "0.27") + "\n")
+    assert any(message in finding for finding in harness.plots.findings(checkout))
+
+
+def test_markers_must_be_there_once(harness, checkout):
+    readme = checkout / "README.md"
+    readme.write_text("no markers")
+    assert "README.md must hold" in harness.plots.findings(checkout)[0]
+    with pytest.raises(ValueError, match="each once"):
+        harness.plots.draw(checkout)
+
+
+def test_no_results_yet_is_said(harness, checkout):
+    shutil.rmtree(checkout / "benchmarks")
+    harness.plots.draw(checkout)
+    assert harness.plots.EMPTY in (checkout / "README.md").read_text()
+    assert harness.plots.findings(checkout) == []
