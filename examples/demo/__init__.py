@@ -1,0 +1,1 @@
+"""Parts of the demo: config, corpus, model, package, training, checkpoints, report, sweep."""

@@ -1,0 +1,50 @@
+"""The device of the demo, set up so that equal runs give equal bits."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+
+from demo.config import DemoError
+
+
+def prepare_device(name: str | None, *, threads: int | None) -> torch.device:
+    """Choose the device and switch the process to deterministic algorithms.
+
+    Args:
+        name: Name of a CPU or CUDA device; None takes CUDA where there is one.
+        threads: CPU threads of this process; None keeps torch's choice.
+
+    Returns:
+        The device.
+
+    Raises:
+        DemoError: If the device does not exist.
+    """
+    # cuBLAS reads this when it starts; without it, its results may depend on the stream's history
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise DemoError(f"--device {device}: the demo runs on cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DemoError(f"--device {device}: torch {torch.__version__} sees no CUDA device here")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    # A debugging aid that comes with the line above and writes every new tensor twice.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    return device
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 in hardware worth using (Ampere and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def device_name(device: torch.device) -> str:
+    """Model of the GPU, or architecture and thread count of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

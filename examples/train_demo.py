@@ -1,0 +1,269 @@
+"""Train a small byte-level transformer with torch.optim.AdamW and with MuonAdamW, and compare.
+
+    python examples/train_demo.py                       # both runs, then a table and a plot
+    python examples/train_demo.py --resume              # go on after an interruption
+    python examples/train_demo.py --sweep --jobs 12     # the learning-rate sweep
+
+The text is the source of Python's standard library, found on this machine; the optimizer is the
+package in this checkout's build/ folder, loaded with `kernels.get_kernel` as any user loads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from demo import report, sweep_report
+from demo.checkpoint import Checkpoints
+from demo.config import ADAMW, MUON, OPTIMIZERS, PRESETS, DemoError, Preset, RunConfig
+from demo.corpus import Corpus, read_corpus
+from demo.device import device_name, has_bfloat16, prepare_device
+from demo.package import Package, load_package
+from demo.sweep import Workplace, sweep
+from demo.training import History, Trainer, train
+
+INTERRUPTED = 130  # exit status, as the shell gives it for Ctrl-C
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", choices=PRESETS, help="size (default: gpu on a CUDA device, else cpu)")
+    add("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
+    add("--steps", type=positive_integer, help="steps per run (default: the model's)")
+    add("--seed", type=int, default=0, help="of the weights and the batches (default: 0)")
+    add(
+        "--lr-adamw",
+        type=learning_rate,
+        help="peak learning rate of AdamW (default: the sweep's best)",
+    )
+    add("--lr-muon", type=learning_rate, help="peak learning rate of MuonAdamW (default: likewise)")
+    add("--corpus", type=Path, metavar="DIR", help="train on the *.py files below DIR")
+    add("--out-dir", type=Path, default=Path("demo_out"), help="results (default: demo_out)")
+    add("--threads", type=positive_integer, help="CPU threads per run (default: torch's choice)")
+    add("--resume", action="store_true", help="continue the interrupted run in --out-dir")
+    add(
+        "--checkpoint-every", type=positive_integer, default=50, metavar="STEPS", help="default: 50"
+    )
+    group = parser.add_argument_group("sweep")
+    add = group.add_argument
+    add("--sweep", action="store_true", help="try several learning rates and seeds")
+    add(
+        "--lrs-adamw",
+        type=learning_rates,
+        metavar="LR,LR",
+        help="AdamW's grid (default: the model's)",
+    )
+    add(
+        "--lrs-muon",
+        type=learning_rates,
+        metavar="LR,LR",
+        help="MuonAdamW's grid (default: likewise)",
+    )
+    add("--seeds", type=positive_integer, default=3, help="seeds per learning rate (default: 3)")
+    add(
+        "--jobs", type=positive_integer, default=1, help="runs at a time on the device (default: 1)"
+    )
+    add("--out", type=Path, metavar="PATH", help="also write the table to PATH.json and PATH.md")
+    options = parser.parse_args(arguments)
+    if options.sweep and options.resume:
+        parser.error("--sweep cannot be resumed")
+    return options
+
+
+def positive_integer(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def learning_rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive learning rate")
+    return value
+
+
+def learning_rates(text: str) -> tuple[float, ...]:
+    values = sorted({learning_rate(part) for part in text.split(",")})
+    if len(values) < 2:
+        raise argparse.ArgumentTypeError(f"{text}: at least two learning rates are needed")
+    return tuple(values)
+
+
+def configure(
+    options: argparse.Namespace, preset: Preset, device: torch.device
+) -> dict[str, RunConfig]:
+    """The two runs: equal but for the optimizer and its learning rate."""
+    chosen = {ADAMW: options.lr_adamw, MUON: options.lr_muon}
+    return {
+        name: RunConfig(
+            optimizer=name,
+            lr=chosen[name] or preset.lr[name],
+            model=preset.model,
+            batch=preset.batch,
+            steps=options.steps or preset.steps,
+            eval_sequences=preset.eval_sequences,
+            autocast=preset.autocast and has_bfloat16(device),
+            seed=options.seed,
+        )
+        for name in OPTIMIZERS
+    }
+
+
+class Interruption:
+    """Turns the first Ctrl-C into a request to stop after the step; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> Interruption:
+        self.previous = signal.signal(signal.SIGINT, self._request)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self.previous)
+
+    def _request(self, *_: object) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def run_demo(
+    options: argparse.Namespace,
+    runs: dict[str, RunConfig],
+    corpus: Corpus,
+    device: torch.device,
+    package: Package,
+) -> int:
+    """Train with both optimizers, write plot and table; returns the exit status."""
+    folder = options.out_dir
+    machine = sweep_report.machine(corpus, device, package)
+    stores = {
+        name: Checkpoints(
+            folder=folder / "checkpoints" / name.lower(),
+            every=options.checkpoint_every,
+            identity={"run": asdict(run), **machine},
+            package=package.module,
+        )
+        for name, run in runs.items()
+    }
+    if options.resume:
+        check_resumable(stores, runs, folder)
+    else:
+        for store in stores.values():
+            store.clear()
+    histories: dict[str, History] = {}
+    with Interruption() as interruption:
+        for name, run in runs.items():
+            trainer = Trainer(run, corpus, device, package)
+            histories[name] = train(
+                trainer,
+                checkpoints=stores[name],
+                resume=options.resume,
+                interrupted=lambda: interruption.requested,
+                progress=True,
+            )
+            if histories[name].step < run.steps:
+                again = [sys.executable, *sys.argv, *["--resume"] * (not options.resume)]
+                print(f"interrupted and saved; go on with\n  {shlex.join(again)}")
+                return INTERRUPTED
+    report.plot(folder / "loss.png", runs, histories)
+    kernels = report.kernels_that_ran(package, trainer.model, device)
+    text = report.table(runs, histories, kernels)
+    (folder / "table.md").write_text(text + "\n")
+    content = {"machine": machine, "runs": {n: asdict(r) for n, r in runs.items()}}
+    content["histories"] = {name: vars(history) for name, history in histories.items()}
+    (folder / "results.json").write_text(json.dumps(content))
+    print(f"\n{text}\n\n{folder}/ holds loss.png, table.md and results.json")
+    return 0
+
+
+def check_resumable(
+    stores: dict[str, Checkpoints], runs: dict[str, RunConfig], folder: Path
+) -> None:
+    """Refuse to resume where there is nothing to go on with."""
+    saved = {name: store.read_history() for name, store in stores.items()}
+    if not any(saved.values()):
+        raise DemoError(f"cannot resume: {folder} holds no checkpoint; run without --resume")
+    if all(saved[name] and len(saved[name]["train"]) == runs[name].steps for name in runs):
+        raise DemoError(
+            f"cannot resume: {folder} holds two finished runs; repeat them without --resume"
+        )
+
+
+def run_sweep(
+    options: argparse.Namespace,
+    preset: Preset,
+    template: RunConfig,
+    corpus: Corpus,
+    device: torch.device,
+    package: Package,
+) -> int:
+    """Try the learning rates of both grids, write and print the table; returns the exit status."""
+    results = sweep(
+        template,
+        {
+            ADAMW: options.lrs_adamw or preset.sweep[ADAMW],
+            MUON: options.lrs_muon or preset.sweep[MUON],
+        },
+        seeds=options.seeds,
+        jobs=options.jobs,
+        place=Workplace(
+            device=str(device),
+            threads=options.threads or max(1, torch.get_num_threads() // options.jobs),
+            corpus=options.corpus,
+            context=preset.model.context,
+            max_bytes=preset.max_bytes,
+        ),
+    )
+    where = sweep_report.machine(corpus, device, package)
+    for path in filter(None, (options.out_dir / "sweep", options.out)):
+        sweep_report.write(path, results, where)
+    print(sweep_report.to_markdown(results, where))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    options = parse(arguments)
+    try:
+        device = prepare_device(options.device, threads=options.threads)
+        preset = PRESETS[options.model or ("gpu" if device.type == "cuda" else "cpu")]
+        package = load_package(device)
+        corpus = read_corpus(
+            options.corpus,
+            context=preset.model.context,
+            max_bytes=preset.max_bytes,
+            device=device,
+        )
+        runs = configure(options, preset, device)
+        print(
+            f"{package.repo_id} version {package.version}, {package.variant}, on "
+            f"{device_name(device)}\n{sum(corpus.files)} files: {len(corpus.train):,} train and "
+            f"{len(corpus.held_out):,} held-out bytes"
+        )
+        if options.sweep:
+            return run_sweep(options, preset, runs[ADAMW], corpus, device, package)
+        return run_demo(options, runs, corpus, device, package)
+    except DemoError as error:
+        print(f"train_demo: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("train_demo: stopped, nothing was saved since the last checkpoint", file=sys.stderr)
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
