@@ -1,0 +1,55 @@
+"""Matrices with known singular values, and the float64 answers they are compared with.
+
+Built as U S V^T, so that neither the matrix nor its polar factor needs a float64 SVD.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+SPECTRA = {
+    "linear": lambda k, m: 0.002 + 0.998 * (m - k) / (m - 1),
+    "log2": lambda k, m: 10 ** (-2 * (k - 1) / (m - 1)),
+    "log3": lambda k, m: 10 ** (-3 * (k - 1) / (m - 1)),
+    "log5": lambda k, m: 10 ** (-5 * (k - 1) / (m - 1)),
+    "log7": lambda k, m: 10 ** (-7 * (k - 1) / (m - 1)),
+    "log9": lambda k, m: 10 ** (-9 * (k - 1) / (m - 1)),
+    "power_half": lambda k, m: k**-0.5,
+    "power_one": lambda k, m: 1 / k,
+    "half_zero": lambda k, m: (1 - k / m) * (2 * k <= m),
+    "rank_10": lambda k, m: (k <= 10).double(),
+    "two_and_1e-3": lambda k, m: torch.where(k <= 2, 1.0, 1e-3),
+    "two_and_1e-5": lambda k, m: torch.where(k <= 2, 1.0, 1e-5),
+}
+
+
+@dataclass(frozen=True)
+class Known:
+    """x = U S V^T (m, n) in float64 with its polar factor U V^T and singular values (m,)."""
+
+    x: torch.Tensor
+    polar: torch.Tensor
+    values: torch.Tensor
+
+
+def known_matrix(spectrum: str, m: int, n: int, seed: int = 0) -> Known:
+    """An m x n matrix, m <= n, with the named spectrum and random singular vectors."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def orthonormal(rows: int) -> torch.Tensor:  # (rows, m)
+        normal = torch.randn(rows, m, generator=generator, dtype=torch.float64)
+        return torch.linalg.qr(normal).Q
+
+    values = SPECTRA[spectrum](torch.arange(1, m + 1, dtype=torch.float64), m).double()
+    u, v = orthonormal(m), orthonormal(n)
+    return Known((u * values) @ v.mT, u @ v.mT, values)
+
+
+def matrix(spectrum: str, m: int, n: int, seed: int = 0) -> torch.Tensor:
+    """A float64 matrix of a named spectrum, or a "gaussian" one."""
+    if spectrum == "gaussian":
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(m, n, generator=generator, dtype=torch.float64)
+    return known_matrix(spectrum, m, n, seed).x

@@ -1,0 +1,131 @@
+"""Which method and dtype: a table over (m, n, dtype, device), nothing else."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def capability(monkeypatch):
+    """Pretends that CUDA device 0 has the given compute capability."""
+
+    def pretend(major: int, minor: int) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+
+    return pretend
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_cuda_iterates_in_float16(choose, capability, dtype) -> None:
+    for version in ((8, 0), (9, 0), (12, 0)):
+        capability(*version)
+        assert choose.choose(512, 512, dtype=dtype, device=GPU).dtype == torch.float16
+    capability(7, 5)
+    assert choose.choose(512, 512, dtype=dtype, device=GPU).dtype == torch.float32
+
+
+def test_float64_is_kept(choose, capability) -> None:
+    capability(9, 0)
+    for device in (CPU, GPU):
+        choice = choose.choose(64, 256, dtype=torch.float64, device=device)
+        assert (choice.method, choice.dtype) == ("polar_express", torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "method"),
+    [
+        (512, 512, "polar_express"),
+        (512, 767, "polar_express"),
+        (512, 768, "gram_newton_schulz"),
+        (768, 512, "gram_newton_schulz"),
+        (512, 2048, "gram_newton_schulz"),
+        (2048, 512, "gram_newton_schulz"),
+        (1, 1, "polar_express"),
+        (1, 2, "gram_newton_schulz"),
+    ],
+)
+@pytest.mark.parametrize("iterate_dtype", [torch.float16, torch.float32])
+def test_gram_from_an_aspect_of_three_halves(choose, m, n, method, iterate_dtype) -> None:
+    options = {"dtype": torch.float32, "device": CPU, "iterate_dtype": iterate_dtype}
+    choice = choose.choose(m, n, **options)
+    assert choice.method == method
+    assert choice.restarts == ((2,) if method == "gram_newton_schulz" else ())
+    # The rule is the point where dense products cost the same.
+    cost = {"m": m, "n": n, "steps": 5, "symmetric": False}
+    gram = choose.flop("gram_newton_schulz", restarts=(2,), **cost)
+    assert (gram <= choose.flop("polar_express", **cost)) == (method == "gram_newton_schulz")
+
+
+def test_bfloat16_is_never_iterated_on_a_gram_matrix(choose) -> None:
+    choice = choose.choose(64, 4096, dtype=torch.bfloat16, device=CPU, iterate_dtype=torch.bfloat16)
+    assert choice.method == "polar_express"
+
+
+def test_flop_formulas(choose) -> None:
+    """The closed forms of the literature, in m^2 n and m^3."""
+    m, n = 7, 11
+    table = {
+        ("polar_express", (), False): (20, 10),
+        ("polar_express", (), True): (15, 5),
+        ("gram_newton_schulz", (2,), False): (8, 28),
+        ("gram_newton_schulz", (2,), True): (6, 14),
+        ("gram_newton_schulz", (1, 2), False): (12, 22),
+        ("gram_newton_schulz", (1, 2), True): (9, 11),
+        ("gram_newton_schulz", (), True): (3, 17),
+        ("gram_newton_schulz", (1, 2, 3, 4), False): (20, 10),
+    }
+    for (method, restarts, symmetric), (wide, small) in table.items():
+        expected = wide * m * m * n + small * m**3
+        for shape in ((m, n), (n, m)):
+            cost = {"steps": 5, "restarts": restarts, "symmetric": symmetric}
+            assert choose.flop(method, *shape, **cost) == expected
+
+
+def test_asking_for_a_method(choose) -> None:
+    for method in ("polar_express", "gram_newton_schulz", "newton_schulz"):
+        choice = choose.choose(8, 8, dtype=torch.float32, device="cpu", method=method)
+        assert choice.method == method
+        assert "asked for" in choice.reason
+
+
+def test_the_batch_is_no_argument(choose) -> None:
+    assert "batch" not in inspect.signature(choose.choose).parameters
+
+
+def test_slices_do_not_depend_on_the_batch(submodule) -> None:
+    slice_for = submodule("orthogonalize.batch").slice_for
+    assert list(inspect.signature(slice_for).parameters) == ["r", "c", "device_type"]
+    for shape in ((1, 1), (33, 65), (768, 3072), (4096, 14336), (1, 10**7)):
+        cpu, cuda = slice_for(*shape, "cpu"), slice_for(*shape, "cuda")
+        assert (cpu.matrices, cpu.rows, cpu.columns) == (1, *shape)
+        assert cuda.rows % 8 == 0 and 0 <= cuda.rows - shape[0] < 8
+        assert cuda.columns % 8 == 0 and 0 <= cuda.columns - shape[1] < 8
+        elements = cuda.rows * cuda.columns * cuda.matrices
+        assert cuda.matrices == 1 or elements <= 16 * 2**20
+
+
+def test_explain_says_what_why_and_how_much(opt, choose, capability) -> None:
+    capability(9, 0)
+    text = opt.explain("orthogonalize", shape=(24, 768, 3072), dtype=torch.float32, device="cuda")
+    for part in ("gram_newton_schulz", "5 steps", "float16", "step 3", "1.5", "FLOP", "ms"):
+        assert part in text, f"{part!r} missing in: {text}"
+    assert "2.72e+10" in text  # 8 m^2 n + 28 m^3
+    text = opt.explain("orthogonalize", shape=(768, 768), dtype=torch.float32, device="cpu")
+    assert "polar_express" in text and "float32" in text and " ms" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [({"method": "svd"}, ValueError), ({"steps": 0}, ValueError), ({"steps": 2.0}, TypeError)],
+)
+@pytest.mark.parametrize("function", ["choose", "explain"])
+def test_bad_arguments(choose, function, arguments, error) -> None:
+    with pytest.raises(error, match=next(iter(arguments))):
+        getattr(choose, function)(4, 8, dtype=torch.float32, device="cpu", **arguments)

@@ -1,0 +1,201 @@
+"""The generator reproduces every published table; the named sets do what their sources say."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+SAFETY_2 = {"steps": 5, "lower": 1e-3, "safety": 2e-2, "cushion": 0.02}
+PAPER_CUSHION = 0.02407327424182761
+
+# nanochat, nanochat/optim.py; the same in modded-nanogpt and dion.
+NANOCHAT = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+# Last row by step count, otherwise the arguments of NANOCHAT.
+LAST_ROWS = {
+    3: (3.969501158, -2.942182363, 0.558736451),
+    4: (3.351468731, -2.513077963, 0.512834760),
+    6: (1.900383476, -1.277923719, 0.377803153),
+    7: (1.875022360, -1.250024844, 0.375002484),
+}
+FIFTH_OF_MANY = (2.300530712, -1.611166556, 0.383337443)
+# The paper's repository, default arguments: 10 steps, safety 1e-2, cushion 0.02.
+SAFETY_1 = (
+    (8.237312490, -23.157747415, 16.680568411),
+    (4.082441999, -2.893047735, 0.525284926),
+    (3.926347992, -2.854746803, 0.531802242),
+    (3.298218713, -2.424541981, 0.486320084),
+    (2.297036943, -1.636625581, 0.400262846),
+    (1.876380535, -1.234789658, 0.358918875),
+    (1.856442349, -1.213244988, 0.356800349),
+)
+SAFETY_1_LAST_ROWS = {
+    4: (3.331200900, -2.498008028, 0.511127295),
+    5: (2.320007313, -1.686216973, 0.420680273),
+    6: (1.895144340, -1.272205019, 0.377227345),
+    10: (1.874995478, -1.249990955, 0.374995478),
+}
+
+
+def assert_rows(actual, expected, *, rel: float = 0.0, decimals: int | None = None) -> None:
+    assert len(actual) == len(expected)
+    tolerance = {"rel": rel, "abs": 10**-decimals if decimals else 0.0}  # printed or cut
+    for row, wanted in zip(actual, expected, strict=True):
+        assert row == pytest.approx(wanted, **tolerance)
+
+
+@pytest.mark.kernels_ci
+def test_defaults_are_the_nanochat_table(opt) -> None:
+    # The sixteenth digit of a float64 solve depends on the order of its eliminations.
+    assert_rows(opt.polar_express_coefficients(), NANOCHAT, rel=5e-15)
+    assert opt.polar_express_coefficients(**SAFETY_2) == opt.polar_express_coefficients()
+
+
+def test_last_row_depends_on_the_step_count(opt) -> None:
+    for steps, row in LAST_ROWS.items():
+        rows = opt.polar_express_coefficients(steps)
+        assert_rows(rows[-1:], [row], decimals=9)
+        assert_rows(rows[: min(4, steps - 1)], NANOCHAT[: min(4, steps - 1)], rel=5e-15)
+    for steps in (6, 7):
+        assert_rows(opt.polar_express_coefficients(steps)[4:5], [FIFTH_OF_MANY], decimals=9)
+
+
+def test_reference_repository_tables(opt) -> None:
+    assert_rows(opt.polar_express_coefficients(10, safety=1e-2)[:7], SAFETY_1, decimals=9)
+    for steps, row in SAFETY_1_LAST_ROWS.items():
+        rows = opt.polar_express_coefficients(steps, safety=1e-2)
+        assert_rows(rows[-1:], [row], decimals=9)
+
+
+def test_paper_table_and_the_sets_made_of_it(opt, coefficients) -> None:
+    paper = opt.COEFFICIENT_SETS["polar_express_paper"].rows
+    derived = opt.polar_express_coefficients(8, safety=0, cushion=PAPER_CUSHION)
+    assert_rows(derived[:5], paper[:5], rel=5e-15)
+    # The paper ran the last steps in another precision: 1.875 for what is 1.87499999805.
+    assert_rows(derived[5:], paper[5:], rel=1e-8)
+    gram = opt.COEFFICIENT_SETS["gram_newton_schulz"]
+    assert_rows(gram.rows, coefficients.rescaled(derived[:5], 1.05), rel=5e-15)
+    eo = opt.COEFFICIENT_SETS["emerging_optimizers"].rows
+    # Their last row is the paper's 1.875, not divided: the final step needs no safety.
+    assert_rows(eo, (*coefficients.rescaled(derived[:7], 1.01), derived[7]), decimals=4)
+
+
+def test_any_step_count_converges(opt, reference) -> None:
+    sigma = torch.logspace(-3, 0, 2001, dtype=torch.float64)
+    previous = math.inf
+    for steps in range(1, 11):
+        rows = opt.polar_express_coefficients(steps)
+        assert len(rows) == steps
+        values = reference.schedule_on_values(sigma, rows)
+        error = (values - 1).abs().max().item()
+        assert error < previous, f"{steps} steps are not better than {steps - 1}"
+        # Minimax: the errors at both ends of [lower, 1] are equal and opposite.
+        assert values.max().item() - 1 == pytest.approx(1 - values.min().item(), rel=1e-3)
+        previous = error
+    assert previous < 1e-14 * 10
+
+
+@pytest.mark.parametrize("lower", [1e-9, 1e-4, 0.3, 1 - 1e-7, 1.0])
+@pytest.mark.parametrize("cushion", [0.0, 0.1, 0.9])
+def test_unusual_arguments_are_solved(opt, lower: float, cushion: float) -> None:
+    for safety in (0.0, 0.05):
+        rows = opt.polar_express_coefficients(12, lower, safety, cushion)
+        assert all(math.isfinite(v) for row in rows for v in row)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "word"),
+    [
+        ({"steps": 0}, ValueError, "steps"),
+        ({"steps": -3}, ValueError, "steps"),
+        ({"steps": 5.0}, TypeError, "5.0"),
+        ({"steps": True}, TypeError, "True"),
+        ({"lower": 0.0}, ValueError, "lower"),
+        ({"lower": 1.5}, ValueError, "1.5"),
+        ({"lower": math.nan}, ValueError, "lower"),
+        ({"lower": "small"}, TypeError, "lower"),
+        ({"safety": -0.1}, ValueError, "safety"),
+        ({"safety": math.inf}, ValueError, "safety"),
+        ({"cushion": 1.0}, ValueError, "cushion"),
+        ({"cushion": -0.1}, ValueError, "cushion"),
+    ],
+)
+def test_bad_arguments(opt, arguments, error, word) -> None:
+    with pytest.raises(error, match=word):
+        opt.polar_express_coefficients(**arguments)
+
+
+def test_exchange_that_does_not_converge_raises(coefficients, monkeypatch) -> None:
+    monkeypatch.setattr(coefficients, "MAX_REMEZ_ITERATIONS", 2)
+    with pytest.raises(RuntimeError, match="did not converge in 2 iterations"):
+        coefficients.optimal_quintic(1e-3, 1.0)
+
+
+def test_exchange_that_leaves_the_numbers_raises(coefficients) -> None:
+    with pytest.raises(ValueError, match="no minimax quintic"):
+        coefficients.optimal_quintic(1e-3, math.nan)
+
+
+# What a schedule does to [lower, 1] in exact arithmetic: smallest and largest value, slope at 0.
+# The Polar Express bands are symmetric about 1, as a minimax schedule's must be.
+BANDS = {
+    ("keller_jordan", 1e-2): (0.682, 1.134, 485),
+    ("keller_jordan", 1e-3): (0.471, 1.202, 485),
+    ("you", 3e-3): (0.978, 1.145, 493),
+    ("you", 1e-3): (0.475, 1.145, 493),
+    ("polar_express", 1e-3): (0.859, 1.141, 989),
+    ("gram_newton_schulz", 1e-3): (0.729, 1.124, 804),
+    ("gram_newton_schulz", 3e-3): (0.846, 1.124, 804),
+    ("cans", 1e-3): (0.884, 1.120, 1049),
+    ("cubic5", 1e-2): (0.774, 1.300, 119),
+    ("deepseek_v4", 1e-3): (1.000, 1.000, 79263),
+}
+
+
+@pytest.mark.parametrize(("name", "lower"), BANDS, ids=lambda v: str(v))
+def test_bands(coefficients, reference, name: str, lower: float) -> None:
+    steps = 10 if name == "deepseek_v4" else 5
+    rows, _ = coefficients.resolve_coefficients(name, steps)
+    sigma = torch.logspace(math.log10(lower), 0, 20001, dtype=torch.float64)
+    values = reference.schedule_on_values(sigma, rows)
+    low, high, slope = BANDS[name, lower]
+    assert values.min().item() == pytest.approx(low, abs=6e-4)
+    assert values.max().item() == pytest.approx(high, abs=6e-4)
+    assert math.prod(a for a, _, _ in rows) == pytest.approx(slope, abs=0.6)
+
+
+def test_sets_are_never_cut_or_stretched(opt) -> None:
+    sets = opt.COEFFICIENT_SETS
+    repeating = {"keller_jordan", "polar_express_paper", "emerging_optimizers"}
+    for name, table in sets.items():
+        assert table.name == name
+        assert table.source
+        assert table.rows_for(len(table.rows)) == table.rows
+        longer = len(table.rows) + 2
+        if name in repeating:
+            assert table.rows_for(longer) == table.rows + (table.rows[-1],) * 2
+        else:
+            with pytest.raises(ValueError, match=f"steps={longer}.*{name}"):
+                table.rows_for(longer)
+        if len(table.rows) > 1:
+            with pytest.raises(ValueError, match=name):
+                table.rows_for(len(table.rows) - 1)
+
+
+def test_sets_cannot_be_changed(opt) -> None:
+    with pytest.raises(TypeError):
+        opt.COEFFICIENT_SETS["mine"] = opt.COEFFICIENT_SETS["you"]
+    with pytest.raises(AttributeError):
+        opt.COEFFICIENT_SETS["you"].prefactor = 2.0
+
+
+def test_polar_express_set_carries_its_prefactor(coefficients) -> None:
+    assert coefficients.polar_express_set(5).prefactor == 1.02
+    assert coefficients.polar_express_set(5, safety=0.05).prefactor == 1.05

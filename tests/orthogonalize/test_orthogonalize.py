@@ -1,0 +1,383 @@
+"""Any batch, any strides, degenerate matrices, wrong arguments; the input is never touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .._compare import assert_error_at_most, assert_same_bits
+
+METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Against float64 on well-conditioned input: 8 to 40 roundings of one unit each.
+TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.2, torch.float32: 5e-5, torch.float64: 1e-10}
+
+
+def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.fixture
+def default_dtype(choose, device):
+    """Iterate dtype of an input dtype on the device under test."""
+    return lambda dtype: choose.default_dtype(dtype, device)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("method", ["auto", *METHODS])
+@pytest.mark.parametrize(
+    "shape", [(6, 6), (6, 14), (14, 6), (3, 8, 20), (2, 3, 9, 4), (2, 1, 2, 5, 5)], ids=str
+)
+def test_shapes_and_dtypes(opt, reference, device, default_dtype, method, shape) -> None:
+    for dtype in DTYPES:
+        x = gaussian(*shape, dtype=dtype).to(device)
+        result = opt.orthogonalize(x, method)
+        assert (result.shape, result.dtype) == (x.shape, default_dtype(dtype))
+        assert result.device == x.device and result.is_contiguous()
+        rows, prefactor = (
+            (opt.COEFFICIENT_SETS["keller_jordan"].rows_for(5), 1.0)
+            if method == "newton_schulz"
+            else (opt.polar_express_coefficients(), 1.02)
+        )
+        exact = reference.newton_schulz(x.cpu(), rows, prefactor)
+        assert_error_at_most(result.cpu(), exact, TOLERANCE[result.dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtype_of_iterates_and_result(opt, device, dtype) -> None:
+    x = gaussian(5, 8).to(device)
+    for method in METHODS:
+        assert opt.orthogonalize(x, method, dtype=dtype).dtype == dtype
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("method", METHODS)
+def test_zero_matrices_give_zeros(opt, device, method) -> None:
+    x = gaussian(3, 5, 9).to(device)
+    x[1] = 0
+    for dtype in DTYPES:
+        result = opt.orthogonalize(x, method, dtype=dtype)
+        assert torch.count_nonzero(result[1]) == 0
+        assert torch.isfinite(result).all()
+        assert torch.count_nonzero(result[0]) and torch.count_nonzero(result[2])
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 4), (4, 0), (0, 0), (0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str
+)
+def test_empty_tensors(opt, device, shape) -> None:
+    x = torch.empty(shape, device=device)
+    for method in ("auto", *METHODS):
+        result = opt.orthogonalize(x, method)
+        assert result.shape == shape
+        out = torch.empty(shape, device=device)
+        assert opt.orthogonalize(x, method, out=out) is out
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 7), (7, 1), (4, 1, 1), (3, 1, 5), (3, 5, 1)], ids=str
+)
+def test_vectors_become_unit_vectors(opt, device, shape) -> None:
+    """With one singular value the polar factor is x / ||x||, scaled by the schedule at 1 / 1.02."""
+    x = gaussian(*shape, dtype=torch.float64).to(device)
+    unit = x / torch.linalg.matrix_norm(x, keepdim=True)
+    for method in ("polar_express", "gram_newton_schulz"):
+        result = opt.orthogonalize(x, method, steps=10)
+        assert_error_at_most(result, unit, 1e-12)
+
+
+@pytest.mark.parametrize("exponent", [-45, -40, -38, -30, -20, 0, 20, 30, 37])
+@pytest.mark.parametrize("method", METHODS)
+def test_scale_invariance(opt, device, method, exponent) -> None:
+    """A float32 matrix of any finite norm; below 1e-38 its elements are subnormal."""
+    x = torch.eye(6, 9, device=device).roll(2, -1)
+    scaled = x * torch.tensor(10.0**exponent, device=device)
+    assert torch.count_nonzero(scaled)
+    result = opt.orthogonalize(scaled, method, dtype=torch.float32)
+    assert_error_at_most(result, opt.orthogonalize(x, method, dtype=torch.float32), 1e-6)
+
+
+def test_power_of_two_scales_change_no_bit(opt, device) -> None:
+    x = gaussian(7, 12).to(device)
+    for exponent in (-60, -3, 50):
+        assert_same_bits(opt.orthogonalize(x * 2.0**exponent), opt.orthogonalize(x))
+
+
+def test_norms_that_overflow_float32(opt, device) -> None:
+    x = gaussian(64, 64).to(device)
+    huge = x * (3e38 / x.abs().max())
+    assert torch.isinf(torch.linalg.vector_norm(huge))
+    result = opt.orthogonalize(huge, dtype=torch.float32)
+    assert_error_at_most(result, opt.orthogonalize(x, dtype=torch.float32), 1e-5)
+    wide = gaussian(8, 8, dtype=torch.float64).to(device)
+    assert_error_at_most(opt.orthogonalize(wide * 1e300), opt.orthogonalize(wide), 1e-12)
+    assert_error_at_most(opt.orthogonalize(wide * 1e-300), opt.orthogonalize(wide), 1e-12)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("method", METHODS)
+def test_non_finite_elements_stay_in_their_matrix(opt, device, method, bad) -> None:
+    x = gaussian(4, 6, 13).to(device)
+    broken = x.clone()
+    broken[2, 1, 3] = bad
+    for dtype in DTYPES:
+        clean = opt.orthogonalize(x, method, dtype=dtype)
+        result = opt.orthogonalize(broken, method, dtype=dtype)
+        assert torch.isnan(result[2]).all()
+        for i in (0, 1, 3):
+            assert_same_bits(result[i], clean[i])
+
+
+# Aspect ratios, alignments and sizes where BLAS libraries change kernels.
+BATCHES = ((7, 33, 65), (9, 16, 16), (5, 64, 128), (6, 100, 30), (5, 129, 257), (8, 1, 5))
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("shape", BATCHES, ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_same_bits_in_any_batch(opt, device, method, shape) -> None:
+    for dtype in DTYPES:
+        x = gaussian(*shape).to(device)
+        together = opt.orthogonalize(x, method, dtype=dtype)
+        assert_same_bits(opt.orthogonalize(x, method, dtype=dtype), together)
+        for i in range(shape[0]):
+            alone = opt.orthogonalize(x[i].clone(), method, dtype=dtype)
+            assert_same_bits(alone, together[i])
+        assert_same_bits(opt.orthogonalize(x[2:5], method, dtype=dtype), together[2:5])
+        backwards = opt.orthogonalize(x.flip(0), method, dtype=dtype)
+        assert_same_bits(backwards.flip(0), together)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_strides_change_no_bit(opt, device, method) -> None:
+    x = gaussian(3, 2, 10, 24).to(device)
+    wanted = opt.orthogonalize(x, method)
+    padded = torch.full((3, 2, 11, 50), float("nan"), device=device)
+    padded[..., 1:, 1:49:2] = x
+    last_first = x.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1)
+    shifted = torch.empty(x.numel() + 1, device=device)[1:].view_as(x).copy_(x)
+    transposed = x.transpose(0, 1).contiguous().transpose(0, 1)  # no view as (6, 10, 24)
+    expanded = x[:1].expand(3, 2, 10, 24)
+    for variant in (padded[..., 1:, 1:49:2], last_first, shifted, transposed):
+        assert torch.equal(variant, x)
+        assert_same_bits(opt.orthogonalize(variant, method), wanted)
+    assert_same_bits(opt.orthogonalize(expanded, method), wanted[:1].expand(3, 2, 10, 24))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    shape=st.lists(st.integers(0, 3), max_size=2).flatmap(
+        lambda batch: st.tuples(*map(st.just, batch), st.integers(0, 18), st.integers(0, 18))
+    ),
+    method=st.sampled_from(METHODS),
+    steps=st.integers(1, 7),
+    transpose=st.booleans(),
+    stride=st.integers(1, 3),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_and_stride(
+    opt, reference, device, shape, method, steps, transpose, stride, seed
+) -> None:
+    full = gaussian(*shape[:-1], shape[-1] * stride, seed=seed, dtype=torch.float64).to(device)
+    x = full[..., ::stride]
+    x = x.mT if transpose else x
+    before = full.clone()
+    result = opt.orthogonalize(x, method, steps)
+    assert_same_bits(full, before)
+    rows, prefactor = (
+        (opt.COEFFICIENT_SETS["keller_jordan"].rows_for(steps), 1.0)
+        if method == "newton_schulz"
+        else (opt.polar_express_coefficients(steps), 1.02)
+    )
+    assert result.shape == x.shape
+    if x.numel():
+        assert_error_at_most(result.cpu(), reference.newton_schulz(x.cpu(), rows, prefactor), 1e-8)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("method", METHODS)
+def test_input_is_never_modified(opt, device, method) -> None:
+    for dtype in DTYPES:
+        for shape in ((4, 4), (4, 9), (9, 4)):
+            x = gaussian(3, *shape, dtype=dtype).to(device)
+            version, before = x._version, x.clone()
+            opt.orthogonalize(x, method, dtype=dtype)
+            assert_same_bits(x, before)
+            assert x._version == version
+
+
+def test_no_autograd_graph(opt, device) -> None:
+    x = gaussian(3, 5).to(device).requires_grad_()
+    for method in METHODS:
+        result = opt.orthogonalize(x, method)
+        assert not result.requires_grad and result.grad_fn is None
+    out = torch.empty(3, 5, device=device)
+    opt.orthogonalize(x * 2, out=out)
+    assert not out.requires_grad
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_out(opt, device, method) -> None:
+    x = gaussian(2, 3, 6, 10).to(device)
+    for dtype in DTYPES:
+        wanted = opt.orthogonalize(x, method, dtype=dtype)
+        strided = torch.full((2, 3, 6, 20), 7.0, device=device, dtype=dtype)[..., ::2]
+        swapped = torch.empty(3, 2, 6, 10, device=device, dtype=dtype).transpose(0, 1)
+        for out in (torch.empty_like(wanted), strided, swapped):
+            assert opt.orthogonalize(x, method, dtype=dtype, out=out) is out
+            assert_same_bits(out, wanted)
+    # Rounded once to the dtype of out; the gaps between its elements stay.
+    buffer = torch.full((2, 3, 6, 20), 7.0, device=device, dtype=torch.bfloat16)
+    opt.orthogonalize(x, method, dtype=torch.float32, out=buffer[..., ::2])
+    wanted = opt.orthogonalize(x, method, dtype=torch.float32).bfloat16()
+    assert_same_bits(buffer[..., ::2], wanted)
+    assert (buffer[..., 1::2] == 7).all()
+
+
+def test_out_may_share_a_storage_but_no_elements(opt, device) -> None:
+    both = torch.cat([gaussian(4, 6), torch.zeros(4, 6)]).to(device)
+    x, out = both[:4], both[4:]
+    opt.orthogonalize(x, dtype=torch.float32, out=out)
+    assert_same_bits(out, opt.orthogonalize(x, dtype=torch.float32))
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize(
+    ("make_out", "error", "words"),
+    [
+        (lambda x: torch.empty(4, 7), ValueError, r"\(4, 6\), got \(4, 7\)"),
+        (lambda x: torch.empty(1, 4, 6), ValueError, "shape"),
+        (lambda x: torch.empty(4, 6, dtype=torch.int32), TypeError, "int32"),
+        (lambda x: torch.empty(4, 6, dtype=torch.complex64), TypeError, "complex64"),
+        (lambda x: torch.empty(4, 6, device="meta"), ValueError, "meta"),
+        (lambda x: [0.0] * 6, TypeError, "list"),
+        (lambda x: x, ValueError, "overlaps"),
+        (lambda x: x.view(6, 4).mT, ValueError, "overlaps"),
+        (lambda x: x.new_zeros(1, 6).expand(4, 6), ValueError, "expanded"),
+    ],
+)
+def test_bad_out_raises_before_anything_is_written(opt, device, make_out, error, words) -> None:
+    x = gaussian(4, 6).to(device)
+    before = x.clone()
+    out = make_out(x)
+    if isinstance(out, torch.Tensor) and out.device.type == "cpu":
+        out = out.to(device)
+    kept = out.clone() if isinstance(out, torch.Tensor) else list(out)
+    for method in METHODS:
+        with pytest.raises(error, match=words):
+            opt.orthogonalize(x, method, out=out)
+    assert_same_bits(x, before)
+    if isinstance(out, torch.Tensor) and out.device.type != "meta":
+        assert torch.equal(out.isnan(), kept.isnan())
+        assert torch.equal(out.nan_to_num(), kept.nan_to_num())
+
+
+BAD_INPUTS = {
+    "list": ([[1.0, 2.0]], TypeError, "list"),
+    "integer": (torch.ones(3, 3, dtype=torch.int64), TypeError, "int64"),
+    "bool": (torch.ones(3, 3, dtype=torch.bool), TypeError, "bool"),
+    "complex": (torch.ones(3, 3, dtype=torch.complex64), TypeError, "complex64"),
+    "float8": (torch.ones(3, 3).to(torch.float8_e4m3fn), TypeError, "float8"),
+    "sparse": (torch.eye(3).to_sparse(), TypeError, "to_dense"),
+    "scalar": (torch.tensor(1.0), ValueError, "2 dimensions"),
+    "vector": (torch.ones(3), ValueError, r"\(3,\)"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_INPUTS)
+def test_bad_input(opt, kind) -> None:
+    x, error, words = BAD_INPUTS[kind]
+    for call in (opt.orthogonalize, opt.newton_schulz, opt.polar_express, opt.gram_newton_schulz):
+        with pytest.raises(error, match=words):
+            call(x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"steps": 0}, ValueError, "steps must be at least 1, got 0"),
+        ({"steps": -1}, ValueError, "-1"),
+        ({"steps": True}, TypeError, "True"),
+        ({"steps": 5.0}, TypeError, "5.0"),
+        ({"steps": "5"}, TypeError, "'5'"),
+        ({"dtype": torch.int32}, ValueError, "int32"),
+        ({"dtype": torch.complex64}, ValueError, "complex64"),
+        ({"dtype": "float16"}, ValueError, "float16"),
+    ],
+)
+def test_bad_arguments_of_every_method(opt, device, arguments, error, words) -> None:
+    x = gaussian(4, 6).to(device)
+    for call in (opt.orthogonalize, opt.newton_schulz, opt.polar_express, opt.gram_newton_schulz):
+        with pytest.raises(error, match=words):
+            call(x, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "error", "words"),
+    [
+        ("orthogonalize", {"method": "svd"}, ValueError, "'svd' is unknown; use one of auto"),
+        ("newton_schulz", {"coefficients": "nobody"}, ValueError, "keller_jordan"),
+        ("newton_schulz", {"coefficients": 3.0}, TypeError, "float"),
+        ("newton_schulz", {"coefficients": [(1.5, -0.5, 0.0)] * 4}, ValueError, "4 rows"),
+        ("newton_schulz", {"coefficients": [(1.5, -0.5)] * 5}, ValueError, r"\(a, b, c\)"),
+        ("newton_schulz", {"coefficients": [(1.5, -0.5, "0")] * 5}, TypeError, "'0'"),
+        ("newton_schulz", {"coefficients": [(1.5, float("nan"), 0)] * 5}, ValueError, "nan"),
+        ("newton_schulz", {"coefficients": "aol"}, ValueError, "4 steps"),
+        ("gram_newton_schulz", {"restarts": (5,)}, ValueError, r"1 \.\. 4"),
+        ("gram_newton_schulz", {"restarts": (0,)}, ValueError, r"1 \.\. 4"),
+        ("gram_newton_schulz", {"restarts": (2, 2)}, ValueError, "distinct"),
+        ("gram_newton_schulz", {"restarts": 2}, TypeError, r"\(2,\)"),
+        ("gram_newton_schulz", {"restarts": (2.0,)}, TypeError, "integers"),
+        ("polar_express", {"lower": 0.0}, ValueError, "lower"),
+        ("polar_express", {"safety": -1.0}, ValueError, "safety"),
+        ("polar_express", {"cushion": 2.0}, ValueError, "cushion"),
+    ],
+)
+def test_bad_arguments(opt, device, call, arguments, error, words) -> None:
+    with pytest.raises(error, match=words):
+        getattr(opt, call)(gaussian(4, 6).to(device), **arguments)
+
+
+def test_coefficients_by_name_set_or_rows(opt, reference, device) -> None:
+    x = gaussian(6, 11, dtype=torch.float64).to(device)
+    for name, table in opt.COEFFICIENT_SETS.items():
+        steps = len(table.rows)
+        exact = reference.newton_schulz(x.cpu(), table.rows, table.prefactor)
+        rows = [list(row) for row in table.rows]
+        for coefficients in (name, table, rows):
+            for call in (opt.newton_schulz, opt.gram_newton_schulz):
+                result = call(x, steps, coefficients)
+                assert_error_at_most(result.cpu(), exact, 1e-10)
+    assert_same_bits(opt.newton_schulz(x), opt.newton_schulz(x, 5, "keller_jordan"))
+    assert_same_bits(opt.newton_schulz(x, 7, "polar_express"), opt.polar_express(x, 7))
+    assert_same_bits(opt.gram_newton_schulz(x), opt.gram_newton_schulz(x, 5, "polar_express"))
+
+
+def test_polar_express_arguments_reach_the_schedule(opt, reference, device) -> None:
+    x = gaussian(6, 11, dtype=torch.float64).to(device)
+    options = {"lower": 1e-2, "safety": 0.05, "cushion": 0.1}
+    rows = opt.polar_express_coefficients(4, **options)
+    exact = reference.newton_schulz(x.cpu(), rows, 1.05)
+    assert_error_at_most(opt.polar_express(x, 4, **options).cpu(), exact, 1e-12)
+
+
+def test_auto_runs_what_choose_says(opt, choose, device) -> None:
+    for shape in ((8, 8), (8, 11), (8, 12), (30, 8)):
+        x = gaussian(*shape).to(device)
+        choice = choose.choose(*shape, dtype=x.dtype, device=device)
+        result = opt.orthogonalize(x)
+        assert result.dtype == choice.dtype
+        assert_same_bits(result, opt.orthogonalize(x, choice.method, dtype=choice.dtype))
+
+
+def test_convolution_filters_are_flattened_by_the_caller(opt, device) -> None:
+    """(out, in, h, w) is a batch of out * in matrices h x w; flatten(1) makes it one matrix."""
+    filters = gaussian(8, 4, 3, 3).to(device)
+    as_batch = opt.orthogonalize(filters)
+    assert_same_bits(as_batch[2, 1], opt.orthogonalize(filters[2, 1]))
+    as_matrix = opt.orthogonalize(filters.flatten(1))
+    assert as_matrix.shape == (8, 36)

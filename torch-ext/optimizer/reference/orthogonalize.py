@@ -1,0 +1,63 @@
+"""What "orthogonalized" means: the polar factor, and the polynomials that approximate it.
+
+Plain float64 PyTorch on (..., m, n); imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def polar_factor(x: torch.Tensor) -> torch.Tensor:
+    """U V^T of x = U S V^T (..., m, n): the nearest semi-orthogonal matrix if x has full rank."""
+    u, _, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    return u @ vh
+
+
+def normalized(x: torch.Tensor, prefactor: float) -> torch.Tensor:
+    """x / (prefactor * ||x||_F) for each matrix of x (..., m, n); zeros stay zeros."""
+    x = x.double()
+    norm = torch.linalg.matrix_norm(x, keepdim=True)
+    return torch.where(norm > 0, x / (prefactor * norm), torch.zeros_like(x))
+
+
+def newton_schulz(
+    x: torch.Tensor, rows: Sequence[tuple[float, float, float]], prefactor: float = 1.0
+) -> torch.Tensor:
+    """X <- a X + (b A + c A^2) X with A = X X^T, for each row (a, b, c); x is (..., m, n)."""
+    x = normalized(x, prefactor)
+    for a, b, c in rows:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def gram_newton_schulz(
+    x: torch.Tensor,
+    rows: Sequence[tuple[float, float, float]],
+    prefactor: float = 1.0,
+    restarts: Sequence[int] = (),
+) -> torch.Tensor:
+    """The same polynomials through R = X X^T; equal to `newton_schulz` in exact arithmetic."""
+    x = normalized(x, prefactor)
+    identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
+    q, r = identity, x @ x.mT
+    for i, (a, b, c) in enumerate(rows):
+        if i in restarts:
+            x = q @ x
+            q, r = identity, x @ x.mT
+        p = a * identity + b * r + c * r @ r
+        q, r = p @ q, p @ r @ p
+    return q @ x
+
+
+def schedule_on_values(
+    sigma: torch.Tensor, rows: Sequence[tuple[float, float, float]]
+) -> torch.Tensor:
+    """What the schedule does to normalized singular values: p_T(... p_1(sigma)), elementwise."""
+    sigma = sigma.double()
+    for a, b, c in rows:
+        sigma = a * sigma + b * sigma**3 + c * sigma**5
+    return sigma
