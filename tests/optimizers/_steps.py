@@ -1,0 +1,158 @@
+"""The two predecessors' steps, restated plainly in float64, and small models to run them on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+
+def polar_express(opt, x: Tensor, steps: int) -> Tensor:
+    """The schedule `opt` derives, applied in float64 with dense products."""
+    x = x.double() / (1.02 * x.double().norm())
+    for a, b, c in opt.polar_express_coefficients(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+@dataclass
+class NanochatMuon:
+    """nanochat's Muon rule (N6 to N10) for one matrix, in float64."""
+
+    param: Tensor
+    lr: float
+    momentum: float = 0.95
+    ns_steps: int = 5
+    beta2: float | None = 0.95
+    weight_decay: float = 0.0
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+    def step(self, opt, grad: Tensor) -> None:
+        rows, columns = self.param.shape
+        buffer = self.state.setdefault("momentum", torch.zeros_like(self.param))
+        buffer.mul_(self.momentum).add_((1 - self.momentum) * grad)
+        update = (1 - self.momentum) * grad + self.momentum * buffer
+        update = polar_express(opt, update, self.ns_steps)
+        if self.beta2 is not None:
+            axis = 1 if rows >= columns else 0
+            mean = update.pow(2).mean(axis, keepdim=True)
+            second = self.state.setdefault("second", torch.zeros_like(mean))
+            second.mul_(self.beta2).add_((1 - self.beta2) * mean)
+            scaled = update / second.clamp_min(1e-10).sqrt()
+            update = scaled * (update.norm() / scaled.norm().clamp_min(1e-10))
+        lr = self.lr * math.sqrt(max(1.0, rows / columns))
+        mask = (update * self.param >= 0).double()
+        self.param -= lr * update + lr * self.weight_decay * self.param * mask
+
+
+@dataclass
+class MotifMuon:
+    """The Motif optimizer's rule (M6, M17, M18) for one matrix, in float64."""
+
+    param: Tensor
+    lr: float
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    weight_decay: float = 0.1
+    buffer: Tensor | None = None
+
+    def step(self, opt, grad: Tensor) -> None:
+        if self.buffer is None:
+            self.buffer = torch.zeros_like(self.param)
+        self.buffer = self.momentum * self.buffer + grad
+        direction = grad + self.momentum * self.buffer if self.nesterov else self.buffer
+        update = polar_express(opt, direction, self.ns_steps)
+        self.param *= 1 - self.lr * self.weight_decay
+        self.param -= self.lr * 0.2 * math.sqrt(max(self.param.shape)) * update
+
+
+def parameters(
+    shapes, *, dtype=torch.float32, device="cpu", seed: int = 0, scale: float = 0.1
+) -> list[nn.Parameter]:
+    """Seeded parameters with gradients; equal seeds give equal values in every dtype and device."""
+    generator = torch.Generator().manual_seed(seed)
+    params = []
+    for shape in shapes:
+        value = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+        param = nn.Parameter(value.to(device=device, dtype=dtype))
+        params.append(param)
+    new_gradients(params, seed=seed + 1)
+    return params
+
+
+def new_gradients(params, *, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        grad = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+        param.grad = grad.to(device=param.device, dtype=param.dtype)
+
+
+def train(optimizer, params, steps: int, *, seed: int = 100) -> None:
+    """`steps` steps on seeded gradients that do not depend on the parameters."""
+    for index in range(steps):
+        new_gradients(params, seed=seed + index)
+        optimizer.step()
+
+
+def both(opt, params, **options):
+    """One Muon group and one AdamW group over `params`, in each class."""
+    split = max(1, len(params) // 2)
+    muon, adamw = params[:split], params[split:]
+    return {
+        "Muon": lambda: opt.Muon(
+            [{"params": muon, "use_muon": True}, {"params": adamw, "use_muon": False}], **options
+        ),
+        "MuonAdamW": lambda: opt.MuonAdamW(
+            [
+                {"kind": "muon", "params": muon, "lr": 0.02, **options},
+                {"kind": "adamw", "params": adamw, "lr": 0.02, **options},
+            ]
+        ),
+    }
+
+
+def values(params) -> list[Tensor]:
+    return [param.detach().clone() for param in params]
+
+
+class TinyTransformer(nn.Module):
+    """The parts of a language model whose parameters must be told apart."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(32, 8)
+        self.layers = nn.ModuleList([TinyLayer() for _ in range(2)])
+        self.norm = nn.LayerNorm(8)
+        self.lm_head = nn.Linear(8, 32, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+class TinyLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.output = nn.Linear(8, 8)
+        self.input_layernorm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.input_layernorm(x)).chunk(3, -1)
+        return x + self.output(q.sigmoid() * k + v)
+
+
+def language_loss(model: nn.Module, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    tokens = torch.randint(0, 32, (4, 16), generator=generator).to(device)
+    logits = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.reshape(-1, 32), tokens[:, 1:].reshape(-1))

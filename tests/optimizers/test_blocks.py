@@ -1,0 +1,276 @@
+"""Parameters cut into matrices: experts, fused projections, heads, convolutions; and batches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from .._compare import assert_error_at_most, assert_same_bits
+from ._steps import new_gradients, parameters, train, values
+
+FUSED = {"kind": "muon", "lr": 0.05, "weight_decay": 0.2}  # every feature of the rule is on
+
+
+def compare_with_separate(opt, param, pieces, shapes, beta2=0.95, **options):
+    """A cut parameter moves like parameters of their own that start from its pieces.
+
+    `pieces(t)` cuts a tensor like the parameter into the separate matrices, of these `shapes`.
+    """
+    group = {**FUSED, "params": [("experts.w", param)], "beta2": beta2, **options}
+    fused = opt.MuonAdamW([group])
+    starts = zip(pieces(param), shapes, strict=True)
+    params = [nn.Parameter(piece.detach().clone().reshape(shape)) for piece, shape in starts]
+    separate = opt.MuonAdamW([{**FUSED, "params": params, "beta2": beta2}])
+    for step in range(3):
+        new_gradients([param], seed=step)
+        for single, grad in zip(params, pieces(param.grad), strict=True):
+            single.grad = grad.reshape(single.shape).clone()
+        fused.step()
+        separate.step()
+    for single, piece in zip(params, pieces(param.detach()), strict=True):
+        assert_error_at_most(piece.reshape(single.shape), single.detach(), 1e-12)
+    return fused, separate, params
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("beta2", [0.9, None])
+@pytest.mark.parametrize("sizes", [(20, 6, 6), (8, 8, 16), (32,)], ids=str)
+def test_split_sizes_equal_separate_parameters(opt, device, sizes, beta2) -> None:
+    (param,) = parameters([(32, 12)], dtype=torch.float64, device=device)
+    fused, separate, params = compare_with_separate(
+        opt,
+        param,
+        lambda t: t.split(sizes),
+        [(size, 12) for size in sizes],
+        split_sizes=list(sizes),
+        beta2=beta2,
+    )
+    if beta2 is not None:  # tall and wide parts keep their statistics one after another
+        joined = torch.cat([separate.state[p]["second_momentum_buffer"].flatten() for p in params])
+        held = fused.state[param]["second_momentum_buffer"]
+        assert held.shape == joined.shape
+        assert_error_at_most(held, joined, 1e-12)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+def test_num_heads_equal_separate_parameters(opt, device, heads) -> None:
+    (param,) = parameters([(32, 12)], dtype=torch.float64, device=device)
+    rows = 32 // heads
+    fused, *_ = compare_with_separate(
+        opt, param, lambda t: t.split(rows), [(rows, 12)] * heads, num_heads=heads
+    )
+    kept = (rows, 1) if rows >= 12 else (1, 12)
+    expected = (heads, *kept) if heads > 1 else kept
+    assert fused.state[param]["second_momentum_buffer"].shape == expected
+
+
+@pytest.mark.parametrize("shape", [(3, 10, 6), (3, 6, 10)], ids=str)
+def test_experts_equal_separate_parameters(opt, device, shape) -> None:
+    """M15: each expert is a matrix of its own, with the scale of (out, in)."""
+    (param,) = parameters([shape], dtype=torch.float64, device=device)
+    fused, *_ = compare_with_separate(
+        opt, param, lambda t: t.unbind(), [shape[1:]] * 3, expert_keys=("experts",)
+    )
+    kept = (10, 1) if shape[1] == 10 else (1, 10)
+    assert fused.state[param]["second_momentum_buffer"].shape == (3, *kept)
+
+
+def test_fused_experts_equal_separate_parameters(opt, device) -> None:
+    """gate_up stacks (E, 2 I, H): split_sizes apply to the rows of every expert."""
+    (param,) = parameters([(3, 14, 6)], dtype=torch.float64, device=device)
+
+    def pieces(t):
+        return [part for rows in t.split((10, 4), dim=1) for part in rows.unbind()]
+
+    compare_with_separate(
+        opt,
+        param,
+        pieces,
+        [(10, 6)] * 3 + [(4, 6)] * 3,
+        expert_keys=("experts",),
+        split_sizes=(10, 4),
+    )
+
+
+@pytest.mark.parametrize("options", [{"num_heads": 4}, {"split_sizes": (2, 6)}], ids=str)
+def test_experts_that_are_transposed_views(opt, device, options) -> None:
+    """Strided parameters, gradients and buffers are cut and written as views."""
+    (base,) = parameters([(3, 6, 8)], dtype=torch.float64, device=device)
+    param = nn.Parameter(base.detach().mT)
+    assert not param.is_contiguous()
+    twin = nn.Parameter(base.detach().mT.contiguous())
+    for p in (param, twin):
+        group = {**FUSED, "params": [("experts.w", p)], "expert_keys": ["experts"], **options}
+        train(opt.MuonAdamW([group]), [p], 3)
+    assert_error_at_most(param.detach(), twin.detach(), 1e-12)
+
+
+@pytest.mark.parametrize("shape", [(8, 3, 2, 2), (4, 2, 3, 2, 2)], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_convolution_filters_are_flattened(opt, device, shape, layout) -> None:
+    if layout == "channels_last" and len(shape) == 4:
+        memory_format = torch.channels_last
+    else:
+        memory_format = torch.contiguous_format
+    (base,) = parameters([shape], dtype=torch.float64, device=device)
+    param = nn.Parameter(base.detach().contiguous(memory_format=memory_format))
+    columns = math.prod(shape[1:])
+    compare_with_separate(opt, param, lambda t: [t.flatten(1)], [(shape[0], columns)], beta2=0.9)
+
+
+def test_three_dimensions_need_a_decision(opt, device) -> None:
+    (param,) = parameters([(6, 2, 5)], dtype=torch.float64, device=device)
+    with pytest.raises(ValueError, match=r"'conv.weight': shape \(6, 2, 5\) is 3-D; .*flatten"):
+        opt.Muon([("conv.weight", param)])
+    compare_with_separate(opt, param, lambda t: [t.flatten(1)], [(6, 10)], flatten=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp.shared_experts.w1", "mlp.experts_gate.w1", "experts_w1", "my.expert.w"]
+)
+def test_expert_keys_match_whole_components_only(opt, device, name) -> None:
+    """M15: a substring match also catches `shared_experts`."""
+    (param,) = parameters([(3, 4, 5)], device=device)
+    with pytest.raises(ValueError, match="is 3-D"):
+        opt.Muon([(name, param)], expert_keys=["experts"])
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("layers.0.mlp.experts.w1", "experts"),
+        ("_orig_mod.layers.0._checkpoint_wrapped_module.experts", "experts"),
+        ("layers.0.moe.experts.w1", "moe.experts"),
+    ],
+)
+def test_expert_keys_find_components(opt, device, name, key) -> None:
+    (param,) = parameters([(3, 4, 5)], device=device)
+    optimizer = opt.MuonAdamW(
+        [{"kind": "muon", "params": [(name, param)], "lr": 0.1, "expert_keys": [key]}]
+    )
+    assert optimizer.state[param]["second_momentum_buffer"].shape == (3, 1, 5)
+
+
+def test_matrices_beside_experts_are_not_cut(opt, device) -> None:
+    """M15: a 2-D parameter under an expert key (a router, one expert's own matrix) is a matrix."""
+    (param,) = parameters([(6, 4)], dtype=torch.float64, device=device)
+    compare_with_separate(opt, param, lambda t: [t], [(6, 4)], expert_keys=("experts",))
+
+
+def test_values_per_name(opt, device) -> None:
+    qkv, out, plain = parameters([(12, 4), (8, 4), (6, 4)], dtype=torch.float64, device=device)
+    twins = parameters([(12, 4), (8, 4), (6, 4)], dtype=torch.float64, device=device)
+    named = [("qkv", qkv), ("out", out), ("plain", plain)]
+    optimizer = opt.Muon(named, split_sizes={"qkv": [4, 4, 4]}, lr=0.1)
+    train(optimizer, [qkv, out, plain], 2)
+    other = opt.Muon(
+        [
+            {"params": [twins[0]], "use_muon": True, "split_sizes": (4, 4, 4)},
+            {"params": twins[1:], "use_muon": True},
+        ],
+        lr=0.1,
+    )
+    train(other, twins, 2)
+    for param, twin in zip((qkv, out, plain), twins, strict=True):
+        assert_same_bits(param.detach(), twin.detach())
+
+
+def test_mixed_shapes_and_empty_parameters_in_one_group(opt, device) -> None:
+    """N2: nanochat stacks a group; ours buckets it. Zero-sized matrices have nothing to update."""
+    shapes = [(4, 6), (6, 4), (4, 6), (0, 5), (5, 0), (3, 3)]
+    together = parameters(shapes, device=device)
+    alone = parameters(shapes, device=device)
+    train(opt.MuonAdamW([{**FUSED, "params": together}]), together, 3)
+    optimizer = opt.MuonAdamW([{**FUSED, "params": [param]} for param in alone])
+    train(optimizer, alone, 3)
+    for one, other in zip(together, alone, strict=True):
+        assert_same_bits(one.detach(), other.detach())
+
+
+def test_same_shapes_are_orthogonalized_as_one_batch(opt, device, monkeypatch) -> None:
+    """M9: Motif calls the iteration once per matrix."""
+    shapes = [(4, 6), (6, 4), (4, 6), (12, 6), (4, 6)]
+    params = parameters(shapes, device=device)
+    batches = []
+
+    def spy(x, **options):
+        batches.append(tuple(x.shape))
+        return opt.orthogonalize(x, **options)
+
+    monkeypatch.setattr(opt.muon, "orthogonalize", spy)
+    named = zip(["a", "b", "c", "qkv", "d"], params, strict=True)
+    opt.Muon(named, split_sizes={"qkv": (4, 4, 4)}).step()
+    assert sorted(batches) == [(1, 6, 4), (6, 4, 6)]
+
+
+def test_batches_are_bounded_and_cover_everything_once(submodule) -> None:
+    """M12, M15: chunks are bounded by bytes whatever the number of experts or heads."""
+    blocks = submodule("optimizers.blocks")
+    limit = 40  # elements
+    cases = [
+        (torch.zeros(7, 2, 5), blocks.Blocks(7, (2,), 1, 5, split=False)),  # 4 experts a piece
+        (torch.zeros(24, 5), blocks.Blocks(None, (24,), 12, 5, split=False)),  # 4 heads a piece
+        (torch.zeros(3, 24, 5), blocks.Blocks(3, (24,), 12, 5, split=False)),
+        (torch.zeros(3, 13, 5), blocks.Blocks(3, (2, 11), 1, 5, split=True)),  # 11 x 5 > limit
+        (torch.zeros(9, 9), blocks.Blocks(None, (9,), 1, 9, split=False)),
+    ]
+    for tensor, cut in cases:
+        statistics = torch.zeros(cut.second_moment_shape())
+        for piece in cut.pieces(limit):
+            piece.view(tensor).add_(1)
+            piece.statistics_view(statistics).add_(1)
+            elements = piece.matrices * math.prod(piece.matrix)
+            assert piece.view(tensor).numel() == elements
+            assert elements <= limit or piece.matrices == 1
+        assert (tensor == 1).all()
+        assert (statistics == 1).all()
+
+
+def test_a_bound_smaller_than_a_stack_changes_no_bit(opt, submodule, device, monkeypatch) -> None:
+    chunks = submodule("optimizers.chunks")
+    shapes = [(6, 8, 4), (8, 4), (8, 4), (8, 4)]
+    names = ["experts.w", "a", "b", "c"]
+    results = []
+    for bound in (chunks.BATCH_BYTES, 3 * 8 * 4 * 4):
+        monkeypatch.setattr(chunks, "BATCH_BYTES", bound)
+        params = parameters(shapes, device=device)
+        group = {**FUSED, "params": params, "names": names, "expert_keys": ["experts"]}
+        optimizer = opt.MuonAdamW([group])
+        train(optimizer, params, 3)
+        results.append(values(params))
+        planned = optimizer._current_plan().chunks[0]
+        assert len(planned) == (1 if bound > 2**20 else 3)
+        assert sum(chunk.matrices for chunk in planned) == 9
+    for one, other in zip(*results, strict=True):
+        assert_same_bits(one, other)
+
+
+def test_none_grad_waits_for_the_last_piece(opt, submodule, device, monkeypatch) -> None:
+    """A gradient is dropped after the last chunk that reads it, not after the first."""
+    monkeypatch.setattr(submodule("optimizers.chunks"), "BATCH_BYTES", 8 * 4 * 4)
+    (param,) = parameters([(32, 4)], device=device)
+    (twin,) = parameters([(32, 4)], device=device)
+    opt.Muon([param], split_sizes=(8, 16, 8), none_grad=True).step()
+    opt.Muon([twin], split_sizes=(8, 16, 8), none_grad=False).step()
+    assert param.grad is None
+    assert_same_bits(param.detach(), twin.detach())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 5}, r"num_heads=5 does not divide the 12 rows of \(12, 4\)"),
+        ({"split_sizes": (4, 4)}, r"split_sizes=\(4, 4\) add up to 8, but \(12, 4\) has 12"),
+        ({"num_heads": 2, "split_sizes": (6, 6)}, "split_sizes and num_heads both cut the rows"),
+        ({"num_heads": {"other": 2}}, r"num_heads\['other'\] names no parameter of the group"),
+        ({"split_sizes": {"w": (4, 4)}}, r"split_sizes=\(4, 4\) add up to 8"),
+    ],
+    ids=str,
+)
+def test_cuts_that_do_not_fit(opt, options, message) -> None:
+    (param,) = parameters([(12, 4)])
+    with pytest.raises(ValueError, match=message):
+        opt.Muon([("w", param)], **options)

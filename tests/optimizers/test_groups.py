@@ -1,0 +1,288 @@
+"""What the constructor and add_param_group refuse, and how they say it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ._steps import parameters, values
+
+
+def matrix() -> nn.Parameter:
+    return nn.Parameter(torch.ones(4, 3))
+
+
+MUON_OPTIONS = [
+    ("lr", -0.1, ValueError, "lr must be finite and at least 0, got -0.1"),
+    ("lr", math.nan, ValueError, "lr must be finite"),
+    ("lr", math.inf, ValueError, "lr must be finite"),
+    ("lr", "fast", TypeError, "lr must be a number, got 'fast'"),
+    ("lr", True, TypeError, "lr must be a number, got True"),
+    ("lr", torch.tensor([1.0, 2.0]), ValueError, "a Tensor lr must hold one"),
+    ("lr", torch.tensor(1), ValueError, "a Tensor lr must hold one floating-point"),
+    ("lr", torch.tensor(-1.0), ValueError, "lr must be finite and at least 0, got -1.0"),
+    ("momentum", 1.0, ValueError, r"momentum must lie in \[0, 1\), got 1.0"),
+    ("momentum", -0.5, ValueError, "momentum must lie in"),
+    ("momentum", None, TypeError, "momentum must be a number, got None"),
+    ("ns_steps", 0, ValueError, "ns_steps must be at least 1, got 0"),
+    ("ns_steps", 5.0, TypeError, "ns_steps must be an integer, got 5.0"),
+    ("ns_steps", True, TypeError, "ns_steps must be an integer, got True"),
+    ("weight_decay", -1e-3, ValueError, "weight_decay must be finite and at least 0"),
+    ("nesterov", 1, TypeError, "nesterov must be True or False, got 1"),
+    ("none_grad", None, TypeError, "none_grad must be True or False"),
+    ("flatten", "yes", TypeError, "flatten must be True or False"),
+    ("cautious", 0, TypeError, "cautious must be True or False"),
+    ("shaped_decay", 0, TypeError, "shaped_decay must be True or False"),
+    ("adjust_lr_fn", "match_rms", ValueError, "adjust_lr_fn must be one of 'match_rms_adamw'"),
+    ("method", "svd", ValueError, "method must be one of 'auto'"),
+    ("momentum_form", "nag", ValueError, "momentum_form must be one of 'heavy_ball', 'ema'"),
+    ("beta2", 1.0, ValueError, "beta2 must lie in"),
+    ("beta2", "off", TypeError, "beta2 must be a number"),
+    ("dtype", torch.int8, ValueError, "dtype must be one of float16, .*torch.int8"),
+    ("dtype", "float16", TypeError, "dtype must be a torch.dtype or None, got 'float16'"),
+    ("dtype", torch.float8_e4m3fn, ValueError, "dtype must be one of"),
+    ("momentum_dtype", torch.int32, ValueError, "momentum_dtype must be one of"),
+    ("num_heads", 0, ValueError, "num_heads must be at least 1"),
+    ("num_heads", "all", TypeError, "num_heads must be an integer"),
+    ("split_sizes", 4, TypeError, "split_sizes must be a sequence of row counts, got 4"),
+    ("split_sizes", [4, 0], ValueError, "split_sizes must be at least 1, got 0"),
+    ("split_sizes", [], TypeError, "split_sizes must be a sequence of row counts"),
+    ("expert_keys", "experts", TypeError, "expert_keys must be a sequence of name components"),
+    ("expert_keys", [1], TypeError, "expert_keys must be a sequence of name components"),
+]
+ADAMW_OPTIONS = [
+    ("betas", (0.9,), ValueError, r"betas must be two numbers, got \(0.9,\)"),
+    ("betas", 0.9, ValueError, "betas must be two numbers"),
+    ("betas", (0.9, 1.0), ValueError, "betas must lie in"),
+    ("betas", ("a", "b"), TypeError, "betas must be a number"),
+    ("eps", -1.0, ValueError, "eps must be finite and at least 0"),
+    ("lr", -1.0, ValueError, "lr must be finite"),
+    ("weight_decay", "x", TypeError, "weight_decay must be a number"),
+    ("none_grad", 1, TypeError, "none_grad must be True or False"),
+]
+PARAMETERS = [
+    (lambda: nn.Parameter(torch.ones(3)), ValueError, "Muon needs at least 2 dimensions"),
+    (lambda: nn.Parameter(torch.ones(())), ValueError, "Muon needs at least 2 dimensions"),
+    (lambda: nn.Parameter(torch.ones(2, 3, 4)), ValueError, "is 3-D"),
+    (lambda: torch.ones(2, 2, dtype=torch.complex64), ValueError, "must be real"),
+    (lambda: torch.ones(2, 2, dtype=torch.int32), ValueError, "must be floating-point"),
+    (lambda: torch.ones(2, 2).to_sparse(), ValueError, "must be dense"),
+    (lambda: matrix() * 2, ValueError, "not a leaf"),
+    (lambda: [[1.0]], TypeError, "must be a torch.Tensor, got list"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "error", "message"), MUON_OPTIONS, ids=str)
+def test_wrong_option_of_a_muon_group(opt, option, value, error, message) -> None:
+    """M2: in the constructor, in a group, and in add_param_group alike, naming the group."""
+    with pytest.raises(error, match=f"group 0: {message}"):
+        opt.Muon([matrix()], **{option: value})
+    with pytest.raises(error, match=f"group 0: {message}"):
+        opt.MuonAdamW([{"kind": "muon", "params": [matrix()], "lr": 0.1, option: value}])
+    optimizer = opt.Muon([matrix()])
+    with pytest.raises(error, match=f"group 1: {message}"):
+        optimizer.add_param_group({"params": [matrix()], "use_muon": True, option: value})
+    assert_unchanged(optimizer)
+
+
+@pytest.mark.parametrize(("option", "value", "error", "message"), ADAMW_OPTIONS, ids=str)
+def test_wrong_option_of_an_adamw_group(opt, option, value, error, message) -> None:
+    with pytest.raises(error, match=f"group 0: {message}"):
+        opt.MuonAdamW([{"kind": "adamw", "params": [matrix()], "lr": 0.1, option: value}])
+    key = f"adamw_{option}" if option in ("betas", "eps") else option
+    with pytest.raises(error, match=f"group 0: {message}"):
+        opt.Muon([{"params": [matrix()], "use_muon": False}], **{key: value})
+
+
+@pytest.mark.parametrize(("make", "error", "message"), PARAMETERS)
+def test_wrong_parameter(opt, make, error, message) -> None:
+    """M2: 1-D, 3-D, complex, sparse and integer parameters, named, before anything is added."""
+    with pytest.raises(error, match=f"group 0, parameter 1: .*{message}"):
+        opt.Muon([matrix(), make()])
+    optimizer = opt.Muon([matrix()])
+    group = {"params": [matrix(), make()], "names": ["a", "b"], "use_muon": True}
+    with pytest.raises(error, match=f"group 1, parameter 'b': .*{message}"):
+        optimizer.add_param_group(group)
+    assert_unchanged(optimizer)
+
+
+def assert_unchanged(optimizer) -> None:
+    """One group of one parameter, and nothing of a refused one."""
+    assert len(optimizer.param_groups) == 1
+    assert list(optimizer.state) == optimizer.param_groups[0]["params"]
+    assert optimizer.parameter_names(0) == [None]
+
+
+SHARED = matrix()
+GROUPS = [
+    ({"params": [matrix()]}, ValueError, "'use_muon' is missing; get_default_muon_param_groups"),
+    ({"use_muon": True}, ValueError, "'params' is missing"),
+    ({"params": [matrix()], "use_muon": 1}, TypeError, "use_muon must be True or False, got 1"),
+    (
+        {"params": [matrix()], "kind": "sgd"},
+        ValueError,
+        "kind must be 'muon' or 'adamw', got 'sgd'",
+    ),
+    ({"params": [], "kind": "muon", "use_muon": False}, ValueError, "contradicts"),
+    ({"params": [], "use_muon": True, "momentums": 1}, ValueError, "unknown key 'momentums'"),
+    ({"params": [], "use_muon": True, "clip_config": {}}, ValueError, "unknown key 'clip_config'"),
+    ({"params": [], "use_muon": False, "ns_steps": 3}, ValueError, "an option of muon groups"),
+    ({"params": [], "use_muon": True, "adamw_eps": 3}, ValueError, "an option of adamw groups"),
+    ({"params": {matrix()}, "use_muon": True}, TypeError, "a set has no fixed order"),
+    ({"params": 3, "use_muon": True}, TypeError, "params must be an iterable, got int"),
+    (
+        {"params": [matrix(), matrix()], "names": ["a"], "use_muon": True},
+        ValueError,
+        "1 names for 2 parameters",
+    ),
+    ({"params": [matrix()], "names": "a", "use_muon": True}, TypeError, "names must be a sequence"),
+    ({"params": [matrix()], "names": [1], "use_muon": True}, TypeError, "name must be a string"),
+    (
+        {"params": [("a", matrix()), matrix()], "use_muon": True},
+        ValueError,
+        "give a name with every parameter",
+    ),
+    (
+        {"params": [("a", matrix()), ("a", matrix())], "use_muon": True},
+        ValueError,
+        "the name is already that of group 0, parameter 'a'",
+    ),
+    (
+        {"params": [SHARED, SHARED], "use_muon": True},
+        ValueError,
+        "parameter 1: this parameter is already group 0, parameter 0",
+    ),
+    (
+        {"params": [nn.Parameter(torch.ones(2, 3, 4))], "use_muon": True, "expert_keys": ["e"]},
+        ValueError,
+        "expert_keys needs the names",
+    ),
+]
+
+
+@pytest.mark.parametrize(("group", "error", "message"), GROUPS, ids=lambda value: str(value)[:60])
+def test_wrong_group(opt, group, error, message) -> None:
+    with pytest.raises(error, match=f"group 0.*{message}"):
+        opt.Muon([group])
+
+
+def test_names_and_parameters_are_unique_over_all_groups(opt) -> None:
+    optimizer = opt.Muon([{"params": [SHARED], "names": ["w"], "use_muon": True}])
+    with pytest.raises(ValueError, match="group 1, parameter 'w': the name is already"):
+        optimizer.add_param_group({"params": [matrix()], "names": ["w"], "use_muon": False})
+    with pytest.raises(ValueError, match="this parameter is already group 0, parameter 'w'"):
+        optimizer.add_param_group({"params": [SHARED], "use_muon": False})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_later_groups_start_out_like_the_first(opt, device) -> None:
+    """M2: add_param_group applies the same defaults and makes state at once."""
+    first, second = parameters([(4, 3), (3, 5)], device=device)
+    optimizer = opt.Muon([first], lr=0.5, momentum=0.3)
+    optimizer.step()
+    optimizer.add_param_group({"params": second, "use_muon": True})
+    assert optimizer.param_groups[1]["lr"] == 0.5
+    assert optimizer.param_groups[1]["momentum"] == 0.3
+    before = values([second])
+    optimizer.step()
+    assert not torch.equal(before[0], second.detach())
+
+
+def test_what_the_constructors_refuse_as_a_whole(opt) -> None:
+    with pytest.raises(TypeError, match="got one Tensor"):
+        opt.Muon(matrix())
+    with pytest.raises(TypeError, match="a set has no fixed order"):
+        opt.Muon({matrix()})
+    with pytest.raises(ValueError, match="empty"):
+        opt.Muon([])
+    with pytest.raises(TypeError, match="group 1: must be a dict, got Parameter"):
+        opt.Muon([{"params": [], "use_muon": True}, matrix()])
+    with pytest.raises(ValueError, match="'kind' is missing"):
+        opt.MuonAdamW([matrix()])
+
+
+@pytest.mark.parametrize("option", ["clip_config", "warmup_step", "chunk_size", "offload"])
+def test_options_of_later_versions_are_refused_not_ignored(opt, option) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"):
+        opt.Muon([matrix()], **{option: 1})
+
+
+def test_lr_has_no_default_in_muon_adamw(opt) -> None:
+    for kind in ("muon", "adamw"):
+        with pytest.raises(ValueError, match=f"group 0: lr must be given for kind '{kind}'"):
+            opt.MuonAdamW([{"kind": kind, "params": [matrix()]}])
+
+
+@pytest.mark.parametrize("form", ["list", "generator", "named", "groups", "tuple"])
+def test_forms_of_params(opt, device, form) -> None:
+    """M2: a list, an iterator, named parameters or groups; nothing is consumed by the checks."""
+    params = parameters([(4, 3), (3, 5)], device=device)
+    given = {
+        "list": lambda: params,
+        "tuple": lambda: tuple(params),
+        "generator": lambda: (p for p in params),
+        "named": lambda: iter([("a", params[0]), ("b", params[1])]),
+        "groups": lambda: ({"params": (p,), "use_muon": True} for p in params),
+    }[form]()
+    optimizer = opt.Muon(given)
+    before = values(params)
+    optimizer.step()
+    for old, param in zip(before, params, strict=True):
+        assert not torch.equal(old, param.detach())
+    if form == "named":
+        assert optimizer.parameter_names(0) == ["a", "b"]
+
+
+def test_groups_of_the_caller_are_not_modified(opt) -> None:
+    group = {"params": [matrix()], "names": ["w"], "use_muon": True}
+    opt.Muon([group], lr=0.1)
+    assert set(group) == {"params", "names", "use_muon"}
+
+
+def test_names_are_not_kept_in_the_groups(opt) -> None:
+    """M3: checkpoints that copy groups per parameter would copy all names with each."""
+    optimizer = opt.Muon([("w", matrix())])
+    assert "names" not in optimizer.param_groups[0]
+    assert "param_names" not in optimizer.state_dict()["param_groups"][0]
+    assert optimizer.parameter_names(0) == ["w"]
+
+
+def test_either_mark_is_understood_by_both_classes(opt) -> None:
+    params = [matrix(), nn.Parameter(torch.ones(3))]
+    optimizer = opt.Muon(
+        [{"params": params[:1], "kind": "muon"}, {"params": params[1:], "kind": "adamw"}]
+    )
+    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
+    optimizer = opt.MuonAdamW(
+        [
+            {"params": params[:1], "use_muon": True, "lr": 0.1},
+            {"params": params[1:], "use_muon": False, "lr": 0.1},
+        ]
+    )
+    assert [group["kind"] for group in optimizer.param_groups] == ["muon", "adamw"]
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_empty_groups(opt, kind) -> None:
+    """N2: an empty Muon group is an IndexError in nanochat's distributed class."""
+    param = matrix()
+    param.grad = torch.ones(4, 3)
+    optimizer = opt.MuonAdamW(
+        [
+            {"kind": kind, "params": [], "lr": 0.1},
+            {"kind": "muon", "params": [param], "lr": 0.1},
+        ]
+    )
+    optimizer.step()
+    assert not torch.equal(param.detach(), torch.ones(4, 3))
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_group_that_changed_size_is_refused(opt) -> None:
+    optimizer = opt.Muon([matrix()])
+    optimizer.param_groups[0]["params"].append(matrix())
+    with pytest.raises(ValueError, match="group 0 was constructed with 1 parameters and now has 2"):
+        optimizer.step()

@@ -1,0 +1,130 @@
+"""The names for many ranks, with one rank: the same class, the same steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from .._compare import assert_same_bits
+from ._steps import new_gradients, parameters, train, values
+
+
+def groups(params, **options):
+    return [
+        {"kind": "muon", "params": params[:2], "lr": 0.05, "weight_decay": 0.1, **options},
+        {"kind": "adamw", "params": params[2:], "lr": 0.05},
+    ]
+
+
+SHAPES = [(6, 4), (4, 6), (5,)]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """An initialised gloo group of one process."""
+    store = distributed.FileStore(str(tmp_path_factory.mktemp("gloo") / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield distributed.group.WORLD
+    distributed.destroy_process_group()
+
+
+def trained(opt, device, make) -> list[torch.Tensor]:
+    params = parameters(SHAPES, device=device)
+    optimizer = make(groups(params))
+    assert isinstance(optimizer, opt.MuonAdamW)
+    train(optimizer, params, 4)
+    return values(params)
+
+
+def test_dist_muon_adamw_with_one_rank(opt, device) -> None:
+    """N1, N2: one class, so that the rule cannot drift apart; closures and empty groups too."""
+    plain = trained(opt, device, opt.MuonAdamW)
+    for one, other in zip(plain, trained(opt, device, opt.DistMuonAdamW), strict=True):
+        assert_same_bits(one, other)
+    optimizer = opt.DistMuonAdamW([{"kind": "muon", "params": [], "lr": 0.1}])
+    assert optimizer.step(lambda: 3.0) == 3.0
+
+
+def test_an_initialised_group_changes_nothing(opt, device, world) -> None:
+    assert distributed.is_initialized()
+    plain = trained(opt, device, opt.MuonAdamW)
+    ways = [
+        opt.DistMuonAdamW,
+        lambda g: opt.DistMuonAdamW(g, world),
+        lambda g: opt.DistMuonAdamW(g, process_group=world),
+        lambda g: opt.MuonAdamW(g, gradients="unreduced"),
+        lambda g: opt.MuonAdamW(g, gradients="unreduced", process_group=world),
+    ]
+    for make in ways:
+        for one, other in zip(plain, trained(opt, device, make), strict=True):
+            assert_same_bits(one, other)
+
+
+def test_wrong_distribution_arguments(opt, world) -> None:
+    with pytest.raises(ValueError, match="gradients must be 'reduced' or 'unreduced', got 'mean'"):
+        opt.MuonAdamW(groups(parameters(SHAPES)), gradients="mean")
+    with pytest.raises(ValueError, match="process_group is used only with gradients='unreduced'"):
+        opt.MuonAdamW(groups(parameters(SHAPES)), process_group=world)
+
+
+def test_more_ranks_are_refused_at_construction(opt, monkeypatch) -> None:
+    """Unreduced gradients would silently be trained on as if they were reduced."""
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 4)
+    params = parameters(SHAPES)
+    with pytest.raises(ValueError, match="gradients='unreduced' over 4 ranks is not in this"):
+        opt.DistMuonAdamW(groups(params))
+    train(opt.MuonAdamW(groups(params)), params, 1)
+
+
+@pytest.fixture(scope="module")
+def mesh(world):
+    return init_device_mesh("cpu", (1,))
+
+
+def replicated(mesh, param, placement):
+    sharded = torch.nn.Parameter(distribute_tensor(param.detach().clone(), mesh, [placement]))
+    sharded.grad = distribute_tensor(param.grad.clone(), mesh, [placement])
+    return sharded
+
+
+def test_replicated_dtensors_step_as_local_tensors(opt, submodule, mesh) -> None:
+    """M8: the work is done on local tensors; state is placed like the parameter."""
+    plain = parameters(SHAPES)
+    params = [replicated(mesh, param, Replicate()) for param in plain]
+    optimizer, other = opt.MuonAdamW(groups(params)), opt.MuonAdamW(groups(plain))
+    for step in range(3):
+        new_gradients(plain, seed=step)
+        for param, local in zip(params, plain, strict=True):
+            param.grad = distribute_tensor(local.grad.clone(), mesh, [Replicate()])
+        optimizer.step()
+        other.step()
+    for param, local in zip(params, plain, strict=True):
+        assert_same_bits(param.detach().to_local(), local.detach())
+    buffer = optimizer.state[params[0]]["momentum_buffer"]
+    assert buffer.placements == (Replicate(),)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_same_bits(optimizer.state[params[0]]["momentum_buffer"].to_local(), buffer.to_local())
+    optimizer.load_state_dict(other.state_dict())
+
+
+def test_other_placements_are_refused_by_name(opt, mesh) -> None:
+    (param,) = parameters([(6, 4)])
+    sharded = replicated(mesh, param, Shard(0))
+    with pytest.raises(TypeError, match=r"parameter 'w': a DTensor with placements \(Shard\("):
+        opt.Muon([("w", sharded)])
+    with pytest.raises(TypeError, match=r"parameter 'w': a DTensor with placements \(Shard\("):
+        opt.Muon([{"params": [("w", sharded)], "use_muon": False}])
+
+
+def test_a_partial_gradient_is_refused_before_any_write(opt, mesh) -> None:
+    plain = parameters([(6, 4), (6, 4)])
+    params = [replicated(mesh, param, Replicate()) for param in plain]
+    params[1].grad = DTensor.from_local(plain[1].grad, mesh, [Partial()])
+    optimizer = opt.Muon(params)
+    with pytest.raises(TypeError, match=r"parameter 1: gradient: a DTensor with .*Partial"):
+        optimizer.step()
+    assert_same_bits(params[0].detach().to_local(), plain[0].detach())

@@ -1,0 +1,192 @@
+"""Which parameters are hidden matrices: by module type, then by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ._steps import TinyTransformer
+
+
+def split(opt, model, *args) -> tuple[set[str], set[str]]:
+    muon, adamw = opt.get_default_muon_param_groups(model, *args)
+    assert muon["use_muon"] is True
+    assert adamw["use_muon"] is False
+    for group in (muon, adamw):
+        assert len(group["names"]) == len(group["params"])
+    return set(muon["names"]), set(adamw["names"])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_transformer(opt, tied) -> None:
+    """M4: embeddings, heads tied or not, norms and vectors go to AdamW."""
+    model = TinyTransformer(tied)
+    muon, adamw = split(opt, model)
+    expected = {f"layers.{i}.{part}.weight" for i in (0, 1) for part in ("qkv", "output")}
+    assert muon == expected
+    assert adamw == {name for name, _ in model.named_parameters()} - expected
+    assert ("lm_head.weight" in adamw) == (not tied)  # a tied parameter appears once
+
+
+def test_names_belong_to_their_parameters(opt) -> None:
+    model = TinyTransformer()
+    by_name = dict(model.named_parameters())
+    for group in opt.get_default_muon_param_groups(model):
+        assert all(by_name[n] is p for n, p in zip(group["names"], group["params"], strict=True))
+
+
+class Anonymous(nn.Module):
+    """Module types decide where names say nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Embedding(40, 8)
+        self.b = nn.ModuleList([nn.Linear(8, 8, bias=False)])
+        self.c = nn.EmbeddingBag(10, 8)
+        self.d = nn.Linear(8, 40, bias=False)  # onto the vocabulary, last, outside the layers
+
+
+def test_types_decide_before_names(opt) -> None:
+    assert split(opt, Anonymous()) == ({"b.0.weight"}, {"a.weight", "c.weight", "d.weight"})
+
+
+class TiedUnderTheHeadsName(nn.Module):
+    """The weight is met first as that of a projection, before the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decode = nn.Linear(8, 40, bias=False)
+        self.b = nn.ModuleList([nn.Linear(8, 8, bias=False)])
+        self.encode = nn.Embedding(40, 8)
+        self.encode.weight = self.decode.weight
+
+
+def test_a_tied_weight_is_an_embedding_under_any_name(opt) -> None:
+    """M4: by names alone `decode.weight` is a matrix like any other."""
+    assert split(opt, TiedUnderTheHeadsName()) == ({"b.0.weight"}, {"decode.weight"})
+
+
+class TiedByFunction(nn.Module):
+    """No head module at all; the last Linear happens to have as many outputs as the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(8, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+
+
+def test_a_last_layer_as_wide_as_the_vocabulary_is_no_head(opt) -> None:
+    assert split(opt, TiedByFunction())[0] == {"blocks.0.weight"}
+
+
+class Declared(nn.Module):
+    """transformers' interface for heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(4, 4, bias=False)
+        self.to_words = nn.Linear(4, 9, bias=False)
+
+    def get_output_embeddings(self):
+        return self.to_words
+
+
+def test_a_declared_head_is_a_head(opt) -> None:
+    assert split(opt, Declared()) == ({"hidden.weight"}, {"to_words.weight"})
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_mod", "module", "_checkpoint_wrapped_module"])
+def test_wrappers_do_not_change_the_split(opt, wrapper) -> None:
+    """torch.compile, DistributedDataParallel and checkpointing put these before the names."""
+    model = TinyTransformer()
+    plain = split(opt, model)
+    wrapped = split(opt, nn.ModuleDict({wrapper: model}))
+    assert wrapped == tuple({f"{wrapper}.{name}" for name in names} for names in plain)
+
+
+def test_frozen_parameters_are_left_out(opt) -> None:
+    model = TinyTransformer()
+    model.embed_tokens.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    muon, adamw = split(opt, model)
+    assert muon == {"layers.1.qkv.weight", "layers.1.output.weight"}
+    assert "embed_tokens.weight" not in adamw
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 3, bias=False)
+        self.experts = nn.Module()
+        self.experts.up = nn.Parameter(torch.randn(3, 8, 6))
+        self.experts.up_bias = nn.Parameter(torch.zeros(3, 8))
+        self.shared_experts = nn.Linear(6, 8, bias=False)
+        self.conv = nn.Conv2d(3, 4, 2)
+        self.conv1d = nn.Conv1d(4, 4, 3)
+
+
+def test_experts_and_convolutions(opt) -> None:
+    """Stacks of experts by whole components, without their biases; ready to be used."""
+    model = Experts()
+    muon, adamw = split(opt, model)
+    assert muon == {"router.weight", "experts.up", "shared_experts.weight", "conv.weight"}
+    assert adamw == {"experts.up_bias", "conv.bias", "conv1d.weight", "conv1d.bias"}
+    groups = opt.get_default_muon_param_groups(model)
+    assert groups[0]["expert_keys"] == ("experts",)
+    optimizer = opt.Muon(groups, beta2=0.9)
+    second = optimizer.state[model.experts.up]["second_momentum_buffer"]
+    assert second.shape == (3, 8, 1)
+
+
+def test_another_rule_decides_alone(opt) -> None:
+    model = TinyTransformer()
+    muon, _ = split(opt, model, lambda name, param: name == "embed_tokens.weight")
+    assert muon == {"embed_tokens.weight"}
+
+
+def test_groups_may_be_empty(opt) -> None:
+    model = nn.LayerNorm(4)
+    groups = opt.get_default_muon_param_groups(model)
+    assert groups[0]["params"] == []
+    opt.Muon(groups)
+
+
+def test_only_modules_are_accepted(opt) -> None:
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got list"):
+        opt.get_default_muon_param_groups([torch.ones(2, 2)])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", (4, 4), True),
+        ("layers.3.attention.output.dense.weight", (4, 4), True),
+        ("layers.3.attention.output.weight", (4, 4), True),
+        ("encoder.1.head.weight", (4, 4), True),
+        ("transformer.h.0.mlp.c_fc.weight", (4, 4), True),
+        ("blocks.0.conv.weight", (4, 4, 2, 2), True),
+        ("layers.0.mlp.experts.w1", (2, 4, 4), True),
+        ("weight", (4, 4), True),
+        ("output.weight", (4, 4), False),
+        ("head.weight", (4, 4), False),
+        ("model.lm_head.weight", (4, 4), False),
+        ("lm_head.0.weight", (4, 4), False),
+        ("model.embed_tokens.weight", (4, 4), False),
+        ("tok_embeddings.weight", (4, 4), False),
+        ("transformer.wte.weight", (4, 4), False),
+        ("transformer.wpe.weight", (4, 4), False),
+        ("value_embeds.0.weight", (4, 4), False),
+        ("pos_emb", (4, 4), False),
+        ("model.norm.weight", (4, 4), False),
+        ("layers.0.mlp.experts.gate_up_proj_bias", (2, 4), False),
+        ("layers.0.mlp.shared_experts.w1", (2, 4, 4), False),
+        ("layers.0.conv1d.weight", (4, 1, 4), False),
+        ("layers.0.q_proj.weight", (4,), False),
+        ("_orig_mod.module.output.weight", (4, 4), False),
+        ("_orig_mod.output.weight", (4, 4), False),
+        ("module.output.weight", (4, 4), False),
+    ],
+)
+def test_default_is_muon(opt, name, shape, expected) -> None:
+    assert opt.default_is_muon(name, torch.empty(shape)) is expected

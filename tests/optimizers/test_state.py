@@ -1,0 +1,345 @@
+"""State: there from the start, exact through every way of saving, and loaded all or nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from .._compare import assert_same_bits
+from ._steps import parameters, train, values
+
+NAMES = ["experts.w", "qkv", "wide", "conv", "table", "bias"]
+SHAPES = [(3, 4, 6), (12, 4), (4, 12), (4, 2, 2, 2), (7, 3), (5,)]
+
+
+def muon(opt, params, **options):
+    groups = [
+        {"params": params[:4], "names": NAMES[:4], "use_muon": True},
+        {"params": params[4:], "names": NAMES[4:], "use_muon": False},
+    ]
+    groups[0] |= {"expert_keys": ["experts"], "split_sizes": {"qkv": [6, 4, 2]}, "beta2": 0.9}
+    return opt.Muon(groups, **{"lr": 0.05, **options})
+
+
+def muon_adamw(opt, params, **options):
+    shared = {"lr": 0.05, "weight_decay": 0.1, **options}
+    return opt.MuonAdamW(
+        [
+            {"kind": "muon", "params": params[1:4], "num_heads": {}, **shared},
+            {"kind": "adamw", "params": [params[0], *params[4:]], **shared},
+        ]
+    )
+
+
+MAKERS = pytest.mark.parametrize("make", [muon, muon_adamw], ids=["Muon", "MuonAdamW"])
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
+
+
+def state_tensors(optimizer) -> list[tuple[str, torch.Tensor]]:
+    return [
+        (key, optimizer.state[param][key])
+        for group in optimizer.param_groups
+        for param in group["params"]
+        for key in sorted(optimizer.state[param])
+    ]
+
+
+def assert_same_state(one, other) -> None:
+    pairs = zip(state_tensors(one), state_tensors(other), strict=True)
+    for (key, mine), (other_key, theirs) in pairs:
+        assert key == other_key
+        assert_same_bits(mine, theirs)
+
+
+@DTYPES
+@MAKERS
+def test_state_is_made_at_construction(opt, device, make, dtype) -> None:
+    """M6, N5: per parameter, float32 (float64 for float64), on its device, before any gradient."""
+    params = parameters(SHAPES, dtype=dtype, device=device)
+    for param in params:
+        param.grad = None
+    optimizer = make(opt, params)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = optimizer.state[param]
+            if group.get("use_muon", group.get("kind") == "muon"):
+                assert set(state) == {"momentum_buffer", "second_momentum_buffer"}
+                assert state["second_momentum_buffer"].dtype == wide
+            else:
+                assert set(state) == {"exp_avg", "exp_avg_sq", "step"}
+                assert state["step"].dtype == torch.float32
+                assert state["step"].shape == ()
+            for key in {"momentum_buffer", "exp_avg", "exp_avg_sq"} & set(state):
+                assert (state[key].shape, state[key].dtype) == (param.shape, wide)
+            for tensor in state.values():
+                assert tensor.device == param.device
+                assert not tensor.requires_grad
+                assert not tensor.any()
+
+
+def test_shapes_of_the_second_moment(opt, device) -> None:
+    """N5, N8: (r, 1) if r >= c else (1, c), one per parameter, whatever the group holds."""
+    params = parameters([(6, 4), (4, 6), (5, 5), (8, 3, 2, 2)], device=device)
+    optimizer = opt.Muon(params, beta2=0.9)
+    shapes = [tuple(optimizer.state[p]["second_momentum_buffer"].shape) for p in params]
+    assert shapes == [(6, 1), (1, 6), (5, 1), (1, 12)]
+
+
+def test_keys_do_not_depend_on_which_gradients_were_present(opt, device) -> None:
+    """M6: lazily made state differs between ranks and breaks distributed checkpoints."""
+    params = parameters(SHAPES, device=device)
+    optimizer = muon(opt, params)
+    before = [key for key, _ in state_tensors(optimizer)]
+    for param in params[::2]:
+        param.grad = None
+    optimizer.step()
+    assert [key for key, _ in state_tensors(optimizer)] == before
+
+
+def test_state_does_not_depend_on_group_membership(opt, device) -> None:
+    """N5: nanochat keeps one stacked buffer under the first parameter of a group."""
+    params = parameters([(6, 4), (6, 4)], device=device)
+    optimizer = opt.MuonAdamW([{"kind": "muon", "params": params, "lr": 0.1}])
+    optimizer.step()
+    assert optimizer.state[params[0]].keys() == optimizer.state[params[1]].keys()
+    assert optimizer.state[params[1]]["momentum_buffer"].shape == (6, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_momentum_dtype(opt, device, dtype) -> None:
+    (param,) = parameters([(6, 4)], device=device)
+    optimizer = opt.Muon([param], momentum_dtype=dtype, none_grad=False)
+    optimizer.step()
+    assert_same_bits(optimizer.state[param]["momentum_buffer"], param.grad.to(dtype))
+
+
+def through_memory(state_dict):
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+WAYS = {
+    "direct": lambda state_dict: state_dict,
+    "deepcopy": copy.deepcopy,
+    "weights_only": through_memory,
+    "pickle": lambda state_dict: pickle.loads(pickle.dumps(state_dict)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@DTYPES
+@MAKERS
+def test_a_loaded_run_continues_bit_for_bit(opt, device, make, dtype, way) -> None:
+    """M25, N5: also with bfloat16 parameters, whose float32 state torch would cast on loading."""
+    params = parameters(SHAPES, dtype=dtype, device=device)
+    optimizer = make(opt, params)
+    train(optimizer, params, 3)
+    copies = [nn.Parameter(param.detach().clone()) for param in params]
+    resumed = make(opt, copies, lr=0.5)  # the saved rate replaces it
+    resumed.load_state_dict(WAYS[way](optimizer.state_dict()))
+    assert resumed.param_groups[0]["lr"] == 0.05
+    assert_same_state(resumed, optimizer)
+    train(optimizer, params, 3, seed=50)
+    train(resumed, copies, 3, seed=50)
+    for one, other in zip(values(params), values(copies), strict=True):
+        assert_same_bits(one, other)
+    assert_same_state(resumed, optimizer)
+
+
+@MAKERS
+def test_loading_copies(opt, device, make) -> None:
+    """Two optimizers never share a buffer, as they do after torch's own loading."""
+    params = parameters(SHAPES, device=device)
+    optimizer = make(opt, params)
+    saved = optimizer.state_dict()
+    train(optimizer, params, 1)
+    twins = parameters(SHAPES, device=device)
+    other = make(opt, twins)
+    other.load_state_dict(saved)
+    kept = [tensor.clone() for _, tensor in state_tensors(other)]
+    train(optimizer, params, 1)
+    for (_, tensor), old in zip(state_tensors(other), kept, strict=True):
+        assert_same_bits(tensor, old)
+
+
+def test_two_optimizers_are_independent(opt, device) -> None:
+    """M23: Motif's caches are module globals; one load_state_dict clears the other's."""
+    params, twins = parameters(SHAPES, device=device), parameters(SHAPES, device=device)
+    first, second = muon(opt, params), muon(opt, twins)
+    train(first, params, 2)
+    train(second, twins, 1)
+    first.load_state_dict(first.state_dict())
+    train(second, twins, 1, seed=101)
+    for one, other in zip(params, twins, strict=True):
+        assert_same_bits(one.detach(), other.detach())
+
+
+@MAKERS
+def test_deepcopy_of_the_optimizer(opt, device, make) -> None:
+    params = parameters(SHAPES, device=device)
+    optimizer = make(opt, params)
+    train(optimizer, params, 2)
+    clone = copy.deepcopy(optimizer)
+    assert_same_state(clone, optimizer)
+    assert clone.parameter_names(0) == optimizer.parameter_names(0)
+    copies = [p for group in clone.param_groups for p in group["params"]]
+    originals = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(one is not other for one, other in zip(copies, originals, strict=True))
+    train(optimizer, originals, 2, seed=50)
+    train(clone, copies, 2, seed=50)
+    for one, other in zip(copies, originals, strict=True):
+        assert_same_bits(one.detach(), other.detach())
+
+
+@MAKERS
+def test_pickle_of_the_optimizer(opt, device, make) -> None:
+    params = parameters(SHAPES, device=device)
+    optimizer = make(opt, params)
+    train(optimizer, params, 2)
+    clone = pickle.loads(pickle.dumps(optimizer))
+    assert_same_state(clone, optimizer)
+    copies = [p for group in clone.param_groups for p in group["params"]]
+    train(clone, copies, 1)
+
+
+def test_tensor_learning_rate_is_saved(opt, device) -> None:
+    params = parameters(SHAPES, device=device)
+    optimizer = muon(opt, params, lr=torch.tensor(0.03, dtype=torch.float64))
+    other = muon(opt, parameters(SHAPES, device=device))
+    other.load_state_dict(through_memory(optimizer.state_dict()))
+    assert_same_bits(other.param_groups[0]["lr"], torch.tensor(0.03, dtype=torch.float64))
+
+
+def test_a_function_for_the_rate_is_not_saved(opt, device) -> None:
+    """The rule: the optimizer that loads keeps its own function, and must have one."""
+
+    def rule(lr, rows, columns):
+        return lr * rows
+
+    params = parameters(SHAPES, device=device)
+    saved = through_memory(muon(opt, params, adjust_lr_fn=rule).state_dict())
+    other = muon(opt, params, adjust_lr_fn=rule)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["adjust_lr_fn"] is rule
+    train(other, params, 1)
+    with pytest.raises(ValueError, match="group 0: adjust_lr_fn was a function"):
+        muon(opt, params).load_state_dict(saved)
+
+
+def test_an_older_state_dict_keeps_present_values_of_new_options(opt, device) -> None:
+    params = parameters(SHAPES, device=device)
+    saved = muon(opt, params).state_dict()
+    for group in saved["param_groups"]:
+        group.pop("shaped_decay", None)
+        group.pop("none_grad")
+    other = muon(opt, params, shaped_decay=True, none_grad=False)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["shaped_decay"] is True
+    assert other.param_groups[1]["none_grad"] is False
+
+
+def test_the_saved_layout_wins(opt, device) -> None:
+    """Options are loaded, so the state they describe is loaded in that layout."""
+    params, twins = parameters([(12, 4)], device=device), parameters([(12, 4)], device=device)
+    optimizer = opt.Muon(params, beta2=0.9, split_sizes=(8, 2, 2), momentum_dtype=torch.bfloat16)
+    train(optimizer, params, 2)
+    other = opt.Muon(twins)
+    other.load_state_dict(optimizer.state_dict())
+    twins[0].data.copy_(params[0].data)
+    assert_same_state(other, optimizer)
+    train(optimizer, params, 2, seed=50)
+    train(other, twins, 2, seed=50)
+    assert_same_bits(params[0].detach(), twins[0].detach())
+
+
+def broken(change):
+    def apply(state_dict):
+        state_dict = copy.deepcopy(state_dict)
+        change(state_dict)
+        return state_dict
+
+    return apply
+
+
+FAULTS = {
+    "fewer groups": (
+        lambda s: s["param_groups"].pop(),
+        r"groups of \[4\] parameters, the optimizer of \[4, 2\]",
+    ),
+    "fewer parameters": (lambda s: s["param_groups"][0]["params"].pop(), r"groups of \[3, 2\]"),
+    "no state": (lambda s: s["state"].clear(), "parameter 'experts.w': the loaded state has no"),
+    "missing key": (
+        lambda s: s["state"][4].pop("exp_avg_sq"),
+        r"group 1, parameter 'table': the loaded state has no exp_avg_sq; it has \['exp_avg'",
+    ),
+    "wrong shape": (
+        lambda s: s["state"][2].update(momentum_buffer=torch.zeros(3, 3)),
+        r"parameter 'wide': the loaded momentum_buffer has shape \(3, 3\), expected \(4, 12\)",
+    ),
+    "other kind": (
+        lambda s: s["param_groups"][1].update(use_muon=True),
+        "group 1: the saved group is of kind 'muon', this one of 'adamw'",
+    ),
+    "no kind": (lambda s: s["param_groups"][1].pop("use_muon"), "saved group 1: 'use_muon' is"),
+    "bad option": (lambda s: s["param_groups"][0].update(momentum=2), "group 0: momentum must"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_does_not_fit_is_refused_before_anything_changes(opt, device, fault) -> None:
+    params = parameters(SHAPES, device=device)
+    optimizer = muon(opt, params)
+    train(optimizer, params, 2)
+    change, message = FAULTS[fault]
+    saved = broken(change)(optimizer.state_dict())
+    groups = copy.deepcopy(optimizer.state_dict()["param_groups"])
+    kept = [(key, tensor.clone()) for key, tensor in state_tensors(optimizer)]
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["param_groups"] == groups
+    for (key, tensor), (old_key, old) in zip(state_tensors(optimizer), kept, strict=True):
+        assert key == old_key
+        assert_same_bits(tensor, old)
+    train(optimizer, params, 1)
+
+
+def test_hooks_of_loading_and_saving(opt, device) -> None:
+    """The user's hooks see and may change what is loaded, as with torch's optimizers."""
+    params = parameters(SHAPES, device=device)
+    optimizer = muon(opt, params)
+
+    def halve(optimizer, state_dict):
+        state_dict["param_groups"][0]["lr"] = 0.025
+        state_dict["state"][0]["momentum_buffer"] = torch.ones(3, 4, 6)
+        return state_dict
+
+    seen = []
+    optimizer.register_load_state_dict_pre_hook(halve)
+    optimizer.register_load_state_dict_post_hook(
+        lambda o: seen.append(o.state[params[0]]["momentum_buffer"].sum().item())
+    )
+    optimizer.register_state_dict_post_hook(lambda o, s: {**s, "extra": 1})
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["extra"] == 1
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.025
+    assert seen == [72.0]
+
+
+def test_state_of_a_moved_parameter_is_refused(opt, device) -> None:
+    (param,) = parameters([(6, 4)], device=device)
+    optimizer = opt.Muon([("w", param)])
+    param.data = param.data.double()
+    param.grad = torch.ones(6, 4, dtype=torch.float64, device=device)
+    with pytest.raises(ValueError, match=r"'w': momentum_buffer is torch\.float32"):
+        optimizer.step()

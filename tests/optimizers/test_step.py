@@ -1,0 +1,303 @@
+"""What a step reads, writes and leaves alone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+
+from .._compare import assert_same_bits
+from ._steps import (
+    TinyTransformer,
+    both,
+    language_loss,
+    parameters,
+    train,
+    values,
+)
+
+CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+SHAPES = [(6, 4), (4, 6), (6, 4), (8, 3, 2, 2)]
+
+
+@CLASSES
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_gradients_are_never_written(opt, device, name, nesterov) -> None:
+    """M6, M7, N6: Motif writes the Nesterov direction into p.grad, or aliases it with momentum."""
+    params = parameters(SHAPES, device=device)
+    optimizer = both(opt, params, none_grad=False)[name]()
+    for group in optimizer.param_groups:
+        if "nesterov" in group:
+            group["nesterov"] = nesterov
+    for _ in range(3):
+        grads = [param.grad for param in params]
+        before = [grad.clone() for grad in grads]
+        optimizer.step()
+        for param, grad, old in zip(params, grads, before, strict=True):
+            assert param.grad is grad
+            assert_same_bits(grad, old)
+
+
+@CLASSES
+def test_zeroing_gradients_in_place_keeps_the_momentum(opt, device, name) -> None:
+    """M6: with p.grad = momentum_buffer, zero_grad(set_to_none=False) zeroes the momentum."""
+    params = parameters(SHAPES, device=device)
+    optimizer = both(opt, params, none_grad=False)[name]()
+    optimizer.param_groups[0]["nesterov"] = False
+    optimizer.step()
+    buffer = optimizer.state[params[0]]["momentum_buffer"].clone()
+    optimizer.zero_grad(set_to_none=False)
+    assert_same_bits(optimizer.state[params[0]]["momentum_buffer"], buffer)
+    assert buffer.abs().sum() > 0
+
+
+@pytest.mark.parametrize("none_grad", [True, False])
+@CLASSES
+def test_none_grad_means_the_same_on_every_path(opt, device, name, none_grad) -> None:
+    """M7: matrices, experts and AdamW parameters alike."""
+    params = parameters([(3, 4, 5), (4, 4), (5,), (5, 5)], device=device)
+    groups = [
+        {"params": params[:2], "names": ["experts.w", "a"], "expert_keys": ["experts"]},
+        {"params": params[2:], "names": ["b", "c"]},
+    ]
+    groups = [{**group, "lr": 0.1, "none_grad": none_grad} for group in groups]
+    groups[0]["kind"], groups[1]["kind"] = "muon", "adamw"
+    getattr(opt, name)(groups).step()
+    assert all((param.grad is None) == none_grad for param in params)
+
+
+@CLASSES
+def test_parameters_without_gradient_are_left_alone(opt, device, name) -> None:
+    """M7, M16, N2: no decay, no momentum, no step count; and the others move as if alone."""
+    params = parameters([(6, 4), (6, 4), (5,), (5,)], device=device)
+    twins = parameters([(6, 4), (6, 4), (5,), (5,)], device=device)
+    optimizer, full = both(opt, params)[name](), both(opt, twins)[name]()
+    params[0].grad = params[3].grad = None
+    before = values(params)
+    state = copy.deepcopy({i: optimizer.state[params[i]] for i in (0, 3)})
+    optimizer.step()
+    full.step()
+    for i in (0, 3):
+        assert_same_bits(params[i].detach(), before[i])
+        for key, value in state[i].items():
+            assert_same_bits(optimizer.state[params[i]][key], value)
+    for i in (1, 2):
+        assert_same_bits(params[i].detach(), twins[i].detach())
+
+
+@CLASSES
+def test_a_step_without_any_gradient_changes_nothing(opt, device, name) -> None:
+    params = parameters(SHAPES, device=device)
+    optimizer = both(opt, params)[name]()
+    optimizer.zero_grad()
+    before, state = values(params), copy.deepcopy(optimizer.state_dict()["state"])
+    assert optimizer.step() is None
+    for param, old in zip(params, before, strict=True):
+        assert_same_bits(param.detach(), old)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+
+
+@CLASSES
+def test_closure(opt, device, name) -> None:
+    """M5, N2: called once under enable_grad before gradients are read; its loss is returned."""
+    params = parameters([(6, 4), (6, 4)], device=device)
+    optimizer = both(opt, params, none_grad=False)[name]()
+    optimizer.zero_grad()
+    calls = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum((param**2).sum() for param in params)
+        loss.backward()
+        calls.append(torch.is_grad_enabled())
+        return loss
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert calls == [True]
+    assert loss.item() > sum((param**2).sum() for param in params).item()
+    assert optimizer.step(closure=closure) is not loss
+
+
+@CLASSES
+def test_qk_logits_keep_their_place_but_are_refused(opt, device, name) -> None:
+    """M5: both argument names stay; without QK-clip they must not be ignored in silence."""
+    params = parameters([(6, 4), (6, 4)], device=device)
+    optimizer = both(opt, params)[name]()
+    before = values(params)
+    with pytest.raises(ValueError, match="qk_logits was given, but no QK-clip is configured"):
+        optimizer.step(qk_logits={0: torch.ones(2)})
+    assert_same_bits(params[0].detach(), before[0])
+    optimizer.step(closure=None, qk_logits=None)
+
+
+@CLASSES
+def test_any_number_of_shapes(opt, device, name) -> None:
+    """N3: nanochat's compiled kernels fail at more than 8 distinct shapes."""
+    params = parameters([(n, n + 1) for n in range(1, 25)], device=device)
+    before = values(params)
+    both(opt, params)[name]().step()
+    assert not any(torch.equal(p.detach(), old) for p, old in zip(params, before, strict=True))
+
+
+@CLASSES
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_inf_pass_through_to_their_own_parameter(opt, device, name, value) -> None:
+    """Documented: no check, no skipped step; other matrices of the batch are not touched by it."""
+    params = parameters([(6, 4), (6, 4), (5,), (5,)], device=device)
+    twins = parameters([(6, 4), (6, 4), (5,), (5,)], device=device)
+    for param in (params[0], params[2]):
+        param.grad.view(-1)[1] = value
+    both(opt, params)[name]().step()
+    both(opt, twins)[name]().step()
+    assert params[0].isnan().all()
+    assert params[2].isnan().any()
+    for i in (1, 3):
+        assert_same_bits(params[i].detach(), twins[i].detach())
+
+
+@CLASSES
+def test_a_zero_gradient_only_decays(opt, device, name) -> None:
+    params = parameters([(6, 4), (6, 4)], device=device)
+    for param in params:
+        param.grad.zero_()
+    before = values(params)
+    optimizer = both(opt, params, weight_decay=0.5)[name]()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    optimizer.step()
+    torch.testing.assert_close(params[1].detach(), before[1] * 0.95)
+    shaped = 0.1 * 1.5**0.5 if name == "MuonAdamW" else 0.1
+    torch.testing.assert_close(params[0].detach(), before[0] * (1 - shaped * 0.5))
+
+
+@CLASSES
+@pytest.mark.parametrize("culprit", [0, 2], ids=["muon", "adamw"])
+@pytest.mark.parametrize("fault", ["sparse", "shape"])
+def test_a_bad_gradient_changes_nothing(opt, device, name, culprit, fault) -> None:
+    """All gradients are checked before the first parameter or buffer is written."""
+    params = parameters([(6, 4), (6, 4), (5, 5), (5,)], device=device)
+    optimizer = both(opt, params)[name]()
+    if fault == "sparse":
+        params[culprit].grad = torch.ones_like(params[culprit]).detach().to_sparse()
+        message = f"group {culprit // 2}, parameter 0: gradient: must be dense"
+    else:
+        params[culprit].data = torch.ones(7, 7, device=device)
+        message = f"group {culprit // 2}, parameter 0"
+    before, state = values(params), copy.deepcopy(optimizer.state_dict()["state"])
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    for param, old in zip(params, before, strict=True):
+        assert_same_bits(param.detach(), old)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+
+
+def test_a_gradient_from_before_a_swap_is_refused(opt, device) -> None:
+    """torch checks a gradient when it is assigned, not when the parameter changes under it."""
+    first, second = parameters([(6, 4), (6, 4)], device=device)
+    second.data = torch.ones(4, 6, device=device)
+    optimizer = opt.Muon([("v", first), ("w", second)])
+    before = values([first])
+    message = r"'w': the gradient has shape \(6, 4\) on .*, the parameter \(4, 6\) on"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert_same_bits(first.detach(), before[0])
+
+
+def test_a_swapped_storage_is_followed(opt, device) -> None:
+    """M16: Motif caches views by id, so that updates go to dead memory after a .data swap."""
+    (param,) = parameters([(3, 4, 5)], device=device)
+    (twin,) = parameters([(3, 4, 5)], device=device)
+    options = {"expert_keys": ["experts"], "lr": 0.1}
+    optimizer, other = (opt.Muon([("experts.w", p)], **options) for p in (param, twin))
+    train(optimizer, [param], 2)
+    train(other, [twin], 2)
+    old = param.data
+    kept = old.clone()
+    param.data = old.clone()
+    train(optimizer, [param], 2)
+    train(other, [twin], 2)
+    assert_same_bits(param.detach(), twin.detach())
+    assert_same_bits(old, kept)
+
+
+def test_a_replaced_parameter_gets_state(opt, device) -> None:
+    """Trainers that shard a model put new parameters into param_groups."""
+    first, second = parameters([(6, 4), (4, 6)], device=device)
+    optimizer = opt.Muon([("w", first)])
+    optimizer.step()
+    optimizer.param_groups[0]["params"][0] = second
+    before = values([second])
+    optimizer.step()
+    assert not torch.equal(second.detach(), before[0])
+    assert optimizer.state[second]["momentum_buffer"].shape == (4, 6)
+    assert list(optimizer.state_dict()["state"]) == [0]
+
+
+def test_a_parameter_replaced_before_the_first_step_can_be_saved(opt, device) -> None:
+    first, second = parameters([(6, 4), (4, 6)], device=device)
+    optimizer = opt.Muon([("w", first)])
+    optimizer.param_groups[0]["params"] = [second]
+    state = optimizer.state_dict()["state"]
+    assert state[0]["momentum_buffer"].shape == (4, 6)
+
+
+def test_profiler_ranges(opt, device) -> None:
+    """M27: the stages of the sentence are visible in a trace."""
+    params = parameters([(6, 4), (6, 4)], device=device)
+    optimizer = both(opt, params)["Muon"]()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    names = {event.key for event in profile.key_averages()}
+    expected = {"momentum", "newton_schulz", "update_params", "adamw"}
+    assert {f"muon::{stage}" for stage in expected} <= names
+
+
+def test_debug_logs_the_work_once_per_plan(opt, device, caplog) -> None:
+    """M1: 5 (4 m^2 n + 2 m^3 + 3 m^2) operations for a (512, 1024) matrix are 0.0067 TFLOP."""
+    params = parameters([(512, 1024)], device=device)
+    optimizer = opt.Muon(params, debug=True, lr=0.0)
+    with caplog.at_level(logging.INFO):
+        train(optimizer, params, 2)
+    messages = [record.getMessage() for record in caplog.records if "TFLOP" in record.getMessage()]
+    assert messages == ["Muon work: 0.0067 TFLOPs per step (dense products)"]
+
+
+def test_hooks(opt, device) -> None:
+    params = parameters([(6, 4)], device=device)
+    optimizer = opt.Muon(params)
+    seen = []
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append("before"))
+    optimizer.register_step_post_hook(lambda o, args, kwargs: seen.append("after"))
+    optimizer.step()
+    assert seen == ["before", "after"]
+
+
+@CLASSES
+def test_printing(opt, device, name) -> None:
+    params = parameters([(6, 4), (6, 4)], device=device)
+    text = repr(both(opt, params)[name]())
+    assert text.startswith(f"{name} (\nParameter Group 0\n")
+    assert "    ns_steps: 5\n" in text
+
+
+@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+def test_a_model_learns(opt, device, name) -> None:
+    """End to end: backward, step, zero_grad on a transformer, to a fraction of the first loss."""
+    torch.manual_seed(0)
+    model = TinyTransformer().to(device)
+    groups = opt.get_default_muon_param_groups(model)
+    if name == "Muon":
+        optimizer = opt.Muon(groups, lr=2e-2, weight_decay=0.0)
+    else:
+        optimizer = opt.MuonAdamW([{**group, "lr": 2e-2} for group in groups])
+    losses = []
+    for _ in range(30):
+        loss = language_loss(model, seed=0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]

@@ -1,0 +1,294 @@
+"""Whole steps against the predecessors' rules, torch.optim.AdamW and torch.optim.Muon."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from .._compare import assert_error_at_most, assert_semi_orthogonal
+from ._steps import MotifMuon, NanochatMuon, new_gradients, parameters, polar_express, train
+
+SHAPES = [(24, 10), (10, 24), (16, 16), (1, 7), (7, 1)]
+# Both sides compute in float64; five polynomials of slope up to 8.2 amplify its rounding by less
+# than 8.2^5 = 4e4, ten steps add up.
+FLOAT64 = 1e-10
+# The same in float32 (eps 1.2e-7): only well-conditioned Gaussians are used, whose singular values
+# reach the flat part of the schedule, where errors are no longer amplified.
+FLOAT32 = 2e-5
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("beta2", [0.95, None])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_muon_adamw_follows_nanochats_rule(opt, device, shape, beta2) -> None:
+    """N6 to N10: moving average, Nesterov, variance reduction, shape factor, cautious decay."""
+    (param,) = parameters([shape], dtype=torch.float64, device=device)
+    expected = NanochatMuon(param.detach().clone(), lr=0.02, beta2=beta2, weight_decay=0.3)
+    group = {"kind": "muon", "params": [param], "lr": 0.02, "beta2": beta2, "weight_decay": 0.3}
+    optimizer = opt.MuonAdamW([group])
+    for step in range(10):
+        new_gradients([param], seed=step)
+        expected.step(opt, param.grad)
+        optimizer.step()
+    assert_error_at_most(param.detach(), expected.param, FLOAT64)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_muon_follows_motifs_rule(opt, device, shape, nesterov) -> None:
+    """M6, M17, M18: heavy ball, raw-lr decay, update scale 0.2 sqrt(max(rows, columns))."""
+    (param,) = parameters([shape], dtype=torch.float64, device=device)
+    expected = MotifMuon(param.detach().clone(), lr=0.01, nesterov=nesterov)
+    optimizer = opt.Muon([param], lr=0.01, nesterov=nesterov)
+    for step in range(10):
+        new_gradients([param], seed=step)
+        expected.step(opt, param.grad)
+        optimizer.step()
+    assert_error_at_most(param.detach(), expected.param, FLOAT64)
+
+
+@pytest.mark.parametrize("shape", [(48, 96), (96, 48)], ids=str)
+def test_float32_step_is_close_to_float64(opt, device, shape) -> None:
+    (param,) = parameters([shape], device=device)
+    (exact,) = parameters([shape], dtype=torch.float64, device=device)
+    for p in (param, exact):
+        optimizer = opt.MuonAdamW(
+            [{"kind": "muon", "params": [p], "lr": 0.02, "dtype": p.dtype, "weight_decay": 0.1}]
+        )
+        train(optimizer, [p], 5)
+    assert_error_at_most(param.detach(), exact.detach(), FLOAT32)
+
+
+def test_default_dtype_step_is_close_to_float64(opt, device) -> None:
+    """Five updates of 1 % of the parameter, which float16 iterates on CUDA miss by up to 4 %."""
+    (param,) = parameters([(48, 96)], device=device)
+    (exact,) = parameters([(48, 96)], dtype=torch.float64, device=device)
+    for p in (param, exact):
+        train(opt.Muon([p], lr=0.005), [p], 5)
+    assert_error_at_most(param.detach(), exact.detach(), 2e-3)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("lr", [3e-3, "tensor"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adamw_half_equals_torch(opt, device, weight_decay, lr) -> None:
+    """N3, M23, with torch's own tolerances (rtol 1e-5, atol 1e-6) over 50 steps."""
+    lr = torch.tensor(3e-3, device=device) if lr == "tensor" else lr
+    shapes = [(33,), (4, 5), (), (2, 3, 4)]
+    ours, theirs = parameters(shapes, device=device), parameters(shapes, device=device)
+    optimizer = opt.MuonAdamW(
+        [{"kind": "adamw", "params": ours, "lr": lr, "weight_decay": weight_decay}]
+    )
+    torch_optimizer = torch.optim.AdamW(
+        theirs, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay
+    )
+    train(optimizer, ours, 50)
+    train(torch_optimizer, theirs, 50)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_adamw_half_of_muon_uses_its_own_betas_and_shares_lr_and_decay(opt, device) -> None:
+    ours, theirs = parameters([(9,)], device=device), parameters([(9,)], device=device)
+    group = {"params": ours, "use_muon": False}
+    optimizer = opt.Muon([group], lr=0.02, weight_decay=0.3, adamw_betas=(0.8, 0.9), adamw_eps=1e-3)
+    torch_optimizer = torch.optim.AdamW(
+        theirs, lr=0.02, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.3
+    )
+    train(optimizer, ours, 10)
+    train(torch_optimizer, theirs, 10)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.9, 0.999, 0.9999])
+def test_bias_correction_keeps_its_digits_in_float32(submodule, device, beta) -> None:
+    """1 - 0.9999 in float32 is off by 5e-4 of its value; -expm1(t log beta) by a few eps."""
+    update = submodule("reference.update")
+    param = torch.zeros(1, device=device)
+    grad, step = torch.full((1,), 0.25, device=device), torch.zeros((), device=device)
+    averages = torch.zeros(1, device=device), torch.zeros(1, device=device)
+    options = {"lr": 1.0, "betas": (beta, beta), "eps": 0.0, "weight_decay": 0.0}
+    update.adamw(param, grad, *averages, step, **options)
+    # The first corrected step is exactly -lr sign(g); 8 roundings of 1.2e-7 / 2 each.
+    assert abs(param.item() + 1.0) <= 8 * 6e-8
+
+
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+def test_muon_equals_torchs_where_they_are_comparable(opt, device, adjust_lr_fn) -> None:
+    """float32, Nesterov: same rule up to torch's bfloat16 iteration with Keller Jordan's triple.
+
+    With nesterov=False and bfloat16 parameters torch 2.13 overwrites its momentum, so the
+    comparison is made where torch is right. Its bfloat16 iterates err by 1 to 6 % of the update; a
+    wrong scale, sign or decay would err by far more than 10 %.
+    """
+    shapes = [(32, 64), (64, 32)]
+    ours, theirs = parameters(shapes, device=device), parameters(shapes, device=device)
+    before = [p.detach().clone() for p in ours]
+    options = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "adjust_lr_fn": adjust_lr_fn}
+    train(opt.Muon(ours, method="newton_schulz", dtype=torch.float32, **options), ours, 3)
+    train(torch.optim.Muon(theirs, **options), theirs, 3)
+    for mine, other, start in zip(ours, theirs, before, strict=True):
+        assert_error_at_most(mine.detach() - start, other.detach() - start, 0.1)
+
+
+def test_bfloat16_without_nesterov_keeps_its_momentum(opt, device) -> None:
+    """torch.optim.Muon 2.13 normalizes its momentum in place there: 0.158 instead of 0.1."""
+    param = nn.Parameter(torch.eye(4, device=device, dtype=torch.bfloat16))
+    param.grad = torch.eye(4, device=device, dtype=torch.bfloat16)
+    optimizer = opt.Muon([param], nesterov=False, momentum=0.9, momentum_form="ema")
+    optimizer.step()
+    expected = torch.eye(4, device=device) * (1 - 0.9)
+    torch.testing.assert_close(optimizer.state[param]["momentum_buffer"], expected)
+
+
+@pytest.mark.parametrize("shape", [(40, 80), (32, 96), (96, 32)], ids=str)
+def test_first_update_is_nearly_semi_orthogonal(opt, device, shape) -> None:
+    """Gaussians at least twice as long as wide have no singular value that five steps miss."""
+    (param,) = parameters([shape], device=device)
+    before = param.detach().clone()
+    opt.Muon([param], lr=0.1, weight_decay=0.0, adjust_lr_fn=None).step()
+    update = (before - param.detach()) / 0.1
+    assert_semi_orthogonal(update, 0.6, 1.3)
+
+
+def test_update_has_the_promised_root_mean_square(opt, device) -> None:
+    """M1: documented as 0.2 lr (not as spectral norm lr)."""
+    (param,) = parameters([(64, 256)], device=device)
+    before = param.detach().clone()
+    opt.Muon([param], lr=0.01, weight_decay=0.0).step()
+    rms = (before - param.detach()).square().mean().sqrt().item()
+    assert rms == pytest.approx(0.2 * 0.01, rel=0.1)  # singular values within 10 % on Gaussians
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 6, 9])
+def test_every_step_count_is_honoured(opt, device, steps) -> None:
+    """N7: nanochat truncates below 5 and ignores above 5; ours derives a schedule for each."""
+    (param,) = parameters([(12, 20)], dtype=torch.float64, device=device)
+    expected = NanochatMuon(param.detach().clone(), lr=0.1, ns_steps=steps)
+    group = {"kind": "muon", "params": [param], "lr": 0.1, "ns_steps": steps}
+    optimizer = opt.MuonAdamW([group])
+    expected.step(opt, param.grad)
+    optimizer.step()
+    assert_error_at_most(param.detach(), expected.param, FLOAT64)
+
+
+@pytest.mark.parametrize(
+    ("rule", "factor"),
+    [
+        ("match_rms_adamw", 0.2 * math.sqrt(24)),
+        ("original", math.sqrt(24 / 6)),
+        ("spectral", math.sqrt(24 / 6)),
+        (None, 1.0),
+        (lambda lr, rows, columns: lr * (rows + 2 * columns), 36.0),
+    ],
+    ids=["match_rms_adamw", "original", "spectral", "none", "callable"],
+)
+def test_learning_rate_rules(opt, device, rule, factor) -> None:
+    """M18. Tall here; wide below, where `original` and `spectral` differ."""
+    updates = []
+    for adjust in (rule, None):
+        (param,) = parameters([(24, 6)], dtype=torch.float64, device=device)
+        before = param.detach().clone()
+        opt.Muon([param], lr=0.01, weight_decay=0.0, adjust_lr_fn=adjust).step()
+        updates.append(before - param.detach())
+    assert_error_at_most(updates[0], factor * updates[1], FLOAT64)
+
+
+def test_learning_rate_rules_of_a_wide_matrix(submodule) -> None:
+    shaped_lr = submodule("optimizers.update").shaped_lr
+    assert shaped_lr(2.0, "original", 6, 24) == 2.0
+    assert shaped_lr(2.0, "spectral", 6, 24) == pytest.approx(1.0)
+    assert shaped_lr(2.0, "match_rms_adamw", 6, 24) == pytest.approx(0.4 * math.sqrt(24))
+
+
+def test_learning_rate_and_decay_are_not_rounded_to_bfloat16(opt, device) -> None:
+    """N9: a learning rate cast to bfloat16 is off by up to 0.2 %, hence so would the update be."""
+    lr = 0.0100327  # 0.18 % from the nearest bfloat16
+    (param,) = parameters([(16, 16)], device=device)
+    exact = param.detach().double()
+    grad = param.grad.double()
+    optimizer = opt.MuonAdamW(
+        [{"kind": "muon", "params": [param], "lr": lr, "beta2": None, "dtype": torch.float32}]
+    )
+    optimizer.step()
+    expected = NanochatMuon(exact.clone(), lr=lr, beta2=None)
+    expected.step(opt, grad)
+    assert_error_at_most(param.detach().double() - exact, expected.param - exact, 2e-4)
+
+
+def test_beta2_is_not_rounded_to_bfloat16(opt, device) -> None:
+    """N8: bfloat16(0.95) = 0.94922 moves the first second moment by 1.6 %."""
+    (param,) = parameters([(16, 8)], device=device)
+    optimizer = opt.MuonAdamW(
+        [{"kind": "muon", "params": [param], "lr": 0.1, "beta2": 0.95, "dtype": torch.float32}]
+    )
+    update = polar_express(opt, param.grad, 5)  # the first direction is along the gradient
+    optimizer.step()
+    second = optimizer.state[param]["second_momentum_buffer"]
+    expected = 0.05 * update.square().mean(1, keepdim=True)
+    assert_error_at_most(second, expected, 2e-4)
+
+
+def test_beta2_none_is_off_and_not_instant_normalization(opt, device) -> None:
+    """N8: rows of an orthogonalized tall matrix differ in norm; only beta2 evens them out."""
+    spread = {}
+    for beta2 in (None, 0.95):
+        (param,) = parameters([(24, 6)], device=device)
+        before = param.detach().clone()
+        group = {"kind": "muon", "params": [param], "lr": 0.1, "beta2": beta2}
+        optimizer = opt.MuonAdamW([group])
+        optimizer.step()
+        norms = (before - param.detach()).norm(dim=1)
+        spread[beta2] = (norms.std() / norms.mean()).item()
+        assert ("second_momentum_buffer" in optimizer.state[param]) == (beta2 is not None)
+    assert spread[0.95] < 1e-3 < 0.1 < spread[None]
+
+
+def test_heavy_ball_and_moving_average_give_the_same_direction(opt, device) -> None:
+    """4.5: they differ by the factor 1 - mu, which orthogonalization removes."""
+    results = []
+    for form in ("heavy_ball", "ema"):
+        (param,) = parameters([(12, 20)], dtype=torch.float64, device=device)
+        train(opt.Muon([param], lr=0.01, momentum_form=form), [param], 6)
+        results.append(param.detach())
+    assert_error_at_most(results[0], results[1], FLOAT64)
+
+
+def test_tiny_gradients_are_orthogonalized_too(opt, device) -> None:
+    """N7: an additive eps of 1e-6 leaves a gradient of norm 1e-6 half orthogonalized."""
+    updates = []
+    for scale in (1.0, 1e-9):
+        (param,) = parameters([(16, 24)], device=device)
+        before = param.detach().clone()
+        param.grad.mul_(scale)
+        opt.Muon([param], lr=0.1, dtype=torch.float32, weight_decay=0.0).step()
+        updates.append(before - param.detach())
+    assert_error_at_most(updates[1], updates[0], FLOAT32)
+
+
+def test_cautious_decay_spares_weights_the_update_grows(opt, device) -> None:
+    """N10, for both classes: only weights with u p >= 0 decay."""
+    (param,) = parameters([(8, 8)], dtype=torch.float64, device=device)
+    before = param.detach().clone()
+    (twin,) = parameters([(8, 8)], dtype=torch.float64, device=device)
+    opt.Muon([twin], lr=0.1, weight_decay=0.0).step()
+    update = before - twin.detach()
+    opt.Muon([param], lr=0.1, weight_decay=0.5, cautious=True).step()
+    expected = before - update - 0.1 * 0.5 * before * (update * before >= 0)
+    assert_error_at_most(param.detach(), expected, FLOAT64)
+
+
+@pytest.mark.parametrize("shaped", [True, False])
+def test_decay_by_raw_or_shaped_rate(opt, device, shaped) -> None:
+    """N10 / M17: nanochat's decay carries the shape factor, decoupled decay does not."""
+    (param,) = parameters([(32, 2)], dtype=torch.float64, device=device)
+    before = param.detach().clone()
+    param.grad.zero_()  # a zero gradient gives a zero update, so that only decay is left
+    group = {"kind": "muon", "params": [param], "lr": 0.1, "weight_decay": 0.5}
+    opt.MuonAdamW([{**group, "cautious": False, "shaped_decay": shaped}]).step()
+    rate = 0.1 * (4.0 if shaped else 1.0)
+    assert_error_at_most(param.detach(), before * (1 - rate * 0.5), FLOAT64)

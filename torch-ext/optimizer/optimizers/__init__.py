@@ -1,0 +1,15 @@
+"""gradient -> momentum -> gather -> orthogonalize -> scatter -> update."""
+
+from . import muon
+from .muon import Muon
+from .muon_adamw import DistMuonAdamW, MuonAdamW
+from .param_groups import default_is_muon, get_default_muon_param_groups
+
+__all__ = [
+    "DistMuonAdamW",
+    "Muon",
+    "MuonAdamW",
+    "default_is_muon",
+    "get_default_muon_param_groups",
+    "muon",
+]

@@ -1,0 +1,160 @@
+"""An optimizer's groups, names and state: added, saved and loaded, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .groups import Format, check_unique
+from .parameters import label
+from .state import (
+    complete_state,
+    loaded_state,
+    masked_options,
+    slots_of,
+    unmasked_options,
+)
+
+
+class GroupedOptimizer(torch.optim.Optimizer):
+    """Checked groups of two kinds, the names of their parameters, and state made with them."""
+
+    format: Format
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        self._names: list[list[str | None]] = []  # parallel to param_groups, which hold none
+        self._loading: dict[Any, Any] | None = None
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Check a group, make its state and add it; on an error nothing has changed.
+
+        Raises:
+            ValueError, TypeError: the message names the group, the parameter and the option.
+        """
+        where = f"group {len(self.param_groups)}"
+        group, names = self.format.complete(param_group, self.defaults, where)
+        check_unique([*self.param_groups, group], [*self._names, names])
+        options = self.format.options(group)
+        states = {
+            param: complete_state({}, slots_of(param, name, options, here), param, here)
+            for here, param, name in _labelled(where, group["params"], names)
+        }
+        self.param_groups.append(group)
+        self._names.append(names)
+        self.state.update(states)
+
+    def parameter_names(self, group: int) -> list[str | None]:
+        """The names of a group's parameters, None where none was given.
+
+        Groups do not hold them: checkpoints that copy a group per parameter would copy all names
+        with each.
+        """
+        return list(self._names[group])
+
+    def labelled(self, number: int) -> list[tuple[str, Tensor, str | None]]:
+        """(label for messages, parameter, name) of every parameter of a group."""
+        return _labelled(
+            f"group {number}", self.param_groups[number]["params"], self._names[number]
+        )
+
+    @torch.no_grad()
+    def fit_state(self) -> None:
+        """State for exactly the parameters in the groups, where trainers put others in their place.
+
+        Trainers that shard a model swap its parameters in `param_groups` after construction.
+
+        Raises:
+            ValueError: a parameter or an option changed so that the state no longer fits.
+        """
+        states = {}
+        for number, group in enumerate(self.param_groups):
+            options = self.format.options(group)
+            for where, param, name in self.labelled(number):
+                slots = slots_of(param, name, options, where)
+                states[param] = complete_state(self.state.get(param, {}), slots, param, where)
+        for gone in [key for key in self.state if isinstance(key, Tensor) and key not in states]:
+            del self.state[gone]
+        self.state.update(states)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, but with a word for a function in adjust_lr_fn.
+
+        So weights-only loading works; loading keeps the function of the optimizer it loads into.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        if not all(param in self.state for param in params):
+            self.fit_state()
+        state_dict = super().state_dict()
+        state_dict["param_groups"] = [masked_options(group) for group in state_dict["param_groups"]]
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a copy of a state_dict exactly: float32 state of bfloat16 parameters stays float32.
+
+        Options that an older state_dict does not have keep their present values. Everything is
+        checked before anything changes.
+
+        Raises:
+            ValueError: groups, kinds, options, keys or shapes do not fit this optimizer.
+        """
+        last = self.register_load_state_dict_pre_hook(GroupedOptimizer._prepare_load)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+            self._loading = None
+
+    @torch.no_grad()
+    def _prepare_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Check and copy everything; hand torch a state_dict without state, which it would cast."""
+        saved_groups, saved_state = state_dict["param_groups"], dict(state_dict["state"])
+        saved_sizes = [len(group["params"]) for group in saved_groups]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if saved_sizes != sizes:
+            raise ValueError(
+                f"the state_dict has groups of {saved_sizes} parameters, the optimizer of {sizes}"
+            )
+        merged, loading = [], {}
+        for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
+            where = f"group {number}"
+            saved_kind, kind = self.format.kind(saved, f"saved {where}"), self.format.kind(group)
+            if saved_kind != kind:
+                raise ValueError(
+                    f"{where}: the saved group is of kind {saved_kind!r}, this one of {kind!r}"
+                )
+            merged.append(unmasked_options(saved, group, where))
+            options = self.format.options(merged[-1], check_as=where)
+            labelled = self.labelled(number)
+            for saved_id, (here, param, name) in zip(saved["params"], labelled, strict=True):
+                slots = slots_of(param, name, options, here)
+                loading[param] = loaded_state(saved_state.pop(saved_id, None), slots, param, here)
+        self._loading = {**saved_state, **loading}
+        return {**state_dict, "param_groups": merged, "state": {}}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_names": self._names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if self.__dict__.get("_loading") is not None:
+            state["state"].update(self._loading)
+        super().__setstate__(state)
+        self._loading = None
+
+
+def _labelled(
+    where: str, params: Sequence[Tensor], names: Sequence[str | None]
+) -> list[tuple[str, Tensor, str | None]]:
+    if len(params) != len(names):
+        raise ValueError(
+            f"{where} was constructed with {len(names)} parameters and now has {len(params)}; add "
+            "parameters with add_param_group"
+        )
+    return [
+        (label(where, index, name), param, name)
+        for index, (param, name) in enumerate(zip(params, names, strict=True))
+    ]

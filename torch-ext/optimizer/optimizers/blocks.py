@@ -1,0 +1,139 @@
+"""How a parameter is cut into the matrices that are orthogonalized, each on its own.
+
+Legend: E experts, r rows, c columns of a parameter; B matrices of shape (m, n) in a piece.
+
+    2-D (r, c)                       one matrix (r, c)
+    3-D (E, r, c) of experts         E matrices (r, c)
+    other N-D (r, ...)               one matrix (r, c), the trailing dimensions flattened into c
+    with split_sizes (r1, r2, ...)   the rows of each of these matrices, cut into r1, r2, ...
+    with num_heads H                 the rows of each of these matrices, cut into H equal parts
+
+Each cut is made on the live tensor at every step, as a view: nothing here keeps one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .options import MuonOptions
+from .param_groups import has_component
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of equal blocks of one parameter, (start, length) along its rows and its experts."""
+
+    rows: tuple[int, int]
+    experts: tuple[int, int] | None  # None: the parameter is not a stack
+    matrices: int  # B
+    matrix: tuple[int, int]  # (m, n)
+    statistics: tuple[int, int]  # (start, length) in the flattened second_momentum_buffer
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """This piece of a tensor shaped like the parameter, as a view of any strides."""
+        if self.experts is not None:
+            tensor = tensor.narrow(0, *self.experts)
+        return tensor.narrow(0 if self.experts is None else 1, *self.rows)
+
+    def statistics_view(self, second_moment: Tensor) -> Tensor:
+        """The piece's part of second_momentum_buffer: (B, m, 1) if m >= n, else (B, 1, n)."""
+        m, n = self.matrix
+        flat = second_moment.view(-1).narrow(0, *self.statistics)
+        return flat.view(self.matrices, *((m, 1) if m >= n else (1, n)))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The matrices of one parameter."""
+
+    experts: int | None
+    row_sizes: tuple[int, ...]  # the rows of each run
+    heads: int  # equal blocks in each run
+    columns: int
+    split: bool  # runs may differ in shape
+
+    def second_moment_shape(self) -> tuple[int, ...]:
+        """(r, 1) if r >= c else (1, c), after the batch dimensions E and H where there are any.
+
+        Under split_sizes the runs may differ in orientation, so that their statistics stand one
+        after another in one dimension.
+        """
+        if self.split:
+            return (sum(self._statistics(rows) for rows in self.row_sizes) * (self.experts or 1),)
+        rows = self.row_sizes[0] // self.heads
+        kept = (rows, 1) if rows >= self.columns else (1, self.columns)
+        batch = () if self.experts is None else (self.experts,)
+        return (*batch, *((self.heads,) if self.heads > 1 else ()), *kept)
+
+    def pieces(self, limit: int) -> Iterator[Piece]:
+        """All blocks, in pieces of at most `limit` elements (or of a single matrix)."""
+        row, offset, experts = 0, 0, self.experts or 1
+        for rows in self.row_sizes:
+            m, per_block = rows // self.heads, self._statistics(rows) // self.heads
+            stacked = limit // max(rows * self.columns, 1)  # experts that fit, all heads of each
+            heads = self.heads if stacked else max(limit // max(m * self.columns, 1), 1)
+            for e in range(0, experts, max(stacked, 1)):
+                taken = min(max(stacked, 1), experts - e)
+                for h in range(0, self.heads, heads):
+                    blocks = min(heads, self.heads - h)
+                    yield Piece(
+                        rows=(row + h * m, blocks * m),
+                        experts=None if self.experts is None else (e, taken),
+                        matrices=taken * blocks,
+                        matrix=(m, self.columns),
+                        statistics=(
+                            offset + (e * self.heads + h) * per_block,
+                            taken * blocks * per_block,
+                        ),
+                    )
+            row, offset = row + rows, offset + experts * self.heads * per_block
+
+    def _statistics(self, rows: int) -> int:
+        m = rows // self.heads
+        return self.heads * (m if m >= self.columns else self.columns)
+
+
+def cut(shape: tuple[int, ...], name: str | None, options: MuonOptions, where: str) -> Blocks:
+    """The blocks of a parameter of this shape and name.
+
+    Raises:
+        ValueError: the parameter is not a matrix, a known stack or something to flatten, or
+            split_sizes or num_heads do not fit its rows.
+    """
+    experts = None
+    if len(shape) < 2:
+        raise ValueError(
+            f"{where}: Muon needs at least 2 dimensions, got shape {shape}; put the parameter into "
+            "a group for AdamW (get_default_muon_param_groups(model) does)"
+        )
+    if len(shape) == 3 and options.expert_keys:
+        if name is None:
+            raise ValueError(
+                f"{where}: expert_keys needs the names of the parameters; give `names` in the group"
+            )
+        if any(has_component(name, key) for key in options.expert_keys):
+            experts, shape = shape[0], shape[1:]
+    if len(shape) == 3 and not options.flatten:
+        raise ValueError(
+            f"{where}: shape {shape} is 3-D; name a stack of experts in expert_keys (now "
+            f"{options.expert_keys!r}), or set flatten=True to take it as one matrix "
+            f"{(shape[0], math.prod(shape[1:]))}"
+        )
+    rows, columns = shape[0], math.prod(shape[1:])
+    heads, sizes = _of(options.num_heads, name), _of(options.split_sizes, name)
+    if heads is not None and rows % heads:
+        raise ValueError(f"{where}: num_heads={heads} does not divide the {rows} rows of {shape}")
+    if sizes is not None and sum(sizes) != rows:
+        raise ValueError(
+            f"{where}: split_sizes={sizes} add up to {sum(sizes)}, but {shape} has {rows} rows"
+        )
+    return Blocks(experts, sizes or (rows,), heads or 1, columns, split=sizes is not None)
+
+
+def _of(option: Any, name: str | None) -> Any:
+    return option.get(name) if isinstance(option, Mapping) else option

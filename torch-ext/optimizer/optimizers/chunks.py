@@ -1,0 +1,82 @@
+"""Same-shape matrices of a group in batches of bounded size: the unit of work of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .blocks import Blocks, Piece
+from .parameters import local
+
+# Upper bound of one batch of directions; a step holds a small multiple of it beyond the state. At
+# 256 MiB a 4096 x 14336 float32 matrix is alone, and 2048 x 2048 ones come sixteen at a time.
+BATCH_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A piece of a parameter in a chunk. Its tensors are looked up anew at every step."""
+
+    param: Tensor
+    piece: Piece
+
+    def param_view(self) -> Tensor:
+        return self.piece.view(local(self.param))
+
+    def grad_view(self) -> Tensor:
+        return self.piece.view(local(self.param.grad))
+
+    def view(self, tensor: Tensor) -> Tensor:
+        return self.piece.view(local(tensor))
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A batch of matrices of one shape, dtype and device."""
+
+    members: tuple[Member, ...]
+    matrix: tuple[int, int]  # (m, n)
+    finished: frozenset[Tensor]  # parameters of which no later chunk has a piece
+
+    @property
+    def matrices(self) -> int:
+        return sum(member.piece.matrices for member in self.members)
+
+
+def plan_chunks(parameters: Iterable[tuple[Tensor, Blocks]]) -> list[Chunk]:
+    """Bucket the blocks of all parameters by shape and fill batches up to BATCH_BYTES, in order."""
+    buckets: dict[tuple, list[Member]] = {}
+    for param, blocks in parameters:
+        if param.numel() == 0:
+            continue
+        dtype = torch.promote_types(param.dtype, torch.float32)
+        for piece in blocks.pieces(BATCH_BYTES // dtype.itemsize):
+            key = (piece.matrix, dtype, param.device)
+            buckets.setdefault(key, []).append(Member(param, piece))
+    batches = [
+        (matrix, batch)
+        for (matrix, dtype, _), members in buckets.items()
+        for batch in _fill(members, BATCH_BYTES // dtype.itemsize)
+    ]
+    last = {member.param: i for i, (_, batch) in enumerate(batches) for member in batch}
+    return [
+        Chunk(tuple(batch), matrix, frozenset(m.param for m in batch if last[m.param] == i))
+        for i, (matrix, batch) in enumerate(batches)
+    ]
+
+
+def _fill(members: list[Member], limit: int) -> list[list[Member]]:
+    batches: list[list[Member]] = []
+    room = -1
+    for member in members:
+        m, n = member.piece.matrix
+        size = member.piece.matrices * m * n
+        if size > room:
+            batches.append([])
+            room = limit
+        batches[-1].append(member)
+        room -= size
+    return batches

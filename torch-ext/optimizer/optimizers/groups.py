@@ -1,0 +1,154 @@
+"""The format of a parameter group: which keys it may have, and what it becomes when it is added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .options import AdamWOptions, MuonOptions, by_name, option_names, tidy
+from .parameters import check_parameter, label
+
+MUON, ADAMW = "muon", "adamw"
+OPTIONS = {MUON: MuonOptions, ADAMW: AdamWOptions}
+SCHEDULER_KEYS = frozenset({"initial_lr"})  # torch's schedulers ask for it when they resume
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a class names the kinds of its groups, and AdamW's options in them."""
+
+    mark: str  # "use_muon" or "kind"
+    adamw_keys: Mapping[str, str]  # field of AdamWOptions -> key of the group, where they differ
+
+    def key(self, kind: str, option: str) -> str:
+        return self.adamw_keys.get(option, option) if kind == ADAMW else option
+
+    def keys(self, kind: str) -> list[str]:
+        return [self.key(kind, option) for option in option_names(OPTIONS[kind])]
+
+    def kind(self, group: Mapping[str, Any], where: str = "group") -> str:
+        """What `use_muon` or `kind` says: "muon" or "adamw"."""
+        kinds = []
+        if "kind" in group:
+            if group["kind"] not in OPTIONS:
+                raise ValueError(f"{where}: kind must be 'muon' or 'adamw', got {group['kind']!r}")
+            kinds.append(group["kind"])
+        if "use_muon" in group:
+            if not isinstance(group["use_muon"], bool):
+                raise TypeError(
+                    f"{where}: use_muon must be True or False, got {group['use_muon']!r}"
+                )
+            kinds.append(MUON if group["use_muon"] else ADAMW)
+        if not kinds:
+            raise ValueError(
+                f"{where}: {self.mark!r} is missing; get_default_muon_param_groups(model) makes "
+                "groups for Muon and for AdamW"
+            )
+        if len(set(kinds)) > 1:
+            raise ValueError(
+                f"{where}: kind={group['kind']!r} contradicts use_muon={group['use_muon']}; give one"
+            )
+        return kinds[0]
+
+    def options(
+        self, group: Mapping[str, Any], check_as: str | None = None
+    ) -> MuonOptions | AdamWOptions:
+        """The group's options as they are now; schedulers may have changed them.
+
+        With `check_as`, a name for messages, they are checked, which may read a Tensor lr.
+        """
+        kind = self.kind(group)
+        values = {name: group[self.key(kind, name)] for name in option_names(OPTIONS[kind])}
+        if check_as is not None:
+            OPTIONS[kind](**values).check(check_as)
+        if isinstance(values["lr"], Tensor):
+            values["lr"] = values["lr"].detach().reshape(())  # (1,) would lend its dtype to others
+        return OPTIONS[kind](**values)
+
+    def complete(
+        self, group: Any, defaults: Mapping[str, Any], where: str
+    ) -> tuple[dict[str, Any], list[str | None]]:
+        """A checked copy of a group with every option filled in, and its parameters' names."""
+        if not isinstance(group, dict):
+            raise TypeError(f"{where}: must be a dict, got {type(group).__name__}")
+        kind = self.kind(group, where)
+        params, names = _parameters(group, where)
+        self._check_keys(group, kind, where)
+        missing = [key for key in self.keys(kind) if key not in group and key not in defaults]
+        if missing:
+            raise ValueError(f"{where}: {', '.join(missing)} must be given for kind {kind!r}")
+        mark = kind == MUON if self.mark == "use_muon" else kind
+        completed = {"params": params, self.mark: mark}
+        for key in self.keys(kind):
+            completed[key] = tidy(key, group[key] if key in group else defaults[key])
+        completed |= {key: group[key] for key in group if key in SCHEDULER_KEYS}
+        options = self.options(completed, where)
+        for option in ("split_sizes", "num_heads"):
+            for name, _ in by_name(getattr(options, option, None)):
+                if name and name not in {f"[{known!r}]" for known in names}:
+                    raise ValueError(f"{where}: {option}{name} names no parameter of the group")
+        return completed, names
+
+    def _check_keys(self, group: dict[str, Any], kind: str, where: str) -> None:
+        known = {"params", "names", "use_muon", "kind", *SCHEDULER_KEYS, *self.keys(kind)}
+        for key in group:
+            if key not in known:
+                other = ADAMW if kind == MUON else MUON
+                hint = f" (it is an option of {other} groups)" if key in self.keys(other) else ""
+                raise ValueError(
+                    f"{where}: unknown key {key!r}{hint}; a {kind} group takes "
+                    f"{', '.join(self.keys(kind))}"
+                )
+
+
+def _parameters(group: dict[str, Any], where: str) -> tuple[list[Tensor], list[str | None]]:
+    """The parameters and names of a group, from a tensor, an iterable, or (name, tensor) pairs."""
+    if "params" not in group:
+        raise ValueError(f"{where}: 'params' is missing")
+    given = group["params"]
+    if isinstance(given, (set, frozenset)):
+        raise TypeError(f"{where}: params must be ordered; a set has no fixed order between runs")
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{where}: params must be an iterable, got {type(given).__name__}")
+    entries = [given] if isinstance(given, Tensor) else list(given)
+    paired = [isinstance(entry, tuple) and len(entry) == 2 for entry in entries]
+    names: list[str | None] = [None] * len(entries)
+    if any(paired):
+        if not all(paired) or "names" in group:
+            raise ValueError(f"{where}: give a name with every parameter, or `names`, not both")
+        names, entries = [entry[0] for entry in entries], [entry[1] for entry in entries]
+    elif group.get("names") is not None:
+        names = _names(group["names"], len(entries), where)
+    for index, (param, name) in enumerate(zip(entries, names, strict=True)):
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"{where}: a name must be a string, got {name!r}")
+        check_parameter(param, label(where, index, name))
+    return entries, names
+
+
+def _names(given: Any, count: int, where: str) -> list[str | None]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"{where}: names must be a sequence of strings, got {given!r}")
+    names = list(given)
+    if len(names) != count:
+        raise ValueError(f"{where}: {len(names)} names for {count} parameters; give one for each")
+    return names
+
+
+def check_unique(groups: Iterable[dict[str, Any]], names: Iterable[list[str | None]]) -> None:
+    """Raise ValueError if a parameter or a name occurs twice in all the groups."""
+    seen_params: dict[Tensor, str] = {}
+    seen_names: dict[str, str] = {}
+    for number, (group, group_names) in enumerate(zip(groups, names, strict=True)):
+        for index, (param, name) in enumerate(zip(group["params"], group_names, strict=True)):
+            here = label(f"group {number}", index, name)
+            if param in seen_params:
+                raise ValueError(f"{here}: this parameter is already {seen_params[param]}")
+            if name is not None and name in seen_names:
+                raise ValueError(f"{here}: the name is already that of {seen_names[name]}")
+            seen_params[param] = here
+            if name is not None:
+                seen_names[name] = here

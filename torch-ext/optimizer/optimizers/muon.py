@@ -1,0 +1,292 @@
+"""The sentence of the package, once, and `Muon`, its front end with `use_muon` groups.
+
+gradient -> momentum -> gather -> orthogonalize -> scatter -> update
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..orthogonalize import orthogonalize
+from .adamw import adamw
+from .base import GroupedOptimizer
+from .blocks import cut
+from .chunks import Chunk, plan_chunks
+from .groups import Format
+from .momentum import momentum
+from .options import AdamWOptions, LrRule, MuonOptions
+from .param_groups import default_is_muon, get_default_muon_param_groups
+from .parameters import check_gradient, local
+from .state import layout_of
+from .update import muon_flops, update
+
+__all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a step works through, and the groups it was made for."""
+
+    signature: list[tuple[Any, ...]]
+    labelled: list[tuple[str, Tensor]]  # (name for messages, parameter), of all groups
+    chunks: list[list[Chunk]]  # per group; none for AdamW
+
+
+class MuonBase(GroupedOptimizer):
+    """The step over Muon and AdamW groups; its subclasses differ in names and defaults."""
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], *, debug: bool) -> None:
+        self.debug = debug
+        self._plan: Plan | None = None
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "debug": self.debug}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plan = None
+
+    @torch.no_grad()
+    def step(
+        self, closure: Callable[[], Any] | None = None, qk_logits: dict[int, Tensor] | None = None
+    ) -> Any:
+        """Update every parameter that has a gradient; the others are left alone, decay included.
+
+        All gradients are checked before anything is written. NaN and inf pass through to the
+        parameters they belong to. Nothing here waits for the device.
+
+        Args:
+            closure: computes the loss and the gradients, under `torch.enable_grad()`.
+            qk_logits: layer index -> maximum attention logit per head, for QK-clip. This version
+                has no QK-clip, so anything but None is refused.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            ValueError: `qk_logits` was given, or a gradient is sparse, complex or misshapen.
+            TypeError: a gradient is a DTensor that is not fully replicated.
+        """
+        if qk_logits is not None:
+            raise ValueError(
+                "qk_logits was given, but no QK-clip is configured and this version has none; call "
+                "step() without it"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        plan = self._current_plan()
+        for where, param in plan.labelled:
+            check_gradient(param, where)
+        for group, chunks in zip(self.param_groups, plan.chunks, strict=True):
+            options = self.format.options(group)
+            if isinstance(options, AdamWOptions):
+                self._step_adamw(group["params"], options)
+            for chunk in chunks:
+                self._step_chunk(chunk, options)
+        return loss
+
+    def _step_chunk(self, chunk: Chunk, options: MuonOptions) -> None:
+        """momentum -> gather -> orthogonalize -> scatter -> update for one batch of matrices.
+
+        On one device gather and scatter are the identity and leave no trace here.
+        """
+        members = [member for member in chunk.members if member.param.grad is not None]
+        if not members:
+            return
+        state = self.state
+        with record_function("muon::momentum"):
+            direction = momentum(
+                [member.grad_view() for member in members],
+                [member.view(state[member.param]["momentum_buffer"]) for member in members],
+                chunk.matrix,
+                mu=options.momentum,
+                nesterov=options.nesterov,
+                form=options.momentum_form,
+            )  # (B, m, n)
+            if options.none_grad:
+                for param in chunk.finished:
+                    param.grad = None
+        with record_function("muon::newton_schulz"):
+            orthogonal = orthogonalize(
+                direction, method=options.method, steps=options.ns_steps, dtype=options.dtype
+            )  # (B, m, n)
+        with record_function("muon::update_params"):
+            second_moments = None
+            if options.beta2 is not None:
+                second_moments = [
+                    member.piece.statistics_view(state[member.param]["second_momentum_buffer"])
+                    for member in members
+                ]
+            update([member.param_view() for member in members], orthogonal, second_moments, options)
+
+    def _step_adamw(self, params: Sequence[Tensor], options: AdamWOptions) -> None:
+        params = [param for param in params if param.grad is not None]
+        with record_function("muon::adamw"):
+            adamw(
+                [local(param) for param in params],
+                [local(param.grad) for param in params],
+                [{key: local(value) for key, value in self.state[p].items()} for p in params],
+                options,
+            )
+        if options.none_grad:
+            for param in params:
+                param.grad = None
+
+    def _current_plan(self) -> Plan:
+        """The plan; a new one where groups, parameters or the options of their layout changed."""
+        signature = [
+            (
+                layout_of(self.format.options(group)),
+                [(id(p), p.shape, p.dtype, p.device) for p in group["params"]],
+            )
+            for group in self.param_groups
+        ]
+        if self._plan is None or self._plan.signature != signature:
+            self._plan = self._make_plan(signature)
+        return self._plan
+
+    def _make_plan(self, signature: list[tuple[Any, ...]]) -> Plan:
+        """Cut, bucket and batch."""
+        self.fit_state()
+        labelled, chunks, flops = [], [], 0
+        for number, group in enumerate(self.param_groups):
+            options = self.format.options(group)
+            blocks = []
+            for where, param, name in self.labelled(number):
+                labelled.append((where, param))
+                if isinstance(options, MuonOptions):
+                    blocks.append((param, cut(tuple(param.shape), name, options, where)))
+            chunks.append(plan_chunks(blocks))
+            for chunk in chunks[-1]:
+                flops += chunk.matrices * muon_flops(*chunk.matrix, options.ns_steps)
+        if self.debug:
+            logger.info("Muon work: %.4f TFLOPs per step (dense products)", flops / 1e12)
+        return Plan(signature, labelled, chunks)
+
+
+class Muon(MuonBase):
+    """Muon for hidden matrices and AdamW for everything else, in groups marked `use_muon`.
+
+    A matrix moves along its orthogonalized momentum by lr 0.2 sqrt(max(rows, columns)), so that its
+    update has the root mean square 0.2 lr that AdamW's typically has: learning rates and decays
+    tuned for AdamW carry over. Decoupled weight decay shrinks it by lr weight_decay. AdamW groups
+    share lr, weight_decay and none_grad unless they override them. A group's options are read at
+    every step.
+
+    Args:
+        params: groups `{"params", "names" (optional), "use_muon": bool, **options}`, as from
+            `get_default_muon_param_groups(model)`; or any iterable of parameters or of (name,
+            parameter) pairs, which become one Muon group. Every argument below but `debug` is an
+            option of Muon groups; AdamW groups take lr, adamw_betas, adamw_eps, weight_decay and
+            none_grad.
+        lr: learning rate; a number or a 0-D Tensor, which is never read on the host by a step.
+        momentum: decay of the momentum buffer, in [0, 1).
+        nesterov: orthogonalize g + momentum * buffer instead of the buffer.
+        ns_steps: steps of the iteration, at least 1; its coefficients are derived for this count.
+        weight_decay: decoupled decay, times the raw lr.
+        adamw_betas, adamw_eps: of AdamW groups.
+        none_grad: set `p.grad = None` as soon as it was used; False leaves it bit for bit.
+        debug: log the floating-point operations of the Muon work whenever the work is planned.
+        expert_keys: name components such as "experts" of 3-D parameters (experts, out, in), of
+            which every expert is a matrix of its own. Needs names. "experts" does not match
+            "shared_experts".
+        adjust_lr_fn: "match_rms_adamw"; "original", lr sqrt(max(1, rows / columns)); "spectral",
+            lr sqrt(rows / columns); None, lr; or a callable (lr, rows, columns) -> lr, which is not
+            saved in a state_dict.
+        method: "auto", "polar_express", "gram_newton_schulz" or "newton_schulz".
+        dtype: dtype of the iteration; None picks float16 on GPUs that have it, else float32.
+        split_sizes: row counts of the parts of fused parameters (Q, K, V; gate, up), each
+            orthogonalized on its own; or a dict from names to them.
+        num_heads: the rows are cut into so many equal blocks, each orthogonalized on its own; or a
+            dict from names to numbers.
+        flatten: take 3-D parameters that are no experts as matrices (out, rest). Parameters with 4
+            and more dimensions, such as convolution filters, always are.
+        cautious: decay only weights whose update does not push them away from zero.
+        beta2: decay of the row- or column-wise second moment that evens out the update (NorMuon,
+            arXiv 2510.05491); None for none.
+        momentum_form: "heavy_ball", buf <- momentum buf + g, or "ema", the moving average. They
+            differ by a factor, which orthogonalization removes.
+        momentum_dtype: dtype of the buffer; None for float32 (float64 for float64 parameters).
+        shaped_decay: decay by the rate after adjust_lr_fn instead of the raw lr.
+
+    Raises:
+        ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.
+
+    Sources: Keller Jordan's Muon, arXiv 2502.16982 (scale), arXiv 2505.16932 (Polar Express).
+    """
+
+    format = Format("use_muon", {"betas": "adamw_betas", "eps": "adamw_eps"})
+
+    def __init__(  # noqa: PLR0913 - one keyword per group option, in the order of its predecessor
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        weight_decay: float = 0.1,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        none_grad: bool = True,
+        debug: bool = False,
+        expert_keys: Sequence[str] | None = None,
+        *,
+        adjust_lr_fn: str | LrRule | None = "match_rms_adamw",
+        method: str = "auto",
+        dtype: torch.dtype | None = None,
+        split_sizes: Sequence[int] | dict[str, Sequence[int]] | None = None,
+        num_heads: int | dict[str, int] | None = None,
+        flatten: bool = False,
+        cautious: bool = False,
+        beta2: float | None = None,
+        momentum_form: str = "heavy_ball",
+        momentum_dtype: torch.dtype | None = None,
+        shaped_decay: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "weight_decay": weight_decay,
+            "adamw_betas": adamw_betas,
+            "adamw_eps": adamw_eps,
+            "none_grad": none_grad,
+            "expert_keys": expert_keys,
+            "adjust_lr_fn": adjust_lr_fn,
+            "method": method,
+            "dtype": dtype,
+            "split_sizes": split_sizes,
+            "num_heads": num_heads,
+            "flatten": flatten,
+            "cautious": cautious,
+            "beta2": beta2,
+            "momentum_form": momentum_form,
+            "momentum_dtype": momentum_dtype,
+            "shaped_decay": shaped_decay,
+        }
+        super().__init__(_as_groups(params), defaults, debug=debug)
+
+
+def _as_groups(params: Any) -> list[Any]:
+    """Groups as they are; anything else that can be iterated becomes one Muon group."""
+    if isinstance(params, Tensor):
+        raise TypeError("params must be an iterable of parameters or groups, got one Tensor")
+    if isinstance(params, (set, frozenset)):
+        raise TypeError("params must be ordered; a set has no fixed order between runs")
+    entries = list(params)
+    if entries and not isinstance(entries[0], dict):
+        return [{"params": entries, "use_muon": True}]
+    return entries

@@ -1,0 +1,115 @@
+"""`MuonAdamW`: the same step under nanochat's group format and defaults, for one or many GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .groups import Format
+from .muon import MuonBase
+
+GRADIENTS = ("reduced", "unreduced")
+
+# nanochat's rule: a moving average, Nesterov, lr sqrt(max(1, rows / columns)), variance reduction,
+# cautious decay by the shaped rate. lr has no default: the two kinds need very different ones.
+DEFAULTS: dict[str, Any] = {
+    "weight_decay": 0.0,
+    "none_grad": False,
+    # kind "adamw"
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    # kind "muon"
+    "momentum": 0.95,
+    "nesterov": True,
+    "momentum_form": "ema",
+    "momentum_dtype": None,
+    "ns_steps": 5,
+    "method": "auto",
+    "dtype": None,
+    "cautious": True,
+    "shaped_decay": True,
+    "adjust_lr_fn": "original",
+    "beta2": 0.95,
+    "expert_keys": None,
+    "split_sizes": None,
+    "num_heads": None,
+    "flatten": False,
+}
+
+
+class MuonAdamW(MuonBase):
+    """Muon with variance reduction and cautious decay, and AdamW, in groups marked `kind`.
+
+    A matrix moves by lr sqrt(max(1, rows / columns)) along its orthogonalized, row- or column-wise
+    equalized momentum; lr about 0.02 is usual. A group's options are read at every step.
+
+    Args:
+        param_groups: dicts. `{"kind": "adamw", "params", "lr"}` takes betas (0.9, 0.95), eps 1e-8,
+            weight_decay 0 and none_grad False. `{"kind": "muon", "params", "lr"}` takes momentum
+            0.95, ns_steps 5, beta2 0.95 (None for no variance reduction), weight_decay 0,
+            none_grad False, and every option of `Muon`'s groups, with nesterov True, momentum_form
+            "ema", adjust_lr_fn "original", cautious True and shaped_decay True as defaults. `names`
+            are optional. Groups may hold matrices of any shapes, or nothing. `use_muon` is accepted
+            for `kind`.
+        gradients: "reduced": `p.grad` is what the step uses, as with one GPU or DDP. "unreduced":
+            every rank holds its own contribution.
+        process_group: over whose ranks unreduced gradients are to be averaged; None for the default
+            group, if there is one. An initialised process group alone changes nothing.
+        debug: log the floating-point operations of the Muon work whenever the work is planned.
+
+    Raises:
+        ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.
+        ValueError: unreduced gradients over more than one rank, which this version does not have.
+
+    Sources: nanochat's optimizer; arXiv 2510.05491 (NorMuon); arXiv 2505.16932 (Polar Express).
+    """
+
+    format = Format("kind", {})
+
+    def __init__(
+        self,
+        param_groups: list[dict[str, Any]],
+        *,
+        gradients: str = "reduced",
+        process_group: Any = None,
+        debug: bool = False,
+    ) -> None:
+        _check_ranks(gradients, process_group)
+        super().__init__(param_groups, dict(DEFAULTS), debug=debug)
+
+
+def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
+    param_groups: list[dict[str, Any]], process_group: Any = None, *, debug: bool = False
+) -> MuonAdamW:
+    """`MuonAdamW(param_groups, gradients="unreduced", process_group=process_group)`.
+
+    Args:
+        param_groups: as for `MuonAdamW`.
+        process_group: whose ranks hold the contributions; None for the default group.
+        debug: as for `MuonAdamW`.
+
+    Returns:
+        A `MuonAdamW`. With one rank it steps exactly as any other.
+
+    Raises:
+        ValueError: the group has more than one rank, which this version does not have.
+    """
+    return MuonAdamW(param_groups, gradients="unreduced", process_group=process_group, debug=debug)
+
+
+def _check_ranks(gradients: str, process_group: Any) -> None:
+    if gradients not in GRADIENTS:
+        raise ValueError(f"gradients must be 'reduced' or 'unreduced', got {gradients!r}")
+    if gradients == "reduced":
+        if process_group is not None:
+            raise ValueError("process_group is used only with gradients='unreduced'")
+        return
+    from torch import distributed
+
+    if process_group is None and not (distributed.is_available() and distributed.is_initialized()):
+        return
+    ranks = distributed.get_world_size(process_group)
+    if ranks > 1:
+        raise ValueError(
+            f"gradients='unreduced' over {ranks} ranks is not in this version; reduce the "
+            "gradients first (DistributedDataParallel does) and use gradients='reduced'"
+        )

@@ -1,0 +1,191 @@
+"""The options of a parameter group, and the one place that says which values are valid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..orthogonalize.choose import METHODS
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LR_RULES = ("match_rms_adamw", "original", "spectral")
+MOMENTUM_FORMS = ("heavy_ball", "ema")
+
+LrRule = Callable[[Any, int, int], Any]
+
+
+@dataclass(frozen=True)
+class MuonOptions:
+    """Options of a group of matrices. Every field is a key of the group, read at every step."""
+
+    lr: float | Tensor
+    momentum: float
+    nesterov: bool
+    momentum_form: str
+    momentum_dtype: torch.dtype | None
+    ns_steps: int
+    method: str
+    dtype: torch.dtype | None
+    weight_decay: float
+    cautious: bool
+    shaped_decay: bool
+    adjust_lr_fn: str | LrRule | None
+    beta2: float | None
+    expert_keys: tuple[str, ...] | None
+    split_sizes: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None
+    num_heads: int | Mapping[str, int] | None
+    flatten: bool
+    none_grad: bool
+
+    def check(self, where: str) -> None:
+        """Raise ValueError or TypeError naming `where`, the option, its value and what is valid."""
+        _check_lr(self.lr, where)
+        _check_fraction("momentum", self.momentum, where)
+        _check_not_negative("weight_decay", self.weight_decay, where)
+        _check_count("ns_steps", self.ns_steps, where)
+        if self.beta2 is not None:
+            _check_fraction("beta2", self.beta2, where)
+        for option in ("nesterov", "cautious", "shaped_decay", "flatten", "none_grad"):
+            _check_switch(option, getattr(self, option), where)
+        _check_choice("momentum_form", self.momentum_form, MOMENTUM_FORMS, where)
+        _check_choice("method", self.method, METHODS, where)
+        if self.adjust_lr_fn is not None and not callable(self.adjust_lr_fn):
+            _check_choice("adjust_lr_fn", self.adjust_lr_fn, LR_RULES, where, "None, a callable")
+        for option in ("dtype", "momentum_dtype"):
+            _check_dtype(option, getattr(self, option), where)
+        for name, value in by_name(self.num_heads):
+            _check_count(f"num_heads{name}", value, where)
+        for name, value in by_name(self.split_sizes):
+            _check_sizes(f"split_sizes{name}", value, where)
+        _check_expert_keys(self.expert_keys, where)
+        if self.split_sizes is not None and self.num_heads is not None:
+            raise ValueError(
+                f"{where}: split_sizes and num_heads both cut the rows of a parameter; give one of "
+                "them, or put the parameters into two groups"
+            )
+
+
+@dataclass(frozen=True)
+class AdamWOptions:
+    """Options of a group for AdamW. Every field is a key of the group, read at every step."""
+
+    lr: float | Tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    none_grad: bool
+
+    def check(self, where: str) -> None:
+        """Raise ValueError or TypeError naming `where`, the option, its value and what is valid."""
+        _check_lr(self.lr, where)
+        if not isinstance(self.betas, Sequence) or len(self.betas) != 2:
+            raise ValueError(f"{where}: betas must be two numbers, got {self.betas!r}")
+        for beta in self.betas:
+            _check_fraction("betas", beta, where)
+        _check_not_negative("eps", self.eps, where)
+        _check_not_negative("weight_decay", self.weight_decay, where)
+        _check_switch("none_grad", self.none_grad, where)
+
+
+def option_names(options: type) -> tuple[str, ...]:
+    """The fields of MuonOptions or AdamWOptions."""
+    return tuple(field.name for field in fields(options))
+
+
+def tidy(option: str, value: Any) -> Any:
+    """The value as a group stores it: a copy, with tuples for sequences."""
+    if option == "expert_keys" and isinstance(value, Iterable) and not isinstance(value, str):
+        return tuple(value) or None
+    if isinstance(value, Mapping):
+        return {name: tidy(option, entry) for name, entry in value.items()}
+    if option in ("split_sizes", "betas", "adamw_betas") and isinstance(value, list):
+        return tuple(value)
+    return value
+
+
+def by_name(value: Any) -> Iterable[tuple[str, Any]]:
+    """(label for messages, value) of an option that is one value, or one per parameter name."""
+    if isinstance(value, Mapping):
+        return [(f"[{name!r}]", entry) for name, entry in value.items()]
+    return [] if value is None else [("", value)]
+
+
+def _check_lr(value: Any, where: str) -> None:
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or not value.is_floating_point():
+            raise ValueError(
+                f"{where}: a Tensor lr must hold one floating-point number, got "
+                f"{value.dtype} of shape {tuple(value.shape)}"
+            )
+        value = value.item()  # once, when a group is added or loaded; a step never reads it
+    _check_not_negative("lr", value, where)
+
+
+def _check_number(option: str, value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{where}: {option} must be a number, got {value!r}")
+
+
+def _check_not_negative(option: str, value: Any, where: str) -> None:
+    _check_number(option, value, where)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{where}: {option} must be finite and at least 0, got {value!r}")
+
+
+def _check_fraction(option: str, value: Any, where: str) -> None:
+    _check_number(option, value, where)
+    if not 0 <= value < 1:
+        raise ValueError(f"{where}: {option} must lie in [0, 1), got {value!r}")
+
+
+def _check_count(option: str, value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{where}: {option} must be an integer, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{where}: {option} must be at least 1, got {value!r}")
+
+
+def _check_sizes(option: str, value: Any, where: str) -> None:
+    if not isinstance(value, tuple) or not value:
+        raise TypeError(f"{where}: {option} must be a sequence of row counts, got {value!r}")
+    for size in value:
+        _check_count(option, size, where)
+
+
+def _check_expert_keys(value: Any, where: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, tuple) or not all(isinstance(key, str) and key for key in value):
+        raise TypeError(
+            f"{where}: expert_keys must be a sequence of name components such as ('experts',), "
+            f"got {value!r}"
+        )
+
+
+def _check_switch(option: str, value: Any, where: str) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{where}: {option} must be True or False, got {value!r}")
+
+
+def _check_choice(
+    option: str, value: Any, choices: tuple[str, ...], where: str, also: str = ""
+) -> None:
+    if value not in choices:
+        valid = ", ".join([*map(repr, choices), *([also] if also else [])])
+        raise ValueError(f"{where}: {option} must be one of {valid}, got {value!r}")
+
+
+def _check_dtype(option: str, value: Any, where: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{where}: {option} must be a torch.dtype or None, got {value!r}")
+    if value not in FLOATING:
+        names = ", ".join(str(valid).removeprefix("torch.") for valid in FLOATING)
+        raise ValueError(f"{where}: {option} must be one of {names} or None, got {value}")

@@ -1,0 +1,62 @@
+"""What a parameter and its gradient must be, and the tensor of this process behind each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .options import FLOATING
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The local tensor of a (replicated) DTensor, and any other tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """By its attributes: torch.distributed is not imported for a model that does not use it."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+
+
+def label(where: str, index: int, name: str | None) -> str:
+    """How messages name a parameter."""
+    return f"{where}, parameter {index if name is None else repr(name)}"
+
+
+def check_parameter(param: Any, where: str) -> None:
+    """Raise TypeError or ValueError if no optimizer here can update this parameter."""
+    if not isinstance(param, Tensor):
+        raise TypeError(f"{where}: a parameter must be a torch.Tensor, got {type(param).__name__}")
+    if not (param.is_leaf or param.retains_grad):
+        raise ValueError(f"{where}: cannot optimize a tensor that is not a leaf of the graph")
+    check_format(param, where)
+
+
+def check_format(tensor: Tensor, where: str) -> None:
+    """A dense, real floating-point tensor; a DTensor only if every rank holds all of it."""
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{where}: must be dense, got layout {tensor.layout}")
+    if tensor.is_complex():
+        raise ValueError(f"{where}: must be real, got {tensor.dtype}; optimize torch.view_as_real")
+    if tensor.dtype not in FLOATING:
+        raise ValueError(f"{where}: must be floating-point of 16 bits or more, got {tensor.dtype}")
+    if is_dtensor(tensor) and not all(placement.is_replicate() for placement in tensor.placements):
+        raise TypeError(
+            f"{where}: a DTensor with placements {tuple(tensor.placements)} is not supported in "
+            "this version; only fully replicated ones are"
+        )
+
+
+def check_gradient(param: Tensor, where: str) -> None:
+    """Raise if a gradient cannot be used. It may have another precision than its parameter."""
+    grad = param.grad
+    if grad is None:
+        return
+    check_format(grad, f"{where}: gradient")
+    if grad.shape != param.shape or grad.device != param.device:
+        raise ValueError(
+            f"{where}: the gradient has shape {tuple(grad.shape)} on {grad.device}, the parameter "
+            f"{tuple(param.shape)} on {param.device}; recompute it after changing the parameter"
+        )
