@@ -1,0 +1,62 @@
+"""README's Python blocks run as they stand, in order, in one fresh process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from .conftest import ROOT
+
+# A CUDA build of torch, which is what PyPI has, asks for a CUDA variant even without a GPU.
+PRELUDE = """
+import functools, kernels
+kernels.get_kernel = functools.partial(kernels.get_kernel, backend="cpu")
+"""
+
+
+def test_python_blocks_run(opt, repo_id: str) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert blocks, "README.md has no ```python block"
+    result = subprocess.run(
+        [sys.executable, "-c", "\n".join([PRELUDE, *blocks])],
+        env={**os.environ, "LOCAL_KERNELS": f"{repo_id}={ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
+def test_message_for_a_missing_version_is_the_one_shown(opt, repo_id: str) -> None:
+    from kernels import get_kernel
+
+    shown = re.search(r'"(A kernel version[^"]*) \[…\]"', (ROOT / "README.md").read_text())
+    assert shown, "README.md no longer shows the message"
+    with pytest.raises(ValueError, match=re.escape(shown.group(1))):
+        get_kernel(repo_id)
+
+
+def test_design_snippet_runs(opt) -> None:
+    """The first lines of use: default groups from a model, both optimizers, one step each."""
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
+    groups = opt.muon.get_default_muon_param_groups(model)
+    muon = opt.Muon(groups, lr=2e-3, weight_decay=0.1)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    muon_adamw = opt.MuonAdamW(
+        [
+            {"kind": "muon", "params": matrices, "lr": 0.02},
+            {"kind": "adamw", "params": vectors, "lr": 3e-3},
+        ]
+    )
+    for optimizer in (muon, muon_adamw):
+        before = [p.detach().clone() for p in model.parameters()]
+        model(torch.randn(4, 16)).square().mean().backward()
+        optimizer.step()
+        assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
