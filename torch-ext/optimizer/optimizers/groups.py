@@ -49,7 +49,8 @@ class Format:
             )
         if len(set(kinds)) > 1:
             raise ValueError(
-                f"{where}: kind={group['kind']!r} contradicts use_muon={group['use_muon']}; give one"
+                f"{where}: kind={group['kind']!r} contradicts use_muon={group['use_muon']}; give "
+                "one of them"
             )
         return kinds[0]
 
