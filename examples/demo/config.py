@@ -99,7 +99,7 @@ PRESETS = {
         eval_sequences=64,
         max_bytes=8 << 20,
         autocast=False,
-        lr={ADAMW: 4e-3, MUON: 8e-3},
+        lr={ADAMW: 4e-3, MUON: 1.1e-2},
         sweep={
             ADAMW: (1.4e-3, 2e-3, 2.8e-3, 4e-3, 5.6e-3, 8e-3, 1.1e-2),
             MUON: (2.8e-3, 4e-3, 5.6e-3, 8e-3, 1.1e-2, 1.6e-2, 2.2e-2),

@@ -8,13 +8,12 @@
 namespace optimizer {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 
 template <typename out_t, bool kAligned, bool kNested>
 void launch(const nf4::Problem& p, void* out, cudaStream_t stream) {
-  // H200, 128x1536x2048 to bfloat16: 2 groups 0.257 ms, 4 groups 0.260; nested 0.256 and 0.254;
-  // unaligned 0.323 and 0.279.
-  constexpr int kGroups = kAligned && !kNested ? 2 : 4;
+  // Best of the table in docs/log.md on an H200: 97% of a copy's rate aligned, 89% unaligned.
+  constexpr int kGroups = kAligned ? 2 : 4;
   constexpr int64_t kChunk = int64_t{kThreads} * kGroups * Vector<out_t>::kLanes;
   // An unaligned row may start up to kLanes - 1 elements behind a 16-byte boundary of the output.
   const int64_t span = kAligned ? p.numel : p.numel + Vector<out_t>::kLanes - 1;
@@ -29,7 +28,8 @@ void launch(const nf4::Problem& p, void* out, cudaStream_t stream) {
 
 template <typename out_t>
 void dispatch(const nf4::Problem& p, void* out, cudaStream_t stream) {
-  const bool aligned = p.numel % 8 == 0 && reinterpret_cast<uintptr_t>(p.packed) % 4 == 0;
+  const bool aligned = p.numel % Vector<out_t>::kLanes == 0 && p.packed_bytes % 4 == 0 &&
+                       reinterpret_cast<uintptr_t>(p.packed) % 4 == 0;
   const bool nested = p.code != nullptr;
   if (aligned) {
     nested ? launch<out_t, true, true>(p, out, stream) : launch<out_t, true, false>(p, out, stream);

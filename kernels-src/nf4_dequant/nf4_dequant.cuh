@@ -59,15 +59,15 @@ struct Nibbles {
 
   // The one or two words that hold elements [at, at + kLanes) of the chunk
   __device__ __forceinline__ uint2 load(const Problem& p, int at) const {
-    if constexpr (kAligned) return make_uint2(load_once(words + (at >> 3)), 0);
-    const int index = (phase + at) >> 3;
+    const int index = (kAligned && kLanes == 8 ? at : phase + at) >> 3;
+    if constexpr (kAligned) return make_uint2(load_once(words + index), 0);
     if (interior) return make_uint2(__ldg(words + index), __ldg(words + index + 1));
     return make_uint2(load_edge(p, index), load_edge(p, index + 1));
   }
 
   __device__ __forceinline__ uint32_t align(uint2 raw, int at) const {
     const uint32_t high = __byte_perm(raw.x, 0, 0x0123);
-    if constexpr (kAligned) return kLanes == 8 ? high : high << 4 * (at & 7);
+    if constexpr (kAligned) return kLanes == 8 ? high : high << 4 * ((phase + at) & 7);
     return __funnelshift_l(__byte_perm(raw.y, 0, 0x0123), high, 4 * ((phase + at) & 7));
   }
 };

@@ -84,6 +84,9 @@ STACKS = (
     Stack(2, (128, 256), 32, nested=True),  # the same, aligned
     Stack(4, (6, 96), 64, custom_codebook=True),
     Stack(5, (3, 7), 32, nested=True, custom_codebook=True),
+    Stack(4, (3, 20), 32),  # experts start inside a word: aligned for float32 alone
+    Stack(6, (203, 100), 64, nested=True),  # the same, longer than one chunk
+    Stack(3, (3, 20), 32),  # and with a last word that is half outside
 )
 
 
