@@ -51,17 +51,19 @@ VERSION_SCRIPT = "{ global: PyInit_*; local: *; };\n"
 # read __libc_single_threaded (GLIBC 2.32), calls stringstream members of libstdc++ (GLIBCXX 3.4.26
 # and 3.4.29), names ios_base_library_init wherever <iostream> is included (g++ 13, GLIBCXX 3.4.32)
 # and ends noexcept functions with __cxa_call_terminate (g++ 14, CXXABI 1.3.15). Defining them
-# inside the library removes the references. For local builds only, so not in build.toml: the
-# official toolchain targets glibc 2.28 itself.
+# inside the library removes the references; weakly, since a toolchain that links libstdc++ from its
+# static archive brings its own. For local builds only, so not in build.toml: the official toolchain
+# targets glibc 2.28 itself.
 COMPATIBILITY_CPP = """\
 #include <exception>
 #include <sstream>
 
+#define LOCAL_STANDIN __attribute__((visibility("hidden"), weak))
 extern "C" {
-__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
+LOCAL_STANDIN char __libc_single_threaded = 0;
 // Only named so that the initialisation of the streams is linked; torch's libraries run it.
-__attribute__((visibility("hidden"))) void _ZSt21ios_base_library_initv() {}
-[[noreturn]] __attribute__((visibility("hidden"))) void __cxa_call_terminate(void*) noexcept {
+LOCAL_STANDIN void _ZSt21ios_base_library_initv() {}
+[[noreturn]] LOCAL_STANDIN void __cxa_call_terminate(void*) noexcept {
   std::terminate();
 }
 }
