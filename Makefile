@@ -1,7 +1,8 @@
 # The only commands anyone types. `make demo` and `make test` do all the set-up they need.
 #
 #   NO_VENV=1        use the python3 on PATH and install nothing (a GPU machine without network)
-#   BACKEND=cpu      cpu | cuda | all; default: cuda where nvcc and a CUDA device are present
+#   BACKEND=cpu      cpu | cuda | all; default: cuda where there are a CUDA device and a toolkit that torch fits
+#   TORCH=2.11.0     another torch than the pinned one, in an environment of its own
 #   TORCH_INDEX=URL  another package index for torch, e.g. one that has its smaller CPU builds
 #   DEVICE=cuda:1    for test-gpu
 
@@ -9,13 +10,15 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-VENV := .venv
+VENV := .venv$(if $(TORCH),-torch$(TORCH))
 ifdef NO_VENV
 PY := python3
 CLANG_FORMAT := clang-format
 READY :=
 else
-BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
+# Another torch brings the triton it was released with.
+OTHER_TORCH = $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton==/d')
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 CLANG_FORMAT := $(VENV)/bin/clang-format
@@ -25,7 +28,7 @@ BACKEND ?=
 DEVICE ?= cuda
 JOBS ?= 2
 CPP = $(shell find kernels-src torch-ext -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
-STATIC_SUITE := $(addprefix tests/test_,layering.py manifest.py hub_rules.py results.py sizes.py)
+STATIC_SUITE = $(shell grep -lE '^pytestmark = pytest.mark.static' tests/test_*.py)
 GPU_SUITE := tests/kernels tests/orthogonalize tests/optimizers tests/integrations
 
 .PHONY: help setup build demo check test test-gpu sanitize bench plots publish clean
@@ -38,7 +41,8 @@ setup: $(READY)  ## make .venv with the pinned tools
 $(VENV)/.ready: tools/requirements.txt
 	$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version)'
 	$(BASE_PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r $<
+	sed -e '' $(OTHER_TORCH) $< > $(VENV)/requirements.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r $(VENV)/requirements.txt
 	touch $@
 
 build: $(READY)  ## compile this device's variant into build/ (BACKEND=cpu|cuda|all)
@@ -60,7 +64,7 @@ test: $(READY)  ## the CPU variant and the whole CPU suite, README's code includ
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal --expected-skips tests/expected_skips.txt tests
 
 test-gpu:  ## the same tests on a GPU, with the artifact in build/ (no environment, no network)
-	NO_VENV=1 python3 -m pytest -q --device $(DEVICE) $(GPU_SUITE)
+	python3 -m pytest -q --device $(DEVICE) --expected-skips tests/expected_skips_gpu.txt $(GPU_SUITE)
 
 sanitize:  ## compute-sanitizer over the compiled kernels on this GPU, and over a planted bug
 	python3 tools/sanitize.py

@@ -26,7 +26,7 @@ from demo.checkpoint import Checkpoints
 from demo.config import ADAMW, MUON, OPTIMIZERS, PRESETS, DemoError, Preset, RunConfig
 from demo.corpus import Corpus, read_corpus
 from demo.device import device_name, has_bfloat16, prepare_device
-from demo.package import Package, load_package
+from demo.package import Package, load_first
 from demo.sweep import Workplace, sweep
 from demo.training import History, Trainer, train
 
@@ -39,13 +39,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", choices=PRESETS, help="size (default: gpu on a CUDA device, else cpu)")
-    add("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
+    add(
+        "--device",
+        help="cpu, cuda, cuda:1, ... (default: cuda where there is one and a variant for it)",
+    )
     add("--steps", type=positive_integer, help="steps per run (default: the model's)")
     add("--seed", type=int, default=0, help="of the weights and the batches (default: 0)")
+    swept = ", ".join(name for name, preset in PRESETS.items() if preset.swept)
     add(
         "--lr-adamw",
         type=learning_rate,
-        help="peak learning rate of AdamW (default: the sweep's best)",
+        help=f"peak learning rate of AdamW (default: the model's; the sweep's best for {swept})",
     )
     add("--lr-muon", type=learning_rate, help="peak learning rate of MuonAdamW (default: likewise)")
     add("--corpus", type=Path, metavar="DIR", help="train on the *.py files below DIR")
@@ -142,6 +146,7 @@ class Interruption:
 
 def run_demo(
     options: argparse.Namespace,
+    preset: Preset,
     runs: dict[str, RunConfig],
     corpus: Corpus,
     device: torch.device,
@@ -180,8 +185,9 @@ def run_demo(
                 print(f"interrupted and saved; go on with\n  {shlex.join(again)}")
                 return INTERRUPTED
     report.plot(folder / "loss.png", runs, histories)
-    kernels = report.kernels_that_ran(package, trainer.model, device)
-    text = report.table(runs, histories, kernels)
+    kernels = report.kernels_that_ran(package, trainer.optimizer)  # the last run is MuonAdamW's
+    given = options.lr_adamw and options.lr_muon
+    text = report.table(runs, histories, kernels, swept=bool(preset.swept or given))
     (folder / "table.md").write_text(text + "\n")
     content = {"machine": machine, "runs": {n: asdict(r) for n, r in runs.items()}}
     content["histories"] = {name: vars(history) for name, history in histories.items()}
@@ -235,13 +241,24 @@ def run_sweep(
     return 0
 
 
+def instead_of(found: torch.device, device: torch.device) -> str:
+    """Words for the first line where a GPU is left idle, else nothing."""
+    if device == found:
+        return ""
+    return (
+        f"; no {found.type} variant was built for {device_name(found)}, "
+        f"`make build BACKEND={found.type}` builds it"
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parse(arguments)
     try:
-        device = prepare_device(options.device, threads=options.threads)
+        found = prepare_device(options.device, threads=options.threads)
+        # without --device, whatever has been built for this machine will do
+        package, device = load_first([found] if options.device else [found, torch.device("cpu")])
         preset = PRESETS[options.model or ("gpu" if device.type == "cuda" else "cpu")]
-        package = load_package(device)
         corpus = read_corpus(
             options.corpus,
             context=preset.model.context,
@@ -251,12 +268,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = configure(options, preset, device)
         print(
             f"{package.repo_id} version {package.version}, {package.variant}, on "
-            f"{device_name(device)}\n{sum(corpus.files)} files: {len(corpus.train):,} train and "
+            f"{device_name(device)}{instead_of(found, device)}\n"
+            f"{sum(corpus.files)} files: {len(corpus.train):,} train and "
             f"{len(corpus.held_out):,} held-out bytes"
         )
         if options.sweep:
             return run_sweep(options, preset, runs[ADAMW], corpus, device, package)
-        return run_demo(options, runs, corpus, device, package)
+        return run_demo(options, preset, runs, corpus, device, package)
     except DemoError as error:
         print(f"train_demo: {error}", file=sys.stderr)
         return 2

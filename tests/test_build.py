@@ -202,16 +202,118 @@ def test_missing_nvcc_is_named_with_its_remedies(sources: Path, tmp_path: Path):
         assert words in done.stderr
 
 
-def test_another_toolkit_than_asked_for_is_refused(tmp_path: Path):
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.6, V12.6.1'\n")
+def fake_toolkit(home: Path, release: str) -> Path:
+    """A folder that looks like a CUDA toolkit, with an nvcc that only knows its version."""
+    nvcc = home / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
     nvcc.chmod(0o755)
+    (home / "lib64").mkdir()
+    (home / "lib64" / f"libcudart.so.{release.split('.')[0]}").touch()
+    return home
+
+
+def torch_built_with(cuda: str | None):
+    """An installed torch as `find_torch` describes it."""
+    version = "2.13.0+cpu" if cuda is None else f"2.13.0+cu{cuda.replace('.', '')}"
+    return tool("local_build.toolchain").Torch(version, Path("/nowhere/torch"), cuda)
+
+
+def test_another_toolkit_than_asked_for_is_refused(tmp_path: Path):
     toolchain, errors = tool("local_build.toolchain"), tool("local_build.errors")
+    home = fake_toolkit(tmp_path, "12.6")
     with pytest.raises(errors.BuildError, match=r"--cuda-version 13\.0 but .* is 12\.6"):
-        toolchain.find_cuda(tmp_path, "13.0")
+        toolchain.find_cuda(home, "13.0", torch_built_with("13.0"))
+    (home / "lib64" / "libcudart.so.12").unlink()
     with pytest.raises(errors.BuildError, match=r"libcudart\.so\.12 is missing"):
-        toolchain.find_cuda(tmp_path, None)
+        toolchain.find_cuda(home, None, torch_built_with("12.6"))
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "torch_cuda", "loads"),
+    [
+        ("13.0", "13.0", True),
+        ("13.0", "13.2", True),
+        ("13.2", "13.0", False),
+        ("12.8", "13.0", False),
+        ("13.0", "12.8", False),
+        ("13.2", None, True),  # a CPU build of torch: the variant is for another machine
+    ],
+)
+def test_a_toolkit_must_suit_the_installed_torch(
+    tmp_path: Path, toolkit: str, torch_cuda: str | None, loads: bool
+):
+    from kernels.backends import CUDA
+    from kernels.variants import _resolve_variant_for_system, parse_variant
+    from packaging.version import Version
+
+    toolchain, errors = tool("local_build.toolchain"), tool("local_build.errors")
+    torch, home = torch_built_with(torch_cuda), fake_toolkit(tmp_path, toolkit)
+    if loads:
+        assert toolchain.find_cuda(home, None, torch).version == toolkit
+    else:
+        with pytest.raises(errors.BuildError) as refused:
+            toolchain.find_cuda(home, None, torch)
+        major = torch_cuda.split(".")[0]
+        loadable = f"{major}.0 to {torch_cuda}"
+        for words in (str(home), toolkit, torch.version, loadable, f"--cuda-version {toolkit}"):
+            assert words in str(refused.value)
+        # built all the same when it is named: for another machine
+        assert toolchain.find_cuda(home, toolkit, torch).version == toolkit
+    if torch_cuda is not None:  # the client decides likewise
+        variant = parse_variant(f"torch-stable-abi211-cu{toolkit.replace('.', '')}-x86_64-linux")
+        client = CUDA(version=Version(torch_cuda))
+        accepted, _ = _resolve_variant_for_system(
+            [variant], client, "x86_64", "linux", Version("2.13"), True, None
+        )
+        assert bool(accepted) == loads
+
+
+def test_a_toolkit_that_does_not_suit_is_passed_over(tmp_path: Path, monkeypatch):
+    toolchain = tool("local_build.toolchain")
+    homes = [fake_toolkit(tmp_path / release, release) for release in ("12.8", "13.2", "13.0")]
+    monkeypatch.setattr(toolchain, "_default_cuda_homes", lambda: homes)
+    assert toolchain.find_cuda(None, None, torch_built_with("13.0")).home == homes[2]
+    assert toolchain.find_cuda(None, "13.2", torch_built_with("13.0")).home == homes[1]
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "torch_cuda", "devices", "backend", "reason"),
+    [
+        ("13.0", "13.0", 1, "cuda", "nvcc"),
+        ("13.2", "13.0", 1, "cpu", "cannot load"),
+        ("12.8", "13.0", 1, "cpu", "cannot load"),
+        (None, "13.0", 1, "cpu", "nvcc not found"),
+        ("13.0", "13.0", 0, "cpu", "no CUDA device"),
+        ("13.0", None, 1, "cpu", "without CUDA"),
+    ],
+)
+def test_default_backend_is_one_that_can_be_loaded(
+    tmp_path: Path, monkeypatch, capsys, toolkit, torch_cuda, devices, backend, reason
+):
+    toolchain, build_local = tool("local_build.toolchain"), tool("build_local")
+    monkeypatch.setattr(toolchain, "find_torch", lambda: torch_built_with(torch_cuda))
+    monkeypatch.setattr(toolchain, "_cuda_device_count", lambda: devices)
+    home = tmp_path if toolkit is None else fake_toolkit(tmp_path, toolkit)
+    default = toolchain.default_backend(home, None)
+    assert default.backend == backend and reason in default.reason
+
+    project = tool("local_build.project").load_project(ROOT)
+    options = build_local._parser().parse_args(["--cuda-home", str(home)])
+    assert build_local._backends(options, project) == [backend]
+    printed = capsys.readouterr().out
+    assert f"{backend} variant" in printed and reason in printed
+
+
+@pytest.mark.parametrize(("line", "cuda"), [("'13.0'", "13.0"), ("None", None)])
+def test_the_cuda_version_of_torch_is_read_without_importing_it(tmp_path: Path, line, cuda):
+    (tmp_path / "version.py").write_text(
+        f"from typing import Optional\n__version__ = '2.13.0'\ncuda: Optional[str] = {line}\n"
+    )
+    assert tool("local_build.toolchain").cuda_version_of(tmp_path) == cuda
+    import torch
+
+    assert tool("local_build.toolchain").find_torch().cuda == torch.version.cuda
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ._checkout import built_checkout, run_build, tool, variant_of
+from ._checkout import built_checkout, git, run_build, tool, variant_of
 
 
 @pytest.fixture(scope="session")
@@ -35,9 +35,18 @@ def refusal(root: Path, allow_local_build: bool = True) -> str:
     return str(caught.value)
 
 
-def edit_metadata(root: Path, **changes) -> None:
-    path = variant_of(root) / "metadata.json"
+def edit_metadata(root: Path, folder: Path | None = None, **changes) -> None:
+    path = (folder or variant_of(root)) / "metadata.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def commit(root: Path) -> None:
+    """Commit everything; the variant counts as built from that."""
+    git(root, "add", "--all")
+    git(root, "commit", "--quiet", "--message", "more")
+    provenance = json.loads((variant_of(root) / "metadata.json").read_text())["provenance"]
+    provenance["kernel"]["commit"] = git(root, "rev-parse", "HEAD")
+    edit_metadata(root, provenance=provenance)
 
 
 class FakeHub:
@@ -69,6 +78,7 @@ def test_plan_lists_the_variant_and_the_card(checkout: Path, repo_id: str):
     (checkout / "benchmarks").mkdir()
     (checkout / "benchmarks" / "benchmark_nf4_dequant.py").write_text("")
     (checkout / "benchmarks" / "run.py").write_text("")
+    commit(checkout)
     variant = variant_of(checkout)
     (variant / "__pycache__").mkdir()
     (variant / "__pycache__" / "x.pyc").write_text("")
@@ -109,6 +119,51 @@ def test_a_dirty_build_is_refused(checkout: Path):
 def test_a_build_without_commit_is_refused(checkout: Path):
     edit_metadata(checkout, provenance={"kernel-builder": {"version": "0.17.0"}})
     assert "provenance names no commit" in refusal(checkout)
+
+
+def test_a_variant_of_another_commit_is_refused(checkout: Path):
+    """Also where only one of two variants is."""
+    variant = variant_of(checkout)
+    built_from = git(checkout, "rev-parse", "HEAD")
+    old = shutil.copytree(variant, variant.with_name("torch-stable-abi211-cpu-aarch64-linux"))
+    git(checkout, "commit", "--quiet", "--allow-empty", "--message", "next")
+    head = git(checkout, "rev-parse", "HEAD")
+    expected = f"was built from commit {built_from}, but the checkout is at {head}"
+    assert refusal(checkout).count(expected) == 2
+    commit_of_one = json.loads((variant / "metadata.json").read_text())["provenance"]
+    commit_of_one["kernel"]["commit"] = head
+    edit_metadata(checkout, provenance=commit_of_one, folder=variant)
+    message = refusal(checkout)
+    assert message.count(expected) == 1 and f"{old.name}: was built from" in message
+
+
+@pytest.mark.parametrize("name", ("CARD.md", "benchmarks/benchmark_new.py"))
+def test_a_checkout_that_differs_from_its_commit_is_refused(checkout: Path, name: str):
+    """The card and the benchmarks come from it, tracked or not."""
+    (checkout / name).parent.mkdir(exist_ok=True)
+    with (checkout / name).open("a") as file:
+        file.write("changed\n")
+    assert f"differs from its commit in {name}" in refusal(checkout)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaints"),
+    [
+        (
+            "torch-stable-abi211-cu130-aarch64-linux",
+            ("names the backend cuda, but metadata.json says cpu", "is not for aarch64"),
+        ),
+        ("torch-cpu", ("names a variant without compiled code",)),
+        ("torch-stable-abi211-cpu", ("Invalid arch variant parts",)),
+    ],
+)
+def test_a_folder_with_another_variant_is_refused(checkout: Path, name: str, complaints):
+    """Clients choose by the name of the folder."""
+    variant = variant_of(checkout)
+    shutil.copytree(variant, variant.with_name(name))
+    message = refusal(checkout)
+    assert all(complaint in message for complaint in complaints)
+    assert f"{variant.name}:" not in message
 
 
 def test_a_changed_or_added_file_is_refused(checkout: Path):

@@ -39,11 +39,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--backend",
         action="append",
-        help="cpu, cuda or all; may be repeated (default: cuda where there are nvcc, a CUDA "
-        "device and a CUDA build of torch, else cpu)",
+        help="cpu, cuda or all; may be repeated (default: cuda where there are a CUDA device, a "
+        "CUDA build of torch and a toolkit whose variant it can load, else cpu)",
     )
     parser.add_argument("--cuda-home", type=Path, help="root of the CUDA toolkit")
-    parser.add_argument("--cuda-version", help="refuse any other toolkit than this, such as 13.0")
+    parser.add_argument(
+        "--cuda-version",
+        help="toolkit to use, such as 13.0, even if the installed torch cannot load its variant",
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at once")
     parser.add_argument("--clean", action="store_true", help="build from nothing")
     parser.add_argument(
@@ -54,7 +57,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _backends(options: argparse.Namespace, project: Project) -> list[str]:
-    asked = options.backend or [default_backend(options.cuda_home)]
+    asked = options.backend
+    if asked is None:
+        default = default_backend(options.cuda_home, options.cuda_version)
+        print(f"building the {default.backend} variant, no --backend given: {default.reason}")
+        asked = [default.backend]
     backends = list(project.backends) if "all" in asked else list(dict.fromkeys(asked))
     if unknown := [backend for backend in backends if backend not in project.backends]:
         raise BuildError(

@@ -8,6 +8,7 @@ for repositories without that workflow. The repository comes from build.toml.
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import Any
 from hub_card import render_card
 from local_build.errors import BuildError
 from local_build.package import LOCAL_BUILD_MARKER
-from local_build.project import Project, load_project
+from local_build.project import Project, load_project, read_identity
 
 ROOT = Path(__file__).resolve().parent.parent
 REPO_TYPE = "kernel"
 SIGNATURE = "metadata.json.sigstore"
+# e_machine, the 16-bit number at byte 18 of an ELF file (System V ABI, its processor supplements).
+ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,18 @@ def make_plan(project: Project, build_dir: Path, allow_local_build: bool) -> Pla
     folders = sorted(path.parent for path in build_dir.glob("*/metadata.json"))
     if not folders:
         raise BuildError(f"no variant in {build_dir}: run `make build` or the official build first")
-    if problems := [
+    head = read_identity(project.root).commit
+    problems = [
         f"{folder.name}: {problem}"
         for folder in folders
-        for problem in check_variant(project, folder, allow_local_build)
-    ]:
+        for problem in check_variant(project, folder, head, allow_local_build)
+    ]
+    if changed := uncommitted(project.root):
+        problems.append(
+            f"the checkout, whose card and benchmarks are sent too, differs from its commit in "
+            f"{', '.join(changed)}: commit or remove these"
+        )
+    if problems:
         raise BuildError("not publishable:\n  " + "\n  ".join(problems))
     files = [
         File(f"build/{path.relative_to(build_dir).as_posix()}", path)
@@ -100,17 +110,24 @@ def make_plan(project: Project, build_dir: Path, allow_local_build: bool) -> Pla
     )
 
 
-def check_variant(project: Project, folder: Path, allow_local_build: bool) -> list[str]:
+def uncommitted(root: Path) -> list[str]:
+    """Files below `root` that are not as HEAD has them; ignored ones do not count."""
+    command = ["git", "status", "--porcelain", "--untracked-files=all", "--no-renames", "-z"]
+    status = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    return [entry[3:] for entry in status.split("\0") if entry]
+
+
+def check_variant(
+    project: Project, folder: Path, head: str | None, allow_local_build: bool
+) -> list[str]:
     """Reasons against publishing one variant; empty when there are none."""
     from kernels._rust import Metadata
-    from kernels.variants import parse_variant
 
     try:
-        parse_variant(folder.name)
         metadata = Metadata.read_from_file(folder / "metadata.json")
+        problems = check_name(folder, str(metadata.backend.backend_type))
     except (ValueError, OSError) as error:
         return [str(error)]
-    problems = []
     if (str(metadata.name), metadata.version) != (project.name, project.version):
         problems.append(
             f"is {metadata.name} version {metadata.version}, but build.toml says "
@@ -120,6 +137,11 @@ def check_variant(project: Project, folder: Path, allow_local_build: bool) -> li
     provenance = metadata.provenance
     if provenance is None or provenance.kernel is None:
         return [*problems, "provenance names no commit: commit the sources and build again"]
+    if provenance.kernel.commit != head:
+        problems.append(
+            f"was built from commit {provenance.kernel.commit}, but the checkout is at {head}: "
+            "check out that commit or build again"
+        )
     if provenance.dirty:
         problems.append(
             f"was built from a dirty tree on {provenance.kernel.commit}: commit and build again"
@@ -129,6 +151,28 @@ def check_variant(project: Project, folder: Path, allow_local_build: bool) -> li
             "was built by tools/build_local.py, not by the official builder; upload such builds "
             "for tests only, with --allow-local-build"
         )
+    return problems
+
+
+def check_name(folder: Path, backend: str) -> list[str]:
+    """Compare the name of a variant, which clients choose by, with what the folder holds.
+
+    Raises:
+        ValueError: It is no name of a variant.
+    """
+    from kernels.variants import ArchVariant, parse_variant
+
+    variant = parse_variant(folder.name)
+    if not isinstance(variant, ArchVariant):
+        return ["names a variant without compiled code, which this package has"]
+    arch, problems = variant.arch, []
+    if arch.backend.name != backend:
+        problems.append(f"names the backend {arch.backend.name}, but metadata.json says {backend}")
+    for library in sorted(folder.glob("*.so")):
+        with library.open("rb") as file:
+            machine = int.from_bytes(file.read(20)[18:], "little")
+        if machine != ELF_MACHINES.get(arch.platform):
+            problems.append(f"{library.name} is not for {arch.platform} (ELF machine {machine})")
     return problems
 
 

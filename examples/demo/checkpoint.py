@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -42,12 +45,14 @@ class Checkpoints:
         """History in the newest checkpoint, None if there is none.
 
         Raises:
-            DemoError: If the checkpoint belongs to a different run.
+            DemoError: If the checkpoint belongs to a different run or cannot be read.
         """
         newest = self.newest()
         if newest is None:
             return None
-        saved = json.loads((newest / "run.json").read_text())
+        with _readable(newest):
+            saved = json.loads((newest / "run.json").read_text())
+            saved = {key: dict(saved[key]) for key in ("identity", "history")}
         different = list(_differences(saved["identity"], self.identity))
         if different:
             raise DemoError(
@@ -85,22 +90,36 @@ class Checkpoints:
         """Restore model and optimizer from the newest checkpoint and return its history.
 
         Raises:
-            DemoError: If the checkpoint belongs to a different run.
+            DemoError: If the checkpoint belongs to a different run or cannot be read.
         """
         history = self.read_history()
         if history is None:
             return None
         newest = self.newest()
-        model.load_state_dict(load_file(newest / "model.safetensors"))
-        if isinstance(optimizer, AdamW):
-            _load_adamw(optimizer, newest / "optimizer")
-        else:
-            self.package.load_optimizer(optimizer, newest / "optimizer")
+        with _readable(newest):
+            model.load_state_dict(load_file(newest / "model.safetensors"))
+            if isinstance(optimizer, AdamW):
+                _load_adamw(optimizer, newest / "optimizer")
+            else:
+                self.package.load_optimizer(optimizer, newest / "optimizer")
         return history
 
     def clear(self) -> None:
         """Remove all checkpoints of this run."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Turn what reading a damaged checkpoint raises into a DemoError that names it."""
+    try:
+        yield
+    # JSON and our files: ValueError; a missing key or tensor: KeyError, TypeError, RuntimeError
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise DemoError(
+            f"cannot resume: {folder} is damaged ({type(error).__name__}: {error}); start again "
+            "without --resume"
+        ) from error
 
 
 def _save_adamw(optimizer: AdamW, folder: Path) -> None:

@@ -56,7 +56,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Preset:
-    """A size of the experiment and the learning rates that the sweep found best for it.
+    """A size of the experiment and the learning rates it takes unless others are given.
 
     Args:
         model: Size of the model.
@@ -65,7 +65,9 @@ class Preset:
         eval_sequences: Held-out sequences per evaluation.
         max_bytes: Train text to read at most.
         autocast: Whether CUDA devices that have bfloat16 use it.
-        lr: Best learning rate of each optimizer.
+        lr: Learning rate of each optimizer.
+        swept: Whether `lr` is what a sweep of this size found best (docs/demo-sweep.md). If not,
+            the rates train well, but another one may be better for either optimizer.
         sweep: Learning rates of each optimizer that `--sweep` tries, ascending.
     """
 
@@ -76,6 +78,7 @@ class Preset:
     max_bytes: int
     autocast: bool
     lr: dict[str, float]
+    swept: bool
     sweep: dict[str, tuple[float, ...]]
 
 
@@ -89,6 +92,7 @@ PRESETS = {
         max_bytes=1 << 20,
         autocast=False,
         lr={ADAMW: 1.6e-2, MUON: 3.2e-2},
+        swept=False,
         sweep={ADAMW: (8e-3, 1.6e-2, 3.2e-2), MUON: (1.6e-2, 3.2e-2, 6.4e-2)},
     ),
     # For two CPU cores: about a minute per run.
@@ -100,6 +104,7 @@ PRESETS = {
         max_bytes=8 << 20,
         autocast=False,
         lr={ADAMW: 4e-3, MUON: 1.1e-2},
+        swept=True,
         sweep={
             ADAMW: (1.4e-3, 2e-3, 2.8e-3, 4e-3, 5.6e-3, 8e-3, 1.1e-2),
             MUON: (2.8e-3, 4e-3, 5.6e-3, 8e-3, 1.1e-2, 1.6e-2, 2.2e-2),
@@ -114,6 +119,7 @@ PRESETS = {
         max_bytes=16 << 20,
         autocast=True,
         lr={ADAMW: 2e-3, MUON: 4e-3},
+        swept=False,
         sweep={
             ADAMW: (7e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3, 5.6e-3),
             MUON: (1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3, 5.6e-3, 8e-3),

@@ -25,11 +25,18 @@ def prepare_device(name: str | None, *, threads: int | None) -> torch.device:
     """
     # cuBLAS reads this when it starts; without it, its results may depend on the stream's history
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:  # no such type, or a malformed index
+        raise DemoError(f"--device {name}: the demo runs on cpu or cuda") from error
     if device.type not in ("cpu", "cuda"):
         raise DemoError(f"--device {device}: the demo runs on cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DemoError(f"--device {device}: torch {torch.__version__} sees no CUDA device here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        there = f"cuda:0 to cuda:{last}" if last else "only cuda:0"
+        raise DemoError(f"--device {device}: there is {there}")
     if threads is not None:
         torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)

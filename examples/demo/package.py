@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +18,10 @@ import torch
 from demo.config import DemoError
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+class MissingVariantError(DemoError):
+    """Nothing that fits the device has been built."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ def load_package(device: torch.device) -> Package:
         The package.
 
     Raises:
-        DemoError: If no variant for this machine has been built.
+        MissingVariantError: If no variant for this machine has been built.
     """
     from kernels import get_kernel
 
@@ -65,7 +71,7 @@ def load_package(device: torch.device) -> Package:
     try:
         module = get_kernel(repo_id, version=version, backend=device.type, trust_remote_code=True)
     except FileNotFoundError as error:
-        raise DemoError(
+        raise MissingVariantError(
             f"no {device.type} variant for this machine under "
             f"LOCAL_KERNELS={os.environ['LOCAL_KERNELS']}; "
             f"run `make build BACKEND={device.type}` first\n{error}"
@@ -83,3 +89,25 @@ def load_package(device: torch.device) -> Package:
         dirty=built_from.get("dirty", True),
         build=hashlib.sha256(metadata_text).hexdigest()[:16],
     )
+
+
+def load_first(devices: Sequence[torch.device]) -> tuple[Package, torch.device]:
+    """Load the variant for the first of `devices` that has one.
+
+    Args:
+        devices: In the order of preference, at least one.
+
+    Returns:
+        The package and its device.
+
+    Raises:
+        MissingVariantError: If there is none for any of them; it speaks of the first.
+    """
+    preferred, *others = devices
+    try:
+        return load_package(preferred), preferred
+    except MissingVariantError:
+        for device in others:
+            with contextlib.suppress(MissingVariantError):
+                return load_package(device), device
+        raise

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from torch.optim import Optimizer
 
 from demo.config import ADAMW, MUON, OPTIMIZERS, RunConfig
-from demo.model import Decoder
 from demo.package import Package
 from demo.training import History
 
@@ -69,9 +69,21 @@ def plot(path: Path, runs: dict[str, RunConfig], histories: dict[str, History]) 
 
 
 def table(
-    runs: dict[str, RunConfig], histories: dict[str, History], kernels: dict[str, str]
+    runs: dict[str, RunConfig],
+    histories: dict[str, History],
+    kernels: dict[str, list[str]],
+    *,
+    swept: bool,
 ) -> str:
-    """A Markdown table with one column per optimizer."""
+    """A Markdown table with one column per optimizer.
+
+    Args:
+        runs: Both runs.
+        histories: What they recorded.
+        kernels: As from `kernels_that_ran`.
+        swept: Whether a sweep found the learning rates, or the user gave them; if not, a note says
+            so.
+    """
     target = histories[ADAMW].held_out[-1][1]
     total = runs[ADAMW].steps
     rows = [["", *OPTIMIZERS], ["peak learning rate"], ["held-out loss, nats per byte"]]
@@ -89,7 +101,8 @@ def table(
         for row, cell in zip(rows[1:], cells, strict=True):
             row.append(cell)
     ran = [f"- {name}: {line}" for name in OPTIMIZERS for line in kernels[name]]
-    return "\n".join([markdown(rows), "", "Kernels that ran:", *ran])
+    note = [] if swept else ["", "Note: rates not swept for this model; --sweep finds the best."]
+    return "\n".join([markdown(rows), *note, "", "Kernels that ran:", *ran])
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -103,18 +116,34 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def kernels_that_ran(
-    package: Package, model: Decoder, device: torch.device
-) -> dict[str, list[str]]:
-    """Which implementation made each optimizer's steps, in lines of text."""
-    matrices, _ = package.module.get_default_muon_param_groups(model)
-    shapes = Counter(tuple(parameter.shape) for parameter in matrices["params"])
+def kernels_that_ran(package: Package, optimizer: Optimizer) -> dict[str, list[str]]:
+    """Which implementation made each optimizer's steps, in lines of text.
+
+    `explain` decides as the step does, given the group's options and the dtype of its directions,
+    which is that of the momentum, at least float32.
+
+    Args:
+        package: The loaded package.
+        optimizer: Its MuonAdamW; all its Muon parameters are matrices and none is cut.
+    """
     lines = [f"{package.repo_id} version {package.version}, {package.variant}"]
-    for (rows, columns), count in shapes.items():
-        pick = package.module.explain(
-            "orthogonalize", shape=(count, rows, columns), dtype=torch.float32, device=device
-        )
-        sentences = pick.rstrip(".").split(". ")  # the pick, its reasons, what runs it
-        method = sentences[0].split(": ")[-1]  # without the problem, which the line states itself
-        lines.append(f"{count} matrices of {rows} x {columns}: {method}; {sentences[-1]}")
+    for group in optimizer.param_groups:
+        if group["kind"] != "muon":
+            continue
+        momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in group["params"]]
+        problems = Counter((*buffer.shape, buffer.dtype, buffer.device) for buffer in momenta)
+        for (rows, columns, dtype, device), count in problems.items():
+            pick = package.module.explain(
+                "orthogonalize",
+                shape=(count, rows, columns),
+                dtype=torch.promote_types(dtype, torch.float32),
+                device=device,
+                steps=group["ns_steps"],
+                method=group["method"],
+                iterate_dtype=group["dtype"],
+            )
+            sentences = pick.rstrip(".").split(". ")  # the pick, its reasons, what runs it
+            method = sentences[0].split(": ")[-1]  # without the problem, which the line states
+            matrices = "matrix" if count == 1 else "matrices"
+            lines.append(f"{count} {matrices} of {rows} x {columns}: {method}; {sentences[-1]}")
     return {ADAMW: [f"torch {torch.__version__}, fused"], MUON: lines}

@@ -1,4 +1,4 @@
-"""The learning-rate sweep behind the demo's defaults: many runs at a time on one device."""
+"""The learning-rate sweep of the demo: many runs at a time on one device."""
 
 from __future__ import annotations
 

@@ -187,8 +187,10 @@ def test_sweep_widens_its_grid_and_writes_its_tables(corpus: Path, tmp_path: Pat
         ([], {"LOCAL_KERNELS": "{repo_id}={empty}"}, ["no cpu variant", "make build"]),
         (["--corpus", "{empty}"], {}, ["too small", "--corpus"]),
         (["--corpus", "{empty}/none"], {}, ["does not exist", "--corpus"]),
+        (["--device", "bogus"], {}, ["--device bogus", "cpu or cuda"]),
+        (["--device", "meta"], {}, ["--device meta", "cpu or cuda"]),
     ],
-    ids=["not built", "no text", "no folder"],
+    ids=["not built", "no text", "no folder", "no device", "no training device"],
 )
 def test_setup_errors_say_what_to_do(
     options: list[str], changes: dict[str, str], words: list[str], repo_id: str, tmp_path: Path
@@ -203,12 +205,128 @@ def test_setup_errors_say_what_to_do(
         assert word in refused.stderr
 
 
+# A process for which torch sees one GPU of CUDA 13.0.
+WITH_GPU = """
+import sys, torch
+torch.version.cuda = "13.0"
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+torch.cuda.get_device_name = lambda device: "a GPU"
+sys.path.insert(0, "examples")
+import train_demo
+sys.exit(train_demo.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("device", [None, "cuda", "cuda:1"])
+def test_gpu_without_a_variant_of_its_own(
+    device: str | None, corpus: Path, repo_id: str, tmp_path: Path
+) -> None:
+    (variant,) = (ROOT / "build").glob("torch-stable-abi211-cpu-*")
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / variant.name).symlink_to(variant)
+    options = ["--model", "tiny", "--corpus", str(corpus), "--steps", "20", "--threads", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_GPU, *options, "--out-dir", str(tmp_path / "out")]
+        + (["--device", device] if device else []),
+        cwd=ROOT,
+        env=environment(LOCAL_KERNELS=f"{repo_id}={tmp_path}"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "Traceback" not in done.stderr
+    if device is None:  # the demo takes what was built, and says so at once
+        assert done.returncode == 0, done.stderr
+        first = done.stdout.splitlines()[0]
+        for words in (variant.name, "CPU", "no cuda variant", "a GPU", "make build BACKEND=cuda"):
+            assert words in first
+    else:
+        assert done.returncode == 2
+        words = "no cuda variant" if device == "cuda" else "cuda:1: there is only cuda:0"
+        assert words in done.stderr
+
+
+def test_unswept_rates_are_called_so(finished: Path, corpus: Path, tmp_path: Path) -> None:
+    assert "rates not swept for this model" in (finished / "table.md").read_text()
+    given = ("--lr-adamw", "0.01", "--lr-muon", "0.02")
+    done = run(tmp_path, "--corpus", corpus, "--steps", 10, *given)
+    assert done.returncode == 0 and "not swept" not in done.stdout
+
+
 @pytest.fixture(scope="module")
 def demo():
     """`demo("report")` -> that module beside the script."""
     sys.path.insert(0, str(EXAMPLES))
     yield lambda name: importlib.import_module(f"demo.{name}")
     sys.path.remove(str(EXAMPLES))
+
+
+def test_swept_rates_are_those_of_the_committed_sweep(demo) -> None:
+    config = demo("config")
+    committed = json.loads((ROOT / "docs" / "demo-sweep.json").read_text())
+    (swept,) = (preset for preset in config.PRESETS.values() if preset.swept)
+    assert swept.lr == committed["summary"]["best_lr"]
+    assert swept.model == demo("model").ModelConfig(**committed["run"]["model"])
+    assert (swept.batch, swept.steps) == (committed["run"]["batch"], committed["run"]["steps"])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("file", ["run.json", "model.safetensors", "optimizer/*.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"{}", None], ids=["empty", "other", "cut"])
+def test_damaged_checkpoint_is_refused_in_words(
+    demo, opt, tmp_path: Path, optimizer: str, file: str, content: bytes | None
+) -> None:
+    import torch
+
+    model = torch.nn.Linear(4, 4, bias=False)
+    if optimizer == "AdamW":
+        steps = torch.optim.AdamW(model.parameters())
+    else:
+        steps = opt.MuonAdamW([{"kind": "muon", "params": list(model.parameters()), "lr": 0.1}])
+    model(torch.ones(4)).sum().backward()
+    steps.step()
+    store = demo("checkpoint").Checkpoints(tmp_path, every=1, identity={}, package=opt)
+    store.save(model, steps, {"train": [1.0], "held_out": [], "seconds": 1.0})
+    assert store.load(model, steps)["train"] == [1.0]
+
+    (damaged,) = store.newest().glob(file)
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[: len(whole) // 2] if content is None else content)
+    with pytest.raises(demo("config").DemoError, match="cannot resume") as refused:
+        store.load(model, steps)
+    assert str(store.newest()) in str(refused.value) and "--resume" in str(refused.value)
+
+
+def test_kernels_are_those_of_the_groups_own_options(demo, opt) -> None:
+    import torch
+
+    def matrices(count: int, dtype: torch.dtype) -> list[torch.nn.Parameter]:
+        return [torch.nn.Parameter(torch.zeros(6, 12, dtype=dtype)) for _ in range(count)]
+
+    muon, double = {"kind": "muon", "lr": 0.1}, torch.float64
+    optimizer = opt.MuonAdamW(
+        [
+            muon | {"params": matrices(2, torch.float32), "method": "newton_schulz", "ns_steps": 7},
+            muon | {"params": matrices(1, torch.float32), "dtype": torch.bfloat16},
+            muon | {"params": matrices(3, double)},
+            muon | {"params": matrices(1, double), "momentum_dtype": torch.bfloat16},
+            {"kind": "adamw", "params": [torch.nn.Parameter(torch.zeros(3))], "lr": 0.1},
+        ]
+    )
+    package = demo("package").Package(opt, "org/name", 1, "variant", "", True, "")
+    lines = demo("report").kernels_that_ran(package, optimizer)["MuonAdamW"]
+    for line, start in zip(
+        lines,
+        [
+            "org/name version 1, variant",
+            "2 matrices of 6 x 12: newton_schulz, 7 steps, float32 iterates",
+            "1 matrix of 6 x 12: polar_express, 5 steps, bfloat16 iterates",
+            "3 matrices of 6 x 12: polar_express, 5 steps, float64 iterates",
+            "1 matrix of 6 x 12: gram_newton_schulz, 5 steps, float32 iterates",
+        ],
+        strict=True,
+    ):
+        assert line.startswith(start)
 
 
 def test_split_depends_on_relative_paths_alone(demo, corpus: Path, tmp_path: Path) -> None:

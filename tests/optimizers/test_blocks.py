@@ -241,7 +241,7 @@ def test_a_bound_smaller_than_a_stack_changes_no_bit(opt, submodule, device, mon
         optimizer = opt.MuonAdamW([group])
         train(optimizer, params, 3)
         results.append(values(params))
-        planned = optimizer._current_plan().chunks[0]
+        planned = optimizer._current_plan(optimizer._current_options()).chunks[0]
         assert len(planned) == (1 if bound > 2**20 else 3)
         assert sum(chunk.matrices for chunk in planned) == 9
     for one, other in zip(*results, strict=True):
@@ -274,3 +274,33 @@ def test_cuts_that_do_not_fit(opt, options, message) -> None:
     (param,) = parameters([(12, 4)])
     with pytest.raises(ValueError, match=message):
         opt.Muon([("w", param)], **options)
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize(
+    ("keys", "missing"),
+    [(["exprts"], "exprts"), (["experts", "moe.experts"], "moe.experts")],
+    ids=str,
+)
+def test_an_expert_key_that_names_nothing_is_refused(opt, device, keys, missing, flatten) -> None:
+    """With flatten=True a typing mistake would orthogonalize a whole stack as one matrix."""
+    stack, plain = parameters([(3, 4, 5), (4, 4)], device=device)
+    message = f"group 0: expert_keys '{missing}' names no parameter of the group"
+    with pytest.raises(ValueError, match=message):
+        opt.Muon([("experts", plain)], expert_keys=keys, flatten=flatten)
+    if flatten:
+        with pytest.raises(ValueError, match=message):
+            opt.Muon([("experts", stack)], expert_keys=keys, flatten=True)
+    optimizer = opt.Muon([("w", plain)])
+    group = {"params": [("a", parameters([(4, 4)])[0])], "use_muon": True, "expert_keys": keys}
+    with pytest.raises(ValueError, match="group 1: expert_keys"):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+    assert list(optimizer.state) == [plain]
+
+
+def test_expert_keys_of_an_empty_group_are_accepted(opt, device) -> None:
+    """As those of a pipeline stage that holds no layers."""
+    (param,) = parameters([(4, 4)], device=device)
+    groups = [{"params": [], "use_muon": True, "expert_keys": ["experts"]}]
+    opt.Muon([*groups, {"params": [param], "use_muon": True}]).step()

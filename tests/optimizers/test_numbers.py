@@ -222,3 +222,24 @@ def test_runs_repeat_bit_for_bit(opt, device, name) -> None:
         runs.append(values(params))
     for one, other in zip(*runs, strict=True):
         assert_same_bits(one, other)
+
+
+@CLASSES
+def test_tensor_learning_rate_with_several_shapes(opt, device, name) -> None:
+    """M17: Motif groups updates by the float lr, so that a Tensor breaks or waits for the device.
+
+    Every shape has a rate of its own; a Tensor gives what the equal number gives.
+    """
+    results = []
+    for lr in (0.02, torch.tensor(0.02, dtype=torch.float64, device=device)):
+        params = parameters([(6, 4), (4, 12), (3, 3), (12, 2), (5,), (2,)], device=device)
+        groups = [
+            {"use_muon": True, "params": params[:4], "lr": lr, "adjust_lr_fn": "match_rms_adamw"},
+            {"use_muon": False, "params": params[4:], "lr": lr},
+        ]
+        optimizer = getattr(opt, name)(groups)
+        with NoHostReads():
+            train(optimizer, params, 3)
+        results.append(values(params))
+    for one, other in zip(*results, strict=True):
+        assert_error_at_most(one, other, 1e-6)

@@ -80,6 +80,97 @@ def test_a_last_layer_as_wide_as_the_vocabulary_is_no_head(opt) -> None:
     assert split(opt, TiedByFunction())[0] == {"blocks.0.weight"}
 
 
+class Heads(nn.Module):
+    """Linears outside the layers: which of them lead to the vocabulary?"""
+
+    def __init__(self, **linears: nn.Module) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, 64)
+        self.kinds = nn.Embedding(2, 64)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))])
+        for name, module in linears.items():
+            self.add_module(name, module)
+
+
+def muon_names(opt, model: nn.Module) -> set[str]:
+    return split(opt, model)[0]
+
+
+@pytest.mark.parametrize(
+    ("linears", "muon"),
+    [
+        ({"to_logits": nn.Linear(64, 256), "after": nn.Linear(64, 64)}, {"after.weight"}),
+        ({"first": nn.Linear(64, 64), "padded": nn.Linear(64, 320)}, {"first.weight"}),
+        ({"wide": nn.Linear(64, 512), "narrow": nn.Linear(512, 64)}, {"wide", "narrow"}),
+        ({"to_words": nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 256))}, {"to_words.0"}),
+        ({"mixer": nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))}, {"mixer.0", "mixer.1"}),
+        ({"value": nn.Linear(64, 1)}, set()),
+    ],
+    ids=["not last", "padded", "too wide", "sequential", "inner", "value"],
+)
+def test_heads(opt, linears, muon) -> None:
+    wanted = {name if name.endswith("weight") else f"{name}.weight" for name in muon}
+    layers = {"blocks.0.0.weight", "blocks.0.1.weight"}
+    assert muon_names(opt, Heads(**linears)) == wanted | layers
+
+
+@pytest.mark.parametrize("wrapper", [None, "_orig_mod", "module", "_checkpoint_wrapped_module"])
+@pytest.mark.parametrize(
+    ("widths", "muon"),
+    [((64, 128, 256), {"1"}), ((64, 128, 320), {"1"}), ((64, 128, 64), {"1", "2"})],
+)
+def test_a_plain_sequential(opt, widths, muon, wrapper) -> None:
+    """Its numbers are no layers: the last Linear is a head where it leads to the vocabulary."""
+    first, hidden, last = widths
+    model = nn.Sequential(
+        nn.Embedding(256, first), nn.Linear(first, hidden), nn.Linear(hidden, last)
+    )
+    prefix = f"{wrapper}." if wrapper else ""
+    model = nn.ModuleDict({wrapper: model}) if wrapper else model
+    assert muon_names(opt, model) == {f"{prefix}{name}.weight" for name in muon}
+
+
+def test_parametrizations(opt) -> None:
+    """Magnitudes are vectors; a parametrized head or embedding is one all the same."""
+    weight_norm = nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(
+        weight_norm(nn.Embedding(40, 8)),
+        weight_norm(nn.Linear(8, 6)),
+        weight_norm(nn.Linear(6, 40)),
+    )
+    assert muon_names(opt, model) == {"1.parametrizations.weight.original1"}
+
+
+def test_fused_attention_is_split(opt, device) -> None:
+    """Q, K and V of torch's own attention are three matrices, of one parameter."""
+    model = nn.Module()
+    model.embed = nn.Embedding(40, 8)
+    model.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16)])
+    model.separate = nn.MultiheadAttention(8, 2, kdim=4)  # keeps them apart itself
+    model.to(device)
+    groups = opt.get_default_muon_param_groups(model)
+    name = "layers.0.self_attn.in_proj_weight"
+    assert groups[0]["split_sizes"] == {name: (8, 8, 8)}
+    fused = model.layers[0].self_attn.in_proj_weight
+    parts = [part.detach().clone().requires_grad_() for part in fused.split(8)]
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    for part, grad in zip(parts, fused.grad.split(8), strict=True):
+        part.grad = grad.clone()
+    opt.Muon(groups).step()
+    opt.Muon(parts).step()
+    assert torch.equal(fused, torch.cat(parts))
+
+
+def test_the_split_is_logged(opt, submodule, caplog) -> None:
+    name = submodule("optimizers.param_groups").__name__
+    with caplog.at_level("INFO", logger=name):
+        opt.get_default_muon_param_groups(Anonymous())
+    assert [record.getMessage() for record in caplog.records if record.name == name] == [
+        "to Muon: b.0.weight; to AdamW: a.weight, c.weight, d.weight"
+    ]
+
+
 class Declared(nn.Module):
     """transformers' interface for heads."""
 
@@ -168,6 +259,12 @@ def test_only_modules_are_accepted(opt) -> None:
         ("blocks.0.conv.weight", (4, 4, 2, 2), True),
         ("layers.0.mlp.experts.w1", (2, 4, 4), True),
         ("weight", (4, 4), True),
+        ("value.weight", (1, 4), False),
+        ("layers.0.gate.weight_g", (4, 1), False),
+        ("layers.0.conv.weight", (1, 4, 2, 2), False),
+        ("layers.0.depthwise.weight", (4, 1, 3, 3), True),
+        ("layers.0.experts.gate", (4, 1, 8), False),
+        ("layers.0.experts.w1", (1, 4, 8), True),
         ("output.weight", (4, 4), False),
         ("head.weight", (4, 4), False),
         ("model.lm_head.weight", (4, 4), False),

@@ -292,6 +292,38 @@ FAULTS = {
     ),
     "no kind": (lambda s: s["param_groups"][1].pop("use_muon"), "saved group 1: 'use_muon' is"),
     "bad option": (lambda s: s["param_groups"][0].update(momentum=2), "group 0: momentum must"),
+    "unknown option": (
+        lambda s: s["param_groups"][0].update(momentums=2),
+        "group 0: the saved group has 'momentums', which a muon group of Muon does not have",
+    ),
+    "option of the other kind": (
+        lambda s: s["param_groups"][1].update(ns_steps=5),
+        "group 1: the saved group has 'ns_steps', which an adamw group",
+    ),
+    "another front end": (
+        lambda s: s["param_groups"][1].update(kind="adamw", betas=(0.5, 0.5), eps=1e-8),
+        "group 1: the saved group has 'betas', 'eps', 'kind', which an adamw group of Muon does",
+    ),
+    "integer state": (
+        lambda s: s["state"][2].update(momentum_buffer=torch.zeros(4, 12, dtype=torch.int32)),
+        "parameter 'wide': the loaded momentum_buffer must be floating-point.*, got torch.int32",
+    ),
+    "complex state": (
+        lambda s: s["state"][4].update(exp_avg=torch.zeros(7, 3, dtype=torch.complex64)),
+        "parameter 'table': the loaded exp_avg must be floating-point.*, got torch.complex64",
+    ),
+    "unknown state": (
+        lambda s: s["state"][2].update(exp_avg=torch.zeros(4, 12)),
+        "parameter 'wide': the loaded state has 'exp_avg', which this parameter does not have",
+    ),
+    "state of no parameter": (
+        lambda s: s["state"].update({9: {"momentum_buffer": torch.zeros(2, 2)}}),
+        r"the state_dict has state for \[9\], which no group lists",
+    ),
+    "expert_keys without experts": (
+        lambda s: s["param_groups"][0].update(expert_keys=("experts", "exprts")),
+        "group 0: expert_keys 'exprts' names no parameter",
+    ),
 }
 
 
@@ -343,3 +375,71 @@ def test_state_of_a_moved_parameter_is_refused(opt, device) -> None:
     param.grad = torch.ones(6, 4, dtype=torch.float64, device=device)
     with pytest.raises(ValueError, match=r"'w': momentum_buffer is torch\.float32"):
         optimizer.step()
+
+
+def test_a_state_dict_of_another_front_end_is_refused(opt, device) -> None:
+    """Its adamw_betas would be ignored and the rule would be another one."""
+    params = parameters([(6, 4), (5,)], device=device)
+    marks = [{"params": params[:1], "use_muon": True}, {"params": params[1:], "use_muon": False}]
+    first, second = opt.Muon(marks), opt.MuonAdamW([{**group, "lr": 0.1} for group in marks])
+    for one, other in ((first, second), (second, first)):
+        name = type(one).__name__
+        groups = copy.deepcopy(one.state_dict()["param_groups"])
+        with pytest.raises(ValueError, match=f"which a muon group of {name} does not have"):
+            one.load_state_dict(other.state_dict())
+        assert one.state_dict()["param_groups"] == groups
+
+
+def test_keys_of_schedulers_are_loaded(opt, submodule, device) -> None:
+    params = parameters(SHAPES, device=device)
+    optimizer = muon(opt, params)
+    keys = submodule("optimizers.groups").SCHEDULER_KEYS
+    for group in optimizer.param_groups:
+        group |= dict.fromkeys(keys, 0.5)
+    other = muon(opt, parameters(SHAPES, device=device))
+    other.load_state_dict(optimizer.state_dict())
+    for group in other.param_groups:
+        assert {key: group[key] for key in keys} == dict.fromkeys(keys, 0.5)
+
+
+def test_keys_that_the_caller_added_to_a_group_are_loaded(opt, device) -> None:
+    """What a group already has is not unknown."""
+    params = parameters(SHAPES, device=device)
+    optimizer = muon(opt, params)
+    optimizer.param_groups[0]["tag"] = "hidden"
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.param_groups[0]["tag"] = "other"
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["tag"] == "hidden"
+
+
+def test_statistics_that_were_switched_off_do_not_stop_loading(opt, device) -> None:
+    """beta2 set to None leaves second_momentum_buffer behind; it is dropped."""
+    params = parameters(SHAPES, device=device)
+    optimizer = muon(opt, params)
+    optimizer.param_groups[0]["beta2"] = None
+    other = muon(opt, parameters(SHAPES, device=device))
+    other.load_state_dict(optimizer.state_dict())
+    for param in other.param_groups[0]["params"]:
+        assert set(other.state[param]) == {"momentum_buffer"}
+
+
+@MAKERS
+def test_state_made_in_inference_mode_can_be_stepped(opt, device, make) -> None:
+    """Constructed, loaded and given new state there; the tensors are ordinary ones."""
+    params, twins = parameters(SHAPES, device=device), parameters(SHAPES, device=device)
+    with torch.inference_mode():
+        optimizer = make(opt, params)
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.param_groups[0]["beta2"] = None
+        optimizer.fit_state()
+        optimizer.param_groups[0]["beta2"] = 0.95
+        optimizer.fit_state()
+    other = make(opt, twins)
+    other.param_groups[0]["beta2"] = 0.95
+    for _, tensor in state_tensors(optimizer):
+        assert not tensor.is_inference()
+    train(optimizer, params, 2)
+    train(other, twins, 2)
+    for one, two in zip(params, twins, strict=True):
+        assert_same_bits(one.detach(), two.detach())

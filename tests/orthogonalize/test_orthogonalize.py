@@ -227,7 +227,9 @@ def test_out(opt, device, method) -> None:
         wanted = opt.orthogonalize(x, method, dtype=dtype)
         strided = torch.full((2, 3, 6, 20), 7.0, device=device, dtype=dtype)[..., ::2]
         swapped = torch.empty(3, 2, 6, 10, device=device, dtype=dtype).transpose(0, 1)
-        for out in (torch.empty_like(wanted), strided, swapped):
+        tight = torch.empty(100 * 60, device=device, dtype=dtype)
+        tight = tight.as_strided(x.shape, (1500, 240, 40, 4))  # gaps everywhere, none shared
+        for out in (torch.empty_like(wanted), strided, swapped, tight):
             assert opt.orthogonalize(x, method, dtype=dtype, out=out) is out
             assert_same_bits(out, wanted)
     # Rounded once to the dtype of out; the gaps between its elements stay.
@@ -257,7 +259,9 @@ def test_out_may_share_a_storage_but_no_elements(opt, device) -> None:
         (lambda x: [0.0] * 6, TypeError, "list"),
         (lambda x: x, ValueError, "overlaps"),
         (lambda x: x.view(6, 4).mT, ValueError, "overlaps"),
-        (lambda x: x.new_zeros(1, 6).expand(4, 6), ValueError, "expanded"),
+        (lambda x: x.new_zeros(1, 6).expand(4, 6), ValueError, "share memory"),
+        (lambda x: x.new_zeros(99).as_strided((4, 6), (1, 1)), ValueError, "share memory"),
+        (lambda x: x.new_zeros(99).as_strided((4, 6), (5, 1)), ValueError, "share memory"),
     ],
 )
 def test_bad_out_raises_before_anything_is_written(opt, device, make_out, error, words) -> None:

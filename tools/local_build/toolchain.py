@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sysconfig
@@ -18,10 +19,15 @@ from .errors import BuildError
 
 @dataclass(frozen=True)
 class Torch:
-    """An installed torch, found without importing it (an import costs seconds)."""
+    """An installed torch, found without importing it (an import costs seconds).
+
+    Attributes:
+        cuda: CUDA version it is built with, such as ``"13.0"``; None for a build without CUDA.
+    """
 
     version: str
     root: Path
+    cuda: str | None
 
     @property
     def include(self) -> Path:
@@ -32,6 +38,17 @@ class Torch:
     def lib(self) -> Path:
         """Shared libraries."""
         return self.root / "lib"
+
+    def loads(self, toolkit: str) -> bool:
+        """Whether `get_kernel` gives this torch a variant that was built with CUDA `toolkit`.
+
+        It takes variants of torch's own major version that are not newer than torch's CUDA. A torch
+        without CUDA takes none: there the variant is for another machine, and nothing is ruled out.
+        """
+        if self.cuda is None:
+            return True
+        (major, minor), (own_major, own_minor) = _numbers(toolkit), _numbers(self.cuda)
+        return major == own_major and minor <= own_minor
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,14 @@ class Toolchain:
     cuda: Cuda | None
 
 
+@dataclass(frozen=True)
+class Default:
+    """The backend to build where none is named, and why it is that one."""
+
+    backend: str
+    reason: str
+
+
 def find_toolchain(backend: str, cuda_home: Path | None, cuda_version: str | None) -> Toolchain:
     """Find what `backend` needs.
 
@@ -83,12 +108,13 @@ def find_toolchain(backend: str, cuda_home: Path | None, cuda_version: str | Non
             f"{python_include / 'Python.h'} is missing: install the headers of this Python "
             "(Debian: apt-get install python3-dev)"
         )
+    torch = find_torch()
     return Toolchain(
         cxx=cxx,
         cxx_version=first_line.stdout.splitlines()[0],
-        torch=find_torch(),
+        torch=torch,
         python_include=python_include,
-        cuda=find_cuda(cuda_home, cuda_version) if backend == "cuda" else None,
+        cuda=find_cuda(cuda_home, cuda_version, torch) if backend == "cuda" else None,
     )
 
 
@@ -97,46 +123,85 @@ def find_torch() -> Torch:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise BuildError("torch is not installed for this Python: run `make setup`")
-    return Torch(version=importlib.metadata.version("torch"), root=Path(spec.origin).parent)
+    root = Path(spec.origin).parent
+    return Torch(version=importlib.metadata.version("torch"), root=root, cuda=cuda_version_of(root))
 
 
-def find_cuda(home: Path | None, version: str | None) -> Cuda:
-    """The toolkit in `home`, else of $CUDA_HOME, else of the nvcc on PATH, else /usr/local/cuda.
+def cuda_version_of(root: Path) -> str | None:
+    """``torch.version.cuda`` of the torch in folder `root`."""
+    return runpy.run_path(str(root / "version.py"))["cuda"]
+
+
+def find_cuda(home: Path | None, version: str | None, torch: Torch) -> Cuda:
+    """The first toolkit that fits, of $CUDA_HOME, the nvcc on PATH and /usr/local/cuda.
 
     Args:
         home: Toolkit root; when given, no other place is tried.
-        version: Expected version such as ``"13.0"``, None for whatever is found.
+        version: The version it must have, such as ``"13.0"``, whatever torch is installed; None for
+            one whose variant `torch` can load.
+        torch: The installed torch.
 
     Raises:
-        BuildError: Without nvcc or the runtime library, or with another version than asked for.
+        BuildError: Without nvcc or the runtime library, or when no toolkit has a fitting version.
     """
     candidates = [home] if home is not None else _default_cuda_homes()
-    found = next((c for c in candidates if (c / "bin" / "nvcc").is_file()), None)
-    if found is None:
-        raise BuildError(
-            f"nvcc not found (looked for bin/nvcc in {', '.join(map(str, candidates))}). The CUDA "
-            "variant needs a CUDA toolkit with nvcc and the runtime headers (Debian packages "
-            "cuda-nvcc-13-0 and cuda-cudart-dev-13-0, or NVIDIA's installer). Name its root with "
-            "--cuda-home, or build `--backend cpu`."
-        )
+    misfits = []
+    for candidate in candidates:
+        if not (candidate / "bin" / "nvcc").is_file():
+            continue
+        cuda = Cuda(home=candidate, version=_release(candidate / "bin" / "nvcc"))
+        if misfit := _misfit(cuda, version, torch):
+            misfits.append(misfit)
+        elif (cuda.home / "lib64" / cuda.runtime).exists():
+            return cuda
+        else:
+            raise BuildError(
+                f"{cuda.home / 'lib64' / cuda.runtime} is missing: install the CUDA runtime "
+                f"(Debian: cuda-cudart-dev-{cuda.version.replace('.', '-')})"
+            )
+    if misfits:
+        raise BuildError("\n".join(dict.fromkeys(misfits)))
+    raise BuildError(
+        f"nvcc not found (looked for bin/nvcc in {', '.join(map(str, candidates))}). The CUDA "
+        "variant needs a CUDA toolkit with nvcc and the runtime headers (Debian packages "
+        "cuda-nvcc-13-0 and cuda-cudart-dev-13-0, or NVIDIA's installer). Name its root with "
+        "--cuda-home, or build `--backend cpu`."
+    )
+
+
+def _release(nvcc: Path) -> str:
     text = subprocess.run(
-        [str(found / "bin" / "nvcc"), "--version"], capture_output=True, text=True, check=True
+        [str(nvcc), "--version"], capture_output=True, text=True, check=True
     ).stdout
     match = re.search(r"release (\d+\.\d+)", text)
     if match is None:
-        raise BuildError(f"cannot read the version of {found / 'bin' / 'nvcc'} from: {text!r}")
-    if version is not None and version != match.group(1):
-        raise BuildError(
-            f"--cuda-version {version} but {found / 'bin' / 'nvcc'} is {match.group(1)}; name the "
-            "other toolkit with --cuda-home or drop --cuda-version"
+        raise BuildError(f"cannot read the version of {nvcc} from: {text!r}")
+    return match.group(1)
+
+
+def _misfit(cuda: Cuda, version: str | None, torch: Torch) -> str | None:
+    """Why this toolkit is not the one to use, None if it may be."""
+    if version is not None:
+        if version == cuda.version:
+            return None
+        return (
+            f"--cuda-version {version} but {cuda.nvcc} is {cuda.version}; name the other toolkit "
+            "with --cuda-home or drop --cuda-version"
         )
-    cuda = Cuda(home=found, version=match.group(1))
-    if not (found / "lib64" / cuda.runtime).exists():
-        raise BuildError(
-            f"{found / 'lib64' / cuda.runtime} is missing: install the CUDA runtime "
-            f"(Debian: cuda-cudart-dev-{cuda.version.replace('.', '-')})"
-        )
-    return cuda
+    if torch.loads(cuda.version):
+        return None
+    return (
+        f"{cuda.nvcc} is CUDA {cuda.version}, whose variant the installed torch {torch.version} "
+        f"(CUDA {torch.cuda}) cannot load: it loads those of CUDA {_numbers(torch.cuda)[0]}.0 to "
+        f"{torch.cuda}. Name such a toolkit with --cuda-home, install a torch for CUDA "
+        f"{cuda.version}, build `--backend cpu`, or, for another machine, give --cuda-version "
+        f"{cuda.version}."
+    )
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _default_cuda_homes() -> list[Path]:
@@ -150,15 +215,20 @@ def _default_cuda_homes() -> list[Path]:
     return [*homes, Path("/usr/local/cuda")]
 
 
-def default_backend(cuda_home: Path | None) -> str:
-    """``"cuda"`` where there are nvcc, a CUDA device and a CUDA build of torch, else ``"cpu"``."""
-    if not (find_torch().lib / "libtorch_cuda.so").exists():
-        return "cpu"
+def default_backend(cuda_home: Path | None, cuda_version: str | None) -> Default:
+    """cuda where torch has CUDA, there is a device and a toolkit fits, else cpu."""
+    torch = find_torch()
+    if torch.cuda is None:
+        return Default("cpu", f"torch {torch.version} is built without CUDA")
+    if _cuda_device_count() == 0:
+        return Default("cpu", "there is no CUDA device")
     try:
-        find_cuda(cuda_home, None)
-    except BuildError:
-        return "cpu"
-    return "cuda" if _cuda_device_count() > 0 else "cpu"
+        cuda = find_cuda(cuda_home, cuda_version, torch)
+    except BuildError as error:
+        return Default("cpu", str(error))
+    return Default(
+        "cuda", f"a CUDA device, torch for CUDA {torch.cuda}, {cuda.nvcc} {cuda.version}"
+    )
 
 
 def _cuda_device_count() -> int:

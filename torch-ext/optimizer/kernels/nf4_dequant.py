@@ -15,6 +15,8 @@ import importlib.util
 import logging
 import math
 from collections.abc import Sequence
+from numbers import Real
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -130,6 +132,35 @@ def explain_nf4_dequant(device: torch.device | str) -> str:
     return f"{path.name}: {path.reason}"
 
 
+def _check_tensor(name: str, value: object, *others: type) -> None:
+    """The type of a tensor argument, and that no gradient is expected of what has none."""
+    if isinstance(value, Tensor):
+        if value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} requires a gradient, but nf4_dequant has none: it decodes frozen weights; "
+                f"call it under torch.no_grad() or pass {name}.detach()"
+            )
+    elif not isinstance(value, others):
+        kinds = " or ".join(("torch.Tensor", *(kind.__name__ for kind in others)))
+        raise TypeError(f"{name} must be {kinds}, got {type(value).__name__}")
+
+
+def _check_sizes(expert_shape: Sequence[int], blocksize: int) -> tuple[int, ...]:
+    """Return expert_shape as a tuple; its sizes may be symbolic while a graph is traced."""
+    integer = (int, torch.SymInt)
+    if not isinstance(expert_shape, Sequence) or not all(
+        isinstance(size, integer) for size in expert_shape
+    ):
+        raise TypeError(f"expert_shape must be a sequence of integers, got {expert_shape!r}")
+    if not isinstance(blocksize, integer):
+        raise TypeError(f"blocksize must be an integer, got {blocksize!r}")
+    if blocksize not in BLOCKSIZES:
+        raise ValueError(f"blocksize must be one of {BLOCKSIZES}, got {blocksize}")
+    if len(expert_shape) == 0 or min(expert_shape) <= 0:
+        raise ValueError(f"expert_shape must hold positive sizes, got {tuple(expert_shape)}")
+    return tuple(expert_shape)
+
+
 def _check_values(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, like: Tensor) -> None:
     if tensor.dtype != dtype or tensor.device != like.device or not tensor.is_contiguous():
         raise ValueError(
@@ -146,8 +177,6 @@ def _check_values(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, lik
 
 def _check_experts(packed: Tensor, active_experts: Tensor, expert_shape: tuple[int, ...]) -> int:
     """Return the number of elements in the stack."""
-    if len(expert_shape) == 0 or min(expert_shape) <= 0:
-        raise ValueError(f"expert_shape must hold positive sizes, got {expert_shape}")
     numel = math.prod(expert_shape)
     elements = 2 * packed.numel() // numel * numel
     if (elements + 1) // 2 != packed.numel():
@@ -206,21 +235,27 @@ def nf4_dequant(
         would make the host wait.
 
     Raises:
-        ValueError: if sizes, dtypes, devices or layouts do not fit together, or half of the nested
-            arguments is missing.
+        TypeError: if an argument is no tensor, integer or number where it must be one.
+        ValueError: if sizes, dtypes, devices or layouts do not fit together, half of the nested
+            arguments is missing, or an argument requires a gradient in grad mode.
         RuntimeError: on CPU, if an id is outside [0, E).
     """
+    _check_tensor("packed", packed)
+    _check_tensor("absmax", absmax)
+    _check_tensor("active_experts", active_experts)
+    _check_tensor("codebook", codebook, NoneType)
+    _check_tensor("absmax_code", absmax_code, NoneType)
+    _check_tensor("absmax_scale", absmax_scale, NoneType)
+    _check_tensor("absmax_offset", absmax_offset, Real, NoneType)
+    expert_shape = _check_sizes(expert_shape, blocksize)
     if not packed.is_contiguous():
         raise ValueError(
             f"packed must be contiguous, got strides {tuple(packed.stride())}; call "
             "packed.contiguous() once, when the weights are loaded"
         )
-    if blocksize not in BLOCKSIZES:
-        raise ValueError(f"blocksize must be one of {BLOCKSIZES}, got {blocksize}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {DTYPES}, got {dtype}; cast the result instead")
     packed = packed.reshape(-1).view(torch.uint8)
-    expert_shape = tuple(expert_shape)
     blocks = -(-_check_experts(packed, active_experts, expert_shape) // blocksize)
     if codebook is not None:
         _check_values("codebook", codebook, torch.float32, 16, packed)

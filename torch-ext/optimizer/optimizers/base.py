@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .blocks import check_names
 from .groups import Format, check_unique
 from .parameters import label
 from .state import (
@@ -44,6 +45,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             param: complete_state({}, slots_of(param, name, options, here), param, here)
             for here, param, name in _labelled(where, group["params"], names)
         }
+        check_names(options, names, where)
         self.param_groups.append(group)
         self._names.append(names)
         self.state.update(states)
@@ -77,6 +79,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             for where, param, name in self.labelled(number):
                 slots = slots_of(param, name, options, where)
                 states[param] = complete_state(self.state.get(param, {}), slots, param, where)
+            check_names(options, self._names[number], f"group {number}")
         for gone in [key for key in self.state if isinstance(key, Tensor) and key not in states]:
             del self.state[gone]
         self.state.update(states)
@@ -100,7 +103,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         checked before anything changes.
 
         Raises:
-            ValueError: groups, kinds, options, keys or shapes do not fit this optimizer.
+            ValueError: groups, kinds, options, names, keys, shapes or dtypes do not fit this
+                optimizer, or there are options or state that it does not know.
         """
         last = self.register_load_state_dict_pre_hook(GroupedOptimizer._prepare_load)
         try:
@@ -127,12 +131,17 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"{where}: the saved group is of kind {saved_kind!r}, this one of {kind!r}"
                 )
+            self.format.check_saved(saved, group, type(self).__name__, where)
             merged.append(unmasked_options(saved, group, where))
             options = self.format.options(merged[-1], check_as=where)
             labelled = self.labelled(number)
             for saved_id, (here, param, name) in zip(saved["params"], labelled, strict=True):
                 slots = slots_of(param, name, options, here)
                 loading[param] = loaded_state(saved_state.pop(saved_id, None), slots, param, here)
+            check_names(options, self._names[number], where)
+        unlisted = [key for key in saved_state if isinstance(key, int)]
+        if unlisted:
+            raise ValueError(f"the state_dict has state for {unlisted}, which no group lists")
         self._loading = {**saved_state, **loading}
         return {**state_dict, "param_groups": merged, "state": {}}
 

@@ -14,13 +14,13 @@ Each cut is made on the live tensor at every step, as a view: nothing here keeps
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from .options import MuonOptions
+from .options import AdamWOptions, MuonOptions, by_name
 from .param_groups import has_component
 
 
@@ -133,6 +133,28 @@ def cut(shape: tuple[int, ...], name: str | None, options: MuonOptions, where: s
             f"{where}: split_sizes={sizes} add up to {sum(sizes)}, but {shape} has {rows} rows"
         )
     return Blocks(experts, sizes or (rows,), heads or 1, columns, split=sizes is not None)
+
+
+def check_names(
+    options: MuonOptions | AdamWOptions, names: Sequence[str | None], where: str
+) -> None:
+    """Raise ValueError if an option speaks of names that no parameter of the group has.
+
+    A mistyped expert key would leave a stack to `flatten`. A group without parameters may have any.
+    """
+    if isinstance(options, AdamWOptions) or not names:
+        return
+    for option in ("split_sizes", "num_heads"):
+        for name, _ in by_name(getattr(options, option)):
+            if name and name not in {f"[{known!r}]" for known in names}:
+                raise ValueError(f"{where}: {option}{name} names no parameter of the group")
+    known_names = [name for name in names if name is not None]
+    for key in options.expert_keys or ():
+        if not any(has_component(name, key) for name in known_names):
+            raise ValueError(
+                f"{where}: expert_keys {key!r} names no parameter of the group; give it in the "
+                "groups that hold such experts, by a component of their names"
+            )
 
 
 def _of(option: Any, name: str | None) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .options import AdamWOptions, MuonOptions, by_name, option_names, tidy
+from .options import AdamWOptions, MuonOptions, option_names, tidy
 from .parameters import check_parameter, label
 
 MUON, ADAMW = "muon", "adamw"
@@ -65,9 +65,34 @@ class Format:
         values = {name: group[self.key(kind, name)] for name in option_names(OPTIONS[kind])}
         if check_as is not None:
             OPTIONS[kind](**values).check(check_as)
-        if isinstance(values["lr"], Tensor):
+        if isinstance(values["lr"], Tensor) and values["lr"].numel() == 1:
             values["lr"] = values["lr"].detach().reshape(())  # (1,) would lend its dtype to others
         return OPTIONS[kind](**values)
+
+    def recheck(self, group: dict[str, Any], where: str) -> MuonOptions | AdamWOptions:
+        """The options of a group that changed: tidied in place and checked; no Tensor is read."""
+        for key in self.keys(self.kind(group)):
+            group[key] = tidy(key, group[key])
+        options = self.options(group)
+        options.check(where, read_lr=False)
+        return options
+
+    def check_saved(
+        self, saved: Mapping[str, Any], group: Mapping[str, Any], owner: str, where: str
+    ) -> None:
+        """Raise ValueError if a saved group has keys that the group it is loaded into cannot have.
+
+        Keys that the group has already are its owner's business.
+        """
+        kind = self.kind(group)
+        known = {"params", self.mark, *self.keys(kind), *SCHEDULER_KEYS, *group}
+        unknown = sorted(set(saved) - known)
+        if unknown:
+            raise ValueError(
+                f"{where}: the saved group has {', '.join(map(repr, unknown))}, which "
+                f"{'an' if kind == ADAMW else 'a'} {kind} group of {owner} does not have; load it "
+                "into an optimizer of the class that saved it"
+            )
 
     def complete(
         self, group: Any, defaults: Mapping[str, Any], where: str
@@ -86,11 +111,7 @@ class Format:
         for key in self.keys(kind):
             completed[key] = tidy(key, group[key] if key in group else defaults[key])
         completed |= {key: group[key] for key in group if key in SCHEDULER_KEYS}
-        options = self.options(completed, where)
-        for option in ("split_sizes", "num_heads"):
-            for name, _ in by_name(getattr(options, option, None)):
-                if name and name not in {f"[{known!r}]" for known in names}:
-                    raise ValueError(f"{where}: {option}{name} names no parameter of the group")
+        self.options(completed, where)
         return completed, names
 
     def _check_keys(self, group: dict[str, Any], kind: str, where: str) -> None:

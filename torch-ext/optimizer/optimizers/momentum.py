@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..reference import update as reference
+from .options import MOMENTUM_FORMS, check_choice
 
 
 def momentum(
@@ -23,6 +24,7 @@ def momentum(
 
     The result is new memory: neither a gradient nor a buffer is ever handed to the iteration.
     """
+    check_choice("momentum_form", form, MOMENTUM_FORMS, "momentum")
     directions = [
         reference.momentum(grad, buffer, mu, nesterov=nesterov, ema=form == "ema")
         for grad, buffer in zip(grads, buffers, strict=True)

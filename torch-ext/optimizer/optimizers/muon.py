@@ -21,11 +21,12 @@ from .blocks import cut
 from .chunks import Chunk, plan_chunks
 from .groups import Format
 from .momentum import momentum
-from .options import AdamWOptions, LrRule, MuonOptions
+from .options import AdamWOptions, LrRule, MuonOptions, fingerprint
 from .param_groups import default_is_muon, get_default_muon_param_groups
 from .parameters import check_gradient, local
+from .report import report
 from .state import layout_of
-from .update import muon_flops, update
+from .update import shaped_lr, update
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 
@@ -37,7 +38,7 @@ class Plan:
     """What a step works through, and the groups it was made for."""
 
     signature: list[tuple[Any, ...]]
-    labelled: list[tuple[str, Tensor]]  # (name for messages, parameter), of all groups
+    labelled: list[list[tuple[str, Tensor]]]  # (name for messages, parameter), per group
     chunks: list[list[Chunk]]  # per group; none for AdamW
 
 
@@ -47,6 +48,7 @@ class MuonBase(GroupedOptimizer):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], *, debug: bool) -> None:
         self.debug = debug
         self._plan: Plan | None = None
+        self._checked: list[Any] = []  # per group the fingerprint of the options checked last
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -54,7 +56,7 @@ class MuonBase(GroupedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan = None
+        self._plan, self._checked = None, []
 
     @torch.no_grad()
     def step(
@@ -62,8 +64,9 @@ class MuonBase(GroupedOptimizer):
     ) -> Any:
         """Update every parameter that has a gradient; the others are left alone, decay included.
 
-        All gradients are checked before anything is written. NaN and inf pass through to the
-        parameters they belong to. Nothing here waits for the device.
+        All gradients and all options that changed are checked, and adjust_lr_fn is called, before
+        anything is written. NaN and inf pass through to the parameters they belong to. Nothing here
+        waits for the device.
 
         Args:
             closure: computes the loss and the gradients, under `torch.enable_grad()`.
@@ -74,8 +77,10 @@ class MuonBase(GroupedOptimizer):
             The closure's loss, or None.
 
         Raises:
-            ValueError: `qk_logits` was given, or a gradient is sparse, complex or misshapen.
-            TypeError: a gradient is a DTensor that is not fully replicated.
+            ValueError: `qk_logits` was given, a gradient is sparse, complex or misshapen, or an
+                option was set to a value that the constructor would refuse.
+            TypeError: a gradient is a DTensor that is not fully replicated, or an option has a
+                wrong type.
         """
         if qk_logits is not None:
             raise ValueError(
@@ -86,18 +91,42 @@ class MuonBase(GroupedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        plan = self._current_plan()
-        for where, param in plan.labelled:
-            check_gradient(param, where)
-        for group, chunks in zip(self.param_groups, plan.chunks, strict=True):
-            options = self.format.options(group)
-            if isinstance(options, AdamWOptions):
-                self._step_adamw(group["params"], options)
-            for chunk in chunks:
-                self._step_chunk(chunk, options)
+        options = self._current_options()
+        plan = self._current_plan(options)
+        for labelled in plan.labelled:
+            for where, param in labelled:
+                check_gradient(param, where)
+        rates = [
+            [shaped_lr(group.lr, group.adjust_lr_fn, *chunk.matrix) for chunk in chunks]
+            for group, chunks in zip(options, plan.chunks, strict=True)
+        ]
+        for number, group in enumerate(options):
+            if isinstance(group, AdamWOptions):
+                self._step_adamw(self.param_groups[number]["params"], group)
+            for chunk, lr in zip(plan.chunks[number], rates[number], strict=True):
+                self._step_chunk(chunk, lr, group)
         return loss
 
-    def _step_chunk(self, chunk: Chunk, options: MuonOptions) -> None:
+    @torch.no_grad()
+    def report(self) -> str:
+        """What a step does with every parameter that has a gradient, as text.
+
+        A line per parameter has its name or number, its shape, the route (muon or adamw), and for
+        muon the matrices it is cut into, the number of the batch they are in, the method and the
+        dtype of the iteration, and its floating-point operations per step with dense products. The
+        last line has the sums. It can be asked for at any time and waits for no device.
+
+        Returns:
+            The lines, without a newline at the end.
+
+        Raises:
+            ValueError, TypeError: a group or an option changed so that a step would be refused.
+        """
+        options = self._current_options()
+        plan = self._current_plan(options)
+        return report(plan.labelled, plan.chunks, options)
+
+    def _step_chunk(self, chunk: Chunk, lr: float | Tensor, options: MuonOptions) -> None:
         """momentum -> gather -> orthogonalize -> scatter -> update for one batch of matrices.
 
         On one device gather and scatter are the identity and leave no trace here.
@@ -129,7 +158,8 @@ class MuonBase(GroupedOptimizer):
                     member.piece.statistics_view(state[member.param]["second_momentum_buffer"])
                     for member in members
                 ]
-            update([member.param_view() for member in members], orthogonal, second_moments, options)
+            params = [member.param_view() for member in members]
+            update(params, orthogonal, second_moments, lr, options)
 
     def _step_adamw(self, params: Sequence[Tensor], options: AdamWOptions) -> None:
         params = [param for param in params if param.grad is not None]
@@ -144,35 +174,48 @@ class MuonBase(GroupedOptimizer):
             for param in params:
                 param.grad = None
 
-    def _current_plan(self) -> Plan:
-        """The plan; a new one where groups, parameters or the options of their layout changed."""
-        signature = [
-            (
-                layout_of(self.format.options(group)),
-                [(id(p), p.shape, p.dtype, p.device) for p in group["params"]],
-            )
-            for group in self.param_groups
-        ]
-        if self._plan is None or self._plan.signature != signature:
-            self._plan = self._make_plan(signature)
-        return self._plan
-
-    def _make_plan(self, signature: list[tuple[Any, ...]]) -> Plan:
-        """Cut, bucket and batch."""
-        self.fit_state()
-        labelled, chunks, flops = [], [], 0
+    def _current_options(self) -> list[MuonOptions | AdamWOptions]:
+        """The options of all groups; those that changed since the last time are checked."""
+        current, checked = [], []
         for number, group in enumerate(self.param_groups):
             options = self.format.options(group)
+            values = fingerprint(options)
+            if number >= len(self._checked) or values != self._checked[number]:
+                options = self.format.recheck(group, f"group {number}")
+                values = fingerprint(options)
+            current.append(options)
+            checked.append(values)
+        self._checked = checked
+        return current
+
+    def _current_plan(self, options: Sequence[MuonOptions | AdamWOptions]) -> Plan:
+        """The plan; a new one where groups, parameters or the options of their layout changed."""
+        signature = [
+            (layout_of(of_group), [(id(p), p.shape, p.dtype, p.device) for p in group["params"]])
+            for of_group, group in zip(options, self.param_groups, strict=True)
+        ]
+        if self._plan is None or self._plan.signature != signature:
+            self._plan = self._make_plan(signature, options)
+            if self.debug:
+                logger.info("%s", report(self._plan.labelled, self._plan.chunks, options))
+        return self._plan
+
+    def _make_plan(
+        self, signature: list[tuple[Any, ...]], options: Sequence[MuonOptions | AdamWOptions]
+    ) -> Plan:
+        """Cut, bucket and batch."""
+        self.fit_state()
+        labelled, chunks = [], []
+        for number, group in enumerate(options):
+            entries = self.labelled(number)
+            labelled.append([(where, param) for where, param, _ in entries])
             blocks = []
-            for where, param, name in self.labelled(number):
-                labelled.append((where, param))
-                if isinstance(options, MuonOptions):
-                    blocks.append((param, cut(tuple(param.shape), name, options, where)))
+            if isinstance(group, MuonOptions):
+                blocks = [
+                    (param, cut(tuple(param.shape), name, group, where))
+                    for where, param, name in entries
+                ]
             chunks.append(plan_chunks(blocks))
-            for chunk in chunks[-1]:
-                flops += chunk.matrices * muon_flops(*chunk.matrix, options.ns_steps)
-        if self.debug:
-            logger.info("Muon work: %.4f TFLOPs per step (dense products)", flops / 1e12)
         return Plan(signature, labelled, chunks)
 
 
@@ -198,10 +241,10 @@ class Muon(MuonBase):
         weight_decay: decoupled decay, times the raw lr.
         adamw_betas, adamw_eps: of AdamW groups.
         none_grad: set `p.grad = None` as soon as it was used; False leaves it bit for bit.
-        debug: log the floating-point operations of the Muon work whenever the work is planned.
+        debug: log `report()` at INFO whenever the work is planned.
         expert_keys: name components such as "experts" of 3-D parameters (experts, out, in), of
-            which every expert is a matrix of its own. Needs names. "experts" does not match
-            "shared_experts".
+            which every expert is a matrix of its own. Needs names, and each must occur in the
+            group. "experts" does not match "shared_experts".
         adjust_lr_fn: "match_rms_adamw"; "original", lr sqrt(max(1, rows / columns)); "spectral",
             lr sqrt(rows / columns); None, lr; or a callable (lr, rows, columns) -> lr, which is not
             saved in a state_dict.

@@ -54,7 +54,7 @@ class MuonAdamW(MuonBase):
             every rank holds its own contribution.
         process_group: over whose ranks unreduced gradients are to be averaged; None for the default
             group, if there is one. An initialised process group alone changes nothing.
-        debug: log the floating-point operations of the Muon work whenever the work is planned.
+        debug: log `report()` at INFO whenever the work is planned.
 
     Raises:
         ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.

@@ -43,9 +43,12 @@ class MuonOptions:
     flatten: bool
     none_grad: bool
 
-    def check(self, where: str) -> None:
-        """Raise ValueError or TypeError naming `where`, the option, its value and what is valid."""
-        _check_lr(self.lr, where)
+    def check(self, where: str, *, read_lr: bool = True) -> None:
+        """Raise ValueError or TypeError naming `where`, the option, its value and what is valid.
+
+        Without `read_lr` the value of a Tensor lr is not read, which would wait for its device.
+        """
+        _check_lr(self.lr, where, read_lr)
         _check_fraction("momentum", self.momentum, where)
         _check_not_negative("weight_decay", self.weight_decay, where)
         _check_count("ns_steps", self.ns_steps, where)
@@ -53,10 +56,10 @@ class MuonOptions:
             _check_fraction("beta2", self.beta2, where)
         for option in ("nesterov", "cautious", "shaped_decay", "flatten", "none_grad"):
             _check_switch(option, getattr(self, option), where)
-        _check_choice("momentum_form", self.momentum_form, MOMENTUM_FORMS, where)
-        _check_choice("method", self.method, METHODS, where)
+        check_choice("momentum_form", self.momentum_form, MOMENTUM_FORMS, where)
+        check_choice("method", self.method, METHODS, where)
         if self.adjust_lr_fn is not None and not callable(self.adjust_lr_fn):
-            _check_choice("adjust_lr_fn", self.adjust_lr_fn, LR_RULES, where, "None, a callable")
+            check_choice("adjust_lr_fn", self.adjust_lr_fn, LR_RULES, where, "None, a callable")
         for option in ("dtype", "momentum_dtype"):
             _check_dtype(option, getattr(self, option), where)
         for name, value in by_name(self.num_heads):
@@ -81,9 +84,9 @@ class AdamWOptions:
     weight_decay: float
     none_grad: bool
 
-    def check(self, where: str) -> None:
-        """Raise ValueError or TypeError naming `where`, the option, its value and what is valid."""
-        _check_lr(self.lr, where)
+    def check(self, where: str, *, read_lr: bool = True) -> None:
+        """As `MuonOptions.check`."""
+        _check_lr(self.lr, where, read_lr)
         if not isinstance(self.betas, Sequence) or len(self.betas) != 2:
             raise ValueError(f"{where}: betas must be two numbers, got {self.betas!r}")
         for beta in self.betas:
@@ -116,13 +119,31 @@ def by_name(value: Any) -> Iterable[tuple[str, Any]]:
     return [] if value is None else [("", value)]
 
 
-def _check_lr(value: Any, where: str) -> None:
+def fingerprint(options: MuonOptions | AdamWOptions) -> tuple[list[type], list[Any]]:
+    """Equal for two sets of options if all types and values are, but for values of Tensors.
+
+    Dicts are copied, so that a change inside one is seen. 5 and 5.0 are equal, hence the types.
+    """
+    values = vars(options).values()
+    return list(map(type, values)), [
+        (value.dtype, value.shape)
+        if isinstance(value, Tensor)
+        else value.copy()
+        if type(value) is dict
+        else value
+        for value in values
+    ]
+
+
+def _check_lr(value: Any, where: str, read: bool) -> None:
     if isinstance(value, Tensor):
         if value.numel() != 1 or not value.is_floating_point():
             raise ValueError(
                 f"{where}: a Tensor lr must hold one floating-point number, got "
                 f"{value.dtype} of shape {tuple(value.shape)}"
             )
+        if not read:
+            return
         value = value.item()  # once, when a group is added or loaded; a step never reads it
     _check_not_negative("lr", value, where)
 
@@ -173,9 +194,10 @@ def _check_switch(option: str, value: Any, where: str) -> None:
         raise TypeError(f"{where}: {option} must be True or False, got {value!r}")
 
 
-def _check_choice(
+def check_choice(
     option: str, value: Any, choices: tuple[str, ...], where: str, also: str = ""
 ) -> None:
+    """Raise ValueError if the value is not one of the choices."""
     if value not in choices:
         valid = ", ".join([*map(repr, choices), *([also] if also else [])])
         raise ValueError(f"{where}: {option} must be one of {valid}, got {value!r}")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+logger = logging.getLogger(__name__)
 
 # Components that wrappers put into names: torch.compile, activation checkpointing, FSDP1.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -35,9 +40,10 @@ def default_is_muon(name: str, param: Tensor) -> bool:
     """Whether a parameter is a hidden matrix, as far as its name and shape tell.
 
     Matrices, convolution filters (4 dimensions and more) and stacks of experts (3 dimensions and a
-    name component `experts`) are; embeddings, output heads, norms, biases, other 3-D parameters and
-    what has fewer than 2 dimensions are not. `output`, `head` and the like are heads only outside
-    numbered layers, since `layers.0.attention.output` is an ordinary projection.
+    name component `experts`) are; embeddings, output heads, norms, biases, other 3-D parameters,
+    what has fewer than 2 dimensions and matrices of one row or column, which are vectors (heads of
+    one output, magnitudes of weight_norm), are not. `output`, `head` and the like are heads only
+    outside numbered layers, since `layers.0.attention.output` is an ordinary projection.
     `get_default_muon_param_groups` looks at the module types first, which is safer.
 
     Args:
@@ -48,6 +54,9 @@ def default_is_muon(name: str, param: Tensor) -> bool:
     if param.ndim < 2 or parts[-1].endswith("bias"):
         return False
     if param.ndim == 3 and EXPERTS not in parts:
+        return False
+    rows, *columns = param.shape[1:] if param.ndim == 3 else param.shape
+    if rows == 1 or math.prod(columns) == 1:
         return False
     owners = [part.lower() for part in (parts[:-1] or parts)]
     if any(_names_table_or_norm(part) or part in HEADS for part in owners):
@@ -61,9 +70,11 @@ def get_default_muon_param_groups(
 ) -> list[dict[str, Any]]:
     """Split the trainable parameters of a model into a group for Muon and one for AdamW.
 
-    By default the type of a module decides first: embeddings, an output head (tied to an embedding
-    or not) and norms go to AdamW whatever their names; then `default_is_muon` decides. A tied
-    parameter appears once. Another `is_muon_func` decides alone.
+    By default the type of a module decides first: embeddings, output heads (tied to an embedding or
+    not) and norms go to AdamW whatever their names; then `default_is_muon` decides. A head is what
+    `model.get_output_embeddings()` returns, and any Linear outside the layers with as many outputs
+    as an embedding has rows, or up to twice as many (vocabularies are padded). A tied parameter
+    appears once. Another `is_muon_func` decides alone. The split is logged at INFO.
 
     Args:
         model: any module, also compiled or wrapped for checkpointing or DDP.
@@ -71,7 +82,8 @@ def get_default_muon_param_groups(
 
     Returns:
         `[{"params", "names", "use_muon": True}, {"params", "names", "use_muon": False}]`. The first
-        also carries `expert_keys` where it holds 3-D stacks of experts. Groups may be empty.
+        also carries `expert_keys` where it holds 3-D stacks of experts, and `split_sizes` for the
+        fused Q, K and V of `torch.nn.MultiheadAttention`. Groups may be empty.
 
     Raises:
         TypeError: `model` is not a module.
@@ -92,6 +104,9 @@ def get_default_muon_param_groups(
     stacks = (p.ndim == 3 and has_component(n, EXPERTS) for p, n in zip(*_lists(muon), strict=True))
     if any(stacks):
         muon["expert_keys"] = (EXPERTS,)
+    if fused := _fused_projections(model, muon):
+        muon["split_sizes"] = fused
+    logger.info("to Muon: %s; to AdamW: %s", *(", ".join(g["names"]) for g in (muon, adamw)))
     return [muon, adamw]
 
 
@@ -108,6 +123,16 @@ def _names_table_or_norm(part: str) -> bool:
     )
 
 
+def _fused_projections(model: nn.Module, muon: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Rows of Q, K and V in the one parameter that torch's own attention keeps them in."""
+    fused = {
+        module.in_proj_weight: (module.embed_dim,) * 3
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None
+    }
+    return {name: fused[p] for p, name in zip(*_lists(muon), strict=True) if p in fused}
+
+
 def _not_muon_by_type(model: nn.Module) -> set[Tensor]:
     """Parameters of embeddings, heads and norms; a weight tied to one of these is the same one."""
     found: set[Tensor] = set()
@@ -115,16 +140,23 @@ def _not_muon_by_type(model: nn.Module) -> set[Tensor]:
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             vocabularies.add(module.num_embeddings)
-            found.update(module.parameters(recurse=False))
+            found.update(_own_parameters(module))
         elif type(module).__name__.lower().endswith("norm"):
-            found.update(module.parameters(recurse=False))
+            found.update(_own_parameters(module))
     for head in _heads(model, vocabularies):
-        found.update(head.parameters(recurse=False))
+        found.update(_own_parameters(head))
     return found
 
 
+def _own_parameters(module: nn.Module) -> Iterator[Tensor]:
+    """A module's parameters without those of its children; a parametrization is no child."""
+    yield from module.parameters(recurse=False)
+    if is_parametrized(module):
+        yield from module.parametrizations.parameters()
+
+
 def _heads(model: nn.Module, vocabularies: set[int]) -> Iterator[nn.Module]:
-    """What the model declares as its head, and a last Linear onto a vocabulary, not in a layer."""
+    """What the model declares as its head, and Linears onto a vocabulary that are in no layer."""
     getter = getattr(model, "get_output_embeddings", None)  # transformers
     if callable(getter):
         try:
@@ -133,13 +165,33 @@ def _heads(model: nn.Module, vocabularies: set[int]) -> Iterator[nn.Module]:
             head = None
         if isinstance(head, nn.Module):
             yield head
-    linears = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) or hasattr(module, "out_features")
-    ]
-    if linears:
-        name, last = linears[-1]
-        numbered = any(part.isdigit() for part in name.split("."))
-        if not numbered and getattr(last, "out_features", None) in vocabularies:
-            yield last
+    # Of wrappers and what they wrap, which share a path, the innermost is last and stays.
+    modules = {_path(name): module for name, module in model.named_modules()}
+    for path, module in modules.items():
+        outputs = getattr(module, "out_features", None)
+        # Padding, to a multiple of 64 or 128, less than doubles any vocabulary worth padding. A
+        # bound keeps tables of a few rows (token types) from making every Linear a head.
+        onto_vocabulary = isinstance(outputs, int) and any(
+            rows <= outputs < 2 * rows for rows in vocabularies
+        )
+        if onto_vocabulary and not _in_layer(path, modules):
+            yield module
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """The components of a module's name, () for the model itself."""
+    return tuple(components(f"{name}.weight" if name else "weight")[:-1])
+
+
+def _in_layer(path: tuple[str, ...], modules: Mapping[tuple[str, ...], nn.Module]) -> bool:
+    """Whether a Linear is part of a numbered block, or one itself, rather than the end of a model.
+
+    The last Linear of a Sequential can be a head: Sequential(Embedding, ..., Linear).
+    """
+    parent = path[:-1]
+    if any(part.isdigit() for part in parent):
+        return True
+    if isinstance(modules[parent], nn.Sequential):
+        siblings = [p for p in modules if p[:-1] == parent and hasattr(modules[p], "out_features")]
+        return path != siblings[-1]
+    return bool(path) and path[-1].isdigit()

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from .blocks import cut
-from .options import AdamWOptions, MuonOptions
+from .options import FLOATING, AdamWOptions, MuonOptions
 from .parameters import local
 
+STATISTICS = "second_momentum_buffer"  # left behind where beta2 is set to None
 OWN_FUNCTION = "<function>"
 
 
@@ -33,9 +34,11 @@ class Slot:
     like_param: bool  # placed and laid out as the parameter is
 
     def zeros(self, param: Tensor) -> Tensor:
-        if self.like_param:
-            return torch.zeros_like(param, dtype=self.dtype, requires_grad=False)
-        return torch.zeros(self.shape, dtype=self.dtype, device=param.device)
+        """Also in inference mode a tensor that a later step may write."""
+        with torch.inference_mode(False):
+            if self.like_param:
+                return torch.zeros_like(param, dtype=self.dtype, requires_grad=False)
+            return torch.zeros(self.shape, dtype=self.dtype, device=param.device)
 
 
 def slots_of(
@@ -52,7 +55,7 @@ def slots_of(
     slots = {"momentum_buffer": Slot(shape, options.momentum_dtype or wide, like_param=True)}
     if options.beta2 is not None:
         factored = Slot(blocks.second_moment_shape(), wide, like_param=False)
-        slots["second_momentum_buffer"] = factored
+        slots[STATISTICS] = factored
     return slots
 
 
@@ -62,8 +65,7 @@ def layout_of(options: MuonOptions | AdamWOptions) -> tuple[Any, ...]:
         return ()
     o = options
     return (
-        o.split_sizes,
-        o.num_heads,
+        *(dict(v) if isinstance(v, Mapping) else v for v in (o.split_sizes, o.num_heads)),
         o.expert_keys,
         o.flatten,
         o.momentum_dtype,
@@ -94,14 +96,14 @@ def complete_state(
 
 def loaded_state(
     saved: Any, slots: Mapping[str, Slot], param: Tensor, where: str
-) -> dict[str, Any]:
+) -> dict[str, Tensor]:
     """A copy of a saved state in the dtypes of `slots`, on the parameter's device.
 
     torch's own loading casts floating-point state to the dtype of the parameter, which would cut a
     float32 buffer of a bfloat16 parameter to 8 bits.
 
     Raises:
-        ValueError: an entry is missing or has another shape.
+        ValueError: an entry is missing, unknown, not floating-point, or has another shape.
     """
     saved = {} if saved is None else saved
     for key, slot in slots.items():
@@ -112,10 +114,22 @@ def loaded_state(
                 f"{where}: the loaded {key} has shape {tuple(saved[key].shape)}, expected "
                 f"{slot.shape}"
             )
+        if saved[key].dtype not in FLOATING:
+            raise ValueError(
+                f"{where}: the loaded {key} must be floating-point of 16 bits or more, got "
+                f"{saved[key].dtype}"
+            )
+    unused = {STATISTICS} if "momentum_buffer" in slots else set()
+    unknown = sorted(str(key) for key in saved.keys() - slots.keys() - unused)
+    if unknown:
+        raise ValueError(
+            f"{where}: the loaded state has {', '.join(map(repr, unknown))}, which this parameter "
+            f"does not have; it has {', '.join(slots)}"
+        )
     copied = {key: slot.zeros(param) for key, slot in slots.items()}
     for key, tensor in copied.items():
         local(tensor).copy_(local(saved[key].detach()))
-    return {**{k: v for k, v in saved.items() if k not in slots}, **copied}
+    return copied
 
 
 def masked_options(group: dict[str, Any]) -> dict[str, Any]:

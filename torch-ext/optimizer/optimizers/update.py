@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 
 from torch import Tensor
 
 from ..reference import update as reference
-from .options import MuonOptions
+from .options import LR_RULES, MuonOptions
 
 
 def shaped_lr(lr: float | Tensor, rule: object, rows: int, columns: int) -> float | Tensor:
@@ -22,22 +23,29 @@ def shaped_lr(lr: float | Tensor, rule: object, rows: int, columns: int) -> floa
     if rule is None:
         return lr
     if callable(rule):
-        return rule(lr, rows, columns)
+        rate = rule(lr, rows, columns)
+        if not isinstance(rate, (Real, Tensor)):
+            raise TypeError(f"adjust_lr_fn returned {rate!r}, not a number or a Tensor")
+        return rate
     if rule == "match_rms_adamw":
         return lr * (0.2 * math.sqrt(max(rows, columns)))
     ratio = rows / columns
-    return lr * math.sqrt(max(1.0, ratio) if rule == "original" else ratio)
+    if rule == "original":
+        return lr * math.sqrt(max(1.0, ratio))
+    if rule == "spectral":
+        return lr * math.sqrt(ratio)
+    raise ValueError(f"adjust_lr_fn must be one of {', '.join(LR_RULES)}, got {rule!r}")
 
 
 def update(
     params: Sequence[Tensor],  # pieces of B_i * m * n elements, written in place
     orthogonal: Tensor,  # (sum of B_i, m, n)
     second_moments: Sequence[Tensor] | None,  # (B_i, m, 1) or (B_i, 1, n), advanced in place
+    lr: float | Tensor,  # after adjust_lr_fn
     options: MuonOptions,
 ) -> None:
     """p <- p - decay p - lr u for every piece, with one rounding each."""
     rows, columns = orthogonal.shape[-2:]
-    lr = shaped_lr(options.lr, options.adjust_lr_fn, rows, columns)
     decay = (lr if options.shaped_decay else options.lr) * options.weight_decay
     sizes = [param.numel() // (rows * columns) for param in params]
     for index, (param, part) in enumerate(zip(params, orthogonal.split(sizes), strict=True)):
@@ -46,13 +54,3 @@ def update(
             part = reference.variance_reduction(part, second_moments[index], options.beta2)
         part = part.reshape(param.shape)
         reference.muon_update(param, part, lr=lr, decay=decay, cautious=options.cautious)
-
-
-def muon_flops(rows: int, columns: int, steps: int) -> int:
-    """Floating-point operations of the iteration on one matrix, with dense products.
-
-    Per step: X X^T (2 m^2 n), its square (2 m^3), the polynomial (3 m^2) and its product with X
-    (2 m^2 n), m <= n.
-    """
-    m, n = sorted((rows, columns))
-    return steps * (4 * m * m * n + 2 * m**3 + 3 * m * m)

@@ -31,8 +31,9 @@ def check_dtype(dtype: torch.dtype) -> None:
 def output_for(x: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """A new contiguous tensor like x in `dtype`, or `out` after checking it.
 
-    `out` may have any floating dtype and any strides that address each element once. It must not
-    overlap x: the input is never modified.
+    `out` may have any floating dtype and strides as slices, transposes and permutations of full
+    tensors have them, which address each element once. It must not overlap x: the input is never
+    modified.
     """
     if out is None:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -47,12 +48,31 @@ def output_for(x: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype) ->
         raise ValueError(f"out must have the shape of x {tuple(x.shape)}, got {tuple(out.shape)}")
     if out.device != x.device:
         raise ValueError(f"out must be on the device of x {x.device}, got {out.device}")
-    if any(s == 0 and n > 1 for n, s in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError("out is an expanded tensor, whose elements share memory; pass a full one")
+    if _elements_may_coincide(out):
+        raise ValueError(
+            f"out has shape {tuple(out.shape)} and strides {out.stride()}, as expanded tensors do: "
+            "its elements may share memory; pass a full tensor"
+        )
     # Storages are opaque to the compiler; there a functional copy keeps x intact anyway.
     if not torch.compiler.is_compiling() and _overlap(x, out):
         raise ValueError("out overlaps x in memory, and x is never modified; pass another tensor")
     return out
+
+
+def _elements_may_coincide(t: torch.Tensor) -> bool:
+    """Whether some stride steps no further than the elements below it reach together.
+
+    Exact for whatever indexing full tensors gives. Strides that interleave without a collision,
+    which only as_strided makes, count as colliding: telling them apart is NP-hard in general.
+    """
+    if t.numel() == 0:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -12,11 +12,12 @@ rows and columns stay zero and change no other element.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from .precision import ieee_float32
 
 # A slice holds as many matrices as a large GPU iterates in the time that its 30 to 50 launches take
 # anyway (about 0.5 ms): missing matrices cost little, and a long batch does not wait for launches.
@@ -109,26 +110,6 @@ def _norm(x: torch.Tensor, order: float) -> torch.Tensor:
     """
     rows = torch.linalg.vector_norm(x, order, dim=-1, keepdim=True)
     return torch.linalg.vector_norm(rows, order, dim=-2, keepdim=True)
-
-
-@contextmanager
-def ieee_float32(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Keeps TF32 and bfloat16 out of float32 iterates, whatever the process allows elsewhere.
-
-    Whoever asks for float32 iterates asks for their accuracy; TF32 has float16's mantissa at half
-    its speed. The switch is global to the process, so it is held only around the launches.
-    """
-    switches = {"cuda": torch.backends.cuda.matmul, "cpu": torch.backends.mkldnn.matmul}
-    if device.type not in switches or dtype != torch.float32:
-        yield
-        return
-    switch = switches[device.type]
-    before = switch.fp32_precision
-    switch.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        switch.fp32_precision = before
 
 
 def _as_batch(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,132 @@
+"""Options that change after construction: checked at the next step, before anything is written."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from .._compare import assert_same_bits
+from ._steps import both, new_gradients, parameters, values
+from .test_groups import ADAMW_OPTIONS, MUON_OPTIONS
+from .test_numbers import NoHostReads
+
+# A step does not read a Tensor lr, so that its value is looked at in the constructor only.
+READ_AT_CONSTRUCTION = "got -1.0"
+CHANGED = [
+    (0, option, value, error, message)
+    for option, value, error, message in MUON_OPTIONS
+    if READ_AT_CONSTRUCTION not in message
+]
+CHANGED += [(1, *case) for case in ADAMW_OPTIONS]
+
+
+def failing_rule(lr, rows, columns):
+    if rows == 4:
+        raise ValueError("no rate for 4 rows")
+    return lr
+
+
+CHANGED += [
+    (0, "adjust_lr_fn", failing_rule, ValueError, "no rate for 4 rows"),
+    (0, "adjust_lr_fn", lambda *_: "fast", TypeError, "adjust_lr_fn returned 'fast'"),
+    (0, "nesterov", 1, TypeError, "nesterov must be True or False, got 1"),
+    (0, "momentum", torch.tensor(0.95), TypeError, "momentum must be a number"),
+    (0, "split_sizes", {"w": (6,)}, ValueError, "names no parameter of the group"),
+    (0, "expert_keys", ("exprts",), ValueError, "expert_keys 'exprts' names no parameter"),
+]
+
+
+@pytest.mark.parametrize(
+    ("number", "option", "value", "error", "message"),
+    CHANGED,
+    ids=[f"{option}-{message}" for _, option, _, _, message in CHANGED],
+)
+@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+def test_a_wrong_option_stops_the_step_before_any_write(
+    opt, device, name, number, option, value, error, message
+) -> None:
+    """Parameters, gradients and state are what they were, and the step works once it is repaired.
+
+    The matrices are of several shapes, so that a rule that fails for one of them fails too late if
+    it is called batch by batch.
+    """
+    params = parameters([(6, 4), (4, 6), (5,), (3,)], device=device)
+    optimizer = both(opt, params, none_grad=True)[name]()
+    optimizer.step()
+    new_gradients(params, seed=7)
+    grads = [param.grad for param in params]
+    before, state = values(params), copy.deepcopy(optimizer.state_dict()["state"])
+    group = optimizer.param_groups[number]
+    key = f"adamw_{option}" if name == "Muon" and option in ("betas", "eps") else option
+    good = group[key]
+    group[key] = value
+    named = message if callable(value) else f"group {number}.*{message}"
+    with NoHostReads(), pytest.raises(error, match=named):
+        optimizer.step()
+    for param, old, grad in zip(params, before, grads, strict=True):
+        assert_same_bits(param.detach(), old)
+        assert param.grad is grad
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+    group[key] = good
+    optimizer.step()
+    assert not any(torch.equal(p.detach(), old) for p, old in zip(params, before, strict=True))
+
+
+def test_a_changed_value_of_a_dict_option_is_followed(opt, device) -> None:
+    """The dict stays the same object."""
+    (param,) = parameters([(8, 4)], device=device)
+    optimizer = opt.Muon([("w", param)], num_heads=OrderedDict(w=2))
+    optimizer.step()
+    optimizer.param_groups[0]["num_heads"]["w"] = 4
+    new_gradients([param], seed=1)
+    optimizer.step()
+    assert "4 x (2, 4)" in optimizer.report()
+    optimizer.param_groups[0]["num_heads"]["w"] = 0
+    new_gradients([param], seed=2)
+    with pytest.raises(ValueError, match=r"num_heads\[.w.\] must be at least 1, got 0"):
+        optimizer.step()
+
+
+def test_a_list_set_later_is_taken_as_in_the_constructor(opt, device) -> None:
+    (param,) = parameters([(8, 4)], device=device)
+    optimizer = opt.Muon([("w", param)])
+    optimizer.param_groups[0]["split_sizes"] = [6, 2]
+    optimizer.step()
+    assert optimizer.param_groups[0]["split_sizes"] == (6, 2)
+
+
+def test_options_are_checked_only_when_they_change(opt, submodule, device, monkeypatch) -> None:
+    """The host time of a step: one comparison per group."""
+    params = parameters([(6, 4), (5,)], device=device)
+    optimizer = both(opt, params)["Muon"]()
+    options = submodule("optimizers.options")
+    checks = []
+    for kind in (options.MuonOptions, options.AdamWOptions):
+        monkeypatch.setattr(kind, "check", lambda self, where, **_: checks.append(where))
+    optimizer.step()
+    assert checks == ["group 0", "group 1"]
+    optimizer.step()
+    optimizer.param_groups[1]["lr"] = 0.5
+    optimizer.step()
+    assert checks == ["group 0", "group 1", "group 1"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m("update").shaped_lr(1.0, "bogus", 2, 3), "adjust_lr_fn must be one of"),
+        (
+            lambda m: m("momentum").momentum(
+                [torch.ones(2, 3)], [torch.ones(2, 3)], (2, 3), mu=0.9, nesterov=True, form="emaa"
+            ),
+            "momentum_form must be one of",
+        ),
+    ],
+    ids=["rate", "momentum"],
+)
+def test_no_stage_takes_an_unknown_word_for_another(submodule, call, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(lambda name: submodule(f"optimizers.{name}"))
