@@ -25,7 +25,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def harness() -> Iterator[SimpleNamespace]:
     """The modules of benchmarks/harness, imported as run.py imports them."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("elementwise", "package", "plots", "report", "sources", "timer")
+    names = ("elementwise", "package", "plots", "report", "sources", "step_ops", "timer")
     yield SimpleNamespace(**{name: importlib.import_module(f"harness.{name}") for name in names})
     sys.path.remove(str(ROOT / "benchmarks"))
 
@@ -152,6 +152,22 @@ def test_random_problems_repeat_and_are_hard(harness):
     assert all(2**25 < problem.elements < 2**30 for problem in problems)
 
 
+def test_random_groups_of_the_step_ops(harness):
+    step_ops = harness.step_ops
+    groups = step_ops.random_groups(7)
+    assert groups == step_ops.random_groups(7) != step_ops.random_groups(8)
+    assert len({group.case for group in groups}) == len(groups) == 20
+    assert {group.op for group in groups} == set(step_ops.OPS)
+    assert all(1 <= len(group.shapes) <= 400 for group in groups)
+    assert all(1 <= size <= 10**8 for group in groups for (size,) in group.shapes)
+    assert max(group.elements for group in groups) <= step_ops.MOST
+    listed = {group.case: group for group in step_ops.LISTED}
+    momentum = listed["momentum/24x1280x5120/float32"]
+    assert momentum.bytes_moved == 24 * 1280 * 5120 * 14
+    assert listed["apply_update/24x1280x5120/float32"].bytes_moved == 24 * 1280 * 5120 * 10
+    assert listed["adamw/65536x1280/float32"].bytes_moved == 65536 * 1280 * 28
+
+
 class RecordingStopwatch:
     """Takes 10 ms for the first call of a round, 20 for the second; the first round 100 more."""
 
@@ -202,7 +218,7 @@ def test_readme_table_and_plots(harness, checkout):
         "| `nf4_dequant/128x1536x2048` | 0.26 | 92% | peer 1.0, 0.41 ms | 1.58 |"
         in readme.splitlines()
     )
-    assert "On 20 random shapes the median is 92% of the floor" in readme
+    assert "On 40 random shapes the median is 92% of the floor" in readme
     assert quoted_results(readme) == {Path("h200/elementwise.json")}
     plot = checkout / "benchmarks/results/h200/elementwise.svg"
     first = plot.read_bytes()

@@ -6,6 +6,23 @@
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
+      "momentum(Tensor[] grads, Tensor(a!)[] buffers, Tensor(b!)[] out, float mu, bool nesterov, "
+      "bool ema, Tensor? scale) -> Tensor");
+  ops.def(
+      "apply_update(Tensor(a!)[] params, Tensor[] updates, float lr, Tensor? lr_tensor, "
+      "float[] factors, float weight_decay, Tensor? weight_decay_tensor, bool shaped_decay, "
+      "bool cautious, Tensor(b!)[] second_moments, float beta2, Tensor(c!)[] residuals, int seed, "
+      "Tensor? rounding_step, int[] parameter, int[] offset) -> ()");
+  ops.def(
+      "adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+      "Tensor(d!)[] steps, float lr, Tensor? lr_tensor, float beta1, Tensor? beta1_tensor, "
+      "float beta2, Tensor? beta2_tensor, float eps, Tensor? eps_tensor, float weight_decay, "
+      "Tensor? weight_decay_tensor, Tensor(e!)[] residuals, int seed, Tensor? rounding_step, "
+      "int[] parameter, int[] offset) -> ()");
+  ops.def(
+      "symmetric_matmul(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, "
+      "float diag, int tile) -> ()");
+  ops.def(
       "nf4_dequant(Tensor packed, Tensor absmax, Tensor active_experts, SymInt[] expert_shape, "
       "int blocksize, ScalarType dtype, Tensor? codebook, Tensor? absmax_code, "
       "Tensor? absmax_scale, Tensor? absmax_offset) -> Tensor");
@@ -13,10 +30,17 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
 
 #if defined(CUDA_KERNEL)
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
+  ops.impl("momentum", TORCH_BOX(&optimizer::momentum_cuda));
+  ops.impl("apply_update", TORCH_BOX(&optimizer::apply_update_cuda));
+  ops.impl("adamw", TORCH_BOX(&optimizer::adamw_cuda));
+  ops.impl("symmetric_matmul", TORCH_BOX(&optimizer::symmetric_matmul_cuda));
   ops.impl("nf4_dequant", TORCH_BOX(&optimizer::nf4_dequant_cuda));
 }
 #elif defined(CPU_KERNEL)
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
+  ops.impl("momentum", TORCH_BOX(&optimizer::momentum_cpu));
+  ops.impl("apply_update", TORCH_BOX(&optimizer::apply_update_cpu));
+  ops.impl("adamw", TORCH_BOX(&optimizer::adamw_cpu));
   ops.impl("nf4_dequant", TORCH_BOX(&optimizer::nf4_dequant_cpu));
 }
 #endif

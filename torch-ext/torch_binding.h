@@ -6,12 +6,58 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <optional>
+#include <vector>
 
 namespace optimizer {
 
 using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using TensorVector = std::vector<Tensor>;
+
+Tensor momentum_cpu(const TensorVector& grads, const TensorVector& buffers, const TensorVector& out,
+                    double mu, bool nesterov, bool ema, std::optional<Tensor> scale);
+
+void apply_update_cpu(const TensorVector& params, const TensorVector& updates, double lr,
+                      std::optional<Tensor> lr_tensor, const std::vector<double>& factors,
+                      double weight_decay, std::optional<Tensor> weight_decay_tensor,
+                      bool shaped_decay, bool cautious, const TensorVector& second_moments,
+                      double beta2, const TensorVector& residuals, int64_t seed,
+                      std::optional<Tensor> rounding_step, const std::vector<int64_t>& parameter,
+                      const std::vector<int64_t>& offset);
+
+void adamw_cpu(const TensorVector& params, const TensorVector& grads, const TensorVector& exp_avgs,
+               const TensorVector& exp_avg_sqs, const TensorVector& steps, double lr,
+               std::optional<Tensor> lr_tensor, double beta1, std::optional<Tensor> beta1_tensor,
+               double beta2, std::optional<Tensor> beta2_tensor, double eps,
+               std::optional<Tensor> eps_tensor, double weight_decay,
+               std::optional<Tensor> weight_decay_tensor, const TensorVector& residuals,
+               int64_t seed, std::optional<Tensor> rounding_step,
+               const std::vector<int64_t>& parameter, const std::vector<int64_t>& offset);
+
+Tensor momentum_cuda(const TensorVector& grads, const TensorVector& buffers,
+                     const TensorVector& out, double mu, bool nesterov, bool ema,
+                     std::optional<Tensor> scale);
+
+void apply_update_cuda(const TensorVector& params, const TensorVector& updates, double lr,
+                       std::optional<Tensor> lr_tensor, const std::vector<double>& factors,
+                       double weight_decay, std::optional<Tensor> weight_decay_tensor,
+                       bool shaped_decay, bool cautious, const TensorVector& second_moments,
+                       double beta2, const TensorVector& residuals, int64_t seed,
+                       std::optional<Tensor> rounding_step, const std::vector<int64_t>& parameter,
+                       const std::vector<int64_t>& offset);
+
+void adamw_cuda(const TensorVector& params, const TensorVector& grads, const TensorVector& exp_avgs,
+                const TensorVector& exp_avg_sqs, const TensorVector& steps, double lr,
+                std::optional<Tensor> lr_tensor, double beta1, std::optional<Tensor> beta1_tensor,
+                double beta2, std::optional<Tensor> beta2_tensor, double eps,
+                std::optional<Tensor> eps_tensor, double weight_decay,
+                std::optional<Tensor> weight_decay_tensor, const TensorVector& residuals,
+                int64_t seed, std::optional<Tensor> rounding_step,
+                const std::vector<int64_t>& parameter, const std::vector<int64_t>& offset);
+
+void symmetric_matmul_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c,
+                           const Tensor& out, double alpha, double beta, double diag, int64_t tile);
 
 Tensor nf4_dequant_cpu(const Tensor& packed, const Tensor& absmax, const Tensor& active_experts,
                        IntHeaderOnlyArrayRef expert_shape, int64_t blocksize, ScalarType dtype,

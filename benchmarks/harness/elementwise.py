@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from . import step_ops
 from .ceilings import copy_call
 from .package import Built
 from .report import Measured, Row, failed, floor_ms, line, passed
@@ -225,14 +226,19 @@ def measure(problem: Dequant, built: Built) -> tuple[Row, str]:
 
 
 def rows(built: Built) -> Iterator[tuple[Row, str]]:
-    """Every row of the file: the listed cases, then 20 shapes drawn from the commit."""
+    """Every row of the file: the listed cases, then 20 shapes of either kind from the commit."""
     import torch
 
-    for problem in (*LISTED, *random_problems(int(built.commit[:8], 16))):
+    seed = int(built.commit[:8], 16)
+    for problem in (*LISTED, *random_problems(seed)):
         yield measure(problem, built)
+        torch.cuda.empty_cache()
+    for group in (*step_ops.LISTED, *step_ops.random_groups(seed)):
+        yield step_ops.measure(group, built)
         torch.cuda.empty_cache()
 
 
 def random_cases(commit: str) -> set[str]:
     """Names of the rows that were drawn, not listed."""
-    return {problem.case for problem in random_problems(int(commit[:8], 16))}
+    drawn = {problem.case for problem in random_problems(int(commit[:8], 16))}
+    return drawn | step_ops.random_cases(commit)

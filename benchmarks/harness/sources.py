@@ -16,6 +16,11 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "elementwise": (
         "kernels-src/common/*",
         "kernels-src/nf4_dequant/*",
+        "kernels-src/optimizer_step/*",
+        "torch-ext/optimizer/kernels/_lists.py",
+        "torch-ext/optimizer/kernels/adamw.py",
+        "torch-ext/optimizer/kernels/apply_update.py",
+        "torch-ext/optimizer/kernels/momentum.py",
         "torch-ext/optimizer/kernels/nf4_dequant*.py",
     ),
 }

@@ -20,3 +20,9 @@ def run_nf4(nf4):
         return nf4._op(path)(active_experts=ids, dtype=dtype, **arguments)
 
     return call
+
+
+@pytest.fixture(scope="session")
+def ops(submodule):
+    """The registered ops of the loaded package."""
+    return submodule("_ops").ops

@@ -9,17 +9,25 @@ allocator would hide most wrong addresses, so PYTORCH_NO_CUDA_MEMORY_CACHING=1 i
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import os
 import sys
 
 import torch
 
 from .._compare import assert_same_bits
+from ._symmetric import DTYPES as SYMMETRIC_DTYPES
+from ._symmetric import Problem, exact, laid_out
+from ._tensors import DTYPES as LIST_DTYPES
+from ._tensors import assert_same, copies, draw
+from .test_adamw import OPTIONS, draw_lists
+from .test_apply_update import MODES, rounding_options
 from .test_nf4_dequant import DTYPES, STACKS, oracle
 
 
 def kernels() -> None:
-    """nf4_dequant over all its stacks, dtypes and unknown ids, compared with the oracle."""
+    """nf4_dequant over its stacks and dtypes, symmetric_matmul over its tiles, the list ops."""
     import tomllib
     from kernels import get_kernel
 
@@ -39,7 +47,77 @@ def kernels() -> None:
             assert_same_bits(out[:2], oracle(arguments, ids, dtype))
             assert out[2:].isnan().all()
             count += 1
+    count += symmetric_products(opt)
+    count += list_ops(opt)
     print(f"{count} cases, all right")
+
+
+def symmetric_products(opt) -> int:
+    """symmetric_matmul: every tile, layout and dtype at odd shapes; the number of cases."""
+    device, count = torch.device("cuda"), 0
+    module = importlib.import_module(f"{opt.__name__}.kernels.symmetric_matmul")
+    for m, k in ((1, 1), (67, 33), (130, 129), (257, 70)):
+        problem = Problem((2,), m, k, alpha=0.5, beta=2.0, diag=1.0, other=True)
+        for dtype in SYMMETRIC_DTYPES:
+            arguments = problem.operands(dtype, device)
+            expected = exact(arguments, dtype)
+            for pattern in ("padded", "transposed-padded", "shifted", "every-third"):
+                A, B, C = (laid_out(arguments[name], pattern) for name in "ABC")
+                for tile in range(3):
+                    out = laid_out(torch.full_like(expected, torch.nan), pattern)
+                    module._op("compiled")(A, B, C, out, 0.5, 2.0, 1.0, tile)
+                    assert torch.equal(out, expected)
+                    count += 1
+    return count
+
+
+def list_ops(opt) -> int:
+    """momentum, apply_update and adamw: layouts, dtypes and roundings; the number of cases.
+
+    The references run on the CPU: the tool would instrument all of torch's kernels, too.
+    """
+    device, count, kernels = torch.device("cuda"), 0, opt.kernels
+    momentum, update, adamw = (
+        importlib.import_module(f"{kernels.__name__}.{op}")._reference
+        for op in ("momentum", "apply_update", "adamw")
+    )
+    shapes = ((5, 7), (0,), (3, 20, 17), (), (131, 129))
+    for layout in ("plain", "unaligned", "permuted"):
+        params, grads, *state = draw_lists(shapes, device, LIST_DTYPES, LIST_DTYPES[::-1], layout)
+        out = draw(shapes, torch.float16, seed=4, layout=layout, device=device)
+        expected, plain_out = copies(state[0]), copies(out)
+        kernels.momentum(grads, state[0], out, mu=0.9, nesterov=True, form="ema")
+        momentum(copies(grads), expected, plain_out, 0.9, True, True, None)
+        assert_same([*state[0], *out], [*expected, *plain_out])
+        for mode in MODES:
+            rounding = rounding_options(kernels, mode, params, layout=layout)
+            same = {"residuals": None, "rounding": None}
+            if mode == "residual":
+                same["residuals"] = copies(rounding["residuals"])
+            if mode == "stochastic":
+                key = rounding["rounding"]
+                same["rounding"] = dataclasses.replace(key, step=key.step.cpu())
+            expected = [copies(tensors) for tensors in (params, grads, *state)]
+            kernels.adamw(params, grads, *state, **OPTIONS, **rounding)
+            adamw(*expected, **OPTIONS, **same)
+            options = {"lr": 0.1, "factors": [0.5] * len(params), "weight_decay": 0.1}
+            kernels.apply_update(params, grads, **options, **rounding)
+            plain = {"shaped_decay": False, "cautious": False}
+            update(expected[0], expected[1], **options, **plain, **same, **NO_MOMENTS)
+            assert_same(params, expected[0])
+            count += 2
+        matrices = [p for p in params if p.ndim >= 2]
+        updates = draw([p.shape for p in matrices], torch.float16, seed=5, device=device)
+        options = {"lr": 0.1, "factors": [1.0] * len(matrices), "weight_decay": 0.1}
+        for reduced in (-1, -2):
+            second = [p.float().mean(reduced, keepdim=True).abs() for p in matrices]
+            kernels.apply_update(matrices, updates, second_moments=second, beta2=0.9, **options)
+            assert all(p.isfinite().all() for p in matrices)
+            count += 1
+    return count
+
+
+NO_MOMENTS = {"second_moments": None, "beta2": None}
 
 
 def planted() -> None:

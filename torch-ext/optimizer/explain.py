@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from .kernels import _lists
 from .kernels.nf4_dequant import explain_nf4_dequant
+from .kernels.symmetric_matmul import explain_symmetric_matmul
 from .orthogonalize.choose import explain as explain_orthogonalize
 
 
@@ -23,16 +26,22 @@ def _orthogonalize(
     return explain_orthogonalize(shape[-2], shape[-1], dtype=dtype, device=device, **options)
 
 
-EXPLAINERS = {"orthogonalize": _orthogonalize, "nf4_dequant": explain_nf4_dequant}
+EXPLAINERS = {
+    "orthogonalize": _orthogonalize,
+    "symmetric_matmul": explain_symmetric_matmul,
+    "nf4_dequant": explain_nf4_dequant,
+    **{op: functools.partial(_lists.explain, op) for op in ("momentum", "apply_update", "adamw")},
+}
 
 
 def explain(op: str, **problem: Any) -> str:
     """Say in words what `op` would run for a problem.
 
     Args:
-        op: "orthogonalize" or "nf4_dequant".
+        op: "orthogonalize", "symmetric_matmul", "nf4_dequant", "momentum", "apply_update" or
+            "adamw".
         **problem: orthogonalize: `shape` (..., m, n), `dtype` and `device` of the input, optionally
-            `steps`, `method` and `iterate_dtype`; nf4_dequant: `device`.
+            `steps`, `method` and `iterate_dtype`; the others: `device`.
 
     Returns:
         The pick and its reason.

@@ -89,6 +89,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
         So weights-only loading works; loading keeps the function of the optimizer it loads into.
         """
+        for group in self.param_groups:
+            self.format.settle(group)
         params = [param for group in self.param_groups for param in group["params"]]
         if not all(param in self.state for param in params):
             self.fit_state()
@@ -126,6 +128,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         merged, loading = [], {}
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             where = f"group {number}"
+            self.format.settle(group)
             saved_kind, kind = self.format.kind(saved, f"saved {where}"), self.format.kind(group)
             if saved_kind != kind:
                 raise ValueError(

@@ -13,7 +13,14 @@ from .parameters import check_parameter, label
 
 MUON, ADAMW = "muon", "adamw"
 OPTIONS = {MUON: MuonOptions, ADAMW: AdamWOptions}
-SCHEDULER_KEYS = frozenset({"initial_lr"})  # torch's schedulers ask for it when they resume
+# What torch's schedulers write into groups, and ask for when they resume.
+SCHEDULER_KEYS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
+)
+# Names of AdamW's options in `defaults` of both classes. OneCycleLR and CyclicLR cycle `betas` of
+# every group if "betas" is a default, and `momentum` of every group otherwise; only `momentum` fits
+# all groups here: see Format.settle.
+DEFAULT_KEYS = {"betas": "adamw_betas", "eps": "adamw_eps"}
 
 
 @dataclass(frozen=True)
@@ -54,13 +61,24 @@ class Format:
             )
         return kinds[0]
 
+    def settle(self, group: dict[str, Any]) -> None:
+        """The momentum that OneCycleLR or CyclicLR wrote into an AdamW group becomes its beta1.
+
+        They are told from other code by the bounds they leave in the group.
+        """
+        cycled = {"momentum", "max_momentum", "base_momentum"} <= group.keys()
+        if cycled and self.kind(group) == ADAMW:
+            key = self.key(ADAMW, "betas")
+            group[key] = (group.pop("momentum"), *group[key][1:])
+
     def options(
-        self, group: Mapping[str, Any], check_as: str | None = None
+        self, group: dict[str, Any], check_as: str | None = None
     ) -> MuonOptions | AdamWOptions:
         """The group's options as they are now; schedulers may have changed them.
 
         With `check_as`, a name for messages, they are checked, which may read a Tensor lr.
         """
+        self.settle(group)
         kind = self.kind(group)
         values = {name: group[self.key(kind, name)] for name in option_names(OPTIONS[kind])}
         if check_as is not None:
@@ -103,13 +121,18 @@ class Format:
         kind = self.kind(group, where)
         params, names = _parameters(group, where)
         self._check_keys(group, kind, where)
-        missing = [key for key in self.keys(kind) if key not in group and key not in defaults]
+        default_keys = DEFAULT_KEYS if kind == ADAMW else {}
+        sources = {  # key of the group -> its key in defaults
+            self.key(kind, option): default_keys.get(option, option)
+            for option in option_names(OPTIONS[kind])
+        }
+        missing = [key for key in sources if key not in group and sources[key] not in defaults]
         if missing:
             raise ValueError(f"{where}: {', '.join(missing)} must be given for kind {kind!r}")
         mark = kind == MUON if self.mark == "use_muon" else kind
         completed = {"params": params, self.mark: mark}
-        for key in self.keys(kind):
-            completed[key] = tidy(key, group[key] if key in group else defaults[key])
+        for key, source in sources.items():
+            completed[key] = tidy(key, group[key] if key in group else defaults[source])
         completed |= {key: group[key] for key in group if key in SCHEDULER_KEYS}
         self.options(completed, where)
         return completed, names

@@ -15,8 +15,8 @@ DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.0,
     "none_grad": False,
     # kind "adamw"
-    "betas": (0.9, 0.95),
-    "eps": 1e-8,
+    "adamw_betas": (0.9, 0.95),  # `betas` and `eps` in a group: see groups.DEFAULT_KEYS
+    "adamw_eps": 1e-8,
     # kind "muon"
     "momentum": 0.95,
     "nesterov": True,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -100,13 +101,16 @@ def loaded_state(
     """A copy of a saved state in the dtypes of `slots`, on the parameter's device.
 
     torch's own loading casts floating-point state to the dtype of the parameter, which would cut a
-    float32 buffer of a bfloat16 parameter to 8 bits.
+    float32 buffer of a bfloat16 parameter to 8 bits. A step count may be a number, as in state that
+    older optimizers wrote.
 
     Raises:
         ValueError: an entry is missing, unknown, not floating-point, or has another shape.
     """
-    saved = {} if saved is None else saved
+    saved = {} if saved is None else dict(saved)
     for key, slot in slots.items():
+        if key == "step" and isinstance(saved.get(key), Real):
+            saved[key] = torch.tensor(float(saved[key]), dtype=slot.dtype)
         if not isinstance(saved.get(key), Tensor):
             raise ValueError(f"{where}: the loaded state has no {key}; it has {sorted(saved)}")
         if tuple(saved[key].shape) != slot.shape:

@@ -53,4 +53,4 @@ def update(
             assert options.beta2 is not None
             part = reference.variance_reduction(part, second_moments[index], options.beta2)
         part = part.reshape(param.shape)
-        reference.muon_update(param, part, lr=lr, decay=decay, cautious=options.cautious)
+        reference.apply_update(param, part, lr=lr, decay=decay, cautious=options.cautious)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .coefficients import checked_steps, polar_express_coefficients
+from .products import gram_runs_symmetric, runs_symmetric
 from .restarts import restart_positions
 
 METHODS = ("auto", "polar_express", "gram_newton_schulz", "newton_schulz")
@@ -165,7 +166,20 @@ def explain(
     text += f"; with half of every symmetric product skipped at least {ideal:.3g}"
     if device.type == "cuda" and choice.dtype in (torch.float16, torch.bfloat16):
         text += f", {1e3 * ideal / H200_RATE:.3g} ms at the 790 TFLOP/s of an H200"
-    return text + ". Portable path: torch's batched matrix products."
+    return f"{text}. {_why_products(m, n, choice, device)}"
+
+
+def _why_products(m: int, n: int, choice: Choice, device: torch.device) -> str:
+    """Which of the method's products are computed by halves."""
+    by_halves = []
+    if gram_runs_symmetric(m, n, choice.dtype, device):
+        by_halves.append("X X^T" if m <= n else "X^T X")
+    if runs_symmetric(min(m, n), choice.dtype, device):
+        gram_form = choice.method == "gram_newton_schulz"
+        by_halves += ["R^2", "R Z", "Z R Z"] if gram_form else ["A^2"]
+    if not by_halves:
+        return "Products: torch's dense ones."
+    return f"Products: {', '.join(by_halves)} by symmetric_matmul, the others torch's dense ones."
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,7 +1,8 @@
 """Newton-Schulz: X <- a X + (b A + c A^2) X with A = X X^T, one (a, b, c) per step.
 
-Per step and matrix 4 m^2 n + 2 m^3 FLOP for sides m <= n; three products, each accumulated in
-float32 (float64 for float64 iterates) and rounded once, with the scalars inside the accumulation.
+Per step and matrix 4 m^2 n + 2 m^3 FLOP for sides m <= n, 3 m^2 n + m^3 where symmetric products
+are computed by halves; three products, each accumulated in float32 (float64 for float64 iterates)
+and rounded once, with the scalars inside the accumulation.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from .arguments import check_dtype, check_input, output_for
 from .batch import walk
 from .coefficients import CoefficientSet, Rows
 from .constants import dtype_for, schedule
+from .products import apply_gram_side, folded_quadratic, folds_diagonal, gram, quadratic
 
 
 @torch.library.custom_op(
@@ -43,36 +45,9 @@ def _newton_schulz(
 def newton_schulz_step(x: torch.Tensor, row: tuple[float, float, float]) -> torch.Tensor:
     """One step on x (G, R, C), wide or tall."""
     a, b, c = row
+    if folds_diagonal(x):
+        return apply_gram_side(x, folded_quadratic(gram(x), a, b, c))
     return apply_gram_side(x, quadratic(gram(x), b, c), x, beta=a)
-
-
-def gram(x: torch.Tensor) -> torch.Tensor:
-    """X X^T or X^T X of x (G, R, C), whichever is smaller: (G, m, m)."""
-    return torch.bmm(x.mT, x) if x.shape[-2] > x.shape[-1] else torch.bmm(x, x.mT)
-
-
-def quadratic(A: torch.Tensor, b: float, c: float) -> torch.Tensor:
-    """b A + c A^2 of A (G, m, m); a cubic schedule has c = 0 and saves the product."""
-    return torch.baddbmm(A, A, A, beta=b, alpha=c) if c else (in_float32(A) * b).to(A.dtype)
-
-
-def in_float32(x: torch.Tensor) -> torch.Tensor:
-    """x in float32, float64 as it is: for elementwise arithmetic with a Python scalar.
-
-    The CPU rounds the scalar itself to a half-precision tensor's dtype first. As `a` enters every
-    row alike, that triples the error of a float16 Gram iteration (5.2e-3 instead of 1.9e-3).
-    """
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def apply_gram_side(
-    x: torch.Tensor, B: torch.Tensor, add: torch.Tensor | None = None, *, beta: float = 0.0
-) -> torch.Tensor:
-    """beta * add + B X, or beta * add + X B for tall x (G, R, C), with B (G, m, m) symmetric."""
-    left, right = (x, B) if x.shape[-2] > x.shape[-1] else (B, x)
-    if add is None:
-        return torch.bmm(left, right)
-    return torch.baddbmm(add, left, right, beta=beta)
 
 
 @torch.no_grad()

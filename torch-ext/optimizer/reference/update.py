@@ -2,7 +2,8 @@
 
 Every function works on any device. Arithmetic runs in float64 for float64 tensors and in float32
 for everything else, and a tensor of lower precision is rounded exactly once, when it is written
-back. Nothing here waits for the device: scalars are Python numbers or 0-D tensors and stay so.
+back. Every product and every sum is rounded on its own, so that the compiled kernels can give the
+same bits. Nothing here waits for the device: scalars are Python numbers or 0-D tensors and stay so.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from . import rounding
+
 
 def momentum(
     grad: Tensor, buffer: Tensor, mu: float, *, nesterov: bool = True, ema: bool = False
@@ -19,17 +22,18 @@ def momentum(
     """Advance `buffer` in place by one gradient and return the direction to orthogonalize.
 
     Heavy ball (`ema=False`): buf <- mu buf + g, direction g + mu buf with Nesterov, else buf.
-    Moving average (`ema=True`): buf <- lerp(buf, g, 1 - mu), direction lerp(g, buf, mu), else buf.
+    Moving average (`ema=True`): buf <- buf + (1 - mu) (g - buf), direction g + mu (buf - g) with
+    Nesterov, else buf.
     The second is (1 - mu) times the first at every step, and orthogonalization removes the factor.
     `grad` is only read; the direction is a new tensor that shares no memory with `buffer`.
     """
     dtype = torch.promote_types(buffer.dtype, torch.float32)
     grad, old = grad.to(dtype), buffer.to(dtype)
-    new = old.lerp(grad, 1 - mu) if ema else old * mu + grad
+    new = old + (grad - old) * (1 - mu) if ema else old * mu + grad
     buffer.copy_(new)
     if not nesterov:
         return new
-    return grad.lerp(new, mu) if ema else grad + new * mu
+    return grad + (new - grad) * mu if ema else grad + new * mu
 
 
 def variance_reduction(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
@@ -57,23 +61,27 @@ def variance_reduction(update: Tensor, second_moment: Tensor, beta2: float) -> T
     return update * (scale * (norm / scaled.clamp_min(1e-10)))
 
 
-def muon_update(
+def apply_update(
     param: Tensor,
     update: Tensor,
     *,
     lr: float | Tensor,
     decay: float | Tensor,
     cautious: bool = False,
+    residual: Tensor | None = None,
+    random: Tensor | None = None,
 ) -> None:
     """p <- p - decay p - lr u in place, in one pass with one rounding.
 
     With `cautious` only those weights decay for which u p >= 0, that is, whose update does not
     already push them away from zero. `decay` is the product of a learning rate and weight_decay.
+    `residual` (int16) keeps what the rounding of a 16-bit parameter drops; `random` (int64 in
+    [0, 2^16)) makes that rounding stochastic. Both: `reference.rounding`.
     """
-    dtype = torch.promote_types(param.dtype, torch.float32)
-    old, update = param.to(dtype), update.to(dtype)
+    old = rounding.load(param, residual)
+    update = update.to(old.dtype)
     shrunk = old * (update * old >= 0) if cautious else old
-    param.copy_(old - shrunk * decay - update * lr)
+    rounding.store(param, old - shrunk * decay - update * lr, residual, random)
 
 
 def adamw(
@@ -84,26 +92,34 @@ def adamw(
     step: Tensor,
     *,
     lr: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    betas: tuple[float | Tensor, float | Tensor],
+    eps: float | Tensor,
+    weight_decay: float | Tensor,
+    residual: Tensor | None = None,
+    random: Tensor | None = None,
 ) -> None:
     """One step of AdamW in place (arXiv 1711.05101), with one rounding of the parameter.
 
     `step` is a 0-D tensor that counts the steps before this one and is advanced here. The bias
-    corrections 1 - beta^t are taken as -expm1(t log beta): float32 keeps their digits at small t,
-    where 1 - 0.999 would keep only two in the last place.
+    corrections 1 - beta^t are taken as -expm1(t log beta) in float64 and rounded once: their digits
+    at small t stay, of which 1 - 0.999 in float32 would keep few. `residual` and `random` are those
+    of `apply_update`.
     """
     beta1, beta2 = betas
-    dtype = torch.promote_types(param.dtype, torch.float32)
-    grad, old = grad.to(dtype), param.to(dtype)
+    old = rounding.load(param, residual)
+    grad = grad.to(old.dtype)
     step.add_(1)
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
-    correction1, correction2 = (_bias_correction(beta, step.to(dtype)) for beta in betas)
-    denominator = (exp_avg_sq / correction2).sqrt() + eps
-    param.copy_(old - old * (lr * weight_decay) - exp_avg / denominator * (lr / correction1))
+    exp_avg.add_((grad - exp_avg) * (1 - beta1))
+    exp_avg_sq.add_((grad * grad - exp_avg_sq) * (1 - beta2))
+    correction1, correction2 = (_bias_correction(beta, step).to(old.dtype) for beta in betas)
+    # torch's float32 sqrt on the CPU is not always the nearest number; float64, rounded once, is.
+    denominator = (exp_avg_sq / correction2).double().sqrt().to(old.dtype) + eps
+    new = old - old * (lr * weight_decay) - exp_avg / denominator * (lr / correction1)
+    rounding.store(param, new, residual, random)
 
 
-def _bias_correction(beta: float, step: Tensor) -> Tensor | float:
-    return -torch.expm1(step * math.log(beta)) if beta > 0 else 1.0
+def _bias_correction(beta: float | Tensor, step: Tensor) -> Tensor:
+    step = step.double()
+    if isinstance(beta, Tensor):
+        return -torch.expm1(step * torch.log1p(beta.double() - 1))
+    return -torch.expm1(step * math.log1p(beta - 1)) if beta > 0 else torch.ones_like(step)

@@ -1,0 +1,101 @@
+#pragma once
+// symmetric_matmul: out = alpha A B^T + beta C + diag I for a batch of m x k operands whose product
+// is symmetric. What the host checks and hands to a kernel.
+//
+// Only tiles on and above the diagonal are computed; each is stored twice, the second time
+// transposed. Products are summed in float32 in steps of growing k whatever the tile, the strides
+// or the batch; alpha, beta C and diag are applied in float32 and the result is rounded once.
+
+#include <cstdint>
+#include <optional>
+
+#include "common/stable.h"
+
+namespace optimizer::symmetric {
+
+// One batch of matrices; strides in elements.
+struct Matrices {
+  const void* data;
+  int64_t batch;
+  int64_t row;
+  int64_t col;
+};
+
+struct Problem {
+  Matrices a;    // (batch, m, k)
+  Matrices b;    // (batch, m, k), read as its transpose
+  Matrices c;    // (batch, m, m); data is null if beta C is absent
+  Matrices out;  // (batch, m, m)
+  int64_t batches;
+  int m;
+  int k;
+  float alpha;
+  float beta;
+  float diag;
+};
+
+// Positions inside a matrix are 32-bit, with room for a tile behind the last one.
+constexpr int64_t kLargestSide = int64_t{1} << 30;
+
+// How an operand's strides let it be read.
+enum class Layout {
+  kRows,     // k is contiguous, every row starts on 16 bytes
+  kColumns,  // m is contiguous, every column starts on 16 bytes
+  kAny,      // element by element
+};
+
+inline bool on_16_bytes(const Matrices& x, int64_t leading, int64_t batches, int64_t elements) {
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && leading % elements == 0 &&
+         (batches == 1 || x.batch % elements == 0);
+}
+
+// `elements` of the dtype fill 16 bytes.
+inline Layout layout_of(const Matrices& x, int64_t batches, int64_t elements) {
+  if (x.col == 1 && on_16_bytes(x, x.row, batches, elements)) return Layout::kRows;
+  if (x.row == 1 && on_16_bytes(x, x.col, batches, elements)) return Layout::kColumns;
+  return Layout::kAny;
+}
+
+// A symmetric matrix equals its transpose, so the contiguous side may always be the rows.
+inline Matrices symmetric_view(const Tensor& x) {
+  const int64_t row = x.stride(1), col = x.stride(2);
+  return {x.data_ptr(), x.stride(0), row == 1 ? col : row, row == 1 ? row : col};
+}
+
+inline Problem describe(const Tensor& a, const Tensor& b, const std::optional<Tensor>& c,
+                        const Tensor& out, double alpha, double beta, double diag) {
+  STD_TORCH_CHECK(a.dim() == 3 && b.dim() == 3 && out.dim() == 3,
+                  "symmetric_matmul: a and b must be (batch, m, k), out (batch, m, m)");
+  const int64_t batches = a.size(0), m = a.size(1), k = a.size(2);
+  STD_TORCH_CHECK(b.size(0) == batches && b.size(1) == m && b.size(2) == k,
+                  "symmetric_matmul: b must have the shape of a");
+  STD_TORCH_CHECK(m <= kLargestSide && k <= kLargestSide,
+                  "symmetric_matmul: m and k must be at most 2^30");
+  const auto check_square = [&](const Tensor& x, const char* name) {
+    STD_TORCH_CHECK(x.dim() == 3 && x.size(0) == batches && x.size(1) == m && x.size(2) == m &&
+                        x.scalar_type() == a.scalar_type() && x.device() == a.device(),
+                    "symmetric_matmul: ", name,
+                    " must be (batch, m, m) of the dtype and on the device of a");
+  };
+  check_square(out, "out");
+  if (c.has_value()) check_square(*c, "c");
+  STD_TORCH_CHECK(b.scalar_type() == a.scalar_type() && b.device() == a.device(),
+                  "symmetric_matmul: b must have the dtype and the device of a");
+
+  const auto operand = [](const Tensor& x) {
+    return Matrices{x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+  };
+  const bool reads_c = c.has_value() && beta != 0;
+  return {operand(a),
+          operand(b),
+          reads_c ? symmetric_view(*c) : Matrices{},
+          symmetric_view(out),
+          batches,
+          static_cast<int>(m),
+          static_cast<int>(k),
+          static_cast<float>(alpha),
+          static_cast<float>(beta),
+          static_cast<float>(diag)};
+}
+
+}  // namespace optimizer::symmetric

@@ -1,0 +1,256 @@
+"""momentum on every path: bit for bit the reference, whatever the list."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ._tensors import DTYPES, LAYOUTS, SHAPES, assert_same, copies, draw
+
+FORMS = ("heavy_ball", "ema")
+
+
+@pytest.fixture(scope="module")
+def momentum(submodule):
+    return submodule("kernels").momentum
+
+
+@pytest.fixture(scope="module")
+def expect(submodule):
+    """`expect(grads, buffers, out dtypes, ...)`: the reference, tensor by tensor, on the CPU."""
+    reference = submodule("reference.update")
+
+    def run(grads, buffers, dtypes, *, mu=0.95, nesterov=True, form="heavy_ball", scale=None):
+        buffers, out, directions = copies(buffers), [], []
+        for k, (grad, buffer) in enumerate(zip(copies(grads), buffers, strict=True)):
+            ema = form == "ema"
+            direction = reference.momentum(grad, buffer, mu, nesterov=nesterov, ema=ema)
+            directions.append(direction)
+            scaled = direction if scale is None else direction * scale[k].cpu()
+            out.append(scaled.to(dtypes[k % len(dtypes)]))
+        return buffers, out, directions
+
+    return run
+
+
+def outputs(tensors, dtypes, layout="plain"):
+    return [
+        LAYOUTS[layout](torch.empty(x.shape, dtype=dtypes[k % len(dtypes)], device=x.device))
+        for k, x in enumerate(tensors)
+    ]
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, DTYPES)), ids=str)
+def test_same_bits_as_the_reference(momentum, expect, device, dtypes, layout):
+    grad_dtype, out_dtype = dtypes
+    scale = torch.rand(len(SHAPES), device=device) + 0.5
+    for form, nesterov in itertools.product(FORMS, (False, True)):
+        grads = draw(SHAPES, grad_dtype, seed=0, layout=layout, device=device)
+        buffers = draw(SHAPES, torch.float32, seed=1, layout=layout, device=device)
+        out = outputs(grads, [out_dtype], layout)
+        kept = copies(grads)
+        options = {"mu": 0.95, "nesterov": nesterov, "form": form, "scale": scale}
+        expected = expect(grads, buffers, [out_dtype], **options)
+        momentum(grads, buffers, out, **options)
+        assert_same(buffers, expected[0])
+        assert_same(out, expected[1])
+        assert_same(grads, kept)
+
+
+def test_one_list_of_every_dtype_and_layout(momentum, expect, device):
+    """Mixed dtypes, bfloat16 and float16 buffers, layouts that differ within an entry."""
+    shapes, layouts = SHAPES * 5, itertools.cycle(LAYOUTS)
+    grads = [LAYOUTS[next(layouts)](x) for x in draw(shapes, DTYPES, seed=0, device=device)]
+    next(layouts)
+    buffers = draw(shapes, (*DTYPES, torch.float32), seed=1, device=device)
+    buffers = [LAYOUTS[next(layouts)](x) for x in buffers]
+    dtypes = (torch.float16, torch.float32, torch.bfloat16, torch.float16, torch.float16)
+    out = outputs(grads, dtypes)
+    options = {"mu": 0.9, "nesterov": True, "form": "ema"}
+    expected = expect(grads, buffers, dtypes, **options)
+    momentum(grads, buffers, out, **options)
+    assert_same(buffers, expected[0])
+    assert_same(out, expected[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_amax_and_sum_of_squares(momentum, expect, device, layout):
+    """amax is exact. Squares: 16 per thread one by one, then trees of 32 and 8; 32 roundings."""
+    shapes = (*SHAPES, (301, 997))
+    grads = draw(shapes, torch.float32, seed=0, layout=layout, device=device)
+    buffers = draw(shapes, torch.float32, seed=1, layout=layout, device=device)
+    _, _, directions = expect(grads, buffers, [torch.float16])
+    stats = momentum(
+        grads, buffers, outputs(grads, [torch.float16]), mu=0.95, nesterov=True, form="heavy_ball"
+    )
+    assert stats.shape == (len(shapes), 2) and stats.dtype == torch.float32
+    for (amax, squares), direction in zip(stats.tolist(), directions, strict=True):
+        exact = direction.double()
+        assert amax == (exact.abs().max().item() if exact.numel() else 0.0)
+        total = exact.square().sum().item()
+        assert abs(squares - total) <= 32 * 2.0**-24 * total
+
+
+def test_stats_do_not_depend_on_the_other_entries(momentum, device):
+    shapes = [(k + 1, 37 * k + 1) for k in range(60)]
+    grads = draw(shapes, torch.float32, seed=0, device=device)
+    buffers = draw(shapes, torch.float32, seed=1, device=device)
+    options = {"mu": 0.95, "nesterov": True, "form": "heavy_ball"}
+
+    def run(chosen):
+        picked = [grads[k] for k in chosen]
+        return momentum(
+            picked,
+            copies([buffers[k] for k in chosen], device),
+            outputs(picked, [torch.float16]),
+            **options,
+        )
+
+    together = run(range(60))
+    assert_same([run(range(60))], [together])
+    assert_same([torch.cat([run([k]) for k in range(60)])], [together])
+    assert_same([run(range(59, -1, -1)).flip(0)], [together])
+
+
+def test_four_hundred_tensors(momentum, expect, device):
+    """More than one launch of any kernel holds, tiny ones among them."""
+    shapes = [((k * 7919) % 3000 + 1,) for k in range(400)] + [(0,)] * 7
+    grads = draw(shapes, DTYPES, seed=0, device=device)
+    buffers = draw(shapes, torch.float32, seed=1, device=device)
+    out = outputs(grads, [torch.float16])
+    expected = expect(grads, buffers, [torch.float16])
+    stats = momentum(grads, buffers, out, mu=0.95, nesterov=True, form="heavy_ball")
+    assert_same(buffers, expected[0])
+    assert_same(out, expected[1])
+    largest = [d.abs().max() if d.numel() else torch.zeros(()) for d in expected[2]]
+    assert_same([stats[:, 0].contiguous()], [torch.stack(largest)])
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf")))
+def test_nan_and_inf_stay_in_their_tensor(momentum, expect, device, bad):
+    grads = draw([(300, 5), (7,), (4096,)], torch.float32, seed=0, device=device)
+    buffers = draw([(300, 5), (7,), (4096,)], torch.float32, seed=1, device=device)
+    grads[0][170, 3] = bad
+    out = outputs(grads, [torch.float32])
+    expected = expect(grads, buffers, [torch.float32])
+    stats = momentum(grads, buffers, out, mu=0.95, nesterov=True, form="heavy_ball")
+    assert_same(buffers, expected[0])
+    assert_same(out, expected[1])
+    assert not stats[0].isfinite().any() and stats[1:].isfinite().all()
+    assert stats[0].isnan().all() == (bad != bad)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_list(momentum, expect, device, data):
+    count = data.draw(st.integers(1, 12))
+    shapes = [tuple(data.draw(st.lists(st.integers(0, 40), max_size=3))) for _ in range(count)]
+    layout = st.sampled_from(sorted(LAYOUTS))
+    grads = draw(shapes, DTYPES, seed=count, layout=data.draw(layout), device=device)
+    buffers = draw(shapes, torch.float32, seed=1, layout=data.draw(layout), device=device)
+    out = outputs(grads, DTYPES, data.draw(layout))
+    options = {"mu": data.draw(st.floats(0, 0.999)), "nesterov": data.draw(st.booleans())}
+    expected = expect(grads, buffers, DTYPES, **options)
+    momentum(grads, buffers, out, form="heavy_ball", **options)
+    assert_same(buffers, expected[0])
+    assert_same(out, expected[1])
+
+
+def test_float64_takes_the_reference(momentum, expect, device):
+    grads = draw([(9, 4)], torch.float64, seed=0, device=device)
+    buffers = draw([(9, 4)], torch.float64, seed=1, device=device)
+    out = outputs(grads, [torch.float64])
+    expected = copies(buffers)
+    expected[0].mul_(0.5).add_(grads[0].cpu())
+    stats = momentum(grads, buffers, out, mu=0.5, nesterov=False, form="heavy_ball")
+    torch.testing.assert_close(buffers[0].cpu(), expected[0], rtol=1e-15, atol=0)
+    assert torch.equal(out[0], buffers[0])
+    assert stats[0, 0] == out[0].abs().max().float()
+
+
+def test_empty_list(momentum):
+    assert momentum([], [], [], mu=0.9, nesterov=True, form="ema").shape == (0, 2)
+    with pytest.raises(ValueError, match="grads is empty, but buffers has 1"):
+        momentum([], [torch.zeros(1)], [], mu=0.9, nesterov=True, form="ema")
+
+
+def three(device, shape=(6, 4)):
+    return [[torch.ones(shape, device=device) for _ in range(2)] for _ in range(3)]
+
+
+BREAKS = {
+    "length": (lambda g, b, o: b.pop(), ValueError, "buffers has 1 entries and grads has 2"),
+    "shape": (
+        lambda g, b, o: o.__setitem__(1, o[1].mT),
+        ValueError,
+        r"out\[1\] has shape \(4, 6\), grads\[1\] has \(6, 4\)",
+    ),
+    "integers": (
+        lambda g, b, o: g.__setitem__(1, g[1].int()),
+        TypeError,
+        r"grads\[1\] must be one of .* got torch.int32",
+    ),
+    "no tensor": (
+        lambda g, b, o: g.__setitem__(1, None),
+        TypeError,
+        r"grads\[1\] must be a tensor",
+    ),
+    "expanded": (
+        lambda g, b, o: b.__setitem__(1, torch.ones(4, device=g[0].device).expand(6, 4)),
+        ValueError,
+        r"buffers\[1\] is expanded",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BREAKS)
+def test_errors_say_what_and_write_nothing(momentum, device, case):
+    edit, error, message = BREAKS[case]
+    grads, buffers, out = three(device)
+    first = buffers[0]
+    edit(grads, buffers, out)
+    with pytest.raises(error, match=message):
+        momentum(grads, buffers, out, mu=0.9, nesterov=True, form="ema")
+    assert (first == 1).all()
+
+
+def test_more_errors(momentum, device):
+    lists = three(device)
+    with pytest.raises(ValueError, match=r"form must be one of .* got 'nesterov'"):
+        momentum(*lists, mu=0.9, nesterov=True, form="nesterov")
+    with pytest.raises(ValueError, match=r"scale must be \(2,\) float32, got \(3,\)"):
+        momentum(*lists, mu=0.9, nesterov=True, form="ema", scale=torch.ones(3, device=device))
+    wild = torch.zeros((3,) * 7, device=device)[(slice(None, None, 2),) * 7]
+    with pytest.raises(ValueError, match="only contiguous tensors may have more than 6"):
+        momentum([wild], [wild.clone()], [wild], mu=0.9, nesterov=True, form="ema")
+
+
+def test_opcheck(ops, device):
+    grads, buffers, out = three(device)
+    arguments = (grads, buffers, out, 0.9, True, False, torch.ones(2, device=device))
+    torch.library.opcheck(ops.momentum.default, arguments)
+
+
+def test_compiles_without_a_graph_break(momentum, device):
+    grads, buffers, out = three(device)
+
+    def run(grads, buffers, out):
+        stats = momentum(grads, buffers, out, mu=0.5, nesterov=False, form="heavy_ball")
+        return stats + 1, out[0] * 2
+
+    stats, doubled = torch.compile(run, fullgraph=True, backend="aot_eager")(grads, buffers, out)
+    assert (buffers[0] == 1.5).all() and (doubled == 3).all()
+    assert stats.tolist() == [[2.5, 24 * 2.25 + 1]] * 2
+
+
+def test_meta_and_explain(opt, momentum):
+    grads, buffers, out = three("meta")
+    stats = momentum(grads, buffers, out, mu=0.5, nesterov=False, form="ema")
+    assert stats.shape == (2, 2) and stats.is_meta
+    assert opt.explain("momentum", device="xpu").startswith("reference: the loaded variant has no")

@@ -1,0 +1,343 @@
+"""symmetric_matmul on every path: exact where sums are, both triangles equal, any layout."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .._compare import assert_error_at_most, assert_same_bits
+from ._symmetric import DTYPES, PATTERNS, Problem, exact, laid_out
+
+PATHS = ("public", "triton", "reference")
+
+
+@pytest.fixture(scope="session")
+def module(submodule):
+    """The module kernels.symmetric_matmul of the loaded package."""
+    return submodule("kernels.symmetric_matmul")
+
+
+@pytest.fixture(scope="session")
+def multiply(module):
+    """`multiply(path, A=..., B=..., ...)`: the public function, or the same on one path's op."""
+
+    def call(path: str, **arguments) -> torch.Tensor:
+        if path == "public":
+            return module.symmetric_matmul(**arguments)
+        before = module._pick_name
+        module._pick_name = lambda device: path
+        try:
+            return module.symmetric_matmul(**arguments)
+        finally:
+            module._pick_name = before
+
+    return call
+
+
+def assert_exact(actual: torch.Tensor, expected: torch.Tensor, path: str) -> None:
+    """Bits must match; the interpreter's bfloat16 store truncates, so there one ulp is allowed."""
+    actual = actual.clone(memory_format=torch.contiguous_format)
+    assert_same_bits(actual, actual.mT)
+    actual, expected = actual + 0.0, expected + 0.0  # -0 and +0 are the same number
+    if path == "triton" and actual.device.type == "cpu" and actual.dtype == torch.bfloat16:
+        steps = actual.view(torch.int16).int() - expected.view(torch.int16).int()
+        assert actual.shape == expected.shape and steps.abs().max() <= 1
+    else:
+        assert_same_bits(actual, expected)
+
+
+PROBLEMS = (
+    Problem((), 1, 1),
+    Problem((), 5, 3),
+    Problem((3,), 64, 32),
+    Problem((2,), 65, 33, alpha=0.5),
+    Problem((2,), 96, 40, alpha=-2.0, beta=4.0),
+    Problem((2,), 63, 129, beta=-0.5, diag=3.0),
+    Problem((2,), 129, 64, alpha=0.25, beta=2.0, diag=-8.0, other=True),
+    Problem((2, 3), 17, 31, diag=1.0, other=True),
+    Problem((1,), 8, 2048, alpha=0.125),
+    Problem((3,), 33, 0, beta=2.0, diag=0.5),
+    Problem((3,), 33, 0),
+)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize("path", PATHS)
+def test_exact(multiply, device, path, problem, dtype):
+    arguments = problem.operands(dtype, device)
+    assert_exact(multiply(path, **arguments), exact(arguments, dtype), path)
+
+
+# Every pair; one per pattern for Triton, which compiles for each kind of stride.
+LAYOUTS = [
+    (path, pattern, out)
+    for path in PATHS
+    for pattern in PATTERNS
+    for out in (PATTERNS if path != "triton" else (pattern,))
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("path", "pattern", "out"), LAYOUTS)
+def test_every_layout(multiply, device, path, pattern, out, dtype):
+    """Operands and C in one layout, out in another; elements between those of out stay."""
+    problem = Problem((2, 2), 44, 21, alpha=2.0, beta=0.5, diag=1.0, other=True)
+    arguments = problem.operands(dtype, device)
+    expected = exact(arguments, dtype)
+    for name in "ABC":
+        arguments[name] = laid_out(arguments[name], pattern)
+    target = laid_out(torch.full_like(expected, torch.nan), out)
+    assert multiply(path, **arguments, out=target) is target
+    assert_exact(target, expected, path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_operands_of_different_layouts(multiply, device, path):
+    arguments = Problem((3,), 72, 40, other=True).operands(torch.float16, device)
+    expected = exact(arguments, torch.float16)
+    arguments["B"] = laid_out(arguments["B"], "transposed")
+    assert_exact(multiply(path, **arguments), expected, path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_tall_matrices_need_no_copy(multiply, device, path):
+    tall = Problem((3,), 24, 200).operands(torch.float16, device)["A"].mT.contiguous()
+    expected = exact({"A": tall.mT, "B": None, "C": None, "alpha": 1, "diag": 0}, torch.float16)
+    assert_exact(multiply(path, A=tall.mT), expected, path)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 0, 0), (0, 2, 4, 3), (0, 0)], ids=str)
+@pytest.mark.parametrize("path", PATHS)
+def test_empty(multiply, device, path, shape):
+    A = torch.zeros(shape, dtype=torch.float16, device=device)
+    assert multiply(path, A=A, diag=1.0).shape == (*shape[:-1], shape[-2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_matrix_gives_the_same_bits_in_any_batch(multiply, device, path, dtype):
+    A = torch.randn(5, 70, 90, device=device).to(dtype)
+    C = torch.randn(5, 70, 70, device=device).to(dtype)
+    C = C.triu() + C.triu(1).mT
+    scalars = {"alpha": 0.3, "beta": 0.7, "diag": 1.1}
+    batch = multiply(path, A=A, C=C, **scalars)
+    for i in range(len(A)):
+        assert_same_bits(multiply(path, A=A[i], C=C[i], **scalars), batch[i])
+        assert_same_bits(multiply(path, A=A[i:], C=C[i:], **scalars), batch[i:])
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides_change_no_bit(opt, module, device, pattern, dtype):
+    A = torch.randn(2, 70, 90, device=device).to(dtype)
+    expected = module.symmetric_matmul(A, alpha=0.3, diag=0.1)
+    actual = module.symmetric_matmul(laid_out(A, pattern), alpha=0.3, diag=0.1)
+    assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("path", PATHS)
+def test_error_on_gaussian_operands(multiply, device, path, dtype):
+    """At most 1.02 times torch's product of the same dtype, 5 times in float32."""
+    A = torch.randn(2, 192, 320, device=device).to(dtype)
+    C = A @ A.mT
+    C = (C.triu() + C.triu(1).mT).contiguous()
+    expected = -0.5 * (A.double() @ A.double().mT) + 0.25 * C.double()
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    library = torch.baddbmm(C, A, A.mT, beta=0.25, alpha=-0.5)
+    torch.set_float32_matmul_precision(before)
+    error = ((library.double() - expected).norm() / expected.norm()).item()
+    factor = 5 if dtype == torch.float32 else 1.02
+    if path == "triton" and device.type == "cpu" and dtype == torch.bfloat16:
+        factor = 2.1  # the interpreter truncates at the store: twice the rounding error
+    actual = multiply(path, A=A, C=C, alpha=-0.5, beta=0.25)
+    assert_error_at_most(actual, expected, factor * error)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_scalars_are_applied_before_the_rounding(multiply, device, path):
+    """1 - 1 + 2^-12: a product or a diagonal rounded to float16 on its own would lose the rest."""
+    A = torch.tensor([[1.0, 2.0**-6], [0.0, 2.0**-6]], dtype=torch.float16, device=device)
+    expected = torch.tensor([[2.0**-12, 2.0**-12]] * 2, device=device)
+    expected[1, 1] -= 1
+    actual = multiply(path, A=A, diag=-1.0)
+    assert_same_bits(actual, expected.half())
+    C = torch.eye(2, dtype=torch.float16, device=device)
+    assert_same_bits(multiply(path, A=A, C=C, beta=-1.0), expected.half())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_c_is_not_read_without_beta(multiply, device, path):
+    A = torch.ones(3, 4, dtype=torch.float16, device=device)
+    C = torch.full((3, 3), torch.nan, dtype=torch.float16, device=device)
+    assert_same_bits(multiply(path, A=A, C=C), torch.full_like(C, 4))
+
+
+@pytest.mark.parametrize("pattern", ("contiguous", "transposed", "shifted"))
+@pytest.mark.parametrize("path", PATHS)
+def test_c_may_be_out(multiply, device, path, pattern):
+    arguments = Problem((2,), 130, 20, beta=0.5, diag=2.0).operands(torch.float16, device)
+    expected = exact(arguments, torch.float16)
+    arguments["C"] = laid_out(arguments["C"], pattern)
+    multiply(path, **arguments, out=arguments["C"])
+    assert_exact(arguments["C"], expected, path)
+
+
+def test_nan_stays_in_its_rows_columns_and_matrix(module, device):
+    A = torch.ones(3, 70, 8, dtype=torch.float16, device=device)
+    A[1, 5, 2] = torch.nan
+    out = module.symmetric_matmul(A)
+    bad = torch.zeros_like(out, dtype=torch.bool)
+    bad[1, 5] = bad[1, :, 5] = True
+    assert torch.equal(out.isnan(), bad)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_problem(multiply, device, data):
+    sides = st.integers(1, 150)
+    problem = Problem(
+        tuple(data.draw(st.lists(st.integers(1, 3), max_size=2))),
+        data.draw(sides),
+        data.draw(sides),
+        alpha=data.draw(st.sampled_from((1.0, -0.5, 8.0))),
+        beta=data.draw(st.sampled_from((0.0, 1.0, -4.0))),
+        diag=data.draw(st.integers(-4, 4)),
+        other=data.draw(st.booleans()),
+    )
+    dtype = data.draw(st.sampled_from(DTYPES))
+    arguments = problem.operands(dtype, device, seed=data.draw(st.integers(0, 2**31)))
+    expected = exact(arguments, dtype)
+    for name in "ABC":
+        if arguments[name] is not None:
+            arguments[name] = laid_out(arguments[name], data.draw(st.sampled_from(PATTERNS)))
+    target = laid_out(torch.full_like(expected, torch.nan), data.draw(st.sampled_from(PATTERNS)))
+    assert_exact(multiply("public", **arguments, out=target), expected, "public")
+
+
+def test_builds_no_autograd_graph_and_modifies_nothing(module, device):
+    A = torch.randn(3, 4, device=device, requires_grad=True)
+    before = A.detach().clone()
+    assert not module.symmetric_matmul(A).requires_grad
+    assert_same_bits(A, before)
+
+
+def matrices(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+BAD = {
+    "A must be a dense tensor, got list": (TypeError, {"A": [[1.0]]}),
+    "A must be a dense tensor, got torch.float16 with layout torch.sparse_coo": (
+        TypeError,
+        {"A": matrices(3, 4).to_sparse()},
+    ),
+    "A must have float16, bfloat16 or float32, got torch.float64": (
+        TypeError,
+        {"A": matrices(3, 4, dtype=torch.float64)},
+    ),
+    "A must be (..., m, k), got shape (4,)": (ValueError, {"A": matrices(4)}),
+    "B must have A's dtype torch.float16, got torch.float32": (
+        TypeError,
+        {"B": matrices(3, 4, dtype=torch.float32)},
+    ),
+    "B must have the shape of A (3, 4), got (4, 3)": (ValueError, {"B": matrices(4, 3)}),
+    "B must be on the device of A": (ValueError, {"B": matrices(3, 4).to("meta")}),
+    "C must have shape (3, 3)": (ValueError, {"C": matrices(3, 4), "beta": 1.0}),
+    "C must have A's dtype": (TypeError, {"C": matrices(3, 3, dtype=torch.float32)}),
+    "C must be on the device of A": (ValueError, {"C": matrices(3, 3).to("meta")}),
+    "beta=2.0 scales C, which is None": (ValueError, {"beta": 2.0}),
+    "alpha must be a number, got torch.float32": (TypeError, {"alpha": torch.tensor(1.0)}),
+    "diag must be a number, got NoneType": (TypeError, {"diag": None}),
+    "beta must be a number, got bool": (TypeError, {"beta": True}),
+    "out must be a dense tensor of A's dtype torch.float16, got torch.float32": (
+        TypeError,
+        {"out": matrices(3, 3, dtype=torch.float32)},
+    ),
+    "out must be a dense tensor of A's dtype torch.float16, got int": (TypeError, {"out": 3}),
+    "out must have shape (3, 3), got (3, 4)": (ValueError, {"out": matrices(3, 4)}),
+    "out must be on the device of A": (ValueError, {"out": matrices(3, 3).to("meta")}),
+    "out is an expanded tensor": (ValueError, {"out": matrices(1, 3).expand(3, 3)}),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_wrong_arguments_are_named(module, message):
+    error, changed = BAD[message]
+    with pytest.raises(error) as caught:
+        module.symmetric_matmul(**{"A": matrices(3, 4), **changed})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", "ABC")
+def test_out_must_not_overlap_an_operand(module, device, name):
+    buffer = torch.zeros(32, dtype=torch.float16, device=device)
+    arguments = {key: torch.zeros(4, 4, dtype=torch.float16, device=device) for key in "ABC"}
+    arguments[name] = buffer[:16].view(4, 4)
+    with pytest.raises(ValueError, match=f"out overlaps {name} in memory"):
+        module.symmetric_matmul(**arguments, beta=1.0, out=buffer[8:24].view(4, 4))
+    module.symmetric_matmul(**arguments, beta=1.0, out=buffer[16:].view(4, 4))
+
+
+@pytest.mark.parametrize("added", (False, True))
+@pytest.mark.parametrize("path", ("picked", "reference"))
+def test_opcheck(module, device, path, added):
+    path = module._pick_name(device) if path == "picked" else path
+    A = torch.randn(2, 20, 24, device=device)
+    C = torch.zeros(2, 20, 20, device=device) if added else None
+    out = torch.zeros(2, 20, 20, device=device)
+    tile = (module.AUTO,) if path == "compiled" else ()
+    torch.library.opcheck(module._op(path).default, (A, A, C, out, 1.0, 1.0, 0.5, *tile))
+
+
+def test_compiles_without_a_graph_break(module, device):
+    """Also with changing sizes and with out=, in a larger graph."""
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(A: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return module.symmetric_matmul(A * 1, C=A @ A.mT, beta=1.0, diag=1.0, out=out) + 1
+
+    for m, k in ((8, 16), (12, 20), (24, 8)):
+        A = Problem((2,), m, k).operands(torch.float32, device)["A"]
+        out = torch.empty(2, m, m, device=device)
+        expected = 2 * (A @ A.mT) + torch.eye(m, device=device)
+        assert_same_bits(step(A, out), expected + 1)
+        assert_same_bits(out, expected)
+
+
+def test_explain_names_the_path(opt, module, device):
+    picked = "reference: float64 products of torch" if device.type == "cpu" else "compiled: CUDA"
+    assert opt.explain("symmetric_matmul", device=device).startswith(picked)
+    assert module.explain_symmetric_matmul("xpu").startswith("reference: ")
+
+
+@pytest.mark.parametrize(
+    ("capability", "compiled", "path"),
+    [((9, 0), True, "compiled"), ((7, 5), True, "triton"), ((9, 0), False, "triton")],
+)
+def test_pick_on_cuda(module, monkeypatch, capability, compiled, path):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(module, "_has_compiled", lambda key: compiled and key == "CUDA")
+    assert module._pick.__wrapped__(torch.device("cuda", 0)).name == path
+
+
+def test_the_portable_path_is_logged_once(module, caplog):
+    module._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger=module.__name__):
+        for _ in range(2):
+            assert module._pick_name(torch.device("xpu")) == "reference"
+    assert len(caplog.records) == 1
+    assert caplog.records[0].message.startswith("symmetric_matmul runs its portable path")
+
+
+def test_meta_tensors_give_shapes(module):
+    out = module.symmetric_matmul(torch.empty(5, 16, 24, dtype=torch.float16, device="meta"))
+    assert out.shape == (5, 16, 16) and out.dtype == torch.float16

@@ -1,0 +1,130 @@
+"""Products by halves: as accurate as dense ones, where they run, and what `explain` says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .._compare import assert_error_at_most, assert_same_bits, relative_error
+from ._matrices import matrix
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.fixture
+def products(submodule):
+    return submodule("orthogonalize.products")
+
+
+@pytest.fixture
+def by_halves(products, submodule, device, monkeypatch):
+    """`by_halves()` sends every symmetric product to symmetric_matmul, whatever pays; a list grows
+    with the calls. On the CPU its reference answers instead of the compiled op."""
+    calls = []
+    kernel = submodule("kernels.symmetric_matmul").symmetric_matmul
+    compiled = products.symmetric
+
+    def symmetric(A, B, **options) -> torch.Tensor:
+        calls.append((A.shape[-2], A.shape[-1]))
+        return kernel(A, B, **options) if device.type == "cpu" else compiled(A, B, **options)
+
+    def start() -> list:
+        monkeypatch.setattr(products, "_pays", lambda m, dtype: True)
+        monkeypatch.setattr(products, "runs_compiled", lambda device, dtype: True)
+        for name in ("products", "gram_newton_schulz"):
+            monkeypatch.setattr(submodule(f"orthogonalize.{name}"), "symmetric", symmetric)
+        return calls
+
+    return start
+
+
+@pytest.mark.parametrize("spectrum", ["gaussian", "log3", "half_zero"])
+@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE], ids=str)
+@pytest.mark.parametrize("method", ["polar_express", "gram_newton_schulz"])
+@pytest.mark.parametrize("tall", [False, True])
+def test_as_accurate_as_dense_products(
+    opt, reference, device, by_halves, tall, method, dtype, spectrum
+) -> None:
+    """Folding rounds a I + B, an error of the size of X's own rounding: at most sqrt(2) in all."""
+    x = matrix(spectrum, 96, 384)
+    exact = reference.newton_schulz(x, opt.polar_express_coefficients(), 1.02)
+    x, exact = (x.mT, exact.mT) if tall else (x, exact)
+    x = x.float().to(device)
+    dense = relative_error(opt.orthogonalize(x, method, dtype=dtype).cpu(), exact)
+    calls = by_halves()
+    actual = opt.orthogonalize(x, method, dtype=dtype).cpu()
+    assert calls
+    assert_error_at_most(actual, exact, 1.42 * dense)
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype", "shape", "count"),
+    [
+        ("polar_express", HALF, (32, 96), 10),  # X X^T and A^2 in each of five steps
+        ("polar_express", HALF, (96, 32), 5),  # X^T X of a tall half-precision matrix stays dense
+        ("polar_express", SINGLE, (96, 32), 10),
+        ("gram_newton_schulz", HALF, (32, 96), 13),  # X X^T twice, R^2 5, R Z and Z R Z 3 each
+        ("gram_newton_schulz", SINGLE, (32, 96), 13),
+    ],
+    ids=str,
+)
+def test_which_products_run_by_halves(opt, device, by_halves, method, dtype, shape, count) -> None:
+    x = matrix("gaussian", *shape).float().to(device)
+    calls = by_halves()
+    opt.orthogonalize(x, method, dtype=dtype)
+    assert len(calls) == count
+
+
+def test_a_cubic_schedule_saves_the_square(opt, device, by_halves) -> None:
+    x = matrix("gaussian", 32, 96).float().to(device)
+    dense = opt.newton_schulz(x, 5, "cubic5", dtype=HALF)
+    calls = by_halves()
+    actual = opt.newton_schulz(x, 5, "cubic5", dtype=HALF)
+    assert calls == [(32, 96)] * 5
+    assert_error_at_most(actual, dense.double(), 0.01)
+
+
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+def test_same_bits_in_any_batch_by_halves(opt, device, by_halves, dtype) -> None:
+    x = torch.stack([matrix("gaussian", 40, 72, seed) for seed in range(5)]).float().to(device)
+    by_halves()
+    batch = opt.orthogonalize(x, dtype=dtype)
+    for i in range(len(x)):
+        assert_same_bits(opt.orthogonalize(x[i], dtype=dtype), batch[i])
+
+
+def test_cpu_products_stay_dense(products) -> None:
+    for dtype in (HALF, BRAIN, SINGLE, torch.float64):
+        assert not products.runs_symmetric(8192, dtype, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "dtype", "words"),
+    [
+        (4096, 4096, HALF, "X X^T, A^2 by symmetric_matmul"),
+        (4096, 8192, HALF, "X X^T, R^2, R Z, Z R Z by symmetric_matmul"),
+        (8192, 4096, HALF, "Products: R^2, R Z, Z R Z by symmetric_matmul"),
+        (8192, 4096, SINGLE, "X^T X, R^2, R Z, Z R Z by symmetric_matmul"),
+        (1024, 4096, HALF, "Products: torch's dense ones."),
+        (4096, 4096, torch.float64, "Products: torch's dense ones."),
+    ],
+    ids=str,
+)
+def test_explain_says_which_products_run(opt, products, submodule, monkeypatch, m, n, dtype, words):
+    served = submodule("kernels.symmetric_matmul").DTYPES
+    monkeypatch.setattr(products, "runs_compiled", lambda device, dtype: dtype in served)
+    assert words in opt.explain(
+        "orthogonalize", shape=(m, n), dtype=dtype, device="cpu", iterate_dtype=dtype
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+def test_a_side_where_halves_pay(opt, products, device, monkeypatch, dtype) -> None:
+    """The table's own pick at 4096 x 4096 agrees with dense products."""
+    x = torch.randn(4096, 4096, device=device)
+    assert products.runs_symmetric(4096, dtype, device)
+    actual = opt.orthogonalize(x, dtype=dtype)
+    monkeypatch.setattr(products, "_pays", lambda m, dtype: False)
+    dense = opt.orthogonalize(x, dtype=dtype)
+    assert_error_at_most(actual, dense, 0.005 if dtype == HALF else 2e-5)
