@@ -45,7 +45,11 @@ def by_halves(products, submodule, device, monkeypatch):
 def test_as_accurate_as_dense_products(
     opt, reference, device, by_halves, tall, method, dtype, spectrum
 ) -> None:
-    """Folding rounds a I + B, an error of the size of X's own rounding: at most sqrt(2) in all."""
+    """In half precision folding rounds a I + B, an error of the size of X's own: sqrt(2) in all.
+
+    In float32 nothing is folded. There sums in another order make the difference, which a spectrum
+    of zeros amplifies: 1.49 on an H200, of the 5 that a float32 product may differ from cuBLAS.
+    """
     x = matrix(spectrum, 96, 384)
     exact = reference.newton_schulz(x, opt.polar_express_coefficients(), 1.02)
     x, exact = (x.mT, exact.mT) if tall else (x, exact)
@@ -54,7 +58,7 @@ def test_as_accurate_as_dense_products(
     calls = by_halves()
     actual = opt.orthogonalize(x, method, dtype=dtype).cpu()
     assert calls
-    assert_error_at_most(actual, exact, 1.42 * dense)
+    assert_error_at_most(actual, exact, (2 if dtype == SINGLE else 1.42) * dense)
 
 
 @pytest.mark.parametrize(
