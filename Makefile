@@ -17,8 +17,8 @@ CLANG_FORMAT := clang-format
 READY :=
 else
 BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
-# Another torch brings the triton it was released with.
-OTHER_TORCH = $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton==/d')
+# Another torch brings the triton it was released with; the interpreter of triton 3.6 fails on numpy 2.4.
+OTHER_TORCH = $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton==/d' -e 's/^numpy.*/numpy<2.4/')
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 CLANG_FORMAT := $(VENV)/bin/clang-format
