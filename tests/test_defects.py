@@ -27,6 +27,7 @@ BLOCKS = "optimizers/test_blocks.py"
 STATE = "optimizers/test_state.py"
 RANKS = "optimizers/test_muon_adamw.py"
 OPTIONS = "optimizers/test_options.py"
+KERNELS = "optimizers/test_step_kernels.py"
 REPORT = "optimizers/test_report.py"
 DOCS = "optimizers/test_documentation.py"
 CHECKPOINT = "integrations/test_checkpoint.py"
@@ -207,8 +208,8 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
     ),
     "M17d": Elsewhere(
         "no master copy and no stochastic rounding",
-        "this version has neither (its single rounding is M17a); the compiled update is to have "
-        "stochastic rounding",
+        "the compiled update has stochastic rounding and kept residuals, but no option of the "
+        "optimizers asks for them yet (their single rounding is M17a)",
     ),
     "M18": defect(
         "one learning-rate rule only",
@@ -273,11 +274,10 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
         f"{NUMBERS}::test_momentum_can_be_scheduled",
         f"{OPTIONS}::test_options_are_checked_only_when_they_change",
     ),
-    "N4b": Elsewhere(
-        "CPU scalars are frozen into a captured graph",
-        "the portable path still has it: a captured graph would keep every option given as a "
-        "number, and only a Tensor lr on the device is read when the graph runs; the compiled step "
-        "kernels are to remove it",
+    "N4b": defect(
+        "CPU scalars are frozen into a captured graph (here: a rate on the device is read by it)",
+        f"{KERNELS}::test_a_captured_step_equals_the_eager_one",
+        f"{NUMBERS}::test_a_step_never_waits_for_the_device",
     ),
     "N5a": defect(
         "state is stacked under params[0]: it depends on membership and order",
@@ -334,9 +334,10 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
         f"{UPDATE}::test_decay_by_raw_or_shaped_rate",
         f"{UPDATE}::test_cautious_decay_spares_weights_the_update_grows",
     ),
-    "N11a": Elsewhere(
+    "N11a": defect(
         "stacks and copies back, 3 to 4 more passes over the parameters",
-        f"the portable path still has it: directions are made one by one and stacked{PORTABLE}",
+        f"{KERNELS}::test_directions_are_written_to_their_places_in_the_batch",
+        f"{KERNELS}::test_calls_do_not_grow_with_the_parameters",
     ),
     "N11b": defect(
         "the copies are as large as the model (here: as a batch)",
@@ -363,7 +364,7 @@ SINGLE_DEVICE_ENTRIES = (
 )  # M5 describes a behaviour without a defect
 # The whole list of what no test here shows. A new entry is a decision, not an excuse.
 SEVERAL_RANKS = frozenset({"M7c", "M8d", "N5d", "T4"})
-NOT_YET_REMOVED = frozenset({"M15c", "M17d", "M26b", "N4b", "N7d", "N11a"})
+NOT_YET_REMOVED = frozenset({"M15c", "M17d", "M26b", "N7d"})
 NOT_SHOWN = SEVERAL_RANKS | NOT_YET_REMOVED
 
 

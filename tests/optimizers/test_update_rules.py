@@ -199,10 +199,10 @@ def test_learning_rate_rules(opt, device, rule, factor) -> None:
 
 
 def test_learning_rate_rules_of_a_wide_matrix(submodule) -> None:
-    shaped_lr = submodule("optimizers.update").shaped_lr
-    assert shaped_lr(2.0, "original", 6, 24) == 2.0
-    assert shaped_lr(2.0, "spectral", 6, 24) == pytest.approx(1.0)
-    assert shaped_lr(2.0, "match_rms_adamw", 6, 24) == pytest.approx(0.4 * math.sqrt(24))
+    factor_of = submodule("optimizers.update").factor_of
+    assert factor_of("original", 6, 24) == 1.0
+    assert factor_of("spectral", 6, 24) == pytest.approx(0.5)
+    assert factor_of("match_rms_adamw", 6, 24) == pytest.approx(0.2 * math.sqrt(24))
 
 
 def test_learning_rate_and_decay_are_not_rounded_to_bfloat16(opt, device) -> None:

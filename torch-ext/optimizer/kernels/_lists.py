@@ -136,7 +136,7 @@ def float32(value: float | Tensor, dtype: torch.dtype) -> float | Tensor:
         return value
     if isinstance(value, Tensor):
         return value.float()
-    return torch.tensor(value, dtype=torch.float32)
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def check_lists(

@@ -139,7 +139,7 @@ def adamw(
     def check() -> None:
         _check(params, grads, exp_avgs, exp_avg_sqs, steps, residuals, rounding)
 
-    if takes_reference("adamw", params) or takes_reference("adamw", exp_avgs):
+    if any(takes_reference("adamw", tensors) for tensors in (params, grads, exp_avgs)):
         check()
         _reference(
             params,

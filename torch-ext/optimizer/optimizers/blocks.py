@@ -35,10 +35,11 @@ class Piece:
     statistics: tuple[int, int]  # (start, length) in the flattened second_momentum_buffer
 
     def view(self, tensor: Tensor) -> Tensor:
-        """This piece of a tensor shaped like the parameter, as a view of any strides."""
-        if self.experts is not None:
+        """This piece of a tensor shaped like the parameter, as a view of any strides or itself."""
+        rows = 0 if self.experts is None else 1
+        if self.experts is not None and self.experts[1] < tensor.shape[0]:
             tensor = tensor.narrow(0, *self.experts)
-        return tensor.narrow(0 if self.experts is None else 1, *self.rows)
+        return tensor.narrow(rows, *self.rows) if self.rows[1] < tensor.shape[rows] else tensor
 
     def statistics_view(self, second_moment: Tensor) -> Tensor:
         """The piece's part of second_momentum_buffer: (B, m, 1) if m >= n, else (B, 1, n)."""

@@ -42,6 +42,10 @@ class Chunk:
     finished: frozenset[Tensor]  # parameters of which no later chunk has a piece
 
     @property
+    def device(self) -> torch.device:
+        return self.members[0].param.device
+
+    @property
     def matrices(self) -> int:
         return sum(member.piece.matrices for member in self.members)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..reference import update as reference
-from .options import MOMENTUM_FORMS, check_choice
+from ..kernels import momentum as momentum_kernel
+from .layout import MAX_DIMS, shaped, written
 
 
 def momentum(
@@ -22,12 +22,26 @@ def momentum(
 ) -> Tensor:
     """Advance the buffers and return the directions (sum of B_i, m, n), float32 or float64.
 
-    The result is new memory: neither a gradient nor a buffer is ever handed to the iteration.
+    The result is new memory: neither a gradient nor a buffer is ever handed to the iteration. Every
+    direction is written to its place in it.
     """
-    check_choice("momentum_form", form, MOMENTUM_FORMS, "momentum")
-    directions = [
-        reference.momentum(grad, buffer, mu, nesterov=nesterov, ema=form == "ema")
-        for grad, buffer in zip(grads, buffers, strict=True)
+    sizes = [grad.numel() for grad in grads]
+    shapes = [
+        (size,) if g.ndim > MAX_DIMS else g.shape for g, size in zip(grads, sizes, strict=True)
     ]
-    batches = [direction.reshape(-1, *matrix) for direction in directions]
-    return batches[0] if len(batches) == 1 else torch.cat(batches)
+    batch = torch.empty(
+        (sum(sizes) // (matrix[0] * matrix[1]), *matrix),
+        dtype=torch.promote_types(buffers[0].dtype, torch.float32),
+        device=buffers[0].device,
+    )
+    used = shaped(buffers, shapes)
+    momentum_kernel(
+        shaped(grads, shapes),
+        used,
+        shaped(batch.view(-1).split(sizes), shapes),
+        mu=float(mu),
+        nesterov=nesterov,
+        form=form,
+    )
+    written(buffers, used)
+    return batch

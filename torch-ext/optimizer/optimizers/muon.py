@@ -23,10 +23,10 @@ from .groups import Format
 from .momentum import momentum
 from .options import AdamWOptions, LrRule, MuonOptions, fingerprint
 from .param_groups import default_is_muon, get_default_muon_param_groups
-from .parameters import check_gradient, local
+from .parameters import check_gradient, check_rate, local
 from .report import report
 from .state import layout_of
-from .update import shaped_lr, update
+from .update import Rate, rate_of, update
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 
@@ -93,18 +93,19 @@ class MuonBase(GroupedOptimizer):
                 loss = closure()
         options = self._current_options()
         plan = self._current_plan(options)
-        for labelled in plan.labelled:
+        for group, labelled in zip(options, plan.labelled, strict=True):
             for where, param in labelled:
                 check_gradient(param, where)
+                check_rate(group.lr, param, where)
         rates = [
-            [shaped_lr(group.lr, group.adjust_lr_fn, *chunk.matrix) for chunk in chunks]
+            [rate_of(group, *chunk.matrix, chunk.device) for chunk in chunks]
             for group, chunks in zip(options, plan.chunks, strict=True)
         ]
         for number, group in enumerate(options):
             if isinstance(group, AdamWOptions):
                 self._step_adamw(self.param_groups[number]["params"], group)
-            for chunk, lr in zip(plan.chunks[number], rates[number], strict=True):
-                self._step_chunk(chunk, lr, group)
+            for chunk, rate in zip(plan.chunks[number], rates[number], strict=True):
+                self._step_chunk(chunk, rate, group)
         return loss
 
     @torch.no_grad()
@@ -126,7 +127,7 @@ class MuonBase(GroupedOptimizer):
         plan = self._current_plan(options)
         return report(plan.labelled, plan.chunks, options)
 
-    def _step_chunk(self, chunk: Chunk, lr: float | Tensor, options: MuonOptions) -> None:
+    def _step_chunk(self, chunk: Chunk, rate: Rate, options: MuonOptions) -> None:
         """momentum -> gather -> orthogonalize -> scatter -> update for one batch of matrices.
 
         On one device gather and scatter are the identity and leave no trace here.
@@ -159,7 +160,7 @@ class MuonBase(GroupedOptimizer):
                     for member in members
                 ]
             params = [member.param_view() for member in members]
-            update(params, orthogonal, second_moments, lr, options)
+            update(params, orthogonal, second_moments, rate, options)
 
     def _step_adamw(self, params: Sequence[Tensor], options: AdamWOptions) -> None:
         params = [param for param in params if param.grad is not None]

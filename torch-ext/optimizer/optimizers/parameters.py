@@ -60,3 +60,12 @@ def check_gradient(param: Tensor, where: str) -> None:
             f"{where}: the gradient has shape {tuple(grad.shape)} on {grad.device}, the parameter "
             f"{tuple(param.shape)} on {param.device}; recompute it after changing the parameter"
         )
+
+
+def check_rate(lr: Any, param: Tensor, where: str) -> None:
+    """Raise ValueError if a Tensor lr cannot be used on the parameter's device."""
+    if isinstance(lr, Tensor) and lr.device.type != "cpu" and lr.device != param.device:
+        raise ValueError(
+            f"{where}: lr is on {lr.device}, the parameter on {param.device}; move lr there, or to "
+            "the CPU, or put the parameters into one group per device"
+        )

@@ -2,38 +2,75 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from numbers import Real
 
+import torch
 from torch import Tensor
 
+from ..kernels import apply_update
 from ..reference import update as reference
+from .layout import MAX_DIMS, shaped, written
 from .options import LR_RULES, MuonOptions
 
+logger = logging.getLogger(__name__)
 
-def shaped_lr(lr: float | Tensor, rule: object, rows: int, columns: int) -> float | Tensor:
-    """The learning rate of a (rows, columns) matrix.
+
+@dataclass(frozen=True, eq=False)
+class Rate:
+    """The rate of a shape, lr factor, and its decay, (lr, or lr factor if shaped) weight_decay."""
+
+    lr: float | Tensor
+    factor: float
+    weight_decay: float | Tensor
+    shaped_decay: bool
+    decay: float | Tensor | None = None  # in place of the last two, where they cannot express it
+
+
+def rate_of(options: MuonOptions, rows: int, columns: int, device: torch.device) -> Rate:
+    """The rate and the decay of a (rows, columns) matrix on a device.
 
     match_rms_adamw: lr 0.2 sqrt(max(rows, columns)), so that the update's root mean square is
     0.2 lr as AdamW's typically is (arXiv 2502.16982). original: lr sqrt(max(1, rows / columns)), of
     Keller Jordan's Muon. spectral: lr sqrt(rows / columns) (arXiv 2310.17813). None: lr. A callable
     gets (lr, rows, columns) and returns the rate; lr may be a Tensor, which it must not read.
     """
+    rule, lr, weight_decay = options.adjust_lr_fn, options.lr, options.weight_decay
+    if not callable(rule):
+        return Rate(lr, factor_of(rule, rows, columns), weight_decay, options.shaped_decay)
+    rate = rule(lr, rows, columns)
+    if isinstance(rate, Tensor):
+        fits = rate.device.type == "cpu" or rate.device == device
+        if rate.numel() != 1 or not rate.is_floating_point() or not fits:
+            raise ValueError(
+                f"adjust_lr_fn must return one floating-point number on {device} or the CPU, got "
+                f"{rate.dtype} of shape {tuple(rate.shape)} on {rate.device}"
+            )
+        rate = rate.detach().reshape(())
+        if options.shaped_decay or weight_decay == 0:
+            return Rate(rate, 1.0, weight_decay, shaped_decay=True)
+        return Rate(rate, 1.0, 0.0, shaped_decay=False, decay=lr * weight_decay)
+    if not isinstance(rate, Real):
+        raise TypeError(f"adjust_lr_fn returned {rate!r}, not a number or a Tensor")
+    if options.shaped_decay:
+        return Rate(1.0, float(rate), weight_decay, shaped_decay=True)
+    return Rate(1.0, float(rate), lr * weight_decay, shaped_decay=False)
+
+
+def factor_of(rule: str | None, rows: int, columns: int) -> float:
+    """By what the shape changes the learning rate under a rule with a name."""
     if rule is None:
-        return lr
-    if callable(rule):
-        rate = rule(lr, rows, columns)
-        if not isinstance(rate, (Real, Tensor)):
-            raise TypeError(f"adjust_lr_fn returned {rate!r}, not a number or a Tensor")
-        return rate
+        return 1.0
     if rule == "match_rms_adamw":
-        return lr * (0.2 * math.sqrt(max(rows, columns)))
-    ratio = rows / columns
+        return 0.2 * math.sqrt(max(rows, columns))
     if rule == "original":
-        return lr * math.sqrt(max(1.0, ratio))
+        return math.sqrt(max(1.0, rows / columns))
     if rule == "spectral":
-        return lr * math.sqrt(ratio)
+        return math.sqrt(rows / columns)
     raise ValueError(f"adjust_lr_fn must be one of {', '.join(LR_RULES)}, got {rule!r}")
 
 
@@ -41,16 +78,54 @@ def update(
     params: Sequence[Tensor],  # pieces of B_i * m * n elements, written in place
     orthogonal: Tensor,  # (sum of B_i, m, n)
     second_moments: Sequence[Tensor] | None,  # (B_i, m, 1) or (B_i, 1, n), advanced in place
-    lr: float | Tensor,  # after adjust_lr_fn
+    rate: Rate,
     options: MuonOptions,
 ) -> None:
-    """p <- p - decay p - lr u for every piece, with one rounding each."""
-    rows, columns = orthogonal.shape[-2:]
-    decay = (lr if options.shaped_decay else options.lr) * options.weight_decay
-    sizes = [param.numel() // (rows * columns) for param in params]
-    for index, (param, part) in enumerate(zip(params, orthogonal.split(sizes), strict=True)):
+    """p <- p - decay p - rate u for every piece, with one rounding each."""
+    matrix = orthogonal.shape[-2:]
+    parts = orthogonal.reshape(-1).split([param.numel() for param in params])
+    if second_moments is None:
+        shapes = [(p.numel(),) if p.ndim > MAX_DIMS else p.shape for p in params]
+    else:
+        shapes = [(p.numel() // matrix.numel(), *matrix) for p in params]
+    used, updates = shaped(params, shapes), shaped(parts, shapes)
+    if rate.decay is not None:
+        _update_with_decay(used, updates, second_moments, rate, options)
+    else:
+        apply_update(
+            used,
+            updates,
+            lr=rate.lr,
+            factors=[rate.factor] * len(used),
+            weight_decay=rate.weight_decay,
+            shaped_decay=rate.shaped_decay,
+            cautious=options.cautious,
+            second_moments=second_moments,
+            beta2=options.beta2,
+        )
+    written(params, used)
+
+
+def _update_with_decay(
+    params: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    second_moments: Sequence[Tensor] | None,
+    rate: Rate,
+    options: MuonOptions,
+) -> None:
+    """The update with a rate and a decay of which neither is a multiple of the other."""
+    _say_once()
+    for k, (param, part) in enumerate(zip(params, updates, strict=True)):
         if second_moments is not None:
             assert options.beta2 is not None
-            part = reference.variance_reduction(part, second_moments[index], options.beta2)
-        part = part.reshape(param.shape)
-        reference.apply_update(param, part, lr=lr, decay=decay, cautious=options.cautious)
+            part = reference.variance_reduction(part, second_moments[k], options.beta2)
+        reference.apply_update(param, part, lr=rate.lr, decay=rate.decay, cautious=options.cautious)
+
+
+@functools.cache
+def _say_once() -> None:
+    logger.warning(
+        "the update runs its portable path, which is slow: adjust_lr_fn returns a Tensor and the "
+        "decay goes by the lr before it; the kernel takes the rules with names, functions that "
+        "return numbers, and shaped_decay=True"
+    )

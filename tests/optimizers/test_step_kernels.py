@@ -1,0 +1,359 @@
+"""The stages on the compiled ops: bits of the reference, any layout, calls per step, capture."""
+
+from __future__ import annotations
+
+import collections
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from .._compare import assert_error_at_most, assert_same_bits
+from ._steps import new_gradients, parameters, train, values
+
+CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+CUTS = {"experts.w": (3, 6, 4), "qkv": (12, 4), "fused": (8, 4), "conv": (4, 3, 2, 2)}
+MATRICES = {"a": (6, 4), "b": (4, 6), "c": (6, 4), "empty": (0, 4), "row": (1, 5), **CUTS}
+VECTORS = {"bias": (5,), "scale": (), "table": (7, 3), "nothing": (0,)}
+STEPS = 4
+
+
+def build(opt, name, params, **options):
+    """Every way of cutting a parameter in one Muon group, and an AdamW group."""
+    shapes = {**MATRICES, **VECTORS}
+    named = list(zip(shapes, params, strict=True))
+    muon = {
+        "use_muon": True,
+        "params": named[: len(MATRICES)],
+        "expert_keys": ["experts"],
+        "split_sizes": {"qkv": (4, 4, 4), "fused": (2, 6)},
+        "lr": 0.02,
+        "weight_decay": 0.1,
+        **options,
+    }
+    adamw = {
+        "use_muon": False,
+        "params": named[len(MATRICES) :],
+        "lr": options.get("lr", 0.02),
+        "weight_decay": 0.1,
+    }
+    return getattr(opt, name)([muon, adamw])
+
+
+def make(dtype, device):
+    return parameters([*MATRICES.values(), *VECTORS.values()], dtype=dtype, device=device)
+
+
+@pytest.fixture
+def reference_only(submodule):
+    """A patch, on demand, after which every stage takes the reference path."""
+    lists = submodule("kernels._lists")
+
+    def patch(monkeypatch):
+        path = lists.Path("reference", "asked for by a test")
+        monkeypatch.setattr(lists, "pick", lambda op, device: path)
+
+    return patch
+
+
+@pytest.mark.kernels_ci
+@CLASSES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("beta2", [None, 0.9])
+@pytest.mark.parametrize("cautious", [False, True])
+def test_a_step_has_the_bits_of_the_reference(
+    opt, device, reference_only, name, dtype, beta2, cautious
+) -> None:
+    """With second moments only their sums differ: by at most 24 float32 roundings of a step.
+
+    The largest matrices have 6 x 4 and 4 x 12 elements, of which a row and a column meet in a sum.
+    A bfloat16 or float16 parameter may then be rounded to the neighbour: 2^-8 of it.
+    """
+    results = []
+    for patched in (False, True):
+        params = make(dtype, device)
+        with pytest.MonkeyPatch.context() as patch:
+            if patched:
+                reference_only(patch)
+            train(build(opt, name, params, beta2=beta2, cautious=cautious), params, STEPS)
+        results.append(values(params))
+    neighbour = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    for ours, theirs in zip(*results, strict=True):
+        if beta2 is None or ours.ndim < 2:
+            assert_same_bits(ours, theirs)
+        else:
+            assert_error_at_most(ours, theirs, STEPS * (24 * 2.0**-24 + neighbour))
+
+
+@CLASSES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("where", ["cpu", "device"])
+def test_a_tensor_rate_has_the_bits_of_the_number(opt, device, name, dtype, shape, where) -> None:
+    results = []
+    rate = torch.full(shape, 0.02, dtype=dtype, device="cpu" if where == "cpu" else device)
+    for lr in (rate.item(), rate):
+        params = make(torch.float32, device)
+        train(build(opt, name, params, lr=lr), params, STEPS)
+        results.append(values(params))
+    for ours, theirs in zip(*results, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("shaped", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ["number", "Tensor"])
+def test_functions_as_rules(opt, device, caplog, kind, shaped, weight_decay) -> None:
+    """They may return a number or a Tensor; a decay by the lr before them stays what it is."""
+    results = []
+    for rule in (lambda lr, rows, columns: lr * (rows / columns) ** 0.5, "spectral"):
+        lr = torch.tensor(0.02, device=device) if kind == "Tensor" else 0.02
+        params = make(torch.float32, device)
+        options = {"adjust_lr_fn": rule, "shaped_decay": shaped, "lr": lr}
+        with caplog.at_level(logging.WARNING):
+            optimizer = build(opt, "Muon", params, weight_decay=weight_decay, **options)
+            train(optimizer, params, STEPS)
+        results.append(values(params))
+    for ours, theirs in zip(*results, strict=True):
+        # Rates that were multiplied in another order: two roundings of 2^-24 per step.
+        assert_error_at_most(ours, theirs, STEPS * 2 * 2.0**-24)
+
+
+def test_what_no_kernel_takes_is_said_once(opt, submodule, device, caplog) -> None:
+    """A rate from a function that returns a Tensor, beside a decay by the lr before it."""
+    submodule("optimizers.update")._say_once.cache_clear()
+    (param,) = parameters([(6, 4)], device=device)
+    lr = torch.tensor(0.02, device=device)
+    optimizer = opt.Muon([param], lr=lr, adjust_lr_fn=lambda rate, rows, columns: rate * rows)
+    with caplog.at_level(logging.WARNING):
+        train(optimizer, [param], 3)
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("adjust_lr_fn returns a Tensor" in message for message in said) == 1
+
+
+@pytest.mark.parametrize(
+    "returned", [torch.ones(2), torch.ones((), dtype=torch.int64)], ids=["two", "integer"]
+)
+def test_a_rule_that_returns_no_rate_writes_nothing(opt, device, returned) -> None:
+    (param,) = parameters([(6, 4)], device=device)
+    before = values([param])
+    optimizer = opt.Muon([param], adjust_lr_fn=lambda lr, rows, columns: returned)
+    with pytest.raises(ValueError, match="adjust_lr_fn must return one floating-point number"):
+        optimizer.step()
+    assert_same_bits(param.detach(), before[0])
+    assert not optimizer.state[param]["momentum_buffer"].any()
+
+
+def test_a_rate_on_another_device_writes_nothing(opt, device) -> None:
+    params = parameters([(6, 4), (5,)], device=device)
+    before = values(params)
+    split = [
+        {"params": params[:1], "use_muon": True},
+        {"params": params[1:], "use_muon": False},
+    ]
+    optimizer = opt.Muon(split)
+    optimizer.param_groups[1]["lr"] = torch.ones((), device="meta")
+    with pytest.raises(ValueError, match="group 1, parameter 0: lr is on meta, the parameter on"):
+        optimizer.step()
+    for param, old in zip(params, before, strict=True):
+        assert_same_bits(param.detach(), old)
+
+
+def channels_last(x):
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def transposed(x):
+    return x.mT.contiguous().mT
+
+
+def reversed_in_memory(x):
+    """Seven dimensions of which no two can be merged, one more than the kernels walk."""
+    order = list(reversed(range(x.ndim)))
+    return x.permute(order).contiguous().permute(order)
+
+
+LAYOUTS = [
+    ("conv", (4, 3, 2, 2), channels_last, {}),
+    ("experts.w", (3, 8, 4), transposed, {"expert_keys": ["experts"], "num_heads": 2}),
+    ("experts.w", (3, 8, 4), transposed, {"expert_keys": ["experts"], "split_sizes": (2, 6)}),
+    ("conv", (3, 2, 2, 2, 2, 2, 2), reversed_in_memory, {}),
+]
+LAYOUT_IDS = ["channels_last", "heads", "parts", "seven dimensions"]
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("beta2", [None, 0.9])
+@pytest.mark.parametrize(("name", "shape", "layout", "options"), LAYOUTS, ids=LAYOUT_IDS)
+def test_any_strides(opt, device, name, shape, layout, options, kind, beta2) -> None:
+    """A parameter moves by the same bits in any memory layout, and so does what lies in it."""
+    results = []
+    for arrange in (layout, lambda x: x):
+        (base,) = parameters([shape], device=device)
+        param = nn.Parameter(arrange(base.detach()))
+        group = {"kind": kind, "params": [(name, param)], "lr": 0.02, "weight_decay": 0.1}
+        if kind == "muon":
+            group |= {"beta2": beta2, **options}
+        optimizer = opt.MuonAdamW([group])
+        pointer = param.data_ptr()
+        for step in range(STEPS):
+            new_gradients([param], seed=step)
+            param.grad = arrange(param.grad)
+            optimizer.step()
+        assert param.data_ptr() == pointer
+        results.append(values([param]))
+    assert_same_bits(results[0][0].contiguous(), results[1][0])
+
+
+def test_expanded_gradients_are_read(opt, device) -> None:
+    """As `x.sum().backward()` makes them."""
+    results = []
+    for grad in (torch.ones((), device=device).expand(6, 4), torch.ones(6, 4, device=device)):
+        params = parameters([(6, 4), (6, 4)], device=device)
+        for param in params:
+            param.grad = grad
+        split = [
+            {"params": params[:1], "use_muon": True},
+            {"params": params[1:], "use_muon": False},
+        ]
+        opt.Muon(split).step()
+        results.append(values(params))
+    for ours, theirs in zip(*results, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+@CLASSES
+def test_float64_keeps_to_itself(opt, device, name) -> None:
+    """It has no kernel; what stands beside it in a group keeps its bits, whatever its gradients."""
+
+    def groups(matrices, vectors):
+        return [
+            {"use_muon": True, "params": matrices, "lr": 0.02},
+            {"use_muon": False, "params": vectors, "lr": 0.02},
+        ]
+
+    shapes = [(6, 4), (5,)]
+    alone, together = (parameters(shapes, device=device) for _ in range(2))
+    wide = parameters(shapes, dtype=torch.float64, device=device)
+    converted = parameters(shapes, device=device)
+    for param in converted:
+        grad, param.grad = param.grad.double(), None
+        param.grad_dtype = torch.float64
+        param.grad = grad
+    getattr(opt, name)(groups(alone[:1], alone[1:])).step()
+    everything = zip(together, wide, converted, strict=True)
+    getattr(opt, name)(groups(*map(list, everything))).step()
+    for one, *others in zip(alone, together, converted, strict=True):
+        for other in others:
+            assert_same_bits(other.detach(), one.detach())
+
+
+def test_a_graph_that_saved_a_parameter_knows_that_it_changed(opt, device) -> None:
+    """As after any operation in place: autograd counts the versions of what a step writes."""
+    params = parameters([(6, 4), (5,)], device=device)
+    split = [
+        {"params": params[:1], "use_muon": True},
+        {"params": params[1:], "use_muon": False},
+    ]
+    losses = [(param * param).sum() for param in params]
+    opt.Muon(split).step()
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("beta2", [None, 0.9])
+def test_calls_do_not_grow_with_the_parameters(opt, submodule, device, monkeypatch, beta2) -> None:
+    """N11: one call per stage for any number of parameters of one shape."""
+    lists = submodule("kernels._lists")
+    called = collections.Counter()
+
+    class Counted:
+        def __init__(self, ops):
+            self.ops = ops
+
+        def __getattr__(self, op):
+            called[op] += 1
+            return getattr(self.ops, op)
+
+    monkeypatch.setattr(lists, "ops", Counted(lists.ops))
+    counts = []
+    for number in (1, 3, 40):
+        matrices = parameters([(6, 4)] * number, device=device)
+        vectors = parameters([(5,)] * number, device=device)
+        optimizer = opt.Muon(
+            [
+                {"params": matrices, "use_muon": True, "beta2": beta2},
+                {"params": vectors, "use_muon": False},
+            ]
+        )
+        called.clear()
+        optimizer.step()
+        counts.append(dict(called))
+    assert counts == [{"momentum": 1, "apply_update": 1, "adamw": 1}] * 3
+
+
+def test_directions_are_written_to_their_places_in_the_batch(submodule, device, monkeypatch):
+    """N11: nothing is made one by one and stacked afterwards."""
+    stage = submodule("optimizers.momentum")
+    places = []
+
+    def spy(grads, buffers, out, **options):
+        places.extend(out)
+        return kernel(grads, buffers, out, **options)
+
+    kernel = stage.momentum_kernel
+    monkeypatch.setattr(stage, "momentum_kernel", spy)
+    grads = [torch.full((2, 3), float(k), device=device) for k in range(4)]
+    buffers = [torch.zeros(2, 3, device=device) for _ in range(4)]
+    options = {"mu": 0.5, "nesterov": False, "form": "heavy_ball"}
+    batch = stage.momentum(grads, buffers, (2, 3), **options)
+    assert batch.shape == (4, 2, 3)
+    storage = batch.untyped_storage().data_ptr()
+    assert [place.untyped_storage().data_ptr() for place in places] == [storage] * 4
+    assert_same_bits(batch, torch.stack(grads))
+
+
+@pytest.mark.gpu
+@CLASSES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("beta2", [None, 0.9])
+def test_a_captured_step_equals_the_eager_one(opt, device, name, dtype, beta2) -> None:
+    """N4: 20 replays with changing gradients and a changing rate, which the graph reads."""
+    results = []
+    for captured in (False, True):
+        params = make(dtype, device)
+        start = values(params)
+        lr = torch.tensor(0.02, device=device)
+        optimizer = build(opt, name, params, lr=lr, beta2=beta2, none_grad=False)
+        for group in optimizer.param_groups:
+            group["none_grad"] = False
+        static = [param.grad for param in params]
+        run = optimizer.step
+        if captured:
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                optimizer.step()
+            torch.cuda.current_stream(device).wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            # The warm-up changed parameters and state; start again from zeros.
+            with torch.no_grad():
+                for param, value in zip(params, start, strict=True):
+                    param.copy_(value)
+                    for state in optimizer.state[param].values():
+                        state.zero_()
+            run = graph.replay
+        for step in range(20):
+            new_gradients(params, seed=step)
+            for kept, param in zip(static, params, strict=True):
+                kept.copy_(param.grad)
+                param.grad = kept
+            lr.fill_(0.02 / (step + 1))
+            run()
+        results.append(values(params))
+    for ours, theirs in zip(*results, strict=True):
+        assert_same_bits(ours, theirs)
