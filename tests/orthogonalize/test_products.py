@@ -47,8 +47,8 @@ def test_as_accurate_as_dense_products(
 ) -> None:
     """In half precision folding rounds a I + B, an error of the size of X's own: sqrt(2) in all.
 
-    In float32 nothing is folded. There sums in another order make the difference, which a spectrum
-    of zeros amplifies: 1.49 on an H200, of the 5 that a float32 product may differ from cuBLAS.
+    In float32 nothing is folded, but sums run in another order than cuBLAS's, and a float32 product
+    may differ 5 times as much. Measured 1.49 on an H200; see docs/log.md.
     """
     x = matrix(spectrum, 96, 384)
     exact = reference.newton_schulz(x, opt.polar_express_coefficients(), 1.02)
