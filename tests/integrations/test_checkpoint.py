@@ -232,7 +232,8 @@ import os, signal, sys
 os.environ["LOCAL_KERNELS"] = sys.argv[2]
 import torch
 from kernels import get_kernel
-opt = get_kernel(sys.argv[2].split("=")[0], version=1, trust_remote_code=True)
+repo_id, backend = sys.argv[2].split("=")[0], sys.argv[4]
+opt = get_kernel(repo_id, version=1, backend=backend, trust_remote_code=True)
 param = torch.nn.Parameter(torch.zeros(64, 64))
 optimizer = opt.Muon([("w", param)])
 buffer = optimizer.state[param]["momentum_buffer"]
@@ -253,11 +254,19 @@ opt.save_optimizer(optimizer, sys.argv[1])
 
 @pytest.mark.parametrize(("killed_at", "lr", "value"), [(1, 1e-3, 0.0), (2, 0.5, 1.0)])
 def test_a_killed_save_leaves_one_whole_checkpoint(
-    opt, repo_id, killed_at, lr, value, tmp_path
+    opt, repo_id, device, killed_at, lr, value, tmp_path
 ) -> None:
     """Killed at the first rename the old one is there, at the second the new one, unmixed."""
     root = Path(opt.__file__).resolve().parent.parent.parent
-    command = [sys.executable, "-c", KILLED, str(tmp_path), f"{repo_id}={root}", str(killed_at)]
+    command = [
+        sys.executable,
+        "-c",
+        KILLED,
+        str(tmp_path),
+        f"{repo_id}={root}",
+        str(killed_at),
+        device.type,
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == -signal.SIGKILL, result.stderr
     param = nn.Parameter(torch.zeros(64, 64))
