@@ -32,6 +32,7 @@ class Piece:
     experts: tuple[int, int] | None  # None: the parameter is not a stack
     matrices: int  # B
     matrix: tuple[int, int]  # (m, n)
+    first: int  # number of its first element in the parameter, row-major
     statistics: tuple[int, int]  # (start, length) in the flattened second_momentum_buffer
 
     def view(self, tensor: Tensor) -> Tensor:
@@ -71,12 +72,19 @@ class Blocks:
         batch = () if self.experts is None else (self.experts,)
         return (*batch, *((self.heads,) if self.heads > 1 else ()), *kept)
 
-    def pieces(self, limit: int) -> Iterator[Piece]:
-        """All blocks, in pieces of at most `limit` elements (or of a single matrix)."""
+    def pieces(self, limit: int, *, contiguous: bool = False) -> Iterator[Piece]:
+        """All blocks, in pieces of at most `limit` elements (or of a single matrix).
+
+        With `contiguous`, the elements of a piece have consecutive numbers in the parameter: runs
+        of rows out of several experts are pieces of their own.
+        """
         row, offset, experts = 0, 0, self.experts or 1
+        total = sum(self.row_sizes)
         for rows in self.row_sizes:
             m, per_block = rows // self.heads, self._statistics(rows) // self.heads
             stacked = limit // max(rows * self.columns, 1)  # experts that fit, all heads of each
+            if contiguous and rows < total:
+                stacked = min(stacked, 1)
             heads = self.heads if stacked else max(limit // max(m * self.columns, 1), 1)
             for e in range(0, experts, max(stacked, 1)):
                 taken = min(max(stacked, 1), experts - e)
@@ -87,6 +95,7 @@ class Blocks:
                         experts=None if self.experts is None else (e, taken),
                         matrices=taken * blocks,
                         matrix=(m, self.columns),
+                        first=(e * total + row + h * m) * self.columns,
                         statistics=(
                             offset + (e * self.heads + h) * per_block,
                             taken * blocks * per_block,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .blocks import Blocks, Piece
-from .parameters import local
+from .parameters import is_plain, local
 
 # Upper bound of one batch of directions; a step holds a small multiple of it beyond the state. At
 # 256 MiB a 4096 x 14336 float32 matrix is alone, and 2048 x 2048 ones come sixteen at a time.
@@ -21,15 +21,11 @@ class Member:
     """A piece of a parameter in a chunk. Its tensors are looked up anew at every step."""
 
     param: Tensor
+    number: int  # of the parameter in the optimizer
     piece: Piece
 
-    def param_view(self) -> Tensor:
-        return self.piece.view(local(self.param))
-
-    def grad_view(self) -> Tensor:
-        return self.piece.view(local(self.param.grad))
-
     def view(self, tensor: Tensor) -> Tensor:
+        """The piece of a tensor that is shaped and placed like the parameter."""
         return self.piece.view(local(tensor))
 
 
@@ -40,6 +36,7 @@ class Chunk:
     members: tuple[Member, ...]
     matrix: tuple[int, int]  # (m, n)
     finished: frozenset[Tensor]  # parameters of which no later chunk has a piece
+    whole: bool  # every member is a whole plain matrix: nothing to cut, nothing to reshape
 
     @property
     def device(self) -> torch.device:
@@ -49,17 +46,30 @@ class Chunk:
     def matrices(self) -> int:
         return sum(member.piece.matrices for member in self.members)
 
+    def views(self, members: Sequence[Member], tensors: list[Tensor]) -> list[Tensor]:
+        """The pieces of tensors that are shaped like the parameters of these members."""
+        if self.whole and all(map(is_plain, tensors)):
+            return tensors
+        return [member.view(tensor) for member, tensor in zip(members, tensors, strict=True)]
 
-def plan_chunks(parameters: Iterable[tuple[Tensor, Blocks]]) -> list[Chunk]:
-    """Bucket the blocks of all parameters by shape and fill batches up to BATCH_BYTES, in order."""
+
+def plan_chunks(
+    parameters: Iterable[tuple[int, Tensor, Blocks]], *, contiguous: bool
+) -> list[Chunk]:
+    """Bucket the blocks of all parameters by shape and fill batches up to BATCH_BYTES, in order.
+
+    Args:
+        parameters: number in the optimizer, parameter, and the matrices it is cut into.
+        contiguous: as of `Blocks.pieces`.
+    """
     buckets: dict[tuple, list[Member]] = {}
-    for param, blocks in parameters:
+    for number, param, blocks in parameters:
         if param.numel() == 0:
             continue
         dtype = torch.promote_types(param.dtype, torch.float32)
-        for piece in blocks.pieces(BATCH_BYTES // dtype.itemsize):
+        for piece in blocks.pieces(BATCH_BYTES // dtype.itemsize, contiguous=contiguous):
             key = (piece.matrix, dtype, param.device)
-            buckets.setdefault(key, []).append(Member(param, piece))
+            buckets.setdefault(key, []).append(Member(param, number, piece))
     batches = [
         (matrix, batch)
         for (matrix, dtype, _), members in buckets.items()
@@ -67,7 +77,12 @@ def plan_chunks(parameters: Iterable[tuple[Tensor, Blocks]]) -> list[Chunk]:
     ]
     last = {member.param: i for i, (_, batch) in enumerate(batches) for member in batch}
     return [
-        Chunk(tuple(batch), matrix, frozenset(m.param for m in batch if last[m.param] == i))
+        Chunk(
+            members=tuple(batch),
+            matrix=matrix,
+            finished=frozenset(m.param for m in batch if last[m.param] == i),
+            whole=all(is_plain(m.param) and m.param.shape == matrix for m in batch),
+        )
         for i, (matrix, batch) in enumerate(batches)
     ]
 

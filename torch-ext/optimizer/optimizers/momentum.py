@@ -25,23 +25,21 @@ def momentum(
     The result is new memory: neither a gradient nor a buffer is ever handed to the iteration. Every
     direction is written to its place in it.
     """
-    sizes = [grad.numel() for grad in grads]
-    shapes = [
-        (size,) if g.ndim > MAX_DIMS else g.shape for g, size in zip(grads, sizes, strict=True)
-    ]
+    whole = all(grad.shape == matrix for grad in grads)
+    sizes = [matrix[0] * matrix[1] if whole else grad.numel() for grad in grads]
     batch = torch.empty(
         (sum(sizes) // (matrix[0] * matrix[1]), *matrix),
         dtype=torch.promote_types(buffers[0].dtype, torch.float32),
         device=buffers[0].device,
     )
-    used = shaped(buffers, shapes)
-    momentum_kernel(
-        shaped(grads, shapes),
-        used,
-        shaped(batch.view(-1).split(sizes), shapes),
-        mu=float(mu),
-        nesterov=nesterov,
-        form=form,
-    )
+    if whole:
+        used, read, places = buffers, grads, batch.unbind()
+    else:
+        shapes = [
+            (size,) if g.ndim > MAX_DIMS else g.shape for g, size in zip(grads, sizes, strict=True)
+        ]
+        used, read = shaped(buffers, shapes), shaped(grads, shapes)
+        places = shaped(batch.view(-1).split(sizes), shapes)
+    momentum_kernel(read, used, places, mu=float(mu), nesterov=nesterov, form=form)
     written(buffers, used)
     return batch

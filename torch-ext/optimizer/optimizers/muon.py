@@ -6,6 +6,7 @@ gradient -> momentum -> gather -> orthogonalize -> scatter -> update
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +24,16 @@ from .groups import Format
 from .momentum import momentum
 from .options import AdamWOptions, LrRule, MuonOptions, fingerprint
 from .param_groups import default_is_muon, get_default_muon_param_groups
-from .parameters import check_gradient, check_rate, local
+from .parameters import check_gradients, check_rate
 from .report import report
+from .rounding import count_step, rounding_of
 from .state import layout_of
 from .update import Rate, rate_of, update
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
 
 logger = logging.getLogger(__name__)
+_form = operator.attrgetter("shape", "dtype", "device")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +42,7 @@ class Plan:
 
     signature: list[tuple[Any, ...]]
     labelled: list[list[tuple[str, Tensor]]]  # (name for messages, parameter), per group
+    first: list[int]  # number of each group's first parameter in the optimizer
     chunks: list[list[Chunk]]  # per group; none for AdamW
 
 
@@ -94,16 +98,17 @@ class MuonBase(GroupedOptimizer):
         options = self._current_options()
         plan = self._current_plan(options)
         for group, labelled in zip(options, plan.labelled, strict=True):
-            for where, param in labelled:
-                check_gradient(param, where)
-                check_rate(group.lr, param, where)
+            check_gradients(labelled)
+            check_rate(group.lr, labelled)
         rates = [
             [rate_of(group, *chunk.matrix, chunk.device) for chunk in chunks]
             for group, chunks in zip(options, plan.chunks, strict=True)
         ]
         for number, group in enumerate(options):
+            params = self.param_groups[number]["params"]
+            count_step(params, self.state, group)
             if isinstance(group, AdamWOptions):
-                self._step_adamw(self.param_groups[number]["params"], group)
+                self._step_adamw(params, plan.first[number], group)
             for chunk, rate in zip(plan.chunks[number], rates[number], strict=True):
                 self._step_chunk(chunk, rate, group)
         return loss
@@ -135,11 +140,12 @@ class MuonBase(GroupedOptimizer):
         members = [member for member in chunk.members if member.param.grad is not None]
         if not members:
             return
-        state = self.state
+        params = [member.param for member in members]
+        states = [self.state[param] for param in params]
         with record_function("muon::momentum"):
             direction = momentum(
-                [member.grad_view() for member in members],
-                [member.view(state[member.param]["momentum_buffer"]) for member in members],
+                chunk.views(members, [param.grad for param in params]),
+                chunk.views(members, [state["momentum_buffer"] for state in states]),
                 chunk.matrix,
                 mu=options.momentum,
                 nesterov=options.nesterov,
@@ -156,23 +162,23 @@ class MuonBase(GroupedOptimizer):
             second_moments = None
             if options.beta2 is not None:
                 second_moments = [
-                    member.piece.statistics_view(state[member.param]["second_momentum_buffer"])
-                    for member in members
+                    member.piece.statistics_view(state["second_momentum_buffer"])
+                    for member, state in zip(members, states, strict=True)
                 ]
-            params = [member.param_view() for member in members]
-            update(params, orthogonal, second_moments, rate, options)
-
-    def _step_adamw(self, params: Sequence[Tensor], options: AdamWOptions) -> None:
-        params = [param for param in params if param.grad is not None]
-        with record_function("muon::adamw"):
-            adamw(
-                [local(param) for param in params],
-                [local(param.grad) for param in params],
-                [{key: local(value) for key, value in self.state[p].items()} for p in params],
+            rounding = rounding_of(
                 options,
+                (member.param for member in chunk.members),
+                self.state,
+                lambda: [(m.param, m.number, m.piece.first, m.view) for m in members],
             )
+            pieces = chunk.views(members, params)
+            update(pieces, orthogonal, second_moments, rate, options, rounding)
+
+    def _step_adamw(self, params: Sequence[Tensor], first: int, options: AdamWOptions) -> None:
+        with record_function("muon::adamw"):
+            used = adamw(params, self.state, first, options)
         if options.none_grad:
-            for param in params:
+            for param in used:
                 param.grad = None
 
     def _current_options(self) -> list[MuonOptions | AdamWOptions]:
@@ -192,7 +198,7 @@ class MuonBase(GroupedOptimizer):
     def _current_plan(self, options: Sequence[MuonOptions | AdamWOptions]) -> Plan:
         """The plan; a new one where groups, parameters or the options of their layout changed."""
         signature = [
-            (layout_of(of_group), [(id(p), p.shape, p.dtype, p.device) for p in group["params"]])
+            (layout_of(of_group), [*map(id, group["params"])], [*map(_form, group["params"])])
             for of_group, group in zip(options, self.param_groups, strict=True)
         ]
         if self._plan is None or self._plan.signature != signature:
@@ -206,18 +212,21 @@ class MuonBase(GroupedOptimizer):
     ) -> Plan:
         """Cut, bucket and batch."""
         self.fit_state()
-        labelled, chunks = [], []
-        for number, group in enumerate(options):
-            entries = self.labelled(number)
+        labelled, first, chunks = [], [], []
+        count = 0
+        for index, group in enumerate(options):
+            entries = self.labelled(index)
             labelled.append([(where, param) for where, param, _ in entries])
+            first.append(count)
             blocks = []
             if isinstance(group, MuonOptions):
                 blocks = [
-                    (param, cut(tuple(param.shape), name, group, where))
-                    for where, param, name in entries
+                    (number, param, cut(tuple(param.shape), name, group, where))
+                    for number, (where, param, name) in enumerate(entries, count)
                 ]
-            chunks.append(plan_chunks(blocks))
-        return Plan(signature, labelled, chunks)
+            chunks.append(plan_chunks(blocks, contiguous=group.rounding == "stochastic"))
+            count += len(entries)
+        return Plan(signature, labelled, first, chunks)
 
 
 class Muon(MuonBase):
@@ -233,8 +242,8 @@ class Muon(MuonBase):
         params: groups `{"params", "names" (optional), "use_muon": bool, **options}`, as from
             `get_default_muon_param_groups(model)`; or any iterable of parameters or of (name,
             parameter) pairs, which become one Muon group. Every argument below but `debug` is an
-            option of Muon groups; AdamW groups take lr, adamw_betas, adamw_eps, weight_decay and
-            none_grad.
+            option of Muon groups; AdamW groups take lr, adamw_betas, adamw_eps, weight_decay,
+            rounding, rounding_seed and none_grad.
         lr: learning rate; a number or a 0-D Tensor, which is never read on the host by a step.
         momentum: decay of the momentum buffer, in [0, 1).
         nesterov: orthogonalize g + momentum * buffer instead of the buffer.
@@ -264,6 +273,12 @@ class Muon(MuonBase):
             differ by a factor, which orthogonalization removes.
         momentum_dtype: dtype of the buffer; None for float32 (float64 for float64 parameters).
         shaped_decay: decay by the rate after adjust_lr_fn instead of the raw lr.
+        rounding: how bfloat16 and float16 parameters take a step, which is computed in float32.
+            "nearest" loses what is below half a unit in the last place. "stochastic" rounds up or
+            down at random, so that nothing is lost on average. "residual" keeps what rounding drops
+            in 16 bits per element: a bfloat16 run has the parameters of a float32 one, rounded.
+        rounding_seed: of "stochastic", in [0, 2^64). The bits depend on it, on the number of the
+            step, of the parameter in the optimizer and of the element, and on nothing else.
 
     Raises:
         ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.
@@ -298,6 +313,8 @@ class Muon(MuonBase):
         momentum_form: str = "heavy_ball",
         momentum_dtype: torch.dtype | None = None,
         shaped_decay: bool = False,
+        rounding: str = "nearest",
+        rounding_seed: int = 0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -320,6 +337,8 @@ class Muon(MuonBase):
             "momentum_form": momentum_form,
             "momentum_dtype": momentum_dtype,
             "shaped_decay": shaped_decay,
+            "rounding": rounding,
+            "rounding_seed": rounding_seed,
         }
         super().__init__(_as_groups(params), defaults, debug=debug)
 

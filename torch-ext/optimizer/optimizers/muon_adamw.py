@@ -13,6 +13,8 @@ GRADIENTS = ("reduced", "unreduced")
 # cautious decay by the shaped rate. lr has no default: the two kinds need very different ones.
 DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.0,
+    "rounding": "nearest",
+    "rounding_seed": 0,
     "none_grad": False,
     # kind "adamw"
     "adamw_betas": (0.9, 0.95),  # `betas` and `eps` in a group: see groups.DEFAULT_KEYS
@@ -44,12 +46,12 @@ class MuonAdamW(MuonBase):
 
     Args:
         param_groups: dicts. `{"kind": "adamw", "params", "lr"}` takes betas (0.9, 0.95), eps 1e-8,
-            weight_decay 0 and none_grad False. `{"kind": "muon", "params", "lr"}` takes momentum
-            0.95, ns_steps 5, beta2 0.95 (None for no variance reduction), weight_decay 0,
-            none_grad False, and every option of `Muon`'s groups, with nesterov True, momentum_form
-            "ema", adjust_lr_fn "original", cautious True and shaped_decay True as defaults. `names`
-            are optional. Groups may hold matrices of any shapes, or nothing. `use_muon` is accepted
-            for `kind`.
+            weight_decay 0, rounding "nearest", rounding_seed 0 and none_grad False. `{"kind":
+            "muon", "params", "lr"}` takes momentum 0.95, ns_steps 5, beta2 0.95 (None for no
+            variance reduction), weight_decay 0, none_grad False, and every option of `Muon`'s
+            groups, with nesterov True, momentum_form "ema", adjust_lr_fn "original", cautious True
+            and shaped_decay True as defaults. `names` are optional. Groups may hold matrices of any
+            shapes, or nothing. `use_muon` is accepted for `kind`.
         gradients: "reduced": `p.grad` is what the step uses, as with one GPU or DDP. "unreduced":
             every rank holds its own contribution.
         process_group: over whose ranks unreduced gradients are to be averaged; None for the default

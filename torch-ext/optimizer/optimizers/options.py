@@ -16,6 +16,7 @@ from ..orthogonalize.choose import METHODS
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LR_RULES = ("match_rms_adamw", "original", "spectral")
 MOMENTUM_FORMS = ("heavy_ball", "ema")
+ROUNDINGS = ("nearest", "stochastic", "residual")
 
 LrRule = Callable[[Any, int, int], Any]
 
@@ -41,6 +42,8 @@ class MuonOptions:
     split_sizes: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None
     num_heads: int | Mapping[str, int] | None
     flatten: bool
+    rounding: str
+    rounding_seed: int
     none_grad: bool
 
     def check(self, where: str, *, read_lr: bool = True) -> None:
@@ -58,6 +61,7 @@ class MuonOptions:
             _check_switch(option, getattr(self, option), where)
         check_choice("momentum_form", self.momentum_form, MOMENTUM_FORMS, where)
         check_choice("method", self.method, METHODS, where)
+        _check_rounding(self.rounding, self.rounding_seed, where)
         if self.adjust_lr_fn is not None and not callable(self.adjust_lr_fn):
             check_choice("adjust_lr_fn", self.adjust_lr_fn, LR_RULES, where, "None, a callable")
         for option in ("dtype", "momentum_dtype"):
@@ -82,6 +86,8 @@ class AdamWOptions:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+    rounding: str
+    rounding_seed: int
     none_grad: bool
 
     def check(self, where: str, *, read_lr: bool = True) -> None:
@@ -93,6 +99,7 @@ class AdamWOptions:
             _check_fraction("betas", beta, where)
         _check_not_negative("eps", self.eps, where)
         _check_not_negative("weight_decay", self.weight_decay, where)
+        _check_rounding(self.rounding, self.rounding_seed, where)
         _check_switch("none_grad", self.none_grad, where)
 
 
@@ -170,6 +177,14 @@ def _check_count(option: str, value: Any, where: str) -> None:
         raise TypeError(f"{where}: {option} must be an integer, got {value!r}")
     if value < 1:
         raise ValueError(f"{where}: {option} must be at least 1, got {value!r}")
+
+
+def _check_rounding(rounding: Any, seed: Any, where: str) -> None:
+    check_choice("rounding", rounding, ROUNDINGS, where)
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
+        raise TypeError(f"{where}: rounding_seed must be an integer, got {seed!r}")
+    if not 0 <= seed < 1 << 64:
+        raise ValueError(f"{where}: rounding_seed must have 64 bits, in [0, 2^64), got {seed!r}")
 
 
 def _check_sizes(option: str, value: Any, where: str) -> None:

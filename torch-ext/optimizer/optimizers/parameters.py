@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,10 +11,21 @@ from torch import Tensor
 
 from .options import FLOATING
 
+_usual = operator.attrgetter("__class__", "layout")
+_place = operator.attrgetter("shape", "device")
+
 
 def local(tensor: Tensor) -> Tensor:
     """The local tensor of a (replicated) DTensor, and any other tensor itself."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+    if is_plain(tensor) or not is_dtensor(tensor):
+        return tensor
+    return tensor.to_local()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is of torch's own classes, in the time of two comparisons."""
+    kind = type(tensor)
+    return kind is Tensor or kind is torch.nn.Parameter
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -49,6 +62,18 @@ def check_format(tensor: Tensor, where: str) -> None:
         )
 
 
+def check_gradients(labelled: Sequence[tuple[str, Tensor]]) -> None:
+    """`check_gradient` of every parameter, fast where nothing is unusual."""
+    pairs = [(param, param.grad) for _, param in labelled]
+    usual = [
+        grad is None or (_usual(grad) == (Tensor, torch.strided) and _place(grad) == _place(param))
+        for param, grad in pairs
+    ]
+    if not all(usual) or any(grad.dtype not in FLOATING for _, grad in pairs if grad is not None):
+        for where, param in labelled:
+            check_gradient(param, where)
+
+
 def check_gradient(param: Tensor, where: str) -> None:
     """Raise if a gradient cannot be used. It may have another precision than its parameter."""
     grad = param.grad
@@ -62,10 +87,13 @@ def check_gradient(param: Tensor, where: str) -> None:
         )
 
 
-def check_rate(lr: Any, param: Tensor, where: str) -> None:
-    """Raise ValueError if a Tensor lr cannot be used on the parameter's device."""
-    if isinstance(lr, Tensor) and lr.device.type != "cpu" and lr.device != param.device:
-        raise ValueError(
-            f"{where}: lr is on {lr.device}, the parameter on {param.device}; move lr there, or to "
-            "the CPU, or put the parameters into one group per device"
-        )
+def check_rate(lr: Any, labelled: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError if a Tensor lr cannot be used on the devices of all parameters."""
+    if not isinstance(lr, Tensor) or lr.device.type == "cpu":
+        return
+    for where, param in labelled:
+        if lr.device != param.device:
+            raise ValueError(
+                f"{where}: lr is on {lr.device}, the parameter on {param.device}; move lr there, "
+                "or to the CPU, or put the parameters into one group per device"
+            )

@@ -4,6 +4,7 @@
     second_momentum_buffer   only with beta2: the statistics of each block, see blocks.py
     exp_avg, exp_avg_sq      like the parameter, float32 (float64)
     step                     0-D float32 on the parameter's device, AdamW only
+    rounding_step, rounding_residual   only with `rounding`, see rounding.py
 
 No shape depends on anything but the parameter and its group's options.
 """
@@ -18,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels._lists import NARROW
 from .blocks import cut
 from .options import FLOATING, AdamWOptions, MuonOptions
 from .parameters import local
+from .rounding import COUNTER, RESIDUAL
 
 STATISTICS = "second_momentum_buffer"  # left behind where beta2 is set to None
 OWN_FUNCTION = "<function>"
@@ -51,19 +54,28 @@ def slots_of(
     if isinstance(options, AdamWOptions):
         average = Slot(shape, wide, like_param=True)
         step = Slot((), torch.float32, like_param=False)
-        return {"exp_avg": average, "exp_avg_sq": average, "step": step}
+        slots = {"exp_avg": average, "exp_avg_sq": average, "step": step}
+        return slots | _rounding_slots(param, options.rounding)
     blocks = cut(shape, name, options, where)
     slots = {"momentum_buffer": Slot(shape, options.momentum_dtype or wide, like_param=True)}
     if options.beta2 is not None:
         factored = Slot(blocks.second_moment_shape(), wide, like_param=False)
         slots[STATISTICS] = factored
-    return slots
+    return slots | _rounding_slots(param, options.rounding)
+
+
+def _rounding_slots(param: Tensor, rounding: str) -> dict[str, Slot]:
+    if param.dtype not in NARROW or rounding == "nearest":
+        return {}
+    if rounding == "stochastic":
+        return {COUNTER: Slot((), torch.int64, like_param=False)}
+    return {RESIDUAL: Slot(tuple(param.shape), torch.int16, like_param=True)}
 
 
 def layout_of(options: MuonOptions | AdamWOptions) -> tuple[Any, ...]:
     """The options that decide the blocks and the slots; a change of one needs a new plan."""
     if isinstance(options, AdamWOptions):
-        return ()
+        return (options.rounding,)
     o = options
     return (
         *(dict(v) if isinstance(v, Mapping) else v for v in (o.split_sizes, o.num_heads)),
@@ -71,6 +83,7 @@ def layout_of(options: MuonOptions | AdamWOptions) -> tuple[Any, ...]:
         o.flatten,
         o.momentum_dtype,
         o.beta2 is None,
+        o.rounding,
     )
 
 
@@ -78,6 +91,8 @@ def complete_state(
     state: Mapping[str, Tensor], slots: Mapping[str, Slot], param: Tensor, where: str
 ) -> dict[str, Tensor]:
     """The state with zeros for what is missing.
+
+    A residual that no step kept up to date is dropped: it belongs to values that are gone.
 
     Raises:
         ValueError: a tensor that is there does not fit the parameter any more.
@@ -92,7 +107,8 @@ def complete_state(
                 f"parameter and its options ask for {slot.dtype} {slot.shape} on {param.device}; "
                 "move or reshape the parameter before the optimizer is constructed"
             )
-    return {**state, **{k: slot.zeros(param) for k, slot in slots.items() if k not in state}}
+    kept = {key: held for key, held in state.items() if key != RESIDUAL or key in slots}
+    return kept | {key: slot.zeros(param) for key, slot in slots.items() if key not in kept}
 
 
 def loaded_state(
@@ -102,15 +118,18 @@ def loaded_state(
 
     torch's own loading casts floating-point state to the dtype of the parameter, which would cut a
     float32 buffer of a bfloat16 parameter to 8 bits. A step count may be a number, as in state that
-    older optimizers wrote.
+    older optimizers wrote. State of `rounding` may be missing, as from a run without it, and begins
+    with zeros.
 
     Raises:
-        ValueError: an entry is missing, unknown, not floating-point, or has another shape.
+        ValueError: an entry is missing, unknown, of another kind of numbers, or has another shape.
     """
     saved = {} if saved is None else dict(saved)
     for key, slot in slots.items():
         if key == "step" and isinstance(saved.get(key), Real):
             saved[key] = torch.tensor(float(saved[key]), dtype=slot.dtype)
+        if key in (COUNTER, RESIDUAL) and key not in saved:
+            saved[key] = torch.zeros(slot.shape, dtype=slot.dtype)
         if not isinstance(saved.get(key), Tensor):
             raise ValueError(f"{where}: the loaded state has no {key}; it has {sorted(saved)}")
         if tuple(saved[key].shape) != slot.shape:
@@ -118,12 +137,8 @@ def loaded_state(
                 f"{where}: the loaded {key} has shape {tuple(saved[key].shape)}, expected "
                 f"{slot.shape}"
             )
-        if saved[key].dtype not in FLOATING:
-            raise ValueError(
-                f"{where}: the loaded {key} must be floating-point of 16 bits or more, got "
-                f"{saved[key].dtype}"
-            )
-    unused = {STATISTICS} if "momentum_buffer" in slots else set()
+        _check_loaded_dtype(f"{where}: the loaded {key}", saved[key].dtype, slot.dtype)
+    unused = {COUNTER, RESIDUAL} | ({STATISTICS} if "momentum_buffer" in slots else set())
     unknown = sorted(str(key) for key in saved.keys() - slots.keys() - unused)
     if unknown:
         raise ValueError(
@@ -134,6 +149,14 @@ def loaded_state(
     for key, tensor in copied.items():
         local(tensor).copy_(local(saved[key].detach()))
     return copied
+
+
+def _check_loaded_dtype(what: str, saved: torch.dtype, expected: torch.dtype) -> None:
+    if expected not in FLOATING:
+        if saved != expected:
+            raise ValueError(f"{what} must be {expected}, got {saved}")
+    elif saved not in FLOATING:
+        raise ValueError(f"{what} must be floating-point of 16 bits or more, got {saved}")
 
 
 def masked_options(group: dict[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,13 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from ..kernels import apply_update
+from ..kernels import StochasticRounding, apply_update
+from ..kernels._lists import NARROW
+from ..reference import rounding as reference_rounding
 from ..reference import update as reference
 from .layout import MAX_DIMS, shaped, written
 from .options import LR_RULES, MuonOptions
+from .rounding import Rounding
 
 logger = logging.getLogger(__name__)
 
@@ -80,17 +83,28 @@ def update(
     second_moments: Sequence[Tensor] | None,  # (B_i, m, 1) or (B_i, 1, n), advanced in place
     rate: Rate,
     options: MuonOptions,
+    rounding: Rounding,
 ) -> None:
     """p <- p - decay p - rate u for every piece, with one rounding each."""
     matrix = orthogonal.shape[-2:]
-    parts = orthogonal.reshape(-1).split([param.numel() for param in params])
-    if second_moments is None:
-        shapes = [(p.numel(),) if p.ndim > MAX_DIMS else p.shape for p in params]
+    residuals = rounding.residuals  # of the pieces, advanced in place
+    kept = residuals
+    if second_moments is None and all(param.shape == matrix for param in params):
+        used, updates = params, orthogonal.unbind()
     else:
-        shapes = [(p.numel() // matrix.numel(), *matrix) for p in params]
-    used, updates = shaped(params, shapes), shaped(parts, shapes)
+        sizes = [param.numel() for param in params]
+        shapes = [
+            (size,) if param.ndim > MAX_DIMS else param.shape
+            for param, size in zip(params, sizes, strict=True)
+        ]
+        if second_moments is not None:
+            shapes = [(size // matrix.numel(), *matrix) for size in sizes]
+        used = shaped(params, shapes)
+        updates = shaped(orthogonal.reshape(-1).split(sizes), shapes)
+        if residuals is not None:
+            kept = shaped(residuals, shapes)
     if rate.decay is not None:
-        _update_with_decay(used, updates, second_moments, rate, options)
+        _update_with_decay(used, updates, second_moments, rate, options, kept, rounding.noise)
     else:
         apply_update(
             used,
@@ -102,8 +116,13 @@ def update(
             cautious=options.cautious,
             second_moments=second_moments,
             beta2=options.beta2,
+            residuals=kept,
+            rounding=rounding.noise,
         )
     written(params, used)
+    if residuals is not None and kept is not None:
+        pairs = [pair for pair in zip(residuals, kept, strict=True) if pair[0] is not None]
+        written(*map(list, zip(*pairs, strict=True)))
 
 
 def _update_with_decay(
@@ -112,6 +131,8 @@ def _update_with_decay(
     second_moments: Sequence[Tensor] | None,
     rate: Rate,
     options: MuonOptions,
+    residuals: Sequence[Tensor | None] | None,
+    noise: StochasticRounding | None,
 ) -> None:
     """The update with a rate and a decay of which neither is a multiple of the other."""
     _say_once()
@@ -119,7 +140,25 @@ def _update_with_decay(
         if second_moments is not None:
             assert options.beta2 is not None
             part = reference.variance_reduction(part, second_moments[k], options.beta2)
-        reference.apply_update(param, part, lr=rate.lr, decay=rate.decay, cautious=options.cautious)
+        random = None
+        if noise is not None and param.dtype in NARROW:
+            random = reference_rounding.random_bits(
+                param.shape,
+                seed=noise.seed,
+                step=noise.step,
+                parameter=noise.parameter[k],
+                offset=noise.offset[k],
+                device=param.device,
+            )
+        reference.apply_update(
+            param,
+            part,
+            lr=rate.lr,
+            decay=rate.decay,
+            cautious=options.cautious,
+            residual=None if residuals is None else residuals[k],
+            random=random,
+        )
 
 
 @functools.cache

@@ -1,0 +1,406 @@
+"""`rounding`: 16-bit parameters lose neither decay nor small updates (M17), and bits repeat."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from .._compare import assert_error_at_most, assert_same_bits
+from ._steps import new_gradients, parameters, train, values
+
+CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+NARROW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+CUTS = {"experts.w": (3, 6, 4), "qkv": (12, 4), "experts.v": (4, 8, 4), "conv": (4, 3, 2, 2)}
+MATRICES = {"a": (6, 4), "b": (4, 6), "c": (6, 4), "empty": (0, 4), **CUTS}
+VECTORS = {"bias": (5,), "scale": (), "table": (7, 3)}
+SHAPES = {**MATRICES, **VECTORS}
+
+
+def build(opt, name, params, **options):
+    """Every way of cutting a parameter in one Muon group, and an AdamW group."""
+    named = list(zip(SHAPES, params, strict=True))
+    shared = {"lr": 0.02, "weight_decay": 0.1, **options}
+    muon = {
+        "use_muon": True,
+        "params": named[: len(MATRICES)],
+        "expert_keys": ["experts"],
+        "split_sizes": {"qkv": (4, 4, 4), "experts.w": (2, 4), "experts.v": (4, 4)},
+        "beta2": None,
+        **shared,
+    }
+    adamw = {"use_muon": False, "params": named[len(MATRICES) :], **shared}
+    return getattr(opt, name)([muon, adamw])
+
+
+def make(device, dtype=torch.bfloat16):
+    return parameters(SHAPES.values(), dtype=dtype, device=device)
+
+
+def float32_twins(params):
+    twins = [nn.Parameter(param.detach().float()) for param in params]
+    for param, twin in zip(params, twins, strict=True):
+        twin.grad = param.grad.float()
+    return twins
+
+
+def train_together(optimizers, params, steps: int) -> None:
+    """`steps` steps of every optimizer, on the gradients of the first list of parameters."""
+    for step in range(steps):
+        new_gradients(params[0], seed=step)
+        for others in params[1:]:
+            for param, other in zip(params[0], others, strict=True):
+                other.grad = param.grad.to(other.dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.kernels_ci
+@CLASSES
+@NARROW
+@pytest.mark.parametrize("beta2", [None, 0.9])
+def test_with_its_residual_a_parameter_is_a_float32_one(
+    opt, submodule, device, name, dtype, beta2
+) -> None:
+    """Bit for bit in bfloat16; in float16 a residual counts 2^-40 where the parameter is tiny."""
+    params = make(device, dtype)
+    twins = float32_twins(params)
+    options = {"beta2": beta2}
+    optimizer = build(opt, name, params, rounding="residual")
+    other = build(opt, name, twins)
+    for group in (optimizer.param_groups[0], other.param_groups[0]):
+        group.update(options)
+    train_together([optimizer, other], [params, twins], 5)
+    join = submodule("reference.rounding").join
+    for param, twin in zip(params, twins, strict=True):
+        joined = join(param.detach(), optimizer.state[param]["rounding_residual"])
+        if dtype == torch.bfloat16:
+            assert_same_bits(joined, twin.detach())
+        else:
+            difference = (joined - twin.detach()).abs()
+            assert not (difference > 5 * 2.0**-40 + 5 * 2.0**-24 * twin.detach().abs()).any()
+
+
+@CLASSES
+@NARROW
+def test_stochastic_bits_are_those_of_the_whole_parameter(
+    opt, submodule, device, name, dtype
+) -> None:
+    """However a parameter is cut: Philox of (seed, step, number, row-major element)."""
+    params = make(device, dtype)
+    twins = float32_twins(params)
+    seed = (1 << 63) + 5
+    optimizer = build(opt, name, params, rounding="stochastic", rounding_seed=seed)
+    train_together([optimizer, build(opt, name, twins)], [params, twins], 1)
+    rounding = submodule("reference.rounding")
+    for number, (param, twin) in enumerate(zip(params, twins, strict=True)):
+        random = rounding.random_bits(
+            param.shape,
+            seed=seed,
+            step=torch.ones((), dtype=torch.int64),
+            parameter=number,
+            offset=0,
+            device=device,
+        )
+        expected = rounding.stochastic_round(twin.detach(), dtype, random)
+        assert_same_bits(param.detach(), expected)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("rounding", ["stochastic", "residual"])
+@pytest.mark.parametrize("rate", [1e-4, 5e-4, 2e-3])
+def test_decay_is_not_lost_over_1000_steps(opt, device, kind, rounding, rate) -> None:
+    """lr wd = rate alone, without gradients' help, against a float32 run (M17, N10).
+
+    To nearest, a decay below 2^-9 never moves a bfloat16 weight. Stochastic rounding is unbiased:
+    a step adds a variance of at most (2^-8 p)^2 / 4, so over 1,000 steps the mean of n = 1024
+    weights is off by less than 6 sqrt(1000 / n) 2^-9 = 1.2% in 6 standard deviations. A residual
+    makes the parameter the float32 one, rounded: at most 2^-9 off.
+    """
+    start = torch.rand(32, 32, generator=torch.Generator().manual_seed(1)) + 1
+    results = {}
+    for how, dtype in (("nearest", torch.float32), ("nearest", None), (rounding, None)):
+        param = nn.Parameter(start.to(device, dtype or torch.bfloat16, copy=True))
+        group = {"kind": kind, "params": [param], "lr": rate, "weight_decay": 1.0, "rounding": how}
+        if kind == "muon":
+            group |= {"ns_steps": 1, "cautious": False, "shaped_decay": False, "beta2": None}
+        optimizer = opt.MuonAdamW([group])
+        param.grad = torch.zeros_like(param)
+        for _ in range(1000):
+            optimizer.step()
+        results[how, dtype] = param.detach().double().mean().item()
+    exact = results["nearest", torch.float32]
+    assert exact == pytest.approx(start.mean().item() * (1 - rate) ** 1000, rel=1e-3)
+    if rate < 2**-9:
+        assert results["nearest", None] == start.bfloat16().double().mean().item()
+    budget = 6 * (1000 / start.numel()) ** 0.5 * 2**-9 if rounding == "stochastic" else 2**-9
+    assert results[rounding, None] == pytest.approx(exact, rel=budget)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("rounding", ["stochastic", "residual"])
+def test_small_updates_are_not_lost_over_1000_steps(opt, device, kind, rounding) -> None:
+    """Updates of a 20th of a unit in the last place, always in one direction, against float32."""
+    generator = torch.Generator().manual_seed(2)
+    start = torch.rand(32, 32, generator=generator) + 1
+    grad = torch.randn(32, 32, generator=generator)
+    moved = {}
+    for how, dtype in (
+        ("nearest", torch.float32),
+        ("nearest", torch.bfloat16),
+        (rounding, torch.bfloat16),
+    ):
+        param = nn.Parameter(start.to(device, dtype, copy=True))
+        before = param.detach().double().clone()
+        lr = 2.0**-8 / 20  # AdamW moves by lr; Muon's update has a root mean square of lr too
+        group = {"kind": kind, "params": [param], "lr": lr, "rounding": how}
+        if kind == "muon":
+            group |= {"adjust_lr_fn": lambda lr, rows, columns: 32**0.5 * lr, "beta2": None}
+        optimizer = opt.MuonAdamW([group])
+        param.grad = grad.to(device=device, dtype=dtype)
+        for _ in range(1000):
+            optimizer.step()
+        moved[how, dtype] = param.detach().double() - before
+    exact = moved["nearest", torch.float32]
+
+    def share(change):
+        """How far along the float32 run's way: 1 is all of it."""
+        return ((change * exact).sum() / exact.square().sum()).item()
+
+    assert share(moved["nearest", torch.bfloat16]) < 0.7
+    assert share(moved[rounding, torch.bfloat16]) == pytest.approx(1, abs=0.02)
+
+
+@CLASSES
+@pytest.mark.parametrize("rounding", ["stochastic", "residual"])
+def test_no_bit_depends_on_the_batches(opt, submodule, device, monkeypatch, name, rounding) -> None:
+    chunks = submodule("optimizers.chunks")
+    results = []
+    for bound in (chunks.BATCH_BYTES, 2 * 6 * 4 * 4):
+        monkeypatch.setattr(chunks, "BATCH_BYTES", bound)
+        params = make(device)
+        train(build(opt, name, params, rounding=rounding), params, 3)
+        results.append(values(params))
+    for one, other in zip(*results, strict=True):
+        assert_same_bits(one, other)
+
+
+def test_noise_differs_by_seed_step_and_parameter(opt, device) -> None:
+    """Equal parameters with equal gradients drift apart, and no step repeats the last one's."""
+
+    def run(seed, steps):
+        params = [nn.Parameter(torch.full((64,), 1.0, dtype=torch.bfloat16, device=device))]
+        params += [nn.Parameter(params[0].detach().clone())]
+        optimizer = opt.Muon(
+            [{"params": params, "use_muon": False, "rounding": "stochastic", "lr": 1e-3}],
+            rounding_seed=seed,
+            weight_decay=0.0,
+        )
+        snapshots = []
+        for _ in range(steps):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            snapshots.append(values(params))
+        return snapshots
+
+    first, again, other = run(0, 3), run(0, 3), run(1, 3)
+    for one, two in zip(first, again, strict=True):
+        assert_same_bits(torch.stack(one), torch.stack(two))
+    assert not torch.equal(first[0][0], first[0][1])
+    assert not torch.equal(first[0][0], other[0][0])
+    assert not torch.equal(first[1][0] - first[0][0], first[0][0] - 1)
+
+
+@CLASSES
+def test_a_step_that_a_parameter_misses_is_counted(opt, device, name) -> None:
+    """So its noise is new when its gradient is back, whichever parameter keeps the counter."""
+    params = make(device)
+    optimizer = build(opt, name, params, rounding="stochastic")
+    for step in range(4):
+        new_gradients(params, seed=step)
+        params[0].grad = None if step % 2 else params[0].grad
+        params[-1].grad = None
+        optimizer.step()
+    assert {optimizer.state[param]["rounding_step"].item() for param in params} == {4}
+    for param in params:
+        param.grad = None
+    optimizer.step()
+    assert {optimizer.state[param]["rounding_step"].item() for param in params} == {4}
+
+
+@CLASSES
+@pytest.mark.parametrize("rounding", ["stochastic", "residual"])
+@pytest.mark.parametrize("way", ["state_dict", "file"])
+def test_a_resumed_run_continues_bit_for_bit(opt, device, tmp_path, name, rounding, way) -> None:
+    params = make(device)
+    optimizer = build(opt, name, params, rounding=rounding, rounding_seed=7)
+    train(optimizer, params, 3)
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    resumed = build(opt, name, twins)  # the options are part of what is saved
+    if way == "state_dict":
+        torch.save(optimizer.state_dict(), tmp_path / "saved.pt")
+        resumed.load_state_dict(torch.load(tmp_path / "saved.pt", weights_only=True))
+    else:
+        opt.save_optimizer(optimizer, tmp_path)
+        opt.load_optimizer(resumed, tmp_path)
+    train(optimizer, params, 3, seed=50)
+    train(resumed, twins, 3, seed=50)
+    for param, twin in zip(params, twins, strict=True):
+        assert_same_bits(param.detach(), twin.detach())
+        for key, value in optimizer.state[param].items():
+            assert_same_bits(resumed.state[twin][key], value)
+
+
+@CLASSES
+@pytest.mark.parametrize("rounding", ["stochastic", "residual"])
+def test_state_dicts_without_rounding_state_load(opt, device, name, rounding) -> None:
+    """Of runs that rounded to nearest: what a new option needs begins with zeros."""
+    params = make(device)
+    plain = build(opt, name, params)
+    train(plain, params, 2)
+    older = copy.deepcopy(plain.state_dict())
+    for group in older["param_groups"]:
+        del group["rounding"], group["rounding_seed"]
+    optimizer = build(opt, name, params, rounding=rounding)
+    train(optimizer, params, 1)
+    optimizer.load_state_dict(older)
+    key = "rounding_step" if rounding == "stochastic" else "rounding_residual"
+    assert not any(optimizer.state[param][key].any() for param in params)
+    train(optimizer, params, 1)
+
+
+def test_loaded_state_of_another_kind_is_refused(opt, device) -> None:
+    (param,) = parameters([(6, 4)], dtype=torch.bfloat16, device=device)
+    optimizer = opt.Muon([param], rounding="residual")
+    saved = optimizer.state_dict()
+    saved["state"][0]["rounding_residual"] = torch.zeros(6, 4)
+    with pytest.raises(ValueError, match=r"rounding_residual must be torch\.int16, got torch\.fl"):
+        optimizer.load_state_dict(saved)
+
+
+@CLASSES
+def test_wide_parameters_have_no_state_of_rounding(opt, device, name) -> None:
+    for dtype in (torch.float32, torch.float64):
+        for rounding in ("stochastic", "residual"):
+            params = make(device, dtype)
+            plain = [nn.Parameter(param.detach().clone()) for param in params]
+            optimizer = build(opt, name, params, rounding=rounding)
+            train(optimizer, params, 2)
+            train(build(opt, name, plain), plain, 2)
+            for param, other in zip(params, plain, strict=True):
+                assert_same_bits(param.detach(), other.detach())
+                assert not {"rounding_step", "rounding_residual"} & optimizer.state[param].keys()
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "residual"])
+def test_dtypes_side_by_side_in_a_group(opt, device, rounding) -> None:
+    """In one batch, since directions are float32: each rounds as if it were alone."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.bfloat16]
+
+    def make_one(k):
+        (param,) = parameters([(6, 4)], dtype=dtypes[k], device=device, seed=k)
+        return param
+
+    together = [make_one(k) for k in range(4)]
+    optimizer = opt.Muon(together, rounding=rounding, none_grad=False)
+    grads = [param.grad for param in together]
+    optimizer.step()
+    for k, param in enumerate(together):
+        alone = [make_one(j) for j in range(4)]
+        for other in alone[:k] + alone[k + 1 :]:
+            other.grad = None
+        single = opt.Muon(alone, rounding=rounding, none_grad=False)
+        single.step()
+        assert_same_bits(alone[k].detach(), param.detach())
+        assert_same_bits(alone[k].grad, grads[k])
+
+
+def test_a_residual_that_was_switched_off_is_dropped(opt, device) -> None:
+    """It belongs to values that are gone: kept, it would be added to others later."""
+    params = make(device)
+    optimizer = build(opt, "Muon", params, rounding="residual")
+    train(optimizer, params, 2)
+    assert any(optimizer.state[param]["rounding_residual"].any() for param in params)
+    for rounding, present in (("nearest", False), ("residual", True)):
+        for group in optimizer.param_groups:
+            group["rounding"] = rounding
+        train(optimizer, params, 1)
+        assert all(("rounding_residual" in optimizer.state[p]) == present for p in params)
+
+
+def channels_last(x):
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def reversed_in_memory(x):
+    """Seven dimensions of which no two can be merged, one more than the kernels walk."""
+    order = list(reversed(range(x.ndim)))
+    return x.permute(order).contiguous().permute(order)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("rounding", ["stochastic", "residual"])
+@pytest.mark.parametrize("beta2", [None, 0.9])
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [((4, 3, 2, 2), channels_last), ((3, 2, 2, 2, 2, 2, 2), reversed_in_memory)],
+    ids=["channels_last", "seven dimensions"],
+)
+def test_any_strides(opt, device, kind, rounding, beta2, shape, layout) -> None:
+    results = []
+    for arrange in (layout, lambda x: x):
+        (base,) = parameters([shape], dtype=torch.bfloat16, device=device)
+        param = nn.Parameter(arrange(base.detach()))
+        group = {"kind": kind, "params": [param], "lr": 0.02, "weight_decay": 0.1}
+        if kind == "muon":
+            group["beta2"] = beta2
+        optimizer = opt.MuonAdamW([{**group, "rounding": rounding}])
+        for step in range(3):
+            new_gradients([param], seed=step)
+            optimizer.step()
+        state = optimizer.state[param]
+        results.append([param.detach(), *(state[key] for key in sorted(state))])
+    for one, other in zip(*results, strict=True):
+        assert_same_bits(one.contiguous(), other.contiguous())
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "residual"])
+def test_a_rate_from_a_function_beside_a_raw_decay(opt, device, rounding) -> None:
+    """The one update without a kernel rounds as the others do."""
+    results = []
+    for rule in (lambda lr, rows, columns: lr * 0.5, lambda lr, rows, columns: torch.tensor(0.01)):
+        params = make(device)
+        named = list(zip(SHAPES, params, strict=True))[: len(MATRICES)]
+        options = {"expert_keys": ["experts"], "split_sizes": {"experts.w": (2, 4)}}
+        optimizer = opt.Muon(named, lr=0.02, adjust_lr_fn=rule, rounding=rounding, **options)
+        train(optimizer, params[: len(MATRICES)], 3)
+        results.append(values(params))
+    for one, other in zip(*results, strict=True):
+        assert_error_at_most(one, other, 2.0**-8 if rounding == "residual" else 2.0**-7)
+
+
+@CLASSES
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rounding": "up"}, "rounding must be one of 'nearest', 'stochastic', 'residual', got"),
+        ({"rounding_seed": -1}, r"rounding_seed must have 64 bits, in \[0, 2\^64\), got -1"),
+        ({"rounding_seed": 1 << 64}, "rounding_seed must have 64 bits"),
+        ({"rounding_seed": 0.5}, "rounding_seed must be an integer, got 0.5"),
+    ],
+    ids=str,
+)
+def test_wrong_options(opt, device, name, options, message) -> None:
+    params = make(device)
+    with pytest.raises((ValueError, TypeError), match=message):
+        build(opt, name, params, **options)
+    optimizer = build(opt, name, params)
+    before = values(params)
+    optimizer.param_groups[1].update(options)
+    with pytest.raises((ValueError, TypeError), match=message):
+        optimizer.step()
+    for param, old in zip(params, before, strict=True):
+        assert_same_bits(param.detach(), old)

@@ -1,0 +1,81 @@
+"""How a step stores 16-bit parameters: to nearest, stochastically, or with a kept residual.
+
+The state that the last two need, for bfloat16 and float16 parameters alone:
+
+    rounding_step       0-D int64: the steps of the group, whether this parameter had a gradient
+                        or not, so that no two updates of a call draw the same random bits
+    rounding_residual   int16, like the parameter: what rounding dropped, see reference/rounding.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels import StochasticRounding
+from ..kernels._lists import NARROW
+from .options import AdamWOptions, MuonOptions
+
+COUNTER, RESIDUAL = "rounding_step", "rounding_residual"
+
+
+@dataclass(frozen=True, eq=False)
+class Rounding:
+    """What a call of a kernel is told; neither of the two means to nearest."""
+
+    residuals: list[Tensor | None] | None = None
+    noise: StochasticRounding | None = None
+
+
+def count_step(
+    params: Sequence[Tensor],
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+    options: MuonOptions | AdamWOptions,
+) -> None:
+    """Advance the counters of a group that rounds stochastically and takes a step."""
+    if options.rounding == "stochastic" and any(param.grad is not None for param in params):
+        counters = [state[param][COUNTER] for param in params if param.dtype in NARROW]
+        if counters:
+            torch._foreach_add_(counters, 1)
+
+
+def rounding_of(
+    options: MuonOptions | AdamWOptions,
+    planned: Iterable[Tensor],
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+    entries: Callable[[], Sequence[tuple[Tensor, int, int, Callable[[Tensor], Tensor]]]],
+) -> Rounding:
+    """The rounding of one call.
+
+    Args:
+        options: of the group.
+        planned: the parameters that such a call may hold; the first of 16 bits has its counter.
+        state: of the optimizer.
+        entries: returns per tensor of the call its parameter, the number of that parameter in the
+            optimizer, the number of the tensor's first element in the parameter, and the cut that
+            makes the tensor out of something shaped like the parameter.
+    """
+    if options.rounding == "nearest":
+        return Rounding()
+    tensors = entries()
+    if not any(param.dtype in NARROW for param, *_ in tensors):
+        return Rounding()
+    if options.rounding == "residual":
+        return Rounding(
+            residuals=[
+                cut(state[param][RESIDUAL]) if param.dtype in NARROW else None
+                for param, _, _, cut in tensors
+            ]
+        )
+    first = next(param for param in planned if param.dtype in NARROW)
+    return Rounding(
+        noise=StochasticRounding(
+            seed=options.rounding_seed,
+            step=state[first][COUNTER],
+            parameter=[number for _, number, _, _ in tensors],
+            offset=[offset for _, _, offset, _ in tensors],
+        )
+    )
