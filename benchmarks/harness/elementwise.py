@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import step_ops
-from .ceilings import copy_call
+from .memory_bound import measure
 from .package import Built
-from .report import Measured, Row, failed, floor_ms, line, passed
-from .timer import cold_sets, medians
+from .report import Row
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 BYTES_OUT = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -81,8 +80,10 @@ class DequantCase:
     """Inputs on the device, ours and the baseline over them."""
 
     def __init__(self, problem: Dequant, built: Built, sets: int) -> None:
+        import bitsandbytes
         import torch
 
+        self.baseline_name = f"bitsandbytes {bitsandbytes.__version__} dequantize_4bit"
         self.problem = problem
         self.package = built.package
         self.dtype = getattr(torch, problem.dtype)
@@ -184,46 +185,6 @@ class DequantCase:
         error, error_baseline, norm = squares.sqrt().tolist()
         return same, error / norm, error_baseline / norm
 
-    def peak_mb(self) -> float:
-        """Device memory that one call adds at its peak, the result included."""
-        import torch
-
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self.ours(0)
-        return (torch.cuda.max_memory_allocated() - before) / 1e6
-
-
-def measure(problem: Dequant, built: Built) -> tuple[Row, str]:
-    """The row of one problem and its printed line."""
-    import bitsandbytes
-    import torch
-
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    sets = cold_sets(problem.bytes_moved, l2)
-    case = DequantCase(problem, built, sets)
-    same, error, error_baseline = case.compare()
-    if not same:
-        row = failed(problem.case)
-        return row, line(row, gigabytes=0)
-    peak_mb = case.peak_mb()
-    calls = {"ours": case.ours, "baseline": case.baseline, "copy": copy_call(problem.bytes_moved)}
-    ms = medians(calls, sets=sets)
-    row = passed(
-        problem.case,
-        Measured(
-            ms=ms["ours"],
-            floor_ms=floor_ms(bytes_moved=problem.bytes_moved),
-            baseline=f"bitsandbytes {bitsandbytes.__version__} dequantize_4bit",
-            baseline_ms=ms["baseline"],
-            error=error,
-            error_baseline=error_baseline,
-            peak_mb=peak_mb,
-        ),
-    )
-    return row, line(row, gigabytes=problem.bytes_moved / 1e9, copy_ms=ms["copy"])
-
 
 def rows(built: Built) -> Iterator[tuple[Row, str]]:
     """Every row of the file: the listed cases, then 20 shapes of either kind from the commit."""
@@ -231,10 +192,10 @@ def rows(built: Built) -> Iterator[tuple[Row, str]]:
 
     seed = int(built.commit[:8], 16)
     for problem in (*LISTED, *random_problems(seed)):
-        yield measure(problem, built)
+        yield measure(problem, built, DequantCase)
         torch.cuda.empty_cache()
     for group in (*step_ops.LISTED, *step_ops.random_groups(seed)):
-        yield step_ops.measure(group, built)
+        yield measure(group, built, step_ops.StepCase)
         torch.cuda.empty_cache()
 
 

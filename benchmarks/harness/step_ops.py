@@ -6,10 +6,7 @@ import dataclasses
 import math
 import random
 
-from .ceilings import copy_call
 from .package import Built
-from .report import Measured, Row, failed, floor_ms, line, passed
-from .timer import cold_sets, medians
 
 OPS = ("momentum", "apply_update", "adamw")
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -191,6 +188,7 @@ class StepCase:
         import torch
 
         self.group = group
+        self.baseline_name = f"torch {torch.__version__}, {BASELINE[group.op]}"
         self.package = built.package
         self.kernels = built.package.kernels
         generator = torch.Generator("cuda").manual_seed(0)
@@ -223,42 +221,3 @@ class StepCase:
             )
         error, error_baseline, norm = squares.sqrt().tolist()
         return same, error / norm, error_baseline / norm
-
-    def peak_mb(self) -> float:
-        """Device memory that one call adds at its peak."""
-        import torch
-
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self.ours(0)
-        return (torch.cuda.max_memory_allocated() - before) / 1e6
-
-
-def measure(group: Group, built: Built) -> tuple[Row, str]:
-    """The row of one group and its printed line."""
-    import torch
-
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    sets = cold_sets(group.bytes_moved, l2)
-    case = StepCase(group, built, min(sets, 64))
-    same, error, error_baseline = case.compare()
-    if not same:
-        row = failed(group.case)
-        return row, line(row, gigabytes=0)
-    peak_mb = case.peak_mb()
-    calls = {"ours": case.ours, "baseline": case.baseline, "copy": copy_call(group.bytes_moved)}
-    ms = medians(calls, sets=len(case.sets))
-    row = passed(
-        group.case,
-        Measured(
-            ms=ms["ours"],
-            floor_ms=floor_ms(bytes_moved=group.bytes_moved),
-            baseline=f"torch {torch.__version__}, {BASELINE[group.op]}",
-            baseline_ms=ms["baseline"],
-            error=error,
-            error_baseline=error_baseline,
-            peak_mb=peak_mb,
-        ),
-    )
-    return row, line(row, gigabytes=group.bytes_moved / 1e9, copy_ms=ms["copy"])
