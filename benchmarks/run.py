@@ -1,6 +1,7 @@
 """Measure one group of ops on this GPU, or draw what was measured.
 
 python benchmarks/run.py elementwise [--out DIR] [--draft]    writes DIR/<gpu>/elementwise.json
+python benchmarks/run.py optimizer_step                       whole steps on one GPU
 python benchmarks/run.py plots [--check]                      README's table and the plots
 
 A case is timed only after its results were compared with the reference. `--draft` measures a build
@@ -18,7 +19,10 @@ from harness import plots
 from harness.sources import RESULTS, ROOT, sources_digest
 
 # Result file -> the module of harness/ that holds its cases.
-ENTRIES = {"elementwise": "harness.elementwise"}
+ENTRIES = {
+    "elementwise": "harness.elementwise",
+    "optimizer_step": "harness.optimizer_step",
+}
 
 
 def header(built, name: str, count: int) -> dict:

@@ -25,7 +25,16 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def harness() -> Iterator[SimpleNamespace]:
     """The modules of benchmarks/harness, imported as run.py imports them."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("elementwise", "package", "plots", "report", "sources", "step_ops", "timer")
+    names = (
+        "elementwise",
+        "optimizer_step",
+        "package",
+        "plots",
+        "report",
+        "sources",
+        "step_ops",
+        "timer",
+    )
     yield SimpleNamespace(**{name: importlib.import_module(f"harness.{name}") for name in names})
     sys.path.remove(str(ROOT / "benchmarks"))
 
@@ -166,6 +175,29 @@ def test_random_groups_of_the_step_ops(harness):
     assert momentum.bytes_moved == 24 * 1280 * 5120 * 14
     assert listed["apply_update/24x1280x5120/float32"].bytes_moved == 24 * 1280 * 5120 * 10
     assert listed["adamw/65536x1280/float32"].bytes_moved == 65536 * 1280 * 28
+
+
+def test_floor_of_a_whole_step(harness):
+    step = harness.optimizer_step
+    assert step.least_flops((768, 768)) == 20 * 768**3
+    assert step.least_flops((4096, 1024)) == 6 * 1024**2 * 4096 + 14 * 1024**3
+    assert step.least_flops((128, 768, 2048)) == 128 * step.least_flops((2048, 768))
+    cases = {model.case: model for model in step.LISTED}
+    assert list(cases) == [
+        "gpt2-124M/1gpu",
+        "nanochat-d20/1gpu",
+        "llama-1B/1gpu",
+        "llama-1B/bfloat16/1gpu",
+        "experts-128/1gpu",
+    ]
+    experts = cases["experts-128/1gpu"]
+    elements = 128 * (1536 * 2048 + 2048 * 768)
+    assert experts.bytes_moved == 24 * elements
+    assert experts.floor_ms == pytest.approx((experts.flops / 790 + 24 * elements / 4.3) / 1e9)
+    llama = cases["llama-1B/bfloat16/1gpu"]
+    assert cases["llama-1B/1gpu"].bytes_moved - llama.bytes_moved == 6 * (
+        128256 * 2048 + 2048 * (32 * 2048 + 32 * 512 + 48 * 8192)
+    )
 
 
 class RecordingStopwatch:

@@ -23,6 +23,14 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "torch-ext/optimizer/kernels/momentum.py",
         "torch-ext/optimizer/kernels/nf4_dequant*.py",
     ),
+    "optimizer_step": (
+        "kernels-src/common/*",
+        "kernels-src/newton_schulz*/*",
+        "kernels-src/optimizer_step/*",
+        "torch-ext/optimizer/kernels/*.py",
+        "torch-ext/optimizer/optimizers/*.py",
+        "torch-ext/optimizer/orthogonalize/*.py",
+    ),
 }
 
 

@@ -1,0 +1,207 @@
+"""Cases of `optimizer_step.json`: a whole step on one GPU, beside torch's fused AdamW."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator
+
+from .memory_bound import added_mb
+from .package import Built
+from .report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, line, passed
+
+STEPS = 5  # of the orthogonalization
+LR, DECAY = 1e-3, 0.1
+WARMUP, TIMED = 4, 15
+
+# Matrices for Muon, parameters for AdamW.
+SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]] = {
+    "gpt2-124M": (
+        ((768, 768),) * 48 + ((3072, 768),) * 12 + ((768, 3072),) * 12,
+        ((50304, 768),),
+    ),
+    "nanochat-d20": (
+        ((1280, 1280),) * 80 + ((5120, 1280),) * 20 + ((1280, 5120),) * 20,
+        ((65536, 1280),) * 2,
+    ),
+    "llama-1B": (
+        ((2048, 2048),) * 32 + ((512, 2048),) * 32 + ((8192, 2048),) * 32 + ((2048, 8192),) * 16,
+        ((128256, 2048),),
+    ),
+    "experts-128": (((128, 1536, 2048), (128, 2048, 768)), ()),  # one MoE layer
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A set of parameters with gradients of the same dtype, state in float32."""
+
+    name: str
+    dtype: str = "float32"
+
+    @property
+    def case(self) -> str:
+        """Name in the result file."""
+        kind = "" if self.dtype == "float32" else f"/{self.dtype}"
+        return f"{self.name}{kind}/1gpu"
+
+    @property
+    def flops(self) -> float:
+        """Of the orthogonalization: the least of its symmetric forms, see docs/orthogonalize.md."""
+        return sum(least_flops(shape) for shape in SHAPES[self.name][0])
+
+    @property
+    def bytes_moved(self) -> float:
+        """Each parameter, gradient and moment read once, parameters and moments written once."""
+        size = 4 if self.dtype == "float32" else 2
+        matrices, others = (sum(map(math.prod, shapes)) for shapes in SHAPES[self.name])
+        # 4 more bytes per matrix element: the float16 update, written and read
+        return matrices * (3 * size + 8 + 4) + others * (3 * size + 16)
+
+    @property
+    def floor_ms(self) -> float:
+        """One after the other: no step can orthogonalize before its momentum is there."""
+        return (self.flops / FLOOR_TFLOPS + self.bytes_moved / FLOOR_TBPS) / 1e9
+
+
+LISTED = (
+    Model("gpt2-124M"),
+    Model("nanochat-d20"),
+    Model("llama-1B"),
+    Model("llama-1B", "bfloat16"),
+    Model("experts-128"),
+)
+
+
+def least_flops(shape: tuple[int, ...]) -> float:
+    """Of one parameter (..., r, c): symmetric products by halves, directly or in the Gram form."""
+    *batch, r, c = shape
+    m, n = min(r, c), max(r, c)
+    direct = STEPS * (3 * m * m * n + m**3)
+    gram = 6 * m * m * n + 14 * m**3  # five steps, one restart
+    return math.prod(batch) * min(direct, gram)
+
+
+class StepCase:
+    """A model's parameters on the device, ours over them and torch's AdamW over copies."""
+
+    def __init__(self, model: Model, built: Built, device: str = "cuda") -> None:
+        import torch
+
+        self.package, self.device = built.package, device
+        self.generator = torch.Generator(device).manual_seed(0)
+        dtype = getattr(torch, model.dtype)
+        matrices, others = SHAPES[model.name]
+        self.matrices = [self._parameter(shape, dtype) for shape in matrices]
+        self.others = [self._parameter(shape, dtype) for shape in others]
+        experts = any(len(shape) == 3 for shape in matrices)
+        groups = [
+            {
+                "params": [(f"experts.{k}", param) for k, param in enumerate(self.matrices)],
+                "use_muon": True,
+                "expert_keys": ["experts"] if experts else None,
+            },
+            {"params": self.others, "use_muon": False},
+        ]
+        options = {"lr": LR, "weight_decay": DECAY, "none_grad": False}
+        self.ours = built.package.Muon(groups, **options)
+        self.baseline = torch.optim.AdamW(
+            [*self.matrices, *self.others], lr=LR, weight_decay=DECAY, fused=True
+        )
+        self.baseline_name = f"torch {torch.__version__} AdamW(fused=True) on all parameters"
+
+    def _parameter(self, shape: tuple[int, ...], dtype):
+        import torch
+
+        def normal(scale: float):
+            values = torch.randn(shape, device=self.device, generator=self.generator)
+            return (values * scale).to(dtype)
+
+        param = torch.nn.Parameter(normal(0.02))
+        param.grad = normal(1e-3)
+        return param
+
+    def compare(self) -> tuple[bool, float, float]:
+        """(gate, error of the first step, that of plain bfloat16 products), relative to the update.
+
+        One matrix of each shape, against a step whose iteration runs in float64. The gate: no worse
+        than bfloat16 products, which peers use. Parameters of 16 bits are rounded on both sides.
+        """
+        import torch
+
+        firsts = {param.shape: param for param in reversed(self.matrices)}
+        before = {shape: param.detach().clone() for shape, param in firsts.items()}
+        self.ours.step()
+        squares = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for shape, param in firsts.items():
+            old, new, grad = (
+                x.reshape(-1, *shape[-2:])[0] for x in (before[shape], param.detach(), param.grad)
+            )
+            kept = old.double() * (1 - LR * DECAY)
+            rate = LR * 0.2 * math.sqrt(max(shape[-2:]))  # match_rms_adamw
+            moves = {
+                dtype: rate * self.package.orthogonalize(wide, "polar_express", dtype=dtype)
+                for dtype, wide in ((torch.float64, grad.double()), (torch.bfloat16, grad))
+            }
+            exact, plain = ((kept - move.double()) for move in moves.values())
+            squares += torch.stack(
+                [(x.double() - exact).square().sum() for x in (new, plain.to(new.dtype), kept)]
+            )
+        error, error_baseline, norm = squares.sqrt().tolist()
+        return error <= 1.01 * error_baseline, error / norm, error_baseline / norm
+
+    def medians(self) -> tuple[float, float]:
+        """Milliseconds of a step of ours and of the baseline, by turns, between events."""
+        import torch
+
+        times: dict[object, list[float]] = {self.ours: [], self.baseline: []}
+        for _ in range(WARMUP + TIMED):
+            for optimizer, taken in times.items():
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda.synchronize()
+                start.record()
+                optimizer.step()
+                stop.record()
+                torch.cuda.synchronize()
+                taken.append(start.elapsed_time(stop))
+        ours, baseline = (statistics.median(taken[WARMUP:]) for taken in times.values())
+        return ours, baseline
+
+
+def measure(model: Model, built: Built) -> tuple[Row, str]:
+    """The row of one model and its printed line."""
+    case = StepCase(model, built)
+    good, error, error_baseline = case.compare()
+    if not good:
+        row = failed(model.case)
+        return row, line(row, gigabytes=0)
+    peak_mb = added_mb(case.ours.step)
+    ms, baseline_ms = case.medians()
+    row = passed(
+        model.case,
+        Measured(
+            ms=ms,
+            floor_ms=model.floor_ms,
+            baseline=case.baseline_name,
+            baseline_ms=baseline_ms,
+            error=error,
+            error_baseline=error_baseline,
+            peak_mb=peak_mb,
+        ),
+    )
+    return row, line(row, gigabytes=model.bytes_moved / 1e9)
+
+
+def rows(built: Built) -> Iterator[tuple[Row, str]]:
+    """Every row of the file."""
+    import torch
+
+    for model in LISTED:
+        yield measure(model, built)
+        torch.cuda.empty_cache()
+
+
+def random_cases(commit: str) -> set[str]:
+    """No row is drawn at random: the sets are models."""
+    return set()
