@@ -404,3 +404,27 @@ def test_wrong_options(opt, device, name, options, message) -> None:
         optimizer.step()
     for param, old in zip(params, before, strict=True):
         assert_same_bits(param.detach(), old)
+
+
+def test_qk_clip_scales_the_value_before_rounding(opt, submodule, device) -> None:
+    """With a residual the clipped parameter is that of a float32 run too."""
+    shapes = {"layers.0.attn.q_proj.weight": (8, 6), "layers.0.attn.k_proj.weight": (8, 6)}
+    config = {"q_indices": [0, 1], "k_indices": [0, 1], "head_dim": 4, "threshold": 10.0}
+    params = parameters(shapes.values(), dtype=torch.bfloat16, device=device)
+    twins = float32_twins(params)
+    runs = [(params, "residual"), (twins, "nearest")]
+    optimizers = [
+        opt.Muon(zip(shapes, run, strict=True), rounding=how, clip_config=config)
+        for run, how in runs
+    ]
+    logits = {0: torch.tensor([30.0, 5.0], device=device)}
+    for step in range(3):
+        new_gradients(params, seed=step)
+        for param, twin in zip(params, twins, strict=True):
+            twin.grad = param.grad.float()
+        for optimizer in optimizers:
+            optimizer.step(qk_logits=logits)
+    join = submodule("reference.rounding").join
+    for param, twin in zip(params, twins, strict=True):
+        joined = join(param.detach(), optimizers[0].state[param]["rounding_residual"])
+        assert_same_bits(joined, twin.detach())

@@ -122,18 +122,6 @@ def test_closure(opt, device, name) -> None:
 
 
 @CLASSES
-def test_qk_logits_keep_their_place_but_are_refused(opt, device, name) -> None:
-    """M5: both argument names stay; without QK-clip they must not be ignored in silence."""
-    params = parameters([(6, 4), (6, 4)], device=device)
-    optimizer = both(opt, params)[name]()
-    before = values(params)
-    with pytest.raises(ValueError, match="qk_logits was given, but no QK-clip is configured"):
-        optimizer.step(qk_logits={0: torch.ones(2)})
-    assert_same_bits(params[0].detach(), before[0])
-    optimizer.step(closure=None, qk_logits=None)
-
-
-@CLASSES
 def test_any_number_of_shapes(opt, device, name) -> None:
     """N3: nanochat's compiled kernels fail at more than 8 distinct shapes."""
     params = parameters([(n, n + 1) for n in range(1, 25)], device=device)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .blocks import check_names
 from .groups import Format, check_unique
+from .options import AdamWOptions, MuonOptions
 from .parameters import label
 from .state import (
     complete_state,
@@ -46,9 +47,15 @@ class GroupedOptimizer(torch.optim.Optimizer):
             for here, param, name in _labelled(where, group["params"], names)
         }
         check_names(options, names, where)
+        self._check_group(options, _labelled(where, group["params"], names))
         self.param_groups.append(group)
         self._names.append(names)
         self.state.update(states)
+
+    def _check_group(
+        self, options: MuonOptions | AdamWOptions, entries: Sequence[tuple[str, Tensor, str | None]]
+    ) -> None:
+        """Raise if a group does not fit what the optimizer as a whole was told."""
 
     def parameter_names(self, group: int) -> list[str | None]:
         """The names of a group's parameters, None where none was given.

@@ -20,13 +20,15 @@ from .adamw import adamw
 from .base import GroupedOptimizer
 from .blocks import cut
 from .chunks import Chunk, plan_chunks
+from .clip_config import parse_clip_config
 from .groups import Format
 from .momentum import momentum
 from .options import AdamWOptions, LrRule, MuonOptions, fingerprint
 from .param_groups import default_is_muon, get_default_muon_param_groups
-from .parameters import check_gradients, check_rate
+from .parameters import check_gradients, check_rate, local
+from .qk_clip import Batch, Target, check_logits, clip, find_targets, plan_batches
 from .report import report
-from .rounding import count_step, rounding_of
+from .rounding import RESIDUAL, count_step, rounding_of
 from .state import layout_of
 from .update import Rate, rate_of, update
 
@@ -44,23 +46,44 @@ class Plan:
     labelled: list[list[tuple[str, Tensor]]]  # (name for messages, parameter), per group
     first: list[int]  # number of each group's first parameter in the optimizer
     chunks: list[list[Chunk]]  # per group; none for AdamW
+    clips: list[Batch]  # what QK-clip scales
 
 
 class MuonBase(GroupedOptimizer):
     """The step over Muon and AdamW groups; its subclasses differ in names and defaults."""
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], *, debug: bool) -> None:
+    def __init__(
+        self, params: Iterable[Any], defaults: dict[str, Any], *, debug: bool, clip_config: Any
+    ) -> None:
         self.debug = debug
+        self.clip_config = parse_clip_config(clip_config)
         self._plan: Plan | None = None
         self._checked: list[Any] = []  # per group the fingerprint of the options checked last
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "debug": self.debug}
+        return {**super().__getstate__(), "debug": self.debug, "clip_config": self.clip_config}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._plan, self._checked = None, []
+
+    def _check_group(
+        self, options: MuonOptions | AdamWOptions, entries: Sequence[tuple[str, Tensor, str | None]]
+    ) -> None:
+        if self.clip_config is not None and isinstance(options, MuonOptions):
+            added = find_targets(self.clip_config, entries, options.expert_keys)
+            plan_batches(self.clip_config, [*self._clip_targets(), *added])
+
+    def _clip_targets(self) -> list[Target]:
+        """The projections that QK-clip scales, in all groups."""
+        found = []
+        for number, group in enumerate(self.param_groups):
+            options = self.format.options(group)
+            if isinstance(options, MuonOptions):
+                entries = self.labelled(number)
+                found += find_targets(self.clip_config, entries, options.expert_keys)
+        return found
 
     @torch.no_grad()
     def step(
@@ -74,23 +97,21 @@ class MuonBase(GroupedOptimizer):
 
         Args:
             closure: computes the loss and the gradients, under `torch.enable_grad()`.
-            qk_logits: layer index -> maximum attention logit per head, for QK-clip. This version
-                has no QK-clip, so anything but None is refused.
+            qk_logits: layer number -> 1-D tensor of the largest attention logit (after the division
+                by sqrt(head_dim), over all tokens) for every entry of `clip_config["q_indices"]`,
+                for QK-clip. Layers that are missing are not clipped; layers without a projection
+                here are ignored.
 
         Returns:
             The closure's loss, or None.
 
         Raises:
-            ValueError: `qk_logits` was given, a gradient is sparse, complex or misshapen, or an
-                option was set to a value that the constructor would refuse.
-            TypeError: a gradient is a DTensor that is not fully replicated, or an option has a
-                wrong type.
+            ValueError: a gradient is sparse, complex or misshapen, an option was set to a value
+                that the constructor would refuse, or `qk_logits` does not fit or was given without
+                `clip_config`.
+            TypeError: a gradient is a DTensor that is not fully replicated, or an option or an
+                entry of `qk_logits` has a wrong type.
         """
-        if qk_logits is not None:
-            raise ValueError(
-                "qk_logits was given, but no QK-clip is configured and this version has none; call "
-                "step() without it"
-            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -100,6 +121,7 @@ class MuonBase(GroupedOptimizer):
         for group, labelled in zip(options, plan.labelled, strict=True):
             check_gradients(labelled)
             check_rate(group.lr, labelled)
+        logits = check_logits(qk_logits, self.clip_config, plan.clips)
         rates = [
             [rate_of(group, *chunk.matrix, chunk.device) for chunk in chunks]
             for group, chunks in zip(options, plan.chunks, strict=True)
@@ -111,6 +133,9 @@ class MuonBase(GroupedOptimizer):
                 self._step_adamw(params, plan.first[number], group)
             for chunk, rate in zip(plan.chunks[number], rates[number], strict=True):
                 self._step_chunk(chunk, rate, group)
+        if logits:
+            with record_function("muon::qk_clip"):
+                clip(plan.clips, logits, residuals=self._residuals())
         return loss
 
     @torch.no_grad()
@@ -174,6 +199,14 @@ class MuonBase(GroupedOptimizer):
             pieces = chunk.views(members, params)
             update(pieces, orthogonal, second_moments, rate, options, rounding)
 
+    def _residuals(self) -> dict[Tensor, Tensor]:
+        """What the rounding of parameters keeps back."""
+        return {
+            param: local(state[RESIDUAL])
+            for param, state in self.state.items()
+            if RESIDUAL in state
+        }
+
     def _step_adamw(self, params: Sequence[Tensor], first: int, options: AdamWOptions) -> None:
         with record_function("muon::adamw"):
             used = adamw(params, self.state, first, options)
@@ -226,7 +259,8 @@ class MuonBase(GroupedOptimizer):
                 ]
             chunks.append(plan_chunks(blocks, contiguous=group.rounding == "stochastic"))
             count += len(entries)
-        return Plan(signature, labelled, first, chunks)
+        clips = plan_batches(self.clip_config, self._clip_targets())
+        return Plan(signature, labelled, first, chunks, clips)
 
 
 class Muon(MuonBase):
@@ -241,9 +275,9 @@ class Muon(MuonBase):
     Args:
         params: groups `{"params", "names" (optional), "use_muon": bool, **options}`, as from
             `get_default_muon_param_groups(model)`; or any iterable of parameters or of (name,
-            parameter) pairs, which become one Muon group. Every argument below but `debug` is an
-            option of Muon groups; AdamW groups take lr, adamw_betas, adamw_eps, weight_decay,
-            rounding, rounding_seed and none_grad.
+            parameter) pairs, which become one Muon group. Every argument below but `debug` and
+            `clip_config` is an option of Muon groups; AdamW groups take lr, adamw_betas, adamw_eps,
+            weight_decay, rounding, rounding_seed and none_grad.
         lr: learning rate; a number or a 0-D Tensor, which is never read on the host by a step.
         momentum: decay of the momentum buffer, in [0, 1).
         nesterov: orthogonalize g + momentum * buffer instead of the buffer.
@@ -252,6 +286,10 @@ class Muon(MuonBase):
         adamw_betas, adamw_eps: of AdamW groups.
         none_grad: set `p.grad = None` as soon as it was used; False leaves it bit for bit.
         debug: log `report()` at INFO whenever the work is planned.
+        clip_config: QK-clip of the attention layers in the Muon groups, which needs names; None for
+            none. A dict with q_indices and k_indices (the query head and the key head of every
+            entry of a layer's `qk_logits`), head_dim (128) and threshold (100.0); for MLA is_mla,
+            qk_nope_head_dim, qk_rope_head_dim and v_head_dim. See `ClipConfig`.
         expert_keys: name components such as "experts" of 3-D parameters (experts, out, in), of
             which every expert is a matrix of its own. Needs names, and each must occur in the
             group. "experts" does not match "shared_experts".
@@ -300,6 +338,7 @@ class Muon(MuonBase):
         adamw_eps: float = 1e-8,
         none_grad: bool = True,
         debug: bool = False,
+        clip_config: dict[str, Any] | None = None,
         expert_keys: Sequence[str] | None = None,
         *,
         adjust_lr_fn: str | LrRule | None = "match_rms_adamw",
@@ -340,7 +379,7 @@ class Muon(MuonBase):
             "rounding": rounding,
             "rounding_seed": rounding_seed,
         }
-        super().__init__(_as_groups(params), defaults, debug=debug)
+        super().__init__(_as_groups(params), defaults, debug=debug, clip_config=clip_config)
 
 
 def _as_groups(params: Any) -> list[Any]:

@@ -57,6 +57,7 @@ class MuonAdamW(MuonBase):
         process_group: over whose ranks unreduced gradients are to be averaged; None for the default
             group, if there is one. An initialised process group alone changes nothing.
         debug: log `report()` at INFO whenever the work is planned.
+        clip_config: QK-clip of the attention layers in the Muon groups, as for `Muon`.
 
     Raises:
         ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.
@@ -74,13 +75,18 @@ class MuonAdamW(MuonBase):
         gradients: str = "reduced",
         process_group: Any = None,
         debug: bool = False,
+        clip_config: dict[str, Any] | None = None,
     ) -> None:
         _check_ranks(gradients, process_group)
-        super().__init__(param_groups, dict(DEFAULTS), debug=debug)
+        super().__init__(param_groups, dict(DEFAULTS), debug=debug, clip_config=clip_config)
 
 
 def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
-    param_groups: list[dict[str, Any]], process_group: Any = None, *, debug: bool = False
+    param_groups: list[dict[str, Any]],
+    process_group: Any = None,
+    *,
+    debug: bool = False,
+    clip_config: dict[str, Any] | None = None,
 ) -> MuonAdamW:
     """`MuonAdamW(param_groups, gradients="unreduced", process_group=process_group)`.
 
@@ -88,6 +94,7 @@ def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
         param_groups: as for `MuonAdamW`.
         process_group: whose ranks hold the contributions; None for the default group.
         debug: as for `MuonAdamW`.
+        clip_config: as for `MuonAdamW`.
 
     Returns:
         A `MuonAdamW`. With one rank it steps exactly as any other.
@@ -95,7 +102,13 @@ def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
     Raises:
         ValueError: the group has more than one rank, which this version does not have.
     """
-    return MuonAdamW(param_groups, gradients="unreduced", process_group=process_group, debug=debug)
+    return MuonAdamW(
+        param_groups,
+        gradients="unreduced",
+        process_group=process_group,
+        debug=debug,
+        clip_config=clip_config,
+    )
 
 
 def _check_ranks(gradients: str, process_group: Any) -> None:

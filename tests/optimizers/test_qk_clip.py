@@ -1,0 +1,418 @@
+"""QK-clip: exact for shared key heads, safe for strange logits, on the device, on any rows."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from .._compare import assert_error_at_most, assert_same_bits
+from ._steps import new_gradients, parameters, values
+from .test_numbers import NoHostReads
+
+CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+D, T = 4, 10.0  # rows of a head, threshold
+MHA = {"q_indices": [0, 1, 2], "k_indices": [0, 1, 2], "head_dim": D, "threshold": T}
+GQA = {"q_indices": range(6), "k_indices": [0, 0, 0, 1, 1, 1], "head_dim": D, "threshold": T}
+MLA = {
+    "q_indices": [0, 1, 2],
+    "k_indices": [0, 1, 2],
+    "threshold": T,
+    "is_mla": True,
+    "qk_nope_head_dim": 3,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+}
+INF, NAN = math.inf, math.nan
+
+
+def gamma(logit: float) -> float:
+    return T / logit if math.isfinite(logit) and logit > T else 1.0
+
+
+def build(opt, name, named, config, **options):
+    """An optimizer whose update changes nothing, so that only the clip is left."""
+    mark = {"use_muon": True} if name == "Muon" else {"kind": "muon"}
+    group = {"params": [p for _, p in named], "names": [n for n, _ in named], **mark}
+    frozen = {"lr": 0.0, "weight_decay": 0.0, "none_grad": False, **options}
+    return getattr(opt, name)([group | frozen], clip_config=config)
+
+
+def layer(shapes, number=0, *, seed=0, device="cpu", dtype=torch.float32):
+    """{"wq": rows, ...} -> named parameters of one layer."""
+    params = parameters(
+        [(rows, 6) for rows in shapes.values()], seed=seed, device=device, dtype=dtype
+    )
+    return [
+        (f"layers.{number}.attn.{kind}.weight", p) for kind, p in zip(shapes, params, strict=True)
+    ]
+
+
+def heads(before, after, rows):
+    """The factor of every run of `rows` rows; each must be one number."""
+    factors = (after.detach().double() / before.double()).unflatten(0, (-1, rows)).flatten(1)
+    torch.testing.assert_close(
+        factors, factors[:, :1].expand_as(factors), rtol=3e-7, atol=0, msg="one factor per head"
+    )
+    return factors[:, 0].tolist()
+
+
+@CLASSES
+def test_one_query_head_per_key_head(opt, device, name) -> None:
+    """M20: both take sqrt(gamma)."""
+    named = layer({"q_proj": 3 * D, "k_proj": 3 * D, "v_proj": 3 * D}, device=device)
+    before = values(p for _, p in named)
+    optimizer = build(opt, name, named, MHA)
+    logits = [5.0, 40.0, 11.0]
+    optimizer.step(qk_logits={0: torch.tensor(logits, device=device)})
+    for old, (_, param) in zip(before[:2], named, strict=False):
+        assert heads(old, param, D) == pytest.approx([gamma(s) ** 0.5 for s in logits], rel=1e-6)
+        assert_same_bits(param.detach()[:D], old[:D])
+    assert_same_bits(named[2][1].detach(), before[2])
+
+
+@CLASSES
+def test_shared_key_heads_are_exact(opt, device, name) -> None:
+    """M20: Motif gives the key head min sqrt(gamma) and each query head its own: over-clipped."""
+    named = layer({"wq": 6 * D, "wk": 2 * D}, device=device)
+    before = values(p for _, p in named)
+    logits = [20.0, 5.0, 80.0, 9.0, 3.0, 10.0]
+    build(opt, name, named, GQA).step(qk_logits={0: torch.tensor(logits, device=device)})
+    query, key = (heads(old, p, D) for old, (_, p) in zip(before, named, strict=True))
+    assert key == pytest.approx([math.sqrt(T / 80), 1.0], rel=1e-6)
+    products = [q * key[i // 3] for i, q in enumerate(query)]
+    assert products == pytest.approx([gamma(s) for s in logits], rel=1e-6)
+    assert_same_bits(named[0][1].detach()[3 * D :], before[0][3 * D :])
+
+
+def test_clipped_logits_are_the_old_ones_times_gamma(opt, device) -> None:
+    """The purpose, end to end: max over tokens of q k / sqrt(d) of every head ends at min(S, t)."""
+    named = layer({"q_proj": 6 * D, "k_proj": 2 * D}, device=device)
+    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(5)).to(device) * 60
+
+    def largest():
+        q, k = (x @ p.detach().T for _, p in named)
+        q, k = q.unflatten(1, (-1, D)), k.unflatten(1, (-1, D)).repeat_interleave(3, 1)
+        return (torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(D)).flatten(1).amax(1)
+
+    config = GQA | {"threshold": largest().median().item()}
+    logits = largest()
+    build(opt, "Muon", named, config).step(qk_logits={0: logits})
+    expected = logits.clamp_max(config["threshold"])
+    assert (expected < logits).any()
+    torch.testing.assert_close(largest(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("names", [("wq_b", "wkv_b"), ("q_proj", "kv_b_proj")])
+def test_latent_attention(opt, device, names) -> None:
+    """M21: nope rows by sqrt(gamma), rope rows of the queries by gamma, value rows not at all."""
+    named = layer({names[0]: 3 * 5, names[1]: 3 * 7, "wkv_a": 8}, device=device)
+    before = values(p for _, p in named)
+    logits = [40.0, -3.0, 16.0]
+    build(opt, "Muon", named, MLA).step(qk_logits={0: torch.tensor(logits, device=device)})
+    after = [p.detach() for _, p in named]
+    for head, logit in enumerate(logits):
+        g = gamma(logit)
+        for index, rows, factors in (
+            (0, 5, [g**0.5] * 3 + [g] * 2),
+            (1, 7, [g**0.5] * 3 + [1.0] * 4),
+        ):
+            block = slice(head * rows, (head + 1) * rows)
+            expected = before[index][block].double() * torch.tensor(factors).to(device)[:, None]
+            assert_error_at_most(after[index][block], expected, 2e-7)
+    assert_same_bits(after[2], before[2])
+
+
+STRANGE = [NAN, INF, -INF, 0.0, -50.0, T, 3.4e38]
+
+
+def test_strange_logits(opt, device) -> None:
+    """M20, M21: NaN, inf, zero and negative maxima clip nothing; a huge finite one does."""
+    count = len(STRANGE)
+    config = MHA | {"q_indices": range(count), "k_indices": range(count)}
+    named = layer({"wq": count * D, "wk": count * D}, device=device)
+    before = values(p for _, p in named)
+    build(opt, "Muon", named, config).step(qk_logits={0: torch.tensor(STRANGE, device=device)})
+    for old, (_, param) in zip(before, named, strict=True):
+        assert_same_bits(param.detach()[:-D], old[:-D])
+        assert param.isfinite().all()
+        assert heads(old[-D:], param[-D:], D) == pytest.approx([math.sqrt(T / 3.4e38)], rel=1e-5)
+
+
+def test_strange_logits_in_a_shared_group(opt, device) -> None:
+    """One broken head does not spoil the others that share its key head."""
+    named = layer({"wq": 6 * D, "wk": 2 * D}, device=device)
+    before = values(p for _, p in named)
+    logits = [NAN, 40.0, INF, -1.0, 12.0, NAN]
+    build(opt, "Muon", named, GQA).step(qk_logits={0: torch.tensor(logits, device=device)})
+    query, key = (heads(old, p, D) for old, (_, p) in zip(before, named, strict=True))
+    products = [q * key[i // 3] for i, q in enumerate(query)]
+    assert products == pytest.approx([gamma(s) for s in logits], rel=1e-6)
+
+
+def test_a_repeated_head_takes_its_largest_logit(opt, device) -> None:
+    """M19: repeats are allowed, the smallest scale wins; unnamed heads stay."""
+    config = MHA | {"q_indices": [1, 1, 0], "k_indices": [1, 1, 0]}
+    named = layer({"wq": 3 * D, "wk": 3 * D}, device=device)
+    before = values(p for _, p in named)
+    logits = torch.tensor([20.0, 40.0, 5.0], device=device)
+    build(opt, "Muon", named, config).step(qk_logits={0: logits})
+    for old, (_, param) in zip(before, named, strict=True):
+        assert heads(old, param, D) == pytest.approx([1.0, 0.5, 1.0], rel=1e-6)
+
+
+NAMES = {
+    "layers.3.self_attn.q_proj.weight": 3,
+    "model.layers.12.wk.weight": 12,
+    "blocks.1.7.wq.weight": 7,
+    "_orig_mod.layers.2.attn._checkpoint_wrapped_module.k_proj.weight": 2,
+    "module.layers.4.wq.weight": 4,
+    "layers.0.attn.v_proj.weight": None,
+    "layers.0.attn.wq_b.weight": None,
+    "layers.0.attn.q_proj.lora_A.weight": None,
+    "layers.0.experts.1.q_proj.weight": None,
+    "attn.q_proj.weight": None,  # no layer
+    "0.wq": None,  # two components: the last but one is the layer
+    "wq.weight": None,
+    "layers.0.q_proj.x.weight": None,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_which_names_match(opt, submodule, name) -> None:
+    """M19: the last component but one is the kind, the last of digits alone the layer."""
+    config = submodule("optimizers.clip_config").parse_clip_config(MHA)
+    entries = [("here", nn.Parameter(torch.zeros(12, 4)), name)]
+    found = submodule("optimizers.qk_clip").find_targets(config, entries)
+    assert [target.layer for target in found] == [
+        layer for layer in [NAMES[name]] if layer is not None
+    ]
+
+
+def test_experts_and_vectors_are_never_clipped(opt, device) -> None:
+    """M22: neither stacks nor single experts, under any expert key, nor biases."""
+    named = [
+        ("layers.0.experts.q_proj.weight", nn.Parameter(torch.ones(2, 3 * D, 6, device=device))),
+        ("layers.0.heads.1.q_proj.weight", nn.Parameter(torch.ones(3 * D, 6, device=device))),
+        ("layers.0.heads.stack", nn.Parameter(torch.ones(2, 4, 4, device=device))),
+    ]
+    optimizer = build(opt, "Muon", named, MHA, expert_keys=["experts", "heads"])
+    new_gradients([p for _, p in named], seed=0)
+    before = values(p for _, p in named)
+    high = torch.full((3,), 100.0, device=device)
+    optimizer.step(qk_logits={0: high, 1: high})
+    for old, (_, param) in zip(before, named, strict=True):
+        assert_same_bits(param.detach(), old)
+
+
+@CLASSES
+def test_layers_without_logits_and_logits_without_layers(opt, device, name) -> None:
+    """M19: Motif raises KeyError for a layer without logits (hybrid models)."""
+    named = layer({"wq": 12, "wk": 12}, 0, device=device)
+    named += layer({"wq": 12, "wk": 12}, 1, seed=7, device=device)
+    before = values(p for _, p in named)
+    optimizer = build(opt, name, named, MHA)
+    high = torch.full((3,), 40.0, device=device)
+    optimizer.step(qk_logits={1: high, 17: torch.zeros(5)})
+    for old, (_, param) in zip(before[:2], named[:2], strict=True):
+        assert_same_bits(param.detach(), old)
+    for old, (_, param) in zip(before[2:], named[2:], strict=True):
+        assert heads(old, param, D) == pytest.approx([0.5] * 3)
+    now = values(p for _, p in named)
+    optimizer.step()
+    optimizer.step(qk_logits={})
+    for old, (_, param) in zip(now, named, strict=True):
+        assert_same_bits(param.detach(), old)
+
+
+@pytest.mark.parametrize("kind", ["wq", "wk"])
+def test_a_projection_alone_takes_the_whole_clip(opt, device, kind) -> None:
+    """The other one is frozen or shared between layers: every logit still ends at most at t."""
+    named = layer({kind: (6 if kind == "wq" else 2) * D}, device=device)
+    before = values(p for _, p in named)
+    logits = [20.0, 5.0, 80.0, 9.0, 3.0, 10.0]
+    build(opt, "Muon", named, GQA).step(qk_logits={0: torch.tensor(logits, device=device)})
+    expected = [gamma(s) for s in logits] if kind == "wq" else [T / 80, 1.0]
+    assert heads(before[0], named[0][1], D) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_scaled_rows_are_rounded_once(opt, device, dtype) -> None:
+    """A clipped step is the plain one, times a float32 factor, rounded to the dtype once."""
+    runs = []
+    for logits in (None, {0: torch.tensor([5.0, 40.0, 11.0], device=device)}):
+        named = layer({"wq": 12, "wk": 12}, device=device, dtype=dtype)
+        build(opt, "Muon", named, MHA, lr=0.05, weight_decay=0.1).step(qk_logits=logits)
+        runs.append([p.detach() for _, p in named])
+    gammas = torch.tensor([1.0, T / 40, T / 11], device=device)
+    root = gammas.sqrt()
+    for plain, clipped, scale in zip(*runs, (gammas / root, root), strict=True):
+        wide = plain.to(torch.promote_types(dtype, torch.float32))
+        expected = wide * scale.repeat_interleave(D)[:, None]
+        assert_same_bits(clipped, expected.to(dtype))
+
+
+def test_parameters_without_gradients_are_clipped_with_their_partner(opt, device) -> None:
+    """Half a clip would scale the logits by something else than gamma."""
+    named = layer({"wq": 12, "wk": 12}, device=device)
+    named[1][1].grad = None
+    before = values(p for _, p in named)
+    build(opt, "Muon", named, MHA).step(qk_logits={0: torch.full((3,), 40.0, device=device)})
+    for old, (_, param) in zip(before, named, strict=True):
+        assert heads(old, param, D) == pytest.approx([0.5] * 3)
+
+
+def test_the_clip_comes_after_the_update_and_outside_of_the_momentum(opt, device) -> None:
+    """M20: never inside the input of the iteration: state equals that of a step without clip."""
+    states, weights = [], []
+    for logits in (None, {0: torch.full((3,), 40.0, device=device)}):
+        named = layer({"wq": 12, "wk": 12}, device=device)
+        optimizer = build(opt, "MuonAdamW", named, MHA, lr=0.1, weight_decay=0.2)
+        optimizer.step(qk_logits=logits)
+        states.append([optimizer.state[p] for _, p in named])
+        weights.append([p.detach() for _, p in named])
+    for one, other in zip(*states, strict=True):
+        for key in one:
+            assert_same_bits(one[key], other[key])
+    for plain, clipped in zip(*weights, strict=True):
+        torch.testing.assert_close(clipped, plain * 0.5, rtol=1e-6, atol=0)
+
+
+@CLASSES
+def test_a_clipped_step_never_waits_for_the_device(opt, device, name) -> None:
+    """M20: Motif reads every logit with float(), for every head and parameter."""
+    named = layer({"wq": 6 * D, "wk": 2 * D}, device=device)
+    optimizer = build(opt, name, named, GQA, lr=0.1)
+    logits = {0: torch.full((6,), 40.0, device=device)}
+    with NoHostReads():
+        for _ in range(3):
+            optimizer.step(qk_logits=logits)
+        optimizer.step(qk_logits={0: logits[0].cpu()})
+
+
+ROWS = {
+    "slices": [slice(0, 5), slice(5, 17), slice(17, 17), slice(17, 24)],
+    "index lists": [torch.arange(rank, 24, 4) for rank in range(4)],
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_a_shard_take_the_scale_of_their_head(opt, submodule, device, kind, dtype) -> None:
+    """M22: uneven, empty and strided shards give the rows of the whole, bit for bit."""
+    clip = submodule("optimizers.qk_clip")
+    config = submodule("optimizers.clip_config").parse_clip_config(GQA)
+    ((_, whole), (_, key)) = layer({"wq": 6 * D, "wk": 2 * D}, device=device, dtype=dtype)
+    logits = {0: torch.tensor([20.0, 5.0, 80.0, 9.0, 3.0, 11.0], device=device)}
+    shards = []
+    with torch.no_grad():
+        for rows in ROWS[kind]:
+            rows = rows.to(device) if isinstance(rows, torch.Tensor) else rows
+            local = nn.Parameter(whole.detach()[rows].clone())
+            # A DTensor has the shape of the whole; the heads come from there.
+            target = clip.Target("shard", local, 0, "query", 6)
+            other = clip.Target("key", nn.Parameter(key.detach().clone()), 0, "key", 2)
+            clip.clip(clip.plan_batches(config, [target, other]), logits, rows={local: rows})
+            shards.append((rows, local.detach()))
+        entries = [("q", whole, "layers.0.wq.weight"), ("k", key, "layers.0.wk.weight")]
+        clip.clip(clip.plan_batches(config, clip.find_targets(config, entries)), logits)
+    for rows, local in shards:
+        assert_same_bits(local, whole.detach()[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_kept_residual_is_scaled_with_its_parameter(opt, submodule, device, dtype) -> None:
+    """Parameter and residual together are the float32 value, before and after."""
+    rounding = submodule("reference.rounding")
+    exact = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).to(device)
+    param, residual = rounding.split(exact, dtype)
+    scale = torch.tensor([1.0, 0.5, 0.3, 1.0, 0.999, 1e-3], device=device)
+    submodule("optimizers.qk_clip").scale_rows(param, scale, residual)
+    assert_error_at_most(rounding.join(param, residual), exact * scale[:, None], 2.0**-24)
+
+
+@CLASSES
+@pytest.mark.gpu
+def test_a_captured_clip_equals_the_eager_one(opt, device, name) -> None:
+    """Ten replays with logits that change; the graph reads them."""
+    results = []
+    for captured in (False, True):
+        named = layer({"wq": 6 * D, "wk": 2 * D}, device=device)
+        params = [p for _, p in named]
+        start, logits = values(params), torch.full((6,), 5.0, device=device)
+        optimizer = build(opt, name, named, GQA, lr=0.02)
+        static = [p.grad for p in params]
+        run = lambda: optimizer.step(qk_logits={0: logits})  # noqa: E731, B023
+        if captured:
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                run()
+            torch.cuda.current_stream(device).wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run()
+            with torch.no_grad():
+                for param, value in zip(params, start, strict=True):
+                    param.copy_(value)
+                    for state in optimizer.state[param].values():
+                        state.zero_()
+            run = graph.replay
+        for step in range(10):
+            new_gradients(params, seed=step)
+            for kept, param in zip(static, params, strict=True):
+                kept.copy_(param.grad)
+                param.grad = kept
+            logits.copy_(torch.linspace(1, 10 * step + 1, 6))
+            run()
+        results.append(values(params))
+    for ours, theirs in zip(*results, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+@CLASSES
+def test_logits_without_a_configuration_are_refused(opt, device, name) -> None:
+    """M5: they must not be ignored in silence; empty index lists say that it is meant."""
+    named = layer({"wq": 12, "wk": 12}, device=device)
+    before = values(p for _, p in named)
+    with pytest.raises(ValueError, match="qk_logits was given, but no QK-clip is configured"):
+        build(opt, name, named, None, lr=0.1).step(qk_logits={0: torch.ones(3)})
+    optimizer = build(opt, name, named, {"q_indices": [], "k_indices": [], "head_dim": 128})
+    optimizer.step(qk_logits={0: torch.full((3,), 1e3, device=device)})
+    for old, (_, param) in zip(before, named, strict=True):
+        assert_same_bits(param.detach(), old)
+
+
+def test_the_configuration_survives_copies(opt, device) -> None:
+    named = layer({"wq": 12, "wk": 12}, device=device)
+    optimizer = build(opt, "Muon", named, MHA)
+    for clone in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        param = clone.param_groups[0]["params"][0]
+        old = param.detach().clone()
+        clone.step(qk_logits={0: torch.full((3,), 40.0, device=device)})
+        assert heads(old, param, D) == pytest.approx([0.5] * 3)
+    logits = MHA["q_indices"]
+    assert optimizer.clip_config.as_dict()["q_indices"] == tuple(logits)
+
+
+def test_sharded_logits_are_refused_and_replicated_ones_used(opt, submodule) -> None:
+    """M5: a DTensor is allowed, where every rank holds all of it."""
+
+    class Placement:
+        def is_replicate(self):
+            return False
+
+    class Sharded(torch.Tensor):
+        placements = (Placement(),)
+
+        def to_local(self):
+            raise AssertionError("a part of the heads is taken for all of them")
+
+    named = layer({"wq": 12, "wk": 12})
+    logits = torch.ones(3).as_subclass(Sharded)
+    with pytest.raises(TypeError, match=r"qk_logits\[0\] is sharded"):
+        build(opt, "Muon", named, MHA).step(qk_logits={0: logits})
