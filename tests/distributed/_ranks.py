@@ -56,7 +56,7 @@ class Ranks:
         Raises:
             RankError: it raised on one of them, or took too long; the processes are gone then.
         """
-        results = self.outcomes(function, *args, timeout=timeout)
+        results = self.outcomes(function, *args, timeout=timeout, patience=3)
         failed = [f"rank {r}: {text}" for r, (done, text) in enumerate(results) if not done]
         if failed:
             self.close()
@@ -64,9 +64,16 @@ class Ranks:
         return [value for _, value in results]
 
     def outcomes(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 240
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 240,
+        patience: float | None = None,
     ) -> list[tuple[bool, Any]]:
-        """Per rank (True, result) or (False, traceback or what became of the process)."""
+        """Per rank (True, result) or (False, traceback or what became of the process).
+
+        With `patience`, the others have so many seconds left when one has failed.
+        """
         for pipe in self.pipes:
             pipe.send((function, args))
         results: list[tuple[bool, Any]] = [(False, "no answer in time")] * self.world
@@ -79,6 +86,8 @@ class Ranks:
                     results[rank] = self.pipes[rank].recv()
                 except EOFError:
                     results[rank] = (False, "the process is gone")
+                if patience is not None and not results[rank][0]:
+                    end = min(end, time.monotonic() + patience)
         return results
 
     @property

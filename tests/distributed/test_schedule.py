@@ -69,11 +69,11 @@ def test_chunks_without_communication_may_end_early(schedule) -> None:
         yield
 
     log: list[str] = []
-    mixed = [chunk(0, log), short(1, log), chunk(2, log), short(3, log)]
+    mixed = [short(1, log), short(3, log), chunk(0, log), short(4, log), chunk(2, log)]
     schedule.run_pipeline(mixed)
     assert sorted(log) == sorted(
         [f"{phase} {n}" for n in (0, 2) for phase in ("gather", "compute", "update")]
-        + ["all of 1", "all of 3"]
+        + ["all of 1", "all of 3", "all of 4"]
     )
 
 

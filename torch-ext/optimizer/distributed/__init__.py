@@ -5,7 +5,7 @@ shards: what every rank holds -> ownership: who does what -> route: what goes wh
 """
 
 from .ownership import assign, chunked
-from .route import Job, Message, Part, Route, route
+from .route import Extra, Job, Message, Part, Route, route
 from .schedule import in_flight, run_pipeline
 from .shards import Box, Layout, Run, Split, boxes, splits_of
 from .team import Team, Teams, alone
@@ -14,6 +14,7 @@ from .transport import AllToAll, Future, Identity, Ready, Transport, agreement
 __all__ = [
     "AllToAll",
     "Box",
+    "Extra",
     "Future",
     "Identity",
     "Job",

@@ -69,6 +69,14 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Extra:
+    """Bytes that an owner sends along with its answer."""
+
+    size: int
+    ranks: tuple[int, ...]  # who gets them
+
+
+@dataclass(frozen=True)
 class Message:
     """What one rank sends to all, or receives from all, in one exchange."""
 
@@ -93,7 +101,8 @@ class Route:
     gathered: Message  # gather: everything of the jobs that this rank owns
     answered: Message  # scatter: the answers of the owned jobs, to all that hold them
     scattered: Message  # scatter: the answers for what this rank holds
-    gathers: bool  # whether any gather crosses ranks; equal on all of them
+    gathers: bool  # whether any part crosses ranks on its way to an owner; equal on all ranks
+    scatters: bool  # the same for the way back
 
 
 def route(
@@ -102,7 +111,7 @@ def route(
     rank: int,
     ranks: int,
     itemsize: int,
-    extras: Sequence[int] | None = None,
+    extras: Sequence[Extra | None] | None = None,
 ) -> Route:
     """The messages of one rank.
 
@@ -112,9 +121,10 @@ def route(
         rank: this one.
         ranks: how many there are.
         itemsize: bytes of an element on the wire.
-        extras: bytes that go with the answer of each job to everyone who holds a part of it.
+        extras: what goes with the answer of each job.
     """
     numbers = range(len(jobs))
+    extras = extras or [None] * len(jobs)
     held = [[job.held(r) for r in range(ranks)] for job in jobs]
 
     def parts_to_owner(source: int, owner: int) -> Iterator[tuple[int, Box | None, int]]:
@@ -125,11 +135,12 @@ def route(
 
     def parts_of_answer(owner: int, target: int) -> Iterator[tuple[int, Box | None, int]]:
         for j in numbers:
-            if owners[j] == owner and held[j][target]:
+            if owners[j] == owner:
                 for box in held[j][target]:
                     yield j, box, box.numel * itemsize
-                if extras is not None:
-                    yield j, None, extras[j]
+                extra = extras[j]
+                if extra is not None and target in extra.ranks:
+                    yield j, None, extra.size
 
     return Route(
         owned=tuple(j for j in numbers if owners[j] == rank),
@@ -141,6 +152,12 @@ def route(
             held[j][source] and source != owners[j] and jobs[j].feeds(source, owners[j])
             for j in numbers
             for source in range(ranks)
+        ),
+        scatters=any(
+            target != owners[j]
+            and (held[j][target] or (extras[j] is not None and target in extras[j].ranks))
+            for j in numbers
+            for target in range(ranks)
         ),
     )
 

@@ -16,7 +16,8 @@ def run_pipeline(
 ) -> None:
     """Run generators that yield when they have launched communication and not yet waited for it.
 
-    A chunk yields at most twice: its gather is launched, its scatter is launched. Every round
+    A chunk yields at most twice: its gather is launched, its scatter is launched. One that never
+    yields is done at once, and the next one takes its place. Every round
     launches the gather of a new chunk, computes another whose gather was launched before and
     launches its scatter, then waits for the scatter of the one computed in the round before. So
     every transfer has a computation to hide under. The order of all phases depends on the number
@@ -35,9 +36,10 @@ def run_pipeline(
     scattering: deque[Phases] = deque()
 
     def start() -> None:
-        chunk = next(waiting, None)
-        if chunk is not None and _goes_on(chunk):
-            gathering.append(chunk)
+        for chunk in waiting:
+            if _goes_on(chunk):
+                gathering.append(chunk)
+                return
 
     try:
         for _ in range(ahead):

@@ -25,6 +25,8 @@ from .options import AdamWOptions, LrRule, MuonOptions, fingerprint
 from .param_groups import default_is_muon, get_default_muon_param_groups
 from .parameters import check_gradient, check_rate, local
 from .report import report
+from .shared import Shared, placement_of
+from .sharing import Sharing
 from .state import layout_of
 from .update import Rate, rate_of, update
 
@@ -40,23 +42,28 @@ class Plan:
     signature: list[tuple[Any, ...]]
     labelled: list[list[tuple[str, Tensor]]]  # (name for messages, parameter), per group
     chunks: list[list[Chunk]]  # per group; none for AdamW
+    shared: Shared  # what several ranks work on
 
 
 class MuonBase(GroupedOptimizer):
     """The step over Muon and AdamW groups; its subclasses differ in names and defaults."""
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], *, debug: bool) -> None:
+    def __init__(
+        self, params: Iterable[Any], defaults: dict[str, Any], *, debug: bool, sharing: Sharing
+    ) -> None:
         self.debug = debug
+        self._sharing = sharing
         self._plan: Plan | None = None
         self._checked: list[Any] = []  # per group the fingerprint of the options checked last
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "debug": self.debug}
+        return {**super().__getstate__(), "debug": self.debug, "_sharing": self._sharing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._plan, self._checked = None, []
+        self._sharing.mend()
 
     @torch.no_grad()
     def step(
@@ -97,15 +104,21 @@ class MuonBase(GroupedOptimizer):
             for where, param in labelled:
                 check_gradient(param, where)
                 check_rate(group.lr, param, where)
+        self._sharing.ask(plan.shared)
         rates = [
             [rate_of(group, *chunk.matrix, chunk.device) for chunk in chunks]
             for group, chunks in zip(options, plan.chunks, strict=True)
         ]
-        for number, group in enumerate(options):
-            if isinstance(group, AdamWOptions):
-                self._step_adamw(self.param_groups[number]["params"], group)
-            for chunk, rate in zip(plan.chunks[number], rates[number], strict=True):
-                self._step_chunk(chunk, rate, group)
+
+        def own_work() -> None:
+            for number, group in enumerate(options):
+                if isinstance(group, AdamWOptions):
+                    self._step_adamw(self.param_groups[number]["params"], group)
+                for chunk, rate in zip(plan.chunks[number], rates[number], strict=True):
+                    self._step_chunk(chunk, rate, group)
+
+        params = [group["params"] for group in self.param_groups]
+        self._sharing.step(plan.shared, options, params, self.state, own_work)
         return loss
 
     @torch.no_grad()
@@ -156,7 +169,9 @@ class MuonBase(GroupedOptimizer):
             second_moments = None
             if options.beta2 is not None:
                 second_moments = [
-                    member.piece.statistics_view(state[member.param]["second_momentum_buffer"])
+                    member.piece.statistics_view(
+                        local(state[member.param]["second_momentum_buffer"])
+                    )
                     for member in members
                 ]
             params = [member.param_view() for member in members]
@@ -192,7 +207,10 @@ class MuonBase(GroupedOptimizer):
     def _current_plan(self, options: Sequence[MuonOptions | AdamWOptions]) -> Plan:
         """The plan; a new one where groups, parameters or the options of their layout changed."""
         signature = [
-            (layout_of(of_group), [(id(p), p.shape, p.dtype, p.device) for p in group["params"]])
+            (
+                layout_of(of_group),
+                [(id(p), p.shape, p.dtype, p.device, placement_of(p)) for p in group["params"]],
+            )
             for of_group, group in zip(options, self.param_groups, strict=True)
         ]
         if self._plan is None or self._plan.signature != signature:
@@ -206,18 +224,23 @@ class MuonBase(GroupedOptimizer):
     ) -> Plan:
         """Cut, bucket and batch."""
         self.fit_state()
-        labelled, chunks = [], []
+        labelled, chunks, shared = [], [], []
         for number, group in enumerate(options):
             entries = self.labelled(number)
             labelled.append([(where, param) for where, param, _ in entries])
             blocks = []
             if isinstance(group, MuonOptions):
-                blocks = [
-                    (param, cut(tuple(param.shape), name, group, where))
-                    for where, param, name in entries
-                ]
+                blocks, with_others = self._sharing.divide(
+                    [
+                        (where, param, cut(tuple(param.shape), name, group, where))
+                        for where, param, name in entries
+                    ],
+                    group,
+                    number,
+                )
+                shared += with_others
             chunks.append(plan_chunks(blocks))
-        return Plan(signature, labelled, chunks)
+        return Plan(signature, labelled, chunks, self._sharing.plan(shared, len(options)))
 
 
 class Muon(MuonBase):
@@ -232,9 +255,9 @@ class Muon(MuonBase):
     Args:
         params: groups `{"params", "names" (optional), "use_muon": bool, **options}`, as from
             `get_default_muon_param_groups(model)`; or any iterable of parameters or of (name,
-            parameter) pairs, which become one Muon group. Every argument below but `debug` is an
-            option of Muon groups; AdamW groups take lr, adamw_betas, adamw_eps, weight_decay and
-            none_grad.
+            parameter) pairs, which become one Muon group. Every argument below but `debug`,
+            `process_group` and `wire_dtype` is an option of Muon groups; AdamW groups take lr,
+            adamw_betas, adamw_eps, weight_decay and none_grad.
         lr: learning rate; a number or a 0-D Tensor, which is never read on the host by a step.
         momentum: decay of the momentum buffer, in [0, 1).
         nesterov: orthogonalize g + momentum * buffer instead of the buffer.
@@ -264,6 +287,15 @@ class Muon(MuonBase):
             differ by a factor, which orthogonalization removes.
         momentum_dtype: dtype of the buffer; None for float32 (float64 for float64 parameters).
         shaped_decay: decay by the rate after adjust_lr_fn instead of the raw lr.
+        process_group: the ranks that hold the same plain parameters and, after
+            DistributedDataParallel has reduced them, the same gradients. Each orthogonalizes its
+            part of the matrices for all. None: this process does all of them. DTensors bring their
+            own mesh.
+        wire_dtype: torch.float32 or torch.float16, in which directions go to the rank that
+            orthogonalizes them, and updates come back; float16 has one power of two as scale per
+            matrix. None: float16 where the iteration is in half precision, else float32. Given as
+            float16, one rank rounds to it too, so that the bits do not depend on how many there
+            are.
 
     Raises:
         ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.
@@ -298,6 +330,8 @@ class Muon(MuonBase):
         momentum_form: str = "heavy_ball",
         momentum_dtype: torch.dtype | None = None,
         shaped_decay: bool = False,
+        process_group: Any = None,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -321,7 +355,9 @@ class Muon(MuonBase):
             "momentum_dtype": momentum_dtype,
             "shaped_decay": shaped_decay,
         }
-        super().__init__(_as_groups(params), defaults, debug=debug)
+        super().__init__(
+            _as_groups(params), defaults, debug=debug, sharing=Sharing(process_group, wire_dtype)
+        )
 
 
 def _as_groups(params: Any) -> list[Any]:

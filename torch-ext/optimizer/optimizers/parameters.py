@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .layout import MAX_DIMS
 from .options import FLOATING
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The local tensor of a (replicated) DTensor, and any other tensor itself."""
+    """What this rank holds of a DTensor, and any other tensor itself."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
@@ -35,17 +36,25 @@ def check_parameter(param: Any, where: str) -> None:
 
 
 def check_format(tensor: Tensor, where: str) -> None:
-    """A dense, real floating-point tensor; a DTensor only if every rank holds all of it."""
+    """A dense, real floating-point tensor; a DTensor whose ranks hold shards or copies of it."""
     if tensor.layout != torch.strided:
         raise ValueError(f"{where}: must be dense, got layout {tensor.layout}")
     if tensor.is_complex():
         raise ValueError(f"{where}: must be real, got {tensor.dtype}; optimize torch.view_as_real")
     if tensor.dtype not in FLOATING:
         raise ValueError(f"{where}: must be floating-point of 16 bits or more, got {tensor.dtype}")
-    if is_dtensor(tensor) and not all(placement.is_replicate() for placement in tensor.placements):
+    if not is_dtensor(tensor):
+        return
+    if any(placement.is_partial() for placement in tensor.placements):
         raise TypeError(
-            f"{where}: a DTensor with placements {tuple(tensor.placements)} is not supported in "
-            "this version; only fully replicated ones are"
+            f"{where}: a DTensor with placements {tuple(tensor.placements)} holds sums that are "
+            "not made yet; redistribute it to Shard or Replicate placements"
+        )
+    sharded = not all(placement.is_replicate() for placement in tensor.placements)
+    if sharded and tensor.ndim > MAX_DIMS:
+        raise ValueError(
+            f"{where}: a sharded tensor may have {MAX_DIMS} dimensions, got {tensor.ndim}; flatten "
+            "it before it is sharded"
         )
 
 
@@ -60,6 +69,18 @@ def check_gradient(param: Tensor, where: str) -> None:
             f"{where}: the gradient has shape {tuple(grad.shape)} on {grad.device}, the parameter "
             f"{tuple(param.shape)} on {param.device}; recompute it after changing the parameter"
         )
+    if is_dtensor(grad) != is_dtensor(param) or (
+        is_dtensor(grad)
+        and (grad.placements != param.placements or grad.device_mesh != param.device_mesh)
+    ):
+        raise TypeError(
+            f"{where}: gradient: it is placed as {_placing(grad)}, its parameter as "
+            f"{_placing(param)}; redistribute it like the parameter"
+        )
+
+
+def _placing(tensor: Tensor) -> str:
+    return str(tuple(tensor.placements)) if is_dtensor(tensor) else "a plain tensor"
 
 
 def check_rate(lr: Any, param: Tensor, where: str) -> None:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from .blocks import cut
 from .options import FLOATING, AdamWOptions, MuonOptions
-from .parameters import local
+from .parameters import is_dtensor
+from .placing import fill, sharded_dims, zeros_beside
 
 STATISTICS = "second_momentum_buffer"  # left behind where beta2 is set to None
 OWN_FUNCTION = "<function>"
@@ -33,12 +34,15 @@ class Slot:
     shape: tuple[int, ...]
     dtype: torch.dtype
     like_param: bool  # placed and laid out as the parameter is
+    stacked: bool = False  # its first dimension is that of a parameter which is a stack
 
     def zeros(self, param: Tensor) -> Tensor:
         """Also in inference mode a tensor that a later step may write."""
         with torch.inference_mode(False):
             if self.like_param:
                 return torch.zeros_like(param, dtype=self.dtype, requires_grad=False)
+            if self.shape and is_dtensor(param):
+                return zeros_beside(param, self.shape, self.dtype, stacked=self.stacked)
             return torch.zeros(self.shape, dtype=self.dtype, device=param.device)
 
 
@@ -55,7 +59,13 @@ def slots_of(
     blocks = cut(shape, name, options, where)
     slots = {"momentum_buffer": Slot(shape, options.momentum_dtype or wide, like_param=True)}
     if options.beta2 is not None:
-        factored = Slot(blocks.second_moment_shape(), wide, like_param=False)
+        stacked = blocks.experts is not None
+        if stacked and blocks.split and 0 in sharded_dims(param):
+            raise ValueError(
+                f"{where}: beta2 with split_sizes is not supported for experts that are sharded "
+                "over ranks; set beta2=None, or keep the parts in parameters of their own"
+            )
+        factored = Slot(blocks.second_moment_shape(), wide, like_param=False, stacked=stacked)
         slots[STATISTICS] = factored
     return slots
 
@@ -132,7 +142,7 @@ def loaded_state(
         )
     copied = {key: slot.zeros(param) for key, slot in slots.items()}
     for key, tensor in copied.items():
-        local(tensor).copy_(local(saved[key].detach()))
+        fill(tensor, saved[key].detach(), f"{where}: the loaded {key}")
     return copied
 
 
