@@ -100,6 +100,10 @@ def placement(text: str) -> Any:
     return Shard(int(text[1:]))
 
 
+def bits(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
 def values_of(case: Case) -> dict[str, list[Tensor]]:
     """Per name the parameter and the gradients of all steps."""
     generator = torch.Generator().manual_seed(case.seed)

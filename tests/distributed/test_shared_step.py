@@ -5,15 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
-from ._cases import CASES, Case, expected_on, run_alone, run_together
+from ._cases import CASES, Case, bits, expected_on, run_alone, run_together
 
 pytestmark = pytest.mark.dist
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def compare(opt, cases: list[Case]) -> int:

@@ -138,7 +138,7 @@ class MuonBase(GroupedOptimizer):
         """
         options = self._current_options()
         plan = self._current_plan(options)
-        return report(plan.labelled, plan.chunks, options)
+        return report(plan.labelled, plan.chunks, options, plan.shared)
 
     def _step_chunk(self, chunk: Chunk, rate: Rate, options: MuonOptions) -> None:
         """momentum -> gather -> orthogonalize -> scatter -> update for one batch of matrices.
@@ -216,7 +216,8 @@ class MuonBase(GroupedOptimizer):
         if self._plan is None or self._plan.signature != signature:
             self._plan = self._make_plan(signature, options)
             if self.debug:
-                logger.info("%s", report(self._plan.labelled, self._plan.chunks, options))
+                plan = self._plan
+                logger.info("%s", report(plan.labelled, plan.chunks, options, plan.shared))
         return self._plan
 
     def _make_plan(
