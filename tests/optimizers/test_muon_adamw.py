@@ -66,8 +66,9 @@ def test_an_initialised_group_changes_nothing(opt, device, world) -> None:
 def test_wrong_distribution_arguments(opt, world) -> None:
     with pytest.raises(ValueError, match="gradients must be 'reduced' or 'unreduced', got 'mean'"):
         opt.MuonAdamW(groups(parameters(SHAPES)), gradients="mean")
-    with pytest.raises(ValueError, match="process_group is used only with gradients='unreduced'"):
-        opt.MuonAdamW(groups(parameters(SHAPES)), process_group=world)
+    for make in (opt.Muon, opt.MuonAdamW):
+        with pytest.raises(ValueError, match="wire_dtype must be None, torch"):
+            make(groups(parameters(SHAPES)), wire_dtype=torch.bfloat16)
 
 
 def test_more_ranks_are_refused_at_construction(opt, monkeypatch) -> None:
@@ -111,13 +112,35 @@ def test_replicated_dtensors_step_as_local_tensors(opt, submodule, mesh) -> None
     optimizer.load_state_dict(other.state_dict())
 
 
-def test_other_placements_are_refused_by_name(opt, mesh) -> None:
+def test_sums_that_are_not_made_are_refused_by_name(opt, mesh) -> None:
+    (param,) = parameters([(6, 4)])
+    partial = torch.nn.Parameter(DTensor.from_local(param.detach(), mesh, [Partial()]))
+    with pytest.raises(TypeError, match=r"parameter 'w': a DTensor with placements \(Partial"):
+        opt.Muon([("w", partial)])
+    with pytest.raises(TypeError, match=r"parameter 'w': a DTensor with placements \(Partial"):
+        opt.Muon([{"params": [("w", partial)], "use_muon": False}])
+
+
+def test_sharded_on_one_rank_is_whole(opt, mesh) -> None:
+    plain = parameters(SHAPES)
+    params = [replicated(mesh, param, Shard(0)) for param in plain]
+    train(opt.MuonAdamW(groups(plain)), plain, 1)
+    optimizer = opt.MuonAdamW(groups(params))
+    new_gradients(fresh := parameters(SHAPES), seed=100)
+    for param, local in zip(params, fresh, strict=True):
+        param.grad = distribute_tensor(local.grad, mesh, [Shard(0)])
+    optimizer.step()
+    for param, local in zip(params, plain, strict=True):
+        assert_same_bits(param.detach().to_local(), local.detach())
+
+
+def test_a_gradient_placed_otherwise_is_refused(opt, mesh) -> None:
     (param,) = parameters([(6, 4)])
     sharded = replicated(mesh, param, Shard(0))
-    with pytest.raises(TypeError, match=r"parameter 'w': a DTensor with placements \(Shard\("):
-        opt.Muon([("w", sharded)])
-    with pytest.raises(TypeError, match=r"parameter 'w': a DTensor with placements \(Shard\("):
-        opt.Muon([{"params": [("w", sharded)], "use_muon": False}])
+    optimizer = opt.Muon([("w", sharded)])
+    sharded.grad = distribute_tensor(param.grad, mesh, [Shard(1)])
+    with pytest.raises(TypeError, match=r"'w': gradient: it is placed as \(Shard\(dim=1\)"):
+        optimizer.step()
 
 
 def test_a_partial_gradient_is_refused_before_any_write(opt, mesh) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,13 @@ from .groups import Format
 from .momentum import momentum
 from .options import AdamWOptions, LrRule, MuonOptions, fingerprint
 from .param_groups import default_is_muon, get_default_muon_param_groups
-from .parameters import check_gradients, check_rate, local
+from .parameters import check_gradients, check_rate, is_plain, local
+from .placing import rows_here
 from .qk_clip import Batch, Target, check_logits, clip, find_targets, plan_batches
 from .report import report
 from .rounding import RESIDUAL, count_step, rounding_of
+from .shared import Shared, placement_of
+from .sharing import Sharing
 from .state import layout_of
 from .update import Rate, rate_of, update
 
@@ -47,26 +50,37 @@ class Plan:
     first: list[int]  # number of each group's first parameter in the optimizer
     chunks: list[list[Chunk]]  # per group; none for AdamW
     clips: list[Batch]  # what QK-clip scales
+    rows: dict[Tensor, Tensor | None]  # of each of its parameters, those that are here
+    shared: Shared  # what several ranks work on
 
 
 class MuonBase(GroupedOptimizer):
     """The step over Muon and AdamW groups; its subclasses differ in names and defaults."""
 
     def __init__(
-        self, params: Iterable[Any], defaults: dict[str, Any], *, debug: bool, clip_config: Any
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        debug: bool,
+        clip_config: Any,
+        sharing: Sharing,
     ) -> None:
         self.debug = debug
         self.clip_config = parse_clip_config(clip_config)
+        self._sharing = sharing
         self._plan: Plan | None = None
         self._checked: list[Any] = []  # per group the fingerprint of the options checked last
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "debug": self.debug, "clip_config": self.clip_config}
+        own = {"debug": self.debug, "clip_config": self.clip_config, "_sharing": self._sharing}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._plan, self._checked = None, []
+        self._sharing.mend()
 
     def _check_group(
         self, options: MuonOptions | AdamWOptions, entries: Sequence[tuple[str, Tensor, str | None]]
@@ -122,20 +136,26 @@ class MuonBase(GroupedOptimizer):
             check_gradients(labelled)
             check_rate(group.lr, labelled)
         logits = check_logits(qk_logits, self.clip_config, plan.clips)
+        self._sharing.ask(plan.shared)
         rates = [
             [rate_of(group, *chunk.matrix, chunk.device) for chunk in chunks]
             for group, chunks in zip(options, plan.chunks, strict=True)
         ]
-        for number, group in enumerate(options):
-            params = self.param_groups[number]["params"]
-            count_step(params, self.state, group)
-            if isinstance(group, AdamWOptions):
-                self._step_adamw(params, plan.first[number], group)
-            for chunk, rate in zip(plan.chunks[number], rates[number], strict=True):
-                self._step_chunk(chunk, rate, group)
+
+        def own_work() -> None:
+            for number, group in enumerate(options):
+                if isinstance(group, AdamWOptions):
+                    self._step_adamw(params[number], plan.first[number], group)
+                for chunk, rate in zip(plan.chunks[number], rates[number], strict=True):
+                    self._step_chunk(chunk, rate, group)
+
+        params = [group["params"] for group in self.param_groups]
+        for of_group, group in zip(params, options, strict=True):
+            count_step(of_group, self.state, group)
+        self._sharing.step(plan.shared, options, params, self.state, own_work)
         if logits:
             with record_function("muon::qk_clip"):
-                clip(plan.clips, logits, residuals=self._residuals())
+                self._clip(plan, logits)
         return loss
 
     @torch.no_grad()
@@ -155,7 +175,7 @@ class MuonBase(GroupedOptimizer):
         """
         options = self._current_options()
         plan = self._current_plan(options)
-        return report(plan.labelled, plan.chunks, options)
+        return report(plan.labelled, plan.chunks, options, plan.shared)
 
     def _step_chunk(self, chunk: Chunk, rate: Rate, options: MuonOptions) -> None:
         """momentum -> gather -> orthogonalize -> scatter -> update for one batch of matrices.
@@ -187,7 +207,7 @@ class MuonBase(GroupedOptimizer):
             second_moments = None
             if options.beta2 is not None:
                 second_moments = [
-                    member.piece.statistics_view(state["second_momentum_buffer"])
+                    member.piece.statistics_view(local(state["second_momentum_buffer"]))
                     for member, state in zip(members, states, strict=True)
                 ]
             rounding = rounding_of(
@@ -199,13 +219,14 @@ class MuonBase(GroupedOptimizer):
             pieces = chunk.views(members, params)
             update(pieces, orthogonal, second_moments, rate, options, rounding)
 
-    def _residuals(self) -> dict[Tensor, Tensor]:
-        """What the rounding of parameters keeps back."""
-        return {
-            param: local(state[RESIDUAL])
-            for param, state in self.state.items()
-            if RESIDUAL in state
+    def _clip(self, plan: Plan, logits: Mapping[int, Tensor]) -> None:
+        """QK-clip of what this process holds, before the rounding where that is kept."""
+        kept = {
+            param: local(self.state[param][RESIDUAL])
+            for param in plan.rows
+            if RESIDUAL in self.state[param]
         }
+        clip(plan.clips, logits, plan.rows, kept)
 
     def _step_adamw(self, params: Sequence[Tensor], first: int, options: AdamWOptions) -> None:
         with record_function("muon::adamw"):
@@ -231,13 +252,19 @@ class MuonBase(GroupedOptimizer):
     def _current_plan(self, options: Sequence[MuonOptions | AdamWOptions]) -> Plan:
         """The plan; a new one where groups, parameters or the options of their layout changed."""
         signature = [
-            (layout_of(of_group), [*map(id, group["params"])], [*map(_form, group["params"])])
+            (
+                layout_of(of_group),
+                [*map(id, group["params"])],
+                [*map(_form, group["params"])],
+                [placement_of(param) for param in group["params"] if not is_plain(param)],
+            )
             for of_group, group in zip(options, self.param_groups, strict=True)
         ]
         if self._plan is None or self._plan.signature != signature:
             self._plan = self._make_plan(signature, options)
             if self.debug:
-                logger.info("%s", report(self._plan.labelled, self._plan.chunks, options))
+                plan = self._plan
+                logger.info("%s", report(plan.labelled, plan.chunks, options, plan.shared))
         return self._plan
 
     def _make_plan(
@@ -245,7 +272,7 @@ class MuonBase(GroupedOptimizer):
     ) -> Plan:
         """Cut, bucket and batch."""
         self.fit_state()
-        labelled, first, chunks = [], [], []
+        labelled, first, chunks, shared = [], [], [], []
         count = 0
         for index, group in enumerate(options):
             entries = self.labelled(index)
@@ -253,14 +280,22 @@ class MuonBase(GroupedOptimizer):
             first.append(count)
             blocks = []
             if isinstance(group, MuonOptions):
-                blocks = [
-                    (number, param, cut(tuple(param.shape), name, group, where))
-                    for number, (where, param, name) in enumerate(entries, count)
-                ]
+                blocks, with_others = self._sharing.divide(
+                    [
+                        (number, where, param, cut(tuple(param.shape), name, group, where))
+                        for number, (where, param, name) in enumerate(entries, count)
+                    ],
+                    group,
+                    index,
+                )
+                shared += with_others
             chunks.append(plan_chunks(blocks, contiguous=group.rounding == "stochastic"))
             count += len(entries)
-        clips = plan_batches(self.clip_config, self._clip_targets())
-        return Plan(signature, labelled, first, chunks, clips)
+        targets = self._clip_targets()
+        clips = plan_batches(self.clip_config, targets)
+        rows = {target.param: rows_here(target.param) for target in targets}
+        planned = self._sharing.plan(shared, len(options))
+        return Plan(signature, labelled, first, chunks, clips, rows, planned)
 
 
 class Muon(MuonBase):
@@ -275,9 +310,10 @@ class Muon(MuonBase):
     Args:
         params: groups `{"params", "names" (optional), "use_muon": bool, **options}`, as from
             `get_default_muon_param_groups(model)`; or any iterable of parameters or of (name,
-            parameter) pairs, which become one Muon group. Every argument below but `debug` and
-            `clip_config` is an option of Muon groups; AdamW groups take lr, adamw_betas, adamw_eps,
-            weight_decay, rounding, rounding_seed and none_grad.
+            parameter) pairs, which become one Muon group. Every argument below but `debug`,
+            `clip_config`, `process_group` and `wire_dtype` is an option of Muon groups; AdamW
+            groups take lr, adamw_betas, adamw_eps, weight_decay, rounding, rounding_seed and
+            none_grad.
         lr: learning rate; a number or a 0-D Tensor, which is never read on the host by a step.
         momentum: decay of the momentum buffer, in [0, 1).
         nesterov: orthogonalize g + momentum * buffer instead of the buffer.
@@ -317,6 +353,15 @@ class Muon(MuonBase):
             in 16 bits per element: a bfloat16 run has the parameters of a float32 one, rounded.
         rounding_seed: of "stochastic", in [0, 2^64). The bits depend on it, on the number of the
             step, of the parameter in the optimizer and of the element, and on nothing else.
+        process_group: the ranks that hold the same plain parameters and, after
+            DistributedDataParallel has reduced them, the same gradients. Each orthogonalizes its
+            part of the matrices for all. None: this process does all of them. DTensors bring their
+            own mesh.
+        wire_dtype: torch.float32 or torch.float16, in which directions go to the rank that
+            orthogonalizes them, and updates come back; float16 has one power of two as scale per
+            matrix. None: float16 where the iteration is in half precision, else float32. Given as
+            float16, one rank rounds to it too, so that the bits do not depend on how many there
+            are.
 
     Raises:
         ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.
@@ -354,6 +399,8 @@ class Muon(MuonBase):
         shaped_decay: bool = False,
         rounding: str = "nearest",
         rounding_seed: int = 0,
+        process_group: Any = None,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -379,7 +426,13 @@ class Muon(MuonBase):
             "rounding": rounding,
             "rounding_seed": rounding_seed,
         }
-        super().__init__(_as_groups(params), defaults, debug=debug, clip_config=clip_config)
+        super().__init__(
+            _as_groups(params),
+            defaults,
+            debug=debug,
+            clip_config=clip_config,
+            sharing=Sharing(process_group, wire_dtype),
+        )
 
 
 def _as_groups(params: Any) -> list[Any]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from .groups import Format
 from .muon import MuonBase
+from .sharing import Sharing
 
 GRADIENTS = ("reduced", "unreduced")
 
@@ -54,8 +57,10 @@ class MuonAdamW(MuonBase):
             shapes, or nothing. `use_muon` is accepted for `kind`.
         gradients: "reduced": `p.grad` is what the step uses, as with one GPU or DDP. "unreduced":
             every rank holds its own contribution.
-        process_group: over whose ranks unreduced gradients are to be averaged; None for the default
-            group, if there is one. An initialised process group alone changes nothing.
+        process_group: with reduced gradients, the ranks that share the work, as of `Muon`. With
+            unreduced ones, over whose ranks they are to be averaged; None for the default group, if
+            there is one. An initialised process group alone changes nothing.
+        wire_dtype: as of `Muon`.
         debug: log `report()` at INFO whenever the work is planned.
         clip_config: QK-clip of the attention layers in the Muon groups, as for `Muon`.
 
@@ -74,11 +79,19 @@ class MuonAdamW(MuonBase):
         *,
         gradients: str = "reduced",
         process_group: Any = None,
+        wire_dtype: torch.dtype | None = None,
         debug: bool = False,
         clip_config: dict[str, Any] | None = None,
     ) -> None:
         _check_ranks(gradients, process_group)
-        super().__init__(param_groups, dict(DEFAULTS), debug=debug, clip_config=clip_config)
+        sharing = Sharing(process_group if gradients == "reduced" else None, wire_dtype)
+        super().__init__(
+            param_groups,
+            dict(DEFAULTS),
+            debug=debug,
+            clip_config=clip_config,
+            sharing=sharing,
+        )
 
 
 def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
@@ -115,8 +128,6 @@ def _check_ranks(gradients: str, process_group: Any) -> None:
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients must be 'reduced' or 'unreduced', got {gradients!r}")
     if gradients == "reduced":
-        if process_group is not None:
-            raise ValueError("process_group is used only with gradients='unreduced'")
         return
     from torch import distributed
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .layout import MAX_DIMS
 from .options import FLOATING
 
 _usual = operator.attrgetter("__class__", "layout")
@@ -16,7 +17,7 @@ _place = operator.attrgetter("shape", "device")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The local tensor of a (replicated) DTensor, and any other tensor itself."""
+    """What this rank holds of a DTensor, and any other tensor itself."""
     if is_plain(tensor) or not is_dtensor(tensor):
         return tensor
     return tensor.to_local()
@@ -48,17 +49,25 @@ def check_parameter(param: Any, where: str) -> None:
 
 
 def check_format(tensor: Tensor, where: str) -> None:
-    """A dense, real floating-point tensor; a DTensor only if every rank holds all of it."""
+    """A dense, real floating-point tensor; a DTensor whose ranks hold shards or copies of it."""
     if tensor.layout != torch.strided:
         raise ValueError(f"{where}: must be dense, got layout {tensor.layout}")
     if tensor.is_complex():
         raise ValueError(f"{where}: must be real, got {tensor.dtype}; optimize torch.view_as_real")
     if tensor.dtype not in FLOATING:
         raise ValueError(f"{where}: must be floating-point of 16 bits or more, got {tensor.dtype}")
-    if is_dtensor(tensor) and not all(placement.is_replicate() for placement in tensor.placements):
+    if not is_dtensor(tensor):
+        return
+    if any(placement.is_partial() for placement in tensor.placements):
         raise TypeError(
-            f"{where}: a DTensor with placements {tuple(tensor.placements)} is not supported in "
-            "this version; only fully replicated ones are"
+            f"{where}: a DTensor with placements {tuple(tensor.placements)} holds sums that are "
+            "not made yet; redistribute it to Shard or Replicate placements"
+        )
+    sharded = not all(placement.is_replicate() for placement in tensor.placements)
+    if sharded and tensor.ndim > MAX_DIMS:
+        raise ValueError(
+            f"{where}: a sharded tensor may have {MAX_DIMS} dimensions, got {tensor.ndim}; flatten "
+            "it before it is sharded"
         )
 
 
@@ -66,7 +75,12 @@ def check_gradients(labelled: Sequence[tuple[str, Tensor]]) -> None:
     """`check_gradient` of every parameter, fast where nothing is unusual."""
     pairs = [(param, param.grad) for _, param in labelled]
     usual = [
-        grad is None or (_usual(grad) == (Tensor, torch.strided) and _place(grad) == _place(param))
+        grad is None
+        or (
+            is_plain(param)
+            and _usual(grad) == (Tensor, torch.strided)
+            and _place(grad) == _place(param)
+        )
         for param, grad in pairs
     ]
     if not all(usual) or any(grad.dtype not in FLOATING for _, grad in pairs if grad is not None):
@@ -85,6 +99,18 @@ def check_gradient(param: Tensor, where: str) -> None:
             f"{where}: the gradient has shape {tuple(grad.shape)} on {grad.device}, the parameter "
             f"{tuple(param.shape)} on {param.device}; recompute it after changing the parameter"
         )
+    if is_dtensor(grad) != is_dtensor(param) or (
+        is_dtensor(grad)
+        and (grad.placements != param.placements or grad.device_mesh != param.device_mesh)
+    ):
+        raise TypeError(
+            f"{where}: gradient: it is placed as {_placing(grad)}, its parameter as "
+            f"{_placing(param)}; redistribute it like the parameter"
+        )
+
+
+def _placing(tensor: Tensor) -> str:
+    return str(tuple(tensor.placements)) if is_dtensor(tensor) else "a plain tensor"
 
 
 def check_rate(lr: Any, labelled: Iterable[tuple[str, Tensor]]) -> None:

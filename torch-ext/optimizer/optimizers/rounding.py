@@ -30,6 +30,15 @@ class Rounding:
     noise: StochasticRounding | None = None
 
 
+def check_rounding(options: MuonOptions | AdamWOptions, param: Tensor, where: str) -> None:
+    """Raise ValueError if the random bits of a shared parameter would depend on its shards."""
+    if options.rounding == "stochastic" and param.dtype in NARROW:
+        raise ValueError(
+            f"{where}: rounding='stochastic' is not supported for {param.dtype} parameters that "
+            "several ranks share; use rounding='residual', which no sharding changes"
+        )
+
+
 def count_step(
     params: Sequence[Tensor],
     state: Mapping[Tensor, Mapping[str, Tensor]],

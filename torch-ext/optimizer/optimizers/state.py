@@ -22,8 +22,9 @@ from torch import Tensor
 from ..kernels._lists import NARROW
 from .blocks import cut
 from .options import FLOATING, AdamWOptions, MuonOptions
-from .parameters import local
-from .rounding import COUNTER, RESIDUAL
+from .parameters import is_dtensor
+from .placing import fill, sharded_dims, zeros_beside
+from .rounding import COUNTER, RESIDUAL, check_rounding
 
 STATISTICS = "second_momentum_buffer"  # left behind where beta2 is set to None
 OWN_FUNCTION = "<function>"
@@ -36,12 +37,15 @@ class Slot:
     shape: tuple[int, ...]
     dtype: torch.dtype
     like_param: bool  # placed and laid out as the parameter is
+    stacked: bool = False  # its first dimension is that of a parameter which is a stack
 
     def zeros(self, param: Tensor) -> Tensor:
         """Also in inference mode a tensor that a later step may write."""
         with torch.inference_mode(False):
             if self.like_param:
                 return torch.zeros_like(param, dtype=self.dtype, requires_grad=False)
+            if self.shape and is_dtensor(param):
+                return zeros_beside(param, self.shape, self.dtype, stacked=self.stacked)
             return torch.zeros(self.shape, dtype=self.dtype, device=param.device)
 
 
@@ -55,19 +59,30 @@ def slots_of(
         average = Slot(shape, wide, like_param=True)
         step = Slot((), torch.float32, like_param=False)
         slots = {"exp_avg": average, "exp_avg_sq": average, "step": step}
-        return slots | _rounding_slots(param, options.rounding)
+        return slots | _rounding_slots(param, options, where)
     blocks = cut(shape, name, options, where)
     slots = {"momentum_buffer": Slot(shape, options.momentum_dtype or wide, like_param=True)}
     if options.beta2 is not None:
-        factored = Slot(blocks.second_moment_shape(), wide, like_param=False)
+        stacked = blocks.experts is not None
+        if stacked and blocks.split and 0 in sharded_dims(param):
+            raise ValueError(
+                f"{where}: beta2 with split_sizes is not supported for experts that are sharded "
+                "over ranks; set beta2=None, or keep the parts in parameters of their own"
+            )
+        factored = Slot(blocks.second_moment_shape(), wide, like_param=False, stacked=stacked)
         slots[STATISTICS] = factored
-    return slots | _rounding_slots(param, options.rounding)
+    return slots | _rounding_slots(param, options, where)
 
 
-def _rounding_slots(param: Tensor, rounding: str) -> dict[str, Slot]:
+def _rounding_slots(
+    param: Tensor, options: MuonOptions | AdamWOptions, where: str
+) -> dict[str, Slot]:
+    rounding = options.rounding
     if param.dtype not in NARROW or rounding == "nearest":
         return {}
     if rounding == "stochastic":
+        if sharded_dims(param):
+            check_rounding(options, param, where)
         return {COUNTER: Slot((), torch.int64, like_param=False)}
     return {RESIDUAL: Slot(tuple(param.shape), torch.int16, like_param=True)}
 
@@ -147,7 +162,7 @@ def loaded_state(
         )
     copied = {key: slot.zeros(param) for key, slot in slots.items()}
     for key, tensor in copied.items():
-        local(tensor).copy_(local(saved[key].detach()))
+        fill(tensor, saved[key].detach(), f"{where}: the loaded {key}")
     return copied
 
 

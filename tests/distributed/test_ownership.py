@@ -1,0 +1,84 @@
+"""Who does what: balance, restrictions, chunks of bounded size, the same answer everywhere."""
+
+from __future__ import annotations
+
+import importlib
+import random
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def ownership(opt):
+    return importlib.import_module(f"{opt.__name__}.distributed.ownership")
+
+
+def loads(costs, owners, ranks) -> list[float]:
+    total = [0.0] * ranks
+    for cost, owner in zip(costs, owners, strict=True):
+        total[owner] += cost
+    return total
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_balance_is_within_grahams_bound(ownership, seed) -> None:
+    generator = random.Random(seed)
+    ranks = generator.randint(1, 8)
+    costs = [generator.choice([1, 2, 3, 10, 100]) * 1.0 for _ in range(generator.randint(0, 60))]
+    owners = ownership.assign(costs, [tuple(range(ranks))] * len(costs), ranks)
+    down = sorted(costs, reverse=True)  # of k ranks + 1 pieces, one rank gets k + 1
+    least = max([sum(costs) / ranks, *((i // ranks + 1) * cost for i, cost in enumerate(down))])
+    assert max(loads(costs, owners, ranks)) <= (4 / 3 - 1 / (3 * ranks)) * least + 1e-9
+    assert owners == ownership.assign(costs, [tuple(range(ranks))] * len(costs), ranks)
+
+
+def test_longest_first_beats_turns(ownership) -> None:
+    """M11: owners in turn leave one rank with most of the work."""
+    costs = [8.0, 1.0, 8.0, 1.0, 8.0, 1.0, 8.0, 1.0]
+    owners = ownership.assign(costs, [(0, 1)] * 8, 2)
+    assert loads(costs, owners, 2) == [18.0, 18.0]
+    turns = [i % 2 for i in range(8)]
+    assert max(loads(costs, turns, 2)) == 32.0
+
+
+def test_equal_work_goes_to_all_ranks_equally(ownership) -> None:
+    owners = ownership.assign([5.0] * 12, [tuple(range(4))] * 12, 4)
+    assert loads([1.0] * 12, owners, 4) == [3.0] * 4
+
+
+def test_restricted_work_stays_and_the_rest_makes_up_for_it(ownership) -> None:
+    costs = [4.0, 4.0, 4.0, 1.0, 1.0, 1.0]
+    owners = ownership.assign(costs, [(0,), (1, 2), (1, 2), (0, 1, 2), (0, 1, 2), (1,)], 3)
+    assert owners[0] == 0 and owners[5] == 1
+    assert set(owners[1:3]) == {1, 2}
+    assert max(loads(costs, owners, 3)) == 5.0
+
+
+@pytest.mark.parametrize("candidates", [(), (2,), (-1,)])
+def test_impossible_candidates(ownership, candidates) -> None:
+    with pytest.raises(ValueError, match="piece 0 has candidates"):
+        ownership.assign([1.0], [candidates], 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chunks_are_bounded_complete_and_mixed(ownership, seed) -> None:
+    """M12: bytes, not numbers of matrices, bound what is on its way."""
+    generator = random.Random(seed)
+    ranks, limit = generator.randint(1, 5), 100
+    sizes = [generator.choice([1, 5, 30, 60, 150]) for _ in range(generator.randint(0, 50))]
+    held = [[size // ranks] * ranks for size in sizes]
+    owners = ownership.assign(sizes, [tuple(range(ranks))] * len(sizes), ranks)
+    chunks = ownership.chunked(owners, sizes, held, limit)
+    assert sorted(number for chunk in chunks for number in chunk) == list(range(len(sizes)))
+    for chunk in chunks:
+        bytes_of = [
+            sum(sizes[i] * (owners[i] == rank) + held[i][rank] for i in chunk)
+            for rank in range(ranks)
+        ]
+        assert len(chunk) == 1 or max(bytes_of) <= limit
+
+
+def test_a_chunk_has_work_for_all_owners(ownership) -> None:
+    owners = (0, 0, 0, 0, 1, 1, 1, 1)
+    chunks = ownership.chunked(owners, [10] * 8, [[0, 0]] * 8, 20)
+    assert [sorted(owners[i] for i in chunk) for chunk in chunks] == [[0, 0, 1, 1]] * 2

@@ -1,0 +1,37 @@
+"""Several ranks equal one, bit for bit: parameters and state, on every mesh and placement."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ._cases import CASES, Case, bits, expected_on, run_alone, run_together
+
+pytestmark = pytest.mark.dist
+
+
+def compare(opt, cases: list[Case]) -> int:
+    """Run every case on one rank and on all; returns how many tensors were compared."""
+    compared = 0
+    for case in cases:
+        single, names = run_alone(opt, case)
+        many, mesh = run_together(opt, case)
+        for name in names:
+            for key, tensor in many[name].items():
+                expected = expected_on(single[name][key], tensor, mesh)
+                found = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                assert found.shape == expected.shape, f"{case}: {name} {key}"
+                difference = (found - expected).abs().amax() if found.numel() else 0
+                assert bits(found) == bits(expected), f"{case}: {name} {key} by {difference}"
+                compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_many_ranks_equal_one(ranks, world) -> None:
+    """M8, M10, M13, M16, M22, N5d, T4: shards of any kind, replicas, experts, missing gradients."""
+    generator = random.Random(world)
+    cases = [Case.random(generator, world) for _ in range(CASES[world])]
+    for compared in ranks(world).run(compare, cases):
+        assert compared > 4 * len(cases)

@@ -1,0 +1,382 @@
+"""What ranks share and what they keep to themselves: counted, bounded, agreed upon."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ._cases import bits
+from ._ranks import same_everywhere
+
+pytestmark = pytest.mark.dist
+
+SHAPES = [(8, 6), (8, 6), (6, 8), (12, 5), (8, 6), (3, 4)]
+
+
+def module_of(opt: Any, name: str) -> Any:
+    return importlib.import_module(f"{opt.__name__}.{name}")
+
+
+def plain_params(shapes=SHAPES, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def gradients(params, step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(tuple(param.shape), generator=generator) for param in params]
+
+
+def placed(params, mesh, placements) -> list[nn.Parameter]:
+    from torch.distributed.tensor import distribute_tensor
+
+    return [
+        nn.Parameter(distribute_tensor(p.detach(), mesh, placements, src_data_rank=None))
+        for p in params
+    ]
+
+
+def give(params, grads) -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    for param, grad in zip(params, grads, strict=True):
+        if hasattr(param, "placements"):
+            grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
+        param.grad = grad
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def alone(opt, steps: int, **options) -> list[nn.Parameter]:
+    params = plain_params()
+    optimizer = opt.Muon(params, **options)
+    for step in range(steps):
+        give(params, gradients(params, step))
+        optimizer.step()
+    return params
+
+
+def assert_as_alone(opt, params, steps: int, **options) -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    for param, single in zip(params, alone(opt, steps, **options), strict=True):
+        expected = single.detach()
+        if hasattr(param, "placements"):
+            expected = distribute_tensor(
+                expected, param.device_mesh, param.placements, src_data_rank=None
+            ).to_local()
+        assert bits(local(param.detach())) == bits(expected)
+
+
+class Watch:
+    """Counts matrices that this rank orthogonalizes, and what it sends."""
+
+    def __init__(self, opt) -> None:
+        self.step_module = module_of(opt, "optimizers.shared_step")
+        self.muon_module = module_of(opt, "optimizers.muon")
+        self.transport = module_of(opt, "distributed.transport").AllToAll
+        self.matrices = 0
+        self.calls: Counter[str] = Counter()
+        self.largest = 0
+
+    def __enter__(self) -> Watch:
+        self.originals = (
+            self.step_module.orthogonalize,
+            self.muon_module.orthogonalize,
+            self.transport._exchange,
+            self.transport.maximum,
+        )
+
+        def orthogonalize(x, **options):
+            self.matrices += x.numel() // (x.shape[-1] * x.shape[-2])
+            return self.originals[0](x, **options)
+
+        def exchange(transport, going, outbox, coming):
+            self.calls["all_to_all"] += 1
+            self.largest = max(self.largest, going.size, coming.size)
+            return self.originals[2](transport, going, outbox, coming)
+
+        def maximum(transport, values):
+            self.calls["all_reduce"] += 1
+            return self.originals[3](transport, values)
+
+        self.step_module.orthogonalize = self.muon_module.orthogonalize = orthogonalize
+        self.transport._exchange, self.transport.maximum = exchange, maximum
+        return self
+
+    def __exit__(self, *error) -> None:
+        (
+            self.step_module.orthogonalize,
+            self.muon_module.orthogonalize,
+            self.transport._exchange,
+            self.transport.maximum,
+        ) = self.originals
+
+
+def split_work(opt, mesh_shape, texts) -> tuple[int, Counter]:
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from ._cases import placement
+
+    if texts is None:
+        params, arguments = plain_params(), {"process_group": distributed.group.WORLD}
+    else:
+        mesh = init_device_mesh("cpu", mesh_shape)
+        params, arguments = placed(plain_params(), mesh, [placement(t) for t in texts]), {}
+    optimizer = opt.Muon(params, **arguments)
+    with Watch(opt) as watch:
+        for step in range(2):
+            give(params, gradients(params, step))
+            optimizer.step()
+    assert_as_alone(opt, params, 2)
+    return watch.matrices, watch.calls
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [((4,), None), ((4,), ("R",)), ((2, 2), ("R", "S0")), ((2, 2), ("S1", "R")), ((4,), ("S0",))],
+    ids=["DDP", "replicated", "HSDP", "HSDP columns", "FSDP"],
+)
+def test_no_matrix_is_orthogonalized_twice(ranks, mesh, placements) -> None:
+    """M8: replicas split the work instead of repeating it, and every rank has some."""
+    answers = ranks(4).run(split_work, mesh, placements)
+    counts = [matrices for matrices, _ in answers]
+    assert sum(counts) == 2 * len(SHAPES)
+    assert min(counts) >= 2
+    calls = same_everywhere([calls for _, calls in answers])
+    per_chunk = 1 if placements is None or set(placements) == {"R"} else 2
+    assert calls["all_to_all"] == 2 * 4 * per_chunk  # four shapes, two steps
+    assert calls["all_reduce"] == 2  # whether all have the same gradients
+
+
+def experts_stay(opt) -> Counter:
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    (param,) = placed(plain_params([(7, 5, 4)]), mesh, [Shard(0)])
+    named = [("layers.0.experts.up", param)]
+    optimizer = opt.MuonAdamW(
+        [{"kind": "muon", "params": named, "lr": 0.1, "expert_keys": ("experts",)}]
+    )
+    with Watch(opt) as watch:
+        give([param], gradients([param], 0))
+        if distributed.get_rank() == 1:
+            param.grad = None  # none of its experts was routed to
+        before = param.detach().to_local().clone()
+        optimizer.step()
+        changed = not torch.equal(before, param.detach().to_local())
+    assert changed == (distributed.get_rank() != 1)
+    return watch.calls
+
+
+def test_experts_that_are_sharded_along_themselves_stay_local(ranks) -> None:
+    """M15, M16: no communication, and a rank whose experts got no token goes on."""
+    assert ranks(3).run(experts_stay) == [Counter()] * 3
+
+
+def small_chunks(opt, limit: int) -> tuple[int, int, int]:
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    shared = module_of(opt, "optimizers.shared")
+    before, shared.IN_FLIGHT_BYTES = shared.IN_FLIGHT_BYTES, limit
+    try:
+        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+        params = placed(plain_params(), mesh, [Shard(0)])
+        optimizer = opt.Muon(params)
+        with Watch(opt) as watch:
+            for step in range(2):
+                give(params, gradients(params, step))
+                optimizer.step()
+    finally:
+        shared.IN_FLIGHT_BYTES = before
+    assert_as_alone(opt, params, 2)
+    return watch.calls["all_to_all"], watch.largest, limit
+
+
+@pytest.mark.parametrize("limit", [1, 3000, 10**6])
+def test_chunks_are_bounded_by_bytes_and_change_no_bit(ranks, limit) -> None:
+    """M12."""
+    calls, *_ = same_everywhere([answer[:1] for answer in ranks(3).run(small_chunks, limit)])
+    assert calls == {1: 2 * 2 * len(SHAPES), 3000: 2 * 2 * 4, 10**6: 2 * 2 * 4}[limit]
+    if limit == 3000:
+        assert all(largest <= limit // 3 for _, largest, _ in ranks(3).run(small_chunks, limit))
+
+
+def freed_gradients(opt) -> None:
+    """Overwrite every gradient as soon as the optimizer lets go of it."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    params = placed(plain_params(), mesh, [Shard(0)])
+    optimizer = opt.Muon(params, none_grad=True)
+    transport = module_of(opt, "distributed.transport").AllToAll
+    original = transport.gather
+    for step in range(2):
+        give(params, gradients(params, step))
+        held = [(param, param.grad.to_local()) for param in params]
+
+        def gather(*arguments, held=held):
+            future = original(*arguments)
+            for param, memory in held:
+                if param.grad is None:
+                    memory.fill_(float("nan"))
+            return future
+
+        transport.gather = gather
+        try:
+            optimizer.step()
+        finally:
+            transport.gather = original
+        assert all(memory.isnan().all() for _, memory in held[:-1] if memory.numel())
+    assert_as_alone(opt, params, 2)
+
+
+def test_a_freed_gradient_may_be_reused_at_once(ranks) -> None:
+    """M7: the message has its own memory, which lives until it has arrived."""
+    ranks(2).run(freed_gradients)
+
+
+def disagree(opt) -> tuple[str, bool, bool]:
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    params = placed(plain_params(), mesh, [Shard(0)])
+    optimizer = opt.Muon([(f"layer.{i}", param) for i, param in enumerate(params)])
+    give(params, gradients(params, 0))
+    if distributed.get_rank() == 1:
+        params[2].grad = None
+    before = [local(param.detach()).clone() for param in params]
+    try:
+        optimizer.step()
+        message = "none"
+    except RuntimeError as error:
+        message = str(error)
+    kept = all(
+        torch.equal(local(param.detach()), old) for param, old in zip(params, before, strict=True)
+    )
+    give(params, gradients(params, 0))
+    optimizer.step()
+    assert_as_alone(opt, params, 1)
+    return message, kept, True
+
+
+def test_differing_gradients_are_an_error_on_every_rank(ranks) -> None:
+    """M11: no hang, nothing written, and the next step is as if the first had not been."""
+    message, kept, went_on = same_everywhere(ranks(3).run(disagree))
+    assert "ranks disagree on which parameters have gradients: group 0, parameter 'lay" in message
+    assert "'layer.2'" in message and "'layer.1'" not in message
+    assert kept and went_on
+
+
+def nan_on_one_rank(opt, wire) -> list[bytes]:
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    params = placed(plain_params(), mesh, [Shard(0)])
+    optimizer = opt.Muon(params, wire_dtype=wire)
+    give(params, gradients(params, 0))
+    if distributed.get_rank() == 1:
+        params[0].grad.to_local()[0, 0] = float("nan")
+        params[3].grad.to_local()[0, 0] = float("inf")
+    optimizer.step()
+    full = [param.detach().full_tensor() for param in params]
+    assert full[0].isnan().all() and full[3].isnan().all()
+    assert not any(full[i].isnan().any() for i in (1, 2, 4, 5))
+    return [bits(tensor.nan_to_num()) for tensor in full]
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16])
+def test_nan_and_inf_on_one_rank_stay_in_their_matrix_on_all(ranks, wire) -> None:
+    same_everywhere(ranks(3).run(nan_on_one_rank, wire))
+
+
+def resumed(opt) -> None:
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    params = placed(plain_params(), mesh, [Shard(0)])
+    optimizer = opt.Muon(params, beta2=0.9)
+    for step in range(2):
+        give(params, gradients(params, step))
+        optimizer.step()
+    saved = optimizer.state_dict()
+    others = [nn.Parameter(param.detach().clone()) for param in params]
+    second = opt.Muon(others, beta2=0.9)
+    second.load_state_dict(saved)
+    # The state of one rank, whole tensors, loads into shards too.
+    single = plain_params()
+    whole = opt.Muon(single, beta2=0.9)
+    for step in range(2):
+        give(single, gradients(single, step))
+        whole.step()
+    third_params = [nn.Parameter(param.detach().clone()) for param in params]
+    third = opt.Muon(third_params, beta2=0.9)
+    third.load_state_dict(whole.state_dict())
+    for one, of_one in ((optimizer, params), (second, others), (third, third_params)):
+        give(of_one, gradients(of_one, 2))
+        one.step()
+        assert_as_alone(opt, of_one, 3, beta2=0.9)
+
+
+def test_a_resumed_run_continues_bit_for_bit(ranks) -> None:
+    """N5: state of shards, and state of a single rank loaded into shards."""
+    ranks(3).run(resumed)
+
+
+def other_placement(opt) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    rows = placed(plain_params(), mesh, [Shard(0)])
+    columns = placed(plain_params(), mesh, [Shard(1)])
+    try:
+        opt.Muon(columns).load_state_dict(opt.Muon(rows).state_dict())
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+def test_state_of_another_placement_is_refused(ranks) -> None:
+    message = same_everywhere(ranks(2).run(other_placement))
+    assert "parameter 0: the loaded momentum_buffer has placements" in message
+    assert "torch.distributed.checkpoint" in message
+
+
+def logged(opt) -> str:
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    params = placed(plain_params(), mesh, [Shard(0)])
+    logging.getLogger(opt.__name__).setLevel(logging.WARNING)
+    return opt.Muon(params).report()
+
+
+def test_report_names_owners_and_the_wire(ranks) -> None:
+    text = same_everywhere(ranks(2).run(logged))
+    assert "1 x (12, 5) on rank" in text
+    assert "of 2, float32 on the wire" in text
+    assert "6 parameters by muon" in text

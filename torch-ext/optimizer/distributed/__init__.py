@@ -1,0 +1,40 @@
+"""Who owns which matrix, and how its pieces travel there and back.
+
+shards: what every rank holds -> ownership: who does what -> route: what goes where
+-> transport: it goes, under the computation that schedule puts beside it
+"""
+
+from .ownership import assign, chunked
+from .route import Extra, Job, Message, Part, Route, route
+from .schedule import in_flight, run_pipeline
+from .shards import Box, Layout, Run, Split, boxes, splits_of
+from .team import Team, Teams, alone
+from .transport import AllToAll, Future, Identity, Ready, Transport, agreement
+
+__all__ = [
+    "AllToAll",
+    "Box",
+    "Extra",
+    "Future",
+    "Identity",
+    "Job",
+    "Layout",
+    "Message",
+    "Part",
+    "Ready",
+    "Route",
+    "Run",
+    "Split",
+    "Team",
+    "Teams",
+    "Transport",
+    "agreement",
+    "alone",
+    "assign",
+    "boxes",
+    "chunked",
+    "in_flight",
+    "route",
+    "run_pipeline",
+    "splits_of",
+]

@@ -1,0 +1,99 @@
+"""The ranks that share the work on some tensors, and the process group they talk over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .shards import Layout, Split, splits_of
+from .transport import AllToAll, Identity, Transport
+
+
+@dataclass(frozen=True, eq=False)
+class Team:
+    """Ranks in the order of their group, and where each stands on the mesh."""
+
+    transport: Transport
+    rank: int  # of this process in the group
+    coordinates: tuple[tuple[int, ...], ...]  # per rank of the group
+    mesh: tuple[int, ...]  # sizes of the mesh dimensions
+
+    @property
+    def size(self) -> int:
+        return len(self.coordinates)
+
+    def layout(self, shape: tuple[int, ...], placements: Any = None) -> Layout:
+        """A tensor with placements on this mesh; without any, every rank holds all of it."""
+        splits = (Split(None),) * len(self.mesh)
+        if placements is not None:
+            splits = splits_of(placements, len(shape))
+        return Layout(shape, self.mesh, splits)
+
+
+def alone() -> Team:
+    """A team of this process only."""
+    return Team(Identity(), 0, ((0,),), (1,))
+
+
+class Teams:
+    """The teams of an optimizer, one per set of ranks, made when first asked for.
+
+    Making one for a mesh of several dimensions creates a process group of its ranks, unless they
+    are all ranks; every one of them must ask, in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._of_mesh: dict[Any, Team] = {}
+
+    def of_mesh(self, mesh: Any) -> Team:
+        """The ranks of a DeviceMesh.
+
+        Raises:
+            ValueError: this process is not on the mesh.
+        """
+        if mesh not in self._of_mesh:
+            if mesh.get_coordinate() is None:
+                raise ValueError(
+                    f"this rank is not on the mesh {mesh}; give its parameters only to the "
+                    "optimizers of the ranks that hold them"
+                )
+            places = {int(mesh.mesh[c]): c for c in _positions(tuple(mesh.mesh.shape))}
+            self._of_mesh[mesh] = self._team(
+                mesh.get_group() if mesh.ndim == 1 else self._group(tuple(sorted(places))),
+                places,
+                tuple(mesh.mesh.shape),
+            )
+        return self._of_mesh[mesh]
+
+    def of_group(self, group: Any) -> Team:
+        """The ranks of a process group, in a row."""
+        from torch import distributed
+
+        ranks = distributed.get_process_group_ranks(group)
+        return self._team(group, {rank: (i,) for i, rank in enumerate(ranks)}, (len(ranks),))
+
+    def _group(self, ranks: tuple[int, ...]) -> Any:
+        from torch import distributed
+
+        if len(ranks) == distributed.get_world_size():
+            return distributed.group.WORLD
+        if ranks not in self._groups:
+            self._groups[ranks] = distributed.new_group(list(ranks), use_local_synchronization=True)
+        return self._groups[ranks]
+
+    def _team(self, group: Any, places: dict[int, tuple[int, ...]], mesh: tuple[int, ...]) -> Team:
+        from torch import distributed
+
+        ranks = distributed.get_process_group_ranks(group)
+        coordinates = tuple(places[rank] for rank in ranks)
+        if len(ranks) == 1:
+            return Team(Identity(), 0, coordinates, mesh)
+        return Team(AllToAll(group), distributed.get_rank(group), coordinates, mesh)
+
+
+def _positions(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    positions: list[tuple[int, ...]] = [()]
+    for size in shape:
+        positions = [(*position, i) for position in positions for i in range(size)]
+    return positions

@@ -1,0 +1,127 @@
+"""The only place of the step that communicates.
+
+A transport moves the messages of a route and returns futures. `AllToAll` serves NCCL and gloo;
+another transport needs the same four methods.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .route import Message
+
+
+class Future(Protocol):
+    """A tensor that is on its way."""
+
+    def wait(self) -> Tensor:
+        """The tensor; on CUDA the current stream waits for it, the host does not."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves messages between the ranks of a team, all of which make the same calls in one order."""
+
+    def gather(self, sent: Message, outbox: Tensor, gathered: Message) -> Future:
+        """Pieces of matrices to their owners."""
+        ...
+
+    def scatter(self, answered: Message, outbox: Tensor, scattered: Message) -> Future:
+        """Answers of the owners to all who hold a piece."""
+        ...
+
+    def maximum(self, values: Tensor) -> Future:
+        """The largest of every rank's values, element by element, in place."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """A tensor that is here already."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Travelling:
+    """A tensor that a collective writes; what the collective reads stays alive with it."""
+
+    work: Any
+    tensor: Tensor
+    read: Tensor
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.tensor
+
+
+class Identity:
+    """The transport of a single rank: what is sent has arrived."""
+
+    def gather(self, sent: Message, outbox: Tensor, gathered: Message) -> Future:
+        return Ready(outbox)
+
+    def scatter(self, answered: Message, outbox: Tensor, scattered: Message) -> Future:
+        return Ready(outbox)
+
+    def maximum(self, values: Tensor) -> Future:
+        return Ready(values)
+
+
+class AllToAll:
+    """One `all_to_all_single` each way, over NCCL or gloo, with nothing padded but to 16 bytes."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def gather(self, sent: Message, outbox: Tensor, gathered: Message) -> Future:
+        return self._exchange(sent, outbox, gathered)
+
+    def scatter(self, answered: Message, outbox: Tensor, scattered: Message) -> Future:
+        return self._exchange(answered, outbox, scattered)
+
+    def maximum(self, values: Tensor) -> Future:
+        from torch import distributed
+
+        work = distributed.all_reduce(
+            values, distributed.ReduceOp.MAX, group=self.group, async_op=True
+        )
+        return Travelling(work, values, values)
+
+    def _exchange(self, going: Message, outbox: Tensor, coming: Message) -> Future:
+        from torch import distributed
+
+        inbox = coming.empty(outbox.device)
+        work = distributed.all_to_all_single(
+            inbox,
+            outbox,
+            list(coming.counts),
+            list(going.counts),
+            group=self.group,
+            async_op=True,
+        )
+        return Travelling(work, inbox, outbox)
+
+
+def agreement(transport: Transport, values: Tensor) -> Future:
+    """Which of some integers differ between the ranks, as a bool tensor of their shape.
+
+    One all-reduce: the largest of a number and of its negative are opposite only if all are equal.
+    """
+    return _Agreement(transport.maximum(torch.stack((values, -values))))
+
+
+@dataclass(frozen=True, eq=False)
+class _Agreement:
+    largest: Future
+
+    def wait(self) -> Tensor:
+        largest, negative = self.largest.wait()
+        return largest != -negative

@@ -1,0 +1,284 @@
+"""Which parameters several ranks work on together, and their matrices in chunks with owners.
+
+A matrix that one rank holds entirely stays there. Every other one is sent to an owner, which
+orthogonalizes it for all: the pieces of a sharded one are gathered, and a replicated one is
+orthogonalized by one replica instead of by all. A parameter that is a stack of experts, sharded
+along them alone, is a local stack and never gets here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed import Box, Extra, Job, Layout, Part, Route, Run, Team, assign, chunked, route
+from ..distributed import in_flight as chunks_in_flight
+from .blocks import Blocks, Piece
+from .parameters import is_dtensor
+
+# Bytes of matrices that are on their way or being worked on, on any rank, beyond the state.
+IN_FLIGHT_BYTES = 256 * 2**20
+AHEAD = 1  # gathers launched before the first computation
+
+Cost = Callable[[int, int, torch.dtype, torch.device], float]
+
+
+@dataclass(frozen=True, eq=False)
+class SharedMatrix:
+    """A matrix of a parameter that several ranks work on."""
+
+    param: Tensor
+    where: str
+    job: Job
+    matrix: tuple[int, int]  # (m, n)
+    statistics: Run  # (start, length) in what this rank has of the second_momentum_buffer
+    hearers: tuple[int, ...]  # ranks that keep these statistics
+    stacked: bool  # it is one of a stack
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.promote_types(self.param.dtype, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A box of a matrix that this rank has, and its place in the message to the owner."""
+
+    job: int
+    box: Box
+    part: Part | None  # None where another replica sends it
+
+
+@dataclass(frozen=True, eq=False)
+class SharedChunk:
+    """Matrices of one shape, dtype and device that travel together."""
+
+    team: Team
+    members: tuple[SharedMatrix, ...]
+    owners: tuple[int, ...]
+    matrix: tuple[int, int]  # (m, n)
+    dtype: torch.dtype  # of the directions
+    wire: torch.dtype
+    device: torch.device
+    route: Route
+    held: tuple[Held, ...]  # all that this rank has of the matrices
+    fits: bool  # what the owner receives is the batch itself
+
+    @property
+    def params(self) -> frozenset[Tensor]:
+        return frozenset(member.param for member in self.members)
+
+    @property
+    def communicates(self) -> bool:
+        return self.route.gathers or self.route.scatters
+
+    def region(self, job: int) -> tuple[int, ...]:
+        """Shape in which the boxes of a job cut its matrix."""
+        return tuple(length for _, length in self.members[job].job.region)
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """The part of a plan that ranks share."""
+
+    chunks: list[list[SharedChunk]]  # per group; the same on every rank
+    home: list[list[SharedChunk]]  # per group; this rank's own, without communication
+    teams: list[tuple[Team, list[tuple[str, Tensor]]]]  # parameters that must agree on gradients
+
+
+def placement_of(param: Tensor) -> tuple[Any, ...]:
+    """What a plan depends on besides shape, dtype and device; () for a tensor of this process."""
+    return (param.placements, param.device_mesh) if is_dtensor(param) else ()
+
+
+def layout_on(param: Tensor, team: Team) -> Layout:
+    """How the ranks of a team hold a parameter; a plain one is the same on all of them."""
+    shape = tuple(param.shape)
+    return team.layout(shape, param.placements) if is_dtensor(param) else team.layout(shape)
+
+
+def local_blocks(blocks: Blocks, layout: Layout, team: Team) -> Blocks | None:
+    """The blocks of this rank's own tensor, if it takes no other rank to update it.
+
+    That is so where it is the whole parameter and no replica can take part of the work, and for a
+    stack that is sharded along its experts alone.
+    """
+    replicas = math.prod(
+        size for size, split in zip(layout.mesh, layout.splits, strict=True) if split.dim is None
+    )
+    sharded = {
+        split.dim
+        for size, split in zip(layout.mesh, layout.splits, strict=True)
+        if split.dim is not None and size > 1
+    }
+    if replicas > 1 or not sharded <= ({0} if blocks.experts is not None else set()):
+        return None
+    if not sharded:
+        return blocks
+    experts = layout.local_shape(team.coordinates[team.rank])[0]
+    return replace(blocks, experts=experts)
+
+
+def matrices_of(
+    param: Tensor, where: str, blocks: Blocks, layout: Layout, team: Team
+) -> Iterable[SharedMatrix]:
+    """The matrices of a parameter, one by one."""
+    shape = tuple(param.shape)
+    stacked = blocks.experts is not None
+    held = [layout.runs(coordinate)[0] for coordinate in team.coordinates]
+    for piece in blocks.pieces(1):
+        region = _region(piece, shape)
+        hearers = tuple(range(team.size))
+        start, length = piece.statistics
+        if stacked:
+            expert = piece.experts[0]
+            places = [_place(runs, expert) for runs in held]
+            hearers = tuple(r for r, place in enumerate(places) if place is not None)
+            here = places[team.rank]
+            if not blocks.split and here is not None:
+                start += (here - expert) * blocks.heads * length
+        yield SharedMatrix(
+            param=param,
+            where=where,
+            job=Job(layout, team.coordinates, region),
+            matrix=piece.matrix,
+            statistics=(start, length),
+            hearers=hearers,
+            stacked=stacked,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SharedGroup:
+    """The shared matrices of a parameter group on one team."""
+
+    number: int  # of the group
+    team: Team
+    matrices: Sequence[SharedMatrix]
+    wire: torch.dtype  # in which float32 directions and updates travel
+    cost: Cost
+    keeps_statistics: bool
+
+    def owners(self) -> list[tuple[int, ...]]:
+        """Who may own each matrix. One of a stack stays with ranks that keep its statistics."""
+        return [matrix.job.candidates(stay=matrix.stacked) for matrix in self.matrices]
+
+
+def plan_shared(groups: Sequence[SharedGroup], count: int) -> Shared:
+    """Owners and chunks for the matrices of all groups, the same on every rank of a team.
+
+    Args:
+        groups: one per parameter group and team.
+        count: how many parameter groups there are.
+    """
+    chunks: list[list[SharedChunk]] = [[] for _ in range(count)]
+    home: list[list[SharedChunk]] = [[] for _ in range(count)]
+    teams: dict[int, tuple[Team, dict[Tensor, str]]] = {}
+    for team in {id(group.team): group.team for group in groups}.values():
+        entries = [
+            (group, matrix, candidates)
+            for group in groups
+            if group.team is team
+            for matrix, candidates in zip(group.matrices, group.owners(), strict=True)
+        ]
+        owners = assign(
+            [g.cost(*matrix.matrix, matrix.dtype, matrix.param.device) for g, matrix, _ in entries],
+            [candidates for _, _, candidates in entries],
+            team.size,
+        )
+        buckets: dict[tuple[Any, ...], list[tuple[SharedMatrix, int]]] = {}
+        for (group, matrix, _), owner in zip(entries, owners, strict=True):
+            alone_with_it = len(matrix.hearers) == 1 or not group.keeps_statistics
+            at_home = alone_with_it and sum(matrix.job.elements()) == matrix.job.elements()[owner]
+            if not at_home:
+                teams.setdefault(id(team), (team, {}))[1][matrix.param] = matrix.where
+            elif owner != team.rank:
+                continue
+            key = (group.number, at_home, matrix.matrix, matrix.dtype, matrix.param.device)
+            buckets.setdefault(key, []).append((matrix, owner))
+        wires = {group.number: group for group in groups if group.team is team}
+        for (number, at_home, *_), members in buckets.items():
+            target = home if at_home else chunks
+            target[number] += _chunks(members, wires[number])
+    agreeing = [
+        (team, [(where, param) for param, where in params.items()])
+        for team, params in teams.values()
+    ]
+    return Shared(chunks, home, agreeing)
+
+
+def _chunks(members: Sequence[tuple[SharedMatrix, int]], group: SharedGroup) -> list[SharedChunk]:
+    """Chunks of bounded size out of matrices of one shape."""
+    first = members[0][0]
+    wire = torch.float64 if first.dtype == torch.float64 else group.wire
+    m, n = first.matrix
+    parts = chunked(
+        [owner for _, owner in members],
+        [2 * m * n * wire.itemsize] * len(members),
+        [[count * wire.itemsize for count in matrix.job.elements()] for matrix, _ in members],
+        IN_FLIGHT_BYTES // chunks_in_flight(AHEAD),
+    )
+    return [_chunk([members[i] for i in part], wire, group) for part in parts]
+
+
+def _chunk(
+    members: Sequence[tuple[SharedMatrix, int]], wire: torch.dtype, group: SharedGroup
+) -> SharedChunk:
+    matrices = tuple(matrix for matrix, _ in members)
+    owners = tuple(owner for _, owner in members)
+    first, team = matrices[0], group.team
+    m, n = first.matrix
+    extras = None
+    if group.keeps_statistics:
+        extras = [Extra(max(m, n) * first.dtype.itemsize, matrix.hearers) for matrix in matrices]
+    jobs = [matrix.job for matrix in matrices]
+    planned = route(jobs, owners, team.rank, team.size, wire.itemsize, extras)
+    sent = {(part.job, _corner(part.box)): part for part in planned.sent.parts}
+    size = m * n * wire.itemsize
+    gathered = planned.gathered
+    fits = len(gathered.parts) == len(planned.owned) and all(
+        part.box is not None and part.start == slot * size and part.box.numel == m * n
+        for slot, part in enumerate(gathered.parts)
+    )
+    return SharedChunk(
+        team=team,
+        members=matrices,
+        owners=owners,
+        matrix=first.matrix,
+        dtype=first.dtype,
+        wire=wire,
+        device=first.param.device,
+        route=planned,
+        held=tuple(
+            Held(number, box, sent.get((number, _corner(box))))
+            for number, job in enumerate(jobs)
+            for box in job.held(team.rank)
+        ),
+        fits=fits,
+    )
+
+
+def _corner(box: Box) -> tuple[int, ...]:
+    return tuple(cut.start for cut in box.local)
+
+
+def _region(piece: Piece, shape: tuple[int, ...]) -> tuple[Run, ...]:
+    rest = tuple((0, size) for size in shape)
+    if piece.experts is None:
+        return (piece.rows, *rest[1:])
+    return (piece.experts, piece.rows, *rest[2:])
+
+
+def _place(runs: Sequence[Run], number: int) -> int | None:
+    """Where a rank stores an element of a dimension of which it has these runs."""
+    at = 0
+    for start, length in runs:
+        if start <= number < start + length:
+            return at + number - start
+        at += length
+    return None

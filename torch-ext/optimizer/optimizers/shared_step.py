@@ -1,0 +1,273 @@
+"""The step of matrices that several ranks share: the same sentence, with something to wait for."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..distributed import Future, Ready
+from ..kernels import apply_update
+from ..kernels import momentum as momentum_kernel
+from ..orthogonalize import orthogonalize
+from ..reference import update as reference
+from .layout import written
+from .options import MuonOptions
+from .parameters import local
+from .rounding import RESIDUAL
+from .shared import SharedChunk
+from .state import STATISTICS
+from .update import Rate
+
+# Exponents of the largest element of a matrix that has none, and of one that is not finite.
+NOTHING, NOT_FINITE = -1000, 1000
+# float16 ends below 2^16; a matrix travels with its largest element in [2^14, 2^15).
+TOP = 15
+
+
+def step_shared(
+    chunk: SharedChunk,
+    rate: Rate,
+    options: MuonOptions,
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+    remaining: Counter[Tensor],
+) -> Generator[None, None, None]:
+    """momentum -> gather -> orthogonalize -> scatter -> update for one chunk.
+
+    It yields after launching the gather and after launching the scatter, and not at all if nothing
+    crosses ranks. The messages have the same layout whichever gradients exist: a matrix without
+    gradient travels as zeros, and nothing of it is written.
+
+    Args:
+        chunk: the matrices.
+        rate: of their shape.
+        options: of their group.
+        state: of the optimizer.
+        remaining: per parameter the chunks that still need its gradient; counted down here.
+    """
+    present = [member.param.grad is not None for member in chunk.members]
+    with record_function("muon::momentum"):
+        outbox = _directions(chunk, options, state, present)
+        for param in chunk.params:
+            remaining[param] -= 1
+            if options.none_grad and not remaining[param]:
+                param.grad = None
+    with record_function("muon::launch_gather"):
+        gathering = _gather(chunk, outbox)
+        del outbox
+    if chunk.communicates:
+        yield
+    with record_function("muon::wait_gather"):
+        batch = _batch(chunk, gathering.wait())  # (B, m, n)
+    answer = chunk.route.answered.empty(chunk.device)
+    if any(present[job] for job in chunk.route.owned):
+        with record_function("muon::newton_schulz"):
+            orthogonal = orthogonalize(
+                batch, method=options.method, steps=options.ns_steps, dtype=options.dtype
+            )  # (B, m, n)
+        del batch, gathering
+        with record_function("muon::launch_scatter"):
+            _answer(chunk, orthogonal, options, state, answer)
+        del orthogonal
+    else:
+        answer.zero_()
+    with record_function("muon::launch_scatter"):
+        scattering = _scatter(chunk, answer)
+        del answer
+    if chunk.communicates:
+        yield
+    with record_function("muon::wait_scatter"):
+        answers = scattering.wait()
+    with record_function("muon::update_params"):
+        _update(chunk, answers, rate, options, state, present)
+
+
+def _directions(
+    chunk: SharedChunk,
+    options: MuonOptions,
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+    present: Sequence[bool],
+) -> Tensor:
+    """Advance the buffers of what this rank holds; the message of directions for the owners."""
+    outbox = chunk.route.sent.empty(chunk.device)
+    rounds = chunk.wire != chunk.dtype
+    grads, buffers, out, jobs, places = [], [], [], [], []
+    for held in chunk.held:
+        param, box = chunk.members[held.job].param, held.box
+        place = None if held.part is None else held.part.of(outbox, chunk.wire)
+        if not present[held.job]:
+            if place is not None:
+                place.zero_()
+            continue
+        if place is None or rounds:
+            out.append(torch.empty(box.shape, dtype=chunk.dtype, device=chunk.device))
+        else:
+            out.append(place)
+        grads.append(box.view(local(param.grad)))
+        buffers.append(box.view(local(state[param]["momentum_buffer"])))
+        jobs.append(held.job)
+        places.append(place)
+    largest = None
+    if grads:
+        largest = momentum_kernel(
+            grads,
+            buffers,
+            out,
+            mu=float(options.momentum),
+            nesterov=options.nesterov,
+            form=options.momentum_form,
+        )[:, 0]
+        written(buffers, buffers)
+    if rounds:
+        scales = _scales(chunk, largest, jobs)
+        for direction, place, job in zip(out, places, jobs, strict=True):
+            if place is not None:
+                torch.mul(direction, scales[job], out=place)
+    return outbox
+
+
+def _scales(chunk: SharedChunk, largest: Tensor | None, jobs: Sequence[int]) -> Tensor:
+    """One power of two per matrix, that brings its largest element on any rank below 2^15.
+
+    It is exact: the owner need not undo it, since only the direction of a matrix counts. A matrix
+    with an inf or NaN, which all of it becomes, is sent as it is.
+    """
+    exponents = torch.full(
+        (len(chunk.members),), NOTHING, dtype=torch.int32, device=chunk.device
+    )  # (J,)
+    if largest is not None:
+        found = torch.where(largest > 0, torch.frexp(largest).exponent, NOTHING)
+        found = torch.where(largest.isfinite(), found, NOT_FINITE).to(torch.int32)
+        index = torch.tensor(jobs).to(chunk.device, non_blocking=True)
+        exponents.scatter_reduce_(0, index, found, "amax")
+    if chunk.route.gathers:
+        exponents = chunk.team.transport.maximum(exponents).wait()
+    shift = (TOP - exponents).clamp_(-126, 126)
+    shift = torch.where(exponents == NOT_FINITE, 0, shift)
+    return ((shift + 127) << 23).view(torch.float32)  # 2^shift, exactly
+
+
+def _gather(chunk: SharedChunk, outbox: Tensor) -> Future:
+    if not chunk.route.gathers:
+        return Ready(outbox)
+    return chunk.team.transport.gather(chunk.route.sent, outbox, chunk.route.gathered)
+
+
+def _batch(chunk: SharedChunk, inbox: Tensor) -> Tensor:
+    """The matrices of this rank, put together: (B, m, n) in the dtype of the wire."""
+    shape = (len(chunk.route.owned), *chunk.matrix)
+    if chunk.fits:
+        return inbox[: math.prod(shape) * chunk.wire.itemsize].view(chunk.wire).view(shape)
+    batch = torch.empty(shape, dtype=chunk.wire, device=chunk.device)
+    places = dict(zip(chunk.route.owned, batch.unbind(), strict=True))
+    parts = chunk.route.gathered.parts
+    torch._foreach_copy_(
+        [places[p.job].view(chunk.region(p.job))[p.box.region] for p in parts],
+        [part.of(inbox, chunk.wire) for part in parts],
+    )
+    return batch
+
+
+def _answer(
+    chunk: SharedChunk,
+    orthogonal: Tensor,  # (B, m, n)
+    options: MuonOptions,
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+    answer: Tensor,
+) -> None:
+    """Write the updates, with variance reduction if asked for, and the new statistics."""
+    statistics: dict[int, Tensor] = {}
+    if options.beta2 is not None:
+        # Copies: the state advances together with the parameters, when the answers are there.
+        statistics = {job: _statistics(chunk, job, state).clone() for job in chunk.route.owned}
+        m, n = chunk.matrix
+        kept = (m, 1) if m >= n else (1, n)
+        reduced = torch.zeros_like(orthogonal, dtype=chunk.wire)
+        apply_update(  # 0 - (-1) u', in which u' is u with its rows or columns evened out
+            reduced.unbind(),
+            orthogonal.unbind(),
+            lr=1.0,
+            factors=[-1.0] * len(reduced),
+            weight_decay=0.0,
+            second_moments=[moment.view(kept) for moment in statistics.values()],
+            beta2=options.beta2,
+        )
+        orthogonal = reduced
+    updates = dict(zip(chunk.route.owned, orthogonal.unbind(), strict=True))
+    sources, places = [], []
+    for part in chunk.route.answered.parts:
+        if part.box is None:
+            sources.append(statistics[part.job])
+            places.append(part.of(answer, chunk.dtype))
+        else:
+            update = updates[part.job].view(chunk.region(part.job))
+            sources.append(update[part.box.region])
+            places.append(part.of(answer, chunk.wire))
+    torch._foreach_copy_(places, sources)
+
+
+def _scatter(chunk: SharedChunk, answer: Tensor) -> Future:
+    if not chunk.route.scatters:
+        return Ready(answer)
+    return chunk.team.transport.scatter(chunk.route.answered, answer, chunk.route.scattered)
+
+
+def _update(
+    chunk: SharedChunk,
+    answers: Tensor,
+    rate: Rate,
+    options: MuonOptions,
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+    present: Sequence[bool],
+) -> None:
+    """p <- p - decay p - rate u for what this rank holds, with one rounding each."""
+    params, updates, residuals = [], [], []
+    for part in chunk.route.scattered.parts:
+        if not present[part.job]:
+            continue
+        if part.box is None:
+            _statistics(chunk, part.job, state).copy_(part.of(answers, chunk.dtype))
+        else:
+            param = chunk.members[part.job].param
+            params.append(part.box.view(local(param)))
+            updates.append(part.of(answers, chunk.wire))
+            kept = state[param].get(RESIDUAL) if options.rounding == "residual" else None
+            residuals.append(None if kept is None else part.box.view(local(kept)))
+    if not params:
+        return
+    if rate.decay is not None:
+        for param, update, residual in zip(params, updates, residuals, strict=True):
+            reference.apply_update(
+                param,
+                update,
+                lr=rate.lr,
+                decay=rate.decay,
+                cautious=options.cautious,
+                residual=residual,
+            )
+    else:
+        apply_update(
+            params,
+            updates,
+            lr=rate.lr,
+            factors=[rate.factor] * len(params),
+            weight_decay=rate.weight_decay,
+            shaped_decay=rate.shaped_decay,
+            cautious=options.cautious,
+            residuals=residuals if any(kept is not None for kept in residuals) else None,
+        )
+    written(params, params)
+
+
+def _statistics(
+    chunk: SharedChunk, job: int, state: Mapping[Tensor, Mapping[str, Tensor]]
+) -> Tensor:
+    """This rank's second moment of a matrix, flat."""
+    member = chunk.members[job]
+    kept: Any = local(state[member.param][STATISTICS])
+    return kept.view(-1).narrow(0, *member.statistics)
