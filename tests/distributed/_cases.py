@@ -59,6 +59,7 @@ class Case:
             "none_grad": generator.random() < 0.5,
             "nesterov": generator.random() < 0.7,
             "beta2": generator.choice([None, 0.9]),
+            "rounding": generator.choice(["nearest", "residual"]),
         }
         if any("experts" in name for name in names):
             options["expert_keys"] = ("experts",)
@@ -125,15 +126,16 @@ def optimizer_of(opt: Any, case: Case, params: dict[str, nn.Parameter], **argume
         options["num_heads"] = {"heads": 4}
     elif any(name == "fused" for name, _ in matrices):
         options["split_sizes"] = {"fused": (3, 3, 4)}
+    rounding = options["rounding"]
     if case.front == "Muon":
         groups = [
             {"params": matrices, "use_muon": True, "weight_decay": 0.1, **options},
-            {"params": others, "use_muon": False},
+            {"params": others, "use_muon": False, "rounding": rounding},
         ]
         return opt.Muon(groups, lr=0.05, wire_dtype=case.wire, **arguments)
     groups = [
         {"kind": "muon", "params": matrices, "lr": 0.05, "weight_decay": 0.1, **options},
-        {"kind": "adamw", "params": others, "lr": 0.05},
+        {"kind": "adamw", "params": others, "lr": 0.05, "rounding": rounding},
     ]
     return opt.MuonAdamW(groups, wire_dtype=case.wire, **arguments)
 
