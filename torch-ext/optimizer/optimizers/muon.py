@@ -16,12 +16,13 @@ from torch.profiler import record_function
 
 from ..orthogonalize import orthogonalize
 from .adamw import adamw
-from .base import GroupedOptimizer
 from .blocks import cut
 from .chunks import Chunk, plan_chunks
 from .clip_config import parse_clip_config
 from .groups import Format
+from .host_state import InHostMemory, OnDevice
 from .momentum import momentum
+from .offload import OffloadingOptimizer
 from .options import AdamWOptions, LrRule, MuonOptions, fingerprint
 from .param_groups import default_is_muon, get_default_muon_param_groups
 from .parameters import check_gradient, check_rate, local
@@ -45,7 +46,7 @@ class Plan:
     clips: list[Batch]  # what QK-clip scales
 
 
-class MuonBase(GroupedOptimizer):
+class MuonBase(OffloadingOptimizer):
     """The step over Muon and AdamW groups; its subclasses differ in names and defaults."""
 
     def __init__(
@@ -123,11 +124,13 @@ class MuonBase(GroupedOptimizer):
             [rate_of(group, *chunk.matrix, chunk.device) for chunk in chunks]
             for group, chunks in zip(options, plan.chunks, strict=True)
         ]
+        state = self._state_of_step(plan, options)
         for number, group in enumerate(options):
             if isinstance(group, AdamWOptions):
-                self._step_adamw(self.param_groups[number]["params"], group)
+                for batch in state.batches(number, self.param_groups[number]["params"]):
+                    self._step_adamw(batch, group, state)
             for chunk, rate in zip(plan.chunks[number], rates[number], strict=True):
-                self._step_chunk(chunk, rate, group)
+                self._step_chunk(chunk, rate, group, state)
         if logits:
             with record_function("muon::qk_clip"):
                 clip(plan.clips, logits)
@@ -152,7 +155,21 @@ class MuonBase(GroupedOptimizer):
         plan = self._current_plan(options)
         return report(plan.labelled, plan.chunks, options)
 
-    def _step_chunk(self, chunk: Chunk, rate: Rate, options: MuonOptions) -> None:
+    def _state_of_step(
+        self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]
+    ) -> OnDevice | InHostMemory:
+        """Where a step finds its state."""
+        if self._host is None:
+            return OnDevice(self.state)
+        adamw = [
+            group["params"] if isinstance(of_group, AdamWOptions) else []
+            for of_group, group in zip(options, self.param_groups, strict=True)
+        ]
+        return self._host.begin(plan, adamw, self.state)
+
+    def _step_chunk(
+        self, chunk: Chunk, rate: Rate, options: MuonOptions, state: OnDevice | InHostMemory
+    ) -> None:
         """momentum -> gather -> orthogonalize -> scatter -> update for one batch of matrices.
 
         On one device gather and scatter are the identity and leave no trace here.
@@ -160,11 +177,11 @@ class MuonBase(GroupedOptimizer):
         members = [member for member in chunk.members if member.param.grad is not None]
         if not members:
             return
-        state = self.state
+        state.enter(chunk)
         with record_function("muon::momentum"):
             direction = momentum(
                 [member.grad_view() for member in members],
-                [member.view(state[member.param]["momentum_buffer"]) for member in members],
+                [state.piece(member, "momentum_buffer") for member in members],
                 chunk.matrix,
                 mu=options.momentum,
                 nesterov=options.nesterov,
@@ -181,21 +198,26 @@ class MuonBase(GroupedOptimizer):
             second_moments = None
             if options.beta2 is not None:
                 second_moments = [
-                    member.piece.statistics_view(state[member.param]["second_momentum_buffer"])
+                    member.piece.statistics_view(self.state[member.param]["second_momentum_buffer"])
                     for member in members
                 ]
             params = [member.param_view() for member in members]
             update(params, orthogonal, second_moments, rate, options)
+        state.leave(chunk)
 
-    def _step_adamw(self, params: Sequence[Tensor], options: AdamWOptions) -> None:
-        params = [param for param in params if param.grad is not None]
+    def _step_adamw(
+        self, batch: Sequence[Tensor], options: AdamWOptions, state: OnDevice | InHostMemory
+    ) -> None:
+        state.enter(batch)
+        params = [param for param in batch if param.grad is not None]
         with record_function("muon::adamw"):
             adamw(
                 [local(param) for param in params],
                 [local(param.grad) for param in params],
-                [{key: local(value) for key, value in self.state[p].items()} for p in params],
+                [state.whole(param) for param in params],
                 options,
             )
+        state.leave(batch)
         if options.none_grad:
             for param in params:
                 param.grad = None

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .blocks import cut
+from .host_state import KEPT, host_zeros
 from .options import FLOATING, AdamWOptions, MuonOptions
 from .parameters import local
 
@@ -34,9 +35,11 @@ class Slot:
     dtype: torch.dtype
     like_param: bool  # placed and laid out as the parameter is
 
-    def zeros(self, param: Tensor) -> Tensor:
+    def zeros(self, param: Tensor, *, on_host: bool = False) -> Tensor:
         """Also in inference mode a tensor that a later step may write."""
         with torch.inference_mode(False):
+            if on_host:
+                return host_zeros(param, self.dtype)
             if self.like_param:
                 return torch.zeros_like(param, dtype=self.dtype, requires_grad=False)
             return torch.zeros(self.shape, dtype=self.dtype, device=param.device)
@@ -75,9 +78,14 @@ def layout_of(options: MuonOptions | AdamWOptions) -> tuple[Any, ...]:
 
 
 def complete_state(
-    state: Mapping[str, Tensor], slots: Mapping[str, Slot], param: Tensor, where: str
+    state: Mapping[str, Tensor],
+    slots: Mapping[str, Slot],
+    param: Tensor,
+    where: str,
+    *,
+    offloaded: bool = False,
 ) -> dict[str, Tensor]:
-    """The state with zeros for what is missing.
+    """The state with zeros for what is missing; offloaded, in host memory but for what is small.
 
     Raises:
         ValueError: a tensor that is there does not fit the parameter any more.
@@ -86,19 +94,28 @@ def complete_state(
         held = state.get(key)
         if held is None:
             continue
-        if (tuple(held.shape), held.dtype, held.device) != (slot.shape, slot.dtype, param.device):
+        hosted = offloaded and key not in KEPT
+        device = torch.device("cpu") if hosted else param.device
+        if (tuple(held.shape), held.dtype, local(held).device) != (slot.shape, slot.dtype, device):
             raise ValueError(
                 f"{where}: {key} is {held.dtype} {tuple(held.shape)} on {held.device}, but the "
-                f"parameter and its options ask for {slot.dtype} {slot.shape} on {param.device}; "
+                f"parameter and its options ask for {slot.dtype} {slot.shape} on {device}; "
                 "move or reshape the parameter before the optimizer is constructed"
             )
-    return {**state, **{k: slot.zeros(param) for k, slot in slots.items() if k not in state}}
+    missing = {k: slot for k, slot in slots.items() if k not in state}
+    return {**state, **_zeros(missing, param, offloaded)}
+
+
+def _zeros(slots: Mapping[str, Slot], param: Tensor, offloaded: bool) -> dict[str, Tensor]:
+    return {
+        key: slot.zeros(param, on_host=offloaded and key not in KEPT) for key, slot in slots.items()
+    }
 
 
 def loaded_state(
-    saved: Any, slots: Mapping[str, Slot], param: Tensor, where: str
+    saved: Any, slots: Mapping[str, Slot], param: Tensor, where: str, *, offloaded: bool = False
 ) -> dict[str, Tensor]:
-    """A copy of a saved state in the dtypes of `slots`, on the parameter's device.
+    """A copy of a saved state in the dtypes of `slots`, on the parameter's device or offloaded.
 
     torch's own loading casts floating-point state to the dtype of the parameter, which would cut a
     float32 buffer of a bfloat16 parameter to 8 bits. A step count may be a number, as in state that
@@ -130,7 +147,7 @@ def loaded_state(
             f"{where}: the loaded state has {', '.join(map(repr, unknown))}, which this parameter "
             f"does not have; it has {', '.join(slots)}"
         )
-    copied = {key: slot.zeros(param) for key, slot in slots.items()}
+    copied = _zeros(slots, param, offloaded)
     for key, tensor in copied.items():
         local(tensor).copy_(local(saved[key].detach()))
     return copied
