@@ -9,6 +9,7 @@ operation takes on a device, and why.
 
 from .explain import explain
 from .integrations.checkpoint import load_optimizer, save_optimizer
+from .integrations.converters import convert_state_dict
 from .kernels import nf4_dequant
 from .optimizers import (
     DistMuonAdamW,
@@ -32,6 +33,7 @@ __all__ = [
     "DistMuonAdamW",
     "Muon",
     "MuonAdamW",
+    "convert_state_dict",
     "default_is_muon",
     "explain",
     "get_default_muon_param_groups",
