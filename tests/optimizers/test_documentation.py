@@ -26,6 +26,8 @@ def documented_arguments(docstring: str) -> set[str]:
         "save_optimizer",
         "load_optimizer",
         "convert_state_dict",
+        "profile_steps",
+        "ProfileCallback",
     ],
 )
 def test_documented_arguments_are_the_arguments(opt, name) -> None:

@@ -10,6 +10,7 @@ operation takes on a device, and why.
 from .explain import explain
 from .integrations.checkpoint import load_optimizer, save_optimizer
 from .integrations.converters import convert_state_dict
+from .integrations.profiler import ProfileCallback, profile_steps
 from .kernels import nf4_dequant
 from .optimizers import (
     DistMuonAdamW,
@@ -33,6 +34,7 @@ __all__ = [
     "DistMuonAdamW",
     "Muon",
     "MuonAdamW",
+    "ProfileCallback",
     "convert_state_dict",
     "default_is_muon",
     "explain",
@@ -45,5 +47,6 @@ __all__ = [
     "orthogonalize",
     "polar_express",
     "polar_express_coefficients",
+    "profile_steps",
     "save_optimizer",
 ]
