@@ -25,6 +25,9 @@ def documented_arguments(docstring: str) -> set[str]:
         "get_default_muon_param_groups",
         "save_optimizer",
         "load_optimizer",
+        "convert_state_dict",
+        "profile_steps",
+        "ProfileCallback",
     ],
 )
 def test_documented_arguments_are_the_arguments(opt, name) -> None:

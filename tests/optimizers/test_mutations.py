@@ -49,7 +49,7 @@ MUTATIONS = (
     Mutation(
         "M7a",
         "test_none_grad_means_the_same_on_every_path",
-        "optimizers/muon.py",
+        "optimizers/step.py",
         "                for param in chunk.finished:\n",
         "                for param in (p for p in chunk.finished if p.ndim == 2):\n",
     ),
@@ -77,7 +77,7 @@ MUTATIONS = (
     Mutation(
         "N7a",
         "test_every_step_count_is_honoured",
-        "optimizers/muon.py",
+        "optimizers/step.py",
         "steps=options.ns_steps, dtype=options.dtype",
         "steps=min(options.ns_steps, 5), dtype=options.dtype",
     ),

@@ -9,6 +9,8 @@ operation takes on a device, and why.
 
 from .explain import explain
 from .integrations.checkpoint import load_optimizer, save_optimizer
+from .integrations.converters import convert_state_dict
+from .integrations.profiler import ProfileCallback, profile_steps
 from .kernels import nf4_dequant
 from .optimizers import (
     DistMuonAdamW,
@@ -32,6 +34,8 @@ __all__ = [
     "DistMuonAdamW",
     "Muon",
     "MuonAdamW",
+    "ProfileCallback",
+    "convert_state_dict",
     "default_is_muon",
     "explain",
     "get_default_muon_param_groups",
@@ -43,5 +47,6 @@ __all__ = [
     "orthogonalize",
     "polar_express",
     "polar_express_coefficients",
+    "profile_steps",
     "save_optimizer",
 ]

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..optimizers.muon import MuonBase
 from ..optimizers.param_groups import components
 from ..optimizers.parameters import local
+from ..optimizers.step import MuonBase
 from .checkpoint_file import TENSORS, Checkpoint, SavedGroup, read, write
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,52 +11,58 @@ from ..kernels import adamw as adamw_kernel
 from .layout import MAX_DIMS, shaped, written
 from .options import AdamWOptions
 from .parameters import local
-from .rounding import Rounding, rounding_of
+from .rounding import RESIDUAL, Rounding, rounding_of
 
 
 def adamw(
     params: Sequence[Tensor],
-    state: Mapping[Tensor, Mapping[str, Tensor]],  # exp_avg, exp_avg_sq, step of each
-    first: int,  # number of params[0] in the optimizer
+    find: Callable[[Tensor], Mapping[str, Tensor]],
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+    numbers: Mapping[Tensor, int],
     options: AdamWOptions,
 ) -> list[Tensor]:
     """One step for any number of tensors of any shapes; gradients are only read.
 
     Parameters without a gradient are left alone; the others are returned. One call per device;
     float64, for which there is no kernel, has one of its own.
+
+    Args:
+        params: of a group.
+        find: parameter -> its exp_avg, exp_avg_sq, step on its device.
+        state: of the optimizer, with the counters of stochastic rounding.
+        numbers: of the parameters in the optimizer.
+        options: of the group.
     """
-    taken = [
-        (param, number) for number, param in enumerate(params, first) if param.grad is not None
-    ]
+    taken = [param for param in params if param.grad is not None]
     for members in _calls(taken):
-        device = members[0][0].device
+        device = members[0].device
+        states = [find(param) for param in members]
         rounding = rounding_of(
             options,
             (param for param in params if param.device == device),
             state,
-            lambda members=members: [(param, number, 0, local) for param, number in members],
+            lambda members=members: [(param, numbers[param], 0) for param in members],
+            lambda k, states=states: local(states[k][RESIDUAL]),
         )
-        _step([param for param, _ in members], state, options, rounding)
-    return [param for param, _ in taken]
+        _step(members, states, options, rounding)
+    return taken
 
 
-def _calls(taken: list[tuple[Tensor, int]]) -> list[list[tuple[Tensor, int]]]:
+def _calls(taken: list[Tensor]) -> list[list[Tensor]]:
     """The parameters by device and by whether float64 is among parameter and gradient."""
-    calls: dict[tuple[torch.device, bool], list[tuple[Tensor, int]]] = {}
-    for entry in taken:
-        param = entry[0]
+    calls: dict[tuple[torch.device, bool], list[Tensor]] = {}
+    for param in taken:
         wide = param.dtype is torch.float64 or param.grad.dtype is torch.float64
-        calls.setdefault((param.device, wide), []).append(entry)
+        calls.setdefault((param.device, wide), []).append(param)
     return list(calls.values())
 
 
 def _step(
     params: list[Tensor],
-    state: Mapping[Tensor, Mapping[str, Tensor]],
+    states: list[Mapping[str, Tensor]],
     options: AdamWOptions,
     rounding: Rounding,
 ) -> None:
-    states = [state[param] for param in params]
     lists = {
         "param": [local(param) for param in params],
         "grad": [local(param.grad) for param in params],

@@ -25,6 +25,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
     """Checked groups of two kinds, the names of their parameters, and state made with them."""
 
     format: Format
+    offloaded: bool = False
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._names: list[list[str | None]] = []  # parallel to param_groups, which hold none
@@ -43,7 +44,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         check_unique([*self.param_groups, group], [*self._names, names])
         options = self.format.options(group)
         states = {
-            param: complete_state({}, slots_of(param, name, options, here), param, here)
+            param: complete_state(
+                {}, slots_of(param, name, options, here), param, here, offloaded=self.offloaded
+            )
             for here, param, name in _labelled(where, group["params"], names)
         }
         check_names(options, names, where)
@@ -85,7 +88,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
             options = self.format.options(group)
             for where, param, name in self.labelled(number):
                 slots = slots_of(param, name, options, where)
-                states[param] = complete_state(self.state.get(param, {}), slots, param, where)
+                held = self.state.get(param, {})
+                states[param] = complete_state(held, slots, param, where, offloaded=self.offloaded)
             check_names(options, self._names[number], f"group {number}")
         for gone in [key for key in self.state if isinstance(key, Tensor) and key not in states]:
             del self.state[gone]
@@ -147,7 +151,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
             labelled = self.labelled(number)
             for saved_id, (here, param, name) in zip(saved["params"], labelled, strict=True):
                 slots = slots_of(param, name, options, here)
-                loading[param] = loaded_state(saved_state.pop(saved_id, None), slots, param, here)
+                loading[param] = loaded_state(
+                    saved_state.pop(saved_id, None), slots, param, here, offloaded=self.offloaded
+                )
             check_names(options, self._names[number], where)
         unlisted = [key for key in saved_state if isinstance(key, int)]
         if unlisted:

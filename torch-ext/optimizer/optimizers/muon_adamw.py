@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from .groups import Format
-from .muon import MuonBase
 from .sharing import Sharing
+from .step import MuonBase
 
 GRADIENTS = ("reduced", "unreduced")
 

@@ -55,7 +55,8 @@ def rounding_of(
     options: MuonOptions | AdamWOptions,
     planned: Iterable[Tensor],
     state: Mapping[Tensor, Mapping[str, Tensor]],
-    entries: Callable[[], Sequence[tuple[Tensor, int, int, Callable[[Tensor], Tensor]]]],
+    entries: Callable[[], Sequence[tuple[Tensor, int, int]]],
+    residual: Callable[[int], Tensor],
 ) -> Rounding:
     """The rounding of one call.
 
@@ -64,8 +65,8 @@ def rounding_of(
         planned: the parameters that such a call may hold; the first of 16 bits has its counter.
         state: of the optimizer.
         entries: returns per tensor of the call its parameter, the number of that parameter in the
-            optimizer, the number of the tensor's first element in the parameter, and the cut that
-            makes the tensor out of something shaped like the parameter.
+            optimizer, and the number of the tensor's first element in the parameter.
+        residual: returns the kept residual of the k-th tensor of the call.
     """
     if options.rounding == "nearest":
         return Rounding()
@@ -75,8 +76,8 @@ def rounding_of(
     if options.rounding == "residual":
         return Rounding(
             residuals=[
-                cut(state[param][RESIDUAL]) if param.dtype in NARROW else None
-                for param, _, _, cut in tensors
+                residual(k) if param.dtype in NARROW else None
+                for k, (param, _, _) in enumerate(tensors)
             ]
         )
     first = next(param for param in planned if param.dtype in NARROW)
@@ -84,7 +85,7 @@ def rounding_of(
         noise=StochasticRounding(
             seed=options.rounding_seed,
             step=state[first][COUNTER],
-            parameter=[number for _, number, _, _ in tensors],
-            offset=[offset for _, _, offset, _ in tensors],
+            parameter=[number for _, number, _ in tensors],
+            offset=[offset for _, _, offset in tensors],
         )
     )

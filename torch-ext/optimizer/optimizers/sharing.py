@@ -194,7 +194,8 @@ class Sharing:
         for number, params in enumerate(params_of_groups):
             if options[number].none_grad:  # also where this rank had nothing to do for them
                 for param in params:
-                    param.grad = None
+                    if is_dtensor(param) or self._group is not None:
+                        param.grad = None
         self._broken = False
 
     def mend(self) -> None:

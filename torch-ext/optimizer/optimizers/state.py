@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ..kernels._lists import NARROW
 from .blocks import cut
+from .host_state import KEPT, host_zeros
 from .options import FLOATING, AdamWOptions, MuonOptions
-from .parameters import is_dtensor
+from .parameters import is_dtensor, local
 from .placing import fill, sharded_dims, zeros_beside
 from .rounding import COUNTER, RESIDUAL, check_rounding
 
@@ -39,9 +40,11 @@ class Slot:
     like_param: bool  # placed and laid out as the parameter is
     stacked: bool = False  # its first dimension is that of a parameter which is a stack
 
-    def zeros(self, param: Tensor) -> Tensor:
+    def zeros(self, param: Tensor, *, on_host: bool = False) -> Tensor:
         """Also in inference mode a tensor that a later step may write."""
         with torch.inference_mode(False):
+            if on_host:
+                return host_zeros(param, self.dtype)
             if self.like_param:
                 return torch.zeros_like(param, dtype=self.dtype, requires_grad=False)
             if self.shape and is_dtensor(param):
@@ -103,9 +106,14 @@ def layout_of(options: MuonOptions | AdamWOptions) -> tuple[Any, ...]:
 
 
 def complete_state(
-    state: Mapping[str, Tensor], slots: Mapping[str, Slot], param: Tensor, where: str
+    state: Mapping[str, Tensor],
+    slots: Mapping[str, Slot],
+    param: Tensor,
+    where: str,
+    *,
+    offloaded: bool = False,
 ) -> dict[str, Tensor]:
-    """The state with zeros for what is missing.
+    """The state with zeros for what is missing; offloaded, in host memory but for what is small.
 
     A residual that no step kept up to date is dropped: it belongs to values that are gone.
 
@@ -116,20 +124,29 @@ def complete_state(
         held = state.get(key)
         if held is None:
             continue
-        if (tuple(held.shape), held.dtype, held.device) != (slot.shape, slot.dtype, param.device):
+        hosted = offloaded and key not in KEPT
+        device = torch.device("cpu") if hosted else param.device
+        if (tuple(held.shape), held.dtype, local(held).device) != (slot.shape, slot.dtype, device):
             raise ValueError(
                 f"{where}: {key} is {held.dtype} {tuple(held.shape)} on {held.device}, but the "
-                f"parameter and its options ask for {slot.dtype} {slot.shape} on {param.device}; "
+                f"parameter and its options ask for {slot.dtype} {slot.shape} on {device}; "
                 "move or reshape the parameter before the optimizer is constructed"
             )
     kept = {key: held for key, held in state.items() if key != RESIDUAL or key in slots}
-    return kept | {key: slot.zeros(param) for key, slot in slots.items() if key not in kept}
+    missing = {key: slot for key, slot in slots.items() if key not in kept}
+    return kept | _zeros(missing, param, offloaded)
+
+
+def _zeros(slots: Mapping[str, Slot], param: Tensor, offloaded: bool) -> dict[str, Tensor]:
+    return {
+        key: slot.zeros(param, on_host=offloaded and key not in KEPT) for key, slot in slots.items()
+    }
 
 
 def loaded_state(
-    saved: Any, slots: Mapping[str, Slot], param: Tensor, where: str
+    saved: Any, slots: Mapping[str, Slot], param: Tensor, where: str, *, offloaded: bool = False
 ) -> dict[str, Tensor]:
-    """A copy of a saved state in the dtypes of `slots`, on the parameter's device.
+    """A copy of a saved state in the dtypes of `slots`, on the parameter's device or offloaded.
 
     torch's own loading casts floating-point state to the dtype of the parameter, which would cut a
     float32 buffer of a bfloat16 parameter to 8 bits. A step count may be a number, as in state that
@@ -160,7 +177,7 @@ def loaded_state(
             f"{where}: the loaded state has {', '.join(map(repr, unknown))}, which this parameter "
             f"does not have; it has {', '.join(slots)}"
         )
-    copied = {key: slot.zeros(param) for key, slot in slots.items()}
+    copied = _zeros(slots, param, offloaded)
     for key, tensor in copied.items():
         fill(tensor, saved[key].detach(), f"{where}: the loaded {key}")
     return copied

@@ -1,0 +1,277 @@
+"""State of other optimizers: the run goes on as it would have there."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from .._compare import assert_error_at_most, assert_same_bits
+from ..optimizers._steps import new_gradients, parameters, train
+from ._predecessors import Motif, Nanochat
+
+MATRICES = [(12, 6), (12, 6), (6, 12), (12, 6)]
+OTHERS = [(9, 3), (5,)]
+NAMES = ["a.w", "b.w", "c.w", "d.w", "table", "bias"]
+# float64 on both sides; our norm, our bias correction and the order of sums differ in last digits.
+BUDGET = 1e-7
+
+
+def both(device, dtype=torch.float64):
+    params = parameters(MATRICES + OTHERS, dtype=dtype, device=device)
+    return params, [nn.Parameter(p.detach().clone()) for p in params]
+
+
+def take_over(ours, theirs) -> None:
+    with torch.no_grad():
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.copy_(other)
+
+
+def assert_goes_on(optimizer, ours, other, theirs, budget=BUDGET) -> None:
+    """Five more steps of both; what they change agrees."""
+    take_over(ours, theirs)
+    start = [p.detach().clone() for p in ours]
+    train(optimizer, ours, 5, seed=50)
+    train(other, theirs, 5, seed=50)
+    for mine, reference, old in zip(ours, theirs, start, strict=True):
+        assert_error_at_most(mine.detach() - old, reference.detach() - old, budget)
+
+
+def motif_groups(params, **options):
+    return [
+        {"params": params[:4], "names": NAMES[:4], "use_muon": True, **options},
+        {"params": params[4:], "use_muon": False, **options},
+    ]
+
+
+def nanochat_groups(params):
+    muon = {"kind": "muon", "lr": 0.02, "momentum": 0.9, "ns_steps": 5, "beta2": 0.9}
+    adamw = {"kind": "adamw", "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.01}
+    return [
+        {**adamw, "params": [params[4]], "lr": 0.2},
+        {**adamw, "params": [params[5]], "lr": 0.004},
+        {**muon, "params": [params[0], params[1], params[3]], "weight_decay": 0.1},
+        {**muon, "params": [params[2]], "weight_decay": 0.1},
+    ]
+
+
+@pytest.mark.parametrize("form", ["heavy_ball", "ema"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_motif(opt, device, form, nesterov) -> None:
+    """Heavy-ball momentum, also into a moving average; moment1 and moment2 are renamed."""
+    ours, theirs = both(device)
+    other = Motif(opt, motif_groups(theirs), lr=0.03, momentum=0.9, nesterov=nesterov)
+    train(other, theirs, 4)
+    optimizer = opt.Muon(motif_groups(ours), momentum_form=form, method="polar_express")
+    saved = copy.deepcopy(other.state_dict())
+    optimizer.load_state_dict(opt.convert_state_dict(optimizer, saved, source="motif"))
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"], group["nesterov"]) == (0.03, 0.9, nesterov)
+    assert optimizer.param_groups[1]["adamw_betas"] == (0.9, 0.95)
+    assert_goes_on(optimizer, ours, other, theirs)
+    # MuonAdamW takes the same state; its own rule for rates and decay is another one.
+    second = opt.MuonAdamW([{**g, "lr": 1.0} for g in motif_groups(ours)])
+    second.load_state_dict(opt.convert_state_dict(second, saved, source="motif"))
+    assert second.param_groups[1]["betas"] == (0.9, 0.95)
+    for index in (4, 5):
+        for ours_key, key in (("exp_avg", "moment1"), ("exp_avg_sq", "moment2")):
+            assert_same_bits(second.state[ours[index]][ours_key], saved["state"][index][key])
+
+
+def test_motif_in_another_order(opt, device) -> None:
+    """Matched by name where both sides have names, through wrappers; by order elsewhere."""
+    ours, theirs = both(device)
+    other = Motif(opt, motif_groups(theirs), lr=0.03)
+    train(other, theirs, 2)
+    order = [3, 2, 0, 1]
+    groups = motif_groups(ours)
+    groups[0]["params"] = [ours[i] for i in order]
+    groups[0]["names"] = [f"_orig_mod.{NAMES[i]}" for i in order]
+    optimizer = opt.Muon(groups, method="polar_express")
+    optimizer.load_state_dict(opt.convert_state_dict(optimizer, other.state_dict(), source="motif"))
+    assert_goes_on(optimizer, ours, other, theirs)
+
+
+@pytest.mark.parametrize("form", ["ema", "heavy_ball"])
+def test_nanochat(opt, device, form) -> None:
+    """Stacks under the first parameter are taken apart; the second moments are kept."""
+    ours, theirs = both(device)
+    other = Nanochat(opt, nanochat_groups(theirs))
+    train(other, theirs, 4)
+    optimizer = opt.MuonAdamW(nanochat_groups(ours))
+    for group in optimizer.param_groups:
+        if group["kind"] == "muon":
+            group |= {"momentum_form": form, "method": "polar_express"}
+        group["lr"] = 1.0  # replaced by the saved one
+    optimizer.load_state_dict(
+        opt.convert_state_dict(optimizer, other.state_dict(), source="nanochat")
+    )
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.004, 0.02, 0.02]
+    assert optimizer.state[ours[4]]["step"].item() == 4
+    assert_goes_on(optimizer, ours, other, theirs)
+
+
+def test_nanochat_rank_by_rank(opt, device) -> None:
+    """Blocks of ceil(K / W) matrices, the last padded with zeros; slices of large AdamW state."""
+    ours, theirs = both(device)
+    other = Nanochat(opt, nanochat_groups(theirs))
+    train(other, theirs, 3)
+    whole = copy.deepcopy(other.state_dict())
+    ranks = [copy.deepcopy(whole) for _ in range(2)]
+    for rank, saved in enumerate(ranks):
+        for first in (2, 5):  # of each Muon group
+            for key in ("momentum_buffer", "second_momentum_buffer"):
+                stack = whole["state"][first][key]
+                block = -(-len(stack) // 2)
+                padded = torch.cat([stack, torch.zeros_like(stack[:1])])
+                saved["state"][first][key] = padded[rank * block : (rank + 1) * block]
+        for key in ("exp_avg", "exp_avg_sq"):
+            half = (slice(0, 5), slice(5, 9))[rank]
+            saved["state"][0][key] = whole["state"][0][key][half]
+    optimizer = opt.MuonAdamW(nanochat_groups(ours))
+    expected = opt.convert_state_dict(optimizer, whole, source="nanochat")
+    joined = opt.convert_state_dict(optimizer, ranks, source="nanochat")
+    assert joined["state"].keys() == expected["state"].keys()
+    for index, state in expected["state"].items():
+        for key, value in state.items():
+            assert_same_bits(torch.as_tensor(joined["state"][index][key]), torch.as_tensor(value))
+    with pytest.raises(ValueError, match="momentum_buffer holds 2 of 3 matrices; give the state"):
+        opt.convert_state_dict(optimizer, ranks[:1], source="nanochat")
+
+
+@pytest.mark.parametrize("form", ["ema", "heavy_ball"])
+@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original", None])
+def test_torch(opt, device, form, adjust) -> None:
+    """torch.optim.Muon beside torch.optim.AdamW.
+
+    torch iterates in bfloat16 with a fixed triple, which errs by 1 to 6 % of the update; momentum
+    in the wrong scale beside new gradients would err by far more. AdamW agrees closely.
+    """
+    shapes = [(32, 64), (64, 32), (24, 48), (16, 64)]
+    theirs = parameters(shapes + OTHERS, device=device)
+    ours = [nn.Parameter(p.detach().clone()) for p in theirs]
+    muon = torch.optim.Muon(
+        theirs[:4], lr=0.02, momentum=0.9, weight_decay=0.1, adjust_lr_fn=adjust
+    )
+    adamw = torch.optim.AdamW(theirs[4:], lr=0.01, betas=(0.8, 0.9), weight_decay=0.2)
+    for step in range(4):
+        new_gradients(theirs, seed=step)
+        muon.step()
+        adamw.step()
+    optimizer = opt.Muon(
+        motif_groups(ours), method="newton_schulz", dtype=torch.float32, momentum_form=form
+    )
+    saved = [muon.state_dict(), adamw.state_dict()]
+    optimizer.load_state_dict(opt.convert_state_dict(optimizer, saved, source="torch"))
+    assert optimizer.param_groups[0]["adjust_lr_fn"] == (adjust or "original")
+    assert optimizer.param_groups[1]["weight_decay"] == 0.2
+    factor = 1 if form == "ema" else 1 / (1 - 0.9)
+    for param, index in zip(ours[:4], range(4), strict=True):
+        buffer = saved[0]["state"][index]["momentum_buffer"] * factor
+        assert_error_at_most(optimizer.state[param]["momentum_buffer"], buffer, 1e-6)
+    take_over(ours, theirs)
+    start = [p.detach().clone() for p in ours]
+    new_gradients(theirs, seed=50)
+    new_gradients(ours, seed=50)
+    muon.step()
+    adamw.step()
+    optimizer.step()
+    for index, (mine, other, old) in enumerate(zip(ours, theirs, start, strict=True)):
+        budget = 0.1 if index < 4 else 1e-5
+        assert_error_at_most(mine.detach() - old, other.detach() - old, budget)
+
+
+def test_state_that_was_never_made_is_zero(opt, device) -> None:
+    """Parameters that had no gradient yet have no state in the predecessors."""
+    ours, theirs = both(device)
+    other = Motif(opt, motif_groups(theirs), lr=0.03)
+    new_gradients(theirs, seed=0)
+    theirs[1].grad = theirs[4].grad = None
+    other.step()
+    optimizer = opt.Muon(motif_groups(ours), method="polar_express")
+    optimizer.load_state_dict(opt.convert_state_dict(optimizer, other.state_dict(), source="motif"))
+    assert not optimizer.state[ours[1]]["momentum_buffer"].any()
+    assert optimizer.state[ours[4]]["step"].item() == 0
+    assert_goes_on(optimizer, ours, other, theirs)
+
+
+def test_converting_changes_nothing(opt, device) -> None:
+    ours, theirs = both(device)
+    other = Motif(opt, motif_groups(theirs), lr=0.03)
+    train(other, theirs, 1)
+    optimizer = opt.Muon(motif_groups(ours), lr=0.5)
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = other.state_dict()
+    kept = copy.deepcopy(saved)
+    converted = opt.convert_state_dict(optimizer, saved, source="motif", keep_options=True)
+    assert converted["param_groups"] == before["param_groups"]
+    for now, old in ((optimizer.state_dict(), before), (saved, kept)):
+        assert now["param_groups"] == old["param_groups"]
+        for index, state in old["state"].items():
+            for key, value in state.items():
+                assert_same_bits(now["state"][index][key], value)
+
+
+def of_torch(optimizer):
+    return optimizer.state_dict()
+
+
+def test_what_does_not_fit_is_refused(opt, device) -> None:
+    ours, theirs = both(device)
+    optimizer = opt.Muon(motif_groups(ours))
+    motif = Motif(opt, motif_groups(theirs), lr=0.03)
+    train(motif, theirs, 1)
+    saved = motif.state_dict()
+    convert = opt.convert_state_dict
+    with pytest.raises(TypeError, match="optimizer must be a Muon or a MuonAdamW, got Adam"):
+        convert(torch.optim.Adam(theirs), saved, source="motif")
+    with pytest.raises(
+        ValueError, match="source must be one of torch, motif, nanochat, got 'dion'"
+    ):
+        convert(optimizer, saved, source="dion")
+    with pytest.raises(TypeError, match=r"saved\[0\] is no state_dict"):
+        convert(optimizer, {"lr": 1}, source="motif")
+    with pytest.raises(ValueError, match="motif is one optimizer: give its state_dict, not 2"):
+        convert(optimizer, [saved, saved], source="motif")
+    with pytest.raises(ValueError, match="group 0 has no kind 'muon' or 'adamw'"):
+        convert(optimizer, saved, source="nanochat")
+    with pytest.raises(ValueError, match="group 0 has no 'use_muon'"):
+        convert(optimizer, of_torch(torch.optim.Muon(theirs[:4])), source="motif")
+    with pytest.raises(ValueError, match=r"group 0 is neither of torch\.optim\.Muon"):
+        convert(optimizer, of_torch(torch.optim.SGD(theirs)), source="torch")
+    with pytest.raises(ValueError, match="group 0: amsgrad has no counterpart"):
+        convert(optimizer, of_torch(torch.optim.AdamW(theirs, amsgrad=True)), source="torch")
+    with pytest.raises(ValueError, match="0 parameters of kind 'adamw' were saved, the optimizer"):
+        convert(optimizer, of_torch(torch.optim.Muon(theirs[:4])), source="torch")
+    renamed = copy.deepcopy(saved)
+    renamed["param_groups"][0]["names"] = ["a.w", "b.w", "c.w", "e.w"]
+    with pytest.raises(ValueError, match=r"nothing was saved for \['d.w'\].*present: \['e.w'\]"):
+        convert(optimizer, renamed, source="motif")
+    swapped = copy.deepcopy(saved)
+    swapped["state"][0], swapped["state"][2] = swapped["state"][2], swapped["state"][0]
+    with pytest.raises(ValueError, match=r"momentum_buffer has shape \(6, 12\), expected \(12, 6"):
+        optimizer.load_state_dict(convert(optimizer, swapped, source="motif"))
+
+
+def test_groups_whose_options_differ_are_not_merged_in_silence(opt, device) -> None:
+    ours, theirs = both(device)
+    other = Nanochat(opt, nanochat_groups(theirs))
+    train(other, theirs, 1)
+    groups = [
+        {"kind": "muon", "params": [ours[i] for i in (0, 1, 3, 2)], "lr": 0.1},
+        {"kind": "adamw", "params": ours[4:], "lr": 0.1},
+    ]
+    optimizer = opt.MuonAdamW(groups)
+    with pytest.raises(ValueError, match=r"group 1: .* saved with lr=0.2 and with lr=0.004; make"):
+        opt.convert_state_dict(optimizer, other.state_dict(), source="nanochat")
+    converted = opt.convert_state_dict(
+        optimizer, other.state_dict(), source="nanochat", keep_options=True
+    )
+    optimizer.load_state_dict(converted)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    stack = other.state[theirs[0]]["momentum_buffer"]
+    for place, param in enumerate((ours[0], ours[1], ours[3])):
+        assert_same_bits(optimizer.state[param]["momentum_buffer"], stack[place])

@@ -1,0 +1,235 @@
+"""profile_steps: exactly the steps asked for, closed whatever happens, readable files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ..optimizers._steps import new_gradients, parameters
+
+EVENTS = [
+    "on_init_end",
+    "on_train_begin",
+    "on_epoch_begin",
+    "on_step_begin",
+    "on_substep_end",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_step_end",
+    "on_log",
+    "on_save",
+    "on_epoch_end",
+    "on_train_end",
+]
+
+
+@pytest.fixture
+def profiler(submodule):
+    return submodule("integrations.profiler")
+
+
+@pytest.fixture
+def training(opt, device):
+    """A function that makes one step."""
+    params = parameters([(16, 8), (8, 16), (5,)], device=device)
+    optimizer = opt.Muon(
+        [{"params": params[:2], "use_muon": True}, {"params": params[2:], "use_muon": False}]
+    )
+    count = iter(range(1000))
+
+    def step() -> None:
+        with torch.profiler.record_function(f"mark {next(count)}"):
+            new_gradients(params, seed=0)
+            optimizer.step()
+
+    return step
+
+
+def read(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def marks(folder, name) -> list[str]:
+    events = read(folder, f"trace-{name}")["traceEvents"]
+    found = [e["name"] for e in events if e.get("cat") == "user_annotation" and "ts" in e]
+    return sorted(name for name in found if name.startswith("mark "))
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 2), (1, 1), (2, 3)])
+def test_exactly_these_steps(profiler, training, device, start, count, tmp_path) -> None:
+    with profiler.profile_steps(start, count, tmp_path / "out") as profile:
+        for _ in range(7):
+            training()
+            profile.step()
+    name = f"rank000-steps{start}-{start + count - 1}"
+    assert marks(tmp_path / "out", name) == [f"mark {i}" for i in range(start, start + count)]
+    names = {f"trace-{name}.json", f"memory-{name}.json"}
+    names |= {f"memory-{name}.pickle"} if device.type == "cuda" else set()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    assert {path.name for path in profile.files} == names
+
+
+def test_the_trace_and_the_history_of_memory(profiler, training, tmp_path) -> None:
+    """Ranges of the step, shapes, and allocations with the Python lines that made them."""
+    with profiler.profile_steps(1, 1, tmp_path) as profile:
+        for _ in range(2):
+            training()
+            profile.step()
+    events = read(tmp_path, "trace-rank000-steps1-1")["traceEvents"]
+    names = {event["name"] for event in events}
+    assert {"muon::momentum", "muon::newton_schulz", "muon::update_params", "muon::adamw"} <= names
+    assert any("Input Dims" in event.get("args", {}) for event in events)
+    memory = read(tmp_path, "memory-rank000-steps1-1")
+    assert any(entry["bytes"] > 0 for entry in memory)
+    assert any(entry["bytes"] < 0 for entry in memory)
+    times = [entry["nanoseconds"] for entry in memory]
+    assert times == sorted(times)
+    stacks = [line for entry in memory for line in entry["stack"]]
+    assert any("new_gradients" in line for line in stacks)
+    assert any("_step_chunk" in line for line in stacks)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("steps", [2, 3])
+def test_an_exception_closes_it_and_passes(profiler, training, error, steps, tmp_path) -> None:
+    """What was recorded is there, and the profiler can be used again."""
+    with (
+        pytest.raises(error, match="planted"),
+        profiler.profile_steps(1, 5, tmp_path) as profile,
+    ):
+        for _ in range(steps):
+            training()
+            profile.step()
+        training()
+        raise error("planted")
+    name = f"rank000-steps1-{steps}"
+    assert marks(tmp_path, name) == [f"mark {i}" for i in range(1, steps + 1)]
+    with profiler.profile_steps(0, 1, tmp_path / "again") as profile:
+        training()
+        profile.step()
+    assert marks(tmp_path / "again", "rank000-steps0-0") == [f"mark {steps + 1}"]
+
+
+def test_a_failure_to_write_does_not_hide_the_exception(
+    profiler, training, tmp_path, caplog
+) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ValueError, match="planted"),
+        profiler.profile_steps(0, 2, tmp_path / "file") as profile,
+    ):
+        training()
+        profile.step()
+        raise ValueError("planted")
+    assert "the profile could not be written" in caplog.text
+
+
+def test_a_loop_that_ends_early(profiler, training, tmp_path, caplog) -> None:
+    with profiler.profile_steps(1, 50, tmp_path) as profile:
+        for _ in range(3):
+            training()
+            profile.step()
+    assert marks(tmp_path, "rank000-steps1-2") == ["mark 1", "mark 2"]
+    with (
+        caplog.at_level(logging.WARNING),
+        profiler.profile_steps(50, 1, tmp_path / "none") as profile,
+    ):
+        training()
+        profile.step()
+    assert profile.files == []
+    assert "nothing was profiled: 1 steps were made, the first to record was 50" in caplog.text
+
+
+def test_the_rank_is_in_the_name(profiler, training, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "12")
+    with profiler.profile_steps(0, 1, tmp_path) as profile:
+        training()
+        profile.step()
+    assert (tmp_path / "trace-rank012-steps0-0.json").is_file()
+
+
+def test_wrong_arguments(profiler, tmp_path) -> None:
+    for arguments, error, message in (
+        ((-1, 1), ValueError, "start must be at least 0, got -1"),
+        ((0, 0), ValueError, "count must be at least 1, got 0"),
+        ((1.5, 1), TypeError, r"start must be an integer, got 1\.5"),
+        ((0, True), TypeError, "count must be an integer, got True"),
+    ):
+        with pytest.raises(error, match=message):
+            profiler.profile_steps(*arguments, tmp_path)
+    profile = profiler.profile_steps(0, 1, tmp_path)
+    with pytest.raises(RuntimeError, match="outside of the `with` block"):
+        profile.step()
+    with profile, pytest.raises(RuntimeError, match="is in use"):
+        profile.__enter__()
+
+
+class Trainer:
+    """How Hugging Face's Trainer drives its callbacks: every event, by name, with its state."""
+
+    def __init__(self, callback, training) -> None:
+        self.callback, self.training = callback, training
+        self.tell("on_init_end")
+
+    def tell(self, event: str) -> None:
+        result = getattr(self.callback, event)("args", "state", "control", model=None)
+        assert result is None  # anything else would replace the Trainer's control
+
+    def train(self, steps: int, fail_at: int | None = None) -> None:
+        for event in EVENTS[1:3]:
+            self.tell(event)
+        for step in range(steps):
+            self.tell("on_step_begin")
+            if step == fail_at:
+                raise ValueError("planted")
+            self.training()
+            for event in EVENTS[4:9]:
+                self.tell(event)
+        for event in EVENTS[9:]:
+            self.tell(event)
+
+
+def test_the_callback(profiler, training, tmp_path) -> None:
+    callback = profiler.ProfileCallback(2, 2, tmp_path)
+    trainer = Trainer(callback, training)
+    trainer.train(6)
+    assert marks(tmp_path, "rank000-steps2-3") == ["mark 2", "mark 3"]
+    assert len(callback.files) >= 2
+    trainer.train(3)  # again, and it ends early
+    assert marks(tmp_path, "rank000-steps2-3") == ["mark 2", "mark 3"]
+    assert marks(tmp_path, "rank000-steps2-2") == ["mark 8"]
+    assert not hasattr(callback, "state")
+
+
+def test_the_callback_after_an_exception(profiler, training, tmp_path) -> None:
+    callback = profiler.ProfileCallback(1, 5, tmp_path)
+    trainer = Trainer(callback, training)
+    with pytest.raises(ValueError, match="planted"):
+        trainer.train(6, fail_at=3)
+    callback.close()
+    (trace,) = tmp_path.glob("trace-*")
+    assert marks(tmp_path, trace.stem.removeprefix("trace-")) == ["mark 1", "mark 2"]
+    callback.close()
+
+
+def test_the_callback_writes_when_the_process_ends(opt, submodule, tmp_path) -> None:
+    """The Trainer tells its callbacks nothing of an exception."""
+    source = submodule("integrations.profiler").__file__
+    code = (
+        "import importlib.util, sys, torch\n"
+        "spec = importlib.util.spec_from_file_location('profiler', sys.argv[1])\n"
+        "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
+        "callback = module.ProfileCallback(0, 5, sys.argv[2])\n"
+        "callback.on_train_begin()\n"
+        "torch.ones(3).add(1)\n"
+        "callback.on_step_end()\n"
+        "raise SystemExit(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, source, str(tmp_path)], check=False)
+    assert done.returncode == 3
+    assert len(list(tmp_path.glob("trace-rank000-*.json"))) == 1

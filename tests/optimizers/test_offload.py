@@ -1,0 +1,434 @@
+"""CPU offload: no bit of a run changes, state travels batch by batch, and everything else works."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from .._compare import assert_same_bits
+from ._steps import new_gradients, parameters, train, values
+from .test_numbers import NoHostReads
+from .test_state import MAKERS, SHAPES, assert_same_state, muon, state_tensors
+
+KEPT = {"step", "second_momentum_buffer"}
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["float32", "bfloat16", "float64"]
+)
+
+
+def travelling(optimizer):
+    return [tensor for key, tensor in state_tensors(optimizer) if key not in KEPT]
+
+
+def assert_same_values(one, other) -> None:
+    """Parameters and state, wherever the state is."""
+    for mine, theirs in zip(one.param_groups, other.param_groups, strict=True):
+        for p, q in zip(mine["params"], theirs["params"], strict=True):
+            assert_same_bits(p.detach(), q.detach())
+    one, other = one.state_dict()["state"], other.state_dict()["state"]
+    assert one.keys() == other.keys()
+    for index, state in one.items():
+        assert state.keys() == other[index].keys()
+        for key, value in state.items():
+            assert_same_bits(value.cpu(), other[index][key].cpu())
+
+
+def strided(params):
+    """channels_last filters and a transposed matrix among the others."""
+    params[3] = nn.Parameter(params[3].detach().to(memory_format=torch.channels_last))
+    params[2] = nn.Parameter(params[2].detach().t().contiguous().t())
+    assert not params[2].is_contiguous() and not params[3].is_contiguous()
+    return params
+
+
+@pytest.mark.parametrize("limit", [None, 64, 200], ids=["one batch", "tiny batches", "batches"])
+@DTYPES
+@MAKERS
+def test_a_run_keeps_its_bits(opt, submodule, device, make, dtype, limit, monkeypatch) -> None:
+    """M24: switched on before the first step, off and on again in between, gradients missing."""
+    if limit is not None:
+        for module in ("optimizers.chunks", "optimizers.host_state"):
+            monkeypatch.setattr(submodule(module), "BATCH_BYTES", limit)
+    runs = []
+    for offload in (False, True):
+        params = strided(parameters(SHAPES, dtype=dtype, device=device))
+        optimizer = make(opt, params)
+        for step in range(8):
+            if offload and step in (0, 5):
+                optimizer.turn_on_cpu_offload()
+            if offload and step == 3:
+                optimizer.turn_off_cpu_offload()
+            new_gradients(params, seed=step)
+            for index in (step % 6, (2 * step) % 6):
+                params[index].grad = None
+            optimizer.step()
+        runs.append(optimizer)
+    assert runs[1].offloaded
+    assert_same_values(*runs)
+    runs[1].turn_off_cpu_offload()
+    assert_same_state(*runs)
+
+
+@pytest.mark.parametrize("option", [{"split_sizes": [2, 2]}, {"num_heads": 2}, {}])
+def test_pieces_of_experts_travel_alone(opt, submodule, device, option, monkeypatch) -> None:
+    """Rows of every expert are no contiguous run of the stack: one copy per expert."""
+    monkeypatch.setattr(submodule("optimizers.chunks"), "BATCH_BYTES", 256)  # two experts
+    runs = []
+    for offload in (False, True):
+        params = parameters([(5, 4, 6), (3, 4, 6)], device=device)
+        named = [("a.experts", params[0]), ("b.experts", params[1])]
+        optimizer = opt.Muon(named, lr=0.1, expert_keys=["experts"], beta2=0.9, **option)
+        if offload:
+            optimizer.turn_on_cpu_offload()
+        train(optimizer, params, 3)
+        runs.append(optimizer)
+    assert_same_values(*runs)
+    parts = [part for _, work in runs[1]._host._works.values() for part in work.parts]
+    assert len(parts) >= 4
+    assert all(part.host.is_contiguous() for part in parts) == ("split_sizes" not in option)
+
+
+@MAKERS
+def test_it_starts_at_once_and_frees_the_device_state(opt, device, make) -> None:
+    """M24: Motif's starts after the next step. Small state stays; twice on is once on."""
+    optimizer = make(opt, parameters(SHAPES, device=device))
+    old = [weakref.ref(tensor) for tensor in travelling(optimizer)]
+    optimizer.turn_on_cpu_offload()
+    assert all(ref() is None for ref in old)
+    held = travelling(optimizer)
+    for tensor in held:
+        assert tensor.device.type == "cpu"
+        assert tensor.is_contiguous()
+        assert tensor.is_pinned() == (device.type == "cuda")
+    for key, tensor in state_tensors(optimizer):
+        assert key not in KEPT or tensor.device == device
+    optimizer.turn_on_cpu_offload()
+    assert all(a is b for a, b in zip(held, travelling(optimizer), strict=True))
+    optimizer.turn_off_cpu_offload()
+    now = travelling(optimizer)
+    assert all(tensor.device == device for tensor in now)
+    optimizer.turn_off_cpu_offload()
+    assert all(a is b for a, b in zip(now, travelling(optimizer), strict=True))
+
+
+def test_batches_arrive_ahead_of_their_use_and_leave_behind_it(
+    opt, submodule, device, monkeypatch
+) -> None:
+    """M24: Motif moves all state before and after a step. At most three batches are there."""
+    module = submodule("optimizers.host_state")
+    params = parameters([(4, n) for n in range(4, 11)] + [(5,), (6,)], device=device)
+    optimizer = opt.Muon(
+        [
+            {"params": params[:7], "use_muon": True},
+            {"params": params[7:], "use_muon": False},
+        ]
+    )
+    optimizer.turn_on_cpu_offload()
+    events = []
+    copy_part, muon_module = module.Part.copy, submodule("optimizers.step")
+    index = {param: number for number, param in enumerate(params)}
+
+    def logged(part, *, to_host):
+        events.append(("out" if to_host else "in", index[part.param]))
+        copy_part(part, to_host=to_host)
+
+    kernel, computed = muon_module.momentum, []
+
+    def momentum(grads, *arguments, **options):
+        events.append(("compute", len(computed)))
+        computed.append(len(grads))
+        return kernel(grads, *arguments, **options)
+
+    monkeypatch.setattr(module.Part, "copy", logged)
+    monkeypatch.setattr(muon_module, "momentum", momentum)
+    train(optimizer, params, 1)
+    assert computed == [1] * 7
+    for number in range(7):
+        here = events.index(("compute", number))
+        assert events.index(("in", number)) < here < events.index(("out", number))
+        if number < 6:
+            assert events.index(("in", number + 1)) < here, "the next batch is on its way"
+        present = {n for kind, n in events[:here] if kind == "in"}
+        present -= {n for kind, n in events[:here] if kind == "out"}
+        assert len(present & set(range(7))) <= module.SLOTS
+    assert events.count(("in", 7)) == events.count(("out", 7)) == 2  # exp_avg, exp_avg_sq
+
+
+def test_the_device_holds_three_batches_at_most(opt, submodule, device, monkeypatch) -> None:
+    for module in ("optimizers.chunks", "optimizers.host_state"):
+        monkeypatch.setattr(submodule(module), "BATCH_BYTES", 4096)
+    params = parameters([(16, 16)] * 40 + [(1024,)] * 20, device=device)
+    optimizer = opt.Muon(
+        [{"params": params[:40], "use_muon": True}, {"params": params[40:], "use_muon": False}]
+    )
+    optimizer.turn_on_cpu_offload()
+    train(optimizer, params, 2)
+    (lane,) = optimizer._host._lanes.values()
+    held = sum(slot.buffer.numel() for slot in lane.slots)
+    largest = max(4096, 2 * 1024 * 4)  # a batch, or both moments of one parameter
+    assert 0 < held <= 3 * largest
+    assert held < sum(tensor.numel() * 4 for tensor in travelling(optimizer)) / 4
+
+
+@MAKERS
+def test_state_dicts_while_it_is_on(opt, device, make) -> None:
+    """M25: Motif refuses both; here they are served from the host, exactly."""
+    params = parameters(SHAPES, device=device)
+    optimizer = make(opt, params)
+    optimizer.turn_on_cpu_offload()
+    train(optimizer, params, 3)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    for offload in (False, True):
+        twins = [nn.Parameter(param.detach().clone()) for param in params]
+        other = make(opt, twins, lr=0.5)
+        if offload:
+            other.turn_on_cpu_offload()
+        other.load_state_dict(saved)
+        assert other.offloaded == offload
+        for tensor in travelling(other):
+            assert tensor.device == (torch.device("cpu") if offload else device)
+        assert_same_values(other, optimizer)
+        mine = make(opt, [nn.Parameter(param.detach().clone()) for param in params])
+        mine.load_state_dict(saved)
+        theirs = [p for group in mine.param_groups for p in group["params"]]
+        train(mine, theirs, 2, seed=50)
+        train(other, [p for group in other.param_groups for p in group["params"]], 2, seed=50)
+        assert_same_values(other, mine)
+
+
+def test_checkpoints_while_it_is_on(opt, device, tmp_path) -> None:
+    params = parameters(SHAPES, device=device)
+    optimizer = muon(opt, params)
+    optimizer.turn_on_cpu_offload()
+    train(optimizer, params, 2)
+    opt.save_optimizer(optimizer, tmp_path)
+    other = muon(opt, [nn.Parameter(param.detach().clone()) for param in params])
+    other.turn_on_cpu_offload()
+    opt.load_optimizer(other, tmp_path)
+    assert_same_values(other, optimizer)
+
+
+def test_state_made_later_is_offloaded_too(opt, device) -> None:
+    """M24: Motif never tracks state that is created after the registration."""
+    params = parameters([(6, 4), (5,), (6, 4)], device=device)
+    optimizer = opt.Muon([{"params": params[:1], "use_muon": True}])
+    optimizer.turn_on_cpu_offload()
+    optimizer.add_param_group({"params": params[1:2], "use_muon": False})
+    twin = nn.Parameter(params[0].detach().clone())
+    optimizer.param_groups[0]["params"][0] = twin
+    train(optimizer, [twin, *params[1:]], 2)
+    assert {p for p in optimizer.state if isinstance(p, torch.Tensor)} == {twin, params[1]}
+    plain = parameters([(6, 4), (5,), (6, 4)], device=device)
+    other = opt.Muon(
+        [{"params": plain[:1], "use_muon": True}, {"params": plain[1:2], "use_muon": False}]
+    )
+    train(other, plain, 2)
+    assert_same_values(optimizer, other)
+    assert all(t.is_pinned() == (device.type == "cuda") for t in travelling(optimizer))
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@MAKERS
+def test_copies_of_the_optimizer(opt, device, make, way) -> None:
+    params = parameters(SHAPES, device=device)
+    optimizer = make(opt, params)
+    optimizer.turn_on_cpu_offload()
+    train(optimizer, params, 2)
+    copied = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o))}[way]
+    clone = copied(optimizer)
+    assert clone.offloaded
+    assert all(t.is_pinned() == (device.type == "cuda") for t in travelling(clone))
+    for one, other in zip(travelling(clone), travelling(optimizer), strict=True):
+        assert one.data_ptr() != other.data_ptr()
+    assert_same_values(clone, optimizer)
+    train(optimizer, [p for g in optimizer.param_groups for p in g["params"]], 2, seed=9)
+    train(clone, [p for g in clone.param_groups for p in g["params"]], 2, seed=9)
+    assert_same_values(clone, optimizer)
+    optimizer.turn_off_cpu_offload()
+    assert not copy.deepcopy(optimizer).offloaded
+
+
+@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+def test_a_step_with_offload_never_reads_on_the_host(opt, device, name) -> None:
+    params = parameters([(6, 4), (4, 6), (6, 4), (5,)], device=device)
+    groups = [{"params": params[:3], "use_muon": True}, {"params": params[3:], "use_muon": False}]
+    optimizer = getattr(opt, name)([{**group, "lr": 0.1} for group in groups])
+    optimizer.turn_on_cpu_offload()
+    with NoHostReads():
+        train(optimizer, params, 3)
+
+
+def test_an_interrupted_step_does_not_stop_the_next(opt, submodule, device, monkeypatch) -> None:
+    """State of batches that were not finished is what it was before that step."""
+    params = parameters([(4, 4), (4, 5), (4, 6), (4, 7), (4, 8)], device=device)
+    optimizer = opt.Muon(params, none_grad=False)
+    optimizer.turn_on_cpu_offload()
+    optimizer.step()
+    before = [optimizer.state[p]["momentum_buffer"].clone() for p in params]
+    module = submodule("optimizers.step")
+    orthogonalize = module.orthogonalize
+
+    def fail(x, **options):
+        if x.shape[-1] == 6:
+            raise torch.OutOfMemoryError("planted")
+        return orthogonalize(x, **options)
+
+    monkeypatch.setattr(module, "orthogonalize", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        optimizer.step()
+    monkeypatch.undo()
+    optimizer.state_dict()
+    for param, old in zip(params[2:], before[2:], strict=True):
+        assert_same_bits(optimizer.state[param]["momentum_buffer"], old)
+    optimizer.step()
+    for param, old in zip(params, before, strict=True):
+        assert not torch.equal(optimizer.state[param]["momentum_buffer"], old)
+    buffer = optimizer.state[params[3]]["momentum_buffer"]
+    assert_same_bits(buffer, before[3] * 0.95 + params[3].grad.cpu())
+
+
+def test_replicated_dtensors(opt, tmp_path) -> None:
+    """State stays a DTensor with the parameter's placements."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/w", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        plain = parameters([(6, 4), (5,)], dtype=torch.bfloat16)
+        params = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Replicate()])) for p in plain]
+        runs = []
+        for of_run in (plain, params):
+            optimizer = opt.Muon(
+                [
+                    {"params": of_run[:1], "use_muon": True},
+                    {"params": of_run[1:], "use_muon": False},
+                ]
+            )
+            if of_run is params:
+                optimizer.turn_on_cpu_offload()
+            for step in range(3):
+                new_gradients(plain, seed=step)
+                for param, local in zip(params, plain, strict=True):
+                    param.grad = distribute_tensor(local.grad.clone(), mesh, [Replicate()])
+                optimizer.step()
+            runs.append(optimizer)
+        for one, other in zip(plain, params, strict=True):
+            assert_same_bits(other.detach().to_local(), one.detach())
+        for one, other in zip(travelling(runs[0]), travelling(runs[1]), strict=True):
+            assert other.placements == (Replicate(),)
+            assert (other.shape, other.dtype) == (one.shape, torch.float32)
+            assert_same_bits(other.to_local(), one)
+        runs[1].load_state_dict(runs[1].state_dict())
+        runs[1].turn_off_cpu_offload()
+        assert_same_bits(travelling(runs[1])[0].to_local(), travelling(runs[0])[0])
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_it_works_together_with_qk_clip(opt, device) -> None:
+    config = {"q_indices": [0], "k_indices": [0], "head_dim": 4, "threshold": 1.0}
+    runs = []
+    for offload in (False, True):
+        params = parameters([(4, 6), (4, 6)], device=device)
+        named = [("layers.0.a.wq.weight", params[0]), ("layers.0.a.wk.weight", params[1])]
+        optimizer = opt.Muon(named, clip_config=config)
+        if offload:
+            optimizer.turn_on_cpu_offload()
+        optimizer.step(qk_logits={0: torch.tensor([4.0], device=device)})
+        runs.append(values(params))
+    for one, other in zip(*runs, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.gpu
+def test_device_memory_is_freed(opt, device) -> None:
+    """M24: between steps only slots and small state stay; a step adds nothing to the plain peak."""
+    shapes = [(1024, 1024)] * 160 + [(1 << 20,)] * 16  # 640 MiB of momentum, 128 MiB of moments
+    peaks, states = [], []
+    for offload in (False, True):
+        params = [nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated(device)
+        optimizer = opt.Muon(
+            [
+                {"params": params[:160], "use_muon": True},
+                {"params": params[160:], "use_muon": False},
+            ],
+            none_grad=False,
+        )
+        if offload:
+            optimizer.turn_on_cpu_offload()
+            assert torch.cuda.memory_allocated(device) - before < 1 << 20
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        with_gradients = torch.cuda.memory_allocated(device)
+        optimizer.step()
+        torch.cuda.reset_peak_memory_stats(device)
+        for _ in range(3):
+            optimizer.step()
+        torch.cuda.synchronize()
+        states.append(torch.cuda.memory_allocated(device) - with_gradients)
+        peaks.append(torch.cuda.max_memory_allocated(device) - with_gradients)
+        if offload:
+            optimizer.turn_off_cpu_offload()
+            now = torch.cuda.memory_allocated(device) - with_gradients
+            assert now >= 768 << 20
+        del optimizer, params
+    assert states[1] <= 3 * (256 << 20) + (1 << 20)
+    # Without offload the state was allocated before `with_gradients`, with it the slots are after.
+    assert peaks[1] <= peaks[0] + 3 * (256 << 20) + (1 << 20)
+
+
+@pytest.mark.gpu
+def test_transfers_run_beside_the_step(opt, submodule, device, monkeypatch) -> None:
+    """Copies are on streams of their own: a trace has them while kernels of the step run."""
+    monkeypatch.setattr(submodule("optimizers.chunks"), "BATCH_BYTES", 64 << 20)
+    params = [nn.Parameter(torch.randn(2048, 2048, device=device)) for _ in range(24)]
+    optimizer = opt.Muon(params, none_grad=False)
+    optimizer.turn_on_cpu_offload()
+    for param in params:
+        param.grad = torch.randn_like(param)
+    for _ in range(2):
+        optimizer.step()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        optimizer.step()
+        torch.cuda.synchronize()
+    spans = {"copy": [], "kernel": []}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kind = "copy" if event.name.startswith("Memcpy") else "kernel"
+            spans[kind].append((event.time_range.start, event.time_range.end))
+    for direction in ("HtoD", "DtoH"):
+        assert any(direction in event.name for event in profile.events())
+    beside = sum(
+        any(start < end2 and start2 < end for start2, end2 in spans["kernel"])
+        for start, end in spans["copy"]
+    )
+    assert beside >= len(spans["copy"]) // 2
+
+
+@pytest.mark.gpu
+def test_a_capture_with_offload_is_refused(opt, device) -> None:
+    params = parameters([(64, 64)], device=device)
+    optimizer = opt.Muon(params, none_grad=False)
+    optimizer.turn_on_cpu_offload()
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph; call turn_off"),
+        torch.cuda.graph(graph),
+    ):
+        optimizer.step()

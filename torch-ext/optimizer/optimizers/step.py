@@ -1,0 +1,343 @@
+"""The sentence of the package, once, for every front end.
+
+gradient -> momentum -> gather -> orthogonalize -> scatter -> update
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..orthogonalize import orthogonalize
+from .adamw import adamw
+from .blocks import cut
+from .chunks import Chunk, plan_chunks
+from .clip_config import parse_clip_config
+from .host_state import InHostMemory, OnDevice
+from .momentum import momentum
+from .offload import OffloadingOptimizer
+from .options import AdamWOptions, MuonOptions, fingerprint
+from .parameters import check_gradients, check_rate, is_plain, local
+from .placing import rows_here
+from .qk_clip import Batch, Target, check_logits, clip, find_targets, plan_batches
+from .report import report
+from .rounding import RESIDUAL, count_step, rounding_of
+from .shared import Shared, placement_of
+from .sharing import Sharing
+from .state import layout_of
+from .update import Rate, rate_of, update
+
+logger = logging.getLogger(__name__)
+_form = operator.attrgetter("shape", "dtype", "device")
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a step works through, and the groups it was made for."""
+
+    signature: list[tuple[Any, ...]]
+    labelled: list[list[tuple[str, Tensor]]]  # (name for messages, parameter), per group
+    numbers: dict[Tensor, int]  # of every parameter in the optimizer, over all groups
+    chunks: list[list[Chunk]]  # per group; none for AdamW
+    clips: list[Batch]  # what QK-clip scales
+    rows: dict[Tensor, Tensor | None]  # of each of its parameters, those that are here
+    shared: Shared  # what several ranks work on
+
+
+class MuonBase(OffloadingOptimizer):
+    """The step over Muon and AdamW groups; its subclasses differ in names and defaults."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        debug: bool,
+        clip_config: Any,
+        sharing: Sharing,
+    ) -> None:
+        self.debug = debug
+        self.clip_config = parse_clip_config(clip_config)
+        self._sharing = sharing
+        self._plan: Plan | None = None
+        self._checked: list[Any] = []  # per group the fingerprint of the options checked last
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"debug": self.debug, "clip_config": self.clip_config, "_sharing": self._sharing}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plan, self._checked = None, []
+        self._sharing.mend()
+
+    def _check_group(
+        self, options: MuonOptions | AdamWOptions, entries: Sequence[tuple[str, Tensor, str | None]]
+    ) -> None:
+        if self.clip_config is not None and isinstance(options, MuonOptions):
+            added = find_targets(self.clip_config, entries, options.expert_keys)
+            plan_batches(self.clip_config, [*self._clip_targets(), *added])
+
+    def _clip_targets(self) -> list[Target]:
+        """The projections that QK-clip scales, in all groups."""
+        found = []
+        for number, group in enumerate(self.param_groups):
+            options = self.format.options(group)
+            if isinstance(options, MuonOptions):
+                entries = self.labelled(number)
+                found += find_targets(self.clip_config, entries, options.expert_keys)
+        return found
+
+    @torch.no_grad()
+    def step(
+        self, closure: Callable[[], Any] | None = None, qk_logits: dict[int, Tensor] | None = None
+    ) -> Any:
+        """Update every parameter that has a gradient; the others are left alone, decay included.
+
+        All gradients and all options that changed are checked, and adjust_lr_fn is called, before
+        anything is written. NaN and inf pass through to the parameters they belong to. Nothing here
+        waits for the device.
+
+        Args:
+            closure: computes the loss and the gradients, under `torch.enable_grad()`.
+            qk_logits: layer number -> 1-D tensor of the largest attention logit (after the division
+                by sqrt(head_dim), over all tokens) for every entry of `clip_config["q_indices"]`,
+                for QK-clip. Layers that are missing are not clipped; layers without a projection
+                here are ignored.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            ValueError: a gradient is sparse, complex or misshapen, an option was set to a value
+                that the constructor would refuse, or `qk_logits` does not fit or was given without
+                `clip_config`.
+            TypeError: a gradient is a DTensor that is not fully replicated, or an option or an
+                entry of `qk_logits` has a wrong type.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        options = self._current_options()
+        plan = self._current_plan(options)
+        for group, labelled in zip(options, plan.labelled, strict=True):
+            check_gradients(labelled)
+            check_rate(group.lr, labelled)
+        logits = check_logits(qk_logits, self.clip_config, plan.clips)
+        self._check_offload(plan)
+        self._sharing.ask(plan.shared)
+        rates = [
+            [rate_of(group, *chunk.matrix, chunk.device) for chunk in chunks]
+            for group, chunks in zip(options, plan.chunks, strict=True)
+        ]
+
+        state = self._state_of_step(plan, options)
+        params = [group["params"] for group in self.param_groups]
+
+        def own_work() -> None:
+            for number, group in enumerate(options):
+                if isinstance(group, AdamWOptions):
+                    for batch in state.batches(number, params[number]):
+                        self._step_adamw(batch, plan, group, state)
+                for chunk, rate in zip(plan.chunks[number], rates[number], strict=True):
+                    self._step_chunk(chunk, rate, group, state)
+
+        for of_group, group in zip(params, options, strict=True):
+            count_step(of_group, self.state, group)
+        self._sharing.step(plan.shared, options, params, self.state, own_work)
+        if logits:
+            with record_function("muon::qk_clip"):
+                self._clip(plan, logits)
+        return loss
+
+    @torch.no_grad()
+    def report(self) -> str:
+        """What a step does with every parameter that has a gradient, as text.
+
+        A line per parameter has its name or number, its shape, the route (muon or adamw), and for
+        muon the matrices it is cut into, the number of the batch they are in, the method and the
+        dtype of the iteration, and its floating-point operations per step with dense products. The
+        last line has the sums. It can be asked for at any time and waits for no device.
+
+        Returns:
+            The lines, without a newline at the end.
+
+        Raises:
+            ValueError, TypeError: a group or an option changed so that a step would be refused.
+        """
+        options = self._current_options()
+        plan = self._current_plan(options)
+        return report(plan.labelled, plan.chunks, options, plan.shared)
+
+    def _state_of_step(
+        self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]
+    ) -> OnDevice | InHostMemory:
+        """Where a step finds its state."""
+        if self._host is None:
+            return OnDevice(self.state)
+        adamw = [
+            group["params"] if isinstance(of_group, AdamWOptions) else []
+            for of_group, group in zip(options, self.param_groups, strict=True)
+        ]
+        return self._host.begin(plan, adamw, self.state)
+
+    def _step_chunk(
+        self, chunk: Chunk, rate: Rate, options: MuonOptions, state: OnDevice | InHostMemory
+    ) -> None:
+        """momentum -> gather -> orthogonalize -> scatter -> update for one batch of matrices.
+
+        On one device gather and scatter are the identity and leave no trace here.
+        """
+        members = [member for member in chunk.members if member.param.grad is not None]
+        if not members:
+            return
+        params = [member.param for member in members]
+        state.enter(chunk)
+        with record_function("muon::momentum"):
+            direction = momentum(
+                chunk.views(members, [param.grad for param in params]),
+                state.pieces(chunk, members, "momentum_buffer"),
+                chunk.matrix,
+                mu=options.momentum,
+                nesterov=options.nesterov,
+                form=options.momentum_form,
+            )  # (B, m, n)
+            if options.none_grad:
+                for param in chunk.finished:
+                    param.grad = None
+        with record_function("muon::newton_schulz"):
+            orthogonal = orthogonalize(
+                direction, method=options.method, steps=options.ns_steps, dtype=options.dtype
+            )  # (B, m, n)
+        with record_function("muon::update_params"):
+            second_moments = None
+            if options.beta2 is not None:
+                second_moments = [
+                    member.piece.statistics_view(
+                        local(self.state[member.param]["second_momentum_buffer"])
+                    )
+                    for member in members
+                ]
+            rounding = rounding_of(
+                options,
+                (member.param for member in chunk.members),
+                self.state,
+                lambda: [(m.param, m.number, m.piece.first) for m in members],
+                lambda k: state.piece(members[k], RESIDUAL),
+            )
+            pieces = chunk.views(members, params)
+            update(pieces, orthogonal, second_moments, rate, options, rounding)
+        state.leave(chunk)
+
+    def _step_adamw(
+        self,
+        batch: Sequence[Tensor],
+        plan: Plan,
+        options: AdamWOptions,
+        state: OnDevice | InHostMemory,
+    ) -> None:
+        state.enter(batch)
+        with record_function("muon::adamw"):
+            used = adamw(batch, state.whole, self.state, plan.numbers, options)
+        state.leave(batch)
+        if options.none_grad:
+            for param in used:
+                param.grad = None
+
+    def _clip(self, plan: Plan, logits: Mapping[int, Tensor]) -> None:
+        """QK-clip of what this process holds, before the rounding where that is kept."""
+        kept = {
+            param: local(self.state[param][RESIDUAL])
+            for param in plan.rows
+            if RESIDUAL in self.state[param]
+        }
+        if kept and self._host is not None:
+            self._host.wait()
+        here = {param: residual.to(local(param).device) for param, residual in kept.items()}
+        clip(plan.clips, logits, plan.rows, here)
+        for param, residual in kept.items():
+            if here[param] is not residual:
+                residual.copy_(here[param])
+
+    def _check_offload(self, plan: Plan) -> None:
+        """Raise ValueError if state in host memory is asked for where ranks share the work."""
+        if self.offloaded and any(map(len, (*plan.shared.chunks, *plan.shared.home))):
+            raise ValueError(
+                "CPU offload is not supported for matrices that several ranks share; call "
+                "turn_off_cpu_offload()"
+            )
+
+    def _current_options(self) -> list[MuonOptions | AdamWOptions]:
+        """The options of all groups; those that changed since the last time are checked."""
+        current, checked = [], []
+        for number, group in enumerate(self.param_groups):
+            options = self.format.options(group)
+            values = fingerprint(options)
+            if number >= len(self._checked) or values != self._checked[number]:
+                options = self.format.recheck(group, f"group {number}")
+                values = fingerprint(options)
+            current.append(options)
+            checked.append(values)
+        self._checked = checked
+        return current
+
+    def _current_plan(self, options: Sequence[MuonOptions | AdamWOptions]) -> Plan:
+        """The plan; a new one where groups, parameters or the options of their layout changed."""
+        signature = [
+            (
+                layout_of(of_group),
+                [*map(id, group["params"])],
+                [*map(_form, group["params"])],
+                [placement_of(param) for param in group["params"] if not is_plain(param)],
+            )
+            for of_group, group in zip(options, self.param_groups, strict=True)
+        ]
+        if self._plan is None or self._plan.signature != signature:
+            self._plan = self._make_plan(signature, options)
+            if self.debug:
+                plan = self._plan
+                logger.info("%s", report(plan.labelled, plan.chunks, options, plan.shared))
+        return self._plan
+
+    def _make_plan(
+        self, signature: list[tuple[Any, ...]], options: Sequence[MuonOptions | AdamWOptions]
+    ) -> Plan:
+        """Cut, bucket and batch."""
+        self.fit_state()
+        labelled, chunks, shared = [], [], []
+        numbers: dict[Tensor, int] = {}
+        for index, group in enumerate(options):
+            entries = self.labelled(index)
+            labelled.append([(where, param) for where, param, _ in entries])
+            numbers |= {param: len(numbers) + k for k, (_, param, _) in enumerate(entries)}
+            blocks = []
+            if isinstance(group, MuonOptions):
+                blocks, with_others = self._sharing.divide(
+                    [
+                        (numbers[param], where, param, cut(tuple(param.shape), name, group, where))
+                        for where, param, name in entries
+                    ],
+                    group,
+                    index,
+                )
+                shared += with_others
+            chunks.append(plan_chunks(blocks, contiguous=group.rounding == "stochastic"))
+        targets = self._clip_targets()
+        return Plan(
+            signature=signature,
+            labelled=labelled,
+            numbers=numbers,
+            chunks=chunks,
+            clips=plan_batches(self.clip_config, targets),
+            rows={target.param: rows_here(target.param) for target in targets},
+            shared=self._sharing.plan(shared, len(options)),
+        )
