@@ -85,14 +85,14 @@ class Watch:
         self.transport = module_of(opt, "distributed.transport").AllToAll
         self.matrices = 0
         self.calls: Counter[str] = Counter()
-        self.largest = 0
+        self.largest = self.sent = 0  # bytes
 
     def __enter__(self) -> Watch:
         self.originals = (
             self.step_module.orthogonalize,
             self.muon_module.orthogonalize,
             self.transport._exchange,
-            self.transport.maximum,
+            self.transport._reduce,
         )
 
         def orthogonalize(x, **options):
@@ -102,14 +102,15 @@ class Watch:
         def exchange(transport, going, outbox, coming):
             self.calls["all_to_all"] += 1
             self.largest = max(self.largest, going.size, coming.size)
+            self.sent += going.size
             return self.originals[2](transport, going, outbox, coming)
 
-        def maximum(transport, values):
+        def reduce(transport, values, op):
             self.calls["all_reduce"] += 1
-            return self.originals[3](transport, values)
+            return self.originals[3](transport, values, op)
 
         self.step_module.orthogonalize = self.muon_module.orthogonalize = orthogonalize
-        self.transport._exchange, self.transport.maximum = exchange, maximum
+        self.transport._exchange, self.transport._reduce = exchange, reduce
         return self
 
     def __exit__(self, *error) -> None:
@@ -117,7 +118,7 @@ class Watch:
             self.step_module.orthogonalize,
             self.muon_module.orthogonalize,
             self.transport._exchange,
-            self.transport.maximum,
+            self.transport._reduce,
         ) = self.originals
 
 

@@ -12,6 +12,7 @@ from .blocks import check_names
 from .groups import Format, check_unique
 from .parameters import label
 from .state import (
+    Slot,
     complete_state,
     loaded_state,
     masked_options,
@@ -41,14 +42,26 @@ class GroupedOptimizer(torch.optim.Optimizer):
         group, names = self.format.complete(param_group, self.defaults, where)
         check_unique([*self.param_groups, group], [*self._names, names])
         options = self.format.options(group)
+        self.adopt([(where, group, names)])
         states = {
-            param: complete_state({}, slots_of(param, name, options, here), param, here)
+            param: complete_state({}, self.slots(param, name, options, here), param, here)
             for here, param, name in _labelled(where, group["params"], names)
         }
         check_names(options, names, where)
         self.param_groups.append(group)
         self._names.append(names)
         self.state.update(states)
+
+    def adopt(self, groups: Sequence[tuple[str, dict[str, Any], Sequence[str | None]]]) -> None:
+        """Decide where the state of new parameters is kept, before any is made."""
+
+    def slots(self, param: Tensor, name: str | None, options: Any, where: str) -> dict[str, Slot]:
+        """The state that this process keeps for a parameter."""
+        return slots_of(param, name, options, where)
+
+    def saved_here(self, param: Tensor, saved: Any, slots: dict[str, Slot]) -> Any:
+        """The part of a parameter's saved state that this process keeps."""
+        return saved
 
     def parameter_names(self, group: int) -> list[str | None]:
         """The names of a group's parameters, None where none was given.
@@ -74,10 +87,13 @@ class GroupedOptimizer(torch.optim.Optimizer):
             ValueError: a parameter or an option changed so that the state no longer fits.
         """
         states = {}
+        self.adopt(
+            [(f"group {i}", group, self._names[i]) for i, group in enumerate(self.param_groups)]
+        )
         for number, group in enumerate(self.param_groups):
             options = self.format.options(group)
             for where, param, name in self.labelled(number):
-                slots = slots_of(param, name, options, where)
+                slots = self.slots(param, name, options, where)
                 states[param] = complete_state(self.state.get(param, {}), slots, param, where)
             check_names(options, self._names[number], f"group {number}")
         for gone in [key for key in self.state if isinstance(key, Tensor) and key not in states]:
@@ -139,8 +155,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
             options = self.format.options(merged[-1], check_as=where)
             labelled = self.labelled(number)
             for saved_id, (here, param, name) in zip(saved["params"], labelled, strict=True):
-                slots = slots_of(param, name, options, here)
-                loading[param] = loaded_state(saved_state.pop(saved_id, None), slots, param, here)
+                slots = self.slots(param, name, options, here)
+                saved_one = self.saved_here(param, saved_state.pop(saved_id, None), slots)
+                loading[param] = loaded_state(saved_one, slots, param, here)
             check_names(options, self._names[number], where)
         unlisted = [key for key in saved_state if isinstance(key, int)]
         if unlisted:

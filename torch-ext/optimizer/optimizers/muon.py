@@ -23,11 +23,11 @@ from .groups import Format
 from .momentum import momentum
 from .options import AdamWOptions, LrRule, MuonOptions, fingerprint
 from .param_groups import default_is_muon, get_default_muon_param_groups
-from .parameters import check_gradient, check_rate, local
+from .parameters import check_gradient, check_rate, is_dtensor, label, local
 from .report import report
 from .shared import Shared, placement_of
 from .sharing import Sharing
-from .state import layout_of
+from .state import Slot, layout_of, slots_of
 from .update import Rate, rate_of, update
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
@@ -112,7 +112,7 @@ class MuonBase(GroupedOptimizer):
 
         def own_work() -> None:
             for number, group in enumerate(options):
-                if isinstance(group, AdamWOptions):
+                if isinstance(group, AdamWOptions) and self._sharing.unreduced is None:
                     self._step_adamw(self.param_groups[number]["params"], group)
                 for chunk, rate in zip(plan.chunks[number], rates[number], strict=True):
                     self._step_chunk(chunk, rate, group)
@@ -225,23 +225,53 @@ class MuonBase(GroupedOptimizer):
     ) -> Plan:
         """Cut, bucket and batch."""
         self.fit_state()
-        labelled, chunks, shared = [], [], []
+        labelled, cuts = [], []
         for number, group in enumerate(options):
             entries = self.labelled(number)
             labelled.append([(where, param) for where, param, _ in entries])
-            blocks = []
             if isinstance(group, MuonOptions):
-                blocks, with_others = self._sharing.divide(
-                    [
-                        (where, param, cut(tuple(param.shape), name, group, where))
-                        for where, param, name in entries
-                    ],
-                    group,
-                    number,
-                )
-                shared += with_others
-            chunks.append(plan_chunks(blocks))
-        return Plan(signature, labelled, chunks, self._sharing.plan(shared, len(options)))
+                blocks = [
+                    (where, param, cut(tuple(param.shape), name, group, where))
+                    for where, param, name in entries
+                ]
+                cuts.append((number, group, blocks))
+        count = len(options)
+        chunks: list[list[Chunk]] = [[] for _ in range(count)]
+        if self._sharing.unreduced is not None:
+            with_muon = {number for number, _, _ in cuts}
+            others = [(i, named) for i, named in enumerate(labelled) if i not in with_muon]
+            shared = self._sharing.divide_unreduced(cuts, others, count)
+            return Plan(signature, labelled, chunks, shared)
+        with_others = []
+        for number, group, blocks in cuts:
+            own, together = self._sharing.divide(blocks, group, number)
+            chunks[number] = plan_chunks(own)
+            with_others += together
+        return Plan(signature, labelled, chunks, self._sharing.plan(with_others, count))
+
+    def adopt(self, groups: Sequence[tuple[str, dict[str, Any], Sequence[str | None]]]) -> None:
+        if self._sharing.unreduced is None:
+            return
+        entries = []
+        for where, group, names in groups:
+            options = self.format.options(group)
+            for index, (param, name) in enumerate(zip(group["params"], names, strict=True)):
+                here = label(where, index, name)
+                if is_dtensor(param):
+                    raise TypeError(
+                        f"{here}: gradients='unreduced' takes plain parameters that every rank has "
+                        "whole, got a DTensor; its gradients are reduced, use gradients='reduced'"
+                    )
+                if isinstance(options, MuonOptions):
+                    blocks = cut(tuple(param.shape), name, options, here)
+                    entries.append((param, blocks, options))
+        self._sharing.adopt(entries)
+
+    def slots(self, param: Tensor, name: str | None, options: Any, where: str) -> dict[str, Slot]:
+        return self._sharing.keeps(param, slots_of(param, name, options, where), options)
+
+    def saved_here(self, param: Tensor, saved: Any, slots: dict[str, Slot]) -> Any:
+        return saved if slots else {}
 
 
 class Muon(MuonBase):
