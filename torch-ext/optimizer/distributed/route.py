@@ -105,7 +105,7 @@ class Route:
     scatters: bool  # the same for the way back
 
 
-def route(
+def make_route(
     jobs: Sequence[Job],
     owners: Sequence[int],
     rank: int,

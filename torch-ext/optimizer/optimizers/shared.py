@@ -16,8 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed import Box, Extra, Job, Layout, Part, Route, Run, Team, assign, chunked, route
-from ..distributed import in_flight as chunks_in_flight
+from ..distributed import (
+    Box,
+    Extra,
+    Job,
+    Layout,
+    Part,
+    Route,
+    Run,
+    Team,
+    assign,
+    chunked,
+    in_flight,
+    make_route,
+)
 from .blocks import Blocks, Piece
 from .parameters import is_dtensor
 
@@ -221,7 +233,7 @@ def _chunks(members: Sequence[tuple[SharedMatrix, int]], group: SharedGroup) -> 
         [owner for _, owner in members],
         [2 * m * n * wire.itemsize] * len(members),
         [[count * wire.itemsize for count in matrix.job.elements()] for matrix, _ in members],
-        IN_FLIGHT_BYTES // chunks_in_flight(AHEAD),
+        IN_FLIGHT_BYTES // in_flight(AHEAD),
     )
     return [_chunk([members[i] for i in part], wire, group) for part in parts]
 
@@ -237,7 +249,7 @@ def _chunk(
     if group.keeps_statistics:
         extras = [Extra(max(m, n) * first.dtype.itemsize, matrix.hearers) for matrix in matrices]
     jobs = [matrix.job for matrix in matrices]
-    planned = route(jobs, owners, team.rank, team.size, wire.itemsize, extras)
+    planned = make_route(jobs, owners, team.rank, team.size, wire.itemsize, extras)
     return chunk_of(team, matrices, owners, wire, planned)
 
 

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed import Job, Layout, Run, Split, Team, Teams, assign, route
-from ..distributed import in_flight as chunks_in_flight
+from ..distributed import Job, Layout, Run, Split, Team, Teams, assign, in_flight, make_route
 from .shared import AHEAD, IN_FLIGHT_BYTES, SharedChunk, SharedMatrix, chunk_of
 
 REDUCE_OPS = ("avg", "sum")
@@ -142,7 +141,7 @@ class Unreduced:
 
     @property
     def _limit(self) -> int:
-        return IN_FLIGHT_BYTES // chunks_in_flight(AHEAD)
+        return IN_FLIGHT_BYTES // in_flight(AHEAD)
 
     def _chunk(
         self,
@@ -153,7 +152,7 @@ class Unreduced:
     ) -> SharedChunk:
         if owners is None:
             owners = [self.owner(member.param) for member in members]
-        planned = route(
+        planned = make_route(
             [member.job for member in members],
             owners,
             self.team.rank,
