@@ -1,9 +1,9 @@
-"""Every known single-device defect of the predecessors, and the tests that fail on it.
+"""Every known defect of the predecessors, and the tests that fail on it.
 
 Numbered as in the list of behaviours that this package is built from: M1 to M28 are entries on the
 Motif optimizer, N1 to N15 on nanochat's optimizer, T traps found in other packages. An entry that
-several defects share is split by a letter. `Elsewhere` gives the reason why no test on one device
-can show a defect, and only the entries of `NOT_SHOWN` may have one. That the tests really fail on
+several defects share is split by a letter. `Elsewhere` gives the reason why no test can show a
+defect, and only the entries of `NOT_SHOWN` may have one. That the tests really fail on
 such a defect is sampled by `optimizers/test_mutations.py`.
 """
 
@@ -34,6 +34,12 @@ DOCS = "optimizers/test_documentation.py"
 CLIP = "optimizers/test_qk_clip.py"
 OFFLOAD = "optimizers/test_offload.py"
 CHECKPOINT = "integrations/test_checkpoint.py"
+TOGETHER = "distributed/test_shared_step.py"
+SHARING = "distributed/test_sharing.py"
+OWNERSHIP = "distributed/test_ownership.py"
+SCHEDULE = "distributed/test_schedule.py"
+UNREDUCED = "distributed/test_unreduced.py"
+WRAPPERS = "distributed/test_wrappers.py"
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,6 @@ def defect(behaviour: str, *tests: str) -> Defect:
     return Defect(behaviour, tests)
 
 
-MANY_RANKS = "shows only with several ranks; comes with the sharded step"
 DEFECTS: dict[str, Defect | Elsewhere] = {
     "M1a": defect(
         "the documentation lists arguments that do not exist",
@@ -141,14 +146,19 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
         "a gradient is freed while it is still needed (here: by a later chunk)",
         f"{BLOCKS}::test_none_grad_waits_for_the_last_piece",
     ),
-    "M7c": Elsewhere("a freed gradient is reused under an asynchronous push", MANY_RANKS),
+    "M7c": defect(
+        "a freed gradient is reused under an asynchronous push",
+        f"{SHARING}::test_a_freed_gradient_may_be_reused_at_once",
+    ),
     "M8a": defect(
         "replicated DTensors go to kernels as they are",
         f"{RANKS}::test_replicated_dtensors_step_as_local_tensors",
     ),
     "M8b": defect(
         "other DTensors must be routed or refused, never taken for local tensors",
-        f"{RANKS}::test_other_placements_are_refused_by_name",
+        f"{TOGETHER}::test_many_ranks_equal_one",
+        f"{RANKS}::test_sums_that_are_not_made_are_refused_by_name",
+        f"{RANKS}::test_a_gradient_placed_otherwise_is_refused",
         f"{RANKS}::test_a_partial_gradient_is_refused_before_any_write",
     ),
     "M8c": defect(
@@ -156,10 +166,52 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
         f"{NUMBERS}::test_runs_repeat_bit_for_bit",
         f"{BLOCKS}::test_a_bound_smaller_than_a_stack_changes_no_bit",
     ),
-    "M8d": Elsewhere("replicas repeat the same orthogonalization", MANY_RANKS),
+    "M8d": defect(
+        "replicas repeat the same orthogonalization",
+        f"{SHARING}::test_no_matrix_is_orthogonalized_twice",
+    ),
     "M9": defect(
         "one matrix at a time",
         f"{BLOCKS}::test_same_shapes_are_orthogonalized_as_one_batch",
+    ),
+    "M10": defect(
+        "the path to compare with runs on CUDA only (here: one rank, on any device)",
+        f"{TOGETHER}::test_many_ranks_equal_one",
+        f"{WRAPPERS}::test_wrapped_models_step_as_on_one_rank",
+    ),
+    "M11a": defect(
+        "the owner is a global rank modulo the group's size: a strided group uses half its ranks",
+        f"{SHARING}::test_every_rank_of_a_strided_group_owns_something",
+    ),
+    "M11b": defect(
+        "owners in turn, not by what is left to do",
+        f"{OWNERSHIP}::test_longest_first_beats_turns",
+        f"{OWNERSHIP}::test_balance_is_within_grahams_bound",
+    ),
+    "M11c": defect(
+        "plans are cached by names, so that other shapes or meshes reuse wrong indices",
+        f"{TOGETHER}::test_many_ranks_equal_one",
+        f"{SHARING}::test_a_parameter_that_is_sharded_anew_gets_a_new_plan",
+    ),
+    "M11d": defect(
+        "ranks with different gradients make different plans and hang",
+        f"{SHARING}::test_differing_gradients_are_an_error_on_every_rank",
+        f"{UNREDUCED}::test_differing_gradients_are_an_error",
+    ),
+    "M12": defect(
+        "a chunk is a number of matrices, whatever their size",
+        f"{OWNERSHIP}::test_chunks_are_bounded_complete_and_mixed",
+        f"{SHARING}::test_chunks_are_bounded_by_bytes_and_change_no_bit",
+    ),
+    "M13": defect(
+        "directions are rounded to bfloat16 on the way to their owner",
+        f"{TOGETHER}::test_many_ranks_equal_one",
+        f"{SHARING}::test_the_wire_keeps_eleven_bits_of_tiny_gradients",
+    ),
+    "M14": defect(
+        "only the first gather runs under other work, and the pipeline drains between groups",
+        f"{SCHEDULE}::test_every_transfer_has_a_computation_to_hide_under",
+        f"{SCHEDULE}::test_phases_are_in_order_and_few_chunks_are_alive",
     ),
     "M15a": defect(
         "expert keys match substrings: shared_experts, routers",
@@ -188,6 +240,7 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
     "M16b": defect(
         "an expert tensor without a gradient stops training",
         f"{STEP}::test_parameters_without_gradient_are_left_alone",
+        f"{SHARING}::test_experts_that_are_sharded_along_themselves_stay_local",
     ),
     "M16c": defect(
         "convolutions and N-D tensors are refused",
@@ -344,7 +397,12 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
         "moments in the parameter's dtype",
         f"{STATE}::test_state_is_made_at_construction",
     ),
-    "N5d": Elsewhere("state depends on the number of ranks", MANY_RANKS),
+    "N5d": defect(
+        "state depends on the number of ranks",
+        f"{TOGETHER}::test_many_ranks_equal_one",
+        f"{SHARING}::test_a_resumed_run_continues_bit_for_bit",
+        f"{UNREDUCED}::test_a_resumed_run_continues_bit_for_bit",
+    ),
     "N6": defect(
         "(kept: the gradient itself stays untouched)",
         f"{STEP}::test_gradients_are_never_written",
@@ -396,6 +454,34 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
         "the copies are as large as the model (here: as a batch)",
         f"{BLOCKS}::test_batches_are_bounded_and_cover_everything_once",
     ),
+    "N12": defect(
+        "(kept: reduce, compute and gather of different groups run at once)",
+        f"{SCHEDULE}::test_every_transfer_has_a_computation_to_hide_under",
+        f"{UNREDUCED}::test_unreduced_equals_one_rank",
+    ),
+    "N13a": defect(
+        "rows that the number of ranks does not divide are dropped, then fail in NCCL",
+        f"{UNREDUCED}::test_unreduced_equals_one_rank",
+    ),
+    "N13b": defect(
+        "small gradients are reduced one by one, into p.grad",
+        f"{UNREDUCED}::test_small_parameters_share_one_all_reduce",
+        f"{UNREDUCED}::test_unreduced_equals_one_rank",
+    ),
+    "N14a": defect(
+        "fewer matrices than ranks leave ranks idle, and padding travels both ways",
+        f"{UNREDUCED}::test_small_parameters_share_one_all_reduce",
+        f"{OWNERSHIP}::test_equal_work_goes_to_all_ranks_equally",
+    ),
+    "N14b": defect(
+        "gradients that DDP reduced are averaged again",
+        f"{UNREDUCED}::test_gradients_that_ddp_reduced_are_noticed",
+    ),
+    "N15": Elsewhere(
+        "(to keep: one static buffer serves the reduce and the gather)",
+        "messages of bounded size come from torch's caching allocator; a static arena comes with "
+        "a transport that needs one",
+    ),
     "T1": defect(
         "torch.optim.Muon, bfloat16, nesterov=False: the division overwrites the momentum",
         f"{UPDATE}::test_bfloat16_without_nesterov_keeps_its_momentum",
@@ -409,16 +495,17 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
         "learning-rate modes of different packages are compared unaligned",
         f"{UPDATE}::test_muon_equals_torchs_where_they_are_comparable",
     ),
-    "T4": Elsewhere("dion's NorMuon normalizes per shard", MANY_RANKS),
+    "T4": defect(
+        "dion's NorMuon normalizes per shard",
+        f"{TOGETHER}::test_many_ranks_equal_one",
+    ),
 }
-SINGLE_DEVICE_ENTRIES = (
-    *(f"M{number}" for number in (1, 2, 3, 4, 6, 7, 8, 9, 15, *range(17, 29))),
-    *(f"N{number}" for number in range(1, 12)),
+ENTRIES = (
+    *(f"M{number}" for number in (*range(1, 5), *range(6, 29))),
+    *(f"N{number}" for number in range(1, 15)),
 )  # M5 describes a behaviour without a defect
 # The whole list of what no test here shows. A new entry is a decision, not an excuse.
-SEVERAL_RANKS = frozenset({"M7c", "M8d", "N5d", "T4"})
-NOT_YET_REMOVED = frozenset({"M15c", "N7d"})
-NOT_SHOWN = SEVERAL_RANKS | NOT_YET_REMOVED
+NOT_SHOWN = frozenset({"M15c", "N7d", "N15"})
 
 
 def functions(file: str) -> set[str]:
@@ -443,10 +530,9 @@ def test_a_defect_has_tests_that_exist(name) -> None:
 def test_only_the_listed_entries_have_a_reason_instead_of_tests() -> None:
     excused = {name: entry for name, entry in DEFECTS.items() if isinstance(entry, Elsewhere)}
     assert excused.keys() == NOT_SHOWN
-    assert {name for name, entry in excused.items() if entry.reason == MANY_RANKS} == SEVERAL_RANKS
 
 
-@pytest.mark.parametrize("entry", SINGLE_DEVICE_ENTRIES)
+@pytest.mark.parametrize("entry", ENTRIES)
 def test_every_entry_has_a_test(entry) -> None:
     parts = [DEFECTS[name] for name in DEFECTS if name.rstrip("abcde") == entry]
     assert any(isinstance(part, Defect) for part in parts)

@@ -85,14 +85,14 @@ class Watch:
         self.transport = module_of(opt, "distributed.transport").AllToAll
         self.matrices = 0
         self.calls: Counter[str] = Counter()
-        self.largest = 0
+        self.largest = self.sent = 0  # bytes
 
     def __enter__(self) -> Watch:
         self.originals = (
             self.step_module.orthogonalize,
             self.muon_module.orthogonalize,
             self.transport._exchange,
-            self.transport.maximum,
+            self.transport._reduce,
         )
 
         def orthogonalize(x, **options):
@@ -102,14 +102,15 @@ class Watch:
         def exchange(transport, going, outbox, coming):
             self.calls["all_to_all"] += 1
             self.largest = max(self.largest, going.size, coming.size)
+            self.sent += going.size
             return self.originals[2](transport, going, outbox, coming)
 
-        def maximum(transport, values):
+        def reduce(transport, values, op):
             self.calls["all_reduce"] += 1
-            return self.originals[3](transport, values)
+            return self.originals[3](transport, values, op)
 
         self.step_module.orthogonalize = self.muon_module.orthogonalize = orthogonalize
-        self.transport._exchange, self.transport.maximum = exchange, maximum
+        self.transport._exchange, self.transport._reduce = exchange, reduce
         return self
 
     def __exit__(self, *error) -> None:
@@ -117,7 +118,7 @@ class Watch:
             self.step_module.orthogonalize,
             self.muon_module.orthogonalize,
             self.transport._exchange,
-            self.transport.maximum,
+            self.transport._reduce,
         ) = self.originals
 
 
@@ -156,6 +157,80 @@ def test_no_matrix_is_orthogonalized_twice(ranks, mesh, placements) -> None:
     per_chunk = 1 if placements is None or set(placements) == {"R"} else 2
     assert calls["all_to_all"] == 2 * 4 * per_chunk  # four shapes, two steps
     assert calls["all_reduce"] == 2  # whether all have the same gradients
+
+
+def strided_group(opt) -> int:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["data"]
+    params = placed(plain_params(), mesh, [Shard(0)])
+    optimizer = opt.Muon(params)
+    with Watch(opt) as watch:
+        give(params, gradients(params, 0))
+        optimizer.step()
+    assert_as_alone(opt, params, 1)
+    return watch.matrices
+
+
+def test_every_rank_of_a_strided_group_owns_something(ranks) -> None:
+    """M11: ranks 0 and 2 of four are numbers 0 and 1 of their group."""
+    counts = ranks(4).run(strided_group)
+    assert [counts[0] + counts[2], counts[1] + counts[3]] == [len(SHAPES)] * 2
+    assert min(counts) >= 2
+
+
+def sharded_anew(opt) -> None:
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
+        params = placed(plain_params(), mesh, placements)
+        optimizer = opt.Muon([(f"w{i}", param) for i, param in enumerate(params)])
+        give(params, gradients(params, 0))
+        optimizer.step()
+        assert_as_alone(opt, params, 1)
+    # Trainers put other parameters into the groups: here plain ones for DTensors.
+    fresh = plain_params()
+    optimizer.param_groups[0]["params"] = fresh
+    optimizer.state.clear()
+    give(fresh, gradients(fresh, 0))
+    optimizer.step()
+    assert_as_alone(opt, fresh, 1)
+
+
+def test_a_parameter_that_is_sharded_anew_gets_a_new_plan(ranks) -> None:
+    """M11: equal names and shapes, other placements."""
+    ranks(2).run(sharded_anew)
+
+
+def tiny_gradients(opt, wire, scale: float) -> tuple[float, float]:
+    """Error of a step by what the wire rounds, and by rounding the directions to bfloat16."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    results = []
+    for dtype in (torch.float32, wire):
+        params = placed(plain_params([(24, 96)]), mesh, [Shard(1)])
+        optimizer = opt.Muon(params, lr=1.0, adjust_lr_fn=None, weight_decay=0.0, wire_dtype=dtype)
+        give(params, [grad * scale for grad in gradients(params, 0)])
+        optimizer.step()
+        results.append(params[0].detach().full_tensor())
+    (grad,) = gradients(params, 0)
+    coarse = opt.orthogonalize(grad.bfloat16().float()) - opt.orthogonalize(grad)
+    return (results[0] - results[1]).norm().item(), coarse.norm().item()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-9, 1e-30, 1e30])
+def test_the_wire_keeps_eleven_bits_of_tiny_gradients(ranks, scale) -> None:
+    """M13: bfloat16 would keep 8, float16 without a scale nothing of the tiny ones."""
+    error, coarse = same_everywhere(ranks(3).run(tiny_gradients, torch.float16, scale))
+    # Three bits more are an eighth of the error; the update is rounded to eleven bits as well.
+    assert 0 < error < coarse / 4
 
 
 def experts_stay(opt) -> Counter:

@@ -5,7 +5,7 @@ shards: what every rank holds -> ownership: who does what -> route: what goes wh
 """
 
 from .ownership import assign, chunked
-from .route import Extra, Job, Message, Part, Route, route
+from .route import Extra, Job, Message, Part, Route, make_route
 from .schedule import in_flight, run_pipeline
 from .shards import Box, Layout, Run, Split, boxes, splits_of
 from .team import Team, Teams, alone
@@ -34,7 +34,7 @@ __all__ = [
     "boxes",
     "chunked",
     "in_flight",
-    "route",
+    "make_route",
     "run_pipeline",
     "splits_of",
 ]

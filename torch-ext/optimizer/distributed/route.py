@@ -105,13 +105,16 @@ class Route:
     scatters: bool  # the same for the way back
 
 
-def route(
+def make_route(
     jobs: Sequence[Job],
     owners: Sequence[int],
     rank: int,
     ranks: int,
     itemsize: int,
     extras: Sequence[Extra | None] | None = None,
+    *,
+    from_all: bool = False,
+    answer_itemsize: int | None = None,
 ) -> Route:
     """The messages of one rank.
 
@@ -122,14 +125,20 @@ def route(
         ranks: how many there are.
         itemsize: bytes of an element on the wire.
         extras: what goes with the answer of each job.
+        from_all: every replica sends its part, as contributions that the owner adds up.
+        answer_itemsize: bytes of an element of an answer, if they differ.
     """
+    back = answer_itemsize or itemsize
     numbers = range(len(jobs))
     extras = extras or [None] * len(jobs)
     held = [[job.held(r) for r in range(ranks)] for job in jobs]
 
+    def feeds(job: int, source: int, owner: int) -> bool:
+        return from_all or jobs[job].feeds(source, owner)
+
     def parts_to_owner(source: int, owner: int) -> Iterator[tuple[int, Box | None, int]]:
         for j in numbers:
-            if owners[j] == owner and jobs[j].feeds(source, owner):
+            if owners[j] == owner and feeds(j, source, owner):
                 for box in held[j][source]:
                     yield j, box, box.numel * itemsize
 
@@ -137,7 +146,7 @@ def route(
         for j in numbers:
             if owners[j] == owner:
                 for box in held[j][target]:
-                    yield j, box, box.numel * itemsize
+                    yield j, box, box.numel * back
                 extra = extras[j]
                 if extra is not None and target in extra.ranks:
                     yield j, None, extra.size
@@ -149,7 +158,7 @@ def route(
         answered=_message(ranks, lambda other: parts_of_answer(rank, other)),
         scattered=_message(ranks, lambda other: parts_of_answer(other, rank)),
         gathers=any(
-            held[j][source] and source != owners[j] and jobs[j].feeds(source, owners[j])
+            held[j][source] and source != owners[j] and feeds(j, source, owners[j])
             for j in numbers
             for source in range(ranks)
         ),

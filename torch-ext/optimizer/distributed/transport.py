@@ -1,7 +1,7 @@
 """The only place of the step that communicates.
 
 A transport moves the messages of a route and returns futures. `AllToAll` serves NCCL and gloo;
-another transport needs the same four methods.
+another transport needs the same methods.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ class Transport(Protocol):
 
     def maximum(self, values: Tensor) -> Future:
         """The largest of every rank's values, element by element, in place."""
+        ...
+
+    def sum(self, values: Tensor) -> Future:
+        """The sum of every rank's values, element by element, in place; equal on all ranks."""
         ...
 
 
@@ -74,6 +78,9 @@ class Identity:
     def maximum(self, values: Tensor) -> Future:
         return Ready(values)
 
+    def sum(self, values: Tensor) -> Future:
+        return Ready(values)
+
 
 class AllToAll:
     """One `all_to_all_single` each way, over NCCL or gloo, with nothing padded but to 16 bytes."""
@@ -88,11 +95,19 @@ class AllToAll:
         return self._exchange(answered, outbox, scattered)
 
     def maximum(self, values: Tensor) -> Future:
+        from torch.distributed import ReduceOp
+
+        return self._reduce(values, ReduceOp.MAX)
+
+    def sum(self, values: Tensor) -> Future:
+        from torch.distributed import ReduceOp
+
+        return self._reduce(values, ReduceOp.SUM)
+
+    def _reduce(self, values: Tensor, op: Any) -> Future:
         from torch import distributed
 
-        work = distributed.all_reduce(
-            values, distributed.ReduceOp.MAX, group=self.group, async_op=True
-        )
+        work = distributed.all_reduce(values, op, group=self.group, async_op=True)
         return Travelling(work, values, values)
 
     def _exchange(self, going: Message, outbox: Tensor, coming: Message) -> Future:

@@ -34,38 +34,53 @@ def adamw(
         options: of the group.
     """
     taken = [param for param in params if param.grad is not None]
-    for members in _calls(taken):
-        device = members[0].device
-        states = [find(param) for param in members]
+    grads = [param.grad for param in taken]
+    for members in _calls(taken, grads):
+        of_call = [taken[k] for k in members]
+        states = [find(param) for param in of_call]
+        device = of_call[0].device
         rounding = rounding_of(
             options,
             (param for param in params if param.device == device),
             state,
-            lambda members=members: [(param, numbers[param], 0) for param in members],
+            lambda of_call=of_call: [(param, numbers[param], 0) for param in of_call],
             lambda k, states=states: local(states[k][RESIDUAL]),
         )
-        _step(members, states, options, rounding)
+        _step(of_call, [grads[k] for k in members], states, options, rounding)
     return taken
 
 
-def _calls(taken: list[Tensor]) -> list[list[Tensor]]:
-    """The parameters by device and by whether float64 is among parameter and gradient."""
-    calls: dict[tuple[torch.device, bool], list[Tensor]] = {}
-    for param in taken:
-        wide = param.dtype is torch.float64 or param.grad.dtype is torch.float64
-        calls.setdefault((param.device, wide), []).append(param)
+def adamw_on(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],  # exp_avg, exp_avg_sq, step of each
+    options: AdamWOptions,
+) -> None:
+    """The same for parameters, or parts of them, with gradients and state from elsewhere."""
+    for members in _calls(params, grads):
+        lists = ([of_all[k] for k in members] for of_all in (params, grads, states))
+        _step(*lists, options, Rounding())
+
+
+def _calls(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[list[int]]:
+    """The numbers of the parameters by device and by whether float64 is in it or its gradient."""
+    calls: dict[tuple[torch.device, bool], list[int]] = {}
+    for k, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        wide = param.dtype is torch.float64 or grad.dtype is torch.float64
+        calls.setdefault((param.device, wide), []).append(k)
     return list(calls.values())
 
 
 def _step(
-    params: list[Tensor],
-    states: list[Mapping[str, Tensor]],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
     options: AdamWOptions,
     rounding: Rounding,
 ) -> None:
     lists = {
         "param": [local(param) for param in params],
-        "grad": [local(param.grad) for param in params],
+        "grad": [local(grad) for grad in grads],
         "exp_avg": [local(of_one["exp_avg"]) for of_one in states],
         "exp_avg_sq": [local(of_one["exp_avg_sq"]) for of_one in states],
     }

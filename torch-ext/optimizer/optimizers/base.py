@@ -13,6 +13,7 @@ from .groups import Format, check_unique
 from .options import AdamWOptions, MuonOptions
 from .parameters import label
 from .state import (
+    Slot,
     complete_state,
     loaded_state,
     masked_options,
@@ -43,9 +44,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
         group, names = self.format.complete(param_group, self.defaults, where)
         check_unique([*self.param_groups, group], [*self._names, names])
         options = self.format.options(group)
+        self.adopt([(where, group, names)])
         states = {
             param: complete_state(
-                {}, slots_of(param, name, options, here), param, here, offloaded=self.offloaded
+                {}, self.slots(param, name, options, here), param, here, offloaded=self.offloaded
             )
             for here, param, name in _labelled(where, group["params"], names)
         }
@@ -59,6 +61,17 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self, options: MuonOptions | AdamWOptions, entries: Sequence[tuple[str, Tensor, str | None]]
     ) -> None:
         """Raise if a group does not fit what the optimizer as a whole was told."""
+
+    def adopt(self, groups: Sequence[tuple[str, dict[str, Any], Sequence[str | None]]]) -> None:
+        """Decide where the state of new parameters is kept, before any is made."""
+
+    def slots(self, param: Tensor, name: str | None, options: Any, where: str) -> dict[str, Slot]:
+        """The state that this process keeps for a parameter."""
+        return slots_of(param, name, options, where)
+
+    def saved_here(self, param: Tensor, saved: Any, slots: dict[str, Slot]) -> Any:
+        """The part of a parameter's saved state that this process keeps."""
+        return saved
 
     def parameter_names(self, group: int) -> list[str | None]:
         """The names of a group's parameters, None where none was given.
@@ -84,10 +97,13 @@ class GroupedOptimizer(torch.optim.Optimizer):
             ValueError: a parameter or an option changed so that the state no longer fits.
         """
         states = {}
+        self.adopt(
+            [(f"group {i}", group, self._names[i]) for i, group in enumerate(self.param_groups)]
+        )
         for number, group in enumerate(self.param_groups):
             options = self.format.options(group)
             for where, param, name in self.labelled(number):
-                slots = slots_of(param, name, options, where)
+                slots = self.slots(param, name, options, where)
                 held = self.state.get(param, {})
                 states[param] = complete_state(held, slots, param, where, offloaded=self.offloaded)
             check_names(options, self._names[number], f"group {number}")
@@ -150,9 +166,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
             options = self.format.options(merged[-1], check_as=where)
             labelled = self.labelled(number)
             for saved_id, (here, param, name) in zip(saved["params"], labelled, strict=True):
-                slots = slots_of(param, name, options, here)
+                slots = self.slots(param, name, options, here)
+                saved_one = self.saved_here(param, saved_state.pop(saved_id, None), slots)
                 loading[param] = loaded_state(
-                    saved_state.pop(saved_id, None), slots, param, here, offloaded=self.offloaded
+                    saved_one, slots, param, here, offloaded=self.offloaded
                 )
             check_names(options, self._names[number], where)
         unlisted = [key for key in saved_state if isinstance(key, int)]

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from .groups import Format
+from .options import check_choice
 from .sharing import Sharing
 from .step import MuonBase
+from .unreduced import REDUCE_OPS, Unreduced
 
 GRADIENTS = ("reduced", "unreduced")
 
@@ -56,17 +58,21 @@ class MuonAdamW(MuonBase):
             and shaped_decay True as defaults. `names` are optional. Groups may hold matrices of any
             shapes, or nothing. `use_muon` is accepted for `kind`.
         gradients: "reduced": `p.grad` is what the step uses, as with one GPU or DDP. "unreduced":
-            every rank holds its own contribution.
+            every rank holds its own contribution. Then matrices and large parameters have owners,
+            which add up the contributions and keep the state: a state_dict holds this rank's part,
+            keyed as everywhere. Not under DistributedDataParallel, which reduces them already.
         process_group: with reduced gradients, the ranks that share the work, as of `Muon`. With
             unreduced ones, over whose ranks they are to be averaged; None for the default group, if
             there is one. An initialised process group alone changes nothing.
-        wire_dtype: as of `Muon`.
+        reduce_op: "avg" or "sum" of unreduced gradients.
+        wire_dtype: as of `Muon`; of unreduced gradients, in which contributions to those of
+            matrices and large parameters are sent and updates of matrices come back, float32 if
+            None. The contributions are added up in float32 in any case.
         debug: log `report()` at INFO whenever the work is planned.
         clip_config: QK-clip of the attention layers in the Muon groups, as for `Muon`.
 
     Raises:
         ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.
-        ValueError: unreduced gradients over more than one rank, which this version does not have.
 
     Sources: nanochat's optimizer; arXiv 2510.05491 (NorMuon); arXiv 2505.16932 (Polar Express).
     """
@@ -79,12 +85,13 @@ class MuonAdamW(MuonBase):
         *,
         gradients: str = "reduced",
         process_group: Any = None,
+        reduce_op: str = "avg",
         wire_dtype: torch.dtype | None = None,
         debug: bool = False,
         clip_config: dict[str, Any] | None = None,
     ) -> None:
-        _check_ranks(gradients, process_group)
-        sharing = Sharing(process_group if gradients == "reduced" else None, wire_dtype)
+        unreduced = _unreduced(gradients, process_group, reduce_op)
+        sharing = Sharing(process_group if gradients == "reduced" else None, wire_dtype, unreduced)
         super().__init__(
             param_groups,
             dict(DEFAULTS),
@@ -98,6 +105,8 @@ def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
     param_groups: list[dict[str, Any]],
     process_group: Any = None,
     *,
+    reduce_op: str = "avg",
+    wire_dtype: torch.dtype | None = None,
     debug: bool = False,
     clip_config: dict[str, Any] | None = None,
 ) -> MuonAdamW:
@@ -106,36 +115,38 @@ def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
     Args:
         param_groups: as for `MuonAdamW`.
         process_group: whose ranks hold the contributions; None for the default group.
+        reduce_op: as for `MuonAdamW`.
+        wire_dtype: as for `MuonAdamW`.
         debug: as for `MuonAdamW`.
         clip_config: as for `MuonAdamW`.
 
     Returns:
         A `MuonAdamW`. With one rank it steps exactly as any other.
 
-    Raises:
-        ValueError: the group has more than one rank, which this version does not have.
     """
     return MuonAdamW(
         param_groups,
         gradients="unreduced",
         process_group=process_group,
+        reduce_op=reduce_op,
+        wire_dtype=wire_dtype,
         debug=debug,
         clip_config=clip_config,
     )
 
 
-def _check_ranks(gradients: str, process_group: Any) -> None:
-    if gradients not in GRADIENTS:
-        raise ValueError(f"gradients must be 'reduced' or 'unreduced', got {gradients!r}")
+def _unreduced(gradients: str, process_group: Any, reduce_op: str) -> Unreduced | None:
+    """Who adds up the gradients; None where there is nothing to add."""
+    check_choice("gradients", gradients, GRADIENTS, "MuonAdamW")
+    check_choice("reduce_op", reduce_op, REDUCE_OPS, "MuonAdamW")
     if gradients == "reduced":
-        return
+        return None
     from torch import distributed
 
-    if process_group is None and not (distributed.is_available() and distributed.is_initialized()):
-        return
-    ranks = distributed.get_world_size(process_group)
-    if ranks > 1:
-        raise ValueError(
-            f"gradients='unreduced' over {ranks} ranks is not in this version; reduce the "
-            "gradients first (DistributedDataParallel does) and use gradients='reduced'"
-        )
+    if process_group is None:
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return None
+        process_group = distributed.group.WORLD
+    if distributed.get_world_size(process_group) == 1:
+        return None
+    return Unreduced(process_group, reduce_op)

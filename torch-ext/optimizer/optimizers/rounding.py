@@ -39,6 +39,15 @@ def check_rounding(options: MuonOptions | AdamWOptions, param: Tensor, where: st
         )
 
 
+def check_unreduced(options: MuonOptions | AdamWOptions, param: Tensor, where: str) -> None:
+    """Raise ValueError if 16-bit parameters are not rounded to nearest, where owners update."""
+    if options.rounding != "nearest" and param.dtype in NARROW:
+        raise ValueError(
+            f"{where}: rounding={options.rounding!r} is not supported with gradients='unreduced'; "
+            "use rounding='nearest', or reduce the gradients and use gradients='reduced'"
+        )
+
+
 def count_step(
     params: Sequence[Tensor],
     state: Mapping[Tensor, Mapping[str, Tensor]],

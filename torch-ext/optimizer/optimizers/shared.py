@@ -16,8 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed import Box, Extra, Job, Layout, Part, Route, Run, Team, assign, chunked, route
-from ..distributed import in_flight as chunks_in_flight
+from ..distributed import (
+    Box,
+    Extra,
+    Job,
+    Layout,
+    Part,
+    Route,
+    Run,
+    Team,
+    assign,
+    chunked,
+    in_flight,
+    make_route,
+)
 from .blocks import Blocks, Piece
 from .parameters import is_dtensor
 
@@ -86,7 +98,7 @@ class SharedChunk:
 class Shared:
     """The part of a plan that ranks share."""
 
-    chunks: list[list[SharedChunk]]  # per group; the same on every rank
+    chunks: list[list[Any]]  # per group; the same on every rank
     home: list[list[SharedChunk]]  # per group; this rank's own, without communication
     teams: list[tuple[Team, list[tuple[str, Tensor]]]]  # parameters that must agree on gradients
 
@@ -221,7 +233,7 @@ def _chunks(members: Sequence[tuple[SharedMatrix, int]], group: SharedGroup) -> 
         [owner for _, owner in members],
         [2 * m * n * wire.itemsize] * len(members),
         [[count * wire.itemsize for count in matrix.job.elements()] for matrix, _ in members],
-        IN_FLIGHT_BYTES // chunks_in_flight(AHEAD),
+        IN_FLIGHT_BYTES // in_flight(AHEAD),
     )
     return [_chunk([members[i] for i in part], wire, group) for part in parts]
 
@@ -237,18 +249,30 @@ def _chunk(
     if group.keeps_statistics:
         extras = [Extra(max(m, n) * first.dtype.itemsize, matrix.hearers) for matrix in matrices]
     jobs = [matrix.job for matrix in matrices]
-    planned = route(jobs, owners, team.rank, team.size, wire.itemsize, extras)
+    planned = make_route(jobs, owners, team.rank, team.size, wire.itemsize, extras)
+    return chunk_of(team, matrices, owners, wire, planned)
+
+
+def chunk_of(
+    team: Team,
+    members: Sequence[SharedMatrix],
+    owners: Sequence[int],
+    wire: torch.dtype,
+    planned: Route,
+) -> SharedChunk:
+    """A chunk of matrices of one shape with its route, and this rank's boxes of them."""
+    first = members[0]
     sent = {(part.job, _corner(part.box)): part for part in planned.sent.parts}
-    size = m * n * wire.itemsize
-    gathered = planned.gathered
-    fits = len(gathered.parts) == len(planned.owned) and all(
-        part.box is not None and part.start == slot * size and part.box.numel == m * n
-        for slot, part in enumerate(gathered.parts)
+    size = first.matrix[0] * first.matrix[1] * wire.itemsize
+    parts = planned.gathered.parts
+    fits = len(parts) == len(planned.owned) and all(
+        part.start == slot * size and part.stop == (slot + 1) * size
+        for slot, part in enumerate(parts)
     )
     return SharedChunk(
         team=team,
-        members=matrices,
-        owners=owners,
+        members=tuple(members),
+        owners=tuple(owners),
         matrix=first.matrix,
         dtype=first.dtype,
         wire=wire,
@@ -256,8 +280,8 @@ def _chunk(
         route=planned,
         held=tuple(
             Held(number, box, sent.get((number, _corner(box))))
-            for number, job in enumerate(jobs)
-            for box in job.held(team.rank)
+            for number, member in enumerate(members)
+            for box in member.job.held(team.rank)
         ),
         fits=fits,
     )

@@ -64,7 +64,7 @@ def step_shared(
         yield
     with record_function("muon::wait_gather"):
         batch = _batch(chunk, gathering.wait())  # (B, m, n)
-    answer = chunk.route.answered.empty(chunk.device)
+    message = chunk.route.answered.empty(chunk.device)
     if any(present[job] for job in chunk.route.owned):
         with record_function("muon::newton_schulz"):
             orthogonal = orthogonalize(
@@ -72,19 +72,19 @@ def step_shared(
             )  # (B, m, n)
         del batch, gathering
         with record_function("muon::launch_scatter"):
-            _answer(chunk, orthogonal, options, state, answer)
+            answer(chunk, chunk.route.owned, orthogonal, options, state, message)
         del orthogonal
     else:
-        answer.zero_()
+        message.zero_()
     with record_function("muon::launch_scatter"):
-        scattering = _scatter(chunk, answer)
-        del answer
+        scattering = launch_scatter(chunk, message)
+        del message
     if chunk.communicates:
         yield
     with record_function("muon::wait_scatter"):
         answers = scattering.wait()
     with record_function("muon::update_params"):
-        _update(chunk, answers, rate, options, state, present)
+        apply(chunk, answers, rate, options, state, present)
 
 
 def _directions(
@@ -124,15 +124,17 @@ def _directions(
         )[:, 0]
         written(buffers, buffers)
     if rounds:
-        scales = _scales(chunk, largest, jobs)
+        scales = scales_for(chunk, largest, jobs, across=chunk.route.gathers)
         for direction, place, job in zip(out, places, jobs, strict=True):
             if place is not None:
                 torch.mul(direction, scales[job], out=place)
     return outbox
 
 
-def _scales(chunk: SharedChunk, largest: Tensor | None, jobs: Sequence[int]) -> Tensor:
-    """One power of two per matrix, that brings its largest element on any rank below 2^15.
+def scales_for(
+    chunk: SharedChunk, largest: Tensor | None, jobs: Sequence[int], *, across: bool
+) -> Tensor:
+    """One power of two per matrix, that brings its largest element (on any rank) below 2^15.
 
     It is exact: the owner need not undo it, since only the direction of a matrix counts. A matrix
     with an inf or NaN, which all of it becomes, is sent as it is.
@@ -145,7 +147,7 @@ def _scales(chunk: SharedChunk, largest: Tensor | None, jobs: Sequence[int]) -> 
         found = torch.where(largest.isfinite(), found, NOT_FINITE).to(torch.int32)
         index = torch.tensor(jobs).to(chunk.device, non_blocking=True)
         exponents.scatter_reduce_(0, index, found, "amax")
-    if chunk.route.gathers:
+    if across:
         exponents = chunk.team.transport.maximum(exponents).wait()
     shift = (TOP - exponents).clamp_(-126, 126)
     shift = torch.where(exponents == NOT_FINITE, 0, shift)
@@ -166,25 +168,34 @@ def _batch(chunk: SharedChunk, inbox: Tensor) -> Tensor:
     batch = torch.empty(shape, dtype=chunk.wire, device=chunk.device)
     places = dict(zip(chunk.route.owned, batch.unbind(), strict=True))
     parts = chunk.route.gathered.parts
-    torch._foreach_copy_(
+    copy_all(
         [places[p.job].view(chunk.region(p.job))[p.box.region] for p in parts],
         [part.of(inbox, chunk.wire) for part in parts],
     )
     return batch
 
 
-def _answer(
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors to tensors of the same shapes, in few launches."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def answer(
     chunk: SharedChunk,
+    owned: Sequence[int],
     orthogonal: Tensor,  # (B, m, n)
     options: MuonOptions,
     state: Mapping[Tensor, Mapping[str, Tensor]],
-    answer: Tensor,
+    message: Tensor,
 ) -> None:
-    """Write the updates, with variance reduction if asked for, and the new statistics."""
+    """Write the updates of owned jobs, evened out if asked for, and the new statistics."""
     statistics: dict[int, Tensor] = {}
     if options.beta2 is not None:
-        # Copies: the state advances together with the parameters, when the answers are there.
-        statistics = {job: _statistics(chunk, job, state).clone() for job in chunk.route.owned}
+        statistics = {job: _statistics(chunk, job, state) for job in owned}
+        if any(part.box is None for part in chunk.route.answered.parts):
+            # Several ranks keep them: they advance together, when the answers are there.
+            statistics = {job: kept.clone() for job, kept in statistics.items()}
         m, n = chunk.matrix
         kept = (m, 1) if m >= n else (1, n)
         reduced = torch.zeros_like(orthogonal, dtype=chunk.wire)
@@ -198,26 +209,29 @@ def _answer(
             beta2=options.beta2,
         )
         orthogonal = reduced
-    updates = dict(zip(chunk.route.owned, orthogonal.unbind(), strict=True))
+    updates = dict(zip(owned, orthogonal.unbind(), strict=True))
     sources, places = [], []
     for part in chunk.route.answered.parts:
-        if part.box is None:
+        if part.job not in updates:
+            message[part.start : part.stop].zero_()
+        elif part.box is None:
             sources.append(statistics[part.job])
-            places.append(part.of(answer, chunk.dtype))
+            places.append(part.of(message, chunk.dtype))
         else:
             update = updates[part.job].view(chunk.region(part.job))
             sources.append(update[part.box.region])
-            places.append(part.of(answer, chunk.wire))
-    torch._foreach_copy_(places, sources)
+            places.append(part.of(message, chunk.wire))
+    copy_all(places, sources)
 
 
-def _scatter(chunk: SharedChunk, answer: Tensor) -> Future:
+def launch_scatter(chunk: SharedChunk, message: Tensor) -> Future:
+    """Send the answers to all who hold a part."""
     if not chunk.route.scatters:
-        return Ready(answer)
-    return chunk.team.transport.scatter(chunk.route.answered, answer, chunk.route.scattered)
+        return Ready(message)
+    return chunk.team.transport.scatter(chunk.route.answered, message, chunk.route.scattered)
 
 
-def _update(
+def apply(
     chunk: SharedChunk,
     answers: Tensor,
     rate: Rate,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .rounding import check_rounding
 from .shared import (
     AHEAD,
     Shared,
+    SharedChunk,
     SharedGroup,
     SharedMatrix,
     layout_on,
@@ -27,6 +28,9 @@ from .shared import (
     plan_shared,
 )
 from .shared_step import step_shared
+from .state import Slot
+from .unreduced import SliceChunk, SmallChunk, Unreduced
+from .unreduced_step import step_owned, step_slices, step_small
 from .update import Rate, rate_of
 
 WIRE_DTYPES = (None, torch.float32, torch.float16)
@@ -34,49 +38,49 @@ WIRE_DTYPES = (None, torch.float32, torch.float16)
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """Whether all ranks have the same gradients, asked of a device."""
+    """Which numbers differ between the ranks, asked of a device, and what that would mean."""
 
-    labelled: list[tuple[str, Tensor]]
-    different: Tensor  # (parameters,) bool, on the CPU once `ready`
+    different: Tensor  # bool, on the CPU once `ready`
     ready: Any  # None, or the event after the copy to the CPU
+    verdict: Callable[[Tensor], None]
 
     def check(self) -> None:
         if self.ready is not None:
             self.ready.synchronize()
-        if not self.different.any():
-            return
-        names = [
-            where
-            for (where, _), differs in zip(self.labelled, self.different.tolist(), strict=True)
-            if differs
-        ]
-        raise RuntimeError(
-            f"ranks disagree on which parameters have gradients: {'; '.join(names)}. Give zeros "
-            "where a rank has none, or none on any rank, and load a state_dict before going on"
-        )
+        self.verdict(self.different)
 
 
 class Sharing:
     """Made once per optimizer; plans are made anew when groups change."""
 
-    def __init__(self, process_group: Any = None, wire_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        process_group: Any = None,
+        wire_dtype: torch.dtype | None = None,
+        unreduced: Unreduced | None = None,
+    ) -> None:
         if wire_dtype not in WIRE_DTYPES:
             raise ValueError(
                 f"wire_dtype must be None, torch.float32 or torch.float16, got {wire_dtype!r}"
             )
         self.wire_dtype = wire_dtype
+        self.unreduced = unreduced
         self._group = process_group
         self._teams = Teams()
         self._of_group: Team | None = None
         self._asked: list[_Question] = []
         self._presence: dict[int, tuple[list[int], Tensor]] = {}
+        self._doubted = False
         self._broken = False
 
     def __reduce__(self) -> Any:
-        return Sharing, (self._group, self.wire_dtype)
+        return Sharing, (self._group, self.wire_dtype, self.unreduced)
 
     def __deepcopy__(self, memo: Any) -> Sharing:
-        return Sharing(self._group, self.wire_dtype)  # a copy talks over the same group
+        copied = None
+        if self.unreduced is not None:
+            copied = Unreduced(self.unreduced.group, self.unreduced.reduce_op)
+        return Sharing(self._group, self.wire_dtype, copied)  # it talks over the same group
 
     def team_of(self, param: Tensor) -> Team | None:
         """The ranks that share the work on a parameter; None if this process has it alone."""
@@ -88,29 +92,101 @@ class Sharing:
             self._of_group = alone()
         return self._of_group
 
-    def divide(
+    def keeps(
+        self, param: Tensor, slots: dict[str, Slot], options: MuonOptions | AdamWOptions
+    ) -> dict[str, Slot]:
+        """The slots of a parameter that this rank keeps, of all those that it has."""
+        if self.unreduced is None:
+            return slots
+        if isinstance(options, MuonOptions):
+            return slots if self.unreduced.owns(param) else {}
+        if not self.unreduced.sliced(param):
+            return slots
+        make = self.unreduced.zeros_of_slice
+        return {
+            key: replace(slot, make=make) if slot.like_param else slot
+            for key, slot in slots.items()
+        }
+
+    def adopt(self, entries: Sequence[tuple[Tensor, Blocks, MuonOptions]]) -> None:
+        """Give owners to the matrices of a group, if ranks keep state apart."""
+        if self.unreduced is None:
+            return
+        costs = []
+        for param, blocks, options in entries:
+            predicted = _cost(options)
+            wide = torch.promote_types(param.dtype, torch.float32)
+            costs.append(
+                sum(
+                    piece.matrices * predicted(*piece.matrix, wide, param.device)
+                    for piece in blocks.pieces(param.numel())
+                )
+            )
+        self.unreduced.adopt([param for param, _, _ in entries], costs)
+
+    def divide_unreduced(
         self,
-        entries: Sequence[tuple[int, str, Tensor, Blocks]],  # number in the optimizer, label, ...
-        options: MuonOptions,
-        number: int,
-    ) -> tuple[list[tuple[int, Tensor, Blocks]], list[SharedGroup]]:
+        muon: Sequence[tuple[int, MuonOptions, Sequence[tuple[str, Tensor, Blocks]]]],
+        others: Sequence[tuple[int, Sequence[tuple[str, Tensor]]]],
+        count: int,
+    ) -> Shared:
+        """The chunks of all groups, for gradients that are not reduced.
+
+        Args:
+            muon: number of a group of matrices, its options, and (label, parameter, blocks).
+            others: number of a group for AdamW, and (label, parameter).
+            count: how many groups there are.
+        """
+        owners = self.unreduced
+        assert owners is not None
+        wire = self.wire_dtype or torch.float32
+        chunks: list[list[Any]] = [[] for _ in range(count)]
+        small: dict[Any, list[tuple[int, Tensor]]] = {}
+        for number, _, entries in muon:
+            matrices = [
+                matrix
+                for where, param, blocks in entries
+                if param.numel()
+                for matrix in matrices_of(
+                    param, where, blocks, layout_on(param, owners.team), owners.team
+                )
+            ]
+            chunks[number] += owners.matrix_chunks(matrices, wire)
+        for number, named in others:
+            for where, param in named:
+                if owners.sliced(param):
+                    chunks[number] += owners.slice_chunks(param, where, wire)
+                else:
+                    dtype = torch.promote_types(param.dtype, torch.float32)
+                    small.setdefault((dtype, param.device), []).append((number, param))
+        for (dtype, device), params in small.items():
+            chunks[params[0][0]].append(SmallChunk(tuple(params), dtype, device))
+        labelled = [(where, param) for _, _, entries in muon for where, param, _ in entries]
+        labelled += [entry for _, named in others for entry in named]
+        self._presence = {}
+        teams = [(owners.team, labelled)] if labelled else []
+        return Shared(chunks, [[] for _ in range(count)], teams)
+
+    def divide(
+        self, entries: Sequence[tuple[str, Tensor, Blocks]], options: MuonOptions, number: int
+    ) -> tuple[list[tuple[Tensor, Blocks]], list[SharedGroup]]:
         """The parameters of a group that this rank steps by itself, and the shared ones.
 
         Raises:
             ValueError: this combination of options and placements is not supported.
         """
-        own: list[tuple[int, Tensor, Blocks]] = []
+        own: list[tuple[Tensor, Blocks]] = []
         shared: dict[int, tuple[Team, list[SharedMatrix]]] = {}
-        for position, where, param, blocks in entries:
+        for where, param, blocks in entries:
             team = self.team_of(param)
             if team is None:
-                own.append((position, param, blocks))
+                own.append((param, blocks))
                 continue
             layout = layout_on(param, team)
             kept_here = local_blocks(blocks, layout, team)
             if kept_here is not None and self.wire_dtype != torch.float16:
                 if kept_here.experts != 0:  # the shard of a stack may be empty
-                    own.append((position, param, kept_here))
+                    own.append((param, kept_here))
                 continue
             check_rounding(options, param, where)
             matrices = matrices_of(param, where, blocks, layout, team)
@@ -153,11 +229,16 @@ class Sharing:
             if self._presence.get(number, (None, None))[0] != values:
                 self._presence[number] = (values, torch.tensor(values).to(device))
             future = agreement(team.transport, self._presence[number][1])
-            self._asked.append(_question(labelled, future, device))
+            self._asked.append(_question(future, device, _same_presence(labelled)))
+            if self.unreduced is not None and not self._doubted:
+                sums = torch.stack([_checksum(param.grad, device) for _, param in labelled])
+                future = agreement(team.transport, sums)
+                self._asked.append(_question(future, device, _not_yet_reduced(values)))
         now = [question for question in self._asked if question.ready is None]
         self._asked = [question for question in self._asked if question.ready is not None]
         for question in now:
             question.check()
+        self._doubted = True
         self._broken = True
         for question in heard:
             question.check()
@@ -177,13 +258,26 @@ class Sharing:
         for per_group in (shared.chunks, shared.home):
             for group, chunks in zip(options, per_group, strict=True):
                 for chunk in chunks:
-                    rates[id(chunk)] = rate_of(group, *chunk.matrix, chunk.device)
-                    remaining.update(chunk.params)
+                    if isinstance(chunk, SharedChunk):
+                        rates[id(chunk)] = rate_of(group, *chunk.matrix, chunk.device)
+                        remaining.update(chunk.params)
+                    elif isinstance(chunk, SliceChunk):
+                        remaining.update(chunk.chunk.params)
 
-        def phases(per_group: Any) -> Any:
+        def phases(per_group: Any) -> Iterator[Any]:
             for group, chunks in zip(options, per_group, strict=True):
                 for chunk in chunks:
-                    yield step_shared(chunk, rates[id(chunk)], group, state, remaining)
+                    if self.unreduced is None:
+                        yield step_shared(chunk, rates[id(chunk)], group, state, remaining)
+                        continue
+                    team, factor = self.unreduced.team, self.unreduced.factor
+                    if isinstance(chunk, SliceChunk):
+                        yield step_slices(chunk, factor, group, state, remaining)
+                    elif isinstance(chunk, SmallChunk):
+                        yield step_small(chunk, team, factor, options, state)
+                    else:
+                        rate = rates[id(chunk)]
+                        yield step_owned(chunk, factor, rate, group, state, remaining)
 
         def under_the_first_gathers() -> None:
             meanwhile()
@@ -219,15 +313,50 @@ class Sharing:
         return torch.float16 if picked in (torch.float16, torch.bfloat16) else torch.float32
 
 
-def _question(labelled: Any, future: Future, device: torch.device) -> _Question:
+def _question(future: Future, device: torch.device, verdict: Callable[[Tensor], None]) -> _Question:
     different = future.wait()
     if device.type == "cpu":
-        return _Question(labelled, different, None)
+        return _Question(different, None, verdict)
     there = torch.empty_like(different, device="cpu", pin_memory=True)
     there.copy_(different, non_blocking=True)
     ready = torch.get_device_module(device).Event()
     ready.record()
-    return _Question(labelled, there, ready)
+    return _Question(there, ready, verdict)
+
+
+def _same_presence(labelled: Sequence[tuple[str, Tensor]]) -> Callable[[Tensor], None]:
+    names = [where for where, _ in labelled]
+
+    def verdict(different: Tensor) -> None:
+        if not different.any():
+            return
+        which = [name for name, differs in zip(names, different.tolist(), strict=True) if differs]
+        raise RuntimeError(
+            f"ranks disagree on which parameters have gradients: {'; '.join(which)}. Give zeros "
+            "where a rank has none, or none on any rank, and load a state_dict before going on"
+        )
+
+    return verdict
+
+
+def _not_yet_reduced(present: Sequence[int]) -> Callable[[Tensor], None]:
+    def verdict(different: Tensor) -> None:
+        if any(present) and not different.any():
+            raise RuntimeError(
+                "gradients='unreduced', but every rank has the same gradients, bit for bit: "
+                "something reduces them already (DistributedDataParallel does; then use "
+                "gradients='reduced'), or all ranks read the same data"
+            )
+
+    return verdict
+
+
+def _checksum(grad: Tensor | None, device: torch.device) -> Tensor:
+    """The sum of a gradient's bits; 0 without one."""
+    if grad is None:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[grad.dtype.itemsize]
+    return grad.detach().contiguous().reshape(-1).view(words).sum(dtype=torch.int64)
 
 
 def _cost(options: MuonOptions) -> Callable[[int, int, torch.dtype, torch.device], float]:

@@ -11,7 +11,7 @@ No shape depends on anything but the parameter and its group's options.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -39,12 +39,15 @@ class Slot:
     dtype: torch.dtype
     like_param: bool  # placed and laid out as the parameter is
     stacked: bool = False  # its first dimension is that of a parameter which is a stack
+    make: Callable[[Tensor, torch.dtype], Tensor] | None = None  # of a slice, instead of zeros
 
     def zeros(self, param: Tensor, *, on_host: bool = False) -> Tensor:
         """Also in inference mode a tensor that a later step may write."""
         with torch.inference_mode(False):
             if on_host:
                 return host_zeros(param, self.dtype)
+            if self.make is not None:
+                return self.make(param, self.dtype)
             if self.like_param:
                 return torch.zeros_like(param, dtype=self.dtype, requires_grad=False)
             if self.shape and is_dtensor(param):

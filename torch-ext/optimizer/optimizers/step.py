@@ -17,21 +17,21 @@ from torch.profiler import record_function
 
 from ..orthogonalize import orthogonalize
 from .adamw import adamw
-from .blocks import cut
+from .blocks import Blocks, cut
 from .chunks import Chunk, plan_chunks
 from .clip_config import parse_clip_config
 from .host_state import InHostMemory, OnDevice
 from .momentum import momentum
 from .offload import OffloadingOptimizer
 from .options import AdamWOptions, MuonOptions, fingerprint
-from .parameters import check_gradients, check_rate, is_plain, local
+from .parameters import check_gradients, check_rate, is_dtensor, is_plain, label, local
 from .placing import rows_here
 from .qk_clip import Batch, Target, check_logits, clip, find_targets, plan_batches
 from .report import report
-from .rounding import RESIDUAL, count_step, rounding_of
+from .rounding import RESIDUAL, check_unreduced, count_step, rounding_of
 from .shared import Shared, placement_of
 from .sharing import Sharing
-from .state import layout_of
+from .state import Slot, layout_of, slots_of
 from .update import Rate, rate_of, update
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class MuonBase(OffloadingOptimizer):
 
         def own_work() -> None:
             for number, group in enumerate(options):
-                if isinstance(group, AdamWOptions):
+                if isinstance(group, AdamWOptions) and self._sharing.unreduced is None:
                     for batch in state.batches(number, params[number]):
                         self._step_adamw(batch, plan, group, state)
                 for chunk, rate in zip(plan.chunks[number], rates[number], strict=True):
@@ -270,9 +270,10 @@ class MuonBase(OffloadingOptimizer):
 
     def _check_offload(self, plan: Plan) -> None:
         """Raise ValueError if state in host memory is asked for where ranks share the work."""
-        if self.offloaded and any(map(len, (*plan.shared.chunks, *plan.shared.home))):
+        together = any(map(len, (*plan.shared.chunks, *plan.shared.home)))
+        if self.offloaded and (together or self._sharing.unreduced is not None):
             raise ValueError(
-                "CPU offload is not supported for matrices that several ranks share; call "
+                "CPU offload is not supported where several ranks share the work; call "
                 "turn_off_cpu_offload()"
             )
 
@@ -313,24 +314,19 @@ class MuonBase(OffloadingOptimizer):
     ) -> Plan:
         """Cut, bucket and batch."""
         self.fit_state()
-        labelled, chunks, shared = [], [], []
+        labelled, cuts = [], []
         numbers: dict[Tensor, int] = {}
         for index, group in enumerate(options):
             entries = self.labelled(index)
             labelled.append([(where, param) for where, param, _ in entries])
             numbers |= {param: len(numbers) + k for k, (_, param, _) in enumerate(entries)}
-            blocks = []
             if isinstance(group, MuonOptions):
-                blocks, with_others = self._sharing.divide(
-                    [
-                        (numbers[param], where, param, cut(tuple(param.shape), name, group, where))
-                        for where, param, name in entries
-                    ],
-                    group,
-                    index,
-                )
-                shared += with_others
-            chunks.append(plan_chunks(blocks, contiguous=group.rounding == "stochastic"))
+                blocks = [
+                    (where, param, cut(tuple(param.shape), name, group, where))
+                    for where, param, name in entries
+                ]
+                cuts.append((index, group, blocks))
+        chunks, shared = self._divided(labelled, cuts, numbers)
         targets = self._clip_targets()
         return Plan(
             signature=signature,
@@ -339,5 +335,51 @@ class MuonBase(OffloadingOptimizer):
             chunks=chunks,
             clips=plan_batches(self.clip_config, targets),
             rows={target.param: rows_here(target.param) for target in targets},
-            shared=self._sharing.plan(shared, len(options)),
+            shared=shared,
         )
+
+    def _divided(
+        self,
+        labelled: list[list[tuple[str, Tensor]]],
+        cuts: list[tuple[int, MuonOptions, list[tuple[str, Tensor, Blocks]]]],
+        numbers: Mapping[Tensor, int],
+    ) -> tuple[list[list[Chunk]], Shared]:
+        """The batches of this process, per group, and what several ranks work on."""
+        chunks: list[list[Chunk]] = [[] for _ in labelled]
+        if self._sharing.unreduced is not None:
+            with_muon = {index for index, _, _ in cuts}
+            others = [(i, named) for i, named in enumerate(labelled) if i not in with_muon]
+            return chunks, self._sharing.divide_unreduced(cuts, others, len(labelled))
+        with_others = []
+        for index, group, blocks in cuts:
+            own, together = self._sharing.divide(blocks, group, index)
+            numbered = [(numbers[param], param, of_param) for param, of_param in own]
+            chunks[index] = plan_chunks(numbered, contiguous=group.rounding == "stochastic")
+            with_others += together
+        return chunks, self._sharing.plan(with_others, len(labelled))
+
+    def adopt(self, groups: Sequence[tuple[str, dict[str, Any], Sequence[str | None]]]) -> None:
+        if self._sharing.unreduced is None:
+            return
+        entries = []
+        for where, group, names in groups:
+            options = self.format.options(group)
+            for index, (param, name) in enumerate(zip(group["params"], names, strict=True)):
+                here = label(where, index, name)
+                if is_dtensor(param):
+                    raise TypeError(
+                        f"{here}: gradients='unreduced' takes plain parameters that every rank has "
+                        "whole, got a DTensor; its gradients are reduced, use gradients='reduced'"
+                    )
+                if isinstance(options, MuonOptions):
+                    blocks = cut(tuple(param.shape), name, options, here)
+                    entries.append((param, blocks, options))
+        self._sharing.adopt(entries)
+
+    def slots(self, param: Tensor, name: str | None, options: Any, where: str) -> dict[str, Slot]:
+        if self._sharing.unreduced is not None:
+            check_unreduced(options, param, where)
+        return self._sharing.keeps(param, slots_of(param, name, options, where), options)
+
+    def saved_here(self, param: Tensor, saved: Any, slots: dict[str, Slot]) -> Any:
+        return saved if slots else {}

@@ -1,0 +1,295 @@
+"""Unreduced gradients: the step of one rank on their mean, with the state spread over all."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ._cases import bits
+from ._ranks import same_everywhere
+from .test_sharing import Watch, module_of
+
+pytestmark = pytest.mark.dist
+
+MATRICES = [(8, 6), (6, 8), (8, 6), (5, 12), (8, 6)]
+# 37 and 2 rows are no multiples of any number of ranks; 2 rows leave ranks without any.
+OTHERS = [(37, 40), (2, 600), (5, 3), (7,), (1200,), ()]
+
+
+def parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=generator)) for s in MATRICES + OTHERS]
+
+
+def contribution(shape, rank: int, step: int, index: int) -> torch.Tensor:
+    """Multiples of 1/8 below 64: their sums and means over 1, 2 or 4 ranks are exact."""
+    generator = torch.Generator().manual_seed(1000 * rank + 100 * step + index)
+    return torch.randint(-512, 512, shape, generator=generator) / 8
+
+
+def groups(params, beta2=0.9) -> list[dict[str, Any]]:
+    matrices, others = params[: len(MATRICES)], params[len(MATRICES) :]
+    return [
+        {"kind": "adamw", "params": others[:3], "lr": 0.1},
+        {"kind": "muon", "params": matrices[:2], "lr": 0.1, "weight_decay": 0.1, "beta2": beta2},
+        {"kind": "muon", "params": matrices[2:], "lr": 0.2, "beta2": beta2},
+        {"kind": "adamw", "params": others[3:], "lr": 0.2, "weight_decay": 0.1},
+    ]
+
+
+def missing(step: int, index: int) -> bool:
+    return (step, index) in {(1, 1), (1, 6), (2, 8), (0, 4)}
+
+
+def reference(opt, world: int, steps: int, reduce_op="avg", beta2=0.9) -> tuple[Any, list]:
+    params = parameters()
+    optimizer = opt.MuonAdamW(groups(params, beta2))
+    for step in range(steps):
+        for index, param in enumerate(params):
+            parts = [contribution(param.shape, rank, step, index) for rank in range(world)]
+            total = torch.stack(parts).sum(0)
+            total = total / world if reduce_op == "avg" else total
+            param.grad = None if missing(step, index) else total
+        optimizer.step()
+    return optimizer, params
+
+
+def train(optimizer, params, steps) -> None:
+    from torch import distributed
+
+    for step in steps:
+        for index, param in enumerate(params):
+            grad = contribution(param.shape, distributed.get_rank(), step, index)
+            param.grad = None if missing(step, index) else grad
+        kept = [None if p.grad is None else p.grad.clone() for p in params]
+        optimizer.step()
+        for param, before in zip(params, kept, strict=True):  # none_grad is False here
+            assert (param.grad is None) == (before is None)
+            assert before is None or torch.equal(param.grad, before)
+
+
+def assert_equal_bits(params, expected) -> None:
+    for index, (param, other) in enumerate(zip(params, expected, strict=True)):
+        difference = (param - other).abs().max().item()
+        assert bits(param) == bits(other), f"parameter {index} differs by {difference}"
+
+
+def equals_one_rank(opt, reduce_op: str, limit: int) -> int:
+    from torch import distributed
+
+    unreduced = module_of(opt, "optimizers.unreduced")
+    before, unreduced.IN_FLIGHT_BYTES = unreduced.IN_FLIGHT_BYTES, limit
+    try:
+        params = parameters()
+        optimizer = opt.DistMuonAdamW(groups(params), reduce_op=reduce_op)
+        train(optimizer, params, range(4))
+    finally:
+        unreduced.IN_FLIGHT_BYTES = before
+    world = distributed.get_world_size()
+    single, expected = reference(opt, world, 4, reduce_op)
+    assert_equal_bits(params, expected)
+    rank, elements = distributed.get_rank(), 0
+    for param, other in zip(params, expected, strict=True):
+        for key, value in optimizer.state[param].items():
+            whole = single.state[other][key]
+            here = value.to_local() if hasattr(value, "to_local") else value
+            elements += here.numel()
+            if hasattr(value, "to_local"):
+                each = -(-whole.shape[0] // world)
+                whole = whole[rank * each : (rank + 1) * each]
+            assert bits(here) == bits(whole), key
+    return elements
+
+
+@pytest.mark.parametrize("reduce_op", ["avg", "sum"])
+@pytest.mark.parametrize(("world", "limit"), [(2, 2**28), (4, 2**28), (4, 20000)])
+def test_unreduced_equals_one_rank(ranks, world, limit, reduce_op) -> None:
+    """N1, N12 to N14, any number of rows, several chunks; the state is spread, not repeated."""
+    elements = ranks(world).run(equals_one_rank, reduce_op, limit)
+    matrices = [r * c for r, c in MATRICES]
+    statistics = sum(max(shape) for shape in MATRICES)
+    large = 2 * (37 * 40 + 2 * 600 + 1200)
+    small = 2 * (5 * 3 + 7 + 1) + len(OTHERS)
+    assert sum(elements) == sum(matrices) + statistics + large + world * small
+    row = 600 * 2 + 40 * 2 + 2  # slices differ by at most one row
+    fair = (sum(matrices) + statistics + large) / world
+    assert max(elements) <= fair + max(matrices) + max(map(max, MATRICES)) + row + small
+
+
+def three_ranks(opt) -> list[bytes]:
+    """Means of three are not exact: the ranks still agree in every bit."""
+    params = parameters()
+    optimizer = opt.DistMuonAdamW(groups(params))
+    train(optimizer, params, range(2))
+    _, expected = reference(opt, 3, 2)
+    for param, other in zip(params, expected, strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-3, atol=1e-3)
+    return [bits(param) for param in params]
+
+
+def test_ranks_hold_the_same_parameters(ranks) -> None:
+    same_everywhere(ranks(3).run(three_ranks))
+
+
+def half_wire(opt) -> tuple[list[bytes], int, int]:
+    results = {}
+    for wire in (torch.float32, torch.float16):
+        params = parameters()
+        optimizer = opt.DistMuonAdamW(groups(params, beta2=None), wire_dtype=wire)
+        with Watch(opt) as watch:
+            train(optimizer, params, range(2))
+        results[wire] = params, watch.sent
+    for full, half in zip(*(params for params, _ in results.values()), strict=True):
+        # One step moves an element by up to lr: the contributions, exact in float16 here, are
+        # equal; the updates of matrices are rounded to 11 bits.
+        assert (full - half).abs().max() <= 2 * 0.2 * 2**-10
+    return (
+        [bits(param) for param in results[torch.float16][0]],
+        results[torch.float32][1],
+        results[torch.float16][1],
+    )
+
+
+def test_contributions_and_updates_travel_in_half_precision_if_asked(ranks) -> None:
+    answers = ranks(2).run(half_wire)
+    same_everywhere([params for params, *_ in answers])
+    for _, full, half in answers:
+        assert half < 0.8 * full  # the new rows of large parameters come back in float32
+
+
+def counted(opt, none_grad: bool) -> dict[str, int]:
+    params = parameters()
+    listed = groups(params)
+    for group in listed:
+        group["none_grad"] = none_grad
+    optimizer = opt.DistMuonAdamW(listed)
+    from torch import distributed
+
+    with Watch(opt) as watch:
+        for index, param in enumerate(params):
+            param.grad = contribution(param.shape, distributed.get_rank(), 0, index)
+        optimizer.step()
+    assert all((param.grad is None) == none_grad for param in params)
+    return dict(watch.calls)
+
+
+def test_small_parameters_share_one_all_reduce(ranks) -> None:
+    """N13: private buffers, one call; two exchanges per shape of a group and large parameter."""
+    calls = same_everywhere(ranks(2).run(counted, True))
+    questions = 2  # which gradients there are, and in the first step whether they differ
+    assert calls["all_reduce"] == 1 + questions
+    assert calls["all_to_all"] == 2 * (2 + 2 + 3)
+    assert same_everywhere(ranks(2).run(counted, False)) == calls
+
+
+def reduced_twice(opt) -> tuple[str, bool]:
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4, bias=False))
+    wrapped = DistributedDataParallel(model)
+    optimizer = opt.DistMuonAdamW(
+        [
+            {"kind": "muon", "params": [p for p in model.parameters() if p.ndim == 2], "lr": 0.1},
+            {"kind": "adamw", "params": [p for p in model.parameters() if p.ndim < 2], "lr": 0.1},
+        ]
+    )
+    torch.manual_seed(distributed.get_rank())
+    wrapped(torch.randn(3, 8)).square().sum().backward()
+    before = [bits(param) for param in model.parameters()]
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error), before == [bits(param) for param in model.parameters()]
+    return "none", False
+
+
+def test_gradients_that_ddp_reduced_are_noticed(ranks) -> None:
+    """N14: they would be averaged twice."""
+    message, untouched = same_everywhere(ranks(2).run(reduced_twice))
+    assert "every rank has the same gradients, bit for bit" in message
+    assert "DistributedDataParallel" in message
+    assert untouched
+
+
+def disagree(opt) -> str:
+    from torch import distributed
+
+    params = parameters()
+    optimizer = opt.DistMuonAdamW(groups(params))
+    for index, param in enumerate(params):
+        param.grad = contribution(param.shape, distributed.get_rank(), 0, index)
+    if distributed.get_rank() == 0:
+        params[2].grad = params[7].grad = None
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "none"
+
+
+def test_differing_gradients_are_an_error(ranks) -> None:
+    message = same_everywhere(ranks(2).run(disagree))
+    assert "group 2, parameter 0; group 0, parameter 2" in message
+
+
+def resumed(opt) -> None:
+    from torch import distributed
+
+    world = distributed.get_world_size()
+    params = parameters()
+    optimizer = opt.DistMuonAdamW(groups(params))
+    train(optimizer, params, range(2))
+    _, expected = reference(opt, world, 4)
+    # This rank's own part; and the whole state of one rank, as from another number of ranks.
+    single, _ = reference(opt, world, 2)
+    for saved in (optimizer.state_dict(), single.state_dict()):
+        copies = [nn.Parameter(param.detach().clone()) for param in params]
+        fresh = opt.DistMuonAdamW(groups(copies))
+        fresh.load_state_dict(saved)
+        train(fresh, copies, range(2, 4))
+        assert_equal_bits(copies, expected)
+
+
+def test_a_resumed_run_continues_bit_for_bit(ranks) -> None:
+    """N5: state of one number of ranks serves another."""
+    ranks(4).run(resumed)
+
+
+def later_groups(opt) -> tuple[int, ...]:
+    params = parameters()
+    first, second = params[:2], params[2:5]
+    optimizer = opt.DistMuonAdamW([{"kind": "muon", "params": first, "lr": 0.1}])
+    kept = {param: bool(optimizer.state[param]) for param in first}
+    optimizer.add_param_group({"kind": "muon", "params": second, "lr": 0.1})
+    assert kept == {param: bool(optimizer.state[param]) for param in first}
+    return tuple(int(bool(optimizer.state[param])) for param in params[:5])
+
+
+def test_a_later_group_takes_no_state_from_its_owners(ranks) -> None:
+    owned = ranks(2).run(later_groups)
+    assert [sum(column) for column in itertools.zip_longest(*owned)] == [1] * 5
+    assert all(2 <= sum(mine) <= 3 for mine in owned)
+
+
+def sharded(opt) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)]))
+    try:
+        opt.DistMuonAdamW([{"kind": "muon", "params": [("w", param)], "lr": 0.1}])
+    except TypeError as error:
+        return str(error)
+    return "none"
+
+
+def test_dtensors_are_refused(ranks) -> None:
+    message = same_everywhere(ranks(2).run(sharded))
+    assert "parameter 'w': gradients='unreduced' takes plain parameters" in message

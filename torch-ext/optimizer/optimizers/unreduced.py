@@ -1,0 +1,187 @@
+"""Gradients that nobody has reduced yet: who adds up what, and who keeps which state.
+
+Every rank has all parameters and its own contribution to their gradients. A matrix parameter has
+one owner, which adds up the contributions, keeps the momentum and sends the update to all. Of a
+large parameter for AdamW every rank owns a slice of the rows, with its state, and sends the new
+rows to all. Small parameters are added up on all ranks in one all-reduce and stepped by each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..distributed import Job, Layout, Run, Split, Team, Teams, assign, in_flight, make_route
+from .shared import AHEAD, IN_FLIGHT_BYTES, SharedChunk, SharedMatrix, chunk_of
+
+REDUCE_OPS = ("avg", "sum")
+SMALL = 1024  # elements below which a parameter for AdamW is stepped by every rank
+
+
+@dataclass(frozen=True, eq=False)
+class SliceChunk:
+    """Rows of a parameter for AdamW: a run for every rank, which owns and updates it."""
+
+    chunk: SharedChunk  # its members are the runs
+    last: bool  # of the parameter
+
+
+@dataclass(frozen=True, eq=False)
+class SmallChunk:
+    """Parameters for AdamW that every rank updates, of one dtype and device."""
+
+    params: tuple[tuple[int, Tensor], ...]  # (number of the group, parameter)
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Unreduced:
+    """The owners of an optimizer's parameters. A parameter keeps its owner while it is there."""
+
+    def __init__(self, group: Any, reduce_op: str) -> None:
+        self.group = group
+        self.reduce_op = reduce_op
+        self.team: Team = Teams().of_group(group)
+        self._owners: dict[Tensor, int] = {}
+        self._load = [0.0] * self.team.size
+        self._mesh: dict[str, Any] = {}
+
+    @property
+    def factor(self) -> float:
+        """By which the sum of the contributions is multiplied."""
+        return 1 / self.team.size if self.reduce_op == "avg" else 1.0
+
+    def adopt(self, params: Sequence[Tensor], costs: Sequence[float]) -> None:
+        """Give owners to matrix parameters that have none, the expensive ones first."""
+        new = [(cost, p) for p, cost in zip(params, costs, strict=True) if p not in self._owners]
+        ranks = range(self.team.size)
+        # What was given out before is work that only its owner can do.
+        owners = assign(
+            [*self._load, *(cost for cost, _ in new)],
+            [*((rank,) for rank in ranks), *(tuple(ranks) for _ in new)],
+            self.team.size,
+        )
+        for (cost, param), owner in zip(new, owners[self.team.size :], strict=True):
+            self._owners[param] = owner
+            self._load[owner] += cost
+
+    def owner(self, param: Tensor) -> int:
+        return self._owners[param]
+
+    def owns(self, param: Tensor) -> bool:
+        """Whether this rank keeps the state of a matrix parameter."""
+        return self._owners[param] == self.team.rank
+
+    def sliced(self, param: Tensor) -> bool:
+        """Whether the ranks share the rows of a parameter for AdamW."""
+        return param.ndim > 0 and param.numel() >= SMALL
+
+    def zeros_of_slice(self, param: Tensor, dtype: torch.dtype) -> Tensor:
+        """State for this rank's rows: a DTensor, which knows its place in the whole."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        shape = tuple(param.shape)
+        here = self._rows(shape).local_shape((self.team.rank,))
+        return DTensor.from_local(
+            torch.zeros(here, dtype=dtype, device=param.device),
+            self._mesh_on(param.device),
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))),
+        )
+
+    def matrix_chunks(
+        self, matrices: Iterable[SharedMatrix], wire: torch.dtype
+    ) -> list[SharedChunk]:
+        """The matrices of a group in chunks of one shape and bounded size."""
+        buckets: dict[tuple[Any, ...], list[SharedMatrix]] = {}
+        for matrix in matrices:
+            key = (matrix.matrix, matrix.dtype, matrix.param.device)
+            buckets.setdefault(key, []).append(matrix)
+        chunks = []
+        for ((m, n), dtype, _), members in buckets.items():
+            travels = torch.float64 if dtype == torch.float64 else wire
+            # A rank holds its contribution to every matrix, and on the owner those of all.
+            size = max(1, self._limit // (2 * m * n * travels.itemsize * (self.team.size + 1)))
+            queues: list[list[SharedMatrix]] = [[] for _ in range(self.team.size)]
+            for member in members:
+                queues[self.owner(member.param)].append(member)
+            for start in range(0, max(map(len, queues)), size):
+                taken = [member for queue in queues for member in queue[start : start + size]]
+                chunks.append(self._chunk(taken, travels))
+        return chunks
+
+    def slice_chunks(self, param: Tensor, where: str, wire: torch.dtype) -> list[SliceChunk]:
+        """The rows of a parameter in chunks of bounded size."""
+        wide = torch.promote_types(param.dtype, torch.float32)
+        travels = torch.float64 if wide == torch.float64 else wire
+        shape = tuple(param.shape)
+        runs = [self._rows(shape).runs((rank,))[0] for rank in range(self.team.size)]
+        rows = max(sum(length for _, length in run) for run in runs)
+        row_bytes = math.prod(shape[1:]) * travels.itemsize * self.team.size
+        step = max(1, self._limit // (4 * row_bytes))
+        chunks = []
+        for start in range(0, rows, step):
+            members, owners = [], []
+            for rank, run in enumerate(runs):
+                for first, length in run:
+                    taken = min(step, length - start)
+                    if taken > 0:
+                        members.append(self._run(param, where, (first + start, taken)))
+                        owners.append(rank)
+            chunk = self._chunk(members, travels, owners, param.dtype.itemsize)
+            chunks.append(SliceChunk(chunk, last=start + step >= rows))
+        return chunks
+
+    @property
+    def _limit(self) -> int:
+        return IN_FLIGHT_BYTES // in_flight(AHEAD)
+
+    def _chunk(
+        self,
+        members: Sequence[SharedMatrix],
+        wire: torch.dtype,
+        owners: Sequence[int] | None = None,
+        answer_itemsize: int | None = None,
+    ) -> SharedChunk:
+        if owners is None:
+            owners = [self.owner(member.param) for member in members]
+        planned = make_route(
+            [member.job for member in members],
+            owners,
+            self.team.rank,
+            self.team.size,
+            wire.itemsize,
+            from_all=True,
+            answer_itemsize=answer_itemsize,
+        )
+        return chunk_of(self.team, members, owners, wire, planned)
+
+    def _run(self, param: Tensor, where: str, rows: Run) -> SharedMatrix:
+        shape = tuple(param.shape)
+        region = (rows, *((0, size) for size in shape[1:]))
+        return SharedMatrix(
+            param=param,
+            where=where,
+            job=Job(self.team.layout(shape), self.team.coordinates, region),
+            matrix=(rows[1], math.prod(shape[1:])),
+            statistics=(0, 0),
+            hearers=(),
+            stacked=False,
+        )
+
+    def _rows(self, shape: tuple[int, ...]) -> Layout:
+        return Layout(shape, (self.team.size,), (Split(0),))
+
+    def _mesh_on(self, device: torch.device) -> Any:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if device.type not in self._mesh:
+            self._mesh[device.type] = DeviceMesh.from_group(self.group, device.type)
+        return self._mesh[device.type]
