@@ -93,9 +93,6 @@ class Epilogue {
                                          const float (&sum)[kM][kTile::kCols / 2],
                                          const TileOrigin& origin, bool above) const {
     const symmetric::Scalars scalars(p_, origin.matrix, kReadsC);
-    // Columns beyond the diagonal of this thread's first element
-    const int ahead =
-        origin.col + thread_ % 4 * 2 - origin.row - thread_ / 32 * 16 - thread_ % 32 / 4;
     uint32_t old[2][4] = {};
     if (kReadsC)
       symmetric::load_fragments<false>(old[0], staging_ + fragment_offset(thread_, 0, 0, kN));
@@ -110,13 +107,14 @@ class Epilogue {
         }
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-          const int at = 4 * (2 * j + q / 2) + 2 * (q % 2);
+          const int at = fragment_register(j, q);
           alignas(4) T c[2];
           *reinterpret_cast<uint32_t*>(c) = old[(next + 1) % 2][q];
           float x = scalars.scaled(sum[i][at], symmetric::widened(c[0]));
           float y = scalars.scaled(sum[i][at + 1], symmetric::widened(c[1]));
           if (kSymmetric && !above) {
-            const int here = ahead - i * 64 - q % 2 * 8 + j * 16 + q / 2 * 8;
+            const Element element = accumulator_element(thread_, at);
+            const int here = origin.col + element.col - origin.row - i * 64 - element.row;
             x = scalars.with_diagonal(x, here == 0);
             y = scalars.with_diagonal(y, here == -1);
           }

@@ -35,11 +35,12 @@ OPTIMIZER_HD uint64_t matrix_descriptor(uint32_t shared_address) {
          kSwizzle128 << 62;
 }
 
-// Bytes from an operand's start to the part that instruction `step` of a stage reads: 32 bytes
-// further in every line, which the hardware adds before it swizzles, or 16 lines further.
+// What instruction `step` of a stage adds to the descriptor of an operand to read its rows from
+// block `block` on. A step is 32 bytes further in every line, which the hardware adds before it
+// swizzles, or 16 lines further.
 template <bool kRowsMajor>
-OPTIMIZER_HD uint32_t step_offset(int step) {
-  return step * kInstructionDepth * (kRowsMajor ? kLineBytes : 2);
+OPTIMIZER_HD uint64_t descriptor_offset(int block, int step) {
+  return (block * kBlockBytes + step * kInstructionDepth * (kRowsMajor ? kLineBytes : 2)) / 16;
 }
 
 // Accumulators of m64nNk16: register 4 j + 2 half + e of a thread of the warpgroup holds this
@@ -52,6 +53,10 @@ OPTIMIZER_HD Element accumulator_element(int thread, int reg) {
   const int warp = thread / 32, lane = thread % 32;
   return {warp * 16 + reg / 2 % 2 * 8 + lane / 4, reg / 4 * 8 + lane % 4 * 2 + reg % 2};
 }
+
+// The first register of the pair that matrix q (0 to 3, see below) has in columns [16 j, 16 j +
+// 16).
+OPTIMIZER_HD int fragment_register(int j, int q) { return 4 * (2 * j + q / 2) + 2 * (q % 2); }
 
 // Thread t of the warpgroup holds, packed in pairs, its warp's 16 rows of columns [16 j, 16 j + 16)
 // of the i-th 64 rows: four 8 x 8 matrices for ldmatrix and stmatrix, rows 0-7 and 8-15 of columns

@@ -65,7 +65,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kTile::kM][kTile::kCols / 
                                          int first_block, int stages, Meanwhile meanwhile) {
   using Instruction = Wgmma<T, kTile::kCols, kARowsMajor, kBRowsMajor>;
   constexpr int kSteps = kStageDepth / kInstructionDepth;
-  const uint64_t a_start = matrix_descriptor(at.rows(0) + first_block * kBlockBytes);
+  const uint64_t a_start = matrix_descriptor(at.rows(0));
   const uint64_t b_start = matrix_descriptor(at.cols(0));
   const int early = min(2, stages - 1);
   uint32_t before = 0;
@@ -75,11 +75,10 @@ __device__ __forceinline__ void multiply(float (&sum)[kTile::kM][kTile::kCols / 
     products_begin();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const uint64_t b = b_start + offset + step_offset<kBRowsMajor>(step) / 16;
+      const uint64_t b = b_start + offset + descriptor_offset<kBRowsMajor>(0, step);
 #pragma unroll
       for (int i = 0; i < kTile::kM; ++i) {
-        const uint64_t a =
-            a_start + offset + (i * kBlockBytes + step_offset<kARowsMajor>(step)) / 16;
+        const uint64_t a = a_start + offset + descriptor_offset<kARowsMajor>(first_block + i, step);
         Instruction::add(sum[i], a, b, stage > 0 || step > 0);
       }
     }

@@ -1,6 +1,6 @@
 #pragma once
-// Which tile of which matrix the n-th unit of work is. Compiled for the host as well, where a test
-// checks that every tile comes exactly once.
+// Which tile of which matrix the n-th unit of work is, and which stage its k. Compiled for the host
+// as well, where a test checks that every tile comes exactly once.
 
 #include <cmath>
 #include <cstdint>
@@ -97,6 +97,25 @@ struct RectangularSchedule {
     const uint32_t row = inside / band * cluster + part;
     return {matrix, static_cast<int>(row * height),
             static_cast<int>((first + inside % band) * width)};
+  }
+};
+
+// A position in the ring, and the parity of its phase. Starts at slot 0, parity 0.
+template <int kStages>
+struct Ring {
+  uint32_t slot = 0;
+  uint32_t parity = 0;
+
+  OPTIMIZER_HD void advance() {
+    if (++slot == kStages) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+  OPTIMIZER_HD void skip(uint32_t stages) {
+    slot += stages;
+    parity ^= slot / kStages & 1;
+    slot %= kStages;
   }
 };
 

@@ -82,25 +82,6 @@ struct SharedMap {
   }
 };
 
-// A position in the ring, and the parity of its phase. Starts at slot 0, parity 0.
-template <int kStages>
-struct Ring {
-  uint32_t slot = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++slot == kStages) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void skip(uint32_t stages) {
-    slot += stages;
-    parity ^= slot / kStages & 1;
-    slot %= kStages;
-  }
-};
-
 // out = scale (alpha A B^T + beta C) + diag I. The maps' boxes are 64 x 64 elements.
 template <typename Schedule>
 struct Arguments {

@@ -1,7 +1,7 @@
 """matmul_add: s (alpha A B + beta C), the dense products of an iteration: Q X and a X + B X.
 
 path     | op              | source                           | taken
-compiled | matmul_add      | kernels-src/newton_schulz/*sm90* | capability 9.0, by the name of a tile
+compiled | matmul_add      | kernels-src/newton_schulz/*sm90* | capability 9.0, by a tile's name
 torch    | matmul_add_auto | torch's baddbmm or bmm           | everything else
 
 The compiled path was not measured yet, so `auto` does not take it: see MEASURED. The pick looks at

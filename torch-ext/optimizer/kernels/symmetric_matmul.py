@@ -194,8 +194,8 @@ def symmetric_matmul(
     return out
 
 
-# The compiled op's table picks the tile; tests and measurements name one, by its position here: three
-# of symmetric_matmul.cu, then those of product_sm90.h.
+# The compiled op's table picks the tile; tests and measurements name one, by its position here:
+# three of symmetric_matmul.cu, then those of product_sm90.h.
 AUTO = -1
 TILES = (
     *("64x64", "64x128", "128x128"),
