@@ -11,6 +11,10 @@ operands; TFLOP/s count dense products (2 m n k) for all.
 The last table fits `block_time` and `tile_time` of kernels-src/newton_schulz/product_sm90.h:
 the time of a call is rounds of tiles times (stages of 64 in k x block_time + tile_time). Copy them
 there (and set MEASURED of kernels/matmul_add.py) to let `auto` take the tiles.
+
+If a tile hangs, build once with `cuda-flags = ["-DOPTIMIZER_BOUNDED_WAITS"]` in build.toml's
+[kernel.newton_schulz_sm90]: a wait that does not end then says which one it is and stops the
+kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# batch, m, n of issue-size inputs; k of the products that an iteration makes of them.
+# batch, m, n of the matrices that the benchmark of orthogonalize times.
 SHAPES = (
     *((1, 2048, 2048), (1, 4096, 4096), (1, 8192, 8192), (1, 4096, 14336), (8, 4096, 4096)),
     *((16, 2048, 8192), (24, 1024, 4096), (48, 768, 768), (12, 768, 3072)),
@@ -69,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("op", choices=OPS)
     parser.add_argument("--out", type=Path, help="file for all rows, as JSON")
-    parser.add_argument("--limit", type=float, default=60, help="seconds per tile")
+    parser.add_argument("--limit", type=float, default=90, help="seconds per tile")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--tile", help="run this tile here instead of every tile in a process")

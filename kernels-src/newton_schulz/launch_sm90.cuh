@@ -39,7 +39,7 @@ inline CUtensorMap tensor_map(const Matrices& x, int rows, int cols, int64_t bat
   const int64_t line = rows_first ? x.row : x.col;
   const cuuint64_t dims[] = {inner, lines, static_cast<cuuint64_t>(batches)};
   const cuuint64_t line_bytes = lines == 1 ? (inner * 2 + 15) / 16 * 16 : line * 2;
-  const cuuint64_t batch_bytes = batches == 1 ? line_bytes * lines : x.batch * 2;
+  const cuuint64_t batch_bytes = batches == 1 ? line_bytes : x.batch * 2;
   const cuuint64_t strides[] = {line_bytes, batch_bytes};
   const cuuint32_t box[] = {kBlockSide, kBlockSide, 1}, steps[] = {1, 1, 1};
   CUtensorMap map;

@@ -58,11 +58,13 @@ __device__ __forceinline__ void release(const SharedMap<kTile>& at, uint32_t slo
 }
 
 // sum = A B^T over the whole of k, in growing order. `meanwhile` runs once, behind the third stage,
-// by when the tile before has left the staging memory.
-template <typename T, typename kTile, bool kARowsMajor, bool kBRowsMajor, typename Meanwhile>
+// by when the tile before has left the staging memory; `last_seen` once the last stage has arrived.
+template <typename T, typename kTile, bool kARowsMajor, bool kBRowsMajor, typename Meanwhile,
+          typename LastSeen>
 __device__ __forceinline__ void multiply(float (&sum)[kTile::kM][kTile::kCols / 2],
                                          const SharedMap<kTile>& at, Ring<kTile::kStages>& ring,
-                                         int first_block, int stages, Meanwhile meanwhile) {
+                                         int first_block, int stages, Meanwhile meanwhile,
+                                         LastSeen last_seen) {
   using Instruction = Wgmma<T, kTile::kCols, kARowsMajor, kBRowsMajor>;
   constexpr int kSteps = kStageDepth / kInstructionDepth;
   const uint64_t a_start = matrix_descriptor(at.rows(0));
@@ -83,6 +85,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kTile::kM][kTile::kCols / 
       }
     }
     products_commit();
+    if (stage == stages - 1) last_seen();
     if (stage > 0) {
       products_wait<1>();
       release(at, before);
@@ -103,17 +106,28 @@ __device__ __forceinline__ void consume(const Args& p, const SharedMap<kTile>& a
   const int stages = (p.k - 1 + kStageDepth) / kStageDepth;  // k > 0
   Epilogue<T, kTile, kSymmetric, Args> epilogue(p, at, consumer);
   Ring<kTile::kStages> ring;
-  int turn = 0;
+  int next = 0;                          // the consumer whose tile it is
+  uint32_t turn_parity = consumer == 0;  // nobody is before the first
   for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-    if (kTile::kTurns && turn++ % kConsumers != consumer) {
-      ring.skip(stages);
-      continue;
+    if constexpr (kTile::kTurns) {
+      const bool mine = next == consumer;
+      next ^= 1;
+      if (!mine) {
+        ring.skip(stages);
+        continue;
+      }
+      barrier_wait(at.turn(consumer), turn_parity, "the turn");
+      turn_parity ^= 1;
     }
     TileOrigin origin = p.schedule.locate(tile);
     origin.row += part_row;
     float sum[kTile::kM][kTile::kCols / 2];
-    multiply<T, kTile, kARowsMajor, kBRowsMajor>(sum, at, ring, part_row / kBlockSide, stages,
-                                                 [&] { epilogue.fetch_c(origin); });
+    multiply<T, kTile, kARowsMajor, kBRowsMajor>(
+        sum, at, ring, part_row / kBlockSide, stages, [&] { epilogue.fetch_c(origin); },
+        [&] {
+          if (kTile::kTurns && threadIdx.x % 32 == 0) barrier_arrive(at.turn(consumer ^ 1));
+          __syncwarp();
+        });
     epilogue.store(sum, origin);
   }
   epilogue.end();
@@ -133,8 +147,12 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
       barrier_init(at.full(slot), 1);
       barrier_init(at.empty(slot), kTile::kReaders);
     }
-    for (int consumer = 0; consumer < kConsumers; ++consumer) barrier_init(at.c_there(consumer), 1);
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      barrier_init(at.c_there(consumer), 1);
+      barrier_init(at.turn(consumer), kWarpgroup / 32);
+    }
     barrier_init_fence();
+    fence_for_copies();
   }
   if constexpr (kTile::kCluster > 1) {
     cluster_sync();

@@ -6,7 +6,8 @@
 //
 // The consumers share a tile (each has half of its rows), or each has a tile of its own, so that
 // one multiplies while the other stores (kTurns). The ring hands out stages in the order of the
-// tiles, which keeps the two in turn without further signals.
+// tiles, and a consumer looks at it only in its turn: a phase's parity tells it from the next
+// phase, not from the one after that.
 
 #include <cuda.h>
 
@@ -43,7 +44,7 @@ struct Tile {
   // Arrivals that free a stage: one per warp that reads it, of every block that it was sent to.
   static constexpr int kReaders = (kTurns ? 1 : kConsumers) * 4 * kCluster;
 
-  static constexpr int kBarrierBytes = 8 * (2 * kStages + kConsumers);
+  static constexpr int kBarrierBytes = 8 * (2 * kStages + 2 * kConsumers);
   static constexpr int kAlignment = kGroupBytes;  // of blocks; the driver promises only 16 bytes
   static constexpr int kSharedBytes =
       2 * kAlignment + kStages * kStageBytes + kConsumers * kStagingBytes;
@@ -70,6 +71,9 @@ struct SharedMap {
   }
   __device__ __forceinline__ uint32_t c_there(int consumer) const {
     return barriers + 8 * (2 * kTile::kStages + consumer);
+  }
+  __device__ __forceinline__ uint32_t turn(int consumer) const {
+    return c_there(kConsumers + consumer);
   }
   __device__ __forceinline__ uint32_t rows(uint32_t slot) const {
     return stages + slot * kTile::kStageBytes;

@@ -128,7 +128,7 @@ def test_big_symmetric_is_exact(symmetric, device, tile, side, dtype):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("tile", SYMMETRIC)
 def test_symmetric_bits(symmetric, device, tile, dtype):
-    """The same in every batch, run and tile; equal triangles, also of operands that do not commute."""
+    """The same in every batch, run and tile; equal triangles of operands that do not commute."""
     A = torch.randn(300, 264, 136, device=device).to(dtype)
     B = torch.randn(300, 264, 136, device=device).to(dtype)  # A B^T is not symmetric: upper counts
     C = torch.randn(300, 264, 264, device=device).to(dtype)
