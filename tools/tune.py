@@ -10,7 +10,7 @@ operands; TFLOP/s count dense products (2 m n k) for all.
 
 The last table fits `block_time` and `tile_time` of kernels-src/newton_schulz/product_sm90.h:
 the time of a call is rounds of tiles times (stages of 64 in k x block_time + tile_time). Copy them
-there (and set MEASURED of kernels/matmul_add.py) to let `auto` take the tiles.
+there (and set MEASURED of kernels/<op>.py) to let `auto` take the tiles.
 
 If a tile hangs, build once with `cuda-flags = ["-DOPTIMIZER_BOUNDED_WAITS"]` in build.toml's
 [kernel.newton_schulz_sm90]: a wait that does not end then says which one it is and stops the
