@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..conftest import ROOT
+
 SOURCES = ROOT / "kernels-src"
 BLOCK = 64 * 64  # elements that a TMA box carries
 LINE = 128  # bytes
