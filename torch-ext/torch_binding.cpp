@@ -21,7 +21,11 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "int[] parameter, int[] offset) -> ()");
   ops.def(
       "symmetric_matmul(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, "
-      "float diag, int tile) -> ()");
+      "float diag, int tile, Tensor? scale=None) -> ()");
+  ops.def(
+      "matmul_add(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, int "
+      "tile, "
+      "Tensor? scale=None) -> ()");
   ops.def(
       "nf4_dequant(Tensor packed, Tensor absmax, Tensor active_experts, SymInt[] expert_shape, "
       "int blocksize, ScalarType dtype, Tensor? codebook, Tensor? absmax_code, "
@@ -34,6 +38,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("apply_update", TORCH_BOX(&optimizer::apply_update_cuda));
   ops.impl("adamw", TORCH_BOX(&optimizer::adamw_cuda));
   ops.impl("symmetric_matmul", TORCH_BOX(&optimizer::symmetric_matmul_cuda));
+  ops.impl("matmul_add", TORCH_BOX(&optimizer::matmul_add_cuda));
   ops.impl("nf4_dequant", TORCH_BOX(&optimizer::nf4_dequant_cuda));
 }
 #elif defined(CPU_KERNEL)

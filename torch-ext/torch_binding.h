@@ -57,7 +57,11 @@ void adamw_cuda(const TensorVector& params, const TensorVector& grads, const Ten
                 const std::vector<int64_t>& parameter, const std::vector<int64_t>& offset);
 
 void symmetric_matmul_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c,
-                           const Tensor& out, double alpha, double beta, double diag, int64_t tile);
+                           const Tensor& out, double alpha, double beta, double diag, int64_t tile,
+                           std::optional<Tensor> scale);
+
+void matmul_add_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c, const Tensor& out,
+                     double alpha, double beta, int64_t tile, std::optional<Tensor> scale);
 
 Tensor nf4_dequant_cpu(const Tensor& packed, const Tensor& absmax, const Tensor& active_experts,
                        IntHeaderOnlyArrayRef expert_shape, int64_t blocksize, ScalarType dtype,

@@ -2,7 +2,8 @@
 // float32 by fused multiply-adds, no TF32: a square tile, a square of sums per thread, two slots of
 // shared memory with k outermost. The next slot's elements wait in registers during the products.
 
-#include "newton_schulz/tiles.cuh"
+#include "newton_schulz/scalars.cuh"
+#include "newton_schulz/symmetric_matmul.h"
 
 namespace optimizer::symmetric {
 
@@ -137,12 +138,12 @@ __device__ __forceinline__ void simt_write(const Problem& p, const TileOrigin& o
 
 template <int kSide, Layout kLayout>
 __global__ void __launch_bounds__(kSimtThreads, kSide == 128 ? 1 : 2)
-    simt_kernel(const Problem p, uint32_t first_matrix, uint32_t squares_per_side) {
+    simt_kernel(const Problem p, uint32_t first_matrix) {
   extern __shared__ __align__(128) char shared[];
   constexpr int kSlot = SimtTile<kSide>::kSlot, kSums = SimtTile<kSide>::kSums;
   constexpr int kDepth = SimtTile<kSide>::kDepth;
   auto* slots = reinterpret_cast<float*>(shared);
-  TileOrigin origin = locate<kSide, kSide>(blockIdx.x, squares_per_side);
+  TileOrigin origin = TriangularSchedule::of(p.m, kSide, kSide).locate(blockIdx.x);
   origin.matrix += first_matrix;
   SimtOperand<kSide, kLayout> a(p.a, origin.matrix, origin.row, p.m);
   SimtOperand<kSide, kLayout> b(p.b, origin.matrix, origin.col, p.m);
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kSimtThreads, kSide == 128 ? 1 : 2)
   }
   __syncthreads();
 
-  const Scalars scalars(p);
+  const Scalars scalars(p, origin.matrix, p.c.data != nullptr);
   const float* c = static_cast<const float*>(p.c.data) + origin.matrix * p.c.batch;
   const int row = static_cast<int>(threadIdx.x) / 16, col = static_cast<int>(threadIdx.x) % 16;
 #pragma unroll

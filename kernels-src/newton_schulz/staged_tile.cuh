@@ -2,7 +2,8 @@
 // A finished 16-bit tile in shared memory, on its way to both triangles of the output.
 
 #include "newton_schulz/mma.cuh"
-#include "newton_schulz/tiles.cuh"
+#include "newton_schulz/scalars.cuh"
+#include "newton_schulz/symmetric_matmul.h"
 
 namespace optimizer::symmetric {
 

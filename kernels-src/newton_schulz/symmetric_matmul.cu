@@ -1,10 +1,12 @@
 // CUDA backend of symmetric_matmul for every GPU from sm_80 on; formula and checks:
 // symmetric_matmul.h. Bits depend neither on the tile nor on strides nor on the batch: every
 // element is one float32 sum over growing k. So the table of tiles below may look at anything.
+// The tiles of symmetric_matmul_sm90.cu, another family of instructions, are numbered behind these.
 
 #include <algorithm>
 #include <iterator>
 
+#include "newton_schulz/product_sm90.h"
 #include "newton_schulz/simt.cuh"
 #include "newton_schulz/tensor_core.cuh"
 
@@ -19,7 +21,7 @@ using Tile64x128 = Tile<64, 128, 64, 3, 32, 64, 3>;
 using Tile128 = Tile<128, 128, 64, 3, 64, 64, 2>;
 using TileAny = Tile<64, 64, 32, 2, 32, 32, 3>;
 
-// kernel: a function (Problem, first matrix, squares per side)
+// kernel: a function (Problem, first matrix)
 template <typename Kernel>
 void launch(Kernel kernel, const Problem& p, int rows, int cols, int threads, int shared,
             cudaStream_t stream) {
@@ -34,7 +36,7 @@ void launch(Kernel kernel, const Problem& p, int rows, int cols, int threads, in
   for (int64_t first = 0; first < p.batches; first += at_once) {
     const int64_t matrices = std::min(at_once, p.batches - first);
     kernel<<<static_cast<unsigned>(matrices * per_matrix), threads, shared, stream>>>(
-        p, static_cast<uint32_t>(first), static_cast<uint32_t>(side));
+        p, static_cast<uint32_t>(first));
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 }
@@ -55,7 +57,7 @@ void launch_named(const Problem& p, int64_t tile, cudaStream_t stream) {
     case 2:
       return launch_tile<T, Tile128, kLayout>(p, stream);
     default:
-      STD_TORCH_CHECK(false, "symmetric_matmul: tile must be -1 to 2, got ", tile);
+      STD_TORCH_CHECK(false, "symmetric_matmul: tile must be -1 to 6, got ", tile);
   }
 }
 
@@ -116,8 +118,28 @@ int64_t pick_tile(const Problem& p, int device) {
   return best;
 }
 
+newton_schulz::Problem for_sm90(const Problem& p) {
+  return {p.a, p.b, p.c, p.out, p.scale, p.batches, p.m, p.m, p.k, p.alpha, p.beta, p.diag};
+}
+
+// A measured sm90 tile where the device and the strides allow one, else -1. The batch has no say in
+// which family of instructions runs, so it changes no bit.
+int64_t pick_sm90(const Problem& p, int device) {
+  if (attribute(cudaDevAttrComputeCapabilityMajor, device) != 9) return -1;
+  if (attribute(cudaDevAttrComputeCapabilityMinor, device) != 0) return -1;
+  const newton_schulz::Problem problem = for_sm90(p);
+  if (newton_schulz::symmetric_refusal(problem) != nullptr) return -1;
+  return newton_schulz::pick(newton_schulz::kSymmetricTiles, problem, true,
+                             attribute(cudaDevAttrMultiProcessorCount, device));
+}
+
 template <typename T>
-void run_half(const Problem& p, int64_t tile, int device, cudaStream_t stream) {
+void run_half(const Problem& p, int64_t tile, ScalarType dtype, int device, cudaStream_t stream) {
+  constexpr auto kTiles = static_cast<int64_t>(std::size(kCosts));
+  const int64_t sm90 = tile < 0 ? pick_sm90(p, device) : tile - kTiles;
+  if (sm90 >= 0) {
+    return newton_schulz::run_symmetric_sm90(for_sm90(p), dtype, sm90, device, stream);
+  }
   if (tile < 0) tile = pick_tile(p, device);
   switch (common_layout(p, 8)) {
     case Layout::kRows:
@@ -146,6 +168,8 @@ void run_side(const Problem& p, cudaStream_t stream) {
 
 // float32: the larger tile from three tiles per multiprocessor on.
 void run_float(const Problem& p, int64_t tile, int device, cudaStream_t stream) {
+  STD_TORCH_CHECK(tile < static_cast<int64_t>(std::size(kCosts)),
+                  "symmetric_matmul: the sm90 tiles need float16 or bfloat16");
   const int64_t enough = 3 * attribute(cudaDevAttrMultiProcessorCount, device);
   const bool large = tile < 0 ? tiles_of(p, 128, 128) >= enough : tile > 0;
   large ? run_side<128>(p, stream) : run_side<64>(p, stream);
@@ -154,9 +178,9 @@ void run_float(const Problem& p, int64_t tile, int device, cudaStream_t stream) 
 }  // namespace
 
 void symmetric_matmul_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c,
-                           const Tensor& out, double alpha, double beta, double diag,
-                           int64_t tile) {
-  const Problem p = describe(a, b, c, out, alpha, beta, diag);
+                           const Tensor& out, double alpha, double beta, double diag, int64_t tile,
+                           std::optional<Tensor> scale) {
+  const Problem p = describe(a, b, c, out, alpha, beta, diag, scale);
   if (p.batches == 0 || p.m == 0) return;
   const int device = a.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -165,9 +189,9 @@ void symmetric_matmul_cuda(const Tensor& a, const Tensor& b, std::optional<Tenso
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   switch (a.scalar_type()) {
     case ScalarType::BFloat16:
-      return run_half<__nv_bfloat16>(p, tile, device, cuda_stream);
+      return run_half<__nv_bfloat16>(p, tile, a.scalar_type(), device, cuda_stream);
     case ScalarType::Half:
-      return run_half<__half>(p, tile, device, cuda_stream);
+      return run_half<__half>(p, tile, a.scalar_type(), device, cuda_stream);
     case ScalarType::Float:
       return run_float(p, tile, device, cuda_stream);
     default:

@@ -1,17 +1,22 @@
 #pragma once
-// symmetric_matmul: out = alpha A B^T + beta C + diag I for a batch of m x k operands whose product
-// is symmetric. What the host checks and hands to a kernel.
+// symmetric_matmul: out = scale (alpha A B^T + beta C) + diag I for a batch of m x k operands whose
+// product is symmetric. What the host checks and hands to a kernel.
 //
 // Only tiles on and above the diagonal are computed; each is stored twice, the second time
 // transposed. Products are summed in float32 in steps of growing k whatever the tile, the strides
-// or the batch; alpha, beta C and diag are applied in float32 and the result is rounded once.
+// or the batch; scale, alpha, beta C and diag are applied in float32 and the result is rounded
+// once.
 
 #include <cstdint>
 #include <optional>
 
 #include "common/stable.h"
+#include "newton_schulz/schedule.h"
 
 namespace optimizer::symmetric {
+
+using newton_schulz::TileOrigin;
+using newton_schulz::TriangularSchedule;
 
 // One batch of matrices; strides in elements.
 struct Matrices {
@@ -22,10 +27,11 @@ struct Matrices {
 };
 
 struct Problem {
-  Matrices a;    // (batch, m, k)
-  Matrices b;    // (batch, m, k), read as its transpose
-  Matrices c;    // (batch, m, m); data is null if beta C is absent
-  Matrices out;  // (batch, m, m)
+  Matrices a;          // (batch, m, k)
+  Matrices b;          // (batch, m, k), read as its transpose
+  Matrices c;          // (batch, m, m); data is null if beta C is absent
+  Matrices out;        // (batch, m, m)
+  const float* scale;  // (batch,); null means 1
   int64_t batches;
   int m;
   int k;
@@ -63,7 +69,8 @@ inline Matrices symmetric_view(const Tensor& x) {
 }
 
 inline Problem describe(const Tensor& a, const Tensor& b, const std::optional<Tensor>& c,
-                        const Tensor& out, double alpha, double beta, double diag) {
+                        const Tensor& out, double alpha, double beta, double diag,
+                        const std::optional<Tensor>& scale) {
   STD_TORCH_CHECK(a.dim() == 3 && b.dim() == 3 && out.dim() == 3,
                   "symmetric_matmul: a and b must be (batch, m, k), out (batch, m, m)");
   const int64_t batches = a.size(0), m = a.size(1), k = a.size(2);
@@ -82,6 +89,11 @@ inline Problem describe(const Tensor& a, const Tensor& b, const std::optional<Te
   STD_TORCH_CHECK(b.scalar_type() == a.scalar_type() && b.device() == a.device(),
                   "symmetric_matmul: b must have the dtype and the device of a");
 
+  STD_TORCH_CHECK(!scale.has_value() ||
+                      (scale->dim() == 1 && scale->size(0) == batches && scale->is_contiguous() &&
+                       scale->scalar_type() == ScalarType::Float && scale->device() == a.device()),
+                  "symmetric_matmul: scale must be (batch,), contiguous, float32, on a's device");
+
   const auto operand = [](const Tensor& x) {
     return Matrices{x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
   };
@@ -90,6 +102,7 @@ inline Problem describe(const Tensor& a, const Tensor& b, const std::optional<Te
           operand(b),
           reads_c ? symmetric_view(*c) : Matrices{},
           symmetric_view(out),
+          scale.has_value() ? static_cast<const float*>(scale->data_ptr()) : nullptr,
           batches,
           static_cast<int>(m),
           static_cast<int>(k),

@@ -237,11 +237,11 @@ __device__ __forceinline__ void multiply_fetched(Warp& warp, A& a, B& b, char* s
 
 template <typename T, typename kTile, Layout kLayout>
 __global__ void __launch_bounds__(kTile::kThreads, kTile::kBlocksPerSm)
-    tensor_core_kernel(const Problem p, uint32_t first_matrix, uint32_t squares_per_side) {
+    tensor_core_kernel(const Problem p, uint32_t first_matrix) {
   extern __shared__ __align__(128) char shared[];
   using A = Operand<T, kLayout, kTile::kRows, kTile::kDepth, kTile::kThreads>;
   using B = Operand<T, kLayout, kTile::kCols, kTile::kDepth, kTile::kThreads>;
-  TileOrigin origin = locate<kTile::kRows, kTile::kCols>(blockIdx.x, squares_per_side);
+  TileOrigin origin = TriangularSchedule::of(p.m, kTile::kRows, kTile::kCols).locate(blockIdx.x);
   if (origin.row >= p.m) return;  // the lower part of the last square may lie outside
   origin.matrix += first_matrix;
 
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kTile::kThreads, kTile::kBlocksPerSm)
   __syncthreads();
 
   const StagedTile<kTile::kRows, kTile::kCols> staged{shared};
-  const Scalars scalars(p);
+  const Scalars scalars(p, origin.matrix, p.c.data != nullptr);
   if (scalars.reads_c) {
     staged.template read<T, kTile::kThreads>(p, origin);
     __syncthreads();

@@ -48,12 +48,17 @@ class Problem:
 
 
 def exact(arguments: dict, dtype: torch.dtype) -> torch.Tensor:
-    """The float64 result rounded once, computed the plain way on the operands' device."""
+    """The float64 result rounded once, computed the plain way on the operands' device.
+
+    `scale` in the arguments must hold powers of two.
+    """
     A, C = arguments["A"].double(), arguments["C"]
     B = A if arguments["B"] is None else arguments["B"].double()
     value = arguments["alpha"] * (A @ B.mT)
     if C is not None:
         value = value + arguments["beta"] * C.double()
+    if arguments.get("scale") is not None:
+        value = value * arguments["scale"].double()[..., None, None]
     value = value + arguments["diag"] * torch.eye(A.shape[-2], dtype=A.dtype, device=A.device)
     assert torch.equal(value.float().double(), value)  # so the next line rounds once
     return value.float().to(dtype)

@@ -17,6 +17,7 @@ import sys
 import torch
 
 from .._compare import assert_same_bits
+from ._products import Dense, exact_dense
 from ._symmetric import DTYPES as SYMMETRIC_DTYPES
 from ._symmetric import Problem, exact, laid_out
 from ._tensors import DTYPES as LIST_DTYPES
@@ -48,6 +49,7 @@ def kernels() -> None:
             assert out[2:].isnan().all()
             count += 1
     count += symmetric_products(opt)
+    count += dense_products(opt)
     count += list_ops(opt)
     print(f"{count} cases, all right")
 
@@ -56,6 +58,7 @@ def symmetric_products(opt) -> int:
     """symmetric_matmul: every tile, layout and dtype at odd shapes; the number of cases."""
     device, count = torch.device("cuda"), 0
     module = importlib.import_module(f"{opt.__name__}.kernels.symmetric_matmul")
+    hopper = torch.cuda.get_device_capability(device) == (9, 0)
     for m, k in ((1, 1), (67, 33), (130, 129), (257, 70)):
         problem = Problem((2,), m, k, alpha=0.5, beta=2.0, diag=1.0, other=True)
         for dtype in SYMMETRIC_DTYPES:
@@ -63,9 +66,31 @@ def symmetric_products(opt) -> int:
             expected = exact(arguments, dtype)
             for pattern in ("padded", "transposed-padded", "shifted", "every-third"):
                 A, B, C = (laid_out(arguments[name], pattern) for name in "ABC")
-                for tile in range(3):
+                by_tma = hopper and "padded" in pattern and dtype != torch.float32
+                for tile in range(len(module.TILES) if by_tma else 3):
                     out = laid_out(torch.full_like(expected, torch.nan), pattern)
                     module._op("compiled")(A, B, C, out, 0.5, 2.0, 1.0, tile)
+                    assert torch.equal(out, expected)
+                    count += 1
+    return count
+
+
+def dense_products(opt) -> int:
+    """matmul_add by the tiles of capability 9.0; the number of cases."""
+    device, count = torch.device("cuda"), 0
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return count
+    module = importlib.import_module(f"{opt.__name__}.kernels.matmul_add")
+    for m, k, n in ((1, 1, 1), (67, 33, 300), (257, 200, 70)):
+        arguments = Dense((2,), m, k, n, beta=2.0, scaled=True).operands(torch.float16, device)
+        expected = exact_dense(arguments, torch.float16)
+        arguments["C"] = laid_out(arguments["C"], "padded")
+        for a in ("padded", "transposed-padded"):
+            for b in ("padded", "transposed-padded"):
+                operands = {"A": laid_out(arguments["A"], a), "B": laid_out(arguments["B"], b)}
+                for tile in module.TILES:
+                    out = laid_out(torch.full_like(expected, torch.nan), "padded")
+                    module.matmul_add(**{**arguments, **operands}, out=out, tile=tile)
                     assert torch.equal(out, expected)
                     count += 1
     return count

@@ -173,6 +173,23 @@ def test_scalars_are_applied_before_the_rounding(multiply, device, path):
     assert_same_bits(multiply(path, A=A, C=C, beta=-1.0), expected.half())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("path", PATHS)
+def test_each_matrix_has_its_scale(multiply, device, path, dtype):
+    """It multiplies the product and beta C, not the diagonal; strided factors are read right."""
+    problem = Problem((3, 2), 70, 33, alpha=0.5, beta=2.0, diag=3.0)
+    arguments = problem.operands(dtype, device)
+    factors = torch.tensor([[1.0, 0.5, 2.0], [0.25, 0.0, -4.0]], device=device)
+    arguments["scale"] = factors.mT
+    assert_exact(multiply(path, **arguments), exact(arguments, dtype), path)
+
+
+def test_a_scale_of_one_matrix_has_no_dimension(module, device):
+    A = torch.ones(4, 2, dtype=torch.float16, device=device)
+    out = module.symmetric_matmul(A, scale=torch.tensor(0.5, device=device))
+    assert_same_bits(out, torch.ones(4, 4, dtype=torch.float16, device=device))
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_c_is_not_read_without_beta(multiply, device, path):
     A = torch.ones(3, 4, dtype=torch.float16, device=device)
@@ -257,6 +274,17 @@ BAD = {
     "alpha must be a number, got torch.float32": (TypeError, {"alpha": torch.tensor(1.0)}),
     "diag must be a number, got NoneType": (TypeError, {"diag": None}),
     "beta must be a number, got bool": (TypeError, {"beta": True}),
+    "scale must be a float32 tensor, got float": (TypeError, {"scale": 2.0}),
+    "scale must be a float32 tensor, got torch.float16": (TypeError, {"scale": matrices()}),
+    "scale must have shape (), one factor per matrix of A, got (3,)": (
+        ValueError,
+        {"scale": torch.ones(3)},
+    ),
+    "scale must be on the device of A": (ValueError, {"scale": torch.ones((), device="meta")}),
+    "tile='sm90_128x256' is one of the compiled op's; cpu takes reference": (
+        ValueError,
+        {"tile": "sm90_128x256"},
+    ),
     "out must be a dense tensor of A's dtype torch.float16, got torch.float32": (
         TypeError,
         {"out": matrices(3, 3, dtype=torch.float32)},
@@ -274,6 +302,13 @@ def test_wrong_arguments_are_named(module, message):
     with pytest.raises(error) as caught:
         module.symmetric_matmul(**{"A": matrices(3, 4), **changed})
     assert message in str(caught.value)
+
+
+def test_tiles_are_named(module):
+    assert module._tile_number("auto") == module.AUTO
+    assert module._tile_number("64x128") == 1
+    with pytest.raises(ValueError, match="tile='sm90_9x9' is unknown; name auto or one of 64x64, "):
+        module._tile_number("sm90_9x9")
 
 
 @pytest.mark.parametrize("name", "ABC")

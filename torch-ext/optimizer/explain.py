@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .kernels import _lists
+from .kernels.matmul_add import explain_matmul_add
 from .kernels.nf4_dequant import explain_nf4_dequant
 from .kernels.symmetric_matmul import explain_symmetric_matmul
 from .orthogonalize.choose import explain as explain_orthogonalize
@@ -29,6 +30,7 @@ def _orthogonalize(
 EXPLAINERS = {
     "orthogonalize": _orthogonalize,
     "symmetric_matmul": explain_symmetric_matmul,
+    "matmul_add": explain_matmul_add,
     "nf4_dequant": explain_nf4_dequant,
     **{op: functools.partial(_lists.explain, op) for op in ("momentum", "apply_update", "adamw")},
 }
@@ -38,8 +40,8 @@ def explain(op: str, **problem: Any) -> str:
     """Say in words what `op` would run for a problem.
 
     Args:
-        op: "orthogonalize", "symmetric_matmul", "nf4_dequant", "momentum", "apply_update" or
-            "adamw".
+        op: "orthogonalize", "symmetric_matmul", "matmul_add", "nf4_dequant", "momentum",
+            "apply_update" or "adamw".
         **problem: orthogonalize: `shape` (..., m, n), `dtype` and `device` of the input, optionally
             `steps`, `method` and `iterate_dtype`; the others: `device`.
 

@@ -1,13 +1,17 @@
-"""symmetric_matmul: alpha A B^T + beta C + diag I where the result is known to be symmetric.
+"""symmetric_matmul: s (alpha A B^T + beta C) + diag I where the result is known to be symmetric.
 
 Tiles on and above the diagonal are computed and stored twice, so the two triangles are equal bit
-for bit at half the work. Sums are float32 over growing k; alpha, beta C and diag are applied in
+for bit at half the work. Sums are float32 over growing k; s, alpha, beta C and diag are applied in
 float32 and the result is rounded once.
 
 path      | op                         | source                              | taken
 compiled  | symmetric_matmul           | kernels-src/newton_schulz           | CUDA >= 8.0
 triton    | symmetric_matmul_triton    | symmetric_matmul_triton.py          | other CUDA, ROCm
 reference | symmetric_matmul_reference | reference/symmetric_matmul.py       | everything else
+
+The compiled op has two families of tiles: mma.sync for every GPU from 8.0 on, and TMA with wgmma
+for capability 9.0 ("sm90_..."). The second was not measured yet, so `auto` does not take it: see
+MEASURED.
 """
 
 from __future__ import annotations
@@ -23,23 +27,22 @@ from torch.library import custom_op, register_fake
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import symmetric_matmul as reference
+from ._operands import DTYPES, as_batch, check_dense, check_out, check_scalars, check_scale
 from .nf4_dequant import Path
 
 _logger = logging.getLogger(__name__)
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
 
 @register_fake(add_op_namespace_prefix("symmetric_matmul"))
-def _fake(a, b, c, out, alpha, beta, diag, tile):
+def _fake(a, b, c, out, alpha, beta, diag, tile, scale=None):
     return None
 
 
 @custom_op(
     add_op_namespace_prefix("symmetric_matmul_reference"),
     mutates_args=("out",),
-    schema="(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, float diag)"
-    " -> ()",
+    schema="(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, float diag, "
+    "Tensor? scale=None) -> ()",
 )
 def _reference(
     a: Tensor,  # (B, m, k)
@@ -49,8 +52,10 @@ def _reference(
     alpha: float,
     beta: float,
     diag: float,
+    scale: Tensor | None = None,  # (B,)
 ) -> None:
-    out.copy_(reference.symmetric_matmul(a, b, alpha=alpha, C=c, beta=beta, diag=diag))
+    options = {"alpha": alpha, "C": c, "beta": beta, "diag": diag, "scale": scale}
+    out.copy_(reference.symmetric_matmul(a, b, **options))
 
 
 _reference.register_fake(lambda *_: None)
@@ -76,7 +81,11 @@ def _pick(device: torch.device) -> Path:
     if device.type == "cuda":
         if _serves(device):
             capability = torch.cuda.get_device_capability(device)
-            return Path("compiled", f"CUDA kernel, capability {capability[0]}.{capability[1]}")
+            reason = f"CUDA kernel, capability {capability[0]}.{capability[1]}"
+            if capability == (9, 0):
+                how = "for half precision" if MEASURED else "by name, not measured yet"
+                reason += f"; sm90 tiles {how}"
+            return Path("compiled", reason)
         if importlib.util.find_spec("triton") is not None:
             return Path("triton", f"{torch.cuda.get_device_name(device)} has no compiled kernel")
     if device.type == "meta":
@@ -123,13 +132,15 @@ def symmetric_matmul(
     C: Tensor | None = None,
     beta: float = 0.0,
     diag: float = 0.0,
+    scale: Tensor | None = None,
     out: Tensor | None = None,
+    tile: str = "auto",
 ) -> Tensor:
-    """alpha A B^T + beta C + diag I of a batch, where the caller knows that it is symmetric.
+    """scale (alpha A B^T + beta C) + diag I of a batch that the caller knows to be symmetric.
 
     A B^T is symmetric for B = A, and for products of polynomials of one symmetric matrix. Only the
     part on and above the diagonal is computed; the rest is its mirror image, bit for bit. Sums are
-    float32, alpha, beta C and diag are applied in float32, and the result is rounded once. A matrix
+    float32, the scalars and C are applied in float32, and the result is rounded once. A matrix
     gives the same bits in any batch and under any strides. Builds no autograd graph.
 
     Args:
@@ -140,41 +151,68 @@ def symmetric_matmul(
         C: (..., m, m), symmetric (either triangle may be read), of A's dtype; may be `out` itself.
         beta: Factor of C; 0 leaves C unread.
         diag: Added to the diagonal.
+        scale: (...,) float32, a factor for each matrix, such as a norm that the device alone knows;
+            None means 1.
         out: (..., m, m) of A's dtype, any strides; must not overlap A or B.
+        tile: One of `TILES`, for tests and measurements. Those that start with sm90 need capability
+            9.0, half precision and strides that TMA can take: rows or columns contiguous, on 16
+            bytes, the same dimension for A and B, rows of out and C on 16 bytes.
 
     Returns:
         (..., m, m) in A's dtype, or `out`. With k = 0 the product is 0.
 
     Raises:
         TypeError: An argument is of a wrong kind or dtype.
-        ValueError: Shapes or devices do not fit, beta without C, or out overlaps an operand.
+        ValueError: Shapes or devices do not fit, beta without C, out overlaps an operand, or the
+            path that serves the device has no such tile.
     """
     scalars = {"alpha": alpha, "beta": beta, "diag": diag}
     _check_operands(A, B, C, scalars)
+    check_scale(scale, A)
     m = A.shape[-2]
     square = (*A.shape[:-1], m)
     if out is None:
         out = A.new_empty(square)
-    _check_out(A, B, C, out, square)
+    check_out(out, square, A=A, B=B, C=C)
     batch = math.prod(A.shape[:-2])
     views = [
         None if x is None else x.detach().reshape(batch, *x.shape[-2:])
         for x in (A, A if B is None else B, C if beta != 0 else None)
     ]
-    target = _as_batch(out.detach(), batch)
+    target = as_batch(out.detach(), batch)
     result = A.new_empty((batch, m, m)) if target is None else target
-    scalars = {name: float(value) for name, value in scalars.items()}
+    options = {name: float(value) for name, value in scalars.items()}
+    options["scale"] = None if scale is None else scale.detach().reshape(batch).contiguous()
     with torch.no_grad():
         path = _pick_name(A.device)
-        tile = {"tile": AUTO} if path == "compiled" else {}
-        _op(path)(*views, result, **scalars, **tile)
+        if path == "compiled":
+            options["tile"] = _tile_number(tile)
+        elif tile != "auto":
+            raise ValueError(f"tile={tile!r} is one of the compiled op's; {A.device} takes {path}")
+        _op(path)(*views, result, **options)
         if target is None:
             out.copy_(result.view(square))
     return out
 
 
-# The compiled op's table picks the tile; tests name each one.
+# Whether kSymmetricTiles of kernels-src/newton_schulz/product_sm90.h has times, so that `auto` may
+# take its tiles; a test compares the two.
+MEASURED = False
+# The compiled op's table picks the tile; tests and measurements name one, by its position here:
+# three of symmetric_matmul.cu, then those of product_sm90.h.
 AUTO = -1
+TILES = (
+    *("64x64", "64x128", "128x128"),
+    *("sm90_128x256", "sm90_128x256_pair", "sm90_128x128", "sm90_64x128"),
+)
+
+
+def _tile_number(tile: str) -> int:
+    if tile == "auto":
+        return AUTO
+    if tile not in TILES:
+        raise ValueError(f"tile={tile!r} is unknown; name auto or one of {', '.join(TILES)}")
+    return TILES.index(tile)
 
 
 def _op(path: str):
@@ -188,32 +226,9 @@ def _op(path: str):
     return ops.symmetric_matmul_triton
 
 
-def _as_batch(out: Tensor, batch: int) -> Tensor | None:
-    """out (..., m, m) as a view (batch, m, m); None if its strides allow none."""
-    if out.ndim == 3:
-        return out
-    try:
-        return out.view(batch, *out.shape[-2:])
-    except RuntimeError:
-        return None
-
-
 def _check_operands(A: Tensor, B: Tensor | None, C: Tensor | None, scalars: dict) -> None:
-    for name, x in (("A", A), ("B", B), ("C", C)):
-        if x is None and name != "A":
-            continue
-        if not isinstance(x, Tensor) or x.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor, got {_kind(x)}")
-        if x.dtype not in DTYPES or x.dtype != A.dtype:
-            allowed = "float16, bfloat16 or float32" if name == "A" else f"A's dtype {A.dtype}"
-            raise TypeError(f"{name} must have {allowed}, got {x.dtype}; convert it first")
-        if x.device != A.device:
-            raise ValueError(f"{name} must be on the device of A {A.device}, got {x.device}")
-    for name, value in scalars.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
-            raise TypeError(
-                f"{name} must be a number, got {_kind(value)}; scalars stay on the host"
-            )
+    check_dense(A=A, B=B, C=C)
+    check_scalars(scalars, C)
     if A.ndim < 2:
         raise ValueError(f"A must be (..., m, k), got shape {tuple(A.shape)}")
     if B is not None and B.shape != A.shape:
@@ -226,44 +241,3 @@ def _check_operands(A: Tensor, B: Tensor | None, C: Tensor | None, scalars: dict
             f"C must have shape {(*A.shape[:-1], A.shape[-2])} for A of shape {tuple(A.shape)}, "
             f"got {tuple(C.shape)}"
         )
-    if C is None and scalars["beta"] != 0:
-        raise ValueError(f"beta={scalars['beta']} scales C, which is None; pass C or beta=0")
-
-
-def _check_out(
-    A: Tensor, B: Tensor | None, C: Tensor | None, out: Tensor, square: tuple[int, ...]
-) -> None:
-    if not isinstance(out, Tensor) or out.layout != torch.strided or out.dtype != A.dtype:
-        raise TypeError(f"out must be a dense tensor of A's dtype {A.dtype}, got {_kind(out)}")
-    if out.shape != square:
-        raise ValueError(f"out must have shape {tuple(square)}, got {tuple(out.shape)}")
-    if out.device != A.device:
-        raise ValueError(f"out must be on the device of A {A.device}, got {out.device}")
-    if any(s == 0 and n > 1 for n, s in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError("out is an expanded tensor, whose elements share memory; pass a full one")
-    if torch.compiler.is_compiling():  # storages are opaque to the compiler, which copies anyway
-        return
-    for name, x in (("A", A), ("B", B), ("C", C)):
-        if x is not None and _overlap(x, out) and not (name == "C" and _same(x, out)):
-            raise ValueError(f"out overlaps {name} in memory; pass another tensor")
-
-
-def _kind(x: object) -> str:
-    return f"{x.dtype} with layout {x.layout}" if isinstance(x, Tensor) else type(x).__name__
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    return x.storage_offset() == y.storage_offset() and x.stride() == y.stride()
-
-
-def _overlap(x: Tensor, y: Tensor) -> bool:
-    if x.numel() == 0 or x.untyped_storage()._cdata != y.untyped_storage()._cdata:
-        return False
-    (x_first, x_end), (y_first, y_end) = _byte_range(x), _byte_range(y)
-    return x_first < y_end and y_first < x_end
-
-
-def _byte_range(t: Tensor) -> tuple[int, int]:
-    first = t.storage_offset()
-    last = first + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    return first * t.element_size(), (last + 1) * t.element_size()

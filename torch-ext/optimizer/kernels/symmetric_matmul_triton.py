@@ -1,7 +1,7 @@
 """Triton twin of symmetric_matmul, for GPUs that the compiled kernel does not cover.
 
-out = alpha A B^T + beta C + diag I. Grid: one program per tile on or above the diagonal of every
-matrix; each is stored twice, the second time transposed.
+out = scale (alpha A B^T + beta C) + diag I. Grid: one program per tile on or above the diagonal of
+every matrix; each is stored twice, the second time transposed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def _symmetric_matmul(  # noqa: PLR0913
     alpha,
     beta,
     diag,
+    scale,  # (B,) if SCALED
     READS_C: tl.constexpr,
+    SCALED: tl.constexpr,
     WIDEN: tl.constexpr,
     SIDE: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -81,6 +83,8 @@ def _symmetric_matmul(  # noqa: PLR0913
     if READS_C:
         at = matrix * c_batch + rows[:, None] * c_row + cols[None, :] * c_col
         value += beta * tl.load(c + at, mask=inside, other=0.0).to(tl.float32)
+    if SCALED:
+        value *= tl.load(scale + matrix)
     value = tl.where(rows[:, None] == cols[None, :], value + diag, value)
     value = value.to(out.dtype.element_ty)
     base = out + matrix * out_batch
@@ -92,8 +96,8 @@ def _symmetric_matmul(  # noqa: PLR0913
 @triton_op(
     add_op_namespace_prefix("symmetric_matmul_triton"),
     mutates_args=("out",),
-    schema="(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, float diag)"
-    " -> ()",
+    schema="(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, float diag, "
+    "Tensor? scale=None) -> ()",
 )
 def symmetric_matmul_triton(
     a: Tensor,
@@ -103,6 +107,7 @@ def symmetric_matmul_triton(
     alpha: float,
     beta: float,
     diag: float,
+    scale: Tensor | None = None,
 ) -> None:
     """Launch `_symmetric_matmul`; the arguments were checked by `kernels.symmetric_matmul`."""
     batch, m, k = a.shape
@@ -129,7 +134,9 @@ def symmetric_matmul_triton(
         alpha,
         beta,
         diag,
+        out if scale is None else scale,
         READS_C=c is not None,
+        SCALED=scale is not None,
         WIDEN=not compiled and a.dtype == torch.bfloat16,
         SIDE=_SIDE,
         DEPTH=_DEPTH,

@@ -1,4 +1,4 @@
-"""alpha A B^T + beta C + diag I in float64, one matrix at a time, both triangles equal."""
+"""s (alpha A B^T + beta C) + diag I in float64, one matrix at a time, both triangles equal."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ def symmetric_matmul(
     C: torch.Tensor | None = None,
     beta: float = 0.0,
     diag: float = 0.0,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(..., m, m) in float64 of A, B (..., m, k) and C (..., m, m); the upper triangle counts."""
     m, k = A.shape[-2:]
@@ -26,6 +27,8 @@ def symmetric_matmul(
         product = alpha * (left[i].double().contiguous() @ right[i].double().contiguous().mT)
         if C is not None and beta != 0:
             product += beta * C.reshape(flat.shape)[i].double()
+        if scale is not None:
+            product *= scale.reshape(-1)[i].double()
         product.diagonal().add_(diag)
         target.copy_(torch.where(upper, product, product.mT))
     return out

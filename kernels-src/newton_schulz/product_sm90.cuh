@@ -1,0 +1,175 @@
+#pragma once
+// The persistent kernel: tile after tile, products fed by TMA. See tile_sm90.cuh for the roles.
+
+#include "newton_schulz/epilogue_sm90.cuh"
+#include "newton_schulz/tile_sm90.cuh"
+#include "newton_schulz/wgmma_sm90.cuh"
+
+namespace optimizer::newton_schulz {
+
+// One thread loads the operands of every tile of this block, as far ahead as the ring allows.
+// kRowsMajor: the map's inner dimension is the operand's rows, not k.
+template <typename kTile, bool kARowsMajor, bool kBRowsMajor, typename Args>
+__device__ __forceinline__ void produce(const Args& p, const SharedMap<kTile>& at) {
+  constexpr bool kCluster = kTile::kCluster > 1;
+  constexpr int kOwnBlocks = kTile::kColBlocks / kTile::kCluster;
+  constexpr auto kEveryBlock = static_cast<uint16_t>((1 << kTile::kCluster) - 1);
+  const int first = kCluster ? static_cast<int>(cluster_rank()) * kOwnBlocks : 0;
+  Ring<kTile::kStages> ring;
+  for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    const TileOrigin origin = p.schedule.locate(tile);
+    const auto matrix = static_cast<int>(origin.matrix);
+    for (int k = 0; k < p.k; k += kStageDepth) {
+      // A fresh ring is empty: the phase before its first one has ended.
+      barrier_wait<kCluster>(at.empty(ring.slot), ring.parity ^ 1, "an empty stage");
+      const uint32_t full = at.full(ring.slot);
+      barrier_arrive_expecting(full, kTile::kStageBytes);
+#pragma unroll
+      for (int i = 0; i < kTile::kRowBlocks; ++i) {
+        const int row = origin.row + i * kBlockSide;
+        copy_in(at.rows(ring.slot) + i * kBlockBytes, p.a, full, kARowsMajor ? row : k,
+                kARowsMajor ? k : row, matrix);
+      }
+#pragma unroll
+      for (int i = 0; i < kOwnBlocks; ++i) {
+        const int row = origin.col + (first + i) * kBlockSide;
+        const uint32_t target = at.cols(ring.slot) + (first + i) * kBlockBytes;
+        const int inner = kBRowsMajor ? row : k, line = kBRowsMajor ? k : row;
+        if constexpr (kCluster) {
+          copy_in_multicast(target, p.b, full, inner, line, matrix, kEveryBlock);
+        } else {
+          copy_in(target, p.b, full, inner, line, matrix);
+        }
+      }
+      ring.advance();
+    }
+  }
+}
+
+// This warp has read the stage: say so to every block that fills it.
+template <typename kTile>
+__device__ __forceinline__ void release(const SharedMap<kTile>& at, uint32_t slot) {
+  const uint32_t lane = threadIdx.x % 32;
+  if constexpr (kTile::kCluster > 1) {
+    if (lane < kTile::kCluster) barrier_arrive_at(at.empty(slot), lane);
+  } else {
+    if (lane == 0) barrier_arrive(at.empty(slot));
+  }
+}
+
+// sum = A B^T over the whole of k, in growing order. `meanwhile` runs once, behind the third stage,
+// by when the tile before has left the staging memory; `last_seen` once the last stage has arrived.
+template <typename T, typename kTile, bool kARowsMajor, bool kBRowsMajor, typename Meanwhile,
+          typename LastSeen>
+__device__ __forceinline__ void multiply(float (&sum)[kTile::kM][kTile::kCols / 2],
+                                         const SharedMap<kTile>& at, Ring<kTile::kStages>& ring,
+                                         int first_block, int stages, Meanwhile meanwhile,
+                                         LastSeen last_seen) {
+  using Instruction = Wgmma<T, kTile::kCols, kARowsMajor, kBRowsMajor>;
+  constexpr int kSteps = kStageDepth / kInstructionDepth;
+  const uint64_t a_start = matrix_descriptor(at.rows(0));
+  const uint64_t b_start = matrix_descriptor(at.cols(0));
+  const int early = min(2, stages - 1);
+  uint32_t before = 0;
+  for (int stage = 0; stage < stages; ++stage) {
+    barrier_wait<(kTile::kCluster > 1)>(at.full(ring.slot), ring.parity, "a full stage");
+    const uint64_t offset = ring.slot * (kTile::kStageBytes / 16);
+    products_begin();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint64_t b = b_start + offset + descriptor_offset<kBRowsMajor>(0, step);
+#pragma unroll
+      for (int i = 0; i < kTile::kM; ++i) {
+        const uint64_t a = a_start + offset + descriptor_offset<kARowsMajor>(first_block + i, step);
+        Instruction::add(sum[i], a, b, stage > 0 || step > 0);
+      }
+    }
+    products_commit();
+    if (stage == stages - 1) last_seen();
+    if (stage > 0) {
+      products_wait<1>();
+      release(at, before);
+    }
+    if (stage == early) meanwhile();
+    before = ring.slot;
+    ring.advance();
+  }
+  products_wait<0>();
+  pin(sum);
+  release(at, before);
+}
+
+template <typename T, typename kTile, bool kSymmetric, bool kARowsMajor, bool kBRowsMajor,
+          typename Args>
+__device__ __forceinline__ void consume(const Args& p, const SharedMap<kTile>& at, int consumer) {
+  const int part_row = kTile::kTurns ? 0 : consumer * kTile::kPartRows;
+  const int stages = (p.k - 1 + kStageDepth) / kStageDepth;  // k > 0
+  Epilogue<T, kTile, kSymmetric, Args> epilogue(p, at, consumer);
+  Ring<kTile::kStages> ring;
+  int next = 0;                          // the consumer whose tile it is
+  uint32_t turn_parity = consumer == 0;  // nobody is before the first
+  for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    if constexpr (kTile::kTurns) {
+      const bool mine = next == consumer;
+      next ^= 1;
+      if (!mine) {
+        ring.skip(stages);
+        continue;
+      }
+      barrier_wait(at.turn(consumer), turn_parity, "the turn");
+      turn_parity ^= 1;
+    }
+    TileOrigin origin = p.schedule.locate(tile);
+    origin.row += part_row;
+    float sum[kTile::kM][kTile::kCols / 2];
+    multiply<T, kTile, kARowsMajor, kBRowsMajor>(
+        sum, at, ring, part_row / kBlockSide, stages, [&] { epilogue.fetch_c(origin); },
+        [&] {
+          if (kTile::kTurns && threadIdx.x % 32 == 0) barrier_arrive(at.turn(consumer ^ 1));
+          __syncwarp();
+        });
+    epilogue.store(sum, origin);
+  }
+  epilogue.end();
+}
+
+template <typename T, typename kTile, bool kSymmetric, bool kARowsMajor, bool kBRowsMajor,
+          typename Args>
+__global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_constant__ Args p) {
+  extern __shared__ char shared[];
+  const SharedMap<kTile> at(shared_offset(shared));
+  if (threadIdx.x == 0) {
+    prefetch_map(p.a);
+    prefetch_map(p.b);
+    prefetch_map(p.out);
+    if (p.reads_c) prefetch_map(p.c);
+    for (int slot = 0; slot < kTile::kStages; ++slot) {
+      barrier_init(at.full(slot), 1);
+      barrier_init(at.empty(slot), kTile::kReaders);
+    }
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      barrier_init(at.c_there(consumer), 1);
+      barrier_init(at.turn(consumer), kWarpgroup / 32);
+    }
+    barrier_init_fence();
+    fence_for_copies();
+  }
+  if constexpr (kTile::kCluster > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    give_registers<kProducerRegisters>();
+    if (threadIdx.x == 0) produce<kTile, kARowsMajor, kBRowsMajor>(p, at);
+    __syncwarp();
+  } else {
+    take_registers<kConsumerRegisters>();
+    consume<T, kTile, kSymmetric, kARowsMajor, kBRowsMajor>(p, at, warpgroup - 1);
+  }
+  // The other block of the cluster may still write and signal into this one's shared memory.
+  if constexpr (kTile::kCluster > 1) cluster_sync();
+}
+
+}  // namespace optimizer::newton_schulz

@@ -1,0 +1,134 @@
+#pragma once
+// Matrix products with the instructions of Hopper (sm_90a): what the host hands to a kernel, which
+// tiles there are, and when they may serve.
+
+#include <algorithm>
+#include <cstdint>
+#include <iterator>
+
+#include "newton_schulz/schedule.h"
+#include "newton_schulz/symmetric_matmul.h"
+
+namespace optimizer::newton_schulz {
+
+using symmetric::Layout;
+using symmetric::Matrices;
+
+// out = scale (alpha A B^T + beta C) + diag I
+struct Problem {
+  Matrices a;          // (batch, m, k)
+  Matrices b;          // (batch, n, k), read as its transpose
+  Matrices c;          // (batch, m, n); data is null if beta C is absent
+  Matrices out;        // (batch, m, n)
+  const float* scale;  // (batch,); null means 1
+  int64_t batches;
+  int m;
+  int n;
+  int k;
+  float alpha;
+  float beta;
+  float diag;
+};
+
+// One tile shape. Its consumers are two warpgroups, which share a tile or take turns.
+// block_time, tile_time: microseconds of a multiprocessor per 64 of k, and per tile beside them,
+// fitted by tools/tune.py; 0 means not measured yet, and `auto` takes no such tile.
+struct TileCost {
+  const char* name;
+  int rows;
+  int cols;
+  int cluster;
+  double block_time;
+  double tile_time;
+};
+
+// The positions are the numbers of the tiles; kernels/symmetric_matmul.py and kernels/matmul_add.py
+// repeat the names. Fill in the times to let `auto` take them.
+constexpr TileCost kSymmetricTiles[] = {{"sm90_128x256", 128, 256, 1, 0, 0},
+                                        {"sm90_128x256_pair", 128, 256, 2, 0, 0},
+                                        {"sm90_128x128", 128, 128, 1, 0, 0},
+                                        {"sm90_64x128", 64, 128, 1, 0, 0}};
+constexpr TileCost kMatmulAddTiles[] = {{"sm90_128x256", 128, 256, 1, 0, 0},
+                                        {"sm90_128x256_pair", 128, 256, 2, 0, 0},
+                                        {"sm90_256x128", 256, 128, 1, 0, 0},
+                                        {"sm90_128x128", 128, 128, 1, 0, 0}};
+
+// Tiles of a matrix are counted in 28 bits.
+constexpr int kLargestSide = 1 << 20;
+
+// Whether a tensor map can describe x (rows x cols): a contiguous side, the other stride and the
+// batch's a positive multiple of 16 bytes below 2^40, the start on 16 bytes.
+inline bool fits_tensor_map(const Matrices& x, int rows, int cols, int64_t batches) {
+  const Layout layout = symmetric::layout_of(x, batches, 8);
+  if (layout == Layout::kAny) return false;
+  const int64_t lines = layout == Layout::kRows ? rows : cols;
+  const int64_t stride = layout == Layout::kRows ? x.row : x.col;
+  const auto fits = [](int64_t count, int64_t elements) {
+    return count == 1 || (elements > 0 && elements < int64_t{1} << 39);
+  };
+  return fits(lines, stride) && fits(batches, x.batch);
+}
+
+// Whether rows are contiguous, once the operand fits a tensor map; else columns are.
+inline bool by_rows(const Matrices& x) { return x.col == 1; }
+
+// Why no kernel of this family can serve the problem; null if one can.
+inline const char* refusal(const Problem& p) {
+  if (p.k == 0) return "k is 0";
+  if (p.m > kLargestSide || p.n > kLargestSide) return "a side of the result exceeds 2^20";
+  if (p.batches > INT32_MAX) return "the batch exceeds 2^31 - 1";
+  if (!fits_tensor_map(p.a, p.m, p.k, p.batches) || !fits_tensor_map(p.b, p.n, p.k, p.batches)) {
+    return "TMA cannot read an operand: rows or columns must be contiguous, start on 16 bytes and "
+           "lie a multiple of 16 bytes apart";
+  }
+  if (!by_rows(p.out) || !fits_tensor_map(p.out, p.m, p.n, p.batches)) {
+    return "TMA cannot write out: its rows must start on 16 bytes";
+  }
+  if (p.c.data != nullptr && (!by_rows(p.c) || !fits_tensor_map(p.c, p.m, p.n, p.batches))) {
+    return "TMA cannot read C: its rows must start on 16 bytes";
+  }
+  return nullptr;
+}
+
+// symmetric_matmul has no kernel for one operand by rows and one by columns.
+inline const char* symmetric_refusal(const Problem& p) {
+  if (const char* reason = refusal(p)) return reason;
+  return by_rows(p.a) == by_rows(p.b) ? nullptr
+                                      : "a and b must be contiguous along the same dimension";
+}
+
+inline int64_t tiles_of(const Problem& p, const TileCost& tile, bool symmetric) {
+  const int64_t per_matrix =
+      symmetric
+          ? TriangularSchedule::of(p.m, tile.rows, tile.cols).per_matrix()
+          : RectangularSchedule::of(p.m, p.n, tile.rows, tile.cols, tile.cluster).per_matrix();
+  return per_matrix * p.batches;
+}
+
+// The measured tile with which the busiest of `processors` multiprocessors is done first; -1 if
+// none was measured. Whether there is one does not depend on the problem, so no batch changes from
+// one family of instructions to the other.
+template <int kCount>
+int64_t pick(const TileCost (&tiles)[kCount], const Problem& p, bool symmetric,
+             int64_t processors) {
+  const int64_t blocks = (p.k + 63) / 64;
+  int64_t best = -1;
+  double best_time = 0;
+  for (int64_t i = 0; i < kCount; ++i) {
+    const TileCost& tile = tiles[i];
+    if (tile.block_time == 0) continue;
+    const int64_t slots = processors / tile.cluster * tile.cluster;
+    const int64_t busiest = (tiles_of(p, tile, symmetric) + slots - 1) / slots;
+    const double time = busiest * (blocks * tile.block_time + tile.tile_time);
+    if (best < 0 || time < best_time) {
+      best = i;
+      best_time = time;
+    }
+  }
+  return best;
+}
+
+// symmetric_matmul_sm90.cu: `tile` counts in kSymmetricTiles; checks the device and the strides.
+void run_symmetric_sm90(const Problem& p, ScalarType dtype, int64_t tile, int device, void* stream);
+
+}  // namespace optimizer::newton_schulz

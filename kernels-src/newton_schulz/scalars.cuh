@@ -1,0 +1,61 @@
+#pragma once
+// How float32 sums become output: scale (alpha sum + beta c) + diag on the diagonal, rounded once.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace optimizer::symmetric {
+
+template <typename T>
+__device__ __forceinline__ T rounded(float x);
+template <>
+__device__ __forceinline__ float rounded<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ __half rounded<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 rounded<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+__device__ __forceinline__ float widened(float x) { return x; }
+__device__ __forceinline__ float widened(__half x) { return __half2float(x); }
+__device__ __forceinline__ float widened(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// Of one matrix. The operations are named, so that every kernel rounds alike.
+class Scalars {
+ public:
+  // p: a problem with alpha, beta, diag and the scales of its matrices.
+  template <typename Problem>
+  __device__ __forceinline__ Scalars(const Problem& p, int64_t matrix, bool reads_c)
+      : reads_c(reads_c), diag_(p.diag) {
+    const float scale = p.scale == nullptr ? 1.0f : p.scale[matrix];
+    alpha_ = __fmul_rn(scale, p.alpha);
+    beta_ = __fmul_rn(scale, p.beta);
+  }
+
+  __device__ __forceinline__ float scaled(float sum, float c) const {
+    const float value = __fmul_rn(alpha_, sum);
+    return reads_c ? __fmaf_rn(beta_, c, value) : value;
+  }
+  __device__ __forceinline__ float with_diagonal(float value, bool on_diagonal) const {
+    return on_diagonal && diag_ != 0.0f ? __fadd_rn(value, diag_) : value;
+  }
+  __device__ __forceinline__ float operator()(float sum, float c, bool on_diagonal) const {
+    return with_diagonal(scaled(sum, c), on_diagonal);
+  }
+
+  const bool reads_c;
+
+ private:
+  float alpha_;
+  float beta_;
+  float diag_;
+};
+
+}  // namespace optimizer::symmetric

@@ -1,0 +1,223 @@
+"""The address arithmetic of the sm_90a kernels against models of the hardware, on the CPU.
+
+The models are written down from the PTX ISA ("Shared Memory Matrix Layout", "Matrix descriptor",
+"Accumulator D" of wgmma.mma_async.m64nNk16, stmatrix) and from the tensor map's 128-byte swizzle.
+The arithmetic is the kernels' own, compiled for the host from kernels-src/newton_schulz.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ..conftest import ROOT
+
+SOURCES = ROOT / "kernels-src"
+BLOCK = 64 * 64  # elements that a TMA box carries
+LINE = 128  # bytes
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory):
+    """The host build of layout_sm90.h and schedule.h."""
+    library = tmp_path_factory.mktemp("probe") / "probe.so"
+    compiler = shutil.which("g++")
+    assert compiler, "the host build of the kernels' arithmetic needs g++"
+    source = Path(__file__).with_name("layout_sm90_probe.cpp")
+    command = [compiler, "-std=c++17", "-O2", "-Wall", "-Werror", "-shared", "-fPIC"]
+    command += [f"-I{SOURCES}", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    loaded = ctypes.CDLL(str(library))
+    loaded.descriptor.restype = ctypes.c_uint64
+    loaded.tiles.restype = ctypes.c_int64
+    return loaded
+
+
+def hardware_swizzle(address):
+    """128-byte swizzle: address bits 4-6 are XORed with bits 7-9."""
+    return address ^ ((address >> 7 & 7) << 4)
+
+
+def copied_in(operand: np.ndarray, rows_major: bool) -> np.ndarray:
+    """Shared memory, in elements, after the copies of operand (rows, 64): a box per 64 rows."""
+    memory = np.full(operand.size, -1, dtype=operand.dtype)
+    for block in range(operand.shape[0] // 64):
+        box = operand[64 * block : 64 * block + 64]
+        lines = box.T if rows_major else box
+        for line in range(64):
+            for at in range(64):
+                address = block * 2 * BLOCK + line * LINE + at * 2
+                memory[hardware_swizzle(address) // 2] = lines[line, at]
+    return memory
+
+
+def read_by_wgmma(memory: np.ndarray, descriptor: int, rows: int, rows_major: bool) -> np.ndarray:
+    """The rows x 16 elements that an instruction reads through its descriptor."""
+    start = (descriptor & 0x3FFF) * 16
+    leading, stride = (descriptor >> 16 & 0x3FFF) * 16, (descriptor >> 32 & 0x3FFF) * 16
+    assert descriptor >> 62 == 1, "128-byte swizzle"
+    assert descriptor >> 49 & 7 == 0, "base offset"
+    assert descriptor >> 14 & 3 == descriptor >> 30 & 3 == descriptor >> 46 & 7 == 0
+    row, k = np.meshgrid(np.arange(rows), np.arange(16), indexing="ij")
+    if rows_major:  # ((8, n), (8, k)) : ((1, LBO), (8, SBO)) in units of 16 bytes
+        address = start + row // 64 * leading + row % 64 * 2 + k // 8 * stride + k % 8 * LINE
+    else:  # ((8, n), 2) : ((8, SBO), 1)
+        address = start + row // 8 * stride + row % 8 * LINE + k * 2
+    return memory[hardware_swizzle(address) // 2]
+
+
+@pytest.mark.parametrize("rows_major", (False, True))
+@pytest.mark.parametrize("start", (0, 3 * 1024, 200 * 1024))
+def test_an_instruction_reads_its_rows_and_k(probe, start, rows_major):
+    """n = 64 to 256 rows from every block on, every step of a stage, wherever the stage lies."""
+    operand = np.arange(256 * 64, dtype=np.int64).reshape(256, 64)
+    memory = np.concatenate((np.full(start // 2, -1), copied_in(operand, rows_major)))
+    for block in range(4):
+        for rows in range(64, 256 - 64 * block + 1, 64):
+            for step in range(4):
+                descriptor = probe.descriptor(start, block, step, int(rows_major))
+                actual = read_by_wgmma(memory, descriptor, rows, rows_major)
+                first = 64 * block
+                expected = operand[first : first + rows, 16 * step : 16 * step + 16]
+                assert np.array_equal(actual, expected), (block, rows, step)
+
+
+def test_the_swizzle_is_the_tensor_map_s(probe):
+    for line in range(64):
+        for chunk in range(8):
+            assert probe.swizzle(line, chunk) == hardware_swizzle(line * LINE + chunk * 16)
+
+
+def accumulators(probe, columns: int) -> np.ndarray:
+    """[thread, register] -> 1000 row + column of the 64 x columns tile, by the PTX ISA's figure."""
+    held = np.empty((128, columns // 2), dtype=np.int64)
+    element = (ctypes.c_int * 2)()
+    for thread in range(128):
+        warp, lane = divmod(thread, 32)
+        group, member = divmod(lane, 4)
+        for register in range(columns // 2):
+            part, within = divmod(register, 4)
+            row = 16 * warp + group + 8 * (within // 2)
+            column = 8 * part + 2 * member + within % 2
+            probe.accumulator(thread, register, element)
+            assert tuple(element) == (row, column), (thread, register)
+            held[thread, register] = 1000 * row + column
+    return held
+
+
+@pytest.mark.parametrize("columns", (128, 256))
+def test_accumulators_cover_the_tile(probe, columns):
+    held = accumulators(probe, columns)
+    expected = 1000 * np.arange(64)[:, None] + np.arange(columns)
+    assert np.array_equal(np.sort(held.ravel()), np.sort(expected.ravel()))
+
+
+def staged(probe, held: np.ndarray, i: int, tall: int, *, transposed: bool) -> dict[int, int]:
+    """Byte address -> element, after stmatrix of all fragments of the i-th 64 rows."""
+    columns = held.shape[1] * 2
+    wide, written = columns // 64, {}
+    for j in range(columns // 16):
+        for warp in range(4):
+            lanes = range(32 * warp, 32 * warp + 32)
+            place = probe.mirrored if transposed else probe.fragment
+            lines = [place(thread, i, j, tall if transposed else wide) for thread in lanes]
+            for q in range(4):
+                chunks = {address // 16 % 8 for address in lines[8 * q : 8 * q + 8]}
+                assert len(chunks) == 8, "8 lines of a matrix in different banks"
+                for lane in range(32):
+                    # The lane holds two elements of line lane / 4 of the 8 x 8 matrix.
+                    for e in range(2):
+                        line, at = lane // 4, lane % 4 * 2 + e
+                        if transposed:
+                            line, at = at, line
+                        address = lines[8 * q + line] + 2 * at
+                        assert address not in written
+                        register = probe.pair(j, q) + e
+                        written[address] = i * 64000 + held[32 * warp + lane, register]
+    return written
+
+
+@pytest.mark.parametrize(("tall", "columns"), ((1, 128), (1, 256), (2, 128)))
+def test_the_staged_part_leaves_in_place(probe, tall, columns):
+    """stmatrix, then a TMA copy of every block, gives the part; transposed, its mirror image."""
+    held = accumulators(probe, columns)
+    wide = columns // 64
+    for transposed in (False, True):
+        memory = {}
+        for i in range(tall):
+            memory |= staged(probe, held, i, tall, transposed=transposed)
+        out = np.full((64 * tall, columns), -1, dtype=np.int64)
+        for block in range(tall * wide):
+            for line in range(64):
+                for at in range(64):
+                    value = memory[block * 2 * BLOCK + hardware_swizzle(line * LINE + at * 2)]
+                    if transposed:  # block / tall columns, block % tall rows; a line is a column
+                        row, column = block % tall * 64 + at, block // tall * 64 + line
+                    else:
+                        row, column = block // wide * 64 + line, block % wide * 64 + at
+                    out[row, column] = value
+        assert np.array_equal(out, 1000 * np.arange(64 * tall)[:, None] + np.arange(columns))
+
+
+TILES = ((128, 256), (128, 128), (64, 128), (256, 128), (64, 64))
+
+
+@pytest.mark.parametrize(("rows", "cols"), TILES)
+def test_every_tile_above_the_diagonal_comes_once(probe, rows, cols):
+    """All m up to 8192, two matrices; nothing below the diagonal's squares is computed."""
+    assert probe.triangular_gap(8192, rows, cols) == 0
+
+
+@pytest.mark.parametrize("cluster", (1, 2))
+@pytest.mark.parametrize(("rows", "cols"), TILES)
+def test_every_tile_of_a_dense_result_comes_once(probe, rows, cols, cluster):
+    for n in (1, 127, 768, 2049):
+        assert probe.rectangular_gap(1300, n, rows, cols, cluster) == 0
+
+
+def test_blocks_of_a_cluster_share_their_columns(probe):
+    first, second = (ctypes.c_int64 * 3)(), (ctypes.c_int64 * 3)()
+    for m in (1, 128, 300, 768, 2048, 4096):
+        for tile in range(0, 2 * probe.tiles(m, 128, 256), 2):
+            t = ctypes.c_int64(tile)
+            probe.locate_triangular(m, 128, 256, t, first)
+            probe.locate_triangular(m, 128, 256, ctypes.c_int64(tile + 1), second)
+            assert (second[0], second[1], second[2]) == (first[0], first[1] + 128, first[2])
+            probe.locate_rectangular(m, 700, 128, 256, 2, t, first)
+            probe.locate_rectangular(m, 700, 128, 256, 2, ctypes.c_int64(tile + 1), second)
+            assert (second[0], second[1], second[2]) == (first[0], first[1] + 128, first[2])
+
+
+def test_the_root_of_a_triangle_is_exact_to_2_to_the_31(probe):
+    for j in (*range(200), 4095, 16383, 32767, 46340, 65534):
+        low = j * (j + 1) // 2
+        assert [probe.root(low), probe.root(low + j)] == [j, j]
+
+
+def test_the_ring_counts_stages_and_phases(probe):
+    for advances in range(23):
+        for skipped in range(37):
+            phase, slot = divmod(advances + skipped, 5)
+            assert probe.ring(advances, skipped) == slot | phase % 2 << 8
+
+
+def test_python_names_the_tiles_of_the_table(submodule):
+    """The numbers of tiles are positions; a changed table would silently run another tile."""
+    text = (SOURCES / "newton_schulz" / "product_sm90.h").read_text()
+
+    def table(name: str) -> tuple[list[str], bool]:
+        body = re.search(rf"{name}\[\] = \{{(.*?)\}};", text, re.DOTALL)[1]
+        rows = re.findall(r'\{"(\w+)", \d+, \d+, \d+, ([\d.e-]+), ([\d.e-]+)\}', body)
+        measured = [float(block) > 0 for _, block, _ in rows]
+        return [row[0] for row in rows], any(measured)
+
+    symmetric = submodule("kernels.symmetric_matmul")
+    dense = submodule("kernels.matmul_add")
+    assert table("kSymmetricTiles") == (list(symmetric.TILES[3:]), symmetric.MEASURED)
+    assert table("kMatmulAddTiles") == (list(dense.TILES), dense.MEASURED)

@@ -1,0 +1,253 @@
+"""The sm_90a tiles of symmetric_matmul and matmul_add, by name: exact, stable, refused in words.
+
+Operands lie in memory that is NaN between their elements (the deterministic mode of conftest fills
+it), so that a copy that reaches too far shows; outputs are NaN before and must stay so outside.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .._compare import assert_same_bits, relative_error
+from ._products import Dense, exact_dense
+from ._symmetric import Problem, exact, laid_out
+
+pytestmark = pytest.mark.gpu
+
+HALVES = (torch.float16, torch.bfloat16)
+SYMMETRIC = ("sm90_128x256", "sm90_128x256_pair", "sm90_128x128", "sm90_64x128")
+DENSE = ("sm90_128x256", "sm90_128x256_pair", "sm90_256x128", "sm90_128x128")
+# Around the sides of tiles and instructions; a stage holds 64 of k, a ring 3, 5 or 7 stages.
+SIDES = (1, 7, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 384, 520, 777)
+DEPTHS = (1, 15, 63, 64, 65, 128, 191, 192, 193, 320, 321, 448, 449, 1000)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hopper(device):
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("machine code for compute capability 9.0")
+
+
+@pytest.fixture(scope="session")
+def symmetric(submodule):
+    return submodule("kernels.symmetric_matmul").symmetric_matmul
+
+
+@pytest.fixture(scope="session")
+def dense(submodule):
+    return submodule("kernels.matmul_add").matmul_add
+
+
+class Framed:
+    """A NaN output of rows on 16 bytes inside a larger buffer, and whether its frame stayed NaN."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        *lead, rows, cols = shape
+        pitch = -(-cols // 8) * 8 + 8
+        self.buffer = torch.full((*lead, rows + 2, pitch), torch.nan, dtype=dtype, device=device)
+        self.out = self.buffer[..., 1 : rows + 1, :cols]
+
+    def intact(self) -> bool:
+        inside = torch.zeros_like(self.buffer, dtype=torch.bool)
+        inside[..., 1 : self.out.shape[-2] + 1, : self.out.shape[-1]] = True
+        return bool(self.buffer[~inside].isnan().all())
+
+
+def check(run, arguments: dict, expected: torch.Tensor, what: object) -> None:
+    frame = Framed(expected.shape, expected.dtype, expected.device)
+    run(**arguments, out=frame.out)
+    assert torch.equal(frame.out, expected), what
+    assert frame.intact(), what
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("pattern", ("padded", "transposed-padded"))
+@pytest.mark.parametrize("added", (False, True))
+@pytest.mark.parametrize("tile", SYMMETRIC)
+def test_symmetric_is_exact(symmetric, device, tile, added, pattern, dtype):
+    scalars = {"alpha": 0.5, "beta": 2.0 * added, "diag": 3.0}
+    for m in SIDES:
+        for k in DEPTHS:
+            problem = Problem((2,), m, k, other=added, **scalars)
+            arguments = problem.operands(dtype, device, seed=m + k)
+            expected = exact(arguments, dtype)
+            for name in "ABC":
+                if arguments[name] is not None:
+                    arguments[name] = laid_out(arguments[name], pattern)
+            check(symmetric, {**arguments, "tile": tile}, expected, (m, k))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("added", (False, True))
+@pytest.mark.parametrize("b", ("padded", "transposed-padded"))
+@pytest.mark.parametrize("a", ("padded", "transposed-padded"))
+@pytest.mark.parametrize("tile", DENSE)
+def test_dense_is_exact(dense, device, tile, a, b, added, dtype):
+    for m, n in ((1, 1), (7, 300), (64, 64), (129, 257), (256, 128), (300, 8), (520, 777)):
+        for k in DEPTHS:
+            problem = Dense((2,), m, k, n, alpha=0.5, beta=2.0 * added, scaled=added)
+            arguments = problem.operands(dtype, device, seed=m + n + k)
+            expected = exact_dense(arguments, dtype)
+            arguments["A"] = laid_out(arguments["A"], a)
+            arguments["B"] = laid_out(arguments["B"], b)
+            if added:
+                arguments["C"] = laid_out(arguments["C"], "padded")
+            check(dense, {**arguments, "tile": tile}, expected, (m, n, k))
+
+
+@pytest.mark.parametrize("tile", DENSE)
+def test_a_transposed_out_is_the_transposed_problem(dense, device, tile):
+    arguments = Dense((3,), 200, 136, 72, beta=2.0).operands(torch.float16, device)
+    expected = exact_dense(arguments, torch.float16)
+    for name in "ABC":
+        arguments[name] = laid_out(arguments[name], "transposed-padded")
+    out = laid_out(torch.full_like(expected, torch.nan), "transposed-padded")
+    dense(**arguments, out=out, tile=tile)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("tile", SYMMETRIC)
+def test_symmetric_scale(symmetric, device, tile):
+    arguments = Problem((4,), 264, 72, beta=2.0, diag=3.0).operands(torch.float16, device)
+    arguments["scale"] = torch.tensor((1.0, 0.5, 0.0, -2.0), device=device)
+    assert torch.equal(symmetric(**arguments, tile=tile), exact(arguments, torch.float16))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("side", (1024, 2048, 2056, 4104))
+@pytest.mark.parametrize("tile", SYMMETRIC)
+def test_big_symmetric_is_exact(symmetric, device, tile, side, dtype):
+    """Several tiles per block, and in place."""
+    arguments = Problem((), side, 2048, alpha=0.25, beta=-2.0, diag=1.0).operands(dtype, device)
+    expected = exact(arguments, dtype)
+    symmetric(**arguments, out=arguments["C"], tile=tile)
+    assert torch.equal(arguments["C"], expected)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("tile", SYMMETRIC)
+def test_symmetric_bits(symmetric, device, tile, dtype):
+    """The same in every batch, run and tile; equal triangles of operands that do not commute."""
+    A = torch.randn(300, 264, 136, device=device).to(dtype)
+    B = torch.randn(300, 264, 136, device=device).to(dtype)  # A B^T is not symmetric: upper counts
+    C = torch.randn(300, 264, 264, device=device).to(dtype)
+    C = C.triu() + C.triu(1).mT
+    options = {"alpha": 0.3, "beta": 0.7, "diag": 1.1}
+    first = symmetric(A, B, C=C, **options, tile=tile)
+    assert_same_bits(first, first.mT)
+    assert_same_bits(symmetric(A, B, C=C, **options, tile=SYMMETRIC[0]), first)
+    for batch in (1, 2, 7, 299):
+        some = symmetric(A[-batch:], B[-batch:], C=C[-batch:], **options, tile=tile)
+        assert_same_bits(some, first[-batch:])
+    for _ in range(30):
+        assert torch.equal(symmetric(A, B, C=C, **options, tile=tile), first)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("tile", DENSE)
+def test_dense_bits(dense, device, tile, dtype):
+    A = torch.randn(100, 264, 136, device=device).to(dtype)
+    B = torch.randn(100, 136, 520, device=device).to(dtype)
+    C = torch.randn(100, 264, 520, device=device).to(dtype)
+    options = {"alpha": 0.3, "beta": 0.7}
+    first = dense(A, B, C=C, **options, tile=tile)
+    assert_same_bits(dense(A, B, C=C, **options, tile=DENSE[0]), first)
+    for batch in (1, 2, 7, 99):
+        some = dense(A[-batch:], B[-batch:], C=C[-batch:], **options, tile=tile)
+        assert_same_bits(some, first[-batch:])
+    for _ in range(30):
+        assert torch.equal(dense(A, B, C=C, **options, tile=tile), first)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("tile", SYMMETRIC)
+def test_error_is_that_of_cublas(symmetric, device, tile, dtype):
+    A = torch.randn(1024, 2048, device=device).to(dtype)
+    C = symmetric(A)
+    expected = A.double() @ A.double().mT * -0.5 + 0.25 * C.double()
+    library = relative_error(torch.addmm(C, A, A.mT, beta=0.25, alpha=-0.5), expected)
+    ours = relative_error(symmetric(A, alpha=-0.5, C=C, beta=0.25, tile=tile), expected)
+    assert ours <= 1.02 * library
+
+
+@pytest.mark.parametrize("tile", SYMMETRIC)
+def test_strides_beyond_two_to_the_31_elements(submodule, device, tile):
+    """The op itself: the rows of operands, C and out interleave, which the function refuses."""
+    module = submodule("kernels.symmetric_matmul")
+    m, k, stride = 70, 40, 2**25
+    buffer = torch.zeros((m - 1) * stride + 1024, dtype=torch.float16, device=device)
+    assert (m - 1) * stride > 2**31
+    arguments = Problem((), m, k, beta=1.0, diag=1.0).operands(torch.float16, device)
+    expected = exact(arguments, torch.float16)
+    A = buffer.as_strided((1, m, k), (0, stride, 1)).copy_(arguments["A"])
+    C = buffer.as_strided((1, m, m), (0, stride, 1), 128).copy_(arguments["C"])
+    out = buffer.as_strided((1, m, m), (0, stride, 1), 512)
+    columns = buffer.as_strided((1, k, m), (0, stride, 1), 768).copy_(arguments["A"].mT)
+    for x in (A, columns.mT):
+        out.fill_(torch.nan)
+        module._op("compiled")(x, x, C, out, 1.0, 1.0, 1.0, module._tile_number(tile))
+        assert torch.equal(out[0], expected)
+
+
+@pytest.mark.parametrize("tile", SYMMETRIC)
+def test_batches_beyond_two_to_the_31_elements(symmetric, device, tile):
+    A = Problem((2,), 2704, 16).operands(torch.float16, device)["A"]
+    arguments = {"A": A, "B": None, "C": None, "alpha": 1, "diag": 0}
+    expected = exact(arguments, torch.float16)
+    many = torch.cat((A[:1].expand(299, -1, -1), A[1:]))
+    out = torch.full((300, 2704, 2704), torch.nan, dtype=torch.float16, device=device)
+    assert out.numel() > 2**31
+    symmetric(many, out=out, tile=tile)
+    assert torch.equal(out[299], expected[1])
+    for first in range(0, 299, 23):
+        assert (out[first : min(first + 23, 299)] == expected[0]).all()
+
+
+@pytest.mark.parametrize("tile", SYMMETRIC)
+def test_nan_stays_in_its_rows_columns_and_matrix(symmetric, device, tile):
+    A = torch.ones(3, 264, 72, dtype=torch.float16, device=device)
+    A[1, 5, 2] = torch.nan
+    bad = torch.zeros(3, 264, 264, dtype=torch.bool, device=device)
+    bad[1, 5] = bad[1, :, 5] = True
+    assert torch.equal(symmetric(A, tile=tile).isnan(), bad)
+
+
+@pytest.mark.parametrize("tile", SYMMETRIC)
+def test_graph_capture_and_streams(symmetric, device, tile):
+    A = torch.randn(3, 200, 304, device=device).half()
+    C = symmetric(A, tile=tile)
+    options = {"beta": 0.5, "diag": 1.0, "tile": tile}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = symmetric(A, C=C, **options)
+    A.copy_(torch.randn(3, 200, 304))
+    C.copy_(symmetric(A, tile=tile))
+    graph.replay()
+    expected = symmetric(A, C=C, **options)
+    assert_same_bits(out, expected)
+    late, stream = torch.zeros_like(A), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(A)
+        out = symmetric(late, C=C, **options)
+    stream.synchronize()
+    assert_same_bits(out, expected)
+
+
+REFUSED = {
+    "TMA cannot read an operand": lambda x: {"A": laid_out(x, "shifted")},
+    "TMA cannot write out": lambda x: {"A": x, "out": laid_out(x @ x.mT, "every-third")},
+    "the same dimension": lambda x: {"A": x, "B": laid_out(x, "transposed")},
+    "k is 0": lambda x: {"A": x[..., :0]},
+    "float16 or bfloat16": lambda x: {"A": x.float()},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_a_tile_cannot_serve_is_refused_in_words(symmetric, device, reason):
+    x = torch.ones(2, 64, 64, dtype=torch.float16, device=device)
+    with pytest.raises(RuntimeError, match=reason):
+        symmetric(**REFUSED[reason](x), tile="sm90_128x128")
+    assert symmetric(x).isfinite().all()  # the device still works
