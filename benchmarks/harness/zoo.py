@@ -38,7 +38,7 @@ SPECTRA: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 @dataclass(frozen=True)
 class Specimen:
-    """x = U S V^T (m, n) in float64: u (m, r), values (r,), v (n, r); r counts the non-zero ones."""
+    """x = U S V^T (m, n) in float64, of rank r: u (m, r), values (r,), v (n, r)."""
 
     x: Tensor
     u: Tensor

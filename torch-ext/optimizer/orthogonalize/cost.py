@@ -34,13 +34,17 @@ CPU_LAUNCH_MS = 5e-3
 
 
 class Product(NamedTuple):
-    """`count` products of rows x inner by inner x columns."""
+    """`count` products of rows x inner by inner x columns.
+
+    `symmetric` in exact arithmetic; `mirrored` if one triangle may stand for both.
+    """
 
     count: int
     rows: int
     inner: int
     columns: int
     symmetric: bool
+    mirrored: bool
 
 
 def products(
@@ -51,16 +55,16 @@ def products(
     if method == "gram_polynomial":
         runs, squares, others = len(POLYNOMIALS), SQUARES, 0
     elif method == "gram_newton_schulz":
-        # Z in each step; and Q Z, R Z, Z R Z within a run. Q Z is not symmetric once it is rounded.
+        # Z in each step; and Z Q, R Z, Z R Z within a run. Z Q must not be mirrored once rounded.
         runs = len(restarts) + 1
         squares, others = steps + 2 * (steps - runs), steps - runs
     else:
         runs, squares, others = steps, steps, 0
     return (
-        Product(runs, m, n, m, True),
-        Product(squares, m, m, m, True),
-        Product(others, m, m, m, False),
-        Product(runs, m, m, n, False),
+        Product(runs, m, n, m, True, True),
+        Product(squares, m, m, m, True, True),
+        Product(others, m, m, m, True, False),
+        Product(runs, m, m, n, False, False),
     )
 
 
@@ -80,10 +84,8 @@ def flop(
     """
     total = 0
     for product in products(method, m, n, steps=steps, restarts=restarts):
-        polynomial = product.rows == product.columns == product.inner  # Q Z included
-        half = symmetric and (product.symmetric or (polynomial and method == "gram_newton_schulz"))
         size = product.rows * product.inner * product.columns
-        total += product.count * size * (1 if half else 2)
+        total += product.count * size * (1 if symmetric and product.symmetric else 2)
     return total
 
 
@@ -124,10 +126,10 @@ def method_ms(
     elements = at_once.matrices * m * n
     per_slice = 3 * launch + _moved_ms(4 * 6 * elements, kind)  # staged, scaled, cast, copied out
     for product in products(method, m, n, steps=steps, restarts=restarts):
-        if product.symmetric and product.inner == max(m, n) != min(m, n):
+        if product.inner == max(m, n) != min(m, n):
             halves = gram_runs_symmetric(m, n, dtype, device)
         else:
-            halves = product.symmetric and runs_symmetric(min(m, n), dtype, device)
+            halves = product.mirrored and runs_symmetric(min(m, n), dtype, device)
         one = _product_ms(product, at_once.matrices, dtype.itemsize, kind, halves=halves)
         per_slice += product.count * (one + launch)
     return -(-batch // at_once.matrices) * per_slice
