@@ -23,6 +23,12 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "torch-ext/optimizer/kernels/momentum.py",
         "torch-ext/optimizer/kernels/nf4_dequant*.py",
     ),
+    "orthogonalize": (
+        "kernels-src/common/*",
+        "kernels-src/newton_schulz/*",
+        "torch-ext/optimizer/kernels/symmetric_matmul*.py",
+        "torch-ext/optimizer/orthogonalize/*",
+    ),
 }
 
 
