@@ -378,7 +378,7 @@ def test_polar_express_arguments_reach_the_schedule(opt, reference, device) -> N
 
 
 def test_auto_runs_what_choose_says(opt, choose, device) -> None:
-    for shape in ((8, 8), (8, 11), (8, 12), (30, 8)):
+    for shape in ((8, 8), (8, 11), (8, 12), (30, 8), (192, 200)):
         x = gaussian(*shape).to(device)
         choice = choose.choose(*shape, dtype=x.dtype, device=device)
         result = opt.orthogonalize(x)

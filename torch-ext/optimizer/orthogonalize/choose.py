@@ -24,6 +24,8 @@ GRAM_POLYNOMIAL_STEPS = 5
 # Kind of device -> iterate dtypes in which "auto" takes gram_polynomial: where it has been run and
 # timed against the other methods (docs/log.md). It has not run on CUDA yet.
 GRAM_POLYNOMIAL_DTYPES = {"cpu": (torch.float16, torch.float32)}
+# Smaller matrices are bound by the number of operations, of which it has half as many again.
+GRAM_POLYNOMIAL_SIDE = 192
 
 # With dense products Gram with one restart costs 8 m^2 n + 28 m^3 FLOP against 20 m^2 n + 10 m^3
 # for five steps: equal at n = 1.5 m.
@@ -104,7 +106,8 @@ def chosen_method(
         )
     if method != "auto":
         return method
-    if steps == GRAM_POLYNOMIAL_STEPS and _polynomial_is_measured(iterate_dtype, device):
+    serves = steps == GRAM_POLYNOMIAL_STEPS and _polynomial_is_measured(iterate_dtype, device)
+    if serves and min(m, n) >= GRAM_POLYNOMIAL_SIDE:
         return "gram_polynomial"
     if iterate_dtype in GRAM_DTYPES and max(m, n) >= GRAM_ASPECT * min(m, n):
         return "gram_newton_schulz"
@@ -235,7 +238,7 @@ def _why_method(
         why = f"{aspect} is below {GRAM_ASPECT}, where the Gram form costs more"
     else:
         why = f"{aspect} is at least {GRAM_ASPECT}, where the Gram form costs less"
-    if steps == GRAM_POLYNOMIAL_STEPS:
+    if steps == GRAM_POLYNOMIAL_STEPS and not _polynomial_is_measured(iterate_dtype, device):
         why += f"; gram_polynomial can be asked for, it is not measured yet on {device.type}"
     return why
 

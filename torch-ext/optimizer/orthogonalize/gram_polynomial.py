@@ -57,13 +57,13 @@ def iterated(x: torch.Tensor) -> torch.Tensor:
 
 def evaluated(R: torch.Tensor, squares: tuple[Square, ...]) -> torch.Tensor:
     """The last M of R (G, m, m); an M that is not needed any more is let go."""
-    terms: list[torch.Tensor | None] = [R]
+    terms: dict[int, torch.Tensor] = {0: R}
     del R
     for j, (operand, alpha, beta, delta) in enumerate(squares):
-        terms.append(square(terms[j], terms[operand], alpha=alpha, beta=beta, delta=delta))
-        later = {later.operand for later in squares[j + 1 :]}
-        terms = [term if i in later or i > j else None for i, term in enumerate(terms)]
-    return terms[-1]
+        M = square(terms[j], terms[operand], alpha=alpha, beta=beta, delta=delta)
+        needed = {later.operand for later in squares[j + 1 :]}
+        terms = {i: term for i, term in terms.items() if i in needed} | {j + 1: M}
+    return M
 
 
 @torch.no_grad()

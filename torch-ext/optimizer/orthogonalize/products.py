@@ -106,7 +106,10 @@ def square(
         return symmetric(A, A, alpha=alpha, C=C, beta=beta, diag=delta)
     out = torch.baddbmm(C, A, A.mT, beta=beta, alpha=alpha)
     diagonal = out.diagonal(dim1=-2, dim2=-1)
-    diagonal.copy_(in_float32(diagonal) + delta)
+    if out.dtype in HALF_PRECISION:
+        diagonal.copy_(in_float32(diagonal) + delta)
+    else:
+        diagonal.add_(delta)
     return out
 
 
