@@ -2,6 +2,7 @@
 
 python benchmarks/run.py elementwise [--out DIR] [--draft]    writes DIR/<gpu>/elementwise.json
 python benchmarks/run.py optimizer_step                       whole steps on one GPU
+python benchmarks/run.py orthogonalize                        the same for orthogonalize.json
 python benchmarks/run.py plots [--check]                      README's table and the plots
 
 A case is timed only after its results were compared with the reference. `--draft` measures a build
@@ -22,6 +23,7 @@ from harness.sources import RESULTS, ROOT, sources_digest
 ENTRIES = {
     "elementwise": "harness.elementwise",
     "optimizer_step": "harness.optimizer_step",
+    "orthogonalize": "harness.orthogonalize",
 }
 
 
@@ -59,7 +61,7 @@ def measure(name: str, out: Path, *, draft: bool) -> int:
         )
     head = header(built, name, count=1)
     print(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
-    print(f"\n{report.HEADING}")
+    print(f"\n{getattr(entry, 'HEADING', report.HEADING)}")
     rows = []
     for row, line in entry.rows(built):
         print(line, flush=True)
@@ -70,6 +72,8 @@ def measure(name: str, out: Path, *, draft: bool) -> int:
         f"{report.geomean([row.fraction_of_floor for row in timed]):.1%} of the floor, "
         f"{report.geomean([row.speedup for row in timed]):.2f}x the baseline"
     )
+    if hasattr(entry, "summary"):
+        print(entry.summary(rows))
     if not draft:
         path = out / report.folder_name(torch.cuda.get_device_name(0)) / f"{name}.json"
         report.write(path, head, rows)

@@ -8,6 +8,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ def harness() -> Iterator[SimpleNamespace]:
     names = (
         "elementwise",
         "optimizer_step",
+        "orthogonalize",
         "package",
         "plots",
         "report",
@@ -198,6 +200,85 @@ def test_floor_of_a_whole_step(harness):
     assert cases["llama-1B/1gpu"].bytes_moved - llama.bytes_moved == 6 * (
         128256 * 2048 + 2048 * (32 * 2048 + 32 * 512 + 48 * 8192)
     )
+
+
+def test_orthogonalize_has_the_agreed_cases(harness):
+    """Every shape with heavy tails, Gaussian and in bfloat16; the floors of the agreed table."""
+    entry = harness.orthogonalize
+    cases = {problem.case: problem for problem in entry.listed()}
+    assert len(cases) == 33
+    for shape in entry.SHAPES:
+        assert {f"{shape}/heavy", f"{shape}/gauss", f"{shape}/gauss/bfloat16"} <= cases.keys()
+    floors = {
+        "1x2048x2048": 0.217,
+        "1x4096x14336": 3.05,
+        "24x1024x4096": 1.24,
+        "256x512x2048": 1.65,
+    }
+    for shape, least in floors.items():
+        problem = cases[f"{shape}/heavy"]
+        found = harness.report.floor_ms(bytes_moved=problem.bytes_moved, flops=problem.flops)
+        assert found == pytest.approx(least, rel=5e-3)
+    assert cases["8x4096x4096/gauss"].bytes_moved == 8 * 4096**2 * 6
+    assert cases["8x4096x4096/gauss/bfloat16"].bytes_moved == 8 * 4096**2 * 4
+    shapes = [problem.shape for problem in entry.listed()]
+    assert sum(a != b for a, b in pairwise(shapes)) == 10  # one compilation per shape
+
+
+def test_random_shapes_of_orthogonalize(harness):
+    entry = harness.orthogonalize
+    problems = entry.random_problems(7)
+    assert problems == entry.random_problems(7) != entry.random_problems(8)
+    assert len({problem.case for problem in problems}) == len(problems) == 20
+    assert any(problem.m % 8 for problem in problems)
+    assert any(problem.m > problem.n for problem in problems)
+    assert all(max(p.m, p.n) <= 8.1 * min(p.m, p.n) and p.batch <= 256 for p in problems)
+    assert entry.random_cases(COMMIT) == {
+        problem.case for problem in entry.random_problems(int(COMMIT[:8], 16))
+    }
+
+
+def test_orthogonalize_rows_take_the_faster_of_launch_and_graph(harness):
+    """On both sides; the eager time is printed beside it."""
+    entry = harness.orthogonalize
+    ms = {"eager": 3.0, "graph": 2.0, "baseline_eager": 4.0, "baseline_graph": 5.0}
+    found = entry.Distances(0.11, 0.12, 0.95)
+    row = entry.row_of("1x2x2/heavy", "auto", 1.0, found, ms, 8.0)
+    assert (row.ms, row.baseline_ms, row.speedup, row.fraction_of_floor) == (2.0, 4.0, 2.0, 0.5)
+    assert (row.error, row.error_baseline) == (0.11, 0.12)
+    printed = entry.line(row, found, ms)
+    for part in ("1x2x2/heavy", " 2 ", " 3 ", "50.0%", "2.00x", "0.950"):
+        assert part in printed
+    assert "not timed" in entry.line(harness.report.failed("1x2x2/heavy"), found)
+
+
+def test_orthogonalize_summary_misses_no_heavy_row(harness):
+    entry, report = harness.orthogonalize, harness.report
+    heavy = [problem.case for problem in entry.listed() if problem.content == "heavy"]
+    rows = [report.passed(case, measured(harness, ms=0.48)) for case in heavy]
+    rows.append(report.passed("1x2048x2048/gauss", measured(harness, ms=0.01)))
+    rows.append(report.passed(heavy[0], measured(harness, ms=0.01), "gram_polynomial"))
+    assert entry.summary(rows) == "heavy rows: 50.0% of the floor"
+    rows[0] = report.failed(heavy[0])
+    assert entry.summary(rows).endswith("50.0% of the floor, 1 of 11 missing")
+
+
+def test_zoo_rows_are_not_listed_in_readme(harness, checkout):
+    write, passed = harness.report.write, harness.report.passed
+    cases = [problem.case for problem in harness.orthogonalize.listed()[:2]]
+    rows = [passed(case, measured(harness)) for case in [*cases, "zoo/linear"]]
+    rows.append(passed(cases[0], measured(harness, ms=0.5), "gram_polynomial"))
+    path = checkout / "benchmarks/results/h200/orthogonalize.json"
+    for part in ("kernels-src/newton_schulz", "torch-ext/optimizer/orthogonalize"):
+        shutil.copytree(ROOT / part, checkout / part, dirs_exist_ok=True)
+    for source in (ROOT / "torch-ext/optimizer/kernels").glob("symmetric_matmul*.py"):
+        shutil.copy(source, checkout / source.relative_to(ROOT))
+    write(path, head(harness.sources.sources_digest("orthogonalize", checkout)), rows)
+    harness.plots.draw(checkout)
+    readme = (checkout / "README.md").read_text()
+    assert "`1x2048x2048/heavy` | 0.26" in readme and "zoo/" not in readme
+    assert harness.plots.findings(checkout) == []
+    assert "[gram_polynomial]" in path.with_suffix(".svg").read_text()
 
 
 class RecordingStopwatch:

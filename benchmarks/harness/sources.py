@@ -25,11 +25,19 @@ SOURCES: dict[str, tuple[str, ...]] = {
     ),
     "optimizer_step": (
         "kernels-src/common/*",
-        "kernels-src/newton_schulz*/*",
+        "kernels-src/newton_schulz/*",
         "kernels-src/optimizer_step/*",
         "torch-ext/optimizer/kernels/*.py",
         "torch-ext/optimizer/optimizers/*.py",
-        "torch-ext/optimizer/orthogonalize/*.py",
+        "torch-ext/optimizer/orthogonalize/*",
+    ),
+    "orthogonalize": (
+        "kernels-src/common/*",
+        "kernels-src/newton_schulz/*",
+        "torch-ext/optimizer/kernels/_operands.py",
+        "torch-ext/optimizer/kernels/matmul_add.py",
+        "torch-ext/optimizer/kernels/symmetric_matmul*.py",
+        "torch-ext/optimizer/orthogonalize/*",
     ),
 }
 

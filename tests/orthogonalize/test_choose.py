@@ -52,15 +52,55 @@ def test_float64_is_kept(choose, capability) -> None:
     ],
 )
 @pytest.mark.parametrize("iterate_dtype", [torch.float16, torch.float32])
-def test_gram_from_an_aspect_of_three_halves(choose, m, n, method, iterate_dtype) -> None:
-    options = {"dtype": torch.float32, "device": CPU, "iterate_dtype": iterate_dtype}
-    choice = choose.choose(m, n, **options)
+@pytest.mark.parametrize(("where", "steps"), [(GPU, 5), (CPU, 4), (CPU, 6)], ids=str)
+def test_gram_from_an_aspect_of_three_halves(
+    choose, m, n, method, iterate_dtype, where, steps
+) -> None:
+    """Where gram_polynomial has not been measured, or does not stand for the steps asked for."""
+    options = {"dtype": torch.float32, "device": where, "iterate_dtype": iterate_dtype}
+    choice = choose.choose(m, n, steps=steps, **options)
     assert choice.method == method
-    assert choice.restarts == ((2,) if method == "gram_newton_schulz" else ())
+    assert bool(choice.restarts) == (method == "gram_newton_schulz")
     # The rule is the point where dense products cost the same.
     cost = {"m": m, "n": n, "steps": 5, "symmetric": False}
     gram = choose.flop("gram_newton_schulz", restarts=(2,), **cost)
     assert (gram <= choose.flop("polar_express", **cost)) == (method == "gram_newton_schulz")
+
+
+@pytest.mark.parametrize("shape", [(192, 192), (512, 512), (768, 512), (4096, 192)], ids=str)
+def test_the_cpu_takes_gram_polynomial(choose, shape) -> None:
+    for iterate_dtype in (None, torch.float16):
+        options = {"dtype": torch.float32, "device": CPU, "iterate_dtype": iterate_dtype}
+        assert choose.choose(*shape, **options).method == "gram_polynomial"
+        dense = [
+            choose.flop(method, *shape, steps=5, restarts=restarts, symmetric=False)
+            for method, restarts in (
+                ("gram_polynomial", ()),
+                ("polar_express", ()),
+                ("gram_newton_schulz", (2,)),
+            )
+        ]
+        assert dense[0] < min(dense[1:])
+
+
+def test_small_matrices_on_the_cpu_take_fewer_operations(choose) -> None:
+    for shape, method in (((191, 191), "polar_express"), ((64, 4096), "gram_newton_schulz")):
+        choice = choose.choose(*shape, dtype=torch.float32, device=CPU)
+        assert choice.method == method
+        assert "not measured" not in choice.reason
+
+
+def test_a_path_that_never_ran_is_not_picked(opt, choose, capability) -> None:
+    """gram_polynomial on CUDA can be asked for; the table leaves it out until it is measured."""
+    capability(9, 0)
+    for shape in ((512, 512), (512, 2048)):
+        problem = {"dtype": torch.float32, "device": "cuda"}
+        assert choose.choose(*shape, **problem).method != "gram_polynomial"
+        assert "gram_polynomial can be asked for, it is not measured yet on cuda" in opt.explain(
+            "orthogonalize", shape=shape, **problem
+        )
+        asked = choose.choose(*shape, **problem, method="gram_polynomial")
+        assert (asked.method, asked.dtype) == ("gram_polynomial", torch.float16)
 
 
 def test_bfloat16_is_never_iterated_on_a_gram_matrix(choose) -> None:
@@ -80,6 +120,8 @@ def test_flop_formulas(choose) -> None:
         ("gram_newton_schulz", (1, 2), True): (9, 11),
         ("gram_newton_schulz", (), True): (3, 17),
         ("gram_newton_schulz", (1, 2, 3, 4), False): (20, 10),
+        ("gram_polynomial", (), False): (8, 20),
+        ("gram_polynomial", (), True): (6, 10),
     }
     for (method, restarts, symmetric), (wide, small) in table.items():
         expected = wide * m * m * n + small * m**3
@@ -117,8 +159,12 @@ def test_explain_says_what_why_and_how_much(opt, choose, capability) -> None:
     for part in ("gram_newton_schulz", "5 steps", "float16", "step 3", "1.5", "FLOP", "ms"):
         assert part in text, f"{part!r} missing in: {text}"
     assert "2.72e+10" in text  # 8 m^2 n + 28 m^3
+    assert "batch of 24, 4 at a time" in text
+    assert "floor (790 TFLOP/s, 4.3 TB/s) for five steps is 0.523 ms" in text
+    predicted = choose.predicted_ms(768, 3072, 24, torch.float32, "cuda")
+    assert f"{predicted:.3g} ms on an H200" in text
     text = opt.explain("orthogonalize", shape=(768, 768), dtype=torch.float32, device="cpu")
-    assert "polar_express" in text and "float32" in text and " ms" not in text
+    assert "gram_polynomial" in text and "float32" in text and " ms" not in text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""tools/derive_coefficients.py prints what the package computes."""
+"""tools/derive_*.py print what the package computes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from ..conftest import ROOT
 
 
-def derive(*arguments: str) -> subprocess.CompletedProcess:
-    tool = ROOT / "tools" / "derive_coefficients.py"
+def derive(*arguments: str, tool: str = "derive_coefficients") -> subprocess.CompletedProcess:
+    tool = ROOT / "tools" / f"{tool}.py"
     return subprocess.run([sys.executable, tool, *arguments], capture_output=True, text=True)
 
 
@@ -39,3 +39,14 @@ def test_errors_are_messages(arguments, words) -> None:
     result = derive(*arguments)
     assert result.returncode == 2
     assert words in result.stderr and "Traceback" not in result.stderr
+
+
+def test_gram_polynomials_are_a_best_fit() -> None:
+    """Within the allowed error, lifts by rounding included; a refit gains next to nothing."""
+    options = ("--iterations", "8", "--points", "160")
+    result = derive(*options, tool="derive_gram_polynomials")
+    assert result.returncode == 0, result.stderr
+    band, error, refitted = result.stdout.splitlines()
+    assert band == "on [1.2e-3, 1]: [0.9422, 1.1009]; slope at 0: 1010.6"
+    assert error == "largest error: 0.9762 of the allowed one"
+    assert 0.96 < float(refitted.split(": ")[1]) < 0.98

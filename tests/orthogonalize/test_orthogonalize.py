@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from .._compare import assert_error_at_most, assert_same_bits
 
-METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")
+METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")  # any dtype, steps and shape
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Against float64 on well-conditioned input: 8 to 40 roundings of one unit each.
 TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.2, torch.float32: 5e-5, torch.float64: 1e-10}
@@ -31,18 +31,26 @@ def default_dtype(choose, device):
 @pytest.mark.parametrize(
     "shape", [(6, 6), (6, 14), (14, 6), (3, 8, 20), (2, 3, 9, 4), (2, 1, 2, 5, 5)], ids=str
 )
-def test_shapes_and_dtypes(opt, reference, device, default_dtype, method, shape) -> None:
+def test_shapes_and_dtypes(
+    opt, reference, choose, submodule, device, default_dtype, method, shape
+) -> None:
+    table = submodule("orthogonalize.polynomials")
     for dtype in DTYPES:
         x = gaussian(*shape, dtype=dtype).to(device)
         result = opt.orthogonalize(x, method)
         assert (result.shape, result.dtype) == (x.shape, default_dtype(dtype))
         assert result.device == x.device and result.is_contiguous()
+        picked = choose.choose(*shape[-2:], dtype=dtype, device=device, method=method).method
         rows, prefactor = (
             (opt.COEFFICIENT_SETS["keller_jordan"].rows_for(5), 1.0)
-            if method == "newton_schulz"
+            if picked == "newton_schulz"
             else (opt.polar_express_coefficients(), 1.02)
         )
         exact = reference.newton_schulz(x.cpu(), rows, prefactor)
+        if picked == "gram_polynomial":
+            wide = x.cpu() if shape[-2] <= shape[-1] else x.cpu().mT
+            exact = reference.gram_polynomial(wide, table.POLYNOMIALS, table.SAFETY)
+            exact = exact if shape[-2] <= shape[-1] else exact.mT
         assert_error_at_most(result.cpu(), exact, TOLERANCE[result.dtype])
 
 
@@ -370,7 +378,7 @@ def test_polar_express_arguments_reach_the_schedule(opt, reference, device) -> N
 
 
 def test_auto_runs_what_choose_says(opt, choose, device) -> None:
-    for shape in ((8, 8), (8, 11), (8, 12), (30, 8)):
+    for shape in ((8, 8), (8, 11), (8, 12), (30, 8), (192, 200)):
         x = gaussian(*shape).to(device)
         choice = choose.choose(*shape, dtype=x.dtype, device=device)
         result = opt.orthogonalize(x)

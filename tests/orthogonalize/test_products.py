@@ -115,11 +115,14 @@ def test_cpu_products_stay_dense(products) -> None:
     ids=str,
 )
 def test_explain_says_which_products_run(opt, products, submodule, monkeypatch, m, n, dtype, words):
+    """On CUDA, where "auto" takes the methods of five steps."""
     served = submodule("kernels.symmetric_matmul").DTYPES
     monkeypatch.setattr(products, "runs_compiled", lambda device, dtype: dtype in served)
-    assert words in opt.explain(
-        "orthogonalize", shape=(m, n), dtype=dtype, device="cpu", iterate_dtype=dtype
-    )
+    problem = {"shape": (m, n), "dtype": dtype, "device": "cuda", "iterate_dtype": dtype}
+    assert words in opt.explain("orthogonalize", **problem)
+    if "by symmetric_matmul" in words:
+        text = opt.explain("orthogonalize", **problem, method="gram_polynomial")
+        assert "M^2 by symmetric_matmul" in text
 
 
 @pytest.mark.gpu

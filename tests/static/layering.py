@@ -17,7 +17,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "_ops": frozenset(),  # generated: the namespace of the compiled ops
     "reference": frozenset(),
     "kernels": frozenset({"_ops"}),
-    # _ops: newton_schulz, polar_express and gram_newton_schulz are registered ops themselves
+    # _ops: newton_schulz, gram_newton_schulz and gram_polynomial are registered ops themselves
     "orthogonalize": frozenset({"kernels", "_ops"}),
     "distributed": frozenset({"kernels.push"}),
     "tensor_parallel": frozenset({"distributed", "orthogonalize", "kernels"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,10 @@ def _orthogonalize(
 ) -> str:
     if len(shape) < 2:
         raise ValueError(f"shape must be (..., m, n), got {tuple(shape)}")
-    return explain_orthogonalize(shape[-2], shape[-1], dtype=dtype, device=device, **options)
+    batch = math.prod(shape[:-2])
+    return explain_orthogonalize(
+        shape[-2], shape[-1], dtype=dtype, device=device, batch=batch, **options
+    )
 
 
 EXPLAINERS = {

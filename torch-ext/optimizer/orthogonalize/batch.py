@@ -12,12 +12,14 @@ rows and columns stay zero and change no other element.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from .precision import ieee_float32
+from .products import matrix_norm
 
 # A slice holds as many matrices as a large GPU iterates in the time that its 30 to 50 launches take
 # anyway (about 0.5 ms): missing matrices cost little, and a long batch does not wait for launches.
@@ -62,6 +64,8 @@ def walk(
 ) -> None:
     """Normalizes x (..., r, c) slice by slice, applies `iterate`, writes the result to `out`.
 
+    Neither x nor out is copied as a whole, whatever their strides.
+
     Args:
         x: Input, not modified.
         out: Receives the result, rounded from `dtype` to its own.
@@ -71,47 +75,77 @@ def walk(
     """
     if x.numel() == 0:
         return
-    source, target = _as_batch(x), _as_batch(out)
-    batch, r, c = source.shape
+    r, c = x.shape[-2:]
     shape = slice_for(r, c, x.device.type)
+    targets = _taken(out, shape.matrices)
     with ieee_float32(x.device, dtype):
-        for start in range(0, batch, shape.matrices):
-            taken = source[start : start + shape.matrices]
-            result = iterate(normalized(taken, shape, dtype, prefactor))
-            target[start : start + shape.matrices].copy_(result[: taken.shape[0], :r, :c])
-    if target.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
-        out.copy_(target.view(out.shape))  # leading strides that no (B, r, c) view can express
+        for sources in _taken(x, shape.matrices):
+            result = iterate(normalized(sources, shape, dtype, prefactor))
+            first = 0
+            for target in next(targets):
+                target.copy_(result[first : first + len(target), :r, :c])
+                first += len(target)
 
 
-def normalized(x: torch.Tensor, shape: Slice, dtype: torch.dtype, prefactor: float) -> torch.Tensor:
-    """x (b, r, c) in a contiguous (G, R, C) buffer of zeros, each matrix of norm 1 / prefactor.
+def normalized(
+    pieces: Sequence[torch.Tensor],  # each (b, r, c), together at most shape.matrices
+    shape: Slice,
+    dtype: torch.dtype,
+    prefactor: float,
+) -> torch.Tensor:
+    """The pieces in a contiguous (G, R, C) buffer of zeros, each matrix of norm 1 / prefactor.
 
     The maths is float32 (float64 for a float64 input or iterate) and rounds to `dtype` last.
     Dividing by the largest element first keeps the sum of squares in range for any finite input,
     subnormal ones included. max(., tiny) leaves zero matrices zero without biasing any other. An
     inf or NaN makes its whole matrix NaN and no other.
     """
-    b, r, c = x.shape
+    x, (r, c) = pieces[0], pieces[0].shape[-2:]
     wide = torch.float64 in (x.dtype, dtype)
     full = (shape.matrices, shape.rows, shape.columns)
-    allocate = x.new_empty if full == (b, r, c) else x.new_zeros
-    staged = allocate(full, dtype=torch.float64 if wide else torch.float32)
-    staged[:b, :r, :c].copy_(x)
+    filled = sum(map(len, pieces)) == shape.matrices and (r, c) == full[1:]
+    staged = (x.new_empty if filled else x.new_zeros)(
+        full, dtype=torch.float64 if wide else torch.float32
+    )
+    first = 0
+    for piece in pieces:
+        staged[first : first + len(piece), :r, :c].copy_(piece)
+        first += len(piece)
     tiny = torch.finfo(staged.dtype).tiny
-    staged.div_(_norm(staged, float("inf")).clamp_min_(tiny))
-    staged.div_(_norm(staged, 2).clamp_min_(tiny).mul_(prefactor))
+    staged.div_(matrix_norm(staged, float("inf")).clamp_min_(tiny))
+    staged.div_(matrix_norm(staged).clamp_min_(tiny).mul_(prefactor))
     return staged.to(dtype)
 
 
-def _norm(x: torch.Tensor, order: float) -> torch.Tensor:
-    """Norm of the elements of each matrix of x (G, R, C) -> (G, 1, 1).
+def _taken(x: torch.Tensor, count: int) -> Iterator[list[torch.Tensor]]:
+    """Views (b, r, c) that together hold the next `count` matrices of x (..., r, c), to its end."""
+    taken, free = [], count
+    for view in _views(x):
+        while len(view):
+            taken.append(view[:free])
+            view = view[free:]
+            free -= len(taken[-1])
+            if free == 0:
+                yield taken
+                taken, free = [], count
+    if taken:
+        yield taken
 
-    Rows first: a float32 sum over one row of 10^4 is accurate where one over 10^8 drifts.
-    """
-    rows = torch.linalg.vector_norm(x, order, dim=-1, keepdim=True)
-    return torch.linalg.vector_norm(rows, order, dim=-2, keepdim=True)
+
+def _views(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views (b, r, c) of x (..., r, c) in order: one if a single stride walks the batch."""
+    if x.ndim == 2:
+        yield x.unsqueeze(0)
+    elif x.ndim == 3:
+        yield x
+    elif _walkable(x):
+        yield x.view(-1, *x.shape[-2:])
+    else:
+        for part in x:
+            yield from _views(part)
 
 
-def _as_batch(x: torch.Tensor) -> torch.Tensor:
-    """x (..., r, c) as (B, r, c): a view wherever strides allow one."""
-    return x.unsqueeze(0) if x.ndim == 2 else x.flatten(0, -3)
+def _walkable(x: torch.Tensor) -> bool:
+    """Whether one stride walks the leading dimensions of x (..., r, c)."""
+    leading = [(n, s) for n, s in zip(x.shape[:-2], x.stride()[:-2], strict=True) if n > 1]
+    return all(outer == n * inner for (_, outer), (n, inner) in pairwise(leading))

@@ -1,7 +1,8 @@
 """Which method, in which dtype, with which restarts, for one matrix shape on one device, and why.
 
 The answer depends on (m, n, dtype, device), the step count and the method asked for, never on the
-batch: the same matrix gets the same treatment in any batch and on any owner.
+batch: the same matrix gets the same treatment in any batch and on any owner. The batch decides how
+many matrices are iterated at a time and, inside `symmetric_matmul`, which tiles.
 """
 
 from __future__ import annotations
@@ -10,11 +11,21 @@ from dataclasses import dataclass
 
 import torch
 
+from .batch import slice_for
 from .coefficients import checked_steps, polar_express_coefficients
+from .cost import floor_ms, flop, method_ms
 from .products import gram_runs_symmetric, runs_symmetric
 from .restarts import restart_positions
 
-METHODS = ("auto", "polar_express", "gram_newton_schulz", "newton_schulz")
+METHODS = ("auto", "polar_express", "gram_newton_schulz", "gram_polynomial", "newton_schulz")
+
+# Its two polynomials stand for this many steps of Polar Express, which they beat everywhere.
+GRAM_POLYNOMIAL_STEPS = 5
+# Kind of device -> iterate dtypes in which "auto" takes gram_polynomial: where it has been run and
+# timed against the other methods (docs/log.md). It has not run on CUDA yet.
+GRAM_POLYNOMIAL_DTYPES = {"cpu": (torch.float16, torch.float32)}
+# Smaller matrices are bound by the number of operations, of which it has half as many again.
+GRAM_POLYNOMIAL_SIDE = 192
 
 # With dense products Gram with one restart costs 8 m^2 n + 28 m^3 FLOP against 20 m^2 n + 10 m^3
 # for five steps: equal at n = 1.5 m.
@@ -22,16 +33,13 @@ GRAM_ASPECT = 1.5
 # The restart criterion leaves nothing to save in bfloat16; float64 is asked for its last digits.
 GRAM_DTYPES = (torch.float16, torch.float32)
 
-# Dense half-precision FLOP/s of an H200 on random data; `explain` states floors with it.
-H200_RATE = 790e12
-
 
 @dataclass(frozen=True)
 class Choice:
     """What `orthogonalize` runs for a shape.
 
     Attributes:
-        method: "polar_express", "gram_newton_schulz" or "newton_schulz".
+        method: "polar_express", "gram_newton_schulz", "gram_polynomial" or "newton_schulz".
         dtype: Dtype of the iterates.
         restarts: Steps at which Gram-Newton-Schulz rebuilds its Gram matrix; empty otherwise.
         reason: Why, in a sentence.
@@ -69,31 +77,45 @@ def choose(
 
     Raises:
         TypeError: steps is not an int.
-        ValueError: Unknown method or steps < 1.
+        ValueError: Unknown method, steps < 1, or a method that cannot serve the steps.
     """
     device = torch.device(device)
+    checked_steps(steps)
     picked_dtype = iterate_dtype or default_dtype(dtype, device)
-    picked = chosen_method(m, n, picked_dtype, method)
+    picked = chosen_method(m, n, picked_dtype, device, steps, method)
     restarts: tuple[int, ...] = ()
     if picked == "gram_newton_schulz":
         restarts = restart_positions(polar_express_coefficients(steps), picked_dtype)
-    checked_steps(steps)
     reason = (
-        f"{_why_method(m, n, picked_dtype, method)}; "
+        f"{_why_method(m, n, picked_dtype, device, steps, method)}; "
         f"{'the dtype was asked for' if iterate_dtype else _why_dtype(dtype, device)}"
     )
     return Choice(picked, picked_dtype, restarts, reason)
 
 
-def chosen_method(m: int, n: int, iterate_dtype: torch.dtype, method: str) -> str:
+def chosen_method(
+    m: int, n: int, iterate_dtype: torch.dtype, device: torch.device, steps: int, method: str
+) -> str:
     """`method` itself, or what "auto" means for m x n matrices iterated in this dtype."""
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; use one of {', '.join(METHODS)}")
+    if method == "gram_polynomial" and steps != GRAM_POLYNOMIAL_STEPS:
+        raise ValueError(
+            f"steps={steps}: gram_polynomial is made for {GRAM_POLYNOMIAL_STEPS}; pass that, or "
+            f"use polar_express, which derives a schedule for any number of steps"
+        )
     if method != "auto":
         return method
+    serves = steps == GRAM_POLYNOMIAL_STEPS and _polynomial_is_measured(iterate_dtype, device)
+    if serves and min(m, n) >= GRAM_POLYNOMIAL_SIDE:
+        return "gram_polynomial"
     if iterate_dtype in GRAM_DTYPES and max(m, n) >= GRAM_ASPECT * min(m, n):
         return "gram_newton_schulz"
     return "polar_express"
+
+
+def _polynomial_is_measured(iterate_dtype: torch.dtype, device: torch.device) -> bool:
+    return iterate_dtype in GRAM_POLYNOMIAL_DTYPES.get(device.type, ())
 
 
 def default_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -109,27 +131,38 @@ def default_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def flop(
-    method: str, m: int, n: int, *, steps: int, restarts: tuple[int, ...] = (), symmetric: bool
-) -> int:
-    """Floating-point operations for one m x n matrix, a multiply-add counting 2.
+def predicted_ms(
+    m: int,
+    n: int,
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    steps: int = 5,
+    method: str = "auto",
+    iterate_dtype: torch.dtype | None = None,
+) -> float:
+    """Predicted milliseconds of `orthogonalize` on a batch of m x n matrices.
 
-    Args:
-        method: As `Choice.method`.
-        m: Rows.
-        n: Columns; tall and wide cost the same.
-        steps: Number of iterations.
-        restarts: Restart positions of the Gram form.
-        symmetric: Count half of every product whose result is symmetric (the ideal of a kernel
-            that skips mirrored tiles) instead of dense products.
+    The same number on every rank and in every run, whatever the machine is doing: a model of an
+    H200 for CUDA (see `cost.method_ms`), nominal rates elsewhere. Made for sharing out work.
+
+    Args and Raises are those of `choose`; batch is the number of matrices.
     """
-    m, n = min(m, n), max(m, n)
-    half = 1 if symmetric else 2
-    if method != "gram_newton_schulz":
-        return steps * ((half + 2) * m * m * n + half * m**3)
-    runs = len(restarts) + 1
-    small_products = steps + 3 * (steps - runs)  # Z; and Q Z, R Z, Z R Z within a run
-    return runs * (half + 2) * m * m * n + small_products * half * m**3
+    device = torch.device(device)
+    choice = choose(
+        m, n, dtype=dtype, device=device, steps=steps, method=method, iterate_dtype=iterate_dtype
+    )
+    return method_ms(
+        choice.method,
+        m,
+        n,
+        batch,
+        dtype=choice.dtype,
+        device=device,
+        steps=steps,
+        restarts=choice.restarts,
+    )
 
 
 def explain(
@@ -141,15 +174,15 @@ def explain(
     steps: int = 5,
     method: str = "auto",
     iterate_dtype: torch.dtype | None = None,
+    batch: int = 1,
 ) -> str:
     """What `orthogonalize` runs for m x n matrices, why, and what it costs, in a paragraph.
 
-    Args and Raises are those of `choose`.
+    Args and Raises are those of `choose`; batch is the number of matrices that times are for.
     """
     device = torch.device(device)
-    choice = choose(
-        m, n, dtype=dtype, device=device, steps=steps, method=method, iterate_dtype=iterate_dtype
-    )
+    options = {"steps": steps, "method": method, "iterate_dtype": iterate_dtype}
+    choice = choose(m, n, dtype=dtype, device=device, **options)
     cost = {"steps": steps, "restarts": choice.restarts}
     dense = flop(choice.method, m, n, **cost, symmetric=False)
     direct = flop("polar_express", m, n, steps=steps, symmetric=False)
@@ -161,11 +194,14 @@ def explain(
             f", Gram matrix rebuilt before step {' and '.join(str(r + 1) for r in choice.restarts)}"
         )
     text += f". Reason: {choice.reason}. Dense products: {dense:.3g} FLOP per matrix"
-    if choice.method == "gram_newton_schulz":
+    if choice.method.startswith("gram"):
         text += f", {direct:.3g} for polar_express"
     text += f"; with half of every symmetric product skipped at least {ideal:.3g}"
-    if device.type == "cuda" and choice.dtype in (torch.float16, torch.bfloat16):
-        text += f", {1e3 * ideal / H200_RATE:.3g} ms at the 790 TFLOP/s of an H200"
+    if device.type == "cuda":
+        at_once = slice_for(m, n, device.type).matrices
+        text += f". Predicted for a batch of {batch}, {at_once} at a time: "
+        text += f"{predicted_ms(m, n, batch, dtype, device, **options):.3g} ms on an H200, whose "
+        text += f"floor (790 TFLOP/s, 4.3 TB/s) for five steps is {floor_ms(m, n, batch):.3g} ms"
     return f"{text}. {_why_products(m, n, choice, device)}"
 
 
@@ -175,8 +211,10 @@ def _why_products(m: int, n: int, choice: Choice, device: torch.device) -> str:
     if gram_runs_symmetric(m, n, choice.dtype, device):
         by_halves.append("X X^T" if m <= n else "X^T X")
     if runs_symmetric(min(m, n), choice.dtype, device):
-        gram_form = choice.method == "gram_newton_schulz"
-        by_halves += ["R^2", "R Z", "Z R Z"] if gram_form else ["A^2"]
+        by_halves += {
+            "gram_newton_schulz": ["R^2", "R Z", "Z R Z"],
+            "gram_polynomial": ["M^2"],
+        }.get(choice.method, ["A^2"])
     if not by_halves:
         return "Products: torch's dense ones."
     return f"Products: {', '.join(by_halves)} by symmetric_matmul, the others torch's dense ones."
@@ -186,15 +224,23 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _why_method(m: int, n: int, iterate_dtype: torch.dtype, method: str) -> str:
+def _why_method(
+    m: int, n: int, iterate_dtype: torch.dtype, device: torch.device, steps: int, method: str
+) -> str:
     if method != "auto":
         return "the method was asked for"
+    if chosen_method(m, n, iterate_dtype, device, steps, method) == "gram_polynomial":
+        return "two polynomials of high degree cost less than five steps and come closer"
     aspect = f"aspect ratio {max(m, n)}:{min(m, n)}"
     if iterate_dtype not in GRAM_DTYPES:
-        return f"the Gram form is not picked in {_name(iterate_dtype)}"
+        return f"the Gram forms are not picked in {_name(iterate_dtype)}"
     if max(m, n) < GRAM_ASPECT * min(m, n):
-        return f"{aspect} is below {GRAM_ASPECT}, where the Gram form costs more"
-    return f"{aspect} is at least {GRAM_ASPECT}, where the Gram form costs less"
+        why = f"{aspect} is below {GRAM_ASPECT}, where the Gram form costs more"
+    else:
+        why = f"{aspect} is at least {GRAM_ASPECT}, where the Gram form costs less"
+    if steps == GRAM_POLYNOMIAL_STEPS and not _polynomial_is_measured(iterate_dtype, device):
+        why += f"; gram_polynomial can be asked for, it is not measured yet on {device.type}"
+    return why
 
 
 def _why_dtype(dtype: torch.dtype, device: torch.device) -> str:

@@ -6,8 +6,10 @@ import torch
 
 from .arguments import check_dtype, check_input
 from .choose import chosen_method
+from .coefficients import checked_steps
 from .constants import dtype_for
 from .gram_newton_schulz import gram_newton_schulz
+from .gram_polynomial import gram_polynomial
 from .newton_schulz import newton_schulz
 from .polar_express import polar_express
 
@@ -29,7 +31,8 @@ def orthogonalize(
         x: (..., m, n), any strides; float16, bfloat16, float32 or float64. Flatten convolution
             filters to (out, in * h * w) first. Never modified.
         method: "auto", "polar_express", "gram_newton_schulz" (both with the Polar Express schedule
-            for `steps`), or "newton_schulz" (Keller Jordan's coefficients).
+            for `steps`), "gram_polynomial" (as close as 5 steps or closer, and made for 5 alone),
+            or "newton_schulz" (Keller Jordan's coefficients).
         steps: Number of iterations, at least 1.
         dtype: Dtype of the iterates and of the result. None: float64 for float64 input; otherwise
             float16 on CUDA from compute capability 8.0, else float32.
@@ -46,7 +49,10 @@ def orthogonalize(
     if dtype is None:
         dtype = dtype_for(x.dtype, x.device)
     check_dtype(dtype)
-    picked = chosen_method(x.shape[-2], x.shape[-1], dtype, method)
+    checked_steps(steps)
+    picked = chosen_method(x.shape[-2], x.shape[-1], dtype, x.device, steps, method)
+    if picked == "gram_polynomial":
+        return gram_polynomial(x, dtype=dtype, out=out)
     if picked == "gram_newton_schulz":
         return gram_newton_schulz(x, steps, dtype=dtype, out=out)
     if picked == "newton_schulz":

@@ -53,6 +53,27 @@ def gram_newton_schulz(
     return q @ x
 
 
+def gram_polynomial(
+    x: torch.Tensor,
+    polynomials: Sequence[Sequence[tuple[int, float, float, float]]],
+    safety: float,
+) -> torch.Tensor:
+    """X <- M X for each polynomial: M_0 = X X^T, M_j+1 = alpha M_j^2 + beta M_i + delta I.
+
+    X starts at x / (safety ||x x^T||_F^(1/2)); each square is (i, alpha, beta, delta).
+    """
+    x = normalized(x, 1.0)
+    bound = torch.linalg.matrix_norm(x @ x.mT, keepdim=True).sqrt()
+    x = torch.where(bound > 0, x / (safety * bound), x)
+    identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
+    for squares in polynomials:
+        m = [x @ x.mT]
+        for i, alpha, beta, delta in squares:
+            m.append(alpha * m[-1] @ m[-1] + beta * m[i] + delta * identity)
+        x = m[-1] @ x
+    return x
+
+
 def schedule_on_values(
     sigma: torch.Tensor, rows: Sequence[tuple[float, float, float]]
 ) -> torch.Tensor:

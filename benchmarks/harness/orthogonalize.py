@@ -1,0 +1,370 @@
+"""Cases of `orthogonalize.json`: a batch of matrices -> the nearest semi-orthogonal ones.
+
+A row is timed only after its distance to the polar factor passed the accuracy rule: at most 1.02
+times that of five steps of Polar Express in float64 arithmetic on the same numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from .package import Built
+from .report import Measured, Row, failed, floor_ms, geomean, passed
+from .timer import cold_sets, medians
+
+SHAPES = (
+    *("1x2048x2048", "1x4096x4096", "1x8192x8192", "1x4096x14336", "8x4096x4096", "16x2048x8192"),
+    *("24x1024x4096", "48x768x768", "12x768x3072", "128x768x2048", "256x512x2048"),
+)
+STEPS = 5
+# The default schedule as dion, modded-nanogpt and nanochat print it (arXiv 2505.16932).
+COEFFICIENTS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+SCALE, EPS = 1.02, 1e-6
+# The exact polar factor by iteration in float64: a schedule for singular values down to 1e-12 of
+# the norm, where a heavy tail of 8192 ends near 1e-9. Each step lifts small values four times.
+EXACT_STEPS, EXACT_LOWER = 26, 1e-12
+CONVERGED = 1e-5  # ||X X^T - I||_F of the factor
+BASELINE = "torch.compile of 5-step Polar Express in bfloat16"
+HEADING = f"{'case':<40}{'ms':>9}{'eager':>9}{'% floor':>9}{'x base':>8}{'distance':>10}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Inputs of one shape and kind. `dtype` is that of the input."""
+
+    batch: int
+    m: int
+    n: int
+    content: str
+    dtype: str = "float32"
+    label: str = ""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(batch, m, n)."""
+        return self.batch, self.m, self.n
+
+    @property
+    def case(self) -> str:
+        """Name in the result file."""
+        name = f"{self.label}{self.batch}x{self.m}x{self.n}/{self.content}"
+        return name if self.dtype == "float32" else f"{name}/{self.dtype}"
+
+    @property
+    def bytes_moved(self) -> int:
+        """The input read once, a 16-bit result written once."""
+        return self.batch * self.m * self.n * ({"float32": 4, "bfloat16": 2}[self.dtype] + 2)
+
+    @property
+    def flops(self) -> int:
+        """Five steps in the cheaper of the direct and the Gram form, symmetric halves once."""
+        m, n = min(self.m, self.n), max(self.m, self.n)
+        direct, gram = 15 * m * m * n + 5 * m**3, 6 * m * m * n + 14 * m**3
+        return self.batch * min(direct, gram)
+
+
+def listed() -> list[Problem]:
+    """The agreed cases, those of one shape together: the baseline is compiled once for them."""
+    problems = []
+    for shape in SHAPES:
+        sizes = tuple(map(int, shape.split("x")))
+        problems += [Problem(*sizes, content) for content in ("heavy", "gauss")]
+        problems.append(Problem(*sizes, "gauss", "bfloat16"))
+    return problems
+
+
+def random_problems(seed: int, count: int = 20) -> list[Problem]:
+    """Shapes that nobody tuned for, tall ones too; every second one of no divisibility."""
+    rng = random.Random(seed)
+    problems = []
+    for number in range(count):
+        step = 64 if number % 2 else 1
+        m = max(step, round(2 ** rng.uniform(7, 12.5) / step) * step)
+        n = max(step, round(m * 2 ** rng.uniform(0, 3) / step) * step)
+        batch = max(1, min(256, round(2 ** rng.uniform(22, 27.5) / (m * n))))
+        m, n = (n, m) if rng.random() < 0.25 else (m, n)
+        problems.append(Problem(batch, m, n, "gauss", label=f"random{number}-"))
+    return problems
+
+
+def random_cases(commit: str) -> set[str]:
+    """Names of the rows that were drawn, not listed."""
+    return {problem.case for problem in random_problems(int(commit[:8], 16))}
+
+
+def polar_express_bf16(g):
+    """The baseline, to be compiled: (B, m, n) of any dtype -> bfloat16, dense products."""
+    x = g.bfloat16()
+    tall = x.size(-2) > x.size(-1)
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * SCALE + EPS)
+    for a, b, c in COEFFICIENTS:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if tall else x
+
+
+def made(problem: Problem, generator, device: str):
+    """(B, m, n) of the problem's dtype on the device of the generator."""
+    import torch
+
+    def normal(*shape: int):
+        return torch.randn(shape, generator=generator, device=device)
+
+    if problem.content == "gauss":
+        return normal(*problem.shape).to(getattr(torch, problem.dtype))
+    m, n = min(problem.m, problem.n), max(problem.m, problem.n)
+    k = torch.arange(1, m + 1, device=device, dtype=torch.float64)
+    x = torch.empty(problem.batch, m, n, device=device, dtype=getattr(torch, problem.dtype))
+    for matrix in x:
+        left, right = normal(m, m).double(), normal(n, m).double()
+        matrix.copy_((left / left.norm(dim=0) / k) @ (right / right.norm(dim=0)).mT)
+    return x if problem.m <= problem.n else x.mT.contiguous()
+
+
+@dataclasses.dataclass(frozen=True)
+class Distances:
+    """From the polar factor, relative, over a batch; `worst` is ours in exact steps' distances."""
+
+    ours: float
+    baseline: float
+    worst: float
+
+
+def distances(package, x, ours, baseline) -> Distances:
+    """Compares results for x (B, m, n), full rank, with the float64 polar factor of each matrix.
+
+    Raises:
+        RuntimeError: the polar factor did not converge, so nothing can be said.
+    """
+    import torch
+
+    reference = package.reference.orthogonalize
+    long = package.polar_express_coefficients(EXACT_STEPS, lower=EXACT_LOWER)
+    squares, worst = torch.zeros(2, dtype=torch.float64), 0.0
+    for i in range(len(x)):
+        matrix = x[i].double()
+        matrix = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+        polar = reference.newton_schulz(matrix, long, 1.02)
+        gram = polar @ polar.mT
+        gram.diagonal().sub_(1)
+        if not gram.norm().item() < CONVERGED:
+            raise RuntimeError(f"the polar factor of matrix {i} did not converge")
+        exact = (reference.newton_schulz(matrix, COEFFICIENTS, SCALE) - polar).norm().item()
+        results = [r[i].double() for r in (ours, baseline)]
+        results = [r if r.shape == polar.shape else r.mT for r in results]
+        mine, theirs = ((r - polar).norm().item() for r in results)
+        # max() would drop a NaN that comes second.
+        worst = mine / exact if not mine / exact <= worst else worst
+        squares += torch.tensor([mine**2, theirs**2], dtype=torch.float64)
+    mine, theirs = (squares / (len(x) * min(x.shape[1:]))).sqrt().tolist()
+    return Distances(mine, theirs, worst)
+
+
+class Case:
+    """Input sets on the device, ours and the baseline over them, launched and as graphs."""
+
+    def __init__(self, inputs: Sequence, built: Built, compiled: Callable, method: str) -> None:
+        import torch
+
+        self.package, self.compiled, self.method = built.package, compiled, method
+        self.inputs = inputs
+        self.outs = [torch.empty_like(self.ours(0)) for _ in inputs]
+        self.graphs: dict[str, list[Any]] = {}
+
+    def ours(self, number: int):
+        """What a user calls."""
+        return self.package.orthogonalize(self.inputs[number], self.method)
+
+    def ours_into(self, number: int):
+        """The same into memory that stays, as a graph needs it."""
+        out = self.outs[number]
+        return self.package.orthogonalize(self.inputs[number], self.method, out=out)
+
+    def baseline(self, number: int):
+        """The compiled baseline."""
+        return self.compiled(self.inputs[number])
+
+    def capture(self) -> None:
+        """One graph per input set and side; they take turns in one pool of memory."""
+        import torch
+
+        pool = torch.cuda.graph_pool_handle()
+        for name, call in (("ours", self.ours_into), ("baseline", self.baseline)):
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                call(0)
+            torch.cuda.current_stream().wait_stream(stream)
+            self.graphs[name] = []
+            for number in range(len(self.inputs)):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    call(number)
+                self.graphs[name].append(graph)
+
+    def calls(self) -> dict[str, Callable[[int], object]]:
+        """What is timed, in turns."""
+        return {
+            "eager": self.ours_into,
+            "graph": lambda number: self.graphs["ours"][number].replay(),
+            "baseline_eager": self.baseline,
+            "baseline_graph": lambda number: self.graphs["baseline"][number].replay(),
+        }
+
+    def replay_repeats(self) -> bool:
+        """Whether a replay writes the bits of a launch."""
+        import torch
+
+        wanted = self.ours(0)
+        self.outs[0].zero_()
+        self.graphs["ours"][0].replay()
+        return torch.equal(self.outs[0], wanted)
+
+    def peak_mb(self) -> float:
+        """Device memory that one call adds at its peak, the result included."""
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.ours(0)
+        return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def row_of(
+    case: str, variant: str, least: float, found: Distances, ms: dict[str, float], peak_mb: float
+) -> Row:
+    """The row of timed calls: launch or graph, whichever is faster, on both sides."""
+    baseline = min(ms["baseline_eager"], ms["baseline_graph"])
+    return passed(
+        case,
+        Measured(
+            ms=min(ms["eager"], ms["graph"]),
+            floor_ms=least,
+            baseline=BASELINE,
+            baseline_ms=baseline,
+            error=found.ours,
+            error_baseline=found.baseline,
+            peak_mb=peak_mb,
+        ),
+        variant,
+    )
+
+
+def line(row: Row, found: Distances, ms: dict[str, float] | None = None) -> str:
+    """One printed line; the distance is in those of five exact steps."""
+    name = row.case if row.variant == "auto" else f"{row.case} [{row.variant}]"
+    if not row.ok or ms is None:
+        return f"{name:<40} {found.worst:.3f} EXACT STEPS' DISTANCE OR OTHER BITS, not timed"
+    return (
+        f"{name:<40}{row.ms:>9.4g}{ms['eager']:>9.4g}{row.fraction_of_floor:>9.1%}"
+        f"{row.speedup:>7.2f}x{found.worst:>10.3f}"
+    )
+
+
+def measure(
+    name: str,
+    inputs: Sequence,
+    found: Callable[[Any, Any], Distances],
+    least: float,
+    allowed: float,
+    built: Built,
+    compiled: Callable,
+    variant: str,
+) -> tuple[Row, str]:
+    """Gate, then time; `variant` is the method that is asked for."""
+    case = Case(inputs, built, compiled, variant)
+    distance = found(case.ours(0), case.baseline(0))
+    if not distance.worst <= allowed:
+        row = failed(name, variant)
+        return row, line(row, distance)
+    peak_mb = case.peak_mb()
+    case.capture()
+    if not case.replay_repeats():
+        row = failed(name, variant)
+        return row, line(row, distance)
+    ms = medians(case.calls(), sets=len(inputs))
+    row = row_of(name, variant, least, distance, ms, peak_mb)
+    return row, line(row, distance, ms)
+
+
+def variants(built: Built, shape: Sequence[int], dtype) -> list[str]:
+    """What a user gets; and the method that waits for this measurement, if that is another."""
+    text = built.package.explain("orthogonalize", shape=shape, dtype=dtype, device="cuda")
+    return ["auto"] + ["gram_polynomial"] * ("not measured yet" in text)
+
+
+def _measured(problem: Problem, built: Built, compiled: Callable) -> Iterator[tuple[Row, str]]:
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    sets = cold_sets(problem.bytes_moved, torch.cuda.get_device_properties(0).L2_cache_size)
+    inputs = [made(problem, generator, "cuda") for _ in range(sets)]
+    least = floor_ms(bytes_moved=problem.bytes_moved, flops=problem.flops)
+
+    def found(ours, baseline) -> Distances:
+        return distances(built.package, inputs[0], ours, baseline)
+
+    for variant in variants(built, problem.shape, inputs[0].dtype):
+        yield measure(problem.case, inputs, found, least, 1.02, built, compiled, variant)
+
+
+def _zoo_rows(built: Built) -> Iterator[tuple[Row, str]]:
+    """One matrix of each specimen; distances on the non-zero subspace."""
+    import torch
+
+    from . import zoo
+
+    reference = built.package.reference.orthogonalize
+    compiled = torch.compile(polar_express_bf16, dynamic=False, fullgraph=True)
+    for name, specimen in sorted(zoo.zoo(512).items(), key=lambda item: item[1].x.shape):
+        there = specimen.to("cuda")
+        x = there.x.float().unsqueeze(0)
+        problem = Problem(*x.shape, name)
+        sets = cold_sets(problem.bytes_moved, torch.cuda.get_device_properties(0).L2_cache_size)
+        exact = there.distance(reference.newton_schulz(there.x, COEFFICIENTS, SCALE))
+
+        def found(ours, baseline, there=there, exact=exact) -> Distances:
+            mine, theirs = there.distance(ours[0]), there.distance(baseline[0])
+            return Distances(mine, theirs, mine / exact)
+
+        inputs = [x.clone() for _ in range(min(sets, 16))]
+        least = floor_ms(bytes_moved=problem.bytes_moved, flops=problem.flops)
+        for variant in variants(built, x.shape, x.dtype):
+            gate = zoo.allowed(name)
+            case = f"zoo/{name}"
+            yield measure(case, inputs, found, least, gate, built, compiled, variant)
+
+
+def rows(built: Built) -> Iterator[tuple[Row, str]]:
+    """Every row of the file: listed cases, the zoo, then 20 shapes from the commit."""
+    import torch
+
+    before, compiled = None, polar_express_bf16
+    for problem in (*listed(), *random_problems(int(built.commit[:8], 16))):
+        if problem.shape != before:
+            torch._dynamo.reset()
+            compiled = torch.compile(polar_express_bf16, dynamic=False, fullgraph=True)
+            before = problem.shape
+        yield from _measured(problem, built, compiled)
+        torch.cuda.empty_cache()
+    torch._dynamo.reset()
+    yield from _zoo_rows(built)
+
+
+def summary(measured: Sequence[Row]) -> str:
+    """The agreed mean: heavy rows of the listed shapes, what a user gets."""
+    heavy = {problem.case for problem in listed() if problem.content == "heavy"}
+    shares = [r.fraction_of_floor for r in measured if r.case in heavy and r.variant == "auto"]
+    missing = len(heavy) - len([share for share in shares if share is not None])
+    text = f"heavy rows: {geomean([s for s in shares if s is not None]):.1%} of the floor"
+    return text + (f", {missing} of {len(heavy)} missing" if missing else "")
