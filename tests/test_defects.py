@@ -287,6 +287,8 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
     "M27b": defect(
         "logs of single routes, no summary",
         f"{REPORT}::test_report_names_every_parameter_its_route_and_its_work",
+        f"{REPORT}::test_report_says_who_computes_with_what_and_at_which_cost",
+        f"{REPORT}::test_measured_times",
         f"{STEP}::test_debug_logs_the_report_once_per_plan",
     ),
     "M28": defect(

@@ -53,7 +53,7 @@ class OnDevice:
 
     def batches(self, number: int, params: Sequence[Tensor]) -> list[Sequence[Tensor]]:
         """The parameters of AdamW group `number`, as they are stepped together."""
-        return [params]
+        return [params] if len(params) else []
 
     def enter(self, work: Chunk | Sequence[Tensor]) -> None:
         """Before the first use of a batch's state."""

@@ -29,6 +29,7 @@ from .parameters import check_gradient, check_rate, local
 from .qk_clip import Batch, Target, check_logits, clip, find_targets, plan_batches
 from .report import report
 from .state import layout_of
+from .timing import StepTimer, untimed
 from .update import Rate, rate_of, update
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
@@ -48,6 +49,8 @@ class Plan:
 
 class MuonBase(OffloadingOptimizer):
     """The step over Muon and AdamW groups; its subclasses differ in names and defaults."""
+
+    _timer: StepTimer | None = None
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], *, debug: bool, clip_config: Any
@@ -125,12 +128,15 @@ class MuonBase(OffloadingOptimizer):
             for group, chunks in zip(options, plan.chunks, strict=True)
         ]
         state = self._state_of_step(plan, options)
+        timed = untimed if self._timer is None else self._timer.begin()
         for number, group in enumerate(options):
             if isinstance(group, AdamWOptions):
                 for batch in state.batches(number, self.param_groups[number]["params"]):
-                    self._step_adamw(batch, group, state)
+                    with timed(number, batch[0].device):
+                        self._step_adamw(batch, group, state)
             for chunk, rate in zip(plan.chunks[number], rates[number], strict=True):
-                self._step_chunk(chunk, rate, group, state)
+                with timed(chunk, chunk.device):
+                    self._step_chunk(chunk, rate, group, state)
         if logits:
             with record_function("muon::qk_clip"):
                 clip(plan.clips, logits)
@@ -142,8 +148,11 @@ class MuonBase(OffloadingOptimizer):
 
         A line per parameter has its name or number, its shape, the route (muon or adamw), and for
         muon the matrices it is cut into, the number of the batch they are in, the method and the
-        dtype of the iteration, and its floating-point operations per step with dense products. The
-        last line has the sums. It can be asked for at any time and waits for no device.
+        dtype of the iteration, and its floating-point operations per step with dense products; then
+        who computes it, the kernels, the bytes of its state and those that the elementwise stages
+        move, and the time that an H200 takes for these operations and bytes at the least. After
+        `measure_steps()` also its share of the time that its batches took in the last step that is
+        over. The last line has the sums. It can be asked for at any time and waits for no device.
 
         Returns:
             The lines, without a newline at the end.
@@ -153,7 +162,24 @@ class MuonBase(OffloadingOptimizer):
         """
         options = self._current_options()
         plan = self._current_plan(options)
-        return report(plan.labelled, plan.chunks, options)
+        return self._report_of(plan, options)
+
+    def measure_steps(self, on: bool = True) -> None:
+        """Time every batch of the following steps, for `report`.
+
+        By events on the current stream for CUDA, which are read only once they are over, and by the
+        clock elsewhere. Steps that are captured in a CUDA graph are not timed.
+
+        Args:
+            on: False stops it.
+        """
+        self._timer = StepTimer() if on else None
+
+    def _report_of(self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]) -> str:
+        measured = {} if self._timer is None else self._timer.milliseconds()
+        return report(
+            plan.labelled, plan.chunks, options, self.state, measured, offloaded=self.offloaded
+        )
 
     def _state_of_step(
         self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]
@@ -245,7 +271,7 @@ class MuonBase(OffloadingOptimizer):
         if self._plan is None or self._plan.signature != signature:
             self._plan = self._make_plan(signature, options)
             if self.debug:
-                logger.info("%s", report(self._plan.labelled, self._plan.chunks, options))
+                logger.info("%s", self._report_of(self._plan, options))
         return self._plan
 
     def _make_plan(

@@ -1,57 +1,110 @@
-"""What a step is going to do, parameter by parameter, as text (M27)."""
+"""What a step does with every parameter, what that costs and how long it took, as text (M27)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..orthogonalize.choose import choose, flop
+from ..kernels._lists import pick
+from ..orthogonalize.choose import H200_RATE, choose, flop
+from ..orthogonalize.products import gram_runs_symmetric, runs_symmetric
 from .chunks import Chunk
 from .options import AdamWOptions, MuonOptions
+from .parameters import local
+
+H200_BANDWIDTH = 4.3e12  # bytes per second: what its memory reaches, see docs/measuring.md
+
+
+@dataclass
+class Line:
+    """One parameter. Its times are its shares of those of its batches."""
+
+    where: str
+    param: Tensor
+    route: str
+    work: list[str] = field(default_factory=list)
+    kernels: list[str] = field(default_factory=list)
+    flop: int = 0
+    moved: int = 0  # bytes that momentum and update, or AdamW, read and write
+    measured: float | None = None  # milliseconds
+
+    @property
+    def predicted(self) -> float:
+        """Milliseconds on an H200 if nothing but operations and memory counted."""
+        return 1e3 * (self.flop / H200_RATE + self.moved / H200_BANDWIDTH)
+
+    def text(self, state: Mapping[str, Tensor], owner: str, offloaded: bool) -> str:
+        head = f"{self.where} {tuple(self.param.shape)}: {self.route}"
+        if self.route == "muon":
+            head += f", {'; '.join(self.work) or 'nothing to orthogonalize'}"
+        held = sum(local(value).numel() * value.element_size() for value in state.values())
+        parts = [f"owner {owner}"]
+        if self.kernels:
+            parts.append(f"kernels {', '.join(dict.fromkeys(self.kernels))}")
+        parts.append(f"{held} bytes of state{' in host memory' if offloaded else ''}")
+        parts.append(f"{self.moved} bytes moved")
+        parts.append(f"{self.predicted:.3g} ms predicted")
+        if self.measured is not None:
+            parts.append(f"{self.measured:.3g} ms measured")
+        return f"{head} | {', '.join(parts)}"
 
 
 def report(
     labelled: Sequence[Sequence[tuple[str, Tensor]]],  # (name for messages, parameter), per group
     chunks: Sequence[Sequence[Chunk]],  # per group
     options: Sequence[MuonOptions | AdamWOptions],  # per group
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+    measured: Mapping[Hashable, float],  # chunk, or number of an AdamW group -> milliseconds
+    *,
+    offloaded: bool = False,
 ) -> str:
     """One line per parameter, and the sums; see `MuonBase.report`."""
-    lines, batches, total, counts = [], 0, 0, {"muon": 0, "adamw": 0}
-    for parameters, batch, group in zip(labelled, chunks, options, strict=True):
+    lines: list[Line] = []
+    batches, counts = 0, {"muon": 0, "adamw": 0}
+    for number, (parameters, batch, group) in enumerate(
+        zip(labelled, chunks, options, strict=True)
+    ):
         route = "muon" if isinstance(group, MuonOptions) else "adamw"
         counts[route] += len(parameters)
-        parts: dict[Tensor, list[str]] = {param: [] for _, param in parameters}
+        here = {param: Line(where, param, route) for where, param in parameters}
         if isinstance(group, MuonOptions):
-            for number, chunk in enumerate(batch, start=batches):
-                total += _describe(chunk, number, group, parts)
+            for index, chunk in enumerate(batch, start=batches):
+                _describe(chunk, index, group, here, measured.get(chunk))
+        else:
+            _describe_adamw(here, state, measured.get(number))
         batches += len(batch)
-        for where, param in parameters:
-            work = "; ".join(parts[param])
-            if route == "muon":
-                work = f", {work or 'nothing to orthogonalize'}"
-            lines.append(f"{where} {tuple(param.shape)}: {route}{work}")
-    return "\n".join(
-        [
-            *lines,
-            f"{counts['muon']} parameters by muon in {batches} batches, {total:.3g} FLOP per step "
-            f"with dense products; {counts['adamw']} by adamw",
-        ]
+        lines += here.values()
+    owner = _owner()
+    total, predicted = sum(line.flop for line in lines), sum(line.predicted for line in lines)
+    last = (
+        f"{counts['muon']} parameters by muon in {batches} batches, {total:.3g} FLOP per step "
+        f"with dense products; {counts['adamw']} by adamw; {predicted:.3g} ms predicted for an "
+        f"H200 at {H200_RATE / 1e12:.0f} TFLOP/s and {H200_BANDWIDTH / 1e12} TB/s"
     )
+    if measured:
+        last += f", {sum(measured.values()):.3g} ms measured in the last finished step"
+    return "\n".join([*(line.text(state[line.param], owner, offloaded) for line in lines), last])
 
 
 def _describe(
-    chunk: Chunk, number: int, options: MuonOptions, parts: Mapping[Tensor, list[str]]
-) -> int:
-    """Append the chunk's share of each of its parameters; returns the operations of the chunk."""
+    chunk: Chunk,
+    number: int,
+    options: MuonOptions,
+    lines: Mapping[Tensor, Line],
+    milliseconds: float | None,
+) -> None:
+    """Add the chunk's share of each of its parameters."""
     m, n = chunk.matrix
     first = chunk.members[0].param
     buffer = options.momentum_dtype or torch.promote_types(first.dtype, torch.float32)
+    direction = torch.promote_types(buffer, torch.float32)
     choice = choose(
         m,
         n,
-        dtype=torch.promote_types(buffer, torch.float32),  # of the directions
+        dtype=direction,
         device=first.device,
         steps=options.ns_steps,
         method=options.method,
@@ -60,12 +113,53 @@ def _describe(
     per_matrix = flop(
         choice.method, m, n, steps=options.ns_steps, restarts=choice.restarts, symmetric=False
     )
+    by_halves = gram_runs_symmetric(m, n, choice.dtype, first.device) or runs_symmetric(
+        min(m, n), choice.dtype, first.device
+    )
     matrices: dict[Tensor, int] = {}
     for member in chunk.members:
         matrices[member.param] = matrices.get(member.param, 0) + member.piece.matrices
     for param, count in matrices.items():
-        parts[param].append(
+        line = lines[param]
+        line.work.append(
             f"{count} x ({m}, {n}) in batch {number}, {choice.method} in "
             f"{str(choice.dtype).removeprefix('torch.')}, {count * per_matrix:.3g} FLOP"
         )
-    return chunk.matrices * per_matrix
+        line.kernels += [_path("momentum", param), _path("apply_update", param)]
+        line.kernels.append("symmetric_matmul" if by_halves else "torch's products")
+        # momentum: gradient, buffer twice, direction; update: direction, parameter twice
+        size = param.element_size()
+        per_element = 3 * size + 2 * buffer.itemsize + 2 * direction.itemsize
+        line.flop += count * per_matrix
+        line.moved += count * m * n * per_element
+        if milliseconds is not None:
+            line.measured = (line.measured or 0.0) + milliseconds * count / chunk.matrices
+
+
+def _describe_adamw(
+    lines: Mapping[Tensor, Line], state: Mapping[Tensor, Mapping[str, Tensor]], total: float | None
+) -> None:
+    """AdamW reads the gradient, and reads and writes the parameter and both moments."""
+    for param, line in lines.items():
+        per_element = 3 * param.element_size() + 4 * state[param]["exp_avg"].element_size()
+        line.moved = param.numel() * per_element
+        line.kernels = [_path("adamw", param)]
+    everything = sum(line.moved for line in lines.values())
+    if total is not None and everything:
+        for line in lines.values():
+            line.measured = total * line.moved / everything
+
+
+def _path(op: str, param: Tensor) -> str:
+    wide = param.dtype == torch.float64
+    return f"{op} {'reference' if wide else pick(op, param.device).name}"
+
+
+def _owner() -> str:
+    """Who computes: the step knows one process, and with several each of them does everything."""
+    from torch import distributed
+
+    several = distributed.is_available() and distributed.is_initialized()
+    if several and distributed.get_world_size() > 1:
+        return "every rank"
+    return "this process"
