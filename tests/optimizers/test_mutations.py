@@ -75,13 +75,6 @@ MUTATIONS = (
         "QUERY: self._rows(QUERY, query.sqrt(), query)",
     ),
     Mutation(
-        "M24b",
-        "test_the_device_holds_three_batches_at_most",
-        "optimizers/host_state.py",
-        "if size > room.get(param.device, -1):",
-        "if param.device not in room:",
-    ),
-    Mutation(
         "M28",
         "test_the_device_is_the_parameters",
         "optimizers/state.py",
