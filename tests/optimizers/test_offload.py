@@ -163,7 +163,7 @@ def test_batches_arrive_ahead_of_their_use_and_leave_behind_it(
 def test_the_device_holds_three_batches_at_most(opt, submodule, device, monkeypatch) -> None:
     for module in ("optimizers.chunks", "optimizers.host_state"):
         monkeypatch.setattr(submodule(module), "BATCH_BYTES", 4096)
-    params = parameters([(16, 16)] * 40 + [(1024,)] * 20, device=device)
+    params = parameters([(16, 16)] * 40 + [(512,)] * 20 + [(100, 40)], device=device)
     optimizer = opt.Muon(
         [{"params": params[:40], "use_muon": True}, {"params": params[40:], "use_muon": False}]
     )
@@ -171,9 +171,31 @@ def test_the_device_holds_three_batches_at_most(opt, submodule, device, monkeypa
     train(optimizer, params, 2)
     (lane,) = optimizer._host._lanes.values()
     held = sum(slot.buffer.numel() for slot in lane.slots)
-    largest = max(4096, 2 * 1024 * 4)  # a batch, or both moments of one parameter
-    assert 0 < held <= 3 * largest
+    assert 0 < held <= 3 * (4096 + 16 * 40 * 2 * 4)  # a batch, or sixteen rows of both moments
     assert held < sum(tensor.numel() * 4 for tensor in travelling(optimizer)) / 4
+
+
+@pytest.mark.parametrize("none_grad", [False, True])
+def test_a_large_table_travels_by_rows(opt, submodule, device, none_grad, monkeypatch) -> None:
+    """AdamW on parts of a parameter: the same bits, one step counted, the gradient kept to the end.
+
+    The last part is shorter, and shares its batch with the next parameter.
+    """
+    monkeypatch.setattr(submodule("optimizers.host_state"), "BATCH_BYTES", 32 * 12 * 8)
+    runs = []
+    for offload in (False, True):
+        params = parameters([(100, 12), (7,), ()], dtype=torch.bfloat16, device=device)
+        optimizer = opt.Muon(
+            [{"params": params, "use_muon": False, "none_grad": none_grad}], lr=0.1
+        )
+        if offload:
+            optimizer.turn_on_cpu_offload()
+        train(optimizer, params, 3)
+        assert [param.grad is None for param in params] == [none_grad] * 3
+        runs.append(optimizer)
+    assert_same_values(*runs)
+    assert [len(batch) for batch in runs[1]._host._groups[0]] == [1, 1, 1, 3]
+    assert runs[1].state[params[0]]["step"].item() == 3
 
 
 @MAKERS

@@ -25,7 +25,7 @@ from .momentum import momentum
 from .offload import OffloadingOptimizer
 from .options import AdamWOptions, LrRule, MuonOptions, fingerprint
 from .param_groups import default_is_muon, get_default_muon_param_groups
-from .parameters import check_gradient, check_rate, local
+from .parameters import check_gradient, check_rate
 from .qk_clip import Batch, Target, check_logits, clip, find_targets, plan_batches
 from .report import report
 from .state import layout_of
@@ -232,20 +232,14 @@ class MuonBase(OffloadingOptimizer):
         state.leave(chunk)
 
     def _step_adamw(
-        self, batch: Sequence[Tensor], options: AdamWOptions, state: OnDevice | InHostMemory
+        self, batch: Sequence[Any], options: AdamWOptions, state: OnDevice | InHostMemory
     ) -> None:
         state.enter(batch)
-        params = [param for param in batch if param.grad is not None]
         with record_function("muon::adamw"):
-            adamw(
-                [local(param) for param in params],
-                [local(param.grad) for param in params],
-                [state.whole(param) for param in params],
-                options,
-            )
+            adamw(*state.adamw(batch), options)
         state.leave(batch)
         if options.none_grad:
-            for param in params:
+            for param in state.finished(batch):
                 param.grad = None
 
     def _current_options(self) -> list[MuonOptions | AdamWOptions]:
