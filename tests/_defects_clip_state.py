@@ -5,6 +5,7 @@ from __future__ import annotations
 STATE = "optimizers/test_state.py"
 CLIP = "optimizers/test_qk_clip.py"
 OFFLOAD = "optimizers/test_offload.py"
+OFFLOAD_GPU = "optimizers/test_offload_gpu.py"
 CHECKPOINT = "integrations/test_checkpoint.py"
 ASYNC = "integrations/test_async_checkpoint.py"
 DCP = "integrations/test_distributed_checkpoint.py"
@@ -59,14 +60,14 @@ CLIP_AND_STATE: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             f"{OFFLOAD}::test_batches_arrive_ahead_of_their_use_and_leave_behind_it",
             f"{OFFLOAD}::test_the_device_holds_three_batches_at_most",
-            f"{OFFLOAD}::test_transfers_run_beside_the_step",
+            f"{OFFLOAD_GPU}::test_transfers_run_beside_the_step",
         ),
     ),
     "M24c": (
         "turned on before the first step it starts only after it",
         (
             f"{OFFLOAD}::test_it_starts_at_once_and_frees_the_device_state",
-            f"{OFFLOAD}::test_device_memory_is_freed",
+            f"{OFFLOAD_GPU}::test_device_memory_is_freed",
         ),
     ),
     "M25a": (
