@@ -25,6 +25,7 @@ def documented_arguments(docstring: str) -> set[str]:
         "get_default_muon_param_groups",
         "save_optimizer",
         "load_optimizer",
+        "save_optimizer_async",
         "convert_state_dict",
         "profile_steps",
         "ProfileCallback",

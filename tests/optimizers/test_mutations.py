@@ -68,6 +68,13 @@ MUTATIONS = (
         "return last >= 0 and key in name",
     ),
     Mutation(
+        "M20b",
+        "test_shared_key_heads_are_exact",
+        "optimizers/qk_clip.py",
+        "QUERY: self._rows(QUERY, query / beside, query)",
+        "QUERY: self._rows(QUERY, query.sqrt(), query)",
+    ),
+    Mutation(
         "M28",
         "test_the_device_is_the_parameters",
         "optimizers/state.py",

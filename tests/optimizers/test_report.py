@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from ._steps import both, parameters
 from .test_numbers import NoHostReads
+
+NUMBER = r"\d[\d.e+-]*"
 
 
 def test_report_names_every_parameter_its_route_and_its_work(opt, submodule, device) -> None:
@@ -32,16 +36,19 @@ def test_report_names_every_parameter_its_route_and_its_work(opt, submodule, dev
         dtype = str(choice.dtype).removeprefix("torch.")
         texts[shape] = f"{choice.method} in {dtype}, {count * cost[shape]:.3g} FLOP"
     total = 3 * cost[8, 20] + cost[16, 8] + 2 * cost[8, 8]
-    assert optimizer.report().splitlines() == [
+    lines = optimizer.report().splitlines()
+    assert [line.split(" | ")[0] for line in lines[:-1]] == [
         f"group 0, parameter 'experts.w' (3, 8, 20): muon, 3 x (8, 20) in batch 0, {texts[8, 20]}",
         f"group 0, parameter 'qkv' (24, 8): muon, 1 x (16, 8) in batch 1, {texts[16, 8]}; "
         f"1 x (8, 8) in batch 2, {texts[8, 8]}",
         f"group 0, parameter 'twin' (8, 8): muon, 1 x (8, 8) in batch 2, {texts[8, 8]}",
         "group 1, parameter 0 (7, 3): adamw",
         "group 1, parameter 1 (5,): adamw",
-        f"3 parameters by muon in 3 batches, {total:.3g} FLOP per step with dense products; "
-        "2 by adamw",
     ]
+    assert lines[-1].startswith(
+        f"3 parameters by muon in 3 batches, {total:.3g} FLOP per step with dense products; "
+        "2 by adamw; "
+    )
 
 
 @pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
@@ -79,3 +86,92 @@ def test_names_the_dtype_of_the_directions_not_of_the_parameter(opt) -> None:
     param = torch.nn.Parameter(torch.randn(4, 6, dtype=torch.float64))
     assert "in float64" in opt.Muon([param]).report()
     assert "in float32" in opt.Muon([param], momentum_dtype=torch.bfloat16).report()
+
+
+def fields(line: str) -> dict[str, str]:
+    """The second half of a line by the words around its numbers."""
+    return {re.sub(NUMBER, "N", part): part for part in line.split(" | ")[1].split(", ")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_report_says_who_computes_with_what_and_at_which_cost(opt, device, dtype) -> None:
+    """Bytes and time counted by hand: gradient, buffer, direction, parameter, moments."""
+    params = parameters([(8, 16), (40,)], dtype=dtype, device=device)
+    optimizer = opt.Muon(
+        [
+            {"params": params[:1], "use_muon": True},
+            {"params": params[1:], "use_muon": False},
+        ]
+    )
+    first, second, last = optimizer.report().splitlines()
+    small, wide = dtype.itemsize, max(dtype.itemsize, 4)
+    path = "reference" if dtype == torch.float64 else "compiled"
+    state = 8 * 16 * wide
+    moved = 8 * 16 * (3 * small + 4 * wide)
+    flop = float(re.search(r"([\d.e+-]+) FLOP", first)[1])
+    predicted = 1e3 * (flop / 790e12 + moved / 4.3e12)
+    assert first.split(" | ")[1].startswith(
+        f"owner this process, kernels momentum {path}, apply_update {path}, torch's products, "
+        f"{state} bytes of state, {moved} bytes moved, "
+    )
+    found = float(fields(first)["N ms predicted"].split()[0])
+    assert found == pytest.approx(predicted, rel=0.02)
+    moved = 40 * (3 * small + 4 * wide)
+    assert second.split(" | ")[1] == (
+        f"owner this process, kernels adamw {path}, {2 * 40 * wide + 4} bytes of state, "
+        f"{moved} bytes moved, {1e3 * moved / 4.3e12:.3g} ms predicted"
+    )
+    assert "for an H200 at 790 TFLOP/s and 4.3 TB/s" in last
+    assert "measured" not in first + second + last
+    optimizer.turn_on_cpu_offload()
+    assert f"{state} bytes of state in host memory" in optimizer.report()
+
+
+@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+def test_measured_times(opt, submodule, device, name) -> None:
+    """Shares of the batches' times, which add up; nothing waits for the device while measuring."""
+    params = parameters([(64, 64), (64, 64), (32, 64), (300,), (100,)], device=device)
+    groups = [{"params": params[:3], "use_muon": True}, {"params": params[3:], "use_muon": False}]
+    optimizer = getattr(opt, name)([{**g, "lr": 0.1, "none_grad": False} for g in groups])
+    optimizer.measure_steps()
+    assert "measured" not in optimizer.report()
+    with NoHostReads():
+        for _ in range(3):
+            optimizer.step()
+        optimizer.report()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    *lines, last = optimizer.report().splitlines()
+    times = [float(fields(line)["N ms measured"].split()[0]) for line in lines]
+    assert all(time > 0 for time in times)
+    assert times[0] == times[1]  # two equal matrices of a batch
+    assert times[3] == pytest.approx(3 * times[4], rel=0.02)
+    total = float(re.search(rf"({NUMBER}) ms measured in the last finished step", last)[1])
+    assert sum(times) == pytest.approx(total, rel=0.02)
+    optimizer.measure_steps(False)
+    optimizer.step()
+    assert "measured" not in optimizer.report()
+
+
+def test_a_step_is_timed_by_the_clock(opt, submodule, monkeypatch) -> None:
+    """Half a second in the iteration of one batch is that batch's."""
+    module = submodule("optimizers.step")
+    clock = iter(range(1000))
+    timing = submodule("optimizers.timing")
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
+    params = parameters([(4, 4), (4, 6)])
+    optimizer = opt.Muon(params)
+    optimizer.measure_steps()
+    orthogonalize = module.orthogonalize
+
+    def slow(x, **options):
+        if x.shape[-1] == 6:
+            next(clock)
+            next(clock)
+        return orthogonalize(x, **options)
+
+    monkeypatch.setattr(module, "orthogonalize", slow)
+    optimizer.step()
+    lines = optimizer.report().splitlines()
+    times = [float(fields(line)["N ms measured"].split()[0]) for line in lines[:2]]
+    assert times == [1000.0, 3000.0]

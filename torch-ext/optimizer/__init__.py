@@ -8,6 +8,7 @@ operation takes on a device, and why.
 """
 
 from .explain import explain
+from .integrations.async_checkpoint import save_optimizer_async
 from .integrations.checkpoint import load_optimizer, save_optimizer
 from .integrations.converters import convert_state_dict
 from .integrations.profiler import ProfileCallback, profile_steps
@@ -49,4 +50,5 @@ __all__ = [
     "polar_express_coefficients",
     "profile_steps",
     "save_optimizer",
+    "save_optimizer_async",
 ]

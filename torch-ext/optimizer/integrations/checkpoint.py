@@ -17,7 +17,8 @@ from torch import Tensor
 from ..optimizers.param_groups import components
 from ..optimizers.parameters import local
 from ..optimizers.step import MuonBase
-from .checkpoint_file import TENSORS, Checkpoint, SavedGroup, read, write
+from .checkpoint_file import TENSORS, Checkpoint, SavedGroup, encoded, read, write
+from .pending_save import finish
 
 
 def save_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
@@ -37,6 +38,17 @@ def save_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
         TypeError: `optimizer` is not one of ours, or a group holds a value JSON has no form for.
         ImportError: safetensors is not installed.
     """
+    tensors, text = encoded(checkpoint_of(optimizer))
+    finish(Path(folder))
+    write(tensors, text, Path(folder))
+
+
+def checkpoint_of(optimizer: MuonBase) -> Checkpoint:
+    """Groups, names and state of an optimizer; the tensors are its own.
+
+    Raises:
+        TypeError: `optimizer` is not one of ours, or there is state that cannot be saved.
+    """
     _check_class(optimizer)
     state_dict = optimizer.state_dict()
     groups = []
@@ -49,7 +61,7 @@ def save_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
         groups.append(SavedGroup(options, optimizer.parameter_names(number), states))
     if state_dict["state"]:
         raise TypeError(f"state without a parameter cannot be saved: {list(state_dict['state'])}")
-    write(Checkpoint(type(optimizer).__name__, groups), Path(folder))
+    return Checkpoint(type(optimizer).__name__, groups)
 
 
 def load_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
@@ -71,6 +83,7 @@ def load_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
         ImportError: safetensors is not installed.
     """
     _check_class(optimizer)
+    finish(Path(folder))
     path = Path(folder) / TENSORS
     saved = read(path)
     present = type(optimizer).__name__

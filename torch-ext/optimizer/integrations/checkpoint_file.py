@@ -49,15 +49,12 @@ class Checkpoint:
     groups: list[SavedGroup]
 
 
-def write(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the tensors with their header, then the copy of the header for people.
+def encoded(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str]:
+    """The tensors of a file, those of options copied, and its header.
 
     Raises:
-        TypeError: an option has no form in JSON; nothing was written.
-        ImportError: safetensors is not installed.
+        TypeError: an option has no form in JSON.
     """
-    from safetensors.torch import save_file
-
     tensors: dict[str, Tensor] = {}
     groups = []
     for number, group in enumerate(checkpoint.groups):
@@ -69,7 +66,18 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
         for index, state in enumerate(group.states):
             tensors |= {f"state.{number}.{index}.{key}": value for key, value in state.items()}
     header = {"format": FORMAT, "class": checkpoint.optimizer, "groups": groups}
-    text = json.dumps(header, indent=1)
+    return tensors, json.dumps(header, indent=1)
+
+
+def write(tensors: dict[str, Tensor], text: str, folder: Path) -> None:
+    """Write what `encoded` made: the tensors with their header, then its copy for people.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        OSError: the file could not be written; what was there before still is.
+    """
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / TENSORS, lambda path: save_file(tensors, path, {HEADER: text}))
     _replace(folder / TEXT, lambda path: path.write_text(text))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..kernels import adamw as adamw_kernel
+from .host_state import AdamWWork
 from .layout import MAX_DIMS, shaped, written
 from .options import AdamWOptions
 from .parameters import local
@@ -15,39 +16,36 @@ from .rounding import RESIDUAL, Rounding, rounding_of
 
 
 def adamw(
-    params: Sequence[Tensor],
-    find: Callable[[Tensor], Mapping[str, Tensor]],
+    work: AdamWWork,
     state: Mapping[Tensor, Mapping[str, Tensor]],
     numbers: Mapping[Tensor, int],
     options: AdamWOptions,
-) -> list[Tensor]:
+) -> None:
     """One step for any number of tensors of any shapes; gradients are only read.
 
-    Parameters without a gradient are left alone; the others are returned. One call per device;
-    float64, for which there is no kernel, has one of its own.
+    One call per device; float64, for which there is no kernel, has one of its own.
 
     Args:
-        params: of a group.
-        find: parameter -> its exp_avg, exp_avg_sq, step on its device.
+        work: tensors, gradients and state, of one group.
         state: of the optimizer, with the counters of stochastic rounding.
         numbers: of the parameters in the optimizer.
         options: of the group.
     """
-    taken = [param for param in params if param.grad is not None]
-    grads = [param.grad for param in taken]
-    for members in _calls(taken, grads):
-        of_call = [taken[k] for k in members]
-        states = [find(param) for param in of_call]
-        device = of_call[0].device
+    for members in _calls(work.tensors, work.grads):
+        of_call = [work.params[k] for k in members]
+        states = [work.states[k] for k in members]
+        firsts = [work.first[k] for k in members]
         rounding = rounding_of(
             options,
-            (param for param in params if param.device == device),
+            of_call,
             state,
-            lambda of_call=of_call: [(param, numbers[param], 0) for param in of_call],
+            lambda of_call=of_call, firsts=firsts: [
+                (param, numbers[param], first) for param, first in zip(of_call, firsts, strict=True)
+            ],
             lambda k, states=states: local(states[k][RESIDUAL]),
         )
-        _step(of_call, [grads[k] for k in members], states, options, rounding)
-    return taken
+        tensors, grads = ([of_all[k] for k in members] for of_all in (work.tensors, work.grads))
+        _step(tensors, grads, states, options, rounding)
 
 
 def adamw_on(
@@ -79,8 +77,8 @@ def _step(
     rounding: Rounding,
 ) -> None:
     lists = {
-        "param": [local(param) for param in params],
-        "grad": [local(grad) for grad in grads],
+        "param": params,
+        "grad": grads,
         "exp_avg": [local(of_one["exp_avg"]) for of_one in states],
         "exp_avg_sq": [local(of_one["exp_avg_sq"]) for of_one in states],
     }

@@ -45,20 +45,36 @@ def host_zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
     return DTensor(zeros, spec, requires_grad=False)
 
 
+def travels(param: Tensor, key: str, value: Any) -> bool:
+    """Whether offload moves an entry of a parameter's state."""
+    return key not in KEPT and isinstance(value, Tensor) and value.shape == param.shape
+
+
+@dataclass(frozen=True, eq=False)
+class AdamWWork:
+    """What AdamW steps together, of one tensor per entry; state may be that of a DTensor."""
+
+    params: list[Tensor]  # of the optimizer
+    tensors: list[Tensor]  # what is here of them, or rows of that
+    grads: list[Tensor]
+    states: list[Mapping[str, Tensor]]
+    first: list[int]  # number of each tensor's first element in its parameter
+
+
 class OnDevice:
     """State beside its parameters: a batch finds it there."""
 
     def __init__(self, state: State) -> None:
         self._state = state
 
-    def batches(self, number: int, params: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """The parameters of AdamW group `number`, as they are stepped together."""
-        return [params]
+    def batches(self, number: int, params: Sequence[Tensor]) -> list[Any]:
+        """What AdamW group `number` steps together; each entry of a batch has a `device`."""
+        return [params] if len(params) else []
 
-    def enter(self, work: Chunk | Sequence[Tensor]) -> None:
+    def enter(self, work: Any) -> None:
         """Before the first use of a batch's state."""
 
-    def leave(self, work: Chunk | Sequence[Tensor]) -> None:
+    def leave(self, work: Any) -> None:
         """After its last use."""
 
     def piece(self, member: Member, key: str) -> Tensor:
@@ -69,9 +85,41 @@ class OnDevice:
         """`piece` of every member."""
         return chunk.views(members, [self._state[member.param][key] for member in members])
 
-    def whole(self, param: Tensor) -> dict[str, Tensor]:
-        """The state of a parameter."""
-        return self._state[param]
+    def adamw(self, batch: Sequence[Tensor]) -> AdamWWork:
+        """The parameters of a batch that have a gradient."""
+        params = [param for param in batch if param.grad is not None]
+        return AdamWWork(
+            params=params,
+            tensors=[local(param) for param in params],
+            grads=[local(param.grad) for param in params],
+            states=[self._state[param] for param in params],
+            first=[0] * len(params),
+        )
+
+    def finished(self, batch: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Parameters of which no later batch has a part."""
+        return batch
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A run of rows of a parameter that AdamW updates: a large table travels in parts."""
+
+    param: Tensor
+    rows: tuple[int, int] | None = None  # (start, length); None: all
+    last: bool = True
+
+    @property
+    def device(self) -> torch.device:
+        return self.param.device
+
+    @property
+    def first(self) -> int:
+        """Number of the first element in the parameter, row-major."""
+        return 0 if self.rows is None else self.rows[0] * self.param[0].numel()
+
+    def view(self, tensor: Tensor) -> Tensor:
+        return tensor if self.rows is None else tensor.narrow(0, *self.rows)
 
 
 @dataclass(eq=False)
@@ -80,7 +128,7 @@ class Part:
 
     param: Tensor
     key: str
-    piece: Any  # chunks.Member's piece; None for the whole parameter
+    piece: Any  # chunks.Piece or Rows
     host: Tensor  # a view
     place: Tensor  # row-major, of the same shape
 
@@ -101,10 +149,10 @@ def _runs(tensor: Tensor, host: Tensor) -> Iterator[Tensor]:
 
 @dataclass(eq=False)
 class Work:
-    """A batch: a chunk of matrices, or parameters that AdamW steps together."""
+    """A batch: a chunk of matrices, or what AdamW steps together."""
 
     params: tuple[Tensor, ...]
-    pieces: tuple[Any, ...]  # parallel; None for whole parameters
+    pieces: tuple[Any, ...]  # parallel: chunks.Piece or Rows
     slot: int
     parts: list[Part] = field(default_factory=list)
 
@@ -113,9 +161,8 @@ class Work:
         found = []
         for index, (param, piece) in enumerate(zip(self.params, self.pieces, strict=True)):
             for key, value in state[param].items():
-                if key not in KEPT:
-                    whole = local(value)
-                    found.append((index, key, whole if piece is None else piece.view(whole)))
+                if travels(param, key, value):
+                    found.append((index, key, piece.view(local(value))))
         return found
 
 
@@ -214,7 +261,7 @@ class InHostMemory:
         self._plan: Any = None
         self._lanes: dict[torch.device, Lane] = {}
         self._works: dict[Any, tuple[Lane, Work]] = {}  # by identity of the batch
-        self._groups: list[list[tuple[Tensor, ...]]] = []  # AdamW batches per group
+        self._groups: list[list[tuple[Rows, ...]]] = []  # AdamW batches per group
         self._hosted: list[Tensor] = []
         self._here: dict[tuple[Tensor, str, Any], Tensor] = {}
 
@@ -236,10 +283,10 @@ class InHostMemory:
             )
         hosted = [
             value
-            for group in (*plan.labelled,)
+            for group in plan.labelled
             for _, param in group
             for key, value in state[param].items()
-            if key not in KEPT
+            if travels(param, key, value)
         ]
         moved = len(hosted) != len(self._hosted) or any(
             one is not other for one, other in zip(hosted, self._hosted, strict=True)
@@ -259,7 +306,7 @@ class InHostMemory:
         self._groups = [self._batched(params) for params in adamw]
         for batches, chunks in zip(self._groups, plan.chunks, strict=True):
             for batch in batches:
-                self._add(batch, batch[0].device, batch, (None,) * len(batch))
+                self._add(batch, batch[0].device, tuple(part.param for part in batch), batch)
             for chunk in chunks:
                 members = chunk.members
                 params = tuple(member.param for member in members)
@@ -275,7 +322,9 @@ class InHostMemory:
                 self._place(work, lane.slots[work.slot].buffer, places)
 
     def _add(self, batch: Any, device: torch.device, params: tuple, pieces: tuple) -> None:
-        lane = self._lanes.setdefault(device, Lane(device))
+        if device not in self._lanes:
+            self._lanes[device] = Lane(device)
+        lane = self._lanes[device]
         number = sum(1 for of, _ in self._works.values() if of is lane)
         self._works[id(batch)] = lane, Work(params, pieces, slot=number % SLOTS)
 
@@ -287,26 +336,26 @@ class InHostMemory:
             work.parts.append(Part(param, key, piece, host, place))
             self._here[param, key, piece] = place
 
-    def _batched(self, params: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Parameters of one device in batches of at most BATCH_BYTES of state, or of one."""
-        batches: list[list[Tensor]] = []
+    def _batched(self, params: Sequence[Tensor]) -> list[tuple[Rows, ...]]:
+        """Parameters of one device, or rows of them, in batches of at most BATCH_BYTES of state."""
+        batches: list[list[Rows]] = []
         room: dict[torch.device, int] = {}
-        latest: dict[torch.device, list[Tensor]] = {}
+        latest: dict[torch.device, list[Rows]] = {}
         for param in params:
-            size = sum(
-                local(value).numel() * value.element_size()
-                for key, value in self._state[param].items()
-                if key not in KEPT
-            )
-            if size > room.get(param.device, -1):
-                latest[param.device], room[param.device] = [], BATCH_BYTES
-                batches.append(latest[param.device])
-            latest[param.device].append(param)
-            room[param.device] -= size
+            held = [v for key, v in self._state[param].items() if travels(param, key, v)]
+            size = sum(local(value).numel() * value.element_size() for value in held)
+            parts = _in_rows(param, size)
+            for part in parts:
+                if size // len(parts) > room.get(param.device, -1):
+                    latest[param.device], room[param.device] = [], BATCH_BYTES
+                    batches.append(latest[param.device])
+                latest[param.device].append(part)
+                room[param.device] -= size // len(parts)
         return [tuple(batch) for batch in batches]
 
-    def batches(self, number: int, params: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        return [b for b in self._groups[number] if any(p.grad is not None for p in b)]
+    def batches(self, number: int, params: Sequence[Tensor]) -> list[Any]:
+        batches = self._groups[number]
+        return [b for b in batches if any(part.param.grad is not None for part in b)]
 
     def enter(self, work: Any) -> None:
         lane, of_lane = self._works[id(work)]
@@ -322,16 +371,46 @@ class InHostMemory:
     def pieces(self, chunk: Chunk, members: Sequence[Member], key: str) -> list[Tensor]:
         return [self.piece(member, key) for member in members]
 
-    def whole(self, param: Tensor) -> dict[str, Tensor]:
-        return {
-            key: local(value) if key in KEPT else self._here[param, key, None]
-            for key, value in self._state[param].items()
-        }
+    def adamw(self, batch: Sequence[Rows]) -> AdamWWork:
+        parts = [part for part in batch if part.param.grad is not None]
+        return AdamWWork(
+            params=[part.param for part in parts],
+            tensors=[part.view(local(part.param)) for part in parts],
+            grads=[part.view(local(part.param.grad)) for part in parts],
+            states=[self._state_of(part) for part in parts],
+            first=[part.first for part in parts],
+        )
+
+    def finished(self, batch: Sequence[Rows]) -> Sequence[Tensor]:
+        return [part.param for part in batch if part.last]
+
+    def _state_of(self, part: Rows) -> dict[str, Tensor]:
+        state = self._state[part.param]
+        here = {key: self._here.get((part.param, key, part)) for key in state}
+        found = {key: local(state[key]) if v is None else v for key, v in here.items()}
+        if not part.last:  # every part counts from the same step, the last one for all
+            found["step"] = found["step"].clone()
+        return found
 
     def wait(self) -> None:
         """Let the host wait until all state is in host memory."""
         for lane in self._lanes.values():
             lane.wait()
+
+
+def _in_rows(param: Tensor, size: int) -> list[Rows]:
+    """A parameter in parts of at most BATCH_BYTES of state, by sixteens of rows.
+
+    Sixteen rows are a multiple of 16 bytes in every dtype, so that all parts stay aligned.
+    """
+    rows = local(param).shape[0] if param.ndim else 1
+    if size <= BATCH_BYTES or rows <= 16:
+        return [Rows(param)]
+    step = max(BATCH_BYTES * rows // size // 16 * 16, 16)
+    starts = range(0, rows, step)
+    return [
+        Rows(param, (start, min(step, rows - start)), last=start == starts[-1]) for start in starts
+    ]
 
 
 def _layout(sizes: Sequence[tuple[int, str, Tensor]]) -> tuple[list[tuple[Any, int]], int]:

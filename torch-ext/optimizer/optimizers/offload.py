@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .base import GroupedOptimizer
-from .host_state import KEPT, InHostMemory, host_zeros
+from .host_state import InHostMemory, host_zeros, travels
 from .parameters import local
 
 
@@ -87,7 +87,7 @@ class OffloadingOptimizer(GroupedOptimizer):
             for group in self.param_groups
             for param in group["params"]
             for key, value in self.state.get(param, {}).items()
-            if key not in KEPT
+            if travels(param, key, value)
         ]
 
     def _pin(self) -> None:

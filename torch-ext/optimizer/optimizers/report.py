@@ -1,98 +1,190 @@
-"""What a step is going to do, parameter by parameter, as text (M27)."""
+"""What a step does with every parameter, what that costs and how long it took, as text (M27)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ..kernels._lists import pick
 from ..orthogonalize.choose import choose, flop
+from ..orthogonalize.cost import H200_BANDWIDTH, H200_RATE
+from ..orthogonalize.products import gram_runs_symmetric, runs_symmetric
 from .chunks import Chunk
 from .options import AdamWOptions, MuonOptions
-from .shared import Shared, SharedChunk
+from .parameters import local
+from .shared import SharedChunk
+
+# (label and parameter of each, its batches, what several ranks share of it, its options)
+Group = tuple[
+    Sequence[tuple[str, Tensor]],
+    Sequence[Chunk],
+    Sequence[SharedChunk],
+    MuonOptions | AdamWOptions,
+]
+
+
+@dataclass
+class Line:
+    """One parameter. Its times are its shares of those of its batches."""
+
+    where: str
+    param: Tensor
+    route: str
+    work: list[str] = field(default_factory=list)
+    owners: str = ""  # ranks, where several share it
+    kernels: list[str] = field(default_factory=list)
+    flop: int = 0
+    moved: int = 0  # bytes that momentum and update, or AdamW, read and write
+    measured: float | None = None  # milliseconds
+
+    @property
+    def predicted(self) -> float:
+        """Milliseconds on an H200 if nothing but operations and memory counted."""
+        return 1e3 * (self.flop / H200_RATE + self.moved / H200_BANDWIDTH)
+
+    def text(self, state: Mapping[str, Tensor], owner: str, offloaded: bool) -> str:
+        head = f"{self.where} {tuple(self.param.shape)}: {self.route}"
+        if self.route == "muon":
+            head += f", {'; '.join(self.work) or 'nothing to orthogonalize'}"
+        held = sum(local(value).numel() * value.element_size() for value in state.values())
+        parts = [f"owner {self.owners or owner}"]
+        if self.kernels:
+            parts.append(f"kernels {', '.join(dict.fromkeys(self.kernels))}")
+        parts.append(f"{held} bytes of state{' in host memory' if offloaded else ''}")
+        parts.append(f"{self.moved} bytes moved")
+        parts.append(f"{self.predicted:.3g} ms predicted")
+        if self.measured is not None:
+            parts.append(f"{self.measured:.3g} ms measured")
+        return f"{head} | {', '.join(parts)}"
 
 
 def report(
-    labelled: Sequence[Sequence[tuple[str, Tensor]]],  # (name for messages, parameter), per group
-    chunks: Sequence[Sequence[Chunk]],  # per group
-    options: Sequence[MuonOptions | AdamWOptions],  # per group
-    shared: Shared,
+    groups: Sequence[Group],
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+    measured: Mapping[Hashable, float],  # chunk, or number of an AdamW group -> milliseconds
+    *,
+    offloaded: bool = False,
 ) -> str:
     """One line per parameter, and the sums; see `MuonBase.report`."""
-    lines, batches, total, counts = [], 0, 0, {"muon": 0, "adamw": 0}
-    sharings = [of_all + own for of_all, own in zip(shared.chunks, shared.home, strict=True)]
-    for parameters, batch, group, together in zip(labelled, chunks, options, sharings, strict=True):
-        route = "muon" if isinstance(group, MuonOptions) else "adamw"
+    lines: list[Line] = []
+    batches, counts = 0, {"muon": 0, "adamw": 0}
+    for number, (parameters, batch, together, options) in enumerate(groups):
+        route = "muon" if isinstance(options, MuonOptions) else "adamw"
         counts[route] += len(parameters)
-        parts: dict[Tensor, list[str]] = {param: [] for _, param in parameters}
-        if isinstance(group, MuonOptions):
-            for number, chunk in enumerate(batch, start=batches):
-                total += _describe(chunk, number, group, parts)
-            for number, chunk in enumerate(together, start=batches + len(batch)):
-                total += _describe_shared(chunk, number, group, parts)
-        batches += len(batch) + len(together)
-        for where, param in parameters:
-            work = "; ".join(parts[param])
-            if route == "muon":
-                work = f", {work or 'nothing to orthogonalize'}"
-            lines.append(f"{where} {tuple(param.shape)}: {route}{work}")
-    return "\n".join(
-        [
-            *lines,
-            f"{counts['muon']} parameters by muon in {batches} batches, {total:.3g} FLOP per step "
-            f"with dense products; {counts['adamw']} by adamw",
-        ]
+        here = {param: Line(where, param, route) for where, param in parameters}
+        if isinstance(options, MuonOptions):
+            for index, chunk in enumerate(batch, start=batches):
+                _describe(chunk, index, options, here, measured.get(chunk))
+            for index, shared in enumerate(together, start=batches + len(batch)):
+                _describe_shared(shared, index, options, here)
+            batches += len(batch) + len(together)
+        else:
+            _describe_adamw(here, measured.get(number))
+        lines += here.values()
+    owner = _owner()
+    total, predicted = sum(line.flop for line in lines), sum(line.predicted for line in lines)
+    last = (
+        f"{counts['muon']} parameters by muon in {batches} batches, {total:.3g} FLOP per step "
+        f"with dense products; {counts['adamw']} by adamw; {predicted:.3g} ms predicted for an "
+        f"H200 at {H200_RATE / 1e12:.0f} TFLOP/s and {H200_BANDWIDTH / 1e12} TB/s"
     )
+    if measured:
+        last += f", {sum(measured.values()):.3g} ms measured in the last finished step"
+    return "\n".join([*(line.text(state[line.param], owner, offloaded) for line in lines), last])
 
 
 def _describe(
-    chunk: Chunk, number: int, options: MuonOptions, parts: Mapping[Tensor, list[str]]
-) -> int:
-    """Append the chunk's share of each of its parameters; returns the operations of the chunk."""
-    first = chunk.members[0].param
-    work, per_matrix = _work(chunk.matrix, first, options)
+    chunk: Chunk,
+    number: int,
+    options: MuonOptions,
+    lines: Mapping[Tensor, Line],
+    milliseconds: float | None,
+) -> None:
+    """Add the chunk's share of each of its parameters."""
     matrices: dict[Tensor, int] = {}
     for member in chunk.members:
         matrices[member.param] = matrices.get(member.param, 0) + member.piece.matrices
     for param, count in matrices.items():
-        parts[param].append(
-            f"{count} x {chunk.matrix} in batch {number}, {work}, {count * per_matrix:.3g} FLOP"
-        )
-    return chunk.matrices * per_matrix
+        line = lines[param]
+        _add(line, chunk.matrix, count, f"in batch {number}", options)
+        if milliseconds is not None:
+            line.measured = (line.measured or 0.0) + milliseconds * count / chunk.matrices
 
 
 def _describe_shared(
-    chunk: SharedChunk, number: int, options: MuonOptions, parts: Mapping[Tensor, list[str]]
-) -> int:
+    chunk: SharedChunk, number: int, options: MuonOptions, lines: Mapping[Tensor, Line]
+) -> None:
     """The same for a chunk that several ranks work on."""
-    work, per_matrix = _work(chunk.matrix, chunk.members[0].param, options)
     owners: dict[Tensor, list[int]] = {}
     for member, owner in zip(chunk.members, chunk.owners, strict=True):
         owners.setdefault(member.param, []).append(owner)
     wire = str(chunk.wire).removeprefix("torch.")
     for param, ranks in owners.items():
         plural = "s" if len(set(ranks)) > 1 else ""
-        parts[param].append(
-            f"{len(ranks)} x {chunk.matrix} on rank{plural} "
-            f"{', '.join(map(str, sorted(set(ranks))))} of {chunk.team.size}, {wire} on the wire, "
-            f"in batch {number}, {work}, {len(ranks) * per_matrix:.3g} FLOP"
-        )
-    return len(chunk.members) * per_matrix
+        named = f"rank{plural} {', '.join(map(str, sorted(set(ranks))))} of {chunk.team.size}"
+        place = f"on {named}, {wire} on the wire, in batch {number}"
+        lines[param].owners = named
+        _add(lines[param], chunk.matrix, len(ranks), place, options)
 
 
-def _work(matrix: tuple[int, int], first: Tensor, options: MuonOptions) -> tuple[str, int]:
-    """How matrices of a shape are orthogonalized, and the operations for one."""
-    buffer = options.momentum_dtype or torch.promote_types(first.dtype, torch.float32)
+def _add(line: Line, matrix: tuple[int, int], count: int, place: str, options: MuonOptions) -> None:
+    """`count` matrices of a parameter: how they are orthogonalized, and what that takes."""
+    param = line.param
+    m, n = matrix
+    buffer = options.momentum_dtype or torch.promote_types(param.dtype, torch.float32)
+    direction = torch.promote_types(buffer, torch.float32)
     choice = choose(
-        *matrix,
-        dtype=torch.promote_types(buffer, torch.float32),  # of the directions
-        device=first.device,
+        m,
+        n,
+        dtype=direction,
+        device=param.device,
         steps=options.ns_steps,
         method=options.method,
         iterate_dtype=options.dtype,
     )
-    per_matrix = flop(
-        choice.method, *matrix, steps=options.ns_steps, restarts=choice.restarts, symmetric=False
+    operations = count * flop(
+        choice.method, m, n, steps=options.ns_steps, restarts=choice.restarts, symmetric=False
     )
-    return f"{choice.method} in {str(choice.dtype).removeprefix('torch.')}", per_matrix
+    by_halves = gram_runs_symmetric(m, n, choice.dtype, param.device) or runs_symmetric(
+        min(m, n), choice.dtype, param.device
+    )
+    line.work.append(
+        f"{count} x ({m}, {n}) {place}, {choice.method} in "
+        f"{str(choice.dtype).removeprefix('torch.')}, {operations:.3g} FLOP"
+    )
+    line.kernels += [_path("momentum", param), _path("apply_update", param)]
+    line.kernels.append("symmetric_matmul" if by_halves else "torch's products")
+    # momentum: gradient, buffer twice, direction; update: direction, parameter twice
+    per_element = 3 * param.element_size() + 2 * buffer.itemsize + 2 * direction.itemsize
+    line.flop += operations
+    line.moved += count * m * n * per_element
+
+
+def _describe_adamw(lines: Mapping[Tensor, Line], total: float | None) -> None:
+    """AdamW reads the gradient, and reads and writes the parameter and both moments."""
+    for param, line in lines.items():
+        moment = torch.promote_types(param.dtype, torch.float32)
+        line.moved = param.numel() * (3 * param.element_size() + 4 * moment.itemsize)
+        line.kernels = [_path("adamw", param)]
+    everything = sum(line.moved for line in lines.values())
+    if total is not None and everything:
+        for line in lines.values():
+            line.measured = total * line.moved / everything
+
+
+def _path(op: str, param: Tensor) -> str:
+    wide = param.dtype == torch.float64
+    return f"{op} {'reference' if wide else pick(op, param.device).name}"
+
+
+def _owner() -> str:
+    """Who computes what no ranks share: with several processes each of them does it."""
+    from torch import distributed
+
+    several = distributed.is_available() and distributed.is_initialized()
+    if several and distributed.get_world_size() > 1:
+        return "every rank"
+    return "this process"

@@ -102,6 +102,10 @@ class Shared:
     home: list[list[SharedChunk]]  # per group; this rank's own, without communication
     teams: list[tuple[Team, list[tuple[str, Tensor]]]]  # parameters that must agree on gradients
 
+    def of_groups(self) -> list[list[SharedChunk]]:
+        """All chunks of matrices, per group."""
+        return [of_all + own for of_all, own in zip(self.chunks, self.home, strict=True)]
+
 
 def placement_of(param: Tensor) -> tuple[Any, ...]:
     """What a plan depends on besides shape, dtype and device; () for a tensor of this process."""

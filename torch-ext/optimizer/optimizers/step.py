@@ -32,6 +32,7 @@ from .rounding import RESIDUAL, check_unreduced, count_step, rounding_of
 from .shared import Shared, placement_of
 from .sharing import Sharing
 from .state import Slot, layout_of, slots_of
+from .timing import StepTimer, untimed
 from .update import Rate, rate_of, update
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ class Plan:
 
 class MuonBase(OffloadingOptimizer):
     """The step over Muon and AdamW groups; its subclasses differ in names and defaults."""
+
+    _timer: StepTimer | None = None
 
     def __init__(
         self,
@@ -141,15 +144,18 @@ class MuonBase(OffloadingOptimizer):
         ]
 
         state = self._state_of_step(plan, options)
+        timed = untimed if self._timer is None else self._timer.begin()
         params = [group["params"] for group in self.param_groups]
 
         def own_work() -> None:
             for number, group in enumerate(options):
                 if isinstance(group, AdamWOptions) and self._sharing.unreduced is None:
                     for batch in state.batches(number, params[number]):
-                        self._step_adamw(batch, plan, group, state)
+                        with timed(number, batch[0].device):
+                            self._step_adamw(batch, plan, group, state)
                 for chunk, rate in zip(plan.chunks[number], rates[number], strict=True):
-                    self._step_chunk(chunk, rate, group, state)
+                    with timed(chunk, chunk.device):
+                        self._step_chunk(chunk, rate, group, state)
 
         for of_group, group in zip(params, options, strict=True):
             count_step(of_group, self.state, group)
@@ -165,8 +171,11 @@ class MuonBase(OffloadingOptimizer):
 
         A line per parameter has its name or number, its shape, the route (muon or adamw), and for
         muon the matrices it is cut into, the number of the batch they are in, the method and the
-        dtype of the iteration, and its floating-point operations per step with dense products. The
-        last line has the sums. It can be asked for at any time and waits for no device.
+        dtype of the iteration, and its floating-point operations per step with dense products; then
+        who computes it, the kernels, the bytes of its state and those that the elementwise stages
+        move, and the time that an H200 takes for these operations and bytes at the least. After
+        `measure_steps()` also its share of the time that its batches took in the last step that is
+        over. The last line has the sums. It can be asked for at any time and waits for no device.
 
         Returns:
             The lines, without a newline at the end.
@@ -176,7 +185,23 @@ class MuonBase(OffloadingOptimizer):
         """
         options = self._current_options()
         plan = self._current_plan(options)
-        return report(plan.labelled, plan.chunks, options, plan.shared)
+        return self._report_of(plan, options)
+
+    def measure_steps(self, on: bool = True) -> None:
+        """Time every batch of the following steps, for `report`.
+
+        By events on the current stream for CUDA, which are read only once they are over, and by the
+        clock elsewhere. Steps that are captured in a CUDA graph are not timed.
+
+        Args:
+            on: False stops it.
+        """
+        self._timer = StepTimer() if on else None
+
+    def _report_of(self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]) -> str:
+        measured = {} if self._timer is None else self._timer.milliseconds()
+        groups = zip(plan.labelled, plan.chunks, plan.shared.of_groups(), options, strict=True)
+        return report(list(groups), self.state, measured, offloaded=self.offloaded)
 
     def _state_of_step(
         self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]
@@ -240,17 +265,17 @@ class MuonBase(OffloadingOptimizer):
 
     def _step_adamw(
         self,
-        batch: Sequence[Tensor],
+        batch: Sequence[Any],
         plan: Plan,
         options: AdamWOptions,
         state: OnDevice | InHostMemory,
     ) -> None:
         state.enter(batch)
         with record_function("muon::adamw"):
-            used = adamw(batch, state.whole, self.state, plan.numbers, options)
+            adamw(state.adamw(batch), self.state, plan.numbers, options)
         state.leave(batch)
         if options.none_grad:
-            for param in used:
+            for param in state.finished(batch):
                 param.grad = None
 
     def _clip(self, plan: Plan, logits: Mapping[int, Tensor]) -> None:
@@ -305,8 +330,7 @@ class MuonBase(OffloadingOptimizer):
         if self._plan is None or self._plan.signature != signature:
             self._plan = self._make_plan(signature, options)
             if self.debug:
-                plan = self._plan
-                logger.info("%s", report(plan.labelled, plan.chunks, options, plan.shared))
+                logger.info("%s", self._report_of(self._plan, options))
         return self._plan
 
     def _make_plan(

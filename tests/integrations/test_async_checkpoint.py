@@ -1,0 +1,214 @@
+"""save_optimizer_async: what was when it was called, whole, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from .._compare import assert_same_bits
+from ..optimizers._steps import parameters, train
+from ..optimizers.test_offload import assert_same_values
+from ..optimizers.test_state import MAKERS, SHAPES, muon
+
+FILES = {"optimizer.safetensors", "optimizer.json"}
+
+
+@pytest.fixture
+def gate(submodule, monkeypatch):
+    """Saving threads stop before they write, until the event is set."""
+    module = submodule("integrations.async_checkpoint")
+    event, write = threading.Event(), module.write
+
+    def held(*arguments) -> None:
+        assert event.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(module, "write", held)
+    yield event
+    event.set()
+
+
+def twin(make, opt, params, folder):
+    other = make(opt, [nn.Parameter(param.detach().clone()) for param in params], lr=0.9)
+    opt.load_optimizer(other, folder)
+    return other
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@MAKERS
+def test_later_steps_do_not_reach_the_checkpoint(opt, device, make, offload, gate, tmp_path):
+    """Training goes on while the thread has not written anything yet."""
+    params = parameters(SHAPES, device=device)
+    optimizer = make(opt, params)
+    if offload:
+        optimizer.turn_on_cpu_offload()
+    train(optimizer, params, 2)
+    opt.save_optimizer(optimizer, tmp_path / "sync")
+    at_call = [nn.Parameter(param.detach().clone()) for param in params]
+    pending = opt.save_optimizer_async(optimizer, tmp_path / "async")
+    train(optimizer, params, 3, seed=50)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.7
+    assert not pending.done()
+    with pytest.raises(TimeoutError, match=r"takes longer than 0\.01 seconds"):
+        pending.wait(0.01)
+    assert not (tmp_path / "async").exists()
+    gate.set()
+    pending.wait(60)
+    assert pending.done()
+    assert {path.name for path in (tmp_path / "async").iterdir()} == FILES
+    for name in FILES:
+        assert (tmp_path / "async" / name).read_bytes() == (tmp_path / "sync" / name).read_bytes()
+    assert_same_values(
+        twin(make, opt, at_call, tmp_path / "async"), twin(make, opt, at_call, tmp_path / "sync")
+    )
+
+
+def test_a_tensor_rate_is_that_of_the_call(opt, device, gate, tmp_path) -> None:
+    lr = torch.tensor(0.25, device=device)
+    params = parameters([(4, 6)], device=device)
+    pending = opt.save_optimizer_async(opt.Muon(params, lr=lr), tmp_path)
+    lr.fill_(0.75)
+    gate.set()
+    pending.wait(60)
+    other = opt.Muon(params, lr=torch.tensor(0.0, device=device))
+    opt.load_optimizer(other, tmp_path)
+    assert_same_bits(other.param_groups[0]["lr"], torch.tensor(0.25, device=device))
+
+
+def test_saves_to_one_folder_keep_their_order(opt, device, tmp_path) -> None:
+    """The last call wins, and never more than one is under way."""
+    params = parameters([(64, 64)], device=device)
+    optimizer = opt.Muon(params)
+    for step in range(10):
+        optimizer.param_groups[0]["lr"] = 0.1 * step
+        pending = opt.save_optimizer_async(optimizer, tmp_path)
+    pending.wait(60)
+    opt.load_optimizer(optimizer, tmp_path)
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 9
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+
+
+def test_a_plain_save_and_a_load_wait_for_it(opt, device, gate, tmp_path) -> None:
+    """Otherwise the older checkpoint would replace the newer one, or none would be found yet."""
+    params = parameters([(6, 4)], device=device)
+    optimizer = opt.Muon(params, lr=0.25)
+    opt.save_optimizer_async(optimizer, tmp_path)
+    threading.Timer(0.2, gate.set).start()
+    other = opt.Muon(params)
+    opt.load_optimizer(other, tmp_path)
+    assert other.param_groups[0]["lr"] == 0.25
+    gate.clear()
+    opt.save_optimizer_async(optimizer, tmp_path)
+    optimizer.param_groups[0]["lr"] = 0.5
+    threading.Timer(0.2, gate.set).start()
+    opt.save_optimizer(optimizer, tmp_path)
+    opt.load_optimizer(other, tmp_path)
+    assert other.param_groups[0]["lr"] == 0.5
+
+
+def test_an_error_is_raised_by_wait_and_by_the_next_save(
+    opt, device, tmp_path, monkeypatch, caplog
+) -> None:
+    params = parameters(SHAPES, device=device)
+    optimizer = muon(opt, params)
+    opt.save_optimizer_async(optimizer, tmp_path).wait(60)
+    before = (tmp_path / "optimizer.safetensors").read_bytes()
+    train(optimizer, params, 1)
+
+    def fail(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    pending = opt.save_optimizer_async(optimizer, tmp_path)
+    with pytest.raises(OSError, match="disk full"):
+        pending.wait(60)
+    assert f"saving to {tmp_path} failed" in caplog.text
+    opt.save_optimizer_async(optimizer, tmp_path)  # its error has been told
+    for save in (opt.save_optimizer_async, opt.save_optimizer, opt.load_optimizer):
+        with pytest.raises(OSError, match="disk full"):
+            save(optimizer, tmp_path)
+        opt.save_optimizer_async(optimizer, tmp_path)
+    with pytest.raises(OSError, match="disk full"):
+        opt.load_optimizer(optimizer, tmp_path)
+    monkeypatch.undo()
+    assert (tmp_path / "optimizer.safetensors").read_bytes() == before
+    opt.save_optimizer_async(optimizer, tmp_path).wait(60)
+    assert (tmp_path / "optimizer.safetensors").read_bytes() != before
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+
+
+def test_what_cannot_be_saved_is_named_by_the_call(opt, tmp_path) -> None:
+    with pytest.raises(TypeError, match="optimizer must be a Muon or a MuonAdamW, got SGD"):
+        opt.save_optimizer_async(torch.optim.SGD(parameters([(4, 3)]), lr=0.1), tmp_path)
+    optimizer = opt.Muon(parameters([(4, 3)]))
+    optimizer.param_groups[0]["callback"] = object()
+    with pytest.raises(TypeError, match=r"group\.0\.callback: a object cannot be saved"):
+        opt.save_optimizer_async(optimizer, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+SAVER = """
+import os, signal, sys
+os.environ["LOCAL_KERNELS"] = sys.argv[2]
+import torch
+from kernels import get_kernel
+repo_id, backend = sys.argv[2].split("=")[0], sys.argv[4]
+opt = get_kernel(repo_id, version=1, backend=backend, trust_remote_code=True)
+param = torch.nn.Parameter(torch.zeros(64, 64))
+optimizer = opt.Muon([("w", param)])
+buffer = optimizer.state[param]["momentum_buffer"]
+opt.save_optimizer_async(optimizer, sys.argv[1]).wait()
+real = os.replace
+def replace(source, target):
+    if sys.argv[3] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(source, target)
+os.replace = replace
+buffer.fill_(1)
+opt.save_optimizer_async(optimizer, sys.argv[1])
+buffer.fill_(2)
+if sys.argv[3] == "killed":
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("how", "value"), [("killed", 0.0), ("ends", 1.0)])
+def test_a_process_that_dies_or_ends(opt, repo_id, device, how, value, tmp_path) -> None:
+    """Killed in mid-save the previous checkpoint is whole; a normal end finishes the new one."""
+    root = Path(opt.__file__).resolve().parent.parent.parent
+    arguments = [str(tmp_path), f"{repo_id}={root}", how, device.type]
+    done = subprocess.run(
+        [sys.executable, "-c", SAVER, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == (-signal.SIGKILL if how == "killed" else 0), done.stderr
+    param = nn.Parameter(torch.zeros(64, 64))
+    optimizer = opt.Muon([("w", param)])
+    opt.load_optimizer(optimizer, tmp_path)
+    assert (optimizer.state[param]["momentum_buffer"] == value).all()
+
+
+@pytest.mark.gpu
+def test_the_copies_are_ordered_before_the_next_step(opt, device, tmp_path) -> None:
+    """Without a wait of the host: the stream is kept busy while the call returns."""
+    param = nn.Parameter(torch.zeros(4096, 4096, device=device))
+    optimizer = opt.Muon([("w", param)])
+    buffer = optimizer.state[param]["momentum_buffer"]
+    buffer.fill_(1)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    pending = opt.save_optimizer_async(optimizer, tmp_path)
+    busy = not torch.cuda.current_stream(device).query()
+    buffer.fill_(2)
+    assert busy
+    pending.wait(60)
+    opt.load_optimizer(optimizer, tmp_path)
+    assert (optimizer.state[param]["momentum_buffer"] == 1).all()
