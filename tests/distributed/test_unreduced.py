@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ._cases import bits
+from ._cases import bits, device
 from ._ranks import same_everywhere
 from .test_sharing import Watch, module_of
 
@@ -22,13 +22,14 @@ OTHERS = [(37, 40), (2, 600), (5, 3), (7,), (1200,), ()]
 
 def parameters() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(s, generator=generator)) for s in MATRICES + OTHERS]
+    shapes = MATRICES + OTHERS
+    return [nn.Parameter(torch.randn(s, generator=generator).to(device())) for s in shapes]
 
 
 def contribution(shape, rank: int, step: int, index: int) -> torch.Tensor:
-    """Multiples of 1/8 below 64: their sums and means over 1, 2 or 4 ranks are exact."""
+    """Multiples of 1/8 up to 64: their sums, and their means over 2, 4 or 8 ranks, are exact."""
     generator = torch.Generator().manual_seed(1000 * rank + 100 * step + index)
-    return torch.randint(-512, 512, shape, generator=generator) / 8
+    return (torch.randint(-512, 512, shape, generator=generator) / 8).to(device())
 
 
 def groups(params, beta2=0.9) -> list[dict[str, Any]]:
@@ -106,9 +107,11 @@ def equals_one_rank(opt, reduce_op: str, limit: int) -> int:
 
 
 @pytest.mark.parametrize("reduce_op", ["avg", "sum"])
-@pytest.mark.parametrize(("world", "limit"), [(2, 2**28), (4, 2**28), (4, 20000)])
+@pytest.mark.parametrize("limit", [2**28, 20000])
 def test_unreduced_equals_one_rank(ranks, world, limit, reduce_op) -> None:
     """N1, N12 to N14, any number of rows, several chunks; the state is spread, not repeated."""
+    if world == 3 and reduce_op == "avg":
+        reduce_op = "sum"  # a third is no binary number
     elements = ranks(world).run(equals_one_rank, reduce_op, limit)
     matrices = [r * c for r, c in MATRICES]
     statistics = sum(max(shape) for shape in MATRICES)
