@@ -35,6 +35,7 @@ MATRICES = {
     "layers.0.experts.down": (5, 7, 3),
     "same_as_square": (8, 8),
     "same_again": (8, 8),
+    "nothing": (0, 4),
 }
 OTHERS = {"table": (11, 4), "norm": (7,), "bias": (2,)}
 
@@ -69,6 +70,7 @@ class Case:
             "none_grad": generator.random() < 0.5,
             "nesterov": generator.random() < 0.7,
             "beta2": generator.choice([None, 0.9]),
+            "momentum_dtype": generator.choice([None, None, None, torch.bfloat16, torch.float64]),
         }
         if any("experts" in name for name in names):
             options["expert_keys"] = ("experts",)
