@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -262,6 +263,33 @@ def resumed(opt) -> None:
 def test_a_resumed_run_continues_bit_for_bit(ranks) -> None:
     """N5: state of one number of ranks serves another."""
     ranks(4).run(resumed)
+
+
+def copied(opt) -> str:
+    from torch import distributed
+
+    params = parameters()
+    optimizer = opt.DistMuonAdamW(groups(params))
+    train(optimizer, params, range(2))
+    clone = copy.deepcopy(optimizer)
+    originals, copies = (
+        [param for group in one.param_groups for param in group["params"]]
+        for one in (optimizer, clone)
+    )
+    for one, of_one in ((optimizer, originals), (clone, copies)):
+        for index, param in enumerate(of_one):
+            param.grad = contribution(param.shape, distributed.get_rank(), 9, index)
+        one.step()
+    assert_equal_bits(copies, originals)
+    return clone.report()
+
+
+def test_a_copied_optimizer_keeps_its_owners_and_says_who_they_are(ranks) -> None:
+    text = same_everywhere(ranks(2).run(copied))
+    assert "parameter 0 (37, 40): adamw, rows shared out to 2 ranks" in text
+    assert "parameter 2 (5, 3): adamw\n" in text
+    assert "1 x (8, 6) on rank 0 of 2, float32 on the wire" in text
+    assert "5 parameters by muon in 4 batches" in text
 
 
 def later_groups(opt) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from ..orthogonalize.choose import choose, flop
 from .chunks import Chunk
 from .options import AdamWOptions, MuonOptions
 from .shared import Shared, SharedChunk
+from .unreduced import SliceChunk
 
 
 def report(
@@ -31,11 +32,18 @@ def report(
                 total += _describe(chunk, number, group, parts)
             for number, chunk in enumerate(together, start=batches + len(batch)):
                 total += _describe_shared(chunk, number, group, parts)
-        batches += len(batch) + len(together)
+            batches += len(batch) + len(together)
+        sliced = {
+            chunk.chunk.members[0].param: chunk.chunk.team.size
+            for chunk in together
+            if isinstance(chunk, SliceChunk)
+        }
         for where, param in parameters:
             work = "; ".join(parts[param])
             if route == "muon":
                 work = f", {work or 'nothing to orthogonalize'}"
+            elif param in sliced:
+                work = f", rows shared out to {sliced[param]} ranks"
             lines.append(f"{where} {tuple(param.shape)}: {route}{work}")
     return "\n".join(
         [
