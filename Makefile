@@ -4,7 +4,8 @@
 #   BACKEND=cpu      cpu | cuda | all; default: cuda where there are a CUDA device and a toolkit that torch fits
 #   TORCH=2.11.0     another torch than the pinned one, in an environment of its own
 #   TORCH_INDEX=URL  another package index for torch, e.g. one that has its smaller CPU builds
-#   DEVICE=cuda:1    for test-gpu
+#   DEVICE=cuda:1    for test-gpu; cpu for test-dist over gloo
+#   N=2,4,8          numbers of ranks for test-dist
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -27,11 +28,13 @@ endif
 BACKEND ?=
 DEVICE ?= cuda
 JOBS ?= 2
+N ?= 2
 CPP = $(shell find kernels-src torch-ext -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 STATIC_SUITE = $(shell grep -lE '^pytestmark = pytest.mark.static' tests/test_*.py)
+DIST_SUITE := tests/distributed/test_shared_step.py tests/distributed/test_unreduced.py
 GPU_SUITE := tests/kernels tests/orthogonalize tests/optimizers tests/integrations
 
-.PHONY: help setup build demo check test test-gpu sanitize bench plots publish clean
+.PHONY: help setup build demo check test test-dist test-gpu sanitize bench plots publish clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -65,6 +68,9 @@ test: $(READY)  ## the CPU variant and the whole CPU suite, README's code includ
 
 test-gpu:  ## the same tests on a GPU, with the artifact in build/ (no environment, no network)
 	python3 -m pytest -q --device $(DEVICE) --expected-skips tests/expected_skips_gpu.txt $(GPU_SUITE)
+
+test-dist:  ## several ranks equal one: make test-dist N=8 on 8 GPUs, N=4 DEVICE=cpu over gloo
+	$(if $(filter cpu,$(DEVICE)),OMP_NUM_THREADS=1 $(PY),python3) -m pytest -q --device $(DEVICE) --ranks $(N) -k equal $(DIST_SUITE)
 
 sanitize:  ## compute-sanitizer over the compiled kernels on this GPU, and over a planted bug
 	python3 tools/sanitize.py

@@ -20,6 +20,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("optimizer")
     group.addoption("--device", default="cpu", help="torch device the tests run on")
     group.addoption(
+        "--ranks",
+        default=[1, 2, 3, 4],
+        type=lambda text: [int(number) for number in text.split(",")],
+        help="numbers of ranks, such as 2,4,8, of the tests that run with any",
+    )
+    group.addoption(
         "--expected-skips",
         type=Path,
         help="file of node ids; the run fails unless exactly these tests are skipped",

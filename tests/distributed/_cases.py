@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-CASES = {1: 6, 2: 14, 3: 14, 4: 24}
-MESHES = {1: [(1,)], 2: [(2,), (2, 1)], 3: [(3,)], 4: [(4,), (2, 2), (2, 2), (1, 4)]}
+CASES = {1: 6, 2: 14, 3: 14, 4: 24, 8: 40}
+MESHES = {
+    1: [(1,)],
+    2: [(2,), (2, 1)],
+    3: [(3,)],
+    4: [(4,), (2, 2), (2, 2), (1, 4)],
+    8: [(8,), (2, 4), (4, 2), (2, 2, 2)],
+}
 STEPS = 3
 
 # name -> shape; the names decide what a group does with them.
@@ -28,6 +35,7 @@ MATRICES = {
     "layers.0.experts.down": (5, 7, 3),
     "same_as_square": (8, 8),
     "same_again": (8, 8),
+    "nothing": (0, 4),
 }
 OTHERS = {"table": (11, 4), "norm": (7,), "bias": (2,)}
 
@@ -47,7 +55,10 @@ class Case:
     missing: tuple[tuple[int, str], ...]  # (step, name): no gradient, on all ranks
 
     @classmethod
-    def random(cls, generator: random.Random, world: int) -> Case:
+    def random(cls, generator: random.Random, world: int, device: str) -> Case:
+        # On a GPU the iteration is in float16: without a word, shared directions are rounded to it
+        # and those of one rank are not.
+        wires = [torch.float32, torch.float16] + ([None] if device == "cpu" else [])
         mesh = generator.choice(MESHES[world])
         names = tuple(
             generator.sample(sorted(MATRICES), generator.randint(3, 7))
@@ -60,6 +71,7 @@ class Case:
             "nesterov": generator.random() < 0.7,
             "beta2": generator.choice([None, 0.9]),
             "rounding": generator.choice(["nearest", "residual"]),
+            "momentum_dtype": generator.choice([None, None, None, torch.bfloat16, torch.float64]),
         }
         if any("experts" in name for name in names):
             options["expert_keys"] = ("experts",)
@@ -71,7 +83,7 @@ class Case:
             front=front,
             options=tuple(options.items()),
             dtype=generator.choice([torch.float32, torch.float32, torch.bfloat16]),
-            wire=generator.choice([None, torch.float32, torch.float16]),
+            wire=generator.choice(wires),
             missing=tuple(
                 (step, name) for step in range(STEPS) for name in names if generator.random() < 0.1
             ),
@@ -101,8 +113,13 @@ def placement(text: str) -> Any:
     return Shard(int(text[1:]))
 
 
+def device() -> str:
+    """Where the ranks work: "cpu" or "cuda"."""
+    return os.environ["RANKS_DEVICE"]
+
+
 def bits(tensor: Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def values_of(case: Case) -> dict[str, list[Tensor]]:
@@ -112,7 +129,7 @@ def values_of(case: Case) -> dict[str, list[Tensor]]:
     for name in case.names:
         shape = case.shape(name)
         made[name] = [
-            (torch.randn(shape, generator=generator) * scale).to(case.dtype)
+            (torch.randn(shape, generator=generator) * scale).to(device(), case.dtype)
             for scale in [0.1] + [10.0**-step for step in range(STEPS)]
         ]
     return made
@@ -168,7 +185,7 @@ def run_together(opt: Any, case: Case) -> tuple[dict[str, dict[str, Tensor]], An
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
-    mesh = init_device_mesh("cpu", case.mesh)
+    mesh = init_device_mesh(device(), case.mesh)
     placements = {
         name: [placement(text) for text in texts]
         for name, texts in zip(case.names, case.placements, strict=True)

@@ -6,6 +6,14 @@ from ..conftest import ROOT
 from ._ranks import Pools
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests that take `world` run with each number of ranks of --ranks, on any device."""
+    by_hand = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    named = [name for names in by_hand for name in (names if isinstance(names, tuple) else [names])]
+    if "world" in metafunc.fixturenames and "world" not in named:
+        metafunc.parametrize("world", metafunc.config.getoption("--ranks"))
+
+
 @pytest.fixture(scope="session")
 def ranks(opt, repo_id, device):
     """`ranks(3).run(function, *args)` runs a function of a test module on three ranks."""

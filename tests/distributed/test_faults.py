@@ -18,7 +18,7 @@ from .test_sharing import alone, give, gradients, local, module_of, placed, plai
 
 pytestmark = pytest.mark.dist
 
-TIMEOUT = timedelta(seconds=6)
+TIMEOUT = timedelta(seconds=15)
 FAULTY = 1
 
 
@@ -88,7 +88,7 @@ def old_or_new(opt: Any, params) -> bool:
 
 @pytest.mark.parametrize("how", ["raises", "killed"])
 def test_the_others_end_with_an_error_in_time(doomed, how) -> None:
-    outcomes = doomed.outcomes(fail_midway, how, timeout=60)
+    outcomes = doomed.outcomes(fail_midway, how, timeout=120)
     for rank, (answered, value) in enumerate(outcomes):
         if rank == FAULTY and how == "killed":
             assert not answered

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,13 @@ from .chunks import Chunk
 from .options import AdamWOptions, MuonOptions
 from .parameters import local
 from .shared import SharedChunk
+from .unreduced import SliceChunk
 
 # (label and parameter of each, its batches, what several ranks share of it, its options)
 Group = tuple[
     Sequence[tuple[str, Tensor]],
     Sequence[Chunk],
-    Sequence[SharedChunk],
+    Sequence[Any],
     MuonOptions | AdamWOptions,
 ]
 
@@ -50,7 +52,7 @@ class Line:
         if self.route == "muon":
             head += f", {'; '.join(self.work) or 'nothing to orthogonalize'}"
         held = sum(local(value).numel() * value.element_size() for value in state.values())
-        parts = [f"owner {self.owners or owner}"]
+        parts = [self.owners or f"owner {owner}"]
         if self.kernels:
             parts.append(f"kernels {', '.join(dict.fromkeys(self.kernels))}")
         parts.append(f"{held} bytes of state{' in host memory' if offloaded else ''}")
@@ -83,6 +85,10 @@ def report(
             batches += len(batch) + len(together)
         else:
             _describe_adamw(here, measured.get(number))
+            for shared in together:
+                if isinstance(shared, SliceChunk):
+                    of_rows = here[shared.chunk.members[0].param]
+                    of_rows.owners = f"rows shared out to {shared.chunk.team.size} ranks"
         lines += here.values()
     owner = _owner()
     total, predicted = sum(line.flop for line in lines), sum(line.predicted for line in lines)
@@ -126,7 +132,7 @@ def _describe_shared(
         plural = "s" if len(set(ranks)) > 1 else ""
         named = f"rank{plural} {', '.join(map(str, sorted(set(ranks))))} of {chunk.team.size}"
         place = f"on {named}, {wire} on the wire, in batch {number}"
-        lines[param].owners = named
+        lines[param].owners = f"owner {named}"
         _add(lines[param], chunk.matrix, len(ranks), place, options)
 
 

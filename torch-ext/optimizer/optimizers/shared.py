@@ -51,10 +51,7 @@ class SharedMatrix:
     statistics: Run  # (start, length) in what this rank has of the second_momentum_buffer
     hearers: tuple[int, ...]  # ranks that keep these statistics
     stacked: bool  # it is one of a stack
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.promote_types(self.param.dtype, torch.float32)
+    dtype: torch.dtype  # of its direction
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +83,10 @@ class SharedChunk:
         return frozenset(member.param for member in self.members)
 
     @property
+    def statistics_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.members[0].param.dtype, torch.float32)
+
+    @property
     def communicates(self) -> bool:
         return self.route.gathers or self.route.scatters
 
@@ -101,9 +102,10 @@ class Shared:
     chunks: list[list[Any]]  # per group; the same on every rank
     home: list[list[SharedChunk]]  # per group; this rank's own, without communication
     teams: list[tuple[Team, list[tuple[str, Tensor]]]]  # parameters that must agree on gradients
+    empty: bool  # no parameter is on more ranks than this one
 
-    def of_groups(self) -> list[list[SharedChunk]]:
-        """All chunks of matrices, per group."""
+    def of_groups(self) -> list[list[Any]]:
+        """All chunks, per group."""
         return [of_all + own for of_all, own in zip(self.chunks, self.home, strict=True)]
 
 
@@ -141,9 +143,15 @@ def local_blocks(blocks: Blocks, layout: Layout, team: Team) -> Blocks | None:
 
 
 def matrices_of(
-    param: Tensor, where: str, blocks: Blocks, layout: Layout, team: Team
+    param: Tensor,
+    where: str,
+    blocks: Blocks,
+    layout: Layout,
+    team: Team,
+    momentum_dtype: torch.dtype | None,
 ) -> Iterable[SharedMatrix]:
     """The matrices of a parameter, one by one."""
+    dtype = torch.promote_types(momentum_dtype or param.dtype, torch.float32)
     shape = tuple(param.shape)
     stacked = blocks.experts is not None
     held = [layout.runs(coordinate)[0] for coordinate in team.coordinates]
@@ -166,6 +174,7 @@ def matrices_of(
             statistics=(start, length),
             hearers=hearers,
             stacked=stacked,
+            dtype=dtype,
         )
 
 
@@ -185,12 +194,13 @@ class SharedGroup:
         return [matrix.job.candidates(stay=matrix.stacked) for matrix in self.matrices]
 
 
-def plan_shared(groups: Sequence[SharedGroup], count: int) -> Shared:
+def plan_shared(groups: Sequence[SharedGroup], count: int, empty: bool) -> Shared:
     """Owners and chunks for the matrices of all groups, the same on every rank of a team.
 
     Args:
         groups: one per parameter group and team.
         count: how many parameter groups there are.
+        empty: as of `Shared`.
     """
     chunks: list[list[SharedChunk]] = [[] for _ in range(count)]
     home: list[list[SharedChunk]] = [[] for _ in range(count)]
@@ -215,7 +225,8 @@ def plan_shared(groups: Sequence[SharedGroup], count: int) -> Shared:
                 teams.setdefault(id(team), (team, {}))[1][matrix.param] = matrix.where
             elif owner != team.rank:
                 continue
-            key = (group.number, at_home, matrix.matrix, matrix.dtype, matrix.param.device)
+            param = matrix.param
+            key = (group.number, at_home, matrix.matrix, param.dtype, param.device)
             buckets.setdefault(key, []).append((matrix, owner))
         wires = {group.number: group for group in groups if group.team is team}
         for (number, at_home, *_), members in buckets.items():
@@ -225,7 +236,7 @@ def plan_shared(groups: Sequence[SharedGroup], count: int) -> Shared:
         (team, [(where, param) for param, where in params.items()])
         for team, params in teams.values()
     ]
-    return Shared(chunks, home, agreeing)
+    return Shared(chunks, home, agreeing, empty)
 
 
 def _chunks(members: Sequence[tuple[SharedMatrix, int]], group: SharedGroup) -> list[SharedChunk]:
@@ -251,7 +262,8 @@ def _chunk(
     m, n = first.matrix
     extras = None
     if group.keeps_statistics:
-        extras = [Extra(max(m, n) * first.dtype.itemsize, matrix.hearers) for matrix in matrices]
+        size = max(m, n) * torch.promote_types(first.param.dtype, torch.float32).itemsize
+        extras = [Extra(size, matrix.hearers) for matrix in matrices]
     jobs = [matrix.job for matrix in matrices]
     planned = make_route(jobs, owners, team.rank, team.size, wire.itemsize, extras)
     return chunk_of(team, matrices, owners, wire, planned)

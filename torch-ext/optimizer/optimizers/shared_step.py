@@ -216,7 +216,7 @@ def answer(
             message[part.start : part.stop].zero_()
         elif part.box is None:
             sources.append(statistics[part.job])
-            places.append(part.of(message, chunk.dtype))
+            places.append(part.of(message, chunk.statistics_dtype))
         else:
             update = updates[part.job].view(chunk.region(part.job))
             sources.append(update[part.box.region])
@@ -245,7 +245,8 @@ def apply(
         if not present[part.job]:
             continue
         if part.box is None:
-            _statistics(chunk, part.job, state).copy_(part.of(answers, chunk.dtype))
+            moments = part.of(answers, chunk.statistics_dtype)
+            _statistics(chunk, part.job, state).copy_(moments)
         else:
             param = chunk.members[part.job].param
             params.append(part.box.view(local(param)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -72,14 +73,13 @@ class Sharing:
         self._presence: dict[int, tuple[list[int], Tensor]] = {}
         self._doubted = False
         self._broken = False
+        self._empty = True  # no parameter of several ranks came by since the last plan
 
     def __reduce__(self) -> Any:
         return Sharing, (self._group, self.wire_dtype, self.unreduced)
 
     def __deepcopy__(self, memo: Any) -> Sharing:
-        copied = None
-        if self.unreduced is not None:
-            copied = Unreduced(self.unreduced.group, self.unreduced.reduce_op)
+        copied = copy.deepcopy(self.unreduced, memo)
         return Sharing(self._group, self.wire_dtype, copied)  # it talks over the same group
 
     def team_of(self, param: Tensor) -> Team | None:
@@ -142,13 +142,18 @@ class Sharing:
         wire = self.wire_dtype or torch.float32
         chunks: list[list[Any]] = [[] for _ in range(count)]
         small: dict[Any, list[tuple[int, Tensor]]] = {}
-        for number, _, entries in muon:
+        for number, options, entries in muon:
             matrices = [
                 matrix
                 for where, param, blocks in entries
                 if param.numel()
                 for matrix in matrices_of(
-                    param, where, blocks, layout_on(param, owners.team), owners.team
+                    param,
+                    where,
+                    blocks,
+                    layout_on(param, owners.team),
+                    owners.team,
+                    options.momentum_dtype,
                 )
             ]
             chunks[number] += owners.matrix_chunks(matrices, wire)
@@ -165,7 +170,7 @@ class Sharing:
         labelled += [entry for _, named in others for entry in named]
         self._presence = {}
         teams = [(owners.team, labelled)] if labelled else []
-        return Shared(chunks, [[] for _ in range(count)], teams)
+        return Shared(chunks, [[] for _ in range(count)], teams, not labelled)
 
     def divide(
         self, entries: Sequence[tuple[str, Tensor, Blocks]], options: MuonOptions, number: int
@@ -182,6 +187,9 @@ class Sharing:
             if team is None:
                 own.append((param, blocks))
                 continue
+            self._empty = False
+            if not param.numel():
+                continue
             layout = layout_on(param, team)
             kept_here = local_blocks(blocks, layout, team)
             if kept_here is not None and self.wire_dtype != torch.float16:
@@ -189,7 +197,7 @@ class Sharing:
                     own.append((param, kept_here))
                 continue
             check_rounding(options, param, where)
-            matrices = matrices_of(param, where, blocks, layout, team)
+            matrices = matrices_of(param, where, blocks, layout, team, options.momentum_dtype)
             shared.setdefault(id(team), (team, []))[1].extend(matrices)
         return own, [
             SharedGroup(
@@ -206,7 +214,8 @@ class Sharing:
     def plan(self, groups: Sequence[SharedGroup], count: int) -> Shared:
         """Owners and chunks; `count` is the number of parameter groups."""
         self._presence = {}
-        return plan_shared(groups, count)
+        empty, self._empty = self._empty, True
+        return plan_shared(groups, count, empty)
 
     def ask(self, shared: Shared) -> None:
         """Ask all ranks whether they have the same gradients, and hear the last answer.
@@ -217,6 +226,8 @@ class Sharing:
         Raises:
             RuntimeError: they differ, or a step failed and no state was loaded since.
         """
+        if shared.empty:
+            return
         if self._broken:
             raise RuntimeError(
                 "an earlier step failed midway, so that parameters and state may not fit together; "
@@ -253,6 +264,9 @@ class Sharing:
         meanwhile: Callable[[], None],
     ) -> None:
         """Step the shared matrices, with everything else under their first gathers."""
+        if shared.empty:
+            meanwhile()
+            return
         rates: dict[int, Rate] = {}
         remaining: Counter[Tensor] = Counter()
         for per_group in (shared.chunks, shared.home):

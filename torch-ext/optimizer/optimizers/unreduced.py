@@ -8,6 +8,7 @@ rows to all. Small parameters are added up on all ranks in one all-reduce and st
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,12 @@ class Unreduced:
         self._owners: dict[Tensor, int] = {}
         self._load = [0.0] * self.team.size
         self._mesh: dict[str, Any] = {}
+
+    def __deepcopy__(self, memo: Any) -> Unreduced:
+        copied = Unreduced(self.group, self.reduce_op)  # it talks over the same group
+        copied._owners = {copy.deepcopy(param, memo): o for param, o in self._owners.items()}
+        copied._load = list(self._load)
+        return copied
 
     @property
     def factor(self) -> float:
@@ -102,11 +109,11 @@ class Unreduced:
         """The matrices of a group in chunks of one shape and bounded size."""
         buckets: dict[tuple[Any, ...], list[SharedMatrix]] = {}
         for matrix in matrices:
-            key = (matrix.matrix, matrix.dtype, matrix.param.device)
+            key = (matrix.matrix, matrix.param.dtype, matrix.param.device)
             buckets.setdefault(key, []).append(matrix)
         chunks = []
-        for ((m, n), dtype, _), members in buckets.items():
-            travels = torch.float64 if dtype == torch.float64 else wire
+        for ((m, n), *_), members in buckets.items():
+            travels = torch.float64 if members[0].dtype == torch.float64 else wire
             # A rank holds its contribution to every matrix, and on the owner those of all.
             size = max(1, self._limit // (2 * m * n * travels.itemsize * (self.team.size + 1)))
             queues: list[list[SharedMatrix]] = [[] for _ in range(self.team.size)]
@@ -174,6 +181,7 @@ class Unreduced:
             statistics=(0, 0),
             hearers=(),
             stacked=False,
+            dtype=torch.promote_types(param.dtype, torch.float32),
         )
 
     def _rows(self, shape: tuple[int, ...]) -> Layout:
