@@ -3,6 +3,12 @@
 from ._lists import StochasticRounding
 from .adamw import adamw
 from .apply_update import apply_update
+from .combine import combine
+from .expert_sort import expert_sort
+from .grouped_lora_dab import grouped_lora_dab
+from .grouped_lora_dw import grouped_lora_dw
+from .grouped_lora_dx import grouped_lora_dx
+from .grouped_lora_forward import grouped_lora_forward
 from .momentum import momentum
 from .nf4_dequant import explain_nf4_dequant, nf4_dequant
 from .symmetric_matmul import explain_symmetric_matmul, symmetric_matmul
@@ -11,8 +17,14 @@ __all__ = [
     "StochasticRounding",
     "adamw",
     "apply_update",
+    "combine",
+    "expert_sort",
     "explain_nf4_dequant",
     "explain_symmetric_matmul",
+    "grouped_lora_dab",
+    "grouped_lora_dw",
+    "grouped_lora_dx",
+    "grouped_lora_forward",
     "momentum",
     "nf4_dequant",
     "symmetric_matmul",
