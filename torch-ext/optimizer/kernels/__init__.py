@@ -5,6 +5,7 @@ from .adamw import adamw
 from .apply_update import apply_update
 from .combine import combine
 from .expert_sort import expert_sort
+from .glu import glu
 from .grouped_lora_dab import grouped_lora_dab
 from .grouped_lora_dw import grouped_lora_dw
 from .grouped_lora_dx import grouped_lora_dx
@@ -21,6 +22,7 @@ __all__ = [
     "expert_sort",
     "explain_nf4_dequant",
     "explain_symmetric_matmul",
+    "glu",
     "grouped_lora_dab",
     "grouped_lora_dw",
     "grouped_lora_dx",
