@@ -7,6 +7,7 @@ grouped kernels. `adapter_file.py` reads and writes them as PEFT adapters.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,15 @@ class AdapterOptions:
     r: int
     alpha: float
     rslora: bool = False
+
+    def check(self) -> None:
+        """Raise ValueError unless r is a rank and alpha a finite number."""
+        if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
+            raise ValueError(f"r must be an integer of at least 1, got {self.r!r}")
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)):
+            raise ValueError(f"alpha must be a number, got {self.alpha!r}")
+        if not math.isfinite(self.alpha):
+            raise ValueError(f"alpha must be finite, got {self.alpha!r}")
 
 
 class AttachedLora(ExpertAdapters):
@@ -315,9 +325,7 @@ def _weights(experts: nn.Module) -> dict[str, Tensor]:
 def _checked_projections(model: nn.Module) -> list[tuple[str, LoraProjection]]:
     entries = _projections(model)
     if not entries:
-        raise ValueError(
-            f"model ({type(model).__name__}) has no LoRA of ours; attach_lora it first"
-        )
+        raise ValueError(f"model ({type(model).__name__}) has no LoRA of ours; attach_lora first")
     return entries
 
 
@@ -361,8 +369,7 @@ def _check_addition(
         for target, options in targets.items():
             if target not in allowed:
                 raise ValueError(f"targets: {name} has no {target!r}; it has {allowed}")
-            if isinstance(options.r, bool) or not isinstance(options.r, int) or options.r < 1:
-                raise ValueError(f"r must be an integer of at least 1, got {options.r!r}")
+            options.check()
 
 
 def _refuse_other_implementations(experts: nn.Module, _: tuple) -> None:
