@@ -34,13 +34,16 @@ PROBLEMS = (
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_error_against_float64(moe, device, problem, dtype):
-    """LoRA in float32 over every dtype of the experts, which is what PEFT makes."""
-    assert_layer_close_to_eager(moe, device, dataclasses.replace(problem, dtype=dtype))
+    """LoRA in float32 over every dtype of the experts, which is what PEFT makes.
+
+    96 tokens: the gates' gradient has so few elements that its error is drawn by lot.
+    """
+    assert_layer_close_to_eager(moe, device, dataclasses.replace(problem, dtype=dtype, tokens=96))
 
 
 @pytest.mark.parametrize("lora_dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_lora_in_the_dtype_of_the_experts(moe, device, lora_dtype):
-    problem = LayerProblem(dtype=lora_dtype, lora_dtype=lora_dtype)
+    problem = LayerProblem(96, dtype=lora_dtype, lora_dtype=lora_dtype)
     assert_layer_close_to_eager(moe, device, problem)
 
 

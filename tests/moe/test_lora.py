@@ -163,11 +163,16 @@ def test_merged_state_is_guarded(moe, projection):
         lambda: projection.delete_adapter("first"),
         lambda: projection.state_dict(),
         lambda: projection.load_state_dict(state, strict=False),
+        lambda: projection.disabled().__enter__(),
     ):
         with pytest.raises(ValueError, match="is merged into the weight"):
             call()
+    projection.enabled = False  # a forward now would pass off W + delta as the base
+    with pytest.raises(ValueError, match="is merged into the weight"):
+        projection.factors()
     assert_same_bits(weight, merged)
     projection.unmerge(weight)
+    assert projection.factors() is None
     projection.state_dict()
 
 

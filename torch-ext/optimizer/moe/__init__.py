@@ -6,6 +6,7 @@
 and the shared experts.
 """
 
+from ..kernels.glu import glu
 from .adapters import ExpertAdapters
 from .block import MoEBlock
 from .experts import Experts, experts_forward
@@ -32,6 +33,7 @@ __all__ = [
     "expert_sort",
     "experts_forward",
     "factor_views",
+    "glu",
     "group_top_k",
     "grouped_lora_linear",
     "parallel_linear_lora",

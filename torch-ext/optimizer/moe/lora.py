@@ -207,7 +207,13 @@ class LoraProjection(nn.Module):
         self.active = name
 
     def factors(self) -> LoraFactors | None:
-        """What the layer must add to its base: None if switched off, merged, or without adapter."""
+        """What the layer must add to its base: None if switched off, merged, or without adapter.
+
+        Raises:
+            ValueError: switched off while merged: the weight is not the base then.
+        """
+        if not self.enabled:
+            self.check_separate("switched off")
         if not self.enabled or self.merged or self.active is None:
             return None
         views = factor_views(*self._active_weights(), self.num_experts)
@@ -215,7 +221,12 @@ class LoraProjection(nn.Module):
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """LoRA is off inside the with block, as for the reference model of DPO."""
+        """LoRA is off inside the with block, as for the reference model of DPO.
+
+        Raises:
+            ValueError: the adapter is merged into the weight.
+        """
+        self.check_separate("disabled")
         before, self.enabled = self.enabled, False
         try:
             yield
