@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .kernels import _lists
+from .kernels import _lists, _moe_paths
 from .kernels.nf4_dequant import explain_nf4_dequant
 from .kernels.symmetric_matmul import explain_symmetric_matmul
 from .orthogonalize.choose import explain as explain_orthogonalize
@@ -30,6 +30,7 @@ EXPLAINERS = {
     "orthogonalize": _orthogonalize,
     "symmetric_matmul": explain_symmetric_matmul,
     "nf4_dequant": explain_nf4_dequant,
+    **dict.fromkeys(("expert_sort", "grouped_lora_linear", "combine", "glu"), _moe_paths.explain),
     **{op: functools.partial(_lists.explain, op) for op in ("momentum", "apply_update", "adamw")},
 }
 
@@ -38,10 +39,11 @@ def explain(op: str, **problem: Any) -> str:
     """Say in words what `op` would run for a problem.
 
     Args:
-        op: "orthogonalize", "symmetric_matmul", "nf4_dequant", "momentum", "apply_update" or
-            "adamw".
+        op: "orthogonalize", "symmetric_matmul", "nf4_dequant", "momentum", "apply_update", "adamw",
+            or of the experts "expert_sort", "grouped_lora_linear", "combine", "glu".
         **problem: orthogonalize: `shape` (..., m, n), `dtype` and `device` of the input, optionally
-            `steps`, `method` and `iterate_dtype`; the others: `device`.
+            `steps`, `method` and `iterate_dtype`; the others: `device`, those of the experts also
+            `dtype` and `backend`.
 
     Returns:
         The pick and its reason.
