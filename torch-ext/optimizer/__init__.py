@@ -1,8 +1,10 @@
-"""Orthogonalizing optimizers and quantized-expert kernels for training.
+"""Orthogonalizing optimizers and mixture-of-experts kernels for training.
 
     gradient -> momentum -> gather -> orthogonalize -> scatter -> update
+    tokens -> sort -> grouped linear + LoRA -> activation -> grouped linear + LoRA -> combine
 
-`Muon` and `MuonAdamW` are that sentence; `orthogonalize` and the methods behind it are its verb.
+`Muon` and `MuonAdamW` are the first sentence; `orthogonalize` and the methods behind it are its
+verb. `moe.Experts` is the second; `layers` has its form for `kernelize`.
 `nf4_dequant` decodes the 4-bit experts of a mixture-of-experts model. `explain` says which path an
 operation takes on a device, and why.
 """
