@@ -116,7 +116,8 @@ def test_generated_problems(
         train_base=train_base,
         routing=routing,
     )
-    assert_layer_close_to_eager(moe, device, problem, factor=2.0, seed=seed)
+    # Results of one element cancel by lot: 2e-5 is left of float32's 6e-8 where two digits go.
+    assert_layer_close_to_eager(moe, device, problem, seed=seed, floor=2e-5)
 
 
 def test_gradients_of_an_expert_without_tokens_are_zero(moe, device):

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint
 
 from .._compare import assert_same_bits
