@@ -44,7 +44,9 @@ def check_supported(experts: nn.Module, name: str) -> None:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     wanted = (first_projection(experts), "down_proj")
-    missing = [target for target in wanted if not hasattr(experts, target)]
+    # not hasattr, which would decode a quantized stack
+    present = experts._parameters.keys() | getattr(experts, "parametrizations", {}).keys()
+    missing = [target for target in wanted if target not in present]
     if missing:
         raise ValueError(
             f"{name} ({type(experts).__name__}) has no {missing}; keep "
