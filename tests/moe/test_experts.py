@@ -245,6 +245,17 @@ def test_autocast(moe, device, weight_dtype):
     assert_same_bits(found["x"], wanted.float())
 
 
+def test_shapes_alone(moe):
+    """On the meta device, where models are laid out before they have memory."""
+    problem = LayerProblem(bias=True)
+    layer = problem.module(moe, torch.device("meta"))
+    x, gates, grad = problem.inputs(torch.device("meta"))
+    out = layer(x, problem.ids(torch.device("meta")), gates)
+    out.backward(grad)
+    assert (out.device.type, out.shape) == ("meta", x.shape)
+    assert layer.expert_lora["down"].lora_B["default"].weight.grad.shape == (24, 20)
+
+
 def test_a_function_of_your_own_between_the_projections(moe, device):
     """What has no name is called as it is, on the whole gate_up output."""
     problem = LayerProblem()

@@ -8,6 +8,7 @@ it; nothing else computes experts.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def experts_forward(
     first = _operands(gate_up, gate_up_bias, lora.gate_up, layout, dtype)
     second = _operands(down, down_bias, lora.down, layout, dtype)
 
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(dtype, x.device.type):
         order = expert_sort(expert_ids, gate_up.shape[0], backend=backend)
         path = {"order": order, "backend": backend}
         wide = grouped_lora_linear(_cast(x, dtype), **first, grouped_out=True, **path)
@@ -237,9 +238,19 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     Outside of autocast nothing is converted: a weight of another dtype than x is refused by
     `grouped_lora_linear`, since converting a whole stack in every call would be a hidden cost.
     """
-    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or x.dtype == torch.float64:
         return None
-    return torch.get_autocast_dtype(x.device.type)
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _without_autocast(
+    dtype: torch.dtype | None, device: str
+) -> contextlib.AbstractContextManager[Any]:
+    """Everything has been cast: the sums of the portable path must stay float32."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def _check_widths(x: Tensor, gate_up: Tensor, down: Tensor, layout: ExpertsLayout) -> None:
