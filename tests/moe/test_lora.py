@@ -106,7 +106,7 @@ def test_disabled_is_restored_after_an_error(moe, projection):
     assert projection.factors() is None, "what was off before stays off"
 
 
-@pytest.mark.parametrize("name", ["", "a.b", "keys", "training", 3, "first"])
+@pytest.mark.parametrize("name", ["", "a.b", "keys", "training", 3, ["first"], "first"])
 def test_wrong_names(moe, projection, name):
     with pytest.raises(ValueError, match=r"without dots|exists"):
         projection.add_adapter(name, 2, 2)
@@ -209,9 +209,6 @@ def test_wrong_factor_shapes(moe, shapes):
         moe.factor_views(torch.zeros(shapes[0]), torch.zeros(shapes[1]), 4)
 
 
-# The layer ------------------------------------------------------------------
-
-
 @pytest.fixture
 def layer(moe, device):
     """A layer with a second adapter on down alone; call() runs it."""
@@ -311,9 +308,6 @@ def test_an_adapter_is_added_to_all_targets_or_to_none(moe, device, layer):
 def test_wrong_targets(moe, device, layer, targets):
     with pytest.raises(ValueError, match="targets must be some of"):
         layer.add_adapter("third", r=2, alpha=2, targets=targets)
-
-
-# selective_lora_weights -----------------------------------------------------
 
 
 def test_selective_lora_weights(moe):

@@ -173,7 +173,7 @@ class LoraProjection(nn.Module):
                 "LoRA on a stack of experts has no dropout, no DoRA and no bias, got dropout="
                 f"{dropout}, use_dora={use_dora}, lora_bias={lora_bias}; leave them off"
             )
-        if name in self.lora_A:
+        if isinstance(name, str) and name in self.lora_A:
             raise ValueError(f"adapter {name!r} exists; delete_adapter({name!r}) first")
         if not isinstance(name, str) or not name or "." in name or hasattr(self.lora_A, name):
             raise ValueError(
