@@ -59,14 +59,15 @@ def describe(kernel: JITFunction, arguments: tuple, options: dict) -> tuple[dict
     signature, constants, attributes = {}, {}, {}
     for number, parameter in enumerate(kernel.params):
         name, value = parameter.name, values[parameter.name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        free = not parameter.do_not_specialize
+        if parameter.is_constexpr or (free and isinstance(value, int) and value == 1):
             signature[name], constants[(number,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = TYPES[value.dtype]
             attributes[(number,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
+            if free and value % 16 == 0:
                 attributes[(number,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"

@@ -7,7 +7,8 @@ _expert_sum       out (E, b) = sum g right: one program per (expert, tile of b)
 
 A tile of rows belongs to one expert; tiles of expert E hold sentinels and write zeros, unused ones
 (-1) return. Rows are gathered on load: row i lies at i (FAN 0) or at slots[i] // FAN. Every element
-is owned by one program and summed in order of the rows or of k: no atomics.
+is owned by one program and summed in order of the rows or of k: no atomics. What follows the number
+of tokens is not specialized, so that another length of sequence compiles nothing.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _tile_of(program, tile_count, column_tiles, GROUP: tl.constexpr):
     return first + inner % size, inner // size
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_rows", "tile_count"])
 def _grouped_product(  # noqa: PLR0913
     x,  # rows of K
     weight,  # (E, K, N)

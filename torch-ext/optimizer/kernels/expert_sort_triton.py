@@ -33,7 +33,7 @@ def _group_of(ids, slots, total, experts):
     return tl.where(inside, expert, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _count(
     ids,  # (R,)
     counts,  # (chunks, E + 1)
@@ -51,7 +51,7 @@ def _count(
         tl.store(at, found, mask=candidates <= experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _scan(
     counts,  # (chunks, E + 1), replaced by exclusive sums over the chunks
     totals,  # (E + 1,)
@@ -81,7 +81,7 @@ def _starts(totals, experts, BLOCK: tl.constexpr):
     return group, size, tl.cumsum(size, 0) - size
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _place(
     ids,  # (R,)
     counts,  # (chunks, E + 1) exclusive
@@ -112,7 +112,7 @@ def _place(
     tl.store(slots + row, slot, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bound"])
 def _tiles(
     totals,  # (E + 1,)
     tiles,  # (bound, 3)
