@@ -32,7 +32,7 @@ N ?= 2
 CPP = $(shell find kernels-src torch-ext -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 STATIC_SUITE = $(shell grep -lE '^pytestmark = pytest.mark.static' tests/test_*.py)
 DIST_SUITE := tests/distributed/test_shared_step.py tests/distributed/test_unreduced.py
-GPU_SUITE := tests/kernels tests/orthogonalize tests/optimizers tests/integrations
+GPU_SUITE := tests/kernels tests/moe tests/orthogonalize tests/optimizers tests/integrations
 
 .PHONY: help setup build demo check test test-dist test-gpu sanitize bench plots publish clean
 

@@ -1,12 +1,16 @@
-"""Orthogonalizing optimizers and quantized-expert kernels for training.
+"""Orthogonalizing optimizers and mixture-of-experts kernels for training.
 
     gradient -> momentum -> gather -> orthogonalize -> scatter -> update
+    tokens -> sort -> grouped linear + LoRA -> activation -> grouped linear + LoRA -> combine
 
-`Muon` and `MuonAdamW` are that sentence; `orthogonalize` and the methods behind it are its verb.
+`Muon` and `MuonAdamW` are the first sentence; `orthogonalize` and the methods behind it are its
+verb. `moe.Experts` is the second; `layers` has its form for `kernelize`, and `integrations` puts it
+into models of transformers and PEFT.
 `nf4_dequant` decodes the 4-bit experts of a mixture-of-experts model. `explain` says which path an
 operation takes on a device, and why.
 """
 
+from . import integrations, layers, moe
 from .explain import explain
 from .integrations.async_checkpoint import save_optimizer_async
 from .integrations.checkpoint import load_optimizer, save_optimizer
@@ -41,7 +45,10 @@ __all__ = [
     "explain",
     "get_default_muon_param_groups",
     "gram_newton_schulz",
+    "integrations",
+    "layers",
     "load_optimizer",
+    "moe",
     "muon",
     "newton_schulz",
     "nf4_dequant",
