@@ -14,7 +14,7 @@ there (and set MEASURED of kernels/<op>.py) to let `auto` take the tiles.
 
 If a tile hangs, build once with `cuda-flags = ["-DOPTIMIZER_BOUNDED_WAITS"]` in build.toml's
 [kernel.newton_schulz_sm90]: a wait that does not end then says which one it is and stops the
-kernel.
+kernel. The message's function call serializes the products, so that build is not for timing.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def probe(tmp_path_factory):
     compiler = shutil.which("g++")
     assert compiler, "the host build of the kernels' arithmetic needs g++"
     source = Path(__file__).with_name("layout_sm90_probe.cpp")
-    command = [compiler, "-std=c++17", "-O2", "-Wall", "-Werror", "-shared", "-fPIC"]
+    command = [compiler, "-std=c++17", "-O2", "-Wall", "-shared", "-fPIC"]
     command += [f"-I{SOURCES}", str(source), "-o", str(library)]
     subprocess.run(command, check=True)
     loaded = ctypes.CDLL(str(library))
