@@ -3,8 +3,8 @@
 The predecessor is axolotl's scattermoe_lora; P are defects of PEFT's own. Numbers are those of the
 list of behaviours that this package is built from: reading adapters (27), layout of the factors
 (28), walking the wrappers (29), the router's LoRA (30), where the layer is hooked in (34) and how
-it is registered (41); letters split an entry of several defects. Every test was
-seen failing with its defect put into the source.
+it is registered (41); letters split an entry of several defects. Most of the tests
+were seen failing with the defect put into the source, one or more for every defect.
 """
 
 from __future__ import annotations

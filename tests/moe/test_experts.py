@@ -245,6 +245,22 @@ def test_autocast(moe, device, weight_dtype):
     assert_same_bits(found["x"], wanted.float())
 
 
+def test_backward_under_autocast(moe, device):
+    """The products of backward are those of forward: autocast has no say in them."""
+    problem = LayerProblem(dtype=torch.float32)
+    layer = problem.module(moe, device)
+    x, gates, grad = problem.inputs(device)
+    leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
+    ids = problem.ids(device)
+    expected = gradients(layer(x, ids, gates), leaves, grad)
+    out = layer(x, ids, gates)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        found = gradients(out, leaves, grad)
+    assert found.keys() == expected.keys() and len(found) > 3
+    for name, gradient in expected.items():
+        assert_same_bits(found[name], gradient)
+
+
 def test_shapes_alone(moe):
     """On the meta device, where models are laid out before they have memory."""
     problem = LayerProblem(bias=True)

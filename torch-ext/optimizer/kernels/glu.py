@@ -10,6 +10,7 @@ reference | reference/glu.py | everything else
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.library import custom_op
 
@@ -56,7 +57,9 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, grad):
-    return ops.glu_backward(grad, *ctx.saved_tensors, *ctx.constants), None, None, None
+    with torch.autocast(grad.device.type, enabled=False):
+        gradient = ops.glu_backward(grad, *ctx.saved_tensors, *ctx.constants)
+    return gradient, None, None, None
 
 
 _glu.register_fake(_fake)

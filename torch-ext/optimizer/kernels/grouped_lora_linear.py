@@ -9,6 +9,7 @@ to. The gradients have no gradients: a second order raises.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.library import custom_op
 
@@ -98,6 +99,12 @@ def _save(ctx, inputs, output):
 def _backward(ctx, dy, _):
     if dy is None:
         return (None,) * 16
+    # Under autocast torch would round the operands of the reference path's products.
+    with torch.autocast(dy.device.type, enabled=False):
+        return _gradients(ctx, dy)
+
+
+def _gradients(ctx, dy):
     needs = ctx.needs_input_grad
     x, weight, lora_a, lora_b, bias, gates, xa, slots, offsets, rows, tiles = ctx.saved_tensors
     tile_rows, top_k, scaling, grouped_in, grouped_out, path = ctx.constants
