@@ -10,13 +10,12 @@ reference | reference/glu.py | everything else
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import glu as reference
-from ._moe_paths import DTYPES, check_tensor, on_device_of, pick_name
+from ._moe_paths import DTYPES, check_tensor, on_device_of, pick_name, without_autocast
 
 ACTIVATIONS = (*reference.ELEMENTWISE, "gpt_oss")
 
@@ -57,7 +56,7 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, grad):
-    with torch.autocast(grad.device.type, enabled=False):
+    with without_autocast(grad):
         gradient = ops.glu_backward(grad, *ctx.saved_tensors, *ctx.constants)
     return gradient, None, None, None
 

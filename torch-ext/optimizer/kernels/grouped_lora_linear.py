@@ -9,11 +9,11 @@ to. The gradients have no gradients: a second order raises.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
+from ._moe_paths import without_autocast
 from .combine import combine_rows
 from .grouped_lora_dab import grouped_lora_dab
 from .grouped_lora_dw import grouped_lora_dw
@@ -99,8 +99,7 @@ def _save(ctx, inputs, output):
 def _backward(ctx, dy, _):
     if dy is None:
         return (None,) * 16
-    # Under autocast torch would round the operands of the reference path's products.
-    with torch.autocast(dy.device.type, enabled=False):
+    with without_autocast(dy):
         return _gradients(ctx, dy)
 
 
