@@ -16,6 +16,7 @@ import pytest
 
 from ._defects_clip_state import CLIP_AND_STATE
 from .static.project import ROOT
+from .static.rank_defects import RANK_DEFECTS, SHARING, TOGETHER, UNREDUCED
 
 pytestmark = pytest.mark.static
 
@@ -33,12 +34,6 @@ ROUNDING = "optimizers/test_rounding.py"
 REPORT = "optimizers/test_report.py"
 DOCS = "optimizers/test_documentation.py"
 CHECKPOINT = "integrations/test_checkpoint.py"
-TOGETHER = "distributed/test_shared_step.py"
-SHARING = "distributed/test_sharing.py"
-OWNERSHIP = "distributed/test_ownership.py"
-SCHEDULE = "distributed/test_schedule.py"
-UNREDUCED = "distributed/test_unreduced.py"
-WRAPPERS = "distributed/test_wrappers.py"
 DCP = "integrations/test_distributed_checkpoint.py"
 
 
@@ -174,45 +169,6 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
     "M9": defect(
         "one matrix at a time",
         f"{BLOCKS}::test_same_shapes_are_orthogonalized_as_one_batch",
-    ),
-    "M10": defect(
-        "the path to compare with runs on CUDA only (here: one rank, on any device)",
-        f"{TOGETHER}::test_many_ranks_equal_one",
-        f"{WRAPPERS}::test_wrapped_models_step_as_on_one_rank",
-    ),
-    "M11a": defect(
-        "the owner is a global rank modulo the group's size: a strided group uses half its ranks",
-        f"{SHARING}::test_every_rank_of_a_strided_group_owns_something",
-    ),
-    "M11b": defect(
-        "owners in turn, not by what is left to do",
-        f"{OWNERSHIP}::test_longest_first_beats_turns",
-        f"{OWNERSHIP}::test_balance_is_within_grahams_bound",
-    ),
-    "M11c": defect(
-        "plans are cached by names, so that other shapes or meshes reuse wrong indices",
-        f"{TOGETHER}::test_many_ranks_equal_one",
-        f"{SHARING}::test_a_parameter_that_is_sharded_anew_gets_a_new_plan",
-    ),
-    "M11d": defect(
-        "ranks with different gradients make different plans and hang",
-        f"{SHARING}::test_differing_gradients_are_an_error_on_every_rank",
-        f"{UNREDUCED}::test_differing_gradients_are_an_error",
-    ),
-    "M12": defect(
-        "a chunk is a number of matrices, whatever their size",
-        f"{OWNERSHIP}::test_chunks_are_bounded_complete_and_mixed",
-        f"{SHARING}::test_chunks_are_bounded_by_bytes_and_change_no_bit",
-    ),
-    "M13": defect(
-        "directions are rounded to bfloat16 on the way to their owner",
-        f"{TOGETHER}::test_many_ranks_equal_one",
-        f"{SHARING}::test_the_wire_keeps_eleven_bits_of_tiny_gradients",
-    ),
-    "M14": defect(
-        "only the first gather runs under other work, and the pipeline drains between groups",
-        f"{SCHEDULE}::test_every_transfer_has_a_computation_to_hide_under",
-        f"{SCHEDULE}::test_phases_are_in_order_and_few_chunks_are_alive",
     ),
     "M15a": defect(
         "expert keys match substrings: shared_experts, routers",
@@ -403,29 +359,6 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
         "the copies are as large as the model (here: as a batch)",
         f"{BLOCKS}::test_batches_are_bounded_and_cover_everything_once",
     ),
-    "N12": defect(
-        "(kept: reduce, compute and gather of different groups run at once)",
-        f"{SCHEDULE}::test_every_transfer_has_a_computation_to_hide_under",
-        f"{UNREDUCED}::test_unreduced_equals_one_rank",
-    ),
-    "N13a": defect(
-        "rows that the number of ranks does not divide are dropped, then fail in NCCL",
-        f"{UNREDUCED}::test_unreduced_equals_one_rank",
-    ),
-    "N13b": defect(
-        "small gradients are reduced one by one, into p.grad",
-        f"{UNREDUCED}::test_small_parameters_share_one_all_reduce",
-        f"{UNREDUCED}::test_unreduced_equals_one_rank",
-    ),
-    "N14a": defect(
-        "fewer matrices than ranks leave ranks idle, and padding travels both ways",
-        f"{UNREDUCED}::test_small_parameters_share_one_all_reduce",
-        f"{OWNERSHIP}::test_equal_work_goes_to_all_ranks_equally",
-    ),
-    "N14b": defect(
-        "gradients that DDP reduced are averaged again",
-        f"{UNREDUCED}::test_gradients_that_ddp_reduced_are_noticed",
-    ),
     "N15": Elsewhere(
         "(to keep: one static buffer serves the reduce and the gather)",
         "messages of bounded size come from torch's caching allocator; a static arena comes with "
@@ -450,6 +383,7 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
     ),
 }
 DEFECTS |= {name: Defect(*entry) for name, entry in CLIP_AND_STATE.items()}
+DEFECTS |= {name: defect(what, *tests) for name, (what, tests) in RANK_DEFECTS.items()}
 ENTRIES = (
     *(f"M{number}" for number in (*range(1, 5), *range(6, 29))),
     *(f"N{number}" for number in range(1, 15)),
