@@ -318,6 +318,14 @@ def _measured(problem: Problem, built: Built, compiled: Callable) -> Iterator[tu
         yield measure(problem.case, inputs, found, least, 1.02, built, compiled, variant)
 
 
+def _compiled_anew() -> Callable:
+    """The baseline for the next shape; the compiler keeps at most eight."""
+    import torch
+
+    torch._dynamo.reset()
+    return torch.compile(polar_express_bf16, dynamic=False, fullgraph=True)
+
+
 def _zoo_rows(built: Built) -> Iterator[tuple[Row, str]]:
     """One matrix of each specimen; distances on the non-zero subspace."""
     import torch
@@ -325,11 +333,13 @@ def _zoo_rows(built: Built) -> Iterator[tuple[Row, str]]:
     from . import zoo
 
     reference = built.package.reference.orthogonalize
-    compiled = torch.compile(polar_express_bf16, dynamic=False, fullgraph=True)
+    before, compiled = None, polar_express_bf16
     for name, specimen in sorted(zoo.zoo(512).items(), key=lambda item: item[1].x.shape):
         there = specimen.to("cuda")
         x = there.x.float().unsqueeze(0)
         problem = Problem(*x.shape, name)
+        compiled = compiled if problem.shape == before else _compiled_anew()
+        before = problem.shape
         sets = cold_sets(problem.bytes_moved, torch.cuda.get_device_properties(0).L2_cache_size)
         exact = there.distance(reference.newton_schulz(there.x, COEFFICIENTS, SCALE))
 
@@ -351,13 +361,10 @@ def rows(built: Built) -> Iterator[tuple[Row, str]]:
 
     before, compiled = None, polar_express_bf16
     for problem in (*listed(), *random_problems(int(built.commit[:8], 16))):
-        if problem.shape != before:
-            torch._dynamo.reset()
-            compiled = torch.compile(polar_express_bf16, dynamic=False, fullgraph=True)
-            before = problem.shape
+        compiled = compiled if problem.shape == before else _compiled_anew()
+        before = problem.shape
         yield from _measured(problem, built, compiled)
         torch.cuda.empty_cache()
-    torch._dynamo.reset()
     yield from _zoo_rows(built)
 
 
