@@ -26,6 +26,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "nf4_dequant(Tensor packed, Tensor absmax, Tensor active_experts, SymInt[] expert_shape, "
       "int blocksize, ScalarType dtype, Tensor? codebook, Tensor? absmax_code, "
       "Tensor? absmax_scale, Tensor? absmax_offset) -> Tensor");
+  ops.def(
+      "nf4_quantize(Tensor weight, Tensor(a!) packed, Tensor(b!) absmax, int blocksize, bool fp4) "
+      "-> ()");
 }
 
 #if defined(CUDA_KERNEL)
@@ -35,6 +38,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("adamw", TORCH_BOX(&optimizer::adamw_cuda));
   ops.impl("symmetric_matmul", TORCH_BOX(&optimizer::symmetric_matmul_cuda));
   ops.impl("nf4_dequant", TORCH_BOX(&optimizer::nf4_dequant_cuda));
+  ops.impl("nf4_quantize", TORCH_BOX(&optimizer::nf4_quantize_cuda));
 }
 #elif defined(CPU_KERNEL)
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
@@ -42,6 +46,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("apply_update", TORCH_BOX(&optimizer::apply_update_cpu));
   ops.impl("adamw", TORCH_BOX(&optimizer::adamw_cpu));
   ops.impl("nf4_dequant", TORCH_BOX(&optimizer::nf4_dequant_cpu));
+  ops.impl("nf4_quantize", TORCH_BOX(&optimizer::nf4_quantize_cpu));
 }
 #endif
 

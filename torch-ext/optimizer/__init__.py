@@ -3,13 +3,13 @@
     gradient -> momentum -> gather -> orthogonalize -> scatter -> update
 
 `Muon` and `MuonAdamW` are that sentence; `orthogonalize` and the methods behind it are its verb.
-`nf4_dequant` decodes the 4-bit experts of a mixture-of-experts model. `explain` says which path an
-operation takes on a device, and why.
+`nf4_quantize` makes and `nf4_dequant` decodes the 4-bit experts of a mixture-of-experts model.
+`explain` says which path an operation takes on a device, and why.
 """
 
 from .explain import explain
 from .integrations.checkpoint import load_optimizer, save_optimizer
-from .kernels import nf4_dequant
+from .kernels import nf4_dequant, nf4_quantize
 from .optimizers import (
     DistMuonAdamW,
     Muon,
@@ -40,6 +40,7 @@ __all__ = [
     "muon",
     "newton_schulz",
     "nf4_dequant",
+    "nf4_quantize",
     "orthogonalize",
     "polar_express",
     "polar_express_coefficients",

@@ -10,6 +10,7 @@ import torch
 
 from .kernels import _lists
 from .kernels.nf4_dequant import explain_nf4_dequant
+from .kernels.nf4_quantize import explain_nf4_quantize
 from .kernels.symmetric_matmul import explain_symmetric_matmul
 from .orthogonalize.choose import explain as explain_orthogonalize
 
@@ -30,6 +31,7 @@ EXPLAINERS = {
     "orthogonalize": _orthogonalize,
     "symmetric_matmul": explain_symmetric_matmul,
     "nf4_dequant": explain_nf4_dequant,
+    "nf4_quantize": explain_nf4_quantize,
     **{op: functools.partial(_lists.explain, op) for op in ("momentum", "apply_update", "adamw")},
 }
 
@@ -38,8 +40,8 @@ def explain(op: str, **problem: Any) -> str:
     """Say in words what `op` would run for a problem.
 
     Args:
-        op: "orthogonalize", "symmetric_matmul", "nf4_dequant", "momentum", "apply_update" or
-            "adamw".
+        op: "orthogonalize", "symmetric_matmul", "nf4_dequant", "nf4_quantize", "momentum",
+            "apply_update" or "adamw".
         **problem: orthogonalize: `shape` (..., m, n), `dtype` and `device` of the input, optionally
             `steps`, `method` and `iterate_dtype`; the others: `device`.
 
