@@ -7,6 +7,7 @@
 `explain` says which path an operation takes on a device, and why.
 """
 
+from . import layers, moe
 from .explain import explain
 from .integrations.checkpoint import load_optimizer, save_optimizer
 from .kernels import nf4_dequant, nf4_quantize
@@ -36,7 +37,9 @@ __all__ = [
     "explain",
     "get_default_muon_param_groups",
     "gram_newton_schulz",
+    "layers",
     "load_optimizer",
+    "moe",
     "muon",
     "newton_schulz",
     "nf4_dequant",

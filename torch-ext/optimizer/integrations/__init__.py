@@ -1,1 +1,28 @@
 """Adapters to other libraries, which are imported only when a function here is called."""
+
+from .adapter_file import load_peft_adapter, save_peft_adapter
+from .lora import (
+    attach_lora,
+    detach_lora,
+    disable_lora,
+    enable_lora,
+    lora_disabled,
+    merge_lora,
+    set_lora,
+    unmerge_lora,
+)
+from .transformers import use_in_transformers
+
+__all__ = [
+    "attach_lora",
+    "detach_lora",
+    "disable_lora",
+    "enable_lora",
+    "load_peft_adapter",
+    "lora_disabled",
+    "merge_lora",
+    "save_peft_adapter",
+    "set_lora",
+    "unmerge_lora",
+    "use_in_transformers",
+]

@@ -3,6 +3,13 @@
 from ._lists import StochasticRounding
 from .adamw import adamw
 from .apply_update import apply_update
+from .combine import combine
+from .expert_sort import expert_sort
+from .glu import glu
+from .grouped_lora_dab import grouped_lora_dab
+from .grouped_lora_dw import grouped_lora_dw
+from .grouped_lora_dx import grouped_lora_dx
+from .grouped_lora_forward import grouped_lora_forward
 from .momentum import momentum
 from .nf4_dequant import explain_nf4_dequant, nf4_dequant
 from .nf4_quantize import explain_nf4_quantize, nf4_quantize
@@ -12,9 +19,16 @@ __all__ = [
     "StochasticRounding",
     "adamw",
     "apply_update",
+    "combine",
+    "expert_sort",
     "explain_nf4_dequant",
     "explain_nf4_quantize",
     "explain_symmetric_matmul",
+    "glu",
+    "grouped_lora_dab",
+    "grouped_lora_dw",
+    "grouped_lora_dx",
+    "grouped_lora_forward",
     "momentum",
     "nf4_dequant",
     "nf4_quantize",

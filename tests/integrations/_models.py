@@ -1,0 +1,183 @@
+"""Tiny random models of transformers, one of each kind of experts that the issue names.
+
+Sizes are small primes and their multiples where the architecture allows, so that no two meanings
+of a dimension agree by chance; `SQUARE` has 2I == H on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+COMMON = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+LINEAR_ATTENTION = {
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "shared_expert_intermediate_size": 28,
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 24,
+}
+
+
+def qwen3_moe(**changes: Any) -> torch.nn.Module:
+    import transformers as t
+
+    config = t.Qwen3MoeConfig(**COMMON | EXPERTS | {"intermediate_size": 32} | changes)
+    return t.Qwen3MoeForCausalLM(config)
+
+
+def qwen3_moe_square(**changes: Any) -> torch.nn.Module:
+    """2I == H: nothing about gate_up_proj can be told from its shape."""
+    return qwen3_moe(moe_intermediate_size=12, **changes)
+
+
+def qwen3_5_moe(**changes: Any) -> torch.nn.Module:
+    import transformers as t
+
+    config = t.Qwen3_5MoeTextConfig(**COMMON | EXPERTS | LINEAR_ATTENTION | changes)
+    return t.Qwen3_5MoeForCausalLM(config)
+
+
+def qwen3_5_moe_vlm(**changes: Any) -> torch.nn.Module:
+    """A vision-language model: its experts sit in the text backbone, which has its own config."""
+    import transformers as t
+
+    config = t.Qwen3_5MoeConfig(
+        text_config=COMMON | EXPERTS | LINEAR_ATTENTION | changes,
+        vision_config=VISION,
+        tie_word_embeddings=False,
+    )
+    return t.Qwen3_5MoeForConditionalGeneration(config)
+
+
+def qwen3_next(**changes: Any) -> torch.nn.Module:
+    import transformers as t
+
+    config = t.Qwen3NextConfig(
+        **COMMON | EXPERTS | LINEAR_ATTENTION | {"intermediate_size": 32} | changes
+    )
+    return t.Qwen3NextForCausalLM(config)
+
+
+def olmoe(**changes: Any) -> torch.nn.Module:
+    import transformers as t
+
+    own = {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 20}
+    return t.OlmoeForCausalLM(t.OlmoeConfig(**COMMON | own | changes))
+
+
+def mixtral(**changes: Any) -> torch.nn.Module:
+    import transformers as t
+
+    own = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 20}
+    return t.MixtralForCausalLM(t.MixtralConfig(**COMMON | own | changes))
+
+
+def gpt_oss(**changes: Any) -> torch.nn.Module:
+    """Transposed, interleaved and biased, with a clamped gate."""
+    import transformers as t
+
+    own = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 20}
+    model = t.GptOssForCausalLM(t.GptOssConfig(**COMMON | own | changes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("_proj_bias"):  # zero otherwise: a test could not see them
+                parameter.normal_()
+    return model
+
+
+def deepseek_v3(**changes: Any) -> torch.nn.Module:
+    """Sigmoid router with groups and correction bias, a dense first layer, shared experts."""
+    import transformers as t
+
+    own = {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 20,
+        "intermediate_size": 32,
+        "q_lora_rank": None,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    }
+    common = {key: value for key, value in COMMON.items() if key != "head_dim"}
+    config = t.DeepseekV3Config(**common | own | {"num_key_value_heads": 2} | changes)
+    return t.DeepseekV3ForCausalLM(config)
+
+
+MODELS: dict[str, Callable[..., torch.nn.Module]] = {
+    function.__name__: function
+    for function in (
+        qwen3_moe,
+        qwen3_moe_square,
+        qwen3_5_moe,
+        qwen3_5_moe_vlm,
+        qwen3_next,
+        olmoe,
+        mixtral,
+        gpt_oss,
+        deepseek_v3,
+    )
+}
+
+
+def build(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> torch.nn.Module:
+    """A model with the same weights on every call, on transformers' eager experts."""
+    torch.manual_seed(0)
+    model = MODELS[name](**changes).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)  # of 0.02: deltas and routers must matter
+    model.set_experts_implementation("eager")
+    return model
+
+
+def tokens(model: torch.nn.Module, *, batch: int = 2, length: int = 11) -> torch.Tensor:
+    """(B, T) token ids, the same for every model."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(61, (batch, length), generator=generator)
+
+
+def set_random_lora(model: torch.nn.Module, *, seed: int = 2) -> None:
+    """Fill every LoRA factor, PEFT's or ours, in the order of the parameters' names."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters(), key=lambda entry: entry[0]):
+            if ".lora_" in name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def step(model: torch.nn.Module, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits of the tokens, and the gradient of every parameter that has one."""
+    model.zero_grad()
+    ids = tokens(model).to(next(model.parameters()).device)
+    output = model(input_ids=ids, labels=ids, **options)
+    output.loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return output.logits.detach(), gradients

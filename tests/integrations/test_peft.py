@@ -1,0 +1,345 @@
+"""LoRA that PEFT put on experts: PEFT's own results, in every state it can be in.
+
+PEFT on eager experts is the reference: it forms W + delta, which is slow and right there.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from .._compare import assert_error_at_most, assert_same_bits, relative_error
+from ._models import MODELS, build, set_random_lora, step, tokens
+from .test_transformers import FP32, ROUTER_LOSS, experts_of, gradients_of, routing
+
+SQUARE = {"qwen3_moe_square": {}, "gpt_oss": {"intermediate_size": 12}}  # 2I == H
+BOTH = ("experts.gate_up_proj", "experts.down_proj")
+
+
+def wrap(model: nn.Module, *, parameters=BOTH, modules=(), seed: int = 2, **options) -> nn.Module:
+    """A PEFT model with random factors: a fresh adapter would change nothing."""
+    config = peft.LoraConfig(
+        **{"r": 3, "lora_alpha": 7} | options,
+        target_modules=list(modules),
+        target_parameters=list(parameters),
+    )
+    model = peft.get_peft_model(model, config)
+    set_random_lora(model, seed=seed)
+    return model
+
+
+def add(model: nn.Module, name: str, **options) -> None:
+    config = peft.LoraConfig(
+        **{"r": 2, "lora_alpha": 3} | options, target_modules=[], target_parameters=list(BOTH)
+    )
+    model.add_adapter(name, config)
+    set_random_lora(model, seed=5)
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    ids = tokens(model).to(next(model.parameters()).device)
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def wrappers_of(model: nn.Module) -> dict[tuple[str, str], nn.Module]:
+    """PEFT's wrappers around experts, by layer and parameter."""
+    return {
+        (name.split("layers.")[1].split(".")[0], module.parameter_name): module
+        for name, module in model.named_modules()
+        if type(module).__name__ == "ParamWrapper" and ".experts" in name
+    }
+
+
+def base_experts(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if hasattr(m, "_is_expert_parallel")]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_are_pefts(opt, device, name: str) -> None:
+    model = wrap(build(name).to(device), modules=["o_proj"], parameters=[*BOTH, "gate.weight"])
+    options = ROUTER_LOSS.get(name, {})
+    expected, gradients = step(model, **options)
+    assert sum(".experts." in key for key in gradients) == 4 * len(base_experts(model))
+
+    opt.integrations.use_in_transformers(model)
+    assert_error_at_most(step(model, **options)[0], expected, FP32)
+    _, ours = step(model, **options)
+    assert ours.keys() == gradients.keys()  # the frozen weights have none
+    for key, gradient in gradients.items():
+        assert relative_error(ours[key], gradient) <= FP32, key
+
+
+@pytest.mark.parametrize("parameters", [BOTH[:1], BOTH[1:]], ids=["gate_up", "down"])
+@pytest.mark.parametrize("name", ["qwen3_moe_square", "gpt_oss"])
+def test_one_projection(opt, device, name: str, parameters) -> None:
+    model = wrap(build(name).to(device), parameters=parameters, use_rslora=True)
+    expected, gradients = step(model)
+    opt.integrations.use_in_transformers(model)
+    ours, our_gradients = step(model)
+    assert_error_at_most(ours, expected, FP32)
+    for key, gradient in gradients.items():
+        assert relative_error(our_gradients[key], gradient) <= FP32, key
+
+
+def test_weights_are_never_replaced(opt, device, monkeypatch) -> None:
+    model = wrap(build("qwen3_moe").to(device))
+    opt.integrations.use_in_transformers(model)
+
+    def refuse(*_, **__):
+        raise AssertionError("PEFT formed W + delta")
+
+    monkeypatch.setattr(torch.nn.utils.parametrize, "register_parametrization", refuse)
+    before = [entry.gate_up_proj.clone() for entry in base_experts(model)]
+    step(model)
+    for entry, weight in zip(base_experts(model), before, strict=True):
+        assert not hasattr(entry, "parametrizations") and entry.gate_up_proj.grad is None
+        assert_same_bits(entry.gate_up_proj, weight)
+
+
+def test_disabled_adapters_leave_the_base_bit_for_bit(opt, device) -> None:
+    base = build("qwen3_moe").to(device)
+    opt.integrations.use_in_transformers(base)
+    expected = logits(base)
+    model = wrap(base)
+    opt.integrations.use_in_transformers(model)
+    adapted = logits(model)
+    assert relative_error(adapted, expected) > 0.1
+    with model.disable_adapter():
+        assert_same_bits(logits(model), expected)
+    assert_same_bits(logits(model), adapted)
+
+
+def test_merged_adapters_count_once(opt, device) -> None:
+    model = wrap(build("qwen3_moe").to(device))
+    opt.integrations.use_in_transformers(model)
+    with model.disable_adapter():
+        base = logits(model)
+    expected = logits(model)
+    model.merge_adapter()
+    assert_error_at_most(logits(model), expected, FP32)
+    with model.disable_adapter():  # PEFT takes the delta out of the weights for it
+        assert_error_at_most(logits(model), base, FP32)
+    assert_error_at_most(logits(model), expected, FP32)
+
+
+def test_active_adapter_is_the_one_that_is_set(opt, device) -> None:
+    model = wrap(build("qwen3_moe").to(device))
+    add(model, "other")
+    expected = {}
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        expected[name] = logits(model)
+    assert relative_error(expected["default"], expected["other"]) > 0.1
+    opt.integrations.use_in_transformers(model)
+    for name in ("default", "other", "default"):
+        model.set_adapter(name)
+        assert_error_at_most(logits(model), expected[name], FP32)
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ValueError, match=r"\['default', 'other'\] are active.*set_adapter"):
+        logits(model)
+    model.base_model.set_adapter("other")
+    model.delete_adapter("default")
+    assert_error_at_most(logits(model), expected["other"], FP32)
+
+
+def test_two_forwards_are_bit_equal_over_4_bit_experts(opt, device) -> None:
+    """PEFT 0.21.2 leaves its parametrization on quantized experts: each forward adds a delta."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+    def quantized() -> nn.Module:
+        model = build("qwen3_moe", moe_intermediate_size=64, hidden_size=64).to(device)
+        for experts in experts_of(model):
+            for parameter in ("gate_up_proj", "down_proj"):
+                replace_parameter_4bit(experts, parameter, quant_type="nf4")
+        return model
+
+    base = quantized()
+    opt.integrations.use_in_transformers(base)
+    expected = logits(base)
+    names = [name for name, _ in base.named_modules() if name.endswith(".experts")]
+    model = wrap(
+        quantized(), parameters=[f"{n}.{p}" for n in names for p in ("gate_up_proj", "down_proj")]
+    )
+    opt.integrations.use_in_transformers(model)
+    first = logits(model)
+    assert relative_error(first, expected) > 0.1
+    assert_same_bits(logits(model), first)
+    with model.disable_adapter():
+        assert_same_bits(logits(model), expected)
+    for experts in base_experts(model):
+        assert [len(entries) for entries in experts.parametrizations.values()] == [1, 1]
+
+    dense = build("qwen3_moe", moe_intermediate_size=64, hidden_size=64).to(device)
+    with torch.no_grad():  # the same model with decoded weights and PEFT's own arithmetic
+        for experts, four_bit in zip(experts_of(dense), base_experts(model), strict=True):
+            for parameter in ("gate_up_proj", "down_proj"):
+                getattr(experts, parameter).copy_(getattr(four_bit, parameter))
+    reference = wrap(dense)
+    with torch.no_grad():
+        for place, wrapper in wrappers_of(model).items():
+            for factor in ("lora_A", "lora_B"):
+                theirs = getattr(wrappers_of(reference)[place], factor)["default"].weight
+                theirs.copy_(getattr(wrapper, factor)["default"].weight)
+    assert_error_at_most(first, logits(reference), FP32)
+
+
+def test_wrapping_after_use_in_transformers_is_not_silent(opt, device) -> None:
+    model = build("qwen3_moe").to(device)
+    opt.integrations.use_in_transformers(model)
+    model = wrap(model)
+    with pytest.raises(RuntimeError, match="use_in_transformers\\(model\\) again, after PEFT"):
+        logits(model)
+    opt.integrations.use_in_transformers(model)
+    logits(model)
+
+
+def test_other_implementations_run_pefts_own_forward(opt, device) -> None:
+    model = wrap(build("qwen3_moe").to(device))
+    expected = logits(model)
+    opt.integrations.use_in_transformers(model)
+    model.get_base_model().set_experts_implementation("eager")
+    assert_same_bits(logits(model), expected)
+
+
+def test_unloaded_base_runs_without_lora(opt, device) -> None:
+    base = build("qwen3_moe").to(device)
+    opt.integrations.use_in_transformers(base)
+    expected = logits(base)
+    model = wrap(base)
+    opt.integrations.use_in_transformers(model)
+    assert_same_bits(logits(model.unload()), expected)
+
+
+def test_a_copy_has_its_own_adapters(opt, device) -> None:
+    model = wrap(build("qwen3_moe").to(device))
+    opt.integrations.use_in_transformers(model)
+    expected = logits(model)
+    twin = copy.deepcopy(model)
+    set_random_lora(twin, seed=9)
+    assert relative_error(logits(twin), expected) > 0.1
+    assert_same_bits(logits(model), expected)
+
+
+def test_forward_replaced_by_accelerate_is_kept(opt, device) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    class Counting(ModelHook):
+        calls = 0
+
+        def pre_forward(self, module, *args, **kwargs):
+            self.calls += 1
+            return args, kwargs
+
+    model = wrap(build("qwen3_moe").to(device))
+    expected = logits(model)
+    hook = Counting()
+    outer = wrappers_of(model)["0", "down_proj"]
+    add_hook_to_module(outer, hook)
+    opt.integrations.use_in_transformers(model)
+    assert_error_at_most(logits(model), expected, FP32)
+    assert hook.calls == 1
+
+    other = wrappers_of(model)["1", "down_proj"]
+    other.forward = lambda *args: None
+    with pytest.raises(ValueError, match=r"wrapper of down_proj was replaced by"):
+        opt.integrations.use_in_transformers(model)
+
+
+@pytest.mark.parametrize("option", ["DoRA", "lora_bias", "lora_dropout", "variant"])
+def test_what_the_factors_cannot_say_is_refused(opt, device, option: str) -> None:
+    model = wrap(build("qwen3_moe").to(device))
+    opt.integrations.use_in_transformers(model)
+    wrapper = wrappers_of(model)["1", "gate_up_proj"]
+    if option == "DoRA":
+        wrapper.use_dora["default"] = True
+    elif option == "lora_bias":
+        wrapper.lora_bias["default"] = True
+    elif option == "lora_dropout":
+        wrapper.lora_dropout["default"] = nn.Dropout(0.1)
+    else:
+        wrapper.lora_variant["default"] = object()
+    with pytest.raises(ValueError, match=f"'default' on gate_up_proj has .*{option}"):
+        logits(model)
+
+
+def test_batches_of_mixed_adapters_are_refused(opt, device) -> None:
+    model = wrap(build("qwen3_moe").to(device))
+    opt.integrations.use_in_transformers(model)
+    hidden, index, weights = routing(base_experts(model)[0], device)
+    outer = wrappers_of(model)["0", "down_proj"]
+    with pytest.raises(ValueError, match="cannot mix adapters"):
+        outer(hidden, index, weights, adapter_names=["default"] * len(hidden))
+
+
+def deltas(a: torch.Tensor, b: torch.Tensor, count: int, order: str) -> torch.Tensor:
+    """PEFT's definition of all experts' deltas."""
+    a, b = a.unflatten(0, (count, -1)), b.unflatten(1, (-1, count))
+    return torch.einsum(f"ore,eri->{order}", b, a)
+
+
+@pytest.mark.parametrize("version", ["0.18", "0.19.0", "now"])
+@pytest.mark.parametrize("name", ["qwen3_moe_square", "gpt_oss"])
+def test_roles_of_a_and_b_follow_the_wrapper_and_not_the_shape(
+    opt, device, name: str, version: str
+) -> None:
+    """gate_up_proj is square in both: the wrong roles would fit, and give other results."""
+    model = wrap(build(name, **SQUARE[name]).to(device), parameters=BOTH[:1])
+    experts = base_experts(model)[0]
+    wrapper = wrappers_of(model)["0", "gate_up_proj"]
+    assert experts.gate_up_proj.shape[1] == experts.gate_up_proj.shape[2]
+    if version == "0.18":  # it had no such attribute
+        del wrapper._did_swap_in_out_features
+        swapped = False
+    elif version == "0.19.0":
+        swapped = wrapper._did_swap_in_out_features = experts.is_transposed
+    else:
+        swapped = wrapper._did_swap_in_out_features
+    a, b = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
+    plain = copy.deepcopy(experts)
+    with torch.no_grad():  # the parameter's own dimensions 1 and 2
+        order = "eoi" if swapped else "eio"
+        plain.gate_up_proj += 7 / 3 * deltas(a, b, experts.num_experts, order)
+    inputs = routing(experts, device)
+    expected = gradients_of(plain, plain, *inputs)
+    opt.integrations.use_in_transformers(model)
+    ours = gradients_of(experts, wrapper, *inputs)
+    for key in ("output", "hidden", "weights"):
+        assert relative_error(ours[key], expected[key]) <= FP32, key
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_float32_lora_over_bfloat16_errs_no_more_than_pefts_sum(opt, device, name: str) -> None:
+    model = wrap(build(name, dtype=torch.bfloat16).to(device))
+    wrapper, experts = wrappers_of(model)["0", "down_proj"], base_experts(model)[0]
+    assert wrapper.lora_A["default"].weight.dtype == torch.float32
+    hidden, index, weights = routing(experts, device, dtype=torch.bfloat16)
+    exact = copy.deepcopy(wrapper).double()
+    for entry in (exact, exact.base_layer):  # double() reaches the parameters
+        assert entry.lora_A["default"].weight.dtype == torch.float64
+    expected = gradients_of(exact, exact, hidden.double(), index, weights.double())
+    eager = gradients_of(wrapper, wrapper, hidden, index, weights)
+    opt.integrations.use_in_transformers(model)
+    ours = gradients_of(wrapper, wrapper, hidden, index, weights)
+    for key, value in expected.items():
+        if value is None:  # the frozen weights
+            assert ours[key] is None
+            continue
+        assert ours[key].dtype == eager[key].dtype
+        assert relative_error(ours[key], value) <= 1.5 * relative_error(eager[key], value), key
+
+
+def test_adapter_that_transformers_itself_adds(opt, device) -> None:
+    model = build("qwen3_moe").to(device)
+    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules=[], target_parameters=list(BOTH))
+    model.add_adapter(config)
+    set_random_lora(model)
+    expected = logits(model)
+    opt.integrations.use_in_transformers(model)
+    assert_error_at_most(logits(model), expected, FP32)
+    model.disable_adapters()
+    assert relative_error(logits(model), expected) > 0.1

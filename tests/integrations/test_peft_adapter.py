@@ -1,0 +1,283 @@
+"""save_peft_adapter and load_peft_adapter: PEFT's files, read and written exactly."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from .._compare import assert_error_at_most, assert_same_bits, relative_error
+from ._models import MODELS, build, set_random_lora
+from .test_peft import BOTH, SQUARE, deltas, wrap
+from .test_transformers import FP32, experts_of
+from .test_transformers_lora import attached, folded, logits
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+def edit(folder: Path, **changes) -> Path:
+    """Change entries of the configuration; None removes one."""
+    config = json.loads((folder / CONFIG).read_text()) | changes
+    config = {key: value for key, value in config.items() if value is not None}
+    (folder / CONFIG).write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def saved(opt, device, tmp_path) -> Path:
+    """An adapter that PEFT wrote."""
+    wrap(build("qwen3_moe_square").to(device)).save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_our_adapter_in_peft(opt, device, name: str, tmp_path) -> None:
+    model = attached(opt, device, name)
+    opt.integrations.save_peft_adapter(model, tmp_path)
+    loaded = peft.PeftModel.from_pretrained(build(name).to(device), tmp_path)
+    assert_error_at_most(logits(loaded), logits(model), FP32)
+    assert relative_error(logits(model), logits(build(name).to(device))) > 0.1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pefts_adapter_in_ours_and_back(opt, device, name: str, tmp_path) -> None:
+    reference = wrap(build(name).to(device))
+    reference.save_pretrained(tmp_path / "theirs")
+    model = build(name).to(device)
+    opt.integrations.load_peft_adapter(model, tmp_path / "theirs")
+    assert_error_at_most(logits(model), logits(reference), FP32)
+
+    opt.integrations.save_peft_adapter(model, tmp_path / "ours")
+    theirs = load_file(tmp_path / "theirs" / TENSORS)
+    ours = load_file(tmp_path / "ours" / TENSORS)
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert_same_bits(ours[key], tensor)
+
+
+@pytest.mark.parametrize("target", ["gate_up_proj", "down_proj"])
+def test_one_projection_has_no_base_layer_in_its_key(opt, device, target: str, tmp_path) -> None:
+    model = attached(opt, device, "qwen3_moe_square", targets=[target])
+    opt.integrations.save_peft_adapter(model, tmp_path)
+    assert not [key for key in load_file(tmp_path / TENSORS) if "base_layer" in key]
+    loaded = peft.PeftModel.from_pretrained(build("qwen3_moe_square").to(device), tmp_path)
+    assert_error_at_most(logits(loaded), logits(model), FP32)
+    again = build("qwen3_moe_square").to(device)
+    opt.integrations.load_peft_adapter(again, tmp_path)
+    assert_same_bits(logits(again), logits(model))
+
+
+@pytest.mark.parametrize("rslora", [False, True], ids=["alpha/r", "alpha/sqrt(r)"])
+def test_ranks_and_alphas_by_pattern(opt, device, rslora: bool, tmp_path) -> None:
+    reference = wrap(
+        build("gpt_oss").to(device),
+        use_rslora=rslora,
+        rank_pattern={r"0\.mlp\.experts\.gate_up_proj": 5, "down_proj": 1},
+        alpha_pattern={r".*\.gate_up_proj": 11.5},
+    )
+    reference.save_pretrained(tmp_path / "theirs")
+    model = build("gpt_oss").to(device)
+    opt.integrations.load_peft_adapter(model, tmp_path / "theirs")
+    ranks = {
+        (layer, name): entry.lora_B["default"].weight.shape[1] // 5
+        for layer, experts in enumerate(experts_of(model))
+        for name, entry in experts.expert_lora.items()
+    }
+    assert ranks == {(0, "gate_up"): 5, (1, "gate_up"): 3, (0, "down"): 1, (1, "down"): 1}
+    expected = logits(reference)
+    assert_error_at_most(logits(model), expected, FP32)
+    opt.integrations.save_peft_adapter(model, tmp_path / "ours")
+    loaded = peft.PeftModel.from_pretrained(build("gpt_oss").to(device), tmp_path / "ours")
+    assert_error_at_most(logits(loaded), expected, FP32)
+
+
+def test_round_trip_is_exact_in_every_dtype(opt, device, tmp_path) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        model = attached(opt, device, dtype=dtype)
+        opt.integrations.save_peft_adapter(model, tmp_path / "a")
+        again = build("qwen3_moe").to(device)
+        opt.integrations.load_peft_adapter(again, tmp_path / "a", adapter="other")
+        opt.integrations.save_peft_adapter(again, tmp_path / "b")
+        for file in (CONFIG, TENSORS):
+            assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+        assert_same_bits(logits(again), logits(model))
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [CONFIG, TENSORS]
+
+
+def test_which_adapter_is_saved_and_trained(opt, device, tmp_path) -> None:
+    model = attached(opt, device)
+    opt.integrations.attach_lora(model, 2, 3, adapter="other")
+    set_random_lora(model, seed=8)
+    opt.integrations.save_peft_adapter(model, tmp_path, adapter="other")
+    assert json.loads((tmp_path / CONFIG).read_text())["r"] == 2
+    with pytest.raises(ValueError, match=r"adapter='third' is not attached.*default.*other"):
+        opt.integrations.save_peft_adapter(model, tmp_path, adapter="third")
+    opt.integrations.load_peft_adapter(model, tmp_path, adapter="third", trainable=True)
+    trained = {n.split(".")[8] for n, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"third"}
+    opt.integrations.set_lora(model, "other")
+    expected = logits(model)
+    opt.integrations.set_lora(model, "third")
+    assert_same_bits(logits(model), expected)
+
+
+@pytest.mark.parametrize("version", [None, "0.17.1", "0.18.1", "0.19.0", "0.19.1", "0.21.2"])
+@pytest.mark.parametrize("name", ["qwen3_moe_square", "gpt_oss"])
+def test_roles_of_a_and_b_follow_the_version_and_not_the_shape(
+    opt, device, name: str, version: str | None, tmp_path
+) -> None:
+    """Square projections of old files load without an error either way, and then differ."""
+    wrap(build(name, **SQUARE[name]).to(device), parameters=BOTH[:1]).save_pretrained(tmp_path)
+    edit(tmp_path, peft_version=version)
+    model = build(name, **SQUARE[name]).to(device)
+    transposed = experts_of(model)[0].is_transposed
+    recent = version in ("0.19.1", "0.21.2")
+    swapped = not transposed if recent else transposed and version == "0.19.0"
+    expected = build(name, **SQUARE[name]).to(device)
+    tensors = load_file(tmp_path / TENSORS, device=str(device))
+    with torch.no_grad():
+        for layer, experts in enumerate(experts_of(expected)):
+            key = f"base_model.model.model.layers.{layer}.mlp.experts"
+            pair = tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"]
+            order = "eoi" if swapped else "eio"  # dimensions 1 and 2 of the parameter
+            experts.gate_up_proj += 7 / 3 * deltas(*pair, experts.num_experts, order)
+    opt.integrations.load_peft_adapter(model, tmp_path)
+    assert_error_at_most(logits(model), logits(expected), FP32)
+    opt.integrations.save_peft_adapter(model, tmp_path / "today")
+    loaded = peft.PeftModel.from_pretrained(
+        build(name, **SQUARE[name]).to(device), tmp_path / "today"
+    )
+    assert_error_at_most(logits(loaded), logits(expected), FP32)
+
+
+def test_version_of_peft_whose_layout_is_unknown(opt, device, saved) -> None:
+    model = build("qwen3_moe_square").to(device)
+    for version, words in (("0.19.1.dev0@abc", "development version"), ("new", "no version")):
+        with pytest.raises(ValueError, match=words):
+            opt.integrations.load_peft_adapter(model, edit(saved, peft_version=version))
+    opt.integrations.load_peft_adapter(model, edit(saved, peft_version="0.22.0.dev0"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"peft_type": "IA3"}, "'peft_type': 'IA3'"),
+        ({"use_dora": True}, "'use_dora': True"),
+        ({"lora_dropout": 0.1}, "'lora_dropout': 0.1"),
+        ({"lora_bias": True}, "'lora_bias': True"),
+        ({"bias": "all"}, "'bias': 'all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"target_modules": ["q_proj"]}, "also targets modules.*PeftModel.from_pretrained"),
+        ({"target_parameters": []}, "targets no parameters"),
+        ({"target_parameters": [*BOTH, "gate.weight"]}, "'gate.weight'.*no parameters"),
+        ({"target_parameters": [BOTH[0]]}, "unexpected.*base_layer"),
+        ({"r": 4}, r"down_proj needs A \(20, 12\) and B \(24, 20\), the file has"),
+    ],
+    ids=str,
+)
+def test_unfit_configurations_are_refused(opt, device, saved, changes, words) -> None:
+    model = build("qwen3_moe_square").to(device)
+    before = set(model.state_dict())
+    with pytest.raises(ValueError, match=words):
+        opt.integrations.load_peft_adapter(model, edit(saved, **changes))
+    assert set(model.state_dict()) == before
+    assert model.config._experts_implementation == "eager"
+
+
+def test_unfit_tensors_are_refused(opt, device, saved) -> None:
+    load, file = opt.integrations.load_peft_adapter, saved / TENSORS
+    model = build("qwen3_moe_square").to(device)
+    before = set(model.state_dict())
+    tensors = load_file(file)
+    first, *_ = tensors
+    other = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(3, 24)}
+    for damaged, words in (
+        (tensors | other, "unexpected.*q_proj.*PeftModel.from_pretrained"),
+        ({k: v for k, v in tensors.items() if k != first}, f"missing.*{re.escape(first)}"),
+        (tensors | {first: tensors[first].bfloat16()}, "mixes.*bfloat16.*float32"),
+    ):
+        save_file(damaged, file)
+        with pytest.raises(ValueError, match=words):
+            load(model, saved)
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(ValueError, match="is damaged"):
+        load(model, saved)
+    file.rename(saved / "adapter_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"pickled.*are not read"):
+        load(model, saved)
+    assert set(model.state_dict()) == before
+    with pytest.raises(ValueError, match="is of another model, or was saved over quantized"):
+        exchanged(tensors, file)
+        load(model, saved)
+
+
+def exchanged(tensors: dict[str, torch.Tensor], file: Path) -> None:
+    """Names as PEFT writes them over quantized experts: gate_up_proj is the outer wrapper there."""
+    names = {
+        key: key.replace(".base_layer", "") if "base_layer" in key else
+        key.replace("experts.", "experts.base_layer.") for key in tensors
+    }  # fmt: skip
+    save_file({names[key]: tensor for key, tensor in tensors.items()}, file)
+
+
+@pytest.fixture
+def no_network(monkeypatch) -> None:
+    def refuse(*_, **__):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def test_hub_id_with_a_pinned_revision_offline(
+    opt, device, saved, tmp_path, monkeypatch, no_network
+) -> None:
+    cache = tmp_path / "hub"
+    snapshot = cache / "models--org--adapter" / "snapshots" / REVISION
+    snapshot.mkdir(parents=True)
+    refs = cache / "models--org--adapter" / "refs"
+    refs.mkdir()
+    (refs / "v1").write_text(REVISION)
+    for name in (CONFIG, TENSORS):
+        (saved / name).rename(snapshot / name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    expected = build("qwen3_moe_square").to(device)
+    opt.integrations.load_peft_adapter(expected, snapshot)
+    for options in ({"revision": REVISION}, {"revision": "v1", "local_files_only": True}):
+        model = build("qwen3_moe_square").to(device)
+        opt.integrations.load_peft_adapter(model, "org/adapter", **options)
+        assert_same_bits(logits(model), logits(expected))
+    with pytest.raises(ValueError, match=r"'org/adapter' is no folder.*revision="):
+        opt.integrations.load_peft_adapter(model, "org/adapter")
+
+
+def test_a_saver_that_fails_leaves_the_old_files(opt, device, tmp_path, monkeypatch) -> None:
+    model = attached(opt, device)
+    opt.integrations.save_peft_adapter(model, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", fail)
+    set_random_lora(model, seed=11)
+    with pytest.raises(OSError, match="disk full"):
+        opt.integrations.save_peft_adapter(model, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_saved_adapter_equals_the_sum(opt, device, tmp_path) -> None:
+    """Against the definition of the delta, so that a mistake on both sides cannot cancel."""
+    model = attached(opt, device, "qwen3_moe_square")
+    opt.integrations.save_peft_adapter(model, tmp_path)
+    again: nn.Module = build("qwen3_moe_square").to(device)
+    opt.integrations.load_peft_adapter(again, tmp_path)
+    assert_error_at_most(logits(again), logits(folded(model, "default", 7 / 3)), FP32)

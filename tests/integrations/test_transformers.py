@@ -1,0 +1,257 @@
+"""use_in_transformers: the models' own results on our experts, with everything else left alone.
+
+Eager in float32 is the reference of the models. In bfloat16 one expert more or less chosen by a
+router would drown the comparison, so the error budget is checked on the experts, for equal routing.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from .._compare import assert_error_at_most, assert_same_bits, relative_error
+from ._models import MODELS, build, step, tokens
+
+FP32 = 1e-5  # of a whole model: tens of float32 roundings, each 6e-8
+ROUTER_LOSS = {name: {"output_router_logits": True} for name in MODELS if name != "deepseek_v3"}
+
+
+def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [m for name, m in model.named_modules() if name.endswith(".experts")]
+
+
+@pytest.fixture
+def calls(opt, submodule, monkeypatch):
+    """The experts modules that ran through our function, in order."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    ours = submodule("integrations.transformers").experts_function
+    seen: list[torch.nn.Module] = []
+
+    def spy(experts, *args, **kwargs):
+        seen.append(experts)
+        return ours(experts, *args, **kwargs)
+
+    name = opt.integrations.use_in_transformers()
+    monkeypatch.setitem(ExpertsInterface._global_mapping, name, spy)
+    monkeypatch.setattr(ExpertsInterface, "register", lambda *_: None)  # would replace the spy
+    return seen
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_losses_and_gradients_are_eagers(opt, device, calls, name: str) -> None:
+    model = build(name).to(device)
+    options = ROUTER_LOSS.get(name, {})
+    logits, gradients = step(model, **options)
+    assert not calls
+
+    opt.integrations.use_in_transformers(model)
+    ours, our_gradients = step(model, **options)
+    assert calls == experts_of(model)
+    assert_error_at_most(ours, logits, FP32)
+    assert our_gradients.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        assert relative_error(our_gradients[key], gradient) <= FP32, key
+
+
+@pytest.mark.parametrize("name", ROUTER_LOSS)
+def test_router_is_untouched(opt, device, name: str) -> None:
+    model = build(name).to(device)
+    ids = tokens(model).to(device)
+    with torch.no_grad():
+        eager = model(input_ids=ids, labels=ids, output_router_logits=True)
+        opt.integrations.use_in_transformers(model)
+        hooked = []
+        for experts_name, module in model.named_modules():
+            if experts_name.endswith((".mlp.gate", ".mlp.router")):
+                module.register_forward_hook(lambda *_: hooked.append(1))
+        ours = model(input_ids=ids, labels=ids, output_router_logits=True)
+    assert len(ours.router_logits) == len(eager.router_logits) == len(hooked) == 2
+    for mine, theirs in zip(ours.router_logits, eager.router_logits, strict=True):
+        assert_error_at_most(mine, theirs, FP32)
+    assert ours.aux_loss.item() == pytest.approx(eager.aux_loss.item(), rel=1e-5)
+    assert ours.aux_loss.item() > 0.5
+
+
+def gradients_of(experts, forward, hidden, index, weights):
+    """Output and gradients of one experts module, for a fixed direction."""
+    experts.zero_grad()
+    hidden, weights = (t.detach().clone().requires_grad_() for t in (hidden, weights))
+    output = forward(hidden, index, weights)
+    generator = torch.Generator().manual_seed(4)
+    direction = torch.randn(output.shape, generator=generator).to(output)
+    output.backward(direction)
+    found = {name: p.grad for name, p in experts.named_parameters()}
+    return {"output": output.detach(), "hidden": hidden.grad, "weights": weights.grad, **found}
+
+
+def routing(experts, device, *, count: int = 23, dtype=torch.float32):
+    """Hidden states, indices and weights; the last expert gets no token."""
+    generator = torch.Generator().manual_seed(3)
+    size = experts.down_proj.shape[2 if experts.is_transposed else 1]
+    hidden = torch.randn(count, size, generator=generator)
+    scores = torch.rand(count, experts.num_experts - 1, generator=generator)
+    weights, index = scores.topk(2)
+    return hidden.to(device, dtype), index.to(device), weights.to(device, dtype)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_square", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_errs_at_most_half_again_as_much_as_eager(
+    opt, device, name: str, dtype: torch.dtype
+) -> None:
+    experts = experts_of(build(name, dtype=dtype).to(device))[0]
+    inputs = routing(experts, device, dtype=dtype)
+    exact = copy.deepcopy(experts).double()
+    expected = gradients_of(exact, exact, inputs[0].double(), inputs[1], inputs[2].double())
+    eager = gradients_of(experts, experts, *inputs)
+    experts.config._experts_implementation = opt.integrations.use_in_transformers()
+    ours = gradients_of(experts, experts, *inputs)
+    for key, value in expected.items():
+        assert ours[key].dtype == dtype
+        assert relative_error(ours[key], value) <= 1.5 * relative_error(eager[key], value), key
+
+
+def stand_alone(name: str) -> torch.nn.Module:
+    """An experts module of a layout that no model above has, with random parameters."""
+    from transformers.models import deepseek_v4, nemotron_h, openai_privacy_filter
+    from transformers.models.aria import modeling_aria
+
+    kinds = {
+        "nemotron_h": (  # no gate, relu squared
+            nemotron_h.modeling_nemotron_h.NemotronHExperts,
+            nemotron_h.NemotronHConfig,
+            {"n_routed_experts": 5, "moe_intermediate_size": 20},
+        ),
+        "aria": (  # transposed
+            modeling_aria.AriaExperts,
+            modeling_aria.AriaTextConfig,
+            {"moe_num_experts": 5, "intermediate_size": 20},
+        ),
+        "openai_privacy_filter": (  # gpt_oss's gate, but concatenated
+            openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts,
+            openai_privacy_filter.OpenAIPrivacyFilterConfig,
+            {"num_local_experts": 5, "intermediate_size": 20},
+        ),
+        "deepseek_v4": (  # a clamped gate of its own
+            deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts,
+            deepseek_v4.DeepseekV4Config,
+            {"n_routed_experts": 5, "moe_intermediate_size": 20, "swiglu_limit": 0.7},
+        ),
+    }
+    kind, config, sizes = kinds[name]
+    experts = kind(
+        config(hidden_size=24, num_attention_heads=2, experts_implementation="eager", **sizes)
+    )
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return experts
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "aria", "openai_privacy_filter", "deepseek_v4"])
+def test_special_layouts_run_their_own_gate(opt, device, name: str) -> None:
+    experts = stand_alone(name).to(device)
+    inputs = routing(experts, device)
+    eager = gradients_of(experts, experts, *inputs)
+    experts.config._experts_implementation = opt.integrations.use_in_transformers()
+    ours = gradients_of(experts, experts, *inputs)
+    for key, value in eager.items():
+        assert relative_error(ours[key], value) <= FP32, key
+
+
+def test_expert_parallel_sentinels_are_skipped(opt, device) -> None:
+    experts = experts_of(build("qwen3_moe").to(device))[0]
+    experts._is_expert_parallel = True  # as transformers marks a rank that holds some experts
+    hidden, index, weights = routing(experts, device)
+    sentinel = torch.zeros_like(index, dtype=torch.bool)
+    sentinel[::3, 0] = sentinel[1::5, 1] = sentinel[4] = True
+    clean = gradients_of(
+        experts, experts, hidden, index.masked_fill(sentinel, 0), weights.masked_fill(sentinel, 0)
+    )
+    experts.config._experts_implementation = opt.integrations.use_in_transformers()
+    # the id and the weight of a sentinel slot say nothing, whatever they are
+    ids = index.masked_fill(sentinel, experts.num_experts)
+    ids[4, 1] = experts.num_experts + 3
+    ours = gradients_of(experts, experts, hidden, ids, weights)
+    assert ours["output"][4].count_nonzero() == 0
+    assert ours["weights"][sentinel].count_nonzero() == 0
+    clean["weights"] = clean["weights"].masked_fill(sentinel, 0)
+    for key, value in clean.items():
+        assert relative_error(ours[key], value) <= FP32, key
+
+
+def test_no_tokens(opt, device) -> None:
+    experts = experts_of(build("qwen3_moe").to(device))[0]
+    experts.config._experts_implementation = opt.integrations.use_in_transformers()
+    hidden, index, weights = routing(experts, device)
+    ours = gradients_of(experts, experts, hidden[:0], index[:0], weights[:0])
+    assert ours["output"].shape == (0, 24)
+    assert ours["gate_up_proj"].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(opt, device, reentrant: bool) -> None:
+    model = build("qwen3_moe").to(device).train()
+    opt.integrations.use_in_transformers(model)
+    logits, gradients = step(model)
+    # 5.23 has the new name, 5.17 the old one
+    new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+    getattr(model, new if hasattr(model, new) else old)({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    again, recomputed = step(model)
+    assert_same_bits(again, logits)
+    for key, gradient in gradients.items():
+        assert_same_bits(recomputed[key], gradient)
+
+
+def test_generation_token_by_token(opt, device) -> None:
+    model = build("mixtral").to(device).eval()
+    ids = tokens(model, batch=1, length=5).to(device)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    eager = model.generate(ids, **options)
+    opt.integrations.use_in_transformers(model)
+    assert torch.equal(model.generate(ids, **options), eager)
+
+
+def test_model_is_loaded_with_our_experts(opt, device, calls, tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = build("olmoe")
+    model.save_pretrained(tmp_path)
+    name = opt.integrations.use_in_transformers()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation=name).to(device)
+    logits, _ = step(loaded)
+    assert calls == experts_of(loaded)
+    assert_error_at_most(logits.cpu(), step(model)[0], FP32)
+
+
+def test_models_that_cannot_run_are_refused_and_unchanged(opt, monkeypatch) -> None:
+    import transformers
+
+    dense = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*no experts"):
+        opt.integrations.use_in_transformers(transformers.LlamaForCausalLM(dense))
+    model = build("qwen3_moe")
+    experts_of(model)[1].has_post_expert_norm = True
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts.*normalizes"):
+        opt.integrations.use_in_transformers(model)
+    assert model.config._experts_implementation == "eager"
+    outside = torch.nn.ModuleList([experts_of(build("qwen3_moe"))[0]])
+    with pytest.raises(ValueError, match="did not set the experts implementation"):
+        opt.integrations.use_in_transformers(outside)
+
+
+def test_models_inside_other_modules_are_found(opt, calls, device) -> None:
+    holder = torch.nn.ModuleDict({"policy": build("qwen3_moe"), "value": build("mixtral")})
+    opt.integrations.use_in_transformers(holder.to(device))
+    for model in holder.values():
+        step(model)
+    assert calls == experts_of(holder["policy"]) + experts_of(holder["value"])

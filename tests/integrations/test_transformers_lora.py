@@ -1,0 +1,289 @@
+"""attach_lora and its switches: the results of PEFT with the same factors, without PEFT."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from .._compare import assert_error_at_most, assert_same_bits, relative_error
+from ._models import MODELS, build, set_random_lora, step, tokens
+from .test_transformers import FP32, experts_of, routing, stand_alone
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    ids = tokens(model).to(next(model.parameters()).device)
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def attached(opt, device, name: str = "qwen3_moe", **options) -> nn.Module:
+    """A model with a random adapter of ours."""
+    model = build(name).to(device)
+    opt.integrations.attach_lora(model, **{"r": 3, "alpha": 7} | options)
+    set_random_lora(model)
+    return model
+
+
+def folded(model: nn.Module, adapter: str, scaling: float) -> nn.Module:
+    """An eager copy whose weights hold the adapter, by PEFT's definition of the delta."""
+    result = copy.deepcopy(model)
+    for experts in experts_of(result):
+        for target, name in (("gate_up_proj", "gate_up"), ("down_proj", "down")):
+            entry = experts.expert_lora[name]
+            a, b = entry.lora_A[adapter].weight, entry.lora_B[adapter].weight
+            order = "eio" if experts.is_transposed else "eoi"
+            a, b = (
+                a.unflatten(0, (experts.num_experts, -1)),
+                b.unflatten(1, (-1, experts.num_experts)),
+            )
+            with torch.no_grad():
+                getattr(experts, target).add_(scaling * torch.einsum(f"ore,eri->{order}", b, a))
+        del experts._modules["expert_lora"]
+        experts._forward_pre_hooks.clear()
+    result.set_experts_implementation("eager")
+    return result
+
+
+@pytest.mark.parametrize("rslora", [False, True], ids=["alpha/r", "alpha/sqrt(r)"])
+@pytest.mark.parametrize("name", ["qwen3_moe_square", "qwen3_5_moe_vlm", "gpt_oss", "deepseek_v3"])
+def test_logits_are_those_of_the_sum(opt, device, name: str, rslora: bool) -> None:
+    model = attached(opt, device, name, rslora=rslora)
+    expected = folded(model, "default", 7 / 3**0.5 if rslora else 7 / 3)
+    assert_error_at_most(logits(model), logits(expected), FP32)
+    assert relative_error(logits(model), logits(build(name).to(device))) > 0.1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_pefts(opt, device, name: str) -> None:
+    import peft
+
+    model = attached(opt, device, name)
+    _, ours = step(model)
+    config = peft.LoraConfig(
+        r=3,
+        lora_alpha=7,
+        target_modules=[],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    )
+    reference = peft.get_peft_model(build(name).to(device), config)
+    ours_by_place = {}
+    for key, parameter in model.named_parameters():
+        if ".lora_" in key:
+            layer, rest = key.split(".experts.expert_lora.")
+            projection, factor = rest.split(".", 1)
+            inner = ".base_layer" if projection == "gate_up" else ""
+            ours_by_place[f"base_model.model.{layer}.experts{inner}.{factor}"] = key, parameter
+    with torch.no_grad():
+        for key, parameter in reference.named_parameters():
+            if ".lora_" in key:
+                parameter.copy_(ours_by_place[key][1])
+    _, gradients = step(reference)
+    assert len(gradients) == len(ours) == len(ours_by_place)  # LoRA alone is trained
+    for key, gradient in gradients.items():
+        assert relative_error(ours[ours_by_place[key][0]], gradient) <= FP32, key
+
+
+def test_a_new_adapter_changes_nothing_and_trains_alone(opt, device) -> None:
+    model = build("mixtral").to(device)
+    opt.integrations.use_in_transformers(model)
+    before = logits(model)
+    opt.integrations.attach_lora(model, 4, 8, dtype=torch.float64)
+    assert_same_bits(logits(model.float()), before)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 8 and all(".expert_lora." in name for name in trained)
+    assert all(p.is_contiguous() for n, p in model.named_parameters() if n in trained)
+
+
+def test_it_learns_and_leaves_the_base_alone(opt, device) -> None:
+    model = build("qwen3_moe").to(device)
+    opt.integrations.attach_lora(model, 4, 8)
+    base = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=3e-2, weight_decay=0.0)
+    ids = tokens(model).to(device)
+    losses = []
+    for _ in range(25):
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
+    for name, parameter in model.named_parameters():
+        if name in base:
+            assert_same_bits(parameter, base[name])
+
+
+@pytest.mark.parametrize("target", ["gate_up_proj", "down_proj"])
+def test_one_projection(opt, device, target: str) -> None:
+    model = attached(opt, device, "gpt_oss", targets=[target])
+    (entry,) = {n.split(".")[6] for n, _ in model.named_parameters() if ".lora_A" in n}
+    assert entry == {"gate_up_proj": "gate_up", "down_proj": "down"}[target]
+    assert relative_error(logits(model), logits(build("gpt_oss").to(device))) > 0.05
+
+
+def test_experts_without_a_gate(opt, device) -> None:
+    experts = stand_alone("nemotron_h").to(device)
+    experts.config._experts_implementation = opt.integrations.use_in_transformers()
+    inputs = routing(experts, device)
+    holder = nn.ModuleDict({"experts": experts})
+    with torch.no_grad():
+        opt.integrations.attach_lora(holder, 3, 7, targets=("up_proj", "down_proj"))
+        set_random_lora(holder)
+        ours = experts(*inputs)
+        with pytest.raises(ValueError, match=r"has no 'gate_up_proj'.*up_proj"):
+            opt.integrations.attach_lora(holder, 3, 7, adapter="other")
+        opt.integrations.merge_lora(holder)
+        assert_error_at_most(ours, experts(*inputs), FP32)
+
+
+def test_switching_off_is_the_base_bit_for_bit(opt, device) -> None:
+    base = build("qwen3_moe").to(device)
+    opt.integrations.use_in_transformers(base)
+    expected = logits(base)
+    model = attached(opt, device)
+    adapted = logits(model)
+    assert relative_error(adapted, expected) > 0.1
+    with opt.integrations.lora_disabled(model):
+        assert_same_bits(logits(model), expected)
+    assert_same_bits(logits(model), adapted)
+    opt.integrations.disable_lora(model)
+    assert_same_bits(logits(model), expected)
+    with opt.integrations.lora_disabled(model):
+        pass
+    assert_same_bits(logits(model), expected)  # still off, as before the block
+    opt.integrations.enable_lora(model)
+    assert_same_bits(logits(model), adapted)
+
+
+def test_several_adapters(opt, device) -> None:
+    model = attached(opt, device)
+    first = logits(model)
+    opt.integrations.attach_lora(model, 2, 3, ["down_proj"], adapter="other")
+    assert_same_bits(logits(model), first)  # the first one stays active, and trains
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 8 and all(".default." in name for name in trained)
+
+    opt.integrations.set_lora(model, "other")
+    base = build("qwen3_moe").to(device)
+    opt.integrations.use_in_transformers(base)
+    assert_same_bits(logits(model), logits(base))  # B is zero still
+    opt.integrations.set_lora(model, None)
+    assert_same_bits(logits(model), logits(base))
+    opt.integrations.set_lora(model, "default")
+    assert_same_bits(logits(model), first)
+    with pytest.raises(ValueError, match=r"\['default', 'other'\].*is not attached.*one can"):
+        opt.integrations.set_lora(model, ["default", "other"])
+    with pytest.raises(ValueError, match="adapter='missing' is not attached"):
+        opt.integrations.set_lora(model, "missing")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merge_and_unmerge(opt, device, dtype: torch.dtype) -> None:
+    model = build("gpt_oss", dtype=dtype).to(device)
+    opt.integrations.attach_lora(model, 3, 7)
+    set_random_lora(model)
+    weights = {n: p.clone() for n, p in model.named_parameters()}
+    adapted = logits(model)
+    opt.integrations.merge_lora(model, keep_on="cpu")
+    merged = logits(model)
+    if dtype == torch.float32:
+        assert_error_at_most(merged, adapted, FP32)
+    for action in (
+        lambda: opt.integrations.merge_lora(model),
+        lambda: opt.integrations.disable_lora(model),
+        lambda: opt.integrations.set_lora(model, None),
+        lambda: opt.integrations.attach_lora(model, 1, 1, adapter="other"),
+        lambda: model.state_dict(),
+    ):
+        with pytest.raises(ValueError, match="merged"):
+            action()
+    opt.integrations.unmerge_lora(model)
+    for name, parameter in model.named_parameters():
+        assert_same_bits(parameter, weights[name])
+    assert_same_bits(logits(model), adapted)
+    with pytest.raises(ValueError, match="nothing is merged"):
+        opt.integrations.unmerge_lora(model)
+
+
+def test_a_broken_adapter_is_not_merged_anywhere(opt, device) -> None:
+    model = attached(opt, device)
+    with torch.no_grad():
+        experts_of(model)[1].expert_lora["down"].lora_B["default"].weight[0, 0] = float("nan")
+    weights = {n: p.clone() for n, p in model.named_parameters()}
+    with pytest.raises(ValueError, match="NaN or inf"):
+        opt.integrations.merge_lora(model)
+    for name, parameter in model.named_parameters():
+        assert_same_bits(parameter, weights[name])
+
+
+def test_detached_models_are_clean(opt, device) -> None:
+    model = attached(opt, device)
+    keys = build("qwen3_moe").state_dict().keys()
+    adapted = logits(model)
+    opt.integrations.merge_lora(model)
+    opt.integrations.detach_lora(model)
+    assert model.state_dict().keys() == keys
+    assert_error_at_most(logits(model), adapted, FP32)
+    model.set_experts_implementation("eager")
+    logits(model)
+    opt.integrations.attach_lora(model, 1, 1)
+    assert len(experts_of(model)[0]._forward_pre_hooks) == 1
+
+
+def test_state_dict_round_trip(opt, device) -> None:
+    model = attached(opt, device)
+    other = build("qwen3_moe").to(device)
+    opt.integrations.attach_lora(other, 3, 7)
+    other.load_state_dict(model.state_dict())
+    assert_same_bits(logits(other), logits(model))
+
+
+def test_other_implementations_do_not_drop_lora_in_silence(opt, device) -> None:
+    model = attached(opt, device)
+    model.set_experts_implementation("eager")
+    with pytest.raises(RuntimeError, match="implementation is 'eager'; use_in_transformers"):
+        logits(model)
+    opt.integrations.disable_lora(model)
+    assert_same_bits(logits(model), logits(build("qwen3_moe").to(device)))
+
+
+def test_refusals_come_before_any_change(opt, device) -> None:
+    import peft
+
+    attach = opt.integrations.attach_lora
+    model = build("qwen3_moe").to(device)
+    before = set(model.state_dict())
+    for error, words, call in (
+        (NotImplementedError, "quantize='nf4': 4-bit", lambda: attach(model, 1, 1, quantize="nf4")),
+        (ValueError, "r must be an integer", lambda: attach(model, 0, 1)),
+        (ValueError, "r must be an integer", lambda: attach(model, True, 1)),
+        (ValueError, "alpha must be", lambda: attach(model, 1, float("nan"))),
+        (ValueError, "has no 'q_proj'", lambda: attach(model, 1, 1, ["down_proj", "q_proj"])),
+        (ValueError, "sequence of names", lambda: attach(model, 1, 1, "down_proj")),
+        (ValueError, "targets is empty", lambda: attach(model, 1, 1, [])),
+        (ValueError, "without dots", lambda: attach(model, 1, 1, adapter="a.b")),
+        (ValueError, "adapter='keys'", lambda: attach(model, 1, 1, adapter="keys")),
+        (ValueError, "no experts", lambda: attach(nn.Linear(2, 2), 1, 1)),
+        (ValueError, "attach_lora first", lambda: opt.integrations.disable_lora(model)),
+        (ValueError, "no adapter is active", lambda: opt.integrations.merge_lora(model)),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+        assert set(model.state_dict()) == before
+        assert model.config._experts_implementation == "eager"
+        assert all(parameter.requires_grad for parameter in model.parameters())
+    attach(model, 1, 1)
+    with pytest.raises(ValueError, match="'default' is attached already"):
+        attach(model, 1, 1)
+    experts_of(model)[0]._is_expert_parallel = True
+    with pytest.raises(ValueError, match="split over ranks"):
+        attach(model, 1, 1, adapter="b")
+
+    config = peft.LoraConfig(target_modules=[], target_parameters=["experts.down_proj"])
+    wrapped = peft.get_peft_model(build("qwen3_moe").to(device), config)
+    with pytest.raises(ValueError, match="PEFT has wrapped this model"):
+        attach(wrapped, 1, 1)

@@ -1,0 +1,47 @@
+"""The module under test, and one call of it on a path with all its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ._eager import NAMES
+
+
+@pytest.fixture(scope="session")
+def moe(submodule):
+    """The sub-package moe of the loaded package."""
+    return submodule("moe")
+
+
+@pytest.fixture(scope="session")
+def run(moe):
+    """`run(problem, leaves, ids, grad, backend)` -> results by name: "y" and each gradient."""
+
+    def call(problem, leaves, ids, grad, backend="auto"):
+        sort_backend = "triton" if backend == "triton" else "auto"
+        order = moe.expert_sort(ids, problem.experts, backend=sort_backend)
+        seen = problem.views(leaves)
+        y = moe.grouped_lora_linear(
+            seen["x"],
+            seen["weight"],
+            order,
+            seen["lora_a"],
+            seen["lora_b"],
+            scaling=problem.scaling,
+            bias=seen["bias"],
+            gates=seen["gates"],
+            grouped_in=problem.grouped_in,
+            grouped_out=problem.grouped_out,
+            backend=backend,
+        )
+        return {"y": y.detach(), **gradients(y, leaves, grad)}
+
+    return call
+
+
+def gradients(y: torch.Tensor, leaves: dict, grad: torch.Tensor) -> dict:
+    """The gradient of every operand that is there, by name."""
+    wanted = [name for name in NAMES if leaves[name] is not None and leaves[name].requires_grad]
+    found = torch.autograd.grad(y, [leaves[name] for name in wanted], grad)
+    return dict(zip(wanted, found, strict=True))

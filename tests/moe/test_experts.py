@@ -1,0 +1,289 @@
+"""moe.Experts against eager experts in float64, in its output and in every gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .._compare import assert_same_bits, relative_error
+from ._layers import LORA, LayerProblem, assert_layer_close_to_eager, gradients
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUTINGS = ("random", "one", "no-ends", "sentinels", "all-sentinels")
+GPT_OSS = {"activation": "gpt_oss", "transposed": True, "interleaved": True, "bias": True}
+
+PROBLEMS = (
+    LayerProblem(),
+    LayerProblem(rank=None),
+    LayerProblem(rank_down=None),
+    LayerProblem(rank=None, rank_down=None, train_base=True),
+    LayerProblem(rank=3, rank_down=12, rslora=True, train_base=True, bias=True),
+    LayerProblem(hidden=24, intermediate=12),  # 2I == H: no shape tells the projections apart
+    LayerProblem(**GPT_OSS),
+    LayerProblem(transposed=True, activation="gelu_tanh"),
+    LayerProblem(gated=False, activation="relu2", intermediate=17),
+    LayerProblem(activation="gelu", top_k=1, experts=3, rank=1),
+)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_error_against_float64(moe, device, problem, dtype):
+    """LoRA in float32 over every dtype of the experts, which is what PEFT makes.
+
+    96 tokens: the gates' gradient has so few elements that its error is drawn by lot.
+    """
+    assert_layer_close_to_eager(moe, device, dataclasses.replace(problem, dtype=dtype, tokens=96))
+
+
+@pytest.mark.parametrize("lora_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_lora_in_the_dtype_of_the_experts(moe, device, lora_dtype):
+    problem = LayerProblem(96, dtype=lora_dtype, lora_dtype=lora_dtype)
+    assert_layer_close_to_eager(moe, device, problem)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 30])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routings(moe, device, routing, tokens):
+    """Experts without tokens, one with all, sentinels, no token at all."""
+    problem = LayerProblem(tokens, experts=6, bias=True, train_base=True, routing=routing)
+    assert_layer_close_to_eager(moe, device, problem)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(0, 40),
+    top_k=st.integers(1, 4),
+    experts=st.integers(1, 9),
+    sizes=st.tuples(st.integers(1, 24), st.integers(1, 24)),
+    ranks=st.tuples(st.none() | st.integers(1, 20), st.none() | st.integers(1, 20)),
+    activation=st.sampled_from(["silu", "gelu", "gpt_oss"]),
+    options=st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
+    routing=st.sampled_from(ROUTINGS),
+    seed=st.integers(0, 1000),
+)
+def test_generated_problems(
+    moe, device, tokens, top_k, experts, sizes, ranks, activation, options, routing, seed
+):
+    transposed, interleaved, bias, train_base = options
+    problem = LayerProblem(
+        tokens,
+        top_k,
+        experts,
+        *sizes,
+        *ranks,
+        activation=activation,
+        transposed=transposed,
+        interleaved=interleaved,
+        bias=bias,
+        train_base=train_base,
+        routing=routing,
+    )
+    assert_layer_close_to_eager(moe, device, problem, factor=2.0, seed=seed)
+
+
+def test_gradients_of_an_expert_without_tokens_are_zero(moe, device):
+    problem = LayerProblem(experts=6, routing="no-ends", train_base=True, bias=True)
+    layer = problem.module(moe, device)
+    x, gates, grad = problem.inputs(device)
+    found = gradients(layer(x, problem.ids(device), gates), dict(layer.named_parameters()), grad)
+    a = found[LORA.format("gate_up", "A")].unflatten(0, (6, -1))
+    b = found[LORA.format("down", "B")].unflatten(1, (-1, 6))
+    for expert, is_zero in ((0, True), (5, True), (2, False)):
+        for part in (a[expert], b[..., expert], found["gate_up_proj"][expert]):
+            assert bool((part == 0).all()) == is_zero
+
+
+def test_frozen_base_gets_no_gradient_and_lora_does(moe, device):
+    problem = LayerProblem(bias=True)
+    layer = problem.module(moe, device)
+    x, gates, grad = problem.inputs(device)
+    layer(x, problem.ids(device), gates).backward(grad)
+    for name, parameter in layer.named_parameters():
+        assert (parameter.grad is not None) == name.startswith("expert_lora"), name
+
+
+def test_renaming_experts_changes_no_bit(moe, device):
+    """Experts are independent: a permutation of them, with the ids, gives the same output."""
+    problem = LayerProblem(bias=True)
+    layer = problem.module(moe, device)
+    x, gates, _ = problem.inputs(device)
+    ids = problem.ids(device)
+    expected = layer(x, ids, gates)
+    order = torch.tensor([3, 0, 4, 1, 2], device=device)  # new expert i is old expert order[i]
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name.endswith("A.default.weight"):
+                new = parameter.unflatten(0, (5, -1))[order].flatten(0, 1)
+            elif name.endswith("B.default.weight"):
+                new = parameter.unflatten(1, (-1, 5))[..., order].flatten(1, 2)
+            else:
+                new = parameter[order]
+            parameter.copy_(new)
+    assert_same_bits(layer(x, torch.argsort(order)[ids], gates), expected)
+
+
+LEADING = ((21,), (3, 7), (7, 1, 3))
+
+
+@pytest.mark.parametrize("leading", LEADING, ids=str)
+@pytest.mark.parametrize("strides", ["contiguous", "transposed", "gaps", "expanded"])
+def test_leading_shapes_and_strides(moe, device, leading, strides):
+    """Any leading shape and strides of the three inputs, with the bits of contiguous (T, ...)."""
+    problem = LayerProblem()
+    layer = problem.module(moe, device)
+    x, gates, grad = (t.detach() for t in problem.inputs(device))
+    ids = problem.ids(device)
+    if strides == "expanded":
+        x = x[:1].expand(21, -1)
+
+    def reshaped(t: torch.Tensor) -> torch.Tensor:
+        t = t.reshape(*leading, t.shape[-1]) if strides != "expanded" else t.view(*t.shape)
+        if strides == "expanded":
+            return t.unflatten(0, leading)
+        if strides == "transposed":
+            return t.movedim(-1, 0).contiguous().movedim(0, -1)
+        return torch.stack((t, t), -1)[..., 0] if strides == "gaps" else t
+
+    moved = reshaped(x).detach().requires_grad_()
+    weights = reshaped(gates).detach().requires_grad_()
+    assert strides == "contiguous" or not (moved.is_contiguous() and len(leading) > 1)
+    out = layer(moved, reshaped(ids), weights)
+    assert out.shape == moved.shape
+    plain, plain_gates = x.contiguous().requires_grad_(), gates.clone().requires_grad_()
+    expected = layer(plain, ids, plain_gates)
+    assert_same_bits(out.reshape(expected.shape), expected)
+    found = torch.autograd.grad(out, (moved, weights), grad.reshape(out.shape))
+    wanted = torch.autograd.grad(expected, (plain, plain_gates), grad)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert_same_bits(ours.reshape(theirs.shape), theirs)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_dtypes_of_the_routing(moe, device, index_dtype, gate_dtype):
+    """Models hand over ids and weights in several dtypes; the output has that of the tokens."""
+    problem = LayerProblem(dtype=torch.bfloat16)
+    layer = problem.module(moe, device)
+    x, gates, _ = problem.inputs(device)
+    gates = gates.detach().to(gate_dtype).requires_grad_()
+    out = layer(x, problem.ids(device).to(index_dtype), gates)
+    assert out.dtype == torch.bfloat16
+    assert_same_bits(out, layer(x, problem.ids(device), gates.float()))
+    (found,) = torch.autograd.grad(out.sum(), gates)
+    assert found.dtype == gate_dtype
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast(moe, device, weight_dtype):
+    """float32 tokens under autocast: computed in bfloat16, as F.linear would, and returned so."""
+    problem = LayerProblem(dtype=weight_dtype)
+    layer = problem.module(moe, device)
+    x, gates, grad = problem.inputs(device)
+    x = x.detach().float().requires_grad_()
+    ids = problem.ids(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = layer(x, ids, gates)
+    assert out.dtype == torch.float32
+    leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
+    found = gradients(out, leaves, grad.float())
+    narrow = problem.module(moe, device).to(torch.bfloat16)
+    for name, parameter in layer.expert_lora.named_parameters():
+        target, factor, _ = name.split(".", 2)
+        getattr(narrow.expert_lora[target], factor)["default"].weight.data = parameter.data
+    low = x.detach().bfloat16().requires_grad_()
+    expected = narrow(low, ids, gates)
+    assert_same_bits(out, expected.float())
+    (wanted,) = torch.autograd.grad(expected, low, grad.bfloat16())
+    assert_same_bits(found["x"], wanted.float())
+
+
+def test_a_function_of_your_own_between_the_projections(moe, device):
+    """What has no name is called as it is, on the whole gate_up output."""
+    problem = LayerProblem()
+    layer = problem.module(moe, device)
+    x, gates, _ = problem.inputs(device)
+    ids = problem.ids(device)
+    expected = layer(x, ids, gates)
+    seen = []
+
+    def own(wide: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(wide.shape))
+        gate, up = wide.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    layer.layout = moe.ExpertsLayout(own)
+    assert_same_bits(layer(x, ids, gates), expected)
+    assert seen == [(42, 40)]
+
+
+def test_zero_scaling_equals_the_base(moe, device):
+    problem = LayerProblem()
+    layer = problem.module(moe, device)
+    x, gates, _ = problem.inputs(device)
+    ids = problem.ids(device)
+    for projection in layer.expert_lora.values():
+        projection.scaling["default"] = 0.0
+    out = layer(x, ids, gates)
+    with layer.expert_lora.disabled():
+        base = layer(x, ids, gates)
+    assert relative_error(out, base) == 0.0
+
+
+REFUSED = {
+    "index of another count of tokens": (
+        lambda x, i, w: (x, i[1:], w[1:]),
+        r"top_k_index and top_k_weights must be \(\.\.\., k\) for the 21 tokens",
+    ),
+    "weights of another shape": (lambda x, i, w: (x, i, w[:, :1]), "got .21, 2. and .21, 1."),
+    "hidden size": (lambda x, i, w: (x[:, 1:], i, w), r"hidden_states must be \(\.\.\., 24\)"),
+    "dtype of the tokens": (
+        lambda x, i, w: (x.bfloat16(), i, w),
+        "weight must have dtype bfloat16",
+    ),
+    "floating ids": (lambda x, i, w: (x, i.float(), w), "expert_ids must have dtype"),
+    "integer weights": (lambda x, i, w: (x, i, w.long()), "gates must have dtype"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_arguments(moe, device, case):
+    change, message = REFUSED[case]
+    problem = LayerProblem()
+    layer = problem.module(moe, device)
+    x, gates, _ = problem.inputs(device)
+    with pytest.raises((ValueError, TypeError), match=message):
+        layer(*change(x.detach(), problem.ids(device), gates.detach()))
+
+
+def test_weights_that_do_not_belong_together(moe, device):
+    problem = LayerProblem()
+    layer = problem.module(moe, device)
+    x, gates, _ = problem.inputs(device)
+    arguments = (x, problem.ids(device), gates, layer.gate_up_proj)
+    for down in (layer.down_proj[:4], layer.down_proj.mT, layer.down_proj[:, :, 1:]):
+        with pytest.raises(ValueError, match="are not one stack of experts"):
+            moe.experts_forward(*arguments, down, layout=layer.layout)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation": "swish"}, "activation='swish' is unknown; pass one of silu"),
+        ({"gated": False, "interleaved": True}, "gated=False has no gate to interleave"),
+        ({"gated": False, "activation": "gpt_oss"}, "gated=False has no gate to interleave"),
+    ],
+)
+def test_wrong_layouts(moe, options, message):
+    with pytest.raises(ValueError, match=message):
+        moe.ExpertsLayout(**options)
+
+
+def test_wrong_sizes(moe):
+    with pytest.raises(ValueError, match=r"must be positive, got \(0, 8, 8\)"):
+        moe.Experts(0, 8, 8)

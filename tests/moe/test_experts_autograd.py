@@ -1,0 +1,227 @@
+"""What training does with a layer of experts beyond one forward and one backward."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from .._compare import assert_same_bits
+from ._layers import LayerProblem, assert_layer_close_to_eager, gradients
+
+
+@pytest.fixture
+def run(moe, device):
+    """`run(call)` -> output and gradients of one layer; call(layer, x, ids, gates) runs it."""
+    problem = LayerProblem(bias=True, train_base=True, routing="sentinels")
+    layer = problem.module(moe, device)
+    x, gates, grad = problem.inputs(device)
+    ids = problem.ids(device)
+
+    def go(call=lambda layer, *inputs: layer(*inputs)):
+        leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
+        return gradients(call(layer, x, ids, gates), leaves, grad)
+
+    return go
+
+
+def assert_same_results(actual: dict, expected: dict) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_same_bits(actual[name], value)
+
+
+def test_two_runs_are_bit_equal(run):
+    assert_same_results(run(), run())
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing(moe, device, use_reentrant):
+    """Forward runs twice, once without a graph; outputs and gradients keep their bits."""
+    problem = LayerProblem(bias=True, train_base=True, routing="sentinels")
+    results = []
+    for recompute in (False, True):
+        layer = problem.module(moe, device)
+        x, gates, grad = problem.inputs(device)
+        inputs = (x, problem.ids(device), gates)
+        out = (
+            checkpoint(layer, *inputs, use_reentrant=use_reentrant) if recompute else layer(*inputs)
+        )
+        out.backward(grad)
+        leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
+        results.append({"out": out.detach(), **{n: t.grad for n, t in leaves.items()}})
+    assert_same_results(*results)
+
+
+def test_backward_twice_over_one_graph(moe, device):
+    """retain_graph: nothing that was saved is written to, so the second backward equals it."""
+    problem = LayerProblem(bias=True, train_base=True)
+    layer = problem.module(moe, device)
+    x, gates, grad = problem.inputs(device)
+    out = layer(x, problem.ids(device), gates)
+    leaves = [x, gates, *layer.parameters()]
+    first = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    second = torch.autograd.grad(out, leaves, grad)
+    for ours, theirs in zip(first, second, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+def test_nothing_expanded_or_copied_is_kept_for_backward(moe, device):
+    """Of the weights only themselves are kept, and never the (T k, H) output of the experts.
+
+    A copy of a stack per layer would undo quantization and cost its size in memory; the expanded
+    output is not needed, since the gradient of the gates follows from that of the hidden rows.
+    """
+    problem = LayerProblem(tokens=50, hidden=24, intermediate=20, bias=True)
+    layer = problem.module(moe, device)
+    x, gates, _ = problem.inputs(device)
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(x, problem.ids(device), gates)
+    own = {p.untyped_storage().data_ptr() for p in (*layer.parameters(), x, gates)}
+    rest = [t for t in kept if t.untyped_storage().data_ptr() not in own]
+    assert len(kept) > len(rest) > 0
+    shapes = {tuple(t.shape) for t in rest if t.is_floating_point()}
+    rows = 50 * problem.top_k
+    assert (rows, problem.hidden) not in shapes
+    assert max(t.numel() for t in rest) <= rows * 2 * problem.intermediate
+    assert all(len(shape) <= 2 for shape in shapes), shapes
+
+
+def test_gradients_accumulate_in_place(moe, device):
+    problem = LayerProblem()
+    layer = problem.module(moe, device)
+    x, gates, grad = problem.inputs(device)
+    parameter = layer.expert_lora["down"].lora_B["default"].weight
+    layer(x, problem.ids(device), gates).backward(grad)
+    once = parameter.grad.clone()
+    layer(x, problem.ids(device), gates).backward(grad)
+    assert_same_bits(parameter.grad, once + once)
+    assert parameter.grad.stride() == parameter.stride()
+
+
+def test_second_order_raises(moe, device):
+    problem = LayerProblem()
+    layer = problem.module(moe, device)
+    x, gates, _ = problem.inputs(device)
+    out = layer(x, problem.ids(device), gates)
+    (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.square().sum().backward()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_without_graph_breaks(moe, device, dynamic):
+    """The whole layer is one graph, and gives what eager experts give, gradients included."""
+    torch._dynamo.reset()
+    problem = LayerProblem(bias=True, routing="sentinels")
+
+    def compiled(layer, *inputs):
+        return torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")(*inputs)
+
+    assert_layer_close_to_eager(moe, device, problem, call=compiled)
+
+
+def test_compiled_layer_serves_other_lengths(moe, device):
+    """A second length of the batch compiles at most once more, and the third not at all."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    layer = LayerProblem().module(moe, device)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for tokens in (21, 30, 17, 40):
+        problem = LayerProblem(tokens)
+        x, gates, _ = problem.inputs(device)
+        ids = problem.ids(device)
+        assert_same_bits(compiled(x, ids, gates), layer(x, ids, gates))
+    assert counter.frame_count <= 2
+
+
+def test_compiled_layer_follows_its_adapters(moe, device):
+    torch._dynamo.reset()
+    problem = LayerProblem()
+    layer = problem.module(moe, device)
+    x, gates, _ = problem.inputs(device)
+    inputs = (x, problem.ids(device), gates)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with_lora = compiled(*inputs)
+    with layer.expert_lora.disabled():
+        assert_same_bits(compiled(*inputs), layer(*inputs))
+    assert_same_bits(compiled(*inputs), with_lora)
+
+
+def test_deepcopy_shares_nothing(moe, device):
+    problem = LayerProblem(bias=True)
+    layer = problem.module(moe, device)
+    x, gates, _ = problem.inputs(device)
+    inputs = (x, problem.ids(device), gates)
+    expected = layer(*inputs)
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert_same_bits(layer(*inputs), expected)
+    assert torch.count_nonzero(twin(*inputs)) == 0
+    twin.load_state_dict(layer.state_dict())
+    assert_same_bits(twin(*inputs), expected)
+
+
+def test_moving_to_a_dtype_moves_lora_too(moe, device):
+    problem = LayerProblem(bias=True)
+    layer = problem.module(moe, device).to(torch.bfloat16)
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+    x, gates, _ = problem.inputs(device)
+    out = layer(x.bfloat16(), problem.ids(device), gates)
+    assert out.dtype == torch.bfloat16 and bool(out.isfinite().all())
+
+
+def test_state_dict_names_and_round_trip(moe, device, tmp_path):
+    """Keys and shapes are a format: base as in transformers, LoRA as in PEFT."""
+    problem = LayerProblem(bias=True, rank=3, rank_down=2)
+    layer = problem.module(moe, device)
+    shapes = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
+    assert shapes == {
+        "gate_up_proj": (5, 40, 24),
+        "down_proj": (5, 24, 20),
+        "gate_up_proj_bias": (5, 40),
+        "down_proj_bias": (5, 24),
+        "expert_lora.gate_up.lora_A.default.weight": (15, 24),
+        "expert_lora.gate_up.lora_B.default.weight": (40, 15),
+        "expert_lora.down.lora_A.default.weight": (10, 20),
+        "expert_lora.down.lora_B.default.weight": (24, 10),
+    }
+    torch.save(layer.state_dict(), tmp_path / "layer.pt")
+    other = problem.module(moe, device, seed=9)
+    other.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True))
+    x, gates, _ = problem.inputs(device)
+    ids = problem.ids(device)
+    assert_same_bits(other(x, ids, gates), layer(x, ids, gates))
+
+
+def test_lora_alone_learns(moe, device):
+    """A teacher's low-rank change of both projections is found while the base stays put."""
+    problem = LayerProblem(tokens=64, experts=3, hidden=8, intermediate=6, rank=2, rank_down=2)
+    teacher, student = problem.module(moe, device), problem.module(moe, device)
+    for projection in student.expert_lora.values():
+        torch.nn.init.zeros_(projection.lora_B["default"].weight)
+    base = {n: p.clone() for n, p in student.named_parameters() if not p.requires_grad}
+    x, gates, _ = (t.detach() for t in problem.inputs(device))
+    ids = problem.ids(device)
+    target = teacher(x, ids, gates).detach()
+    optim = torch.optim.Adam([p for p in student.parameters() if p.requires_grad], lr=0.02)
+    losses = []
+    for _ in range(60):
+        loss = (student(x, ids, gates) - target).square().mean()
+        optim.zero_grad()
+        loss.backward()
+        optim.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.05 * losses[0]
+    for name, value in base.items():
+        assert_same_bits(student.get_parameter(name), value)

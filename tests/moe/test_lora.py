@@ -1,0 +1,356 @@
+"""LoRA parameters of experts: PEFT's layout, several adapters, merging, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+from .._compare import assert_same_bits, relative_error
+from ._layers import LayerProblem
+
+
+@pytest.fixture
+def projection(moe):
+    """Four experts, 6 -> 10, with the random adapters first (r 3) and second (r 5)."""
+    torch.manual_seed(0)
+    made = moe.LoraProjection(4, 6, 10)
+    made.add_adapter("first", 3, 6.0)
+    made.add_adapter("second", 5, 5.0, rslora=True)
+    for factor in made.lora_B.values():
+        torch.nn.init.normal_(factor.weight)
+    return made
+
+
+def delta(projection, name: str) -> torch.Tensor:
+    """(E, out, in) in float64, by PEFT 0.19's definition of its two matrices."""
+    A = projection.lora_A[name].weight.detach().double()
+    B = projection.lora_B[name].weight.detach().double()
+    experts, rank = 4, A.shape[0] // 4
+    a = A.reshape(experts, rank, -1)
+    b = B.reshape(B.shape[0], rank, experts)
+    return projection.scaling[name] * torch.einsum("o r e, e r i -> e o i", b, a)
+
+
+def test_factors_are_views_of_the_parameters(moe, projection):
+    factors = projection.factors()
+    A, B = projection.lora_A["first"].weight, projection.lora_B["first"].weight
+    assert (factors.a.shape, factors.b.shape) == ((4, 3, 6), (4, 10, 3))
+    assert factors.a.data_ptr() == A.data_ptr() and factors.b.data_ptr() == B.data_ptr()
+    found = factors.scaling * torch.einsum("eor,eri->eoi", factors.b, factors.a)
+    assert relative_error(found, delta(projection, "first")) < 1e-6
+
+
+def test_expert_varies_fastest_in_b(moe):
+    """Before 0.19 PEFT read the columns expert by expert; with 2I == H no shape would tell."""
+    B = torch.arange(2 * 6.0).view(2, 6)  # out 2, r 2, E 3
+    _, b = moe.factor_views(torch.zeros(6, 5), B, 3)
+    assert b[1].tolist() == [[1.0, 4.0], [7.0, 10.0]]
+
+
+def test_gradients_arrive_in_the_layout_of_the_parameters(moe, projection):
+    factors = projection.factors()
+    (factors.b[2] @ factors.a[2]).sum().backward()
+    gradient = projection.lora_B["first"].weight.grad
+    assert gradient.shape == (10, 12)
+    used = gradient.reshape(10, 3, 4)
+    assert torch.count_nonzero(used[:, :, 2]) == 30
+    assert torch.count_nonzero(used) == 30
+
+
+def test_initialization(moe):
+    """A uniform within 1/sqrt(in), by kaiming's bound with a = sqrt(5), and B zero, as in PEFT."""
+    torch.manual_seed(1)
+    made = moe.LoraProjection(8, 64, 32)
+    made.add_adapter("default", 16, 32)
+    A, B = made.lora_A["default"].weight, made.lora_B["default"].weight
+    assert (A.dtype, B.dtype) == (torch.float32, torch.float32)
+    assert torch.count_nonzero(B) == 0
+    assert 0.99 / 8 < A.abs().max() <= 1 / 8
+    assert abs(A.std().item() * 8 - 1 / math.sqrt(3)) < 0.01
+    assert A.requires_grad and B.requires_grad
+
+
+@pytest.mark.parametrize(("rslora", "expected"), [(False, 4.0), (True, 8.0)])
+def test_scaling(moe, rslora, expected):
+    made = moe.LoraProjection(2, 3, 3)
+    made.add_adapter("default", 4, 16, rslora=rslora)
+    assert made.factors().scaling == expected
+
+
+def test_one_adapter_of_several_is_in_use(moe, projection):
+    assert projection.adapters == ["first", "second"] and projection.active == "first"
+    projection.set_adapter("second")
+    factors = projection.factors()
+    assert factors.a.shape == (4, 5, 6) and factors.scaling == 5 / math.sqrt(5)
+    projection.set_adapter(None)
+    assert projection.factors() is None
+    with pytest.raises(ValueError, match=r"one adapter can be in use, got \['first', 'second'\]"):
+        projection.set_adapter(["first", "second"])
+    projection.set_adapter("first")
+    projection.delete_adapter("first")
+    assert projection.active is None and projection.adapters == ["second"]
+    assert set(projection.state_dict()) == {"lora_A.second.weight", "lora_B.second.weight"}
+
+
+def test_disabled_is_restored_after_an_error(moe, projection):
+    with pytest.raises(KeyError), projection.disabled():
+        assert projection.factors() is None
+        raise KeyError("inside")
+    assert projection.factors() is not None
+    projection.enabled = False
+    with projection.disabled():
+        pass
+    assert projection.factors() is None, "what was off before stays off"
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "keys", "training", 3, "first"])
+def test_wrong_names(moe, projection, name):
+    with pytest.raises(ValueError, match=r"without dots|exists"):
+        projection.add_adapter(name, 2, 2)
+    assert projection.adapters == ["first", "second"]
+
+
+@pytest.mark.parametrize("r", [0, -1, 2.0, True, "4"])
+def test_wrong_ranks(moe, projection, r):
+    with pytest.raises(ValueError, match="r must be an integer of at least 1"):
+        projection.add_adapter("third", r, 2)
+
+
+@pytest.mark.parametrize("option", [{"dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}])
+def test_what_is_not_supported_is_refused(moe, projection, option):
+    with pytest.raises(ValueError, match="no dropout, no DoRA and no bias"):
+        projection.add_adapter("third", 2, 2, **option)
+    assert "third" not in projection.adapters
+
+
+def test_unknown_adapters(moe, projection):
+    for call in (projection.set_adapter, projection.delete_adapter):
+        with pytest.raises(ValueError, match="adapter 'other' is unknown; there are"):
+            call("other")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_merge_and_unmerge(moe, projection, dtype, transposed):
+    """W + delta rounded once, whatever the stored order; and the original bits afterwards."""
+    layout = moe.ExpertsLayout(transposed=transposed)
+    weight = torch.randn(4, 10, 6, dtype=torch.float64).to(dtype)
+    weight = weight.mT.contiguous() if transposed else weight
+    before = weight.clone()
+    projection.merge(weight, layout)
+    assert projection.merged and projection.factors() is None
+    expected = layout.operand(before).mT.double() + delta(projection, "first")
+    unit = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float64: 1e-12}[dtype]
+    difference = (layout.operand(weight).mT.double() - expected).abs()
+    assert (difference <= unit * (expected.abs() + 1e-2)).all()
+    projection.unmerge(weight)
+    assert_same_bits(weight, before)
+    assert not projection.merged and projection.factors() is not None
+
+
+def test_merged_state_is_guarded(moe, projection):
+    """A state dict of W + delta beside delta would add it twice when loaded."""
+    weight, layout = torch.randn(4, 10, 6), moe.ExpertsLayout()
+    projection.merge(weight, layout)
+    merged = weight.clone()
+    state = {"lora_A.first.weight": torch.zeros(12, 6)}
+    for call in (
+        lambda: projection.merge(weight, layout),
+        lambda: projection.set_adapter("second"),
+        lambda: projection.delete_adapter("first"),
+        lambda: projection.state_dict(),
+        lambda: projection.load_state_dict(state, strict=False),
+        lambda: projection.disabled().__enter__(),
+    ):
+        with pytest.raises(ValueError, match="is merged into the weight"):
+            call()
+    projection.enabled = False  # a forward now would pass off W + delta as the base
+    with pytest.raises(ValueError, match="is merged into the weight"):
+        projection.factors()
+    assert_same_bits(weight, merged)
+    projection.unmerge(weight)
+    assert projection.factors() is None
+    projection.state_dict()
+
+
+def test_merge_refuses_before_it_writes(moe, projection):
+    weight, layout = torch.randn(4, 10, 6), moe.ExpertsLayout()
+    before = weight.clone()
+    with pytest.raises(ValueError, match=r"weight must be \(4, 6, 10\) as \(E, in, out\), got"):
+        projection.merge(weight.mT, layout)
+    with pytest.raises(ValueError, match="nothing is merged"):
+        projection.unmerge(weight)
+    projection.lora_B["first"].weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="adapter 'first' holds NaN or inf"):
+        projection.merge(weight, layout)
+    projection.set_adapter(None)
+    with pytest.raises(ValueError, match="no adapter is active"):
+        projection.merge(weight, layout)
+    assert_same_bits(weight, before)
+
+
+def test_deepcopy_of_a_merged_projection_unmerges_on_its_own(moe, projection):
+    weight, layout = torch.randn(4, 10, 6), moe.ExpertsLayout()
+    before = weight.clone()
+    projection.merge(weight, layout)
+    twin, other = copy.deepcopy(projection), weight.clone()
+    projection.unmerge(weight)
+    assert twin.merged
+    twin.unmerge(other)
+    assert_same_bits(other, before)
+
+
+@pytest.mark.parametrize("shapes", [((12, 6), (10, 9)), ((13, 6), (10, 13)), ((3, 6, 2), (10, 3))])
+def test_wrong_factor_shapes(moe, shapes):
+    with pytest.raises(ValueError, match=r"lora_A must be .* with 4 experts"):
+        moe.factor_views(torch.zeros(shapes[0]), torch.zeros(shapes[1]), 4)
+
+
+# The layer ------------------------------------------------------------------
+
+
+@pytest.fixture
+def layer(moe, device):
+    """A layer with a second adapter on down alone; call() runs it."""
+    problem = LayerProblem(bias=True)
+    made = problem.module(moe, device)
+    made.add_adapter("other", r=2, alpha=2, targets=("down",))
+    torch.nn.init.normal_(made.expert_lora["down"].lora_B["other"].weight, std=0.3)
+    x, gates, _ = problem.inputs(device)
+    inputs = (x.detach(), problem.ids(device), gates.detach())
+    made.call = lambda: made(*inputs)
+    return made
+
+
+def without_lora(moe, device):
+    problem = LayerProblem(bias=True)
+    made = problem.module(moe, device)
+    for projection in made.expert_lora.values():
+        projection.delete_adapter("default")
+    x, gates, _ = problem.inputs(device)
+    return made(x, problem.ids(device), gates).detach()
+
+
+def test_off_equals_a_layer_that_never_had_lora(moe, device, layer):
+    """DPO and GRPO take their reference from it: bit for bit, and again after turning it on."""
+    base, trained = without_lora(moe, device), layer.call()
+    assert relative_error(trained, base) > 0.01
+    with layer.expert_lora.disabled():
+        assert_same_bits(layer.call(), base)
+    assert_same_bits(layer.call(), trained)
+    layer.expert_lora.set_adapter(None)
+    assert_same_bits(layer.call(), base)
+
+
+def test_switching_between_adapters(moe, device, layer):
+    """An adapter on down alone leaves gate_up at its base."""
+    first = layer.call()
+    layer.expert_lora.set_adapter("other")
+    assert layer.expert_lora["gate_up"].active is None
+    assert layer.expert_lora["down"].active == "other"
+    assert relative_error(layer.call(), first) > 0.01
+    layer.expert_lora.set_adapter("default")
+    assert_same_bits(layer.call(), first)
+    with pytest.raises(ValueError, match="adapter 'missing' is unknown"):
+        layer.expert_lora.set_adapter("missing")
+    assert_same_bits(layer.call(), first)
+
+
+@pytest.mark.parametrize("keep_on", [None, "cpu"])
+def test_merged_layer(moe, device, layer, keep_on):
+    """The same output without LoRA's work, and the exact weights afterwards."""
+    base = {name: p.clone() for name, p in layer.named_parameters(recurse=False)}
+    expected = layer.call()
+    layer.merge(keep_on=keep_on)
+    assert layer.expert_lora.merged and layer.expert_lora.factors() is None
+    assert relative_error(layer.call(), expected) < 1e-6
+    with pytest.raises(ValueError, match="is merged into the weight"):
+        layer.state_dict()
+    with pytest.raises(ValueError, match="is merged into the weight"):
+        layer.expert_lora.set_adapter("other")
+    layer.unmerge()
+    for name, value in base.items():
+        assert_same_bits(layer.get_parameter(name), value)
+    assert_same_bits(layer.call(), expected)
+    with pytest.raises(ValueError, match="nothing is merged"):
+        layer.unmerge()
+
+
+def test_merge_of_a_stack_is_all_or_nothing(moe, device, layer):
+    before = layer.gate_up_proj.clone()
+    layer.expert_lora["down"].lora_B["default"].weight.data.fill_(float("inf"))
+    with pytest.raises(ValueError, match="NaN or inf"):
+        layer.merge()
+    assert not layer.expert_lora.merged
+    assert_same_bits(layer.gate_up_proj, before)
+
+
+def test_merge_and_unload(moe, device, layer):
+    expected = layer.call()
+    layer.merge_and_unload()
+    assert set(layer.state_dict()) == {
+        "gate_up_proj",
+        "down_proj",
+        "gate_up_proj_bias",
+        "down_proj_bias",
+    }
+    assert relative_error(layer.call(), expected) < 1e-6
+
+
+def test_an_adapter_is_added_to_all_targets_or_to_none(moe, device, layer):
+    """'other' exists on down: gate_up must not get it alone."""
+    with pytest.raises(ValueError, match="adapter 'other' exists"):
+        layer.add_adapter("other", r=2, alpha=2)
+    assert layer.expert_lora["gate_up"].adapters == ["default"]
+
+
+@pytest.mark.parametrize("targets", ["down", (), ("up",)])
+def test_wrong_targets(moe, device, layer, targets):
+    with pytest.raises(ValueError, match="targets must be some of"):
+        layer.add_adapter("third", r=2, alpha=2, targets=targets)
+
+
+# selective_lora_weights -----------------------------------------------------
+
+
+def test_selective_lora_weights(moe):
+    """Rows of A and columns of B of the named experts, expert-major as in the predecessor."""
+    A, B = torch.randn(4 * 3, 6, requires_grad=True), torch.randn(10, 4 * 3, requires_grad=True)
+    active = torch.tensor([3, 1])
+    a, b = moe.selective_lora_weights(A, B, active, 4)
+    assert_same_bits(a, torch.cat((A[9:12], A[3:6])))
+    assert_same_bits(b, torch.cat((B[:, 9:12], B[:, 3:6]), 1))
+    (a.sum() + (b * b).sum()).backward()
+    assert_same_bits(A.grad[3:6], torch.ones(3, 6))
+    assert torch.count_nonzero(A.grad[[0, 1, 2, 6, 7, 8]]) == 0
+    assert_same_bits(B.grad[:, 9:12], 2 * B.detach()[:, 9:12])
+
+
+def test_selective_gradient_needs_no_sort(moe):
+    """Advanced indexing would put index_put(accumulate) into the graph, which sorts on a GPU."""
+    A, B = torch.randn(8, 6, requires_grad=True), torch.randn(10, 8, requires_grad=True)
+    found, todo = set(), [t.grad_fn for t in moe.selective_lora_weights(A, B, torch.arange(4), 4)]
+    while todo:
+        node = todo.pop()
+        found.add(type(node).__name__)
+        todo += [parent for parent, _ in node.next_functions if parent is not None]
+    assert "IndexSelectBackward0" in found
+    assert not any(name.startswith("IndexBackward") for name in found)
+
+
+def test_selective_of_no_expert(moe):
+    a, b = moe.selective_lora_weights(
+        torch.randn(8, 6), torch.randn(10, 8), torch.empty(0, dtype=torch.int64), 4
+    )
+    assert (a.shape, b.shape) == ((0, 6), (10, 0))
+
+
+@pytest.mark.parametrize("shapes", [((9, 6), (10, 9)), ((8, 6), (10, 4))])
+def test_selective_wrong_shapes(moe, shapes):
+    with pytest.raises(ValueError, match="lora_A"):
+        moe.selective_lora_weights(
+            torch.zeros(shapes[0]), torch.zeros(shapes[1]), torch.arange(2), 4
+        )

@@ -1,0 +1,28 @@
+"""Every path of the products on the same problems: Triton (interpreted on a CPU) and grouped_mm."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from ._eager import Problem
+from .test_grouped_linear import assert_close_to_eager
+
+SHAPES = (
+    Problem(33, rank=5, bias=True, peft=True),
+    Problem(29, gates=True, bias=True, grouped_in=True, routing="sentinels"),
+    Problem(70, experts=3, rank=20, gates=True, k=70, n=130, routing="gap"),
+    Problem(21, rank=None, grouped_out=True, routing="one"),
+    Problem(20, top_k=1, grouped_in=True, grouped_out=True, rank=3),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("problem", SHAPES, ids=str)
+def test_triton(run, device, problem, dtype):
+    """The interpreter truncates where it stores bfloat16, xa and y: twice rounding's error each."""
+    truncates = device.type == "cpu" and dtype == torch.bfloat16
+    problem = dataclasses.replace(problem, dtype=dtype)
+    assert_close_to_eager(problem, run, device, "triton", factor=3.5 if truncates else 1.5)

@@ -1,0 +1,350 @@
+"""Adapters of experts as PEFT's files: `adapter_model.safetensors` and `adapter_config.json`.
+
+PEFT wraps the parameters of an experts module in the order in which they are registered, so that
+the last one is the outermost: with both targeted, `experts.lora_A.weight` is down_proj's and
+`experts.base_layer.lora_A.weight` gate_up_proj's; with one, it has no `base_layer`. Which of A and
+B meets the input depends on the version that wrote the file (`peft.contracts_input`). Both follow
+from the configuration and the model; shapes are compared afterwards, never asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from . import peft
+from .experts import experts_modules, operand_shape
+from .lora import (
+    AdapterOptions,
+    active_adapter,
+    add_adapter,
+    attached_modules,
+    set_lora,
+    train_adapter,
+)
+
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."  # of every key that PEFT writes
+LAYOUT_VERSION = "0.21.2"  # the PEFT whose layout is written; the same since 0.19.1
+# Options that change what the factors mean, with the values that do not.
+PLAIN = {
+    "peft_type": ("LORA",),
+    "lora_dropout": (0, 0.0, None),
+    "bias": ("none", None),
+    **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora"), (False, None)),
+    **dict.fromkeys(("modules_to_save", "trainable_token_indices", "layer_replication"), (None,)),
+    **dict.fromkeys(("alora_invocation_tokens", "velora_config", "kasa_config"), (None,)),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter of the model stands in a file."""
+
+    experts: str  # name of the module
+    target: str  # name of its parameter
+    key: str  # without ".lora_A.weight"
+
+
+def save_peft_adapter(
+    model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | None = None
+) -> None:
+    """Write an attached adapter as PEFT (0.19.1 and later) writes it, exactly.
+
+    Args:
+        model: as given to `attach_lora`.
+        folder: made if it does not exist; each of its two files is replaced whole.
+        adapter: name; None for the active one.
+
+    Raises:
+        ValueError: there is no such adapter.
+        ImportError: safetensors is not installed.
+    """
+    from safetensors.torch import save_file
+
+    name = adapter or active_adapter(model)
+    attached = attached_modules(model)
+    known = sorted({n for entry in attached.values() for n in entry.adapters})
+    if name not in known:
+        raise ValueError(f"adapter={name!r} is not attached; there are {known}")
+    targets = {
+        where: {t: by_name[name] for t, by_name in entry.options.items() if name in by_name}
+        for where, entry in attached.items()
+    }
+    tensors = {}
+    for place in _places(model, {where: set(found) for where, found in targets.items()}):
+        projection = attached[place.experts].projection(place.target)
+        for side in ("lora_A", "lora_B"):
+            factor = getattr(projection, side)[name].weight
+            tensors[f"{place.key}.{side}.weight"] = factor.detach().contiguous()
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_config(model, targets), indent=2)
+    _replace(folder / TENSORS, lambda path: save_file(tensors, path, {"format": "pt"}))
+    _replace(folder / CONFIG, lambda path: path.write_text(text + "\n"))
+
+
+def load_peft_adapter(
+    model: nn.Module,
+    path_or_id: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    adapter: str = "default",
+    trainable: bool = False,
+    local_files_only: bool = False,
+) -> None:
+    """Attach an adapter from PEFT's files, without PEFT, exactly, and make it the active one.
+
+    Adapters of PEFT 0.17 to 0.19.0, whose A and B have other roles, are converted without loss.
+    Everything is read and checked before the model changes.
+
+    Args:
+        model: a transformers model, not wrapped by PEFT.
+        path_or_id: a folder, or the id of a Hub repository.
+        revision: commit hash or tag of the repository. Needed for an id: what is loaded must not
+            change under the same name.
+        adapter: the name it gets here.
+        trainable: train it, and freeze everything else; False leaves the model's flags alone.
+        local_files_only: read the Hub's cache alone. A commit hash that lies in the cache needs
+            no network either way.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the adapter does not fit the model, or has parts or options that experts do not
+            support; the message names them. The model is unchanged.
+        ImportError: safetensors, transformers or, for an id, huggingface_hub is not installed.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    config_file, tensors_file = _files(path_or_id, revision, local_files_only)
+    config = json.loads(config_file.read_text())
+    try:
+        tensors = load_file(tensors_file)
+    except SafetensorError as error:
+        raise ValueError(f"{tensors_file} is damaged: {error}") from error
+    _check_config(config, config_file)
+    targets = _targeted(model, config, config_file)
+    places = _places(model, {where: set(found) for where, found in targets.items()})
+    factors = _read_factors(model, places, targets, tensors, config, tensors_file)
+    dtypes = {factor.dtype for pair in factors.values() for factor in pair}
+    if len(dtypes) > 1:
+        raise ValueError(f"{tensors_file} mixes {sorted(map(str, dtypes))}; save it in one dtype")
+
+    add_adapter(model, adapter, targets, dtype=dtypes.pop())
+    attached = attached_modules(model)
+    with torch.no_grad():
+        for place in places:
+            projection = attached[place.experts].projection(place.target)
+            for side, value in zip(("lora_A", "lora_B"), factors[place], strict=True):
+                getattr(projection, side)[adapter].weight.copy_(value)
+    set_lora(model, adapter)
+    if trainable:
+        train_adapter(model, adapter)
+
+
+def _places(model: nn.Module, targets: dict[str, set[str]]) -> list[Place]:
+    """Keys in the file: PEFT nests its wrappers in the order of the module's parameters.
+
+    Where a parameter is computed (quantized), PEFT goes by the alphabet instead.
+    """
+    found = dict(experts_modules(model))
+    places = []
+    for where, names in targets.items():
+        experts = found[where]
+        computed = parametrize.is_parametrized(experts)
+        order = [name for name, _ in experts.named_parameters(recurse=False)]
+        order = sorted(names) if computed else [name for name in order if name in names]
+        for depth, target in enumerate(reversed(order)):
+            key = PREFIX + where + ".base_layer" * depth
+            places.append(Place(where, target, key))
+    return places
+
+
+def _config(model: nn.Module, targets: dict[str, dict[str, AdapterOptions]]) -> dict[str, Any]:
+    """adapter_config.json; ranks that differ from the most frequent one go into the patterns."""
+    options = {f"{w}.{t}": value for w, found in targets.items() for t, value in found.items()}
+    (common, _), *_ = Counter(options.values()).most_common(1)
+    other = {re.escape(name): value for name, value in options.items() if value != common}
+    config = getattr(model, "config", None)
+    return {
+        "peft_type": "LORA",
+        "peft_version": LAYOUT_VERSION,
+        "task_type": None,
+        "base_model_name_or_path": getattr(config, "_name_or_path", None) or None,
+        "revision": None,
+        "inference_mode": True,
+        "r": common.r,
+        "lora_alpha": common.alpha,
+        "use_rslora": common.rslora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "rank_pattern": {name: value.r for name, value in other.items()},
+        "alpha_pattern": {name: value.alpha for name, value in other.items()},
+        "target_modules": [],  # None would make PEFT add the model type's attention projections
+        "target_parameters": sorted(options),
+    }
+
+
+def _files(
+    path_or_id: str | os.PathLike[str], revision: str | None, local_files_only: bool
+) -> tuple[Path, Path]:
+    folder = Path(path_or_id)
+    if folder.is_dir():
+        files = [folder / name for name in (CONFIG, TENSORS)]
+        for file in files:
+            if not file.is_file():
+                raise FileNotFoundError(
+                    f"{file} does not exist; an adapter is {CONFIG} and {TENSORS} (pickled "
+                    "adapter_model.bin files are not read: load and save them with PEFT once)"
+                )
+        return files[0], files[1]
+    if revision is None:
+        raise ValueError(
+            f"{os.fspath(path_or_id)!r} is no folder; if it is a Hub repository, pass revision= "
+            "with a commit hash or tag, so that what is loaded cannot change"
+        )
+    from huggingface_hub import hf_hub_download
+
+    paths = [
+        hf_hub_download(
+            os.fspath(path_or_id), name, revision=revision, local_files_only=local_files_only
+        )
+        for name in (CONFIG, TENSORS)
+    ]
+    return Path(paths[0]), Path(paths[1])
+
+
+def _check_config(config: dict[str, Any], file: Path) -> None:
+    wrong = {
+        key: config[key] for key, plain in PLAIN.items() if config.get(key, plain[0]) not in plain
+    }
+    if wrong:
+        raise ValueError(f"{file}: LoRA on experts has no support for {wrong}")
+    if config.get("target_modules"):
+        raise ValueError(
+            f"{file} also targets modules ({config['target_modules']!r}); load it with "
+            "peft.PeftModel.from_pretrained, then use_in_transformers(model)"
+        )
+    if not config.get("target_parameters"):
+        raise ValueError(f"{file} targets no parameters, so it has nothing for experts")
+
+
+def _targeted(
+    model: nn.Module, config: dict[str, Any], file: Path
+) -> dict[str, dict[str, AdapterOptions]]:
+    """The targeted parameters of every experts module, matched as PEFT does: whole dotted ends."""
+    wanted = config["target_parameters"]
+    rslora = bool(config.get("use_rslora", False))
+    targets: dict[str, dict[str, AdapterOptions]] = {}
+    matched: set[str] = set()
+    for where, experts in experts_modules(model):
+        computed = getattr(experts, "parametrizations", {})
+        names = [name for name, _ in experts.named_parameters(recurse=False)]
+        for target in [*names, *computed]:
+            full = f"{where}.{target}"
+            hits = {name for name in wanted if full == name or full.endswith(f".{name}")}
+            if not hits:
+                continue
+            matched |= hits
+            r = _by_pattern(config.get("rank_pattern"), full, config["r"])
+            alpha = _by_pattern(config.get("alpha_pattern"), full, config["lora_alpha"])
+            targets.setdefault(where, {})[target] = AdapterOptions(r, alpha, rslora)
+    missed = sorted(set(wanted) - matched)
+    if missed:
+        raise ValueError(f"{file} targets {missed}, which are no parameters of the model's experts")
+    return targets
+
+
+def _by_pattern(patterns: dict[str, Any] | None, name: str, otherwise: Any) -> Any:
+    """PEFT's rule: the first regular expression that matches the whole name or a dotted end."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return value
+    return otherwise
+
+
+def _read_factors(
+    model: nn.Module,
+    places: list[Place],
+    targets: dict[str, dict[str, AdapterOptions]],
+    tensors: dict[str, Tensor],
+    config: dict[str, Any],
+    file: Path,
+) -> dict[Place, tuple[Tensor, Tensor]]:
+    """A (E r, in) and B (out, E r) per place, in today's layout, checked."""
+    found = dict(experts_modules(model))
+    keys = {
+        place: [f"{place.key}.{side}.weight" for side in ("lora_A", "lora_B")] for place in places
+    }
+    expected = {key for pair in keys.values() for key in pair}
+    if expected != set(tensors):
+        raise ValueError(
+            f"{file} does not fit the model: missing {sorted(expected - set(tensors))[:4]}, "
+            f"unexpected {sorted(set(tensors) - expected)[:4]}; an adapter with more than LoRA on "
+            "experts is loaded with peft.PeftModel.from_pretrained, then use_in_transformers"
+        )
+    factors = {}
+    for place in places:
+        experts = found[place.experts]
+        count, size_in, size_out = operand_shape(experts, place.target)
+        a, b = (tensors[key] for key in keys[place])
+        if not _input_side(config, experts.is_transposed, file):
+            a, b = _exchanged(a, b, count)
+        rows = count * targets[place.experts][place.target].r
+        if a.shape != (rows, size_in) or b.shape != (size_out, rows):
+            raise ValueError(
+                f"{file}: {place.experts}.{place.target} needs A ({rows}, {size_in}) and B "
+                f"({size_out}, {rows}), the file has {tuple(a.shape)} and {tuple(b.shape)} under "
+                f"{place.key!r}; it is of another model, or was saved over quantized experts, "
+                "where PEFT exchanges the names of the two projections"
+            )
+        factors[place] = (a, b)
+    return factors
+
+
+def _input_side(config: dict[str, Any], transposed: bool, file: Path) -> bool:
+    """Whether A meets the input in files of the version that wrote this one."""
+    text = config.get("peft_version")  # recorded since 0.18.0
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(.*)", text or "0.17.0")
+    if match is None:
+        raise ValueError(f"{file}: peft_version={text!r} is no version")
+    release = tuple(int(part or 0) for part in match.groups()[:3])
+    if "dev" in match[4] and (0, 18, 1) <= release <= (0, 20, 0):
+        raise ValueError(
+            f"{file} was written by a development version of PEFT, {text}, and the roles of A and "
+            "B changed between 0.18 and 0.20; set peft_version to the release it behaves like"
+        )
+    swapped = not transposed if release >= (0, 19, 1) else transposed and release == (0, 19, 0)
+    return peft.contracts_input(swapped=swapped, transposed=transposed)
+
+
+def _exchanged(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """A (E r, out) and B (in, r E), which met the other sides, as A (E r, in) and B (out, r E)."""
+    of_input = b.unflatten(1, (-1, num_experts))  # (in, r, E)
+    of_output = a.unflatten(0, (num_experts, -1))  # (E, r, out)
+    new_a = of_input.permute(2, 1, 0).flatten(0, 1)  # (E r, in)
+    new_b = of_output.permute(2, 1, 0).flatten(1, 2)  # (out, r E)
+    return new_a.contiguous(), new_b.contiguous()
+
+
+def _replace(path: Path, write: Any) -> None:
+    """Write beside the file, then rename over it: readers see the old one or the new one, whole."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,57 @@
+"""The experts modules of a transformers model: found by what its decorator leaves on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from ..moe.module_layout import module_layout
+
+IMPLEMENTATION = "scattermoe_lora"  # what `set_experts_implementation` is told
+ATTACHED = "expert_lora"  # our own LoRA, a submodule of the experts
+LAYOUT_ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "config")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether transformers' `use_experts_implementation` made this module."""
+    return all(name in vars(module) for name in LAYOUT_ATTRIBUTES)
+
+
+def is_ours(experts: nn.Module) -> bool:
+    """Whether this module's configuration sends it to `experts_function`."""
+    return experts.config._experts_implementation == IMPLEMENTATION
+
+
+def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every experts module with its name, in the model's order."""
+    return ((name, module) for name, module in model.named_modules() if is_experts(module))
+
+
+def first_projection(experts: nn.Module) -> str:
+    """The parameter before the activation."""
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+def check_supported(experts: nn.Module, name: str) -> None:
+    """Refuse experts that compute something our kernels have no place for.
+
+    Raises:
+        ValueError: with the name of the module, the reason and the remedy.
+    """
+    try:
+        module_layout(experts)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    wanted = (first_projection(experts), "down_proj")
+    missing = [target for target in wanted if not hasattr(experts, target)]
+    if missing:
+        raise ValueError(
+            f"{name} ({type(experts).__name__}) has no {missing}; keep "
+            'experts_implementation="eager" for this model'
+        )
+
+
+def operand_shape(experts: nn.Module, target: str) -> tuple[int, int, int]:
+    """(E, in, out) of a parameter of an experts module."""
+    return tuple(module_layout(experts).operand(getattr(experts, target)).shape)

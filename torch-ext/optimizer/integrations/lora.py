@@ -1,0 +1,382 @@
+"""LoRA on the experts of a transformers model, without PEFT: attach, switch, merge, detach.
+
+The parameters are registered on every experts module, under `expert_lora`, and run through the
+grouped kernels. `adapter_file.py` reads and writes them as PEFT adapters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ..moe.adapters import ExpertAdapters
+from ..moe.lora import LoraProjection
+from ..moe.module_layout import module_layout
+from . import peft
+from .experts import (
+    ATTACHED,
+    check_supported,
+    experts_modules,
+    first_projection,
+    is_ours,
+    operand_shape,
+)
+from .transformers import use_in_transformers
+
+TARGETS = ("gate_up_proj", "down_proj")
+PROJECTION = {"gate_up_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """What scales an adapter on one projection: alpha / r, or alpha / sqrt(r) with rslora."""
+
+    r: int
+    alpha: float
+    rslora: bool = False
+
+    def check(self) -> None:
+        """Raise ValueError unless r is a rank and alpha a finite number."""
+        if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
+            raise ValueError(f"r must be an integer of at least 1, got {self.r!r}")
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)):
+            raise ValueError(f"alpha must be a number, got {self.alpha!r}")
+        if not math.isfinite(self.alpha):
+            raise ValueError(f"alpha must be finite, got {self.alpha!r}")
+
+
+class AttachedLora(ExpertAdapters):
+    """The adapters of one experts module, with what PEFT's files need to know of them.
+
+    Args:
+        experts: a transformers experts module.
+
+    Attributes:
+        options: `AdapterOptions` by name of the parameter and of the adapter.
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        count, hidden, _ = operand_shape(experts, first_projection(experts))
+        _, intermediate, _ = operand_shape(experts, "down_proj")
+        super().__init__(count, hidden, intermediate, module_layout(experts))
+        self.options: dict[str, dict[str, AdapterOptions]] = {}
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names, in the order they were added."""
+        return list(dict.fromkeys(name for entry in self.values() for name in entry.adapters))
+
+    def projection(self, target: str) -> LoraProjection:
+        """The adapters of one parameter, by its name."""
+        return self[PROJECTION[target]]
+
+    def add(self, target: str, adapter: str, options: AdapterOptions, **kind: Any) -> None:
+        """Create an adapter on one parameter, frozen; `kind` is its dtype and device."""
+        projection = self.projection(target)
+        projection.add_adapter(adapter, options.r, options.alpha, rslora=options.rslora, **kind)
+        projection.lora_A[adapter].requires_grad_(False)
+        projection.lora_B[adapter].requires_grad_(False)
+        self.options.setdefault(target, {})[adapter] = options
+
+
+def attach_lora(
+    model: nn.Module,
+    r: int,
+    alpha: float,
+    targets: Sequence[str] = TARGETS,
+    *,
+    rslora: bool = False,
+    quantize: str | None = None,
+    adapter: str = "default",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Put LoRA on the experts of a transformers model and make it their only trainable part.
+
+    The model is switched to our experts implementation (`use_in_transformers`). Every other
+    parameter is frozen, as PEFT does it; unfreeze afterwards what else should train. A first call
+    makes its adapter the active one, a further call with another name adds one beside it.
+
+    Args:
+        model: a transformers model, not wrapped by PEFT.
+        r: rank, at least 1.
+        alpha: the update is scaled by alpha / r.
+        targets: of the experts' parameters "gate_up_proj" ("up_proj" where there is no gate) and
+            "down_proj".
+        rslora: scale by alpha / sqrt(r) instead (arXiv 2312.03732).
+        quantize: must be None: experts in 4 bits come in a later version.
+        adapter: name, without dots.
+        dtype: of the LoRA parameters. float32 is PEFT's choice, over any base.
+
+    Raises:
+        ValueError: no experts, an unknown target, a name in use, or PEFT's wrappers on the experts;
+            nothing has changed then.
+        NotImplementedError: quantize is given.
+        ImportError: transformers is not installed.
+    """
+    if quantize is not None:
+        raise NotImplementedError(
+            f"quantize={quantize!r}: 4-bit experts are not in this version yet, they come with the "
+            "NF4 grouped kernels; pass quantize=None to train over 16-bit experts"
+        )
+    if isinstance(targets, str):
+        raise ValueError(
+            f"targets must be a sequence of names, got {targets!r}; pass ({targets!r},)"
+        )
+    options = AdapterOptions(r, alpha, rslora)
+    add_adapter(
+        model,
+        adapter,
+        {name: dict.fromkeys(targets, options) for name, _ in experts_modules(model)},
+        dtype=dtype,
+    )
+    if active_adapter(model) == adapter:
+        train_adapter(model, adapter)
+
+
+def add_adapter(
+    model: nn.Module,
+    adapter: str,
+    wanted: dict[str, dict[str, AdapterOptions]],
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Create an adapter, frozen; all checks come first.
+
+    Args:
+        model: a transformers model.
+        adapter: name.
+        wanted: by name of the experts module and of its parameter.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: as `attach_lora`.
+    """
+    found = dict(experts_modules(model))
+    _check_addition(model, found, adapter, wanted)
+    before = attached_modules(model)
+    active = active_adapter(model)
+    use_in_transformers(model)
+    for name, targets in wanted.items():
+        experts = found[name]
+        if name not in before:
+            experts.add_module(ATTACHED, AttachedLora(experts))
+            experts.register_forward_pre_hook(_refuse_other_implementations)
+        for target, options in targets.items():
+            device = getattr(experts, target).device
+            experts.expert_lora.add(target, adapter, options, dtype=dtype, device=device)
+    set_lora(model, active or adapter)
+
+
+def train_adapter(model: nn.Module, adapter: str) -> None:
+    """Freeze every parameter of the model but those of one adapter."""
+    model.requires_grad_(False)
+    for _, entry in _projections(model):
+        if adapter in entry.adapters:
+            entry.lora_A[adapter].requires_grad_(True)
+            entry.lora_B[adapter].requires_grad_(True)
+
+
+def attached_modules(model: nn.Module) -> dict[str, AttachedLora]:
+    """Our LoRA by name of the experts module."""
+    return {
+        name: experts._modules[ATTACHED]
+        for name, experts in experts_modules(model)
+        if isinstance(experts._modules.get(ATTACHED), AttachedLora)
+    }
+
+
+def active_adapter(model: nn.Module) -> str | None:
+    """The adapter in use, enabled or not; None if there is none."""
+    return next((entry.active for _, entry in _projections(model) if entry.active), None)
+
+
+def set_lora(model: nn.Module, adapter: str | None) -> None:
+    """Use another attached adapter, or none. Which parameters train is left as it is.
+
+    Args:
+        model: as given to `attach_lora`.
+        adapter: its name; a projection that it does not target runs without LoRA.
+
+    Raises:
+        ValueError: no such adapter, several are named, or one is merged.
+    """
+    entries = _checked_projections(model)
+    known = sorted({name for _, entry in entries for name in entry.adapters})
+    if adapter is not None and (not isinstance(adapter, str) or adapter not in known):
+        raise ValueError(
+            f"adapter={adapter!r} is not attached; there are {known}, and one can be active"
+        )
+    _refuse_merged(entries, "set another adapter")
+    for _, entry in entries:
+        entry.set_adapter(adapter if adapter in entry.adapters else None)
+
+
+def enable_lora(model: nn.Module) -> None:
+    """Switch the active adapter on again.
+
+    Raises:
+        ValueError: no LoRA is attached.
+    """
+    for _, entry in _checked_projections(model):
+        entry.enabled = True
+
+
+def disable_lora(model: nn.Module) -> None:
+    """Run the base model, bit for bit, until `enable_lora`.
+
+    Raises:
+        ValueError: no LoRA is attached, or it is merged into the weights.
+    """
+    entries = _checked_projections(model)
+    _refuse_merged(entries, "disable it")
+    for _, entry in entries:
+        entry.enabled = False
+
+
+@contextlib.contextmanager
+def lora_disabled(model: nn.Module) -> Iterator[None]:
+    """The base model inside the with block, as for the reference model of DPO or GRPO."""
+    before = [(entry, entry.enabled) for _, entry in _checked_projections(model)]
+    disable_lora(model)
+    try:
+        yield
+    finally:
+        for entry, enabled in before:
+            entry.enabled = enabled
+
+
+def merge_lora(model: nn.Module, *, keep_on: torch.device | str | None = None) -> None:
+    """Add the active adapter to the experts' weights; `unmerge_lora` restores them bit for bit.
+
+    Args:
+        model: as given to `attach_lora`.
+        keep_on: device of the copy of the weights that unmerging puts back; None: theirs.
+
+    Raises:
+        ValueError: nothing to merge, merged already, weights that are computed (quantized), or NaN
+            or inf in the adapter; no weight has changed then.
+    """
+    entries = [entry for entry in _located(model) if any(p.active for p in entry[1].values())]
+    if not entries:
+        raise ValueError("no adapter is active; attach_lora or set_lora first")
+    for experts, attached in entries:
+        if parametrize.is_parametrized(experts):
+            raise ValueError(
+                f"{type(experts).__name__} computes its weights from other parameters (quantized); "
+                "LoRA cannot be merged into them"
+            )
+        for target, projection in attached.items():
+            if projection.active is not None:
+                projection.check_mergeable(_weights(experts)[target], attached.layout)
+    for experts, attached in entries:
+        attached.merge(_weights(experts), keep_on=keep_on)
+
+
+def unmerge_lora(model: nn.Module) -> None:
+    """Put the weights back as they were before `merge_lora`.
+
+    Raises:
+        ValueError: nothing is merged.
+    """
+    merged = [entry for entry in _located(model) if entry[1].merged]
+    if not merged:
+        raise ValueError("nothing is merged; merge_lora(model) first")
+    for experts, attached in merged:
+        attached.unmerge(_weights(experts))
+
+
+def detach_lora(model: nn.Module) -> None:
+    """Remove all attached LoRA. What is merged stays in the weights."""
+    for experts, attached in _located(model):
+        attached.discard()
+        del experts._modules[ATTACHED]
+        hooks = experts._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is _refuse_other_implementations]:
+            del hooks[key]
+
+
+def _projections(model: nn.Module) -> list[tuple[str, LoraProjection]]:
+    return [
+        (f"{name}.{target}", entry)
+        for name, attached in attached_modules(model).items()
+        for target, entry in attached.items()
+    ]
+
+
+def _located(model: nn.Module) -> list[tuple[nn.Module, AttachedLora]]:
+    found = dict(experts_modules(model))
+    return [(found[name], attached) for name, attached in attached_modules(model).items()]
+
+
+def _weights(experts: nn.Module) -> dict[str, Tensor]:
+    return {
+        PROJECTION[target]: getattr(experts, target)
+        for target in (first_projection(experts), "down_proj")
+    }
+
+
+def _checked_projections(model: nn.Module) -> list[tuple[str, LoraProjection]]:
+    entries = _projections(model)
+    if not entries:
+        raise ValueError(f"model ({type(model).__name__}) has no LoRA of ours; attach_lora first")
+    return entries
+
+
+def _refuse_merged(entries: list[tuple[str, LoraProjection]], doing: str) -> None:
+    merged = [name for name, entry in entries if entry.merged]
+    if merged:
+        raise ValueError(f"cannot {doing}: the adapter is merged into {merged[0]}; unmerge_lora")
+
+
+def _check_addition(
+    model: nn.Module,
+    found: dict[str, nn.Module],
+    adapter: str,
+    wanted: dict[str, dict[str, AdapterOptions]],
+) -> None:
+    """Everything `add_adapter` could fail on, before it changes anything."""
+    if not any(wanted.values()):
+        raise ValueError(
+            f"nothing to put LoRA on: model ({type(model).__name__}) has no experts of "
+            "transformers' experts interface, or targets is empty"
+        )
+    if next(peft.wrappers(model), None) is not None:
+        raise ValueError(
+            "PEFT has wrapped this model; train PEFT's adapter with use_in_transformers(model), or "
+            "call attach_lora on model.unload()"
+        )
+    taken = isinstance(adapter, str) and hasattr(nn.ModuleDict(), adapter)  # "keys", "pop", ...
+    if not isinstance(adapter, str) or not adapter or "." in adapter or taken:
+        raise ValueError(
+            f"adapter={adapter!r} must be a string without dots that is no attribute of a module"
+        )
+    if adapter in {name for _, entry in _projections(model) for name in entry.adapters}:
+        raise ValueError(f"adapter {adapter!r} is attached already; give the new one another name")
+    _refuse_merged(_projections(model), "add an adapter")
+    for name, targets in wanted.items():
+        experts = found[name]
+        check_supported(experts, name)
+        if getattr(experts, "_is_expert_parallel", False):
+            raise ValueError(f"{name} is split over ranks (expert parallel); attach LoRA before")
+        allowed = (first_projection(experts), "down_proj")
+        for target, options in targets.items():
+            if target not in allowed:
+                raise ValueError(f"targets: {name} has no {target!r}; it has {allowed}")
+            options.check()
+
+
+def _refuse_other_implementations(experts: nn.Module, _: tuple) -> None:
+    """Without this another experts implementation would leave LoRA out in silence."""
+    if not is_ours(experts) and experts.expert_lora.factors() is not None:
+        raise RuntimeError(
+            "these experts have LoRA of attach_lora, but their implementation is "
+            f"{experts.config._experts_implementation!r}; use_in_transformers(model), or "
+            "disable_lora(model)"
+        )

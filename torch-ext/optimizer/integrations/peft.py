@@ -1,0 +1,186 @@
+"""LoRA that PEFT put on a stack of experts, read where it lies.
+
+PEFT wraps an experts module once per targeted parameter: `ParamWrapper(down_proj)` around
+`ParamWrapper(gate_up_proj)` around the experts. Its forward registers a parametrization that forms
+W + delta for all experts, on every call; 0.21.2 forgets to remove it where the parameter was
+parametrized before (4-bit experts), so that deltas pile up. Here the factors are handed to the
+experts instead. Everything is read off the wrappers' attributes; PEFT itself is not imported.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..moe.layout import ExpertsLora, LoraFactors
+from ..moe.lora import factor_views
+from .experts import is_ours
+
+WRAPPER = "ParamWrapper"  # peft.tuners.lora.layer
+PROXIES = ("_LoraFactorsProxy", "_LoraParameterProxy")  # its parametrizations
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether this is PEFT's wrapper around one parameter."""
+    return type(module).__name__ == WRAPPER and hasattr(module, "parameter_name")
+
+
+def base_of(wrapper: nn.Module) -> nn.Module:
+    """The module below all wrappers."""
+    module = wrapper
+    while is_wrapper(module):
+        module = module.base_layer
+    return module
+
+
+def chain(wrapper: nn.Module) -> Iterator[nn.Module]:
+    """The wrapper and those below it, outermost first."""
+    module = wrapper
+    while is_wrapper(module):
+        yield module
+        module = module.base_layer
+
+
+def wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost wrapper of every wrapped module."""
+    inner: set[int] = set()
+    for module in model.modules():  # parents come first
+        if is_wrapper(module) and id(module) not in inner:
+            inner.update(id(below) for below in chain(module))
+            yield module
+
+
+def bypass(wrapper: nn.Module) -> None:
+    """Make the outermost wrapper of an experts module run `_forward` instead of PEFT's.
+
+    Raises:
+        ValueError: another library replaced the wrapper's forward.
+    """
+    slot = "_old_forward" if hasattr(wrapper, "_hf_hook") else "forward"  # accelerate's hooks
+    present = vars(wrapper).get("forward")
+    replaced = present is not None and getattr(present, "__func__", None) is not _forward
+    if slot == "forward" and replaced:
+        raise ValueError(
+            f"the forward of PEFT's wrapper of {wrapper.parameter_name} was replaced by "
+            f"{present!r}; undo that, then call use_in_transformers"
+        )
+    setattr(wrapper, slot, types.MethodType(_forward, wrapper))
+
+
+def _forward(wrapper: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Call the experts with the factors instead of with new weights.
+
+    They are called as a module, so that their hooks run. Where they were set back to another
+    implementation, PEFT's forward runs.
+    """
+    experts = base_of(wrapper)
+    if not is_ours(experts):
+        return type(wrapper).forward(wrapper, hidden_states, *args, **kwargs)
+    if kwargs.pop("adapter_names", None) is not None:
+        raise ValueError("adapter_names: one batch cannot mix adapters on experts; split it")
+    lora = active_lora(wrapper)
+    if lora is not None:
+        kwargs["lora"] = lora
+    return experts(hidden_states, *args, **kwargs)
+
+
+def check_bypassed(experts: nn.Module) -> None:
+    """Refuse to run inside PEFT's own forward, which has put W + delta in place of W.
+
+    Raises:
+        RuntimeError: with the remedy.
+    """
+    for name, parametrizations in getattr(experts, "parametrizations", {}).items():
+        if any(type(entry).__name__ in PROXIES for entry in parametrizations):
+            raise RuntimeError(
+                f"PEFT wrapped {name} after use_in_transformers(model), and its forward formed "
+                "W + delta for every expert; call use_in_transformers(model) again, after PEFT"
+            )
+
+
+def active_lora(wrapper: nn.Module) -> ExpertsLora | None:
+    """The factors that the wrappers of an experts module add now.
+
+    Args:
+        wrapper: the outermost one.
+
+    Returns:
+        Views of the adapters' parameters; None if nothing is active.
+
+    Raises:
+        ValueError: several adapters are active on a parameter, or the active one has DoRA, dropout,
+            a bias or a variant.
+    """
+    found = {}
+    for entry in chain(wrapper):
+        factors = _active_factors(entry)
+        if factors is not None:
+            found[entry.parameter_name] = factors
+    if not found:
+        return None
+    down = found.pop("down_proj", None)
+    gate_up = found.pop("gate_up_proj", None) or found.pop("up_proj", None)
+    if found:
+        raise ValueError(
+            f"LoRA on {sorted(found)} of experts is not supported; target gate_up_proj (up_proj) "
+            "and down_proj"
+        )
+    return ExpertsLora(gate_up, down)
+
+
+def contracts_input(*, swapped: bool, transposed: bool) -> bool:
+    """Whether a wrapper's A meets the layer's input, and not its output.
+
+    A has the size of the parameter's dimension 1, or 2 if the wrapper swapped them. Dimension 2 is
+    the input of (E, out, in), dimension 1 that of a transposed (E, in, out). PEFT up to 0.18 never
+    swaps, 0.19.0 swaps the transposed ones, later ones the others.
+    """
+    return swapped != transposed
+
+
+def _active_factors(wrapper: nn.Module) -> LoraFactors | None:
+    """The factors of one wrapper, in the sense of PEFT's own forward."""
+    if wrapper.disable_adapters:
+        if wrapper.merged:
+            wrapper.unmerge()  # as PEFT does: disabled means the base
+        return None
+    if wrapper.merged:
+        return None
+    active = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    if len(active) > 1:
+        raise ValueError(
+            f"{active} are active on {wrapper.parameter_name}; one adapter can be: "
+            "model.set_adapter(name), or model.add_weighted_adapter to combine them first"
+        )
+    if not active:
+        return None
+    (name,) = active
+    _check_plain(wrapper, name)
+    experts = base_of(wrapper)
+    transposed = getattr(experts, "is_transposed", False)
+    swapped = getattr(wrapper, "_did_swap_in_out_features", False)  # no such attribute up to 0.18
+    a, b = factor_views(
+        wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts
+    )
+    if not contracts_input(swapped=swapped, transposed=transposed):
+        a, b = b.transpose(1, 2), a.transpose(1, 2)
+    return LoraFactors(a, b, wrapper.scaling[name])
+
+
+def _check_plain(wrapper: nn.Module, name: str) -> None:
+    """Refuse what changes the meaning of the factors; PEFT refuses most of it at construction."""
+    dropout = dict(wrapper.lora_dropout).get(name)
+    for option, present in (
+        ("DoRA", wrapper.use_dora.get(name, False)),
+        ("lora_bias", wrapper.lora_bias.get(name, False)),
+        ("lora_dropout", getattr(dropout, "p", 0.0) > 0),
+        ("a LoRA variant", name in getattr(wrapper, "lora_variant", {})),
+    ):
+        if present:
+            raise ValueError(
+                f"adapter {name!r} on {wrapper.parameter_name} has {option}, which experts do not "
+                "support; train it without"
+            )

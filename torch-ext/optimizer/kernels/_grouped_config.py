@@ -1,0 +1,118 @@
+"""Tiles of the grouped products: frozen tables and pure functions, never an autotune at run time.
+
+A tile choice depends on (architecture, rows per tile, K, N, dtype, direction) alone, so every rank
+runs the same code and no step stops to compile a search. Nothing here was measured yet: the general
+rows follow the arithmetic beside them, and `MEASURED` takes over where a benchmark has an entry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+DIRECTIONS = ("forward", "dx", "low_rank", "product")
+
+# Shared memory that one block may take, in bytes: CUDA C++ Programming Guide, table of compute
+# capabilities (less 1 KiB that the system keeps). An unknown architecture counts as the smallest.
+SHARED_MEMORY = {"sm80": 166_912, "sm90": 232_448, "sm100": 232_448}
+SMALLEST_SHARED_MEMORY = 65_536
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a tile choice may depend on."""
+
+    arch: str
+    rows: int  # rows per tile: stands for the mean rows per expert
+    depth: int  # summed dimension; rows of an expert for "product"
+    columns: int
+    element_bytes: int
+    direction: str
+    rank: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Block sizes and how Triton compiles them."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+    def shared_memory(self, element_bytes: int) -> int:
+        """Bytes of the operand tiles in flight, which is what Triton's pipeline allocates."""
+        return self.stages * self.depth * (self.rows + self.columns) * element_bytes
+
+
+# (rows per tile, bytes per element) -> columns, depth, warps, stages. 64 rows: two blocks fit into
+# an SM's shared memory, the weights stream from HBM. 128 rows: one wgmma warp group per 64 rows.
+_GENERAL = {
+    (16, 2): (64, 128, 4, 4),
+    (32, 2): (128, 64, 4, 4),
+    (64, 2): (128, 64, 4, 4),
+    (128, 2): (128, 64, 8, 3),
+    (16, 4): (64, 32, 4, 3),
+    (32, 4): (64, 32, 4, 3),
+    (64, 4): (64, 32, 4, 3),
+    (128, 4): (64, 32, 8, 3),
+}
+# Where experts fill such tiles the product is bound by the tensor cores: the widest accumulator.
+_WIDE = Tile(rows=128, columns=256, depth=64, warps=8, stages=3)
+_WIDE_FROM_COLUMNS = 2048
+
+# Shape -> Tile, each entry from a committed benchmark result. None exists yet.
+MEASURED: dict[Shape, Tile] = {}
+
+GROUP = 8  # row tiles that walk the columns together, so that they share an expert's weights in L2
+MAX_BLOCK_RANK = 64  # wider ranks take several steps
+
+
+def block_rank(rank: int) -> int:
+    """The rank padded to a power of two that tl.dot takes, at most MAX_BLOCK_RANK."""
+    return min(max(16, 1 << (rank - 1).bit_length()), MAX_BLOCK_RANK)
+
+
+def fits(tile: Tile, shape: Shape) -> bool:
+    """Whether the operand tiles fit into the architecture's shared memory."""
+    capacity = SHARED_MEMORY.get(shape.arch, SMALLEST_SHARED_MEMORY)
+    return tile.shared_memory(shape.element_bytes) <= capacity
+
+
+def choose(shape: Shape) -> Tile:
+    """The tile of a shape; the number of stages yields where shared memory is small.
+
+    Raises:
+        ValueError: an unknown direction.
+    """
+    if shape.direction not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {DIRECTIONS}, got {shape.direction!r}")
+    if shape in MEASURED:
+        return MEASURED[shape]
+    tile = _general(shape)
+    while not fits(tile, shape):
+        if tile.stages > 1:
+            tile = dataclasses.replace(tile, stages=tile.stages - 1)
+        else:
+            tile = dataclasses.replace(tile, depth=tile.depth // 2)
+    return tile
+
+
+def _general(shape: Shape) -> Tile:
+    narrow = shape.element_bytes == 2
+    if shape.direction == "product":  # rows: of the result's left side; depth: expert rows per step
+        rows = min(max(16, 1 << (shape.rows - 1).bit_length()), 128 if narrow else 64)
+        columns = 128 if narrow else 64
+        return Tile(rows, columns, 64 if narrow else 32, 8 if rows == 128 else 4, 3)
+    if shape.direction == "low_rank":
+        depth = 128 if narrow else 64
+        return Tile(shape.rows, block_rank(shape.rank), depth, 4, 4 if shape.rows < 128 else 3)
+    if (
+        narrow
+        and shape.rows == _WIDE.rows
+        and shape.columns >= _WIDE_FROM_COLUMNS
+        and fits(_WIDE, shape)
+    ):
+        return _WIDE
+    columns, depth, warps, stages = _GENERAL[min(shape.rows, 128), shape.element_bytes]
+    return Tile(shape.rows, columns, depth, warps, stages)

@@ -1,0 +1,111 @@
+"""What the mixture-of-experts ops share: which path serves a call, and checks of their tensors.
+
+path       | what                                  | taken by "auto"
+triton     | kernels/<op>_triton.py                | CUDA and ROCm with Triton (not measured yet)
+grouped_mm | torch.nn.functional.grouped_mm        | never; by name
+reference  | reference/moe.py, expert after expert | everything else, and float64
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import logging
+
+import torch
+from torch import Tensor
+
+_logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "triton", "grouped_mm", "reference")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Path:
+    """Which implementation serves a call, and why."""
+
+    name: str
+    reason: str
+
+
+@functools.cache
+def pick(device: torch.device, dtype: torch.dtype, backend: str = "auto") -> Path:
+    """The path of the mixture-of-experts ops for tensors of a dtype on a device."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    if backend != "auto":
+        return Path(backend, "asked for by name")
+    if device.type == "meta":
+        return Path("reference", "shapes only")
+    if dtype == torch.float64:
+        return Path("reference", "float64 is computed by torch, expert after expert")
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        return Path("triton", f"Triton on {torch.cuda.get_device_name(device)}, not measured yet")
+    return Path("reference", f"torch, expert after expert; no kernel for {device.type} tensors")
+
+
+@functools.cache
+def _say_once(op: str, reason: str) -> None:
+    _logger.warning("%s runs its portable path, which is slow: %s", op, reason)
+
+
+@torch.compiler.assume_constant_result
+def pick_name(op: str, device: torch.device, dtype: torch.dtype, backend: str) -> str:
+    """The name of the path; a slow one that nobody asked for is reported once."""
+    path = pick(device, dtype, backend)
+    if path.name == "reference" and backend == "auto":
+        _say_once(op, path.reason)
+    return path.name
+
+
+def explain(
+    device: torch.device | str, dtype: torch.dtype = torch.bfloat16, backend: str = "auto"
+) -> str:
+    """Say which implementation the mixture-of-experts ops take, and why.
+
+    Args:
+        device: device of the tensors.
+        dtype: dtype of the activations.
+        backend: as in `grouped_lora_linear`.
+
+    Returns:
+        One line, "<triton | grouped_mm | reference>: <reason>".
+
+    Raises:
+        ValueError: unknown backend.
+    """
+    path = pick(torch.device(device), dtype, backend)
+    return f"{path.name}: {path.reason}"
+
+
+def check_tensor(name: str, value: object, ndim: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """A dense tensor of so many dimensions and one of the dtypes."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        kind = value.layout if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name} must be a dense tensor, got {kind}")
+    if value.dtype not in dtypes:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} must have dtype {allowed}, got {value.dtype}; convert it first")
+    if value.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimensions, got shape {tuple(value.shape)}")
+    return value
+
+
+def check_shape(name: str, value: Tensor, shape: tuple[int, ...], legend: str) -> None:
+    """`value` has `shape`, which `legend` spells in letters."""
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(
+            f"{name} must be {legend} = {tuple(shape)}, got shape {tuple(value.shape)}"
+        )
+
+
+def check_device(name: str, value: Tensor, like: Tensor, like_name: str) -> None:
+    """`value` lies where `like` does."""
+    if value.device != like.device:
+        raise ValueError(
+            f"{name} must be on the device of {like_name} ({like.device}), got {value.device}; "
+            f"move it with {name}.to({like_name}.device)"
+        )

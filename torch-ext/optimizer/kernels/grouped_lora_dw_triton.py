@@ -1,0 +1,29 @@
+"""Triton path of grouped_lora_dw: dw by tiles, dbias by columns, each summed over an expert's rows.
+
+No atomics. Not measured yet.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ._grouped_launch_triton import expert_product, expert_sum
+
+
+def grouped_lora_dw_triton(
+    x: Tensor,
+    dy: Tensor,
+    gates: Tensor | None,
+    slots: Tensor,
+    offsets: Tensor,
+    dw: Tensor,
+    dbias: Tensor,
+    x_fan: int,
+    dy_fan: int,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernels for each gradient that has room; arguments as in the reference."""
+    if dw.numel() > 0:
+        expert_product(x, dy, gates, slots, offsets, dw, left_fan=x_fan, right_fan=dy_fan)
+    if dbias.numel() > 0:
+        expert_sum(dy, gates, slots, offsets, dbias, fan=dy_fan)
+    return dw, dbias

@@ -1,0 +1,43 @@
+"""Mixture-of-experts layers with LoRA.
+
+    tokens -> sort -> grouped linear + LoRA -> activation -> grouped linear + LoRA -> combine
+
+`experts_forward` is that sentence; `Experts` is the module around it and `MoEBlock` adds the router
+and the shared experts.
+"""
+
+from ..kernels.glu import glu
+from .adapters import ExpertAdapters
+from .block import MoEBlock
+from .experts import Experts, experts_forward
+from .grouped_linear import grouped_lora_linear
+from .layout import ExpertsLayout, ExpertsLora, LoraFactors
+from .lora import LoraProjection, factor_views, selective_lora_weights
+from .parallel_linear import parallel_linear_lora
+from .routers import Router, RouterRule, group_top_k, select_experts, softmax_top_k
+from .shared import SharedExperts
+from .sort import ExpertOrder, expert_sort
+
+__all__ = [
+    "ExpertAdapters",
+    "ExpertOrder",
+    "Experts",
+    "ExpertsLayout",
+    "ExpertsLora",
+    "LoraFactors",
+    "LoraProjection",
+    "MoEBlock",
+    "Router",
+    "RouterRule",
+    "SharedExperts",
+    "expert_sort",
+    "experts_forward",
+    "factor_views",
+    "glu",
+    "group_top_k",
+    "grouped_lora_linear",
+    "parallel_linear_lora",
+    "select_experts",
+    "selective_lora_weights",
+    "softmax_top_k",
+]

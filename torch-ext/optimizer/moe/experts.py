@@ -1,0 +1,257 @@
+"""A stack of gated experts with LoRA: the sentence of this folder, and the module around it.
+
+    tokens -> sort -> grouped linear + LoRA -> activation -> grouped linear + LoRA -> combine
+
+`experts_forward` is that sentence. `Experts`, the Hub layer and the transformers integration call
+it; nothing else computes experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .activation import activate
+from .adapters import PROJECTIONS, ExpertAdapters
+from .grouped_linear import grouped_lora_linear
+from .layout import ExpertsLayout, ExpertsLora, LoraFactors
+from .sort import expert_sort
+
+
+def experts_forward(
+    hidden_states: Tensor,  # (..., H)
+    top_k_index: Tensor,  # (..., k) integers; ids < 0 or >= E are skipped
+    top_k_weights: Tensor,  # (..., k)
+    gate_up: Tensor,  # (E, 2I, H), transposed (E, H, 2I)
+    down: Tensor,  # (E, H, I), transposed (E, I, H)
+    *,
+    layout: ExpertsLayout,
+    lora: ExpertsLora | None = None,
+    gate_up_bias: Tensor | None = None,  # (E, 2I)
+    down_bias: Tensor | None = None,  # (E, H)
+    backend: str = "auto",
+) -> Tensor:  # like hidden_states
+    """Every token through its k experts, weighted and summed; the page docs/moe-lora.md has it."""
+    lora = lora or ExpertsLora()
+    stack = (gate_up, down, gate_up_bias, down_bias)
+    x, expert_ids, gates = _rows(hidden_states, top_k_index, top_k_weights)
+    x, (gate_up, down, gate_up_bias, down_bias) = _under_autocast(x, stack)
+    _check_widths(x, gate_up, down, layout)
+
+    with torch.autocast(x.device.type, enabled=False):
+        order = expert_sort(expert_ids, gate_up.shape[0], backend=backend)
+        linear = {"order": order, "backend": backend}
+        wide = grouped_lora_linear(
+            x,
+            layout.operand(gate_up),
+            bias=gate_up_bias,
+            grouped_out=True,
+            **_factors(lora.gate_up),
+            **linear,
+        )
+        narrow = activate(wide, layout, backend=backend)
+        out = grouped_lora_linear(
+            narrow,
+            layout.operand(down),
+            bias=down_bias,
+            gates=gates,
+            grouped_in=True,
+            **_factors(lora.down),
+            **linear,
+        )
+    return out.to(hidden_states.dtype).reshape(hidden_states.shape)
+
+
+class Experts(nn.Module):
+    """E gated MLPs of which every token visits k, with LoRA on one or both projections.
+
+    Parameters have the names and shapes of transformers: `gate_up_proj` (E, 2I, H), `down_proj`
+    (E, H, I), with `bias` also `gate_up_proj_bias` (E, 2I) and `down_proj_bias` (E, H). A
+    `transposed` layout swaps the last two dimensions of the weights; without a gate 2I is I.
+
+    Args:
+        num_experts: E.
+        hidden: H.
+        intermediate: I.
+        layout: order of the dimensions and columns, and the activation.
+        bias: give both projections a bias.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Attributes:
+        expert_lora: the adapters of both projections, an `ExpertAdapters`: set_adapter, disabled.
+        backend: passed to `grouped_lora_linear`; "auto" takes the path of its table.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        layout: ExpertsLayout | None = None,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = (num_experts, hidden, intermediate)
+        if min(sizes) < 1:
+            raise ValueError(f"num_experts, hidden and intermediate must be positive, got {sizes}")
+        self.num_experts, self.hidden, self.intermediate = sizes
+        self.layout = layout = layout or ExpertsLayout()
+        self.backend = "auto"
+        width = layout.width(intermediate)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
+
+        self.gate_up_proj = parameter(*layout.stored(num_experts, hidden, width))
+        self.down_proj = parameter(*layout.stored(num_experts, intermediate, hidden))
+        self.gate_up_proj_bias = parameter(num_experts, width) if bias else None
+        self.down_proj_bias = parameter(num_experts, hidden) if bias else None
+        self.expert_lora = ExpertAdapters(num_experts, hidden, intermediate, layout)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights from a normal distribution of standard deviation 0.02, biases zero."""
+        for weight in (self.gate_up_proj, self.down_proj):
+            nn.init.normal_(weight, std=0.02)
+        for bias in (self.gate_up_proj_bias, self.down_proj_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # (..., H)
+        top_k_index: Tensor,  # (..., k)
+        top_k_weights: Tensor,  # (..., k)
+    ) -> Tensor:
+        """Route hidden_states through the experts.
+
+        Args:
+            hidden_states: (..., H) of the weights' dtype, any strides; under autocast any dtype.
+            top_k_index: (..., k) integers. Ids below 0 or from E on are skipped and add nothing.
+            top_k_weights: (..., k), of any floating dtype; they get a gradient if they ask for it.
+
+        Returns:
+            (..., H) in the dtype of hidden_states: sum over j of the weight times the expert.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit.
+        """
+        return experts_forward(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            self.gate_up_proj,
+            self.down_proj,
+            layout=self.layout,
+            lora=self.expert_lora.factors(),
+            gate_up_bias=self.gate_up_proj_bias,
+            down_bias=self.down_proj_bias,
+            backend=self.backend,
+        )
+
+    def add_adapter(
+        self,
+        name: str = "default",
+        *,
+        r: int,
+        alpha: float,
+        targets: Sequence[str] = PROJECTIONS,
+        train_base: bool = False,
+        **options: Any,
+    ) -> None:
+        """Add an adapter to the targets and freeze the base, so that LoRA alone trains.
+
+        Args:
+            name: of the adapter.
+            r: rank.
+            alpha: the update is scaled by alpha / r (rslora=True: alpha / sqrt(r)).
+            targets: "gate_up", "down" or both.
+            train_base: leave the base's requires_grad as it is.
+            **options: of `LoraProjection.add_adapter`. The device defaults to the weights'.
+
+        Raises:
+            ValueError: an unknown target, or what `LoraProjection.add_adapter` refuses.
+        """
+        options.setdefault("device", self.down_proj.device)
+        self.expert_lora.add_adapter(name, r=r, alpha=alpha, targets=targets, **options)
+        if not train_base:
+            for parameter in self.parameters(recurse=False):
+                parameter.requires_grad_(False)
+
+    def merge(self, *, keep_on: torch.device | str | None = None) -> None:
+        """Add the active adapter to the weights; see `ExpertAdapters.merge`."""
+        self.expert_lora.merge(self._weights(), keep_on=keep_on)
+
+    def unmerge(self) -> None:
+        """Put the weights back as they were before `merge`, bit for bit."""
+        self.expert_lora.unmerge(self._weights())
+
+    def merge_and_unload(self) -> None:
+        """Add the active adapter to the weights for good and drop every adapter."""
+        self.merge()
+        self.expert_lora.discard()
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {"gate_up": self.gate_up_proj, "down": self.down_proj}
+
+    def extra_repr(self) -> str:
+        """Sizes and layout."""
+        return f"{self.num_experts}, {self.hidden}, {self.intermediate}, {self.layout}"
+
+
+def _factors(factors: LoraFactors | None) -> dict[str, Any]:
+    """The arguments of `grouped_lora_linear` for one projection."""
+    if factors is None:
+        return {}
+    return {"lora_a": factors.a, "lora_b": factors.b, "scaling": factors.scaling}
+
+
+def _rows(hidden_states: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden_states as (T, H), index and weights as (T, k), whatever the leading dimensions."""
+    tokens = hidden_states.shape[:-1].numel()
+    if index.ndim == 0 or index.shape != weights.shape or index.shape[:-1].numel() != tokens:
+        raise ValueError(
+            f"top_k_index and top_k_weights must be (..., k) for the {tokens} tokens of "
+            f"hidden_states, got {tuple(index.shape)} and {tuple(weights.shape)}"
+        )
+    rows = hidden_states.reshape(tokens, hidden_states.shape[-1])
+    return rows, *(x.reshape(tokens, x.shape[-1]) for x in (index, weights))
+
+
+def _under_autocast(
+    x: Tensor, stack: Sequence[Tensor | None]
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """x and the stack in autocast's dtype, as `torch.nn.functional.linear` would take them.
+
+    Outside of autocast nothing is converted: a weight of another dtype than x is refused by
+    `grouped_lora_linear`, since converting a whole stack in every call would be a hidden cost.
+    """
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x, tuple(stack)
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), tuple(None if t is None else t.to(dtype) for t in stack)
+
+
+def _check_widths(x: Tensor, gate_up: Tensor, down: Tensor, layout: ExpertsLayout) -> None:
+    """The two weights belong to each other and to the input."""
+    experts, hidden, width = layout.operand(gate_up).shape
+    expected = (experts, width // 2 if layout.gated else width, hidden)
+    if layout.operand(down).shape != expected or (layout.gated and width % 2):
+        raise ValueError(
+            f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} are not one stack of "
+            f"experts in {layout}; gate_up is (E, 2I, H) and down (E, H, I), transposed the other "
+            "way around, and I in place of 2I without a gate"
+        )
+    if x.shape[-1] != hidden:
+        raise ValueError(f"hidden_states must be (..., {hidden}), got (..., {x.shape[-1]})")

@@ -1,0 +1,330 @@
+"""LoRA on one projection of a stack of experts: registered parameters in PEFT's layout.
+
+Since PEFT 0.19, for E experts of rank r: `lora_A.weight` is (E*r, in), expert by expert, and
+`lora_B.weight` is (out, E*r), read as (out, r, E): the expert varies fastest. The kernels read both
+through strides, so nothing is permuted and gradients arrive in the same layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .layout import ExpertsLayout, LoraFactors
+
+
+def factor_views(lora_A: Tensor, lora_B: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """PEFT's two matrices as (E, r, in) and (E, out, r): views, no copies.
+
+    Args:
+        lora_A: (E*r, in), expert-major.
+        lora_B: (out, E*r), read as (out, r, E).
+        num_experts: E.
+
+    Returns:
+        a (E, r, in) and b (E, out, r) with delta_e = b[e] @ a[e].
+
+    Raises:
+        ValueError: shapes that are not two matrices of one rank per expert.
+    """
+    rows, columns = lora_A.shape[0], lora_B.shape[-1]
+    if lora_A.ndim != 2 or lora_B.ndim != 2 or rows != columns or rows % num_experts:
+        raise ValueError(
+            f"lora_A must be (experts*r, in) and lora_B (out, experts*r) with {num_experts} "
+            f"experts, got {tuple(lora_A.shape)} and {tuple(lora_B.shape)}"
+        )
+    a = lora_A.unflatten(0, (num_experts, -1))
+    b = lora_B.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+    return a, b
+
+
+def selective_lora_weights(
+    lora_A: Tensor, lora_B: Tensor, active_experts: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor]:
+    """The factors of some experts, copied out of expert-major stacks.
+
+    Kept for callers that compact their experts. The layers here never need it: the kernels take
+    the id of the expert. Gradients are those of `index_select`: one addition per element, no sort.
+
+    Args:
+        lora_A: (E*r, in), rows e*r to (e+1)*r belong to expert e.
+        lora_B: (out, E*r), columns e*r to (e+1)*r belong to expert e. This is not PEFT's order of
+            columns; from PEFT's, take `factor_views` and index its first dimension.
+        active_experts: (n,) integer ids in [0, E).
+        num_experts: E.
+
+    Returns:
+        (n*r, in) and (out, n*r), in the order of active_experts.
+
+    Raises:
+        ValueError: shapes that are not E experts of one rank.
+    """
+    if lora_A.ndim != 2 or lora_B.ndim != 2 or lora_A.shape[0] != lora_B.shape[1]:
+        raise ValueError(
+            "lora_A must be (experts*r, in) and lora_B (out, experts*r), got "
+            f"{tuple(lora_A.shape)} and {tuple(lora_B.shape)}"
+        )
+    if num_experts < 1 or lora_A.shape[0] % num_experts:
+        raise ValueError(
+            f"lora_A has {lora_A.shape[0]} rows, which num_experts={num_experts} does not divide"
+        )
+    a = lora_A.unflatten(0, (num_experts, -1)).index_select(0, active_experts)
+    b = lora_B.unflatten(1, (num_experts, -1)).index_select(1, active_experts)
+    return a.flatten(0, 1), b.flatten(1, 2)
+
+
+class LoraProjection(nn.Module):
+    """The adapters of one projection, by name, at most one of them active.
+
+    The parameters are `lora_A.<name>.weight` and `lora_B.<name>.weight`, as in a PEFT model. The
+    projection's weight is not held here: `merge` and `unmerge` get it.
+
+    Args:
+        num_experts: E.
+        in_features: size of the projection's input.
+        out_features: size of its output; for gate_up that is 2I.
+
+    Attributes:
+        enabled: False turns LoRA off, and the layer equals its base bit for bit.
+        active: name of the adapter in use, or None.
+    """
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.in_features = in_features
+        self.out_features = out_features
+        self.lora_A = nn.ModuleDict()
+        self.lora_B = nn.ModuleDict()
+        self.scaling: dict[str, float] = {}
+        self.active: str | None = None
+        self.enabled = True
+        self._original: Tensor | None = None  # the weight before it was merged
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names, in the order they were added."""
+        return list(self.lora_A)
+
+    @property
+    def merged(self) -> bool:
+        """Whether the active adapter is part of the weight now."""
+        return self._original is not None
+
+    def add_adapter(
+        self,
+        name: str,
+        r: int,
+        alpha: float,
+        *,
+        rslora: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        dropout: float = 0.0,
+        use_dora: bool = False,
+        lora_bias: bool = False,
+    ) -> None:
+        """Create an adapter that changes nothing yet, and make it the active one if none is.
+
+        A is drawn uniformly from [-1/sqrt(in), 1/sqrt(in)) and B is zero, as in PEFT.
+
+        Args:
+            name: without dots; new.
+            r: rank, at least 1; any integer.
+            alpha: the update is scaled by alpha / r.
+            rslora: scale by alpha / sqrt(r) instead (arXiv 2312.03732).
+            dtype: of the parameters. float32 is PEFT's choice, over any base.
+            device: of the parameters.
+            dropout: must be 0: a row of A serves every token of an expert at once.
+            use_dora: must be False: the norm of W + delta would have to be formed per expert.
+            lora_bias: must be False: PEFT has none for stacks of experts.
+
+        Raises:
+            ValueError: an option that is not supported, a name in use, a rank below 1.
+        """
+        self.check_adapter(name, r, dropout=dropout, use_dora=use_dora, lora_bias=lora_bias)
+        a = torch.empty(self.num_experts * r, self.in_features, dtype=dtype, device=device)
+        b = torch.zeros(self.out_features, self.num_experts * r, dtype=dtype, device=device)
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+        self.lora_A[name] = _Factor(a)
+        self.lora_B[name] = _Factor(b)
+        self.scaling[name] = alpha / (math.sqrt(r) if rslora else r)
+        if self.active is None:
+            self.active = name
+
+    def check_adapter(
+        self,
+        name: str,
+        r: int,
+        *,
+        dropout: float = 0.0,
+        use_dora: bool = False,
+        lora_bias: bool = False,
+        **_: Any,
+    ) -> None:
+        """Raise the ValueError that `add_adapter` would, and change nothing."""
+        if dropout or use_dora or lora_bias:
+            raise ValueError(
+                "LoRA on a stack of experts has no dropout, no DoRA and no bias, got dropout="
+                f"{dropout}, use_dora={use_dora}, lora_bias={lora_bias}; leave them off"
+            )
+        if name in self.lora_A:
+            raise ValueError(f"adapter {name!r} exists; delete_adapter({name!r}) first")
+        if not isinstance(name, str) or not name or "." in name or hasattr(self.lora_A, name):
+            raise ValueError(
+                f"name={name!r} must be a string without dots that is no attribute of ModuleDict"
+            )
+        if isinstance(r, bool) or not isinstance(r, int) or r < 1:
+            raise ValueError(f"r must be an integer of at least 1, got {r!r}")
+
+    def delete_adapter(self, name: str) -> None:
+        """Remove an adapter. If it was active, none is afterwards.
+
+        Raises:
+            ValueError: there is no such adapter, or it is merged.
+        """
+        self.check_known(name)
+        if name == self.active:
+            self.check_separate("delete_adapter")
+        del self.lora_A[name], self.lora_B[name], self.scaling[name]
+        if self.active == name:
+            self.active = None
+
+    def set_adapter(self, name: str | None) -> None:
+        """Use another adapter, or none. Which parameters train is left as it is.
+
+        Raises:
+            ValueError: there is no such adapter, several are named, or one is merged.
+        """
+        if name is not None:
+            self.check_known(name)
+        self.check_separate("set_adapter")
+        self.active = name
+
+    def factors(self) -> LoraFactors | None:
+        """What the layer must add to its base: None if switched off, merged, or without adapter.
+
+        Raises:
+            ValueError: switched off while merged: the weight is not the base then.
+        """
+        if not self.enabled:
+            self.check_separate("switched off")
+        if not self.enabled or self.merged or self.active is None:
+            return None
+        views = factor_views(*self._active_weights(), self.num_experts)
+        return LoraFactors(*views, self.scaling[self.active])
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """LoRA is off inside the with block, as for the reference model of DPO.
+
+        Raises:
+            ValueError: the adapter is merged into the weight.
+        """
+        self.check_separate("disabled")
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    @torch.no_grad()
+    def merge(
+        self, weight: Tensor, layout: ExpertsLayout, *, keep_on: torch.device | str | None = None
+    ) -> None:
+        """Add the active adapter to the weight in place: in float32, rounded once, per expert.
+
+        Args:
+            weight: (E, out, in), transposed (E, in, out).
+            layout: says which of the two.
+            keep_on: device of the copy of the weight that `unmerge` restores; None: the weight's.
+
+        Raises:
+            ValueError: the weight has another shape, the adapter is not finite or merged already,
+                or there is no active one. Nothing has been written then.
+        """
+        self.check_mergeable(weight, layout)
+        target = layout.operand(weight)
+        a, b = factor_views(*self._active_weights(), self.num_experts)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self._original = weight.detach().to(keep_on or weight.device, copy=True)
+        for expert in range(self.num_experts):  # one expert's delta at a time
+            delta = b[expert].to(wide) @ a[expert].to(wide)
+            new = target[expert].to(wide) + self.scaling[self.active] * delta.T
+            target[expert].copy_(new)
+
+    def check_mergeable(self, weight: Tensor, layout: ExpertsLayout) -> None:
+        """Raise the ValueError that `merge` would, and change nothing."""
+        self.check_separate("merge")
+        if self.active is None:
+            raise ValueError("no adapter is active; set_adapter(name) first")
+        shape = tuple(layout.operand(weight).shape)
+        expected = (self.num_experts, self.in_features, self.out_features)
+        if shape != expected:
+            raise ValueError(f"weight must be {expected} as (E, in, out), got {shape}")
+        if not all(w.isfinite().all() for w in self._active_weights()):
+            raise ValueError(f"adapter {self.active!r} holds NaN or inf; train it again")
+
+    @torch.no_grad()
+    def unmerge(self, weight: Tensor) -> None:
+        """Put back the weight as it was before `merge`, bit for bit.
+
+        Raises:
+            ValueError: nothing is merged.
+        """
+        if self._original is None:
+            raise ValueError("nothing is merged; merge an adapter first")
+        weight.copy_(self._original)
+        self._original = None
+
+    def discard(self) -> None:
+        """Drop all adapters and the kept original: what is merged stays in the weight."""
+        self._original = None
+        self.active = None
+        for name in self.adapters:
+            self.delete_adapter(name)
+
+    def extra_repr(self) -> str:
+        """Sizes, and the adapter in use."""
+        return (
+            f"{self.num_experts}, {self.in_features}, {self.out_features}, active={self.active!r}"
+        )
+
+    def check_known(self, name: str | None) -> None:
+        """Raise ValueError unless there is an adapter of that name."""
+        if not isinstance(name, str):
+            raise ValueError(f"one adapter can be in use, got {name!r}; pass its name")
+        if name not in self.lora_A:
+            raise ValueError(f"adapter {name!r} is unknown; there are {self.adapters}")
+
+    def check_separate(self, action: str) -> None:
+        """Raise ValueError if the active adapter is part of the weight."""
+        if self.merged:
+            raise ValueError(
+                f"{action}: adapter {self.active!r} is merged into the weight, which would count "
+                "it twice or lose it; unmerge first, or discard the adapters to keep the sum"
+            )
+
+    def _active_weights(self) -> tuple[Tensor, Tensor]:
+        return self.lora_A[self.active].weight, self.lora_B[self.active].weight
+
+    def _save_to_state_dict(self, *args, **kwargs) -> None:
+        self.check_separate("state_dict")
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        self.check_separate("load_state_dict")
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+class _Factor(nn.Module):
+    """A matrix under the name that PEFT gives it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
