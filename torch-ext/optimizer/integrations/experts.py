@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from ..moe.expert_weights import expert_weight
 from ..moe.module_layout import module_layout
 
 IMPLEMENTATION = "scattermoe_lora"  # what `set_experts_implementation` is told
@@ -44,7 +45,9 @@ def check_supported(experts: nn.Module, name: str) -> None:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     wanted = (first_projection(experts), "down_proj")
-    missing = [target for target in wanted if not hasattr(experts, target)]
+    # A parametrized parameter is a property: asking for it would decode the whole stack.
+    known = getattr(experts, "parametrizations", ())
+    missing = [target for target in wanted if target not in known and not hasattr(experts, target)]
     if missing:
         raise ValueError(
             f"{name} ({type(experts).__name__}) has no {missing}; keep "
@@ -54,4 +57,4 @@ def check_supported(experts: nn.Module, name: str) -> None:
 
 def operand_shape(experts: nn.Module, target: str) -> tuple[int, int, int]:
     """(E, in, out) of a parameter of an experts module."""
-    return tuple(module_layout(experts).operand(getattr(experts, target)).shape)
+    return tuple(module_layout(experts).operand(expert_weight(experts, target)).shape)

@@ -21,6 +21,8 @@ from ..kernels.grouped_lora_dab import grouped_lora_dab
 from ..kernels.grouped_lora_dw import grouped_lora_dw
 from ..kernels.grouped_lora_dx import grouped_lora_dx
 from ..kernels.grouped_lora_forward import grouped_lora_forward
+from .expert_weights import QuantizedWeight, as_quantized
+from .quantized_linear import check_decodable, quantized_lora_linear
 from .sort import ExpertOrder
 
 
@@ -154,7 +156,7 @@ class _GroupedLora(torch.autograd.Function):
 
 def grouped_lora_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedWeight,
     order: ExpertOrder,
     lora_a: Tensor | None = None,
     lora_b: Tensor | None = None,
@@ -176,7 +178,7 @@ def grouped_lora_linear(
         x: (T, K) in token order, or (T k, K) in expert order with `grouped_in`; float16, bfloat16,
             float32 or float64, any strides.
         weight: (E, K, N) of x's dtype, any strides; transformers' (E, N, K) is passed as
-            `weight.transpose(1, 2)`.
+            `weight.transpose(1, 2)`. 4-bit experts (`QuantizedExperts`) likewise; they stay frozen.
         order: Of `expert_sort`.
         lora_a: (E, r, K) of any floating dtype and strides; None for the experts alone.
         lora_b: (E, N, r), together with lora_a. PEFT's (N, r E) is passed as
@@ -196,6 +198,8 @@ def grouped_lora_linear(
         TypeError: An argument is of a wrong kind or dtype.
         ValueError: Shapes, devices or options do not fit; the message names the argument.
     """
+    quantized = as_quantized(weight)
+    weight = weight if quantized is None else quantized
     _check_order(order)
     _check_operands(x, weight, order, grouped_in)
     _check_lora(x, weight, lora_a, lora_b, scaling)
@@ -209,6 +213,20 @@ def grouped_lora_linear(
         check_device("gates", gates, x, "x")
         if grouped_out:
             raise ValueError("grouped_out=True leaves rows in expert order, but gates combine them")
+    if quantized is not None:
+        return quantized_lora_linear(
+            x,
+            quantized,
+            order,
+            lora_a,
+            lora_b,
+            scaling=float(scaling),
+            bias=bias,
+            gates=gates,
+            x_fan=0 if grouped_in else order.top_k,
+            grouped_out=grouped_out,
+            backend=backend,
+        )
     path = pick_name("grouped_lora_linear", x.device, x.dtype, backend)
     return _GroupedLora.apply(
         x,
@@ -237,7 +255,10 @@ def _check_order(order: ExpertOrder) -> None:
 
 def _check_operands(x: Tensor, weight: Tensor, order: ExpertOrder, grouped_in: bool) -> None:
     check_tensor("x", x, 2, DTYPES)
-    check_tensor("weight", weight, 3, (x.dtype,))
+    if isinstance(weight, QuantizedWeight):
+        check_decodable(x)
+    else:
+        check_tensor("weight", weight, 3, (x.dtype,))
     rows, name = (order.tokens, "T")
     if grouped_in:
         rows, name = order.tokens * order.top_k, "T k"
