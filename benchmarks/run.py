@@ -1,10 +1,13 @@
 """Measure one group of ops on this GPU, or draw what was measured.
 
 python benchmarks/run.py elementwise [--out DIR] [--draft]    writes DIR/<gpu>/elementwise.json
+python benchmarks/run.py moe_lora [-m MODEL ...] [-r RANK ...] [-T TOKENS]
 python benchmarks/run.py plots [--check]                      README's table and the plots
 
 A case is timed only after its results were compared with the reference. `--draft` measures a build
-with uncommitted changes and writes nothing. See docs/measuring.md.
+with uncommitted changes and writes nothing. With `-m` moe_lora measures layers of these models only
+(a name of harness/moe_problems.py, a Hugging Face id or a folder) and writes nothing. See
+docs/measuring.md.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from harness import plots
 from harness.sources import RESULTS, ROOT, sources_digest
 
 # Result file -> the module of harness/ that holds its cases.
-ENTRIES = {"elementwise": "harness.elementwise"}
+ENTRIES = {"elementwise": "harness.elementwise", "moe_lora": "harness.moe_lora"}
 
 
 def header(built, name: str, count: int) -> dict:
@@ -39,7 +42,7 @@ def header(built, name: str, count: int) -> dict:
     }
 
 
-def measure(name: str, out: Path, *, draft: bool) -> int:
+def measure(name: str, out: Path, *, draft: bool, **problem: object) -> int:
     """Measure one result file; returns the number of rows with wrong results."""
     import torch
     from harness import package, report
@@ -57,7 +60,7 @@ def measure(name: str, out: Path, *, draft: bool) -> int:
     print(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
     print(f"\n{report.HEADING}")
     rows = []
-    for row, line in entry.rows(built):
+    for row, line in entry.rows(built, **problem):
         print(line, flush=True)
         rows.append(row)
     timed = [row for row in rows if row.ok]
@@ -83,9 +86,18 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--check", action="store_true", help="plots: write nothing, find stale ones"
     )
+    parser.add_argument("-m", "--models", nargs="+", help="moe_lora: these models only")
+    parser.add_argument("-r", "--ranks", nargs="+", type=int, default=[16, 32, 64])
+    parser.add_argument("-T", "--seq-len", type=int, default=2048, help="moe_lora: tokens")
     options = parser.parse_args(arguments)
     if options.what != "plots":
-        return min(measure(options.what, options.out, draft=options.draft), 1)
+        problem = {}
+        if options.models:
+            if options.what != "moe_lora":
+                parser.error(f"{options.what} takes no --models")
+            problem = {"models": options.models, "ranks": options.ranks, "tokens": options.seq_len}
+        draft = options.draft or bool(problem)
+        return min(measure(options.what, options.out, draft=draft, **problem), 1)
     if not options.check:
         plots.draw(ROOT)
         return 0

@@ -35,6 +35,7 @@ class Row:
     error: float | None = None
     error_baseline: float | None = None
     peak_mb: float | None = None
+    peak_baseline_mb: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Measured:
     error: float
     error_baseline: float
     peak_mb: float
+    peak_baseline_mb: float | None = None
 
 
 def passed(case: str, measured: Measured, variant: str = "auto") -> Row:

@@ -23,6 +23,18 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "torch-ext/optimizer/kernels/momentum.py",
         "torch-ext/optimizer/kernels/nf4_dequant*.py",
     ),
+    "moe_lora": (
+        "torch-ext/optimizer/kernels/_grouped_*.py",
+        "torch-ext/optimizer/kernels/_moe_paths.py",
+        "torch-ext/optimizer/kernels/combine*.py",
+        "torch-ext/optimizer/kernels/expert_sort*.py",
+        "torch-ext/optimizer/kernels/glu*.py",
+        "torch-ext/optimizer/kernels/grouped_lora_*.py",
+        "torch-ext/optimizer/moe/activation.py",
+        "torch-ext/optimizer/moe/experts.py",
+        "torch-ext/optimizer/moe/grouped_linear.py",
+        "torch-ext/optimizer/moe/sort.py",
+    ),
 }
 
 

@@ -117,7 +117,6 @@ def test_half_precision_errs_at_most_half_again_as_much_as_eager(
 def stand_alone(name: str) -> torch.nn.Module:
     """An experts module of a layout that no model above has, with random parameters."""
     from transformers.models import deepseek_v4, nemotron_h, openai_privacy_filter
-    from transformers.models.aria import modeling_aria
 
     kinds = {
         "nemotron_h": (  # no gate, relu squared
@@ -125,12 +124,7 @@ def stand_alone(name: str) -> torch.nn.Module:
             nemotron_h.NemotronHConfig,
             {"n_routed_experts": 5, "moe_intermediate_size": 20},
         ),
-        "aria": (  # transposed
-            modeling_aria.AriaExperts,
-            modeling_aria.AriaTextConfig,
-            {"moe_num_experts": 5, "intermediate_size": 20},
-        ),
-        "openai_privacy_filter": (  # gpt_oss's gate, but concatenated
+        "openai_privacy_filter": (  # gpt_oss's transposed weights and gate, but concatenated
             openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts,
             openai_privacy_filter.OpenAIPrivacyFilterConfig,
             {"num_local_experts": 5, "intermediate_size": 20},
@@ -152,7 +146,7 @@ def stand_alone(name: str) -> torch.nn.Module:
     return experts
 
 
-@pytest.mark.parametrize("name", ["nemotron_h", "aria", "openai_privacy_filter", "deepseek_v4"])
+@pytest.mark.parametrize("name", ["nemotron_h", "openai_privacy_filter", "deepseek_v4"])
 def test_special_layouts_run_their_own_gate(opt, device, name: str) -> None:
     experts = stand_alone(name).to(device)
     inputs = routing(experts, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 EXPERTS, TOP_K, RANK = 3, 2, 3
-K, N, TOKENS = 10, 12, 9
+K, N, TOKENS = 16, 24, 9
 PATHS = ("reference", "triton")
 
 
@@ -46,6 +46,4 @@ def valid_slots(problem: dict) -> list[tuple[int, int, int]]:
 
 def doubles(problem: dict) -> dict:
     """The floating tensors in float64 on the CPU."""
-    return {
-        name: x.double().cpu() for name, x in problem.items() if x.dtype.is_floating_point
-    }
+    return {name: x.double().cpu() for name, x in problem.items() if x.dtype.is_floating_point}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from .._compare import assert_error_at_most
-from ._grouped import K, PATHS, RANK, TOKENS, TOP_K, N, doubles, operands, valid_slots
+from ._grouped import PATHS, RANK, TOKENS, TOP_K, K, N, doubles, operands, valid_slots
 
 NAMES = ("x", "weight", "lora_a", "lora_b", "bias", "slots", "offsets", "tiles")
 
@@ -53,7 +53,7 @@ def config(submodule):
 @pytest.mark.parametrize("direction", ["forward", "dx", "low_rank", "product"])
 @pytest.mark.parametrize("element_bytes", [2, 4])
 def test_every_shape_has_a_tile_that_fits(config, arch, direction, element_bytes):
-    """The predecessor's pruning left one tile of 32 x 32 or none; here a tile is a pure function."""
+    """The predecessor's pruning left one tile of 32 x 32 or none; a tile is a pure function."""
     for rows in (16, 32, 64, 128):
         for rank in (1, 16, 40, 256):
             for columns in (16, 768, 4096):

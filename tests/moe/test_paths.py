@@ -26,3 +26,29 @@ def test_triton(run, device, problem, dtype):
     truncates = device.type == "cpu" and dtype == torch.bfloat16
     problem = dataclasses.replace(problem, dtype=dtype)
     assert_close_to_eager(problem, run, device, "triton", factor=3.5 if truncates else 1.5)
+
+
+ALIGNED = (
+    Problem(33, rank=4, bias=True, peft=True),
+    Problem(29, gates=True, bias=True, grouped_in=True, routing="sentinels", rank=5),
+    Problem(21, rank=None, grouped_out=True, routing="one"),
+    Problem(0, gates=True),
+)
+
+
+@pytest.mark.parametrize("problem", ALIGNED, ids=str)
+def test_grouped_mm(run, device, problem):
+    """bfloat16, the dtype that grouped_mm takes on CUDA; any rank (4 raises in torch itself)."""
+    problem = dataclasses.replace(problem, dtype=torch.bfloat16)
+    assert_close_to_eager(problem, run, device, "grouped_mm", factor=2.0)
+
+
+def test_what_grouped_mm_cannot_take_is_refused(run, device):
+    for problem in (
+        Problem(4, k=20, dtype=torch.bfloat16),
+        Problem(4, n=12, dtype=torch.bfloat16),
+        Problem(4, dtype=torch.float64, lora_dtype=torch.float64),
+    ):
+        leaves, ids = problem.inputs(device), problem.ids(device)
+        with pytest.raises(ValueError, match="grouped_mm"):
+            run(problem, leaves, ids, None, "grouped_mm")

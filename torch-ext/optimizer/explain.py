@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .kernels import _lists
+from .kernels import _lists, _moe_paths
 from .kernels.nf4_dequant import explain_nf4_dequant
 from .kernels.nf4_quantize import explain_nf4_quantize
 from .kernels.symmetric_matmul import explain_symmetric_matmul
@@ -32,6 +32,7 @@ EXPLAINERS = {
     "symmetric_matmul": explain_symmetric_matmul,
     "nf4_dequant": explain_nf4_dequant,
     "nf4_quantize": explain_nf4_quantize,
+    **dict.fromkeys(("expert_sort", "grouped_lora_linear", "combine", "glu"), _moe_paths.explain),
     **{op: functools.partial(_lists.explain, op) for op in ("momentum", "apply_update", "adamw")},
 }
 
@@ -41,9 +42,11 @@ def explain(op: str, **problem: Any) -> str:
 
     Args:
         op: "orthogonalize", "symmetric_matmul", "nf4_dequant", "nf4_quantize", "momentum",
-            "apply_update" or "adamw".
+            "apply_update", "adamw", or of the experts "expert_sort", "grouped_lora_linear",
+            "combine", "glu".
         **problem: orthogonalize: `shape` (..., m, n), `dtype` and `device` of the input, optionally
-            `steps`, `method` and `iterate_dtype`; the others: `device`.
+            `steps`, `method` and `iterate_dtype`; the others: `device`, those of the experts also
+            `dtype` and `backend`.
 
     Returns:
         The pick and its reason.

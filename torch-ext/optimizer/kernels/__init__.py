@@ -10,6 +10,7 @@ from .grouped_lora_dab import grouped_lora_dab
 from .grouped_lora_dw import grouped_lora_dw
 from .grouped_lora_dx import grouped_lora_dx
 from .grouped_lora_forward import grouped_lora_forward
+from .grouped_lora_linear import grouped_lora_linear
 from .momentum import momentum
 from .nf4_dequant import explain_nf4_dequant, nf4_dequant
 from .nf4_quantize import explain_nf4_quantize, nf4_quantize
@@ -29,6 +30,7 @@ __all__ = [
     "grouped_lora_dw",
     "grouped_lora_dx",
     "grouped_lora_forward",
+    "grouped_lora_linear",
     "momentum",
     "nf4_dequant",
     "nf4_quantize",

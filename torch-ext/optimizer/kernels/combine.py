@@ -42,6 +42,15 @@ def _fake(y, gates, rows, offsets, top_k, path):
 _combine.register_fake(_fake)
 
 
+def combine_rows(
+    y: Tensor, gates: Tensor | None, rows: Tensor, offsets: Tensor, top_k: int, path: str
+) -> Tensor:
+    """The op of `combine` on a path, for arguments that were checked."""
+    if path == "grouped_mm":
+        path = "triton" if y.is_cuda else "reference"
+    return ops.combine(y, gates, rows, offsets, top_k, path)
+
+
 def combine(
     y: Tensor,
     gates: Tensor | None,
@@ -81,7 +90,5 @@ def combine(
         if value is not None:
             check_device(name, value, y, "y")
     path = pick_name("combine", y.device, y.dtype, backend)
-    if path == "grouped_mm":
-        path = "triton" if y.is_cuda else "reference"
     gates = None if gates is None else gates.detach()
-    return ops.combine(y.detach(), gates, rows, offsets, top_k, path)
+    return combine_rows(y.detach(), gates, rows, offsets, top_k, path)

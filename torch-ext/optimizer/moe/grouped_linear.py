@@ -3,8 +3,7 @@
     y[i] = x[source of row i] W_e + s (x A_e^T) B_e^T + b_e          e: expert of row i
     out[t] = sum_j gates[t, j] y[row of slot t k + j]                with gates
 
-Backward keeps x, the parameters and xa = s x A^T (R, r); the expanded result is not stored, since
-the gradient of the gates follows from the input's (SonicMoE, arXiv:2512.14080, does the same).
+The op and its gradients are `kernels.grouped_lora_linear`; here its arguments are checked.
 """
 
 from __future__ import annotations
@@ -13,145 +12,13 @@ import numbers
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..kernels._grouped_mm import problem_of as grouped_mm_refusal
 from ..kernels._moe_paths import DTYPES, check_device, check_shape, check_tensor, pick_name
-from ..kernels.combine import combine
-from ..kernels.grouped_lora_dab import grouped_lora_dab
-from ..kernels.grouped_lora_dw import grouped_lora_dw
-from ..kernels.grouped_lora_dx import grouped_lora_dx
-from ..kernels.grouped_lora_forward import grouped_lora_forward
+from ..kernels.grouped_lora_linear import grouped_lora_linear as _op
 from .expert_weights import QuantizedWeight, as_quantized
 from .quantized_linear import check_decodable, quantized_lora_linear
 from .sort import ExpertOrder
-
-
-class _GroupedLora(torch.autograd.Function):
-    """The products, and the combination if there are gates; every gradient that is asked for."""
-
-    @staticmethod
-    def forward(  # noqa: PLR0913
-        ctx,
-        x: Tensor,  # (T, K) or (R, K)
-        weight: Tensor,  # (E, K, N)
-        lora_a: Tensor | None,  # (E, r, K)
-        lora_b: Tensor | None,  # (E, N, r)
-        bias: Tensor | None,  # (E, N)
-        gates: Tensor | None,  # (T, k)
-        slots: Tensor,
-        offsets: Tensor,
-        rows: Tensor,
-        tiles: Tensor,
-        tile_rows: int,
-        top_k: int,
-        scaling: float,
-        x_fan: int,
-        grouped_out: bool,
-        path: str,
-    ) -> Tensor:
-        y, xa = grouped_lora_forward(
-            x,
-            weight,
-            lora_a,
-            lora_b,
-            bias,
-            slots,
-            offsets,
-            tiles,
-            tile_rows=tile_rows,
-            scaling=scaling,
-            fan=x_fan,
-            grouped_out=grouped_out or gates is not None,
-            path=path,
-        )
-        needs = ctx.needs_input_grad
-        ctx.save_for_backward(
-            x if needs[1] or needs[2] or needs[5] else None,
-            weight,
-            lora_a,
-            lora_b,
-            bias,
-            gates,
-            xa if needs[3] else None,
-            slots,
-            offsets,
-            rows,
-            tiles,
-        )
-        ctx.constants = (tile_rows, top_k, scaling, x_fan, grouped_out, path)
-        if gates is None:
-            return y
-        return combine(y, gates, rows, offsets, top_k, backend=path)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor):
-        x, weight, lora_a, lora_b, bias, gates, xa, slots, offsets, rows, tiles = ctx.saved_tensors
-        tile_rows, top_k, scaling, x_fan, grouped_out, path = ctx.constants
-        needs_x, needs_weight, needs_a, needs_b, needs_bias, needs_gates = ctx.needs_input_grad[:6]
-        dy_fan = top_k if gates is not None else 0 if grouped_out else 1
-        dx = yb = dgates = da = db = dw = dbias = None
-        if needs_x or needs_a or needs_gates:
-            dx, yb, dgates = grouped_lora_dx(
-                dy,
-                weight,
-                lora_a,
-                lora_b,
-                bias,
-                gates,
-                x if needs_gates else None,
-                slots,
-                offsets,
-                tiles,
-                tile_rows=tile_rows,
-                scaling=scaling,
-                dy_fan=dy_fan,
-                x_fan=x_fan,
-                grouped_out=x_fan != 1,
-                wants_dx=needs_x,
-                path=path,
-            )
-        if needs_x and x_fan > 1:
-            dx = combine(dx, None, rows, offsets, top_k, backend=path)
-        sources = {"x_fan": x_fan, "dy_fan": dy_fan, "path": path}
-        if needs_a or needs_b:
-            # Only what a wanted gradient reads is kept; the other place is not looked at.
-            da, db = grouped_lora_dab(
-                x if needs_a else dy,
-                dy,
-                xa if needs_b else yb,
-                yb if needs_a else xa,
-                lora_a,
-                lora_b,
-                gates,
-                slots,
-                offsets,
-                wants_a=needs_a,
-                wants_b=needs_b,
-                **sources,
-            )
-        if needs_weight or needs_bias:
-            dw, dbias = grouped_lora_dw(
-                x if needs_weight else dy,
-                dy,
-                weight,
-                bias,
-                gates,
-                slots,
-                offsets,
-                wants_weight=needs_weight,
-                wants_bias=needs_bias,
-                **sources,
-            )
-        return (
-            dx if needs_x else None,
-            dw if needs_weight else None,
-            da if needs_a else None,
-            db if needs_b else None,
-            dbias if needs_bias else None,
-            dgates.view(gates.shape).to(gates.dtype) if needs_gates else None,
-            *(None,) * 10,
-        )
 
 
 def grouped_lora_linear(
@@ -213,6 +80,11 @@ def grouped_lora_linear(
         check_device("gates", gates, x, "x")
         if grouped_out:
             raise ValueError("grouped_out=True leaves rows in expert order, but gates combine them")
+    path = pick_name("grouped_lora_linear", x.device, x.dtype, backend)
+    if path == "grouped_mm" and (reason := grouped_mm_refusal(x, weight)):
+        raise ValueError(f'backend="grouped_mm" cannot take this product: {reason}; use "auto"')
+    if path == "triton" and x.dtype == torch.float64:
+        raise ValueError('backend="triton" computes no float64; use "auto" or "reference"')
     if quantized is not None:
         return quantized_lora_linear(
             x,
@@ -225,10 +97,9 @@ def grouped_lora_linear(
             gates=gates,
             x_fan=0 if grouped_in else order.top_k,
             grouped_out=grouped_out,
-            backend=backend,
+            path=path,
         )
-    path = pick_name("grouped_lora_linear", x.device, x.dtype, backend)
-    return _GroupedLora.apply(
+    return _op(
         x,
         weight,
         lora_a,
@@ -239,12 +110,12 @@ def grouped_lora_linear(
         order.offsets,
         order.rows,
         order.tiles,
-        order.tile_rows,
-        order.top_k,
-        float(scaling),
-        0 if grouped_in else order.top_k,
-        grouped_out,
-        path,
+        tile_rows=order.tile_rows,
+        top_k=order.top_k,
+        scaling=float(scaling),
+        grouped_in=grouped_in,
+        grouped_out=grouped_out,
+        path=path,
     )
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels._moe_paths import Path, pick_name
-from ..kernels.combine import combine
+from ..kernels._moe_paths import Path
+from ..kernels.combine import combine_rows
 from ..kernels.grouped_lora_dab import grouped_lora_dab
 from ..kernels.grouped_lora_dw import grouped_lora_dw
 from ..kernels.grouped_lora_dx import grouped_lora_dx
@@ -172,7 +172,7 @@ class _QuantizedLora(torch.autograd.Function):
         ctx.constants = (weight, order, scaling, x_fan, grouped_out, path, strategy)
         if gates is None:
             return y
-        return combine(y, gates, order.rows, order.offsets, order.top_k, backend=path)
+        return combine_rows(y, gates, order.rows, order.offsets, order.top_k, path)
 
     @staticmethod
     @once_differentiable
@@ -186,7 +186,7 @@ class _QuantizedLora(torch.autograd.Function):
             operands = (lora_a, lora_b, bias, gates, x if needs_gates else None)
             dx, yb, dgates = _input_gradients(ctx, dy, dy_fan, operands)
         if needs_x and x_fan > 1:
-            dx = combine(dx, None, order.rows, order.offsets, order.top_k, backend=path)
+            dx = combine_rows(dx, None, order.rows, order.offsets, order.top_k, path)
         fans = {"x_fan": x_fan, "dy_fan": dy_fan, "path": path}
         if needs_a or needs_b:
             da, db = grouped_lora_dab(
@@ -290,7 +290,7 @@ def quantized_lora_linear(
     gates: Tensor | None,
     x_fan: int,
     grouped_out: bool,
-    backend: str,
+    path: str,
     strategy: str | None = None,
 ) -> Tensor:
     """`grouped_lora_linear` over 4-bit experts (E, K, N), whose checks have been made.
@@ -306,7 +306,7 @@ def quantized_lora_linear(
         gates: (T, k) or None.
         x_fan: 0 or k.
         grouped_out: leave the result in expert order.
-        backend: of the products; see `grouped_lora_linear`.
+        path: of the products: "triton", "grouped_mm" or "reference".
         strategy: None for the weight's own; see the table above.
 
     Returns:
@@ -315,7 +315,6 @@ def quantized_lora_linear(
     Raises:
         ValueError: unknown strategy.
     """
-    path = pick_name("grouped_lora_linear", x.device, x.dtype, backend)
     chosen = choose_strategy(order.slots.shape[0], order.num_experts, strategy or weight.strategy)
     if order.slots.shape[0] == 0:
         # Of an empty batch no expert is active; one slice of all of them would be decoded for none.

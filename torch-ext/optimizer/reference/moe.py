@@ -229,3 +229,21 @@ def combine(
     if gates is not None:
         value = value * torch.where(valid, gates.reshape(-1).to(value.dtype), 0)[:, None]
     return value.view(-1, top_k, y.shape[1]).sum(1).to(y.dtype)
+
+
+def grouped_lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    bias: Tensor | None,
+    gates: Tensor | None,
+    expert_ids: Tensor,  # (T, k)
+    scaling: float = 1.0,
+) -> Tensor:
+    """The products in slot order (R, N), or combined by the gates (T, N)."""
+    top_k = expert_ids.shape[1]
+    slots, rows, offsets, _ = expert_sort(expert_ids, weight.shape[0], 16)
+    operands = (x, weight, lora_a, lora_b, bias, slots, offsets, scaling, top_k)
+    y, _ = grouped_lora_forward(*operands, grouped_out=gates is not None)
+    return y if gates is None else combine(y, gates, rows, offsets, top_k)

@@ -1,0 +1,277 @@
+"""Cases of `moe_lora.json`: whole layers with LoRA, forward and forward + backward.
+
+Ours is `moe.experts_forward`, sort and combine included, with LoRA in PEFT's layout. The baseline
+is split LoRA through torch.nn.functional.grouped_mm, its sort left out of the timed region. Both
+compute the gradients of x, gates, A and B of both projections; the weights are frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .moe_problems import Layer, listed, of_model, random_layers
+from .package import Built
+from .report import Measured, Row, failed, line, passed
+from .timer import CudaStopwatch, cold_sets, medians
+
+SCALING = 2.0
+BASELINE = "split LoRA, torch grouped_mm"
+ERROR_FACTOR = 1.5  # of the baseline's error against float64
+QUEUE_CYCLES = 60_000_000  # about 30 ms, in which the host queues a round of layers
+
+
+class Stopwatch(CudaStopwatch):
+    """A layer is tens of launches: the host needs longer to run ahead than for one op."""
+
+    def begin_round(self) -> None:
+        """Occupy the device while the host queues the round."""
+        self._torch.cuda._sleep(QUEUE_CYCLES)
+
+
+class LayerCase:
+    """One set of inputs on the device, ours and the baseline over the same values."""
+
+    def __init__(self, layer: Layer, built: Built, seed: int, device: str = "cuda") -> None:
+        import torch
+
+        self.layer, self.moe = layer, built.package.moe
+        generator = torch.Generator(device).manual_seed(42 + seed)
+
+        def normal(*shape: int, std: float = 1.0, dtype=torch.bfloat16):
+            drawn = torch.randn(*shape, device=device, generator=generator) * std
+            return drawn.to(dtype)
+
+        e, h, i, r = layer.experts, layer.hidden, layer.intermediate, layer.rank
+        self.w1, self.w2 = normal(e, 2 * i, h, std=0.02), normal(e, h, i, std=0.02)
+        self.x = normal(layer.tokens, h).requires_grad_()
+        logits = normal(layer.tokens, e, dtype=torch.float32)
+        top = torch.topk(torch.softmax(logits, -1), layer.top_k, -1)
+        gates = top.values / top.values.sum(-1, keepdim=True)
+        self.gates, self.ids = gates.bfloat16().requires_grad_(), top.indices
+        self.grad = normal(layer.tokens, h)
+        flat = self.ids.flatten()
+        self.slots = torch.sort(flat, stable=True).indices
+        self.ends = torch.bincount(flat, minlength=e).cumsum(0).to(torch.int32)
+        self.active = int((torch.bincount(flat, minlength=e) > 0).sum())
+        dtype = torch.float32 if layer.fp32_lora else torch.bfloat16
+        # (E, in, r) and (E, r, out) of the baseline; PEFT's (E r, in) and (out, r E) of ours
+        self.factors = [
+            normal(e, *size, std=0.01, dtype=dtype).requires_grad_()
+            for size in ((h, r), (r, 2 * i), (i, r), (r, h))
+            if r > 0
+        ]
+        self.peft = [
+            (f.detach().mT.reshape(e * r, -1) if n % 2 == 0 else self._peft_b(f.detach()))
+            .clone()
+            .requires_grad_()
+            for n, f in enumerate(self.factors)
+        ]
+
+    @staticmethod
+    def _peft_b(factor):
+        """(E, r, out) -> (out, r E), expert fastest."""
+        return factor.permute(2, 1, 0).reshape(factor.shape[2], -1)
+
+    def _lora(self):
+        """The factors as ours takes them: views of PEFT's tensors."""
+        e, r = self.layer.experts, self.layer.rank
+        if r == 0:
+            return None
+        a1, b1, a2, b2 = self.peft
+        pairs = [
+            self.moe.LoraFactors(a.view(e, r, -1), b.view(-1, r, e).permute(2, 0, 1), SCALING)
+            for a, b in ((a1, b1), (a2, b2))
+        ]
+        return self.moe.ExpertsLora(*pairs)
+
+    def ours(self):
+        """What a user calls."""
+        return self.moe.experts_forward(
+            self.x,
+            self.ids,
+            self.gates,
+            self.w1,
+            self.w2,
+            layout=self.moe.ExpertsLayout(),
+            lora=self._lora(),
+        )
+
+    def baseline(self):
+        """Split LoRA by grouped products of torch, the rows sorted beforehand."""
+        import torch
+        import torch.nn.functional as F
+
+        token = self.slots // self.layer.top_k
+        factors = [f.to(torch.bfloat16) for f in self.factors]
+
+        def product(rows, weight, low):
+            y = F.grouped_mm(rows, weight.mT, offs=self.ends)
+            for a, b in low:
+                inner = F.grouped_mm(rows, a, offs=self.ends)
+                y = y + SCALING * F.grouped_mm(inner, b, offs=self.ends)
+            return y
+
+        gate, up = product(self.x[token], self.w1, [factors[:2]] if factors else []).chunk(2, -1)
+        y = product(F.silu(gate) * up, self.w2, [factors[2:]] if factors else [])
+        weighted = y * self.gates.flatten()[self.slots].unsqueeze(-1)
+        return torch.zeros_like(self.x).index_add(0, token, weighted)
+
+    def exact(self, leaves: Sequence[Any]):
+        """The layer in float64 with W + s A B, one expert after the other."""
+        import torch
+        import torch.nn.functional as F
+
+        x, gates, *factors = leaves
+        out = torch.zeros_like(x)
+        starts = [0, *self.ends.tolist()]
+        for e in range(self.layer.experts):
+            mine = self.slots[starts[e] : starts[e + 1]]
+            token = mine // self.layer.top_k
+            w1, w2 = self.w1[e].double().mT, self.w2[e].double().mT
+            if factors:
+                w1 = w1 + SCALING * factors[0][e] @ factors[1][e]
+                w2 = w2 + SCALING * factors[2][e] @ factors[3][e]
+            gate, up = (x[token] @ w1).chunk(2, -1)
+            y = (F.silu(gate) * up) @ w2
+            out = out.index_add(0, token, y * gates.flatten()[mine].unsqueeze(-1))
+        return out
+
+    def with_gradients(self, run, leaves) -> list:
+        """The result and the gradient of every leaf."""
+        import torch
+
+        y = run()
+        return [y.detach(), *torch.autograd.grad(y, leaves, self.grad.to(y.dtype))]
+
+    def compare(self) -> tuple[bool, float, float]:
+        """(every error is at most 1.5 of the baseline's, the worst of ours, the baseline's)."""
+        wide = [t.detach().double().requires_grad_() for t in (self.x, self.gates, *self.factors)]
+        right = self.with_gradients(lambda: self.exact(wide), wide)
+        ours = self.with_gradients(self.ours, [self.x, self.gates, *self.peft])
+        plain = self.with_gradients(self.baseline, [self.x, self.gates, *self.factors])
+        e, r = self.layer.experts, self.layer.rank
+        for n in range(3, len(ours)):  # back from PEFT's layout
+            if n % 2:
+                ours[n] = ours[n].view(e, r, -1).mT
+            else:
+                ours[n] = ours[n].view(-1, r, e).permute(2, 1, 0)
+        errors = [
+            tuple(((t.double() - exact).norm() / exact.norm()).item() for t in pair)
+            for *pair, exact in zip(ours, plain, right, strict=True)
+        ]
+        good = all(mine <= ERROR_FACTOR * other for mine, other in errors)
+        worst = max(errors)
+        return good, *worst
+
+    def step(self, run, leaves):
+        """Forward and backward; gradients are fresh tensors, as after zero_grad."""
+        import torch
+
+        return torch.autograd.grad(run(), leaves, self.grad)
+
+
+def peak_mb(call) -> float:
+    """Device memory that one call adds at its peak, in MB."""
+    import torch
+
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def calls_of(case: LayerCase) -> dict[str, dict[str, Any]]:
+    """{"fwd" | "fwd+bwd": {"ours" | "baseline": call}}."""
+    import torch
+
+    def forward(run):
+        with torch.no_grad():
+            return run()
+
+    ours, baseline = [case.x, case.gates, *case.peft], [case.x, case.gates, *case.factors]
+    return {
+        "fwd": {
+            "ours": lambda: forward(case.ours),
+            "baseline": lambda: forward(case.baseline),
+        },
+        "fwd+bwd": {
+            "ours": lambda: case.step(case.ours, ours),
+            "baseline": lambda: case.step(case.baseline, baseline),
+        },
+    }
+
+
+def measure(layer: Layer, built: Built) -> Iterator[tuple[Row, str]]:
+    """The rows of one layer and their printed lines."""
+    import torch
+
+    weights = 6 * layer.experts * layer.hidden * layer.intermediate
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    cases = [LayerCase(layer, built, seed) for seed in range(cold_sets(weights, l2))]
+    good, error, error_baseline = cases[0].compare()
+    torch.cuda.empty_cache()
+    calls = [calls_of(case) for case in cases]
+    floors = dict(zip(("fwd", "fwd+bwd"), layer.floors(cases[0].active), strict=True))
+    for direction, floor in floors.items():
+        name = f"{layer.name}/{direction}"
+        if not good:
+            row = failed(name)
+            yield row, line(row, gigabytes=0)
+            continue
+        here = [entry[direction] for entry in calls]
+        turns = {
+            who: lambda number, who=who, here=here: here[number][who]()
+            for who in ("ours", "baseline")
+        }
+        ms = medians(
+            turns,
+            sets=len(cases),
+            stopwatch=Stopwatch,
+        )
+        row = passed(
+            name,
+            Measured(
+                ms=ms["ours"],
+                floor_ms=floor,
+                baseline=BASELINE,
+                baseline_ms=ms["baseline"],
+                error=error,
+                error_baseline=error_baseline,
+                peak_mb=peak_mb(here[0]["ours"]),
+                peak_baseline_mb=peak_mb(here[0]["baseline"]),
+            ),
+        )
+        memory = f"  peak {row.peak_mb:.0f} MB of {row.peak_baseline_mb:.0f}"
+        yield row, line(row, gigabytes=weights / 1e9) + memory
+
+
+def rows(
+    built: Built,
+    models: Sequence[str] = (),
+    ranks: Sequence[int] = (16,),
+    tokens: int = 2048,
+) -> Iterator[tuple[Row, str]]:
+    """The listed layers and 20 random ones; or the models, ranks and tokens that were asked for."""
+    import torch
+
+    from . import moe_projections
+
+    print(built.package.explain("grouped_lora_linear", device="cuda"))
+    layers = [of_model(model, tokens, rank) for model in models for rank in ranks]
+    if not layers:
+        layers = [*listed(), *random_layers(int(built.commit[:8], 16))]
+    for layer in layers:
+        if models and layer.rank > 0:
+            print(*moe_projections.lines(layer, built), sep="\n", flush=True)
+        yield from measure(layer, built)
+        torch.cuda.empty_cache()
+
+
+def random_cases(commit: str) -> set[str]:
+    """Names of the rows that were drawn, not listed."""
+    drawn = random_layers(int(commit[:8], 16))
+    return {f"{layer.name}/{direction}" for layer in drawn for direction in ("fwd", "fwd+bwd")}

@@ -1,0 +1,133 @@
+"""Layers of `moe_lora.json`: sizes, names, floors, and where sizes of a model come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from .report import floor_ms
+
+# (experts, hidden, intermediate, experts per token), from the models' configurations on the Hub.
+MODELS = {
+    "Qwen3.5-35B-A3B": (256, 2048, 512, 8),
+    "Qwen3-30B-A3B": (128, 2048, 768, 8),
+    "OLMoE-1B-7B": (64, 2048, 1024, 8),
+    "Mixtral-8x7B": (8, 4096, 14336, 2),
+}
+ELEMENT = 2  # bytes of bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One mixture-of-experts layer: gate_up -> SwiGLU -> down -> combine, with LoRA of rank r."""
+
+    model: str
+    experts: int
+    hidden: int
+    intermediate: int
+    top_k: int
+    tokens: int = 2048
+    rank: int = 16  # 0: no LoRA
+    fp32_lora: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name in the result file, before /fwd or /fwd+bwd."""
+        lora = "-fp32lora" if self.fp32_lora else ""
+        return f"{self.model}/T{self.tokens}/r{self.rank}{lora}"
+
+    @property
+    def rows(self) -> int:
+        """Rows of the grouped products."""
+        return self.tokens * self.top_k
+
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """(K, N) by name."""
+        return {
+            "gate_up": (self.hidden, 2 * self.intermediate),
+            "down": (self.intermediate, self.hidden),
+        }
+
+    def floors(self, active: int) -> tuple[float, float]:
+        """Least milliseconds of forward and of forward + backward with so many active experts.
+
+        Forward: each active weight and factor is read once, inputs read and results written once.
+        Backward: dX of the same size, dA and dB from the operands that it reads anyway.
+        """
+        lora_bytes = 4 if self.fp32_lora else ELEMENT
+        forward = backward = 0.0
+        for name, (k, n) in self.projections().items():
+            # The outer side is in token order, the inner one has a row per slot.
+            outer, inner = (k, n) if name == "gate_up" else (n, k)
+            activations = self.tokens * outer + self.rows * inner
+            factors = active * self.rank * (k + n) * lora_bytes
+            weights = active * k * n * ELEMENT
+            low = self.rows * self.rank * (k + n)
+            flops = 2 * (self.rows * k * n + low)
+            forward += floor_ms(bytes_moved=weights + factors + activations * ELEMENT, flops=flops)
+            # dY and X are read, dX is written; the factors' gradients are written once
+            moved = weights + 2 * factors + (activations + self.rows * k) * ELEMENT
+            backward += floor_ms(bytes_moved=moved, flops=flops + 2 * low)
+        return forward, forward + backward
+
+
+def listed() -> list[Layer]:
+    """The layers that RESULTS names, and each without LoRA for the overhead."""
+    layers = []
+    for model, sizes in MODELS.items():
+        base = Layer(model, *sizes)
+        layers += [base, dataclasses.replace(base, rank=0)]
+        layers += [dataclasses.replace(base, tokens=tokens) for tokens in (128, 512, 8192)]
+        layers += [dataclasses.replace(base, rank=64), dataclasses.replace(base, fp32_lora=True)]
+    return layers
+
+
+def random_layers(seed: int, count: int = 20) -> list[Layer]:
+    """Layers that nobody tuned for; sizes are multiples of 16, which the baseline needs."""
+    rng = random.Random(seed)
+    layers = []
+    for number in range(count):
+        experts = rng.choice((4, 8, 16, 32, 60, 64, 128))
+        hidden, intermediate = (round(2 ** rng.uniform(8, 11.5) / 16) * 16 for _ in range(2))
+        layers.append(
+            Layer(
+                f"random-{number}",
+                experts,
+                hidden,
+                intermediate,
+                top_k=rng.randint(1, min(8, experts)),
+                tokens=round(2 ** rng.uniform(6, 12)),
+                rank=8 * rng.randint(1, 8),
+            )
+        )
+    return layers
+
+
+def of_model(name: str, tokens: int, rank: int) -> Layer:
+    """A layer of a model by its name above, or by a Hugging Face id or folder of a configuration.
+
+    Raises:
+        ValueError: the configuration has no experts.
+    """
+    if name in MODELS:
+        return Layer(name, *MODELS[name], tokens=tokens, rank=rank)
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(name)
+    config = getattr(config, "text_config", None) or config
+
+    def first(*keys: str, default: int | None = None) -> int:
+        found = [getattr(config, key) for key in keys if getattr(config, key, None) is not None]
+        if not found and default is None:
+            raise ValueError(f"{name} is no mixture of experts: none of {keys} is in its config")
+        return found[0] if found else default
+
+    return Layer(
+        name.rstrip("/").rsplit("/", 1)[-1],
+        first("num_experts", "num_local_experts", "n_routed_experts"),
+        first("hidden_size"),
+        first("moe_intermediate_size", "intermediate_size"),
+        first("num_experts_per_tok", "num_experts_per_token", default=2),
+        tokens,
+        rank,
+    )

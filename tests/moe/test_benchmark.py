@@ -1,0 +1,88 @@
+"""The benchmark of whole layers away from a GPU: its gate, its baseline, its names and floors."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ..static.project import ROOT
+
+
+@pytest.fixture(scope="module")
+def harness():
+    """The modules of benchmarks/harness, imported as run.py imports them."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    names = ("moe_lora", "moe_problems")
+    yield SimpleNamespace(**{name: importlib.import_module(f"harness.{name}") for name in names})
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture
+def tiny(harness):
+    return harness.moe_problems.Layer("tiny", 4, 32, 16, 2, tokens=40, rank=8)
+
+
+@pytest.mark.parametrize("change", [{}, {"rank": 0}, {"fp32_lora": True}], ids=str)
+def test_ours_and_the_baseline_compute_the_same_layer(harness, opt, tiny, change):
+    """The gate passes on a right layer, PEFT's layout included."""
+    layer = dataclasses.replace(tiny, **change)
+    case = harness.moe_lora.LayerCase(layer, SimpleNamespace(package=opt), 0, device="cpu")
+    good, ours, baseline = case.compare()
+    assert good and 0 < ours < 0.02 and 0 < baseline < 0.02
+
+
+def test_the_gate_finds_a_wrong_gradient(harness, opt, tiny):
+    case = harness.moe_lora.LayerCase(tiny, SimpleNamespace(package=opt), 0, device="cpu")
+    right = case.ours
+    case.ours = lambda: right() * 1.05
+    assert not case.compare()[0]
+    with torch.no_grad():
+        case.peft[1].zero_()
+    case.ours = right
+    assert not case.compare()[0]
+
+
+def test_floors_are_those_of_the_arithmetic(harness):
+    """Qwen3-30B by hand: (805 + 403 MB of weights, 8 + 50 + 25 + 8 MB of rows, 22 of LoRA) / 4.3."""
+    floors = {
+        layer.model: layer.floors(layer.experts)[0]
+        for layer in harness.moe_problems.listed()
+        if layer.tokens == 2048 and layer.rank == 16 and not layer.fp32_lora
+    }
+    assert floors["Qwen3.5-35B-A3B"] == pytest.approx(0.41, rel=0.03)
+    assert floors["Qwen3-30B-A3B"] == pytest.approx((805 + 403 + 92 + 22) / 4300, rel=0.01)
+    assert floors["Mixtral-8x7B"] == pytest.approx(1.86, rel=0.03)
+
+
+def test_names_of_the_listed_cases(harness):
+    names = {layer.name for layer in harness.moe_problems.listed()}
+    for model in harness.moe_problems.MODELS:
+        for tail in ("T2048/r16", "T128/r16", "T512/r16", "T8192/r16", "T2048/r64"):
+            assert f"{model}/{tail}" in names
+        assert f"{model}/T2048/r16-fp32lora" in names
+
+
+def test_random_layers_repeat_and_differ_by_commit(harness):
+    draw = harness.moe_problems.random_layers
+    assert draw(7) == draw(7) != draw(8)
+    assert len({layer.name for layer in draw(7)}) == 20
+    for layer in draw(7):
+        assert layer.hidden >= 16 and layer.top_k <= layer.experts
+
+
+def test_sizes_come_from_a_configuration(harness, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96, '
+        '"num_local_experts": 6, "num_experts_per_tok": 3}'
+    )
+    layer = harness.moe_problems.of_model(str(tmp_path), 128, 8)
+    assert (layer.experts, layer.hidden, layer.intermediate, layer.top_k) == (6, 64, 96, 3)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="no mixture of experts"):
+        harness.moe_problems.of_model(str(tmp_path), 128, 8)
