@@ -82,7 +82,7 @@ def test_bits_of_the_decoded_weight(opt, device, small_chunks, problem, strategy
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("problem", SHAPES[:5], ids=str)
+@pytest.mark.parametrize("problem", (SHAPES[1], SHAPES[3]), ids=str)
 def test_triton_products_over_decoded_slices(opt, device, small_chunks, problem, strategy):
     leaves, ids = problem.inputs(device), problem.ids(device)
     packed, dense = quantize(opt, problem, leaves, strategy=strategy)
@@ -94,6 +94,84 @@ def test_triton_products_over_decoded_slices(opt, device, small_chunks, problem,
     expected = results(exact, leaves, grad.double())
     for name, value in expected.items():
         assert relative_error(actual[name], value) <= 5e-6, name
+
+
+FUSED = (
+    Problem(29, gates=True, bias=True, grouped_in=True, k=64, n=96, routing="sentinels"),
+    Problem(40, experts=5, rank=3, gates=True, k=96, n=64, routing="no-ends"),
+    Problem(21, rank=None, grouped_out=True, k=64, n=33, routing="one"),
+    Problem(0, gates=True, bias=True, k=64, n=32),
+)
+
+
+@pytest.mark.parametrize("backend", ("triton", "reference"))
+@pytest.mark.parametrize("problem", FUSED, ids=str)
+def test_fused(opt, device, problem, backend):
+    """Every gradient of the product that decodes on the way, nested absmax included."""
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    packed, dense = quantize(
+        opt, problem, leaves, strategy="fused", blocksize=32, nested=problem.rank is not None
+    )
+    grad = torch.randn(problem.grad_shape(), generator=torch.Generator().manual_seed(5)).to(device)
+    actual = results(run(opt, problem, leaves, ids, packed.transpose(1, 2), backend), leaves, grad)
+    with torch.no_grad():
+        leaves["weight"].copy_(dense)
+    expected = results(eager(problem, leaves, ids, torch.float64), leaves, grad.double())
+    for name, value in expected.items():
+        assert relative_error(actual[name], value) <= 5e-6, name
+
+
+def test_fused_refuses_blocks_that_straddle_rows(opt, device):
+    problem = Problem(4)  # K = 24
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    packed, _ = quantize(opt, problem, leaves, strategy="fused")
+    with pytest.raises(ValueError, match="blocks that do not leave their row"):
+        run(opt, problem, leaves, ids, packed.transpose(1, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("strategy", (*STRATEGIES, "fused"))
+def test_on_a_gpu_within_the_budget_of_dequantize_then_eager(opt, device, strategy, dtype):
+    """Shapes of Qwen3-30B-A3B's down projection on a sixteenth of its experts."""
+    problem = Problem(
+        300, experts=8, top_k=4, gates=True, k=768, n=2048, rank=16, dtype=dtype, grouped_in=True
+    )
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    packed, dense = quantize(opt, problem, leaves, strategy=strategy)
+    with torch.no_grad():
+        leaves["weight"].copy_(dense)
+    grad = torch.randn(problem.grad_shape(), generator=torch.Generator().manual_seed(5))
+    grad = grad.to(device, dtype)
+    weight = packed.transpose(1, 2)
+    ours = results(run(opt, problem, leaves, ids, weight, "triton"), leaves, grad)
+    again = results(run(opt, problem, leaves, ids, weight, "triton"), leaves, grad)
+    plain = eager(problem, leaves, ids, dtype)
+    plain = results(plain, leaves, grad.to(plain.dtype))
+    exact = results(eager(problem, leaves, ids, torch.float64), leaves, grad.double())
+    for name, value in exact.items():
+        assert_same_bits(ours[name], again[name])
+        budget = 1.5 * relative_error(plain[name], value) + 1e-6
+        assert relative_error(ours[name], value) <= budget, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", (*STRATEGIES, "fused"))
+def test_no_strategy_waits_for_the_device(opt, device, strategy):
+    """Forward and backward are captured in a CUDA graph, and replayed with the same bits."""
+    problem = Problem(64, experts=8, gates=True, k=128, n=256, dtype=torch.bfloat16)
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    packed, _ = quantize(opt, problem, leaves, strategy=strategy)
+    weight = packed.transpose(1, 2)
+    grad = torch.ones(problem.grad_shape(), device=device, dtype=torch.bfloat16)
+    eager_run = results(run(opt, problem, leaves, ids, weight, "triton"), leaves, grad)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results(run(opt, problem, leaves, ids, weight, "triton"), leaves, grad)
+    graph.replay()
+    torch.cuda.synchronize()
+    for name, value in eager_run.items():
+        assert_same_bits(captured[name], value)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

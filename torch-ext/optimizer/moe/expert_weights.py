@@ -117,6 +117,25 @@ class QuantizedWeight:
         }
         return dataclasses.replace(self, **changed)
 
+    @property
+    def fusable(self) -> bool:
+        """Whether a block never leaves its row, which decoding inside the product relies on."""
+        return self.stored[2] % self.blocksize == 0
+
+    def operands(self) -> tuple:
+        """The stack as the fused ops take it."""
+        return (
+            self.packed,
+            self.absmax,
+            None if self.quant_type == "nf4" else fp4_codebook(self.device),
+            self.absmax_code,
+            self.absmax_scale,
+            self.absmax_offset,
+            list(self.stored),
+            self.blocksize,
+            self.transposed,
+        )
+
     def decode(self, ids: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The named experts, each element rounded once.
 

@@ -25,6 +25,8 @@ from ..kernels.grouped_lora_dab import grouped_lora_dab
 from ..kernels.grouped_lora_dw import grouped_lora_dw
 from ..kernels.grouped_lora_dx import grouped_lora_dx
 from ..kernels.grouped_lora_forward import grouped_lora_forward
+from ..kernels.grouped_lora_nf4_dx import grouped_lora_nf4_dx
+from ..kernels.grouped_lora_nf4_forward import grouped_lora_nf4_forward
 from ..kernels.nf4_dequant import DTYPES
 from .expert_weights import STRATEGIES, QuantizedWeight, active_experts
 from .sort import ExpertOrder
@@ -37,18 +39,34 @@ CHUNK_BYTES = 128 << 20
 FUSED_UP_TO_ROWS = 0
 
 
-def choose_strategy(rows: int, num_experts: int, wanted: str = "auto") -> Path:
-    """The strategy for T k rows over E experts, and why: a pure function of the two.
+def choose_strategy(
+    rows: int, num_experts: int, wanted: str = "auto", *, fusable: bool = True
+) -> Path:
+    """The strategy for some rows over some experts, and why: a pure function of its arguments.
+
+    Args:
+        rows: T k.
+        num_experts: E.
+        wanted: a strategy by name, or "auto".
+        fusable: whether the fused product can take these weights on this path.
+
+    Returns:
+        Name and reason.
 
     Raises:
-        ValueError: unknown strategy.
+        ValueError: unknown strategy, or fused by name for what it cannot take.
     """
     if wanted not in STRATEGIES:
         raise ValueError(f"strategy must be one of {STRATEGIES}, got {wanted!r}")
+    if wanted == "fused" and not fusable:
+        raise ValueError(
+            'strategy="fused" needs blocks that do not leave their row (the last stored size a '
+            'multiple of the blocksize) and backend "triton" or "reference"; use "chunked"'
+        )
     if wanted != "auto":
         return Path(wanted, "asked for by name")
     mean = rows / num_experts
-    if mean <= FUSED_UP_TO_ROWS:
+    if fusable and mean <= FUSED_UP_TO_ROWS:
         return Path("fused", f"{mean:g} rows per expert, at most {FUSED_UP_TO_ROWS}")
     if 2 * rows <= num_experts:
         return Path("selective", f"{rows} rows reach at most half of the {num_experts} experts")
@@ -139,26 +157,9 @@ class _QuantizedLora(torch.autograd.Function):
         path: str,
         strategy: str,
     ) -> Tensor:
-        grouped = grouped_out or gates is not None
-        y = xa = None
-        for part in _slices(weight, order, strategy, x.element_size()):
-            mine, low = grouped_lora_forward(
-                x,
-                weight.decode(part.experts, x.dtype),
-                part.take(lora_a),
-                part.take(lora_b),
-                part.take(bias),
-                order.slots,
-                part.offsets,
-                part.tiles,
-                tile_rows=order.tile_rows,
-                scaling=scaling,
-                fan=x_fan,
-                grouped_out=grouped,
-                path=path,
-            )
-            y = _merged(y, mine, part, order, grouped)
-            xa = _merged(xa, low, part, order, True)
+        layout = (scaling, x_fan, grouped_out or gates is not None, path)
+        products = _fused_products if strategy == "fused" else _sliced_products
+        y, xa = products(x, weight, order, (lora_a, lora_b, bias), layout, strategy)
         needs = ctx.needs_input_grad
         ctx.save_for_backward(
             x if needs[0] or needs[1] or needs[4] else None,
@@ -226,6 +227,49 @@ class _QuantizedLora(torch.autograd.Function):
         )
 
 
+def _fused_products(
+    x: Tensor,
+    weight: QuantizedWeight,
+    order: ExpertOrder,
+    operands: tuple[Tensor | None, ...],  # lora_a, lora_b, bias
+    layout: tuple[float, int, bool, str],  # scaling, fan, grouped_out, path
+    _: str,
+) -> tuple[Tensor, Tensor]:
+    """y and xa, weights decoded in registers."""
+    rows = (order.slots, order.offsets, order.tiles, order.tile_rows)
+    return grouped_lora_nf4_forward(x, weight.operands(), *operands, *rows, *layout)
+
+
+def _sliced_products(
+    x: Tensor,
+    weight: QuantizedWeight,
+    order: ExpertOrder,
+    operands: tuple[Tensor | None, ...],
+    layout: tuple[float, int, bool, str],
+    strategy: str,
+) -> tuple[Tensor, Tensor]:
+    """y and xa, slice by slice."""
+    scaling, fan, grouped, path = layout
+    y = xa = None
+    for part in _slices(weight, order, strategy, x.element_size()):
+        mine, low = grouped_lora_forward(
+            x,
+            weight.decode(part.experts, x.dtype),
+            *map(part.take, operands),
+            order.slots,
+            part.offsets,
+            part.tiles,
+            tile_rows=order.tile_rows,
+            scaling=scaling,
+            fan=fan,
+            grouped_out=grouped,
+            path=path,
+        )
+        y = _merged(y, mine, part, order, grouped)
+        xa = _merged(xa, low, part, order, True)
+    return y, xa
+
+
 def _input_gradients(
     ctx, dy: Tensor, dy_fan: int, operands: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,6 +278,22 @@ def _input_gradients(
     weight, order, scaling, x_fan, _, path, strategy = ctx.constants
     grouped = x_fan != 1
     dx = yb = dgates = None
+    if strategy == "fused":
+        return grouped_lora_nf4_dx(
+            dy,
+            weight.operands(),
+            *operands,
+            order.slots,
+            order.offsets,
+            order.tiles,
+            order.tile_rows,
+            scaling,
+            dy_fan,
+            x_fan,
+            grouped,
+            ctx.needs_input_grad[0],
+            path,
+        )
     for part in _slices(weight, order, strategy, dy.element_size()):
         mine, low, dots = grouped_lora_dx(
             dy,
@@ -315,7 +375,12 @@ def quantized_lora_linear(
     Raises:
         ValueError: unknown strategy.
     """
-    chosen = choose_strategy(order.slots.shape[0], order.num_experts, strategy or weight.strategy)
+    chosen = choose_strategy(
+        order.slots.shape[0],
+        order.num_experts,
+        strategy or weight.strategy,
+        fusable=weight.fusable and path != "grouped_mm",
+    )
     if order.slots.shape[0] == 0:
         # Of an empty batch no expert is active; one slice of all of them would be decoded for none.
         chosen = Path("selective", "an empty batch")
