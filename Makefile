@@ -29,7 +29,7 @@ DEVICE ?= cuda
 JOBS ?= 2
 CPP = $(shell find kernels-src torch-ext -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 STATIC_SUITE = $(shell grep -lE '^pytestmark = pytest.mark.static' tests/test_*.py)
-GPU_SUITE := tests/kernels tests/orthogonalize tests/optimizers tests/integrations
+GPU_SUITE := tests/kernels tests/moe tests/orthogonalize tests/optimizers tests/integrations
 
 .PHONY: help setup build demo check test test-gpu sanitize bench plots publish clean
 

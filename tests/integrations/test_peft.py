@@ -101,6 +101,52 @@ def test_weights_are_never_replaced(opt, device, monkeypatch) -> None:
         assert_same_bits(entry.gate_up_proj, weight)
 
 
+def test_factors_are_views_of_the_parameters(opt, device, submodule) -> None:
+    model = wrap(build("gpt_oss").to(device))
+    lora = submodule("integrations.peft").active_lora(wrappers_of(model)["0", "down_proj"])
+    for factors, target in ((lora.gate_up, "gate_up_proj"), (lora.down, "down_proj")):
+        wrapper = wrappers_of(model)["0", target]
+        for factor, parameter in (
+            (factors.a, wrapper.lora_A["default"].weight),
+            (factors.b, wrapper.lora_B["default"].weight),
+        ):
+            assert factor.data_ptr() == parameter.data_ptr()
+            assert factor.numel() == parameter.numel()
+        assert factors.scaling == 7 / 3
+
+
+def test_other_models_keep_pefts_forward(opt, device) -> None:
+    """Nothing is patched but the model that was given."""
+    model, other = (wrap(build("qwen3_moe").to(device)) for _ in range(2))
+    expected = logits(other)
+    opt.integrations.use_in_transformers(model)
+    assert_same_bits(logits(other), expected)
+    wrapper = wrappers_of(other)["0", "down_proj"]
+    assert "forward" not in vars(wrapper)
+    assert type(wrapper).forward.__module__.startswith("peft.")
+
+
+@pytest.mark.parametrize("lora", ["peft", "attached"])
+def test_compiles_without_a_graph_break(opt, device, lora: str) -> None:
+    model = build("qwen3_moe").to(device)
+    if lora == "peft":
+        model = wrap(model)
+        opt.integrations.use_in_transformers(model)
+        module = wrappers_of(model)["0", "down_proj"]
+    else:
+        opt.integrations.attach_lora(model, 3, 7)
+        set_random_lora(model)
+        module = base_experts(model)[0]
+    inputs = routing(base_experts(model)[0], device)
+    expected = gradients_of(module, module, *inputs)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    found = gradients_of(module, compiled, *inputs)
+    for key, value in expected.items():
+        if value is not None:
+            assert relative_error(found[key], value) <= FP32, key
+    torch.compiler.reset()
+
+
 def test_disabled_adapters_leave_the_base_bit_for_bit(opt, device) -> None:
     base = build("qwen3_moe").to(device)
     opt.integrations.use_in_transformers(base)

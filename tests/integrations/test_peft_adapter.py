@@ -112,6 +112,17 @@ def test_round_trip_is_exact_in_every_dtype(opt, device, tmp_path) -> None:
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [CONFIG, TENSORS]
 
 
+def test_names_that_torch_compile_adds_stay_out(opt, device, tmp_path) -> None:
+    model = attached(opt, device)
+    opt.integrations.save_peft_adapter(model, tmp_path / "a")
+    opt.integrations.save_peft_adapter(torch.compile(model, backend="eager"), tmp_path / "b")
+    assert load_file(tmp_path / "a" / TENSORS).keys() == load_file(tmp_path / "b" / TENSORS).keys()
+    compiled = torch.compile(build("qwen3_moe").to(device), backend="eager")
+    opt.integrations.load_peft_adapter(compiled, tmp_path / "b")
+    opt.integrations.save_peft_adapter(compiled, tmp_path / "c")
+    assert (tmp_path / "a" / TENSORS).read_bytes() == (tmp_path / "c" / TENSORS).read_bytes()
+
+
 def test_which_adapter_is_saved_and_trained(opt, device, tmp_path) -> None:
     model = attached(opt, device)
     opt.integrations.attach_lora(model, 2, 3, adapter="other")

@@ -101,6 +101,29 @@ def test_lora_trains_on_4_bit_experts(opt, saved):
         opt.integrations.merge_lora(model)
 
 
+def test_adapters_travel_to_and_from_peft_files(opt, saved, tmp_path):
+    """An adapter trained on 4-bit experts is a PEFT adapter, and loads onto them again."""
+    ids = tokens(torch.device("cpu"))
+    options = {"dtype": torch.float32, "device_map": "cpu"}
+    model = opt.integrations.load_quantized(saved("qwen3_moe"), **options)
+    with torch.no_grad():
+        base = model(ids).logits
+    opt.integrations.attach_lora(model, r=4, alpha=8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+        expected = model(ids).logits
+    assert relative_error(expected, base) > 0.01
+    opt.integrations.save_peft_adapter(model, tmp_path)
+    fresh = opt.integrations.load_quantized(saved("qwen3_moe"), **options)
+    opt.integrations.load_peft_adapter(fresh, tmp_path)
+    with torch.no_grad():
+        assert_same_bits(fresh(ids).logits, expected)
+        with opt.integrations.lora_disabled(fresh):
+            assert_same_bits(fresh(ids).logits, base)
+
+
 def test_names_and_shapes_that_do_not_fit_are_named(opt, saved, tmp_path):
     from safetensors.torch import load_file, save_file
 

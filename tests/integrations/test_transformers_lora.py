@@ -171,6 +171,9 @@ def test_several_adapters(opt, device) -> None:
     base = build("qwen3_moe").to(device)
     opt.integrations.use_in_transformers(base)
     assert_same_bits(logits(model), logits(base))  # B is zero still
+    opt.integrations.set_lora(model, "other", trainable=True)
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 4 and all(".down." in name and ".other." in name for name in trained)
     opt.integrations.set_lora(model, None)
     assert_same_bits(logits(model), logits(base))
     opt.integrations.set_lora(model, "default")
@@ -207,6 +210,28 @@ def test_merge_and_unmerge(opt, device, dtype: torch.dtype) -> None:
     assert_same_bits(logits(model), adapted)
     with pytest.raises(ValueError, match="nothing is merged"):
         opt.integrations.unmerge_lora(model)
+
+
+def test_4_bit_experts_are_decoded_and_never_merged(opt, device, tmp_path) -> None:
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+    sizes = {"moe_intermediate_size": 64, "hidden_size": 64}
+    model, dense = (build("qwen3_moe", **sizes).to(device) for _ in range(2))
+    for four_bit, experts in zip(experts_of(model), experts_of(dense), strict=True):
+        for name in ("gate_up_proj", "down_proj"):
+            replace_parameter_4bit(four_bit, name, quant_type="nf4")
+            with torch.no_grad():
+                getattr(experts, name).copy_(getattr(four_bit, name))
+    for entry in (model, dense):
+        opt.integrations.attach_lora(entry, 3, 7)
+        set_random_lora(entry)
+    assert_same_bits(logits(model), logits(dense))
+    with pytest.raises(ValueError, match="quantized"):
+        opt.integrations.merge_lora(model)
+    opt.integrations.save_peft_adapter(model, tmp_path)  # in the order that PEFT uses over 4 bits
+    again = build("qwen3_moe", **sizes).to(device)
+    with pytest.raises(ValueError, match="saved over quantized experts"):
+        opt.integrations.load_peft_adapter(again, tmp_path)
 
 
 def test_a_broken_adapter_is_not_merged_anywhere(opt, device) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -83,3 +87,105 @@ def test_rank_is_padded_to_a_block(config, rank, block):
 def test_unknown_direction(config):
     with pytest.raises(ValueError, match="direction must be one of"):
         config.choose(config.Shape("sm90", 64, K, N, 2, "backward"))
+
+
+def test_what_a_tile_depends_on(config):
+    """No number of tokens, no routing: the rows of a tile stand for the mean rows per expert."""
+    names = {field.name for field in dataclasses.fields(config.Shape)}
+    assert names == {"arch", "rows", "depth", "columns", "element_bytes", "direction", "rank"}
+    low = [config.choose(config.Shape("sm90", 64, 2048, 16, 2, "low_rank", r)) for r in (16, 64)]
+    assert low[0] != low[1]
+
+
+def test_no_kernel_uses_atomics(submodule):
+    """Two additions in an order that differs from run to run would differ in their last bits."""
+    folder = Path(submodule("kernels").__file__).parent
+    sources = [*folder.glob("*grouped*_triton.py"), *folder.glob("expert_sort_triton.py")]
+    sources += [*folder.glob("combine_triton.py"), *folder.glob("glu_triton.py")]
+    assert len(sources) >= 9
+    for source in sources:
+        assert not re.search(r"\btl\.atomic", source.read_text()), source.name
+
+
+@pytest.fixture
+def calls(submodule, monkeypatch):
+    """Names of the launches on the Triton path, in order."""
+    made: list[str] = []
+    modules = [
+        submodule(f"kernels.grouped_lora_{direction}_triton")
+        for direction in ("forward", "dx", "dab")
+    ]
+
+    def watch(module, name: str) -> None:
+        real = getattr(module, name)
+
+        def launch(*arguments, **options):
+            made.append(name)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(module, name, launch)
+
+    for module in modules:
+        for name in ("low_rank", "grouped_product", "expert_product"):
+            if hasattr(module, name):
+                watch(module, name)
+    return made
+
+
+def test_low_rank_products_are_computed_once(submodule, moe_problem, calls):
+    """x A^T once in forward, dY B once in dX; the gradients of A and B read both again."""
+    y, leaves = moe_problem
+    assert calls == ["low_rank", "grouped_product"]
+    calls.clear()
+    torch.autograd.grad(y.sum(), leaves)
+    assert calls == ["low_rank", "grouped_product", "expert_product", "expert_product"]
+
+
+@pytest.fixture
+def moe_problem(submodule, device, calls):
+    """(y, its leaves) of one differentiable product on the Triton path."""
+    problem = operands(submodule, device)
+    leaves = [problem[name].detach().requires_grad_() for name in ("x", "lora_a", "lora_b")]
+    order = submodule("moe").expert_sort(problem["ids"].to(device), 3)
+    x, a, b = leaves
+    linear = submodule("moe").grouped_lora_linear
+    y = linear(x, problem["weight"], order, a, b, backend="triton")
+    return y, leaves
+
+
+@pytest.fixture
+def launched(submodule, monkeypatch, device):
+    """{launch: its tensors} of forward on the Triton path; nothing runs. And the operands."""
+    module = submodule("kernels.grouped_lora_forward_triton")
+    seen: dict[str, list] = {}
+    for name in ("low_rank", "grouped_product"):
+        monkeypatch.setattr(
+            module, name, lambda *tensors, name=name, **_: seen.update({name: tensors})
+        )
+    problem = operands(submodule, device, torch.float16)
+    names = ("x", "weight", "lora_a", "lora_b", "bias", "slots", "tiles")
+    module.grouped_lora_forward_triton(
+        *(problem[name] for name in names), 16, 0.5, TOP_K, grouped_out=True
+    )
+    return problem, seen
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.data_ptr(), one.dtype) == (other.data_ptr(), other.dtype)
+
+
+def test_no_gathered_copy(launched):
+    """Rows are gathered by the kernel's loads: it gets x itself, T rows, and the slots."""
+    problem, seen = launched
+    for name in ("low_rank", "grouped_product"):
+        assert same_memory(seen[name][0], problem["x"])
+        assert any(same_memory(t, problem["slots"]) for t in seen[name] if t is not None)
+
+
+def test_factors_are_read_in_place(launched):
+    """Float32 factors under float16, B in PEFT's strides: neither is copied or converted."""
+    problem, seen = launched
+    assert not problem["lora_b"].is_contiguous() and problem["lora_b"].dtype == torch.float32
+    assert same_memory(seen["low_rank"][1], problem["lora_a"])
+    assert same_memory(seen["grouped_product"][1], problem["weight"])
+    assert same_memory(seen["grouped_product"][3], problem["lora_b"])

@@ -48,7 +48,7 @@ def test_the_gate_finds_a_wrong_gradient(harness, opt, tiny):
 
 
 def test_floors_are_those_of_the_arithmetic(harness):
-    """Qwen3-30B by hand: (805 + 403 MB of weights, 8 + 50 + 25 + 8 MB of rows, 22 of LoRA) / 4.3."""
+    """Qwen3-30B by hand: (805 + 403 MB of weights, 92 MB of rows, 22 MB of LoRA) / 4.3."""
     floors = {
         layer.model: layer.floors(layer.experts)[0]
         for layer in harness.moe_problems.listed()

@@ -47,6 +47,38 @@ def test_lora_in_the_dtype_of_the_experts(moe, device, lora_dtype):
     assert_layer_close_to_eager(moe, device, problem)
 
 
+@pytest.mark.parametrize(
+    ("backend", "problem"),
+    [
+        ("triton", LayerProblem(20, hidden=16, intermediate=12, routing="sentinels", **GPT_OSS)),
+        ("grouped_mm", LayerProblem(64, hidden=32, intermediate=24, dtype=torch.bfloat16)),
+        (
+            "grouped_mm",
+            LayerProblem(64, hidden=32, dtype=torch.bfloat16, intermediate=24, **GPT_OSS),
+        ),
+    ],
+    ids=str,
+)
+def test_paths_by_name(moe, device, backend, problem):
+    """Every stage takes the path; grouped_mm rounds the LoRA part on its own, as eager does."""
+
+    def named(layer, *inputs):
+        layer.backend = backend
+        return layer(*inputs)
+
+    factor = 2.0 if backend == "grouped_mm" else 1.5
+    assert_layer_close_to_eager(moe, device, problem, factor, call=named)
+
+
+def test_unknown_path(moe, device):
+    problem = LayerProblem()
+    layer = problem.module(moe, device)
+    layer.backend = "cutlass"
+    x, gates, _ = problem.inputs(device)
+    with pytest.raises(ValueError, match="backend must be one of"):
+        layer(x, problem.ids(device), gates)
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 2, 30])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_routings(moe, device, routing, tokens):
@@ -84,7 +116,8 @@ def test_generated_problems(
         train_base=train_base,
         routing=routing,
     )
-    assert_layer_close_to_eager(moe, device, problem, factor=2.0, seed=seed)
+    # Results of one element cancel by lot: 2e-5 is left of float32's 6e-8 where two digits go.
+    assert_layer_close_to_eager(moe, device, problem, seed=seed, floor=2e-5)
 
 
 def test_gradients_of_an_expert_without_tokens_are_zero(moe, device):
@@ -128,40 +161,49 @@ def test_renaming_experts_changes_no_bit(moe, device):
     assert_same_bits(layer(x, torch.argsort(order)[ids], gates), expected)
 
 
-LEADING = ((21,), (3, 7), (7, 1, 3))
+STRIDES = {
+    "contiguous": lambda t: t,
+    "features first": lambda t: t.movedim(-1, 0).contiguous().movedim(0, -1),
+    "gaps": lambda t: torch.stack((t, t), -1)[..., 0],
+    "batch inside": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),  # has no 2-D view
+}
 
 
-@pytest.mark.parametrize("leading", LEADING, ids=str)
-@pytest.mark.parametrize("strides", ["contiguous", "transposed", "gaps", "expanded"])
+@pytest.mark.parametrize("leading", [(21,), (3, 7), (7, 1, 3)], ids=str)
+@pytest.mark.parametrize("strides", STRIDES)
 def test_leading_shapes_and_strides(moe, device, leading, strides):
     """Any leading shape and strides of the three inputs, with the bits of contiguous (T, ...)."""
     problem = LayerProblem()
     layer = problem.module(moe, device)
-    x, gates, grad = (t.detach() for t in problem.inputs(device))
+    x, gates, grad = problem.inputs(device)
     ids = problem.ids(device)
-    if strides == "expanded":
-        x = x[:1].expand(21, -1)
+    expected = layer(x, ids, gates)
 
-    def reshaped(t: torch.Tensor) -> torch.Tensor:
-        t = t.reshape(*leading, t.shape[-1]) if strides != "expanded" else t.view(*t.shape)
-        if strides == "expanded":
-            return t.unflatten(0, leading)
-        if strides == "transposed":
-            return t.movedim(-1, 0).contiguous().movedim(0, -1)
-        return torch.stack((t, t), -1)[..., 0] if strides == "gaps" else t
+    def placed(t: torch.Tensor) -> torch.Tensor:
+        return STRIDES[strides](t.detach().reshape(*leading, t.shape[-1]))
 
-    moved = reshaped(x).detach().requires_grad_()
-    weights = reshaped(gates).detach().requires_grad_()
-    assert strides == "contiguous" or not (moved.is_contiguous() and len(leading) > 1)
-    out = layer(moved, reshaped(ids), weights)
+    moved, weights = placed(x).requires_grad_(), placed(gates).requires_grad_()
+    out = layer(moved, placed(ids), weights)
     assert out.shape == moved.shape
-    plain, plain_gates = x.contiguous().requires_grad_(), gates.clone().requires_grad_()
-    expected = layer(plain, ids, plain_gates)
     assert_same_bits(out.reshape(expected.shape), expected)
-    found = torch.autograd.grad(out, (moved, weights), grad.reshape(out.shape))
-    wanted = torch.autograd.grad(expected, (plain, plain_gates), grad)
-    for ours, theirs in zip(found, wanted, strict=True):
+    found = torch.autograd.grad(out, (moved, weights), placed(grad))
+    for ours, theirs in zip(found, torch.autograd.grad(expected, (x, gates), grad), strict=True):
         assert_same_bits(ours.reshape(theirs.shape), theirs)
+
+
+def test_one_state_for_all_tokens(moe, device):
+    """An expanded input and an expanded gradient, whose strides are 0, as `out.sum()` makes one."""
+    problem = LayerProblem()
+    layer = problem.module(moe, device)
+    x, gates, _ = problem.inputs(device)
+    ids = problem.ids(device)
+    row = x.detach()[:1].requires_grad_()
+    out = layer(row.expand(21, -1), ids, gates)
+    assert_same_bits(out, layer(row.repeat(21, 1), ids, gates))
+    (found,) = torch.autograd.grad(out.sum(), row)
+    repeated = row.detach().repeat(21, 1).requires_grad_()
+    (wanted,) = torch.autograd.grad(layer(repeated, ids, gates), repeated, torch.ones_like(out))
+    assert relative_error(found, wanted.sum(0, keepdim=True)) < 1e-6
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)

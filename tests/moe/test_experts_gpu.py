@@ -104,19 +104,6 @@ def test_compiled_by_inductor(moe, device, dtype):
     assert_layer_close_to_eager(moe, device, problem, call=compiled)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("backend", ["triton", "grouped_mm"])
-def test_paths_by_name(moe, device, backend, dtype):
-    def named(layer, *inputs):
-        layer.backend = backend
-        return layer(*inputs)
-
-    problem = LayerProblem(
-        tokens=40, hidden=64, intermediate=48, rank=8, rank_down=8, bias=True, dtype=dtype
-    )
-    assert_layer_close_to_eager(moe, device, problem, call=named)
-
-
 @pytest.mark.parametrize("sizes", [(256, 2048, 512, 8), (64, 2048, 1024, 8), (8, 4096, 14336, 2)])
 def test_real_sizes(moe, device, sizes):
     """One layer of Qwen3.5-35B-A3B, OLMoE-1B-7B and Mixtral-8x7B over 512 tokens, in bfloat16."""

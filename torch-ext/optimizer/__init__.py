@@ -1,13 +1,16 @@
-"""Orthogonalizing optimizers and quantized-expert kernels for training.
+"""Orthogonalizing optimizers and mixture-of-experts kernels for training.
 
     gradient -> momentum -> gather -> orthogonalize -> scatter -> update
+    tokens -> sort -> grouped linear + LoRA -> activation -> grouped linear + LoRA -> combine
 
-`Muon` and `MuonAdamW` are that sentence; `orthogonalize` and the methods behind it are its verb.
-`nf4_quantize` makes and `nf4_dequant` decodes the 4-bit experts of a mixture-of-experts model.
-`explain` says which path an operation takes on a device, and why.
+`Muon` and `MuonAdamW` are the first sentence; `orthogonalize` and the methods behind it are its
+verb. `moe.Experts` is the second; `layers` has its form for `kernelize`, and `integrations` puts it
+into models of transformers and PEFT.
+`nf4_quantize` makes and `nf4_dequant` decodes 4-bit experts. `explain` says which path an operation
+takes on a device, and why.
 """
 
-from . import layers, moe
+from . import integrations, layers, moe
 from .explain import explain
 from .integrations.checkpoint import load_optimizer, save_optimizer
 from .kernels import nf4_dequant, nf4_quantize
@@ -37,6 +40,7 @@ __all__ = [
     "explain",
     "get_default_muon_param_groups",
     "gram_newton_schulz",
+    "integrations",
     "layers",
     "load_optimizer",
     "moe",

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..optimizers.param_groups import components
 from . import peft
-from .experts import experts_modules, operand_shape
+from .experts import experts_modules, operand_shape, parameter_names
 from .lora import (
     AdapterOptions,
     active_adapter,
     add_adapter,
     attached_modules,
     set_lora,
-    train_adapter,
 )
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -147,9 +147,7 @@ def load_peft_adapter(
             projection = attached[place.experts].projection(place.target)
             for side, value in zip(("lora_A", "lora_B"), factors[place], strict=True):
                 getattr(projection, side)[adapter].weight.copy_(value)
-    set_lora(model, adapter)
-    if trainable:
-        train_adapter(model, adapter)
+    set_lora(model, adapter, trainable=trainable)
 
 
 def _places(model: nn.Module, targets: dict[str, set[str]]) -> list[Place]:
@@ -162,17 +160,26 @@ def _places(model: nn.Module, targets: dict[str, set[str]]) -> list[Place]:
     for where, names in targets.items():
         experts = found[where]
         computed = parametrize.is_parametrized(experts)
-        order = [name for name, _ in experts.named_parameters(recurse=False)]
+        order = parameter_names(experts)
         order = sorted(names) if computed else [name for name in order if name in names]
         for depth, target in enumerate(reversed(order)):
-            key = PREFIX + where + ".base_layer" * depth
+            key = PREFIX + _plain(where) + ".base_layer" * depth
             places.append(Place(where, target, key))
     return places
 
 
+def _plain(name: str) -> str:
+    """A module's name without what torch.compile and data parallelism add to it."""
+    return ".".join(components(name))
+
+
 def _config(model: nn.Module, targets: dict[str, dict[str, AdapterOptions]]) -> dict[str, Any]:
     """adapter_config.json; ranks that differ from the most frequent one go into the patterns."""
-    options = {f"{w}.{t}": value for w, found in targets.items() for t, value in found.items()}
+    options = {
+        f"{_plain(where)}.{target}": value
+        for where, found in targets.items()
+        for target, value in found.items()
+    }
     (common, _), *_ = Counter(options.values()).most_common(1)
     other = {re.escape(name): value for name, value in options.items() if value != common}
     config = getattr(model, "config", None)
@@ -252,9 +259,8 @@ def _targeted(
     matched: set[str] = set()
     for where, experts in experts_modules(model):
         computed = getattr(experts, "parametrizations", {})
-        names = [name for name, _ in experts.named_parameters(recurse=False)]
-        for target in [*names, *computed]:
-            full = f"{where}.{target}"
+        for target in [*parameter_names(experts), *computed]:
+            full = f"{_plain(where)}.{target}"
             hits = {name for name in wanted if full == name or full.endswith(f".{name}")}
             if not hits:
                 continue

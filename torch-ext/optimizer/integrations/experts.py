@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ..moe.expert_weights import expert_weight
+from ..moe.expert_weights import as_quantized, expert_weight
 from ..moe.module_layout import module_layout
 
 IMPLEMENTATION = "scattermoe_lora"  # what `set_experts_implementation` is told
@@ -34,6 +34,13 @@ def first_projection(experts: nn.Module) -> str:
     return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
+def parameter_names(experts: nn.Module) -> list[str]:
+    """The parameters in the order of the dense module; `QuantizedExperts` keep their place."""
+    packed = {name for name, part in experts.named_children() if as_quantized(part) is not None}
+    projections = [name for name in (first_projection(experts), "down_proj") if name in packed]
+    return [*projections, *(name for name, _ in experts.named_parameters(recurse=False))]
+
+
 def check_supported(experts: nn.Module, name: str) -> None:
     """Refuse experts that compute something our kernels have no place for.
 
@@ -45,9 +52,10 @@ def check_supported(experts: nn.Module, name: str) -> None:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     wanted = (first_projection(experts), "down_proj")
-    # A parametrized parameter is a property: asking for it would decode the whole stack.
-    known = getattr(experts, "parametrizations", ())
-    missing = [target for target in wanted if target not in known and not hasattr(experts, target)]
+    # not hasattr, which would decode a parametrized stack
+    present = experts._parameters.keys() | experts._modules.keys()
+    present |= getattr(experts, "parametrizations", {}).keys()
+    missing = [target for target in wanted if target not in present]
     if missing:
         raise ValueError(
             f"{name} ({type(experts).__name__}) has no {missing}; keep "

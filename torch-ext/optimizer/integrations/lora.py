@@ -198,12 +198,13 @@ def active_adapter(model: nn.Module) -> str | None:
     return next((entry.active for _, entry in _projections(model) if entry.active), None)
 
 
-def set_lora(model: nn.Module, adapter: str | None) -> None:
-    """Use another attached adapter, or none. Which parameters train is left as it is.
+def set_lora(model: nn.Module, adapter: str | None, *, trainable: bool = False) -> None:
+    """Use another attached adapter, or none.
 
     Args:
         model: as given to `attach_lora`.
         adapter: its name; a projection that it does not target runs without LoRA.
+        trainable: train it, and freeze everything else; False leaves what trains as it is.
 
     Raises:
         ValueError: no such adapter, several are named, or one is merged.
@@ -217,6 +218,8 @@ def set_lora(model: nn.Module, adapter: str | None) -> None:
     _refuse_merged(entries, "set another adapter")
     for _, entry in entries:
         entry.set_adapter(adapter if adapter in entry.adapters else None)
+    if trainable and adapter is not None:
+        train_adapter(model, adapter)
 
 
 def enable_lora(model: nn.Module) -> None:

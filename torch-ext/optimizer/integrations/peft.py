@@ -172,7 +172,8 @@ def _active_factors(wrapper: nn.Module) -> LoraFactors | None:
 
 def _check_plain(wrapper: nn.Module, name: str) -> None:
     """Refuse what changes the meaning of the factors; PEFT refuses most of it at construction."""
-    dropout = dict(wrapper.lora_dropout).get(name)
+    dropouts = wrapper.lora_dropout  # a ModuleDict, which has no get
+    dropout = dropouts[name] if name in dropouts else None  # noqa: SIM401
     for option, present in (
         ("DoRA", wrapper.use_dora.get(name, False)),
         ("lora_bias", wrapper.lora_bias.get(name, False)),

@@ -58,8 +58,11 @@ _GENERAL = {
     (128, 4): (64, 32, 8, 3),
 }
 # Where experts fill such tiles the product is bound by the tensor cores: the widest accumulator.
+# Forward alone: with the gates' gradient in the epilogue ptxas spills 192 bytes per thread.
 _WIDE = Tile(rows=128, columns=256, depth=64, warps=8, stages=3)
 _WIDE_FROM_COLUMNS = 2048
+_WIDE_ARCHS = ("sm90", "sm100")
+_NARROW_COLUMNS = 64  # of 128 rows without wgmma: 128 x 128 spills 232 bytes there, by ptxas
 
 # Shape -> Tile, each entry from a committed benchmark result. None exists yet.
 MEASURED: dict[Shape, Tile] = {}
@@ -106,13 +109,12 @@ def _general(shape: Shape) -> Tile:
         return Tile(rows, columns, 64 if narrow else 32, 8 if rows == 128 else 4, 3)
     if shape.direction == "low_rank":
         depth = 128 if narrow else 64
-        return Tile(shape.rows, block_rank(shape.rank), depth, 4, 4 if shape.rows < 128 else 3)
-    if (
-        narrow
-        and shape.rows == _WIDE.rows
-        and shape.columns >= _WIDE_FROM_COLUMNS
-        and fits(_WIDE, shape)
-    ):
-        return _WIDE
+        warps, stages = (4, 4) if shape.rows < 128 else (8, 3)
+        return Tile(shape.rows, block_rank(shape.rank), depth, warps, stages)
     columns, depth, warps, stages = _GENERAL[min(shape.rows, 128), shape.element_bytes]
+    if narrow and shape.rows == _WIDE.rows:
+        if shape.arch not in _WIDE_ARCHS:
+            columns = _NARROW_COLUMNS
+        elif shape.direction == "forward" and shape.columns >= _WIDE_FROM_COLUMNS:
+            return _WIDE
     return Tile(shape.rows, columns, depth, warps, stages)

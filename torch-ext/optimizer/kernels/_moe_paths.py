@@ -61,6 +61,11 @@ def pick_name(op: str, device: torch.device, dtype: torch.dtype, backend: str) -
     return path.name
 
 
+def on_device_of(x: Tensor) -> torch.cuda.device_of:
+    """A context in which Triton launches on the device of `x`; it would take the current one."""
+    return torch.cuda.device_of(x)
+
+
 def explain(
     device: torch.device | str, dtype: torch.dtype = torch.bfloat16, backend: str = "auto"
 ) -> str:

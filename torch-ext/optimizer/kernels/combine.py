@@ -16,7 +16,14 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
-from ._moe_paths import DTYPES, check_device, check_shape, check_tensor, pick_name
+from ._moe_paths import (
+    DTYPES,
+    check_device,
+    check_shape,
+    check_tensor,
+    on_device_of,
+    pick_name,
+)
 
 
 @custom_op(add_op_namespace_prefix("combine"), mutates_args=())
@@ -31,7 +38,8 @@ def _combine(
     if path == "triton":
         from .combine_triton import combine_triton
 
-        return combine_triton(y, gates, rows, offsets, top_k)
+        with on_device_of(y):
+            return combine_triton(y, gates, rows, offsets, top_k)
     return reference.combine(y, gates, rows, offsets, top_k)
 
 

@@ -16,7 +16,7 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
-from ._moe_paths import INTEGERS, check_tensor, pick_name
+from ._moe_paths import INTEGERS, check_tensor, on_device_of, pick_name
 
 # Rows of a tile by mean rows per expert: (up to, rows). 64 is the least a wgmma takes; below it
 # more rows would be padding. 128 where experts fill two such tiles or more.
@@ -42,7 +42,8 @@ def _expert_sort(
     if path == "triton":
         from .expert_sort_triton import expert_sort_triton
 
-        return expert_sort_triton(expert_ids, num_experts, tile_rows)
+        with on_device_of(expert_ids):
+            return expert_sort_triton(expert_ids, num_experts, tile_rows)
     return reference.expert_sort(expert_ids, num_experts, tile_rows)
 
 

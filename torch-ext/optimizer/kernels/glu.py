@@ -15,7 +15,7 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import glu as reference
-from ._moe_paths import DTYPES, check_tensor, pick_name
+from ._moe_paths import DTYPES, check_tensor, on_device_of, pick_name
 
 ACTIVATIONS = (*reference.ELEMENTWISE, "gpt_oss")
 
@@ -25,7 +25,8 @@ def _glu(gate_up: Tensor, activation: str, interleaved: bool, path: str) -> Tens
     if path == "triton":
         from .glu_triton import glu_triton
 
-        return glu_triton(gate_up, activation, interleaved)
+        with on_device_of(gate_up):
+            return glu_triton(gate_up, activation, interleaved)
     return reference.glu(gate_up, activation, interleaved)
 
 
@@ -36,7 +37,8 @@ def _glu_backward(
     if path == "triton":
         from .glu_triton import glu_backward_triton
 
-        return glu_backward_triton(grad, gate_up, activation, interleaved)
+        with on_device_of(gate_up):
+            return glu_backward_triton(grad, gate_up, activation, interleaved)
     return reference.glu_backward(grad, gate_up, activation, interleaved)
 
 

@@ -19,6 +19,7 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
+from ._moe_paths import on_device_of
 
 
 def gradient_like(parameter: Tensor, wanted: bool) -> Tensor:
@@ -50,7 +51,8 @@ def _dab(  # noqa: PLR0913
     if path == "triton":
         from .grouped_lora_dab_triton import grouped_lora_dab_triton
 
-        return grouped_lora_dab_triton(*arguments)
+        with on_device_of(x):
+            return grouped_lora_dab_triton(*arguments)
     if path == "grouped_mm":
         from . import _grouped_mm
 

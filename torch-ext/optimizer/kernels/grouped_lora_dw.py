@@ -16,6 +16,7 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
+from ._moe_paths import on_device_of
 from .grouped_lora_dab import gradient_like
 
 
@@ -40,7 +41,8 @@ def _dw(
     if path == "triton":
         from .grouped_lora_dw_triton import grouped_lora_dw_triton
 
-        return grouped_lora_dw_triton(*arguments)
+        with on_device_of(x):
+            return grouped_lora_dw_triton(*arguments)
     if path == "grouped_mm":
         from . import _grouped_mm
 

@@ -19,6 +19,7 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
+from ._moe_paths import on_device_of
 
 
 @custom_op(add_op_namespace_prefix("grouped_lora_dx"), mutates_args=())
@@ -46,7 +47,8 @@ def _dx(  # noqa: PLR0913
     if path == "triton":
         from .grouped_lora_dx_triton import grouped_lora_dx_triton
 
-        return grouped_lora_dx_triton(*operands, tiles, tile_rows, *layout)
+        with on_device_of(dy):
+            return grouped_lora_dx_triton(*operands, tiles, tile_rows, *layout)
     if path == "grouped_mm":
         from . import _grouped_mm
 

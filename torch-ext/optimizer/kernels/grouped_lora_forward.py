@@ -17,6 +17,7 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
+from ._moe_paths import on_device_of
 
 
 @custom_op(add_op_namespace_prefix("grouped_lora_forward"), mutates_args=())
@@ -39,9 +40,10 @@ def _forward(
     if path == "triton":
         from .grouped_lora_forward_triton import grouped_lora_forward_triton
 
-        return grouped_lora_forward_triton(
-            *operands, slots, tiles, tile_rows, scaling, fan, grouped_out
-        )
+        with on_device_of(x):
+            return grouped_lora_forward_triton(
+                *operands, slots, tiles, tile_rows, scaling, fan, grouped_out
+            )
     if path == "grouped_mm":
         from . import _grouped_mm
 

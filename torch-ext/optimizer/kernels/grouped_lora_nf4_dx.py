@@ -17,6 +17,7 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import nf4_moe as reference
+from ._moe_paths import on_device_of
 from .grouped_lora_nf4_forward import nested_of
 
 
@@ -65,34 +66,37 @@ def _dx(  # noqa: PLR0913
     from ._grouped_launch_triton import low_rank
     from ._nf4_product_triton import nf4_product
 
-    rows = slots.shape[0]
-    gather = {"tile_rows": tile_rows, "fan": dy_fan}
-    yb = dy.new_empty((rows, 0 if lora_b is None else lora_b.shape[2]))
-    dx = dy.new_empty((rows if wants_dx else 0, stored[2] if transposed else stored[1]))
-    dgates = dy.new_empty((0,), dtype=torch.float32)
-    if lora_b is not None:
-        low_rank(dy, lora_b.transpose(1, 2), slots, tiles, yb, scaling=scaling, **gather)
-    if wants_dx or x is not None:
-        dots = nf4_product(
-            dy,
-            *stack,
-            not transposed,
-            yb,
-            lora_a,
-            slots,
-            tiles,
-            dx if wants_dx else None,
-            scatter=not grouped_out,
-            gates=gates,
-            other=x,
-            other_fan=x_fan,
-            **gather,
-        )
-        dgates = dgates if dots is None else dots
-    if x is not None and bias is not None:
-        through_bias = torch.empty((rows, 1), dtype=torch.float32, device=dy.device)
-        low_rank(dy, bias[:, None], slots, tiles, through_bias, scaling=1.0, scatter=True, **gather)
-        dgates = dgates + through_bias[:, 0]
+    with on_device_of(dy):
+        rows = slots.shape[0]
+        gather = {"tile_rows": tile_rows, "fan": dy_fan}
+        yb = dy.new_empty((rows, 0 if lora_b is None else lora_b.shape[2]))
+        dx = dy.new_empty((rows if wants_dx else 0, stored[2] if transposed else stored[1]))
+        dgates = dy.new_empty((0,), dtype=torch.float32)
+        if lora_b is not None:
+            low_rank(dy, lora_b.transpose(1, 2), slots, tiles, yb, scaling=scaling, **gather)
+        if wants_dx or x is not None:
+            dots = nf4_product(
+                dy,
+                *stack,
+                not transposed,
+                yb,
+                lora_a,
+                slots,
+                tiles,
+                dx if wants_dx else None,
+                scatter=not grouped_out,
+                gates=gates,
+                other=x,
+                other_fan=x_fan,
+                **gather,
+            )
+            dgates = dgates if dots is None else dots
+        if x is not None and bias is not None:
+            through_bias = torch.empty((rows, 1), dtype=torch.float32, device=dy.device)
+            low_rank(
+                dy, bias[:, None], slots, tiles, through_bias, scaling=1.0, scatter=True, **gather
+            )
+            dgates = dgates + through_bias[:, 0]
     return dx, yb, dgates
 
 

@@ -17,6 +17,7 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import nf4_moe as reference
+from ._moe_paths import on_device_of
 
 
 def nested_of(
@@ -66,30 +67,31 @@ def _forward(  # noqa: PLR0913
     from ._grouped_launch_triton import low_rank
     from ._nf4_product_triton import nf4_product
 
-    rows = slots.shape[0]
-    xa = x.new_empty((rows, 0 if lora_a is None else lora_a.shape[1]))
-    y = x.new_empty((rows, stored[1] if transposed else stored[2]))
-    if lora_a is not None:
-        low_rank(x, lora_a, slots, tiles, xa, tile_rows=tile_rows, scaling=scaling, fan=fan)
-    nf4_product(
-        x,
-        packed,
-        absmax,
-        codebook,
-        nested,
-        tuple(stored),
-        blocksize,
-        transposed,
-        xa,
-        None if lora_b is None else lora_b.transpose(1, 2),
-        slots,
-        tiles,
-        y,
-        tile_rows=tile_rows,
-        fan=fan,
-        scatter=not grouped_out,
-        bias=bias,
-    )
+    with on_device_of(x):
+        rows = slots.shape[0]
+        xa = x.new_empty((rows, 0 if lora_a is None else lora_a.shape[1]))
+        y = x.new_empty((rows, stored[1] if transposed else stored[2]))
+        if lora_a is not None:
+            low_rank(x, lora_a, slots, tiles, xa, tile_rows=tile_rows, scaling=scaling, fan=fan)
+        nf4_product(
+            x,
+            packed,
+            absmax,
+            codebook,
+            nested,
+            tuple(stored),
+            blocksize,
+            transposed,
+            xa,
+            None if lora_b is None else lora_b.transpose(1, 2),
+            slots,
+            tiles,
+            y,
+            tile_rows=tile_rows,
+            fan=fan,
+            scatter=not grouped_out,
+            bias=bias,
+        )
     return y, xa
 
 

@@ -34,34 +34,24 @@ def experts_forward(
     down_bias: Tensor | None = None,  # (E, H)
     backend: str = "auto",
 ) -> Tensor:  # like hidden_states
-    """Every token through its k experts, weighted and summed; the page docs/moe-lora.md has it."""
+    """Every token through its k experts, weighted and summed.
+
+    Shapes stand beside the arguments; `Experts.forward` says more of the first three, and raises
+    what this raises. `backend` is that of `grouped_lora_linear`.
+    """
     lora = lora or ExpertsLora()
-    stack = (gate_up, down, gate_up_bias, down_bias)
     x, expert_ids, gates = _rows(hidden_states, top_k_index, top_k_weights)
-    x, (gate_up, down, gate_up_bias, down_bias) = _under_autocast(x, stack)
     _check_widths(x, gate_up, down, layout)
+    dtype = _autocast_dtype(x)
+    first = _operands(gate_up, gate_up_bias, lora.gate_up, layout, dtype)
+    second = _operands(down, down_bias, lora.down, layout, dtype)
 
     with torch.autocast(x.device.type, enabled=False):
         order = expert_sort(expert_ids, gate_up.shape[0], backend=backend)
-        linear = {"order": order, "backend": backend}
-        wide = grouped_lora_linear(
-            x,
-            layout.operand(gate_up),
-            bias=gate_up_bias,
-            grouped_out=True,
-            **_factors(lora.gate_up),
-            **linear,
-        )
+        path = {"order": order, "backend": backend}
+        wide = grouped_lora_linear(_cast(x, dtype), **first, grouped_out=True, **path)
         narrow = activate(wide, layout, backend=backend)
-        out = grouped_lora_linear(
-            narrow,
-            layout.operand(down),
-            bias=down_bias,
-            gates=gates,
-            grouped_in=True,
-            **_factors(lora.down),
-            **linear,
-        )
+        out = grouped_lora_linear(narrow, **second, gates=gates, grouped_in=True, **path)
     return out.to(hidden_states.dtype).reshape(hidden_states.shape)
 
 
@@ -209,11 +199,20 @@ class Experts(nn.Module):
         return f"{self.num_experts}, {self.hidden}, {self.intermediate}, {self.layout}"
 
 
-def _factors(factors: LoraFactors | None) -> dict[str, Any]:
-    """The arguments of `grouped_lora_linear` for one projection."""
-    if factors is None:
-        return {}
-    return {"lora_a": factors.a, "lora_b": factors.b, "scaling": factors.scaling}
+def _operands(
+    weight: Tensor,
+    bias: Tensor | None,
+    factors: LoraFactors | None,
+    layout: ExpertsLayout,
+    dtype: torch.dtype | None,
+) -> dict[str, Any]:
+    """The arguments of `grouped_lora_linear` that one projection brings."""
+    found: dict[str, Any] = {"weight": _cast(layout.operand(weight), dtype)}
+    if bias is not None:
+        found["bias"] = _cast(bias, dtype)
+    if factors is not None:
+        found |= {"lora_a": factors.a, "lora_b": factors.b, "scaling": factors.scaling}
+    return found
 
 
 def _rows(hidden_states: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,19 +227,19 @@ def _rows(hidden_states: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor
     return rows, *(x.reshape(tokens, x.shape[-1]) for x in (index, weights))
 
 
-def _under_autocast(
-    x: Tensor, stack: Sequence[Tensor | None]
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """x and the stack in autocast's dtype, as `torch.nn.functional.linear` would take them.
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast computes x in, as for `torch.nn.functional.linear`; None without it.
 
     Outside of autocast nothing is converted: a weight of another dtype than x is refused by
     `grouped_lora_linear`, since converting a whole stack in every call would be a hidden cost.
     """
-    device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
-        return x, tuple(stack)
-    dtype = torch.get_autocast_dtype(device)
-    return x.to(dtype), tuple(None if t is None else t.to(dtype) for t in stack)
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(x.device.type)
 
 
 def _check_widths(x: Tensor, gate_up: Tensor, down: Tensor, layout: ExpertsLayout) -> None:

@@ -1,0 +1,173 @@
+"""Compile the Triton kernels of the experts for a GPU that is not there, and say what ptxas made.
+
+python tools/compile_triton.py [--arch 90] [--model qwen3.5]
+
+Every launch of a step of one layer is caught before it reaches a device and compiled with the
+types, strides and tiles that it has: what cannot compile fails here, without a GPU. Prints
+registers and stack (spills) per thread, shared memory and tensor-core instructions per kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+PACKAGE = Path(__file__).resolve().parents[1] / "torch-ext" / "optimizer"
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+}
+# tokens, experts per token, experts, hidden, intermediate, rank, rows per tile
+MODELS = {
+    "qwen3.5": (256, 8, 16, 2048, 512, 16, 64),
+    "mixtral": (256, 2, 8, 4096, 2048, 64, 128),
+    "decode": (1, 8, 16, 2048, 512, 16, 16),
+    "odd": (50, 3, 5, 100, 72, 24, 32),
+}
+
+
+def load(name: str) -> types.ModuleType:
+    """A module of the package's sources; packages are bare, since `_ops` exists in builds only."""
+    for package in ("optimizer", "optimizer.kernels", "optimizer.reference"):
+        if package not in sys.modules:
+            module = types.ModuleType(package)
+            module.__path__ = [str(PACKAGE.joinpath(*package.split(".")[1:]))]
+            sys.modules[package] = module
+    return importlib.import_module(f"optimizer.{name}")
+
+
+def describe(kernel: JITFunction, arguments: tuple, options: dict) -> tuple[dict, dict, dict]:
+    """(signature, constants, attributes) as the launcher derives them from the arguments."""
+    names = [parameter.name for parameter in kernel.params]
+    values = dict(zip(names, arguments, strict=False)) | options
+    signature, constants, attributes = {}, {}, {}
+    for number, parameter in enumerate(kernel.params):
+        name, value = parameter.name, values[parameter.name]
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            signature[name], constants[(number,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = TYPES[value.dtype]
+            attributes[(number,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(number,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    return signature, constants, attributes
+
+
+def resources(cubin: bytes) -> str:
+    """Registers and stack of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
+    return f"{registers:>4} registers {stack:>4} B stack"
+
+
+def catch(arch: int) -> None:
+    """Replace launches by compilations for the architecture."""
+    seen = set()
+
+    def run(self, *arguments, grid, warmup, **options):
+        del grid, warmup
+        own = {p.name for p in self.params}
+        compiler = {name: value for name, value in options.items() if name not in own}
+        mine = {name: value for name, value in options.items() if name in own}
+        signature, constants, attributes = describe(self, arguments, mine)
+        key = str((self.__name__, signature, constants, attributes, compiler))
+        if key in seen:
+            return
+        seen.add(key)
+        source = ASTSource(self, signature, constants, attributes)
+        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=compiler)
+        ptx = made.asm["ptx"]
+        blocks = {n: v for n, v in mine.items() if n.startswith("BLOCK")} | compiler
+        print(
+            f"{self.__name__:<18}{resources(made.asm['cubin'])} {made.metadata.shared:>7} B shared"
+            f" {ptx.count('wgmma.mma_async'):>3} wgmma {ptx.count('mma.sync'):>4} mma  {blocks}",
+            flush=True,
+        )
+
+    JITFunction.run = run
+
+
+def step(model: str, dtype: torch.dtype, lora: torch.dtype) -> None:
+    """Every launch of forward and backward of one layer, trained experts included."""
+    tokens, top_k, experts, hidden, inner, rank, rows = MODELS[model]
+    paths = {
+        name: getattr(load(f"kernels.{name}_triton"), f"{name}_triton")
+        for name in ("expert_sort", "combine", "glu")
+    }
+    directions = {
+        name: getattr(load(f"kernels.grouped_lora_{name}_triton"), f"grouped_lora_{name}_triton")
+        for name in ("forward", "dx", "dab", "dw")
+    }
+
+    def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of)
+
+    ids = torch.zeros(tokens, top_k, dtype=torch.int64)
+    slots, inverse, offsets, tiles = load("reference.moe").expert_sort(ids, experts, rows)
+    paths["expert_sort"](ids, experts, rows)
+    total, gates = tokens * top_k, new(tokens, top_k, of=torch.float32)
+    low = new(total, rank)
+    for k, n, x_fan in ((hidden, 2 * inner, top_k), (inner, hidden, 0)):
+        down = x_fan == 0
+        dy_fan = top_k if down else 0
+        x, dy = new(total if down else tokens, k), new(tokens if down else total, n)
+        weight, a = new(experts, n, k).transpose(1, 2), new(experts, rank, k, of=lora)
+        b = new(n, rank * experts, of=lora).view(n, rank, experts).permute(2, 0, 1)
+        bias, gate = (new(experts, n), gates) if down else (None, None)
+        place = (slots, tiles, rows, 2.0)
+        directions["forward"](x, weight, a, b, bias, *place, x_fan, True)
+        wanted = x if down else None
+        directions["dx"](
+            dy, weight, a, b, bias, gate, wanted, *place, dy_fan, x_fan, True, wants_dx=True
+        )
+        order = (gate, slots, offsets)
+        directions["dab"](x, dy, low, low, *order, a, b, x_fan, dy_fan)
+        directions["dw"](x, dy, *order, weight, new(experts, n), x_fan, dy_fan)
+    paths["combine"](new(total, hidden), gates, inverse, offsets, top_k)
+    wide = new(total, 2 * inner)
+    paths["glu"](wide, "silu", False)
+    load("kernels.glu_triton").glu_backward_triton(new(total, inner), wide, "silu", False)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arch", type=int, default=90, help="80, 90, 100: compute capability")
+    parser.add_argument("--model", choices=MODELS, default="qwen3.5")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    options = parser.parse_args(arguments)
+    catch(options.arch)
+    launch = load("kernels._grouped_launch_triton")
+    launch.arch = lambda device: f"sm{options.arch}"
+    print(f"triton {triton.__version__}, sm_{options.arch}, {options.model}, {options.dtype}")
+    step(options.model, getattr(torch, options.dtype), torch.float32)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
