@@ -2,6 +2,7 @@
 
 python benchmarks/run.py elementwise [--out DIR] [--draft]    writes DIR/<gpu>/elementwise.json
 python benchmarks/run.py moe_lora [-m MODEL ...] [-r RANK ...] [-T TOKENS]
+python benchmarks/run.py nf4                                  layers on 4-bit experts, decoding
 python benchmarks/run.py plots [--check]                      README's table and the plots
 
 A case is timed only after its results were compared with the reference. `--draft` measures a build
@@ -21,7 +22,11 @@ from harness import plots
 from harness.sources import RESULTS, ROOT, sources_digest
 
 # Result file -> the module of harness/ that holds its cases.
-ENTRIES = {"elementwise": "harness.elementwise", "moe_lora": "harness.moe_lora"}
+ENTRIES = {
+    "elementwise": "harness.elementwise",
+    "moe_lora": "harness.moe_lora",
+    "nf4": "harness.nf4",
+}
 
 
 def header(built, name: str, count: int) -> dict:

@@ -7,7 +7,7 @@ import json
 import statistics
 from pathlib import Path
 
-from . import elementwise, moe_lora
+from . import elementwise, moe_lora, nf4
 from .report import FLOOR_TBPS, FLOOR_TFLOPS
 from .sources import RESULTS, SOURCES, sources_digest
 
@@ -15,7 +15,11 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 EMPTY = "No measurement has been committed yet."
 
 # Result file -> names of the rows that were drawn at random: summed up in README, not listed.
-DRAWN = {"elementwise": elementwise.random_cases, "moe_lora": moe_lora.random_cases}
+DRAWN = {
+    "elementwise": elementwise.random_cases,
+    "moe_lora": moe_lora.random_cases,
+    "nf4": nf4.random_cases,
+}
 
 
 def result_files(root: Path) -> list[Path]:

@@ -35,6 +35,19 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "torch-ext/optimizer/moe/grouped_linear.py",
         "torch-ext/optimizer/moe/sort.py",
     ),
+    "nf4": (
+        "kernels-src/common/*",
+        "kernels-src/nf4_dequant/*",
+        "torch-ext/optimizer/kernels/_grouped_*.py",
+        "torch-ext/optimizer/kernels/_moe_paths.py",
+        "torch-ext/optimizer/kernels/_nf4_product_triton.py",
+        "torch-ext/optimizer/kernels/combine*.py",
+        "torch-ext/optimizer/kernels/expert_sort*.py",
+        "torch-ext/optimizer/kernels/glu*.py",
+        "torch-ext/optimizer/kernels/grouped_lora_*.py",
+        "torch-ext/optimizer/kernels/nf4_dequant*.py",
+        "torch-ext/optimizer/moe/*.py",
+    ),
 }
 
 

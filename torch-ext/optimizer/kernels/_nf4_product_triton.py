@@ -36,49 +36,7 @@ def _lookup(table, nibble, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _along_rows(  # noqa: PLR0913
-    at_x,  # (BLOCK_M, 1) pointers to rows, halves apart
-    x_col,
-    inside,
-    packed,
-    absmax,
-    code,
-    code_scale,
-    code_offset,
-    table,
-    row,  # (BLOCK_C,) stored rows of the columns
-    within,
-    depth,
-    row_bytes,
-    row_blocks,
-    shift,
-    NESTED: tl.constexpr,
-    WIDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """(BLOCK_M, BLOCK_C): the sum along stored rows."""
-    HALF: tl.constexpr = BLOCK_D // 2
-    total = tl.zeros((BLOCK_C, BLOCK_M), tl.float32)
-    at_packed = packed + row[:, None] * row_bytes
-    for start in range(0, depth, BLOCK_D):
-        byte = (start // 2 + tl.arange(0, HALF)).to(tl.int64)
-        pair = tl.load(at_packed + byte[None, :], mask=within[:, None], other=0).to(tl.int32)
-        block = row * row_blocks + (start >> shift)
-        scale = _load_scale(absmax, code, code_scale, code_offset, block, within, shift, NESTED)
-        k = (start + tl.arange(0, HALF)).to(tl.int64)
-        even = tl.load(at_x + k[None, :] * x_col, mask=inside[:, None], other=0.0)
-        odd = tl.load(at_x + (k + HALF)[None, :] * x_col, mask=inside[:, None], other=0.0)
-        high = (_lookup(table, pair >> 4, BLOCK_C, HALF) * scale[:, None]).to(even.dtype)
-        low = (_lookup(table, pair & 15, BLOCK_C, HALF) * scale[:, None]).to(even.dtype)
-        total = _dot(high, tl.trans(even), total, WIDEN)
-        total = _dot(low, tl.trans(odd), total, WIDEN)
-    return tl.trans(total)
-
-
-@triton.jit
-def _across_rows(  # noqa: PLR0913
+def _decoded_product(  # noqa: PLR0913
     at_x,  # (BLOCK_M, 1) pointers to rows
     x_col,
     inside,
@@ -88,12 +46,15 @@ def _across_rows(  # noqa: PLR0913
     code_scale,
     code_offset,
     table,
-    first_row,  # of the expert
+    first_row,  # stored row where the expert begins
     first_column,
+    columns,  # (BLOCK_C,)
+    within,
     depth,
     row_bytes,
     row_blocks,
     shift,
+    LAST: tl.constexpr,
     NESTED: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -101,33 +62,52 @@ def _across_rows(  # noqa: PLR0913
     BLOCK_D: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """(BLOCK_M, BLOCK_C): the sum across stored rows; BLOCKS of the format share the columns."""
-    HALF: tl.constexpr = BLOCK_C // 2
-    even = tl.zeros((HALF, BLOCK_M), tl.float32)
-    odd = tl.zeros((HALF, BLOCK_M), tl.float32)
-    byte = first_column // 2 + tl.arange(0, HALF)
-    block = (first_column >> shift) + tl.arange(0, BLOCKS)
-    for start in range(0, depth, BLOCK_D):
-        n = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
-        row = first_row + n
-        w_mask = (byte < row_bytes)[:, None] & (n < depth)[None, :]
-        at_packed = packed + row[None, :] * row_bytes + byte[:, None]
-        pair = tl.load(at_packed, mask=w_mask, other=0).to(tl.int32)
-        at_block = row[None, :] * row_blocks + block[:, None]
-        block_mask = (block < row_blocks)[:, None] & (n < depth)[None, :]
-        scale = _load_scale(
-            absmax, code, code_scale, code_offset, at_block, block_mask, shift, NESTED
-        )
-        # Behind the last row nested scales are the offset: the mask of x makes its products zero.
-        wide = tl.broadcast_to(scale[:, None, :], (BLOCKS, HALF // BLOCKS, BLOCK_D))
-        wide = tl.reshape(wide, (HALF, BLOCK_D))
-        x_mask = inside[:, None] & (n < depth)[None, :]
-        values = tl.trans(tl.load(at_x + n[None, :] * x_col, mask=x_mask, other=0.0))
-        high = (_lookup(table, pair >> 4, HALF, BLOCK_D) * wide).to(values.dtype)
-        low = (_lookup(table, pair & 15, HALF, BLOCK_D) * wide).to(values.dtype)
-        even = _dot(high, values, even, WIDEN)
-        odd = _dot(low, values, odd, WIDEN)
-    return tl.interleave(tl.trans(even), tl.trans(odd))
+    """(BLOCK_M, BLOCK_C): x times the decoded tile; BLOCKS of the format share it unless LAST."""
+    HALF_D: tl.constexpr = BLOCK_D // 2
+    HALF_C: tl.constexpr = BLOCK_C // 2
+    if LAST:
+        total = tl.zeros((BLOCK_C, BLOCK_M), tl.float32)
+        row = first_row + columns
+        at_packed = packed + row[:, None] * row_bytes
+        for start in range(0, depth, BLOCK_D):
+            byte = (start // 2 + tl.arange(0, HALF_D)).to(tl.int64)
+            pair = tl.load(at_packed + byte[None, :], mask=within[:, None], other=0).to(tl.int32)
+            block = row * row_blocks + (start >> shift)
+            scale = _load_scale(absmax, code, code_scale, code_offset, block, within, shift, NESTED)
+            k = (start + tl.arange(0, HALF_D)).to(tl.int64)
+            even = tl.load(at_x + k[None, :] * x_col, mask=inside[:, None], other=0.0)
+            odd = tl.load(at_x + (k + HALF_D)[None, :] * x_col, mask=inside[:, None], other=0.0)
+            high = (_lookup(table, pair >> 4, BLOCK_C, HALF_D) * scale[:, None]).to(even.dtype)
+            low = (_lookup(table, pair & 15, BLOCK_C, HALF_D) * scale[:, None]).to(even.dtype)
+            total = _dot(high, tl.trans(even), total, WIDEN)
+            total = _dot(low, tl.trans(odd), total, WIDEN)
+        return tl.trans(total)
+    else:
+        even = tl.zeros((HALF_C, BLOCK_M), tl.float32)
+        odd = tl.zeros((HALF_C, BLOCK_M), tl.float32)
+        byte = first_column // 2 + tl.arange(0, HALF_C)
+        block = (first_column >> shift) + tl.arange(0, BLOCKS)
+        for start in range(0, depth, BLOCK_D):
+            n = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
+            row = first_row + n
+            w_mask = (byte < row_bytes)[:, None] & (n < depth)[None, :]
+            at_packed = packed + row[None, :] * row_bytes + byte[:, None]
+            pair = tl.load(at_packed, mask=w_mask, other=0).to(tl.int32)
+            at_block = row[None, :] * row_blocks + block[:, None]
+            block_mask = (block < row_blocks)[:, None] & (n < depth)[None, :]
+            scale = _load_scale(
+                absmax, code, code_scale, code_offset, at_block, block_mask, shift, NESTED
+            )
+            # Behind the last row a nested scale is the offset; x is zero there.
+            wide = tl.broadcast_to(scale[:, None, :], (BLOCKS, HALF_C // BLOCKS, BLOCK_D))
+            wide = tl.reshape(wide, (HALF_C, BLOCK_D))
+            x_mask = inside[:, None] & (n < depth)[None, :]
+            values = tl.trans(tl.load(at_x + n[None, :] * x_col, mask=x_mask, other=0.0))
+            high = (_lookup(table, pair >> 4, HALF_C, BLOCK_D) * wide).to(values.dtype)
+            low = (_lookup(table, pair & 15, HALF_C, BLOCK_D) * wide).to(values.dtype)
+            even = _dot(high, values, even, WIDEN)
+            odd = _dot(low, values, odd, WIDEN)
+        return tl.interleave(tl.trans(even), tl.trans(odd))
 
 
 @triton.jit
@@ -198,55 +178,32 @@ def _nf4_product(  # noqa: PLR0913
     within = columns < columns_count
     at_x = x + _source(rows, inside, slots, FAN)[:, None] * x_row
     table = _load_codebook(codebook, CUSTOM)
-    first_row = expert * stored_rows
-    steps = tl.where(known, depth, 0)
-    if LAST:
-        total = _along_rows(
-            at_x,
-            x_col,
-            inside,
-            packed,
-            absmax,
-            code,
-            code_scale,
-            code_offset,
-            table,
-            first_row + columns,
-            within & known,
-            steps,
-            row_bytes,
-            row_blocks,
-            shift,
-            NESTED,
-            WIDEN,
-            BLOCK_M,
-            BLOCK_C,
-            BLOCK_D,
-        )
-    else:
-        total = _across_rows(
-            at_x,
-            x_col,
-            inside,
-            packed,
-            absmax,
-            code,
-            code_scale,
-            code_offset,
-            table,
-            first_row,
-            column_tile * BLOCK_C,
-            steps,
-            row_bytes,
-            row_blocks,
-            shift,
-            NESTED,
-            WIDEN,
-            BLOCK_M,
-            BLOCK_C,
-            BLOCK_D,
-            BLOCKS,
-        )
+    total = _decoded_product(
+        at_x,
+        x_col,
+        inside,
+        packed,
+        absmax,
+        code,
+        code_scale,
+        code_offset,
+        table,
+        expert * stored_rows,
+        column_tile * BLOCK_C,
+        columns,
+        within & known,
+        tl.where(known, depth, 0),
+        row_bytes,
+        row_blocks,
+        shift,
+        LAST,
+        NESTED,
+        WIDEN,
+        BLOCK_M,
+        BLOCK_C,
+        BLOCK_D,
+        BLOCKS,
+    )
     if LORA:
         at_low = low + rows[:, None] * rank
         at_factor = factor + expert * factor_expert + columns[None, :] * factor_col

@@ -100,7 +100,6 @@ def _dx(  # noqa: PLR0913
     return dx, yb, dgates
 
 
-@_dx.register_fake
 def _fake(
     dy, packed, absmax, codebook, code, scale, offset, stored, blocksize, transposed, *others
 ):
@@ -112,6 +111,9 @@ def _fake(
         dy.new_empty((rows, rank)),
         dy.new_empty((0 if x is None else rows,), dtype=torch.float32),
     )
+
+
+_dx.register_fake(_fake)
 
 
 def grouped_lora_nf4_dx(dy: Tensor, weight: tuple, *arguments) -> tuple[Tensor, Tensor, Tensor]:

@@ -95,12 +95,14 @@ def _forward(  # noqa: PLR0913
     return y, xa
 
 
-@_forward.register_fake
 def _fake(x, packed, absmax, codebook, code, scale, offset, stored, blocksize, transposed, *others):
     lora_a, slots = others[0], others[3]
     columns = stored[1] if transposed else stored[2]
     rank = 0 if lora_a is None else lora_a.shape[1]
     return x.new_empty((slots.shape[0], columns)), x.new_empty((slots.shape[0], rank))
+
+
+_forward.register_fake(_fake)
 
 
 def grouped_lora_nf4_forward(x: Tensor, weight: tuple, *arguments) -> tuple[Tensor, Tensor]:
