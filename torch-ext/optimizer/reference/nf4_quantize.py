@@ -1,7 +1,7 @@
 """4-bit and nested quantisation as bitsandbytes' CUDA kernels define it, in plain PyTorch.
 
 The thresholds are those of the kernels bitsandbytes 0.50.2 ships (read off their machine code);
-five differ from the midpoints of the table by one unit in the last place.
+four differ from the midpoints of the NF4 table by one unit in the last place.
 """
 
 import torch
