@@ -4,6 +4,7 @@ python benchmarks/run.py elementwise [--out DIR] [--draft]    writes DIR/<gpu>/e
 python benchmarks/run.py optimizer_step                       whole steps on one GPU
 python benchmarks/run.py orthogonalize                        the same for orthogonalize.json
 python benchmarks/run.py moe_lora [-m MODEL ...] [-r RANK ...] [-T TOKENS]
+python benchmarks/run.py nf4                                  layers on 4-bit experts, decoding
 python benchmarks/run.py plots [--check]                      README's table and the plots
 
 A case is timed only after its results were compared with the reference. `--draft` measures a build
@@ -26,6 +27,7 @@ from harness.sources import RESULTS, ROOT, sources_digest
 ENTRIES = {
     "elementwise": "harness.elementwise",
     "moe_lora": "harness.moe_lora",
+    "nf4": "harness.nf4",
     "optimizer_step": "harness.optimizer_step",
     "orthogonalize": "harness.orthogonalize",
 }

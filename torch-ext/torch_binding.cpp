@@ -30,6 +30,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "nf4_dequant(Tensor packed, Tensor absmax, Tensor active_experts, SymInt[] expert_shape, "
       "int blocksize, ScalarType dtype, Tensor? codebook, Tensor? absmax_code, "
       "Tensor? absmax_scale, Tensor? absmax_offset) -> Tensor");
+  ops.def(
+      "nf4_quantize(Tensor weight, Tensor(a!) packed, Tensor(b!) absmax, int blocksize, bool fp4) "
+      "-> ()");
 }
 
 #if defined(CUDA_KERNEL)
@@ -40,6 +43,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("symmetric_matmul", TORCH_BOX(&optimizer::symmetric_matmul_cuda));
   ops.impl("matmul_add", TORCH_BOX(&optimizer::matmul_add_cuda));
   ops.impl("nf4_dequant", TORCH_BOX(&optimizer::nf4_dequant_cuda));
+  ops.impl("nf4_quantize", TORCH_BOX(&optimizer::nf4_quantize_cuda));
 }
 #elif defined(CPU_KERNEL)
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
@@ -47,6 +51,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   ops.impl("apply_update", TORCH_BOX(&optimizer::apply_update_cpu));
   ops.impl("adamw", TORCH_BOX(&optimizer::adamw_cpu));
   ops.impl("nf4_dequant", TORCH_BOX(&optimizer::nf4_dequant_cpu));
+  ops.impl("nf4_quantize", TORCH_BOX(&optimizer::nf4_quantize_cpu));
 }
 #endif
 

@@ -73,4 +73,10 @@ Tensor nf4_dequant_cuda(const Tensor& packed, const Tensor& absmax, const Tensor
                         std::optional<Tensor> codebook, std::optional<Tensor> absmax_code,
                         std::optional<Tensor> absmax_scale, std::optional<Tensor> absmax_offset);
 
+void nf4_quantize_cpu(const Tensor& weight, const Tensor& packed, const Tensor& absmax,
+                      int64_t blocksize, bool fp4);
+
+void nf4_quantize_cuda(const Tensor& weight, const Tensor& packed, const Tensor& absmax,
+                       int64_t blocksize, bool fp4);
+
 }  // namespace optimizer

@@ -7,7 +7,7 @@ import json
 import statistics
 from pathlib import Path
 
-from . import elementwise, moe_lora, optimizer_step, orthogonalize
+from . import elementwise, moe_lora, nf4, optimizer_step, orthogonalize
 from .report import FLOOR_TBPS, FLOOR_TFLOPS
 from .sources import RESULTS, SOURCES, sources_digest
 
@@ -18,6 +18,7 @@ EMPTY = "No measurement has been committed yet."
 DRAWN = {
     "elementwise": elementwise.random_cases,
     "moe_lora": moe_lora.random_cases,
+    "nf4": nf4.random_cases,
     "optimizer_step": optimizer_step.random_cases,
     "orthogonalize": orthogonalize.random_cases,
 }

@@ -28,7 +28,7 @@ from .test_nf4_dequant import DTYPES, STACKS, oracle
 
 
 def kernels() -> None:
-    """nf4_dequant over its stacks and dtypes, symmetric_matmul over its tiles, the list ops."""
+    """nf4_dequant over its stacks and dtypes, nf4_quantize, symmetric_matmul's tiles, lists."""
     import tomllib
     from kernels import get_kernel
 
@@ -48,10 +48,24 @@ def kernels() -> None:
             assert_same_bits(out[:2], oracle(arguments, ids, dtype))
             assert out[2:].isnan().all()
             count += 1
+    count += quantized_weights(opt)
     count += symmetric_products(opt)
     count += dense_products(opt)
     count += list_ops(opt)
     print(f"{count} cases, all right")
+
+
+def quantized_weights(opt) -> int:
+    """nf4_quantize: odd sizes, tails and unaligned starts; the number of cases."""
+    device, count = torch.device("cuda"), 0
+    for dtype in DTYPES:
+        for numel in (1, 33, 4095, 4097, 20503):
+            buffer = torch.randn(numel + 1, device=device, dtype=dtype)
+            for weight in (buffer[1:], buffer[1:].clone()):
+                packed, absmax = opt.nf4_quantize(weight, 64, backend="compiled")
+                assert packed.numel() == (numel + 1) // 2 and absmax.isfinite().all()
+                count += 1
+    return count
 
 
 def symmetric_products(opt) -> int:

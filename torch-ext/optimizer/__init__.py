@@ -6,8 +6,8 @@
 `Muon` and `MuonAdamW` are the first sentence; `orthogonalize` and the methods behind it are its
 verb. `moe.Experts` is the second; `layers` has its form for `kernelize`, and `integrations` puts it
 into models of transformers and PEFT.
-`nf4_dequant` decodes the 4-bit experts of a mixture-of-experts model. `explain` says which path an
-operation takes on a device, and why.
+`nf4_quantize` makes and `nf4_dequant` decodes 4-bit experts. `explain` says which path an operation
+takes on a device, and why.
 """
 
 from . import integrations, layers, moe
@@ -16,7 +16,7 @@ from .integrations.async_checkpoint import save_optimizer_async
 from .integrations.checkpoint import load_optimizer, save_optimizer
 from .integrations.converters import convert_state_dict
 from .integrations.profiler import ProfileCallback, profile_steps
-from .kernels import nf4_dequant
+from .kernels import nf4_dequant, nf4_quantize
 from .optimizers import (
     DistMuonAdamW,
     Muon,
@@ -52,6 +52,7 @@ __all__ = [
     "muon",
     "newton_schulz",
     "nf4_dequant",
+    "nf4_quantize",
     "orthogonalize",
     "polar_express",
     "polar_express_coefficients",

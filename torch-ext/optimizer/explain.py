@@ -12,6 +12,7 @@ import torch
 from .kernels import _lists, _moe_paths
 from .kernels.matmul_add import explain_matmul_add
 from .kernels.nf4_dequant import explain_nf4_dequant
+from .kernels.nf4_quantize import explain_nf4_quantize
 from .kernels.symmetric_matmul import explain_symmetric_matmul
 from .orthogonalize.choose import explain as explain_orthogonalize
 
@@ -36,6 +37,7 @@ EXPLAINERS = {
     "symmetric_matmul": explain_symmetric_matmul,
     "matmul_add": explain_matmul_add,
     "nf4_dequant": explain_nf4_dequant,
+    "nf4_quantize": explain_nf4_quantize,
     **dict.fromkeys(("expert_sort", "grouped_lora_linear", "combine", "glu"), _moe_paths.explain),
     **{op: functools.partial(_lists.explain, op) for op in ("momentum", "apply_update", "adamw")},
 }
@@ -45,9 +47,9 @@ def explain(op: str, **problem: Any) -> str:
     """Say in words what `op` would run for a problem.
 
     Args:
-        op: "orthogonalize", "symmetric_matmul", "matmul_add", "nf4_dequant", "momentum",
-            "apply_update", "adamw", or of the experts "expert_sort", "grouped_lora_linear",
-            "combine", "glu".
+        op: "orthogonalize", "symmetric_matmul", "matmul_add", "nf4_dequant", "nf4_quantize",
+            "momentum", "apply_update", "adamw", or of the experts "expert_sort",
+            "grouped_lora_linear", "combine", "glu".
         **problem: orthogonalize: `shape` (..., m, n), `dtype` and `device` of the input, optionally
             `steps`, `method` and `iterate_dtype`; the others: `device`, those of the experts also
             `dtype` and `backend`.

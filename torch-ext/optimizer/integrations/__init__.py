@@ -11,6 +11,7 @@ from .lora import (
     set_lora,
     unmerge_lora,
 )
+from .quantized_loading import load_quantized, save_quantized
 from .transformers import use_in_transformers
 
 __all__ = [
@@ -19,9 +20,11 @@ __all__ = [
     "disable_lora",
     "enable_lora",
     "load_peft_adapter",
+    "load_quantized",
     "lora_disabled",
     "merge_lora",
     "save_peft_adapter",
+    "save_quantized",
     "set_lora",
     "unmerge_lora",
     "use_in_transformers",

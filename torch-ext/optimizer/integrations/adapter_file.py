@@ -23,7 +23,7 @@ from torch.nn.utils import parametrize
 
 from ..optimizers.param_groups import components
 from . import peft
-from .experts import experts_modules, operand_shape
+from .experts import experts_modules, operand_shape, parameter_names
 from .lora import (
     AdapterOptions,
     active_adapter,
@@ -160,7 +160,7 @@ def _places(model: nn.Module, targets: dict[str, set[str]]) -> list[Place]:
     for where, names in targets.items():
         experts = found[where]
         computed = parametrize.is_parametrized(experts)
-        order = [name for name, _ in experts.named_parameters(recurse=False)]
+        order = parameter_names(experts)
         order = sorted(names) if computed else [name for name in order if name in names]
         for depth, target in enumerate(reversed(order)):
             key = PREFIX + _plain(where) + ".base_layer" * depth
@@ -259,8 +259,7 @@ def _targeted(
     matched: set[str] = set()
     for where, experts in experts_modules(model):
         computed = getattr(experts, "parametrizations", {})
-        names = [name for name, _ in experts.named_parameters(recurse=False)]
-        for target in [*names, *computed]:
+        for target in [*parameter_names(experts), *computed]:
             full = f"{_plain(where)}.{target}"
             hits = {name for name in wanted if full == name or full.endswith(f".{name}")}
             if not hits:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from ..moe.expert_weights import as_quantized, expert_weight
 from ..moe.module_layout import module_layout
 
 IMPLEMENTATION = "scattermoe_lora"  # what `set_experts_implementation` is told
@@ -33,6 +34,13 @@ def first_projection(experts: nn.Module) -> str:
     return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
+def parameter_names(experts: nn.Module) -> list[str]:
+    """The parameters in the order of the dense module; `QuantizedExperts` keep their place."""
+    packed = {name for name, part in experts.named_children() if as_quantized(part) is not None}
+    projections = [name for name in (first_projection(experts), "down_proj") if name in packed]
+    return [*projections, *(name for name, _ in experts.named_parameters(recurse=False))]
+
+
 def check_supported(experts: nn.Module, name: str) -> None:
     """Refuse experts that compute something our kernels have no place for.
 
@@ -44,8 +52,9 @@ def check_supported(experts: nn.Module, name: str) -> None:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     wanted = (first_projection(experts), "down_proj")
-    # not hasattr, which would decode a quantized stack
-    present = experts._parameters.keys() | getattr(experts, "parametrizations", {}).keys()
+    # not hasattr, which would decode a parametrized stack
+    present = experts._parameters.keys() | experts._modules.keys()
+    present |= getattr(experts, "parametrizations", {}).keys()
     missing = [target for target in wanted if target not in present]
     if missing:
         raise ValueError(
@@ -56,4 +65,4 @@ def check_supported(experts: nn.Module, name: str) -> None:
 
 def operand_shape(experts: nn.Module, target: str) -> tuple[int, int, int]:
     """(E, in, out) of a parameter of an experts module."""
-    return tuple(module_layout(experts).operand(getattr(experts, target)).shape)
+    return tuple(module_layout(experts).operand(expert_weight(experts, target)).shape)

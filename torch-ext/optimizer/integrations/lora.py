@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..moe.adapters import ExpertAdapters
+from ..moe.expert_weights import QuantizedWeight, expert_weight
 from ..moe.lora import LoraProjection
 from ..moe.module_layout import module_layout
 from . import peft
@@ -169,7 +170,7 @@ def add_adapter(
             experts.add_module(ATTACHED, AttachedLora(experts))
             experts.register_forward_pre_hook(_refuse_other_implementations)
         for target, options in targets.items():
-            device = getattr(experts, target).device
+            device = expert_weight(experts, target).device
             experts.expert_lora.add(target, adapter, options, dtype=dtype, device=device)
     set_lora(model, active or adapter)
 
@@ -319,10 +320,18 @@ def _located(model: nn.Module) -> list[tuple[nn.Module, AttachedLora]]:
 
 
 def _weights(experts: nn.Module) -> dict[str, Tensor]:
-    return {
-        PROJECTION[target]: getattr(experts, target)
+    found = {
+        target: expert_weight(experts, target)
         for target in (first_projection(experts), "down_proj")
     }
+    packed = [target for target, weight in found.items() if isinstance(weight, QuantizedWeight)]
+    if packed:
+        raise ValueError(
+            f"{', '.join(packed)} of {type(experts).__name__} are 4-bit: an adapter cannot be "
+            "merged into them without rounding it away; keep it attached, or load the model in 16 "
+            "bits to merge"
+        )
+    return {PROJECTION[target]: weight for target, weight in found.items()}
 
 
 def _checked_projections(model: nn.Module) -> list[tuple[str, LoraProjection]]:

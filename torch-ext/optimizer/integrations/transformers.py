@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from ..moe.expert_weights import expert_weight
 from ..moe.experts import experts_forward
 from ..moe.layout import ExpertsLora
 from ..moe.module_layout import module_layout
@@ -100,8 +101,8 @@ def experts_function(
         hidden_states,
         top_k_index,
         top_k_weights,
-        getattr(experts, first),
-        experts.down_proj,
+        expert_weight(experts, first),
+        expert_weight(experts, "down_proj"),
         layout=module_layout(experts),
         lora=lora,
         gate_up_bias=getattr(experts, f"{first}_bias") if experts.has_bias else None,

@@ -14,6 +14,7 @@ from .grouped_lora_linear import grouped_lora_linear
 from .matmul_add import explain_matmul_add, matmul_add
 from .momentum import momentum
 from .nf4_dequant import explain_nf4_dequant, nf4_dequant
+from .nf4_quantize import explain_nf4_quantize, nf4_quantize
 from .symmetric_matmul import explain_symmetric_matmul, symmetric_matmul
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "expert_sort",
     "explain_matmul_add",
     "explain_nf4_dequant",
+    "explain_nf4_quantize",
     "explain_symmetric_matmul",
     "glu",
     "grouped_lora_dab",
@@ -34,5 +36,6 @@ __all__ = [
     "matmul_add",
     "momentum",
     "nf4_dequant",
+    "nf4_quantize",
     "symmetric_matmul",
 ]

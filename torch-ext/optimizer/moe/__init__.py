@@ -9,16 +9,26 @@ and the shared experts.
 from ..kernels.glu import glu
 from .adapters import ExpertAdapters
 from .block import MoEBlock
+from .expert_weights import (
+    ActiveExperts,
+    QuantizedWeight,
+    active_experts,
+    expert_weight,
+    selective_expert_weights,
+)
 from .experts import Experts, experts_forward
 from .grouped_linear import grouped_lora_linear
 from .layout import ExpertsLayout, ExpertsLora, LoraFactors
 from .lora import LoraProjection, factor_views, selective_lora_weights
 from .parallel_linear import parallel_linear_lora
+from .quantized_experts import QuantizedExperts
+from .quantized_linear import choose_strategy
 from .routers import Router, RouterRule, group_top_k, select_experts, softmax_top_k
 from .shared import SharedExperts
 from .sort import ExpertOrder, expert_sort
 
 __all__ = [
+    "ActiveExperts",
     "ExpertAdapters",
     "ExpertOrder",
     "Experts",
@@ -27,10 +37,15 @@ __all__ = [
     "LoraFactors",
     "LoraProjection",
     "MoEBlock",
+    "QuantizedExperts",
+    "QuantizedWeight",
     "Router",
     "RouterRule",
     "SharedExperts",
+    "active_experts",
+    "choose_strategy",
     "expert_sort",
+    "expert_weight",
     "experts_forward",
     "factor_views",
     "glu",
@@ -38,6 +53,7 @@ __all__ = [
     "grouped_lora_linear",
     "parallel_linear_lora",
     "select_experts",
+    "selective_expert_weights",
     "selective_lora_weights",
     "softmax_top_k",
 ]

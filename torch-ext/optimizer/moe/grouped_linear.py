@@ -16,12 +16,14 @@ from torch import Tensor
 from ..kernels._grouped_mm import problem_of as grouped_mm_refusal
 from ..kernels._moe_paths import DTYPES, check_device, check_shape, check_tensor, pick_name
 from ..kernels.grouped_lora_linear import grouped_lora_linear as _op
+from .expert_weights import QuantizedWeight, as_quantized
+from .quantized_linear import check_decodable, quantized_lora_linear
 from .sort import ExpertOrder
 
 
 def grouped_lora_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedWeight,
     order: ExpertOrder,
     lora_a: Tensor | None = None,
     lora_b: Tensor | None = None,
@@ -43,7 +45,7 @@ def grouped_lora_linear(
         x: (T, K) in token order, or (T k, K) in expert order with `grouped_in`; float16, bfloat16,
             float32 or float64, any strides.
         weight: (E, K, N) of x's dtype, any strides; transformers' (E, N, K) is passed as
-            `weight.transpose(1, 2)`.
+            `weight.transpose(1, 2)`. 4-bit experts (`QuantizedExperts`) likewise; they stay frozen.
         order: Of `expert_sort`.
         lora_a: (E, r, K) of any floating dtype and strides; None for the experts alone.
         lora_b: (E, N, r), together with lora_a. PEFT's (N, r E) is passed as
@@ -63,6 +65,8 @@ def grouped_lora_linear(
         TypeError: An argument is of a wrong kind or dtype.
         ValueError: Shapes, devices or options do not fit; the message names the argument.
     """
+    quantized = as_quantized(weight)
+    weight = weight if quantized is None else quantized
     _check_order(order)
     _check_operands(x, weight, order, grouped_in)
     _check_lora(x, weight, lora_a, lora_b, scaling)
@@ -81,6 +85,20 @@ def grouped_lora_linear(
         raise ValueError(f'backend="grouped_mm" cannot take this product: {reason}; use "auto"')
     if path == "triton" and x.dtype == torch.float64:
         raise ValueError('backend="triton" computes no float64; use "auto" or "reference"')
+    if quantized is not None:
+        return quantized_lora_linear(
+            x,
+            quantized,
+            order,
+            lora_a,
+            lora_b,
+            scaling=float(scaling),
+            bias=bias,
+            gates=gates,
+            x_fan=0 if grouped_in else order.top_k,
+            grouped_out=grouped_out,
+            path=path,
+        )
     return _op(
         x,
         weight,
@@ -108,7 +126,10 @@ def _check_order(order: ExpertOrder) -> None:
 
 def _check_operands(x: Tensor, weight: Tensor, order: ExpertOrder, grouped_in: bool) -> None:
     check_tensor("x", x, 2, DTYPES)
-    check_tensor("weight", weight, 3, (x.dtype,))
+    if isinstance(weight, QuantizedWeight):
+        check_decodable(x)
+    else:
+        check_tensor("weight", weight, 3, (x.dtype,))
     rows, name = (order.tokens, "T")
     if grouped_in:
         rows, name = order.tokens * order.top_k, "T k"

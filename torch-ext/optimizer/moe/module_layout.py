@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..reference.glu import GPT_OSS_ALPHA, GPT_OSS_LIMIT
+from .expert_weights import expert_weight
 from .experts import experts_forward
 from .layout import ExpertsLayout
 
@@ -79,8 +80,8 @@ def module_forward(
         hidden_states,
         top_k_index,
         top_k_weights,
-        getattr(module, first),
-        module.down_proj,
+        expert_weight(module, first),
+        expert_weight(module, "down_proj"),
         layout=layout,
         lora=adapters.factors() if adapters is not None else None,
         gate_up_bias=getattr(module, f"{first}_bias") if biased else None,

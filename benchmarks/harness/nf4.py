@@ -1,0 +1,243 @@
+"""Cases of `nf4.json`: layers on 4-bit experts, and decoding alone.
+
+Layers are those of `moe_lora`, their experts in NF4 at blocksize 64. The baseline decodes both
+projections with bitsandbytes and multiplies by torch.nn.functional.grouped_mm, in this process. The
+gate is `moe_lora`'s against float64, with the decoded weights. A row's variant is the strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .moe_lora import LayerCase, Stopwatch, calls_of, peak_mb
+from .moe_problems import MODELS, Layer
+from .package import Built
+from .report import Measured, Row, failed, floor_ms, line, passed
+from .timer import CudaStopwatch, cold_sets, medians
+
+BLOCKSIZE = 64
+BYTES = 0.5 + 4 / BLOCKSIZE  # per weight
+BASELINE = "bitsandbytes dequantize_4bit, torch grouped_mm"
+# tokens -> what is timed; the strategies that could be the right choice there
+LISTED = {
+    2048: (("fwd", "fwd+bwd"), ("auto", "fused", "chunked", "resident")),
+    128: (("fwd",), ("auto", "fused", "chunked", "selective")),
+    16: (("fwd",), ("auto", "fused", "chunked", "selective")),
+}
+
+
+class Nf4Case(LayerCase):
+    """One set of inputs; the weights exist in 4 bits alone, but for the gate."""
+
+    def __init__(self, layer: Layer, built: Built, seed: int, device: str = "cuda") -> None:
+        super().__init__(layer, built, seed, device)
+        self.packed = [
+            self.moe.QuantizedExperts.from_weight(weight, blocksize=BLOCKSIZE)
+            for weight in (self.w1, self.w2)
+        ]
+        self.w1 = self.w2 = None
+
+    def use(self, strategy: str) -> None:
+        """Choose the strategy of `ours`."""
+        for module in self.packed:
+            module.strategy = strategy
+
+    def ours(self):
+        """What a user calls."""
+        return self.moe.experts_forward(
+            self.x,
+            self.ids,
+            self.gates,
+            *self.packed,
+            layout=self.moe.ExpertsLayout(),
+            lora=self._lora(),
+        )
+
+    def dequantized(self):
+        """Both stacks in bfloat16, by bitsandbytes."""
+        import torch
+        from bitsandbytes import functional
+
+        for module in self.packed:
+            state = functional.QuantState(
+                absmax=module.absmax.data,
+                shape=module.shape,
+                code=functional.get_4bit_type("nf4", device=module.device),
+                blocksize=BLOCKSIZE,
+                quant_type="nf4",
+                dtype=torch.bfloat16,
+            )
+            packed = module.packed.data.view(-1, 1)
+            yield functional.dequantize_4bit(packed, state).view(module.shape)
+
+    def baseline(self):
+        """Decode everything, then the baseline of `moe_lora`."""
+        self.w1, self.w2 = self.dequantized()
+        try:
+            return super().baseline()
+        finally:
+            self.w1 = self.w2 = None
+
+    def exact(self, leaves):
+        """float64 with the weights that decoding gives."""
+        self.w1, self.w2 = (module.decode() for module in self.packed)
+        try:
+            return super().exact(leaves)
+        finally:
+            self.w1 = self.w2 = None
+
+
+def floors(layer: Layer, active: int) -> dict[str, float]:
+    """Least milliseconds: `Layer.floors` with 4-bit weights, read once forward and once back."""
+    spent = {"fwd": 0.0, "bwd": 0.0}
+    for name, (k, n) in layer.projections().items():
+        outer, inner = (k, n) if name == "gate_up" else (n, k)
+        rows = layer.tokens * outer + layer.rows * inner
+        factors = active * layer.rank * (k + n) * (4 if layer.fp32_lora else 2)
+        weights = active * k * n * BYTES
+        low = layer.rows * layer.rank * (k + n)
+        flops = 2 * (layer.rows * k * n + low)
+        spent["fwd"] += floor_ms(bytes_moved=weights + factors + 2 * rows, flops=flops)
+        moved = weights + 2 * factors + 2 * (rows + layer.rows * k)
+        spent["bwd"] += floor_ms(bytes_moved=moved, flops=flops + 2 * low)
+    return {"fwd": spent["fwd"], "fwd+bwd": spent["fwd"] + spent["bwd"]}
+
+
+def layer_rows(layer: Layer, built: Built) -> Iterator[tuple[Row, str]]:
+    """Every direction and strategy of one layer."""
+    import torch
+
+    directions, strategies = LISTED[layer.tokens]
+    weights = BYTES * 3 * layer.experts * layer.hidden * layer.intermediate
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    cases = [Nf4Case(layer, built, seed) for seed in range(cold_sets(int(weights), l2))]
+    least = floors(layer, cases[0].active)
+    calls = [calls_of(case) for case in cases]
+    for strategy in strategies:
+        for case in cases:
+            case.use(strategy)
+        good, error, error_baseline = cases[0].compare()
+        torch.cuda.empty_cache()
+        for direction in directions:
+            name = f"{layer.name}/{direction}"
+            if not good:
+                row = failed(name, strategy)
+                yield row, line(row, gigabytes=0)
+                continue
+            here = [entry[direction] for entry in calls]
+            turns = {
+                who: lambda number, who=who, here=here: here[number][who]()
+                for who in ("ours", "baseline")
+            }
+            ms = medians(turns, sets=len(cases), stopwatch=Stopwatch)
+            row = passed(
+                name,
+                Measured(
+                    ms=ms["ours"],
+                    floor_ms=least[direction],
+                    baseline=BASELINE,
+                    baseline_ms=ms["baseline"],
+                    error=error,
+                    error_baseline=error_baseline,
+                    peak_mb=peak_mb(here[0]["ours"]),
+                    peak_baseline_mb=peak_mb(here[0]["baseline"]),
+                ),
+                strategy,
+            )
+            memory = f"  {strategy}, peak {row.peak_mb:.0f} MB of {row.peak_baseline_mb:.0f}"
+            yield row, line(row, gigabytes=weights / 1e9) + memory
+
+
+class Stacks:
+    """The two projections of a model in NF4, bits at random, and which experts are decoded."""
+
+    def __init__(self, sizes: tuple[int, int, int, int], active: int, seed: int) -> None:
+        import torch
+
+        experts, hidden, intermediate, _ = sizes
+        generator = torch.Generator("cuda").manual_seed(seed)
+        self.shapes = ((2 * intermediate, hidden), (hidden, intermediate))
+        self.ids = torch.randperm(experts, device="cuda", generator=generator)[:active]
+        self.stacks = []
+        for rows, columns in self.shapes:
+            elements = experts * rows * columns
+            packed = torch.randint(
+                0, 256, (elements // 2,), dtype=torch.uint8, device="cuda", generator=generator
+            )
+            absmax = torch.rand(elements // BLOCKSIZE, device="cuda", generator=generator)
+            self.stacks.append((packed, absmax))
+        self.bytes = int(sum(active * r * c for r, c in self.shapes) * (BYTES + 2))
+        self.copied = torch.empty(2, self.bytes // 2, dtype=torch.uint8, device="cuda")
+
+    def ours(self, package: Any) -> list:
+        """The named experts."""
+        return [
+            package.nf4_dequant(*stack, self.ids, shape, BLOCKSIZE)
+            for stack, shape in zip(self.stacks, self.shapes, strict=True)
+        ]
+
+    def baseline(self) -> list:
+        """bitsandbytes: the whole stacks, then the named ones, if these are not all."""
+        import torch
+
+        found = []
+        for (packed, absmax), shape in zip(self.stacks, self.shapes, strict=True):
+            whole = torch.ops.bitsandbytes.dequantize_4bit.default(
+                packed.view(-1, 1),
+                absmax,
+                BLOCKSIZE,
+                "nf4",
+                (packed.numel() * 2 // (shape[0] * shape[1]), *shape),
+                torch.bfloat16,
+            )
+            found.append(whole[self.ids])
+        return found
+
+
+def dequant_row(name: str, sizes, active: int, built: Built) -> tuple[Row, str]:
+    """Decoding alone, beside a copy of as many bytes."""
+    import bitsandbytes  # noqa: F401  registers its ops
+    import torch
+
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    probe = Stacks(sizes, active, 0)
+    sets = [probe, *(Stacks(sizes, active, s) for s in range(1, cold_sets(probe.bytes, l2)))]
+    pairs = zip(probe.ours(built.package), probe.baseline(), strict=True)
+    if not all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs):
+        row = failed(name)
+        return row, line(row, gigabytes=0)
+    turns = {
+        "ours": lambda number: sets[number].ours(built.package),
+        "baseline": lambda number: sets[number].baseline(),
+        "copy": lambda number: sets[number].copied[0].copy_(sets[number].copied[1]),
+    }
+    ms = medians(turns, sets=len(sets), stopwatch=CudaStopwatch)
+    measured = Measured(
+        ms=ms["ours"],
+        floor_ms=floor_ms(bytes_moved=probe.bytes, flops=0),
+        baseline="bitsandbytes dequantize_4bit",
+        baseline_ms=ms["baseline"],
+        error=0.0,
+        error_baseline=0.0,
+    )
+    row = passed(name, measured)
+    return row, line(row, gigabytes=probe.bytes / 1e9, copy_ms=ms["copy"])
+
+
+def rows(built: Built) -> Iterator[tuple[Row, str]]:
+    """Decoding alone, then the layers."""
+    import torch
+
+    for model, sizes in MODELS.items():
+        yield dequant_row(f"dequant/{model}", sizes, sizes[0], built)
+    yield dequant_row("dequant/8of256", MODELS["Qwen3.5-35B-A3B"], 8, built)
+    for tokens in LISTED:
+        for model, sizes in MODELS.items():
+            yield from layer_rows(Layer(model, *sizes, tokens=tokens), built)
+            torch.cuda.empty_cache()
+
+
+def random_cases(commit: str) -> set[str]:
+    """Names of the rows that were drawn, not listed: none yet."""
+    return set()

@@ -1,0 +1,274 @@
+"""load_quantized: the model of from_pretrained with its experts rounded to 4 bits, and no 16-bit
+stack on the way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from .._compare import assert_same_bits, relative_error
+from ..conftest import ROOT
+from ._models import build, tokens
+
+MODELS = ("qwen3_moe", "mixtral", "gpt_oss", "olmoe", "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders of tiny models, as save_pretrained writes them."""
+    made = {}
+
+    def folder(name: str):
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            build(name).save_pretrained(made[name])
+        return made[name]
+
+    return folder
+
+
+def experts_of(model):
+    return [m for name, m in model.named_modules() if name.endswith(".experts")]
+
+
+def rounded(name: str, loaded) -> torch.nn.Module:
+    """The model that save_pretrained wrote, with the decoded experts of `loaded` in it."""
+    model = build(name)
+    with torch.no_grad():
+        for ours, theirs in zip(experts_of(loaded), experts_of(model), strict=True):
+            for target in ("gate_up_proj", "down_proj"):
+                decoded = getattr(ours, target).decode(dtype=torch.float32)
+                original = getattr(theirs, target)
+                assert relative_error(decoded, original) < 0.15
+                original.copy_(decoded)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_the_rounded_model(opt, saved, name):
+    """Stacked and separate experts, renamed modules, biases, buffers, tied or not."""
+    options = {"nested": True} if name == "olmoe" else {}
+    loaded = opt.integrations.load_quantized(
+        saved(name), dtype=torch.float32, device_map="cpu", **options
+    )
+    model = rounded(name, loaded)
+    with torch.no_grad():
+        expected = model(tokens(torch.device("cpu"))).logits
+        actual = loaded(tokens(torch.device("cpu"))).logits
+    assert relative_error(actual, expected) < 1e-5
+    quantised = [m for m in loaded.modules() if type(m).__name__ == "QuantizedExperts"]
+    assert len(quantised) == 2 * len(experts_of(loaded))
+
+
+def test_saved_and_loaded_without_quantising_again(opt, saved, tmp_path, monkeypatch, submodule):
+    load = opt.integrations.load_quantized
+    first = load(saved("qwen3_moe"), dtype=torch.float32, device_map="cpu", nested=True)
+    opt.integrations.save_quantized(first, tmp_path / "packed")
+
+    def refuse(*_, **__):
+        raise AssertionError("quantised again")
+
+    monkeypatch.setattr(submodule("moe.quantized_experts"), "nf4_quantize", refuse)
+    again = load(tmp_path / "packed", dtype=torch.float32, device_map="cpu")
+    assert first.state_dict().keys() == again.state_dict().keys()
+    for key, value in first.state_dict().items():
+        assert_same_bits(again.state_dict()[key], value)
+
+
+def test_lora_trains_on_4_bit_experts(opt, saved):
+    model = opt.integrations.load_quantized(
+        saved("qwen3_moe"), dtype=torch.float32, device_map="cpu"
+    )
+    opt.integrations.attach_lora(model, r=4, alpha=8)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    ids = tokens(torch.device("cpu"))
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    for _ in range(8):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    with pytest.raises(ValueError, match="4-bit: an adapter cannot be merged"):
+        opt.integrations.merge_lora(model)
+
+
+def test_adapters_travel_to_and_from_peft_files(opt, saved, tmp_path):
+    """An adapter trained on 4-bit experts is a PEFT adapter, and loads onto them again."""
+    ids = tokens(torch.device("cpu"))
+    options = {"dtype": torch.float32, "device_map": "cpu"}
+    model = opt.integrations.load_quantized(saved("qwen3_moe"), **options)
+    with torch.no_grad():
+        base = model(ids).logits
+    opt.integrations.attach_lora(model, r=4, alpha=8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+        expected = model(ids).logits
+    assert relative_error(expected, base) > 0.01
+    opt.integrations.save_peft_adapter(model, tmp_path)
+    fresh = opt.integrations.load_quantized(saved("qwen3_moe"), **options)
+    opt.integrations.load_peft_adapter(fresh, tmp_path)
+    with torch.no_grad():
+        assert_same_bits(fresh(ids).logits, expected)
+        with opt.integrations.lora_disabled(fresh):
+            assert_same_bits(fresh(ids).logits, base)
+
+
+def test_names_and_shapes_that_do_not_fit_are_named(opt, saved, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    load = opt.integrations.load_quantized
+    source = saved("qwen3_moe")
+    tensors = load_file(source / "model.safetensors")
+
+    def changed(**changes):
+        (tmp_path / "config.json").write_text((source / "config.json").read_text())
+        kept = {k: v for k, v in {**tensors, **changes}.items() if v is not None}
+        save_file(kept, tmp_path / "model.safetensors")
+        return tmp_path
+
+    norm = "model.norm.weight"
+    with pytest.raises(ValueError, match=f"lacks 1 tensors of Qwen3MoeForCausalLM: {norm}"):
+        load(changed(**{norm: None}), device_map="cpu")
+    with pytest.raises(ValueError, match=r"has model\.extra, which Qwen3MoeForCausalLM has not"):
+        load(changed(**{"model.extra": torch.zeros(2)}), device_map="cpu")
+    with pytest.raises(ValueError, match=r"model.norm.weight is \(3,\)"):
+        load(changed(**{norm: torch.zeros(3)}), device_map="cpu")
+    gone = {k: None for k in tensors if ".experts." in k and "down_proj" in k}
+    with pytest.raises(ValueError, match=r"has neither model.layers.0.mlp.experts.down_proj nor"):
+        load(changed(**gone), device_map="cpu")
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path.parent, device_map="cpu")
+    with pytest.raises(ValueError, match="belongs to a Hub id"):
+        load(source, revision="main")
+
+
+def test_sharded_hub_id_with_its_index_pinned_and_offline(opt, saved, tmp_path, monkeypatch):
+    """Two files and an index in the layout of the Hub's cache, found without a network."""
+    from safetensors.torch import load_file, save_file
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    source = saved("qwen3_moe")
+    snapshot = tmp_path / "models--org--tiny" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    tensors = load_file(source / "model.safetensors")
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{number + 1:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, snapshot / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    (snapshot / "config.json").write_text((source / "config.json").read_text())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    options = {"dtype": torch.float32, "device_map": "cpu"}
+    loaded = opt.integrations.load_quantized("org/tiny", revision=commit, **options)
+    expected = opt.integrations.load_quantized(source, **options).state_dict()
+    for key, value in loaded.state_dict().items():
+        assert_same_bits(value, expected[key])
+
+
+def test_placement(submodule, monkeypatch, caplog):
+    loading = submodule("integrations.quantized_loading")
+    place = loading.placement
+    assert place("cpu") == torch.device("cpu")
+    assert place({"": 3}) == torch.device("cuda:3")
+    with pytest.raises(ValueError, match=r"need one device per rank"):
+        place({"model.embed": 0, "model.layers": 1})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with caplog.at_level(logging.INFO):
+        assert place("auto", {"LOCAL_RANK": "2"}) == torch.device("cuda:2")
+        assert place(None, {}) == torch.device("cuda:0")
+        sharded = {"ACCELERATE_USE_FSDP": "true", "LOCAL_RANK": "2"}
+        assert place("auto", sharded) == torch.device("cpu")
+        zero = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+        assert place(None, zero) == torch.device("cpu")
+        zero["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = "2"
+        assert place(None, zero) == torch.device("cuda:0")
+    assert "the whole model goes to cuda:2: local rank 2" in caplog.text
+    assert "moves the shards itself" in caplog.text
+
+
+PEAK = """
+import os, sys, threading, time
+import torch
+from kernels import get_kernel
+sys.path.insert(0, {root!r})
+opt = get_kernel({repo_id!r}, version=1, backend="cpu", trust_remote_code=True)
+from transformers import Qwen3MoeConfig
+torch.set_num_threads(1)
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+load = opt.integrations.load_quantized
+load({warm!r}, device_map="cpu")  # imports and first uses
+for folder in {folders!r}:
+    before, peak, done = anonymous(), [0], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            peak[0] = max(peak[0], anonymous())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    model = load(folder, device_map="cpu")
+    done.set()
+    thread.join()
+    print("PEAK", peak[0] - before, sum(p.nbytes for p in model.parameters()))
+    del model
+"""
+
+
+def test_host_peak_is_two_experts(opt, repo_id, saved, tmp_path):
+    """Of a stack of 48 MiB no more than two experts of 2 MiB stand beside what remains."""
+    from safetensors.torch import save_file
+
+    experts, hidden, intermediate = 16, 512, 1024
+    model = build(
+        "qwen3_moe",
+        hidden_size=hidden,
+        moe_intermediate_size=intermediate,
+        num_experts=experts,
+        num_hidden_layers=1,
+        dtype=torch.bfloat16,
+    )
+    model.save_pretrained(tmp_path / "apart")
+    model.config.save_pretrained(tmp_path / "stacked")
+    tensors = {k: v.contiguous() for k, v in model.state_dict().items()}
+    save_file(tensors, tmp_path / "stacked" / "model.safetensors")
+    del model, tensors
+    folders = [str(tmp_path / "apart"), str(tmp_path / "stacked")]
+    script = PEAK.format(
+        root=str(ROOT), repo_id=repo_id, warm=str(saved("qwen3_moe")), folders=folders
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "LOCAL_KERNELS": f"{repo_id}={ROOT}"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("PEAK")]
+    assert len(lines) == len(folders)
+    stack = experts * 3 * hidden * intermediate * 2
+    expert = 2 * hidden * intermediate * 2
+    for peak, kept in (map(int, line) for line in lines):
+        assert kept < 0.35 * stack
+        # The allocator and the interpreter take a few MiB of their own.
+        budget = kept + 2 * expert + (6 << 20)
+        assert peak <= budget, f"{peak / 2**20:.1f} of {kept / 2**20:.1f} MiB"

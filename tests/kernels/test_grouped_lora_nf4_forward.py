@@ -1,0 +1,115 @@
+"""grouped_lora_nf4_forward: the product with the decoded weights, decoded on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .._compare import assert_same_bits, relative_error
+from ._nf4_grouped import CASES, TOP_K, Stack, budget, draw, rows_of
+
+
+def forward(submodule, problem, path, *, grouped=False, fan=TOP_K, x=None):
+    module = submodule("kernels.grouped_lora_nf4_forward")
+    lora_a, lora_b = problem["lora"]
+    return module.grouped_lora_nf4_forward(
+        problem["x"] if x is None else x,
+        problem["weight"].operands(),
+        lora_a,
+        lora_b,
+        problem["bias"],
+        *rows_of(problem["order"]),
+        2.0,
+        fan,
+        grouped,
+        path,
+    )
+
+
+def exact(submodule, problem, *, grouped=False):
+    """float64, with the weights that decoding gives in the activations' dtype."""
+    lora_a, lora_b = (None if t is None else t.double() for t in problem["lora"])
+    bias = problem["bias"]
+    order = problem["order"]
+    return submodule("reference.moe").grouped_lora_forward(
+        problem["x"].double(),
+        problem["dense"].double(),
+        lora_a,
+        lora_b,
+        None if bias is None else bias.double(),
+        order.slots,
+        order.offsets,
+        2.0,
+        TOP_K,
+        grouped,
+    )
+
+
+@pytest.mark.parametrize("path", ("triton", "reference"))
+@pytest.mark.parametrize(("stack", "dtype"), CASES, ids=str)
+def test_product_with_the_decoded_weights(submodule, device, stack, path, dtype):
+    problem = draw(submodule, stack, device, dtype)
+    for grouped in (False, True) if dtype == torch.float32 else (True,):
+        y, xa = forward(submodule, problem, path, grouped=grouped)
+        expected, low = exact(submodule, problem, grouped=grouped)
+        assert y.dtype == dtype and y.isfinite().all()
+        assert relative_error(y, expected) <= budget(path, device, dtype)
+        assert stack.rank is None or relative_error(xa, low) <= budget(path, device, dtype)
+
+
+@pytest.mark.parametrize("path", ("triton", "reference"))
+def test_rows_in_expert_order_and_strided(submodule, device, path):
+    problem = draw(submodule, Stack(), device, torch.float32)
+    order = problem["order"]
+    x = problem["x"][order.slots // TOP_K]
+    wide = torch.stack((x, torch.zeros_like(x)), -1).flatten(1)[:, ::2]
+    assert not wide.is_contiguous()
+    expected, _ = forward(submodule, problem, path)
+    actual, _ = forward(submodule, problem, path, fan=0, x=wide)
+    assert relative_error(actual, expected) <= 1e-6
+
+
+def test_a_weight_is_used_as_it_decodes(submodule, device):
+    """The rows of a unit matrix read the decoded weights back, to the bit."""
+    stack = Stack(rank=None, bias=False, tokens=128, nested=True)
+    problem = draw(submodule, stack, device, torch.float16)
+    ids = torch.full((128, 1), 2, device=device)
+    problem["order"] = submodule("moe.sort").expert_sort(ids, 4)
+    eye = torch.eye(128, dtype=torch.float16, device=device)
+    y, _ = forward(submodule, problem, "triton", fan=1, x=eye)
+    assert_same_bits(y + 0.0, problem["dense"][2] + 0.0)
+
+
+@pytest.mark.parametrize("path", ("triton", "reference"))
+def test_runs_repeat_and_nothing_is_sent_to_sentinels(submodule, device, path):
+    problem = draw(submodule, Stack(), device, torch.float32)
+    order = problem["order"]
+    first, _ = forward(submodule, problem, path, grouped=True)
+    second, _ = forward(submodule, problem, path, grouped=True)
+    assert_same_bits(first, second)
+    assert (first[int(order.offsets[-1]) :] == 0).all()
+
+
+def test_empty_batch(submodule, device):
+    problem = draw(submodule, Stack(tokens=0), device, torch.float32)
+    for path in ("triton", "reference"):
+        y, xa = forward(submodule, problem, path)
+        assert y.shape == (0, 96) and xa.shape == (0, 3)
+
+
+def test_opcheck(submodule, ops, device):
+    problem = draw(submodule, Stack(), device, torch.float32)
+    lora_a, lora_b = problem["lora"]
+    arguments = (
+        problem["x"],
+        *problem["weight"].operands(),
+        lora_a,
+        lora_b,
+        problem["bias"],
+        *rows_of(problem["order"]),
+        1.0,
+        TOP_K,
+        False,
+        "reference",
+    )
+    torch.library.opcheck(ops.grouped_lora_nf4_forward.default, arguments)

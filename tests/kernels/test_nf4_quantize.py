@@ -1,0 +1,256 @@
+"""nf4_quantize: bitsandbytes' format whatever the shape, and the same bits on every path."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from .._compare import assert_same_bits
+
+BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+QUANT_TYPES = ("nf4", "fp4")
+# Odd, less than a block, more than the 4096 elements of a thread block, with and without a tail.
+SHAPES = ((1,), (3, 7), (64, 64), (5, 3, 7), (203, 101), (2, 96, 256), (4097,))
+
+
+def draw(shape, dtype, device, *, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(shape, generator=generator)).to(dtype).to(device)
+
+
+def run(ops, path: str, weight: torch.Tensor, blocksize: int, quant_type: str):
+    """One path's op on poisoned outputs."""
+    packed = torch.full(((weight.numel() + 1) // 2,), 0xA5, dtype=torch.uint8, device=weight.device)
+    blocks = -(-weight.numel() // blocksize)
+    absmax = torch.full((blocks,), float("nan"), device=weight.device)
+    op = ops.nf4_quantize if path == "compiled" else ops.nf4_quantize_reference
+    op(weight, packed, absmax, blocksize, quant_type == "fp4")
+    return packed, absmax
+
+
+def by_hand(weight: torch.Tensor, blocksize: int, table: list[float]) -> torch.Tensor:
+    """The nearest value of the table per element, in float64, and the block's scale."""
+    flat = weight.double().reshape(-1)
+    values = []
+    for block in flat.split(blocksize):
+        scale = block.abs().max()
+        distance = (block / scale)[:, None] - torch.tensor(table, dtype=torch.float64)
+        values.append(scale * torch.tensor(table, dtype=torch.float64)[distance.abs().argmin(1)])
+    return torch.cat(values)
+
+
+def decode(packed: torch.Tensor, absmax: torch.Tensor, numel: int, blocksize: int, table):
+    nibble = torch.stack((packed >> 4, packed & 15), -1).reshape(-1)[:numel].long().cpu()
+    scale = absmax.cpu().repeat_interleave(blocksize)[:numel]
+    return torch.tensor(table, dtype=torch.float64)[nibble] * scale.double()
+
+
+@pytest.fixture(scope="session")
+def tables(submodule):
+    reference = submodule("reference.nf4_quantize")
+    return {"nf4": submodule("reference.nf4").NF4_TABLE, "fp4": reference.FP4_TABLE}
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("path", ("compiled", "reference"))
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_element_gets_its_nearest_code(ops, tables, device, path, quant_type, shape):
+    weight = draw(shape, torch.float32, device)
+    packed, absmax = run(ops, path, weight, 64, quant_type)
+    actual = decode(packed, absmax, weight.numel(), 64, tables[quant_type])
+    expected = by_hand(weight.cpu(), 64, list(tables[quant_type]))
+    # The thresholds are midpoints to one part in 10^6, so a tie may be broken either way.
+    exact = weight.cpu().double().reshape(-1)
+    assert ((actual - exact).abs() <= (expected - exact).abs() * (1 + 1e-5) + 1e-7).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("blocksize", BLOCKSIZES)
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_paths_agree(ops, device, dtype, blocksize, quant_type):
+    """To the bit on the CPU; the CUDA kernel divides approximately, as bitsandbytes does."""
+    for seed, shape in enumerate(SHAPES):
+        weight = draw(shape, dtype, device, seed=seed)
+        packed, absmax = run(ops, "compiled", weight, blocksize, quant_type)
+        expected_packed, expected_absmax = run(ops, "reference", weight, blocksize, quant_type)
+        assert_same_bits(absmax, expected_absmax)
+        if device.type == "cpu":
+            assert_same_bits(packed, expected_packed)
+        else:
+            assert (packed != expected_packed).sum() <= 1 + packed.numel() // 1000
+
+
+def test_one_absmax_nests_to_itself(submodule, device):
+    """Nothing is left of it once its mean is taken off: the offset alone decodes."""
+    absmax = torch.tensor([0.37], device=device)
+    codes, code, scale, offset = submodule("reference.nf4_quantize").nest_absmax(absmax)
+    assert_same_bits(code[codes.long()] * scale + offset, absmax)
+
+
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+@pytest.mark.parametrize("path", ("compiled", "reference"))
+def test_hostile_values(ops, device, path, quant_type):
+    """Zeros, subnormals, infinities and NaN: defined, and never in silence."""
+    weight = torch.zeros(6, 64, device=device)
+    weight[1] = 1e-40  # subnormal: a block of zeros
+    weight[2, 5] = float("nan")
+    weight[3, 7] = -float("inf")
+    weight[4] = draw((64,), torch.float32, device)
+    weight[5, 0], weight[5, 1] = 1e-37, -1e-39
+    packed, absmax = run(ops, path, weight, 64, quant_type)
+    assert absmax[:2].tolist() == [0.0, 0.0]
+    assert absmax[2].isnan()
+    assert absmax[3] == float("inf")
+    assert absmax[4].isfinite() and absmax[5] == weight[5, 0]
+    assert (packed.view(6, 32)[:3] == 0).all()
+    alone, _ = run(ops, path, weight[4:5].clone(), 64, quant_type)
+    assert torch.equal(packed.view(6, 32)[4], alone)  # neighbours do not reach it
+    first = packed.view(6, 32)[5, 0].item()
+    assert first == {"nf4": 0xF7, "fp4": 0x30}[quant_type]  # 1e-37 is the largest, -1e-39 is zero
+
+
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+def test_against_bitsandbytes(opt, device, tables, quant_type):
+    """Equal but for elements within 2 ulp of a threshold: the CPU quantizer of bitsandbytes takes
+    computed midpoints where its CUDA kernels, and ours, have written ones."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    for dtype in DTYPES:
+        weight = draw((257, 512), dtype, device, seed=3)
+        theirs, state = functional.quantize_4bit(weight, blocksize=64, quant_type=quant_type)
+        packed, absmax = opt.nf4_quantize(weight, 64, quant_type=quant_type)
+        assert_same_bits(absmax, state.absmax)
+        mine = torch.stack((packed >> 4, packed & 15), -1).reshape(-1)
+        other = theirs.view(torch.uint8).reshape(-1)
+        other = torch.stack((other >> 4, other & 15), -1).reshape(-1)
+        scaled = weight.float().reshape(-1, 64) / absmax[:, None]
+        table = torch.tensor(sorted(tables[quant_type]), device=device)
+        middle = (table[1:] + table[:-1]) / 2
+        nearest = (scaled.reshape(-1, 1) - middle).abs().amin(1)
+        near = nearest <= 3e-7
+        zero = torch.zeros_like(near)
+        if quant_type == "fp4":  # +0 and -0 are two codes of one value
+            zero = (mine & 7 == 0) & (other & 7 == 0)
+        assert ((mine == other) | near | zero).all()
+        assert (mine == other).float().mean() > 0.99
+
+
+def test_nested_absmax_against_bitsandbytes(submodule, device):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    reference = submodule("reference.nf4_quantize")
+    assert_same_bits(reference.dynamic_map(), functional.create_dynamic_map())
+    for blocks in (2, 255, 256, 1000, 2560):
+        absmax = draw((blocks,), torch.float32, device, seed=blocks).abs() + 0.1
+        codes, code, scale, offset = reference.nest_absmax(absmax)
+        centred = absmax - absmax.mean()
+        theirs, state = functional.quantize_blockwise(centred, blocksize=256)
+        assert_same_bits(code, state.code)
+        assert_same_bits(scale, state.absmax)
+        assert_same_bits(offset, absmax.mean().reshape(1))
+        # Its C++ quantizer breaks near ties another way, hence neighbours, and few of them.
+        assert (codes != theirs).sum() <= 1 + blocks // 100
+        assert (codes.int() - theirs.int()).abs().max() <= 1
+        decoded = code[codes.long()] * scale.repeat_interleave(256)[:blocks] + offset
+        other = code[theirs.long()] * scale.repeat_interleave(256)[:blocks] + offset
+        torch.testing.assert_close(
+            (decoded - absmax).norm(), (other - absmax).norm(), rtol=1e-3, atol=0
+        )
+
+
+def test_round_trip_through_nf4_dequant(opt, device):
+    """What is decoded is quantised to itself: packed and absmax do not drift."""
+    shape = (3, 40, 50)
+    weight = draw(shape, torch.float32, device)
+    packed, absmax = opt.nf4_quantize(weight)
+    ids = torch.arange(3, device=device)
+    decoded = opt.nf4_dequant(packed, absmax, ids, shape[1:], 64, torch.float32)
+    again = opt.nf4_quantize(decoded)
+    assert_same_bits(again[0], packed)
+    # absmax times -1 or 1 is exact, so a block's largest element is decoded without an error.
+    assert_same_bits(again[1], absmax)
+
+
+def test_large_weights_are_taken_in_chunks(ops, submodule, device, monkeypatch):
+    """A chunk border changes nothing."""
+    weight = draw((5, 700), torch.bfloat16, device)
+    whole = run(ops, "reference", weight, 32, "nf4")
+    monkeypatch.setattr(submodule("kernels.nf4_quantize"), "CHUNK", 4096 // 4)
+    for ours, expected in zip(run(ops, "reference", weight, 32, "nf4"), whole, strict=True):
+        assert_same_bits(ours, expected)
+
+
+def test_empty_weight(opt, device):
+    packed, absmax = opt.nf4_quantize(torch.empty(0, 8, device=device))
+    assert packed.numel() == 0 and absmax.numel() == 0
+
+
+@pytest.mark.parametrize("path", ("compiled", "reference"))
+def test_opcheck(ops, device, path):
+    weight = draw((3, 40), torch.bfloat16, device)
+    packed = torch.empty(60, dtype=torch.uint8, device=device)
+    absmax = torch.empty(2, device=device)
+    op = ops.nf4_quantize if path == "compiled" else ops.nf4_quantize_reference
+    torch.library.opcheck(op.default, (weight, packed, absmax, 64, False))
+
+
+def test_compiles_without_a_graph_break(opt, device):
+    weight = draw((6, 32), torch.float32, device)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def quantize(x: torch.Tensor):
+        return opt.nf4_quantize(x * 1.0, 32)
+
+    for compiled, eager in zip(quantize(weight), opt.nf4_quantize(weight, 32), strict=True):
+        assert_same_bits(compiled, eager)
+
+
+def test_meta_tensors_give_shapes(opt):
+    packed, absmax = opt.nf4_quantize(torch.empty(3, 5, 7, device="meta"), 32)
+    assert (packed.shape, packed.dtype) == ((53,), torch.uint8)
+    assert (absmax.shape, absmax.dtype) == ((4,), torch.float32)
+
+
+BAD = {
+    "weight must be torch.Tensor, got list": (TypeError, {"weight": [1.0]}),
+    "blocksize must be an integer, got 64.0": (TypeError, {"blocksize": 64.0}),
+    "blocksize must be one of": (ValueError, {"blocksize": 48}),
+    "quant_type must be one of ('nf4', 'fp4'), got 'int4'": (ValueError, {"quant_type": "int4"}),
+    "backend must be one of": (ValueError, {"backend": "triton"}),
+    "got torch.float64": (ValueError, {"weight": torch.zeros(8, dtype=torch.float64)}),
+    "weight must be contiguous": (ValueError, {"weight": torch.zeros(8, 8).T}),
+    "weight requires a gradient": (ValueError, {"weight": torch.zeros(8, requires_grad=True)}),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_wrong_arguments_are_named(opt, message):
+    kind, changed = BAD[message]
+    with pytest.raises(kind) as caught:
+        opt.nf4_quantize(**{"weight": torch.zeros(8), **changed})
+    assert message in str(caught.value)
+
+
+def test_a_slow_path_is_reported_once(submodule, monkeypatch, caplog):
+    module = submodule("kernels.nf4_quantize")
+    monkeypatch.setattr(module, "_has_compiled", lambda key: False)
+    module._pick.cache_clear()
+    module._say_once.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            module.nf4_quantize(torch.ones(8))
+            module.nf4_quantize(torch.ones(8))
+    finally:
+        module._pick.cache_clear()
+    assert [record.message for record in caplog.records].count(
+        "nf4_quantize runs its portable path, which is slow: torch in chunks; no kernel for cpu "
+        "tensors is loaded"
+    ) == 1
+
+
+def test_explain(opt, device):
+    assert opt.explain("nf4_quantize", device="meta") == "compiled: shapes only"
+    expected = "compiled: " if device.type == "cpu" else "reference: "
+    assert opt.explain("nf4_quantize", device=device).startswith(expected)

@@ -1,0 +1,74 @@
+"""The benchmark of layers on 4-bit experts away from a GPU: gate, baseline and floors."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ..static.project import ROOT
+
+
+@pytest.fixture(scope="module")
+def harness():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    names = ("nf4", "moe_problems")
+    yield SimpleNamespace(**{name: importlib.import_module(f"harness.{name}") for name in names})
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture
+def case(harness, opt):
+    pytest.importorskip("bitsandbytes")
+    layer = harness.moe_problems.Layer("tiny", 4, 64, 64, 2, tokens=40, rank=8)
+    return harness.nf4.Nf4Case(layer, SimpleNamespace(package=opt), 0, device="cpu")
+
+
+@pytest.mark.parametrize("strategy", ("auto", "fused", "chunked", "selective", "resident"))
+def test_the_gate_passes_for_every_strategy(case, strategy):
+    case.use(strategy)
+    good, ours, baseline = case.compare()
+    assert good and 0 < ours < 0.02 and 0 < baseline < 0.02
+
+
+def test_the_gate_finds_wrong_weights(case):
+    """A nibble that is decoded wrong in one expert must not be timed."""
+    right = case.dequantized
+    case.dequantized = lambda: [weight.clone() for weight in right()]
+    assert case.compare()[0]
+    packed = case.packed[1].packed
+    keep = packed.data.clone()
+    exact = case.exact
+
+    def exact_of_the_right_bytes(leaves):
+        wrong, packed.data = packed.data, keep
+        try:
+            return exact(leaves)
+        finally:
+            packed.data = wrong
+
+    case.exact = exact_of_the_right_bytes
+    baseline = [weight.clone() for weight in right()]
+    case.dequantized = lambda: baseline
+    packed.data = torch.cat((packed.data[:64] ^ 0xFF, packed.data[64:]))
+    assert not case.compare()[0]
+
+
+def test_floors_of_the_arithmetic(harness):
+    """Qwen3-30B by hand: forward of gate_up and down is bound by its operations at 128 rows."""
+    layer = harness.moe_problems.Layer("q", *harness.moe_problems.MODELS["Qwen3-30B-A3B"])
+    least = harness.nf4.floors(layer, 128)
+    products = 2 * layer.rows * 3 * layer.hidden * layer.intermediate
+    low = 2 * layer.rows * 16 * (2048 + 1536 + 768 + 2048)
+    assert least["fwd"] == pytest.approx((products + low) / 790e9, rel=0.01)
+    assert least["fwd+bwd"] == pytest.approx((2 * products + 3 * low) / 790e9, rel=0.01)
+    # Eight tokens reach half of the experts: their bytes are what counts then.
+    few = harness.nf4.floors(
+        harness.moe_problems.Layer("q", *harness.moe_problems.MODELS["Qwen3-30B-A3B"], tokens=8), 64
+    )
+    weights = 64 * 3 * layer.hidden * layer.intermediate * (0.5 + 4 / 64)
+    factors = 64 * 16 * (2048 + 1536 + 768 + 2048) * 2
+    assert few["fwd"] == pytest.approx((weights + factors) / 4.3e9, rel=0.02)

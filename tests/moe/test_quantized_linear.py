@@ -1,0 +1,321 @@
+"""grouped_lora_linear over 4-bit experts: each strategy equals the product with decoded weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from .._compare import assert_same_bits, relative_error
+from ._eager import Problem, eager
+
+STRATEGIES = ("resident", "chunked", "selective")
+SHAPES = (
+    Problem(33, rank=5, bias=True),
+    Problem(29, gates=True, bias=True, grouped_in=True, routing="sentinels"),
+    Problem(21, rank=None, grouped_out=True, routing="one"),
+    Problem(3, experts=9, gates=True, k=25, n=33, routing="random"),  # odd sizes, few active
+    Problem(40, experts=5, rank=3, gates=True, routing="no-ends"),
+    Problem(17, experts=5, routing="all-sentinels", gates=True),
+    Problem(0, gates=True, bias=True),
+)
+
+
+def quantize(opt, problem, leaves, **options):
+    """4-bit experts made of the problem's weight (E, K, N), and that weight as it decodes."""
+    stored = leaves["weight"].detach().transpose(1, 2).contiguous()
+    module = opt.moe.QuantizedExperts.from_weight(stored, **options)
+    return module, module.decode(dtype=problem.dtype).transpose(1, 2)
+
+
+def run(opt, problem, leaves, ids, weight, backend="auto"):
+    order = opt.moe.expert_sort(ids, problem.experts)
+    return opt.moe.grouped_lora_linear(
+        leaves["x"],
+        weight,
+        order,
+        leaves["lora_a"],
+        leaves["lora_b"],
+        scaling=problem.scaling,
+        bias=leaves["bias"],
+        gates=leaves["gates"],
+        grouped_in=problem.grouped_in,
+        grouped_out=problem.grouped_out,
+        backend=backend,
+    )
+
+
+def results(y, leaves, grad) -> dict[str, torch.Tensor]:
+    wanted = [k for k, v in leaves.items() if v is not None and k != "weight"]
+    found = torch.autograd.grad(y, [leaves[k] for k in wanted], grad)
+    return {"y": y.detach(), **dict(zip(wanted, found, strict=True))}
+
+
+@pytest.fixture
+def small_chunks(submodule, monkeypatch):
+    """Slices of two experts of the largest problem."""
+    monkeypatch.setattr(submodule("moe.quantized_linear"), "CHUNK_BYTES", 2 * 24 * 40 * 4)
+
+
+@pytest.mark.parametrize("options", ({}, {"nested": True}, {"quant_type": "fp4"}), ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("problem", SHAPES, ids=str)
+def test_bits_of_the_decoded_weight(opt, device, small_chunks, problem, strategy, options):
+    """On the reference path the experts are computed one by one, so nothing may differ.
+
+    Rows of odd length begin at other addresses in a slice than in the stack, and a CPU's BLAS sums
+    in another order there.
+    """
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    packed, dense = quantize(opt, problem, leaves, strategy=strategy, **options)
+    grad = torch.randn(problem.grad_shape(), generator=torch.Generator().manual_seed(5)).to(device)
+    actual = results(
+        run(opt, problem, leaves, ids, packed.transpose(1, 2), "reference"), leaves, grad
+    )
+    expected = results(run(opt, problem, leaves, ids, dense, "reference"), leaves, grad)
+    for name, value in expected.items():
+        if problem.k % 8 == 0 and problem.n % 8 == 0:
+            assert_same_bits(actual[name], value)
+        else:
+            assert relative_error(actual[name], value) <= 1e-6, name
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("problem", (SHAPES[1], SHAPES[3]), ids=str)
+def test_triton_products_over_decoded_slices(opt, device, small_chunks, problem, strategy):
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    packed, dense = quantize(opt, problem, leaves, strategy=strategy)
+    grad = torch.randn(problem.grad_shape(), generator=torch.Generator().manual_seed(5)).to(device)
+    actual = results(run(opt, problem, leaves, ids, packed.transpose(1, 2), "triton"), leaves, grad)
+    with torch.no_grad():
+        leaves["weight"].copy_(dense)
+    exact = eager(problem, leaves, ids, torch.float64)
+    expected = results(exact, leaves, grad.double())
+    for name, value in expected.items():
+        assert relative_error(actual[name], value) <= 5e-6, name
+
+
+FUSED = (
+    Problem(29, gates=True, bias=True, grouped_in=True, k=64, n=96, routing="sentinels"),
+    Problem(40, experts=5, rank=3, gates=True, k=96, n=64, routing="no-ends"),
+    Problem(21, rank=None, grouped_out=True, k=64, n=33, routing="one"),
+    Problem(0, gates=True, bias=True, k=64, n=32),
+)
+
+
+@pytest.mark.parametrize("backend", ("triton", "reference"))
+@pytest.mark.parametrize("problem", FUSED, ids=str)
+def test_fused(opt, device, problem, backend):
+    """Every gradient of the product that decodes on the way, nested absmax included."""
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    packed, dense = quantize(
+        opt, problem, leaves, strategy="fused", blocksize=32, nested=problem.rank is not None
+    )
+    grad = torch.randn(problem.grad_shape(), generator=torch.Generator().manual_seed(5)).to(device)
+    actual = results(run(opt, problem, leaves, ids, packed.transpose(1, 2), backend), leaves, grad)
+    with torch.no_grad():
+        leaves["weight"].copy_(dense)
+    expected = results(eager(problem, leaves, ids, torch.float64), leaves, grad.double())
+    for name, value in expected.items():
+        assert relative_error(actual[name], value) <= 5e-6, name
+
+
+def test_fused_refuses_blocks_that_straddle_rows(opt, device):
+    problem = Problem(4)  # K = 24
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    packed, _ = quantize(opt, problem, leaves, strategy="fused")
+    with pytest.raises(ValueError, match="blocks that do not leave their row"):
+        run(opt, problem, leaves, ids, packed.transpose(1, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("strategy", (*STRATEGIES, "fused"))
+def test_on_a_gpu_within_the_budget_of_dequantize_then_eager(opt, device, strategy, dtype):
+    """Shapes of Qwen3-30B-A3B's down projection on a sixteenth of its experts."""
+    problem = Problem(
+        300, experts=8, top_k=4, gates=True, k=768, n=2048, rank=16, dtype=dtype, grouped_in=True
+    )
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    packed, dense = quantize(opt, problem, leaves, strategy=strategy)
+    with torch.no_grad():
+        leaves["weight"].copy_(dense)
+    grad = torch.randn(problem.grad_shape(), generator=torch.Generator().manual_seed(5))
+    grad = grad.to(device, dtype)
+    weight = packed.transpose(1, 2)
+    ours = results(run(opt, problem, leaves, ids, weight, "triton"), leaves, grad)
+    again = results(run(opt, problem, leaves, ids, weight, "triton"), leaves, grad)
+    plain = eager(problem, leaves, ids, dtype)
+    plain = results(plain, leaves, grad.to(plain.dtype))
+    exact = results(eager(problem, leaves, ids, torch.float64), leaves, grad.double())
+    for name, value in exact.items():
+        assert_same_bits(ours[name], again[name])
+        budget = 1.5 * relative_error(plain[name], value) + 1e-6
+        assert relative_error(ours[name], value) <= budget, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", (*STRATEGIES, "fused"))
+def test_no_strategy_waits_for_the_device(opt, device, strategy):
+    """Forward and backward are captured in a CUDA graph, and replayed with the same bits."""
+    problem = Problem(64, experts=8, gates=True, k=128, n=256, dtype=torch.bfloat16)
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    packed, _ = quantize(opt, problem, leaves, strategy=strategy)
+    weight = packed.transpose(1, 2)
+    grad = torch.ones(problem.grad_shape(), device=device, dtype=torch.bfloat16)
+    eager_run = results(run(opt, problem, leaves, ids, weight, "triton"), leaves, grad)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results(run(opt, problem, leaves, ids, weight, "triton"), leaves, grad)
+    graph.replay()
+    torch.cuda.synchronize()
+    for name, value in eager_run.items():
+        assert_same_bits(captured[name], value)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_narrow_dtypes_within_the_budget_of_dequantize_then_eager(
+    opt, device, small_chunks, strategy
+):
+    for dtype in (torch.bfloat16, torch.float16):
+        problem = Problem(50, gates=True, bias=True, k=64, n=96, dtype=dtype)
+        leaves, ids = problem.inputs(device), problem.ids(device)
+        packed, dense = quantize(opt, problem, leaves, strategy=strategy)
+        with torch.no_grad():
+            leaves["weight"].copy_(dense)
+        grad = torch.randn(problem.grad_shape(), generator=torch.Generator().manual_seed(5))
+        grad = grad.to(device, dtype)
+        ours = results(run(opt, problem, leaves, ids, packed.transpose(1, 2)), leaves, grad)
+        narrow = eager(problem, leaves, ids, dtype)
+        plain = results(narrow, leaves, grad.to(narrow.dtype))
+        exact = results(eager(problem, leaves, ids, torch.float64), leaves, grad.double())
+        for name, value in exact.items():
+            budget = 1.5 * relative_error(plain[name], value) + 1e-6
+            assert relative_error(ours[name], value) <= budget, (dtype, name)
+
+
+def test_only_packed_bytes_are_kept_for_backward(opt, device):
+    problem = Problem(16, experts=4, k=64, n=96, gates=True, dtype=torch.bfloat16)
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    packed, _ = quantize(opt, problem, leaves)
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run(opt, problem, leaves, ids, packed.transpose(1, 2))
+    assert kept
+    weight_elements = leaves["weight"].numel()
+    assert max(tensor.numel() for tensor in kept) < weight_elements // 4
+
+
+def test_no_slice_decodes_more_than_its_bound(opt, submodule, device, small_chunks, monkeypatch):
+    """chunked: CHUNK_BYTES; selective: min(E, T k) experts, however the tokens are routed."""
+    module = submodule("moe.expert_weights")
+    seen = []
+    real = module.nf4_dequant
+
+    def spy(*arguments):
+        seen.append(arguments[2].shape[0])
+        return real(*arguments)
+
+    monkeypatch.setattr(module, "nf4_dequant", spy)
+    problem = Problem(2, experts=9, top_k=2)
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    for strategy, expected in (
+        ("chunked", [2, 2, 2, 2, 1]),
+        ("selective", [4]),
+        ("resident", [9]),
+    ):
+        packed, _ = quantize(opt, problem, leaves, strategy=strategy)
+        seen.clear()
+        y = run(opt, problem, leaves, ids, packed.transpose(1, 2))
+        assert seen == expected
+        y.sum().backward()
+        assert seen == 2 * expected
+
+
+def test_choice_is_a_pure_function_of_rows_per_expert(opt, submodule, monkeypatch):
+    choose = opt.moe.choose_strategy
+    assert choose(8, 128).name == "selective"
+    assert choose(64, 128).name == "selective"
+    assert choose(65, 128).name == "chunked"
+    assert "not measured" in choose(16384, 128).reason
+    assert choose(8, 128, "fused").name == "fused"
+    with pytest.raises(ValueError, match="strategy must be one of"):
+        choose(8, 128, "quick")
+    monkeypatch.setattr(submodule("moe.quantized_linear"), "FUSED_UP_TO_ROWS", 256)
+    assert choose(16384, 128).name == "fused"
+    assert choose(16384, 8).name == "chunked"
+
+
+def test_chunks_are_equal_and_bounded(submodule):
+    chunk = submodule("moe.quantized_linear").chunk_experts
+    assert chunk(128, 1536 * 2048, 2) == 19  # of at most 21: seven slices
+    assert chunk(256, 1024 * 2048, 2) == 32
+    assert chunk(8, 28672 * 4096, 2) == 1  # one expert exceeds the bound alone
+
+
+def test_two_forwards_and_retained_graphs_agree(opt, device):
+    problem = Problem(30, gates=True, bias=True)
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    packed, _ = quantize(opt, problem, leaves)
+    first = run(opt, problem, leaves, ids, packed.transpose(1, 2))
+    second = run(opt, problem, leaves, ids, packed.transpose(1, 2))
+    assert_same_bits(first, second)
+    grads = [torch.autograd.grad(first.sum(), leaves["x"], retain_graph=True)[0] for _ in range(2)]
+    assert_same_bits(*grads)
+
+
+def test_checkpoint_recomputes_the_same(opt, device):
+    from torch.utils.checkpoint import checkpoint
+
+    problem = Problem(30, gates=True)
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    packed, _ = quantize(opt, problem, leaves)
+
+    def layer(x):
+        return run(opt, problem, {**leaves, "x": x}, ids, packed.transpose(1, 2))
+
+    plain = torch.autograd.grad(layer(leaves["x"]).square().sum(), leaves["x"])[0]
+    again = checkpoint(layer, leaves["x"], use_reentrant=False)
+    assert_same_bits(torch.autograd.grad(again.square().sum(), leaves["x"])[0], plain)
+
+
+def test_float64_is_refused(opt, device):
+    problem = dataclasses.replace(Problem(4), dtype=torch.float64)
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    module = opt.moe.QuantizedExperts((4, 40, 24), device=device)
+    with pytest.raises(TypeError, match="x over 4-bit experts must have one of"):
+        run(opt, problem, leaves, ids, module.transpose(1, 2))
+
+
+def test_whole_layer_on_4_bit_experts(opt, device):
+    """Experts with both projections in 4 bits equal the same module with the decoded weights."""
+    torch.manual_seed(0)
+    experts = opt.moe.Experts(5, 48, 40, device=device)
+    experts.add_adapter(r=3, alpha=6)
+    with torch.no_grad():
+        for parameter in experts.expert_lora.parameters():
+            parameter.normal_(std=0.1)
+    x = torch.randn(11, 48, device=device)
+    ids = torch.randint(0, 5, (11, 2), device=device)
+    gates = torch.rand(11, 2, device=device)
+    packed = {
+        name: opt.moe.QuantizedExperts.from_weight(getattr(experts, name).detach())
+        for name in ("gate_up_proj", "down_proj")
+    }
+    with torch.no_grad():
+        for name, module in packed.items():
+            getattr(experts, name).copy_(module.decode(dtype=torch.float32))
+    expected = experts(x, ids, gates)
+    for name, module in packed.items():
+        delattr(experts, name)
+        setattr(experts, name, module)
+    assert_same_bits(experts(x, ids, gates), expected)
+    experts(x, ids, gates).sum().backward()
+    assert all(p.grad is not None for p in experts.expert_lora.parameters())
+    assert all(p.grad is None for module in packed.values() for p in module.parameters())

@@ -1,0 +1,121 @@
+"""grouped_lora_nf4_forward: grouped_lora_forward on 4-bit experts, decoded inside the product.
+
+The weight is never written to memory: a tile is decoded in registers on its way to the tensor
+cores. Requires blocks that do not leave their row, K % blocksize == 0.
+
+path      | source                  | taken
+triton    | _nf4_product_triton.py  | by name (strategy="fused"): not measured yet
+reference | reference/nf4_moe.py    | CPU and the rest: decodes the whole stack
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.library import custom_op
+
+from .._ops import add_op_namespace_prefix, ops
+from ..reference import nf4_moe as reference
+from ._moe_paths import on_device_of
+
+
+def nested_of(
+    code: Tensor | None, scale: Tensor | None, offset: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The three tensors of nested absmax, or None."""
+    return None if code is None else (code, scale, offset)
+
+
+@custom_op(
+    add_op_namespace_prefix("grouped_lora_nf4_forward"),
+    mutates_args=(),
+    schema="(Tensor x, Tensor packed, Tensor absmax, Tensor? codebook, Tensor? absmax_code, "
+    "Tensor? absmax_scale, Tensor? absmax_offset, int[] stored, int blocksize, bool transposed, "
+    "Tensor? lora_a, Tensor? lora_b, Tensor? bias, Tensor slots, Tensor offsets, Tensor tiles, "
+    "int tile_rows, float scaling, int fan, bool grouped_out, str path) -> (Tensor, Tensor)",
+)
+def _forward(  # noqa: PLR0913
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    codebook: Tensor | None,
+    absmax_code: Tensor | None,
+    absmax_scale: Tensor | None,
+    absmax_offset: Tensor | None,
+    stored: Sequence[int],
+    blocksize: int,
+    transposed: bool,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    bias: Tensor | None,
+    slots: Tensor,
+    offsets: Tensor,
+    tiles: Tensor,
+    tile_rows: int,
+    scaling: float,
+    fan: int,
+    grouped_out: bool,
+    path: str,
+) -> tuple[Tensor, Tensor]:
+    nested = nested_of(absmax_code, absmax_scale, absmax_offset)
+    if path != "triton":
+        weight = (packed, absmax, codebook, nested, tuple(stored), blocksize, transposed)
+        return reference.grouped_lora_nf4_forward(
+            x, weight, lora_a, lora_b, bias, slots, offsets, scaling, fan, grouped_out
+        )
+    from ._grouped_launch_triton import low_rank
+    from ._nf4_product_triton import nf4_product
+
+    with on_device_of(x):
+        rows = slots.shape[0]
+        xa = x.new_empty((rows, 0 if lora_a is None else lora_a.shape[1]))
+        y = x.new_empty((rows, stored[1] if transposed else stored[2]))
+        if lora_a is not None:
+            low_rank(x, lora_a, slots, tiles, xa, tile_rows=tile_rows, scaling=scaling, fan=fan)
+        nf4_product(
+            x,
+            packed,
+            absmax,
+            codebook,
+            nested,
+            tuple(stored),
+            blocksize,
+            transposed,
+            xa,
+            None if lora_b is None else lora_b.transpose(1, 2),
+            slots,
+            tiles,
+            y,
+            tile_rows=tile_rows,
+            fan=fan,
+            scatter=not grouped_out,
+            bias=bias,
+        )
+    return y, xa
+
+
+def _fake(x, packed, absmax, codebook, code, scale, offset, stored, blocksize, transposed, *others):
+    lora_a, slots = others[0], others[3]
+    columns = stored[1] if transposed else stored[2]
+    rank = 0 if lora_a is None else lora_a.shape[1]
+    return x.new_empty((slots.shape[0], columns)), x.new_empty((slots.shape[0], rank))
+
+
+_forward.register_fake(_fake)
+
+
+def grouped_lora_nf4_forward(x: Tensor, weight: tuple, *arguments) -> tuple[Tensor, Tensor]:
+    """Products of every expert's rows; arguments are checked by `moe.grouped_lora_linear`.
+
+    Args:
+        x: (T, K) or (R, K), any strides; bfloat16, float16 or float32.
+        weight: packed, absmax, codebook, absmax_code, absmax_scale, absmax_offset, stored shape
+            (E, N, K), blocksize, and whether the stack is seen as (E, K, N).
+        *arguments: lora_a, lora_b, bias, slots, offsets, tiles, tile_rows, scaling, fan,
+            grouped_out and path, as in `grouped_lora_forward`.
+
+    Returns:
+        y (R, N) in x's dtype, zero for sentinels; xa (R, r) in expert order, scaled.
+    """
+    return ops.grouped_lora_nf4_forward(x, *weight, *arguments)

@@ -1,0 +1,37 @@
+"""Grouped products over 4-bit experts: decode the whole stack, then multiply."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import moe
+from .nf4 import nf4_dequant
+
+
+def decoded(
+    packed: Tensor,
+    absmax: Tensor,
+    codebook: Tensor | None,
+    nested: tuple[Tensor, Tensor, Tensor] | None,
+    stored: tuple[int, int, int],  # (E, N, K)
+    blocksize: int,
+    transposed: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The stack as (E, N, K), or (E, K, N) when transposed."""
+    ids = torch.arange(stored[0], device=packed.device)
+    weight = nf4_dequant(
+        packed, absmax, ids, stored[1:], blocksize, dtype, codebook, *(nested or (None,) * 3)
+    )
+    return weight.transpose(1, 2) if transposed else weight
+
+
+def grouped_lora_nf4_forward(x: Tensor, weight: tuple, *arguments) -> tuple[Tensor, Tensor]:
+    """`moe.grouped_lora_forward` with the arguments of `decoded` in the weight's place."""
+    return moe.grouped_lora_forward(x, decoded(*weight, x.dtype), *arguments)
+
+
+def grouped_lora_nf4_dx(dy: Tensor, weight: tuple, *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """`moe.grouped_lora_dx` with the arguments of `decoded` in the weight's place."""
+    return moe.grouped_lora_dx(dy, decoded(*weight, dy.dtype), *arguments)
