@@ -269,10 +269,10 @@ def test_zoo_rows_are_not_listed_in_readme(harness, checkout):
     rows = [passed(case, measured(harness)) for case in [*cases, "zoo/linear"]]
     rows.append(passed(cases[0], measured(harness, ms=0.5), "gram_polynomial"))
     path = checkout / "benchmarks/results/h200/orthogonalize.json"
-    for part in ("kernels-src/newton_schulz", "torch-ext/optimizer/orthogonalize"):
-        shutil.copytree(ROOT / part, checkout / part, dirs_exist_ok=True)
-    for source in (ROOT / "torch-ext/optimizer/kernels").glob("symmetric_matmul*.py"):
-        shutil.copy(source, checkout / source.relative_to(ROOT))
+    for source in harness.sources.source_files("orthogonalize"):
+        copy = checkout / source.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, copy)
     write(path, head(harness.sources.sources_digest("orthogonalize", checkout)), rows)
     harness.plots.draw(checkout)
     readme = (checkout / "README.md").read_text()
