@@ -53,8 +53,14 @@ def test_build_toml_follows_the_schema():
     assert build.all_kernel_depends(Backend.CUDA) == []
     project = tool("local_build.project").load_project(ROOT)
     assert project.stable_abi == {"cuda": "2.11", "cpu": "2.11"}
-    # a GPU newer than any listed one runs the PTX; an H100 has machine code of its own
-    assert all({"8.0+PTX", "9.0"} <= set(part.capabilities) for part in project.kernels["cuda"])
+    # a GPU newer than any listed one runs the PTX; an H100 has machine code of its own, which the
+    # components of one architecture add to those that serve every GPU
+    generic = [part for part in project.kernels["cuda"] if not part.name.endswith("_sm90")]
+    assert all({"8.0+PTX", "9.0"} <= set(part.capabilities) for part in generic)
+    hopper = [part for part in project.kernels["cuda"] if part not in generic]
+    assert [(part.name, list(part.capabilities)) for part in hopper] == [
+        ("newton_schulz_sm90", ["9.0a"])
+    ]
 
 
 def test_layout_names_and_metadata(built: Path):
@@ -89,7 +95,7 @@ def test_cuda_variant_is_named_after_the_toolkit_and_lists_its_architectures():
     metadata = tool("local_build.package").describe_variant(
         project, tool("local_build.project").Identity("0", None, True), "cuda", "ops", {}
     )
-    assert metadata["backend"] == {"type": "cuda", "archs": ["8.0+PTX", "9.0"]}
+    assert metadata["backend"] == {"type": "cuda", "archs": ["8.0+PTX", "9.0", "9.0a"]}
     assert "kernel" not in metadata["provenance"]
 
 
