@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, one of each kind of experts that the issue names.
+"""Tiny random models of transformers, one of each kind of experts.
 
 Sizes are small primes and their multiples where the architecture allows, so that no two meanings
 of a dimension agree by chance; `SQUARE` has 2I == H on purpose.

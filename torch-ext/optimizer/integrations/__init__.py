@@ -11,6 +11,7 @@ from .lora import (
     set_lora,
     unmerge_lora,
 )
+from .quantize import quantize_experts
 from .quantized_loading import load_quantized, save_quantized
 from .transformers import use_in_transformers
 
@@ -23,6 +24,7 @@ __all__ = [
     "load_quantized",
     "lora_disabled",
     "merge_lora",
+    "quantize_experts",
     "save_peft_adapter",
     "save_quantized",
     "set_lora",

@@ -29,6 +29,7 @@ from .experts import (
     is_ours,
     operand_shape,
 )
+from .quantize import check_quantizable, quantize_experts
 from .transformers import use_in_transformers
 
 TARGETS = ("gate_up_proj", "down_proj")
@@ -111,21 +112,18 @@ def attach_lora(
         targets: of the experts' parameters "gate_up_proj" ("up_proj" where there is no gate) and
             "down_proj".
         rslora: scale by alpha / sqrt(r) instead (arXiv 2312.03732).
-        quantize: must be None: experts in 4 bits come in a later version.
+        quantize: "nf4" or "fp4": put the experts into 4 bits first (`quantize_experts`), which
+            lose precision and cannot be merged into; None leaves them as they are.
         adapter: name, without dots.
         dtype: of the LoRA parameters. float32 is PEFT's choice, over any base.
 
     Raises:
-        ValueError: no experts, an unknown target, a name in use, or PEFT's wrappers on the experts;
-            nothing has changed then.
-        NotImplementedError: quantize is given.
+        ValueError: no experts, an unknown target, a name in use, PEFT's wrappers on the experts, or
+            stacks that cannot be quantised here; nothing has changed then.
         ImportError: transformers is not installed.
     """
     if quantize is not None:
-        raise NotImplementedError(
-            f"quantize={quantize!r}: 4-bit experts are not in this version yet, they come with the "
-            "NF4 grouped kernels; pass quantize=None to train over 16-bit experts"
-        )
+        check_quantizable(model, quantize)
     if isinstance(targets, str):
         raise ValueError(
             f"targets must be a sequence of names, got {targets!r}; pass ({targets!r},)"
@@ -137,6 +135,8 @@ def attach_lora(
         {name: dict.fromkeys(targets, options) for name, _ in experts_modules(model)},
         dtype=dtype,
     )
+    if quantize is not None:
+        quantize_experts(model, quantize)
     if active_adapter(model) == adapter:
         train_adapter(model, adapter)
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ..moe.quantized_experts import QuantizedExperts
 from .experts import check_supported, experts_modules, first_projection
 from .model_files import SINGLE, ModelFiles
+from .quantize import put
 from .transformers import use_in_transformers
 
 _logger = logging.getLogger(__name__)
@@ -208,8 +209,7 @@ def _quantize(
         names = set(files.experts_names(prefix, target, shape[0]))
         experts_read = files.experts(prefix, target, shape)
         module = QuantizedExperts.from_experts(experts_read, shape, device=device, **options)
-    del experts._parameters[target]
-    experts.add_module(target, module)
+    put(experts, target, module)
     return names
 
 

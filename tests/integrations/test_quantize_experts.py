@@ -1,0 +1,83 @@
+"""quantize_experts and attach_lora(quantize=...): the same model over rounded experts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from .._compare import assert_error_at_most, assert_same_bits, relative_error
+from ._models import build, set_random_lora, tokens
+from .test_transformers import FP32, experts_of
+
+TARGETS = ("gate_up_proj", "down_proj")
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(input_ids=tokens(model).to(next(model.parameters()).device)).logits
+
+
+def rounded(opt, model: nn.Module, quant_type: str) -> nn.Module:
+    """A dense copy whose experts hold what their 4 bits decode to."""
+    result = copy.deepcopy(model)
+    for experts in experts_of(result):
+        for target in TARGETS:
+            weight = getattr(experts, target)
+            stack = opt.moe.QuantizedExperts.from_weight(weight, quant_type=quant_type)
+            with torch.no_grad():
+                weight.copy_(stack.decode(dtype=weight.dtype))
+    return result
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_lora_over_4_bits_is_lora_over_the_rounded_experts(opt, device, name, quant_type) -> None:
+    model = build(name).to(device)
+    twin = rounded(opt, model, quant_type)
+    attach = opt.integrations.attach_lora
+    attach(model, r=3, alpha=7, quantize=quant_type)
+    attach(twin, r=3, alpha=7)
+    for one in (model, twin):
+        set_random_lora(one)
+    found, expected = logits(model), logits(twin)
+    assert_error_at_most(found, expected, FP32)
+    assert relative_error(found, logits(build(name).to(device))) > 0.05
+    for output in (found, expected):
+        output.square().sum().backward()
+    wanted = {key: param.grad for key, param in twin.named_parameters() if param.requires_grad}
+    trained = {key: param.grad for key, param in model.named_parameters() if param.requires_grad}
+    assert trained.keys() == wanted.keys() and len(trained) == 2 * 2 * len(experts_of(model))
+    for key, gradient in wanted.items():
+        assert_error_at_most(trained[key], gradient, FP32)
+
+
+def test_the_stacks_are_gone(opt, device) -> None:
+    """Of the experts only bytes and their scales stay; what is quantised stays as it is."""
+    model = build("qwen3_moe").to(device)
+    opt.integrations.quantize_experts(model)
+    kinds = {part.dtype for experts in experts_of(model) for part in experts.parameters()}
+    assert kinds == {torch.uint8, torch.float32}
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    assert not any(key.endswith(TARGETS) for key in before)
+    opt.integrations.quantize_experts(model, "fp4")
+    for key, value in model.state_dict().items():
+        assert_same_bits(value, before[key])
+
+
+def test_refusals_change_nothing(opt, device) -> None:
+    model = build("qwen3_moe").to(device)
+    before = set(model.state_dict())
+    with pytest.raises(ValueError, match=r"one of \('nf4', 'fp4'\), got 'int4'"):
+        opt.integrations.quantize_experts(model, "int4")
+    last = experts_of(model)[-1]
+    kept = last.down_proj
+    last.down_proj = nn.Parameter(kept.detach().to("meta"), requires_grad=False)
+    for call in (
+        lambda: opt.integrations.quantize_experts(model),
+        lambda: opt.integrations.attach_lora(model, r=2, alpha=4, quantize="nf4"),
+    ):
+        with pytest.raises(ValueError, match="down_proj is on the meta device; quantise a model"):
+            call()
+    assert set(model.state_dict()) == before

@@ -1,0 +1,67 @@
+"""4-bit experts in the place of a model's 16-bit ones, in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..moe.expert_weights import QUANT_TYPES
+from ..moe.quantized_experts import QuantizedExperts
+from .experts import check_supported, experts_modules, first_projection
+
+
+def put(experts: nn.Module, target: str, stack: QuantizedExperts) -> None:
+    """Give an experts module a 4-bit stack for a parameter."""
+    del experts._parameters[target]
+    experts.add_module(target, stack)
+
+
+def check_quantizable(model: nn.Module, quant_type: str) -> None:
+    """Raise unless `quantize_experts` can do it.
+
+    Raises:
+        ValueError: an unknown quant_type, or a stack that is not whole in this process.
+    """
+    if quant_type not in QUANT_TYPES:
+        raise ValueError(f"quantize must be None or one of {QUANT_TYPES}, got {quant_type!r}")
+    for name, target, weight in _stacks(model):
+        if weight.is_meta or hasattr(weight, "placements"):
+            where = "on the meta device" if weight.is_meta else "sharded over ranks"
+            raise ValueError(
+                f"{name}.{target} is {where}; quantise a model whose experts are whole in this "
+                "process, or read them in 4 bits with load_quantized"
+            )
+
+
+def quantize_experts(model: nn.Module, quant_type: str = "nf4", *, blocksize: int = 64) -> None:
+    """Replace every stack of experts by one in 4 bits, one after another.
+
+    Each stack is dropped when its 4 bits are there. Stacks that are quantised already are left as
+    they are. `load_quantized` never holds the 16-bit stacks at all.
+
+    Args:
+        model: a transformers model, its experts on their device.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements per absmax.
+
+    Raises:
+        ValueError: as `check_quantizable`, or experts that our kernels do not serve; nothing has
+            changed then.
+    """
+    for name, experts in experts_modules(model):
+        check_supported(experts, name)
+    check_quantizable(model, quant_type)
+    for name, target, _ in list(_stacks(model)):
+        experts = model.get_submodule(name)
+        options = {"quant_type": quant_type, "blocksize": blocksize}
+        put(experts, target, QuantizedExperts.from_weight(experts._parameters[target], **options))
+
+
+def _stacks(model: nn.Module) -> list[tuple[str, str, torch.Tensor]]:
+    """(name of the experts, of the parameter, the stack) of all that are not in 4 bits yet."""
+    return [
+        (name, target, experts._parameters[target])
+        for name, experts in experts_modules(model)
+        for target in (first_projection(experts), "down_proj")
+        if experts._parameters.get(target) is not None
+    ]
