@@ -62,7 +62,7 @@ def repo_id() -> str:
 def device(request: pytest.FixtureRequest):
     import torch
 
-    return torch.device(request.config.getoption("--device"))
+    return torch.empty(0, device=request.config.getoption("--device")).device  # with its index
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ namespace optimizer {
 namespace newton_schulz {
 namespace {
 
+using symmetric::matrices_of;
+
 // rows x columns, stages, whether consumers take turns, blocks per cluster
 using Tile128x256 = Tile<128, 256, 3, false>;
 using Tile128x256Pair = Tile<128, 256, 3, false, 2>;
@@ -43,7 +45,6 @@ void run(const Problem& p, int64_t tile, int device, cudaStream_t stream) {
                       : launch_named<T, true, true>(p, tile, device, stream);
 }
 
-Matrices matrices(const Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
 Matrices transposed(const Matrices& x) { return {x.data, x.batch, x.col, x.row}; }
 
 // B as the kernel reads it, (batch, n, k). Columns of out that are contiguous make it the
@@ -68,10 +69,10 @@ Problem describe(const Tensor& a, const Tensor& b, const std::optional<Tensor>& 
                        scale->scalar_type() == ScalarType::Float && scale->device() == a.device()),
                   "matmul_add: scale must be (batch,), contiguous, float32, on a's device");
   const bool reads_c = c.has_value() && beta != 0;
-  Problem p{matrices(a),
-            transposed(matrices(b)),
-            reads_c ? matrices(*c) : Matrices{},
-            matrices(out),
+  Problem p{matrices_of(a),
+            transposed(matrices_of(b)),
+            reads_c ? matrices_of(*c) : Matrices{},
+            matrices_of(out),
             scale.has_value() ? static_cast<const float*>(scale->data_ptr()) : nullptr,
             batches,
             static_cast<int>(m),

@@ -62,10 +62,21 @@ inline Layout layout_of(const Matrices& x, int64_t batches, int64_t elements) {
   return Layout::kAny;
 }
 
+// torch gives a side of one element whatever stride; here it gets one that leaves lines contiguous
+// and on 16 bytes, so that a view of one row has the layout of the tensor it was taken from.
+inline Matrices matrices_of(const Tensor& x) {
+  const auto padded = [](int64_t side) { return (side + 7) / 8 * 8; };
+  Matrices view{x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+  if (x.size(1) == 1) view.row = view.col == 1 ? padded(x.size(2)) : 1;
+  if (x.size(2) == 1) view.col = view.row == 1 ? padded(x.size(1)) : 1;
+  return view;
+}
+
 // A symmetric matrix equals its transpose, so the contiguous side may always be the rows.
 inline Matrices symmetric_view(const Tensor& x) {
-  const int64_t row = x.stride(1), col = x.stride(2);
-  return {x.data_ptr(), x.stride(0), row == 1 ? col : row, row == 1 ? row : col};
+  const Matrices view = matrices_of(x);
+  if (view.row != 1) return view;
+  return {view.data, view.batch, view.col, view.row};
 }
 
 inline Problem describe(const Tensor& a, const Tensor& b, const std::optional<Tensor>& c,
@@ -94,12 +105,9 @@ inline Problem describe(const Tensor& a, const Tensor& b, const std::optional<Te
                        scale->scalar_type() == ScalarType::Float && scale->device() == a.device()),
                   "symmetric_matmul: scale must be (batch,), contiguous, float32, on a's device");
 
-  const auto operand = [](const Tensor& x) {
-    return Matrices{x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
-  };
   const bool reads_c = c.has_value() && beta != 0;
-  return {operand(a),
-          operand(b),
+  return {matrices_of(a),
+          matrices_of(b),
           reads_c ? symmetric_view(*c) : Matrices{},
           symmetric_view(out),
           scale.has_value() ? static_cast<const float*>(scale->data_ptr()) : nullptr,
