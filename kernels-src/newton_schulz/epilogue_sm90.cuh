@@ -10,9 +10,10 @@ namespace optimizer::newton_schulz {
 // One consumer warpgroup's part of a tile: kPartRows x kCols elements, staged as blocks of 64 x 64.
 //
 // Off the diagonal the part and its transpose leave by TMA, which cuts off what lies outside of the
-// matrix. Parts that reach the diagonal are written by ordinary stores, every element once: from
-// the diagonal on as computed, below it from the transpose, so that the triangles are equal bit for
-// bit even where A B^T is symmetric only up to rounding.
+// matrix, but in its last 16 bytes only by the whole: a row that ends inside of them is written by
+// ordinary stores. So are parts that reach the diagonal, every element once: from the diagonal on as
+// computed, below it from the transpose, so that the triangles are equal bit for bit even where
+// A B^T is symmetric only up to rounding.
 template <typename T, typename kTile, bool kSymmetric, typename Args>
 class Epilogue {
  public:
@@ -53,10 +54,12 @@ class Epilogue {
       finish<false>(packed, sum, origin, above);
     }
     publish();
-    if (above) {
+    const bool whole_chunks = p_.n % 8 == 0 || origin.col + kTile::kCols <= p_.n;
+    if (above && whole_chunks) {
       send(origin);
     } else {
       write_upper(origin);
+      if (!kSymmetric) publish();  // the next copy of C must not overtake these reads
     }
     if constexpr (kSymmetric) {
       if (above && thread_ == 0) copy_out_wait_read();
@@ -186,7 +189,7 @@ class Epilogue {
     }
   }
 
-  // Columns from the diagonal on
+  // Columns from the diagonal on, or all
   __device__ __forceinline__ void write_upper(const TileOrigin& origin) const {
     constexpr int kChunks = kTile::kCols / 8;
 #pragma unroll 1
@@ -196,7 +199,8 @@ class Epilogue {
       if (row >= p_.m) break;
       const uint32_t source =
           staging_ + (r / 64 * kN + chunk / 8) * kBlockBytes + swizzled(r % 64, chunk % 8);
-      write_chunk(row_of(origin.matrix, row) + col, source, max(0, row - col), min(8, p_.n - col));
+      const int from = kSymmetric ? max(0, row - col) : 0;
+      write_chunk(row_of(origin.matrix, row) + col, source, from, min(8, p_.n - col));
     }
   }
 
