@@ -63,6 +63,11 @@ void symmetric_matmul_cuda(const Tensor& a, const Tensor& b, std::optional<Tenso
 void matmul_add_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c, const Tensor& out,
                      double alpha, double beta, int64_t tile, std::optional<Tensor> scale);
 
+void grouped_product_cuda(const Tensor& x, const Tensor& weight, std::optional<Tensor> low,
+                          std::optional<Tensor> factor, std::optional<Tensor> bias,
+                          std::optional<Tensor> gates, const Tensor& slots, const Tensor& offsets,
+                          const Tensor& out, int64_t fan, bool scatter, int64_t tile);
+
 Tensor nf4_dequant_cpu(const Tensor& packed, const Tensor& absmax, const Tensor& active_experts,
                        IntHeaderOnlyArrayRef expert_shape, int64_t blocksize, ScalarType dtype,
                        std::optional<Tensor> codebook, std::optional<Tensor> absmax_code,
