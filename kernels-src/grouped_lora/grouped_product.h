@@ -16,18 +16,18 @@ namespace optimizer::grouped_lora {
 using newton_schulz::Matrices;
 
 struct Problem {
-  Matrices weight;      // (E, N, K)
-  Matrices factor;      // (E, N, r); data is null without LoRA
-  const void* x;        // rows of K
-  const void* low;      // (R, r)
-  const float* bias;    // (E, N), or null
-  const float* gates;   // (R,) in slot order, or null
+  Matrices weight;     // (E, N, K)
+  Matrices factor;     // (E, N, r); data is null without LoRA
+  const void* x;       // rows of K
+  const void* low;     // (R, r)
+  const float* bias;   // (E, N), or null
+  const float* gates;  // (R,) in slot order, or null
   const int64_t* slots;
   const int64_t* offsets;
-  void* out;            // (R, N)
-  int64_t x_row;        // in elements
+  void* out;      // (R, N)
+  int64_t x_row;  // in elements
   int64_t experts;
-  int64_t rows;         // R
+  int64_t rows;  // R
   int64_t k;
   int64_t n;
   int64_t rank;
@@ -58,7 +58,8 @@ inline const char* refusal(const Problem& p, int max_experts) {
   if (!on_16_bytes(p.x) || p.x_row % 8 != 0 || p.x_row < 0) return "rows of x start off 16 bytes";
   if (!on_16_bytes(p.out)) return "out starts off 16 bytes";
   if (!newton_schulz::fits_tensor_map(p.weight, p.n, p.k, p.experts)) {
-    return "TMA cannot read weight: K or N must be contiguous, start on 16 bytes and lie a multiple "
+    return "TMA cannot read weight: K or N must be contiguous, start on 16 bytes and lie a "
+           "multiple "
            "of 16 bytes apart";
   }
   if (p.factor.data == nullptr) return nullptr;

@@ -52,8 +52,8 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
   const int64_t row_tiles = p.rows / kTile::kTokens + std::min(p.experts, p.rows);
   const int64_t most = row_tiles * args.feature_blocks;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(
-      static_cast<unsigned>(std::min<int64_t>(most, newton_schulz::processors_of(device))));
+  config.gridDim =
+      dim3(static_cast<unsigned>(std::min<int64_t>(most, newton_schulz::processors_of(device))));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kTile::kSharedBytes;
   config.stream = stream;
@@ -125,9 +125,9 @@ void check_operands(const Tensor& x, const Tensor& weight, const std::optional<T
     STD_TORCH_CHECK(has_shape(*low, {rows, factor->size(1)}) && plain(*low, x.scalar_type()),
                     "grouped_product: low must be (R, r), contiguous, of x's dtype");
   }
-  STD_TORCH_CHECK(!bias.has_value() ||
-                      (plain(*bias, ScalarType::Float) && has_shape(*bias, {experts, n})),
-                  "grouped_product: bias must be (E, N), contiguous, float32");
+  STD_TORCH_CHECK(
+      !bias.has_value() || (plain(*bias, ScalarType::Float) && has_shape(*bias, {experts, n})),
+      "grouped_product: bias must be (E, N), contiguous, float32");
   STD_TORCH_CHECK(
       !gates.has_value() || (plain(*gates, ScalarType::Float) && gates->numel() == rows),
       "grouped_product: gates must be contiguous float32, one per slot");

@@ -16,10 +16,10 @@ namespace optimizer::newton_schulz {
 #define REGISTERS_96 \
   REGISTERS_64       \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define REGISTERS_192                                                                        \
-  REGISTERS_96                                                                               \
-  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "       \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, "    \
+#define REGISTERS_192                                                                     \
+  REGISTERS_96                                                                            \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "    \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, " \
   "%81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 
 // TYPE: f16 or bf16; A, B, FLAG, TA, TB: numbers of the operands behind the sums. The predicate is
@@ -28,25 +28,27 @@ namespace optimizer::newton_schulz {
   asm volatile(                                                                                \
       "{\n"                                                                                    \
       ".reg .pred p;\n"                                                                        \
-      "setp.ne.b32 p, %" FLAG ", 0;\n"                                                         \
+      "setp.ne.b32 p, %" FLAG                                                                  \
+      ", 0;\n"                                                                                 \
       "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, %" A   \
-      ", %" B ", p, 1, 1, %" TA ", %" TB ";\n"                                                 \
+      ", %" B ", p, 1, 1, %" TA ", %" TB                                                       \
+      ";\n"                                                                                    \
       "}"                                                                                      \
       : __VA_ARGS__                                                                            \
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kTransposeA)), \
         "n"(static_cast<int>(kTransposeB)))
 
-#define NARROW_PRODUCT(SIDE, N, REGISTERS, A, B, FLAG, TA, TB, ...)                    \
-  template <typename T, bool kTransposeA, bool kTransposeB>                            \
-  struct Wgmma<T, SIDE, kTransposeA, kTransposeB> {                                    \
-    static __device__ __forceinline__ void add(float (&sum)[SIDE / 2], uint64_t a,     \
-                                               uint64_t b, bool accumulate) {          \
-      if constexpr (std::is_same_v<T, __half>) {                                       \
-        PRODUCT("f16", N, REGISTERS, A, B, FLAG, TA, TB, __VA_ARGS__);                 \
-      } else {                                                                         \
-        PRODUCT("bf16", N, REGISTERS, A, B, FLAG, TA, TB, __VA_ARGS__);                \
-      }                                                                                \
-    }                                                                                  \
+#define NARROW_PRODUCT(SIDE, N, REGISTERS, A, B, FLAG, TA, TB, ...)                            \
+  template <typename T, bool kTransposeA, bool kTransposeB>                                    \
+  struct Wgmma<T, SIDE, kTransposeA, kTransposeB> {                                            \
+    static __device__ __forceinline__ void add(float (&sum)[SIDE / 2], uint64_t a, uint64_t b, \
+                                               bool accumulate) {                              \
+      if constexpr (std::is_same_v<T, __half>) {                                               \
+        PRODUCT("f16", N, REGISTERS, A, B, FLAG, TA, TB, __VA_ARGS__);                         \
+      } else {                                                                                 \
+        PRODUCT("bf16", N, REGISTERS, A, B, FLAG, TA, TB, __VA_ARGS__);                        \
+      }                                                                                        \
+    }                                                                                          \
   }
 
 NARROW_PRODUCT(32, "32", REGISTERS_32, "16", "17", "18", "19", "20", SUMS_16(sum, 0));

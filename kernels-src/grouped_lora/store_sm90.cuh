@@ -34,7 +34,8 @@ class TileExtras {
     }
 #pragma unroll
     for (int i = 0; i < 2 * kTile::kM; ++i) {
-      const int feature = feature_ + i / 2 * 64 + thread() / 32 * 16 + i % 2 * 8 + thread() % 32 / 4;
+      const int feature =
+          feature_ + i / 2 * 64 + thread() / 32 * 16 + i % 2 * 8 + thread() % 32 / 4;
       const bool reads = p_.bias != nullptr && feature < p_.n;
       bias[i] = reads ? p_.bias[static_cast<int64_t>(where_.expert) * p_.n + feature] : 0.0f;
     }

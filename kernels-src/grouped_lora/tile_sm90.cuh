@@ -25,8 +25,8 @@ using newton_schulz::kBlockSide;
 constexpr int kWarpgroup = 128;  // threads
 constexpr int kConsumers = 2;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
-constexpr int kRowWarps = 3;    // of the first warpgroup
-constexpr int kRowBarrier = 3;  // theirs; 1 and 2 are the consumers', 0 is __syncthreads'
+constexpr int kRowWarps = 3;             // of the first warpgroup
+constexpr int kRowBarrier = 3;           // theirs; 1 and 2 are the consumers', 0 is __syncthreads'
 constexpr int kStageDepth = kBlockSide;  // k per stage
 // 64 K registers: (88 + 2 * 208) * 128 = 64512
 constexpr int kLoaderRegisters = 88;
@@ -57,8 +57,8 @@ struct Tile {
   static constexpr int kTableBytes = 2 * 4 * (kMaxExperts + 1);
   static constexpr int kAlignment = newton_schulz::kGroupBytes;
   static constexpr int kSharedBytes = kAlignment + kStages * kStageBytes +
-                                      kConsumers * (kStagingBytes + 2 * kRowBytes) +
-                                      kSourceBytes + kBarrierBytes + kTableBytes;
+                                      kConsumers * (kStagingBytes + 2 * kRowBytes) + kSourceBytes +
+                                      kBarrierBytes + kTableBytes;
 
   static_assert(kPartFeatures % 64 == 0 && kTokens % 64 == 0 && kM * kTokens <= 256);
   static_assert(kSharedBytes <= 227 * 1024);

@@ -103,7 +103,7 @@ def source_findings(project: Project) -> list[str]:
 
 
 def component_findings(project: Project) -> list[str]:
-    """[kernel.<family>] beside [kernel.<family>_cpu] and [kernel.<family>_sm90], one per folder."""
+    """[kernel.<family>] beside [kernel.<family>_cpu] and [kernel.<family>_sm90], of its folder."""
     findings = []
     folder = project.root / "kernels-src"
     families = {path.name for path in folder.glob("*/") if path.is_dir()} - SHARED_FOLDERS
@@ -125,7 +125,9 @@ def component_findings(project: Project) -> list[str]:
         home = "cpu" if suffix == "cpu" else family
         for source in part["src"]:
             parts = Path(source).parts
-            allowed = {home} if Path(source).suffix in DEVICE_SOURCES else {home, family, "common"}
+            # A header may be another family's: the Hopper kernels share theirs.
+            headers = {home, "common", *families}
+            allowed = {home} if Path(source).suffix in DEVICE_SOURCES else headers
             if parts[0] != "kernels-src" or parts[1] not in allowed:
                 findings.append(f"{where}: {source} lies outside of kernels-src/{home}/")
     for family in sorted(families - {SUFFIX.sub("", name) for name in components}):

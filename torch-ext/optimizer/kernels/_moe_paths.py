@@ -1,6 +1,8 @@
 """What the mixture-of-experts ops share: which path serves a call, and checks of their tensors.
 
 path       | what                                  | taken by "auto"
+compiled   | kernels/grouped_product.py; for the   | capability 9.0 and half precision, by name;
+           | rest of the layer what triton takes   | by "auto" once MEASURED_COMPILED
 triton     | kernels/<op>_triton.py                | CUDA and ROCm with Triton (not measured yet)
 grouped_mm | torch.nn.functional.grouped_mm        | never; by name
 reference  | reference/moe.py, expert after expert | everything else, and float64
@@ -20,7 +22,12 @@ from torch import Tensor
 
 _logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "triton", "grouped_mm", "reference")
+BACKENDS = ("auto", "compiled", "triton", "grouped_mm", "reference")
+# Whether benchmarks/results shows the compiled product ahead, so that "auto" may take it.
+MEASURED_COMPILED = False
+# Paths of the ops whose only kernels are Triton's; "compiled" differs in the grouped product alone.
+TRITON_PATHS = ("triton", "compiled")
+HALF_PRECISION = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -33,17 +40,33 @@ class Path:
     reason: str
 
 
+def _is_hopper(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) == (9, 0)
+        and importlib.util.find_spec("triton") is not None
+    )
+
+
 @functools.cache
 def pick(device: torch.device, dtype: torch.dtype, backend: str = "auto") -> Path:
     """The path of the mixture-of-experts ops for tensors of a dtype on a device."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    if backend == "compiled" and not _is_hopper(device):
+        raise ValueError(
+            f'backend="compiled" needs a device of capability 9.0 and Triton, got {device}; '
+            'use "auto"'
+        )
     if backend != "auto":
         return Path(backend, "asked for by name")
     if device.type == "meta":
         return Path("reference", "shapes only")
     if dtype == torch.float64:
         return Path("reference", "float64 is computed by torch, expert after expert")
+    if MEASURED_COMPILED and dtype in HALF_PRECISION and _is_hopper(device):
+        return Path("compiled", "TMA and wgmma where strides allow, else Triton")
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         return Path("triton", f"Triton on {torch.cuda.get_device_name(device)}, not measured yet")
     return Path("reference", f"torch, expert after expert; no kernel for {device.type} tensors")
@@ -79,7 +102,7 @@ def explain(
         backend: as in `grouped_lora_linear`.
 
     Returns:
-        One line, "<triton | grouped_mm | reference>: <reason>".
+        One line, "<compiled | triton | grouped_mm | reference>: <reason>".
 
     Raises:
         ValueError: unknown backend.

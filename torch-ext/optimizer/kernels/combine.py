@@ -18,6 +18,7 @@ from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
 from ._moe_paths import (
     DTYPES,
+    TRITON_PATHS,
     check_device,
     check_shape,
     check_tensor,
@@ -35,7 +36,7 @@ def _combine(
     top_k: int,
     path: str,
 ) -> Tensor:
-    if path == "triton":
+    if path in TRITON_PATHS:
         from .combine_triton import combine_triton
 
         with on_device_of(y):

@@ -16,7 +16,7 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
-from ._moe_paths import INTEGERS, check_tensor, on_device_of, pick_name
+from ._moe_paths import INTEGERS, TRITON_PATHS, check_tensor, on_device_of, pick_name
 
 # Rows of a tile by mean rows per expert: (up to, rows). 64 is the least a wgmma takes; below it
 # more rows would be padding. 128 where experts fill two such tiles or more.
@@ -39,7 +39,7 @@ def _expert_sort(
     tile_rows: int,
     path: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if path == "triton":
+    if path in TRITON_PATHS:
         from .expert_sort_triton import expert_sort_triton
 
         with on_device_of(expert_ids):

@@ -15,14 +15,21 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import glu as reference
-from ._moe_paths import DTYPES, check_tensor, on_device_of, pick_name, without_autocast
+from ._moe_paths import (
+    DTYPES,
+    TRITON_PATHS,
+    check_tensor,
+    on_device_of,
+    pick_name,
+    without_autocast,
+)
 
 ACTIVATIONS = (*reference.ELEMENTWISE, "gpt_oss")
 
 
 @custom_op(add_op_namespace_prefix("glu"), mutates_args=())
 def _glu(gate_up: Tensor, activation: str, interleaved: bool, path: str) -> Tensor:
-    if path == "triton":
+    if path in TRITON_PATHS:
         from .glu_triton import glu_triton
 
         with on_device_of(gate_up):
@@ -34,7 +41,7 @@ def _glu(gate_up: Tensor, activation: str, interleaved: bool, path: str) -> Tens
 def _glu_backward(
     grad: Tensor, gate_up: Tensor, activation: str, interleaved: bool, path: str
 ) -> Tensor:
-    if path == "triton":
+    if path in TRITON_PATHS:
         from .glu_triton import glu_backward_triton
 
         with on_device_of(gate_up):

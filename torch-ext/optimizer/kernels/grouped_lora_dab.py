@@ -19,7 +19,7 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
-from ._moe_paths import on_device_of
+from ._moe_paths import TRITON_PATHS, on_device_of
 
 
 def gradient_like(parameter: Tensor, wanted: bool) -> Tensor:
@@ -48,7 +48,7 @@ def _dab(  # noqa: PLR0913
 ) -> tuple[Tensor, Tensor]:
     da, db = gradient_like(lora_a, wants_a), gradient_like(lora_b, wants_b)
     arguments = (x, dy, xa, yb, gates, slots, offsets, da, db, x_fan, dy_fan)
-    if path == "triton":
+    if path in TRITON_PATHS:
         from .grouped_lora_dab_triton import grouped_lora_dab_triton
 
         with on_device_of(x):
@@ -102,7 +102,7 @@ def grouped_lora_dab(  # noqa: PLR0913
         dy_fan: The same for dy.
         wants_a: Whether da is needed.
         wants_b: Whether db is needed.
-        path: "triton", "grouped_mm" or "reference".
+        path: "compiled", "triton", "grouped_mm" or "reference".
 
     Returns:
         da and db; (0,) for one that is not wanted.

@@ -16,7 +16,7 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
-from ._moe_paths import on_device_of
+from ._moe_paths import TRITON_PATHS, on_device_of
 from .grouped_lora_dab import gradient_like
 
 
@@ -38,7 +38,7 @@ def _dw(
     dw = gradient_like(weight, wants_weight)
     dbias = gradient_like(weight if bias is None else bias, wants_bias)
     arguments = (x, dy, gates, slots, offsets, dw, dbias, x_fan, dy_fan)
-    if path == "triton":
+    if path in TRITON_PATHS:
         from .grouped_lora_dw_triton import grouped_lora_dw_triton
 
         with on_device_of(x):
@@ -91,7 +91,7 @@ def grouped_lora_dw(
         dy_fan: The same for dy.
         wants_weight: Whether dw is needed.
         wants_bias: Whether dbias is needed.
-        path: "triton", "grouped_mm" or "reference".
+        path: "compiled", "triton", "grouped_mm" or "reference".
 
     Returns:
         dw and dbias; (0,) for one that is not wanted.

@@ -6,6 +6,7 @@ is <dy W_eff^T, x> + <dy, b_e>, taken from dx before the gate scales it, so that
 forward result is stored (W_eff = W + s A^T B^T is linear).
 
 path       | source                    | taken
+compiled   | grouped_product.py        | capability 9.0, half precision; by name
 triton     | grouped_lora_dx_triton.py | CUDA and ROCm (not measured yet)
 grouped_mm | _grouped_mm.py            | by name
 reference  | reference/moe.py          | everything else
@@ -19,7 +20,8 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
-from ._moe_paths import on_device_of
+from ._moe_paths import TRITON_PATHS, on_device_of
+from .grouped_product import product_of
 
 
 @custom_op(add_op_namespace_prefix("grouped_lora_dx"), mutates_args=())
@@ -44,11 +46,12 @@ def _dx(  # noqa: PLR0913
 ) -> tuple[Tensor, Tensor, Tensor]:
     operands = (dy, weight, lora_a, lora_b, bias, gates, x, slots)
     layout = (scaling, dy_fan, x_fan, grouped_out, wants_dx)
-    if path == "triton":
+    if path in TRITON_PATHS:
         from .grouped_lora_dx_triton import grouped_lora_dx_triton
 
         with on_device_of(dy):
-            return grouped_lora_dx_triton(*operands, tiles, tile_rows, *layout)
+            product = product_of(path, offsets)
+            return grouped_lora_dx_triton(*operands, tiles, tile_rows, *layout, product)
     if path == "grouped_mm":
         from . import _grouped_mm
 
@@ -127,7 +130,7 @@ def grouped_lora_dx(  # noqa: PLR0913
         x_fan: The same for x.
         grouped_out: Write dx in expert order instead of slot order.
         wants_dx: Whether dx is needed; yb and dgates may be without it.
-        path: "triton", "grouped_mm" or "reference".
+        path: "compiled", "triton", "grouped_mm" or "reference".
 
     Returns:
         dx (R, K), or (0, K) unless wants_dx, zero for sentinels; yb (R, r) in expert order, scaled;

@@ -6,10 +6,12 @@ one partial sum per tile of columns, added in order. Not measured yet.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from ._grouped_launch_triton import grouped_product, low_rank
+from ._grouped_launch_triton import low_rank
 
 
 def grouped_lora_dx_triton(  # noqa: PLR0913
@@ -28,8 +30,9 @@ def grouped_lora_dx_triton(  # noqa: PLR0913
     x_fan: int,
     grouped_out: bool,
     wants_dx: bool,
+    product: Callable,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernels; arguments as in `kernels.grouped_lora_dx`."""
+    """Launch the kernels; arguments as in `kernels.grouped_lora_dx`, and `product_of`'s result."""
     rows = slots.shape[0]
     gather = {"tile_rows": tile_rows, "fan": dy_fan}
     yb = dy.new_empty((rows, 0 if lora_b is None else lora_b.shape[2]))
@@ -38,7 +41,7 @@ def grouped_lora_dx_triton(  # noqa: PLR0913
     if lora_b is not None:
         low_rank(dy, lora_b.transpose(1, 2), slots, tiles, yb, scaling=scaling, **gather)
     if wants_dx or x is not None:
-        dots = grouped_product(
+        dots = product(
             dy,
             weight.transpose(1, 2),
             yb,

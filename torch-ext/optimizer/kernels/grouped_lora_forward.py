@@ -5,6 +5,7 @@ computed once, rounded to x's dtype and returned: the product adds xa B_e^T in i
 the gradient of B reads it again. Sums are float32 (float64 for float64), rounded once.
 
 path       | source                         | taken
+compiled   | grouped_product.py, xa as triton | capability 9.0, half precision; by name
 triton     | grouped_lora_forward_triton.py | CUDA and ROCm (not measured yet)
 grouped_mm | _grouped_mm.py                 | by name
 reference  | reference/moe.py               | everything else
@@ -17,7 +18,8 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
-from ._moe_paths import on_device_of
+from ._moe_paths import TRITON_PATHS, on_device_of
+from .grouped_product import product_of
 
 
 @custom_op(add_op_namespace_prefix("grouped_lora_forward"), mutates_args=())
@@ -37,12 +39,13 @@ def _forward(
     path: str,
 ) -> tuple[Tensor, Tensor]:
     operands = (x, weight, lora_a, lora_b, bias)
-    if path == "triton":
+    if path in TRITON_PATHS:
         from .grouped_lora_forward_triton import grouped_lora_forward_triton
 
         with on_device_of(x):
+            product = product_of(path, offsets)
             return grouped_lora_forward_triton(
-                *operands, slots, tiles, tile_rows, scaling, fan, grouped_out
+                *operands, slots, tiles, tile_rows, scaling, fan, grouped_out, product
             )
     if path == "grouped_mm":
         from . import _grouped_mm
@@ -105,7 +108,7 @@ def grouped_lora_forward(
         scaling: Factor of the LoRA product.
         fan: Where row i lies in x: 0 at i (expert order), f > 0 at slots[i] // f.
         grouped_out: Write y in expert order instead of slot order.
-        path: "triton", "grouped_mm" or "reference".
+        path: "compiled", "triton", "grouped_mm" or "reference".
 
     Returns:
         y (R, N) in x's dtype, zero for sentinels; xa (R, r) in expert order, scaled.

@@ -6,9 +6,11 @@ measured yet.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from ._grouped_launch_triton import grouped_product, low_rank
+from ._grouped_launch_triton import low_rank
 
 
 def grouped_lora_forward_triton(
@@ -23,14 +25,15 @@ def grouped_lora_forward_triton(
     scaling: float,
     fan: int,
     grouped_out: bool,
+    product: Callable,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernels; arguments as in `kernels.grouped_lora_forward`."""
+    """Launch the kernels; arguments of `kernels.grouped_lora_forward` and `product_of`'s result."""
     rows = slots.shape[0]
     xa = x.new_empty((rows, 0 if lora_a is None else lora_a.shape[1]))
     y = x.new_empty((rows, weight.shape[2]))
     if lora_a is not None:
         low_rank(x, lora_a, slots, tiles, xa, tile_rows=tile_rows, scaling=scaling, fan=fan)
-    grouped_product(
+    product(
         x,
         weight,
         xa,

@@ -17,7 +17,7 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import nf4_moe as reference
-from ._moe_paths import on_device_of
+from ._moe_paths import TRITON_PATHS, on_device_of
 from .grouped_lora_nf4_forward import nested_of
 
 
@@ -59,7 +59,7 @@ def _dx(  # noqa: PLR0913
 ) -> tuple[Tensor, Tensor, Tensor]:
     nested = nested_of(absmax_code, absmax_scale, absmax_offset)
     stack = (packed, absmax, codebook, nested, tuple(stored), blocksize)
-    if path != "triton":
+    if path not in TRITON_PATHS:
         operands = (lora_a, lora_b, bias, gates, x, slots, offsets)
         layout = (scaling, dy_fan, x_fan, grouped_out, wants_dx)
         return reference.grouped_lora_nf4_dx(dy, (*stack, transposed), *operands, *layout)

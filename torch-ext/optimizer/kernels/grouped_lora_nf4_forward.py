@@ -17,7 +17,7 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import nf4_moe as reference
-from ._moe_paths import on_device_of
+from ._moe_paths import TRITON_PATHS, on_device_of
 
 
 def nested_of(
@@ -59,7 +59,7 @@ def _forward(  # noqa: PLR0913
     path: str,
 ) -> tuple[Tensor, Tensor]:
     nested = nested_of(absmax_code, absmax_scale, absmax_offset)
-    if path != "triton":
+    if path not in TRITON_PATHS:
         weight = (packed, absmax, codebook, nested, tuple(stored), blocksize, transposed)
         return reference.grouped_lora_nf4_forward(
             x, weight, lora_a, lora_b, bias, slots, offsets, scaling, fan, grouped_out

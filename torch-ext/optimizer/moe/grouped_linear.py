@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from ..kernels._grouped_mm import problem_of as grouped_mm_refusal
-from ..kernels._moe_paths import DTYPES, check_device, check_shape, check_tensor, pick_name
+from ..kernels._moe_paths import (
+    DTYPES,
+    TRITON_PATHS,
+    check_device,
+    check_shape,
+    check_tensor,
+    pick_name,
+)
 from ..kernels.grouped_lora_linear import grouped_lora_linear as _op
 from .expert_weights import QuantizedWeight, as_quantized
 from .quantized_linear import check_decodable, quantized_lora_linear
@@ -55,7 +62,8 @@ def grouped_lora_linear(
         gates: (T, k) of any floating dtype; the result is combined to (T, N).
         grouped_in: x is in expert order.
         grouped_out: Leave the result in expert order.
-        backend: "auto", "triton", "grouped_mm" or "reference"; `explain` says what "auto" takes.
+        backend: "auto", "compiled", "triton", "grouped_mm" or "reference"; `explain` says what
+            "auto" takes.
 
     Returns:
         In x's dtype: (T, N) with gates; else (T k, N), in expert order with `grouped_out` and in
@@ -83,8 +91,8 @@ def grouped_lora_linear(
     path = pick_name("grouped_lora_linear", x.device, x.dtype, backend)
     if path == "grouped_mm" and (reason := grouped_mm_refusal(x, weight)):
         raise ValueError(f'backend="grouped_mm" cannot take this product: {reason}; use "auto"')
-    if path == "triton" and x.dtype == torch.float64:
-        raise ValueError('backend="triton" computes no float64; use "auto" or "reference"')
+    if path in TRITON_PATHS and x.dtype == torch.float64:
+        raise ValueError(f'backend="{path}" computes no float64; use "auto" or "reference"')
     if quantized is not None:
         return quantized_lora_linear(
             x,

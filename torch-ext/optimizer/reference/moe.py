@@ -81,6 +81,33 @@ def _low_rank(x: Tensor, factor: Tensor, scaling: float) -> Tensor:
     return scaling * (x @ factor.to(x.dtype))
 
 
+def grouped_product(
+    x: Tensor,  # rows of K
+    weight: Tensor,  # (E, K, N)
+    low: Tensor | None,  # (R, r)
+    factor: Tensor | None,  # (E, r, N)
+    bias: Tensor | None,  # (E, N)
+    gates: Tensor | None,  # (T, k)
+    slots: Tensor,
+    offsets: Tensor,
+    fan: int,
+    grouped_out: bool,
+) -> Tensor:
+    """Return (x W_e + low F_e + bias_e) times gates, (R, N), zero for sentinels."""
+    out = x.new_zeros((slots.shape[0], weight.shape[2]))
+    for expert, rows in _experts(offsets):
+        source = _take(x, rows, slots, fan)
+        value = source @ weight[expert].to(source.dtype)
+        if factor is not None:
+            value += low[rows].to(value.dtype) @ factor[expert].to(value.dtype)
+        if bias is not None:
+            value += bias[expert].to(value.dtype)
+        if gates is not None:
+            value *= gates.reshape(-1)[slots[rows], None].to(value.dtype)
+        _place(out, rows, slots, grouped_out, value)
+    return out
+
+
 def grouped_lora_forward(
     x: Tensor,  # (T, K) or (R, K)
     weight: Tensor,  # (E, K, N)
