@@ -28,8 +28,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "Tensor? scale=None) -> ()");
   ops.def(
       "grouped_product(Tensor x, Tensor weight, Tensor? low, Tensor? factor, Tensor? bias, "
-      "Tensor? gates, Tensor slots, Tensor offsets, Tensor(a!) out, int fan, bool scatter, "
-      "int tile) -> ()");
+      "Tensor? gates, Tensor? other, Tensor slots, Tensor offsets, Tensor(a!) out, "
+      "Tensor(b!)? dots, int fan, int other_fan, bool scatter, int tile) -> ()");
   ops.def(
       "nf4_dequant(Tensor packed, Tensor absmax, Tensor active_experts, SymInt[] expert_shape, "
       "int blocksize, ScalarType dtype, Tensor? codebook, Tensor? absmax_code, "

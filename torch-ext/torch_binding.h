@@ -65,8 +65,10 @@ void matmul_add_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c, 
 
 void grouped_product_cuda(const Tensor& x, const Tensor& weight, std::optional<Tensor> low,
                           std::optional<Tensor> factor, std::optional<Tensor> bias,
-                          std::optional<Tensor> gates, const Tensor& slots, const Tensor& offsets,
-                          const Tensor& out, int64_t fan, bool scatter, int64_t tile);
+                          std::optional<Tensor> gates, std::optional<Tensor> other,
+                          const Tensor& slots, const Tensor& offsets, const Tensor& out,
+                          std::optional<Tensor> dots, int64_t fan, int64_t other_fan, bool scatter,
+                          int64_t tile);
 
 Tensor nf4_dequant_cpu(const Tensor& packed, const Tensor& absmax, const Tensor& active_experts,
                        IntHeaderOnlyArrayRef expert_shape, int64_t blocksize, ScalarType dtype,

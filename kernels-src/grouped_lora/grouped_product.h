@@ -6,6 +6,7 @@
 // in x at i (fan 0) or at slots[i] / fan, and goes to out at i or, scattered, at slots[i]. Every
 // element is one float32 sum over growing k and then over the rank; bias and gate are applied in
 // float32 and the result is rounded once. So a row's bits do not depend on the other rows.
+// dots[part][slot] is a row's product with `other` before its gate, over 64 features, unrounded.
 
 #include <cstdint>
 
@@ -22,16 +23,20 @@ struct Problem {
   const void* low;     // (R, r)
   const float* bias;   // (E, N), or null
   const float* gates;  // (R,) in slot order, or null
+  const void* other;   // rows of N, or null
+  float* dots;         // (ceil(N / 64), R), with other
   const int64_t* slots;
   const int64_t* offsets;
   void* out;      // (R, N)
   int64_t x_row;  // in elements
+  int64_t other_row;
   int64_t experts;
   int64_t rows;  // R
   int64_t k;
   int64_t n;
   int64_t rank;
   int64_t fan;
+  int64_t other_fan;
   bool scatter;
 };
 
@@ -57,6 +62,10 @@ inline const char* refusal(const Problem& p, int max_experts) {
   if (p.experts > max_experts) return "there are more than 512 experts";
   if (!on_16_bytes(p.x) || p.x_row % 8 != 0 || p.x_row < 0) return "rows of x start off 16 bytes";
   if (!on_16_bytes(p.out)) return "out starts off 16 bytes";
+  if (p.other != nullptr &&
+      (!on_16_bytes(p.other) || p.other_row % 8 != 0 || p.other_row < 0 || p.n % 8 != 0)) {
+    return "rows of other start off 16 bytes";
+  }
   if (!newton_schulz::fits_tensor_map(p.weight, p.n, p.k, p.experts)) {
     return "TMA cannot read weight: K or N must be contiguous, start on 16 bytes and lie a "
            "multiple "

@@ -31,17 +31,21 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
   args.low = static_cast<const char*>(p.low);
   args.bias = p.bias;
   args.gates = p.gates;
+  args.other = static_cast<const char*>(p.other);
+  args.dots = p.dots;
   args.slots = p.slots;
   args.offsets = p.offsets;
   args.out = p.out;
   args.x_row = p.x_row * 2;
   args.low_row = p.rank * 2;
+  args.other_row = p.other_row * 2;
   args.experts = static_cast<int>(p.experts);
   args.rows = static_cast<int>(p.rows);
   args.k = static_cast<int>(p.k);
   args.n = static_cast<int>(p.n);
   args.rank = static_cast<int>(p.rank);
   args.fan = static_cast<int>(p.fan);
+  args.other_fan = static_cast<int>(p.other_fan);
   args.feature_blocks = (args.n + kTile::kFeatures - 1) / kTile::kFeatures;
   args.scatter = p.scatter;
 
@@ -133,15 +137,33 @@ void check_operands(const Tensor& x, const Tensor& weight, const std::optional<T
       "grouped_product: gates must be contiguous float32, one per slot");
 }
 
+void check_dots(const Tensor& x, const std::optional<Tensor>& other,
+                const std::optional<Tensor>& dots, int64_t n, int64_t rows, int64_t fan) {
+  STD_TORCH_CHECK(other.has_value() == dots.has_value(),
+                  "grouped_product: other and dots come together");
+  if (!other.has_value()) return;
+  STD_TORCH_CHECK(
+      other->dim() == 2 && other->size(1) == n && other->stride(1) == 1 &&
+          other->scalar_type() == x.scalar_type() && other->device() == x.device() && fan >= 0 &&
+          other->size(0) * (fan == 0 ? 1 : fan) >= rows,
+      "grouped_product: other must be rows of N like x's, as many as other_fan asks for");
+  STD_TORCH_CHECK(dots->scalar_type() == ScalarType::Float && dots->device() == x.device() &&
+                      dots->is_contiguous() && has_shape(*dots, {(n + 63) / 64, rows}),
+                  "grouped_product: dots must be (ceil(N / 64), R), contiguous, float32");
+}
+
 }  // namespace
 }  // namespace grouped_lora
 
 void grouped_product_cuda(const Tensor& x, const Tensor& weight, std::optional<Tensor> low,
                           std::optional<Tensor> factor, std::optional<Tensor> bias,
-                          std::optional<Tensor> gates, const Tensor& slots, const Tensor& offsets,
-                          const Tensor& out, int64_t fan, bool scatter, int64_t tile) {
+                          std::optional<Tensor> gates, std::optional<Tensor> other,
+                          const Tensor& slots, const Tensor& offsets, const Tensor& out,
+                          std::optional<Tensor> dots, int64_t fan, int64_t other_fan, bool scatter,
+                          int64_t tile) {
   using namespace grouped_lora;
   check_operands(x, weight, low, factor, bias, gates, slots, offsets, out, fan);
+  check_dots(x, other, dots, weight.size(2), slots.size(0), other_fan);
   const auto floats = [](const std::optional<Tensor>& y) {
     return y.has_value() ? static_cast<const float*>(y->data_ptr()) : nullptr;
   };
@@ -151,16 +173,20 @@ void grouped_product_cuda(const Tensor& x, const Tensor& weight, std::optional<T
                   low.has_value() ? low->data_ptr() : nullptr,
                   floats(bias),
                   floats(gates),
+                  other.has_value() ? other->data_ptr() : nullptr,
+                  dots.has_value() ? static_cast<float*>(dots->data_ptr()) : nullptr,
                   static_cast<const int64_t*>(slots.data_ptr()),
                   static_cast<const int64_t*>(offsets.data_ptr()),
                   out.data_ptr(),
                   x.size(0) > 1 ? x.stride(0) : 0,
+                  other.has_value() && other->size(0) > 1 ? other->stride(0) : 0,
                   weight.size(0),
                   slots.size(0),
                   weight.size(1),
                   weight.size(2),
                   factor.has_value() ? factor->size(1) : 0,
                   fan,
+                  other_fan,
                   scatter};
   if (p.rows == 0 || p.n == 0) return;
   const int device = x.get_device_index();

@@ -51,8 +51,9 @@ __device__ __forceinline__ void multiply(float (&sum)[kTile::kM][kN / 2],
   release(before);
 }
 
-// One consumer's tiles. Two sets of row tables: a thread may still read a tile's while another
-// fills the next; between that and the one after it they meet.
+// One consumer's tiles. Two sets of targets and gates: a thread may still read a tile's while
+// another fills the next; between that and the one after it they meet. Slots are read before they
+// meet.
 template <typename T, typename kTile, bool kRowsMajor>
 class Consumer {
  public:
@@ -87,13 +88,21 @@ class Consumer {
     float sum[kTile::kM][kN / 2] = {};
     multiply<T, kTile, kN, kRowsMajor>(sum, at_, ring_, consumer_ * kTile::kM, stages_,
                                        [&] { extras.fetch(); });
-    int* targets = at_.targets(consumer_, set_);
+    int *targets = at_.targets(consumer_, set_), *slots = at_.slots(consumer_);
     float* gates = at_.gates(consumer_, set_);
-    extras.publish(targets, gates);
-    newton_schulz::warpgroup_sync(1 + consumer_);  // and the staging memory has been read
-    stage_rows<T, kTile, kN>(at_.staging(consumer_), sum, extras.bias, gates);
-    newton_schulz::warpgroup_sync(1 + consumer_);
-    write_rows<T, kTile>(p_, at_.staging(consumer_), targets, where.rows, extras.first_feature());
+    const uint32_t staging = at_.staging(consumer_);
+    const int feature = extras.first_feature(), barrier = 1 + consumer_;
+    extras.publish(targets, gates, slots);
+    newton_schulz::warpgroup_sync(barrier);  // and the staging memory has been read
+    if (p_.dots != nullptr) {
+      stage_other<kTile>(p_, staging, slots, where, feature);
+      newton_schulz::warpgroup_sync(barrier);
+      row_dots<T, kTile, kN>(p_, staging, at_.start + (staging - at_.stages), sum, extras.bias,
+                             slots, where.rows, feature, barrier);
+    }
+    stage_rows<T, kTile, kN>(staging, sum, extras.bias, gates);
+    newton_schulz::warpgroup_sync(barrier);
+    write_rows<T, kTile>(p_, staging, targets, where.rows, feature);
   }
 
   const Arguments& p_;

@@ -20,7 +20,9 @@ class TileExtras {
       const int row = thread() + i * kWarpgroup;
       target_[i] = where.row + row;
       gate_[i] = 1.0f;
-      if (row < where.rows && (p.scatter || p.gates != nullptr)) slot_[i] = slots[2 * target_[i]];
+      if (row < where.rows && (p.scatter || p.gates != nullptr || p.dots != nullptr)) {
+        slot_[i] = slots[2 * target_[i]];
+      }
     }
   }
 
@@ -42,12 +44,13 @@ class TileExtras {
   }
 
   // To the set of the tile; a warpgroup_sync later everybody sees it.
-  __device__ __forceinline__ void publish(int* targets, float* gates) const {
+  __device__ __forceinline__ void publish(int* targets, float* gates, int* slots) const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = thread() + i * kWarpgroup;
       targets[row] = target_[i];
       gates[row] = gate_[i];
+      if (p_.dots != nullptr) slots[row] = slot_[i];
     }
   }
 
@@ -128,6 +131,99 @@ __device__ __forceinline__ void write_rows(const Arguments& p, uint32_t staging,
   }
 }
 
+// Rows of `other` -> staged lines, in the places of the result's.
+template <typename kTile>
+__device__ __forceinline__ void stage_other(const Arguments& p, uint32_t staging, const int* slots,
+                                            const TileAt& where, int first_feature) {
+  constexpr int kChunks = kTile::kPartFeatures / 8;
+  const int end = where.rows * kChunks;
+#pragma unroll 2
+  for (int i = static_cast<int>(threadIdx.x) % kWarpgroup; i < end; i += kWarpgroup) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    const int feature = first_feature + chunk * 8;
+    const int64_t source = p.other_fan == 0 ? where.row + row : slots[row] / p.other_fan;
+    uint4 bits{};
+    if (feature < p.n) {
+      bits = *reinterpret_cast<const uint4*>(p.other + source * p.other_row + 2 * feature);
+    }
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(
+                     staging + (row / 64 * kTile::kM + chunk / 8) * kBlockBytes +
+                     newton_schulz::swizzled(row % 64, chunk % 8)),
+                 "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
+                 : "memory");
+  }
+}
+
+// dots = <row of the product before its gate, row of other>, per 64 features: over a thread's two,
+// over the 8 lanes that share its rows, over the warps; in that order, whatever the tile. Uses the
+// staging memory, and leaves it free.
+template <typename T, typename kTile, int kN>
+__device__ __forceinline__ void row_dots(const Arguments& p, uint32_t staging, char* staged,
+                                         const float (&sum)[kTile::kM][kN / 2],
+                                         const float (&bias)[2 * kTile::kM], const int* slots,
+                                         int rows, int first_feature, int barrier) {
+  constexpr int kGroups = (kN / 16 + 7) / 8;  // a lane keeps the rows of every eighth j
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup, lane = thread % 32;
+  float mine[kTile::kM][kGroups][4];
+#pragma unroll
+  for (int i = 0; i < kTile::kM; ++i) {
+#pragma unroll
+    for (int j = 0; j < kN / 16; ++j) {
+      uint32_t old[4];
+      symmetric::load_fragments<true>(
+          old, staging + newton_schulz::mirrored_offset(thread, i, j, kTile::kM));
+      float dot[4] = {};
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        alignas(4) T pair[2];
+        *reinterpret_cast<uint32_t*>(pair) = old[q];
+        const int at = newton_schulz::fragment_register(j, q);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float value = __fadd_rn(sum[i][at + e], bias[2 * i + q % 2]);
+          float& total = dot[q / 2 * 2 + e];
+          total = __fmaf_rn(value, symmetric::widened(pair[e]), total);
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) {
+          dot[c] += __shfl_xor_sync(0xffffffff, dot[c], distance);
+        }
+        if (lane / 4 == j % 8) mine[i][j / 8][c] = dot[c];
+      }
+    }
+  }
+  newton_schulz::warpgroup_sync(barrier);
+  auto* partial = reinterpret_cast<float*>(staged);  // (kM, 4 warps, kTokens)
+#pragma unroll
+  for (int i = 0; i < kTile::kM; ++i) {
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const int j = group * 8 + lane / 4;
+      if (j >= kN / 16) continue;
+      float* to = partial + (i * 4 + thread / 32) * kTile::kTokens + j * 16 + lane % 4 * 2;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) to[c / 2 * 8 + c % 2] = mine[i][group][c];
+    }
+  }
+  newton_schulz::warpgroup_sync(barrier);
+#pragma unroll
+  for (int i = 0; i < kTile::kM; ++i) {
+    if (first_feature + i * 64 >= p.n) continue;
+    float* dots = p.dots + static_cast<int64_t>(first_feature / 64 + i) * p.rows;
+    for (int row = thread; row < rows; row += kWarpgroup) {
+      const float* from = partial + i * 4 * kTile::kTokens + row;
+      float total = from[0];
+#pragma unroll
+      for (int warp = 1; warp < 4; ++warp) total += from[warp * kTile::kTokens];
+      dots[slots[row]] = total;
+    }
+  }
+  newton_schulz::warpgroup_sync(barrier);
+}
+
 // Rows of sentinels, behind the experts' rows, are zero.
 template <typename T>
 __device__ __forceinline__ void clear_sentinels(const Arguments& p, int first) {
@@ -137,6 +233,10 @@ __device__ __forceinline__ void clear_sentinels(const Arguments& p, int first) {
     const int64_t target = p.scatter ? p.slots[row] : row;
     T* out = static_cast<T*>(p.out) + target * p.n;
     for (int i = thread; i < p.n; i += kConsumers * kWarpgroup) out[i] = T(0.0f);
+    if (p.dots == nullptr) continue;
+    for (int i = thread; i * 64 < p.n; i += kConsumers * kWarpgroup) {
+      p.dots[static_cast<int64_t>(i) * p.rows + p.slots[row]] = 0.0f;
+    }
   }
 }
 

@@ -46,8 +46,10 @@ struct Tile {
   static constexpr int kWeightBytes = kFeatureBlocks * kBlockBytes;  // per stage
   static constexpr int kStageBytes = kWeightBytes + kTokenBlocks * kBlockBytes;
   static constexpr int kStagingBytes = kPartFeatures * kTokens * 2;
-  static constexpr int kRowBytes = kTokens * 8;         // a row's target and its gate
-  static constexpr int kSourceBytes = 2 * kTokens * 4;  // where rows lie in x, of two tiles
+  // In shared memory for every row of a tile: target and gate of two tiles and the slot, for each
+  // consumer; its source in x, of two tiles.
+  static constexpr int kRowBytes = 4 * kTokens;
+  static constexpr int kRowTableBytes = (5 * kConsumers + 2) * kRowBytes;
 
   // The weight thread and the row warps fill a stage, the consumers' warps read it.
   static constexpr int kWriters = 1 + kRowWarps;
@@ -57,15 +59,15 @@ struct Tile {
   static constexpr int kTableBytes = 2 * 4 * (kMaxExperts + 1);
   static constexpr int kAlignment = newton_schulz::kGroupBytes;
   static constexpr int kSharedBytes = kAlignment + kStages * kStageBytes +
-                                      kConsumers * (kStagingBytes + 2 * kRowBytes) + kSourceBytes +
-                                      kBarrierBytes + kTableBytes;
+                                      kConsumers * kStagingBytes + kRowTableBytes + kBarrierBytes +
+                                      kTableBytes;
 
   static_assert(kPartFeatures % 64 == 0 && kTokens % 64 == 0 && kM * kTokens <= 256);
   static_assert(kSharedBytes <= 227 * 1024);
 };
 
-// Addresses in shared memory: stages (the features' blocks, then the rows'), staging, rows' targets
-// and gates (two sets per consumer), rows' sources, barriers, and the tables of experts.
+// Addresses in shared memory: stages (the features' blocks, then the rows'), staging, tables of
+// rows, barriers, tables of experts.
 template <typename kTile>
 struct SharedMap {
   char* start;
@@ -87,14 +89,15 @@ struct SharedMap {
     return stages + kStaging + consumer * kTile::kStagingBytes;
   }
   __device__ __forceinline__ int* targets(int consumer, int set) const {
-    return reinterpret_cast<int*>(start + kRowTables + (consumer * 2 + set) * kTile::kRowBytes);
+    return row_table(4 * consumer + 2 * set);
   }
   __device__ __forceinline__ float* gates(int consumer, int set) const {
-    return reinterpret_cast<float*>(targets(consumer, set) + kTile::kTokens);
+    return reinterpret_cast<float*>(row_table(4 * consumer + 2 * set + 1));
   }
-  __device__ __forceinline__ int* sources(int set) const {
-    return reinterpret_cast<int*>(start + kSources) + set * kTile::kTokens;
+  __device__ __forceinline__ int* slots(int consumer) const {
+    return row_table(4 * kConsumers + consumer);
   }
+  __device__ __forceinline__ int* sources(int set) const { return row_table(5 * kConsumers + set); }
   __device__ __forceinline__ uint32_t full(uint32_t slot) const {
     return stages + kBarriers + 8 * slot;
   }
@@ -109,8 +112,11 @@ struct SharedMap {
  private:
   static constexpr uint32_t kStaging = kTile::kStages * kTile::kStageBytes;
   static constexpr uint32_t kRowTables = kStaging + kConsumers * kTile::kStagingBytes;
-  static constexpr uint32_t kSources = kRowTables + 2 * kConsumers * kTile::kRowBytes;
-  static constexpr uint32_t kBarriers = kSources + kTile::kSourceBytes;
+  static constexpr uint32_t kBarriers = kRowTables + kTile::kRowTableBytes;
+
+  __device__ __forceinline__ int* row_table(int index) const {
+    return reinterpret_cast<int*>(start + kRowTables + index * kTile::kRowBytes);
+  }
 };
 
 // out[target of row] = gate (x[source of row] W_e + low[row] F_e + bias_e)
@@ -121,17 +127,21 @@ struct Arguments {
   const char* low;     // (R, r) in expert order
   const float* bias;   // (E, N), or null
   const float* gates;  // in slot order, or null
+  const char* other;   // rows of N, if dots are wanted
+  float* dots;         // (blocks of 64 features, R) in slot order: <row before its gate, other>
   const int64_t* slots;
   const int64_t* offsets;  // (E + 1,)
   void* out;               // (R, N), contiguous
   int64_t x_row;           // bytes
   int64_t low_row;
+  int64_t other_row;
   int experts;
   int rows;  // R
   int k;
   int n;
   int rank;  // 0: no LoRA
   int fan;   // where row i lies in x: 0: at i, f: at slots[i] / f
+  int other_fan;
   int feature_blocks;
   bool scatter;  // rows go to their slots
 };

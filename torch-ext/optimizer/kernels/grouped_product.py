@@ -16,6 +16,7 @@ import functools
 import logging
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.library import register_fake
 
@@ -28,16 +29,33 @@ _logger = logging.getLogger(__name__)
 # kernels-src/grouped_lora/grouped_product.h, which a test compares.
 TILES = ("sm90_256x128", "sm90_128x256")
 AUTO = -1
+DOT_COLUMNS = 64  # of the result, whose products with other are summed by one warpgroup
 MAX_EXPERTS = 512  # kMaxExperts: their offsets lie in shared memory
 _LARGEST = 2**30
 
 
 @register_fake(add_op_namespace_prefix("grouped_product"))
-def _fake(x, weight, low, factor, bias, gates, slots, offsets, out, fan, scatter, tile):
+def _fake(  # noqa: PLR0913
+    x,
+    weight,
+    low,
+    factor,
+    bias,
+    gates,
+    other,
+    slots,
+    offsets,
+    out,
+    dots,
+    fan,
+    other_fan,
+    scatter,
+    tile,
+):
     return None
 
 
-def grouped_product(
+def grouped_product(  # noqa: PLR0913
     x: Tensor,
     weight: Tensor,
     slots: Tensor,
@@ -47,11 +65,13 @@ def grouped_product(
     factor: Tensor | None = None,
     bias: Tensor | None = None,
     gates: Tensor | None = None,
+    other: Tensor | None = None,
     fan: int,
+    other_fan: int = 0,
     grouped_out: bool,
     out: Tensor | None = None,
     tile: str = "auto",
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """Multiply every expert's rows with its weight; no gradients, no other path.
 
     Args:
@@ -64,13 +84,16 @@ def grouped_product(
             weight does.
         bias: (E, N) of any floating dtype.
         gates: (T, k) of any floating dtype; scale the rows of the result.
+        other: Rows of N of x's dtype, contiguous in N, on 16 bytes; N is then a multiple of 8.
         fan: Where row i lies in x: 0 at i (expert order), f > 0 at slots[i] // f.
+        other_fan: The same for other.
         grouped_out: Write in expert order instead of slot order.
         out: (R, N), contiguous, of x's dtype.
         tile: "auto", or one of `TILES` for tests and measurements.
 
     Returns:
-        (R, N) in x's dtype, or `out`; zero for sentinels.
+        (R, N) in x's dtype, or `out`; zero for sentinels. With `other` the products of its rows
+        with those of the result before their gates, (R,) float32 in slot order, else None.
 
     Raises:
         ValueError: unknown tile, or what `refusal` says of the operands.
@@ -78,10 +101,14 @@ def grouped_product(
     """
     if tile != "auto" and tile not in TILES:
         raise ValueError(f"tile={tile!r} is unknown; name auto or one of {', '.join(TILES)}")
-    if reason := refusal(x, weight, 0 if factor is None else factor.shape[1]):
+    if reason := refusal(x, weight, 0 if factor is None else factor.shape[1], other):
         raise ValueError(f"grouped_product cannot take this product: {reason}")
     if out is None:
         out = x.new_empty((slots.shape[0], weight.shape[2]))
+    dots = None
+    if other is not None:
+        shape = (-(-weight.shape[2] // DOT_COLUMNS), slots.shape[0])
+        dots = torch.empty(shape, dtype=torch.float32, device=x.device)
     ops.grouped_product(
         x,
         weight,
@@ -89,14 +116,17 @@ def grouped_product(
         None if factor is None else packed_factor(factor, weight),
         None if bias is None else bias.float().contiguous(),
         None if gates is None else gates.float().contiguous(),
+        other,
         slots,
         offsets,
         out,
+        dots,
         fan,
+        other_fan,
         not grouped_out,
         AUTO if tile == "auto" else TILES.index(tile),
     )
-    return out
+    return out, None if dots is None else dots.sum(0)
 
 
 def packed_factor(factor: Tensor, weight: Tensor) -> Tensor:
@@ -108,7 +138,7 @@ def packed_factor(factor: Tensor, weight: Tensor) -> Tensor:
     return packed if packed.data_ptr() % 16 == 0 else packed.clone()
 
 
-def refusal(x: Tensor, weight: Tensor, rank: int) -> str | None:
+def refusal(x: Tensor, weight: Tensor, rank: int, other: Tensor | None = None) -> str | None:
     """Why the compiled op cannot take the product; None if it can. Nothing depends on the rows."""
     experts, k, n = weight.shape
     if x.dtype not in HALF_PRECISION or weight.dtype != x.dtype:
@@ -119,8 +149,14 @@ def refusal(x: Tensor, weight: Tensor, rank: int) -> str | None:
         return f"K and N must be 8 to 2^30, got {k} and {n}"
     if rank % 8:
         return f"the rank must be a multiple of 8, got {rank}"
-    if x.stride(1) != 1 or x.data_ptr() % 16 or (x.shape[0] > 1 and x.stride(0) % 8):
-        return f"rows of x must be contiguous and start on 16 bytes, got strides {x.stride()}"
+    for name, rows in (("x", x), ("other", other)):
+        if rows is not None and not _on_16_bytes(rows):
+            return (
+                f"rows of {name} must be contiguous and start on 16 bytes, got strides "
+                f"{rows.stride()}"
+            )
+    if other is not None and n % 8:
+        return f"N must be a multiple of 8 for the products with other, got {n}"
     expert, line, other = weight.stride()
     if line == 1:
         line, other = other, line
@@ -130,6 +166,11 @@ def refusal(x: Tensor, weight: Tensor, rank: int) -> str | None:
             f"{weight.stride()}"
         )
     return None
+
+
+def _on_16_bytes(rows: Tensor) -> bool:
+    apart = rows.shape[0] > 1 and rows.stride(0) % 8
+    return rows.stride(1) == 1 and rows.data_ptr() % 16 == 0 and not apart
 
 
 @functools.cache
@@ -145,13 +186,14 @@ def product_of(path: str, offsets: Tensor) -> Callable[..., Tensor | None]:
         return by_triton
 
     def prefer_compiled(x, weight, low, factor, slots, tiles, out, **options) -> Tensor | None:
-        reason = refusal(x, weight, 0 if factor is None else factor.shape[1])
-        if options.get("other") is not None:
-            reason = "the gates' gradient is summed in the epilogue of Triton's"
+        other = options.get("other")
+        reason = refusal(x, weight, 0 if factor is None else factor.shape[1], other)
+        if out is None:
+            reason = "the gates' gradient alone is wanted"
         if reason is not None:
             _say_once(reason)
             return by_triton(x, weight, low, factor, slots, tiles, out, **options)
-        grouped_product(
+        _, dots = grouped_product(
             x,
             weight,
             slots,
@@ -160,10 +202,12 @@ def product_of(path: str, offsets: Tensor) -> Callable[..., Tensor | None]:
             factor=factor,
             bias=options.get("bias"),
             gates=options.get("gates"),
+            other=other,
             fan=options["fan"],
+            other_fan=options.get("other_fan", 0),
             grouped_out=not options["scatter"],
             out=out,
         )
-        return None
+        return dots
 
     return prefer_compiled
