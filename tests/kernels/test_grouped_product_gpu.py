@@ -47,11 +47,12 @@ class Problem:
     by_columns: bool = False  # weight is contiguous in N
     bias: bool = False
     gated: bool = False
+    dotted: bool = False
     sentinels: int = 0
     dtype: torch.dtype = torch.bfloat16
 
-    def operands(self, device: torch.device) -> tuple[dict, torch.Tensor]:
-        """(arguments but out and tile, the rounded result)."""
+    def operands(self, device: torch.device) -> tuple[dict, torch.Tensor, torch.Tensor]:
+        """Arguments but out and tile, the rounded result, and its rows times other's."""
         experts, top_k = len(self.counts), max(self.fan, 1)
         total = -(-(sum(self.counts) + self.sentinels) // top_k) * top_k
         generator = torch.Generator(device).manual_seed(total + self.k + self.n)
@@ -84,15 +85,17 @@ class Problem:
             **lora,
             "bias": integers(experts, self.n, dtype=torch.float32) if self.bias else None,
             "gates": 2.0**gates if self.gated else None,
+            "other": framed(total, self.n) if self.dotted else None,
             "fan": self.fan,
             "grouped_out": self.grouped_out,
         }
-        return arguments, self.expected(arguments)
+        return arguments, *self.expected(arguments)
 
-    def expected(self, a: dict) -> torch.Tensor:
+    def expected(self, a: dict) -> tuple[torch.Tensor, torch.Tensor]:
         slots = a["slots"]
         source = a["x"] if self.fan == 0 else a["x"][slots // self.fan]
         value = torch.zeros(len(slots), self.n, dtype=torch.float64, device=slots.device)
+        dots = torch.zeros(len(slots), device=slots.device)
         ends = a["offsets"].tolist()
         for e, rows in enumerate(slice(*pair) for pair in itertools.pairwise(ends)):
             value[rows] = source[rows].double() @ a["weight"][e].double()
@@ -100,21 +103,27 @@ class Problem:
                 value[rows] += a["low"][rows].double() @ a["factor"][e].double()
             if self.bias:
                 value[rows] += a["bias"][e]
+            if self.dotted:
+                dots[slots[rows]] = (value[rows] * a["other"][rows].double()).sum(1).float()
             if self.gated:
                 value[rows] *= a["gates"].view(-1)[slots[rows], None]
         assert torch.equal(value.float().double(), value)  # so that it is rounded once
         result = value.float().to(self.dtype)
-        return result if self.grouped_out else torch.empty_like(result).index_copy(0, slots, result)
+        if not self.grouped_out:
+            result = torch.empty_like(result).index_copy(0, slots, result)
+        return result, dots
 
 
 def check(module, device, problem: Problem, tile: str) -> None:
-    arguments, expected = problem.operands(device)
+    arguments, expected, dots = problem.operands(device)
     flat = torch.full(
         (expected.numel() + 2 * GUARD,), torch.nan, dtype=expected.dtype, device=device
     )
     out = flat[GUARD : GUARD + expected.numel()].view(expected.shape)
-    assert module.grouped_product(**arguments, out=out, tile=tile) is out
+    result = module.grouped_product(**arguments, out=out, tile=tile)
+    assert result[0] is out
     assert torch.equal(out, expected), problem
+    assert (result[1] is None) if not problem.dotted else torch.equal(result[1], dots), problem
     assert flat[:GUARD].isnan().all(), problem
     assert flat[GUARD + expected.numel() :].isnan().all(), problem
 
@@ -132,8 +141,10 @@ def test_is_exact(module, device, tile, by_columns, rank, fan, grouped_out, dtyp
         # What is not contiguous may be odd
         sides = (n, k) if by_columns and n % 8 else (k, n)
         bias, gated, sentinels = index % 2 == 0, index % 3 == 0, index % 4 * 5
+        dotted = index % 3 == 1 and sides[1] % 8 == 0
         place = {"fan": fan, "grouped_out": grouped_out, "by_columns": by_columns, "dtype": dtype}
-        problem = Problem(EDGES, *sides, rank, **place, bias=bias, gated=gated, sentinels=sentinels)
+        extras = {"bias": bias, "gated": gated, "dotted": dotted, "sentinels": sentinels}
+        problem = Problem(EDGES, *sides, rank, **place, **extras)
         check(module, device, problem, tile)
 
 
@@ -148,7 +159,8 @@ ROUTINGS = {
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tile", TILES)
 def test_routings(module, device, tile, routing):
-    problem = Problem(ROUTINGS[routing], 136, 264, 8, 1, False, sentinels=7, gated=True)
+    extras = {"sentinels": 7, "gated": True, "dotted": True}
+    problem = Problem(ROUTINGS[routing], 136, 264, 8, 1, False, **extras)
     check(module, device, problem, tile)
 
 
@@ -174,7 +186,7 @@ def test_bits_of_a_row_depend_on_that_row(module, device, dtype):
         offsets = torch.tensor([0, rows // 2, rows], device=device)
         lora = {"low": low[:rows], "factor": factor}
         place = {"fan": 0, "grouped_out": True, "tile": tile}
-        return module.grouped_product(x[:rows], weight, slots[:rows], offsets, **lora, **place)
+        return module.grouped_product(x[:rows], weight, slots[:rows], offsets, **lora, **place)[0]
 
     first = run(600, TILES[0])
     for tile in TILES:
@@ -186,11 +198,11 @@ def test_bits_of_a_row_depend_on_that_row(module, device, dtype):
 
 @pytest.mark.parametrize("tile", TILES)
 def test_nan_stays_in_its_row(module, device, tile):
-    arguments, expected = Problem((100, 200, 70), 136, 264, 8, 1).operands(device)
+    arguments, expected, _ = Problem((100, 200, 70), 136, 264, 8, 1).operands(device)
     arguments["x"] = arguments["x"].contiguous()
     row = 250
     arguments["x"][arguments["slots"][row]] = torch.nan
-    out = module.grouped_product(**arguments, tile=tile)
+    out, _ = module.grouped_product(**arguments, tile=tile)
     assert out[row].isnan().all()
     keep = torch.arange(len(out), device=device) != row
     assert torch.equal(out[keep], expected[keep])
@@ -205,7 +217,8 @@ def test_error_is_that_of_one_rounding(module, submodule, device, path):
     out = torch.empty(900, 1024, dtype=torch.bfloat16, device=device)
     options = {"direction": "forward", "tile_rows": 128, "fan": 1, "scatter": True}
     low = x.new_empty(900, 0)
-    product = module.product_of(path, offsets)
+    by_triton = submodule("kernels._grouped_launch_triton").grouped_product
+    product = module.product_of(path, offsets) or by_triton
     assert product(x, weight, low, None, slots, tiles, out, **options) is None
     exact = torch.stack([x[t].double() @ weight[ids[t, 0]].double() for t in range(900)])
     assert relative_error(out, exact) <= 1.02 * relative_error(exact.bfloat16(), exact)
@@ -213,13 +226,13 @@ def test_error_is_that_of_one_rounding(module, submodule, device, path):
 
 def test_graph_capture_follows_new_routings(module, device):
     """Nothing about the routing is fixed on the host."""
-    arguments, _ = Problem((100, 200, 70), 136, 264, 8, 1, False).operands(device)
-    out = module.grouped_product(**arguments)
+    arguments, *_ = Problem((100, 200, 70), 136, 264, 8, 1, False).operands(device)
+    out, _ = module.grouped_product(**arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         module.grouped_product(**arguments, out=out)
     arguments["offsets"].copy_(torch.tensor((0, 3, 3, 360)))
-    expected = module.grouped_product(**arguments)
+    expected, _ = module.grouped_product(**arguments)
     out.fill_(torch.nan)
     graph.replay()
     assert_same_bits(out, expected)
@@ -236,12 +249,12 @@ def test_stacks_beyond_two_to_the_31_elements(module, device):
     slots = torch.arange(40, device=device)
     for tile in TILES:
         place = {"fan": 0, "grouped_out": True, "tile": tile}
-        out = module.grouped_product(x, weight.mT, slots, offsets, **place)
+        out, _ = module.grouped_product(x, weight.mT, slots, offsets, **place)
         assert torch.equal(out, (x[:, :1].float() * weight[69, :, 0].float()).bfloat16())
 
 
 def test_operands_that_do_not_fit_are_refused(module, device):
-    arguments, _ = Problem((10, 20), 64, 128, 8, 1).operands(device)
+    arguments, *_ = Problem((10, 20), 64, 128, 8, 1).operands(device)
     for name, value, reason in (
         ("offsets", arguments["offsets"][1:], "must be contiguous int64"),
         ("low", arguments["low"][:, :4], "low must be"),
@@ -251,4 +264,4 @@ def test_operands_that_do_not_fit_are_refused(module, device):
     ):
         with pytest.raises(RuntimeError, match=reason):
             module.grouped_product(**{**arguments, name: value})
-    assert module.grouped_product(**arguments).isfinite().all()  # the device still works
+    assert module.grouped_product(**arguments)[0].isfinite().all()  # the device still works

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ._grouped_launch_triton import low_rank
+from ._grouped_launch_triton import grouped_product, low_rank
 
 
 def grouped_lora_dx_triton(  # noqa: PLR0913
@@ -30,9 +30,9 @@ def grouped_lora_dx_triton(  # noqa: PLR0913
     x_fan: int,
     grouped_out: bool,
     wants_dx: bool,
-    product: Callable,
+    product: Callable | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernels; arguments as in `kernels.grouped_lora_dx`, and `product_of`'s result."""
+    """Launch the kernels; arguments as in `kernels.grouped_lora_dx`, product of `product_of`."""
     rows = slots.shape[0]
     gather = {"tile_rows": tile_rows, "fan": dy_fan}
     yb = dy.new_empty((rows, 0 if lora_b is None else lora_b.shape[2]))
@@ -41,7 +41,7 @@ def grouped_lora_dx_triton(  # noqa: PLR0913
     if lora_b is not None:
         low_rank(dy, lora_b.transpose(1, 2), slots, tiles, yb, scaling=scaling, **gather)
     if wants_dx or x is not None:
-        dots = product(
+        dots = (product or grouped_product)(
             dy,
             weight.transpose(1, 2),
             yb,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ._grouped_launch_triton import low_rank
+from ._grouped_launch_triton import grouped_product, low_rank
 
 
 def grouped_lora_forward_triton(
@@ -25,15 +25,15 @@ def grouped_lora_forward_triton(
     scaling: float,
     fan: int,
     grouped_out: bool,
-    product: Callable,
+    product: Callable | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernels; arguments of `kernels.grouped_lora_forward` and `product_of`'s result."""
+    """Launch the kernels; arguments of `kernels.grouped_lora_forward`, product of `product_of`."""
     rows = slots.shape[0]
     xa = x.new_empty((rows, 0 if lora_a is None else lora_a.shape[1]))
     y = x.new_empty((rows, weight.shape[2]))
     if lora_a is not None:
         low_rank(x, lora_a, slots, tiles, xa, tile_rows=tile_rows, scaling=scaling, fan=fan)
-    product(
+    (product or grouped_product)(
         x,
         weight,
         xa,

@@ -178,12 +178,11 @@ def _say_once(reason: str) -> None:
     _logger.warning("grouped product by Triton instead of the compiled kernel: %s", reason)
 
 
-def product_of(path: str, offsets: Tensor) -> Callable[..., Tensor | None]:
-    """Triton's grouped_product, or a function of its arguments that prefers the compiled one."""
-    from ._grouped_launch_triton import grouped_product as by_triton
-
+def product_of(path: str, offsets: Tensor) -> Callable[..., Tensor | None] | None:
+    """A function of the arguments of Triton's product that prefers ours; None for Triton's."""
     if path != "compiled":
-        return by_triton
+        return None
+    from ._grouped_launch_triton import grouped_product as by_triton
 
     def prefer_compiled(x, weight, low, factor, slots, tiles, out, **options) -> Tensor | None:
         other = options.get("other")
