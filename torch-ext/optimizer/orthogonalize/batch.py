@@ -18,6 +18,8 @@ from itertools import pairwise
 
 import torch
 
+from .._ops import ops
+from ..kernels.normalize import runs_compiled
 from .precision import ieee_float32
 from .products import matrix_norm
 
@@ -103,6 +105,10 @@ def normalized(
     x, (r, c) = pieces[0], pieces[0].shape[-2:]
     wide = torch.float64 in (x.dtype, dtype)
     full = (shape.matrices, shape.rows, shape.columns)
+    if runs_compiled(x.device, x.dtype, dtype):
+        out = x.new_empty(full, dtype=dtype)
+        ops.normalize(list(pieces), out, prefactor)
+        return out
     filled = sum(map(len, pieces)) == shape.matrices and (r, c) == full[1:]
     staged = (x.new_empty if filled else x.new_zeros)(
         full, dtype=torch.float64 if wide else torch.float32
