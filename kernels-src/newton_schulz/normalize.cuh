@@ -128,31 +128,29 @@ __device__ __forceinline__ double block_sum(double value) {
   return total;
 }
 
-// Of a thread's elements in the tiles of a chunk
-template <typename T, Layout kLayout>
-__device__ __forceinline__ double chunk_squares(const Problem& p, const Piece& piece, const T* x,
-                                                int64_t chunk) {
-  const Spot in_tile = p.input.of_thread(threadIdx.x);
-  const int64_t last = p.input.last(chunk);
-  int64_t tile = p.input.first(chunk);
-  double sum[kSide] = {};
-  Neighbours<T, kLayout> next;
-  next.load(x, piece, p.input.of_tile(tile, in_tile), p.rows, p.cols);
-  for (; tile < last; ++tile) {
-    const Neighbours<T, kLayout> block = next;
-    if (tile + 1 < last) {
-      next.load(x, piece, p.input.of_tile(tile + 1, in_tile), p.rows, p.cols);
-    }
-#pragma unroll
-    for (int i = 0; i < kSide; ++i) {
-#pragma unroll
-      for (int j = 0; j < kSide; ++j) {
-        const auto value = static_cast<double>(block.value(i, j));
-        sum[j] = fma(value, value, sum[j]);
-      }
-    }
+// visit(elements, spot) for a thread's elements in every tile of a chunk, in order. The loads of a
+// tile are under way while the one before is visited, those of the first during begin().
+template <Layout kLayout, typename T, typename Begin, typename Visit>
+__device__ __forceinline__ void walk(const Problem& p, const Piece& piece, const T* x,
+                                     const Tiling& tiling, int64_t chunk, Begin begin,
+                                     Visit visit) {
+  const Spot in_tile = tiling.of_thread(threadIdx.x);
+  const int64_t last = tiling.last(chunk);
+  Neighbours<T, kLayout> even, odd;
+  const auto load = [&](Neighbours<T, kLayout>& into, int64_t tile) {
+    if (tile < last) into.load(x, piece, tiling.of_tile(tile, in_tile), p.rows, p.cols);
+  };
+  int64_t tile = tiling.first(chunk);
+  load(even, tile);
+  begin();
+  for (;;) {
+    load(odd, tile + 1);
+    visit(even, tiling.of_tile(tile, in_tile));
+    if (++tile >= last) return;
+    load(even, tile + 1);
+    visit(odd, tiling.of_tile(tile, in_tile));
+    if (++tile >= last) return;
   }
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
 // visit(x, layout) with a matrix's elements, and its layout as a type.
@@ -182,12 +180,23 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const auto chunks = static_cast<uint32_t>(p.input.chunks);
   const uint32_t matrix = blockIdx.x / chunks, chunk = blockIdx.x - matrix * chunks;
   const Piece& piece = p.piece_of(matrix);
-  double sum = 0.0;
+  double sum[kSide] = {};
   with_layout<T>(piece, matrix, [&](const T* x, auto layout) {
-    sum = chunk_squares<T, decltype(layout)::value>(p, piece, x, chunk);
+    walk<decltype(layout)::value>(
+        p, piece, x, p.input, chunk, [] {},
+        [&](const auto& block, Spot) {
+#pragma unroll
+          for (int i = 0; i < kSide; ++i) {
+#pragma unroll
+            for (int j = 0; j < kSide; ++j) {
+              const auto value = static_cast<double>(block.value(i, j));
+              sum[j] = fma(value, value, sum[j]);
+            }
+          }
+        });
   });
-  sum = block_sum(sum);
-  if (threadIdx.x == 0) p.partial[blockIdx.x] = sum;
+  const double total = block_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
+  if (threadIdx.x == 0) p.partial[blockIdx.x] = total;
 }
 
 // The same in every block of a matrix: its partial sums are added in one order.
@@ -203,50 +212,31 @@ __device__ __forceinline__ Factor matrix_factor(const Problem& p, int64_t matrix
   return factor;
 }
 
-// value(i, j) for 4 x 4 neighbours of out, rounded once.
+// value(i, j), rounded once, for those of 4 x 4 neighbours that lie in out; `whole`: all of them
+// do, and their rows are aligned words.
 template <typename Out, typename Value>
-__device__ __forceinline__ void store(const Problem& p, Out* out, Spot at, Value value) {
-  if (at.col >= p.out_cols) return;
+__device__ __forceinline__ void store(const Problem& p, Out* out, Spot at, bool whole,
+                                      Value value) {
+  using Bits = typename Number<Out>::Bits;
+  Out* const corner = out + int64_t{at.row} * p.out_cols + at.col;
+  if (whole) {
+#pragma unroll
+    for (int i = 0; i < kSide; ++i) {
+      Pack<Out, kSide> pack;
+#pragma unroll
+      for (int j = 0; j < kSide; ++j) pack.set(j, value(i, j));
+      store_words(corner + int64_t{i} * p.out_cols, pack.word);
+    }
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < kSide; ++i) {
-    if (at.row + i >= p.out_rows) return;
-    Pack<Out, kSide> pack{};
+    Bits* const row = reinterpret_cast<Bits*>(corner + int64_t{i} * p.out_cols);
 #pragma unroll
-    for (int j = 0; j < kSide; ++j) pack.set(j, value(i, j));
-    Out* const address = out + int64_t{at.row + i} * p.out_cols + at.col;
-    if (p.vector) {
-      store_words(address, pack.word);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kSide; ++j) {
-        if (at.col + j < p.out_cols) {
-          reinterpret_cast<typename Number<Out>::Bits*>(address)[j] = pack.bits(j);
-        }
-      }
+    for (int j = 0; j < kSide; ++j) {
+      const bool inside = at.row + i < p.out_rows && at.col + j < p.out_cols;
+      if (inside) row[j] = Number<Out>::bits(value(i, j));
     }
-  }
-}
-
-template <typename T, typename Out, Layout kLayout>
-__device__ __forceinline__ void scale_chunk(const Problem& p, const Piece& piece, const T* x,
-                                            Out* out, int64_t matrix, int64_t chunk) {
-  const Spot in_tile = p.output.of_thread(threadIdx.x);
-  const int64_t last = p.output.last(chunk);
-  int64_t tile = p.output.first(chunk);
-  Neighbours<T, kLayout> next;
-  next.load(x, piece, p.output.of_tile(tile, in_tile), p.rows, p.cols);
-  const Factor factor = matrix_factor(p, matrix);
-  for (; tile < last; ++tile) {
-    const Neighbours<T, kLayout> block = next;
-    const Spot at = p.output.of_tile(tile, in_tile);
-    if (tile + 1 < last) {
-      next.load(x, piece, p.output.of_tile(tile + 1, in_tile), p.rows, p.cols);
-    }
-    store(p, out, at, [&](int i, int j) {
-      // A matrix of NaN keeps the zeros around it.
-      const bool inside = at.row + i < p.rows && at.col + j < p.cols;
-      return inside ? block.value(i, j) * factor.power * factor.rest : 0.0f;
-    });
   }
 }
 
@@ -262,13 +252,28 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     wait_for_sums();
     const Spot in_tile = p.output.of_thread(threadIdx.x);
     for (int64_t tile = p.output.first(chunk); tile < p.output.last(chunk); ++tile) {
-      store(p, out, p.output.of_tile(tile, in_tile), [](int, int) { return 0.0f; });
+      const Spot at = p.output.of_tile(tile, in_tile);
+      const bool whole = p.vector && at.row + kSide <= p.out_rows && at.col + kSide <= p.out_cols;
+      store(p, out, at, whole, [](int, int) { return 0.0f; });
     }
     return;
   }
   const Piece& piece = p.piece_of(matrix);
   with_layout<T>(piece, matrix, [&](const T* x, auto layout) {
-    scale_chunk<T, Out, decltype(layout)::value>(p, piece, x, out, matrix, chunk);
+    Factor factor{};
+    walk<decltype(layout)::value>(
+        p, piece, x, p.output, chunk, [&] { factor = matrix_factor(p, matrix); },
+        [&](const auto& block, Spot at) {
+          const auto scaled = [&](int i, int j) {
+            return block.value(i, j) * factor.power * factor.rest;
+          };
+          const bool whole = at.row + kSide <= p.rows && at.col + kSide <= p.cols;
+          if (whole) return store(p, out, at, p.vector, scaled);
+          // A matrix of NaN keeps the zeros around it.
+          store(p, out, at, false, [&](int i, int j) {
+            return at.row + i < p.rows && at.col + j < p.cols ? scaled(i, j) : 0.0f;
+          });
+        });
   });
 }
 

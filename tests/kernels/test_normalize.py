@@ -1,4 +1,4 @@
-"""normalize on every path: rounded once whatever the range, one answer per matrix, a clean frame."""
+"""normalize on every path: rounded once in any range, one answer per matrix, a clean frame."""
 
 from __future__ import annotations
 
@@ -187,7 +187,9 @@ def test_wrong_arguments(module, device):
 def test_opcheck(ops, device):
     x = draw(2, 5, 9, dtype=torch.float32, device=device)
     out = torch.empty(3, 8, 16, device=device)
-    names = ("normalize", "normalize_reference") if device.type == "cuda" else ("normalize_reference",)
+    names = (
+        ("normalize", "normalize_reference") if device.type == "cuda" else ("normalize_reference",)
+    )
     for name in names:
         torch.library.opcheck(getattr(ops, name).default, ([x[:1], x[1:]], out, 1.5))
 
