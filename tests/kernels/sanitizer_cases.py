@@ -19,7 +19,7 @@ import torch
 from .._compare import assert_same_bits
 from ._products import Dense, exact_dense
 from ._symmetric import DTYPES as SYMMETRIC_DTYPES
-from ._symmetric import Problem, exact, laid_out
+from ._symmetric import PATTERNS, Problem, exact, laid_out
 from ._tensors import DTYPES as LIST_DTYPES
 from ._tensors import assert_same, copies, draw
 from .test_adamw import OPTIONS, draw_lists
@@ -27,8 +27,8 @@ from .test_apply_update import MODES, rounding_options
 from .test_nf4_dequant import DTYPES, STACKS, oracle
 
 
-def kernels() -> None:
-    """nf4_dequant over its stacks and dtypes, nf4_quantize, symmetric_matmul's tiles, lists."""
+def loaded():
+    """The package, from this checkout's build/."""
     import tomllib
     from kernels import get_kernel
 
@@ -36,7 +36,12 @@ def kernels() -> None:
 
     repo_id = tomllib.loads((ROOT / "build.toml").read_text())["general"]["hub"]["repo-id"]
     os.environ["LOCAL_KERNELS"] = f"{repo_id}={ROOT}"
-    opt = get_kernel(repo_id, version=1, trust_remote_code=True)
+    return get_kernel(repo_id, version=1, trust_remote_code=True)
+
+
+def kernels() -> None:
+    """nf4_dequant's stacks and dtypes, nf4_quantize, normalize, the products' tiles, lists."""
+    opt = loaded()
     device, count = torch.device("cuda"), 0
     for stack in STACKS:
         arguments = stack.arguments(device)
@@ -49,6 +54,7 @@ def kernels() -> None:
             assert out[2:].isnan().all()
             count += 1
     count += quantized_weights(opt)
+    count += normalized_slices(opt)
     count += symmetric_products(opt)
     count += dense_products(opt)
     count += list_ops(opt)
@@ -65,6 +71,31 @@ def quantized_weights(opt) -> int:
                 packed, absmax = opt.nf4_quantize(weight, 64, backend="compiled")
                 assert packed.numel() == (numel + 1) // 2 and absmax.isfinite().all()
                 count += 1
+    return count
+
+
+def normalize() -> None:
+    """normalize alone."""
+    print(f"{normalized_slices(loaded())} cases, all right")
+
+
+def normalized_slices(opt) -> int:
+    """normalize: every layout and dtype at odd shapes, in odd frames; the number of cases."""
+    device, count = torch.device("cuda"), 0
+    for rows, cols in ((1, 1), (3, 1030), (259, 5), (67, 257), (130, 132)):
+        for source in SYMMETRIC_DTYPES:
+            x = torch.randn(3, rows, cols, device=device).to(source)
+            expected = x.double() / x.double().norm(dim=(1, 2), keepdim=True)
+            for pattern in PATTERNS:
+                pieces = [laid_out(x[:1], pattern), laid_out(x[1:], pattern)]
+                for target, more in zip(SYMMETRIC_DTYPES, (0, 1, 3), strict=True):
+                    out = torch.full((3 + more, rows + more, cols + more), torch.nan, device=device)
+                    out = opt.kernels.normalize(pieces, out=out.to(target))
+                    inner = out[:3, :rows, :cols]
+                    assert torch.allclose(inner.double(), expected, rtol=2.0**-7, atol=2.0**-24)
+                    inner.zero_()
+                    assert (out == 0).all()
+                    count += 1
     return count
 
 
@@ -176,4 +207,4 @@ def planted() -> None:
 
 if __name__ == "__main__":
     assert os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1", "see the module's docstring"
-    {"kernels": kernels, "planted": planted}[sys.argv[1]]()
+    {"kernels": kernels, "normalize": normalize, "planted": planted}[sys.argv[1]]()

@@ -19,6 +19,8 @@ from itertools import pairwise
 
 import torch
 
+from .._ops import ops
+from ..kernels.normalize import runs_compiled
 from .precision import ieee_float32
 from .products import batch_is_free, matrix_norm, may_write
 
@@ -134,12 +136,16 @@ def normalized(
     The maths is float32 (float64 for a float64 input or iterate) and rounds to `dtype` last.
     Dividing by the largest element first keeps the sum of squares in range for any finite input,
     subnormal ones included. max(., tiny) leaves zero matrices zero without biasing any other. An
-    inf or NaN makes its whole matrix NaN and no other.
+    inf or NaN makes its whole matrix NaN and no other. On CUDA the compiled op does all of it.
     """
     x, (r, c) = pieces[0], pieces[0].shape[-2:]
     wide = torch.float64 in (x.dtype, dtype)
     given = sum(map(len, pieces))
     count = shape.matrices if shape.full else given
+    if runs_compiled(x.device, x.dtype, dtype):
+        out = x.new_empty((count, *shape.sides), dtype=dtype)
+        ops.normalize(list(pieces), out, prefactor)
+        return out
     filled = given == count and (r, c) == shape.sides
     staged = (x.new_empty if filled else x.new_zeros)(
         (count, *shape.sides), dtype=torch.float64 if wide else torch.float32

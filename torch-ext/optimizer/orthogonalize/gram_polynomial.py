@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
+from ..kernels.normalize import runs_compiled
 from .arguments import check_dtype, check_input, output_for
 from .batch import walk
 from .constants import dtype_for
@@ -48,12 +49,23 @@ def iterated(x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
     """
     first, second = POLYNOMIALS
     R = gram(x)  # (G, m, m)
+    R, factors = bounded(R)
+    x = apply_gram_side(x, evaluated(R, first), scale=factors.sqrt_())
+    del R
+    return apply_gram_side(x, evaluated(gram(x), second), out=last)
+
+
+def bounded(R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """R / (safety^2 ||R||_F) of R (G, m, m), and what its matrices were multiplied by: (G,)."""
+    if runs_compiled(R.device, R.dtype, R.dtype):
+        factors = R.new_empty(len(R), dtype=torch.float32)
+        scaled = torch.empty_like(R)
+        ops.normalize([R], scaled, SAFETY**2, factors)
+        return scaled, factors
     # A trace of 4096 keeps the norm above 1 for any m below 10^7; a zero matrix stays zero.
     bound = matrix_norm(R).clamp_min_(1.0).mul_(SAFETY**2)  # (G, 1, 1)
     torch.div(R, bound, out=R)  # in the wider dtype, rounded once
-    x = apply_gram_side(x, evaluated(R, first), scale=bound.rsqrt().flatten())
-    del R
-    return apply_gram_side(x, evaluated(gram(x), second), out=last)
+    return R, bound.reciprocal_().flatten()
 
 
 def evaluated(R: torch.Tensor, squares: tuple[Square, ...]) -> torch.Tensor:
