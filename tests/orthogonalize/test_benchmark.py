@@ -92,9 +92,7 @@ def gated(entry, built, monkeypatch, ours=None, repeats=True):
     def found(mine, theirs):
         return entry.distances(built.package, inputs[0], mine, theirs)
 
-    return entry.measure(
-        problem.case, inputs, found, 1.0, 1.02, built, entry.polar_express_bf16, "auto"
-    )
+    return entry.measure(problem.case, inputs, found, 1.0, 1.02, built, entry.polar_express_bf16)
 
 
 def test_right_results_are_timed(entry, built, monkeypatch) -> None:
