@@ -59,23 +59,24 @@ def _low_rank(  # noqa: PLR0913
     at_x = x + _source(rows, inside, slots, FAN)[:, None] * x_row + k[None, :] * x_col
     at_factor = factor + expert * factor_expert + ranks[None, :] * factor_rank
     at_factor += k[:, None] * factor_col
-    x_mask = inside[:, None]
-    factor_mask = ranks[None, :] < rank
+    wanted = ranks[None, :] < rank
     total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     begin = part * span
     end = tl.where(expert < experts, tl.minimum(begin + span, K), begin)
     x_step, factor_step = tl.full((), x_col, tl.int64), tl.full((), factor_col, tl.int64)
     for start in range(begin, end, BLOCK_K):
-        if not EVEN:
+        if EVEN:
+            x_mask, factor_mask = inside[:, None], wanted
+        else:
             x_mask = inside[:, None] & (k[None, :] < K - start)
-            factor_mask = (k[:, None] < K - start) & (ranks[None, :] < rank)
+            factor_mask = (k[:, None] < K - start) & wanted
         values = tl.load(at_x + start * x_step, mask=x_mask, other=0.0)
         weights = tl.load(at_factor + start * factor_step, mask=factor_mask, other=0.0)
         total = _dot(values, weights.to(values.dtype), total, WIDEN)
     target = _source(rows, inside, slots, 1) if SCATTER else rows
     at_out = out + (part.to(tl.int64) * total_rows + target)[:, None] * rank + ranks[None, :]
     value = (scaling * total).to(out.dtype.element_ty)
-    tl.store(at_out, value, mask=inside[:, None] & (ranks[None, :] < rank))
+    tl.store(at_out, value, mask=inside[:, None] & wanted)
 
 
 @triton.jit(do_not_specialize=["size"])
