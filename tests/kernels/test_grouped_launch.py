@@ -133,25 +133,6 @@ def test_where_a_sum_is_cut(launch):
             assert parts <= max(k // launch.config.SPAN, 1)
 
 
-@pytest.fixture
-def described(launch, monkeypatch):
-    """Let products read weights through descriptors; collects what lies together in each."""
-    seen: list[str] = []
-    choose, make = launch.config.choose, launch._descriptor
-
-    def with_descriptor(shape):
-        return dataclasses.replace(choose(shape), descriptor=True)
-
-    def watch(weight, tile):
-        found = make(weight, tile)
-        seen.append(found[0])
-        return found
-
-    monkeypatch.setattr(launch.config, "choose", with_descriptor)
-    monkeypatch.setattr(launch, "_descriptor", watch)
-    return seen
-
-
 DESCRIBED = {  # what lies together, weight (E, K, N) from memory
     "K": lambda w: w.transpose(1, 2).contiguous().transpose(1, 2),
     "N": lambda w: w.contiguous(),
@@ -160,23 +141,39 @@ DESCRIBED = {  # what lies together, weight (E, K, N) from memory
 
 
 @pytest.mark.parametrize("layout", DESCRIBED)
+@pytest.mark.parametrize("fan", [0, TOP_K])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_weights_through_a_descriptor(
-    submodule, launch, device, described, monkeypatch, layout, dtype
-):
-    """The bits of pointers, beyond the ends of N and K too; strides it cannot take use pointers."""
+def test_operands_through_descriptors(submodule, launch, device, monkeypatch, layout, fan, dtype):
+    """The bits of pointers, beyond the ends of rows, N and K too; other strides use pointers."""
     problem = operands(submodule, device, dtype)
-    weight = DESCRIBED[layout](problem["weight"])
-    slots, tiles, x = problem["slots"], problem["tiles"], problem["x"]
+    weight, slots, tiles = DESCRIBED[layout](problem["weight"]), problem["slots"], problem["tiles"]
+    x = problem["x"] if fan else problem["x"][slots // TOP_K]
     low, factor = x.new_zeros(slots.shape[0], RANK), problem["lora_b"].transpose(1, 2)
-    options = {"direction": "forward", "tile_rows": 16, "fan": TOP_K, "scatter": False}
+    options = {"direction": "forward", "tile_rows": 16, "fan": fan, "scatter": False}
+    choose, made = launch.config.choose, []
+    real = launch._described
 
-    def product() -> torch.Tensor:
+    def watch(operand, block):
+        found = real(operand, block)
+        made.append((operand.ndim, found is not None))
+        return found
+
+    monkeypatch.setattr(launch, "_described", watch)
+
+    def product(descriptors: int) -> torch.Tensor:
+        def chosen(shape):
+            return dataclasses.replace(choose(shape), descriptors=descriptors)
+
+        monkeypatch.setattr(launch.config, "choose", chosen)
         out = x.new_full((slots.shape[0], N), torch.nan)
         launch.grouped_product(x, weight, low, factor, slots, tiles, out, **options)
         return out
 
-    through = product()
-    assert described == [layout] and weight.shape == (3, K, N)
-    monkeypatch.setattr(launch, "_descriptor", lambda stack, tile: ("", stack))
-    assert_same_bits(through, product())
+    plain = product(0)
+    assert made == []
+    assert_same_bits(product(1), plain)
+    assert made == {"K": [(3, True)], "N": [(3, False), (3, True)], "": [(3, False)] * 2}[layout]
+    made.clear()
+    assert_same_bits(product(2), plain)
+    assert (made[-1] == (2, True)) == (fan == 0)
+    assert weight.shape == (3, K, N)

@@ -39,7 +39,7 @@ class Tile:
     depth: int
     warps: int
     stages: int
-    descriptor: bool = False  # read the weights through a tensor descriptor where they allow it
+    descriptors: int = 0  # 1: weights, 2: also rows in expert order, where their strides allow it
 
     def shared_memory(self, element_bytes: int) -> int:
         """Bytes of the operand tiles in flight, which is what Triton's pipeline allocates."""

@@ -134,21 +134,26 @@ def low_rank(
         _sum_parts[grid](target, out, out.numel(), parts, scaling, BLOCK=_SUM, num_warps=4)
 
 
-def _descriptor(weight: Tensor, tile: config.Tile) -> tuple[str, TensorDescriptor | Tensor]:
-    """("K" or "N", what lies together, and the stack's descriptor), or ("", weight)."""
-    if not tile.descriptor:
-        return "", weight
-    for name, stored, block in (
-        ("K", weight.transpose(1, 2), (1, tile.columns, tile.depth)),
-        ("N", weight, (1, tile.depth, tile.columns)),
-    ):
-        unit = 16 // weight.element_size()  # strides and base: multiples of 16 bytes
-        strided = stored.stride(2) == 1 and all(
-            s > 0 and s % unit == 0 for s in stored.stride()[:2]
-        )
-        if strided and weight.data_ptr() % 16 == 0:
-            return name, TensorDescriptor(stored, [*stored.shape], [*stored.stride()], [*block])
-    return "", weight
+def _described(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor | None:
+    """A tensor descriptor of x, whose strides and address must be multiples of 16 bytes."""
+    unit = 16 // x.element_size()
+    fits = x.stride(-1) == 1 and all(s > 0 and s % unit == 0 for s in x.stride()[:-1])
+    if not fits or x.data_ptr() % 16 or x.numel() == 0:
+        return None
+    return TensorDescriptor(x, [*x.shape], [*x.stride()], [*block])
+
+
+def _weight_described(weight: Tensor, tile: config.Tile) -> tuple[str, TensorDescriptor | None]:
+    """("K" or "N", what lies together, and the descriptor of the stack), or ("", None)."""
+    if tile.descriptors >= 1:
+        for name, stored, block in (
+            ("K", weight.transpose(1, 2), (1, tile.columns, tile.depth)),
+            ("N", weight, (1, tile.depth, tile.columns)),
+        ):
+            found = _described(stored, block)
+            if found is not None:
+                return name, found
+    return "", None
 
 
 def grouped_product(  # noqa: PLR0913
@@ -174,7 +179,10 @@ def grouped_product(  # noqa: PLR0913
     rank = 0 if factor is None else factor.shape[1]
     tile = _tile(x, tile_rows, k, n, direction if other is None else "dots", rank)
     factor = None if factor is None else packed(factor, x.dtype)
-    described, stack = _descriptor(weight, tile)
+    described, stack = _weight_described(weight, tile)
+    source = None
+    if tile.descriptors >= 2 and fan == 0:
+        source = _described(x, (tile.rows, tile.depth))
     column_tiles = triton.cdiv(n, tile.columns)
     rows = slots.shape[0]
     dots = None
@@ -182,8 +190,8 @@ def grouped_product(  # noqa: PLR0913
         dots = torch.empty((column_tiles, rows), dtype=torch.float32, device=x.device)
     if tiles.shape[0] > 0:
         _grouped_product[(tiles.shape[0] * column_tiles,)](
-            x,
-            stack,
+            x if source is None else source,
+            weight if stack is None else stack,
             low,
             weight if factor is None else factor,
             weight if bias is None else bias,
@@ -217,6 +225,7 @@ def grouped_product(  # noqa: PLR0913
             EVEN_K=k % tile.depth == 0,
             EVEN_N=n % tile.columns == 0,
             DESCRIBED=described,
+            ROWS_DESCRIBED=source is not None,
             BLOCK_M=tile.rows,
             BLOCK_N=tile.columns,
             BLOCK_K=tile.depth,

@@ -65,7 +65,7 @@ def _described(
 
 @triton.jit(do_not_specialize=["total_rows", "tile_count"])
 def _grouped_product(  # noqa: PLR0913
-    x,  # rows of K
+    x,  # rows of K, or their tensor descriptor
     weight,  # (E, K, N), or its tensor descriptor
     low,  # (R, r) in expert order, contiguous, if LORA
     factor,  # (E, r, N) if LORA
@@ -107,6 +107,7 @@ def _grouped_product(  # noqa: PLR0913
     EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
     EVEN_N: tl.constexpr,
     DESCRIBED: tl.constexpr,  # weight is a descriptor: "K" or "N" is what lies together; or ""
+    ROWS_DESCRIBED: tl.constexpr,  # x is a descriptor, in expert order
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -117,12 +118,14 @@ def _grouped_product(  # noqa: PLR0913
     expert = tl.load(tiles + 3 * tile)
     if expert < 0:
         return
-    rows = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
+    first = tl.load(tiles + 3 * tile + 1)
+    rows = first + tl.arange(0, BLOCK_M)
     inside = rows < tl.load(tiles + 3 * tile + 2)
     columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     within = columns < N
     k = tl.arange(0, BLOCK_K).to(tl.int64)
-    at_x = x + _source(rows, inside, slots, FAN)[:, None] * x_row + k[None, :] * x_col
+    if not ROWS_DESCRIBED:
+        at_x = x + _source(rows, inside, slots, FAN)[:, None] * x_row + k[None, :] * x_col
     if DESCRIBED == "":
         at_weight = weight + expert * weight_expert + columns[None, :] * weight_n
         at_weight += k[:, None] * weight_k
@@ -130,7 +133,9 @@ def _grouped_product(  # noqa: PLR0913
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     known = expert < experts
     for start in range(0, tl.where(known, K, 0), BLOCK_K):
-        if EVEN_K:
+        if ROWS_DESCRIBED:  # rows of the next expert come along and are not stored
+            values = x.load([first.to(tl.int32), start])
+        elif EVEN_K:
             values = tl.load(at_x + start * x_step, mask=inside[:, None], other=0.0)
         else:
             x_mask = inside[:, None] & (k[None, :] < K - start)
