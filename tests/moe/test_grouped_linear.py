@@ -34,8 +34,8 @@ def usual_sizes(problem, leaves, ids, grad) -> dict[str, float]:
 def assert_close_to_eager(problem, run, device, backend="auto", factor=1.5, seed=0) -> None:
     """Each error is at most `factor` times eager's in the same dtype.
 
-    The floor is about half of the dtype's rounding error (four units for float32's sums) of a result
-    of the usual size, for results of so few elements that eager is lucky, or that cancel.
+    The floor is about half of the dtype's rounding error (four units for float32's sums) of a
+    result of the usual size, for results of so few elements that eager is lucky, or that cancel.
     """
     ids = problem.ids(device, seed)
     leaves = problem.inputs(device, seed)
