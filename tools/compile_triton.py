@@ -23,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torch-ext" / "optimizer"
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -65,6 +66,9 @@ def describe(kernel: JITFunction, arguments: tuple, options: dict) -> tuple[dict
         elif isinstance(value, torch.Tensor):
             signature[name] = TYPES[value.dtype]
             attributes[(number,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            element, block = TYPES[value.base.dtype][1:], [*value.block_shape]
+            signature[name] = f"tensordesc<{element}{block}>"
         elif isinstance(value, int):
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
             if free and value % 16 == 0:

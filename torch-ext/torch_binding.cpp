@@ -20,6 +20,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "Tensor? weight_decay_tensor, Tensor(e!)[] residuals, int seed, Tensor? rounding_step, "
       "int[] parameter, int[] offset) -> ()");
   ops.def(
+      "normalize(Tensor[] pieces, Tensor(a!) out, float prefactor, Tensor(b!)? factors=None) -> "
+      "()");
+  ops.def(
       "symmetric_matmul(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, "
       "float diag, int tile, Tensor? scale=None) -> ()");
   ops.def(
@@ -44,6 +47,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("momentum", TORCH_BOX(&optimizer::momentum_cuda));
   ops.impl("apply_update", TORCH_BOX(&optimizer::apply_update_cuda));
   ops.impl("adamw", TORCH_BOX(&optimizer::adamw_cuda));
+  ops.impl("normalize", TORCH_BOX(&optimizer::normalize_cuda));
   ops.impl("symmetric_matmul", TORCH_BOX(&optimizer::symmetric_matmul_cuda));
   ops.impl("matmul_add", TORCH_BOX(&optimizer::matmul_add_cuda));
   ops.impl("grouped_product", TORCH_BOX(&optimizer::grouped_product_cuda));

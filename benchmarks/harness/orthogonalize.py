@@ -173,22 +173,22 @@ def distances(package, x, ours, baseline) -> Distances:
 class Case:
     """Input sets on the device, ours and the baseline over them, launched and as graphs."""
 
-    def __init__(self, inputs: Sequence, built: Built, compiled: Callable, method: str) -> None:
+    def __init__(self, inputs: Sequence, built: Built, compiled: Callable) -> None:
         import torch
 
-        self.package, self.compiled, self.method = built.package, compiled, method
+        self.package, self.compiled = built.package, compiled
         self.inputs = inputs
         self.outs = [torch.empty_like(self.ours(0)) for _ in inputs]
         self.graphs: dict[str, list[Any]] = {}
 
     def ours(self, number: int):
         """What a user calls."""
-        return self.package.orthogonalize(self.inputs[number], self.method)
+        return self.package.orthogonalize(self.inputs[number])
 
     def ours_into(self, number: int):
         """The same into memory that stays, as a graph needs it."""
         out = self.outs[number]
-        return self.package.orthogonalize(self.inputs[number], self.method, out=out)
+        return self.package.orthogonalize(self.inputs[number], out=out)
 
     def baseline(self, number: int):
         """The compiled baseline."""
@@ -241,7 +241,7 @@ class Case:
 
 
 def row_of(
-    case: str, variant: str, least: float, found: Distances, ms: dict[str, float], peak_mb: float
+    case: str, least: float, found: Distances, ms: dict[str, float], peak_mb: float
 ) -> Row:
     """The row of timed calls: launch or graph, whichever is faster, on both sides."""
     baseline = min(ms["baseline_eager"], ms["baseline_graph"])
@@ -256,13 +256,12 @@ def row_of(
             error_baseline=found.baseline,
             peak_mb=peak_mb,
         ),
-        variant,
     )
 
 
 def line(row: Row, found: Distances, ms: dict[str, float] | None = None) -> str:
     """One printed line; the distance is in those of five exact steps."""
-    name = row.case if row.variant == "auto" else f"{row.case} [{row.variant}]"
+    name = row.case
     if not row.ok or ms is None:
         return f"{name:<40} {found.worst:.3f} EXACT STEPS' DISTANCE OR OTHER BITS, not timed"
     return (
@@ -279,28 +278,21 @@ def measure(
     allowed: float,
     built: Built,
     compiled: Callable,
-    variant: str,
 ) -> tuple[Row, str]:
-    """Gate, then time; `variant` is the method that is asked for."""
-    case = Case(inputs, built, compiled, variant)
+    """Gate, then time."""
+    case = Case(inputs, built, compiled)
     distance = found(case.ours(0), case.baseline(0))
     if not distance.worst <= allowed:
-        row = failed(name, variant)
+        row = failed(name)
         return row, line(row, distance)
     peak_mb = case.peak_mb()
     case.capture()
     if not case.replay_repeats():
-        row = failed(name, variant)
+        row = failed(name)
         return row, line(row, distance)
     ms = medians(case.calls(), sets=len(inputs))
-    row = row_of(name, variant, least, distance, ms, peak_mb)
+    row = row_of(name, least, distance, ms, peak_mb)
     return row, line(row, distance, ms)
-
-
-def variants(built: Built, shape: Sequence[int], dtype) -> list[str]:
-    """What a user gets; and the method that waits for this measurement, if that is another."""
-    text = built.package.explain("orthogonalize", shape=shape, dtype=dtype, device="cuda")
-    return ["auto"] + ["gram_polynomial"] * ("not measured yet" in text)
 
 
 def _measured(problem: Problem, built: Built, compiled: Callable) -> Iterator[tuple[Row, str]]:
@@ -314,8 +306,7 @@ def _measured(problem: Problem, built: Built, compiled: Callable) -> Iterator[tu
     def found(ours, baseline) -> Distances:
         return distances(built.package, inputs[0], ours, baseline)
 
-    for variant in variants(built, problem.shape, inputs[0].dtype):
-        yield measure(problem.case, inputs, found, least, 1.02, built, compiled, variant)
+    yield measure(problem.case, inputs, found, least, 1.02, built, compiled)
 
 
 def _compiled_anew() -> Callable:
@@ -349,10 +340,7 @@ def _zoo_rows(built: Built) -> Iterator[tuple[Row, str]]:
 
         inputs = [x.clone() for _ in range(min(sets, 16))]
         least = floor_ms(bytes_moved=problem.bytes_moved, flops=problem.flops)
-        for variant in variants(built, x.shape, x.dtype):
-            gate = zoo.allowed(name)
-            case = f"zoo/{name}"
-            yield measure(case, inputs, found, least, gate, built, compiled, variant)
+        yield measure(f"zoo/{name}", inputs, found, least, zoo.allowed(name), built, compiled)
 
 
 def rows(built: Built) -> Iterator[tuple[Row, str]]:
@@ -371,7 +359,7 @@ def rows(built: Built) -> Iterator[tuple[Row, str]]:
 def summary(measured: Sequence[Row]) -> str:
     """The agreed mean: heavy rows of the listed shapes, what a user gets."""
     heavy = {problem.case for problem in listed() if problem.content == "heavy"}
-    shares = [r.fraction_of_floor for r in measured if r.case in heavy and r.variant == "auto"]
+    shares = [r.fraction_of_floor for r in measured if r.case in heavy]
     missing = len(heavy) - len([share for share in shares if share is not None])
     text = f"heavy rows: {geomean([s for s in shares if s is not None]):.1%} of the floor"
     return text + (f", {missing} of {len(heavy)} missing" if missing else "")

@@ -133,6 +133,15 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// The next kernel of the stream may take multiprocessors that this one has left; and this one must
+// not touch memory before the kernel before it has ended and all its writes are there.
+__device__ __forceinline__ void let_next_kernel_begin() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_kernel_before() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // Ordinary accesses to shared memory before it come before copies after it, also those of other
 // threads behind a barrier.
 __device__ __forceinline__ void fence_for_copies() {
@@ -179,6 +188,21 @@ __device__ __forceinline__ void store_fragments(uint32_t address, const uint32_t
                  "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                  : "memory");
   }
+}
+
+// One such matrix, transposed; lanes 0 to 7 give the addresses.
+__device__ __forceinline__ void store_fragment_transposed(uint32_t address, uint32_t x) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(address), "r"(x)
+               : "memory");
+}
+
+// A thread's pair of a symmetric 8 x 8 matrix, of which only the upper triangle is to count.
+__device__ __forceinline__ uint32_t upper_mirrored(uint32_t pair, int thread) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+  const int row = thread % 32 / 4, col = thread % 4 * 2;
+  const uint32_t lower = (row > col ? 0x0000ffffu : 0u) | (row > col + 1 ? 0xffff0000u : 0u);
+  return (transposed & lower) | (pair & ~lower);
 }
 
 }  // namespace optimizer::newton_schulz

@@ -7,13 +7,14 @@
 
 namespace optimizer::newton_schulz {
 
-// One consumer warpgroup's part of a tile: kPartRows x kCols elements, staged as blocks of 64 x 64.
+// One consumer warpgroup's part of a tile: kPartRows x kCols elements, staged as blocks of 64 x 64,
+// which leave by TMA. It cuts off what lies outside of the matrix, but in a row's last 16 bytes
+// only by the whole: blocks of rows that end inside of them are written by ordinary stores.
 //
-// Off the diagonal the part and its transpose leave by TMA, which cuts off what lies outside of the
-// matrix, but in its last 16 bytes only by the whole: a row that ends inside of them is written by
-// ordinary stores. So are parts that reach the diagonal, every element once: from the diagonal on as
-// computed, below it from the transpose, so that the triangles are equal bit for bit even where
-// A B^T is symmetric only up to rounding.
+// Of a symmetric result blocks above the diagonal leave twice, the second time transposed, and
+// blocks below it not at all. In a block on the diagonal the lower triangle is overwritten with the
+// upper one, so that the triangles are equal bit for bit even where A B^T is symmetric only up to
+// rounding.
 template <typename T, typename kTile, bool kSymmetric, typename Args>
 class Epilogue {
  public:
@@ -42,36 +43,26 @@ class Epilogue {
 
   __device__ __forceinline__ void store(const float (&sum)[kTile::kM][kTile::kCols / 2],
                                         const TileOrigin& origin) {
-    const bool above = !kSymmetric || origin.col >= origin.row + kTile::kPartRows;
-    uint32_t packed[kM][kJ][4];
     if (p_.reads_c) {
       barrier_wait(c_there_, c_parity_, "C");
       c_parity_ ^= 1;
-      finish<true>(packed, sum, origin, above);
+      finish<true>(sum, origin);
     } else {
       if (thread_ == 0) copy_out_wait_read();
       warpgroup_sync(barrier_);
-      finish<false>(packed, sum, origin, above);
+      finish<false>(sum, origin);
+    }
+    if (kSymmetric && origin.col < origin.row + kTile::kPartRows) {
+      warpgroup_sync(barrier_);
+      fold_diagonal(origin);
     }
     publish();
-    const bool whole_chunks = p_.n % 8 == 0 || origin.col + kTile::kCols <= p_.n;
-    if (above && whole_chunks) {
-      send(origin);
-    } else {
-      write_upper(origin);
-      if (!kSymmetric) publish();  // the next copy of C must not overtake these reads
-    }
-    if constexpr (kSymmetric) {
-      if (above && thread_ == 0) copy_out_wait_read();
-      warpgroup_sync(barrier_);
-      mirror(packed);
+    send(origin);
+    // Part of some row of blocks lies above the diagonal.
+    if (kSymmetric && origin.col + kTile::kCols > origin.row + kBlockSide) {
+      mirror(origin);
       publish();
-      if (above) {
-        send_mirrored(origin);
-      } else {
-        write_lower(origin);
-        publish();  // the next copy of C must not overtake these reads
-      }
+      send_mirrored(origin);
     }
   }
 
@@ -90,12 +81,12 @@ class Epilogue {
     warpgroup_sync(barrier_);
   }
 
-  // Sums and, in its place, C -> rounded values in the staging memory, and packed in registers.
+  // Sums and, in its place, C -> rounded values in the staging memory.
   template <bool kReadsC>
-  __device__ __forceinline__ void finish(uint32_t (&packed)[kM][kJ][4],
-                                         const float (&sum)[kM][kTile::kCols / 2],
-                                         const TileOrigin& origin, bool above) const {
+  __device__ __forceinline__ void finish(const float (&sum)[kM][kTile::kCols / 2],
+                                         const TileOrigin& origin) const {
     const symmetric::Scalars scalars(p_, origin.matrix, kReadsC);
+    const Element first = accumulator_element(thread_, 0);  // the others lie at fixed offsets
     uint32_t old[2][4] = {};
     if (kReadsC)
       symmetric::load_fragments<false>(old[0], staging_ + fragment_offset(thread_, 0, 0, kN));
@@ -108,6 +99,8 @@ class Epilogue {
           symmetric::load_fragments<false>(
               old[next % 2], staging_ + fragment_offset(thread_, next / kJ, next % kJ, kN));
         }
+        const bool diagonal = on_diagonal(origin, i, j / 4);
+        uint32_t packed[4];
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           const int at = fragment_register(j, q);
@@ -115,41 +108,90 @@ class Epilogue {
           *reinterpret_cast<uint32_t*>(c) = old[(next + 1) % 2][q];
           float x = scalars.scaled(sum[i][at], symmetric::widened(c[0]));
           float y = scalars.scaled(sum[i][at + 1], symmetric::widened(c[1]));
-          if (kSymmetric && !above) {
-            const Element element = accumulator_element(thread_, at);
-            const int here = origin.col + element.col - origin.row - i * 64 - element.row;
-            x = scalars.with_diagonal(x, here == 0);
-            y = scalars.with_diagonal(y, here == -1);
+          if (diagonal) {
+            const Element offset = accumulator_element(0, at);
+            const int here = first.row - first.col;
+            x = scalars.with_diagonal(x, here == offset.col % kBlockSide - offset.row);
+            y = scalars.with_diagonal(y, here == offset.col % kBlockSide + 1 - offset.row);
           }
-          packed[i][j][q] = symmetric::pack(symmetric::rounded<T>(x), symmetric::rounded<T>(y));
+          packed[q] = symmetric::pack(symmetric::rounded<T>(x), symmetric::rounded<T>(y));
         }
-        store_fragments<false>(staging_ + fragment_offset(thread_, i, j, kN), packed[i][j]);
+        if (diagonal && j % 4 == thread_ / 32) {
+          packed[0] = upper_mirrored(packed[0], thread_);
+          packed[3] = upper_mirrored(packed[3], thread_);
+        }
+        store_fragments<false>(staging_ + fragment_offset(thread_, i, j, kN), packed);
       }
     }
   }
 
-  // The transpose into the staging memory: kCols lines of kPartRows elements.
-  __device__ __forceinline__ void mirror(const uint32_t (&packed)[kM][kJ][4]) const {
+  // Whether block (i, block) of the part lies on the diagonal of the result.
+  static __device__ __forceinline__ bool on_diagonal(const TileOrigin& origin, int i, int block) {
+    return kSymmetric && origin.row + i * kBlockSide == origin.col + block * kBlockSide;
+  }
+
+  // The upper triangles of blocks on the diagonal over their lower ones. Matrices of 8 x 8 that the
+  // diagonal crosses are symmetric already.
+  __device__ __forceinline__ void fold_diagonal(const TileOrigin& origin) const {
+    const int warp = thread_ / 32;
+#pragma unroll 1
+    for (int block = 0; block < kM * kN; ++block) {
+      if (!on_diagonal(origin, block / kN, block % kN)) continue;
+      const uint32_t start = staging_ + block * kBlockBytes;
+#pragma unroll 1
+      for (int j = warp; j < kBlockSide / 16; ++j) {
+        uint32_t x[4];
+        symmetric::load_fragments<false>(x, start + fragment_offset(thread_, 0, j, 1));
+        if (j > warp) {
+          store_fragments<true>(start + mirrored_offset(thread_, 0, j, 1), x);
+        } else {
+          const int lane = 16 + thread_ % 8;  // of the matrix of rows 0-7 and columns 8-15
+          store_fragment_transposed(start + mirrored_offset(warp * 32 + lane, 0, j, 1), x[2]);
+        }
+      }
+    }
+  }
+
+  // The staged part -> the transpose of what lies above the diagonal: kCols lines of kPartRows.
+  __device__ __forceinline__ void mirror(const TileOrigin& origin) const {
+    uint32_t x[kM][kJ][4];
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
 #pragma unroll
       for (int j = 0; j < kJ; ++j) {
-        store_fragments<true>(staging_ + mirrored_offset(thread_, i, j, kM), packed[i][j]);
+        symmetric::load_fragments<false>(x[i][j], staging_ + fragment_offset(thread_, i, j, kN));
+      }
+    }
+    if (thread_ == 0) copy_out_wait_read();
+    warpgroup_sync(barrier_);
+#pragma unroll
+    for (int i = 0; i < kM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kJ; ++j) {
+        if (origin.col + j / 4 * kBlockSide > origin.row + i * kBlockSide) {
+          store_fragments<true>(staging_ + mirrored_offset(thread_, i, j, kM), x[i][j]);
+        }
       }
     }
   }
 
   __device__ __forceinline__ void send(const TileOrigin& origin) const {
-    if (thread_ != 0) return;
+    bool written = false;
 #pragma unroll 1
     for (int block = 0; block < kM * kN; ++block) {
       const int row = origin.row + block / kN * kBlockSide;
       const int col = origin.col + block % kN * kBlockSide;
-      if (row < p_.m && col < p_.n) {
-        copy_out(p_.out, staging_ + block * kBlockBytes, col, row, static_cast<int>(origin.matrix));
+      if (row >= p_.m || col >= p_.n || (kSymmetric && col < row)) continue;
+      const uint32_t source = staging_ + block * kBlockBytes;
+      if (p_.n % 8 != 0 && col + kBlockSide > p_.n) {
+        write(origin.matrix, row, col, source);
+        written = true;
+      } else if (thread_ == 0) {
+        copy_out(p_.out, source, col, row, static_cast<int>(origin.matrix));
       }
     }
-    copy_out_commit();
+    if (thread_ == 0) copy_out_commit();
+    if (written) publish();  // the next copy of C must not overtake these reads
   }
 
   __device__ __forceinline__ void send_mirrored(const TileOrigin& origin) const {
@@ -158,63 +200,32 @@ class Epilogue {
     for (int block = 0; block < kM * kN; ++block) {
       const int row = origin.row + block % kM * kBlockSide;
       const int col = origin.col + block / kM * kBlockSide;
-      if (row < p_.m && col < p_.n) {
+      if (row < col && col < p_.n) {
         copy_out(p_.out, staging_ + block * kBlockBytes, row, col, static_cast<int>(origin.matrix));
       }
     }
     copy_out_commit();
   }
 
-  __device__ __forceinline__ T* row_of(int64_t matrix, int row) const {
-    return static_cast<T*>(p_.out_data) + matrix * p_.out_batch + row * p_.out_row;
-  }
-
-  // Elements [from, to) of a staged chunk of 8 to `target`, which starts on 16 bytes.
-  static __device__ __forceinline__ void write_chunk(T* target, uint32_t source, int from, int to) {
-    if (from >= to) return;
-    alignas(16) T values[8];
-    uint4 bits;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-                 : "r"(source)
-                 : "memory");
-    if (to - from == 8) {
-      *reinterpret_cast<uint4*>(target) = bits;
-      return;
-    }
-    *reinterpret_cast<uint4*>(values) = bits;
+  // A staged block by ordinary stores, as far as it lies inside of the matrix.
+  __device__ __forceinline__ void write(int64_t matrix, int row, int col, uint32_t source) const {
+    constexpr int kChunks = kBlockSide / 8;
+    T* const out = static_cast<T*>(p_.out_data) + matrix * p_.out_batch;
+#pragma unroll 1
+    for (int i = thread_; i < kBlockSide * kChunks; i += kWarpgroup) {
+      const int line = i / kChunks, chunk = i % kChunks;
+      if (row + line >= p_.m) break;
+      alignas(16) T values[8];
+      uint4& bits = *reinterpret_cast<uint4*>(values);
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+                   : "r"(source + swizzled(line, chunk))
+                   : "memory");
+      T* const target = out + (row + line) * p_.out_row + col + chunk * 8;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      if (e >= from && e < to) target[e] = values[e];
-    }
-  }
-
-  // Columns from the diagonal on, or all
-  __device__ __forceinline__ void write_upper(const TileOrigin& origin) const {
-    constexpr int kChunks = kTile::kCols / 8;
-#pragma unroll 1
-    for (int i = thread_; i < kTile::kPartRows * kChunks; i += kWarpgroup) {
-      const int r = i / kChunks, chunk = i % kChunks;
-      const int row = origin.row + r, col = origin.col + chunk * 8;
-      if (row >= p_.m) break;
-      const uint32_t source =
-          staging_ + (r / 64 * kN + chunk / 8) * kBlockBytes + swizzled(r % 64, chunk % 8);
-      const int from = kSymmetric ? max(0, row - col) : 0;
-      write_chunk(row_of(origin.matrix, row) + col, source, from, min(8, p_.n - col));
-    }
-  }
-
-  // The transpose, up to the diagonal
-  __device__ __forceinline__ void write_lower(const TileOrigin& origin) const {
-    constexpr int kChunks = kTile::kPartRows / 8;
-#pragma unroll 1
-    for (int i = thread_; i < kTile::kCols * kChunks; i += kWarpgroup) {
-      const int r = i / kChunks, chunk = i % kChunks;
-      const int row = origin.col + r, col = origin.row + chunk * 8;
-      if (row >= p_.n) break;
-      const uint32_t source =
-          staging_ + (r / 64 * kM + chunk / 8) * kBlockBytes + swizzled(r % 64, chunk % 8);
-      write_chunk(row_of(origin.matrix, row) + col, source, 0, min(8, row - col));
+      for (int e = 0; e < 8; ++e) {
+        if (col + chunk * 8 + e < p_.n) target[e] = values[e];
+      }
     }
   }
 

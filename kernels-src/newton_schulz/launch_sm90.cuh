@@ -119,18 +119,21 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
   const auto kernel = product_kernel<T, kTile, kSymmetric, kARowsMajor, kBRowsMajor, Args>;
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       kTile::kSharedBytes));
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = kTile::kCluster;
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2]{};
+  // The kernel begins while the one before it ends, and waits before it touches memory.
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = kTile::kCluster;
+  attributes[1].val.clusterDim.y = 1;
+  attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(kTile::kCluster);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kTile::kSharedBytes;
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = kTile::kCluster > 1 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = kTile::kCluster > 1 ? 2 : 1;
   const int64_t resident =
       kTile::kCluster > 1 ? resident_blocks<kTile>(kernel, config, device) : processors_of(device);
   config.gridDim = dim3(static_cast<unsigned>(std::min(args.tiles, resident)));

@@ -137,6 +137,7 @@ template <typename T, typename kTile, bool kSymmetric, bool kARowsMajor, bool kB
           typename Args>
 __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_constant__ Args p) {
   extern __shared__ char shared[];
+  let_next_kernel_begin();
   const SharedMap<kTile> at(shared_offset(shared));
   if (threadIdx.x == 0) {
     prefetch_map(p.a);
@@ -159,6 +160,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
   } else {
     __syncthreads();
   }
+  wait_for_kernel_before();
   const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {
     give_registers<kProducerRegisters>();

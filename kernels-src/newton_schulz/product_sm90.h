@@ -32,7 +32,7 @@ struct Problem {
 
 // One tile shape. Its consumers are two warpgroups, which share a tile or take turns.
 // block_time, tile_time: microseconds of a multiprocessor per 64 of k, and per tile beside them,
-// fitted by tools/tune.py; 0 means not measured yet, and `auto` takes no such tile.
+// fitted by tools/tune.py on an H200; 0 means not measured, and `auto` takes no such tile.
 struct TileCost {
   const char* name;
   int rows;
@@ -43,15 +43,15 @@ struct TileCost {
 };
 
 // The positions are the numbers of the tiles; kernels/symmetric_matmul.py and kernels/matmul_add.py
-// repeat the names. Fill in the times to let `auto` take them.
-constexpr TileCost kSymmetricTiles[] = {{"sm90_128x256", 128, 256, 1, 0, 0},
-                                        {"sm90_128x256_pair", 128, 256, 2, 0, 0},
-                                        {"sm90_128x128", 128, 128, 1, 0, 0},
-                                        {"sm90_64x128", 64, 128, 1, 0, 0}};
-constexpr TileCost kMatmulAddTiles[] = {{"sm90_128x256", 128, 256, 1, 0, 0},
-                                        {"sm90_128x256_pair", 128, 256, 2, 0, 0},
-                                        {"sm90_256x128", 256, 128, 1, 0, 0},
-                                        {"sm90_128x128", 128, 128, 1, 0, 0}};
+// repeat the names.
+constexpr TileCost kSymmetricTiles[] = {{"sm90_128x256", 128, 256, 1, 0.6759, 10.981},
+                                        {"sm90_128x256_pair", 128, 256, 2, 0.9366, 10.914},
+                                        {"sm90_128x128", 128, 128, 1, 0.3687, 4.836},
+                                        {"sm90_64x128", 64, 128, 1, 0.2322, 2.547}};
+constexpr TileCost kMatmulAddTiles[] = {{"sm90_128x256", 128, 256, 1, 0.7687, 2.510},
+                                        {"sm90_128x256_pair", 128, 256, 2, 1.0662, 2.434},
+                                        {"sm90_256x128", 256, 128, 1, 0.7959, 2.808},
+                                        {"sm90_128x128", 128, 128, 1, 0.4065, 0.983}};
 
 // Tiles of a matrix are counted in 28 bits.
 constexpr int kLargestSide = 1 << 20;

@@ -95,7 +95,7 @@ struct Arguments {
   CUtensorMap out;
   Schedule schedule;
   int64_t tiles;      // of the whole batch, a multiple of the cluster
-  void* out_data;     // for tiles on the diagonal, which are written by ordinary stores
+  void* out_data;     // for blocks that are written by ordinary stores
   int64_t out_batch;  // strides in elements
   int64_t out_row;
   const float* scale;  // per matrix, or null

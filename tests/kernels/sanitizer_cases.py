@@ -27,8 +27,8 @@ from .test_apply_update import MODES, rounding_options
 from .test_nf4_dequant import DTYPES, STACKS, oracle
 
 
-def kernels() -> None:
-    """nf4_dequant over its stacks and dtypes, nf4_quantize, symmetric_matmul's tiles, lists."""
+def loaded():
+    """The package, from this checkout's build/."""
     import tomllib
     from kernels import get_kernel
 
@@ -36,7 +36,12 @@ def kernels() -> None:
 
     repo_id = tomllib.loads((ROOT / "build.toml").read_text())["general"]["hub"]["repo-id"]
     os.environ["LOCAL_KERNELS"] = f"{repo_id}={ROOT}"
-    opt = get_kernel(repo_id, version=1, trust_remote_code=True)
+    return get_kernel(repo_id, version=1, trust_remote_code=True)
+
+
+def kernels() -> None:
+    """nf4_dequant's stacks and dtypes, nf4_quantize, normalize, the products' tiles, lists."""
+    opt = loaded()
     device, count = torch.device("cuda"), 0
     for stack in STACKS:
         arguments = stack.arguments(device)
@@ -49,6 +54,7 @@ def kernels() -> None:
             assert out[2:].isnan().all()
             count += 1
     count += quantized_weights(opt)
+    count += normalized_slices(opt)
     count += symmetric_products(opt)
     count += dense_products(opt)
     count += list_ops(opt)
@@ -64,6 +70,31 @@ def quantized_weights(opt) -> int:
             for weight in (buffer[1:], buffer[1:].clone()):
                 packed, absmax = opt.nf4_quantize(weight, 64, backend="compiled")
                 assert packed.numel() == (numel + 1) // 2 and absmax.isfinite().all()
+                count += 1
+    return count
+
+
+def normalize() -> None:
+    """normalize alone."""
+    print(f"{normalized_slices(loaded())} cases, all right")
+
+
+def normalized_slices(opt) -> int:
+    """normalize: layouts and dtypes at odd shapes, in odd frames; the number of cases."""
+    device, count = torch.device("cuda"), 0
+    for rows, cols in ((1, 1), (3, 1030), (259, 5), (67, 257), (130, 132)):
+        for source in SYMMETRIC_DTYPES:
+            x = torch.randn(3, rows, cols).to(source)  # compared on the CPU, see list_ops
+            expected = x.double() / x.double().norm(dim=(1, 2), keepdim=True)
+            for pattern in ("padded", "transposed-padded", "shifted", "batch-inside"):
+                target, more = SYMMETRIC_DTYPES[count % 3], count % 4
+                pieces = [laid_out(part.to(device), pattern) for part in (x[:1], x[1:])]
+                frame = torch.full((3 + more, rows + more, cols + more), torch.nan).to(target)
+                out = opt.kernels.normalize(pieces, out=frame.to(device)).cpu()
+                inner = out[:3, :rows, :cols]
+                assert torch.allclose(inner.double(), expected, rtol=2.0**-7, atol=2.0**-24)
+                inner.zero_()
+                assert (out == 0).all()
                 count += 1
     return count
 
@@ -176,4 +207,4 @@ def planted() -> None:
 
 if __name__ == "__main__":
     assert os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1", "see the module's docstring"
-    {"kernels": kernels, "planted": planted}[sys.argv[1]]()
+    {"kernels": kernels, "normalize": normalize, "planted": planted}[sys.argv[1]]()

@@ -54,7 +54,7 @@ def config(submodule):
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm86", "sm90", "hip"])
-@pytest.mark.parametrize("direction", ["forward", "dx", "low_rank", "product"])
+@pytest.mark.parametrize("direction", ["forward", "dx", "dots", "low_rank", "product"])
 @pytest.mark.parametrize("element_bytes", [2, 4])
 def test_every_shape_has_a_tile_that_fits(config, arch, direction, element_bytes):
     """The predecessor's pruning left one tile of 32 x 32 or none; a tile is a pure function."""
@@ -66,7 +66,7 @@ def test_every_shape_has_a_tile_that_fits(config, arch, direction, element_bytes
                 assert config.fits(tile, shape), (shape, tile)
                 assert tile == config.choose(shape)
                 assert min(tile.rows, tile.columns, tile.depth) >= 16 and tile.stages >= 1
-                if direction in ("forward", "dx"):
+                if direction in ("forward", "dx", "dots"):
                     assert tile.rows == rows
 
 
@@ -101,8 +101,8 @@ def test_no_kernel_uses_atomics(submodule):
     """Two additions in an order that differs from run to run would differ in their last bits."""
     folder = Path(submodule("kernels").__file__).parent
     sources = [*folder.glob("*grouped*_triton.py"), *folder.glob("expert_sort_triton.py")]
-    sources += [*folder.glob("combine_triton.py"), *folder.glob("glu_triton.py")]
-    assert len(sources) >= 9
+    sources += [folder / f"{name}_triton.py" for name in ("_low_rank", "combine", "glu")]
+    assert len(sources) >= 10
     for source in sources:
         assert not re.search(r"\btl\.atomic", source.read_text()), source.name
 
@@ -183,7 +183,7 @@ def test_no_gathered_copy(launched):
 
 
 def test_factors_are_read_in_place(launched):
-    """Float32 factors under float16, B in PEFT's strides: neither is copied or converted."""
+    """Float32 factors under float16, B in PEFT's strides: launches get them as they are."""
     problem, seen = launched
     assert not problem["lora_b"].is_contiguous() and problem["lora_b"].dtype == torch.float32
     assert same_memory(seen["low_rank"][1], problem["lora_a"])

@@ -207,24 +207,19 @@ def test_explain_names_the_path(opt, module):
     assert opt.explain("matmul_add", device="cpu").startswith("torch: baddbmm; no kernel for cpu")
 
 
-@pytest.mark.parametrize(
-    ("measured", "expected"),
-    [(False, "torch: baddbmm; the sm90 tiles serve by name, not measured yet"), (True, "compiled")],
-)
-def test_only_measured_tiles_are_taken(module, monkeypatch, measured, expected):
+def test_half_precision_is_taken_with_strides_for_tma(module, monkeypatch):
     monkeypatch.setattr(module, "_serves", lambda _: True)
-    monkeypatch.setattr(module, "MEASURED", measured)
-    assert module.explain_matmul_add("cuda").startswith(expected)
+    assert module.explain_matmul_add("cuda").startswith("compiled")
     x = torch.zeros(2, 16, 16, dtype=torch.float16)
-    assert module._takes_compiled(x, x, None, x) is measured
-    assert module._takes_compiled(x, x.mT, x, x) is measured
+    assert module._takes_compiled(x, x, None, x)
+    assert module._takes_compiled(x, x.mT, x, x)
+    assert not module._takes_compiled(x.float(), x.float(), None, x.float())
 
 
 @pytest.mark.parametrize("name", ("a", "b", "c", "out"))
 def test_strides_that_tma_cannot_take_go_to_torch(module, monkeypatch, name):
     """Also float32, and C and out that are contiguous along different dimensions."""
     monkeypatch.setattr(module, "_serves", lambda _: True)
-    monkeypatch.setattr(module, "MEASURED", True)
     good = dict.fromkeys(("a", "b", "c", "out"), torch.zeros(2, 16, 16, dtype=torch.float16))
     assert module._takes_compiled(**good)
     buffer = torch.zeros(2, 16, 48, dtype=torch.float16)

@@ -172,7 +172,18 @@ STRIDES = {
 @pytest.mark.parametrize("leading", [(21,), (3, 7), (7, 1, 3)], ids=str)
 @pytest.mark.parametrize("strides", STRIDES)
 def test_leading_shapes_and_strides(moe, device, leading, strides):
-    """Any leading shape and strides of the three inputs, with the bits of contiguous (T, ...)."""
+    """Any leading shape and strides of the three inputs, with the bits of contiguous (T, ...).
+
+    On a GPU a compiled kernel sums the gates' gradient in the order of its threads, which follows
+    the strides that it is compiled for: the same numbers to float32's last digits.
+    """
+
+    def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+        if device.type == "cpu":
+            assert_same_bits(actual, expected)
+        else:
+            assert relative_error(actual, expected) < 1e-6
+
     problem = LayerProblem()
     layer = problem.module(moe, device)
     x, gates, grad = problem.inputs(device)
@@ -185,10 +196,10 @@ def test_leading_shapes_and_strides(moe, device, leading, strides):
     moved, weights = placed(x).requires_grad_(), placed(gates).requires_grad_()
     out = layer(moved, placed(ids), weights)
     assert out.shape == moved.shape
-    assert_same_bits(out.reshape(expected.shape), expected)
+    same(out.reshape(expected.shape), expected)
     found = torch.autograd.grad(out, (moved, weights), placed(grad))
     for ours, theirs in zip(found, torch.autograd.grad(expected, (x, gates), grad), strict=True):
-        assert_same_bits(ours.reshape(theirs.shape), theirs)
+        same(ours.reshape(theirs.shape), theirs)
 
 
 def test_one_state_for_all_tokens(moe, device):
@@ -273,7 +284,10 @@ def test_shapes_alone(moe):
 
 
 def test_a_function_of_your_own_between_the_projections(moe, device):
-    """What has no name is called as it is, on the whole gate_up output."""
+    """What has no name is called as it is, on the whole gate_up output.
+
+    torch rounds silu before the product with up; a fused activation need not.
+    """
     problem = LayerProblem()
     layer = problem.module(moe, device)
     x, gates, _ = problem.inputs(device)
@@ -287,7 +301,7 @@ def test_a_function_of_your_own_between_the_projections(moe, device):
         return torch.nn.functional.silu(gate) * up
 
     layer.layout = moe.ExpertsLayout(own)
-    assert_same_bits(layer(x, ids, gates), expected)
+    assert relative_error(layer(x, ids, gates), expected) < 1e-6
     assert seen == [(42, 40)]
 
 

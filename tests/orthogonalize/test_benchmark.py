@@ -92,9 +92,7 @@ def gated(entry, built, monkeypatch, ours=None, repeats=True):
     def found(mine, theirs):
         return entry.distances(built.package, inputs[0], mine, theirs)
 
-    return entry.measure(
-        problem.case, inputs, found, 1.0, 1.02, built, entry.polar_express_bf16, "auto"
-    )
+    return entry.measure(problem.case, inputs, found, 1.0, 1.02, built, entry.polar_express_bf16)
 
 
 def test_right_results_are_timed(entry, built, monkeypatch) -> None:
@@ -114,10 +112,3 @@ def test_wrong_results_are_not_timed(opt, entry, built, monkeypatch, fault) -> N
     row, line = gated(entry, built, monkeypatch, ours, repeats=fault != "replay")
     assert not row.ok and row.ms is None
     assert "not timed" in line
-
-
-def test_a_method_that_waits_for_its_measurement_gets_rows(opt, entry, built, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert entry.variants(built, (1, 64, 64), torch.float32) == ["auto", "gram_polynomial"]
-    waiting = SimpleNamespace(package=SimpleNamespace(explain=lambda *_, **__: "measured"))
-    assert entry.variants(waiting, (1, 64, 64), torch.float32) == ["auto"]

@@ -9,6 +9,7 @@ import torch
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
+HALF_SINGLE = (torch.float16, torch.float32)
 
 
 @pytest.fixture
@@ -51,8 +52,14 @@ def test_float64_is_kept(choose, capability) -> None:
         (1, 2, "gram_newton_schulz"),
     ],
 )
-@pytest.mark.parametrize("iterate_dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(("where", "steps"), [(GPU, 5), (CPU, 4), (CPU, 6)], ids=str)
+@pytest.mark.parametrize(
+    ("where", "steps", "iterate_dtype"),
+    [
+        (GPU, 5, torch.float32),
+        *((where, steps, dtype) for where, steps in ((GPU, 4), (CPU, 4), (CPU, 6)) for dtype in HALF_SINGLE),
+    ],
+    ids=str,
+)
 def test_gram_from_an_aspect_of_three_halves(
     choose, m, n, method, iterate_dtype, where, steps
 ) -> None:
@@ -90,17 +97,18 @@ def test_small_matrices_on_the_cpu_take_fewer_operations(choose) -> None:
         assert "not measured" not in choice.reason
 
 
-def test_a_path_that_never_ran_is_not_picked(opt, choose, capability) -> None:
-    """gram_polynomial on CUDA can be asked for; the table leaves it out until it is measured."""
+def test_cuda_takes_gram_polynomial_in_float16_alone(opt, choose, capability) -> None:
+    """It has been timed there; in float32, which nobody picks unasked, it has not."""
     capability(9, 0)
     for shape in ((512, 512), (512, 2048)):
         problem = {"dtype": torch.float32, "device": "cuda"}
-        assert choose.choose(*shape, **problem).method != "gram_polynomial"
+        choice = choose.choose(*shape, **problem)
+        assert (choice.method, choice.dtype) == ("gram_polynomial", torch.float16)
+        asked = {**problem, "iterate_dtype": torch.float32}
+        assert choose.choose(*shape, **asked).method != "gram_polynomial"
         assert "gram_polynomial can be asked for, it is not measured yet on cuda" in opt.explain(
-            "orthogonalize", shape=shape, **problem
+            "orthogonalize", shape=shape, **asked
         )
-        asked = choose.choose(*shape, **problem, method="gram_polynomial")
-        assert (asked.method, asked.dtype) == ("gram_polynomial", torch.float16)
 
 
 def test_bfloat16_is_never_iterated_on_a_gram_matrix(choose) -> None:
@@ -142,24 +150,43 @@ def test_the_batch_is_no_argument(choose) -> None:
 
 
 def test_slices_do_not_depend_on_the_batch(submodule) -> None:
+    """Where torch's products serve; their bits would."""
     slice_for = submodule("orthogonalize.batch").slice_for
-    assert list(inspect.signature(slice_for).parameters) == ["r", "c", "device_type"]
+    assert "batch" not in inspect.signature(slice_for).parameters
     for shape in ((1, 1), (33, 65), (768, 3072), (4096, 14336), (1, 10**7)):
-        cpu, cuda = slice_for(*shape, "cpu"), slice_for(*shape, "cuda")
+        cpu, cuda = (slice_for(*shape, torch.float32, where) for where in (CPU, GPU))
         assert (cpu.matrices, cpu.rows, cpu.columns) == (1, *shape)
         assert cuda.rows % 8 == 0 and 0 <= cuda.rows - shape[0] < 8
         assert cuda.columns % 8 == 0 and 0 <= cuda.columns - shape[1] < 8
         elements = cuda.rows * cuda.columns * cuda.matrices
         assert cuda.matrices == 1 or elements <= 16 * 2**20
+        assert cpu.full and cuda.full and cuda.at_once(1) == cuda.matrices
+
+
+def test_free_slices_share_the_batch_evenly(submodule, monkeypatch) -> None:
+    """Where the compiled products serve: no matrix that nobody asked for, and bounded memory."""
+    batch = submodule("orthogonalize.batch")
+    monkeypatch.setattr(batch, "batch_is_free", lambda dtype, device: True)
+    for m, n in ((64, 64), (768, 3072), (2048, 8192), (8192, 8192)):
+        free = batch.slice_for(n, m, torch.float16, GPU)
+        used = free.matrices * 2 * (2 * m * n + 4 * m * m)
+        assert free.matrices == 1 or used <= 512 * 2**20
+        for count in (1, 2, 7, 1000):
+            at_once = free.at_once(count)
+            slices = -(-count // at_once)
+            assert at_once <= free.matrices and slices == -(-count // free.matrices)
+            assert slices * at_once - count < slices
 
 
 def test_explain_says_what_why_and_how_much(opt, choose, capability) -> None:
     capability(9, 0)
     text = opt.explain("orthogonalize", shape=(24, 768, 3072), dtype=torch.float32, device="cuda")
-    for part in ("gram_newton_schulz", "5 steps", "float16", "step 3", "1.5", "FLOP", "ms"):
+    for part in ("gram_polynomial", "5 steps", "float16", "FLOP", "ms"):
         assert part in text, f"{part!r} missing in: {text}"
-    assert "2.72e+10" in text  # 8 m^2 n + 28 m^3
+    assert "2.36e+10" in text  # 8 m^2 n + 20 m^3
     assert "batch of 24, 4 at a time" in text
+    asked = {"dtype": torch.float32, "device": "cuda", "method": "gram_newton_schulz"}
+    assert "before step 3" in opt.explain("orthogonalize", shape=(24, 768, 3072), **asked)
     assert "floor (790 TFLOP/s, 4.3 TB/s) for five steps is 0.523 ms" in text
     predicted = choose.predicted_ms(768, 3072, 24, torch.float32, "cuda")
     assert f"{predicted:.3g} ms on an H200" in text

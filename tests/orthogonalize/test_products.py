@@ -115,14 +115,20 @@ def test_cpu_products_stay_dense(products) -> None:
     ids=str,
 )
 def test_explain_says_which_products_run(opt, products, submodule, monkeypatch, m, n, dtype, words):
-    """On CUDA, where "auto" takes the methods of five steps."""
+    """With the instructions of sm_80, and with Hopper's."""
     served = submodule("kernels.symmetric_matmul").DTYPES
     monkeypatch.setattr(products, "runs_compiled", lambda device, dtype: dtype in served)
     problem = {"shape": (m, n), "dtype": dtype, "device": "cuda", "iterate_dtype": dtype}
-    assert words in opt.explain("orthogonalize", **problem)
+    method = "polar_express" if m == n else "gram_newton_schulz"
+    assert words in opt.explain("orthogonalize", **problem, method=method)
     if "by symmetric_matmul" in words:
         text = opt.explain("orthogonalize", **problem, method="gram_polynomial")
         assert "M^2 by symmetric_matmul" in text
+    monkeypatch.setattr(products, "runs_dense_compiled", lambda device, dtype: dtype == HALF)
+    monkeypatch.setattr(submodule("orthogonalize.choose"), "batch_is_free", products.batch_is_free)
+    if dtype == HALF:
+        text = opt.explain("orthogonalize", **problem, method=method)
+        assert ("X X^T" if m <= n else "X^T X") in text and "the others matmul_add" in text
 
 
 @pytest.mark.gpu

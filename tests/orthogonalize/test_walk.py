@@ -46,14 +46,14 @@ LAYOUTS = {
 def test_no_whole_copy_of_input_or_output(batch, monkeypatch, layout, kind) -> None:
     """Slices of four matrices stand for CUDA's, so that pieces meet in one buffer."""
     if kind == "cuda":
-        monkeypatch.setattr(batch, "slice_for", lambda r, c, device: batch.Slice(4, 16, 24))
+        monkeypatch.setattr(batch, "slice_for", lambda r, c, dtype, device: batch.Slice(4, 16, 24))
     x = torch.randn(5, 3, 10, 24, generator=torch.Generator().manual_seed(0))
     wanted = x / torch.linalg.matrix_norm(x, keepdim=True)
     view = LAYOUTS[layout](x)
     assert torch.equal(view, x)
     out = LAYOUTS[layout](torch.empty_like(x))
     with LargestAllocation() as largest:
-        batch.walk(view, out, torch.float32, 1.0, lambda x: x)
+        batch.walk(view, out, torch.float32, 1.0, lambda x, last: x)
     torch.testing.assert_close(out, wanted)
     assert 0 < largest.elements <= 4 * 16 * 24
 

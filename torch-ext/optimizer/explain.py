@@ -13,6 +13,7 @@ from .kernels import _lists, _moe_paths
 from .kernels.matmul_add import explain_matmul_add
 from .kernels.nf4_dequant import explain_nf4_dequant
 from .kernels.nf4_quantize import explain_nf4_quantize
+from .kernels.normalize import explain_normalize
 from .kernels.symmetric_matmul import explain_symmetric_matmul
 from .orthogonalize.choose import explain as explain_orthogonalize
 
@@ -38,6 +39,7 @@ EXPLAINERS = {
     "matmul_add": explain_matmul_add,
     "nf4_dequant": explain_nf4_dequant,
     "nf4_quantize": explain_nf4_quantize,
+    "normalize": explain_normalize,
     **dict.fromkeys(("expert_sort", "grouped_lora_linear", "combine", "glu"), _moe_paths.explain),
     **{op: functools.partial(_lists.explain, op) for op in ("momentum", "apply_update", "adamw")},
 }
@@ -48,7 +50,7 @@ def explain(op: str, **problem: Any) -> str:
 
     Args:
         op: "orthogonalize", "symmetric_matmul", "matmul_add", "nf4_dequant", "nf4_quantize",
-            "momentum", "apply_update", "adamw", or of the experts "expert_sort",
+            "normalize", "momentum", "apply_update", "adamw", or of the experts "expert_sort",
             "grouped_lora_linear", "combine", "glu".
         **problem: orthogonalize: `shape` (..., m, n), `dtype` and `device` of the input, optionally
             `steps`, `method` and `iterate_dtype`; the others: `device`, those of the experts also

@@ -15,6 +15,7 @@ from .matmul_add import explain_matmul_add, matmul_add
 from .momentum import momentum
 from .nf4_dequant import explain_nf4_dequant, nf4_dequant
 from .nf4_quantize import explain_nf4_quantize, nf4_quantize
+from .normalize import explain_normalize, normalize
 from .symmetric_matmul import explain_symmetric_matmul, symmetric_matmul
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "explain_matmul_add",
     "explain_nf4_dequant",
     "explain_nf4_quantize",
+    "explain_normalize",
     "explain_symmetric_matmul",
     "glu",
     "grouped_lora_dab",
@@ -37,5 +39,6 @@ __all__ = [
     "momentum",
     "nf4_dequant",
     "nf4_quantize",
+    "normalize",
     "symmetric_matmul",
 ]

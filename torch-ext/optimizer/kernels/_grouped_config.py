@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-DIRECTIONS = ("forward", "dx", "low_rank", "product")
+DIRECTIONS = ("forward", "dx", "dots", "low_rank", "product")  # dots: dx and the gates' gradient
 
 # Shared memory that one block may take, in bytes: CUDA C++ Programming Guide, table of compute
 # capabilities (less 1 KiB that the system keeps). An unknown architecture counts as the smallest.
@@ -39,6 +39,7 @@ class Tile:
     depth: int
     warps: int
     stages: int
+    descriptors: int = 0  # 1: weights, 2: also rows in expert order, where their strides allow it
 
     def shared_memory(self, element_bytes: int) -> int:
         """Bytes of the operand tiles in flight, which is what Triton's pipeline allocates."""
@@ -58,7 +59,7 @@ _GENERAL = {
     (128, 4): (64, 32, 8, 3),
 }
 # Where experts fill such tiles the product is bound by the tensor cores: the widest accumulator.
-# Forward alone: with the gates' gradient in the epilogue ptxas spills 192 bytes per thread.
+# Not with the gates' gradient in the epilogue, where ptxas spills 192 bytes per thread.
 _WIDE = Tile(rows=128, columns=256, depth=64, warps=8, stages=3)
 _WIDE_FROM_COLUMNS = 2048
 _WIDE_ARCHS = ("sm90", "sm100")
@@ -69,6 +70,7 @@ MEASURED: dict[Shape, Tile] = {}
 
 GROUP = 8  # row tiles that walk the columns together, so that they share an expert's weights in L2
 MAX_BLOCK_RANK = 64  # wider ranks take several steps
+SPAN = 2048  # of K; a longer sum is cut into parts, so that few tiles of rows fill the device
 
 
 def block_rank(rank: int) -> int:
@@ -101,6 +103,12 @@ def choose(shape: Shape) -> Tile:
     return tile
 
 
+def span(depth: int, tile: Tile) -> int:
+    """How much of K one program of low_rank sums: parts of about SPAN, whole steps of the tile."""
+    parts = max(depth // SPAN, 1)
+    return -(-depth // (parts * tile.depth)) * tile.depth
+
+
 def _general(shape: Shape) -> Tile:
     narrow = shape.element_bytes == 2
     if shape.direction == "product":  # rows: of the result's left side; depth: expert rows per step
@@ -115,6 +123,6 @@ def _general(shape: Shape) -> Tile:
     if narrow and shape.rows == _WIDE.rows:
         if shape.arch not in _WIDE_ARCHS:
             columns = _NARROW_COLUMNS
-        elif shape.direction == "forward" and shape.columns >= _WIDE_FROM_COLUMNS:
+        elif shape.direction != "dots" and shape.columns >= _WIDE_FROM_COLUMNS:
             return _WIDE
     return Tile(shape.rows, columns, depth, warps, stages)

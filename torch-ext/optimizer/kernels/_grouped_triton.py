@@ -1,6 +1,5 @@
-"""The Triton kernels of the grouped products; `grouped_lora_*_triton` compose them.
+"""The Triton kernels of the grouped products; with `_low_rank_triton` what the paths compose.
 
-_low_rank         out (R, r) = s x F_e^T: one program per (tile of rows, block of the rank)
 _grouped_product  out = x W_e + low F_e + b_e: one program per (tile of rows, tile of columns)
 _expert_product   out (E, a, b) = sum g left^T right: one program per (expert, tile of a, tile of b)
 _expert_sum       out (E, b) = sum g right: one program per (expert, tile of b)
@@ -30,57 +29,17 @@ def _source(rows, inside, slots, FAN: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, total, WIDEN: tl.constexpr):
-    """total + a b in float32; WIDEN because the interpreter multiplies the bits of bfloat16."""
+    """total + a b in float32; WIDEN because the interpreter multiplies the bits of bfloat16.
+
+    float32 operands run on the FMA units, which round every addition: a step is summed on its own,
+    so that the rounding errors of a long sum do not all pass through one chain of additions. The
+    product with 1 keeps the compiler from folding the two sums into one.
+    """
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    if a.dtype == tl.float32:
+        return tl.fma(tl.dot(a, b, input_precision="ieee"), 1.0, total)
     return tl.dot(a, b, total, input_precision="ieee")
-
-
-@triton.jit
-def _low_rank(  # noqa: PLR0913
-    x,  # rows of K
-    factor,  # (E, r, K)
-    slots,  # (R,)
-    tiles,  # (bound, 3)
-    out,  # (R, r), contiguous
-    K,
-    rank,
-    experts,
-    x_row,
-    x_col,
-    factor_expert,
-    factor_rank,
-    factor_col,
-    scaling,
-    FAN: tl.constexpr,
-    SCATTER: tl.constexpr,
-    WIDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    tile = tl.program_id(0).to(tl.int64)
-    ranks = (tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-    expert = tl.load(tiles + 3 * tile)
-    if expert < 0:
-        return
-    rows = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
-    inside = rows < tl.load(tiles + 3 * tile + 2)
-    at_x = x + _source(rows, inside, slots, FAN)[:, None] * x_row
-    at_factor = factor + expert * factor_expert + ranks[None, :] * factor_rank
-    total = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    depth = tl.where(expert < experts, K, 0)
-    for start in range(0, depth, BLOCK_K):
-        k = (start + tl.arange(0, BLOCK_K)).to(tl.int64)
-        x_mask = inside[:, None] & (k[None, :] < K)
-        factor_mask = (k[:, None] < K) & (ranks[None, :] < rank)
-        values = tl.load(at_x + k[None, :] * x_col, mask=x_mask, other=0.0)
-        weights = tl.load(at_factor + k[:, None] * factor_col, mask=factor_mask, other=0.0)
-        total = _dot(values, weights.to(values.dtype), total, WIDEN)
-    target = _source(rows, inside, slots, 1) if SCATTER else rows
-    at_out = out + target[:, None] * rank + ranks[None, :]
-    value = (scaling * total).to(out.dtype.element_ty)
-    tl.store(at_out, value, mask=inside[:, None] & (ranks[None, :] < rank))
 
 
 @triton.jit
@@ -93,10 +52,21 @@ def _tile_of(program, tile_count, column_tiles, GROUP: tl.constexpr):
     return first + inner % size, inner // size
 
 
+@triton.jit
+def _described(
+    weight, expert, k, n, DESCRIBED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The tile (BLOCK_K, BLOCK_N) of an expert at (k, n); what lies outside the stack is zero."""
+    e, n = expert.to(tl.int32), n.to(tl.int32)
+    if DESCRIBED == "K":  # stored (E, N, K)
+        return tl.reshape(weight.load([e, n, k]), (BLOCK_N, BLOCK_K)).T
+    return tl.reshape(weight.load([e, k, n]), (BLOCK_K, BLOCK_N))
+
+
 @triton.jit(do_not_specialize=["total_rows", "tile_count"])
 def _grouped_product(  # noqa: PLR0913
-    x,  # rows of K
-    weight,  # (E, K, N)
+    x,  # rows of K, or their tensor descriptor
+    weight,  # (E, K, N), or its tensor descriptor
     low,  # (R, r) in expert order, contiguous, if LORA
     factor,  # (E, r, N) if LORA
     bias,  # (E, N) if BIAS
@@ -134,6 +104,10 @@ def _grouped_product(  # noqa: PLR0913
     DOTS: tl.constexpr,
     STORES: tl.constexpr,
     WIDEN: tl.constexpr,
+    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
+    EVEN_N: tl.constexpr,
+    DESCRIBED: tl.constexpr,  # weight is a descriptor: "K" or "N" is what lies together; or ""
+    ROWS_DESCRIBED: tl.constexpr,  # x is a descriptor, in expert order
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -144,20 +118,37 @@ def _grouped_product(  # noqa: PLR0913
     expert = tl.load(tiles + 3 * tile)
     if expert < 0:
         return
-    rows = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
+    first = tl.load(tiles + 3 * tile + 1)
+    rows = first + tl.arange(0, BLOCK_M)
     inside = rows < tl.load(tiles + 3 * tile + 2)
     columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     within = columns < N
-    at_x = x + _source(rows, inside, slots, FAN)[:, None] * x_row
-    at_weight = weight + expert * weight_expert + columns[None, :] * weight_n
+    k = tl.arange(0, BLOCK_K).to(tl.int64)
+    if not ROWS_DESCRIBED:
+        at_x = x + _source(rows, inside, slots, FAN)[:, None] * x_row + k[None, :] * x_col
+    if DESCRIBED == "":
+        at_weight = weight + expert * weight_expert + columns[None, :] * weight_n
+        at_weight += k[:, None] * weight_k
+    x_step, weight_step = tl.full((), x_col, tl.int64), tl.full((), weight_k, tl.int64)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     known = expert < experts
     for start in range(0, tl.where(known, K, 0), BLOCK_K):
-        k = (start + tl.arange(0, BLOCK_K)).to(tl.int64)
-        x_mask = inside[:, None] & (k[None, :] < K)
-        values = tl.load(at_x + k[None, :] * x_col, mask=x_mask, other=0.0)
-        weight_mask = (k[:, None] < K) & within[None, :]
-        weights = tl.load(at_weight + k[:, None] * weight_k, mask=weight_mask, other=0.0)
+        if ROWS_DESCRIBED:  # rows of the next expert come along and are not stored
+            values = x.load([first.to(tl.int32), start])
+        elif EVEN_K:
+            values = tl.load(at_x + start * x_step, mask=inside[:, None], other=0.0)
+        else:
+            x_mask = inside[:, None] & (k[None, :] < K - start)
+            values = tl.load(at_x + start * x_step, mask=x_mask, other=0.0)
+        if DESCRIBED != "":
+            weights = _described(
+                weight, expert, start, column_tile * BLOCK_N, DESCRIBED, BLOCK_N, BLOCK_K
+            )
+        elif EVEN_K and EVEN_N:
+            weights = tl.load(at_weight + start * weight_step)
+        else:
+            weight_mask = (k[:, None] < K - start) & within[None, :]
+            weights = tl.load(at_weight + start * weight_step, mask=weight_mask, other=0.0)
         total = _dot(values, weights, total, WIDEN)
     if LORA:
         at_low = low + rows[:, None] * rank

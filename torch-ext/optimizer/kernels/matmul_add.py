@@ -1,15 +1,16 @@
 """matmul_add: s (alpha A B + beta C), the dense products of an iteration: Q X and a X + B X.
 
 path     | op              | source                           | taken
-compiled | matmul_add      | kernels-src/newton_schulz/*sm90* | capability 9.0, by a tile's name
+compiled | matmul_add      | kernels-src/newton_schulz/*sm90* | capability 9.0, half precision
 torch    | matmul_add_auto | torch's baddbmm or bmm           | everything else
 
-The compiled path was not measured yet, so `auto` does not take it: see MEASURED. The pick looks at
-addresses, so it is made inside of an op, which torch.compile does not look into.
+The compiled path needs strides that TMA can take. The pick looks at addresses, so it is made inside
+of an op, which torch.compile does not look into; `product` is for callers that are inside of one.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -24,7 +25,7 @@ from ._operands import as_batch, check_dense, check_out, check_scalars, check_sc
 TILES = ("sm90_128x256", "sm90_128x256_pair", "sm90_256x128", "sm90_128x128")
 AUTO = -1
 # Whether that table has times, so that `auto` may take the compiled path.
-MEASURED = False
+MEASURED = True
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -48,6 +49,22 @@ def _auto(
     beta: float,
     scale: Tensor | None = None,  # (B,)
 ) -> None:
+    product(a, b, c, out, alpha, beta, scale)
+
+
+_auto.register_fake(lambda *_, **__: None)
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    out: Tensor,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    scale: Tensor | None = None,
+) -> None:
+    """`matmul_add` of (B, ., .) operands into `out`, unchecked."""
     if _takes_compiled(a, b, c, out):
         ops.matmul_add(a, b, c, out, alpha, beta, AUTO, scale)
         return
@@ -63,9 +80,12 @@ def _auto(
     out.copy_(value)
 
 
-_auto.register_fake(lambda *_, **__: None)
+def runs_compiled(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the compiled kernel serves tensors of this dtype, if TMA can take their strides."""
+    return MEASURED and dtype in HALF_PRECISION and _serves(device)
 
 
+@functools.cache
 def _serves(device: torch.device) -> bool:
     name = add_op_namespace_prefix("matmul_add")
     return (
@@ -76,7 +96,7 @@ def _serves(device: torch.device) -> bool:
     )
 
 
-def _by_tma(x: Tensor | None) -> bool:
+def by_tma(x: Tensor | None) -> bool:
     """Whether TMA can take x (B, rows, cols): `fits_tensor_map` of product_sm90.h."""
     if x is None:
         return True
@@ -94,12 +114,10 @@ def _by_tma(x: Tensor | None) -> bool:
 def _takes_compiled(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor) -> bool:
     """Whether `auto` runs the compiled op. The batch has no say: it must not change a bit."""
     return (
-        MEASURED
-        and a.dtype in HALF_PRECISION
+        runs_compiled(a.device, a.dtype)
         and min(a.shape) > 0
         and b.shape[-1] > 0
-        and _serves(a.device)
-        and all(_by_tma(x) for x in (a, b, c, out))
+        and all(by_tma(x) for x in (a, b, c, out))
         and (c is None or (c.stride(-1) == 1) == (out.stride(-1) == 1))
     )
 
@@ -116,8 +134,6 @@ def explain_matmul_add(device: torch.device | str) -> str:
     device = torch.device(device)
     if not _serves(device):
         return f"torch: baddbmm; no kernel for {device.type} tensors but on capability 9.0"
-    if not MEASURED:
-        return "torch: baddbmm; the sm90 tiles serve by name, not measured yet"
     return "compiled: TMA and wgmma, half precision with strides that TMA can take; else torch"
 
 

@@ -10,8 +10,7 @@ triton    | symmetric_matmul_triton    | symmetric_matmul_triton.py          | o
 reference | symmetric_matmul_reference | reference/symmetric_matmul.py       | everything else
 
 The compiled op has two families of tiles: mma.sync for every GPU from 8.0 on, and TMA with wgmma
-for capability 9.0 ("sm90_..."). The second was not measured yet, so `auto` does not take it: see
-MEASURED.
+for capability 9.0 ("sm90_..."), which `auto` takes in half precision where TMA can read the strides.
 """
 
 from __future__ import annotations
@@ -67,6 +66,7 @@ def _has_compiled(key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
+@functools.cache
 def _serves(device: torch.device) -> bool:
     return (
         device.type == "cuda"
@@ -83,8 +83,7 @@ def _pick(device: torch.device) -> Path:
             capability = torch.cuda.get_device_capability(device)
             reason = f"CUDA kernel, capability {capability[0]}.{capability[1]}"
             if capability == (9, 0):
-                how = "for half precision" if MEASURED else "by name, not measured yet"
-                reason += f"; sm90 tiles {how}"
+                reason += "; sm90 tiles for half precision"
             return Path("compiled", reason)
         if importlib.util.find_spec("triton") is not None:
             return Path("triton", f"{torch.cuda.get_device_name(device)} has no compiled kernel")
@@ -197,7 +196,7 @@ def symmetric_matmul(
 
 # Whether kSymmetricTiles of kernels-src/newton_schulz/product_sm90.h has times, so that `auto` may
 # take its tiles; a test compares the two.
-MEASURED = False
+MEASURED = True
 # The compiled op's table picks the tile; tests and measurements name one, by its position here:
 # three of symmetric_matmul.cu, then those of product_sm90.h.
 AUTO = -1

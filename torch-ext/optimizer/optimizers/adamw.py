@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import adamw as adamw_kernel
-from .host_state import AdamWWork
+from .device_state import AdamWWork
 from .layout import MAX_DIMS, shaped, written
 from .options import AdamWOptions
 from .parameters import local
@@ -23,7 +23,8 @@ def adamw(
 ) -> None:
     """One step for any number of tensors of any shapes; gradients are only read.
 
-    One call per device; float64, for which there is no kernel, has one of its own.
+    One call per device; float64, for which there is no kernel, has one of its own. Work that is
+    uniform is one call as it stands.
 
     Args:
         work: tensors, gradients and state, of one group.
@@ -31,21 +32,21 @@ def adamw(
         numbers: of the parameters in the optimizer.
         options: of the group.
     """
-    for members in _calls(work.tensors, work.grads):
-        of_call = [work.params[k] for k in members]
-        states = [work.states[k] for k in members]
-        firsts = [work.first[k] for k in members]
+    parts = [work]
+    if not work.uniform:
+        parts = [work.part(members) for members in _calls(work.tensors, work.grads)]
+    for part in parts:
         rounding = rounding_of(
             options,
-            of_call,
+            part.params,
             state,
-            lambda of_call=of_call, firsts=firsts: [
-                (param, numbers[param], first) for param, first in zip(of_call, firsts, strict=True)
+            lambda part=part: [
+                (param, numbers[param], first)
+                for param, first in zip(part.params, part.first, strict=True)
             ],
-            lambda k, states=states: local(states[k][RESIDUAL]),
+            lambda k, part=part: local(part.states[k][RESIDUAL]),
         )
-        tensors, grads = ([of_all[k] for k in members] for of_all in (work.tensors, work.grads))
-        _step(tensors, grads, states, options, rounding)
+        _step(part.tensors, part.grads, part.states, options, rounding, uniform=part.uniform)
 
 
 def adamw_on(
@@ -75,16 +76,20 @@ def _step(
     states: Sequence[Mapping[str, Tensor]],
     options: AdamWOptions,
     rounding: Rounding,
+    *,
+    uniform: bool = False,  # plain tensors of few dimensions
 ) -> None:
     lists = {
         "param": params,
         "grad": grads,
-        "exp_avg": [local(of_one["exp_avg"]) for of_one in states],
-        "exp_avg_sq": [local(of_one["exp_avg_sq"]) for of_one in states],
+        "exp_avg": [of_one["exp_avg"] for of_one in states],
+        "exp_avg_sq": [of_one["exp_avg_sq"] for of_one in states],
     }
+    if not uniform:
+        lists |= {name: [*map(local, lists[name])] for name in ("exp_avg", "exp_avg_sq")}
     residuals = kept = rounding.residuals
     used = lists
-    if any(param.ndim > MAX_DIMS for param in params):
+    if not uniform and any(param.ndim > MAX_DIMS for param in params):
         shapes = [(p.numel(),) if p.ndim > MAX_DIMS else p.shape for p in lists["param"]]
         used = {name: shaped(tensors, shapes) for name, tensors in lists.items()}
         kept = None if residuals is None else shaped(residuals, shapes)

@@ -34,6 +34,7 @@ class Piece:
     matrix: tuple[int, int]  # (m, n)
     first: int  # number of its first element in the parameter, row-major
     statistics: tuple[int, int]  # (start, length) in the flattened second_momentum_buffer
+    uncut: bool = False  # it is all of a parameter that is one matrix, and has all its statistics
 
     def view(self, tensor: Tensor) -> Tensor:
         """This piece of a tensor shaped like the parameter, as a view of any strides or itself."""
@@ -100,6 +101,7 @@ class Blocks:
                             offset + (e * self.heads + h) * per_block,
                             taken * blocks * per_block,
                         ),
+                        uncut=self.experts is None and self.heads == 1 and not self.split,
                     )
             row, offset = row + rows, offset + experts * self.heads * per_block
 

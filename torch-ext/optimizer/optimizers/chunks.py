@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ class Member:
     param: Tensor
     number: int  # of the parameter in the optimizer
     piece: Piece
+    state: Mapping[str, Tensor]  # of the parameter
 
     def view(self, tensor: Tensor) -> Tensor:
         """The piece of a tensor that is shaped and placed like the parameter."""
@@ -38,28 +40,48 @@ class Chunk:
     finished: frozenset[Tensor]  # parameters of which no later chunk has a piece
     whole: bool  # every member is a whole plain matrix: nothing to cut, nothing to reshape
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         return self.members[0].param.device
+
+    @cached_property
+    def params(self) -> list[Tensor]:
+        """The parameter of every member."""
+        return [member.param for member in self.members]
 
     @property
     def matrices(self) -> int:
         return sum(member.piece.matrices for member in self.members)
 
-    def views(self, members: Sequence[Member], tensors: list[Tensor]) -> list[Tensor]:
-        """The pieces of tensors that are shaped like the parameters of these members."""
-        if self.whole and all(map(is_plain, tensors)):
+    def with_gradients(self) -> Chunk:
+        """The chunk without the members that have no gradient."""
+        present = tuple(member for member in self.members if member.param.grad is not None)
+        return replace(self, members=present)
+
+    def views(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The pieces of tensors that are shaped and placed like the parameters of the members."""
+        if self.whole:
             return tensors
-        return [member.view(tensor) for member, tensor in zip(members, tensors, strict=True)]
+        return [member.view(tensor) for member, tensor in zip(self.members, tensors, strict=True)]
+
+    def statistics(self, key: str) -> list[Tensor]:
+        """The pieces' parts of a factored second moment; those of whole matrices as they are."""
+        if self.whole:
+            return [member.state[key] for member in self.members]
+        return [member.piece.statistics_view(local(member.state[key])) for member in self.members]
 
 
 def plan_chunks(
-    parameters: Iterable[tuple[int, Tensor, Blocks]], *, contiguous: bool
+    parameters: Iterable[tuple[int, Tensor, Blocks]],
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+    *,
+    contiguous: bool,
 ) -> list[Chunk]:
     """Bucket the blocks of all parameters by shape and fill batches up to BATCH_BYTES, in order.
 
     Args:
         parameters: number in the optimizer, parameter, and the matrices it is cut into.
+        state: of the optimizer.
         contiguous: as of `Blocks.pieces`.
     """
     buckets: dict[tuple, list[Member]] = {}
@@ -69,7 +91,7 @@ def plan_chunks(
         dtype = torch.promote_types(param.dtype, torch.float32)
         for piece in blocks.pieces(BATCH_BYTES // dtype.itemsize, contiguous=contiguous):
             key = (piece.matrix, dtype, param.device)
-            buckets.setdefault(key, []).append(Member(param, number, piece))
+            buckets.setdefault(key, []).append(Member(param, number, piece, state[param]))
     batches = [
         (matrix, batch)
         for (matrix, dtype, _), members in buckets.items()
@@ -81,7 +103,9 @@ def plan_chunks(
             members=tuple(batch),
             matrix=matrix,
             finished=frozenset(m.param for m in batch if last[m.param] == i),
-            whole=all(is_plain(m.param) and m.param.shape == matrix for m in batch),
+            whole=all(
+                is_plain(m.param) and m.piece.uncut and m.param.shape == matrix for m in batch
+            ),
         )
         for i, (matrix, batch) in enumerate(batches)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +35,15 @@ class Format:
         return self.adamw_keys.get(option, option) if kind == ADAMW else option
 
     def keys(self, kind: str) -> list[str]:
-        return [self.key(kind, option) for option in option_names(OPTIONS[kind])]
+        return [key for _, key in self._keys_of_options[kind]]
+
+    @cached_property
+    def _keys_of_options(self) -> dict[str, list[tuple[str, str]]]:
+        """(field, key of a group) of every option, per kind."""
+        return {
+            kind: [(option, self.key(kind, option)) for option in option_names(options)]
+            for kind, options in OPTIONS.items()
+        }
 
     def kind(self, group: Mapping[str, Any], where: str = "group") -> str:
         """What `use_muon` or `kind` says: "muon" or "adamw"."""
@@ -80,7 +89,7 @@ class Format:
         """
         self.settle(group)
         kind = self.kind(group)
-        values = {name: group[self.key(kind, name)] for name in option_names(OPTIONS[kind])}
+        values = {name: group[key] for name, key in self._keys_of_options[kind]}
         if check_as is not None:
             OPTIONS[kind](**values).check(check_as)
         if isinstance(values["lr"], Tensor) and values["lr"].numel() == 1:

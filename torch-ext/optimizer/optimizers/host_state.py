@@ -12,7 +12,7 @@ piece of a parameter is a few contiguous runs. On other devices all copies are m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from .chunks import BATCH_BYTES, Chunk, Member
+from .device_state import AdamWWork, State
 from .parameters import is_dtensor, local
 
 # Small state that stays on the device: one number, and one per row or column.
 KEPT = frozenset({"step", "second_momentum_buffer", "rounding_step"})
 SLOTS = 3  # one arriving, one in use, one leaving
 ALIGNMENT = 256  # of the pieces in a slot, in bytes
-
-State = MutableMapping[Tensor, dict[str, Tensor]]
 
 
 def host_zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -48,57 +47,6 @@ def host_zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
 def travels(param: Tensor, key: str, value: Any) -> bool:
     """Whether offload moves an entry of a parameter's state."""
     return key not in KEPT and isinstance(value, Tensor) and value.shape == param.shape
-
-
-@dataclass(frozen=True, eq=False)
-class AdamWWork:
-    """What AdamW steps together, of one tensor per entry; state may be that of a DTensor."""
-
-    params: list[Tensor]  # of the optimizer
-    tensors: list[Tensor]  # what is here of them, or rows of that
-    grads: list[Tensor]
-    states: list[Mapping[str, Tensor]]
-    first: list[int]  # number of each tensor's first element in its parameter
-
-
-class OnDevice:
-    """State beside its parameters: a batch finds it there."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-
-    def batches(self, number: int, params: Sequence[Tensor]) -> list[Any]:
-        """What AdamW group `number` steps together; each entry of a batch has a `device`."""
-        return [params] if len(params) else []
-
-    def enter(self, work: Any) -> None:
-        """Before the first use of a batch's state."""
-
-    def leave(self, work: Any) -> None:
-        """After its last use."""
-
-    def piece(self, member: Member, key: str) -> Tensor:
-        """The part of a state tensor that belongs to a piece of its parameter."""
-        return member.view(self._state[member.param][key])
-
-    def pieces(self, chunk: Chunk, members: Sequence[Member], key: str) -> list[Tensor]:
-        """`piece` of every member."""
-        return chunk.views(members, [self._state[member.param][key] for member in members])
-
-    def adamw(self, batch: Sequence[Tensor]) -> AdamWWork:
-        """The parameters of a batch that have a gradient."""
-        params = [param for param in batch if param.grad is not None]
-        return AdamWWork(
-            params=params,
-            tensors=[local(param) for param in params],
-            grads=[local(param.grad) for param in params],
-            states=[self._state[param] for param in params],
-            first=[0] * len(params),
-        )
-
-    def finished(self, batch: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Parameters of which no later batch has a part."""
-        return batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -353,9 +301,12 @@ class InHostMemory:
                 room[param.device] -= size // len(parts)
         return [tuple(batch) for batch in batches]
 
-    def batches(self, number: int, params: Sequence[Tensor]) -> list[Any]:
+    def batches(self, number: int) -> list[Any]:
         batches = self._groups[number]
         return [b for b in batches if any(part.param.grad is not None for part in b)]
+
+    def device_of(self, batch: Sequence[Rows]) -> torch.device:
+        return batch[0].device
 
     def enter(self, work: Any) -> None:
         lane, of_lane = self._works[id(work)]
@@ -368,10 +319,10 @@ class InHostMemory:
     def piece(self, member: Member, key: str) -> Tensor:
         return self._here[member.param, key, member.piece]
 
-    def pieces(self, chunk: Chunk, members: Sequence[Member], key: str) -> list[Tensor]:
-        return [self.piece(member, key) for member in members]
+    def pieces(self, chunk: Chunk, key: str) -> list[Tensor]:
+        return [self.piece(member, key) for member in chunk.members]
 
-    def adamw(self, batch: Sequence[Rows]) -> AdamWWork:
+    def adamw(self, batch: Sequence[Rows], *, usual: bool) -> AdamWWork:
         parts = [part for part in batch if part.param.grad is not None]
         return AdamWWork(
             params=[part.param for part in parts],

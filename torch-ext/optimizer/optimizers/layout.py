@@ -35,5 +35,4 @@ def written(tensors: Sequence[Tensor], used: Sequence[Tensor]) -> None:
     for tensor, other in pairs:
         if other is not tensor and other.data_ptr() != tensor.data_ptr():
             tensor.copy_(other.view(tensor.shape))
-    tracked = [tensor for tensor in tensors if not tensor.is_inference()]
-    torch.autograd.graph.increment_version(tracked)
+    torch.autograd.graph.increment_version(tensors)  # which passes over inference tensors

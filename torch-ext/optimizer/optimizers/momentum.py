@@ -19,16 +19,16 @@ def momentum(
     mu: float,
     nesterov: bool,
     form: str,
+    whole: bool = False,  # every piece is known to be one matrix (m, n)
 ) -> Tensor:
     """Advance the buffers and return the directions (sum of B_i, m, n), float32 or float64.
 
     The result is new memory: neither a gradient nor a buffer is ever handed to the iteration. Every
     direction is written to its place in it.
     """
-    whole = all(grad.shape == matrix for grad in grads)
-    sizes = [matrix[0] * matrix[1] if whole else grad.numel() for grad in grads]
+    sizes = [] if whole else [grad.numel() for grad in grads]
     batch = torch.empty(
-        (sum(sizes) // (matrix[0] * matrix[1]), *matrix),
+        (len(grads) if whole else sum(sizes) // (matrix[0] * matrix[1]), *matrix),
         dtype=torch.promote_types(buffers[0].dtype, torch.float32),
         device=buffers[0].device,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -17,6 +18,9 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LR_RULES = ("match_rms_adamw", "original", "spectral")
 MOMENTUM_FORMS = ("heavy_ball", "ema")
 ROUNDINGS = ("nearest", "stochastic", "residual")
+
+# Of values that compare by == and that nobody changes in place.
+_PLAIN_KINDS = frozenset({bool, int, float, str, tuple, type(None), torch.dtype})
 
 LrRule = Callable[[Any, int, int], Any]
 
@@ -103,6 +107,7 @@ class AdamWOptions:
         _check_switch("none_grad", self.none_grad, where)
 
 
+@functools.cache
 def option_names(options: type) -> tuple[str, ...]:
     """The fields of MuonOptions or AdamWOptions."""
     return tuple(field.name for field in fields(options))
@@ -131,8 +136,11 @@ def fingerprint(options: MuonOptions | AdamWOptions) -> tuple[list[type], list[A
 
     Dicts are copied, so that a change inside one is seen. 5 and 5.0 are equal, hence the types.
     """
-    values = vars(options).values()
-    return list(map(type, values)), [
+    values = [*vars(options).values()]
+    kinds = [*map(type, values)]
+    if _PLAIN_KINDS.issuperset(kinds):
+        return kinds, values
+    return kinds, [
         (value.dtype, value.shape)
         if isinstance(value, Tensor)
         else value.copy()

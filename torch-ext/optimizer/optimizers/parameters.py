@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +9,6 @@ from torch import Tensor
 
 from .layout import MAX_DIMS
 from .options import FLOATING
-
-_usual = operator.attrgetter("__class__", "layout")
-_place = operator.attrgetter("shape", "device")
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -71,23 +66,6 @@ def check_format(tensor: Tensor, where: str) -> None:
         )
 
 
-def check_gradients(labelled: Sequence[tuple[str, Tensor]]) -> None:
-    """`check_gradient` of every parameter, fast where nothing is unusual."""
-    pairs = [(param, param.grad) for _, param in labelled]
-    usual = [
-        grad is None
-        or (
-            is_plain(param)
-            and _usual(grad) == (Tensor, torch.strided)
-            and _place(grad) == _place(param)
-        )
-        for param, grad in pairs
-    ]
-    if not all(usual) or any(grad.dtype not in FLOATING for _, grad in pairs if grad is not None):
-        for where, param in labelled:
-            check_gradient(param, where)
-
-
 def check_gradient(param: Tensor, where: str) -> None:
     """Raise if a gradient cannot be used. It may have another precision than its parameter."""
     grad = param.grad
@@ -111,15 +89,3 @@ def check_gradient(param: Tensor, where: str) -> None:
 
 def _placing(tensor: Tensor) -> str:
     return str(tuple(tensor.placements)) if is_dtensor(tensor) else "a plain tensor"
-
-
-def check_rate(lr: Any, labelled: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError if a Tensor lr cannot be used on the devices of all parameters."""
-    if not isinstance(lr, Tensor) or lr.device.type == "cpu":
-        return
-    for where, param in labelled:
-        if lr.device != param.device:
-            raise ValueError(
-                f"{where}: lr is on {lr.device}, the parameter on {param.device}; move lr there, "
-                "or to the CPU, or put the parameters into one group per device"
-            )

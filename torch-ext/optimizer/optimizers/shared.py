@@ -109,11 +109,6 @@ class Shared:
         return [of_all + own for of_all, own in zip(self.chunks, self.home, strict=True)]
 
 
-def placement_of(param: Tensor) -> tuple[Any, ...]:
-    """What a plan depends on besides shape, dtype and device; () for a tensor of this process."""
-    return (param.placements, param.device_mesh) if is_dtensor(param) else ()
-
-
 def layout_on(param: Tensor, team: Team) -> Layout:
     """How the ranks of a team hold a parameter; a plain one is the same on all of them."""
     shape = tuple(param.shape)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..distributed import Future, Ready
 from ..kernels import apply_update
@@ -22,6 +21,7 @@ from .parameters import local
 from .rounding import RESIDUAL
 from .shared import SharedChunk
 from .state import STATISTICS
+from .timing import stage
 from .update import Rate
 
 # Exponents of the largest element of a matrix that has none, and of one that is not finite.
@@ -51,39 +51,39 @@ def step_shared(
         remaining: per parameter the chunks that still need its gradient; counted down here.
     """
     present = [member.param.grad is not None for member in chunk.members]
-    with record_function("muon::momentum"):
+    with stage("muon::momentum"):
         outbox = _directions(chunk, options, state, present)
         for param in chunk.params:
             remaining[param] -= 1
             if options.none_grad and not remaining[param]:
                 param.grad = None
-    with record_function("muon::launch_gather"):
+    with stage("muon::launch_gather"):
         gathering = _gather(chunk, outbox)
         del outbox
     if chunk.communicates:
         yield
-    with record_function("muon::wait_gather"):
+    with stage("muon::wait_gather"):
         batch = _batch(chunk, gathering.wait())  # (B, m, n)
     message = chunk.route.answered.empty(chunk.device)
     if any(present[job] for job in chunk.route.owned):
-        with record_function("muon::newton_schulz"):
+        with stage("muon::newton_schulz"):
             orthogonal = orthogonalize(
                 batch, method=options.method, steps=options.ns_steps, dtype=options.dtype
             )  # (B, m, n)
         del batch, gathering
-        with record_function("muon::launch_scatter"):
+        with stage("muon::launch_scatter"):
             answer(chunk, chunk.route.owned, orthogonal, options, state, message)
         del orthogonal
     else:
         message.zero_()
-    with record_function("muon::launch_scatter"):
+    with stage("muon::launch_scatter"):
         scattering = launch_scatter(chunk, message)
         del message
     if chunk.communicates:
         yield
-    with record_function("muon::wait_scatter"):
+    with stage("muon::wait_scatter"):
         answers = scattering.wait()
-    with record_function("muon::update_params"):
+    with stage("muon::update_params"):
         apply(chunk, answers, rate, options, state, present)
 
 

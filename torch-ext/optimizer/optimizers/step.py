@@ -6,50 +6,36 @@ gradient -> momentum -> gather -> orthogonalize -> scatter -> update
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..orthogonalize import orthogonalize
 from .adamw import adamw
 from .blocks import Blocks, cut
 from .chunks import Chunk, plan_chunks
 from .clip_config import parse_clip_config
-from .host_state import InHostMemory, OnDevice
+from .device_state import OnDevice
+from .forms import Forms
+from .host_state import InHostMemory
 from .momentum import momentum
 from .offload import OffloadingOptimizer
 from .options import AdamWOptions, MuonOptions, fingerprint
-from .parameters import check_gradients, check_rate, is_dtensor, is_plain, label, local
+from .parameters import is_dtensor, label, local
 from .placing import rows_here
-from .qk_clip import Batch, Target, check_logits, clip, find_targets, plan_batches
+from .plan import Plan
+from .qk_clip import Target, check_logits, clip, find_targets, plan_batches
 from .report import report
 from .rounding import RESIDUAL, check_unreduced, count_step, rounding_of
-from .shared import Shared, placement_of
+from .shared import Shared
 from .sharing import Sharing
-from .state import Slot, layout_of, slots_of
-from .timing import StepTimer, untimed
+from .state import STATISTICS, Slot, layout_of, slots_of
+from .timing import StepTimer, stage, untimed
 from .update import Rate, rate_of, update
 
 logger = logging.getLogger(__name__)
-_form = operator.attrgetter("shape", "dtype", "device")
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """What a step works through, and the groups it was made for."""
-
-    signature: list[tuple[Any, ...]]
-    labelled: list[list[tuple[str, Tensor]]]  # (name for messages, parameter), per group
-    numbers: dict[Tensor, int]  # of every parameter in the optimizer, over all groups
-    chunks: list[list[Chunk]]  # per group; none for AdamW
-    clips: list[Batch]  # what QK-clip scales
-    rows: dict[Tensor, Tensor | None]  # of each of its parameters, those that are here
-    shared: Shared  # what several ranks work on
 
 
 class MuonBase(OffloadingOptimizer):
@@ -132,9 +118,9 @@ class MuonBase(OffloadingOptimizer):
                 loss = closure()
         options = self._current_options()
         plan = self._current_plan(options)
-        for group, labelled in zip(options, plan.labelled, strict=True):
-            check_gradients(labelled)
-            check_rate(group.lr, labelled)
+        usual = [forms.check_gradients() for forms in plan.forms]
+        for group, forms in zip(options, plan.forms, strict=True):
+            forms.check_rate(group.lr)
         logits = check_logits(qk_logits, self.clip_config, plan.clips)
         self._check_offload(plan)
         self._sharing.ask(plan.shared)
@@ -150,18 +136,18 @@ class MuonBase(OffloadingOptimizer):
         def own_work() -> None:
             for number, group in enumerate(options):
                 if isinstance(group, AdamWOptions) and self._sharing.unreduced is None:
-                    for batch in state.batches(number, params[number]):
-                        with timed(number, batch[0].device):
-                            self._step_adamw(batch, plan, group, state)
+                    for batch in state.batches(number):
+                        with timed(number, state.device_of(batch)):
+                            self._step_adamw(batch, plan, group, state, usual=usual[number])
                 for chunk, rate in zip(plan.chunks[number], rates[number], strict=True):
                     with timed(chunk, chunk.device):
-                        self._step_chunk(chunk, rate, group, state)
+                        self._step_chunk(chunk, rate, group, state, usual=usual[number])
 
         for of_group, group in zip(params, options, strict=True):
             count_step(of_group, self.state, group)
         self._sharing.step(plan.shared, options, params, self.state, own_work)
         if logits:
-            with record_function("muon::qk_clip"):
+            with stage("muon::qk_clip"):
                 self._clip(plan, logits)
         return loss
 
@@ -208,71 +194,80 @@ class MuonBase(OffloadingOptimizer):
     ) -> OnDevice | InHostMemory:
         """Where a step finds its state."""
         if self._host is None:
-            return OnDevice(self.state)
-        adamw = [
+            return plan.on_device
+        return self._host.begin(plan, self._adamw_params(options), self.state)
+
+    def _adamw_params(
+        self, options: Sequence[MuonOptions | AdamWOptions]
+    ) -> list[Sequence[Tensor]]:
+        """Per group the parameters that AdamW steps."""
+        return [
             group["params"] if isinstance(of_group, AdamWOptions) else []
             for of_group, group in zip(options, self.param_groups, strict=True)
         ]
-        return self._host.begin(plan, adamw, self.state)
 
     def _step_chunk(
-        self, chunk: Chunk, rate: Rate, options: MuonOptions, state: OnDevice | InHostMemory
+        self,
+        chunk: Chunk,
+        rate: Rate,
+        options: MuonOptions,
+        state: OnDevice | InHostMemory,
+        *,
+        usual: bool,
     ) -> None:
         """momentum -> gather -> orthogonalize -> scatter -> update for one batch of matrices.
 
-        On one device gather and scatter are the identity and leave no trace here.
+        On one device gather and scatter are the identity and leave no trace here. `usual` says that
+        every parameter of the group has a gradient.
         """
-        members = [member for member in chunk.members if member.param.grad is not None]
-        if not members:
+        work = chunk if usual else chunk.with_gradients()
+        if not work.members:
             return
-        params = [member.param for member in members]
         state.enter(chunk)
-        with record_function("muon::momentum"):
+        with stage("muon::momentum"):
             direction = momentum(
-                chunk.views(members, [param.grad for param in params]),
-                state.pieces(chunk, members, "momentum_buffer"),
-                chunk.matrix,
+                work.views([param.grad for param in work.params]),
+                state.pieces(work, "momentum_buffer"),
+                work.matrix,
                 mu=options.momentum,
                 nesterov=options.nesterov,
                 form=options.momentum_form,
+                whole=work.whole,
             )  # (B, m, n)
             if options.none_grad:
                 for param in chunk.finished:
                     param.grad = None
-        with record_function("muon::newton_schulz"):
+        with stage("muon::newton_schulz"):
             orthogonal = orthogonalize(
                 direction, method=options.method, steps=options.ns_steps, dtype=options.dtype
             )  # (B, m, n)
-        with record_function("muon::update_params"):
+        with stage("muon::update_params"):
             second_moments = None
             if options.beta2 is not None:
-                second_moments = [
-                    member.piece.statistics_view(
-                        local(self.state[member.param]["second_momentum_buffer"])
-                    )
-                    for member in members
-                ]
+                second_moments = work.statistics(STATISTICS)
             rounding = rounding_of(
                 options,
-                (member.param for member in chunk.members),
+                chunk.params,
                 self.state,
-                lambda: [(m.param, m.number, m.piece.first) for m in members],
-                lambda k: state.piece(members[k], RESIDUAL),
+                lambda: [(m.param, m.number, m.piece.first) for m in work.members],
+                lambda k: state.piece(work.members[k], RESIDUAL),
             )
-            pieces = chunk.views(members, params)
-            update(pieces, orthogonal, second_moments, rate, options, rounding)
+            pieces = work.views(work.params)
+            update(pieces, orthogonal, second_moments, rate, options, rounding, whole=work.whole)
         state.leave(chunk)
 
     def _step_adamw(
         self,
-        batch: Sequence[Any],
+        batch: Any,
         plan: Plan,
         options: AdamWOptions,
         state: OnDevice | InHostMemory,
+        *,
+        usual: bool,
     ) -> None:
         state.enter(batch)
-        with record_function("muon::adamw"):
-            adamw(state.adamw(batch), self.state, plan.numbers, options)
+        with stage("muon::adamw"):
+            adamw(state.adamw(batch, usual=usual), self.state, plan.numbers, options)
         state.leave(batch)
         if options.none_grad:
             for param in state.finished(batch):
@@ -318,23 +313,16 @@ class MuonBase(OffloadingOptimizer):
 
     def _current_plan(self, options: Sequence[MuonOptions | AdamWOptions]) -> Plan:
         """The plan; a new one where groups, parameters or the options of their layout changed."""
-        signature = [
-            (
-                layout_of(of_group),
-                [*map(id, group["params"])],
-                [*map(_form, group["params"])],
-                [placement_of(param) for param in group["params"] if not is_plain(param)],
-            )
-            for of_group, group in zip(options, self.param_groups, strict=True)
-        ]
-        if self._plan is None or self._plan.signature != signature:
-            self._plan = self._make_plan(signature, options)
+        layouts = [*map(layout_of, options)]
+        params = [group["params"] for group in self.param_groups]
+        if self._plan is None or not self._plan.fits(layouts, params, self.state):
+            self._plan = self._make_plan(layouts, options)
             if self.debug:
                 logger.info("%s", self._report_of(self._plan, options))
         return self._plan
 
     def _make_plan(
-        self, signature: list[tuple[Any, ...]], options: Sequence[MuonOptions | AdamWOptions]
+        self, layouts: list[tuple[Any, ...]], options: Sequence[MuonOptions | AdamWOptions]
     ) -> Plan:
         """Cut, bucket and batch."""
         self.fit_state()
@@ -353,13 +341,16 @@ class MuonBase(OffloadingOptimizer):
         chunks, shared = self._divided(labelled, cuts, numbers)
         targets = self._clip_targets()
         return Plan(
-            signature=signature,
-            labelled=labelled,
+            layouts=layouts,
+            forms=[*map(Forms.of, labelled)],
+            keys=[*self.state],
+            states=[*self.state.values()],
             numbers=numbers,
             chunks=chunks,
             clips=plan_batches(self.clip_config, targets),
             rows={target.param: rows_here(target.param) for target in targets},
             shared=shared,
+            on_device=OnDevice(self.state, self._adamw_params(options)),
         )
 
     def _divided(
@@ -378,7 +369,9 @@ class MuonBase(OffloadingOptimizer):
         for index, group, blocks in cuts:
             own, together = self._sharing.divide(blocks, group, index)
             numbered = [(numbers[param], param, of_param) for param, of_param in own]
-            chunks[index] = plan_chunks(numbered, contiguous=group.rounding == "stochastic")
+            chunks[index] = plan_chunks(
+                numbered, self.state, contiguous=group.rounding == "stochastic"
+            )
             with_others += together
         return chunks, self._sharing.plan(with_others, len(labelled))
 

@@ -7,7 +7,6 @@ from collections.abc import Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..distributed import Team
 from ..kernels import momentum as momentum_kernel
@@ -17,6 +16,7 @@ from .layout import written
 from .options import AdamWOptions, MuonOptions
 from .shared import SharedChunk
 from .shared_step import answer, apply, copy_all, launch_scatter, scales_for
+from .timing import stage
 from .unreduced import SliceChunk, SmallChunk
 from .update import Rate
 
@@ -42,7 +42,7 @@ def step_owned(
         remaining: per parameter the chunks that still need its gradient; counted down here.
     """
     present = [member.param.grad is not None for member in chunk.members]
-    with record_function("muon::launch_reduce"):
+    with stage("muon::launch_reduce"):
         outbox, scales = _contributions(chunk, present)
         reducing = chunk.team.transport.gather(chunk.route.sent, outbox, chunk.route.gathered)
         del outbox
@@ -50,27 +50,27 @@ def step_owned(
     yield
     message = chunk.route.answered.empty(chunk.device)
     owned = [job for job in chunk.route.owned if present[job]]
-    with record_function("muon::wait_reduce"):
+    with stage("muon::wait_reduce"):
         grads = _sums(chunk, reducing.wait(), scales, factor)
         del reducing
     if owned:
-        with record_function("muon::momentum"):
+        with stage("muon::momentum"):
             direction = _momentum(chunk, owned, grads, options, state)  # (B, m, n)
-        with record_function("muon::newton_schulz"):
+        with stage("muon::newton_schulz"):
             orthogonal = orthogonalize(
                 direction, method=options.method, steps=options.ns_steps, dtype=options.dtype
             )  # (B, m, n)
-        with record_function("muon::launch_scatter"):
+        with stage("muon::launch_scatter"):
             answer(chunk, owned, orthogonal, options, state, message)
     else:
         message.zero_()
-    with record_function("muon::launch_scatter"):
+    with stage("muon::launch_scatter"):
         scattering = launch_scatter(chunk, message)
         del message
     yield
-    with record_function("muon::wait_scatter"):
+    with stage("muon::wait_scatter"):
         answers = scattering.wait()
-    with record_function("muon::update_params"):
+    with stage("muon::update_params"):
         apply(chunk, answers, rate, options, state, present)
 
 
@@ -85,27 +85,27 @@ def step_slices(
     chunk = slices.chunk
     param = chunk.members[0].param
     present = param.grad is not None
-    with record_function("muon::launch_reduce"):
+    with stage("muon::launch_reduce"):
         outbox, scales = _contributions(chunk, [present] * len(chunk.members))
         reducing = chunk.team.transport.gather(chunk.route.sent, outbox, chunk.route.gathered)
         del outbox
         _release(chunk, options.none_grad, remaining)
     yield
-    with record_function("muon::wait_reduce"):
+    with stage("muon::wait_reduce"):
         grads = _sums(chunk, reducing.wait(), scales, factor)
     message = chunk.route.answered.empty(chunk.device)
-    with record_function("muon::adamw"):
+    with stage("muon::adamw"):
         if present:
             _adamw_on_rows(slices, grads, options, state[param])
         for part in chunk.route.answered.parts:
             box = part.box
             assert box is not None
             part.of(message, param.dtype).copy_(box.view(param))
-    with record_function("muon::launch_scatter"):
+    with stage("muon::launch_scatter"):
         scattering = launch_scatter(chunk, message)
         del message
     yield
-    with record_function("muon::wait_scatter"):
+    with stage("muon::wait_scatter"):
         rows = scattering.wait()
     if present:
         parts = chunk.route.scattered.parts
@@ -124,7 +124,7 @@ def step_small(
     params = [param for _, param in small.params]
     present = [param.grad is not None for param in params]
     sizes = [param.numel() for param in params]
-    with record_function("muon::launch_reduce"):
+    with stage("muon::launch_reduce"):
         flat = torch.zeros(sum(sizes), dtype=small.dtype, device=small.device)
         places = [
             place.view(param.shape) for place, param in zip(flat.split(sizes), params, strict=True)
@@ -137,9 +137,9 @@ def step_small(
             if options[number].none_grad:
                 param.grad = None
     yield
-    with record_function("muon::wait_reduce"):
+    with stage("muon::wait_reduce"):
         reducing.wait().mul_(factor)
-    with record_function("muon::adamw"):
+    with stage("muon::adamw"):
         for wanted in dict.fromkeys(number for number, _ in small.params):
             group = options[wanted]
             assert isinstance(group, AdamWOptions)

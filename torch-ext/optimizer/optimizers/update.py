@@ -84,12 +84,14 @@ def update(
     rate: Rate,
     options: MuonOptions,
     rounding: Rounding,
+    *,
+    whole: bool = False,  # every piece is known to be one matrix (m, n), its moments without B_i
 ) -> None:
     """p <- p - decay p - rate u for every piece, with one rounding each."""
     matrix = orthogonal.shape[-2:]
     residuals = rounding.residuals  # of the pieces, advanced in place
     kept = residuals
-    if second_moments is None and all(param.shape == matrix for param in params):
+    if whole:
         used, updates = params, orthogonal.unbind()
     else:
         sizes = [param.numel() for param in params]

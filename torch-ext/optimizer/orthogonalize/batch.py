@@ -3,11 +3,12 @@
 Legend: matrices of r rows and c columns in the caller's orientation; G of them in one slice, stored
 as (G, R, C) with R >= r and C >= c.
 
-A matrix gives the same bits in any batch because nothing it meets depends on the batch. BLAS
-libraries choose kernels, hence summation orders, by batch size and by the alignment of operands, so
-neither varies: a slice always holds G matrices (missing ones are zero), each slice is a fresh
-buffer of one layout, and on CUDA rows and columns are filled up with zeros to multiples of 8. Zero
-rows and columns stay zero and change no other element.
+A matrix gives the same bits in any batch because nothing it meets depends on the batch. The compiled
+products of Hopper sum alike in any batch. BLAS libraries choose kernels, hence summation orders, by
+batch size and by the alignment of operands, so where they serve neither varies: a slice always
+holds G matrices (missing ones are zero). Each slice is a fresh buffer of one layout, and on CUDA
+rows and columns are filled up with zeros to multiples of 8. Zero rows and columns stay zero and
+change no other element.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from itertools import pairwise
 
 import torch
 
+from .._ops import ops
+from ..kernels.normalize import runs_compiled
 from .precision import ieee_float32
-from .products import matrix_norm
+from .products import batch_is_free, matrix_norm, may_write
 
 # A slice holds as many matrices as a large GPU iterates in the time that its 30 to 50 launches take
 # anyway (about 0.5 ms): missing matrices cost little, and a long batch does not wait for launches.
@@ -28,28 +31,48 @@ SLICE_FLOP = 2.5e11
 # workspace in half precision, 512 MiB in float32.
 SLICE_ELEMENTS = 16 * 2**20
 MAX_SLICE = 64
+# Bytes of X, of its successor and of four m x m matrices in a slice that may be of any length; a
+# matrix that has more is a slice of its own.
+FREE_SLICE_BYTES = 512 * 2**20
 # 8 half-precision elements are 16 bytes, the widest alignment that BLAS kernels distinguish.
 CUDA_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Shape of the buffer that matrices of one shape are iterated in; independent of the batch."""
+    """Shape of the buffer that matrices of one shape are iterated in; independent of the batch.
+
+    `matrices` are so many if it is `full`, at most so many otherwise.
+    """
 
     matrices: int
     rows: int
     columns: int
+    full: bool = True
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    def at_once(self, batch: int) -> int:
+        """Matrices of `batch` in each slice but the last: equal shares where they are free."""
+        if self.full or batch == 0:
+            return self.matrices
+        return -(-batch // -(-batch // self.matrices))
 
 
-def slice_for(r: int, c: int, device_type: str) -> Slice:
-    """The slice that r x c matrices are iterated in on a kind of device.
+def slice_for(r: int, c: int, dtype: torch.dtype, device: torch.device) -> Slice:
+    """The slice that r x c matrices are iterated in, in `dtype`, on a device.
 
     On the CPU it is one matrix: its operands stay in the caches, and launches are cheap.
     """
-    if device_type == "cpu":
+    if device.type == "cpu":
         return Slice(1, r, c)
     rows, columns = (CUDA_ALIGNMENT * -(-size // CUDA_ALIGNMENT) for size in (r, c))
     m, n = min(rows, columns), max(rows, columns)
+    if batch_is_free(dtype, device):
+        each = dtype.itemsize * (2 * m * n + 4 * m * m)
+        return Slice(max(1, FREE_SLICE_BYTES // each), rows, columns, full=False)
     flop = 5 * (4 * m * m * n + 2 * m * m * m)  # five dense steps
     fitting = min(MAX_SLICE, SLICE_ELEMENTS // (m * n), int(SLICE_FLOP // flop))
     return Slice(1 << (max(1, fitting).bit_length() - 1), rows, columns)
@@ -60,7 +83,7 @@ def walk(
     out: torch.Tensor,
     dtype: torch.dtype,
     prefactor: float,
-    iterate: Callable[[torch.Tensor], torch.Tensor],
+    iterate: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
 ) -> None:
     """Normalizes x (..., r, c) slice by slice, applies `iterate`, writes the result to `out`.
 
@@ -71,24 +94,39 @@ def walk(
         out: Receives the result, rounded from `dtype` to its own.
         dtype: Dtype of the iterates.
         prefactor: The iteration starts at x / (prefactor * ||x||_F).
-        iterate: (G, R, C) in `dtype` -> (G, R, C) in `dtype`; may overwrite its argument.
+        iterate: (G, R, C) in `dtype` -> (G, R, C) in `dtype`; may overwrite its first argument. The
+            second is None, or where the result may lie: then it is what may be returned.
     """
     if x.numel() == 0:
         return
     r, c = x.shape[-2:]
-    shape = slice_for(r, c, x.device.type)
-    targets = _taken(out, shape.matrices)
+    shape = slice_for(r, c, dtype, x.device)
+    count = shape.at_once(x.shape[:-2].numel())
+    targets = _taken(out, count)
     with ieee_float32(x.device, dtype):
-        for sources in _taken(x, shape.matrices):
-            result = iterate(normalized(sources, shape, dtype, prefactor))
+        for sources in _taken(x, count):
+            places = next(targets)
+            last = None if shape.full else _written_directly(places, shape, dtype)
+            result = iterate(normalized(sources, shape, dtype, prefactor), last)
+            if result is last:
+                continue
             first = 0
-            for target in next(targets):
-                target.copy_(result[first : first + len(target), :r, :c])
-                first += len(target)
+            for place in places:
+                place.copy_(result[first : first + len(place), :r, :c])
+                first += len(place)
+
+
+def _written_directly(
+    places: Sequence[torch.Tensor], shape: Slice, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """The one place of a slice's result, if the last product can write there."""
+    place = places[0]
+    fits = len(places) == 1 and place.shape[1:] == shape.sides and place.dtype == dtype
+    return place if fits and may_write(place) else None
 
 
 def normalized(
-    pieces: Sequence[torch.Tensor],  # each (b, r, c), together at most shape.matrices
+    pieces: Sequence[torch.Tensor],  # each (b, r, c), together at most shape.matrices, G if full
     shape: Slice,
     dtype: torch.dtype,
     prefactor: float,
@@ -98,14 +136,19 @@ def normalized(
     The maths is float32 (float64 for a float64 input or iterate) and rounds to `dtype` last.
     Dividing by the largest element first keeps the sum of squares in range for any finite input,
     subnormal ones included. max(., tiny) leaves zero matrices zero without biasing any other. An
-    inf or NaN makes its whole matrix NaN and no other.
+    inf or NaN makes its whole matrix NaN and no other. On CUDA the compiled op does all of it.
     """
     x, (r, c) = pieces[0], pieces[0].shape[-2:]
     wide = torch.float64 in (x.dtype, dtype)
-    full = (shape.matrices, shape.rows, shape.columns)
-    filled = sum(map(len, pieces)) == shape.matrices and (r, c) == full[1:]
+    given = sum(map(len, pieces))
+    count = shape.matrices if shape.full else given
+    if runs_compiled(x.device, x.dtype, dtype):
+        out = x.new_empty((count, *shape.sides), dtype=dtype)
+        ops.normalize(list(pieces), out, prefactor)
+        return out
+    filled = given == count and (r, c) == shape.sides
     staged = (x.new_empty if filled else x.new_zeros)(
-        full, dtype=torch.float64 if wide else torch.float32
+        (count, *shape.sides), dtype=torch.float64 if wide else torch.float32
     )
     first = 0
     for piece in pieces:

@@ -14,7 +14,7 @@ import torch
 from .batch import slice_for
 from .coefficients import checked_steps, polar_express_coefficients
 from .cost import floor_ms, flop, method_ms
-from .products import gram_runs_symmetric, runs_symmetric
+from .products import batch_is_free, gram_runs_symmetric, runs_symmetric
 from .restarts import restart_positions
 
 METHODS = ("auto", "polar_express", "gram_newton_schulz", "gram_polynomial", "newton_schulz")
@@ -22,8 +22,8 @@ METHODS = ("auto", "polar_express", "gram_newton_schulz", "gram_polynomial", "ne
 # Its two polynomials stand for this many steps of Polar Express, which they beat everywhere.
 GRAM_POLYNOMIAL_STEPS = 5
 # Kind of device -> iterate dtypes in which "auto" takes gram_polynomial: where it has been run and
-# timed against the other methods (docs/log.md). It has not run on CUDA yet.
-GRAM_POLYNOMIAL_DTYPES = {"cpu": (torch.float16, torch.float32)}
+# timed against the other methods (docs/log.md).
+GRAM_POLYNOMIAL_DTYPES = {"cpu": (torch.float16, torch.float32), "cuda": (torch.float16,)}
 # Smaller matrices are bound by the number of operations, of which it has half as many again.
 GRAM_POLYNOMIAL_SIDE = 192
 
@@ -198,7 +198,7 @@ def explain(
         text += f", {direct:.3g} for polar_express"
     text += f"; with half of every symmetric product skipped at least {ideal:.3g}"
     if device.type == "cuda":
-        at_once = slice_for(m, n, device.type).matrices
+        at_once = slice_for(m, n, choice.dtype, device).at_once(batch)
         text += f". Predicted for a batch of {batch}, {at_once} at a time: "
         text += f"{predicted_ms(m, n, batch, dtype, device, **options):.3g} ms on an H200, whose "
         text += f"floor (790 TFLOP/s, 4.3 TB/s) for five steps is {floor_ms(m, n, batch):.3g} ms"
@@ -217,7 +217,8 @@ def _why_products(m: int, n: int, choice: Choice, device: torch.device) -> str:
         }.get(choice.method, ["A^2"])
     if not by_halves:
         return "Products: torch's dense ones."
-    return f"Products: {', '.join(by_halves)} by symmetric_matmul, the others torch's dense ones."
+    others = "matmul_add" if batch_is_free(choice.dtype, device) else "torch's dense ones"
+    return f"Products: {', '.join(by_halves)} by symmetric_matmul, the others {others}."
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from .batch import slice_for
 from .polynomials import POLYNOMIALS, SQUARES
-from .products import gram_runs_symmetric, runs_symmetric
+from .products import batch_is_free, gram_runs_symmetric, runs_symmetric
 
 # An H200 on random data: dense 16-bit FLOP/s, and bytes read plus bytes written per second.
 H200_RATE = 790e12
@@ -29,6 +29,9 @@ TILE = 128  # sides of the tiles that cuBLAS and symmetric_matmul cut large prod
 EFFICIENCY = 0.92
 # symmetric_matmul computes the tiles that it does not skip at half of cuBLAS's rate (mma.sync).
 HALVES_EFFICIENCY = 0.5
+# With Hopper's instructions a tile takes so many microseconds per 64 of k, and so many beside them:
+# {by halves: ...}, the 128 x 128 tiles of kernels-src/newton_schulz/product_sm90.h.
+HOPPER_TILE = {True: (0.3687, 4.836), False: (0.4065, 0.983)}
 LAUNCH_MS = 3e-3
 CPU_LAUNCH_MS = 5e-3
 
@@ -121,25 +124,26 @@ def method_ms(
     if batch == 0 or m == 0 or n == 0:
         return 0.0
     kind = "cuda" if device.type == "cuda" else "cpu"
-    at_once = slice_for(m, n, device.type)
+    at_once = slice_for(m, n, dtype, device).at_once(batch)
     launch = LAUNCH_MS if kind == "cuda" else CPU_LAUNCH_MS
-    elements = at_once.matrices * m * n
+    elements = at_once * m * n
     per_slice = 3 * launch + _moved_ms(4 * 6 * elements, kind)  # staged, scaled, cast, copied out
     for product in products(method, m, n, steps=steps, restarts=restarts):
         if product.inner == max(m, n) != min(m, n):
             halves = gram_runs_symmetric(m, n, dtype, device)
         else:
             halves = product.mirrored and runs_symmetric(min(m, n), dtype, device)
-        one = _product_ms(product, at_once.matrices, dtype.itemsize, kind, halves=halves)
+        one = _product_ms(product, at_once, dtype, device, halves=halves)
         per_slice += product.count * (one + launch)
-    return -(-batch // at_once.matrices) * per_slice
+    return -(-batch // at_once) * per_slice
 
 
 def _product_ms(
-    product: Product, matrices: int, itemsize: int, kind: str, *, halves: bool
+    product: Product, matrices: int, dtype: torch.dtype, device: torch.device, *, halves: bool
 ) -> float:
     """One launch: `matrices` products."""
     rows, inner, columns = product.rows, product.inner, product.columns
+    kind, itemsize = "cuda" if device.type == "cuda" else "cpu", dtype.itemsize
     rate = RATES[kind][itemsize]
     if kind == "cpu":
         return 1e3 * matrices * 2 * rows * inner * columns / rate
@@ -148,8 +152,13 @@ def _product_ms(
     # Products of few tiles are cut finer, down to a quarter of a tile for each multiprocessor.
     rounds = max(tiles / MULTIPROCESSORS, 0.25)
     rounds = math.ceil(rounds) if rounds > 1 else rounds
-    slowdown = HALVES_EFFICIENCY if halves and itemsize == 2 else 1.0
-    seconds = rounds * MULTIPROCESSORS * 2 * TILE * TILE * inner / (rate * EFFICIENCY * slowdown)
+    if batch_is_free(dtype, device):
+        block, tile = HOPPER_TILE[halves]
+        seconds = 1e-6 * rounds * (-(-inner // 64) * block + tile)
+    else:
+        slowdown = HALVES_EFFICIENCY if halves and itemsize == 2 else 1.0
+        work = MULTIPROCESSORS * 2 * TILE * TILE * inner
+        seconds = rounds * work / (rate * EFFICIENCY * slowdown)
     moved = itemsize * matrices * (rows * inner + inner * columns + rows * columns)
     return max(1e3 * seconds, _moved_ms(moved, kind))
 

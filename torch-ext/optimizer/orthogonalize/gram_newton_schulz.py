@@ -32,6 +32,7 @@ from .newton_schulz import newton_schulz_step
 from .products import (
     add_symmetric,
     apply_gram_side,
+    dense,
     folded_quadratic,
     folds_diagonal,
     gram,
@@ -59,14 +60,15 @@ def _gram_newton_schulz(
     ends = [*restarts, len(rows)]
     runs = [rows[first:end] for first, end in zip([0, *restarts], ends, strict=True)]
 
-    def iterate(x: torch.Tensor) -> torch.Tensor:
+    def iterate(x: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
         for run in runs:
+            into = last if run is runs[-1] else None
             # A run of one step has nothing to accumulate; as a direct step it rounds less.
             if len(run) == 1:
-                x = newton_schulz_step(x, run[0])
+                x = newton_schulz_step(x, run[0], out=into)
             else:
                 tall = x.shape[-2] > x.shape[-1]
-                x = apply_gram_side(x, accumulated(gram(x), run, tall=tall))
+                x = apply_gram_side(x, accumulated(gram(x), run, tall=tall), out=into)
         return x
 
     walk(x, out, dtype, prefactor, iterate)
@@ -87,7 +89,7 @@ def accumulated(R: torch.Tensor, rows: Rows, *, tall: bool) -> torch.Tensor:
             diagonal = Q.diagonal(dim1=-2, dim2=-1)
             diagonal.copy_(in_float32(diagonal) + a)
         else:
-            Q = torch.baddbmm(Q, *((Q, Z) if tall else (Z, Q)), beta=a)
+            Q = dense(*((Q, Z) if tall else (Z, Q)), Q, beta=a)
     return Q
 
 
@@ -98,7 +100,7 @@ def _accumulated_folded(R: torch.Tensor, rows: Rows, *, tall: bool) -> torch.Ten
         Z = folded_quadratic(R, a, b, c)
         if i < len(rows) - 1:
             R = symmetric(Z, symmetric(R, Z))
-        Q = Z if Q is None else torch.bmm(*((Q, Z) if tall else (Z, Q)))
+        Q = Z if Q is None else dense(*((Q, Z) if tall else (Z, Q)))
     return Q
 
 

@@ -17,11 +17,12 @@ from __future__ import annotations
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
+from ..kernels.normalize import runs_compiled
 from .arguments import check_dtype, check_input, output_for
 from .batch import walk
 from .constants import dtype_for
 from .polynomials import POLYNOMIALS, SAFETY, Square
-from .products import apply_gram_side, gram, in_float32, matrix_norm, square
+from .products import apply_gram_side, gram, matrix_norm, square
 
 # Frobenius norm of X before the first product: R then has a trace of 4096, far from float16's
 # subnormal numbers and from its largest one.
@@ -41,18 +42,30 @@ def _gram_polynomial(
     walk(x, out, dtype, 1 / START_NORM, iterated)
 
 
-def iterated(x: torch.Tensor) -> torch.Tensor:
-    """Both polynomials of x (G, R, C), whose matrices have the norm START_NORM or are zero."""
+def iterated(x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
+    """Both polynomials of x (G, R, C), whose matrices have the norm START_NORM or are zero.
+
+    `last`: the `out` of the last product, as for `apply_gram_side`.
+    """
     first, second = POLYNOMIALS
     R = gram(x)  # (G, m, m)
-    # A trace of 4096 keeps the norm above 1 for any m below 10^7; a zero matrix stays zero.
-    bound = matrix_norm(in_float32(R)).clamp_min_(1.0).mul_(SAFETY**2)  # (G, 1, 1)
-    R = (in_float32(R) / bound).to(R.dtype)
-    Q = in_float32(evaluated(R, first))
+    R, factors = bounded(R)
+    x = apply_gram_side(x, evaluated(R, first), scale=factors.sqrt_())
     del R
-    x = apply_gram_side(x, (Q * bound.rsqrt()).to(x.dtype))
-    del Q
-    return apply_gram_side(x, evaluated(gram(x), second))
+    return apply_gram_side(x, evaluated(gram(x), second), out=last)
+
+
+def bounded(R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """R / (safety^2 ||R||_F) of R (G, m, m), and what its matrices were multiplied by: (G,)."""
+    if runs_compiled(R.device, R.dtype, R.dtype):
+        factors = R.new_empty(len(R), dtype=torch.float32)
+        scaled = torch.empty_like(R)
+        ops.normalize([R], scaled, SAFETY**2, factors)
+        return scaled, factors
+    # A trace of 4096 keeps the norm above 1 for any m below 10^7; a zero matrix stays zero.
+    bound = matrix_norm(R).clamp_min_(1.0).mul_(SAFETY**2)  # (G, 1, 1)
+    torch.div(R, bound, out=R)  # in the wider dtype, rounded once
+    return R, bound.reciprocal_().flatten()
 
 
 def evaluated(R: torch.Tensor, squares: tuple[Square, ...]) -> torch.Tensor:

@@ -34,20 +34,22 @@ def _newton_schulz(
 ) -> None:
     rows = tuple(zip(*[iter(coefficients)] * 3, strict=True))
 
-    def iterate(x: torch.Tensor) -> torch.Tensor:
-        for row in rows:
+    def iterate(x: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
+        for row in rows[:-1]:
             x = newton_schulz_step(x, row)
-        return x
+        return newton_schulz_step(x, rows[-1], out=last)
 
     walk(x, out, dtype, prefactor, iterate)
 
 
-def newton_schulz_step(x: torch.Tensor, row: tuple[float, float, float]) -> torch.Tensor:
-    """One step on x (G, R, C), wide or tall."""
+def newton_schulz_step(
+    x: torch.Tensor, row: tuple[float, float, float], *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """One step on x (G, R, C), wide or tall; `out` as for `apply_gram_side`."""
     a, b, c = row
     if folds_diagonal(x):
-        return apply_gram_side(x, folded_quadratic(gram(x), a, b, c))
-    return apply_gram_side(x, quadratic(gram(x), b, c), x, beta=a)
+        return apply_gram_side(x, folded_quadratic(gram(x), a, b, c), out=out)
+    return apply_gram_side(x, quadratic(gram(x), b, c), x, beta=a, out=out)
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
-"""The products of an iteration: which are symmetric, and who computes those.
+"""The products of an iteration: which are symmetric, and who computes them.
 
 Half of a symmetric product is redundant. The compiled `symmetric_matmul` skips it and folds the
-scalars, b, c and the diagonal a, into the same rounding; elsewhere torch's dense products run.
+scalars, b, c and the diagonal a, into the same rounding. On Hopper, in half precision, it and the
+compiled `matmul_add` compute every product; elsewhere torch's dense products run.
 """
 
 from __future__ import annotations
@@ -9,23 +10,40 @@ from __future__ import annotations
 import torch
 
 from .._ops import ops
+from ..kernels.matmul_add import by_tma, product
+from ..kernels.matmul_add import runs_compiled as runs_dense_compiled
 from ..kernels.symmetric_matmul import AUTO, runs_compiled
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
+def batch_is_free(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether no product's bits depend on the batch: the compiled kernels compute them all."""
+    return runs_dense_compiled(device, dtype) and runs_compiled(device, dtype)
+
+
+def may_write(out: torch.Tensor) -> bool:
+    """Whether the compiled dense product can write to out (G, R, C) by rows."""
+    return out.stride(-1) == 1 and by_tma(out)
+
+
 def runs_symmetric(m: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether m x m polynomials of a Gram matrix are computed by halves on this device."""
+    """Whether m x m polynomials of a Gram matrix are computed by halves on this device.
+
+    With Hopper's instructions always: 0.98 times the speed of cuBLAS for X X^T of one matrix of
+    m = 2048, 1.04 to 1.96 elsewhere, 1.15 to 2.08 with b A + c A^2.
+    """
+    if batch_is_free(dtype, device):
+        return True
     return _pays(m, dtype) and runs_compiled(device, dtype)
 
 
 def _pays(m: int, dtype: torch.dtype) -> bool:
-    """Where the kernel is not slower than cuBLAS on an H200, with k = m or more, one matrix.
+    """Where the kernel with sm_80's instructions is not slower than cuBLAS on an H200.
 
-    Half precision: 0.87 times its speed at m = 3072, 1.13 at 4096, 1.10 at 8192 for b A + c A^2.
-    Between the last two the tiles fill the last round of multiprocessors badly. cuBLAS has the
-    faster instructions of Hopper, the kernel those of sm_80; float32 has no such difference: 1.16
-    at 2048, 1.52 at 4096.
+    Half precision, k = m, one matrix: 0.87 times its speed at m = 3072, 1.13 at 4096, 1.10 at 8192
+    for b A + c A^2. Between the last two the tiles fill the last round of multiprocessors badly.
+    float32: 1.16 at 2048, 1.52 at 4096.
     """
     if dtype in HALF_PRECISION:
         return m == 4096 or m >= 8192
@@ -35,9 +53,11 @@ def _pays(m: int, dtype: torch.dtype) -> bool:
 def gram_runs_symmetric(r: int, c: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether X X^T of r x c matrices is computed by halves.
 
-    X^T X of a tall half-precision X is not: it ran at 0.93 times the speed of cuBLAS for m = 4096.
+    With sm_80's instructions X^T X of a tall half-precision X is not: it ran at 0.93 times the
+    speed of cuBLAS for m = 4096.
     """
-    return (r <= c or dtype not in HALF_PRECISION) and runs_symmetric(min(r, c), dtype, device)
+    wide = r <= c or dtype not in HALF_PRECISION or batch_is_free(dtype, device)
+    return wide and runs_symmetric(min(r, c), dtype, device)
 
 
 def folds_diagonal(x: torch.Tensor) -> bool:
@@ -114,22 +134,48 @@ def square(
 
 
 def matrix_norm(x: torch.Tensor, order: float = 2) -> torch.Tensor:
-    """Norm of the elements of each matrix of x (G, R, C) -> (G, 1, 1).
+    """Norm of the elements of each matrix of x (G, R, C) -> (G, 1, 1), in float32 or wider.
 
     Rows first: a float32 sum over one row of 10^4 is accurate where one over 10^8 drifts.
     """
-    rows = torch.linalg.vector_norm(x, order, dim=-1, keepdim=True)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rows = torch.linalg.vector_norm(x, order, dim=-1, keepdim=True, dtype=wide)
     return torch.linalg.vector_norm(rows, order, dim=-2, keepdim=True)
 
 
 def apply_gram_side(
-    x: torch.Tensor, B: torch.Tensor, add: torch.Tensor | None = None, *, beta: float = 0.0
+    x: torch.Tensor,
+    B: torch.Tensor,
+    add: torch.Tensor | None = None,
+    *,
+    beta: float = 0.0,
+    scale: torch.Tensor | None = None,  # (G,) float32
+    out: torch.Tensor | None = None,  # (G, R, C)
 ) -> torch.Tensor:
-    """beta * add + B X, or beta * add + X B for tall x (G, R, C), with B (G, m, m) symmetric."""
-    left, right = (x, B) if x.shape[-2] > x.shape[-1] else (B, x)
-    if add is None:
-        return torch.bmm(left, right)
-    return torch.baddbmm(add, left, right, beta=beta)
+    """scale (B X + beta add), or scale (X B + beta add) for tall x (G, R, C), B symmetric.
+
+    The compiled kernel applies `scale` before its one rounding and writes into `out`; torch's
+    product is of the rounded scale B, and in a tensor of its own.
+    """
+    tall = x.shape[-2] > x.shape[-1]
+    if batch_is_free(x.dtype, x.device):
+        out = torch.empty_like(x) if out is None else out
+        product(*((x, B) if tall else (B, x)), add, out, 1.0, beta, scale)
+        return out
+    if scale is not None:
+        B = (in_float32(B) * scale[:, None, None]).to(B.dtype)
+    return dense(*((x, B) if tall else (B, x)), add, beta=beta)
+
+
+def dense(
+    A: torch.Tensor, B: torch.Tensor, C: torch.Tensor | None = None, *, beta: float = 0.0
+) -> torch.Tensor:
+    """A B + beta C of A (G, m, k), B (G, k, n) and C (G, m, n)."""
+    if batch_is_free(A.dtype, A.device):
+        out = A.new_empty((A.shape[0], A.shape[1], B.shape[2]))
+        product(A, B, C, out, 1.0, beta)
+        return out
+    return torch.bmm(A, B) if C is None else torch.baddbmm(C, A, B, beta=beta)
 
 
 def in_float32(x: torch.Tensor) -> torch.Tensor:

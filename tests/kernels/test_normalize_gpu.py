@@ -1,0 +1,187 @@
+"""What normalize promises on a CUDA device: layouts, sizes, big offsets, capture, streams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .._compare import assert_same_bits
+from ._normalize import DTYPES, PREFACTOR, assert_rounded_once, draw, exact, framed
+from ._symmetric import PATTERNS, laid_out
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="session")
+def normalize(ops):
+    """`normalize(pieces, dtype, more)`: the compiled op into a frame of NaN."""
+
+    def call(pieces, dtype=torch.float16, more=(0, 0, 0)) -> torch.Tensor:
+        pieces = [pieces] if isinstance(pieces, torch.Tensor) else pieces
+        out = framed(pieces, dtype, more)
+        ops.normalize(pieces, out, PREFACTOR)
+        return out
+
+    return call
+
+
+SIDES = (1, 3, 4, 5, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257)
+
+
+@pytest.mark.parametrize("rows", SIDES)
+def test_odd_sizes(normalize, device, rows):
+    for k, cols in enumerate(SIDES):
+        source, target = DTYPES[k % 3], DTYPES[(k + rows) % 3]
+        x = draw(3, rows, cols, dtype=source, device=device, seed=k)
+        out = normalize(x, target, (1, k % 3, k % 5))
+        assert_rounded_once(out[:3, :rows, :cols], x)
+        out[:3, :rows, :cols] = 0
+        assert (out == 0).all()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+def test_layouts_give_the_same_bits(normalize, device, source, pattern):
+    for rows, cols in ((257, 129), (128, 256), (8, 1000), (1000, 8), (1, 4097), (4097, 1)):
+        x = draw(2, rows, cols, dtype=source, device=device)
+        expected = normalize(x, torch.float32)
+        assert_same_bits(normalize(laid_out(x, pattern), torch.float32), expected)
+
+
+@pytest.mark.parametrize("shape", ((2048, 2048), (4096, 14336), (4097, 1023)), ids=str)
+def test_big_matrices(normalize, device, shape):
+    x = draw(1, *shape, dtype=torch.float32, device=device)
+    out = normalize(x)
+    assert_rounded_once(out, x)
+    for pattern in ("transposed", "shifted"):
+        assert_same_bits(normalize(laid_out(x, pattern)), out)
+    assert_same_bits(normalize(x), out)
+
+
+@pytest.mark.parametrize("shape", ((1024, 4096), (768, 768), (512, 2048), (100, 37)), ids=str)
+def test_any_batch(normalize, device, shape):
+    """The bits of the last matrix alone, and of every matrix in pieces of other strides."""
+    x = draw(9, *shape, dtype=torch.float32, device=device)
+    for batch in (1, 2, 7, 9):
+        assert_same_bits(normalize(x[batch - 1 :][:1])[0], normalize(x[:batch])[-1])
+    pieces = [laid_out(x[k : k + 1], PATTERNS[k % len(PATTERNS)]) for k in range(9)]
+    assert_same_bits(normalize(pieces), normalize(x))
+
+
+def test_more_pieces_than_a_launch_takes(normalize, device):
+    x = draw(200, 20, 44, dtype=torch.float32, device=device)
+    pieces = [m for k in range(200) for m in (x[k : k + 1], x[:0])]
+    out = normalize(pieces, torch.float16, (3, 0, 4))
+    assert_same_bits(out[:200, :, :44], normalize(x))
+    assert (out[200:] == 0).all() and (out[:, :, 44:] == 0).all()
+
+
+def test_batches_beyond_two_to_the_31_elements(normalize, device):
+    x = torch.ones(520, 2048, 2048, dtype=torch.bfloat16, device=device)
+    last = draw(1, 2048, 2048, dtype=torch.bfloat16, device=device)
+    x[-1:] = last
+    assert x[:-1].numel() > 2**31
+    out = normalize(x)
+    assert_same_bits(out[-1:], normalize(last))
+    one = normalize(x[:1])
+    for first in range(0, 519, 40):
+        assert (out[first : first + 40][: 519 - first] == one).all()
+
+
+def test_strides_beyond_two_to_the_31_elements(normalize, device):
+    stride = 2**25
+    buffer = torch.zeros(69 * stride + 1024, dtype=torch.float16, device=device)
+    x = draw(1, 70, 40, dtype=torch.float16, device=device)
+    expected = normalize(x)
+    view = buffer.as_strided((1, 70, 40), (0, stride, 1)).copy_(x)
+    assert 69 * stride > 2**31
+    assert_same_bits(normalize(view), expected)
+    columns = buffer.as_strided((1, 40, 70), (0, 1, stride), 128).copy_(x.mT)
+    assert_same_bits(normalize(columns.mT), expected)
+    odd = buffer.as_strided((1, 70, 40), (0, stride, 3), 515).copy_(x)
+    assert_same_bits(normalize(odd), expected)
+
+
+def test_a_matrix_beyond_two_to_the_31_elements(normalize, device):
+    rows, cols = 2**16 + 8, 2**15 + 8
+    x = torch.zeros(1, rows, cols, dtype=torch.float16, device=device)
+    corner = draw(1, 64, 64, dtype=torch.float16, device=device)
+    x[:, -64:, -64:] = corner
+    assert x.numel() > 2**31
+    out = normalize(x)
+    assert_rounded_once(out[:, -64:, -64:], corner)
+    assert (out[:, :-64] == 0).all() and (out[:, :, :-64] == 0).all()
+
+
+def test_any_finite_range_in_a_large_matrix(normalize, device):
+    """Norms above float32's largest number, and squares far below its smallest."""
+    for value in (3.4e38, 1e-45):
+        x = torch.full((1, 2048, 2048), value, device=device)
+        for dtype in DTYPES:
+            torch.testing.assert_close(
+                normalize(x, dtype).double(), exact(x), rtol=torch.finfo(dtype).eps, atol=0
+            )
+
+
+def test_graph_capture_replays_with_new_contents(normalize, device):
+    x = draw(3, 200, 300, dtype=torch.float32, device=device)
+    normalize(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = normalize([x[:1], x[1:]], torch.float16, (1, 0, 4))
+    for seed in (1, 2, 3):
+        x.copy_(draw(3, 200, 300, dtype=torch.float32, device=device, seed=seed))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_same_bits(out, normalize(x, torch.float16, (1, 0, 4)))
+
+
+def test_runs_on_the_current_stream(normalize, device):
+    x = draw(3, 200, 300, dtype=torch.float32, device=device)
+    expected = normalize(x)
+    late, stream = torch.zeros_like(x), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(x)
+        out = normalize(late)
+    stream.synchronize()
+    assert_same_bits(out, expected)
+
+
+def test_back_to_back_calls_do_not_meet(normalize, device):
+    """The second launch starts early; neither the next call's sums nor its input may suffer."""
+    x = draw(4, 512, 2048, dtype=torch.float32, device=device)
+    expected = normalize(x)
+    source, outs = torch.empty_like(x), []
+    for k in range(50):
+        source.copy_(x * 2.0**k)
+        outs.append(normalize(source))
+        source.fill_(torch.nan)
+    for out in outs:
+        assert_same_bits(out, expected)
+
+
+def test_slices_of_an_iteration_are_normalized_by_the_op(submodule, device, monkeypatch):
+    """The compiled op and torch's passes agree to the rounding of both."""
+    batch = submodule("orthogonalize.batch")
+    x = draw(5, 100, 203, dtype=torch.float32, device=device)
+    pieces = [x[:2], laid_out(x[2:], "transposed")]
+    calls = []
+    ops = batch.ops
+
+    class Counting:
+        def normalize(self, *arguments):
+            calls.append(arguments)
+            return ops.normalize(*arguments)
+
+    shape = batch.Slice(8, 104, 208)
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "ops", Counting())
+        ours = batch.normalized(pieces, shape, torch.float16, PREFACTOR)
+    assert len(calls) == 1
+    assert_rounded_once(ours[:5, :100, :203], x)
+    monkeypatch.setattr(batch, "runs_compiled", lambda *_: False)
+    theirs = batch.normalized(pieces, shape, torch.float16, PREFACTOR)
+    torch.testing.assert_close(ours, theirs, rtol=2.0**-9, atol=2.0**-24)
+    assert (ours[5:] == 0).all() and (ours[:, 100:] == 0).all() and (ours[:, :, 203:] == 0).all()
