@@ -19,12 +19,11 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "float beta2, Tensor? beta2_tensor, float eps, Tensor? eps_tensor, float weight_decay, "
       "Tensor? weight_decay_tensor, Tensor(e!)[] residuals, int seed, Tensor? rounding_step, "
       "int[] parameter, int[] offset) -> ()");
-  ops.def(
-      "normalize(Tensor[] pieces, Tensor(a!) out, float prefactor, Tensor(b!)? factors=None) -> "
-      "()");
+  ops.def("normalize(Tensor[] pieces, Tensor(a!) out, float prefactor) -> ()");
+  ops.def("norm_factors(Tensor x, Tensor(a!) factors, Tensor(b!) roots, float prefactor) -> ()");
   ops.def(
       "symmetric_matmul(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, "
-      "float diag, int tile, Tensor? scale=None) -> ()");
+      "float diag, int tile, Tensor? scale=None, int alpha_power=1, int beta_power=1) -> ()");
   ops.def(
       "matmul_add(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, int "
       "tile, "
@@ -48,6 +47,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("apply_update", TORCH_BOX(&optimizer::apply_update_cuda));
   ops.impl("adamw", TORCH_BOX(&optimizer::adamw_cuda));
   ops.impl("normalize", TORCH_BOX(&optimizer::normalize_cuda));
+  ops.impl("norm_factors", TORCH_BOX(&optimizer::norm_factors_cuda));
   ops.impl("symmetric_matmul", TORCH_BOX(&optimizer::symmetric_matmul_cuda));
   ops.impl("matmul_add", TORCH_BOX(&optimizer::matmul_add_cuda));
   ops.impl("grouped_product", TORCH_BOX(&optimizer::grouped_product_cuda));

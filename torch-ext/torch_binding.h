@@ -56,12 +56,13 @@ void adamw_cuda(const TensorVector& params, const TensorVector& grads, const Ten
                 int64_t seed, std::optional<Tensor> rounding_step,
                 const std::vector<int64_t>& parameter, const std::vector<int64_t>& offset);
 
-void normalize_cuda(const TensorVector& pieces, const Tensor& out, double prefactor,
-                    std::optional<Tensor> factors);
+void normalize_cuda(const TensorVector& pieces, const Tensor& out, double prefactor);
+void norm_factors_cuda(const Tensor& x, const Tensor& factors, const Tensor& roots,
+                       double prefactor);
 
 void symmetric_matmul_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c,
                            const Tensor& out, double alpha, double beta, double diag, int64_t tile,
-                           std::optional<Tensor> scale);
+                           std::optional<Tensor> scale, int64_t alpha_power, int64_t beta_power);
 
 void matmul_add_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c, const Tensor& out,
                      double alpha, double beta, int64_t tile, std::optional<Tensor> scale);

@@ -240,9 +240,7 @@ class Case:
         return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def row_of(
-    case: str, least: float, found: Distances, ms: dict[str, float], peak_mb: float
-) -> Row:
+def row_of(case: str, least: float, found: Distances, ms: dict[str, float], peak_mb: float) -> Row:
     """The row of timed calls: launch or graph, whichever is faster, on both sides."""
     baseline = min(ms["baseline_eager"], ms["baseline_graph"])
     return passed(

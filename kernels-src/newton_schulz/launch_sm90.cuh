@@ -115,6 +115,8 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
   args.alpha = p.alpha;
   args.beta = p.beta;
   args.diag = p.diag;
+  args.alpha_power = p.alpha_power;
+  args.beta_power = p.beta_power;
 
   const auto kernel = product_kernel<T, kTile, kSymmetric, kARowsMajor, kBRowsMajor, Args>;
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

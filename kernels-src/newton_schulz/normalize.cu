@@ -1,16 +1,15 @@
 // CUDA backend of normalize; how matrices are cut up and scaled: normalize.h.
 //
-// Two launches. The first reads x, the second reads it again, from L2 where it fits, and writes
-// out: 2 sizeof(T) + sizeof(Out) bytes per element. The second starts early on capability 9.0 and
-// has its first elements and its place on the multiprocessors when the sums are there.
+// Pairs of launches. The first reads as many matrices of x as L2 holds, the second reads them again
+// and writes out: sizeof(T) + sizeof(Out) bytes per element, where a matrix fits L2. A launch
+// starts early on capability 9.0 and has its first elements and its place on the multiprocessors
+// when the sums are there.
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
 #include <vector>
 
-#include "common/stable.h"
-#include "newton_schulz/normalize.cuh"
+#include "newton_schulz/normalize_launch.cuh"
 
 namespace optimizer {
 namespace {
@@ -21,6 +20,8 @@ using namespace normalization;
 // beside them, few where there are few.
 constexpr int64_t kMaxOutputChunk = 8;
 constexpr int64_t kEnoughBlocks = 512;
+// Bytes of x between its two readings, well below the 50 or 60 MB of L2.
+constexpr int64_t kReadAgain = 24 << 20;
 
 struct Shape {
   int64_t matrices;
@@ -49,39 +50,22 @@ Shape shape_of(const std::vector<Tensor>& pieces, const Tensor& out) {
   return shape;
 }
 
-// `element`: bytes. torch gives a side of one element whatever stride.
-Piece piece_of(const Tensor& x, int64_t first, int64_t element) {
-  Piece piece{x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), first, Layout::kAny};
-  if (x.size(0) == 1) piece.batch = 0;
-  if (x.size(1) == 1) piece.row = 0;
-  if (x.size(2) == 1) piece.col = 0;
-  const bool aligned =
-      reinterpret_cast<uintptr_t>(piece.data) % (kSide * element) == 0 && piece.batch % kSide == 0;
-  if (aligned && piece.col == 1 && piece.row % kSide == 0) piece.layout = Layout::kRows;
-  if (aligned && piece.row == 1 && piece.col % kSide == 0) piece.layout = Layout::kColumns;
-  return piece;
-}
-
-template <typename Kernel>
-void launch(Kernel kernel, const Problem& p, int64_t blocks, bool early, cudaStream_t stream) {
-  STD_TORCH_CHECK(blocks <= INT32_MAX, "normalize: ", blocks, " thread blocks exceed a grid");
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, p));
-}
-
+// As many matrices at a time as L2 holds until they are read again.
 template <typename T, typename Out>
-void run(const Problem& p, bool early, cudaStream_t stream) {
-  const int64_t sums = p.filled * p.input.chunks;
-  if (sums > 0) launch(sum_kernel<T>, p, sums, false, stream);
-  launch(scale_kernel<T, Out>, p, p.matrices * p.output.chunks, early && sums > 0, stream);
+void run(Problem p, bool early, cudaStream_t stream) {
+  const int64_t bytes = int64_t{p.rows} * p.cols * static_cast<int64_t>(sizeof(T));
+  const int64_t step = std::max<int64_t>(kReadAgain / std::max<int64_t>(bytes, 1), 1);
+  bool second = false;  // the very first launch waits for whatever wrote x
+  for (p.base = 0; p.base < p.matrices; p.base += step) {
+    const int64_t filled = std::min(step, p.filled - p.base);
+    if (filled > 0) {
+      launch(sum_kernel<T>, p, filled * p.input.chunks, early && second, stream);
+      second = true;
+    }
+    const int64_t written = std::min(step, p.matrices - p.base);
+    launch(scale_kernel<T, Out>, p, written * p.output.chunks, early && second, stream);
+    second = true;
+  }
 }
 
 template <typename T>
@@ -111,14 +95,6 @@ void dispatch(const Problem& p, ScalarType in, ScalarType out, bool early, cudaS
   }
 }
 
-// Machine code for 9.x waits for the first launch; that for 8.0, which later GPUs translate,
-// cannot.
-bool starts_early(int device) {
-  int major = 0;
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return major == 9;
-}
-
 Problem describe(const Shape& shape, const Tensor& out, double prefactor) {
   Problem p{};
   p.rows = static_cast<int>(shape.rows);
@@ -136,16 +112,10 @@ Problem describe(const Shape& shape, const Tensor& out, double prefactor) {
 
 }  // namespace
 
-void normalize_cuda(const std::vector<Tensor>& pieces, const Tensor& out, double prefactor,
-                    std::optional<Tensor> factors) {
+void normalize_cuda(const std::vector<Tensor>& pieces, const Tensor& out, double prefactor) {
   const Shape shape = shape_of(pieces, out);
   STD_TORCH_CHECK(prefactor > 0 && std::isfinite(prefactor),
                   "normalize: prefactor must be positive and finite, got ", prefactor);
-  STD_TORCH_CHECK(
-      !factors.has_value() ||
-          (factors->dim() == 1 && factors->size(0) == out.size(0) && factors->is_contiguous() &&
-           factors->scalar_type() == ScalarType::Float && factors->device() == out.device()),
-      "normalize: factors must be (G,), contiguous, float32, on out's device");
   if (out.numel() == 0) return;
   const int device = out.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -177,7 +147,6 @@ void normalize_cuda(const std::vector<Tensor>& pieces, const Tensor& out, double
     }
     p.matrices = next == pieces.size() ? total - written : p.filled;
     p.out = out_data + written * p.out_rows * p.out_cols * out_bytes;
-    p.factors = factors.has_value() ? static_cast<float*>(factors->data_ptr()) + written : nullptr;
     dispatch(p, pieces[0].scalar_type(), out.scalar_type(), early,
              static_cast<cudaStream_t>(stream));
     p.partial += p.filled * p.input.chunks;

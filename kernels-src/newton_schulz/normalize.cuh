@@ -44,11 +44,11 @@ struct Problem {
   bool vector;       // rows of out start on words of 4 elements
   int64_t filled;    // matrices in the pieces; those behind them are zero
   int64_t matrices;  // of out
+  int64_t base;      // the first matrix of a launch
   Tiling input;      // of the sums
   Tiling output;     // of what is written
   double* partial;   // (filled, input.chunks)
   void* out;         // (matrices, out_rows, out_cols), contiguous
-  float* factors;    // (matrices,), or null
   double prefactor;
 
   __device__ __forceinline__ const Piece& piece_of(int64_t matrix) const {
@@ -65,8 +65,8 @@ struct Problem {
   }
 };
 
-// The second launch may start while the first runs (capability 9.0): it waits here.
-__device__ __forceinline__ void wait_for_sums() {
+// A launch may start while the one before it runs (capability 9.0): it waits here.
+__device__ __forceinline__ void wait_for_launch_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -179,7 +179,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     sum_kernel(const __grid_constant__ Problem p) {
   let_next_start();
   const auto chunks = static_cast<uint32_t>(p.input.chunks);
-  const uint32_t matrix = blockIdx.x / chunks, chunk = blockIdx.x - matrix * chunks;
+  const uint32_t in_launch = blockIdx.x / chunks, chunk = blockIdx.x - in_launch * chunks;
+  const int64_t matrix = p.base + in_launch;
   const Piece& piece = p.piece_of(matrix);
   double sum[kSide] = {};
   with_layout<T>(piece, matrix, [&](const T* x, auto layout) {
@@ -197,12 +198,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         });
   });
   const double total = block_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
-  if (threadIdx.x == 0) p.partial[blockIdx.x] = total;
+  if (threadIdx.x == 0) p.partial[matrix * chunks + chunk] = total;
+  wait_for_launch_before();  // who waits for the end of this one counts on the one before, too
 }
 
 // The same in every block of a matrix: its partial sums are added in one order.
 __device__ __forceinline__ Factor matrix_factor(const Problem& p, int64_t matrix) {
-  wait_for_sums();
+  wait_for_launch_before();
   const double* const partial = p.partial + matrix * p.input.chunks;
   double sum = 0.0;
   for (int64_t k = threadIdx.x; k < p.input.chunks; k += kThreads) sum += __ldcg(partial + k);
@@ -245,14 +247,14 @@ __device__ __forceinline__ void store(const Problem& p, Out* out, Spot at, bool 
 template <typename T, typename Out>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     scale_kernel(const __grid_constant__ Problem p) {
+  let_next_start();
   const uint32_t number = gridDim.x - 1 - blockIdx.x;
   const auto chunks = static_cast<uint32_t>(p.output.chunks);
-  const uint32_t matrix = number / chunks, chunk = number - matrix * chunks;
-  Out* const out = static_cast<Out*>(p.out) + int64_t{matrix} * p.out_rows * p.out_cols;
-  const bool tells = p.factors != nullptr && chunk == 0 && threadIdx.x == 0;
+  const uint32_t in_launch = number / chunks, chunk = number - in_launch * chunks;
+  const int64_t matrix = p.base + in_launch;
+  Out* const out = static_cast<Out*>(p.out) + matrix * p.out_rows * p.out_cols;
   if (matrix >= p.filled) {
-    wait_for_sums();
-    if (tells) p.factors[matrix] = 0.0f;
+    wait_for_launch_before();
     const Spot in_tile = p.output.of_thread(threadIdx.x);
     for (int64_t tile = p.output.first(chunk); tile < p.output.last(chunk); ++tile) {
       const Spot at = p.output.of_tile(tile, in_tile);
@@ -265,11 +267,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   with_layout<T>(piece, matrix, [&](const T* x, auto layout) {
     Factor factor{};
     walk<decltype(layout)::value>(
-        p, piece, x, p.output, chunk,
-        [&] {
-          factor = matrix_factor(p, matrix);
-          if (tells) p.factors[matrix] = factor.power * factor.rest;
-        },
+        p, piece, x, p.output, chunk, [&] { factor = matrix_factor(p, matrix); },
         [&](const auto& block, Spot at) {
           const auto scaled = [&](int i, int j) {
             return block.value(i, j) * factor.power * factor.rest;
@@ -282,6 +280,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
           });
         });
   });
+}
+
+// factors, roots (filled,): what would scale each matrix to the norm 1 / prefactor, and its square
+// root. One block per matrix.
+static __global__ void __launch_bounds__(kThreads)
+    factor_kernel(const __grid_constant__ Problem p, float* factors, float* roots) {
+  let_next_start();
+  const Factor factor = matrix_factor(p, blockIdx.x);
+  if (threadIdx.x == 0) {
+    const float value = factor.power * factor.rest;
+    factors[blockIdx.x] = value;
+    roots[blockIdx.x] = sqrtf(value);
+  }
 }
 
 }  // namespace optimizer::normalization

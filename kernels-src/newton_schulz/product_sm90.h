@@ -14,7 +14,7 @@ namespace optimizer::newton_schulz {
 using symmetric::Layout;
 using symmetric::Matrices;
 
-// out = scale (alpha A B^T + beta C) + diag I
+// out = scale^alpha_power alpha A B^T + scale^beta_power beta C + diag I
 struct Problem {
   Matrices a;          // (batch, m, k)
   Matrices b;          // (batch, n, k), read as its transpose
@@ -28,6 +28,8 @@ struct Problem {
   float alpha;
   float beta;
   float diag;
+  int alpha_power = 1;
+  int beta_power = 1;
 };
 
 // One tile shape. Its consumers are two warpgroups, which share a tile or take turns.
@@ -44,10 +46,10 @@ struct TileCost {
 
 // The positions are the numbers of the tiles; kernels/symmetric_matmul.py and kernels/matmul_add.py
 // repeat the names.
-constexpr TileCost kSymmetricTiles[] = {{"sm90_128x256", 128, 256, 1, 0.6759, 10.981},
-                                        {"sm90_128x256_pair", 128, 256, 2, 0.9366, 10.914},
-                                        {"sm90_128x128", 128, 128, 1, 0.3687, 4.836},
-                                        {"sm90_64x128", 64, 128, 1, 0.2322, 2.547}};
+constexpr TileCost kSymmetricTiles[] = {{"sm90_128x256", 128, 256, 1, 0.6759, 8.0},
+                                        {"sm90_128x256_pair", 128, 256, 2, 0.9366, 8.0},
+                                        {"sm90_128x128", 128, 128, 1, 0.40, 2.2},
+                                        {"sm90_64x128", 64, 128, 1, 0.25, 1.05}};
 constexpr TileCost kMatmulAddTiles[] = {{"sm90_128x256", 128, 256, 1, 0.7687, 2.510},
                                         {"sm90_128x256_pair", 128, 256, 2, 1.0662, 2.434},
                                         {"sm90_256x128", 256, 128, 1, 0.7959, 2.808},

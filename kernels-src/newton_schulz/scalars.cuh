@@ -1,5 +1,6 @@
 #pragma once
-// How float32 sums become output: scale (alpha sum + beta c) + diag on the diagonal, rounded once.
+// How float32 sums become output: scale^alpha_power alpha sum + scale^beta_power beta c, + diag on
+// the diagonal, rounded once.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -30,13 +31,13 @@ __device__ __forceinline__ float widened(__nv_bfloat16 x) { return __bfloat162fl
 // Of one matrix. The operations are named, so that every kernel rounds alike.
 class Scalars {
  public:
-  // p: a problem with alpha, beta, diag and the scales of its matrices.
+  // p: a problem with alpha, beta, diag, the scales of its matrices and their powers.
   template <typename Problem>
   __device__ __forceinline__ Scalars(const Problem& p, int64_t matrix, bool reads_c)
       : reads_c(reads_c), diag_(p.diag) {
     const float scale = p.scale == nullptr ? 1.0f : p.scale[matrix];
-    alpha_ = __fmul_rn(scale, p.alpha);
-    beta_ = __fmul_rn(scale, p.beta);
+    alpha_ = times_power(p.alpha, scale, p.alpha_power);
+    beta_ = times_power(p.beta, scale, p.beta_power);
   }
 
   __device__ __forceinline__ float scaled(float sum, float c) const {
@@ -53,6 +54,11 @@ class Scalars {
   const bool reads_c;
 
  private:
+  static __device__ __forceinline__ float times_power(float x, float scale, int power) {
+    for (int i = 0; i < power; ++i) x = __fmul_rn(scale, x);
+    return x;
+  }
+
   float alpha_;
   float beta_;
   float diag_;

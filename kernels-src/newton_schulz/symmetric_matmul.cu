@@ -119,7 +119,8 @@ int64_t pick_tile(const Problem& p, int device) {
 }
 
 newton_schulz::Problem for_sm90(const Problem& p) {
-  return {p.a, p.b, p.c, p.out, p.scale, p.batches, p.m, p.m, p.k, p.alpha, p.beta, p.diag};
+  return {p.a, p.b, p.c,     p.out,  p.scale, p.batches,     p.m,
+          p.m, p.k, p.alpha, p.beta, p.diag,  p.alpha_power, p.beta_power};
 }
 
 // A measured sm90 tile where the device and the strides allow one, else -1. The batch has no say in
@@ -179,8 +180,8 @@ void run_float(const Problem& p, int64_t tile, int device, cudaStream_t stream) 
 
 void symmetric_matmul_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c,
                            const Tensor& out, double alpha, double beta, double diag, int64_t tile,
-                           std::optional<Tensor> scale) {
-  const Problem p = describe(a, b, c, out, alpha, beta, diag, scale);
+                           std::optional<Tensor> scale, int64_t alpha_power, int64_t beta_power) {
+  const Problem p = describe(a, b, c, out, alpha, beta, diag, scale, alpha_power, beta_power);
   if (p.batches == 0 || p.m == 0) return;
   const int device = a.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);

@@ -38,6 +38,8 @@ struct Problem {
   float alpha;
   float beta;
   float diag;
+  int alpha_power;  // of the scale that multiplies alpha A B^T
+  int beta_power;   // and beta C
 };
 
 // Positions inside a matrix are 32-bit, with room for a tile behind the last one.
@@ -81,7 +83,8 @@ inline Matrices symmetric_view(const Tensor& x) {
 
 inline Problem describe(const Tensor& a, const Tensor& b, const std::optional<Tensor>& c,
                         const Tensor& out, double alpha, double beta, double diag,
-                        const std::optional<Tensor>& scale) {
+                        const std::optional<Tensor>& scale, int64_t alpha_power,
+                        int64_t beta_power) {
   STD_TORCH_CHECK(a.dim() == 3 && b.dim() == 3 && out.dim() == 3,
                   "symmetric_matmul: a and b must be (batch, m, k), out (batch, m, m)");
   const int64_t batches = a.size(0), m = a.size(1), k = a.size(2);
@@ -105,6 +108,10 @@ inline Problem describe(const Tensor& a, const Tensor& b, const std::optional<Te
                        scale->scalar_type() == ScalarType::Float && scale->device() == a.device()),
                   "symmetric_matmul: scale must be (batch,), contiguous, float32, on a's device");
 
+  for (const int64_t power : {alpha_power, beta_power}) {
+    STD_TORCH_CHECK(power >= 0 && power <= 2, "symmetric_matmul: a power must be 0, 1 or 2, got ",
+                    power);
+  }
   const bool reads_c = c.has_value() && beta != 0;
   return {matrices_of(a),
           matrices_of(b),
@@ -116,7 +123,9 @@ inline Problem describe(const Tensor& a, const Tensor& b, const std::optional<Te
           static_cast<int>(k),
           static_cast<float>(alpha),
           static_cast<float>(beta),
-          static_cast<float>(diag)};
+          static_cast<float>(diag),
+          static_cast<int>(alpha_power),
+          static_cast<int>(beta_power)};
 }
 
 }  // namespace optimizer::symmetric

@@ -86,7 +86,8 @@ struct SharedMap {
   }
 };
 
-// out = scale (alpha A B^T + beta C) + diag I. The maps' boxes are 64 x 64 elements.
+// out = scale^alpha_power alpha A B^T + scale^beta_power beta C + diag I. The maps' boxes are 64 x
+// 64 elements.
 template <typename Schedule>
 struct Arguments {
   CUtensorMap a;
@@ -105,6 +106,8 @@ struct Arguments {
   float alpha;
   float beta;
   float diag;
+  int alpha_power;
+  int beta_power;
   bool reads_c;
 };
 

@@ -93,9 +93,8 @@ def test_every_element_gets_its_nearest_code(ops, tables, device, path, quant_ty
 @pytest.mark.parametrize("blocksize", BLOCKSIZES)
 @pytest.mark.parametrize("quant_type", QUANT_TYPES)
 def test_paths_agree(ops, thresholds, device, dtype, blocksize, quant_type):
-    """To the bit on the CPU. The CUDA kernel divides approximately, as bitsandbytes does: only where
-    x / absmax is a threshold to two units in the last place may it take the other neighbour.
-    """
+    """To the bit on the CPU. The CUDA kernel divides approximately, as bitsandbytes does: it takes
+    the other neighbour only where x / absmax is a threshold to two units in the last place."""
     for seed, shape in enumerate(SHAPES):
         weight = draw(shape, dtype, device, seed=seed)
         packed, absmax = run(ops, "compiled", weight, blocksize, quant_type)

@@ -167,3 +167,22 @@ def test_compiles_with_inductor(module, device):
 def test_opcheck_of_the_triton_op(module, device):
     A, out = (torch.zeros(2, 20, n, device=device) for n in (24, 20))
     torch.library.opcheck(module._op("triton").default, (A, A, None, out, 1.0, 0.0, 0.5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("powers", ((0, 0), (1, 1), (2, 1), (2, 0), (0, 1), (0, 2)), ids=str)
+def test_powers_of_the_scale(module, device, powers, dtype):
+    """As if alpha and beta were numbers of their own for every matrix; exact, in both families."""
+    arguments = Problem((4,), 200, 72, beta=2.0, diag=3.0).operands(dtype, device)
+    scale = torch.tensor((1.0, 0.5, 0.0, -2.0), device=device)
+    A, C = arguments["A"], arguments["C"]
+    tiles = TILES if dtype == torch.float32 else (module.AUTO, *TILES)
+    for tile in tiles:
+        out = torch.full_like(C, torch.nan)
+        module._op("compiled")(A, A, C, out, 1.0, 2.0, 3.0, tile, scale, *powers)
+        for k, s in enumerate(scale.tolist()):
+            scalars = {"alpha": s ** powers[0], "beta": 2 * s ** powers[1], "diag": 3.0}
+            one = {"A": A[k], "B": None, "C": C[k], **scalars}
+            assert torch.equal(out[k], exact(one, dtype)), (tile, k)
+    with pytest.raises(RuntimeError, match="a power must be 0, 1 or 2, got 3"):
+        module._op("compiled")(A, A, C, out, 1.0, 2.0, 3.0, module.AUTO, scale, 3, 1)

@@ -15,6 +15,17 @@ def restarts(submodule):
     return submodule("orthogonalize.restarts")
 
 
+@pytest.fixture
+def forgets_devices(submodule):
+    """What the products remember of a device does not outlive a test that pretends another one."""
+    known = [submodule(f"kernels.{name}")._serves for name in ("symmetric_matmul", "matmul_add")]
+    for remembered in known:
+        remembered.cache_clear()
+    yield
+    for remembered in known:
+        remembered.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def choose(submodule):
     return submodule("orthogonalize.choose")

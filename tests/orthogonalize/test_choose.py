@@ -13,7 +13,7 @@ HALF_SINGLE = (torch.float16, torch.float32)
 
 
 @pytest.fixture
-def capability(monkeypatch):
+def capability(monkeypatch, forgets_devices):
     """Pretends that CUDA device 0 has the given compute capability."""
 
     def pretend(major: int, minor: int) -> None:
@@ -56,7 +56,11 @@ def test_float64_is_kept(choose, capability) -> None:
     ("where", "steps", "iterate_dtype"),
     [
         (GPU, 5, torch.float32),
-        *((where, steps, dtype) for where, steps in ((GPU, 4), (CPU, 4), (CPU, 6)) for dtype in HALF_SINGLE),
+        *(
+            (where, steps, dtype)
+            for where, steps in ((GPU, 4), (CPU, 4), (CPU, 6))
+            for dtype in HALF_SINGLE
+        ),
     ],
     ids=str,
 )
@@ -169,8 +173,8 @@ def test_free_slices_share_the_batch_evenly(submodule, monkeypatch) -> None:
     monkeypatch.setattr(batch, "batch_is_free", lambda dtype, device: True)
     for m, n in ((64, 64), (768, 3072), (2048, 8192), (8192, 8192)):
         free = batch.slice_for(n, m, torch.float16, GPU)
-        used = free.matrices * 2 * (2 * m * n + 4 * m * m)
-        assert free.matrices == 1 or used <= 512 * 2**20
+        used = free.matrices * 2 * max(m * n + 5 * m * m, 2 * m * n + m * m)
+        assert free.matrices == 1 or used <= 640 * 2**20
         for count in (1, 2, 7, 1000):
             at_once = free.at_once(count)
             slices = -(-count // at_once)
@@ -178,13 +182,15 @@ def test_free_slices_share_the_batch_evenly(submodule, monkeypatch) -> None:
             assert slices * at_once - count < slices
 
 
-def test_explain_says_what_why_and_how_much(opt, choose, capability) -> None:
+def test_explain_says_what_why_and_how_much(opt, choose, submodule, capability) -> None:
     capability(9, 0)
     text = opt.explain("orthogonalize", shape=(24, 768, 3072), dtype=torch.float32, device="cuda")
     for part in ("gram_polynomial", "5 steps", "float16", "FLOP", "ms"):
         assert part in text, f"{part!r} missing in: {text}"
     assert "2.36e+10" in text  # 8 m^2 n + 20 m^3
-    assert "batch of 24, 4 at a time" in text
+    slice_for = submodule("orthogonalize.batch").slice_for
+    at_once = slice_for(768, 3072, torch.float16, GPU).at_once(24)
+    assert f"batch of 24, {at_once} at a time" in text
     asked = {"dtype": torch.float32, "device": "cuda", "method": "gram_newton_schulz"}
     assert "before step 3" in opt.explain("orthogonalize", shape=(24, 768, 3072), **asked)
     assert "floor (790 TFLOP/s, 4.3 TB/s) for five steps is 0.523 ms" in text

@@ -183,10 +183,11 @@ def test_products_by_halves(opt, device, submodule, monkeypatch, spectrum, tall)
     """X X^T and the squares, ten and two, go to symmetric_matmul; the error stays as it was."""
     products = submodule("orthogonalize.products")
     kernel, calls = submodule("kernels.symmetric_matmul").symmetric_matmul, []
+    compiled = products.symmetric
 
     def symmetric(A, B, **options):
         calls.append(A.shape[-2:])
-        return kernel(A, B, **options)
+        return kernel(A, B, **options) if device.type == "cpu" else compiled(A, B, **options)
 
     x = matrix(spectrum, 96, 384)
     x = x.mT if tall else x
@@ -197,7 +198,9 @@ def test_products_by_halves(opt, device, submodule, monkeypatch, spectrum, tall)
     monkeypatch.setattr(products, "runs_compiled", lambda device, dtype: True)
     monkeypatch.setattr(products, "symmetric", symmetric)
     halves = opt.orthogonalize(single, "gram_polynomial", dtype=HALF).cpu()
-    assert len(calls) == (10 if tall else 12)  # X^T X of a tall half-precision matrix stays dense
+    # X^T X of a tall half-precision matrix stays dense without Hopper's instructions.
+    dense_gram = tall and not products.batch_is_free(HALF, device)
+    assert len(calls) == (10 if dense_gram else 12)
     assert_error_at_most(halves, exact, 1.42 * relative_error(dense, exact))
 
 
@@ -222,7 +225,7 @@ def test_cuda_graph_without_synchronization(opt, device, shape) -> None:
 
 @pytest.mark.gpu
 def test_workspace_is_bounded(opt, device) -> None:
-    for shape, dtype, limit in (((64, 768, 2048), HALF, 256), ((40, 1024, 1024), SINGLE, 512)):
+    for shape, dtype, limit in (((64, 768, 2048), HALF, 640), ((40, 1024, 1024), SINGLE, 512)):
         x, out = torch.randn(shape, device=device), torch.empty(shape, device=device, dtype=dtype)
         opt.orthogonalize(x[:1], "gram_polynomial", dtype=dtype)
         torch.cuda.reset_peak_memory_stats()

@@ -65,14 +65,17 @@ def test_as_accurate_as_dense_products(
     ("method", "dtype", "shape", "count"),
     [
         ("polar_express", HALF, (32, 96), 10),  # X X^T and A^2 in each of five steps
-        ("polar_express", HALF, (96, 32), 5),  # X^T X of a tall half-precision matrix stays dense
+        ("polar_express", HALF, (96, 32), 5),  # X^T X stays dense without Hopper's instructions
         ("polar_express", SINGLE, (96, 32), 10),
         ("gram_newton_schulz", HALF, (32, 96), 13),  # X X^T twice, R^2 5, R Z and Z R Z 3 each
         ("gram_newton_schulz", SINGLE, (32, 96), 13),
     ],
     ids=str,
 )
-def test_which_products_run_by_halves(opt, device, by_halves, method, dtype, shape, count) -> None:
+def test_which_products_run_by_halves(
+    opt, products, device, by_halves, method, dtype, shape, count, monkeypatch
+) -> None:
+    monkeypatch.setattr(products, "runs_dense_compiled", lambda device, dtype: False)
     x = matrix("gaussian", *shape).float().to(device)
     calls = by_halves()
     opt.orthogonalize(x, method, dtype=dtype)
@@ -118,6 +121,7 @@ def test_explain_says_which_products_run(opt, products, submodule, monkeypatch, 
     """With the instructions of sm_80, and with Hopper's."""
     served = submodule("kernels.symmetric_matmul").DTYPES
     monkeypatch.setattr(products, "runs_compiled", lambda device, dtype: dtype in served)
+    monkeypatch.setattr(products, "runs_dense_compiled", lambda device, dtype: False)
     problem = {"shape": (m, n), "dtype": dtype, "device": "cuda", "iterate_dtype": dtype}
     method = "polar_express" if m == n else "gram_newton_schulz"
     assert words in opt.explain("orthogonalize", **problem, method=method)

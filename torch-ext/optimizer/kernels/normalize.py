@@ -32,33 +32,27 @@ _WIDE = (*DTYPES, torch.float64)
 
 
 @register_fake(add_op_namespace_prefix("normalize"))
-def _fake(pieces, out, prefactor, factors=None):
+def _fake(pieces, out, prefactor):
     return None
 
 
 @custom_op(
     add_op_namespace_prefix("normalize_reference"),
-    mutates_args=("out", "factors"),
-    schema="(Tensor[] pieces, Tensor(a!) out, float prefactor, Tensor(b!)? factors=None) -> ()",
+    mutates_args=("out",),
+    schema="(Tensor[] pieces, Tensor(a!) out, float prefactor) -> ()",
 )
 def _reference(
     pieces: Sequence[Tensor],  # (b, r, c) each
     out: Tensor,  # (G, R, C)
     prefactor: float,
-    factors: Tensor | None = None,  # (G,) float32: what each matrix was multiplied by
 ) -> None:
     out.zero_()
-    if factors is not None:
-        factors.zero_()
     r, c = pieces[0].shape[1:]
     matrices = (matrix for piece in pieces for matrix in piece)
-    for k, (target, matrix) in enumerate(zip(out, matrices, strict=False)):
+    for target, matrix in zip(out, matrices, strict=False):
         # A fresh contiguous operand: torch's order of a sum may depend on layout and alignment.
         fresh = torch.empty((r, c), dtype=torch.float64, device=out.device).copy_(matrix)
         target[:r, :c] = reference.normalize(fresh, prefactor)
-        if factors is not None:
-            norm = torch.linalg.matrix_norm(fresh)
-            factors[k] = torch.where(norm == 0, norm, 1 / (prefactor * norm))
 
 
 _reference.register_fake(lambda *_: None)
@@ -121,7 +115,6 @@ def normalize(
     prefactor: float = 1.0,
     dtype: torch.dtype | None = None,
     out: Tensor | None = None,
-    factors: Tensor | None = None,
 ) -> Tensor:
     """Every matrix scaled to the Frobenius norm 1 / prefactor, without epsilon.
 
@@ -136,8 +129,6 @@ def normalize(
         dtype: Of the result; None means that of the pieces. Give it or `out`.
         out: (G, R, C), contiguous, G >= B, R >= r, C >= c, one of the four dtypes; must not overlap
             a piece. Matrices, rows and columns behind those of the pieces become zero.
-        factors: (G,) float32, contiguous; receives what each matrix was multiplied by, 0 for a
-            zero matrix.
 
     Returns:
         `out`, or a new (B, r, c) in `dtype`.
@@ -162,11 +153,10 @@ def normalize(
         raise ValueError(f"give dtype={dtype} or out, not both; out has its own dtype")
     else:
         _check_out(out, (matrices, r, c), pieces)
-    _check_factors(factors, out)
     with torch.no_grad():
         path = _pick_name(out.device, pieces[0].dtype, out.dtype)
         op = ops.normalize if path == "compiled" else ops.normalize_reference
-        op([x.detach() for x in pieces], out.detach(), float(prefactor), factors)
+        op([x.detach() for x in pieces], out.detach(), float(prefactor))
     return out
 
 
@@ -187,20 +177,6 @@ def _check_pieces(pieces: list[Tensor]) -> None:
                 f"pieces[{k}] must have pieces[0]'s dtype {first.dtype} and device {first.device}, "
                 f"got {x.dtype} on {x.device}"
             )
-
-
-def _check_factors(factors: Tensor | None, out: Tensor) -> None:
-    if factors is None:
-        return
-    if not isinstance(factors, Tensor) or factors.dtype != torch.float32:
-        raise TypeError(f"factors must be a float32 tensor, got {_operands.kind(factors)}")
-    if factors.shape != out.shape[:1] or not factors.is_contiguous():
-        raise ValueError(
-            f"factors must be contiguous, of shape {tuple(out.shape[:1])}, "
-            f"got {tuple(factors.shape)} with strides {tuple(factors.stride())}"
-        )
-    if factors.device != out.device:
-        raise ValueError(f"factors must be on out's device {out.device}, got {factors.device}")
 
 
 def _check_out(out: Tensor, room: tuple[int, int, int], pieces: list[Tensor]) -> None:

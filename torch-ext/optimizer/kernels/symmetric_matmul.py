@@ -10,7 +10,7 @@ triton    | symmetric_matmul_triton    | symmetric_matmul_triton.py          | o
 reference | symmetric_matmul_reference | reference/symmetric_matmul.py       | everything else
 
 The compiled op has two families of tiles: mma.sync for every GPU from 8.0 on, and TMA with wgmma
-for capability 9.0 ("sm90_..."), which `auto` takes in half precision where TMA can read the strides.
+for capability 9.0 ("sm90_..."), which `auto` takes in half precision where TMA reads the strides.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 @register_fake(add_op_namespace_prefix("symmetric_matmul"))
-def _fake(a, b, c, out, alpha, beta, diag, tile, scale=None):
+def _fake(a, b, c, out, alpha, beta, diag, tile, scale=None, alpha_power=1, beta_power=1):
     return None
 
 

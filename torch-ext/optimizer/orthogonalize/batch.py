@@ -3,8 +3,8 @@
 Legend: matrices of r rows and c columns in the caller's orientation; G of them in one slice, stored
 as (G, R, C) with R >= r and C >= c.
 
-A matrix gives the same bits in any batch because nothing it meets depends on the batch. The compiled
-products of Hopper sum alike in any batch. BLAS libraries choose kernels, hence summation orders, by
+A matrix gives the same bits in any batch because nothing it meets depends on the batch. Hopper's
+compiled products sum alike in any batch. BLAS libraries choose kernels, hence summation orders, by
 batch size and by the alignment of operands, so where they serve neither varies: a slice always
 holds G matrices (missing ones are zero). Each slice is a fresh buffer of one layout, and on CUDA
 rows and columns are filled up with zeros to multiples of 8. Zero rows and columns stay zero and
@@ -31,9 +31,9 @@ SLICE_FLOP = 2.5e11
 # workspace in half precision, 512 MiB in float32.
 SLICE_ELEMENTS = 16 * 2**20
 MAX_SLICE = 64
-# Bytes of X, of its successor and of four m x m matrices in a slice that may be of any length; a
-# matrix that has more is a slice of its own.
-FREE_SLICE_BYTES = 512 * 2**20
+# Bytes that a slice of any length needs at once: X and five m x m matrices, or X, its successor and
+# one of those. A matrix that needs more is a slice of its own.
+FREE_SLICE_BYTES = 640 * 2**20
 # 8 half-precision elements are 16 bytes, the widest alignment that BLAS kernels distinguish.
 CUDA_ALIGNMENT = 8
 
@@ -71,7 +71,7 @@ def slice_for(r: int, c: int, dtype: torch.dtype, device: torch.device) -> Slice
     rows, columns = (CUDA_ALIGNMENT * -(-size // CUDA_ALIGNMENT) for size in (r, c))
     m, n = min(rows, columns), max(rows, columns)
     if batch_is_free(dtype, device):
-        each = dtype.itemsize * (2 * m * n + 4 * m * m)
+        each = dtype.itemsize * max(m * n + 5 * m * m, 2 * m * n + m * m)
         return Slice(max(1, FREE_SLICE_BYTES // each), rows, columns, full=False)
     flop = 5 * (4 * m * m * n + 2 * m * m * m)  # five dense steps
     fitting = min(MAX_SLICE, SLICE_ELEMENTS // (m * n), int(SLICE_FLOP // flop))

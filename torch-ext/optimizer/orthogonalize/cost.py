@@ -31,7 +31,7 @@ EFFICIENCY = 0.92
 HALVES_EFFICIENCY = 0.5
 # With Hopper's instructions a tile takes so many microseconds per 64 of k, and so many beside them:
 # {by halves: ...}, the 128 x 128 tiles of kernels-src/newton_schulz/product_sm90.h.
-HOPPER_TILE = {True: (0.3687, 4.836), False: (0.4065, 0.983)}
+HOPPER_TILE = {True: (0.40, 2.2), False: (0.4065, 0.983)}
 LAUNCH_MS = 3e-3
 CPU_LAUNCH_MS = 5e-3
 
@@ -153,6 +153,7 @@ def _product_ms(
     rounds = max(tiles / MULTIPROCESSORS, 0.25)
     rounds = math.ceil(rounds) if rounds > 1 else rounds
     if batch_is_free(dtype, device):
+        rounds = math.ceil(2 * tiles / MULTIPROCESSORS) / 2  # there are tiles of half the size
         block, tile = HOPPER_TILE[halves]
         seconds = 1e-6 * rounds * (-(-inner // 64) * block + tile)
     else:

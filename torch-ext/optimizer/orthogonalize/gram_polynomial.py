@@ -17,12 +17,13 @@ from __future__ import annotations
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
+from ..kernels.norm_factors import norm_factors
 from ..kernels.normalize import runs_compiled
 from .arguments import check_dtype, check_input, output_for
 from .batch import walk
 from .constants import dtype_for
 from .polynomials import POLYNOMIALS, SAFETY, Square
-from .products import apply_gram_side, gram, matrix_norm, square
+from .products import apply_gram_side, gram, matrix_norm, runs_symmetric, square
 
 # Frobenius norm of X before the first product: R then has a trace of 4096, far from float16's
 # subnormal numbers and from its largest one.
@@ -49,31 +50,35 @@ def iterated(x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
     """
     first, second = POLYNOMIALS
     R = gram(x)  # (G, m, m)
-    R, factors = bounded(R)
-    x = apply_gram_side(x, evaluated(R, first), scale=factors.sqrt_())
+    if runs_symmetric(R.shape[-1], R.dtype, R.device) and runs_compiled(R.device, R.dtype, R.dtype):
+        factors, roots = norm_factors(R, SAFETY**2)
+        M = evaluated(R, first, factors)
+    else:
+        # A trace of 4096 keeps the norm above 1 for any m below 10^7; a zero matrix stays zero.
+        bound = matrix_norm(R).clamp_min_(1.0).mul_(SAFETY**2)  # (G, 1, 1)
+        torch.div(R, bound, out=R)  # in the wider dtype, rounded once
+        roots = bound.rsqrt_().flatten()
+        M = evaluated(R, first)
     del R
+    x = apply_gram_side(x, M, scale=roots)
+    del M
     return apply_gram_side(x, evaluated(gram(x), second), out=last)
 
 
-def bounded(R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """R / (safety^2 ||R||_F) of R (G, m, m), and what its matrices were multiplied by: (G,)."""
-    if runs_compiled(R.device, R.dtype, R.dtype):
-        factors = R.new_empty(len(R), dtype=torch.float32)
-        scaled = torch.empty_like(R)
-        ops.normalize([R], scaled, SAFETY**2, factors)
-        return scaled, factors
-    # A trace of 4096 keeps the norm above 1 for any m below 10^7; a zero matrix stays zero.
-    bound = matrix_norm(R).clamp_min_(1.0).mul_(SAFETY**2)  # (G, 1, 1)
-    torch.div(R, bound, out=R)  # in the wider dtype, rounded once
-    return R, bound.reciprocal_().flatten()
+def evaluated(
+    R: torch.Tensor, squares: tuple[Square, ...], factors: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The last M of R (G, m, m); an M that is not needed any more is let go.
 
-
-def evaluated(R: torch.Tensor, squares: tuple[Square, ...]) -> torch.Tensor:
-    """The last M of R (G, m, m); an M that is not needed any more is let go."""
+    `factors` (G,): M_0 is R times these; no product of its own is spent on that.
+    """
     terms: dict[int, torch.Tensor] = {0: R}
     del R
     for j, (operand, alpha, beta, delta) in enumerate(squares):
-        M = square(terms[j], terms[operand], alpha=alpha, beta=beta, delta=delta)
+        scale = factors if j == 0 or operand == 0 else None
+        powers = (2 if j == 0 else 0, 1 if operand == 0 else 0)
+        options = {} if scale is None else {"scale": scale, "powers": powers}
+        M = square(terms[j], terms[operand], alpha=alpha, beta=beta, delta=delta, **options)
         needed = {later.operand for later in squares[j + 1 :]}
         terms = {i: term for i, term in terms.items() if i in needed} | {j + 1: M}
     return M

@@ -108,22 +108,36 @@ def symmetric(
     C: torch.Tensor | None = None,
     beta: float = 0.0,
     diag: float = 0.0,
+    scale: torch.Tensor | None = None,  # (G,) float32
+    powers: tuple[int, int] = (1, 1),
 ) -> torch.Tensor:
-    """alpha A B^T + beta C + diag I of A, B (G, m, k): `kernels.symmetric_matmul`, unchecked."""
+    """alpha A B^T + beta C + diag I of A, B (G, m, k): `kernels.symmetric_matmul`, unchecked.
+
+    Powers of `scale` multiply alpha and beta.
+    """
     out = A.new_empty((A.shape[0], A.shape[1], A.shape[1]))
-    ops.symmetric_matmul(A, B, C, out, alpha, beta, diag, AUTO)
+    ops.symmetric_matmul(A, B, C, out, alpha, beta, diag, AUTO, scale, *powers)
     return out
 
 
 def square(
-    A: torch.Tensor, C: torch.Tensor, *, alpha: float, beta: float, delta: float
+    A: torch.Tensor,
+    C: torch.Tensor,
+    *,
+    alpha: float,
+    beta: float,
+    delta: float,
+    scale: torch.Tensor | None = None,
+    powers: tuple[int, int] = (1, 1),
 ) -> torch.Tensor:
     """alpha A A^T + beta C + delta I of symmetric A, C (G, m, m).
 
-    By halves it is rounded once; torch's dense product leaves a second rounding on the diagonal.
+    By halves it is rounded once; torch's dense product leaves a second rounding on the diagonal,
+    and takes no `scale`, which is as for `symmetric`.
     """
     if runs_symmetric(A.shape[-1], A.dtype, A.device):
-        return symmetric(A, A, alpha=alpha, C=C, beta=beta, diag=delta)
+        options = {} if scale is None else {"scale": scale, "powers": powers}
+        return symmetric(A, A, alpha=alpha, C=C, beta=beta, diag=delta, **options)
     out = torch.baddbmm(C, A, A.mT, beta=beta, alpha=alpha)
     diagonal = out.diagonal(dim1=-2, dim2=-1)
     if out.dtype in HALF_PRECISION:

@@ -20,3 +20,14 @@ def normalize(x: torch.Tensor, prefactor: float = 1.0) -> torch.Tensor:
     norm = torch.linalg.matrix_norm(scaled, keepdim=True)
     scaled = scaled / (prefactor * norm.clamp_min(tiny))
     return torch.where(largest.isfinite(), scaled, torch.nan)
+
+
+def norm_factors(x: torch.Tensor, prefactor: float = 1.0) -> torch.Tensor:
+    """1 / (prefactor ||x||_F) of each matrix of x (G, r, c), in float64; 0 for a zero matrix."""
+    x = x.double()
+    largest = x.abs().amax((-2, -1))
+    tiny = torch.finfo(torch.float64).tiny
+    scaled = x / largest.clamp_min(tiny)[:, None, None]
+    norm = torch.linalg.matrix_norm(scaled) * largest
+    value = torch.where(largest == 0, 0.0, 1 / (prefactor * norm))
+    return torch.where(largest.isfinite(), value, torch.nan)
