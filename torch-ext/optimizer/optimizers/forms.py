@@ -17,8 +17,8 @@ from torch import Tensor
 from .options import FLOATING
 from .parameters import check_gradient, is_dtensor, is_plain
 
-_dtype = operator.attrgetter("dtype")
-_place = operator.attrgetter("shape", "device", "layout")
+_form = operator.attrgetter("shape", "dtype", "device")
+_layout = operator.attrgetter("layout")
 
 
 def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
@@ -33,8 +33,7 @@ class Forms:
     named: list[tuple[str, Tensor]]  # (name for messages, parameter)
     params: list[Tensor]
     kinds: list[type]
-    dtypes: list[torch.dtype]
-    places: list[tuple[Any, ...]]  # shape, device, layout
+    forms: list[tuple[Any, ...]]  # shape, dtype, device
     devices: frozenset[torch.device]
     placements: list[tuple[Any, ...]]  # of those that are not plain
     usual: bool  # all are plain, dense and of a supported dtype
@@ -42,17 +41,17 @@ class Forms:
     @classmethod
     def of(cls, named: list[tuple[str, Tensor]]) -> Forms:
         params = [param for _, param in named]
-        dtypes, places = [*map(_dtype, params)], [*map(_place, params)]
-        dense = all(layout is torch.strided for *_, layout in places)
         return cls(
             named=named,
             params=params,
             kinds=[*map(type, params)],
-            dtypes=dtypes,
-            places=places,
-            devices=frozenset(device for _, device, _ in places),
+            forms=[*map(_form, params)],
+            devices=frozenset(param.device for param in params),
             placements=_placements(params),
-            usual=dense and {*dtypes} <= {*FLOATING} and all(map(is_plain, params)),
+            usual=all(
+                is_plain(param) and param.layout is torch.strided and param.dtype in FLOATING
+                for param in params
+            ),
         )
 
     def hold(self, params: Sequence[Tensor]) -> bool:
@@ -60,8 +59,7 @@ class Forms:
         return (
             same_objects(params, self.params)
             and [*map(type, params)] == self.kinds
-            and [*map(_dtype, params)] == self.dtypes
-            and [*map(_place, params)] == self.places
+            and [*map(_form, params)] == self.forms
             and (self.usual or _placements(params) == self.placements)
         )
 
@@ -74,20 +72,19 @@ class Forms:
         grads = [param.grad for param in self.params]
         given = [grad for grad in grads if grad is not None]
         complete = len(given) == len(grads)
-        places = self.places
+        forms = self.forms
         if not complete:
-            places = [place for place, grad in zip(places, grads, strict=True) if grad is not None]
-        dtypes = [*map(_dtype, given)]
-        if not (
-            self.usual
-            and {*map(type, given)} <= {Tensor}
-            and {*dtypes} <= {*FLOATING}
-            and [*map(_place, given)] == places
-        ):
-            for where, param in self.named:
-                check_gradient(param, where)
-            return False
-        return complete and (torch.float64 not in dtypes or dtypes == self.dtypes)
+            forms = [form for form, grad in zip(forms, grads, strict=True) if grad is not None]
+        found = [*map(_form, given)]
+        plain = {*map(type, given)} <= {Tensor} and {*map(_layout, given)} <= {torch.strided}
+        if self.usual and plain:
+            if found == forms:
+                return complete
+            if all(map(_fits, found, forms)):
+                return complete and not any(map(_widens, found, forms))
+        for where, param in self.named:
+            check_gradient(param, where)
+        return False
 
     def check_rate(self, lr: Any) -> None:
         """Raise ValueError if a Tensor lr cannot be used on the devices of all parameters."""
@@ -99,6 +96,16 @@ class Forms:
                     f"{where}: lr is on {lr.device}, the parameter on {param.device}; move lr "
                     "there, or to the CPU, or put the parameters into one group per device"
                 )
+
+
+def _fits(grad: tuple[Any, ...], param: tuple[Any, ...]) -> bool:
+    """Whether a gradient differs from its parameter in its dtype at most."""
+    return grad[0] == param[0] and grad[1] in FLOATING and grad[2] == param[2]
+
+
+def _widens(grad: tuple[Any, ...], param: tuple[Any, ...]) -> bool:
+    """Whether a gradient is float64 and its parameter is not, or the other way round."""
+    return (grad[1] is torch.float64) is not (param[1] is torch.float64)
 
 
 def _placements(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:

@@ -23,7 +23,6 @@ from collections.abc import Sequence
 
 import torch
 
-from .._ops import add_op_namespace_prefix, ops
 from .arguments import check_dtype, check_input, output_for
 from .batch import walk
 from .coefficients import CoefficientSet, Rows
@@ -40,12 +39,12 @@ from .products import (
     quadratic,
     symmetric,
 )
+from .registered import registered
 
 
-@torch.library.custom_op(
-    add_op_namespace_prefix("gram_newton_schulz"),
-    mutates_args=("out",),
-    schema="(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, int[] restarts, "
+@registered(
+    "gram_newton_schulz",
+    "(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, int[] restarts, "
     "ScalarType dtype) -> ()",
 )
 def _gram_newton_schulz(
@@ -143,5 +142,5 @@ def gram_newton_schulz(
     positions = restarts_for(rows, dtype, restarts)
     out = output_for(x, out, dtype)
     flat = [v for row in rows for v in row]
-    ops.gram_newton_schulz(x.detach(), out, flat, prefactor, positions, dtype)
+    _gram_newton_schulz(x.detach(), out, flat, prefactor, positions, dtype)
     return out

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import torch
 
-from .._ops import add_op_namespace_prefix, ops
 from ..kernels.norm_factors import norm_factors
 from ..kernels.normalize import runs_compiled
 from .arguments import check_dtype, check_input, output_for
@@ -24,16 +23,16 @@ from .batch import walk
 from .constants import dtype_for
 from .polynomials import POLYNOMIALS, SAFETY, Square
 from .products import apply_gram_side, gram, matrix_norm, runs_symmetric, square
+from .registered import registered
 
 # Frobenius norm of X before the first product: R then has a trace of 4096, far from float16's
 # subnormal numbers and from its largest one.
 START_NORM = 64.0
 
 
-@torch.library.custom_op(
-    add_op_namespace_prefix("gram_polynomial"),
-    mutates_args=("out",),
-    schema="(Tensor x, Tensor(a!) out, ScalarType dtype) -> ()",
+@registered(
+    "gram_polynomial",
+    "(Tensor x, Tensor(a!) out, ScalarType dtype) -> ()",
 )
 def _gram_polynomial(
     x: torch.Tensor,  # (..., r, c)
@@ -120,5 +119,5 @@ def gram_polynomial(
             "gram_polynomial amplified; use polar_express, or float16"
         )
     out = output_for(x, out, dtype)
-    ops.gram_polynomial(x.detach(), out, dtype)
+    _gram_polynomial(x.detach(), out, dtype)
     return out

@@ -11,19 +11,17 @@ from collections.abc import Sequence
 
 import torch
 
-from .._ops import add_op_namespace_prefix, ops
 from .arguments import check_dtype, check_input, output_for
 from .batch import walk
 from .coefficients import CoefficientSet, Rows
 from .constants import dtype_for, schedule
 from .products import apply_gram_side, folded_quadratic, folds_diagonal, gram, quadratic
+from .registered import registered
 
 
-@torch.library.custom_op(
-    add_op_namespace_prefix("newton_schulz"),
-    mutates_args=("out",),
-    schema="(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, "
-    "ScalarType dtype) -> ()",
+@registered(
+    "newton_schulz",
+    "(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, ScalarType dtype) -> ()",
 )
 def _newton_schulz(
     x: torch.Tensor,  # (..., r, c)
@@ -101,5 +99,5 @@ def iterate_rows(
     dtype = dtype_for(x.dtype, x.device) if dtype is None else dtype
     check_dtype(dtype)
     out = output_for(x, out, dtype)
-    ops.newton_schulz(x.detach(), out, [v for row in rows for v in row], prefactor, dtype)
+    _newton_schulz(x.detach(), out, [v for row in rows for v in row], prefactor, dtype)
     return out

@@ -1,0 +1,194 @@
+"""What the host does for a step, counted: time itself says little on a machine that others share.
+
+A step of hundreds of parameters is a few passes over lists by functions of C. A Python function, or
+a call of torch, per parameter would be 50 to 1000 us per 200 of them, and fails here.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from .._compare import assert_same_bits
+from ._steps import new_gradients, parameters, train, values
+
+CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+KINDS = {
+    "matrices": {"use_muon": True, "beta2": None},
+    "second moments": {"use_muon": True, "beta2": 0.9},
+    "adamw": {"use_muon": False},
+}
+# Of the kernels' functions, which look at every tensor of four lists (three for AdamW).
+CALLS_PER_PARAMETER = 8
+CALLS_PER_SHAPE = 110
+CALLS_PER_STEP = 280  # of which torch's own wrapper of `step` makes 60
+
+
+@pytest.fixture
+def build(opt, submodule, device, monkeypatch):
+    """`build(name, shapes, **options)`: an optimizer whose matrices are not orthogonalized."""
+    monkeypatch.setattr(submodule("optimizers.step"), "orthogonalize", lambda x, **options: x)
+
+    def make(name, shapes, **options):
+        params = parameters(shapes, device=device)
+        group = {"params": params, "lr": 0.02, "none_grad": False, **options}
+        return getattr(opt, name)([group])
+
+    return make
+
+
+@contextmanager
+def counted_calls():
+    """A list that has one entry per call of a function, of Python or C, when it is left."""
+    calls: list[str] = []
+
+    def hook(frame, event, argument) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_name)
+        elif event == "c_call":
+            calls.append(argument.__name__)
+
+    before = sys.getprofile()
+    sys.setprofile(hook)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(before)
+
+
+def calls_of_a_step(optimizer) -> list[str]:
+    for _ in range(2):  # the plan, and what is cached
+        optimizer.step()
+    with counted_calls() as calls:
+        optimizer.step()
+    return calls
+
+
+@CLASSES
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_per_parameter(build, name, kind) -> None:
+    few, many = (len(calls_of_a_step(build(name, [(4, 2)] * n, **KINDS[kind]))) for n in (20, 120))
+    assert (many - few) / 100 <= CALLS_PER_PARAMETER
+
+
+@CLASSES
+def test_calls_per_shape(build, name) -> None:
+    one, more = (
+        len(calls_of_a_step(build(name, [(k + 1, 2) for k in range(n)], **KINDS["matrices"])))
+        for n in (1, 21)
+    )
+    # A parameter of each shape, too.
+    assert (more - one) / 20 <= CALLS_PER_SHAPE + CALLS_PER_PARAMETER
+
+
+@CLASSES
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_per_step(build, name, kind) -> None:
+    assert len(calls_of_a_step(build(name, [(4, 2)], **KINDS[kind]))) <= CALLS_PER_STEP
+
+
+def test_calls_do_not_depend_on_a_scheduler(build) -> None:
+    """An option that changes at every step is checked, and nothing is planned anew."""
+    optimizer = build("Muon", [(4, 2)] * 20, **KINDS["matrices"])
+    steady = len(calls_of_a_step(optimizer))
+    optimizer.param_groups[0]["lr"] = 0.03
+    with counted_calls() as calls:
+        optimizer.step()
+    assert "_make_plan" not in calls
+    assert len(calls) <= steady + 200
+
+
+def test_ranges_are_made_for_a_profiler_only(build, submodule, monkeypatch) -> None:
+    """torch's ranges take 8 us each, watched or not."""
+    optimizer = build("Muon", [(4, 2)], **KINDS["matrices"])
+    optimizer.step()
+    made = []
+    timing = submodule("optimizers.timing")
+    record = torch.autograd.profiler.record_function
+    monkeypatch.setattr(
+        timing.profiler, "record_function", lambda name: (made.append(name), record(name))[1]
+    )
+    optimizer.step()
+    assert not [name for name in made if name.startswith("muon::")]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        optimizer.step()
+    stages = [name for name in made if name.startswith("muon::")]
+    assert stages == ["muon::momentum", "muon::newton_schulz", "muon::update_params"]
+
+
+def reshaped(optimizer, param) -> None:
+    param.grad = None
+    param.data = param.data.view(2, 4)
+    optimizer.state[param] = {}
+    param.grad = torch.ones_like(param)
+
+
+def cast(optimizer, param) -> None:
+    param.grad = None
+    param.data = param.data.bfloat16()
+    param.grad = torch.ones_like(param)
+
+
+CHANGES = {
+    "a form": reshaped,
+    "a dtype": cast,
+    "an option of the layout": lambda o, p: o.param_groups[0].update(num_heads=2),
+    "a loaded state": lambda o, p: o.load_state_dict(o.state_dict()),
+    "a state put in its place": lambda o, p: o.state.update({p: dict(o.state[p])}),
+    "a group": lambda o, p: o.add_param_group({"params": [p.detach().clone()], "use_muon": True}),
+}
+NO_CHANGES = {
+    "nothing": lambda o, p: None,
+    "a rate": lambda o, p: o.param_groups[0].update(lr=0.5),
+    "a gradient": lambda o, p: new_gradients([p], seed=9),
+    "no gradient": lambda o, p: setattr(p, "grad", None),
+    "a tensor of the state": lambda o, p: o.state[p].update(
+        momentum_buffer=torch.ones_like(p.detach())
+    ),
+    "a storage": lambda o, p: setattr(p, "data", p.data.clone()),
+}
+
+
+@pytest.mark.parametrize("change", [*CHANGES, *NO_CHANGES])
+def test_a_plan_is_made_anew_where_it_must_be(build, monkeypatch, change) -> None:
+    optimizer = build("Muon", [(4, 2), (4, 2)], **KINDS["matrices"])
+    optimizer.step()
+    plans = []
+    make = optimizer._make_plan
+    monkeypatch.setattr(
+        optimizer, "_make_plan", lambda *arguments: (plans.append(1), make(*arguments))[1]
+    )
+    param = optimizer.param_groups[0]["params"][1]
+    (CHANGES | NO_CHANGES)[change](optimizer, param)
+    optimizer.step()
+    assert len(plans) == (change in CHANGES)
+    optimizer.step()
+    assert len(plans) == (change in CHANGES)
+
+
+@CLASSES
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_put_in_its_place_is_used(build, name, kind) -> None:
+    """A tensor, or all of a parameter's state, from outside: the next step advances it."""
+    results = []
+    for replaced in (False, True):
+        optimizer = build(name, [(4, 2)] * 3, **KINDS[kind])
+        params = optimizer.param_groups[0]["params"]
+        train(optimizer, params, 2)
+        kept = dict(optimizer.state[params[1]])
+        if replaced:
+            copied = {key: value.clone() for key, value in kept.items()}
+            optimizer.state[params[1]] = copied
+            for key, value in optimizer.state[params[2]].items():
+                optimizer.state[params[2]][key] = value.clone()
+        before = {key: value.clone() for key, value in kept.items()}
+        train(optimizer, params, 2, seed=7)
+        results.append(values(params))
+        if replaced:
+            for key, value in kept.items():
+                assert_same_bits(value, before[key])
+    for ours, theirs in zip(*results, strict=True):
+        assert_same_bits(ours, theirs)
