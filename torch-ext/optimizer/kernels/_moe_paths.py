@@ -1,7 +1,7 @@
 """What the mixture-of-experts ops share: which path serves a call, and checks of their tensors.
 
 path       | what                                  | taken by "auto"
-triton     | kernels/<op>_triton.py                | CUDA and ROCm with Triton (not measured yet)
+triton     | kernels/<op>_triton.py                | CUDA and ROCm with Triton
 grouped_mm | torch.nn.functional.grouped_mm        | never; by name
 reference  | reference/moe.py, expert after expert | everything else, and float64
 """
@@ -45,7 +45,7 @@ def pick(device: torch.device, dtype: torch.dtype, backend: str = "auto") -> Pat
     if dtype == torch.float64:
         return Path("reference", "float64 is computed by torch, expert after expert")
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        return Path("triton", f"Triton on {torch.cuda.get_device_name(device)}, not measured yet")
+        return Path("triton", f"Triton on {torch.cuda.get_device_name(device)}")
     return Path("reference", f"torch, expert after expert; no kernel for {device.type} tensors")
 
 

@@ -6,7 +6,7 @@ is <dy W_eff^T, x> + <dy, b_e>, taken from dx before the gate scales it, so that
 forward result is stored (W_eff = W + s A^T B^T is linear).
 
 path       | source                    | taken
-triton     | grouped_lora_dx_triton.py | CUDA and ROCm (not measured yet)
+triton     | grouped_lora_dx_triton.py | CUDA and ROCm
 grouped_mm | _grouped_mm.py            | by name
 reference  | reference/moe.py          | everything else
 """

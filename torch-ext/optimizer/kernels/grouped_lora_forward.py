@@ -5,7 +5,7 @@ computed once, rounded to x's dtype and returned: the product adds xa B_e^T in i
 the gradient of B reads it again. Sums are float32 (float64 for float64), rounded once.
 
 path       | source                         | taken
-triton     | grouped_lora_forward_triton.py | CUDA and ROCm (not measured yet)
+triton     | grouped_lora_forward_triton.py | CUDA and ROCm
 grouped_mm | _grouped_mm.py                 | by name
 reference  | reference/moe.py               | everything else
 """
