@@ -105,6 +105,12 @@ def catch(arch: int) -> None:
         seen.add(key)
         source = ASTSource(self, signature, constants, attributes)
         made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=compiler)
+        room = load("kernels._grouped_config").SHARED_MEMORY.get(f"sm{arch}", made.metadata.shared)
+        if made.metadata.shared > room:
+            raise RuntimeError(
+                f"{self.__name__} takes {made.metadata.shared} bytes of shared memory, sm_{arch} "
+                f"has {room}: {mine} {compiler}"
+            )
         ptx = made.asm["ptx"]
         blocks = {n: v for n, v in mine.items() if n.startswith("BLOCK")} | compiler
         print(

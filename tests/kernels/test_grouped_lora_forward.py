@@ -58,7 +58,7 @@ def config(submodule):
 @pytest.mark.parametrize("element_bytes", [2, 4])
 def test_every_shape_has_a_tile_that_fits(config, arch, direction, element_bytes):
     """The predecessor's pruning left one tile of 32 x 32 or none; a tile is a pure function."""
-    for rows in (16, 32, 64, 128):
+    for rows in (16, 32, 64, 128, 256):
         for rank in (1, 16, 40, 256):
             for columns in (16, 768, 4096):
                 shape = config.Shape(arch, rows, 2048, columns, element_bytes, direction, rank)
@@ -75,6 +75,29 @@ def test_rows_of_64_and_more_use_wide_tiles(config):
     for rows in (64, 128):
         tile = config.choose(config.Shape("sm90", rows, 2048, 1536, 2, "forward", 16))
         assert tile.rows >= 64 and tile.columns >= 128
+
+
+@pytest.mark.parametrize("direction", ["forward", "dx", "dots"])
+def test_tiles_that_were_the_fastest(config, direction):
+    """128 x 256 where experts fill 128 rows and few columns are padding; the cases timed."""
+
+    def choose(columns: int, arch: str = "sm90", rows: int = 128):
+        return config.choose(config.Shape(arch, rows, 2048, columns, 2, direction, 16))
+
+    for columns in (512, 768, 1024, 1536, 2048, 4096, 14336, 28672):
+        assert choose(columns) == config.Tile(128, 256, 64, 8, 4), columns
+    for columns in (64, 384, 640, 2880):
+        assert choose(columns) == config.Tile(128, 128, 64, 4, 3), columns
+    assert choose(2048, rows=64) == config.Tile(64, 128, 64, 4, 4)
+    assert choose(2048, arch="sm80").columns == 64
+
+
+def test_low_rank_sums_fit_with_factors_in_float32(config):
+    """Float32 LoRA over bfloat16 rows: the factor's tiles take twice the bytes of the rows'."""
+    shape = config.Shape("sm86", 32, 2048, 64, 2, "low_rank", 64)
+    tile = config.choose(shape)
+    taken = tile.stages * tile.depth * (tile.rows * 2 + tile.columns * 4)
+    assert taken <= config.SMALLEST_SHARED_MEMORY
 
 
 @pytest.mark.parametrize(

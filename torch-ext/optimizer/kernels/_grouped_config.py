@@ -1,8 +1,8 @@
 """Tiles of the grouped products: frozen tables and pure functions, never an autotune at run time.
 
 A tile choice depends on (architecture, rows per tile, K, N, dtype, direction) alone, so every rank
-runs the same code and no step stops to compile a search. Nothing here was measured yet: the general
-rows follow the arithmetic beside them, and `MEASURED` takes over where a benchmark has an entry.
+runs the same code and no step stops to compile a search. Rules for 64 and 128 rows of 2 bytes come
+from timings on an H200, docs/log.md; the rest follows the arithmetic beside it.
 """
 
 from __future__ import annotations
@@ -46,27 +46,26 @@ class Tile:
         return self.stages * self.depth * (self.rows + self.columns) * element_bytes
 
 
-# (rows per tile, bytes per element) -> columns, depth, warps, stages. 64 rows: two blocks fit into
-# an SM's shared memory, the weights stream from HBM. 128 rows: one wgmma warp group per 64 rows.
+# (rows per tile, bytes per element) -> columns, depth, warps, stages. Two blocks fit into an SM's
+# shared memory, while the weights stream from HBM; 64 rows are the least that a wgmma takes.
 _GENERAL = {
     (16, 2): (64, 128, 4, 4),
     (32, 2): (128, 64, 4, 4),
     (64, 2): (128, 64, 4, 4),
-    (128, 2): (128, 64, 8, 3),
+    (128, 2): (128, 64, 4, 3),
+    (256, 2): (128, 64, 8, 4),
     (16, 4): (64, 32, 4, 3),
     (32, 4): (64, 32, 4, 3),
     (64, 4): (64, 32, 4, 3),
     (128, 4): (64, 32, 8, 3),
+    (256, 4): (64, 32, 8, 3),
 }
-# Where experts fill such tiles the product is bound by the tensor cores: the widest accumulator.
-# Not with the gates' gradient in the epilogue, where ptxas spills 192 bytes per thread.
-_WIDE = Tile(rows=128, columns=256, depth=64, warps=8, stages=3)
-_WIDE_FROM_COLUMNS = 2048
+# Where experts fill 128 rows, the widest accumulator took the least time of the tiles timed over the
+# four products of every layer: 1 to 4 percent less than 128 columns, which padding would outweigh.
+_WIDE = Tile(rows=128, columns=256, depth=64, warps=8, stages=4)
+_WIDE_PADDING = 16  # one column in so many
 _WIDE_ARCHS = ("sm90", "sm100")
-_NARROW_COLUMNS = 64  # of 128 rows without wgmma: 128 x 128 spills 232 bytes there, by ptxas
-
-# Shape -> Tile, each entry from a committed benchmark result. None exists yet.
-MEASURED: dict[Shape, Tile] = {}
+_NARROW = Tile(rows=128, columns=64, depth=64, warps=8, stages=3)  # 128 x 128 without wgmma spills
 
 GROUP = 8  # row tiles that walk the columns together, so that they share an expert's weights in L2
 MAX_BLOCK_RANK = 64  # wider ranks take several steps
@@ -80,8 +79,10 @@ def block_rank(rank: int) -> int:
 
 def fits(tile: Tile, shape: Shape) -> bool:
     """Whether the operand tiles fit into the architecture's shared memory."""
-    capacity = SHARED_MEMORY.get(shape.arch, SMALLEST_SHARED_MEMORY)
-    return tile.shared_memory(shape.element_bytes) <= capacity
+    taken = tile.shared_memory(shape.element_bytes)
+    if shape.direction == "low_rank":  # the factor may be float32 beside narrow rows
+        taken += tile.stages * tile.depth * tile.columns * (4 - shape.element_bytes)
+    return taken <= SHARED_MEMORY.get(shape.arch, SMALLEST_SHARED_MEMORY)
 
 
 def choose(shape: Shape) -> Tile:
@@ -92,8 +93,6 @@ def choose(shape: Shape) -> Tile:
     """
     if shape.direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {DIRECTIONS}, got {shape.direction!r}")
-    if shape in MEASURED:
-        return MEASURED[shape]
     tile = _general(shape)
     while not fits(tile, shape):
         if tile.stages > 1:
@@ -113,16 +112,17 @@ def _general(shape: Shape) -> Tile:
     narrow = shape.element_bytes == 2
     if shape.direction == "product":  # rows: of the result's left side; depth: expert rows per step
         rows = min(max(16, 1 << (shape.rows - 1).bit_length()), 128 if narrow else 64)
+        if narrow and rows == 16:  # gathers: short steps, and programs instead of steps in flight
+            return Tile(rows, 128, 32, 4, 1)
         columns = 128 if narrow else 64
         return Tile(rows, columns, 64 if narrow else 32, 8 if rows == 128 else 4, 3)
-    if shape.direction == "low_rank":
-        depth = 128 if narrow else 64
-        warps, stages = (4, 4) if shape.rows < 128 else (8, 3)
-        return Tile(shape.rows, block_rank(shape.rank), depth, warps, stages)
-    columns, depth, warps, stages = _GENERAL[min(shape.rows, 128), shape.element_bytes]
+    if shape.direction == "low_rank":  # reads rows once: many small programs in flight
+        depth = 128 if narrow and shape.rows < 64 else 64
+        return Tile(min(shape.rows, 64), block_rank(shape.rank), depth, 4, 4)
+    columns, depth, warps, stages = _GENERAL[min(shape.rows, 256), shape.element_bytes]
+    if narrow and shape.rows >= _NARROW.rows and shape.arch not in _WIDE_ARCHS:
+        return dataclasses.replace(_NARROW, rows=shape.rows)
     if narrow and shape.rows == _WIDE.rows:
-        if shape.arch not in _WIDE_ARCHS:
-            columns = _NARROW_COLUMNS
-        elif shape.direction != "dots" and shape.columns >= _WIDE_FROM_COLUMNS:
+        if -shape.columns % _WIDE.columns * _WIDE_PADDING <= shape.columns:
             return _WIDE
     return Tile(shape.rows, columns, depth, warps, stages)

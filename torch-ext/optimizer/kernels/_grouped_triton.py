@@ -153,7 +153,8 @@ def _grouped_product(  # noqa: PLR0913
     if LORA:
         at_low = low + rows[:, None] * rank
         at_factor = factor + expert * factor_expert + columns[None, :] * factor_n
-        for start in range(0, tl.where(known, rank, 0), BLOCK_R):
+        # One or two steps: in flight they would only take memory, float32 factors beyond what is.
+        for start in tl.range(0, tl.where(known, rank, 0), BLOCK_R, num_stages=1):
             r = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
             low_mask = inside[:, None] & (r[None, :] < rank)
             values = tl.load(at_low + r[None, :], mask=low_mask, other=0.0)

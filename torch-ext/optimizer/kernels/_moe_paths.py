@@ -3,7 +3,7 @@
 path       | what                                  | taken by "auto"
 compiled   | kernels/grouped_product.py; for the   | capability 9.0 and half precision, by name;
            | rest of the layer what triton takes   | by "auto" once MEASURED_COMPILED
-triton     | kernels/<op>_triton.py                | CUDA and ROCm with Triton (not measured yet)
+triton     | kernels/<op>_triton.py                | CUDA and ROCm with Triton
 grouped_mm | torch.nn.functional.grouped_mm        | never; by name
 reference  | reference/moe.py, expert after expert | everything else, and float64
 """
@@ -68,7 +68,7 @@ def pick(device: torch.device, dtype: torch.dtype, backend: str = "auto") -> Pat
     if MEASURED_COMPILED and dtype in HALF_PRECISION and _is_hopper(device):
         return Path("compiled", "TMA and wgmma where strides allow, else Triton")
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        return Path("triton", f"Triton on {torch.cuda.get_device_name(device)}, not measured yet")
+        return Path("triton", f"Triton on {torch.cuda.get_device_name(device)}")
     return Path("reference", f"torch, expert after expert; no kernel for {device.type} tensors")
 
 

@@ -4,7 +4,7 @@ out[t] = sum_j gates[t, j] y[rows[t k + j]], in float32 and in the order of j: n
 repeat bit for bit. Slots whose row is not valid (sentinels) are left out.
 
 path      | source            | taken
-triton    | combine_triton.py | CUDA and ROCm (not measured yet)
+triton    | combine_triton.py | CUDA and ROCm
 reference | reference/moe.py  | everything else
 """
 

@@ -1,7 +1,6 @@
 """Triton path of combine: out[t] = sum_j gates[t, j] y[rows[t k + j]] over valid rows.
 
-Grid: one program per (token, block of columns); y is read once and out written once. Not measured
-yet.
+Grid: one program per (token, block of columns); y is read once and out written once.
 """
 
 from __future__ import annotations

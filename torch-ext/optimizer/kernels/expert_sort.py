@@ -4,7 +4,7 @@ Stable, so that the order within an expert is the order of tokens. Ids outside [
 of expert parallelism: they come last and no product reads them. Nothing waits for the device.
 
 path      | source                | taken
-triton    | expert_sort_triton.py | CUDA and ROCm (not measured yet)
+triton    | expert_sort_triton.py | CUDA and ROCm
 reference | reference/moe.py      | everything else
 """
 
@@ -18,9 +18,10 @@ from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
 from ._moe_paths import INTEGERS, TRITON_PATHS, check_tensor, on_device_of, pick_name
 
-# Rows of a tile by mean rows per expert: (up to, rows). 64 is the least a wgmma takes; below it
-# more rows would be padding. 128 where experts fill two such tiles or more.
-TILE_ROWS = ((16, 16), (32, 32), (160, 64))
+# Rows of a tile by mean rows per expert: (up to, rows). Experts get more and fewer rows than the
+# mean, and every tile reads its expert's weights again: from three quarters of a tile on the next
+# size takes less time. Timed at means of 64, 128 and 256 alone (docs/log.md).
+TILE_ROWS = ((16, 16), (24, 32), (48, 64))
 LARGEST_TILE_ROWS = 128
 
 

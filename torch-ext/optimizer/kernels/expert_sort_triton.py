@@ -6,7 +6,7 @@
             chunks + equal slots before it in the chunk
 4. _tiles   one program per expert and one for the unused rest: the tile map
 
-Group E holds the sentinels. Everything is integers; the host waits for nothing. Not measured yet.
+Group E holds the sentinels. Everything is integers; the host waits for nothing.
 """
 
 from __future__ import annotations

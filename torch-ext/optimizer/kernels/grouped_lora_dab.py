@@ -6,7 +6,7 @@ program owns its part of the result and sums in float32: no atomics, exact zeros
 without rows. Results have the strides of the parameters, PEFT's layout included.
 
 path       | source                     | taken
-triton     | grouped_lora_dab_triton.py | CUDA and ROCm (not measured yet)
+triton     | grouped_lora_dab_triton.py | CUDA and ROCm
 grouped_mm | _grouped_mm.py             | by name
 reference  | reference/moe.py           | everything else
 """

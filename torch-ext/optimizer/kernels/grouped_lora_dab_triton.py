@@ -1,6 +1,6 @@
 """Triton path of grouped_lora_dab: each program sums one part of one expert's factor over its rows.
 
-No atomics: a part is written once, in the parameter's dtype and strides. Not measured yet.
+No atomics: a part is written once, in the parameter's dtype and strides.
 """
 
 from __future__ import annotations

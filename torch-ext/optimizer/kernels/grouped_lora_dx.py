@@ -7,7 +7,7 @@ forward result is stored (W_eff = W + s A^T B^T is linear).
 
 path       | source                    | taken
 compiled   | grouped_product.py        | capability 9.0, half precision; by name
-triton     | grouped_lora_dx_triton.py | CUDA and ROCm (not measured yet)
+triton     | grouped_lora_dx_triton.py | CUDA and ROCm
 grouped_mm | _grouped_mm.py            | by name
 reference  | reference/moe.py          | everything else
 """

@@ -6,7 +6,7 @@ the gradient of B reads it again. Sums are float32 (float64 for float64), rounde
 
 path       | source                         | taken
 compiled   | grouped_product.py, xa as triton | capability 9.0, half precision; by name
-triton     | grouped_lora_forward_triton.py | CUDA and ROCm (not measured yet)
+triton     | grouped_lora_forward_triton.py | CUDA and ROCm
 grouped_mm | _grouped_mm.py                 | by name
 reference  | reference/moe.py               | everything else
 """
