@@ -19,6 +19,7 @@ SCALING = 2.0
 BASELINE = "split LoRA, torch grouped_mm"
 ERROR_FACTOR = 1.5  # of the baseline's error against float64
 QUEUE_CYCLES = 60_000_000  # about 30 ms, in which the host queues a round of layers
+ROUNDS = 15  # timed
 
 
 class Stopwatch(CudaStopwatch):
@@ -230,6 +231,7 @@ def measure(layer: Layer, built: Built) -> Iterator[tuple[Row, str]]:
         ms = medians(
             turns,
             sets=len(cases),
+            rounds=ROUNDS,
             stopwatch=Stopwatch,
         )
         row = passed(

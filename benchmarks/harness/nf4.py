@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .moe_lora import LayerCase, Stopwatch, calls_of, peak_mb
+from .moe_lora import LayerCase, ROUNDS, Stopwatch, calls_of, peak_mb
 from .moe_problems import MODELS, Layer
 from .package import Built
 from .report import Measured, Row, failed, floor_ms, line, passed
@@ -130,7 +130,7 @@ def layer_rows(layer: Layer, built: Built) -> Iterator[tuple[Row, str]]:
                 who: lambda number, who=who, here=here: here[number][who]()
                 for who in ("ours", "baseline")
             }
-            ms = medians(turns, sets=len(cases), stopwatch=Stopwatch)
+            ms = medians(turns, sets=len(cases), rounds=ROUNDS, stopwatch=Stopwatch)
             row = passed(
                 name,
                 Measured(
