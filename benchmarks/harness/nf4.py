@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .moe_lora import LayerCase, ROUNDS, Stopwatch, calls_of, peak_mb
+from .moe_lora import ROUNDS, LayerCase, Stopwatch, calls_of, peak_mb
 from .moe_problems import MODELS, Layer
 from .package import Built
 from .report import Measured, Row, failed, floor_ms, line, passed
