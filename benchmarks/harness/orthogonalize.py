@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .package import Built
+from .package import module as package_module
 from .report import Measured, Row, failed, floor_ms, geomean, passed
 from .timer import cold_sets, medians
 
@@ -148,7 +149,7 @@ def distances(package, x, ours, baseline) -> Distances:
     """
     import torch
 
-    reference = package.reference.orthogonalize
+    reference = package_module(package, "reference.orthogonalize")
     long = package.polar_express_coefficients(EXACT_STEPS, lower=EXACT_LOWER)
     squares, worst = torch.zeros(2, dtype=torch.float64), 0.0
     for i in range(len(x)):
@@ -321,7 +322,7 @@ def _zoo_rows(built: Built) -> Iterator[tuple[Row, str]]:
 
     from . import zoo
 
-    reference = built.package.reference.orthogonalize
+    reference = package_module(built.package, "reference.orthogonalize")
     before, compiled = None, polar_express_bf16
     for name, specimen in sorted(zoo.zoo(512).items(), key=lambda item: item[1].x.shape):
         there = specimen.to("cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from dataclasses import dataclass
@@ -33,6 +34,11 @@ def load(root: Path = ROOT) -> Built:
     metadata = json.loads((Path(package.__file__).parent / "metadata.json").read_text())
     commit, clean = provenance(metadata)
     return Built(package, commit, clean)
+
+
+def module(package: ModuleType, name: str) -> ModuleType:
+    """A submodule of the loaded package, which imports only what its users need."""
+    return importlib.import_module(f"{package.__name__}.{name}")
 
 
 def provenance(metadata: dict) -> tuple[str, bool]:

@@ -58,7 +58,7 @@ void run(Problem p, bool early, cudaStream_t stream) {
   bool second = false;  // the very first launch waits for whatever wrote x
   for (p.base = 0; p.base < p.matrices; p.base += step) {
     const int64_t filled = std::min(step, p.filled - p.base);
-    if (filled > 0) {
+    if (filled > 0 && p.input.chunks > 0) {
       launch(sum_kernel<T>, p, filled * p.input.chunks, early && second, stream);
       second = true;
     }

@@ -289,9 +289,9 @@ static __global__ void __launch_bounds__(kThreads)
   let_next_start();
   const Factor factor = matrix_factor(p, blockIdx.x);
   if (threadIdx.x == 0) {
-    const float value = factor.power * factor.rest;
-    factors[blockIdx.x] = value;
-    roots[blockIdx.x] = sqrtf(value);
+    const double value = static_cast<double>(factor.power) * factor.rest;
+    factors[blockIdx.x] = static_cast<float>(value);
+    roots[blockIdx.x] = static_cast<float>(sqrt(value));
   }
 }
 

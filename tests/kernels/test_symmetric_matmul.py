@@ -357,8 +357,10 @@ def test_explain_names_the_path(opt, module, device):
     ("capability", "compiled", "path"),
     [((9, 0), True, "compiled"), ((7, 5), True, "triton"), ((9, 0), False, "triton")],
 )
-def test_pick_on_cuda(module, monkeypatch, capability, compiled, path):
+def test_pick_on_cuda(module, monkeypatch, request, capability, compiled, path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    module._serves.cache_clear()
+    request.addfinalizer(module._serves.cache_clear)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(module, "_has_compiled", lambda key: compiled and key == "CUDA")
     assert module._pick.__wrapped__(torch.device("cuda", 0)).name == path
