@@ -60,8 +60,8 @@ _GENERAL = {
     (128, 4): (64, 32, 8, 3),
     (256, 4): (64, 32, 8, 3),
 }
-# Where experts fill 128 rows, the widest accumulator took the least time of the tiles timed over the
-# four products of every layer: 1 to 4 percent less than 128 columns, which padding would outweigh.
+# Where experts fill 128 rows, the widest accumulator took the least time of the tiles timed, over
+# the four products of every layer: 1 to 4 percent less than 128 columns. Padding would outweigh it.
 _WIDE = Tile(rows=128, columns=256, depth=64, warps=8, stages=4)
 _WIDE_PADDING = 16  # one column in so many
 _WIDE_ARCHS = ("sm90", "sm100")
@@ -122,7 +122,7 @@ def _general(shape: Shape) -> Tile:
     columns, depth, warps, stages = _GENERAL[min(shape.rows, 256), shape.element_bytes]
     if narrow and shape.rows >= _NARROW.rows and shape.arch not in _WIDE_ARCHS:
         return dataclasses.replace(_NARROW, rows=shape.rows)
-    if narrow and shape.rows == _WIDE.rows:
-        if -shape.columns % _WIDE.columns * _WIDE_PADDING <= shape.columns:
-            return _WIDE
+    padding = -shape.columns % _WIDE.columns
+    if narrow and shape.rows == _WIDE.rows and padding * _WIDE_PADDING <= shape.columns:
+        return _WIDE
     return Tile(shape.rows, columns, depth, warps, stages)
