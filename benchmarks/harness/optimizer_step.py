@@ -12,8 +12,8 @@ from .package import Built
 from .report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, line, passed
 
 STEPS = 5  # of the orthogonalization
-# The polar factor by iteration: smaller values than this, of a norm of 1, hold no part of a Gaussian
-# matrix's that the gate could see.
+# The polar factor by iteration: values below this, of a norm of 1, are no part of a Gaussian
+# matrix that the gate could see.
 CONVERGED, CONVERGED_FROM = 14, 1e-7
 LR, DECAY = 1e-3, 0.1
 WARMUP, TIMED = 4, 15
