@@ -41,7 +41,8 @@ torch.library.custom_op(
     add_op_namespace_prefix("newton_schulz"),
     _newton_schulz,
     mutates_args=("out",),
-    schema="(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, ScalarType dtype) -> ()",
+    schema="(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, "
+    "ScalarType dtype) -> ()",
 )
 
 
