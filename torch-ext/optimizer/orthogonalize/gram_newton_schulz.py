@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .._ops import add_op_namespace_prefix, ops
 from .arguments import check_dtype, check_input, output_for
 from .batch import walk
 from .coefficients import CoefficientSet, Rows
@@ -39,14 +40,9 @@ from .products import (
     quadratic,
     symmetric,
 )
-from .registered import registered
+from .registered import call
 
 
-@registered(
-    "gram_newton_schulz",
-    "(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, int[] restarts, "
-    "ScalarType dtype) -> ()",
-)
 def _gram_newton_schulz(
     x: torch.Tensor,  # (..., r, c)
     out: torch.Tensor,  # (..., r, c)
@@ -71,6 +67,15 @@ def _gram_newton_schulz(
         return x
 
     walk(x, out, dtype, prefactor, iterate)
+
+
+torch.library.custom_op(
+    add_op_namespace_prefix("gram_newton_schulz"),
+    _gram_newton_schulz,
+    mutates_args=("out",),
+    schema="(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, int[] restarts, "
+    "ScalarType dtype) -> ()",
+)
 
 
 def accumulated(R: torch.Tensor, rows: Rows, *, tall: bool) -> torch.Tensor:
@@ -142,5 +147,14 @@ def gram_newton_schulz(
     positions = restarts_for(rows, dtype, restarts)
     out = output_for(x, out, dtype)
     flat = [v for row in rows for v in row]
-    _gram_newton_schulz(x.detach(), out, flat, prefactor, positions, dtype)
+    call(
+        ops.gram_newton_schulz,
+        _gram_newton_schulz,
+        x.detach(),
+        out,
+        flat,
+        prefactor,
+        positions,
+        dtype,
+    )
     return out

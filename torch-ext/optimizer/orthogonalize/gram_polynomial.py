@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 
+from .._ops import add_op_namespace_prefix, ops
 from ..kernels.norm_factors import norm_factors
 from ..kernels.normalize import runs_compiled
 from .arguments import check_dtype, check_input, output_for
@@ -23,23 +24,27 @@ from .batch import walk
 from .constants import dtype_for
 from .polynomials import POLYNOMIALS, SAFETY, Square
 from .products import apply_gram_side, gram, matrix_norm, runs_symmetric, square
-from .registered import registered
+from .registered import call
 
 # Frobenius norm of X before the first product: R then has a trace of 4096, far from float16's
 # subnormal numbers and from its largest one.
 START_NORM = 64.0
 
 
-@registered(
-    "gram_polynomial",
-    "(Tensor x, Tensor(a!) out, ScalarType dtype) -> ()",
-)
 def _gram_polynomial(
     x: torch.Tensor,  # (..., r, c)
     out: torch.Tensor,  # (..., r, c)
     dtype: torch.dtype,
 ) -> None:
     walk(x, out, dtype, 1 / START_NORM, iterated)
+
+
+torch.library.custom_op(
+    add_op_namespace_prefix("gram_polynomial"),
+    _gram_polynomial,
+    mutates_args=("out",),
+    schema="(Tensor x, Tensor(a!) out, ScalarType dtype) -> ()",
+)
 
 
 def iterated(x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
@@ -119,5 +124,5 @@ def gram_polynomial(
             "gram_polynomial amplified; use polar_express, or float16"
         )
     out = output_for(x, out, dtype)
-    _gram_polynomial(x.detach(), out, dtype)
+    call(ops.gram_polynomial, _gram_polynomial, x.detach(), out, dtype)
     return out

@@ -11,18 +11,15 @@ from collections.abc import Sequence
 
 import torch
 
+from .._ops import add_op_namespace_prefix, ops
 from .arguments import check_dtype, check_input, output_for
 from .batch import walk
 from .coefficients import CoefficientSet, Rows
 from .constants import dtype_for, schedule
 from .products import apply_gram_side, folded_quadratic, folds_diagonal, gram, quadratic
-from .registered import registered
+from .registered import call
 
 
-@registered(
-    "newton_schulz",
-    "(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, ScalarType dtype) -> ()",
-)
 def _newton_schulz(
     x: torch.Tensor,  # (..., r, c)
     out: torch.Tensor,  # (..., r, c)
@@ -38,6 +35,15 @@ def _newton_schulz(
         return newton_schulz_step(x, rows[-1], out=last)
 
     walk(x, out, dtype, prefactor, iterate)
+
+
+torch.library.custom_op(
+    add_op_namespace_prefix("newton_schulz"),
+    _newton_schulz,
+    mutates_args=("out",),
+    schema="(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, "
+    "ScalarType dtype) -> ()",
+)
 
 
 def newton_schulz_step(
@@ -99,5 +105,13 @@ def iterate_rows(
     dtype = dtype_for(x.dtype, x.device) if dtype is None else dtype
     check_dtype(dtype)
     out = output_for(x, out, dtype)
-    _newton_schulz(x.detach(), out, [v for row in rows for v in row], prefactor, dtype)
+    call(
+        ops.newton_schulz,
+        _newton_schulz,
+        x.detach(),
+        out,
+        [v for row in rows for v in row],
+        prefactor,
+        dtype,
+    )
     return out
