@@ -7,12 +7,12 @@
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "momentum(Tensor[] grads, Tensor(a!)[] buffers, Tensor(b!)[] out, float mu, bool nesterov, "
-      "bool ema, Tensor? scale) -> Tensor");
+      "bool ema, Tensor? scale, Tensor(c!)? batch=None) -> Tensor");
   ops.def(
       "apply_update(Tensor(a!)[] params, Tensor[] updates, float lr, Tensor? lr_tensor, "
       "float[] factors, float weight_decay, Tensor? weight_decay_tensor, bool shaped_decay, "
       "bool cautious, Tensor(b!)[] second_moments, float beta2, Tensor(c!)[] residuals, int seed, "
-      "Tensor? rounding_step, int[] parameter, int[] offset) -> ()");
+      "Tensor? rounding_step, int[] parameter, int[] offset, Tensor? batch=None) -> ()");
   ops.def(
       "adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
       "Tensor(d!)[] steps, float lr, Tensor? lr_tensor, float beta1, Tensor? beta1_tensor, "

@@ -16,7 +16,8 @@ using torch::stable::Tensor;
 using TensorVector = std::vector<Tensor>;
 
 Tensor momentum_cpu(const TensorVector& grads, const TensorVector& buffers, const TensorVector& out,
-                    double mu, bool nesterov, bool ema, std::optional<Tensor> scale);
+                    double mu, bool nesterov, bool ema, std::optional<Tensor> scale,
+                    std::optional<Tensor> batch);
 
 void apply_update_cpu(const TensorVector& params, const TensorVector& updates, double lr,
                       std::optional<Tensor> lr_tensor, const std::vector<double>& factors,
@@ -24,7 +25,7 @@ void apply_update_cpu(const TensorVector& params, const TensorVector& updates, d
                       bool shaped_decay, bool cautious, const TensorVector& second_moments,
                       double beta2, const TensorVector& residuals, int64_t seed,
                       std::optional<Tensor> rounding_step, const std::vector<int64_t>& parameter,
-                      const std::vector<int64_t>& offset);
+                      const std::vector<int64_t>& offset, std::optional<Tensor> batch);
 
 void adamw_cpu(const TensorVector& params, const TensorVector& grads, const TensorVector& exp_avgs,
                const TensorVector& exp_avg_sqs, const TensorVector& steps, double lr,
@@ -37,7 +38,7 @@ void adamw_cpu(const TensorVector& params, const TensorVector& grads, const Tens
 
 Tensor momentum_cuda(const TensorVector& grads, const TensorVector& buffers,
                      const TensorVector& out, double mu, bool nesterov, bool ema,
-                     std::optional<Tensor> scale);
+                     std::optional<Tensor> scale, std::optional<Tensor> batch);
 
 void apply_update_cuda(const TensorVector& params, const TensorVector& updates, double lr,
                        std::optional<Tensor> lr_tensor, const std::vector<double>& factors,
@@ -45,7 +46,7 @@ void apply_update_cuda(const TensorVector& params, const TensorVector& updates, 
                        bool shaped_decay, bool cautious, const TensorVector& second_moments,
                        double beta2, const TensorVector& residuals, int64_t seed,
                        std::optional<Tensor> rounding_step, const std::vector<int64_t>& parameter,
-                       const std::vector<int64_t>& offset);
+                       const std::vector<int64_t>& offset, std::optional<Tensor> batch);
 
 void adamw_cuda(const TensorVector& params, const TensorVector& grads, const TensorVector& exp_avgs,
                 const TensorVector& exp_avg_sqs, const TensorVector& steps, double lr,

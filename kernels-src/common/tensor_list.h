@@ -87,12 +87,42 @@ inline bool same_strides(const Tensor& a, const Tensor& b) {
   return true;
 }
 
+// One operand of all items in a single tensor, row-major and one after another, in place of a list:
+// what a list costs on the host it costs per tensor.
+class Stacked {
+ public:
+  Stacked(const char* op, const char* name, const Tensor& tensor, const TensorVector& like)
+      : kind_(kind_of(op, name, tensor)), data_(static_cast<char*>(tensor.data_ptr())) {
+    int64_t expected = 0;
+    for (const Tensor& one : like) expected += one.numel();
+    STD_TORCH_CHECK(
+        tensor.is_contiguous() && tensor.numel() == expected && tensor.device() == like[0].device(),
+        op, ": ", name, " must be contiguous, with the ", expected,
+        " elements of all tensors, on their device");
+  }
+
+  Kind kind() const { return kind_; }
+
+  // Address of the next item, which has so many elements
+  void* take(int64_t numel) {
+    void* address = data_;
+    data_ += numel * element_size(kind_);
+    return address;
+  }
+
+ private:
+  Kind kind_;
+  char* data_;
+};
+
+// A null tensor among the operands stands for the one that is stacked.
 template <int N>
 void check_item(const char* op, const std::array<const Tensor*, N>& tensors,
                 const std::array<Operand, N>& operands, size_t index) {
   const Tensor& first = *tensors[0];
   const auto shape = first.sizes();
   for (int n = 0; n < N; ++n) {
+    if (tensors[n] == nullptr) continue;
     const Tensor& tensor = *tensors[n];
     STD_TORCH_CHECK(tensor.device() == first.device(), op, ": ", operands[n].name, "[", index,
                     "] is on another device than ", operands[0].name, "[", index, "]");
@@ -108,10 +138,12 @@ void check_item(const char* op, const std::array<const Tensor*, N>& tensors,
   }
 }
 
-// Checks and describes one item. `ordered` asks for row-major element numbers.
+// Checks and describes one item. `ordered` asks for row-major element numbers. The first operand is
+// never stacked.
 template <int N>
 Item<N> describe_item(const char* op, const std::array<const Tensor*, N>& tensors,
-                      const std::array<Operand, N>& operands, size_t index, bool ordered) {
+                      const std::array<Operand, N>& operands, size_t index, bool ordered,
+                      std::optional<Stacked>* stacked = nullptr) {
   check_item<N>(op, tensors, operands, index);
   const Tensor& first = *tensors[0];
   Item<N> item{};
@@ -119,11 +151,17 @@ Item<N> describe_item(const char* op, const std::array<const Tensor*, N>& tensor
   item.aligned = true;
   bool row_major = true, equal = true;
   for (int n = 0; n < N; ++n) {
-    item.data[n] = tensors[n]->data_ptr();
-    item.kind[n] = kind_of(op, operands[n].name, *tensors[n]);
+    if (tensors[n] == nullptr) {
+      item.data[n] = (*stacked)->take(item.numel);
+      item.kind[n] = (*stacked)->kind();
+      equal = false;  // row-major: linear only where the others are, too
+    } else {
+      item.data[n] = tensors[n]->data_ptr();
+      item.kind[n] = kind_of(op, operands[n].name, *tensors[n]);
+      row_major &= tensors[n]->is_contiguous();
+      equal &= same_strides(first, *tensors[n]);
+    }
     item.aligned &= reinterpret_cast<uintptr_t>(item.data[n]) % 16 == 0;
-    row_major &= tensors[n]->is_contiguous();
-    equal &= same_strides(first, *tensors[n]);
   }
   item.linear = row_major || (!ordered && equal && is_dense(first));
   if (item.linear) {
@@ -133,17 +171,22 @@ Item<N> describe_item(const char* op, const std::array<const Tensor*, N>& tensor
     return item;
   }
   const auto sizes = first.sizes();
+  int64_t below = item.numel;  // elements under dimension d, the stride of a stacked operand
+  const auto stride = [&](int n, size_t d) {
+    return tensors[n] == nullptr ? below : tensors[n]->strides()[d];
+  };
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (sizes[d] == 1) continue;
+    if (item.numel > 0) below /= sizes[d];
     bool merge = item.dims > 0;
     for (int n = 0; n < N && merge; ++n) {
-      merge = item.strides[n][item.dims - 1] == tensors[n]->strides()[d] * sizes[d];
+      merge = item.strides[n][item.dims - 1] == stride(n, d) * sizes[d];
     }
     STD_TORCH_CHECK(merge || item.dims < kMaxDims, op, ": ", operands[0].name, "[", index,
                     "] has more than ", kMaxDims, " dimensions that cannot be merged");
     const int at = merge ? item.dims - 1 : item.dims++;
     item.sizes[at] = merge ? item.sizes[at] * sizes[d] : sizes[d];
-    for (int n = 0; n < N; ++n) item.strides[n][at] = tensors[n]->strides()[d];
+    for (int n = 0; n < N; ++n) item.strides[n][at] = stride(n, d);
   }
   return item;
 }

@@ -96,11 +96,11 @@ void apply_update_cpu(const TensorVector& params, const TensorVector& updates, d
                       bool shaped_decay, bool cautious, const TensorVector& second_moments,
                       double beta2, const TensorVector& residuals, int64_t seed,
                       std::optional<Tensor> rounding_step, const std::vector<int64_t>& parameter,
-                      const std::vector<int64_t>& offset) {
+                      const std::vector<int64_t>& offset, std::optional<Tensor> batch) {
   const RoundingOptions rounding{residuals, parameter, offset, rounding_step.has_value()};
-  const Problem p = apply_update::describe(params, updates, lr, lr_tensor, factors, weight_decay,
-                                           weight_decay_tensor, shaped_decay, cautious,
-                                           second_moments, beta2, seed, rounding_step, rounding);
+  const Problem p = apply_update::describe(
+      params, updates, lr, lr_tensor, factors, weight_decay, weight_decay_tensor, shaped_decay,
+      cautious, second_moments, beta2, seed, rounding_step, rounding, batch);
   for (const Entry& entry : p.entries) {
     std::vector<float> scales;
     if (entry.matrices.second != nullptr) scales = multipliers(entry, p.beta2_weight);

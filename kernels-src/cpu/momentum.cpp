@@ -39,8 +39,9 @@ Partial run(const Problem& p, size_t k, int64_t begin, int64_t end) {
 }  // namespace
 
 Tensor momentum_cpu(const TensorVector& grads, const TensorVector& buffers, const TensorVector& out,
-                    double mu, bool nesterov, bool ema, std::optional<Tensor> scale) {
-  const Problem p = momentum::describe(grads, buffers, out, mu, nesterov, ema, scale);
+                    double mu, bool nesterov, bool ema, std::optional<Tensor> scale,
+                    std::optional<Tensor> batch) {
+  const Problem p = momentum::describe(grads, buffers, out, mu, nesterov, ema, scale, batch);
   const auto count = static_cast<int64_t>(grads.size());
   Tensor stats = torch::stable::new_empty(grads[0], {count, 2}, ScalarType::Float);
   auto* values = static_cast<float*>(stats.data_ptr());

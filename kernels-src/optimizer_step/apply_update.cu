@@ -312,11 +312,11 @@ void apply_update_cuda(const TensorVector& params, const TensorVector& updates, 
                        bool shaped_decay, bool cautious, const TensorVector& second_moments,
                        double beta2, const TensorVector& residuals, int64_t seed,
                        std::optional<Tensor> rounding_step, const std::vector<int64_t>& parameter,
-                       const std::vector<int64_t>& offset) {
+                       const std::vector<int64_t>& offset, std::optional<Tensor> batch) {
   const RoundingOptions rounding{residuals, parameter, offset, rounding_step.has_value()};
-  const Problem p = apply_update::describe(params, updates, lr, lr_tensor, factors, weight_decay,
-                                           weight_decay_tensor, shaped_decay, cautious,
-                                           second_moments, beta2, seed, rounding_step, rounding);
+  const Problem p = apply_update::describe(
+      params, updates, lr, lr_tensor, factors, weight_decay, weight_decay_tensor, shaped_decay,
+      cautious, second_moments, beta2, seed, rounding_step, rounding, batch);
   const torch::stable::accelerator::DeviceGuard guard(params[0].get_device_index());
   const cudaStream_t stream = stream_of(params[0]);
   std::vector<float*> scales(params.size(), nullptr);

@@ -104,10 +104,12 @@ inline Problem describe(const TensorVector& params, const TensorVector& updates,
                         double weight_decay, const std::optional<Tensor>& weight_decay_tensor,
                         bool shaped_decay, bool cautious, const TensorVector& second_moments,
                         double beta2, int64_t seed, const std::optional<Tensor>& rounding_step,
-                        const RoundingOptions& rounding) {
+                        const RoundingOptions& rounding, const std::optional<Tensor>& batch) {
   const char* op = "apply_update";
   STD_TORCH_CHECK(!params.empty(), "apply_update: params is empty");
-  check_length(op, "updates", updates.size(), params.size());
+  check_length(op, "updates", updates.size(), batch.has_value() ? 0 : params.size());
+  std::optional<Stacked> stacked;
+  if (batch.has_value()) stacked.emplace(op, "updates", *batch, params);
   check_length(op, "factors", factors.size(), params.size());
   if (!second_moments.empty()) {
     check_length(op, "second_moments", second_moments.size(), params.size());
@@ -128,7 +130,8 @@ inline Problem describe(const TensorVector& params, const TensorVector& updates,
     const bool moments = !second_moments.empty();
     const bool ordered = moments || entry.mode == Mode::kStochastic;
     const Tensor& third = entry.mode == Mode::kResidual ? rounding.residuals[k] : params[k];
-    entry.item = describe_item<kCount>(op, {&params[k], &updates[k], &third}, operands, k, ordered);
+    entry.item = describe_item<kCount>(op, {&params[k], stacked ? nullptr : &updates[k], &third},
+                                       operands, k, ordered, &stacked);
     STD_TORCH_CHECK(is_float(entry.item.kind[kParam]) && is_float(entry.item.kind[kUpdate]),
                     "apply_update: entry ", k, " has an integer parameter or update");
     STD_TORCH_CHECK(params[k].device() == params[0].device(), "apply_update: params[", k,

@@ -217,8 +217,8 @@ void launch_strided(const Problem& p, const std::vector<size_t>& members,
 
 Tensor momentum_cuda(const TensorVector& grads, const TensorVector& buffers,
                      const TensorVector& out, double mu, bool nesterov, bool ema,
-                     std::optional<Tensor> scale) {
-  const Problem p = momentum::describe(grads, buffers, out, mu, nesterov, ema, scale);
+                     std::optional<Tensor> scale, std::optional<Tensor> batch) {
+  const Problem p = momentum::describe(grads, buffers, out, mu, nesterov, ema, scale, batch);
   const torch::stable::accelerator::DeviceGuard guard(grads[0].get_device_index());
   const cudaStream_t stream = stream_of(grads[0]);
   const auto count = static_cast<int64_t>(grads.size());

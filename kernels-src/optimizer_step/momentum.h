@@ -36,18 +36,20 @@ struct Problem {
 
 inline Problem describe(const TensorVector& grads, const TensorVector& buffers,
                         const TensorVector& out, double mu, bool nesterov, bool ema,
-                        const std::optional<Tensor>& scale) {
+                        const std::optional<Tensor>& scale, const std::optional<Tensor>& batch) {
   const char* op = "momentum";
   STD_TORCH_CHECK(!grads.empty(), "momentum: grads is empty");
   check_length(op, "buffers", buffers.size(), grads.size());
-  check_length(op, "out", out.size(), grads.size());
+  check_length(op, "out", out.size(), batch.has_value() ? 0 : grads.size());
+  std::optional<Stacked> stacked;
+  if (batch.has_value()) stacked.emplace(op, "out", *batch, grads);
   const std::array<Operand, kCount> operands{{{"grads", false}, {"buffers", true}, {"out", true}}};
   Problem problem;
   problem.rule = {static_cast<float>(mu), static_cast<float>(1 - mu), nesterov, ema};
   problem.items.reserve(grads.size());
   for (size_t k = 0; k < grads.size(); ++k) {
-    problem.items.push_back(
-        describe_item<kCount>(op, {&grads[k], &buffers[k], &out[k]}, operands, k, false));
+    problem.items.push_back(describe_item<kCount>(
+        op, {&grads[k], &buffers[k], stacked ? nullptr : &out[k]}, operands, k, false, &stacked));
     for (Kind kind : problem.items.back().kind) {
       STD_TORCH_CHECK(is_float(kind), "momentum: entry ", k, " has an integer tensor");
     }

@@ -83,31 +83,51 @@ def _pick_name(op: str, device: torch.device) -> str:
     return path.name
 
 
-def takes_reference(op: str, tensors: Sequence[Tensor]) -> bool:
-    """Whether a call goes to plain torch operations: no kernel for the device, or float64."""
-    if any(getattr(tensor, "dtype", None) == torch.float64 for tensor in tensors):
-        return True
-    if not isinstance(tensors[0], Tensor):
-        raise TypeError(f"{op} takes lists of tensors, got {type(tensors[0]).__name__} in one")
-    return _pick_name(op, tensors[0].device) == "reference"
-
-
 def explain(op: str, device: torch.device | str) -> str:
     """One line, "<compiled | reference>: <reason>"."""
     path = pick(op, torch.device(device))
     return f"{path.name}: {path.reason}"
 
 
-def call(op: str, arguments: tuple, check: Callable[[], None]) -> Tensor | None:
-    """Run a compiled op; `check` raises with a remedy where the op refuses its arguments."""
-    if torch.compiler.is_compiling():
+def call(
+    op: str,
+    lists: Sequence[Sequence[Tensor]],
+    arguments: Callable[[], tuple],
+    check: Callable[[], None],
+    reference: Callable[[], Tensor | None],
+) -> Tensor | None:
+    """Run a compiled op, or `reference` where there is no kernel: for the device, or for float64.
+
+    The op refuses float64 as it refuses what is wrong, so that nobody looks for it before.
+
+    Args:
+        op: its name.
+        lists: of tensors, in which float64 counts.
+        arguments: returns those of the compiled op.
+        check: raises with a remedy where the op refuses its arguments.
+        reference: the same by plain torch operations.
+    """
+    if not isinstance(lists[0][0], Tensor):
+        raise TypeError(f"{op} takes lists of tensors, got {type(lists[0][0]).__name__} in one")
+    compiling = torch.compiler.is_compiling()
+    no_kernel = _pick_name(op, lists[0][0].device) == "reference"
+    if no_kernel or (compiling and _has_float64(lists)):
         check()
-        return getattr(ops, op)(*arguments)
+        return reference()
+    if compiling:
+        check()
+        return getattr(ops, op)(*arguments())
     try:
-        return getattr(ops, op)(*arguments)
+        return getattr(ops, op)(*arguments())
     except RuntimeError:
         check()
+        if _has_float64(lists):
+            return reference()
         raise
+
+
+def _has_float64(lists: Sequence[Sequence[Tensor]]) -> bool:
+    return any(tensor.dtype == torch.float64 for tensors in lists for tensor in tensors)
 
 
 def device_scalar(
@@ -169,6 +189,24 @@ def check_lists(
                     f"{name}[{k}] is on {tensor.device}, {first}[0] on {leaders[0].device}; make "
                     "one call per device"
                 )
+
+
+def as_list(name: str, tensors: Sequence[Tensor] | Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The entries of a list, or of the one contiguous tensor that holds them one after another.
+
+    Raises:
+        ValueError: the tensor has other elements than the entries of `like` together.
+    """
+    if not isinstance(tensors, Tensor):
+        return list(tensors)
+    sizes = [tensor.numel() for tensor in like]
+    if not tensors.is_contiguous() or tensors.numel() != sum(sizes):
+        raise ValueError(
+            f"{name} must be contiguous with the {sum(sizes)} elements of all tensors, got shape "
+            f"{tuple(tensors.shape)} with strides {tensors.stride()}; or give a list"
+        )
+    parts = tensors.view(-1).split(sizes) if like else []
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 def _check_entry(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], written: bool) -> None:

@@ -26,7 +26,6 @@ from ._lists import (
     float32,
     residual_arguments,
     rounding_arguments,
-    takes_reference,
 )
 from .apply_update import _random
 
@@ -136,12 +135,25 @@ def adamw(
             raise ValueError("params is empty, but another list is not")
         return
 
-    def check() -> None:
-        _check(params, grads, exp_avgs, exp_avg_sqs, steps, residuals, rounding)
-
-    if any(takes_reference("adamw", tensors) for tensors in (params, grads, exp_avgs)):
-        check()
-        _reference(
+    call(
+        "adamw",
+        (params, grads, exp_avgs),
+        lambda: (
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            steps,
+            *device_scalar("lr", lr, params[0].device),
+            *device_scalar("betas[0]", betas[0], params[0].device),
+            *device_scalar("betas[1]", betas[1], params[0].device),
+            *device_scalar("eps", eps, params[0].device),
+            *device_scalar("weight_decay", weight_decay, params[0].device),
+            residual_arguments(residuals, params),
+            *rounding_arguments(rounding),
+        ),
+        lambda: _check(params, grads, exp_avgs, exp_avg_sqs, steps, residuals, rounding),
+        lambda: _reference(
             params,
             grads,
             exp_avgs,
@@ -153,21 +165,5 @@ def adamw(
             weight_decay,
             residuals,
             rounding,
-        )
-        return
-    device = params[0].device
-    arguments = (
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        steps,
-        *device_scalar("lr", lr, device),
-        *device_scalar("betas[0]", betas[0], device),
-        *device_scalar("betas[1]", betas[1], device),
-        *device_scalar("eps", eps, device),
-        *device_scalar("weight_decay", weight_decay, device),
-        residual_arguments(residuals, params),
-        *rounding_arguments(rounding),
+        ),
     )
-    call("adamw", arguments, check)

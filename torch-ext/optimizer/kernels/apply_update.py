@@ -23,6 +23,7 @@ from ._lists import (
     DTYPES,
     NARROW,
     StochasticRounding,
+    as_list,
     call,
     check_lists,
     check_rounding,
@@ -30,7 +31,6 @@ from ._lists import (
     float32,
     residual_arguments,
     rounding_arguments,
-    takes_reference,
 )
 
 
@@ -122,7 +122,7 @@ def _reference(
 
 def apply_update(
     params: Sequence[Tensor],
-    updates: Sequence[Tensor],
+    updates: Sequence[Tensor] | Tensor,
     *,
     lr: float | Tensor,
     factors: Sequence[float],
@@ -143,7 +143,8 @@ def apply_update(
 
     Args:
         params: K tensors, float32, bfloat16 or float16, any strides, dtypes may differ.
-        updates: K tensors of the same shapes, only read.
+        updates: K tensors of the same shapes, only read. Or a contiguous one that holds all of
+            them, row-major and one after another.
         lr: number or 0-D tensor; on the CPU it counts as a number, which a CUDA graph keeps.
         factors: one number per parameter, by which its shape changes lr.
         weight_decay: number or 0-D tensor.
@@ -170,16 +171,35 @@ def apply_update(
             )
         return
 
+    listed, batch = ([], updates) if isinstance(updates, Tensor) else (updates, None)
+
     def check() -> None:
-        _check(params, updates, factors, second_moments, beta2, residuals, rounding)
+        entries = as_list("updates", updates, params)
+        _check(params, entries, factors, second_moments, beta2, residuals, rounding)
 
     if second_moments is not None and beta2 is None:
         check()
-    if takes_reference("apply_update", params) or takes_reference("apply_update", updates):
-        check()
-        _reference(
+    call(
+        "apply_update",
+        (params, listed if batch is None else [batch]),
+        lambda: (
             params,
-            updates,
+            listed,
+            *device_scalar("lr", lr, params[0].device),
+            factors,
+            *device_scalar("weight_decay", weight_decay, params[0].device),
+            shaped_decay,
+            cautious,
+            second_moments or [],
+            0.0 if beta2 is None else beta2,
+            residual_arguments(residuals, params),
+            *rounding_arguments(rounding),
+            batch,
+        ),
+        check,
+        lambda: _reference(
+            params,
+            as_list("updates", updates, params),
             lr,
             factors,
             weight_decay,
@@ -189,20 +209,5 @@ def apply_update(
             beta2,
             residuals,
             rounding,
-        )
-        return
-    device = params[0].device
-    arguments = (
-        params,
-        updates,
-        *device_scalar("lr", lr, device),
-        factors,
-        *device_scalar("weight_decay", weight_decay, device),
-        shaped_decay,
-        cautious,
-        second_moments or [],
-        0.0 if beta2 is None else beta2,
-        residual_arguments(residuals, params),
-        *rounding_arguments(rounding),
+        ),
     )
-    call("apply_update", arguments, check)

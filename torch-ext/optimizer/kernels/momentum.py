@@ -17,13 +17,13 @@ from torch.library import register_fake
 
 from .._ops import add_op_namespace_prefix
 from ..reference import update as reference
-from ._lists import DTYPES, call, check_lists, takes_reference
+from ._lists import DTYPES, as_list, call, check_lists
 
 FORMS = ("heavy_ball", "ema")
 
 
 @register_fake(add_op_namespace_prefix("momentum"))
-def _fake(grads, buffers, out, mu, nesterov, ema, scale=None):
+def _fake(grads, buffers, out, mu, nesterov, ema, scale=None, batch=None):
     return grads[0].new_empty((len(grads), 2), dtype=torch.float32)
 
 
@@ -62,7 +62,7 @@ def _reference(grads, buffers, out, mu, nesterov, ema, scale) -> Tensor:
 def momentum(
     grads: Sequence[Tensor],
     buffers: Sequence[Tensor],
-    out: Sequence[Tensor],
+    out: Sequence[Tensor] | Tensor,
     *,
     mu: float,
     nesterov: bool,
@@ -80,7 +80,9 @@ def momentum(
     Args:
         grads: K tensors, only read; float32, bfloat16 or float16, any strides, dtypes may differ.
         buffers: K tensors of the same shapes, advanced in place.
-        out: K tensors of the same shapes, written: direction * scale, rounded once.
+        out: K tensors of the same shapes, written: direction * scale, rounded once. Or a contiguous
+            one with room for all of them, row-major and one after another, which spares the host
+            the making of K views.
         mu: decay of the buffer, a number.
         nesterov: look one step ahead.
         form: "heavy_ball" or "ema".
@@ -104,8 +106,13 @@ def momentum(
                 f"grads is empty, but buffers has {len(buffers)} and out {len(out)} entries"
             )
         return torch.empty(0, 2)
-    arguments = (grads, buffers, out, mu, nesterov, form == "ema", scale)
-    if takes_reference("momentum", grads) or takes_reference("momentum", buffers):
-        _check(grads, buffers, out, scale)
-        return _reference(*arguments)
-    return call("momentum", arguments, lambda: _check(grads, buffers, out, scale))
+
+    places, batch = ([], out) if isinstance(out, Tensor) else (out, None)
+    options = (mu, nesterov, form == "ema", scale)
+    return call(
+        "momentum",
+        (grads, buffers),
+        lambda: (grads, buffers, places, *options, batch),
+        lambda: _check(grads, buffers, as_list("out", out, grads), scale),
+        lambda: _reference(grads, buffers, as_list("out", out, grads), *options),
+    )

@@ -32,14 +32,12 @@ def momentum(
         dtype=torch.promote_types(buffers[0].dtype, torch.float32),
         device=buffers[0].device,
     )
-    if whole:
-        used, read, places = buffers, grads, batch.unbind()
-    else:
+    used, read = buffers, grads
+    if not whole:
         shapes = [
             (size,) if g.ndim > MAX_DIMS else g.shape for g, size in zip(grads, sizes, strict=True)
         ]
         used, read = shaped(buffers, shapes), shaped(grads, shapes)
-        places = shaped(batch.view(-1).split(sizes), shapes)
-    momentum_kernel(read, used, places, mu=float(mu), nesterov=nesterov, form=form)
+    momentum_kernel(read, used, batch, mu=float(mu), nesterov=nesterov, form=form)
     written(buffers, used)
     return batch

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import StochasticRounding, apply_update
-from ..kernels._lists import NARROW
+from ..kernels._lists import NARROW, as_list
 from ..reference import rounding as reference_rounding
 from ..reference import update as reference
 from .layout import MAX_DIMS, shaped, written
@@ -91,9 +91,8 @@ def update(
     matrix = orthogonal.shape[-2:]
     residuals = rounding.residuals  # of the pieces, advanced in place
     kept = residuals
-    if whole:
-        used, updates = params, orthogonal.unbind()
-    else:
+    used = params
+    if not whole:
         sizes = [param.numel() for param in params]
         shapes = [
             (size,) if param.ndim > MAX_DIMS else param.shape
@@ -102,11 +101,12 @@ def update(
         if second_moments is not None:
             shapes = [(size // matrix.numel(), *matrix) for size in sizes]
         used = shaped(params, shapes)
-        updates = shaped(orthogonal.reshape(-1).split(sizes), shapes)
         if residuals is not None:
             kept = shaped(residuals, shapes)
+    updates = orthogonal.contiguous()
     if rate.decay is not None:
-        _update_with_decay(used, updates, second_moments, rate, options, kept, rounding.noise)
+        places = as_list("updates", updates, used)
+        _update_with_decay(used, places, second_moments, rate, options, kept, rounding.noise)
     else:
         apply_update(
             used,
