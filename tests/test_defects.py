@@ -22,6 +22,7 @@ pytestmark = pytest.mark.static
 
 UPDATE = "optimizers/test_update_rules.py"
 STEP = "optimizers/test_step.py"
+PRODUCTS = "orthogonalize/test_products.py"
 NUMBERS = "optimizers/test_numbers.py"
 GROUPS = "optimizers/test_groups.py"
 SPLIT = "optimizers/test_param_groups.py"
@@ -180,10 +181,9 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
         f"{BLOCKS}::test_batches_are_bounded_and_cover_everything_once",
         f"{BLOCKS}::test_a_bound_smaller_than_a_stack_changes_no_bit",
     ),
-    "M15c": Elsewhere(
+    "M15c": defect(
         "plain batched products without a symmetric kernel",
-        "still so where the symmetric kernel does not beat cuBLAS: half precision below m = 4096, "
-        "float32 below 2048",
+        f"{PRODUCTS}::test_hopper_computes_every_symmetric_product_by_halves",
     ),
     "M15d": defect(
         "a key that matches nothing is ignored",
@@ -324,10 +324,10 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
         "eps is fixed against the scale of the gradient",
         f"{UPDATE}::test_tiny_gradients_are_orthogonalized_too",
     ),
-    "N7d": Elsewhere(
+    "N7d": defect(
         "dense products, 1.4 to 2.4 times the operations needed",
-        "still so where the symmetric kernel does not beat cuBLAS: half precision below m = 4096, "
-        "float32 below 2048 (the Gram form saves part for long matrices)",
+        f"{PRODUCTS}::test_hopper_computes_every_symmetric_product_by_halves",
+        f"{PRODUCTS}::test_which_products_run_by_halves",
     ),
     "N8a": defect(
         "beta2=None is instant normalization instead of none",
@@ -389,7 +389,7 @@ ENTRIES = (
     *(f"N{number}" for number in range(1, 15)),
 )  # M5 describes a behaviour without a defect
 # The whole list of what no test here shows. A new entry is a decision, not an excuse.
-NOT_SHOWN = frozenset({"M15c", "N7d", "N15"})
+NOT_SHOWN = frozenset({"N15"})
 
 
 def functions(file: str) -> set[str]:

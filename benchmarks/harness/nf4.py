@@ -220,6 +220,7 @@ def dequant_row(name: str, sizes, active: int, built: Built) -> tuple[Row, str]:
         baseline_ms=ms["baseline"],
         error=0.0,
         error_baseline=0.0,
+        peak_mb=peak_mb(lambda: probe.ours(built.package)),
     )
     row = passed(name, measured)
     return row, line(row, gigabytes=probe.bytes / 1e9, copy_ms=ms["copy"])

@@ -82,6 +82,31 @@ def test_which_products_run_by_halves(
     assert len(calls) == count
 
 
+@pytest.mark.parametrize("shape", [(32, 96), (96, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("method", "dtype", "count"),
+    [
+        *(("polar_express", dtype, 10) for dtype in (HALF, BRAIN)),
+        ("gram_newton_schulz", HALF, 13),
+        ("gram_polynomial", HALF, 12),
+    ],
+    ids=str,
+)
+def test_hopper_computes_every_symmetric_product_by_halves(
+    opt, products, device, by_halves, monkeypatch, method, dtype, count, shape
+) -> None:
+    """Whatever the side, tall matrices too; nothing that is symmetric is computed in full."""
+    calls = by_halves()
+    monkeypatch.setattr(products, "_pays", lambda m, dtype: False)
+    monkeypatch.setattr(products, "runs_dense_compiled", lambda device, dtype: dtype.itemsize == 2)
+    for m in (8, 512, 3072, 8192):
+        assert products.runs_symmetric(m, dtype, device)
+        assert products.gram_runs_symmetric(4 * m, m, dtype, device)
+    x = matrix("gaussian", *shape).float().to(device)
+    opt.orthogonalize(x, method, dtype=dtype)
+    assert len(calls) == count
+
+
 def test_a_cubic_schedule_saves_the_square(opt, device, by_halves) -> None:
     x = matrix("gaussian", 32, 96).float().to(device)
     dense = opt.newton_schulz(x, 5, "cubic5", dtype=HALF)
