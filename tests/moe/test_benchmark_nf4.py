@@ -57,6 +57,38 @@ def test_the_gate_finds_wrong_weights(case):
     assert not case.compare()[0]
 
 
+def test_decoding_alone_gets_a_row(harness, monkeypatch):
+    """Equal bits are timed beside bitsandbytes and a copy; other bits are not."""
+    nf4, decoded = harness.nf4, [torch.ones(4, dtype=torch.bfloat16)]
+
+    class Stacks:
+        bytes = 8_600_000
+
+        def __init__(self, sizes, active, seed):
+            self.copied = torch.zeros(2, 4)
+
+        def ours(self, package):
+            return decoded
+
+        def baseline(self):
+            return [torch.ones(4, dtype=torch.bfloat16)]
+
+    times = {"ours": 0.004, "baseline": 0.008, "copy": 0.002}
+    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace())
+    monkeypatch.setattr(nf4, "Stacks", Stacks)
+    monkeypatch.setattr(nf4, "medians", lambda turns, **_: [t(0) for t in turns.values()] and times)
+    monkeypatch.setattr(nf4, "peak_mb", lambda call: 1.0)
+    properties = SimpleNamespace(L2_cache_size=60_000_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    row, printed = nf4.dequant_row("dequant/tiny", (8, 64, 64, 2), 8, SimpleNamespace(package=None))
+    assert row.ok and (row.ms, row.speedup, row.fraction_of_floor) == (0.004, 2.0, 0.5)
+    assert "dequant/tiny" in printed
+    decoded[0] = torch.zeros(4, dtype=torch.bfloat16)
+    assert not nf4.dequant_row("dequant/tiny", (8, 64, 64, 2), 8, SimpleNamespace(package=None))[
+        0
+    ].ok
+
+
 def test_floors_of_the_arithmetic(harness):
     """Qwen3-30B by hand: forward of gate_up and down is bound by its operations at 128 rows."""
     layer = harness.moe_problems.Layer("q", *harness.moe_problems.MODELS["Qwen3-30B-A3B"])
