@@ -23,7 +23,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torch-ext" / "optimizer"
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -36,7 +35,7 @@ TYPES = {
 }
 # tokens, experts per token, experts, hidden, intermediate, rank, rows per tile
 MODELS = {
-    "qwen3.5": (256, 8, 16, 2048, 512, 16, 64),
+    "qwen3.5": (256, 8, 16, 2048, 512, 16, 128),
     "mixtral": (256, 2, 8, 4096, 2048, 64, 128),
     "decode": (1, 8, 16, 2048, 512, 16, 16),
     "odd": (50, 3, 5, 100, 72, 24, 32),
@@ -66,9 +65,6 @@ def describe(kernel: JITFunction, arguments: tuple, options: dict) -> tuple[dict
         elif isinstance(value, torch.Tensor):
             signature[name] = TYPES[value.dtype]
             attributes[(number,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, TensorDescriptor):
-            element, block = TYPES[value.base.dtype][1:], [*value.block_shape]
-            signature[name] = f"tensordesc<{element}{block}>"
         elif isinstance(value, int):
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
             if free and value % 16 == 0:
@@ -158,10 +154,32 @@ def step(model: str, dtype: torch.dtype, lora: torch.dtype) -> None:
         order = (gate, slots, offsets)
         directions["dab"](x, dy, low, low, *order, a, b, x_fan, dy_fan)
         directions["dw"](x, dy, *order, weight, new(experts, n), x_fan, dy_fan)
+    gated_step(model, dtype, lora, (slots, offsets, inverse, tiles))
     paths["combine"](new(total, hidden), gates, inverse, offsets, top_k)
     wide = new(total, 2 * inner)
     paths["glu"](wide, "silu", False)
     load("kernels.glu_triton").glu_backward_triton(new(total, inner), wide, "silu", False)
+
+
+def gated_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple) -> None:
+    """Forward and backward of the layer in one op, the experts frozen."""
+    tokens, top_k, experts, hidden, inner, rank, rows = MODELS[model]
+    module = load("kernels.gated_experts_triton")
+
+    def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of)
+
+    x, gates = new(tokens, hidden), new(tokens, top_k, of=torch.float32)
+    projections = []
+    for k, n in ((hidden, 2 * inner), (inner, hidden)):
+        b = new(n, rank * experts, of=lora).view(n, rank, experts).permute(2, 0, 1)
+        projections += [new(experts, n, k).mT, new(experts, rank, k, of=lora), b, None]
+    operands = (x, *projections, gates)
+    options = (rows, top_k, (2.0, 2.0), "silu", False)
+    _, wide, xa1, xa2 = module.gated_experts_triton(*operands, *order, *options, True)
+    frozen = (True, False, True, True, False, False, True, True, False, True)
+    kept = (wide, xa1, xa2)
+    module.gated_experts_backward_triton(x, *operands, *kept, *order, *options, frozen)
 
 
 def main(arguments: list[str]) -> int:
@@ -171,12 +189,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--arch", type=int, default=90, help="80, 90, 100: compute capability")
     parser.add_argument("--model", choices=MODELS, default="qwen3.5")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--lora", choices=("bfloat16", "float32"), default="float32")
     options = parser.parse_args(arguments)
     catch(options.arch)
     launch = load("kernels._grouped_launch_triton")
     launch.arch = lambda device: f"sm{options.arch}"
     print(f"triton {triton.__version__}, sm_{options.arch}, {options.model}, {options.dtype}")
-    step(options.model, getattr(torch, options.dtype), torch.float32)
+    step(options.model, getattr(torch, options.dtype), getattr(torch, options.lora))
     return 0
 
 

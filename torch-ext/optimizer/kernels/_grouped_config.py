@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 
-DIRECTIONS = ("forward", "dx", "dots", "low_rank", "product")  # dots: dx and the gates' gradient
+# dots: dx and the gates' gradient; gated: dx, the gates' gradient and the activation's
+# product: a sum over an expert's rows; together: such sums of neighbouring experts
+DIRECTIONS = ("forward", "dx", "dots", "gated", "low_rank", "product", "together")
 
 # Shared memory that one block may take, in bytes: CUDA C++ Programming Guide, table of compute
 # capabilities (less 1 KiB that the system keeps). An unknown architecture counts as the smallest.
@@ -39,7 +41,6 @@ class Tile:
     depth: int
     warps: int
     stages: int
-    descriptors: int = 0  # 1: weights, 2: also rows in expert order, where their strides allow it
 
     def shared_memory(self, element_bytes: int) -> int:
         """Bytes of the operand tiles in flight, which is what Triton's pipeline allocates."""
@@ -67,7 +68,10 @@ _WIDE_PADDING = 16  # one column in so many
 _WIDE_ARCHS = ("sm90", "sm100")
 _NARROW = Tile(rows=128, columns=64, depth=64, warps=8, stages=3)  # 128 x 128 without wgmma spills
 
+_GATED = Tile(rows=128, columns=128, depth=64, warps=8, stages=3)  # four such tiles at its end
+
 GROUP = 8  # row tiles that walk the columns together, so that they share an expert's weights in L2
+NEIGHBOURS = 8  # experts whose results leave together where experts are fastest: 16 or 32 bytes
 MAX_BLOCK_RANK = 64  # wider ranks take several steps
 SPAN = 2048  # of K; a longer sum is cut into parts, so that few tiles of rows fill the device
 
@@ -110,6 +114,9 @@ def span(depth: int, tile: Tile) -> int:
 
 def _general(shape: Shape) -> Tile:
     narrow = shape.element_bytes == 2
+    if shape.direction == "together":  # NEIGHBOURS results wait in registers
+        rows = min(max(16, 1 << (shape.rows - 1).bit_length()), 32)
+        return Tile(rows, 64, 64 if narrow else 32, 4, 1)
     if shape.direction == "product":  # rows: of the result's left side; depth: expert rows per step
         rows = min(max(16, 1 << (shape.rows - 1).bit_length()), 128 if narrow else 64)
         if narrow and rows == 16:  # gathers: short steps, and programs instead of steps in flight
@@ -122,6 +129,8 @@ def _general(shape: Shape) -> Tile:
     columns, depth, warps, stages = _GENERAL[min(shape.rows, 256), shape.element_bytes]
     if narrow and shape.rows >= _NARROW.rows and shape.arch not in _WIDE_ARCHS:
         return dataclasses.replace(_NARROW, rows=shape.rows)
+    if narrow and shape.direction == "gated" and shape.rows >= _GATED.rows:
+        return dataclasses.replace(_GATED, rows=shape.rows)
     padding = -shape.columns % _WIDE.columns
     if narrow and shape.rows == _WIDE.rows and padding * _WIDE_PADDING <= shape.columns:
         return _WIDE

@@ -6,20 +6,23 @@ in which N (or the rank) is fastest is made first, and their gradients are writt
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import _grouped_config as config
-from ._grouped_triton import _expert_product, _expert_sum, _grouped_product
+from ._expert_product_triton import _expert_products
+from ._grouped_triton import _expert_sum, _grouped_product
 from ._low_rank_triton import _low_rank, _reorder, _sum_parts
 
 _REORDER = 64  # a side of the tile that is reordered: 128 bytes of bfloat16 either way
 _SUM = 1024
+_PACKED_PER_RESULT = 2  # elements of a packed factor per element of the product that reads it
 
 
 @functools.cache
@@ -38,7 +41,10 @@ def widens(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and not isinstance(_grouped_product, JITFunction)
 
 
-def _tile(x: Tensor, rows: int, depth: int, columns: int, direction: str, rank: int = 0):
+def tile_of(
+    x: Tensor, rows: int, depth: int, columns: int, direction: str, rank: int = 0
+) -> config.Tile:
+    """The tile of rows of x by `rows` per tile; the other arguments as in `config.Shape`."""
     shape = config.Shape(arch(x.device), rows, depth, columns, x.element_size(), direction, rank)
     return config.choose(shape)
 
@@ -49,8 +55,11 @@ def is_scattered(factor: Tensor) -> bool:
     return n > 1 and factor.stride(2) != 1 and (rank == 1 or factor.stride(1) != 1)
 
 
-def reorder(source: Tensor, target: Tensor) -> Tensor:
-    """Copy (E, r, N) between strides, near the speed of a copy where either is PEFT's; target."""
+def reorder(source: Tensor, target: Tensor, pair_width: int = 0) -> Tensor:
+    """Copy (E, r, N) between strides, near the speed of a copy where either is PEFT's; target.
+
+    With pair_width I, N = 2 I: the columns n and I + n of the source become neighbours.
+    """
     experts, rank, n = source.shape
     sides = (source.stride(), target.stride())
     _reorder[(triton.cdiv(n, _REORDER), triton.cdiv(rank * experts, _REORDER))](
@@ -59,6 +68,7 @@ def reorder(source: Tensor, target: Tensor) -> Tensor:
         n,
         rank * experts,
         experts,
+        pair_width,
         *source.stride(),
         *target.stride(),
         **{
@@ -67,6 +77,7 @@ def reorder(source: Tensor, target: Tensor) -> Tensor:
                 ("SOURCE_FLAT", "TARGET_FLAT"), sides, strict=True
             )
         },
+        PAIRS=pair_width > 0,
         BLOCK_N=_REORDER,
         BLOCK_C=_REORDER,
         num_warps=4,
@@ -95,7 +106,7 @@ def low_rank(
 ) -> None:
     """out = scaling x factor_e^T, in expert order or scattered to slots."""
     experts, rank, k = factor.shape
-    tile = _tile(x, tile_rows, k, rank, "low_rank", rank)
+    tile = tile_of(x, tile_rows, k, rank, "low_rank", rank)
     if tiles.shape[0] == 0:
         return
     factor = packed(factor, x.dtype)
@@ -134,26 +145,13 @@ def low_rank(
         _sum_parts[grid](target, out, out.numel(), parts, scaling, BLOCK=_SUM, num_warps=4)
 
 
-def _described(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor | None:
-    """A tensor descriptor of x, whose strides and address must be multiples of 16 bytes."""
-    unit = 16 // x.element_size()
-    fits = x.stride(-1) == 1 and all(s > 0 and s % unit == 0 for s in x.stride()[:-1])
-    if not fits or x.data_ptr() % 16 or x.numel() == 0:
-        return None
-    return TensorDescriptor(x, [*x.shape], [*x.stride()], [*block])
-
-
-def _weight_described(weight: Tensor, tile: config.Tile) -> tuple[str, TensorDescriptor | None]:
-    """("K" or "N", what lies together, and the descriptor of the stack), or ("", None)."""
-    if tile.descriptors >= 1:
-        for name, stored, block in (
-            ("K", weight.transpose(1, 2), (1, tile.columns, tile.depth)),
-            ("N", weight, (1, tile.depth, tile.columns)),
-        ):
-            found = _described(stored, block)
-            if found is not None:
-                return name, found
-    return "", None
+def column_pieces(factor: Tensor | None, out: Tensor | None, tile: config.Tile) -> list[slice]:
+    """Columns of the result per launch, so that packing the factor takes a bounded copy."""
+    if factor is None or out is None or out.numel() == 0 or not is_scattered(factor):
+        return [slice(None)]
+    pieces = triton.cdiv(factor.numel(), max(_PACKED_PER_RESULT * out.numel(), 1))
+    size = triton.cdiv(triton.cdiv(factor.shape[2], pieces), tile.columns) * tile.columns
+    return [slice(at, at + size) for at in range(0, factor.shape[2], size)]
 
 
 def grouped_product(  # noqa: PLR0913
@@ -175,112 +173,177 @@ def grouped_product(  # noqa: PLR0913
     other_fan: int = 0,
 ) -> Tensor | None:
     """out = (x weight_e + low factor_e + bias_e) gates; returns <row before its gate, other>."""
-    experts, k, n = weight.shape
+    _, k, n = weight.shape
     rank = 0 if factor is None else factor.shape[1]
-    tile = _tile(x, tile_rows, k, n, direction if other is None else "dots", rank)
-    factor = None if factor is None else packed(factor, x.dtype)
-    described, stack = _weight_described(weight, tile)
-    source = None
-    if tile.descriptors >= 2 and fan == 0:
-        source = _described(x, (tile.rows, tile.depth))
-    column_tiles = triton.cdiv(n, tile.columns)
-    rows = slots.shape[0]
-    dots = None
+    tile = tile_of(x, tile_rows, k, n, direction if other is None else "dots", rank)
+    common = {"tile": tile, "fan": fan, "scatter": scatter, "gates": gates}
     if other is not None:
-        dots = torch.empty((column_tiles, rows), dtype=torch.float32, device=x.device)
-    if tiles.shape[0] > 0:
-        _grouped_product[(tiles.shape[0] * column_tiles,)](
-            x if source is None else source,
-            weight if stack is None else stack,
+        dots = torch.empty(
+            (triton.cdiv(n, tile.columns), slots.shape[0]), dtype=torch.float32, device=x.device
+        )
+        factor = None if factor is None else packed(factor, x.dtype)
+        operands = (x, weight, low, factor, bias, other, slots, tiles, out, dots)
+        _launch_product(*operands, other_fan=other_fan, **common)
+        return dots.sum(0)
+    for columns in column_pieces(factor, out, tile):
+        _launch_product(
+            x,
+            weight[:, :, columns],
             low,
-            weight if factor is None else factor,
-            weight if bias is None else bias,
-            weight if gates is None else gates.contiguous(),
-            weight if other is None else other,
+            None if factor is None else packed(factor[:, :, columns], x.dtype),
+            None if bias is None else bias[:, columns],
+            None,
             slots,
             tiles,
-            weight if out is None else out,
-            weight if dots is None else dots,
-            k,
-            n,
-            rank,
-            experts,
-            rows,
-            tiles.shape[0],
-            column_tiles,
-            *x.stride(),
-            *weight.stride(),
-            *((0, 0, 0) if factor is None else factor.stride()),
-            *((0, 0) if bias is None else bias.stride()),
-            *((0, 0) if other is None else other.stride()),
-            FAN=fan,
-            OTHER_FAN=other_fan,
-            SCATTER=scatter,
-            LORA=factor is not None,
-            BIAS=bias is not None,
-            GATED=gates is not None,
-            DOTS=other is not None,
-            STORES=out is not None,
-            WIDEN=widens(x),
-            EVEN_K=k % tile.depth == 0,
-            EVEN_N=n % tile.columns == 0,
-            DESCRIBED=described,
-            ROWS_DESCRIBED=source is not None,
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.columns,
-            BLOCK_K=tile.depth,
-            BLOCK_R=config.block_rank(max(rank, 1)),
-            GROUP=config.GROUP,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            None if out is None else out[:, columns],
+            None,
+            other_fan=0,
+            **common,
         )
-    return None if dots is None else dots.sum(0)
+    return None
 
 
-def expert_product(
-    left: Tensor,  # rows of A
-    right: Tensor,  # rows of B
-    gates: Tensor | None,  # (T, k)
+def _launch_product(  # noqa: PLR0913
+    x: Tensor,
+    weight: Tensor,
+    low: Tensor,
+    factor: Tensor | None,
+    bias: Tensor | None,
+    other: Tensor | None,
     slots: Tensor,
-    offsets: Tensor,
-    out: Tensor,  # (E, A, B), any strides
+    tiles: Tensor,
+    out: Tensor | None,
+    dots: Tensor | None,
     *,
-    left_fan: int,
-    right_fan: int,
+    tile: config.Tile,
+    fan: int,
+    other_fan: int,
+    scatter: bool,
+    gates: Tensor | None,
 ) -> None:
-    """out[e] = sum over the expert's rows of gates left^T right."""
-    experts, a, b = out.shape
-    tile = _tile(left, a, slots.shape[0], b, "product")
-    given = out
-    if is_scattered(out):
-        out = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    a_tiles, b_tiles = triton.cdiv(a, tile.rows), triton.cdiv(b, tile.columns)
-    _expert_product[(experts * a_tiles * b_tiles,)](
-        left,
-        right,
-        left if gates is None else gates.contiguous(),
+    experts, k, n = weight.shape
+    rank = 0 if factor is None else factor.shape[1]
+    column_tiles = triton.cdiv(n, tile.columns)
+    if tiles.shape[0] == 0:
+        return
+    _grouped_product[(tiles.shape[0] * column_tiles,)](
+        x,
+        weight,
+        low,
+        weight if factor is None else factor,
+        weight if bias is None else bias,
+        weight if gates is None else gates.contiguous(),
+        weight if other is None else other,
+        slots,
+        tiles,
+        weight if out is None else out,
+        weight if dots is None else dots,
+        k,
+        n,
+        rank,
+        experts,
+        slots.shape[0],
+        tiles.shape[0],
+        column_tiles,
+        *x.stride(),
+        *weight.stride(),
+        *((0, 0, 0) if factor is None else factor.stride()),
+        *((0, 0) if bias is None else bias.stride()),
+        *((0, 0) if other is None else other.stride()),
+        0 if out is None else out.stride(0),
+        FAN=fan,
+        OTHER_FAN=other_fan,
+        SCATTER=scatter,
+        LORA=factor is not None,
+        BIAS=bias is not None,
+        GATED=gates is not None,
+        DOTS=other is not None,
+        STORES=out is not None,
+        WIDEN=widens(x),
+        EVEN_K=k % tile.depth == 0,
+        EVEN_N=n % tile.columns == 0,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
+        BLOCK_R=config.block_rank(max(rank, 1)),
+        GROUP=config.GROUP,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSum:
+    """One product of `expert_products`: out[e] = sum over the expert's rows of left^T right."""
+
+    left: Tensor  # rows of A
+    right: Tensor  # rows of B
+    out: Tensor  # (E, A, B), any strides
+    left_fan: int
+    right_fan: int
+    gated: bool = False  # each row times its gate
+
+    def sizes(self) -> tuple[int, ...]:
+        """The arguments of the kernel from A on."""
+        strides = (*self.left.stride(), *self.right.stride(), *self.out.stride())
+        return (*self.out.shape[1:], *strides)
+
+
+def expert_products(
+    sums: Sequence[RowSum], gates: Tensor | None, slots: Tensor, offsets: Tensor
+) -> None:
+    """Up to two sums over every expert's rows, in launches of one kind of tile."""
+    for together in (False, True):
+        found = [one for one in sums if is_scattered(one.out) == together]
+        if found:
+            _launch_expert_products(found, gates, slots, offsets, together)
+
+
+def _launch_expert_products(
+    sums: Sequence[RowSum], gates: Tensor | None, slots: Tensor, offsets: Tensor, together: bool
+) -> None:
+    first, second = sums[0], sums[-1]
+    experts = offsets.shape[0] - 1
+    tallest, widest = (max(one.out.shape[side] for one in sums) for side in (1, 2))
+    direction = "together" if together else "product"
+    tile = tile_of(first.left, tallest, slots.shape[0], widest, direction)
+    neighbours = config.NEIGHBOURS if together else 1
+
+    def programs(one: RowSum) -> int:
+        _, a, b = one.out.shape
+        groups = triton.cdiv(experts, neighbours)
+        return groups * triton.cdiv(a, tile.rows) * triton.cdiv(b, tile.columns)
+
+    grid = (sum(programs(one) for one in sums),)
+    _expert_products[grid](
+        first.left,
+        first.right,
+        first.out,
+        second.left,
+        second.right,
+        second.out,
+        first.left if gates is None else gates.contiguous(),
         slots,
         offsets,
-        out,
-        a,
-        b,
-        a_tiles,
-        b_tiles,
-        *left.stride(),
-        *right.stride(),
-        *out.stride(),
-        LEFT_FAN=left_fan,
-        RIGHT_FAN=right_fan,
-        GATED=gates is not None,
-        WIDEN=widens(left),
+        experts,
+        programs(first),
+        *first.sizes(),
+        *second.sizes(),
+        LEFT_FAN=first.left_fan,
+        RIGHT_FAN=first.right_fan,
+        GATED=first.gated,
+        OTHER_LEFT_FAN=second.left_fan,
+        OTHER_RIGHT_FAN=second.right_fan,
+        OTHER_GATED=second.gated,
+        TWO=len(sums) > 1,
+        WIDEN=widens(first.right),
+        EXPERTS=neighbours,
         BLOCK_A=tile.rows,
         BLOCK_B=tile.columns,
         BLOCK_M=tile.depth,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    if given is not out:
-        reorder(out, given)
 
 
 def expert_sum(

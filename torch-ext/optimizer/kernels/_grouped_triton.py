@@ -1,7 +1,6 @@
 """The Triton kernels of the grouped products; with `_low_rank_triton` what the paths compose.
 
 _grouped_product  out = x W_e + low F_e + b_e: one program per (tile of rows, tile of columns)
-_expert_product   out (E, a, b) = sum g left^T right: one program per (expert, tile of a, tile of b)
 _expert_sum       out (E, b) = sum g right: one program per (expert, tile of b)
 
 A tile of rows belongs to one expert; tiles of expert E hold sentinels and write zeros, unused ones
@@ -53,20 +52,72 @@ def _tile_of(program, tile_count, column_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _described(
-    weight, expert, k, n, DESCRIBED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+def _product(
+    at_rows,  # (BLOCK_M,) pointers to the rows' first elements
+    at_columns,  # (BLOCK_N,) pointers to the columns' first elements
+    inside,
+    within,
+    row_step,
+    column_step,
+    K,
+    known,
+    WIDEN: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """The tile (BLOCK_K, BLOCK_N) of an expert at (k, n); what lies outside the stack is zero."""
-    e, n = expert.to(tl.int32), n.to(tl.int32)
-    if DESCRIBED == "K":  # stored (E, N, K)
-        return tl.reshape(weight.load([e, n, k]), (BLOCK_N, BLOCK_K)).T
-    return tl.reshape(weight.load([e, k, n]), (BLOCK_K, BLOCK_N))
+    """The products of rows and columns over K, (BLOCK_M, BLOCK_N); zero unless known."""
+    k = tl.arange(0, BLOCK_K).to(tl.int64)
+    at_x = at_rows[:, None] + k[None, :] * row_step
+    at_weight = at_columns[None, :] + k[:, None] * column_step
+    x_step, weight_step = tl.full((), row_step, tl.int64), tl.full((), column_step, tl.int64)
+    total = tl.zeros((at_rows.shape[0], at_columns.shape[0]), tl.float32)
+    for start in range(0, tl.where(known, K, 0), BLOCK_K):
+        if EVEN_K:
+            values = tl.load(at_x + start * x_step, mask=inside[:, None], other=0.0)
+        else:
+            x_mask = inside[:, None] & (k[None, :] < K - start)
+            values = tl.load(at_x + start * x_step, mask=x_mask, other=0.0)
+        if EVEN_K and EVEN_N:
+            weights = tl.load(at_weight + start * weight_step)
+        else:
+            weight_mask = (k[:, None] < K - start) & within[None, :]
+            weights = tl.load(at_weight + start * weight_step, mask=weight_mask, other=0.0)
+        total = _dot(values, weights, total, WIDEN)
+    return total
+
+
+@triton.jit
+def _plus_low_rank(
+    total,
+    low,  # (R, r), contiguous
+    at_factor,  # (BLOCK_N,) pointers to the columns of the expert's first rank
+    factor_rank,
+    rows,
+    inside,
+    within,
+    rank,
+    known,
+    WIDEN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """total + low F_e."""
+    at_low = low + rows[:, None] * rank
+    # One or two steps: in flight they would only take memory, float32 factors beyond what is.
+    for start in tl.range(0, tl.where(known, rank, 0), BLOCK_R, num_stages=1):
+        r = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
+        low_mask = inside[:, None] & (r[None, :] < rank)
+        values = tl.load(at_low + r[None, :], mask=low_mask, other=0.0)
+        mask = (r[:, None] < rank) & within[None, :]
+        weights = tl.load(at_factor[None, :] + r[:, None] * factor_rank, mask=mask, other=0.0)
+        total = _dot(values, weights.to(values.dtype), total, WIDEN)
+    return total
 
 
 @triton.jit(do_not_specialize=["total_rows", "tile_count"])
 def _grouped_product(  # noqa: PLR0913
-    x,  # rows of K, or their tensor descriptor
-    weight,  # (E, K, N), or its tensor descriptor
+    x,  # rows of K
+    weight,  # (E, K, N)
     low,  # (R, r) in expert order, contiguous, if LORA
     factor,  # (E, r, N) if LORA
     bias,  # (E, N) if BIAS
@@ -74,7 +125,7 @@ def _grouped_product(  # noqa: PLR0913
     other,  # rows of N if DOTS
     slots,  # (R,)
     tiles,  # (bound, 3)
-    out,  # (R, N), contiguous, if STORES
+    out,  # rows of N, whose columns are contiguous, if STORES
     dots,  # (column tiles, R) in slot order if DOTS
     K,
     N,
@@ -95,6 +146,7 @@ def _grouped_product(  # noqa: PLR0913
     bias_n,
     other_row,
     other_col,
+    out_row,
     FAN: tl.constexpr,
     OTHER_FAN: tl.constexpr,
     SCATTER: tl.constexpr,
@@ -106,8 +158,6 @@ def _grouped_product(  # noqa: PLR0913
     WIDEN: tl.constexpr,
     EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
     EVEN_N: tl.constexpr,
-    DESCRIBED: tl.constexpr,  # weight is a descriptor: "K" or "N" is what lies together; or ""
-    ROWS_DESCRIBED: tl.constexpr,  # x is a descriptor, in expert order
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -123,44 +173,17 @@ def _grouped_product(  # noqa: PLR0913
     inside = rows < tl.load(tiles + 3 * tile + 2)
     columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     within = columns < N
-    k = tl.arange(0, BLOCK_K).to(tl.int64)
-    if not ROWS_DESCRIBED:
-        at_x = x + _source(rows, inside, slots, FAN)[:, None] * x_row + k[None, :] * x_col
-    if DESCRIBED == "":
-        at_weight = weight + expert * weight_expert + columns[None, :] * weight_n
-        at_weight += k[:, None] * weight_k
-    x_step, weight_step = tl.full((), x_col, tl.int64), tl.full((), weight_k, tl.int64)
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     known = expert < experts
-    for start in range(0, tl.where(known, K, 0), BLOCK_K):
-        if ROWS_DESCRIBED:  # rows of the next expert come along and are not stored
-            values = x.load([first.to(tl.int32), start])
-        elif EVEN_K:
-            values = tl.load(at_x + start * x_step, mask=inside[:, None], other=0.0)
-        else:
-            x_mask = inside[:, None] & (k[None, :] < K - start)
-            values = tl.load(at_x + start * x_step, mask=x_mask, other=0.0)
-        if DESCRIBED != "":
-            weights = _described(
-                weight, expert, start, column_tile * BLOCK_N, DESCRIBED, BLOCK_N, BLOCK_K
-            )
-        elif EVEN_K and EVEN_N:
-            weights = tl.load(at_weight + start * weight_step)
-        else:
-            weight_mask = (k[:, None] < K - start) & within[None, :]
-            weights = tl.load(at_weight + start * weight_step, mask=weight_mask, other=0.0)
-        total = _dot(values, weights, total, WIDEN)
+    at_x = x + _source(rows, inside, slots, FAN) * x_row
+    at_weight = weight + expert * weight_expert + columns * weight_n
+    total = _product(
+        at_x, at_weight, inside, within, x_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
+    )
     if LORA:
-        at_low = low + rows[:, None] * rank
-        at_factor = factor + expert * factor_expert + columns[None, :] * factor_n
-        # One or two steps: in flight they would only take memory, float32 factors beyond what is.
-        for start in tl.range(0, tl.where(known, rank, 0), BLOCK_R, num_stages=1):
-            r = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
-            low_mask = inside[:, None] & (r[None, :] < rank)
-            values = tl.load(at_low + r[None, :], mask=low_mask, other=0.0)
-            factor_mask = (r[:, None] < rank) & within[None, :]
-            weights = tl.load(at_factor + r[:, None] * factor_rank, mask=factor_mask, other=0.0)
-            total = _dot(values, weights.to(values.dtype), total, WIDEN)
+        at_factor = factor + expert * factor_expert + columns * factor_n
+        total = _plus_low_rank(
+            total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
+        )
     if BIAS:
         at_bias = bias + expert * bias_expert + columns * bias_n
         total += tl.load(at_bias, mask=within & known, other=0.0).to(tl.float32)[None, :]
@@ -175,61 +198,8 @@ def _grouped_product(  # noqa: PLR0913
         if GATED:
             total *= tl.load(gates + slot, mask=inside, other=0.0).to(tl.float32)[:, None]
         target = slot if SCATTER else rows
-        at_out = out + target[:, None] * N + columns[None, :]
+        at_out = out + target[:, None] * out_row + columns[None, :]
         tl.store(at_out, total.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _expert_product(  # noqa: PLR0913
-    left,  # rows of A
-    right,  # rows of B
-    gates,  # (R,) in slot order if GATED
-    slots,  # (R,)
-    offsets,  # (E + 1,)
-    out,  # (E, A, B)
-    A,
-    B,
-    a_tiles,
-    b_tiles,
-    left_row,
-    left_col,
-    right_row,
-    right_col,
-    out_expert,
-    out_a,
-    out_b,
-    LEFT_FAN: tl.constexpr,
-    RIGHT_FAN: tl.constexpr,
-    GATED: tl.constexpr,
-    WIDEN: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    program = tl.program_id(0).to(tl.int64)
-    expert = program // (a_tiles * b_tiles)
-    a = program // b_tiles % a_tiles * BLOCK_A + tl.arange(0, BLOCK_A)
-    b = program % b_tiles * BLOCK_B + tl.arange(0, BLOCK_B)
-    begin = tl.load(offsets + expert)
-    end = tl.load(offsets + expert + 1)
-    total = tl.zeros((BLOCK_A, BLOCK_B), tl.float32)
-    for start in range(0, (end - begin).to(tl.int32), BLOCK_M):
-        rows = begin + start + tl.arange(0, BLOCK_M)
-        inside = rows < end
-        at_left = left + _source(rows, inside, slots, LEFT_FAN)[None, :] * left_row
-        left_mask = inside[None, :] & (a[:, None] < A)
-        left_values = tl.load(at_left + a[:, None] * left_col, mask=left_mask, other=0.0)
-        at_right = right + _source(rows, inside, slots, RIGHT_FAN)[:, None] * right_row
-        right_mask = inside[:, None] & (b[None, :] < B)
-        right_values = tl.load(at_right + b[None, :] * right_col, mask=right_mask, other=0.0)
-        if GATED:
-            slot = _source(rows, inside, slots, 1)
-            gate = tl.load(gates + slot, mask=inside, other=0.0).to(tl.float32)
-            left_values = (left_values.to(tl.float32) * gate[None, :]).to(right_values.dtype)
-        total = _dot(left_values, right_values, total, WIDEN)
-    at_out = out + expert * out_expert + a[:, None] * out_a + b[None, :] * out_b
-    mask = (a[:, None] < A) & (b[None, :] < B)
-    tl.store(at_out, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -91,6 +91,13 @@ def on_device_of(x: Tensor) -> torch.cuda.device_of:
     return torch.cuda.device_of(x)
 
 
+def gradient_like(parameter: Tensor, wanted: bool) -> Tensor:
+    """An unwritten gradient with the parameter's shape, dtype and strides; empty if not wanted."""
+    if not wanted:
+        return parameter.new_empty(0)
+    return torch.empty_like(parameter)
+
+
 def explain(
     device: torch.device | str, dtype: torch.dtype = torch.bfloat16, backend: str = "auto"
 ) -> str:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ..reference.glu import ELEMENTWISE, GPT_OSS_ALPHA, GPT_OSS_LIMIT
 
-_KINDS = {name: kind for kind, name in enumerate((*ELEMENTWISE, "gpt_oss"))}
-_SILU = tl.constexpr(_KINDS["silu"])
-_GELU = tl.constexpr(_KINDS["gelu"])
-_GELU_TANH = tl.constexpr(_KINDS["gelu_tanh"])
-_RELU = tl.constexpr(_KINDS["relu"])
-_RELU2 = tl.constexpr(_KINDS["relu2"])
-_GPT_OSS = tl.constexpr(_KINDS["gpt_oss"])
+KINDS = {name: kind for kind, name in enumerate((*ELEMENTWISE, "gpt_oss"))}
+_SILU = tl.constexpr(KINDS["silu"])
+_GELU = tl.constexpr(KINDS["gelu"])
+_GELU_TANH = tl.constexpr(KINDS["gelu_tanh"])
+_RELU = tl.constexpr(KINDS["relu"])
+_RELU2 = tl.constexpr(KINDS["relu2"])
+_GPT_OSS = tl.constexpr(KINDS["gpt_oss"])
 _ALPHA = tl.constexpr(GPT_OSS_ALPHA)
 _LIMIT = tl.constexpr(GPT_OSS_LIMIT)
 _BLOCK = 1024
@@ -111,7 +111,7 @@ def _launch(
         width,
         *gate_up.stride(),
         *((0, 0) if grad is None else grad.stride()),
-        KIND=_KINDS[activation],
+        KIND=KINDS[activation],
         INTERLEAVED=interleaved,
         BACKWARD=grad is not None,
         BLOCK=block,

@@ -13,20 +13,12 @@ reference  | reference/moe.py           | everything else
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
-from ._moe_paths import TRITON_PATHS, on_device_of
-
-
-def gradient_like(parameter: Tensor, wanted: bool) -> Tensor:
-    """An unwritten gradient with the parameter's shape, dtype and strides; empty if not wanted."""
-    if not wanted:
-        return parameter.new_empty(0)
-    return torch.empty_like(parameter)
+from ._moe_paths import TRITON_PATHS, gradient_like, on_device_of
 
 
 @custom_op(add_op_namespace_prefix("grouped_lora_dab"), mutates_args=())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._grouped_launch_triton import expert_product
+from ._grouped_launch_triton import RowSum, expert_products
 
 
 def grouped_lora_dab_triton(
@@ -23,11 +23,11 @@ def grouped_lora_dab_triton(
     x_fan: int,
     dy_fan: int,
 ) -> tuple[Tensor, Tensor]:
-    """Launch `_expert_product` for each gradient that has room; arguments as in the reference."""
+    """Launch `_expert_products` for each gradient that has room; arguments as in the reference."""
+    sums, gated = [], gates is not None
     if da.numel() > 0:
-        expert_product(yb, x, gates, slots, offsets, da, left_fan=0, right_fan=x_fan)
+        sums.append(RowSum(yb, x, da, 0, x_fan, gated))
     if db.numel() > 0:
-        expert_product(
-            xa, dy, gates, slots, offsets, db.transpose(1, 2), left_fan=0, right_fan=dy_fan
-        )
+        sums.append(RowSum(xa, dy, db.transpose(1, 2), 0, dy_fan, gated))
+    expert_products(sums, gates, slots, offsets)
     return da, db

@@ -16,8 +16,7 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
-from ._moe_paths import TRITON_PATHS, on_device_of
-from .grouped_lora_dab import gradient_like
+from ._moe_paths import TRITON_PATHS, gradient_like, on_device_of
 
 
 @custom_op(add_op_namespace_prefix("grouped_lora_dw"), mutates_args=())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._grouped_launch_triton import expert_product, expert_sum
+from ._grouped_launch_triton import RowSum, expert_products, expert_sum
 
 
 def grouped_lora_dw_triton(
@@ -23,7 +23,8 @@ def grouped_lora_dw_triton(
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernels for each gradient that has room; arguments as in the reference."""
     if dw.numel() > 0:
-        expert_product(x, dy, gates, slots, offsets, dw, left_fan=x_fan, right_fan=dy_fan)
+        one = RowSum(x, dy, dw, x_fan, dy_fan, gates is not None)
+        expert_products([one], gates, slots, offsets)
     if dbias.numel() > 0:
         expert_sum(dy, gates, slots, offsets, dbias, fan=dy_fan)
     return dw, dbias

@@ -2,6 +2,7 @@
 
     tokens -> sort -> grouped linear + LoRA -> activation -> grouped linear + LoRA -> combine
 
+Where one path serves every stage, the middle three are one op, `gated_lora_linear`.
 `experts_forward` is that sentence. `Experts`, the Hub layer and the transformers integration call
 it; nothing else computes experts.
 """
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from .activation import activate
 from .adapters import PROJECTIONS, ExpertAdapters
+from .gated_linear import gated_lora_linear
 from .grouped_linear import grouped_lora_linear
 from .layout import ExpertsLayout, ExpertsLora, LoraFactors
 from .sort import expert_sort
@@ -50,9 +52,13 @@ def experts_forward(
     with _without_autocast(dtype, x.device.type):
         order = expert_sort(expert_ids, gate_up.shape[0], backend=backend)
         path = {"order": order, "backend": backend}
-        wide = grouped_lora_linear(_cast(x, dtype), **first, grouped_out=True, **path)
-        narrow = activate(wide, layout, backend=backend)
-        out = grouped_lora_linear(narrow, **second, gates=gates, grouped_in=True, **path)
+        x = _cast(x, dtype)
+        out = gated_lora_linear(x, first, second, order, gates, layout, backend=backend)
+        if out is None:
+            wide = grouped_lora_linear(x, **first, grouped_out=True, **path)
+            narrow = activate(wide, layout, backend=backend)
+            del wide  # backward keeps it; without one it makes room
+            out = grouped_lora_linear(narrow, **second, gates=gates, grouped_in=True, **path)
     return out.to(hidden_states.dtype).reshape(hidden_states.shape)
 
 

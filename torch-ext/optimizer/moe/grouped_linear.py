@@ -75,24 +75,16 @@ def grouped_lora_linear(
     """
     quantized = as_quantized(weight)
     weight = weight if quantized is None else quantized
-    _check_order(order)
-    _check_operands(x, weight, order, grouped_in)
-    _check_lora(x, weight, lora_a, lora_b, scaling)
-    if bias is not None:
-        check_tensor("bias", bias, 2, DTYPES)
-        check_shape("bias", bias, (weight.shape[0], weight.shape[2]), "(E, N)")
-        check_device("bias", bias, x, "x")
+    check_rows(x, order, grouped_in)
+    check_projection(x, weight, order, x.shape[1], lora_a, lora_b, scaling, bias)
     if gates is not None:
-        check_tensor("gates", gates, 2, DTYPES)
-        check_shape("gates", gates, (order.tokens, order.top_k), "(T, k)")
-        check_device("gates", gates, x, "x")
+        check_gates(gates, x, order)
         if grouped_out:
             raise ValueError("grouped_out=True leaves rows in expert order, but gates combine them")
     path = pick_name("grouped_lora_linear", x.device, x.dtype, backend)
     if path == "grouped_mm" and (reason := grouped_mm_refusal(x, weight)):
         raise ValueError(f'backend="grouped_mm" cannot take this product: {reason}; use "auto"')
-    if path in TRITON_PATHS and x.dtype == torch.float64:
-        raise ValueError(f'backend="{path}" computes no float64; use "auto" or "reference"')
+    check_path(path, x)
     if quantized is not None:
         return quantized_lora_linear(
             x,
@@ -127,17 +119,11 @@ def grouped_lora_linear(
     )
 
 
-def _check_order(order: ExpertOrder) -> None:
+def check_rows(x: Tensor, order: ExpertOrder, grouped_in: bool) -> None:
+    """`x` is a matrix with the rows that the order speaks of."""
     if not isinstance(order, ExpertOrder):
         raise TypeError(f"order must be the result of expert_sort, got {type(order).__name__}")
-
-
-def _check_operands(x: Tensor, weight: Tensor, order: ExpertOrder, grouped_in: bool) -> None:
     check_tensor("x", x, 2, DTYPES)
-    if isinstance(weight, QuantizedWeight):
-        check_decodable(x)
-    else:
-        check_tensor("weight", weight, 3, (x.dtype,))
     rows, name = (order.tokens, "T")
     if grouped_in:
         rows, name = order.tokens * order.top_k, "T k"
@@ -145,15 +131,50 @@ def _check_operands(x: Tensor, weight: Tensor, order: ExpertOrder, grouped_in: b
         raise ValueError(
             f"x must have {name} = {rows} rows for grouped_in={grouped_in}, got {tuple(x.shape)}"
         )
-    if weight.shape[0] != order.num_experts or weight.shape[1] != x.shape[1]:
+    check_device("order", order.slots, x, "x")
+
+
+def check_projection(
+    x: Tensor,
+    weight: Tensor | QuantizedWeight,
+    order: ExpertOrder,
+    inputs: int,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    scaling: float,
+    bias: Tensor | None,
+) -> None:
+    """Weight, factors and bias fit to each other, to K = `inputs` and to the dtype of x."""
+    if isinstance(weight, QuantizedWeight):
+        check_decodable(x)
+    else:
+        check_tensor("weight", weight, 3, (x.dtype,))
+    if weight.shape[0] != order.num_experts or weight.shape[1] != inputs:
         raise ValueError(
-            f"weight must be (E, K, N) with E = {order.num_experts} and K = {x.shape[1]}, got "
+            f"weight must be (E, K, N) with E = {order.num_experts} and K = {inputs}, got "
             f"{tuple(weight.shape)}; a weight (E, N, K) is passed as weight.transpose(1, 2)"
         )
     if 0 in weight.shape:
         raise ValueError(f"weight must have positive sizes, got {tuple(weight.shape)}")
     check_device("weight", weight, x, "x")
-    check_device("order", order.slots, x, "x")
+    _check_lora(x, weight, lora_a, lora_b, scaling)
+    if bias is not None:
+        check_tensor("bias", bias, 2, DTYPES)
+        check_shape("bias", bias, (weight.shape[0], weight.shape[2]), "(E, N)")
+        check_device("bias", bias, x, "x")
+
+
+def check_gates(gates: Tensor, x: Tensor, order: ExpertOrder) -> None:
+    """`gates` belong to the order's slots."""
+    check_tensor("gates", gates, 2, DTYPES)
+    check_shape("gates", gates, (order.tokens, order.top_k), "(T, k)")
+    check_device("gates", gates, x, "x")
+
+
+def check_path(path: str, x: Tensor) -> None:
+    """The path computes x's dtype."""
+    if path in TRITON_PATHS and x.dtype == torch.float64:
+        raise ValueError(f'backend="{path}" computes no float64; use "auto" or "reference"')
 
 
 def _check_lora(

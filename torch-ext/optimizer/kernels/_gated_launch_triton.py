@@ -1,0 +1,226 @@
+"""Launches of the two gated kernels: tiles by `_grouped_config`, factors packed in pairs."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from . import _grouped_config as config
+from ._gated_triton import _gated_backward, _gated_forward
+from ._grouped_launch_triton import is_scattered, low_rank, packed, reorder, tile_of, widens
+from ._low_rank_triton import _sum_parts
+from .glu_triton import KINDS
+
+_SUM = 1024
+
+
+def _in_pairs(
+    factor: Tensor | None, interleaved: bool, dtype: torch.dtype
+) -> tuple[Tensor | None, bool]:
+    """(factor (E, r, 2I), whether the halves of its columns alternate), packed if scattered."""
+    if factor is None or not is_scattered(factor):
+        return factor, False
+    target = torch.empty(factor.shape, dtype=dtype, device=factor.device)
+    return reorder(factor, target, 0 if interleaved else factor.shape[2] // 2), not interleaved
+
+
+def _parts_of(factor: Tensor | None, rows: int, column_tiles: int) -> Tensor | None:
+    """Room for what each tile of columns adds to (R, r), for `factor` (E, r, .).
+
+    None where a wide rank would need several steps, and parts larger than what is read for them.
+    """
+    if factor is None or factor.shape[1] > config.MAX_BLOCK_RANK:
+        return None
+    shape = (column_tiles, rows, factor.shape[1])
+    return torch.empty(shape, dtype=torch.float32, device=factor.device)
+
+
+def _low_after(
+    parts: Tensor | None,
+    x: Tensor,  # (R, .) in expert order
+    factor: Tensor | None,
+    slots: Tensor,
+    tiles: Tensor,
+    tile_rows: int,
+    scaling: float,
+) -> Tensor:
+    """scaling x factor_e^T (R, r): the sum of the parts if there are any."""
+    low = x.new_empty((slots.shape[0], 0 if factor is None else factor.shape[1]))
+    if low.numel() == 0:
+        return low
+    if parts is None:
+        low_rank(x, factor, slots, tiles, low, tile_rows=tile_rows, scaling=scaling, fan=0)
+        return low
+    grid = (triton.cdiv(low.numel(), _SUM),)
+    count = parts.shape[0]
+    _sum_parts[grid](parts, low, low.numel(), count, scaling, BLOCK=_SUM, num_warps=4)
+    return low
+
+
+def gated_forward(  # noqa: PLR0913
+    x: Tensor,  # rows of K
+    weight: Tensor,  # (E, K, 2I)
+    low: Tensor,  # (R, r)
+    factor: Tensor | None,  # (E, r, 2I)
+    bias: Tensor | None,  # (E, 2I)
+    after: Tensor | None,  # (E, a, I)
+    slots: Tensor,
+    tiles: Tensor,
+    *,
+    tile_rows: int,
+    fan: int,
+    scaling: float,
+    activation: str,
+    interleaved: bool,
+    keeps: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gate and up (R, 2I), or (0, 2I) unless `keeps`; h (R, I); scaling h after_e^T (R, a))."""
+    experts, k, n = weight.shape
+    rows, width = slots.shape[0], n // 2
+    rank = 0 if factor is None else factor.shape[1]
+    tile = tile_of(x, tile_rows, k, n, "forward", rank)
+    column_tiles = triton.cdiv(n, tile.columns)
+    factor, paired = _in_pairs(factor, interleaved, x.dtype)
+    after = None if after is None else packed(after, x.dtype)
+    wide, h = x.new_empty((rows if keeps else 0, n)), x.new_empty((rows, width))
+    parts = _parts_of(after, rows, column_tiles)
+    if tiles.shape[0] == 0:
+        return wide, h, _low_after(parts, h, after, slots, tiles, tile_rows, scaling)
+    _gated_forward[(tiles.shape[0] * column_tiles,)](
+        x,
+        weight,
+        low,
+        weight if factor is None else factor,
+        weight if bias is None else bias,
+        weight if parts is None else after,
+        slots,
+        tiles,
+        wide,
+        h,
+        h if parts is None else parts,
+        k,
+        width,
+        rank,
+        0 if parts is None else parts.shape[2],
+        experts,
+        rows,
+        tiles.shape[0],
+        column_tiles,
+        *x.stride(),
+        *weight.stride(),
+        *((0, 0, 0) if factor is None else factor.stride()),
+        *((0, 0) if bias is None else bias.stride()),
+        *((0, 0, 0) if parts is None else after.stride()),
+        FAN=fan,
+        LORA=factor is not None,
+        PAIRED=paired,
+        BIAS=bias is not None,
+        AFTER=parts is not None,
+        KEEPS=keeps,
+        INTERLEAVED=interleaved,
+        KIND=KINDS[activation],
+        WIDEN=widens(x),
+        EVEN_K=k % tile.depth == 0,
+        EVEN_N=n % tile.columns == 0,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
+        BLOCK_R=config.block_rank(max(rank, 1)),
+        BLOCK_A=config.block_rank(1 if parts is None else parts.shape[2]),
+        GROUP=config.GROUP,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return wide, h, _low_after(parts, h, after, slots, tiles, tile_rows, scaling)
+
+
+def gated_backward(  # noqa: PLR0913
+    dy: Tensor,  # rows of K
+    weight: Tensor,  # (E, K, I)
+    low: Tensor,  # (R, r)
+    factor: Tensor | None,  # (E, r, I)
+    wide: Tensor,  # (R, 2I)
+    gates: Tensor,  # (T, k)
+    after: Tensor | None,  # (E, a, 2I)
+    slots: Tensor,
+    tiles: Tensor,
+    *,
+    tile_rows: int,
+    fan: int,
+    scaling: float,
+    activation: str,
+    interleaved: bool,
+    wants_wide: bool,
+    wants_h: bool,
+    wants_dots: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(gradients of gate and up (R, 2I); h (R, I); <d, h> (R,); scaling gradient after_e^T (R, a)).
+
+    What is not wanted is empty.
+    """
+    experts, k, width = weight.shape
+    rows, rank = slots.shape[0], 0 if factor is None else factor.shape[1]
+    tile = tile_of(dy, tile_rows, k, width, "gated", rank)
+    column_tiles = triton.cdiv(width, tile.columns)
+    factor = None if factor is None else packed(factor, dy.dtype)
+    d_wide = dy.new_empty((rows if wants_wide else 0, 2 * width))
+    h = dy.new_empty((rows if wants_h else 0, width))
+    dots = torch.empty(
+        (column_tiles, rows if wants_dots else 0), dtype=torch.float32, device=dy.device
+    )
+    after = after if wants_wide else None
+    parts, paired = _parts_of(after, rows, column_tiles), False
+    if parts is not None:
+        after, paired = _in_pairs(after, interleaved, dy.dtype)
+    last = (d_wide, after, slots, tiles, tile_rows, scaling)
+    if tiles.shape[0] == 0:
+        return d_wide, h, dots.sum(0), _low_after(parts, *last)
+    _gated_backward[(tiles.shape[0] * column_tiles,)](
+        dy,
+        weight,
+        low,
+        weight if factor is None else factor,
+        wide,
+        gates.contiguous(),
+        weight if parts is None else after,
+        slots,
+        tiles,
+        d_wide,
+        h,
+        dots,
+        dots if parts is None else parts,
+        k,
+        width,
+        rank,
+        0 if parts is None else parts.shape[2],
+        experts,
+        rows,
+        tiles.shape[0],
+        column_tiles,
+        *dy.stride(),
+        *weight.stride(),
+        *((0, 0, 0) if factor is None else factor.stride()),
+        *((0, 0, 0) if parts is None else after.stride()),
+        FAN=fan,
+        LORA=factor is not None,
+        PAIRED=paired,
+        AFTER=parts is not None,
+        STORES=wants_wide,
+        KEEPS=wants_h,
+        DOTS=wants_dots,
+        INTERLEAVED=interleaved,
+        KIND=KINDS[activation],
+        WIDEN=widens(dy),
+        EVEN_K=k % tile.depth == 0,
+        EVEN_N=width % tile.columns == 0,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth,
+        BLOCK_R=config.block_rank(max(rank, 1)),
+        BLOCK_A=config.block_rank(1 if parts is None else parts.shape[2]),
+        GROUP=config.GROUP,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return d_wide, h, dots.sum(0), _low_after(parts, *last)

@@ -1,0 +1,269 @@
+"""The Triton kernels of a gated layer: the activation where its operands are made.
+
+_gated_forward   h = act(gate) up of x W_e + low F_e + b_e, whose columns are gate and up in turn
+_gated_backward  the gradients of gate and up from d = dy W_e^T + low F_e; h again, and <d, h>
+
+One program per (tile of rows, tile of columns), the tiles of `_grouped_triton`. What a program has
+made, rounded, it also multiplies with its part of LoRA's next factor: parts of (R, r), one per tile
+of columns, that `_sum_parts` adds in order. So nobody reads h or the gradient for a sum of rank r.
+Gate and up are neighbours in the accumulator, whatever their place in memory: no data crosses
+threads for the activation.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._grouped_triton import _dot, _plus_low_rank, _product, _source, _tile_of
+from .glu_triton import _activation, _factor
+
+
+@triton.jit
+def _place_of(pair, width, INTERLEAVED: tl.constexpr):
+    """Where column `pair` (gate 0, up 0, gate 1, ...) lies in memory."""
+    if INTERLEAVED:
+        return pair
+    return pair % 2 * width + pair // 2
+
+
+@triton.jit
+def _store_part(
+    values,  # (BLOCK_M, depth) in the dtype of the activations
+    at_factor,  # (depth,) pointers to the expert's first rank
+    factor_rank,
+    inside_factor,  # (depth,)
+    parts,  # (column tiles, R, r) float32
+    at_part,  # (BLOCK_M,) rows of all parts
+    inside,
+    rank,
+    WIDEN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """values F_e of these columns."""
+    r = tl.arange(0, BLOCK_R).to(tl.int64)
+    mask = inside_factor[:, None] & (r[None, :] < rank)
+    factor = tl.load(at_factor[:, None] + r[None, :] * factor_rank, mask=mask, other=0.0)
+    part = tl.zeros((values.shape[0], BLOCK_R), tl.float32)
+    part = _dot(values, factor.to(values.dtype), part, WIDEN)
+    at = parts + at_part[:, None] * rank + r[None, :]
+    tl.store(at, part, mask=inside[:, None] & (r[None, :] < rank))
+
+
+@triton.jit(do_not_specialize=["total_rows", "tile_count"])
+def _gated_forward(  # noqa: PLR0913
+    x,  # rows of K
+    weight,  # (E, K, 2I)
+    low,  # (R, r) in expert order, contiguous, if LORA
+    factor,  # (E, r, 2I) if LORA; columns in pairs if PAIRED
+    bias,  # (E, 2I) if BIAS
+    after,  # (E, a, I) if AFTER
+    slots,  # (R,)
+    tiles,  # (bound, 3)
+    wide,  # (R, 2I), contiguous, if KEEPS
+    out,  # (R, I), contiguous
+    parts,  # (column tiles, R, a) if AFTER
+    K,
+    width,  # I
+    rank,
+    after_rank,
+    experts,
+    total_rows,
+    tile_count,
+    column_tiles,
+    x_row,
+    x_col,
+    weight_expert,
+    weight_k,
+    weight_n,
+    factor_expert,
+    factor_rank,
+    factor_n,
+    bias_expert,
+    bias_n,
+    after_expert,
+    after_step,
+    after_n,
+    FAN: tl.constexpr,
+    LORA: tl.constexpr,
+    PAIRED: tl.constexpr,
+    BIAS: tl.constexpr,
+    AFTER: tl.constexpr,
+    KEEPS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    KIND: tl.constexpr,
+    WIDEN: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    tile, column_tile = _tile_of(tl.program_id(0).to(tl.int64), tile_count, column_tiles, GROUP)
+    expert = tl.load(tiles + 3 * tile)
+    if expert < 0:
+        return
+    rows = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
+    inside = rows < tl.load(tiles + 3 * tile + 2)
+    known = expert < experts
+    pair = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    within = pair < 2 * width
+    columns = _place_of(pair, width, INTERLEAVED)
+    at_x = x + _source(rows, inside, slots, FAN) * x_row
+    at_weight = weight + expert * weight_expert + columns * weight_n
+    total = _product(
+        at_x, at_weight, inside, within, x_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
+    )
+    if LORA:
+        at_factor = factor + expert * factor_expert + (pair if PAIRED else columns) * factor_n
+        total = _plus_low_rank(
+            total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
+        )
+    if BIAS:
+        at_bias = bias + expert * bias_expert + columns * bias_n
+        total += tl.load(at_bias, mask=within & known, other=0.0).to(tl.float32)[None, :]
+    rounded = total.to(out.dtype.element_ty)
+    gate, up = tl.split(tl.reshape(rounded, (BLOCK_M, BLOCK_N // 2, 2)))
+    inner = column_tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    mask = inside[:, None] & (inner < width)[None, :]
+    if KEEPS:
+        at_wide = wide + rows[:, None] * (2 * width)
+        if INTERLEAVED:
+            tl.store(at_wide + pair[None, :], rounded, mask=inside[:, None] & within[None, :])
+        else:
+            tl.store(at_wide + inner[None, :], gate, mask=mask)
+            tl.store(at_wide + width + inner[None, :], up, mask=mask)
+    value, _ = _activation(gate.to(tl.float32), KIND)
+    other, _ = _factor(up.to(tl.float32), KIND)
+    h = (value * other).to(out.dtype.element_ty)
+    tl.store(out + rows[:, None] * width + inner[None, :], h, mask=mask)
+    if AFTER:
+        at_after, there = after + expert * after_expert + inner * after_n, (inner < width) & known
+        at_part = column_tile * total_rows + rows
+        _store_part(
+            h, at_after, after_step, there, parts, at_part, inside, after_rank, WIDEN, BLOCK_A
+        )
+
+
+@triton.jit(do_not_specialize=["total_rows", "tile_count"])
+def _gated_backward(  # noqa: PLR0913
+    dy,  # rows of K
+    weight,  # (E, K, I)
+    low,  # (R, r) in expert order, contiguous, if LORA
+    factor,  # (E, r, I) if LORA
+    wide,  # (R, 2I), contiguous: gate and up
+    gates,  # (R,) in slot order
+    after,  # (E, a, 2I) if AFTER; columns in pairs if PAIRED
+    slots,  # (R,)
+    tiles,  # (bound, 3)
+    out,  # (R, 2I), contiguous, if STORES: the gradients of gate and up
+    h,  # (R, I), contiguous, if KEEPS
+    dots,  # (column tiles, R) in slot order if DOTS
+    parts,  # (column tiles, R, a) if AFTER
+    K,
+    width,  # I
+    rank,
+    after_rank,
+    experts,
+    total_rows,
+    tile_count,
+    column_tiles,
+    dy_row,
+    dy_col,
+    weight_expert,
+    weight_k,
+    weight_n,
+    factor_expert,
+    factor_rank,
+    factor_n,
+    after_expert,
+    after_step,
+    after_n,
+    FAN: tl.constexpr,
+    LORA: tl.constexpr,
+    PAIRED: tl.constexpr,
+    AFTER: tl.constexpr,
+    STORES: tl.constexpr,
+    KEEPS: tl.constexpr,
+    DOTS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    KIND: tl.constexpr,
+    WIDEN: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    tile, column_tile = _tile_of(tl.program_id(0).to(tl.int64), tile_count, column_tiles, GROUP)
+    expert = tl.load(tiles + 3 * tile)
+    if expert < 0:
+        return
+    rows = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
+    inside = rows < tl.load(tiles + 3 * tile + 2)
+    known = expert < experts
+    inner = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    within = inner < width
+    at_dy = dy + _source(rows, inside, slots, FAN) * dy_row
+    at_weight = weight + expert * weight_expert + inner * weight_n
+    total = _product(
+        at_dy, at_weight, inside, within, dy_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
+    )
+    if LORA:
+        at_factor = factor + expert * factor_expert + inner * factor_n
+        total = _plus_low_rank(
+            total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
+        )
+    pair = column_tile * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
+    pair_mask = inside[:, None] & (pair < 2 * width)[None, :]
+    mask = inside[:, None] & within[None, :]
+    start = rows[:, None] * (2 * width)
+    if INTERLEAVED:
+        both = tl.load(wide + start + pair[None, :], mask=pair_mask, other=0.0)
+        gate, up = tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
+    else:
+        gate = tl.load(wide + start + inner[None, :], mask=mask, other=0.0)
+        up = tl.load(wide + start + width + inner[None, :], mask=mask, other=0.0)
+    value, value_slope = _activation(gate.to(tl.float32), KIND)
+    other, other_slope = _factor(up.to(tl.float32), KIND)
+    slot = _source(rows, inside, slots, 1)
+    if KEEPS or DOTS:
+        made = (value * other).to(dy.dtype.element_ty)
+        if DOTS:
+            products = tl.sum(total * made.to(tl.float32), 1)
+            tl.store(dots + column_tile * total_rows + slot, products, mask=inside)
+        if KEEPS:
+            tl.store(h + rows[:, None] * width + inner[None, :], made, mask=mask)
+    if STORES:
+        total *= tl.load(gates + slot, mask=inside, other=0.0).to(tl.float32)[:, None]
+        d_gate = (total * other * value_slope).to(out.dtype.element_ty)
+        d_up = (total * value * other_slope).to(out.dtype.element_ty)
+        if INTERLEAVED or AFTER:
+            both = tl.reshape(tl.join(d_gate, d_up), (BLOCK_M, 2 * BLOCK_N))
+        if INTERLEAVED:
+            tl.store(out + start + pair[None, :], both, mask=pair_mask)
+        else:
+            tl.store(out + start + inner[None, :], d_gate, mask=mask)
+            tl.store(out + start + width + inner[None, :], d_up, mask=mask)
+        if AFTER:
+            place = pair if PAIRED else _place_of(pair, width, INTERLEAVED)
+            at_after, there = after + expert * after_expert + place * after_n, pair < 2 * width
+            at_part = column_tile * total_rows + rows
+            _store_part(
+                both,
+                at_after,
+                after_step,
+                there & known,
+                parts,
+                at_part,
+                inside,
+                after_rank,
+                WIDEN,
+                BLOCK_A,
+            )

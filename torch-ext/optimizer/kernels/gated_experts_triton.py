@@ -1,0 +1,185 @@
+"""Triton path of gated_experts: what is launched, in which order, and when memory is let go.
+
+forward   xa1 | gate_up product, activation, parts of xa2 | their sum | down product | combine
+backward  yb2 | down's dX, the activation's gradient, parts of yb1 | their sum | gate_up's dX |
+          combine | dA of both projections | dB of both | what else was asked for
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._gated_launch_triton import gated_backward, gated_forward
+from ._grouped_launch_triton import RowSum, expert_products, grouped_product, low_rank
+from ._moe_paths import gradient_like
+from .combine_triton import combine_triton
+from .grouped_lora_dw_triton import grouped_lora_dw_triton
+
+
+def gated_experts_triton(  # noqa: PLR0913
+    x: Tensor,
+    w1: Tensor,
+    a1: Tensor | None,
+    b1: Tensor | None,
+    bias1: Tensor | None,
+    w2: Tensor,
+    a2: Tensor | None,
+    b2: Tensor | None,
+    bias2: Tensor | None,
+    gates: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    rows: Tensor,
+    tiles: Tensor,
+    tile_rows: int,
+    top_k: int,
+    scalings: tuple[float, float],
+    activation: str,
+    interleaved: bool,
+    keeps: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch the forward kernels; arguments and results as in `kernels.gated_experts`."""
+    total = slots.shape[0]
+    xa1 = x.new_empty((total, 0 if a1 is None else a1.shape[1]))
+    if a1 is not None:
+        low_rank(x, a1, slots, tiles, xa1, tile_rows=tile_rows, scaling=scalings[0], fan=top_k)
+    wide, h, xa2 = gated_forward(
+        x,
+        w1,
+        xa1,
+        None if b1 is None else b1.transpose(1, 2),
+        bias1,
+        a2,
+        slots,
+        tiles,
+        tile_rows=tile_rows,
+        fan=top_k,
+        scaling=scalings[1],
+        activation=activation,
+        interleaved=interleaved,
+        keeps=keeps,
+    )
+    y = x.new_empty((total, w2.shape[2]))
+    grouped_product(
+        h,
+        w2,
+        xa2,
+        None if b2 is None else b2.transpose(1, 2),
+        slots,
+        tiles,
+        y,
+        direction="forward",
+        tile_rows=tile_rows,
+        fan=0,
+        scatter=False,
+        bias=bias2,
+    )
+    del h
+    return combine_triton(y, gates, rows, offsets, top_k), wide, xa1, xa2
+
+
+def gated_experts_backward_triton(  # noqa: PLR0913
+    grad: Tensor,
+    x: Tensor,
+    w1: Tensor,
+    a1: Tensor | None,
+    b1: Tensor | None,
+    bias1: Tensor | None,
+    w2: Tensor,
+    a2: Tensor | None,
+    b2: Tensor | None,
+    bias2: Tensor | None,
+    gates: Tensor,
+    wide: Tensor,
+    xa1: Tensor,
+    xa2: Tensor,
+    slots: Tensor,
+    offsets: Tensor,
+    rows: Tensor,
+    tiles: Tensor,
+    tile_rows: int,
+    top_k: int,
+    scalings: tuple[float, float],
+    activation: str,
+    interleaved: bool,
+    wants: tuple[bool, ...],
+) -> tuple[Tensor, ...]:
+    """Launch the backward kernels; arguments and results as in `kernels.gated_experts`."""
+    wants_x, wants_w1, wants_a1, wants_b1, wants_bias1 = wants[:5]
+    wants_w2, wants_a2, wants_b2, wants_bias2, wants_gates = wants[5:]
+    place = {"tile_rows": tile_rows}
+    yb2 = grad.new_empty((slots.shape[0], 0 if b2 is None else b2.shape[2]))
+    if b2 is not None:
+        low_rank(grad, b2.mT, slots, tiles, yb2, scaling=scalings[1], fan=top_k, **place)
+    d_wide, h, dots, yb1 = gated_backward(
+        grad,
+        w2.mT,
+        yb2,
+        a2,
+        wide,
+        gates,
+        None if b1 is None else b1.mT,
+        slots,
+        tiles,
+        fan=top_k,
+        scaling=scalings[0],
+        activation=activation,
+        interleaved=interleaved,
+        wants_wide=any(wants[:5]),
+        wants_h=wants_w2 or wants_a2,
+        wants_dots=wants_gates,
+        **place,
+    )
+    dgates = gates.new_empty(0)
+    if wants_gates:
+        if bias2 is not None:
+            through = torch.empty((slots.shape[0], 1), dtype=torch.float32, device=grad.device)
+            options = {"scaling": 1.0, "fan": top_k, "scatter": True, **place}
+            low_rank(grad, bias2[:, None], slots, tiles, through, **options)
+            dots = dots + through[:, 0]
+        dgates = dots.view(gates.shape).to(gates.dtype)
+    dx = x.new_empty(0)
+    if wants_x:
+        spread = x.new_empty((slots.shape[0], x.shape[1]))
+        grouped_product(
+            d_wide,
+            w1.mT,
+            yb1,
+            a1,
+            slots,
+            tiles,
+            spread,
+            direction="dx",
+            fan=0,
+            scatter=False,
+            **place,
+        )
+        dx = combine_triton(spread, None, rows, offsets, top_k)
+        del spread
+    factors = (a1, b1, a2, b2)
+    da1, db1, da2, db2 = (
+        x.new_empty(0) if factor is None else gradient_like(factor, want)
+        for factor, want in zip(factors, (wants_a1, wants_b1, wants_a2, wants_b2), strict=True)
+    )
+    sums = []
+    if wants_a1:
+        sums.append(RowSum(yb1, x, da1, 0, top_k))
+    if wants_a2:
+        sums.append(RowSum(yb2, h, da2, 0, 0, gated=True))
+    if wants_b1:
+        sums.append(RowSum(xa1, d_wide, db1.mT, 0, 0))
+    if wants_b2:
+        sums.append(RowSum(xa2, grad, db2.mT, 0, top_k, gated=True))
+    expert_products(sums, gates, slots, offsets)
+    dw2, dbias2 = _base(w2, bias2, (wants_w2, wants_bias2))
+    grouped_lora_dw_triton(h, grad, gates, slots, offsets, dw2, dbias2, 0, top_k)
+    dw1, dbias1 = _base(w1, bias1, (wants_w1, wants_bias1))
+    grouped_lora_dw_triton(x, d_wide, None, slots, offsets, dw1, dbias1, top_k, 0)
+    return dx, dw1, da1, db1, dbias1, dw2, da2, db2, dbias2, dgates
+
+
+def _base(weight: Tensor, bias: Tensor | None, wants: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+    """Room for the gradients of a projection's own parameters."""
+    dbias = weight.new_empty(0) if bias is None else gradient_like(bias, wants[1])
+    return gradient_like(weight, wants[0]), dbias

@@ -1,0 +1,93 @@
+"""Stages 2 to 4 of the layer in one op, where one path computes them all.
+
+    h[i] = act(gate) up of (x W1_e + s (x A_e^T) B_e^T + b_e)          e: expert of row i
+    out[t] = sum_j gates[t, j] (h W2_e + ...)[row of slot t k + j]
+
+The op and its gradients are `kernels.gated_experts`; here its arguments are checked. What it does
+not take, `moe.experts` composes of `grouped_lora_linear` and the activation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..kernels._moe_paths import pick_name
+from ..kernels.gated_experts import fuses, gated_experts
+from .expert_weights import as_quantized
+from .grouped_linear import check_gates, check_path, check_projection, check_rows
+from .layout import ExpertsLayout
+from .sort import ExpertOrder
+
+
+def gated_lora_linear(
+    x: Tensor,  # (T, H)
+    first: dict[str, Any],
+    second: dict[str, Any],
+    order: ExpertOrder,
+    gates: Tensor,  # (T, k)
+    layout: ExpertsLayout,
+    *,
+    backend: str = "auto",
+) -> Tensor | None:
+    """Both projections, the activation between them and the sum over a token's experts.
+
+    Args:
+        x: (T, H), any strides.
+        first: weight (E, H, 2I) and, as for `grouped_lora_linear`, bias, lora_a, lora_b, scaling.
+        second: The same with weight (E, I, H).
+        order: Of `expert_sort`.
+        gates: (T, k) of any floating dtype.
+        layout: Says where gate and up lie in 2I, and names the activation.
+        backend: Of `grouped_lora_linear`.
+
+    Returns:
+        (T, H) in x's dtype; None where the stages must run on their own.
+
+    Raises:
+        TypeError: An argument is of a wrong kind or dtype.
+        ValueError: Shapes, devices or options do not fit; the message names the argument.
+    """
+    weights = (first["weight"], second["weight"])
+    if any(as_quantized(weight) is not None for weight in weights):
+        return None
+    check_rows(x, order, grouped_in=False)
+    path = pick_name("grouped_lora_linear", x.device, x.dtype, backend)
+    if not fuses(path, weights[0], layout.activation, layout.gated, layout.interleaved):
+        return None
+    check_path(path, x)
+    for inputs, one in ((x.shape[1], first), (weights[0].shape[2] // 2, second)):
+        _check(x, order, inputs, **one)
+    check_gates(gates, x, order)
+    operands = (one.get(name) for one in (first, second) for name in _NAMES)
+    return gated_experts(
+        x,
+        *operands,
+        gates,
+        order.slots,
+        order.offsets,
+        order.rows,
+        order.tiles,
+        tile_rows=order.tile_rows,
+        top_k=order.top_k,
+        scalings=tuple(float(one.get("scaling", 1.0)) for one in (first, second)),
+        activation=layout.activation,
+        interleaved=layout.interleaved,
+    )
+
+
+_NAMES = ("weight", "lora_a", "lora_b", "bias")
+
+
+def _check(
+    x: Tensor,
+    order: ExpertOrder,
+    inputs: int,
+    weight: Tensor,
+    lora_a: Tensor | None = None,
+    lora_b: Tensor | None = None,
+    scaling: float = 1.0,
+    bias: Tensor | None = None,
+) -> None:
+    check_projection(x, weight, order, inputs, lora_a, lora_b, scaling, bias)
