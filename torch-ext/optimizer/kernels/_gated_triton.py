@@ -28,26 +28,20 @@ def _place_of(pair, width, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _store_part(
+def _plus_product(
+    part,  # (BLOCK_M, BLOCK_R)
     values,  # (BLOCK_M, depth) in the dtype of the activations
     at_factor,  # (depth,) pointers to the expert's first rank
     factor_rank,
-    inside_factor,  # (depth,)
-    parts,  # (column tiles, R, r) float32
-    at_part,  # (BLOCK_M,) rows of all parts
-    inside,
+    there,  # (depth,)
     rank,
     WIDEN: tl.constexpr,
-    BLOCK_R: tl.constexpr,
 ):
-    """values F_e of these columns."""
-    r = tl.arange(0, BLOCK_R).to(tl.int64)
-    mask = inside_factor[:, None] & (r[None, :] < rank)
+    """part + values F_e of these columns."""
+    r = tl.arange(0, part.shape[1]).to(tl.int64)
+    mask = there[:, None] & (r[None, :] < rank)
     factor = tl.load(at_factor[:, None] + r[None, :] * factor_rank, mask=mask, other=0.0)
-    part = tl.zeros((values.shape[0], BLOCK_R), tl.float32)
-    part = _dot(values, factor.to(values.dtype), part, WIDEN)
-    at = parts + at_part[:, None] * rank + r[None, :]
-    tl.store(at, part, mask=inside[:, None] & (r[None, :] < rank))
+    return _dot(values, factor.to(values.dtype), part, WIDEN)
 
 
 @triton.jit(do_not_specialize=["total_rows", "tile_count"])
@@ -142,10 +136,75 @@ def _gated_forward(  # noqa: PLR0913
     tl.store(out + rows[:, None] * width + inner[None, :], h, mask=mask)
     if AFTER:
         at_after, there = after + expert * after_expert + inner * after_n, (inner < width) & known
-        at_part = column_tile * total_rows + rows
-        _store_part(
-            h, at_after, after_step, there, parts, at_part, inside, after_rank, WIDEN, BLOCK_A
-        )
+        part = tl.zeros((BLOCK_M, BLOCK_A), tl.float32)
+        part = _plus_product(part, h, at_after, after_step, there, after_rank, WIDEN)
+        r = tl.arange(0, BLOCK_A).to(tl.int64)
+        at_part = parts + (column_tile * total_rows + rows)[:, None] * after_rank + r[None, :]
+        tl.store(at_part, part, mask=inside[:, None] & (r[None, :] < after_rank))
+
+
+@triton.jit
+def _half_backward(  # noqa: PLR0913
+    total,  # (BLOCK_M, C): the gradient of h before its gate
+    part,  # (BLOCK_M, BLOCK_A)
+    first,  # of the C columns
+    gate_of_row,  # (BLOCK_M,)
+    rows,
+    inside,
+    known,
+    wide,
+    out,
+    h,
+    at_after,
+    after_step,
+    after_n,
+    after_rank,
+    width,
+    PAIRED: tl.constexpr,
+    AFTER: tl.constexpr,
+    STORES: tl.constexpr,
+    KEEPS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    KIND: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """(<total, h> of these columns, part + gradient of (gate, up) times LoRA's factor)."""
+    COLUMNS: tl.constexpr = total.shape[1]
+    inner = first + tl.arange(0, COLUMNS)
+    pair = 2 * first + tl.arange(0, 2 * COLUMNS)
+    mask = inside[:, None] & (inner < width)[None, :]
+    pair_mask = inside[:, None] & (pair < 2 * width)[None, :]
+    start = rows[:, None] * (2 * width)
+    if INTERLEAVED:
+        both = tl.load(wide + start + pair[None, :], mask=pair_mask, other=0.0)
+        gate, up = tl.split(tl.reshape(both, (total.shape[0], COLUMNS, 2)))
+    else:
+        gate = tl.load(wide + start + inner[None, :], mask=mask, other=0.0)
+        up = tl.load(wide + start + width + inner[None, :], mask=mask, other=0.0)
+    value, value_slope = _activation(gate.to(tl.float32), KIND)
+    other, other_slope = _factor(up.to(tl.float32), KIND)
+    made = (value * other).to(wide.dtype.element_ty)
+    products = tl.sum(total * made.to(tl.float32), 1)
+    if KEEPS:
+        tl.store(h + rows[:, None] * width + inner[None, :], made, mask=mask)
+    if STORES:
+        total *= gate_of_row[:, None]
+        d_gate = (total * other * value_slope).to(wide.dtype.element_ty)
+        d_up = (total * value * other_slope).to(wide.dtype.element_ty)
+        if INTERLEAVED or AFTER:
+            both = tl.reshape(tl.join(d_gate, d_up), (total.shape[0], 2 * COLUMNS))
+        if INTERLEAVED:
+            tl.store(out + start + pair[None, :], both, mask=pair_mask)
+        else:
+            tl.store(out + start + inner[None, :], d_gate, mask=mask)
+            tl.store(out + start + width + inner[None, :], d_up, mask=mask)
+        if AFTER:
+            place = pair if PAIRED else _place_of(pair, width, INTERLEAVED)
+            there = (pair < 2 * width) & known
+            part = _plus_product(
+                part, both, at_after + place * after_n, after_step, there, after_rank, WIDEN
+            )
+    return products, part
 
 
 @triton.jit(do_not_specialize=["total_rows", "tile_count"])
@@ -220,50 +279,66 @@ def _gated_backward(  # noqa: PLR0913
         total = _plus_low_rank(
             total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
         )
-    pair = column_tile * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
-    pair_mask = inside[:, None] & (pair < 2 * width)[None, :]
-    mask = inside[:, None] & within[None, :]
-    start = rows[:, None] * (2 * width)
-    if INTERLEAVED:
-        both = tl.load(wide + start + pair[None, :], mask=pair_mask, other=0.0)
-        gate, up = tl.split(tl.reshape(both, (BLOCK_M, BLOCK_N, 2)))
-    else:
-        gate = tl.load(wide + start + inner[None, :], mask=mask, other=0.0)
-        up = tl.load(wide + start + width + inner[None, :], mask=mask, other=0.0)
-    value, value_slope = _activation(gate.to(tl.float32), KIND)
-    other, other_slope = _factor(up.to(tl.float32), KIND)
     slot = _source(rows, inside, slots, 1)
-    if KEEPS or DOTS:
-        made = (value * other).to(dy.dtype.element_ty)
-        if DOTS:
-            products = tl.sum(total * made.to(tl.float32), 1)
-            tl.store(dots + column_tile * total_rows + slot, products, mask=inside)
-        if KEEPS:
-            tl.store(h + rows[:, None] * width + inner[None, :], made, mask=mask)
-    if STORES:
-        total *= tl.load(gates + slot, mask=inside, other=0.0).to(tl.float32)[:, None]
-        d_gate = (total * other * value_slope).to(out.dtype.element_ty)
-        d_up = (total * value * other_slope).to(out.dtype.element_ty)
-        if INTERLEAVED or AFTER:
-            both = tl.reshape(tl.join(d_gate, d_up), (BLOCK_M, 2 * BLOCK_N))
-        if INTERLEAVED:
-            tl.store(out + start + pair[None, :], both, mask=pair_mask)
-        else:
-            tl.store(out + start + inner[None, :], d_gate, mask=mask)
-            tl.store(out + start + width + inner[None, :], d_up, mask=mask)
-        if AFTER:
-            place = pair if PAIRED else _place_of(pair, width, INTERLEAVED)
-            at_after, there = after + expert * after_expert + place * after_n, pair < 2 * width
-            at_part = column_tile * total_rows + rows
-            _store_part(
-                both,
-                at_after,
-                after_step,
-                there & known,
-                parts,
-                at_part,
-                inside,
-                after_rank,
-                WIDEN,
-                BLOCK_A,
-            )
+    gate = tl.load(gates + slot, mask=inside, other=0.0).to(tl.float32)
+    # Half of the columns at a time: the whole tile's activations do not fit into the registers.
+    halves = tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+    left, right = tl.split(halves)
+    part = tl.zeros((BLOCK_M, BLOCK_A), tl.float32)
+    at_after = after + expert * after_expert
+    first = column_tile * BLOCK_N
+    products, part = _half_backward(
+        left,
+        part,
+        first,
+        gate,
+        rows,
+        inside,
+        known,
+        wide,
+        out,
+        h,
+        at_after,
+        after_step,
+        after_n,
+        after_rank,
+        width,
+        PAIRED,
+        AFTER,
+        STORES,
+        KEEPS,
+        INTERLEAVED,
+        KIND,
+        WIDEN,
+    )
+    first += BLOCK_N // 2
+    more, part = _half_backward(
+        right,
+        part,
+        first,
+        gate,
+        rows,
+        inside,
+        known,
+        wide,
+        out,
+        h,
+        at_after,
+        after_step,
+        after_n,
+        after_rank,
+        width,
+        PAIRED,
+        AFTER,
+        STORES,
+        KEEPS,
+        INTERLEAVED,
+        KIND,
+        WIDEN,
+    )
+    if DOTS:
+        tl.store(dots + column_tile * total_rows + slot, products + more, mask=inside)
+    if AFTER:
+        r = tl.arange(0, BLOCK_A).to(tl.int64)
+        at_part = parts + (column_tile * total_rows + rows)[:, None] * after_rank + r[None, :]
+        tl.store(at_part, part, mask=inside[:, None] & (r[None, :] < after_rank))
