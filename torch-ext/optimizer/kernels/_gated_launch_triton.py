@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 from torch import Tensor
@@ -13,6 +15,7 @@ from ._low_rank_triton import _sum_parts
 from .glu_triton import KINDS
 
 _SUM = 1024
+_PARTS_OF_ROWS = 4  # parts take at most one byte for so many that are not read
 
 
 def _in_pairs(
@@ -25,15 +28,18 @@ def _in_pairs(
     return reorder(factor, target, 0 if interleaved else factor.shape[2] // 2), not interleaved
 
 
-def _parts_of(factor: Tensor | None, rows: int, column_tiles: int) -> Tensor | None:
-    """Room for what each tile of columns adds to (R, r), for `factor` (E, r, .).
+def _parts_of(factor: Tensor | None, x: Tensor, column_tiles: int) -> Tensor | None:
+    """Room for what each tile of columns adds to (R, r), for rows like x and `factor` (E, r, .).
 
-    None where a wide rank would need several steps, and parts larger than what is read for them.
+    None where a wide rank would need several steps, or parts that are written and read are not
+    much smaller than x, which is read instead.
     """
     if factor is None or factor.shape[1] > config.MAX_BLOCK_RANK:
         return None
-    shape = (column_tiles, rows, factor.shape[1])
-    return torch.empty(shape, dtype=torch.float32, device=factor.device)
+    shape = (column_tiles, x.shape[0], factor.shape[1])
+    if math.prod(shape) * 4 > x.nbytes // _PARTS_OF_ROWS:
+        return None
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
 def _low_after(
@@ -84,7 +90,7 @@ def gated_forward(  # noqa: PLR0913
     factor, paired = _in_pairs(factor, interleaved, x.dtype)
     after = None if after is None else packed(after, x.dtype)
     wide, h = x.new_empty((rows if keeps else 0, n)), x.new_empty((rows, width))
-    parts = _parts_of(after, rows, column_tiles)
+    parts = _parts_of(after, h, column_tiles)
     if tiles.shape[0] == 0:
         return wide, h, _low_after(parts, h, after, slots, tiles, tile_rows, scaling)
     _gated_forward[(tiles.shape[0] * column_tiles,)](
@@ -170,11 +176,11 @@ def gated_backward(  # noqa: PLR0913
         (column_tiles, rows if wants_dots else 0), dtype=torch.float32, device=dy.device
     )
     after = after if wants_wide else None
-    parts, paired = _parts_of(after, rows, column_tiles), False
+    parts, paired = _parts_of(after, d_wide, column_tiles), False
     if parts is not None:
         after, paired = _in_pairs(after, interleaved, dy.dtype)
     last = (d_wide, after, slots, tiles, tile_rows, scaling)
-    if tiles.shape[0] == 0:
+    if tiles.shape[0] == 0 or not (wants_wide or wants_h or wants_dots):
         return d_wide, h, dots.sum(0), _low_after(parts, *last)
     _gated_backward[(tiles.shape[0] * column_tiles,)](
         dy,

@@ -286,58 +286,35 @@ def _gated_backward(  # noqa: PLR0913
     left, right = tl.split(halves)
     part = tl.zeros((BLOCK_M, BLOCK_A), tl.float32)
     at_after = after + expert * after_expert
-    first = column_tile * BLOCK_N
-    products, part = _half_backward(
-        left,
-        part,
-        first,
-        gate,
-        rows,
-        inside,
-        known,
-        wide,
-        out,
-        h,
-        at_after,
-        after_step,
-        after_n,
-        after_rank,
-        width,
-        PAIRED,
-        AFTER,
-        STORES,
-        KEEPS,
-        INTERLEAVED,
-        KIND,
-        WIDEN,
-    )
-    first += BLOCK_N // 2
-    more, part = _half_backward(
-        right,
-        part,
-        first,
-        gate,
-        rows,
-        inside,
-        known,
-        wide,
-        out,
-        h,
-        at_after,
-        after_step,
-        after_n,
-        after_rank,
-        width,
-        PAIRED,
-        AFTER,
-        STORES,
-        KEEPS,
-        INTERLEAVED,
-        KIND,
-        WIDEN,
-    )
+    products = tl.zeros((BLOCK_M,), tl.float32)
+    for half in tl.static_range(2):
+        more, part = _half_backward(
+            left if half == 0 else right,
+            part,
+            column_tile * BLOCK_N + half * (BLOCK_N // 2),
+            gate,
+            rows,
+            inside,
+            known,
+            wide,
+            out,
+            h,
+            at_after,
+            after_step,
+            after_n,
+            after_rank,
+            width,
+            PAIRED,
+            AFTER,
+            STORES,
+            KEEPS,
+            INTERLEAVED,
+            KIND,
+            WIDEN,
+        )
+        products += more
     if DOTS:
-        tl.store(dots + column_tile * total_rows + slot, products + more, mask=inside)
+        tl.store(dots + column_tile * total_rows + slot, products, mask=inside)
     if AFTER:
         r = tl.arange(0, BLOCK_A).to(tl.int64)
         at_part = parts + (column_tile * total_rows + rows)[:, None] * after_rank + r[None, :]

@@ -292,11 +292,11 @@ class RowSum:
 def expert_products(
     sums: Sequence[RowSum], gates: Tensor | None, slots: Tensor, offsets: Tensor
 ) -> None:
-    """Up to two sums over every expert's rows, in launches of one kind of tile."""
+    """Sums over every expert's rows, two in a launch where their results lie alike."""
     for together in (False, True):
         found = [one for one in sums if is_scattered(one.out) == together]
-        if found:
-            _launch_expert_products(found, gates, slots, offsets, together)
+        for at in range(0, len(found), 2):
+            _launch_expert_products(found[at : at + 2], gates, slots, offsets, together)
 
 
 def _launch_expert_products(

@@ -142,41 +142,53 @@ def gated_experts_backward_triton(  # noqa: PLR0913
     dx = x.new_empty(0)
     if wants_x:
         spread = x.new_empty((slots.shape[0], x.shape[1]))
-        grouped_product(
-            d_wide,
-            w1.mT,
-            yb1,
-            a1,
-            slots,
-            tiles,
-            spread,
-            direction="dx",
-            fan=0,
-            scatter=False,
-            **place,
-        )
+        product = (d_wide, w1.mT, yb1, a1, slots, tiles, spread)
+        grouped_product(*product, direction="dx", fan=0, scatter=False, **place)
         dx = combine_triton(spread, None, rows, offsets, top_k)
-        del spread
-    factors = (a1, b1, a2, b2)
-    da1, db1, da2, db2 = (
-        x.new_empty(0) if factor is None else gradient_like(factor, want)
-        for factor, want in zip(factors, (wants_a1, wants_b1, wants_a2, wants_b2), strict=True)
-    )
-    sums = []
-    if wants_a1:
-        sums.append(RowSum(yb1, x, da1, 0, top_k))
-    if wants_a2:
-        sums.append(RowSum(yb2, h, da2, 0, 0, gated=True))
-    if wants_b1:
-        sums.append(RowSum(xa1, d_wide, db1.mT, 0, 0))
-    if wants_b2:
-        sums.append(RowSum(xa2, grad, db2.mT, 0, top_k, gated=True))
-    expert_products(sums, gates, slots, offsets)
-    dw2, dbias2 = _base(w2, bias2, (wants_w2, wants_bias2))
-    grouped_lora_dw_triton(h, grad, gates, slots, offsets, dw2, dbias2, 0, top_k)
+        del spread, product
+    # The sums of both projections share launches where all gradients fit into what dx's rows took;
+    # else each operand is let go before the next gradient.
+    factors = ((a1, wants_a1), (b1, wants_b1), (a2, wants_a2), (b2, wants_b2))
+    gradient_bytes = sum(factor.nbytes for factor, wanted in factors if wanted)
+    at_once = gradient_bytes <= slots.shape[0] * x.shape[1] * x.element_size()
+
+    def run(*sums: RowSum | None) -> None:
+        expert_products([one for one in sums if one is not None], gates, slots, offsets)
+
+    db1, sum_b1 = _row_sum(b1, wants_b1, xa1, d_wide, 0, outputs_first=True)
     dw1, dbias1 = _base(w1, bias1, (wants_w1, wants_bias1))
     grouped_lora_dw_triton(x, d_wide, None, slots, offsets, dw1, dbias1, top_k, 0)
+    if not at_once:
+        run(sum_b1)
+        d_wide = sum_b1 = None
+    da1, sum_a1 = _row_sum(a1, wants_a1, yb1, x, top_k)
+    da2, sum_a2 = _row_sum(a2, wants_a2, yb2, h, 0, gated=True)
+    dw2, dbias2 = _base(w2, bias2, (wants_w2, wants_bias2))
+    grouped_lora_dw_triton(h, grad, gates, slots, offsets, dw2, dbias2, 0, top_k)
+    if not at_once:
+        run(sum_a1, sum_a2)
+        h = sum_a1 = sum_a2 = None
+    db2, sum_b2 = _row_sum(b2, wants_b2, xa2, grad, top_k, outputs_first=True, gated=True)
+    run(sum_a1, sum_a2, sum_b1, sum_b2)
     return dx, dw1, da1, db1, dbias1, dw2, da2, db2, dbias2, dgates
+
+
+def _row_sum(
+    factor: Tensor | None,
+    wanted: bool,
+    left: Tensor,  # (R, r)
+    right: Tensor,
+    right_fan: int,
+    *,
+    outputs_first: bool = False,
+    gated: bool = False,
+) -> tuple[Tensor, RowSum | None]:
+    """Room for the gradient of a factor, (E, N, r) if `outputs_first`, and what fills it."""
+    if not wanted:
+        return left.new_empty(0), None
+    gradient = gradient_like(factor, wanted)
+    out = gradient.mT if outputs_first else gradient
+    return gradient, RowSum(left, right, out, 0, right_fan, gated)
 
 
 def _base(weight: Tensor, bias: Tensor | None, wants: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
