@@ -10,7 +10,15 @@ from torch import Tensor
 
 from . import _grouped_config as config
 from ._gated_triton import _gated_backward, _gated_forward
-from ._grouped_launch_triton import is_scattered, low_rank, packed, reorder, tile_of, widens
+from ._grouped_launch_triton import (
+    column_pieces,
+    is_scattered,
+    low_rank,
+    packed,
+    reorder,
+    tile_of,
+    widens,
+)
 from ._low_rank_triton import _sum_parts
 from .glu_triton import KINDS
 
@@ -19,13 +27,14 @@ _PARTS_OF_ROWS = 4  # parts take at most one byte for so many that are not read
 
 
 def _in_pairs(
-    factor: Tensor | None, interleaved: bool, dtype: torch.dtype
+    factor: Tensor | None, interleaved: bool, dtype: torch.dtype, first: int = 0, end: int = 0
 ) -> tuple[Tensor | None, bool]:
-    """(factor (E, r, 2I), whether the halves of its columns alternate), packed if scattered."""
+    """(factor (E, r, 2I), whether it was packed: columns first to end, gate and up in turn)."""
     if factor is None or not is_scattered(factor):
         return factor, False
-    target = torch.empty(factor.shape, dtype=dtype, device=factor.device)
-    return reorder(factor, target, 0 if interleaved else factor.shape[2] // 2), not interleaved
+    experts, rank, n = factor.shape
+    target = torch.empty((experts, rank, (end or n) - first), dtype=dtype, device=factor.device)
+    return reorder(factor, target, 0 if interleaved else n // 2, first), True
 
 
 def _parts_of(factor: Tensor | None, x: Tensor, column_tiles: int) -> Tensor | None:
@@ -87,57 +96,61 @@ def gated_forward(  # noqa: PLR0913
     rank = 0 if factor is None else factor.shape[1]
     tile = tile_of(x, tile_rows, k, n, "forward", rank)
     column_tiles = triton.cdiv(n, tile.columns)
-    factor, paired = _in_pairs(factor, interleaved, x.dtype)
     after = None if after is None else packed(after, x.dtype)
     wide, h = x.new_empty((rows if keeps else 0, n)), x.new_empty((rows, width))
     parts = _parts_of(after, h, column_tiles)
     if tiles.shape[0] == 0:
         return wide, h, _low_after(parts, h, after, slots, tiles, tile_rows, scaling)
-    _gated_forward[(tiles.shape[0] * column_tiles,)](
-        x,
-        weight,
-        low,
-        weight if factor is None else factor,
-        weight if bias is None else bias,
-        weight if parts is None else after,
-        slots,
-        tiles,
-        wide,
-        h,
-        h if parts is None else parts,
-        k,
-        width,
-        rank,
-        0 if parts is None else parts.shape[2],
-        experts,
-        rows,
-        tiles.shape[0],
-        column_tiles,
-        *x.stride(),
-        *weight.stride(),
-        *((0, 0, 0) if factor is None else factor.stride()),
-        *((0, 0) if bias is None else bias.stride()),
-        *((0, 0, 0) if parts is None else after.stride()),
-        FAN=fan,
-        LORA=factor is not None,
-        PAIRED=paired,
-        BIAS=bias is not None,
-        AFTER=parts is not None,
-        KEEPS=keeps,
-        INTERLEAVED=interleaved,
-        KIND=KINDS[activation],
-        WIDEN=widens(x),
-        EVEN_K=k % tile.depth == 0,
-        EVEN_N=n % tile.columns == 0,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns,
-        BLOCK_K=tile.depth,
-        BLOCK_R=config.block_rank(max(rank, 1)),
-        BLOCK_A=config.block_rank(1 if parts is None else parts.shape[2]),
-        GROUP=config.GROUP,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    for first, end in column_pieces(factor, rows * max(k, width), tile.columns):
+        here, packed_pairs = _in_pairs(factor, interleaved, x.dtype, first, end)
+        count = triton.cdiv((end or n) - first, tile.columns)
+        _gated_forward[(tiles.shape[0] * count,)](
+            x,
+            weight,
+            low,
+            weight if here is None else here,
+            weight if bias is None else bias,
+            weight if parts is None else after,
+            slots,
+            tiles,
+            wide,
+            h,
+            h if parts is None else parts,
+            k,
+            width,
+            rank,
+            0 if parts is None else parts.shape[2],
+            experts,
+            rows,
+            tiles.shape[0],
+            count,
+            first // tile.columns,
+            *x.stride(),
+            *weight.stride(),
+            *((0, 0, 0) if here is None else here.stride()),
+            *((0, 0) if bias is None else bias.stride()),
+            *((0, 0, 0) if parts is None else after.stride()),
+            FAN=fan,
+            LORA=here is not None,
+            PAIRED=packed_pairs,
+            BIAS=bias is not None,
+            AFTER=parts is not None,
+            KEEPS=keeps,
+            INTERLEAVED=interleaved,
+            KIND=KINDS[activation],
+            WIDEN=widens(x),
+            EVEN_K=k % tile.depth == 0,
+            EVEN_N=n % tile.columns == 0,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.columns,
+            BLOCK_K=tile.depth,
+            BLOCK_R=config.block_rank(max(rank, 1)),
+            BLOCK_A=config.block_rank(1 if parts is None else parts.shape[2]),
+            GROUP=config.GROUP,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        del here  # before the next one is packed
     return wide, h, _low_after(parts, h, after, slots, tiles, tile_rows, scaling)
 
 

@@ -49,7 +49,7 @@ def _gated_forward(  # noqa: PLR0913
     x,  # rows of K
     weight,  # (E, K, 2I)
     low,  # (R, r) in expert order, contiguous, if LORA
-    factor,  # (E, r, 2I) if LORA; columns in pairs if PAIRED
+    factor,  # (E, r, 2I) if LORA; if PAIRED the columns of this launch, gate and up in turn
     bias,  # (E, 2I) if BIAS
     after,  # (E, a, I) if AFTER
     slots,  # (R,)
@@ -64,7 +64,8 @@ def _gated_forward(  # noqa: PLR0913
     experts,
     total_rows,
     tile_count,
-    column_tiles,
+    column_tiles,  # of this launch
+    first_tile,
     x_row,
     x_col,
     weight_expert,
@@ -103,6 +104,7 @@ def _gated_forward(  # noqa: PLR0913
     rows = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
     inside = rows < tl.load(tiles + 3 * tile + 2)
     known = expert < experts
+    column_tile += first_tile
     pair = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     within = pair < 2 * width
     columns = _place_of(pair, width, INTERLEAVED)
@@ -112,7 +114,8 @@ def _gated_forward(  # noqa: PLR0913
         at_x, at_weight, inside, within, x_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
     )
     if LORA:
-        at_factor = factor + expert * factor_expert + (pair if PAIRED else columns) * factor_n
+        place = pair - first_tile * BLOCK_N if PAIRED else columns
+        at_factor = factor + expert * factor_expert + place * factor_n
         total = _plus_low_rank(
             total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
         )

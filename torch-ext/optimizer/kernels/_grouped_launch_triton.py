@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +23,8 @@ from ._low_rank_triton import _low_rank, _reorder, _sum_parts
 
 _REORDER = 64  # a side of the tile that is reordered: 128 bytes of bfloat16 either way
 _SUM = 1024
-_PACKED_PER_RESULT = 2  # elements of a packed factor per element of the product that reads it
+PACKED_PER_RESULT = 2  # elements of a packed factor per element of the product that reads it
+PIECE = 256  # columns: what a factor packed in pieces is cut into multiples of
 
 
 @functools.cache
@@ -55,12 +57,13 @@ def is_scattered(factor: Tensor) -> bool:
     return n > 1 and factor.stride(2) != 1 and (rank == 1 or factor.stride(1) != 1)
 
 
-def reorder(source: Tensor, target: Tensor, pair_width: int = 0) -> Tensor:
+def reorder(source: Tensor, target: Tensor, pair_width: int = 0, first: int = 0) -> Tensor:
     """Copy (E, r, N) between strides, near the speed of a copy where either is PEFT's; target.
 
-    With pair_width I, N = 2 I: the columns n and I + n of the source become neighbours.
+    With pair_width I, the source has 2 I columns: n and I + n become neighbours. The target may be
+    some of the columns, from `first` on.
     """
-    experts, rank, n = source.shape
+    experts, rank, n = target.shape
     sides = (source.stride(), target.stride())
     _reorder[(triton.cdiv(n, _REORDER), triton.cdiv(rank * experts, _REORDER))](
         source,
@@ -69,6 +72,7 @@ def reorder(source: Tensor, target: Tensor, pair_width: int = 0) -> Tensor:
         rank * experts,
         experts,
         pair_width,
+        first,
         *source.stride(),
         *target.stride(),
         **{
@@ -145,13 +149,22 @@ def low_rank(
         _sum_parts[grid](target, out, out.numel(), parts, scaling, BLOCK=_SUM, num_warps=4)
 
 
-def column_pieces(factor: Tensor | None, out: Tensor | None, tile: config.Tile) -> list[slice]:
-    """Columns of the result per launch, so that packing the factor takes a bounded copy."""
-    if factor is None or out is None or out.numel() == 0 or not is_scattered(factor):
-        return [slice(None)]
-    pieces = triton.cdiv(factor.numel(), max(_PACKED_PER_RESULT * out.numel(), 1))
-    size = triton.cdiv(triton.cdiv(factor.shape[2], pieces), tile.columns) * tile.columns
-    return [slice(at, at + size) for at in range(0, factor.shape[2], size)]
+def column_pieces(
+    factor: Tensor | None, results: int, piece: int | None = None
+) -> list[tuple[int, int]]:
+    """Ranges of columns, so that packing the factor takes a bounded copy beside so many results.
+
+    Args:
+        factor: (E, r, N) or None.
+        results: Elements that are there at the same time, or soon after.
+        piece: What ranges are multiples of; `PIECE` by default.
+    """
+    if factor is None or results == 0 or not is_scattered(factor):
+        return [(0, 0 if factor is None else factor.shape[2])]
+    n, piece = factor.shape[2], piece or PIECE
+    pieces = math.ceil(factor.numel() / (PACKED_PER_RESULT * results))
+    size = triton.cdiv(triton.cdiv(n, pieces), piece) * piece
+    return [(at, min(at + size, n)) for at in range(0, n, size)]
 
 
 def grouped_product(  # noqa: PLR0913
@@ -185,7 +198,8 @@ def grouped_product(  # noqa: PLR0913
         operands = (x, weight, low, factor, bias, other, slots, tiles, out, dots)
         _launch_product(*operands, other_fan=other_fan, **common)
         return dots.sum(0)
-    for columns in column_pieces(factor, out, tile):
+    for first, end in column_pieces(factor, 0 if out is None else out.numel()):
+        columns = slice(first, end if factor is not None else n)
         _launch_product(
             x,
             weight[:, :, columns],

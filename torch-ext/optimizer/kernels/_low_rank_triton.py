@@ -112,7 +112,8 @@ def _reorder(  # noqa: PLR0913
     N,
     columns,  # r E
     experts,
-    pair_width,  # N / 2 if PAIRS
+    pair_width,  # half of the source's columns if PAIRS
+    first,  # column of the source that column 0 of the target is a copy of, counted in pairs
     source_expert,
     source_rank,
     source_n,
@@ -126,7 +127,9 @@ def _reorder(  # noqa: PLR0913
     BLOCK_C: tl.constexpr,
 ):
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    source_at = n % 2 * pair_width + n // 2 if PAIRS else n
+    source_at = first + n
+    if PAIRS:
+        source_at = source_at % 2 * pair_width + source_at // 2
     column = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
     mask = (n[:, None] < N) & (column[None, :] < columns)
     at = _at(column, experts, source_expert, source_rank, SOURCE_FLAT)

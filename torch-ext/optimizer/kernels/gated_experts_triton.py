@@ -150,7 +150,7 @@ def gated_experts_backward_triton(  # noqa: PLR0913
     # else each operand is let go before the next gradient.
     factors = ((a1, wants_a1), (b1, wants_b1), (a2, wants_a2), (b2, wants_b2))
     gradient_bytes = sum(factor.nbytes for factor, wanted in factors if wanted)
-    at_once = gradient_bytes <= slots.shape[0] * x.shape[1] * x.element_size()
+    at_once = gradient_bytes <= room_for_gradients(slots, x)
 
     def run(*sums: RowSum | None) -> None:
         expert_products([one for one in sums if one is not None], gates, slots, offsets)
@@ -171,6 +171,11 @@ def gated_experts_backward_triton(  # noqa: PLR0913
     db2, sum_b2 = _row_sum(b2, wants_b2, xa2, grad, top_k, outputs_first=True, gated=True)
     run(sum_a1, sum_a2, sum_b1, sum_b2)
     return dx, dw1, da1, db1, dbias1, dw2, da2, db2, dbias2, dgates
+
+
+def room_for_gradients(slots: Tensor, x: Tensor) -> int:
+    """Bytes that backward took for the rows of dx and gave back."""
+    return slots.shape[0] * x.shape[1] * x.element_size()
 
 
 def _row_sum(

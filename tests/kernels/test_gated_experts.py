@@ -1,0 +1,192 @@
+"""gated_experts: the layer in one op gives what eager torch gives, and keeps only what it must."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .._compare import assert_error_at_most, assert_same_bits
+from ..moe._layers import LayerProblem, assert_layer_close_to_eager
+from ._grouped import RANK, TOP_K, N, operands
+
+# 72: two tiles of columns either way, the last one not full. Rank 3: LoRA's sums come in parts, as
+# they are small beside the rows; rank 12: they read the rows. 11 experts: a group of 8 and a rest.
+PROBLEMS = (
+    LayerProblem(0),
+    LayerProblem(9, hidden=16, intermediate=72, rank=3, rank_down=3, routing="sentinels"),
+    LayerProblem(5, 2, 11, 16, 8, 12, 3, bias=True, train_base=True, activation="gelu"),
+    LayerProblem(9, hidden=16, intermediate=24, rank=None, rank_down=3, interleaved=True),
+    LayerProblem(9, hidden=16, intermediate=24, rank=3, rank_down=None, dtype=torch.float16),
+)
+
+
+@pytest.fixture(scope="session")
+def moe(submodule):
+    """The sub-package moe of the loaded package."""
+    return submodule("moe")
+
+
+@pytest.fixture
+def called(submodule, monkeypatch):
+    """Names of the layer's ops that were called, in order."""
+    made: list[str] = []
+    for module, name in (("gated_linear", "gated_experts"), ("grouped_linear", "_op")):
+        place = submodule(f"moe.{module}")
+        real = getattr(place, name)
+
+        def watch(*arguments, real=real, name=name, **options):
+            made.append(name)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(place, name, watch)
+    return made
+
+
+def by_triton(layer, *inputs):
+    """One call of the layer on the path that has the op."""
+    layer.backend = "triton"
+    return layer(*inputs)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_error_against_float64(moe, device, called, problem):
+    assert_layer_close_to_eager(moe, device, problem, call=by_triton)
+    assert called == ["gated_experts"]
+
+
+@pytest.mark.parametrize("problem", [PROBLEMS[0], LayerProblem(0)], ids=str)
+def test_without_a_backward_gate_and_up_are_not_stored(
+    moe, submodule, device, monkeypatch, problem
+):
+    """The same bits, nothing of (R, 2I): in no_grad, and where no leaf asks for a gradient."""
+    launches = submodule("kernels.gated_experts_triton")
+    problem = LayerProblem(4, experts=2, hidden=8, intermediate=8, rank=2, rank_down=2)
+    kept, real = [], launches.gated_forward
+
+    def watch(*arguments, **options):
+        found = real(*arguments, **options)
+        kept.append(tuple(found[0].shape))
+        return found
+
+    monkeypatch.setattr(launches, "gated_forward", watch)
+    layer = problem.module(moe, device)
+    x, gates, _ = problem.inputs(device)
+    ids, wide = problem.ids(device), 2 * problem.intermediate
+    expected = by_triton(layer, x, ids, gates)
+    with torch.no_grad():
+        assert_same_bits(by_triton(layer, x, ids, gates), expected)
+    layer.requires_grad_(False)
+    assert_same_bits(by_triton(layer, x.detach(), ids, gates.detach()), expected)
+    rows = problem.tokens * problem.top_k
+    assert kept == [(rows, wide), (0, wide), (0, wide)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "problem"),
+    [
+        ("reference", LayerProblem(4)),
+        ("triton", LayerProblem(4, transposed=True)),  # columns of both halves apart in memory
+        ("triton", LayerProblem(4, gated=False, activation="relu2")),
+    ],
+    ids=str,
+)
+def test_what_runs_stage_by_stage(moe, device, called, backend, problem):
+    layer = problem.module(moe, device)
+    layer.backend = backend
+    x, gates, _ = problem.inputs(device)
+    layer(x, problem.ids(device), gates)
+    assert called == ["_op", "_op"]
+
+
+def test_second_order_raises_and_a_graph_serves_twice(moe, device):
+    problem = LayerProblem(5, experts=2, hidden=8, intermediate=8, rank=2, rank_down=2)
+    layer = problem.module(moe, device)
+    x, gates, _ = problem.inputs(device)
+    out = by_triton(layer, x, problem.ids(device), gates)
+    (first,) = torch.autograd.grad(out.square().sum(), x, retain_graph=True)
+    (second,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    assert_same_bits(first, second)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        second.square().sum().backward()
+
+
+def test_order_of_gradients_changes_no_bit(moe, submodule, device, monkeypatch):
+    """Few rows: each operand is let go before the next gradient. Many: sums share launches."""
+    problem = LayerProblem(6, experts=3, hidden=16, intermediate=8, rank=2, rank_down=2)
+    launches = submodule("kernels.gated_experts_triton")
+    layer = problem.module(moe, device)
+    x, gates, grad = problem.inputs(device)
+    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
+    real, found, sums = launches.expert_products, [], []
+
+    def watch(given, *rest):
+        sums[-1].append(len(given))
+        real(given, *rest)
+
+    monkeypatch.setattr(launches, "expert_products", watch)
+    for room in (0, 10**9):
+        monkeypatch.setattr(launches, "room_for_gradients", lambda *_, room=room: room)
+        sums.append([])
+        out = by_triton(layer, x, problem.ids(device), gates)
+        found.append(torch.autograd.grad(out, leaves, grad))
+    assert sums == [[1, 2, 1], [4]]
+    for one, other in zip(*found, strict=True):
+        assert_same_bits(one, other)
+
+
+def test_opcheck(moe, ops, device):
+    problem = LayerProblem(3, experts=2, hidden=8, intermediate=8, rank=2, rank_down=2)
+    layer = problem.module(moe, device)
+    x, gates, _ = problem.inputs(device)
+    order = moe.expert_sort(problem.ids(device), 2)
+    lora = layer.expert_lora.factors()
+    first = (layer.gate_up_proj.mT, lora.gate_up.a, lora.gate_up.b, None)
+    second = (layer.down_proj.mT, lora.down.a, lora.down.b, None)
+    place = (order.slots, order.offsets, order.rows, order.tiles, order.tile_rows, order.top_k)
+    arguments = (x, *first, *second, gates, *place, 2.0, 2.0, "silu", False, True)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.gated_experts.default, arguments, test_utils=checks)
+
+
+def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch):
+    """A copy larger than twice the result is made for some columns at a time."""
+    launch = submodule("kernels._grouped_launch_triton")
+    problem = operands(submodule, device)
+    x, factor = problem["x"], problem["lora_b"].transpose(1, 2)
+    rows = problem["slots"].shape[0]
+    low = torch.randn(rows, RANK, device=device)
+    monkeypatch.setattr(launch, "PIECE", 16)
+    sizes, results, real = [], [], launch.reorder
+
+    def watch(source, target, *rest):
+        sizes.append(target.shape[2])
+        return real(source, target, *rest)
+
+    monkeypatch.setattr(launch, "reorder", watch)
+    for limit in (2, 1 / 4):
+        monkeypatch.setattr(launch, "PACKED_PER_RESULT", limit)
+        out = x.new_full((rows, N), torch.nan)
+        place = (problem["slots"], problem["tiles"], out)
+        options = {"direction": "forward", "tile_rows": 16, "fan": TOP_K, "scatter": False}
+        bias = problem["bias"]
+        launch.grouped_product(x, problem["weight"], low, factor, *place, bias=bias, **options)
+        results.append(out)
+    assert sizes == [N, 16, N - 16]
+    assert_error_at_most(*results, 1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gate_and_up_in_pieces(submodule, moe, device, monkeypatch, interleaved):
+    """The second tile of columns in a launch of its own, with its part of the packed factor."""
+    launch = submodule("kernels._grouped_launch_triton")
+    problem = LayerProblem(
+        4, experts=2, hidden=8, intermediate=40, rank=2, rank_down=None, interleaved=interleaved
+    )
+    layer = problem.module(moe, device)
+    x, gates, _ = problem.inputs(device)
+    found = []
+    for limit in (2, 1 / 8):
+        monkeypatch.setattr(launch, "PACKED_PER_RESULT", limit)
+        found.append(by_triton(layer, x, problem.ids(device), gates).detach())
+    assert_error_at_most(*found, 1e-6)
