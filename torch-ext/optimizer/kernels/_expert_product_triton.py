@@ -3,9 +3,13 @@
 _expert_products  one or two such products in a launch: one program per (experts, tile of a, tile of
                   b); the second product follows the first
 
-Where experts are fastest in memory, as in PEFT's B, a program computes EXPERTS neighbours one after
-the other and stores them in one go: they share sectors of memory, and no other layout is needed in
-between. A sum runs over growing rows and belongs to one program: no atomics.
+A small a, which is LoRA's rank, would leave a tile of the tensor cores empty and its program with a
+handful of rows: EXPERTS neighbours share a program, whose left side is zero where a row belongs to
+another one. Their rows follow one another in memory and are one long sum, with loads in flight
+throughout. Where experts are fastest in memory, as in PEFT's B, they also share the stores.
+
+A sum runs over growing rows and belongs to one program: no atomics. A row that is no number
+reaches the sums of the experts that share its program.
 """
 
 from __future__ import annotations
@@ -14,50 +18,6 @@ import triton
 import triton.language as tl
 
 from ._grouped_triton import _dot, _source
-
-
-@triton.jit
-def _sum_of_rows(  # noqa: PLR0913
-    expert,
-    a,
-    b,
-    left,
-    right,
-    gates,
-    slots,
-    offsets,
-    experts,
-    A,
-    B,
-    left_row,
-    left_col,
-    right_row,
-    right_col,
-    LEFT_FAN: tl.constexpr,
-    RIGHT_FAN: tl.constexpr,
-    GATED: tl.constexpr,
-    WIDEN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """(BLOCK_A, BLOCK_B) of one expert; zero from `experts` on."""
-    begin = tl.load(offsets + tl.minimum(expert, experts))
-    end = tl.load(offsets + tl.minimum(expert + 1, experts))
-    total = tl.zeros((a.shape[0], b.shape[0]), tl.float32)
-    for start in range(0, (end - begin).to(tl.int32), BLOCK_M):
-        rows = begin + start + tl.arange(0, BLOCK_M)
-        inside = rows < end
-        at_left = left + _source(rows, inside, slots, LEFT_FAN)[None, :] * left_row
-        left_mask = inside[None, :] & (a[:, None] < A)
-        left_values = tl.load(at_left + a[:, None] * left_col, mask=left_mask, other=0.0)
-        at_right = right + _source(rows, inside, slots, RIGHT_FAN)[:, None] * right_row
-        right_mask = inside[:, None] & (b[None, :] < B)
-        right_values = tl.load(at_right + b[None, :] * right_col, mask=right_mask, other=0.0)
-        if GATED:
-            slot = _source(rows, inside, slots, 1)
-            gate = tl.load(gates + slot, mask=inside, other=0.0).to(tl.float32)
-            left_values = (left_values.to(tl.float32) * gate[None, :]).to(right_values.dtype)
-        total = _dot(left_values, right_values, total, WIDEN)
-    return total
 
 
 @triton.jit
@@ -84,71 +44,50 @@ def _products_of(  # noqa: PLR0913
     GATED: tl.constexpr,
     WIDEN: tl.constexpr,
     EXPERTS: tl.constexpr,
+    EXPERTS_LAST: tl.constexpr,
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     a_tiles, b_tiles = tl.cdiv(A, BLOCK_A), tl.cdiv(B, BLOCK_B)
     first = program // (a_tiles * b_tiles) * EXPERTS
-    a = program // b_tiles % a_tiles * BLOCK_A + tl.arange(0, BLOCK_A)
+    first_a = program // b_tiles % a_tiles * BLOCK_A
+    lane = tl.arange(0, EXPERTS * BLOCK_A)
+    a = first_a + lane % BLOCK_A
+    expert = first + lane // BLOCK_A
     b = program % b_tiles * BLOCK_B + tl.arange(0, BLOCK_B)
-    mask = (a[:, None] < A) & (b[None, :] < B)
-    at_out = out + a[:, None] * out_a + b[None, :] * out_b
-    if EXPERTS == 1:
-        total = _sum_of_rows(
-            first,
-            a,
-            b,
-            left,
-            right,
-            gates,
-            slots,
-            offsets,
-            experts,
-            A,
-            B,
-            left_row,
-            left_col,
-            right_row,
-            right_col,
-            LEFT_FAN,
-            RIGHT_FAN,
-            GATED,
-            WIDEN,
-            BLOCK_M,
-        )
-        tl.store(at_out + first * out_expert, total.to(out.dtype.element_ty), mask=mask)
+    begins = tl.load(offsets + tl.minimum(expert, experts))
+    ends = tl.load(offsets + tl.minimum(expert + 1, experts))
+    begin = tl.load(offsets + first)
+    end = tl.load(offsets + tl.minimum(first + EXPERTS, experts))
+    total = tl.zeros((EXPERTS * BLOCK_A, BLOCK_B), tl.float32)
+    for start in range(0, (end - begin).to(tl.int32), BLOCK_M):
+        rows = begin + start + tl.arange(0, BLOCK_M)
+        inside = rows < end
+        mine = (rows[None, :] >= begins[:, None]) & (rows[None, :] < ends[:, None])
+        at_left = left + _source(rows, inside, slots, LEFT_FAN)[None, :] * left_row
+        at_left += a[:, None] * left_col
+        left_values = tl.load(at_left, mask=mine & (a[:, None] < A), other=0.0)
+        at_right = right + _source(rows, inside, slots, RIGHT_FAN)[:, None] * right_row
+        right_mask = inside[:, None] & (b[None, :] < B)
+        right_values = tl.load(at_right + b[None, :] * right_col, mask=right_mask, other=0.0)
+        if GATED:
+            slot = _source(rows, inside, slots, 1)
+            gate = tl.load(gates + slot, mask=inside, other=0.0).to(tl.float32)
+            left_values = (left_values.to(tl.float32) * gate[None, :]).to(right_values.dtype)
+        total = _dot(left_values, right_values, total, WIDEN)
+    rounded = total.to(out.dtype.element_ty)
+    if EXPERTS_LAST:
+        turned = tl.permute(tl.reshape(rounded, (EXPERTS, BLOCK_A, BLOCK_B)), (1, 2, 0))
+        place_a = (first_a + tl.arange(0, BLOCK_A))[:, None, None]
+        place = first + tl.arange(0, EXPERTS)[None, None, :]
+        at_out = out + place_a * out_a + b[None, :, None] * out_b + place * out_expert
+        mask = (place_a < A) & (b[None, :, None] < B) & (place < experts)
+        tl.store(at_out, turned, mask=mask)
     else:
-        lane = tl.arange(0, EXPERTS)
-        found = tl.zeros((BLOCK_A, BLOCK_B, EXPERTS), out.dtype.element_ty)
-        for offset in range(EXPERTS):
-            total = _sum_of_rows(
-                first + offset,
-                a,
-                b,
-                left,
-                right,
-                gates,
-                slots,
-                offsets,
-                experts,
-                A,
-                B,
-                left_row,
-                left_col,
-                right_row,
-                right_col,
-                LEFT_FAN,
-                RIGHT_FAN,
-                GATED,
-                WIDEN,
-                BLOCK_M,
-            )
-            rounded = total.to(out.dtype.element_ty)
-            found = tl.where(lane[None, None, :] == offset, rounded[:, :, None], found)
-        expert = first + lane
-        at_out = at_out[:, :, None] + (expert * out_expert)[None, None, :]
-        tl.store(at_out, found, mask=mask[:, :, None] & (expert < experts)[None, None, :])
+        at_out = out + expert[:, None] * out_expert + a[:, None] * out_a + b[None, :] * out_b
+        mask = (a < A)[:, None] & (expert < experts)[:, None] & (b[None, :] < B)
+        tl.store(at_out, rounded, mask=mask)
 
 
 @triton.jit(do_not_specialize=["first_programs"])
@@ -190,7 +129,8 @@ def _expert_products(  # noqa: PLR0913
     OTHER_GATED: tl.constexpr,
     TWO: tl.constexpr,
     WIDEN: tl.constexpr,
-    EXPERTS: tl.constexpr,  # neighbours that a program computes
+    EXPERTS: tl.constexpr,  # neighbours that share a program
+    EXPERTS_LAST: tl.constexpr,  # and lie next to each other in the result
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -220,6 +160,7 @@ def _expert_products(  # noqa: PLR0913
             GATED,
             WIDEN,
             EXPERTS,
+            EXPERTS_LAST,
             BLOCK_A,
             BLOCK_B,
             BLOCK_M,
@@ -248,6 +189,7 @@ def _expert_products(  # noqa: PLR0913
             OTHER_GATED,
             WIDEN,
             EXPERTS,
+            EXPERTS_LAST,
             BLOCK_A,
             BLOCK_B,
             BLOCK_M,

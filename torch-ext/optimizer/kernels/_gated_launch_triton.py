@@ -26,15 +26,27 @@ _SUM = 1024
 _PARTS_OF_ROWS = 4  # parts take at most one byte for so many that are not read
 
 
-def _in_pairs(
-    factor: Tensor | None, interleaved: bool, dtype: torch.dtype, first: int = 0, end: int = 0
-) -> tuple[Tensor | None, bool]:
-    """(factor (E, r, 2I), whether it was packed: columns first to end, gate and up in turn)."""
+def _packed_columns(
+    factor: Tensor | None, interleaved: bool, dtype: torch.dtype, first: int, end: int
+) -> tuple[Tensor | None, int, int]:
+    """Gate and up of the columns of h from first to end, packed if they are scattered.
+
+    Returns:
+        the factor (E, r, .), the columns from a gate to its up in it, and the first column in it.
+    """
     if factor is None or not is_scattered(factor):
-        return factor, False
+        return factor, 0 if factor is None else factor.shape[2] // 2, 0
     experts, rank, n = factor.shape
-    target = torch.empty((experts, rank, (end or n) - first), dtype=dtype, device=factor.device)
-    return reorder(factor, target, 0 if interleaved else n // 2, first), True
+    count = end - first
+    target = torch.empty((experts, rank, 2 * count), dtype=dtype, device=factor.device)
+    if interleaved:
+        return reorder(factor[:, :, 2 * first : 2 * end], target), count, first
+    if 2 * count == n:
+        return reorder(factor, target), count, first
+    for half in (0, 1):
+        source = factor[:, :, half * n // 2 + first : half * n // 2 + end]
+        reorder(source, target[:, :, half * count : (half + 1) * count])
+    return target, count, first
 
 
 def _parts_of(factor: Tensor | None, x: Tensor, column_tiles: int) -> Tensor | None:
@@ -101,9 +113,11 @@ def gated_forward(  # noqa: PLR0913
     parts = _parts_of(after, h, column_tiles)
     if tiles.shape[0] == 0:
         return wide, h, _low_after(parts, h, after, slots, tiles, tile_rows, scaling)
-    for first, end in column_pieces(factor, rows * max(k, width), tile.columns):
-        here, packed_pairs = _in_pairs(factor, interleaved, x.dtype, first, end)
-        count = triton.cdiv((end or n) - first, tile.columns)
+    half = None if factor is None else factor[:, :, :width]
+    for first, end in column_pieces(half, rows * max(k, width) // 2, tile.columns // 2):
+        end = end or width
+        here, factor_width, at = _packed_columns(factor, interleaved, x.dtype, first, end)
+        count = triton.cdiv(2 * (end - first), tile.columns)
         _gated_forward[(tiles.shape[0] * count,)](
             x,
             weight,
@@ -124,7 +138,9 @@ def gated_forward(  # noqa: PLR0913
             rows,
             tiles.shape[0],
             count,
-            first // tile.columns,
+            2 * first // tile.columns,
+            factor_width,
+            at,
             *x.stride(),
             *weight.stride(),
             *((0, 0, 0) if here is None else here.stride()),
@@ -132,7 +148,6 @@ def gated_forward(  # noqa: PLR0913
             *((0, 0, 0) if parts is None else after.stride()),
             FAN=fan,
             LORA=here is not None,
-            PAIRED=packed_pairs,
             BIAS=bias is not None,
             AFTER=parts is not None,
             KEEPS=keeps,
@@ -189,9 +204,9 @@ def gated_backward(  # noqa: PLR0913
         (column_tiles, rows if wants_dots else 0), dtype=torch.float32, device=dy.device
     )
     after = after if wants_wide else None
-    parts, paired = _parts_of(after, d_wide, column_tiles), False
+    parts = _parts_of(after, d_wide, column_tiles)
     if parts is not None:
-        after, paired = _in_pairs(after, interleaved, dy.dtype)
+        after = packed(after, dy.dtype)
     last = (d_wide, after, slots, tiles, tile_rows, scaling)
     if tiles.shape[0] == 0 or not (wants_wide or wants_h or wants_dots):
         return d_wide, h, dots.sum(0), _low_after(parts, *last)
@@ -223,7 +238,6 @@ def gated_backward(  # noqa: PLR0913
         *((0, 0, 0) if parts is None else after.stride()),
         FAN=fan,
         LORA=factor is not None,
-        PAIRED=paired,
         AFTER=parts is not None,
         STORES=wants_wide,
         KEEPS=wants_h,
@@ -238,6 +252,7 @@ def gated_backward(  # noqa: PLR0913
         BLOCK_K=tile.depth,
         BLOCK_R=config.block_rank(max(rank, 1)),
         BLOCK_A=config.block_rank(1 if parts is None else parts.shape[2]),
+        PIECE=config.piece(tile),
         GROUP=config.GROUP,
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -6,8 +6,9 @@ _gated_backward  the gradients of gate and up from d = dy W_e^T + low F_e; h aga
 One program per (tile of rows, tile of columns), the tiles of `_grouped_triton`. What a program has
 made, rounded, it also multiplies with its part of LoRA's next factor: parts of (R, r), one per tile
 of columns, that `_sum_parts` adds in order. So nobody reads h or the gradient for a sum of rank r.
-Gate and up are neighbours in the accumulator, whatever their place in memory: no data crosses
-threads for the activation.
+A tile of the forward holds 8 columns of the gate, the same 8 of up, and so on, as wgmma's
+accumulator holds blocks of 8: a thread has both of each pair, and no data crosses threads for the
+activation. Where memory alternates them one by one, so does the tile.
 """
 
 from __future__ import annotations
@@ -18,13 +19,35 @@ import triton.language as tl
 from ._grouped_triton import _dot, _plus_low_rank, _product, _source, _tile_of
 from .glu_triton import _activation, _factor
 
+_UNIT = tl.constexpr(8)
+
 
 @triton.jit
-def _place_of(pair, width, INTERLEAVED: tl.constexpr):
-    """Where column `pair` (gate 0, up 0, gate 1, ...) lies in memory."""
+def _place_of(inner, is_up, width, INTERLEAVED: tl.constexpr):
+    """Where gate (is_up 0) and up (1) of column `inner` of h lie."""
     if INTERLEAVED:
-        return pair
-    return pair % 2 * width + pair // 2
+        return 2 * inner + is_up
+    return inner + is_up * width
+
+
+@triton.jit
+def _columns_of_tile(first, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(columns of h, whether they are up's) of a tile of gate and up that begins at h's `first`."""
+    lane = tl.arange(0, BLOCK_N)
+    if INTERLEAVED:
+        return first + lane // 2, lane % 2
+    return first + lane // (2 * _UNIT) * _UNIT + lane % _UNIT, lane // _UNIT % 2
+
+
+@triton.jit
+def _gate_and_up(tile, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The two halves (BLOCK_M, BLOCK_N / 2) of a tile with the columns of `_columns_of_tile`."""
+    if INTERLEAVED:
+        return tl.split(tl.reshape(tile, (BLOCK_M, BLOCK_N // 2, 2)))
+    UNITS: tl.constexpr = BLOCK_N // (2 * _UNIT)
+    blocks = tl.reshape(tile, (BLOCK_M, UNITS, 2, _UNIT))
+    gate, up = tl.split(tl.permute(blocks, (0, 1, 3, 2)))
+    return tl.reshape(gate, (BLOCK_M, BLOCK_N // 2)), tl.reshape(up, (BLOCK_M, BLOCK_N // 2))
 
 
 @triton.jit
@@ -49,7 +72,7 @@ def _gated_forward(  # noqa: PLR0913
     x,  # rows of K
     weight,  # (E, K, 2I)
     low,  # (R, r) in expert order, contiguous, if LORA
-    factor,  # (E, r, 2I) if LORA; if PAIRED the columns of this launch, gate and up in turn
+    factor,  # (E, r, .) if LORA: gate and up of the columns of h from first_column on
     bias,  # (E, 2I) if BIAS
     after,  # (E, a, I) if AFTER
     slots,  # (R,)
@@ -66,6 +89,8 @@ def _gated_forward(  # noqa: PLR0913
     tile_count,
     column_tiles,  # of this launch
     first_tile,
+    factor_width,  # columns from a gate to its up in factor
+    first_column,
     x_row,
     x_col,
     weight_expert,
@@ -81,7 +106,6 @@ def _gated_forward(  # noqa: PLR0913
     after_n,
     FAN: tl.constexpr,
     LORA: tl.constexpr,
-    PAIRED: tl.constexpr,
     BIAS: tl.constexpr,
     AFTER: tl.constexpr,
     KEEPS: tl.constexpr,
@@ -105,16 +129,16 @@ def _gated_forward(  # noqa: PLR0913
     inside = rows < tl.load(tiles + 3 * tile + 2)
     known = expert < experts
     column_tile += first_tile
-    pair = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    within = pair < 2 * width
-    columns = _place_of(pair, width, INTERLEAVED)
+    inner, is_up = _columns_of_tile(column_tile * (BLOCK_N // 2), INTERLEAVED, BLOCK_N)
+    within = inner < width
+    columns = _place_of(inner, is_up, width, INTERLEAVED)
     at_x = x + _source(rows, inside, slots, FAN) * x_row
     at_weight = weight + expert * weight_expert + columns * weight_n
     total = _product(
         at_x, at_weight, inside, within, x_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
     )
     if LORA:
-        place = pair - first_tile * BLOCK_N if PAIRED else columns
+        place = _place_of(inner - first_column, is_up, factor_width, INTERLEAVED)
         at_factor = factor + expert * factor_expert + place * factor_n
         total = _plus_low_rank(
             total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
@@ -123,16 +147,16 @@ def _gated_forward(  # noqa: PLR0913
         at_bias = bias + expert * bias_expert + columns * bias_n
         total += tl.load(at_bias, mask=within & known, other=0.0).to(tl.float32)[None, :]
     rounded = total.to(out.dtype.element_ty)
-    gate, up = tl.split(tl.reshape(rounded, (BLOCK_M, BLOCK_N // 2, 2)))
+    if KEEPS and INTERLEAVED:
+        at_wide = wide + rows[:, None] * (2 * width) + columns[None, :]
+        tl.store(at_wide, rounded, mask=inside[:, None] & within[None, :])
+    gate, up = _gate_and_up(rounded, INTERLEAVED, BLOCK_M, BLOCK_N)
     inner = column_tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     mask = inside[:, None] & (inner < width)[None, :]
-    if KEEPS:
-        at_wide = wide + rows[:, None] * (2 * width)
-        if INTERLEAVED:
-            tl.store(at_wide + pair[None, :], rounded, mask=inside[:, None] & within[None, :])
-        else:
-            tl.store(at_wide + inner[None, :], gate, mask=mask)
-            tl.store(at_wide + width + inner[None, :], up, mask=mask)
+    if KEEPS and not INTERLEAVED:
+        at_wide = wide + rows[:, None] * (2 * width) + inner[None, :]
+        tl.store(at_wide, gate, mask=mask)
+        tl.store(at_wide + width, up, mask=mask)
     value, _ = _activation(gate.to(tl.float32), KIND)
     other, _ = _factor(up.to(tl.float32), KIND)
     h = (value * other).to(out.dtype.element_ty)
@@ -147,7 +171,22 @@ def _gated_forward(  # noqa: PLR0913
 
 
 @triton.jit
-def _half_backward(  # noqa: PLR0913
+def _columns(tile, piece: tl.constexpr, PIECES: tl.constexpr):
+    """Columns of a tile (BLOCK_M, BLOCK_N), the piece of so many; PIECES is 1, 2 or 4."""
+    found = tile
+    if PIECES > 1:
+        HALF: tl.constexpr = tile.shape[1] // 2
+        halves = tl.permute(tl.reshape(tile, (tile.shape[0], 2, HALF)), (0, 2, 1))
+        left, right = tl.split(halves)
+        if piece < PIECES // 2:
+            found = _columns(left, piece, PIECES // 2)
+        else:
+            found = _columns(right, piece - PIECES // 2, PIECES // 2)
+    return found
+
+
+@triton.jit
+def _piece_backward(  # noqa: PLR0913
     total,  # (BLOCK_M, C): the gradient of h before its gate
     part,  # (BLOCK_M, BLOCK_A)
     first,  # of the C columns
@@ -163,7 +202,6 @@ def _half_backward(  # noqa: PLR0913
     after_n,
     after_rank,
     width,
-    PAIRED: tl.constexpr,
     AFTER: tl.constexpr,
     STORES: tl.constexpr,
     KEEPS: tl.constexpr,
@@ -174,16 +212,17 @@ def _half_backward(  # noqa: PLR0913
     """(<total, h> of these columns, part + gradient of (gate, up) times LoRA's factor)."""
     COLUMNS: tl.constexpr = total.shape[1]
     inner = first + tl.arange(0, COLUMNS)
-    pair = 2 * first + tl.arange(0, 2 * COLUMNS)
-    mask = inside[:, None] & (inner < width)[None, :]
-    pair_mask = inside[:, None] & (pair < 2 * width)[None, :]
-    start = rows[:, None] * (2 * width)
+    within = inner < width
+    mask = inside[:, None] & within[None, :]
+    at = rows[:, None] * (2 * width)
     if INTERLEAVED:
-        both = tl.load(wide + start + pair[None, :], mask=pair_mask, other=0.0)
+        pair = 2 * first + tl.arange(0, 2 * COLUMNS)
+        pair_mask = inside[:, None] & (pair < 2 * width)[None, :]
+        both = tl.load(wide + at + pair[None, :], mask=pair_mask, other=0.0)
         gate, up = tl.split(tl.reshape(both, (total.shape[0], COLUMNS, 2)))
     else:
-        gate = tl.load(wide + start + inner[None, :], mask=mask, other=0.0)
-        up = tl.load(wide + start + width + inner[None, :], mask=mask, other=0.0)
+        gate = tl.load(wide + at + inner[None, :], mask=mask, other=0.0)
+        up = tl.load(wide + at + width + inner[None, :], mask=mask, other=0.0)
     value, value_slope = _activation(gate.to(tl.float32), KIND)
     other, other_slope = _factor(up.to(tl.float32), KIND)
     made = (value * other).to(wide.dtype.element_ty)
@@ -194,19 +233,18 @@ def _half_backward(  # noqa: PLR0913
         total *= gate_of_row[:, None]
         d_gate = (total * other * value_slope).to(wide.dtype.element_ty)
         d_up = (total * value * other_slope).to(wide.dtype.element_ty)
-        if INTERLEAVED or AFTER:
-            both = tl.reshape(tl.join(d_gate, d_up), (total.shape[0], 2 * COLUMNS))
         if INTERLEAVED:
-            tl.store(out + start + pair[None, :], both, mask=pair_mask)
+            both = tl.reshape(tl.join(d_gate, d_up), (total.shape[0], 2 * COLUMNS))
+            tl.store(out + at + pair[None, :], both, mask=pair_mask)
         else:
-            tl.store(out + start + inner[None, :], d_gate, mask=mask)
-            tl.store(out + start + width + inner[None, :], d_up, mask=mask)
+            tl.store(out + at + inner[None, :], d_gate, mask=mask)
+            tl.store(out + at + width + inner[None, :], d_up, mask=mask)
         if AFTER:
-            place = pair if PAIRED else _place_of(pair, width, INTERLEAVED)
-            there = (pair < 2 * width) & known
-            part = _plus_product(
-                part, both, at_after + place * after_n, after_step, there, after_rank, WIDEN
-            )
+            there = within & known
+            place = at_after + _place_of(inner, 0, width, INTERLEAVED) * after_n
+            part = _plus_product(part, d_gate, place, after_step, there, after_rank, WIDEN)
+            place = at_after + _place_of(inner, 1, width, INTERLEAVED) * after_n
+            part = _plus_product(part, d_up, place, after_step, there, after_rank, WIDEN)
     return products, part
 
 
@@ -218,7 +256,7 @@ def _gated_backward(  # noqa: PLR0913
     factor,  # (E, r, I) if LORA
     wide,  # (R, 2I), contiguous: gate and up
     gates,  # (R,) in slot order
-    after,  # (E, a, 2I) if AFTER; columns in pairs if PAIRED
+    after,  # (E, a, 2I) if AFTER
     slots,  # (R,)
     tiles,  # (bound, 3)
     out,  # (R, 2I), contiguous, if STORES: the gradients of gate and up
@@ -246,7 +284,6 @@ def _gated_backward(  # noqa: PLR0913
     after_n,
     FAN: tl.constexpr,
     LORA: tl.constexpr,
-    PAIRED: tl.constexpr,
     AFTER: tl.constexpr,
     STORES: tl.constexpr,
     KEEPS: tl.constexpr,
@@ -261,6 +298,7 @@ def _gated_backward(  # noqa: PLR0913
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_A: tl.constexpr,
+    PIECE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     tile, column_tile = _tile_of(tl.program_id(0).to(tl.int64), tile_count, column_tiles, GROUP)
@@ -284,17 +322,16 @@ def _gated_backward(  # noqa: PLR0913
         )
     slot = _source(rows, inside, slots, 1)
     gate = tl.load(gates + slot, mask=inside, other=0.0).to(tl.float32)
-    # Half of the columns at a time: the whole tile's activations do not fit into the registers.
-    halves = tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
-    left, right = tl.split(halves)
+    # PIECE columns at a time: the whole tile's activations do not fit into the registers.
+    PIECES: tl.constexpr = BLOCK_N // PIECE
     part = tl.zeros((BLOCK_M, BLOCK_A), tl.float32)
     at_after = after + expert * after_expert
     products = tl.zeros((BLOCK_M,), tl.float32)
-    for half in tl.static_range(2):
-        more, part = _half_backward(
-            left if half == 0 else right,
+    for piece in tl.static_range(PIECES):
+        more, part = _piece_backward(
+            _columns(total, piece, PIECES),
             part,
-            column_tile * BLOCK_N + half * (BLOCK_N // 2),
+            column_tile * BLOCK_N + piece * PIECE,
             gate,
             rows,
             inside,
@@ -307,7 +344,6 @@ def _gated_backward(  # noqa: PLR0913
             after_n,
             after_rank,
             width,
-            PAIRED,
             AFTER,
             STORES,
             KEEPS,

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 # dots: dx and the gates' gradient; gated: dx, the gates' gradient and the activation's
-# product: a sum over an expert's rows; together: such sums of neighbouring experts
-DIRECTIONS = ("forward", "dx", "dots", "gated", "low_rank", "product", "together")
+DIRECTIONS = ("forward", "dx", "dots", "gated", "low_rank", "product")
 
 # Shared memory that one block may take, in bytes: CUDA C++ Programming Guide, table of compute
 # capabilities (less 1 KiB that the system keeps). An unknown architecture counts as the smallest.
@@ -71,7 +70,7 @@ _NARROW = Tile(rows=128, columns=64, depth=64, warps=8, stages=3)  # 128 x 128 w
 _GATED = Tile(rows=128, columns=128, depth=64, warps=8, stages=3)  # four such tiles at its end
 
 GROUP = 8  # row tiles that walk the columns together, so that they share an expert's weights in L2
-NEIGHBOURS = 8  # experts whose results leave together where experts are fastest: 16 or 32 bytes
+NEIGHBOURS = 8  # experts whose results leave together where they are fastest: 16 or 32 bytes
 MAX_BLOCK_RANK = 64  # wider ranks take several steps
 SPAN = 2048  # of K; a longer sum is cut into parts, so that few tiles of rows fill the device
 
@@ -106,6 +105,19 @@ def choose(shape: Shape) -> Tile:
     return tile
 
 
+def lanes(tile: Tile, a: int, together: bool) -> tuple[int, int]:
+    """(rows of one expert's result, experts) that make up the rows of a tile of "product"."""
+    block = min(max(16, 1 << (a - 1).bit_length()), tile.rows)
+    if together:
+        return 16, NEIGHBOURS
+    return block, tile.rows // block
+
+
+def piece(tile: Tile) -> int:
+    """Columns of a gated tile whose activations are in registers at once, 16 to 32 per thread."""
+    return max(tile.columns // 4, min(tile.columns, 32 * 32 * tile.warps // tile.rows, 32), 16)
+
+
 def span(depth: int, tile: Tile) -> int:
     """How much of K one program of low_rank sums: parts of about SPAN, whole steps of the tile."""
     parts = max(depth // SPAN, 1)
@@ -114,15 +126,8 @@ def span(depth: int, tile: Tile) -> int:
 
 def _general(shape: Shape) -> Tile:
     narrow = shape.element_bytes == 2
-    if shape.direction == "together":  # NEIGHBOURS results wait in registers
-        rows = min(max(16, 1 << (shape.rows - 1).bit_length()), 32)
-        return Tile(rows, 64, 64 if narrow else 32, 4, 1)
     if shape.direction == "product":  # rows: of the result's left side; depth: expert rows per step
-        rows = min(max(16, 1 << (shape.rows - 1).bit_length()), 128 if narrow else 64)
-        if narrow and rows == 16:  # gathers: short steps, and programs instead of steps in flight
-            return Tile(rows, 128, 32, 4, 1)
-        columns = 128 if narrow else 64
-        return Tile(rows, columns, 64 if narrow else 32, 8 if rows == 128 else 4, 3)
+        return Tile(128, 128, 64, 8, 3) if narrow else Tile(64, 64, 32, 4, 3)
     if shape.direction == "low_rank":  # reads rows once: many small programs in flight
         depth = 128 if narrow and shape.rows < 64 else 64
         return Tile(min(shape.rows, 64), block_rank(shape.rank), depth, 4, 4)

@@ -57,12 +57,8 @@ def is_scattered(factor: Tensor) -> bool:
     return n > 1 and factor.stride(2) != 1 and (rank == 1 or factor.stride(1) != 1)
 
 
-def reorder(source: Tensor, target: Tensor, pair_width: int = 0, first: int = 0) -> Tensor:
-    """Copy (E, r, N) between strides, near the speed of a copy where either is PEFT's; target.
-
-    With pair_width I, the source has 2 I columns: n and I + n become neighbours. The target may be
-    some of the columns, from `first` on.
-    """
+def reorder(source: Tensor, target: Tensor) -> Tensor:
+    """Copy (E, r, N) between strides, near the speed of a copy where either is PEFT's; target."""
     experts, rank, n = target.shape
     sides = (source.stride(), target.stride())
     _reorder[(triton.cdiv(n, _REORDER), triton.cdiv(rank * experts, _REORDER))](
@@ -71,8 +67,6 @@ def reorder(source: Tensor, target: Tensor, pair_width: int = 0, first: int = 0)
         n,
         rank * experts,
         experts,
-        pair_width,
-        first,
         *source.stride(),
         *target.stride(),
         **{
@@ -81,7 +75,6 @@ def reorder(source: Tensor, target: Tensor, pair_width: int = 0, first: int = 0)
                 ("SOURCE_FLAT", "TARGET_FLAT"), sides, strict=True
             )
         },
-        PAIRS=pair_width > 0,
         BLOCK_N=_REORDER,
         BLOCK_C=_REORDER,
         num_warps=4,
@@ -319,14 +312,13 @@ def _launch_expert_products(
     first, second = sums[0], sums[-1]
     experts = offsets.shape[0] - 1
     tallest, widest = (max(one.out.shape[side] for one in sums) for side in (1, 2))
-    direction = "together" if together else "product"
-    tile = tile_of(first.left, tallest, slots.shape[0], widest, direction)
-    neighbours = config.NEIGHBOURS if together else 1
+    tile = tile_of(first.left, tallest, slots.shape[0], widest, "product")
+    block_a, neighbours = config.lanes(tile, tallest, together)
 
     def programs(one: RowSum) -> int:
         _, a, b = one.out.shape
         groups = triton.cdiv(experts, neighbours)
-        return groups * triton.cdiv(a, tile.rows) * triton.cdiv(b, tile.columns)
+        return groups * triton.cdiv(a, block_a) * triton.cdiv(b, tile.columns)
 
     grid = (sum(programs(one) for one in sums),)
     _expert_products[grid](
@@ -352,7 +344,8 @@ def _launch_expert_products(
         TWO=len(sums) > 1,
         WIDEN=widens(first.right),
         EXPERTS=neighbours,
-        BLOCK_A=tile.rows,
+        EXPERTS_LAST=together,
+        BLOCK_A=block_a,
         BLOCK_B=tile.columns,
         BLOCK_M=tile.depth,
         num_warps=tile.warps,

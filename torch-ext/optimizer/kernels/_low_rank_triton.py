@@ -3,8 +3,7 @@
 _low_rank   out (R, r) = s x F_e^T: one program per (BLOCK_M of a tile's rows, block of the rank,
             part of K)
 _sum_parts  out = s (sum over the parts): one program per block of elements, in order of the parts
-_reorder    (E, r, N) between two strides, or with the halves of N in pairs: one program per tile of
-            N x (r E)
+_reorder    (E, r, N) between two strides: one program per tile of N x (r E)
 
 A long K is cut into parts so that few tiles of rows still fill the device. Where the cuts lie
 depends on K alone, so the bits of a row do not depend on how many rows there are.
@@ -112,8 +111,6 @@ def _reorder(  # noqa: PLR0913
     N,
     columns,  # r E
     experts,
-    pair_width,  # half of the source's columns if PAIRS
-    first,  # column of the source that column 0 of the target is a copy of, counted in pairs
     source_expert,
     source_rank,
     source_n,
@@ -122,18 +119,14 @@ def _reorder(  # noqa: PLR0913
     target_n,
     SOURCE_FLAT: tl.constexpr,
     TARGET_FLAT: tl.constexpr,
-    PAIRS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    source_at = first + n
-    if PAIRS:
-        source_at = source_at % 2 * pair_width + source_at // 2
     column = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
     mask = (n[:, None] < N) & (column[None, :] < columns)
     at = _at(column, experts, source_expert, source_rank, SOURCE_FLAT)
-    value = tl.load(source + source_at[:, None] * source_n + at[None, :], mask=mask)
+    value = tl.load(source + n[:, None] * source_n + at[None, :], mask=mask)
     at = _at(column, experts, target_expert, target_rank, TARGET_FLAT)
     place = target + n[:, None] * target_n + at[None, :]
     tl.store(place, value.to(target.dtype.element_ty), mask=mask)
