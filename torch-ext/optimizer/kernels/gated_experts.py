@@ -67,7 +67,6 @@ def _gated_experts(  # noqa: PLR0913
         )
 
 
-@_gated_experts.register_fake
 def _fake(  # noqa: PLR0913
     x,
     w1,
@@ -126,7 +125,7 @@ def _gated_experts_backward(  # noqa: PLR0913
     scaling2: float,
     activation: str,
     interleaved: bool,
-    wants: list[bool],
+    wants: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from .gated_experts_triton import gated_experts_backward_triton
 
@@ -135,11 +134,15 @@ def _gated_experts_backward(  # noqa: PLR0913
     scalings = (scaling1, scaling2)
     with on_device_of(grad):
         return gated_experts_backward_triton(
-            *operands, *order, scalings, activation, interleaved, wants
+            *operands, *order, scalings, activation, interleaved, _flags(wants)
         )
 
 
-@_gated_experts_backward.register_fake
+def _flags(wants: int) -> tuple[bool, ...]:
+    """Which of the ten operands want a gradient: bit n for the n-th."""
+    return tuple(bool(wants >> bit & 1) for bit in range(10))
+
+
 def _fake_backward(  # noqa: PLR0913
     grad,
     x,
@@ -167,12 +170,13 @@ def _fake_backward(  # noqa: PLR0913
     interleaved,
     wants,
 ):
-    dx = x.new_empty(x.shape if wants[0] else 0)
-    dgates = gates.new_empty(gates.shape if wants[9] else 0)
+    flags = _flags(wants)
+    dx = x.new_empty(x.shape if flags[0] else 0)
+    dgates = gates.new_empty(gates.shape if flags[9] else 0)
     parameters = (w1, a1, b1, bias1, w2, a2, b2, bias2)
     grads = (
         x.new_empty(0) if parameter is None else gradient_like(parameter, want)
-        for parameter, want in zip(parameters, wants[1:9], strict=True)
+        for parameter, want in zip(parameters, flags[1:9], strict=True)
     )
     return dx, *grads, dgates
 
@@ -190,14 +194,17 @@ def _backward(ctx, grad, *_):
         return (None,) * 21
     if not ctx.keeps:
         raise RuntimeError("gated_experts ran with keeps=False, but its backward was called")
-    wants = [bool(need) for need in ctx.needs_input_grad[:10]]
+    needs = ctx.needs_input_grad[:10]
+    wants = sum(bool(need) << bit for bit, need in enumerate(needs))
     with without_autocast(grad):
         found = ops.gated_experts_backward(
             grad, *ctx.saved_tensors, ctx.tile_rows, ctx.top_k, *ctx.constants, wants
         )
-    return (*(one if want else None for one, want in zip(found, wants, strict=True)), *(None,) * 11)
+    return (*(one if want else None for one, want in zip(found, needs, strict=True)), *(None,) * 11)
 
 
+_gated_experts.register_fake(_fake)
+_gated_experts_backward.register_fake(_fake_backward)
 _gated_experts.register_autograd(_backward, setup_context=_save)
 
 

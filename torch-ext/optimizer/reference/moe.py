@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .glu import glu
+
 
 def expert_sort(
     expert_ids: Tensor,  # (T, k)
@@ -274,3 +276,29 @@ def grouped_lora_linear(
     operands = (x, weight, lora_a, lora_b, bias, slots, offsets, scaling, top_k)
     y, _ = grouped_lora_forward(*operands, grouped_out=gates is not None)
     return y if gates is None else combine(y, gates, rows, offsets, top_k)
+
+
+def gated_experts(  # noqa: PLR0913
+    x: Tensor,  # (T, H)
+    w1: Tensor,  # (E, H, 2I)
+    a1: Tensor | None,  # (E, r, H)
+    b1: Tensor | None,  # (E, 2I, r)
+    bias1: Tensor | None,  # (E, 2I)
+    w2: Tensor,  # (E, I, H)
+    a2: Tensor | None,  # (E, r, I)
+    b2: Tensor | None,  # (E, H, r)
+    bias2: Tensor | None,  # (E, H)
+    gates: Tensor,  # (T, k)
+    expert_ids: Tensor,  # (T, k)
+    scalings: tuple[float, float],
+    activation: str,
+    interleaved: bool,
+) -> Tensor:
+    """The layer (T, H): product, activation, product, sum over a token's experts."""
+    top_k = expert_ids.shape[1]
+    slots, rows, offsets, _ = expert_sort(expert_ids, w1.shape[0], 16)
+    order = (slots, offsets)
+    wide, _ = grouped_lora_forward(x, w1, a1, b1, bias1, *order, scalings[0], top_k, True)
+    h = glu(wide, activation, interleaved)
+    y, _ = grouped_lora_forward(h, w2, a2, b2, bias2, *order, scalings[1], 0, True)
+    return combine(y, gates, rows, offsets, top_k)
