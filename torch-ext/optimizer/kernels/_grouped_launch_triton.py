@@ -23,7 +23,7 @@ from ._low_rank_triton import _low_rank, _reorder, _sum_parts
 
 _REORDER = 64  # a side of the tile that is reordered: 128 bytes of bfloat16 either way
 _SUM = 1024
-PACKED_PER_RESULT = 2  # elements of a packed factor per element of the product that reads it
+PACKED_PER_RESULT = 1.5  # elements of a packed factor per element of the product that reads it
 PIECE = 256  # columns: what a factor packed in pieces is cut into multiples of
 
 
