@@ -51,23 +51,19 @@ def _products_of(  # noqa: PLR0913
 ):
     a_tiles, b_tiles = tl.cdiv(A, BLOCK_A), tl.cdiv(B, BLOCK_B)
     first = program // (a_tiles * b_tiles) * EXPERTS
-    first_a = program // b_tiles % a_tiles * BLOCK_A
-    lane = tl.arange(0, EXPERTS * BLOCK_A)
-    a = first_a + lane % BLOCK_A
-    expert = first + lane // BLOCK_A
+    a = program // b_tiles % a_tiles * BLOCK_A + tl.arange(0, BLOCK_A)
     b = program % b_tiles * BLOCK_B + tl.arange(0, BLOCK_B)
-    begins = tl.load(offsets + tl.minimum(expert, experts))
-    ends = tl.load(offsets + tl.minimum(expert + 1, experts))
+    neighbour = tl.arange(0, EXPERTS)
+    ends = tl.load(offsets + tl.minimum(first + 1 + neighbour, experts))
     begin = tl.load(offsets + first)
     end = tl.load(offsets + tl.minimum(first + EXPERTS, experts))
     total = tl.zeros((EXPERTS * BLOCK_A, BLOCK_B), tl.float32)
     for start in range(0, (end - begin).to(tl.int32), BLOCK_M):
         rows = begin + start + tl.arange(0, BLOCK_M)
         inside = rows < end
-        mine = (rows[None, :] >= begins[:, None]) & (rows[None, :] < ends[:, None])
         at_left = left + _source(rows, inside, slots, LEFT_FAN)[None, :] * left_row
-        at_left += a[:, None] * left_col
-        left_values = tl.load(at_left, mask=mine & (a[:, None] < A), other=0.0)
+        left_mask = inside[None, :] & (a[:, None] < A)
+        left_values = tl.load(at_left + a[:, None] * left_col, mask=left_mask, other=0.0)
         at_right = right + _source(rows, inside, slots, RIGHT_FAN)[:, None] * right_row
         right_mask = inside[:, None] & (b[None, :] < B)
         right_values = tl.load(at_right + b[None, :] * right_col, mask=right_mask, other=0.0)
@@ -75,18 +71,26 @@ def _products_of(  # noqa: PLR0913
             slot = _source(rows, inside, slots, 1)
             gate = tl.load(gates + slot, mask=inside, other=0.0).to(tl.float32)
             left_values = (left_values.to(tl.float32) * gate[None, :]).to(right_values.dtype)
+        if EXPERTS > 1:  # each row in the lanes of its expert
+            mine = tl.sum((rows[None, :] >= ends[:, None]).to(tl.int32), 0)
+            spread = mine[None, None, :] == neighbour[:, None, None]
+            spread = tl.where(spread, left_values[None, :, :], 0.0).to(left_values.dtype)
+            left_values = tl.reshape(spread, (EXPERTS * BLOCK_A, BLOCK_M))
         total = _dot(left_values, right_values, total, WIDEN)
     rounded = total.to(out.dtype.element_ty)
+    place = first + neighbour
     if EXPERTS_LAST:
-        turned = tl.permute(tl.reshape(rounded, (EXPERTS, BLOCK_A, BLOCK_B)), (1, 2, 0))
-        place_a = (first_a + tl.arange(0, BLOCK_A))[:, None, None]
-        place = first + tl.arange(0, EXPERTS)[None, None, :]
-        at_out = out + place_a * out_a + b[None, :, None] * out_b + place * out_expert
-        mask = (place_a < A) & (b[None, :, None] < B) & (place < experts)
-        tl.store(at_out, turned, mask=mask)
+        found = tl.permute(tl.reshape(rounded, (EXPERTS, BLOCK_A, BLOCK_B)), (1, 2, 0))
+        at_out = out + a[:, None, None] * out_a + b[None, :, None] * out_b
+        at_out += place[None, None, :] * out_expert
+        mask = (a < A)[:, None, None] & (b < B)[None, :, None] & (place < experts)[None, None, :]
+        tl.store(at_out, found, mask=mask)
     else:
-        at_out = out + expert[:, None] * out_expert + a[:, None] * out_a + b[None, :] * out_b
-        mask = (a < A)[:, None] & (expert < experts)[:, None] & (b[None, :] < B)
+        lane = tl.arange(0, EXPERTS * BLOCK_A)
+        expert = first + lane // BLOCK_A
+        of_a = program // b_tiles % a_tiles * BLOCK_A + lane % BLOCK_A
+        at_out = out + (expert * out_expert + of_a * out_a)[:, None] + b[None, :] * out_b
+        mask = ((of_a < A) & (expert < experts))[:, None] & (b < B)[None, :]
         tl.store(at_out, rounded, mask=mask)
 
 

@@ -23,6 +23,7 @@ from ._low_rank_triton import _sum_parts
 from .glu_triton import KINDS
 
 _SUM = 1024
+PARTS_BACKWARD = False
 _PARTS_OF_ROWS = 4  # parts take at most one byte for so many that are not read
 
 
@@ -204,7 +205,7 @@ def gated_backward(  # noqa: PLR0913
         (column_tiles, rows if wants_dots else 0), dtype=torch.float32, device=dy.device
     )
     after = after if wants_wide else None
-    parts = _parts_of(after, d_wide, column_tiles)
+    parts = _parts_of(after, d_wide, column_tiles) if PARTS_BACKWARD else None
     if parts is not None:
         after = packed(after, dy.dtype)
     last = (d_wide, after, slots, tiles, tile_rows, scaling)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 
 # dots: dx and the gates' gradient; gated: dx, the gates' gradient and the activation's
-DIRECTIONS = ("forward", "dx", "dots", "gated", "low_rank", "product")
+# product: a sum over an expert's rows; neighbours: such sums that share a tile
+DIRECTIONS = ("forward", "dx", "dots", "gated", "low_rank", "product", "neighbours")
 
 # Shared memory that one block may take, in bytes: CUDA C++ Programming Guide, table of compute
 # capabilities (less 1 KiB that the system keeps). An unknown architecture counts as the smallest.
@@ -105,12 +106,9 @@ def choose(shape: Shape) -> Tile:
     return tile
 
 
-def lanes(tile: Tile, a: int, together: bool) -> tuple[int, int]:
-    """(rows of one expert's result, experts) that make up the rows of a tile of "product"."""
-    block = min(max(16, 1 << (a - 1).bit_length()), tile.rows)
-    if together:
-        return 16, NEIGHBOURS
-    return block, tile.rows // block
+def lanes(tile: Tile, a: int) -> int:
+    """Rows of an expert's result, of `a`, in a tile of NEIGHBOURS experts."""
+    return min(max(16, 1 << (a - 1).bit_length()), tile.rows // NEIGHBOURS)
 
 
 def piece(tile: Tile) -> int:
@@ -126,8 +124,14 @@ def span(depth: int, tile: Tile) -> int:
 
 def _general(shape: Shape) -> Tile:
     narrow = shape.element_bytes == 2
+    if shape.direction == "neighbours":
+        return Tile(128, 128, 64, 8, 3) if narrow else Tile(128, 64, 32, 8, 2)
     if shape.direction == "product":  # rows: of the result's left side; depth: expert rows per step
-        return Tile(128, 128, 64, 8, 3) if narrow else Tile(64, 64, 32, 4, 3)
+        rows = min(max(16, 1 << (shape.rows - 1).bit_length()), 128 if narrow else 64)
+        if narrow and rows == 16:  # gathers: short steps, and programs instead of steps in flight
+            return Tile(rows, 128, 32, 4, 1)
+        columns = 128 if narrow else 64
+        return Tile(rows, columns, 64 if narrow else 32, 8 if rows == 128 else 4, 3)
     if shape.direction == "low_rank":  # reads rows once: many small programs in flight
         depth = 128 if narrow and shape.rows < 64 else 64
         return Tile(min(shape.rows, 64), block_rank(shape.rank), depth, 4, 4)

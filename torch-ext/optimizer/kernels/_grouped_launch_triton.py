@@ -297,13 +297,32 @@ class RowSum:
 
 
 def expert_products(
-    sums: Sequence[RowSum], gates: Tensor | None, slots: Tensor, offsets: Tensor
+    sums: Sequence[RowSum],
+    gates: Tensor | None,
+    slots: Tensor,
+    offsets: Tensor,
+    *,
+    in_place: bool = True,
 ) -> None:
-    """Sums over every expert's rows, two in a launch where their results lie alike."""
-    for together in (False, True):
-        found = [one for one in sums if is_scattered(one.out) == together]
-        for at in range(0, len(found), 2):
-            _launch_expert_products(found[at : at + 2], gates, slots, offsets, together)
+    """Sums over every expert's rows, two in a launch where their results lie alike.
+
+    Where experts are fastest in a result, `in_place` shares its tiles between neighbours; else it
+    is computed apart and reordered, which takes as much memory again.
+    """
+    scattered = [one for one in sums if is_scattered(one.out)]
+    plain = [one for one in sums if not is_scattered(one.out)]
+    if in_place:
+        for at in range(0, len(scattered), 2):
+            _launch_expert_products(scattered[at : at + 2], gates, slots, offsets, True)
+    else:
+        for one in scattered:
+            out = torch.empty(one.out.shape, dtype=one.out.dtype, device=one.out.device)
+            plain.append(dataclasses.replace(one, out=out))
+    for at in range(0, len(plain), 2):
+        _launch_expert_products(plain[at : at + 2], gates, slots, offsets, False)
+    if not in_place:
+        for one, apart in zip(scattered, plain[len(plain) - len(scattered) :], strict=True):
+            reorder(apart.out, one.out)
 
 
 def _launch_expert_products(
@@ -312,8 +331,10 @@ def _launch_expert_products(
     first, second = sums[0], sums[-1]
     experts = offsets.shape[0] - 1
     tallest, widest = (max(one.out.shape[side] for one in sums) for side in (1, 2))
-    tile = tile_of(first.left, tallest, slots.shape[0], widest, "product")
-    block_a, neighbours = config.lanes(tile, tallest, together)
+    direction = "neighbours" if together else "product"
+    tile = tile_of(first.left, tallest, slots.shape[0], widest, direction)
+    neighbours = config.NEIGHBOURS if together else 1
+    block_a = config.lanes(tile, tallest) if together else tile.rows
 
     def programs(one: RowSum) -> int:
         _, a, b = one.out.shape

@@ -16,6 +16,8 @@ from ._moe_paths import gradient_like
 from .combine_triton import combine_triton
 from .grouped_lora_dw_triton import grouped_lora_dw_triton
 
+IN_PLACE = False
+
 
 def gated_experts_triton(  # noqa: PLR0913
     x: Tensor,
@@ -153,7 +155,8 @@ def gated_experts_backward_triton(  # noqa: PLR0913
     at_once = gradient_bytes <= room_for_gradients(slots, x)
 
     def run(*sums: RowSum | None) -> None:
-        expert_products([one for one in sums if one is not None], gates, slots, offsets)
+        found = [one for one in sums if one is not None]
+        expert_products(found, gates, slots, offsets, in_place=IN_PLACE or not at_once)
 
     db1, sum_b1 = _row_sum(b1, wants_b1, xa1, d_wide, 0, outputs_first=True)
     dw1, dbias1 = _base(w1, bias1, (wants_w1, wants_bias1))
