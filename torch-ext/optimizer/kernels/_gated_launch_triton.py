@@ -23,7 +23,6 @@ from ._low_rank_triton import _sum_parts
 from .glu_triton import KINDS
 
 _SUM = 1024
-PARTS_BACKWARD = False
 _PARTS_OF_ROWS = 4  # parts take at most one byte for so many that are not read
 
 
@@ -111,7 +110,7 @@ def gated_forward(  # noqa: PLR0913
     column_tiles = triton.cdiv(n, tile.columns)
     after = None if after is None else packed(after, x.dtype)
     wide, h = x.new_empty((rows if keeps else 0, n)), x.new_empty((rows, width))
-    parts = _parts_of(after, h, column_tiles)
+    parts = _parts_of(after, h, column_tiles) if config.PARTS_OF_H else None
     if tiles.shape[0] == 0:
         return wide, h, _low_after(parts, h, after, slots, tiles, tile_rows, scaling)
     half = None if factor is None else factor[:, :, :width]
@@ -205,7 +204,7 @@ def gated_backward(  # noqa: PLR0913
         (column_tiles, rows if wants_dots else 0), dtype=torch.float32, device=dy.device
     )
     after = after if wants_wide else None
-    parts = _parts_of(after, d_wide, column_tiles) if PARTS_BACKWARD else None
+    parts = _parts_of(after, d_wide, column_tiles) if config.PARTS_OF_GRADIENT else None
     if parts is not None:
         after = packed(after, dy.dtype)
     last = (d_wide, after, slots, tiles, tile_rows, scaling)
@@ -257,5 +256,6 @@ def gated_backward(  # noqa: PLR0913
         GROUP=config.GROUP,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=config.registers(tile, dy.element_size()),
     )
     return d_wide, h, dots.sum(0), _low_after(parts, *last)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import _grouped_config as config
 from ._gated_launch_triton import gated_backward, gated_forward
 from ._grouped_launch_triton import RowSum, expert_products, grouped_product, low_rank
 from ._moe_paths import gradient_like
 from .combine_triton import combine_triton
 from .grouped_lora_dw_triton import grouped_lora_dw_triton
-
-IN_PLACE = False
 
 
 def gated_experts_triton(  # noqa: PLR0913
@@ -156,7 +155,7 @@ def gated_experts_backward_triton(  # noqa: PLR0913
 
     def run(*sums: RowSum | None) -> None:
         found = [one for one in sums if one is not None]
-        expert_products(found, gates, slots, offsets, in_place=IN_PLACE or not at_once)
+        expert_products(found, gates, slots, offsets, in_place=config.SUMS_IN_PLACE or not at_once)
 
     db1, sum_b1 = _row_sum(b1, wants_b1, xa1, d_wide, 0, outputs_first=True)
     dw1, dbias1 = _base(w1, bias1, (wants_w1, wants_bias1))
