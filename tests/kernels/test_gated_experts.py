@@ -9,8 +9,7 @@ from .._compare import assert_error_at_most, assert_same_bits
 from ..moe._layers import LayerProblem, assert_layer_close_to_eager
 from ._grouped import RANK, TOP_K, N, operands
 
-# 72: two tiles of columns either way, the last one not full. Rank 3: LoRA's sums come in parts, as
-# they are small beside the rows; rank 12: they read the rows. 11 experts: a group of 8 and a rest.
+# 72: two tiles of columns either way, the last one not full. 11 experts: a group of 8 and a rest.
 PROBLEMS = (
     LayerProblem(0),
     LayerProblem(9, hidden=16, intermediate=72, rank=3, rank_down=3, routing="sentinels"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 from torch import Tensor
@@ -11,19 +9,15 @@ from torch import Tensor
 from . import _grouped_config as config
 from ._gated_triton import _gated_backward, _gated_forward
 from ._grouped_launch_triton import (
+    arch,
     column_pieces,
     is_scattered,
-    low_rank,
     packed,
     reorder,
     tile_of,
     widens,
 )
-from ._low_rank_triton import _sum_parts
 from .glu_triton import KINDS
-
-_SUM = 1024
-_PARTS_OF_ROWS = 4  # parts take at most one byte for so many that are not read
 
 
 def _packed_columns(
@@ -49,70 +43,29 @@ def _packed_columns(
     return target, count, first
 
 
-def _parts_of(factor: Tensor | None, x: Tensor, column_tiles: int) -> Tensor | None:
-    """Room for what each tile of columns adds to (R, r), for rows like x and `factor` (E, r, .).
-
-    None where a wide rank would need several steps, or parts that are written and read are not
-    much smaller than x, which is read instead.
-    """
-    if factor is None or factor.shape[1] > config.MAX_BLOCK_RANK:
-        return None
-    shape = (column_tiles, x.shape[0], factor.shape[1])
-    if math.prod(shape) * 4 > x.nbytes // _PARTS_OF_ROWS:
-        return None
-    return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-
-def _low_after(
-    parts: Tensor | None,
-    x: Tensor,  # (R, .) in expert order
-    factor: Tensor | None,
-    slots: Tensor,
-    tiles: Tensor,
-    tile_rows: int,
-    scaling: float,
-) -> Tensor:
-    """scaling x factor_e^T (R, r): the sum of the parts if there are any."""
-    low = x.new_empty((slots.shape[0], 0 if factor is None else factor.shape[1]))
-    if low.numel() == 0:
-        return low
-    if parts is None:
-        low_rank(x, factor, slots, tiles, low, tile_rows=tile_rows, scaling=scaling, fan=0)
-        return low
-    grid = (triton.cdiv(low.numel(), _SUM),)
-    count = parts.shape[0]
-    _sum_parts[grid](parts, low, low.numel(), count, scaling, BLOCK=_SUM, num_warps=4)
-    return low
-
-
-def gated_forward(  # noqa: PLR0913
+def gated_forward(
     x: Tensor,  # rows of K
     weight: Tensor,  # (E, K, 2I)
     low: Tensor,  # (R, r)
     factor: Tensor | None,  # (E, r, 2I)
     bias: Tensor | None,  # (E, 2I)
-    after: Tensor | None,  # (E, a, I)
     slots: Tensor,
     tiles: Tensor,
     *,
     tile_rows: int,
     fan: int,
-    scaling: float,
     activation: str,
     interleaved: bool,
     keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(gate and up (R, 2I), or (0, 2I) unless `keeps`; h (R, I); scaling h after_e^T (R, a))."""
+) -> tuple[Tensor, Tensor]:
+    """(gate and up (R, 2I), or (0, 2I) unless `keeps`; h (R, I))."""
     experts, k, n = weight.shape
     rows, width = slots.shape[0], n // 2
     rank = 0 if factor is None else factor.shape[1]
     tile = tile_of(x, tile_rows, k, n, "forward", rank)
-    column_tiles = triton.cdiv(n, tile.columns)
-    after = None if after is None else packed(after, x.dtype)
     wide, h = x.new_empty((rows if keeps else 0, n)), x.new_empty((rows, width))
-    parts = _parts_of(after, h, column_tiles) if config.PARTS_OF_H else None
     if tiles.shape[0] == 0:
-        return wide, h, _low_after(parts, h, after, slots, tiles, tile_rows, scaling)
+        return wide, h
     half = None if factor is None else factor[:, :, :width]
     for first, end in column_pieces(half, rows * max(k, width) // 2, tile.columns // 2):
         end = end or width
@@ -124,16 +77,13 @@ def gated_forward(  # noqa: PLR0913
             low,
             weight if here is None else here,
             weight if bias is None else bias,
-            weight if parts is None else after,
             slots,
             tiles,
             wide,
             h,
-            h if parts is None else parts,
             k,
             width,
             rank,
-            0 if parts is None else parts.shape[2],
             experts,
             rows,
             tiles.shape[0],
@@ -145,11 +95,9 @@ def gated_forward(  # noqa: PLR0913
             *weight.stride(),
             *((0, 0, 0) if here is None else here.stride()),
             *((0, 0) if bias is None else bias.stride()),
-            *((0, 0, 0) if parts is None else after.stride()),
             FAN=fan,
             LORA=here is not None,
             BIAS=bias is not None,
-            AFTER=parts is not None,
             KEEPS=keeps,
             INTERLEAVED=interleaved,
             KIND=KINDS[activation],
@@ -160,13 +108,12 @@ def gated_forward(  # noqa: PLR0913
             BLOCK_N=tile.columns,
             BLOCK_K=tile.depth,
             BLOCK_R=config.block_rank(max(rank, 1)),
-            BLOCK_A=config.block_rank(1 if parts is None else parts.shape[2]),
             GROUP=config.GROUP,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
         del here  # before the next one is packed
-    return wide, h, _low_after(parts, h, after, slots, tiles, tile_rows, scaling)
+    return wide, h
 
 
 def gated_backward(  # noqa: PLR0913
@@ -176,23 +123,18 @@ def gated_backward(  # noqa: PLR0913
     factor: Tensor | None,  # (E, r, I)
     wide: Tensor,  # (R, 2I)
     gates: Tensor,  # (T, k)
-    after: Tensor | None,  # (E, a, 2I)
     slots: Tensor,
     tiles: Tensor,
     *,
     tile_rows: int,
     fan: int,
-    scaling: float,
     activation: str,
     interleaved: bool,
     wants_wide: bool,
     wants_h: bool,
     wants_dots: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(gradients of gate and up (R, 2I); h (R, I); <d, h> (R,); scaling gradient after_e^T (R, a)).
-
-    What is not wanted is empty.
-    """
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradients of gate and up (R, 2I); h (R, I); <d, h> (R,)); what is not wanted is empty."""
     experts, k, width = weight.shape
     rows, rank = slots.shape[0], 0 if factor is None else factor.shape[1]
     tile = tile_of(dy, tile_rows, k, width, "gated", rank)
@@ -203,13 +145,8 @@ def gated_backward(  # noqa: PLR0913
     dots = torch.empty(
         (column_tiles, rows if wants_dots else 0), dtype=torch.float32, device=dy.device
     )
-    after = after if wants_wide else None
-    parts = _parts_of(after, d_wide, column_tiles) if config.PARTS_OF_GRADIENT else None
-    if parts is not None:
-        after = packed(after, dy.dtype)
-    last = (d_wide, after, slots, tiles, tile_rows, scaling)
     if tiles.shape[0] == 0 or not (wants_wide or wants_h or wants_dots):
-        return d_wide, h, dots.sum(0), _low_after(parts, *last)
+        return d_wide, h, dots.sum(0)
     _gated_backward[(tiles.shape[0] * column_tiles,)](
         dy,
         weight,
@@ -217,17 +154,14 @@ def gated_backward(  # noqa: PLR0913
         weight if factor is None else factor,
         wide,
         gates.contiguous(),
-        weight if parts is None else after,
         slots,
         tiles,
         d_wide,
         h,
         dots,
-        dots if parts is None else parts,
         k,
         width,
         rank,
-        0 if parts is None else parts.shape[2],
         experts,
         rows,
         tiles.shape[0],
@@ -235,10 +169,8 @@ def gated_backward(  # noqa: PLR0913
         *dy.stride(),
         *weight.stride(),
         *((0, 0, 0) if factor is None else factor.stride()),
-        *((0, 0, 0) if parts is None else after.stride()),
         FAN=fan,
         LORA=factor is not None,
-        AFTER=parts is not None,
         STORES=wants_wide,
         KEEPS=wants_h,
         DOTS=wants_dots,
@@ -251,11 +183,10 @@ def gated_backward(  # noqa: PLR0913
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
         BLOCK_R=config.block_rank(max(rank, 1)),
-        BLOCK_A=config.block_rank(1 if parts is None else parts.shape[2]),
         PIECE=config.piece(tile),
         GROUP=config.GROUP,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        maxnreg=config.registers(tile, dy.element_size()),
+        **config.registers(tile, dy.element_size(), arch(dy.device)),
     )
-    return d_wide, h, dots.sum(0), _low_after(parts, *last)
+    return d_wide, h, dots.sum(0)

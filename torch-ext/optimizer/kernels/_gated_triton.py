@@ -3,12 +3,10 @@
 _gated_forward   h = act(gate) up of x W_e + low F_e + b_e, whose columns are gate and up in turn
 _gated_backward  the gradients of gate and up from d = dy W_e^T + low F_e; h again, and <d, h>
 
-One program per (tile of rows, tile of columns), the tiles of `_grouped_triton`. What a program has
-made, rounded, it also multiplies with its part of LoRA's next factor: parts of (R, r), one per tile
-of columns, that `_sum_parts` adds in order. So nobody reads h or the gradient for a sum of rank r.
-A tile of the forward holds 8 columns of the gate, the same 8 of up, and so on, as wgmma's
-accumulator holds blocks of 8: a thread has both of each pair, and no data crosses threads for the
-activation. Where memory alternates them one by one, so does the tile.
+One program per (tile of rows, tile of columns), the tiles of `_grouped_triton`. A tile of the
+forward holds 8 columns of the gate, the same 8 of up, and so on, as wgmma's accumulator holds
+blocks of 8: a thread has both of each pair, and no data crosses threads for the activation. Where
+memory alternates them one by one, so does the tile.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._grouped_triton import _dot, _plus_low_rank, _product, _source, _tile_of
+from ._grouped_triton import _plus_low_rank, _product, _source, _tile_of
 from .glu_triton import _activation, _factor
 
 _UNIT = tl.constexpr(8)
@@ -50,23 +48,6 @@ def _gate_and_up(tile, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N
     return tl.reshape(gate, (BLOCK_M, BLOCK_N // 2)), tl.reshape(up, (BLOCK_M, BLOCK_N // 2))
 
 
-@triton.jit
-def _plus_product(
-    part,  # (BLOCK_M, BLOCK_R)
-    values,  # (BLOCK_M, depth) in the dtype of the activations
-    at_factor,  # (depth,) pointers to the expert's first rank
-    factor_rank,
-    there,  # (depth,)
-    rank,
-    WIDEN: tl.constexpr,
-):
-    """part + values F_e of these columns."""
-    r = tl.arange(0, part.shape[1]).to(tl.int64)
-    mask = there[:, None] & (r[None, :] < rank)
-    factor = tl.load(at_factor[:, None] + r[None, :] * factor_rank, mask=mask, other=0.0)
-    return _dot(values, factor.to(values.dtype), part, WIDEN)
-
-
 @triton.jit(do_not_specialize=["total_rows", "tile_count"])
 def _gated_forward(  # noqa: PLR0913
     x,  # rows of K
@@ -74,16 +55,13 @@ def _gated_forward(  # noqa: PLR0913
     low,  # (R, r) in expert order, contiguous, if LORA
     factor,  # (E, r, .) if LORA: gate and up of the columns of h from first_column on
     bias,  # (E, 2I) if BIAS
-    after,  # (E, a, I) if AFTER
     slots,  # (R,)
     tiles,  # (bound, 3)
     wide,  # (R, 2I), contiguous, if KEEPS
     out,  # (R, I), contiguous
-    parts,  # (column tiles, R, a) if AFTER
     K,
     width,  # I
     rank,
-    after_rank,
     experts,
     total_rows,
     tile_count,
@@ -101,13 +79,9 @@ def _gated_forward(  # noqa: PLR0913
     factor_n,
     bias_expert,
     bias_n,
-    after_expert,
-    after_step,
-    after_n,
     FAN: tl.constexpr,
     LORA: tl.constexpr,
     BIAS: tl.constexpr,
-    AFTER: tl.constexpr,
     KEEPS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     KIND: tl.constexpr,
@@ -118,7 +92,6 @@ def _gated_forward(  # noqa: PLR0913
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_A: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     tile, column_tile = _tile_of(tl.program_id(0).to(tl.int64), tile_count, column_tiles, GROUP)
@@ -161,13 +134,6 @@ def _gated_forward(  # noqa: PLR0913
     other, _ = _factor(up.to(tl.float32), KIND)
     h = (value * other).to(out.dtype.element_ty)
     tl.store(out + rows[:, None] * width + inner[None, :], h, mask=mask)
-    if AFTER:
-        at_after, there = after + expert * after_expert + inner * after_n, (inner < width) & known
-        part = tl.zeros((BLOCK_M, BLOCK_A), tl.float32)
-        part = _plus_product(part, h, at_after, after_step, there, after_rank, WIDEN)
-        r = tl.arange(0, BLOCK_A).to(tl.int64)
-        at_part = parts + (column_tile * total_rows + rows)[:, None] * after_rank + r[None, :]
-        tl.store(at_part, part, mask=inside[:, None] & (r[None, :] < after_rank))
 
 
 @triton.jit
@@ -188,28 +154,21 @@ def _columns(tile, piece: tl.constexpr, PIECES: tl.constexpr):
 @triton.jit
 def _piece_backward(  # noqa: PLR0913
     total,  # (BLOCK_M, C): the gradient of h before its gate
-    part,  # (BLOCK_M, BLOCK_A)
     first,  # of the C columns
     gate_of_row,  # (BLOCK_M,)
     rows,
     inside,
-    known,
     wide,
     out,
     h,
-    at_after,
-    after_step,
-    after_n,
-    after_rank,
     width,
-    AFTER: tl.constexpr,
     STORES: tl.constexpr,
     KEEPS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     KIND: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """(<total, h> of these columns, part + gradient of (gate, up) times LoRA's factor)."""
+    """Store the gradients of gate and up, and h; <total, h> of these columns (BLOCK_M,)."""
     COLUMNS: tl.constexpr = total.shape[1]
     inner = first + tl.arange(0, COLUMNS)
     within = inner < width
@@ -239,13 +198,7 @@ def _piece_backward(  # noqa: PLR0913
         else:
             tl.store(out + at + inner[None, :], d_gate, mask=mask)
             tl.store(out + at + width + inner[None, :], d_up, mask=mask)
-        if AFTER:
-            there = within & known
-            place = at_after + _place_of(inner, 0, width, INTERLEAVED) * after_n
-            part = _plus_product(part, d_gate, place, after_step, there, after_rank, WIDEN)
-            place = at_after + _place_of(inner, 1, width, INTERLEAVED) * after_n
-            part = _plus_product(part, d_up, place, after_step, there, after_rank, WIDEN)
-    return products, part
+    return products
 
 
 @triton.jit(do_not_specialize=["total_rows", "tile_count"])
@@ -256,17 +209,14 @@ def _gated_backward(  # noqa: PLR0913
     factor,  # (E, r, I) if LORA
     wide,  # (R, 2I), contiguous: gate and up
     gates,  # (R,) in slot order
-    after,  # (E, a, 2I) if AFTER
     slots,  # (R,)
     tiles,  # (bound, 3)
     out,  # (R, 2I), contiguous, if STORES: the gradients of gate and up
     h,  # (R, I), contiguous, if KEEPS
     dots,  # (column tiles, R) in slot order if DOTS
-    parts,  # (column tiles, R, a) if AFTER
     K,
     width,  # I
     rank,
-    after_rank,
     experts,
     total_rows,
     tile_count,
@@ -279,12 +229,8 @@ def _gated_backward(  # noqa: PLR0913
     factor_expert,
     factor_rank,
     factor_n,
-    after_expert,
-    after_step,
-    after_n,
     FAN: tl.constexpr,
     LORA: tl.constexpr,
-    AFTER: tl.constexpr,
     STORES: tl.constexpr,
     KEEPS: tl.constexpr,
     DOTS: tl.constexpr,
@@ -297,7 +243,6 @@ def _gated_backward(  # noqa: PLR0913
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_A: tl.constexpr,
     PIECE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -324,37 +269,23 @@ def _gated_backward(  # noqa: PLR0913
     gate = tl.load(gates + slot, mask=inside, other=0.0).to(tl.float32)
     # PIECE columns at a time: the whole tile's activations do not fit into the registers.
     PIECES: tl.constexpr = BLOCK_N // PIECE
-    part = tl.zeros((BLOCK_M, BLOCK_A), tl.float32)
-    at_after = after + expert * after_expert
     products = tl.zeros((BLOCK_M,), tl.float32)
     for piece in tl.static_range(PIECES):
-        more, part = _piece_backward(
+        products += _piece_backward(
             _columns(total, piece, PIECES),
-            part,
             column_tile * BLOCK_N + piece * PIECE,
             gate,
             rows,
             inside,
-            known,
             wide,
             out,
             h,
-            at_after,
-            after_step,
-            after_n,
-            after_rank,
             width,
-            AFTER,
             STORES,
             KEEPS,
             INTERLEAVED,
             KIND,
             WIDEN,
         )
-        products += more
     if DOTS:
         tl.store(dots + column_tile * total_rows + slot, products, mask=inside)
-    if AFTER:
-        r = tl.arange(0, BLOCK_A).to(tl.int64)
-        at_part = parts + (column_tile * total_rows + rows)[:, None] * after_rank + r[None, :]
-        tl.store(at_part, part, mask=inside[:, None] & (r[None, :] < after_rank))

@@ -71,12 +71,6 @@ _NARROW = Tile(rows=128, columns=64, depth=64, warps=8, stages=3)  # 128 x 128 w
 _GATED = Tile(rows=128, columns=128, depth=64, warps=8, stages=3)  # four such tiles at its end
 
 GROUP = 8  # row tiles that walk the columns together, so that they share an expert's weights in L2
-# Whether the gradient of gate and up is multiplied with LoRA's B where it is made, in parts, rather
-# than read again; and whether B's gradient is written in PEFT's layout at once even where there is
-# room for a copy. Both as timed on an H200 (docs/log.md).
-PARTS_OF_H = False
-PARTS_OF_GRADIENT = False
-SUMS_IN_PLACE = False
 NEIGHBOURS = 8  # experts whose results leave together where they are fastest: 16 or 32 bytes
 MAX_BLOCK_RANK = 64  # wider ranks take several steps
 SPAN = 2048  # of K; a longer sum is cut into parts, so that few tiles of rows fill the device
@@ -117,13 +111,14 @@ def lanes(tile: Tile, a: int) -> int:
     return min(max(16, 1 << (a - 1).bit_length()), tile.rows // NEIGHBOURS)
 
 
-def registers(tile: Tile, element_bytes: int) -> int | None:
-    """Most registers per thread of a gated backward; None leaves them to the compiler.
+def registers(tile: Tile, element_bytes: int, arch: str) -> dict[str, int]:
+    """The option of a gated backward that limits the registers of a thread, where it helps.
 
-    With 128 two blocks of 8 warps are in an SM, one's activations beside the other's sum. The
-    compiler takes 170 with LoRA on its own and spills none under 128.
+    With 128 two blocks of 8 warps are in an SM, one's activations beside the other's sum. With LoRA
+    the compiler takes 174 on its own, and under the limit it spills none.
     """
-    return 128 if tile.warps == 8 and element_bytes == 2 else None
+    limited = tile.warps == 8 and element_bytes == 2 and arch in _WIDE_ARCHS
+    return {"maxnreg": 128} if limited else {}
 
 
 def piece(tile: Tile) -> int:

@@ -2,9 +2,9 @@
 
 out[t] = sum_j gates[t, j] (act(gate) up W2_e + ...) with gate, up of x W1_e + ...: what
 grouped_lora_linear, glu and grouped_lora_linear compose, in one op. The activation is computed in
-the epilogue of the product that makes its operands, forward and backward, and LoRA's sums over I
-come from there in parts. Kept for backward are x, gate and up (R, 2I) and two (R, r): h is made
-again by the product that needs its gradient. Without a backward not even gate and up are stored.
+the epilogue of the product that makes its operands, forward and backward. Kept for backward are x,
+gate and up (R, 2I) and two (R, r): h is made again by the product that needs its gradient. Without
+a backward not even gate and up are stored.
 The gradients have no gradients: a second order raises.
 
 path      | source                   | taken

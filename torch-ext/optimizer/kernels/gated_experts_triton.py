@@ -1,8 +1,8 @@
 """Triton path of gated_experts: what is launched, in which order, and when memory is let go.
 
-forward   xa1 | gate_up product, activation, parts of xa2 | their sum | down product | combine
-backward  yb2 | down's dX, the activation's gradient, parts of yb1 | their sum | gate_up's dX |
-          combine | dA of both projections | dB of both | what else was asked for
+forward   xa1 | gate_up product and activation | xa2 | down product | combine
+backward  yb2 | down's dX and the activation's gradient | yb1 | gate_up's dX | combine |
+          dA of both projections | dB of both | what else was asked for
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _grouped_config as config
 from ._gated_launch_triton import gated_backward, gated_forward
 from ._grouped_launch_triton import RowSum, expert_products, grouped_product, low_rank
 from ._moe_paths import gradient_like
@@ -45,22 +44,23 @@ def gated_experts_triton(  # noqa: PLR0913
     xa1 = x.new_empty((total, 0 if a1 is None else a1.shape[1]))
     if a1 is not None:
         low_rank(x, a1, slots, tiles, xa1, tile_rows=tile_rows, scaling=scalings[0], fan=top_k)
-    wide, h, xa2 = gated_forward(
+    wide, h = gated_forward(
         x,
         w1,
         xa1,
         None if b1 is None else b1.transpose(1, 2),
         bias1,
-        a2,
         slots,
         tiles,
         tile_rows=tile_rows,
         fan=top_k,
-        scaling=scalings[1],
         activation=activation,
         interleaved=interleaved,
         keeps=keeps,
     )
+    xa2 = x.new_empty((total, 0 if a2 is None else a2.shape[1]))
+    if a2 is not None:
+        low_rank(h, a2, slots, tiles, xa2, tile_rows=tile_rows, scaling=scalings[1], fan=0)
     y = x.new_empty((total, w2.shape[2]))
     grouped_product(
         h,
@@ -113,18 +113,16 @@ def gated_experts_backward_triton(  # noqa: PLR0913
     yb2 = grad.new_empty((slots.shape[0], 0 if b2 is None else b2.shape[2]))
     if b2 is not None:
         low_rank(grad, b2.mT, slots, tiles, yb2, scaling=scalings[1], fan=top_k, **place)
-    d_wide, h, dots, yb1 = gated_backward(
+    d_wide, h, dots = gated_backward(
         grad,
         w2.mT,
         yb2,
         a2,
         wide,
         gates,
-        None if b1 is None else b1.mT,
         slots,
         tiles,
         fan=top_k,
-        scaling=scalings[0],
         activation=activation,
         interleaved=interleaved,
         wants_wide=any(wants[:5]),
@@ -132,6 +130,9 @@ def gated_experts_backward_triton(  # noqa: PLR0913
         wants_dots=wants_gates,
         **place,
     )
+    yb1 = grad.new_empty((slots.shape[0], 0 if b1 is None else b1.shape[2]))
+    if b1 is not None and (wants_x or wants_a1):
+        low_rank(d_wide, b1.mT, slots, tiles, yb1, scaling=scalings[0], fan=0, **place)
     dgates = gates.new_empty(0)
     if wants_gates:
         if bias2 is not None:
@@ -155,7 +156,7 @@ def gated_experts_backward_triton(  # noqa: PLR0913
 
     def run(*sums: RowSum | None) -> None:
         found = [one for one in sums if one is not None]
-        expert_products(found, gates, slots, offsets, in_place=config.SUMS_IN_PLACE or not at_once)
+        expert_products(found, gates, slots, offsets, in_place=not at_once)
 
     db1, sum_b1 = _row_sum(b1, wants_b1, xa1, d_wide, 0, outputs_first=True)
     dw1, dbias1 = _base(w1, bias1, (wants_w1, wants_bias1))
