@@ -23,7 +23,14 @@ from .arguments import check_dtype, check_input, output_for
 from .batch import walk
 from .constants import dtype_for
 from .polynomials import POLYNOMIALS, SAFETY, Square
-from .products import apply_gram_side, gram, matrix_norm, runs_symmetric, square
+from .products import (
+    apply_gram_side,
+    gram,
+    matrix_norm,
+    runs_symmetric,
+    square,
+    stores_upper,
+)
 from .registered import call
 
 # Frobenius norm of X before the first product: R then has a trace of 4096, far from float16's
@@ -53,10 +60,11 @@ def iterated(x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
     `last`: the `out` of the last product, as for `apply_gram_side`.
     """
     first, second = POLYNOMIALS
-    R = gram(x)  # (G, m, m)
+    upper = stores_upper(x)
+    R = gram(x)  # (G, m, m), whole for its norm
     if runs_symmetric(R.shape[-1], R.dtype, R.device) and runs_compiled(R.device, R.dtype, R.dtype):
         factors, roots = norm_factors(R, SAFETY**2)
-        M = evaluated(R, first, factors)
+        M = evaluated(R, first, factors, upper)
     else:
         # A trace of 4096 keeps the norm above 1 for any m below 10^7; a zero matrix stays zero.
         bound = matrix_norm(R).clamp_min_(1.0).mul_(SAFETY**2)  # (G, 1, 1)
@@ -64,17 +72,22 @@ def iterated(x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
         roots = bound.rsqrt_().flatten()
         M = evaluated(R, first)
     del R
-    x = apply_gram_side(x, M, scale=roots)
+    x = apply_gram_side(x, M, scale=roots, upper=upper)
     del M
-    return apply_gram_side(x, evaluated(gram(x), second), out=last)
+    M = evaluated(gram(x, upper_out=upper), second, upper=upper)
+    return apply_gram_side(x, M, out=last, upper=upper)
 
 
 def evaluated(
-    R: torch.Tensor, squares: tuple[Square, ...], factors: torch.Tensor | None = None
+    R: torch.Tensor,
+    squares: tuple[Square, ...],
+    factors: torch.Tensor | None = None,
+    upper: bool = False,
 ) -> torch.Tensor:
     """The last M of R (G, m, m); an M that is not needed any more is let go.
 
-    `factors` (G,): M_0 is R times these; no product of its own is spent on that.
+    `factors` (G,): M_0 is R times these; no product of its own is spent on that. `upper`: all of
+    them are in upper storage (`stores_upper`).
     """
     terms: dict[int, torch.Tensor] = {0: R}
     del R
@@ -82,7 +95,8 @@ def evaluated(
         scale = factors if j == 0 or operand == 0 else None
         powers = (2 if j == 0 else 0, 1 if operand == 0 else 0)
         options = {} if scale is None else {"scale": scale, "powers": powers}
-        M = square(terms[j], terms[operand], alpha=alpha, beta=beta, delta=delta, **options)
+        options |= {"alpha": alpha, "beta": beta, "delta": delta, "upper": upper}
+        M = square(terms[j], terms[operand], **options)
         needed = {later.operand for later in squares[j + 1 :]}
         terms = {i: term for i, term in terms.items() if i in needed} | {j + 1: M}
     return M
