@@ -109,6 +109,7 @@ struct Arguments {
   int alpha_power;
   int beta_power;
   bool reads_c;
+  bool one_operand;  // B is A, strides included
 };
 
 }  // namespace optimizer::newton_schulz
