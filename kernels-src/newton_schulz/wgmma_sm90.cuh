@@ -36,13 +36,13 @@ __device__ __forceinline__ void pin(float (&sum)[kM][kSums]) {
 #define SUMS_16(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
 #define SUMS_64(d, i) SUMS_16(d, i), SUMS_16(d, i + 16), SUMS_16(d, i + 32), SUMS_16(d, i + 48)
 
-#define REGISTERS_64                                                                 \
+#define REGISTERS_128                                                                \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-#define REGISTERS_96                                                                 \
+#define REGISTERS_192                                                                \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
@@ -50,7 +50,7 @@ __device__ __forceinline__ void pin(float (&sum)[kM][kSums]) {
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 
-#define REGISTERS_128                                                                            \
+#define REGISTERS_256                                                                            \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                       \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "             \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "             \
@@ -66,7 +66,7 @@ __device__ __forceinline__ void pin(float (&sum)[kM][kSums]) {
       "{\n"                                                                                    \
       ".reg .pred p;\n"                                                                        \
       "setp.ne.b32 p, %66, 0;\n"                                                               \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" REGISTERS_64           \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" REGISTERS_128          \
       "}, %64, %65, p, 1, 1, %67, %68;\n"                                                      \
       "}"                                                                                      \
       : SUMS_64(sum, 0)                                                                        \
@@ -78,7 +78,7 @@ __device__ __forceinline__ void pin(float (&sum)[kM][kSums]) {
       "{\n"                                                                                    \
       ".reg .pred p;\n"                                                                        \
       "setp.ne.b32 p, %98, 0;\n"                                                               \
-      "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {" REGISTERS_96           \
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32." TYPE "." TYPE " {" REGISTERS_192          \
       "}, %96, %97, p, 1, 1, %99, %100;\n"                                                     \
       "}"                                                                                      \
       : SUMS_64(sum, 0), SUMS_16(sum, 64), SUMS_16(sum, 80)                                    \
@@ -90,7 +90,7 @@ __device__ __forceinline__ void pin(float (&sum)[kM][kSums]) {
       "{\n"                                                                                    \
       ".reg .pred p;\n"                                                                        \
       "setp.ne.b32 p, %130, 0;\n"                                                              \
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" REGISTERS_128          \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" REGISTERS_256          \
       "}, %128, %129, p, 1, 1, %131, %132;\n"                                                  \
       "}"                                                                                      \
       : SUMS_64(sum, 0), SUMS_64(sum, 64)                                                      \
@@ -138,9 +138,11 @@ struct Wgmma<T, 256, kTransposeA, kTransposeB> {
 };
 
 #undef PRODUCT_256
+#undef PRODUCT_192
 #undef PRODUCT_128
+#undef REGISTERS_256
+#undef REGISTERS_192
 #undef REGISTERS_128
-#undef REGISTERS_64
 #undef SUMS_64
 #undef SUMS_16
 #undef SUMS_4
