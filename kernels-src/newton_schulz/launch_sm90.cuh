@@ -101,7 +101,12 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
   args.reads_c = p.c.data != nullptr;
   if (args.reads_c) args.c = tensor_map(p.c, p.m, p.n, p.batches, kDtype);
   if constexpr (kSymmetric) {
-    args.schedule = Schedule::of(p.m, kTile::kRows, kTile::kCols);
+    constexpr int kTall = kTile::kRows * kTile::kCluster;
+    static_assert((kTall & (kTall - 1)) == 0 &&
+                  static_cast<int>(kBand) * kTile::kCols % kTall == 0);
+    args.schedule = Schedule::of(p.m, kTile::kRows, kTile::kCols, kTile::kCluster);
+    args.one_operand = p.a.data == p.b.data && p.a.row == p.b.row && p.a.col == p.b.col &&
+                       (p.a.batch == p.b.batch || p.batches == 1);
   } else {
     args.schedule = Schedule::of(p.m, p.n, kTile::kRows, kTile::kCols, kTile::kCluster);
   }

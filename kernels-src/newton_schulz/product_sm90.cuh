@@ -9,6 +9,13 @@
 
 namespace optimizer::newton_schulz {
 
+// Whether the rows of a tile are among its columns, of one and the same operand, and read once.
+template <typename kTile, typename Args>
+__device__ __forceinline__ bool rows_in_columns(const Args& p, const TileOrigin& origin) {
+  return p.one_operand && origin.row >= origin.col &&
+         origin.row + kTile::kRows <= origin.col + kTile::kCols;
+}
+
 // One thread loads the operands of every tile of this block, as far ahead as the ring allows.
 // kRowsMajor: the map's inner dimension is the operand's rows, not k. Of an operand in upper
 // storage (kUpper) blocks below the diagonal are read as if it were.
@@ -22,13 +29,15 @@ __device__ __forceinline__ void produce(const Args& p, const SharedMap<kTile>& a
   for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
     const TileOrigin origin = p.schedule.locate(tile);
     const auto matrix = static_cast<int>(origin.matrix);
+    const bool rows_apart = !rows_in_columns<kTile>(p, origin);
+    const int bytes = kTile::kStageBytes - (rows_apart ? 0 : kTile::kRowBlocks * kBlockBytes);
     for (int k = 0; k < p.k; k += kStageDepth) {
       // A fresh ring is empty: the phase before its first one has ended.
       barrier_wait<kCluster>(at.empty(ring.slot), ring.parity ^ 1, "an empty stage");
       const uint32_t full = at.full(ring.slot);
-      barrier_arrive_expecting(full, kTile::kStageBytes);
+      barrier_arrive_expecting(full, bytes);
 #pragma unroll
-      for (int i = 0; i < kTile::kRowBlocks; ++i) {
+      for (int i = 0; rows_apart && i < kTile::kRowBlocks; ++i) {
         const int row = origin.row + i * kBlockSide;
         const bool rows_major = kUpper & kUpperA ? !is_above_diagonal(row, k) : kARowsMajor;
         copy_in(at.rows(ring.slot) + i * kBlockBytes, p.a, full, rows_major ? row : k,
@@ -62,9 +71,10 @@ __device__ __forceinline__ void release(const SharedMap<kTile>& at, uint32_t slo
   }
 }
 
-// sum = A B^T over the whole of k, in growing order. `meanwhile` runs once, behind the third stage,
-// by when the tile before has left the staging memory; `last_seen` once the last stage has arrived.
-// row, col: where the consumer's part of the tile begins.
+// sum = A B^T over the whole of k, in growing order. `first_block`: where A's rows begin, in blocks
+// from the start of a stage. `meanwhile` runs once, behind the third stage, by when the tile before
+// has left the staging memory; `last_seen` once the last stage has arrived. row, col: where the
+// consumer's part of the tile begins.
 template <typename T, typename kTile, bool kARowsMajor, bool kBRowsMajor, int kUpper,
           typename Meanwhile, typename LastSeen>
 __device__ __forceinline__ void multiply(float (&sum)[kTile::kM][kTile::kCols / 2],
@@ -133,26 +143,30 @@ __device__ __forceinline__ void consume(const Args& p, const SharedMap<kTile>& a
   int next = 0;                          // the consumer whose tile it is
   uint32_t turn_parity = consumer == 0;  // nobody is before the first
   for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    const bool mine = !kTile::kTurns || next == consumer;
+    next ^= 1;
+    if (!mine) {
+      ring.skip(stages);
+      continue;
+    }
+    TileOrigin origin = p.schedule.locate(tile);
+    int first_block = part_row / kBlockSide;
+    if (rows_in_columns<kTile>(p, origin)) {
+      first_block += kTile::kRowBlocks + (origin.row - origin.col) / kBlockSide;
+    }
+    origin.row += part_row;
     if constexpr (kTile::kTurns) {
-      const bool mine = next == consumer;
-      next ^= 1;
-      if (!mine) {
-        ring.skip(stages);
-        continue;
-      }
       barrier_wait(at.turn(consumer), turn_parity, "the turn");
       turn_parity ^= 1;
     }
-    TileOrigin origin = p.schedule.locate(tile);
-    origin.row += part_row;
     float sum[kTile::kM][kTile::kCols / 2];
+    const auto meanwhile = [&] { epilogue.fetch_c(origin); };
+    const auto last_seen = [&] {
+      if (kTile::kTurns && threadIdx.x % 32 == 0) barrier_arrive(at.turn(consumer ^ 1));
+      __syncwarp();
+    };
     multiply<T, kTile, kARowsMajor, kBRowsMajor, kUpper>(
-        sum, at, ring, part_row / kBlockSide, stages, origin.row, origin.col,
-        [&] { epilogue.fetch_c(origin); },
-        [&] {
-          if (kTile::kTurns && threadIdx.x % 32 == 0) barrier_arrive(at.turn(consumer ^ 1));
-          __syncwarp();
-        });
+        sum, at, ring, first_block, stages, origin.row, origin.col, meanwhile, last_seen);
     epilogue.store(sum, origin);
   }
   epilogue.end();

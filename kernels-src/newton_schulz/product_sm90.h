@@ -52,7 +52,8 @@ struct TileCost {
 constexpr TileCost kSymmetricTiles[] = {{"sm90_128x256", 128, 256, 1, 0.6759, 8.0},
                                         {"sm90_128x256_pair", 128, 256, 2, 0.9366, 8.0},
                                         {"sm90_128x128", 128, 128, 1, 0.40, 2.2},
-                                        {"sm90_64x128", 64, 128, 1, 0.25, 1.05}};
+                                        {"sm90_64x128", 64, 128, 1, 0.25, 1.05},
+                                        {"sm90_128x192", 128, 192, 1, 0.54, 6.0}};
 constexpr TileCost kMatmulAddTiles[] = {{"sm90_128x256", 128, 256, 1, 0.7687, 2.510},
                                         {"sm90_128x256_pair", 128, 256, 2, 1.0662, 2.434},
                                         {"sm90_256x128", 256, 128, 1, 0.7959, 2.808},
@@ -114,7 +115,7 @@ inline const char* upper_refusal(const Problem& p) {
 inline int64_t tiles_of(const Problem& p, const TileCost& tile, bool symmetric) {
   const int64_t per_matrix =
       symmetric
-          ? TriangularSchedule::of(p.m, tile.rows, tile.cols).per_matrix()
+          ? TriangularSchedule::of(p.m, tile.rows, tile.cols, tile.cluster).per_matrix()
           : RectangularSchedule::of(p.m, p.n, tile.rows, tile.cols, tile.cluster).per_matrix();
   return per_matrix * p.batches;
 }

@@ -109,7 +109,8 @@ struct Arguments {
   int alpha_power;
   int beta_power;
   bool reads_c;
-  bool upper_out;  // the result goes to upper storage
+  bool upper_out;    // the result goes to upper storage
+  bool one_operand;  // B is A, strides included
 };
 
 // Which operands are in upper storage.

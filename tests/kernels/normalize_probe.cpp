@@ -1,8 +1,8 @@
 // How normalize cuts matrices up and factors sums, for test_normalize.py, compiled for the host.
 
-#include "newton_schulz/normalize.h"
-
 #include <vector>
+
+#include "newton_schulz/normalize.h"
 
 using namespace optimizer::normalization;
 

@@ -111,7 +111,7 @@ def accumulators(probe, columns: int) -> np.ndarray:
     return held
 
 
-@pytest.mark.parametrize("columns", (128, 256))
+@pytest.mark.parametrize("columns", (128, 192, 256))
 def test_accumulators_cover_the_tile(probe, columns):
     held = accumulators(probe, columns)
     expected = 1000 * np.arange(64)[:, None] + np.arange(columns)
@@ -143,7 +143,7 @@ def staged(probe, held: np.ndarray, i: int, tall: int, *, transposed: bool) -> d
     return written
 
 
-@pytest.mark.parametrize(("tall", "columns"), ((1, 128), (1, 256), (2, 128)))
+@pytest.mark.parametrize(("tall", "columns"), ((1, 128), (1, 192), (1, 256), (2, 128)))
 def test_the_staged_part_leaves_in_place(probe, tall, columns):
     """stmatrix, then a TMA copy of every block, gives the part; transposed, its mirror image."""
     held = accumulators(probe, columns)
@@ -165,13 +165,33 @@ def test_the_staged_part_leaves_in_place(probe, tall, columns):
         assert np.array_equal(out, 1000 * np.arange(64 * tall)[:, None] + np.arange(columns))
 
 
-TILES = ((128, 256), (128, 128), (64, 128), (256, 128), (64, 64))
+TILES = ((128, 256), (128, 192), (128, 128), (64, 128), (256, 128), (64, 64))
+
+
+@pytest.mark.parametrize("cluster", (1, 2))
+@pytest.mark.parametrize(("rows", "cols"), TILES)
+def test_every_tile_above_the_diagonal_comes_once(probe, rows, cols, cluster):
+    """All m up to 8192, two matrices; nothing that lies wholly below the diagonal is computed."""
+    assert probe.triangular_gap(8192, rows, cols, cluster) == 0
+
+
+def test_one_matrix_of_2048_is_one_wave_of_tiles(probe):
+    """On 132 multiprocessors; 136 and 72 are what 128 and 256 columns make of it."""
+    assert [probe.tiles(2048, 128, cols, 1) for cols in (128, 192, 256)] == [136, 101, 72]
 
 
 @pytest.mark.parametrize(("rows", "cols"), TILES)
-def test_every_tile_above_the_diagonal_comes_once(probe, rows, cols):
-    """All m up to 8192, two matrices; nothing below the diagonal's squares is computed."""
-    assert probe.triangular_gap(8192, rows, cols) == 0
+def test_bands_of_large_matrices_begin_where_they_should(probe, rows, cols):
+    """To 2^29 tiles, where a float has lost the last bits of their number."""
+    m, found = 2**21, (ctypes.c_int64 * 3)()
+    ends = np.arange(1, -(-m // cols) + 1, dtype=np.int64) * cols
+    before = np.cumsum(-(-np.minimum(ends, m) // rows))
+    assert probe.tiles(m, rows, cols, 1) == before[-1]
+    for col in range(8, len(ends), 8 * 37):
+        for tile, place in ((before[col - 1], (0, col)), (before[col - 1] - 1, (None, col - 1))):
+            row = (ends[col - 1] - 1) // rows if place[0] is None else 0
+            probe.locate_triangular(m, rows, cols, 1, ctypes.c_int64(tile), found)
+            assert tuple(found) == (0, row * rows, place[1] * cols)
 
 
 @pytest.mark.parametrize("cluster", (1, 2))
@@ -184,20 +204,14 @@ def test_every_tile_of_a_dense_result_comes_once(probe, rows, cols, cluster):
 def test_blocks_of_a_cluster_share_their_columns(probe):
     first, second = (ctypes.c_int64 * 3)(), (ctypes.c_int64 * 3)()
     for m in (1, 128, 300, 768, 2048, 4096):
-        for tile in range(0, 2 * probe.tiles(m, 128, 256), 2):
+        for tile in range(0, 2 * probe.tiles(m, 128, 256, 2), 2):
             t = ctypes.c_int64(tile)
-            probe.locate_triangular(m, 128, 256, t, first)
-            probe.locate_triangular(m, 128, 256, ctypes.c_int64(tile + 1), second)
+            probe.locate_triangular(m, 128, 256, 2, t, first)
+            probe.locate_triangular(m, 128, 256, 2, ctypes.c_int64(tile + 1), second)
             assert (second[0], second[1], second[2]) == (first[0], first[1] + 128, first[2])
             probe.locate_rectangular(m, 700, 128, 256, 2, t, first)
             probe.locate_rectangular(m, 700, 128, 256, 2, ctypes.c_int64(tile + 1), second)
             assert (second[0], second[1], second[2]) == (first[0], first[1] + 128, first[2])
-
-
-def test_the_root_of_a_triangle_is_exact_to_2_to_the_31(probe):
-    for j in (*range(200), 4095, 16383, 32767, 46340, 65534):
-        low = j * (j + 1) // 2
-        assert [probe.root(low), probe.root(low + j)] == [j, j]
 
 
 def test_the_ring_counts_stages_and_phases(probe):
