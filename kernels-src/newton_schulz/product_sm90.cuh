@@ -33,7 +33,7 @@ __device__ __forceinline__ void produce(const Args& p, const SharedMap<kTile>& a
     const int bytes = kTile::kStageBytes - (rows_apart ? 0 : kTile::kRowBlocks * kBlockBytes);
     for (int k = 0; k < p.k; k += kStageDepth) {
       // A fresh ring is empty: the phase before its first one has ended.
-      barrier_wait<kCluster>(at.empty(ring.slot), ring.parity ^ 1, "an empty stage");
+      barrier_wait(at.empty(ring.slot), ring.parity ^ 1, "an empty stage");
       const uint32_t full = at.full(ring.slot);
       barrier_arrive_expecting(full, bytes);
 #pragma unroll
@@ -90,7 +90,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kTile::kM][kTile::kCols / 
   const auto until = [&](auto a_rows_major, auto b_rows_major, int end) {
     constexpr bool kA = decltype(a_rows_major)::value, kB = decltype(b_rows_major)::value;
     for (; stage < end; ++stage) {
-      barrier_wait<(kTile::kCluster > 1)>(at.full(ring.slot), ring.parity, "a full stage");
+      barrier_wait(at.full(ring.slot), ring.parity, "a full stage");
       const uint64_t offset = ring.slot * (kTile::kStageBytes / 16);
       products_begin();
 #pragma unroll

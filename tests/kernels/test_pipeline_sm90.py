@@ -159,7 +159,7 @@ class Machine:
 MACHINES = [
     {"ring": ring, "turns": turns, "cluster": cluster, "tiles": tiles, "stages": stages}
     for ring, turns, cluster in (
-        *((3, False, 1), (4, False, 1), (3, False, 2), (5, True, 1), (7, True, 1)),
+        *((3, False, 1), (4, False, 1), (3, False, 2), (5, True, 1), (7, True, 1), (5, True, 2)),
     )
     for tiles, stages in ((1, 1), (4, 1), (5, 3), (3, 8))
 ]
