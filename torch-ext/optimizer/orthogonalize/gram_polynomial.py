@@ -19,11 +19,12 @@ import torch
 from .._ops import add_op_namespace_prefix, ops
 from ..kernels.norm_factors import norm_factors
 from ..kernels.normalize import runs_compiled
+from ..kernels.square_chain import square_chain
 from .arguments import check_dtype, check_input, output_for
 from .batch import walk
 from .constants import dtype_for
 from .polynomials import POLYNOMIALS, SAFETY, Square
-from .products import apply_gram_side, gram, matrix_norm, runs_symmetric, square
+from .products import apply_gram_side, gram, matrix_norm, runs_chain, runs_symmetric, square
 from .registered import call
 
 # Frobenius norm of X before the first product: R then has a trace of 4096, far from float16's
@@ -72,10 +73,19 @@ def iterated(x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
 def evaluated(
     R: torch.Tensor, squares: tuple[Square, ...], factors: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The last M of R (G, m, m); an M that is not needed any more is let go.
+    """The last M of R (G, m, m), which may be overwritten.
 
     `factors` (G,): M_0 is R times these; no product of its own is spent on that.
     """
+    if runs_chain(R):
+        return square_chain(R, squares, factors, overwrite=True)
+    return one_by_one(R, squares, factors)
+
+
+def one_by_one(
+    R: torch.Tensor, squares: tuple[Square, ...], factors: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`evaluated`, a call per product; an M that is not needed any more is let go."""
     terms: dict[int, torch.Tensor] = {0: R}
     del R
     for j, (operand, alpha, beta, delta) in enumerate(squares):

@@ -12,9 +12,13 @@ import torch
 from .._ops import ops
 from ..kernels.matmul_add import by_tma, product
 from ..kernels.matmul_add import runs_compiled as runs_dense_compiled
+from ..kernels.square_chain import takes_compiled
 from ..kernels.symmetric_matmul import AUTO, runs_compiled
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
+# Sides up to which the squares of a polynomial run as one launch. Beyond, a matrix has tiles enough
+# to occupy the device, and a group of matrices does not fit L2.
+LARGEST_CHAIN = 1024
 
 
 def batch_is_free(dtype: torch.dtype, device: torch.device) -> bool:
@@ -36,6 +40,11 @@ def runs_symmetric(m: int, dtype: torch.dtype, device: torch.device) -> bool:
     if batch_is_free(dtype, device):
         return True
     return _pays(m, dtype) and runs_compiled(device, dtype)
+
+
+def runs_chain(x: torch.Tensor) -> bool:
+    """Whether the squares of a polynomial in x (G, m, m) are computed in one launch."""
+    return x.shape[-1] <= LARGEST_CHAIN and takes_compiled([x])
 
 
 def _pays(m: int, dtype: torch.dtype) -> bool:
