@@ -5,6 +5,7 @@
 #   TORCH=2.11.0     another torch than the pinned one, in an environment of its own
 #   TORCH_INDEX=URL  another package index for torch, e.g. one that has its smaller CPU builds
 #   DEVICE=cuda:1    for test-gpu; cpu for test-dist over gloo
+#   GPU_JOBS=12      processes at once for test-gpu (needs pytest-xdist)
 #   N=2,4,8          numbers of ranks for test-dist
 
 SHELL := /bin/bash
@@ -67,7 +68,9 @@ test: $(READY)  ## the CPU variant and the whole CPU suite, README's code includ
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal --expected-skips tests/expected_skips.txt tests
 
 test-gpu:  ## the same tests on a GPU, with the artifact in build/ (no environment, no network)
-	python3 -m pytest -q --device $(DEVICE) --expected-skips tests/expected_skips_gpu.txt $(GPU_SUITE)
+	OMP_NUM_THREADS=1 python3 -m pytest -q --device $(DEVICE) -m "not alone" $(if $(GPU_JOBS),-n $(GPU_JOBS) --dist worksteal) \
+	    --expected-skips tests/expected_skips_gpu.txt $(ARGS) $(GPU_SUITE)
+	python3 -m pytest -q --device $(DEVICE) -m alone $(GPU_SUITE)
 
 test-dist:  ## several ranks equal one: make test-dist N=8 on 8 GPUs, N=4 DEVICE=cpu over gloo
 	$(if $(filter cpu,$(DEVICE)),OMP_NUM_THREADS=1 $(PY),python3) -m pytest -q --device $(DEVICE) --ranks $(N) -k equal $(DIST_SUITE)

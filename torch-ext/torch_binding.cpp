@@ -23,14 +23,14 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("norm_factors(Tensor x, Tensor(a!) factors, Tensor(b!) roots, float prefactor) -> ()");
   ops.def(
       "symmetric_matmul(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, "
-      "float diag, int tile, Tensor? scale=None, int alpha_power=1, int beta_power=1) -> ()");
+      "float diag, int tile, Tensor? scale=None, int alpha_power=1, int beta_power=1, "
+      "bool upper_operands=False, bool upper_out=False) -> ()");
   ops.def(
       "matmul_add(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, int "
-      "tile, "
-      "Tensor? scale=None) -> ()");
+      "tile, Tensor? scale=None, int upper=0) -> ()");
   ops.def(
       "square_chain(Tensor(a!)[] buffers, int[] places, int[] operands, float[] alphas, "
-      "float[] betas, float[] deltas, Tensor? scale, int groups, int tile) -> ()");
+      "float[] betas, float[] deltas, Tensor? scale, int groups) -> ()");
   ops.def(
       "grouped_product(Tensor x, Tensor weight, Tensor? low, Tensor? factor, Tensor? bias, "
       "Tensor? gates, Tensor? other, Tensor slots, Tensor offsets, Tensor(a!) out, "

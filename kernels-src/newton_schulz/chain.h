@@ -6,6 +6,7 @@
 // Which tile the n-th ticket is, and which buffers may hold which M. Compiled for the host as well,
 // where tests check both.
 
+#include <algorithm>
 #include <cstdint>
 
 #include "newton_schulz/schedule.h"
@@ -62,15 +63,12 @@ struct ChainSchedule {
   }
 };
 
-// Tiles per multiprocessor that are under way at once: one is multiplied, one is stored.
-constexpr int64_t kTilesInFlight = 2;
-
-// Groups that the matrices go through the chain in: large enough that no multiprocessor waits for a
-// tile under way, and no larger, so that a group stays in L2.
+// Groups that the matrices go through the chain in: about 3.5 tiles per multiprocessor in each, so
+// that none waits for tiles under way, and no more, so that a group stays in L2.
 inline int64_t group_count(int64_t matrices, int64_t tiles_per_matrix, int64_t processors) {
-  const int64_t size = (kTilesInFlight * processors + tiles_per_matrix - 1) / tiles_per_matrix;
-  const int64_t nearest = (matrices + size / 2) / size;
-  return nearest > 0 ? nearest : 1;
+  const int64_t tiles = matrices * tiles_per_matrix, group = processors * 7 / 2;
+  const int64_t nearest = std::min((tiles + group / 2) / group, matrices);
+  return std::max<int64_t>(nearest, 1);
 }
 
 // Why M_target may not be put where places says; null if it may. places[j]: the buffer of M_j+1;

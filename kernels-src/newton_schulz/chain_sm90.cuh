@@ -1,6 +1,7 @@
 #pragma once
 // The persistent kernel of a chain of squares (chain.h): the main loop and the epilogue of
-// product_sm90.cuh, fed with tiles of several products that depend on each other.
+// product_sm90.cuh, fed with tiles of several products that depend on each other. All matrices are
+// float16 in upper storage (layout_sm90.h).
 //
 //   dealer, one thread:   a ticket -> its tile -> wait until the operand is stored -> mailbox
 //   producer, one thread: mailbox -> ring of stages, by TMA
@@ -18,6 +19,10 @@
 #include "newton_schulz/product_sm90.cuh"
 
 namespace optimizer::newton_schulz {
+
+// Of kUpperSide rows and columns, so that an operand's rows are in one block of upper storage.
+using SquareTile = Tile<128, 128, 5, true>;
+static_assert(SquareTile::kRows == kUpperSide && SquareTile::kCols == kUpperSide);
 
 struct ChainBuffer {
   void* data;
@@ -124,22 +129,15 @@ __device__ __forceinline__ void deal(const ChainArguments& p, const Mailbox& mai
   }
 }
 
-// A tile whose rows are among its columns reads one operand.
-template <typename kTile>
-__device__ __forceinline__ bool shares_rows(const ChainTile& tile) {
-  return tile.row >= tile.col && tile.row < tile.col + kTile::kCols;
-}
-
-// Then its stages hold the columns alone, and the rows' blocks are found among them.
-template <typename kTile>
-struct Shared : kTile {
+// A tile on the diagonal reads one operand: its stages hold the columns alone, which are the rows.
+struct DiagonalTile : SquareTile {
   static constexpr int kRowBlocks = 0;
 };
 
-template <typename kTile>
-__device__ __forceinline__ void produce_chain(const ChainArguments& p, const SharedMap<kTile>& at,
+__device__ __forceinline__ void produce_chain(const ChainArguments& p,
+                                              const SharedMap<SquareTile>& at,
                                               const Mailbox& mail) {
-  Ring<kTile::kStages> ring;
+  Ring<SquareTile::kStages> ring;
   Ring<kConsumers> slots;
   for (;;) {
     barrier_wait(mail.dealt(slots.slot), slots.parity, "a tile to load");
@@ -148,21 +146,21 @@ __device__ __forceinline__ void produce_chain(const ChainArguments& p, const Sha
     slots.advance();
     if (tile.product < 0) return;
     const CUtensorMap& map = p.maps[p.squares[tile.product].source];
-    const int row_blocks = shares_rows<kTile>(tile) ? 0 : kTile::kRowBlocks;
-    const uint32_t bytes = (row_blocks + kTile::kColBlocks) * kBlockBytes;
     for (int k = 0; k < p.m; k += kStageDepth) {
       // A fresh ring is empty: the phase before its first one has ended.
       barrier_wait(at.empty(ring.slot), ring.parity ^ 1, "an empty stage");
       const uint32_t full = at.full(ring.slot);
       uint32_t target = at.rows(ring.slot);
-      barrier_arrive_expecting(full, bytes);
-      for (int i = 0; i < row_blocks; ++i, target += kBlockBytes) {
-        copy_in(target, map, full, k, tile.row + i * kBlockSide, tile.matrix);
-      }
-#pragma unroll
-      for (int i = 0; i < kTile::kColBlocks; ++i, target += kBlockBytes) {
-        copy_in(target, map, full, k, tile.col + i * kBlockSide, tile.matrix);
-      }
+      const auto copy_operand = [&](int row, int blocks) {
+        const bool above = is_above_diagonal(row, k);
+        for (int i = 0; i < blocks; ++i, row += kBlockSide, target += kBlockBytes) {
+          copy_in(target, map, full, above ? k : row, above ? row : k, tile.matrix);
+        }
+      };
+      const int row_blocks = tile.row == tile.col ? 0 : SquareTile::kRowBlocks;
+      barrier_arrive_expecting(full, (row_blocks + SquareTile::kColBlocks) * kBlockBytes);
+      copy_operand(tile.row, row_blocks);
+      copy_operand(tile.col, SquareTile::kColBlocks);
       ring.advance();
     }
   }
@@ -190,6 +188,7 @@ struct ChainView {
   int alpha_power;
   int beta_power;
   bool reads_c;
+  bool upper_out = true;
 
   __device__ __forceinline__ explicit ChainView(const ChainArguments& p)
       : scale(p.scale), m(p.m), n(p.m) {}
@@ -211,15 +210,15 @@ struct ChainView {
   }
 };
 
-template <typename T, typename kTile>
-__device__ __forceinline__ void consume_chain(const ChainArguments& p, const SharedMap<kTile>& at,
-                                              const Mailbox& mail, int consumer) {
-  static_assert(kTile::kTurns, "the mailbox has a slot per consumer");
+__device__ __forceinline__ void consume_chain(const ChainArguments& p,
+                                              const SharedMap<SquareTile>& at, const Mailbox& mail,
+                                              int consumer) {
+  static_assert(SquareTile::kTurns, "the mailbox has a slot per consumer");
   const int stages = (p.m - 1 + kStageDepth) / kStageDepth;  // m > 0
   ChainView view(p);
-  Epilogue<T, kTile, true, ChainView> epilogue(view, at, consumer);
-  const SharedMap<Shared<kTile>> at_shared(at.barriers);
-  Ring<kTile::kStages> ring;
+  Epilogue<__half, SquareTile, true, ChainView> epilogue(view, at, consumer);
+  const SharedMap<DiagonalTile> at_diagonal(at.barriers);
+  Ring<SquareTile::kStages> ring;
   if (consumer > 0) ring.skip(stages);
   uint32_t mail_parity = 0, turn_parity = consumer == 0;  // nobody is before the first
   for (;;) {
@@ -233,18 +232,19 @@ __device__ __forceinline__ void consume_chain(const ChainArguments& p, const Sha
     const TileOrigin origin{tile.matrix, tile.row, tile.col};
     barrier_wait(at.turn(consumer), turn_parity, "the turn");
     turn_parity ^= 1;
-    float sum[kTile::kM][kTile::kCols / 2];
+    float sum[SquareTile::kM][SquareTile::kCols / 2];
     const auto meanwhile = [&] { epilogue.fetch_c(origin); };
     const auto last_seen = [&] {
       if (threadIdx.x % 32 == 0) barrier_arrive(at.turn(consumer ^ 1));
       __syncwarp();
     };
-    if (shares_rows<kTile>(tile)) {
-      const int first_block = (tile.row - tile.col) / kBlockSide;
-      multiply<T, Shared<kTile>, false, false>(sum, at_shared, ring, first_block, stages, meanwhile,
-                                               last_seen);
+    constexpr int kUpper = kUpperA | kUpperB;
+    if (tile.row == tile.col) {
+      multiply<__half, DiagonalTile, false, false, kUpper>(
+          sum, at_diagonal, ring, 0, stages, tile.row, tile.col, meanwhile, last_seen);
     } else {
-      multiply<T, kTile, false, false>(sum, at, ring, 0, stages, meanwhile, last_seen);
+      multiply<__half, SquareTile, false, false, kUpper>(sum, at, ring, 0, stages, tile.row,
+                                                         tile.col, meanwhile, last_seen);
     }
     epilogue.store(sum, origin);
     if (threadIdx.x % kWarpgroup == 0) {
@@ -257,21 +257,20 @@ __device__ __forceinline__ void consume_chain(const ChainArguments& p, const Sha
   }
 }
 
-template <typename T, typename kTile>
 __global__ void __launch_bounds__(kThreads, 1)
     chain_kernel(const __grid_constant__ ChainArguments p) {
-  static_assert(Mailbox::kBytes + kTile::kBarrierBytes <= kTile::kAlignment);
+  static_assert(Mailbox::kBytes + SquareTile::kBarrierBytes <= SquareTile::kAlignment);
   extern __shared__ char shared[];
   let_next_kernel_begin();
   const Mailbox mail{shared_offset(shared)};
-  const SharedMap<kTile> at(mail.start + Mailbox::kBytes);
+  const SharedMap<SquareTile> at(mail.start + Mailbox::kBytes);
   if (threadIdx.x < kMostBuffers && p.buffers[threadIdx.x].data != nullptr) {
     prefetch_map(p.maps[threadIdx.x]);
   }
   if (threadIdx.x == 0) {
-    for (int slot = 0; slot < kTile::kStages; ++slot) {
+    for (int slot = 0; slot < SquareTile::kStages; ++slot) {
       barrier_init(at.full(slot), 1);
-      barrier_init(at.empty(slot), kTile::kReaders);
+      barrier_init(at.empty(slot), SquareTile::kReaders);
     }
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
       barrier_init(at.c_there(consumer), 1);
@@ -288,12 +287,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = warp / (kWarpgroup / 32);
   if (warpgroup == 0) {
     give_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) produce_chain<kTile>(p, at, mail);
+    if (threadIdx.x == 0) produce_chain(p, at, mail);
     if (threadIdx.x == 32) deal(p, mail);
     __syncwarp();
   } else {
     take_registers<kConsumerRegisters>();
-    consume_chain<T, kTile>(p, at, mail, warpgroup - 1);
+    consume_chain(p, at, mail, warpgroup - 1);
   }
 }
 

@@ -58,8 +58,10 @@ class Epilogue {
     }
     publish();
     send(origin);
-    // Part of some row of blocks lies above the diagonal.
-    if (kSymmetric && origin.col + kTile::kCols > origin.row + kBlockSide) {
+    // Part of some row of blocks lies above the diagonal. Its image is stored as far as it is below
+    // the diagonal of a block of upper storage, or everywhere.
+    if (kSymmetric && origin.col + kTile::kCols > origin.row + kBlockSide &&
+        !(p_.upper_out && is_above_diagonal(origin.row, origin.col - kUpperSide))) {
       mirror(origin);
       publish();
       send_mirrored(origin);

@@ -88,7 +88,8 @@ int resident_blocks(Kernel kernel, const cudaLaunchConfig_t& config, int device)
   return clusters * kTile::kCluster;
 }
 
-template <typename T, typename kTile, bool kSymmetric, bool kARowsMajor, bool kBRowsMajor>
+template <typename T, typename kTile, bool kSymmetric, bool kARowsMajor, bool kBRowsMajor,
+          int kUpper = 0>
 void launch(const Problem& p, int device, cudaStream_t stream) {
   using Schedule = std::conditional_t<kSymmetric, TriangularSchedule, RectangularSchedule>;
   using Args = Arguments<Schedule>;
@@ -117,8 +118,9 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
   args.diag = p.diag;
   args.alpha_power = p.alpha_power;
   args.beta_power = p.beta_power;
+  args.upper_out = p.upper_out;
 
-  const auto kernel = product_kernel<T, kTile, kSymmetric, kARowsMajor, kBRowsMajor, Args>;
+  const auto kernel = product_kernel<T, kTile, kSymmetric, kARowsMajor, kBRowsMajor, kUpper, Args>;
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       kTile::kSharedBytes));
   cudaLaunchAttribute attributes[2]{};

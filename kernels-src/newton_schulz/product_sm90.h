@@ -30,6 +30,9 @@ struct Problem {
   float diag;
   int alpha_power = 1;
   int beta_power = 1;
+  bool upper_a = false;  // in upper storage, see layout_sm90.h
+  bool upper_b = false;
+  bool upper_out = false;
 };
 
 // One tile shape. Its consumers are two warpgroups, which share a tile or take turns.
@@ -99,6 +102,15 @@ inline const char* symmetric_refusal(const Problem& p) {
                                       : "a and b must be contiguous along the same dimension";
 }
 
+// Upper storage is read and written by rows, and of square matrices alone.
+inline const char* upper_refusal(const Problem& p) {
+  const bool square = (!p.upper_a || p.m == p.k) && (!p.upper_b || p.n == p.k);
+  const bool rows = (!p.upper_a || by_rows(p.a)) && (!p.upper_b || by_rows(p.b));
+  return square && rows ? nullptr
+                        : "an operand in upper storage must be square, with "
+                          "contiguous rows";
+}
+
 inline int64_t tiles_of(const Problem& p, const TileCost& tile, bool symmetric) {
   const int64_t per_matrix =
       symmetric
@@ -132,5 +144,7 @@ int64_t pick(const TileCost (&tiles)[kCount], const Problem& p, bool symmetric,
 
 // symmetric_matmul_sm90.cu: `tile` counts in kSymmetricTiles; checks the device and the strides.
 void run_symmetric_sm90(const Problem& p, ScalarType dtype, int64_t tile, int device, void* stream);
+// In float16, from or to upper storage: by the tile of kUpperSide rows and columns.
+void run_symmetric_upper(const Problem& p, ScalarType dtype, int device, void* stream);
 
 }  // namespace optimizer::newton_schulz

@@ -14,10 +14,6 @@ namespace {
 using TensorVector = std::vector<Tensor>;
 using symmetric::matrices_of;
 
-// The tiles of symmetric_matmul whose consumers take turns.
-using Tile128x128 = Tile<128, 128, 5, true>;
-using Tile64x128 = Tile<64, 128, 7, true>;
-
 struct Chain {
   std::vector<Matrices> buffers;
   std::vector<Square> squares;
@@ -45,6 +41,7 @@ Chain describe(const TensorVector& buffers, const std::vector<int64_t>& places,
   const Tensor& x = buffers[0];
   STD_TORCH_CHECK(x.dim() == 3 && x.size(1) == x.size(2) && x.size(1) <= kLargestSide,
                   "square_chain: buffers must be (batch, m, m), m at most 2^20");
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Half, "square_chain: buffers must be float16");
   Chain chain{{}, {}, nullptr, x.size(0), static_cast<int>(x.size(1)), groups};
   for (const Tensor& buffer : buffers) {
     STD_TORCH_CHECK(buffer.dim() == 3 && buffer.size(0) == x.size(0) &&
@@ -72,6 +69,7 @@ Chain describe(const TensorVector& buffers, const std::vector<int64_t>& places,
 
 // Why the kernel cannot serve the chain; null if it can.
 const char* refusal(const Chain& chain) {
+  if (chain.m % 8 != 0) return "m must be a multiple of 8";
   for (const Matrices& x : chain.buffers) {
     if (!by_rows(x) || !fits_tensor_map(x, chain.m, chain.m, chain.batches)) {
       return "TMA cannot use a buffer: its rows must be contiguous, start on 16 bytes and lie a "
@@ -81,18 +79,15 @@ const char* refusal(const Chain& chain) {
   return nullptr;
 }
 
-// `counters` tickets and stored tiles.
-template <typename T, typename kTile>
 ChainArguments arguments_of(const Chain& chain, int device) {
-  constexpr ScalarType kDtype = std::is_same_v<T, __half> ? ScalarType::Half : ScalarType::BFloat16;
   ChainArguments args{};
   for (size_t i = 0; i < chain.buffers.size(); ++i) {
     const Matrices& x = chain.buffers[i];
-    args.maps[i] = tensor_map(x, chain.m, chain.m, chain.batches, kDtype);
+    args.maps[i] = tensor_map(x, chain.m, chain.m, chain.batches, ScalarType::Half);
     args.buffers[i] = {const_cast<void*>(x.data), x.batch, x.row};
   }
   std::copy(chain.squares.begin(), chain.squares.end(), args.squares);
-  const auto tiles = TriangularSchedule::of(chain.m, kTile::kRows, kTile::kCols);
+  const auto tiles = TriangularSchedule::of(chain.m, SquareTile::kRows, SquareTile::kCols);
   const auto products = static_cast<int64_t>(chain.squares.size());
   STD_TORCH_CHECK(chain.batches <= INT32_MAX / (tiles.per_matrix() * products),
                   "square_chain: ", chain.batches,
@@ -108,9 +103,8 @@ ChainArguments arguments_of(const Chain& chain, int device) {
 }
 
 // counters: (1 + squares * batch) int32, in whatever state.
-template <typename T, typename kTile>
 void launch_chain(const Chain& chain, uint32_t* counters, int device, cudaStream_t stream) {
-  ChainArguments args = arguments_of<T, kTile>(chain, device);
+  ChainArguments args = arguments_of(chain, device);
   args.tickets = counters;
   args.stored = counters + 1;
   cudaLaunchAttribute early{};
@@ -126,31 +120,12 @@ void launch_chain(const Chain& chain, uint32_t* counters, int device, cudaStream
   config.blockDim = dim3(256);
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, clear_kernel, counters, count));
 
-  const auto kernel = chain_kernel<T, kTile>;
-  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      kTile::kSharedBytes));
+  STD_CUDA_CHECK(cudaFuncSetAttribute(chain_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      SquareTile::kSharedBytes));
   config.gridDim = dim3(std::min<uint32_t>(args.schedule.count(), processors_of(device)));
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kTile::kSharedBytes;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
-}
-
-template <typename T>
-void run(const Chain& chain, int64_t tile, uint32_t* counters, int device, cudaStream_t stream) {
-  switch (tile) {
-    case 0:
-      return launch_chain<T, Tile128x128>(chain, counters, device, stream);
-    case 1:
-      return launch_chain<T, Tile64x128>(chain, counters, device, stream);
-    default:
-      STD_TORCH_CHECK(false, "square_chain: there is no tile ", tile);
-  }
-}
-
-// The smaller tile where a product has not enough of the larger one to occupy the device.
-int64_t pick_tile(const Chain& chain, int device) {
-  const auto tiles = TriangularSchedule::of(chain.m, Tile128x128::kRows, Tile128x128::kCols);
-  return tiles.per_matrix() * chain.batches < processors_of(device) ? 1 : 0;
+  config.dynamicSmemBytes = SquareTile::kSharedBytes;
+  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, chain_kernel, args));
 }
 
 }  // namespace
@@ -159,7 +134,7 @@ int64_t pick_tile(const Chain& chain, int device) {
 void square_chain_cuda(const std::vector<Tensor>& buffers, const std::vector<int64_t>& places,
                        const std::vector<int64_t>& operands, const std::vector<double>& alphas,
                        const std::vector<double>& betas, const std::vector<double>& deltas,
-                       std::optional<Tensor> scale, int64_t groups, int64_t tile) {
+                       std::optional<Tensor> scale, int64_t groups) {
   using namespace newton_schulz;
   STD_TORCH_CHECK(!buffers.empty(), "square_chain: there are no buffers");
   const Chain chain = describe(buffers, places, operands, alphas, betas, deltas, scale, groups);
@@ -173,12 +148,7 @@ void square_chain_cuda(const std::vector<Tensor>& buffers, const std::vector<int
   const auto squares = static_cast<int64_t>(chain.squares.size());
   Tensor counters = torch::stable::new_empty(x, {1 + squares * chain.batches}, ScalarType::Int);
   auto* const data = static_cast<uint32_t*>(counters.data_ptr());
-  if (tile < 0) tile = pick_tile(chain, device);
-  const auto on = static_cast<cudaStream_t>(stream);
-  if (x.scalar_type() == ScalarType::Half) return run<__half>(chain, tile, data, device, on);
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16,
-                  "square_chain: buffers must be float16 or bfloat16");
-  run<__nv_bfloat16>(chain, tile, data, device, on);
+  launch_chain(chain, data, device, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace optimizer

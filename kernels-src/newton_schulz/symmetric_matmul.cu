@@ -119,8 +119,23 @@ int64_t pick_tile(const Problem& p, int device) {
 }
 
 newton_schulz::Problem for_sm90(const Problem& p) {
-  return {p.a, p.b, p.c,     p.out,  p.scale, p.batches,     p.m,
-          p.m, p.k, p.alpha, p.beta, p.diag,  p.alpha_power, p.beta_power};
+  return {p.a,
+          p.b,
+          p.c,
+          p.out,
+          p.scale,
+          p.batches,
+          p.m,
+          p.m,
+          p.k,
+          p.alpha,
+          p.beta,
+          p.diag,
+          p.alpha_power,
+          p.beta_power,
+          p.upper_operands,
+          p.upper_operands,
+          p.upper_out};
 }
 
 // A measured sm90 tile where the device and the strides allow one, else -1. The batch has no say in
@@ -180,14 +195,20 @@ void run_float(const Problem& p, int64_t tile, int device, cudaStream_t stream) 
 
 void symmetric_matmul_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c,
                            const Tensor& out, double alpha, double beta, double diag, int64_t tile,
-                           std::optional<Tensor> scale, int64_t alpha_power, int64_t beta_power) {
-  const Problem p = describe(a, b, c, out, alpha, beta, diag, scale, alpha_power, beta_power);
+                           std::optional<Tensor> scale, int64_t alpha_power, int64_t beta_power,
+                           bool upper_operands, bool upper_out) {
+  Problem p = describe(a, b, c, out, alpha, beta, diag, scale, alpha_power, beta_power);
+  p.upper_operands = upper_operands;
+  p.upper_out = upper_out;
   if (p.batches == 0 || p.m == 0) return;
   const int device = a.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (upper_operands || upper_out) {
+    return newton_schulz::run_symmetric_upper(for_sm90(p), a.scalar_type(), device, stream);
+  }
   switch (a.scalar_type()) {
     case ScalarType::BFloat16:
       return run_half<__nv_bfloat16>(p, tile, a.scalar_type(), device, cuda_stream);

@@ -47,4 +47,17 @@ void run_symmetric_sm90(const Problem& p, ScalarType dtype, int64_t tile, int de
   run<__nv_bfloat16>(p, tile, device, on);
 }
 
+void run_symmetric_upper(const Problem& p, ScalarType dtype, int device, void* stream) {
+  check_sm90("symmetric_matmul", symmetric_refusal(p), device);
+  check_sm90("symmetric_matmul", upper_refusal(p), device);
+  STD_TORCH_CHECK(dtype == ScalarType::Half && p.upper_a == p.upper_b,
+                  "symmetric_matmul: upper storage needs float16, and both operands in it or none");
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (p.upper_a) {
+    return launch<__half, Tile128x128, true, false, false, kUpperA | kUpperB>(p, device, on);
+  }
+  by_rows(p.a) ? launch<__half, Tile128x128, true, false, false>(p, device, on)
+               : launch<__half, Tile128x128, true, true, true>(p, device, on);
+}
+
 }  // namespace optimizer::newton_schulz

@@ -109,6 +109,10 @@ struct Arguments {
   int alpha_power;
   int beta_power;
   bool reads_c;
+  bool upper_out;  // the result goes to upper storage
 };
+
+// Which operands are in upper storage.
+constexpr int kUpperA = 1, kUpperB = 2;
 
 }  // namespace optimizer::newton_schulz

@@ -1,6 +1,7 @@
 // The address arithmetic and the schedules of the sm_90a kernels for test_layout_sm90.py, compiled
 // for the host.
 
+#include <algorithm>
 #include <vector>
 
 #include "newton_schulz/layout_sm90.h"
@@ -95,7 +96,19 @@ void accumulator(int thread, int reg, int* found) {
 }
 
 int pair(int j, int q) { return fragment_register(j, q); }
-uint32_t fragment(int thread, int i, int j, int wide) { return fragment_offset(thread, i, j, wide); }
-uint32_t mirrored(int thread, int i, int j, int tall) { return mirrored_offset(thread, i, j, tall); }
+uint32_t fragment(int thread, int i, int j, int wide) {
+  return fragment_offset(thread, i, j, wide);
+}
+uint32_t mirrored(int thread, int i, int j, int tall) {
+  return mirrored_offset(thread, i, j, tall);
+}
+
+// Blocks of 64 x 64 of an m x m matrix in upper storage: which one a product copies for the rows
+// from `row` on and k from `k` on, and whether the instruction takes it transposed.
+void upper_block(int row, int k, int stages, int* found) {
+  const bool transposed = !is_above_diagonal(row, k);
+  found[0] = transposed ? k : row, found[1] = transposed ? row : k, found[2] = transposed;
+  found[3] = k / kBlockSide < std::min(stages, stages_below_diagonal(row));
+}
 
 }  // extern "C"

@@ -207,6 +207,21 @@ def test_the_ring_counts_stages_and_phases(probe):
             assert probe.ring(advances, skipped) == slot | phase % 2 << 8
 
 
+def test_upper_storage_is_read_where_it_exists(probe):
+    """Every block that a product copies is on or above the diagonal, and taken the right way."""
+    found = (ctypes.c_int * 4)()
+    for m in (64, 120, 128, 136, 512, 776, 1024):
+        stages = -(-m // 64)
+        for row in range(0, m, 64):
+            for k in range(0, m, 64):
+                probe.upper_block(row, k, stages, found)
+                stored_row, stored_col, transposed, expected = found
+                assert stored_row // 128 <= stored_col // 128
+                place = (stored_col, stored_row) if transposed else (stored_row, stored_col)
+                assert place == (row, k)
+                assert transposed == expected, "copy and instruction disagree"
+
+
 def test_python_names_the_tiles_of_the_table(submodule):
     """The numbers of tiles are positions; a changed table would silently run another tile."""
     text = (SOURCES / "newton_schulz" / "product_sm90.h").read_text()

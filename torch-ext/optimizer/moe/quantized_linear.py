@@ -128,7 +128,7 @@ def _slices(
         offsets = order.offsets[first : end + 1]
         mine = (row >= offsets[0]) & (row < offsets[-1])
         if first == 0:
-            local[-1] = end - first
+            local[-1:].fill_(end - first)
         yield _Slice(
             slice(first, end),
             every[first:end],

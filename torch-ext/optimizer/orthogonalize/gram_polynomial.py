@@ -54,10 +54,11 @@ def iterated(x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
     `last`: the `out` of the last product, as for `apply_gram_side`.
     """
     first, second = POLYNOMIALS
-    R = gram(x)  # (G, m, m)
+    upper = runs_chain(x)
+    R = gram(x)  # (G, m, m), whole for its norm
     if runs_symmetric(R.shape[-1], R.dtype, R.device) and runs_compiled(R.device, R.dtype, R.dtype):
         factors, roots = norm_factors(R, SAFETY**2)
-        M = evaluated(R, first, factors)
+        M = evaluated(R, first, factors, upper)
     else:
         # A trace of 4096 keeps the norm above 1 for any m below 10^7; a zero matrix stays zero.
         bound = matrix_norm(R).clamp_min_(1.0).mul_(SAFETY**2)  # (G, 1, 1)
@@ -65,27 +66,26 @@ def iterated(x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
         roots = bound.rsqrt_().flatten()
         M = evaluated(R, first)
     del R
-    x = apply_gram_side(x, M, scale=roots)
+    x = apply_gram_side(x, M, scale=roots, upper=upper)
     del M
-    return apply_gram_side(x, evaluated(gram(x), second), out=last)
+    M = evaluated(gram(x, upper_out=upper), second, upper=upper)
+    return apply_gram_side(x, M, out=last, upper=upper)
 
 
 def evaluated(
-    R: torch.Tensor, squares: tuple[Square, ...], factors: torch.Tensor | None = None
+    R: torch.Tensor,
+    squares: tuple[Square, ...],
+    factors: torch.Tensor | None = None,
+    upper: bool = False,
 ) -> torch.Tensor:
     """The last M of R (G, m, m), which may be overwritten.
 
-    `factors` (G,): M_0 is R times these; no product of its own is spent on that.
+    `factors` (G,): M_0 is R times these; no product of its own is spent on that. `upper`: in one
+    launch (`runs_chain`), R and the result in upper storage. Else an M that is not needed any more
+    is let go.
     """
-    if runs_chain(R):
-        return square_chain(R, squares, factors, overwrite=True)
-    return one_by_one(R, squares, factors)
-
-
-def one_by_one(
-    R: torch.Tensor, squares: tuple[Square, ...], factors: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`evaluated`, a call per product; an M that is not needed any more is let go."""
+    if upper:
+        return square_chain(R, squares, factors)
     terms: dict[int, torch.Tensor] = {0: R}
     del R
     for j, (operand, alpha, beta, delta) in enumerate(squares):
