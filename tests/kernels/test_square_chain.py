@@ -33,6 +33,14 @@ def test_it_serves_float16_on_hopper_alone(module):
     assert [module.tiles(m) for m in (1, 128, 129, 512, 1000, 1024)] == [1, 1, 3, 10, 36, 36]
 
 
+@pytest.mark.parametrize("name", CHAINS)
+def test_reference_is_the_definition(submodule, name):
+    reference = submodule("reference.square_chain")
+    x, scale = operand(3, 40, HALF, torch.device("cpu"))
+    expected = definition(x, CHAINS[name], scale, HALF)
+    assert relative_error(reference.square_chain(x, CHAINS[name], scale), expected) < 2.0**-8
+
+
 class TestOnHopper:
     pytestmark = on_hopper
 

@@ -4,9 +4,10 @@ What a polynomial of high degree in a symmetric matrix is made of. One launch fo
 batch: groups of matrices go through the whole chain while they are in L2, and no multiprocessor is
 idle between two products. Bits are those of `symmetric_matmul` product by product.
 
-path      | op                | source                           | taken
-compiled  | square_chain      | kernels-src/newton_schulz/*sm90* | capability 9.0, float16
-products  | symmetric_matmul  | kernels/symmetric_matmul.py      | everything else, by the caller
+path      | op               | source                           | taken
+compiled  | square_chain     | kernels-src/newton_schulz/*sm90* | capability 9.0, float16
+products  | symmetric_matmul | kernels/symmetric_matmul.py      | everything else, by the caller
+reference | none             | reference/square_chain.py        | by tests
 
 Every matrix is in upper storage: blocks of 128 x 128 below the diagonal are neither read nor
 written (10 of 16 are left for m = 512, 36 of 64 for m = 1024).
