@@ -1,64 +1,77 @@
 #pragma once
-// The persistent kernel of a chain of squares (chain.h): the main loop and the epilogue of
-// product_sm90.cuh, fed with tiles of several products that depend on each other. All matrices are
-// float16 in upper storage (layout_sm90.h).
+// The persistent kernel of a chain of squares (chain.h): the main loop of product_sm90.cuh, fed
+// with tiles of several products that depend on each other. All matrices are float16 in upper
+// storage (layout_sm90.h).
 //
-//   dealer, one thread:   a ticket -> its tile -> wait until the operand is stored -> mailbox
-//   producer, one thread: mailbox -> ring of stages, by TMA
-//   two consumers:        mailbox, every second tile -> wgmma -> epilogue -> count the tile as
-//   stored
+//   dealer, one thread:     a ticket -> its tile -> wait until the operand is stored -> mailbox
+//   producer, one thread:   mailbox -> ring of stages, by TMA
+//   two consumers:          mailbox, every second tile -> wgmma -> finish in the staging memory
+//   two couriers, a thread  mailbox -> C into the staging memory of one consumer; the finished tile
+//   each:                   out of it, by TMA -> wait until it is written -> count it as stored
+//
+// So a consumer is back at its next products as soon as its last value is rounded: it waits for no
+// copy but that of C, which has its other half's main loop to come.
 //
 // Blocks draw tickets from one counter. Whoever holds the smallest unfinished one waits for nobody:
 // what it depends on has smaller tickets, and so have the tiles before it in its block. So the
-// chain ends whatever else the device runs, and however few of its blocks are resident.
-//
-// A tile counts as stored when its writes are done (not only read from shared memory); the thread
-// that issued them waits for that behind its own tile, so no signal depends on a tile to come.
+// chain ends whatever else the device runs, and however few of its blocks are resident. A courier
+// counts a tile before it looks at the next one, so no signal depends on a tile to come.
 
 #include "newton_schulz/chain.h"
+#include "newton_schulz/mma.cuh"
 #include "newton_schulz/product_sm90.cuh"
+#include "newton_schulz/scalars.cuh"
 
 namespace optimizer::newton_schulz {
 
 // Of kUpperSide rows and columns, so that an operand's rows are in one block of upper storage.
 using SquareTile = Tile<128, 128, 5, true>;
 static_assert(SquareTile::kRows == kUpperSide && SquareTile::kCols == kUpperSide);
-
-struct ChainBuffer {
-  void* data;
-  int64_t batch;  // strides in elements
-  int64_t row;
-};
+constexpr int kTileBlocks = SquareTile::kRowBlocks * SquareTile::kColBlocks;
 
 struct ChainArguments {
   CUtensorMap maps[kMostBuffers];
-  ChainBuffer buffers[kMostBuffers];
   Square squares[kMostSquares];
   ChainSchedule schedule;
   const float* scale;  // per matrix, or null
   uint32_t* tickets;   // the next one
   uint32_t* stored;    // [product][matrix]: tiles
+  uint32_t buffers;
   int m;
 };
 
-// Two slots, one per consumer, since they take turns; read by the consumer and the producer.
+// Two slots, one per consumer, since they take turns; read by the producer, the consumer's warps
+// and its courier. Beside it, how consumer and courier hand the staging memory to each other.
 struct Mailbox {
   static constexpr int kSlotBytes = sizeof(ChainTile);
-  static constexpr int kBytes = kConsumers * (kSlotBytes + 16);
-  static constexpr int kReaders = 1 + kWarpgroup / 32;
+  static constexpr int kBytes = kConsumers * (kSlotBytes + 4 * 8);
+  static constexpr int kWarps = kWarpgroup / 32;  // of a consumer
+  static constexpr int kReaders = 1 + kWarps + 1;
 
   uint32_t start;
 
-  __device__ __forceinline__ uint32_t dealt(uint32_t slot) const { return barriers() + 8 * slot; }
-  __device__ __forceinline__ uint32_t taken(uint32_t slot) const {
-    return barriers() + 8 * (kConsumers + slot);
+  __device__ __forceinline__ uint32_t dealt(uint32_t slot) const { return barrier(0, slot); }
+  __device__ __forceinline__ uint32_t taken(uint32_t slot) const { return barrier(1, slot); }
+  // The staging memory holds C, or nothing that is needed.
+  __device__ __forceinline__ uint32_t prepared(uint32_t slot) const { return barrier(2, slot); }
+  __device__ __forceinline__ uint32_t finished(uint32_t slot) const { return barrier(3, slot); }
+
+  __device__ __forceinline__ void init() const {
+    for (int slot = 0; slot < kConsumers; ++slot) {
+      barrier_init(dealt(slot), 1);
+      barrier_init(taken(slot), kReaders);
+      barrier_init(prepared(slot), 1);
+      barrier_init(finished(slot), kWarps);
+    }
   }
   __device__ __forceinline__ void put(uint32_t slot, const ChainTile& tile) const {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(start + slot * kSlotBytes),
                  "r"(tile.product), "r"(tile.matrix), "r"(tile.row), "r"(tile.col)
                  : "memory");
   }
-  __device__ __forceinline__ ChainTile look(uint32_t slot) const {
+  // parity: of the slot's messages.
+  __device__ __forceinline__ ChainTile wait(uint32_t slot, uint32_t parity) const {
+    barrier_wait(dealt(slot), parity, "a tile");
     ChainTile tile;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(tile.product), "=r"(tile.matrix), "=r"(tile.row), "=r"(tile.col)
@@ -68,7 +81,9 @@ struct Mailbox {
   }
 
  private:
-  __device__ __forceinline__ uint32_t barriers() const { return start + kConsumers * kSlotBytes; }
+  __device__ __forceinline__ uint32_t barrier(uint32_t which, uint32_t slot) const {
+    return start + kConsumers * kSlotBytes + 8 * (which * kConsumers + slot);
+  }
 };
 
 __device__ __forceinline__ uint32_t draw_ticket(uint32_t* tickets) {
@@ -140,8 +155,7 @@ __device__ __forceinline__ void produce_chain(const ChainArguments& p,
   Ring<SquareTile::kStages> ring;
   Ring<kConsumers> slots;
   for (;;) {
-    barrier_wait(mail.dealt(slots.slot), slots.parity, "a tile to load");
-    const ChainTile tile = mail.look(slots.slot);
+    const ChainTile tile = mail.wait(slots.slot, slots.parity);
     barrier_arrive(mail.taken(slots.slot));
     slots.advance();
     if (tile.product < 0) return;
@@ -166,93 +180,143 @@ __device__ __forceinline__ void produce_chain(const ChainArguments& p,
   }
 }
 
-// A tensor map that can be exchanged for another.
-struct MapChoice {
-  const CUtensorMap* map;
-  __device__ __forceinline__ operator const CUtensorMap&() const { return *map; }
-};
+// Everything that one consumer's tiles bring to or from global memory beside their operands.
+__device__ __forceinline__ void carry(const ChainArguments& p, const SharedMap<SquareTile>& at,
+                                      const Mailbox& mail, int consumer) {
+  const uint32_t staging = at.staging(consumer);
+  for (uint32_t parity = 0;; parity ^= 1) {
+    const ChainTile tile = mail.wait(consumer, parity);
+    barrier_arrive(mail.taken(consumer));
+    if (tile.product < 0) return;
+    const Square& square = p.squares[tile.product];
+    const uint32_t prepared = mail.prepared(consumer);
+    if (square.beta != 0.0f) {
+      barrier_arrive_expecting(prepared, SquareTile::kStagingBytes);
+#pragma unroll 1
+      for (int block = 0; block < kTileBlocks; ++block) {
+        copy_in(staging + block * kBlockBytes, p.maps[square.added], prepared,
+                tile.col + block % 2 * kBlockSide, tile.row + block / 2 * kBlockSide, tile.matrix);
+      }
+    } else {
+      barrier_arrive(prepared);
+    }
+    barrier_wait(mail.finished(consumer), parity, "a finished tile");
+#pragma unroll 1
+    for (int block = 0; block < kTileBlocks; ++block) {
+      const int row = tile.row + block / 2 * kBlockSide, col = tile.col + block % 2 * kBlockSide;
+      if (row >= p.m || col >= p.m) continue;
+      copy_out(p.maps[square.target], staging + block * kBlockBytes, col, row, tile.matrix);
+    }
+    copy_out_commit();
+    copy_out_wait();
+    count_released(p.stored + static_cast<int64_t>(tile.product) * p.schedule.matrices +
+                   tile.matrix);
+  }
+}
 
-// The product of a tile as the epilogue wants to see it.
-struct ChainView {
-  MapChoice c;
-  MapChoice out;
-  void* out_data;
-  int64_t out_batch;
-  int64_t out_row;
+// What symmetric::Scalars reads, of one product.
+struct ChainScalars {
   const float* scale;
-  int m;
-  int n;
   float alpha;
   float beta;
   float diag;
   int alpha_power;
   int beta_power;
-  bool reads_c;
-  bool upper_out = true;
-
-  __device__ __forceinline__ explicit ChainView(const ChainArguments& p)
-      : scale(p.scale), m(p.m), n(p.m) {}
-
-  __device__ __forceinline__ void take(const ChainArguments& p, int product) {
-    const Square& square = p.squares[product];
-    const ChainBuffer& target = p.buffers[square.target];
-    c.map = &p.maps[square.added];
-    out.map = &p.maps[square.target];
-    out_data = target.data;
-    out_batch = target.batch;
-    out_row = target.row;
-    alpha = square.alpha;
-    beta = square.beta;
-    diag = square.delta;
-    alpha_power = square.alpha_power;
-    beta_power = square.beta_power;
-    reads_c = square.beta != 0.0f;
-  }
 };
+
+// Sums and, in its place, C -> rounded values in the staging memory, 16 x 64 of a warp at a time:
+// the next ones are under way from shared memory meanwhile. A A^T is symmetric to the bit, so a
+// tile on the diagonal needs nothing but its constant.
+template <bool kReadsC>
+__device__ __forceinline__ void finish(const float (&sum)[SquareTile::kM][SquareTile::kCols / 2],
+                                       const symmetric::Scalars& scalars, uint32_t staging,
+                                       bool on_diagonal) {
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup, lane = thread % 32;
+  const uint32_t start = staging + fragment_offset(thread, 0, 0, 2);
+  // 16 columns further is two chunks further, which no other bit of the swizzle meets.
+  const auto place = [&](int block, int j) { return (start ^ j * 32) + block * kBlockBytes; };
+  // A diagonal block's rows and columns of this warp meet in its j-th 16 columns; there this thread
+  // has one diagonal element of each of two 8 x 8 matrices, or none.
+  const int meets = on_diagonal ? thread / 32 : -1;
+  const int offset = lane / 4 - lane % 4 * 2;  // row - column
+  uint32_t x[2][4][4] = {};
+  if constexpr (kReadsC) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) symmetric::load_fragments<false>(x[0][j], place(0, j));
+  }
+#pragma unroll
+  for (int block = 0; block < kTileBlocks; ++block) {
+    auto& here = x[block % 2];
+    if (kReadsC && block + 1 < kTileBlocks) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        symmetric::load_fragments<false>(x[(block + 1) % 2][j], place(block + 1, j));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const float* const values = &sum[block / 2][fragment_register(block % 2 * 4 + j, q)];
+        const float2 c = __half22float2(*reinterpret_cast<const __half2*>(&here[j][q]));
+        float y[2] = {scalars.scaled(values[0], c.x), scalars.scaled(values[1], c.y)};
+        if (block / 2 == block % 2 && (q == 0 || q == 3)) {
+          y[0] = scalars.with_diagonal(y[0], meets == j && offset == 0);
+          y[1] = scalars.with_diagonal(y[1], meets == j && offset == 1);
+        }
+        here[j][q] = symmetric::pack(__float2half_rn(y[0]), __float2half_rn(y[1]));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) store_fragments<false>(place(block, j), here[j]);
+  }
+}
 
 __device__ __forceinline__ void consume_chain(const ChainArguments& p,
                                               const SharedMap<SquareTile>& at, const Mailbox& mail,
                                               int consumer) {
   static_assert(SquareTile::kTurns, "the mailbox has a slot per consumer");
   const int stages = (p.m - 1 + kStageDepth) / kStageDepth;  // m > 0
-  ChainView view(p);
-  Epilogue<__half, SquareTile, true, ChainView> epilogue(view, at, consumer);
+  const bool speaks = threadIdx.x % 32 == 0;                 // for its warp
   const SharedMap<DiagonalTile> at_diagonal(at.barriers);
   Ring<SquareTile::kStages> ring;
   if (consumer > 0) ring.skip(stages);
-  uint32_t mail_parity = 0, turn_parity = consumer == 0;  // nobody is before the first
-  for (;;) {
-    barrier_wait(mail.dealt(consumer), mail_parity, "a tile");
-    mail_parity ^= 1;
-    const ChainTile tile = mail.look(consumer);
+  uint32_t turn_parity = consumer == 0;  // nobody is before the first
+  for (uint32_t parity = 0;; parity ^= 1, turn_parity ^= 1) {
+    const ChainTile tile = mail.wait(consumer, parity);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(mail.taken(consumer));
+    if (speaks) barrier_arrive(mail.taken(consumer));
     if (tile.product < 0) return;
-    view.take(p, tile.product);
-    const TileOrigin origin{tile.matrix, tile.row, tile.col};
+    const Square& square = p.squares[tile.product];
+    const bool reads_c = square.beta != 0.0f, on_diagonal = tile.row == tile.col;
+    const ChainScalars given{p.scale,      square.alpha,       square.beta,
+                             square.delta, square.alpha_power, square.beta_power};
+    // Before the products, as they load.
+    const symmetric::Scalars with_c(given, tile.matrix, true), without(given, tile.matrix, false);
     barrier_wait(at.turn(consumer), turn_parity, "the turn");
-    turn_parity ^= 1;
     float sum[SquareTile::kM][SquareTile::kCols / 2];
-    const auto meanwhile = [&] { epilogue.fetch_c(origin); };
+    const auto meanwhile = [] {};
     const auto last_seen = [&] {
-      if (threadIdx.x % 32 == 0) barrier_arrive(at.turn(consumer ^ 1));
+      if (speaks) barrier_arrive(at.turn(consumer ^ 1));
       __syncwarp();
     };
     constexpr int kUpper = kUpperA | kUpperB;
-    if (tile.row == tile.col) {
+    if (on_diagonal) {
       multiply<__half, DiagonalTile, false, false, kUpper>(
           sum, at_diagonal, ring, 0, stages, tile.row, tile.col, meanwhile, last_seen);
     } else {
       multiply<__half, SquareTile, false, false, kUpper>(sum, at, ring, 0, stages, tile.row,
                                                          tile.col, meanwhile, last_seen);
     }
-    epilogue.store(sum, origin);
-    if (threadIdx.x % kWarpgroup == 0) {
-      copy_out_wait();
-      count_released(p.stored + static_cast<int64_t>(tile.product) * p.schedule.matrices +
-                     tile.matrix);
+    barrier_wait(mail.prepared(consumer), parity, "C");
+    if (reads_c) {
+      finish<true>(sum, with_c, at.staging(consumer), on_diagonal);
+    } else {
+      finish<false>(sum, without, at.staging(consumer), on_diagonal);
     }
+    fence_for_copies();
     __syncwarp();
+    if (speaks) barrier_arrive(mail.finished(consumer));
     ring.skip(stages);
   }
 }
@@ -264,20 +328,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   let_next_kernel_begin();
   const Mailbox mail{shared_offset(shared)};
   const SharedMap<SquareTile> at(mail.start + Mailbox::kBytes);
-  if (threadIdx.x < kMostBuffers && p.buffers[threadIdx.x].data != nullptr) {
-    prefetch_map(p.maps[threadIdx.x]);
-  }
+  if (threadIdx.x < p.buffers) prefetch_map(p.maps[threadIdx.x]);
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < SquareTile::kStages; ++slot) {
       barrier_init(at.full(slot), 1);
       barrier_init(at.empty(slot), SquareTile::kReaders);
     }
     for (int consumer = 0; consumer < kConsumers; ++consumer) {
-      barrier_init(at.c_there(consumer), 1);
-      barrier_init(at.turn(consumer), kWarpgroup / 32);
-      barrier_init(mail.dealt(consumer), 1);
-      barrier_init(mail.taken(consumer), Mailbox::kReaders);
+      barrier_init(at.turn(consumer), Mailbox::kWarps);
     }
+    mail.init();
     barrier_init_fence();
     fence_for_copies();
   }
@@ -287,8 +347,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = warp / (kWarpgroup / 32);
   if (warpgroup == 0) {
     give_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) produce_chain(p, at, mail);
-    if (threadIdx.x == 32) deal(p, mail);
+    if (threadIdx.x % 32 == 0) {
+      if (warp == 0) produce_chain(p, at, mail);
+      if (warp == 1) deal(p, mail);
+      if (warp >= 2) carry(p, at, mail, warp - 2);
+    }
     __syncwarp();
   } else {
     take_registers<kConsumerRegisters>();

@@ -1,6 +1,6 @@
 // square_chain by TMA and wgmma, for Hopper alone: chain.h has the formula, chain_sm90.cuh the
 // kernel. The bits are those of symmetric_matmul product by product: every element is one float32
-// sum over growing k, finished and rounded by the same epilogue, whatever the groups.
+// sum over growing k, finished by the same operations, whatever the groups.
 
 #include <vector>
 
@@ -84,7 +84,6 @@ ChainArguments arguments_of(const Chain& chain, int device) {
   for (size_t i = 0; i < chain.buffers.size(); ++i) {
     const Matrices& x = chain.buffers[i];
     args.maps[i] = tensor_map(x, chain.m, chain.m, chain.batches, ScalarType::Half);
-    args.buffers[i] = {const_cast<void*>(x.data), x.batch, x.row};
   }
   std::copy(chain.squares.begin(), chain.squares.end(), args.squares);
   const auto tiles = TriangularSchedule::of(chain.m, SquareTile::kRows, SquareTile::kCols);
@@ -98,6 +97,7 @@ ChainArguments arguments_of(const Chain& chain, int device) {
   args.schedule = {tiles, static_cast<uint32_t>(chain.batches), static_cast<uint32_t>(groups),
                    static_cast<uint32_t>(products)};
   args.scale = chain.scale;
+  args.buffers = static_cast<uint32_t>(chain.buffers.size());
   args.m = chain.m;
   return args;
 }

@@ -1,8 +1,9 @@
 """Order and signals of a chain of squares: its list of tickets, its buffers, and a model of a run.
 
 The list and the rule of buffers are the kernel's own (kernels-src/newton_schulz/chain.h), compiled
-for the host. The model is that of chain_sm90.cuh: dealers, producers and consumers are agents with
-random timing, blocks appear whenever they like, and a tile must find its operands stored.
+for the host. The model is that of chain_sm90.cuh: dealers, producers, consumers and couriers are
+agents with random timing, blocks appear whenever they like, and a tile must find its operands
+stored.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class Chain:
     def __init__(self, order, each: int, *, drawn: bool = True, prompt: bool = True) -> None:
         self.order, self.each = order, each
         self.drawn = drawn  # tickets from one counter; else ticket t runs on block t mod blocks
-        self.prompt = prompt  # a tile is counted behind it; else when the consumer has its next
+        self.prompt = prompt  # a tile is counted behind it; else when the courier has its next
         self.next = self.finished = 0
         self.stored: dict[tuple[int, int], int] = {}
 
@@ -149,12 +150,18 @@ class Chain:
 
     def block(self, number: int, blocks: int) -> list[Iterator[None]]:
         dealt = [Barrier(1) for _ in range(CONSUMERS)]
-        taken = [Barrier(1 + WARPS) for _ in range(CONSUMERS)]
+        taken = [Barrier(1 + WARPS + 1) for _ in range(CONSUMERS)]
+        prepared = [Barrier(1) for _ in range(CONSUMERS)]
+        finished = [Barrier(WARPS) for _ in range(CONSUMERS)]
         loaded: list = []
+        staging: list = [None] * CONSUMERS
         mail = [None] * CONSUMERS
         agents = [self.deal(mail, dealt, taken, number, blocks)]
         agents.append(self.produce(mail, dealt, taken, loaded))
-        agents += [self.consume(mail, dealt, taken, loaded, c) for c in range(CONSUMERS)]
+        for c in range(CONSUMERS):
+            shared = prepared, finished, staging
+            agents.append(self.consume(mail, dealt, taken, loaded, c, *shared))
+            agents.append(self.carry(mail, dealt, taken, c, *shared))
         return agents
 
     def deal(self, mail, dealt, taken, number: int, blocks: int) -> Iterator[None]:
@@ -195,13 +202,11 @@ class Chain:
                 yield
             loaded.append(tile)
 
-    def consume(self, mail, dealt, taken, loaded, consumer: int) -> Iterator[None]:
-        waiting = None
+    def consume(self, mail, dealt, taken, loaded, consumer, prepared, finished, staging):
         for at in itertools.count(consumer, CONSUMERS):
-            while not dealt[consumer].ended(at // CONSUMERS % 2):
+            phase = at // CONSUMERS % 2
+            while not dealt[consumer].ended(phase):
                 yield
-            if waiting:
-                self.count(waiting)
             tile = self.read(mail, at)
             for _ in range(WARPS):
                 yield
@@ -211,7 +216,34 @@ class Chain:
             while len(loaded) <= at:
                 yield
             assert loaded[at] == tile
-            for _ in range(random.randrange(20)):  # products, epilogue, stores
+            for _ in range(random.randrange(10)):  # products
+                yield
+            while not prepared[consumer].ended(phase):
+                yield
+            for _ in range(WARPS):
+                assert staging[consumer] == ("C", tile), "C is not there"
+                yield
+                finished[consumer].arrive()
+                yield
+
+    def carry(self, mail, dealt, taken, consumer, prepared, finished, staging):
+        waiting = None
+        for at in itertools.count(consumer, CONSUMERS):
+            phase = at // CONSUMERS % 2
+            while not dealt[consumer].ended(phase):
+                yield
+            if waiting:
+                self.count(waiting)
+            tile = self.read(mail, at)
+            yield
+            taken[consumer].arrive()
+            if tile is None:
+                return
+            staging[consumer] = "C", tile
+            prepared[consumer].arrive()
+            while not finished[consumer].ended(phase):
+                yield
+            for _ in range(random.randrange(10)):  # stores
                 yield
             waiting = None if self.prompt else tile
             if self.prompt:
@@ -263,6 +295,6 @@ def test_tiles_that_belong_to_blocks_deadlock(probe):
 
 
 def test_a_count_that_waits_for_the_next_tile_deadlocks(probe):
-    """What the last tile of M_j owes may be what its consumer's next tile waits for."""
+    """What the last tile of M_j owes may be what its courier's next tile waits for."""
     order = tickets(probe, 128, 1, 1)
     assert not run([Chain(order, 1, prompt=False)], 2, 2, 0)
