@@ -29,6 +29,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "matmul_add(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, int "
       "tile, Tensor? scale=None, int upper=0) -> ()");
   ops.def(
+      "square_chain(Tensor(a!)[] buffers, int[] places, int[] operands, float[] alphas, "
+      "float[] betas, float[] deltas, Tensor? scale, int groups) -> ()");
+  ops.def(
       "grouped_product(Tensor x, Tensor weight, Tensor? low, Tensor? factor, Tensor? bias, "
       "Tensor? gates, Tensor? other, Tensor slots, Tensor offsets, Tensor(a!) out, "
       "Tensor(b!)? dots, int fan, int other_fan, bool scatter, int tile) -> ()");
@@ -50,6 +53,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("norm_factors", TORCH_BOX(&optimizer::norm_factors_cuda));
   ops.impl("symmetric_matmul", TORCH_BOX(&optimizer::symmetric_matmul_cuda));
   ops.impl("matmul_add", TORCH_BOX(&optimizer::matmul_add_cuda));
+  ops.impl("square_chain", TORCH_BOX(&optimizer::square_chain_cuda));
   ops.impl("grouped_product", TORCH_BOX(&optimizer::grouped_product_cuda));
   ops.impl("nf4_dequant", TORCH_BOX(&optimizer::nf4_dequant_cuda));
   ops.impl("nf4_quantize", TORCH_BOX(&optimizer::nf4_quantize_cuda));

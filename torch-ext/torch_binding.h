@@ -70,6 +70,11 @@ void matmul_add_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c, 
                      double alpha, double beta, int64_t tile, std::optional<Tensor> scale,
                      int64_t upper);
 
+void square_chain_cuda(const TensorVector& buffers, const std::vector<int64_t>& places,
+                       const std::vector<int64_t>& operands, const std::vector<double>& alphas,
+                       const std::vector<double>& betas, const std::vector<double>& deltas,
+                       std::optional<Tensor> scale, int64_t groups);
+
 void grouped_product_cuda(const Tensor& x, const Tensor& weight, std::optional<Tensor> low,
                           std::optional<Tensor> factor, std::optional<Tensor> bias,
                           std::optional<Tensor> gates, std::optional<Tensor> other,

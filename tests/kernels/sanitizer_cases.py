@@ -57,6 +57,7 @@ def kernels() -> None:
     count += normalized_slices(opt)
     count += symmetric_products(opt)
     count += dense_products(opt)
+    count += chains(opt)
     count += list_ops(opt)
     print(f"{count} cases, all right")
 
@@ -138,6 +139,26 @@ def dense_products(opt) -> int:
                     module.matmul_add(**{**arguments, **operands}, out=out, tile=tile)
                     assert torch.equal(out, expected)
                     count += 1
+    return count
+
+
+def chains(opt) -> int:
+    """square_chain: one and several tiles a side, groups, fewer and more tiles than blocks."""
+    device, count = torch.device("cuda"), 0
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return count
+    module = importlib.import_module(f"{opt.__name__}.kernels.square_chain")
+    for batch, m, groups in ((1, 8, 1), (3, 136, 2), (70, 264, 3), (1, 512, 1)):
+        x = torch.zeros(batch, m, m, dtype=torch.float16, device=device)
+        x.diagonal(dim1=-2, dim2=-1).fill_(2.0)
+        # 2 I: 4 I, then (32 - 1 + 1) I, then (64 + 4) I
+        squares = [(0, 1.0, 0.0, 0.0), (0, 2.0, -0.5, 1.0), (1, 0.0625, 1.0, 0.0)]
+        result = module.square_chain(x, squares, groups=groups)
+        block = torch.arange(m, device=device) // module.SIDE
+        expected = 68.0 * torch.eye(m, device=device)
+        upper = block[:, None] <= block
+        assert torch.equal(result.float()[:, upper], expected[upper].expand(batch, -1))
+        count += 1
     return count
 
 

@@ -19,18 +19,12 @@ import torch
 from .._ops import add_op_namespace_prefix, ops
 from ..kernels.norm_factors import norm_factors
 from ..kernels.normalize import runs_compiled
+from ..kernels.square_chain import square_chain
 from .arguments import check_dtype, check_input, output_for
 from .batch import walk
 from .constants import dtype_for
 from .polynomials import POLYNOMIALS, SAFETY, Square
-from .products import (
-    apply_gram_side,
-    gram,
-    matrix_norm,
-    runs_symmetric,
-    square,
-    stores_upper,
-)
+from .products import apply_gram_side, gram, matrix_norm, runs_chain, runs_symmetric, square
 from .registered import call
 
 # Frobenius norm of X before the first product: R then has a trace of 4096, far from float16's
@@ -60,7 +54,7 @@ def iterated(x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
     `last`: the `out` of the last product, as for `apply_gram_side`.
     """
     first, second = POLYNOMIALS
-    upper = stores_upper(x)
+    upper = runs_chain(x)
     R = gram(x)  # (G, m, m), whole for its norm
     if runs_symmetric(R.shape[-1], R.dtype, R.device) and runs_compiled(R.device, R.dtype, R.dtype):
         factors, roots = norm_factors(R, SAFETY**2)
@@ -84,19 +78,21 @@ def evaluated(
     factors: torch.Tensor | None = None,
     upper: bool = False,
 ) -> torch.Tensor:
-    """The last M of R (G, m, m); an M that is not needed any more is let go.
+    """The last M of R (G, m, m), which may be overwritten.
 
-    `factors` (G,): M_0 is R times these; no product of its own is spent on that. `upper`: all of
-    them are in upper storage (`stores_upper`).
+    `factors` (G,): M_0 is R times these; no product of its own is spent on that. `upper`: in one
+    launch (`runs_chain`), R and the result in upper storage. Else an M that is not needed any more
+    is let go.
     """
+    if upper:
+        return square_chain(R, squares, factors)
     terms: dict[int, torch.Tensor] = {0: R}
     del R
     for j, (operand, alpha, beta, delta) in enumerate(squares):
         scale = factors if j == 0 or operand == 0 else None
         powers = (2 if j == 0 else 0, 1 if operand == 0 else 0)
         options = {} if scale is None else {"scale": scale, "powers": powers}
-        options |= {"alpha": alpha, "beta": beta, "delta": delta, "upper": upper}
-        M = square(terms[j], terms[operand], **options)
+        M = square(terms[j], terms[operand], alpha=alpha, beta=beta, delta=delta, **options)
         needed = {later.operand for later in squares[j + 1 :]}
         terms = {i: term for i, term in terms.items() if i in needed} | {j + 1: M}
     return M

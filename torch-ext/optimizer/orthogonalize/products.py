@@ -10,11 +10,15 @@ from __future__ import annotations
 import torch
 
 from .._ops import ops
+from ..kernels import square_chain
 from ..kernels.matmul_add import by_tma, product
 from ..kernels.matmul_add import runs_compiled as runs_dense_compiled
 from ..kernels.symmetric_matmul import AUTO, runs_compiled
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
+# Sides whose squares run as one launch. Beyond, a matrix has tiles enough to occupy the device, and
+# a group of matrices does not fit L2; a single tile has nothing below the diagonal to leave out.
+SMALLEST_CHAIN, LARGEST_CHAIN = 129, 1024
 
 
 def batch_is_free(dtype: torch.dtype, device: torch.device) -> bool:
@@ -36,6 +40,17 @@ def runs_symmetric(m: int, dtype: torch.dtype, device: torch.device) -> bool:
     if batch_is_free(dtype, device):
         return True
     return _pays(m, dtype) and runs_compiled(device, dtype)
+
+
+def runs_chain(x: torch.Tensor) -> bool:
+    """Whether polynomials of the Gram matrices of x (G, R, C) are computed in one launch.
+
+    Their matrices are then in upper storage (`kernels.square_chain`). x must be a slice of `walk`,
+    whose lines are whole.
+    """
+    m = min(x.shape[-2:])
+    fits = SMALLEST_CHAIN <= m <= LARGEST_CHAIN
+    return fits and square_chain.serves(len(x), m, x.dtype, x.device)
 
 
 def _pays(m: int, dtype: torch.dtype) -> bool:
@@ -67,17 +82,6 @@ def folds_diagonal(x: torch.Tensor) -> bool:
     a I + B is what limits the result: 1.45 times the error on spectra with small singular values.
     """
     return x.dtype in HALF_PRECISION and runs_symmetric(min(x.shape[-2:]), x.dtype, x.device)
-
-
-def stores_upper(x: torch.Tensor) -> bool:
-    """Whether the Gram matrices of x (G, R, C), and their polynomials, go to upper storage.
-
-    Then only blocks of 128 x 128 on and above the diagonal of a symmetric matrix are written and
-    read: 10 of 16 for m = 512, 36 of 64 for m = 1024, where a batch's products wait for memory.
-    x must be a fresh slice (whole 16-byte lines).
-    """
-    m = min(x.shape[-2:])
-    return x.dtype == torch.float16 and 128 < m <= 1024 and batch_is_free(x.dtype, x.device)
 
 
 def gram(x: torch.Tensor, upper_out: bool = False) -> torch.Tensor:
@@ -121,16 +125,15 @@ def symmetric(
     diag: float = 0.0,
     scale: torch.Tensor | None = None,  # (G,) float32
     powers: tuple[int, int] = (1, 1),
-    upper: bool = False,
     upper_out: bool = False,
 ) -> torch.Tensor:
     """alpha A B^T + beta C + diag I of A, B (G, m, k): `kernels.symmetric_matmul`, unchecked.
 
-    Powers of `scale` multiply alpha and beta. `upper`, `upper_out`: the operands, the result are in
-    upper storage (`stores_upper`).
+    Powers of `scale` multiply alpha and beta. `upper_out`: the result is in upper storage
+    (`kernels.square_chain`).
     """
     out = A.new_empty((A.shape[0], A.shape[1], A.shape[1]))
-    storage = (upper, upper_out)
+    storage = (False, upper_out)
     ops.symmetric_matmul(A, B, C, out, alpha, beta, diag, AUTO, scale, *powers, *storage)
     return out
 
@@ -144,16 +147,14 @@ def square(
     delta: float,
     scale: torch.Tensor | None = None,
     powers: tuple[int, int] = (1, 1),
-    upper: bool = False,
 ) -> torch.Tensor:
-    """alpha A A^T + beta C + delta I of symmetric A, C (G, m, m), all of them in upper storage.
+    """alpha A A^T + beta C + delta I of symmetric A, C (G, m, m).
 
     By halves it is rounded once; torch's dense product leaves a second rounding on the diagonal,
-    and takes neither `scale`, which is as for `symmetric`, nor `upper`.
+    and takes no `scale`, which is as for `symmetric`.
     """
     if runs_symmetric(A.shape[-1], A.dtype, A.device):
         options = {} if scale is None else {"scale": scale, "powers": powers}
-        options |= {"upper": upper, "upper_out": upper}
         return symmetric(A, A, alpha=alpha, C=C, beta=beta, diag=delta, **options)
     out = torch.baddbmm(C, A, A.mT, beta=beta, alpha=alpha)
     diagonal = out.diagonal(dim1=-2, dim2=-1)
@@ -186,7 +187,7 @@ def apply_gram_side(
 ) -> torch.Tensor:
     """scale (B X + beta add), or scale (X B + beta add) for tall x (G, R, C), B symmetric.
 
-    `upper`: B is in upper storage (`stores_upper`).
+    `upper`: B is in upper storage (`kernels.square_chain`).
 
     The compiled kernel applies `scale` before its one rounding and writes into `out`; torch's
     product is of the rounded scale B, and in a tensor of its own.
