@@ -59,18 +59,18 @@ def test_reorder_converts(launch, device):
     assert_same_bits(found, values.half())
 
 
-def test_what_is_read_in_place(launch):
+def test_what_is_read_in_place(launch, device):
     """A copy is made only where neither the rank nor N is fastest."""
-    values = torch.randn(3, 4, 24)
+    values = torch.randn(3, 4, 24, device=device)
     for name, place in STRIDES.items():
         factor = place(values)
         kept = launch.packed(factor, torch.float32).data_ptr() == factor.data_ptr()
         assert kept == (name in ("contiguous", "rank inside the experts")), name
-    stored = torch.randn(3, 24, 4).transpose(1, 2)  # (E, N, r)
+    stored = torch.randn(3, 24, 4, device=device).transpose(1, 2)  # (E, N, r)
     assert launch.packed(stored, torch.float32) is stored
-    row = torch.randn(3, 24)[:, None]  # a bias as a factor of rank 1
+    row = torch.randn(3, 24, device=device)[:, None]  # a bias as a factor of rank 1
     assert launch.packed(row, torch.float32) is row
-    assert launch.is_scattered(torch.empty(24, 3).T[:, None])  # PEFT's B of rank 1
+    assert launch.is_scattered(torch.empty(24, 3, device=device).T[:, None])  # PEFT's B of rank 1
 
 
 def test_peft_factors_are_reordered_once_per_op(submodule, device, reordered):

@@ -145,7 +145,7 @@ def expert_sort_triton(
     expert_ids: Tensor, num_experts: int, tile_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the four kernels; arguments and results as in `kernels.expert_sort`."""
-    ids = expert_ids.reshape(-1)
+    ids = expert_ids.reshape(-1).contiguous()  # reshape may give a view with gaps
     total, groups = ids.numel(), num_experts + 1
 
     def new(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
