@@ -11,32 +11,110 @@ x's dtype: the same numbers that dequantising first would give.
 LAST: the sum runs along the stored rows, whose even elements are the high nibbles. x comes with the
 even and odd elements of every BLOCK_D apart, so the two nibbles of a byte take one product each.
 Otherwise the sum runs across the stored rows, and the two nibbles are two neighbouring columns.
-
-Not measured yet.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import struct
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..reference.nf4 import NF4_TABLE
 from . import _grouped_config as config
+from ._grouped_launch_triton import packed as packed_factor
 from ._grouped_launch_triton import widens
 from ._grouped_triton import _dot, _source, _tile_of
 from .nf4_dequant_triton import _load_codebook, _load_scale
 
 
-@triton.jit
-def _lookup(table, nibble, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The codebook's values of a (ROWS, COLUMNS) tile, float32."""
-    flat = tl.gather(table, tl.reshape(nibble, (ROWS * COLUMNS,)), 0)
-    return tl.reshape(flat, (ROWS, COLUMNS))
+def _lookup_ptx(table: tuple[float, ...]) -> str:
+    """PTX of $0 = table[$1 % 16]: lane l holds value l % 16, the index names the lane to read."""
+    bits = [struct.unpack("<I", struct.pack("<f", value))[0] for value in table]
+    chosen = "".join(
+        f"setp.eq.u32 here, lane, {i}; selp.b32 held, 0x{value:08x}, held, here;\n"
+        for i, value in enumerate(bits)
+    )
+    return (
+        "{\n.reg .pred here;\n.reg .b32 lane, held;\nmov.u32 lane, %laneid;\n"
+        f"and.b32 lane, lane, 15;\nmov.b32 held, 0;\n{chosen}"
+        "shfl.sync.idx.b32 $0, held, $1, 0x101f, 0xffffffff;\n}"
+    )
+
+
+_NF4_LOOKUP = tl.constexpr(_lookup_ptx(NF4_TABLE))
 
 
 @triton.jit
-def _decoded_product(  # noqa: PLR0913
+def _nibbles(pair, table, SHUFFLE: tl.constexpr):
+    """The codebook's values of the high and of the low nibbles of bytes, float32.
+
+    SHUFFLE: a lookup element by element, in whatever layout the tensor cores want, so that decoded
+    weights never pass through shared memory (Triton moves the conversion above what has a load and
+    constants for operands alone, so the table is written into the instructions). `tl.gather` is for
+    the interpreter, other vendors and other codebooks.
+    """
+    if SHUFFLE:
+        high = tl.inline_asm_elementwise(
+            _NF4_LOOKUP, "=r,r", [pair >> 4], dtype=tl.float32, is_pure=True, pack=1
+        )
+        low = tl.inline_asm_elementwise(
+            _NF4_LOOKUP, "=r,r", [pair], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return high, low
+    else:
+        flat = tl.reshape(pair, (pair.numel,))
+        high = tl.reshape(tl.gather(table, flat >> 4, 0), pair.shape)
+        return high, tl.reshape(tl.gather(table, flat & 15, 0), pair.shape)
+
+
+@triton.jit
+def _along_rows(  # noqa: PLR0913
+    at_x,  # (BLOCK_M, 1) pointers to rows
+    x_col,
+    inside,
+    packed,
+    absmax,
+    code,
+    code_scale,
+    code_offset,
+    table,
+    row,  # (BLOCK_C,) stored rows, one per column of the result
+    within,
+    depth,
+    row_bytes,
+    row_blocks,
+    shift,
+    NESTED: tl.constexpr,
+    WIDEN: tl.constexpr,
+    SHUFFLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """(BLOCK_C, BLOCK_M): sums along the stored rows; a step takes one absmax per row."""
+    HALF: tl.constexpr = BLOCK_D // 2
+    total = tl.zeros((BLOCK_C, BLOCK_M), tl.float32)
+    at_packed = packed + row[:, None] * row_bytes
+    for start in range(0, depth, BLOCK_D):
+        byte = (start // 2 + tl.arange(0, HALF)).to(tl.int64)
+        pair = tl.load(at_packed + byte[None, :], mask=within[:, None], other=0).to(tl.int32)
+        block = row * row_blocks + (start >> shift)
+        scale = _load_scale(absmax, code, code_scale, code_offset, block, within, shift, NESTED)
+        k = (start + tl.arange(0, HALF)).to(tl.int64)
+        even = tl.load(at_x + k[None, :] * x_col, mask=inside[:, None], other=0.0)
+        odd = tl.load(at_x + (k + HALF)[None, :] * x_col, mask=inside[:, None], other=0.0)
+        high, low = _nibbles(pair, table, SHUFFLE)
+        total = _dot((high * scale[:, None]).to(even.dtype), tl.trans(even), total, WIDEN)
+        total = _dot((low * scale[:, None]).to(even.dtype), tl.trans(odd), total, WIDEN)
+    return total
+
+
+@triton.jit
+def _across_rows(  # noqa: PLR0913
     at_x,  # (BLOCK_M, 1) pointers to rows
     x_col,
     inside,
@@ -48,69 +126,77 @@ def _decoded_product(  # noqa: PLR0913
     table,
     first_row,  # stored row where the expert begins
     first_column,
-    columns,  # (BLOCK_C,)
-    within,
     depth,
     row_bytes,
     row_blocks,
     shift,
-    LAST: tl.constexpr,
     NESTED: tl.constexpr,
     WIDEN: tl.constexpr,
+    SHUFFLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # blocks of the format that share the BLOCK_C columns
 ):
-    """(BLOCK_M, BLOCK_C): x times the decoded tile; BLOCKS of the format share it unless LAST."""
-    HALF_D: tl.constexpr = BLOCK_D // 2
-    HALF_C: tl.constexpr = BLOCK_C // 2
-    if LAST:
-        total = tl.zeros((BLOCK_C, BLOCK_M), tl.float32)
-        row = first_row + columns
-        at_packed = packed + row[:, None] * row_bytes
-        for start in range(0, depth, BLOCK_D):
-            byte = (start // 2 + tl.arange(0, HALF_D)).to(tl.int64)
-            pair = tl.load(at_packed + byte[None, :], mask=within[:, None], other=0).to(tl.int32)
-            block = row * row_blocks + (start >> shift)
-            scale = _load_scale(absmax, code, code_scale, code_offset, block, within, shift, NESTED)
-            k = (start + tl.arange(0, HALF_D)).to(tl.int64)
-            even = tl.load(at_x + k[None, :] * x_col, mask=inside[:, None], other=0.0)
-            odd = tl.load(at_x + (k + HALF_D)[None, :] * x_col, mask=inside[:, None], other=0.0)
-            high = (_lookup(table, pair >> 4, BLOCK_C, HALF_D) * scale[:, None]).to(even.dtype)
-            low = (_lookup(table, pair & 15, BLOCK_C, HALF_D) * scale[:, None]).to(even.dtype)
-            total = _dot(high, tl.trans(even), total, WIDEN)
-            total = _dot(low, tl.trans(odd), total, WIDEN)
-        return tl.trans(total)
-    else:
-        even = tl.zeros((HALF_C, BLOCK_M), tl.float32)
-        odd = tl.zeros((HALF_C, BLOCK_M), tl.float32)
-        byte = first_column // 2 + tl.arange(0, HALF_C)
-        block = (first_column >> shift) + tl.arange(0, BLOCKS)
-        for start in range(0, depth, BLOCK_D):
-            n = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
-            row = first_row + n
-            w_mask = (byte < row_bytes)[:, None] & (n < depth)[None, :]
-            at_packed = packed + row[None, :] * row_bytes + byte[:, None]
-            pair = tl.load(at_packed, mask=w_mask, other=0).to(tl.int32)
-            at_block = row[None, :] * row_blocks + block[:, None]
-            block_mask = (block < row_blocks)[:, None] & (n < depth)[None, :]
-            scale = _load_scale(
-                absmax, code, code_scale, code_offset, at_block, block_mask, shift, NESTED
-            )
-            # Behind the last row a nested scale is the offset; x is zero there.
-            wide = tl.broadcast_to(scale[:, None, :], (BLOCKS, HALF_C // BLOCKS, BLOCK_D))
-            wide = tl.reshape(wide, (HALF_C, BLOCK_D))
-            x_mask = inside[:, None] & (n < depth)[None, :]
-            values = tl.trans(tl.load(at_x + n[None, :] * x_col, mask=x_mask, other=0.0))
-            high = (_lookup(table, pair >> 4, HALF_C, BLOCK_D) * wide).to(values.dtype)
-            low = (_lookup(table, pair & 15, HALF_C, BLOCK_D) * wide).to(values.dtype)
-            even = _dot(high, values, even, WIDEN)
-            odd = _dot(low, values, odd, WIDEN)
-        return tl.interleave(tl.trans(even), tl.trans(odd))
+    """Two (BLOCK_C / 2, BLOCK_M), of even and odd columns: sums across the stored rows."""
+    HALF: tl.constexpr = BLOCK_C // 2
+    even = tl.zeros((HALF, BLOCK_M), tl.float32)
+    odd = tl.zeros((HALF, BLOCK_M), tl.float32)
+    byte = first_column // 2 + tl.arange(0, HALF)
+    block = (first_column >> shift) + tl.arange(0, BLOCKS)
+    for start in range(0, depth, BLOCK_D):
+        n = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
+        row = first_row + n
+        mask = (byte < row_bytes)[:, None] & (n < depth)[None, :]
+        at_packed = packed + row[None, :] * row_bytes + byte[:, None]
+        pair = tl.load(at_packed, mask=mask, other=0).to(tl.int32)
+        at_block = row[None, :] * row_blocks + block[:, None]
+        mask = (block < row_blocks)[:, None] & (n < depth)[None, :]
+        scale = _load_scale(absmax, code, code_scale, code_offset, at_block, mask, shift, NESTED)
+        # Behind the last row a nested scale is the offset; x is zero there.
+        wide = tl.broadcast_to(scale[:, None, :], (BLOCKS, HALF // BLOCKS, BLOCK_D))
+        wide = tl.reshape(wide, (HALF, BLOCK_D))
+        mask = inside[:, None] & (n < depth)[None, :]
+        values = tl.trans(tl.load(at_x + n[None, :] * x_col, mask=mask, other=0.0))
+        high, low = _nibbles(pair, table, SHUFFLE)
+        even = _dot((high * wide).to(values.dtype), values, even, WIDEN)
+        odd = _dot((low * wide).to(values.dtype), values, odd, WIDEN)
+    return even, odd
 
 
 @triton.jit
+def _add_low_rank(  # noqa: PLR0913
+    total,  # (BLOCK_C, BLOCK_M)
+    at_low,  # (1, BLOCK_M) pointers to rows of (R, r)
+    at_factor,  # (BLOCK_C, 1) pointers to columns of an expert's (r, C)
+    factor_rank,
+    rank,
+    inside,
+    within,
+    WIDEN: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """total + factor^T low^T."""
+    for start in range(0, rank, BLOCK_R):
+        r = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
+        mask = (r[:, None] < rank) & inside[None, :]
+        values = tl.load(at_low + r[:, None], mask=mask, other=0.0)
+        mask = within[:, None] & (r[None, :] < rank)
+        weights = tl.load(at_factor + r[None, :] * factor_rank, mask=mask, other=0.0)
+        total = _dot(weights.to(values.dtype), values, total, WIDEN)
+    return total
+
+
+@triton.jit(
+    do_not_specialize=[
+        "row_blocks",
+        "shift",
+        "experts",
+        "total_rows",
+        "tile_count",
+        "column_tiles",
+    ]
+)
 def _nf4_product(  # noqa: PLR0913
     x,  # rows of D
     packed,  # (E N K / 2,) uint8
@@ -160,60 +246,100 @@ def _nf4_product(  # noqa: PLR0913
     DOTS: tl.constexpr,
     STORES: tl.constexpr,
     WIDEN: tl.constexpr,
+    SHUFFLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCKS: tl.constexpr,
+    SHARE: tl.constexpr,  # programs that share a tile of rows
     GROUP: tl.constexpr,
 ):
     tile, column_tile = _tile_of(tl.program_id(0).to(tl.int64), tile_count, column_tiles, GROUP)
+    share, tile = tile % SHARE, tile // SHARE
     expert = tl.load(tiles + 3 * tile)
-    if expert < 0:
+    first, end = tl.load(tiles + 3 * tile + 1) + share * BLOCK_M, tl.load(tiles + 3 * tile + 2)
+    if (expert < 0) | (first >= end):
         return
     known = expert < experts
-    rows = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
-    inside = rows < tl.load(tiles + 3 * tile + 2)
+    rows = first + tl.arange(0, BLOCK_M)
+    inside = rows < end
     columns = column_tile * BLOCK_C + tl.arange(0, BLOCK_C)
     within = columns < columns_count
     at_x = x + _source(rows, inside, slots, FAN)[:, None] * x_row
     table = _load_codebook(codebook, CUSTOM)
-    total = _decoded_product(
-        at_x,
-        x_col,
-        inside,
-        packed,
-        absmax,
-        code,
-        code_scale,
-        code_offset,
-        table,
-        expert * stored_rows,
-        column_tile * BLOCK_C,
-        columns,
-        within & known,
-        tl.where(known, depth, 0),
-        row_bytes,
-        row_blocks,
-        shift,
-        LAST,
-        NESTED,
-        WIDEN,
-        BLOCK_M,
-        BLOCK_C,
-        BLOCK_D,
-        BLOCKS,
-    )
-    if LORA:
-        at_low = low + rows[:, None] * rank
-        at_factor = factor + expert * factor_expert + columns[None, :] * factor_col
-        for start in range(0, tl.where(known, rank, 0), BLOCK_R):
-            r = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
-            low_mask = inside[:, None] & (r[None, :] < rank)
-            values = tl.load(at_low + r[None, :], mask=low_mask, other=0.0)
-            factor_mask = (r[:, None] < rank) & within[None, :]
-            weights = tl.load(at_factor + r[:, None] * factor_rank, mask=factor_mask, other=0.0)
-            total = _dot(values, weights.to(values.dtype), total, WIDEN)
+    steps = tl.where(known, depth, 0)
+    first_rank = tl.where(known, rank, 0)
+    at_low = low + rows[None, :] * rank
+    at_factor = factor + expert * factor_expert
+    if LAST:
+        total = _along_rows(
+            at_x,
+            x_col,
+            inside,
+            packed,
+            absmax,
+            code,
+            code_scale,
+            code_offset,
+            table,
+            expert * stored_rows + columns,
+            within & known,
+            steps,
+            row_bytes,
+            row_blocks,
+            shift,
+            NESTED,
+            WIDEN,
+            SHUFFLE,
+            BLOCK_M,
+            BLOCK_C,
+            BLOCK_D,
+        )
+        if LORA:
+            at_factor += columns[:, None] * factor_col
+            total = _add_low_rank(
+                total, at_low, at_factor, factor_rank, first_rank, inside, within, WIDEN, BLOCK_R
+            )
+        total = tl.trans(total)
+    else:
+        even, odd = _across_rows(
+            at_x,
+            x_col,
+            inside,
+            packed,
+            absmax,
+            code,
+            code_scale,
+            code_offset,
+            table,
+            expert * stored_rows,
+            column_tile * BLOCK_C,
+            steps,
+            row_bytes,
+            row_blocks,
+            shift,
+            NESTED,
+            WIDEN,
+            SHUFFLE,
+            BLOCK_M,
+            BLOCK_C,
+            BLOCK_D,
+            BLOCKS,
+        )
+        if LORA:
+            # Columns come in pairs: rows of the format have an even length.
+            pair = column_tile * BLOCK_C + 2 * tl.arange(0, BLOCK_C // 2)
+            at_even = at_factor + pair[:, None] * factor_col
+            mask = pair < columns_count
+            even = _add_low_rank(
+                even, at_low, at_even, factor_rank, first_rank, inside, mask, WIDEN, BLOCK_R
+            )
+            at_odd = at_even + factor_col
+            odd = _add_low_rank(
+                odd, at_low, at_odd, factor_rank, first_rank, inside, mask, WIDEN, BLOCK_R
+            )
+        total = tl.interleave(tl.trans(even), tl.trans(odd))
     if BIAS:
         at_bias = bias + expert * bias_expert + columns * bias_col
         total += tl.load(at_bias, mask=within & known, other=0.0).to(tl.float32)[None, :]
@@ -238,6 +364,34 @@ def halves_apart(x: Tensor, depth: int) -> Tensor:
     return pairs.transpose(2, 3).flatten(1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Block sizes of a product, and how Triton compiles it."""
+
+    rows: int  # of x, at most those of the order's tiles
+    columns: int  # of the result
+    depth: int  # per step of the sum
+    warps: int
+    stages: int
+    registers: int | None = None  # per thread at most
+
+
+def choose_tile(rows: int, last: bool, blocksize: int, element_bytes: int) -> Tile:
+    """The tile of a product.
+
+    Args:
+        rows: of the tiles of the order.
+        last: the sum runs along the stored rows; a step stays within a block of the format then.
+        blocksize: elements per absmax.
+        element_bytes: of x.
+    """
+    narrow = element_bytes == 2
+    depth = 64 if narrow else 32
+    if last:
+        depth = min(blocksize, depth)
+    return Tile(rows, 128 if narrow else 64, depth, 8 if rows >= 128 else 4, 3)
+
+
 def nf4_product(  # noqa: PLR0913
     x: Tensor,  # rows of D
     packed: Tensor,
@@ -260,17 +414,22 @@ def nf4_product(  # noqa: PLR0913
     gates: Tensor | None = None,  # (T, k)
     other: Tensor | None = None,  # rows of C
     other_fan: int = 0,
+    tile: Tile | None = None,
 ) -> Tensor | None:
-    """out = (x W_e + low factor_e + bias_e) gates; returns <row before its gate, other>."""
+    """out = (x W_e + low factor_e + bias_e) gates; returns <row before its gate, other>.
+
+    `tile` is for tuning: at most `tile_rows` rows; None for `choose_tile`.
+    """
     experts, n, k = stored
     depth, columns = (k, n) if last else (n, k)
-    narrow = x.element_size() == 2
-    block_d = min(blocksize, 64 if narrow else 32) if last else 64 if narrow else 32
-    block_c = 128 if narrow else 64
+    tile = tile or choose_tile(tile_rows, last, blocksize, x.element_size())
+    share = triton.cdiv(tile_rows, tile.rows)
     if last:
-        x = halves_apart(x, block_d)
+        x = halves_apart(x, tile.depth)
+    if factor is not None:
+        factor = packed_factor(factor, x.dtype)
     rank = 0 if factor is None else factor.shape[1]
-    column_tiles = triton.cdiv(columns, block_c)
+    column_tiles = triton.cdiv(columns, tile.columns)
     rows = slots.shape[0]
     dots = None
     if other is not None:
@@ -278,7 +437,7 @@ def nf4_product(  # noqa: PLR0913
     if tiles.shape[0] == 0:
         return None if dots is None else dots.sum(0)
     code, code_scale, code_offset = nested or (packed, packed, packed)
-    _nf4_product[(tiles.shape[0] * column_tiles,)](
+    _nf4_product[(tiles.shape[0] * share * column_tiles,)](
         x,
         packed,
         absmax,
@@ -304,7 +463,7 @@ def nf4_product(  # noqa: PLR0913
         rank,
         experts,
         rows,
-        tiles.shape[0],
+        tiles.shape[0] * share,
         column_tiles,
         *x.stride(),
         *((0, 0, 0) if factor is None else factor.stride()),
@@ -322,13 +481,16 @@ def nf4_product(  # noqa: PLR0913
         DOTS=other is not None,
         STORES=out is not None,
         WIDEN=widens(x),
-        BLOCK_M=tile_rows,
-        BLOCK_C=block_c,
-        BLOCK_D=block_d,
+        SHUFFLE=x.is_cuda and torch.version.hip is None and codebook is None,
+        BLOCK_M=tile.rows,
+        BLOCK_C=tile.columns,
+        BLOCK_D=tile.depth,
         BLOCK_R=config.block_rank(max(rank, 1)),
-        BLOCKS=max(1, block_c // blocksize),
+        BLOCKS=max(1, tile.columns // blocksize),
+        SHARE=share,
         GROUP=config.GROUP,
-        num_warps=8 if tile_rows >= 128 else 4,
-        num_stages=3,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **({} if tile.registers is None else {"maxnreg": tile.registers}),
     )
     return None if dots is None else dots.sum(0)
