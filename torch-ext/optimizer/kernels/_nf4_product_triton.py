@@ -165,7 +165,7 @@ def _across_rows(  # noqa: PLR0913
 
 
 @triton.jit
-def _add_low_rank(  # noqa: PLR0913
+def _add_low_rank(
     total,  # (BLOCK_C, BLOCK_M)
     at_low,  # (1, BLOCK_M) pointers to rows of (R, r)
     at_factor,  # (BLOCK_C, 1) pointers to columns of an expert's (r, C)
