@@ -16,7 +16,7 @@ Otherwise the sum runs across the stored rows, and the two nibbles are two neigh
 from __future__ import annotations
 
 import dataclasses
-import struct
+import functools
 
 import torch
 import triton
@@ -28,41 +28,53 @@ from . import _grouped_config as config
 from ._grouped_launch_triton import packed as packed_factor
 from ._grouped_launch_triton import widens
 from ._grouped_triton import _dot, _source, _tile_of
-from .nf4_dequant_triton import _load_codebook, _load_scale
+from .nf4_dequant_triton import _load_scale
 
 
-def _lookup_ptx(table: tuple[float, ...]) -> str:
-    """PTX of $0 = table[$1 % 16]: lane l holds value l % 16, the index names the lane to read."""
-    bits = [struct.unpack("<I", struct.pack("<f", value))[0] for value in table]
-    chosen = "".join(
-        f"setp.eq.u32 here, lane, {i}; selp.b32 held, 0x{value:08x}, held, here;\n"
-        for i, value in enumerate(bits)
-    )
-    return (
-        "{\n.reg .pred here;\n.reg .b32 lane, held;\nmov.u32 lane, %laneid;\n"
-        f"and.b32 lane, lane, 15;\nmov.b32 held, 0;\n{chosen}"
-        "shfl.sync.idx.b32 $0, held, $1, 0x101f, 0xffffffff;\n}"
-    )
+@triton.jit
+def _load_table(codebook, SHUFFLE: tl.constexpr):
+    """The codebook (16,); with SHUFFLE (1, 1), and lane l of a warp holds value l % 16 of it.
 
-
-_NF4_LOOKUP = tl.constexpr(_lookup_ptx(NF4_TABLE))
+    Of one element every thread has a copy, so no conversion of its layout moves it between threads.
+    """
+    if SHUFFLE:
+        lane = tl.inline_asm_elementwise(
+            "mov.u32 $0, %laneid; and.b32 $0, $0, 15;",
+            "=r,r",
+            [tl.program_id(0)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        return tl.load(codebook + lane + tl.zeros((1, 1), tl.int32))
+    else:
+        return tl.load(codebook + tl.arange(0, 16))
 
 
 @triton.jit
 def _nibbles(pair, table, SHUFFLE: tl.constexpr):
     """The codebook's values of the high and of the low nibbles of bytes, float32.
 
-    SHUFFLE: a lookup element by element, in whatever layout the tensor cores want, so that decoded
-    weights never pass through shared memory (Triton moves the conversion above what has a load and
-    constants for operands alone, so the table is written into the instructions). `tl.gather` is for
-    the interpreter, other vendors and other codebooks.
+    SHUFFLE: a nibble names the lane to read, element by element in whatever layout the tensor cores
+    want, so that decoded weights never pass through shared memory (Triton moves a conversion above
+    element-wise operations up to the loads). `tl.gather` is for the interpreter and other vendors.
     """
     if SHUFFLE:
         high = tl.inline_asm_elementwise(
-            _NF4_LOOKUP, "=r,r", [pair >> 4], dtype=tl.float32, is_pure=True, pack=1
+            "shfl.sync.idx.b32 $0, $2, $1, 0x101f, 0xffffffff;",
+            "=r,r,r",
+            [pair >> 4, table],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
         )
         low = tl.inline_asm_elementwise(
-            _NF4_LOOKUP, "=r,r", [pair], dtype=tl.float32, is_pure=True, pack=1
+            "shfl.sync.idx.b32 $0, $2, $1, 0x101f, 0xffffffff;",
+            "=r,r,r",
+            [pair, table],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
         )
         return high, low
     else:
@@ -104,12 +116,12 @@ def _along_rows(  # noqa: PLR0913
         pair = tl.load(at_packed + byte[None, :], mask=within[:, None], other=0).to(tl.int32)
         block = row * row_blocks + (start >> shift)
         scale = _load_scale(absmax, code, code_scale, code_offset, block, within, shift, NESTED)
-        k = (start + tl.arange(0, HALF)).to(tl.int64)
-        even = tl.load(at_x + k[None, :] * x_col, mask=inside[:, None], other=0.0)
-        odd = tl.load(at_x + (k + HALF)[None, :] * x_col, mask=inside[:, None], other=0.0)
+        k = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
+        values = tl.load(at_x + k[None, :] * x_col, mask=inside[:, None], other=0.0)
         high, low = _nibbles(pair, table, SHUFFLE)
-        total = _dot((high * scale[:, None]).to(even.dtype), tl.trans(even), total, WIDEN)
-        total = _dot((low * scale[:, None]).to(even.dtype), tl.trans(odd), total, WIDEN)
+        high = (high * scale[:, None]).to(values.dtype)
+        low = (low * scale[:, None]).to(values.dtype)
+        total = _dot(tl.interleave(high, low), tl.trans(values), total, WIDEN)
     return total
 
 
@@ -201,7 +213,7 @@ def _nf4_product(  # noqa: PLR0913
     x,  # rows of D
     packed,  # (E N K / 2,) uint8
     absmax,  # (E N K / blocksize,) float32, uint8 if NESTED
-    codebook,  # (16,) float32 if CUSTOM
+    codebook,  # (16,) float32
     code,  # (256,) if NESTED
     code_scale,  # one per 256 blocks if NESTED
     code_offset,  # (1,) if NESTED
@@ -211,6 +223,7 @@ def _nf4_product(  # noqa: PLR0913
     gates,  # (R,) in slot order if GATED
     other,  # rows of C if DOTS
     slots,  # (R,)
+    offsets,  # (E + 1,)
     tiles,  # (bound, 3)
     out,  # (R, C), contiguous, if STORES
     dots,  # (column tiles, R) in slot order if DOTS
@@ -236,7 +249,6 @@ def _nf4_product(  # noqa: PLR0913
     other_col,
     LAST: tl.constexpr,
     NESTED: tl.constexpr,
-    CUSTOM: tl.constexpr,
     FAN: tl.constexpr,
     OTHER_FAN: tl.constexpr,
     SCATTER: tl.constexpr,
@@ -252,22 +264,28 @@ def _nf4_product(  # noqa: PLR0913
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCKS: tl.constexpr,
-    SHARE: tl.constexpr,  # programs that share a tile of rows
+    TILE_ROWS: tl.constexpr,  # at most, in a tile of rows
+    SHARE: tl.constexpr,  # programs that share one
     GROUP: tl.constexpr,
 ):
     tile, column_tile = _tile_of(tl.program_id(0).to(tl.int64), tile_count, column_tiles, GROUP)
     share, tile = tile % SHARE, tile // SHARE
     expert = tl.load(tiles + 3 * tile)
+    known = (expert >= 0) & (expert < experts)
     first, end = tl.load(tiles + 3 * tile + 1) + share * BLOCK_M, tl.load(tiles + 3 * tile + 2)
+    if BLOCK_M > TILE_ROWS:  # the first of several tiles of an expert takes them all
+        start = tl.load(offsets + expert, mask=known, other=0)
+        last = tl.load(offsets + expert + 1, mask=known, other=0)
+        end = tl.where(known, tl.minimum(last, first + BLOCK_M), end)
+        end = tl.where(known & ((first - start) % BLOCK_M != 0), first, end)
     if (expert < 0) | (first >= end):
         return
-    known = expert < experts
     rows = first + tl.arange(0, BLOCK_M)
     inside = rows < end
     columns = column_tile * BLOCK_C + tl.arange(0, BLOCK_C)
     within = columns < columns_count
     at_x = x + _source(rows, inside, slots, FAN)[:, None] * x_row
-    table = _load_codebook(codebook, CUSTOM)
+    table = _load_table(codebook, SHUFFLE)
     steps = tl.where(known, depth, 0)
     first_rank = tl.where(known, rank, 0)
     at_low = low + rows[None, :] * rank
@@ -358,17 +376,17 @@ def _nf4_product(  # noqa: PLR0913
         tl.store(at_out, total.to(out.dtype.element_ty), mask=mask)
 
 
-def halves_apart(x: Tensor, depth: int) -> Tensor:
-    """x (M, D) with the even elements of every `depth` before the odd ones."""
-    pairs = x.unflatten(1, (-1, depth // 2, 2))
-    return pairs.transpose(2, 3).flatten(1)
+@functools.cache
+def nf4_codebook(device: torch.device) -> Tensor:
+    """NF4's values on a device, copied there once."""
+    return torch.tensor(NF4_TABLE, dtype=torch.float32, device=device)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """Block sizes of a product, and how Triton compiles it."""
 
-    rows: int  # of x, at most those of the order's tiles
+    rows: int  # of x: a part of the order's tiles, one, or two
     columns: int  # of the result
     depth: int  # per step of the sum
     warps: int
@@ -394,16 +412,12 @@ def choose_tile(rows: int, last: bool, blocksize: int, element_bytes: int) -> Ti
 
 def nf4_product(  # noqa: PLR0913
     x: Tensor,  # rows of D
-    packed: Tensor,
-    absmax: Tensor,
-    codebook: Tensor | None,
-    nested: tuple[Tensor, Tensor, Tensor] | None,  # absmax_code, absmax_scale, absmax_offset
-    stored: tuple[int, int, int],  # (E, N, K)
-    blocksize: int,
+    stack: tuple,  # packed, absmax, codebook, nested, stored (E, N, K), blocksize
     last: bool,  # the sum runs along K
     low: Tensor,  # (R, r)
     factor: Tensor | None,  # (E, r, C)
     slots: Tensor,
+    offsets: Tensor,
     tiles: Tensor,
     out: Tensor | None,  # (R, C), contiguous
     *,
@@ -420,12 +434,10 @@ def nf4_product(  # noqa: PLR0913
 
     `tile` is for tuning: at most `tile_rows` rows; None for `choose_tile`.
     """
-    experts, n, k = stored
+    packed, absmax, codebook, nested, (experts, n, k), blocksize = stack
     depth, columns = (k, n) if last else (n, k)
     tile = tile or choose_tile(tile_rows, last, blocksize, x.element_size())
     share = triton.cdiv(tile_rows, tile.rows)
-    if last:
-        x = halves_apart(x, tile.depth)
     if factor is not None:
         factor = packed_factor(factor, x.dtype)
     rank = 0 if factor is None else factor.shape[1]
@@ -441,7 +453,7 @@ def nf4_product(  # noqa: PLR0913
         x,
         packed,
         absmax,
-        packed if codebook is None else codebook,
+        nf4_codebook(x.device) if codebook is None else codebook,
         code,
         code_scale,
         code_offset,
@@ -451,6 +463,7 @@ def nf4_product(  # noqa: PLR0913
         packed if gates is None else gates.contiguous(),
         packed if other is None else other,
         slots,
+        offsets,
         tiles,
         packed if out is None else out,
         packed if dots is None else dots,
@@ -471,7 +484,6 @@ def nf4_product(  # noqa: PLR0913
         *((0, 0) if other is None else other.stride()),
         LAST=last,
         NESTED=nested is not None,
-        CUSTOM=codebook is not None,
         FAN=fan,
         OTHER_FAN=other_fan,
         SCATTER=scatter,
@@ -481,12 +493,13 @@ def nf4_product(  # noqa: PLR0913
         DOTS=other is not None,
         STORES=out is not None,
         WIDEN=widens(x),
-        SHUFFLE=x.is_cuda and torch.version.hip is None and codebook is None,
+        SHUFFLE=x.is_cuda and torch.version.hip is None,
         BLOCK_M=tile.rows,
         BLOCK_C=tile.columns,
         BLOCK_D=tile.depth,
         BLOCK_R=config.block_rank(max(rank, 1)),
         BLOCKS=max(1, tile.columns // blocksize),
+        TILE_ROWS=tile_rows,
         SHARE=share,
         GROUP=config.GROUP,
         num_warps=tile.warps,

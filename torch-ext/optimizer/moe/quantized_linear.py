@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels._moe_paths import Path
+from ..kernels._moe_paths import TRITON_PATHS, Path
 from ..kernels.combine import combine_rows
 from ..kernels.grouped_lora_dab import grouped_lora_dab
 from ..kernels.grouped_lora_dw import grouped_lora_dw
@@ -158,7 +158,7 @@ class _QuantizedLora(torch.autograd.Function):
         strategy: str,
     ) -> Tensor:
         layout = (scaling, x_fan, grouped_out or gates is not None, path)
-        products = _fused_products if strategy == "fused" else _sliced_products
+        products = _stack_products if _takes_stack(strategy, path) else _sliced_products
         y, xa = products(x, weight, order, (lora_a, lora_b, bias), layout, strategy)
         needs = ctx.needs_input_grad
         ctx.save_for_backward(
@@ -227,17 +227,32 @@ class _QuantizedLora(torch.autograd.Function):
         )
 
 
-def _fused_products(
+def _takes_stack(strategy: str, path: str) -> bool:
+    """Whether one op takes the whole stack and decodes it as it goes."""
+    return strategy == "fused" or (path in TRITON_PATHS and strategy in ("chunked", "resident"))
+
+
+def _slice_experts(weight: QuantizedWeight, strategy: str, size: int) -> int:
+    """Experts that an op decodes to memory at a time; 0: none, it decodes in registers."""
+    experts, n, k = weight.stored
+    if strategy == "chunked":
+        return chunk_experts(experts, n * k, size)
+    return experts if strategy == "resident" else 0
+
+
+def _stack_products(
     x: Tensor,
     weight: QuantizedWeight,
     order: ExpertOrder,
     operands: tuple[Tensor | None, ...],  # lora_a, lora_b, bias
     layout: tuple[float, int, bool, str],  # scaling, fan, grouped_out, path
-    _: str,
+    strategy: str,
 ) -> tuple[Tensor, Tensor]:
-    """y and xa, weights decoded in registers."""
+    """y and xa, by one op over the stack."""
     rows = (order.slots, order.offsets, order.tiles, order.tile_rows)
-    return grouped_lora_nf4_forward(x, weight.operands(), *operands, *rows, *layout)
+    count = _slice_experts(weight, strategy, x.element_size())
+    *layout, path = layout
+    return grouped_lora_nf4_forward(x, weight.operands(), *operands, *rows, *layout, count, path)
 
 
 def _sliced_products(
@@ -278,7 +293,7 @@ def _input_gradients(
     weight, order, scaling, x_fan, _, path, strategy = ctx.constants
     grouped = x_fan != 1
     dx = yb = dgates = None
-    if strategy == "fused":
+    if _takes_stack(strategy, path):
         return grouped_lora_nf4_dx(
             dy,
             weight.operands(),
@@ -292,6 +307,7 @@ def _input_gradients(
             x_fan,
             grouped,
             ctx.needs_input_grad[0],
+            _slice_experts(weight, strategy, dy.element_size()),
             path,
         )
     for part in _slices(weight, order, strategy, dy.element_size()):
