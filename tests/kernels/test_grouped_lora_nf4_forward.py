@@ -93,6 +93,16 @@ def test_tiles_of_other_sizes_than_the_order_s(submodule, device, monkeypatch, s
     assert relative_error(y, expected) <= budget("triton", device, torch.float32)
 
 
+def test_steps_over_several_blocks(submodule, device, monkeypatch):
+    """A step of 128 columns holds two absmax per row, and the last one ends behind the row."""
+    problem = draw(submodule, Stack(n=40, k=192, nested=True), device, torch.float32)
+    launch = submodule("kernels._nf4_product_triton")
+    monkeypatch.setattr(launch, "choose_tile", lambda *_: launch.Tile(32, 64, 128, 4, 1))
+    y, _ = forward(submodule, problem, "triton")
+    expected, _ = exact(submodule, problem)
+    assert relative_error(y, expected) <= budget("triton", device, torch.float32)
+
+
 @pytest.mark.parametrize("path", ("triton", "reference"))
 def test_rows_in_expert_order_and_strided(submodule, device, path):
     problem = draw(submodule, Stack(), device, torch.float32)

@@ -103,7 +103,9 @@ def _nf4_product(  # noqa: PLR0913
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of the format, that share BLOCK_C columns
+    SPANS: tl.constexpr,  # of the format, in BLOCK_D columns
+    EVEN: tl.constexpr,  # D is a multiple of BLOCK_D
     TILE_ROWS: tl.constexpr,  # at most, in a tile of rows
     SHARE: tl.constexpr,  # programs that share one
     GROUP: tl.constexpr,
@@ -139,6 +141,8 @@ def _nf4_product(  # noqa: PLR0913
         BLOCK_D,
         BLOCK_R,
         BLOCKS,
+        SPANS,
+        EVEN,
     )
     columns = column_tile * BLOCK_C + tl.arange(0, BLOCK_C)
     within = columns < columns_count
@@ -183,15 +187,12 @@ def choose_tile(rows: int, last: bool, blocksize: int, element_bytes: int) -> Ti
 
     Args:
         rows: of the tiles of the order.
-        last: the sum runs along the stored rows; a step stays within a block of the format then.
+        last: the sum runs along the stored rows.
         blocksize: elements per absmax.
         element_bytes: of x.
     """
     narrow = element_bytes == 2
-    depth = 64 if narrow else 32
-    if last:
-        depth = min(blocksize, depth)
-    return Tile(rows, 128 if narrow else 64, depth, 8 if rows >= 128 else 4, 3)
+    return Tile(rows, 128 if narrow else 64, 64 if narrow else 32, 8 if rows >= 128 else 4, 3)
 
 
 def nf4_product(  # noqa: PLR0913
@@ -283,6 +284,8 @@ def nf4_product(  # noqa: PLR0913
         BLOCK_D=tile.depth,
         BLOCK_R=config.block_rank(max(rank, 1)),
         BLOCKS=max(1, tile.columns // blocksize),
+        SPANS=max(1, tile.depth // blocksize),
+        EVEN=depth % tile.depth == 0,
         TILE_ROWS=tile_rows,
         SHARE=share,
         GROUP=config.GROUP,

@@ -71,7 +71,7 @@ def _nibbles(pair, table, SHUFFLE: tl.constexpr):
 
 
 @triton.jit
-def _along_rows(
+def _along_rows(  # noqa: PLR0913
     at_x,  # (BLOCK_M, 1) pointers to rows
     x_col,
     inside,
@@ -85,22 +85,42 @@ def _along_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SPANS: tl.constexpr,  # blocks of the format in a step
+    EVEN: tl.constexpr,  # steps end with the row
 ):
-    """(BLOCK_C, BLOCK_M): sums along the stored rows; a step takes one absmax per row."""
+    """(BLOCK_C, BLOCK_M): sums along the stored rows; a step takes SPANS absmax per row."""
     packed, absmax, code, code_scale, code_offset, table, row_bytes, row_blocks, shift = stack
     HALF: tl.constexpr = BLOCK_D // 2
     total = tl.zeros((BLOCK_C, BLOCK_M), tl.float32)
     at_packed = packed + row[:, None] * row_bytes
+    at_block = row[:, None] * row_blocks
     for start in range(0, depth, BLOCK_D):
         byte = (start // 2 + tl.arange(0, HALF)).to(tl.int64)
-        pair = tl.load(at_packed + byte[None, :], mask=within[:, None], other=0).to(tl.int32)
-        block = row * row_blocks + (start >> shift)
-        scale = _load_scale(absmax, code, code_scale, code_offset, block, within, shift, NESTED)
+        block = ((start >> shift) + tl.arange(0, SPANS)).to(tl.int64)
         k = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
-        values = tl.load(at_x + k[None, :] * x_col, mask=inside[:, None], other=0.0)
+        if EVEN:
+            mask, block_mask, x_mask = within[:, None], within[:, None], inside[:, None]
+        else:
+            mask = within[:, None] & (byte < row_bytes)[None, :]
+            block_mask = within[:, None] & (block < row_blocks)[None, :]
+            x_mask = inside[:, None] & (k < depth)[None, :]
+        pair = tl.load(at_packed + byte[None, :], mask=mask, other=0).to(tl.int32)
+        scale = _load_scale(
+            absmax,
+            code,
+            code_scale,
+            code_offset,
+            at_block + block[None, :],
+            block_mask,
+            shift,
+            NESTED,
+        )
+        wide = tl.broadcast_to(scale[:, :, None], (BLOCK_C, SPANS, HALF // SPANS))
+        wide = tl.reshape(wide, (BLOCK_C, HALF))
+        values = tl.load(at_x + k[None, :] * x_col, mask=x_mask, other=0.0)
         high, low = _nibbles(pair, table, SHUFFLE)
-        high = (high * scale[:, None]).to(values.dtype)
-        low = (low * scale[:, None]).to(values.dtype)
+        high = (high * wide).to(values.dtype)
+        low = (low * wide).to(values.dtype)
         total = _dot(tl.interleave(high, low), tl.trans(values), total, WIDEN)
     return total
 
@@ -194,6 +214,8 @@ def _sum(  # noqa: PLR0913
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCKS: tl.constexpr,
+    SPANS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """(BLOCK_M, BLOCK_C): x W_e + low F_e."""
     at_low, at_factor, factor_rank, factor_col = lora
@@ -214,6 +236,8 @@ def _sum(  # noqa: PLR0913
             BLOCK_M,
             BLOCK_C,
             BLOCK_D,
+            SPANS,
+            EVEN,
         )
         if LORA:
             at_factor += columns[:, None] * factor_col
