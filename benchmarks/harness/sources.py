@@ -43,7 +43,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "torch-ext/optimizer/kernels/_grouped_*.py",
         "torch-ext/optimizer/kernels/_low_rank_triton.py",
         "torch-ext/optimizer/kernels/_moe_paths.py",
-        "torch-ext/optimizer/kernels/_nf4_product_triton.py",
+        "torch-ext/optimizer/kernels/_nf4_*.py",
         "torch-ext/optimizer/kernels/combine*.py",
         "torch-ext/optimizer/kernels/expert_sort*.py",
         "torch-ext/optimizer/kernels/glu*.py",
