@@ -32,11 +32,10 @@ def table(opt, out: Path) -> tuple[int, str]:
     return wrong, printed.getvalue()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_form_is_right_on_cpus(ranks, world, tmp_path) -> None:
+def test_every_form_is_right_on_cpus(ranks, tmp_path) -> None:
     """Equal to one process to the bit where the wire rounds nothing; nothing is written."""
-    answers = ranks(world).run(table, tmp_path)
-    assert [wrong for wrong, _ in answers] == [0] * world
+    answers = ranks(2).run(table, tmp_path)
+    assert [wrong for wrong, _ in answers] == [0, 0]
     lines = answers[0][1].splitlines()
     assert not any(text for _, text in answers[1:])  # the first rank speaks
     rows = {line.split()[0]: line for line in lines if line.startswith("tiny/")}
