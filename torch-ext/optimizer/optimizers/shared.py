@@ -8,6 +8,7 @@ along them alone, is a local stack and never gets here.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -62,6 +63,10 @@ class Held:
     box: Box
     part: Part | None  # None where another replica sends it
 
+    def view(self, tensor: Tensor) -> Tensor:
+        """The box of a tensor that is stored as this rank stores it."""
+        return self.box.view(tensor)
+
 
 @dataclass(frozen=True, eq=False)
 class SharedChunk:
@@ -107,6 +112,13 @@ class Shared:
     def of_groups(self) -> list[list[Any]]:
         """All chunks, per group."""
         return [of_all + own for of_all, own in zip(self.chunks, self.home, strict=True)]
+
+    def in_order(self, own: Sequence[Any]) -> list[Any]:
+        """All chunks, and other work of this rank, in the order in which a step begins them."""
+        of_all, home = ([c for of_group in g for c in of_group] for g in (self.chunks, self.home))
+        gathers = itertools.accumulate(chunk.communicates for chunk in of_all)
+        first = next((i for i, count in enumerate(gathers, 1) if count == AHEAD), len(of_all))
+        return [*of_all[:first], *own, *home, *of_all[first:]]
 
 
 def layout_on(param: Tensor, team: Team) -> Layout:

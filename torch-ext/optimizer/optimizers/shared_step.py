@@ -15,6 +15,8 @@ from ..kernels import apply_update
 from ..kernels import momentum as momentum_kernel
 from ..orthogonalize import orthogonalize
 from ..reference import update as reference
+from .device_state import OnDevice
+from .host_state import InHostMemory
 from .layout import written
 from .options import MuonOptions
 from .parameters import local
@@ -36,6 +38,7 @@ def step_shared(
     options: MuonOptions,
     state: Mapping[Tensor, Mapping[str, Tensor]],
     remaining: Counter[Tensor],
+    kept: OnDevice | InHostMemory,
 ) -> Generator[None, None, None]:
     """momentum -> gather -> orthogonalize -> scatter -> update for one chunk.
 
@@ -49,10 +52,11 @@ def step_shared(
         options: of their group.
         state: of the optimizer.
         remaining: per parameter the chunks that still need its gradient; counted down here.
+        kept: where the state is.
     """
     present = [member.param.grad is not None for member in chunk.members]
     with stage("muon::momentum"):
-        outbox = _directions(chunk, options, state, present)
+        outbox = _directions(chunk, options, kept, present)
         for param in chunk.params:
             remaining[param] -= 1
             if options.none_grad and not remaining[param]:
@@ -90,13 +94,16 @@ def step_shared(
 def _directions(
     chunk: SharedChunk,
     options: MuonOptions,
-    state: Mapping[Tensor, Mapping[str, Tensor]],
+    kept: OnDevice | InHostMemory,
     present: Sequence[bool],
 ) -> Tensor:
     """Advance the buffers of what this rank holds; the message of directions for the owners."""
     outbox = chunk.route.sent.empty(chunk.device)
     rounds = chunk.wire != chunk.dtype
     grads, buffers, out, jobs, places = [], [], [], [], []
+    here = any(present[held.job] for held in chunk.held)
+    if here:
+        kept.enter(chunk)
     for held in chunk.held:
         param, box = chunk.members[held.job].param, held.box
         place = None if held.part is None else held.part.of(outbox, chunk.wire)
@@ -109,11 +116,11 @@ def _directions(
         else:
             out.append(place)
         grads.append(box.view(local(param.grad)))
-        buffers.append(box.view(local(state[param]["momentum_buffer"])))
+        buffers.append(kept.box(param, held, "momentum_buffer"))
         jobs.append(held.job)
         places.append(place)
     largest = None
-    if grads:
+    if here:
         largest = momentum_kernel(
             grads,
             buffers,
@@ -123,6 +130,7 @@ def _directions(
             form=options.momentum_form,
         )[:, 0]
         written(buffers, buffers)
+        kept.leave(chunk)
     if rounds:
         scales = scales_for(chunk, largest, jobs, across=chunk.route.gathers)
         for direction, place, job in zip(out, places, jobs, strict=True):
@@ -255,6 +263,7 @@ def apply(
             residuals.append(None if kept is None else part.box.view(local(kept)))
     if not params:
         return
+    stored, residuals = residuals, [_beside(*pair) for pair in zip(residuals, params, strict=True)]
     if rate.decay is not None:
         for param, update, residual in zip(params, updates, residuals, strict=True):
             reference.apply_update(
@@ -277,6 +286,14 @@ def apply(
             residuals=residuals if any(kept is not None for kept in residuals) else None,
         )
     written(params, params)
+    for residual, kept in zip(residuals, stored, strict=True):
+        if residual is not kept:
+            kept.copy_(residual, non_blocking=True)
+
+
+def _beside(residual: Tensor | None, param: Tensor) -> Tensor | None:
+    """A residual where its parameter is, itself unless it is kept in host memory."""
+    return None if residual is None else residual.to(param.device, non_blocking=True)
 
 
 def _statistics(

@@ -14,6 +14,8 @@ from torch import Tensor
 from ..distributed import Future, Team, Teams, agreement, alone, run_pipeline
 from ..orthogonalize.choose import choose, flop
 from .blocks import Blocks
+from .device_state import OnDevice
+from .host_state import InHostMemory
 from .options import AdamWOptions, MuonOptions
 from .parameters import is_dtensor
 from .rounding import check_rounding
@@ -261,9 +263,13 @@ class Sharing:
         options: Sequence[MuonOptions | AdamWOptions],
         params_of_groups: Sequence[Sequence[Tensor]],
         state: Any,
+        kept: OnDevice | InHostMemory,
         meanwhile: Callable[[], None],
     ) -> None:
-        """Step the shared matrices, with everything else under their first gathers."""
+        """Step the shared matrices, with everything else under their first gathers.
+
+        `kept` is where a step finds the `state`.
+        """
         if shared.empty:
             meanwhile()
             return
@@ -282,7 +288,8 @@ class Sharing:
             for group, chunks in zip(options, per_group, strict=True):
                 for chunk in chunks:
                     if self.unreduced is None:
-                        yield step_shared(chunk, rates[id(chunk)], group, state, remaining)
+                        rate = rates[id(chunk)]
+                        yield step_shared(chunk, rate, group, state, remaining, kept)
                         continue
                     team, factor = self.unreduced.team, self.unreduced.factor
                     if isinstance(chunk, SliceChunk):
