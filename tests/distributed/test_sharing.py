@@ -233,34 +233,40 @@ def test_experts_that_are_sharded_along_themselves_stay_local(ranks) -> None:
     assert ranks(3).run(experts_stay) == [Counter()] * 3
 
 
-def small_chunks(opt, limit: int) -> tuple[int, int, int]:
+def small_chunks(opt, flow: dict[str, int]) -> tuple[int, int]:
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
 
-    shared = module_of(opt, "optimizers.shared")
-    before, shared.IN_FLIGHT_BYTES = shared.IN_FLIGHT_BYTES, limit
-    try:
-        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-        params = placed(plain_params(), mesh, [Shard(0)])
-        optimizer = opt.Muon(params)
-        with Watch(opt) as watch:
-            for step in range(2):
-                give(params, gradients(params, step))
-                optimizer.step()
-    finally:
-        shared.IN_FLIGHT_BYTES = before
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    params = placed(plain_params(), mesh, [Shard(0)])
+    optimizer = opt.Muon(params, **flow)
+    with Watch(opt) as watch:
+        for step in range(2):
+            give(params, gradients(params, step))
+            optimizer.step()
     assert_as_alone(opt, params, 2)
-    return watch.calls["all_to_all"], watch.largest, limit
+    return watch.calls["all_to_all"], watch.largest
 
 
-@pytest.mark.parametrize("limit", [1, 3000, 10**6])
-def test_chunks_are_bounded_by_bytes_and_change_no_bit(ranks, limit) -> None:
+@pytest.mark.parametrize(
+    ("flow", "chunks"),
+    [
+        ({"in_flight_bytes": 1}, len(SHAPES)),
+        ({"in_flight_bytes": 3000}, 4),
+        ({"in_flight_bytes": 10**6}, 4),
+        ({"in_flight_bytes": 3000, "warmup_step": 8}, len(SHAPES)),  # ten are alive
+        ({"chunk_size": 2}, 5),
+        ({"chunk_size": 1, "warmup_step": 3}, len(SHAPES)),
+    ],
+    ids=str,
+)
+def test_chunks_are_bounded_and_change_no_bit(ranks, flow, chunks) -> None:
     """M12."""
-    calls, *_ = same_everywhere([answer[:1] for answer in ranks(3).run(small_chunks, limit)])
-    assert calls == {1: 2 * 2 * len(SHAPES), 3000: 2 * 2 * 4, 10**6: 2 * 2 * 4}[limit]
-    if limit == 3000:
-        assert all(largest <= limit // 3 for _, largest, _ in ranks(3).run(small_chunks, limit))
+    answers = ranks(3).run(small_chunks, flow)
+    assert same_everywhere([calls for calls, _ in answers]) == 2 * 2 * chunks
+    if flow == {"in_flight_bytes": 3000}:
+        assert all(largest <= 3000 // 3 for _, largest in answers)
 
 
 def freed_gradients(opt) -> None:

@@ -44,7 +44,11 @@ def assign(
 
 
 def chunked(
-    owners: Sequence[int], owned: Sequence[int], held: Sequence[Sequence[int]], limit: int
+    owners: Sequence[int],
+    owned: Sequence[int],
+    held: Sequence[Sequence[int]],
+    limit: int,
+    most: int | None = None,
 ) -> list[tuple[int, ...]]:
     """Pieces of work in chunks that hold at most `limit` bytes on every rank, or a single piece.
 
@@ -55,6 +59,7 @@ def chunked(
         owned: bytes of each piece on its owner.
         held: per piece, bytes of it on every rank before and after the work.
         limit: bytes.
+        most: pieces in a chunk; None for any number.
 
     Returns:
         Numbers of pieces, each in one chunk.
@@ -73,7 +78,7 @@ def chunked(
         added = list(held[number])
         added[owners[number]] += owned[number]
         total = [a + b for a, b in zip(load, added, strict=True)] if current else added
-        if current and max(total) > limit:
+        if current and (max(total) > limit or len(current) == most):
             chunks.append(tuple(current))
             current, total = [], added
         current.append(number)

@@ -28,15 +28,11 @@ from ..distributed import (
     Team,
     assign,
     chunked,
-    in_flight,
     make_route,
 )
 from .blocks import Blocks, Piece
+from .flow import Flow
 from .parameters import is_dtensor
-
-# Bytes of matrices that are on their way or being worked on, on any rank, beyond the state.
-IN_FLIGHT_BYTES = 256 * 2**20
-AHEAD = 1  # gathers launched before the first computation
 
 Cost = Callable[[int, int, torch.dtype, torch.device], float]
 
@@ -108,6 +104,7 @@ class Shared:
     home: list[list[SharedChunk]]  # per group; this rank's own, without communication
     teams: list[tuple[Team, list[tuple[str, Tensor]]]]  # parameters that must agree on gradients
     empty: bool  # no parameter is on more ranks than this one
+    flow: Flow  # of the chunks
 
     def of_groups(self) -> list[list[Any]]:
         """All chunks, per group."""
@@ -116,8 +113,9 @@ class Shared:
     def in_order(self, own: Sequence[Any]) -> list[Any]:
         """All chunks, and other work of this rank, in the order in which a step begins them."""
         of_all, home = ([c for of_group in g for c in of_group] for g in (self.chunks, self.home))
+        ahead = self.flow.warmup_step
         gathers = itertools.accumulate(chunk.communicates for chunk in of_all)
-        first = next((i for i, count in enumerate(gathers, 1) if count == AHEAD), len(of_all))
+        first = next((i for i, count in enumerate(gathers, 1) if count == ahead), len(of_all))
         return [*of_all[:first], *own, *home, *of_all[first:]]
 
 
@@ -201,13 +199,14 @@ class SharedGroup:
         return [matrix.job.candidates(stay=matrix.stacked) for matrix in self.matrices]
 
 
-def plan_shared(groups: Sequence[SharedGroup], count: int, empty: bool) -> Shared:
+def plan_shared(groups: Sequence[SharedGroup], count: int, empty: bool, flow: Flow) -> Shared:
     """Owners and chunks for the matrices of all groups, the same on every rank of a team.
 
     Args:
         groups: one per parameter group and team.
         count: how many parameter groups there are.
         empty: as of `Shared`.
+        flow: as of `Shared`.
     """
     chunks: list[list[SharedChunk]] = [[] for _ in range(count)]
     home: list[list[SharedChunk]] = [[] for _ in range(count)]
@@ -238,15 +237,17 @@ def plan_shared(groups: Sequence[SharedGroup], count: int, empty: bool) -> Share
         wires = {group.number: group for group in groups if group.team is team}
         for (number, at_home, *_), members in buckets.items():
             target = home if at_home else chunks
-            target[number] += _chunks(members, wires[number])
+            target[number] += _chunks(members, wires[number], flow)
     agreeing = [
         (team, [(where, param) for param, where in params.items()])
         for team, params in teams.values()
     ]
-    return Shared(chunks, home, agreeing, empty)
+    return Shared(chunks, home, agreeing, empty, flow)
 
 
-def _chunks(members: Sequence[tuple[SharedMatrix, int]], group: SharedGroup) -> list[SharedChunk]:
+def _chunks(
+    members: Sequence[tuple[SharedMatrix, int]], group: SharedGroup, flow: Flow
+) -> list[SharedChunk]:
     """Chunks of bounded size out of matrices of one shape."""
     first = members[0][0]
     wire = torch.float64 if first.dtype == torch.float64 else group.wire
@@ -255,7 +256,8 @@ def _chunks(members: Sequence[tuple[SharedMatrix, int]], group: SharedGroup) -> 
         [owner for _, owner in members],
         [2 * m * n * wire.itemsize] * len(members),
         [[count * wire.itemsize for count in matrix.job.elements()] for matrix, _ in members],
-        IN_FLIGHT_BYTES // in_flight(AHEAD),
+        flow.chunk_bytes,
+        flow.most,
     )
     return [_chunk([members[i] for i in part], wire, group) for part in parts]
 
