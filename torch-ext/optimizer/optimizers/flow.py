@@ -8,8 +8,9 @@ from typing import Any
 
 from ..distributed import in_flight
 
-# Bytes of matrices that are on their way or being worked on, on any rank, beyond the state.
-IN_FLIGHT_BYTES = 256 * 2**20
+# Bytes of messages, matrices and what an iteration works in, on any rank, beyond the state: three
+# chunks of 256 MiB each.
+IN_FLIGHT_BYTES = 768 * 2**20
 WARMUP = 1  # gathers launched before the first computation
 ANY_SIZE = -1
 
@@ -44,7 +45,7 @@ class Flow:
 
     @property
     def chunk_bytes(self) -> int:
-        """Of one chunk on any rank, unless a single matrix has more."""
+        """Of one chunk on any rank, unless one matrix of every owner has more."""
         return self.in_flight_bytes // in_flight(self.warmup_step)
 
 
