@@ -269,6 +269,40 @@ def test_chunks_are_bounded_and_change_no_bit(ranks, flow, chunks) -> None:
         assert all(largest <= 6000 // 3 for _, largest in answers)
 
 
+def rows_of_equal_size(opt, wire) -> Counter:
+    """Steps of FSDP2's usual shards, in which no piece may be copied on its own."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    world = distributed.get_world_size()
+    shapes = [(8 * world, 8)] * 5 + [(8, 8)] * 2 + [(4 * world, 16)] * 3
+    mesh = init_device_mesh("cpu", (world,))
+    params, single = placed(plain_params(shapes), mesh, [Shard(0)]), plain_params(shapes)
+    optimizer, alone = opt.Muon(params, wire_dtype=wire), opt.Muon(single, wire_dtype=wire)
+    step, copied = module_of(opt, "optimizers.shared_step"), Counter()
+    original = step.copy_all
+    step.copy_all = lambda targets, sources: copied.update(pieces=len(targets))
+    try:
+        for number in range(2):
+            grads = gradients(params, number)
+            give(params, grads)
+            give(single, [grad.clone() for grad in grads])
+            optimizer.step()
+            alone.step()
+    finally:
+        step.copy_all = original
+    for param, expected in zip(params, single, strict=True):
+        assert bits(param.detach().full_tensor()) == bits(expected)
+    return copied
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16], ids=str)
+def test_equal_runs_of_rows_take_no_copy_each(ranks, wire) -> None:
+    """Messages, batches and updates are one tensor each, whatever the number of matrices."""
+    assert ranks(2).run(rows_of_equal_size, wire) == [Counter()] * 2
+
+
 def freed_gradients(opt) -> None:
     """Overwrite every gradient as soon as the optimizer lets go of it."""
     from torch import distributed

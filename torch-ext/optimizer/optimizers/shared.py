@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ..distributed import (
     Extra,
     Job,
     Layout,
+    Message,
     Part,
     Route,
     Run,
@@ -76,7 +78,7 @@ class SharedChunk:
     wire: torch.dtype
     device: torch.device
     route: Route
-    held: tuple[Held, ...]  # all that this rank has of the matrices
+    held: tuple[Held, ...]  # all that this rank has of the matrices; first, in order, what it sends
     fits: bool  # what the owner receives is the batch itself
 
     @property
@@ -90,6 +92,25 @@ class SharedChunk:
     @property
     def communicates(self) -> bool:
         return self.route.gathers or self.route.scatters
+
+    @cached_property
+    def jobs_here(self) -> Tensor:
+        """The job of everything that is held, on the device."""
+        return torch.tensor([held.job for held in self.held]).to(self.device)
+
+    @cached_property
+    def sources(self) -> int | None:
+        """How many ranks send an equal run of rows of every owned matrix, if that is all."""
+        return self._by_rows(self.route.gathered)
+
+    @cached_property
+    def hearers(self) -> int | None:
+        """How many ranks get an equal run of rows of every owned matrix, if that is all."""
+        return self._by_rows(self.route.answered)
+
+    def _by_rows(self, message: Message) -> int | None:
+        owned = self.route.owned
+        return message.ranks_by_rows(owned, self.region(owned[0])) if owned else None
 
     def region(self, job: int) -> tuple[int, ...]:
         """Shape in which the boxes of a job cut its matrix."""
@@ -292,6 +313,12 @@ def chunk_of(
     sent = {(part.job, _corner(part.box)): part for part in planned.sent.parts}
     size = first.matrix[0] * first.matrix[1] * wire.itemsize
     parts = planned.gathered.parts
+    place = {id(part): number for number, part in enumerate(planned.sent.parts)}
+    held = [
+        Held(number, box, sent.get((number, _corner(box))))
+        for number, member in enumerate(members)
+        for box in member.job.held(team.rank)
+    ]
     fits = len(parts) == len(planned.owned) and all(
         part.start == slot * size and part.stop == (slot + 1) * size
         for slot, part in enumerate(parts)
@@ -305,11 +332,7 @@ def chunk_of(
         wire=wire,
         device=first.param.device,
         route=planned,
-        held=tuple(
-            Held(number, box, sent.get((number, _corner(box))))
-            for number, member in enumerate(members)
-            for box in member.job.held(team.rank)
-        ),
+        held=tuple(sorted(held, key=lambda one: place.get(id(one.part), len(place)))),
         fits=fits,
     )
 

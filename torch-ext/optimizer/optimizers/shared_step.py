@@ -21,7 +21,7 @@ from .layout import written
 from .options import MuonOptions
 from .parameters import local
 from .rounding import RESIDUAL
-from .shared import SharedChunk
+from .shared import Held, SharedChunk
 from .state import STATISTICS
 from .timing import stage
 from .update import Rate
@@ -98,49 +98,69 @@ def _directions(
     present: Sequence[bool],
 ) -> Tensor:
     """Advance the buffers of what this rank holds; the message of directions for the owners."""
-    outbox = chunk.route.sent.empty(chunk.device)
+    sent = chunk.route.sent
+    outbox = sent.empty(chunk.device)
     rounds = chunk.wire != chunk.dtype
-    grads, buffers, out, jobs, places = [], [], [], [], []
-    here = any(present[held.job] for held in chunk.held)
-    if here:
-        kept.enter(chunk)
-    for held in chunk.held:
-        param, box = chunk.members[held.job].param, held.box
-        place = None if held.part is None else held.part.of(outbox, chunk.wire)
-        if not present[held.job]:
-            if place is not None:
-                place.zero_()
-            continue
-        if place is None or rounds:
-            out.append(torch.empty(box.shape, dtype=chunk.dtype, device=chunk.device))
-        else:
-            out.append(place)
-        grads.append(box.view(local(param.grad)))
-        buffers.append(kept.box(param, held, "momentum_buffer"))
-        jobs.append(held.job)
-        places.append(place)
+    here = [held for held in chunk.held if present[held.job]]
+    alike = None  # (boxes, ...): all places in the message, if nothing else is held
+    if len(here) == len(chunk.held) == len(sent.parts):
+        alike = sent.stacked(outbox, chunk.wire)
+    if alike is None:
+        places = [None if h.part is None else h.part.of(outbox, chunk.wire) for h in here]
+        for held in chunk.held:
+            if held.part is not None and not present[held.job]:
+                held.part.of(outbox, chunk.wire).zero_()
+        out: Any = [
+            torch.empty(held.box.shape, dtype=chunk.dtype, device=chunk.device)
+            if place is None or rounds
+            else place
+            for held, place in zip(here, places, strict=True)
+        ]
+    else:
+        out = torch.empty_like(alike, dtype=chunk.dtype) if rounds else alike
     largest = None
     if here:
-        largest = momentum_kernel(
-            grads,
-            buffers,
-            out,
-            mu=float(options.momentum),
-            nesterov=options.nesterov,
-            form=options.momentum_form,
-        )[:, 0]
-        written(buffers, buffers)
-        kept.leave(chunk)
+        largest = _advance(chunk, here, out, options, kept)
     if rounds:
+        jobs = chunk.jobs_here if len(here) == len(chunk.held) else [held.job for held in here]
         scales = scales_for(chunk, largest, jobs, across=chunk.route.gathers)
-        for direction, place, job in zip(out, places, jobs, strict=True):
-            if place is not None:
-                torch.mul(direction, scales[job], out=place)
+        if alike is not None:
+            factors = scales[chunk.jobs_here].view(-1, *(1 for _ in alike.shape[1:]))
+            torch.mul(out, factors, out=alike)
+        else:
+            for direction, place, held in zip(out, places, here, strict=True):
+                if place is not None:
+                    torch.mul(direction, scales[held.job], out=place)
     return outbox
 
 
+def _advance(
+    chunk: SharedChunk,
+    here: Sequence[Held],
+    out: Sequence[Tensor] | Tensor,
+    options: MuonOptions,
+    kept: OnDevice | InHostMemory,
+) -> Tensor:
+    """Momentum of boxes that are held; the largest element of every direction."""
+    kept.enter(chunk)
+    params = [chunk.members[held.job].param for held in here]
+    pairs = [*zip(here, params, strict=True)]
+    buffers = [kept.box(param, held, "momentum_buffer") for held, param in pairs]
+    largest = momentum_kernel(
+        [held.view(local(param.grad)) for held, param in pairs],
+        buffers,
+        out,
+        mu=float(options.momentum),
+        nesterov=options.nesterov,
+        form=options.momentum_form,
+    )[:, 0]
+    written(buffers, buffers)
+    kept.leave(chunk)
+    return largest
+
+
 def scales_for(
-    chunk: SharedChunk, largest: Tensor | None, jobs: Sequence[int], *, across: bool
+    chunk: SharedChunk, largest: Tensor | None, jobs: Sequence[int] | Tensor, *, across: bool
 ) -> Tensor:
     """One power of two per matrix, that brings its largest element (on any rank) below 2^15.
 
@@ -153,7 +173,9 @@ def scales_for(
     if largest is not None:
         found = torch.where(largest > 0, torch.frexp(largest).exponent, NOTHING)
         found = torch.where(largest.isfinite(), found, NOT_FINITE).to(torch.int32)
-        index = torch.tensor(jobs).to(chunk.device, non_blocking=True)
+        index = jobs
+        if not isinstance(index, Tensor):
+            index = torch.tensor(jobs).to(chunk.device, non_blocking=True)
         exponents.scatter_reduce_(0, index, found, "amax")
     if across:
         exponents = chunk.team.transport.maximum(exponents).wait()
@@ -173,6 +195,10 @@ def _batch(chunk: SharedChunk, inbox: Tensor) -> Tensor:
     shape = (len(chunk.route.owned), *chunk.matrix)
     if chunk.fits:
         return inbox[: math.prod(shape) * chunk.wire.itemsize].view(chunk.wire).view(shape)
+    stacked = chunk.route.gathered.stacked(inbox, chunk.wire)
+    if stacked is not None and chunk.sources is not None:
+        by_rank = stacked.view(chunk.sources, shape[0], -1)
+        return by_rank.transpose(0, 1).reshape(shape)
     batch = torch.empty(shape, dtype=chunk.wire, device=chunk.device)
     places = dict(zip(chunk.route.owned, batch.unbind(), strict=True))
     parts = chunk.route.gathered.parts
@@ -217,6 +243,11 @@ def answer(
             beta2=options.beta2,
         )
         orthogonal = reduced
+    stacked = chunk.route.answered.stacked(message, chunk.wire)
+    if stacked is not None and chunk.hearers is not None and len(owned) == len(chunk.route.owned):
+        by_rank = orthogonal.reshape(len(owned), chunk.hearers, -1).transpose(0, 1)
+        stacked.view(by_rank.shape).copy_(by_rank)
+        return
     updates = dict(zip(owned, orthogonal.unbind(), strict=True))
     sources, places = [], []
     for part in chunk.route.answered.parts:
@@ -248,8 +279,13 @@ def apply(
     present: Sequence[bool],
 ) -> None:
     """p <- p - decay p - rate u for what this rank holds, with one rounding each."""
-    params, updates, residuals = [], [], []
-    for part in chunk.route.scattered.parts:
+    params, residuals = [], []
+    scattered = chunk.route.scattered
+    updates: Any = scattered.stacked(answers, chunk.wire) if all(present) else None
+    each = updates is None
+    if each:
+        updates = []
+    for part in scattered.parts:
         if not present[part.job]:
             continue
         if part.box is None:
@@ -258,7 +294,8 @@ def apply(
         else:
             param = chunk.members[part.job].param
             params.append(part.box.view(local(param)))
-            updates.append(part.of(answers, chunk.wire))
+            if each:
+                updates.append(part.of(answers, chunk.wire))
             kept = state[param].get(RESIDUAL) if options.rounding == "residual" else None
             residuals.append(None if kept is None else part.box.view(local(kept)))
     if not params:
