@@ -116,9 +116,21 @@ class Message:
         if self.even is None or not jobs or self.even[1:] != region[1:]:
             return None
         ranks, rows = len(self.parts) // len(jobs), self.even[0]
+        in_turn = ranks * rows == region[0] and self._first_rows(jobs, ranks, rows)
+        return ranks if in_turn else None
+
+    def ranks_with_all(self, jobs: Sequence[int], region: tuple[int, ...]) -> int | None:
+        """How many ranks there are, if each has all of every job, in their order."""
+        if self.even is None or not jobs or self.even != region:
+            return None
+        ranks = len(self.parts) // len(jobs)
+        return ranks if self._first_rows(jobs, ranks, 0) else None
+
+    def _first_rows(self, jobs: Sequence[int], ranks: int, rows: int) -> bool:
+        """Whether every rank's part of every job starts so many rows after the rank before."""
         expected = [(job, rank * rows) for rank in range(ranks) for job in jobs]
         found = [(p.job, p.box.region[0].start) for p in self.parts if p.box is not None]
-        return ranks if found == expected and ranks * rows == region[0] else None
+        return found == expected
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from ..distributed import (
     Extra,
     Job,
     Layout,
-    Message,
     Part,
     Route,
     Run,
@@ -99,18 +98,33 @@ class SharedChunk:
         return torch.tensor([held.job for held in self.held]).to(self.device)
 
     @cached_property
+    def owned_here(self) -> Tensor:
+        """The jobs of this rank, on the device."""
+        return torch.tensor(self.route.owned).to(self.device)
+
+    @cached_property
     def sources(self) -> int | None:
         """How many ranks send an equal run of rows of every owned matrix, if that is all."""
-        return self._by_rows(self.route.gathered)
+        return self._counted(self.route.gathered.ranks_by_rows)
 
     @cached_property
     def hearers(self) -> int | None:
         """How many ranks get an equal run of rows of every owned matrix, if that is all."""
-        return self._by_rows(self.route.answered)
+        return self._counted(self.route.answered.ranks_by_rows)
 
-    def _by_rows(self, message: Message) -> int | None:
+    @cached_property
+    def contributors(self) -> int | None:
+        """How many ranks send all of every owned matrix, if that is all."""
+        return self._counted(self.route.gathered.ranks_with_all)
+
+    @cached_property
+    def replicas(self) -> int | None:
+        """How many ranks get all of every owned matrix, if that is all."""
+        return self._counted(self.route.answered.ranks_with_all)
+
+    def _counted(self, count: Callable[[tuple[int, ...], tuple[int, ...]], int | None]) -> Any:
         owned = self.route.owned
-        return message.ranks_by_rows(owned, self.region(owned[0])) if owned else None
+        return count(owned, self.region(owned[0])) if owned else None
 
     def region(self, job: int) -> tuple[int, ...]:
         """Shape in which the boxes of a job cut its matrix."""

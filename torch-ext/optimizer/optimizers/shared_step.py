@@ -244,10 +244,14 @@ def answer(
         )
         orthogonal = reduced
     stacked = chunk.route.answered.stacked(message, chunk.wire)
-    if stacked is not None and chunk.hearers is not None and len(owned) == len(chunk.route.owned):
-        by_rank = orthogonal.reshape(len(owned), chunk.hearers, -1).transpose(0, 1)
-        stacked.view(by_rank.shape).copy_(by_rank)
-        return
+    if stacked is not None and len(owned) == len(chunk.route.owned):
+        if chunk.hearers is not None:
+            by_rank = orthogonal.reshape(len(owned), chunk.hearers, -1).transpose(0, 1)
+            stacked.view(by_rank.shape).copy_(by_rank)
+            return
+        if chunk.replicas is not None:
+            stacked.view(chunk.replicas, *orthogonal.shape).copy_(orthogonal)
+            return
     updates = dict(zip(owned, orthogonal.unbind(), strict=True))
     sources, places = [], []
     for part in chunk.route.answered.parts:

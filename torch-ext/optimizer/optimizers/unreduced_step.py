@@ -155,27 +155,35 @@ def step_small(
 
 def _contributions(chunk: SharedChunk, present: Sequence[bool]) -> tuple[Tensor, Tensor | None]:
     """The message with this rank's gradients, and the scales of their matrices in float16."""
-    outbox = chunk.route.sent.empty(chunk.device)
-    places, grads, jobs = [], [], []
-    for held in chunk.held:
-        assert held.part is not None
-        place = held.part.of(outbox, chunk.wire)
-        grad = chunk.members[held.job].param.grad
-        if grad is None or not present[held.job]:
-            place.zero_()
-        else:
-            places.append(place)
-            grads.append(held.box.view(grad))
-            jobs.append(held.job)
+    sent = chunk.route.sent
+    outbox = sent.empty(chunk.device)
+    alike = sent.stacked(outbox, chunk.wire) if all(present) else None
+    here = [held for held in chunk.held if present[held.job]]
+    grads = [held.view(chunk.members[held.job].param.grad) for held in here]
+    if alike is not None:
+        places = list(alike.unbind())
+    else:
+        places = [held.part.of(outbox, chunk.wire) for held in here if held.part is not None]
+        for held in chunk.held:
+            if held.part is not None and not present[held.job]:
+                held.part.of(outbox, chunk.wire).zero_()
     if chunk.wire != torch.float16:
         copy_all(places, grads)
         return outbox, None
-    largest = None
+    if alike is not None:
+        wide = torch.empty_like(alike, dtype=chunk.dtype)
+        copy_all(list(wide.unbind()), grads)
+        largest = torch.linalg.vector_norm(wide.flatten(1), torch.inf, dim=1)
+        scales = scales_for(chunk, largest, chunk.jobs_here, across=True)
+        factors = scales[chunk.jobs_here].view(-1, *(1 for _ in alike.shape[1:]))
+        torch.mul(wide, factors, out=alike)
+        return outbox, scales
+    found = None
     if grads:
-        largest = torch.stack([grad.abs().amax().to(chunk.dtype) for grad in grads])
-    scales = scales_for(chunk, largest, jobs, across=True)
-    for place, grad, job in zip(places, grads, jobs, strict=True):
-        torch.mul(grad.to(chunk.dtype), scales[job], out=place)
+        found = torch.stack([grad.abs().amax().to(chunk.dtype) for grad in grads])
+    scales = scales_for(chunk, found, [held.job for held in here], across=True)
+    for place, grad, held in zip(places, grads, here, strict=True):
+        torch.mul(grad.to(chunk.dtype), scales[held.job], out=place)
     return outbox, scales
 
 
@@ -183,6 +191,18 @@ def _sums(
     chunk: SharedChunk, inbox: Tensor, scales: Tensor | None, factor: float
 ) -> dict[int, Tensor]:
     """The reduced gradients of this rank's jobs, added up in the order of the ranks."""
+    stacked = chunk.route.gathered.stacked(inbox, chunk.wire)
+    if stacked is not None and chunk.contributors is not None:
+        owned = chunk.route.owned
+        first, *others = stacked.view(chunk.contributors, len(owned), *stacked.shape[1:]).unbind()
+        total = first.to(chunk.dtype)  # in place in the message, if that is its dtype
+        for contribution in others:
+            total += contribution
+        if scales is not None:
+            factors = scales[chunk.owned_here].view(-1, *(1 for _ in total.shape[1:]))
+            total /= factors  # powers of two: exact
+        total *= factor
+        return dict(zip(owned, total.unbind(), strict=True))
     sums: dict[int, Tensor] = {}
     for part in chunk.route.gathered.parts:
         contribution = part.of(inbox, chunk.wire).to(chunk.dtype)
@@ -210,7 +230,7 @@ def _momentum(
     momentum_kernel(
         [grads[job] for job in owned],
         buffers,
-        [matrix.view(chunk.region(job)) for matrix, job in zip(batch, owned, strict=True)],
+        batch,
         mu=float(options.momentum),
         nesterov=options.nesterov,
         form=options.momentum_form,
