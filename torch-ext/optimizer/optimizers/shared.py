@@ -80,7 +80,7 @@ class SharedChunk:
     held: tuple[Held, ...]  # all that this rank has of the matrices; first, in order, what it sends
     fits: bool  # what the owner receives is the batch itself
 
-    @property
+    @cached_property
     def params(self) -> frozenset[Tensor]:
         return frozenset(member.param for member in self.members)
 

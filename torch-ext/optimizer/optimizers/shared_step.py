@@ -51,16 +51,15 @@ def step_shared(
         rate: of their shape.
         options: of their group.
         state: of the optimizer.
-        remaining: per parameter the chunks that still need its gradient; counted down here.
+        remaining: per parameter of groups with none_grad the chunks that still need its gradient;
+            counted down here.
         kept: where the state is.
     """
     present = [member.param.grad is not None for member in chunk.members]
     with stage("muon::momentum"):
         outbox = _directions(chunk, options, kept, present)
-        for param in chunk.params:
-            remaining[param] -= 1
-            if options.none_grad and not remaining[param]:
-                param.grad = None
+        if options.none_grad:
+            release(chunk, remaining)
     with stage("muon::launch_gather"):
         gathering = _gather(chunk, outbox)
         del outbox
@@ -89,6 +88,14 @@ def step_shared(
         answers = scattering.wait()
     with stage("muon::update_params"):
         apply(chunk, answers, rate, options, state, present)
+
+
+def release(chunk: SharedChunk, remaining: Counter[Tensor]) -> None:
+    """Let go of the gradients that no later chunk needs."""
+    for param in chunk.params:
+        remaining[param] -= 1
+        if not remaining[param]:
+            param.grad = None
 
 
 def _directions(

@@ -283,9 +283,9 @@ class Sharing:
                 for chunk in chunks:
                     if isinstance(chunk, SharedChunk):
                         rates[id(chunk)] = rate_of(group, *chunk.matrix, chunk.device)
-                        remaining.update(chunk.params)
-                    elif isinstance(chunk, SliceChunk):
-                        remaining.update(chunk.chunk.params)
+                    if group.none_grad and not isinstance(chunk, SmallChunk):
+                        of_rows = isinstance(chunk, SliceChunk)
+                        remaining.update((chunk.chunk if of_rows else chunk).params)
 
         def phases(per_group: Any) -> Iterator[Any]:
             for group, chunks in zip(options, per_group, strict=True):

@@ -15,7 +15,7 @@ from .adamw import adamw_on
 from .layout import written
 from .options import AdamWOptions, MuonOptions
 from .shared import SharedChunk
-from .shared_step import answer, apply, copy_all, launch_scatter, scales_for
+from .shared_step import answer, apply, copy_all, launch_scatter, release, scales_for
 from .timing import stage
 from .unreduced import SliceChunk, SmallChunk
 from .update import Rate
@@ -39,14 +39,15 @@ def step_owned(
         rate: of their shape.
         options: of their group.
         state: of the optimizer.
-        remaining: per parameter the chunks that still need its gradient; counted down here.
+        remaining: as of `step_shared`.
     """
     present = [member.param.grad is not None for member in chunk.members]
     with stage("muon::launch_reduce"):
         outbox, scales = _contributions(chunk, present)
         reducing = chunk.team.transport.gather(chunk.route.sent, outbox, chunk.route.gathered)
         del outbox
-        _release(chunk, options.none_grad, remaining)
+        if options.none_grad:
+            release(chunk, remaining)
     yield
     message = chunk.route.answered.empty(chunk.device)
     owned = [job for job in chunk.route.owned if present[job]]
@@ -89,7 +90,8 @@ def step_slices(
         outbox, scales = _contributions(chunk, [present] * len(chunk.members))
         reducing = chunk.team.transport.gather(chunk.route.sent, outbox, chunk.route.gathered)
         del outbox
-        _release(chunk, options.none_grad, remaining)
+        if options.none_grad:
+            release(chunk, remaining)
     yield
     with stage("muon::wait_reduce"):
         grads = _sums(chunk, reducing.wait(), scales, factor)
@@ -264,10 +266,3 @@ def _rows(average: Tensor, first: int, length: int) -> Tensor:
     ranks = average.device_mesh.size()
     each = max(1, -(-average.shape[0] // ranks))  # as torch.chunk
     return here.narrow(0, first % each, length)
-
-
-def _release(chunk: SharedChunk, none_grad: bool, remaining: Counter[Tensor]) -> None:
-    for param in chunk.params:
-        remaining[param] -= 1
-        if none_grad and not remaining[param]:
-            param.grad = None
