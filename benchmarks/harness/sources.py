@@ -6,6 +6,7 @@ A result is stale when one of these files has changed since; `run.py plots --che
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +61,15 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "torch-ext/optimizer/optimizers/*.py",
         "torch-ext/optimizer/orthogonalize/*",
     ),
+    "optimizer_step on several GPUs": (
+        "kernels-src/common/*",
+        "kernels-src/newton_schulz/*",
+        "kernels-src/optimizer_step/*",
+        "torch-ext/optimizer/distributed/*.py",
+        "torch-ext/optimizer/kernels/*.py",
+        "torch-ext/optimizer/optimizers/*.py",
+        "torch-ext/optimizer/orthogonalize/*",
+    ),
     "orthogonalize": (
         "kernels-src/common/*",
         "kernels-src/newton_schulz/*",
@@ -71,6 +81,12 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "torch-ext/optimizer/orthogonalize/*",
     ),
 }
+
+
+def entry_of(path: Path) -> str:
+    """The entry of SOURCES that a result file <gpu>/<name>.json measures, <gpu> as in "h200x8"."""
+    several = re.search(r"x[0-9]+$", path.parent.name)
+    return f"{path.stem} on several GPUs" if several else path.stem
 
 
 def source_files(name: str, root: Path = ROOT) -> list[Path]:
