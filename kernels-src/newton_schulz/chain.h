@@ -63,12 +63,14 @@ struct ChainSchedule {
   }
 };
 
-// Groups that the matrices go through the chain in: about 3.5 tiles per multiprocessor in each, so
-// that none waits for tiles under way, and no more, so that a group stays in L2.
-inline int64_t group_count(int64_t matrices, int64_t tiles_per_matrix, int64_t processors) {
-  const int64_t tiles = matrices * tiles_per_matrix, group = processors * 7 / 2;
-  const int64_t nearest = std::min((tiles + group / 2) / group, matrices);
-  return std::max<int64_t>(nearest, 1);
+// Groups that the matrices go through the chain in: as small as leaves every multiprocessor a tile
+// while others are under way, so that a group stays in L2. The longer a tile takes, the more tiles
+// wait for its last one, and the less its bytes matter: 2 tiles per multiprocessor and one more for
+// every 256 rows.
+inline int64_t group_count(int64_t matrices, const TriangularSchedule& tiles, int64_t processors) {
+  const int64_t count = matrices * tiles.per_matrix();
+  const int64_t group = processors * (4 + tiles.squares_per_side) / 2;
+  return std::max<int64_t>(std::min((count + group / 2) / group, matrices), 1);
 }
 
 // Why M_target may not be put where places says; null if it may. places[j]: the buffer of M_j+1;

@@ -91,9 +91,9 @@ ChainArguments arguments_of(const Chain& chain, int device) {
   STD_TORCH_CHECK(chain.batches <= INT32_MAX / (tiles.per_matrix() * products),
                   "square_chain: ", chain.batches,
                   " matrices have too many tiles; split the batch");
-  const int64_t groups =
-      chain.groups > 0 ? std::min(chain.groups, chain.batches)
-                       : group_count(chain.batches, tiles.per_matrix(), processors_of(device));
+  const int64_t groups = chain.groups > 0
+                             ? std::min(chain.groups, chain.batches)
+                             : group_count(chain.batches, tiles, processors_of(device));
   args.schedule = {tiles, static_cast<uint32_t>(chain.batches), static_cast<uint32_t>(groups),
                    static_cast<uint32_t>(products)};
   args.scale = chain.scale;

@@ -9,8 +9,8 @@ extern "C" {
 int most_squares() { return kMostSquares; }
 int most_buffers() { return kMostBuffers; }
 
-int64_t groups(int64_t matrices, int64_t tiles, int64_t processors) {
-  return group_count(matrices, tiles, processors);
+int64_t groups(int64_t matrices, int m, int64_t processors) {
+  return group_count(matrices, TriangularSchedule::of(m, 128, 128), processors);
 }
 
 // Of every ticket: product, matrix, row, column. How many there are.

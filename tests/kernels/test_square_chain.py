@@ -142,7 +142,9 @@ class TestOnHopper:
                 ops.square_chain(*arguments)
         assert_same_bits(x, before)
 
-    @pytest.mark.parametrize("shape", [(14, 512, 640), (7, 768, 768), (50, 1300, 200)])
+    @pytest.mark.parametrize(
+        "shape", [(14, 512, 640), (7, 768, 768), (50, 1300, 200), (140, 128, 256)]
+    )
     def test_an_iteration_gives_the_same_bits(self, opt, submodule, device, monkeypatch, shape):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
         iteration = submodule("orthogonalize.gram_polynomial")

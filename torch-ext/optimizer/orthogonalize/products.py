@@ -17,8 +17,8 @@ from ..kernels.symmetric_matmul import AUTO, runs_compiled
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 # Sides whose squares run as one launch. Beyond, a matrix has tiles enough to occupy the device, and
-# a group of matrices does not fit L2; a single tile has nothing below the diagonal to leave out.
-SMALLEST_CHAIN, LARGEST_CHAIN = 129, 1024
+# a group of matrices does not fit L2; below, half of a tile is empty.
+SMALLEST_CHAIN, LARGEST_CHAIN = 65, 1024
 
 
 def batch_is_free(dtype: torch.dtype, device: torch.device) -> bool:
@@ -45,12 +45,17 @@ def runs_symmetric(m: int, dtype: torch.dtype, device: torch.device) -> bool:
 def runs_chain(x: torch.Tensor) -> bool:
     """Whether polynomials of the Gram matrices of x (G, R, C) are computed in one launch.
 
-    Their matrices are then in upper storage (`kernels.square_chain`). x must be a slice of `walk`,
-    whose lines are whole.
+    Their matrices are then in upper storage (`stores_upper`). x must be a slice of `walk`, whose
+    lines are whole.
     """
     m = min(x.shape[-2:])
     fits = SMALLEST_CHAIN <= m <= LARGEST_CHAIN
     return fits and square_chain.serves(len(x), m, x.dtype, x.device)
+
+
+def stores_upper(m: int) -> bool:
+    """Whether there are blocks below the diagonal that a chain leaves out."""
+    return m > square_chain.SIDE
 
 
 def _pays(m: int, dtype: torch.dtype) -> bool:
@@ -130,7 +135,7 @@ def symmetric(
     """alpha A B^T + beta C + diag I of A, B (G, m, k): `kernels.symmetric_matmul`, unchecked.
 
     Powers of `scale` multiply alpha and beta. `upper_out`: the result is in upper storage
-    (`kernels.square_chain`).
+    (`stores_upper`).
     """
     out = A.new_empty((A.shape[0], A.shape[1], A.shape[1]))
     storage = (False, upper_out)
@@ -187,7 +192,7 @@ def apply_gram_side(
 ) -> torch.Tensor:
     """scale (B X + beta add), or scale (X B + beta add) for tall x (G, R, C), B symmetric.
 
-    `upper`: B is in upper storage (`kernels.square_chain`).
+    `upper`: B is in upper storage (`stores_upper`).
 
     The compiled kernel applies `scale` before its one rounding and writes into `out`; torch's
     product is of the rounded scale B, and in a tensor of its own.
