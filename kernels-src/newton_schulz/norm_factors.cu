@@ -1,10 +1,9 @@
 // CUDA backend of norm_factors: sums of squares, and one block per matrix that turns them into a
 // factor.
 
-#include "newton_schulz/norm_factors.cuh"
-
 #include <cmath>
 
+#include "newton_schulz/norm_factors.cuh"
 #include "newton_schulz/normalize_launch.cuh"
 
 namespace optimizer {
@@ -17,9 +16,9 @@ template <typename T>
 void run(SumProblem& p, const Tensor& x, const Tensor& factors, const Tensor& roots, int device,
          cudaStream_t stream) {
   p.x.piece[0] = piece_of(x, 0, sizeof(T));
-  const int64_t chunk = quotient_up(tiling_of(p.x.rows, p.x.cols, 0).chunk, kTogether<T>) * kTogether<T>;
-  p.tiling = p.triangle ? upper_tiling_of(p.x.rows, chunk)
-                        : tiling_of(p.x.rows, p.x.cols, chunk);
+  const int64_t chunk =
+      quotient_up(tiling_of(p.x.rows, p.x.cols, 0).chunk, kTogether<T>) * kTogether<T>;
+  p.tiling = p.triangle ? upper_tiling_of(p.x.rows, chunk) : tiling_of(p.x.rows, p.x.cols, chunk);
   STD_TORCH_CHECK(p.tiling.tiles <= INT32_MAX, "norm_factors: a matrix has too many elements");
   const int64_t blocks = p.x.count * p.tiling.chunks;
   const Tensor sums = torch::stable::new_empty(x, {blocks}, ScalarType::Double);
@@ -30,8 +29,8 @@ void run(SumProblem& p, const Tensor& x, const Tensor& factors, const Tensor& ro
   } else {
     launch(sum_kernel<T, false>, p, blocks, 0, early, stream);
   }
-  launch(factor_kernel, p, p.x.count, 0, early, stream,
-         static_cast<float*>(factors.data_ptr()), static_cast<float*>(roots.data_ptr()));
+  launch(factor_kernel, p, p.x.count, 0, early, stream, static_cast<float*>(factors.data_ptr()),
+         static_cast<float*>(roots.data_ptr()));
 }
 
 }  // namespace

@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <vector>
 
 #include "newton_schulz/normalize_launch.cuh"
@@ -17,8 +15,15 @@ namespace {
 
 using namespace normalization;
 
-// Bytes on their way to a block, enough for memory to be busy while others compute.
-constexpr int kBytesAhead = 48 << 10;
+// Of a block: bytes of tiles on their way, and of those that it takes up in a round.
+constexpr int kBytesAhead = 32 << 10;
+constexpr int kBytesInRound = 16 << 10;
+// With fewer, tiles would be waited for: rather fewer blocks.
+constexpr int kFewestSlots = 4;
+
+constexpr int tiles_in_round(int64_t element) {
+  return std::max(1, kBytesInRound / static_cast<int>(kThreads * kSide * kSide * element));
+}
 
 struct Shape {
   int64_t matrices;
@@ -53,31 +58,42 @@ int attribute_of(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
-struct Tuning { int blocks, ahead, slots, chunk; };
-Tuning tuning() {
-  Tuning t{2, 0, 0, 0};
-  if (const char* e = std::getenv("OPTIMIZER_NORMALIZE")) sscanf(e, "%d,%d,%d,%d", &t.blocks, &t.ahead, &t.slots, &t.chunk);
-  return t;
+// Blocks of a multiprocessor, and the tiles that each has room for.
+struct Room {
+  int blocks;
+  int slots;
+};
+
+Room room_of(int slot_bytes, int device) {
+  constexpr int kReserved = 1 << 10, kOwn = static_cast<int>(sizeof(Shared));  // of a block
+  const int memory = attribute_of(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  const int most = attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  Room room{};
+  for (room.blocks = kBlocksPerSm;; --room.blocks) {
+    const int bytes = std::min(memory / room.blocks - kReserved, most) - kOwn;
+    room.slots = std::min(bytes / slot_bytes, kMaxSlots);
+    if (room.slots >= kFewestSlots || room.blocks == 1) return room;
+  }
 }
 
 template <typename T, typename Out>
 void run(Problem p, int device, cudaStream_t stream) {
-  const Tuning t = tuning();
-  const int processors = attribute_of(cudaDevAttrMultiProcessorCount, device);
-  const int memory = attribute_of(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) / t.blocks -
-                     1024 - static_cast<int>(sizeof(Shared));
-  const int most = attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - static_cast<int>(sizeof(Shared));
-  p.slots = std::min({std::min(memory, most) / kSlotBytes<T>, kMaxSlots, t.slots ? t.slots : kMaxSlots});
-  p.ahead = std::clamp(t.ahead ? t.ahead : kBytesAhead / kSlotBytes<T>, 1, std::min(kMaxAhead, p.slots));
+  const Room room = room_of(kSlotBytes<T>, device);
+  p.slots = room.slots;
+  p.ahead = std::min({kBytesAhead / kSlotBytes<T>, kMaxAhead, p.slots});
+  p.each = tiles_in_round(sizeof(T));
   const int bytes = p.slots * kSlotBytes<T>;
   const auto kernel = normalize_kernel<T, Out>;
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  const int64_t resident = int64_t{processors} * t.blocks;
+  const int64_t resident =
+      int64_t{room.blocks} * attribute_of(cudaDevAttrMultiProcessorCount, device);
   const int64_t zeros = p.matrices * p.out_rows * p.out_cols - p.x.count * p.x.rows * p.x.cols;
   const int64_t useful = std::max<int64_t>(p.tickets, quotient_up(zeros, kThreads * kSide * kSide));
   const int64_t blocks = std::clamp<int64_t>(useful, 1, resident);
-  const int64_t ahead = quotient_up(p.ahead, std::max<int64_t>(p.tiling.chunk, 1));
-  p.first_tickets = static_cast<uint32_t>(std::clamp<int64_t>(quotient_up(p.tickets, blocks), 1, ahead));
+  // What a block can have on its way, and one more: see Work::wants_ticket.
+  const int64_t ahead = quotient_up(p.ahead, p.tiling.chunk) + 1;
+  p.first_tickets =
+      static_cast<uint32_t>(std::clamp<int64_t>(quotient_up(p.tickets, blocks), 1, ahead));
   launch(kernel, p, blocks, bytes, starts_early(device), stream);
 }
 
@@ -108,7 +124,7 @@ void dispatch(const Problem& p, ScalarType in, ScalarType out, int device, cudaS
   }
 }
 
-Problem describe(const Shape& shape, const Tensor& out, double prefactor) {
+Problem describe(const Shape& shape, int64_t element, const Tensor& out, double prefactor) {
   Problem p{};
   p.x.rows = static_cast<int>(shape.rows);
   p.x.cols = static_cast<int>(shape.cols);
@@ -116,10 +132,9 @@ Problem describe(const Shape& shape, const Tensor& out, double prefactor) {
   p.out_cols = static_cast<int>(out.size(2));
   p.prefactor = prefactor;
   p.tiling = tiling_of(shape.rows, shape.cols, 0);
-  if (const int chunk = tuning().chunk) p.tiling = tiling_of(shape.rows, shape.cols, std::max<int64_t>(chunk, p.tiling.chunk));
-  STD_TORCH_CHECK(shape.matrices * p.tiling.tiles < Work::kNone,
-                  "normalize: ", shape.matrices, " x ", shape.rows, " x ", shape.cols,
-                  " are more than 2^32 - 2 tiles");
+  cut(p.tiling, std::max<int64_t>(p.tiling.chunk, tiles_in_round(element)));
+  STD_TORCH_CHECK(shape.matrices * p.tiling.tiles <= INT32_MAX, "normalize: ", shape.matrices,
+                  " x ", shape.rows, " x ", shape.cols, " are more than 2^31 - 1 tiles");
   return p;
 }
 
@@ -169,8 +184,8 @@ void normalize_cuda(const std::vector<Tensor>& pieces, const Tensor& out, double
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   const auto on = static_cast<cudaStream_t>(stream);
 
-  Problem p = describe(shape, out, prefactor);
   const int64_t in_bytes = pieces[0].scalar_type() == ScalarType::Float ? 4 : 2;
+  Problem p = describe(shape, in_bytes, out, prefactor);
   const int64_t out_bytes = out.scalar_type() == ScalarType::Float ? 4 : 2;
   const auto out_data = static_cast<char*>(out.data_ptr());
   p.vector =

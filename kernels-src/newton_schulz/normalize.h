@@ -6,6 +6,7 @@
 // The cut of a sum depends on the sides of the matrix alone, and every thread adds its elements in
 // one order whatever their strides. So a matrix gives the same bits in any batch and any layout.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -27,6 +28,23 @@ struct Spot {
   int col;
 };
 
+// Quotients of numbers below 2^31 without a division: 2^(31 + shift) / divisor, rounded up, is off
+// by too little to matter.
+struct Divider {
+  uint32_t multiplier;
+  int shift;
+
+  OPTIMIZER_HD uint32_t quotient(uint32_t n) const {
+    return static_cast<uint32_t>(uint64_t{n} * multiplier >> shift);
+  }
+};
+
+inline Divider divider_of(int64_t divisor) {
+  int shift = 31;
+  while ((int64_t{1} << (shift - 31)) < divisor) ++shift;
+  return {static_cast<uint32_t>(((uint64_t{1} << shift) + divisor - 1) / divisor), shift};
+}
+
 // Tiles of 256 x (4 x 4) elements over rows x cols, in chunks of which a thread block takes one.
 struct Tiling {
   int tall;    // log2 of the threads above each other
@@ -34,6 +52,7 @@ struct Tiling {
   int64_t tiles;
   int64_t chunk;  // tiles per chunk
   int64_t chunks;
+  Divider by_across, by_chunk, by_chunks;
 
   OPTIMIZER_HD int64_t first(int64_t at) const { return at * chunk; }
   OPTIMIZER_HD int64_t last(int64_t at) const {
@@ -53,7 +72,7 @@ struct Tiling {
     return {row * kSide, col * kSide};
   }
   OPTIMIZER_HD Spot of_tile(int64_t tile, Spot in_tile) const {
-    const int down = static_cast<int>(static_cast<uint32_t>(tile) / static_cast<uint32_t>(across));
+    const int down = static_cast<int>(by_across.quotient(static_cast<uint32_t>(tile)));
     const int right = static_cast<int>(tile) - down * across;
     return {(down << tall) * kSide + in_tile.row,
             (right << (kThreadBits - tall)) * kSide + in_tile.col};
@@ -88,6 +107,14 @@ inline int tall_of(int64_t rows, int64_t cols) {
   return right < kThreadBits - kTall ? kThreadBits - right : kTall;
 }
 
+// Into chunks of so many tiles
+inline void cut(Tiling& tiling, int64_t chunk) {
+  tiling.chunk = chunk;
+  tiling.chunks = quotient_up(tiling.tiles, chunk);
+  tiling.by_chunk = divider_of(chunk);
+  tiling.by_chunks = divider_of(std::max<int64_t>(tiling.chunks, 1));
+}
+
 // chunk: tiles per chunk; 0 gives as few as kMaxChunks chunks allow.
 inline Tiling tiling_of(int64_t rows, int64_t cols, int64_t chunk) {
   Tiling result{};
@@ -95,8 +122,8 @@ inline Tiling tiling_of(int64_t rows, int64_t cols, int64_t chunk) {
   const int64_t across = quotient_up(cols, int64_t{kSide} << (kThreadBits - result.tall));
   result.across = static_cast<int>(across);
   result.tiles = across * quotient_up(rows, int64_t{kSide} << result.tall);
-  result.chunk = chunk > 0 ? chunk : quotient_up(result.tiles, kMaxChunks);
-  result.chunks = result.tiles == 0 ? 0 : quotient_up(result.tiles, result.chunk);
+  result.by_across = divider_of(std::max<int64_t>(across, 1));
+  cut(result, chunk > 0 ? chunk : std::max<int64_t>(quotient_up(result.tiles, kMaxChunks), 1));
   return result;
 }
 
@@ -108,8 +135,7 @@ inline Tiling upper_tiling_of(int64_t side, int64_t chunk) {
   Tiling result = tiling_of(side, side, chunk);
   const int64_t down = quotient_up(side, int64_t{kSide} << result.tall);
   result.tiles = Tiling::upper_before(result.across - 1) + down;
-  result.chunk = chunk;
-  result.chunks = quotient_up(result.tiles, chunk);
+  cut(result, chunk);
   return result;
 }
 
@@ -137,13 +163,15 @@ OPTIMIZER_HD Factor factor_of(double squares, double prefactor) {
           static_cast<float>(factor * inverse)};
 }
 
-// What a block of the kernel has in shared memory: tiles, each in a slot, in the order in which they
-// were asked for. A tile is on its way, then held until its matrix has a factor, then written out.
+// What a block of the kernel has in shared memory: tiles, each in a slot, in the order in which
+// they were asked for. A tile is on its way, then held until its matrix has a factor, then written
+// out.
 //
 //     [scaled, summed) are held, [summed, loaded) on their way
 struct Slots {
   int count;  // slots
   int ahead;  // most tiles on their way
+  int each;   // tiles per round
   uint32_t loaded = 0;
   uint32_t summed = 0;
   uint32_t scaled = 0;
@@ -151,13 +179,23 @@ struct Slots {
   int sum_at = 0;
   int scale_at = 0;
 
-  OPTIMIZER_HD Slots(int count, int ahead) : count(count), ahead(ahead) {}
+  OPTIMIZER_HD Slots(int count, int ahead, int each) : count(count), ahead(ahead), each(each) {}
   OPTIMIZER_HD int on_the_way() const { return static_cast<int>(loaded - summed); }
   OPTIMIZER_HD int held() const { return static_cast<int>(summed - scaled); }
-  OPTIMIZER_HD bool full() const { return static_cast<int>(loaded - scaled) == count; }
-  OPTIMIZER_HD bool empty() const { return loaded == scaled; }
+  OPTIMIZER_HD int used() const { return static_cast<int>(loaded - scaled); }
+  OPTIMIZER_HD bool full() const { return used() == count; }
+  OPTIMIZER_HD bool empty() const { return used() == 0; }
   OPTIMIZER_HD bool may_load() const { return on_the_way() < ahead && !full(); }
-  OPTIMIZER_HD int after(int slot) const { return slot + 1 == count ? 0 : slot + 1; }
+  // Held tiles to be written out in one round if all had a factor: as many as are summed, or as
+  // leave their slots to new tiles, or all when there are none.
+  OPTIMIZER_HD int most_ready(bool exhausted) const {
+    const int wanted = exhausted ? count : ahead - on_the_way();
+    const int most = wanted < each ? each : wanted;
+    return most < held() ? most : held();
+  }
+  OPTIMIZER_HD int after(int slot, int distance = 1) const {
+    return slot + distance < count ? slot + distance : slot + distance - count;
+  }
   OPTIMIZER_HD void load() { ++loaded, load_at = after(load_at); }
   OPTIMIZER_HD void sum() { ++summed, sum_at = after(sum_at); }
   OPTIMIZER_HD void scale() { ++scaled, scale_at = after(scale_at); }
@@ -171,36 +209,55 @@ struct Slots {
 // same time for all to end.
 struct Work {
   static constexpr uint32_t kNone = ~0u;
-  uint32_t tickets;  // of the launch
+  uint32_t tickets;    // of the launch
+  uint32_t count;      // how many were asked for
+  bool asked = true;   // for more tickets
+  bool ended = false;  // there are no more
   uint32_t ticket = 0;
   uint32_t ticket_end = 0;
-  bool asked = true;  // for more tickets
+  uint32_t spare = kNone;  // a ticket behind these
   uint32_t matrix = 0;
   uint32_t tile = 0;  // of the chunk that was begun
   uint32_t tile_end = 0;
 
-  OPTIMIZER_HD explicit Work(uint32_t tickets) : tickets(tickets) {}
-  OPTIMIZER_HD void take(uint32_t first, uint32_t count) {
-    const uint32_t begin = first < tickets ? first : tickets, room = tickets - begin;
-    ticket = begin;
-    ticket_end = begin + (count < room ? count : room);
+  // At first `count` tickets are asked for, then single ones.
+  OPTIMIZER_HD Work(uint32_t tickets, uint32_t count) : tickets(tickets), count(count) {}
+  // While the last ticket waits for a slot, the next is already on its way.
+  OPTIMIZER_HD bool wants_ticket() const {
+    return !asked && !ended && spare == kNone && ticket_end - ticket <= 1;
+  }
+  OPTIMIZER_HD void take(uint32_t first) {
     asked = false;
+    ended = first >= tickets || tickets - first <= count;
+    if (first < tickets && has_ticket()) {
+      spare = first;
+    } else if (first < tickets) {
+      ticket = first;
+      ticket_end = ended ? tickets : first + count;
+    }
+    count = 1;
   }
   OPTIMIZER_HD bool in_chunk() const { return tile < tile_end; }
   OPTIMIZER_HD bool has_ticket() const { return ticket < ticket_end; }
-  OPTIMIZER_HD bool exhausted() const { return !asked && ticket_end == tickets && !has_ticket(); }
+  OPTIMIZER_HD bool exhausted() const { return !asked && ended && !has_ticket(); }
   OPTIMIZER_HD void begin_chunk(const Tiling& tiling) {
-    const auto chunks = static_cast<uint32_t>(tiling.chunks);
-    matrix = ticket / chunks;
-    const uint32_t chunk = ticket - matrix * chunks;
-    tile = static_cast<uint32_t>(tiling.first(chunk));
-    tile_end = static_cast<uint32_t>(tiling.last(chunk));
+    const auto tiles = static_cast<uint32_t>(tiling.tiles);
+    const auto chunk = static_cast<uint32_t>(tiling.chunk);
+    matrix = tiling.by_chunks.quotient(ticket);
+    tile = (ticket - matrix * static_cast<uint32_t>(tiling.chunks)) * chunk;
+    tile_end = tile + chunk < tiles ? tile + chunk : tiles;
     ++ticket;
+    if (!has_ticket() && spare != kNone) {
+      ticket = spare;
+      ticket_end = spare + 1;
+      spare = kNone;
+    }
   }
-  // Whether a tile of this matrix is still to be loaded by this block.
+  // Whether a tile of this matrix, which is the oldest in a slot, is still to be loaded by this
+  // block. Tickets grow, so the first one tells.
   OPTIMIZER_HD bool has_more_of(uint32_t other, const Tiling& tiling) const {
     if (in_chunk()) return matrix == other;
-    return has_ticket() && ticket / static_cast<uint32_t>(tiling.chunks) == other;
+    return has_ticket() && tiling.by_chunks.quotient(ticket) == other;
   }
 };
 
