@@ -35,6 +35,33 @@ extern "C" bool covers(int rows, int cols, int64_t chunk) {
   return true;
 }
 
+// The same of a symmetric matrix, its diagonal and what lies above.
+extern "C" bool covers_upper(int side, int chunk) {
+  if (!has_upper_tiling(side)) return false;
+  const Tiling tiling = upper_tiling_of(side, chunk);
+  std::vector<int> times(static_cast<size_t>(side) * side);
+  for (int64_t tile = 0; tile < tiling.last(tiling.chunks - 1); ++tile) {
+    for (int thread = 0; thread < kThreads; ++thread) {
+      const Spot spot = tiling.of_upper_tile(tile, tiling.of_thread(thread));
+      for (int row = spot.row; row < spot.row + kSide && row < side; ++row) {
+        for (int col = spot.col; col < spot.col + kSide && col < side; ++col) {
+          ++times[static_cast<size_t>(row) * side + col];
+        }
+      }
+    }
+  }
+  for (int row = 0; row < side; ++row) {
+    for (int col = row; col < side; ++col) {
+      if (times[static_cast<size_t>(row) * side + col] != 1) return false;
+    }
+  }
+  return true;
+}
+
+extern "C" uint32_t quotient(uint32_t n, uint32_t divisor) {
+  return divider_of(divisor).quotient(n);
+}
+
 // Threads of a tile without an element, of 256
 extern "C" int idle(int rows, int cols) {
   const Tiling tiling = tiling_of(rows, cols, 0);
