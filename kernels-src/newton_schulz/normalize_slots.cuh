@@ -164,8 +164,8 @@ class Worker {
     }
   }
 
-  // Gives the oldest tile up if its factor would be waited for in vain. The slot goes to a tile that
-  // is still to be loaded, so nobody follows the new link before the next barrier.
+  // Gives the oldest tile up if its factor would be waited for in vain. The slot goes to a tile
+  // that is still to be loaded, so nobody follows the new link before the next barrier.
   __device__ __forceinline__ void give_up_if_stuck() {
     if (!slots_.full() || slots_.on_the_way() > 0) return;
     const Entry oldest = entries_[slots_.scale_at];
