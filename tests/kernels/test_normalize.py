@@ -295,6 +295,7 @@ def simulated(probe, seed: int, **changes) -> int:
         {"sides": (256, 512), "slots": 2, "matrices": 2},  # far more tiles than slots
         {"chunk": 2, "each": 2, "slots": 9, "ahead": 4},
         {"chunk": 3, "each": 2, "slots": 3, "first": 1},  # chunks longer than a round
+        {"sides": (64, 1024), "chunk": 5, "slots": 3},  # chunks longer than the slots
         {"sides": (4, 4), "matrices": 40, "blocks": 9, "resident": 9},
         {"blocks": 12, "resident": 2},  # blocks that begin when others have ended
         {"blocks": 12, "resident": 1, "slots": 3, "matrices": 30},
