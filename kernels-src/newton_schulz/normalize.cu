@@ -15,14 +15,14 @@ namespace {
 
 using namespace normalization;
 
-// Of a block: bytes of tiles on their way, and of those that it takes up in a round.
-constexpr int kBytesAhead = 32 << 10;
-constexpr int kBytesInRound = 16 << 10;
+// Of a block: tiles on their way, and bytes per chunk at least.
+constexpr int kTilesAhead = 2;
+constexpr int kChunkBytes = 16 << 10;
 // With fewer, tiles would be waited for: rather fewer blocks.
 constexpr int kFewestSlots = 4;
 
-constexpr int tiles_in_round(int64_t element) {
-  return std::max(1, kBytesInRound / static_cast<int>(kThreads * kSide * kSide * element));
+constexpr int fewest_in_chunk(int64_t element) {
+  return std::max(1, kChunkBytes / static_cast<int>(kThreads * kSide * kSide * element));
 }
 
 struct Shape {
@@ -80,8 +80,7 @@ template <typename T, typename Out>
 void run(Problem p, int device, cudaStream_t stream) {
   const Room room = room_of(kSlotBytes<T>, device);
   p.slots = room.slots;
-  p.ahead = std::min({kBytesAhead / kSlotBytes<T>, kMaxAhead, p.slots});
-  p.each = tiles_in_round(sizeof(T));
+  p.ahead = std::min({kTilesAhead, kMaxAhead, p.slots});
   const int bytes = p.slots * kSlotBytes<T>;
   const auto kernel = normalize_kernel<T, Out>;
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
@@ -90,8 +89,7 @@ void run(Problem p, int device, cudaStream_t stream) {
   const int64_t zeros = p.matrices * p.out_rows * p.out_cols - p.x.count * p.x.rows * p.x.cols;
   const int64_t useful = std::max<int64_t>(p.tickets, quotient_up(zeros, kThreads * kSide * kSide));
   const int64_t blocks = std::clamp<int64_t>(useful, 1, resident);
-  // What a block can have on its way, and one more: see Work::wants_ticket.
-  const int64_t ahead = quotient_up(p.ahead, p.tiling.chunk) + 1;
+  const int64_t ahead = quotient_up(p.ahead, p.tiling.chunk);
   p.first_tickets =
       static_cast<uint32_t>(std::clamp<int64_t>(quotient_up(p.tickets, blocks), 1, ahead));
   launch(kernel, p, blocks, bytes, starts_early(device), stream);
@@ -132,7 +130,7 @@ Problem describe(const Shape& shape, int64_t element, const Tensor& out, double 
   p.out_cols = static_cast<int>(out.size(2));
   p.prefactor = prefactor;
   p.tiling = tiling_of(shape.rows, shape.cols, 0);
-  cut(p.tiling, std::max<int64_t>(p.tiling.chunk, tiles_in_round(element)));
+  cut(p.tiling, std::max<int64_t>(p.tiling.chunk, fewest_in_chunk(element)));
   STD_TORCH_CHECK(shape.matrices * p.tiling.tiles <= INT32_MAX, "normalize: ", shape.matrices,
                   " x ", shape.rows, " x ", shape.cols, " are more than 2^31 - 1 tiles");
   return p;

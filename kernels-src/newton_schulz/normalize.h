@@ -171,7 +171,6 @@ OPTIMIZER_HD Factor factor_of(double squares, double prefactor) {
 struct Slots {
   int count;  // slots
   int ahead;  // most tiles on their way
-  int each;   // tiles per round
   uint32_t loaded = 0;
   uint32_t summed = 0;
   uint32_t scaled = 0;
@@ -179,23 +178,13 @@ struct Slots {
   int sum_at = 0;
   int scale_at = 0;
 
-  OPTIMIZER_HD Slots(int count, int ahead, int each) : count(count), ahead(ahead), each(each) {}
+  OPTIMIZER_HD Slots(int count, int ahead) : count(count), ahead(ahead) {}
   OPTIMIZER_HD int on_the_way() const { return static_cast<int>(loaded - summed); }
   OPTIMIZER_HD int held() const { return static_cast<int>(summed - scaled); }
-  OPTIMIZER_HD int used() const { return static_cast<int>(loaded - scaled); }
-  OPTIMIZER_HD bool full() const { return used() == count; }
-  OPTIMIZER_HD bool empty() const { return used() == 0; }
+  OPTIMIZER_HD bool full() const { return static_cast<int>(loaded - scaled) == count; }
+  OPTIMIZER_HD bool empty() const { return loaded == scaled; }
   OPTIMIZER_HD bool may_load() const { return on_the_way() < ahead && !full(); }
-  // Held tiles to be written out in one round if all had a factor: as many as are summed, or as
-  // leave their slots to new tiles, or all when there are none.
-  OPTIMIZER_HD int most_ready(bool exhausted) const {
-    const int wanted = exhausted ? count : ahead - on_the_way();
-    const int most = wanted < each ? each : wanted;
-    return most < held() ? most : held();
-  }
-  OPTIMIZER_HD int after(int slot, int distance = 1) const {
-    return slot + distance < count ? slot + distance : slot + distance - count;
-  }
+  OPTIMIZER_HD int after(int slot) const { return slot + 1 == count ? 0 : slot + 1; }
   OPTIMIZER_HD void load() { ++loaded, load_at = after(load_at); }
   OPTIMIZER_HD void sum() { ++summed, sum_at = after(sum_at); }
   OPTIMIZER_HD void scale() { ++scaled, scale_at = after(scale_at); }
@@ -209,37 +198,24 @@ struct Slots {
 // same time for all to end.
 struct Work {
   static constexpr uint32_t kNone = ~0u;
-  uint32_t tickets;    // of the launch
-  uint32_t count;      // how many were asked for
-  bool asked = true;   // for more tickets
-  bool ended = false;  // there are no more
+  uint32_t tickets;  // of the launch
   uint32_t ticket = 0;
   uint32_t ticket_end = 0;
-  uint32_t spare = kNone;  // a ticket behind these
+  bool asked = true;  // for more tickets
   uint32_t matrix = 0;
   uint32_t tile = 0;  // of the chunk that was begun
   uint32_t tile_end = 0;
 
-  // At first `count` tickets are asked for, then single ones.
-  OPTIMIZER_HD Work(uint32_t tickets, uint32_t count) : tickets(tickets), count(count) {}
-  // While the last ticket waits for a slot, the next is already on its way.
-  OPTIMIZER_HD bool wants_ticket() const {
-    return !asked && !ended && spare == kNone && ticket_end - ticket <= 1;
-  }
-  OPTIMIZER_HD void take(uint32_t first) {
+  OPTIMIZER_HD explicit Work(uint32_t tickets) : tickets(tickets) {}
+  OPTIMIZER_HD void take(uint32_t first, uint32_t count) {
+    const uint32_t begin = first < tickets ? first : tickets, room = tickets - begin;
+    ticket = begin;
+    ticket_end = begin + (count < room ? count : room);
     asked = false;
-    ended = first >= tickets || tickets - first <= count;
-    if (first < tickets && has_ticket()) {
-      spare = first;
-    } else if (first < tickets) {
-      ticket = first;
-      ticket_end = ended ? tickets : first + count;
-    }
-    count = 1;
   }
   OPTIMIZER_HD bool in_chunk() const { return tile < tile_end; }
   OPTIMIZER_HD bool has_ticket() const { return ticket < ticket_end; }
-  OPTIMIZER_HD bool exhausted() const { return !asked && ended && !has_ticket(); }
+  OPTIMIZER_HD bool exhausted() const { return !asked && ticket_end == tickets && !has_ticket(); }
   OPTIMIZER_HD void begin_chunk(const Tiling& tiling) {
     const auto tiles = static_cast<uint32_t>(tiling.tiles);
     const auto chunk = static_cast<uint32_t>(tiling.chunk);
@@ -247,14 +223,8 @@ struct Work {
     tile = (ticket - matrix * static_cast<uint32_t>(tiling.chunks)) * chunk;
     tile_end = tile + chunk < tiles ? tile + chunk : tiles;
     ++ticket;
-    if (!has_ticket() && spare != kNone) {
-      ticket = spare;
-      ticket_end = spare + 1;
-      spare = kNone;
-    }
   }
-  // Whether a tile of this matrix, which is the oldest in a slot, is still to be loaded by this
-  // block. Tickets grow, so the first one tells.
+  // Whether a tile of this matrix is still to be loaded by this block.
   OPTIMIZER_HD bool has_more_of(uint32_t other, const Tiling& tiling) const {
     if (in_chunk()) return matrix == other;
     return has_ticket() && tiling.by_chunks.quotient(ticket) == other;

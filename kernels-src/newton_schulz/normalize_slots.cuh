@@ -17,81 +17,50 @@ class Worker {
         shared_(shared),
         entries_(shared.entry[threadIdx.x / 32]),
         in_tile_(p.tiling.of_thread(threadIdx.x)),
-        slots_(p.slots, p.ahead, p.each),
-        work_(p.tickets, p.first_tickets) {
+        slots_(p.slots, p.ahead),
+        work_(p.tickets) {
     asm volatile("" : "+r"(in_tile_.row), "+r"(in_tile_.col));  // not computed again and again
     if (threadIdx.x == 0) ticket_ = atomicAdd(p.counter, p.first_tickets);
   }
 
   __device__ __forceinline__ void run() {
-    for (;; half_ ^= 1) {
-      const News& news = shared_.news[half_];
-      if (threadIdx.x == 0) tell();
-      __syncthreads();
-      if (work_.asked) work_.take(news.ticket);
-      ask_for_ticket();
-      publish_sum();
-      if (news.complete != Work::kNone) publish_factor(p_, news.complete, shared_);
-      const int ready = ready_tiles(news);
-      ask_for_factor(ready);
-      if (ready > 0) {
-        write_out(ready);
-      } else {
-        give_up_if_stuck();
+    uint32_t count = p_.first_tickets;
+    for (;;) {
+      if (threadIdx.x == 0) {
+        shared_.ticket = ticket_;
+        shared_.complete = complete_;
+        complete_ = Work::kNone;
       }
+      __syncthreads();
+      if (work_.asked) work_.take(shared_.ticket, count);
+      count = 1;
+      const uint32_t complete = shared_.complete;
+      if (complete != Work::kNone) publish_factor(p_, complete, shared_);
       load();
       if (slots_.empty() && work_.exhausted() && given_up_ == Work::kNone) return;
-      for (int k = 0; k < p_.each && slots_.on_the_way() > 0; ++k) {
-        if (sum()) break;
-      }
+      const bool held = slots_.held() > 0;
+      const Entry oldest = entries_[slots_.scale_at];
+      const bool asks = threadIdx.x == 0 && held && oldest.matrix != known_;
+      const uint64_t found = asks ? read_shared(p_.factors + oldest.matrix) : 0;
+      const uint32_t chunk_of = sum();
+      if (threadIdx.x == 0) shared_.factor = found;
+      __syncthreads();
+      if (chunk_of != Work::kNone) publish_sum(chunk_of);
+      if (held) finish(oldest);
     }
   }
 
  private:
-  __device__ __forceinline__ void tell() {
-    const bool complete = arriving_ != Work::kNone && arrived_ + 1 == p_.tiling.chunks;
-    shared_.news[half_] = {found_, wanted_, ticket_, complete ? arriving_ : Work::kNone};
-    arriving_ = Work::kNone;
-  }
-
-  __device__ __forceinline__ void ask_for_ticket() {
-    if (!work_.wants_ticket()) return;
-    work_.asked = true;
-    if (threadIdx.x == 0) ticket_ = count_one(p_.counter);
-  }
-
-  // How many of the oldest tiles, all of one matrix, are to be written out now
-  __device__ __forceinline__ int ready_tiles(const News& news) {
-    if (slots_.held() == 0) return 0;
-    int slot = slots_.scale_at;
-    const uint32_t matrix = entries_[slot].matrix;
-    if (matrix != known_) {
-      if (matrix != news.factor_of || !(news.factor & kThere)) return 0;
-      known_ = matrix;
-      factor_ = {float_from_bits(static_cast<uint32_t>(news.factor >> 32) & 0x7fffffffu),
-                 float_from_bits(static_cast<uint32_t>(news.factor))};
-    }
-    const int most = slots_.most_ready(work_.exhausted());
-    int ready = 1;
-    while (ready < most && entries_[slot = slots_.after(slot)].matrix == matrix) ++ready;
-    return ready;
-  }
-
-  // Asks for the factor of the tile that will be the oldest when `written` are gone.
-  __device__ __forceinline__ void ask_for_factor(int written) {
-    if (threadIdx.x != 0) return;
-    wanted_ = Work::kNone;
-    if (slots_.used() == written) return;
-    const uint32_t matrix = entries_[slots_.after(slots_.scale_at, written)].matrix;
-    if (matrix == known_) return;
-    wanted_ = matrix;
-    found_ = read_shared(p_.factors + matrix);
-  }
-
   __device__ __forceinline__ void load() {
     while (slots_.may_load()) {
       Entry entry{};
-      if (!work_.in_chunk() && work_.has_ticket()) work_.begin_chunk(p_.tiling);
+      if (!work_.in_chunk() && work_.has_ticket()) {
+        work_.begin_chunk(p_.tiling);
+        if (!work_.has_ticket() && work_.ticket_end < p_.tickets) {
+          work_.asked = true;
+          if (threadIdx.x == 0) ticket_ = atomicAdd(p_.counter, 1u);
+        }
+      }
       if (work_.in_chunk()) {
         entry.matrix = work_.matrix;
         entry.tile = work_.tile++;
@@ -101,7 +70,7 @@ class Worker {
         entry.matrix = given_up_ / tiles;
         entry.tile = given_up_ - entry.matrix * tiles;
         entry.again = 1;
-        given_up_ = ~__ldcg(p_.before + given_up_);
+        given_up_ = __ldcg(p_.before + given_up_);
       } else {
         return;
       }
@@ -116,62 +85,68 @@ class Worker {
     }
   }
 
-  // Adds the squares of the next tile, when nothing more can be asked for before. Whether a chunk
-  // ended.
-  __device__ __forceinline__ bool sum() {
+  // Adds the squares of the next tile, when nothing more can be asked for before. The ticket (as
+  // matrix x chunks + chunk) whose last tile it was, or kNone.
+  __device__ __forceinline__ uint32_t sum() {
+    if (slots_.on_the_way() == 0) return Work::kNone;
     wait_copies<kMaxAhead - 1>(slots_.on_the_way() - 1);
     const Entry entry = entries_[slots_.sum_at];
     const Slot<T>& slot = memory_[slots_.sum_at];
     slots_.sum();
-    if (entry.again) return false;
+    if (entry.again) return Work::kNone;
     if (entry.transposed) {
       squares_.add(slot.template mine<true>());
     } else {
       squares_.add(slot.template mine<false>());
     }
-    if (!entry.ends_chunk) return false;
+    if (!entry.ends_chunk) return Work::kNone;
     const double sum = warp_sum(squares_.total());
     squares_ = {};
-    if (threadIdx.x % 32 == 0) shared_.warps[half_][threadIdx.x / 32] = sum;
-    added_ = entry.matrix;
-    added_chunk_ = p_.tiling.by_chunk.quotient(entry.tile);
-    return true;
+    if (threadIdx.x % 32 == 0) shared_.warps[threadIdx.x / 32] = sum;
+    return entry.matrix * static_cast<uint32_t>(p_.tiling.chunks) +
+           p_.tiling.by_chunk.quotient(entry.tile);
   }
 
-  // The sum of the chunk that ended in the round before
-  __device__ __forceinline__ void publish_sum() {
-    if (threadIdx.x == 0 && added_ != Work::kNone) {
-      const double sum = sum_of(shared_.warps[half_ ^ 1]);
-      const auto bits = static_cast<uint64_t>(__double_as_longlong(sum));
-      write_shared(p_.sums + uint64_t{added_} * p_.tiling.chunks + added_chunk_, bits | kThere);
-      arriving_ = added_;
-      arrived_ = count_one(p_.arrived + added_);
+  __device__ __forceinline__ void publish_sum(uint32_t ticket) {
+    if (threadIdx.x != 0) return;
+    const auto chunks = static_cast<uint32_t>(p_.tiling.chunks);
+    const uint32_t matrix = p_.tiling.by_chunks.quotient(ticket);
+    const auto bits = static_cast<uint64_t>(__double_as_longlong(sum_of(shared_.warps)));
+    write_shared(p_.sums + ticket, bits | kThere);
+    if (atomicAdd(p_.arrived + matrix, 1u) + 1 == chunks) complete_ = matrix;
+  }
+
+  // The oldest tile is written out if its matrix has a factor, and given up if it would be waited
+  // for in vain.
+  __device__ __forceinline__ void finish(Entry oldest) {
+    if (oldest.matrix != known_) {
+      const uint64_t bits = shared_.factor;
+      if (!(bits & kThere)) {
+        const bool stuck = slots_.full() && slots_.on_the_way() == 0;
+        if (stuck && work_.has_more_of(oldest.matrix, p_.tiling)) give_up(oldest);
+        return;
+      }
+      known_ = oldest.matrix;
+      factor_ = {float_from_bits(static_cast<uint32_t>(bits >> 32) & 0x7fffffffu),
+                 float_from_bits(static_cast<uint32_t>(bits))};
     }
-    added_ = Work::kNone;
-  }
-
-  __device__ __forceinline__ void write_out(int tiles) {
-    for (; tiles > 0; --tiles) {
-      const Entry entry = entries_[slots_.scale_at];
+    do {
       const Slot<T>& slot = memory_[slots_.scale_at];
-      const Spot at = p_.tiling.of_tile(entry.tile, in_tile_);
-      if (entry.transposed) {
-        write_tile<T, Out, true>(p_, entry.matrix, at, slot, factor_);
+      const Spot at = p_.tiling.of_tile(oldest.tile, in_tile_);
+      if (oldest.transposed) {
+        write_tile<T, Out, true>(p_, oldest.matrix, at, slot, factor_);
       } else {
-        write_tile<T, Out, false>(p_, entry.matrix, at, slot, factor_);
+        write_tile<T, Out, false>(p_, oldest.matrix, at, slot, factor_);
       }
       slots_.scale();
-    }
+      if (slots_.held() == 0) return;
+      oldest = entries_[slots_.scale_at];
+    } while (slots_.on_the_way() == 0 && oldest.matrix == known_);
   }
 
-  // Gives the oldest tile up if its factor would be waited for in vain. The slot goes to a tile
-  // that is still to be loaded, so nobody follows the new link before the next barrier.
-  __device__ __forceinline__ void give_up_if_stuck() {
-    if (!slots_.full() || slots_.on_the_way() > 0) return;
-    const Entry oldest = entries_[slots_.scale_at];
-    if (!work_.has_more_of(oldest.matrix, p_.tiling)) return;
+  __device__ __forceinline__ void give_up(const Entry& oldest) {
     const uint32_t number = oldest.matrix * static_cast<uint32_t>(p_.tiling.tiles) + oldest.tile;
-    if (threadIdx.x == 0) p_.before[number] = ~given_up_;
+    if (threadIdx.x == 0) p_.before[number] = given_up_;
     given_up_ = number;
     slots_.scale();
   }
@@ -185,17 +160,10 @@ class Worker {
   Work work_;
   Squares squares_;
   Factor factor_{};
-  int half_ = 0;                     // of what is doubled in shared_
   uint32_t known_ = Work::kNone;     // the matrix of factor_
   uint32_t given_up_ = Work::kNone;  // the tile given up last
-  uint32_t added_ = Work::kNone;     // the matrix of a chunk whose sum is to be published
-  uint32_t added_chunk_ = 0;
-  // Thread 0: what was asked for
-  uint64_t found_ = 0;
-  uint32_t wanted_ = Work::kNone;
-  uint32_t ticket_ = 0;
-  uint32_t arrived_ = 0;
-  uint32_t arriving_ = Work::kNone;
+  uint32_t ticket_ = 0;              // thread 0: asked for
+  uint32_t complete_ = Work::kNone;  // thread 0: see Shared
 };
 
 template <typename T, typename Out>

@@ -25,7 +25,6 @@ struct Problem {
 
   int slots;  // of a block
   int ahead;  // tiles on their way
-  int each;   // tiles that a block takes up in a round
   uint32_t first_tickets;
   uint32_t tickets;
 
@@ -47,17 +46,6 @@ __device__ __forceinline__ uint64_t read_shared(const uint64_t* address) {
 }
 __device__ __forceinline__ void write_shared(uint64_t* address, uint64_t value) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
-}
-
-// Counts one more and returns the count before. atomicAdd would do, but there the compiler adds up
-// over the warp and waits for the answer at once. (The bound is out of reach.)
-__device__ __forceinline__ uint32_t count_one(uint32_t* address) {
-  uint32_t before;
-  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0xfffffffe;"
-               : "=r"(before)
-               : "l"(address)
-               : "memory");
-  return before;
 }
 
 template <int kBytes>
@@ -90,20 +78,13 @@ struct Entry {
   uint32_t transposed;
 };
 
-// What thread 0 has asked global memory for in one round and tells the block in the next, so that
-// no round waits for an answer.
-struct News {
-  uint64_t factor;     // of matrix factor_of, if it is there
-  uint32_t factor_of;  // or kNone
-  uint32_t ticket;
-  uint32_t complete;  // a matrix whose last sum this block has added, or kNone
-};
-
 struct Shared {
   Entry entry[kWarps][kMaxSlots];
-  News news[2];  // of this round and of the next
-  double warps[2][kWarps];
+  double warps[kWarps];
   double factor_warps[kWarps];
+  uint64_t factor;
+  uint32_t ticket;
+  uint32_t complete;  // a matrix whose last sum this block has added
 };
 
 template <typename T>
@@ -178,6 +159,30 @@ __device__ __forceinline__ void publish_factor(const Problem& p, uint32_t matrix
   }
 }
 
+// Two neighbours at once: one by one, the compiler would convert and insert each of them.
+__device__ __forceinline__ uint32_t bits_of_two(float low, float high, __half) {
+  const __half2 two = __floats2half2_rn(low, high);
+  uint32_t bits;
+  memcpy(&bits, &two, sizeof bits);
+  return bits;
+}
+__device__ __forceinline__ uint32_t bits_of_two(float low, float high, __nv_bfloat16) {
+  const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
+  uint32_t bits;
+  memcpy(&bits, &two, sizeof bits);
+  return bits;
+}
+
+// One store each; the compiler would split some of them.
+__device__ __forceinline__ void store_line(void* address, const uint32_t (&w)[2]) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(w[0]), "r"(w[1]) : "memory");
+}
+__device__ __forceinline__ void store_line(void* address, const uint32_t (&w)[4]) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(w[0]), "r"(w[1]),
+               "r"(w[2]), "r"(w[3])
+               : "memory");
+}
+
 // value(i, j), rounded once, for those of 4 x 4 neighbours that lie in x.
 template <typename Out, typename Value>
 __device__ __forceinline__ void store(const Problem& p, uint32_t matrix, Spot at, Value value) {
@@ -189,8 +194,14 @@ __device__ __forceinline__ void store(const Problem& p, uint32_t matrix, Spot at
     for (int i = 0; i < kSide; ++i) {
       Pack<Out, kSide> pack;
 #pragma unroll
-      for (int j = 0; j < kSide; ++j) pack.set(j, value(i, j));
-      store_words(corner + int64_t{i} * p.out_cols, pack.word);
+      for (int k = 0; k < pack.kWords; ++k) {
+        if constexpr (sizeof(Out) == 4) {
+          pack.set(k, value(i, k));
+        } else {
+          pack.word[k] = bits_of_two(value(i, 2 * k), value(i, 2 * k + 1), Out{});
+        }
+      }
+      store_line(corner + int64_t{i} * p.out_cols, pack.word);
     }
     return;
   }

@@ -101,8 +101,7 @@ extern "C" void scale(double squares, double prefactor, int count, const float* 
 
 namespace {
 
-// A block of the kernel, without elements: the same decisions from the same Slots and Work, and
-// answers that come a round after the question.
+// A block of the kernel, without elements: the same decisions from the same Slots and Work.
 struct Block {
   struct Tile {
     uint32_t matrix, tile;
@@ -112,17 +111,8 @@ struct Block {
   Work work;
   std::deque<Tile> held, on_the_way;
   std::vector<Tile> given_up;
-  uint32_t ticket;                  // asked for
-  uint32_t known = Work::kNone;     // a matrix whose factor is there
-  uint32_t wanted = Work::kNone;    // a matrix whose factor was asked for
-  bool found = false;               // whether it was there
-  uint32_t added = Work::kNone;     // a matrix of which a chunk was added up
-  uint32_t complete = Work::kNone;  // a matrix of which the last sum was published
+  uint32_t asked_for;
   bool done = false;
-
-  uint32_t matrix_of(size_t place) const {
-    return place < held.size() ? held[place].matrix : on_the_way[place - held.size()].matrix;
-  }
 };
 
 // The tasks of all blocks and what they have seen of one another.
@@ -134,77 +124,47 @@ struct Launch {
   long again = 0;
 
   // One round of the kernel's loop; false if a rule is broken.
-  bool round(Block& b) {
-    if (b.work.asked) b.work.take(b.ticket);
-    if (b.work.wants_ticket()) {
-      b.work.asked = true;
-      b.ticket = counter++;
-    }
-    const uint32_t complete = b.complete;
-    b.complete = Work::kNone;
-    if (b.added != Work::kNone && ++arrived[b.added] == tiling.chunks) b.complete = b.added;
-    b.added = Work::kNone;
-    if (complete != Work::kNone) factor[complete] = 1;
-    const int ready = ready_tiles(b);
-    b.wanted = Work::kNone;
-    if (b.slots.used() > ready && b.matrix_of(ready) != b.known) {
-      b.wanted = b.matrix_of(ready);
-      b.found = factor[b.wanted];
-    }
-    for (int k = 0; k < ready; ++k) {
-      const Block::Tile tile = b.held.front();
-      if (!factor[tile.matrix]) return false;
-      ++written[tile.matrix * tiling.tiles + tile.tile];
-      b.held.pop_front();
-      b.slots.scale();
-    }
-    if (ready == 0) give_up_if_stuck(b);
+  bool round(Block& b, uint32_t count) {
+    if (b.work.asked) b.work.take(b.asked_for, count);
     if (!load(b)) return false;
-    if (b.slots.empty() && b.work.exhausted() && b.given_up.empty()) {
-      return b.done = b.added == Work::kNone && b.complete == Work::kNone;
+    if (b.slots.empty() && b.work.exhausted() && b.given_up.empty()) return b.done = true;
+    const bool held = b.slots.held() > 0;
+    const bool found = held && factor[b.held.front().matrix];
+    if (b.slots.on_the_way() > 0) {
+      const Block::Tile tile = b.on_the_way.front();
+      b.on_the_way.pop_front();
+      b.held.push_back(tile);
+      b.slots.sum();
+      if (!tile.again) {
+        ++summed[tile.matrix * tiling.tiles + tile.tile];
+        if (tile.ends_chunk && ++arrived[tile.matrix] == tiling.chunks) factor[tile.matrix] = 1;
+      }
     }
-    for (int k = 0; k < b.slots.each && b.added == Work::kNone && !b.on_the_way.empty(); ++k)
-      sum(b);
-    return true;
-  }
-
-  void sum(Block& b) {
-    const Block::Tile tile = b.on_the_way.front();
-    b.on_the_way.pop_front();
-    b.held.push_back(tile);
-    b.slots.sum();
-    if (tile.again) return;
-    ++summed[tile.matrix * tiling.tiles + tile.tile];
-    if (tile.ends_chunk) b.added = tile.matrix;
-  }
-
-  int ready_tiles(Block& b) const {
-    if (b.held.empty()) return 0;
-    const uint32_t matrix = b.held.front().matrix;
-    if (matrix != b.known) {
-      if (matrix != b.wanted || !b.found) return 0;
-      b.known = matrix;
-    }
-    const int most = b.slots.most_ready(b.work.exhausted());
-    int ready = 1;
-    while (ready < most && b.held[ready].matrix == matrix) ++ready;
-    return ready;
-  }
-
-  void give_up_if_stuck(Block& b) {
-    if (!b.slots.full() || b.slots.on_the_way() > 0) return;
+    if (!held) return true;
     const Block::Tile oldest = b.held.front();
-    if (!b.work.has_more_of(oldest.matrix, tiling)) return;
-    b.given_up.push_back({oldest.matrix, oldest.tile, true, false});
-    ++again;
+    if (found) {
+      ++written[oldest.matrix * tiling.tiles + oldest.tile];
+    } else {
+      const bool stuck = b.slots.full() && b.slots.on_the_way() == 0;
+      if (!stuck || !b.work.has_more_of(oldest.matrix, tiling)) return true;
+      b.given_up.push_back({oldest.matrix, oldest.tile, true, false});
+      ++again;
+    }
     b.held.pop_front();
     b.slots.scale();
+    return true;
   }
 
   bool load(Block& b) {
     while (b.slots.may_load()) {
       Block::Tile tile{};
-      if (!b.work.in_chunk() && b.work.has_ticket()) b.work.begin_chunk(tiling);
+      if (!b.work.in_chunk() && b.work.has_ticket()) {
+        b.work.begin_chunk(tiling);
+        if (!b.work.has_ticket() && b.work.ticket_end < tickets) {
+          b.work.asked = true;
+          b.asked_for = counter++;
+        }
+      }
       if (b.work.in_chunk()) {
         tile.matrix = b.work.matrix;
         tile.tile = b.work.tile++;
@@ -217,7 +177,7 @@ struct Launch {
       }
       b.on_the_way.push_back(tile);
       b.slots.load();
-      if (b.slots.used() > b.slots.count) return false;
+      if (b.slots.loaded - b.slots.scaled > static_cast<uint32_t>(b.slots.count)) return false;
     }
     return true;
   }
@@ -230,7 +190,7 @@ struct Launch {
 // Returns how many tiles were given up, or -1 if a tile is not summed and written exactly once, -2
 // if the blocks wait for each other.
 extern "C" long simulate(int rows, int cols, int64_t chunk, int matrices, int blocks, int resident,
-                         int slots, int ahead, int each, int first, int uneven, unsigned seed) {
+                         int slots, int ahead, int first, int uneven, unsigned seed) {
   Launch launch{tiling_of(rows, cols, chunk), 0};
   launch.tickets = static_cast<uint32_t>(launch.tiling.chunks * matrices);
   launch.arrived.assign(matrices, 0);
@@ -238,10 +198,11 @@ extern "C" long simulate(int rows, int cols, int64_t chunk, int matrices, int bl
   launch.summed.assign(matrices * launch.tiling.tiles, 0);
   launch.written = launch.summed;
   std::vector<Block> running;
+  std::vector<uint32_t> counts;
   int started = 0;
   const auto start = [&] {
-    const Work work(launch.tickets, static_cast<uint32_t>(first));
-    running.push_back({Slots(slots, ahead, each), work, {}, {}, {}, launch.counter});
+    running.push_back({Slots(slots, ahead), Work(launch.tickets), {}, {}, {}, launch.counter});
+    counts.push_back(static_cast<uint32_t>(first));
     launch.counter += static_cast<uint32_t>(first);
     ++started;
   };
@@ -253,9 +214,12 @@ extern "C" long simulate(int rows, int cols, int64_t chunk, int matrices, int bl
     size_t next = random() % running.size();
     if (uneven && random() % 1000) next = 0;
     Block& block = running[next];
-    if (!launch.round(block)) return -1;
+    const bool asked = block.work.asked;
+    if (!launch.round(block, counts[next])) return -1;
+    if (asked) counts[next] = 1;
     if (!block.done) continue;
     running.erase(running.begin() + static_cast<long>(next));
+    counts.erase(counts.begin() + static_cast<long>(next));
     if (started < blocks) start();
   }
   for (uint32_t times : launch.summed) {

@@ -235,7 +235,7 @@ def probe(tmp_path_factory):
     loaded.covers.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64]
     loaded.sectors.restype = ctypes.c_double
     loaded.simulate.restype = ctypes.c_long
-    loaded.simulate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, *[ctypes.c_int] * 8]
+    loaded.simulate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, *[ctypes.c_int] * 7]
     return loaded
 
 
@@ -276,13 +276,13 @@ def test_quotients_without_division(probe):
 
 
 SIMULATED = {"sides": (64, 256), "chunk": 0, "matrices": 7, "blocks": 5, "resident": 5, "slots": 4}
-SIMULATED |= {"ahead": 2, "each": 1, "first": 3, "uneven": 0}
+SIMULATED |= {"ahead": 2, "first": 3, "uneven": 0}
 
 
 def simulated(probe, seed: int, **changes) -> int:
     """Tiles that were given up; negative if one was lost or the blocks wait for each other."""
     case = SIMULATED | changes
-    names = ("chunk", "matrices", "blocks", "resident", "slots", "ahead", "each", "first", "uneven")
+    names = ("chunk", "matrices", "blocks", "resident", "slots", "ahead", "first", "uneven")
     return probe.simulate(*case["sides"], *(case[name] for name in names), seed)
 
 
@@ -293,8 +293,8 @@ def simulated(probe, seed: int, **changes) -> int:
         {"matrices": 1, "blocks": 1, "resident": 1, "slots": 16},
         {"slots": 1, "ahead": 1, "first": 1},  # nothing can be kept
         {"sides": (256, 512), "slots": 2, "matrices": 2},  # far more tiles than slots
-        {"chunk": 2, "each": 2, "slots": 9, "ahead": 4},
-        {"chunk": 3, "each": 2, "slots": 3, "first": 1},  # chunks longer than a round
+        {"chunk": 2, "slots": 9, "ahead": 4},
+        {"chunk": 3, "slots": 3, "first": 1},  # longer chunks than slots ahead
         {"sides": (64, 1024), "chunk": 5, "slots": 3},  # chunks longer than the slots
         {"sides": (4, 4), "matrices": 40, "blocks": 9, "resident": 9},
         {"blocks": 12, "resident": 2},  # blocks that begin when others have ended
