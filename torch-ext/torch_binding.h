@@ -59,7 +59,7 @@ void adamw_cuda(const TensorVector& params, const TensorVector& grads, const Ten
 
 void normalize_cuda(const TensorVector& pieces, const Tensor& out, double prefactor);
 void norm_factors_cuda(const Tensor& x, const Tensor& factors, const Tensor& roots,
-                       double prefactor);
+                       double prefactor, bool symmetric);
 
 void symmetric_matmul_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c,
                            const Tensor& out, double alpha, double beta, double diag, int64_t tile,

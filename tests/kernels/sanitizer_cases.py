@@ -40,7 +40,7 @@ def loaded():
 
 
 def kernels() -> None:
-    """nf4_dequant's stacks and dtypes, nf4_quantize, normalize, the products' tiles, lists."""
+    """nf4_dequant's stacks and dtypes, nf4_quantize, normalize, norms, products' tiles, lists."""
     opt = loaded()
     device, count = torch.device("cuda"), 0
     for stack in STACKS:
@@ -55,6 +55,7 @@ def kernels() -> None:
             count += 1
     count += quantized_weights(opt)
     count += normalized_slices(opt)
+    count += norms(opt)
     count += symmetric_products(opt)
     count += dense_products(opt)
     count += chains(opt)
@@ -76,8 +77,9 @@ def quantized_weights(opt) -> int:
 
 
 def normalize() -> None:
-    """normalize alone."""
-    print(f"{normalized_slices(loaded())} cases, all right")
+    """normalize and norm_factors alone."""
+    opt = loaded()
+    print(f"{normalized_slices(opt) + norms(opt)} cases, all right")
 
 
 def normalized_slices(opt) -> int:
@@ -97,6 +99,27 @@ def normalized_slices(opt) -> int:
                 inner.zero_()
                 assert (out == 0).all()
                 count += 1
+    # One matrix beyond shared memory, whose tiles are read again.
+    x = torch.ones(1, 8192, 8199, device=device)
+    assert (opt.kernels.normalize(x) - x.numel() ** -0.5).abs().max().item() < 1e-9
+    return count + 1
+
+
+def norms(opt) -> int:
+    """norm_factors: full and symmetric matrices at odd sides; the number of cases."""
+    device, count = torch.device("cuda"), 0
+    norm_factors = importlib.import_module(f"{opt.__name__}.kernels.norm_factors").norm_factors
+    for side in (1, 67, 129, 260, 515):
+        x = torch.randn(2, side, side)
+        x = x.triu() + x.triu(1).mT
+        for dtype in SYMMETRIC_DTYPES:
+            expected = 1 / torch.linalg.matrix_norm(x.to(dtype).double())
+            for pattern in ("padded", "transposed-padded", "shifted"):
+                view = laid_out(x.to(dtype).to(device), pattern)
+                for symmetric in (False, True):
+                    factors, _ = norm_factors(view, symmetric=symmetric)
+                    assert torch.allclose(factors.cpu().double(), expected, rtol=2e-7, atol=0)
+                    count += 1
     return count
 
 

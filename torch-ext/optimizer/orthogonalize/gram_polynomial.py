@@ -66,7 +66,7 @@ def iterated(x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
     R = gram(x)  # (G, m, m), whole for its norm
     upper = chain and stores_upper(R.shape[-1])
     if runs_symmetric(R.shape[-1], R.dtype, R.device) and runs_compiled(R.device, R.dtype, R.dtype):
-        factors, roots = norm_factors(R, SAFETY**2)
+        factors, roots = norm_factors(R, SAFETY**2, symmetric=True)
         M = evaluated(R, first, factors, chain)
     else:
         # A trace of 4096 keeps the norm above 1 for any m below 10^7; a zero matrix stays zero.
