@@ -253,9 +253,9 @@ def small_chunks(opt, flow: dict[str, int]) -> tuple[int, int]:
     ("flow", "chunks"),
     [
         ({"in_flight_bytes": 1}, 5),  # one owner has two matrices of a shape
-        ({"in_flight_bytes": 6000}, 4),
+        ({"in_flight_bytes": 3000}, 4),
         ({"in_flight_bytes": 10**6}, 4),
-        ({"in_flight_bytes": 6000, "warmup_step": 8}, 5),  # ten chunks are alive
+        ({"in_flight_bytes": 3000, "warmup_step": 8}, 5),  # ten chunks are alive
         ({"chunk_size": 2}, 5),
         ({"chunk_size": 1, "warmup_step": 3}, len(SHAPES)),
     ],
@@ -265,8 +265,8 @@ def test_chunks_are_bounded_and_change_no_bit(ranks, flow, chunks) -> None:
     """M12."""
     answers = ranks(3).run(small_chunks, flow)
     assert same_everywhere([calls for calls, _ in answers]) == 2 * 2 * chunks
-    if flow == {"in_flight_bytes": 6000}:
-        assert all(largest <= 6000 // 3 for _, largest in answers)
+    if flow == {"in_flight_bytes": 3000}:
+        assert all(largest <= 3000 // 3 for _, largest in answers)
 
 
 def rows_of_equal_size(opt, wire) -> Counter:

@@ -8,9 +8,9 @@ from typing import Any
 
 from ..distributed import in_flight
 
-# Bytes of messages, matrices and what an iteration works in, on any rank, beyond the state: three
-# chunks of 256 MiB each.
-IN_FLIGHT_BYTES = 768 * 2**20
+# Bytes that a rank sends and receives on the way to the owners, of all chunks that are alive. With
+# batches, results, answers and what an iteration works in, two to three times as much by count.
+IN_FLIGHT_BYTES = 256 * 2**20
 WARMUP = 1  # gathers launched before the first computation
 ANY_SIZE = -1
 
@@ -22,7 +22,8 @@ class Flow:
     Args:
         warmup_step: gathers that are launched before the first computation.
         chunk_size: matrices in a chunk at most; -1 for as many as bytes allow.
-        in_flight_bytes: of all chunks that are alive, on any rank.
+        in_flight_bytes: what any rank sends and receives for the owners of all chunks that are
+            alive; a chunk has one matrix of every owner in any case.
 
     Raises:
         ValueError, TypeError: the message names the argument.
@@ -45,7 +46,7 @@ class Flow:
 
     @property
     def chunk_bytes(self) -> int:
-        """Of one chunk on any rank, unless one matrix of every owner has more."""
+        """What any rank sends and receives for the owners of one chunk."""
         return self.in_flight_bytes // in_flight(self.warmup_step)
 
 

@@ -86,8 +86,8 @@ class Muon(MuonBase):
             first is computed, at least 1. Equal on all ranks, as are the next two; they change no
             bit.
         chunk_size: matrices in a chunk at most; -1 for as many as fit.
-        in_flight_bytes: of the chunks that are on their way or being worked on, on any rank; a
-            chunk has one matrix of every owner in any case.
+        in_flight_bytes: what any rank sends and receives for the owners of the chunks that are
+            under way; a chunk has one matrix of every owner in any case.
 
     Raises:
         ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.

@@ -287,11 +287,9 @@ def _chunks(
     first = members[0][0]
     wire = torch.float64 if first.dtype == torch.float64 else group.wire
     m, n = first.matrix
-    # On its owner a matrix is in a message, in the batch, in its result and in what the iteration
-    # works in, though not in all stages at once.
     parts = chunked(
         [owner for _, owner in members],
-        [4 * m * n * wire.itemsize] * len(members),
+        [m * n * wire.itemsize] * len(members),
         [[count * wire.itemsize for count in matrix.job.elements()] for matrix, _ in members],
         flow.chunk_bytes,
         flow.most,

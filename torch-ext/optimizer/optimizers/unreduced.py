@@ -115,8 +115,8 @@ class Unreduced:
         chunks = []
         for ((m, n), *_), members in buckets.items():
             travels = torch.float64 if members[0].dtype == torch.float64 else wire
-            # A rank holds its contribution to every matrix, and on the owner those of all.
-            size = flow.chunk_bytes // (2 * m * n * travels.itemsize * (self.team.size + 1))
+            # A rank sends its contribution to every matrix, and an owner receives those of all.
+            size = flow.chunk_bytes // (2 * m * n * travels.itemsize * self.team.size)
             size = max(1, size if flow.most is None else min(size, flow.most // self.team.size))
             queues: list[list[SharedMatrix]] = [[] for _ in range(self.team.size)]
             for member in members:
@@ -136,7 +136,7 @@ class Unreduced:
         runs = [self._rows(shape).runs((rank,))[0] for rank in range(self.team.size)]
         rows = max(sum(length for _, length in run) for run in runs)
         row_bytes = math.prod(shape[1:]) * travels.itemsize * self.team.size
-        step = max(1, flow.chunk_bytes // (4 * row_bytes))
+        step = max(1, flow.chunk_bytes // (2 * row_bytes))  # sent, and received from all
         chunks = []
         for start in range(0, rows, step):
             members, owners = [], []
