@@ -63,8 +63,8 @@ def iterated(x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
     """
     first, second = POLYNOMIALS
     chain = runs_chain(x)
-    R = gram(x)  # (G, m, m), whole for its norm
-    upper = chain and stores_upper(R.shape[-1])
+    upper = chain and stores_upper(min(x.shape[-2:]))
+    R = gram(x, upper_out=upper)  # (G, m, m); its norm is read above the diagonal
     if runs_symmetric(R.shape[-1], R.dtype, R.device) and runs_compiled(R.device, R.dtype, R.dtype):
         factors, roots = norm_factors(R, SAFETY**2, symmetric=True)
         M = evaluated(R, first, factors, chain)
