@@ -69,7 +69,7 @@ struct ChainSchedule {
 // every 256 rows.
 inline int64_t group_count(int64_t matrices, const TriangularSchedule& tiles, int64_t processors) {
   const int64_t count = matrices * tiles.per_matrix();
-  const int64_t group = processors * (4 + tiles.squares_per_side) / 2;
+  const int64_t group = processors * (4 + tiles.wide) / 2;
   return std::max<int64_t>(std::min((count + group / 2) / group, matrices), 1);
 }
 
