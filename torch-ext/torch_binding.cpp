@@ -20,8 +20,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "Tensor? weight_decay_tensor, Tensor(e!)[] residuals, int seed, Tensor? rounding_step, "
       "int[] parameter, int[] offset) -> ()");
   ops.def("normalize(Tensor[] pieces, Tensor(a!) out, float prefactor) -> ()");
-  ops.def("norm_factors(Tensor x, Tensor(a!) factors, Tensor(b!) roots, float prefactor, "
-          "bool symmetric=False) -> ()");
+  ops.def(
+      "norm_factors(Tensor x, Tensor(a!) factors, Tensor(b!) roots, float prefactor, "
+      "bool symmetric=False) -> ()");
   ops.def(
       "symmetric_matmul(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, "
       "float diag, int tile, Tensor? scale=None, int alpha_power=1, int beta_power=1, "

@@ -110,6 +110,7 @@ def test_nothing_waits_for_the_device(model, device, offload) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.alone
 def test_copies_run_beside_the_products(model, device, offload) -> None:
     step(model, device)
     torch.cuda.synchronize()

@@ -313,6 +313,7 @@ def test_an_interrupted_step_does_not_stop_the_next(opt, submodule, device, monk
     for param, old in zip(params[2:], before[2:], strict=True):
         assert_same_bits(optimizer.state[param]["momentum_buffer"], old)
     optimizer.step()
+    optimizer.state_dict()
     for param, old in zip(params, before, strict=True):
         assert not torch.equal(optimizer.state[param]["momentum_buffer"], old)
     buffer = optimizer.state[params[3]]["momentum_buffer"]
