@@ -1,9 +1,10 @@
 """What compute-sanitizer watches: every compiled kernel at odd shapes, and one planted bug.
 
     compute-sanitizer --tool memcheck python -m tests.kernels.sanitizer_cases kernels
+    compute-sanitizer --tool memcheck python -m tests.kernels.sanitizer_cases chain
     compute-sanitizer --tool memcheck python -m tests.kernels.sanitizer_cases planted
 
-`tools/sanitize.py` runs both: the first must be clean, the second must be caught. The caching
+`tools/sanitize.py` runs them: the first two must be clean, the last must be caught. The caching
 allocator would hide most wrong addresses, so PYTORCH_NO_CUDA_MEMORY_CACHING=1 is required.
 """
 

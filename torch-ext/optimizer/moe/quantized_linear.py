@@ -33,8 +33,9 @@ from .sort import ExpertOrder
 # Decoded weights that exist at a time: above the L2 of any GPU, so that the product is what limits
 # a slice, and a sixth of what the experts of one Qwen3-30B-A3B layer take in bfloat16.
 CHUNK_BYTES = 128 << 20
-# Mean rows per expert up to which decoding inside the product takes less time than decoding to
-# memory first, forward and backward, of half-precision activations on an H200.
+# Mean rows per expert up to which decoding inside the product should take less time than decoding
+# to memory first. Not timed as it is now: an earlier fused kernel won at 64 rows on an H200 and was
+# about even at 128 with its products and decoding timed apart (docs/log.md).
 FUSED_UP_TO_ROWS = 128
 
 
