@@ -2,6 +2,7 @@
 
 python benchmarks/run.py elementwise [--out DIR] [--draft]    writes DIR/<gpu>/elementwise.json
 python benchmarks/run.py optimizer_step                       whole steps on one GPU
+torchrun --nproc-per-node 8 benchmarks/run.py optimizer_step  on several: DIR/<gpu>x8/...
 python benchmarks/run.py orthogonalize                        the same for orthogonalize.json
 python benchmarks/run.py moe_lora [-m MODEL ...] [-r RANK ...] [-T TOKENS]
 python benchmarks/run.py nf4                                  layers on 4-bit experts, decoding
@@ -9,19 +10,20 @@ python benchmarks/run.py plots [--check]                      README's table and
 
 A case is timed only after its results were compared with the reference. `--draft` measures a build
 with uncommitted changes and writes nothing. With `-m` moe_lora measures layers of these models only
-(a name of harness/moe_problems.py, a Hugging Face id or a folder) and writes nothing. See
-docs/measuring.md.
+(a name of harness/moe_problems.py, a Hugging Face id or a folder) and writes nothing. Under
+torchrun `--device cpu` tries tiny sets over gloo and writes nothing. See docs/measuring.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 
 from harness import plots
-from harness.sources import RESULTS, ROOT, sources_digest
+from harness.sources import RESULTS, ROOT, entry_of, sources_digest
 
 # Result file -> the module of harness/ that holds its cases.
 ENTRIES = {
@@ -33,8 +35,8 @@ ENTRIES = {
 }
 
 
-def header(built, name: str, count: int) -> dict:
-    """What a result file says about the machine and the code."""
+def header(built, entry: str, count: int) -> dict:
+    """What a result file says about the machine and the code; `entry` is one of SOURCES."""
     import torch
     import triton
     from harness import ceilings
@@ -46,9 +48,17 @@ def header(built, name: str, count: int) -> dict:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "commit": built.commit,
-        "sources": sources_digest(name),
+        "sources": sources_digest(entry),
         "ceilings": ceilings.measure(),
     }
+
+
+def check_clean(built, *, draft: bool) -> None:
+    if not built.clean and not draft:
+        raise SystemExit(
+            "build/ was not made from a clean commit, so its times could not be traced to sources: "
+            "commit, run `make build`, or pass --draft to print without writing"
+        )
 
 
 def measure(name: str, out: Path, *, draft: bool, **problem: object) -> int:
@@ -60,31 +70,65 @@ def measure(name: str, out: Path, *, draft: bool, **problem: object) -> int:
         raise SystemExit("benchmarks need a CUDA device")
     entry = importlib.import_module(ENTRIES[name])
     built = package.load(ROOT)
-    if not built.clean and not draft:
-        raise SystemExit(
-            "build/ was not made from a clean commit, so its times could not be traced to sources: "
-            "commit, run `make build`, or pass --draft to print without writing"
-        )
-    head = header(built, name, count=1)
+    check_clean(built, draft=draft)
+    path = out / report.folder_name(torch.cuda.get_device_name(0)) / f"{name}.json"
+    head = header(built, entry_of(path), count=1)
     print(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
     print(f"\n{getattr(entry, 'HEADING', report.HEADING)}")
     rows = []
     for row, line in entry.rows(built, **problem):
         print(line, flush=True)
         rows.append(row)
+    print(summary(rows))
+    if hasattr(entry, "summary"):
+        print(entry.summary(rows))
+    if not draft:
+        report.write(path, head, rows)
+        print(f"wrote {path}")
+    return sum(not row.ok for row in rows)
+
+
+def summary(rows: list) -> str:
+    from harness import report
+
     timed = [row for row in rows if row.ok]
-    print(
+    return (
         f"{len(rows) - len(timed)} wrong; geometric means: "
         f"{report.geomean([row.fraction_of_floor for row in timed]):.1%} of the floor, "
         f"{report.geomean([row.speedup for row in timed]):.2f}x the baseline"
     )
-    if hasattr(entry, "summary"):
-        print(entry.summary(rows))
-    if not draft:
-        path = out / report.folder_name(torch.cuda.get_device_name(0)) / f"{name}.json"
-        report.write(path, head, rows)
-        print(f"wrote {path}")
-    return len(rows) - len(timed)
+
+
+def measure_on_ranks(out: Path, *, draft: bool, device: str) -> int:
+    """Measure optimizer_step.json on the ranks of torchrun; returns the number of wrong rows."""
+    import torch
+    from harness import distributed_step, package, report
+    from harness.ranks import joined
+
+    with joined(device) as ranks:
+        built = package.load(ROOT, device)
+        draft = draft or device == "cpu"
+        check_clean(built, draft=draft)
+        say = print if ranks.first else lambda *_, **__: None
+        path = head = None
+        if device == "cuda" and ranks.first:
+            gpu = torch.cuda.get_device_name(0)
+            single = out / report.folder_name(gpu) / "optimizer_step.json"
+            path = out / report.folder_name(gpu, ranks.count) / single.name
+            head = header(built, entry_of(path), ranks.count)
+            say(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
+        say(f"\n{distributed_step.HEADING}")
+        rows = []
+        for row, line in distributed_step.rows(built, ranks):
+            say(line, flush=True)
+            rows.append(row)
+        say(summary(rows))
+        if path is not None:
+            say(distributed_step.scaling(rows, single, ranks.count))
+        if path is not None and not draft:
+            report.write(path, head, rows)
+            say(f"wrote {path}")
+    return sum(not row.ok for row in rows)
 
 
 def main(arguments: list[str]) -> int:
@@ -97,6 +141,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--check", action="store_true", help="plots: write nothing, find stale ones"
     )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="under torchrun: cpu for a try"
+    )
     parser.add_argument("-m", "--models", nargs="+", help="moe_lora: these models only")
     parser.add_argument("-r", "--ranks", nargs="+", type=int, default=[16, 32, 64])
     parser.add_argument("-T", "--seq-len", type=int, default=2048, help="moe_lora: tokens")
@@ -108,6 +155,13 @@ def main(arguments: list[str]) -> int:
                 parser.error(f"{options.what} takes no --models")
             problem = {"models": options.models, "ranks": options.ranks, "tokens": options.seq_len}
         draft = options.draft or bool(problem)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            if options.what != "optimizer_step":
+                parser.error(f"{options.what} runs on one GPU; start it without torchrun")
+            wrong = measure_on_ranks(options.out, draft=draft, device=options.device)
+            return min(wrong, 1)
+        if options.device == "cpu":
+            parser.error("--device cpu is for optimizer_step under torchrun")
         return min(measure(options.what, options.out, draft=draft, **problem), 1)
     if not options.check:
         plots.draw(ROOT)

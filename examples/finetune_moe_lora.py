@@ -167,7 +167,7 @@ class Run:
             for index in range(self.steps):
                 for group in optimizer.param_groups:
                     group["lr"] = self.lr * self._factor(index)
-                loss = self._loss(*windows(self.corpus.train, starts[index], size.context))
+                loss = self.loss(*windows(self.corpus.train, starts[index], size.context))
                 optimizer.zero_grad()
                 loss.backward()
                 nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -183,7 +183,7 @@ class Run:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Held-out loss, nats per byte."""
-        return self._loss(*held_out_batch(self.corpus, self.size)).item()
+        return self.loss(*held_out_batch(self.corpus, self.size)).item()
 
     def _factor(self, index: int) -> float:
         warmup = max(1, self.steps // 10)
@@ -191,7 +191,7 @@ class Run:
             return (index + 1) / warmup
         return 0.5 * (1 + math.cos(math.pi * (index - warmup) / (self.steps - warmup)))
 
-    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy per byte; in training the router's auxiliary loss comes on top."""
         autocast = torch.autocast(
             self.device.type, torch.bfloat16, enabled=has_bfloat16(self.device)
@@ -256,7 +256,7 @@ def plot(path: Path, runs: Iterable[Run]) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     start = 0
-    for run, color in zip(runs, ("tab:gray", "tab:blue"), strict=True):
+    for run, color in zip(runs, ("tab:gray", "tab:blue"), strict=False):
         axes.plot(range(start + 1, start + len(run.train) + 1), run.train, color=color, alpha=0.35)
         steps, losses = zip(*run.held_out, strict=True)
         label = f"{run.name}: {losses[0]:.3f} to {losses[-1]:.3f}"

@@ -82,8 +82,8 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
         f"{GROUPS}::test_later_groups_start_out_like_the_first",
     ),
     "M2e": defect(
-        "a bad chunk_size surfaces at the first step (here the argument does not exist yet)",
-        f"{GROUPS}::test_options_of_later_versions_are_refused_not_ignored",
+        "a bad chunk_size surfaces at the first step",
+        f"{OPTIONS}::test_the_flow_of_chunks_is_checked_at_construction",
     ),
     "M3a": defect(
         "names and parameters of different lengths are cut short in silence",

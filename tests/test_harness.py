@@ -27,6 +27,7 @@ def harness() -> Iterator[SimpleNamespace]:
     """The modules of benchmarks/harness, imported as run.py imports them."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     names = (
+        "distributed_step",
         "elementwise",
         "optimizer_step",
         "orthogonalize",
@@ -199,6 +200,53 @@ def test_floor_of_a_whole_step(harness):
     llama = cases["llama-1B/bfloat16/1gpu"]
     assert cases["llama-1B/1gpu"].bytes_moved - llama.bytes_moved == 6 * (
         128256 * 2048 + 2048 * (32 * 2048 + 32 * 512 + 48 * 8192)
+    )
+
+
+def test_floor_of_a_step_on_several_gpus(harness):
+    """The wire of d20's unreduced gradients at its rated speed, else a share of one GPU's floor."""
+    step = harness.distributed_step
+    cases = {problem.case: problem for problem in step.LISTED}
+    assert list(cases) == [
+        "nanochat-d20/fsdp2",
+        "llama-1B/fsdp2",
+        "nanochat-d20/unreduced-fp32",
+        "llama-1B/unreduced-fp32",
+        "nanochat-d20/unreduced-fp16",
+        "llama-1B/unreduced-fp16",
+    ]
+    matrices = 1280**2 * (80 + 20 * 4 + 20 * 4)
+    tables = 2 * 65536 * 1280
+    full, half = (cases[f"nanochat-d20/unreduced-fp{bits}"] for bits in (32, 16))
+    assert full.wire_bytes(8) == pytest.approx(8 * (matrices + tables) * 7 / 8)
+    assert half.wire_bytes(8) == pytest.approx((4 * matrices + 6 * tables) * 7 / 8)
+    assert full.floor_ms(8) == pytest.approx(full.wire_bytes(8) / 0.45e9)
+    shards = cases["nanochat-d20/fsdp2"]
+    assert shards.wire_bytes(8) == pytest.approx(4 * matrices / 8 * 7 / 8)
+    alone = harness.optimizer_step.Model("nanochat-d20")
+    assert shards.floor_ms(8) == pytest.approx(alone.floor_ms / 8)
+    assert half.floor_ms(2) > half.floor_ms(8)  # there the operations take longer than the wire
+
+
+def test_scaling_is_told_against_one_gpu(harness, tmp_path):
+    report, path = harness.report, tmp_path / "optimizer_step.json"
+    rows = [report.passed("nanochat-d20/fsdp2", measured(harness, ms=4.0)), report.failed("x/y")]
+    assert "not known" in harness.distributed_step.scaling(rows, path, 8)
+    single = [report.passed("nanochat-d20/1gpu", measured(harness, ms=16.0))]
+    report.write(path, head(COMMIT), single)
+    told = harness.distributed_step.scaling(rows, path, 8)
+    assert told == "faster than 1 GPU, by 8 ranks: nanochat-d20/fsdp2 4.00x"
+
+
+def test_results_of_several_gpus_have_sources_of_their_own(harness):
+    entry_of, sources = harness.sources.entry_of, harness.sources.SOURCES
+    assert entry_of(Path("h200/optimizer_step.json")) == "optimizer_step"
+    several = entry_of(Path("h200x8/optimizer_step.json"))
+    assert set(sources[several]) - set(sources["optimizer_step"]) == {
+        "torch-ext/optimizer/distributed/*.py"
+    }
+    assert harness.sources.sources_digest(several) != harness.sources.sources_digest(
+        "optimizer_step"
     )
 
 

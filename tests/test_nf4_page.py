@@ -12,8 +12,11 @@ def test_code_runs(opt) -> None:
 
     page = (ROOT / "docs" / "nf4.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     found = {"opt": opt}
-    exec("\n".join(blocks), found)
+    exec("\n".join(blocks[:2]), found)
+    found["model"] = torch.nn.Sequential(found["experts"])
+    exec(blocks[2], found)
+    assert not found["offload"].is_on and found["model"][0].keeper is None
     assert found["decoded"].shape == (2, 96, 64) and found["y"].shape == (4, 96)
     assert torch.equal(found["again"].packed, found["experts"].packed)

@@ -62,7 +62,7 @@ def test_result_files_have_their_form() -> None:
 
 def test_quoted_results_are_of_these_sources() -> None:
     """README's numbers stand only as long as the code that they measured."""
-    from benchmarks.harness.sources import sources_digest
+    from benchmarks.harness.sources import entry_of, sources_digest
 
     readme = ROOT / "README.md"
     assert readme.is_file(), "README.md is missing"
@@ -70,7 +70,7 @@ def test_quoted_results_are_of_these_sources() -> None:
     for path in sorted(quoted_results(readme.read_text())):
         if not (RESULTS / path).is_file():
             findings.append(f"README.md quotes benchmarks/results/{path}, which does not exist")
-        elif json.loads((RESULTS / path).read_text())["sources"] != sources_digest(path.stem):
+        elif json.loads((RESULTS / path).read_text())["sources"] != sources_digest(entry_of(path)):
             findings.append(f"{path}: its sources have changed; run `make bench OP={path.stem}`")
     assert not findings, report(findings)
 

@@ -28,6 +28,8 @@ def main() -> int:
         ("memcheck", "planted", FOUND),
         ("memcheck", "kernels", 0),
         ("racecheck", "kernels", 0),
+        ("memcheck", "chain", 0),
+        ("racecheck", "chain", 0),
     ):
         result = run(tool, case)
         right = result.returncode == expected

@@ -10,7 +10,7 @@ operands; TFLOP/s count dense products (2 m n k) for all.
 
 The last table fits `block_time` and `tile_time` of kernels-src/newton_schulz/product_sm90.h:
 the time of a call is rounds of tiles times (stages of 64 in k x block_time + tile_time). Copy them
-there (and set MEASURED of kernels/<op>.py) to let `auto` take the tiles.
+there to let `auto` take the tiles.
 
 If a tile hangs, build once with `cuda-flags = ["-DOPTIMIZER_BOUNDED_WAITS"]` in build.toml's
 [kernel.newton_schulz_sm90]: a wait that does not end then says which one it is and stops the
@@ -220,9 +220,8 @@ def rounds_of(row: dict, processors: int) -> int:
     """Tiles of the busiest multiprocessor: `tiles_of` and `pick` of product_sm90.h."""
     rows, cols, cluster = _sides(row["tile"])
     if row["op"] == "symmetric_matmul":
-        side = max(rows, cols)
-        squares = -(-row["m"] // side)
-        tiles = squares * (squares + 1) // 2 * (side // rows) * (side // cols)
+        m, tall = row["m"], rows * cluster
+        tiles = sum(-(-min(first + cols, m) // tall) * cluster for first in range(0, m, cols))
     else:
         tiles = -(-row["m"] // (rows * cluster)) * cluster * -(-row["n"] // cols)
     return -(-tiles * row["batch"] // (processors // cluster * cluster))

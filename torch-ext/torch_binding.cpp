@@ -20,14 +20,19 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "Tensor? weight_decay_tensor, Tensor(e!)[] residuals, int seed, Tensor? rounding_step, "
       "int[] parameter, int[] offset) -> ()");
   ops.def("normalize(Tensor[] pieces, Tensor(a!) out, float prefactor) -> ()");
-  ops.def("norm_factors(Tensor x, Tensor(a!) factors, Tensor(b!) roots, float prefactor) -> ()");
+  ops.def(
+      "norm_factors(Tensor x, Tensor(a!) factors, Tensor(b!) roots, float prefactor, "
+      "bool symmetric=False) -> ()");
   ops.def(
       "symmetric_matmul(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, "
-      "float diag, int tile, Tensor? scale=None, int alpha_power=1, int beta_power=1) -> ()");
+      "float diag, int tile, Tensor? scale=None, int alpha_power=1, int beta_power=1, "
+      "bool upper_operands=False, bool upper_out=False) -> ()");
   ops.def(
       "matmul_add(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, int "
-      "tile, "
-      "Tensor? scale=None) -> ()");
+      "tile, Tensor? scale=None, int upper=0) -> ()");
+  ops.def(
+      "square_chain(Tensor(a!)[] buffers, int[] places, int[] operands, float[] alphas, "
+      "float[] betas, float[] deltas, Tensor? scale, int groups) -> ()");
   ops.def(
       "grouped_product(Tensor x, Tensor weight, Tensor? low, Tensor? factor, Tensor? bias, "
       "Tensor? gates, Tensor? other, Tensor slots, Tensor offsets, Tensor(a!) out, "
@@ -50,6 +55,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("norm_factors", TORCH_BOX(&optimizer::norm_factors_cuda));
   ops.impl("symmetric_matmul", TORCH_BOX(&optimizer::symmetric_matmul_cuda));
   ops.impl("matmul_add", TORCH_BOX(&optimizer::matmul_add_cuda));
+  ops.impl("square_chain", TORCH_BOX(&optimizer::square_chain_cuda));
   ops.impl("grouped_product", TORCH_BOX(&optimizer::grouped_product_cuda));
   ops.impl("nf4_dequant", TORCH_BOX(&optimizer::nf4_dequant_cuda));
   ops.impl("nf4_quantize", TORCH_BOX(&optimizer::nf4_quantize_cuda));

@@ -145,12 +145,17 @@ class LayerCase:
         y = run()
         return [y.detach(), *torch.autograd.grad(y, leaves, self.grad.to(y.dtype))]
 
-    def compare(self) -> tuple[bool, float, float]:
-        """(every error is at most 1.5 of the baseline's, the worst of ours, the baseline's)."""
+    def references(self) -> tuple[list, list]:
+        """Results and gradients in float64, and those of the baseline."""
         wide = [t.detach().double().requires_grad_() for t in (self.x, self.gates, *self.factors)]
         right = self.with_gradients(lambda: self.exact(wide), wide)
-        ours = self.with_gradients(self.ours, [self.x, self.gates, *self.peft])
         plain = self.with_gradients(self.baseline, [self.x, self.gates, *self.factors])
+        return right, plain
+
+    def compare(self) -> tuple[bool, float, float]:
+        """(every error is at most 1.5 of the baseline's, the worst of ours, the baseline's)."""
+        right, plain = self.references()
+        ours = self.with_gradients(self.ours, [self.x, self.gates, *self.peft])
         e, r = self.layer.experts, self.layer.rank
         for n in range(3, len(ours)):  # back from PEFT's layout
             if n % 2:

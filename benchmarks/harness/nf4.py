@@ -1,17 +1,19 @@
-"""Cases of `nf4.json`: layers on 4-bit experts, and decoding alone.
+"""Cases of `nf4.json`: layers on 4-bit experts, decoding alone, and experts in host memory.
 
 Layers are those of `moe_lora`, their experts in NF4 at blocksize 64. The baseline decodes both
 projections with bitsandbytes and multiplies by torch.nn.functional.grouped_mm, in this process. The
-gate is `moe_lora`'s against float64, with the decoded weights. A row's variant is the strategy.
+gate is `moe_lora`'s against float64, with the decoded weights. A row's variant is the strategy;
+"auto" stands for the one that it takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from . import compile_ahead
 from .moe_lora import ROUNDS, LayerCase, Stopwatch, calls_of, peak_mb
-from .moe_problems import MODELS, Layer
+from .moe_problems import MODELS, Layer, random_layers
 from .package import Built
 from .report import Measured, Row, failed, floor_ms, line, passed
 from .timer import CudaStopwatch, cold_sets, medians
@@ -19,12 +21,13 @@ from .timer import CudaStopwatch, cold_sets, medians
 BLOCKSIZE = 64
 BYTES = 0.5 + 4 / BLOCKSIZE  # per weight
 BASELINE = "bitsandbytes dequantize_4bit, torch grouped_mm"
-# tokens -> what is timed; the strategies that could be the right choice there
+# tokens -> what is timed, and the strategies that could be the right choice there
 LISTED = {
-    2048: (("fwd", "fwd+bwd"), ("auto", "fused", "chunked", "resident")),
-    128: (("fwd",), ("auto", "fused", "chunked", "selective")),
-    16: (("fwd",), ("auto", "fused", "chunked", "selective")),
+    2048: (("fwd", "fwd+bwd"), ("fused", "chunked", "resident")),
+    128: (("fwd",), ("fused", "chunked", "selective")),
+    16: (("fwd",), ("fused", "chunked", "selective")),
 }
+RANDOM = (("fwd+bwd",), ())
 
 
 class Nf4Case(LayerCase):
@@ -37,11 +40,27 @@ class Nf4Case(LayerCase):
             for weight in (self.w1, self.w2)
         ]
         self.w1 = self.w2 = None
+        self._right: tuple[list, list] | None = None
+
+    def references(self) -> tuple[list, list]:
+        """Computed once: every strategy is compared with the same."""
+        self._right = self._right or super().references()
+        return self._right
+
+    def strategy(self) -> str:
+        """What "auto" takes."""
+        choose = self.moe.choose_strategy
+        record = self.packed[0].quantized_weight()
+        return choose(self.layer.rows, self.layer.experts, fusable=record.fusable).name
 
     def use(self, strategy: str) -> None:
         """Choose the strategy of `ours`."""
         for module in self.packed:
             module.strategy = strategy
+
+    def forget(self) -> None:
+        """Drop the references."""
+        self._right = None
 
     def ours(self):
         """What a user calls."""
@@ -104,48 +123,58 @@ def floors(layer: Layer, active: int) -> dict[str, float]:
     return {"fwd": spent["fwd"], "fwd+bwd": spent["fwd"] + spent["bwd"]}
 
 
-def layer_rows(layer: Layer, built: Built) -> Iterator[tuple[Row, str]]:
-    """Every direction and strategy of one layer."""
+def layer_rows(
+    layer: Layer, built: Built, directions: tuple[str, ...], others: tuple[str, ...]
+) -> Iterator[tuple[Row, str]]:
+    """Every direction of one layer: what "auto" takes, then the other strategies."""
     import torch
 
-    directions, strategies = LISTED[layer.tokens]
     weights = BYTES * 3 * layer.experts * layer.hidden * layer.intermediate
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     cases = [Nf4Case(layer, built, seed) for seed in range(cold_sets(int(weights), l2))]
     least = floors(layer, cases[0].active)
     calls = [calls_of(case) for case in cases]
-    for strategy in strategies:
-        for case in cases:
-            case.use(strategy)
-        good, error, error_baseline = cases[0].compare()
-        torch.cuda.empty_cache()
-        for direction in directions:
+    chosen = cases[0].strategy()
+    variants = {"auto": chosen} | {name: name for name in others if name != chosen}
+    gates = {}
+    for variant, strategy in variants.items():
+        cases[0].use(strategy)
+        gates[variant] = cases[0].compare()
+    cases[0].forget()
+    torch.cuda.empty_cache()
+
+    def turn(variant: str, direction: str) -> Callable[[int], object]:
+        def call(number: int) -> object:
+            cases[number].use(variants[variant])
+            return calls[number][direction]["ours"]()
+
+        return call
+
+    for direction in directions:
+        baseline = [entry[direction]["baseline"] for entry in calls]
+        turns = {v: turn(v, direction) for v, (good, *_) in gates.items() if good}
+        turns["baseline"] = lambda number, baseline=baseline: baseline[number]()
+        ms = medians(turns, sets=len(cases), rounds=ROUNDS, warmup=2, stopwatch=Stopwatch)
+        most = peak_mb(lambda baseline=baseline: baseline[0]())
+        for variant, (good, error, error_baseline) in gates.items():
             name = f"{layer.name}/{direction}"
             if not good:
-                row = failed(name, strategy)
-                yield row, line(row, gigabytes=0)
+                row = failed(name, variant)
+                yield row, line(row, gigabytes=0) + f"  {variants[variant]}"
                 continue
-            here = [entry[direction] for entry in calls]
-            turns = {
-                who: lambda number, who=who, here=here: here[number][who]()
-                for who in ("ours", "baseline")
-            }
-            ms = medians(turns, sets=len(cases), rounds=ROUNDS, stopwatch=Stopwatch)
-            row = passed(
-                name,
-                Measured(
-                    ms=ms["ours"],
-                    floor_ms=least[direction],
-                    baseline=BASELINE,
-                    baseline_ms=ms["baseline"],
-                    error=error,
-                    error_baseline=error_baseline,
-                    peak_mb=peak_mb(here[0]["ours"]),
-                    peak_baseline_mb=peak_mb(here[0]["baseline"]),
-                ),
-                strategy,
+            measured = Measured(
+                ms=ms[variant],
+                floor_ms=least[direction],
+                baseline=BASELINE,
+                baseline_ms=ms["baseline"],
+                error=error,
+                error_baseline=error_baseline,
+                peak_mb=peak_mb(lambda v=variant, d=direction: turn(v, d)(0)),
+                peak_baseline_mb=most,
             )
-            memory = f"  {strategy}, peak {row.peak_mb:.0f} MB of {row.peak_baseline_mb:.0f}"
+            row = passed(name, measured, variant)
+            took = f"auto: {chosen}" if variant == "auto" else variant
+            memory = f"  {took}, peak {row.peak_mb:.0f} MB of {row.peak_baseline_mb:.0f}"
             yield row, line(row, gigabytes=weights / 1e9) + memory
 
 
@@ -226,19 +255,49 @@ def dequant_row(name: str, sizes, active: int, built: Built) -> tuple[Row, str]:
     return row, line(row, gigabytes=probe.bytes / 1e9, copy_ms=ms["copy"])
 
 
+def problems(commit: str) -> Iterator[tuple[Layer, tuple[str, ...], tuple[str, ...]]]:
+    """(layer, directions, strategies beside "auto"): the listed ones, then 20 at random."""
+    for tokens, timed in LISTED.items():
+        for model, sizes in MODELS.items():
+            yield Layer(model, *sizes, tokens=tokens), *timed
+    for layer in random_layers(int(commit[:8], 16)):
+        yield layer, *RANDOM
+
+
+def compile_jobs(built: Built) -> list[Callable[[], object]]:
+    """A call per layer and strategy, for `compile_ahead`."""
+
+    def job(layer: Layer, direction: str, strategy: str) -> None:
+        case = Nf4Case(layer, built, 0)
+        case.use(strategy)
+        calls_of(case)[direction]["ours"]()
+
+    return [
+        lambda layer=layer, direction=directions[-1], strategy=strategy: job(
+            layer, direction, strategy
+        )
+        for layer, directions, others in problems(built.commit)
+        for strategy in ("auto", *others)
+    ]
+
+
 def rows(built: Built) -> Iterator[tuple[Row, str]]:
-    """Decoding alone, then the layers."""
+    """Decoding alone, the layers, and the model in host memory."""
     import torch
 
+    from .nf4_offload import offload_row
+
+    compile_ahead.run("nf4")
     for model, sizes in MODELS.items():
         yield dequant_row(f"dequant/{model}", sizes, sizes[0], built)
     yield dequant_row("dequant/8of256", MODELS["Qwen3.5-35B-A3B"], 8, built)
-    for tokens in LISTED:
-        for model, sizes in MODELS.items():
-            yield from layer_rows(Layer(model, *sizes, tokens=tokens), built)
-            torch.cuda.empty_cache()
+    for layer, directions, others in problems(built.commit):
+        yield from layer_rows(layer, built, directions, others)
+        torch.cuda.empty_cache()
+    yield offload_row(built)
 
 
 def random_cases(commit: str) -> set[str]:
-    """Names of the rows that were drawn, not listed: none yet."""
-    return set()
+    """Names of the rows that were drawn, not listed."""
+    drawn = random_layers(int(commit[:8], 16))
+    return {f"{layer.name}/{direction}" for layer in drawn for direction in RANDOM[0]}

@@ -33,6 +33,7 @@ SHAPES: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]
         ((128256, 2048),),
     ),
     "experts-128": (((128, 1536, 2048), (128, 2048, 768)), ()),  # one MoE layer
+    "tiny": (((32, 32),) * 5 + ((64, 32),) * 2 + ((32, 64),) * 2, ((128, 32),)),  # for CPUs
 }
 
 

@@ -23,14 +23,21 @@ class Built:
     clean: bool
 
 
-def load(root: Path = ROOT) -> Built:
-    """Load `build/` through `get_kernel`; the commit comes from the variant's metadata.json."""
+def load(root: Path = ROOT, backend: str | None = None) -> Built:
+    """Load `build/` through `get_kernel`; the commit comes from the variant's metadata.json.
+
+    Args:
+        root: of the checkout.
+        backend: "cpu" or "cuda"; None for that of this machine.
+    """
     from kernels import get_kernel
 
     general = tomllib.loads((root / "build.toml").read_text())["general"]
     repo_id = general["hub"]["repo-id"]
     os.environ["LOCAL_KERNELS"] = f"{repo_id}={root}"
-    package = get_kernel(repo_id, version=general["version"], trust_remote_code=True)
+    package = get_kernel(
+        repo_id, version=general["version"], backend=backend, trust_remote_code=True
+    )
     metadata = json.loads((Path(package.__file__).parent / "metadata.json").read_text())
     commit, clean = provenance(metadata)
     return Built(package, commit, clean)

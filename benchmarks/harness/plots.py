@@ -8,8 +8,9 @@ import statistics
 from pathlib import Path
 
 from . import elementwise, moe_lora, nf4, optimizer_step, orthogonalize
+from .distributed_step import LINK_TBPS
 from .report import FLOOR_TBPS, FLOOR_TFLOPS
-from .sources import RESULTS, SOURCES, sources_digest
+from .sources import RESULTS, SOURCES, entry_of, sources_digest
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 EMPTY = "No measurement has been committed yet."
@@ -60,6 +61,8 @@ def _section(path: Path, root: Path) -> str:
         f"{FLOOR_TBPS} TB/s and each operation once at {FLOOR_TFLOPS:.0f} TFLOP/s. "
         f"All rows: [{name}]({name})."
     )
+    if entry_of(path) != path.stem:
+        text += f" What a GPU sends counts at {LINK_TBPS} TB/s, beside the rest."
     if others:
         shares = statistics.median(row["fraction_of_floor"] for row in others)
         least = min(row["speedup"] for row in others)
@@ -106,10 +109,11 @@ def findings(root: Path) -> list[str]:
         found.append(str(error))
     for path in result_files(root):
         name = path.relative_to(root).as_posix()
-        if path.stem not in SOURCES:
-            found.append(f"{name}: is not one of {', '.join(SOURCES)}")
+        entry = entry_of(path)
+        if entry not in SOURCES:
+            found.append(f"{name}: {entry} is not one of {', '.join(SOURCES)}")
             continue
-        if json.loads(path.read_text())["sources"] != sources_digest(path.stem, root):
+        if json.loads(path.read_text())["sources"] != sources_digest(entry, root):
             found.append(f"{name}: its sources have changed since; measure again")
         plot = path.with_suffix(".svg")
         if not plot.is_file() or _mark(path) not in plot.read_text():

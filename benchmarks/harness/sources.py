@@ -6,6 +6,7 @@ A result is stale when one of these files has changed since; `run.py plots --che
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +49,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "torch-ext/optimizer/kernels/_grouped_*.py",
         "torch-ext/optimizer/kernels/_low_rank_triton.py",
         "torch-ext/optimizer/kernels/_moe_paths.py",
-        "torch-ext/optimizer/kernels/_nf4_product_triton.py",
+        "torch-ext/optimizer/kernels/_nf4_*.py",
         "torch-ext/optimizer/kernels/combine*.py",
         "torch-ext/optimizer/kernels/expert_sort*.py",
         "torch-ext/optimizer/kernels/glu*.py",
@@ -65,6 +66,15 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "torch-ext/optimizer/optimizers/*.py",
         "torch-ext/optimizer/orthogonalize/*",
     ),
+    "optimizer_step on several GPUs": (
+        "kernels-src/common/*",
+        "kernels-src/newton_schulz/*",
+        "kernels-src/optimizer_step/*",
+        "torch-ext/optimizer/distributed/*.py",
+        "torch-ext/optimizer/kernels/*.py",
+        "torch-ext/optimizer/optimizers/*.py",
+        "torch-ext/optimizer/orthogonalize/*",
+    ),
     "orthogonalize": (
         "kernels-src/common/*",
         "kernels-src/newton_schulz/*",
@@ -76,6 +86,12 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "torch-ext/optimizer/orthogonalize/*",
     ),
 }
+
+
+def entry_of(path: Path) -> str:
+    """The entry of SOURCES that a result file <gpu>/<name>.json measures, <gpu> as in "h200x8"."""
+    several = re.search(r"x[0-9]+$", path.parent.name)
+    return f"{path.stem} on several GPUs" if several else path.stem
 
 
 def source_files(name: str, root: Path = ROOT) -> list[Path]:

@@ -53,7 +53,7 @@ class Checkpoints:
         with _readable(newest):
             saved = json.loads((newest / "run.json").read_text())
             saved = {key: dict(saved[key]) for key in ("identity", "history")}
-        different = list(_differences(saved["identity"], self.identity))
+        different = list(differences(saved["identity"], self.identity))
         if different:
             raise DemoError(
                 f"cannot resume: {newest} belongs to a different run\n  "
@@ -140,13 +140,13 @@ def _load_adamw(optimizer: AdamW, folder: Path) -> None:
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _differences(saved: Any, current: Any, name: str = "") -> list[str]:
+def differences(saved: Any, current: Any, name: str = "") -> list[str]:
     """Lines `name: <saved> in the checkpoint, <current> now` for every leaf that differs."""
     if isinstance(saved, dict) and isinstance(current, dict):
         keys = sorted(saved.keys() | current.keys())
         return [
             line
             for key in keys
-            for line in _differences(saved.get(key), current.get(key), f"{name}.{key}".strip("."))
+            for line in differences(saved.get(key), current.get(key), f"{name}.{key}".strip("."))
         ]
     return [] if saved == current else [f"{name}: {saved} in the checkpoint, {current} now"]

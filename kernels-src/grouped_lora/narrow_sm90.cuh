@@ -16,12 +16,6 @@ namespace optimizer::newton_schulz {
 #define REGISTERS_96 \
   REGISTERS_64       \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define REGISTERS_192                                                                     \
-  REGISTERS_96                                                                            \
-  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "    \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, " \
-  "%81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-
 // TYPE: f16 or bf16; A, B, FLAG, TA, TB: numbers of the operands behind the sums. The predicate is
 // false for the first product, which then overwrites the sums.
 #define PRODUCT(TYPE, N, REGISTERS, A, B, FLAG, TA, TB, ...)                                   \
@@ -55,12 +49,9 @@ NARROW_PRODUCT(32, "32", REGISTERS_32, "16", "17", "18", "19", "20", SUMS_16(sum
 NARROW_PRODUCT(64, "64", REGISTERS_64, "32", "33", "34", "35", "36", SUMS_32(sum, 0));
 NARROW_PRODUCT(96, "96", REGISTERS_96, "48", "49", "50", "51", "52", SUMS_32(sum, 0),
                SUMS_16(sum, 32));
-NARROW_PRODUCT(192, "192", REGISTERS_192, "96", "97", "98", "99", "100", SUMS_32(sum, 0),
-               SUMS_32(sum, 32), SUMS_32(sum, 64));
 
 #undef NARROW_PRODUCT
 #undef PRODUCT
-#undef REGISTERS_192
 #undef REGISTERS_96
 #undef REGISTERS_64
 #undef REGISTERS_32

@@ -30,9 +30,13 @@ class Epilogue {
   __device__ __forceinline__ void fetch_c(const TileOrigin& origin) const {
     if (p_.reads_c && thread_ == 0) {
       copy_out_wait_read();
-      barrier_arrive_expecting(c_there_, kTile::kStagingBytes);
+      int blocks = 0;
+#pragma unroll 1
+      for (int block = 0; block < kM * kN; ++block) blocks += leaves(origin, block);
+      barrier_arrive_expecting(c_there_, blocks * kBlockBytes);
 #pragma unroll 1
       for (int block = 0; block < kM * kN; ++block) {
+        if (!leaves(origin, block)) continue;
         copy_in(staging_ + block * kBlockBytes, p_.c, c_there_,
                 origin.col + block % kN * kBlockSide, origin.row + block / kN * kBlockSide,
                 static_cast<int>(origin.matrix));
@@ -58,8 +62,10 @@ class Epilogue {
     }
     publish();
     send(origin);
-    // Part of some row of blocks lies above the diagonal.
-    if (kSymmetric && origin.col + kTile::kCols > origin.row + kBlockSide) {
+    // Part of some row of blocks lies above the diagonal. Its image is stored as far as it is below
+    // the diagonal of a block of upper storage, or everywhere.
+    if (kSymmetric && origin.col + kTile::kCols > origin.row + kBlockSide &&
+        !(p_.upper_out && is_above_diagonal(origin.row, origin.col - kUpperSide))) {
       mirror(origin);
       publish();
       send_mirrored(origin);
@@ -73,7 +79,8 @@ class Epilogue {
  private:
   static constexpr int kM = kTile::kM;
   static constexpr int kN = kTile::kColBlocks;
-  static constexpr int kJ = kTile::kCols / 16;
+  static constexpr int kPieces = kBlockSide / 16;  // of a block, side by side
+  static constexpr int kJ = kN * kPieces;
 
   // What this warpgroup did to the staging memory comes before what follows, also before copies.
   __device__ __forceinline__ void publish() const {
@@ -87,25 +94,26 @@ class Epilogue {
                                          const TileOrigin& origin) const {
     const symmetric::Scalars scalars(p_, origin.matrix, kReadsC);
     const Element first = accumulator_element(thread_, 0);  // the others lie at fixed offsets
-    uint32_t old[2][4] = {};
-    if (kReadsC)
-      symmetric::load_fragments<false>(old[0], staging_ + fragment_offset(thread_, 0, 0, kN));
 #pragma unroll
-    for (int i = 0; i < kM; ++i) {
+    for (int block = 0; block < kM * kN; ++block) {
+      if (!leaves(origin, block)) continue;
+      const int i = block / kN;
+      const bool diagonal = on_diagonal(origin, i, block % kN);
+      uint32_t old[kPieces][4] = {};
 #pragma unroll
-      for (int j = 0; j < kJ; ++j) {
-        const int next = i * kJ + j + 1;
-        if (kReadsC && next < kM * kJ) {
-          symmetric::load_fragments<false>(
-              old[next % 2], staging_ + fragment_offset(thread_, next / kJ, next % kJ, kN));
-        }
-        const bool diagonal = on_diagonal(origin, i, j / 4);
+      for (int piece = 0; kReadsC && piece < kPieces; ++piece) {
+        symmetric::load_fragments<false>(
+            old[piece], staging_ + fragment_offset(thread_, i, block % kN * kPieces + piece, kN));
+      }
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const int j = block % kN * kPieces + piece;
         uint32_t packed[4];
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           const int at = fragment_register(j, q);
           alignas(4) T c[2];
-          *reinterpret_cast<uint32_t*>(c) = old[(next + 1) % 2][q];
+          *reinterpret_cast<uint32_t*>(c) = old[piece][q];
           float x = scalars.scaled(sum[i][at], symmetric::widened(c[0]));
           float y = scalars.scaled(sum[i][at + 1], symmetric::widened(c[1]));
           if (diagonal) {
@@ -116,7 +124,7 @@ class Epilogue {
           }
           packed[q] = symmetric::pack(symmetric::rounded<T>(x), symmetric::rounded<T>(y));
         }
-        if (diagonal && j % 4 == thread_ / 32) {
+        if (diagonal && piece == thread_ / 32) {
           packed[0] = upper_mirrored(packed[0], thread_);
           packed[3] = upper_mirrored(packed[3], thread_);
         }
@@ -125,9 +133,22 @@ class Epilogue {
     }
   }
 
+  // Whether a block of the part belongs to the result, and not to its lower triangle.
+  __device__ __forceinline__ bool leaves(const TileOrigin& origin, int block) const {
+    const int row = origin.row + block / kN * kBlockSide;
+    const int col = origin.col + block % kN * kBlockSide;
+    return row < p_.m && col < p_.n && !(kSymmetric && col < row);
+  }
+
   // Whether block (i, block) of the part lies on the diagonal of the result.
   static __device__ __forceinline__ bool on_diagonal(const TileOrigin& origin, int i, int block) {
     return kSymmetric && origin.row + i * kBlockSide == origin.col + block * kBlockSide;
+  }
+
+  // Whether it lies above the diagonal and inside of the result.
+  __device__ __forceinline__ bool mirrors(const TileOrigin& origin, int i, int block) const {
+    const int row = origin.row + i * kBlockSide, col = origin.col + block * kBlockSide;
+    return row < col && col < p_.n;
   }
 
   // The upper triangles of blocks on the diagonal over their lower ones. Matrices of 8 x 8 that the
@@ -154,12 +175,14 @@ class Epilogue {
 
   // The staged part -> the transpose of what lies above the diagonal: kCols lines of kPartRows.
   __device__ __forceinline__ void mirror(const TileOrigin& origin) const {
-    uint32_t x[kM][kJ][4];
+    uint32_t x[kM][kJ][4] = {};
 #pragma unroll
     for (int i = 0; i < kM; ++i) {
 #pragma unroll
       for (int j = 0; j < kJ; ++j) {
-        symmetric::load_fragments<false>(x[i][j], staging_ + fragment_offset(thread_, i, j, kN));
+        if (mirrors(origin, i, j / kPieces)) {
+          symmetric::load_fragments<false>(x[i][j], staging_ + fragment_offset(thread_, i, j, kN));
+        }
       }
     }
     if (thread_ == 0) copy_out_wait_read();
@@ -168,7 +191,7 @@ class Epilogue {
     for (int i = 0; i < kM; ++i) {
 #pragma unroll
       for (int j = 0; j < kJ; ++j) {
-        if (origin.col + j / 4 * kBlockSide > origin.row + i * kBlockSide) {
+        if (mirrors(origin, i, j / kPieces)) {
           store_fragments<true>(staging_ + mirrored_offset(thread_, i, j, kM), x[i][j]);
         }
       }
@@ -181,7 +204,7 @@ class Epilogue {
     for (int block = 0; block < kM * kN; ++block) {
       const int row = origin.row + block / kN * kBlockSide;
       const int col = origin.col + block % kN * kBlockSide;
-      if (row >= p_.m || col >= p_.n || (kSymmetric && col < row)) continue;
+      if (!leaves(origin, block)) continue;
       const uint32_t source = staging_ + block * kBlockBytes;
       if (p_.n % 8 != 0 && col + kBlockSide > p_.n) {
         write(origin.matrix, row, col, source);
@@ -200,7 +223,7 @@ class Epilogue {
     for (int block = 0; block < kM * kN; ++block) {
       const int row = origin.row + block % kM * kBlockSide;
       const int col = origin.col + block / kM * kBlockSide;
-      if (row < col && col < p_.n) {
+      if (mirrors(origin, block % kM, block / kM)) {
         copy_out(p_.out, staging_ + block * kBlockBytes, row, col, static_cast<int>(origin.matrix));
       }
     }

@@ -88,7 +88,8 @@ int resident_blocks(Kernel kernel, const cudaLaunchConfig_t& config, int device)
   return clusters * kTile::kCluster;
 }
 
-template <typename T, typename kTile, bool kSymmetric, bool kARowsMajor, bool kBRowsMajor>
+template <typename T, typename kTile, bool kSymmetric, bool kARowsMajor, bool kBRowsMajor,
+          int kUpper = 0>
 void launch(const Problem& p, int device, cudaStream_t stream) {
   using Schedule = std::conditional_t<kSymmetric, TriangularSchedule, RectangularSchedule>;
   using Args = Arguments<Schedule>;
@@ -100,7 +101,12 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
   args.reads_c = p.c.data != nullptr;
   if (args.reads_c) args.c = tensor_map(p.c, p.m, p.n, p.batches, kDtype);
   if constexpr (kSymmetric) {
-    args.schedule = Schedule::of(p.m, kTile::kRows, kTile::kCols);
+    constexpr int kTall = kTile::kRows * kTile::kCluster;
+    static_assert((kTall & (kTall - 1)) == 0 &&
+                  static_cast<int>(kBand) * kTile::kCols % kTall == 0);
+    args.schedule = Schedule::of(p.m, kTile::kRows, kTile::kCols, kTile::kCluster);
+    args.one_operand = p.a.data == p.b.data && p.a.row == p.b.row && p.a.col == p.b.col &&
+                       (p.a.batch == p.b.batch || p.batches == 1);
   } else {
     args.schedule = Schedule::of(p.m, p.n, kTile::kRows, kTile::kCols, kTile::kCluster);
   }
@@ -117,8 +123,9 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
   args.diag = p.diag;
   args.alpha_power = p.alpha_power;
   args.beta_power = p.beta_power;
+  args.upper_out = p.upper_out;
 
-  const auto kernel = product_kernel<T, kTile, kSymmetric, kARowsMajor, kBRowsMajor, Args>;
+  const auto kernel = product_kernel<T, kTile, kSymmetric, kARowsMajor, kBRowsMajor, kUpper, Args>;
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       kTile::kSharedBytes));
   cudaLaunchAttribute attributes[2]{};

@@ -43,6 +43,17 @@ OPTIMIZER_HD uint64_t descriptor_offset(int block, int step) {
   return (block * kBlockBytes + step * kInstructionDepth * (kRowsMajor ? kLineBytes : 2)) / 16;
 }
 
+// A symmetric matrix in upper storage has its blocks of kUpperSide x kUpperSide on and above the
+// diagonal only. What lies below it is read as the transpose of what lies above.
+constexpr int kUpperSide = 128;
+OPTIMIZER_HD bool is_above_diagonal(int row, int col) {
+  return col / kUpperSide >= row / kUpperSide;
+}
+// Stages of k, from the first on, that rows of the block of `row` find below the diagonal.
+OPTIMIZER_HD int stages_below_diagonal(int row) {
+  return row / kUpperSide * (kUpperSide / kBlockSide);
+}
+
 // Accumulators of m64nNk16: register 4 j + 2 half + e of a thread of the warpgroup holds this
 // element of the 64 x N tile (PTX ISA, "Accumulator D").
 struct Element {

@@ -35,6 +35,22 @@ void launch_named(const Problem& p, int64_t tile, int device, cudaStream_t strea
   }
 }
 
+// One operand in upper storage, float16. A tile's rows, or its columns, are then of one block.
+void run_upper(const Problem& p, int64_t tile, int device, cudaStream_t stream) {
+  if (p.upper_b) {
+    return by_rows(p.a)
+               ? launch<__half, Tile128x128, false, false, false, kUpperB>(p, device, stream)
+               : launch<__half, Tile128x128, false, true, false, kUpperB>(p, device, stream);
+  }
+  if (tile == 0) {
+    return by_rows(p.b)
+               ? launch<__half, Tile128x256, false, false, false, kUpperA>(p, device, stream)
+               : launch<__half, Tile128x256, false, false, true, kUpperA>(p, device, stream);
+  }
+  by_rows(p.b) ? launch<__half, Tile128x128, false, false, false, kUpperA>(p, device, stream)
+               : launch<__half, Tile128x128, false, false, true, kUpperA>(p, device, stream);
+}
+
 template <typename T>
 void run(const Problem& p, int64_t tile, int device, cudaStream_t stream) {
   if (by_rows(p.a)) {
@@ -50,7 +66,8 @@ Matrices transposed(const Matrices& x) { return {x.data, x.batch, x.col, x.row};
 // B as the kernel reads it, (batch, n, k). Columns of out that are contiguous make it the
 // transposed problem B^T A^T.
 Problem describe(const Tensor& a, const Tensor& b, const std::optional<Tensor>& c,
-                 const Tensor& out, double alpha, double beta, const std::optional<Tensor>& scale) {
+                 const Tensor& out, double alpha, double beta, const std::optional<Tensor>& scale,
+                 int64_t upper) {
   STD_TORCH_CHECK(a.dim() == 3 && b.dim() == 3 && out.dim() == 3,
                   "matmul_add: a must be (batch, m, k), b (batch, k, n), out (batch, m, n)");
   const int64_t batches = a.size(0), m = a.size(1), k = a.size(2), n = b.size(2);
@@ -70,7 +87,7 @@ Problem describe(const Tensor& a, const Tensor& b, const std::optional<Tensor>& 
                   "matmul_add: scale must be (batch,), contiguous, float32, on a's device");
   const bool reads_c = c.has_value() && beta != 0;
   Problem p{matrices_of(a),
-            transposed(matrices_of(b)),
+            upper == kUpperB ? matrices_of(b) : transposed(matrices_of(b)),  // b is symmetric
             reads_c ? matrices_of(*c) : Matrices{},
             matrices_of(out),
             scale.has_value() ? static_cast<const float*>(scale->data_ptr()) : nullptr,
@@ -81,9 +98,12 @@ Problem describe(const Tensor& a, const Tensor& b, const std::optional<Tensor>& 
             static_cast<float>(alpha),
             static_cast<float>(beta),
             0.0f};
+  p.upper_a = upper == kUpperA;
+  p.upper_b = upper == kUpperB;
   if (p.out.col != 1 && p.out.row == 1) {
     std::swap(p.a, p.b);
     std::swap(p.m, p.n);
+    std::swap(p.upper_a, p.upper_b);
     p.c = transposed(p.c);
     p.out = transposed(p.out);
   }
@@ -94,9 +114,11 @@ Problem describe(const Tensor& a, const Tensor& b, const std::optional<Tensor>& 
 }  // namespace newton_schulz
 
 void matmul_add_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c, const Tensor& out,
-                     double alpha, double beta, int64_t tile, std::optional<Tensor> scale) {
+                     double alpha, double beta, int64_t tile, std::optional<Tensor> scale,
+                     int64_t upper) {
   using namespace newton_schulz;
-  const Problem p = describe(a, b, c, out, alpha, beta, scale);
+  STD_TORCH_CHECK(upper >= 0 && upper <= kUpperB, "matmul_add: upper must be 0, 1 (a) or 2 (b)");
+  const Problem p = describe(a, b, c, out, alpha, beta, scale, upper);
   if (p.batches == 0 || p.m == 0 || p.n == 0) return;
   const int device = a.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -106,6 +128,12 @@ void matmul_add_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c, 
   if (tile < 0) tile = pick(kMatmulAddTiles, p, false, processors_of(device));
   STD_TORCH_CHECK(tile >= 0, "matmul_add: no tile was measured yet; name one");
   const auto on = static_cast<cudaStream_t>(stream);
+  if (upper != 0) {
+    check_sm90("matmul_add", upper_refusal(p), device);
+    STD_TORCH_CHECK(a.scalar_type() == ScalarType::Half,
+                    "matmul_add: an operand in upper storage must be float16");
+    return run_upper(p, tile, device, on);
+  }
   if (a.scalar_type() == ScalarType::Half) return run<__half>(p, tile, device, on);
   STD_TORCH_CHECK(a.scalar_type() == ScalarType::BFloat16,
                   "matmul_add: the sm90 tiles need float16 or bfloat16");

@@ -1,16 +1,48 @@
-// CUDA backend of norm_factors: the first launch of normalize, and one block per matrix that turns
-// its partial sums into a factor.
+// CUDA backend of norm_factors: sums of squares, and one block per matrix that turns them into a
+// factor.
 
 #include <cmath>
 
+#include "newton_schulz/norm_factors.cuh"
 #include "newton_schulz/normalize_launch.cuh"
 
 namespace optimizer {
+namespace {
+
+using namespace normalization;
+
+// Both launches; either starts early.
+template <typename T>
+void run(SumProblem& p, const Tensor& x, const Tensor& factors, const Tensor& roots, int device,
+         cudaStream_t stream) {
+  p.x.piece[0] = piece_of(x, 0, sizeof(T));
+  const int64_t chunk =
+      quotient_up(tiling_of(p.x.rows, p.x.cols, 0).chunk, kTogether<T>) * kTogether<T>;
+  p.tiling = p.triangle ? upper_tiling_of(p.x.rows, chunk) : tiling_of(p.x.rows, p.x.cols, chunk);
+  STD_TORCH_CHECK(p.tiling.tiles <= INT32_MAX, "norm_factors: a matrix has too many elements");
+  const int64_t blocks = p.x.count * p.tiling.chunks;
+  const Tensor sums = torch::stable::new_empty(x, {blocks}, ScalarType::Double);
+  p.sums = static_cast<double*>(sums.data_ptr());
+  const bool early = starts_early(device);
+  if (p.triangle) {
+    launch(sum_kernel<T, true>, p, blocks, 0, early, stream);
+  } else {
+    launch(sum_kernel<T, false>, p, blocks, 0, early, stream);
+  }
+  launch(factor_kernel, p, p.x.count, 0, early, stream, static_cast<float*>(factors.data_ptr()),
+         static_cast<float*>(roots.data_ptr()));
+}
+
+}  // namespace
 
 void norm_factors_cuda(const Tensor& x, const Tensor& factors, const Tensor& roots,
-                       double prefactor) {
+                       double prefactor, bool symmetric) {
   STD_TORCH_CHECK(x.dim() == 3 && x.size(1) > 0 && x.size(2) > 0,
                   "norm_factors: x must be (G, r, c), not empty");
+  STD_TORCH_CHECK(x.size(1) <= kLargestSide && x.size(2) <= kLargestSide,
+                  "norm_factors: r and c must be at most 2^30");
+  STD_TORCH_CHECK(!symmetric || x.size(1) == x.size(2),
+                  "norm_factors: a symmetric x must be square, got ", x.size(1), " x ", x.size(2));
   for (const Tensor* out : {&factors, &roots}) {
     STD_TORCH_CHECK(out->dim() == 1 && out->size(0) == x.size(0) && out->is_contiguous() &&
                         out->scalar_type() == ScalarType::Float && out->device() == x.device(),
@@ -20,39 +52,29 @@ void norm_factors_cuda(const Tensor& x, const Tensor& factors, const Tensor& roo
   STD_TORCH_CHECK(prefactor > 0 && std::isfinite(prefactor),
                   "norm_factors: prefactor must be positive and finite, got ", prefactor);
   if (x.size(0) == 0) return;
-  using namespace normalization;
   const int device = x.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   const auto on = static_cast<cudaStream_t>(stream);
 
-  Problem p{};
-  p.rows = static_cast<int>(x.size(1));
-  p.cols = static_cast<int>(x.size(2));
+  SumProblem p{};
+  p.x.rows = static_cast<int>(x.size(1));
+  p.x.cols = static_cast<int>(x.size(2));
+  p.x.count = x.size(0);
+  p.x.pieces = 1;
   p.prefactor = prefactor;
-  p.input = tiling_of(p.rows, p.cols, 0);
-  p.filled = x.size(0);
-  p.pieces = 1;
-  p.piece[0] = piece_of(x, 0, x.scalar_type() == ScalarType::Float ? 4 : 2);
-  Tensor partial = torch::stable::new_empty(x, {p.filled * p.input.chunks}, ScalarType::Double);
-  p.partial = static_cast<double*>(partial.data_ptr());
-  const int64_t blocks = p.filled * p.input.chunks;
+  p.triangle = symmetric && has_upper_tiling(x.size(1));
   switch (x.scalar_type()) {
     case ScalarType::Half:
-      launch(sum_kernel<__half>, p, blocks, false, on);
-      break;
+      return run<__half>(p, x, factors, roots, device, on);
     case ScalarType::BFloat16:
-      launch(sum_kernel<__nv_bfloat16>, p, blocks, false, on);
-      break;
+      return run<__nv_bfloat16>(p, x, factors, roots, device, on);
     case ScalarType::Float:
-      launch(sum_kernel<float>, p, blocks, false, on);
-      break;
+      return run<float>(p, x, factors, roots, device, on);
     default:
       STD_TORCH_CHECK(false, "norm_factors: x must be float16, bfloat16 or float32");
   }
-  launch(factor_kernel, p, p.filled, starts_early(device), on,
-         static_cast<float*>(factors.data_ptr()), static_cast<float*>(roots.data_ptr()));
 }
 
 }  // namespace optimizer

@@ -1,27 +1,29 @@
 // CUDA backend of normalize; how matrices are cut up and scaled: normalize.h.
 //
-// Pairs of launches. The first reads as many matrices of x as L2 holds, the second reads them again
-// and writes out: sizeof(T) + sizeof(Out) bytes per element, where a matrix fits L2. A launch
-// starts early on capability 9.0 and has its first elements and its place on the multiprocessors
-// when the sums are there.
+// Two launches: a short one that clears flags, and a persistent one whose blocks share the tiles of
+// all matrices. On capability 9.0 the second starts early and is in place when the flags are clear.
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
 #include "newton_schulz/normalize_launch.cuh"
+#include "newton_schulz/normalize_slots.cuh"
 
 namespace optimizer {
 namespace {
 
 using namespace normalization;
 
-// Tiles per block of the second launch: enough that the sum over a matrix's partial sums is cheap
-// beside them, few where there are few.
-constexpr int64_t kMaxOutputChunk = 8;
-constexpr int64_t kEnoughBlocks = 512;
-// Bytes of x between its two readings, well below the 50 or 60 MB of L2.
-constexpr int64_t kReadAgain = 24 << 20;
+// Of a block: tiles on their way, and bytes per chunk at least.
+constexpr int kTilesAhead = 2;
+constexpr int kChunkBytes = 16 << 10;
+// With fewer, tiles would be waited for: rather fewer blocks.
+constexpr int kFewestSlots = 4;
+
+constexpr int fewest_in_chunk(int64_t element) {
+  return std::max(1, kChunkBytes / static_cast<int>(kThreads * kSide * kSide * element));
+}
 
 struct Shape {
   int64_t matrices;
@@ -50,65 +52,122 @@ Shape shape_of(const std::vector<Tensor>& pieces, const Tensor& out) {
   return shape;
 }
 
-// As many matrices at a time as L2 holds until they are read again.
-template <typename T, typename Out>
-void run(Problem p, bool early, cudaStream_t stream) {
-  const int64_t bytes = int64_t{p.rows} * p.cols * static_cast<int64_t>(sizeof(T));
-  const int64_t step = std::max<int64_t>(kReadAgain / std::max<int64_t>(bytes, 1), 1);
-  bool second = false;  // the very first launch waits for whatever wrote x
-  for (p.base = 0; p.base < p.matrices; p.base += step) {
-    const int64_t filled = std::min(step, p.filled - p.base);
-    if (filled > 0 && p.input.chunks > 0) {
-      launch(sum_kernel<T>, p, filled * p.input.chunks, early && second, stream);
-      second = true;
-    }
-    const int64_t written = std::min(step, p.matrices - p.base);
-    launch(scale_kernel<T, Out>, p, written * p.output.chunks, early && second, stream);
-    second = true;
+int attribute_of(cudaDeviceAttr attribute, int device) {
+  int value = 0;
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+// Blocks of a multiprocessor, and the tiles that each has room for.
+struct Room {
+  int blocks;
+  int slots;
+};
+
+Room room_of(int slot_bytes, int device) {
+  constexpr int kReserved = 1 << 10, kOwn = static_cast<int>(sizeof(Shared));  // of a block
+  const int memory = attribute_of(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  const int most = attribute_of(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  Room room{};
+  for (room.blocks = kBlocksPerSm;; --room.blocks) {
+    const int bytes = std::min(memory / room.blocks - kReserved, most) - kOwn;
+    room.slots = std::min(bytes / slot_bytes, kMaxSlots);
+    if (room.slots >= kFewestSlots || room.blocks == 1) return room;
   }
 }
 
+template <typename T, typename Out>
+void run(Problem p, int device, cudaStream_t stream) {
+  const Room room = room_of(kSlotBytes<T>, device);
+  p.slots = room.slots;
+  p.ahead = std::min({kTilesAhead, kMaxAhead, p.slots});
+  const int bytes = p.slots * kSlotBytes<T>;
+  const auto kernel = normalize_kernel<T, Out>;
+  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  const int64_t resident =
+      int64_t{room.blocks} * attribute_of(cudaDevAttrMultiProcessorCount, device);
+  const int64_t zeros = p.matrices * p.out_rows * p.out_cols - p.x.count * p.x.rows * p.x.cols;
+  const int64_t useful = std::max<int64_t>(p.tickets, quotient_up(zeros, kThreads * kSide * kSide));
+  const int64_t blocks = std::clamp<int64_t>(useful, 1, resident);
+  const int64_t ahead = quotient_up(p.ahead, p.tiling.chunk);
+  p.first_tickets =
+      static_cast<uint32_t>(std::clamp<int64_t>(quotient_up(p.tickets, blocks), 1, ahead));
+  launch(kernel, p, blocks, bytes, starts_early(device), stream);
+}
+
 template <typename T>
-void run_input(const Problem& p, ScalarType out, bool early, cudaStream_t stream) {
+void run_input(const Problem& p, ScalarType out, int device, cudaStream_t stream) {
   switch (out) {
     case ScalarType::Half:
-      return run<T, __half>(p, early, stream);
+      return run<T, __half>(p, device, stream);
     case ScalarType::BFloat16:
-      return run<T, __nv_bfloat16>(p, early, stream);
+      return run<T, __nv_bfloat16>(p, device, stream);
     case ScalarType::Float:
-      return run<T, float>(p, early, stream);
+      return run<T, float>(p, device, stream);
     default:
       STD_TORCH_CHECK(false, "normalize: out must be float16, bfloat16 or float32");
   }
 }
 
-void dispatch(const Problem& p, ScalarType in, ScalarType out, bool early, cudaStream_t stream) {
+void dispatch(const Problem& p, ScalarType in, ScalarType out, int device, cudaStream_t stream) {
   switch (in) {
     case ScalarType::Half:
-      return run_input<__half>(p, out, early, stream);
+      return run_input<__half>(p, out, device, stream);
     case ScalarType::BFloat16:
-      return run_input<__nv_bfloat16>(p, out, early, stream);
+      return run_input<__nv_bfloat16>(p, out, device, stream);
     case ScalarType::Float:
-      return run_input<float>(p, out, early, stream);
+      return run_input<float>(p, out, device, stream);
     default:
       STD_TORCH_CHECK(false, "normalize: pieces must be float16, bfloat16 or float32");
   }
 }
 
-Problem describe(const Shape& shape, const Tensor& out, double prefactor) {
+Problem describe(const Shape& shape, int64_t element, const Tensor& out, double prefactor) {
   Problem p{};
-  p.rows = static_cast<int>(shape.rows);
-  p.cols = static_cast<int>(shape.cols);
+  p.x.rows = static_cast<int>(shape.rows);
+  p.x.cols = static_cast<int>(shape.cols);
   p.out_rows = static_cast<int>(out.size(1));
   p.out_cols = static_cast<int>(out.size(2));
   p.prefactor = prefactor;
-  p.input = tiling_of(shape.rows, shape.cols, 0);
-  const int64_t tiles = tiling_of(out.size(1), out.size(2), 1).tiles * out.size(0);
-  p.output = tiling_of(out.size(1), out.size(2),
-                       std::clamp<int64_t>(tiles / kEnoughBlocks, 1, kMaxOutputChunk));
-  STD_TORCH_CHECK(p.output.tiles <= INT32_MAX, "normalize: a matrix has too many elements");
+  p.tiling = tiling_of(shape.rows, shape.cols, 0);
+  cut(p.tiling, std::max<int64_t>(p.tiling.chunk, fewest_in_chunk(element)));
+  STD_TORCH_CHECK(shape.matrices * p.tiling.tiles <= INT32_MAX, "normalize: ", shape.matrices,
+                  " x ", shape.rows, " x ", shape.cols, " are more than 2^31 - 1 tiles");
   return p;
 }
+
+void launch_clear(uint64_t* words, int64_t count, bool early, cudaStream_t stream) {
+  constexpr int64_t kEach = 4, kMostBlocks = 256;
+  const int64_t blocks = std::clamp<int64_t>(quotient_up(count, kThreads * kEach), 1, kMostBlocks);
+  launch(clear_kernel, words, blocks, 0, early, stream, count);
+}
+
+// Flags and sums of a call, behind one another in `memory`; the tiles' part is not to be cleared.
+class Workspace {
+ public:
+  Workspace(const Tensor& like, int64_t launches, int64_t matrices, const Tiling& tiling)
+      : matrices_(matrices),
+        counters_(launches),
+        arrived_(quotient_up(matrices, 2)),
+        sums_(matrices * tiling.chunks),
+        memory_(torch::stable::new_empty(
+            like, {cleared() + quotient_up(matrices * tiling.tiles, 2)}, ScalarType::Long)) {}
+
+  uint64_t* data() const { return static_cast<uint64_t*>(memory_.data_ptr()); }
+  int64_t cleared() const { return counters_ + arrived_ + matrices_ + sums_; }
+  // Of a launch whose first matrix is `first`
+  void give(Problem& p, int64_t launch, int64_t first) const {
+    p.counter = reinterpret_cast<uint32_t*>(data() + launch);
+    p.arrived = reinterpret_cast<uint32_t*>(data() + counters_) + first;
+    p.factors = data() + counters_ + arrived_ + first;
+    p.sums = data() + counters_ + arrived_ + matrices_ + first * p.tiling.chunks;
+    p.before = reinterpret_cast<uint32_t*>(data() + cleared()) + first * p.tiling.tiles;
+  }
+
+ private:
+  int64_t matrices_, counters_, arrived_, sums_;
+  Tensor memory_;
+};
 
 }  // namespace
 
@@ -121,35 +180,34 @@ void normalize_cuda(const std::vector<Tensor>& pieces, const Tensor& out, double
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  const bool early = starts_early(device);
+  const auto on = static_cast<cudaStream_t>(stream);
 
-  Problem p = describe(shape, out, prefactor);
-  const bool wide = out.scalar_type() == ScalarType::Float;
   const int64_t in_bytes = pieces[0].scalar_type() == ScalarType::Float ? 4 : 2;
-  const int64_t out_bytes = wide ? 4 : 2;
+  Problem p = describe(shape, in_bytes, out, prefactor);
+  const int64_t out_bytes = out.scalar_type() == ScalarType::Float ? 4 : 2;
   const auto out_data = static_cast<char*>(out.data_ptr());
   p.vector =
       p.out_cols % kSide == 0 && reinterpret_cast<uintptr_t>(out_data) % (kSide * out_bytes) == 0;
-  // Launches follow one another, so they may share the partial sums.
-  const int64_t sums = std::max<int64_t>(shape.matrices * p.input.chunks, 1);
-  Tensor partial = torch::stable::new_empty(out, {sums}, ScalarType::Double);
-  p.partial = static_cast<double*>(partial.data_ptr());
+  const Workspace workspace(out, quotient_up(static_cast<int64_t>(pieces.size()), kPieces),
+                            shape.matrices, p.tiling);
+  launch_clear(workspace.data(), workspace.cleared(), starts_early(device), on);
 
   const int64_t total = out.size(0);
   int64_t written = 0;
-  for (size_t next = 0; written < total;) {
-    p.pieces = 0;
-    p.filled = 0;
-    for (; next < pieces.size() && p.pieces < kPieces; ++next) {
+  size_t next = 0;
+  for (int64_t number = 0; written < total; ++number) {
+    p.x.pieces = 0;
+    p.x.count = 0;
+    for (; next < pieces.size() && p.x.pieces < kPieces; ++next) {
       if (pieces[next].size(0) == 0) continue;
-      p.piece[p.pieces++] = piece_of(pieces[next], p.filled, in_bytes);
-      p.filled += pieces[next].size(0);
+      p.x.piece[p.x.pieces++] = piece_of(pieces[next], p.x.count, in_bytes);
+      p.x.count += pieces[next].size(0);
     }
-    p.matrices = next == pieces.size() ? total - written : p.filled;
+    p.matrices = next == pieces.size() ? total - written : p.x.count;
+    p.tickets = static_cast<uint32_t>(p.x.count * p.tiling.chunks);
     p.out = out_data + written * p.out_rows * p.out_cols * out_bytes;
-    dispatch(p, pieces[0].scalar_type(), out.scalar_type(), early,
-             static_cast<cudaStream_t>(stream));
-    p.partial += p.filled * p.input.chunks;
+    workspace.give(p, number, written);
+    dispatch(p, pieces[0].scalar_type(), out.scalar_type(), device, on);
     written += p.matrices;
   }
 }

@@ -19,9 +19,9 @@ inline Piece piece_of(const Tensor& x, int64_t first, int64_t element) {
   return piece;
 }
 
-template <typename Kernel, typename... Rest>
-void launch(Kernel kernel, const Problem& p, int64_t blocks, bool early, cudaStream_t stream,
-            Rest... rest) {
+template <typename Kernel, typename Arguments, typename... Rest>
+void launch(Kernel kernel, const Arguments& p, int64_t blocks, int shared_bytes, bool early,
+            cudaStream_t stream, Rest... rest) {
   STD_TORCH_CHECK(blocks <= INT32_MAX, "normalize: ", blocks, " thread blocks exceed a grid");
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -29,6 +29,7 @@ void launch(Kernel kernel, const Problem& p, int64_t blocks, bool early, cudaStr
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = early ? 1 : 0;

@@ -1,15 +1,25 @@
 #pragma once
 // The persistent kernel: tile after tile, products fed by TMA. See tile_sm90.cuh for the roles.
 
+#include <type_traits>
+
 #include "newton_schulz/epilogue_sm90.cuh"
 #include "newton_schulz/tile_sm90.cuh"
 #include "newton_schulz/wgmma_sm90.cuh"
 
 namespace optimizer::newton_schulz {
 
+// Whether the rows of a tile are among its columns, of one and the same operand, and read once.
+template <typename kTile, typename Args>
+__device__ __forceinline__ bool rows_in_columns(const Args& p, const TileOrigin& origin) {
+  return p.one_operand && origin.row >= origin.col &&
+         origin.row + kTile::kRows <= origin.col + kTile::kCols;
+}
+
 // One thread loads the operands of every tile of this block, as far ahead as the ring allows.
-// kRowsMajor: the map's inner dimension is the operand's rows, not k.
-template <typename kTile, bool kARowsMajor, bool kBRowsMajor, typename Args>
+// kRowsMajor: the map's inner dimension is the operand's rows, not k. Of an operand in upper
+// storage (kUpper) blocks below the diagonal are read as if it were.
+template <typename kTile, bool kARowsMajor, bool kBRowsMajor, int kUpper, typename Args>
 __device__ __forceinline__ void produce(const Args& p, const SharedMap<kTile>& at) {
   constexpr bool kCluster = kTile::kCluster > 1;
   constexpr int kOwnBlocks = kTile::kColBlocks / kTile::kCluster;
@@ -19,22 +29,26 @@ __device__ __forceinline__ void produce(const Args& p, const SharedMap<kTile>& a
   for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
     const TileOrigin origin = p.schedule.locate(tile);
     const auto matrix = static_cast<int>(origin.matrix);
+    const bool rows_apart = !rows_in_columns<kTile>(p, origin);
+    const int bytes = kTile::kStageBytes - (rows_apart ? 0 : kTile::kRowBlocks * kBlockBytes);
     for (int k = 0; k < p.k; k += kStageDepth) {
       // A fresh ring is empty: the phase before its first one has ended.
-      barrier_wait<kCluster>(at.empty(ring.slot), ring.parity ^ 1, "an empty stage");
+      barrier_wait(at.empty(ring.slot), ring.parity ^ 1, "an empty stage");
       const uint32_t full = at.full(ring.slot);
-      barrier_arrive_expecting(full, kTile::kStageBytes);
+      barrier_arrive_expecting(full, bytes);
 #pragma unroll
-      for (int i = 0; i < kTile::kRowBlocks; ++i) {
+      for (int i = 0; rows_apart && i < kTile::kRowBlocks; ++i) {
         const int row = origin.row + i * kBlockSide;
-        copy_in(at.rows(ring.slot) + i * kBlockBytes, p.a, full, kARowsMajor ? row : k,
-                kARowsMajor ? k : row, matrix);
+        const bool rows_major = kUpper & kUpperA ? !is_above_diagonal(row, k) : kARowsMajor;
+        copy_in(at.rows(ring.slot) + i * kBlockBytes, p.a, full, rows_major ? row : k,
+                rows_major ? k : row, matrix);
       }
 #pragma unroll
       for (int i = 0; i < kOwnBlocks; ++i) {
         const int row = origin.col + (first + i) * kBlockSide;
         const uint32_t target = at.cols(ring.slot) + (first + i) * kBlockBytes;
-        const int inner = kBRowsMajor ? row : k, line = kBRowsMajor ? k : row;
+        const bool rows_major = kUpper & kUpperB ? !is_above_diagonal(row, k) : kBRowsMajor;
+        const int inner = rows_major ? row : k, line = rows_major ? k : row;
         if constexpr (kCluster) {
           copy_in_multicast(target, p.b, full, inner, line, matrix, kEveryBlock);
         } else {
@@ -57,42 +71,62 @@ __device__ __forceinline__ void release(const SharedMap<kTile>& at, uint32_t slo
   }
 }
 
-// sum = A B^T over the whole of k, in growing order. `meanwhile` runs once, behind the third stage,
-// by when the tile before has left the staging memory; `last_seen` once the last stage has arrived.
-template <typename T, typename kTile, bool kARowsMajor, bool kBRowsMajor, typename Meanwhile,
-          typename LastSeen>
+// sum = A B^T over the whole of k, in growing order. `first_block`: where A's rows begin, in blocks
+// from the start of a stage. `meanwhile` runs once, behind the third stage, by when the tile before
+// has left the staging memory; `last_seen` once the last stage has arrived. row, col: where the
+// consumer's part of the tile begins.
+template <typename T, typename kTile, bool kARowsMajor, bool kBRowsMajor, int kUpper,
+          typename Meanwhile, typename LastSeen>
 __device__ __forceinline__ void multiply(float (&sum)[kTile::kM][kTile::kCols / 2],
                                          const SharedMap<kTile>& at, Ring<kTile::kStages>& ring,
-                                         int first_block, int stages, Meanwhile meanwhile,
-                                         LastSeen last_seen) {
-  using Instruction = Wgmma<T, kTile::kCols, kARowsMajor, kBRowsMajor>;
+                                         int first_block, int stages, int row, int col,
+                                         Meanwhile meanwhile, LastSeen last_seen) {
   constexpr int kSteps = kStageDepth / kInstructionDepth;
   const uint64_t a_start = matrix_descriptor(at.rows(0));
   const uint64_t b_start = matrix_descriptor(at.cols(0));
   const int early = min(2, stages - 1);
   uint32_t before = 0;
-  for (int stage = 0; stage < stages; ++stage) {
-    barrier_wait<(kTile::kCluster > 1)>(at.full(ring.slot), ring.parity, "a full stage");
-    const uint64_t offset = ring.slot * (kTile::kStageBytes / 16);
-    products_begin();
+  int stage = 0;
+  const auto until = [&](auto a_rows_major, auto b_rows_major, int end) {
+    constexpr bool kA = decltype(a_rows_major)::value, kB = decltype(b_rows_major)::value;
+    for (; stage < end; ++stage) {
+      barrier_wait(at.full(ring.slot), ring.parity, "a full stage");
+      const uint64_t offset = ring.slot * (kTile::kStageBytes / 16);
+      products_begin();
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const uint64_t b = b_start + offset + descriptor_offset<kBRowsMajor>(0, step);
+      for (int step = 0; step < kSteps; ++step) {
+        const uint64_t b = b_start + offset + descriptor_offset<kB>(0, step);
 #pragma unroll
-      for (int i = 0; i < kTile::kM; ++i) {
-        const uint64_t a = a_start + offset + descriptor_offset<kARowsMajor>(first_block + i, step);
-        Instruction::add(sum[i], a, b, stage > 0 || step > 0);
+        for (int i = 0; i < kTile::kM; ++i) {
+          const uint64_t a = a_start + offset + descriptor_offset<kA>(first_block + i, step);
+          Wgmma<T, kTile::kCols, kA, kB>::add(sum[i], a, b, stage > 0 || step > 0);
+        }
       }
+      products_commit();
+      if (stage == stages - 1) last_seen();
+      if (stage > 0) {
+        products_wait<1>();
+        release(at, before);
+      }
+      if (stage == early) meanwhile();
+      before = ring.slot;
+      ring.advance();
     }
-    products_commit();
-    if (stage == stages - 1) last_seen();
-    if (stage > 0) {
-      products_wait<1>();
-      release(at, before);
-    }
-    if (stage == early) meanwhile();
-    before = ring.slot;
-    ring.advance();
+  };
+  using Yes = std::true_type;
+  using No = std::false_type;
+  if constexpr (kUpper == (kUpperA | kUpperB)) {
+    until(Yes{}, Yes{}, stages_below_diagonal(row));  // row <= col
+    until(No{}, Yes{}, stages_below_diagonal(col));
+    until(No{}, No{}, stages);
+  } else if constexpr (kUpper == kUpperA) {
+    until(Yes{}, std::bool_constant<kBRowsMajor>{}, stages_below_diagonal(row));
+    until(No{}, std::bool_constant<kBRowsMajor>{}, stages);
+  } else if constexpr (kUpper == kUpperB) {
+    until(std::bool_constant<kARowsMajor>{}, Yes{}, stages_below_diagonal(col));
+    until(std::bool_constant<kARowsMajor>{}, No{}, stages);
+  } else {
+    until(std::bool_constant<kARowsMajor>{}, std::bool_constant<kBRowsMajor>{}, stages);
   }
   products_wait<0>();
   pin(sum);
@@ -100,7 +134,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kTile::kM][kTile::kCols / 
 }
 
 template <typename T, typename kTile, bool kSymmetric, bool kARowsMajor, bool kBRowsMajor,
-          typename Args>
+          int kUpper, typename Args>
 __device__ __forceinline__ void consume(const Args& p, const SharedMap<kTile>& at, int consumer) {
   const int part_row = kTile::kTurns ? 0 : consumer * kTile::kPartRows;
   const int stages = (p.k - 1 + kStageDepth) / kStageDepth;  // k > 0
@@ -109,32 +143,37 @@ __device__ __forceinline__ void consume(const Args& p, const SharedMap<kTile>& a
   int next = 0;                          // the consumer whose tile it is
   uint32_t turn_parity = consumer == 0;  // nobody is before the first
   for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    const bool mine = !kTile::kTurns || next == consumer;
+    next ^= 1;
+    if (!mine) {
+      ring.skip(stages);
+      continue;
+    }
+    TileOrigin origin = p.schedule.locate(tile);
+    int first_block = part_row / kBlockSide;
+    if (rows_in_columns<kTile>(p, origin)) {
+      first_block += kTile::kRowBlocks + (origin.row - origin.col) / kBlockSide;
+    }
+    origin.row += part_row;
     if constexpr (kTile::kTurns) {
-      const bool mine = next == consumer;
-      next ^= 1;
-      if (!mine) {
-        ring.skip(stages);
-        continue;
-      }
       barrier_wait(at.turn(consumer), turn_parity, "the turn");
       turn_parity ^= 1;
     }
-    TileOrigin origin = p.schedule.locate(tile);
-    origin.row += part_row;
     float sum[kTile::kM][kTile::kCols / 2];
-    multiply<T, kTile, kARowsMajor, kBRowsMajor>(
-        sum, at, ring, part_row / kBlockSide, stages, [&] { epilogue.fetch_c(origin); },
-        [&] {
-          if (kTile::kTurns && threadIdx.x % 32 == 0) barrier_arrive(at.turn(consumer ^ 1));
-          __syncwarp();
-        });
+    const auto meanwhile = [&] { epilogue.fetch_c(origin); };
+    const auto last_seen = [&] {
+      if (kTile::kTurns && threadIdx.x % 32 == 0) barrier_arrive(at.turn(consumer ^ 1));
+      __syncwarp();
+    };
+    multiply<T, kTile, kARowsMajor, kBRowsMajor, kUpper>(
+        sum, at, ring, first_block, stages, origin.row, origin.col, meanwhile, last_seen);
     epilogue.store(sum, origin);
   }
   epilogue.end();
 }
 
 template <typename T, typename kTile, bool kSymmetric, bool kARowsMajor, bool kBRowsMajor,
-          typename Args>
+          int kUpper, typename Args>
 __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_constant__ Args p) {
   extern __shared__ char shared[];
   let_next_kernel_begin();
@@ -164,11 +203,11 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
   const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {
     give_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) produce<kTile, kARowsMajor, kBRowsMajor>(p, at);
+    if (threadIdx.x == 0) produce<kTile, kARowsMajor, kBRowsMajor, kUpper>(p, at);
     __syncwarp();
   } else {
     take_registers<kConsumerRegisters>();
-    consume<T, kTile, kSymmetric, kARowsMajor, kBRowsMajor>(p, at, warpgroup - 1);
+    consume<T, kTile, kSymmetric, kARowsMajor, kBRowsMajor, kUpper>(p, at, warpgroup - 1);
   }
   // The other block of the cluster may still write and signal into this one's shared memory.
   if constexpr (kTile::kCluster > 1) cluster_sync();

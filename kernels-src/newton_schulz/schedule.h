@@ -18,55 +18,83 @@ struct TileOrigin {
   int col;
 };
 
-OPTIMIZER_HD uint32_t triangle(uint32_t n) { return n * (n + 1) / 2; }
-
-// Largest j with triangle(j) <= t < 2^31. The float root is off by one at most.
-OPTIMIZER_HD uint32_t triangle_root(uint32_t t) {
-  auto j = static_cast<uint32_t>((sqrtf(8.0f * static_cast<float>(t) + 1.0f) - 1.0f) * 0.5f);
-  while (triangle(j) > t) --j;
-  while (triangle(j + 1) <= t) ++j;
-  return j;
-}
-
-// Squares of the tile's longer side on and above the diagonal of an m x m result, each cut into
-// tiles; the tiles of a square follow each other, so that the blocks of a cluster share one.
+// Tiles of an m x m result that reach the diagonal or lie above it, each once: a column of tiles
+// needs its rows down to its last element's. With a cluster, `cluster` tiles below each other
+// follow each other, and only the last row of them may lie outside of the matrix.
 struct TriangularSchedule {
-  uint32_t squares_per_side;
-  uint32_t parts;   // tiles per square
-  uint32_t height;  // of a tile
-  uint32_t width;
+  uint32_t m;
+  uint32_t wide;   // columns of tiles
+  uint32_t tiles;  // of a matrix
+  uint32_t cluster;
+  uint32_t height;      // of a tile
+  uint32_t width;       // of a tile
+  uint32_t shift;       // log2 of the height of a cluster's tiles
+  uint32_t first_band;  // clusters in the first kBand columns of a large matrix
+  uint32_t growth;      // how many more the next kBand columns have
 
-  // m is at most 2^21, so that the squares of a matrix can be counted in 28 bits.
-  static OPTIMIZER_HD TriangularSchedule of(int m, int rows, int cols) {
-    const int side = rows > cols ? rows : cols;
-    return {static_cast<uint32_t>((m + side - 1) / side),
-            static_cast<uint32_t>(side / rows * (side / cols)), static_cast<uint32_t>(rows),
-            static_cast<uint32_t>(cols)};
+  // rows * cluster must be a power of two that divides kBand * cols, and m at most 2^21, so that
+  // the tiles of a matrix can be counted in 29 bits.
+  static OPTIMIZER_HD TriangularSchedule of(int m, int rows, int cols, int cluster = 1) {
+    TriangularSchedule made{};
+    made.m = static_cast<uint32_t>(m);
+    made.wide = (made.m + cols - 1) / cols;
+    made.cluster = static_cast<uint32_t>(cluster);
+    made.height = static_cast<uint32_t>(rows);
+    made.width = static_cast<uint32_t>(cols);
+    const uint32_t tall = made.height * made.cluster;
+    while (1u << made.shift < tall) ++made.shift;
+    for (uint32_t col = 1; col <= kBand; ++col) {
+      made.first_band += (col * made.width + tall - 1) >> made.shift;
+    }
+    made.growth = kBand * (kBand * made.width >> made.shift);
+    const uint32_t last = (made.wide - 1) / kBand;  // m > 0
+    made.tiles = made.before(last);
+    for (uint32_t col = last * kBand; col < made.wide; ++col) made.tiles += made.clusters_in(col);
+    made.tiles *= made.cluster;
+    return made;
   }
 
-  OPTIMIZER_HD uint32_t per_matrix() const { return triangle(squares_per_side) * parts; }
+  OPTIMIZER_HD uint32_t per_matrix() const { return tiles; }
 
-  // Bands of kBand columns from the left; in a band first the rows above its triangle, then the
-  // triangle itself.
+  // Bands of kBand columns from the left; in a band first the rows that all its columns have, then
+  // the rest of every column.
   OPTIMIZER_HD TileOrigin locate(int64_t tile) const {
-    const int64_t matrix = tile / per_matrix();
-    const auto rest = static_cast<uint32_t>(tile - matrix * per_matrix());
-    const uint32_t part = rest % parts, square = rest / parts;
-    const uint32_t first = triangle_root(square) / kBand * kBand;
-    const uint32_t band = squares_per_side - first < kBand ? squares_per_side - first : kBand;
-    const uint32_t inside = square - triangle(first);
-    uint32_t row, col;
-    if (inside < first * band) {
+    const int64_t matrix = tile / tiles;
+    const auto rest = static_cast<uint32_t>(tile - matrix * tiles);
+    const uint32_t part = rest % cluster, unit = rest / cluster;
+    const uint32_t at = band_of(unit), first = at * kBand;
+    const uint32_t band = wide - first < kBand ? wide - first : kBand;
+    const uint32_t low = clusters_in(first);
+    uint32_t inside = unit - before(at), row, col;
+    if (inside < low * band) {
       row = inside / band;
       col = first + inside % band;
     } else {
-      const uint32_t j = triangle_root(inside - first * band);
-      row = first + inside - first * band - triangle(j);
-      col = first + j;
+      inside -= low * band;
+      col = first + 1;
+      for (uint32_t more; inside >= (more = clusters_in(col) - low); ++col) inside -= more;
+      row = low + inside;
     }
-    const uint32_t side = height > width ? height : width;
-    return {matrix, static_cast<int>(row * side + (height < side ? part * height : 0)),
-            static_cast<int>(col * side + (width < side ? part * width : 0))};
+    return {matrix, static_cast<int>((row * cluster + part) * height),
+            static_cast<int>(col * width)};
+  }
+
+ private:
+  OPTIMIZER_HD uint32_t clusters_in(uint32_t col) const {
+    const uint32_t end = (col + 1) * width;
+    return ((end < m ? end : m) + (1u << shift) - 1) >> shift;
+  }
+  OPTIMIZER_HD uint32_t before(uint32_t band) const {
+    return band * first_band + band * (band - 1) / 2 * growth;
+  }
+  // The largest band with before(band) <= unit. The float root is off by one at most.
+  OPTIMIZER_HD uint32_t band_of(uint32_t unit) const {
+    const float a = 0.5f * static_cast<float>(growth), b = static_cast<float>(first_band) - a;
+    auto band = static_cast<uint32_t>((sqrtf(b * b + 4.0f * a * static_cast<float>(unit)) - b) /
+                                      (2.0f * a));
+    while (before(band) > unit) --band;
+    while (before(band + 1) <= unit) ++band;
+    return band;
   }
 };
 

@@ -21,13 +21,19 @@ using Tile64x128 = Tile<64, 128, 64, 3, 32, 64, 3>;
 using Tile128 = Tile<128, 128, 64, 3, 64, 64, 2>;
 using TileAny = Tile<64, 64, 32, 2, 32, 32, 3>;
 
+// Of one matrix, with what the last column has too many.
+int64_t tiles_of(int m, int rows, int cols) {
+  const int64_t side = (m + int64_t{cols} - 1) / cols;
+  return side * (side + 1) / 2 * (cols / rows);
+}
+
 // kernel: a function (Problem, first matrix)
 template <typename Kernel>
 void launch(Kernel kernel, const Problem& p, int rows, int cols, int threads, int shared,
             cudaStream_t stream) {
-  const int64_t side = (p.m + int64_t{cols} - 1) / cols;
-  const int64_t per_matrix = side * (side + 1) / 2 * (cols / rows);
-  STD_TORCH_CHECK(per_matrix <= INT32_MAX, "symmetric_matmul: m=", p.m, " is too large for a grid");
+  STD_TORCH_CHECK(tiles_of(p.m, rows, cols) <= INT32_MAX, "symmetric_matmul: m=", p.m,
+                  " is too large for a grid");
+  const int64_t per_matrix = TriangularSchedule::of(p.m, rows, cols).per_matrix();
   if (shared > 48 * 1024) {
     STD_CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
@@ -57,7 +63,7 @@ void launch_named(const Problem& p, int64_t tile, cudaStream_t stream) {
     case 2:
       return launch_tile<T, Tile128, kLayout>(p, stream);
     default:
-      STD_TORCH_CHECK(false, "symmetric_matmul: tile must be -1 to 6, got ", tile);
+      STD_TORCH_CHECK(false, "symmetric_matmul: tile must be -1 to 8, got ", tile);
   }
 }
 
@@ -90,11 +96,6 @@ int64_t attribute(cudaDeviceAttr name, int device) {
   return value;
 }
 
-int64_t tiles_of(const Problem& p, int rows, int cols) {
-  const int64_t side = (p.m + int64_t{cols} - 1) / cols;
-  return side * (side + 1) / 2 * (cols / rows) * p.batches;
-}
-
 // The tile with which the busiest multiprocessor is done first.
 int64_t pick_tile(const Problem& p, int device) {
   const int64_t processors = attribute(cudaDevAttrMultiProcessorCount, device);
@@ -105,7 +106,8 @@ int64_t pick_tile(const Problem& p, int device) {
     const Cost& cost = kCosts[tile];
     const int64_t blocks = std::min<int64_t>(cost.blocks, shared / (cost.shared + 1024));
     if (blocks == 0) continue;
-    const int64_t busiest = (tiles_of(p, cost.rows, cost.cols) + processors - 1) / processors;
+    const int64_t tiles = tiles_of(p.m, cost.rows, cost.cols) * p.batches;
+    const int64_t busiest = (tiles + processors - 1) / processors;
     const int64_t rounds = busiest / blocks, rest = busiest % blocks;
     const double time = (rounds * std::max<double>(blocks, kLoneBlock) +
                          (rest > 0 ? std::max<double>(rest, kLoneBlock) : 0)) *
@@ -119,8 +121,23 @@ int64_t pick_tile(const Problem& p, int device) {
 }
 
 newton_schulz::Problem for_sm90(const Problem& p) {
-  return {p.a, p.b, p.c,     p.out,  p.scale, p.batches,     p.m,
-          p.m, p.k, p.alpha, p.beta, p.diag,  p.alpha_power, p.beta_power};
+  return {p.a,
+          p.b,
+          p.c,
+          p.out,
+          p.scale,
+          p.batches,
+          p.m,
+          p.m,
+          p.k,
+          p.alpha,
+          p.beta,
+          p.diag,
+          p.alpha_power,
+          p.beta_power,
+          p.upper_operands,
+          p.upper_operands,
+          p.upper_out};
 }
 
 // A measured sm90 tile where the device and the strides allow one, else -1. The batch has no say in
@@ -172,7 +189,7 @@ void run_float(const Problem& p, int64_t tile, int device, cudaStream_t stream) 
   STD_TORCH_CHECK(tile < static_cast<int64_t>(std::size(kCosts)),
                   "symmetric_matmul: the sm90 tiles need float16 or bfloat16");
   const int64_t enough = 3 * attribute(cudaDevAttrMultiProcessorCount, device);
-  const bool large = tile < 0 ? tiles_of(p, 128, 128) >= enough : tile > 0;
+  const bool large = tile < 0 ? tiles_of(p.m, 128, 128) * p.batches >= enough : tile > 0;
   large ? run_side<128>(p, stream) : run_side<64>(p, stream);
 }
 
@@ -180,14 +197,20 @@ void run_float(const Problem& p, int64_t tile, int device, cudaStream_t stream) 
 
 void symmetric_matmul_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c,
                            const Tensor& out, double alpha, double beta, double diag, int64_t tile,
-                           std::optional<Tensor> scale, int64_t alpha_power, int64_t beta_power) {
-  const Problem p = describe(a, b, c, out, alpha, beta, diag, scale, alpha_power, beta_power);
+                           std::optional<Tensor> scale, int64_t alpha_power, int64_t beta_power,
+                           bool upper_operands, bool upper_out) {
+  Problem p = describe(a, b, c, out, alpha, beta, diag, scale, alpha_power, beta_power);
+  p.upper_operands = upper_operands;
+  p.upper_out = upper_out;
   if (p.batches == 0 || p.m == 0) return;
   const int device = a.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (upper_operands || upper_out) {
+    return newton_schulz::run_symmetric_upper(for_sm90(p), a.scalar_type(), device, stream);
+  }
   switch (a.scalar_type()) {
     case ScalarType::BFloat16:
       return run_half<__nv_bfloat16>(p, tile, a.scalar_type(), device, cuda_stream);

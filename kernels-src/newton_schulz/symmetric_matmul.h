@@ -38,8 +38,10 @@ struct Problem {
   float alpha;
   float beta;
   float diag;
-  int alpha_power;  // of the scale that multiplies alpha A B^T
-  int beta_power;   // and beta C
+  int alpha_power;              // of the scale that multiplies alpha A B^T
+  int beta_power;               // and beta C
+  bool upper_operands = false;  // in upper storage, see layout_sm90.h
+  bool upper_out = false;
 };
 
 // Positions inside a matrix are 32-bit, with room for a tile behind the last one.

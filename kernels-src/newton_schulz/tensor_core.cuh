@@ -242,7 +242,6 @@ __global__ void __launch_bounds__(kTile::kThreads, kTile::kBlocksPerSm)
   using A = Operand<T, kLayout, kTile::kRows, kTile::kDepth, kTile::kThreads>;
   using B = Operand<T, kLayout, kTile::kCols, kTile::kDepth, kTile::kThreads>;
   TileOrigin origin = TriangularSchedule::of(p.m, kTile::kRows, kTile::kCols).locate(blockIdx.x);
-  if (origin.row >= p.m) return;  // the lower part of the last square may lie outside
   origin.matrix += first_matrix;
 
   A a(p.a, origin.matrix, origin.row, p.m);

@@ -51,7 +51,7 @@ struct Tile {
 
   static_assert(kPartRows % 64 == 0 && kCols % 64 == 0 && kM * kCols <= 256);
   static_assert(kBarrierBytes <= kAlignment && kSharedBytes <= 227 * 1024);
-  static_assert(kCluster == 1 || (!kTurns && kColBlocks % kCluster == 0));
+  static_assert(kColBlocks % kCluster == 0);
 };
 
 // Addresses in shared memory: barriers, stages (the rows' blocks, then the columns'), staging.
@@ -109,6 +109,11 @@ struct Arguments {
   int alpha_power;
   int beta_power;
   bool reads_c;
+  bool upper_out;    // the result goes to upper storage
+  bool one_operand;  // B is A, strides included
 };
+
+// Which operands are in upper storage.
+constexpr int kUpperA = 1, kUpperB = 2;
 
 }  // namespace optimizer::newton_schulz

@@ -180,8 +180,10 @@ def run_alone(opt: Any, case: Case) -> tuple[dict[str, dict[str, Tensor]], tuple
     return tensors_of(optimizer, params), case.names
 
 
-def run_together(opt: Any, case: Case) -> tuple[dict[str, dict[str, Tensor]], Any]:
-    """The case with DTensors on all ranks."""
+def run_together(
+    opt: Any, case: Case, *, offload: bool = False
+) -> tuple[dict[str, dict[str, Tensor]], Any]:
+    """The case with DTensors on all ranks, their state in host memory if asked for."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
@@ -196,7 +198,10 @@ def run_together(opt: Any, case: Case) -> tuple[dict[str, dict[str, Tensor]], An
 
     params = {name: nn.Parameter(place(name, value[0])) for name, value in values_of(case).items()}
     optimizer = optimizer_of(opt, case, params)
+    if offload:
+        optimizer.turn_on_cpu_offload()
     train(case, optimizer, params, place)
+    optimizer.turn_off_cpu_offload()
     return tensors_of(optimizer, params), mesh
 
 

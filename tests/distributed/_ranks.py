@@ -118,13 +118,14 @@ def _serve(
     import torch
     from torch import distributed
 
-    from ._preload import opt
+    from . import _preload
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     if device == "cuda":
         torch.cuda.set_device(rank)
+    opt = _preload.opt or _preload.load()
     distributed.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         store=distributed.FileStore(f"{folder}/store", world),

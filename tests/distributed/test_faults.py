@@ -18,7 +18,7 @@ from .test_sharing import alone, give, gradients, local, module_of, placed, plai
 
 pytestmark = pytest.mark.dist
 
-TIMEOUT = timedelta(seconds=15)
+TIMEOUT = timedelta(seconds=8)
 FAULTY = 1
 
 

@@ -75,10 +75,28 @@ def test_chunks_are_bounded_complete_and_mixed(ownership, seed) -> None:
             sum(sizes[i] * (owners[i] == rank) + held[i][rank] for i in chunk)
             for rank in range(ranks)
         ]
-        assert len(chunk) == 1 or max(bytes_of) <= limit
+        of_owners = [owners[i] for i in chunk]
+        assert len(set(of_owners)) == len(chunk) or max(bytes_of) <= limit
+        assert set(of_owners) == {owners[i] for c in chunks[chunks.index(chunk) :] for i in c}
 
 
 def test_a_chunk_has_work_for_all_owners(ownership) -> None:
     owners = (0, 0, 0, 0, 1, 1, 1, 1)
     chunks = ownership.chunked(owners, [10] * 8, [[0, 0]] * 8, 20)
     assert [sorted(owners[i] for i in chunk) for chunk in chunks] == [[0, 0, 1, 1]] * 2
+    # Also where one piece of each owner is more than the limit: or all but one would wait.
+    chunks = ownership.chunked(owners, [10] * 8, [[2, 2]] * 8, 12)
+    assert [sorted(owners[i] for i in chunk) for chunk in chunks] == [[0, 1]] * 4
+
+
+def test_chunks_are_equal(ownership) -> None:
+    """Ten turns of which four fit are 4, 4 and 2, not 4, 4, 1 and 1."""
+    owners = (0, 1) * 10
+    chunks = ownership.chunked(owners, [10] * 20, [[0, 0]] * 20, 49)
+    assert [len(chunk) for chunk in chunks] == [8, 8, 4]
+    chunks = ownership.chunked((0, 1) * 5, [10] * 10, [[0, 0]] * 10, 49)
+    assert [len(chunk) for chunk in chunks] == [6, 4]  # not 8 and 2
+    chunks = ownership.chunked(owners, [10] * 20, [[0, 0]] * 20, 1000, most=3)
+    assert [len(chunk) for chunk in chunks] == [2] * 10
+    chunks = ownership.chunked((0, 1, 2) * 2, [10] * 6, [[0] * 3] * 6, 1000, most=2)
+    assert [len(chunk) for chunk in chunks] == [2, 1, 2, 1]

@@ -233,34 +233,74 @@ def test_experts_that_are_sharded_along_themselves_stay_local(ranks) -> None:
     assert ranks(3).run(experts_stay) == [Counter()] * 3
 
 
-def small_chunks(opt, limit: int) -> tuple[int, int, int]:
+def small_chunks(opt, flow: dict[str, int]) -> tuple[int, int]:
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
 
-    shared = module_of(opt, "optimizers.shared")
-    before, shared.IN_FLIGHT_BYTES = shared.IN_FLIGHT_BYTES, limit
-    try:
-        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-        params = placed(plain_params(), mesh, [Shard(0)])
-        optimizer = opt.Muon(params)
-        with Watch(opt) as watch:
-            for step in range(2):
-                give(params, gradients(params, step))
-                optimizer.step()
-    finally:
-        shared.IN_FLIGHT_BYTES = before
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    params = placed(plain_params(), mesh, [Shard(0)])
+    optimizer = opt.Muon(params, **flow)
+    with Watch(opt) as watch:
+        for step in range(2):
+            give(params, gradients(params, step))
+            optimizer.step()
     assert_as_alone(opt, params, 2)
-    return watch.calls["all_to_all"], watch.largest, limit
+    return watch.calls["all_to_all"], watch.largest
 
 
-@pytest.mark.parametrize("limit", [1, 3000, 10**6])
-def test_chunks_are_bounded_by_bytes_and_change_no_bit(ranks, limit) -> None:
+@pytest.mark.parametrize(
+    ("flow", "chunks"),
+    [
+        ({"in_flight_bytes": 1}, 5),  # one owner has two matrices of a shape
+        ({"in_flight_bytes": 3000}, 4),
+        ({"in_flight_bytes": 10**6}, 4),
+        ({"in_flight_bytes": 3000, "warmup_step": 8}, 5),  # ten chunks are alive
+        ({"chunk_size": 2}, 5),
+        ({"chunk_size": 1, "warmup_step": 3}, len(SHAPES)),
+    ],
+    ids=str,
+)
+def test_chunks_are_bounded_and_change_no_bit(ranks, flow, chunks) -> None:
     """M12."""
-    calls, *_ = same_everywhere([answer[:1] for answer in ranks(3).run(small_chunks, limit)])
-    assert calls == {1: 2 * 2 * len(SHAPES), 3000: 2 * 2 * 4, 10**6: 2 * 2 * 4}[limit]
-    if limit == 3000:
-        assert all(largest <= limit // 3 for _, largest, _ in ranks(3).run(small_chunks, limit))
+    answers = ranks(3).run(small_chunks, flow)
+    assert same_everywhere([calls for calls, _ in answers]) == 2 * 2 * chunks
+    if flow == {"in_flight_bytes": 3000}:
+        assert all(largest <= 3000 // 3 for _, largest in answers)
+
+
+def rows_of_equal_size(opt, wire) -> Counter:
+    """Steps of FSDP2's usual shards, in which no piece may be copied on its own."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    world = distributed.get_world_size()
+    shapes = [(8 * world, 8)] * 5 + [(8, 8)] * 2 + [(4 * world, 16)] * 3
+    mesh = init_device_mesh("cpu", (world,))
+    params, single = placed(plain_params(shapes), mesh, [Shard(0)]), plain_params(shapes)
+    optimizer, alone = opt.Muon(params, wire_dtype=wire), opt.Muon(single, wire_dtype=wire)
+    step, copied = module_of(opt, "optimizers.shared_step"), Counter()
+    original = step.copy_all
+    step.copy_all = lambda targets, sources: copied.update(pieces=len(targets))
+    try:
+        for number in range(2):
+            grads = gradients(params, number)
+            give(params, grads)
+            give(single, [grad.clone() for grad in grads])
+            optimizer.step()
+            alone.step()
+    finally:
+        step.copy_all = original
+    for param, expected in zip(params, single, strict=True):
+        assert bits(param.detach().full_tensor()) == bits(expected)
+    return copied
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16], ids=str)
+def test_equal_runs_of_rows_take_no_copy_each(ranks, wire) -> None:
+    """Messages, batches and updates are one tensor each, whatever the number of matrices."""
+    assert ranks(2).run(rows_of_equal_size, wire) == [Counter()] * 2
 
 
 def freed_gradients(opt) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ._cases import bits, device
 from ._ranks import same_everywhere
-from .test_sharing import Watch, module_of
+from .test_sharing import Watch
 
 pytestmark = pytest.mark.dist
 
@@ -83,14 +83,9 @@ def assert_equal_bits(params, expected) -> None:
 def equals_one_rank(opt, reduce_op: str, limit: int) -> int:
     from torch import distributed
 
-    unreduced = module_of(opt, "optimizers.unreduced")
-    before, unreduced.IN_FLIGHT_BYTES = unreduced.IN_FLIGHT_BYTES, limit
-    try:
-        params = parameters()
-        optimizer = opt.DistMuonAdamW(groups(params), reduce_op=reduce_op)
-        train(optimizer, params, range(4))
-    finally:
-        unreduced.IN_FLIGHT_BYTES = before
+    params = parameters()
+    optimizer = opt.DistMuonAdamW(groups(params), reduce_op=reduce_op, in_flight_bytes=limit)
+    train(optimizer, params, range(4))
     world = distributed.get_world_size()
     single, expected = reference(opt, world, 4, reduce_op)
     assert_equal_bits(params, expected)

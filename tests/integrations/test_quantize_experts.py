@@ -81,3 +81,30 @@ def test_refusals_change_nothing(opt, device) -> None:
         with pytest.raises(ValueError, match="down_proj is on the meta device; quantise a model"):
             call()
     assert set(model.state_dict()) == before
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_experts_in_host_memory(opt, device, tmp_path, reentrant) -> None:
+    """Gradient checkpointing over offloaded experts: the same bits, and they can be saved."""
+    model = build("qwen3_moe", num_hidden_layers=3).to(device)
+    opt.integrations.attach_lora(model, r=3, alpha=7, quantize="nf4")
+    set_random_lora(model)
+    model.train()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        logits(model).square().sum().backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients()
+    offload = opt.moe.ExpertOffload(model)
+    for _ in range(2):
+        found = gradients()
+        assert found.keys() == expected.keys() and len(found) >= 3 * 4
+        for name, gradient in expected.items():
+            assert_same_bits(found[name], gradient)
+    assert offload.waits < offload.transfers
+    saved = opt.integrations.save_quantized(model, tmp_path)
+    assert saved.stat().st_size > sum(p.nbytes for p in model.parameters())

@@ -1,6 +1,7 @@
 // The address arithmetic and the schedules of the sm_90a kernels for test_layout_sm90.py, compiled
 // for the host.
 
+#include <algorithm>
 #include <vector>
 
 #include "newton_schulz/layout_sm90.h"
@@ -10,10 +11,12 @@ using namespace optimizer::newton_schulz;
 
 namespace {
 
-// Squares of `side` below the diagonal are left out; every other tile must come exactly once, and
-// tile t of matrix b must be number b * per_matrix + t.
+// Every tile must come exactly once, and tile t of matrix b must be number b * per_matrix + t. A
+// triangular schedule leaves out the tiles that lie wholly below the diagonal. Only what fills up a
+// cluster may lie outside of the matrix.
 template <typename Schedule>
-bool covers(const Schedule& schedule, int m, int n, int rows, int cols, int side) {
+bool covers(const Schedule& schedule, int m, int n, int rows, int cols, int cluster,
+            bool triangular) {
   const int64_t each = schedule.per_matrix();
   const int wide = (n + cols - 1) / cols;
   for (int64_t matrix = 0; matrix < 2; ++matrix) {
@@ -22,13 +25,16 @@ bool covers(const Schedule& schedule, int m, int n, int rows, int cols, int side
       const TileOrigin origin = schedule.locate(matrix * each + t);
       if (origin.matrix != matrix || origin.row % rows || origin.col % cols) return false;
       if (origin.row < 0 || origin.col < 0) return false;
-      if (side > 0 && origin.row / side > origin.col / side) return false;
-      if (origin.row >= m || origin.col >= n) continue;
+      if (origin.row >= m || origin.col >= n) {
+        if (origin.col < n && origin.row / rows % cluster > 0) continue;
+        return false;
+      }
       ++times[static_cast<size_t>(origin.row / rows * wide + origin.col / cols)];
     }
     for (int row = 0; row < m; row += rows) {
       for (int col = 0; col < n; col += cols) {
-        const int needed = side == 0 || row / side <= col / side;
+        const int tall = rows * cluster;  // of a cluster all tiles come, or none
+        const int needed = !triangular || row / tall * tall < std::min(col + cols, m);
         if (times[static_cast<size_t>(row / rows * wide + col / cols)] != needed) return false;
       }
     }
@@ -41,28 +47,29 @@ bool covers(const Schedule& schedule, int m, int n, int rows, int cols, int side
 extern "C" {
 
 // The first m that is not covered, 0 if there is none.
-int triangular_gap(int largest, int rows, int cols) {
+int triangular_gap(int largest, int rows, int cols, int cluster) {
   for (int m = 1; m <= largest; ++m) {
-    if (!covers(TriangularSchedule::of(m, rows, cols), m, m, rows, cols, rows > cols ? rows : cols))
-      return m;
+    const auto schedule = TriangularSchedule::of(m, rows, cols, cluster);
+    if (!covers(schedule, m, m, rows, cols, cluster, true)) return m;
   }
   return 0;
 }
 
 int rectangular_gap(int largest, int n, int rows, int cols, int cluster) {
   for (int m = 1; m <= largest; ++m) {
-    if (!covers(RectangularSchedule::of(m, n, rows, cols, cluster), m, n, rows, cols, 0)) return m;
+    const auto schedule = RectangularSchedule::of(m, n, rows, cols, cluster);
+    if (!covers(schedule, m, n, rows, cols, cluster, false)) return m;
   }
   return 0;
 }
 
-// How many tiles outside of the matrix, empty programs, a result of m rows has.
-int64_t tiles(int m, int rows, int cols) {
-  return TriangularSchedule::of(m, rows, cols).per_matrix();
+// How many tiles a symmetric result of m rows has.
+int64_t tiles(int m, int rows, int cols, int cluster) {
+  return TriangularSchedule::of(m, rows, cols, cluster).per_matrix();
 }
 
-void locate_triangular(int m, int rows, int cols, int64_t tile, int64_t* found) {
-  const TileOrigin origin = TriangularSchedule::of(m, rows, cols).locate(tile);
+void locate_triangular(int m, int rows, int cols, int cluster, int64_t tile, int64_t* found) {
+  const TileOrigin origin = TriangularSchedule::of(m, rows, cols, cluster).locate(tile);
   found[0] = origin.matrix, found[1] = origin.row, found[2] = origin.col;
 }
 
@@ -71,8 +78,6 @@ void locate_rectangular(int m, int n, int rows, int cols, int cluster, int64_t t
   const TileOrigin origin = RectangularSchedule::of(m, n, rows, cols, cluster).locate(tile);
   found[0] = origin.matrix, found[1] = origin.row, found[2] = origin.col;
 }
-
-uint32_t root(uint32_t t) { return triangle_root(t); }
 
 // Position and phase after `advances` single steps and then a skip of `skipped` stages, 5 stages.
 uint32_t ring(uint32_t advances, uint32_t skipped) {
@@ -95,7 +100,19 @@ void accumulator(int thread, int reg, int* found) {
 }
 
 int pair(int j, int q) { return fragment_register(j, q); }
-uint32_t fragment(int thread, int i, int j, int wide) { return fragment_offset(thread, i, j, wide); }
-uint32_t mirrored(int thread, int i, int j, int tall) { return mirrored_offset(thread, i, j, tall); }
+uint32_t fragment(int thread, int i, int j, int wide) {
+  return fragment_offset(thread, i, j, wide);
+}
+uint32_t mirrored(int thread, int i, int j, int tall) {
+  return mirrored_offset(thread, i, j, tall);
+}
+
+// Blocks of 64 x 64 of an m x m matrix in upper storage: which one a product copies for the rows
+// from `row` on and k from `k` on, and whether the instruction takes it transposed.
+void upper_block(int row, int k, int stages, int* found) {
+  const bool transposed = !is_above_diagonal(row, k);
+  found[0] = transposed ? k : row, found[1] = transposed ? row : k, found[2] = transposed;
+  found[3] = k / kBlockSide < std::min(stages, stages_below_diagonal(row));
+}
 
 }  // extern "C"

@@ -1,9 +1,10 @@
 """What compute-sanitizer watches: every compiled kernel at odd shapes, and one planted bug.
 
     compute-sanitizer --tool memcheck python -m tests.kernels.sanitizer_cases kernels
+    compute-sanitizer --tool memcheck python -m tests.kernels.sanitizer_cases chain
     compute-sanitizer --tool memcheck python -m tests.kernels.sanitizer_cases planted
 
-`tools/sanitize.py` runs both: the first must be clean, the second must be caught. The caching
+`tools/sanitize.py` runs them: the first two must be clean, the last must be caught. The caching
 allocator would hide most wrong addresses, so PYTORCH_NO_CUDA_MEMORY_CACHING=1 is required.
 """
 
@@ -40,7 +41,7 @@ def loaded():
 
 
 def kernels() -> None:
-    """nf4_dequant's stacks and dtypes, nf4_quantize, normalize, the products' tiles, lists."""
+    """nf4_dequant's stacks and dtypes, nf4_quantize, normalize, norms, products' tiles, lists."""
     opt = loaded()
     device, count = torch.device("cuda"), 0
     for stack in STACKS:
@@ -55,6 +56,7 @@ def kernels() -> None:
             count += 1
     count += quantized_weights(opt)
     count += normalized_slices(opt)
+    count += norms(opt)
     count += symmetric_products(opt)
     count += dense_products(opt)
     count += list_ops(opt)
@@ -74,11 +76,6 @@ def quantized_weights(opt) -> int:
     return count
 
 
-def normalize() -> None:
-    """normalize alone."""
-    print(f"{normalized_slices(loaded())} cases, all right")
-
-
 def normalized_slices(opt) -> int:
     """normalize: layouts and dtypes at odd shapes, in odd frames; the number of cases."""
     device, count = torch.device("cuda"), 0
@@ -96,6 +93,27 @@ def normalized_slices(opt) -> int:
                 inner.zero_()
                 assert (out == 0).all()
                 count += 1
+    # One matrix beyond shared memory, whose tiles are read again.
+    x = torch.ones(1, 8192, 8199, device=device)
+    assert (opt.kernels.normalize(x) - x.numel() ** -0.5).abs().max().item() < 1e-9
+    return count + 1
+
+
+def norms(opt) -> int:
+    """norm_factors: full and symmetric matrices at odd sides; the number of cases."""
+    device, count = torch.device("cuda"), 0
+    norm_factors = importlib.import_module(f"{opt.__name__}.kernels.norm_factors").norm_factors
+    for side in (1, 67, 129, 260, 515):
+        x = torch.randn(2, side, side)
+        x = x.triu() + x.triu(1).mT
+        for dtype in SYMMETRIC_DTYPES:
+            expected = 1 / torch.linalg.matrix_norm(x.to(dtype).double())
+            for pattern in ("padded", "transposed-padded", "shifted"):
+                view = laid_out(x.to(dtype).to(device), pattern)
+                for symmetric in (False, True):
+                    factors, _ = norm_factors(view, symmetric=symmetric)
+                    assert torch.allclose(factors.cpu().double(), expected, rtol=2e-7, atol=0)
+                    count += 1
     return count
 
 
@@ -138,6 +156,31 @@ def dense_products(opt) -> int:
                     module.matmul_add(**{**arguments, **operands}, out=out, tile=tile)
                     assert torch.equal(out, expected)
                     count += 1
+    return count
+
+
+def chain() -> None:
+    """square_chain."""
+    print(f"{chains(loaded())} cases, all right")
+
+
+def chains(opt) -> int:
+    """square_chain: one and several tiles a side, groups, fewer and more tiles than blocks."""
+    device, count = torch.device("cuda"), 0
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return count
+    module = importlib.import_module(f"{opt.__name__}.kernels.square_chain")
+    for batch, m, groups in ((1, 8, 1), (3, 136, 2), (70, 264, 3), (1, 512, 1)):
+        x = torch.zeros(batch, m, m, dtype=torch.float16, device=device)
+        x.diagonal(dim1=-2, dim2=-1).fill_(2.0)
+        # 2 I: 4 I, then (32 - 1 + 1) I, then (64 + 4) I
+        squares = [(0, 1.0, 0.0, 0.0), (0, 2.0, -0.5, 1.0), (1, 0.0625, 1.0, 0.0)]
+        result = module.square_chain(x, squares, groups=groups)
+        block = torch.arange(m, device=device) // module.SIDE
+        expected = 68.0 * torch.eye(m, device=device)
+        upper = block[:, None] <= block
+        assert torch.equal(result.float()[:, upper], expected[upper].expand(batch, -1))
+        count += 1
     return count
 
 
@@ -207,4 +250,4 @@ def planted() -> None:
 
 if __name__ == "__main__":
     assert os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1", "see the module's docstring"
-    {"kernels": kernels, "normalize": normalize, "planted": planted}[sys.argv[1]]()
+    {"kernels": kernels, "chain": chain, "planted": planted}[sys.argv[1]]()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
-from ._nf4_grouped import CASES, TOP_K, Stack, budget, draw, rows_of
+from ._nf4_grouped import CASES, STACKS, TOP_K, Stack, budget, draw, rows_of
 
 
 def forward(submodule, problem, path, *, grouped=False, fan=TOP_K, x=None):
@@ -22,7 +24,8 @@ def forward(submodule, problem, path, *, grouped=False, fan=TOP_K, x=None):
         2.0,
         fan,
         grouped,
-        path,
+        0 if path != "slices" else 3,
+        "reference" if path == "reference" else "triton",
     )
 
 
@@ -55,6 +58,49 @@ def test_product_with_the_decoded_weights(submodule, device, stack, path, dtype)
         assert y.dtype == dtype and y.isfinite().all()
         assert relative_error(y, expected) <= budget(path, device, dtype)
         assert stack.rank is None or relative_error(xa, low) <= budget(path, device, dtype)
+
+
+@pytest.mark.parametrize("stack", (STACKS[0], STACKS[2]), ids=str)
+@pytest.mark.parametrize("grouped", (False, True))
+def test_slices_of_experts_write_one_result(submodule, device, stack, grouped):
+    """Three experts, then one: each slice writes its rows, and the sentinels are zero once."""
+    problem = draw(submodule, stack, device, torch.float32)
+    y, xa = forward(submodule, problem, "slices", grouped=grouped)
+    expected, low = exact(submodule, problem, grouped=grouped)
+    assert relative_error(y, expected) <= budget("triton", device, torch.float32)
+    assert relative_error(xa, low) <= budget("triton", device, torch.float32)
+
+
+@pytest.mark.parametrize("rows", (16, 64))
+@pytest.mark.parametrize("stack", (STACKS[0], STACKS[2]), ids=str)
+def test_tiles_of_other_sizes_than_the_order_s(submodule, device, monkeypatch, stack, rows):
+    """Two programs share a tile of 32 rows, or one takes two: an expert has up to 50 rows."""
+    problem = draw(submodule, stack, device, torch.float32)
+    order = submodule("moe.sort").expert_sort(torch.tensor([[2, 0]] * 45 + [[2, 4]] * 5), 4)
+    slots, placed, offsets, tiles = submodule("kernels.expert_sort").expert_sort(
+        torch.tensor([[2, 0]] * 45 + [[2, 4]] * 5, device=device), 4, tile_rows=32
+    )
+    problem["order"] = dataclasses.replace(
+        order, slots=slots, rows=placed, offsets=offsets, tiles=tiles, tile_rows=32
+    )
+    generator = torch.Generator().manual_seed(3)
+    inner = problem["x"].shape[1]
+    problem["x"] = torch.randn(50, inner, generator=generator).to(device)
+    launch = submodule("kernels._nf4_product_triton")
+    monkeypatch.setattr(launch, "choose_tile", lambda *_: launch.Tile(rows, 64, 32, 4, 1))
+    y, _ = forward(submodule, problem, "triton")
+    expected, _ = exact(submodule, problem)
+    assert relative_error(y, expected) <= budget("triton", device, torch.float32)
+
+
+def test_steps_over_several_blocks(submodule, device, monkeypatch):
+    """A step of 128 columns holds two absmax per row, and the last one ends behind the row."""
+    problem = draw(submodule, Stack(n=40, k=192, nested=True), device, torch.float32)
+    launch = submodule("kernels._nf4_product_triton")
+    monkeypatch.setattr(launch, "choose_tile", lambda *_: launch.Tile(32, 64, 128, 4, 1))
+    y, _ = forward(submodule, problem, "triton")
+    expected, _ = exact(submodule, problem)
+    assert relative_error(y, expected) <= budget("triton", device, torch.float32)
 
 
 @pytest.mark.parametrize("path", ("triton", "reference"))
@@ -110,6 +156,7 @@ def test_opcheck(submodule, ops, device):
         1.0,
         TOP_K,
         False,
+        0,
         "reference",
     )
     torch.library.opcheck(ops.grouped_lora_nf4_forward.default, arguments)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ..conftest import ROOT
 
@@ -111,7 +112,7 @@ def accumulators(probe, columns: int) -> np.ndarray:
     return held
 
 
-@pytest.mark.parametrize("columns", (128, 256))
+@pytest.mark.parametrize("columns", (128, 192, 256))
 def test_accumulators_cover_the_tile(probe, columns):
     held = accumulators(probe, columns)
     expected = 1000 * np.arange(64)[:, None] + np.arange(columns)
@@ -143,7 +144,7 @@ def staged(probe, held: np.ndarray, i: int, tall: int, *, transposed: bool) -> d
     return written
 
 
-@pytest.mark.parametrize(("tall", "columns"), ((1, 128), (1, 256), (2, 128)))
+@pytest.mark.parametrize(("tall", "columns"), ((1, 128), (1, 192), (1, 256), (2, 128)))
 def test_the_staged_part_leaves_in_place(probe, tall, columns):
     """stmatrix, then a TMA copy of every block, gives the part; transposed, its mirror image."""
     held = accumulators(probe, columns)
@@ -165,13 +166,33 @@ def test_the_staged_part_leaves_in_place(probe, tall, columns):
         assert np.array_equal(out, 1000 * np.arange(64 * tall)[:, None] + np.arange(columns))
 
 
-TILES = ((128, 256), (128, 128), (64, 128), (256, 128), (64, 64))
+TILES = ((128, 256), (128, 192), (128, 128), (64, 128), (256, 128), (64, 64))
+
+
+@pytest.mark.parametrize("cluster", (1, 2))
+@pytest.mark.parametrize(("rows", "cols"), TILES)
+def test_every_tile_above_the_diagonal_comes_once(probe, rows, cols, cluster):
+    """All m up to 8192, two matrices; nothing that lies wholly below the diagonal is computed."""
+    assert probe.triangular_gap(8192, rows, cols, cluster) == 0
+
+
+def test_one_matrix_of_2048_is_one_wave_of_tiles(probe):
+    """On 132 multiprocessors; 136 and 72 are what 128 and 256 columns make of it."""
+    assert [probe.tiles(2048, 128, cols, 1) for cols in (128, 192, 256)] == [136, 101, 72]
 
 
 @pytest.mark.parametrize(("rows", "cols"), TILES)
-def test_every_tile_above_the_diagonal_comes_once(probe, rows, cols):
-    """All m up to 8192, two matrices; nothing below the diagonal's squares is computed."""
-    assert probe.triangular_gap(8192, rows, cols) == 0
+def test_bands_of_large_matrices_begin_where_they_should(probe, rows, cols):
+    """To 2^29 tiles, where a float has lost the last bits of their number."""
+    m, found = 2**21, (ctypes.c_int64 * 3)()
+    ends = np.arange(1, -(-m // cols) + 1, dtype=np.int64) * cols
+    before = np.cumsum(-(-np.minimum(ends, m) // rows))
+    assert probe.tiles(m, rows, cols, 1) == before[-1]
+    for col in range(8, len(ends), 8 * 37):
+        for tile, place in ((before[col - 1], (0, col)), (before[col - 1] - 1, (None, col - 1))):
+            row = (ends[col - 1] - 1) // rows if place[0] is None else 0
+            probe.locate_triangular(m, rows, cols, 1, ctypes.c_int64(tile), found)
+            assert tuple(found) == (0, row * rows, place[1] * cols)
 
 
 @pytest.mark.parametrize("cluster", (1, 2))
@@ -184,20 +205,14 @@ def test_every_tile_of_a_dense_result_comes_once(probe, rows, cols, cluster):
 def test_blocks_of_a_cluster_share_their_columns(probe):
     first, second = (ctypes.c_int64 * 3)(), (ctypes.c_int64 * 3)()
     for m in (1, 128, 300, 768, 2048, 4096):
-        for tile in range(0, 2 * probe.tiles(m, 128, 256), 2):
+        for tile in range(0, 2 * probe.tiles(m, 128, 256, 2), 2):
             t = ctypes.c_int64(tile)
-            probe.locate_triangular(m, 128, 256, t, first)
-            probe.locate_triangular(m, 128, 256, ctypes.c_int64(tile + 1), second)
+            probe.locate_triangular(m, 128, 256, 2, t, first)
+            probe.locate_triangular(m, 128, 256, 2, ctypes.c_int64(tile + 1), second)
             assert (second[0], second[1], second[2]) == (first[0], first[1] + 128, first[2])
             probe.locate_rectangular(m, 700, 128, 256, 2, t, first)
             probe.locate_rectangular(m, 700, 128, 256, 2, ctypes.c_int64(tile + 1), second)
             assert (second[0], second[1], second[2]) == (first[0], first[1] + 128, first[2])
-
-
-def test_the_root_of_a_triangle_is_exact_to_2_to_the_31(probe):
-    for j in (*range(200), 4095, 16383, 32767, 46340, 65534):
-        low = j * (j + 1) // 2
-        assert [probe.root(low), probe.root(low + j)] == [j, j]
 
 
 def test_the_ring_counts_stages_and_phases(probe):
@@ -207,17 +222,78 @@ def test_the_ring_counts_stages_and_phases(probe):
             assert probe.ring(advances, skipped) == slot | phase % 2 << 8
 
 
+def test_upper_storage_is_read_where_it_exists(probe):
+    """Every block that a product copies is on or above the diagonal, and taken the right way."""
+    found = (ctypes.c_int * 4)()
+    for m in (64, 120, 128, 136, 512, 776, 1024):
+        stages = -(-m // 64)
+        for row in range(0, m, 64):
+            for k in range(0, m, 64):
+                probe.upper_block(row, k, stages, found)
+                stored_row, stored_col, transposed, expected = found
+                assert stored_row // 128 <= stored_col // 128
+                place = (stored_col, stored_row) if transposed else (stored_row, stored_col)
+                assert place == (row, k)
+                assert transposed == expected, "copy and instruction disagree"
+
+
 def test_python_names_the_tiles_of_the_table(submodule):
     """The numbers of tiles are positions; a changed table would silently run another tile."""
     text = (SOURCES / "newton_schulz" / "product_sm90.h").read_text()
 
-    def table(name: str) -> tuple[list[str], bool]:
+    def table(name: str) -> list[str]:
         body = re.search(rf"{name}\[\] = \{{(.*?)\}};", text, re.DOTALL)[1]
         rows = re.findall(r'\{"(\w+)", \d+, \d+, \d+, ([\d.e-]+), ([\d.e-]+)\}', body)
-        measured = [float(block) > 0 for _, block, _ in rows]
-        return [row[0] for row in rows], any(measured)
+        assert any(float(block) > 0 for _, block, _ in rows), "`auto` has none to take"
+        return [row[0] for row in rows]
 
     symmetric = submodule("kernels.symmetric_matmul")
     dense = submodule("kernels.matmul_add")
-    assert table("kSymmetricTiles") == (list(symmetric.TILES[3:]), symmetric.MEASURED)
-    assert table("kMatmulAddTiles") == (list(dense.TILES), dense.MEASURED)
+    assert table("kSymmetricTiles") == list(symmetric.TILES[3:])
+    assert table("kMatmulAddTiles") == list(dense.TILES)
+
+
+# batch, m, k and the tile that was fastest on an H200, of 132 multiprocessors; docs/log.md.
+FASTEST = {
+    (1, 2048, 2048): "sm90_128x192",
+    (128, 512, 512): "sm90_128x128",
+    (128, 512, 2048): "sm90_128x128",
+    (64, 768, 768): "sm90_128x128",
+    (48, 768, 768): "sm90_128x128",
+    (24, 1024, 1024): "sm90_128x128",
+    (24, 1024, 4096): "sm90_128x128",
+    (16, 2048, 2048): "sm90_128x128",
+    (1, 4096, 4096): "sm90_128x128",
+    (1, 4096, 14336): "sm90_128x128",
+    (1, 8192, 8192): "sm90_128x256",
+}
+
+
+@pytest.fixture(scope="module")
+def symmetric_pick(tmp_path_factory):
+    """`pick` of product_sm90.h for symmetric products, built for the host."""
+    source = tmp_path_factory.mktemp("pick") / "pick.cpp"
+    source.write_text(
+        """#include "newton_schulz/product_sm90.h"
+        using namespace optimizer::newton_schulz;
+        extern "C" int64_t symmetric_pick(int64_t batches, int m, int k, int64_t processors) {
+          Problem p{};
+          p.batches = batches, p.m = m, p.n = m, p.k = k;
+          return pick(kSymmetricTiles, p, true, processors);
+        }"""
+    )
+    torch_headers = Path(torch.__file__).with_name("include")
+    # -O2 leaves out what nothing calls, and with it torch's own functions.
+    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC"]
+    command += [f"-I{SOURCES}", f"-isystem{torch_headers}"]
+    subprocess.run([*command, str(source), "-o", str(source.with_suffix(".so"))], check=True)
+    function = ctypes.CDLL(str(source.with_suffix(".so"))).symmetric_pick
+    function.argtypes = (ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+    function.restype = ctypes.c_int64
+    return function
+
+
+@pytest.mark.parametrize("shape", FASTEST, ids=str)
+def test_auto_takes_the_tile_that_was_fastest(symmetric_pick, submodule, shape):
+    tiles = submodule("kernels.symmetric_matmul").TILES[3:]
+    assert tiles[symmetric_pick(*shape, 132)] == FASTEST[shape]

@@ -52,12 +52,62 @@ def test_the_same_bits_in_any_batch(norm_factors, device):
             assert_same_bits(one, many[k : k + 1])
 
 
+SYMMETRIC_SIDES = (1, 64, 128, 129, 132, 260, 515, 1025)
+
+
+def draw_symmetric(batch: int, side: int, dtype: torch.dtype, device) -> torch.Tensor:
+    x = draw(batch, side, side, dtype=torch.float32, device=device)
+    return (x.triu() + x.triu(1).mT).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_symmetric_matrices(norm_factors, device, dtype):
+    """The promise changes what is read, not the result, for any side and layout."""
+    for side in SYMMETRIC_SIDES:
+        x = draw_symmetric(3, side, dtype, device)
+        expected = 1 / (PREFACTOR * torch.linalg.matrix_norm(x.double()))
+        for view in (x, laid_out(x, "transposed"), laid_out(x, "padded"), laid_out(x, "shifted")):
+            factors, roots = norm_factors(view, PREFACTOR, symmetric=True)
+            assert torch.allclose(factors.double(), expected, rtol=2e-7, atol=0), side
+            assert torch.allclose(roots.double(), expected.sqrt(), rtol=2e-7, atol=0), side
+        alone = norm_factors(x[1:2], PREFACTOR, symmetric=True)
+        assert_same_bits(alone[0], norm_factors(x, PREFACTOR, symmetric=True)[0][1:2])
+
+
+@pytest.mark.parametrize("place", ((0, 0), (3, 3), (7, 130), (0, 514), (514, 514)), ids=str)
+def test_every_element_of_the_upper_triangle_counts(norm_factors, device, place):
+    x = torch.zeros(1, 515, 515, dtype=torch.float16, device=device)
+    x[0, place[0], place[1]] = x[0, place[1], place[0]] = 2.0
+    expected = 0.5 if place[0] == place[1] else 0.125**0.5
+    assert norm_factors(x, symmetric=True)[0].item() == pytest.approx(expected, rel=1e-6)
+    x[0, place[0], place[1]] = x[0, place[1], place[0]] = torch.nan
+    assert norm_factors(x, symmetric=True)[0].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_what_lies_below_the_diagonal_goes_unread(norm_factors, device, dtype):
+    x = draw_symmetric(2, 1024, dtype, device)
+    expected = norm_factors(x, symmetric=True)
+    x.masked_fill_(torch.ones(1024, 1024, device=device).tril(-1).bool(), torch.nan)
+    for poisoned, clean in zip(norm_factors(x, symmetric=True), expected, strict=True):
+        assert_same_bits(poisoned, clean)
+
+
+def test_symmetric_needs_square_matrices(norm_factors):
+    with pytest.raises(ValueError, match="symmetric"):
+        norm_factors(torch.ones(1, 2, 3), symmetric=True)
+
+
 def test_opcheck(ops, device):
     x = torch.randn(3, 8, 12, device=device)
     arguments = (x, *torch.empty(2, 3, device=device), 1.5)
     torch.library.opcheck(ops.norm_factors_reference, arguments)
+    square = (x[:, :, :8], *arguments[1:], True)
+    torch.library.opcheck(ops.norm_factors_reference, square)
     if device.type == "cuda":
         torch.library.opcheck(ops.norm_factors, arguments)
+        torch.library.opcheck(ops.norm_factors, square)
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,8 @@ def probe(tmp_path_factory):
     loaded.covers.restype = ctypes.c_bool
     loaded.covers.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64]
     loaded.sectors.restype = ctypes.c_double
+    loaded.simulate.restype = ctypes.c_long
+    loaded.simulate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, *[ctypes.c_int] * 7]
     return loaded
 
 
@@ -255,6 +257,64 @@ def test_threads_have_work_and_whole_sectors(probe):
         for warp in range(8):
             for by_columns in (False, True):
                 assert probe.sectors(rows, cols, warp, by_columns) == 1.0
+
+
+def test_upper_tiles_hold_every_element_above_the_diagonal_once(probe):
+    for side in (129, 132, 160, 256, 257, 515, 1025, 2050):
+        for chunk in (1, 2, 3, 8):
+            assert probe.covers_upper(side, chunk), (side, chunk)
+
+
+def test_quotients_without_division(probe):
+    """Divisors around powers of two, numerators around their multiples and up to 2^31 - 1."""
+    largest = 2**31 - 1
+    for divisor in (1, 2, 3, 5, 7, 255, 256, 257, 14336, 2**20 - 1, 2**30 + 1, largest):
+        for k in (0, 1, 2, largest // divisor // 2, largest // divisor - 1, largest // divisor):
+            for n in (k * divisor - 1, k * divisor, k * divisor + 1, largest):
+                if 0 <= n <= largest:
+                    assert probe.quotient(n, divisor) == n // divisor, (n, divisor)
+
+
+SIMULATED = {"sides": (64, 256), "chunk": 0, "matrices": 7, "blocks": 5, "resident": 5, "slots": 4}
+SIMULATED |= {"ahead": 2, "first": 3, "uneven": 0}
+
+
+def simulated(probe, seed: int, **changes) -> int:
+    """Tiles that were given up; negative if one was lost or the blocks wait for each other."""
+    case = SIMULATED | changes
+    names = ("chunk", "matrices", "blocks", "resident", "slots", "ahead", "first", "uneven")
+    return probe.simulate(*case["sides"], *(case[name] for name in names), seed)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"matrices": 1, "blocks": 1, "resident": 1, "slots": 16},
+        {"slots": 1, "ahead": 1, "first": 1},  # nothing can be kept
+        {"sides": (256, 512), "slots": 2, "matrices": 2},  # far more tiles than slots
+        {"chunk": 2, "slots": 9, "ahead": 4},
+        {"chunk": 3, "slots": 3, "first": 1},  # longer chunks than slots ahead
+        {"sides": (64, 1024), "chunk": 5, "slots": 3},  # chunks longer than the slots
+        {"sides": (4, 4), "matrices": 40, "blocks": 9, "resident": 9},
+        {"blocks": 12, "resident": 2},  # blocks that begin when others have ended
+        {"blocks": 12, "resident": 1, "slots": 3, "matrices": 30},
+        {"blocks": 16, "resident": 16, "uneven": 1, "matrices": 30},  # one block far ahead
+        {"sides": (100, 300), "blocks": 3, "resident": 3, "first": 1, "uneven": 1},
+    ],
+    ids=str,
+)
+def test_every_tile_is_summed_and_written_once(probe, changes):
+    """The kernel's decisions on the host, in any order of the blocks' rounds."""
+    for seed in range(20):
+        assert simulated(probe, seed, **changes) >= 0, seed
+
+
+def test_tiles_are_read_twice_only_where_slots_run_out(probe):
+    """A block that runs alone keeps a matrix if it has a slot for every tile of it, else not."""
+    alone = {"matrices": 3, "blocks": 1, "resident": 1}  # matrices of four tiles
+    assert simulated(probe, 0, **alone, slots=4) == 0
+    assert simulated(probe, 0, **alone, slots=3) > 0
 
 
 def scaled(probe, x: np.ndarray, prefactor: float = PREFACTOR) -> np.ndarray:

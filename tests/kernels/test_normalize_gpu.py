@@ -150,7 +150,7 @@ def test_runs_on_the_current_stream(normalize, device):
 
 
 def test_back_to_back_calls_do_not_meet(normalize, device):
-    """The second launch starts early; neither the next call's sums nor its input may suffer."""
+    """Launches start early; neither the next call's sums nor its input may suffer."""
     x = draw(4, 512, 2048, dtype=torch.float32, device=device)
     expected = normalize(x)
     source, outs = torch.empty_like(x), []
@@ -160,6 +160,23 @@ def test_back_to_back_calls_do_not_meet(normalize, device):
         source.fill_(torch.nan)
     for out in outs:
         assert_same_bits(out, expected)
+
+
+def test_calls_on_several_streams_at_once(normalize, device):
+    """None has the device to itself, so its blocks need not all run at the same time."""
+    x = draw(12, 1024, 2048, dtype=torch.float32, device=device)
+    large = draw(1, 4096, 6144, dtype=torch.float32, device=device)
+    expected = [normalize(x), normalize(large)]
+    streams, results = [torch.cuda.Stream(device) for _ in range(4)], []
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(4):
+                results.append([normalize(x), normalize(large)])
+    torch.cuda.synchronize(device)
+    for pair in results:
+        for out, value in zip(pair, expected, strict=True):
+            assert_same_bits(out, value)
 
 
 def test_slices_of_an_iteration_are_normalized_by_the_op(submodule, device, monkeypatch):

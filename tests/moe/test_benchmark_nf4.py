@@ -15,7 +15,7 @@ from ..static.project import ROOT
 @pytest.fixture(scope="module")
 def harness():
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("nf4", "moe_problems")
+    names = ("nf4", "nf4_offload", "moe_problems", "compile_ahead")
     yield SimpleNamespace(**{name: importlib.import_module(f"harness.{name}") for name in names})
     sys.path.remove(str(ROOT / "benchmarks"))
 
@@ -55,6 +55,79 @@ def test_the_gate_finds_wrong_weights(case):
     case.dequantized = lambda: baseline
     packed.data = torch.cat((packed.data[:64] ^ 0xFF, packed.data[64:]))
     assert not case.compare()[0]
+
+
+def test_what_auto_takes_is_timed_once(harness, opt, monkeypatch):
+    """All strategies take turns with one baseline; a wrong one has no time, the others do."""
+    nf4 = harness.nf4
+    layer = harness.moe_problems.Layer("tiny", 4, 64, 64, 2, tokens=40, rank=8)
+    used = []
+
+    class Case(nf4.Nf4Case):
+        def __init__(self, layer, built, seed):
+            super().__init__(layer, built, seed, "cpu")
+
+        def references(self):
+            return [], []
+
+        def compare(self):
+            used.append(self.packed[0].strategy)
+            return self.packed[0].strategy != "resident", 1e-3, 1e-3
+
+        def baseline(self):
+            return self.ours()
+
+    def medians(turns, sets, **_):
+        assert sets == 2
+        for turn in turns.values():
+            turn(1)
+        return {name: 2.0 if name == "baseline" else 1.0 for name in turns}
+
+    monkeypatch.setattr(nf4, "Nf4Case", Case)
+    monkeypatch.setattr(nf4, "cold_sets", lambda *_: 2)
+    monkeypatch.setattr(nf4, "medians", medians)
+    monkeypatch.setattr(nf4, "peak_mb", lambda call: [call(), 1.0][1])
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=1)
+    )
+    others = ("fused", "chunked", "resident")
+    rows = [row for row, _ in nf4.layer_rows(layer, SimpleNamespace(package=opt), ("fwd",), others)]
+    chosen = opt.moe.choose_strategy(layer.rows, layer.experts).name
+    assert used == [chosen, *(name for name in others if name != chosen)]
+    assert [row.variant for row in rows] == ["auto", *used[1:]]
+    assert [row.ok for row in rows] == [name != "resident" for name in used]
+    assert {row.speedup for row in rows if row.ok} == {2.0}
+
+
+def test_every_layer_is_compiled_ahead(harness, opt):
+    """20 random layers beside the listed ones, each with every strategy that is timed."""
+    nf4 = harness.nf4
+    problems = list(nf4.problems("0123abcd" * 5))
+    assert len(problems) == 3 * 4 + 20
+    assert [p[0] for p in problems] == [p[0] for p in nf4.problems("0123abcd" + "f" * 32)]
+    assert {f"{p[0].name}/fwd+bwd" for p in problems[12:]} == nf4.random_cases("0123abcd")
+    jobs = nf4.compile_jobs(SimpleNamespace(commit="0123abcd", package=opt))
+    assert len(jobs) == 3 * 4 * 4 + 20
+
+
+def test_offload_gets_a_row_when_the_bits_agree(harness, opt, monkeypatch):
+    offload = harness.nf4_offload
+    monkeypatch.setattr(offload, "medians", lambda turns, **_: {"step": turns["step"](0) and 2.0})
+    monkeypatch.setattr(offload, "peak_mb", lambda call: 1.0)
+    arguments = SimpleNamespace(package=opt), (4, 64, 64, 2), 3, 12, "cpu"
+    row, printed = offload.offload_row(*arguments)
+    assert row.ok and row.case == "offload/Qwen3-30B-A3B" and row.speedup == 1.0
+    assert "2 layers copied per step, 2 on the device" in printed
+
+    class Broken(opt.moe.ExpertOffload):
+        def _copy(self, index, spare):
+            slot = super()._copy(index, spare)
+            slot.buffer[:64] = 0
+            return slot
+
+    moe = SimpleNamespace(**{**vars(opt.moe), "ExpertOffload": Broken})
+    row, _ = offload.offload_row(SimpleNamespace(package=SimpleNamespace(moe=moe)), *arguments[1:])
+    assert not row.ok and row.ms is None
 
 
 def test_decoding_alone_gets_a_row(harness, monkeypatch):

@@ -116,8 +116,10 @@ def test_generated_problems(
         train_base=train_base,
         routing=routing,
     )
-    # Results of one element cancel by lot: 2e-5 is left of float32's 6e-8 where two digits go.
-    assert_layer_close_to_eager(moe, device, problem, seed=seed, floor=2e-5)
+    # Results of one element cancel by lot: 2e-5 is left of float32's 6e-8 where two digits go, and
+    # with one feature a gate's gradient is such a result of such results.
+    floor = 2e-5 if min(sizes) > 1 else 1e-4
+    assert_layer_close_to_eager(moe, device, problem, seed=seed, floor=floor)
 
 
 def test_gradients_of_an_expert_without_tokens_are_zero(moe, device):

@@ -222,7 +222,8 @@ def test_no_slice_decodes_more_than_its_bound(opt, submodule, device, small_chun
         seen.append(arguments[2].shape[0])
         return real(*arguments)
 
-    monkeypatch.setattr(module, "nf4_dequant", spy)
+    for where in (module, submodule("kernels._nf4_slices_triton")):
+        monkeypatch.setattr(where, "nf4_dequant", spy)
     problem = Problem(2, experts=9, top_k=2)
     leaves, ids = problem.inputs(device), problem.ids(device)
     for strategy, expected in (
@@ -240,16 +241,35 @@ def test_no_slice_decodes_more_than_its_bound(opt, submodule, device, small_chun
 
 def test_choice_is_a_pure_function_of_rows_per_expert(opt, submodule, monkeypatch):
     choose = opt.moe.choose_strategy
-    assert choose(8, 128).name == "selective"
-    assert choose(64, 128).name == "selective"
-    assert choose(65, 128).name == "chunked"
-    assert "not measured" in choose(16384, 128).reason
-    assert choose(8, 128, "fused").name == "fused"
+    monkeypatch.setattr(submodule("moe.quantized_linear"), "FUSED_UP_TO_ROWS", 200)
+    for rows in (8, 128, 200 * 128):
+        assert choose(rows, 128).name == "fused"
+    assert choose(200 * 128 + 1, 128).name == "chunked"
+    for refused in ({"fusable": False}, {"fast": False}):
+        assert choose(8, 128, **refused).name == "selective"
+        assert choose(64, 128, **refused).name == "selective"
+        assert choose(65, 128, **refused).name == "chunked"
+    assert choose(1 << 20, 128, "fused", fast=False).name == "fused"
+    assert choose(8, 128, "resident").name == "resident"
     with pytest.raises(ValueError, match="strategy must be one of"):
         choose(8, 128, "quick")
-    monkeypatch.setattr(submodule("moe.quantized_linear"), "FUSED_UP_TO_ROWS", 256)
-    assert choose(16384, 128).name == "fused"
-    assert choose(16384, 8).name == "chunked"
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_auto_knows_where_the_fused_product_is_fast(opt, submodule, device, dtype, monkeypatch):
+    """Half precision on a GPU; on the CPU the fused op would decode the whole stack."""
+    module, seen = submodule("moe.quantized_linear"), []
+    real = module.choose_strategy
+
+    def spy(*arguments, **options):
+        seen.append(options["fast"])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(module, "choose_strategy", spy)
+    problem = Problem(2, experts=9, top_k=2, dtype=dtype)
+    packed, _ = quantize(opt, problem, problem.inputs(device))
+    run(opt, problem, problem.inputs(device), problem.ids(device), packed.transpose(1, 2))
+    assert seen == [device.type == "cuda" and dtype == torch.bfloat16]
 
 
 def test_chunks_are_equal_and_bounded(submodule):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -227,6 +228,75 @@ def test_batches_are_bounded_and_cover_everything_once(submodule) -> None:
             assert elements <= limit or piece.matrices == 1
         assert (tensor == 1).all()
         assert (statistics == 1).all()
+
+
+@pytest.fixture
+def hopper(submodule, monkeypatch):
+    """The module chunks as on an H200: float16 iterates in slices of any length."""
+    chunks, batch = submodule("optimizers.chunks"), submodule("orthogonalize.batch")
+
+    def slice_for(r, c, dtype, device):
+        m, n = min(r, c), max(r, c)
+        each = 2 * max(m * n + 5 * m * m, 2 * m * n + m * m)
+        return batch.Slice(max(1, batch.FREE_SLICE_BYTES // each), r, c, full=False)
+
+    monkeypatch.setattr(chunks, "slice_for", slice_for)
+    monkeypatch.setattr(chunks, "default_dtype", lambda dtype, device: torch.float16)
+    return chunks
+
+
+def bytes_at_once(chunks, m: int, n: int, count: int) -> int:
+    """Directions in float32, results in float16, and the largest slice."""
+    m, n = min(m, n), max(m, n)
+    in_slice = chunks.slice_for(m, n, None, None).at_once(count)
+    return 6 * m * n * count + 2 * in_slice * max(m * n + 5 * m * m, 2 * m * n + m * m)
+
+
+def test_what_a_step_needs_at_once_is_bounded(hopper) -> None:
+    """M12: 512 MiB and one batch of 256; no smaller batches than that asks for."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = torch.randint(64, 9000, (200, 2), generator=generator).tolist()
+    for m, n in [(768, 768), (1536, 2048), (2048, 768), *shapes]:
+        count = hopper.matrices_at_once(m, n, torch.float32, torch.device("cpu"))
+        assert count == 1 or bytes_at_once(hopper, m, n, count) <= 768 << 20
+        more = bytes_at_once(hopper, m, n, count + 1) > 768 << 20
+        assert more or 4 * m * n * (count + 1) > 256 << 20, (m, n, count)
+
+
+@pytest.mark.parametrize(
+    ("shape", "batches"),
+    [
+        ((128, 1536, 2048), [16] * 8),  # 21 and a rest of 2 by the bytes of directions alone
+        ((128, 2048, 768), [32] * 4),  # 42 and a rest of 2
+        ((2048, 2048), [16, 16]),
+        ((1280, 1280), [32]),
+        ((512, 2048), [32]),
+        ((4096, 4096), [4] * 8),
+        ((3584, 3584), [3] * 10 + [2]),
+    ],
+    ids=str,
+)
+def test_batches_of_models_are_equal(submodule, hopper, shape, batches) -> None:
+    """A last batch of a few matrices would take nearly as long as a full one."""
+    blocks = submodule("optimizers.blocks")
+    count, params = (shape[0], 1) if len(shape) == 3 else (None, 32)
+    cut = blocks.Blocks(count, (shape[-2],), 1, shape[-1], split=False)
+    tensors = [torch.empty(shape, device="meta") for _ in range(params)]
+    planned = hopper.plan_chunks(
+        [(k, tensor, cut) for k, tensor in enumerate(tensors)],
+        {tensor: {} for tensor in tensors},
+        contiguous=False,
+    )
+    assert [chunk.matrices for chunk in planned] == batches
+
+
+def test_pieces_of_different_sizes_still_fill_few_batches(submodule) -> None:
+    """Equal batches only where they are as few as those filled in order."""
+    chunks = submodule("optimizers.chunks")
+    members = [SimpleNamespace(piece=SimpleNamespace(matrices=20)) for _ in range(5)]
+    assert [len(batch) for batch in chunks._batches(members, 40)] == [2, 2, 1]
+    members = [SimpleNamespace(piece=SimpleNamespace(matrices=1)) for _ in range(50)]
+    assert [len(batch) for batch in chunks._batches(members, 40)] == [25, 25]
 
 
 def test_a_bound_smaller_than_a_stack_changes_no_bit(opt, submodule, device, monkeypatch) -> None:

@@ -57,7 +57,7 @@ MUTATIONS = (
         "M9",
         "test_same_shapes_are_orthogonalized_as_one_batch",
         "optimizers/chunks.py",
-        "            room = limit\n",
+        "            room = most\n",
         "            room = 0\n",
     ),
     Mutation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import OrderedDict
 
 import pytest
@@ -130,3 +131,30 @@ def test_options_are_checked_only_when_they_change(opt, submodule, device, monke
 def test_no_stage_takes_an_unknown_word_for_another(submodule, call, message) -> None:
     with pytest.raises(ValueError, match=message):
         call(lambda name: submodule(f"optimizers.{name}"))
+
+
+@pytest.mark.parametrize("name", ["Muon", "MuonAdamW", "DistMuonAdamW"])
+@pytest.mark.parametrize(
+    ("option", "value", "error", "message"),
+    [
+        ("warmup_step", 0, ValueError, "warmup_step must be at least 1, got 0"),
+        ("warmup_step", 1.5, TypeError, "warmup_step must be an integer, at least 1, got 1.5"),
+        ("chunk_size", 0, ValueError, "chunk_size must be at least 1, or -1 .*, got 0"),
+        ("chunk_size", -2, ValueError, "chunk_size must be at least 1, or -1 .*, got -2"),
+        ("chunk_size", True, TypeError, "chunk_size must be an integer, at least 1, .* got True"),
+        ("in_flight_bytes", 0, ValueError, "in_flight_bytes must be at least 1, got 0"),
+    ],
+)
+def test_the_flow_of_chunks_is_checked_at_construction(opt, name, option, value, error, message):
+    """M2: not at the first step."""
+    group = {"params": parameters([(4, 3)]), "kind": "muon", "lr": 0.1}
+    with pytest.raises(error, match=message):
+        getattr(opt, name)([group], **{option: value})
+
+
+def test_the_flow_of_chunks_is_taken_and_copied(opt) -> None:
+    """M1: the names of the Motif optimizer; a copy keeps them, as it keeps the process group."""
+    given = {"warmup_step": 5, "chunk_size": 8, "in_flight_bytes": 2**20}
+    optimizer = opt.Muon(parameters([(4, 3)]), **given)
+    for one in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert vars(one._sharing.flow) == given

@@ -94,7 +94,9 @@ def fields(line: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_report_says_who_computes_with_what_and_at_which_cost(opt, device, dtype) -> None:
+def test_report_says_who_computes_with_what_and_at_which_cost(
+    opt, submodule, device, dtype
+) -> None:
     """Bytes and time counted by hand: gradient, buffer, direction, parameter, moments."""
     params = parameters([(8, 16), (40,)], dtype=dtype, device=device)
     optimizer = opt.Muon(
@@ -106,12 +108,15 @@ def test_report_says_who_computes_with_what_and_at_which_cost(opt, device, dtype
     first, second, last = optimizer.report().splitlines()
     small, wide = dtype.itemsize, max(dtype.itemsize, 4)
     path = "reference" if dtype == torch.float64 else "compiled"
+    halves = submodule("orthogonalize.products").runs_symmetric
+    by_halves = halves(8, submodule("orthogonalize.constants").dtype_for(dtype, device), device)
+    products = "symmetric_matmul" if by_halves else "torch's products"
     state = 8 * 16 * wide
     moved = 8 * 16 * (3 * small + 4 * wide)
     flop = float(re.search(r"([\d.e+-]+) FLOP", first)[1])
     predicted = 1e3 * (flop / 790e12 + moved / 4.3e12)
     assert first.split(" | ")[1].startswith(
-        f"owner this process, kernels momentum {path}, apply_update {path}, torch's products, "
+        f"owner this process, kernels momentum {path}, apply_update {path}, {products}, "
         f"{state} bytes of state, {moved} bytes moved, "
     )
     found = float(fields(first)["N ms predicted"].split()[0])

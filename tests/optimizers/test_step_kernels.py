@@ -404,6 +404,7 @@ def test_a_step_never_synchronizes(opt, device, name, rounding) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @CLASSES
 def test_host_time_of_a_step_that_is_not_captured(opt, device, name) -> None:
     """Below 1.5 ms for 200 parameters: the best of five medians, as other processes disturb it."""

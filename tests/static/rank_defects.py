@@ -47,7 +47,7 @@ RANK_DEFECTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "a chunk is a number of matrices, whatever their size",
         (
             f"{OWNERSHIP}::test_chunks_are_bounded_complete_and_mixed",
-            f"{SHARING}::test_chunks_are_bounded_by_bytes_and_change_no_bit",
+            f"{SHARING}::test_chunks_are_bounded_and_change_no_bit",
         ),
     ),
     "M13": (

@@ -44,17 +44,23 @@ def assign(
 
 
 def chunked(
-    owners: Sequence[int], owned: Sequence[int], held: Sequence[Sequence[int]], limit: int
+    owners: Sequence[int],
+    owned: Sequence[int],
+    held: Sequence[Sequence[int]],
+    limit: int,
+    most: int | None = None,
 ) -> list[tuple[int, ...]]:
-    """Pieces of work in chunks that hold at most `limit` bytes on every rank, or a single piece.
+    """Equal pieces of work in chunks that hold at most `limit` bytes on every rank.
 
-    Each owner's pieces are taken in turn, so that every chunk has work for all owners.
+    A turn takes one piece of every owner that has any left; a chunk has whole turns, so that every
+    chunk has work for all owners, and at least one. All chunks but the last have as many.
 
     Args:
         owners: owner of each piece.
         owned: bytes of each piece on its owner.
         held: per piece, bytes of it on every rank before and after the work.
         limit: bytes.
+        most: pieces in a chunk, of fewer owners if need be; None for any number.
 
     Returns:
         Numbers of pieces, each in one chunk.
@@ -62,20 +68,35 @@ def chunked(
     queues: dict[int, list[int]] = {}
     for number, owner in enumerate(owners):
         queues.setdefault(owner, []).append(number)
-    turns = max(map(len, queues.values()), default=0)
-    order = [
-        queues[o][turn] for turn in range(turns) for o in sorted(queues) if turn < len(queues[o])
+    count = max(map(len, queues.values()), default=0)
+    turns = [
+        [queues[o][turn] for o in sorted(queues) if turn < len(queues[o])] for turn in range(count)
     ]
-    chunks: list[tuple[int, ...]] = []
-    current: list[int] = []
-    load: list[int] = []
-    for number in order:
-        added = list(held[number])
-        added[owners[number]] += owned[number]
-        total = [a + b for a, b in zip(load, added, strict=True)] if current else added
-        if current and max(total) > limit:
-            chunks.append(tuple(current))
-            current, total = [], added
-        current.append(number)
-        load = total
-    return [*chunks, tuple(current)] if current else chunks
+    if most is not None:
+        turns = [turn[i : i + most] for turn in turns for i in range(0, len(turn), most)]
+
+    def load(turn: list[int]) -> list[int]:
+        ranks = range(len(held[turn[0]]))
+        return [sum(held[i][r] + owned[i] * (owners[i] == r) for i in turn) for r in ranks]
+
+    loads = [load(turn) for turn in turns]
+
+    def joined(longest: int) -> list[list[int]]:
+        """Turns in chunks of at most so many, within the limits."""
+        chunks: list[list[int]] = []
+        total: list[int] = []
+        taken = 0
+        for turn, added in zip(turns, loads, strict=True):
+            total = [a + b for a, b in zip(total, added, strict=True)] if taken else added
+            size = len(turn) + (len(chunks[-1]) if taken else 0)
+            over = max(total) > limit or (most is not None and size > most)
+            if not taken or taken == longest or over:
+                chunks.append([])
+                total, taken = added, 0
+            chunks[-1] += turn
+            taken += 1
+        return chunks
+
+    fewest = joined(len(turns))
+    equal = joined(-(-len(turns) // max(1, len(fewest))))
+    return [tuple(chunk) for chunk in min(equal, fewest, key=len)]

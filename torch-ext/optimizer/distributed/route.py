@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -90,6 +91,46 @@ class Message:
     def empty(self, device: torch.device) -> Tensor:
         """Memory for the message."""
         return torch.empty(self.size, dtype=torch.uint8, device=device)
+
+    @cached_property
+    def even(self) -> tuple[int, ...] | None:
+        """Shape of every part, if they are boxes of one shape with nothing between them."""
+        shapes = {None if part.box is None else part.box.shape for part in self.parts}
+        if len(shapes) != 1 or None in shapes:
+            return None
+        first = self.parts[0]
+        gapless = self.size == (first.stop - first.start) * len(self.parts)
+        return first.box.shape if first.box is not None and gapless else None
+
+    def stacked(self, message: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """All parts of an even message as one tensor (parts, *even), which takes no view each."""
+        return None if self.even is None else message.view(dtype).view(-1, *self.even)
+
+    def ranks_by_rows(self, jobs: Sequence[int], region: tuple[int, ...]) -> int | None:
+        """How many ranks there are, if each has an equal run of rows of every job, in their order.
+
+        Args:
+            jobs: their numbers.
+            region: shape of each.
+        """
+        if self.even is None or not jobs or self.even[1:] != region[1:]:
+            return None
+        ranks, rows = len(self.parts) // len(jobs), self.even[0]
+        in_turn = ranks * rows == region[0] and self._first_rows(jobs, ranks, rows)
+        return ranks if in_turn else None
+
+    def ranks_with_all(self, jobs: Sequence[int], region: tuple[int, ...]) -> int | None:
+        """How many ranks there are, if each has all of every job, in their order."""
+        if self.even is None or not jobs or self.even != region:
+            return None
+        ranks = len(self.parts) // len(jobs)
+        return ranks if self._first_rows(jobs, ranks, 0) else None
+
+    def _first_rows(self, jobs: Sequence[int], ranks: int, rows: int) -> bool:
+        """Whether every rank's part of every job starts so many rows after the rank before."""
+        expected = [(job, rank * rows) for rank in range(ranks) for job in jobs]
+        found = [(p.job, p.box.region[0].start) for p in self.parts if p.box is not None]
+        return found == expected
 
 
 @dataclass(frozen=True)

@@ -2,120 +2,58 @@
 
     out = (x W_e + low F_e + b_e) gates        W (E, D, C) read from bytes of a stored (E, N, K)
 
-Operands are swapped, out^T = W^T x^T: decoded weights are the left operand of the tensor cores and
-a tile of rows is the right one, so a weight is decoded once per tile of at most 128 rows. A block
-of the format never leaves its row (K is a multiple of the blocksize), so a step takes one absmax
-per row and block, not one per element. What is multiplied is the decoded weight, rounded once to
-x's dtype: the same numbers that dequantising first would give.
-
-LAST: the sum runs along the stored rows, whose even elements are the high nibbles. x comes with the
-even and odd elements of every BLOCK_D apart, so the two nibbles of a byte take one product each.
-Otherwise the sum runs across the stored rows, and the two nibbles are two neighbouring columns.
-
-Not measured yet.
+A weight is decoded once per tile of rows: of a part of the order's tile, of all of it, or of two.
 """
 
 from __future__ import annotations
+
+import dataclasses
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..reference.nf4 import NF4_TABLE
 from . import _grouped_config as config
+from ._grouped_launch_triton import packed as packed_factor
 from ._grouped_launch_triton import widens
-from ._grouped_triton import _dot, _source, _tile_of
-from .nf4_dequant_triton import _load_codebook, _load_scale
+from ._grouped_triton import _source, _tile_of
+from ._nf4_triton import _load_table, _sum
 
 
 @triton.jit
-def _lookup(table, nibble, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The codebook's values of a (ROWS, COLUMNS) tile, float32."""
-    flat = tl.gather(table, tl.reshape(nibble, (ROWS * COLUMNS,)), 0)
-    return tl.reshape(flat, (ROWS, COLUMNS))
-
-
-@triton.jit
-def _decoded_product(  # noqa: PLR0913
-    at_x,  # (BLOCK_M, 1) pointers to rows
-    x_col,
-    inside,
-    packed,
-    absmax,
-    code,
-    code_scale,
-    code_offset,
-    table,
-    first_row,  # stored row where the expert begins
-    first_column,
-    columns,  # (BLOCK_C,)
-    within,
-    depth,
-    row_bytes,
-    row_blocks,
-    shift,
-    LAST: tl.constexpr,
-    NESTED: tl.constexpr,
-    WIDEN: tl.constexpr,
+def _rows_of(
+    program,
+    tiles,
+    offsets,
+    experts,
     BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    SHARE: tl.constexpr,
 ):
-    """(BLOCK_M, BLOCK_C): x times the decoded tile; BLOCKS of the format share it unless LAST."""
-    HALF_D: tl.constexpr = BLOCK_D // 2
-    HALF_C: tl.constexpr = BLOCK_C // 2
-    if LAST:
-        total = tl.zeros((BLOCK_C, BLOCK_M), tl.float32)
-        row = first_row + columns
-        at_packed = packed + row[:, None] * row_bytes
-        for start in range(0, depth, BLOCK_D):
-            byte = (start // 2 + tl.arange(0, HALF_D)).to(tl.int64)
-            pair = tl.load(at_packed + byte[None, :], mask=within[:, None], other=0).to(tl.int32)
-            block = row * row_blocks + (start >> shift)
-            scale = _load_scale(absmax, code, code_scale, code_offset, block, within, shift, NESTED)
-            k = (start + tl.arange(0, HALF_D)).to(tl.int64)
-            even = tl.load(at_x + k[None, :] * x_col, mask=inside[:, None], other=0.0)
-            odd = tl.load(at_x + (k + HALF_D)[None, :] * x_col, mask=inside[:, None], other=0.0)
-            high = (_lookup(table, pair >> 4, BLOCK_C, HALF_D) * scale[:, None]).to(even.dtype)
-            low = (_lookup(table, pair & 15, BLOCK_C, HALF_D) * scale[:, None]).to(even.dtype)
-            total = _dot(high, tl.trans(even), total, WIDEN)
-            total = _dot(low, tl.trans(odd), total, WIDEN)
-        return tl.trans(total)
-    else:
-        even = tl.zeros((HALF_C, BLOCK_M), tl.float32)
-        odd = tl.zeros((HALF_C, BLOCK_M), tl.float32)
-        byte = first_column // 2 + tl.arange(0, HALF_C)
-        block = (first_column >> shift) + tl.arange(0, BLOCKS)
-        for start in range(0, depth, BLOCK_D):
-            n = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
-            row = first_row + n
-            w_mask = (byte < row_bytes)[:, None] & (n < depth)[None, :]
-            at_packed = packed + row[None, :] * row_bytes + byte[:, None]
-            pair = tl.load(at_packed, mask=w_mask, other=0).to(tl.int32)
-            at_block = row[None, :] * row_blocks + block[:, None]
-            block_mask = (block < row_blocks)[:, None] & (n < depth)[None, :]
-            scale = _load_scale(
-                absmax, code, code_scale, code_offset, at_block, block_mask, shift, NESTED
-            )
-            # Behind the last row a nested scale is the offset; x is zero there.
-            wide = tl.broadcast_to(scale[:, None, :], (BLOCKS, HALF_C // BLOCKS, BLOCK_D))
-            wide = tl.reshape(wide, (HALF_C, BLOCK_D))
-            x_mask = inside[:, None] & (n < depth)[None, :]
-            values = tl.trans(tl.load(at_x + n[None, :] * x_col, mask=x_mask, other=0.0))
-            high = (_lookup(table, pair >> 4, HALF_C, BLOCK_D) * wide).to(values.dtype)
-            low = (_lookup(table, pair & 15, HALF_C, BLOCK_D) * wide).to(values.dtype)
-            even = _dot(high, values, even, WIDEN)
-            odd = _dot(low, values, odd, WIDEN)
-        return tl.interleave(tl.trans(even), tl.trans(odd))
+    """(expert, whether it is no sentinel, first row, end row) of a program; maybe no row."""
+    share, tile = program % SHARE, program // SHARE
+    expert = tl.load(tiles + 3 * tile)
+    known = (expert >= 0) & (expert < experts)
+    first, end = tl.load(tiles + 3 * tile + 1) + share * BLOCK_M, tl.load(tiles + 3 * tile + 2)
+    if BLOCK_M > TILE_ROWS:  # the first of several tiles of an expert takes them all
+        start = tl.load(offsets + expert, mask=known, other=0)
+        last = tl.load(offsets + expert + 1, mask=known, other=0)
+        end = tl.where(known, tl.minimum(last, first + BLOCK_M), end)
+        end = tl.where(known & ((first - start) % BLOCK_M != 0), first, end)
+    return expert, known, first, end
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["row_blocks", "shift", "experts", "total_rows", "tile_count", "column_tiles"]
+)
 def _nf4_product(  # noqa: PLR0913
     x,  # rows of D
     packed,  # (E N K / 2,) uint8
     absmax,  # (E N K / blocksize,) float32, uint8 if NESTED
-    codebook,  # (16,) float32 if CUSTOM
+    codebook,  # (16,) float32
     code,  # (256,) if NESTED
     code_scale,  # one per 256 blocks if NESTED
     code_offset,  # (1,) if NESTED
@@ -125,6 +63,7 @@ def _nf4_product(  # noqa: PLR0913
     gates,  # (R,) in slot order if GATED
     other,  # rows of C if DOTS
     slots,  # (R,)
+    offsets,  # (E + 1,)
     tiles,  # (bound, 3)
     out,  # (R, C), contiguous, if STORES
     dots,  # (column tiles, R) in slot order if DOTS
@@ -150,7 +89,6 @@ def _nf4_product(  # noqa: PLR0913
     other_col,
     LAST: tl.constexpr,
     NESTED: tl.constexpr,
-    CUSTOM: tl.constexpr,
     FAN: tl.constexpr,
     OTHER_FAN: tl.constexpr,
     SCATTER: tl.constexpr,
@@ -160,65 +98,59 @@ def _nf4_product(  # noqa: PLR0913
     DOTS: tl.constexpr,
     STORES: tl.constexpr,
     WIDEN: tl.constexpr,
+    SHUFFLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of the format, that share BLOCK_C columns
+    SPANS: tl.constexpr,  # of the format, in BLOCK_D columns
+    EVEN: tl.constexpr,  # D is a multiple of BLOCK_D
+    TILE_ROWS: tl.constexpr,  # at most, in a tile of rows
+    SHARE: tl.constexpr,  # programs that share one
     GROUP: tl.constexpr,
 ):
     tile, column_tile = _tile_of(tl.program_id(0).to(tl.int64), tile_count, column_tiles, GROUP)
-    expert = tl.load(tiles + 3 * tile)
-    if expert < 0:
+    expert, known, first, end = _rows_of(tile, tiles, offsets, experts, BLOCK_M, TILE_ROWS, SHARE)
+    if (expert < 0) | (first >= end):
         return
-    known = expert < experts
-    rows = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
-    inside = rows < tl.load(tiles + 3 * tile + 2)
-    columns = column_tile * BLOCK_C + tl.arange(0, BLOCK_C)
-    within = columns < columns_count
+    rows = first + tl.arange(0, BLOCK_M)
+    inside = rows < end
     at_x = x + _source(rows, inside, slots, FAN)[:, None] * x_row
-    table = _load_codebook(codebook, CUSTOM)
-    total = _decoded_product(
+    table = _load_table(codebook, SHUFFLE)
+    stack = (packed, absmax, code, code_scale, code_offset, table, row_bytes, row_blocks, shift)
+    lora = (low + rows[None, :] * rank, factor + expert * factor_expert, factor_rank, factor_col)
+    total = _sum(
         at_x,
         x_col,
         inside,
-        packed,
-        absmax,
-        code,
-        code_scale,
-        code_offset,
-        table,
+        stack,
         expert * stored_rows,
         column_tile * BLOCK_C,
-        columns,
-        within & known,
+        columns_count,
         tl.where(known, depth, 0),
-        row_bytes,
-        row_blocks,
-        shift,
+        lora,
+        tl.where(known, rank, 0),
         LAST,
         NESTED,
+        LORA,
         WIDEN,
+        SHUFFLE,
         BLOCK_M,
         BLOCK_C,
         BLOCK_D,
+        BLOCK_R,
         BLOCKS,
+        SPANS,
+        EVEN,
     )
-    if LORA:
-        at_low = low + rows[:, None] * rank
-        at_factor = factor + expert * factor_expert + columns[None, :] * factor_col
-        for start in range(0, tl.where(known, rank, 0), BLOCK_R):
-            r = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
-            low_mask = inside[:, None] & (r[None, :] < rank)
-            values = tl.load(at_low + r[None, :], mask=low_mask, other=0.0)
-            factor_mask = (r[:, None] < rank) & within[None, :]
-            weights = tl.load(at_factor + r[:, None] * factor_rank, mask=factor_mask, other=0.0)
-            total = _dot(values, weights.to(values.dtype), total, WIDEN)
+    columns = column_tile * BLOCK_C + tl.arange(0, BLOCK_C)
+    within = columns < columns_count
+    slot = _source(rows, inside, slots, 1)
+    mask = inside[:, None] & within[None, :]
     if BIAS:
         at_bias = bias + expert * bias_expert + columns * bias_col
         total += tl.load(at_bias, mask=within & known, other=0.0).to(tl.float32)[None, :]
-    slot = _source(rows, inside, slots, 1)
-    mask = inside[:, None] & within[None, :]
     if DOTS:
         at_other = other + _source(rows, inside, slots, OTHER_FAN)[:, None] * other_row
         values = tl.load(at_other + columns[None, :] * other_col, mask=mask, other=0.0)
@@ -232,24 +164,45 @@ def _nf4_product(  # noqa: PLR0913
         tl.store(at_out, total.to(out.dtype.element_ty), mask=mask)
 
 
-def halves_apart(x: Tensor, depth: int) -> Tensor:
-    """x (M, D) with the even elements of every `depth` before the odd ones."""
-    pairs = x.unflatten(1, (-1, depth // 2, 2))
-    return pairs.transpose(2, 3).flatten(1)
+@functools.cache
+def nf4_codebook(device: torch.device) -> Tensor:
+    """NF4's values on a device, copied there once."""
+    return torch.tensor(NF4_TABLE, dtype=torch.float32, device=device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Block sizes of a product, and how Triton compiles it."""
+
+    rows: int  # of x: a part of the order's tiles, one, or two
+    columns: int  # of the result
+    depth: int  # per step of the sum
+    warps: int
+    stages: int
+    registers: int | None = None  # per thread at most
+
+
+def choose_tile(rows: int, last: bool, blocksize: int, element_bytes: int) -> Tile:
+    """The tile of a product.
+
+    Args:
+        rows: of the tiles of the order.
+        last: the sum runs along the stored rows.
+        blocksize: elements per absmax.
+        element_bytes: of x.
+    """
+    narrow = element_bytes == 2
+    return Tile(rows, 128 if narrow else 64, 64 if narrow else 32, 8 if rows >= 128 else 4, 3)
 
 
 def nf4_product(  # noqa: PLR0913
     x: Tensor,  # rows of D
-    packed: Tensor,
-    absmax: Tensor,
-    codebook: Tensor | None,
-    nested: tuple[Tensor, Tensor, Tensor] | None,  # absmax_code, absmax_scale, absmax_offset
-    stored: tuple[int, int, int],  # (E, N, K)
-    blocksize: int,
+    stack: tuple,  # packed, absmax, codebook, nested, stored (E, N, K), blocksize
     last: bool,  # the sum runs along K
     low: Tensor,  # (R, r)
     factor: Tensor | None,  # (E, r, C)
     slots: Tensor,
+    offsets: Tensor,
     tiles: Tensor,
     out: Tensor | None,  # (R, C), contiguous
     *,
@@ -260,17 +213,20 @@ def nf4_product(  # noqa: PLR0913
     gates: Tensor | None = None,  # (T, k)
     other: Tensor | None = None,  # rows of C
     other_fan: int = 0,
+    tile: Tile | None = None,
 ) -> Tensor | None:
-    """out = (x W_e + low factor_e + bias_e) gates; returns <row before its gate, other>."""
-    experts, n, k = stored
+    """out = (x W_e + low factor_e + bias_e) gates; returns <row before its gate, other>.
+
+    `tile` is for tuning: at most `tile_rows` rows; None for `choose_tile`.
+    """
+    packed, absmax, codebook, nested, (experts, n, k), blocksize = stack
     depth, columns = (k, n) if last else (n, k)
-    narrow = x.element_size() == 2
-    block_d = min(blocksize, 64 if narrow else 32) if last else 64 if narrow else 32
-    block_c = 128 if narrow else 64
-    if last:
-        x = halves_apart(x, block_d)
+    tile = tile or choose_tile(tile_rows, last, blocksize, x.element_size())
+    share = triton.cdiv(tile_rows, tile.rows)
+    if factor is not None:
+        factor = packed_factor(factor, x.dtype)
     rank = 0 if factor is None else factor.shape[1]
-    column_tiles = triton.cdiv(columns, block_c)
+    column_tiles = triton.cdiv(columns, tile.columns)
     rows = slots.shape[0]
     dots = None
     if other is not None:
@@ -278,11 +234,11 @@ def nf4_product(  # noqa: PLR0913
     if tiles.shape[0] == 0:
         return None if dots is None else dots.sum(0)
     code, code_scale, code_offset = nested or (packed, packed, packed)
-    _nf4_product[(tiles.shape[0] * column_tiles,)](
+    _nf4_product[(tiles.shape[0] * share * column_tiles,)](
         x,
         packed,
         absmax,
-        packed if codebook is None else codebook,
+        nf4_codebook(x.device) if codebook is None else codebook,
         code,
         code_scale,
         code_offset,
@@ -292,6 +248,7 @@ def nf4_product(  # noqa: PLR0913
         packed if gates is None else gates.contiguous(),
         packed if other is None else other,
         slots,
+        offsets,
         tiles,
         packed if out is None else out,
         packed if dots is None else dots,
@@ -304,7 +261,7 @@ def nf4_product(  # noqa: PLR0913
         rank,
         experts,
         rows,
-        tiles.shape[0],
+        tiles.shape[0] * share,
         column_tiles,
         *x.stride(),
         *((0, 0, 0) if factor is None else factor.stride()),
@@ -312,7 +269,6 @@ def nf4_product(  # noqa: PLR0913
         *((0, 0) if other is None else other.stride()),
         LAST=last,
         NESTED=nested is not None,
-        CUSTOM=codebook is not None,
         FAN=fan,
         OTHER_FAN=other_fan,
         SCATTER=scatter,
@@ -322,13 +278,19 @@ def nf4_product(  # noqa: PLR0913
         DOTS=other is not None,
         STORES=out is not None,
         WIDEN=widens(x),
-        BLOCK_M=tile_rows,
-        BLOCK_C=block_c,
-        BLOCK_D=block_d,
+        SHUFFLE=x.is_cuda and torch.version.hip is None,
+        BLOCK_M=tile.rows,
+        BLOCK_C=tile.columns,
+        BLOCK_D=tile.depth,
         BLOCK_R=config.block_rank(max(rank, 1)),
-        BLOCKS=max(1, block_c // blocksize),
+        BLOCKS=max(1, tile.columns // blocksize),
+        SPANS=max(1, tile.depth // blocksize),
+        EVEN=depth % tile.depth == 0,
+        TILE_ROWS=tile_rows,
+        SHARE=share,
         GROUP=config.GROUP,
-        num_warps=8 if tile_rows >= 128 else 4,
-        num_stages=3,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **({} if tile.registers is None else {"maxnreg": tile.registers}),
     )
     return None if dots is None else dots.sum(0)

@@ -1,10 +1,7 @@
-"""grouped_lora_nf4_dx: grouped_lora_dx on 4-bit experts, decoded inside the product.
+"""grouped_lora_nf4_dx: grouped_lora_dx on 4-bit experts.
 
-It is the forward product with the stack read the other way round, from the same bytes.
-
-path      | source                  | taken
-triton    | _nf4_product_triton.py  | by name (strategy="fused"): not measured yet
-reference | reference/nf4_moe.py    | CPU and the rest: decodes the whole stack
+It is the product of `grouped_lora_nf4_forward` with the stack read the other way round, from the
+same bytes, by the same paths.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from torch.library import custom_op
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import nf4_moe as reference
 from ._moe_paths import TRITON_PATHS, on_device_of
-from .grouped_lora_nf4_forward import nested_of
+from .grouped_lora_nf4_forward import nested_of, product_of_stack
 
 
 @custom_op(
@@ -28,7 +25,7 @@ from .grouped_lora_nf4_forward import nested_of
     "Tensor? absmax_scale, Tensor? absmax_offset, int[] stored, int blocksize, bool transposed, "
     "Tensor? lora_a, Tensor? lora_b, Tensor? bias, Tensor? gates, Tensor? x, Tensor slots, "
     "Tensor offsets, Tensor tiles, int tile_rows, float scaling, int dy_fan, int x_fan, "
-    "bool grouped_out, bool wants_dx, str path) -> (Tensor, Tensor, Tensor)",
+    "bool grouped_out, bool wants_dx, int slice_experts, str path) -> (Tensor, Tensor, Tensor)",
 )
 def _dx(  # noqa: PLR0913
     dy: Tensor,
@@ -55,6 +52,7 @@ def _dx(  # noqa: PLR0913
     x_fan: int,
     grouped_out: bool,
     wants_dx: bool,
+    slice_experts: int,
     path: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     nested = nested_of(absmax_code, absmax_scale, absmax_offset)
@@ -64,7 +62,6 @@ def _dx(  # noqa: PLR0913
         layout = (scaling, dy_fan, x_fan, grouped_out, wants_dx)
         return reference.grouped_lora_nf4_dx(dy, (*stack, transposed), *operands, *layout)
     from ._grouped_launch_triton import low_rank
-    from ._nf4_product_triton import nf4_product
 
     with on_device_of(dy):
         rows = slots.shape[0]
@@ -75,21 +72,16 @@ def _dx(  # noqa: PLR0913
         if lora_b is not None:
             low_rank(dy, lora_b.transpose(1, 2), slots, tiles, yb, scaling=scaling, **gather)
         if wants_dx or x is not None:
-            dots = nf4_product(
-                dy,
-                *stack,
-                not transposed,
-                yb,
-                lora_a,
-                slots,
-                tiles,
-                dx if wants_dx else None,
-                scatter=not grouped_out,
-                gates=gates,
-                other=x,
-                other_fan=x_fan,
+            operands = (dy, stack, not transposed, yb, lora_a, slots, offsets, tiles)
+            options = {
                 **gather,
-            )
+                "scatter": not grouped_out,
+                "gates": gates,
+                "other": x,
+                "other_fan": x_fan,
+            }
+            target = dx if wants_dx else None
+            dots = product_of_stack((*operands, target), slice_experts, "dx", options)
             dgates = dgates if dots is None else dots
         if x is not None and bias is not None:
             through_bias = torch.empty((rows, 1), dtype=torch.float32, device=dy.device)
@@ -123,7 +115,7 @@ def grouped_lora_nf4_dx(dy: Tensor, weight: tuple, *arguments) -> tuple[Tensor, 
         dy: (R, N) or (T, N), any strides; bfloat16, float16 or float32.
         weight: as in `grouped_lora_nf4_forward`.
         *arguments: lora_a, lora_b, bias, gates, x, slots, offsets, tiles, tile_rows, scaling,
-            dy_fan, x_fan, grouped_out, wants_dx and path, as in `grouped_lora_dx`.
+            dy_fan, x_fan, grouped_out and wants_dx, as in `grouped_lora_dx`; slice_experts; path.
 
     Returns:
         dx (R, K), or (0, K) unless wants_dx, zero for sentinels; yb (R, r) in expert order, scaled;

@@ -24,30 +24,34 @@ DTYPES = (*_operands.DTYPES, torch.float64)
 
 
 @register_fake(add_op_namespace_prefix("norm_factors"))
-def _fake(x, factors, roots, prefactor):
+def _fake(x, factors, roots, prefactor, symmetric=False):
     return None
 
 
 @custom_op(
     add_op_namespace_prefix("norm_factors_reference"),
     mutates_args=("factors", "roots"),
-    schema="(Tensor x, Tensor(a!) factors, Tensor(b!) roots, float prefactor) -> ()",
+    schema="(Tensor x, Tensor(a!) factors, Tensor(b!) roots, float prefactor, "
+    "bool symmetric=False) -> ()",
 )
 def _reference(
     x: Tensor,  # (G, r, c)
     factors: Tensor,  # (G,)
     roots: Tensor,  # (G,)
     prefactor: float,
+    symmetric: bool = False,
 ) -> None:
     value = reference.norm_factors(x, prefactor)
     factors.copy_(value)
     roots.copy_(value.sqrt())
 
 
-_reference.register_fake(lambda *_: None)
+_reference.register_fake(lambda *_, **__: None)
 
 
-def norm_factors(x: Tensor, prefactor: float = 1.0) -> tuple[Tensor, Tensor]:
+def norm_factors(
+    x: Tensor, prefactor: float = 1.0, *, symmetric: bool = False
+) -> tuple[Tensor, Tensor]:
     """1 / (prefactor ||x||_F) of every matrix, without epsilon, and its square root.
 
     Sums are double. A matrix gives the same bits in any batch. Builds no autograd graph.
@@ -55,6 +59,8 @@ def norm_factors(x: Tensor, prefactor: float = 1.0) -> tuple[Tensor, Tensor]:
     Args:
         x: (G, r, c), not empty but for G; float16, bfloat16, float32 or float64, any strides.
         prefactor: Positive number.
+        symmetric: Promises that every matrix equals its transpose, as a Gram matrix does; what lies
+            below the diagonal may then go unread.
 
     Returns:
         (G,) and (G,), float32: 0 for a zero matrix, NaN for one with an inf or NaN, inf where the
@@ -62,12 +68,14 @@ def norm_factors(x: Tensor, prefactor: float = 1.0) -> tuple[Tensor, Tensor]:
 
     Raises:
         TypeError: An argument is of a wrong kind or dtype.
-        ValueError: A wrong shape, or prefactor is not positive.
+        ValueError: A wrong shape, or prefactor is not positive, or symmetric for r != c.
     """
     if not isinstance(x, Tensor) or x.layout != torch.strided or x.dtype not in DTYPES:
         raise TypeError(f"x must be dense, of {DTYPES}, got {_operands.kind(x)}")
     if x.ndim != 3 or 0 in x.shape[1:]:
         raise ValueError(f"x must be (G, r, c) with r, c > 0, got shape {tuple(x.shape)}")
+    if symmetric and x.shape[1] != x.shape[2]:
+        raise ValueError(f"a symmetric x must be (G, m, m), got shape {tuple(x.shape)}")
     if isinstance(prefactor, bool) or not isinstance(prefactor, (int, float)):
         raise TypeError(f"prefactor must be a number, got {_operands.kind(prefactor)}")
     if not (prefactor > 0 and math.isfinite(prefactor)):
@@ -76,5 +84,5 @@ def norm_factors(x: Tensor, prefactor: float = 1.0) -> tuple[Tensor, Tensor]:
     compiled = runs_compiled(x.device, x.dtype, x.dtype)
     op = ops.norm_factors if compiled else ops.norm_factors_reference
     with torch.no_grad():
-        op(x.detach(), factors, roots, float(prefactor))
+        op(x.detach(), factors, roots, float(prefactor), bool(symmetric))
     return factors, roots

@@ -1,8 +1,9 @@
 """normalize: out = x / (prefactor ||x||_F) for every matrix of a batch, in a frame of zeros.
 
 The start of every iteration. Squares are added in double, the factor is computed in double, an
-element is multiplied by it in float32 and rounded once to out's dtype. The op reads x twice, the
-second time from L2 where it fits, and writes out: two launches, no copy of x.
+element is multiplied by it in float32 and rounded once to out's dtype. The op reads x once, as far
+as shared memory holds what waits for its factor, and again what it had no room for; it writes out.
+One persistent kernel behind a short one that clears its flags; no copy of x.
 
 path      | op                  | source                          | taken
 compiled  | normalize           | kernels-src/newton_schulz       | CUDA >= 8.0, up to float32

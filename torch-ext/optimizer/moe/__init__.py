@@ -9,6 +9,7 @@ and the shared experts.
 from ..kernels.glu import glu
 from .adapters import ExpertAdapters
 from .block import MoEBlock
+from .expert_offload import ExpertOffload
 from .expert_weights import (
     ActiveExperts,
     QuantizedWeight,
@@ -30,6 +31,7 @@ from .sort import ExpertOrder, expert_sort
 __all__ = [
     "ActiveExperts",
     "ExpertAdapters",
+    "ExpertOffload",
     "ExpertOrder",
     "Experts",
     "ExpertsLayout",

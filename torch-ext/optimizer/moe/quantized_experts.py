@@ -50,6 +50,7 @@ class QuantizedExperts(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self.keeper: Any = None  # an `ExpertOffload` that has the tensors in host memory
         if blocksize not in BLOCKSIZES:
             raise ValueError(f"blocksize must be one of {BLOCKSIZES}, got {blocksize}")
         self.stored, self.nested = tuple(shape), nested
@@ -145,13 +146,14 @@ class QuantizedExperts(nn.Module):
 
     def quantized_weight(self) -> QuantizedWeight:
         """The record that the kernels take."""
-        return QuantizedWeight(
+        record = QuantizedWeight(
             stored=self.stored,
             blocksize=self.blocksize,
             quant_type=self.quant_type,
             strategy=self.strategy,
             **{name: getattr(self, name) for name in FIELDS},
         )
+        return record if self.keeper is None else self.keeper.record(self, record)
 
     @property
     def shape(self) -> torch.Size:
@@ -160,8 +162,8 @@ class QuantizedExperts(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the packed bytes lie."""
-        return self.packed.device
+        """Where the products run: where the packed bytes lie, unless they are offloaded."""
+        return self.packed.device if self.keeper is None else self.keeper.device
 
     def transpose(self, first: int, second: int) -> QuantizedWeight:
         """The record seen as (E, K, N)."""
@@ -194,7 +196,11 @@ class QuantizedExperts(nn.Module):
         """Read the description before any tensor is overwritten."""
         if f"{prefix}_extra_state" in state_dict:
             self.set_extra_state(state_dict[f"{prefix}_extra_state"])
+        if self.keeper is not None:
+            self.keeper.before_loading()
         super()._load_from_state_dict(state_dict, prefix, *others)
+        if self.keeper is not None:
+            self.keeper.after_loading(self)
 
     def extra_repr(self) -> str:
         """Shape and format."""
@@ -227,6 +233,8 @@ class QuantizedExperts(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedExperts:
         """Follow a change of device; absmax stays float32 and bytes stay bytes."""
+        if self.keeper is not None:
+            return self  # offloaded tensors stay in host memory
 
         def keep_dtype(tensor: Tensor) -> Tensor:
             moved = fn(tensor)

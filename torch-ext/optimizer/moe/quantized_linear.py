@@ -1,13 +1,12 @@
 """Grouped products over 4-bit experts: how much is decoded at a time, and what is kept.
 
 strategy  | decodes                                        | "auto" takes it
+fused     | in registers, inside the product (Triton)      | up to FUSED_UP_TO_ROWS rows per expert
 selective | the active experts, at most min(E, T k)        | where that is at most half of E
 chunked   | slices of at most CHUNK_BYTES, one after other  | everything else
 resident  | the whole stack                                | never; by name
-fused     | in registers, inside the product (Triton)      | never yet: it is not measured
 
-Every strategy runs the products of `grouped_lora_linear` on what it decoded. Backward decodes
-again: packed bytes are all that is kept of the weights, whatever the strategy.
+Backward decodes again: packed bytes are all that is kept of the weights, whatever the strategy.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels._moe_paths import Path
+from ..kernels._moe_paths import TRITON_PATHS, Path
 from ..kernels.combine import combine_rows
 from ..kernels.grouped_lora_dab import grouped_lora_dab
 from ..kernels.grouped_lora_dw import grouped_lora_dw
 from ..kernels.grouped_lora_dx import grouped_lora_dx
 from ..kernels.grouped_lora_forward import grouped_lora_forward
 from ..kernels.grouped_lora_nf4_dx import grouped_lora_nf4_dx
-from ..kernels.grouped_lora_nf4_forward import grouped_lora_nf4_forward
+from ..kernels.grouped_lora_nf4_forward import decodes_in_registers, grouped_lora_nf4_forward
 from ..kernels.nf4_dequant import DTYPES
 from .expert_weights import STRATEGIES, QuantizedWeight, active_experts
 from .sort import ExpertOrder
@@ -34,13 +33,19 @@ from .sort import ExpertOrder
 # Decoded weights that exist at a time: above the L2 of any GPU, so that the product is what limits
 # a slice, and a sixth of what the experts of one Qwen3-30B-A3B layer take in bfloat16.
 CHUNK_BYTES = 128 << 20
-# Mean rows per expert up to which decoding inside the product should win (computed: a weight is
-# decoded once per tile of at most 256 rows). 0 until a benchmark of the fused kernel says so.
-FUSED_UP_TO_ROWS = 0
+# Mean rows per expert up to which decoding inside the product should take less time than decoding
+# to memory first. Not timed as it is now: an earlier fused kernel won at 64 rows on an H200 and was
+# about even at 128 with its products and decoding timed apart (docs/log.md).
+FUSED_UP_TO_ROWS = 128
 
 
 def choose_strategy(
-    rows: int, num_experts: int, wanted: str = "auto", *, fusable: bool = True
+    rows: int,
+    num_experts: int,
+    wanted: str = "auto",
+    *,
+    fusable: bool = True,
+    fast: bool = True,
 ) -> Path:
     """The strategy for some rows over some experts, and why: a pure function of its arguments.
 
@@ -49,6 +54,7 @@ def choose_strategy(
         num_experts: E.
         wanted: a strategy by name, or "auto".
         fusable: whether the fused product can take these weights on this path.
+        fast: whether it decodes in registers there, and was measured.
 
     Returns:
         Name and reason.
@@ -66,11 +72,13 @@ def choose_strategy(
     if wanted != "auto":
         return Path(wanted, "asked for by name")
     mean = rows / num_experts
-    if fusable and mean <= FUSED_UP_TO_ROWS:
+    if fusable and fast and mean <= FUSED_UP_TO_ROWS:
         return Path("fused", f"{mean:g} rows per expert, at most {FUSED_UP_TO_ROWS}")
     if 2 * rows <= num_experts:
         return Path("selective", f"{rows} rows reach at most half of the {num_experts} experts")
-    return Path("chunked", f"{mean:g} rows per expert; the fused product is not measured yet")
+    if fusable and fast:
+        return Path("chunked", f"{mean:g} rows per expert, more than {FUSED_UP_TO_ROWS}")
+    return Path("chunked", f"{mean:g} rows per expert, and the fused product is none or slow here")
 
 
 def chunk_experts(num_experts: int, numel: int, element_bytes: int) -> int:
@@ -128,7 +136,7 @@ def _slices(
         offsets = order.offsets[first : end + 1]
         mine = (row >= offsets[0]) & (row < offsets[-1])
         if first == 0:
-            local[-1] = end - first
+            local[-1:].fill_(end - first)
         yield _Slice(
             slice(first, end),
             every[first:end],
@@ -158,7 +166,7 @@ class _QuantizedLora(torch.autograd.Function):
         strategy: str,
     ) -> Tensor:
         layout = (scaling, x_fan, grouped_out or gates is not None, path)
-        products = _fused_products if strategy == "fused" else _sliced_products
+        products = _stack_products if _takes_stack(strategy, path) else _sliced_products
         y, xa = products(x, weight, order, (lora_a, lora_b, bias), layout, strategy)
         needs = ctx.needs_input_grad
         ctx.save_for_backward(
@@ -227,17 +235,32 @@ class _QuantizedLora(torch.autograd.Function):
         )
 
 
-def _fused_products(
+def _takes_stack(strategy: str, path: str) -> bool:
+    """Whether one op takes the whole stack and decodes it as it goes."""
+    return strategy == "fused" or (path in TRITON_PATHS and strategy in ("chunked", "resident"))
+
+
+def _slice_experts(weight: QuantizedWeight, strategy: str, size: int) -> int:
+    """Experts that an op decodes to memory at a time; 0: none, it decodes in registers."""
+    experts, n, k = weight.stored
+    if strategy == "chunked":
+        return chunk_experts(experts, n * k, size)
+    return experts if strategy == "resident" else 0
+
+
+def _stack_products(
     x: Tensor,
     weight: QuantizedWeight,
     order: ExpertOrder,
     operands: tuple[Tensor | None, ...],  # lora_a, lora_b, bias
     layout: tuple[float, int, bool, str],  # scaling, fan, grouped_out, path
-    _: str,
+    strategy: str,
 ) -> tuple[Tensor, Tensor]:
-    """y and xa, weights decoded in registers."""
+    """y and xa, by one op over the stack."""
     rows = (order.slots, order.offsets, order.tiles, order.tile_rows)
-    return grouped_lora_nf4_forward(x, weight.operands(), *operands, *rows, *layout)
+    count = _slice_experts(weight, strategy, x.element_size())
+    *layout, path = layout
+    return grouped_lora_nf4_forward(x, weight.operands(), *operands, *rows, *layout, count, path)
 
 
 def _sliced_products(
@@ -278,7 +301,7 @@ def _input_gradients(
     weight, order, scaling, x_fan, _, path, strategy = ctx.constants
     grouped = x_fan != 1
     dx = yb = dgates = None
-    if strategy == "fused":
+    if _takes_stack(strategy, path):
         return grouped_lora_nf4_dx(
             dy,
             weight.operands(),
@@ -292,6 +315,7 @@ def _input_gradients(
             x_fan,
             grouped,
             ctx.needs_input_grad[0],
+            _slice_experts(weight, strategy, dy.element_size()),
             path,
         )
     for part in _slices(weight, order, strategy, dy.element_size()):
@@ -380,6 +404,7 @@ def quantized_lora_linear(
         order.num_experts,
         strategy or weight.strategy,
         fusable=weight.fusable and path != "grouped_mm",
+        fast=path in TRITON_PATHS and decodes_in_registers(x),
     )
     if order.slots.shape[0] == 0:
         # Of an empty batch no expert is active; one slice of all of them would be decoded for none.

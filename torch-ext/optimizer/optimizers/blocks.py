@@ -73,8 +73,12 @@ class Blocks:
         batch = () if self.experts is None else (self.experts,)
         return (*batch, *((self.heads,) if self.heads > 1 else ()), *kept)
 
+    def shapes(self) -> set[tuple[int, int]]:
+        """(m, n) of the blocks."""
+        return {(rows // self.heads, self.columns) for rows in self.row_sizes}
+
     def pieces(self, limit: int, *, contiguous: bool = False) -> Iterator[Piece]:
-        """All blocks, in pieces of at most `limit` elements (or of a single matrix).
+        """All blocks, in equal pieces of at most `limit` elements (or of a single matrix).
 
         With `contiguous`, the elements of a piece have consecutive numbers in the parameter: runs
         of rows out of several experts are pieces of their own.
@@ -87,8 +91,9 @@ class Blocks:
             if contiguous and rows < total:
                 stacked = min(stacked, 1)
             heads = self.heads if stacked else max(limit // max(m * self.columns, 1), 1)
-            for e in range(0, experts, max(stacked, 1)):
-                taken = min(max(stacked, 1), experts - e)
+            stacked, heads = equal_share(experts, max(stacked, 1)), equal_share(self.heads, heads)
+            for e in range(0, experts, stacked):
+                taken = min(stacked, experts - e)
                 for h in range(0, self.heads, heads):
                     blocks = min(heads, self.heads - h)
                     yield Piece(
@@ -108,6 +113,11 @@ class Blocks:
     def _statistics(self, rows: int) -> int:
         m = rows // self.heads
         return self.heads * (m if m >= self.columns else self.columns)
+
+
+def equal_share(count: int, most: int) -> int:
+    """How many things in each part but the last, of the fewest parts of at most `most` things."""
+    return -(-count // -(-count // most)) if count else most
 
 
 def cut(shape: tuple[int, ...], name: str | None, options: MuonOptions, where: str) -> Blocks:

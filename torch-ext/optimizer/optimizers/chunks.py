@@ -9,12 +9,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .blocks import Blocks, Piece
+from ..orthogonalize.batch import slice_for
+from ..orthogonalize.choose import default_dtype
+from .blocks import Blocks, Piece, equal_share
 from .parameters import is_plain, local
 
-# Upper bound of one batch of directions; a step holds a small multiple of it beyond the state. At
-# 256 MiB a 4096 x 14336 float32 matrix is alone, and 2048 x 2048 ones come sixteen at a time.
+# Upper bound of one batch of directions. At 256 MiB a 4096 x 14336 float32 matrix is alone, and
+# 2048 x 2048 ones come sixteen at a time.
 BATCH_BYTES = 256 * 2**20
+# Upper bound of what a step needs at once beyond the state, unless one matrix needs more: a batch,
+# the same orthogonalized, and what the iteration works in.
+STEP_BYTES = 768 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +82,7 @@ def plan_chunks(
     *,
     contiguous: bool,
 ) -> list[Chunk]:
-    """Bucket the blocks of all parameters by shape and fill batches up to BATCH_BYTES, in order.
+    """Bucket the blocks of all parameters by shape and fill equal batches, in order.
 
     Args:
         parameters: number in the optimizer, parameter, and the matrices it is cut into.
@@ -89,13 +94,14 @@ def plan_chunks(
         if param.numel() == 0:
             continue
         dtype = torch.promote_types(param.dtype, torch.float32)
-        for piece in blocks.pieces(BATCH_BYTES // dtype.itemsize, contiguous=contiguous):
+        limit = min(m * n * matrices_at_once(m, n, dtype, param.device) for m, n in blocks.shapes())
+        for piece in blocks.pieces(limit, contiguous=contiguous):
             key = (piece.matrix, dtype, param.device)
             buckets.setdefault(key, []).append(Member(param, number, piece, state[param]))
     batches = [
         (matrix, batch)
-        for (matrix, dtype, _), members in buckets.items()
-        for batch in _fill(members, BATCH_BYTES // dtype.itemsize)
+        for (matrix, dtype, device), members in buckets.items()
+        for batch in _batches(members, matrices_at_once(*matrix, dtype, device))
     ]
     last = {member.param: i for i, (_, batch) in enumerate(batches) for member in batch}
     return [
@@ -111,15 +117,47 @@ def plan_chunks(
     ]
 
 
-def _fill(members: list[Member], limit: int) -> list[list[Member]]:
+def matrices_at_once(m: int, n: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many m x n directions a batch may have, by BATCH_BYTES and STEP_BYTES.
+
+    Where slices have any length (`orthogonalize/batch.py`), a matrix of one needs up to X and five
+    m x m matrices, or X, its successor and one of those. Elsewhere slices are short.
+    """
+    most = max(1, BATCH_BYTES // max(1, m * n * dtype.itemsize))
+    iterate = default_dtype(dtype, device)
+    shape = slice_for(m, n, iterate, device)
+    if shape.full:
+        return most
+    side, area = min(m, n), m * n
+    each = iterate.itemsize * max(area + 5 * side * side, 2 * area + side * side)
+    kept = area * (dtype.itemsize + iterate.itemsize)
+    if kept * most + each * shape.at_once(most) <= STEP_BYTES:
+        return most
+    for slices in range(-(-most // shape.matrices), 0, -1):
+        fitting = slices * (STEP_BYTES // (kept * slices + each))
+        if (slices - 1) * shape.matrices < fitting:
+            return min(fitting, most)
+    return 1
+
+
+def _batches(members: list[Member], most: int) -> list[list[Member]]:
+    """Members in batches of at most `most` matrices: as few as in order, equal if that is so few.
+
+    A last batch of a few matrices would take nearly as long as a whole one.
+    """
+    few = _filled(members, most)
+    equal = _filled(members, equal_share(sum(m.piece.matrices for m in members), most))
+    return min(equal, few, key=len)
+
+
+def _filled(members: list[Member], most: int) -> list[list[Member]]:
     batches: list[list[Member]] = []
     room = -1
     for member in members:
-        m, n = member.piece.matrix
-        size = member.piece.matrices * m * n
+        size = member.piece.matrices
         if size > room:
             batches.append([])
-            room = limit
+            room = most
         batches[-1].append(member)
         room -= size
     return batches

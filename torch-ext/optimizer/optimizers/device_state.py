@@ -12,6 +12,7 @@ from torch import Tensor
 from .chunks import Chunk, Member
 from .layout import MAX_DIMS
 from .parameters import local
+from .shared import Held
 
 State = MutableMapping[Tensor, dict[str, Tensor]]
 
@@ -73,6 +74,10 @@ class OnDevice:
     def pieces(self, chunk: Chunk, key: str) -> list[Tensor]:
         """`piece` of every member."""
         return chunk.views([member.state[key] for member in chunk.members])
+
+    def box(self, param: Tensor, held: Held, key: str) -> Tensor:
+        """What this rank has of a matrix, in a state tensor that is placed like its parameter."""
+        return held.view(local(self._state[param][key]))
 
     def adamw(self, batch: Together, *, usual: bool) -> AdamWWork:
         """The parameters of a batch that have a gradient: `usual`, if all have one of their form"""

@@ -37,6 +37,7 @@ class Forms:
     devices: frozenset[torch.device]
     placements: list[tuple[Any, ...]]  # of those that are not plain
     usual: bool  # all are plain, dense and of a supported dtype
+    placed: bool  # all are DTensors of a supported dtype
 
     @classmethod
     def of(cls, named: list[tuple[str, Tensor]]) -> Forms:
@@ -52,6 +53,7 @@ class Forms:
                 is_plain(param) and param.layout is torch.strided and param.dtype in FLOATING
                 for param in params
             ),
+            placed=all(is_dtensor(param) and param.dtype in FLOATING for param in params),
         )
 
     def hold(self, params: Sequence[Tensor]) -> bool:
@@ -76,8 +78,15 @@ class Forms:
         if not complete:
             forms = [form for form, grad in zip(forms, grads, strict=True) if grad is not None]
         found = [*map(_form, given)]
-        plain = {*map(type, given)} <= {Tensor} and {*map(_layout, given)} <= {torch.strided}
-        if self.usual and plain:
+        kinds, dense = {*map(type, given)}, {*map(_layout, given)} <= {torch.strided}
+        if self.placed and dense and kinds <= {*self.kinds} and found == forms:
+            places = self.placements
+            if not complete:
+                places = [p for p, grad in zip(places, grads, strict=True) if grad is not None]
+            pairs = zip(given, places, strict=True)
+            if all(grad.placements == p and grad.device_mesh is m for grad, (p, m) in pairs):
+                return False
+        if self.usual and dense and kinds <= {Tensor}:
             if found == forms:
                 return complete
             if all(map(_fits, found, forms)):

@@ -4,6 +4,7 @@
     current stream     momentum, orthogonalization, update of the present batch, on its slot
     stream "out"       slot -> host       of the batches before
 
+A chunk of matrices that ranks share has its momentum here for its first stage, before its gather.
 Three slots per device, as large as the batches that take turns in them, stand in a fixed place:
 only streams wait for each other, never the host, so that memory stays bounded however far the host
 runs ahead. State in host memory is row-major, in pinned memory for CUDA devices, so that every
@@ -22,6 +23,8 @@ from torch import Tensor
 from .chunks import BATCH_BYTES, Chunk, Member
 from .device_state import AdamWWork, State
 from .parameters import is_dtensor, local
+from .rounding import RESIDUAL
+from .shared import Held, SharedChunk
 
 # Small state that stays on the device: one number, and one per row or column.
 KEPT = frozenset({"step", "second_momentum_buffer", "rounding_step"})
@@ -76,7 +79,7 @@ class Part:
 
     param: Tensor
     key: str
-    piece: Any  # chunks.Piece or Rows
+    piece: Any  # chunks.Piece, Rows or Held
     host: Tensor  # a view
     place: Tensor  # row-major, of the same shape
 
@@ -100,7 +103,7 @@ class Work:
     """A batch: a chunk of matrices, or what AdamW steps together."""
 
     params: tuple[Tensor, ...]
-    pieces: tuple[Any, ...]  # parallel: chunks.Piece or Rows
+    pieces: tuple[Any, ...]  # parallel: chunks.Piece, Rows or Held
     slot: int
     parts: list[Part] = field(default_factory=list)
 
@@ -109,7 +112,8 @@ class Work:
         found = []
         for index, (param, piece) in enumerate(zip(self.params, self.pieces, strict=True)):
             for key, value in state[param].items():
-                if travels(param, key, value):
+                # Ranks that share a matrix need its residual when the answer is there, much later.
+                if travels(param, key, value) and (key != RESIDUAL or type(piece) is not Held):
                     found.append((index, key, piece.view(local(value))))
         return found
 
@@ -252,13 +256,13 @@ class InHostMemory:
         self.wait()
         self._works, self._here, self._lanes = {}, {}, {}
         self._groups = [self._batched(params) for params in adamw]
-        for batches, chunks in zip(self._groups, plan.chunks, strict=True):
-            for batch in batches:
-                self._add(batch, batch[0].device, tuple(part.param for part in batch), batch)
-            for chunk in chunks:
-                members = chunk.members
-                params = tuple(member.param for member in members)
-                self._add(chunk, chunk.device, params, tuple(m.piece for m in members))
+        own = [
+            batch
+            for batches, chunks in zip(self._groups, plan.chunks, strict=True)
+            for batch in (*batches, *chunks)
+        ]
+        for batch in plan.shared.in_order(own):
+            self._add(batch)
         for lane in self._lanes.values():
             works = [work for of, work in self._works.values() if of is lane]
             layouts = [_layout(work.sizes(self._state)) for work in works]
@@ -269,12 +273,20 @@ class InHostMemory:
             for work, (places, _) in zip(works, layouts, strict=True):
                 self._place(work, lane.slots[work.slot].buffer, places)
 
-    def _add(self, batch: Any, device: torch.device, params: tuple, pieces: tuple) -> None:
+    def _add(self, batch: Any) -> None:
+        if isinstance(batch, SharedChunk):
+            pairs = [(batch.members[held.job].param, held) for held in batch.held]
+        elif isinstance(batch, Chunk):
+            pairs = [(member.param, member.piece) for member in batch.members]
+        else:
+            pairs = [(part.param, part) for part in batch]
+        device = batch[0].device if isinstance(batch, tuple) else batch.device
+        params, pieces = ([pair[i] for pair in pairs] for i in range(2))
         if device not in self._lanes:
             self._lanes[device] = Lane(device)
         lane = self._lanes[device]
         number = sum(1 for of, _ in self._works.values() if of is lane)
-        self._works[id(batch)] = lane, Work(params, pieces, slot=number % SLOTS)
+        self._works[id(batch)] = lane, Work(tuple(params), tuple(pieces), slot=number % SLOTS)
 
     def _place(self, work: Work, buffer: Tensor, places: Sequence[tuple[Any, int]]) -> None:
         for (index, key, host), offset in places:
@@ -322,6 +334,9 @@ class InHostMemory:
     def pieces(self, chunk: Chunk, key: str) -> list[Tensor]:
         return [self.piece(member, key) for member in chunk.members]
 
+    def box(self, param: Tensor, held: Held, key: str) -> Tensor:
+        return self._here[param, key, held]
+
     def adamw(self, batch: Sequence[Rows], *, usual: bool) -> AdamWWork:
         parts = [part for part in batch if part.param.grad is not None]
         return AdamWWork(
@@ -345,7 +360,9 @@ class InHostMemory:
 
     def wait(self) -> None:
         """Let the host wait until all state is in host memory."""
-        for lane in self._lanes.values():
+        for device, lane in self._lanes.items():
+            if lane.cuda:  # on whose current stream residuals of shared matrices travel
+                torch.cuda.current_stream(device).synchronize()
             lane.wait()
 
 

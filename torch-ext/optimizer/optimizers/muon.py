@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .flow import ANY_SIZE, IN_FLIGHT_BYTES, WARMUP, Flow
 from .groups import Format
 from .options import LrRule
 from .param_groups import default_is_muon, get_default_muon_param_groups
@@ -30,7 +31,7 @@ class Muon(MuonBase):
         params: groups `{"params", "names" (optional), "use_muon": bool, **options}`, as from
             `get_default_muon_param_groups(model)`; or any iterable of parameters or of (name,
             parameter) pairs, which become one Muon group. Every argument below but `debug`,
-            `clip_config`, `process_group` and `wire_dtype` is an option of Muon groups; AdamW
+            `clip_config` and those from `process_group` on is an option of Muon groups; AdamW
             groups take lr, adamw_betas, adamw_eps, weight_decay, rounding, rounding_seed and
             none_grad.
         lr: learning rate; a number or a 0-D Tensor, which is never read on the host by a step.
@@ -81,6 +82,12 @@ class Muon(MuonBase):
             matrix. None: float16 where the iteration is in half precision, else float32. Given as
             float16, one rank rounds to it too, so that the bits do not depend on how many there
             are.
+        warmup_step: of the matrices that ranks share, chunks whose gathers are launched before the
+            first is computed, at least 1. Equal on all ranks, as are the next two; they change no
+            bit.
+        chunk_size: matrices in a chunk at most; -1 for as many as fit.
+        in_flight_bytes: what any rank sends and receives for the owners of the chunks that are
+            under way; a chunk has one matrix of every owner in any case.
 
     Raises:
         ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.
@@ -120,6 +127,9 @@ class Muon(MuonBase):
         rounding_seed: int = 0,
         process_group: Any = None,
         wire_dtype: torch.dtype | None = None,
+        warmup_step: int = WARMUP,
+        chunk_size: int = ANY_SIZE,
+        in_flight_bytes: int = IN_FLIGHT_BYTES,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -150,7 +160,11 @@ class Muon(MuonBase):
             defaults,
             debug=debug,
             clip_config=clip_config,
-            sharing=Sharing(process_group, wire_dtype),
+            sharing=Sharing(
+                process_group,
+                wire_dtype,
+                flow=Flow(warmup_step, chunk_size, in_flight_bytes),
+            ),
         )
 
 

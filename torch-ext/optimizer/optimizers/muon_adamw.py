@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .flow import ANY_SIZE, IN_FLIGHT_BYTES, WARMUP, Flow
 from .groups import Format
 from .options import check_choice
 from .sharing import Sharing
@@ -70,6 +71,8 @@ class MuonAdamW(MuonBase):
             None. The contributions are added up in float32 in any case.
         debug: log `report()` at INFO whenever the work is planned.
         clip_config: QK-clip of the attention layers in the Muon groups, as for `Muon`.
+        warmup_step, chunk_size, in_flight_bytes: as for `Muon`; with unreduced gradients also of
+            the rows of large parameters.
 
     Raises:
         ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.
@@ -89,9 +92,14 @@ class MuonAdamW(MuonBase):
         wire_dtype: torch.dtype | None = None,
         debug: bool = False,
         clip_config: dict[str, Any] | None = None,
+        warmup_step: int = WARMUP,
+        chunk_size: int = ANY_SIZE,
+        in_flight_bytes: int = IN_FLIGHT_BYTES,
     ) -> None:
         unreduced = _unreduced(gradients, process_group, reduce_op)
-        sharing = Sharing(process_group if gradients == "reduced" else None, wire_dtype, unreduced)
+        group = process_group if gradients == "reduced" else None
+        flow = Flow(warmup_step, chunk_size, in_flight_bytes)
+        sharing = Sharing(group, wire_dtype, unreduced, flow)
         super().__init__(
             param_groups,
             dict(DEFAULTS),
@@ -109,6 +117,9 @@ def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
     wire_dtype: torch.dtype | None = None,
     debug: bool = False,
     clip_config: dict[str, Any] | None = None,
+    warmup_step: int = WARMUP,
+    chunk_size: int = ANY_SIZE,
+    in_flight_bytes: int = IN_FLIGHT_BYTES,
 ) -> MuonAdamW:
     """`MuonAdamW(param_groups, gradients="unreduced", process_group=process_group)`.
 
@@ -119,6 +130,9 @@ def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
         wire_dtype: as for `MuonAdamW`.
         debug: as for `MuonAdamW`.
         clip_config: as for `MuonAdamW`.
+        warmup_step: as for `MuonAdamW`.
+        chunk_size: as for `MuonAdamW`.
+        in_flight_bytes: as for `MuonAdamW`.
 
     Returns:
         A `MuonAdamW`. With one rank it steps exactly as any other.
@@ -132,6 +146,9 @@ def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
         wire_dtype=wire_dtype,
         debug=debug,
         clip_config=clip_config,
+        warmup_step=warmup_step,
+        chunk_size=chunk_size,
+        in_flight_bytes=in_flight_bytes,
     )
 
 

@@ -8,9 +8,11 @@ along them alone, is a local stack and never gets here.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,15 +29,11 @@ from ..distributed import (
     Team,
     assign,
     chunked,
-    in_flight,
     make_route,
 )
 from .blocks import Blocks, Piece
+from .flow import Flow
 from .parameters import is_dtensor
-
-# Bytes of matrices that are on their way or being worked on, on any rank, beyond the state.
-IN_FLIGHT_BYTES = 256 * 2**20
-AHEAD = 1  # gathers launched before the first computation
 
 Cost = Callable[[int, int, torch.dtype, torch.device], float]
 
@@ -62,6 +60,10 @@ class Held:
     box: Box
     part: Part | None  # None where another replica sends it
 
+    def view(self, tensor: Tensor) -> Tensor:
+        """The box of a tensor that is stored as this rank stores it."""
+        return self.box.view(tensor)
+
 
 @dataclass(frozen=True, eq=False)
 class SharedChunk:
@@ -75,10 +77,10 @@ class SharedChunk:
     wire: torch.dtype
     device: torch.device
     route: Route
-    held: tuple[Held, ...]  # all that this rank has of the matrices
+    held: tuple[Held, ...]  # all that this rank has of the matrices; first, in order, what it sends
     fits: bool  # what the owner receives is the batch itself
 
-    @property
+    @cached_property
     def params(self) -> frozenset[Tensor]:
         return frozenset(member.param for member in self.members)
 
@@ -89,6 +91,40 @@ class SharedChunk:
     @property
     def communicates(self) -> bool:
         return self.route.gathers or self.route.scatters
+
+    @cached_property
+    def jobs_here(self) -> Tensor:
+        """The job of everything that is held, on the device."""
+        return torch.tensor([held.job for held in self.held]).to(self.device)
+
+    @cached_property
+    def owned_here(self) -> Tensor:
+        """The jobs of this rank, on the device."""
+        return torch.tensor(self.route.owned).to(self.device)
+
+    @cached_property
+    def sources(self) -> int | None:
+        """How many ranks send an equal run of rows of every owned matrix, if that is all."""
+        return self._counted(self.route.gathered.ranks_by_rows)
+
+    @cached_property
+    def hearers(self) -> int | None:
+        """How many ranks get an equal run of rows of every owned matrix, if that is all."""
+        return self._counted(self.route.answered.ranks_by_rows)
+
+    @cached_property
+    def contributors(self) -> int | None:
+        """How many ranks send all of every owned matrix, if that is all."""
+        return self._counted(self.route.gathered.ranks_with_all)
+
+    @cached_property
+    def replicas(self) -> int | None:
+        """How many ranks get all of every owned matrix, if that is all."""
+        return self._counted(self.route.answered.ranks_with_all)
+
+    def _counted(self, count: Callable[[tuple[int, ...], tuple[int, ...]], int | None]) -> Any:
+        owned = self.route.owned
+        return count(owned, self.region(owned[0])) if owned else None
 
     def region(self, job: int) -> tuple[int, ...]:
         """Shape in which the boxes of a job cut its matrix."""
@@ -103,10 +139,19 @@ class Shared:
     home: list[list[SharedChunk]]  # per group; this rank's own, without communication
     teams: list[tuple[Team, list[tuple[str, Tensor]]]]  # parameters that must agree on gradients
     empty: bool  # no parameter is on more ranks than this one
+    flow: Flow  # of the chunks
 
     def of_groups(self) -> list[list[Any]]:
         """All chunks, per group."""
         return [of_all + own for of_all, own in zip(self.chunks, self.home, strict=True)]
+
+    def in_order(self, own: Sequence[Any]) -> list[Any]:
+        """All chunks, and other work of this rank, in the order in which a step begins them."""
+        of_all, home = ([c for of_group in g for c in of_group] for g in (self.chunks, self.home))
+        ahead = self.flow.warmup_step
+        gathers = itertools.accumulate(chunk.communicates for chunk in of_all)
+        first = next((i for i, count in enumerate(gathers, 1) if count == ahead), len(of_all))
+        return [*of_all[:first], *own, *home, *of_all[first:]]
 
 
 def layout_on(param: Tensor, team: Team) -> Layout:
@@ -189,13 +234,14 @@ class SharedGroup:
         return [matrix.job.candidates(stay=matrix.stacked) for matrix in self.matrices]
 
 
-def plan_shared(groups: Sequence[SharedGroup], count: int, empty: bool) -> Shared:
+def plan_shared(groups: Sequence[SharedGroup], count: int, empty: bool, flow: Flow) -> Shared:
     """Owners and chunks for the matrices of all groups, the same on every rank of a team.
 
     Args:
         groups: one per parameter group and team.
         count: how many parameter groups there are.
         empty: as of `Shared`.
+        flow: as of `Shared`.
     """
     chunks: list[list[SharedChunk]] = [[] for _ in range(count)]
     home: list[list[SharedChunk]] = [[] for _ in range(count)]
@@ -226,24 +272,27 @@ def plan_shared(groups: Sequence[SharedGroup], count: int, empty: bool) -> Share
         wires = {group.number: group for group in groups if group.team is team}
         for (number, at_home, *_), members in buckets.items():
             target = home if at_home else chunks
-            target[number] += _chunks(members, wires[number])
+            target[number] += _chunks(members, wires[number], flow)
     agreeing = [
         (team, [(where, param) for param, where in params.items()])
         for team, params in teams.values()
     ]
-    return Shared(chunks, home, agreeing, empty)
+    return Shared(chunks, home, agreeing, empty, flow)
 
 
-def _chunks(members: Sequence[tuple[SharedMatrix, int]], group: SharedGroup) -> list[SharedChunk]:
+def _chunks(
+    members: Sequence[tuple[SharedMatrix, int]], group: SharedGroup, flow: Flow
+) -> list[SharedChunk]:
     """Chunks of bounded size out of matrices of one shape."""
     first = members[0][0]
     wire = torch.float64 if first.dtype == torch.float64 else group.wire
     m, n = first.matrix
     parts = chunked(
         [owner for _, owner in members],
-        [2 * m * n * wire.itemsize] * len(members),
+        [m * n * wire.itemsize] * len(members),
         [[count * wire.itemsize for count in matrix.job.elements()] for matrix, _ in members],
-        IN_FLIGHT_BYTES // in_flight(AHEAD),
+        flow.chunk_bytes,
+        flow.most,
     )
     return [_chunk([members[i] for i in part], wire, group) for part in parts]
 
@@ -276,6 +325,12 @@ def chunk_of(
     sent = {(part.job, _corner(part.box)): part for part in planned.sent.parts}
     size = first.matrix[0] * first.matrix[1] * wire.itemsize
     parts = planned.gathered.parts
+    place = {id(part): number for number, part in enumerate(planned.sent.parts)}
+    held = [
+        Held(number, box, sent.get((number, _corner(box))))
+        for number, member in enumerate(members)
+        for box in member.job.held(team.rank)
+    ]
     fits = len(parts) == len(planned.owned) and all(
         part.start == slot * size and part.stop == (slot + 1) * size
         for slot, part in enumerate(parts)
@@ -289,11 +344,7 @@ def chunk_of(
         wire=wire,
         device=first.param.device,
         route=planned,
-        held=tuple(
-            Held(number, box, sent.get((number, _corner(box))))
-            for number, member in enumerate(members)
-            for box in member.job.held(team.rank)
-        ),
+        held=tuple(sorted(held, key=lambda one: place.get(id(one.part), len(place)))),
         fits=fits,
     )
 

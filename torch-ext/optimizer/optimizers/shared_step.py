@@ -15,11 +15,13 @@ from ..kernels import apply_update
 from ..kernels import momentum as momentum_kernel
 from ..orthogonalize import orthogonalize
 from ..reference import update as reference
+from .device_state import OnDevice
+from .host_state import InHostMemory
 from .layout import written
 from .options import MuonOptions
 from .parameters import local
 from .rounding import RESIDUAL
-from .shared import SharedChunk
+from .shared import Held, SharedChunk
 from .state import STATISTICS
 from .timing import stage
 from .update import Rate
@@ -36,6 +38,7 @@ def step_shared(
     options: MuonOptions,
     state: Mapping[Tensor, Mapping[str, Tensor]],
     remaining: Counter[Tensor],
+    kept: OnDevice | InHostMemory,
 ) -> Generator[None, None, None]:
     """momentum -> gather -> orthogonalize -> scatter -> update for one chunk.
 
@@ -48,15 +51,15 @@ def step_shared(
         rate: of their shape.
         options: of their group.
         state: of the optimizer.
-        remaining: per parameter the chunks that still need its gradient; counted down here.
+        remaining: per parameter of groups with none_grad the chunks that still need its gradient;
+            counted down here.
+        kept: where the state is.
     """
     present = [member.param.grad is not None for member in chunk.members]
     with stage("muon::momentum"):
-        outbox = _directions(chunk, options, state, present)
-        for param in chunk.params:
-            remaining[param] -= 1
-            if options.none_grad and not remaining[param]:
-                param.grad = None
+        outbox = _directions(chunk, options, kept, present)
+        if options.none_grad:
+            release(chunk, remaining)
     with stage("muon::launch_gather"):
         gathering = _gather(chunk, outbox)
         del outbox
@@ -87,52 +90,84 @@ def step_shared(
         apply(chunk, answers, rate, options, state, present)
 
 
+def release(chunk: SharedChunk, remaining: Counter[Tensor]) -> None:
+    """Let go of the gradients that no later chunk needs."""
+    for param in chunk.params:
+        remaining[param] -= 1
+        if not remaining[param]:
+            param.grad = None
+
+
 def _directions(
     chunk: SharedChunk,
     options: MuonOptions,
-    state: Mapping[Tensor, Mapping[str, Tensor]],
+    kept: OnDevice | InHostMemory,
     present: Sequence[bool],
 ) -> Tensor:
     """Advance the buffers of what this rank holds; the message of directions for the owners."""
-    outbox = chunk.route.sent.empty(chunk.device)
+    sent = chunk.route.sent
+    outbox = sent.empty(chunk.device)
     rounds = chunk.wire != chunk.dtype
-    grads, buffers, out, jobs, places = [], [], [], [], []
-    for held in chunk.held:
-        param, box = chunk.members[held.job].param, held.box
-        place = None if held.part is None else held.part.of(outbox, chunk.wire)
-        if not present[held.job]:
-            if place is not None:
-                place.zero_()
-            continue
-        if place is None or rounds:
-            out.append(torch.empty(box.shape, dtype=chunk.dtype, device=chunk.device))
-        else:
-            out.append(place)
-        grads.append(box.view(local(param.grad)))
-        buffers.append(box.view(local(state[param]["momentum_buffer"])))
-        jobs.append(held.job)
-        places.append(place)
+    here = [held for held in chunk.held if present[held.job]]
+    alike = None  # (boxes, ...): all places in the message, if nothing else is held
+    if len(here) == len(chunk.held) == len(sent.parts):
+        alike = sent.stacked(outbox, chunk.wire)
+    if alike is None:
+        places = [None if h.part is None else h.part.of(outbox, chunk.wire) for h in here]
+        for held in chunk.held:
+            if held.part is not None and not present[held.job]:
+                held.part.of(outbox, chunk.wire).zero_()
+        out: Any = [
+            torch.empty(held.box.shape, dtype=chunk.dtype, device=chunk.device)
+            if place is None or rounds
+            else place
+            for held, place in zip(here, places, strict=True)
+        ]
+    else:
+        out = torch.empty_like(alike, dtype=chunk.dtype) if rounds else alike
     largest = None
-    if grads:
-        largest = momentum_kernel(
-            grads,
-            buffers,
-            out,
-            mu=float(options.momentum),
-            nesterov=options.nesterov,
-            form=options.momentum_form,
-        )[:, 0]
-        written(buffers, buffers)
+    if here:
+        largest = _advance(chunk, here, out, options, kept)
     if rounds:
+        jobs = chunk.jobs_here if len(here) == len(chunk.held) else [held.job for held in here]
         scales = scales_for(chunk, largest, jobs, across=chunk.route.gathers)
-        for direction, place, job in zip(out, places, jobs, strict=True):
-            if place is not None:
-                torch.mul(direction, scales[job], out=place)
+        if alike is not None:
+            factors = scales[chunk.jobs_here].view(-1, *(1 for _ in alike.shape[1:]))
+            torch.mul(out, factors, out=alike)
+        else:
+            for direction, place, held in zip(out, places, here, strict=True):
+                if place is not None:
+                    torch.mul(direction, scales[held.job], out=place)
     return outbox
 
 
+def _advance(
+    chunk: SharedChunk,
+    here: Sequence[Held],
+    out: Sequence[Tensor] | Tensor,
+    options: MuonOptions,
+    kept: OnDevice | InHostMemory,
+) -> Tensor:
+    """Momentum of boxes that are held; the largest element of every direction."""
+    kept.enter(chunk)
+    params = [chunk.members[held.job].param for held in here]
+    pairs = [*zip(here, params, strict=True)]
+    buffers = [kept.box(param, held, "momentum_buffer") for held, param in pairs]
+    largest = momentum_kernel(
+        [held.view(local(param.grad)) for held, param in pairs],
+        buffers,
+        out,
+        mu=float(options.momentum),
+        nesterov=options.nesterov,
+        form=options.momentum_form,
+    )[:, 0]
+    written(buffers, buffers)
+    kept.leave(chunk)
+    return largest
+
+
 def scales_for(
-    chunk: SharedChunk, largest: Tensor | None, jobs: Sequence[int], *, across: bool
+    chunk: SharedChunk, largest: Tensor | None, jobs: Sequence[int] | Tensor, *, across: bool
 ) -> Tensor:
     """One power of two per matrix, that brings its largest element (on any rank) below 2^15.
 
@@ -145,7 +180,9 @@ def scales_for(
     if largest is not None:
         found = torch.where(largest > 0, torch.frexp(largest).exponent, NOTHING)
         found = torch.where(largest.isfinite(), found, NOT_FINITE).to(torch.int32)
-        index = torch.tensor(jobs).to(chunk.device, non_blocking=True)
+        index = jobs
+        if not isinstance(index, Tensor):
+            index = torch.tensor(jobs).to(chunk.device, non_blocking=True)
         exponents.scatter_reduce_(0, index, found, "amax")
     if across:
         exponents = chunk.team.transport.maximum(exponents).wait()
@@ -165,6 +202,10 @@ def _batch(chunk: SharedChunk, inbox: Tensor) -> Tensor:
     shape = (len(chunk.route.owned), *chunk.matrix)
     if chunk.fits:
         return inbox[: math.prod(shape) * chunk.wire.itemsize].view(chunk.wire).view(shape)
+    stacked = chunk.route.gathered.stacked(inbox, chunk.wire)
+    if stacked is not None and chunk.sources is not None:
+        by_rank = stacked.view(chunk.sources, shape[0], -1)
+        return by_rank.transpose(0, 1).reshape(shape)
     batch = torch.empty(shape, dtype=chunk.wire, device=chunk.device)
     places = dict(zip(chunk.route.owned, batch.unbind(), strict=True))
     parts = chunk.route.gathered.parts
@@ -209,6 +250,15 @@ def answer(
             beta2=options.beta2,
         )
         orthogonal = reduced
+    stacked = chunk.route.answered.stacked(message, chunk.wire)
+    if stacked is not None and len(owned) == len(chunk.route.owned):
+        if chunk.hearers is not None:
+            by_rank = orthogonal.reshape(len(owned), chunk.hearers, -1).transpose(0, 1)
+            stacked.view(by_rank.shape).copy_(by_rank)
+            return
+        if chunk.replicas is not None:
+            stacked.view(chunk.replicas, *orthogonal.shape).copy_(orthogonal)
+            return
     updates = dict(zip(owned, orthogonal.unbind(), strict=True))
     sources, places = [], []
     for part in chunk.route.answered.parts:
@@ -240,8 +290,13 @@ def apply(
     present: Sequence[bool],
 ) -> None:
     """p <- p - decay p - rate u for what this rank holds, with one rounding each."""
-    params, updates, residuals = [], [], []
-    for part in chunk.route.scattered.parts:
+    params, residuals = [], []
+    scattered = chunk.route.scattered
+    updates: Any = scattered.stacked(answers, chunk.wire) if all(present) else None
+    each = updates is None
+    if each:
+        updates = []
+    for part in scattered.parts:
         if not present[part.job]:
             continue
         if part.box is None:
@@ -250,11 +305,13 @@ def apply(
         else:
             param = chunk.members[part.job].param
             params.append(part.box.view(local(param)))
-            updates.append(part.of(answers, chunk.wire))
+            if each:
+                updates.append(part.of(answers, chunk.wire))
             kept = state[param].get(RESIDUAL) if options.rounding == "residual" else None
             residuals.append(None if kept is None else part.box.view(local(kept)))
     if not params:
         return
+    stored, residuals = residuals, [_beside(*pair) for pair in zip(residuals, params, strict=True)]
     if rate.decay is not None:
         for param, update, residual in zip(params, updates, residuals, strict=True):
             reference.apply_update(
@@ -277,6 +334,14 @@ def apply(
             residuals=residuals if any(kept is not None for kept in residuals) else None,
         )
     written(params, params)
+    for residual, kept in zip(residuals, stored, strict=True):
+        if residual is not kept:
+            kept.copy_(residual, non_blocking=True)
+
+
+def _beside(residual: Tensor | None, param: Tensor) -> Tensor | None:
+    """A residual where its parameter is, itself unless it is kept in host memory."""
+    return None if residual is None else residual.to(param.device, non_blocking=True)
 
 
 def _statistics(

@@ -14,11 +14,13 @@ from torch import Tensor
 from ..distributed import Future, Team, Teams, agreement, alone, run_pipeline
 from ..orthogonalize.choose import choose, flop
 from .blocks import Blocks
+from .device_state import OnDevice
+from .flow import Flow
+from .host_state import InHostMemory
 from .options import AdamWOptions, MuonOptions
 from .parameters import is_dtensor
 from .rounding import check_rounding
 from .shared import (
-    AHEAD,
     Shared,
     SharedChunk,
     SharedGroup,
@@ -59,6 +61,7 @@ class Sharing:
         process_group: Any = None,
         wire_dtype: torch.dtype | None = None,
         unreduced: Unreduced | None = None,
+        flow: Flow | None = None,
     ) -> None:
         if wire_dtype not in WIRE_DTYPES:
             raise ValueError(
@@ -66,6 +69,7 @@ class Sharing:
             )
         self.wire_dtype = wire_dtype
         self.unreduced = unreduced
+        self.flow = flow or Flow()
         self._group = process_group
         self._teams = Teams()
         self._of_group: Team | None = None
@@ -76,11 +80,12 @@ class Sharing:
         self._empty = True  # no parameter of several ranks came by since the last plan
 
     def __reduce__(self) -> Any:
-        return Sharing, (self._group, self.wire_dtype, self.unreduced)
+        return Sharing, (self._group, self.wire_dtype, self.unreduced, self.flow)
 
     def __deepcopy__(self, memo: Any) -> Sharing:
         copied = copy.deepcopy(self.unreduced, memo)
-        return Sharing(self._group, self.wire_dtype, copied)  # it talks over the same group
+        # It talks over the same group.
+        return Sharing(self._group, self.wire_dtype, copied, self.flow)
 
     def team_of(self, param: Tensor) -> Team | None:
         """The ranks that share the work on a parameter; None if this process has it alone."""
@@ -156,11 +161,11 @@ class Sharing:
                     options.momentum_dtype,
                 )
             ]
-            chunks[number] += owners.matrix_chunks(matrices, wire)
+            chunks[number] += owners.matrix_chunks(matrices, wire, self.flow)
         for number, named in others:
             for where, param in named:
                 if owners.sliced(param):
-                    chunks[number] += owners.slice_chunks(param, where, wire)
+                    chunks[number] += owners.slice_chunks(param, where, wire, self.flow)
                 else:
                     dtype = torch.promote_types(param.dtype, torch.float32)
                     small.setdefault((dtype, param.device), []).append((number, param))
@@ -170,7 +175,7 @@ class Sharing:
         labelled += [entry for _, named in others for entry in named]
         self._presence = {}
         teams = [(owners.team, labelled)] if labelled else []
-        return Shared(chunks, [[] for _ in range(count)], teams, not labelled)
+        return Shared(chunks, [[] for _ in range(count)], teams, not labelled, self.flow)
 
     def divide(
         self, entries: Sequence[tuple[str, Tensor, Blocks]], options: MuonOptions, number: int
@@ -215,7 +220,7 @@ class Sharing:
         """Owners and chunks; `count` is the number of parameter groups."""
         self._presence = {}
         empty, self._empty = self._empty, True
-        return plan_shared(groups, count, empty)
+        return plan_shared(groups, count, empty, self.flow)
 
     def ask(self, shared: Shared) -> None:
         """Ask all ranks whether they have the same gradients, and hear the last answer.
@@ -261,9 +266,13 @@ class Sharing:
         options: Sequence[MuonOptions | AdamWOptions],
         params_of_groups: Sequence[Sequence[Tensor]],
         state: Any,
+        kept: OnDevice | InHostMemory,
         meanwhile: Callable[[], None],
     ) -> None:
-        """Step the shared matrices, with everything else under their first gathers."""
+        """Step the shared matrices, with everything else under their first gathers.
+
+        `kept` is where a step finds the `state`.
+        """
         if shared.empty:
             meanwhile()
             return
@@ -274,15 +283,16 @@ class Sharing:
                 for chunk in chunks:
                     if isinstance(chunk, SharedChunk):
                         rates[id(chunk)] = rate_of(group, *chunk.matrix, chunk.device)
-                        remaining.update(chunk.params)
-                    elif isinstance(chunk, SliceChunk):
-                        remaining.update(chunk.chunk.params)
+                    if group.none_grad and not isinstance(chunk, SmallChunk):
+                        of_rows = isinstance(chunk, SliceChunk)
+                        remaining.update((chunk.chunk if of_rows else chunk).params)
 
         def phases(per_group: Any) -> Iterator[Any]:
             for group, chunks in zip(options, per_group, strict=True):
                 for chunk in chunks:
                     if self.unreduced is None:
-                        yield step_shared(chunk, rates[id(chunk)], group, state, remaining)
+                        rate = rates[id(chunk)]
+                        yield step_shared(chunk, rate, group, state, remaining, kept)
                         continue
                     team, factor = self.unreduced.team, self.unreduced.factor
                     if isinstance(chunk, SliceChunk):
@@ -298,7 +308,11 @@ class Sharing:
             run_pipeline(phases(shared.home))
 
         self._broken = bool(shared.teams)
-        run_pipeline(phases(shared.chunks), ahead=AHEAD, meanwhile=under_the_first_gathers)
+        run_pipeline(
+            phases(shared.chunks),
+            ahead=self.flow.warmup_step,
+            meanwhile=under_the_first_gathers,
+        )
         for number, params in enumerate(params_of_groups):
             if options[number].none_grad:  # also where this rank had nothing to do for them
                 for param in params:

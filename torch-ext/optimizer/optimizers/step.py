@@ -122,7 +122,7 @@ class MuonBase(OffloadingOptimizer):
         for group, forms in zip(options, plan.forms, strict=True):
             forms.check_rate(group.lr)
         logits = check_logits(qk_logits, self.clip_config, plan.clips)
-        self._check_offload(plan)
+        self._check_offload()
         self._sharing.ask(plan.shared)
         rates = [
             [rate_of(group, *chunk.matrix, chunk.device) for chunk in chunks]
@@ -145,7 +145,7 @@ class MuonBase(OffloadingOptimizer):
 
         for of_group, group in zip(params, options, strict=True):
             count_step(of_group, self.state, group)
-        self._sharing.step(plan.shared, options, params, self.state, own_work)
+        self._sharing.step(plan.shared, options, params, self.state, state, own_work)
         if logits:
             with stage("muon::qk_clip"):
                 self._clip(plan, logits)
@@ -288,13 +288,12 @@ class MuonBase(OffloadingOptimizer):
             if here[param] is not residual:
                 residual.copy_(here[param])
 
-    def _check_offload(self, plan: Plan) -> None:
-        """Raise ValueError if state in host memory is asked for where ranks share the work."""
-        together = any(map(len, (*plan.shared.chunks, *plan.shared.home)))
-        if self.offloaded and (together or self._sharing.unreduced is not None):
+    def _check_offload(self) -> None:
+        """Raise ValueError if state in host memory is asked for where owners keep it."""
+        if self.offloaded and self._sharing.unreduced is not None:
             raise ValueError(
-                "CPU offload is not supported where several ranks share the work; call "
-                "turn_off_cpu_offload()"
+                "CPU offload is not supported with gradients='unreduced', where the ranks keep a "
+                "part of the state each; call turn_off_cpu_offload()"
             )
 
     def _current_options(self) -> list[MuonOptions | AdamWOptions]:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed import Job, Layout, Run, Split, Team, Teams, assign, in_flight, make_route
-from .shared import AHEAD, IN_FLIGHT_BYTES, SharedChunk, SharedMatrix, chunk_of
+from ..distributed import Job, Layout, Run, Split, Team, Teams, assign, make_route
+from .flow import Flow
+from .shared import SharedChunk, SharedMatrix, chunk_of
 
 REDUCE_OPS = ("avg", "sum")
 SMALL = 1024  # elements below which a parameter for AdamW is stepped by every rank
@@ -104,7 +105,7 @@ class Unreduced:
         )
 
     def matrix_chunks(
-        self, matrices: Iterable[SharedMatrix], wire: torch.dtype
+        self, matrices: Iterable[SharedMatrix], wire: torch.dtype, flow: Flow
     ) -> list[SharedChunk]:
         """The matrices of a group in chunks of one shape and bounded size."""
         buckets: dict[tuple[Any, ...], list[SharedMatrix]] = {}
@@ -114,8 +115,9 @@ class Unreduced:
         chunks = []
         for ((m, n), *_), members in buckets.items():
             travels = torch.float64 if members[0].dtype == torch.float64 else wire
-            # A rank holds its contribution to every matrix, and on the owner those of all.
-            size = max(1, self._limit // (2 * m * n * travels.itemsize * (self.team.size + 1)))
+            # A rank sends its contribution to every matrix, and an owner receives those of all.
+            size = flow.chunk_bytes // (2 * m * n * travels.itemsize * self.team.size)
+            size = max(1, size if flow.most is None else min(size, flow.most // self.team.size))
             queues: list[list[SharedMatrix]] = [[] for _ in range(self.team.size)]
             for member in members:
                 queues[self.owner(member.param)].append(member)
@@ -124,7 +126,9 @@ class Unreduced:
                 chunks.append(self._chunk(taken, travels))
         return chunks
 
-    def slice_chunks(self, param: Tensor, where: str, wire: torch.dtype) -> list[SliceChunk]:
+    def slice_chunks(
+        self, param: Tensor, where: str, wire: torch.dtype, flow: Flow
+    ) -> list[SliceChunk]:
         """The rows of a parameter in chunks of bounded size."""
         wide = torch.promote_types(param.dtype, torch.float32)
         travels = torch.float64 if wide == torch.float64 else wire
@@ -132,7 +136,7 @@ class Unreduced:
         runs = [self._rows(shape).runs((rank,))[0] for rank in range(self.team.size)]
         rows = max(sum(length for _, length in run) for run in runs)
         row_bytes = math.prod(shape[1:]) * travels.itemsize * self.team.size
-        step = max(1, self._limit // (4 * row_bytes))
+        step = max(1, flow.chunk_bytes // (2 * row_bytes))  # sent, and received from all
         chunks = []
         for start in range(0, rows, step):
             members, owners = [], []
@@ -145,10 +149,6 @@ class Unreduced:
             chunk = self._chunk(members, travels, owners, param.dtype.itemsize)
             chunks.append(SliceChunk(chunk, last=start + step >= rows))
         return chunks
-
-    @property
-    def _limit(self) -> int:
-        return IN_FLIGHT_BYTES // in_flight(AHEAD)
 
     def _chunk(
         self,

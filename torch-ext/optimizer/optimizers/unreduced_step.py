@@ -15,7 +15,7 @@ from .adamw import adamw_on
 from .layout import written
 from .options import AdamWOptions, MuonOptions
 from .shared import SharedChunk
-from .shared_step import answer, apply, copy_all, launch_scatter, scales_for
+from .shared_step import answer, apply, copy_all, launch_scatter, release, scales_for
 from .timing import stage
 from .unreduced import SliceChunk, SmallChunk
 from .update import Rate
@@ -39,14 +39,15 @@ def step_owned(
         rate: of their shape.
         options: of their group.
         state: of the optimizer.
-        remaining: per parameter the chunks that still need its gradient; counted down here.
+        remaining: as of `step_shared`.
     """
     present = [member.param.grad is not None for member in chunk.members]
     with stage("muon::launch_reduce"):
         outbox, scales = _contributions(chunk, present)
         reducing = chunk.team.transport.gather(chunk.route.sent, outbox, chunk.route.gathered)
         del outbox
-        _release(chunk, options.none_grad, remaining)
+        if options.none_grad:
+            release(chunk, remaining)
     yield
     message = chunk.route.answered.empty(chunk.device)
     owned = [job for job in chunk.route.owned if present[job]]
@@ -89,7 +90,8 @@ def step_slices(
         outbox, scales = _contributions(chunk, [present] * len(chunk.members))
         reducing = chunk.team.transport.gather(chunk.route.sent, outbox, chunk.route.gathered)
         del outbox
-        _release(chunk, options.none_grad, remaining)
+        if options.none_grad:
+            release(chunk, remaining)
     yield
     with stage("muon::wait_reduce"):
         grads = _sums(chunk, reducing.wait(), scales, factor)
@@ -155,27 +157,35 @@ def step_small(
 
 def _contributions(chunk: SharedChunk, present: Sequence[bool]) -> tuple[Tensor, Tensor | None]:
     """The message with this rank's gradients, and the scales of their matrices in float16."""
-    outbox = chunk.route.sent.empty(chunk.device)
-    places, grads, jobs = [], [], []
-    for held in chunk.held:
-        assert held.part is not None
-        place = held.part.of(outbox, chunk.wire)
-        grad = chunk.members[held.job].param.grad
-        if grad is None or not present[held.job]:
-            place.zero_()
-        else:
-            places.append(place)
-            grads.append(held.box.view(grad))
-            jobs.append(held.job)
+    sent = chunk.route.sent
+    outbox = sent.empty(chunk.device)
+    alike = sent.stacked(outbox, chunk.wire) if all(present) else None
+    here = [held for held in chunk.held if present[held.job]]
+    grads = [held.view(chunk.members[held.job].param.grad) for held in here]
+    if alike is not None:
+        places = list(alike.unbind())
+    else:
+        places = [held.part.of(outbox, chunk.wire) for held in here if held.part is not None]
+        for held in chunk.held:
+            if held.part is not None and not present[held.job]:
+                held.part.of(outbox, chunk.wire).zero_()
     if chunk.wire != torch.float16:
         copy_all(places, grads)
         return outbox, None
-    largest = None
+    if alike is not None:
+        wide = torch.empty_like(alike, dtype=chunk.dtype)
+        copy_all(list(wide.unbind()), grads)
+        largest = torch.linalg.vector_norm(wide.flatten(1), torch.inf, dim=1)
+        scales = scales_for(chunk, largest, chunk.jobs_here, across=True)
+        factors = scales[chunk.jobs_here].view(-1, *(1 for _ in alike.shape[1:]))
+        torch.mul(wide, factors, out=alike)
+        return outbox, scales
+    found = None
     if grads:
-        largest = torch.stack([grad.abs().amax().to(chunk.dtype) for grad in grads])
-    scales = scales_for(chunk, largest, jobs, across=True)
-    for place, grad, job in zip(places, grads, jobs, strict=True):
-        torch.mul(grad.to(chunk.dtype), scales[job], out=place)
+        found = torch.stack([grad.abs().amax().to(chunk.dtype) for grad in grads])
+    scales = scales_for(chunk, found, [held.job for held in here], across=True)
+    for place, grad, held in zip(places, grads, here, strict=True):
+        torch.mul(grad.to(chunk.dtype), scales[held.job], out=place)
     return outbox, scales
 
 
@@ -183,6 +193,18 @@ def _sums(
     chunk: SharedChunk, inbox: Tensor, scales: Tensor | None, factor: float
 ) -> dict[int, Tensor]:
     """The reduced gradients of this rank's jobs, added up in the order of the ranks."""
+    stacked = chunk.route.gathered.stacked(inbox, chunk.wire)
+    if stacked is not None and chunk.contributors is not None:
+        owned = chunk.route.owned
+        first, *others = stacked.view(chunk.contributors, len(owned), *stacked.shape[1:]).unbind()
+        total = first.to(chunk.dtype)  # in place in the message, if that is its dtype
+        for contribution in others:
+            total += contribution
+        if scales is not None:
+            factors = scales[chunk.owned_here].view(-1, *(1 for _ in total.shape[1:]))
+            total /= factors  # powers of two: exact
+        total *= factor
+        return dict(zip(owned, total.unbind(), strict=True))
     sums: dict[int, Tensor] = {}
     for part in chunk.route.gathered.parts:
         contribution = part.of(inbox, chunk.wire).to(chunk.dtype)
@@ -210,7 +232,7 @@ def _momentum(
     momentum_kernel(
         [grads[job] for job in owned],
         buffers,
-        [matrix.view(chunk.region(job)) for matrix, job in zip(batch, owned, strict=True)],
+        batch,
         mu=float(options.momentum),
         nesterov=options.nesterov,
         form=options.momentum_form,
@@ -244,10 +266,3 @@ def _rows(average: Tensor, first: int, length: int) -> Tensor:
     ranks = average.device_mesh.size()
     each = max(1, -(-average.shape[0] // ranks))  # as torch.chunk
     return here.narrow(0, first % each, length)
-
-
-def _release(chunk: SharedChunk, none_grad: bool, remaining: Counter[Tensor]) -> None:
-    for param in chunk.params:
-        remaining[param] -= 1
-        if none_grad and not remaining[param]:
-            param.grad = None

@@ -19,11 +19,20 @@ import torch
 from .._ops import add_op_namespace_prefix, ops
 from ..kernels.norm_factors import norm_factors
 from ..kernels.normalize import runs_compiled
+from ..kernels.square_chain import square_chain
 from .arguments import check_dtype, check_input, output_for
 from .batch import walk
 from .constants import dtype_for
 from .polynomials import POLYNOMIALS, SAFETY, Square
-from .products import apply_gram_side, gram, matrix_norm, runs_symmetric, square
+from .products import (
+    apply_gram_side,
+    gram,
+    matrix_norm,
+    runs_chain,
+    runs_symmetric,
+    square,
+    stores_upper,
+)
 from .registered import call
 
 # Frobenius norm of X before the first product: R then has a trace of 4096, far from float16's
@@ -53,10 +62,12 @@ def iterated(x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
     `last`: the `out` of the last product, as for `apply_gram_side`.
     """
     first, second = POLYNOMIALS
-    R = gram(x)  # (G, m, m)
+    chain = runs_chain(x)
+    upper = chain and stores_upper(min(x.shape[-2:]))
+    R = gram(x, upper_out=upper)  # (G, m, m); its norm is read above the diagonal
     if runs_symmetric(R.shape[-1], R.dtype, R.device) and runs_compiled(R.device, R.dtype, R.dtype):
-        factors, roots = norm_factors(R, SAFETY**2)
-        M = evaluated(R, first, factors)
+        factors, roots = norm_factors(R, SAFETY**2, symmetric=True)
+        M = evaluated(R, first, factors, chain)
     else:
         # A trace of 4096 keeps the norm above 1 for any m below 10^7; a zero matrix stays zero.
         bound = matrix_norm(R).clamp_min_(1.0).mul_(SAFETY**2)  # (G, 1, 1)
@@ -64,18 +75,26 @@ def iterated(x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
         roots = bound.rsqrt_().flatten()
         M = evaluated(R, first)
     del R
-    x = apply_gram_side(x, M, scale=roots)
+    x = apply_gram_side(x, M, scale=roots, upper=upper)
     del M
-    return apply_gram_side(x, evaluated(gram(x), second), out=last)
+    M = evaluated(gram(x, upper_out=upper), second, chain=chain)
+    return apply_gram_side(x, M, out=last, upper=upper)
 
 
 def evaluated(
-    R: torch.Tensor, squares: tuple[Square, ...], factors: torch.Tensor | None = None
+    R: torch.Tensor,
+    squares: tuple[Square, ...],
+    factors: torch.Tensor | None = None,
+    chain: bool = False,
 ) -> torch.Tensor:
-    """The last M of R (G, m, m); an M that is not needed any more is let go.
+    """The last M of R (G, m, m), which may be overwritten.
 
-    `factors` (G,): M_0 is R times these; no product of its own is spent on that.
+    `factors` (G,): M_0 is R times these; no product of its own is spent on that. `chain`: in one
+    launch (`runs_chain`), R and the result in upper storage. Else an M that is not needed any more
+    is let go.
     """
+    if chain:
+        return square_chain(R, squares, factors)
     terms: dict[int, torch.Tensor] = {0: R}
     del R
     for j, (operand, alpha, beta, delta) in enumerate(squares):

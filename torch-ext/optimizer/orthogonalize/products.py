@@ -10,11 +10,15 @@ from __future__ import annotations
 import torch
 
 from .._ops import ops
+from ..kernels import square_chain
 from ..kernels.matmul_add import by_tma, product
 from ..kernels.matmul_add import runs_compiled as runs_dense_compiled
 from ..kernels.symmetric_matmul import AUTO, runs_compiled
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
+# Sides whose squares run as one launch. Beyond, a matrix has tiles enough to occupy the device, and
+# a group of matrices does not fit L2; below, half of a tile is empty.
+SMALLEST_CHAIN, LARGEST_CHAIN = 65, 1024
 
 
 def batch_is_free(dtype: torch.dtype, device: torch.device) -> bool:
@@ -36,6 +40,22 @@ def runs_symmetric(m: int, dtype: torch.dtype, device: torch.device) -> bool:
     if batch_is_free(dtype, device):
         return True
     return _pays(m, dtype) and runs_compiled(device, dtype)
+
+
+def runs_chain(x: torch.Tensor) -> bool:
+    """Whether polynomials of the Gram matrices of x (G, R, C) are computed in one launch.
+
+    Their matrices are then in upper storage (`stores_upper`). x must be a slice of `walk`, whose
+    lines are whole.
+    """
+    m = min(x.shape[-2:])
+    fits = SMALLEST_CHAIN <= m <= LARGEST_CHAIN
+    return fits and square_chain.serves(len(x), m, x.dtype, x.device)
+
+
+def stores_upper(m: int) -> bool:
+    """Whether there are blocks below the diagonal that a chain leaves out."""
+    return m > square_chain.SIDE
 
 
 def _pays(m: int, dtype: torch.dtype) -> bool:
@@ -69,11 +89,11 @@ def folds_diagonal(x: torch.Tensor) -> bool:
     return x.dtype in HALF_PRECISION and runs_symmetric(min(x.shape[-2:]), x.dtype, x.device)
 
 
-def gram(x: torch.Tensor) -> torch.Tensor:
+def gram(x: torch.Tensor, upper_out: bool = False) -> torch.Tensor:
     """X X^T or X^T X of x (G, R, C), whichever is smaller: (G, m, m)."""
     rows = x.mT if x.shape[-2] > x.shape[-1] else x
     if gram_runs_symmetric(x.shape[-2], x.shape[-1], x.dtype, x.device):
-        return symmetric(rows, rows)
+        return symmetric(rows, rows, upper_out=upper_out)
     return torch.bmm(rows, rows.mT)
 
 
@@ -110,13 +130,16 @@ def symmetric(
     diag: float = 0.0,
     scale: torch.Tensor | None = None,  # (G,) float32
     powers: tuple[int, int] = (1, 1),
+    upper_out: bool = False,
 ) -> torch.Tensor:
     """alpha A B^T + beta C + diag I of A, B (G, m, k): `kernels.symmetric_matmul`, unchecked.
 
-    Powers of `scale` multiply alpha and beta.
+    Powers of `scale` multiply alpha and beta. `upper_out`: the result is in upper storage
+    (`stores_upper`).
     """
     out = A.new_empty((A.shape[0], A.shape[1], A.shape[1]))
-    ops.symmetric_matmul(A, B, C, out, alpha, beta, diag, AUTO, scale, *powers)
+    storage = (False, upper_out)
+    ops.symmetric_matmul(A, B, C, out, alpha, beta, diag, AUTO, scale, *powers, *storage)
     return out
 
 
@@ -165,8 +188,11 @@ def apply_gram_side(
     beta: float = 0.0,
     scale: torch.Tensor | None = None,  # (G,) float32
     out: torch.Tensor | None = None,  # (G, R, C)
+    upper: bool = False,
 ) -> torch.Tensor:
     """scale (B X + beta add), or scale (X B + beta add) for tall x (G, R, C), B symmetric.
+
+    `upper`: B is in upper storage (`stores_upper`).
 
     The compiled kernel applies `scale` before its one rounding and writes into `out`; torch's
     product is of the rounded scale B, and in a tensor of its own.
@@ -174,7 +200,11 @@ def apply_gram_side(
     tall = x.shape[-2] > x.shape[-1]
     if batch_is_free(x.dtype, x.device):
         out = torch.empty_like(x) if out is None else out
-        product(*((x, B) if tall else (B, x)), add, out, 1.0, beta, scale)
+        operands = (x, B) if tall else (B, x)
+        if upper:
+            ops.matmul_add(*operands, add, out, 1.0, beta, AUTO, scale, 2 if tall else 1)
+        else:
+            product(*operands, add, out, 1.0, beta, scale)
         return out
     if scale is not None:
         B = (in_float32(B) * scale[:, None, None]).to(B.dtype)

@@ -1,0 +1,318 @@
+"""Cases of `optimizer_step.json` on several GPUs: a step over shards, or over unreduced gradients.
+
+fsdp2: parameters, gradients and state are rows of each matrix, as FSDP2 leaves them. unreduced:
+every rank has all parameters and its own contribution to their gradients, which travel in float32
+or float16. The baseline is AdamW in the same situation: over the shards, or after an all-reduce.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+from .optimizer_step import DECAY, LR, SHAPES, TIMED, WARMUP, Model
+from .package import Built
+from .ranks import Ranks
+from .report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, passed
+
+LINK_TBPS = 0.45  # out of one GPU: 18 links of NVLink 4 at 25 GB/s
+FORMS = {"fsdp2": 2, "unreduced-fp32": 4, "unreduced-fp16": 2}  # -> bytes of an element on the wire
+MUON_LR = 0.02  # of MuonAdamW
+ROWS = 64  # of an AdamW parameter that the gate compares
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A set of parameters, and how the ranks hold it."""
+
+    model: str
+    form: str
+
+    @property
+    def case(self) -> str:
+        return f"{self.model}/{self.form}"
+
+    @property
+    def shapes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Of the matrices, and of the parameters for AdamW."""
+        return SHAPES[self.model]
+
+    @property
+    def shared(self) -> bool:
+        """Whether every rank holds a shard; else all of everything."""
+        return self.form == "fsdp2"
+
+    def wire_bytes(self, ranks: int) -> float:
+        """What a rank sends, both ways together."""
+        matrices, others = (sum(map(math.prod, shapes)) for shapes in self.shapes)
+        size, away = FORMS[self.form], (ranks - 1) / ranks
+        if self.shared:
+            return 2 * size * matrices / ranks * away
+        return (2 * size * matrices + (size + 4) * others) * away  # new rows come back in float32
+
+    def floor_ms(self, ranks: int) -> float:
+        """Operations and bytes of one of equal ranks, one after the other, or the wire if longer.
+
+        Unreduced: a rank reads its contributions and applies all updates (12 bytes per element of
+        a matrix and the update's), keeps the momentum of its own matrices (12), copies new rows of
+        AdamW (8) and steps its own (24).
+        """
+        matrices, others = (sum(map(math.prod, shapes)) for shapes in self.shapes)
+        alone = Model(self.model)
+        moved = alone.bytes_moved / ranks
+        if not self.shared:
+            moved = matrices * (12 + FORMS[self.form] + 12 / ranks) + others * (8 + 24 / ranks)
+        computed = alone.flops / ranks / FLOOR_TFLOPS + moved / FLOOR_TBPS
+        return max(computed, self.wire_bytes(ranks) / LINK_TBPS) / 1e9
+
+
+LISTED = tuple(Problem(model, form) for form in FORMS for model in ("nanochat-d20", "llama-1B"))
+SMALL = tuple(Problem("tiny", form) for form in FORMS)  # for a run on CPUs
+
+
+class RankCase:
+    """Parameters as this rank holds them, ours over them and AdamW over copies."""
+
+    def __init__(self, problem: Problem, built: Built, ranks: Ranks) -> None:
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self.problem, self.package, self.ranks = problem, built.package, ranks
+        self.own, self.common = (
+            torch.Generator(ranks.device).manual_seed(seed) for seed in (1 + ranks.rank, 0)
+        )
+        self.mesh = init_device_mesh(ranks.device.type, (ranks.count,))
+        self.matrices, self.others = (
+            [self._parameter(shape) for shape in shapes] for shapes in problem.shapes
+        )
+        self.ours = self._optimizer(self.matrices, self.others, alone=False)
+        self._make_baseline()
+
+    def _parameter(self, shape: tuple[int, ...]):
+        """With a gradient: rows of a DTensor, or a whole parameter and this rank's contribution."""
+        import torch
+        from torch.distributed.tensor import DTensor, Shard
+
+        def normal(shape, scale: float, generator):
+            made = torch.randn(shape, device=self.ranks.device, generator=generator)
+            return made.mul_(scale)
+
+        if not self.problem.shared:
+            param = torch.nn.Parameter(normal(shape, 0.02, self.common))
+            param.grad = normal(shape, 1e-3, self.own)
+            return param
+        rows, columns = shape
+        assert rows % self.ranks.count == 0
+
+        def placed(scale: float):
+            local = normal((rows // self.ranks.count, columns), scale, self.own)
+            return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False)
+
+        param = torch.nn.Parameter(placed(0.02))
+        param.grad = placed(1e-3)
+        return param
+
+    def _optimizer(self, matrices, others, *, alone: bool, dtype=None):
+        """Ours, for all ranks; `alone`, as one process would do the same."""
+        import torch
+
+        if self.problem.shared:
+            groups = [
+                {"params": matrices, "use_muon": True, "dtype": dtype},
+                {"params": others, "use_muon": False},
+            ]
+            # One process rounds to the wire of GPUs if asked: then nothing is left to differ.
+            wire = torch.float16 if alone and self.ranks.device.type == "cuda" else None
+            options = {"lr": LR, "weight_decay": DECAY, "none_grad": False, "wire_dtype": wire}
+            return self.package.Muon(groups, **options)
+        shared = {"weight_decay": DECAY}
+        groups = [
+            {"kind": "muon", "params": matrices, "lr": MUON_LR, "dtype": dtype, **shared},
+            {"kind": "adamw", "params": others, "lr": LR, **shared},
+        ]
+        if alone:
+            return self.package.MuonAdamW(groups)
+        half = torch.float16 if self.problem.form.endswith("fp16") else None
+        return self.package.DistMuonAdamW(groups, wire_dtype=half)
+
+    def _make_baseline(self) -> None:
+        """AdamW over what this rank holds; for unreduced gradients with one bucket of them."""
+        import torch
+
+        params = [*self.matrices, *self.others]
+        tensors = [_local(param.detach()) for param in params]
+        copies = [torch.nn.Parameter(tensor) for tensor in tensors]
+        self.bucket = None
+        for copied, param in zip(copies, params, strict=True):
+            copied.grad = _local(param.grad)
+        if not self.problem.shared:  # as DistributedDataParallel keeps them: views of one buffer
+            self.bucket = torch.cat([param.grad.flatten() for param in params])
+            pieces = self.bucket.split([param.numel() for param in params])
+            for copied, piece in zip(copies, pieces, strict=True):
+                copied.grad = piece.view(copied.shape)
+        self.adamw = torch.optim.AdamW(copies, lr=LR, weight_decay=DECAY, fused=True)
+        before = "" if self.problem.shared else "all-reduce of the gradients, "
+        held = "shards of all parameters" if self.problem.shared else "all parameters"
+        self.baseline_name = f"torch {torch.__version__}, {before}AdamW(fused=True) on {held}"
+
+    def baseline(self) -> None:
+        from torch import distributed
+
+        if self.bucket is not None:
+            # gloo has no mean; over CPUs the sum takes as long
+            mean = self.ranks.device.type == "cuda"
+            distributed.all_reduce(
+                self.bucket, getattr(distributed.ReduceOp, "AVG" if mean else "SUM")
+            )
+        self.adamw.step()
+
+    def compare(self) -> tuple[bool, float, float]:
+        """(gate, error of the first step, error of one process that iterates in bfloat16).
+
+        Both against one process with the mean gradients and the default iteration, of the first and
+        the last matrix of each shape, relative to their updates. The gate: at most a quarter of the
+        latter. Rows of AdamW must be those of one process up to float32, but where contributions
+        are rounded to float16, which turns the sign of elements near zero.
+        """
+        import torch
+
+        ends = ({p.shape: p for p in order} for order in (self.matrices[::-1], self.matrices))
+        chosen = [param for of_shape in ends for param in of_shape.values()]
+        samples = [(_whole(param.detach()).clone(), self._mean(param.grad)) for param in chosen]
+        table = self.others[0]
+        rows = [_local(t)[:ROWS].clone() for t in (table.detach(), table.grad)]
+        if not self.problem.shared:
+            rows[1] = self._mean(rows[1])
+        self.ours.step()
+        expected, rows_expected = self._alone(samples, rows)
+        coarse, _ = self._alone(samples, rows, dtype=torch.bfloat16)
+        found = [_whole(param.detach()) for param in chosen]
+        moves = [(new - old) for new, (old, _) in zip(expected, samples, strict=True)]
+        norm = _norm(moves)
+        error = _distance(found, expected) / norm
+        error_coarse = _distance(coarse, expected) / norm
+        rows_found = _local(table.detach())[:ROWS]
+        rows_error = _distance([rows_found], [rows_expected]) / _norm([rows_expected - rows[0]])
+        allowed = 0.05 if self.problem.form.endswith("fp16") else 1e-5
+        equal = [*map(torch.equal, [*found, rows_found], [*expected, rows_expected])]
+        self.verdict = (
+            f"{sum(equal)} of {len(equal)} tensors equal to the bit, error {error:.1e} (bfloat16 "
+            f"{error_coarse:.1e}), AdamW's {rows_error:.1e}"
+        )
+        wrong = not (error <= error_coarse / 4 and rows_error <= allowed)
+        return not self.ranks.largest(float(wrong)), self.ranks.largest(error), error_coarse
+
+    def _mean(self, contribution):
+        """The gradient that one process would have: added up in the order of the ranks."""
+        import torch
+        from torch import distributed
+
+        if self.problem.shared:
+            return _whole(contribution)
+        parts = [torch.empty_like(contribution) for _ in range(self.ranks.count)]
+        distributed.all_gather(parts, contribution.contiguous())
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total.mul_(1 / self.ranks.count)
+
+    def _alone(self, samples, rows, dtype=None):
+        """The sample after a step of one process."""
+        import torch
+
+        params = []
+        for value, grad in [*samples, rows]:
+            param = torch.nn.Parameter(value.clone())
+            param.grad = grad.clone()
+            params.append(param)
+        self._optimizer(params[:-1], params[-1:], alone=True, dtype=dtype).step()
+        return [param.detach() for param in params[:-1]], params[-1].detach()
+
+    def medians(self, rounds: int) -> tuple[float, float]:
+        """Milliseconds of a step of ours and of the baseline, by turns, on the slowest rank."""
+        calls = {"ours": self.ours.step, "baseline": self.baseline}
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(WARMUP + rounds):
+            for name, call in calls.items():
+                times[name].append(self.ranks.milliseconds(call))
+        ours, baseline = (statistics.median(taken[WARMUP:]) for taken in times.values())
+        return ours, baseline
+
+
+def _local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _norm(tensors) -> float:
+    return math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors))
+
+
+def _distance(found, expected) -> float:
+    pairs = zip(found, expected, strict=True)
+    return _norm([a.double() - b.double() for a, b in pairs])
+
+
+def measure(problem: Problem, built: Built, ranks: Ranks, rounds: int = TIMED) -> tuple[Row, str]:
+    """The row of one problem and its printed line."""
+    case = RankCase(problem, built, ranks)
+    good, error, error_baseline = case.compare()
+    if not good:
+        row = failed(problem.case)
+        return row, f"{row.case:<30} WRONG RESULTS, not timed: {case.verdict}"
+    peak_mb = ranks.added_mb(case.ours.step)
+    ms, baseline_ms = case.medians(rounds)
+    row = passed(
+        problem.case,
+        Measured(
+            ms=ms,
+            floor_ms=problem.floor_ms(ranks.count),
+            baseline=case.baseline_name,
+            baseline_ms=baseline_ms,
+            error=error,
+            error_baseline=error_baseline,
+            peak_mb=peak_mb,
+        ),
+    )
+    line = (
+        f"{row.case:<30}{ms:>8.2f}{row.floor_ms:>8.2f}{row.fraction_of_floor:>8.1%}"
+        f"{baseline_ms:>9.2f}{row.speedup:>7.2f}x{peak_mb:>9.0f}  {case.verdict}"
+    )
+    return row, line
+
+
+HEADING = (
+    f"{'case':<30}{'ms':>8}{'floor':>8}{'% floor':>8}{'AdamW':>9}{'x base':>8}{'peak MB':>9}"
+    "  against one process"
+)
+
+
+def rows(built: Built, ranks: Ranks) -> Iterator[tuple[Row, str]]:
+    """Every row of the file; on CPUs those of the tiny set."""
+    import torch
+
+    on_cpus = ranks.device.type == "cpu"
+    for problem in SMALL if on_cpus else LISTED:
+        yield measure(problem, built, ranks, rounds=1 if on_cpus else TIMED)
+        if not on_cpus:
+            torch.cuda.empty_cache()
+
+
+def scaling(measured: list[Row], single: Path, count: int) -> str:
+    """Against the result file of one GPU, if there is one."""
+    if not single.is_file():
+        return f"scaling from 1 GPU is not known: there is no {single}"
+    alone = {row["case"]: row.get("ms") for row in json.loads(single.read_text())["rows"]}
+    parts = []
+    for row in measured:
+        ms = alone.get(f"{row.case.split('/')[0]}/1gpu")
+        if row.ok and ms:
+            parts.append(f"{row.case} {ms / row.ms:.2f}x")
+    return f"faster than 1 GPU, by {count} ranks: {', '.join(parts)}"

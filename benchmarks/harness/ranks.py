@@ -1,0 +1,96 @@
+"""Several processes in one measurement: their group, and the time of what they do together."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+# Long enough for the first step of the largest set; a rank that fails must not hold up the others.
+TIMEOUT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of torchrun; alone without it."""
+
+    count: int
+    rank: int
+    device: Any  # torch.device of this rank
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def largest(self, value: float) -> float:
+        """The largest of every rank's values."""
+        import torch
+        from torch import distributed
+
+        found = torch.tensor(value, dtype=torch.float64, device=self.device)
+        distributed.all_reduce(found, distributed.ReduceOp.MAX)
+        return found.item()
+
+    def milliseconds(self, call: Callable[[], object]) -> float:
+        """Of a call that all ranks begin together, on the rank that takes longest."""
+        from torch import distributed
+
+        distributed.barrier()
+        return self.largest(_device_time(call) if self.device.type == "cuda" else _time(call))
+
+    def added_mb(self, call: Callable[[], object]) -> float:
+        """Device memory that a call adds at its peak, on the rank where that is most."""
+        from .memory_bound import added_mb
+
+        if self.device.type == "cuda":
+            return self.largest(added_mb(call))
+        call()
+        return 0.0
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """The ranks of torchrun in a group, NCCL on GPUs and gloo on CPUs, for as long as it lasts.
+
+    A group that is there already stays as it is.
+    """
+    import torch
+    from torch import distributed
+
+    here, arguments = torch.device("cpu"), {}
+    if device == "cuda":
+        here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(here)
+        arguments = {"device_id": here}
+    started = distributed.is_initialized()
+    if not started:
+        backend = "nccl" if device == "cuda" else "gloo"
+        distributed.init_process_group(backend, timeout=TIMEOUT, **arguments)
+    try:
+        yield Ranks(distributed.get_world_size(), distributed.get_rank(), here)
+    finally:
+        if not started:
+            distributed.destroy_process_group()
+
+
+def _time(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _device_time(call: Callable[[], object]) -> float:
+    """Between two events on an idle device, so that the host's share counts as in training."""
+    import torch
+
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop)

@@ -1,0 +1,327 @@
+"""QLoRA on a mixture of experts: 4-bit frozen experts, LoRA on top, no 16-bit stack at any time.
+
+    python examples/qlora_moe.py             # two layers of Qwen3-30B-A3B's shapes; wants a GPU
+    python examples/qlora_moe.py --tiny      # seconds on two CPU cores
+
+A Qwen3-MoE of transformers gets random weights: its experts are drawn and quantised to NF4 one by
+one, so that none of them exists in 16 bits for longer than that takes. LoRA on the experts is then
+trained on the source of Python's standard library, byte by byte; `--offload` keeps the experts in
+host memory, two layers of them on the device. Where there are a GPU and bitsandbytes, the time and
+the memory of a step stand beside those of the usual way: decode everything with bitsandbytes, then
+torch's grouped_mm. Random weights have nothing to be fine-tuned; the numbers are about the machine.
+
+It writes adapter/ (PEFT's format), loss.png and results.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from demo.config import DemoError
+from demo.corpus import read_corpus, windows
+from demo.device import device_name, prepare_device
+from demo.package import Package, load_package
+from finetune_moe_lora import Run, Size, plot, positive_integer
+from torch import Tensor, nn
+
+PROJECTIONS = ("gate_up_proj", "down_proj")
+BASELINE = "bitsandbytes_grouped_mm"
+MEASURED = 10  # steps
+
+
+def _size(layers: int, hidden: int, heads: tuple[int, int, int], experts: tuple, **rest: int):
+    query, key, head = heads
+    count, top_k, intermediate = experts
+    model = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": query,
+        "num_key_value_heads": key,
+        "head_dim": head,
+        "num_experts": count,
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": intermediate,
+        "intermediate_size": 2 * intermediate,
+    }
+    return Size(model, base_steps=0, **rest)
+
+
+SIZES = {
+    "tiny": _size(
+        2, 64, (2, 2, 32), (8, 2, 64), context=32, batch=8, lora_steps=60, max_bytes=1 << 20
+    ),
+    "real": _size(
+        2,
+        2048,
+        (32, 4, 128),
+        (128, 8, 768),
+        context=512,
+        batch=4,
+        lora_steps=100,
+        max_bytes=8 << 20,
+    ),
+}
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--tiny", action="store_true", help="the size of the tests")
+    add("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
+    add("--steps", type=positive_integer, help="of LoRA (default: the size's)")
+    add("--rank", type=positive_integer, default=16, help="of LoRA (default: 16)")
+    add("--alpha", type=float, default=32.0, help="the update is scaled by alpha / rank")
+    add("--lr", type=float, default=1e-2, help="peak learning rate (default: 1e-2)")
+    add("--nested", action="store_true", help="quantise absmax, too: 4.13 bits instead of 4.5")
+    add("--offload", action="store_true", help="keep the experts in host memory")
+    add("--corpus", type=Path, metavar="DIR", help="train on the *.py files below DIR")
+    add("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    add("--threads", type=positive_integer, help="CPU threads (default: torch's choice)")
+    add("--out-dir", type=Path, default=Path("qlora_out"), help="default: qlora_out")
+    return parser.parse_args(arguments)
+
+
+def build_model(
+    size: Size,
+    package: Package,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    seed: int,
+    nested: bool,
+) -> nn.Module:
+    """A random Qwen3-MoE over bytes, its experts quantised while they are drawn."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=256,
+        max_position_embeddings=size.context,
+        tie_word_embeddings=False,
+        output_router_logits=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        **size.model,
+    )
+    implementation = package.module.integrations.use_in_transformers()
+    with torch.device("meta"):  # shapes alone
+        model = Qwen3MoeForCausalLM._from_config(
+            config, experts_implementation=implementation, dtype=dtype
+        )
+    stacks = {}
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            for target in PROJECTIONS:
+                stacks[module, target] = tuple(getattr(module, target).shape)
+                delattr(module, target)
+    model.to_empty(device=device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1)  # a norm's
+            else:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+
+    def experts(count: int, rows: int, columns: int) -> Iterator[Tensor]:
+        for _ in range(count):
+            drawn = torch.randn(rows, columns, device=device, dtype=dtype, generator=generator)
+            yield drawn * columns**-0.5
+
+    quantized = package.module.moe.QuantizedExperts
+    for (module, target), shape in stacks.items():
+        stack = quantized.from_experts(experts(*shape), shape, device=device, nested=nested)
+        module.add_module(target, stack)
+    return model
+
+
+def dense_and_grouped(experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The usual way: both stacks decoded by bitsandbytes, split LoRA through grouped_mm."""
+    slots = torch.sort(index.flatten(), stable=True).indices
+    token = slots // index.shape[1]
+    ends = torch.bincount(index.flatten(), minlength=experts.num_experts).cumsum(0).int()
+    lora = experts.expert_lora.factors()
+
+    def product(rows: Tensor, stack: nn.Module, factors: Any) -> Tensor:
+        low = F.grouped_mm(rows, factors.a.to(rows.dtype).mT, offs=ends)
+        up = F.grouped_mm(low, factors.b.to(rows.dtype).contiguous().mT, offs=ends)
+        base = F.grouped_mm(rows, decode(stack, rows.dtype).mT, offs=ends)
+        return base + factors.scaling * up
+
+    gate, up = product(hidden[token], experts.gate_up_proj, lora.gate_up).chunk(2, -1)
+    out = product(F.silu(gate) * up, experts.down_proj, lora.down)
+    out = out * weights.flatten()[slots].unsqueeze(-1)
+    return torch.zeros_like(hidden).index_add(0, token, out.to(hidden.dtype))
+
+
+def decode(stack: nn.Module, dtype: torch.dtype) -> Tensor:
+    """A whole stack in 16 bits, by bitsandbytes from the same bytes."""
+    from bitsandbytes import functional
+
+    state = functional.QuantState(
+        absmax=stack.absmax.data,
+        shape=stack.shape,
+        code=functional.get_4bit_type(stack.quant_type, device=stack.device),
+        blocksize=stack.blocksize,
+        quant_type=stack.quant_type,
+        dtype=dtype,
+    )
+    return functional.dequantize_4bit(stack.packed.data.view(-1, 1), state).view(stack.shape)
+
+
+def measure(step: Callable[[], None]) -> dict[str, float]:
+    """Milliseconds and peak memory of a training step, in MB above what stands before it."""
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(MEASURED + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+    peak = torch.cuda.max_memory_allocated() - before
+    return {"ms": statistics.median(times), "peak_mb": peak / 1e6, "weights_mb": before / 1e6}
+
+
+def compare(run: Run, package: Package) -> dict[str, dict[str, float]] | str:
+    """Our step and the usual one over the same model, or why there is no comparison."""
+    if run.device.type != "cuda":
+        return "no comparison: bitsandbytes and grouped_mm are compared on a CUDA device"
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return "no comparison: bitsandbytes is not installed"
+    from transformers.integrations.moe import ExpertsInterface
+
+    starts = run.corpus.train_starts(
+        seed=run.seed, steps=1, batch=run.size.batch, context=run.size.context
+    )[0]
+    batch = windows(run.corpus.train, starts, run.size.context)
+    trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+
+    def step() -> None:
+        torch.autograd.grad(run.loss(*batch), trained)
+
+    torch.use_deterministic_algorithms(False)  # which would slow the other way's index_add
+    found = {"ours": measure(step)}
+    ExpertsInterface.register(BASELINE, dense_and_grouped)
+    run.model.set_experts_implementation(BASELINE)
+    try:
+        found["bitsandbytes + grouped_mm"] = measure(step)
+    finally:
+        run.model.set_experts_implementation(package.module.integrations.use_in_transformers())
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return found
+
+
+def report(measured: dict[str, dict[str, float]] | str) -> str:
+    """A table of `compare`."""
+    if isinstance(measured, str):
+        return measured
+    lines = [f"{'a training step':<28}{'ms':>9}{'peak MB':>10}"]
+    lines += [f"{k:<28}{v['ms']:>9.2f}{v['peak_mb']:>10.0f}" for k, v in measured.items()]
+    ours, usual = measured.values()
+    lines.append(
+        f"{usual['ms'] / ours['ms']:.2f} times as fast, "
+        f"{ours['peak_mb'] / usual['peak_mb']:.0%} of the memory"
+    )
+    return "\n".join(lines)
+
+
+def train(
+    options: argparse.Namespace, size: Size, device: torch.device, package: Package
+) -> dict[str, Any]:
+    """The model, its training, the files and the comparison."""
+    corpus = read_corpus(
+        options.corpus, context=size.context, max_bytes=size.max_bytes, device=device
+    )
+    folder, module = options.out_dir, package.module
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = build_model(size, package, device, dtype, seed=options.seed, nested=options.nested)
+    module.integrations.attach_lora(model, options.rank, options.alpha)
+    run = Run(
+        "LoRA",
+        model=model,
+        corpus=corpus,
+        size=size,
+        steps=options.steps or size.lora_steps,
+        lr=options.lr,
+        seed=options.seed,
+        device=device,
+    )
+    measured = "no comparison: it decodes the same absmax, which is nested here"
+    if not options.nested:
+        measured = compare(run, package)
+    offload = module.moe.ExpertOffload(model) if options.offload else None
+    run.run()
+    module.integrations.save_peft_adapter(model, folder / "adapter")
+    plot(folder / "loss.png", (run,))
+
+    experts = [m for m in model.modules() if isinstance(m, module.moe.QuantizedExperts)]
+    packed = sum(p.nbytes for m in experts for p in m.parameters())
+    elements = sum(m.shape.numel() for m in experts)
+    print(
+        f"{elements:,} weights of experts in {packed / 1e6:,.1f} MB "
+        f"({8 * packed / elements:.2f} bits each; {2 * elements / 1e6:,.0f} MB in 16 bits)\n"
+        f"held-out loss: {run.held_out[0][1]:.3f} to {run.held_out[-1][1]:.3f} nats per byte\n"
+        f"{report(measured)}"
+    )
+    if offload is not None:
+        print(f"{offload.transfers} layers were copied to the device, {offload.waits} of them late")
+    return {
+        "package": package.describe(),
+        "device": device_name(device),
+        "experts": {"elements": elements, "bytes": packed},
+        "train": run.train,
+        "held_out": run.held_out,
+        "comparison": measured,
+        "transfers": None if offload is None else offload.transfers,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    options = parse(arguments)
+    size = SIZES["tiny" if options.tiny else "real"]
+    try:
+        device = prepare_device(options.device, threads=options.threads)
+        torch.use_deterministic_algorithms(True, warn_only=True)  # transformers has others too
+        package = load_package(device)
+        print(f"{package.repo_id} version {package.version}, {package.variant}")
+        print(f"on {device_name(device)}")
+        results = train(options, size, device, package)
+        (options.out_dir / "results.json").write_text(json.dumps(results, indent=1))
+    except DemoError as error:
+        print(f"qlora_moe: {error}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        print(
+            f"qlora_moe: {error}; it needs transformers, safetensors and matplotlib "
+            "(`make setup` installs them)",
+            file=sys.stderr,
+        )
+        return 2
+    except KeyboardInterrupt:
+        print("qlora_moe: stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,304 @@
+"""Train a byte-level transformer on several ranks with FSDP2 and Muon, with checkpoints.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_fsdp2.py              # GPUs, else CPU
+    torchrun --standalone --nproc-per-node 8 examples/train_fsdp2.py --channels 1024 --layers 16
+    torchrun ... examples/train_fsdp2.py --resume      # go on, on any number of ranks
+
+Parameters, gradients and state are shards; `Muon` sees that from the parameters alone. Checkpoints
+are written by torch.distributed.checkpoint, with --async-save while training goes on. SIGINT or
+SIGTERM, as at the end of a cluster's time slot, saves and stops. The text is the source of Python's
+standard library, found on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from demo.checkpoint import differences
+from demo.config import DemoError, RunConfig
+from demo.corpus import Corpus, read_corpus, windows
+from demo.device import device_name, has_bfloat16, prepare_device
+from demo.model import Decoder, ModelConfig
+from demo.package import load_first
+from demo.report import smooth
+from demo.sharded_checkpoint import ShardedCheckpoints
+from demo.training import learning_rate_factor
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from tqdm import tqdm
+
+INTERRUPTED = 130  # exit status, as the shell gives it for Ctrl-C
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--optimizer", choices=("Muon", "MuonAdamW"), default="Muon")
+    add("--lr", type=float, default=8e-3, help="peak learning rate of all parameters")
+    add("--steps", type=int, default=300)
+    add("--layers", type=int, default=4)
+    add("--channels", type=int, default=128)
+    add("--heads", type=int, default=4)
+    add("--batch", type=int, default=24, help="sequences per step, of all ranks together")
+    add("--context", type=int, default=128, help="tokens per sequence")
+    add("--seed", type=int, default=0, help="of the weights and the batches")
+    add("--replicas", type=int, default=1, help="copies of the model (HSDP), each in shards")
+    add("--corpus", type=Path, help="folder of Python files; default: the standard library's")
+    add("--out-dir", type=Path, default=Path("demo_out/fsdp2"))
+    add("--save-every", type=int, default=100, help="steps between checkpoints")
+    add("--async-save", action="store_true", help="write checkpoints while training goes on")
+    add("--report-every", type=int, default=10, help="steps between reports of the loss")
+    add("--resume", action="store_true", help="go on from the newest checkpoint in --out-dir")
+    add("--device", choices=("cpu", "cuda"), help="default: CUDA where it is, else the CPU")
+    return parser.parse_args(arguments)
+
+
+def run_config(options: argparse.Namespace, device: torch.device) -> RunConfig:
+    """What decides the numbers of the run, except for how many ranks add up the gradients."""
+    return RunConfig(
+        optimizer=options.optimizer,
+        lr=options.lr,
+        model=ModelConfig(options.layers, options.channels, options.heads, options.context),
+        batch=options.batch,
+        steps=options.steps,
+        eval_sequences=16,
+        autocast=has_bfloat16(device),
+        seed=options.seed,
+    )
+
+
+def sharded_model(run: RunConfig, device: torch.device, replicas: int) -> nn.Module:
+    """The same model on all ranks, then a shard of it on each."""
+    world = distributed.get_world_size()
+    if world % replicas or run.batch % world:
+        raise DemoError(
+            f"{world} ranks: --replicas {replicas} must divide them, and they --batch {run.batch}"
+        )
+    mesh = init_device_mesh(
+        device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard")
+    )
+    kept = torch.bfloat16 if run.autocast else None  # parameters and their shards stay float32
+    options: dict[str, Any] = {
+        "mesh": mesh if replicas > 1 else mesh["shard"],
+        "mp_policy": MixedPrecisionPolicy(param_dtype=kept, reduce_dtype=torch.float32),
+    }
+    model = Decoder(run.model, seed=run.seed).to(device)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def build_optimizer(opt: Any, run: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Muon for the matrices of the blocks, AdamW for the rest, at one learning rate."""
+    muon, adamw = opt.get_default_muon_param_groups(model)
+    if run.optimizer == "Muon":
+        return opt.Muon([muon, adamw], lr=run.lr, weight_decay=run.weight_decay)
+    muon["adjust_lr_fn"] = "match_rms_adamw"  # so that one learning rate serves both groups
+    shared = {"lr": run.lr, "weight_decay": run.weight_decay}
+    return opt.MuonAdamW([muon | shared, adamw | shared])
+
+
+class Training:
+    """Model, optimizer and data of this rank, the step that joins them, and the curve."""
+
+    def __init__(
+        self, opt: Any, run: RunConfig, corpus: Corpus, device: torch.device, replicas: int
+    ) -> None:
+        self.run, self.corpus, self.device = run, corpus, device
+        self.model = sharded_model(run, device, replicas)
+        self.optimizer = build_optimizer(opt, run, self.model)
+        context = run.model.context
+        starts = corpus.train_starts(
+            seed=run.seed, steps=run.steps, batch=run.batch, context=context
+        )  # (steps, B)
+        world, rank = distributed.get_world_size(), distributed.get_rank()
+        self.starts = starts.chunk(world, dim=1)[rank]
+        self.held_out = corpus.held_out_batch(sequences=run.eval_sequences, context=context)
+        # In the checkpoint: how many steps are done and their losses, means over all ranks.
+        self.curve = {
+            "step": torch.tensor(0),
+            "losses": torch.zeros(run.steps, dtype=torch.float64),
+        }
+        self._recent: list[Tensor] = []
+
+    @property
+    def done(self) -> int:
+        """Steps whose loss was reported."""
+        return int(self.curve["step"])
+
+    def step(self, index: int) -> None:
+        """One training step on this rank's share of the batch."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.run.lr * learning_rate_factor(index, self.run)
+        tokens, targets = windows(self.corpus.train, self.starts[index], self.run.model.context)
+        loss = self.model(tokens, targets)
+        loss.backward()  # FSDP2 leaves the mean over all ranks
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.run.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._recent.append(loss.detach())
+
+    def report(self, stop: bool) -> bool:
+        """Add the steps since the last report to the curve; whether any rank wants to stop."""
+        told = torch.stack([*self._recent, torch.tensor(float(stop), device=self.device)]).double()
+        distributed.all_reduce(told)
+        *losses, stops = (told / distributed.get_world_size()).tolist()
+        self.curve["losses"][self.done : self.done + len(losses)] = torch.tensor(
+            losses, dtype=torch.float64
+        )
+        self.curve["step"] += len(losses)
+        self._recent = []
+        return stops > 0
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Held-out loss, the same on all ranks."""
+        return self.model(*self.held_out).item()
+
+
+class StopSignals:
+    """Turns the first SIGINT or SIGTERM into a wish to stop; a second one stops at once."""
+
+    def __enter__(self) -> StopSignals:
+        self.received = False
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self.previous = {number: signal.signal(number, self._receive) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: object) -> None:
+        self.received = True
+        signal.signal(number, self.previous[number])
+
+
+def train(
+    training: Training, checkpoints: ShardedCheckpoints, options: argparse.Namespace
+) -> float | None:
+    """Train to the end or to a signal; the held-out loss, or None if a signal came."""
+    steps, first = training.run.steps, training.done
+    stop = False
+    rank = distributed.get_rank()
+    with StopSignals() as signals, tqdm(total=steps, initial=first, disable=rank > 0) as bar:
+        for index in range(first, steps):
+            training.step(index)
+            bar.update()
+            done = index + 1
+            save = done % options.save_every == 0 or done == steps
+            if save or done % options.report_every == 0:
+                stop = training.report(signals.received)
+                recent = training.curve["losses"][max(0, done - options.report_every) : done]
+                bar.set_postfix_str(f"loss {recent.mean():.3f}", refresh=False)
+            if save or stop:
+                checkpoints.save(training.model, training.optimizer, training.curve, done)
+            if stop and done < steps:
+                break
+        checkpoints.wait()
+    return training.evaluate() if training.done == steps else None
+
+
+def begin(training: Training, options: argparse.Namespace) -> ShardedCheckpoints:
+    """Load the newest checkpoint if asked to; else forget those of an earlier run."""
+    identity = {
+        "run": vars(training.run) | {"model": vars(training.run.model)},
+        "corpus": training.corpus.digest,
+    }
+    described = options.out_dir / "run.json"
+    checkpoints = ShardedCheckpoints(
+        options.out_dir / "checkpoints", in_background=options.async_save
+    )
+    if not options.resume:
+        checkpoints.clear()
+        if distributed.get_rank() == 0:
+            options.out_dir.mkdir(parents=True, exist_ok=True)
+            described.write_text(json.dumps(identity))
+        return checkpoints
+    newest = checkpoints.newest()
+    if newest is None:
+        raise DemoError(f"cannot resume: {options.out_dir} holds no checkpoint")
+    different = list(differences(json.loads(described.read_text()), identity))
+    if different:
+        raise DemoError(f"cannot resume: {newest} is of another run: {'; '.join(different)}")
+    checkpoints.load(training.model, training.optimizer, training.curve, newest)
+    return checkpoints
+
+
+def write_results(folder: Path, run: RunConfig, losses: list[float], held_out: float) -> None:
+    """The loss curve as numbers and as a plot."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a terminal has no display
+    from matplotlib import pyplot
+
+    (folder / "results.json").write_text(json.dumps({"train": losses, "held_out": held_out}))
+    figure, axes = pyplot.subplots(layout="constrained")
+    axes.plot(range(1, len(losses) + 1), smooth(losses, span=run.eval_every))
+    axes.set_xlabel("step")
+    axes.set_ylabel("train loss, nats per byte")
+    axes.set_title(f"{run.optimizer}, lr {run.lr:g}: held-out loss {held_out:.3f}")
+    axes.grid(alpha=0.3)
+    figure.savefig(folder / "loss.png", dpi=150)
+    pyplot.close(figure)
+
+
+def run(options: argparse.Namespace) -> int:
+    """One rank's run; returns its exit status."""
+    kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = prepare_device(f"cuda:{local}" if kind == "cuda" else "cpu", threads=None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not distributed.is_initialized():
+        if "RANK" not in os.environ:
+            raise DemoError(
+                "start it with torchrun, for instance: torchrun --standalone "
+                "--nproc-per-node 2 examples/train_fsdp2.py"
+            )
+        # gloo beside NCCL: saving in the background talks on the CPU.
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    package, _ = load_first([device])
+    config = run_config(options, device)
+    corpus = read_corpus(options.corpus, context=options.context, max_bytes=2**22, device=device)
+    training = Training(package.module, config, corpus, device, options.replicas)
+    checkpoints = begin(training, options)
+    if distributed.get_rank() == 0:
+        print(
+            f"{package.variant} on {distributed.get_world_size()} x {device_name(device)}, "
+            f"from step {training.done}"
+        )
+    held_out = train(training, checkpoints, options)
+    if distributed.get_rank() == 0:
+        if held_out is None:
+            print(f"stopped and saved after {training.done} steps; go on with --resume")
+        else:
+            write_results(options.out_dir, config, training.curve["losses"].tolist(), held_out)
+            print(f"held-out loss after {config.steps} steps: {held_out:.6f} nats/byte")
+    return INTERRUPTED if held_out is None else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    started = distributed.is_initialized()
+    try:
+        return run(parse(arguments))
+    except DemoError as error:
+        print(f"train_fsdp2: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if distributed.is_initialized() and not started:
+            distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""The benchmark of steps on several ranks, away from GPUs: its gate, its baseline, its table."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..conftest import ROOT
+from ._ranks import same_everywhere
+from .test_sharing import module_of
+
+pytestmark = pytest.mark.dist
+
+
+def harness(name: str):
+    """A module as run.py imports it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def table(opt, out: Path) -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        wrong = harness("run").measure_on_ranks(out, draft=False, device="cpu")
+    return wrong, printed.getvalue()
+
+
+def test_every_form_is_right_on_cpus(ranks, tmp_path) -> None:
+    """Equal to one process to the bit where the wire rounds nothing; nothing is written."""
+    answers = ranks(2).run(table, tmp_path)
+    assert [wrong for wrong, _ in answers] == [0, 0]
+    lines = answers[0][1].splitlines()
+    assert not any(text for _, text in answers[1:])  # the first rank speaks
+    rows = {line.split()[0]: line for line in lines if line.startswith("tiny/")}
+    assert list(rows) == ["tiny/fsdp2", "tiny/unreduced-fp32", "tiny/unreduced-fp16"]
+    for form in ("fsdp2", "unreduced-fp32"):
+        assert "7 of 7 tensors equal to the bit, error 0.0e+00" in rows[f"tiny/{form}"]
+    assert "0 wrong; geometric means" in lines[-1]
+    assert not any(tmp_path.iterdir())
+
+
+def spoiled(opt, form: str, name: str, target: str) -> tuple[bool, str]:
+    """Whether a row is ok where rank 1's part of the work goes wrong, and its line."""
+    step, ranks = harness("harness.distributed_step"), harness("harness.ranks")
+    built = harness("harness.package").Built(opt, "0" * 40, True)
+    module = module_of(opt, name)
+    original = getattr(module, target)
+    with ranks.joined("cpu") as here:
+
+        def wrong(first, *arguments, **options):
+            result = original(first, *arguments, **options)
+            if here.rank == 1 and target == "orthogonalize":
+                result *= 1.01
+            elif here.rank == 0 and target == "adamw_on":
+                first[0].add_(1e-5)
+            return result
+
+        setattr(module, target, wrong)
+        try:
+            row, line = step.measure(step.Problem("tiny", form), built, here, rounds=1)
+        finally:
+            setattr(module, target, original)
+    return row.ok, line
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "target"),
+    [
+        ("fsdp2", "optimizers.shared_step", "orthogonalize"),
+        ("unreduced-fp16", "optimizers.unreduced_step", "orthogonalize"),
+        ("unreduced-fp32", "optimizers.unreduced_step", "adamw_on"),
+    ],
+)
+def test_the_gate_finds_wrong_updates(ranks, form, name, target) -> None:
+    """Updates of one owner that are too long by a hundredth, rows of one that are off a little."""
+    for good, line in ranks(2).run(spoiled, form, name, target):
+        assert not good
+        assert "WRONG RESULTS, not timed" in line
+
+
+def baselines(opt) -> list[float]:
+    """AdamW of the baseline has the mean of the gradients: the sum over CPUs."""
+    import torch
+    from torch import distributed
+
+    step, ranks = harness("harness.distributed_step"), harness("harness.ranks")
+    built = harness("harness.package").Built(opt, "0" * 40, True)
+    with ranks.joined("cpu") as here:
+        case = step.RankCase(step.Problem("tiny", "unreduced-fp32"), built, here)
+        total = case.matrices[0].grad.clone()
+        distributed.all_reduce(total)
+        kept = [param.grad.clone() for param in case.matrices]
+        case.baseline()
+        first = case.adamw.param_groups[0]["params"][0]
+        assert torch.equal(first.grad, total)
+        assert all(map(torch.equal, kept, (param.grad for param in case.matrices)))
+        assert first.data_ptr() == case.matrices[0].data_ptr()
+    return [first.sum().item()]
+
+
+def test_the_baseline_reduces_gradients_of_its_own(ranks) -> None:
+    same_everywhere(ranks(2).run(baselines))

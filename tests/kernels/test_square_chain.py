@@ -1,0 +1,200 @@
+"""square_chain: the bits of product by product, upper storage alone touched, any batch, no hang."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .._compare import assert_same_bits, relative_error
+from ._chains import CHAINS, definition, operand
+
+HALF = torch.float16
+BLOCK = 128
+SIDES = (8, 64, 136, 512, 520, 768, 1000, 1024)
+
+
+@pytest.fixture(scope="session")
+def module(submodule):
+    return submodule("kernels.square_chain")
+
+
+@pytest.fixture(scope="session")
+def hopper(device):
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("machine code for compute capability 9.0")
+
+
+on_hopper = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+
+
+def test_it_serves_float16_on_hopper_alone(module):
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert not module.serves(1000, 512, dtype, torch.device("cpu"))
+    assert [module.tiles(m) for m in (1, 128, 129, 512, 1000, 1024)] == [1, 1, 3, 10, 36, 36]
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_reference_is_the_definition(submodule, name):
+    reference = submodule("reference.square_chain")
+    x, scale = operand(3, 40, HALF, torch.device("cpu"))
+    expected = definition(x, CHAINS[name], scale, HALF)
+    assert relative_error(reference.square_chain(x, CHAINS[name], scale), expected) < 2.0**-8
+
+
+class TestOnHopper:
+    pytestmark = on_hopper
+
+    def test_what_it_serves(self, module, device):
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        assert module.serves(count, 512, HALF, device)
+        assert not module.serves(count // 10, 512, HALF, device)  # ten tiles each
+        assert not module.serves(count, 512, torch.bfloat16, device)
+
+    @pytest.mark.parametrize("name", CHAINS)
+    @pytest.mark.parametrize("m", SIDES)
+    def test_bits_are_those_of_product_by_product(self, module, device, m, name):
+        """Any groups; what lies below the diagonal or outside is neither read nor written."""
+        squares = CHAINS[name]
+        for batch in (1, 2, 7, 48, 300):
+            if batch * m * m > 2**27:
+                continue
+            x, scale = operand(batch, m, HALF, device, seed=m + batch)
+            expected = one_by_one(module, x, squares, scale)
+            for groups in {0, 1, min(batch, 5)}:
+                found = framed_chain(module, x, squares, scale, groups)
+                assert torch.equal(found, above(expected)), (batch, groups)
+
+    @pytest.mark.parametrize("name", CHAINS)
+    def test_definition(self, module, device, name):
+        x, scale = operand(3, 136, HALF, device)
+        expected = definition(x, CHAINS[name], scale, HALF)
+        result = module.square_chain(x.clone(), CHAINS[name], scale)
+        assert relative_error(above(result), above(expected)) < 2.0**-8
+        small = x / 1024  # every eigenvalue below 1, without factors
+        expected = definition(small, CHAINS["second"], None, HALF)
+        result = module.square_chain(small, CHAINS["second"])
+        assert relative_error(above(result), above(expected)) < 2.0**-8
+
+    def test_nan_stays_in_its_matrix_and_zeros_give_the_constant(self, module, device):
+        x, scale = operand(4, 136, HALF, device)
+        clean = above(module.square_chain(x.clone(), CHAINS["second"], scale))
+        x[1, 3, 4] = x[1, 4, 3] = torch.nan
+        x[2] = 0
+        constant = definition(x[2:3], CHAINS["second"], None, HALF)[0]
+        result = module.square_chain(x, CHAINS["second"], scale)
+        assert above(result, torch.nan)[1].isnan().all()
+        assert_same_bits(above(result)[[0, 3]], clean[[0, 3]])
+        assert torch.equal(above(result)[2].double(), above(constant))
+
+    def test_two_streams_with_delays(self, module, device):
+        """Launches share the device; a wait for a tile of a block without a place would hang."""
+        squares = CHAINS["first"]
+        sets = [operand(batch, 512, HALF, device, seed=batch) for batch in (40, 41, 3)]
+        expected = [above(one_by_one(module, x, squares, scale)) for x, scale in sets]
+        streams = [torch.cuda.Stream(device) for _ in sets]
+        for turn in range(20):
+            found = []
+            for k, (stream, (x, scale)) in enumerate(zip(streams, sets, strict=True)):
+                stream.wait_stream(torch.cuda.current_stream(device))
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep((turn * 7919 + k * 104729) % 60_000)
+                    found.append(module.square_chain(x.clone(), squares, scale))
+            torch.cuda.synchronize(device)
+            assert all(map(torch.equal, map(above, found), expected)), turn
+
+    def test_graph_capture_replays_with_new_contents(self, module, device):
+        x, scale = operand(6, 200, HALF, device)
+        module.square_chain(x.clone(), CHAINS["second"], scale)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = module.square_chain(x.clone(), CHAINS["second"], scale)
+        for seed in (1, 2):
+            fresh = operand(6, 200, HALF, device, seed=seed)
+            x.copy_(fresh[0])
+            scale.copy_(fresh[1])
+            graph.replay()
+            expected = one_by_one(module, x, CHAINS["second"], scale)
+            assert_same_bits(above(out), above(expected))
+
+    def test_opcheck(self, module, ops, device):
+        x, scale = operand(2, 24, HALF, device)
+        numbers = [0], [0.5], [2.0], [3.0]
+        arguments = ([x, torch.empty_like(x)], [1], *numbers, scale, 0)
+        torch.library.opcheck(ops.square_chain.default, arguments)
+
+    def test_what_the_op_refuses(self, ops, device):
+        x, scale = operand(2, 64, HALF, device)
+        shifted = torch.empty(2, 64, 72, device=device, dtype=HALF)[..., 1:65]
+        numbers = [0], [1.0], [1.0], [0.0]
+        cases = {
+            "TMA cannot use a buffer": ([shifted, x], [1], *numbers, None, 0),
+            "m must be a multiple of 8": ([x[:, :60, :60], x[:, :60, :60]], [1], *numbers, None, 0),
+            "a place holds what this product": ([x, x.clone()], [0], *numbers, None, 0),
+            "there must be 2 to 6 buffers": ([x], [0], *numbers, None, 0),
+            "buffers must be float16": ([x.float(), x.float()], [1], *numbers, None, 0),
+            "one shape, dtype and device": ([x, x[:1]], [1], *numbers, None, 0),
+            "scale must be": ([x, x.clone()], [1], *numbers, scale[:1], 0),
+            "there must be 1 to 8 squares": ([x, x.clone()], [], [], [], [], [], None, 0),
+        }
+        before = x.clone()
+        for message, arguments in cases.items():
+            with pytest.raises(RuntimeError, match=message):
+                ops.square_chain(*arguments)
+        assert_same_bits(x, before)
+
+    @pytest.mark.parametrize(
+        "shape", [(14, 512, 640), (7, 768, 768), (50, 1300, 200), (140, 128, 256)]
+    )
+    def test_an_iteration_gives_the_same_bits(self, opt, submodule, device, monkeypatch, shape):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+        iteration = submodule("orthogonalize.gram_polynomial")
+        assert iteration.runs_chain(x.half())
+        found = opt.orthogonalize(x, method="gram_polynomial")
+        monkeypatch.setattr(iteration, "runs_chain", lambda x: False)
+        assert_same_bits(found, opt.orthogonalize(x, method="gram_polynomial"))
+        few = opt.orthogonalize(x[:1], method="gram_polynomial")  # not in one launch
+        assert_same_bits(few, found[:1])
+
+
+@pytest.fixture
+def ops(submodule):
+    return submodule("_ops").ops
+
+
+def below(m: int, device: torch.device) -> torch.Tensor:
+    """(m, m): whether an element lies in a block below the diagonal."""
+    block = torch.arange(m, device=device) // BLOCK
+    return block[:, None] > block
+
+
+def above(x: torch.Tensor, filling: float = 0.0) -> torch.Tensor:
+    """x (..., m, m) with `filling` in the blocks below the diagonal."""
+    return x.masked_fill(below(x.shape[-1], x.device), filling)
+
+
+def framed_chain(module, x, squares, scale, groups: int) -> torch.Tensor:
+    """The chain in buffers of NaN, which all stay NaN outside of upper storage."""
+    batch, m, _ = x.shape
+    places, count = module.places_of([square[0] for square in squares])
+    whole = [x.new_full((batch, m + 1, m + 8), torch.nan) for _ in range(count)]
+    buffers = [buffer[:, :m, :m] for buffer in whole]
+    buffers[0].copy_(above(x, torch.nan))
+    columns = [[square[k] for square in squares] for k in range(4)]
+    module.ops.square_chain(buffers, places, *columns, scale, groups)
+    lower = below(m, x.device)
+    for frame, inside in zip(whole, buffers, strict=True):
+        assert frame[:, m:].isnan().all() and frame[:, :, m:].isnan().all()
+        assert inside[:, lower].isnan().all()
+    return above(buffers[places[-1]])
+
+
+def one_by_one(module, x, squares, scale) -> torch.Tensor:
+    """The same by symmetric_matmul, on whole matrices."""
+    terms = [x]
+    for j, (i, alpha, beta, delta) in enumerate(squares):
+        powers = (2 if j == 0 else 0, 1 if i == 0 else 0)
+        out = torch.empty_like(x)
+        options = (alpha, beta, delta, -1, scale, *powers)
+        module.ops.symmetric_matmul(terms[j], terms[j], terms[i], out, *options)
+        terms.append(out)
+    return terms[-1]

@@ -1,0 +1,206 @@
+"""ExpertOffload: the same bits from host memory, two layers at a time, in the order of use."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from .._compare import assert_same_bits
+
+LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 5, 4, 64, 32, 2, 6
+
+
+class Model(nn.Module):
+    """Residual layers of 4-bit experts with LoRA."""
+
+    def __init__(self, opt, device, layers: int = LAYERS, nested: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.routes = []
+        self.layers = nn.ModuleList()
+        for _ in range(layers):
+            experts = opt.moe.Experts(EXPERTS, HIDDEN, INTERMEDIATE)
+            experts.add_adapter(r=4, alpha=8)
+            for name, parameter in experts.expert_lora.named_parameters():
+                if "lora_B" in name:  # zero at first
+                    nn.init.normal_(parameter, std=0.1)
+            for name in ("gate_up_proj", "down_proj"):
+                weight = experts._parameters.pop(name)
+                stack = opt.moe.QuantizedExperts.from_weight(weight, nested=nested)
+                experts.add_module(name, stack)
+            self.layers.append(experts)
+            ids = torch.randn(TOKENS, EXPERTS).topk(TOP_K, -1).indices
+            self.routes.append((ids.to(device), torch.rand(TOKENS, TOP_K).to(device)))
+        self.to(device)
+
+    def forward(self, x: torch.Tensor, *, recompute: bool = False, reentrant: bool = False):
+        for layer, route in zip(self.layers, self.routes, strict=True):
+            if recompute:
+                x = x + checkpoint(layer, x, *route, use_reentrant=reentrant)
+            else:
+                x = x + layer(x, *route)
+        return x
+
+
+def batch(device) -> torch.Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(2)).to(device)
+
+
+def step(model: nn.Module, x: torch.Tensor, **options) -> dict[str, torch.Tensor]:
+    """The output and the gradients of one training step."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    out = model(x, **options)
+    out.square().sum().backward()
+    found = {"out": out.detach(), "x": x.grad}
+    return found | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_same_bits(found[name], value)
+
+
+@pytest.fixture
+def model(opt, device):
+    return Model(opt, device)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"recompute": True}, {"recompute": True, "reentrant": True}],
+    ids=["plain", "checkpoint", "reentrant"],
+)
+def test_training_is_the_same_to_the_bit(opt, device, model, options):
+    """Every layer gets its own experts, forward, recomputed and backward, in every step."""
+    x = batch(device)
+    expected = step(model, x, **options)
+    assert len(expected) == 2 + 4 * LAYERS
+    offload = opt.moe.ExpertOffload(model)
+    for _ in range(3):
+        assert_equal(step(model, x, **options), expected)
+        assert len(offload.resident) == 2
+
+
+def test_training_fetches_ahead_and_no_more_than_needed(opt, device, model):
+    """A step fetches all layers but two, forward and backward; after one step none is late."""
+    offload = opt.moe.ExpertOffload(model)
+    x = batch(device)
+    step(model, x)
+    assert offload.waits == 1  # the very first layer
+    assert set(offload.resident) == {"layers.0", "layers.1"}  # where the next step begins
+    for _ in range(2):
+        before, late = offload.transfers, offload.waits
+        step(model, x)
+        assert offload.transfers - before == 2 * (LAYERS - 2)
+        assert offload.waits == late
+
+
+def test_evaluation_starts_again_at_the_first_layer(opt, device, model):
+    offload = opt.moe.ExpertOffload(model)
+    x = batch(device)
+    with torch.no_grad():
+        model(x)
+        model(x)  # learns what follows the last layer
+        before, late = offload.transfers, offload.waits
+        model(x)
+        model(x)
+    assert offload.transfers - before == 2 * LAYERS and offload.waits == late
+
+
+def test_a_wrong_guess_costs_a_copy_alone(opt, device, model):
+    """Layers in another order, some twice, some left out."""
+    x = batch(device)
+    order = [3, 1, 1, 4, 0, 3, 2, 4, 0]
+
+    def run() -> torch.Tensor:
+        y = x
+        for index in order:
+            y = y + model.layers[index](y, *model.routes[index])
+        return y
+
+    expected = run()
+    opt.moe.ExpertOffload(model)
+    assert_same_bits(run(), expected)
+    assert_same_bits(run(), expected)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_what_fits_is_fetched_once(opt, device, layers):
+    model = Model(opt, device, layers)
+    expected = step(model, batch(device))
+    offload = opt.moe.ExpertOffload(model)
+    for _ in range(2):
+        assert_equal(step(model, batch(device)), expected)
+    assert offload.transfers == layers
+
+
+def test_on_and_off_at_any_time(opt, device, model):
+    """Between forward and backward, too: backward finds the experts where they are."""
+    x = batch(device)
+    expected = step(model, x)
+    offload = opt.moe.ExpertOffload(model)
+    for switch in (offload.turn_off, offload.turn_on, offload.turn_on, offload.turn_off):
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        out = model(leaf)
+        switch()
+        out.square().sum().backward()
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert_equal(found | {"x": leaf.grad, "out": out.detach()}, expected)
+    assert not offload.is_on and offload.resident == ()
+    assert {p.device.type for p in model.parameters()} == {torch.device(device).type}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_state_dicts_travel_while_it_is_on(opt, device, nested):
+    """Saved as without it, and what is loaded is used at once, on the device as well."""
+    model, other = (Model(opt, device, 3, nested) for _ in range(2))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            if parameter.dtype == torch.uint8 and parameter.numel() > 512:
+                parameter.copy_(parameter.flip(0))
+    expected = step(other, batch(device))
+    plain = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+    offload = opt.moe.ExpertOffload(model)
+    assert_equal({n: v.cpu() for n, v in model.state_dict().items()}, plain)
+    assert model.layers[0].down_proj.packed.device.type == "cpu"
+    step(model, batch(device))
+    model.load_state_dict(other.state_dict())
+    assert_equal(step(model, batch(device)), expected)
+    model.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
+    assert_equal(step(model, batch(device)), expected)
+    host = {m.packed.untyped_storage().data_ptr() for m in offload._where}
+    assert len(host) == 3  # still one piece of host memory per layer
+
+
+def test_the_model_can_be_moved_around_it(opt, device, model):
+    opt.moe.ExpertOffload(model)
+    place = model.layers[0].gate_up_proj.packed.data_ptr()
+    model.to(device).to(torch.float64).to(torch.float32)
+    assert model.layers[0].gate_up_proj.packed.data_ptr() == place
+    assert model.layers[0].gate_up_proj.absmax.dtype == torch.float32
+    assert model.layers[0].gate_up_proj.device.type == torch.device(device).type
+
+
+def test_errors_say_what_to_do(opt, device, model):
+    with pytest.raises(ValueError, match="no QuantizedExperts to offload; load it with"):
+        opt.moe.ExpertOffload(nn.Linear(2, 2))
+    meta = nn.Sequential(opt.moe.QuantizedExperts((2, 4, 64), device="meta"))
+    with pytest.raises(ValueError, match="meta device"):
+        opt.moe.ExpertOffload(meta)
+    offload = opt.moe.ExpertOffload(model)
+    with pytest.raises(ValueError, match="offloaded already; turn the other one off"):
+        opt.moe.ExpertOffload(model)
+    with pytest.raises(RuntimeError, match="turn_off"):
+        copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match="save its state_dict"):
+        pickle.dumps(model)
+    offload.turn_off()
+    copy.deepcopy(model)
