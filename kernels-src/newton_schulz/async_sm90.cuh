@@ -141,6 +141,14 @@ __device__ __forceinline__ void fence_for_copies() {
 __device__ __forceinline__ void warpgroup_sync(int id) {
   asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
 }
+// Some whole warps, of which some only arrive: what any of them did before comes before what those
+// that wait do next.
+__device__ __forceinline__ void group_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void group_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
@@ -179,16 +187,16 @@ __device__ __forceinline__ void store_fragments(uint32_t address, const uint32_t
   }
 }
 
-// One such matrix, transposed; lanes 0 to 7 give the addresses.
-__device__ __forceinline__ void store_fragment_transposed(uint32_t address, uint32_t x) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(address), "r"(x)
-               : "memory");
+// A thread's pair of the transpose of an 8 x 8 matrix.
+__device__ __forceinline__ uint32_t transposed_fragment(uint32_t pair) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+  return transposed;
 }
 
 // A thread's pair of a symmetric 8 x 8 matrix, of which only the upper triangle is to count.
 __device__ __forceinline__ uint32_t upper_mirrored(uint32_t pair, int thread) {
-  uint32_t transposed;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+  const uint32_t transposed = transposed_fragment(pair);
   const int row = thread % 32 / 4, col = thread % 4 * 2;
   const uint32_t lower = (row > col ? 0x0000ffffu : 0u) | (row > col + 1 ? 0xffff0000u : 0u);
   return (transposed & lower) | (pair & ~lower);

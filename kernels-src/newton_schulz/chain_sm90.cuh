@@ -18,7 +18,6 @@
 // counts a tile before it looks at the next one, so no signal depends on a tile to come.
 
 #include "newton_schulz/chain.h"
-#include "newton_schulz/mma.cuh"
 #include "newton_schulz/product_sm90.cuh"
 #include "newton_schulz/scalars.cuh"
 
@@ -224,54 +223,6 @@ struct ChainScalars {
   int beta_power;
 };
 
-// Sums and, in its place, C -> rounded values in the staging memory, 16 x 64 of a warp at a time:
-// the next ones are under way from shared memory meanwhile. A A^T is symmetric to the bit, so a
-// tile on the diagonal needs nothing but its constant.
-template <bool kReadsC>
-__device__ __forceinline__ void finish(const float (&sum)[SquareTile::kM][SquareTile::kCols / 2],
-                                       const symmetric::Scalars& scalars, uint32_t staging,
-                                       bool on_diagonal) {
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup, lane = thread % 32;
-  const uint32_t start = staging + fragment_offset(thread, 0, 0, 2);
-  // 16 columns further is two chunks further, which no other bit of the swizzle meets.
-  const auto place = [&](int block, int j) { return (start ^ j * 32) + block * kBlockBytes; };
-  // A diagonal block's rows and columns of this warp meet in its j-th 16 columns; there this thread
-  // has one diagonal element of each of two 8 x 8 matrices, or none.
-  const int meets = on_diagonal ? thread / 32 : -1;
-  const int offset = lane / 4 - lane % 4 * 2;  // row - column
-  uint32_t x[2][4][4] = {};
-  if constexpr (kReadsC) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) symmetric::load_fragments<false>(x[0][j], place(0, j));
-  }
-#pragma unroll
-  for (int block = 0; block < kTileBlocks; ++block) {
-    auto& here = x[block % 2];
-    if (kReadsC && block + 1 < kTileBlocks) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        symmetric::load_fragments<false>(x[(block + 1) % 2][j], place(block + 1, j));
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const float* const values = &sum[block / 2][fragment_register(block % 2 * 4 + j, q)];
-        const float2 c = __half22float2(*reinterpret_cast<const __half2*>(&here[j][q]));
-        float y[2] = {scalars.scaled(values[0], c.x), scalars.scaled(values[1], c.y)};
-        if (block / 2 == block % 2 && (q == 0 || q == 3)) {
-          y[0] = scalars.with_diagonal(y[0], meets == j && offset == 0);
-          y[1] = scalars.with_diagonal(y[1], meets == j && offset == 1);
-        }
-        here[j][q] = symmetric::pack(__float2half_rn(y[0]), __float2half_rn(y[1]));
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) store_fragments<false>(place(block, j), here[j]);
-  }
-}
-
 __device__ __forceinline__ void consume_chain(const ChainArguments& p,
                                               const SharedMap<SquareTile>& at, const Mailbox& mail,
                                               int consumer) {
@@ -309,10 +260,12 @@ __device__ __forceinline__ void consume_chain(const ChainArguments& p,
                                                          tile.col, meanwhile, last_seen);
     }
     barrier_wait(mail.prepared(consumer), parity, "C");
+    // A A^T is symmetric to the bit, so a tile on the diagonal is stored as it is.
     if (reads_c) {
-      finish<true>(sum, with_c, at.staging(consumer), on_diagonal);
+      finish<__half, SquareTile, true, true>(sum, with_c, at.staging(consumer), tile.row, tile.col);
     } else {
-      finish<false>(sum, without, at.staging(consumer), on_diagonal);
+      finish<__half, SquareTile, true, false>(sum, without, at.staging(consumer), tile.row,
+                                              tile.col);
     }
     fence_for_copies();
     __syncwarp();

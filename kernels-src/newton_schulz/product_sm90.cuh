@@ -138,7 +138,8 @@ template <typename T, typename kTile, bool kSymmetric, bool kARowsMajor, bool kB
 __device__ __forceinline__ void consume(const Args& p, const SharedMap<kTile>& at, int consumer) {
   const int part_row = kTile::kTurns ? 0 : consumer * kTile::kPartRows;
   const int stages = (p.k - 1 + kStageDepth) / kStageDepth;  // k > 0
-  Epilogue<T, kTile, kSymmetric, Args> epilogue(p, at, consumer);
+  const uint32_t staging = at.staging(consumer);
+  uint32_t c_parity = 0;
   Ring<kTile::kStages> ring;
   int next = 0;                          // the consumer whose tile it is
   uint32_t turn_parity = consumer == 0;  // nobody is before the first
@@ -159,17 +160,45 @@ __device__ __forceinline__ void consume(const Args& p, const SharedMap<kTile>& a
       barrier_wait(at.turn(consumer), turn_parity, "the turn");
       turn_parity ^= 1;
     }
+    const float scale = symmetric::Scalars::scale_of(p, origin.matrix);  // arrives meanwhile
     float sum[kTile::kM][kTile::kCols / 2];
-    const auto meanwhile = [&] { epilogue.fetch_c(origin); };
+    const auto meanwhile = [] {};
     const auto last_seen = [&] {
       if (kTile::kTurns && threadIdx.x % 32 == 0) barrier_arrive(at.turn(consumer ^ 1));
       __syncwarp();
     };
     multiply<T, kTile, kARowsMajor, kBRowsMajor, kUpper>(
         sum, at, ring, first_block, stages, origin.row, origin.col, meanwhile, last_seen);
-    epilogue.store(sum, origin);
+    group_sync(prepared_barrier(consumer), kHandingThreads);
+    if (p.reads_c) {
+      barrier_wait(at.c_there(consumer), c_parity, "C");
+      c_parity ^= 1;
+      const auto scalars = symmetric::Scalars::with_scale(p, scale, true);
+      finish<T, kTile, kSymmetric, true>(sum, scalars, staging, origin.row, origin.col);
+    } else {
+      const auto scalars = symmetric::Scalars::with_scale(p, scale, false);
+      finish<T, kTile, kSymmetric, false>(sum, scalars, staging, origin.row, origin.col);
+    }
+    fence_for_copies();
+    group_arrive(finished_barrier(consumer), kHandingThreads);
   }
-  epilogue.end();
+}
+
+// One warp, for one consumer: the same tiles as its.
+template <typename T, typename kTile, bool kSymmetric, typename Args>
+__device__ __forceinline__ void carry(const Args& p, const SharedMap<kTile>& at, int consumer) {
+  const Courier<T, kTile, kSymmetric, Args> courier(p, at, consumer);
+  int next = 0;
+  for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    const bool mine = !kTile::kTurns || next == consumer;
+    next ^= 1;
+    if (!mine) continue;
+    TileOrigin origin = p.schedule.locate(tile);
+    if constexpr (!kTile::kTurns) origin.row += consumer * kTile::kPartRows;
+    courier.prepare(origin);
+    courier.deliver(origin);
+  }
+  courier.end();
 }
 
 template <typename T, typename kTile, bool kSymmetric, bool kARowsMajor, bool kBRowsMajor,
@@ -200,11 +229,13 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
     __syncthreads();
   }
   wait_for_kernel_before();
-  const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+  const int warpgroup = warp / (kWarpgroup / 32);
   if (warpgroup == 0) {
     give_registers<kProducerRegisters>();
     if (threadIdx.x == 0) produce<kTile, kARowsMajor, kBRowsMajor, kUpper>(p, at);
     __syncwarp();
+    if (warp >= 2) carry<T, kTile, kSymmetric>(p, at, warp - 2);
   } else {
     take_registers<kConsumerRegisters>();
     consume<T, kTile, kSymmetric, kARowsMajor, kBRowsMajor, kUpper>(p, at, warpgroup - 1);

@@ -34,10 +34,16 @@ class Scalars {
   // p: a problem with alpha, beta, diag, the scales of its matrices and their powers.
   template <typename Problem>
   __device__ __forceinline__ Scalars(const Problem& p, int64_t matrix, bool reads_c)
-      : reads_c(reads_c), diag_(p.diag) {
-    const float scale = p.scale == nullptr ? 1.0f : p.scale[matrix];
-    alpha_ = times_power(p.alpha, scale, p.alpha_power);
-    beta_ = times_power(p.beta, scale, p.beta_power);
+      : Scalars(p, Scale{scale_of(p, matrix)}, reads_c) {}
+  // Where the scale was loaded before, so that nobody waits for it here.
+  template <typename Problem>
+  static __device__ __forceinline__ Scalars with_scale(const Problem& p, float scale,
+                                                       bool reads_c) {
+    return Scalars(p, Scale{scale}, reads_c);
+  }
+  template <typename Problem>
+  static __device__ __forceinline__ float scale_of(const Problem& p, int64_t matrix) {
+    return p.scale == nullptr ? 1.0f : p.scale[matrix];
   }
 
   __device__ __forceinline__ float scaled(float sum, float c) const {
@@ -54,6 +60,16 @@ class Scalars {
   const bool reads_c;
 
  private:
+  struct Scale {
+    float value;
+  };
+  template <typename Problem>
+  __device__ __forceinline__ Scalars(const Problem& p, Scale scale, bool reads_c)
+      : reads_c(reads_c),
+        alpha_(times_power(p.alpha, scale.value, p.alpha_power)),
+        beta_(times_power(p.beta, scale.value, p.beta_power)),
+        diag_(p.diag) {}
+
   static __device__ __forceinline__ float times_power(float x, float scale, int power) {
     for (int i = 0; i < power; ++i) x = __fmul_rn(scale, x);
     return x;

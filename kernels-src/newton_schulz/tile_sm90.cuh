@@ -1,8 +1,14 @@
 #pragma once
 // Shapes and shared memory of the sm_90a kernels, and what the host gives them.
 //
-//   producer warpgroup: one thread fills a ring of stages by TMA      full ->  <- empty
-//   two consumer warpgroups: wgmma over the ring, then the epilogue through staging memory
+//   producer, one thread:     fills a ring of stages by TMA                     full ->  <- empty
+//   two consumer warpgroups:  wgmma over the ring, then scalars and rounding in their staging memory
+//   two couriers, a warp      C into the staging memory of one consumer; what  prepared ->
+//   each:                     is finished out of it, by TMA                     <- finished
+//
+// So a consumer is back at its next products as soon as its last value is rounded: it waits for no
+// copy but that of C, which has the main loop to come. Producer and couriers are warps of one
+// warpgroup.
 //
 // The consumers share a tile (each has half of its rows), or each has a tile of its own, so that
 // one multiplies while the other stores (kTurns). The ring hands out stages in the order of the
@@ -26,6 +32,12 @@ constexpr int kStageDepth = kBlockSide;  // k per stage
 // 64 K registers: (40 + 2 * 232) * 128 = 64512
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
+
+// Named barriers by which a consumer and its courier hand the staging memory to each other; 0 is
+// __syncthreads'. Not mbarriers, as all their threads have accesses to it that must be in order.
+constexpr int kHandingThreads = kWarpgroup + 32;
+__device__ __forceinline__ int prepared_barrier(int consumer) { return 1 + consumer; }
+__device__ __forceinline__ int finished_barrier(int consumer) { return 1 + kConsumers + consumer; }
 
 template <int kRows_, int kCols_, int kStages_, bool kTurns_, int kCluster_ = 1>
 struct Tile {
