@@ -35,6 +35,7 @@ __device__ __forceinline__ void produce(const Args& p, const SharedMap<kTile>& a
       // A fresh ring is empty: the phase before its first one has ended.
       barrier_wait(at.empty(ring.slot), ring.parity ^ 1, "an empty stage");
       const uint32_t full = at.full(ring.slot);
+      if (k == 0) put_origin(at.origin(ring.slot), origin);
       barrier_arrive_expecting(full, bytes);
 #pragma unroll
       for (int i = 0; rows_apart && i < kTile::kRowBlocks; ++i) {
@@ -150,16 +151,17 @@ __device__ __forceinline__ void consume(const Args& p, const SharedMap<kTile>& a
       ring.skip(stages);
       continue;
     }
-    TileOrigin origin = p.schedule.locate(tile);
+    if constexpr (kTile::kTurns) {
+      barrier_wait(at.turn(consumer), turn_parity, "the turn");
+      turn_parity ^= 1;
+    }
+    barrier_wait(at.full(ring.slot), ring.parity, "a tile's first stage");
+    TileOrigin origin = take_origin(at.origin(ring.slot));
     int first_block = part_row / kBlockSide;
     if (rows_in_columns<kTile>(p, origin)) {
       first_block += kTile::kRowBlocks + (origin.row - origin.col) / kBlockSide;
     }
     origin.row += part_row;
-    if constexpr (kTile::kTurns) {
-      barrier_wait(at.turn(consumer), turn_parity, "the turn");
-      turn_parity ^= 1;
-    }
     const float scale = symmetric::Scalars::scale_of(p, origin.matrix);  // arrives meanwhile
     float sum[kTile::kM][kTile::kCols / 2];
     const auto meanwhile = [] {};

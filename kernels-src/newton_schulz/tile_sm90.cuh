@@ -56,7 +56,8 @@ struct Tile {
   // Arrivals that free a stage: one per warp that reads it, of every block that it was sent to.
   static constexpr int kReaders = (kTurns ? 1 : kConsumers) * 4 * kCluster;
 
-  static constexpr int kBarrierBytes = 8 * (2 * kStages + 2 * kConsumers);
+  static constexpr int kOriginBytes = 16;
+  static constexpr int kBarrierBytes = 8 * (2 * kStages + 2 * kConsumers) + kOriginBytes * kStages;
   static constexpr int kAlignment = kGroupBytes;  // of blocks; the driver promises only 16 bytes
   static constexpr int kSharedBytes =
       2 * kAlignment + kStages * kStageBytes + kConsumers * kStagingBytes;
@@ -66,7 +67,8 @@ struct Tile {
   static_assert(kColBlocks % kCluster == 0);
 };
 
-// Addresses in shared memory: barriers, stages (the rows' blocks, then the columns'), staging.
+// Addresses in shared memory: barriers, for every stage the tile that begins with it, stages (the
+// rows' blocks, then the columns'), staging.
 template <typename kTile>
 struct SharedMap {
   uint32_t barriers;
@@ -87,6 +89,9 @@ struct SharedMap {
   __device__ __forceinline__ uint32_t turn(int consumer) const {
     return c_there(kConsumers + consumer);
   }
+  __device__ __forceinline__ uint32_t origin(uint32_t slot) const {
+    return turn(kConsumers) + slot * kTile::kOriginBytes;
+  }
   __device__ __forceinline__ uint32_t rows(uint32_t slot) const {
     return stages + slot * kTile::kStageBytes;
   }
@@ -97,6 +102,30 @@ struct SharedMap {
     return stages + kTile::kStages * kTile::kStageBytes + consumer * kTile::kStagingBytes;
   }
 };
+
+// To know a tile is half a microsecond of divisions and a root. The producer has it anyway, so it
+// leaves it with the tile's first stage, before that is full; a consumer's warp takes it before it
+// releases that stage. One lane reads, so that the one that signals is the one that has read.
+__device__ __forceinline__ void put_origin(uint32_t address, const TileOrigin& origin) {
+  asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, 0};" ::"r"(address),
+               "r"(static_cast<int>(origin.matrix)), "r"(origin.row), "r"(origin.col)
+               : "memory");
+}
+__device__ __forceinline__ TileOrigin take_origin(uint32_t address) {
+  int matrix = 0, row = 0, col = 0;
+  if (threadIdx.x % 32 == 0) {
+    asm volatile(
+        "{\n"
+        ".reg .s32 unused;\n"
+        "ld.shared.v4.s32 {%0, %1, %2, unused}, [%3];\n"
+        "}"
+        : "=r"(matrix), "=r"(row), "=r"(col)
+        : "r"(address)
+        : "memory");
+  }
+  constexpr uint32_t kWarp = 0xffffffff;
+  return {__shfl_sync(kWarp, matrix, 0), __shfl_sync(kWarp, row, 0), __shfl_sync(kWarp, col, 0)};
+}
 
 // out = scale^alpha_power alpha A B^T + scale^beta_power beta C + diag I. The maps' boxes are 64 x
 // 64 elements.
