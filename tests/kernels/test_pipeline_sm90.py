@@ -2,7 +2,8 @@
 
 A model of kernels-src/newton_schulz/product_sm90.cuh: every warp is an agent of its own, copies end
 in any order, and a barrier tells phases by their parity alone, as mbarrier.try_wait.parity does.
-What it must show: each warp reads the stage that it means, until it releases it, and all finish.
+What it must show: each warp reads the stage that it means, until it releases it, and all finish;
+a consumer finishes a tile where its courier has brought that tile's C, and what leaves is that tile.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ class Barrier:
         self.bytes -= count
         self._end()
 
+    def sync(self) -> Iterator[None]:
+        """Of a named barrier: arrive, then wait for the others."""
+        phase = self.phase
+        self.arrive()
+        while self.phase == phase:
+            yield
+
     def _end(self) -> None:
         if self.pending == 0 and self.bytes == 0:
             self.phase += 1
@@ -60,6 +68,9 @@ class Machine:
     rows_apart: tuple[bool, ...] = (True,)  # of tile after tile; where not, columns hold the rows
     waits_for_turn: bool = True
     waits_for_cluster: bool = True  # a stage is free when every block of the cluster released it
+    waits_for_copies: bool = True  # the courier, until copies out have read, before it goes on
+    waits_for_courier: bool = True
+    reads_c: bool = True  # else the staging memory is only free
 
     def __post_init__(self) -> None:
         readers = (1 if self.turns else CONSUMERS) * WARPS
@@ -71,7 +82,15 @@ class Machine:
         # slot -> what its rows and each cluster block's share of the columns hold
         shares = 1 + self.cluster
         self.memory = [[[None] * shares for _ in range(self.ring)] for _ in blocks]
-        self.copies: list[tuple] = []  # (block, slot, share, content, barrier)
+        self.copies: list[tuple] = []  # (block, slot, share, content)
+        self.origins = [[None] * self.ring for _ in blocks]
+        consumers = [(block, consumer) for block in blocks for consumer in range(CONSUMERS)]
+        self.c_there = {at: Barrier(1) for at in consumers}
+        self.prepared = {at: Barrier(WARPS + 1) for at in consumers}
+        self.finished = {at: Barrier(WARPS + 1) for at in consumers}
+        self.staging = {at: [None] * WARPS for at in consumers}  # what each warp's part holds
+        self.carried: list[tuple] = []  # copies: (consumer, content, whether it comes in)
+        self.stored: list[tuple] = []
         self.reads = self.seen = 0
 
     def produce(self, block: int) -> Iterator[None]:
@@ -79,6 +98,8 @@ class Machine:
             phase, slot = divmod(index, self.ring)
             while not self.empty[block][slot].ended(phase % 2 ^ 1):
                 yield
+            if index % self.stages == 0:
+                self.origins[block][slot] = index // self.stages
             apart = self.copies_rows(index)
             self.full[block][slot].arrive(expected=apart + self.cluster)
             if apart:
@@ -89,11 +110,12 @@ class Machine:
     def copies_rows(self, index: int) -> bool:
         return self.rows_apart[index // self.stages % len(self.rows_apart)]
 
-    def consume(self, block: int, consumer: int) -> Iterator[None]:
-        turn = int(consumer == 0)
-        for tile in range(self.tiles):
-            if self.turns and tile % CONSUMERS != consumer:
-                continue
+    def tiles_of(self, consumer: int) -> range:
+        return range(consumer, self.tiles, CONSUMERS) if self.turns else range(self.tiles)
+
+    def consume(self, block: int, consumer: int, warp: int) -> Iterator[None]:
+        turn, at = int(consumer == 0), (block, consumer)
+        for done, tile in enumerate(self.tiles_of(consumer)):
             if self.turns and self.waits_for_turn:
                 while not self.turn[block][consumer].ended(turn):
                     yield
@@ -103,6 +125,8 @@ class Machine:
                 phase, slot = divmod(index, self.ring)
                 while not self.full[block][slot].ended(phase % 2):
                     yield
+                if stage == 0:
+                    assert self.origins[block][slot] == tile
                 self.read(block, index)
                 if self.turns and stage == self.stages - 1:
                     self.turn[block][consumer ^ 1].arrive()
@@ -111,8 +135,51 @@ class Machine:
                     self.release(block, index - 1)
                 yield
             self.release(block, index)
-            for _ in range(random.randrange(40)):  # the epilogue
+            if self.waits_for_courier:
+                yield from self.prepared[at].sync()
+            while self.reads_c and not self.c_there[at].ended(done % 2):
                 yield
+            for _ in range(random.randrange(40)):
+                yield
+            assert self.staging[at][warp] == ("C", tile), "C of another tile, or too early"
+            self.staging[at][warp] = ("result", tile)
+            self.finished[at].arrive()
+
+    def carry(self, block: int, consumer: int) -> Iterator[None]:
+        at = block, consumer
+        for tile in self.tiles_of(consumer):
+            yield from self.copies_read(at)
+            if self.reads_c:
+                self.c_there[at].arrive(expected=1)
+                self.carried.append((at, ("C", tile), True))
+            else:
+                self.staging[at] = [("C", tile)] * WARPS
+            if self.waits_for_courier:
+                self.prepared[at].arrive()
+            yield
+            yield from self.finished[at].sync()
+            self.carried.append((at, ("result", tile), False))
+            yield
+            yield from self.copies_read(at)
+            self.staging[at] = [("mirror image", tile)] * WARPS
+            self.carried.append((at, ("mirror image", tile), False))
+            yield
+        while any(copy[0] == at for copy in self.carried):
+            yield
+
+    def copies_read(self, at: tuple[int, int]) -> Iterator[None]:
+        while self.waits_for_copies and any(copy[0] == at for copy in self.carried):
+            yield
+
+    def move(self) -> None:
+        """Some copy of a courier, at once: in any order, as if each took its own time."""
+        at, content, comes_in = self.carried.pop(random.randrange(len(self.carried)))
+        if comes_in:
+            self.staging[at] = [content] * WARPS
+            self.c_there[at].complete(1)
+        else:
+            assert self.staging[at] == [content] * WARPS, f"{content} was gone before it left"
+            self.stored.append((at, content))
 
     def read(self, block: int, index: int) -> None:
         held = self.memory[block][index % self.ring]
@@ -132,11 +199,11 @@ class Machine:
         blocks = range(self.cluster)
         agents = [self.produce(block) for block in blocks]
         agents += [
-            self.consume(block, consumer)
-            for block in blocks
-            for consumer in range(CONSUMERS)
-            for _ in range(WARPS)
+            self.consume(block, consumer, warp)
+            for block, consumer in self.staging
+            for warp in range(WARPS)
         ]
+        agents += [self.carry(*at) for at in self.staging]
         speeds = [random.choice((0.1, 0.4, 1.0)) for _ in agents]
         steps = 0
         while agents:
@@ -145,13 +212,17 @@ class Machine:
                 to, slot, share, index = self.copies.pop(random.randrange(len(self.copies)))
                 self.memory[to][slot][share] = index
                 self.full[to][slot].complete(1)
+            if self.carried and random.random() < 0.1:
+                self.move()
             at = random.randrange(len(agents))
             if random.random() < speeds[at] and next(agents[at], self) is self:
                 del agents[at], speeds[at]
             if steps % 20_000 == 0:
                 assert self.reads > self.seen, f"{len(agents)} agents wait for ever"
                 self.seen = self.reads
-        assert not self.copies
+        assert not self.copies and not self.carried
+        parts = self.tiles if self.turns else CONSUMERS * self.tiles
+        assert len(set(self.stored)) == len(self.stored) == 2 * self.cluster * parts
         warps = WARPS * self.cluster * (1 if self.turns else CONSUMERS)
         assert self.reads == 2 * warps * self.tiles * self.stages
 
@@ -193,3 +264,15 @@ def test_without_turns_a_consumer_takes_an_old_phase_for_its_own():
 
 def test_a_stage_is_free_only_when_the_whole_cluster_has_read_it():
     assert fails(ring=3, turns=False, cluster=2, tiles=3, stages=9, waits_for_cluster=False)
+
+
+@pytest.mark.parametrize("options", MACHINES, ids=lambda o: "-".join(map(str, o.values())))
+def test_without_c_the_staging_memory_is_handed_over_too(options):
+    for seed in range(2):
+        Machine(**options, reads_c=False).run(seed)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("missing", ["waits_for_copies", "waits_for_courier"])
+def test_the_staging_memory_has_one_owner_at_a_time(turns, missing):
+    assert fails(ring=4, turns=turns, tiles=6, stages=2, reads_c=False, **{missing: False})
