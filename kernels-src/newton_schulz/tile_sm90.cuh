@@ -1,10 +1,10 @@
 #pragma once
 // Shapes and shared memory of the sm_90a kernels, and what the host gives them.
 //
-//   producer, one thread:     fills a ring of stages by TMA                     full ->  <- empty
-//   two consumer warpgroups:  wgmma over the ring, then scalars and rounding in their staging memory
-//   two couriers, a warp      C into the staging memory of one consumer; what  prepared ->
-//   each:                     is finished out of it, by TMA                     <- finished
+//   producer, one thread      fills a ring of stages by TMA           full ->  <- empty
+//   two consumer warpgroups   wgmma over the ring, then scalars and rounding in staging memory
+//   two couriers, a warp      C into the staging memory of one consumer, and what it has finished
+//   each                      out of there, by TMA                    prepared ->  <- finished
 //
 // So a consumer is back at its next products as soon as its last value is rounded: it waits for no
 // copy but that of C, which has the main loop to come. Producer and couriers are warps of one
