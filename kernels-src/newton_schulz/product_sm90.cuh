@@ -82,7 +82,8 @@ __device__ __forceinline__ void multiply(float (&sum)[kTile::kM][kTile::kCols / 
                                          int first_block, int stages, int row, int col,
                                          Meanwhile meanwhile, LastSeen last_seen) {
   constexpr int kSteps = kStageDepth / kInstructionDepth;
-  const uint64_t a_start = matrix_descriptor(at.rows(0));
+  // The only part that is known at run time, so that the rest is constants of the instructions.
+  const uint64_t a_start = matrix_descriptor(at.rows(0) + first_block * kBlockBytes);
   const uint64_t b_start = matrix_descriptor(at.cols(0));
   const int early = min(2, stages - 1);
   uint32_t before = 0;
@@ -98,7 +99,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kTile::kM][kTile::kCols / 
         const uint64_t b = b_start + offset + descriptor_offset<kB>(0, step);
 #pragma unroll
         for (int i = 0; i < kTile::kM; ++i) {
-          const uint64_t a = a_start + offset + descriptor_offset<kA>(first_block + i, step);
+          const uint64_t a = a_start + offset + descriptor_offset<kA>(i, step);
           Wgmma<T, kTile::kCols, kA, kB>::add(sum[i], a, b, stage > 0 || step > 0);
         }
       }
