@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "newton_schulz/epilogue_sm90.cuh"
+#include "newton_schulz/subset.h"
 #include "newton_schulz/tile_sm90.cuh"
 #include "newton_schulz/wgmma_sm90.cuh"
 
@@ -16,6 +17,18 @@ __device__ __forceinline__ bool rows_in_columns(const Args& p, const TileOrigin&
          origin.row + kTile::kRows <= origin.col + kTile::kCols;
 }
 
+// Tiles of the launch, a multiple of the cluster, and where one of them lies.
+template <typename Args>
+__device__ __forceinline__ int64_t tiles_of(const Args& p) {
+  return matrices_in(p.subset, p.batches) * p.schedule.per_matrix();
+}
+template <typename Args>
+__device__ __forceinline__ TileOrigin locate(const Args& p, int64_t tile) {
+  TileOrigin origin = p.schedule.locate(tile);
+  origin.matrix = matrix_at(p.subset, origin.matrix);
+  return origin;
+}
+
 // One thread loads the operands of every tile of this block, as far ahead as the ring allows.
 // kRowsMajor: the map's inner dimension is the operand's rows, not k. Of an operand in upper
 // storage (kUpper) blocks below the diagonal are read as if it were.
@@ -26,8 +39,9 @@ __device__ __forceinline__ void produce(const Args& p, const SharedMap<kTile>& a
   constexpr auto kEveryBlock = static_cast<uint16_t>((1 << kTile::kCluster) - 1);
   const int first = kCluster ? static_cast<int>(cluster_rank()) * kOwnBlocks : 0;
   Ring<kTile::kStages> ring;
-  for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-    const TileOrigin origin = p.schedule.locate(tile);
+  const int64_t tiles = tiles_of(p);
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const TileOrigin origin = locate(p, tile);
     const auto matrix = static_cast<int>(origin.matrix);
     const bool rows_apart = !rows_in_columns<kTile>(p, origin);
     const int bytes = kTile::kStageBytes - (rows_apart ? 0 : kTile::kRowBlocks * kBlockBytes);
@@ -143,14 +157,15 @@ __device__ __forceinline__ void consume(const Args& p, const SharedMap<kTile>& a
   Ring<kTile::kStages> ring;
   int next = 0;                          // the consumer whose tile it is
   uint32_t turn_parity = consumer == 0;  // nobody is before the first
-  for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+  const int64_t tiles = tiles_of(p);
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const bool mine = !kTile::kTurns || next == consumer;
     next ^= 1;
     if (!mine) {
       ring.skip(stages);
       continue;
     }
-    TileOrigin origin = p.schedule.locate(tile);
+    TileOrigin origin = locate(p, tile);
     int first_block = part_row / kBlockSide;
     if (rows_in_columns<kTile>(p, origin)) {
       first_block += kTile::kRowBlocks + (origin.row - origin.col) / kBlockSide;
