@@ -24,7 +24,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "norm_factors(Tensor x, Tensor(a!) factors, Tensor(b!) roots, float prefactor, "
       "bool symmetric=False) -> ()");
   ops.def(
-      "find_well_conditioned(Tensor r, float prefactor, float margin, float spread, "
+      "find_well_conditioned(Tensor r, float prefactor, float spread, "
       "Tensor(a!) factors, Tensor(b!) found, Tensor(c!) subset) -> ()");
   ops.def(
       "find_converged(Tensor residual, float bound, Tensor(a!) found, Tensor(b!) subset, "

@@ -60,8 +60,8 @@ __device__ __forceinline__ void gather_marked(const int32_t* marks, int count, i
 // those of X X^T do for independent elements (Marchenko and Pastur 1967, v = m / n). Whoever relies
 // on it checks the result: find_converged.
 __global__ void __launch_bounds__(kThreads)
-    well_conditioned_kernel(Sums sums, double prefactor, double margin, double spread,
-                            float* factors, int32_t* found, int32_t* subset) {
+    well_conditioned_kernel(Sums sums, double prefactor, double spread, float* factors,
+                            int32_t* found, int32_t* subset) {
   let_next_start();
   wait_for_launch_before();
   const int count = sums.count;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
     const double general = static_cast<double>(factor.power) * factor.rest;
     const double variance = squares / (sums.side * mean * mean) - 1.0;
     const double root = sqrt(fmax(variance, 0.0));
-    const double largest = margin * mean * (1.0 + root) * (1.0 + root);
+    const double largest = mean * (1.0 + root) * (1.0 + root);
     const bool well = variance > -1.0 && root <= spread && mean > 0.0;  // false for NaN
     const double narrow = well ? 1.0 / largest : 0.0;
     factors[matrix] = static_cast<float>(general);
@@ -150,7 +150,7 @@ int32_t* list_of(const Tensor& x) { return static_cast<int32_t*>(x.data_ptr()); 
 
 }  // namespace
 
-void find_well_conditioned_cuda(const Tensor& r, double prefactor, double margin, double spread,
+void find_well_conditioned_cuda(const Tensor& r, double prefactor, double spread,
                                 const Tensor& factors, const Tensor& found, const Tensor& subset) {
   constexpr const char* kOp = "find_well_conditioned";
   check_matrices(r, kOp);
@@ -160,7 +160,7 @@ void find_well_conditioned_cuda(const Tensor& r, double prefactor, double margin
                       factors.size(1) == r.size(0) && factors.is_contiguous() &&
                       factors.scalar_type() == ScalarType::Float && factors.device() == r.device(),
                   kOp, ": factors must be (4, G), contiguous, float32, on r's device");
-  STD_TORCH_CHECK(prefactor > 0 && margin > 0, kOp, ": prefactor and margin must be positive");
+  STD_TORCH_CHECK(prefactor > 0, kOp, ": prefactor must be positive");
   const int device = r.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
@@ -170,7 +170,7 @@ void find_well_conditioned_cuda(const Tensor& r, double prefactor, double margin
       torch::stable::new_empty(r, {2 * p.x.count * p.tiling.chunks}, ScalarType::Double);
   if (p.x.count == 0) return;
   const Sums sums = sum_squares(r, memory, p, early, stream);
-  launch(well_conditioned_kernel, sums, 1, 0, early, stream, prefactor, margin, spread,
+  launch(well_conditioned_kernel, sums, 1, 0, early, stream, prefactor, spread,
          static_cast<float*>(factors.data_ptr()), list_of(found), list_of(subset));
 }
 
