@@ -253,18 +253,17 @@ __device__ __forceinline__ void consume_chain(const ChainArguments& p,
     const symmetric::Scalars with_c(given, tile.matrix, true), without(given, tile.matrix, false);
     barrier_wait(at.turn(consumer), turn_parity, "the turn");
     float sum[SquareTile::kM][SquareTile::kCols / 2];
-    const auto meanwhile = [] {};
     const auto last_seen = [&] {
       if (speaks) barrier_arrive(at.turn(consumer ^ 1));
       __syncwarp();
     };
     constexpr int kUpper = kUpperA | kUpperB;
     if (on_diagonal) {
-      multiply<__half, DiagonalTile, false, false, kUpper>(
-          sum, at_diagonal, ring, 0, stages, tile.row, tile.col, meanwhile, last_seen);
+      multiply<__half, DiagonalTile, false, false, kUpper>(sum, at_diagonal, ring, 0, stages,
+                                                           tile.row, tile.col, last_seen);
     } else {
       multiply<__half, SquareTile, false, false, kUpper>(sum, at, ring, 0, stages, tile.row,
-                                                         tile.col, meanwhile, last_seen);
+                                                         tile.col, last_seen);
     }
     barrier_wait(mail.prepared(consumer), parity, "C");
     // A A^T is symmetric to the bit, so a tile on the diagonal is stored as it is.

@@ -37,6 +37,11 @@ void launch_named(const Problem& p, int64_t tile, int device, cudaStream_t strea
 
 // One operand in upper storage, float16. A tile's rows, or its columns, are then of one block.
 void run_upper(const Problem& p, int64_t tile, int device, cudaStream_t stream) {
+  if (p.upper_b && tile == 2) {
+    return by_rows(p.a)
+               ? launch<__half, Tile256x128, false, false, false, kUpperB>(p, device, stream)
+               : launch<__half, Tile256x128, false, true, false, kUpperB>(p, device, stream);
+  }
   if (p.upper_b) {
     return by_rows(p.a)
                ? launch<__half, Tile128x128, false, false, false, kUpperB>(p, device, stream)

@@ -14,7 +14,8 @@ namespace optimizer::newton_schulz {
 template <typename kTile, typename Args>
 __device__ __forceinline__ bool rows_in_columns(const Args& p, const TileOrigin& origin) {
   return p.one_operand && origin.row >= origin.col &&
-         origin.row + kTile::kRows <= origin.col + kTile::kCols;
+         origin.row + kTile::kRows <= origin.col + kTile::kCols &&
+         !(kTile::kHalfBlocks && begins_inside_block(origin.col));
 }
 
 // Tiles of the launch, a multiple of the cluster, and where one of them lies.
@@ -87,20 +88,18 @@ __device__ __forceinline__ void release(const SharedMap<kTile>& at, uint32_t slo
 }
 
 // sum = A B^T over the whole of k, in growing order. `first_block`: where A's rows begin, in blocks
-// from the start of a stage. `meanwhile` runs once, behind the third stage, by when the tile before
-// has left the staging memory; `last_seen` once the last stage has arrived. row, col: where the
+// from the start of a stage. `last_seen` runs once the last stage has arrived. row, col: where the
 // consumer's part of the tile begins.
 template <typename T, typename kTile, bool kARowsMajor, bool kBRowsMajor, int kUpper,
-          typename Meanwhile, typename LastSeen>
+          typename LastSeen>
 __device__ __forceinline__ void multiply(float (&sum)[kTile::kM][kTile::kCols / 2],
                                          const SharedMap<kTile>& at, Ring<kTile::kStages>& ring,
                                          int first_block, int stages, int row, int col,
-                                         Meanwhile meanwhile, LastSeen last_seen) {
+                                         LastSeen last_seen) {
   constexpr int kSteps = kStageDepth / kInstructionDepth;
   // The only part that is known at run time, so that the rest is constants of the instructions.
   const uint64_t a_start = matrix_descriptor(at.rows(0) + first_block * kBlockBytes);
   const uint64_t b_start = matrix_descriptor(at.cols(0));
-  const int early = min(2, stages - 1);
   uint32_t before = 0;
   int stage = 0;
   const auto until = [&](auto a_rows_major, auto b_rows_major, int end) {
@@ -124,7 +123,6 @@ __device__ __forceinline__ void multiply(float (&sum)[kTile::kM][kTile::kCols / 
         products_wait<1>();
         release(at, before);
       }
-      if (stage == early) meanwhile();
       before = ring.slot;
       ring.advance();
     }
@@ -180,13 +178,12 @@ __device__ __forceinline__ void consume(const Args& p, const SharedMap<kTile>& a
     origin.row += part_row;
     const float scale = symmetric::Scalars::scale_of(p, origin.matrix);  // arrives meanwhile
     float sum[kTile::kM][kTile::kCols / 2];
-    const auto meanwhile = [] {};
     const auto last_seen = [&] {
       if (kTile::kTurns && threadIdx.x % 32 == 0) barrier_arrive(at.turn(consumer ^ 1));
       __syncwarp();
     };
-    multiply<T, kTile, kARowsMajor, kBRowsMajor, kUpper>(
-        sum, at, ring, first_block, stages, origin.row, origin.col, meanwhile, last_seen);
+    multiply<T, kTile, kARowsMajor, kBRowsMajor, kUpper>(sum, at, ring, first_block, stages,
+                                                         origin.row, origin.col, last_seen);
     group_sync(prepared_barrier(consumer), kHandingThreads);
     if (p.reads_c) {
       barrier_wait(at.c_there(consumer), c_parity, "C");

@@ -71,6 +71,7 @@ class Scalars {
         diag_(p.diag) {}
 
   static __device__ __forceinline__ float times_power(float x, float scale, int power) {
+#pragma unroll 1
     for (int i = 0; i < power; ++i) x = __fmul_rn(scale, x);
     return x;
   }

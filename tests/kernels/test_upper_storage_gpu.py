@@ -87,7 +87,7 @@ def test_gram_matrices_and_products(ops, device, m, tall):
         shape = (5, left.shape[1], right.shape[2])
         for C in (None, torch.randn(shape, generator=generator).to(device).half()):
             options = (2.0, 0.0 if C is None else 0.5)
-            for tile in (0, 3, -1):
+            for tile in (0, 2, 3, -1):
                 expected = torch.full(shape, torch.nan, device=device, dtype=torch.float16)
                 found = expected.clone()
                 ops.matmul_add(left, right, C, expected, *options, tile, scale)
