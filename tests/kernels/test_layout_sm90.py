@@ -320,12 +320,9 @@ def test_auto_takes_the_dense_tile_that_was_fastest(pick, submodule, shape):
 
 
 def test_auto_respects_blocks_of_upper_storage(pick, submodule):
-    """A tile's rows of the left operand, or columns of the right one, are of one 128 x 128 block."""
+    """A tile's rows of the left operand, or columns of the right one, are of one such block."""
     tiles = submodule("kernels.matmul_add").TILES
     for batch, m, n in ((256, 512, 2048), (24, 1024, 4096), (1, 128, 256), (3, 200, 100)):
-        left, right = (
-            tiles[pick(0, 1, batch, m, m, n, 132)],
-            tiles[pick(0, 2, batch, n, m, m, 132)],
-        )
-        assert left in ("sm90_128x256", "sm90_128x128")
-        assert right in ("sm90_256x128", "sm90_128x128")
+        left, right = pick(0, 1, batch, m, m, n, 132), pick(0, 2, batch, n, m, m, 132)
+        assert tiles[left] in ("sm90_128x256", "sm90_128x128")
+        assert tiles[right] in ("sm90_256x128", "sm90_128x128")

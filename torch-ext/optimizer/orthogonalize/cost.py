@@ -30,8 +30,8 @@ EFFICIENCY = 0.92
 # symmetric_matmul computes the tiles that it does not skip at half of cuBLAS's rate (mma.sync).
 HALVES_EFFICIENCY = 0.5
 # With Hopper's instructions a tile takes so many microseconds per 64 of k, and so many beside them:
-# {by halves: ...}, 128 x 128 tiles and halves of 128 x 256 ones, which are what serves large products
-# most often; kernels-src/newton_schulz/product_sm90.h.
+# {by halves: ...}, 128 x 128 tiles and halves of 128 x 256 ones, which serve large products most
+# often; kernels-src/newton_schulz/product_sm90.h.
 HOPPER_TILE = {True: (0.415, 1.93), False: (0.376, 0.905)}
 LAUNCH_MS = 3e-3
 CPU_LAUNCH_MS = 5e-3
