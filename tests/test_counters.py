@@ -29,7 +29,7 @@ def test_bytes_of_kernels_in_order(counters) -> None:
     ("text", "reason"), [(TABLE.format(unit="Mbyte"), "Mbyte"), ("no rights", "no table")]
 )
 def test_what_cannot_be_read_is_said(counters, text, reason) -> None:
-    with pytest.raises(counters.NotCounted, match=reason):
+    with pytest.raises(counters.NotCountedError, match=reason):
         counters.parsed(text)
 
 

@@ -18,7 +18,7 @@ from .sources import ROOT
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 
 
-class NotCounted(Exception):
+class NotCountedError(Exception):
     """Why there are no counts."""
 
 
@@ -34,11 +34,11 @@ def counted(module: str, *options: str, limit: int = 60) -> tuple[list[float], s
         limit: Seconds.
 
     Raises:
-        NotCounted: No ncu, no rights, the child failed, or nothing was counted.
+        NotCountedError: No ncu, no rights, the child failed, or nothing was counted.
     """
     ncu = shutil.which("ncu")
     if ncu is None:
-        raise NotCounted("no ncu on this machine")
+        raise NotCountedError("no ncu on this machine")
     as_it_runs = (
         "--profile-from-start",
         "off",
@@ -59,7 +59,7 @@ def counted(module: str, *options: str, limit: int = 60) -> tuple[list[float], s
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise NotCounted(f"ncu failed: {type(error).__name__}") from error
+        raise NotCountedError(f"ncu failed: {type(error).__name__}") from error
     return parsed(done.stdout), done.stdout
 
 
@@ -67,17 +67,17 @@ def parsed(text: str) -> list[float]:
     """Bytes read and written per kernel, from ncu's CSV, in the order that they ran.
 
     Raises:
-        NotCounted: There is no table, or another unit in it.
+        NotCountedError: There is no table, or another unit in it.
     """
     lines = text.splitlines()
     heads = [number for number, line in enumerate(lines) if line.startswith('"ID"')]
     if not heads:
-        raise NotCounted("ncu printed no table")
+        raise NotCountedError("ncu printed no table")
     per_kernel: dict[int, float] = {}
     for entry in csv.DictReader(io.StringIO("\n".join(lines[heads[0] :]))):
         if entry["Metric Name"] in METRICS:
             if entry["Metric Unit"] != "byte":
-                raise NotCounted(f"ncu counted in {entry['Metric Unit']}")
+                raise NotCountedError(f"ncu counted in {entry['Metric Unit']}")
             number, value = int(entry["ID"]), float(entry["Metric Value"].replace(",", ""))
             per_kernel[number] = per_kernel.get(number, 0.0) + value
     return [per_kernel[number] for number in sorted(per_kernel)]

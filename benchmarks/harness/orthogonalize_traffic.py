@@ -1,8 +1,8 @@
-"""DRAM bytes of one orthogonalization of 256x512x2048, against those that its passes over X need."""
+"""DRAM bytes of one orthogonalization of 256x512x2048, against what its passes over X need."""
 
 from __future__ import annotations
 
-from .counters import NotCounted, counted
+from .counters import NotCountedError, counted
 from .orthogonalize import Problem
 
 PROBLEM = Problem(256, 512, 2048, "heavy")
@@ -21,7 +21,7 @@ def goal() -> dict:
     """DRAM bytes over the least, for the row of PROBLEM; or why there is no number."""
     try:
         value = sum(counted(__name__)[0]) / least_bytes(PROBLEM)
-    except NotCounted as reason:
+    except NotCountedError as reason:
         return {"of_least_traffic": {"value": str(reason), "goal": AT_MOST, "met": None}}
     return {"of_least_traffic": {"value": value, "goal": AT_MOST, "met": value <= AT_MOST}}
 
