@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.subsets import find_converged, find_well_conditioned
+from ..kernels.find_converged import find_converged
+from ..kernels.find_well_conditioned import find_well_conditioned
 from .evaluated import evaluated
 from .polynomials import RESIDUAL, SPREAD, WELL_CONDITIONED
 from .products import apply_gram_side, batch_is_free, in_float32, matrix_norm, symmetric
