@@ -92,10 +92,54 @@ class SharedChunk:
     def communicates(self) -> bool:
         return self.route.gathers or self.route.scatters
 
+    def params_of(self, here: Sequence[Held]) -> list[Tensor]:
+        """The parameter of everything that is held, or of some of it."""
+        if len(here) == len(self.held):
+            return self._params_held
+        return [self.members[held.job].param for held in here]
+
+    def views(self, here: Sequence[Held], tensors: list[Tensor]) -> list[Tensor]:
+        """The boxes of tensors that are stored as this rank stores the parameters."""
+        if self._held_whole:
+            return tensors
+        return [held.view(tensor) for held, tensor in zip(here, tensors, strict=True)]
+
+    @cached_property
+    def _params_held(self) -> list[Tensor]:
+        return [self.members[held.job].param for held in self.held]
+
+    @cached_property
+    def _held_whole(self) -> bool:
+        return all(held.box.whole for held in self.held)
+
+    @cached_property
+    def params_of_answers(self) -> list[Tensor]:
+        """The parameter of every part that this rank hears."""
+        return [self.members[part.job].param for part in self.route.scattered.parts]
+
+    def views_of_answers(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What this rank hears of, in tensors that are stored as it stores the parameters."""
+        if self._answers_whole:
+            return tensors
+        boxes = [part.box for part in self.route.scattered.parts]
+        return [t if b is None else b.view(t) for t, b in zip(tensors, boxes, strict=True)]
+
+    @cached_property
+    def _answers_whole(self) -> bool:
+        return all(p.box is not None and p.box.whole for p in self.route.scattered.parts)
+
     @cached_property
     def jobs_here(self) -> Tensor:
         """The job of everything that is held, on the device."""
         return torch.tensor([held.job for held in self.held]).to(self.device)
+
+    @cached_property
+    def places_of_jobs(self) -> Tensor | None:
+        """Where each job is among what is held, on the device; None unless there is one of each."""
+        jobs = [held.job for held in self.held]
+        if sorted(jobs) != [*range(len(self.members))]:
+            return None
+        return torch.tensor([jobs.index(job) for job in range(len(jobs))]).to(self.device)
 
     @cached_property
     def owned_here(self) -> Tensor:

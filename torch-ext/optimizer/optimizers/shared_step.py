@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
@@ -19,17 +20,17 @@ from .device_state import OnDevice
 from .host_state import InHostMemory
 from .layout import written
 from .options import MuonOptions
-from .parameters import local
+from .parameters import local, locals_of
 from .rounding import RESIDUAL
 from .shared import Held, SharedChunk
 from .state import STATISTICS
 from .timing import stage
 from .update import Rate
 
-# Exponents of the largest element of a matrix that has none, and of one that is not finite.
-NOTHING, NOT_FINITE = -1000, 1000
 # float16 ends below 2^16; a matrix travels with its largest element in [2^14, 2^15).
 TOP = 15
+# Exponents of float32 as they are stored: the largest, of inf and NaN, and that of 0.5.
+NOT_FINITE, HALF = 255, 126
 
 
 def step_shared(
@@ -132,8 +133,8 @@ def _directions(
         jobs = chunk.jobs_here if len(here) == len(chunk.held) else [held.job for held in here]
         scales = scales_for(chunk, largest, jobs, across=chunk.route.gathers)
         if alike is not None:
-            factors = scales[chunk.jobs_here].view(-1, *(1 for _ in alike.shape[1:]))
-            torch.mul(out, factors, out=alike)
+            factors = scales.index_select(0, chunk.jobs_here)
+            torch.mul(out, factors.view(-1, *(1 for _ in alike.shape[1:])), out=alike)
         else:
             for direction, place, held in zip(out, places, here, strict=True):
                 if place is not None:
@@ -150,11 +151,10 @@ def _advance(
 ) -> Tensor:
     """Momentum of boxes that are held; the largest element of every direction."""
     kept.enter(chunk)
-    params = [chunk.members[held.job].param for held in here]
-    pairs = [*zip(here, params, strict=True)]
-    buffers = [kept.box(param, held, "momentum_buffer") for held, param in pairs]
+    grads = locals_of([param.grad for param in chunk.params_of(here)])
+    buffers = kept.boxes(chunk, here, "momentum_buffer")
     largest = momentum_kernel(
-        [held.view(local(param.grad)) for held, param in pairs],
+        chunk.views(here, grads),
         buffers,
         out,
         mu=float(options.momentum),
@@ -174,21 +174,27 @@ def scales_for(
     It is exact: the owner need not undo it, since only the direction of a matrix counts. A matrix
     with an inf or NaN, which all of it becomes, is sent as it is.
     """
-    exponents = torch.full(
-        (len(chunk.members),), NOTHING, dtype=torch.int32, device=chunk.device
-    )  # (J,)
+    found = None
     if largest is not None:
-        found = torch.where(largest > 0, torch.frexp(largest).exponent, NOTHING)
-        found = torch.where(largest.isfinite(), found, NOT_FINITE).to(torch.int32)
-        index = jobs
-        if not isinstance(index, Tensor):
-            index = torch.tensor(jobs).to(chunk.device, non_blocking=True)
-        exponents.scatter_reduce_(0, index, found, "amax")
+        found = largest.view(torch.int32).bitwise_right_shift(23).bitwise_and_(255)
+    if found is not None and jobs is chunk.jobs_here and chunk.places_of_jobs is not None:
+        exponents = found.index_select(0, chunk.places_of_jobs)
+    else:
+        exponents = torch.zeros(len(chunk.members), dtype=torch.int32, device=chunk.device)  # (J,)
+        if found is not None:
+            if not isinstance(jobs, Tensor):
+                jobs = torch.tensor(jobs).to(chunk.device, non_blocking=True)
+            exponents.scatter_reduce_(0, jobs, found, "amax")
     if across:
         exponents = chunk.team.transport.maximum(exponents).wait()
-    shift = (TOP - exponents).clamp_(-126, 126)
-    shift = torch.where(exponents == NOT_FINITE, 0, shift)
-    return ((shift + 127) << 23).view(torch.float32)  # 2^shift, exactly
+    return _scale_of_exponents(chunk.device).index_select(0, exponents)
+
+
+@functools.cache
+def _scale_of_exponents(device: torch.device) -> Tensor:
+    """Per stored exponent of a matrix's largest element (256,) the scale that it travels with."""
+    shifts = [max(-126, min(126, TOP - (stored - HALF))) for stored in range(NOT_FINITE)]
+    return torch.tensor([2.0**shift for shift in (*shifts, 0)], device=device)
 
 
 def _gather(chunk: SharedChunk, outbox: Tensor) -> Future:
@@ -290,13 +296,13 @@ def apply(
     present: Sequence[bool],
 ) -> None:
     """p <- p - decay p - rate u for what this rank holds, with one rounding each."""
-    params, residuals = [], []
-    scattered = chunk.route.scattered
-    updates: Any = scattered.stacked(answers, chunk.wire) if all(present) else None
-    each = updates is None
-    if each:
-        updates = []
-    for part in scattered.parts:
+    stacked = chunk.route.scattered.stacked(answers, chunk.wire) if all(present) else None
+    if stacked is not None and options.rounding != "residual" and rate.decay is None:
+        params = chunk.views_of_answers(locals_of(chunk.params_of_answers))
+        _apply(params, stacked, rate, options)
+        return
+    params, updates, residuals = [], [], []
+    for part in chunk.route.scattered.parts:
         if not present[part.job]:
             continue
         if part.box is None:
@@ -305,13 +311,21 @@ def apply(
         else:
             param = chunk.members[part.job].param
             params.append(part.box.view(local(param)))
-            if each:
-                updates.append(part.of(answers, chunk.wire))
+            updates.append(part.of(answers, chunk.wire))
             kept = state[param].get(RESIDUAL) if options.rounding == "residual" else None
             residuals.append(None if kept is None else part.box.view(local(kept)))
-    if not params:
-        return
-    stored, residuals = residuals, [_beside(*pair) for pair in zip(residuals, params, strict=True)]
+    if params:
+        _apply(params, updates, rate, options, residuals)
+
+
+def _apply(
+    params: Sequence[Tensor],
+    updates: Sequence[Tensor] | Tensor,
+    rate: Rate,
+    options: MuonOptions,
+    stored: Sequence[Tensor | None] = (),  # residuals, perhaps in host memory
+) -> None:
+    residuals = [None if s is None else _beside(s, p) for s, p in zip(stored, params, strict=False)]
     if rate.decay is not None:
         for param, update, residual in zip(params, updates, residuals, strict=True):
             reference.apply_update(
@@ -335,13 +349,13 @@ def apply(
         )
     written(params, params)
     for residual, kept in zip(residuals, stored, strict=True):
-        if residual is not kept:
+        if kept is not None and residual is not kept:
             kept.copy_(residual, non_blocking=True)
 
 
-def _beside(residual: Tensor | None, param: Tensor) -> Tensor | None:
+def _beside(residual: Tensor, param: Tensor) -> Tensor:
     """A residual where its parameter is, itself unless it is kept in host memory."""
-    return None if residual is None else residual.to(param.device, non_blocking=True)
+    return residual.to(param.device, non_blocking=True)
 
 
 def _statistics(
