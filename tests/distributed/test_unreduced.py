@@ -119,6 +119,45 @@ def test_unreduced_equals_one_rank(ranks, world, limit, reduce_op) -> None:
     assert max(elements) <= fair + max(matrices) + max(map(max, MATRICES)) + row + small
 
 
+def rows_in_bands(opt, wire) -> int:
+    """Steps of matrices whose rows travel in bands; returns the number of chunks."""
+    from torch import distributed
+
+    shapes = [(20, 6), (6, 40), (20, 6), (3, 12, 4), (33, 9)]
+    limit = 3 * 2400
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    params, single = (
+        [nn.Parameter(torch.ones(shape, device=device())) for shape in shapes] for _ in range(2)
+    )
+    options = {"kind": "muon", "lr": 0.1, "beta2": 0.9, "expert_keys": ["experts"]}
+    names = [f"experts.{k}" if len(shape) == 3 else f"w.{k}" for k, shape in enumerate(shapes)]
+    group, alone = ({"params": p, "names": names, **options} for p in (params, single))
+    optimizer = opt.DistMuonAdamW([group], in_flight_bytes=limit, wire_dtype=wire)
+    one = opt.MuonAdamW([alone])
+    with Watch(opt) as watch:
+        for step in range(3):
+            for index, (param, other) in enumerate(zip(params, single, strict=True)):
+                parts = [contribution(param.shape, r, step, index) for r in range(world)]
+                param.grad = None if (step, index) == (1, 2) else parts[rank]
+                other.grad = None if param.grad is None else torch.stack(parts).sum(0) / world
+            optimizer.step()
+            one.step()
+    for param, other in zip(params, single, strict=True):
+        if wire is None:
+            assert bits(param) == bits(other)
+        else:  # the updates are rounded to 11 bits
+            assert (param - other).abs().max() <= 3 * 0.1 * 2**-10
+    assert watch.largest <= limit // 3
+    return watch.calls["all_to_all"] // 2 // 3
+
+
+@pytest.mark.parametrize("wire", [None, torch.float16], ids=str)
+def test_rows_in_bands_change_no_bit_and_bound_the_messages(ranks, wire) -> None:
+    """Whole matrices of every owner at once would be messages of any size."""
+    chunks = same_everywhere(ranks(2).run(rows_in_bands, wire))
+    assert chunks > 5  # shapes
+
+
 def three_ranks(opt) -> list[bytes]:
     """Means of three are not exact: the ranks still agree in every bit."""
     params = parameters()

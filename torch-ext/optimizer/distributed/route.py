@@ -7,6 +7,8 @@ kernels that write and read it in place.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -87,6 +89,11 @@ class Message:
     @property
     def size(self) -> int:
         return sum(self.counts)
+
+    def ranks(self) -> list[int]:
+        """The other end of every part."""
+        ends = list(itertools.accumulate(self.counts))
+        return [bisect.bisect_right(ends, part.start) for part in self.parts]
 
     def empty(self, device: torch.device) -> Tensor:
         """Memory for the message."""

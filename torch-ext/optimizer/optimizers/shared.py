@@ -192,7 +192,7 @@ class Shared:
     def in_order(self, own: Sequence[Any]) -> list[Any]:
         """All chunks, and other work of this rank, in the order in which a step begins them."""
         of_all, home = ([c for of_group in g for c in of_group] for g in (self.chunks, self.home))
-        ahead = self.flow.warmup_step
+        ahead = self.flow.warmup_step + 1  # that many chunks are open before other work
         gathers = itertools.accumulate(chunk.communicates for chunk in of_all)
         first = next((i for i, count in enumerate(gathers, 1) if count == ahead), len(of_all))
         return [*of_all[:first], *own, *home, *of_all[first:]]

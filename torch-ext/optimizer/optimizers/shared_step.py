@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..distributed import Future, Ready
+from ..distributed import Future, Phases, Ready
 from ..kernels import apply_update
 from ..kernels import momentum as momentum_kernel
 from ..orthogonalize import orthogonalize
@@ -40,12 +40,12 @@ def step_shared(
     state: Mapping[Tensor, Mapping[str, Tensor]],
     remaining: Counter[Tensor],
     kept: OnDevice | InHostMemory,
-) -> Generator[None, None, None]:
+) -> Phases:
     """momentum -> gather -> orthogonalize -> scatter -> update for one chunk.
 
-    It yields after launching the gather and after launching the scatter, and not at all if nothing
-    crosses ranks. The messages have the same layout whichever gradients exist: a matrix without
-    gradient travels as zeros, and nothing of it is written.
+    It yields as `run_pipeline` says, and not at all if nothing crosses ranks. The messages have the
+    same layout whichever gradients exist: a matrix without gradient travels as zeros, and nothing
+    of it is written.
 
     Args:
         chunk: the matrices.
@@ -58,29 +58,34 @@ def step_shared(
     """
     present = [member.param.grad is not None for member in chunk.members]
     with stage("muon::momentum"):
-        outbox = _directions(chunk, options, kept, present)
+        directions = Directions(chunk, options, kept, present)
         if options.none_grad:
             release(chunk, remaining)
+    if chunk.communicates:
+        yield
     with stage("muon::launch_gather"):
-        gathering = _gather(chunk, outbox)
-        del outbox
+        gathering = _gather(chunk, directions.message())
+        del directions
     if chunk.communicates:
         yield
     with stage("muon::wait_gather"):
         batch = _batch(chunk, gathering.wait())  # (B, m, n)
-    message = chunk.route.answered.empty(chunk.device)
+    orthogonal = None
     if any(present[job] for job in chunk.route.owned):
         with stage("muon::newton_schulz"):
             orthogonal = orthogonalize(
                 batch, method=options.method, steps=options.ns_steps, dtype=options.dtype
             )  # (B, m, n)
-        del batch, gathering
-        with stage("muon::launch_scatter"):
+    del batch, gathering
+    if chunk.communicates:
+        yield
+    with stage("muon::launch_scatter"):
+        message = chunk.route.answered.empty(chunk.device)
+        if orthogonal is None:
+            message.zero_()
+        else:
             answer(chunk, chunk.route.owned, orthogonal, options, state, message)
         del orthogonal
-    else:
-        message.zero_()
-    with stage("muon::launch_scatter"):
         scattering = launch_scatter(chunk, message)
         del message
     if chunk.communicates:
@@ -99,47 +104,73 @@ def release(chunk: SharedChunk, remaining: Counter[Tensor]) -> None:
             param.grad = None
 
 
-def _directions(
-    chunk: SharedChunk,
-    options: MuonOptions,
-    kept: OnDevice | InHostMemory,
-    present: Sequence[bool],
-) -> Tensor:
-    """Advance the buffers of what this rank holds; the message of directions for the owners."""
-    sent = chunk.route.sent
-    outbox = sent.empty(chunk.device)
-    rounds = chunk.wire != chunk.dtype
-    here = [held for held in chunk.held if present[held.job]]
-    alike = None  # (boxes, ...): all places in the message, if nothing else is held
-    if len(here) == len(chunk.held) == len(sent.parts):
-        alike = sent.stacked(outbox, chunk.wire)
-    if alike is None:
-        places = [None if h.part is None else h.part.of(outbox, chunk.wire) for h in here]
+class Directions:
+    """The directions of what this rank holds; their buffers advance when it is made.
+
+    Where the wire rounds, the ranks exchange exponents before the message can be written.
+    """
+
+    def __init__(
+        self,
+        chunk: SharedChunk,
+        options: MuonOptions,
+        kept: OnDevice | InHostMemory,
+        present: Sequence[bool],
+    ) -> None:
+        sent = chunk.route.sent
+        self._chunk, self._rounds = chunk, chunk.wire != chunk.dtype
+        self._outbox = sent.empty(chunk.device)
+        self._here = [held for held in chunk.held if present[held.job]]
+        all_here = len(self._here) == len(chunk.held)
+        # (boxes, ...): all places in the message, if nothing else is held
+        self._alike: Tensor | None = None
+        self._places: list[Tensor | None] = []
+        if all_here and len(chunk.held) == len(sent.parts):
+            self._alike = sent.stacked(self._outbox, chunk.wire)
+        self._out: Any = self._made(present)
+        largest = None
+        if self._here:
+            largest = _advance(chunk, self._here, self._out, options, kept)
+        if self._rounds:
+            jobs = chunk.jobs_here if all_here else [held.job for held in self._here]
+            exponents = exponents_of(chunk, largest, jobs)
+            self._exponents: Future = Ready(exponents)
+            if chunk.route.gathers:
+                self._exponents = chunk.team.transport.maximum(exponents)
+
+    def _made(self, present: Sequence[bool]) -> Any:
+        """Where the directions are written: in the message, unless they are rounded for it."""
+        chunk = self._chunk
+        if self._alike is not None:
+            return torch.empty_like(self._alike, dtype=chunk.dtype) if self._rounds else self._alike
         for held in chunk.held:
             if held.part is not None and not present[held.job]:
-                held.part.of(outbox, chunk.wire).zero_()
-        out: Any = [
-            torch.empty(held.box.shape, dtype=chunk.dtype, device=chunk.device)
-            if place is None or rounds
-            else place
-            for held, place in zip(here, places, strict=True)
+                held.part.of(self._outbox, chunk.wire).zero_()
+        self._places = [
+            None if held.part is None else held.part.of(self._outbox, chunk.wire)
+            for held in self._here
         ]
-    else:
-        out = torch.empty_like(alike, dtype=chunk.dtype) if rounds else alike
-    largest = None
-    if here:
-        largest = _advance(chunk, here, out, options, kept)
-    if rounds:
-        jobs = chunk.jobs_here if len(here) == len(chunk.held) else [held.job for held in here]
-        scales = scales_for(chunk, largest, jobs, across=chunk.route.gathers)
-        if alike is not None:
-            factors = scales.index_select(0, chunk.jobs_here)
-            torch.mul(out, factors.view(-1, *(1 for _ in alike.shape[1:])), out=alike)
-        else:
-            for direction, place, held in zip(out, places, here, strict=True):
-                if place is not None:
-                    torch.mul(direction, scales[held.job], out=place)
-    return outbox
+        return [
+            torch.empty(held.box.shape, dtype=chunk.dtype, device=chunk.device)
+            if place is None or self._rounds
+            else place
+            for held, place in zip(self._here, self._places, strict=True)
+        ]
+
+    def message(self) -> Tensor:
+        """The message for the owners, when the exponents are here."""
+        if not self._rounds:
+            return self._outbox
+        scales = scales_of(self._exponents.wait())  # (J,)
+        if self._alike is not None:
+            factors = scales.index_select(0, self._chunk.jobs_here)
+            factors = factors.view(-1, *(1 for _ in self._alike.shape[1:]))
+            torch.mul(self._out, factors, out=self._alike)
+            return self._outbox
+        for direction, place, held in zip(self._out, self._places, self._here, strict=True):
+            if place is not None:
+                torch.mul(direction, scales[held.job], out=place)
+        return self._outbox
 
 
 def _advance(
@@ -166,28 +197,36 @@ def _advance(
     return largest
 
 
-def scales_for(
-    chunk: SharedChunk, largest: Tensor | None, jobs: Sequence[int] | Tensor, *, across: bool
+def exponents_of(
+    chunk: SharedChunk, largest: Tensor | None, jobs: Sequence[int] | Tensor
 ) -> Tensor:
-    """One power of two per matrix, that brings its largest element (on any rank) below 2^15.
+    """The exponent of each matrix's largest element here (J,), as float32 stores it.
 
-    It is exact: the owner need not undo it, since only the direction of a matrix counts. A matrix
-    with an inf or NaN, which all of it becomes, is sent as it is.
+    Args:
+        chunk: the matrices.
+        largest: float32, of what is here of them.
+        jobs: which matrix each is of.
     """
     found = None
     if largest is not None:
         found = largest.view(torch.int32).bitwise_right_shift(23).bitwise_and_(255)
     if found is not None and jobs is chunk.jobs_here and chunk.places_of_jobs is not None:
-        exponents = found.index_select(0, chunk.places_of_jobs)
-    else:
-        exponents = torch.zeros(len(chunk.members), dtype=torch.int32, device=chunk.device)  # (J,)
-        if found is not None:
-            if not isinstance(jobs, Tensor):
-                jobs = torch.tensor(jobs).to(chunk.device, non_blocking=True)
-            exponents.scatter_reduce_(0, jobs, found, "amax")
-    if across:
-        exponents = chunk.team.transport.maximum(exponents).wait()
-    return _scale_of_exponents(chunk.device).index_select(0, exponents)
+        return found.index_select(0, chunk.places_of_jobs)
+    exponents = torch.zeros(len(chunk.members), dtype=torch.int32, device=chunk.device)
+    if found is not None:
+        if not isinstance(jobs, Tensor):
+            jobs = torch.tensor(jobs).to(chunk.device, non_blocking=True)
+        exponents.scatter_reduce_(0, jobs, found, "amax")
+    return exponents
+
+
+def scales_of(exponents: Tensor) -> Tensor:
+    """Per matrix one power of two that brings its largest element (on any rank) below 2^15.
+
+    It is exact: the owner need not undo it, since only the direction of a matrix counts. A matrix
+    with an inf or NaN, which all of it becomes, is sent as it is.
+    """
+    return _scale_of_exponents(exponents.device).index_select(0, exponents)
 
 
 @functools.cache
@@ -243,38 +282,69 @@ def answer(
         if any(part.box is None for part in chunk.route.answered.parts):
             # Several ranks keep them: they advance together, when the answers are there.
             statistics = {job: kept.clone() for job, kept in statistics.items()}
-        m, n = chunk.matrix
-        kept = (m, 1) if m >= n else (1, n)
-        reduced = torch.zeros_like(orthogonal, dtype=chunk.wire)
-        apply_update(  # 0 - (-1) u', in which u' is u with its rows or columns evened out
-            reduced.unbind(),
-            orthogonal.unbind(),
-            lr=1.0,
-            factors=[-1.0] * len(reduced),
-            weight_decay=0.0,
-            second_moments=[moment.view(kept) for moment in statistics.values()],
-            beta2=options.beta2,
-        )
-        orthogonal = reduced
+        orthogonal = _evened_out(chunk, orthogonal, [*statistics.values()], options.beta2)
+    write_answer(chunk, owned, orthogonal, message, statistics)
+
+
+def evened_out(
+    chunk: SharedChunk,
+    owned: Sequence[int],
+    orthogonal: Tensor,  # (B, m, n)
+    options: MuonOptions,
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+) -> Tensor:
+    """The updates of owned jobs, whose statistics no other rank keeps."""
+    if options.beta2 is None:
+        return orthogonal
+    statistics = [_statistics(chunk, job, state) for job in owned]
+    return _evened_out(chunk, orthogonal, statistics, options.beta2)
+
+
+def _evened_out(
+    chunk: SharedChunk, orthogonal: Tensor, statistics: Sequence[Tensor], beta2: float
+) -> Tensor:
+    m, n = chunk.matrix
+    kept = (m, 1) if m >= n else (1, n)
+    reduced = torch.zeros_like(orthogonal, dtype=chunk.wire)
+    apply_update(  # 0 - (-1) u', in which u' is u with its rows or columns evened out
+        reduced.unbind(),
+        orthogonal,
+        lr=1.0,
+        factors=[-1.0] * len(reduced),
+        weight_decay=0.0,
+        second_moments=[moment.view(kept) for moment in statistics],
+        beta2=beta2,
+    )
+    return reduced
+
+
+def write_answer(
+    chunk: SharedChunk,
+    owned: Sequence[int],
+    updates: Tensor,  # (B, m, n) or the chunk's rows of it
+    message: Tensor,
+    statistics: Mapping[int, Tensor],
+) -> None:
+    """Write updates of owned jobs to all who hear of them, with new statistics."""
     stacked = chunk.route.answered.stacked(message, chunk.wire)
     if stacked is not None and len(owned) == len(chunk.route.owned):
         if chunk.hearers is not None:
-            by_rank = orthogonal.reshape(len(owned), chunk.hearers, -1).transpose(0, 1)
+            by_rank = updates.reshape(len(owned), chunk.hearers, -1).transpose(0, 1)
             stacked.view(by_rank.shape).copy_(by_rank)
             return
         if chunk.replicas is not None:
-            stacked.view(chunk.replicas, *orthogonal.shape).copy_(orthogonal)
+            stacked.view(chunk.replicas, *updates.shape).copy_(updates)
             return
-    updates = dict(zip(owned, orthogonal.unbind(), strict=True))
+    of_jobs = dict(zip(owned, updates.unbind(), strict=True))
     sources, places = [], []
     for part in chunk.route.answered.parts:
-        if part.job not in updates:
+        if part.job not in of_jobs:
             message[part.start : part.stop].zero_()
         elif part.box is None:
             sources.append(statistics[part.job])
             places.append(part.of(message, chunk.statistics_dtype))
         else:
-            update = updates[part.job].view(chunk.region(part.job))
+            update = of_jobs[part.job].view(chunk.region(part.job))
             sources.append(update[part.box.region])
             places.append(part.of(message, chunk.wire))
     copy_all(places, sources)
