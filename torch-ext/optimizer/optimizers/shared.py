@@ -129,6 +129,21 @@ class SharedChunk:
         return all(p.box is not None and p.box.whole for p in self.route.scattered.parts)
 
     @cached_property
+    def boxes(self) -> dict[int, Box]:
+        """What this rank holds of every job, where that is one box."""
+        return {held.job: held.box for held in self.held}
+
+    @cached_property
+    def held_for_others(self) -> tuple[Held, ...]:
+        """What this rank sends, in order."""
+        return tuple(held for held in self.held if held.part is not None)
+
+    @cached_property
+    def jobs_for_others(self) -> Tensor:
+        """The job of everything that this rank sends, on the device."""
+        return torch.tensor([held.job for held in self.held_for_others]).to(self.device)
+
+    @cached_property
     def jobs_here(self) -> Tensor:
         """The job of everything that is held, on the device."""
         return torch.tensor([held.job for held in self.held]).to(self.device)

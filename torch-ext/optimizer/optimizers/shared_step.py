@@ -388,6 +388,27 @@ def apply(
         _apply(params, updates, rate, options, residuals)
 
 
+def apply_own(
+    chunk: SharedChunk,
+    owned: Sequence[int],
+    updates: Tensor,  # (B, m, n), or the chunk's rows of it
+    rate: Rate,
+    options: MuonOptions,
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+) -> None:
+    """`apply` for jobs of this rank, whose updates did not travel."""
+    held = [(chunk.boxes[job], chunk.members[job].param) for job in owned]
+    of_jobs = updates.view(-1, *chunk.region(owned[0]))
+    residuals: list[Tensor | None] = [None] * len(held)
+    if options.rounding == "residual":
+        kept = [state[param].get(RESIDUAL) for _, param in held]
+        pairs = zip(held, kept, strict=True)
+        residuals = [None if r is None else box.view(local(r)) for (box, _), r in pairs]
+    params = [box.view(local(param)) for box, param in held]
+    together = of_jobs if of_jobs.is_contiguous() else of_jobs.unbind()
+    _apply(params, together, rate, options, residuals)
+
+
 def _apply(
     params: Sequence[Tensor],
     updates: Sequence[Tensor] | Tensor,

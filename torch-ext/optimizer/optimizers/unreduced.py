@@ -33,10 +33,11 @@ SMALL = 1024  # elements below which a parameter for AdamW is stepped by every r
 
 @dataclass(frozen=True, eq=False)
 class Bands:
-    """Matrices of one shape, whose rows travel in one chunk or several."""
+    """Matrices of one shape, orthogonalized together, which travel in one chunk or several."""
 
     whole: SharedChunk
-    parts: tuple[SharedChunk, ...]  # `whole` itself, or bands of the rows of the same matrices
+    parts: tuple[SharedChunk, ...]  # `whole` itself, some of its matrices, or rows of all of them
+    first: tuple[int, ...]  # number of each part's first matrix among those of their owner
     rows: tuple[Run, ...]  # (start, length) of each part in a matrix
 
 
@@ -130,8 +131,8 @@ class Unreduced:
         chunks = []
         for ((m, n), *_), members in buckets.items():
             travels = torch.float64 if members[0].dtype == torch.float64 else wire
-            # A rank sends its contribution to every matrix, and an owner receives those of all.
-            of_turn = 2 * m * n * travels.itemsize * self.team.size
+            # A rank sends to all other owners, and receives from all others.
+            of_turn = 2 * m * n * travels.itemsize * max(1, self.team.size - 1)
             size = min(
                 OWNED_BYTES // (m * n * members[0].dtype.itemsize),
                 flow.chunk_bytes * max(m, EVEN_ROWS) // (EVEN_ROWS * of_turn),
@@ -142,22 +143,37 @@ class Unreduced:
                 queues[self.owner(member.param)].append(member)
             turns = max(map(len, queues))
             size = equal_share(turns, max(1, size))
-            bands = -(-size * of_turn // flow.chunk_bytes)
             for start in range(0, turns, size):
-                taken = [member for queue in queues for member in queue[start : start + size]]
-                chunks.append(self._banded(taken, travels, bands))
+                taken = [queue[start : start + size] for queue in queues]
+                chunks.append(self._banded(taken, travels, of_turn, flow.chunk_bytes))
         return chunks
 
-    def _banded(self, members: Sequence[SharedMatrix], wire: torch.dtype, count: int) -> Bands:
-        """Matrices in about so many equal bands of rows."""
+    def _banded(
+        self,
+        queues: Sequence[Sequence[SharedMatrix]],  # of every owner
+        wire: torch.dtype,
+        of_turn: int,
+        chunk_bytes: int,
+    ) -> Bands:
+        """Matrices in equal bands: of whole ones, which take no views, or else of their rows."""
+        members = [member for queue in queues for member in queue]
         whole = self._chunk(members, wire)
-        m, _ = whole.matrix
+        (m, _), turns = whole.matrix, max(map(len, queues))
+        if turns * of_turn <= chunk_bytes:
+            return Bands(whole, (whole,), (0,), ((0, m),))
+        if of_turn <= chunk_bytes:
+            each = equal_share(turns, chunk_bytes // of_turn)
+            first = range(0, turns, each)
+            bands = [[member for q in queues for member in q[at : at + each]] for at in first]
+            parts = tuple(self._chunk(band, wire) for band in bands)
+            return Bands(whole, parts, tuple(first), ((0, m),) * len(parts))
+        count = -(-turns * of_turn // chunk_bytes)
         step = -(-m // (count * EVEN_ROWS)) * EVEN_ROWS
-        rows = [(first, min(step, m - first)) for first in range(0, m, step)]
+        rows = [(at, min(step, m - at)) for at in range(0, m, step)]
         if len(rows) == 1:
-            return Bands(whole, (whole,), (rows[0],))
-        parts = [self._chunk([_band(member, run) for member in members], wire) for run in rows]
-        return Bands(whole, tuple(parts), tuple(rows))
+            return Bands(whole, (whole,), (0,), (rows[0],))
+        parts = tuple(self._chunk([_band(member, run) for member in members], wire) for run in rows)
+        return Bands(whole, parts, (0,) * len(parts), tuple(rows))
 
     def slice_chunks(
         self, param: Tensor, where: str, wire: torch.dtype, flow: Flow
@@ -168,8 +184,8 @@ class Unreduced:
         shape = tuple(param.shape)
         runs = [self._rows(shape).runs((rank,))[0] for rank in range(self.team.size)]
         rows = max(sum(length for _, length in run) for run in runs)
-        row_bytes = math.prod(shape[1:]) * travels.itemsize * self.team.size
-        step = max(1, flow.chunk_bytes // (2 * row_bytes))  # sent, and received from all
+        row_bytes = math.prod(shape[1:]) * travels.itemsize * max(1, self.team.size - 1)
+        step = max(1, flow.chunk_bytes // (2 * row_bytes))  # sent, and received from others
         step = equal_share(rows, step)
         chunks = []
         for start in range(0, rows, step):

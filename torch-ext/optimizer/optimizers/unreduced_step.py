@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..distributed import Future, Phases, Team
+from ..distributed import Box, Future, Phases, Team
 from ..kernels import momentum as momentum_kernel
 from ..orthogonalize import orthogonalize
 from .adamw import adamw_on
@@ -18,6 +18,7 @@ from .options import AdamWOptions, MuonOptions
 from .shared import SharedChunk
 from .shared_step import (
     apply,
+    apply_own,
     copy_all,
     evened_out,
     exponents_of,
@@ -37,8 +38,13 @@ State = Mapping[Tensor, Mapping[str, Tensor]]
 class _Made:
     """What the bands of matrices make together."""
 
-    directions: Tensor | None = None  # (B, m, n), filled band by band
+    present: Sequence[bool]  # of the matrices of this rank, by their slots
+    directions: Tensor | None = None  # (B, m, n) of those with a gradient, filled band by band
     updates: Tensor | None = None  # (B, m, n), sent band by band
+
+    def before(self, slot: int) -> int:
+        """Matrices with a gradient before a slot."""
+        return sum(self.present[:slot])
 
 
 def step_bands(
@@ -62,7 +68,8 @@ def step_bands(
     Returns:
         What `run_pipeline` takes, for every band.
     """
-    made = _Made()
+    members = bands.whole.members
+    made = _Made([members[job].param.grad is not None for job in bands.whole.route.owned])
     for number in range(len(bands.parts)):
         yield _step_band(bands, number, made, factor, rate, options, state, remaining)
 
@@ -81,7 +88,7 @@ def _step_band(
     present = [member.param.grad is not None for member in chunk.members]
     owned = [job for job in chunk.route.owned if present[job]]
     with stage("muon::launch_reduce"):
-        contributions = _Contributions(chunk, present)
+        contributions = _Contributions(chunk, present, owned)
         if options.none_grad:
             release(chunk, remaining)
     yield
@@ -95,25 +102,22 @@ def _step_band(
         with stage("muon::momentum"):
             _momentum(bands, number, made, owned, grads, options, state)
     del grads
-    if owned and not later:
+    if made.directions is not None and not later:
         with stage("muon::newton_schulz"):
-            orthogonal = orthogonalize(
-                made.directions, method=options.method, steps=options.ns_steps, dtype=options.dtype
-            )  # (B, m, n)
-            made.directions = None
-            made.updates = evened_out(bands.whole, owned, orthogonal, options, state)
-            del orthogonal
+            made.updates = _updates(bands.whole, made, options, state)
     yield later
     with stage("muon::launch_scatter"):
         message = chunk.route.answered.empty(chunk.device)
-        if made.updates is None:
+        mine = None
+        if owned and made.updates is not None:
+            first = made.before(bands.first[number])
+            mine = made.updates.narrow(0, first, len(owned)).narrow(1, *bands.rows[number])
+        if mine is None:
             message.zero_()
         else:
-            updates = made.updates.narrow(1, *bands.rows[number])
-            write_answer(chunk, owned, updates, message, {})
-            if not later:
-                made.updates = None
-            del updates
+            write_answer(chunk, owned, mine, message, {})
+        if not later:
+            made.updates = None
         scattering = launch_scatter(chunk, message)
         del message
     yield
@@ -121,6 +125,20 @@ def _step_band(
         answers = scattering.wait()
     with stage("muon::update_params"):
         apply(chunk, answers, rate, options, state, present)
+        if mine is not None:
+            apply_own(chunk, owned, mine, rate, options, state)
+
+
+def _updates(whole: SharedChunk, made: _Made, options: MuonOptions, state: State) -> Tensor:
+    """The updates of this rank's matrices as everyone applies them: (B, m, n), of the wire."""
+    assert made.directions is not None
+    orthogonal = orthogonalize(
+        made.directions, method=options.method, steps=options.ns_steps, dtype=options.dtype
+    )
+    made.directions = None
+    slots = zip(whole.route.owned, made.present, strict=True)
+    owned = [job for job, here in slots if here]
+    return evened_out(whole, owned, orthogonal, options, state).to(whole.wire)
 
 
 def step_slices(
@@ -135,7 +153,8 @@ def step_slices(
     param = chunk.members[0].param
     present = param.grad is not None
     with stage("muon::launch_reduce"):
-        contributions = _Contributions(chunk, [present] * len(chunk.members))
+        owned = chunk.route.owned if present else ()
+        contributions = _Contributions(chunk, [present] * len(chunk.members), owned)
         if options.none_grad:
             release(chunk, remaining)
     yield
@@ -221,33 +240,44 @@ class _Contributions:
     """This rank's gradients on their way to the owners, and those of all ranks added up.
 
     In float16 every part has a power of two as its scale, by the sender's largest element. The
-    scales travel beside the message, and the owner undoes each.
+    scales travel beside the message, and the owner undoes each. What this rank owns stays here.
     """
 
-    def __init__(self, chunk: SharedChunk, present: Sequence[bool]) -> None:
-        self._chunk = chunk
+    def __init__(self, chunk: SharedChunk, present: Sequence[bool], owned: Sequence[int]) -> None:
+        self._chunk, self._owned = chunk, owned
         sent, wire = chunk.route.sent, chunk.wire
         outbox = self._outbox = sent.empty(chunk.device)
         self._scales: Tensor | None = None  # (J,) of this rank
+        boxes = chunk.boxes
+        self._own = [_grad(chunk.members[job].param, boxes[job]) for job in owned]
+        here = [held for held in chunk.held_for_others if present[held.job]]
+        grads = [_grad(chunk.members[held.job].param, held.box) for held in here]
         alike = sent.stacked(outbox, wire) if all(present) else None
-        here = [held for held in chunk.held if present[held.job]]
-        grads = [held.view(chunk.members[held.job].param.grad) for held in here]
         if alike is not None:
             places = list(alike.unbind())
         else:
             places = [held.part.of(outbox, wire) for held in here if held.part is not None]
-            for held in chunk.held:
+            for held in chunk.held_for_others:
                 if held.part is not None and not present[held.job]:
                     held.part.of(outbox, wire).zero_()
         if wire != torch.float16:
             copy_all(places, grads)
             return
-        jobs = chunk.jobs_here if all(present) else [held.job for held in here]
+        jobs = chunk.jobs_for_others
+        if len(here) < len(chunk.held_for_others):
+            jobs = torch.tensor([held.job for held in here]).to(chunk.device, non_blocking=True)
         found = _largest(grads, chunk.dtype) if grads else None
         self._scales = scales_of(exponents_of(chunk, found, jobs))
-        of_jobs = self._scales.unbind()
-        for place, grad, held in zip(places, grads, here, strict=True):
-            torch.mul(grad.to(chunk.dtype), of_jobs[held.job], out=place)
+        if not grads:
+            return
+        factors = self._scales.index_select(0, jobs)
+        if alike is not None:
+            wide = torch.empty_like(alike, dtype=chunk.dtype)
+            copy_all(wide.unbind(), grads)
+            torch.mul(wide, factors.view(-1, *(1 for _ in alike.shape[1:])), out=alike)
+            return
+        for place, grad, scale in zip(places, grads, factors.unbind(), strict=True):
+            torch.mul(grad.to(chunk.dtype), scale, out=place)
 
     def launch(self) -> None:
         """Send the message."""
@@ -257,35 +287,54 @@ class _Contributions:
         self._reducing = transport.gather(route.sent, self._outbox, route.gathered)
         del self._outbox
 
-    def sums(self, factor: float) -> dict[int, Tensor]:
-        """The reduced gradients of this rank's jobs, added up in the order of the ranks."""
-        chunk = self._chunk
-        inverse = None if self._scales is None else self._collecting.wait().reciprocal()  # (W, J)
+    def sums(self, factor: float) -> list[Tensor]:
+        """The reduced gradients of what this rank owns, added up in the order of the ranks."""
+        chunk, own = self._chunk, self._own
+        scales = None if self._scales is None else self._collecting.wait().reciprocal()  # (W, J)
         inbox = self._reducing.wait()
-        stacked = chunk.route.gathered.stacked(inbox, chunk.wire)
-        if stacked is not None and chunk.contributors is not None:
-            owned = chunk.route.owned
-            parts = stacked.view(chunk.contributors, len(owned), *stacked.shape[1:])
-            if inverse is not None:
-                inverse = inverse.index_select(1, chunk.owned_here)
-                inverse = inverse.view(*parts.shape[:2], *(1 for _ in stacked.shape[1:]))
-            total = _added_up(parts, inverse, chunk.dtype)
-            total *= factor
-            return dict(zip(owned, total.unbind(), strict=True))
-        sums: dict[int, Tensor] = {}
-        for part, sender in zip(
-            chunk.route.gathered.parts, chunk.route.gathered.ranks(), strict=True
-        ):
-            contribution = part.of(inbox, chunk.wire).to(chunk.dtype)
-            if inverse is not None:
-                contribution *= inverse[sender, part.job]  # a power of two: exact
-            if part.job in sums:
-                sums[part.job] += contribution
-            else:
-                sums[part.job] = contribution  # of the first rank; in place in the message
-        for total in sums.values():
-            total *= factor
-        return sums
+        if not own:
+            return []
+        summands: list[Sequence[Tensor]] = [*self._received(inbox, scales)]
+        if not summands:
+            total = [grad.to(chunk.dtype, copy=True) for grad in own]
+        else:
+            # Before the second summand or behind it: the sum of the first two is the same.
+            summands.insert(max(1, chunk.team.rank), own)
+            total = [*summands[0]]  # in place in the message, if that is its dtype
+            for summand in summands[1:]:
+                torch._foreach_add_(total, [*summand])
+        if factor != 1:
+            torch._foreach_mul_(total, factor)
+        return total
+
+    def _received(self, inbox: Tensor, scales: Tensor | None) -> Iterator[Sequence[Tensor]]:
+        """What every other rank contributed to what this rank owns, without its scale."""
+        chunk, gathered = self._chunk, self._chunk.route.gathered
+        others = [rank for rank in range(chunk.team.size) if rank != chunk.team.rank]
+        stacked = gathered.stacked(inbox, chunk.wire)
+        if stacked is not None and chunk.contributors and len(self._own) == len(chunk.route.owned):
+            by_rank = stacked.view(len(others), len(self._own), *stacked.shape[1:])
+            for sender, found in zip(others, by_rank.unbind(), strict=True):
+                if scales is None:
+                    yield found.to(chunk.dtype).unbind()
+                    continue
+                factors = scales[sender].index_select(0, chunk.owned_here)
+                yield (found * factors.view(-1, *(1 for _ in found.shape[1:]))).unbind()
+            return
+        places = {job: number for number, job in enumerate(self._owned)}
+        columns = {rank: [torch.empty(0)] * len(places) for rank in others}
+        for part, sender in zip(gathered.parts, gathered.ranks(), strict=True):
+            if part.job in places:
+                found = part.of(inbox, chunk.wire).to(chunk.dtype)
+                if scales is not None:
+                    found *= scales[sender, part.job]  # a power of two: exact
+                columns[sender][places[part.job]] = found
+        yield from columns.values()
+
+
+def _grad(param: Tensor, box: Box) -> Tensor:
+    assert param.grad is not None
+    return box.view(param.grad)
 
 
 def _largest(grads: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -293,41 +342,29 @@ def _largest(grads: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack(torch._foreach_norm(list(grads), torch.inf)).to(dtype)
 
 
-def _added_up(parts: Tensor, inverse: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The sum over the first dimension in its order, of what was multiplied by 1 / inverse."""
-    first, *others = parts.unbind()
-    if inverse is None:
-        total = first.to(dtype)  # in place in the message, if that is its dtype
-        for contribution in others:
-            total += contribution
-        return total
-    total = first * inverse[0]  # powers of two: exact
-    for contribution, scale in zip(others, inverse[1:], strict=True):
-        total.addcmul_(contribution, scale)
-    return total
-
-
 def _momentum(
     bands: Bands,
     number: int,
     made: _Made,
     owned: Sequence[int],
-    grads: Mapping[int, Tensor],
+    grads: Sequence[Tensor],
     options: MuonOptions,
     state: State,
 ) -> None:
     """Momentum of a band; its directions go to their rows of the batch."""
     chunk, whole = bands.parts[number], bands.whole
     if made.directions is None:
-        shape = (len(owned), *whole.matrix)
+        shape = (sum(made.present), *whole.matrix)
         made.directions = torch.empty(shape, dtype=chunk.dtype, device=chunk.device)
-    boxes = {held.job: held.box for held in chunk.held}
+    boxes = chunk.boxes
     buffers = [boxes[job].view(state[chunk.members[job].param]["momentum_buffer"]) for job in owned]
-    rows = made.directions.narrow(1, *bands.rows[number]).unbind()
+    first, rows = made.before(bands.first[number]), bands.rows[number]
+    places = made.directions.narrow(0, first, len(owned)).narrow(1, *rows)
+    whole_ones = rows[1] == whole.matrix[0]
     momentum_kernel(
-        [grads[job] for job in owned],
+        grads,
         buffers,
-        [place.view(chunk.region(job)) for place, job in zip(rows, owned, strict=True)],
+        places if whole_ones else places.view(-1, *chunk.region(owned[0])).unbind(),
         mu=float(options.momentum),
         nesterov=options.nesterov,
         form=options.momentum_form,
@@ -337,19 +374,19 @@ def _momentum(
 
 def _adamw_on_rows(
     slices: SliceChunk,
-    grads: Mapping[int, Tensor],
+    grads: Sequence[Tensor],
     options: AdamWOptions,
     state: Mapping[str, Tensor],
 ) -> None:
     """AdamW on this rank's rows. The counter advances with the last rows of the parameter."""
     chunk = slices.chunk
     param = chunk.members[0].param
-    boxes = {held.job: held.box for held in chunk.held}
-    for job in chunk.route.owned:
+    boxes = chunk.boxes
+    for job, grad in zip(chunk.route.owned, grads, strict=True):
         first, length = chunk.members[job].job.region[0]
         averages = {key: _rows(state[key], first, length) for key in ("exp_avg", "exp_avg_sq")}
         counter = {"step": state["step"].clone()}
-        adamw_on([boxes[job].view(param)], [grads[job]], [averages | counter], options)
+        adamw_on([boxes[job].view(param)], [grad], [averages | counter], options)
     if slices.last:
         state["step"].add_(1)
 
