@@ -13,20 +13,11 @@ from ..distributed import Box, Future, Phases, Team
 from ..kernels import momentum as momentum_kernel
 from ..orthogonalize import orthogonalize
 from .adamw import adamw_on
+from .answers import apply, apply_own, copy_all, evened_out, launch_scatter, write_answer
 from .layout import written
 from .options import AdamWOptions, MuonOptions
 from .shared import SharedChunk
-from .shared_step import (
-    apply,
-    apply_own,
-    copy_all,
-    evened_out,
-    exponents_of,
-    launch_scatter,
-    release,
-    scales_of,
-    write_answer,
-)
+from .shared_step import exponents_of, release, scales_of
 from .timing import stage
 from .unreduced import Bands, SliceChunk, SmallChunk
 from .update import Rate
