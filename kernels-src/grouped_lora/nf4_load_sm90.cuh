@@ -1,0 +1,156 @@
+#pragma once
+// How stages are filled: packed bytes by TMA, absmax and gathered rows by asynchronous copies.
+
+#include "grouped_lora/nf4_tile_sm90.cuh"
+#include "newton_schulz/mma.cuh"
+
+namespace optimizer::nf4_product {
+
+using newton_schulz::Ring;
+
+// 4 bytes, or zeros.
+__device__ __forceinline__ void copy_word_async(uint32_t target, const void* source, bool reads) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source),
+               "r"(reads ? 4 : 0)
+               : "memory");
+}
+// Arrives for this thread once all its copies so far have landed; nobody waits for them here, so
+// that every free stage is under way.
+__device__ __forceinline__ void barrier_arrive_behind_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Thread t of the loader copies chunk t % 8 of lines t / 8, t / 8 + 16, ... of the rows and scale
+// t; thread 0 also asks for the packed bytes. Lines behind a tile's rows keep what they held: a row
+// of the product depends on its own line alone.
+template <bool kAlong>
+class Loader {
+ public:
+  __device__ __forceinline__ Loader(const Arguments& p, const SharedMap& at)
+      : p_(p),
+        at_(at),
+        thread_(static_cast<int>(threadIdx.x)),
+        line_(thread_ / 8),
+        chunk_(thread_ % 8) {}
+
+  __device__ __forceinline__ void run() {
+    const int64_t tiles = tile_count(p_, at_);
+    int64_t tile = blockIdx.x;
+    if (tile >= tiles) return;
+    TileAt where = locate(p_, at_, tile);
+    int found[kPerThread];
+    look_up(found, where);
+    for (int set = 0;; set ^= 1) {
+      int* sources = at_.sources(set);
+      publish(sources, found);
+      const TileAt here = where;
+      tile += gridDim.x;
+      if (tile < tiles) {
+        where = locate(p_, at_, tile);
+        look_up(found, where);  // used behind this tile's stages, by when it has arrived
+      }
+      for (int k = 0; k < p_.depth; k += kDepth) {
+        const uint32_t full = wait_for_empty();
+        fetch_weights(here, k, full);
+        const int bytes = max(0, min(16, 2 * (p_.depth - k - chunk_ * 8)));
+        gather(p_.x, p_.x_row, k, bytes, here.rows, [&](int line) { return sources[line]; });
+        finish(full);
+      }
+      for (int k = 0; k < p_.rank; k += kDepth) {
+        const uint32_t full = wait_for_empty();
+        if (thread_ == 0) newton_schulz::barrier_arrive(full);
+        const int bytes = max(0, min(16, 2 * (p_.rank - k - chunk_ * 8)));
+        gather(p_.low, p_.low_row, k, bytes, here.rows, [&](int line) { return here.row + line; });
+        finish(full);
+      }
+      if (tile >= tiles) break;
+    }
+    symmetric::copy_wait<0>();
+  }
+
+ private:
+  static constexpr int kLines = kWarpgroup / 8;  // that are copied at a time
+  static constexpr int kBatch = 4;               // copies of a thread that begin together
+  static constexpr int kPerThread = kTokens / kWarpgroup;
+
+  // Where the lines of a tile lie, before the division by the fan. slots are int64 below 2^31.
+  __device__ __forceinline__ void look_up(int (&found)[kPerThread], const TileAt& where) const {
+    const int* slots = reinterpret_cast<const int*>(p_.slots);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int line = thread_ + i * kWarpgroup;
+      found[i] = where.row + line;
+      if (p_.fan != 0 && line < where.rows) found[i] = slots[2 * (where.row + line)];
+    }
+  }
+
+  // The set is free: all have passed the publication of the tile before, whose set is the other.
+  __device__ __forceinline__ void publish(int* sources, const int (&found)[kPerThread]) const {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      sources[thread_ + i * kWarpgroup] = p_.fan > 1 ? found[i] / p_.fan : found[i];
+    }
+    newton_schulz::warpgroup_sync(kLoaderBarrier);
+  }
+
+  __device__ __forceinline__ uint32_t wait_for_empty() const {
+    newton_schulz::barrier_wait(at_.empty(ring_.slot), ring_.parity ^ 1, "an empty stage");
+    return at_.full(ring_.slot);
+  }
+
+  // Behind the last stored row and the last column packed bytes are zero (TMA), scales too: what is
+  // decoded there is finite, and meets zeros or is not stored.
+  __device__ __forceinline__ void fetch_weights(const TileAt& where, int k, uint32_t full) const {
+    if (thread_ == 0) {
+      newton_schulz::barrier_arrive_expecting(full, kPackedBytes);
+      newton_schulz::copy_in(at_.packed(ring_.slot), p_.packed, full,
+                             (kAlong ? k : where.column) / 2, kAlong ? where.column : k,
+                             where.expert);
+    }
+    const int row = kAlong ? where.column + thread_ : k + thread_ % kDepth;
+    const int column = kAlong ? k : where.column + thread_ / kDepth * kPartColumns;
+    const bool inside = row < p_.stored_rows && (kAlong || column < p_.columns);
+    const int64_t stored = static_cast<int64_t>(where.expert) * p_.stored_rows + row;
+    const float* scale = p_.absmax + (inside ? stored * p_.row_blocks + (column >> p_.shift) : 0);
+    copy_word_async(at_.scales(ring_.slot) + 4 * thread_, scale, inside);
+  }
+
+  // Elements [k, k + 64) of rows, zeros from where `bytes` says.
+  template <typename Source>
+  __device__ __forceinline__ void gather(const char* rows, int64_t pitch, int k, int bytes,
+                                         int count, Source source) const {
+    const char* from = rows + (bytes > 0 ? 2 * (k + chunk_ * 8) : 0);
+    // Lines lie kLines apart, a multiple of 8: their chunk has the same place.
+    const uint32_t to = at_.rows(ring_.slot) + newton_schulz::swizzled(line_, chunk_);
+#pragma unroll 1
+    for (int first = 0; first < count; first += kBatch * kLines) {
+      int at[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int line = first + i * kLines + line_;
+        if (line < count) at[i] = source(line);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int line = first + i * kLines;
+        if (line + line_ < count) {
+          symmetric::copy_async(to + line * newton_schulz::kLineBytes, from + at[i] * pitch, bytes);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish(uint32_t full) {
+    barrier_arrive_behind_copies(full);
+    ring_.advance();
+  }
+
+  const Arguments& p_;
+  const SharedMap& at_;
+  const int thread_;
+  const int line_;
+  const int chunk_;
+  Ring<kStages> ring_;
+};
+
+}  // namespace optimizer::nf4_product
