@@ -104,5 +104,5 @@ def test_what_is_refused_goes_to_triton_with_all_its_arguments(
     assert given[7] is low and given[8].dtype == torch.bfloat16
     assert given[9] is None and given[10] is None and given[11] is options["other"]
     assert given[14] is out and given[15].shape == (-(-columns // 64), 5)
-    assert given[16:] == (2, 1, True)
+    assert given[16:] == (2, 1, False)
     assert dots.shape == (5,)
