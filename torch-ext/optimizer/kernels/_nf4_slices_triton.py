@@ -56,8 +56,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 class _Turns:
     """Two streams that slices take turns over: the current one and another, joined at the end.
 
-    A slice is allocated on the stream that uses it, so that its memory is free for the next slice of
-    that stream without waiting; the other stream's memory pool keeps one slice.
+    A slice is allocated on the stream that uses it, so that its memory is free for the next slice
+    of that stream without waiting; the other stream's memory pool keeps one slice.
     """
 
     def __init__(self, device: torch.device, slices: int) -> None:
