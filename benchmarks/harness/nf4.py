@@ -9,6 +9,7 @@ not ok, and costs no other row.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -306,20 +307,23 @@ def problems(commit: str) -> Iterator[tuple[Layer, tuple[str, ...], tuple[str, .
 
 
 def compile_jobs(built: Built) -> list[Callable[[], object]]:
-    """A call per layer and strategy, for `compile_ahead`."""
+    """A call per layer and strategy, and per layer in bfloat16 beside it, for `compile_ahead`."""
 
     def job(layer: Layer, direction: str, strategy: str) -> None:
+        if strategy == "bf16":
+            in_bfloat16(layer, built, direction, 1)(0)
+            return
         case = Nf4Case(layer, built, 0)
         case.use(strategy)
         calls_of(case)[direction]["ours"]()
 
-    return [
-        lambda layer=layer, direction=directions[-1], strategy=strategy: job(
-            layer, direction, strategy
-        )
-        for layer, directions, others in problems(built.commit)
-        for strategy in ("auto", *others)
-    ]
+    jobs = []
+    for layer, directions, others in problems(built.commit):
+        direction = directions[-1]
+        beside = ("bf16",) if "of_bf16" in layer_goals(layer, direction) else ()
+        for strategy in ("auto", *others, *beside):
+            jobs.append(functools.partial(job, layer, direction, strategy))
+    return jobs
 
 
 def rows(built: Built) -> Iterator[tuple[Row, str]]:
