@@ -3,7 +3,7 @@
 strategy  | decodes                                        | "auto" takes it
 fused     | in registers, inside the product (Triton)      | up to FUSED_UP_TO_ROWS rows per expert
 selective | the active experts, at most min(E, T k)        | where that is at most half of E
-chunked   | slices of at most CHUNK_BYTES, one after other  | everything else
+chunked   | slices of experts, two of them at a time        | everything else
 resident  | the whole stack                                | never; by name
 
 Backward decodes again: packed bytes are all that is kept of the weights, whatever the strategy.
@@ -30,13 +30,16 @@ from ..kernels.nf4_dequant import DTYPES
 from .expert_weights import STRATEGIES, QuantizedWeight, active_experts
 from .sort import ExpertOrder
 
-# Decoded weights that exist at a time: above the L2 of any GPU, so that the product is what limits
-# a slice, and a sixth of what the experts of one Qwen3-30B-A3B layer take in bfloat16.
-CHUNK_BYTES = 128 << 20
-# Mean rows per expert up to which decoding inside the product should take less time than decoding
-# to memory first. Not timed as it is now: an earlier fused kernel won at 64 rows on an H200 and was
-# about even at 128 with its products and decoding timed apart (docs/log.md).
-FUSED_UP_TO_ROWS = 128
+# Decoded weights of a slice, of which two exist at a time: an eighth of the stack between these
+# bounds. Eight slices cost the host little, and two of them stay below what a layer's activations
+# take at 2048 tokens; the bounds keep small stacks in few slices and large ones in bounded memory.
+SLICES = 8
+SLICE_BYTES = (64 << 20, 128 << 20)
+# Mean rows per expert up to which decoding inside the product takes less time than decoding to
+# memory first. Forward and backward of a layer at 2048 tokens on an H200, ms, fused | chunked
+# (docs/log.md): 64 rows 1.80 | 3.01, 128 rows 2.09 | 2.73, 256 rows 2.00 | 2.10, 512 rows
+# 10.55 | 9.10. Below 64 rows the fused product takes a third to two thirds.
+FUSED_UP_TO_ROWS = 256
 
 
 def choose_strategy(
@@ -82,8 +85,10 @@ def choose_strategy(
 
 
 def chunk_experts(num_experts: int, numel: int, element_bytes: int) -> int:
-    """Experts per slice: slices of equal size, none above CHUNK_BYTES (one expert at least)."""
-    most = max(1, CHUNK_BYTES // (numel * element_bytes))
+    """Experts per slice: slices of equal size, within SLICE_BYTES (one expert at least)."""
+    each, (least, limit) = numel * element_bytes, SLICE_BYTES
+    wanted = min(max(num_experts * each // SLICES, least), limit)
+    most = max(1, wanted // each)
     return -(-num_experts // -(-num_experts // most))
 
 
