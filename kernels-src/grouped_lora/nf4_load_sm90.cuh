@@ -21,7 +21,9 @@ __device__ __forceinline__ void barrier_arrive_behind_copies(uint32_t barrier) {
 }
 
 // Thread t of the loader copies chunk t % 8 of lines t / 8, t / 8 + 16, ... of the rows and scale
-// t; thread 0 also asks for the packed bytes. Lines behind a tile's rows keep what they held: a row
+// t; thread 0 also asks for the packed bytes. What a thread's copies of a tile have in common is
+// computed once per tile: with addresses computed for each copy the loader, not the tensor cores,
+// set the pace. Lines behind a tile's rows, up to a multiple of 16, hold its last row again: a row
 // of the product depends on its own line alone.
 template <bool kAlong>
 class Loader {
@@ -49,20 +51,7 @@ class Loader {
         where = locate(p_, at_, tile);
         look_up(found, where);  // used behind this tile's stages, by when it has arrived
       }
-      for (int k = 0; k < p_.depth; k += kDepth) {
-        const uint32_t full = wait_for_empty();
-        fetch_weights(here, k, full);
-        const int bytes = max(0, min(16, 2 * (p_.depth - k - chunk_ * 8)));
-        gather(p_.x, p_.x_row, k, bytes, here.rows, [&](int line) { return sources[line]; });
-        finish(full);
-      }
-      for (int k = 0; k < p_.rank; k += kDepth) {
-        const uint32_t full = wait_for_empty();
-        if (thread_ == 0) newton_schulz::barrier_arrive(full);
-        const int bytes = max(0, min(16, 2 * (p_.rank - k - chunk_ * 8)));
-        gather(p_.low, p_.low_row, k, bytes, here.rows, [&](int line) { return here.row + line; });
-        finish(full);
-      }
+      load_tile(here, sources);
       if (tile >= tiles) break;
     }
     symmetric::copy_wait<0>();
@@ -70,7 +59,8 @@ class Loader {
 
  private:
   static constexpr int kLines = kWarpgroup / 8;  // that are copied at a time
-  static constexpr int kBatch = 4;               // copies of a thread that begin together
+  static constexpr int kCopies = kTokens / kLines;
+  static constexpr int kBatch = 4;  // copies of a thread between two looks at the number of rows
   static constexpr int kPerThread = kTokens / kWarpgroup;
 
   // Where the lines of a tile lie, before the division by the fan. slots are int64 below 2^31.
@@ -78,9 +68,8 @@ class Loader {
     const int* slots = reinterpret_cast<const int*>(p_.slots);
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const int line = thread_ + i * kWarpgroup;
-      found[i] = where.row + line;
-      if (p_.fan != 0 && line < where.rows) found[i] = slots[2 * (where.row + line)];
+      const int row = where.row + min(thread_ + i * kWarpgroup, where.rows - 1);
+      found[i] = p_.fan != 0 ? slots[2 * row] : row;
     }
   }
 
@@ -93,6 +82,46 @@ class Loader {
     newton_schulz::warpgroup_sync(kLoaderBarrier);
   }
 
+  __device__ __forceinline__ void load_tile(const TileAt& here, const int* sources) {
+    uint32_t units[kCopies];  // where lines lie, in 16 bytes
+    const auto x_units = static_cast<uint32_t>(p_.x_row / 16);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      units[i] = static_cast<uint32_t>(sources[line_ + i * kLines]) * x_units;
+    }
+    const int row = kAlong ? here.column + thread_ : thread_ % kDepth;
+    const int column = kAlong ? 0 : here.column + thread_ / kDepth * kPartColumns;
+    const int64_t stored = static_cast<int64_t>(here.expert) * p_.stored_rows + row;
+    const float* scales = p_.absmax + stored * p_.row_blocks + (column >> p_.shift);
+    for (int k = 0; k < p_.depth; k += kDepth) {
+      const uint32_t full = wait_for_empty();
+      fetch_packed(here, k, full);
+      const bool inside = (kAlong ? row : row + k) < p_.stored_rows && column < p_.columns;
+      const int64_t further = kAlong ? k >> p_.shift : static_cast<int64_t>(k) * p_.row_blocks;
+      copy_word_async(at_.scales(ring_.slot) + 4 * thread_, inside ? scales + further : p_.absmax,
+                      inside);
+      if (k + kDepth <= p_.depth) {
+        gather<true>(p_.x + 2 * k, units, here.rows, 16);
+      } else {
+        gather<false>(p_.x + 2 * k, units, here.rows, 2 * (p_.depth - k));
+      }
+      finish(full);
+    }
+    if (p_.rank == 0) return;
+    const int rank_units = p_.rank / 8;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int line = min(line_ + i * kLines, here.rows - 1);
+      units[i] = static_cast<uint32_t>(here.row + line) * rank_units;
+    }
+    for (int k = 0; k < p_.rank; k += kDepth) {
+      const uint32_t full = wait_for_empty();
+      if (thread_ == 0) newton_schulz::barrier_arrive(full);
+      gather<false>(p_.low + 2 * k, units, here.rows, 2 * (p_.rank - k));
+      finish(full);
+    }
+  }
+
   __device__ __forceinline__ uint32_t wait_for_empty() const {
     newton_schulz::barrier_wait(at_.empty(ring_.slot), ring_.parity ^ 1, "an empty stage");
     return at_.full(ring_.slot);
@@ -100,41 +129,30 @@ class Loader {
 
   // Behind the last stored row and the last column packed bytes are zero (TMA), scales too: what is
   // decoded there is finite, and meets zeros or is not stored.
-  __device__ __forceinline__ void fetch_weights(const TileAt& where, int k, uint32_t full) const {
-    if (thread_ == 0) {
-      newton_schulz::barrier_arrive_expecting(full, kPackedBytes);
-      newton_schulz::copy_in(at_.packed(ring_.slot), p_.packed, full,
-                             (kAlong ? k : where.column) / 2, kAlong ? where.column : k,
-                             where.expert);
-    }
-    const int row = kAlong ? where.column + thread_ : k + thread_ % kDepth;
-    const int column = kAlong ? k : where.column + thread_ / kDepth * kPartColumns;
-    const bool inside = row < p_.stored_rows && (kAlong || column < p_.columns);
-    const int64_t stored = static_cast<int64_t>(where.expert) * p_.stored_rows + row;
-    const float* scale = p_.absmax + (inside ? stored * p_.row_blocks + (column >> p_.shift) : 0);
-    copy_word_async(at_.scales(ring_.slot) + 4 * thread_, scale, inside);
+  __device__ __forceinline__ void fetch_packed(const TileAt& where, int k, uint32_t full) const {
+    if (thread_ != 0) return;
+    newton_schulz::barrier_arrive_expecting(full, kPackedBytes);
+    newton_schulz::copy_in(at_.packed(ring_.slot), p_.packed, full, (kAlong ? k : where.column) / 2,
+                           kAlong ? where.column : k, where.expert);
   }
 
-  // Elements [k, k + 64) of rows, zeros from where `bytes` says.
-  template <typename Source>
-  __device__ __forceinline__ void gather(const char* rows, int64_t pitch, int k, int bytes,
-                                         int count, Source source) const {
-    const char* from = rows + (bytes > 0 ? 2 * (k + chunk_ * 8) : 0);
+  // This thread's chunks of 64 elements of rows, of which `left` bytes exist; zeros behind.
+  template <bool kWhole>
+  __device__ __forceinline__ void gather(const char* from, const uint32_t (&units)[kCopies],
+                                         int count, int left) const {
+    const int bytes = kWhole ? 16 : max(0, min(16, left - chunk_ * 16));
+    if (bytes > 0) from += chunk_ * 16;
+    asm volatile("" : "+l"(from));  // one address that the compiler does not take apart again
     // Lines lie kLines apart, a multiple of 8: their chunk has the same place.
     const uint32_t to = at_.rows(ring_.slot) + newton_schulz::swizzled(line_, chunk_);
-#pragma unroll 1
-    for (int first = 0; first < count; first += kBatch * kLines) {
-      int at[kBatch];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int line = first + i * kLines + line_;
-        if (line < count) at[i] = source(line);
-      }
+    for (int first = 0; first < kCopies; first += kBatch) {
+      if (first * kLines >= count) break;
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int line = first + i * kLines;
-        if (line + line_ < count) {
-          symmetric::copy_async(to + line * newton_schulz::kLineBytes, from + at[i] * pitch, bytes);
+      for (int i = first; i < first + kBatch; ++i) {
+        if (i * kLines < count) {
+          symmetric::copy_async(to + i * kLines * newton_schulz::kLineBytes,
+                                from + static_cast<uint64_t>(units[i]) * 16, bytes);
         }
       }
     }

@@ -72,6 +72,8 @@ inline const char* refusal(const Problem& p, int max_experts) {
   if (p.low != nullptr && (!on_bytes(p.low, 16) || p.rank % 8 != 0)) {
     return "the rank is no multiple of 8";
   }
+  constexpr int64_t kUnits = int64_t{1} << 35;  // elements: 2^32 times 16 bytes
+  if (p.rows * p.x_row > kUnits || p.rows * p.rank > kUnits) return "rows take more than 64 GiB";
   return nullptr;
 }
 

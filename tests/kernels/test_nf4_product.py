@@ -44,6 +44,7 @@ REFUSED = {
     "multiple of 8, got 12": {"rank": 12},
     "packed must start": {"stack": stack(packed=torch.zeros(6145, dtype=torch.uint8)[1:])},
     "rows of x": {"x": rows(STORED[2] + 1)[:, 1:]},
+    "rows of x may take 64 GiB": {"x": rows(1).as_strided((5, 128), (2**33, 0))},
     "rows of other": {"other": rows(33)[:, :32]},
 }
 
@@ -66,6 +67,7 @@ def test_refused_operands_raise_before_the_op(module):
 
 def test_python_repeats_the_limits_of_the_source(module):
     tile = (SOURCES / "nf4_tile_sm90.cuh").read_text()
+    assert f"kTokens = {module.TILE_ROWS};" in tile
     assert f"kMaxExperts = {module.MAX_EXPERTS};" in tile
     assert f"kPartColumns = {module.DOT_COLUMNS};" in tile
     assert f"kMinBlock = {module.MIN_BLOCK};" in (SOURCES / "nf4_product.h").read_text()
@@ -106,3 +108,55 @@ def test_what_is_refused_goes_to_triton_with_all_its_arguments(
     assert given[14] is out and given[15].shape == (-(-columns // 64), 5)
     assert given[16:] == (2, 1, False)
     assert dots.shape == (5,)
+
+
+# Mean rows per expert, depth of the sum, whether rows meet others; who was faster (docs/log.md).
+MEASURED = {
+    "Qwen3.5 gate_up": (64, 2048, False, True),
+    "Qwen3.5 down": (64, 512, False, False),
+    "Qwen3 gate_up": (128, 2048, False, True),
+    "Qwen3 down, backward": (128, 2048, True, True),
+    "OLMoE down, backward": (256, 2048, True, False),
+    "OLMoE gate_up": (256, 2048, False, True),
+    "Mixtral down, backward": (512, 4096, True, True),
+    "fewer rows than measured": (63.9, 2048, False, False),
+    "more rows than measured": (513, 2048, False, False),
+}
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_it_pays_where_it_was_measured_faster(module, case):
+    *arguments, faster = MEASURED[case]
+    assert module.pays(*arguments) is faster
+
+
+@pytest.mark.parametrize("path", ("measured", "compiled", "triton"))
+@pytest.mark.parametrize("pays", (True, False))
+@pytest.mark.parametrize("refused", (None, "rank", "out", "device"))
+def test_the_ops_take_what_path_and_times_say(
+    module, submodule, monkeypatch, caplog, path, pays, refused
+):
+    """By name what it can take; measured also what pays, and without a word where it cannot."""
+    forward = submodule("kernels.grouped_lora_nf4_forward")
+    launch, asked = submodule("kernels._nf4_product_triton"), []
+    monkeypatch.setattr(launch, "nf4_product", lambda *a, **o: asked.append("triton"))
+    monkeypatch.setattr(
+        module, "ops", types.SimpleNamespace(nf4_product=lambda *a: asked.append("compiled"))
+    )
+    monkeypatch.setattr(module, "_is_hopper", lambda device: refused != "device")
+    seen = []
+    monkeypatch.setattr(module, "pays", lambda *a: seen.append(a) or pays)
+    _, n, k = STORED
+    rank = 12 if refused == "rank" else 8
+    order = (torch.arange(5), torch.tensor((0, 5, 5, 5)), torch.zeros(1, 3))
+    out = None if refused == "out" else rows(n)
+    operands = (rows(k), stack(), True, rows(rank), torch.ones(3, rank, n), *order, out)
+    options = {"tile_rows": 64, "fan": 1, "scatter": True, "other": rows(n), "other_fan": 1}
+    module._say_once.cache_clear()
+    forward.product_of_stack(operands, 0, "forward", options, path)
+    accepts = refused is None or (refused == "device" and path == "compiled")
+    wanted = path == "compiled" or (path == "measured" and pays)
+    assert asked == ["compiled" if wanted and accepts else "triton"]
+    assert bool(caplog.records) == (path == "compiled" and refused in ("rank", "out"))
+    if seen:
+        assert seen == [(5 / 3, k, True)]

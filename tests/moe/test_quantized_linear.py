@@ -280,6 +280,31 @@ def test_auto_knows_where_the_fused_product_is_fast(opt, submodule, device, dtyp
     assert seen == [device.type == "cuda" and dtype == torch.bfloat16]
 
 
+@pytest.mark.parametrize("strategy", ("fused", "chunked"))
+@pytest.mark.parametrize("backend", ("auto", "triton"))
+def test_times_choose_the_fused_product_unless_a_path_is_named(
+    opt, submodule, device, backend, strategy, monkeypatch
+):
+    """Triton's path by itself gives way to what is faster; asked for by name it stays."""
+    linear, module = submodule("moe.grouped_linear"), submodule("moe.quantized_linear")
+    monkeypatch.setattr(linear, "pick_name", lambda *_: "triton")
+    problem = Problem(8, rank=3, k=64, n=64)
+    leaves, seen = problem.inputs(device), []
+    packed, _ = quantize(opt, problem, leaves, strategy=strategy)
+    for name in ("grouped_lora_nf4_forward", "grouped_lora_nf4_dx"):
+        real = getattr(module, name)
+
+        def spy(*arguments, real=real):
+            seen.append(arguments[-1])
+            return real(*arguments)
+
+        monkeypatch.setattr(module, name, spy)
+    y = run(opt, problem, leaves, problem.ids(device), packed.transpose(1, 2), backend)
+    y.sum().backward()
+    chosen = "measured" if backend == "auto" and strategy == "fused" else "triton"
+    assert seen == [chosen] * 2
+
+
 def test_chunks_are_equal_and_bounded(submodule):
     chunk = submodule("moe.quantized_linear").chunk_experts
     assert chunk(128, 1536 * 2048, 2) == 16  # eight slices of 96 MiB

@@ -5,11 +5,11 @@ weights are wgmma's left operand in registers, up to 256 rows its right one. An 
 float32 sum over growing k and then over the rank, so a row's bits do not depend on the other rows.
 
 path     | op          | source                       | taken
-compiled | nf4_product | kernels-src/grouped_lora/nf4 | by name on capability 9.0, what `refusal`
-         |             |                              | allows: bfloat16, plain absmax, blocks of 64
-         |             |                              | or more that do not leave their row, N and
-         |             |                              | the rank multiples of 8
-triton   |             | _nf4_product_triton.py       | everything else on that path
+compiled | nf4_product | kernels-src/grouped_lora/nf4 | capability 9.0, what `refusal` allows:
+         |             |                              | bfloat16, plain absmax, blocks of 64 or more
+         |             |                              | that do not leave their row, N and the rank
+         |             |                              | multiples of 8; by name, or by `pays`
+triton   |             | _nf4_product_triton.py       | everything else
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ _logger = logging.getLogger(__name__)
 MAX_EXPERTS = 512  # kMaxExperts: their offsets lie in shared memory
 MIN_BLOCK = 64  # kMinBlock: a step of the sum takes one absmax per stored row
 DOT_COLUMNS = 64  # of the result, whose products with other are summed by one warpgroup
+TILE_ROWS = 256  # kTokens: most rows of a tile
+# Of an expert, and of the sum: where 2048 tokens of four models were timed (docs/log.md).
+MEASURED_ROWS = (64, 512)
+LEAST_DEPTH = 768
 _LARGEST = 2**30
+_LARGEST_ROWS = 2**35  # elements: 2^32 times 16 bytes
 
 
 @register_fake(add_op_namespace_prefix("nf4_product"))
@@ -168,6 +173,8 @@ def refusal(x: Tensor, stack: tuple, rank: int, other: Tensor | None = None) -> 
         return f"the rank must be a multiple of 8, got {rank}"
     if packed.data_ptr() % 16:
         return "packed must start on 16 bytes"
+    if x.shape[0] * x.stride(0) > _LARGEST_ROWS:
+        return f"rows of x may take 64 GiB, got {x.shape[0]} rows {x.stride(0)} elements apart"
     for name, rows, unit in (("x", x, 8), ("other", other, 2)):
         if rows is None:
             continue
@@ -178,6 +185,41 @@ def refusal(x: Tensor, stack: tuple, rank: int, other: Tensor | None = None) -> 
                 f"{rows.stride()}"
             )
     return None
+
+
+def pays(mean_rows: float, depth: int, dotted: bool) -> bool:
+    """Whether it takes less time than Triton's product: a rule from times on one H200.
+
+    Args:
+        mean_rows: Of an expert; fewer than measured are Triton's.
+        depth: Of the sum: a tile's sums are written while nothing is multiplied.
+        dotted: Whether the result's rows meet others: dear where experts have two tiles each, a
+            little over half full.
+    """
+    if not MEASURED_ROWS[0] <= mean_rows <= MEASURED_ROWS[1] or depth < LEAST_DEPTH:
+        return False
+    return not dotted or mean_rows <= TILE_ROWS / 2 or mean_rows >= 2 * TILE_ROWS
+
+
+def compiled_is_faster(operands: tuple, options: dict) -> bool:
+    """Whether `prefer_compiled` with these arguments takes the compiled op, and should."""
+    x, stack, last, _, factor, slots, *_, out = operands
+    experts, n, k = stack[4]
+    other = options.get("other")
+    if out is None or not _is_hopper(x.device):
+        return False
+    if not pays(slots.shape[0] / experts, k if last else n, other is not None):
+        return False
+    return refusal(x, stack, 0 if factor is None else factor.shape[1], other) is None
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Grouped products over 4-bit experts: how much is decoded at a time, and what is kept.
 
 strategy  | decodes                                        | "auto" takes it
-fused     | in registers, inside the product (Triton)      | up to FUSED_UP_TO_ROWS rows per expert
+fused     | in registers, inside the product               | up to FUSED_UP_TO_ROWS rows per expert
 selective | the active experts, at most min(E, T k)        | where that is at most half of E
 chunked   | slices of experts, two of them at a time        | everything else
 resident  | the whole stack                                | never; by name
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels._moe_paths import TRITON_PATHS, Path
+from ..kernels._moe_paths import MEASURED, TRITON_PATHS, Path
 from ..kernels.combine import combine_rows
 from ..kernels.grouped_lora_dab import grouped_lora_dab
 from ..kernels.grouped_lora_dw import grouped_lora_dw
@@ -380,6 +380,7 @@ def quantized_lora_linear(
     x_fan: int,
     grouped_out: bool,
     path: str,
+    by_name: bool = True,
     strategy: str | None = None,
 ) -> Tensor:
     """`grouped_lora_linear` over 4-bit experts (E, K, N), whose checks have been made.
@@ -395,7 +396,8 @@ def quantized_lora_linear(
         gates: (T, k) or None.
         x_fan: 0 or k.
         grouped_out: leave the result in expert order.
-        path: of the products: "triton", "grouped_mm" or "reference".
+        path: of the products: "compiled", "triton", "grouped_mm" or "reference".
+        by_name: whether the path was asked for; else Triton's gives way to what is faster.
         strategy: None for the weight's own; see the table above.
 
     Returns:
@@ -414,6 +416,8 @@ def quantized_lora_linear(
     if order.slots.shape[0] == 0:
         # Of an empty batch no expert is active; one slice of all of them would be decoded for none.
         chosen = Path("selective", "an empty batch")
+    if path == "triton" and not by_name and chosen.name == "fused":
+        path = MEASURED
     return _QuantizedLora.apply(
         x,
         lora_a,
