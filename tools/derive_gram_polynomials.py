@@ -1,17 +1,20 @@
-"""Derives the two polynomials of gram_polynomial, or says how good the committed ones are.
+"""Derives the polynomials of gram_polynomial, or says how good the committed ones are.
 
-    python tools/derive_gram_polynomials.py                 properties of the table, and a refit
+    python tools/derive_gram_polynomials.py                 properties of the tables, and a refit
     python tools/derive_gram_polynomials.py --search 600    from random starts, for so many seconds
+    python tools/derive_gram_polynomials.py --well-conditioned    the table of that name
 
 A minimax fit of 30 coefficients: Levenberg-Marquardt steps on squares whose weights grow where the
 error is largest (Lawson). A search fits each polynomial alone on intervals that grow towards 0,
-then both together. Nothing of it runs in the package, which holds the numbers.
+then both together. Two squares alone are every quartic that rises in the end: WELL_CONDITIONED is
+the best one, found by exchange (Remez). Nothing of it runs in the package, which holds the numbers.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import math
 import sys
 import time
@@ -33,6 +36,9 @@ LIFTS = (0.97, 1.02, 1.05, 1.08)
 # Where the first polynomial may leave its smallest value, relative to its largest; the second one
 # can bring that to 1 within the allowed error.
 FIRST_FROM, SECOND_FROM = 2.2e-3, 0.038
+
+# Smallest over largest eigenvalue that WELL_CONDITIONED is fitted to.
+CONDITION = 0.1
 
 
 def load_table() -> ModuleType:
@@ -158,6 +164,49 @@ def search(operands: Sequence[Sequence[int]], seconds: float) -> tuple[float, Te
     return min(found, refit(found[1], operands, 200, 400), key=lambda one: one[0])
 
 
+def quartic(lower: float) -> tuple[float, Tensor]:
+    """(largest |1 - x^(1/2) q(x)| on [lower, 1], coefficients (5,) from x^0 on) of the best q."""
+    x = lower + (1 - lower) * torch.linspace(0, math.pi / 2, 200_001).sin() ** 2
+    powers = x[:, None] ** torch.arange(5)  # (points, 5)
+    signs = (-1.0) ** torch.arange(6)
+    reference = torch.linspace(0, len(x) - 1, 6).long()
+    for _ in range(20):
+        rows = torch.cat([powers[reference] * x[reference, None].sqrt(), signs[:, None]], dim=1)
+        coefficients = torch.linalg.solve(rows, torch.ones(6))[:5]
+        error = 1 - x.sqrt() * (powers @ coefficients)
+        # Between two changes of its sign the error has one point of the next reference.
+        runs = (error[1:] * error[:-1] < 0).nonzero().flatten().add(1).tolist()
+        edges = [0, *runs, len(x)]
+        if len(edges) != 7:
+            raise RuntimeError(f"on [{lower}, 1] the error has {len(runs)} zeros, not 5")
+        found = [a + error[a:b].abs().argmax().item() for a, b in itertools.pairwise(edges)]
+        reference = torch.tensor(found)
+    return error.abs().max().item(), coefficients
+
+
+def well_conditioned(lower: float) -> tuple[float, float, Tensor]:
+    """(largest error, end of the interval, theta (6,)) of two squares that are exact at 1.
+
+    The best quartic on [lower, 1], of x / end: its last zero moves to 1. The scale of the first
+    square is free; it is such that the second one has alpha = 1.
+    """
+    largest, coefficients = quartic(lower)
+
+    def error(x: float) -> float:
+        return x**0.5 * sum(c * x**k for k, c in enumerate(coefficients.tolist())) - 1
+
+    below, above = 0.92, 1.0  # the error is negative at 0.92 and has one zero more
+    for _ in range(60):
+        middle = (below + above) / 2
+        below, above = (middle, above) if error(middle) < 0 else (below, middle)
+    end = 1 / below
+    c0, c1, c2, c3, c4 = (c / end ** (k + 0.5) for k, c in enumerate(coefficients.tolist()))
+    half, root = c3 / (2 * c4), c4**0.5  # q = c4 (x^2 + half x + rest)^2 + beta x + delta
+    rest = (c2 / c4 - half**2) / 2
+    beta, delta = c1 - 2 * c4 * half * rest, c0 - c4 * rest**2
+    return largest, end, torch.tensor([root, root * half, root * rest, 1, beta, delta])
+
+
 def as_python(theta: Tensor, operands: Sequence[Sequence[int]]) -> str:
     """The table as polynomials.py holds it."""
     values, lines = iter(theta.tolist()), []
@@ -170,20 +219,37 @@ def as_python(theta: Tensor, operands: Sequence[Sequence[int]]) -> str:
     return "\n".join(lines)
 
 
+def flat(table: Sequence[Sequence[tuple]]) -> list[float]:
+    return [value for squares in table for square in squares for value in square[1:]]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--search", type=float, metavar="SECONDS", help="derive a new table")
     parser.add_argument("--iterations", type=int, default=60, help="of the refit")
     parser.add_argument("--points", type=int, default=260, help="of the grid of the refit")
+    parser.add_argument("--well-conditioned", action="store_true", help="derive that table")
     options = parser.parse_args(arguments)
     torch.set_default_dtype(torch.float64)
-    table = load_table().POLYNOMIALS
+    largest, end, theta = well_conditioned(CONDITION)
+    if options.well_conditioned:
+        print(f"largest error {largest:.4f} on [{CONDITION * end:.4f}, {end:.4f}]")
+        print(as_python(theta, [[0, 0]]))
+        return 0
+    tables = load_table()
+    difference = max(
+        abs(value - best)
+        for value, best in zip(flat([tables.WELL_CONDITIONED]), theta.tolist(), strict=True)
+    )
+    print(f"well-conditioned: {largest:.4f} on [{CONDITION * end:.4f}, {end:.4f}], ", end="")
+    print(f"coefficients within {difference:.0e} of the best")
+    table = tables.POLYNOMIALS
     operands = [[square.operand for square in squares] for squares in table]
     if options.search is not None:
         largest, theta = search(operands, options.search)
         print(f"largest error {largest:.4f} of the allowed one\n{as_python(theta, operands)}")
         return 0
-    theta = torch.tensor([value for squares in table for square in squares for value in square[1:]])
+    theta = torch.tensor(flat(table))
     s = grid(100_000)
     error = ((both(theta, operands, s) - 1) / allowed(s)).abs().max().item()
     values = both(theta, operands, s[s >= 1.2e-3])

@@ -82,6 +82,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "torch-ext/optimizer/kernels/matmul_add.py",
         "torch-ext/optimizer/kernels/norm_factors.py",
         "torch-ext/optimizer/kernels/normalize.py",
+        "torch-ext/optimizer/kernels/square_chain.py",
+        "torch-ext/optimizer/kernels/subsets.py",
         "torch-ext/optimizer/kernels/symmetric_matmul*.py",
         "torch-ext/optimizer/orthogonalize/*",
     ),

@@ -21,6 +21,7 @@
 #include "newton_schulz/mma.cuh"
 #include "newton_schulz/product_sm90.cuh"
 #include "newton_schulz/scalars.cuh"
+#include "newton_schulz/subset.h"
 
 namespace optimizer::newton_schulz {
 
@@ -33,9 +34,10 @@ struct ChainArguments {
   CUtensorMap maps[kMostBuffers];
   Square squares[kMostSquares];
   ChainSchedule schedule;
-  const float* scale;  // per matrix, or null
-  uint32_t* tickets;   // the next one
-  uint32_t* stored;    // [product][matrix]: tiles
+  const float* scale;     // per matrix, or null
+  const int32_t* subset;  // of the matrices (subset.h), or null
+  uint32_t* tickets;      // the next one
+  uint32_t* stored;       // [product][matrix]: tiles
   uint32_t buffers;
   int m;
 };
@@ -69,14 +71,16 @@ struct Mailbox {
                  "r"(tile.product), "r"(tile.matrix), "r"(tile.row), "r"(tile.col)
                  : "memory");
   }
-  // parity: of the slot's messages.
-  __device__ __forceinline__ ChainTile wait(uint32_t slot, uint32_t parity) const {
+  // parity: of the slot's messages. One thread's; the slot is free once its readers have all seen
+  // it.
+  __device__ __forceinline__ ChainTile take(uint32_t slot, uint32_t parity) const {
     barrier_wait(dealt(slot), parity, "a tile");
     ChainTile tile;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(tile.product), "=r"(tile.matrix), "=r"(tile.row), "=r"(tile.col)
                  : "r"(start + slot * kSlotBytes)
                  : "memory");
+    barrier_arrive(taken(slot));
     return tile;
   }
 
@@ -124,14 +128,16 @@ __device__ __forceinline__ void wait_stored(const uint32_t* stored, uint32_t til
 
 // M_i was stored before any tile of M_j was begun, so the count of M_j speaks for both.
 __device__ __forceinline__ void deal(const ChainArguments& p, const Mailbox& mail) {
-  const uint32_t tickets = p.schedule.count(), tiles = p.schedule.tiles.per_matrix();
+  const ChainSchedule schedule = p.schedule.of(matrices_in(p.subset, p.schedule.matrices));
+  const uint32_t tickets = schedule.count(), tiles = schedule.tiles.per_matrix();
   Ring<kConsumers> slots;
   int last = 0;  // of the messages that there are no more tiles: one per consumer
   while (last < kConsumers) {
     const uint32_t ticket = draw_ticket(p.tickets);
     ChainTile tile{-1, 0, 0, 0};
     if (ticket < tickets) {
-      tile = p.schedule.locate(ticket);
+      tile = schedule.locate(ticket);
+      tile.matrix = static_cast<int>(matrix_at(p.subset, tile.matrix));
       const auto operand = static_cast<int64_t>(tile.product - 1) * p.schedule.matrices;
       if (tile.product > 0) wait_stored(p.stored + operand + tile.matrix, tiles);
     } else {
@@ -155,8 +161,7 @@ __device__ __forceinline__ void produce_chain(const ChainArguments& p,
   Ring<SquareTile::kStages> ring;
   Ring<kConsumers> slots;
   for (;;) {
-    const ChainTile tile = mail.wait(slots.slot, slots.parity);
-    barrier_arrive(mail.taken(slots.slot));
+    const ChainTile tile = mail.take(slots.slot, slots.parity);
     slots.advance();
     if (tile.product < 0) return;
     const CUtensorMap& map = p.maps[p.squares[tile.product].source];
@@ -185,8 +190,7 @@ __device__ __forceinline__ void carry(const ChainArguments& p, const SharedMap<S
                                       const Mailbox& mail, int consumer) {
   const uint32_t staging = at.staging(consumer);
   for (uint32_t parity = 0;; parity ^= 1) {
-    const ChainTile tile = mail.wait(consumer, parity);
-    barrier_arrive(mail.taken(consumer));
+    const ChainTile tile = mail.take(consumer, parity);
     if (tile.product < 0) return;
     const Square& square = p.squares[tile.product];
     const uint32_t prepared = mail.prepared(consumer);
@@ -283,9 +287,12 @@ __device__ __forceinline__ void consume_chain(const ChainArguments& p,
   if (consumer > 0) ring.skip(stages);
   uint32_t turn_parity = consumer == 0;  // nobody is before the first
   for (uint32_t parity = 0;; parity ^= 1, turn_parity ^= 1) {
-    const ChainTile tile = mail.wait(consumer, parity);
-    __syncwarp();
-    if (speaks) barrier_arrive(mail.taken(consumer));
+    ChainTile tile;
+    if (speaks) tile = mail.take(consumer, parity);
+    tile.product = __shfl_sync(0xffffffff, tile.product, 0);
+    tile.matrix = __shfl_sync(0xffffffff, tile.matrix, 0);
+    tile.row = __shfl_sync(0xffffffff, tile.row, 0);
+    tile.col = __shfl_sync(0xffffffff, tile.col, 0);
     if (tile.product < 0) return;
     const Square& square = p.squares[tile.product];
     const bool reads_c = square.beta != 0.0f, on_diagonal = tile.row == tile.col;

@@ -110,7 +110,8 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
   } else {
     args.schedule = Schedule::of(p.m, p.n, kTile::kRows, kTile::kCols, kTile::kCluster);
   }
-  args.tiles = args.schedule.per_matrix() * p.batches;
+  args.batches = p.batches;
+  args.subset = p.subset;
   args.out_data = const_cast<void*>(p.out.data);
   args.out_batch = p.out.batch;
   args.out_row = p.out.row;
@@ -145,7 +146,8 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
   config.numAttrs = kTile::kCluster > 1 ? 2 : 1;
   const int64_t resident =
       kTile::kCluster > 1 ? resident_blocks<kTile>(kernel, config, device) : processors_of(device);
-  config.gridDim = dim3(static_cast<unsigned>(std::min(args.tiles, resident)));
+  config.gridDim = dim3(
+      static_cast<unsigned>(std::min<int64_t>(args.schedule.per_matrix() * p.batches, resident)));
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
 }
 

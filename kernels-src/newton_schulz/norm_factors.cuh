@@ -1,9 +1,10 @@
 #pragma once
 // The kernels of norm_factors: sums of squares of chunks, and one block per matrix that turns its
 // sums into a factor. Of a symmetric matrix only the tiles that reach its diagonal or lie above it
-// are read.
+// are read. find_well_conditioned and find_converged (find_subsets.cu) share the sums.
 
 #include "newton_schulz/normalize.cuh"
+#include "newton_schulz/subset.h"
 
 namespace optimizer::normalization {
 
@@ -17,7 +18,9 @@ struct SumProblem {
   Tiling tiling;
   bool triangle;
   double prefactor;
-  double* sums;  // (x.count, chunks)
+  double* sums;           // (x.count, chunks)
+  double* traces;         // likewise, of a triangle; or null
+  const int32_t* subset;  // see subset.h; sums are of its matrices in its order; or null: of all
 };
 
 template <typename T, bool kTransposed>
@@ -31,10 +34,11 @@ __device__ __forceinline__ void load_tile(Neighbours<T, kTransposed>& into, cons
   }
 }
 
-// The sum of a thread's squares in a chunk; elements above the diagonal of a triangle count twice.
+// The sum of a thread's squares in a chunk; elements above the diagonal of a triangle count twice,
+// those on it are added to its trace.
 template <typename T, bool kTransposed, bool kTriangle>
 __device__ __forceinline__ double sum_chunk(const SumProblem& p, const Piece& piece, const T* x,
-                                            int64_t chunk) {
+                                            int64_t chunk, double& trace) {
   constexpr int kBatch = kTogether<T>;
   const Spot in_tile = p.tiling.of_thread(threadIdx.x);
   const int64_t last = p.tiling.last(chunk);
@@ -61,6 +65,7 @@ __device__ __forceinline__ double sum_chunk(const SumProblem& p, const Piece& pi
             const auto value = static_cast<double>(elements[k].value(i, j));
             double& sum = i == j ? diagonal : squares.sum[j];
             sum = fma(value, value, sum);
+            if (i == j) trace += value;
           }
         }
       } else if (!kTriangle || at[k].row < at[k].col) {
@@ -78,16 +83,25 @@ __global__ void __launch_bounds__(kThreads, kSumBlocks)
   let_next_start();
   wait_for_launch_before();
   const auto chunks = static_cast<uint32_t>(p.tiling.chunks);
-  const uint32_t matrix = blockIdx.x / chunks, chunk = blockIdx.x - matrix * chunks;
+  const uint32_t place = blockIdx.x / chunks, chunk = blockIdx.x - place * chunks;
+  if (place >= matrices_in(p.subset, p.x.count)) return;
+  const int64_t matrix = matrix_at(p.subset, place);
   const Piece& piece = p.x.piece[0];
   const T* const x = static_cast<const T*>(piece.data) + matrix * piece.batch;
+  double trace = 0.0;
   const double mine = piece.layout == Layout::kColumns
-                          ? sum_chunk<T, true, kTriangle>(p, piece, x, chunk)
-                          : sum_chunk<T, false, kTriangle>(p, piece, x, chunk);
+                          ? sum_chunk<T, true, kTriangle>(p, piece, x, chunk, trace)
+                          : sum_chunk<T, false, kTriangle>(p, piece, x, chunk, trace);
   const double sum = warp_sum(mine);
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
   __syncthreads();
   if (threadIdx.x == 0) p.sums[blockIdx.x] = sum_of(warps);
+  if (p.traces == nullptr) return;
+  __syncthreads();  // `warps` has been read
+  trace = warp_sum(trace);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = trace;
+  __syncthreads();
+  if (threadIdx.x == 0) p.traces[blockIdx.x] = sum_of(warps);
 }
 
 // factors, roots (x.count,): what would scale each matrix to the norm 1 / prefactor, and its square

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "newton_schulz/epilogue_sm90.cuh"
+#include "newton_schulz/subset.h"
 #include "newton_schulz/tile_sm90.cuh"
 #include "newton_schulz/wgmma_sm90.cuh"
 
@@ -16,6 +17,18 @@ __device__ __forceinline__ bool rows_in_columns(const Args& p, const TileOrigin&
          origin.row + kTile::kRows <= origin.col + kTile::kCols;
 }
 
+// Tiles of the launch, a multiple of the cluster, and where one of them lies.
+template <typename Args>
+__device__ __forceinline__ int64_t tiles_of(const Args& p) {
+  return matrices_in(p.subset, p.batches) * p.schedule.per_matrix();
+}
+template <typename Args>
+__device__ __forceinline__ TileOrigin locate(const Args& p, int64_t tile) {
+  TileOrigin origin = p.schedule.locate(tile);
+  origin.matrix = matrix_at(p.subset, origin.matrix);
+  return origin;
+}
+
 // One thread loads the operands of every tile of this block, as far ahead as the ring allows.
 // kRowsMajor: the map's inner dimension is the operand's rows, not k. Of an operand in upper
 // storage (kUpper) blocks below the diagonal are read as if it were.
@@ -26,8 +39,9 @@ __device__ __forceinline__ void produce(const Args& p, const SharedMap<kTile>& a
   constexpr auto kEveryBlock = static_cast<uint16_t>((1 << kTile::kCluster) - 1);
   const int first = kCluster ? static_cast<int>(cluster_rank()) * kOwnBlocks : 0;
   Ring<kTile::kStages> ring;
-  for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-    const TileOrigin origin = p.schedule.locate(tile);
+  const int64_t tiles = tiles_of(p);
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const TileOrigin origin = locate(p, tile);
     const auto matrix = static_cast<int>(origin.matrix);
     const bool rows_apart = !rows_in_columns<kTile>(p, origin);
     const int bytes = kTile::kStageBytes - (rows_apart ? 0 : kTile::kRowBlocks * kBlockBytes);
@@ -82,7 +96,8 @@ __device__ __forceinline__ void multiply(float (&sum)[kTile::kM][kTile::kCols / 
                                          int first_block, int stages, int row, int col,
                                          Meanwhile meanwhile, LastSeen last_seen) {
   constexpr int kSteps = kStageDepth / kInstructionDepth;
-  const uint64_t a_start = matrix_descriptor(at.rows(0));
+  // The only part that is known at run time, so that the rest is constants of the instructions.
+  const uint64_t a_start = matrix_descriptor(at.rows(0) + first_block * kBlockBytes);
   const uint64_t b_start = matrix_descriptor(at.cols(0));
   const int early = min(2, stages - 1);
   uint32_t before = 0;
@@ -98,7 +113,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kTile::kM][kTile::kCols / 
         const uint64_t b = b_start + offset + descriptor_offset<kB>(0, step);
 #pragma unroll
         for (int i = 0; i < kTile::kM; ++i) {
-          const uint64_t a = a_start + offset + descriptor_offset<kA>(first_block + i, step);
+          const uint64_t a = a_start + offset + descriptor_offset<kA>(i, step);
           Wgmma<T, kTile::kCols, kA, kB>::add(sum[i], a, b, stage > 0 || step > 0);
         }
       }
@@ -142,14 +157,15 @@ __device__ __forceinline__ void consume(const Args& p, const SharedMap<kTile>& a
   Ring<kTile::kStages> ring;
   int next = 0;                          // the consumer whose tile it is
   uint32_t turn_parity = consumer == 0;  // nobody is before the first
-  for (int64_t tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+  const int64_t tiles = tiles_of(p);
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const bool mine = !kTile::kTurns || next == consumer;
     next ^= 1;
     if (!mine) {
       ring.skip(stages);
       continue;
     }
-    TileOrigin origin = p.schedule.locate(tile);
+    TileOrigin origin = locate(p, tile);
     int first_block = part_row / kBlockSide;
     if (rows_in_columns<kTile>(p, origin)) {
       first_block += kTile::kRowBlocks + (origin.row - origin.col) / kBlockSide;

@@ -33,6 +33,7 @@ struct Problem {
   bool upper_a = false;  // in upper storage, see layout_sm90.h
   bool upper_b = false;
   bool upper_out = false;
+  const int32_t* subset = nullptr;  // of the batch, see subset.h
 };
 
 // One tile shape. Its consumers are two warpgroups, which share a tile or take turns.

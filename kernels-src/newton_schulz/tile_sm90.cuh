@@ -95,9 +95,10 @@ struct Arguments {
   CUtensorMap c;
   CUtensorMap out;
   Schedule schedule;
-  int64_t tiles;      // of the whole batch, a multiple of the cluster
-  void* out_data;     // for blocks that are written by ordinary stores
-  int64_t out_batch;  // strides in elements
+  int64_t batches;
+  const int32_t* subset;  // of the batch (subset.h), or null
+  void* out_data;         // for blocks that are written by ordinary stores
+  int64_t out_batch;      // strides in elements
   int64_t out_row;
   const float* scale;  // per matrix, or null
   int m;

@@ -46,7 +46,9 @@ def test_gram_polynomials_are_a_best_fit() -> None:
     options = ("--iterations", "8", "--points", "160")
     result = derive(*options, tool="derive_gram_polynomials")
     assert result.returncode == 0, result.stderr
-    band, error, refitted = result.stdout.splitlines()
+    best, band, error, refitted = result.stdout.splitlines()
+    assert best.startswith("well-conditioned: 0.0209 on [0.1026, 1.0255], coefficients within ")
+    assert float(best.split()[-4]) < 1e-8
     assert band == "on [1.2e-3, 1]: [0.9422, 1.1009]; slope at 0: 1010.6"
     assert error == "largest error: 0.9762 of the allowed one"
     assert 0.96 < float(refitted.split(": ")[1]) < 0.98

@@ -46,7 +46,7 @@ LAYOUTS = {
 def test_no_whole_copy_of_input_or_output(batch, monkeypatch, layout, kind) -> None:
     """Slices of four matrices stand for CUDA's, so that pieces meet in one buffer."""
     if kind == "cuda":
-        monkeypatch.setattr(batch, "slice_for", lambda r, c, dtype, device: batch.Slice(4, 16, 24))
+        monkeypatch.setattr(batch, "slice_for", lambda *_: batch.Slice(4, 16, 24))
     x = torch.randn(5, 3, 10, 24, generator=torch.Generator().manual_seed(0))
     wanted = x / torch.linalg.matrix_norm(x, keepdim=True)
     view = LAYOUTS[layout](x)

@@ -32,7 +32,8 @@ SLICE_FLOP = 2.5e11
 SLICE_ELEMENTS = 16 * 2**20
 MAX_SLICE = 64
 # Bytes that a slice of any length needs at once: X and five m x m matrices, or X, its successor and
-# one of those. A matrix that needs more is a slice of its own.
+# one of those, and the result where it cannot be written in place. A matrix that needs more is a
+# slice of its own.
 FREE_SLICE_BYTES = 640 * 2**20
 # 8 half-precision elements are 16 bytes, the widest alignment that BLAS kernels distinguish.
 CUDA_ALIGNMENT = 8
@@ -61,8 +62,12 @@ class Slice:
         return -(-batch // -(-batch // self.matrices))
 
 
-def slice_for(r: int, c: int, dtype: torch.dtype, device: torch.device) -> Slice:
+def slice_for(
+    r: int, c: int, dtype: torch.dtype, device: torch.device, direct: bool = True
+) -> Slice:
     """The slice that r x c matrices are iterated in, in `dtype`, on a device.
+
+    `direct`: results are written to where they belong.
 
     On the CPU it is one matrix: its operands stay in the caches, and launches are cheap.
     """
@@ -71,7 +76,7 @@ def slice_for(r: int, c: int, dtype: torch.dtype, device: torch.device) -> Slice
     rows, columns = (CUDA_ALIGNMENT * -(-size // CUDA_ALIGNMENT) for size in (r, c))
     m, n = min(rows, columns), max(rows, columns)
     if batch_is_free(dtype, device):
-        each = dtype.itemsize * max(m * n + 5 * m * m, 2 * m * n + m * m)
+        each = dtype.itemsize * max(m * n + 5 * m * m, (2 if direct else 3) * m * n + m * m)
         return Slice(max(1, FREE_SLICE_BYTES // each), rows, columns, full=False)
     flop = 5 * (4 * m * m * n + 2 * m * m * m)  # five dense steps
     fitting = min(MAX_SLICE, SLICE_ELEMENTS // (m * n), int(SLICE_FLOP // flop))
@@ -100,7 +105,8 @@ def walk(
     if x.numel() == 0:
         return
     r, c = x.shape[-2:]
-    shape = slice_for(r, c, dtype, x.device)
+    direct = out.dtype == dtype and out.ndim <= 3
+    shape = slice_for(r, c, dtype, x.device, direct)
     count = shape.at_once(x.shape[:-2].numel())
     targets = _taken(out, count)
     with ieee_float32(x.device, dtype):

@@ -10,30 +10,35 @@ All ten squares are symmetric. By halves a square matrix costs 16 m^3 FLOP where
 ||R||_F^(1/2) is the Schatten-4 norm of X: at least the largest singular value, at most the
 Frobenius norm, and known from the first product. With ||R||_F of the rounded R the bound holds for
 the matrix that is squared, whatever rounding did to it.
+
+Well-conditioned matrices take a short cut (`well_conditioned`).
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
 from ..kernels.norm_factors import norm_factors
 from ..kernels.normalize import runs_compiled
-from ..kernels.square_chain import square_chain
 from .arguments import check_dtype, check_input, output_for
 from .batch import walk
 from .constants import dtype_for
-from .polynomials import POLYNOMIALS, SAFETY, Square
+from .evaluated import evaluated
+from .polynomials import POLYNOMIALS, SAFETY
 from .products import (
     apply_gram_side,
+    batch_is_free,
     gram,
     matrix_norm,
     runs_chain,
     runs_symmetric,
-    square,
     stores_upper,
 )
 from .registered import call
+from .well_conditioned import may_be_well_conditioned, serve, served_alone
 
 # Frobenius norm of X before the first product: R then has a trace of 4096, far from float16's
 # subnormal numbers and from its largest one.
@@ -45,7 +50,7 @@ def _gram_polynomial(
     out: torch.Tensor,  # (..., r, c)
     dtype: torch.dtype,
 ) -> None:
-    walk(x, out, dtype, 1 / START_NORM, iterated)
+    walk(x, out, dtype, 1 / START_NORM, functools.partial(iterated, side=min(x.shape[-2:])))
 
 
 torch.library.custom_op(
@@ -56,55 +61,45 @@ torch.library.custom_op(
 )
 
 
-def iterated(x: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
+def iterated(x: torch.Tensor, last: torch.Tensor | None, side: int) -> torch.Tensor:
     """Both polynomials of x (G, R, C), whose matrices have the norm START_NORM or are zero.
 
-    `last`: the `out` of the last product, as for `apply_gram_side`.
+    `last`: the `out` of the last product, as for `apply_gram_side`. `side`: m without the zeros
+    that fill x up.
     """
     first, second = POLYNOMIALS
     chain = runs_chain(x)
     upper = chain and stores_upper(min(x.shape[-2:]))
     R = gram(x, upper_out=upper)  # (G, m, m); its norm is read above the diagonal
-    if runs_symmetric(R.shape[-1], R.dtype, R.device) and runs_compiled(R.device, R.dtype, R.dtype):
-        factors, roots = norm_factors(R, SAFETY**2, symmetric=True)
-        M = evaluated(R, first, factors, chain)
-    else:
+    factors = subset = None
+    if may_be_well_conditioned(x, side):
+        if not batch_is_free(x.dtype, x.device):
+            served = served_alone(x, R)
+            if served is not None:
+                return served
+        else:
+            last = torch.empty_like(x) if last is None else last
+            factors, subset = serve(x, R, last, SAFETY**2, side, chain=chain, upper=upper)
+    if factors is None and _scales_by_factors(R):
+        factors = norm_factors(R, SAFETY**2, symmetric=True)
+    if factors is None:
         # A trace of 4096 keeps the norm above 1 for any m below 10^7; a zero matrix stays zero.
         bound = matrix_norm(R).clamp_min_(1.0).mul_(SAFETY**2)  # (G, 1, 1)
         torch.div(R, bound, out=R)  # in the wider dtype, rounded once
-        roots = bound.rsqrt_().flatten()
-        M = evaluated(R, first)
+        factors = None, bound.rsqrt_().flatten()
+    scale, roots = factors
+    M = evaluated(R, first, scale, chain, subset=subset)
     del R
-    x = apply_gram_side(x, M, scale=roots, upper=upper)
+    x = apply_gram_side(x, M, scale=roots, upper=upper, subset=subset)
     del M
-    M = evaluated(gram(x, upper_out=upper), second, chain=chain)
-    return apply_gram_side(x, M, out=last, upper=upper)
+    M = evaluated(gram(x, upper, subset), second, chain=chain, subset=subset)
+    return apply_gram_side(x, M, out=last, upper=upper, subset=subset)
 
 
-def evaluated(
-    R: torch.Tensor,
-    squares: tuple[Square, ...],
-    factors: torch.Tensor | None = None,
-    chain: bool = False,
-) -> torch.Tensor:
-    """The last M of R (G, m, m), which may be overwritten.
-
-    `factors` (G,): M_0 is R times these; no product of its own is spent on that. `chain`: in one
-    launch (`runs_chain`), R and the result in upper storage. Else an M that is not needed any more
-    is let go.
-    """
-    if chain:
-        return square_chain(R, squares, factors)
-    terms: dict[int, torch.Tensor] = {0: R}
-    del R
-    for j, (operand, alpha, beta, delta) in enumerate(squares):
-        scale = factors if j == 0 or operand == 0 else None
-        powers = (2 if j == 0 else 0, 1 if operand == 0 else 0)
-        options = {} if scale is None else {"scale": scale, "powers": powers}
-        M = square(terms[j], terms[operand], alpha=alpha, beta=beta, delta=delta, **options)
-        needed = {later.operand for later in squares[j + 1 :]}
-        terms = {i: term for i, term in terms.items() if i in needed} | {j + 1: M}
-    return M
+def _scales_by_factors(R: torch.Tensor) -> bool:
+    """Whether the squares of R (G, m, m) take a scale of its first use."""
+    compiled = runs_compiled(R.device, R.dtype, R.dtype)
+    return compiled and runs_symmetric(R.shape[-1], R.dtype, R.device)
 
 
 @torch.no_grad()
