@@ -24,10 +24,10 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "norm_factors(Tensor x, Tensor(a!) factors, Tensor(b!) roots, float prefactor, "
       "bool symmetric=False) -> ()");
   ops.def(
-      "find_well_conditioned(Tensor r, float prefactor, float spread, "
+      "find_well_conditioned(Tensor r, float prefactor, float spread, int side, "
       "Tensor(a!) factors, Tensor(b!) found, Tensor(c!) subset) -> ()");
   ops.def(
-      "find_converged(Tensor residual, float bound, Tensor(a!) found, Tensor(b!) subset, "
+      "find_converged(Tensor residual, float bound, int side, Tensor(a!) found, Tensor(b!) subset, "
       "Tensor(c!) rest) -> ()");
   ops.def(
       "symmetric_matmul(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, "

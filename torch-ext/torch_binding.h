@@ -60,9 +60,9 @@ void adamw_cuda(const TensorVector& params, const TensorVector& grads, const Ten
 void normalize_cuda(const TensorVector& pieces, const Tensor& out, double prefactor);
 void norm_factors_cuda(const Tensor& x, const Tensor& factors, const Tensor& roots,
                        double prefactor, bool symmetric);
-void find_well_conditioned_cuda(const Tensor& r, double prefactor, double spread,
+void find_well_conditioned_cuda(const Tensor& r, double prefactor, double spread, int64_t side,
                                 const Tensor& factors, const Tensor& found, const Tensor& subset);
-void find_converged_cuda(const Tensor& residual, double bound, const Tensor& found,
+void find_converged_cuda(const Tensor& residual, double bound, int64_t side, const Tensor& found,
                          const Tensor& subset, const Tensor& rest);
 
 void symmetric_matmul_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c,

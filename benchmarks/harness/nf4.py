@@ -10,6 +10,7 @@ not ok, and costs no other row.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -137,6 +138,7 @@ def layer_rows(
     """Every direction of one layer: what "auto" takes, then the other strategies."""
     import torch
 
+    torch.cuda.empty_cache()  # of the layer before; here, so that a broken device costs a row only
     weights = BYTES * 3 * layer.experts * layer.hidden * layer.intermediate
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     cases = [Nf4Case(layer, built, seed) for seed in range(cold_sets(int(weights), l2))]
@@ -327,13 +329,25 @@ def compile_jobs(built: Built) -> list[Callable[[], object]]:
 
 
 def rows(built: Built) -> Iterator[tuple[Row, str]]:
-    """Decoding alone, the layers, and the model in host memory."""
-    import torch
+    """Every row, with the seconds since the start: two minutes on an H200, a third to compile."""
+    start = time.perf_counter()
 
+    def stamp() -> str:
+        return f"[{time.perf_counter() - start:.0f} s]"
+
+    print(f"{stamp()} compiling", flush=True)
+    count = compile_ahead.run("nf4")
+    print(f"{stamp()} compiled by {count} processes; counting DRAM bytes", flush=True)
+    traffic = nf4_traffic.measured()
+    print(f"{stamp()} {traffic}", flush=True)
+    for row, printed in every_row(built, traffic):
+        yield row, f"{printed}  {stamp()}"
+
+
+def every_row(built: Built, traffic: dict[str, float | str]) -> Iterator[tuple[Row, str]]:
+    """Decoding alone, the layers, and the model in host memory; none is missing, whatever fails."""
     from .nf4_offload import MODEL, offload_row
 
-    compile_ahead.run("nf4")
-    traffic = nf4_traffic.measured()
     stacks = [(f"dequant/{model}", sizes, sizes[0]) for model, sizes in MODELS.items()]
     stacks.append(("dequant/8of256", MODELS["Qwen3.5-35B-A3B"], 8))
     for stack in stacks:
@@ -342,7 +356,6 @@ def rows(built: Built) -> Iterator[tuple[Row, str]]:
         names = [f"{layer.name}/{direction}" for direction in directions]
         arguments = (layer, built, directions, others, traffic)
         yield from guarded(lambda arguments=arguments: layer_rows(*arguments), names)
-        torch.cuda.empty_cache()
     yield from guarded(lambda: iter([offload_row(built)]), [f"offload/{MODEL}"])
 
 

@@ -96,6 +96,7 @@ def offload_row(
     """The row and its printed line."""
     import torch
 
+    torch.cuda.empty_cache()
     model, x = build(built, sizes, layers, tokens, device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 

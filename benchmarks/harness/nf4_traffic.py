@@ -10,6 +10,7 @@ import csv
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -19,7 +20,7 @@ from .sources import ROOT
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 KERNELS = "regex:nf4_product"  # Triton's and the compiled one
-LIMIT = 60  # seconds
+LIMIT = 40  # seconds
 
 
 def least_bytes(layer: Layer, active: int, per_weight: float) -> float:
@@ -72,21 +73,40 @@ def measured() -> dict[str, float | str]:
         KERNELS,
     ]
     try:
-        done = subprocess.run(
-            [*command, sys.executable, "-m", "harness.nf4_traffic"],
-            cwd=ROOT / "benchmarks",
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            check=True,
-        )
-        counted = parsed(done.stdout, launches=2)
-        printed = [line.split() for line in done.stdout.splitlines() if line.startswith("least ")]
+        text = output_of([*command, sys.executable, "-m", "harness.nf4_traffic"])
+        counted = parsed(text, launches=2)
+        printed = [line.split() for line in text.splitlines() if line.startswith("least ")]
         least = {model: float(number) for _, model, number in printed}
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return {model: value / least[model] for model, value in zip(TRAFFIC, counted, strict=True)}
+    except Exception as error:  # of any kind: the rows are wanted without these bytes, too
         return dict.fromkeys(TRAFFIC, f"ncu failed: {type(error).__name__} {str(error)[-80:]}")
-    return {model: value / least[model] for model, value in zip(TRAFFIC, counted, strict=True)}
+
+
+def output_of(command: list[str]) -> str:
+    """What a command prints; past LIMIT it is killed with its own children.
+
+    Raises:
+        subprocess.SubprocessError: it failed or took too long.
+    """
+    child = subprocess.Popen(
+        command,
+        cwd=ROOT / "benchmarks",
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        text, _ = child.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        # ncu's child would hold the pipe, and the device while the layers are timed.
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        raise
+    if child.returncode:
+        raise subprocess.CalledProcessError(child.returncode, command)
+    return text
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ struct Sums {
   const double* traces;   // or null
   int64_t chunks;
   int count;
-  int side;
+  int side;  // of the matrices that zeros fill up
 };
 
 // By one warp, the same in every lane and in any batch.
@@ -87,12 +87,14 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    converged_kernel(Sums sums, double bound, int32_t* found, int32_t* subset, int32_t* rest) {
+    converged_kernel(Sums sums, double bound, int filled, int32_t* found, int32_t* subset,
+                     int32_t* rest) {
   let_next_start();
   wait_for_launch_before();
   const int tried = subset[0];
   for (int place = threadIdx.x / 32; place < tried; place += kWarps) {
-    const double squares = total_of(sums.squares, sums.chunks, place);
+    // -1 for every row of zeros
+    const double squares = total_of(sums.squares, sums.chunks, place) - filled;
     if (threadIdx.x % 32 == 0) found[subset[1 + place]] = squares <= bound * sums.side;
   }
   __syncthreads();
@@ -100,10 +102,11 @@ __global__ void __launch_bounds__(kThreads)
   gather_marked(found, sums.count, 0, rest);
 }
 
-void check_matrices(const Tensor& x, const char* op) {
+void check_matrices(const Tensor& x, int64_t side, const char* op) {
   STD_TORCH_CHECK(x.dim() == 3 && x.size(1) == x.size(2) && has_upper_tiling(x.size(1)) &&
                       x.size(1) <= kLargestSide && x.size(0) < INT32_MAX,
                   op, ": the matrices must be (G, m, m) with m > 128");
+  STD_TORCH_CHECK(side > 0 && side <= x.size(1), op, ": side must be 1 to m, got ", side);
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Half, op, ": the matrices must be float16");
 }
 
@@ -116,13 +119,13 @@ void check_list(const Tensor& list, const Tensor& x, int64_t longer, const char*
 }
 
 // Sums of squares of the matrices of a subset, or of all and their traces.
-Sums sum_squares(const Tensor& x, const Tensor& memory, const SumProblem& given, bool early,
+Sums sum_squares(const Tensor& memory, const SumProblem& given, int side, bool early,
                  cudaStream_t stream) {
   SumProblem p = given;
   p.sums = static_cast<double*>(memory.data_ptr());
   if (p.subset == nullptr) p.traces = p.sums + p.x.count * p.tiling.chunks;
   launch(sum_kernel<__half, true>, p, p.x.count * p.tiling.chunks, 0, early, stream);
-  return {p.sums, p.traces, p.tiling.chunks, static_cast<int>(p.x.count), p.x.rows};
+  return {p.sums, p.traces, p.tiling.chunks, static_cast<int>(p.x.count), side};
 }
 
 SumProblem describe(const Tensor& x, const int32_t* subset) {
@@ -150,10 +153,10 @@ int32_t* list_of(const Tensor& x) { return static_cast<int32_t*>(x.data_ptr()); 
 
 }  // namespace
 
-void find_well_conditioned_cuda(const Tensor& r, double prefactor, double spread,
+void find_well_conditioned_cuda(const Tensor& r, double prefactor, double spread, int64_t side,
                                 const Tensor& factors, const Tensor& found, const Tensor& subset) {
   constexpr const char* kOp = "find_well_conditioned";
-  check_matrices(r, kOp);
+  check_matrices(r, side, kOp);
   check_list(found, r, 0, kOp);
   check_list(subset, r, 1, kOp);
   STD_TORCH_CHECK(factors.dim() == 2 && factors.size(0) == kFactors &&
@@ -169,15 +172,15 @@ void find_well_conditioned_cuda(const Tensor& r, double prefactor, double spread
   const Tensor memory =
       torch::stable::new_empty(r, {2 * p.x.count * p.tiling.chunks}, ScalarType::Double);
   if (p.x.count == 0) return;
-  const Sums sums = sum_squares(r, memory, p, early, stream);
+  const Sums sums = sum_squares(memory, p, static_cast<int>(side), early, stream);
   launch(well_conditioned_kernel, sums, 1, 0, early, stream, prefactor, spread,
          static_cast<float*>(factors.data_ptr()), list_of(found), list_of(subset));
 }
 
-void find_converged_cuda(const Tensor& residual, double bound, const Tensor& found,
+void find_converged_cuda(const Tensor& residual, double bound, int64_t side, const Tensor& found,
                          const Tensor& subset, const Tensor& rest) {
   constexpr const char* kOp = "find_converged";
-  check_matrices(residual, kOp);
+  check_matrices(residual, side, kOp);
   check_list(found, residual, 0, kOp);
   check_list(subset, residual, 1, kOp);
   check_list(rest, residual, 1, kOp);
@@ -189,9 +192,9 @@ void find_converged_cuda(const Tensor& residual, double bound, const Tensor& fou
   const Tensor memory =
       torch::stable::new_empty(residual, {p.x.count * p.tiling.chunks}, ScalarType::Double);
   if (p.x.count == 0) return;
-  const Sums sums = sum_squares(residual, memory, p, early, stream);
-  launch(converged_kernel, sums, 1, 0, early, stream, bound, list_of(found), list_of(subset),
-         list_of(rest));
+  const Sums sums = sum_squares(memory, p, static_cast<int>(side), early, stream);
+  launch(converged_kernel, sums, 1, 0, early, stream, bound,
+         static_cast<int>(residual.size(1) - side), list_of(found), list_of(subset), list_of(rest));
 }
 
 }  // namespace optimizer

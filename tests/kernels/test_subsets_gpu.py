@@ -117,7 +117,7 @@ def test_find_well_conditioned(submodule, device, m) -> None:
     R = grams(device, m)
     below = torch.arange(m, device=device) // 128
     tried = module.find_well_conditioned(
-        R.masked_fill(below[:, None] > below, torch.inf), 1.02, 0.65
+        R.masked_fill(below[:, None] > below, torch.inf), 1.02, 0.65, m
     )
     factors, roots = submodule("kernels.norm_factors").norm_factors(R, 1.02, symmetric=True)
     torch.testing.assert_close(tried.factors, factors, rtol=3e-7, atol=0, equal_nan=True)
@@ -133,9 +133,26 @@ def test_find_well_conditioned(submodule, device, m) -> None:
     torch.testing.assert_close(tried.narrow_factors.double(), u, rtol=3e-7, atol=0)
     torch.testing.assert_close(tried.narrow_roots.double(), u.sqrt(), rtol=3e-7, atol=0)
     for i in range(len(R)):
-        alone = module.find_well_conditioned(R[i : i + 1], 1.02, 0.65)
+        alone = module.find_well_conditioned(R[i : i + 1], 1.02, 0.65, m)
         for one, many in zip(alone[:5], tried[:5], strict=True):
             assert_same_bits(one, many[i : i + 1])
+
+
+def test_zeros_that_fill_a_matrix_up_are_not_counted(submodule, device) -> None:
+    """133 rows and three of zeros: the moments and the residual of the 133."""
+    module, side, m = submodule("kernels.subsets"), 133, 136
+    R = torch.zeros(9, m, m, device=device, dtype=HALF)
+    R[:, :side, :side] = grams(device, side)
+    tried = module.find_well_conditioned(R, 1.02, 0.65, side)
+    assert tried.subset[:5].tolist() == [4, 0, 1, 2, 8]
+    torch.testing.assert_close(tried.narrow_factors[8].item(), 1.0)
+    E = torch.zeros_like(R)
+    E.diagonal(dim1=-2, dim2=-1)[:, side:] = -1
+    E[1, 0, 0] = (0.003 * side) ** 0.5
+    E[2, 0, 0] = (0.005 * side) ** 0.5
+    rest = module.find_converged(E, 0.004, side, tried)
+    assert tried.subset[:4].tolist() == [3, 0, 1, 8]
+    assert rest[:7].tolist() == [6, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("batch", [9, 300, 700])
@@ -154,7 +171,7 @@ def test_find_converged(submodule, device, batch) -> None:
         tried.int(),
         listed(tried.nonzero().flatten().tolist(), device, batch),
     )
-    rest = module.find_converged(E, 0.004, state)
+    rest = module.find_converged(E, 0.004, m, state)
     expected = tried & (E.double().square().sum((-2, -1)) <= 0.004 * m)
     assert 0 < expected.sum() < tried.sum()
     assert state.found.bool().tolist() == expected.tolist()
@@ -172,17 +189,18 @@ def test_opcheck_and_wrong_arguments(ops, device) -> None:
 
     found, subset, rest = lists()
     factors = torch.empty(4, G, device=device)
-    arguments = (R.nan_to_num(), 1.02, 0.65, factors, found, subset)
+    arguments = (R.nan_to_num(), 1.02, 0.65, 136, factors, found, subset)
     utils = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.find_well_conditioned.default, arguments, test_utils=utils)
-    converged = (R.nan_to_num(), 0.004, found, subset, rest)
+    converged = (R.nan_to_num(), 0.004, 136, found, subset, rest)
     torch.library.opcheck(ops.find_converged.default, converged, test_utils=utils)
     for wrong, reason in (
-        ((R.float(), 1.02, 0.65, factors, found, subset), "float16"),
-        ((R[:, :128, :128], 1.02, 0.65, factors, found, subset), "m > 128"),
-        ((R, 1.02, 0.65, factors[:3], found, subset), r"\(4, G\)"),
-        ((R, 1.02, 0.65, factors, found[1:], subset), "found must be"),
-        ((R, 0.0, 0.65, factors, found, subset), "prefactor"),
+        ((R.float(), 1.02, 0.65, 136, factors, found, subset), "float16"),
+        ((R[:, :128, :128], 1.02, 0.65, 136, factors, found, subset), "m > 128"),
+        ((R, 1.02, 0.65, 136, factors[:3], found, subset), r"\(4, G\)"),
+        ((R, 1.02, 0.65, 136, factors, found[1:], subset), "found must be"),
+        ((R, 0.0, 0.65, 136, factors, found, subset), "prefactor"),
+        ((R, 1.02, 0.65, 137, factors, found, subset), "side must be"),
     ):
         with pytest.raises(RuntimeError, match=reason):
             ops.find_well_conditioned(*wrong)

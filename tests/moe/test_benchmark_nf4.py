@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -194,6 +197,39 @@ def test_without_ncu_the_row_says_so(harness, monkeypatch):
     assert set(traffic.measured().values()) == {"no ncu on this machine"}
     monkeypatch.setattr(traffic.shutil, "which", lambda name: "/bin/false")
     assert all(v.startswith("ncu failed: CalledProcess") for v in traffic.measured().values())
+
+
+def test_a_counter_that_hangs_is_killed_with_its_children(harness, monkeypatch, tmp_path):
+    """The grandchild would hold the pipe until it ends by itself."""
+    traffic, pid = harness.nf4_traffic, tmp_path / "pid"
+    monkeypatch.setattr(traffic, "LIMIT", 1)
+    begin = time.monotonic()
+    with pytest.raises(subprocess.TimeoutExpired):
+        traffic.output_of(["/bin/sh", "-c", f"sleep 60 & echo $! > {pid}; wait"])
+    assert time.monotonic() - begin < 20
+    state = Path(f"/proc/{pid.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_every_case_has_a_row_though_all_fail(harness, monkeypatch, capsys):
+    """The result file is written from them; printed lines say how far the run is."""
+    nf4, commit = harness.nf4, "0123abcd" * 5
+
+    def broken(*_, **__):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(nf4.compile_ahead, "run", lambda entry: 14)
+    monkeypatch.setattr(nf4.nf4_traffic, "measured", dict)
+    for where, name in ((nf4, "layer_rows"), (nf4, "dequant_row"), (harness.nf4_offload, "build")):
+        monkeypatch.setattr(where, name, broken)
+    monkeypatch.setattr(torch.cuda, "empty_cache", broken)
+    found = list(nf4.rows(SimpleNamespace(commit=commit, package=None)))
+    assert not any(row.ok for row, _ in found)
+    expected = [f"{p[0].name}/{d}" for p in nf4.problems(commit) for d in p[1]]
+    assert [row.case for row, _ in found][5:-1] == expected
+    assert found[-1][0].case == "offload/Qwen3-30B-A3B"
+    assert all("illegal memory" in line and line.endswith(" s]") for _, line in found)
+    assert "compiled by 14 processes" in capsys.readouterr().out
 
 
 def test_least_traffic_by_hand(harness):

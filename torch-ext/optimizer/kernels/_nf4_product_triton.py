@@ -56,7 +56,6 @@ def _nf4_product(  # noqa: PLR0913
     packed,  # (E N K / 2,) uint8
     absmax,  # (E N K / blocksize,) float32, uint8 if NESTED
     codebook,  # (16,) float32
-    places,  # (8,) int32
     code,  # (256,) if NESTED
     code_scale,  # one per 256 blocks if NESTED
     code_offset,  # (1,) if NESTED
@@ -128,7 +127,6 @@ def _nf4_product(  # noqa: PLR0913
         x_col,
         inside,
         stack,
-        places,
         expert * stored_rows,
         column_tile * BLOCK_C,
         columns_count,
@@ -169,12 +167,6 @@ def _nf4_product(  # noqa: PLR0913
 
 
 @functools.cache
-def nibble_places(device: torch.device) -> Tensor:
-    """Where the eight nibbles of a little-endian word lie, in bits: high ones come first."""
-    return torch.tensor((4, 0, 12, 8, 20, 16, 28, 24), dtype=torch.int32, device=device)
-
-
-@functools.cache
 def nf4_codebook(device: torch.device) -> Tensor:
     """NF4's values on a device, copied there once."""
     return torch.tensor(NF4_TABLE, dtype=torch.float32, device=device)
@@ -197,9 +189,10 @@ class Tile:
     registers: int | None = None  # per thread at most
 
 
-# Up to so many mean rows per expert: the tile of a long sum, and of one of less than _SHORT. They
-# took the least time of 18 tiles over the products of four layers, at means of 0.5 to 2048 rows, on
-# an H200 (docs/log.md); a limit lies between two measured means.
+# Up to so many mean rows per expert: the tile of a long sum, and of one of less than _SHORT. Each
+# takes the least time of 18 tiles over the products of four layers at means of 0.5 to 2048 rows, or
+# at most 5 % more, on an H200 (docs/log.md), but for Mixtral's gate_up across rows at a mean of 128
+# (14 % more; there Qwen3's decided); a limit lies between two measured means.
 ALONG = (
     (11, Tile(16, 64, 128, 4, 4), Tile(16, 128, 64, 4, 4)),
     (24, Tile(32, 64, 128, 4, 3), Tile(32, 128, 64, 4, 4)),
@@ -213,7 +206,6 @@ _SHORT = 1024
 ACROSS = (
     (11, Tile(16, 128, 64, 4, 4), Tile(16, 128, 64, 4, 4)),
     (24, Tile(32, 128, 64, 4, 4), Tile(32, 128, 64, 4, 4)),
-    (48, Tile(64, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
     (96, Tile(64, 128, 64, 4, 3, 168), Tile(64, 128, 64, 4, 3)),
     (math.inf, Tile(128, 128, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
 )
@@ -276,15 +268,12 @@ def nf4_product(  # noqa: PLR0913
         dots = torch.empty((column_tiles, rows), dtype=torch.float32, device=x.device)
     if tiles.shape[0] == 0:
         return None if dots is None else dots.sum(0)
-    if packed.data_ptr() % 4:
-        packed = packed.clone()  # it is read by words
     code, code_scale, code_offset = nested or (packed, packed, packed)
     _nf4_product[(tiles.shape[0] * share * column_tiles,)](
         x,
         packed,
         absmax,
         nf4_codebook(x.device) if codebook is None else codebook,
-        nibble_places(x.device),
         code,
         code_scale,
         code_offset,

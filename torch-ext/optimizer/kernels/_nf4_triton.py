@@ -5,7 +5,7 @@ right one. A block of the format never leaves its row (K is a multiple of the bl
 takes one absmax per row and block, not one per element. What is multiplied is the decoded weight,
 rounded once to x's dtype: the same numbers that dequantising first would give.
 
-_along_rows   sums along the stored rows: the nibbles of a byte are neighbours of the sum
+_along_rows   sums along the stored rows: the two nibbles of a byte are neighbours of the sum
 _across_rows  sums across them: the two nibbles are neighbouring columns, an accumulator for each
 """
 
@@ -39,25 +39,35 @@ def _load_table(codebook, SHUFFLE: tl.constexpr):
 
 
 @triton.jit
-def _values(nibble, table, SHUFFLE: tl.constexpr):
-    """The codebook's values, float32; only the low four bits of `nibble` count.
+def _nibbles(pair, table, SHUFFLE: tl.constexpr):
+    """The codebook's values of the high and of the low nibbles of bytes, float32.
 
     SHUFFLE: a nibble names the lane to read, element by element in whatever layout the tensor cores
     want, so that decoded weights never pass through shared memory (Triton moves a conversion above
     element-wise operations up to the loads). `tl.gather` is for the interpreter and other vendors.
     """
     if SHUFFLE:
-        return tl.inline_asm_elementwise(
+        high = tl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $2, $1, 0x101f, 0xffffffff;",
             "=r,r,r",
-            [nibble, table],
+            [pair >> 4, table],
             dtype=tl.float32,
             is_pure=True,
             pack=1,
         )
+        low = tl.inline_asm_elementwise(
+            "shfl.sync.idx.b32 $0, $2, $1, 0x101f, 0xffffffff;",
+            "=r,r,r",
+            [pair, table],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        return high, low
     else:
-        flat = tl.reshape(nibble & 15, (nibble.numel,))
-        return tl.reshape(tl.gather(table, flat, 0), nibble.shape)
+        flat = tl.reshape(pair, (pair.numel,))
+        high = tl.reshape(tl.gather(table, flat >> 4, 0), pair.shape)
+        return high, tl.reshape(tl.gather(table, flat & 15, 0), pair.shape)
 
 
 @triton.jit
@@ -66,7 +76,6 @@ def _along_rows(  # noqa: PLR0913
     x_col,
     inside,
     stack,  # see _nf4_product
-    places,
     row,  # (BLOCK_C,) stored rows, one per column of the result
     within,
     depth,
@@ -79,31 +88,23 @@ def _along_rows(  # noqa: PLR0913
     SPANS: tl.constexpr,  # blocks of the format in a step
     EVEN: tl.constexpr,  # steps end with the row
 ):
-    """(BLOCK_C, BLOCK_M): sums along the stored rows; a step takes SPANS absmax per row.
-
-    Bytes come in words of eight nibbles: copies to shared memory take 16 bytes each, and a thread
-    reads 16 at a time, which its neighbours along the row share. By single bytes, the copies alone
-    took as much of the shared memory's time as the lookup (H200, docs/log.md).
-    """
+    """(BLOCK_C, BLOCK_M): sums along the stored rows; a step takes SPANS absmax per row."""
     packed, absmax, code, code_scale, code_offset, table, row_bytes, row_blocks, shift = stack
-    WORDS: tl.constexpr = BLOCK_D // 8
+    HALF: tl.constexpr = BLOCK_D // 2
     total = tl.zeros((BLOCK_C, BLOCK_M), tl.float32)
-    row_words = row_bytes // 4
-    at_packed = packed.to(tl.pointer_type(tl.int32)) + row[:, None] * row_words
+    at_packed = packed + row[:, None] * row_bytes
     at_block = row[:, None] * row_blocks
-    # Loaded, not computed: Triton moves the layout of the tensor cores up to loads alone.
-    place = tl.load(places + tl.arange(0, 8))[None, None, :]
     for start in range(0, depth, BLOCK_D):
-        word = (start // 8 + tl.arange(0, WORDS)).to(tl.int64)
+        byte = (start // 2 + tl.arange(0, HALF)).to(tl.int64)
         block = ((start >> shift) + tl.arange(0, SPANS)).to(tl.int64)
         k = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
         if EVEN:
             mask, block_mask, x_mask = within[:, None], within[:, None], inside[:, None]
         else:
-            mask = within[:, None] & (word < row_words)[None, :]
+            mask = within[:, None] & (byte < row_bytes)[None, :]
             block_mask = within[:, None] & (block < row_blocks)[None, :]
             x_mask = inside[:, None] & (k < depth)[None, :]
-        words = tl.load(at_packed + word[None, :], mask=mask, other=0)
+        pair = tl.load(at_packed + byte[None, :], mask=mask, other=0).to(tl.int32)
         scale = _load_scale(
             absmax,
             code,
@@ -114,13 +115,13 @@ def _along_rows(  # noqa: PLR0913
             shift,
             NESTED,
         )
-        wide = tl.broadcast_to(scale[:, :, None], (BLOCK_C, SPANS, BLOCK_D // SPANS))
-        wide = tl.reshape(wide, (BLOCK_C, BLOCK_D))
+        wide = tl.broadcast_to(scale[:, :, None], (BLOCK_C, SPANS, HALF // SPANS))
+        wide = tl.reshape(wide, (BLOCK_C, HALF))
         values = tl.load(at_x + k[None, :] * x_col, mask=x_mask, other=0.0)
-        nibble = tl.broadcast_to(words[:, :, None], (BLOCK_C, WORDS, 8)) >> place
-        nibble = tl.reshape(nibble, (BLOCK_C, BLOCK_D))
-        weight = (_values(nibble, table, SHUFFLE) * wide).to(values.dtype)
-        total = _dot(weight, tl.trans(values), total, WIDEN)
+        high, low = _nibbles(pair, table, SHUFFLE)
+        high = (high * wide).to(values.dtype)
+        low = (low * wide).to(values.dtype)
+        total = _dot(tl.interleave(high, low), tl.trans(values), total, WIDEN)
     return total
 
 
@@ -162,10 +163,9 @@ def _across_rows(  # noqa: PLR0913
         wide = tl.reshape(wide, (HALF, BLOCK_D))
         mask = inside[:, None] & (n < depth)[None, :]
         values = tl.trans(tl.load(at_x + n[None, :] * x_col, mask=mask, other=0.0))
-        high = (_values(pair >> 4, table, SHUFFLE) * wide).to(values.dtype)
-        low = (_values(pair, table, SHUFFLE) * wide).to(values.dtype)
-        even = _dot(high, values, even, WIDEN)
-        odd = _dot(low, values, odd, WIDEN)
+        high, low = _nibbles(pair, table, SHUFFLE)
+        even = _dot((high * wide).to(values.dtype), values, even, WIDEN)
+        odd = _dot((low * wide).to(values.dtype), values, odd, WIDEN)
     return even, odd
 
 
@@ -198,7 +198,6 @@ def _sum(  # noqa: PLR0913
     x_col,
     inside,
     stack,
-    places,
     first_row,
     first_column,
     columns_count,
@@ -228,7 +227,6 @@ def _sum(  # noqa: PLR0913
             x_col,
             inside,
             stack,
-            places,
             first_row + columns,
             within & (depth > 0),
             depth,

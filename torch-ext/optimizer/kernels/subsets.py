@@ -21,12 +21,12 @@ from .._ops import add_op_namespace_prefix, ops
 
 
 @register_fake(add_op_namespace_prefix("find_well_conditioned"))
-def _fake_well_conditioned(r, prefactor, spread, factors, found, subset):
+def _fake_well_conditioned(r, prefactor, spread, side, factors, found, subset):
     return None
 
 
 @register_fake(add_op_namespace_prefix("find_converged"))
-def _fake_converged(residual, bound, found, subset, rest):
+def _fake_converged(residual, bound, side, found, subset, rest):
     return None
 
 
@@ -46,26 +46,27 @@ class WellConditioned(NamedTuple):
     subset: Tensor
 
 
-def find_well_conditioned(R: Tensor, prefactor: float, spread: float) -> WellConditioned:
+def find_well_conditioned(R: Tensor, prefactor: float, spread: float, side: int) -> WellConditioned:
     """Matrices whose eigenvalues deviate from their mean t by at most spread t; unchecked.
 
     u = t (1 + d)^2, with d t the standard deviation: the largest eigenvalue of X X^T for large X of
     independent elements (Marchenko and Pastur, Math. USSR-Sb. 1 (1967)), and no bound for others.
 
     R (G, m, m) float16, symmetric, m > 128; what lies below the blocks on the diagonal is not read.
+    Rows beyond `side` are zeros that fill it up.
     """
     factors = R.new_empty((4, len(R)), dtype=torch.float32)
     found, subset = (R.new_empty(n, dtype=torch.int32) for n in (len(R), 1 + len(R)))
-    ops.find_well_conditioned(R, prefactor, spread, factors, found, subset)
+    ops.find_well_conditioned(R, prefactor, spread, side, factors, found, subset)
     return WellConditioned(*factors.unbind(), found, subset)
 
 
-def find_converged(residual: Tensor, bound: float, tried: WellConditioned) -> Tensor:
+def find_converged(residual: Tensor, bound: float, side: int, tried: WellConditioned) -> Tensor:
     """The subset of all matrices that are not converged; `tried.subset` keeps the converged ones.
 
     Converged: the squares of residual (G, m, m), as R of `find_well_conditioned`, of a matrix that
-    was tried, add up to at most bound m. NaN is not.
+    was tried, add up to at most bound side. NaN is not. Rows beyond `side` hold -1 on the diagonal.
     """
     rest = tried.subset.new_empty(tried.subset.shape)
-    ops.find_converged(residual, bound, tried.found, tried.subset, rest)
+    ops.find_converged(residual, bound, side, tried.found, tried.subset, rest)
     return rest

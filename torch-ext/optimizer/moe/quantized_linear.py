@@ -36,9 +36,13 @@ from .sort import ExpertOrder
 SLICES = 8
 SLICE_BYTES = (64 << 20, 128 << 20)
 # Mean rows per expert up to which decoding inside the product takes less time than decoding to
-# memory first. Forward and backward of a layer at 2048 tokens on an H200, ms, fused | chunked
-# (docs/log.md): 64 rows 1.80 | 3.01, 128 rows 2.09 | 2.73, 256 rows 2.00 | 2.10, 512 rows
-# 10.55 | 9.10. Below 64 rows the fused product takes a third to two thirds.
+# memory first. Forward and backward of a layer at 2048 tokens on an H200, ms (docs/log.md):
+#   rows              64     128    256    512
+#   fused, Triton     1.80   2.09   2.00   10.55
+#   chunked, 1 stream 3.01   2.73   2.10    9.10
+#   chunked           2.92   2.46   not timed
+# Two streams gained 3 and 9 %, so that 256 rows may be a tie; there the fused product takes less
+# memory. With 0.5 to 32 rows its forward takes a quarter to a half of the time.
 FUSED_UP_TO_ROWS = 256
 
 
