@@ -86,6 +86,14 @@ void grouped_product_cuda(const Tensor& x, const Tensor& weight, std::optional<T
                           std::optional<Tensor> dots, int64_t fan, int64_t other_fan, bool scatter,
                           int64_t tile);
 
+void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absmax,
+                      const Tensor& codebook, IntHeaderOnlyArrayRef stored, int64_t blocksize,
+                      bool along, std::optional<Tensor> low, std::optional<Tensor> factor,
+                      std::optional<Tensor> bias, std::optional<Tensor> gates,
+                      std::optional<Tensor> other, const Tensor& slots, const Tensor& offsets,
+                      const Tensor& out, std::optional<Tensor> dots, int64_t fan, int64_t other_fan,
+                      bool scatter);
+
 Tensor nf4_dequant_cpu(const Tensor& packed, const Tensor& absmax, const Tensor& active_experts,
                        IntHeaderOnlyArrayRef expert_shape, int64_t blocksize, ScalarType dtype,
                        std::optional<Tensor> codebook, std::optional<Tensor> absmax_code,
