@@ -32,7 +32,9 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.uint8: "*u8",
 }
+BLOCKSIZE = 64  # of 4-bit experts
 # tokens, experts per token, experts, hidden, intermediate, rank, rows per tile
 MODELS = {
     "qwen3.5": (256, 8, 16, 2048, 512, 16, 128),
@@ -43,12 +45,16 @@ MODELS = {
 
 
 def load(name: str) -> types.ModuleType:
-    """A module of the package's sources; packages are bare, since `_ops` exists in builds only."""
+    """A module of the package's sources; packages are bare, and `_ops`, which builds have, made."""
     for package in ("optimizer", "optimizer.kernels", "optimizer.reference"):
         if package not in sys.modules:
             module = types.ModuleType(package)
             module.__path__ = [str(PACKAGE.joinpath(*package.split(".")[1:]))]
             sys.modules[package] = module
+    if "optimizer._ops" not in sys.modules:
+        made = types.ModuleType("optimizer._ops")
+        made.ops, made.add_op_namespace_prefix = torch.ops.compiled, "compiled::{}".format
+        sys.modules["optimizer._ops"] = made
     return importlib.import_module(f"optimizer.{name}")
 
 
@@ -155,6 +161,7 @@ def step(model: str, dtype: torch.dtype, lora: torch.dtype) -> None:
         directions["dab"](x, dy, low, low, *order, a, b, x_fan, dy_fan)
         directions["dw"](x, dy, *order, weight, new(experts, n), x_fan, dy_fan)
     gated_step(model, dtype, lora, (slots, offsets, inverse, tiles))
+    nf4_step(model, dtype, lora, (slots, offsets, tiles))
     paths["combine"](new(total, hidden), gates, inverse, offsets, top_k)
     wide = new(total, 2 * inner)
     paths["glu"](wide, "silu", False)
@@ -182,6 +189,38 @@ def gated_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple) 
     module.gated_experts_backward_triton(x, *operands, *kept, *order, *options, frozen)
 
 
+def nf4_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple) -> None:
+    """The products of a layer over 4-bit experts, with every tile of the fused product's table."""
+    tokens, top_k, experts, hidden, inner, rank, rows = MODELS[model]
+    if hidden % BLOCKSIZE or inner % BLOCKSIZE:
+        return  # blocks would leave their row, which the fused product refuses
+    module = load("kernels._nf4_product_triton")
+    slots, offsets, tiles = order
+    total = tokens * top_k
+
+    def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=of)
+
+    gates, low = new(tokens, top_k, of=torch.float32), new(total, rank)
+    for k, n, fan in ((hidden, 2 * inner, top_k), (inner, hidden, 0)):
+        packed = new(experts * n * k // 2, of=torch.uint8)
+        stack = (packed, new(experts * n * k // BLOCKSIZE, of=torch.float32), None, None)
+        stack += ((experts, n, k), BLOCKSIZE)
+        down = fan == 0
+        place = {"tile_rows": rows, "scatter": False}
+        back = {"gates": gates, "other": new(total, k)} if down else {}
+        tables = (module.ALONG, module.ACROSS)
+        for last, table in zip((True, False), tables, strict=True):
+            depth, columns = (k, n) if last else (n, k)
+            x = new(tokens if (fan if last else down) else total, depth)
+            factor = new(experts, rank, columns, of=lora)
+            out, options = new(total, columns), {} if last else back
+            fans = fan if last else top_k if down else 0
+            for tile in dict.fromkeys(tile for _, *both in table for tile in both):
+                operands = (x, stack, last, low, factor, slots, offsets, tiles, out)
+                module.nf4_product(*operands, fan=fans, tile=tile, **place, **options)
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -194,6 +233,7 @@ def main(arguments: list[str]) -> int:
     catch(options.arch)
     launch = load("kernels._grouped_launch_triton")
     launch.arch = lambda device: f"sm{options.arch}"
+    load("kernels._nf4_product_triton").shuffles = lambda x: True
     print(f"triton {triton.__version__}, sm_{options.arch}, {options.model}, {options.dtype}")
     step(options.model, getattr(torch, options.dtype), getattr(torch, options.lora))
     return 0

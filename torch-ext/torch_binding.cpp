@@ -24,10 +24,10 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "norm_factors(Tensor x, Tensor(a!) factors, Tensor(b!) roots, float prefactor, "
       "bool symmetric=False) -> ()");
   ops.def(
-      "find_well_conditioned(Tensor r, float prefactor, float spread, "
+      "find_well_conditioned(Tensor r, float prefactor, float spread, int side, "
       "Tensor(a!) factors, Tensor(b!) found, Tensor(c!) subset) -> ()");
   ops.def(
-      "find_converged(Tensor residual, float bound, Tensor(a!) found, Tensor(b!) subset, "
+      "find_converged(Tensor residual, float bound, int side, Tensor(a!) found, Tensor(b!) subset, "
       "Tensor(c!) rest) -> ()");
   ops.def(
       "symmetric_matmul(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, "
@@ -43,6 +43,11 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "grouped_product(Tensor x, Tensor weight, Tensor? low, Tensor? factor, Tensor? bias, "
       "Tensor? gates, Tensor? other, Tensor slots, Tensor offsets, Tensor(a!) out, "
       "Tensor(b!)? dots, int fan, int other_fan, bool scatter, int tile) -> ()");
+  ops.def(
+      "nf4_product(Tensor x, Tensor packed, Tensor absmax, Tensor codebook, int[] stored, "
+      "int blocksize, bool along, Tensor? low, Tensor? factor, Tensor? bias, Tensor? gates, "
+      "Tensor? other, Tensor slots, Tensor offsets, Tensor(a!) out, Tensor(b!)? dots, int fan, "
+      "int other_fan, bool scatter) -> ()");
   ops.def(
       "nf4_dequant(Tensor packed, Tensor absmax, Tensor active_experts, SymInt[] expert_shape, "
       "int blocksize, ScalarType dtype, Tensor? codebook, Tensor? absmax_code, "
@@ -65,6 +70,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("matmul_add", TORCH_BOX(&optimizer::matmul_add_cuda));
   ops.impl("square_chain", TORCH_BOX(&optimizer::square_chain_cuda));
   ops.impl("grouped_product", TORCH_BOX(&optimizer::grouped_product_cuda));
+  ops.impl("nf4_product", TORCH_BOX(&optimizer::nf4_product_cuda));
   ops.impl("nf4_dequant", TORCH_BOX(&optimizer::nf4_dequant_cuda));
   ops.impl("nf4_quantize", TORCH_BOX(&optimizer::nf4_quantize_cuda));
 }

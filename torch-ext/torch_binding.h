@@ -60,9 +60,9 @@ void adamw_cuda(const TensorVector& params, const TensorVector& grads, const Ten
 void normalize_cuda(const TensorVector& pieces, const Tensor& out, double prefactor);
 void norm_factors_cuda(const Tensor& x, const Tensor& factors, const Tensor& roots,
                        double prefactor, bool symmetric);
-void find_well_conditioned_cuda(const Tensor& r, double prefactor, double spread,
+void find_well_conditioned_cuda(const Tensor& r, double prefactor, double spread, int64_t side,
                                 const Tensor& factors, const Tensor& found, const Tensor& subset);
-void find_converged_cuda(const Tensor& residual, double bound, const Tensor& found,
+void find_converged_cuda(const Tensor& residual, double bound, int64_t side, const Tensor& found,
                          const Tensor& subset, const Tensor& rest);
 
 void symmetric_matmul_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c,
@@ -85,6 +85,14 @@ void grouped_product_cuda(const Tensor& x, const Tensor& weight, std::optional<T
                           const Tensor& slots, const Tensor& offsets, const Tensor& out,
                           std::optional<Tensor> dots, int64_t fan, int64_t other_fan, bool scatter,
                           int64_t tile);
+
+void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absmax,
+                      const Tensor& codebook, IntHeaderOnlyArrayRef stored, int64_t blocksize,
+                      bool along, std::optional<Tensor> low, std::optional<Tensor> factor,
+                      std::optional<Tensor> bias, std::optional<Tensor> gates,
+                      std::optional<Tensor> other, const Tensor& slots, const Tensor& offsets,
+                      const Tensor& out, std::optional<Tensor> dots, int64_t fan, int64_t other_fan,
+                      bool scatter);
 
 Tensor nf4_dequant_cpu(const Tensor& packed, const Tensor& absmax, const Tensor& active_experts,
                        IntHeaderOnlyArrayRef expert_shape, int64_t blocksize, ScalarType dtype,

@@ -3,23 +3,28 @@
 Layers are those of `moe_lora`, their experts in NF4 at blocksize 64. The baseline decodes both
 projections with bitsandbytes and multiplies by torch.nn.functional.grouped_mm, in this process. The
 gate is `moe_lora`'s against float64, with the decoded weights. A row's variant is the strategy;
-"auto" stands for the one that it takes.
+"auto" stands for the one that it takes. Goals stand in `nf4_goals`; what fails gets a row that is
+not ok, and costs no other row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from . import compile_ahead
-from .moe_lora import ROUNDS, LayerCase, Stopwatch, calls_of, peak_mb
+from . import compile_ahead, nf4_traffic
+from .moe_lora import LayerCase, Stopwatch, calls_of, peak_mb
 from .moe_problems import MODELS, Layer, random_layers
+from .nf4_goals import COPY, COPY_FEW, Goal, judged, layer_goals, said
 from .package import Built
 from .report import Measured, Row, failed, floor_ms, line, passed
 from .timer import CudaStopwatch, cold_sets, medians
 
 BLOCKSIZE = 64
 BYTES = 0.5 + 4 / BLOCKSIZE  # per weight
+ROUNDS = 9  # timed: fewer than of `moe_lora`, since up to five variants take turns
 BASELINE = "bitsandbytes dequantize_4bit, torch grouped_mm"
 # tokens -> what is timed, and the strategies that could be the right choice there
 LISTED = {
@@ -124,11 +129,16 @@ def floors(layer: Layer, active: int) -> dict[str, float]:
 
 
 def layer_rows(
-    layer: Layer, built: Built, directions: tuple[str, ...], others: tuple[str, ...]
+    layer: Layer,
+    built: Built,
+    directions: tuple[str, ...],
+    others: tuple[str, ...],
+    traffic: dict[str, float | str],
 ) -> Iterator[tuple[Row, str]]:
     """Every direction of one layer: what "auto" takes, then the other strategies."""
     import torch
 
+    torch.cuda.empty_cache()  # of the layer before; here, so that a broken device costs a row only
     weights = BYTES * 3 * layer.experts * layer.hidden * layer.intermediate
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     cases = [Nf4Case(layer, built, seed) for seed in range(cold_sets(int(weights), l2))]
@@ -151,10 +161,17 @@ def layer_rows(
         return call
 
     for direction in directions:
+        goals = layer_goals(layer, direction)
         baseline = [entry[direction]["baseline"] for entry in calls]
         turns = {v: turn(v, direction) for v, (good, *_) in gates.items() if good}
         turns["baseline"] = lambda number, baseline=baseline: baseline[number]()
+        if "of_bf16" in goals:
+            turns["bf16"] = in_bfloat16(layer, built, direction, len(cases))
         ms = medians(turns, sets=len(cases), rounds=ROUNDS, warmup=2, stopwatch=Stopwatch)
+        values = {"of_least_traffic": traffic.get(layer.model, "not asked for")}
+        if "bf16" in turns and "auto" in ms:
+            values["of_bf16"] = ms["auto"] / ms["bf16"]
+        turns.pop("bf16", None)
         most = peak_mb(lambda baseline=baseline: baseline[0]())
         for variant, (good, error, error_baseline) in gates.items():
             name = f"{layer.name}/{direction}"
@@ -172,10 +189,35 @@ def layer_rows(
                 peak_mb=peak_mb(lambda v=variant, d=direction: turn(v, d)(0)),
                 peak_baseline_mb=most,
             )
-            row = passed(name, measured, variant)
+            row = judged(
+                passed(name, measured, variant), goals if variant == "auto" else {}, values
+            )
             took = f"auto: {chosen}" if variant == "auto" else variant
             memory = f"  {took}, peak {row.peak_mb:.0f} MB of {row.peak_baseline_mb:.0f}"
-            yield row, line(row, gigabytes=weights / 1e9) + memory
+            yield row, line(row, gigabytes=weights / 1e9) + memory + said(row)
+
+
+def in_bfloat16(layer: Layer, built: Built, direction: str, sets: int) -> Callable[[int], object]:
+    """Our own layer over the same experts in bfloat16."""
+    calls = [calls_of(LayerCase(layer, built, seed))[direction]["ours"] for seed in range(sets)]
+    return lambda number: calls[number]()
+
+
+def guarded(
+    make: Callable[[], Iterator[tuple[Row, str]]], cases: Sequence[str]
+) -> Iterator[tuple[Row, str]]:
+    """The rows of `make`; if it raises, rows that are not ok for the cases that are missing."""
+    missing = dict.fromkeys(cases)
+    try:
+        for row, printed in make():
+            missing.pop(row.case, None)
+            yield row, printed
+    except Exception as error:  # of any kind: the other rows are still wanted
+        # Where every case has its row already, another strategy's is what failed.
+        for name, variant in [(n, "auto") for n in missing] or [(cases[-1], "others")]:
+            row = failed(name, variant)
+            said_last = " ".join(str(error).split())[-100:]
+            yield row, f"{line(row, gigabytes=0)}  {type(error).__name__}: {said_last}"
 
 
 class Stacks:
@@ -251,8 +293,10 @@ def dequant_row(name: str, sizes, active: int, built: Built) -> tuple[Row, str]:
         error_baseline=0.0,
         peak_mb=peak_mb(lambda: probe.ours(built.package)),
     )
-    row = passed(name, measured)
-    return row, line(row, gigabytes=probe.bytes / 1e9, copy_ms=ms["copy"])
+    bound = COPY if active == sizes[0] else COPY_FEW
+    rate = ms["copy"] / ms["ours"]
+    row = judged(passed(name, measured), {"of_copy": Goal(bound, True)}, {"of_copy": rate})
+    return row, line(row, gigabytes=probe.bytes / 1e9, copy_ms=ms["copy"]) + said(row)
 
 
 def problems(commit: str) -> Iterator[tuple[Layer, tuple[str, ...], tuple[str, ...]]]:
@@ -265,36 +309,54 @@ def problems(commit: str) -> Iterator[tuple[Layer, tuple[str, ...], tuple[str, .
 
 
 def compile_jobs(built: Built) -> list[Callable[[], object]]:
-    """A call per layer and strategy, for `compile_ahead`."""
+    """A call per layer and strategy, and per layer in bfloat16 beside it, for `compile_ahead`."""
 
     def job(layer: Layer, direction: str, strategy: str) -> None:
+        if strategy == "bf16":
+            in_bfloat16(layer, built, direction, 1)(0)
+            return
         case = Nf4Case(layer, built, 0)
         case.use(strategy)
         calls_of(case)[direction]["ours"]()
 
-    return [
-        lambda layer=layer, direction=directions[-1], strategy=strategy: job(
-            layer, direction, strategy
-        )
-        for layer, directions, others in problems(built.commit)
-        for strategy in ("auto", *others)
-    ]
+    jobs = []
+    for layer, directions, others in problems(built.commit):
+        direction = directions[-1]
+        beside = ("bf16",) if "of_bf16" in layer_goals(layer, direction) else ()
+        for strategy in ("auto", *others, *beside):
+            jobs.append(functools.partial(job, layer, direction, strategy))
+    return jobs
 
 
 def rows(built: Built) -> Iterator[tuple[Row, str]]:
-    """Decoding alone, the layers, and the model in host memory."""
-    import torch
+    """Every row, with the seconds since the start: two minutes on an H200, a third to compile."""
+    start = time.perf_counter()
 
-    from .nf4_offload import offload_row
+    def stamp() -> str:
+        return f"[{time.perf_counter() - start:.0f} s]"
 
-    compile_ahead.run("nf4")
-    for model, sizes in MODELS.items():
-        yield dequant_row(f"dequant/{model}", sizes, sizes[0], built)
-    yield dequant_row("dequant/8of256", MODELS["Qwen3.5-35B-A3B"], 8, built)
+    print(f"{stamp()} compiling", flush=True)
+    count = compile_ahead.run("nf4")
+    print(f"{stamp()} compiled by {count} processes; counting DRAM bytes", flush=True)
+    traffic = nf4_traffic.measured()
+    print(f"{stamp()} {traffic}", flush=True)
+    for row, printed in every_row(built, traffic):
+        yield row, f"{printed}  {stamp()}"
+
+
+def every_row(built: Built, traffic: dict[str, float | str]) -> Iterator[tuple[Row, str]]:
+    """Decoding alone, the layers, and the model in host memory; none is missing, whatever fails."""
+    from .nf4_offload import MODEL, offload_row
+
+    stacks = [(f"dequant/{model}", sizes, sizes[0]) for model, sizes in MODELS.items()]
+    stacks.append(("dequant/8of256", MODELS["Qwen3.5-35B-A3B"], 8))
+    for stack in stacks:
+        yield from guarded(lambda stack=stack: iter([dequant_row(*stack, built)]), stack[:1])
     for layer, directions, others in problems(built.commit):
-        yield from layer_rows(layer, built, directions, others)
-        torch.cuda.empty_cache()
-    yield offload_row(built)
+        names = [f"{layer.name}/{direction}" for direction in directions]
+        arguments = (layer, built, directions, others, traffic)
+        yield from guarded(lambda arguments=arguments: layer_rows(*arguments), names)
+    yield from guarded(lambda: iter([offload_row(built)]), [f"offload/{MODEL}"])
 
 
 def random_cases(commit: str) -> set[str]:

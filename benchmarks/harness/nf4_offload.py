@@ -10,13 +10,14 @@ from __future__ import annotations
 from .moe_lora import Stopwatch, peak_mb
 from .moe_problems import MODELS, Layer
 from .nf4 import BLOCKSIZE, BYTES, floors
+from .nf4_goals import OFFLOAD, Goal, judged, said
 from .package import Built
 from .report import Measured, Row, failed, line, passed
 from .timer import medians
 
 MODEL, LAYERS, TOKENS = "Qwen3-30B-A3B", 4, 8192
 HEADS, KEY_HEADS, HEAD = 32, 4, 128
-ROUNDS, WARMUP = 7, 2
+ROUNDS, WARMUP = 5, 1
 BASELINE = "the same model, experts on the device"
 
 
@@ -95,6 +96,7 @@ def offload_row(
     """The row and its printed line."""
     import torch
 
+    torch.cuda.empty_cache()
     model, x = build(built, sizes, layers, tokens, device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -126,7 +128,7 @@ def offload_row(
         offload.turn_off()
     weights = BYTES * 3 * sizes[0] * sizes[1] * sizes[2]
     least = layers * floors(Layer(MODEL, *sizes, tokens=tokens), sizes[0])["fwd+bwd"]
-    row = passed(
+    measured = passed(
         name,
         Measured(
             ms=ms,
@@ -139,5 +141,6 @@ def offload_row(
             peak_baseline_mb=plain_mb,
         ),
     )
+    row = judged(measured, {"slower": Goal(OFFLOAD, False)}, {"slower": ms / plain_ms})
     printed = line(row, gigabytes=copied * weights / 1e9)
-    return row, f"{printed}  {copied} layers copied per step, {there} on the device"
+    return row, f"{printed}  {copied} layers copied per step, {there} on the device{said(row)}"

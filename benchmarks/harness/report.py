@@ -36,6 +36,7 @@ class Row:
     error_baseline: float | None = None
     peak_mb: float | None = None
     peak_baseline_mb: float | None = None
+    goals: dict[str, dict] | None = None  # see nf4_goals
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ def write(path: Path, header: dict, rows: Sequence[Row]) -> None:
 
 
 def _rounded(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 

@@ -280,18 +280,16 @@ def rows_of_equal_size(opt, wire) -> Counter:
     mesh = init_device_mesh("cpu", (world,))
     params, single = placed(plain_params(shapes), mesh, [Shard(0)]), plain_params(shapes)
     optimizer, alone = opt.Muon(params, wire_dtype=wire), opt.Muon(single, wire_dtype=wire)
-    step, copied = module_of(opt, "optimizers.shared_step"), Counter()
-    original = step.copy_all
-    step.copy_all = lambda targets, sources: copied.update(pieces=len(targets))
-    try:
+    copied: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (module_of(opt, f"optimizers.{name}") for name in ("shared_step", "answers")):
+            patch.setattr(module, "copy_all", lambda to, of: copied.update(pieces=len(to)))
         for number in range(2):
             grads = gradients(params, number)
             give(params, grads)
             give(single, [grad.clone() for grad in grads])
             optimizer.step()
             alone.step()
-    finally:
-        step.copy_all = original
     for param, expected in zip(params, single, strict=True):
         assert bits(param.detach().full_tensor()) == bits(expected)
     return copied

@@ -12,7 +12,7 @@ from torch import nn
 
 from ._cases import bits, device
 from ._ranks import same_everywhere
-from .test_sharing import Watch
+from .test_sharing import Watch, module_of
 
 pytestmark = pytest.mark.dist
 
@@ -117,6 +117,88 @@ def test_unreduced_equals_one_rank(ranks, world, limit, reduce_op) -> None:
     row = 600 * 2 + 40 * 2 + 2  # slices differ by at most one row
     fair = (sum(matrices) + statistics + large) / world
     assert max(elements) <= fair + max(matrices) + max(map(max, MATRICES)) + row + small
+
+
+def rows_in_bands(opt, wire) -> int:
+    """Steps of matrices whose rows travel in bands; returns the number of chunks."""
+    from torch import distributed
+
+    shapes = [(20, 6), (6, 40), (20, 6), (3, 12, 4), (33, 9)]
+    limit = 3 * 2400
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    params, single = (
+        [nn.Parameter(torch.ones(shape, device=device())) for shape in shapes] for _ in range(2)
+    )
+    options = {"kind": "muon", "lr": 0.1, "beta2": 0.9, "expert_keys": ["experts"]}
+    names = [f"experts.{k}" if len(shape) == 3 else f"w.{k}" for k, shape in enumerate(shapes)]
+    group, alone = ({"params": p, "names": names, **options} for p in (params, single))
+    optimizer = opt.DistMuonAdamW([group], in_flight_bytes=limit, wire_dtype=wire)
+    one = opt.MuonAdamW([alone])
+    with Watch(opt) as watch:
+        for step in range(3):
+            for index, (param, other) in enumerate(zip(params, single, strict=True)):
+                parts = [contribution(param.shape, r, step, index) for r in range(world)]
+                param.grad = None if (step, index) == (1, 2) else parts[rank]
+                other.grad = None if param.grad is None else torch.stack(parts).sum(0) / world
+            optimizer.step()
+            one.step()
+    for param, other in zip(params, single, strict=True):
+        if wire is None:
+            assert bits(param) == bits(other)
+        else:  # the updates are rounded to 11 bits
+            assert (param - other).abs().max() <= 3 * 0.1 * 2**-10
+    assert watch.largest <= limit // 3
+    return watch.calls["all_to_all"] // 2 // 3
+
+
+@pytest.mark.parametrize("wire", [None, torch.float16], ids=str)
+def test_rows_in_bands_change_no_bit_and_bound_the_messages(ranks, wire) -> None:
+    """Whole matrices of every owner at once would be messages of any size."""
+    chunks = same_everywhere(ranks(2).run(rows_in_bands, wire))
+    assert chunks > 5  # shapes
+
+
+def own_parts(opt) -> tuple[int, int, int]:
+    """Bytes that a rank sends in a step, exchanges, and copies of what travels."""
+    from torch import distributed
+
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    params = [nn.Parameter(torch.ones(16, 8, device=device())) for _ in range(4 * world)]
+    table = nn.Parameter(torch.ones(64 * world, 16, device=device()))
+    optimizer = opt.DistMuonAdamW(
+        [
+            {"kind": "muon", "params": params, "lr": 0.1},
+            {"kind": "adamw", "params": [table], "lr": 0.1},
+        ],
+        in_flight_bytes=3 * 2 * (world - 1) * 2 * 16 * 8 * 4,  # two matrices of every owner
+    )
+    for index, param in enumerate([*params, table]):
+        param.grad = contribution(param.shape, rank, 0, index)
+    bands = module_of(opt, "optimizers.unreduced").Unreduced
+    cut: list[int] = []
+    original = bands._banded
+
+    def banded(self, *arguments):
+        found = original(self, *arguments)
+        cut.extend(int(rows != (0, 16)) for rows in found.rows)
+        return found
+
+    bands._banded = banded
+    try:
+        with Watch(opt) as watch:
+            optimizer.step()
+    finally:
+        bands._banded = original
+    return watch.sent, len(cut), sum(cut)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_an_owner_has_does_not_travel_and_whole_matrices_are_not_cut(ranks, world) -> None:
+    """Messages to oneself double the traffic of two ranks; rows take a view per matrix and band."""
+    others = world - 1
+    for sent, bands, of_rows in ranks(world).run(own_parts):
+        assert sent == 2 * others * 4 * (4 * 16 * 8 + 64 * 16)
+        assert (bands, of_rows) == (2, 0)
 
 
 def three_ranks(opt) -> list[bytes]:

@@ -160,8 +160,9 @@ def dense_products(opt) -> int:
 
 
 def chain() -> None:
-    """square_chain."""
-    print(f"{chains(loaded())} cases, all right")
+    """square_chain, and subsets in all products."""
+    opt = loaded()
+    print(f"{chains(opt) + well_conditioned(opt)} cases, all right")
 
 
 def chains(opt) -> int:
@@ -175,13 +176,37 @@ def chains(opt) -> int:
         x.diagonal(dim1=-2, dim2=-1).fill_(2.0)
         # 2 I: 4 I, then (32 - 1 + 1) I, then (64 + 4) I
         squares = [(0, 1.0, 0.0, 0.0), (0, 2.0, -0.5, 1.0), (1, 0.0625, 1.0, 0.0)]
-        result = module.square_chain(x, squares, groups=groups)
+        result = module.square_chain(x.clone(), squares, groups=groups)
         block = torch.arange(m, device=device) // module.SIDE
         expected = 68.0 * torch.eye(m, device=device)
         upper = block[:, None] <= block
         assert torch.equal(result.float()[:, upper], expected[upper].expand(batch, -1))
-        count += 1
+        some = torch.arange(0, batch, 2, dtype=torch.int32, device=device)
+        subset = torch.cat([some.new_full((1,), len(some)), some, some.new_full((batch,), -1)])
+        subset = subset[: 1 + batch].contiguous()
+        result = module.square_chain(x, squares[:1], subset=subset)
+        doubled = x[::2].float()[:, upper] ** 2
+        assert torch.equal(result[::2].float()[:, upper], doubled)
+        count += 2
     return count
+
+
+def well_conditioned(opt) -> int:
+    """gram_polynomial of matrices that are served, refused and not tried, by subsets."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return 0
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 260, 700, generator=generator)
+    x[1, 100:] *= 1e-3
+    x[2] = torch.eye(260, 700)
+    x[2, 7, 7], x[3] = 1.7, 0
+    together = opt.orthogonalize(x.cuda(), "gram_polynomial", dtype=torch.float16)
+    for i, one in enumerate(x):
+        alone = opt.orthogonalize(one.cuda(), "gram_polynomial", dtype=torch.float16)
+        assert_same_bits(alone, together[i])
+    values = torch.linalg.svdvals(together[0].double())
+    assert (values - 1).abs().max() < 0.1
+    return 1 + len(x)
 
 
 def list_ops(opt) -> int:

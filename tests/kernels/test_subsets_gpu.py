@@ -1,4 +1,4 @@
-"""Products of some matrices of a batch, and how the device chooses them."""
+"""Products of some matrices of a batch, as the device chose them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 from .._compare import assert_same_bits
 from ._chains import CHAINS
+from ._grams import listed
 
 pytestmark = pytest.mark.gpu
 
@@ -26,12 +27,6 @@ def ops(submodule):
     return submodule("_ops").ops
 
 
-def listed(numbers: list[int], device: torch.device, batch: int = BATCH) -> torch.Tensor:
-    """What the kernels take; behind the last number lies what must not be read as one."""
-    filled = [len(numbers), *numbers, *[2**30] * (batch - len(numbers))]
-    return torch.tensor(filled, dtype=torch.int32, device=device)
-
-
 def matrices(*shape: int, device: torch.device, seed: int = 0) -> torch.Tensor:
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / shape[-1] ** 0.5
     return x.to(device).half()
@@ -49,7 +44,7 @@ def test_symmetric_matmul(ops, submodule, device, m, numbers) -> None:
     A = matrices(BATCH, m, 200, device=device)
     C = matrices(BATCH, m, m, device=device, seed=1)
     C = C + C.mT
-    scale, subset = torch.linspace(0.5, 2, BATCH, device=device), listed(numbers, device)
+    scale, subset = torch.linspace(0.5, 2, BATCH, device=device), listed(numbers, device, BATCH)
     tiles = submodule("kernels.symmetric_matmul").TILES
     for tile in (-1, *(i for i, name in enumerate(tiles) if name.startswith("sm90"))):
         whole, found = (torch.full_like(C, torch.nan) for _ in range(2))
@@ -62,7 +57,7 @@ def test_symmetric_matmul(ops, submodule, device, m, numbers) -> None:
 @pytest.mark.parametrize("numbers", SUBSETS, ids=len)
 def test_matmul_add(ops, submodule, device, numbers) -> None:
     A, B = matrices(BATCH, 136, 136, device=device), matrices(BATCH, 136, 520, device=device)
-    scale, subset = torch.linspace(0.5, 2, BATCH, device=device), listed(numbers, device)
+    scale, subset = torch.linspace(0.5, 2, BATCH, device=device), listed(numbers, device, BATCH)
     for tile in range(-1, len(submodule("kernels.matmul_add").TILES)):
         whole, found = (torch.full_like(B, torch.nan) for _ in range(2))
         ops.matmul_add(A, B, B, whole, 1.0, 0.5, tile, scale, 0)
@@ -77,7 +72,7 @@ def test_square_chain(submodule, device, numbers, groups) -> None:
     chain = submodule("kernels.square_chain").square_chain
     A = matrices(BATCH, 264, 264, device=device)
     A = (A @ A.mT) / 8
-    scale, subset = torch.linspace(0.5, 1, BATCH, device=device), listed(numbers, device)
+    scale, subset = torch.linspace(0.5, 1, BATCH, device=device), listed(numbers, device, BATCH)
     whole = chain(A.clone(), CHAINS["second"], scale, keep=True)
     others = [i for i in range(BATCH) if i not in numbers]
     A[others] = torch.nan
@@ -101,88 +96,3 @@ def test_what_the_ops_refuse(ops, device) -> None:
     single = A.float()
     with pytest.raises(RuntimeError, match="needs the sm90 tiles"):
         ops.symmetric_matmul(single, single, None, out.float(), *options, subset)
-
-
-def grams(device: torch.device, m: int) -> torch.Tensor:
-    """Gram matrices: Gaussian 1:8 to 1:1, rank 1, zero, NaN, the identity."""
-    generator = torch.Generator().manual_seed(0)
-    x = [torch.randn(m, k * m, generator=generator) for k in (8, 4, 3, 2, 1)]
-    x += [torch.ones(m, m), torch.zeros(m, m), torch.full((m, m), torch.nan), torch.eye(m)]
-    return torch.stack([(y @ y.mT) / y.shape[-1] for y in x]).to(device).half()
-
-
-@pytest.mark.parametrize("m", [136, 264, 520])
-def test_find_well_conditioned(submodule, device, m) -> None:
-    module = submodule("kernels.subsets")
-    R = grams(device, m)
-    below = torch.arange(m, device=device) // 128
-    tried = module.find_well_conditioned(
-        R.masked_fill(below[:, None] > below, torch.inf), 1.02, 0.65
-    )
-    factors, roots = submodule("kernels.norm_factors").norm_factors(R, 1.02, symmetric=True)
-    torch.testing.assert_close(tried.factors, factors, rtol=3e-7, atol=0, equal_nan=True)
-    torch.testing.assert_close(tried.roots, roots, rtol=3e-7, atol=0, equal_nan=True)
-    wide = R.double()
-    mean = wide.diagonal(dim1=-2, dim2=-1).mean(-1)
-    spread = (wide.square().sum((-2, -1)) / (m * mean * mean) - 1).clamp_min(0).sqrt()
-    expected = spread <= 0.65
-    assert expected.tolist() == [True, True, True, False, False, False, False, False, True]
-    assert tried.found.bool().tolist() == expected.tolist()
-    assert tried.subset[: 1 + 4].tolist() == [4, 0, 1, 2, 8]
-    u = torch.where(expected, 1 / (mean * (1 + spread).square()), 0)
-    torch.testing.assert_close(tried.narrow_factors.double(), u, rtol=3e-7, atol=0)
-    torch.testing.assert_close(tried.narrow_roots.double(), u.sqrt(), rtol=3e-7, atol=0)
-    for i in range(len(R)):
-        alone = module.find_well_conditioned(R[i : i + 1], 1.02, 0.65)
-        for one, many in zip(alone[:5], tried[:5], strict=True):
-            assert_same_bits(one, many[i : i + 1])
-
-
-@pytest.mark.parametrize("batch", [9, 300, 700])
-def test_find_converged(submodule, device, batch) -> None:
-    """The bound is of the mean square per row; what was not tried is not looked at."""
-    module, m = submodule("kernels.subsets"), 136
-    generator = torch.Generator().manual_seed(batch)
-    size = 10 ** torch.empty(batch).uniform_(-3, 0, generator=generator)
-    E = torch.randn(batch, m, m, generator=generator).triu()
-    E = (E + E.triu(1).mT) / m**0.5 * size[:, None, None]
-    tried = torch.rand(batch, generator=generator) < 0.7
-    E[~tried], E[tried.nonzero()[0]] = 0, torch.nan
-    E, tried = E.to(device).half(), tried.to(device)
-    state = module.WellConditioned(
-        *torch.empty(4, batch, device=device).unbind(),
-        tried.int(),
-        listed(tried.nonzero().flatten().tolist(), device, batch),
-    )
-    rest = module.find_converged(E, 0.004, state)
-    expected = tried & (E.double().square().sum((-2, -1)) <= 0.004 * m)
-    assert 0 < expected.sum() < tried.sum()
-    assert state.found.bool().tolist() == expected.tolist()
-    for subset, wanted in ((state.subset, expected), (rest, ~expected)):
-        numbers = wanted.nonzero().flatten().tolist()
-        assert subset[: 1 + len(numbers)].tolist() == [len(numbers), *numbers]
-
-
-def test_opcheck_and_wrong_arguments(ops, device) -> None:
-    R = grams(device, 136)
-    G = len(R)
-
-    def lists():
-        return (torch.zeros(n, dtype=torch.int32, device=device) for n in (G, 1 + G, 1 + G))
-
-    found, subset, rest = lists()
-    factors = torch.empty(4, G, device=device)
-    arguments = (R.nan_to_num(), 1.02, 0.65, factors, found, subset)
-    utils = ("test_schema", "test_faketensor")
-    torch.library.opcheck(ops.find_well_conditioned.default, arguments, test_utils=utils)
-    converged = (R.nan_to_num(), 0.004, found, subset, rest)
-    torch.library.opcheck(ops.find_converged.default, converged, test_utils=utils)
-    for wrong, reason in (
-        ((R.float(), 1.02, 0.65, factors, found, subset), "float16"),
-        ((R[:, :128, :128], 1.02, 0.65, factors, found, subset), "m > 128"),
-        ((R, 1.02, 0.65, factors[:3], found, subset), r"\(4, G\)"),
-        ((R, 1.02, 0.65, factors, found[1:], subset), "found must be"),
-        ((R, 0.0, 0.65, factors, found, subset), "prefactor"),
-    ):
-        with pytest.raises(RuntimeError, match=reason):
-            ops.find_well_conditioned(*wrong)

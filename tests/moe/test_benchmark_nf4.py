@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import json
+import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +20,7 @@ from ..static.project import ROOT
 @pytest.fixture(scope="module")
 def harness():
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("nf4", "nf4_offload", "moe_problems", "compile_ahead")
+    names = ("nf4", "nf4_goals", "nf4_offload", "nf4_traffic", "moe_problems", "report")
     yield SimpleNamespace(**{name: importlib.import_module(f"harness.{name}") for name in names})
     sys.path.remove(str(ROOT / "benchmarks"))
 
@@ -91,7 +96,8 @@ def test_what_auto_takes_is_timed_once(harness, opt, monkeypatch):
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=1)
     )
     others = ("fused", "chunked", "resident")
-    rows = [row for row, _ in nf4.layer_rows(layer, SimpleNamespace(package=opt), ("fwd",), others)]
+    built = SimpleNamespace(package=opt)
+    rows = [row for row, _ in nf4.layer_rows(layer, built, ("fwd",), others, {})]
     chosen = opt.moe.choose_strategy(layer.rows, layer.experts).name
     assert used == [chosen, *(name for name in others if name != chosen)]
     assert [row.variant for row in rows] == ["auto", *used[1:]]
@@ -107,7 +113,132 @@ def test_every_layer_is_compiled_ahead(harness, opt):
     assert [p[0] for p in problems] == [p[0] for p in nf4.problems("0123abcd" + "f" * 32)]
     assert {f"{p[0].name}/fwd+bwd" for p in problems[12:]} == nf4.random_cases("0123abcd")
     jobs = nf4.compile_jobs(SimpleNamespace(commit="0123abcd", package=opt))
-    assert len(jobs) == 3 * 4 * 4 + 20
+    with_bfloat16 = 2 + 4 + 4  # at most 128 rows per expert: of 2048, 128 and 16 tokens
+    assert len(jobs) == 3 * 4 * 4 + 20 + with_bfloat16
+
+
+@pytest.mark.parametrize("model", ("Qwen3.5-35B-A3B", "Mixtral-8x7B"))
+def test_goals_of_the_listed_layers(harness, model):
+    """Every acceptance has a bound in a row; bfloat16 is one up to 128 rows per expert."""
+    goals = harness.nf4_goals
+    layer = harness.moe_problems.of_model(model, 2048, 16)
+    few = dataclasses.replace(layer, tokens=16)
+    step, short = goals.layer_goals(layer, "fwd+bwd"), goals.layer_goals(few, "fwd")
+    listed, factor = goals.STEP[model]
+    assert (step["speedup"].bound, step["ms"].bound) == (factor, listed / factor)
+    assert step["of_baseline_peak"] == goals.Goal(0.25, False)
+    assert short == {"speedup": goals.Goal(5.0, True), "of_bf16": goals.Goal(1.05, False)}
+    fine = model.startswith("Qwen")
+    assert ("of_bf16" in step, "of_least_traffic" in step) == (fine, fine)
+    assert goals.layer_goals(layer, "fwd") == {} == goals.layer_goals(few, "fwd+bwd")
+    random = harness.moe_problems.random_layers(1)[0]
+    assert goals.layer_goals(random, "fwd+bwd") == {}
+
+
+def test_goals_are_judged_and_what_is_not_measured_is_said(harness, tmp_path):
+    goals, report = harness.nf4_goals, harness.report
+    layer = harness.moe_problems.of_model("Qwen3-30B-A3B", 2048, 16)
+    measured = report.Measured(1.0, 0.3, "b", 4.0, 1e-3, 1e-3, 100.0, 1000.0)
+    wanted = goals.layer_goals(layer, "fwd+bwd")
+    values = {"of_bf16": 1.0512345, "of_least_traffic": "no ncu on this machine"}
+    row = goals.judged(report.passed("q", measured), wanted, values)
+    met = {name: one["met"] for name, one in row.goals.items()}
+    assert met == {
+        "speedup": True,
+        "ms": True,
+        "of_baseline_peak": True,
+        "of_least_traffic": None,
+        "of_bf16": False,
+    }
+    text = goals.said(row)
+    assert "of_bf16 1.05 of 1.05 MISSED" in text
+    assert "of_least_traffic no ncu on this machine of 1.3 not measured" in text
+    assert goals.judged(report.failed("q"), wanted, values).goals is None
+    report.write(tmp_path / "h200" / "nf4.json", {}, [row])
+    written = json.loads((tmp_path / "h200" / "nf4.json").read_text())["rows"][0]["goals"]
+    assert written["of_bf16"] == {"value": 1.0512, "goal": 1.05, "met": False}
+
+
+def test_a_row_that_fails_costs_no_other(harness):
+    nf4, report = harness.nf4, harness.report
+
+    def broken():
+        yield report.failed("a"), "a"
+        raise MemoryError("no memory\nleft")
+
+    rows = list(nf4.guarded(broken, ["a", "b", "c"]))
+    assert [row.case for row, _ in rows] == ["a", "b", "c"]
+    assert not any(row.ok for row, _ in rows)
+    assert "MemoryError: no memory left" in rows[1][1]
+    (_, (row, _)) = nf4.guarded(broken, ["a"])
+    assert (row.case, row.variant) == ("a", "others")
+
+
+def test_traffic_is_read_from_what_ncu_prints(harness):
+    traffic = harness.nf4_traffic
+    head = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+    kernels = [(100, 20), (50, 10), (7, 1), (3, 0)]
+    lines = [
+        f'"{number}","_nf4_product","dram__bytes_{way}.sum","byte","{value:,}000"'
+        for number, both in enumerate(kernels)
+        for way, value in zip(("read", "write"), both, strict=True)
+    ]
+    text = "\n".join(["==PROF== Connected", "least q 5.0", head, *lines])
+    assert traffic.parsed(text, 2) == [180e3, 11e3]
+    with pytest.raises(ValueError, match="counted 4 kernels, not 3 per layer"):
+        traffic.parsed(text, 3)
+    with pytest.raises(ValueError, match="no table"):
+        traffic.parsed("==ERROR== ERR_NVGPUCTRPERM", 2)
+
+
+def test_without_ncu_the_row_says_so(harness, monkeypatch):
+    traffic = harness.nf4_traffic
+    monkeypatch.setattr(traffic.shutil, "which", lambda name: None)
+    assert set(traffic.measured().values()) == {"no ncu on this machine"}
+    monkeypatch.setattr(traffic.shutil, "which", lambda name: "/bin/false")
+    assert all(v.startswith("ncu failed: CalledProcess") for v in traffic.measured().values())
+
+
+def test_a_counter_that_hangs_is_killed_with_its_children(harness, monkeypatch, tmp_path):
+    """The grandchild would hold the pipe until it ends by itself."""
+    traffic, pid = harness.nf4_traffic, tmp_path / "pid"
+    monkeypatch.setattr(traffic, "LIMIT", 1)
+    begin = time.monotonic()
+    with pytest.raises(subprocess.TimeoutExpired):
+        traffic.output_of(["/bin/sh", "-c", f"sleep 60 & echo $! > {pid}; wait"])
+    assert time.monotonic() - begin < 20
+    state = Path(f"/proc/{pid.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_every_case_has_a_row_though_all_fail(harness, monkeypatch, capsys):
+    """The result file is written from them; printed lines say how far the run is."""
+    nf4, commit = harness.nf4, "0123abcd" * 5
+
+    def broken(*_, **__):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(nf4.compile_ahead, "run", lambda entry: 14)
+    monkeypatch.setattr(nf4.nf4_traffic, "measured", dict)
+    for where, name in ((nf4, "layer_rows"), (nf4, "dequant_row"), (harness.nf4_offload, "build")):
+        monkeypatch.setattr(where, name, broken)
+    monkeypatch.setattr(torch.cuda, "empty_cache", broken)
+    found = list(nf4.rows(SimpleNamespace(commit=commit, package=None)))
+    assert not any(row.ok for row, _ in found)
+    expected = [f"{p[0].name}/{d}" for p in nf4.problems(commit) for d in p[1]]
+    assert [row.case for row, _ in found][5:-1] == expected
+    assert found[-1][0].case == "offload/Qwen3-30B-A3B"
+    assert all("illegal memory" in line and line.endswith(" s]") for _, line in found)
+    assert "compiled by 14 processes" in capsys.readouterr().out
+
+
+def test_least_traffic_by_hand(harness):
+    layer = harness.moe_problems.of_model("Qwen3-30B-A3B", 2048, 16)
+    weights = 128 * 3 * 2048 * 768 * 0.5625
+    rows = 2048 * 2048 + 16384 * (1536 + 768 + 2048)
+    low = 2 * 16384 * 16 + 128 * 16 * (1536 + 2048)
+    found = harness.nf4_traffic.least_bytes(layer, 128, 0.5625)
+    assert found == pytest.approx(weights + 2 * (rows + low))
 
 
 def test_offload_gets_a_row_when_the_bits_agree(harness, opt, monkeypatch):

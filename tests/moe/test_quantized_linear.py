@@ -55,7 +55,8 @@ def results(y, leaves, grad) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def small_chunks(submodule, monkeypatch):
     """Slices of two experts of the largest problem."""
-    monkeypatch.setattr(submodule("moe.quantized_linear"), "CHUNK_BYTES", 2 * 24 * 40 * 4)
+    both = (2 * 24 * 40 * 4,) * 2
+    monkeypatch.setattr(submodule("moe.quantized_linear"), "SLICE_BYTES", both)
 
 
 @pytest.mark.parametrize("options", ({}, {"nested": True}, {"quant_type": "fp4"}), ids=str)
@@ -213,7 +214,7 @@ def test_only_packed_bytes_are_kept_for_backward(opt, device):
 
 
 def test_no_slice_decodes_more_than_its_bound(opt, submodule, device, small_chunks, monkeypatch):
-    """chunked: CHUNK_BYTES; selective: min(E, T k) experts, however the tokens are routed."""
+    """chunked: SLICE_BYTES; selective: min(E, T k) experts, however the tokens are routed."""
     module = submodule("moe.expert_weights")
     seen = []
     real = module.nf4_dequant
@@ -222,8 +223,15 @@ def test_no_slice_decodes_more_than_its_bound(opt, submodule, device, small_chun
         seen.append(arguments[2].shape[0])
         return real(*arguments)
 
-    for where in (module, submodule("kernels._nf4_slices_triton")):
-        monkeypatch.setattr(where, "nf4_dequant", spy)
+    monkeypatch.setattr(module, "nf4_dequant", spy)
+    slices = submodule("kernels._nf4_slices_triton")
+    decoder = slices.decoder
+
+    def spying(*arguments):
+        decode = decoder(*arguments)
+        return lambda ids: [seen.append(ids.shape[0]), decode(ids)][1]
+
+    monkeypatch.setattr(slices, "decoder", spying)
     problem = Problem(2, experts=9, top_k=2)
     leaves, ids = problem.inputs(device), problem.ids(device)
     for strategy, expected in (
@@ -272,10 +280,37 @@ def test_auto_knows_where_the_fused_product_is_fast(opt, submodule, device, dtyp
     assert seen == [device.type == "cuda" and dtype == torch.bfloat16]
 
 
+@pytest.mark.parametrize("strategy", ("fused", "chunked"))
+@pytest.mark.parametrize("backend", ("auto", "triton"))
+def test_times_choose_the_fused_product_unless_a_path_is_named(
+    opt, submodule, device, backend, strategy, monkeypatch
+):
+    """Triton's path by itself gives way to what is faster; asked for by name it stays."""
+    linear, module = submodule("moe.grouped_linear"), submodule("moe.quantized_linear")
+    monkeypatch.setattr(linear, "pick_name", lambda *_: "triton")
+    problem = Problem(8, rank=3, k=64, n=64)
+    leaves, seen = problem.inputs(device), []
+    packed, _ = quantize(opt, problem, leaves, strategy=strategy)
+    for name in ("grouped_lora_nf4_forward", "grouped_lora_nf4_dx"):
+        real = getattr(module, name)
+
+        def spy(*arguments, real=real):
+            seen.append(arguments[-1])
+            return real(*arguments)
+
+        monkeypatch.setattr(module, name, spy)
+    y = run(opt, problem, leaves, problem.ids(device), packed.transpose(1, 2), backend)
+    y.sum().backward()
+    chosen = "measured" if backend == "auto" and strategy == "fused" else "triton"
+    assert seen == [chosen] * 2
+
+
 def test_chunks_are_equal_and_bounded(submodule):
     chunk = submodule("moe.quantized_linear").chunk_experts
-    assert chunk(128, 1536 * 2048, 2) == 19  # of at most 21: seven slices
-    assert chunk(256, 1024 * 2048, 2) == 32
+    assert chunk(128, 1536 * 2048, 2) == 16  # eight slices of 96 MiB
+    assert chunk(256, 1024 * 2048, 2) == 32  # eight of 128 MiB, the most
+    assert chunk(64, 1024 * 2048, 2) == 16  # four of 64 MiB, the least
+    assert chunk(512, 2048 * 4096, 2) == 8
     assert chunk(8, 28672 * 4096, 2) == 1  # one expert exceeds the bound alone
 
 

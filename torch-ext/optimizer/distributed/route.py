@@ -7,6 +7,8 @@ kernels that write and read it in place.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -88,6 +90,11 @@ class Message:
     def size(self) -> int:
         return sum(self.counts)
 
+    def ranks(self) -> list[int]:
+        """The other end of every part."""
+        ends = list(itertools.accumulate(self.counts))
+        return [bisect.bisect_right(ends, part.start) for part in self.parts]
+
     def empty(self, device: torch.device) -> Tensor:
         """Memory for the message."""
         return torch.empty(self.size, dtype=torch.uint8, device=device)
@@ -166,7 +173,8 @@ def make_route(
         ranks: how many there are.
         itemsize: bytes of an element on the wire.
         extras: what goes with the answer of each job.
-        from_all: every replica sends its part, as contributions that the owner adds up.
+        from_all: every replica sends its part, as contributions that the owner adds up. What the
+            owner itself has, and hears, stays out of the messages.
         answer_itemsize: bytes of an element of an answer, if they differ.
     """
     back = answer_itemsize or itemsize
@@ -175,7 +183,7 @@ def make_route(
     held = [[job.held(r) for r in range(ranks)] for job in jobs]
 
     def feeds(job: int, source: int, owner: int) -> bool:
-        return from_all or jobs[job].feeds(source, owner)
+        return source != owner if from_all else jobs[job].feeds(source, owner)
 
     def parts_to_owner(source: int, owner: int) -> Iterator[tuple[int, Box | None, int]]:
         for j in numbers:
@@ -184,6 +192,8 @@ def make_route(
                     yield j, box, box.numel * itemsize
 
     def parts_of_answer(owner: int, target: int) -> Iterator[tuple[int, Box | None, int]]:
+        if from_all and owner == target:
+            return
         for j in numbers:
             if owners[j] == owner:
                 for box in held[j][target]:

@@ -42,6 +42,10 @@ class Transport(Protocol):
         """The sum of every rank's values, element by element, in place; equal on all ranks."""
         ...
 
+    def collect(self, values: Tensor) -> Future:
+        """Every rank's values (ranks, ...), in the order of the ranks."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class Ready:
@@ -81,6 +85,9 @@ class Identity:
     def sum(self, values: Tensor) -> Future:
         return Ready(values)
 
+    def collect(self, values: Tensor) -> Future:
+        return Ready(values.unsqueeze(0))
+
 
 class AllToAll:
     """One `all_to_all_single` each way, over NCCL or gloo, with nothing padded but to 16 bytes."""
@@ -103,6 +110,15 @@ class AllToAll:
         from torch.distributed import ReduceOp
 
         return self._reduce(values, ReduceOp.SUM)
+
+    def collect(self, values: Tensor) -> Future:
+        from torch import distributed
+
+        found = values.new_empty((distributed.get_world_size(self.group), *values.shape))
+        # The older of two names: torch 2.11 has no other.
+        gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
+        work = gather(found.view(-1), values.view(-1), group=self.group, async_op=True)
+        return Travelling(work, found, values)
 
     def _reduce(self, values: Tensor, op: Any) -> Future:
         from torch import distributed

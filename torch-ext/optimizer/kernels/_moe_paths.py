@@ -25,8 +25,10 @@ _logger = logging.getLogger(__name__)
 BACKENDS = ("auto", "compiled", "triton", "grouped_mm", "reference")
 # Whether benchmarks/results shows the compiled product ahead, so that "auto" may take it.
 MEASURED_COMPILED = False
-# Paths of the ops whose only kernels are Triton's; "compiled" differs in the grouped product alone.
-TRITON_PATHS = ("triton", "compiled")
+# Of "auto" over 4-bit weights: what the times say is faster for a product, CUDA's or Triton's.
+MEASURED = "measured"
+# Paths of the ops whose only kernels are Triton's; the others differ in the grouped product alone.
+TRITON_PATHS = ("triton", "compiled", MEASURED)
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

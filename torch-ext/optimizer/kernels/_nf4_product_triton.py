@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import torch
 import triton
@@ -21,6 +22,7 @@ from ._grouped_launch_triton import packed as packed_factor
 from ._grouped_launch_triton import widens
 from ._grouped_triton import _source, _tile_of
 from ._nf4_triton import _load_table, _sum
+from .expert_sort import tile_rows_for
 
 
 @triton.jit
@@ -170,6 +172,11 @@ def nf4_codebook(device: torch.device) -> Tensor:
     return torch.tensor(NF4_TABLE, dtype=torch.float32, device=device)
 
 
+def shuffles(x: Tensor) -> bool:
+    """Whether the codebook is read by shuffles: PTX, which the interpreter does not know."""
+    return x.is_cuda and torch.version.hip is None
+
+
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """Block sizes of a product, and how Triton compiles it."""
@@ -182,17 +189,44 @@ class Tile:
     registers: int | None = None  # per thread at most
 
 
-def choose_tile(rows: int, last: bool, blocksize: int, element_bytes: int) -> Tile:
-    """The tile of a product.
+# Up to so many mean rows per expert: the tile of a long sum, and of one of less than _SHORT. Each
+# takes the least time of 18 tiles over the products of four layers at means of 0.5 to 2048 rows, or
+# at most 5 % more, on an H200 (docs/log.md), but for Mixtral's gate_up across rows at a mean of 128
+# (14 % more; there Qwen3's decided); a limit lies between two measured means.
+ALONG = (
+    (11, Tile(16, 64, 128, 4, 4), Tile(16, 128, 64, 4, 4)),
+    (24, Tile(32, 64, 128, 4, 3), Tile(32, 128, 64, 4, 4)),
+    (48, Tile(64, 128, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
+    (96, Tile(64, 128, 64, 4, 3, 168), Tile(128, 128, 64, 8, 3, 128)),
+    (192, Tile(128, 64, 128, 4, 2), Tile(128, 128, 64, 8, 3, 128)),
+    (math.inf, Tile(256, 128, 64, 8, 3), Tile(256, 128, 64, 8, 3)),
+)
+_SHORT = 1024
+# The second tile goes with dots, which take registers at the end: 168 of them would spill.
+ACROSS = (
+    (11, Tile(16, 128, 64, 4, 4), Tile(16, 128, 64, 4, 4)),
+    (24, Tile(32, 128, 64, 4, 4), Tile(32, 128, 64, 4, 4)),
+    (96, Tile(64, 128, 64, 4, 3, 168), Tile(64, 128, 64, 4, 3)),
+    (math.inf, Tile(128, 128, 64, 4, 3), Tile(128, 128, 64, 4, 3)),
+)
+
+
+def choose_tile(mean: float, last: bool, depth: int, dots: bool, element_bytes: int) -> Tile:
+    """The tile of a product: a pure function, so that every rank runs the same code.
 
     Args:
-        rows: of the tiles of the order.
+        mean: rows per expert.
         last: the sum runs along the stored rows.
-        blocksize: elements per absmax.
-        element_bytes: of x.
+        depth: what is summed over.
+        dots: the product of every row with another one is wanted, too.
+        element_bytes: of x; wide ones fill shared memory, and are not timed.
     """
-    narrow = element_bytes == 2
-    return Tile(rows, 128 if narrow else 64, 64 if narrow else 32, 8 if rows >= 128 else 4, 3)
+    if element_bytes != 2:
+        rows = tile_rows_for(math.ceil(mean), 1)
+        return Tile(rows, 64, 32, 8 if rows >= 128 else 4, 3)
+    second = depth < _SHORT if last else dots
+    rule = next(rule for rule in (ALONG if last else ACROSS) if mean <= rule[0])
+    return rule[1 + second]
 
 
 def nf4_product(  # noqa: PLR0913
@@ -217,11 +251,12 @@ def nf4_product(  # noqa: PLR0913
 ) -> Tensor | None:
     """out = (x W_e + low factor_e + bias_e) gates; returns <row before its gate, other>.
 
-    `tile` is for tuning: at most `tile_rows` rows; None for `choose_tile`.
+    `tile` is for tuning: its rows divide `tile_rows` or are a multiple; None for `choose_tile`.
     """
     packed, absmax, codebook, nested, (experts, n, k), blocksize = stack
     depth, columns = (k, n) if last else (n, k)
-    tile = tile or choose_tile(tile_rows, last, blocksize, x.element_size())
+    mean = slots.shape[0] / experts
+    tile = tile or choose_tile(mean, last, depth, other is not None, x.element_size())
     share = triton.cdiv(tile_rows, tile.rows)
     if factor is not None:
         factor = packed_factor(factor, x.dtype)
@@ -278,7 +313,7 @@ def nf4_product(  # noqa: PLR0913
         DOTS=other is not None,
         STORES=out is not None,
         WIDEN=widens(x),
-        SHUFFLE=x.is_cuda and torch.version.hip is None,
+        SHUFFLE=shuffles(x),
         BLOCK_M=tile.rows,
         BLOCK_C=tile.columns,
         BLOCK_D=tile.depth,

@@ -81,7 +81,7 @@ def _dx(  # noqa: PLR0913
                 "other_fan": x_fan,
             }
             target = dx if wants_dx else None
-            dots = product_of_stack((*operands, target), slice_experts, "dx", options)
+            dots = product_of_stack((*operands, target), slice_experts, "dx", options, path)
             dgates = dgates if dots is None else dots
         if x is not None and bias is not None:
             through_bias = torch.empty((rows, 1), dtype=torch.float32, device=dy.device)

@@ -5,6 +5,8 @@ way to the tensor cores. It requires blocks that do not leave their row, K % blo
 many experts at a time are decoded to memory and multiplied.
 
 path      | source                  | taken
+compiled  | nf4_product.py          | slice_experts = 0, capability 9.0: by name what it can
+          |                         | take, on path "measured" what it is faster at
 triton    | _nf4_product_triton.py  | slice_experts = 0
 triton    | _nf4_slices_triton.py   | slice_experts > 0
 reference | reference/nf4_moe.py    | CPU and the rest: decodes the whole stack
@@ -21,7 +23,8 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import nf4_moe as reference
-from ._moe_paths import TRITON_PATHS, on_device_of
+from ._moe_paths import MEASURED, TRITON_PATHS, on_device_of
+from .nf4_product import compiled_is_faster, prefer_compiled
 
 
 def nested_of(
@@ -87,18 +90,23 @@ def _forward(  # noqa: PLR0913
         factor = None if lora_b is None else lora_b.transpose(1, 2)
         operands = (x, stack, transposed, xa, factor, slots, offsets, tiles, y)
         options = {"tile_rows": tile_rows, "fan": fan, "scatter": not grouped_out, "bias": bias}
-        product_of_stack(operands, slice_experts, "forward", options)
+        product_of_stack(operands, slice_experts, "forward", options, path)
     return y, xa
 
 
 def product_of_stack(
-    operands: tuple, slice_experts: int, direction: str, options: dict[str, Any]
+    operands: tuple, slice_experts: int, direction: str, options: dict[str, Any], path: str
 ) -> Tensor | None:
-    """One launch that decodes in registers, or slices of experts; see `nf4_product`."""
+    """One launch that decodes in registers, or slices of experts; see `nf4_product`.
+
+    Path "compiled" takes CUDA's product where it can, "measured" where it is faster as well.
+    """
     if slice_experts:
         from ._nf4_slices_triton import sliced_product
 
         return sliced_product(*operands, count=slice_experts, direction=direction, **options)
+    if path == "compiled" or (path == MEASURED and compiled_is_faster(operands, options)):
+        return prefer_compiled(*operands, **options)
     from ._nf4_product_triton import nf4_product
 
     return nf4_product(*operands, **options)

@@ -45,7 +45,7 @@ def square_chain(
     groups: int = FORMULA,
     *,
     keep: bool = False,
-    subset: Tensor | None = None,  # see subsets.py
+    subset: Tensor | None = None,  # see find_well_conditioned.py
 ) -> Tensor:
     """The last M in upper storage, maybe in X's memory unless `keep`; unchecked, for `serves`.
 

@@ -98,6 +98,7 @@ def grouped_lora_linear(
             x_fan=0 if grouped_in else order.top_k,
             grouped_out=grouped_out,
             path=path,
+            by_name=backend != "auto",
         )
     return _op(
         x,

@@ -1,9 +1,9 @@
 """Grouped products over 4-bit experts: how much is decoded at a time, and what is kept.
 
 strategy  | decodes                                        | "auto" takes it
-fused     | in registers, inside the product (Triton)      | up to FUSED_UP_TO_ROWS rows per expert
+fused     | in registers, inside the product               | up to FUSED_UP_TO_ROWS rows per expert
 selective | the active experts, at most min(E, T k)        | where that is at most half of E
-chunked   | slices of at most CHUNK_BYTES, one after other  | everything else
+chunked   | slices of experts, two of them at a time        | everything else
 resident  | the whole stack                                | never; by name
 
 Backward decodes again: packed bytes are all that is kept of the weights, whatever the strategy.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels._moe_paths import TRITON_PATHS, Path
+from ..kernels._moe_paths import MEASURED, TRITON_PATHS, Path
 from ..kernels.combine import combine_rows
 from ..kernels.grouped_lora_dab import grouped_lora_dab
 from ..kernels.grouped_lora_dw import grouped_lora_dw
@@ -30,13 +30,20 @@ from ..kernels.nf4_dequant import DTYPES
 from .expert_weights import STRATEGIES, QuantizedWeight, active_experts
 from .sort import ExpertOrder
 
-# Decoded weights that exist at a time: above the L2 of any GPU, so that the product is what limits
-# a slice, and a sixth of what the experts of one Qwen3-30B-A3B layer take in bfloat16.
-CHUNK_BYTES = 128 << 20
-# Mean rows per expert up to which decoding inside the product should take less time than decoding
-# to memory first. Not timed as it is now: an earlier fused kernel won at 64 rows on an H200 and was
-# about even at 128 with its products and decoding timed apart (docs/log.md).
-FUSED_UP_TO_ROWS = 128
+# Decoded weights of a slice, of which two exist at a time: an eighth of the stack between these
+# bounds. Eight slices cost the host little, and two of them stay below what a layer's activations
+# take at 2048 tokens; the bounds keep small stacks in few slices and large ones in bounded memory.
+SLICES = 8
+SLICE_BYTES = (64 << 20, 128 << 20)
+# Mean rows per expert up to which decoding inside the product takes less time than decoding to
+# memory first. Forward and backward of a layer at 2048 tokens on an H200, ms (docs/log.md):
+#   rows              64     128    256    512
+#   fused, Triton     1.80   2.09   2.00   10.55
+#   chunked, 1 stream 3.01   2.73   2.10    9.10
+#   chunked           2.92   2.46   not timed
+# Two streams gained 3 and 9 %, so that 256 rows may be a tie; there the fused product takes less
+# memory. With 0.5 to 32 rows its forward takes a quarter to a half of the time.
+FUSED_UP_TO_ROWS = 256
 
 
 def choose_strategy(
@@ -82,8 +89,10 @@ def choose_strategy(
 
 
 def chunk_experts(num_experts: int, numel: int, element_bytes: int) -> int:
-    """Experts per slice: slices of equal size, none above CHUNK_BYTES (one expert at least)."""
-    most = max(1, CHUNK_BYTES // (numel * element_bytes))
+    """Experts per slice: slices of equal size, within SLICE_BYTES (one expert at least)."""
+    each, (least, limit) = numel * element_bytes, SLICE_BYTES
+    wanted = min(max(num_experts * each // SLICES, least), limit)
+    most = max(1, wanted // each)
     return -(-num_experts // -(-num_experts // most))
 
 
@@ -375,6 +384,7 @@ def quantized_lora_linear(
     x_fan: int,
     grouped_out: bool,
     path: str,
+    by_name: bool = True,
     strategy: str | None = None,
 ) -> Tensor:
     """`grouped_lora_linear` over 4-bit experts (E, K, N), whose checks have been made.
@@ -390,7 +400,8 @@ def quantized_lora_linear(
         gates: (T, k) or None.
         x_fan: 0 or k.
         grouped_out: leave the result in expert order.
-        path: of the products: "triton", "grouped_mm" or "reference".
+        path: of the products: "compiled", "triton", "grouped_mm" or "reference".
+        by_name: whether the path was asked for; else Triton's gives way to what is faster.
         strategy: None for the weight's own; see the table above.
 
     Returns:
@@ -409,6 +420,8 @@ def quantized_lora_linear(
     if order.slots.shape[0] == 0:
         # Of an empty batch no expert is active; one slice of all of them would be decoded for none.
         chosen = Path("selective", "an empty batch")
+    if path == "triton" and not by_name and chosen.name == "fused":
+        path = MEASURED
     return _QuantizedLora.apply(
         x,
         lora_a,

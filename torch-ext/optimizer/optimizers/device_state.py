@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .chunks import Chunk, Member
 from .layout import MAX_DIMS
-from .parameters import local
-from .shared import Held
+from .parameters import local, locals_of
+from .shared import Held, SharedChunk
 
 State = MutableMapping[Tensor, dict[str, Tensor]]
 
@@ -75,9 +75,10 @@ class OnDevice:
         """`piece` of every member."""
         return chunk.views([member.state[key] for member in chunk.members])
 
-    def box(self, param: Tensor, held: Held, key: str) -> Tensor:
-        """What this rank has of a matrix, in a state tensor that is placed like its parameter."""
-        return held.view(local(self._state[param][key]))
+    def boxes(self, chunk: SharedChunk, here: Sequence[Held], key: str) -> list[Tensor]:
+        """What this rank has of matrices, in state tensors that are placed like the parameters."""
+        params = chunk.params_of(here)
+        return chunk.views(here, locals_of([self._state[param][key] for param in params]))
 
     def adamw(self, batch: Together, *, usual: bool) -> AdamWWork:
         """The parameters of a batch that have a gradient: `usual`, if all have one of their form"""

@@ -19,6 +19,8 @@ from .parameters import check_gradient, is_dtensor, is_plain
 
 _form = operator.attrgetter("shape", "dtype", "device")
 _layout = operator.attrgetter("layout")
+# Of a DTensor, as its properties of these names give them, without a call of Python for each.
+_placing = operator.attrgetter("_spec.placements", "_spec.mesh")
 
 
 def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
@@ -83,8 +85,7 @@ class Forms:
             places = self.placements
             if not complete:
                 places = [p for p, grad in zip(places, grads, strict=True) if grad is not None]
-            pairs = zip(given, places, strict=True)
-            if all(grad.placements == p and grad.device_mesh is m for grad, (p, m) in pairs):
+            if _placements(given) == places:
                 return False
         if self.usual and dense and kinds <= {Tensor}:
             if found == forms:
@@ -119,6 +120,10 @@ def _widens(grad: tuple[Any, ...], param: tuple[Any, ...]) -> bool:
 
 def _placements(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     """What a plan depends on besides the form, of tensors that are not plain."""
+    try:
+        return [*map(_placing, params)]  # all are DTensors
+    except AttributeError:
+        pass
     return [
         (param.placements, param.device_mesh) if is_dtensor(param) else ()
         for param in params

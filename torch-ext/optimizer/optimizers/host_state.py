@@ -334,8 +334,9 @@ class InHostMemory:
     def pieces(self, chunk: Chunk, key: str) -> list[Tensor]:
         return [self.piece(member, key) for member in chunk.members]
 
-    def box(self, param: Tensor, held: Held, key: str) -> Tensor:
-        return self._here[param, key, held]
+    def boxes(self, chunk: SharedChunk, here: Sequence[Held], key: str) -> list[Tensor]:
+        pairs = zip(chunk.params_of(here), here, strict=True)
+        return [self._here[param, key, held] for param, held in pairs]
 
     def adamw(self, batch: Sequence[Rows], *, usual: bool) -> AdamWWork:
         parts = [part for part in batch if part.param.grad is not None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,12 +12,23 @@ from torch import Tensor
 from .layout import MAX_DIMS
 from .options import FLOATING
 
+# What DTensor.to_local returns where no graph is built, without 5 us of Python for each.
+_kept = operator.attrgetter("_local_tensor")
+
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a DTensor, and any other tensor itself."""
     if is_plain(tensor) or not is_dtensor(tensor):
         return tensor
     return tensor.to_local()
+
+
+def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`local` of every tensor, where no graph is built."""
+    try:
+        return [*map(_kept, tensors)]
+    except AttributeError:
+        return [*map(local, tensors)]
 
 
 def is_plain(tensor: Tensor) -> bool:

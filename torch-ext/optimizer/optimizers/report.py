@@ -17,7 +17,7 @@ from .chunks import Chunk
 from .options import AdamWOptions, MuonOptions
 from .parameters import local
 from .shared import SharedChunk
-from .unreduced import SliceChunk
+from .unreduced import Bands, SliceChunk
 
 # (label and parameter of each, its batches, what several ranks share of it, its options)
 Group = tuple[
@@ -81,7 +81,8 @@ def report(
             for index, chunk in enumerate(batch, start=batches):
                 _describe(chunk, index, options, here, measured.get(chunk))
             for index, shared in enumerate(together, start=batches + len(batch)):
-                _describe_shared(shared, index, options, here)
+                whole = shared.whole if isinstance(shared, Bands) else shared
+                _describe_shared(whole, index, options, here)
             batches += len(batch) + len(together)
         else:
             _describe_adamw(here, measured.get(number))

@@ -92,10 +92,69 @@ class SharedChunk:
     def communicates(self) -> bool:
         return self.route.gathers or self.route.scatters
 
+    def params_of(self, here: Sequence[Held]) -> list[Tensor]:
+        """The parameter of everything that is held, or of some of it."""
+        if len(here) == len(self.held):
+            return self._params_held
+        return [self.members[held.job].param for held in here]
+
+    def views(self, here: Sequence[Held], tensors: list[Tensor]) -> list[Tensor]:
+        """The boxes of tensors that are stored as this rank stores the parameters."""
+        if self._held_whole:
+            return tensors
+        return [held.view(tensor) for held, tensor in zip(here, tensors, strict=True)]
+
+    @cached_property
+    def _params_held(self) -> list[Tensor]:
+        return [self.members[held.job].param for held in self.held]
+
+    @cached_property
+    def _held_whole(self) -> bool:
+        return all(held.box.whole for held in self.held)
+
+    @cached_property
+    def params_of_answers(self) -> list[Tensor]:
+        """The parameter of every part that this rank hears."""
+        return [self.members[part.job].param for part in self.route.scattered.parts]
+
+    def views_of_answers(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What this rank hears of, in tensors that are stored as it stores the parameters."""
+        if self._answers_whole:
+            return tensors
+        boxes = [part.box for part in self.route.scattered.parts]
+        return [t if b is None else b.view(t) for t, b in zip(tensors, boxes, strict=True)]
+
+    @cached_property
+    def _answers_whole(self) -> bool:
+        return all(p.box is not None and p.box.whole for p in self.route.scattered.parts)
+
+    @cached_property
+    def boxes(self) -> dict[int, Box]:
+        """What this rank holds of every job, where that is one box."""
+        return {held.job: held.box for held in self.held}
+
+    @cached_property
+    def held_for_others(self) -> tuple[Held, ...]:
+        """What this rank sends, in order."""
+        return tuple(held for held in self.held if held.part is not None)
+
+    @cached_property
+    def jobs_for_others(self) -> Tensor:
+        """The job of everything that this rank sends, on the device."""
+        return torch.tensor([held.job for held in self.held_for_others]).to(self.device)
+
     @cached_property
     def jobs_here(self) -> Tensor:
         """The job of everything that is held, on the device."""
         return torch.tensor([held.job for held in self.held]).to(self.device)
+
+    @cached_property
+    def places_of_jobs(self) -> Tensor | None:
+        """Where each job is among what is held, on the device; None unless there is one of each."""
+        jobs = [held.job for held in self.held]
+        if sorted(jobs) != [*range(len(self.members))]:
+            return None
+        return torch.tensor([jobs.index(job) for job in range(len(jobs))]).to(self.device)
 
     @cached_property
     def owned_here(self) -> Tensor:
@@ -148,7 +207,7 @@ class Shared:
     def in_order(self, own: Sequence[Any]) -> list[Any]:
         """All chunks, and other work of this rank, in the order in which a step begins them."""
         of_all, home = ([c for of_group in g for c in of_group] for g in (self.chunks, self.home))
-        ahead = self.flow.warmup_step
+        ahead = self.flow.warmup_step + 1  # that many chunks are open before other work
         gathers = itertools.accumulate(chunk.communicates for chunk in of_all)
         first = next((i for i, count in enumerate(gathers, 1) if count == ahead), len(of_all))
         return [*of_all[:first], *own, *home, *of_all[first:]]

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..distributed import Future, Ready
-from ..kernels import apply_update
+from ..distributed import Future, Phases, Ready
 from ..kernels import momentum as momentum_kernel
 from ..orthogonalize import orthogonalize
-from ..reference import update as reference
+from .answers import answer, apply, copy_all, in_words, launch_scatter
 from .device_state import OnDevice
 from .host_state import InHostMemory
 from .layout import written
 from .options import MuonOptions
-from .parameters import local
-from .rounding import RESIDUAL
+from .parameters import locals_of
 from .shared import Held, SharedChunk
-from .state import STATISTICS
 from .timing import stage
 from .update import Rate
 
-# Exponents of the largest element of a matrix that has none, and of one that is not finite.
-NOTHING, NOT_FINITE = -1000, 1000
 # float16 ends below 2^16; a matrix travels with its largest element in [2^14, 2^15).
 TOP = 15
+# Exponents of float32 as they are stored: the largest, of inf and NaN, and that of 0.5.
+NOT_FINITE, HALF = 255, 126
 
 
 def step_shared(
@@ -39,12 +37,12 @@ def step_shared(
     state: Mapping[Tensor, Mapping[str, Tensor]],
     remaining: Counter[Tensor],
     kept: OnDevice | InHostMemory,
-) -> Generator[None, None, None]:
+) -> Phases:
     """momentum -> gather -> orthogonalize -> scatter -> update for one chunk.
 
-    It yields after launching the gather and after launching the scatter, and not at all if nothing
-    crosses ranks. The messages have the same layout whichever gradients exist: a matrix without
-    gradient travels as zeros, and nothing of it is written.
+    It yields as `run_pipeline` says, and not at all if nothing crosses ranks. The messages have the
+    same layout whichever gradients exist: a matrix without gradient travels as zeros, and nothing
+    of it is written.
 
     Args:
         chunk: the matrices.
@@ -57,29 +55,35 @@ def step_shared(
     """
     present = [member.param.grad is not None for member in chunk.members]
     with stage("muon::momentum"):
-        outbox = _directions(chunk, options, kept, present)
+        directions = Directions(chunk, options, kept, present)
         if options.none_grad:
             release(chunk, remaining)
+    if chunk.communicates:
+        yield
     with stage("muon::launch_gather"):
-        gathering = _gather(chunk, outbox)
-        del outbox
+        gathering = _gather(chunk, directions.message())
+        del directions
     if chunk.communicates:
         yield
     with stage("muon::wait_gather"):
         batch = _batch(chunk, gathering.wait())  # (B, m, n)
-    message = chunk.route.answered.empty(chunk.device)
+        del gathering  # with both messages: the iteration needs the memory
+    orthogonal = None
     if any(present[job] for job in chunk.route.owned):
         with stage("muon::newton_schulz"):
             orthogonal = orthogonalize(
                 batch, method=options.method, steps=options.ns_steps, dtype=options.dtype
             )  # (B, m, n)
-        del batch, gathering
-        with stage("muon::launch_scatter"):
+    del batch
+    if chunk.communicates:
+        yield
+    with stage("muon::launch_scatter"):
+        message = chunk.route.answered.empty(chunk.device)
+        if orthogonal is None:
+            message.zero_()
+        else:
             answer(chunk, chunk.route.owned, orthogonal, options, state, message)
         del orthogonal
-    else:
-        message.zero_()
-    with stage("muon::launch_scatter"):
         scattering = launch_scatter(chunk, message)
         del message
     if chunk.communicates:
@@ -98,47 +102,73 @@ def release(chunk: SharedChunk, remaining: Counter[Tensor]) -> None:
             param.grad = None
 
 
-def _directions(
-    chunk: SharedChunk,
-    options: MuonOptions,
-    kept: OnDevice | InHostMemory,
-    present: Sequence[bool],
-) -> Tensor:
-    """Advance the buffers of what this rank holds; the message of directions for the owners."""
-    sent = chunk.route.sent
-    outbox = sent.empty(chunk.device)
-    rounds = chunk.wire != chunk.dtype
-    here = [held for held in chunk.held if present[held.job]]
-    alike = None  # (boxes, ...): all places in the message, if nothing else is held
-    if len(here) == len(chunk.held) == len(sent.parts):
-        alike = sent.stacked(outbox, chunk.wire)
-    if alike is None:
-        places = [None if h.part is None else h.part.of(outbox, chunk.wire) for h in here]
+class Directions:
+    """The directions of what this rank holds; their buffers advance when it is made.
+
+    Where the wire rounds, the ranks exchange exponents before the message can be written.
+    """
+
+    def __init__(
+        self,
+        chunk: SharedChunk,
+        options: MuonOptions,
+        kept: OnDevice | InHostMemory,
+        present: Sequence[bool],
+    ) -> None:
+        sent = chunk.route.sent
+        self._chunk, self._rounds = chunk, chunk.wire != chunk.dtype
+        self._outbox = sent.empty(chunk.device)
+        self._here = [held for held in chunk.held if present[held.job]]
+        all_here = len(self._here) == len(chunk.held)
+        # (boxes, ...): all places in the message, if nothing else is held
+        self._alike: Tensor | None = None
+        self._places: list[Tensor | None] = []
+        if all_here and len(chunk.held) == len(sent.parts):
+            self._alike = sent.stacked(self._outbox, chunk.wire)
+        self._out: Any = self._made(present)
+        largest = None
+        if self._here:
+            largest = _advance(chunk, self._here, self._out, options, kept)
+        if self._rounds:
+            jobs = chunk.jobs_here if all_here else [held.job for held in self._here]
+            exponents = exponents_of(chunk, largest, jobs)
+            self._exponents: Future = Ready(exponents)
+            if chunk.route.gathers:
+                self._exponents = chunk.team.transport.maximum(exponents)
+
+    def _made(self, present: Sequence[bool]) -> Any:
+        """Where the directions are written: in the message, unless they are rounded for it."""
+        chunk = self._chunk
+        if self._alike is not None:
+            return torch.empty_like(self._alike, dtype=chunk.dtype) if self._rounds else self._alike
         for held in chunk.held:
             if held.part is not None and not present[held.job]:
-                held.part.of(outbox, chunk.wire).zero_()
-        out: Any = [
-            torch.empty(held.box.shape, dtype=chunk.dtype, device=chunk.device)
-            if place is None or rounds
-            else place
-            for held, place in zip(here, places, strict=True)
+                held.part.of(self._outbox, chunk.wire).zero_()
+        self._places = [
+            None if held.part is None else held.part.of(self._outbox, chunk.wire)
+            for held in self._here
         ]
-    else:
-        out = torch.empty_like(alike, dtype=chunk.dtype) if rounds else alike
-    largest = None
-    if here:
-        largest = _advance(chunk, here, out, options, kept)
-    if rounds:
-        jobs = chunk.jobs_here if len(here) == len(chunk.held) else [held.job for held in here]
-        scales = scales_for(chunk, largest, jobs, across=chunk.route.gathers)
-        if alike is not None:
-            factors = scales[chunk.jobs_here].view(-1, *(1 for _ in alike.shape[1:]))
-            torch.mul(out, factors, out=alike)
-        else:
-            for direction, place, held in zip(out, places, here, strict=True):
-                if place is not None:
-                    torch.mul(direction, scales[held.job], out=place)
-    return outbox
+        return [
+            torch.empty(held.box.shape, dtype=chunk.dtype, device=chunk.device)
+            if place is None or self._rounds
+            else place
+            for held, place in zip(self._here, self._places, strict=True)
+        ]
+
+    def message(self) -> Tensor:
+        """The message for the owners, when the exponents are here."""
+        if not self._rounds:
+            return self._outbox
+        scales = scales_of(self._exponents.wait())  # (J,)
+        if self._alike is not None:
+            factors = scales.index_select(0, self._chunk.jobs_here)
+            factors = factors.view(-1, *(1 for _ in self._alike.shape[1:]))
+            torch.mul(self._out, factors, out=self._alike)
+            return self._outbox
+        for direction, place, held in zip(self._out, self._places, self._here, strict=True):
+            if place is not None:
+                torch.mul(direction, scales[held.job], out=place)
+        return self._outbox
 
 
 def _advance(
@@ -150,11 +180,10 @@ def _advance(
 ) -> Tensor:
     """Momentum of boxes that are held; the largest element of every direction."""
     kept.enter(chunk)
-    params = [chunk.members[held.job].param for held in here]
-    pairs = [*zip(here, params, strict=True)]
-    buffers = [kept.box(param, held, "momentum_buffer") for held, param in pairs]
+    grads = locals_of([param.grad for param in chunk.params_of(here)])
+    buffers = kept.boxes(chunk, here, "momentum_buffer")
     largest = momentum_kernel(
-        [held.view(local(param.grad)) for held, param in pairs],
+        chunk.views(here, grads),
         buffers,
         out,
         mu=float(options.momentum),
@@ -166,29 +195,43 @@ def _advance(
     return largest
 
 
-def scales_for(
-    chunk: SharedChunk, largest: Tensor | None, jobs: Sequence[int] | Tensor, *, across: bool
+def exponents_of(
+    chunk: SharedChunk, largest: Tensor | None, jobs: Sequence[int] | Tensor
 ) -> Tensor:
-    """One power of two per matrix, that brings its largest element (on any rank) below 2^15.
+    """The exponent of each matrix's largest element here (J,), as float32 stores it.
+
+    Args:
+        chunk: the matrices.
+        largest: float32, of what is here of them.
+        jobs: which matrix each is of.
+    """
+    found = None
+    if largest is not None:
+        found = largest.view(torch.int32).bitwise_right_shift(23).bitwise_and_(255)
+    if found is not None and jobs is chunk.jobs_here and chunk.places_of_jobs is not None:
+        return found.index_select(0, chunk.places_of_jobs)
+    exponents = torch.zeros(len(chunk.members), dtype=torch.int32, device=chunk.device)
+    if found is not None:
+        if not isinstance(jobs, Tensor):
+            jobs = torch.tensor(jobs).to(chunk.device, non_blocking=True)
+        exponents.scatter_reduce_(0, jobs, found, "amax")
+    return exponents
+
+
+def scales_of(exponents: Tensor) -> Tensor:
+    """Per matrix one power of two that brings its largest element (on any rank) below 2^15.
 
     It is exact: the owner need not undo it, since only the direction of a matrix counts. A matrix
     with an inf or NaN, which all of it becomes, is sent as it is.
     """
-    exponents = torch.full(
-        (len(chunk.members),), NOTHING, dtype=torch.int32, device=chunk.device
-    )  # (J,)
-    if largest is not None:
-        found = torch.where(largest > 0, torch.frexp(largest).exponent, NOTHING)
-        found = torch.where(largest.isfinite(), found, NOT_FINITE).to(torch.int32)
-        index = jobs
-        if not isinstance(index, Tensor):
-            index = torch.tensor(jobs).to(chunk.device, non_blocking=True)
-        exponents.scatter_reduce_(0, index, found, "amax")
-    if across:
-        exponents = chunk.team.transport.maximum(exponents).wait()
-    shift = (TOP - exponents).clamp_(-126, 126)
-    shift = torch.where(exponents == NOT_FINITE, 0, shift)
-    return ((shift + 127) << 23).view(torch.float32)  # 2^shift, exactly
+    return _scale_of_exponents(exponents.device).index_select(0, exponents)
+
+
+@functools.cache
+def _scale_of_exponents(device: torch.device) -> Tensor:
+    """Per stored exponent of a matrix's largest element (256,) the scale that it travels with."""
+    shifts = [max(-126, min(126, TOP - (stored - HALF))) for stored in range(NOT_FINITE)]
+    return torch.tensor([2.0**shift for shift in (*shifts, 0)], device=device)
 
 
 def _gather(chunk: SharedChunk, outbox: Tensor) -> Future:
@@ -204,8 +247,8 @@ def _batch(chunk: SharedChunk, inbox: Tensor) -> Tensor:
         return inbox[: math.prod(shape) * chunk.wire.itemsize].view(chunk.wire).view(shape)
     stacked = chunk.route.gathered.stacked(inbox, chunk.wire)
     if stacked is not None and chunk.sources is not None:
-        by_rank = stacked.view(chunk.sources, shape[0], -1)
-        return by_rank.transpose(0, 1).reshape(shape)
+        by_rank = in_words(stacked.view(chunk.sources, shape[0], -1))
+        return by_rank.transpose(0, 1).contiguous().view(chunk.wire).view(shape)
     batch = torch.empty(shape, dtype=chunk.wire, device=chunk.device)
     places = dict(zip(chunk.route.owned, batch.unbind(), strict=True))
     parts = chunk.route.gathered.parts
@@ -214,140 +257,3 @@ def _batch(chunk: SharedChunk, inbox: Tensor) -> Tensor:
         [part.of(inbox, chunk.wire) for part in parts],
     )
     return batch
-
-
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors to tensors of the same shapes, in few launches."""
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))
-
-
-def answer(
-    chunk: SharedChunk,
-    owned: Sequence[int],
-    orthogonal: Tensor,  # (B, m, n)
-    options: MuonOptions,
-    state: Mapping[Tensor, Mapping[str, Tensor]],
-    message: Tensor,
-) -> None:
-    """Write the updates of owned jobs, evened out if asked for, and the new statistics."""
-    statistics: dict[int, Tensor] = {}
-    if options.beta2 is not None:
-        statistics = {job: _statistics(chunk, job, state) for job in owned}
-        if any(part.box is None for part in chunk.route.answered.parts):
-            # Several ranks keep them: they advance together, when the answers are there.
-            statistics = {job: kept.clone() for job, kept in statistics.items()}
-        m, n = chunk.matrix
-        kept = (m, 1) if m >= n else (1, n)
-        reduced = torch.zeros_like(orthogonal, dtype=chunk.wire)
-        apply_update(  # 0 - (-1) u', in which u' is u with its rows or columns evened out
-            reduced.unbind(),
-            orthogonal.unbind(),
-            lr=1.0,
-            factors=[-1.0] * len(reduced),
-            weight_decay=0.0,
-            second_moments=[moment.view(kept) for moment in statistics.values()],
-            beta2=options.beta2,
-        )
-        orthogonal = reduced
-    stacked = chunk.route.answered.stacked(message, chunk.wire)
-    if stacked is not None and len(owned) == len(chunk.route.owned):
-        if chunk.hearers is not None:
-            by_rank = orthogonal.reshape(len(owned), chunk.hearers, -1).transpose(0, 1)
-            stacked.view(by_rank.shape).copy_(by_rank)
-            return
-        if chunk.replicas is not None:
-            stacked.view(chunk.replicas, *orthogonal.shape).copy_(orthogonal)
-            return
-    updates = dict(zip(owned, orthogonal.unbind(), strict=True))
-    sources, places = [], []
-    for part in chunk.route.answered.parts:
-        if part.job not in updates:
-            message[part.start : part.stop].zero_()
-        elif part.box is None:
-            sources.append(statistics[part.job])
-            places.append(part.of(message, chunk.statistics_dtype))
-        else:
-            update = updates[part.job].view(chunk.region(part.job))
-            sources.append(update[part.box.region])
-            places.append(part.of(message, chunk.wire))
-    copy_all(places, sources)
-
-
-def launch_scatter(chunk: SharedChunk, message: Tensor) -> Future:
-    """Send the answers to all who hold a part."""
-    if not chunk.route.scatters:
-        return Ready(message)
-    return chunk.team.transport.scatter(chunk.route.answered, message, chunk.route.scattered)
-
-
-def apply(
-    chunk: SharedChunk,
-    answers: Tensor,
-    rate: Rate,
-    options: MuonOptions,
-    state: Mapping[Tensor, Mapping[str, Tensor]],
-    present: Sequence[bool],
-) -> None:
-    """p <- p - decay p - rate u for what this rank holds, with one rounding each."""
-    params, residuals = [], []
-    scattered = chunk.route.scattered
-    updates: Any = scattered.stacked(answers, chunk.wire) if all(present) else None
-    each = updates is None
-    if each:
-        updates = []
-    for part in scattered.parts:
-        if not present[part.job]:
-            continue
-        if part.box is None:
-            moments = part.of(answers, chunk.statistics_dtype)
-            _statistics(chunk, part.job, state).copy_(moments)
-        else:
-            param = chunk.members[part.job].param
-            params.append(part.box.view(local(param)))
-            if each:
-                updates.append(part.of(answers, chunk.wire))
-            kept = state[param].get(RESIDUAL) if options.rounding == "residual" else None
-            residuals.append(None if kept is None else part.box.view(local(kept)))
-    if not params:
-        return
-    stored, residuals = residuals, [_beside(*pair) for pair in zip(residuals, params, strict=True)]
-    if rate.decay is not None:
-        for param, update, residual in zip(params, updates, residuals, strict=True):
-            reference.apply_update(
-                param,
-                update,
-                lr=rate.lr,
-                decay=rate.decay,
-                cautious=options.cautious,
-                residual=residual,
-            )
-    else:
-        apply_update(
-            params,
-            updates,
-            lr=rate.lr,
-            factors=[rate.factor] * len(params),
-            weight_decay=rate.weight_decay,
-            shaped_decay=rate.shaped_decay,
-            cautious=options.cautious,
-            residuals=residuals if any(kept is not None for kept in residuals) else None,
-        )
-    written(params, params)
-    for residual, kept in zip(residuals, stored, strict=True):
-        if residual is not kept:
-            kept.copy_(residual, non_blocking=True)
-
-
-def _beside(residual: Tensor | None, param: Tensor) -> Tensor | None:
-    """A residual where its parameter is, itself unless it is kept in host memory."""
-    return None if residual is None else residual.to(param.device, non_blocking=True)
-
-
-def _statistics(
-    chunk: SharedChunk, job: int, state: Mapping[Tensor, Mapping[str, Tensor]]
-) -> Tensor:
-    """This rank's second moment of a matrix, flat."""
-    member = chunk.members[job]
-    kept: Any = local(state[member.param][STATISTICS])
-    return kept.view(-1).narrow(0, *member.statistics)

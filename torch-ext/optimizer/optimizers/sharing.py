@@ -32,8 +32,8 @@ from .shared import (
 )
 from .shared_step import step_shared
 from .state import Slot
-from .unreduced import SliceChunk, SmallChunk, Unreduced
-from .unreduced_step import step_owned, step_slices, step_small
+from .unreduced import Bands, SliceChunk, SmallChunk, Unreduced
+from .unreduced_step import step_bands, step_slices, step_small
 from .update import Rate, rate_of
 
 WIRE_DTYPES = (None, torch.float32, torch.float16)
@@ -281,11 +281,12 @@ class Sharing:
         for per_group in (shared.chunks, shared.home):
             for group, chunks in zip(options, per_group, strict=True):
                 for chunk in chunks:
-                    if isinstance(chunk, SharedChunk):
-                        rates[id(chunk)] = rate_of(group, *chunk.matrix, chunk.device)
-                    if group.none_grad and not isinstance(chunk, SmallChunk):
-                        of_rows = isinstance(chunk, SliceChunk)
-                        remaining.update((chunk.chunk if of_rows else chunk).params)
+                    whole = chunk.whole if isinstance(chunk, Bands) else chunk
+                    if isinstance(whole, SharedChunk):
+                        rates[id(chunk)] = rate_of(group, *whole.matrix, whole.device)
+                    if group.none_grad:
+                        for part in _parts(chunk):
+                            remaining.update(part.params)
 
         def phases(per_group: Any) -> Iterator[Any]:
             for group, chunks in zip(options, per_group, strict=True):
@@ -301,7 +302,7 @@ class Sharing:
                         yield step_small(chunk, team, factor, options, state)
                     else:
                         rate = rates[id(chunk)]
-                        yield step_owned(chunk, factor, rate, group, state, remaining)
+                        yield from step_bands(chunk, factor, rate, group, state, remaining)
 
         def under_the_first_gathers() -> None:
             meanwhile()
@@ -339,6 +340,15 @@ class Sharing:
             iterate_dtype=options.dtype,
         ).dtype
         return torch.float16 if picked in (torch.float16, torch.bfloat16) else torch.float32
+
+
+def _parts(chunk: Any) -> Sequence[SharedChunk]:
+    """What of a chunk lets go of gradients when it has sent them."""
+    if isinstance(chunk, SmallChunk):
+        return ()
+    if isinstance(chunk, Bands):
+        return chunk.parts
+    return (chunk.chunk if isinstance(chunk, SliceChunk) else chunk,)
 
 
 def _question(future: Future, device: torch.device, verdict: Callable[[Tensor], None]) -> _Question:

@@ -11,18 +11,34 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..distributed import Job, Layout, Run, Split, Team, Teams, assign, make_route
+from .blocks import equal_share
 from .flow import Flow
 from .shared import SharedChunk, SharedMatrix, chunk_of
 
 REDUCE_OPS = ("avg", "sum")
+# Bytes of directions that an owner orthogonalizes at once, unless one matrix has more: fewer leave
+# multiprocessors idle, and more take longer than the transfers that are on their way meanwhile.
+OWNED_BYTES = 64 * 2**20
+# Rows of a band are a multiple, so that every part of a message begins where the one before ends.
+EVEN_ROWS = 8
 SMALL = 1024  # elements below which a parameter for AdamW is stepped by every rank
+
+
+@dataclass(frozen=True, eq=False)
+class Bands:
+    """Matrices of one shape, orthogonalized together, which travel in one chunk or several."""
+
+    whole: SharedChunk
+    parts: tuple[SharedChunk, ...]  # `whole` itself, some of its matrices, or rows of all of them
+    first: tuple[int, ...]  # number of each part's first matrix among those of their owner
+    rows: tuple[Run, ...]  # (start, length) of each part in a matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +122,7 @@ class Unreduced:
 
     def matrix_chunks(
         self, matrices: Iterable[SharedMatrix], wire: torch.dtype, flow: Flow
-    ) -> list[SharedChunk]:
+    ) -> list[Bands]:
         """The matrices of a group in chunks of one shape and bounded size."""
         buckets: dict[tuple[Any, ...], list[SharedMatrix]] = {}
         for matrix in matrices:
@@ -115,16 +131,49 @@ class Unreduced:
         chunks = []
         for ((m, n), *_), members in buckets.items():
             travels = torch.float64 if members[0].dtype == torch.float64 else wire
-            # A rank sends its contribution to every matrix, and an owner receives those of all.
-            size = flow.chunk_bytes // (2 * m * n * travels.itemsize * self.team.size)
-            size = max(1, size if flow.most is None else min(size, flow.most // self.team.size))
+            # A rank sends to all other owners, and receives from all others.
+            of_turn = 2 * m * n * travels.itemsize * max(1, self.team.size - 1)
+            size = min(
+                OWNED_BYTES // (m * n * members[0].dtype.itemsize),
+                flow.chunk_bytes * max(m, EVEN_ROWS) // (EVEN_ROWS * of_turn),
+                (flow.most or len(members)) // self.team.size,
+            )
             queues: list[list[SharedMatrix]] = [[] for _ in range(self.team.size)]
             for member in members:
                 queues[self.owner(member.param)].append(member)
-            for start in range(0, max(map(len, queues)), size):
-                taken = [member for queue in queues for member in queue[start : start + size]]
-                chunks.append(self._chunk(taken, travels))
+            turns = max(map(len, queues))
+            size = equal_share(turns, max(1, size))
+            for start in range(0, turns, size):
+                taken = [queue[start : start + size] for queue in queues]
+                chunks.append(self._banded(taken, travels, of_turn, flow.chunk_bytes))
         return chunks
+
+    def _banded(
+        self,
+        queues: Sequence[Sequence[SharedMatrix]],  # of every owner
+        wire: torch.dtype,
+        of_turn: int,
+        chunk_bytes: int,
+    ) -> Bands:
+        """Matrices in equal bands: of whole ones, which take no views, or else of their rows."""
+        members = [member for queue in queues for member in queue]
+        whole = self._chunk(members, wire)
+        (m, _), turns = whole.matrix, max(map(len, queues))
+        if turns * of_turn <= chunk_bytes:
+            return Bands(whole, (whole,), (0,), ((0, m),))
+        if of_turn <= chunk_bytes:
+            each = equal_share(turns, chunk_bytes // of_turn)
+            first = range(0, turns, each)
+            bands = [[member for q in queues for member in q[at : at + each]] for at in first]
+            parts = tuple(self._chunk(band, wire) for band in bands)
+            return Bands(whole, parts, tuple(first), ((0, m),) * len(parts))
+        count = -(-turns * of_turn // chunk_bytes)
+        step = -(-m // (count * EVEN_ROWS)) * EVEN_ROWS
+        rows = [(at, min(step, m - at)) for at in range(0, m, step)]
+        if len(rows) == 1:
+            return Bands(whole, (whole,), (0,), (rows[0],))
+        parts = tuple(self._chunk([_band(member, run) for member in members], wire) for run in rows)
+        return Bands(whole, parts, (0,) * len(parts), tuple(rows))
 
     def slice_chunks(
         self, param: Tensor, where: str, wire: torch.dtype, flow: Flow
@@ -135,8 +184,9 @@ class Unreduced:
         shape = tuple(param.shape)
         runs = [self._rows(shape).runs((rank,))[0] for rank in range(self.team.size)]
         rows = max(sum(length for _, length in run) for run in runs)
-        row_bytes = math.prod(shape[1:]) * travels.itemsize * self.team.size
-        step = max(1, flow.chunk_bytes // (2 * row_bytes))  # sent, and received from all
+        row_bytes = math.prod(shape[1:]) * travels.itemsize * max(1, self.team.size - 1)
+        step = max(1, flow.chunk_bytes // (2 * row_bytes))  # sent, and received from others
+        step = equal_share(rows, step)
         chunks = []
         for start in range(0, rows, step):
             members, owners = [], []
@@ -193,3 +243,16 @@ class Unreduced:
         if device.type not in self._mesh:
             self._mesh[device.type] = DeviceMesh.from_group(self.group, device.type)
         return self._mesh[device.type]
+
+
+def _band(member: SharedMatrix, rows: Run) -> SharedMatrix:
+    """Some rows of a matrix."""
+    first, length = rows
+    along = 1 if member.stacked else 0
+    region = list(member.job.region)
+    region[along] = (region[along][0] + first, length)
+    return replace(
+        member,
+        job=replace(member.job, region=tuple(region)),
+        matrix=(length, member.matrix[1]),
+    )

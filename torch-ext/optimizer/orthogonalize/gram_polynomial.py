@@ -79,7 +79,7 @@ def iterated(x: torch.Tensor, last: torch.Tensor | None, side: int) -> torch.Ten
                 return served
         else:
             last = torch.empty_like(x) if last is None else last
-            factors, subset = serve(x, R, last, SAFETY**2, chain=chain, upper=upper)
+            factors, subset = serve(x, R, last, SAFETY**2, side, chain=chain, upper=upper)
     if factors is None and _scales_by_factors(R):
         factors = norm_factors(R, SAFETY**2, symmetric=True)
     if factors is None:

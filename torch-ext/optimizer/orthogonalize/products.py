@@ -143,7 +143,7 @@ def symmetric(
 
     Powers of `scale` multiply alpha and beta. `upper`, `upper_out`: the operands, the result are in
     upper storage (`stores_upper`). `subset`: of the batch, of which alone the result is written
-    (`kernels/subsets.py`).
+    (`kernels/find_well_conditioned.py`).
     """
     out = A.new_empty((A.shape[0], A.shape[1], A.shape[1]))
     options = (AUTO, scale, *powers, upper, upper_out, subset)

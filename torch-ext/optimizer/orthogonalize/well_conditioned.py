@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.subsets import find_converged, find_well_conditioned
+from ..kernels.find_converged import find_converged
+from ..kernels.find_well_conditioned import find_well_conditioned
 from .evaluated import evaluated
 from .polynomials import RESIDUAL, SPREAD, WELL_CONDITIONED
 from .products import apply_gram_side, batch_is_free, in_float32, matrix_norm, symmetric
@@ -32,11 +33,11 @@ def may_be_well_conditioned(x: torch.Tensor, side: int) -> bool:
     """Whether matrices of the shape of x (G, R, C) are tried here; the batch has no say.
 
     On the device by subsets, where `batch_is_free`; on the CPU by asking, as a slice is one matrix.
-    Matrices of a smaller `side`, filled up with zeros, have eigenvalues that no polynomial lifts.
+    `side`: m without the zeros that fill x up on GPUs.
     """
-    m, n = sorted(x.shape[-2:])
+    n = max(x.shape[-2:])
     able = x.device.type == "cpu" or batch_is_free(x.dtype, x.device)
-    return able and m == side >= SIDE and n >= ASPECT * m
+    return able and side >= SIDE and n >= ASPECT * side
 
 
 def serve(
@@ -44,6 +45,7 @@ def serve(
     R: torch.Tensor,  # (G, m, m), kept as it is
     out: torch.Tensor,  # (G, R, C)
     prefactor: float,
+    side: int,
     *,
     chain: bool,
     upper: bool,
@@ -53,12 +55,12 @@ def serve(
     `chain`, `upper`: as `runs_chain` and `stores_upper` say of x. `prefactor`: of the factors and
     their roots, which are those of `norm_factors`; the subset that is left will need them.
     """
-    tried = find_well_conditioned(R, prefactor, SPREAD)
+    tried = find_well_conditioned(R, prefactor, SPREAD, side)
     scale, subset = tried.narrow_factors, tried.subset
     M = evaluated(R, WELL_CONDITIONED, scale, chain, keep=True, subset=subset)
     storage = {"upper": upper, "upper_out": upper, "subset": subset}
     P = symmetric(M, R, scale=scale, **storage)
-    rest = find_converged(symmetric(P, M, diag=-1.0, **storage), RESIDUAL, tried)
+    rest = find_converged(symmetric(P, M, diag=-1.0, **storage), RESIDUAL, side, tried)
     apply_gram_side(x, M, scale=tried.narrow_roots, out=out, upper=upper, subset=subset)
     return (tried.factors, tried.roots), rest
 

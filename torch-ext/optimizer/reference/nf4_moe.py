@@ -35,3 +35,28 @@ def grouped_lora_nf4_forward(x: Tensor, weight: tuple, *arguments) -> tuple[Tens
 def grouped_lora_nf4_dx(dy: Tensor, weight: tuple, *arguments) -> tuple[Tensor, Tensor, Tensor]:
     """`moe.grouped_lora_dx` with the arguments of `decoded` in the weight's place."""
     return moe.grouped_lora_dx(dy, decoded(*weight, dy.dtype), *arguments)
+
+
+def nf4_product(  # noqa: PLR0913
+    x: Tensor,  # rows of K (along) or of N
+    packed: Tensor,
+    absmax: Tensor,
+    codebook: Tensor | None,
+    stored: tuple[int, int, int],  # (E, N, K)
+    blocksize: int,
+    slots: Tensor,
+    offsets: Tensor,
+    *,
+    along: bool,
+    low: Tensor | None = None,
+    factor: Tensor | None = None,
+    bias: Tensor | None = None,
+    gates: Tensor | None = None,
+    fan: int,
+    grouped_out: bool,
+) -> Tensor:
+    """`moe.grouped_product` with the stack as (E, K, N) if the sum runs `along` its rows."""
+    weight = decoded(packed, absmax, codebook, None, stored, blocksize, along, x.dtype)
+    return moe.grouped_product(
+        x, weight, low, factor, bias, gates, slots, offsets, fan, grouped_out
+    )

@@ -1,12 +1,12 @@
-"""Which Gram matrices a short polynomial may serve, and which it did serve, in the device's memory.
+"""find_well_conditioned: Gram matrices that a short polynomial may serve, as the device knows them.
 
 A subset is (1 + G,) int32: how many matrices of a batch, then which, in growing order. The compiled
 products take one (`symmetric_matmul`, `matmul_add`, `square_chain`), work on those matrices and
 leave the others as they are, so no host waits for the answer.
 
-op                    | source                             | taken
-find_well_conditioned | kernels-src/newton_schulz          | CUDA, float16, m > 128
-find_converged        | kernels-src/newton_schulz          | CUDA, float16, m > 128
+path      | op                    | source                    | taken
+compiled  | find_well_conditioned | kernels-src/newton_schulz | capability 9.0, float16, m > 128
+reference | none                  | reference/subsets.py      | by tests
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ from .._ops import add_op_namespace_prefix, ops
 
 
 @register_fake(add_op_namespace_prefix("find_well_conditioned"))
-def _fake_well_conditioned(r, prefactor, spread, factors, found, subset):
-    return None
-
-
-@register_fake(add_op_namespace_prefix("find_converged"))
-def _fake_converged(residual, bound, found, subset, rest):
+def _fake(r, prefactor, spread, side, factors, found, subset):
     return None
 
 
@@ -46,26 +41,16 @@ class WellConditioned(NamedTuple):
     subset: Tensor
 
 
-def find_well_conditioned(R: Tensor, prefactor: float, spread: float) -> WellConditioned:
+def find_well_conditioned(R: Tensor, prefactor: float, spread: float, side: int) -> WellConditioned:
     """Matrices whose eigenvalues deviate from their mean t by at most spread t; unchecked.
 
     u = t (1 + d)^2, with d t the standard deviation: the largest eigenvalue of X X^T for large X of
     independent elements (Marchenko and Pastur, Math. USSR-Sb. 1 (1967)), and no bound for others.
 
     R (G, m, m) float16, symmetric, m > 128; what lies below the blocks on the diagonal is not read.
+    Rows beyond `side` are zeros that fill it up.
     """
     factors = R.new_empty((4, len(R)), dtype=torch.float32)
     found, subset = (R.new_empty(n, dtype=torch.int32) for n in (len(R), 1 + len(R)))
-    ops.find_well_conditioned(R, prefactor, spread, factors, found, subset)
+    ops.find_well_conditioned(R, prefactor, spread, side, factors, found, subset)
     return WellConditioned(*factors.unbind(), found, subset)
-
-
-def find_converged(residual: Tensor, bound: float, tried: WellConditioned) -> Tensor:
-    """The subset of all matrices that are not converged; `tried.subset` keeps the converged ones.
-
-    Converged: the squares of residual (G, m, m), as R of `find_well_conditioned`, of a matrix that
-    was tried, add up to at most bound m. NaN is not.
-    """
-    rest = tried.subset.new_empty(tried.subset.shape)
-    ops.find_converged(residual, bound, tried.found, tried.subset, rest)
-    return rest

@@ -1,0 +1,80 @@
+#pragma once
+// nf4_product: out[target of row] = gate (x[source of row] W_e + low[row] F_e + bias_e) for the
+// rows of every expert e, W read from 4-bit bytes. What the host checks and hands to the kernel.
+//
+// Rows are as in grouped_product.h. The stored stack is (E, N, K), two elements of K in a byte, the
+// even one in the high nibble; a block of 2^shift elements of K shares an absmax. The sum runs
+// along K (`along`; the result has N columns) or across the stored rows (it has K). What is
+// multiplied is codebook[nibble] * absmax in float32, rounded once to bfloat16: the number that
+// dequantising gives.
+
+#include <cstdint>
+
+namespace optimizer::nf4_product {
+
+struct Problem {
+  const uint8_t* packed;  // (E, N, K / 2)
+  const float* absmax;    // (E, N, K >> shift)
+  const float* codebook;  // (16,)
+  const void* x;          // rows of `depth`
+  const void* low;        // (R, r), or null without LoRA
+  const void* factor;     // (E, r, columns)
+  const float* bias;      // (E, columns), or null
+  const float* gates;     // (R,) in slot order, or null
+  const void* other;      // rows of `columns`, or null
+  float* dots;            // (ceil(columns / 64), R), with other
+  const int64_t* slots;
+  const int64_t* offsets;
+  void* out;      // (R, columns)
+  int64_t x_row;  // in elements
+  int64_t other_row;
+  int64_t factor_expert;
+  int64_t factor_rank;
+  int64_t factor_column;
+  int64_t experts;
+  int64_t rows;  // R
+  int64_t n;     // the stored shape
+  int64_t k;
+  int64_t rank;
+  int64_t fan;
+  int64_t other_fan;
+  int shift;
+  bool along;
+  bool scatter;
+
+  int64_t depth() const { return along ? k : n; }
+  int64_t columns() const { return along ? n : k; }
+};
+
+constexpr int kMinBlock = 64;  // elements per absmax: a step of the sum takes one per row
+
+inline bool on_bytes(const void* data, int bytes) {
+  return reinterpret_cast<uintptr_t>(data) % bytes == 0;
+}
+
+// Why the kernel cannot serve the problem; null if it can. Its offsets and sizes are 32-bit.
+// kernels/nf4_product.py says the same in more words.
+inline const char* refusal(const Problem& p, int max_experts) {
+  constexpr int64_t kLargest = int64_t{1} << 30;
+  if (p.k > kLargest || p.n > kLargest || p.rows > kLargest) return "a side exceeds 2^30";
+  if (p.experts > max_experts) return "there are more than 512 experts";
+  if (p.shift < 6) return "the blocksize is below 64";
+  if (p.k == 0 || p.n == 0 || p.k % (int64_t{1} << p.shift) != 0) {
+    return "blocks leave their row";
+  }
+  if (p.n % 8 != 0) return "N is no multiple of 8";
+  if (!on_bytes(p.packed, 16)) return "packed starts off 16 bytes";
+  if (!on_bytes(p.x, 16) || p.x_row % 8 != 0 || p.x_row < 0) return "rows of x start off 16 bytes";
+  if (!on_bytes(p.out, 4)) return "out starts off 4 bytes";
+  if (p.other != nullptr && (!on_bytes(p.other, 4) || p.other_row % 2 != 0 || p.other_row < 0)) {
+    return "rows of other start off 4 bytes";
+  }
+  if (p.low != nullptr && (!on_bytes(p.low, 16) || p.rank % 8 != 0)) {
+    return "the rank is no multiple of 8";
+  }
+  constexpr int64_t kUnits = int64_t{1} << 35;  // elements: 2^32 times 16 bytes
+  if (p.rows * p.x_row > kUnits || p.rows * p.rank > kUnits) return "rows take more than 64 GiB";
+  return nullptr;
+}
+
+}  // namespace optimizer::nf4_product

@@ -1,0 +1,164 @@
+"""nf4_product without a GPU: what it refuses, where that goes, and what it hands on."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from ..conftest import ROOT
+
+SOURCES = ROOT / "kernels-src" / "grouped_lora"
+STORED = (3, 32, 128)  # (E, N, K)
+
+
+@pytest.fixture(scope="session")
+def module(submodule):
+    """The module kernels.nf4_product of the loaded package."""
+    return submodule("kernels.nf4_product")
+
+
+def stack(
+    stored: tuple[int, ...] = STORED,
+    blocksize: int = 64,
+    nested: tuple | None = None,
+    packed: torch.Tensor | None = None,
+) -> tuple:
+    e, n, k = stored
+    packed = torch.zeros(e * n * k // 2, dtype=torch.uint8) if packed is None else packed
+    return packed, torch.ones(e * n * k // blocksize), None, nested, stored, blocksize
+
+
+def rows(width: int = STORED[2], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.ones(5, width, dtype=dtype)
+
+
+REFUSED = {
+    "bfloat16, got torch.float16": {"x": rows(dtype=torch.float16)},
+    "absmax is nested": {"stack": stack(nested=(torch.ones(256), torch.ones(1), torch.ones(1)))},
+    "64 or more and divide K, got 32": {"stack": stack(blocksize=32)},
+    "64 or more and divide K, got 256": {"stack": stack(blocksize=256)},
+    "at most 512 experts": {"stack": stack((513, 8, 64))},
+    "N must be a multiple of 8": {"stack": stack((3, 36, 128))},
+    "multiple of 8, got 12": {"rank": 12},
+    "packed must start": {"stack": stack(packed=torch.zeros(6145, dtype=torch.uint8)[1:])},
+    "rows of x": {"x": rows(STORED[2] + 1)[:, 1:]},
+    "rows of x may take 64 GiB": {
+        "x": torch.empty_strided((5, 128), (2**33, 1), dtype=torch.bfloat16, device="meta")
+    },
+    "rows of other": {"other": rows(33)[:, :32]},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_it_cannot_take_is_said_in_words(module, reason):
+    arguments = {"x": rows(), "stack": stack(), "rank": 16, **REFUSED[reason]}
+    assert reason in module.refusal(**arguments)
+    assert module.refusal(rows(), stack(), 16, rows(32)) is None
+    assert module.refusal(rows(), stack(blocksize=128), 0) is None
+
+
+def test_refused_operands_raise_before_the_op(module):
+    packed, absmax, _, _, stored, _ = stack(blocksize=32)
+    place = {"along": True, "fan": 0, "grouped_out": True}
+    order = (torch.arange(5), torch.tensor((0, 5, 5, 5)))
+    with pytest.raises(ValueError, match="cannot take this product: the blocksize must be 64"):
+        module.nf4_product(rows(), packed, absmax, torch.ones(16), stored, 32, *order, **place)
+
+
+def test_python_repeats_the_limits_of_the_source(module):
+    tile = (SOURCES / "nf4_tile_sm90.cuh").read_text()
+    assert f"kTokens = {module.TILE_ROWS};" in tile
+    assert f"kMaxExperts = {module.MAX_EXPERTS};" in tile
+    assert f"kPartColumns = {module.DOT_COLUMNS};" in tile
+    assert f"kMinBlock = {module.MIN_BLOCK};" in (SOURCES / "nf4_product.h").read_text()
+
+
+@pytest.mark.parametrize("last", (True, False))
+@pytest.mark.parametrize("refused", ("nothing", "rank", "out"))
+def test_what_is_refused_goes_to_triton_with_all_its_arguments(
+    module, submodule, monkeypatch, refused, last
+):
+    """And what is not refused goes to the op, with the other kernel's names for its arguments."""
+    launch = submodule("kernels._nf4_product_triton")
+    asked = {}
+    monkeypatch.setattr(launch, "nf4_product", lambda *a, **o: asked.update(triton=(a, o)))
+    monkeypatch.setattr(
+        module, "ops", types.SimpleNamespace(nf4_product=lambda *a: asked.update(compiled=a))
+    )
+    _, n, k = STORED
+    depth, columns = (k, n) if last else (n, k)
+    rank = 12 if refused == "rank" else 8
+    low, factor = rows(rank), torch.ones(3, rank, columns)
+    out = None if refused == "out" else rows(columns)
+    order = (torch.arange(5), torch.tensor((0, 5, 5, 5)), torch.zeros(1, 3))
+    options = {"tile_rows": 64, "fan": 2, "scatter": False, "other": rows(columns), "other_fan": 1}
+    operands = (rows(depth), stack(), last, low, factor, *order, out)
+    dots = module.prefer_compiled(*operands, **options)
+    assert list(asked) == ["compiled" if refused == "nothing" else "triton"]
+    if refused != "nothing":
+        given, kept = asked["triton"]
+        assert all(a is b for a, b in zip(given, operands, strict=True)) and kept == options
+        return
+    given = asked["compiled"]
+    assert given[0] is operands[0] and given[1] is operands[1][0]
+    assert torch.equal(given[3], torch.tensor(submodule("reference.nf4").NF4_TABLE))
+    assert given[4:7] == (STORED, 64, last)
+    assert given[7] is low and given[8].dtype == torch.bfloat16
+    assert given[9] is None and given[10] is None and given[11] is options["other"]
+    assert given[14] is out and given[15].shape == (-(-columns // 64), 5)
+    assert given[16:] == (2, 1, False)
+    assert dots.shape == (5,)
+
+
+# Mean rows per expert, depth of the sum, whether rows meet others; who was faster (docs/log.md).
+MEASURED = {
+    "Qwen3.5 gate_up": (64, 2048, False, True),
+    "Qwen3.5 down": (64, 512, False, False),
+    "Qwen3 gate_up": (128, 2048, False, True),
+    "Qwen3 down, backward": (128, 2048, True, True),
+    "OLMoE down, backward": (256, 2048, True, False),
+    "OLMoE gate_up": (256, 2048, False, True),
+    "Mixtral down, backward": (512, 4096, True, True),
+    "fewer rows than measured": (63.9, 2048, False, False),
+    "more rows than measured": (513, 2048, False, False),
+}
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_it_pays_where_it_was_measured_faster(module, case):
+    *arguments, faster = MEASURED[case]
+    assert module.pays(*arguments) is faster
+
+
+@pytest.mark.parametrize("path", ("measured", "compiled", "triton"))
+@pytest.mark.parametrize("pays", (True, False))
+@pytest.mark.parametrize("refused", (None, "rank", "out", "device"))
+def test_the_ops_take_what_path_and_times_say(
+    module, submodule, monkeypatch, caplog, path, pays, refused
+):
+    """By name what it can take; measured also what pays, and without a word where it cannot."""
+    forward = submodule("kernels.grouped_lora_nf4_forward")
+    launch, asked = submodule("kernels._nf4_product_triton"), []
+    monkeypatch.setattr(launch, "nf4_product", lambda *a, **o: asked.append("triton"))
+    monkeypatch.setattr(
+        module, "ops", types.SimpleNamespace(nf4_product=lambda *a: asked.append("compiled"))
+    )
+    monkeypatch.setattr(module, "_is_hopper", lambda device: refused != "device")
+    seen = []
+    monkeypatch.setattr(module, "pays", lambda *a: seen.append(a) or pays)
+    _, n, k = STORED
+    rank = 12 if refused == "rank" else 8
+    order = (torch.arange(5), torch.tensor((0, 5, 5, 5)), torch.zeros(1, 3))
+    out = None if refused == "out" else rows(n)
+    operands = (rows(k), stack(), True, rows(rank), torch.ones(3, rank, n), *order, out)
+    options = {"tile_rows": 64, "fan": 1, "scatter": True, "other": rows(n), "other_fan": 1}
+    module._say_once.cache_clear()
+    forward.product_of_stack(operands, 0, "forward", options, path)
+    accepts = refused is None or (refused == "device" and path == "compiled")
+    wanted = path == "compiled" or (path == "measured" and pays)
+    assert asked == ["compiled" if wanted and accepts else "triton"]
+    assert bool(caplog.records) == (path == "compiled" and refused in ("rank", "out"))
+    if seen:
+        assert seen == [(5 / 3, k, True)]

@@ -1,0 +1,353 @@
+"""The compiled nf4_product: exact on integers, decoded to the bit, quiet beside its tensors.
+
+Rows lie in memory that is NaN between them, so that a copy that reaches too far shows; the result
+lies between NaN, which must stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from .._compare import assert_same_bits, relative_error
+
+pytestmark = pytest.mark.gpu
+
+GUARD = 4096
+# Around the rows of tiles (256) and of instructions (64, 96, 128, 160, 192)
+EDGES = (0, 1, 63, 64, 65, 0, 255, 256, 257, 97, 128, 129, 161, 193, 513, 0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hopper(device):
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("machine code for compute capability 9.0")
+
+
+@pytest.fixture(scope="session")
+def module(submodule):
+    return submodule("kernels.nf4_product")
+
+
+@pytest.fixture(scope="session")
+def reference(submodule):
+    return submodule("reference.nf4_moe").nf4_product
+
+
+@pytest.fixture(scope="session")
+def codebook(submodule, device):
+    return torch.tensor(submodule("reference.nf4").NF4_TABLE, device=device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Integer operands: every sum is exact in float32, so there is one right answer."""
+
+    counts: tuple[int, ...]
+    n: int
+    k: int
+    along: bool = True
+    rank: int = 0
+    fan: int = 0
+    grouped_out: bool = True
+    blocksize: int = 64
+    bias: bool = False
+    gated: bool = False
+    dotted: bool = False
+    sentinels: int = 0
+
+    def operands(self, device, reference) -> tuple[dict, torch.Tensor, torch.Tensor]:
+        """Arguments but out, the rounded result, and its rows times other's."""
+        experts, top_k = len(self.counts), max(self.fan, 1)
+        total = -(-(sum(self.counts) + self.sentinels) // top_k) * top_k
+        generator = torch.Generator(device).manual_seed(total + self.k + self.n)
+        depth, columns = (self.k, self.n) if self.along else (self.n, self.k)
+
+        def integers(*shape: int, low=-3, high=3, dtype=torch.bfloat16) -> torch.Tensor:
+            return torch.randint(low, high, shape, device=device, generator=generator).to(dtype)
+
+        def framed(*shape: int) -> torch.Tensor:
+            pitch = -(-shape[-1] // 8) * 8 + 8
+            buffer = torch.full((*shape[:-1], pitch), torch.nan, device=device).bfloat16()
+            buffer[..., : shape[-1]] = integers(*shape)
+            return buffer[..., : shape[-1]]
+
+        offsets = torch.zeros(experts + 1, dtype=torch.int64, device=device)
+        offsets[1:] = torch.tensor(self.counts, device=device).cumsum(0)
+        elements = experts * self.n * self.k
+        lora = {}
+        if self.rank:
+            factor = integers(experts, columns, self.rank).mT
+            lora = {"low": integers(total, self.rank), "factor": factor}
+        gates = integers(total // top_k, top_k, dtype=torch.float32)
+        arguments = {
+            "x": framed(total // top_k, depth),
+            "packed": integers(elements // 2, low=0, high=256, dtype=torch.uint8),
+            "absmax": 2.0 ** integers(elements // self.blocksize, low=-1, high=2),
+            "codebook": torch.arange(-8.0, 8.0, device=device),
+            "stored": (experts, self.n, self.k),
+            "blocksize": self.blocksize,
+            "slots": torch.randperm(total, device=device, generator=generator),
+            "offsets": offsets,
+            "along": self.along,
+            **lora,
+            "bias": integers(experts, columns, dtype=torch.float32) if self.bias else None,
+            "gates": 2.0**gates if self.gated else None,
+            "other": framed(total, columns) if self.dotted else None,
+            "fan": self.fan,
+            "grouped_out": self.grouped_out,
+        }
+        arguments["absmax"] = arguments["absmax"].float()
+        return arguments, *self.expected(arguments, reference)
+
+    def expected(self, a: dict, reference) -> tuple[torch.Tensor, torch.Tensor]:
+        names = ("packed", "absmax", "codebook", "stored", "blocksize", "slots", "offsets")
+        extras = ("along", "low", "factor", "bias", "fan")
+        extras = {name: a.get(name) for name in extras}
+        value = reference(
+            a["x"].double(), *(a[name] for name in names), **extras, grouped_out=False
+        )  # before the gates, in slot order
+        dots = torch.zeros(len(value), device=value.device)
+        rows = a["slots"][: a["offsets"][-1]]
+        if self.dotted:
+            by_slot = torch.empty_like(a["other"]).index_copy(0, a["slots"], a["other"])
+            dots[rows] = (value * by_slot.double()).sum(1).float()[rows]
+        if self.gated:
+            value *= a["gates"].view(-1, 1)
+        assert torch.equal(value.float().double(), value)  # so that it is rounded once
+        result = value.float().bfloat16()
+        return result[a["slots"]] if self.grouped_out else result, dots
+
+
+def check(module, device, reference, problem: Problem) -> None:
+    arguments, expected, dots = problem.operands(device, reference)
+    flat = torch.full((expected.numel() + 2 * GUARD,), torch.nan, device=device).bfloat16()
+    out = flat[GUARD : GUARD + expected.numel()].view(expected.shape)
+    result = module.nf4_product(**arguments, out=out)
+    assert result[0] is out
+    assert torch.equal(out, expected), problem
+    assert (result[1] is None) if not problem.dotted else torch.equal(result[1], dots), problem
+    assert flat[:GUARD].isnan().all(), problem
+    assert flat[GUARD + expected.numel() :].isnan().all(), problem
+
+
+SIZES = ((128, 64), (8, 64), (136, 192), (264, 256), (520, 512), (40, 1024), (1000, 64))
+
+
+@pytest.mark.parametrize(("fan", "grouped_out"), [(0, True), (1, False), (3, False), (2, True)])
+@pytest.mark.parametrize("rank", (0, 8, 16, 64, 72))
+@pytest.mark.parametrize("along", (True, False))
+def test_is_exact(module, device, reference, along, rank, fan, grouped_out):
+    """Stages that end behind the last stored row, and columns that end inside a tile."""
+    for index, (n, k) in enumerate(SIZES):
+        problem = Problem(
+            EDGES,
+            n,
+            k,
+            along,
+            rank,
+            fan,
+            grouped_out,
+            blocksize=(64, 128, 256)[index % 3] if k % 256 == 0 else 64,
+            bias=index % 2 == 0,
+            gated=index % 3 == 0,
+            dotted=index % 3 == 1,
+            sentinels=index % 4 * 5,
+        )
+        check(module, device, reference, problem)
+
+
+ROUTINGS = {
+    "one": (5000,),
+    "one-of-many": (0, 4400, 1, 0),
+    "empty": (0, 0, 0),
+    "most-experts": (3,) * 512,
+}
+
+
+@pytest.mark.parametrize("along", (True, False))
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routings(module, device, reference, routing, along):
+    extras = {"sentinels": 7, "gated": True, "dotted": True}
+    check(
+        module,
+        device,
+        reference,
+        Problem(ROUTINGS[routing], 264, 128, along, 8, 1, False, **extras),
+    )
+
+
+@pytest.mark.parametrize("along", (True, False))
+def test_many_tiles_per_block(module, device, reference, along):
+    """Every block of the grid walks several tiles of unequal rows."""
+    counts = tuple(index * 37 % 300 for index in range(64))
+    check(module, device, reference, Problem(counts, 1024, 1024, along, 16, 2, False))
+
+
+@pytest.mark.parametrize("along", (True, False))
+@pytest.mark.parametrize("blocksize", (64, 256))
+def test_a_weight_is_used_as_it_decodes(module, opt, device, codebook, blocksize, along):
+    """The rows of a unit matrix read back what nf4_dequant gives, to the bit."""
+    stored = (3, 256, 512)
+    weight = torch.randn(stored, device=device)
+    packed, absmax = opt.nf4_quantize(weight, blocksize)
+    ids = torch.arange(3, device=device)
+    dense = opt.nf4_dequant(packed, absmax, ids, stored[1:], blocksize, torch.bfloat16)
+    depth = stored[2] if along else stored[1]
+    eye = torch.eye(depth, device=device).bfloat16().repeat(3, 1)
+    offsets = torch.arange(4, device=device) * depth
+    slots = torch.arange(3 * depth, device=device)
+    place = {"along": along, "fan": 0, "grouped_out": True}
+    stack = (packed, absmax, codebook, stored, blocksize)
+    out, _ = module.nf4_product(eye, *stack, slots, offsets, **place)
+    expected = (dense.mT if along else dense).reshape(3 * depth, -1)
+    assert_same_bits(out + 0.0, expected + 0.0)  # a sum of zeros has no sign
+
+
+@pytest.mark.parametrize("along", (True, False))
+def test_bits_of_a_row_depend_on_that_row(module, device, reference, along):
+    """The same alone, among others, with every instruction and in every run."""
+    problem = Problem((300, 300), 384, 512, along, 24)
+    arguments, _, _ = problem.operands(device, reference)
+    for name in ("x", "low"):
+        arguments[name] = torch.randn_like(arguments[name].contiguous())
+    arguments["codebook"] = torch.randn(16, device=device)
+    arguments["absmax"] = torch.rand_like(arguments["absmax"])
+    arguments["slots"] = torch.arange(600, device=device)
+    first, _ = module.nf4_product(**arguments)
+    for _ in range(20):
+        assert_same_bits(module.nf4_product(**arguments)[0], first)
+    for half in (1, 17, 64, 65, 97, 128, 129, 161, 200, 257, 299):
+        part = {**arguments, "offsets": torch.tensor([0, half, 2 * half], device=device)}
+        for name in ("x", "low", "slots"):
+            part[name] = arguments[name][: 2 * half]
+        assert_same_bits(module.nf4_product(**part)[0][:half], first[:half])
+
+
+@pytest.mark.parametrize("along", (True, False))
+def test_nan_stays_in_its_row(module, device, reference, along):
+    arguments, expected, _ = Problem((100, 200, 70), 136, 256, along, 8, 1).operands(
+        device, reference
+    )
+    arguments["x"] = arguments["x"].contiguous()
+    row = 250
+    arguments["x"][arguments["slots"][row]] = torch.nan
+    out, _ = module.nf4_product(**arguments)
+    assert out[row].isnan().all()
+    keep = torch.arange(len(out), device=device) != row
+    assert torch.equal(out[keep], expected[keep])
+
+
+@pytest.mark.parametrize("along", (True, False))
+def test_scales_behind_a_stack_are_not_used(module, device, reference, along):
+    """An expert's neighbour has an infinite absmax, which no zero would cancel."""
+    problem = Problem((70, 0), 136, 64, along)
+    arguments, expected, _ = problem.operands(device, reference)
+    arguments["absmax"][136:] = torch.inf
+    out, _ = module.nf4_product(**arguments)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("along", (True, False))
+def test_error_is_that_of_one_rounding(module, opt, device, codebook, along):
+    stored = (3, 1024, 2048)
+    packed, absmax = opt.nf4_quantize(torch.randn(stored, device=device) * 0.02, 64)
+    ids = torch.arange(3, device=device)
+    dense = opt.nf4_dequant(packed, absmax, ids, stored[1:], 64, torch.bfloat16).double()
+    dense = dense.mT if along else dense
+    ends = (0, 250, 610, 900)
+    offsets, slots = torch.tensor(ends, device=device), torch.arange(900, device=device)
+    x = torch.randn(900, dense.shape[1], device=device).bfloat16()
+    stack = (packed, absmax, codebook, stored, 64)
+    place = {"along": along, "fan": 0, "grouped_out": True}
+    out, _ = module.nf4_product(x, *stack, slots, offsets, **place)
+    exact = torch.cat(
+        [
+            x[slice(*p)].double() @ dense[e]
+            for e, p in enumerate(itertools.pairwise((0, 250, 610, 900)))
+        ]
+    )
+    assert relative_error(out, exact) <= 1.02 * relative_error(exact.bfloat16(), exact)
+
+
+def test_graph_capture_follows_new_routings(module, device, reference):
+    """Nothing about the routing is fixed on the host."""
+    arguments, *_ = Problem((100, 200, 70), 136, 256, True, 8, 1, False).operands(device, reference)
+    out, _ = module.nf4_product(**arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        module.nf4_product(**arguments, out=out)
+    arguments["offsets"].copy_(torch.tensor((0, 3, 3, 360)))
+    expected, _ = module.nf4_product(**arguments)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert_same_bits(out, expected)
+
+
+def test_stacks_beyond_two_to_the_31_elements(module, device):
+    stored = (70, 4096, 8192)
+    elements = 70 * 4096 * 8192
+    assert elements > 2**31
+    packed = torch.zeros(elements // 2, dtype=torch.uint8, device=device)
+    rows = packed.view(70, 4096, 4096)
+    rows[69, :, 0] = torch.arange(4096, device=device) % 16 << 4
+    absmax = torch.ones(elements // 64, device=device)
+    x = torch.zeros(40, 8192, device=device).bfloat16()
+    x[:, 0] = torch.arange(1, 41, device=device)
+    offsets = torch.zeros(71, dtype=torch.int64, device=device)
+    offsets[70:] = 40
+    slots = torch.arange(40, device=device)
+    stack = (packed, absmax, torch.arange(16.0, device=device), stored, 64)
+    place = {"fan": 0, "grouped_out": True}
+    out, _ = module.nf4_product(x, *stack, slots, offsets, along=True, **place)
+    values = (rows[69, :, 0] >> 4).float()
+    assert torch.equal(out, (x[:, :1].float() * values).bfloat16())
+    back = torch.zeros(40, 4096, device=device).bfloat16()
+    back[:, 5] = x[:, 0]
+    out, _ = module.nf4_product(back, *stack, slots, offsets, along=False, **place)
+    assert torch.equal(out[:, 0], (x[:, 0].float() * values[5]).bfloat16())
+    assert not out[:, 1:].any()
+
+
+def test_operands_that_do_not_fit_are_refused(module, device, reference):
+    arguments, *_ = Problem((10, 20), 128, 64, True, 8, 1).operands(device, reference)
+    for name, value, reason in (
+        ("offsets", arguments["offsets"][1:], "must be contiguous int64"),
+        ("low", arguments["low"][:, :4], "low must be"),
+        ("packed", arguments["packed"][:-16], "E N K / 2 contiguous bytes"),
+        ("absmax", arguments["absmax"][:-1], "one contiguous float32 per block"),
+        ("codebook", arguments["codebook"].double(), "codebook must be"),
+        ("x", arguments["x"][:, :56], "x must be bfloat16 rows"),
+        ("fan", -1, "x must be bfloat16 rows"),
+    ):
+        with pytest.raises(RuntimeError, match=reason):
+            module.nf4_product(**{**arguments, name: value})
+
+
+def test_the_dispatch_equals_triton(module, submodule, device, reference):
+    """As the ops call it, and by Triton where the compiled kernel refuses."""
+    arguments, *_ = Problem((100, 60), 136, 256, True, 16, 1, False, dotted=True).operands(
+        device, reference
+    )
+    order = submodule("kernels.expert_sort")
+    ids = torch.repeat_interleave(
+        torch.arange(2, device=device), torch.tensor([100, 60], device=device)
+    )
+    slots, _, offsets, tiles = order.expert_sort(ids[:, None], 2, tile_rows=64)
+    names = ("packed", "absmax", "codebook")
+    stack = (*(arguments[name] for name in names), None, arguments["stored"], 64)
+    low, factor = arguments["low"], arguments["factor"]
+    options = {"tile_rows": 64, "fan": 1, "scatter": True}
+    options |= {"other": arguments["other"], "other_fan": 1}
+    by_triton = submodule("kernels._nf4_product_triton").nf4_product
+    for rank in (16, 12):  # a rank of 12 is Triton's
+        operands = (arguments["x"], stack, True, low[:, :rank].contiguous(), factor[:, :rank])
+        operands += (slots, offsets, tiles)
+        out, expected = torch.full((2, 160, 136), torch.nan, device=device).bfloat16()
+        dots = module.prefer_compiled(*operands, out, **options)
+        right = by_triton(*operands, expected, **options)
+        assert torch.equal(out, expected)  # integers
+        assert torch.equal(dots, right)

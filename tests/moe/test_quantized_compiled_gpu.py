@@ -1,0 +1,139 @@
+"""4-bit experts on capability 9.0: the compiled product under the op and under a whole layer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from .._compare import assert_same_bits, relative_error
+from ._layers import LayerProblem
+
+pytestmark = pytest.mark.gpu
+
+NAMES = ("y", "x", "gates", "gate_up.a", "gate_up.b", "down.a", "down.b")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hopper(device):
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("machine code for compute capability 9.0")
+
+
+@pytest.fixture
+def compiled_calls(submodule, monkeypatch):
+    """The number of launches of the compiled product, in a list."""
+    module, calls = submodule("kernels.nf4_product"), []
+    real = module.nf4_product
+
+    def counted(*arguments, **options):
+        calls.append(options["along"])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(module, "nf4_product", counted)
+    return calls
+
+
+class Layer:
+    """4-bit experts with LoRA as PEFT stores it, and one step's tensors."""
+
+    def __init__(self, moe, device, problem: LayerProblem) -> None:
+        e, h, i, r = problem.experts, problem.hidden, problem.intermediate, problem.rank
+        generator = torch.Generator(device).manual_seed(3)
+
+        def normal(*shape: int, std: float) -> torch.Tensor:
+            return (torch.randn(shape, device=device, generator=generator) * std).bfloat16()
+
+        self.moe, self.problem = moe, problem
+        self.packed = [
+            moe.QuantizedExperts.from_weight(normal(*shape, std=shape[-1] ** -0.5), blocksize=64)
+            for shape in ((e, 2 * i, h), (e, h, i))
+        ]
+        self.x, self.gates, self.grad = problem.inputs(device)
+        self.ids = problem.ids(device)
+        self.lora = [
+            normal(*shape, std=0.1).requires_grad_()
+            for shape in ((e * r, h), (2 * i, r * e), (e * r, i), (h, r * e))
+        ]
+
+    def step(self, backend: str) -> dict[str, torch.Tensor]:
+        """The result and every gradient, by name."""
+        e, r = self.problem.experts, self.problem.rank
+        factors = [
+            self.moe.LoraFactors(a.view(e, r, -1), b.view(-1, r, e).permute(2, 0, 1), 0.5)
+            for a, b in (self.lora[:2], self.lora[2:])
+        ]
+        y = self.moe.experts_forward(
+            self.x,
+            self.ids,
+            self.gates,
+            *self.packed,
+            layout=self.moe.ExpertsLayout(),
+            lora=self.moe.ExpertsLora(*factors),
+            backend=backend,
+        )
+        found = torch.autograd.grad(y, [self.x, self.gates, *self.lora], self.grad)
+        return dict(zip(NAMES, (y.detach(), *found), strict=True))
+
+
+def layer(moe, device, **changes) -> Layer:
+    sizes = {"tokens": 300, "experts": 4, "hidden": 832, "intermediate": 896, "rank": 8}
+    return Layer(moe, device, LayerProblem(**{**sizes, "dtype": torch.bfloat16, **changes}))
+
+
+@pytest.mark.parametrize("routing", ("random", "one", "sentinels", "all-sentinels"))
+def test_a_layer_equals_tritons_within_rounding(moe, device, compiled_calls, routing):
+    """Forward and backward; both take the same rounded weights and sum in float32."""
+    case = layer(moe, device, routing=routing)
+    expected = case.step("triton")
+    assert not compiled_calls  # asked for by name, Triton's stays
+    actual = case.step("compiled")
+    assert sorted(compiled_calls) == [False, False, True, True]
+    for name, value in expected.items():
+        if routing == "all-sentinels":
+            assert_same_bits(actual[name], value)
+        else:
+            assert relative_error(actual[name], value) <= 5e-3, name
+
+
+def test_auto_takes_it_where_it_pays(moe, submodule, device, compiled_calls, monkeypatch):
+    """150 rows per expert: a sum of 832 or more pays, and one of 640 does not."""
+    case = layer(moe, device)
+    by_name = case.step("compiled")
+    taken = list(compiled_calls)
+    compiled_calls.clear()
+    by_auto = case.step("auto")
+    module = submodule("kernels.nf4_product")
+    pays = [module.pays(150, depth, dotted) for depth, dotted in ((832, 0), (896, 0), (1792, 0))]
+    assert all(pays) and not module.pays(150, 640, False)
+    dotted = module.pays(150, 832, True)  # the down projection's dX meets the gates' gradient
+    assert len(compiled_calls) == len(taken) - (not dotted)
+    for name, value in by_name.items():
+        assert relative_error(by_auto[name], value) <= 5e-3, name
+    compiled_calls.clear()
+    layer(moe, device, hidden=640, intermediate=640).step("auto")
+    assert compiled_calls == [False]  # through gate_up backwards, a sum of 1280
+
+
+def test_a_step_in_a_cuda_graph_follows_new_routings(moe, device, compiled_calls):
+    case = layer(moe, device, tokens=64)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compiles, and warms the allocator up
+        for _ in range(2):
+            case.step("compiled")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    compiled_calls.clear()
+    with torch.cuda.graph(graph):
+        captured = case.step("compiled")
+    assert len(compiled_calls) == 4
+    for seed, routing in enumerate(("random", "one", "no-ends", "sentinels", "all-sentinels")):
+        other = dataclasses.replace(case.problem, routing=routing)
+        with torch.no_grad():
+            case.ids.copy_(other.ids(device, seed))
+            case.x.copy_(other.inputs(device, seed)[0])
+        graph.replay()
+        for name, value in case.step("compiled").items():
+            assert_same_bits(captured[name], value)
