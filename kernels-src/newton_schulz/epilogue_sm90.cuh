@@ -23,18 +23,8 @@ __device__ __forceinline__ void finish(const float (&sum)[kTile::kM][kTile::kCol
   constexpr bool kSquare = kTile::kPartRows == kTile::kCols;
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup, lane = thread % 32;
   const uint32_t start = staging + fragment_offset(thread, 0, 0, kWide);
-  // 16 columns further is two chunks further, which no other bit of the swizzle meets. Sums that
-  // begin in the middle of a block are half a block further, the second half in the next block.
-  const bool inside = kTile::kHalfBlocks && begins_inside_block(col);
-  const uint32_t flip = inside ? kPieces / 2 * 32 : 0, further = inside ? kBlockBytes : 0;
-  const auto place = [&](int block, int j) {
-    const uint32_t address = (start ^ j * 32) + block * kBlockBytes;
-    if constexpr (!kTile::kHalfBlocks) return address;
-    return (address ^ flip) + (j < kPieces / 2 ? 0 : further);
-  };
-  const auto is_none = [](int block, int j) {
-    return kTile::kHalfBlocks && block % kWide * kPieces + j >= kTile::kCols / 16;
-  };
+  // 16 columns further is two chunks further, which no other bit of the swizzle meets.
+  const auto place = [&](int block, int j) { return (start ^ j * 32) + block * kBlockBytes; };
   // Columns minus rows, in pieces, where this warp's rows meet the diagonal. There this thread has
   // one diagonal element of each of two 8 x 8 matrices, or none.
   const int meets = (row - col) / 16 + thread / 32;
@@ -51,13 +41,11 @@ __device__ __forceinline__ void finish(const float (&sum)[kTile::kM][kTile::kCol
     if (kReadsC && block + 1 < kBlocks) {
 #pragma unroll
       for (int j = 0; j < kPieces; ++j) {
-        if (is_none(block + 1, j)) continue;
         symmetric::load_fragments<false>(x[(block + 1) % 2][j], place(block + 1, j));
       }
     }
 #pragma unroll
     for (int j = 0; j < kPieces; ++j) {
-      if (is_none(block, j)) continue;
       const bool diagonal = meets == (wide - i) * kPieces + j;
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
@@ -73,17 +61,14 @@ __device__ __forceinline__ void finish(const float (&sum)[kTile::kM][kTile::kCol
       }
     }
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      if (!is_none(block, j)) store_fragments<false>(place(block, j), here[j]);
-    }
+    for (int j = 0; j < kPieces; ++j) store_fragments<false>(place(block, j), here[j]);
   }
 }
 
 // One warp: what the tiles of one consumer bring to or from global memory beside their operands.
 // The consumer's part of a tile, kPartRows x kCols elements, is staged as blocks of 64 x 64, which
 // come and leave by TMA. It cuts off what lies outside of the matrix, but in a row's last 16 bytes
-// only by the whole: blocks of rows that end inside of them are written by ordinary stores, and so
-// are blocks of which half the columns are another tile's.
+// only by the whole: blocks of rows that end inside of them are written by ordinary stores.
 //
 // Of a symmetric result blocks above the diagonal leave twice, the second time transposed, and
 // blocks below it not at all. In a block on the diagonal the lower triangle is overwritten with the
@@ -148,7 +133,7 @@ class Courier {
     return origin.row + block / kWide * kBlockSide;
   }
   __device__ __forceinline__ int col_of(const TileOrigin& origin, int block) const {
-    return block_col<kTile>(origin.col) + block % kWide * kBlockSide;
+    return origin.col + block % kWide * kBlockSide;
   }
 
   // Whether a block of the part belongs to the result, and not to its lower triangle.
@@ -238,11 +223,8 @@ class Courier {
       const int row = row_of(origin, block), col = col_of(origin, block);
       if (!leaves(row, col)) continue;
       const uint32_t source = staging_ + block * kBlockBytes;
-      if (is_half(origin, col)) {
-        write_half(origin, row, col, source);
-        written = true;
-      } else if (p_.n % 8 != 0 && col + kBlockSide > p_.n) {
-        write(origin.matrix, row, col, source, {0, kBlockSide, 0, kLogChunks});
+      if (p_.n % 8 != 0 && col + kBlockSide > p_.n) {
+        write(origin.matrix, row, col, source);
         written = true;
       } else if (lane_ == 0) {
         copy_out(p_.out, source, col, row, static_cast<int>(origin.matrix));
@@ -253,12 +235,11 @@ class Courier {
   }
 
   __device__ __forceinline__ void send_mirrored(const TileOrigin& origin) const {
-    if constexpr (kTile::kHalfBlocks) write_mirrored_halves(origin);
     if (lane_ == 0) {
 #pragma unroll 1
       for (int block = 0; block < kBlocks; ++block) {
         const int row = row_of(origin, block), col = col_of(origin, block);
-        if (!mirrors(row, col) || is_half(origin, col)) continue;
+        if (!mirrors(row, col)) continue;
         copy_out(p_.out, staging_ + block * kBlockBytes, row, col, static_cast<int>(origin.matrix));
       }
       copy_out_commit();
@@ -266,24 +247,13 @@ class Courier {
     __syncwarp();
   }
 
-  // Of a staged block: lines from the first, 16-byte chunks from the first, a power of two of them.
-  struct Extent {
-    int line;
-    int lines;
-    int chunk;
-    int log_chunks;
-  };
-  static constexpr int kHalf = kBlockSide / 2;
-  static constexpr int kLogChunks = 3;
-
-  // By ordinary stores, as far as it lies inside of the matrix.
-  __device__ __forceinline__ void write(int64_t matrix, int row, int col, uint32_t source,
-                                        const Extent& extent) const {
+  // A staged block by ordinary stores, as far as it lies inside of the matrix.
+  __device__ __forceinline__ void write(int64_t matrix, int row, int col, uint32_t source) const {
+    constexpr int kChunks = kBlockSide / 8;
     T* const out = static_cast<T*>(p_.out_data) + matrix * p_.out_batch;
 #pragma unroll 1
-    for (int i = lane_; i < extent.lines << extent.log_chunks; i += 32) {
-      const int line = extent.line + (i >> extent.log_chunks);
-      const int chunk = extent.chunk + (i & ((1 << extent.log_chunks) - 1));
+    for (int i = lane_; i < kBlockSide * kChunks; i += 32) {
+      const int line = i / kChunks, chunk = i % kChunks;
       if (row + line >= p_.m) break;
       alignas(16) T values[8];
       uint4& bits = *reinterpret_cast<uint4*>(values);
@@ -292,46 +262,12 @@ class Courier {
                    : "r"(source + swizzled(line, chunk))
                    : "memory");
       T* const target = out + (row + line) * p_.out_row + col + chunk * 8;
-      if (kTile::kHalfBlocks && col + chunk * 8 + 8 <= p_.n) {
-        *reinterpret_cast<uint4*>(target) = bits;
-        continue;
-      }
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         if (col + chunk * 8 + e < p_.n) target[e] = values[e];
       }
     }
     __syncwarp();
-  }
-
-  // Whether only half of the columns of the block at `col` are this tile's.
-  __device__ __forceinline__ bool is_half(const TileOrigin& origin, int col) const {
-    return kTile::kHalfBlocks && (col < origin.col || col + kBlockSide > origin.col + kTile::kCols);
-  }
-
-  // A block on the diagonal has two tiles: the one on the left has its upper left quarter, the one
-  // on the right the other three, two of which are each other's transposes.
-  __device__ __forceinline__ void write_half(const TileOrigin& origin, int row, int col,
-                                             uint32_t source) const {
-    constexpr int kLog = kLogChunks - 1;
-    const bool on_diagonal = kSymmetric && row == col;
-    if (col < origin.col) {
-      write(origin.matrix, row, col, source, {0, kBlockSide, 1 << kLog, kLog});
-      if (on_diagonal) write(origin.matrix, row, col, source, {kHalf, kHalf, 0, kLog});
-    } else {
-      write(origin.matrix, row, col, source, {0, on_diagonal ? kHalf : kBlockSide, 0, kLog});
-    }
-  }
-
-  __device__ __forceinline__ void write_mirrored_halves(const TileOrigin& origin) const {
-#pragma unroll 1
-    for (int block = 0; block < kBlocks; ++block) {
-      const int row = row_of(origin, block), col = col_of(origin, block);
-      if (!mirrors(row, col) || !is_half(origin, col)) continue;
-      write(origin.matrix, col, row, staging_ + block * kBlockBytes,
-            {col < origin.col ? kHalf : 0, kHalf, 0, kLogChunks});
-    }
-    publish();  // the next copy of C must not overtake these reads
   }
 
   const Args& p_;

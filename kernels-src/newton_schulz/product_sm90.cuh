@@ -14,8 +14,7 @@ namespace optimizer::newton_schulz {
 template <typename kTile, typename Args>
 __device__ __forceinline__ bool rows_in_columns(const Args& p, const TileOrigin& origin) {
   return p.one_operand && origin.row >= origin.col &&
-         origin.row + kTile::kRows <= origin.col + kTile::kCols &&
-         !(kTile::kHalfBlocks && begins_inside_block(origin.col));
+         origin.row + kTile::kRows <= origin.col + kTile::kCols;
 }
 
 // Tiles of the launch, a multiple of the cluster, and where one of them lies.

@@ -14,7 +14,6 @@ using Tile128x128 = Tile<128, 128, 5, true>;
 using Tile64x128 = Tile<64, 128, 7, true>;
 using Tile128x192 = Tile<128, 192, 4, false>;
 using Tile128x128Pair = Tile<128, 128, 5, true, 2>;
-using Tile128x160 = Tile<128, 160, 4, false>;
 
 template <typename T, bool kRowsMajor>
 void launch_named(const Problem& p, int64_t tile, int device, cudaStream_t stream) {
@@ -31,8 +30,6 @@ void launch_named(const Problem& p, int64_t tile, int device, cudaStream_t strea
       return launch<T, Tile128x192, true, kRowsMajor, kRowsMajor>(p, device, stream);
     case 5:
       return launch<T, Tile128x128Pair, true, kRowsMajor, kRowsMajor>(p, device, stream);
-    case 6:
-      return launch<T, Tile128x160, true, kRowsMajor, kRowsMajor>(p, device, stream);
     default:
       STD_TORCH_CHECK(false, "symmetric_matmul: there is no sm90 tile ", tile);
   }

@@ -50,12 +50,9 @@ struct Tile {
   static constexpr int kPartRows = kTurns ? kRows : kRows / kConsumers;  // of one consumer
   static constexpr int kM = kPartRows / 64;  // its instructions per step
   static constexpr int kRowBlocks = kRows / kBlockSide;
-  // Of columns 64 at a time from the tile's first one; the last block may be half a block. The
-  // staging memory's blocks are those of the matrix, see block_col.
-  static constexpr int kColBlocks = (kCols + kBlockSide - 1) / kBlockSide;
-  static constexpr bool kHalfBlocks = kCols % kBlockSide != 0;
+  static constexpr int kColBlocks = kCols / kBlockSide;
   static constexpr int kStageBytes = (kRowBlocks + kColBlocks) * kBlockBytes;
-  static constexpr int kStagingBytes = kM * kColBlocks * kBlockBytes;
+  static constexpr int kStagingBytes = kPartRows * kCols * 2;
   // Arrivals that free a stage: one per warp that reads it, of every block that it was sent to.
   static constexpr int kReaders = (kTurns ? 1 : kConsumers) * 4 * kCluster;
 
@@ -65,19 +62,10 @@ struct Tile {
   static constexpr int kSharedBytes =
       2 * kAlignment + kStages * kStageBytes + kConsumers * kStagingBytes;
 
-  static_assert(kPartRows % 64 == 0 && kCols % (kBlockSide / 2) == 0 && kM * kCols <= 256);
+  static_assert(kPartRows % 64 == 0 && kCols % 64 == 0 && kM * kCols <= 256);
   static_assert(kBarrierBytes <= kAlignment && kSharedBytes <= 227 * 1024);
   static_assert(kColBlocks % kCluster == 0);
 };
-
-// Where columns of tiles are a multiple of 32 wide, every second of them may begin in the middle of
-// a block of the matrix.
-__device__ __forceinline__ bool begins_inside_block(int col) { return col % kBlockSide != 0; }
-// The first column of that block.
-template <typename kTile>
-__device__ __forceinline__ int block_col(int col) {
-  return kTile::kHalfBlocks ? col / kBlockSide * kBlockSide : col;
-}
 
 // Addresses in shared memory: barriers, for every stage the tile that begins with it, stages (the
 // rows' blocks, then the columns'), staging.

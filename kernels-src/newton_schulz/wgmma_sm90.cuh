@@ -42,13 +42,6 @@ __device__ __forceinline__ void pin(float (&sum)[kM][kSums]) {
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-#define REGISTERS_160                                                                \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-
 #define REGISTERS_192                                                                \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -77,18 +70,6 @@ __device__ __forceinline__ void pin(float (&sum)[kM][kSums]) {
       "}, %64, %65, p, 1, 1, %67, %68;\n"                                                      \
       "}"                                                                                      \
       : SUMS_64(sum, 0)                                                                        \
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kTransposeA)), \
-        "n"(static_cast<int>(kTransposeB)))
-
-#define PRODUCT_160(TYPE)                                                                      \
-  asm volatile(                                                                                \
-      "{\n"                                                                                    \
-      ".reg .pred p;\n"                                                                        \
-      "setp.ne.b32 p, %82, 0;\n"                                                               \
-      "wgmma.mma_async.sync.aligned.m64n160k16.f32." TYPE "." TYPE " {" REGISTERS_160          \
-      "}, %80, %81, p, 1, 1, %83, %84;\n"                                                      \
-      "}"                                                                                      \
-      : SUMS_64(sum, 0), SUMS_16(sum, 64)                                                      \
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kTransposeA)), \
         "n"(static_cast<int>(kTransposeB)))
 
@@ -133,18 +114,6 @@ struct Wgmma<T, 128, kTransposeA, kTransposeB> {
 };
 
 template <typename T, bool kTransposeA, bool kTransposeB>
-struct Wgmma<T, 160, kTransposeA, kTransposeB> {
-  static __device__ __forceinline__ void add(float (&sum)[80], uint64_t a, uint64_t b,
-                                             bool accumulate) {
-    if constexpr (std::is_same_v<T, __half>) {
-      PRODUCT_160("f16");
-    } else {
-      PRODUCT_160("bf16");
-    }
-  }
-};
-
-template <typename T, bool kTransposeA, bool kTransposeB>
 struct Wgmma<T, 192, kTransposeA, kTransposeB> {
   static __device__ __forceinline__ void add(float (&sum)[96], uint64_t a, uint64_t b,
                                              bool accumulate) {
@@ -170,11 +139,9 @@ struct Wgmma<T, 256, kTransposeA, kTransposeB> {
 
 #undef PRODUCT_256
 #undef PRODUCT_192
-#undef PRODUCT_160
 #undef PRODUCT_128
 #undef REGISTERS_256
 #undef REGISTERS_192
-#undef REGISTERS_160
 #undef REGISTERS_128
 #undef SUMS_64
 #undef SUMS_16
