@@ -19,6 +19,7 @@ from .moe_lora import LayerCase, Stopwatch, calls_of, peak_mb
 from .moe_problems import MODELS, Layer, random_layers
 from .nf4_goals import COPY, COPY_FEW, Goal, judged, layer_goals, said
 from .package import Built
+from .package import module as package_module
 from .report import Measured, Row, failed, floor_ms, line, passed
 from .timer import CudaStopwatch, cold_sets, medians
 
@@ -45,6 +46,7 @@ class Nf4Case(LayerCase):
             for weight in (self.w1, self.w2)
         ]
         self.w1 = self.w2 = None
+        self.serves = package_module(built.package, "kernels.nf4_product").serves
         self._right: tuple[list, list] | None = None
 
     def references(self) -> tuple[list, list]:
@@ -56,7 +58,9 @@ class Nf4Case(LayerCase):
         """What "auto" takes."""
         choose = self.moe.choose_strategy
         record = self.packed[0].quantized_weight()
-        return choose(self.layer.rows, self.layer.experts, fusable=record.fusable).name
+        compiled = self.serves(self.x, record.operands(), self.layer.rank)
+        options = {"fusable": record.fusable, "compiled": compiled}
+        return choose(self.layer.rows, self.layer.experts, **options).name
 
     def use(self, strategy: str) -> None:
         """Choose the strategy of `ours`."""

@@ -253,6 +253,8 @@ def test_choice_is_a_pure_function_of_rows_per_expert(opt, submodule, monkeypatc
     for rows in (8, 128, 200 * 128):
         assert choose(rows, 128).name == "fused"
     assert choose(200 * 128 + 1, 128).name == "chunked"
+    assert choose(512 * 128, 128, compiled=True).name == "fused"
+    assert choose(512 * 128 + 1, 128, compiled=True).name == "chunked"
     for refused in ({"fusable": False}, {"fast": False}):
         assert choose(8, 128, **refused).name == "selective"
         assert choose(64, 128, **refused).name == "selective"

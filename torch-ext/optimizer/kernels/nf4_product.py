@@ -201,6 +201,13 @@ def pays(mean_rows: float, depth: int, dotted: bool) -> bool:
     return not dotted or mean_rows <= TILE_ROWS / 2 or mean_rows >= 2 * TILE_ROWS
 
 
+def serves(x: Tensor, weight: tuple, rank: int) -> bool:
+    """Whether the op takes products of x with a weight of `grouped_lora_nf4_forward`."""
+    packed, absmax, codebook, nested, _, _, stored, blocksize, _ = weight
+    stack = (packed, absmax, codebook, nested, stored, blocksize)
+    return _is_hopper(x.device) and refusal(x, stack, rank) is None
+
+
 def compiled_is_faster(operands: tuple, options: dict) -> bool:
     """Whether `prefer_compiled` with these arguments takes the compiled op, and should."""
     x, stack, last, _, factor, slots, *_, out = operands

@@ -1,7 +1,8 @@
 """Grouped products over 4-bit experts: how much is decoded at a time, and what is kept.
 
 strategy  | decodes                                        | "auto" takes it
-fused     | in registers, inside the product               | up to FUSED_UP_TO_ROWS rows per expert
+fused     | in registers, inside the product               | up to FUSED_UP_TO_ROWS rows per expert,
+          |                                                | by CUDA up to COMPILED_UP_TO_ROWS
 selective | the active experts, at most min(E, T k)        | where that is at most half of E
 chunked   | slices of experts, two of them at a time        | everything else
 resident  | the whole stack                                | never; by name
@@ -27,6 +28,7 @@ from ..kernels.grouped_lora_forward import grouped_lora_forward
 from ..kernels.grouped_lora_nf4_dx import grouped_lora_nf4_dx
 from ..kernels.grouped_lora_nf4_forward import decodes_in_registers, grouped_lora_nf4_forward
 from ..kernels.nf4_dequant import DTYPES
+from ..kernels.nf4_product import serves
 from .expert_weights import STRATEGIES, QuantizedWeight, active_experts
 from .sort import ExpertOrder
 
@@ -38,12 +40,14 @@ SLICE_BYTES = (64 << 20, 128 << 20)
 # Mean rows per expert up to which decoding inside the product takes less time than decoding to
 # memory first. Forward and backward of a layer at 2048 tokens on an H200, ms (docs/log.md):
 #   rows              64     128    256    512
-#   fused, Triton     1.80   2.09   2.00   10.55
+#   fused, CUDA       1.60   1.49   1.60    7.26
+#   fused, Triton     1.71   1.94   1.95   10.67
 #   chunked, 1 stream 3.01   2.73   2.10    9.10
 #   chunked           2.92   2.46   not timed
 # Two streams gained 3 and 9 %, so that 256 rows may be a tie; there the fused product takes less
 # memory. With 0.5 to 32 rows its forward takes a quarter to a half of the time.
 FUSED_UP_TO_ROWS = 256
+COMPILED_UP_TO_ROWS = 512  # more were not timed
 
 
 def choose_strategy(
@@ -53,6 +57,7 @@ def choose_strategy(
     *,
     fusable: bool = True,
     fast: bool = True,
+    compiled: bool = False,
 ) -> Path:
     """The strategy for some rows over some experts, and why: a pure function of its arguments.
 
@@ -62,6 +67,7 @@ def choose_strategy(
         wanted: a strategy by name, or "auto".
         fusable: whether the fused product can take these weights on this path.
         fast: whether it decodes in registers there, and was measured.
+        compiled: whether CUDA's product takes it, which is faster with many rows.
 
     Returns:
         Name and reason.
@@ -79,12 +85,13 @@ def choose_strategy(
     if wanted != "auto":
         return Path(wanted, "asked for by name")
     mean = rows / num_experts
-    if fusable and fast and mean <= FUSED_UP_TO_ROWS:
-        return Path("fused", f"{mean:g} rows per expert, at most {FUSED_UP_TO_ROWS}")
+    most = COMPILED_UP_TO_ROWS if compiled else FUSED_UP_TO_ROWS
+    if fusable and fast and mean <= most:
+        return Path("fused", f"{mean:g} rows per expert, at most {most}")
     if 2 * rows <= num_experts:
         return Path("selective", f"{rows} rows reach at most half of the {num_experts} experts")
     if fusable and fast:
-        return Path("chunked", f"{mean:g} rows per expert, more than {FUSED_UP_TO_ROWS}")
+        return Path("chunked", f"{mean:g} rows per expert, more than {most}")
     return Path("chunked", f"{mean:g} rows per expert, and the fused product is none or slow here")
 
 
@@ -410,17 +417,20 @@ def quantized_lora_linear(
     Raises:
         ValueError: unknown strategy.
     """
+    replaceable = path == "triton" and not by_name
+    rank = 0 if lora_a is None else lora_a.shape[1]
     chosen = choose_strategy(
         order.slots.shape[0],
         order.num_experts,
         strategy or weight.strategy,
         fusable=weight.fusable and path != "grouped_mm",
         fast=path in TRITON_PATHS and decodes_in_registers(x),
+        compiled=replaceable and serves(x, weight.operands(), rank),
     )
     if order.slots.shape[0] == 0:
         # Of an empty batch no expert is active; one slice of all of them would be decoded for none.
         chosen = Path("selective", "an empty batch")
-    if path == "triton" and not by_name and chosen.name == "fused":
+    if replaceable and chosen.name == "fused":
         path = MEASURED
     return _QuantizedLora.apply(
         x,
