@@ -53,9 +53,9 @@ struct TileCost {
 // repeat the names.
 //
 // Least squares of relative errors, as in tools/tune.py, with 2 us of a launch beside the tiles.
-// Symmetric tiles: 16 shapes of one operand, m from 512 to 4096, k to 8192, with and without C; each
-// is met to 15 %, three quarters of them to 5 %. Then moved by at most 2.3 %, so that `auto` takes
-// the fastest tile of 15 of them, and of the 16th one that takes 0.2 % longer. Dense tiles: 9
+// Symmetric tiles: 16 shapes of one operand, m from 512 to 4096, k to 8192, with and without C;
+// each is met to 15 %, three quarters of them to 5 %. Then moved by at most 2.3 %, so that `auto`
+// takes the fastest tile of 15 of them, and of the 16th one that takes 0.2 % longer. Dense tiles: 9
 // shapes, m from 512 to 4096, each met to 10 %; `auto` takes the fastest tile of all. Pairs of both
 // tables were timed while fences stood before their signals.
 constexpr TileCost kSymmetricTiles[] = {
