@@ -44,6 +44,21 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t blo
       : "memory");
 }
 
+// True for one thread of the warp, all of whose threads ask. What that thread alone does, the
+// compiler knows to be of one thread: it hands coordinates to copies without a loop over the values
+// that other threads might have, which cost four instructions in a row for every copy.
+__device__ __forceinline__ bool elected() {
+  uint32_t chosen;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(chosen));
+  return chosen != 0;
+}
+
 // Whether the phase of this parity has ended; the hardware may suspend the thread for a while.
 __device__ __forceinline__ bool barrier_try(uint32_t barrier, uint32_t parity) {
   uint32_t done;

@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
   const int warpgroup = warp / (kWarpgroup / 32);
   if (warpgroup == 0) {
     give_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) produce<kTile, kARowsMajor, kBRowsMajor, kUpper>(p, at);
+    if (warp == 0 && elected()) produce<kTile, kARowsMajor, kBRowsMajor, kUpper>(p, at);
     __syncwarp();
     if (warp >= 2) carry<T, kTile, kSymmetric>(p, at, warp - 2);
   } else {
