@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
+from pathlib import Path
+
 import pytest
 
 TABLE = """==PROF== Connected
@@ -46,3 +50,19 @@ def test_least_bytes_by_hand() -> None:
 
     assert PROBLEM.case == "256x512x2048/heavy"
     assert least_bytes(PROBLEM) == 256 * 512 * 2048 * (4 + 2 + 2 + 2 + 2 + 2 + 2 + 2)
+
+
+def test_a_failing_ncu_says_so(counters, monkeypatch) -> None:
+    monkeypatch.setattr(counters.shutil, "which", lambda name: "/bin/false")
+    with pytest.raises(counters.NotCountedError, match="ncu failed: CalledProcess"):
+        counters.counted("harness.orthogonalize_traffic")
+
+
+def test_a_counter_that_hangs_is_killed_with_its_children(counters, tmp_path) -> None:
+    """The grandchild would hold the pipe until it ends by itself."""
+    pid, begin = tmp_path / "pid", time.monotonic()
+    with pytest.raises(subprocess.TimeoutExpired):
+        counters.output_of(["/bin/sh", "-c", f"sleep 60 & echo $! > {pid}; wait"], 1)
+    assert time.monotonic() - begin < 20
+    state = Path(f"/proc/{pid.read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"

@@ -10,6 +10,7 @@ import csv
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -49,18 +50,37 @@ def counted(module: str, *options: str, limit: int = 60) -> tuple[list[float], s
     )
     asked = ("--csv", "--print-units", "base", "--metrics", ",".join(METRICS))
     try:
-        done = subprocess.run(
-            [ncu, *asked, *as_it_runs, *options, sys.executable, "-m", module],
-            cwd=ROOT / "benchmarks",
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=True,
-        )
+        text = output_of([ncu, *asked, *as_it_runs, *options, sys.executable, "-m", module], limit)
     except (OSError, subprocess.SubprocessError) as error:
         raise NotCountedError(f"ncu failed: {type(error).__name__}") from error
-    return parsed(done.stdout), done.stdout
+    return parsed(text), text
+
+
+def output_of(command: list[str], limit: float) -> str:
+    """What a command prints; past `limit` seconds it is killed with its own children.
+
+    Raises:
+        subprocess.SubprocessError: it failed or took too long.
+    """
+    child = subprocess.Popen(
+        command,
+        cwd=ROOT / "benchmarks",
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        text, _ = child.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        # ncu's child would hold the pipe, and the device while others are timed.
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        raise
+    if child.returncode:
+        raise subprocess.CalledProcessError(child.returncode, command)
+    return text
 
 
 def parsed(text: str) -> list[float]:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import subprocess
 import sys
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -174,41 +171,26 @@ def test_a_row_that_fails_costs_no_other(harness):
     assert (row.case, row.variant) == ("a", "others")
 
 
-def test_traffic_is_read_from_what_ncu_prints(harness):
+def test_traffic_is_that_of_two_products_per_layer(harness, monkeypatch):
     traffic = harness.nf4_traffic
-    head = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
-    kernels = [(100, 20), (50, 10), (7, 1), (3, 0)]
-    lines = [
-        f'"{number}","_nf4_product","dram__bytes_{way}.sum","byte","{value:,}000"'
-        for number, both in enumerate(kernels)
-        for way, value in zip(("read", "write"), both, strict=True)
-    ]
-    text = "\n".join(["==PROF== Connected", "least q 5.0", head, *lines])
-    assert traffic.parsed(text, 2) == [180e3, 11e3]
-    with pytest.raises(ValueError, match="counted 4 kernels, not 3 per layer"):
-        traffic.parsed(text, 3)
-    with pytest.raises(ValueError, match="no table"):
-        traffic.parsed("==ERROR== ERR_NVGPUCTRPERM", 2)
+    assert traffic.by_layer([120e3, 60e3, 8e3, 3e3]) == [180e3, 11e3]
+    with pytest.raises(traffic.NotCountedError, match="counted 3 kernels, not two per layer"):
+        traffic.by_layer([1.0, 2.0, 3.0])
+    least = "\n".join(f"least {model} 50.0" for model in traffic.TRAFFIC)
+    monkeypatch.setattr(traffic, "counted", lambda *_, **__: ([30.0, 25.0, 40.0, 60.0], least))
+    assert list(traffic.measured().values()) == [1.1, 2.0]
 
 
-def test_without_ncu_the_row_says_so(harness, monkeypatch):
+def test_without_counts_the_row_says_so(harness, monkeypatch):
     traffic = harness.nf4_traffic
-    monkeypatch.setattr(traffic.shutil, "which", lambda name: None)
+
+    def refuses(*_, **__):
+        raise traffic.NotCountedError("no ncu on this machine")
+
+    monkeypatch.setattr(traffic, "counted", refuses)
     assert set(traffic.measured().values()) == {"no ncu on this machine"}
-    monkeypatch.setattr(traffic.shutil, "which", lambda name: "/bin/false")
-    assert all(v.startswith("ncu failed: CalledProcess") for v in traffic.measured().values())
-
-
-def test_a_counter_that_hangs_is_killed_with_its_children(harness, monkeypatch, tmp_path):
-    """The grandchild would hold the pipe until it ends by itself."""
-    traffic, pid = harness.nf4_traffic, tmp_path / "pid"
-    monkeypatch.setattr(traffic, "LIMIT", 1)
-    begin = time.monotonic()
-    with pytest.raises(subprocess.TimeoutExpired):
-        traffic.output_of(["/bin/sh", "-c", f"sleep 60 & echo $! > {pid}; wait"])
-    assert time.monotonic() - begin < 20
-    state = Path(f"/proc/{pid.read_text().strip()}/stat")
-    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    monkeypatch.setattr(traffic, "counted", lambda *_, **__: ([1.0] * 4, "least q"))
+    assert all(v.startswith("not counted: ValueError") for v in traffic.measured().values())
 
 
 def test_every_case_has_a_row_though_all_fail(harness, monkeypatch, capsys):
