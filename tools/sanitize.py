@@ -30,6 +30,7 @@ def main() -> int:
         ("racecheck", "kernels", 0),
         ("memcheck", "chain", 0),
         ("racecheck", "chain", 0),
+        ("memcheck", "subsets", 0),
     ):
         result = run(tool, case)
         right = result.returncode == expected
