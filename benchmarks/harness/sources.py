@@ -12,6 +12,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path("benchmarks/results")  # below the root: results/<gpu>/<name>.json
 
+# What a step of the optimizers runs of kernels/.
+_STEP_KERNELS = (
+    "torch-ext/optimizer/kernels/_lists.py",
+    "torch-ext/optimizer/kernels/_operands.py",
+    "torch-ext/optimizer/kernels/adamw.py",
+    "torch-ext/optimizer/kernels/apply_update.py",
+    "torch-ext/optimizer/kernels/find_converged.py",
+    "torch-ext/optimizer/kernels/find_well_conditioned.py",
+    "torch-ext/optimizer/kernels/matmul_add.py",
+    "torch-ext/optimizer/kernels/momentum.py",
+    "torch-ext/optimizer/kernels/norm_factors.py",
+    "torch-ext/optimizer/kernels/normalize.py",
+    "torch-ext/optimizer/kernels/square_chain.py",
+    "torch-ext/optimizer/kernels/symmetric_matmul.py",
+)
+
 # Result file -> what its times depend on.
 SOURCES: dict[str, tuple[str, ...]] = {
     "elementwise": (
@@ -44,6 +60,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     ),
     "nf4": (
         "kernels-src/common/*",
+        "kernels-src/grouped_lora/nf4_*",
         "kernels-src/nf4_dequant/*",
         "torch-ext/optimizer/kernels/_expert_product_triton.py",
         "torch-ext/optimizer/kernels/_grouped_*.py",
@@ -56,13 +73,14 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "torch-ext/optimizer/kernels/grouped_lora_*.py",
         "torch-ext/optimizer/kernels/grouped_product.py",
         "torch-ext/optimizer/kernels/nf4_dequant*.py",
+        "torch-ext/optimizer/kernels/nf4_product.py",
         "torch-ext/optimizer/moe/*.py",
     ),
     "optimizer_step": (
         "kernels-src/common/*",
         "kernels-src/newton_schulz/*",
         "kernels-src/optimizer_step/*",
-        "torch-ext/optimizer/kernels/*.py",
+        *_STEP_KERNELS,
         "torch-ext/optimizer/optimizers/*.py",
         "torch-ext/optimizer/orthogonalize/*",
     ),
@@ -71,7 +89,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "kernels-src/newton_schulz/*",
         "kernels-src/optimizer_step/*",
         "torch-ext/optimizer/distributed/*.py",
-        "torch-ext/optimizer/kernels/*.py",
+        *_STEP_KERNELS,
         "torch-ext/optimizer/optimizers/*.py",
         "torch-ext/optimizer/orthogonalize/*",
     ),

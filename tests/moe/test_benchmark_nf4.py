@@ -96,7 +96,7 @@ def test_what_auto_takes_is_timed_once(harness, opt, monkeypatch):
     built = SimpleNamespace(package=opt)
     rows = [row for row, _ in nf4.layer_rows(layer, built, ("fwd",), others, {})]
     chosen = opt.moe.choose_strategy(layer.rows, layer.experts).name
-    assert used == [chosen, *(name for name in others if name != chosen)]
+    assert used == ["auto", *(name for name in others if name != chosen)]
     assert [row.variant for row in rows] == ["auto", *used[1:]]
     assert [row.ok for row in rows] == [name != "resident" for name in used]
     assert {row.speedup for row in rows if row.ok} == {2.0}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ._grouped_launch_triton import _launch_product, tile_of
 from ._grouped_launch_triton import packed as packed_factor
-from .nf4_dequant import dequant_op
+from .nf4_dequant import _op, _pick_name
 
 
 def tiles_of_slices(tiles: Tensor, experts: int, count: int) -> Tensor:
@@ -43,7 +43,7 @@ def tiles_of_slices(tiles: Tensor, experts: int, count: int) -> Tensor:
 def decoder(stack: tuple, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """ids -> decoded experts: the op that `nf4_dequant` takes, its arguments checked before."""
     packed, absmax, codebook, nested, (_, *shape), blocksize = stack
-    op = dequant_op(packed.device)
+    op = _op(_pick_name(packed.device))
     options = (shape, blocksize, dtype, codebook, *(nested or (None, None, None)))
     return lambda ids: op(packed, absmax, ids, *options)
 

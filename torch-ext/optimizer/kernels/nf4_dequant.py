@@ -278,7 +278,7 @@ def nf4_dequant(
         _check_values("absmax_scale", absmax_scale, torch.float32, -(-blocks // 256), packed)
         _check_values("absmax_offset", absmax_offset, torch.float32, 1, packed)
 
-    return dequant_op(packed.device)(
+    return _op(_pick_name(packed.device))(
         packed,
         absmax,
         active_experts,
@@ -301,8 +301,3 @@ def _op(path: str):
     from . import nf4_dequant_triton  # noqa: F401
 
     return ops.nf4_dequant_triton
-
-
-def dequant_op(device: torch.device):
-    """The registered op that `nf4_dequant` takes on a device; it does not check its arguments."""
-    return _op(_pick_name(device))
