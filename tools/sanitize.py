@@ -31,6 +31,8 @@ def main() -> int:
         ("memcheck", "chain", 0),
         ("racecheck", "chain", 0),
         ("memcheck", "subsets", 0),
+        ("memcheck", "experts", 0),
+        ("racecheck", "experts", 0),
     ):
         result = run(tool, case)
         right = result.returncode == expected

@@ -3,6 +3,7 @@
     compute-sanitizer --tool memcheck python -m tests.kernels.sanitizer_cases kernels
     compute-sanitizer --tool memcheck python -m tests.kernels.sanitizer_cases chain
     compute-sanitizer --tool memcheck python -m tests.kernels.sanitizer_cases subsets
+    compute-sanitizer --tool memcheck python -m tests.kernels.sanitizer_cases experts
     compute-sanitizer --tool memcheck python -m tests.kernels.sanitizer_cases planted
 
 `tools/sanitize.py` runs them: all but the last must be clean, the last must be caught. The caching
@@ -19,6 +20,7 @@ import sys
 import torch
 
 from .._compare import assert_same_bits
+from . import test_grouped_product_gpu, test_nf4_product_gpu
 from ._products import Dense, exact_dense
 from ._symmetric import DTYPES as SYMMETRIC_DTYPES
 from ._symmetric import Problem, exact, laid_out
@@ -188,6 +190,41 @@ def subsets() -> None:
     print(f"{well_conditioned(loaded())} cases, all right")
 
 
+def experts() -> None:
+    """The compiled products of experts: 16-bit weights by both tiles, and 4-bit ones."""
+    print(f"{expert_products(loaded())} cases, all right")
+
+
+def expert_products(opt) -> int:
+    """grouped_product and nf4_product: every epilogue at odd sizes; the number of cases."""
+    device, count = torch.device("cuda"), 0
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return count
+    dense, packed, reference = (
+        importlib.import_module(f"{opt.__name__}.{name}")
+        for name in ("kernels.grouped_product", "kernels.nf4_product", "reference.nf4_moe")
+    )
+    counts = (0, 1, 65, 257, 0, 130)
+    # The rank, the rows' gather, whether the result stays grouped, what the epilogue does beside it
+    for rank, fan, grouped_out, extras in (
+        (0, 0, True, {}),
+        (8, 1, False, {"gated": True, "dotted": True}),
+        (72, 3, False, {"bias": True, "sentinels": 7}),
+    ):
+        for turned in (False, True):  # weights by columns; for NF4 the product along the rows
+            for tile in test_grouped_product_gpu.TILES:
+                problem = test_grouped_product_gpu.Problem(
+                    counts, 72, 136, rank, fan, grouped_out, turned, **extras
+                )
+                test_grouped_product_gpu.check(dense, device, problem, tile)
+            problem = test_nf4_product_gpu.Problem(
+                counts, 136, 192, turned, rank, fan, grouped_out, **extras
+            )
+            test_nf4_product_gpu.check(packed, device, reference.nf4_product, problem)
+            count += 1 + len(test_grouped_product_gpu.TILES)
+    return count
+
+
 def chains(opt) -> int:
     """square_chain: one and several tiles a side, groups, fewer and more tiles than blocks."""
     device, count = torch.device("cuda"), 0
@@ -298,5 +335,5 @@ def planted() -> None:
 
 if __name__ == "__main__":
     assert os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1", "see the module's docstring"
-    cases = {"kernels": kernels, "chain": chain, "subsets": subsets, "planted": planted}
-    cases[sys.argv[1]]()
+    cases = (kernels, chain, subsets, experts, planted)
+    {case.__name__: case for case in cases}[sys.argv[1]]()
