@@ -2,11 +2,8 @@
 // From a stage's packed bytes to wgmma's left operand in registers (nf4_wgmma_sm90.cuh). Every
 // weight is the codebook's value times its block's absmax in float32, rounded once.
 //
-// Along, a lane's 32 weights of a stage belong to two blocks: the 16 rounded products of each are
-// made first, a quarter by each of the four lanes that share them, and kept as bytes in eight
-// registers, so that a byte permutation looks four weights up. Across, no two of a lane's stored
-// rows share a block: lane l of a warp holds value l % 16 of the codebook, a nibble names the lane
-// to read (one shuffle per weight, exact in float32), and product and rounding follow.
+// Lane l of a warp holds value l % 16 of the codebook, and a nibble names the lane to read: one
+// shuffle per weight, exact in float32; product and rounding follow.
 
 #include <cuda_bf16.h>
 
@@ -64,60 +61,31 @@ class ByteTransposer {
 template <bool kAlong>
 class Decoder;
 
-// Bytes of x (0 to 3) and y (4 to 7), one per nibble of the selector's lower half; with bit 3 of
-// the nibble set, the byte's sign eight times.
-__device__ __forceinline__ uint32_t permuted(uint32_t x, uint32_t y, uint32_t selector) {
-  uint32_t bytes;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(x), "r"(y), "r"(selector));
-  return bytes;
-}
-
-// Byte i is that of `table` (16 bytes) named by nibble i of the lower half of `selector`, without
-// bit 3; byte i of `upper` is this bit, eight times.
-__device__ __forceinline__ uint32_t looked_up(const uint32_t (&table)[4], uint32_t selector,
-                                              uint32_t upper) {
-  const uint32_t low = permuted(table[0], table[1], selector);
-  const uint32_t high = permuted(table[2], table[3], selector);
-  return (high & upper) | (low & ~upper);
-}
-
 // A line of a stage is a stored row with 32 bytes of the sum, swizzled by 32 bytes. ldmatrix gives
 // a lane of four the four bytes of 8 elements; wgmma wants one byte of every 8, hence the
 // transposer.
 template <>
 class Decoder<true> {
  public:
-  // Of two neighbouring columns: half of the sum, then the column; the products' bytes.
   struct Fetched {
-    uint32_t bytes[4];
-    uint32_t low[2][4], high[2][4];
+    uint32_t bytes[4];  // of two neighbouring columns: half of the sum, then the column
+    float2 scales;
+    float table;
   };
 
-  __device__ __forceinline__ Decoder(const float* codebook, int consumer) {
+  __device__ __forceinline__ Decoder(const float* codebook, int consumer)
+      : table_(codebook[threadIdx.x % 16]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
     const int first = consumer * kPartColumns;
     const int line = first + pair_column<true>(warp, lane % 8) + lane / 8 % 2;
     bytes_ = line * (kDepth / 2) + (lane / 16 ^ line / 4 % 2) * 16;
     scales_ = 4 * (first + pair_column<true>(warp, lane / 4));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) codes_[i] = codebook[lane % 4 * 4 + i];
   }
 
   __device__ __forceinline__ void fetch(Fetched& to, const SharedMap& at, uint32_t slot) const {
+    to.table = table_;
     symmetric::load_fragments<false>(to.bytes, at.packed(slot) + bytes_);
-    const float2 scales = load_scales(at.scales(slot) + scales_);
-#pragma unroll
-    for (int column = 0; column < 2; ++column) {
-      const float scale = column == 0 ? scales.x : scales.y;
-      const uint32_t x = rounded_pair(__fmul_rn(codes_[0], scale), __fmul_rn(codes_[1], scale));
-      const uint32_t y = rounded_pair(__fmul_rn(codes_[2], scale), __fmul_rn(codes_[3], scale));
-      const uint32_t low = permuted(x, y, 0x6420), high = permuted(x, y, 0x7531);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        to.low[column][i] = __shfl_sync(0xffffffff, low, i, 4);
-        to.high[column][i] = __shfl_sync(0xffffffff, high, i, 4);
-      }
-    }
+    to.scales = load_scales(at.scales(slot) + scales_);
     transpose_(to.bytes[0], to.bytes[1]);
     transpose_(to.bytes[2], to.bytes[3]);
   }
@@ -128,17 +96,19 @@ class Decoder<true> {
 #pragma unroll
     for (int column = 0; column < 2; ++column) {
       const uint32_t word = from.bytes[kStep / 2 * 2 + column];
-      const uint32_t selector = (word & 0x77777777) >> kStep % 2 * 16;
-      const uint32_t upper = permuted(word << 4, word, kStep % 2 == 0 ? 0xd9c8 : 0xfbea);
-      const uint32_t low = looked_up(from.low[column], selector, upper);
-      const uint32_t high = looked_up(from.high[column], selector, upper);
-      a[column] = permuted(low, high, 0x4051);
-      a[2 + column] = permuted(low, high, 0x6273);
+      const float scale = column == 0 ? from.scales.x : from.scales.y;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int at = 8 * (kStep % 2 * 2 + i);
+        const float even = looked_up(from.table, word >> (at + 4));
+        const float odd = looked_up(from.table, word >> at);
+        a[i * 2 + column] = rounded_pair(__fmul_rn(even, scale), __fmul_rn(odd, scale));
+      }
     }
   }
 
  private:
-  float codes_[4];
+  const float table_;
   uint32_t bytes_;
   uint32_t scales_;
   const ByteTransposer transpose_;

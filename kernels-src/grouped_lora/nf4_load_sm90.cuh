@@ -37,16 +37,16 @@ class Loader {
 
   __device__ __forceinline__ void run() {
     const int tiles = tile_count(p_, at_);
-    int tile = static_cast<int>(blockIdx.x);
+    int tile = dealt_tile(0);
     if (tile >= tiles) return;
     TileAt where = locate(p_, at_, tile);
     int found[kPerThread];
     look_up(found, where);
-    for (int set = 0;; set ^= 1) {
-      int* sources = at_.sources(set);
+    for (int round = 1;; ++round) {
+      int* sources = at_.sources(round % 2);
       publish(sources, found);
       const TileAt here = where;
-      tile += static_cast<int>(gridDim.x);
+      tile = dealt_tile(round);
       if (tile < tiles) {
         where = locate(p_, at_, tile);
         look_up(found, where);  // used behind this tile's stages, by when it has arrived

@@ -23,26 +23,13 @@ class Consumer {
 
   __device__ __forceinline__ void run() {
     const int tiles = tile_count(p_, at_);
-    int tile = static_cast<int>(blockIdx.x);
-    if (tile < tiles) fetch_all(even_);
-    while (tile < tiles) {
+    bool more = dealt_tile(0) < tiles;
+    if (more) fetch_all(even_);
+    for (int round = 1; more; ++round) {
       const int4 place = *at_.place(slot_);
       const TileAt where{place.x, place.y, place.z, place.w};
-      tile += static_cast<int>(gridDim.x);
-      const bool more = tile < tiles;
-      if (where.rows <= 64) {
-        process<64>(where, more);
-      } else if (where.rows <= 96) {
-        process<96>(where, more);
-      } else if (where.rows <= 128) {
-        process<128>(where, more);
-      } else if (where.rows <= 160) {
-        process<160>(where, more);
-      } else if (where.rows <= 192) {
-        process<192>(where, more);
-      } else {
-        process<256>(where, more);
-      }
+      more = dealt_tile(round) < tiles;
+      process_by_least<64, 80, 96, 128, 144, 160, 176, 192, 240, kTokens>(where, more);
     }
     clear_sentinels(p_, at_.offsets()[p_.experts]);
   }
@@ -54,6 +41,20 @@ class Consumer {
   // wait for each other to be released.
   static constexpr int kRankStagesPassed = 1;
   static_assert(kStages >= 2 + kRankStagesPassed);
+
+  // By the narrowest instruction that holds the tile's rows. Means of 64, 128, ... rows per expert
+  // are what powers of two give: half of the experts have a few more, so widths lie close there.
+  template <int kN, int... kWider>
+  __device__ __forceinline__ void process_by_least(const TileAt& where, bool more) {
+    static_assert(kN % kHeightStep == 0);
+    if constexpr (sizeof...(kWider) == 0) {
+      process<kN>(where, more);
+    } else if (where.rows <= kN) {
+      process<kN>(where, more);
+    } else {
+      process_by_least<kWider...>(where, more);
+    }
+  }
 
   template <int kN>
   __device__ __forceinline__ void process(const TileAt& where, bool more) {
@@ -280,29 +281,69 @@ class Consumer {
   Operand even_, odd_;   // decoded stages, in turns; a tile begins with even_
 };
 
-// Offsets, and tiles of rows before every expert: exclusive sums by the first warp.
+// Of an expert's tiles, in steps of instructions; 0 is the tallest, the last has no rows.
+__device__ __forceinline__ int height_class(const int* offsets, int expert) {
+  const int rows = offsets[expert + 1] - offsets[expert];
+  const int height = rows == 0 ? 0 : row_range(rows, row_tiles(rows, kTokens), 0).count;
+  return (kTokens - height) / kHeightStep;
+}
+
+// Over the lanes of a warp before this one.
+__device__ __forceinline__ int sum_before(int own) {
+  int sum = own;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int left = __shfl_up_sync(0xffffffff, sum, distance);
+    if (threadIdx.x % 32 >= distance) sum += left;
+  }
+  return sum - own;
+}
+
+// By one warp: experts in the order of their classes, and of their numbers inside of one, so that
+// all blocks agree. `places` holds how many every class has.
+__device__ __forceinline__ void make_order(const int* offsets, int experts, int* places,
+                                           int* order) {
+  const int lane = static_cast<int>(threadIdx.x);
+  places[lane] = sum_before(places[lane]);
+  __syncwarp();
+  for (int first = 0; first < experts; first += 32) {
+    const int e = first + lane;
+    const int own = e < experts ? height_class(offsets, e) : kHeightClasses;  // or nobody's
+    const uint32_t peers = __match_any_sync(0xffffffff, own);
+    const int place = places[own] + __popc(peers & ((1u << lane) - 1));
+    if (e < experts) order[place] = e;
+    __syncwarp();
+    if (peers >> lane == 1) places[own] = place + 1;  // the last of its class
+    __syncwarp();
+  }
+}
+
+// Offsets; experts in the order of their tiles' heights; tiles of rows before every expert of this
+// order.
 __device__ __forceinline__ void make_tables(const Arguments& p, const SharedMap& at) {
-  int *offsets = at.offsets(), *starts = at.starts();
-  for (int e = static_cast<int>(threadIdx.x); e <= p.experts; e += kThreads) {
-    offsets[e] = static_cast<int>(p.offsets[e]);
+  int *offsets = at.offsets(), *starts = at.starts(), *order = at.order();
+  int* places = at.sources(0);  // nobody's yet
+  static_assert(kHeightClasses < 32);
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < 32) places[thread] = 0;
+  for (int e = thread; e <= p.experts; e += kThreads) offsets[e] = static_cast<int>(p.offsets[e]);
+  __syncthreads();
+  for (int e = thread; e < p.experts; e += kThreads) {
+    atomicAdd(places + height_class(offsets, e), 1);
   }
   __syncthreads();
-  if (threadIdx.x >= 32) return;
-  const int lane = static_cast<int>(threadIdx.x);
+  if (thread >= 32) return;
+  make_order(offsets, p.experts, places, order);
   int before = 0;
   for (int first = 0; first < p.experts; first += 32) {
-    const int e = first + lane;
-    const int own = e < p.experts ? row_tiles(offsets[e + 1] - offsets[e], kTokens) : 0;
-    int sum = own;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int left = __shfl_up_sync(0xffffffff, sum, distance);
-      if (lane >= distance) sum += left;
-    }
-    if (e < p.experts) starts[e] = before + sum - own;
-    before += __shfl_sync(0xffffffff, sum, 31);
+    const int i = first + thread;
+    const int e = i < p.experts ? order[i] : 0;
+    const int own = i < p.experts ? row_tiles(offsets[e + 1] - offsets[e], kTokens) : 0;
+    const int sum = sum_before(own);
+    if (i < p.experts) starts[i] = before + sum;
+    before += __shfl_sync(0xffffffff, sum + own, 31);
   }
-  if (lane == 0) starts[p.experts] = before;
+  if (thread == 0) starts[p.experts] = before;
 }
 
 template <bool kAlong>

@@ -99,12 +99,13 @@ __device__ __forceinline__ void row_dots(const Arguments& p, const SharedMap& at
 #pragma unroll
     for (int i = 0; i < 2 * kBatch; ++i) {
       const int row = (batch + i / 2) * 8 + thread % 4 * 2 + i % 2;
-      if (row >= where.rows || !inside) continue;
+      if (batch + i / 2 >= kN / 8 || row >= where.rows || !inside) continue;
       const int64_t source = p.other_fan == 0 ? where.row + row : slots[row] / p.other_fan;
       pairs[i / 2][i % 2] = *reinterpret_cast<const uint32_t*>(other + source * p.other_row);
     }
 #pragma unroll
     for (int i = 0; i < 2 * kBatch; ++i) {
+      if (batch + i / 2 >= kN / 8) continue;
       const int at_sum = 4 * (batch + i / 2) + i % 2;
       const uint32_t pair = pairs[i / 2][i % 2];
       float dot = __fmul_rn(__fadd_rn(sum[at_sum], bias.x), __uint_as_float(pair << 16));

@@ -37,7 +37,9 @@ constexpr int kConsumers = 2;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kPartColumns = 64;  // of one consumer
 constexpr int kColumns = kConsumers * kPartColumns;
-constexpr int kTokens = 256;                       // most rows of a tile
+constexpr int kTokens = 256;     // most rows of a tile
+constexpr int kHeightStep = 16;  // of the instructions' N
+constexpr int kHeightClasses = kTokens / kHeightStep + 1;
 constexpr int kDepth = newton_schulz::kBlockSide;  // of the sum, per stage
 constexpr int kSteps = kDepth / newton_schulz::kInstructionDepth;
 constexpr int kStages = 5;
@@ -68,7 +70,7 @@ struct SharedMap {
   static constexpr uint32_t kPlaces = kTables + (2 + 7 * kConsumers) * kTableBytes;
   static constexpr uint32_t kBarriers = kPlaces + 16 * kStages;
   static constexpr uint32_t kExperts = kBarriers + 16 * kStages;
-  static constexpr uint32_t kBytes = kAlignment + kExperts + 2 * 4 * (kMaxExperts + 1);
+  static constexpr uint32_t kBytes = kAlignment + kExperts + 3 * 4 * (kMaxExperts + 1);
 
   char* start;
   uint32_t base;  // the same for instructions that take 32-bit addresses
@@ -109,6 +111,7 @@ struct SharedMap {
     return reinterpret_cast<int*>(start + kExperts);
   }
   __device__ __forceinline__ int* starts() const { return offsets() + kMaxExperts + 1; }
+  __device__ __forceinline__ int* order() const { return starts() + kMaxExperts + 1; }
 
  private:
   template <typename T>
@@ -161,12 +164,20 @@ struct TileAt {
   int rows;
 };
 
+// Tiles are numbered from the tallest experts' to the smallest's, and dealt to the blocks to and
+// fro, so that all have about as much to do. Behind a block's first missing tile all are missing.
+__device__ __forceinline__ int dealt_tile(int round) {
+  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+  return round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
+}
+
 // There are fewer than 2^31 tiles: each writes 256 bytes of its own.
 __device__ __forceinline__ TileAt locate(const Arguments& p, const SharedMap& at, int tile) {
   const int *offsets = at.offsets(), *starts = at.starts();
-  const int expert = last_not_above(starts, p.experts, tile / p.column_blocks);
+  const int index = last_not_above(starts, p.experts, tile / p.column_blocks);
+  const int expert = at.order()[index];
   const int first = offsets[expert], rows = offsets[expert + 1] - first;
-  const int before = starts[expert], tiles = starts[expert + 1] - before;
+  const int before = starts[index], tiles = starts[index + 1] - before;
   const int unit = tile - before * p.column_blocks;
   // One band of row tiles needs no division of 64 bits.
   const Place place = tiles <= grouped_lora::kBand ? Place{unit % tiles, unit / tiles}
