@@ -1,9 +1,9 @@
 #pragma once
-// From a stage's packed bytes to wgmma's left operand in registers (nf4_wgmma_sm90.cuh).
+// From a stage's packed bytes to wgmma's left operand in registers (nf4_wgmma_sm90.cuh). Every
+// weight is the codebook's value times its block's absmax in float32, rounded once.
 //
-// Lane l of a warp holds value l % 16 of the codebook and a nibble names the lane to read: one
-// shuffle per weight, exact in float32. Then one product with the block's absmax and one rounding,
-// of two weights at a time.
+// Lane l of a warp holds value l % 16 of the codebook, and a nibble names the lane to read: one
+// shuffle per weight, exact in float32; product and rounding follow.
 
 #include <cuda_bf16.h>
 
@@ -67,7 +67,14 @@ class Decoder;
 template <>
 class Decoder<true> {
  public:
-  __device__ __forceinline__ Decoder(float table, int consumer) : table_(table) {
+  struct Fetched {
+    uint32_t bytes[4];  // of two neighbouring columns: half of the sum, then the column
+    float2 scales;
+    float table;
+  };
+
+  __device__ __forceinline__ Decoder(const float* codebook, int consumer)
+      : table_(codebook[threadIdx.x % 16]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
     const int first = consumer * kPartColumns;
     const int line = first + pair_column<true>(warp, lane % 8) + lane / 8 % 2;
@@ -75,22 +82,27 @@ class Decoder<true> {
     scales_ = 4 * (first + pair_column<true>(warp, lane / 4));
   }
 
-  __device__ __forceinline__ void operator()(uint32_t (&a)[kSteps][4], const SharedMap& at,
-                                             uint32_t slot) const {
-    uint32_t bytes[4];
-    symmetric::load_fragments<false>(bytes, at.packed(slot) + bytes_);
-    const float2 scales = load_scales(at.scales(slot) + scales_);
-    transpose_(bytes[0], bytes[1]);
-    transpose_(bytes[2], bytes[3]);
+  __device__ __forceinline__ void fetch(Fetched& to, const SharedMap& at, uint32_t slot) const {
+    to.table = table_;
+    symmetric::load_fragments<false>(to.bytes, at.packed(slot) + bytes_);
+    to.scales = load_scales(at.scales(slot) + scales_);
+    transpose_(to.bytes[0], to.bytes[1]);
+    transpose_(to.bytes[2], to.bytes[3]);
+  }
+
+  // The 16 of the sum of a step: two bytes per column, of which the upper nibbles come first.
+  template <int kStep>
+  static __device__ __forceinline__ void decode(uint32_t (&a)[4], const Fetched& from) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // half of the sum, then the column of the pair
-      const float scale = i % 2 == 0 ? scales.x : scales.y;
+    for (int column = 0; column < 2; ++column) {
+      const uint32_t word = from.bytes[kStep / 2 * 2 + column];
+      const float scale = column == 0 ? from.scales.x : from.scales.y;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {  // 8 of the sum
-        const float even = looked_up(table_, bytes[i] >> (8 * j + 4));
-        const float odd = looked_up(table_, bytes[i] >> (8 * j));
-        a[i / 2 * 2 + j / 2][j % 2 * 2 + i % 2] =
-            rounded_pair(__fmul_rn(even, scale), __fmul_rn(odd, scale));
+      for (int i = 0; i < 2; ++i) {
+        const int at = 8 * (kStep % 2 * 2 + i);
+        const float even = looked_up(from.table, word >> (at + 4));
+        const float odd = looked_up(from.table, word >> at);
+        a[i * 2 + column] = rounded_pair(__fmul_rn(even, scale), __fmul_rn(odd, scale));
       }
     }
   }
@@ -108,7 +120,15 @@ class Decoder<true> {
 template <>
 class Decoder<false> {
  public:
-  __device__ __forceinline__ Decoder(float table, int consumer) : table_(table) {
+  struct Fetched {
+    uint32_t bytes[8];  // of 8 of the sum each
+    float2 scales[8];
+    float table;
+    int shift;
+  };
+
+  __device__ __forceinline__ Decoder(const float* codebook, int consumer)
+      : table_(codebook[threadIdx.x % 16]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
     const int chunk = consumer * (kPartColumns / 32) + warp / 2;
     bytes_ = lane * (kColumns / 2) + (chunk ^ lane / 2 % 4) * 16;
@@ -116,22 +136,30 @@ class Decoder<false> {
     shift_ = warp % 2 * 8;
   }
 
-  __device__ __forceinline__ void operator()(uint32_t (&a)[kSteps][4], const SharedMap& at,
-                                             uint32_t slot) const {
+  __device__ __forceinline__ void fetch(Fetched& to, const SharedMap& at, uint32_t slot) const {
+    to.table = table_;
+    to.shift = shift_;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // 32 of the sum
       uint32_t bytes[4];
       symmetric::load_fragments<true>(bytes, at.packed(slot) + bytes_ + half * 32 * (kColumns / 2));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {  // 8 of the sum
-        const float2 scales = load_scales(at.scales(slot) + scales_ + 4 * (half * 32 + i * 8));
-        const uint32_t pair = bytes[i] >> shift_;
-        uint32_t (&step)[4] = a[half * 2 + i / 2];
-        step[i % 2 * 2] = rounded_pair(__fmul_rn(looked_up(table_, pair >> 4), scales.x),
-                                       __fmul_rn(looked_up(table_, pair >> 20), scales.y));
-        step[i % 2 * 2 + 1] = rounded_pair(__fmul_rn(looked_up(table_, pair), scales.x),
-                                           __fmul_rn(looked_up(table_, pair >> 16), scales.y));
-      }
+      for (int i = 0; i < 4; ++i) to.bytes[half * 4 + i] = bytes[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) to.scales[i] = load_scales(at.scales(slot) + scales_ + 32 * i);
+  }
+
+  template <int kStep>
+  static __device__ __forceinline__ void decode(uint32_t (&a)[4], const Fetched& from) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {  // 8 of the sum
+      const float2 scales = from.scales[kStep * 2 + i];
+      const uint32_t pair = from.bytes[kStep * 2 + i] >> from.shift;
+      a[i * 2] = rounded_pair(__fmul_rn(looked_up(from.table, pair >> 4), scales.x),
+                              __fmul_rn(looked_up(from.table, pair >> 20), scales.y));
+      a[i * 2 + 1] = rounded_pair(__fmul_rn(looked_up(from.table, pair), scales.x),
+                                  __fmul_rn(looked_up(from.table, pair >> 16), scales.y));
     }
   }
 

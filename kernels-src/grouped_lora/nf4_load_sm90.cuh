@@ -36,17 +36,17 @@ class Loader {
         chunk_(thread_ % 8) {}
 
   __device__ __forceinline__ void run() {
-    const int64_t tiles = tile_count(p_, at_);
-    int64_t tile = blockIdx.x;
+    const int tiles = tile_count(p_, at_);
+    int tile = dealt_tile(0);
     if (tile >= tiles) return;
     TileAt where = locate(p_, at_, tile);
     int found[kPerThread];
     look_up(found, where);
-    for (int set = 0;; set ^= 1) {
-      int* sources = at_.sources(set);
+    for (int round = 1;; ++round) {
+      int* sources = at_.sources(round % 2);
       publish(sources, found);
       const TileAt here = where;
-      tile += gridDim.x;
+      tile = dealt_tile(round);
       if (tile < tiles) {
         where = locate(p_, at_, tile);
         look_up(found, where);  // used behind this tile's stages, by when it has arrived
@@ -95,6 +95,9 @@ class Loader {
     const float* scales = p_.absmax + stored * p_.row_blocks + (column >> p_.shift);
     for (int k = 0; k < p_.depth; k += kDepth) {
       const uint32_t full = wait_for_empty();
+      if (k == 0 && thread_ == 0) {
+        *at_.place(ring_.slot) = {here.expert, here.column, here.row, here.rows};
+      }
       fetch_packed(here, k, full);
       const bool inside = (kAlong ? row : row + k) < p_.stored_rows && column < p_.columns;
       const int64_t further = kAlong ? k >> p_.shift : static_cast<int64_t>(k) * p_.row_blocks;

@@ -73,6 +73,7 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedMap::kBytes));
   // Most tiles that the rows can make; how many there are is known on the device alone.
   const int64_t most = (p.rows / kTokens + std::min(p.experts, p.rows)) * args.column_blocks;
+  STD_TORCH_CHECK(most < int64_t{1} << 31, "nf4_product: there are more than 2^31 tiles");
   cudaLaunchConfig_t config{};
   config.gridDim =
       dim3(static_cast<unsigned>(std::min<int64_t>(most, newton_schulz::processors_of(device))));

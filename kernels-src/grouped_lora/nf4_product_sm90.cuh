@@ -7,7 +7,8 @@
 
 namespace optimizer::nf4_product {
 
-// One consumer's tiles.
+// One consumer's tiles. The first stage of a tile is decoded beside the last products of the tile
+// before, whose sums are written meanwhile.
 template <bool kAlong>
 class Consumer {
  public:
@@ -16,45 +17,70 @@ class Consumer {
         at_(at),
         consumer_(consumer),
         stages_((p.depth + kDepth - 1) / kDepth),
+        rank_stages_((p.rank + kDepth - 1) / kDepth),
         rows_start_(newton_schulz::matrix_descriptor(at.rows(0))),
-        decode_(p.codebook[threadIdx.x % 16], consumer) {}
+        decode_(p.codebook, consumer) {}
 
   __device__ __forceinline__ void run() {
-    const int64_t tiles = tile_count(p_, at_);
-    for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      const TileAt where = locate(p_, at_, tile);
-      if (where.rows <= 64) {
-        process<64>(where);
-      } else if (where.rows <= 96) {
-        process<96>(where);
-      } else if (where.rows <= 128) {
-        process<128>(where);
-      } else if (where.rows <= 160) {
-        process<160>(where);
-      } else if (where.rows <= 192) {
-        process<192>(where);
-      } else {
-        process<256>(where);
-      }
+    const int tiles = tile_count(p_, at_);
+    bool more = dealt_tile(0) < tiles;
+    if (more) fetch_all(even_);
+    for (int round = 1; more; ++round) {
+      const int4 place = *at_.place(slot_);
+      const TileAt where{place.x, place.y, place.z, place.w};
+      more = dealt_tile(round) < tiles;
+      process_by_least<64, 80, 96, 128, 144, 160, 176, 192, 240, kTokens>(where, more);
     }
     clear_sentinels(p_, at_.offsets()[p_.experts]);
   }
 
  private:
+  using Fetched = typename Decoder<kAlong>::Fetched;
+  using Operand = uint32_t[kSteps][4];
+  // Most stages of the rank between a tile's last stage and the first of the next: these must not
+  // wait for each other to be released.
+  static constexpr int kRankStagesPassed = 1;
+  static_assert(kStages >= 2 + kRankStagesPassed);
+
+  // By the narrowest instruction that holds the tile's rows. Means of 64, 128, ... rows per expert
+  // are what powers of two give: half of the experts have a few more, so widths lie close there.
+  template <int kN, int... kWider>
+  __device__ __forceinline__ void process_by_least(const TileAt& where, bool more) {
+    static_assert(kN % kHeightStep == 0);
+    if constexpr (sizeof...(kWider) == 0) {
+      process<kN>(where, more);
+    } else if (where.rows <= kN) {
+      process<kN>(where, more);
+    } else {
+      process_by_least<kWider...>(where, more);
+    }
+  }
+
   template <int kN>
-  __device__ __forceinline__ void process(const TileAt& where) {
-    const TileExtras extras(p_, where);
+  __device__ __forceinline__ void process(const TileAt& where, bool more) {
+    TileExtras extras(p_, where);
     const int warp = threadIdx.x % kWarpgroup / 32, group = threadIdx.x % 32 / 4;
     const int column = where.column + consumer_ * kPartColumns + pair_column<kAlong>(warp, group);
+    Factor factor(p_, where, column);
     // Set to zero, not overwritten by the first product: what only that defines lives, for the
     // compiler, through the whole loop over tiles, every kN's sums beside each other.
     float sum[kN / 2] = {};
-    multiply<kN>(sum);
-    add_low_rank<kN>(sum, where, column);
+    const bool early = more && rank_stages_ <= kRankStagesPassed;
+    Ring<kStages> rank_ring = ring_;
+    const bool swapped = multiply<kN>(sum, early, rank_ring);
+    extras.load_gates();
+    if (!early) rank_ring = ring_;
+    if (p_.rank != 0) add_low_rank<kN>(sum, factor, rank_ring);
+    if (!early) ring_ = rank_ring;
     newton_schulz::products_wait<0>();
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) asm volatile("" : "+f"(sum[i]));
     release(before_);
+    if (swapped) {
+#pragma unroll
+      for (int i = 0; i < 4 * kSteps; ++i) even_[i / 4][i % 4] = odd_[i / 4][i % 4];
+    }
+    if (more && !early) fetch_all(even_);
 
     newton_schulz::warpgroup_sync(1 + consumer_);
     extras.publish(at_, consumer_);
@@ -71,87 +97,170 @@ class Consumer {
     }
   }
 
-  // sum (64 columns x rows) = W x^T. A stage is decoded while the products of the stage before run.
+  // sum (64 columns x rows) = W x^T. A stage is decoded while the products of the stage before run;
+  // with `early` behind the last one the next tile's first, past the rank's, which begin at
+  // `rank_ring`. Returns whether it is in odd_.
   template <int kN>
-  __device__ __forceinline__ void multiply(float (&sum)[kN / 2]) {
-    uint32_t even[kSteps][4], odd[kSteps][4];
-    fetch(even);
-    int stage = 0;
-    while (true) {
-      add_stage<kN>(sum, even, odd, stage++);
-      if (stage == stages_) break;
-      add_stage<kN>(sum, odd, even, stage++);
-      if (stage == stages_) break;
+  __device__ __forceinline__ bool multiply(float (&sum)[kN / 2], bool early,
+                                           Ring<kStages>& rank_ring) {
+    for (int stage = 1;; stage += 2) {
+      if (stage == stages_) {
+        add_last_stage<kN>(sum, even_, odd_, stage > 1, early, rank_ring);
+        return early;
+      }
+      add_stage<kN>(sum, even_, odd_, stage > 1);
+      if (stage + 1 == stages_) {
+        add_last_stage<kN>(sum, odd_, even_, true, early, rank_ring);
+        return false;
+      }
+      add_stage<kN>(sum, odd_, even_, true);
     }
   }
 
+  // The products of the stage in `a`; `next` becomes what the ring has come to. Half of the
+  // products are handed on before, half between the two halves of its decoding.
   template <int kN>
-  __device__ __forceinline__ void add_stage(float (&sum)[kN / 2], const uint32_t (&a)[kSteps][4],
-                                            uint32_t (&next)[kSteps][4], int stage) {
+  __device__ __forceinline__ void add_stage(float (&sum)[kN / 2], const Operand& a, Operand& next,
+                                            bool holds) {
+    const uint64_t b = rows_start_ + slot_ * (kRowBytes / 16);
+    add_steps<kN, 0, 2>(sum, a, b);
+    free_stage_before(holds);
+    Fetched fetched;
+    fetch(fetched);
+    Decoder<kAlong>::template decode<0>(next[0], fetched);
+    Decoder<kAlong>::template decode<1>(next[1], fetched);
+    add_steps<kN, 2, 4>(sum, a, b);
+    Decoder<kAlong>::template decode<2>(next[2], fetched);
+    Decoder<kAlong>::template decode<3>(next[3], fetched);
+  }
+
+  template <int kN>
+  __device__ __forceinline__ void add_last_stage(float (&sum)[kN / 2], const Operand& a,
+                                                 Operand& next, bool holds, bool early,
+                                                 Ring<kStages>& rank_ring) {
+    add_steps<kN, 0, 4>(sum, a, rows_start_ + slot_ * (kRowBytes / 16));
+    free_stage_before(holds);
+    rank_ring = ring_;
+    if (!early) return;
+    ring_.skip(rank_stages_);
+    fetch_all(next);
+  }
+
+  template <int kN, int kFirst, int kEnd>
+  __device__ __forceinline__ void add_steps(float (&sum)[kN / 2], const Operand& a, uint64_t b) {
     using namespace newton_schulz;
-    const uint64_t b = rows_start_ + ring_.slot * (kRowBytes / 16);
     products_begin();
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = kFirst; step < kEnd; ++step) {
       DecodedProduct<kN>::add(sum, a[step], b + descriptor_offset<false>(0, step));
     }
     products_commit();
-    if (stage > 0) {  // `next` and the stage before are free when its products have ended
-      products_wait<1>();
-      release(before_);
-    }
-    before_ = ring_.slot;
-    ring_.advance();
-    if (stage + 1 < stages_) fetch(next);
   }
 
-  // The left operand of the stage that the ring has come to. wgmma reads through the async proxy
-  // what cp.async has written through the generic one: hence the fence, behind the barrier.
-  __device__ __forceinline__ void fetch(uint32_t (&a)[kSteps][4]) const {
+  // When all products but the group handed on last have ended, the stage before is free, and so is
+  // the operand that it came from. A tile's first stage has none before it.
+  __device__ __forceinline__ void free_stage_before(bool holds) {
+    newton_schulz::products_wait<1>();
+    if (holds) release(before_);
+    before_ = slot_;
+  }
+
+  // What the left operand of the stage that the ring has come to is decoded from.
+  __device__ __forceinline__ void fetch(Fetched& fetched) {
     newton_schulz::barrier_wait(at_.full(ring_.slot), ring_.parity, "a full stage");
-    newton_schulz::fence_for_copies();
-    decode_(a, at_, ring_.slot);
+    see_copies();
+    decode_.fetch(fetched, at_, ring_.slot);
+    slot_ = ring_.slot;
+    ring_.advance();
   }
 
-  // sum += F low^T, 64 of the rank at a time; the factor comes straight from global memory.
+  __device__ __forceinline__ void fetch_all(Operand& a) {
+    Fetched fetched;
+    fetch(fetched);
+    Decoder<kAlong>::template decode<0>(a[0], fetched);
+    Decoder<kAlong>::template decode<1>(a[1], fetched);
+    Decoder<kAlong>::template decode<2>(a[2], fetched);
+    Decoder<kAlong>::template decode<3>(a[3], fetched);
+  }
+
+  // Ranks [16 s, 16 s + 16) of a thread's two columns: two ranks each, and two further by 8. The
+  // first are asked for when the tile begins; they come straight from global memory.
+  class Factor {
+   public:
+    __device__ __forceinline__ Factor(const Arguments& p, const TileAt& where, int column) : p_(p) {
+      from_ = p.factor + where.expert * p.factor_expert + column * p.factor_column;
+      inside_ = column < p.columns;
+      load(first_, 0);
+    }
+    __device__ __forceinline__ void operator()(uint32_t (&a)[4], int k) const {
+      uint32_t found[8];
+      load(found, k);
+      pack(a, found);
+    }
+    __device__ __forceinline__ void first(uint32_t (&a)[4]) const { pack(a, first_); }
+
+   private:
+    __device__ __forceinline__ void load(uint32_t (&found)[8], int k) const {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {  // half of the ranks, column, rank
+        const int rank = k + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        found[i] = 0;
+        if (rank < p_.rank && inside_) {
+          found[i] = *reinterpret_cast<const uint16_t*>(from_ + i / 2 % 2 * p_.factor_column +
+                                                        rank * p_.factor_rank);
+        }
+      }
+    }
+    static __device__ __forceinline__ void pack(uint32_t (&a)[4], const uint32_t (&found)[8]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = found[2 * i] | found[2 * i + 1] << 16;
+    }
+
+    const Arguments& p_;
+    const char* from_;
+    bool inside_;
+    uint32_t first_[8];
+  };
+
+  // sum += F low^T, 64 of the rank at a time, or 16 where there are no more.
   template <int kN>
-  __device__ __forceinline__ void add_low_rank(float (&sum)[kN / 2], const TileAt& where,
-                                               int column) {
+  __device__ __forceinline__ void add_low_rank(float (&sum)[kN / 2], const Factor& factor,
+                                               Ring<kStages>& ring) {
     using namespace newton_schulz;
     for (int k = 0; k < p_.rank; k += kDepth) {
       uint32_t a[kSteps][4];
+      if (k == 0) {
+        factor.first(a[0]);
+      } else {
+        factor(a[0], k);
+      }
+      const bool few = p_.rank - k <= kInstructionDepth;
+      if (!few) {
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) load_factor(a[step], where, column, k + 16 * step);
-      barrier_wait(at_.full(ring_.slot), ring_.parity, "a full stage of the rank");
-      fence_for_copies();
-      const uint64_t b = rows_start_ + ring_.slot * (kRowBytes / 16);
+        for (int step = 1; step < kSteps; ++step) factor(a[step], k + step * kInstructionDepth);
+      }
+      barrier_wait(at_.full(ring.slot), ring.parity, "a full stage of the rank");
+      see_copies();
+      const uint64_t b = rows_start_ + ring.slot * (kRowBytes / 16);
       products_begin();
+      DecodedProduct<kN>::add(sum, a[0], b + descriptor_offset<false>(0, 0));
+      if (!few) {
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        DecodedProduct<kN>::add(sum, a[step], b + descriptor_offset<false>(0, step));
+        for (int step = 1; step < kSteps; ++step) {
+          DecodedProduct<kN>::add(sum, a[step], b + descriptor_offset<false>(0, step));
+        }
       }
       products_commit();
       products_wait<0>();
       release(before_);
-      before_ = ring_.slot;
-      ring_.advance();
+      before_ = ring.slot;
+      ring.advance();
     }
   }
 
-  // Ranks [k, k + 16) of columns `column` and the next, zeros from the rank on.
-  __device__ __forceinline__ void load_factor(uint32_t (&a)[4], const TileAt& where, int column,
-                                              int k) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int rank = k + i / 2 * 8 + threadIdx.x % 4 * 2;
-      a[i] = 0;
-      if (rank >= p_.rank || column >= p_.columns) continue;
-      const char* from = p_.factor + where.expert * p_.factor_expert + rank * p_.factor_rank +
-                         (column + i % 2) * p_.factor_column;
-      a[i] = *reinterpret_cast<const uint16_t*>(from) |
-             static_cast<uint32_t>(*reinterpret_cast<const uint16_t*>(from + p_.factor_rank)) << 16;
-    }
-  }
+  // wgmma reads through the async proxy what cp.async has written through the generic one: hence
+  // the fence, behind the barrier.
+  static __device__ __forceinline__ void see_copies() { newton_schulz::fence_for_copies(); }
 
   // This warp is done with a stage.
   __device__ __forceinline__ void release(uint32_t slot) const {
@@ -163,35 +272,78 @@ class Consumer {
   const SharedMap& at_;
   const int consumer_;
   const int stages_;
+  const int rank_stages_;
   const uint64_t rows_start_;
   const Decoder<kAlong> decode_;
-  Ring<kStages> ring_;
-  uint32_t before_ = 0;
+  Ring<kStages> ring_;   // the next stage to be decoded
+  uint32_t slot_ = 0;    // of the stage that was decoded last
+  uint32_t before_ = 0;  // of the stage that was multiplied last
+  Operand even_, odd_;   // decoded stages, in turns; a tile begins with even_
 };
 
-// Offsets, and tiles of rows before every expert: exclusive sums by the first warp.
+// Of an expert's tiles, in steps of instructions; 0 is the tallest, the last has no rows.
+__device__ __forceinline__ int height_class(const int* offsets, int expert) {
+  const int rows = offsets[expert + 1] - offsets[expert];
+  const int height = rows == 0 ? 0 : row_range(rows, row_tiles(rows, kTokens), 0).count;
+  return (kTokens - height) / kHeightStep;
+}
+
+// Over the lanes of a warp before this one.
+__device__ __forceinline__ int sum_before(int own) {
+  int sum = own;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int left = __shfl_up_sync(0xffffffff, sum, distance);
+    if (threadIdx.x % 32 >= distance) sum += left;
+  }
+  return sum - own;
+}
+
+// By one warp: experts in the order of their classes, and of their numbers inside of one, so that
+// all blocks agree. `places` holds how many every class has.
+__device__ __forceinline__ void make_order(const int* offsets, int experts, int* places,
+                                           int* order) {
+  const int lane = static_cast<int>(threadIdx.x);
+  places[lane] = sum_before(places[lane]);
+  __syncwarp();
+  for (int first = 0; first < experts; first += 32) {
+    const int e = first + lane;
+    const int own = e < experts ? height_class(offsets, e) : kHeightClasses;  // or nobody's
+    const uint32_t peers = __match_any_sync(0xffffffff, own);
+    const int place = places[own] + __popc(peers & ((1u << lane) - 1));
+    if (e < experts) order[place] = e;
+    __syncwarp();
+    if (peers >> lane == 1) places[own] = place + 1;  // the last of its class
+    __syncwarp();
+  }
+}
+
+// Offsets; experts in the order of their tiles' heights; tiles of rows before every expert of this
+// order.
 __device__ __forceinline__ void make_tables(const Arguments& p, const SharedMap& at) {
-  int *offsets = at.offsets(), *starts = at.starts();
-  for (int e = static_cast<int>(threadIdx.x); e <= p.experts; e += kThreads) {
-    offsets[e] = static_cast<int>(p.offsets[e]);
+  int *offsets = at.offsets(), *starts = at.starts(), *order = at.order();
+  int* places = at.sources(0);  // nobody's yet
+  static_assert(kHeightClasses < 32);
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < 32) places[thread] = 0;
+  for (int e = thread; e <= p.experts; e += kThreads) offsets[e] = static_cast<int>(p.offsets[e]);
+  __syncthreads();
+  for (int e = thread; e < p.experts; e += kThreads) {
+    atomicAdd(places + height_class(offsets, e), 1);
   }
   __syncthreads();
-  if (threadIdx.x >= 32) return;
-  const int lane = static_cast<int>(threadIdx.x);
+  if (thread >= 32) return;
+  make_order(offsets, p.experts, places, order);
   int before = 0;
   for (int first = 0; first < p.experts; first += 32) {
-    const int e = first + lane;
-    const int own = e < p.experts ? row_tiles(offsets[e + 1] - offsets[e], kTokens) : 0;
-    int sum = own;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int left = __shfl_up_sync(0xffffffff, sum, distance);
-      if (lane >= distance) sum += left;
-    }
-    if (e < p.experts) starts[e] = before + sum - own;
-    before += __shfl_sync(0xffffffff, sum, 31);
+    const int i = first + thread;
+    const int e = i < p.experts ? order[i] : 0;
+    const int own = i < p.experts ? row_tiles(offsets[e + 1] - offsets[e], kTokens) : 0;
+    const int sum = sum_before(own);
+    if (i < p.experts) starts[i] = before + sum;
+    before += __shfl_sync(0xffffffff, sum + own, 31);
   }
-  if (lane == 0) starts[p.experts] = before;
+  if (thread == 0) starts[p.experts] = before;
 }
 
 template <bool kAlong>

@@ -5,8 +5,8 @@
 
 namespace optimizer::nf4_product {
 
-// What a consumer's threads need beside the sums of a tile. The slots' loads begin with the tile;
-// the rest follows from them at its end.
+// What a consumer's threads need beside the sums of a tile. The slots' loads begin with the tile,
+// the gates' follow before its last products have ended.
 class TileExtras {
  public:
   __device__ __forceinline__ TileExtras(const Arguments& p, const TileAt& where)
@@ -21,6 +21,14 @@ class TileExtras {
     }
   }
 
+  __device__ __forceinline__ void load_gates() {
+    if (p_.gates == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (thread_ + i * kWarpgroup < where_.rows) gate_[i] = p_.gates[slot_[i]];
+    }
+  }
+
   // A warpgroup_sync before, nobody reads the tables; one later everybody sees them.
   __device__ __forceinline__ void publish(const SharedMap& at, int consumer) const {
     int *targets = at.targets(consumer), *slots = at.slots(consumer);
@@ -30,18 +38,20 @@ class TileExtras {
       const int row = thread_ + i * kWarpgroup;
       if (row >= where_.rows) continue;
       targets[row] = p_.scatter ? slot_[i] : where_.row + row;
-      gates[row] = p_.gates != nullptr ? p_.gates[slot_[i]] : 1.0f;
+      gates[row] = gate_[i];
       if (p_.dots != nullptr) slots[row] = slot_[i];
     }
   }
 
  private:
   static constexpr int kRows = kTokens / kWarpgroup;  // per thread
+  static_assert(kRows == 2);
 
   const Arguments& p_;
   const TileAt& where_;
   const int thread_;
   int slot_[kRows] = {};
+  float gate_[kRows] = {1.0f, 1.0f};
 };
 
 // Bias and gate for the columns `column` and the next; rows of the result, 32 bytes of 4 at a time
@@ -53,16 +63,20 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const float (&sum
   char* out = p.out + static_cast<int64_t>(column) * 2;
   const int64_t pitch = static_cast<int64_t>(p.columns) * 2;
   const int first = threadIdx.x % 4 * 2;
+  const bool gated = p.gates != nullptr;
 #pragma unroll
   for (int j = 0; j < kN / 8; ++j) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int row = j * 8 + first + e;
-      if (row >= rows) continue;
-      const float gate = gates[row];
-      const float x = __fmul_rn(__fadd_rn(sum[4 * j + e], bias.x), gate);
-      const float y = __fmul_rn(__fadd_rn(sum[4 * j + 2 + e], bias.y), gate);
-      *reinterpret_cast<uint32_t*>(out + targets[row] * pitch) = rounded_pair(x, y);
+    const int row = j * 8 + first;  // and the next; behind the rows tables hold what they held
+    if (row >= rows) break;
+    const int2 target = *reinterpret_cast<const int2*>(targets + row);
+    const float2 gate = gated ? *reinterpret_cast<const float2*>(gates + row) : float2{1.0f, 1.0f};
+    const uint32_t pair = rounded_pair(__fmul_rn(__fadd_rn(sum[4 * j], bias.x), gate.x),
+                                       __fmul_rn(__fadd_rn(sum[4 * j + 2], bias.y), gate.x));
+    *reinterpret_cast<uint32_t*>(out + target.x * pitch) = pair;
+    if (row + 1 < rows) {
+      const uint32_t next = rounded_pair(__fmul_rn(__fadd_rn(sum[4 * j + 1], bias.x), gate.y),
+                                         __fmul_rn(__fadd_rn(sum[4 * j + 3], bias.y), gate.y));
+      *reinterpret_cast<uint32_t*>(out + target.y * pitch) = next;
     }
   }
 }
@@ -85,12 +99,13 @@ __device__ __forceinline__ void row_dots(const Arguments& p, const SharedMap& at
 #pragma unroll
     for (int i = 0; i < 2 * kBatch; ++i) {
       const int row = (batch + i / 2) * 8 + thread % 4 * 2 + i % 2;
-      if (row >= where.rows || !inside) continue;
+      if (batch + i / 2 >= kN / 8 || row >= where.rows || !inside) continue;
       const int64_t source = p.other_fan == 0 ? where.row + row : slots[row] / p.other_fan;
       pairs[i / 2][i % 2] = *reinterpret_cast<const uint32_t*>(other + source * p.other_row);
     }
 #pragma unroll
     for (int i = 0; i < 2 * kBatch; ++i) {
+      if (batch + i / 2 >= kN / 8) continue;
       const int at_sum = 4 * (batch + i / 2) + i % 2;
       const uint32_t pair = pairs[i / 2][i % 2];
       float dot = __fmul_rn(__fadd_rn(sum[at_sum], bias.x), __uint_as_float(pair << 16));

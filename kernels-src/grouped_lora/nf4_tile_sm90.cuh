@@ -37,7 +37,9 @@ constexpr int kConsumers = 2;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kPartColumns = 64;  // of one consumer
 constexpr int kColumns = kConsumers * kPartColumns;
-constexpr int kTokens = 256;                       // most rows of a tile
+constexpr int kTokens = 256;     // most rows of a tile
+constexpr int kHeightStep = 16;  // of the instructions' N
+constexpr int kHeightClasses = kTokens / kHeightStep + 1;
 constexpr int kDepth = newton_schulz::kBlockSide;  // of the sum, per stage
 constexpr int kSteps = kDepth / newton_schulz::kInstructionDepth;
 constexpr int kStages = 5;
@@ -65,9 +67,10 @@ struct SharedMap {
   static constexpr uint32_t kScales = kPacked + kStages * kPackedBytes;
   static constexpr uint32_t kTables = kScales + kStages * kScaleBytes;
   // Sources of two tiles; for each consumer targets, gates, slots and 4 warps' sums of dots.
-  static constexpr uint32_t kBarriers = kTables + (2 + 7 * kConsumers) * kTableBytes;
+  static constexpr uint32_t kPlaces = kTables + (2 + 7 * kConsumers) * kTableBytes;
+  static constexpr uint32_t kBarriers = kPlaces + 16 * kStages;
   static constexpr uint32_t kExperts = kBarriers + 16 * kStages;
-  static constexpr uint32_t kBytes = kAlignment + kExperts + 2 * 4 * (kMaxExperts + 1);
+  static constexpr uint32_t kBytes = kAlignment + kExperts + 3 * 4 * (kMaxExperts + 1);
 
   char* start;
   uint32_t base;  // the same for instructions that take 32-bit addresses
@@ -96,6 +99,10 @@ struct SharedMap {
   __device__ __forceinline__ float* partial(int consumer) const {
     return table<float>(5 + 7 * consumer);
   }
+  // Of the tile that begins with a stage: its loader knows, consumers need not find out again.
+  __device__ __forceinline__ int4* place(uint32_t slot) const {
+    return reinterpret_cast<int4*>(start + kPlaces) + slot;
+  }
   __device__ __forceinline__ uint32_t full(uint32_t slot) const {
     return base + kBarriers + 8 * slot;
   }
@@ -104,6 +111,7 @@ struct SharedMap {
     return reinterpret_cast<int*>(start + kExperts);
   }
   __device__ __forceinline__ int* starts() const { return offsets() + kMaxExperts + 1; }
+  __device__ __forceinline__ int* order() const { return starts() + kMaxExperts + 1; }
 
  private:
   template <typename T>
@@ -156,19 +164,30 @@ struct TileAt {
   int rows;
 };
 
-__device__ __forceinline__ TileAt locate(const Arguments& p, const SharedMap& at, int64_t tile) {
+// Tiles are numbered from the tallest experts' to the smallest's, and dealt to the blocks to and
+// fro, so that all have about as much to do. Behind a block's first missing tile all are missing.
+__device__ __forceinline__ int dealt_tile(int round) {
+  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+  return round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
+}
+
+// There are fewer than 2^31 tiles: each writes 256 bytes of its own.
+__device__ __forceinline__ TileAt locate(const Arguments& p, const SharedMap& at, int tile) {
   const int *offsets = at.offsets(), *starts = at.starts();
-  const int expert = last_not_above(starts, p.experts, static_cast<int>(tile / p.column_blocks));
+  const int index = last_not_above(starts, p.experts, tile / p.column_blocks);
+  const int expert = at.order()[index];
   const int first = offsets[expert], rows = offsets[expert + 1] - first;
-  const int before = starts[expert], tiles = starts[expert + 1] - before;
-  const int64_t unit = tile - static_cast<int64_t>(before) * p.column_blocks;
-  const Place place = place_of(unit, tiles, p.column_blocks);
+  const int before = starts[index], tiles = starts[index + 1] - before;
+  const int unit = tile - before * p.column_blocks;
+  // One band of row tiles needs no division of 64 bits.
+  const Place place = tiles <= grouped_lora::kBand ? Place{unit % tiles, unit / tiles}
+                                                   : place_of(unit, tiles, p.column_blocks);
   const RowRange range = row_range(rows, tiles, place.row_tile);
   return {expert, place.block * kColumns, first + range.first, range.count};
 }
 
-__device__ __forceinline__ int64_t tile_count(const Arguments& p, const SharedMap& at) {
-  return static_cast<int64_t>(at.starts()[p.experts]) * p.column_blocks;
+__device__ __forceinline__ int tile_count(const Arguments& p, const SharedMap& at) {
+  return at.starts()[p.experts] * p.column_blocks;
 }
 
 // Which column of a consumer's 64 wgmma's rows `16 warp + group` and 8 further hold: this one and

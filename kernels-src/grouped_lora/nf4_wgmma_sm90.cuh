@@ -13,29 +13,42 @@
 namespace optimizer::nf4_product {
 
 #define SUMS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SUMS_16(d, i) SUMS_4(d, i), SUMS_4(d, i + 4), SUMS_4(d, i + 8), SUMS_4(d, i + 12)
+#define SUMS_8(d, i) SUMS_4(d, i), SUMS_4(d, i + 4)
+#define SUMS_16(d, i) SUMS_8(d, i), SUMS_8(d, i + 8)
 #define SUMS_32(d, i) SUMS_16(d, i), SUMS_16(d, i + 16)
 
-#define REGISTERS_64                                                       \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define REGISTERS_96 \
+#define REGISTERS_64                                                               \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17" \
+  ", %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS_80 \
   REGISTERS_64       \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define REGISTERS_128 \
-  REGISTERS_96        \
-  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define REGISTERS_160 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define REGISTERS_96 \
+  REGISTERS_80       \
+  ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define REGISTERS_128                                                           \
+  REGISTERS_96                                                                  \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62" \
+  ", %63"
+#define REGISTERS_144 \
   REGISTERS_128       \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define REGISTERS_192 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define REGISTERS_160 \
+  REGISTERS_144       \
+  ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define REGISTERS_176 \
   REGISTERS_160       \
-  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define REGISTERS_256                                                                    \
-  REGISTERS_192                                                                          \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, "   \
-  "%110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
-  "%124, %125, %126, %127"
+  ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define REGISTERS_192 \
+  REGISTERS_176       \
+  ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define REGISTERS_240                                                          \
+  REGISTERS_192                                                                \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108" \
+  ", %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119"
+#define REGISTERS_256 \
+  REGISTERS_240       \
+  ", %120, %121, %122, %123, %124, %125, %126, %127"
 
 // Sums that begin at zero: every product adds.
 template <int kN>
@@ -61,26 +74,39 @@ struct DecodedProduct;
   }
 
 DECODED_PRODUCT(64, "64", REGISTERS_64, "32", "33", "34", "35", "36", SUMS_32(sum, 0));
+DECODED_PRODUCT(80, "80", REGISTERS_80, "40", "41", "42", "43", "44", SUMS_32(sum, 0),
+                SUMS_8(sum, 32));
 DECODED_PRODUCT(96, "96", REGISTERS_96, "48", "49", "50", "51", "52", SUMS_32(sum, 0),
                 SUMS_16(sum, 32));
 DECODED_PRODUCT(128, "128", REGISTERS_128, "64", "65", "66", "67", "68", SUMS_32(sum, 0),
                 SUMS_32(sum, 32));
+DECODED_PRODUCT(144, "144", REGISTERS_144, "72", "73", "74", "75", "76", SUMS_32(sum, 0),
+                SUMS_32(sum, 32), SUMS_8(sum, 64));
 DECODED_PRODUCT(160, "160", REGISTERS_160, "80", "81", "82", "83", "84", SUMS_32(sum, 0),
                 SUMS_32(sum, 32), SUMS_16(sum, 64));
+DECODED_PRODUCT(176, "176", REGISTERS_176, "88", "89", "90", "91", "92", SUMS_32(sum, 0),
+                SUMS_32(sum, 32), SUMS_16(sum, 64), SUMS_8(sum, 80));
 DECODED_PRODUCT(192, "192", REGISTERS_192, "96", "97", "98", "99", "100", SUMS_32(sum, 0),
                 SUMS_32(sum, 32), SUMS_32(sum, 64));
+DECODED_PRODUCT(240, "240", REGISTERS_240, "120", "121", "122", "123", "124", SUMS_32(sum, 0),
+                SUMS_32(sum, 32), SUMS_32(sum, 64), SUMS_16(sum, 96), SUMS_8(sum, 112));
 DECODED_PRODUCT(256, "256", REGISTERS_256, "128", "129", "130", "131", "132", SUMS_32(sum, 0),
                 SUMS_32(sum, 32), SUMS_32(sum, 64), SUMS_32(sum, 96));
 
 #undef DECODED_PRODUCT
 #undef REGISTERS_256
+#undef REGISTERS_240
 #undef REGISTERS_192
+#undef REGISTERS_176
 #undef REGISTERS_160
+#undef REGISTERS_144
 #undef REGISTERS_128
 #undef REGISTERS_96
+#undef REGISTERS_80
 #undef REGISTERS_64
 #undef SUMS_32
 #undef SUMS_16
+#undef SUMS_8
 #undef SUMS_4
 
 }  // namespace optimizer::nf4_product

@@ -32,6 +32,13 @@ int cover(const int* counts, int experts, int most, int blocks, int* covered) {
   return largest;
 }
 
+// Rows of each of an expert's tiles, into heights; returns how many tiles there are.
+int heights(int rows, int most, int* found) {
+  const int tiles = row_tiles(rows, most);
+  for (int i = 0; i < tiles; ++i) found[i] = row_range(rows, tiles, i).count;
+  return tiles;
+}
+
 // The row tile and the block of an expert's unit.
 void place(int64_t unit, int row_tiles, int blocks, int* found) {
   const Place at = place_of(unit, row_tiles, blocks);

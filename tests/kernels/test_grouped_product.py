@@ -56,9 +56,17 @@ def test_every_row_and_feature_comes_once(probe, routing, most, blocks):
     largest = probe.cover(pointers[0], len(counts), most, blocks, pointers[1])
     assert (covered[: counts.sum()] == 1).all()
     assert largest <= most
-    if counts.max() > 0:
-        tiles = -(-counts.max() // most)
-        assert largest >= counts.max() // tiles  # divided evenly
+
+
+@pytest.mark.parametrize("most", (128, 256))
+def test_rows_are_divided_evenly(probe, most):
+    """A few rows more than a tile holds make tiles of half the height, not a full and a low one."""
+    found = (ctypes.c_int * 8)()
+    for rows in range(1, 2 * most + 100):
+        heights = found[: probe.heights(rows, most, found)]
+        assert len(heights) == -(-rows // most)
+        assert sum(heights) == rows
+        assert heights[0] == max(heights) <= min(heights) + 1
 
 
 def test_a_band_of_row_tiles_shares_its_weights(probe):

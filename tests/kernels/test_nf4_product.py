@@ -112,17 +112,21 @@ def test_what_is_refused_goes_to_triton_with_all_its_arguments(
     assert dots.shape == (5,)
 
 
-# Mean rows per expert, depth of the sum, whether rows meet others; who was faster (docs/log.md).
+# Mean rows per expert, depth of the sum, whether rows meet others, whether it is the forward;
+# whether CUDA was faster (docs/log.md).
 MEASURED = {
-    "Qwen3.5 gate_up": (64, 2048, False, True),
-    "Qwen3.5 down": (64, 512, False, False),
-    "Qwen3 gate_up": (128, 2048, False, True),
-    "Qwen3 down, backward": (128, 2048, True, True),
-    "OLMoE down, backward": (256, 2048, True, False),
-    "OLMoE gate_up": (256, 2048, False, True),
-    "Mixtral down, backward": (512, 4096, True, True),
-    "fewer rows than measured": (63.9, 2048, False, False),
-    "more rows than measured": (513, 2048, False, False),
+    "Qwen3.5 gate_up": (64, 2048, False, True, True),
+    "Qwen3.5 down": (64, 512, False, True, False),
+    "Qwen3 gate_up": (128, 2048, False, True, True),
+    "Qwen3 down, backward": (128, 2048, True, False, True),
+    "OLMoE down, backward": (256, 2048, True, False, False),
+    "OLMoE gate_up": (256, 2048, False, True, True),
+    "Mixtral down, backward": (512, 4096, True, False, True),
+    "Mixtral gate_up, 128 tokens": (32, 4096, False, True, True),
+    "Mixtral gate_up, 128 tokens, backward": (32, 28672, False, False, False),
+    "fewer rows than measured": (63.9, 2048, False, True, False),
+    "few rows, long stored rows": (31.9, 4096, False, True, False),
+    "more rows than measured": (513, 2048, False, True, False),
 }
 
 
@@ -161,4 +165,4 @@ def test_the_ops_take_what_path_and_times_say(
     assert asked == ["compiled" if wanted and accepts else "triton"]
     assert bool(caplog.records) == (path == "compiled" and refused in ("rank", "out"))
     if seen:
-        assert seen == [(5 / 3, k, True)]
+        assert seen == [(5 / 3, k, True, True)]

@@ -17,8 +17,12 @@ from .._compare import assert_same_bits, relative_error
 pytestmark = pytest.mark.gpu
 
 GUARD = 4096
-# Around the rows of tiles (256) and of instructions (64, 96, 128, 160, 192)
-EDGES = (0, 1, 63, 64, 65, 0, 255, 256, 257, 97, 128, 129, 161, 193, 513, 0)
+# Around the most rows of one and two tiles (256, 512), and around those of instructions (64, 80,
+# 96, 128, 144, 160, 176, 192, 240), also by tiles of half or a third of an expert's rows
+EDGES = (
+    *(0, 1, 63, 64, 65, 0, 80, 81, 96, 97, 128, 129, 144, 145, 160, 161, 176, 177, 193, 240, 241),
+    *(255, 256, 257, 288, 289, 300, 513, 528, 530, 0),
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -220,7 +224,7 @@ def test_bits_of_a_row_depend_on_that_row(module, device, reference, along):
     first, _ = module.nf4_product(**arguments)
     for _ in range(20):
         assert_same_bits(module.nf4_product(**arguments)[0], first)
-    for half in (1, 17, 64, 65, 97, 128, 129, 161, 200, 257, 299):
+    for half in (1, 17, 64, 65, 81, 97, 128, 129, 145, 161, 177, 200, 241, 257, 290, 299):
         part = {**arguments, "offsets": torch.tensor([0, half, 2 * half], device=device)}
         for name in ("x", "low", "slots"):
             part[name] = arguments[name][: 2 * half]

@@ -105,9 +105,10 @@ def test_auto_takes_it_where_it_pays(moe, submodule, device, compiled_calls, mon
     compiled_calls.clear()
     by_auto = case.step("auto")
     module = submodule("kernels.nf4_product")
-    pays = [module.pays(150, depth, dotted) for depth, dotted in ((832, 0), (896, 0), (1792, 0))]
-    assert all(pays) and not module.pays(150, 640, False)
-    dotted = module.pays(150, 832, True)  # the down projection's dX meets the gates' gradient
+    assert all(module.pays(150, depth, False, True) for depth in (832, 896))
+    assert module.pays(150, 1792, False, False) and not module.pays(150, 640, False, True)
+    # The down projection's dX meets the gates' gradient.
+    dotted = module.pays(150, 832, True, False)
     assert len(compiled_calls) == len(taken) - (not dotted)
     for name, value in by_name.items():
         assert relative_error(by_auto[name], value) <= 5e-3, name

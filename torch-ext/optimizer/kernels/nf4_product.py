@@ -32,6 +32,9 @@ TILE_ROWS = 256  # kTokens: most rows of a tile
 # Of an expert, and of the sum: where 2048 tokens of four models were timed (docs/log.md).
 MEASURED_ROWS = (64, 512)
 LEAST_DEPTH = 768
+# In the forward, of 128 tokens where stored rows are long.
+FEW_ROWS = 32
+FEW_ROWS_DEPTH = 4096
 _LARGEST = 2**30
 _LARGEST_ROWS = 2**35  # elements: 2^32 times 16 bytes
 
@@ -187,7 +190,7 @@ def refusal(x: Tensor, stack: tuple, rank: int, other: Tensor | None = None) -> 
     return None
 
 
-def pays(mean_rows: float, depth: int, dotted: bool) -> bool:
+def pays(mean_rows: float, depth: int, dotted: bool, along: bool) -> bool:
     """Whether it takes less time than Triton's product: a rule from times on one H200.
 
     Args:
@@ -195,7 +198,10 @@ def pays(mean_rows: float, depth: int, dotted: bool) -> bool:
         depth: Of the sum: a tile's sums are written while nothing is multiplied.
         dotted: Whether the result's rows meet others: dear where experts have two tiles each, a
             little over half full.
+        along: Whether the sum runs along stored rows, as in the forward.
     """
+    if along and FEW_ROWS <= mean_rows < MEASURED_ROWS[0]:
+        return depth >= FEW_ROWS_DEPTH
     if not MEASURED_ROWS[0] <= mean_rows <= MEASURED_ROWS[1] or depth < LEAST_DEPTH:
         return False
     return not dotted or mean_rows <= TILE_ROWS / 2 or mean_rows >= 2 * TILE_ROWS
@@ -215,7 +221,7 @@ def compiled_is_faster(operands: tuple, options: dict) -> bool:
     other = options.get("other")
     if out is None or not _is_hopper(x.device):
         return False
-    if not pays(slots.shape[0] / experts, k if last else n, other is not None):
+    if not pays(slots.shape[0] / experts, k if last else n, other is not None, last):
         return False
     return refusal(x, stack, 0 if factor is None else factor.shape[1], other) is None
 
