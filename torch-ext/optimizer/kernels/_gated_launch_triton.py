@@ -21,14 +21,14 @@ from .glu_triton import KINDS
 
 
 def _packed_columns(
-    factor: Tensor | None, interleaved: bool, dtype: torch.dtype, first: int, end: int
+    factor: Tensor | None, interleaved: bool, dtype: torch.dtype, first: int, end: int, packs: bool
 ) -> tuple[Tensor | None, int, int]:
-    """Gate and up of the columns of h from first to end, packed if they are scattered.
+    """Gate and up of the columns of h from first to end, packed if they are scattered and `packs`.
 
     Returns:
         the factor (E, r, .), the columns from a gate to its up in it, and the first column in it.
     """
-    if factor is None or not is_scattered(factor):
+    if factor is None or not packs or not is_scattered(factor):
         return factor, 0 if factor is None else factor.shape[2] // 2, 0
     experts, rank, n = factor.shape
     count = end - first
@@ -67,9 +67,11 @@ def gated_forward(
     if tiles.shape[0] == 0:
         return wide, h
     half = None if factor is None else factor[:, :, :width]
-    for first, end in column_pieces(half, rows * max(k, width) // 2, tile.columns // 2):
+    ranges, packs = column_pieces(half, rows * max(k, width) // 2, tile.columns // 2)
+    for first, end in ranges:
         end = end or width
-        here, factor_width, at = _packed_columns(factor, interleaved, x.dtype, first, end)
+        columns = (first, end, packs)
+        here, factor_width, at = _packed_columns(factor, interleaved, x.dtype, *columns)
         count = triton.cdiv(2 * (end - first), tile.columns)
         _gated_forward[(tiles.shape[0] * count,)](
             x,
@@ -97,6 +99,7 @@ def gated_forward(
             *((0, 0) if bias is None else bias.stride()),
             FAN=fan,
             LORA=here is not None,
+            AHEAD=config.ahead(rank),
             BIAS=bias is not None,
             KEEPS=keeps,
             INTERLEAVED=interleaved,
@@ -171,6 +174,7 @@ def gated_backward(  # noqa: PLR0913
         *((0, 0, 0) if factor is None else factor.stride()),
         FAN=fan,
         LORA=factor is not None,
+        AHEAD=config.ahead(rank),
         STORES=wants_wide,
         KEEPS=wants_h,
         DOTS=wants_dots,

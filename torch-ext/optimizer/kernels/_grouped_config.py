@@ -81,6 +81,11 @@ def block_rank(rank: int) -> int:
     return min(max(16, 1 << (rank - 1).bit_length()), MAX_BLOCK_RANK)
 
 
+def ahead(rank: int) -> bool:
+    """Whether LoRA's operands wait in registers, a dozen per thread, while a product is summed."""
+    return 0 < rank <= 16
+
+
 def fits(tile: Tile, shape: Shape) -> bool:
     """Whether the operand tiles fit into the architecture's shared memory."""
     taken = tile.shared_memory(shape.element_bytes)
@@ -119,6 +124,11 @@ def registers(tile: Tile, element_bytes: int, arch: str) -> dict[str, int]:
     """
     limited = tile.warps == 8 and element_bytes == 2 and arch in _WIDE_ARCHS
     return {"maxnreg": 128} if limited else {}
+
+
+def registers_of_product(tile: Tile, element_bytes: int, arch: str) -> dict[str, int]:
+    """The option of a product that limits the registers of a thread, where it helps."""
+    return {}
 
 
 def piece(tile: Tile) -> int:

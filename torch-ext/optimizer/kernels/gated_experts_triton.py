@@ -3,15 +3,30 @@
 forward   xa1 | gate_up product and activation | xa2 | down product | combine
 backward  yb2 | down's dX and the activation's gradient | yb1 | gate_up's dX | combine |
           dA of both projections | dB of both | what else was asked for
+
+Where memory allows, PEFT's B of both projections are packed beside xa1 and beside yb2, and the
+sums of dA and dB, which wait for memory, run beside gate_up's dX, which waits for tensor cores.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ._beside import beside
 from ._gated_launch_triton import gated_backward, gated_forward
-from ._grouped_launch_triton import RowSum, expert_products, grouped_product, low_rank
+from ._grouped_launch_triton import (
+    RowSum,
+    expert_products,
+    grouped_product,
+    is_scattered,
+    low_rank,
+    reorder,
+)
 from ._moe_paths import gradient_like
 from .combine_triton import combine_triton
 from .grouped_lora_dw_triton import grouped_lora_dw_triton
@@ -42,13 +57,16 @@ def gated_experts_triton(  # noqa: PLR0913
     """Launch the forward kernels; arguments and results as in `kernels.gated_experts`."""
     total = slots.shape[0]
     xa1 = x.new_empty((total, 0 if a1 is None else a1.shape[1]))
-    if a1 is not None:
-        low_rank(x, a1, slots, tiles, xa1, tile_rows=tile_rows, scaling=scalings[0], fan=top_k)
+    factor1, factor2 = (None if b is None else b.mT for b in (b1, b2))
+    with beside(x) as aside:
+        factor1, factor2 = _packed_beside(aside, (factor1, factor2), slots, x)
+        if a1 is not None:
+            low_rank(x, a1, slots, tiles, xa1, tile_rows=tile_rows, scaling=scalings[0], fan=top_k)
     wide, h = gated_forward(
         x,
         w1,
         xa1,
-        None if b1 is None else b1.transpose(1, 2),
+        factor1,
         bias1,
         slots,
         tiles,
@@ -58,6 +76,7 @@ def gated_experts_triton(  # noqa: PLR0913
         interleaved=interleaved,
         keeps=keeps,
     )
+    del factor1
     xa2 = x.new_empty((total, 0 if a2 is None else a2.shape[1]))
     if a2 is not None:
         low_rank(h, a2, slots, tiles, xa2, tile_rows=tile_rows, scaling=scalings[1], fan=0)
@@ -66,7 +85,7 @@ def gated_experts_triton(  # noqa: PLR0913
         h,
         w2,
         xa2,
-        None if b2 is None else b2.transpose(1, 2),
+        factor2,
         slots,
         tiles,
         y,
@@ -76,7 +95,7 @@ def gated_experts_triton(  # noqa: PLR0913
         scatter=False,
         bias=bias2,
     )
-    del h
+    del h, factor2
     return combine_triton(y, gates, rows, offsets, top_k), wide, xa1, xa2
 
 
@@ -111,8 +130,11 @@ def gated_experts_backward_triton(  # noqa: PLR0913
     wants_w2, wants_a2, wants_b2, wants_bias2, wants_gates = wants[5:]
     place = {"tile_rows": tile_rows}
     yb2 = grad.new_empty((slots.shape[0], 0 if b2 is None else b2.shape[2]))
-    if b2 is not None:
-        low_rank(grad, b2.mT, slots, tiles, yb2, scaling=scalings[1], fan=top_k, **place)
+    factor1 = None if b1 is None or not (wants_x or wants_a1) else b1.mT
+    with beside(grad) as aside:
+        (factor1,) = _packed_beside(aside, (factor1,), slots, x)
+        if b2 is not None:
+            low_rank(grad, b2.mT, slots, tiles, yb2, scaling=scalings[1], fan=top_k, **place)
     d_wide, h, dots = gated_backward(
         grad,
         w2.mT,
@@ -131,8 +153,9 @@ def gated_experts_backward_triton(  # noqa: PLR0913
         **place,
     )
     yb1 = grad.new_empty((slots.shape[0], 0 if b1 is None else b1.shape[2]))
-    if b1 is not None and (wants_x or wants_a1):
-        low_rank(d_wide, b1.mT, slots, tiles, yb1, scaling=scalings[0], fan=0, **place)
+    if factor1 is not None:
+        low_rank(d_wide, factor1, slots, tiles, yb1, scaling=scalings[0], fan=0, **place)
+    del factor1
     dgates = gates.new_empty(0)
     if wants_gates:
         if bias2 is not None:
@@ -141,39 +164,84 @@ def gated_experts_backward_triton(  # noqa: PLR0913
             low_rank(grad, bias2[:, None], slots, tiles, through, **options)
             dots = dots + through[:, 0]
         dgates = dots.view(gates.shape).to(gates.dtype)
-    dx = x.new_empty(0)
-    if wants_x:
-        spread = x.new_empty((slots.shape[0], x.shape[1]))
-        product = (d_wide, w1.mT, yb1, a1, slots, tiles, spread)
-        grouped_product(*product, direction="dx", fan=0, scatter=False, **place)
-        dx = combine_triton(spread, None, rows, offsets, top_k)
-        del spread, product
-    # The sums of both projections share launches where all gradients fit into what dx's rows took;
-    # else each operand is let go before the next gradient.
-    factors = ((a1, wants_a1), (b1, wants_b1), (a2, wants_a2), (b2, wants_b2))
-    gradient_bytes = sum(factor.nbytes for factor, wanted in factors if wanted)
-    at_once = gradient_bytes <= room_for_gradients(slots, x)
+    factors = (a1, b1, a2, b2)
+    factors = [f for f, wanted in zip(factors, (*wants[2:4], *wants[6:8]), strict=True) if wanted]
+    room = room_for_gradients(slots, x)
+    at_once = sum(factor.nbytes for factor in factors) <= room
+    aside = wants_x and at_once and _beside_dx(factors, a1, wants, room + h.nbytes)
+    nothing: Any = contextlib.nullcontext(contextlib.nullcontext())
+    dx = x.new_empty(x.shape if wants_x else 0)
+    with beside(grad, urgent=True) if aside else nothing as urgent:
+        if wants_x:
+            spread = x.new_empty((slots.shape[0], x.shape[1]))
+            product = (d_wide, w1.mT, yb1, a1, slots, tiles, spread)
+            with urgent:
+                grouped_product(*product, direction="dx", fan=0, scatter=False, **place)
+                combine_triton(spread, None, rows, offsets, top_k, dx)
+            del product
+            if not aside:
+                del spread
+        # The sums of both projections share launches where all gradients fit into what dx's rows
+        # take; else each operand is let go before the next gradient.
 
-    def run(*sums: RowSum | None) -> None:
-        found = [one for one in sums if one is not None]
-        expert_products(found, gates, slots, offsets, in_place=not at_once)
+        def run(*sums: RowSum | None) -> None:
+            found = [one for one in sums if one is not None]
+            expert_products(found, gates, slots, offsets, in_place=not at_once)
 
-    db1, sum_b1 = _row_sum(b1, wants_b1, xa1, d_wide, 0, outputs_first=True)
-    dw1, dbias1 = _base(w1, bias1, (wants_w1, wants_bias1))
-    grouped_lora_dw_triton(x, d_wide, None, slots, offsets, dw1, dbias1, top_k, 0)
-    if not at_once:
-        run(sum_b1)
-        d_wide = sum_b1 = None
-    da1, sum_a1 = _row_sum(a1, wants_a1, yb1, x, top_k)
-    da2, sum_a2 = _row_sum(a2, wants_a2, yb2, h, 0, gated=True)
-    dw2, dbias2 = _base(w2, bias2, (wants_w2, wants_bias2))
-    grouped_lora_dw_triton(h, grad, gates, slots, offsets, dw2, dbias2, 0, top_k)
-    if not at_once:
-        run(sum_a1, sum_a2)
-        h = sum_a1 = sum_a2 = None
-    db2, sum_b2 = _row_sum(b2, wants_b2, xa2, grad, top_k, outputs_first=True, gated=True)
-    run(sum_a1, sum_a2, sum_b1, sum_b2)
+        db1, sum_b1 = _row_sum(b1, wants_b1, xa1, d_wide, 0, outputs_first=True)
+        dw1, dbias1 = _base(w1, bias1, (wants_w1, wants_bias1))
+        grouped_lora_dw_triton(x, d_wide, None, slots, offsets, dw1, dbias1, top_k, 0)
+        if not at_once:
+            run(sum_b1)
+            d_wide = sum_b1 = None
+        da1, sum_a1 = _row_sum(a1, wants_a1, yb1, x, top_k)
+        da2, sum_a2 = _row_sum(a2, wants_a2, yb2, h, 0, gated=True)
+        dw2, dbias2 = _base(w2, bias2, (wants_w2, wants_bias2))
+        grouped_lora_dw_triton(h, grad, gates, slots, offsets, dw2, dbias2, 0, top_k)
+        if not at_once:
+            run(sum_a1, sum_a2)
+            h = sum_a1 = sum_a2 = None
+        db2, sum_b2 = _row_sum(b2, wants_b2, xa2, grad, top_k, outputs_first=True, gated=True)
+        run(sum_a1, sum_a2, sum_b1, sum_b2)
     return dx, dw1, da1, db1, dbias1, dw2, da2, db2, dbias2, dgates
+
+
+def _packed_beside(
+    aside: contextlib.AbstractContextManager[Any],
+    factors: Sequence[Tensor | None],  # (E, r, N)
+    slots: Tensor,
+    x: Tensor,
+) -> list[Tensor | None]:
+    """The factors, those whose elements lie apart copied in `aside`.
+
+    Only if the copies take no more than the rows of y, or of dx, will take after them.
+    """
+    apart = [factor for factor in factors if factor is not None and is_scattered(factor)]
+    copied = sum(factor.numel() for factor in apart) * x.element_size()
+    if copied == 0 or copied > room_for_gradients(slots, x):
+        return list(factors)
+    found = list(factors)
+    for number, factor in enumerate(factors):
+        if factor is not None and is_scattered(factor):
+            found[number] = torch.empty(factor.shape, dtype=x.dtype, device=x.device)
+            with aside:
+                reorder(factor, found[number])
+    return found
+
+
+def _beside_dx(
+    factors: Sequence[Tensor], a1: Tensor | None, wants: Sequence[bool], room: int
+) -> bool:
+    """Whether the gradients of these factors are summed beside dx, whose rows are there then.
+
+    They and the copies that put them in order must fit into `room`: what the rows and h take, by
+    which the layer stays below the memory of its stages on their own.
+    """
+    trains_base = any((wants[1], wants[4], wants[5], wants[8]))
+    if not factors or trains_base or (a1 is not None and is_scattered(a1)):
+        return False
+    copies = sum(factor.nbytes for factor in factors if is_scattered(factor.mT))
+    return sum(factor.nbytes for factor in factors) + copies <= room
 
 
 def room_for_gradients(slots: Tensor, x: Tensor) -> int:
