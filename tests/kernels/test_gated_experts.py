@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -131,6 +133,66 @@ def test_order_of_gradients(moe, submodule, device, monkeypatch):
         assert_error_at_most(one, other, 1e-6)
 
 
+def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
+    """Factors are packed beside xa1 and yb2, the sums run beside dx; where memory allows alone."""
+    problem = LayerProblem(6, experts=3, hidden=16, intermediate=8, rank=2, rank_down=2)
+    launches = submodule("kernels.gated_experts_triton")
+    layer = problem.module(moe, device)
+    x, gates, grad = problem.inputs(device)
+    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
+    made: list[str] = []
+
+    @contextlib.contextmanager
+    def marked(name: str):
+        made.append(f"{name}(")
+        yield
+        made.append(")")
+
+    @contextlib.contextmanager
+    def beside(_, *, urgent=False):
+        with marked("both"):
+            yield marked("urgent" if urgent else "aside")
+
+    def watched(name: str):
+        real = getattr(launches, name)
+
+        def watch(*arguments, **options):
+            made.append(name)
+            return real(*arguments, **options)
+
+        return watch
+
+    monkeypatch.setattr(launches, "beside", beside)
+    for name in ("reorder", "low_rank", "grouped_product", "combine_triton", "expert_products"):
+        monkeypatch.setattr(launches, name, watched(name))
+    found, seen = [], []
+    for room in (0, 10**9):
+        monkeypatch.setattr(launches, "room_for_gradients", lambda *_, room=room: room)
+        out = by_triton(layer, x, problem.ids(device), gates)
+        found.append(torch.autograd.grad(out, leaves, grad))
+        seen.append(" ".join(made))
+        made.clear()
+    for one, other in zip(*found, strict=True):
+        assert_error_at_most(one, other, 1e-6)
+    sums = "expert_products"
+    alone, together = (text.replace("_triton", "").replace("grouped_", "") for text in seen)
+    assert alone == (
+        f"low_rank low_rank product combine low_rank low_rank product combine {sums} {sums} {sums}"
+    )
+    assert together == (
+        "both( aside( reorder reorder ) low_rank ) low_rank product combine "
+        "both( aside( reorder ) low_rank ) low_rank "
+        f"both( urgent( product combine ) {sums} )"
+    )
+
+
+@pytest.mark.parametrize("rank", [3, 16, 17, 70])
+def test_ranks_that_are_loaded_ahead_and_in_steps(moe, submodule, device, rank):
+    assert submodule("kernels._grouped_config").ahead(rank) == (rank <= 16)
+    problem = LayerProblem(9, hidden=16, intermediate=24, rank=rank, rank_down=rank)
+    assert_layer_close_to_eager(moe, device, problem, call=by_triton)
+
+
 def test_the_op_and_its_reference(moe, submodule, ops, device):
     problem = LayerProblem(6, experts=3, hidden=8, intermediate=8, rank=2, rank_down=2, bias=True)
     layer = problem.module(moe, device).requires_grad_(False)
@@ -163,7 +225,7 @@ def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch):
         return real(source, target, *rest)
 
     monkeypatch.setattr(launch, "reorder", watch)
-    for limit in (1.5, 1 / 4):
+    for limit in (1.5, 1 / 4, 1 / 9):
         monkeypatch.setattr(launch, "PACKED_PER_RESULT", limit)
         out = x.new_full((rows, N), torch.nan)
         place = (problem["slots"], problem["tiles"], out)
@@ -171,8 +233,9 @@ def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch):
         bias = problem["bias"]
         launch.grouped_product(x, problem["weight"], low, factor, *place, bias=bias, **options)
         results.append(out)
-    assert sizes == [N, 16, N - 16]
-    assert_error_at_most(*results, 1e-6)
+    assert sizes == [N, 16, N - 16], "with one more piece than MOST_PIECES nothing is copied"
+    for found in results[1:]:
+        assert_error_at_most(found, results[0], 1e-6)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -184,8 +247,13 @@ def test_gate_and_up_in_pieces(submodule, moe, device, monkeypatch, interleaved)
     )
     layer = problem.module(moe, device)
     x, gates, _ = problem.inputs(device)
+    gated, made = submodule("kernels._gated_launch_triton"), []
+    real = gated.column_pieces
+    monkeypatch.setattr(gated, "column_pieces", lambda *a: made.append(real(*a)) or made[-1])
     found = []
-    for limit in (1.5, 1 / 8):
+    for limit in (1.5, 1 / 2, 1 / 8):
         monkeypatch.setattr(launch, "PACKED_PER_RESULT", limit)
         found.append(by_triton(layer, x, problem.ids(device), gates).detach())
-    assert_error_at_most(*found, 1e-6)
+    assert [(len(ranges), packs) for ranges, packs in made] == [(1, True), (2, True), (1, False)]
+    for one in found[1:]:
+        assert_error_at_most(one, found[0], 1e-6)

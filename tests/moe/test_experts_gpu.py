@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -52,6 +54,36 @@ def test_a_training_step_in_a_cuda_graph(moe, device):
         graph.replay()
         for ours, theirs in zip(captured, step(), strict=True):
             assert_same_bits(ours, theirs)
+
+
+def test_sums_beside_dx_in_a_cuda_graph(moe, submodule, device, monkeypatch):
+    """Bits are those of one stream, captured or not."""
+    launches = submodule("kernels.gated_experts_triton")
+    problem = LayerProblem(512, 2, 8, 256, 256, 8, 8, dtype=torch.bfloat16)
+    layer = triton_layer(problem, moe, device)
+    x, gates, grad = problem.inputs(device)
+    ids = problem.ids(device)
+    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
+    chosen, real = [], launches._beside_dx
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = layer(x, ids, gates)
+        return out, *torch.autograd.grad(out, leaves, grad)
+
+    with monkeypatch.context() as alone:
+        alone.setattr(launches, "_beside_dx", lambda *_: False)
+        alone.setattr(launches, "_packing", lambda factors, *_: contextlib.nullcontext(factors))
+        expected = step()
+    monkeypatch.setattr(launches, "_beside_dx", lambda *a: chosen.append(real(*a)) or chosen[-1])
+    found = [step() for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found.append(step())
+    graph.replay()
+    for results in found:
+        for one, other in zip(results, expected, strict=True):
+            assert_same_bits(one, other)
+    assert chosen == [True] * 4
 
 
 def test_a_step_does_not_wait_for_the_device(moe, device):

@@ -11,7 +11,7 @@ sums of dA and dB, which wait for memory, run beside gate_up's dX, which waits f
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,8 +58,7 @@ def gated_experts_triton(  # noqa: PLR0913
     total = slots.shape[0]
     xa1 = x.new_empty((total, 0 if a1 is None else a1.shape[1]))
     factor1, factor2 = (None if b is None else b.mT for b in (b1, b2))
-    with beside(x) as aside:
-        factor1, factor2 = _packed_beside(aside, (factor1, factor2), slots, x)
+    with _packing((factor1, factor2), slots, x) as (factor1, factor2):
         if a1 is not None:
             low_rank(x, a1, slots, tiles, xa1, tile_rows=tile_rows, scaling=scalings[0], fan=top_k)
     wide, h = gated_forward(
@@ -131,8 +130,7 @@ def gated_experts_backward_triton(  # noqa: PLR0913
     place = {"tile_rows": tile_rows}
     yb2 = grad.new_empty((slots.shape[0], 0 if b2 is None else b2.shape[2]))
     factor1 = None if b1 is None or not (wants_x or wants_a1) else b1.mT
-    with beside(grad) as aside:
-        (factor1,) = _packed_beside(aside, (factor1,), slots, x)
+    with _packing((factor1,), slots, x) as (factor1,):
         if b2 is not None:
             low_rank(grad, b2.mT, slots, tiles, yb2, scaling=scalings[1], fan=top_k, **place)
     d_wide, h, dots = gated_backward(
@@ -206,27 +204,31 @@ def gated_experts_backward_triton(  # noqa: PLR0913
     return dx, dw1, da1, db1, dbias1, dw2, da2, db2, dbias2, dgates
 
 
-def _packed_beside(
-    aside: contextlib.AbstractContextManager[Any],
+@contextlib.contextmanager
+def _packing(
     factors: Sequence[Tensor | None],  # (E, r, N)
     slots: Tensor,
     x: Tensor,
-) -> list[Tensor | None]:
-    """The factors, those whose elements lie apart copied in `aside`.
+) -> Iterator[list[Tensor | None]]:
+    """Yields the factors, those whose elements lie apart copied beside what is launched inside.
 
     Only if the copies take no more than the rows of y, or of dx, will take after them.
     """
-    apart = [factor for factor in factors if factor is not None and is_scattered(factor)]
-    copied = sum(factor.numel() for factor in apart) * x.element_size()
-    if copied == 0 or copied > room_for_gradients(slots, x):
-        return list(factors)
-    found = list(factors)
-    for number, factor in enumerate(factors):
-        if factor is not None and is_scattered(factor):
-            found[number] = torch.empty(factor.shape, dtype=x.dtype, device=x.device)
-            with aside:
-                reorder(factor, found[number])
-    return found
+    apart = [factor is not None and is_scattered(factor) for factor in factors]
+    copied = sum(factor.numel() for factor, copies in zip(factors, apart, strict=True) if copies)
+    if copied == 0 or copied * x.element_size() > room_for_gradients(slots, x):
+        yield list(factors)
+        return
+    found = [
+        torch.empty(factor.shape, dtype=x.dtype, device=x.device) if copies else factor
+        for factor, copies in zip(factors, apart, strict=True)
+    ]
+    with beside(x) as aside:
+        with aside:
+            for factor, target, copies in zip(factors, found, apart, strict=True):
+                if copies:
+                    reorder(factor, target)
+        yield found
 
 
 def _beside_dx(
