@@ -126,11 +126,6 @@ def registers(tile: Tile, element_bytes: int, arch: str) -> dict[str, int]:
     return {"maxnreg": 128} if limited else {}
 
 
-def registers_of_product(tile: Tile, element_bytes: int, arch: str) -> dict[str, int]:
-    """The option of a product that limits the registers of a thread, where it helps."""
-    return {}
-
-
 def piece(tile: Tile) -> int:
     """Columns of a gated tile whose activations are in registers at once, 16 to 32 per thread."""
     return max(tile.columns // 4, min(tile.columns, 32 * 32 * tile.warps // tile.rows, 32), 16)

@@ -287,7 +287,6 @@ def _launch_product(  # noqa: PLR0913
         GROUP=config.GROUP,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **config.registers_of_product(tile, x.element_size(), arch(x.device)),
     )
 
 

@@ -169,9 +169,9 @@ def gated_experts_backward_triton(  # noqa: PLR0913
     aside = wants_x and at_once and _beside_dx(factors, a1, wants, room + h.nbytes)
     nothing: Any = contextlib.nullcontext(contextlib.nullcontext())
     dx = x.new_empty(x.shape if wants_x else 0)
+    spread = x.new_empty((slots.shape[0] if wants_x else 0, x.shape[1]))
     with beside(grad, urgent=True) if aside else nothing as urgent:
         if wants_x:
-            spread = x.new_empty((slots.shape[0], x.shape[1]))
             product = (d_wide, w1.mT, yb1, a1, slots, tiles, spread)
             with urgent:
                 grouped_product(*product, direction="dx", fan=0, scatter=False, **place)
