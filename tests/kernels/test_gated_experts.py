@@ -123,6 +123,7 @@ def test_order_of_gradients(moe, submodule, device, monkeypatch):
         real(given, *rest, **options)
 
     monkeypatch.setattr(launches, "expert_products", watch)
+    monkeypatch.setattr(launches, "sums_fit_beside", lambda *_: False)
     for room in (0, 10**9):
         monkeypatch.setattr(launches, "room_for_gradients", lambda *_, room=room: room)
         sums.append([])
@@ -134,56 +135,94 @@ def test_order_of_gradients(moe, submodule, device, monkeypatch):
 
 
 def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
-    """Factors are packed beside xa1 and yb2, the sums run beside dx; where memory allows alone."""
+    """LoRA's own launches beside the products, each after what it reads; where memory allows."""
     problem = LayerProblem(6, experts=3, hidden=16, intermediate=8, rank=2, rank_down=2)
-    launches = submodule("kernels.gated_experts_triton")
+    serial, both = (
+        submodule(f"kernels.{name}") for name in ("gated_experts_triton", "_gated_beside_triton")
+    )
     layer = problem.module(moe, device)
     x, gates, grad = problem.inputs(device)
     leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
     made: list[str] = []
 
-    @contextlib.contextmanager
-    def marked(name: str):
-        made.append(f"{name}(")
-        yield
-        made.append(")")
+    class Streams:
+        @contextlib.contextmanager
+        def there(self):
+            made.append("there(")
+            yield
+            made.append(")")
+
+        def there_waits(self):
+            made.append("there-waits")
+
+        def here_waits(self):
+            made.append("here-waits")
 
     @contextlib.contextmanager
     def beside(_, *, urgent=False):
-        with marked("both"):
-            yield marked("urgent" if urgent else "aside")
+        made.append("urgent(" if urgent else "both(")
+        yield Streams()
+        made.append(")")
 
-    def watched(name: str):
-        real = getattr(launches, name)
+    def watched(module, name: str):
+        real = getattr(module, name)
 
         def watch(*arguments, **options):
             made.append(name)
             return real(*arguments, **options)
 
-        return watch
+        monkeypatch.setattr(module, name, watch)
 
-    monkeypatch.setattr(launches, "beside", beside)
-    for name in ("reorder", "low_rank", "grouped_product", "combine_triton", "expert_products"):
-        monkeypatch.setattr(launches, name, watched(name))
+    monkeypatch.setattr(both, "beside", beside)
+    for name in ("low_rank", "grouped_product", "combine_triton", "expert_products"):
+        watched(serial, name)
+        watched(both, name)
+    watched(serial, "gated_backward")
+    watched(both, "gated_backward")
+    watched(both, "reorder")
     found, seen = [], []
     for room in (0, 10**9):
-        monkeypatch.setattr(launches, "room_for_gradients", lambda *_, room=room: room)
+        for module in (serial, both):
+            monkeypatch.setattr(module, "room_for_gradients", lambda *_, room=room: room)
         out = by_triton(layer, x, problem.ids(device), gates)
         found.append(torch.autograd.grad(out, leaves, grad))
         seen.append(" ".join(made))
         made.clear()
     for one, other in zip(*found, strict=True):
         assert_error_at_most(one, other, 1e-6)
-    sums = "expert_products"
     alone, together = (text.replace("_triton", "").replace("grouped_", "") for text in seen)
     assert alone == (
-        f"low_rank low_rank product combine low_rank low_rank product combine {sums} {sums} {sums}"
+        "low_rank low_rank product combine low_rank gated_backward low_rank product combine "
+        "expert_products expert_products expert_products"
     )
     assert together == (
-        "both( aside( reorder reorder ) low_rank ) low_rank product combine "
-        "both( aside( reorder ) low_rank ) low_rank "
-        f"both( urgent( product combine ) {sums} )"
+        "both( there( reorder reorder ) low_rank ) low_rank product combine "
+        "urgent( there( reorder ) reorder there-waits there( low_rank gated_backward ) "
+        "expert_products here-waits there( low_rank ) expert_products here-waits "
+        "there( product combine ) expert_products )"
     )
+
+
+def test_where_the_sums_do_not_run_beside_the_products(submodule, device):
+    """Without dx, with a trained base, with an A that is read apart, or without memory."""
+    fits = submodule("kernels._gated_beside_triton").sums_fit_beside
+
+    def served(tokens=64, a1_apart=False, **changed: bool) -> bool:
+        x, slots = torch.empty(tokens, 16, device=device), torch.empty(2 * tokens, device=device)
+        a1, a2 = torch.empty(3, 2, 16, device=device), torch.empty(3, 2, 8, device=device)
+        b1, b2 = (torch.empty(n, 2, 3, device=device).permute(2, 0, 1) for n in (16, 16))
+        a1 = torch.empty(16, 2, 3, device=device).permute(2, 1, 0) if a1_apart else a1
+        names = ("x", "w1", "a1", "b1", "bias1", "w2", "a2", "b2", "bias2", "gates")
+        wants = dict.fromkeys(names, False) | dict.fromkeys(("x", "a1", "b1", "a2", "b2"), True)
+        wants |= changed
+        return fits((a1, b1, a2, b2), tuple(wants.values()), slots, x, 8)
+
+    assert served()
+    assert not served(tokens=8)
+    assert not served(a1_apart=True)
+    assert not served(x=False)
+    for name in ("w1", "bias1", "w2", "bias2"):
+        assert not served(**{name: True}), name
 
 
 @pytest.mark.parametrize("rank", [3, 16, 17, 70])

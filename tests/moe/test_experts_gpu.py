@@ -64,17 +64,18 @@ def test_sums_beside_dx_in_a_cuda_graph(moe, submodule, device, monkeypatch):
     x, gates, grad = problem.inputs(device)
     ids = problem.ids(device)
     leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
-    chosen, real = [], launches._beside_dx
+    chosen, real = [], launches.sums_fit_beside
 
     def step() -> tuple[torch.Tensor, ...]:
         out = layer(x, ids, gates)
         return out, *torch.autograd.grad(out, leaves, grad)
 
     with monkeypatch.context() as alone:
-        alone.setattr(launches, "_beside_dx", lambda *_: False)
-        alone.setattr(launches, "_packing", lambda factors, *_: contextlib.nullcontext(factors))
+        alone.setattr(launches, "sums_fit_beside", lambda *_: False)
+        alone.setattr(launches, "packing", lambda factors, *_: contextlib.nullcontext(factors))
         expected = step()
-    monkeypatch.setattr(launches, "_beside_dx", lambda *a: chosen.append(real(*a)) or chosen[-1])
+    watched = lambda *a: chosen.append(real(*a)) or chosen[-1]  # noqa: E731
+    monkeypatch.setattr(launches, "sums_fit_beside", watched)
     found = [step() for _ in range(3)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
