@@ -136,7 +136,7 @@ def test_order_of_gradients(moe, submodule, device, monkeypatch):
 
 def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
     """LoRA's own launches beside the products, each after what it reads; where memory allows."""
-    problem = LayerProblem(6, experts=3, hidden=16, intermediate=8, rank=2, rank_down=2)
+    problem = LayerProblem(24, experts=3, hidden=16, intermediate=8, rank=2, rank_down=2)
     serial, both = (
         submodule(f"kernels.{name}") for name in ("gated_experts_triton", "_gated_beside_triton")
     )

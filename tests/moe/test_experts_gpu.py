@@ -67,16 +67,24 @@ def test_sums_beside_dx_in_a_cuda_graph(moe, submodule, device, monkeypatch):
     chosen, real = [], launches.sums_fit_beside
 
     def step() -> tuple[torch.Tensor, ...]:
+        # Without its graph: a leaf's node of autograd would wait in the capture for this stream.
         out = layer(x, ids, gates)
-        return out, *torch.autograd.grad(out, leaves, grad)
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+    def watched(*arguments) -> bool:
+        chosen.append(real(*arguments))
+        return chosen[-1]
 
     with monkeypatch.context() as alone:
         alone.setattr(launches, "sums_fit_beside", lambda *_: False)
         alone.setattr(launches, "packing", lambda factors, *_: contextlib.nullcontext(factors))
         expected = step()
-    watched = lambda *a: chosen.append(real(*a)) or chosen[-1]  # noqa: E731
     monkeypatch.setattr(launches, "sums_fit_beside", watched)
-    found = [step() for _ in range(3)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = [step() for _ in range(3)]
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found.append(step())

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
+import triton
 from torch import Tensor
 
 from ._beside import beside
@@ -28,6 +29,8 @@ from ._grouped_launch_triton import (
 )
 from ._moe_paths import gradient_like
 from .combine_triton import combine_triton
+
+_ALIGNMENT = 128  # elements
 
 
 def room_for_gradients(slots: Tensor, x: Tensor) -> int:
@@ -108,7 +111,12 @@ def _beside_itself(factor: Tensor | None, x: Tensor) -> Tensor | None:
 def _copied(factors: Sequence[Tensor | None], x: Tensor) -> int:
     """Bytes of packed copies of those factors whose elements lie apart."""
     apart = [factor for factor in factors if factor is not None and is_scattered(factor)]
-    return sum(factor.numel() for factor in apart) * x.element_size()
+    return sum(_aligned(factor) for factor in apart) * x.element_size()
+
+
+def _aligned(factor: Tensor) -> int:
+    """Its elements, so many more that what lies behind them is aligned as memory of its own."""
+    return triton.cdiv(factor.numel(), _ALIGNMENT) * _ALIGNMENT
 
 
 def sums_fit_beside(
@@ -144,7 +152,7 @@ def _places(factors: Sequence[Tensor | None], spread: Tensor) -> list[Tensor | N
     for factor in factors:
         if factor is not None and is_scattered(factor):
             found.append(flat[at : at + factor.numel()].view(factor.shape))
-            at += factor.numel()
+            at += _aligned(factor)
         else:
             found.append(factor)
     return found
