@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -121,6 +123,7 @@ def test_order_of_gradients(moe, submodule, device, monkeypatch):
         real(given, *rest, **options)
 
     monkeypatch.setattr(launches, "expert_products", watch)
+    monkeypatch.setattr(launches, "sums_fit_beside", lambda *_: False)
     for room in (0, 10**9):
         monkeypatch.setattr(launches, "room_for_gradients", lambda *_, room=room: room)
         sums.append([])
@@ -129,6 +132,104 @@ def test_order_of_gradients(moe, submodule, device, monkeypatch):
     assert sums == [[1, 2, 1], [4]]
     for one, other in zip(*found, strict=True):
         assert_error_at_most(one, other, 1e-6)
+
+
+def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
+    """LoRA's own launches beside the products, each after what it reads; where memory allows."""
+    problem = LayerProblem(24, experts=3, hidden=16, intermediate=8, rank=2, rank_down=2)
+    serial, both = (
+        submodule(f"kernels.{name}") for name in ("gated_experts_triton", "_gated_beside_triton")
+    )
+    layer = problem.module(moe, device)
+    x, gates, grad = problem.inputs(device)
+    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
+    made: list[str] = []
+
+    class Streams:
+        @contextlib.contextmanager
+        def there(self):
+            made.append("there(")
+            yield
+            made.append(")")
+
+        def there_waits(self):
+            made.append("there-waits")
+
+        def here_waits(self):
+            made.append("here-waits")
+
+    @contextlib.contextmanager
+    def beside(_, *, urgent=False):
+        made.append("urgent(" if urgent else "both(")
+        yield Streams()
+        made.append(")")
+
+    def watched(module, name: str):
+        real = getattr(module, name)
+
+        def watch(*arguments, **options):
+            made.append(name)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(module, name, watch)
+
+    monkeypatch.setattr(both, "beside", beside)
+    for name in ("low_rank", "grouped_product", "combine_triton", "expert_products"):
+        watched(serial, name)
+        watched(both, name)
+    watched(serial, "gated_backward")
+    watched(both, "gated_backward")
+    watched(both, "reorder")
+    found, seen = [], []
+    for room in (0, 10**9):
+        for module in (serial, both):
+            monkeypatch.setattr(module, "room_for_gradients", lambda *_, room=room: room)
+        out = by_triton(layer, x, problem.ids(device), gates)
+        found.append(torch.autograd.grad(out, leaves, grad))
+        seen.append(" ".join(made))
+        made.clear()
+    for one, other in zip(*found, strict=True):
+        assert_error_at_most(one, other, 1e-6)
+    alone, together = (text.replace("_triton", "").replace("grouped_", "") for text in seen)
+    assert alone == (
+        "low_rank low_rank product combine low_rank gated_backward low_rank product combine "
+        "expert_products expert_products expert_products"
+    )
+    assert together == (
+        "both( there( reorder reorder ) low_rank ) low_rank product combine "
+        "urgent( there( reorder ) reorder there-waits there( low_rank gated_backward ) "
+        "expert_products here-waits there( low_rank ) expert_products here-waits "
+        "there( product combine ) expert_products )"
+    )
+
+
+def test_where_the_sums_do_not_run_beside_the_products(submodule, device):
+    """Without dx, with a trained base, with an A that is read apart, or without memory."""
+    fits = submodule("kernels._gated_beside_triton").sums_fit_beside
+
+    def served(tokens=64, a1_apart=False, **changed: bool) -> bool:
+        x, slots = torch.empty(tokens, 16, device=device), torch.empty(2 * tokens, device=device)
+        a1, a2 = torch.empty(3, 2, 16, device=device), torch.empty(3, 2, 8, device=device)
+        b1, b2 = (torch.empty(n, 2, 3, device=device).permute(2, 0, 1) for n in (16, 16))
+        a1 = torch.empty(16, 2, 3, device=device).permute(2, 1, 0) if a1_apart else a1
+        names = ("x", "w1", "a1", "b1", "bias1", "w2", "a2", "b2", "bias2", "gates")
+        wants = dict.fromkeys(names, False) | dict.fromkeys(("x", "a1", "b1", "a2", "b2"), True)
+        wants |= changed
+        return fits((a1, b1, a2, b2), tuple(wants.values()), slots, x, 8)
+
+    assert served()
+    assert not served(tokens=8)
+    assert not served(a1_apart=True)
+    assert not served(x=False)
+    for name in ("w1", "bias1", "w2", "bias2"):
+        assert not served(**{name: True}), name
+
+
+@pytest.mark.parametrize("rank", [3, 16, 17, 70])
+def test_ranks_that_are_loaded_ahead_and_in_steps(moe, submodule, device, rank):
+    assert submodule("kernels._grouped_config").ahead(rank) == (rank <= 16)
+    problem = LayerProblem(9, hidden=16, intermediate=24, rank=rank, rank_down=rank)
+    assert_layer_close_to_eager(moe, device, problem, call=by_triton)
 
 
 def test_the_op_and_its_reference(moe, submodule, ops, device):
@@ -163,7 +264,7 @@ def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch):
         return real(source, target, *rest)
 
     monkeypatch.setattr(launch, "reorder", watch)
-    for limit in (1.5, 1 / 4):
+    for limit in (1.5, 1 / 4, 1 / 9):
         monkeypatch.setattr(launch, "PACKED_PER_RESULT", limit)
         out = x.new_full((rows, N), torch.nan)
         place = (problem["slots"], problem["tiles"], out)
@@ -171,8 +272,9 @@ def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch):
         bias = problem["bias"]
         launch.grouped_product(x, problem["weight"], low, factor, *place, bias=bias, **options)
         results.append(out)
-    assert sizes == [N, 16, N - 16]
-    assert_error_at_most(*results, 1e-6)
+    assert sizes == [N, 16, N - 16], "with one more piece than MOST_PIECES nothing is copied"
+    for found in results[1:]:
+        assert_error_at_most(found, results[0], 1e-6)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -184,8 +286,13 @@ def test_gate_and_up_in_pieces(submodule, moe, device, monkeypatch, interleaved)
     )
     layer = problem.module(moe, device)
     x, gates, _ = problem.inputs(device)
+    gated, made = submodule("kernels._gated_launch_triton"), []
+    real = gated.column_pieces
+    monkeypatch.setattr(gated, "column_pieces", lambda *a: made.append(real(*a)) or made[-1])
     found = []
-    for limit in (1.5, 1 / 8):
+    for limit in (1.5, 1 / 2, 1 / 8):
         monkeypatch.setattr(launch, "PACKED_PER_RESULT", limit)
         found.append(by_triton(layer, x, problem.ids(device), gates).detach())
-    assert_error_at_most(*found, 1e-6)
+    assert [(len(ranges), packs) for ranges, packs in made] == [(1, True), (2, True), (1, False)]
+    for one in found[1:]:
+        assert_error_at_most(one, found[0], 1e-6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -52,6 +54,45 @@ def test_a_training_step_in_a_cuda_graph(moe, device):
         graph.replay()
         for ours, theirs in zip(captured, step(), strict=True):
             assert_same_bits(ours, theirs)
+
+
+def test_sums_beside_dx_in_a_cuda_graph(moe, submodule, device, monkeypatch):
+    """Bits are those of one stream, captured or not."""
+    launches = submodule("kernels.gated_experts_triton")
+    problem = LayerProblem(512, 2, 8, 256, 256, 8, 8, dtype=torch.bfloat16)
+    layer = triton_layer(problem, moe, device)
+    x, gates, grad = problem.inputs(device)
+    ids = problem.ids(device)
+    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
+    chosen, real = [], launches.sums_fit_beside
+
+    def step() -> tuple[torch.Tensor, ...]:
+        # Without its graph: a leaf's node of autograd would wait in the capture for this stream.
+        out = layer(x, ids, gates)
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+    def watched(*arguments) -> bool:
+        chosen.append(real(*arguments))
+        return chosen[-1]
+
+    with monkeypatch.context() as alone:
+        alone.setattr(launches, "sums_fit_beside", lambda *_: False)
+        alone.setattr(launches, "packing", lambda factors, *_: contextlib.nullcontext(factors))
+        expected = step()
+    monkeypatch.setattr(launches, "sums_fit_beside", watched)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = [step() for _ in range(3)]
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found.append(step())
+    graph.replay()
+    for results in found:
+        for one, other in zip(results, expected, strict=True):
+            assert_same_bits(one, other)
+    assert chosen == [True] * 4
 
 
 def test_a_step_does_not_wait_for_the_device(moe, device):

@@ -21,14 +21,14 @@ from .glu_triton import KINDS
 
 
 def _packed_columns(
-    factor: Tensor | None, interleaved: bool, dtype: torch.dtype, first: int, end: int
+    factor: Tensor | None, interleaved: bool, dtype: torch.dtype, first: int, end: int, packs: bool
 ) -> tuple[Tensor | None, int, int]:
-    """Gate and up of the columns of h from first to end, packed if they are scattered.
+    """Gate and up of the columns of h from first to end, packed if they are scattered and `packs`.
 
     Returns:
         the factor (E, r, .), the columns from a gate to its up in it, and the first column in it.
     """
-    if factor is None or not is_scattered(factor):
+    if factor is None or not packs or not is_scattered(factor):
         return factor, 0 if factor is None else factor.shape[2] // 2, 0
     experts, rank, n = factor.shape
     count = end - first
@@ -67,9 +67,11 @@ def gated_forward(
     if tiles.shape[0] == 0:
         return wide, h
     half = None if factor is None else factor[:, :, :width]
-    for first, end in column_pieces(half, rows * max(k, width) // 2, tile.columns // 2):
+    ranges, packs = column_pieces(half, rows * max(k, width) // 2, tile.columns // 2)
+    for first, end in ranges:
         end = end or width
-        here, factor_width, at = _packed_columns(factor, interleaved, x.dtype, first, end)
+        columns = (first, end, packs)
+        here, factor_width, at = _packed_columns(factor, interleaved, x.dtype, *columns)
         count = triton.cdiv(2 * (end - first), tile.columns)
         _gated_forward[(tiles.shape[0] * count,)](
             x,
@@ -97,6 +99,7 @@ def gated_forward(
             *((0, 0) if bias is None else bias.stride()),
             FAN=fan,
             LORA=here is not None,
+            AHEAD=config.ahead(rank),
             BIAS=bias is not None,
             KEEPS=keeps,
             INTERLEAVED=interleaved,
@@ -116,7 +119,24 @@ def gated_forward(
     return wide, h
 
 
-def gated_backward(  # noqa: PLR0913
+def rooms_of_backward(
+    dy: Tensor,  # rows of K
+    weight: Tensor,  # (E, K, I)
+    rank: int,
+    slots: Tensor,
+    tile_rows: int,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `gated_backward` fills, the third per tile of columns; without rows if not wanted."""
+    _, k, width = weight.shape
+    tile = tile_of(dy, tile_rows, k, width, "gated", rank)
+    d_rows, h_rows, dots_rows = (slots.shape[0] if one else 0 for one in wanted)
+    parts = (triton.cdiv(width, tile.columns), dots_rows)
+    dots = torch.empty(parts, dtype=torch.float32, device=dy.device)
+    return dy.new_empty((d_rows, 2 * width)), dy.new_empty((h_rows, width)), dots
+
+
+def gated_backward(
     dy: Tensor,  # rows of K
     weight: Tensor,  # (E, K, I)
     low: Tensor,  # (R, r)
@@ -125,28 +145,23 @@ def gated_backward(  # noqa: PLR0913
     gates: Tensor,  # (T, k)
     slots: Tensor,
     tiles: Tensor,
+    rooms: tuple[Tensor, Tensor, Tensor],
     *,
     tile_rows: int,
     fan: int,
     activation: str,
     interleaved: bool,
-    wants_wide: bool,
-    wants_h: bool,
-    wants_dots: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradients of gate and up (R, 2I); h (R, I); <d, h> (R,)); what is not wanted is empty."""
+) -> None:
+    """Fill gradients of gate and up (R, 2I), h (R, I) and <d, h> (column tiles, R)."""
     experts, k, width = weight.shape
+    d_wide, h, dots = rooms
     rows, rank = slots.shape[0], 0 if factor is None else factor.shape[1]
     tile = tile_of(dy, tile_rows, k, width, "gated", rank)
     column_tiles = triton.cdiv(width, tile.columns)
     factor = None if factor is None else packed(factor, dy.dtype)
-    d_wide = dy.new_empty((rows if wants_wide else 0, 2 * width))
-    h = dy.new_empty((rows if wants_h else 0, width))
-    dots = torch.empty(
-        (column_tiles, rows if wants_dots else 0), dtype=torch.float32, device=dy.device
-    )
+    wants_wide, wants_h, wants_dots = (room.numel() > 0 for room in rooms)
     if tiles.shape[0] == 0 or not (wants_wide or wants_h or wants_dots):
-        return d_wide, h, dots.sum(0)
+        return
     _gated_backward[(tiles.shape[0] * column_tiles,)](
         dy,
         weight,
@@ -171,6 +186,7 @@ def gated_backward(  # noqa: PLR0913
         *((0, 0, 0) if factor is None else factor.stride()),
         FAN=fan,
         LORA=factor is not None,
+        AHEAD=config.ahead(rank),
         STORES=wants_wide,
         KEEPS=wants_h,
         DOTS=wants_dots,
@@ -189,4 +205,3 @@ def gated_backward(  # noqa: PLR0913
         num_stages=tile.stages,
         **config.registers(tile, dy.element_size(), arch(dy.device)),
     )
-    return d_wide, h, dots.sum(0)

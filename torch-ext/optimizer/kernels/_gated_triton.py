@@ -14,7 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._grouped_triton import _plus_low_rank, _product, _source, _tile_of
+from ._grouped_triton import (
+    _low_rank_step,
+    _plus_low_rank,
+    _plus_step,
+    _product,
+    _source,
+    _tile_of,
+)
 from .glu_triton import _activation, _factor
 
 _UNIT = tl.constexpr(8)
@@ -81,6 +88,7 @@ def _gated_forward(  # noqa: PLR0913
     bias_n,
     FAN: tl.constexpr,
     LORA: tl.constexpr,
+    AHEAD: tl.constexpr,
     BIAS: tl.constexpr,
     KEEPS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -107,12 +115,19 @@ def _gated_forward(  # noqa: PLR0913
     columns = _place_of(inner, is_up, width, INTERLEAVED)
     at_x = x + _source(rows, inside, slots, FAN) * x_row
     at_weight = weight + expert * weight_expert + columns * weight_n
-    total = _product(
-        at_x, at_weight, inside, within, x_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
-    )
     if LORA:
         place = _place_of(inner - first_column, is_up, factor_width, INTERLEAVED)
         at_factor = factor + expert * factor_expert + place * factor_n
+    if LORA and AHEAD:
+        step_low, step_factor = _low_rank_step(
+            low, at_factor, factor_rank, 0, rows, inside, within, rank, known, BLOCK_R
+        )
+    total = _product(
+        at_x, at_weight, inside, within, x_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
+    )
+    if LORA and AHEAD:
+        total = _plus_step(total, step_low, step_factor, inside, within, WIDEN)
+    elif LORA:
         total = _plus_low_rank(
             total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
         )
@@ -231,6 +246,7 @@ def _gated_backward(  # noqa: PLR0913
     factor_n,
     FAN: tl.constexpr,
     LORA: tl.constexpr,
+    AHEAD: tl.constexpr,
     STORES: tl.constexpr,
     KEEPS: tl.constexpr,
     DOTS: tl.constexpr,
@@ -257,11 +273,18 @@ def _gated_backward(  # noqa: PLR0913
     within = inner < width
     at_dy = dy + _source(rows, inside, slots, FAN) * dy_row
     at_weight = weight + expert * weight_expert + inner * weight_n
+    if LORA:
+        at_factor = factor + expert * factor_expert + inner * factor_n
+    if LORA and AHEAD:
+        step_low, step_factor = _low_rank_step(
+            low, at_factor, factor_rank, 0, rows, inside, within, rank, known, BLOCK_R
+        )
     total = _product(
         at_dy, at_weight, inside, within, dy_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
     )
-    if LORA:
-        at_factor = factor + expert * factor_expert + inner * factor_n
+    if LORA and AHEAD:
+        total = _plus_step(total, step_low, step_factor, inside, within, WIDEN)
+    elif LORA:
         total = _plus_low_rank(
             total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
         )

@@ -81,6 +81,11 @@ def block_rank(rank: int) -> int:
     return min(max(16, 1 << (rank - 1).bit_length()), MAX_BLOCK_RANK)
 
 
+def ahead(rank: int) -> bool:
+    """Whether LoRA's operands wait in registers, a dozen per thread, while a product is summed."""
+    return 0 < rank <= 16
+
+
 def fits(tile: Tile, shape: Shape) -> bool:
     """Whether the operand tiles fit into the architecture's shared memory."""
     taken = tile.shared_memory(shape.element_bytes)

@@ -25,6 +25,7 @@ _REORDER = 64  # a side of the tile that is reordered: 128 bytes of bfloat16 eit
 _SUM = 1024
 PACKED_PER_RESULT = 1.5  # elements of a packed factor per element of the product that reads it
 PIECE = 256  # columns: what a factor packed in pieces is cut into multiples of
+MOST_PIECES = 3  # more launches than theirs take longer than reading a factor where it lies
 
 
 @functools.cache
@@ -144,20 +145,27 @@ def low_rank(
 
 def column_pieces(
     factor: Tensor | None, results: int, piece: int | None = None
-) -> list[tuple[int, int]]:
+) -> tuple[list[tuple[int, int]], bool]:
     """Ranges of columns, so that packing the factor takes a bounded copy beside so many results.
+
+    Where there would be many, an expert has few rows: it reads little twice, two bytes per sector.
 
     Args:
         factor: (E, r, N) or None.
         results: Elements that are there at the same time, or soon after.
         piece: What ranges are multiples of; `PIECE` by default.
+
+    Returns:
+        the ranges, and whether the factor is packed; if not, it is read in place.
     """
     if factor is None or results == 0 or not is_scattered(factor):
-        return [(0, 0 if factor is None else factor.shape[2])]
+        return [(0, 0 if factor is None else factor.shape[2])], True
     n, piece = factor.shape[2], piece or PIECE
     pieces = math.ceil(factor.numel() / (PACKED_PER_RESULT * results))
+    if pieces > MOST_PIECES:
+        return [(0, n)], False
     size = triton.cdiv(triton.cdiv(n, pieces), piece) * piece
-    return [(at, min(at + size, n)) for at in range(0, n, size)]
+    return [(at, min(at + size, n)) for at in range(0, n, size)], True
 
 
 def grouped_product(  # noqa: PLR0913
@@ -191,13 +199,15 @@ def grouped_product(  # noqa: PLR0913
         operands = (x, weight, low, factor, bias, other, slots, tiles, out, dots)
         _launch_product(*operands, other_fan=other_fan, **common)
         return dots.sum(0)
-    for first, end in column_pieces(factor, 0 if out is None else out.numel()):
+    ranges, packs = column_pieces(factor, 0 if out is None else out.numel())
+    for first, end in ranges:
         columns = slice(first, end if factor is not None else n)
+        here = None if factor is None else factor[:, :, columns]
         _launch_product(
             x,
             weight[:, :, columns],
             low,
-            None if factor is None else packed(factor[:, :, columns], x.dtype),
+            packed(here, x.dtype) if factor is not None and packs else here,
             None if bias is None else bias[:, columns],
             None,
             slots,
@@ -262,6 +272,7 @@ def _launch_product(  # noqa: PLR0913
         OTHER_FAN=other_fan,
         SCATTER=scatter,
         LORA=factor is not None,
+        AHEAD=config.ahead(rank),
         BIAS=bias is not None,
         GATED=gates is not None,
         DOTS=other is not None,

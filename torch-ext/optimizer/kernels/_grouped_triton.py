@@ -88,6 +88,40 @@ def _product(
 
 
 @triton.jit
+def _low_rank_step(
+    low,  # (R, r), contiguous
+    at_factor,  # (BLOCK_N,) pointers to the columns of the expert's first rank
+    factor_rank,
+    start,
+    rows,
+    inside,
+    within,
+    rank,
+    known,
+    BLOCK_R: tl.constexpr,
+):
+    """Ranks from start on of low and of F_e, zero unless known."""
+    r = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
+    low_mask = (inside & known)[:, None] & (r[None, :] < rank)
+    values = tl.load(low + rows[:, None] * rank + r[None, :], mask=low_mask, other=0.0)
+    mask = (r[:, None] < rank) & (within & known)[None, :]
+    weights = tl.load(at_factor[None, :] + r[:, None] * factor_rank, mask=mask, other=0.0)
+    return values, weights
+
+
+@triton.jit
+def _plus_step(total, values, weights, inside, within, WIDEN: tl.constexpr):
+    """total + values weights of `_low_rank_step`, which has had a sum's time to arrive.
+
+    What is selected is there already; without it the compiler would move the operands into shared
+    memory, and wait for them, where they are loaded.
+    """
+    values = tl.where(inside[:, None], values, 0.0)
+    weights = tl.where(within[None, :], weights, 0.0).to(values.dtype)
+    return _dot(values, weights, total, WIDEN)
+
+
+@triton.jit
 def _plus_low_rank(
     total,
     low,  # (R, r), contiguous
@@ -102,14 +136,11 @@ def _plus_low_rank(
     BLOCK_R: tl.constexpr,
 ):
     """total + low F_e."""
-    at_low = low + rows[:, None] * rank
     # One or two steps: in flight they would only take memory, float32 factors beyond what is.
     for start in tl.range(0, tl.where(known, rank, 0), BLOCK_R, num_stages=1):
-        r = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
-        low_mask = inside[:, None] & (r[None, :] < rank)
-        values = tl.load(at_low + r[None, :], mask=low_mask, other=0.0)
-        mask = (r[:, None] < rank) & within[None, :]
-        weights = tl.load(at_factor[None, :] + r[:, None] * factor_rank, mask=mask, other=0.0)
+        values, weights = _low_rank_step(
+            low, at_factor, factor_rank, start, rows, inside, within, rank, known, BLOCK_R
+        )
         total = _dot(values, weights.to(values.dtype), total, WIDEN)
     return total
 
@@ -151,6 +182,7 @@ def _grouped_product(  # noqa: PLR0913
     OTHER_FAN: tl.constexpr,
     SCATTER: tl.constexpr,
     LORA: tl.constexpr,
+    AHEAD: tl.constexpr,  # LoRA's operands are loaded before the sum over K, which hides the wait
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
     DOTS: tl.constexpr,
@@ -176,11 +208,18 @@ def _grouped_product(  # noqa: PLR0913
     known = expert < experts
     at_x = x + _source(rows, inside, slots, FAN) * x_row
     at_weight = weight + expert * weight_expert + columns * weight_n
+    if LORA:
+        at_factor = factor + expert * factor_expert + columns * factor_n
+    if LORA and AHEAD:
+        step_low, step_factor = _low_rank_step(
+            low, at_factor, factor_rank, 0, rows, inside, within, rank, known, BLOCK_R
+        )
     total = _product(
         at_x, at_weight, inside, within, x_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
     )
-    if LORA:
-        at_factor = factor + expert * factor_expert + columns * factor_n
+    if LORA and AHEAD:
+        total = _plus_step(total, step_low, step_factor, inside, within, WIDEN)
+    elif LORA:
         total = _plus_low_rank(
             total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
         )

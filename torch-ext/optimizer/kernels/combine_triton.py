@@ -46,11 +46,16 @@ def _combine(  # noqa: PLR0913
 
 
 def combine_triton(
-    y: Tensor, gates: Tensor | None, rows: Tensor, offsets: Tensor, top_k: int
+    y: Tensor,
+    gates: Tensor | None,
+    rows: Tensor,
+    offsets: Tensor,
+    top_k: int,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Launch `_combine`; arguments as in `kernels.combine`."""
+    """Launch `_combine`; arguments as in `kernels.combine`, and where the result (T, N) goes."""
     tokens, n = rows.shape[0] // top_k, y.shape[1]
-    out = y.new_empty((tokens, n))
+    out = y.new_empty((tokens, n)) if out is None else out
     if tokens == 0:
         return out
     block = min(_BLOCK, triton.next_power_of_2(n))

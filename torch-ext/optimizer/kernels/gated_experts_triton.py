@@ -3,14 +3,23 @@
 forward   xa1 | gate_up product and activation | xa2 | down product | combine
 backward  yb2 | down's dX and the activation's gradient | yb1 | gate_up's dX | combine |
           dA of both projections | dB of both | what else was asked for
+
+Where memory allows, `_gated_beside_triton` has LoRA's own launches run beside the products.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ._gated_launch_triton import gated_backward, gated_forward
+from ._gated_beside_triton import (
+    backward_beside,
+    gradient_of_gates,
+    packing,
+    room_for_gradients,
+    row_sum,
+    sums_fit_beside,
+)
+from ._gated_launch_triton import gated_backward, gated_forward, rooms_of_backward
 from ._grouped_launch_triton import RowSum, expert_products, grouped_product, low_rank
 from ._moe_paths import gradient_like
 from .combine_triton import combine_triton
@@ -42,13 +51,15 @@ def gated_experts_triton(  # noqa: PLR0913
     """Launch the forward kernels; arguments and results as in `kernels.gated_experts`."""
     total = slots.shape[0]
     xa1 = x.new_empty((total, 0 if a1 is None else a1.shape[1]))
-    if a1 is not None:
-        low_rank(x, a1, slots, tiles, xa1, tile_rows=tile_rows, scaling=scalings[0], fan=top_k)
+    factor1, factor2 = (None if b is None else b.mT for b in (b1, b2))
+    with packing((factor1, factor2), slots, x) as (factor1, factor2):
+        if a1 is not None:
+            low_rank(x, a1, slots, tiles, xa1, tile_rows=tile_rows, scaling=scalings[0], fan=top_k)
     wide, h = gated_forward(
         x,
         w1,
         xa1,
-        None if b1 is None else b1.transpose(1, 2),
+        factor1,
         bias1,
         slots,
         tiles,
@@ -58,6 +69,7 @@ def gated_experts_triton(  # noqa: PLR0913
         interleaved=interleaved,
         keeps=keeps,
     )
+    del factor1
     xa2 = x.new_empty((total, 0 if a2 is None else a2.shape[1]))
     if a2 is not None:
         low_rank(h, a2, slots, tiles, xa2, tile_rows=tile_rows, scaling=scalings[1], fan=0)
@@ -66,7 +78,7 @@ def gated_experts_triton(  # noqa: PLR0913
         h,
         w2,
         xa2,
-        None if b2 is None else b2.transpose(1, 2),
+        factor2,
         slots,
         tiles,
         y,
@@ -76,7 +88,7 @@ def gated_experts_triton(  # noqa: PLR0913
         scatter=False,
         bias=bias2,
     )
-    del h
+    del h, factor2
     return combine_triton(y, gates, rows, offsets, top_k), wide, xa1, xa2
 
 
@@ -110,93 +122,65 @@ def gated_experts_backward_triton(  # noqa: PLR0913
     wants_x, wants_w1, wants_a1, wants_b1, wants_bias1 = wants[:5]
     wants_w2, wants_a2, wants_b2, wants_bias2, wants_gates = wants[5:]
     place = {"tile_rows": tile_rows}
+    if sums_fit_beside((a1, b1, a2, b2), wants, slots, x, w2.shape[1]):
+        operands = (grad, x, w1, a1, b1, w2, a2, b2, bias2, gates, wide, xa1, xa2)
+        options = {"activation": activation, "interleaved": interleaved, "wants": wants, **place}
+        options |= {"top_k": top_k, "scalings": scalings}
+        dx, *lora, dgates = backward_beside(*operands, slots, offsets, rows, tiles, **options)
+        (dw1, dbias1), (dw2, dbias2) = (
+            _base(*one, (False,) * 2) for one in ((w1, bias1), (w2, bias2))
+        )
+        return dx, dw1, *lora[:2], dbias1, dw2, *lora[2:], dbias2, dgates
     yb2 = grad.new_empty((slots.shape[0], 0 if b2 is None else b2.shape[2]))
-    if b2 is not None:
-        low_rank(grad, b2.mT, slots, tiles, yb2, scaling=scalings[1], fan=top_k, **place)
-    d_wide, h, dots = gated_backward(
-        grad,
-        w2.mT,
-        yb2,
-        a2,
-        wide,
-        gates,
-        slots,
-        tiles,
-        fan=top_k,
-        activation=activation,
-        interleaved=interleaved,
-        wants_wide=any(wants[:5]),
-        wants_h=wants_w2 or wants_a2,
-        wants_dots=wants_gates,
-        **place,
-    )
+    factor1 = None if b1 is None or not (wants_x or wants_a1) else b1.mT
+    with packing((factor1,), slots, x) as (factor1,):
+        if b2 is not None:
+            low_rank(grad, b2.mT, slots, tiles, yb2, scaling=scalings[1], fan=top_k, **place)
+    wanted = (any(wants[:5]), wants_w2 or wants_a2, wants_gates)
+    rooms = rooms_of_backward(grad, w2.mT, yb2.shape[1], slots, tile_rows, wanted)
+    options = {"fan": top_k, "activation": activation, "interleaved": interleaved, **place}
+    gated_backward(grad, w2.mT, yb2, a2, wide, gates, slots, tiles, rooms, **options)
+    d_wide, h, dots = rooms
+    del rooms
     yb1 = grad.new_empty((slots.shape[0], 0 if b1 is None else b1.shape[2]))
-    if b1 is not None and (wants_x or wants_a1):
-        low_rank(d_wide, b1.mT, slots, tiles, yb1, scaling=scalings[0], fan=0, **place)
+    if factor1 is not None:
+        low_rank(d_wide, factor1, slots, tiles, yb1, scaling=scalings[0], fan=0, **place)
+    del factor1
     dgates = gates.new_empty(0)
     if wants_gates:
-        if bias2 is not None:
-            through = torch.empty((slots.shape[0], 1), dtype=torch.float32, device=grad.device)
-            options = {"scaling": 1.0, "fan": top_k, "scatter": True, **place}
-            low_rank(grad, bias2[:, None], slots, tiles, through, **options)
-            dots = dots + through[:, 0]
-        dgates = dots.view(gates.shape).to(gates.dtype)
-    dx = x.new_empty(0)
+        dgates = gradient_of_gates(dots, grad, bias2, gates, slots, tiles, fan=top_k, **place)
+    dx = x.new_empty(x.shape if wants_x else 0)
     if wants_x:
         spread = x.new_empty((slots.shape[0], x.shape[1]))
         product = (d_wide, w1.mT, yb1, a1, slots, tiles, spread)
         grouped_product(*product, direction="dx", fan=0, scatter=False, **place)
-        dx = combine_triton(spread, None, rows, offsets, top_k)
-        del spread, product
+        combine_triton(spread, None, rows, offsets, top_k, dx)
+        del product, spread
     # The sums of both projections share launches where all gradients fit into what dx's rows took;
     # else each operand is let go before the next gradient.
-    factors = ((a1, wants_a1), (b1, wants_b1), (a2, wants_a2), (b2, wants_b2))
-    gradient_bytes = sum(factor.nbytes for factor, wanted in factors if wanted)
-    at_once = gradient_bytes <= room_for_gradients(slots, x)
+    factors = zip((a1, b1, a2, b2), (wants_a1, wants_b1, wants_a2, wants_b2), strict=True)
+    gradients = sum(factor.nbytes for factor, wanted in factors if wanted)
+    at_once = gradients <= room_for_gradients(slots, x)
 
-    def run(*sums: RowSum | None) -> None:
-        found = [one for one in sums if one is not None]
-        expert_products(found, gates, slots, offsets, in_place=not at_once)
+    def run(*sums: RowSum) -> None:
+        expert_products(sums, gates, slots, offsets, in_place=not at_once)
 
-    db1, sum_b1 = _row_sum(b1, wants_b1, xa1, d_wide, 0, outputs_first=True)
+    db1, sum_b1 = row_sum(b1, wants_b1, xa1, d_wide, 0, outputs_first=True)
     dw1, dbias1 = _base(w1, bias1, (wants_w1, wants_bias1))
     grouped_lora_dw_triton(x, d_wide, None, slots, offsets, dw1, dbias1, top_k, 0)
     if not at_once:
-        run(sum_b1)
-        d_wide = sum_b1 = None
-    da1, sum_a1 = _row_sum(a1, wants_a1, yb1, x, top_k)
-    da2, sum_a2 = _row_sum(a2, wants_a2, yb2, h, 0, gated=True)
+        run(*sum_b1)
+        d_wide, sum_b1 = None, []
+    da1, sum_a1 = row_sum(a1, wants_a1, yb1, x, top_k)
+    da2, sum_a2 = row_sum(a2, wants_a2, yb2, h, 0, gated=True)
     dw2, dbias2 = _base(w2, bias2, (wants_w2, wants_bias2))
     grouped_lora_dw_triton(h, grad, gates, slots, offsets, dw2, dbias2, 0, top_k)
     if not at_once:
-        run(sum_a1, sum_a2)
-        h = sum_a1 = sum_a2 = None
-    db2, sum_b2 = _row_sum(b2, wants_b2, xa2, grad, top_k, outputs_first=True, gated=True)
-    run(sum_a1, sum_a2, sum_b1, sum_b2)
+        run(*sum_a1, *sum_a2)
+        h, sum_a1, sum_a2 = None, [], []
+    db2, sum_b2 = row_sum(b2, wants_b2, xa2, grad, top_k, outputs_first=True, gated=True)
+    run(*sum_a1, *sum_a2, *sum_b1, *sum_b2)
     return dx, dw1, da1, db1, dbias1, dw2, da2, db2, dbias2, dgates
-
-
-def room_for_gradients(slots: Tensor, x: Tensor) -> int:
-    """Bytes that backward took for the rows of dx and gave back."""
-    return slots.shape[0] * x.shape[1] * x.element_size()
-
-
-def _row_sum(
-    factor: Tensor | None,
-    wanted: bool,
-    left: Tensor,  # (R, r)
-    right: Tensor,
-    right_fan: int,
-    *,
-    outputs_first: bool = False,
-    gated: bool = False,
-) -> tuple[Tensor, RowSum | None]:
-    """Room for the gradient of a factor, (E, N, r) if `outputs_first`, and what fills it."""
-    if not wanted:
-        return left.new_empty(0), None
-    gradient = gradient_like(factor, wanted)
-    out = gradient.mT if outputs_first else gradient
-    return gradient, RowSum(left, right, out, 0, right_fan, gated)
 
 
 def _base(weight: Tensor, bias: Tensor | None, wants: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
