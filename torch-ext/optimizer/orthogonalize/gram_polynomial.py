@@ -11,7 +11,7 @@ All ten squares are symmetric. By halves a square matrix costs 16 m^3 FLOP where
 Frobenius norm, and known from the first product. With ||R||_F of the rounded R the bound holds for
 the matrix that is squared, whatever rounding did to it.
 
-Well-conditioned matrices take a short cut (`well_conditioned`).
+Matrices whose singular values lie like a Gaussian's take a short cut (`well_conditioned`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .products import (
     stores_upper,
 )
 from .registered import call
-from .well_conditioned import may_be_well_conditioned, serve, served_alone
+from .well_conditioned import serve, served_alone, short_cut
 
 # Frobenius norm of X before the first product: R then has a trace of 4096, far from float16's
 # subnormal numbers and from its largest one.
@@ -72,14 +72,14 @@ def iterated(x: torch.Tensor, last: torch.Tensor | None, side: int) -> torch.Ten
     upper = chain and stores_upper(min(x.shape[-2:]))
     R = gram(x, upper_out=upper)  # (G, m, m); its norm is read above the diagonal
     factors = subset = None
-    if may_be_well_conditioned(x, side):
-        if not batch_is_free(x.dtype, x.device):
-            served = served_alone(x, R)
-            if served is not None:
-                return served
-        else:
-            last = torch.empty_like(x) if last is None else last
-            factors, subset = serve(x, R, last, SAFETY**2, side, chain=chain, upper=upper)
+    cut = short_cut(x, side)
+    if cut is not None and not batch_is_free(x.dtype, x.device):
+        served = served_alone(x, R, cut)
+        if served is not None:
+            return served
+    elif cut is not None:
+        tried, subset, last = serve(x, R, last, SAFETY**2, side, cut, chain=chain, upper=upper)
+        factors = tried.factors, tried.roots
     if factors is None and _scales_by_factors(R):
         factors = norm_factors(R, SAFETY**2, symmetric=True)
     if factors is None:
@@ -92,7 +92,7 @@ def iterated(x: torch.Tensor, last: torch.Tensor | None, side: int) -> torch.Ten
     del R
     x = apply_gram_side(x, M, scale=roots, upper=upper, subset=subset)
     del M
-    M = evaluated(gram(x, upper, subset), second, chain=chain, subset=subset)
+    M = evaluated(gram(x, upper_out=upper, subset=subset), second, chain=chain, subset=subset)
     return apply_gram_side(x, M, out=last, upper=upper, subset=subset)
 
 
