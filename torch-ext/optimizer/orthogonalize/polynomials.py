@@ -67,7 +67,7 @@ RESIDUAL = 0.004
 # or nearly so, whose smallest singular values reach down to 0. Least squares of s M_6(s^2) - 1 over
 # the quarter circle that the singular values s of a large square Gaussian fill: 0.108 in the root
 # mean square, where five steps of Polar Express leave 0.118 (m = 512) to 0.17 (8192) and values of
-# any size; at most 1.15, and 1.2 up to 1.036 in x; found by tools/derive_gram_polynomials.py as well.
+# any size; at most 1.15, and 1.2 up to x = 1.036. Found by tools/derive_gram_polynomials.py, too.
 QUARTER_CIRCLE: tuple[Square, ...] = (
     Square(0, 6.613872002, -7.13893842, 1.211253037),
     Square(0, 1.910452125, -0.6073158735, -0.1757578296),
