@@ -100,7 +100,14 @@ def test_quarter_circle(table) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "share"),
-    [((512, 512), 0.96), ((512, 576), 0.5), ((256, 320), 0.4), ((600, 257), 0.3)],
+    [
+        ((512, 512), 0.96),
+        ((512, 576), 0.5),
+        ((256, 320), 0.4),
+        ((600, 257), 0.3),
+        ((129, 162), 0.45),
+        ((136, 408), 0.3),
+    ],
 )
 def test_gaussians_of_any_aspect_are_as_close_as_five_steps(
     orthogonalize, the_long_way, reference, opt, device, shape, share
@@ -197,11 +204,12 @@ def test_shapes_and_what_they_are_tried_with(submodule, table, device) -> None:
         )
     )
     assert tried(256, 640) == tried(640, 256) == tried(264, 1024, 257) == wide
-    assert tried(256, 632) == tried(632, 256) == tried(256, 320) == between
+    assert tried(136, 408, 129) == wide
+    assert tried(256, 632) == tried(632, 256) == tried(136, 170) == between
     assert tried(512, 512) == tried(632, 512) == nearly_square
-    for small in ((256, 312), (312, 256), (504, 504), (248, 1024), (512, 512, 511)):
+    for small in ((256, 312), (312, 256), (504, 504), (128, 1024), (512, 512, 511)):
         assert tried(*small) is None
-    assert tried(256, 1024, 255) is None
+    assert tried(136, 1024, 128) is None
 
 
 @pytest.mark.parametrize("shape", [(512, 512), (264, 512), (600, 256)])

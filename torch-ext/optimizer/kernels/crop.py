@@ -3,9 +3,10 @@
 How an iteration's result leaves its frame of zeros. Words of 16 bytes of out are put together from
 two of x; torch's copy of such rows goes element by element.
 
-path     | op   | source                    | taken
-compiled | crop | kernels-src/newton_schulz | CUDA >= 8.0, float16 and bfloat16
-copy_    |      | torch                     | everything else, by the caller
+path      | op   | source                    | taken
+compiled  | crop | kernels-src/newton_schulz | CUDA >= 8.0, float16 and bfloat16
+copy_     | none | torch                     | everything else, by the caller
+reference | none | reference/crop.py         | by tests
 """
 
 from __future__ import annotations
