@@ -19,16 +19,18 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "float beta2, Tensor? beta2_tensor, float eps, Tensor? eps_tensor, float weight_decay, "
       "Tensor? weight_decay_tensor, Tensor(e!)[] residuals, int seed, Tensor? rounding_step, "
       "int[] parameter, int[] offset) -> ()");
-  ops.def("normalize(Tensor[] pieces, Tensor(a!) out, float prefactor) -> ()");
+  ops.def(
+      "normalize(Tensor[] pieces, Tensor(a!) out, float prefactor, Tensor(b!)? zeros=None) -> ()");
+  ops.def("crop(Tensor x, Tensor(a!) out) -> ()");
   ops.def(
       "norm_factors(Tensor x, Tensor(a!) factors, Tensor(b!) roots, float prefactor, "
       "bool symmetric=False) -> ()");
   ops.def(
       "find_well_conditioned(Tensor r, float prefactor, float spread, int side, "
-      "Tensor(a!) factors, Tensor(b!) found, Tensor(c!) subset) -> ()");
+      "Tensor(a!) factors, Tensor(b!) found, Tensor(c!) subset, Tensor(d!) zeros) -> ()");
   ops.def(
       "find_converged(Tensor residual, float bound, int side, Tensor(a!) found, Tensor(b!) subset, "
-      "Tensor(c!) rest) -> ()");
+      "Tensor(c!) rest, Tensor(d!) zeros) -> ()");
   ops.def(
       "symmetric_matmul(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, "
       "float diag, int tile, Tensor? scale=None, int alpha_power=1, int beta_power=1, "
@@ -38,7 +40,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "tile, Tensor? scale=None, int upper=0, Tensor? subset=None) -> ()");
   ops.def(
       "square_chain(Tensor(a!)[] buffers, int[] places, int[] operands, float[] alphas, "
-      "float[] betas, float[] deltas, Tensor? scale, int groups, Tensor? subset=None) -> ()");
+      "float[] betas, float[] deltas, Tensor? scale, int groups, Tensor? subset=None, "
+      "Tensor(b!)? zeros=None) -> ()");
   ops.def(
       "grouped_product(Tensor x, Tensor weight, Tensor? low, Tensor? factor, Tensor? bias, "
       "Tensor? gates, Tensor? other, Tensor slots, Tensor offsets, Tensor(a!) out, "
@@ -63,6 +66,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("apply_update", TORCH_BOX(&optimizer::apply_update_cuda));
   ops.impl("adamw", TORCH_BOX(&optimizer::adamw_cuda));
   ops.impl("normalize", TORCH_BOX(&optimizer::normalize_cuda));
+  ops.impl("crop", TORCH_BOX(&optimizer::crop_cuda));
   ops.impl("norm_factors", TORCH_BOX(&optimizer::norm_factors_cuda));
   ops.impl("find_well_conditioned", TORCH_BOX(&optimizer::find_well_conditioned_cuda));
   ops.impl("find_converged", TORCH_BOX(&optimizer::find_converged_cuda));

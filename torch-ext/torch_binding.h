@@ -57,13 +57,16 @@ void adamw_cuda(const TensorVector& params, const TensorVector& grads, const Ten
                 int64_t seed, std::optional<Tensor> rounding_step,
                 const std::vector<int64_t>& parameter, const std::vector<int64_t>& offset);
 
-void normalize_cuda(const TensorVector& pieces, const Tensor& out, double prefactor);
+void normalize_cuda(const TensorVector& pieces, const Tensor& out, double prefactor,
+                    std::optional<Tensor> zeros);
+void crop_cuda(const Tensor& x, const Tensor& out);
 void norm_factors_cuda(const Tensor& x, const Tensor& factors, const Tensor& roots,
                        double prefactor, bool symmetric);
 void find_well_conditioned_cuda(const Tensor& r, double prefactor, double spread, int64_t side,
-                                const Tensor& factors, const Tensor& found, const Tensor& subset);
+                                const Tensor& factors, const Tensor& found, const Tensor& subset,
+                                const Tensor& zeros);
 void find_converged_cuda(const Tensor& residual, double bound, int64_t side, const Tensor& found,
-                         const Tensor& subset, const Tensor& rest);
+                         const Tensor& subset, const Tensor& rest, const Tensor& zeros);
 
 void symmetric_matmul_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c,
                            const Tensor& out, double alpha, double beta, double diag, int64_t tile,
@@ -77,7 +80,8 @@ void matmul_add_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c, 
 void square_chain_cuda(const TensorVector& buffers, const std::vector<int64_t>& places,
                        const std::vector<int64_t>& operands, const std::vector<double>& alphas,
                        const std::vector<double>& betas, const std::vector<double>& deltas,
-                       std::optional<Tensor> scale, int64_t groups, std::optional<Tensor> subset);
+                       std::optional<Tensor> scale, int64_t groups, std::optional<Tensor> subset,
+                       std::optional<Tensor> zeros);
 
 void grouped_product_cuda(const Tensor& x, const Tensor& weight, std::optional<Tensor> low,
                           std::optional<Tensor> factor, std::optional<Tensor> bias,

@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// Before every chain: no ticket drawn, no tile stored.
+// Before a chain whose caller has no zeros: no ticket drawn, no tile stored.
 __global__ void __launch_bounds__(256) clear_kernel(uint32_t* counters, uint32_t count) {
   let_next_kernel_begin();
   wait_for_kernel_before();  // whoever had this memory before is done with it

@@ -1,10 +1,11 @@
 #pragma once
 // The kernels of norm_factors: sums of squares of chunks, and one block per matrix that turns its
 // sums into a factor. Of a symmetric matrix only the tiles that reach its diagonal or lie above it
-// are read. find_well_conditioned and find_converged (find_subsets.cu) share the sums.
+// are read. find_well_conditioned and find_converged (find_subsets.cuh) share the sums of chunks.
+
+#include <type_traits>
 
 #include "newton_schulz/normalize.cuh"
-#include "newton_schulz/subset.h"
 
 namespace optimizer::normalization {
 
@@ -18,9 +19,7 @@ struct SumProblem {
   Tiling tiling;
   bool triangle;
   double prefactor;
-  double* sums;           // (x.count, chunks)
-  double* traces;         // likewise, of a triangle; or null
-  const int32_t* subset;  // see subset.h; sums are of its matrices in its order; or null: of all
+  double* sums;  // (x.count, chunks)
 };
 
 template <typename T, bool kTransposed>
@@ -34,6 +33,34 @@ __device__ __forceinline__ void load_tile(Neighbours<T, kTransposed>& into, cons
   }
 }
 
+// Squares of 4 x 4 neighbours in one order whatever their layout. Those of float16 are exact in
+// float32 and in range, and a row of them is rounded by 2^-24 at most three times: a conversion to
+// double is as slow as four of its additions.
+template <typename T>
+struct Rows {
+  double sum[kSide] = {};
+
+  template <typename Elements>
+  __device__ __forceinline__ void add(const Elements& x) {
+#pragma unroll
+    for (int i = 0; i < kSide; ++i) {
+      if constexpr (std::is_same_v<T, __half>) {
+        float row = 0.0f;
+#pragma unroll
+        for (int j = 0; j < kSide; ++j) row = fmaf(x.value(i, j), x.value(i, j), row);
+        sum[i] += row;
+      } else {
+#pragma unroll
+        for (int j = 0; j < kSide; ++j) {
+          const auto value = static_cast<double>(x.value(i, j));
+          sum[j] = fma(value, value, sum[j]);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ double total() const { return (sum[0] + sum[1]) + (sum[2] + sum[3]); }
+};
+
 // The sum of a thread's squares in a chunk; elements above the diagonal of a triangle count twice,
 // those on it are added to its trace.
 template <typename T, bool kTransposed, bool kTriangle>
@@ -42,7 +69,7 @@ __device__ __forceinline__ double sum_chunk(const SumProblem& p, const Piece& pi
   constexpr int kBatch = kTogether<T>;
   const Spot in_tile = p.tiling.of_thread(threadIdx.x);
   const int64_t last = p.tiling.last(chunk);
-  Squares squares;
+  Rows<T> squares;
   double diagonal = 0.0;
   for (int64_t tile = p.tiling.first(chunk); tile < last; tile += kBatch) {
     Neighbours<T, kTransposed> elements[kBatch];
@@ -77,48 +104,49 @@ __device__ __forceinline__ double sum_chunk(const SumProblem& p, const Piece& pi
 }
 
 template <typename T, bool kTriangle>
+__device__ __forceinline__ double sum_chunk(const SumProblem& p, int64_t matrix, int64_t chunk,
+                                            double& trace) {
+  const Piece& piece = p.x.piece[0];
+  const T* const x = static_cast<const T*>(piece.data) + matrix * piece.batch;
+  return piece.layout == Layout::kColumns
+             ? sum_chunk<T, true, kTriangle>(p, piece, x, chunk, trace)
+             : sum_chunk<T, false, kTriangle>(p, piece, x, chunk, trace);
+}
+
+// Over the block, in thread 0
+__device__ __forceinline__ double block_sum(double value) {
+  __shared__ double warps[kWarps];
+  value = warp_sum(value);
+  __syncthreads();  // what the last call left has been read
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  return threadIdx.x == 0 ? sum_of(warps) : 0.0;
+}
+
+template <typename T, bool kTriangle>
 __global__ void __launch_bounds__(kThreads, kSumBlocks)
     sum_kernel(const __grid_constant__ SumProblem p) {
-  __shared__ double warps[kWarps];
   let_next_start();
   wait_for_launch_before();
   const auto chunks = static_cast<uint32_t>(p.tiling.chunks);
-  const uint32_t place = blockIdx.x / chunks, chunk = blockIdx.x - place * chunks;
-  if (place >= matrices_in(p.subset, p.x.count)) return;
-  const int64_t matrix = matrix_at(p.subset, place);
-  const Piece& piece = p.x.piece[0];
-  const T* const x = static_cast<const T*>(piece.data) + matrix * piece.batch;
+  const uint32_t matrix = blockIdx.x / chunks, chunk = blockIdx.x - matrix * chunks;
   double trace = 0.0;
-  const double mine = piece.layout == Layout::kColumns
-                          ? sum_chunk<T, true, kTriangle>(p, piece, x, chunk, trace)
-                          : sum_chunk<T, false, kTriangle>(p, piece, x, chunk, trace);
-  const double sum = warp_sum(mine);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
-  __syncthreads();
-  if (threadIdx.x == 0) p.sums[blockIdx.x] = sum_of(warps);
-  if (p.traces == nullptr) return;
-  __syncthreads();  // `warps` has been read
-  trace = warp_sum(trace);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = trace;
-  __syncthreads();
-  if (threadIdx.x == 0) p.traces[blockIdx.x] = sum_of(warps);
+  const double sum = block_sum(sum_chunk<T, kTriangle>(p, matrix, chunk, trace));
+  if (threadIdx.x == 0) p.sums[blockIdx.x] = sum;
 }
 
 // factors, roots (x.count,): what would scale each matrix to the norm 1 / prefactor, and its square
 // root.
 static __global__ void __launch_bounds__(kThreads)
     factor_kernel(const __grid_constant__ SumProblem p, float* factors, float* roots) {
-  __shared__ double warps[kWarps];
   let_next_start();
   wait_for_launch_before();
   const double* const sums = p.sums + blockIdx.x * p.tiling.chunks;
   double sum = 0.0;
   for (int64_t k = threadIdx.x; k < p.tiling.chunks; k += kThreads) sum += __ldcg(sums + k);
-  sum = warp_sum(sum);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
-  __syncthreads();
+  sum = block_sum(sum);
   if (threadIdx.x == 0) {
-    const Factor factor = factor_of(sum_of(warps), p.prefactor);
+    const Factor factor = factor_of(sum, p.prefactor);
     const double value = static_cast<double>(factor.power) * factor.rest;
     factors[blockIdx.x] = static_cast<float>(value);
     roots[blockIdx.x] = static_cast<float>(sqrt(value));

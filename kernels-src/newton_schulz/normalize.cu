@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <vector>
 
 #include "newton_schulz/normalize_launch.cuh"
@@ -136,10 +137,20 @@ Problem describe(const Shape& shape, int64_t element, const Tensor& out, double 
   return p;
 }
 
-void launch_clear(uint64_t* words, int64_t count, bool early, cudaStream_t stream) {
+void launch_clear(uint64_t* words, int64_t count, const std::optional<Tensor>& zeros, bool early,
+                  cudaStream_t stream) {
   constexpr int64_t kEach = 4, kMostBlocks = 256;
   const int64_t blocks = std::clamp<int64_t>(quotient_up(count, kThreads * kEach), 1, kMostBlocks);
-  launch(clear_kernel, words, blocks, 0, early, stream, count);
+  int32_t* const others = zeros.has_value() ? static_cast<int32_t*>(zeros->data_ptr()) : nullptr;
+  const int64_t more = zeros.has_value() ? zeros->numel() : 0;
+  launch(clear_kernel, words, blocks, 0, early, stream, count, others, more);
+}
+
+void check_zeros(const std::optional<Tensor>& zeros, const Tensor& out) {
+  STD_TORCH_CHECK(!zeros.has_value() ||
+                      (zeros->dim() == 1 && zeros->is_contiguous() &&
+                       zeros->scalar_type() == ScalarType::Int && zeros->device() == out.device()),
+                  "normalize: zeros must be (n,), contiguous, int32, on out's device");
 }
 
 // Flags and sums of a call, behind one another in `memory`; the tiles' part is not to be cleared.
@@ -171,10 +182,14 @@ class Workspace {
 
 }  // namespace
 
-void normalize_cuda(const std::vector<Tensor>& pieces, const Tensor& out, double prefactor) {
+void normalize_cuda(const std::vector<Tensor>& pieces, const Tensor& out, double prefactor,
+                    std::optional<Tensor> zeros) {
   const Shape shape = shape_of(pieces, out);
   STD_TORCH_CHECK(prefactor > 0 && std::isfinite(prefactor),
                   "normalize: prefactor must be positive and finite, got ", prefactor);
+  check_zeros(zeros, out);
+  STD_TORCH_CHECK(out.numel() > 0 || !zeros.has_value() || zeros->numel() == 0,
+                  "normalize: zeros go with matrices, and out is empty");
   if (out.numel() == 0) return;
   const int device = out.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -190,7 +205,7 @@ void normalize_cuda(const std::vector<Tensor>& pieces, const Tensor& out, double
       p.out_cols % kSide == 0 && reinterpret_cast<uintptr_t>(out_data) % (kSide * out_bytes) == 0;
   const Workspace workspace(out, quotient_up(static_cast<int64_t>(pieces.size()), kPieces),
                             shape.matrices, p.tiling);
-  launch_clear(workspace.data(), workspace.cleared(), starts_early(device), on);
+  launch_clear(workspace.data(), workspace.cleared(), zeros, starts_early(device), on);
 
   const int64_t total = out.size(0);
   int64_t written = 0;

@@ -177,13 +177,17 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   write_frame<Out>(p);
 }
 
-// What a call needs to be zero
-static __global__ void __launch_bounds__(kThreads) clear_kernel(uint64_t* words, int64_t count) {
+// What a call needs to be zero, and what later calls do
+static __global__ void __launch_bounds__(kThreads)
+    clear_kernel(uint64_t* words, int64_t count, int32_t* zeros, int64_t more) {
   let_next_start();
   wait_for_launch_before();
   const int64_t threads = int64_t{gridDim.x} * kThreads;
   for (int64_t k = int64_t{blockIdx.x} * kThreads + threadIdx.x; k < count; k += threads) {
     words[k] = 0;
+  }
+  for (int64_t k = int64_t{blockIdx.x} * kThreads + threadIdx.x; k < more; k += threads) {
+    zeros[k] = 0;
   }
 }
 

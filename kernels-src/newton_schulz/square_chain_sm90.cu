@@ -107,8 +107,9 @@ ChainArguments arguments_of(const Chain& chain, int device) {
   return args;
 }
 
-// counters: (1 + squares * batch) int32, in whatever state.
-void launch_chain(const Chain& chain, uint32_t* counters, int device, cudaStream_t stream) {
+// counters: (1 + squares * batch) int32, zeros if they are clear.
+void launch_chain(const Chain& chain, uint32_t* counters, bool clear, int device,
+                  cudaStream_t stream) {
   ChainArguments args = arguments_of(chain, device);
   args.tickets = counters;
   args.stored = counters + 1;
@@ -120,10 +121,12 @@ void launch_chain(const Chain& chain, uint32_t* counters, int device, cudaStream
   config.attrs = &early;
   config.numAttrs = 1;
 
-  const uint32_t count = 1 + args.schedule.matrices * args.schedule.products;
-  config.gridDim = dim3((count + 255) / 256);
-  config.blockDim = dim3(256);
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, clear_kernel, counters, count));
+  if (!clear) {
+    const uint32_t count = 1 + args.schedule.matrices * args.schedule.products;
+    config.gridDim = dim3((count + 255) / 256);
+    config.blockDim = dim3(256);
+    STD_CUDA_CHECK(cudaLaunchKernelEx(&config, clear_kernel, counters, count));
+  }
 
   STD_CUDA_CHECK(cudaFuncSetAttribute(chain_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       SquareTile::kSharedBytes));
@@ -139,7 +142,8 @@ void launch_chain(const Chain& chain, uint32_t* counters, int device, cudaStream
 void square_chain_cuda(const std::vector<Tensor>& buffers, const std::vector<int64_t>& places,
                        const std::vector<int64_t>& operands, const std::vector<double>& alphas,
                        const std::vector<double>& betas, const std::vector<double>& deltas,
-                       std::optional<Tensor> scale, int64_t groups, std::optional<Tensor> subset) {
+                       std::optional<Tensor> scale, int64_t groups, std::optional<Tensor> subset,
+                       std::optional<Tensor> zeros) {
   using namespace newton_schulz;
   STD_TORCH_CHECK(!buffers.empty(), "square_chain: there are no buffers");
   const Chain chain =
@@ -152,9 +156,16 @@ void square_chain_cuda(const std::vector<Tensor>& buffers, const std::vector<int
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   check_sm90("square_chain", refusal(chain), device);
   const auto squares = static_cast<int64_t>(chain.squares.size());
-  Tensor counters = torch::stable::new_empty(x, {1 + squares * chain.batches}, ScalarType::Int);
+  const int64_t count = 1 + squares * chain.batches;
+  STD_TORCH_CHECK(!zeros.has_value() ||
+                      (zeros->dim() == 1 && zeros->size(0) == count && zeros->is_contiguous() &&
+                       zeros->scalar_type() == ScalarType::Int && zeros->device() == x.device()),
+                  "square_chain: zeros must be (1 + squares * batch,), contiguous, int32, on the "
+                  "buffers' device");
+  const Tensor counters =
+      zeros.has_value() ? *zeros : torch::stable::new_empty(x, {count}, ScalarType::Int);
   auto* const data = static_cast<uint32_t*>(counters.data_ptr());
-  launch_chain(chain, data, device, static_cast<cudaStream_t>(stream));
+  launch_chain(chain, data, zeros.has_value(), device, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace optimizer

@@ -33,6 +33,10 @@ def state(submodule, device):
     return of
 
 
+def zeros_for(E: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(1 + len(E), dtype=torch.int32, device=E.device)
+
+
 def numbers_of(subset: torch.Tensor) -> list[int]:
     return subset[1 : 1 + subset[0].item()].tolist()
 
@@ -68,10 +72,20 @@ def test_equals_the_reference(module, state, reference, device, batch) -> None:
     expected = reference.find_converged(E, 0.004, 136, tried)
     assert 0 < expected.sum() < tried.sum()
     given = state(tried)
-    rest = module.find_converged(E.to(device), 0.004, 136, given)
+    E = E.to(device)
+    rest = module.find_converged(E, 0.004, 136, given, zeros_for(E))
     assert given.found.bool().tolist() == expected.tolist()
     assert numbers_of(given.subset) == expected.nonzero().flatten().tolist()
     assert numbers_of(rest) == (~expected).nonzero().flatten().tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 40])
+def test_where_none_was_tried_all_are_left(module, state, device, batch) -> None:
+    E = torch.full((batch, 136, 136), torch.nan, device=device, dtype=torch.float16)
+    given = state(torch.zeros(batch, dtype=torch.bool))
+    rest = module.find_converged(E, 0.004, 136, given, zeros_for(E))
+    assert (numbers_of(given.subset), numbers_of(rest)) == ([], list(range(batch)))
 
 
 @pytest.mark.gpu
@@ -81,7 +95,7 @@ def test_zeros_that_fill_a_matrix_up_are_not_counted(module, state, device) -> N
     E.diagonal(dim1=-2, dim2=-1)[:, side:] = -1
     E[1, 0, 0], E[2, 0, 0] = (0.003 * side) ** 0.5, (0.005 * side) ** 0.5
     given = state(torch.tensor([True, True, True]))
-    rest = module.find_converged(E, 0.004, side, given)
+    rest = module.find_converged(E, 0.004, side, given, zeros_for(E))
     assert (numbers_of(given.subset), numbers_of(rest)) == ([0, 1], [2])
 
 
@@ -91,13 +105,14 @@ def test_opcheck_and_wrong_arguments(submodule, module, device) -> None:
     E = torch.zeros(4, 136, 136, device=device, dtype=torch.float16)
     found = torch.ones(4, dtype=torch.int32, device=device)
     subset, rest = listed([0, 1, 2, 3], device, 4), listed([], device, 4)
-    arguments = (E, 0.004, 136, found, subset, rest)
+    arguments = (E, 0.004, 136, found, subset, rest, zeros_for(E))
     torch.library.opcheck(op.default, arguments, test_utils=("test_schema", "test_faketensor"))
     for wrong, reason in (
         ((E.float(), *arguments[1:]), "float16"),
         ((E, 0.004, 0, *arguments[3:]), "side must be"),
-        ((*arguments[:5], rest[1:]), "subsets"),
-        ((*arguments[:4], subset.long(), rest), "int32"),
+        ((*arguments[:5], rest[1:], arguments[6]), "subsets"),
+        ((*arguments[:6], rest[1:]), "zeros"),
+        ((*arguments[:4], subset.long(), *arguments[5:]), "int32"),
     ):
         with pytest.raises(RuntimeError, match=reason):
             op(*wrong)

@@ -21,6 +21,19 @@ def module(submodule, device):
     return submodule("kernels.find_well_conditioned")
 
 
+@pytest.fixture
+def find(module):
+    """The op with zeros to begin with; what it leaves there is how often it counted."""
+
+    def found(R: torch.Tensor, *arguments):
+        zeros = torch.zeros(1 + len(R), dtype=torch.int32, device=R.device)
+        tried = module.find_well_conditioned(R, *arguments, zeros)
+        assert zeros[0] == len(R) and (zeros[1:] == zeros[1]).all()
+        return tried
+
+    return found
+
+
 def test_reference_by_eigenvalues(reference) -> None:
     R = grams(torch.device("cpu"), 64)
     found, narrow = reference.find_well_conditioned(R, 0.65, 64)
@@ -37,11 +50,11 @@ def test_reference_by_eigenvalues(reference) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [136, 264, 520])
-def test_equals_the_reference(module, submodule, reference, device, m) -> None:
+def test_equals_the_reference(find, submodule, reference, device, m) -> None:
     R = grams(device, m)
     block = torch.arange(m, device=device) // 128
     unread = block[:, None] > block
-    tried = module.find_well_conditioned(R.masked_fill(unread, torch.inf), 1.02, 0.65, m)
+    tried = find(R.masked_fill(unread, torch.inf), 1.02, 0.65, m)
     factors, roots = submodule("kernels.norm_factors").norm_factors(R, 1.02, symmetric=True)
     torch.testing.assert_close(tried.factors, factors, rtol=3e-7, atol=0, equal_nan=True)
     torch.testing.assert_close(tried.roots, roots, rtol=3e-7, atol=0, equal_nan=True)
@@ -51,17 +64,17 @@ def test_equals_the_reference(module, submodule, reference, device, m) -> None:
     torch.testing.assert_close(tried.narrow_factors.double(), narrow, rtol=3e-7, atol=0)
     torch.testing.assert_close(tried.narrow_roots.double(), narrow.sqrt(), rtol=3e-7, atol=0)
     for i in range(len(R)):
-        alone = module.find_well_conditioned(R[i : i + 1], 1.02, 0.65, m)
+        alone = find(R[i : i + 1], 1.02, 0.65, m)
         for one, many in zip(alone[:5], tried[:5], strict=True):
             assert_same_bits(one, many[i : i + 1])
 
 
 @pytest.mark.gpu
-def test_zeros_that_fill_a_matrix_up_are_not_counted(module, reference, device) -> None:
+def test_zeros_that_fill_a_matrix_up_are_not_counted(find, reference, device) -> None:
     """133 rows and three of zeros: the moments of the 133."""
     R = torch.zeros(9, 136, 136, device=device, dtype=torch.float16)
     R[:, :133, :133] = grams(device, 133)
-    tried = module.find_well_conditioned(R, 1.02, 0.65, 133)
+    tried = find(R, 1.02, 0.65, 133)
     assert tried.subset[:5].tolist() == [4, 0, 1, 2, 8]
     _, narrow = reference.find_well_conditioned(R, 0.65, 133)
     torch.testing.assert_close(tried.narrow_factors.double(), narrow, rtol=3e-7, atol=0)
@@ -71,15 +84,16 @@ def test_zeros_that_fill_a_matrix_up_are_not_counted(module, reference, device) 
 def test_opcheck_and_wrong_arguments(submodule, module, device) -> None:
     op = submodule("_ops").ops.find_well_conditioned
     R = grams(device, 136).nan_to_num()
-    found, subset = (torch.zeros(n, dtype=torch.int32, device=device) for n in (9, 10))
+    found, subset, zeros = (torch.zeros(n, dtype=torch.int32, device=device) for n in (9, 10, 10))
     factors = torch.empty(4, 9, device=device)
-    arguments = (R, 1.02, 0.65, 136, factors, found, subset)
+    arguments = (R, 1.02, 0.65, 136, factors, found, subset, zeros)
     torch.library.opcheck(op.default, arguments, test_utils=("test_schema", "test_faketensor"))
     for wrong, reason in (
         ((R.float(), *arguments[1:]), "float16"),
         ((R[:, :128, :128], 1.02, 0.65, 128, *arguments[4:]), "m > 128"),
-        ((*arguments[:4], factors[:3], found, subset), r"\(4, G\)"),
-        ((*arguments[:5], found[1:], subset), "found must be"),
+        ((*arguments[:4], factors[:3], found, subset, zeros), r"\(4, G\)"),
+        ((*arguments[:5], found[1:], subset, zeros), "found must be"),
+        ((*arguments[:7], zeros[1:]), "zeros"),
         ((R, 0.0, *arguments[2:]), "prefactor"),
         ((R, 1.02, 0.65, 137, *arguments[4:]), "side must be"),
     ):

@@ -162,6 +162,15 @@ def test_back_to_back_calls_do_not_meet(normalize, device):
         assert_same_bits(out, expected)
 
 
+@pytest.mark.parametrize("count", [0, 1, 5000, 1_000_003])
+def test_zeros_for_later_calls(ops, device, count):
+    x = draw(2, 33, 40, dtype=torch.float32, device=device)
+    memory = torch.full((count + 8,), 7, device=device, dtype=torch.int32)
+    ops.normalize([x], torch.empty_like(x), PREFACTOR, memory[3 : 3 + count])
+    assert (memory[3 : 3 + count] == 0).all()
+    assert (memory[:3] == 7).all() and (memory[3 + count :] == 7).all()
+
+
 def test_calls_on_several_streams_at_once(normalize, device):
     """None has the device to itself, so its blocks need not all run at the same time."""
     x = draw(12, 1024, 2048, dtype=torch.float32, device=device)

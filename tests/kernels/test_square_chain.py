@@ -86,6 +86,18 @@ class TestOnHopper:
         assert_same_bits(above(result)[[0, 3]], clean[[0, 3]])
         assert torch.equal(above(result)[2].double(), above(constant))
 
+    def test_zeros_of_the_caller(self, module, device):
+        """Whoever cleared the counters, the result is the same."""
+        squares = CHAINS["second"]
+        x, scale = operand(40, 264, HALF, device)
+        expected = above(module.square_chain(x.clone(), squares, scale))
+        for _ in range(3):
+            zeros = torch.zeros(1 + len(squares) * len(x), device=device, dtype=torch.int32)
+            found = module.square_chain(x.clone(), squares, scale, zeros=zeros)
+            assert_same_bits(above(found), expected)
+        with pytest.raises(RuntimeError, match="zeros must be"):
+            module.square_chain(x.clone(), squares, scale, zeros=zeros[1:])
+
     def test_two_streams_with_delays(self, module, device):
         """Launches share the device; a wait for a tile of a block without a place would hang."""
         squares = CHAINS["first"]

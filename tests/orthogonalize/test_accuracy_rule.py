@@ -37,7 +37,7 @@ def matrices() -> ModuleType:
 def zoo(opt, reference, matrices) -> dict:
     """name -> (specimen, distance of five exact steps)."""
     rows = opt.polar_express_coefficients()
-    found = matrices.zoo(192)
+    found = matrices.zoo(136)
     return {
         name: (specimen, specimen.distance(reference.newton_schulz(specimen.x, rows, 1.02)))
         for name, specimen in found.items()

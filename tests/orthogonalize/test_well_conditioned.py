@@ -1,4 +1,4 @@
-"""The short cut of gram_polynomial: who takes it, how close it comes, and that it is checked."""
+"""The short cuts of gram_polynomial: who takes them, how close they come, that they are checked."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def the_long_way(orthogonalize, submodule, monkeypatch):
 
     def run(x: torch.Tensor) -> torch.Tensor:
         with monkeypatch.context() as patch:
-            name = "may_be_well_conditioned"
-            patch.setattr(submodule("orthogonalize.gram_polynomial"), name, lambda x, side: False)
+            name = "short_cut"
+            patch.setattr(submodule("orthogonalize.gram_polynomial"), name, lambda x, side: None)
             return orthogonalize(x)
 
     return run
@@ -76,6 +76,57 @@ def test_band(table) -> None:
     assert (x.sqrt() * m[-1] - 1).abs().max() < 0.0211
 
 
+def applied(squares, x: torch.Tensor) -> torch.Tensor:
+    """Singular values of the result, of eigenvalues x."""
+    m = [x]
+    for i, alpha, beta, delta in squares:
+        m.append(alpha * m[-1] ** 2 + beta * m[i] + delta)
+    return x.sqrt() * m[-1]
+
+
+def test_quarter_circle(table) -> None:
+    """The root mean square for square Gaussians, and the ends: 0, and beyond the largest value."""
+    angle = (torch.arange(100_000, dtype=DOUBLE) + 0.5) / 100_000 * torch.pi / 2
+    values = applied(table.QUARTER_CIRCLE, angle.cos().square())
+    error = (2 * angle.sin().square() * (values - 1).square()).mean().sqrt().item()
+    assert 0.107 < error < 0.1083
+    assert values.min() > 0 and values.max() < 1.15
+    assert values[angle.cos() > 0.05].min() > 0.87
+    residual = (2 * angle.sin().square() * (values.square() - 1).square()).mean().item()
+    assert residual < 0.0235
+    beyond = applied(table.QUARTER_CIRCLE, torch.linspace(1, 1.036, 1000, dtype=DOUBLE))
+    assert beyond.min() > 0.91 and beyond.max() < 1.2
+
+
+@pytest.mark.parametrize(
+    ("shape", "share"),
+    [
+        ((512, 512), 0.96),
+        ((512, 576), 0.5),
+        ((256, 320), 0.4),
+        ((600, 257), 0.3),
+        ((129, 162), 0.45),
+        ((136, 408), 0.3),
+    ],
+)
+def test_gaussians_of_any_aspect_are_as_close_as_five_steps(
+    orthogonalize, the_long_way, reference, opt, device, shape, share
+) -> None:
+    """`share`: of the distance of five steps in float64."""
+    x = gaussian(*shape, seed=1)
+    result = orthogonalize(x.to(device))
+    assert not torch.equal(result, the_long_way(x.to(device)))
+    factors = torch.linalg.svd(x.double(), full_matrices=False)
+    polar = factors.U @ factors.Vh
+    steps = reference.newton_schulz(
+        x.double() if shape[0] <= shape[1] else x.mT.double(),
+        opt.polar_express_coefficients(),
+        1.02,
+    )
+    steps = steps if shape[0] <= shape[1] else steps.mT
+    assert (result.double().cpu() - polar).norm() < share * (steps - polar).norm()
+
+
 @pytest.mark.parametrize(
     ("shape", "most"), [((M, N), 0.016), ((N, M), 0.016), ((M, 682), 0.031), ((257, 1031), 0.016)]
 )
@@ -108,43 +159,111 @@ def test_what_the_moments_do_not_show_is_refused(
         assert not torch.equal(orthogonalize(x), the_long_way(x))
 
 
-def test_narrow_and_small_matrices_are_not_tried(submodule, device) -> None:
-    tried = submodule("orthogonalize.well_conditioned").may_be_well_conditioned
+def like_a_gaussian(m: int, n: int, spoiled: slice, value: float) -> torch.Tensor:
+    """(m, n) with a Gaussian's singular values, some of which are `value` times the largest."""
+    u, values, v = torch.linalg.svd(gaussian(m, n).double(), full_matrices=False)
+    values[spoiled] = value * values[0]
+    return ((u * values) @ v).float()
+
+
+@pytest.mark.parametrize(
+    ("shape", "spoiled", "value"),
+    [
+        ((512, 512), slice(256, 264), 0.0),
+        ((512, 512), slice(1), 1.05),
+        ((256, 384), slice(9, 12), 0),
+    ],
+    ids=["eight_zeros", "one_large", "three_zeros"],
+)
+def test_a_gaussian_with_spoiled_values_is_refused(
+    orthogonalize, the_long_way, submodule, device, monkeypatch, shape, spoiled, value
+) -> None:
+    """Its moments hardly differ from a Gaussian's, so it is tried."""
+    x = like_a_gaussian(*shape, spoiled, value).to(device)
+    assert_same_bits(orthogonalize(x), the_long_way(x))
+    for name in ("RESIDUAL_BETWEEN", "RESIDUAL_NEARLY_SQUARE"):
+        monkeypatch.setattr(submodule("orthogonalize.well_conditioned"), name, 1e9)
+    assert not torch.equal(orthogonalize(x), the_long_way(x))
+
+
+def test_shapes_and_what_they_are_tried_with(submodule, table, device) -> None:
+    short_cut = submodule("orthogonalize.well_conditioned").short_cut
     batch_is_free = submodule("orthogonalize.products").batch_is_free
     able = device.type == "cpu" or batch_is_free(HALF, device)
 
-    def empty(m, n):
-        return torch.empty(1, m, n, dtype=HALF, device=device)
+    def tried(m, n, side=None):
+        found = short_cut(torch.empty(1, m, n, dtype=HALF, device=device), side or min(m, n))
+        return None if found is None else (found.squares, found.residual, found.wide)
 
-    assert tried(empty(256, 512), 256) == tried(empty(512, 256), 256) == able
-    assert not tried(empty(256, 504), 256)
-    assert not tried(empty(248, 1024), 248)
-    assert tried(empty(264, 1024), 257) == able
-    assert not tried(empty(256, 1024), 255)
+    wide, between, nearly_square = (
+        (squares, residual, squares is table.WELL_CONDITIONED) if able else None
+        for squares, residual in (
+            (table.WELL_CONDITIONED, 0.004),
+            (table.QUARTER_CIRCLE, 0.006),
+            (table.QUARTER_CIRCLE, 0.028),
+        )
+    )
+    assert tried(256, 640) == tried(640, 256) == tried(264, 1024, 257) == wide
+    assert tried(136, 408, 129) == wide
+    assert tried(256, 632) == tried(632, 256) == tried(136, 170) == between
+    assert tried(512, 512) == tried(632, 512) == nearly_square
+    for small in ((256, 312), (312, 256), (504, 504), (128, 1024), (512, 512, 511)):
+        assert tried(*small) is None
+    assert tried(136, 1024, 128) is None
 
 
-def test_every_matrix_of_a_batch_decides_for_itself(opt, orthogonalize, device, dtype) -> None:
-    matrices = [gaussian(seed=seed) for seed in range(3)]
-    matrices += [with_values(values) for values in HOSTILE.values()]
-    matrices += [torch.zeros(M, N), gaussian(seed=4), known_matrix("power_one", M, N).x.float()]
-    broken = gaussian(seed=5)
-    broken[3, 4] = torch.nan
-    x = torch.stack([*matrices, broken]).to(device)
+@pytest.mark.parametrize("shape", [(512, 512), (264, 512), (600, 256)])
+def test_spread_is_that_of_gaussians(submodule, device, shape) -> None:
+    """d^2 of a Gaussian is m / n; linear spectra of aspect 2 have 0.9 where it has 0.71."""
+    x = torch.empty(1, *shape, dtype=HALF, device=device)
+    cut = submodule("orthogonalize.well_conditioned").short_cut(x, min(shape))
+    if cut is None:
+        pytest.skip("not tried on this device")
+    R = gaussian(*shape).double()
+    R = R @ R.mT if shape[0] < shape[1] else R.mT @ R
+    m = min(shape)
+    d = (m * R.square().sum() / R.trace() ** 2 - 1).sqrt().item()
+    assert 1.03 * d < cut.spread < 1.06 * (min(shape) / max(shape)) ** 0.5
+
+
+def assert_each_decides_for_itself(opt, orthogonalize, x: torch.Tensor, dtype) -> None:
+    """x ends with a zero matrix and one with a NaN."""
     for view in (x, x.mT):
         together = orthogonalize(view)
         wider = opt.orthogonalize(view, "gram_polynomial", dtype=dtype, out=torch.empty_like(view))
         assert_same_bits(wider, together.float())
         for i in range(len(x)):
             assert_same_bits(together[i], orthogonalize(view[i]))
-    assert torch.count_nonzero(orthogonalize(x)[7]) == 0
-    assert orthogonalize(x)[-1].isnan().all()
+        assert torch.count_nonzero(together[-2]) == 0
+        assert together[-1].isnan().all()
+
+
+def test_every_matrix_of_a_batch_decides_for_itself(opt, orthogonalize, device, dtype) -> None:
+    matrices = [gaussian(seed=seed) for seed in range(3)]
+    matrices += [with_values(values) for values in HOSTILE.values()]
+    matrices += [gaussian(seed=4), known_matrix("power_one", M, N).x.float(), torch.zeros(M, N)]
+    broken = gaussian(seed=5)
+    broken[3, 4] = torch.nan
+    x = torch.stack([*matrices, broken]).to(device)
+    assert_each_decides_for_itself(opt, orthogonalize, x, dtype)
+
+
+@pytest.mark.parametrize("shape", [(512, 512), (256, 328)])
+def test_every_narrow_matrix_decides_for_itself(opt, orthogonalize, device, dtype, shape) -> None:
+    matrices = [gaussian(*shape), known_matrix("log2", *shape).x.float(), gaussian(*shape, seed=1)]
+    matrices += [like_a_gaussian(*shape, slice(9, 18), 0.0), torch.zeros(shape)]
+    broken = gaussian(*shape)
+    broken[3, 4] = torch.inf
+    x = torch.stack([*matrices, broken]).to(device)
+    assert_each_decides_for_itself(opt, orthogonalize, x, dtype)
 
 
 @pytest.mark.gpu
-def test_captured_without_synchronization(opt, device) -> None:
+@pytest.mark.parametrize("shape", [(M, N), (512, 512)])
+def test_captured_without_synchronization(opt, device, shape) -> None:
     """A replay decides anew: the graph was captured with other spectra."""
-    tail = known_matrix("power_one", M, N).x.float()
-    x = torch.stack([gaussian(seed=1), tail, gaussian(seed=2)]).to(device)
+    tail = known_matrix("power_one", *shape).x.float()
+    x = torch.stack([gaussian(*shape, seed=1), tail, gaussian(*shape, seed=2)]).to(device)
     out = torch.empty_like(x, dtype=HALF)
     opt.orthogonalize(x, "gram_polynomial", out=out)
     torch.cuda.set_sync_debug_mode("error")

@@ -7,6 +7,7 @@ reference | none           | reference/subsets.py      | by tests
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.library import register_fake
 
@@ -15,16 +16,20 @@ from .find_well_conditioned import WellConditioned
 
 
 @register_fake(add_op_namespace_prefix("find_converged"))
-def _fake(residual, bound, side, found, subset, rest):
+def _fake(residual, bound, side, found, subset, rest, zeros):
     return None
 
 
-def find_converged(residual: Tensor, bound: float, side: int, tried: WellConditioned) -> Tensor:
+def find_converged(
+    residual: Tensor, bound: float, side: int, tried: WellConditioned, zeros: Tensor | None = None
+) -> Tensor:
     """The subset of all matrices that are not converged; `tried.subset` keeps the converged ones.
 
     Converged: the squares of residual (G, m, m), as R of `find_well_conditioned`, of a matrix that
     was tried, add up to at most bound side. NaN is not. Rows beyond `side` hold -1 on the diagonal.
+    `zeros`: (1 + G,) int32, which are used up; None makes some.
     """
-    rest = tried.subset.new_empty(tried.subset.shape)
-    ops.find_converged(residual, bound, side, tried.found, tried.subset, rest)
+    rest = torch.empty_like(tried.subset)
+    zeros = torch.zeros_like(tried.subset) if zeros is None else zeros
+    ops.find_converged(residual, bound, side, tried.found, tried.subset, rest, zeros)
     return rest

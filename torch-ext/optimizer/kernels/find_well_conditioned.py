@@ -21,7 +21,7 @@ from .._ops import add_op_namespace_prefix, ops
 
 
 @register_fake(add_op_namespace_prefix("find_well_conditioned"))
-def _fake(r, prefactor, spread, side, factors, found, subset):
+def _fake(r, prefactor, spread, side, factors, found, subset, zeros):
     return None
 
 
@@ -41,16 +41,20 @@ class WellConditioned(NamedTuple):
     subset: Tensor
 
 
-def find_well_conditioned(R: Tensor, prefactor: float, spread: float, side: int) -> WellConditioned:
+def find_well_conditioned(
+    R: Tensor, prefactor: float, spread: float, side: int, zeros: Tensor | None = None
+) -> WellConditioned:
     """Matrices whose eigenvalues deviate from their mean t by at most spread t; unchecked.
 
     u = t (1 + d)^2, with d t the standard deviation: the largest eigenvalue of X X^T for large X of
     independent elements (Marchenko and Pastur, Math. USSR-Sb. 1 (1967)), and no bound for others.
 
     R (G, m, m) float16, symmetric, m > 128; what lies below the blocks on the diagonal is not read.
-    Rows beyond `side` are zeros that fill it up.
+    Rows beyond `side` are zeros that fill it up. `zeros`: (1 + G,) int32, which are used up; None
+    makes some.
     """
     factors = R.new_empty((4, len(R)), dtype=torch.float32)
     found, subset = (R.new_empty(n, dtype=torch.int32) for n in (len(R), 1 + len(R)))
-    ops.find_well_conditioned(R, prefactor, spread, side, factors, found, subset)
+    zeros = R.new_zeros(1 + len(R), dtype=torch.int32) if zeros is None else zeros
+    ops.find_well_conditioned(R, prefactor, spread, side, factors, found, subset, zeros)
     return WellConditioned(*factors.unbind(), found, subset)

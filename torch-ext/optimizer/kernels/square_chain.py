@@ -34,7 +34,7 @@ Square = tuple[int, float, float, float]  # i, alpha, beta, delta
 
 
 @register_fake(add_op_namespace_prefix("square_chain"))
-def _fake(buffers, places, operands, alphas, betas, deltas, scale, groups, subset=None):
+def _fake(buffers, places, operands, alphas, betas, deltas, scale, groups, subset=None, zeros=None):
     return None
 
 
@@ -46,18 +46,20 @@ def square_chain(
     *,
     keep: bool = False,
     subset: Tensor | None = None,  # see find_well_conditioned.py
+    zeros: Tensor | None = None,  # (1 + squares * G,) int32 zeros, which are used up
 ) -> Tensor:
     """The last M in upper storage, maybe in X's memory unless `keep`; unchecked, for `serves`.
 
     Sums are float32, every M but M_0 is rounded once to float16; M_0 is never rounded. A matrix
-    gives the same bits in any batch. `groups` that the batch is walked in change none.
+    gives the same bits in any batch. `groups` that the batch is walked in change none. With `zeros`
+    a launch that clears counters is saved.
 
     Source: evaluating by squares, Paterson and Stockmeyer, SIAM J. Comput. 2 (1973).
     """
     places, count = places_of([square[0] for square in squares], keep)
     buffers = [X, *(torch.empty_like(X) for _ in range(count - 1))]
     columns = ([square[k] for square in squares] for k in range(4))
-    ops.square_chain(buffers, places, *columns, scale, groups, subset)
+    ops.square_chain(buffers, places, *columns, scale, groups, subset, zeros)
     return buffers[places[-1]]
 
 

@@ -20,6 +20,7 @@ from itertools import pairwise
 import torch
 
 from .._ops import ops
+from ..kernels import crop
 from ..kernels.normalize import runs_compiled
 from .precision import ieee_float32
 from .products import batch_is_free, matrix_norm, may_write
@@ -55,6 +56,10 @@ class Slice:
     def sides(self) -> tuple[int, int]:
         return self.rows, self.columns
 
+    def held(self, pieces: Sequence[torch.Tensor]) -> int:
+        """Matrices in the buffer of pieces (b, r, c)."""
+        return self.matrices if self.full else sum(map(len, pieces))
+
     def at_once(self, batch: int) -> int:
         """Matrices of `batch` in each slice but the last: equal shares where they are free."""
         if self.full or batch == 0:
@@ -88,7 +93,8 @@ def walk(
     out: torch.Tensor,
     dtype: torch.dtype,
     prefactor: float,
-    iterate: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+    iterate: Callable[..., torch.Tensor],
+    zeros: Callable[[int], int] | None = None,
 ) -> None:
     """Normalizes x (..., r, c) slice by slice, applies `iterate`, writes the result to `out`.
 
@@ -101,6 +107,7 @@ def walk(
         prefactor: The iteration starts at x / (prefactor * ||x||_F).
         iterate: (G, R, C) in `dtype` -> (G, R, C) in `dtype`; may overwrite its first argument. The
             second is None, or where the result may lie: then it is what may be returned.
+        zeros: G -> how many int32 zeros `iterate` takes as a third argument; None for none.
     """
     if x.numel() == 0:
         return
@@ -113,12 +120,17 @@ def walk(
         for sources in _taken(x, count):
             places = next(targets)
             last = None if shape.full else _written_directly(places, shape, dtype)
-            result = iterate(normalized(sources, shape, dtype, prefactor), last)
+            counters = ()
+            if zeros is not None:
+                counters = (x.new_empty(zeros(shape.held(sources)), dtype=torch.int32),)
+            start = normalized(sources, shape, dtype, prefactor, *counters)
+            result = iterate(start, last, *counters)
+            del start
             if result is last:
                 continue
             first = 0
             for place in places:
-                place.copy_(result[first : first + len(place), :r, :c])
+                _copy(result[first : first + len(place)], place)
                 first += len(place)
 
 
@@ -131,11 +143,21 @@ def _written_directly(
     return place if fits and may_write(place) else None
 
 
+def _copy(result: torch.Tensor, place: torch.Tensor) -> None:
+    """The upper left of result (b, R, C) -> place (b, r, c)."""
+    if crop.serves(result, place):
+        ops.crop(result, place)
+    else:
+        r, c = place.shape[1:]
+        place.copy_(result[:, :r, :c])
+
+
 def normalized(
     pieces: Sequence[torch.Tensor],  # each (b, r, c), together at most shape.matrices, G if full
     shape: Slice,
     dtype: torch.dtype,
     prefactor: float,
+    zeros: torch.Tensor | None = None,  # (n,) int32, written
 ) -> torch.Tensor:
     """The pieces in a contiguous (G, R, C) buffer of zeros, each matrix of norm 1 / prefactor.
 
@@ -146,12 +168,13 @@ def normalized(
     """
     x, (r, c) = pieces[0], pieces[0].shape[-2:]
     wide = torch.float64 in (x.dtype, dtype)
-    given = sum(map(len, pieces))
-    count = shape.matrices if shape.full else given
+    given, count = sum(map(len, pieces)), shape.held(pieces)
     if runs_compiled(x.device, x.dtype, dtype):
         out = x.new_empty((count, *shape.sides), dtype=dtype)
-        ops.normalize(list(pieces), out, prefactor)
+        ops.normalize(list(pieces), out, prefactor, zeros)
         return out
+    if zeros is not None:
+        zeros.zero_()
     filled = given == count and (r, c) == shape.sides
     staged = (x.new_empty if filled else x.new_zeros)(
         (count, *shape.sides), dtype=torch.float64 if wide else torch.float32

@@ -25,7 +25,7 @@ GRAM_POLYNOMIAL_STEPS = 5
 # timed against the other methods (docs/log.md).
 GRAM_POLYNOMIAL_DTYPES = {"cpu": (torch.float16, torch.float32), "cuda": (torch.float16,)}
 # Smaller matrices are bound by the number of operations, of which it has half as many again.
-GRAM_POLYNOMIAL_SIDE = 192
+GRAM_POLYNOMIAL_SIDE = 128
 
 # With dense products Gram with one restart costs 8 m^2 n + 28 m^3 FLOP against 20 m^2 n + 10 m^3
 # for five steps: equal at n = 1.5 m.

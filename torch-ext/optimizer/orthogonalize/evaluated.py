@@ -17,15 +17,16 @@ def evaluated(
     *,
     keep: bool = False,
     subset: torch.Tensor | None = None,
+    zeros: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The last M of R (G, m, m), which may be overwritten unless `keep`.
 
     `factors` (G,): M_0 is R times these; no product of its own is spent on that. `chain`: in one
     launch (`runs_chain`), R and the result in upper storage. Else an M that is not needed any more
-    is let go. `subset`: as for `symmetric`, where `batch_is_free`.
+    is let go. `subset`: as for `symmetric`, where `batch_is_free`. `zeros`: as for `square_chain`.
     """
     if chain:
-        return square_chain(R, squares, factors, keep=keep, subset=subset)
+        return square_chain(R, squares, factors, keep=keep, subset=subset, zeros=zeros)
     terms: dict[int, torch.Tensor] = {0: R}
     del R
     for j, (operand, alpha, beta, delta) in enumerate(squares):

@@ -11,7 +11,7 @@ All ten squares are symmetric. By halves a square matrix costs 16 m^3 FLOP where
 Frobenius norm, and known from the first product. With ||R||_F of the rounded R the bound holds for
 the matrix that is squared, whatever rounding did to it.
 
-Well-conditioned matrices take a short cut (`well_conditioned`).
+Matrices whose singular values lie like a Gaussian's take a short cut (`well_conditioned`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .arguments import check_dtype, check_input, output_for
 from .batch import walk
 from .constants import dtype_for
 from .evaluated import evaluated
-from .polynomials import POLYNOMIALS, SAFETY
+from .polynomials import POLYNOMIALS, QUARTER_CIRCLE, SAFETY, SQUARES
 from .products import (
     apply_gram_side,
     batch_is_free,
@@ -38,7 +38,7 @@ from .products import (
     stores_upper,
 )
 from .registered import call
-from .well_conditioned import may_be_well_conditioned, serve, served_alone
+from .well_conditioned import Zeros, serve, served_alone, short_cut
 
 # Frobenius norm of X before the first product: R then has a trace of 4096, far from float16's
 # subnormal numbers and from its largest one.
@@ -50,7 +50,9 @@ def _gram_polynomial(
     out: torch.Tensor,  # (..., r, c)
     dtype: torch.dtype,
 ) -> None:
-    walk(x, out, dtype, 1 / START_NORM, functools.partial(iterated, side=min(x.shape[-2:])))
+    iterate = functools.partial(iterated, side=min(x.shape[-2:]))
+    zeros = zeros_needed if batch_is_free(dtype, x.device) else None
+    walk(x, out, dtype, 1 / START_NORM, iterate, zeros)
 
 
 torch.library.custom_op(
@@ -61,25 +63,28 @@ torch.library.custom_op(
 )
 
 
-def iterated(x: torch.Tensor, last: torch.Tensor | None, side: int) -> torch.Tensor:
+def iterated(
+    x: torch.Tensor, last: torch.Tensor | None, zeros: torch.Tensor | None = None, *, side: int
+) -> torch.Tensor:
     """Both polynomials of x (G, R, C), whose matrices have the norm START_NORM or are zero.
 
     `last`: the `out` of the last product, as for `apply_gram_side`. `side`: m without the zeros
-    that fill x up.
+    that fill x up. `zeros`: int32, `zeros_needed(G)` of them, where `batch_is_free`.
     """
     first, second = POLYNOMIALS
     chain = runs_chain(x)
     upper = chain and stores_upper(min(x.shape[-2:]))
     R = gram(x, upper_out=upper)  # (G, m, m); its norm is read above the diagonal
     factors = subset = None
-    if may_be_well_conditioned(x, side):
-        if not batch_is_free(x.dtype, x.device):
-            served = served_alone(x, R)
-            if served is not None:
-                return served
-        else:
-            last = torch.empty_like(x) if last is None else last
-            factors, subset = serve(x, R, last, SAFETY**2, side, chain=chain, upper=upper)
+    cut, clear = short_cut(x, side), Zeros(zeros)
+    if cut is not None and not batch_is_free(x.dtype, x.device):
+        served = served_alone(x, R, cut)
+        if served is not None:
+            return served
+    elif cut is not None:
+        storage = {"chain": chain, "upper": upper}
+        tried, subset, last = serve(x, R, last, SAFETY**2, side, cut, clear, **storage)
+        factors = tried.factors, tried.roots
     if factors is None and _scales_by_factors(R):
         factors = norm_factors(R, SAFETY**2, symmetric=True)
     if factors is None:
@@ -88,12 +93,19 @@ def iterated(x: torch.Tensor, last: torch.Tensor | None, side: int) -> torch.Ten
         torch.div(R, bound, out=R)  # in the wider dtype, rounded once
         factors = None, bound.rsqrt_().flatten()
     scale, roots = factors
-    M = evaluated(R, first, scale, chain, subset=subset)
+    each = 1 + len(first) * len(x)
+    M = evaluated(R, first, scale, chain, subset=subset, zeros=clear.take(each))
     del R
     x = apply_gram_side(x, M, scale=roots, upper=upper, subset=subset)
     del M
-    M = evaluated(gram(x, upper, subset), second, chain=chain, subset=subset)
+    storage = {"upper_out": upper, "subset": subset}
+    M = evaluated(gram(x, **storage), second, None, chain, subset=subset, zeros=clear.take(each))
     return apply_gram_side(x, M, out=last, upper=upper, subset=subset)
+
+
+def zeros_needed(matrices: int) -> int:
+    """Counters that the kernels of a slice begin with: of three chains and two searches."""
+    return 5 + (SQUARES + len(QUARTER_CIRCLE) + 2) * matrices
 
 
 def _scales_by_factors(R: torch.Tensor) -> bool:

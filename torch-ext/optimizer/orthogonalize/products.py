@@ -89,16 +89,14 @@ def folds_diagonal(x: torch.Tensor) -> bool:
     return x.dtype in HALF_PRECISION and runs_symmetric(min(x.shape[-2:]), x.dtype, x.device)
 
 
-def gram(
-    x: torch.Tensor, upper_out: bool = False, subset: torch.Tensor | None = None
-) -> torch.Tensor:
+def gram(x: torch.Tensor, **options) -> torch.Tensor:
     """X X^T or X^T X of x (G, R, C), whichever is smaller: (G, m, m).
 
-    `subset`: as for `symmetric`, where `batch_is_free`.
+    `options`: of `symmetric`, where `batch_is_free`.
     """
     rows = x.mT if x.shape[-2] > x.shape[-1] else x
     if gram_runs_symmetric(x.shape[-2], x.shape[-1], x.dtype, x.device):
-        return symmetric(rows, rows, upper_out=upper_out, subset=subset)
+        return symmetric(rows, rows, **options)
     return torch.bmm(rows, rows.mT)
 
 
