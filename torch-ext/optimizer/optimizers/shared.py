@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import (
+    ALIGNMENT,
     Box,
     Extra,
     Job,
@@ -33,7 +34,10 @@ from ..distributed import (
 )
 from .blocks import Blocks, Piece
 from .flow import Flow
+from .graphs import Graphs
 from .parameters import is_dtensor
+from .staging import Staging
+from .tape import Tape
 
 Cost = Callable[[int, int, torch.dtype, torch.device], float]
 
@@ -87,6 +91,45 @@ class SharedChunk:
     @property
     def statistics_dtype(self) -> torch.dtype:
         return torch.promote_types(self.members[0].param.dtype, torch.float32)
+
+    @cached_property
+    def sends_all_alike(self) -> bool:
+        """Whether everything that is held is sent, in parts of one shape with nothing between."""
+        sent = self.route.sent
+        return len(self.held) == len(sent.parts) and sent.even is not None
+
+    @cached_property
+    def wide_places(self) -> dict[Held, int]:
+        """Where directions are, that are not written to the message at once: their first byte."""
+        found, at = {}, 0
+        for held in self.held:
+            if held.part is None or self.wire != self.dtype:
+                found[held] = at
+                at += -(-held.box.numel * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return found
+
+    @cached_property
+    def wide_bytes(self) -> int:
+        """Memory for those directions."""
+        last = max(self.wide_places.items(), key=lambda place: place[1], default=None)
+        if last is None:
+            return 0
+        return last[1] + -(-last[0].box.numel * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+    @cached_property
+    def exponents(self) -> Tensor:
+        """Memory for the exponents of all matrices, on the device."""
+        return torch.zeros(len(self.members), dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def scales(self) -> Tensor:
+        """Memory for what this rank scales its part of every matrix with, on the device."""
+        return torch.ones(len(self.members), dtype=torch.float32, device=self.device)
+
+    @cached_property
+    def all_scales(self) -> Tensor:
+        """Memory for the scales of all ranks: (ranks, matrices)."""
+        return self.scales.new_ones((self.team.size, len(self.members)))
 
     @property
     def communicates(self) -> bool:
@@ -199,10 +242,29 @@ class Shared:
     teams: list[tuple[Team, list[tuple[str, Tensor]]]]  # parameters that must agree on gradients
     empty: bool  # no parameter is on more ranks than this one
     flow: Flow  # of the chunks
+    staging: Staging = field(default_factory=Staging)
+    graphs: Graphs = field(default_factory=Graphs)
+    tape: Tape = field(default_factory=Tape)
 
     def of_groups(self) -> list[list[Any]]:
         """All chunks, per group."""
         return [of_all + own for of_all, own in zip(self.chunks, self.home, strict=True)]
+
+    def begin(self, *, on: bool) -> None:
+        """Start a step: all memory is free; stages are captured and replayed if `on`."""
+        self.staging.begin()
+        self.graphs.begin(on=on)
+
+    @cached_property
+    def devices(self) -> frozenset[torch.device]:
+        """Where the chunks are."""
+        return self.staging.devices()
+
+    def set_numbers(self, number: int, group: Any) -> None:
+        """The rates of a group as they are now, for graphs that read them."""
+        for device in self.devices:
+            self.graphs.number((number, "lr"), group.lr, device)
+            self.graphs.number((number, "decay"), group.weight_decay, device)
 
     def in_order(self, own: Sequence[Any]) -> list[Any]:
         """All chunks, and other work of this rank, in the order in which a step begins them."""

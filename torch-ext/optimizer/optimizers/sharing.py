@@ -16,10 +16,12 @@ from ..orthogonalize.choose import choose, flop
 from .blocks import Blocks
 from .device_state import OnDevice
 from .flow import Flow
+from .graphs import places
 from .host_state import InHostMemory
 from .options import AdamWOptions, MuonOptions
-from .parameters import is_dtensor
+from .parameters import is_dtensor, locals_of
 from .rounding import check_rounding
+from .running import StepRun
 from .shared import (
     Shared,
     SharedChunk,
@@ -32,7 +34,8 @@ from .shared import (
 )
 from .shared_step import step_shared
 from .state import Slot
-from .unreduced import Bands, SliceChunk, SmallChunk, Unreduced
+from .tape import under_the_first_gathers
+from .unreduced import Bands, SliceChunk, SmallChunk, Unreduced, parts_of, reserve
 from .unreduced_step import step_bands, step_slices, step_small
 from .update import Rate, rate_of
 
@@ -175,7 +178,9 @@ class Sharing:
         labelled += [entry for _, named in others for entry in named]
         self._presence = {}
         teams = [(owners.team, labelled)] if labelled else []
-        return Shared(chunks, [[] for _ in range(count)], teams, not labelled, self.flow)
+        shared = Shared(chunks, [[] for _ in range(count)], teams, not labelled, self.flow)
+        reserve(shared)
+        return shared
 
     def divide(
         self, entries: Sequence[tuple[str, Tensor, Blocks]], options: MuonOptions, number: int
@@ -220,7 +225,9 @@ class Sharing:
         """Owners and chunks; `count` is the number of parameter groups."""
         self._presence = {}
         empty, self._empty = self._empty, True
-        return plan_shared(groups, count, empty, self.flow)
+        shared = plan_shared(groups, count, empty, self.flow)
+        reserve(shared)
+        return shared
 
     def ask(self, shared: Shared) -> None:
         """Ask all ranks whether they have the same gradients, and hear the last answer.
@@ -276,8 +283,69 @@ class Sharing:
         if shared.empty:
             meanwhile()
             return
+        shared.begin(on=self.flow.cuda_graphs and isinstance(kept, OnDevice))
+        key = self._quiet_key(shared, options, params_of_groups, state)
+        self._broken = bool(shared.teams)
+        if key is not None and shared.tape.fits(key):
+            for number, group in enumerate(options):
+                shared.set_numbers(number, group)
+            shared.tape.play(meanwhile)
+        else:
+            shared.tape.begin()
+            run = StepRun(state, kept, Counter(), shared.staging, shared.graphs, shared.tape)
+            self._step_anew(shared, options, run, meanwhile)
+            shared.tape.end(key)
+        for number, params in enumerate(params_of_groups):
+            if options[number].none_grad:  # also where this rank had nothing to do for them
+                for param in params:
+                    if is_dtensor(param) or self._group is not None:
+                        param.grad = None
+        self._broken = False
+
+    def _quiet_key(
+        self,
+        shared: Shared,
+        options: Sequence[MuonOptions | AdamWOptions],
+        params_of_groups: Sequence[Sequence[Tensor]],
+        state: Any,
+    ) -> Any:
+        """All that a step of replayed stages depends on, but numbers that graphs read.
+
+        None if there is more than can be told by looking.
+        """
+        if not shared.graphs.serve(shared.devices):
+            return None
+        rules = []
+        for group in options:
+            if isinstance(group, MuonOptions) and callable(group.adjust_lr_fn):
+                return None
+            plain = [
+                type(value) if name in ("lr", "weight_decay") else value
+                for name, value in vars(group).items()
+            ]
+            tensors = [v for v in (group.lr, group.weight_decay) if isinstance(v, Tensor)]
+            rules.append((plain, places(tensors)))
+        params = [param for of_group in params_of_groups for param in of_group]
+        grads = [param.grad for param in params]
+        missing = [k for k, grad in enumerate(grads) if grad is None]
+        kept = [
+            value
+            for of_param in state.values()
+            for value in of_param.values()
+            if isinstance(value, Tensor)
+        ]
+        tensors = [*params, *(grad for grad in grads if grad is not None), *kept]
+        return rules, missing, places(locals_of(tensors))
+
+    def _step_anew(
+        self,
+        shared: Shared,
+        options: Sequence[MuonOptions | AdamWOptions],
+        run: StepRun,
+        meanwhile: Callable[[], None],
+    ) -> None:
+        """Chunk by chunk."""
         rates: dict[int, Rate] = {}
-        remaining: Counter[Tensor] = Counter()
         for per_group in (shared.chunks, shared.home):
             for group, chunks in zip(options, per_group, strict=True):
                 for chunk in chunks:
@@ -285,41 +353,30 @@ class Sharing:
                     if isinstance(whole, SharedChunk):
                         rates[id(chunk)] = rate_of(group, *whole.matrix, whole.device)
                     if group.none_grad:
-                        for part in _parts(chunk):
-                            remaining.update(part.params)
+                        for part in parts_of(chunk):
+                            run.remaining.update(part.params)
 
         def phases(per_group: Any) -> Iterator[Any]:
-            for group, chunks in zip(options, per_group, strict=True):
+            for number, (group, chunks) in enumerate(zip(options, per_group, strict=True)):
                 for chunk in chunks:
                     if self.unreduced is None:
-                        rate = rates[id(chunk)]
-                        yield step_shared(chunk, rate, group, state, remaining, kept)
+                        yield step_shared(chunk, number, rates[id(chunk)], group, run)
                         continue
                     team, factor = self.unreduced.team, self.unreduced.factor
                     if isinstance(chunk, SliceChunk):
-                        yield step_slices(chunk, factor, group, state, remaining)
+                        yield step_slices(chunk, number, factor, group, run)
                     elif isinstance(chunk, SmallChunk):
-                        yield step_small(chunk, team, factor, options, state)
+                        yield step_small(chunk, team, factor, options, run)
                     else:
                         rate = rates[id(chunk)]
-                        yield from step_bands(chunk, factor, rate, group, state, remaining)
+                        yield from step_bands(chunk, number, factor, rate, group, run)
 
-        def under_the_first_gathers() -> None:
+        def other_work() -> None:
+            run.tape.note("muon::meanwhile", under_the_first_gathers)
             meanwhile()
             run_pipeline(phases(shared.home))
 
-        self._broken = bool(shared.teams)
-        run_pipeline(
-            phases(shared.chunks),
-            ahead=self.flow.warmup_step,
-            meanwhile=under_the_first_gathers,
-        )
-        for number, params in enumerate(params_of_groups):
-            if options[number].none_grad:  # also where this rank had nothing to do for them
-                for param in params:
-                    if is_dtensor(param) or self._group is not None:
-                        param.grad = None
-        self._broken = False
+        run_pipeline(phases(shared.chunks), ahead=self.flow.warmup_step, meanwhile=other_work)
 
     def mend(self) -> None:
         """State was loaded: a failed step is forgotten."""
@@ -340,15 +397,6 @@ class Sharing:
             iterate_dtype=options.dtype,
         ).dtype
         return torch.float16 if picked in (torch.float16, torch.bfloat16) else torch.float32
-
-
-def _parts(chunk: Any) -> Sequence[SharedChunk]:
-    """What of a chunk lets go of gradients when it has sent them."""
-    if isinstance(chunk, SmallChunk):
-        return ()
-    if isinstance(chunk, Bands):
-        return chunk.parts
-    return (chunk.chunk if isinstance(chunk, SliceChunk) else chunk,)
 
 
 def _question(future: Future, device: torch.device, verdict: Callable[[Tensor], None]) -> _Question:

@@ -1,0 +1,161 @@
+"""Stages of a step that repeat themselves, as CUDA graphs: a replay costs the host one launch.
+
+A stage reads and writes memory that stays where it is (`staging`), and tensors of the caller. What
+it depends on is its key: addresses, options, which gradients there are. A key that comes back in
+the next step is captured, and replayed for as long as it comes. Numbers that change from step to
+step, such as learning rates, reach a graph through tensors on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Body = Callable[[], None]
+# A stage whose graphs go out of date is captured again after twice as many equal steps each time.
+LONGEST_WAIT = 1024
+
+
+class Replayable(Protocol):
+    """A captured stage."""
+
+    def replay(self) -> None:
+        """Queue it on the current stream."""
+        ...
+
+
+@dataclass(eq=False)
+class _Stage:
+    key: Any = None
+    equal: int = 0  # steps one behind another that had this key
+    wait: int = 1  # of them before it is captured
+    graph: Replayable | None = None
+
+
+class Graphs:
+    """The graphs of a plan, which share one pool of memory: they run one behind another."""
+
+    def __init__(self) -> None:
+        self._stages: dict[Hashable, _Stage] = {}
+        self._capture: dict[torch.device, Callable[[Body], Replayable] | None] = {}
+        self._numbers: dict[Hashable, tuple[float, Tensor]] = {}
+        self._on = False
+        self._now: dict[torch.device, Callable[[Body], Replayable] | None] = {}
+
+    def begin(self, *, on: bool) -> None:
+        """Start a step, whose stages are captured and replayed only if `on`."""
+        self._on, self._now = on, {}
+
+    def _of(self, device: torch.device) -> Callable[[Body], Replayable] | None:
+        """What captures on a device in this step; nothing where the caller captures the step."""
+        if not self._on:
+            return None
+        if device not in self._now:
+            if device not in self._capture:
+                self._capture[device] = capturer(device)
+            others = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            self._now[device] = None if others else self._capture[device]
+        return self._now[device]
+
+    def run(
+        self, name: Hashable, device: torch.device, key: Callable[[], Any] | None, body: Body
+    ) -> Replayable | None:
+        """Run a stage, or replay it.
+
+        Args:
+            name: of the stage in the plan.
+            device: its own.
+            key: returns all that it depends on; None for a stage that cannot be captured this time.
+            body: writes nothing but tensors on the device that are known by the key.
+
+        Returns:
+            What was replayed, if it was.
+        """
+        capture = self._of(device)
+        if capture is None or key is None:
+            body()
+            return None
+        stage = self._stages.setdefault(name, _Stage())
+        found = key()
+        if found != stage.key:
+            if stage.graph is not None:
+                stage.wait = min(2 * stage.wait, LONGEST_WAIT)
+            stage.key, stage.equal, stage.graph = found, 0, None
+        elif stage.graph is None:
+            stage.equal += 1
+            if stage.equal >= stage.wait:
+                stage.graph = capture(body)
+        if stage.graph is None:
+            body()
+            return None
+        stage.graph.replay()
+        return stage.graph
+
+    def serve(self, devices: Iterable[torch.device]) -> bool:
+        """Whether stages on these devices are replayed in this step."""
+        return all(self._of(device) is not None for device in devices)
+
+    def number(self, name: Hashable, value: Any, device: torch.device) -> Any:
+        """A number as a tensor that the graphs read; itself where nothing is captured."""
+        if self._of(device) is None:
+            return value
+        if isinstance(value, Tensor):
+            if value.device.type != "cpu":
+                return value
+            value = value.item()
+        name = (name, device)
+        last, place = self._numbers.get(name, (None, None))
+        if place is None:
+            place = torch.empty((), dtype=torch.float32, device=device)
+        if last != value:
+            place.fill_(value)
+            self._numbers[name] = (value, place)
+        return place
+
+
+def capturer(device: torch.device) -> Callable[[Body], Replayable] | None:
+    """What captures stages on a device; None where none can be."""
+    return _Capture(device) if device.type == "cuda" and torch.version.hip is None else None
+
+
+class _Capture:
+    """Captures on a stream of its own into one pool, in which later graphs reuse what is free."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, body: Body) -> Replayable:
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            # Threads of process groups look at their events meanwhile, which "global" forbids.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                body()
+            except BaseException:
+                _abandon(graph)
+                raise
+            graph.capture_end()
+        current.wait_stream(self._stream)
+        return graph
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    with contextlib.suppress(RuntimeError):  # it says again what the body raised
+        graph.capture_end()
+
+
+def places(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Where tensors are and how they are laid out: part of the key of a stage that uses them."""
+    return (
+        *map(Tensor.data_ptr, tensors),
+        *map(Tensor.stride, tensors),
+        *(tensor.dtype for tensor in tensors),
+    )
