@@ -10,7 +10,7 @@ from ..distributed import in_flight
 
 # Bytes that a rank sends and receives on the way to the owners, of all chunks that are alive. With
 # batches, results, answers and what an iteration works in, two to three times as much by count.
-IN_FLIGHT_BYTES = 384 * 2**20
+IN_FLIGHT_BYTES = 256 * 2**20
 WARMUP = 1  # gathers launched before the first computation
 ANY_SIZE = -1
 

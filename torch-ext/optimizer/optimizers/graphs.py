@@ -9,7 +9,9 @@ step, such as learning rates, reach a graph through tensors on the device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import gc
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +21,8 @@ from torch import Tensor
 Body = Callable[[], None]
 # A stage whose graphs go out of date is captured again after twice as many equal steps each time.
 LONGEST_WAIT = 1024
+# Captures that did not end well: the allocator may go on asking them which streams are theirs.
+_UNFINISHED: list[Any] = []
 
 
 class Replayable(Protocol):
@@ -45,22 +49,18 @@ class Graphs:
         self._capture: dict[torch.device, Callable[[Body], Replayable] | None] = {}
         self._numbers: dict[Hashable, tuple[float, Tensor]] = {}
         self._on = False
-        self._now: dict[torch.device, Callable[[Body], Replayable] | None] = {}
 
     def begin(self, *, on: bool) -> None:
         """Start a step, whose stages are captured and replayed only if `on`."""
-        self._on, self._now = on, {}
+        self._on = on
 
     def _of(self, device: torch.device) -> Callable[[Body], Replayable] | None:
-        """What captures on a device in this step; nothing where the caller captures the step."""
+        """What captures on a device in this step."""
         if not self._on:
             return None
-        if device not in self._now:
-            if device not in self._capture:
-                self._capture[device] = capturer(device)
-            others = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            self._now[device] = None if others else self._capture[device]
-        return self._now[device]
+        if device not in self._capture:
+            self._capture[device] = capturer(device)
+        return self._capture[device]
 
     def run(
         self, name: Hashable, device: torch.device, key: Callable[[], Any] | None, body: Body
@@ -89,12 +89,32 @@ class Graphs:
         elif stage.graph is None:
             stage.equal += 1
             if stage.equal >= stage.wait:
-                stage.graph = capture(body)
+                stage.graph = self._captured(device, capture, body)
         if stage.graph is None:
             body()
             return None
         stage.graph.replay()
         return stage.graph
+
+    def _captured(
+        self, device: torch.device, capture: Callable[[Body], Replayable], body: Body
+    ) -> Replayable | None:
+        """The graph of a stage; none where that fails, and no other attempt on the device.
+
+        Other ranks wait for this one: what was only to save time must not end its step.
+        """
+        try:
+            with _nothing_collected():
+                return capture(body)
+        except RuntimeError as error:
+            self._capture[device] = None
+            warnings.warn(
+                f"the stages of a step on {device} could not be captured in CUDA graphs and run "
+                f"without them: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
 
     def serve(self, devices: Iterable[torch.device]) -> bool:
         """Whether stages on these devices are replayed in this step."""
@@ -134,22 +154,52 @@ class _Capture:
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
+        _UNFINISHED.append(graph)
         with torch.cuda.stream(self._stream):
             # Threads of process groups look at their events meanwhile, which "global" forbids.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 body()
             except BaseException:
-                _abandon(graph)
+                self._abandon(graph)
                 raise
-            graph.capture_end()
+            try:
+                graph.capture_end()
+            except BaseException:
+                self._end_allocations()
+                raise
+        _UNFINISHED.remove(graph)
         current.wait_stream(self._stream)
         return graph
 
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        with contextlib.suppress(RuntimeError):  # it says again what the body raised
+            graph.capture_end()
+        self._end_allocations()
 
-def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-    with contextlib.suppress(RuntimeError):  # it says again what the body raised
-        graph.capture_end()
+    def _end_allocations(self) -> None:
+        """The allocator thinks that a capture goes on which CUDA gave up.
+
+        It would keep back every block that a second stream has used.
+        """
+        with contextlib.suppress(RuntimeError):  # they have ended
+            torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """No garbage is collected meanwhile: it may hold graphs of an optimizer that is gone.
+
+    CUDA forbids a thread that captures to destroy one, and gives up the capture. By reference
+    count alone nothing of the kind goes away in a stage.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def places(tensors: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -236,10 +236,17 @@ class Sharing:
         step waits for it.
 
         Raises:
-            RuntimeError: they differ, or a step failed and no state was loaded since.
+            RuntimeError: they differ, a step failed and no state was loaded since, or the caller
+                captures a CUDA graph.
         """
         if shared.empty:
             return
+        if shared.teams and any(map(_captured, shared.devices)):
+            raise RuntimeError(
+                "a step of parameters that several ranks share cannot be captured in a CUDA graph: "
+                "whether the ranks have the same gradients is read on the host; capture the rest, "
+                "and call step() between replays (it replays graphs of its own)"
+            )
         if self._broken:
             raise RuntimeError(
                 "an earlier step failed midway, so that parameters and state may not fit together; "
@@ -283,7 +290,9 @@ class Sharing:
         if shared.empty:
             meanwhile()
             return
-        shared.begin(on=self.flow.cuda_graphs and isinstance(kept, OnDevice))
+        # One rank alone is bound by its device: launches cost it nothing.
+        several = any(team.size > 1 for team, _ in shared.teams)
+        shared.begin(on=self.flow.cuda_graphs and several and isinstance(kept, OnDevice))
         key = self._quiet_key(shared, options, params_of_groups, state)
         self._broken = bool(shared.teams)
         if key is not None and shared.tape.fits(key):
@@ -397,6 +406,10 @@ class Sharing:
             iterate_dtype=options.dtype,
         ).dtype
         return torch.float16 if picked in (torch.float16, torch.bfloat16) else torch.float32
+
+
+def _captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _question(future: Future, device: torch.device, verdict: Callable[[Tensor], None]) -> _Question:
