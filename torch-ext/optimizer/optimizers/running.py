@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ..distributed import Future
 from .device_state import OnDevice
-from .graphs import Body, Graphs
+from .graphs import Body, Graphs, places
 from .host_state import InHostMemory
-from .options import AdamWOptions
+from .options import AdamWOptions, MuonOptions
+from .parameters import locals_of
 from .shared import SharedChunk
 from .staging import Block, Staging
 from .tape import Tape
@@ -120,3 +121,35 @@ class _Going:
     def wait(self) -> Tensor:
         self.tape.note(f"muon::wait_{self.name.removeprefix('launch_')}", self.arrive)
         return self.arrive()
+
+
+def key_of_step(
+    options: Sequence[MuonOptions | AdamWOptions],
+    params_of_groups: Sequence[Sequence[Tensor]],
+    state: Any,
+) -> Any:
+    """All that a step of replayed stages depends on, but numbers that graphs read.
+
+    None if there is more than can be told by looking.
+    """
+    rules = []
+    for group in options:
+        if isinstance(group, MuonOptions) and callable(group.adjust_lr_fn):
+            return None
+        plain = [
+            type(value) if name in ("lr", "weight_decay") else value
+            for name, value in vars(group).items()
+        ]
+        tensors = [v for v in (group.lr, group.weight_decay) if isinstance(v, Tensor)]
+        rules.append((plain, places(tensors)))
+    params = [param for of_group in params_of_groups for param in of_group]
+    grads = [param.grad for param in params]
+    missing = [k for k, grad in enumerate(grads) if grad is None]
+    kept = [
+        value
+        for of_param in state.values()
+        for value in of_param.values()
+        if isinstance(value, Tensor)
+    ]
+    tensors = [*params, *(grad for grad in grads if grad is not None), *kept]
+    return rules, missing, places(locals_of(tensors))

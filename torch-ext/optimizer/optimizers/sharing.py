@@ -5,33 +5,25 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..distributed import Future, Team, Teams, agreement, alone, run_pipeline
+from ..distributed import Team, Teams, alone, run_pipeline
 from ..orthogonalize.choose import choose, flop
+from .agreement import Agreement, check_not_captured
 from .blocks import Blocks
 from .device_state import OnDevice
 from .flow import Flow
-from .graphs import places
 from .host_state import InHostMemory
 from .options import AdamWOptions, MuonOptions
-from .parameters import is_dtensor, locals_of
+from .parameters import is_dtensor
 from .rounding import check_rounding
-from .running import StepRun
-from .shared import (
-    Shared,
-    SharedChunk,
-    SharedGroup,
-    SharedMatrix,
-    layout_on,
-    local_blocks,
-    matrices_of,
-    plan_shared,
-)
+from .running import StepRun, key_of_step
+from .shared import Shared, SharedChunk, SharedMatrix
+from .shared_plan import SharedGroup, layout_on, local_blocks, matrices_of, plan_shared
 from .shared_step import step_shared
 from .state import Slot
 from .tape import under_the_first_gathers
@@ -40,20 +32,6 @@ from .unreduced_step import step_bands, step_slices, step_small
 from .update import Rate, rate_of
 
 WIRE_DTYPES = (None, torch.float32, torch.float16)
-
-
-@dataclass(frozen=True, eq=False)
-class _Question:
-    """Which numbers differ between the ranks, asked of a device, and what that would mean."""
-
-    different: Tensor  # bool, on the CPU once `ready`
-    ready: Any  # None, or the event after the copy to the CPU
-    verdict: Callable[[Tensor], None]
-
-    def check(self) -> None:
-        if self.ready is not None:
-            self.ready.synchronize()
-        self.verdict(self.different)
 
 
 class Sharing:
@@ -76,9 +54,7 @@ class Sharing:
         self._group = process_group
         self._teams = Teams()
         self._of_group: Team | None = None
-        self._asked: list[_Question] = []
-        self._presence: dict[int, tuple[list[int], Tensor]] = {}
-        self._doubted = False
+        self._agreement = Agreement(unreduced is not None)
         self._broken = False
         self._empty = True  # no parameter of several ranks came by since the last plan
 
@@ -176,7 +152,7 @@ class Sharing:
             chunks[params[0][0]].append(SmallChunk(tuple(params), dtype, device))
         labelled = [(where, param) for _, _, entries in muon for where, param, _ in entries]
         labelled += [entry for _, named in others for entry in named]
-        self._presence = {}
+        self._agreement.begin_plan()
         teams = [(owners.team, labelled)] if labelled else []
         shared = Shared(chunks, [[] for _ in range(count)], teams, not labelled, self.flow)
         reserve(shared)
@@ -223,7 +199,7 @@ class Sharing:
 
     def plan(self, groups: Sequence[SharedGroup], count: int) -> Shared:
         """Owners and chunks; `count` is the number of parameter groups."""
-        self._presence = {}
+        self._agreement.begin_plan()
         empty, self._empty = self._empty, True
         shared = plan_shared(groups, count, empty, self.flow)
         reserve(shared)
@@ -241,34 +217,14 @@ class Sharing:
         """
         if shared.empty:
             return
-        if shared.teams and any(map(_captured, shared.devices)):
-            raise RuntimeError(
-                "a step of parameters that several ranks share cannot be captured in a CUDA graph: "
-                "whether the ranks have the same gradients is read on the host; capture the rest, "
-                "and call step() between replays (it replays graphs of its own)"
-            )
+        if shared.teams:
+            check_not_captured(shared.devices)
         if self._broken:
             raise RuntimeError(
                 "an earlier step failed midway, so that parameters and state may not fit together; "
                 "load a state_dict of parameters and optimizer first"
             )
-        heard, self._asked = self._asked, []
-        for number, (team, labelled) in enumerate(shared.teams):
-            device = labelled[0][1].device
-            values = [int(param.grad is not None) for _, param in labelled]
-            if self._presence.get(number, (None, None))[0] != values:
-                self._presence[number] = (values, torch.tensor(values).to(device))
-            future = agreement(team.transport, self._presence[number][1])
-            self._asked.append(_question(future, device, _same_presence(labelled)))
-            if self.unreduced is not None and not self._doubted:
-                sums = torch.stack([_checksum(param.grad, device) for _, param in labelled])
-                future = agreement(team.transport, sums)
-                self._asked.append(_question(future, device, _not_yet_reduced(values)))
-        now = [question for question in self._asked if question.ready is None]
-        self._asked = [question for question in self._asked if question.ready is not None]
-        for question in now:
-            question.check()
-        self._doubted = True
+        heard = self._agreement.ask(shared.teams)
         self._broken = True
         for question in heard:
             question.check()
@@ -293,7 +249,9 @@ class Sharing:
         # One rank alone is bound by its device: launches cost it nothing.
         several = any(team.size > 1 for team, _ in shared.teams)
         shared.begin(on=self.flow.cuda_graphs and several and isinstance(kept, OnDevice))
-        key = self._quiet_key(shared, options, params_of_groups, state)
+        key = None
+        if shared.graphs.serve(shared.devices):
+            key = key_of_step(options, params_of_groups, state)
         self._broken = bool(shared.teams)
         if key is not None and shared.tape.fits(key):
             for number, group in enumerate(options):
@@ -310,41 +268,6 @@ class Sharing:
                     if is_dtensor(param) or self._group is not None:
                         param.grad = None
         self._broken = False
-
-    def _quiet_key(
-        self,
-        shared: Shared,
-        options: Sequence[MuonOptions | AdamWOptions],
-        params_of_groups: Sequence[Sequence[Tensor]],
-        state: Any,
-    ) -> Any:
-        """All that a step of replayed stages depends on, but numbers that graphs read.
-
-        None if there is more than can be told by looking.
-        """
-        if not shared.graphs.serve(shared.devices):
-            return None
-        rules = []
-        for group in options:
-            if isinstance(group, MuonOptions) and callable(group.adjust_lr_fn):
-                return None
-            plain = [
-                type(value) if name in ("lr", "weight_decay") else value
-                for name, value in vars(group).items()
-            ]
-            tensors = [v for v in (group.lr, group.weight_decay) if isinstance(v, Tensor)]
-            rules.append((plain, places(tensors)))
-        params = [param for of_group in params_of_groups for param in of_group]
-        grads = [param.grad for param in params]
-        missing = [k for k, grad in enumerate(grads) if grad is None]
-        kept = [
-            value
-            for of_param in state.values()
-            for value in of_param.values()
-            if isinstance(value, Tensor)
-        ]
-        tensors = [*params, *(grad for grad in grads if grad is not None), *kept]
-        return rules, missing, places(locals_of(tensors))
 
     def _step_anew(
         self,
@@ -390,7 +313,7 @@ class Sharing:
     def mend(self) -> None:
         """State was loaded: a failed step is forgotten."""
         self._broken = False
-        self._asked = []
+        self._agreement.forget()
 
     def _wire(self, matrices: Sequence[SharedMatrix], options: MuonOptions) -> torch.dtype:
         """float16 where the iteration would round to it or to bfloat16 anyway."""
@@ -406,56 +329,6 @@ class Sharing:
             iterate_dtype=options.dtype,
         ).dtype
         return torch.float16 if picked in (torch.float16, torch.bfloat16) else torch.float32
-
-
-def _captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _question(future: Future, device: torch.device, verdict: Callable[[Tensor], None]) -> _Question:
-    different = future.wait()
-    if device.type == "cpu":
-        return _Question(different, None, verdict)
-    there = torch.empty_like(different, device="cpu", pin_memory=True)
-    there.copy_(different, non_blocking=True)
-    ready = torch.get_device_module(device).Event()
-    ready.record()
-    return _Question(there, ready, verdict)
-
-
-def _same_presence(labelled: Sequence[tuple[str, Tensor]]) -> Callable[[Tensor], None]:
-    names = [where for where, _ in labelled]
-
-    def verdict(different: Tensor) -> None:
-        if not different.any():
-            return
-        which = [name for name, differs in zip(names, different.tolist(), strict=True) if differs]
-        raise RuntimeError(
-            f"ranks disagree on which parameters have gradients: {'; '.join(which)}. Give zeros "
-            "where a rank has none, or none on any rank, and load a state_dict before going on"
-        )
-
-    return verdict
-
-
-def _not_yet_reduced(present: Sequence[int]) -> Callable[[Tensor], None]:
-    def verdict(different: Tensor) -> None:
-        if any(present) and not different.any():
-            raise RuntimeError(
-                "gradients='unreduced', but every rank has the same gradients, bit for bit: "
-                "something reduces them already (DistributedDataParallel does; then use "
-                "gradients='reduced'), or all ranks read the same data"
-            )
-
-    return verdict
-
-
-def _checksum(grad: Tensor | None, device: torch.device) -> Tensor:
-    """The sum of a gradient's bits; 0 without one."""
-    if grad is None:
-        return torch.zeros((), dtype=torch.int64, device=device)
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[grad.dtype.itemsize]
-    return grad.detach().contiguous().reshape(-1).view(words).sum(dtype=torch.int64)
 
 
 def _cost(options: MuonOptions) -> Callable[[int, int, torch.dtype, torch.device], float]:
