@@ -68,8 +68,9 @@ class Captured:
     def __exit__(self, *error: object) -> None:
         self.module.capturer, self.tape.play = self.original, self.play
 
-    def _capturer(self, where: torch.device):
-        real = self.original(where)
+    def _capturer(self, where: torch.device, room: int):
+        real = self.original(where, room)
+        self.counted["room"] = room
 
         def capture(body):
             self.counted["captured"] += 1
@@ -234,6 +235,7 @@ def test_whatever_a_stage_depends_on_may_change(ranks, form, wire) -> None:
         assert counted["captured"] > 10
         assert counted["replayed"] > counted["captured"]
         assert counted["played"] >= 2
+        assert counted["room"] > 0
 
 
 class Litter:

@@ -82,7 +82,7 @@ def parts_of(chunk: Any) -> tuple[SharedChunk, ...]:
 
 def reserve(shared: Shared) -> None:
     """Say how much memory the chunks of a plan will ask for."""
-    staging = shared.staging
+    staging, graphs = shared.staging, shared.graphs
     for chunk in (chunk for of_group in shared.of_groups() for chunk in of_group):
         if isinstance(chunk, SmallChunk):
             staging.reserve("message", chunk.device, 0)
@@ -92,11 +92,13 @@ def reserve(shared: Shared) -> None:
             staging.reserve("message", part.device, max(message.size for message in messages))
             if not isinstance(chunk, (Bands, SliceChunk)):
                 staging.reserve("directions", part.device, part.wide_bytes)
+                graphs.reserve(part.device, len(route.owned) * math.prod(part.matrix))
         if isinstance(chunk, Bands):
             whole = chunk.whole
             elements = len(whole.route.owned) * math.prod(whole.matrix)
             staging.reserve("directions", whole.device, elements * whole.dtype.itemsize)
             staging.reserve("updates", whole.device, elements * whole.wire.itemsize)
+            graphs.reserve(whole.device, elements)
 
 
 class Unreduced:
@@ -225,7 +227,9 @@ class Unreduced:
         shape = tuple(param.shape)
         runs = [self._rows(shape).runs((rank,))[0] for rank in range(self.team.size)]
         rows = max(sum(length for _, length in run) for run in runs)
-        row_bytes = math.prod(shape[1:]) * travels.itemsize * max(1, self.team.size - 1)
+        # Contributions go in the dtype of the wire, new rows come back in that of the parameter.
+        widest = max(travels.itemsize, param.dtype.itemsize)
+        row_bytes = math.prod(shape[1:]) * widest * max(1, self.team.size - 1)
         step = max(1, flow.chunk_bytes // (2 * row_bytes))  # sent, and received from others
         step = equal_share(rows, step)
         chunks = []
