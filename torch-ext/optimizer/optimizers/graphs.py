@@ -51,12 +51,19 @@ class Graphs:
         self._stages: dict[Hashable, _Stage] = {}
         self._capture: dict[torch.device, Callable[[Body], Replayable] | None] = {}
         self._numbers: dict[Hashable, tuple[float, Tensor]] = {}
-        self._elements: dict[torch.device, int] = {}
+        self._room: dict[torch.device, int] = {}
         self._on = False
 
-    def reserve(self, device: torch.device, elements: int) -> None:
-        """Say how many elements a stage orthogonalizes; before the first is captured."""
-        self._elements[device] = max(elements, self._elements.get(device, 0))
+    def reserve(self, device: torch.device, elements: int, beside: int = 0) -> None:
+        """Say what a stage works in, before the first is captured.
+
+        Args:
+            device: its own.
+            elements: that it orthogonalizes.
+            beside: bytes for each of them that are no part of the iteration.
+        """
+        room = (POOL_BYTES + beside) * elements
+        self._room[device] = max(room, self._room.get(device, 0))
 
     def begin(self, *, on: bool) -> None:
         """Start a step, whose stages are captured and replayed only if `on`."""
@@ -67,7 +74,7 @@ class Graphs:
         if not self._on:
             return None
         if device not in self._capture:
-            self._capture[device] = capturer(device, POOL_BYTES * self._elements.get(device, 0))
+            self._capture[device] = capturer(device, self._room.get(device, 0))
         return self._capture[device]
 
     def run(

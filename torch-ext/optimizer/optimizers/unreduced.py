@@ -92,7 +92,9 @@ def reserve(shared: Shared) -> None:
             staging.reserve("message", part.device, max(message.size for message in messages))
             if not isinstance(chunk, (Bands, SliceChunk)):
                 staging.reserve("directions", part.device, part.wide_bytes)
-                graphs.reserve(part.device, len(route.owned) * math.prod(part.matrix))
+                # The batch may have to be put together, and its result goes into messages.
+                owned = len(route.owned) * math.prod(part.matrix)
+                graphs.reserve(part.device, owned, 2 * part.wire.itemsize)
         if isinstance(chunk, Bands):
             whole = chunk.whole
             elements = len(whole.route.owned) * math.prod(whole.matrix)
