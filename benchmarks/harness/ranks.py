@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,14 +42,27 @@ class Ranks:
         distributed.barrier()
         return self.largest(_device_time(call) if self.device.type == "cuda" else _time(call))
 
-    def added_mb(self, call: Callable[[], object]) -> float:
-        """Device memory that a call adds at its peak, on the rank where that is most."""
-        from .memory_bound import added_mb
+    def held_mb(self) -> float:
+        """Device memory of this rank's tensors, and what its CUDA graphs keep; 0 on CPUs."""
+        import gc
 
-        if self.device.type == "cuda":
-            return self.largest(added_mb(call))
-        call()
-        return 0.0
+        import torch
+
+        if self.device.type != "cuda":
+            return 0.0
+        gc.collect()
+        torch.cuda.synchronize()
+        kept = kept_by_graphs(torch.cuda.memory_snapshot())
+        return (torch.cuda.memory_allocated() + kept) / 1e6
+
+
+def kept_by_graphs(segments: Iterable[Mapping[str, Any]]) -> int:
+    """Bytes of the pools of CUDA graphs in which no tensor is: nobody else can have them."""
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in segments
+        if tuple(segment["segment_pool_id"]) != (0, 0)
+    )
 
 
 @contextmanager

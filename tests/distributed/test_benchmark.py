@@ -85,6 +85,15 @@ def test_the_gate_finds_wrong_updates(ranks, form, name, target) -> None:
         assert "WRONG RESULTS, not timed" in line
 
 
+def test_memory_that_graphs_keep_is_counted_once() -> None:
+    segments = [
+        {"segment_pool_id": (0, 0), "total_size": 64, "allocated_size": 8},
+        {"segment_pool_id": (0, 2), "total_size": 32, "allocated_size": 4},
+        {"segment_pool_id": [0, 3], "total_size": 16, "allocated_size": 0},
+    ]
+    assert harness("harness.ranks").kept_by_graphs(segments) == 28 + 16
+
+
 def baselines(opt) -> list[float]:
     """AdamW of the baseline has the mean of the gradients: the sum over CPUs."""
     import torch

@@ -99,11 +99,11 @@ class Watch:
             self.matrices += x.numel() // (x.shape[-1] * x.shape[-2])
             return self.originals[0](x, **options)
 
-        def exchange(transport, going, outbox, coming):
+        def exchange(transport, going, outbox, coming, inbox):
             self.calls["all_to_all"] += 1
             self.largest = max(self.largest, going.size, coming.size)
             self.sent += going.size
-            return self.originals[2](transport, going, outbox, coming)
+            return self.originals[2](transport, going, outbox, coming, inbox)
 
         def reduce(transport, values, op):
             self.calls["all_reduce"] += 1

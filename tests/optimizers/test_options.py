@@ -143,6 +143,7 @@ def test_no_stage_takes_an_unknown_word_for_another(submodule, call, message) ->
         ("chunk_size", -2, ValueError, "chunk_size must be at least 1, or -1 .*, got -2"),
         ("chunk_size", True, TypeError, "chunk_size must be an integer, at least 1, .* got True"),
         ("in_flight_bytes", 0, ValueError, "in_flight_bytes must be at least 1, got 0"),
+        ("cuda_graphs", 1, TypeError, "cuda_graphs must be True or False, got 1"),
     ],
 )
 def test_the_flow_of_chunks_is_checked_at_construction(opt, name, option, value, error, message):
@@ -154,7 +155,7 @@ def test_the_flow_of_chunks_is_checked_at_construction(opt, name, option, value,
 
 def test_the_flow_of_chunks_is_taken_and_copied(opt) -> None:
     """M1: the names of the Motif optimizer; a copy keeps them, as it keeps the process group."""
-    given = {"warmup_step": 5, "chunk_size": 8, "in_flight_bytes": 2**20}
+    given = {"warmup_step": 5, "chunk_size": 8, "in_flight_bytes": 2**20, "cuda_graphs": False}
     optimizer = opt.Muon(parameters([(4, 3)]), **given)
     for one in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert vars(one._sharing.flow) == given

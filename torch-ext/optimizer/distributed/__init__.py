@@ -5,13 +5,14 @@ shards: what every rank holds -> ownership: who does what -> route: what goes wh
 """
 
 from .ownership import assign, chunked
-from .route import Extra, Job, Message, Part, Route, make_route
+from .route import ALIGNMENT, Extra, Job, Message, Part, Route, make_route
 from .schedule import Phases, in_flight, run_pipeline
 from .shards import Box, Layout, Run, Split, boxes, splits_of
 from .team import Team, Teams, alone
 from .transport import AllToAll, Future, Identity, Ready, Transport, agreement
 
 __all__ = [
+    "ALIGNMENT",
     "AllToAll",
     "Box",
     "Extra",

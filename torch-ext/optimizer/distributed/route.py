@@ -86,7 +86,7 @@ class Message:
     parts: tuple[Part, ...]
     counts: tuple[int, ...]  # bytes per rank
 
-    @property
+    @cached_property
     def size(self) -> int:
         return sum(self.counts)
 

@@ -26,11 +26,13 @@ class Future(Protocol):
 class Transport(Protocol):
     """Moves messages between the ranks of a team, all of which make the same calls in one order."""
 
-    def gather(self, sent: Message, outbox: Tensor, gathered: Message) -> Future:
+    def gather(self, sent: Message, outbox: Tensor, gathered: Message, inbox: Tensor) -> Future:
         """Pieces of matrices to their owners."""
         ...
 
-    def scatter(self, answered: Message, outbox: Tensor, scattered: Message) -> Future:
+    def scatter(
+        self, answered: Message, outbox: Tensor, scattered: Message, inbox: Tensor
+    ) -> Future:
         """Answers of the owners to all who hold a piece."""
         ...
 
@@ -42,8 +44,8 @@ class Transport(Protocol):
         """The sum of every rank's values, element by element, in place; equal on all ranks."""
         ...
 
-    def collect(self, values: Tensor) -> Future:
-        """Every rank's values (ranks, ...), in the order of the ranks."""
+    def collect(self, values: Tensor, found: Tensor) -> Future:
+        """Every rank's values, in the order of the ranks, in `found` (ranks, ...)."""
         ...
 
 
@@ -73,10 +75,12 @@ class Travelling:
 class Identity:
     """The transport of a single rank: what is sent has arrived."""
 
-    def gather(self, sent: Message, outbox: Tensor, gathered: Message) -> Future:
+    def gather(self, sent: Message, outbox: Tensor, gathered: Message, inbox: Tensor) -> Future:
         return Ready(outbox)
 
-    def scatter(self, answered: Message, outbox: Tensor, scattered: Message) -> Future:
+    def scatter(
+        self, answered: Message, outbox: Tensor, scattered: Message, inbox: Tensor
+    ) -> Future:
         return Ready(outbox)
 
     def maximum(self, values: Tensor) -> Future:
@@ -85,8 +89,8 @@ class Identity:
     def sum(self, values: Tensor) -> Future:
         return Ready(values)
 
-    def collect(self, values: Tensor) -> Future:
-        return Ready(values.unsqueeze(0))
+    def collect(self, values: Tensor, found: Tensor) -> Future:
+        return Ready(found.copy_(values.unsqueeze(0)))
 
 
 class AllToAll:
@@ -95,11 +99,13 @@ class AllToAll:
     def __init__(self, group: Any) -> None:
         self.group = group
 
-    def gather(self, sent: Message, outbox: Tensor, gathered: Message) -> Future:
-        return self._exchange(sent, outbox, gathered)
+    def gather(self, sent: Message, outbox: Tensor, gathered: Message, inbox: Tensor) -> Future:
+        return self._exchange(sent, outbox, gathered, inbox)
 
-    def scatter(self, answered: Message, outbox: Tensor, scattered: Message) -> Future:
-        return self._exchange(answered, outbox, scattered)
+    def scatter(
+        self, answered: Message, outbox: Tensor, scattered: Message, inbox: Tensor
+    ) -> Future:
+        return self._exchange(answered, outbox, scattered, inbox)
 
     def maximum(self, values: Tensor) -> Future:
         from torch.distributed import ReduceOp
@@ -111,10 +117,9 @@ class AllToAll:
 
         return self._reduce(values, ReduceOp.SUM)
 
-    def collect(self, values: Tensor) -> Future:
+    def collect(self, values: Tensor, found: Tensor) -> Future:
         from torch import distributed
 
-        found = values.new_empty((distributed.get_world_size(self.group), *values.shape))
         # The older of two names: torch 2.11 has no other.
         gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
         work = gather(found.view(-1), values.view(-1), group=self.group, async_op=True)
@@ -126,10 +131,9 @@ class AllToAll:
         work = distributed.all_reduce(values, op, group=self.group, async_op=True)
         return Travelling(work, values, values)
 
-    def _exchange(self, going: Message, outbox: Tensor, coming: Message) -> Future:
+    def _exchange(self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor) -> Future:
         from torch import distributed
 
-        inbox = coming.empty(outbox.device)
         work = distributed.all_to_all_single(
             inbox,
             outbox,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +12,14 @@ from torch import Tensor
 from ..distributed import Future, Ready
 from ..kernels import apply_update
 from ..reference import update as reference
+from .graphs import places
 from .layout import written
 from .options import MuonOptions
 from .parameters import local, locals_of
 from .rounding import RESIDUAL
+from .running import State, StepRun
 from .shared import SharedChunk
+from .staging import Block
 from .state import STATISTICS
 from .update import Rate
 
@@ -40,7 +44,7 @@ def answer(
     owned: Sequence[int],
     orthogonal: Tensor,  # (B, m, n)
     options: MuonOptions,
-    state: Mapping[Tensor, Mapping[str, Tensor]],
+    state: State,
     message: Tensor,
 ) -> None:
     """Write the updates of owned jobs, evened out if asked for, and the new statistics."""
@@ -58,22 +62,26 @@ def evened_out(
     chunk: SharedChunk,
     owned: Sequence[int],
     orthogonal: Tensor,  # (B, m, n)
-    options: MuonOptions,
-    state: Mapping[Tensor, Mapping[str, Tensor]],
-) -> Tensor:
+    beta2: float,
+    state: State,
+    out: Tensor,  # (B, m, n) of the wire
+) -> None:
     """The updates of owned jobs, whose statistics no other rank keeps."""
-    if options.beta2 is None:
-        return orthogonal
     statistics = [_statistics(chunk, job, state) for job in owned]
-    return _evened_out(chunk, orthogonal, statistics, options.beta2)
+    _evened_out(chunk, orthogonal, statistics, beta2, out)
 
 
 def _evened_out(
-    chunk: SharedChunk, orthogonal: Tensor, statistics: Sequence[Tensor], beta2: float
+    chunk: SharedChunk,
+    orthogonal: Tensor,
+    statistics: Sequence[Tensor],
+    beta2: float,
+    out: Tensor | None = None,
 ) -> Tensor:
     m, n = chunk.matrix
     kept = (m, 1) if m >= n else (1, n)
-    reduced = torch.zeros_like(orthogonal, dtype=chunk.wire)
+    reduced = torch.empty_like(orthogonal, dtype=chunk.wire) if out is None else out
+    reduced.zero_()
     apply_update(  # 0 - (-1) u', in which u' is u with its rows or columns evened out
         reduced.unbind(),
         orthogonal,
@@ -121,29 +129,89 @@ def write_answer(
     copy_all(places, sources)
 
 
-def launch_scatter(chunk: SharedChunk, message: Tensor) -> Future:
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """A message on its way, with the memory that it needs until its last use."""
+
+    future: Future
+    blocks: tuple[Block, ...]
+
+    def wait(self) -> Tensor:
+        return self.future.wait()
+
+    def give(self, run: StepRun) -> None:
+        run.give(*self.blocks)
+
+
+def launch_scatter(chunk: SharedChunk, message: Block, run: StepRun) -> Sent:
     """Send the answers to all who hold a part."""
-    if not chunk.route.scatters:
-        return Ready(message)
-    return chunk.team.transport.scatter(chunk.route.answered, message, chunk.route.scattered)
+    route = chunk.route
+    if not route.scatters:
+        return Sent(Ready(message.bytes), (message,))
+    inbox, transport = run.take(chunk, "message", route.scattered.size), chunk.team.transport
+    future = run.launch(
+        "launch_scatter",
+        lambda: transport.scatter(route.answered, message.bytes, route.scattered, inbox.bytes),
+    )
+    return Sent(future, (message, inbox))
+
+
+def kept_statistics(
+    chunk: SharedChunk, owned: Sequence[int], options: MuonOptions, state: State
+) -> tuple[Any, ...]:
+    """Where the statistics of owned jobs are: of the key of a stage that uses them."""
+    if options.beta2 is None:
+        return ()
+    return places([local(state[chunk.members[job].param][STATISTICS]) for job in owned])
 
 
 def apply(
     chunk: SharedChunk,
     answers: Tensor,
+    number: int,
     rate: Rate,
     options: MuonOptions,
-    state: Mapping[Tensor, Mapping[str, Tensor]],
     present: Sequence[bool],
+    run: StepRun,
 ) -> None:
     """p <- p - decay p - rate u for what this rank holds, with one rounding each."""
+    state = run.state
+    rate = run.rate(number, rate, chunk)
+    params = locals_of(chunk.params_of_answers)
+
+    def body() -> None:
+        _apply_answers(chunk, answers, params, rate, options, state, present)
+
+    def key() -> Any:
+        numbers = places([v for v in (rate.lr, rate.weight_decay) if isinstance(v, Tensor)])
+        rule = rate.factor, rate.shaped_decay, options.cautious, options.rounding, options.beta2
+        return answers.data_ptr(), numbers, rule, places(params), _moments(chunk, options, state)
+
+    plain = options.rounding != "residual" and rate.decay is None and all(present)
+    run.stage("update_params", chunk, key if plain else None, body, params)
+
+
+def _moments(chunk: SharedChunk, options: MuonOptions, state: State) -> tuple[Any, ...]:
+    """Where the statistics are that come with the answers."""
+    jobs = [part.job for part in chunk.route.scattered.parts if part.box is None]
+    return kept_statistics(chunk, jobs, options, state)
+
+
+def _apply_answers(
+    chunk: SharedChunk,
+    answers: Tensor,
+    whole: list[Tensor],  # the parameter of every part, as it is stored here
+    rate: Rate,
+    options: MuonOptions,
+    state: State,
+    present: Sequence[bool],
+) -> None:
     stacked = chunk.route.scattered.stacked(answers, chunk.wire) if all(present) else None
     if stacked is not None and options.rounding != "residual" and rate.decay is None:
-        params = chunk.views_of_answers(locals_of(chunk.params_of_answers))
-        _apply(params, stacked, rate, options)
+        _apply(chunk.views_of_answers(whole), stacked, rate, options)
         return
     params, updates, residuals = [], [], []
-    for part in chunk.route.scattered.parts:
+    for part, stored in zip(chunk.route.scattered.parts, whole, strict=True):
         if not present[part.job]:
             continue
         if part.box is None:
@@ -151,7 +219,7 @@ def apply(
             _statistics(chunk, part.job, state).copy_(moments)
         else:
             param = chunk.members[part.job].param
-            params.append(part.box.view(local(param)))
+            params.append(part.box.view(stored))
             updates.append(part.of(answers, chunk.wire))
             kept = state[param].get(RESIDUAL) if options.rounding == "residual" else None
             residuals.append(None if kept is None else part.box.view(local(kept)))
@@ -163,21 +231,34 @@ def apply_own(
     chunk: SharedChunk,
     owned: Sequence[int],
     updates: Tensor,  # (B, m, n), or the chunk's rows of it
+    number: int,
     rate: Rate,
     options: MuonOptions,
-    state: Mapping[Tensor, Mapping[str, Tensor]],
+    run: StepRun,
 ) -> None:
     """`apply` for jobs of this rank, whose updates did not travel."""
+    rate = run.rate(number, rate, chunk)
     held = [(chunk.boxes[job], chunk.members[job].param) for job in owned]
-    of_jobs = updates.view(-1, *chunk.region(owned[0]))
+    whole = locals_of([param for _, param in held])
     residuals: list[Tensor | None] = [None] * len(held)
     if options.rounding == "residual":
-        kept = [state[param].get(RESIDUAL) for _, param in held]
+        kept = [run.state[param].get(RESIDUAL) for _, param in held]
         pairs = zip(held, kept, strict=True)
         residuals = [None if r is None else box.view(local(r)) for (box, _), r in pairs]
-    params = [box.view(local(param)) for box, param in held]
-    together = of_jobs if of_jobs.is_contiguous() else of_jobs.unbind()
-    _apply(params, together, rate, options, residuals)
+
+    def body() -> None:
+        of_jobs = updates.view(-1, *chunk.region(owned[0]))
+        params = [box.view(stored) for (box, _), stored in zip(held, whole, strict=True)]
+        together = of_jobs if of_jobs.is_contiguous() else of_jobs.unbind()
+        _apply(params, together, rate, options, residuals)
+
+    def key() -> Any:
+        numbers = places([v for v in (rate.lr, rate.weight_decay) if isinstance(v, Tensor)])
+        rule = rate.factor, rate.shaped_decay, options.cautious, options.rounding
+        return updates.data_ptr(), updates.shape, numbers, rule, places(whole)
+
+    plain = options.rounding != "residual" and rate.decay is None
+    run.stage("update_own", chunk, key if plain else None, body, whole)
 
 
 def _apply(

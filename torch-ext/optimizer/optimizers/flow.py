@@ -10,7 +10,7 @@ from ..distributed import in_flight
 
 # Bytes that a rank sends and receives on the way to the owners, of all chunks that are alive. With
 # batches, results, answers and what an iteration works in, two to three times as much by count.
-IN_FLIGHT_BYTES = 384 * 2**20
+IN_FLIGHT_BYTES = 256 * 2**20
 WARMUP = 1  # gathers launched before the first computation
 ANY_SIZE = -1
 
@@ -24,6 +24,7 @@ class Flow:
         chunk_size: matrices in a chunk at most; -1 for as many as bytes allow.
         in_flight_bytes: what any rank sends and receives for the owners of all chunks that are
             alive; a chunk has one matrix of every owner in any case.
+        cuda_graphs: whether stages that repeat themselves are replayed.
 
     Raises:
         ValueError, TypeError: the message names the argument.
@@ -32,10 +33,13 @@ class Flow:
     warmup_step: int = WARMUP
     chunk_size: int = ANY_SIZE
     in_flight_bytes: int = IN_FLIGHT_BYTES
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         _check_count("warmup_step", self.warmup_step, "")
         _check_count("in_flight_bytes", self.in_flight_bytes, "")
+        if not isinstance(self.cuda_graphs, bool):
+            raise TypeError(f"cuda_graphs must be True or False, got {self.cuda_graphs!r}")
         if self.chunk_size != ANY_SIZE:
             _check_count("chunk_size", self.chunk_size, ", or -1 for as many as bytes allow")
 

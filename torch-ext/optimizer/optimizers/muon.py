@@ -88,6 +88,9 @@ class Muon(MuonBase):
         chunk_size: matrices in a chunk at most; -1 for as many as fit.
         in_flight_bytes: what any rank sends and receives for the owners of the chunks that are
             under way; a chunk has one matrix of every owner in any case.
+        cuda_graphs: replay stages of matrices that ranks share as CUDA graphs, from the second step
+            on that finds gradients and everything else in the same place. Nothing of a step that
+            is itself captured. False: every step is queued kernel by kernel, and keeps no memory.
 
     Raises:
         ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.
@@ -130,6 +133,7 @@ class Muon(MuonBase):
         warmup_step: int = WARMUP,
         chunk_size: int = ANY_SIZE,
         in_flight_bytes: int = IN_FLIGHT_BYTES,
+        cuda_graphs: bool = True,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -163,7 +167,7 @@ class Muon(MuonBase):
             sharing=Sharing(
                 process_group,
                 wire_dtype,
-                flow=Flow(warmup_step, chunk_size, in_flight_bytes),
+                flow=Flow(warmup_step, chunk_size, in_flight_bytes, cuda_graphs),
             ),
         )
 

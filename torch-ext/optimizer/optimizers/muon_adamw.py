@@ -73,6 +73,7 @@ class MuonAdamW(MuonBase):
         clip_config: QK-clip of the attention layers in the Muon groups, as for `Muon`.
         warmup_step, chunk_size, in_flight_bytes: as for `Muon`; with unreduced gradients also of
             the rows of large parameters.
+        cuda_graphs: as for `Muon`.
 
     Raises:
         ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.
@@ -95,10 +96,11 @@ class MuonAdamW(MuonBase):
         warmup_step: int = WARMUP,
         chunk_size: int = ANY_SIZE,
         in_flight_bytes: int = IN_FLIGHT_BYTES,
+        cuda_graphs: bool = True,
     ) -> None:
         unreduced = _unreduced(gradients, process_group, reduce_op)
         group = process_group if gradients == "reduced" else None
-        flow = Flow(warmup_step, chunk_size, in_flight_bytes)
+        flow = Flow(warmup_step, chunk_size, in_flight_bytes, cuda_graphs)
         sharing = Sharing(group, wire_dtype, unreduced, flow)
         super().__init__(
             param_groups,
@@ -120,6 +122,7 @@ def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
     warmup_step: int = WARMUP,
     chunk_size: int = ANY_SIZE,
     in_flight_bytes: int = IN_FLIGHT_BYTES,
+    cuda_graphs: bool = True,
 ) -> MuonAdamW:
     """`MuonAdamW(param_groups, gradients="unreduced", process_group=process_group)`.
 
@@ -133,6 +136,7 @@ def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
         warmup_step: as for `MuonAdamW`.
         chunk_size: as for `MuonAdamW`.
         in_flight_bytes: as for `MuonAdamW`.
+        cuda_graphs: as for `MuonAdamW`.
 
     Returns:
         A `MuonAdamW`. With one rank it steps exactly as any other.
@@ -149,6 +153,7 @@ def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
         warmup_step=warmup_step,
         chunk_size=chunk_size,
         in_flight_bytes=in_flight_bytes,
+        cuda_graphs=cuda_graphs,
     )
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,13 +13,15 @@ from torch import Tensor
 from ..distributed import Future, Phases, Ready
 from ..kernels import momentum as momentum_kernel
 from ..orthogonalize import orthogonalize
-from .answers import answer, apply, copy_all, in_words, launch_scatter
+from .answers import Sent, answer, apply, copy_all, in_words, kept_statistics, launch_scatter
 from .device_state import OnDevice
-from .host_state import InHostMemory
+from .graphs import places
 from .layout import written
 from .options import MuonOptions
 from .parameters import locals_of
+from .running import StepRun
 from .shared import Held, SharedChunk
+from .staging import Block
 from .timing import stage
 from .update import Rate
 
@@ -31,12 +32,7 @@ NOT_FINITE, HALF = 255, 126
 
 
 def step_shared(
-    chunk: SharedChunk,
-    rate: Rate,
-    options: MuonOptions,
-    state: Mapping[Tensor, Mapping[str, Tensor]],
-    remaining: Counter[Tensor],
-    kept: OnDevice | InHostMemory,
+    chunk: SharedChunk, number: int, rate: Rate, options: MuonOptions, run: StepRun
 ) -> Phases:
     """momentum -> gather -> orthogonalize -> scatter -> update for one chunk.
 
@@ -46,60 +42,74 @@ def step_shared(
 
     Args:
         chunk: the matrices.
+        number: of their group.
         rate: of their shape.
         options: of their group.
-        state: of the optimizer.
-        remaining: per parameter of groups with none_grad the chunks that still need its gradient;
-            counted down here.
-        kept: where the state is.
+        run: the step.
     """
     present = [member.param.grad is not None for member in chunk.members]
     with stage("muon::momentum"):
-        directions = Directions(chunk, options, kept, present)
+        directions = Directions(chunk, options, present, run)
         if options.none_grad:
-            release(chunk, remaining)
+            run.release(chunk)
     if chunk.communicates:
         yield
     with stage("muon::launch_gather"):
-        gathering = _gather(chunk, directions.message())
+        gathering = _gather(chunk, directions, run)
         del directions
     if chunk.communicates:
         yield
     with stage("muon::wait_gather"):
-        batch = _batch(chunk, gathering.wait())  # (B, m, n)
-        del gathering  # with both messages: the iteration needs the memory
-    orthogonal = None
-    if any(present[job] for job in chunk.route.owned):
-        with stage("muon::newton_schulz"):
-            orthogonal = orthogonalize(
-                batch, method=options.method, steps=options.ns_steps, dtype=options.dtype
-            )  # (B, m, n)
-    del batch
+        inbox = gathering.wait()
+    with stage("muon::newton_schulz"):
+        message = run.take(chunk, "message", chunk.route.answered.size)
+        _orthogonalized(chunk, inbox, message, options, present, run)
+        gathering.give(run)
+        del gathering, inbox
     if chunk.communicates:
         yield
     with stage("muon::launch_scatter"):
-        message = chunk.route.answered.empty(chunk.device)
-        if orthogonal is None:
-            message.zero_()
-        else:
-            answer(chunk, chunk.route.owned, orthogonal, options, state, message)
-        del orthogonal
-        scattering = launch_scatter(chunk, message)
+        scattering = launch_scatter(chunk, message, run)
         del message
     if chunk.communicates:
         yield
     with stage("muon::wait_scatter"):
         answers = scattering.wait()
     with stage("muon::update_params"):
-        apply(chunk, answers, rate, options, state, present)
+        apply(chunk, answers, number, rate, options, present, run)
+        scattering.give(run)
 
 
-def release(chunk: SharedChunk, remaining: Counter[Tensor]) -> None:
-    """Let go of the gradients that no later chunk needs."""
-    for param in chunk.params:
-        remaining[param] -= 1
-        if not remaining[param]:
-            param.grad = None
+def _orthogonalized(
+    chunk: SharedChunk,
+    inbox: Tensor,
+    message: Block,
+    options: MuonOptions,
+    present: Sequence[bool],
+    run: StepRun,
+) -> None:
+    """The answers of this rank, out of what was sent to it."""
+    owned = chunk.route.owned
+    if not any(present[job] for job in owned):
+        if message.bytes.numel():
+            run.stage("answer", chunk, message.bytes.data_ptr, message.bytes.zero_)
+        return
+
+    def body() -> None:
+        orthogonal = orthogonalize(
+            _batch(chunk, inbox),  # (B, m, n)
+            method=options.method,
+            steps=options.ns_steps,
+            dtype=options.dtype,
+        )
+        answer(chunk, owned, orthogonal, options, run.state, message.bytes)
+
+    def key() -> Any:
+        iteration = options.method, options.ns_steps, options.dtype
+        where = inbox.data_ptr(), message.bytes.data_ptr()
+        return where, iteration, options.beta2, kept_statistics(chunk, owned, options, run.state)
+
+    run.stage("newton_schulz", chunk, key, body)
 
 
 class Directions:
@@ -109,90 +119,119 @@ class Directions:
     """
 
     def __init__(
-        self,
-        chunk: SharedChunk,
-        options: MuonOptions,
-        kept: OnDevice | InHostMemory,
-        present: Sequence[bool],
+        self, chunk: SharedChunk, options: MuonOptions, present: Sequence[bool], run: StepRun
     ) -> None:
         sent = chunk.route.sent
-        self._chunk, self._rounds = chunk, chunk.wire != chunk.dtype
-        self._outbox = sent.empty(chunk.device)
+        self._chunk, self._run, self._rounds = chunk, run, chunk.wire != chunk.dtype
+        self.outbox = run.take(chunk, "message", sent.size)
         self._here = [held for held in chunk.held if present[held.job]]
-        all_here = len(self._here) == len(chunk.held)
-        # (boxes, ...): all places in the message, if nothing else is held
-        self._alike: Tensor | None = None
-        self._places: list[Tensor | None] = []
-        if all_here and len(chunk.held) == len(sent.parts):
-            self._alike = sent.stacked(self._outbox, chunk.wire)
-        self._out: Any = self._made(present)
-        largest = None
-        if self._here:
-            largest = _advance(chunk, self._here, self._out, options, kept)
+        self._all_here = len(self._here) == len(chunk.held)
+        self._wide: Block | None = None
+        if chunk.wide_bytes:
+            self._wide = run.take(chunk, "directions", chunk.wide_bytes)
+        self._exponents: Future | None = None
         if self._rounds:
-            jobs = chunk.jobs_here if all_here else [held.job for held in self._here]
-            exponents = exponents_of(chunk, largest, jobs)
-            self._exponents: Future = Ready(exponents)
+            exponents = chunk.exponents
+            self._advance(options, exponents)
+            self._exponents = Ready(exponents)
             if chunk.route.gathers:
-                self._exponents = chunk.team.transport.maximum(exponents)
+                transport = chunk.team.transport
+                self._exponents = run.launch(
+                    "launch_exponents", lambda: transport.maximum(exponents)
+                )
+        else:
+            self._advance(options, None)
 
-    def _made(self, present: Sequence[bool]) -> Any:
+    def _advance(self, options: MuonOptions, exponents: Tensor | None) -> None:
+        """Momentum of all that is held, and the exponents of its matrices here."""
+        chunk, run, here = self._chunk, self._run, self._here
+        if not here:
+            empty = self._clear_absent if exponents is None else exponents.zero_
+            run.stage("momentum", chunk, self.outbox.bytes.data_ptr, empty)
+            return
+        run.kept.enter(chunk)
+        params = chunk.params_of(here)
+        grads = chunk.views(here, locals_of([param.grad for param in params]))
+        buffers = run.kept.boxes(chunk, here, "momentum_buffer")
+        rule = float(options.momentum), options.nesterov, options.momentum_form
+
+        def body() -> None:
+            mu, nesterov, form = rule
+            largest = momentum_kernel(
+                grads, buffers, self._out(), mu=mu, nesterov=nesterov, form=form
+            )[:, 0]
+            if exponents is not None:
+                jobs = chunk.jobs_here if self._all_here else [held.job for held in here]
+                exponents.copy_(exponents_of(chunk, largest, jobs))
+            elif not self._all_here:
+                self._clear_absent()
+            written(buffers, buffers)
+
+        def key() -> Any:
+            where = self.outbox.bytes.data_ptr()
+            wide = None if self._wide is None else self._wide.bytes.data_ptr()
+            return rule, where, wide, places(grads), places(buffers)
+
+        usual = self._all_here and isinstance(run.kept, OnDevice)
+        run.stage("momentum", chunk, key if usual else None, body, buffers)
+        run.kept.leave(chunk)
+
+    def _out(self) -> Any:
         """Where the directions are written: in the message, unless they are rounded for it."""
         chunk = self._chunk
-        if self._alike is not None:
-            return torch.empty_like(self._alike, dtype=chunk.dtype) if self._rounds else self._alike
-        for held in chunk.held:
-            if held.part is not None and not present[held.job]:
-                held.part.of(self._outbox, chunk.wire).zero_()
-        self._places = [
-            None if held.part is None else held.part.of(self._outbox, chunk.wire)
+        if self._all_here and chunk.sends_all_alike:
+            where = self.outbox if self._wide is None else self._wide
+            dtype = chunk.wire if self._wide is None else chunk.dtype
+            return where.bytes.view(dtype)
+        return [
+            held.part.of(self.outbox.bytes, chunk.wire)
+            if held.part is not None and not self._rounds
+            else self._wide_of(held)
             for held in self._here
         ]
-        return [
-            torch.empty(held.box.shape, dtype=chunk.dtype, device=chunk.device)
-            if place is None or self._rounds
-            else place
-            for held, place in zip(self._here, self._places, strict=True)
-        ]
+
+    def _wide_of(self, held: Held) -> Tensor:
+        assert self._wide is not None
+        first = self._chunk.wide_places[held]
+        flat = self._wide.bytes[first : first + held.box.numel * self._chunk.dtype.itemsize]
+        return flat.view(self._chunk.dtype).view(held.box.shape)
+
+    def _clear_absent(self) -> None:
+        here = set(map(id, self._here))
+        for held in self._chunk.held:
+            if held.part is not None and id(held) not in here:
+                held.part.of(self.outbox.bytes, self._chunk.wire).zero_()
 
     def message(self) -> Tensor:
         """The message for the owners, when the exponents are here."""
-        if not self._rounds:
-            return self._outbox
-        scales = scales_of(self._exponents.wait())  # (J,)
-        if self._alike is not None:
-            factors = scales.index_select(0, self._chunk.jobs_here)
-            factors = factors.view(-1, *(1 for _ in self._alike.shape[1:]))
-            torch.mul(self._out, factors, out=self._alike)
-            return self._outbox
-        for direction, place, held in zip(self._out, self._places, self._here, strict=True):
-            if place is not None:
-                torch.mul(direction, scales[held.job], out=place)
-        return self._outbox
+        if self._exponents is not None:
+            exponents = self._exponents.wait()
 
+            def key() -> Any:
+                assert self._wide is not None
+                return self.outbox.bytes.data_ptr(), self._wide.bytes.data_ptr()
 
-def _advance(
-    chunk: SharedChunk,
-    here: Sequence[Held],
-    out: Sequence[Tensor] | Tensor,
-    options: MuonOptions,
-    kept: OnDevice | InHostMemory,
-) -> Tensor:
-    """Momentum of boxes that are held; the largest element of every direction."""
-    kept.enter(chunk)
-    grads = locals_of([param.grad for param in chunk.params_of(here)])
-    buffers = kept.boxes(chunk, here, "momentum_buffer")
-    largest = momentum_kernel(
-        chunk.views(here, grads),
-        buffers,
-        out,
-        mu=float(options.momentum),
-        nesterov=options.nesterov,
-        form=options.momentum_form,
-    )[:, 0]
-    written(buffers, buffers)
-    kept.leave(chunk)
-    return largest
+            if self._wide is not None:
+                usual = key if self._all_here else None
+                self._run.stage("round", self._chunk, usual, lambda: self._round(exponents))
+        self._run.give(self._wide)
+        return self.outbox.bytes
+
+    def _round(self, exponents: Tensor) -> None:
+        chunk = self._chunk
+        scales = scales_of(exponents)  # (J,)
+        if self._all_here and chunk.sends_all_alike:
+            alike = chunk.route.sent.stacked(self.outbox.bytes, chunk.wire)
+            assert alike is not None
+            factors = scales.index_select(0, chunk.jobs_here)
+            factors = factors.view(-1, *(1 for _ in alike.shape[1:]))
+            torch.mul(self._out().view(alike.shape), factors, out=alike)
+            return
+        self._clear_absent()
+        for held in self._here:
+            if held.part is not None:
+                place = held.part.of(self.outbox.bytes, chunk.wire)
+                torch.mul(self._wide_of(held), scales[held.job], out=place)
 
 
 def exponents_of(
@@ -234,10 +273,17 @@ def _scale_of_exponents(device: torch.device) -> Tensor:
     return torch.tensor([2.0**shift for shift in (*shifts, 0)], device=device)
 
 
-def _gather(chunk: SharedChunk, outbox: Tensor) -> Future:
-    if not chunk.route.gathers:
-        return Ready(outbox)
-    return chunk.team.transport.gather(chunk.route.sent, outbox, chunk.route.gathered)
+def _gather(chunk: SharedChunk, directions: Directions, run: StepRun) -> Sent:
+    outbox, route = directions.outbox, chunk.route
+    message = directions.message()
+    if not route.gathers:
+        return Sent(Ready(message), (outbox,))
+    inbox, transport = run.take(chunk, "message", route.gathered.size), chunk.team.transport
+    future = run.launch(
+        "launch_gather",
+        lambda: transport.gather(route.sent, message, route.gathered, inbox.bytes),
+    )
+    return Sent(future, (outbox, inbox))
 
 
 def _batch(chunk: SharedChunk, inbox: Tensor) -> Tensor:

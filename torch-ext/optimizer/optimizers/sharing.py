@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..distributed import Future, Team, Teams, agreement, alone, run_pipeline
+from ..distributed import Team, Teams, alone, run_pipeline
 from ..orthogonalize.choose import choose, flop
+from .agreement import Agreement, check_not_captured
 from .blocks import Blocks
 from .device_state import OnDevice
 from .flow import Flow
@@ -20,37 +21,17 @@ from .host_state import InHostMemory
 from .options import AdamWOptions, MuonOptions
 from .parameters import is_dtensor
 from .rounding import check_rounding
-from .shared import (
-    Shared,
-    SharedChunk,
-    SharedGroup,
-    SharedMatrix,
-    layout_on,
-    local_blocks,
-    matrices_of,
-    plan_shared,
-)
+from .running import StepRun, key_of_step
+from .shared import Shared, SharedChunk, SharedMatrix
+from .shared_plan import SharedGroup, layout_on, local_blocks, matrices_of, plan_shared
 from .shared_step import step_shared
 from .state import Slot
-from .unreduced import Bands, SliceChunk, SmallChunk, Unreduced
+from .tape import under_the_first_gathers
+from .unreduced import Bands, SliceChunk, SmallChunk, Unreduced, parts_of, reserve
 from .unreduced_step import step_bands, step_slices, step_small
 from .update import Rate, rate_of
 
 WIRE_DTYPES = (None, torch.float32, torch.float16)
-
-
-@dataclass(frozen=True, eq=False)
-class _Question:
-    """Which numbers differ between the ranks, asked of a device, and what that would mean."""
-
-    different: Tensor  # bool, on the CPU once `ready`
-    ready: Any  # None, or the event after the copy to the CPU
-    verdict: Callable[[Tensor], None]
-
-    def check(self) -> None:
-        if self.ready is not None:
-            self.ready.synchronize()
-        self.verdict(self.different)
 
 
 class Sharing:
@@ -73,9 +54,7 @@ class Sharing:
         self._group = process_group
         self._teams = Teams()
         self._of_group: Team | None = None
-        self._asked: list[_Question] = []
-        self._presence: dict[int, tuple[list[int], Tensor]] = {}
-        self._doubted = False
+        self._agreement = Agreement(unreduced is not None)
         self._broken = False
         self._empty = True  # no parameter of several ranks came by since the last plan
 
@@ -173,9 +152,11 @@ class Sharing:
             chunks[params[0][0]].append(SmallChunk(tuple(params), dtype, device))
         labelled = [(where, param) for _, _, entries in muon for where, param, _ in entries]
         labelled += [entry for _, named in others for entry in named]
-        self._presence = {}
+        self._agreement.begin_plan()
         teams = [(owners.team, labelled)] if labelled else []
-        return Shared(chunks, [[] for _ in range(count)], teams, not labelled, self.flow)
+        shared = Shared(chunks, [[] for _ in range(count)], teams, not labelled, self.flow)
+        reserve(shared)
+        return shared
 
     def divide(
         self, entries: Sequence[tuple[str, Tensor, Blocks]], options: MuonOptions, number: int
@@ -218,9 +199,11 @@ class Sharing:
 
     def plan(self, groups: Sequence[SharedGroup], count: int) -> Shared:
         """Owners and chunks; `count` is the number of parameter groups."""
-        self._presence = {}
+        self._agreement.begin_plan()
         empty, self._empty = self._empty, True
-        return plan_shared(groups, count, empty, self.flow)
+        shared = plan_shared(groups, count, empty, self.flow)
+        reserve(shared)
+        return shared
 
     def ask(self, shared: Shared) -> None:
         """Ask all ranks whether they have the same gradients, and hear the last answer.
@@ -229,32 +212,19 @@ class Sharing:
         step waits for it.
 
         Raises:
-            RuntimeError: they differ, or a step failed and no state was loaded since.
+            RuntimeError: they differ, a step failed and no state was loaded since, or the caller
+                captures a CUDA graph.
         """
         if shared.empty:
             return
+        if shared.teams:
+            check_not_captured(shared.devices)
         if self._broken:
             raise RuntimeError(
                 "an earlier step failed midway, so that parameters and state may not fit together; "
                 "load a state_dict of parameters and optimizer first"
             )
-        heard, self._asked = self._asked, []
-        for number, (team, labelled) in enumerate(shared.teams):
-            device = labelled[0][1].device
-            values = [int(param.grad is not None) for _, param in labelled]
-            if self._presence.get(number, (None, None))[0] != values:
-                self._presence[number] = (values, torch.tensor(values).to(device))
-            future = agreement(team.transport, self._presence[number][1])
-            self._asked.append(_question(future, device, _same_presence(labelled)))
-            if self.unreduced is not None and not self._doubted:
-                sums = torch.stack([_checksum(param.grad, device) for _, param in labelled])
-                future = agreement(team.transport, sums)
-                self._asked.append(_question(future, device, _not_yet_reduced(values)))
-        now = [question for question in self._asked if question.ready is None]
-        self._asked = [question for question in self._asked if question.ready is not None]
-        for question in now:
-            question.check()
-        self._doubted = True
+        heard = self._agreement.ask(shared.teams)
         self._broken = True
         for question in heard:
             question.check()
@@ -276,44 +246,22 @@ class Sharing:
         if shared.empty:
             meanwhile()
             return
-        rates: dict[int, Rate] = {}
-        remaining: Counter[Tensor] = Counter()
-        for per_group in (shared.chunks, shared.home):
-            for group, chunks in zip(options, per_group, strict=True):
-                for chunk in chunks:
-                    whole = chunk.whole if isinstance(chunk, Bands) else chunk
-                    if isinstance(whole, SharedChunk):
-                        rates[id(chunk)] = rate_of(group, *whole.matrix, whole.device)
-                    if group.none_grad:
-                        for part in _parts(chunk):
-                            remaining.update(part.params)
-
-        def phases(per_group: Any) -> Iterator[Any]:
-            for group, chunks in zip(options, per_group, strict=True):
-                for chunk in chunks:
-                    if self.unreduced is None:
-                        rate = rates[id(chunk)]
-                        yield step_shared(chunk, rate, group, state, remaining, kept)
-                        continue
-                    team, factor = self.unreduced.team, self.unreduced.factor
-                    if isinstance(chunk, SliceChunk):
-                        yield step_slices(chunk, factor, group, state, remaining)
-                    elif isinstance(chunk, SmallChunk):
-                        yield step_small(chunk, team, factor, options, state)
-                    else:
-                        rate = rates[id(chunk)]
-                        yield from step_bands(chunk, factor, rate, group, state, remaining)
-
-        def under_the_first_gathers() -> None:
-            meanwhile()
-            run_pipeline(phases(shared.home))
-
+        # One rank alone is bound by its device: launches cost it nothing.
+        several = any(team.size > 1 for team, _ in shared.teams)
+        shared.begin(on=self.flow.cuda_graphs and several and isinstance(kept, OnDevice))
+        key = None
+        if shared.graphs.serve(shared.devices):
+            key = key_of_step(options, params_of_groups, state)
         self._broken = bool(shared.teams)
-        run_pipeline(
-            phases(shared.chunks),
-            ahead=self.flow.warmup_step,
-            meanwhile=under_the_first_gathers,
-        )
+        if key is not None and shared.tape.fits(key):
+            for number, group in enumerate(options):
+                shared.set_numbers(number, group)
+            shared.tape.play(meanwhile)
+        else:
+            shared.tape.begin()
+            run = StepRun(state, kept, Counter(), shared.staging, shared.graphs, shared.tape)
+            self._step_anew(shared, options, run, meanwhile)
+            shared.tape.end(key)
         for number, params in enumerate(params_of_groups):
             if options[number].none_grad:  # also where this rank had nothing to do for them
                 for param in params:
@@ -321,10 +269,51 @@ class Sharing:
                         param.grad = None
         self._broken = False
 
+    def _step_anew(
+        self,
+        shared: Shared,
+        options: Sequence[MuonOptions | AdamWOptions],
+        run: StepRun,
+        meanwhile: Callable[[], None],
+    ) -> None:
+        """Chunk by chunk."""
+        rates: dict[int, Rate] = {}
+        for per_group in (shared.chunks, shared.home):
+            for group, chunks in zip(options, per_group, strict=True):
+                for chunk in chunks:
+                    whole = chunk.whole if isinstance(chunk, Bands) else chunk
+                    if isinstance(whole, SharedChunk):
+                        rates[id(chunk)] = rate_of(group, *whole.matrix, whole.device)
+                    if group.none_grad:
+                        for part in parts_of(chunk):
+                            run.remaining.update(part.params)
+
+        def phases(per_group: Any) -> Iterator[Any]:
+            for number, (group, chunks) in enumerate(zip(options, per_group, strict=True)):
+                for chunk in chunks:
+                    if self.unreduced is None:
+                        yield step_shared(chunk, number, rates[id(chunk)], group, run)
+                        continue
+                    team, factor = self.unreduced.team, self.unreduced.factor
+                    if isinstance(chunk, SliceChunk):
+                        yield step_slices(chunk, number, factor, group, run)
+                    elif isinstance(chunk, SmallChunk):
+                        yield step_small(chunk, team, factor, options, run)
+                    else:
+                        rate = rates[id(chunk)]
+                        yield from step_bands(chunk, number, factor, rate, group, run)
+
+        def other_work() -> None:
+            run.tape.note("muon::meanwhile", under_the_first_gathers)
+            meanwhile()
+            run_pipeline(phases(shared.home))
+
+        run_pipeline(phases(shared.chunks), ahead=self.flow.warmup_step, meanwhile=other_work)
+
     def mend(self) -> None:
         """State was loaded: a failed step is forgotten."""
         self._broken = False
-        self._asked = []
+        self._agreement.forget()
 
     def _wire(self, matrices: Sequence[SharedMatrix], options: MuonOptions) -> torch.dtype:
         """float16 where the iteration would round to it or to bfloat16 anyway."""
@@ -340,61 +329,6 @@ class Sharing:
             iterate_dtype=options.dtype,
         ).dtype
         return torch.float16 if picked in (torch.float16, torch.bfloat16) else torch.float32
-
-
-def _parts(chunk: Any) -> Sequence[SharedChunk]:
-    """What of a chunk lets go of gradients when it has sent them."""
-    if isinstance(chunk, SmallChunk):
-        return ()
-    if isinstance(chunk, Bands):
-        return chunk.parts
-    return (chunk.chunk if isinstance(chunk, SliceChunk) else chunk,)
-
-
-def _question(future: Future, device: torch.device, verdict: Callable[[Tensor], None]) -> _Question:
-    different = future.wait()
-    if device.type == "cpu":
-        return _Question(different, None, verdict)
-    there = torch.empty_like(different, device="cpu", pin_memory=True)
-    there.copy_(different, non_blocking=True)
-    ready = torch.get_device_module(device).Event()
-    ready.record()
-    return _Question(there, ready, verdict)
-
-
-def _same_presence(labelled: Sequence[tuple[str, Tensor]]) -> Callable[[Tensor], None]:
-    names = [where for where, _ in labelled]
-
-    def verdict(different: Tensor) -> None:
-        if not different.any():
-            return
-        which = [name for name, differs in zip(names, different.tolist(), strict=True) if differs]
-        raise RuntimeError(
-            f"ranks disagree on which parameters have gradients: {'; '.join(which)}. Give zeros "
-            "where a rank has none, or none on any rank, and load a state_dict before going on"
-        )
-
-    return verdict
-
-
-def _not_yet_reduced(present: Sequence[int]) -> Callable[[Tensor], None]:
-    def verdict(different: Tensor) -> None:
-        if any(present) and not different.any():
-            raise RuntimeError(
-                "gradients='unreduced', but every rank has the same gradients, bit for bit: "
-                "something reduces them already (DistributedDataParallel does; then use "
-                "gradients='reduced'), or all ranks read the same data"
-            )
-
-    return verdict
-
-
-def _checksum(grad: Tensor | None, device: torch.device) -> Tensor:
-    """The sum of a gradient's bits; 0 without one."""
-    if grad is None:
-        return torch.zeros((), dtype=torch.int64, device=device)
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[grad.dtype.itemsize]
-    return grad.detach().contiguous().reshape(-1).view(words).sum(dtype=torch.int64)
 
 
 def _cost(options: MuonOptions) -> Callable[[int, int, torch.dtype, torch.device], float]:

@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from ..distributed import Job, Layout, Run, Split, Team, Teams, assign, make_route
 from .blocks import equal_share
 from .flow import Flow
-from .shared import SharedChunk, SharedMatrix, chunk_of
+from .shared import Shared, SharedChunk, SharedMatrix, chunk_of
 
 REDUCE_OPS = ("avg", "sum")
 # Bytes of directions that an owner orthogonalizes at once, unless one matrix has more: fewer leave
@@ -56,6 +57,50 @@ class SmallChunk:
     params: tuple[tuple[int, Tensor], ...]  # (number of the group, parameter)
     dtype: torch.dtype
     device: torch.device
+
+    @cached_property
+    def flat(self) -> Tensor:
+        """Memory for all gradients."""
+        sizes = sum(param.numel() for _, param in self.params)
+        return torch.zeros(sizes, dtype=self.dtype, device=self.device)
+
+    @cached_property
+    def places(self) -> list[Tensor]:
+        """Where each of them is."""
+        parts = self.flat.split([param.numel() for _, param in self.params])
+        return [part.view(p.shape) for part, (_, p) in zip(parts, self.params, strict=True)]
+
+
+def parts_of(chunk: Any) -> tuple[SharedChunk, ...]:
+    """What of the chunks of a plan travels, one by one."""
+    if isinstance(chunk, SmallChunk):
+        return ()
+    if isinstance(chunk, Bands):
+        return chunk.parts
+    return (chunk.chunk if isinstance(chunk, SliceChunk) else chunk,)
+
+
+def reserve(shared: Shared) -> None:
+    """Say how much memory the chunks of a plan will ask for."""
+    staging, graphs = shared.staging, shared.graphs
+    for chunk in (chunk for of_group in shared.of_groups() for chunk in of_group):
+        if isinstance(chunk, SmallChunk):
+            staging.reserve("message", chunk.device, 0)
+        for part in parts_of(chunk):
+            route = part.route
+            messages = route.sent, route.gathered, route.answered, route.scattered
+            staging.reserve("message", part.device, max(message.size for message in messages))
+            if not isinstance(chunk, (Bands, SliceChunk)):
+                staging.reserve("directions", part.device, part.wide_bytes)
+                # The batch may have to be put together, and its result goes into messages.
+                owned = len(route.owned) * math.prod(part.matrix)
+                graphs.reserve(part.device, owned, 2 * part.wire.itemsize)
+        if isinstance(chunk, Bands):
+            whole = chunk.whole
+            elements = len(whole.route.owned) * math.prod(whole.matrix)
+            staging.reserve("directions", whole.device, elements * whole.dtype.itemsize)
+            staging.reserve("updates", whole.device, elements * whole.wire.itemsize)
+            graphs.reserve(whole.device, elements)
 
 
 class Unreduced:
@@ -184,7 +229,9 @@ class Unreduced:
         shape = tuple(param.shape)
         runs = [self._rows(shape).runs((rank,))[0] for rank in range(self.team.size)]
         rows = max(sum(length for _, length in run) for run in runs)
-        row_bytes = math.prod(shape[1:]) * travels.itemsize * max(1, self.team.size - 1)
+        # Contributions go in the dtype of the wire, new rows come back in that of the parameter.
+        widest = max(travels.itemsize, param.dtype.itemsize)
+        row_bytes = math.prod(shape[1:]) * widest * max(1, self.team.size - 1)
         step = max(1, flow.chunk_bytes // (2 * row_bytes))  # sent, and received from others
         step = equal_share(rows, step)
         chunks = []

@@ -1,0 +1,361 @@
+"""Stages that repeat themselves are replayed, and nothing that a replay depends on goes unnoticed.
+
+On CPUs, where there are no graphs, a stage that was captured is its function at that time, with the
+tensors and numbers it had then: what its key does not name is out of date in a replay here too.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ._cases import CASES, Case, bits, device
+from .test_shared_step import compare
+from .test_sharing import module_of
+from .test_unreduced import contribution, equals_one_rank
+
+pytestmark = pytest.mark.dist
+
+STEPS = 22
+MATRICES = [(24, 12), (12, 24), (24, 12), (48, 12), (24, 12), (12, 24)]
+TABLE = (64, 24)
+
+
+class Again:
+    """A captured stage of a CPU."""
+
+    def __init__(self, body, counted: Counter[str]) -> None:
+        self.body, self.counted = body, counted
+
+    def replay(self) -> None:
+        self.counted["replayed"] += 1
+        self.body()
+
+
+class Captured:
+    """Captures stages on any device, and counts captures and replays.
+
+    `before` is called in every capture, ahead of the stage.
+    """
+
+    def __init__(self, opt: Any, before: Callable[[], None] = lambda: None) -> None:
+        self.before = before
+        self.module = module_of(opt, "optimizers.graphs")
+        self.tape = module_of(opt, "optimizers.tape").Tape
+        self.counted: Counter[str] = Counter()
+
+    def __enter__(self) -> Counter[str]:
+        self.original, self.play = self.module.capturer, self.tape.play
+        self.module.capturer = self._capturer
+
+        def play(tape, meanwhile):
+            self.counted["played"] += 1
+            self.play(tape, meanwhile)
+
+        self.tape.play = play
+        return self.counted
+
+    def __exit__(self, *error: object) -> None:
+        self.module.capturer, self.tape.play = self.original, self.play
+
+    def _capturer(self, where: torch.device, room: int):
+        real = self.original(where, room)
+        self.counted["room"] = room
+
+        def capture(body):
+            self.counted["captured"] += 1
+            if real is None:
+                self.before()
+                return Again(body, self.counted)
+
+            def stage() -> None:
+                self.before()
+                body()
+
+            graph = real(stage)
+            return Again(graph.replay, self.counted)
+
+        return capture
+
+
+def random_cases(opt: Any, cases: list[Case], offload: bool) -> tuple[int, int]:
+    with Captured(opt) as counted:
+        compared = compare(opt, cases, offload)
+    return compared, counted["replayed"]
+
+
+def test_replayed_stages_have_the_bits_of_one_rank(ranks, world, device) -> None:
+    generator = random.Random(100 + world)
+    cases = [Case.random(generator, world, device.type) for _ in range(CASES[world])]
+    found = ranks(world).run(random_cases, cases, False)
+    assert all(compared > 4 * len(cases) for compared, _ in found)
+    assert sum(replayed for _, replayed in found) > len(cases) or world == 1
+
+
+def test_state_in_host_memory_is_not_replayed(ranks, device) -> None:
+    """Its momentum visits another place of the device in every step."""
+    generator = random.Random(7)
+    cases = [Case.random(generator, 2, device.type) for _ in range(4)]
+    cases = [dataclasses.replace(case, wire=torch.float32) for case in cases]
+    for _, replayed in ranks(2).run(random_cases, cases, True):
+        assert replayed == 0
+
+
+def unreduced_cases(opt: Any, limit: int) -> int:
+    with Captured(opt) as counted:
+        equals_one_rank(opt, "sum", limit)
+    return counted["replayed"]
+
+
+@pytest.mark.parametrize("limit", [2**28, 20000])
+def test_replayed_stages_of_unreduced_gradients(ranks, world, limit) -> None:
+    assert sum(ranks(world).run(unreduced_cases, limit)) > 0 or world == 1
+
+
+class Story:
+    """Steps in which one thing after another changes, each of which some stage depends on."""
+
+    def __init__(self, opt: Any, form: str, wire: torch.dtype | None, together: bool) -> None:
+        from torch import distributed
+
+        self.form, self.together = form, together
+        self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
+        generator = torch.Generator().manual_seed(3)
+        shapes = [*MATRICES, TABLE]
+        whole = [torch.randn(shape, generator=generator).to(device()) for shape in shapes]
+        self.params = [nn.Parameter(self._placed(tensor)) for tensor in whole]
+        muon, others = {"params": self.params[:-1]}, {"params": self.params[-1:]}
+        if form == "shards":
+            muon |= {"use_muon": True, "none_grad": False}
+            others |= {"use_muon": False, "none_grad": False}
+            self.optimizer = opt.Muon([muon, others], wire_dtype=wire)
+            return
+        muon |= {"kind": "muon", "lr": 0.1}
+        others |= {"kind": "adamw", "lr": 0.1}
+        if together:
+            self.optimizer = opt.DistMuonAdamW(
+                [muon, others], reduce_op="sum", wire_dtype=wire, in_flight_bytes=3 * 9000
+            )
+        else:
+            self.optimizer = opt.MuonAdamW([muon, others])
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        if not self.together or self.form != "shards":
+            return tensor.clone()
+        mesh = init_device_mesh(device(), (self.world,))
+        return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
+
+    def _gradient(self, step: int, index: int, shape) -> torch.Tensor:
+        if self.form == "shards":
+            return self._placed(contribution(shape, 0, step, index))
+        if self.together:
+            return contribution(shape, self.rank, step, index)
+        parts = [contribution(shape, rank, step, index) for rank in range(self.world)]
+        return torch.stack(parts).sum(0)
+
+    def _before(self, step: int) -> None:
+        muon, others = self.optimizer.param_groups
+        for group in (muon, others):
+            group["lr"] = 0.1 / (1 + step)
+            group["weight_decay"] = 0.1 if step < 4 else 0.2
+        if step == 6:
+            muon["momentum"] = 0.8
+        if step == 8:
+            muon["ns_steps"], muon["cautious"] = 3, True
+            others["betas" if "betas" in others else "adamw_betas"] = (0.8, 0.9)
+        if step == 10:
+            state = copy.deepcopy(self.optimizer.state_dict())
+            self.optimizer.load_state_dict(state)
+        if step == 12:
+            for param in self.params[:2]:  # as `module.to` moves them
+                param.data = param.data.clone()
+        if step == 18:
+            muon["adjust_lr_fn"] = lambda lr, rows, columns: lr * rows / columns
+
+    def run(self) -> list[torch.Tensor]:
+        for step in range(STEPS):
+            self._before(step)
+            for index, param in enumerate(self.params):
+                grad = self._gradient(step, index, tuple(param.shape))
+                if (step, index) in {(5, 2), (5, 6), (9, 0)}:
+                    param.grad = None
+                elif param.grad is None or step in (3, 7):
+                    param.grad = grad
+                else:
+                    param.grad.copy_(grad)
+            self.optimizer.step()
+        return [param.detach() for param in self.params]
+
+
+def told(
+    opt: Any,
+    form: str,
+    wire: torch.dtype | None,
+    before: Callable[[], None] = lambda: None,
+) -> Counter[str]:
+    with Captured(opt, before) as counted:
+        found = Story(opt, form, wire, together=True).run()
+    for index, (one, other) in enumerate(
+        zip(found, Story(opt, form, wire, together=False).run(), strict=True)
+    ):
+        whole = one.full_tensor() if hasattr(one, "full_tensor") else one
+        if form != "shards" and wire == torch.float16:  # which one rank does not round to
+            assert (whole - other).abs().max() <= 0.02
+        else:
+            assert bits(whole) == bits(other), f"parameter {index}"
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("form", "wire"),
+    [
+        ("shards", torch.float32),
+        ("shards", torch.float16),
+        ("unreduced", torch.float32),
+        ("unreduced", torch.float16),
+    ],
+    ids=str,
+)
+def test_whatever_a_stage_depends_on_may_change(ranks, form, wire) -> None:
+    """Addresses of gradients, parameters and state, numbers, options, missing gradients."""
+    for counted in ranks(2).run(told, form, wire):
+        assert counted["captured"] > 10
+        assert counted["replayed"] > counted["captured"]
+        assert counted["played"] >= 2
+        assert counted["room"] > 0
+
+
+class Litter:
+    """Garbage that only the collector finds, with a graph in it on a GPU."""
+
+    def __init__(self, found: list[str]) -> None:
+        self.itself, self.found = self, found
+        self.graph = torch.cuda.CUDAGraph() if device() == "cuda" else None
+        if self.graph is not None:
+            place = torch.zeros(4, device="cuda")
+            with torch.cuda.stream(torch.cuda.Stream()):
+                self.graph.capture_begin(capture_error_mode="thread_local")
+                place.add_(1)
+                self.graph.capture_end()
+
+    def __del__(self) -> None:
+        self.found.append("collected")
+
+
+def litter_is_left(opt: Any, form: str) -> tuple[Counter[str], int]:
+    """Optimizers that are gone leave their graphs to the collector, at any time."""
+    found: list[str] = []
+    waiting = [Litter(found) for _ in range(3)]
+    within = 0
+
+    def collects() -> None:
+        nonlocal within
+        before = len(found)
+        if waiting:
+            waiting.pop()
+        kept = [[number] for number in range(20 * gc.get_threshold()[0])]
+        within += len(found) - before
+        del kept
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # a capture that fails is one
+        counted = told(opt, form, torch.float32, collects)
+    gc.collect()
+    assert len(found) == 3
+    assert gc.isenabled()
+    return counted, within
+
+
+@pytest.mark.parametrize("form", ["shards", "unreduced"])
+def test_garbage_is_not_collected_in_a_capture(ranks, form) -> None:
+    """CUDA gives up a capture in which a graph is destroyed; the other ranks then wait in vain."""
+    for counted, within in ranks(2).run(litter_is_left, form):
+        assert counted["captured"] > 10
+        assert within == 0
+
+
+def capture_fails(opt: Any, form: str) -> tuple[Counter[str], list[str]]:
+    """On rank 1 alone, with what CUDA does not allow."""
+    from torch import distributed
+
+    captures = 0
+
+    def breaks() -> None:
+        nonlocal captures
+        captures += 1
+        if captures >= 4 and distributed.get_rank() == 1:
+            if device() == "cuda":
+                torch.cuda.current_stream().synchronize()
+            raise RuntimeError("this capture fails")
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        counted = told(opt, form, torch.float32, breaks)
+    said = [str(one.message) for one in warned if "could not be captured" in str(one.message)]
+    return counted, said
+
+
+@pytest.mark.parametrize("form", ["shards", "unreduced"])
+def test_ranks_with_and_without_graphs_step_together(ranks, form) -> None:
+    """A rank whose capture fails says so and goes on, to the same bits."""
+    (whole, quiet), (broken, said) = ranks(2).run(capture_fails, form)
+    assert quiet == []
+    assert said
+    assert whole["played"] >= 2
+    assert 3 < broken["captured"] < whole["captured"]
+    assert broken["played"] == 0
+
+
+def step_in_a_capture(opt: Any, form: str) -> None:
+    story = Story(opt, form, torch.float32, together=True)
+    for index, param in enumerate(story.params):
+        param.grad = story._gradient(0, index, tuple(param.shape))
+    story.optimizer.step()
+    expected = [param.detach().clone() for param in story.params]
+    torch.cuda.synchronize()
+    capture = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
+    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"), capture:
+        story.optimizer.step()
+    for param, before in zip(story.params, expected, strict=True):
+        whole = [t.to_local() if hasattr(t, "to_local") else t for t in (param.detach(), before)]
+        assert torch.equal(*whole)
+    story.optimizer.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["shards", "unreduced"])
+def test_a_step_in_a_capture_of_the_caller_is_refused(ranks, form) -> None:
+    """Before anything is written or sent; the next step goes on."""
+    ranks(2).run(step_in_a_capture, form)
+
+
+def test_graphs_can_be_turned_off(ranks) -> None:
+    assert ranks(2).run(turned_off) == [Counter()] * 2
+
+
+def turned_off(opt: Any) -> Counter[str]:
+    from torch import distributed
+
+    params = [nn.Parameter(torch.ones(8, 4, device=device())) for _ in range(3)]
+    optimizer = opt.Muon(
+        params, process_group=distributed.group.WORLD, none_grad=False, cuda_graphs=False
+    )
+    with Captured(opt) as counted:
+        for _ in range(4):
+            for param in params:
+                param.grad = torch.ones_like(param) if param.grad is None else param.grad
+            optimizer.step()
+    return counted

@@ -1,0 +1,88 @@
+"""Memory that stays between steps: blocks of messages, and the pool of the graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ._cases import device
+from .test_sharing import module_of
+from .test_unreduced import contribution
+
+pytestmark = pytest.mark.dist
+
+MATRICES = [(16, 8)] * 6 + [(24, 16)] * 2
+TABLE = (96, 16)
+LIMIT = 3 * 4096
+
+
+def memory(opt, wire: torch.dtype | None) -> tuple[int, int, int]:
+    """Bytes of messages, of all blocks, and of the pool that is asked for."""
+    from torch import distributed
+
+    params = [nn.Parameter(torch.ones(shape, device=device())) for shape in [*MATRICES, TABLE]]
+    optimizer = opt.DistMuonAdamW(
+        [
+            {"kind": "muon", "params": params[:-1], "lr": 0.1},
+            {"kind": "adamw", "params": params[-1:], "lr": 0.1},
+        ],
+        in_flight_bytes=LIMIT,
+        wire_dtype=wire,
+    )
+    for step in range(2):
+        for index, param in enumerate(params):
+            param.grad = contribution(param.shape, distributed.get_rank(), step, index)
+        optimizer.step()
+    shared = optimizer._plan.shared
+    (where,) = shared.devices
+    blocks = shared.staging._blocks
+    messages = sum(block.numel() for block in blocks["message", where])
+    asked: list[int] = []
+    graphs = module_of(opt, "optimizers.graphs")
+    original = graphs.capturer
+    graphs.capturer = lambda _, room: asked.append(room)
+    try:
+        shared.graphs._capture.clear()
+        shared.graphs.begin(on=True)
+        shared.graphs.serve([where])
+    finally:
+        graphs.capturer = original
+    return messages, shared.staging.held(where), asked[0]
+
+
+@pytest.mark.parametrize("wire", [None, torch.float16], ids=str)
+def test_messages_are_bounded(ranks, wire) -> None:
+    """Also those of new rows, which come back in float32 where contributions go in float16."""
+    for messages, blocks, room in ranks(2).run(memory, wire):
+        assert 0 < messages <= LIMIT
+        largest = max(6 // 2 * 16 * 8, 24 * 16)  # elements that an owner orthogonalizes at once
+        # directions of one batch, and updates of those that are computed or on their way
+        assert blocks <= LIMIT + 4 * largest * (1 + 3)
+        assert room == 13 * largest
+
+
+def pool_of_captures(opt) -> int:
+    """Bytes reserved by captures that work in ever larger memory, and do not stay."""
+    where = torch.device("cuda", torch.cuda.current_device())
+    capture = module_of(opt, "optimizers.graphs").capturer(where, 2**26)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    for power in (23, 24, 25, 26):
+        graph = capture(lambda size=2**power: _work_in(size, where))
+        graph.replay()
+        torch.cuda.synchronize()
+        del graph
+    return torch.cuda.memory_reserved() - before
+
+
+def _work_in(size: int, where: torch.device) -> None:
+    torch.empty(size, dtype=torch.uint8, device=where).zero_()
+
+
+@pytest.mark.gpu
+def test_captures_cut_up_one_block(ranks) -> None:
+    """Not the sum of their sizes; and the pool outlives the last of them."""
+    for reserved in ranks(2).run(pool_of_captures):
+        assert 2**26 <= reserved <= 2**26 + 2**22

@@ -1,0 +1,244 @@
+"""Stages of a step that repeat themselves, as CUDA graphs: a replay costs the host one launch.
+
+A stage reads and writes memory that stays where it is (`staging`), and tensors of the caller. What
+it depends on is its key: addresses, options, which gradients there are. A key that comes back in
+the next step is captured, and replayed for as long as it comes. Numbers that change from step to
+step, such as learning rates, reach a graph through tensors on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Body = Callable[[], None]
+# A stage whose graphs go out of date is captured again after twice as many equal steps each time.
+LONGEST_WAIT = 1024
+# Of a pool, per element that a stage orthogonalizes. In float32 and float16 12 were in use at the
+# peak of an iteration; the rest is for holes.
+POOL_BYTES = 13
+# Captures that did not end well: the allocator may go on asking them which streams are theirs.
+_UNFINISHED: list[Any] = []
+
+
+class Replayable(Protocol):
+    """A captured stage."""
+
+    def replay(self) -> None:
+        """Queue it on the current stream."""
+        ...
+
+
+@dataclass(eq=False)
+class _Stage:
+    key: Any = None
+    equal: int = 0  # steps one behind another that had this key
+    wait: int = 1  # of them before it is captured
+    graph: Replayable | None = None
+
+
+class Graphs:
+    """The graphs of a plan, which share one pool of memory: they run one behind another."""
+
+    def __init__(self) -> None:
+        self._stages: dict[Hashable, _Stage] = {}
+        self._capture: dict[torch.device, Callable[[Body], Replayable] | None] = {}
+        self._numbers: dict[Hashable, tuple[float, Tensor]] = {}
+        self._room: dict[torch.device, int] = {}
+        self._on = False
+
+    def reserve(self, device: torch.device, elements: int, beside: int = 0) -> None:
+        """Say what a stage works in, before the first is captured.
+
+        Args:
+            device: its own.
+            elements: that it orthogonalizes.
+            beside: bytes for each of them that are no part of the iteration.
+        """
+        room = (POOL_BYTES + beside) * elements
+        self._room[device] = max(room, self._room.get(device, 0))
+
+    def begin(self, *, on: bool) -> None:
+        """Start a step, whose stages are captured and replayed only if `on`."""
+        self._on = on
+
+    def _of(self, device: torch.device) -> Callable[[Body], Replayable] | None:
+        """What captures on a device in this step."""
+        if not self._on:
+            return None
+        if device not in self._capture:
+            self._capture[device] = capturer(device, self._room.get(device, 0))
+        return self._capture[device]
+
+    def run(
+        self, name: Hashable, device: torch.device, key: Callable[[], Any] | None, body: Body
+    ) -> Replayable | None:
+        """Run a stage, or replay it.
+
+        Args:
+            name: of the stage in the plan.
+            device: its own.
+            key: returns all that it depends on; None for a stage that cannot be captured this time.
+            body: writes nothing but tensors on the device that are known by the key.
+
+        Returns:
+            What was replayed, if it was.
+        """
+        capture = self._of(device)
+        if capture is None or key is None:
+            body()
+            return None
+        stage = self._stages.setdefault(name, _Stage())
+        found = key()
+        if found != stage.key:
+            if stage.graph is not None:
+                stage.wait = min(2 * stage.wait, LONGEST_WAIT)
+            stage.key, stage.equal, stage.graph = found, 0, None
+        elif stage.graph is None:
+            stage.equal += 1
+            if stage.equal >= stage.wait:
+                stage.graph = self._captured(device, capture, body)
+        if stage.graph is None:
+            body()
+            return None
+        stage.graph.replay()
+        return stage.graph
+
+    def _captured(
+        self, device: torch.device, capture: Callable[[Body], Replayable], body: Body
+    ) -> Replayable | None:
+        """The graph of a stage; none where that fails, and no other attempt on the device.
+
+        Other ranks wait for this one: what was only to save time must not end its step.
+        """
+        try:
+            with _nothing_collected():
+                return capture(body)
+        except RuntimeError as error:
+            self._capture[device] = None
+            warnings.warn(
+                f"the stages of a step on {device} could not be captured in CUDA graphs and run "
+                f"without them: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+
+    def serve(self, devices: Iterable[torch.device]) -> bool:
+        """Whether stages on these devices are replayed in this step."""
+        return all(self._of(device) is not None for device in devices)
+
+    def number(self, name: Hashable, value: Any, device: torch.device) -> Any:
+        """A number as a tensor that the graphs read; itself where nothing is captured."""
+        if self._of(device) is None:
+            return value
+        if isinstance(value, Tensor):
+            if value.device.type != "cpu":
+                return value
+            value = value.item()
+        name = (name, device)
+        last, place = self._numbers.get(name, (None, None))
+        if place is None:
+            place = torch.empty((), dtype=torch.float32, device=device)
+        if last != value:
+            place.fill_(value)
+            self._numbers[name] = (value, place)
+        return place
+
+
+def capturer(device: torch.device, room: int) -> Callable[[Body], Replayable] | None:
+    """What captures stages on a device, into a pool with so many bytes; None where none can be."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return _Capture(device, room)
+
+
+class _Capture:
+    """Captures on a stream of its own into one pool, in which later graphs reuse what is free."""
+
+    def __init__(self, device: torch.device, room: int) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._room = room
+        self._first: Replayable | None = None
+
+    def __call__(self, body: Body) -> Replayable:
+        if self._first is None:
+            # It stays: a pool of which no graph is left takes no new ones.
+            self._first = self._graph_of(self._make_room)
+        return self._graph_of(body)
+
+    def _make_room(self) -> None:
+        """One block that later captures cut up, whatever sizes they need.
+
+        Blocks that were reserved one by one are not joined: every larger one would come on top.
+        """
+        room = torch.empty(max(self._room, 1), dtype=torch.uint8, device=self._stream.device)
+        room[:1].zero_()  # a graph of nothing brings a warning
+
+    def _graph_of(self, body: Body) -> Replayable:
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        _UNFINISHED.append(graph)
+        with torch.cuda.stream(self._stream):
+            # Threads of process groups look at their events meanwhile, which "global" forbids.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                body()
+            except BaseException:
+                self._abandon(graph)
+                raise
+            try:
+                graph.capture_end()
+            except BaseException:
+                self._end_allocations()
+                raise
+        _UNFINISHED.remove(graph)
+        current.wait_stream(self._stream)
+        return graph
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        with contextlib.suppress(RuntimeError):  # it says again what the body raised
+            graph.capture_end()
+        self._end_allocations()
+
+    def _end_allocations(self) -> None:
+        """The allocator thinks that a capture goes on which CUDA gave up.
+
+        It would keep back every block that a second stream has used.
+        """
+        with contextlib.suppress(RuntimeError):  # they have ended
+            torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """No garbage is collected meanwhile: it may hold graphs of an optimizer that is gone.
+
+    CUDA forbids a thread that captures to destroy one, and gives up the capture. By reference
+    count alone nothing of the kind goes away in a stage.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def places(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Where tensors are and how they are laid out: part of the key of a stage that uses them."""
+    return (
+        *map(Tensor.data_ptr, tensors),
+        *map(Tensor.stride, tensors),
+        *(tensor.dtype for tensor in tensors),
+    )
