@@ -47,7 +47,8 @@ class TestOnHopper:
     def test_what_it_serves(self, module, device):
         count = torch.cuda.get_device_properties(device).multi_processor_count
         assert module.serves(count, 512, HALF, device)
-        assert not module.serves(count // 10, 512, HALF, device)  # ten tiles each
+        assert module.serves(count // 10, 512, HALF, device)  # ten tiles each
+        assert not module.serves(count // 25, 512, HALF, device)
         assert not module.serves(count, 512, torch.bfloat16, device)
 
     @pytest.mark.parametrize("name", CHAINS)

@@ -83,12 +83,13 @@ def places_of(operands: Sequence[int], keep: bool = False) -> tuple[list[int], i
 def serves(batch: int, m: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel is there for (batch, m, m), m in eights, and not the slower way.
 
-    It is where a product has a tile for every multiprocessor; of fewer, smaller tiles are faster,
-    which `symmetric_matmul` has. The bits are the same, so this may look at the batch.
+    It is where a product has a tile for every second multiprocessor; of fewer, smaller tiles are
+    faster, which `symmetric_matmul` has. The bits are the same, so this may look at the batch.
     """
     if dtype != torch.float16 or not _is_built(device):
         return False
-    return batch * tiles(m) >= torch.cuda.get_device_properties(device).multi_processor_count
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return 2 * batch * tiles(m) >= processors
 
 
 def tiles(m: int) -> int:
