@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,3 +73,20 @@ def test_taken_cuts_where_a_slice_is_full(batch) -> None:
     y = torch.zeros(3, 2, 2, 3).transpose(0, 1)  # (2, 3, 2, 3), no single stride
     pieces = [[len(view) for view in taken] for taken in batch._taken(y, 4)]
     assert pieces == [[3, 1], [2]]
+
+
+@pytest.mark.parametrize("zeros", [None, lambda count: 3], ids=["plain", "counted"])
+def test_the_start_ends_when_the_iteration_lets_it_go(batch, device, zeros) -> None:
+    """A reference more would keep the start of every slice beside its successors."""
+    seen = []
+
+    def iterate(x: torch.Tensor, last: torch.Tensor | None, *counters: torch.Tensor):
+        start = weakref.ref(x)
+        x = x + 0
+        seen.append(start())
+        return x
+
+    x = torch.randn(2, 3, 4, device=device)
+    batch.walk(x, torch.empty_like(x), torch.float32, 1.0, iterate, zeros)
+    assert seen
+    assert all(start is None for start in seen)

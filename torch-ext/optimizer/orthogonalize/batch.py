@@ -120,12 +120,14 @@ def walk(
         for sources in _taken(x, count):
             places = next(targets)
             last = None if shape.full else _written_directly(places, shape, dtype)
-            counters = ()
-            if zeros is not None:
-                counters = (x.new_empty(zeros(shape.held(sources)), dtype=torch.int32),)
-            start = normalized(sources, shape, dtype, prefactor, *counters)
-            result = iterate(start, last, *counters)
-            del start
+            # The start has no name here, nor a place in a tuple: it ends when `iterate` lets it go.
+            if zeros is None:
+                result = iterate(normalized(sources, shape, dtype, prefactor), last)
+            else:
+                counters = x.new_empty(zeros(shape.held(sources)), dtype=torch.int32)
+                result = iterate(
+                    normalized(sources, shape, dtype, prefactor, counters), last, counters
+                )
             if result is last:
                 continue
             first = 0
