@@ -137,15 +137,6 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// The next kernel of the stream may take multiprocessors that this one has left; and this one must
-// not touch memory before the kernel before it has ended and all its writes are there.
-__device__ __forceinline__ void let_next_kernel_begin() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-__device__ __forceinline__ void wait_for_kernel_before() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
 // Ordinary accesses to shared memory before it come before copies after it, also those of other
 // threads behind a barrier.
 __device__ __forceinline__ void fence_for_copies() {

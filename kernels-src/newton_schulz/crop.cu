@@ -55,8 +55,8 @@ __device__ __forceinline__ void store_part(uint16_t* target, const uint4& word, 
 }
 
 __global__ void __launch_bounds__(kThreads) crop_kernel(const CropProblem p) {
-  let_next_start();
-  wait_for_launch_before();
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   const int64_t line = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (line >= p.lines) return;
   const int64_t matrix = line / p.rows, row = line - matrix * p.rows;
@@ -114,8 +114,8 @@ void crop_cuda(const Tensor& x, const Tensor& out) {
                       out.size(0) * out.size(1),
                       static_cast<int>(out.size(1)),
                       static_cast<int>(out.size(2))};
-  launch(crop_kernel, p, quotient_up(p.lines, kWarps), 0, starts_early(device),
-         static_cast<cudaStream_t>(stream));
+  launch("crop", crop_kernel, quotient_up(p.lines, kWarps), kThreads, 0, starts_early(device),
+         static_cast<cudaStream_t>(stream), p);
 }
 
 }  // namespace optimizer

@@ -63,8 +63,8 @@ __device__ __forceinline__ void gather_marked(const int32_t* marks, int count, i
 template <typename Decision>
 __global__ void __launch_bounds__(kThreads, kSumBlocks)
     find_kernel(const __grid_constant__ FindProblem p, const __grid_constant__ Decision decision) {
-  let_next_start();
-  wait_for_launch_before();
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   const auto chunks = static_cast<uint32_t>(p.sum.tiling.chunks);
   const uint32_t place = blockIdx.x / chunks, chunk = blockIdx.x - place * chunks;
   // Where the lists replace the subset it gets no longer: who comes late has nothing to do, either.
@@ -129,8 +129,8 @@ void find(const Tensor& x, const int32_t* subset, const Tensor& zeros, const Dec
   p.traces = p.sum.sums + blocks;
   p.subset = subset;
   p.counters = reinterpret_cast<uint32_t*>(list_of(zeros));
-  launch(find_kernel<Decision>, p, blocks, 0, starts_early(device),
-         static_cast<cudaStream_t>(stream), decision);
+  launch(op, find_kernel<Decision>, blocks, kThreads, 0, starts_early(device),
+         static_cast<cudaStream_t>(stream), p, decision);
 }
 
 }  // namespace optimizer::normalization

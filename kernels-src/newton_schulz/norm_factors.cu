@@ -12,6 +12,8 @@ namespace {
 using namespace normalization;
 
 // Both launches; either starts early.
+constexpr const char* kOp = "norm_factors";
+
 template <typename T>
 void run(SumProblem& p, const Tensor& x, const Tensor& factors, const Tensor& roots, int device,
          cudaStream_t stream) {
@@ -25,12 +27,12 @@ void run(SumProblem& p, const Tensor& x, const Tensor& factors, const Tensor& ro
   p.sums = static_cast<double*>(sums.data_ptr());
   const bool early = starts_early(device);
   if (p.triangle) {
-    launch(sum_kernel<T, true>, p, blocks, 0, early, stream);
+    launch(kOp, sum_kernel<T, true>, blocks, kThreads, 0, early, stream, p);
   } else {
-    launch(sum_kernel<T, false>, p, blocks, 0, early, stream);
+    launch(kOp, sum_kernel<T, false>, blocks, kThreads, 0, early, stream, p);
   }
-  launch(factor_kernel, p, p.x.count, 0, early, stream, static_cast<float*>(factors.data_ptr()),
-         static_cast<float*>(roots.data_ptr()));
+  launch(kOp, factor_kernel, p.x.count, kThreads, 0, early, stream, p,
+         static_cast<float*>(factors.data_ptr()), static_cast<float*>(roots.data_ptr()));
 }
 
 }  // namespace

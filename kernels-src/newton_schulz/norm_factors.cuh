@@ -126,8 +126,8 @@ __device__ __forceinline__ double block_sum(double value) {
 template <typename T, bool kTriangle>
 __global__ void __launch_bounds__(kThreads, kSumBlocks)
     sum_kernel(const __grid_constant__ SumProblem p) {
-  let_next_start();
-  wait_for_launch_before();
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   const auto chunks = static_cast<uint32_t>(p.tiling.chunks);
   const uint32_t matrix = blockIdx.x / chunks, chunk = blockIdx.x - matrix * chunks;
   double trace = 0.0;
@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(kThreads, kSumBlocks)
 // root.
 static __global__ void __launch_bounds__(kThreads)
     factor_kernel(const __grid_constant__ SumProblem p, float* factors, float* roots) {
-  let_next_start();
-  wait_for_launch_before();
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   const double* const sums = p.sums + blockIdx.x * p.tiling.chunks;
   double sum = 0.0;
   for (int64_t k = threadIdx.x; k < p.tiling.chunks; k += kThreads) sum += __ldcg(sums + k);

@@ -16,6 +16,8 @@ namespace {
 
 using namespace normalization;
 
+constexpr const char* kOp = "normalize";
+
 // Of a block: tiles on their way, and bytes per chunk at least.
 constexpr int kTilesAhead = 2;
 constexpr int kChunkBytes = 16 << 10;
@@ -93,7 +95,7 @@ void run(Problem p, int device, cudaStream_t stream) {
   const int64_t ahead = quotient_up(p.ahead, p.tiling.chunk);
   p.first_tickets =
       static_cast<uint32_t>(std::clamp<int64_t>(quotient_up(p.tickets, blocks), 1, ahead));
-  launch(kernel, p, blocks, bytes, starts_early(device), stream);
+  launch(kOp, kernel, blocks, kThreads, bytes, starts_early(device), stream, p);
 }
 
 template <typename T>
@@ -143,7 +145,7 @@ void launch_clear(uint64_t* words, int64_t count, const std::optional<Tensor>& z
   const int64_t blocks = std::clamp<int64_t>(quotient_up(count, kThreads * kEach), 1, kMostBlocks);
   int32_t* const others = zeros.has_value() ? static_cast<int32_t*>(zeros->data_ptr()) : nullptr;
   const int64_t more = zeros.has_value() ? zeros->numel() : 0;
-  launch(clear_kernel, words, blocks, 0, early, stream, count, others, more);
+  launch(kOp, clear_kernel, blocks, kThreads, 0, early, stream, words, count, others, more);
 }
 
 void check_zeros(const std::optional<Tensor>& zeros, const Tensor& out) {

@@ -9,6 +9,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "common/early_launch.cuh"
 #include "common/packs.cuh"
 #include "newton_schulz/normalize.h"
 
@@ -53,19 +54,6 @@ struct Matrices {
     return piece[low];
   }
 };
-
-// A launch may start while the one before it runs (capability 9.0): it waits here.
-__device__ __forceinline__ void wait_for_launch_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_next_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 // 4 x 4 neighbours of a matrix, as four contiguous lines of 4: rows, or columns if kTransposed.
 template <typename T, bool kTransposed>

@@ -1,7 +1,7 @@
 #pragma once
-// How the host describes matrices to the kernels of normalize.cuh, and launches them.
+// How the host describes matrices to the kernels of normalize.cuh.
 
-#include "common/stable.h"
+#include "common/launch.cuh"
 #include "newton_schulz/normalize.cuh"
 
 namespace optimizer::normalization {
@@ -19,29 +19,5 @@ inline Piece piece_of(const Tensor& x, int64_t first, int64_t element) {
   return piece;
 }
 
-template <typename Kernel, typename Arguments, typename... Rest>
-void launch(Kernel kernel, const Arguments& p, int64_t blocks, int shared_bytes, bool early,
-            cudaStream_t stream, Rest... rest) {
-  STD_TORCH_CHECK(blocks <= INT32_MAX, "normalize: ", blocks, " thread blocks exceed a grid");
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = early ? 1 : 0;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, p, rest...));
-}
-
-// Machine code for 9.x waits for the first launch; that for 8.0, which later GPUs translate,
-// cannot.
-inline bool starts_early(int device) {
-  int major = 0;
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return major == 9;
-}
 
 }  // namespace optimizer::normalization

@@ -171,8 +171,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     normalize_kernel(const __grid_constant__ Problem p) {
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ Shared shared;
-  let_next_start();
-  wait_for_launch_before();
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   Worker<T, Out>(p, reinterpret_cast<Slot<T>*>(memory), shared).run();
   write_frame<Out>(p);
 }
@@ -180,8 +180,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 // What a call needs to be zero, and what later calls do
 static __global__ void __launch_bounds__(kThreads)
     clear_kernel(uint64_t* words, int64_t count, int32_t* zeros, int64_t more) {
-  let_next_start();
-  wait_for_launch_before();
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   const int64_t threads = int64_t{gridDim.x} * kThreads;
   for (int64_t k = int64_t{blockIdx.x} * kThreads + threadIdx.x; k < count; k += threads) {
     words[k] = 0;

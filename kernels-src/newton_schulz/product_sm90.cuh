@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "common/early_launch.cuh"
 #include "newton_schulz/epilogue_sm90.cuh"
 #include "newton_schulz/subset.h"
 #include "newton_schulz/tile_sm90.cuh"

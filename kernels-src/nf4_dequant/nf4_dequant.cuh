@@ -5,6 +5,7 @@
 
 #include <cuda_runtime.h>
 
+#include "common/early_launch.cuh"
 #include "common/vector_io.cuh"
 #include "nf4_dequant/nf4_dequant.h"
 
@@ -134,6 +135,8 @@ __global__ void __launch_bounds__(kThreads)
     dequant_kernel(const Problem p, out_t* __restrict__ out, uint32_t chunks) {
   constexpr int kLanes = Vector<out_t>::kLanes;
   constexpr int kStride = kThreads * kLanes;
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   __shared__ float codebook[16];  // 16 banks: no conflict, whatever the nibbles
   if (threadIdx.x < 16) {
     codebook[threadIdx.x] =
