@@ -14,8 +14,9 @@ import torch
 from .batch import slice_for
 from .coefficients import checked_steps, polar_express_coefficients
 from .cost import floor_ms, flop, method_ms
-from .products import batch_is_free, gram_runs_symmetric, runs_symmetric
+from .products import batch_is_free, chain_serves, gram_runs_symmetric, runs_symmetric
 from .restarts import restart_positions
+from .well_conditioned import cut_for
 
 METHODS = ("auto", "polar_express", "gram_newton_schulz", "gram_polynomial", "newton_schulz")
 
@@ -202,15 +203,20 @@ def explain(
         text += f". Predicted for a batch of {batch}, {at_once} at a time: "
         text += f"{predicted_ms(m, n, batch, dtype, device, **options):.3g} ms on an H200, whose "
         text += f"floor (790 TFLOP/s, 4.3 TB/s) for five steps is {floor_ms(m, n, batch):.3g} ms"
-    return f"{text}. {_why_products(m, n, choice, device)}"
+    return f"{text}. {_why_products(m, n, batch, choice, device)}"
 
 
-def _why_products(m: int, n: int, choice: Choice, device: torch.device) -> str:
-    """Which of the method's products are computed by halves."""
-    by_halves = []
+def _why_products(m: int, n: int, batch: int, choice: Choice, device: torch.device) -> str:
+    """Which of the method's products are computed by halves, in which kernel, and which not at all.
+
+    The kernel may depend on the batch, whose bits do not.
+    """
+    by_halves, chained = [], ""
     if gram_runs_symmetric(m, n, choice.dtype, device):
         by_halves.append("X X^T" if m <= n else "X^T X")
-    if runs_symmetric(min(m, n), choice.dtype, device):
+    if choice.method == "gram_polynomial" and _runs_chain(m, n, batch, choice.dtype, device):
+        chained = "the squares of a polynomial in one launch by square_chain, "
+    elif runs_symmetric(min(m, n), choice.dtype, device):
         by_halves += {
             "gram_newton_schulz": ["R^2", "R Z", "Z R Z"],
             "gram_polynomial": ["M^2"],
@@ -218,7 +224,19 @@ def _why_products(m: int, n: int, choice: Choice, device: torch.device) -> str:
     if not by_halves:
         return "Products: torch's dense ones."
     others = "matmul_add" if batch_is_free(choice.dtype, device) else "torch's dense ones"
-    return f"Products: {', '.join(by_halves)} by symmetric_matmul, the others {others}."
+    text = f"Products: {', '.join(by_halves)} by symmetric_matmul, {chained}the others {others}."
+    cut = cut_for(min(m, n), max(m, n), choice.dtype, device)
+    if choice.method == "gram_polynomial" and cut is not None:
+        text += " Matrices that prove well-conditioned, like Gaussian ones, take fewer products."
+    return text
+
+
+def _runs_chain(m: int, n: int, batch: int, dtype: torch.dtype, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    shape = slice_for(m, n, dtype, device)
+    count = batch if shape.full else min(batch, shape.at_once(batch))
+    return chain_serves(count, min(shape.sides), dtype, device)
 
 
 def _name(dtype: torch.dtype) -> str:

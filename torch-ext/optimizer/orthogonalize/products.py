@@ -48,9 +48,13 @@ def runs_chain(x: torch.Tensor) -> bool:
     Their matrices are then in upper storage (`stores_upper`). x must be a slice of `walk`, whose
     lines are whole.
     """
-    m = min(x.shape[-2:])
+    return chain_serves(len(x), min(x.shape[-2:]), x.dtype, x.device)
+
+
+def chain_serves(count: int, m: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether so many matrices of the smaller side m, a slice of `walk`, run as a chain."""
     fits = SMALLEST_CHAIN <= m <= LARGEST_CHAIN
-    return fits and square_chain.serves(len(x), m, x.dtype, x.device)
+    return fits and square_chain.serves(count, m, dtype, device)
 
 
 def stores_upper(m: int) -> bool:

@@ -72,8 +72,12 @@ def short_cut(x: torch.Tensor, side: int) -> ShortCut | None:
     On the device by subsets, where `batch_is_free`; on the CPU by asking, as a slice is one matrix.
     `side`: m without the zeros that fill x up on GPUs.
     """
-    n = max(x.shape[-2:])
-    able = x.device.type == "cpu" or batch_is_free(x.dtype, x.device)
+    return cut_for(side, max(x.shape[-2:]), x.dtype, x.device)
+
+
+def cut_for(side: int, n: int, dtype: torch.dtype, device: torch.device) -> ShortCut | None:
+    """The short cut of matrices of the sides `side <= n`, iterated in `dtype`."""
+    able = device.type == "cpu" or batch_is_free(dtype, device)
     if not able or side < SIDE:
         return None
     if n >= WIDE * side:
