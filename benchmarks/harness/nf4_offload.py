@@ -7,6 +7,10 @@ the same bits in the output and every gradient, and at most two layers' experts 
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
+
 from .moe_lora import Stopwatch, peak_mb
 from .moe_problems import MODELS, Layer
 from .nf4 import BLOCKSIZE, BYTES, floors
@@ -18,6 +22,7 @@ from .timer import medians
 MODEL, LAYERS, TOKENS = "Qwen3-30B-A3B", 4, 8192
 HEADS, KEY_HEADS, HEAD = 32, 4, 128
 ROUNDS, WARMUP = 5, 1
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # torch looks at it when it is asked to be repeatable
 BASELINE = "the same model, experts on the device"
 
 
@@ -86,6 +91,24 @@ def build(built: Built, sizes: tuple[int, int, int, int], layers: int, tokens: i
     return model, torch.randn(tokens, hidden, **factory)
 
 
+@contextlib.contextmanager
+def repeatable_kernels() -> Iterator[None]:
+    """torch refuses what is not repeatable, and cuBLAS without a workspace of its own."""
+    import torch
+
+    before = os.environ.get(WORKSPACE)
+    os.environ[WORKSPACE] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        if before is None:
+            del os.environ[WORKSPACE]
+        else:
+            os.environ[WORKSPACE] = before
+
+
 def offload_row(
     built: Built,
     sizes: tuple[int, int, int, int] = MODELS[MODEL],
@@ -106,14 +129,10 @@ def offload_row(
         return [out.detach(), *torch.autograd.grad(out, trained, x)]
 
     def repeatable() -> list:
-        # An attention's backward adds by atomics otherwise, cuDNN's even then: other bits in every
-        # run.
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-                return step()
-        finally:
-            torch.use_deterministic_algorithms(False)
+        # An attention's backward adds by atomics otherwise, cuDNN's even then, and flash's where a
+        # warning is enough: other bits in every run.
+        with repeatable_kernels(), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            return step()
 
     def measure() -> tuple[float, float]:
         turns = {"step": lambda _: step()}
