@@ -49,7 +49,7 @@ def run(*arguments: object, **changes: str) -> subprocess.CompletedProcess[str]:
         env=environment(**changes),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 
@@ -75,14 +75,14 @@ def interrupt(out: Path, optimizer: str, *options: object) -> str:
         text=True,
     )
     try:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 200
         checkpoints = out / "checkpoints" / optimizer.lower()
         while not any(checkpoints.glob("step_*")):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline, "no checkpoint was written"
             time.sleep(0.005)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=100)
     finally:
         process.kill()
     assert process.returncode == 130, output
