@@ -58,7 +58,7 @@ build: $(READY)  ## compile this device's variant into build/ (BACKEND=cpu|cuda|
 demo: build  ## train a small model with AdamW and with MuonAdamW, show the curves
 	$(PY) examples/train_demo.py $(ARGS)
 
-check: $(READY)  ## lint, format, layering, manifest, Hub rules, sizes (seconds, no build)
+check: $(READY)  ## lint, format, layering, manifest, Hub rules, sizes (no build)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(CLANG_FORMAT) --dry-run -Werror $(CPP)
