@@ -23,10 +23,12 @@ PRELOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "kernels", "pyt
 
 # Reads a job per line; answers with the process and, when that has ended, with its exit status.
 SERVER = """
-import importlib, json, os, runpy, sys
+import gc, importlib, json, os, runpy, sys
 
 for name in sys.argv[1:]:
     importlib.import_module(name)
+gc.collect()
+gc.freeze()  # no collection of a fork walks, and so copies, what all of them share
 for line in sys.stdin:
     job = json.loads(line)
     child = os.fork()
