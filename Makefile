@@ -32,12 +32,13 @@ JOBS ?= 2
 N ?= 2
 CPP = $(shell find kernels-src torch-ext -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 STATIC_SUITE = $(shell grep -lE '^pytestmark = pytest.mark.static' tests/test_*.py)
+ARTIFACT_SUITE = $(shell grep -rl --include='*.py' 'mark\.artifacts' tests)
 DIST_SUITE := tests/distributed/test_shared_step.py tests/distributed/test_unreduced.py
 # Planted defects are for the CPU suite: they say what the tests see, not what the GPU does.
 GPU_SUITE := tests/kernels tests/moe tests/orthogonalize tests/optimizers tests/integrations \
     --ignore tests/optimizers/test_mutations.py
 
-.PHONY: help setup build demo check test test-dist test-gpu sanitize bench bench-dist plots publish clean
+.PHONY: help setup build demo check test test-artifacts test-dist test-gpu sanitize bench bench-dist plots publish clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -57,7 +58,7 @@ build: $(READY)  ## compile this device's variant into build/ (BACKEND=cpu|cuda|
 demo: build  ## train a small model with AdamW and with MuonAdamW, show the curves
 	$(PY) examples/train_demo.py $(ARGS)
 
-check: $(READY)  ## lint, format, layering, manifest, Hub rules, sizes (seconds, no build)
+check: $(READY)  ## lint, format, layering, manifest, Hub rules, sizes (no build)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(CLANG_FORMAT) --dry-run -Werror $(CPP)
@@ -67,7 +68,10 @@ check: $(READY)  ## lint, format, layering, manifest, Hub rules, sizes (seconds,
 
 test: $(READY)  ## the CPU variant and the whole CPU suite, README's code included
 	$(PY) tools/build_local.py --backend cpu
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal --expected-skips tests/expected_skips.txt tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal --expected-skips tests/expected_skips.txt $(ARGS) tests
+
+test-artifacts: $(READY)  ## the part of make test that reads every variant in build/; none of it may be skipped
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m artifacts --expected-skips /dev/null $(ARTIFACT_SUITE)
 
 test-gpu:  ## the same tests on a GPU, with the artifact in build/ (no environment, no network)
 	OMP_NUM_THREADS=1 python3 -m pytest -q --device $(DEVICE) -m "not alone" $(if $(GPU_JOBS),-n $(GPU_JOBS) --dist worksteal) \

@@ -47,8 +47,8 @@ def git(root: Path, *arguments: str) -> str:
 def copy_checkout(target: Path) -> Path:
     """The sources of this checkout as a clean git work tree with one commit.
 
-    The object cache comes along, as in a checkout that was built before: objects do not depend on
-    the folder, so only what differs is compiled.
+    The object cache of the CPU comes along, as in a checkout that was built before: objects do not
+    depend on the folder, so only what differs is compiled.
     """
     ignore = shutil.ignore_patterns("__pycache__")
     for name in SOURCES:
@@ -58,8 +58,9 @@ def copy_checkout(target: Path) -> Path:
         else:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target / name)
-    if (ROOT / "build" / ".objects").is_dir():
-        shutil.copytree(ROOT / "build" / ".objects", target / "build" / ".objects")
+    cache = tool("local_build.compilation").object_folder("cpu")
+    if (ROOT / cache).is_dir():
+        shutil.copytree(ROOT / cache, target / cache)
     git(target, "init", "--quiet")
     git(target, "add", "--all")
     git(target, "commit", "--quiet", "--message", "sources")

@@ -85,6 +85,16 @@ def submodule(opt):
     return lambda name: importlib.import_module(f"{opt.__name__}.{name}")
 
 
+@pytest.fixture(scope="session")
+def forks():
+    """`forks.run("script.py", ...)`: a program in its own process, without its imports."""
+    from ._forks import Forks
+
+    started = Forks()
+    yield started
+    started.close()
+
+
 @pytest.fixture(autouse=True)
 def poison_uninitialized_memory(request: pytest.FixtureRequest):
     """Fill every new tensor with NaN (largest integer), in Python and in C++.

@@ -14,6 +14,7 @@ def artifacts() -> list[Path]:
     return sorted((ROOT / "build").glob("torch*/*.abi3.so"))
 
 
+@pytest.mark.artifacts
 def test_every_artifact_passes_every_check():
     audit, torch = tool("local_build.audit"), tool("local_build.toolchain").find_torch()
     libraries = artifacts()
@@ -22,6 +23,7 @@ def test_every_artifact_passes_every_check():
         audit.audit_library(library, ROOT, torch)
 
 
+@pytest.mark.artifacts
 def test_artifacts_embed_no_path_of_this_torch():
     """`__FILE__` in torch's headers would carry the folder of whoever built into every message."""
     folder = str(tool("local_build.toolchain").find_torch().include).encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import platform
 import shutil
@@ -193,6 +194,27 @@ def test_a_reader_never_misses_a_file_while_variants_are_exchanged(tmp_path: Pat
     stop.set()
     reader.join()
     assert not misses
+
+
+def test_builds_of_two_backends_run_side_by_side(checkout: Path, monkeypatch):
+    """Those of one backend do not: the second waits, and leaves the first one's folder alone."""
+    package = tool("local_build.package")
+    project = tool("local_build.project").load_project(checkout)
+    with (
+        package.build_lock(project, "cuda"),
+        package.staging_folder(project, "cuda") as staged,
+    ):
+        done = run_build(checkout, "--backend", "cpu")
+        assert done.returncode == 0, done.stderr
+        assert staged.is_dir()
+    flock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: flock(file, how | fcntl.LOCK_NB))
+    with (
+        package.build_lock(project, "cpu"),
+        pytest.raises(BlockingIOError),
+        package.build_lock(project, "cpu"),
+    ):
+        pass
 
 
 def test_digest_detects_a_changed_byte(checkout: Path):

@@ -69,11 +69,15 @@ def build(folder: Path, changes: dict[str, str]) -> layering.Tree:
     return layering.Tree(folder / "optimizer")
 
 
+@pytest.fixture(scope="module")
+def package() -> layering.Tree:
+    return layering.Tree(PACKAGE)
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_package_follows_the_rule(check) -> None:
-    tree = layering.Tree(PACKAGE)
-    assert tree.files, f"no Python file in {PACKAGE}"
-    findings = check(tree)
+def test_package_follows_the_rule(check, package) -> None:
+    assert package.files, f"no Python file in {PACKAGE}"
+    findings = check(package)
     assert not findings, report(findings)
 
 

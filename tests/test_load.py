@@ -87,6 +87,7 @@ def test_without_version_the_client_says_what_is_missing(
     assert "Use `version=<major>`" in str(error.value)
 
 
+@pytest.mark.artifacts
 def test_loads_offline_from_the_hugging_face_cache(repo_id: str, tmp_path: Path):
     from huggingface_hub.file_download import repo_folder_name
 
@@ -164,4 +165,5 @@ def test_two_builds_live_side_by_side(
     run(
         load(repo_id) + USE + textwrap.dedent(code) + USE + "opt = first\n" + USE,
         **local,
+        PYTHONDONTWRITEBYTECODE="1",  # other tests compare the files of that build
     )

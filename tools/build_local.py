@@ -25,8 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         project = load_project(options.root)
         identity = read_identity(options.root)
-        with package.build_lock(project):
-            for backend in _backends(options, project):
+        for backend in _backends(options, project):
+            with package.build_lock(project, backend):
                 _build(project, identity, backend, options)
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -47,7 +47,8 @@ def _parser() -> argparse.ArgumentParser:
         "--cuda-version",
         help="toolkit to use, such as 13.0, even if the installed torch cannot load its variant",
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at once")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--jobs", type=int, default=cores, help="compilers at once")
     parser.add_argument("--clean", action="store_true", help="build from nothing")
     parser.add_argument(
         "--no-audit", action="store_true", help="skip the binary checks (reported, never silent)"
@@ -79,7 +80,7 @@ def _build(project: Project, identity: Identity, backend: str, options: argparse
         package.remove_build(project, variant, backend)
     ops_name = f"_{project.package_name}_{backend}_{identity.uid}"
     library = compilation.build_library(project, backend, ops_name, tools, options.jobs)
-    with package.staging_folder(project) as staged:
+    with package.staging_folder(project, backend) as staged:
         package.write_variant(staged, project, identity, backend, ops_name, library.path)
         if options.no_audit:
             print(f"warning: --no-audit: none of {', '.join(audit.CHECKS)} ran", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import random
@@ -180,14 +181,21 @@ def run_alone(opt: Any, case: Case) -> tuple[dict[str, dict[str, Tensor]], tuple
     return tensors_of(optimizer, params), case.names
 
 
+@functools.cache
+def mesh_of(shape: tuple[int, ...]) -> Any:
+    """One mesh per shape and process: gloo keeps threads for every group it was ever asked for."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device(), shape)
+
+
 def run_together(
     opt: Any, case: Case, *, offload: bool = False
 ) -> tuple[dict[str, dict[str, Tensor]], Any]:
     """The case with DTensors on all ranks, their state in host memory if asked for."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 
-    mesh = init_device_mesh(device(), case.mesh)
+    mesh = mesh_of(case.mesh)
     placements = {
         name: [placement(text) for text in texts]
         for name, texts in zip(case.names, case.placements, strict=True)

@@ -14,9 +14,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("world", metafunc.config.getoption("--ranks"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ranks(opt, repo_id, device):
-    """`ranks(3).run(function, *args)` runs a function of a test module on three ranks."""
+    """`ranks(3).run(function, *args)` runs a function of a test module on three ranks.
+
+    They end with the tests of this folder: every group that gloo was ever asked for keeps threads
+    that look for messages a hundred times a second, which took half a core from all later tests.
+    """
     pools = Pools(repo_id, str(ROOT), device.type)
     yield pools
     pools.close()

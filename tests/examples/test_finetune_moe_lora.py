@@ -15,23 +15,27 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def run(out: Path, *options: object, **changes: str) -> subprocess.CompletedProcess[str]:
-    script = [sys.executable, "examples/finetune_moe_lora.py", "--tiny", "--device", "cpu"]
-    environment = {k: v for k, v in os.environ.items() if k != "LOCAL_KERNELS"} | changes
-    return subprocess.run(
-        [*script, "--threads", "1", "--out-dir", str(out), *map(str, options)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def command(out: Path) -> list[str]:
+    script = ["examples/finetune_moe_lora.py", "--tiny", "--device", "cpu"]
+    return [*script, "--threads", "1", "--out-dir", str(out)]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The caller's without LOCAL_KERNELS, which the example sets itself."""
+    return {k: v for k, v in os.environ.items() if k != "LOCAL_KERNELS"} | changes
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("finetune")
-    done = run(out)
+    done = subprocess.run(
+        [sys.executable, *command(out)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     (out / "printed.txt").write_text(done.stdout + done.stderr)
     return out
@@ -89,7 +93,8 @@ def test_peft_gets_the_losses_that_training_saw(finished: Path, script) -> None:
     assert (config["r"], config["lora_alpha"]) == (8, 16.0)
 
 
-def test_set_up_errors_say_what_to_do(repo_id: str, tmp_path: Path) -> None:
-    done = run(tmp_path, LOCAL_KERNELS=f"{repo_id}={tmp_path}")
+def test_set_up_errors_say_what_to_do(repo_id: str, forks, tmp_path: Path) -> None:
+    empty = environment(LOCAL_KERNELS=f"{repo_id}={tmp_path}")
+    done = forks.run(*command(tmp_path), folder=ROOT, environment=empty)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "no cpu variant" in done.stderr and "make build" in done.stderr

@@ -49,8 +49,19 @@ def run(*arguments: object, **changes: str) -> subprocess.CompletedProcess[str]:
         env=environment(**changes),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
+
+
+@pytest.fixture
+def forked(forks):
+    """`run` but for the seconds of imports."""
+
+    def run_forked(*arguments: object, **changes: str) -> subprocess.CompletedProcess[str]:
+        _, *words = command(*arguments)
+        return forks.run(*words, folder=ROOT, environment=environment(**changes))
+
+    return run_forked
 
 
 def interrupt(out: Path, optimizer: str, *options: object) -> str:
@@ -64,14 +75,14 @@ def interrupt(out: Path, optimizer: str, *options: object) -> str:
         text=True,
     )
     try:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 200
         checkpoints = out / "checkpoints" / optimizer.lower()
         while not any(checkpoints.glob("step_*")):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline, "no checkpoint was written"
             time.sleep(0.005)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=100)
     finally:
         process.kill()
     assert process.returncode == 130, output
@@ -123,13 +134,15 @@ def test_plot_is_an_image_with_both_colours(finished: Path) -> None:
         assert ((pixels[..., :3] * 255).round() == colour).all(axis=-1).sum() > 500
 
 
-def test_interrupted_run_resumes_bit_for_bit(finished: Path, corpus: Path, tmp_path: Path) -> None:
+def test_interrupted_run_resumes_bit_for_bit(
+    finished: Path, corpus: Path, forked, tmp_path: Path
+) -> None:
     options = ("--corpus", corpus, "--steps", STEPS, "--checkpoint-every", 7)
     output = interrupt(tmp_path, "AdamW", *options)
     assert "--resume" in output
     interrupt(tmp_path, "MuonAdamW", *options, "--resume")
     assert not (tmp_path / "results.json").exists()
-    done = run(tmp_path, *options, "--resume")
+    done = forked(tmp_path, *options, "--resume")
     assert done.returncode == 0, done.stderr
 
     assert histories(tmp_path) == histories(finished)
@@ -141,16 +154,18 @@ def test_interrupted_run_resumes_bit_for_bit(finished: Path, corpus: Path, tmp_p
             assert (tmp_path / file.relative_to(finished)).read_bytes() == file.read_bytes()
 
 
-def test_resume_refuses_what_does_not_fit(finished: Path, corpus: Path, tmp_path: Path) -> None:
+def test_resume_refuses_what_does_not_fit(
+    finished: Path, corpus: Path, forked, tmp_path: Path
+) -> None:
     options = ("--corpus", corpus, "--steps", STEPS, "--resume")
     before = sorted(path for path in finished.rglob("*"))
     for refused, words in (
-        (run(finished, *options), ["two finished runs", "without --resume"]),
+        (forked(finished, *options), ["two finished runs", "without --resume"]),
         (
-            run(finished, *options, "--lr-muon", "0.5", "--seed", "1"),
+            forked(finished, *options, "--lr-muon", "0.5", "--seed", "1"),
             ["different run", "run.seed: 0 in the checkpoint, 1 now"],
         ),
-        (run(tmp_path, *options), ["no checkpoint", "without --resume"]),
+        (forked(tmp_path, *options), ["no checkpoint", "without --resume"]),
     ):
         assert refused.returncode == 2
         assert "Traceback" not in refused.stderr
@@ -193,12 +208,17 @@ def test_sweep_widens_its_grid_and_writes_its_tables(corpus: Path, tmp_path: Pat
     ids=["not built", "no text", "no folder", "no device", "no training device"],
 )
 def test_setup_errors_say_what_to_do(
-    options: list[str], changes: dict[str, str], words: list[str], repo_id: str, tmp_path: Path
+    options: list[str],
+    changes: dict[str, str],
+    words: list[str],
+    repo_id: str,
+    forked,
+    tmp_path: Path,
 ) -> None:
     def fill(text: str) -> str:
         return text.format(repo_id=repo_id, empty=tmp_path)
 
-    refused = run(tmp_path, *map(fill, options), **{k: fill(v) for k, v in changes.items()})
+    refused = forked(tmp_path, *map(fill, options), **{k: fill(v) for k, v in changes.items()})
     assert refused.returncode == 2
     assert "Traceback" not in refused.stderr
     for word in words:
@@ -227,21 +247,15 @@ sys.exit(train_demo.main(sys.argv[1:]))
 
 @pytest.mark.parametrize("device", [None, "cuda", "cuda:1"])
 def test_gpu_without_a_variant_of_its_own(
-    device: str | None, corpus: Path, repo_id: str, tmp_path: Path
+    device: str | None, corpus: Path, repo_id: str, forks, tmp_path: Path
 ) -> None:
     (variant,) = (ROOT / "build").glob("torch-stable-abi211-cpu-*")
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / variant.name).symlink_to(variant)
     options = ["--model", "tiny", "--corpus", str(corpus), "--steps", "20", "--threads", "1"]
-    done = subprocess.run(
-        [sys.executable, "-c", WITH_GPU, *options, "--out-dir", str(tmp_path / "out")]
-        + (["--device", device] if device else []),
-        cwd=ROOT,
-        env=environment(LOCAL_KERNELS=f"{repo_id}={tmp_path}"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    options += ["--out-dir", str(tmp_path / "out")] + (["--device", device] if device else [])
+    found = environment(LOCAL_KERNELS=f"{repo_id}={tmp_path}")
+    done = forks.run("-c", WITH_GPU, *options, folder=ROOT, environment=found)
     assert "Traceback" not in done.stderr
     if device is None:  # the demo takes what was built, and says so at once
         assert done.returncode == 0, done.stderr
@@ -254,10 +268,10 @@ def test_gpu_without_a_variant_of_its_own(
         assert words in done.stderr
 
 
-def test_unswept_rates_are_called_so(finished: Path, corpus: Path, tmp_path: Path) -> None:
+def test_unswept_rates_are_called_so(finished: Path, corpus: Path, forked, tmp_path: Path) -> None:
     assert "rates not swept for this model" in (finished / "table.md").read_text()
     given = ("--lr-adamw", "0.01", "--lr-muon", "0.02")
-    done = run(tmp_path, "--corpus", corpus, "--steps", 10, *given)
+    done = forked(tmp_path, "--corpus", corpus, "--steps", 10, *given)
     assert done.returncode == 0 and "not swept" not in done.stdout
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -182,13 +180,10 @@ if sys.argv[3] == "killed":
 
 
 @pytest.mark.parametrize(("how", "value"), [("killed", 0.0), ("ends", 1.0)])
-def test_a_process_that_dies_or_ends(opt, repo_id, device, how, value, tmp_path) -> None:
+def test_a_process_that_dies_or_ends(opt, repo_id, device, forks, how, value, tmp_path) -> None:
     """Killed in mid-save the previous checkpoint is whole; a normal end finishes the new one."""
     root = Path(opt.__file__).resolve().parent.parent.parent
-    arguments = [str(tmp_path), f"{repo_id}={root}", how, device.type]
-    done = subprocess.run(
-        [sys.executable, "-c", SAVER, *arguments], capture_output=True, text=True, check=False
-    )
+    done = forks.run("-c", SAVER, tmp_path, f"{repo_id}={root}", how, device.type)
     assert done.returncode == (-signal.SIGKILL if how == "killed" else 0), done.stderr
     param = nn.Parameter(torch.zeros(64, 64))
     optimizer = opt.Muon([("w", param)])

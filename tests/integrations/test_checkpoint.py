@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -254,20 +252,11 @@ opt.save_optimizer(optimizer, sys.argv[1])
 
 @pytest.mark.parametrize(("killed_at", "lr", "value"), [(1, 1e-3, 0.0), (2, 0.5, 1.0)])
 def test_a_killed_save_leaves_one_whole_checkpoint(
-    opt, repo_id, device, killed_at, lr, value, tmp_path
+    opt, repo_id, device, forks, killed_at, lr, value, tmp_path
 ) -> None:
     """Killed at the first rename the old one is there, at the second the new one, unmixed."""
     root = Path(opt.__file__).resolve().parent.parent.parent
-    command = [
-        sys.executable,
-        "-c",
-        KILLED,
-        str(tmp_path),
-        f"{repo_id}={root}",
-        str(killed_at),
-        device.type,
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = forks.run("-c", KILLED, tmp_path, f"{repo_id}={root}", killed_at, device.type)
     assert result.returncode == -signal.SIGKILL, result.stderr
     param = nn.Parameter(torch.zeros(64, 64))
     optimizer = opt.Muon([("w", param)])

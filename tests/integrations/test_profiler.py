@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -217,7 +215,7 @@ def test_the_callback_after_an_exception(profiler, training, tmp_path) -> None:
     callback.close()
 
 
-def test_the_callback_writes_when_the_process_ends(opt, submodule, tmp_path) -> None:
+def test_the_callback_writes_when_the_process_ends(opt, submodule, forks, tmp_path) -> None:
     """The Trainer tells its callbacks nothing of an exception."""
     source = submodule("integrations.profiler").__file__
     code = (
@@ -230,6 +228,6 @@ def test_the_callback_writes_when_the_process_ends(opt, submodule, tmp_path) -> 
         "callback.on_step_end()\n"
         "raise SystemExit(3)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, source, str(tmp_path)], check=False)
-    assert done.returncode == 3
+    done = forks.run("-c", code, source, tmp_path)
+    assert done.returncode == 3, done.stderr
     assert len(list(tmp_path.glob("trace-rank000-*.json"))) == 1

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,41 +94,41 @@ MUTATIONS = (
 def checkout(opt, tmp_path) -> Path:
     """The build of this session and the tests of the optimizers, alone in a folder."""
     variant = Path(opt.__file__).parent
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(variant, tmp_path / "build" / variant.name, ignore=ignore)
-    shutil.copytree(ROOT / "tests/optimizers", tmp_path / "tests/optimizers", ignore=ignore)
+    shutil.copytree(variant, tmp_path / "build" / variant.name)
+    shutil.copytree(ROOT / "tests/optimizers", tmp_path / "tests/optimizers")
     for file in NEEDED:
         shutil.copyfile(ROOT / file, tmp_path / file)
     return tmp_path
 
 
-def run(checkout: Path, device, nodes: list[str]) -> subprocess.CompletedProcess:
-    # Options for this run, such as the workers of pytest-xdist, are not those of the inner one.
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
-    return subprocess.run(
-        [*command, "--device", str(device), *nodes],
-        cwd=checkout,
-        env={**kept, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture
+def run(forks, checkout, device):
+    """`run(*nodes)`: those tests on the copy, in a process of their own."""
+
+    def run_nodes(*nodes: str) -> subprocess.CompletedProcess:
+        # Options for this run, such as the workers of pytest-xdist, are not those of the inner one.
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+        options = ("-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--device", device)
+        environment = {**kept, "OMP_NUM_THREADS": "1"}
+        return forks.run("-m", "pytest", *options, *nodes, folder=checkout, environment=environment)
+
+    return run_nodes
 
 
-def test_the_sampled_tests_pass_on_a_copy_without_a_defect(checkout, device) -> None:
+def test_the_sampled_tests_pass_on_a_copy_without_a_defect(run) -> None:
     """Otherwise the failures below would prove nothing."""
-    done = run(checkout, device, [mutation.node for mutation in MUTATIONS])
+    done = run(*(mutation.node for mutation in MUTATIONS))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.defect)
-def test_a_planted_defect_is_caught(checkout, device, mutation) -> None:
+def test_a_planted_defect_is_caught(checkout, run, mutation) -> None:
     (variant,) = (checkout / "build").iterdir()
     path = variant / mutation.file
     text = path.read_text()
     assert text.count(mutation.old) == 1, f"{mutation.old!r} is not in {mutation.file} exactly once"
     path.write_text(text.replace(mutation.old, mutation.new))
-    done = run(checkout, device, [mutation.node])
+    done = run(mutation.node)
     summary = done.stdout.rstrip().splitlines()[-1]
     # A test that failed, not one that could not be collected or set up.
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr

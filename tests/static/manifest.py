@@ -182,13 +182,15 @@ def python_findings(project: Project) -> list[str]:
             if not path.is_file():
                 name = path.relative_to(project.root).as_posix()
                 findings.append(f"{op}: {name} is missing")
+    ops = {*project.compiled_ops, *defined_ops(project.package)}
+    references = _references(project)
     for path in sorted((project.package / "kernels").glob("*.py")):
         name = path.stem
         if name.startswith("_") or name.endswith("_triton"):
             continue
-        if name not in {*project.compiled_ops, *defined_ops(project.package)}:
+        if name not in ops:
             findings.append(f"kernels/{path.name}: registers no op of its name")
-        if name not in _references(project):
+        if name not in references:
             findings.append(f"kernels/{path.name}: reference/ defines no function {name}")
         if not _kernel_test(project, name).is_file():
             findings.append(f"kernels/{path.name}: tests/kernels/test_{name}.py is missing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 from pathlib import Path
@@ -61,7 +62,13 @@ def read_text(path: Path) -> str | None:
 
 
 def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    """The file's tree; all checks read the same one, and none changes it."""
+    return _parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@functools.cache
+def _parse(text: str, name: str) -> ast.Module:
+    return ast.parse(text, filename=name)
 
 
 def place(path: Path, root: Path, line: int | None = None) -> str:

@@ -38,24 +38,25 @@ def add_op_namespace_prefix(op_name: str) -> str:
 
 
 @contextmanager
-def build_lock(project: Project) -> Iterator[None]:
-    """Let one build at a time write below ``build/``; a second one waits."""
-    folder = project.build_dir / ".objects"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
+def build_lock(project: Project, backend: str) -> Iterator[None]:
+    """Let one build of `backend` at a time write below ``build/``; a second one waits."""
+    path = project.build_dir / ".objects" / f"{backend}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
-def staging_folder(project: Project) -> Iterator[Path]:
+def staging_folder(project: Project, backend: str) -> Iterator[Path]:
     """A folder beside the variants, on the same file system, removed at the end.
 
-    The caller holds `build_lock`: a staging folder found here belongs to an interrupted build.
+    The caller holds `build_lock`: a folder of `backend` found here is an interrupted build's.
     """
-    for interrupted in project.build_dir.glob(f"{STAGING_PREFIX}*"):
+    prefix = f"{STAGING_PREFIX}{backend}-"
+    for interrupted in project.build_dir.glob(f"{prefix}*"):
         shutil.rmtree(interrupted)
-    folder = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=project.build_dir))
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=project.build_dir))
     try:
         yield folder
     finally:
