@@ -12,7 +12,7 @@ from torch import Tensor
 from ..distributed import Future, Ready
 from ..kernels import apply_update
 from ..reference import update as reference
-from .graphs import places
+from .graphs import places, places_of_numbers
 from .layout import written
 from .options import MuonOptions
 from .parameters import local, locals_of
@@ -183,8 +183,8 @@ def apply(
         _apply_answers(chunk, answers, params, rate, options, state, present)
 
     def key() -> Any:
-        numbers = places([v for v in (rate.lr, rate.weight_decay) if isinstance(v, Tensor)])
         rule = rate.factor, rate.shaped_decay, options.cautious, options.rounding, options.beta2
+        numbers = places_of_numbers(rate)
         return answers.data_ptr(), numbers, rule, places(params), _moments(chunk, options, state)
 
     plain = options.rounding != "residual" and rate.decay is None and all(present)
@@ -253,8 +253,8 @@ def apply_own(
         _apply(params, together, rate, options, residuals)
 
     def key() -> Any:
-        numbers = places([v for v in (rate.lr, rate.weight_decay) if isinstance(v, Tensor)])
         rule = rate.factor, rate.shaped_decay, options.cautious, options.rounding
+        numbers = places_of_numbers(rate)
         return updates.data_ptr(), updates.shape, numbers, rule, places(whole)
 
     plain = options.rounding != "residual" and rate.decay is None

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .staging import lasting
+
 Body = Callable[[], None]
 # A stage whose graphs go out of date is captured again after twice as many equal steps each time.
 LONGEST_WAIT = 1024
@@ -52,6 +54,7 @@ class Graphs:
         self._capture: dict[torch.device, Callable[[Body], Replayable] | None] = {}
         self._numbers: dict[Hashable, tuple[float, Tensor]] = {}
         self._room: dict[torch.device, int] = {}
+        self._failures: list[str] = []
         self._on = False
 
     def reserve(self, device: torch.device, elements: int, beside: int = 0) -> None:
@@ -79,7 +82,7 @@ class Graphs:
 
     def run(
         self, name: Hashable, device: torch.device, key: Callable[[], Any] | None, body: Body
-    ) -> Replayable | None:
+    ) -> bool:
         """Run a stage, or replay it.
 
         Args:
@@ -89,12 +92,11 @@ class Graphs:
             body: writes nothing but tensors on the device that are known by the key.
 
         Returns:
-            What was replayed, if it was.
+            Whether it was replayed.
         """
-        capture = self._of(device)
-        if capture is None or key is None:
+        if self._of(device) is None or key is None:
             body()
-            return None
+            return False
         stage = self._stages.setdefault(name, _Stage())
         found = key()
         if found != stage.key:
@@ -104,36 +106,42 @@ class Graphs:
         elif stage.graph is None:
             stage.equal += 1
             if stage.equal >= stage.wait:
-                stage.graph = self._captured(device, capture, body)
+                stage.graph = self.captured(device, body)
         if stage.graph is None:
             body()
-            return None
+            return False
         stage.graph.replay()
-        return stage.graph
+        return True
 
-    def _captured(
-        self, device: torch.device, capture: Callable[[Body], Replayable], body: Body
-    ) -> Replayable | None:
-        """The graph of a stage; none where that fails, and no other attempt on the device.
+    def captured(self, device: torch.device, body: Body) -> Replayable | None:
+        """The graph of a body; none where that fails, and no other attempt on the device.
 
-        Other ranks wait for this one: what was only to save time must not end its step.
+        Other ranks wait for this one: what was only to save time must not end its step, and what
+        went wrong is said after it, by `tell_failures`.
         """
+        capture = self._of(device)
+        if capture is None:
+            return None
         try:
             with _nothing_collected():
                 return capture(body)
-        except RuntimeError as error:
+        except Exception as error:
             self._capture[device] = None
-            warnings.warn(
+            self._failures.append(
                 f"the stages of a step on {device} could not be captured in CUDA graphs and run "
-                f"without them: {error}",
-                RuntimeWarning,
-                stacklevel=2,
+                f"without them: {type(error).__name__}: {error}"
             )
             return None
 
+    def tell_failures(self) -> None:
+        """Warn of captures that failed, in the step that is over."""
+        failures, self._failures = self._failures, []
+        for failure in failures:
+            warnings.warn(failure, RuntimeWarning, stacklevel=3)
+
     def serve(self, devices: Iterable[torch.device]) -> bool:
         """Whether stages on these devices are replayed in this step."""
-        return all(self._of(device) is not None for device in devices)
+        return self._on and all(self._of(device) is not None for device in devices)
 
     def number(self, name: Hashable, value: Any, device: torch.device) -> Any:
         """A number as a tensor that the graphs read; itself where nothing is captured."""
@@ -146,7 +154,8 @@ class Graphs:
         name = (name, device)
         last, place = self._numbers.get(name, (None, None))
         if place is None:
-            place = torch.empty((), dtype=torch.float32, device=device)
+            with lasting():
+                place = torch.empty((), dtype=torch.float32, device=device)
         if last != value:
             place.fill_(value)
             self._numbers[name] = (value, place)
@@ -181,7 +190,7 @@ class _Capture:
         Blocks that were reserved one by one are not joined: every larger one would come on top.
         """
         room = torch.empty(max(self._room, 1), dtype=torch.uint8, device=self._stream.device)
-        room[:1].zero_()  # a graph of nothing brings a warning
+        room[:1].zero_()  # so that it has something to launch
 
     def _graph_of(self, body: Body) -> Replayable:
         graph = torch.cuda.CUDAGraph()
@@ -197,7 +206,8 @@ class _Capture:
                 self._abandon(graph)
                 raise
             try:
-                graph.capture_end()
+                with _quiet_if_empty():
+                    graph.capture_end()
             except BaseException:
                 self._end_allocations()
                 raise
@@ -206,7 +216,8 @@ class _Capture:
         return graph
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        with contextlib.suppress(RuntimeError):  # it says again what the body raised
+        # It says again what the body raised.
+        with contextlib.suppress(RuntimeError), _quiet_if_empty():
             graph.capture_end()
         self._end_allocations()
 
@@ -235,6 +246,17 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def _quiet_if_empty() -> Iterator[None]:
+    """torch warns of a graph without kernels: that of a stage which has nothing to do here.
+
+    A warning may be an error, which would end the step of one rank.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty", category=UserWarning)
+        yield
+
+
 def places(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """Where tensors are and how they are laid out: part of the key of a stage that uses them."""
     return (
@@ -242,3 +264,8 @@ def places(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         *map(Tensor.stride, tensors),
         *(tensor.dtype for tensor in tensors),
     )
+
+
+def places_of_numbers(group: Any) -> tuple[Any, ...]:
+    """`places` of the rate and the decay of a group, if graphs read them from tensors."""
+    return places([v for v in (group.lr, group.weight_decay) if isinstance(v, Tensor)])

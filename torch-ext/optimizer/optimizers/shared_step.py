@@ -21,7 +21,7 @@ from .options import MuonOptions
 from .parameters import locals_of
 from .running import StepRun
 from .shared import Held, SharedChunk
-from .staging import Block
+from .staging import Block, lasting
 from .timing import stage
 from .update import Rate
 
@@ -270,7 +270,8 @@ def scales_of(exponents: Tensor) -> Tensor:
 def _scale_of_exponents(device: torch.device) -> Tensor:
     """Per stored exponent of a matrix's largest element (256,) the scale that it travels with."""
     shifts = [max(-126, min(126, TOP - (stored - HALF))) for stored in range(NOT_FINITE)]
-    return torch.tensor([2.0**shift for shift in (*shifts, 0)], device=device)
+    with lasting():
+        return torch.tensor([2.0**shift for shift in (*shifts, 0)], device=device)
 
 
 def _gather(chunk: SharedChunk, directions: Directions, run: StepRun) -> Sent:

@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..distributed import Job, Layout, Run, Split, Team, Teams, assign, make_rou
 from .blocks import equal_share
 from .flow import Flow
 from .shared import Shared, SharedChunk, SharedMatrix, chunk_of
+from .staging import made_once
 
 REDUCE_OPS = ("avg", "sum")
 # Bytes of directions that an owner orthogonalizes at once, unless one matrix has more: fewer leave
@@ -58,13 +59,13 @@ class SmallChunk:
     dtype: torch.dtype
     device: torch.device
 
-    @cached_property
+    @made_once
     def flat(self) -> Tensor:
         """Memory for all gradients."""
         sizes = sum(param.numel() for _, param in self.params)
         return torch.zeros(sizes, dtype=self.dtype, device=self.device)
 
-    @cached_property
+    @made_once
     def places(self) -> list[Tensor]:
         """Where each of them is."""
         parts = self.flat.split([param.numel() for _, param in self.params])
@@ -78,6 +79,25 @@ def parts_of(chunk: Any) -> tuple[SharedChunk, ...]:
     if isinstance(chunk, Bands):
         return chunk.parts
     return (chunk.chunk if isinstance(chunk, SliceChunk) else chunk,)
+
+
+def spread(chunks: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:
+    """(group, chunk) of all groups, in the order of a step.
+
+    Bands keep the multiprocessors busy and everything else the wire: each kind is spread evenly
+    over the step, so that the one runs under the other.
+    """
+    kinds: dict[bool, list[tuple[int, Any]]] = {True: [], False: []}
+    for number, of_group in enumerate(chunks):
+        for chunk in of_group:
+            kinds[isinstance(chunk, Bands)].append((number, chunk))
+    placed = []
+    for entries in kinds.values():
+        # A chunk without parts, the small parameters, counts as one.
+        sizes = [max(1, len(parts_of(chunk))) for _, chunk in entries]
+        middles = [at - size / 2 for at, size in zip(accumulate(sizes), sizes, strict=True)]
+        placed += [(m / sum(sizes), entry) for m, entry in zip(middles, entries, strict=True)]
+    return [entry for _, entry in sorted(placed, key=lambda one: one[0])]
 
 
 def reserve(shared: Shared) -> None:

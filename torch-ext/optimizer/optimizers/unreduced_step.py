@@ -23,7 +23,7 @@ from .answers import (
     write_answer,
 )
 from .contributions import Contributions
-from .graphs import places
+from .graphs import places, places_of_numbers
 from .layout import written
 from .options import AdamWOptions, MuonOptions
 from .parameters import local
@@ -293,16 +293,11 @@ def _adamw_on_small(
                 adamw_on(taken, grads, [dict(run.state[param]) for param in taken], group)
 
     def key() -> Any:
-        rules = [(tuple(group.betas), group.eps, _numbers(group)) for group in given.values()]
+        rules = [(tuple(g.betas), g.eps, places_of_numbers(g)) for g in given.values()]
         kept = [value for param in params for value in run.state[param].values()]
         return rules, factor, present, places(params), places(kept)
 
     run.stage("adamw", small, key, body, params)
-
-
-def _numbers(group: AdamWOptions) -> Any:
-    """Where the graphs read the rate of a group."""
-    return places([v for v in (group.lr, group.weight_decay) if isinstance(v, Tensor)])
 
 
 def _momentum(
@@ -375,7 +370,7 @@ def _adamw_on_rows(
 
     def key() -> Any:
         kept = places([param, *map(local, state.values())])
-        rule = tuple(options.betas), options.eps, factor, _numbers(given)
+        rule = tuple(options.betas), options.eps, factor, places_of_numbers(given)
         return kept, rule, message.bytes.data_ptr(), contributions.key()
 
     run.stage("adamw", chunk, key, body, [param])
