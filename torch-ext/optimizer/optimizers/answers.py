@@ -131,29 +131,34 @@ def write_answer(
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """A message on its way, with the memory that it needs until its last use."""
+    """A message on its way."""
 
     future: Future
-    blocks: tuple[Block, ...]
+    arriving: Block
+    leaving: Block | None = None
 
-    def wait(self) -> Tensor:
-        return self.future.wait()
+    def wait(self, run: StepRun) -> Tensor:
+        """What arrives; the memory of what left is free."""
+        found = self.future.wait()
+        run.give(self.leaving)
+        return found
 
     def give(self, run: StepRun) -> None:
-        run.give(*self.blocks)
+        """What arrived has been used."""
+        run.give(self.arriving)
 
 
 def launch_scatter(chunk: SharedChunk, message: Block, run: StepRun) -> Sent:
     """Send the answers to all who hold a part."""
     route = chunk.route
     if not route.scatters:
-        return Sent(Ready(message.bytes), (message,))
+        return Sent(Ready(message.bytes), message)
     inbox, transport = run.take(chunk, "message", route.scattered.size), chunk.team.transport
     future = run.launch(
         "launch_scatter",
         lambda: transport.scatter(route.answered, message.bytes, route.scattered, inbox.bytes),
     )
-    return Sent(future, (message, inbox))
+    return Sent(future, inbox, message)
 
 
 def kept_statistics(

@@ -60,7 +60,7 @@ def step_shared(
     if chunk.communicates:
         yield
     with stage("muon::wait_gather"):
-        inbox = gathering.wait()
+        inbox = gathering.wait(run)
     with stage("muon::newton_schulz"):
         message = run.take(chunk, "message", chunk.route.answered.size)
         _orthogonalized(chunk, inbox, message, options, present, run)
@@ -74,7 +74,7 @@ def step_shared(
     if chunk.communicates:
         yield
     with stage("muon::wait_scatter"):
-        answers = scattering.wait()
+        answers = scattering.wait(run)
     with stage("muon::update_params"):
         apply(chunk, answers, number, rate, options, present, run)
         scattering.give(run)
@@ -278,13 +278,13 @@ def _gather(chunk: SharedChunk, directions: Directions, run: StepRun) -> Sent:
     outbox, route = directions.outbox, chunk.route
     message = directions.message()
     if not route.gathers:
-        return Sent(Ready(message), (outbox,))
+        return Sent(Ready(message), outbox)
     inbox, transport = run.take(chunk, "message", route.gathered.size), chunk.team.transport
     future = run.launch(
         "launch_gather",
         lambda: transport.gather(route.sent, message, route.gathered, inbox.bytes),
     )
-    return Sent(future, (outbox, inbox))
+    return Sent(future, inbox, outbox)
 
 
 def _batch(chunk: SharedChunk, inbox: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ def _step_band(
         del message
     yield
     with stage("muon::wait_scatter"):
-        answers = scattering.wait()
+        answers = scattering.wait(run)
     with stage("muon::update_params"):
         apply(chunk, answers, number, rate, options, present, run)
         if mine is not None:
@@ -203,7 +203,7 @@ def step_slices(
         del message
     yield
     with stage("muon::wait_scatter"):
-        rows = scattering.wait()
+        rows = scattering.wait(run)
         if present:
             _take_rows(chunk, param, rows, run)
         scattering.give(run)
