@@ -138,11 +138,15 @@ def test_a_rank_that_is_killed(ranks, corpus, runs, tmp_path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=200)
-    finally:
-        process.kill()
+        output, _ = process.communicate(timeout=WAIT)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its ranks too, which hold the pipe open
+        output, _ = process.communicate()
+        pytest.fail(f"torchrun has not ended after {WAIT} s; where its ranks were:\n{output}")
     assert process.returncode == 1 and "Signal 9 (SIGKILL)" in output, output
     assert checkpoints(tmp_path) == ["step-000006", "step-000012"]
     remains = tmp_path / "checkpoints" / "step-000012"
@@ -161,9 +165,14 @@ def test_what_cannot_be_resumed(ranks, corpus, runs, tmp_path) -> None:
         assert same_everywhere(ranks(2).run(refused, message, *common, *more))
 
 
+# Seconds for torchrun and two ranks, which need 20 of a processor that other tests share.
+WAIT = 420
+
 # Rank 1 dies while its files of the second checkpoint are written by the thread.
-KILLED = """
-import os, signal, sys
+# Were a rank to wait for the dead one, its stacks are told before the test gives up.
+KILLED = f"""
+import faulthandler, os, signal, sys
+faulthandler.dump_traceback_later({WAIT} - 20, exit=True)
 sys.path.insert(0, "examples")
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 write, calls = FileSystemWriter.write_data, []
