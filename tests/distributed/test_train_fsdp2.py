@@ -25,6 +25,8 @@ pytestmark = pytest.mark.dist
 
 SIZES = ("--layers", 1, "--channels", 16, "--heads", 2, "--batch", 12, "--context", 16)
 STEPS = 24
+# Seconds for torchrun and two ranks, which need 20 of a processor that other tests share.
+WAIT = 300
 COMMON = (*SIZES, "--device", "cpu", "--steps", STEPS, "--save-every", 6, "--report-every", 3)
 
 
@@ -125,6 +127,7 @@ def test_other_ranks_go_on(ranks, corpus, runs, world, options, tmp_path) -> Non
     assert found[9:] == pytest.approx(expected[9:], rel=1e-4)
 
 
+@pytest.mark.timeout(WAIT + 300)
 def test_a_rank_that_is_killed(ranks, corpus, runs, tmp_path) -> None:
     """Under torchrun: all ranks end, and the run goes on from its last whole checkpoint."""
     whole, _ = runs("Muon")
@@ -164,9 +167,6 @@ def test_what_cannot_be_resumed(ranks, corpus, runs, tmp_path) -> None:
     ):
         assert same_everywhere(ranks(2).run(refused, message, *common, *more))
 
-
-# Seconds for torchrun and two ranks, which need 20 of a processor that other tests share.
-WAIT = 420
 
 # Rank 1 dies while its files of the second checkpoint are written by the thread.
 # Were a rank to wait for the dead one, its stacks are told before the test gives up.
