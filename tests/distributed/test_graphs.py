@@ -32,6 +32,7 @@ STEPS = 22
 MATRICES = [(24, 12), (12, 24), (24, 12), (48, 12), (24, 12), (12, 24)]
 TABLE = (64, 24)
 EXCHANGES = ("muon::launch", "muon::wait", "muon::meanwhile")
+BESIDE = "muon::newton_schulz"  # on a stream of its own, by this name
 
 
 class Again:
@@ -65,7 +66,8 @@ class Captured:
 
         def play(tape, meanwhile):
             self.counted["played"] += 1
-            stages = [not name.startswith(EXCHANGES) for name, _ in tape._acts]
+            names = [name for name, _ in tape._acts]
+            stages = [name != BESIDE and not name.startswith(EXCHANGES) for name in names]
             self.counted["stages played"] += sum(stages)
             self.counted["one behind another"] += sum(
                 a and b for a, b in itertools.pairwise(stages)
@@ -262,7 +264,7 @@ def test_whatever_a_stage_depends_on_may_change(ranks, form, wire) -> None:
         assert counted["replayed"] > counted["captured"]
         assert counted["played"] >= 2
         assert counted["room"] > 0
-        assert counted["stages played"] > 0
+        assert counted["stages played"] > counted["played"]
         assert counted["one behind another"] == 0
 
 

@@ -23,6 +23,8 @@ from .staging import lasting
 Body = Callable[[], None]
 # A stage whose graphs go out of date is captured again after twice as many equal steps each time.
 LONGEST_WAIT = 1024
+# Pools: graphs on the current stream run one behind another, and those beside them likewise.
+HERE, BESIDE = "here", "beside"
 # Of a pool, per element that a stage orthogonalizes. In float32 and float16 12 were in use at the
 # peak of an iteration; the rest is for holes.
 POOL_BYTES = 13
@@ -47,38 +49,35 @@ class _Stage:
 
 
 class Graphs:
-    """The graphs of a plan, which share one pool of memory: they run one behind another."""
+    """The graphs of a plan. Those that run one behind another share a pool of memory."""
 
     def __init__(self) -> None:
         self._stages: dict[Hashable, _Stage] = {}
-        self._capture: dict[torch.device, Callable[[Body], Replayable] | None] = {}
+        self._capture: dict[tuple[torch.device, str], Callable[[Body], Replayable] | None] = {}
         self._numbers: dict[Hashable, tuple[float, Tensor]] = {}
-        self._room: dict[torch.device, int] = {}
+        self._room: dict[tuple[torch.device, str], int] = {}
+        self._second: dict[torch.device, torch.cuda.Stream] = {}
         self._failures: list[str] = []
         self._on = False
 
-    def reserve(self, device: torch.device, elements: int, beside: int = 0) -> None:
-        """Say what a stage works in, before the first is captured.
-
-        Args:
-            device: its own.
-            elements: that it orthogonalizes.
-            beside: bytes for each of them that are no part of the iteration.
-        """
-        room = (POOL_BYTES + beside) * elements
-        self._room[device] = max(room, self._room.get(device, 0))
+    def reserve(self, device: torch.device, room: int, pool: str = HERE) -> None:
+        """Say how many bytes the stages of a pool work in, before the first is captured."""
+        self._room[device, pool] = max(room, self._room.get((device, pool), 0))
 
     def begin(self, *, on: bool) -> None:
         """Start a step, whose stages are captured and replayed only if `on`."""
         self._on = on
+        for device, stream in self._second.items():  # where a step that failed left something
+            torch.cuda.current_stream(device).wait_stream(stream)
 
-    def _of(self, device: torch.device) -> Callable[[Body], Replayable] | None:
+    def _of(self, device: torch.device, pool: str = HERE) -> Callable[[Body], Replayable] | None:
         """What captures on a device in this step."""
         if not self._on:
             return None
-        if device not in self._capture:
-            self._capture[device] = capturer(device, self._room.get(device, 0))
-        return self._capture[device]
+        if (device, pool) not in self._capture:
+            room = self._room.get((device, pool), 0)
+            self._capture[device, pool] = capturer(device, room)
+        return self._capture[device, pool]
 
     def run(
         self, name: Hashable, device: torch.device, key: Callable[[], Any] | None, body: Body
@@ -94,9 +93,21 @@ class Graphs:
         Returns:
             Whether it was replayed.
         """
-        if self._of(device) is None or key is None:
-            body()
-            return False
+        graph = self.of_stage(name, device, key, body)
+        (body if graph is None else graph.replay)()
+        return graph is not None
+
+    def of_stage(
+        self,
+        name: Hashable,
+        device: torch.device,
+        key: Callable[[], Any] | None,
+        body: Body,
+        pool: str = HERE,
+    ) -> Replayable | None:
+        """The graph of a stage, with arguments as of `run`; None as long as it has none."""
+        if self._of(device, pool) is None or key is None:
+            return None
         stage = self._stages.setdefault(name, _Stage())
         found = key()
         if found != stage.key:
@@ -106,27 +117,29 @@ class Graphs:
         elif stage.graph is None:
             stage.equal += 1
             if stage.equal >= stage.wait:
-                stage.graph = self.captured(device, body)
-        if stage.graph is None:
-            body()
-            return False
-        stage.graph.replay()
-        return True
+                stage.graph = self.captured(device, body, pool)
+        return stage.graph
 
-    def captured(self, device: torch.device, body: Body) -> Replayable | None:
+    def beside(self, device: torch.device, graph: Replayable) -> Beside:
+        """A graph of the other pool, for the second stream of its device."""
+        if device.type == "cuda" and device not in self._second:
+            self._second[device] = torch.cuda.Stream(device)
+        return Beside(graph, self._second.get(device))
+
+    def captured(self, device: torch.device, body: Body, pool: str = HERE) -> Replayable | None:
         """The graph of a body; none where that fails, and no other attempt on the device.
 
         Other ranks wait for this one: what was only to save time must not end its step, and what
         went wrong is said after it, by `tell_failures`.
         """
-        capture = self._of(device)
+        capture = self._of(device, pool)
         if capture is None:
             return None
         try:
             with _nothing_collected():
                 return capture(body)
         except Exception as error:
-            self._capture[device] = None
+            self._capture |= {(device, HERE): None, (device, BESIDE): None}
             self._failures.append(
                 f"the stages of a step on {device} could not be captured in CUDA graphs and run "
                 f"without them: {type(error).__name__}: {error}"
@@ -160,6 +173,30 @@ class Graphs:
             place.fill_(value)
             self._numbers[name] = (value, place)
         return place
+
+
+class Beside:
+    """A graph that runs beside what follows, until that waits for it."""
+
+    def __init__(self, graph: Replayable, stream: torch.cuda.Stream | None) -> None:
+        """`stream`: the second one of a device; None away from a GPU, where all runs in order."""
+        self._graph, self._stream = graph, stream
+        self._over = None if stream is None else torch.cuda.Event()
+
+    def start(self) -> None:
+        """Queue it behind what was queued on the current stream."""
+        if self._stream is None:
+            self._graph.replay()
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            self._graph.replay()
+            self._over.record(self._stream)
+
+    def wait(self) -> None:
+        """What is queued on the current stream from here on runs behind it."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._over)
 
 
 def capturer(device: torch.device, room: int) -> Callable[[Body], Replayable] | None:

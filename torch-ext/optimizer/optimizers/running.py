@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..distributed import Future
 from .device_state import OnDevice
-from .graphs import Body, Graphs, places, places_of_numbers
+from .graphs import BESIDE, Body, Graphs, places, places_of_numbers
 from .host_state import InHostMemory
 from .options import AdamWOptions, MuonOptions
 from .parameters import locals_of
@@ -66,6 +66,31 @@ class StepRun:
         elif touched:
             torch.autograd.graph.increment_version(touched)
 
+    def stage_beside(
+        self, name: str, chunk: SharedChunk, key: Callable[[], Any], body: Body
+    ) -> Callable[[], None]:
+        """`stage`, but a graph runs beside what follows.
+
+        Launched one by one, kernels are not so many at once that it would help.
+
+        Returns:
+            What to call before its results are used, and before memory is that it uses.
+        """
+        known = None if chunk.dtype == torch.float64 else key
+        joined = self.tape.joins and known is not None
+        if joined:
+            graph = self.graphs.captured(chunk.device, body, BESIDE)
+        else:
+            graph = self.graphs.of_stage((id(chunk), name), chunk.device, known, body, BESIDE)
+        if graph is None:
+            self.tape.spoil()
+            self.tape.run_waiting()
+            body()
+            return _nothing
+        going = self.graphs.beside(chunk.device, graph)
+        self.tape.do(f"muon::{name}", going.start)
+        return lambda: self.tape.do(f"muon::wait_{name}", going.wait)
+
     def launch(self, name: str, start: Callable[[], Future]) -> Future:
         """Start a transfer between memory that stays where it is."""
         going = _Going(name, start, self.tape)
@@ -99,6 +124,10 @@ class StepRun:
             lr=self.graphs.number((number, "lr"), options.lr, chunk.device),
             weight_decay=self.graphs.number((number, "decay"), options.weight_decay, chunk.device),
         )
+
+
+def _nothing() -> None:
+    """What ran in order is over."""
 
 
 @dataclass(eq=False)

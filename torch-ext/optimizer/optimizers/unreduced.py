@@ -21,6 +21,7 @@ from torch import Tensor
 from ..distributed import Job, Layout, Run, Split, Team, Teams, assign, make_route
 from .blocks import equal_share
 from .flow import Flow
+from .graphs import BESIDE, POOL_BYTES
 from .shared import Shared, SharedChunk, SharedMatrix, chunk_of
 from .staging import made_once
 
@@ -110,17 +111,22 @@ def reserve(shared: Shared) -> None:
             route = part.route
             messages = route.sent, route.gathered, route.answered, route.scattered
             staging.reserve("message", part.device, max(message.size for message in messages))
-            if not isinstance(chunk, (Bands, SliceChunk)):
+            if isinstance(chunk, (Bands, SliceChunk)):
+                # Wide where the wire rounds, before they leave or when they have arrived.
+                contributions = max(message.size for message in messages[:2])
+                wide = 0 if part.wire == part.dtype else part.dtype.itemsize
+                graphs.reserve(part.device, contributions // part.wire.itemsize * wide)
+            else:
                 staging.reserve("directions", part.device, part.wide_bytes)
                 # The batch may have to be put together, and its result goes into messages.
                 owned = len(route.owned) * math.prod(part.matrix)
-                graphs.reserve(part.device, owned, 2 * part.wire.itemsize)
+                graphs.reserve(part.device, (POOL_BYTES + 2 * part.wire.itemsize) * owned)
         if isinstance(chunk, Bands):
             whole = chunk.whole
             elements = len(whole.route.owned) * math.prod(whole.matrix)
             staging.reserve("directions", whole.device, elements * whole.dtype.itemsize)
             staging.reserve("updates", whole.device, elements * whole.wire.itemsize)
-            graphs.reserve(whole.device, elements)
+            graphs.reserve(whole.device, POOL_BYTES * elements, BESIDE)
 
 
 class Unreduced:

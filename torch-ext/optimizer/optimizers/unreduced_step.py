@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,10 @@ from .timing import stage
 from .unreduced import Bands, SliceChunk, SmallChunk
 from .update import Rate
 
+# Computations between Newton-Schulz and the first transfer of what it makes: it runs beside them,
+# so that messages do not wait for it.
+LATER = 1
+
 
 @dataclass(eq=False)
 class _Made:
@@ -42,6 +46,7 @@ class _Made:
     present: Sequence[bool]  # of the matrices of this rank, by their slots
     directions: Block | None = None  # (B, m, n) of those with a gradient, filled band by band
     updates: Block | None = None  # (B, m, n), sent band by band
+    wait: Callable[[], None] | None = None  # for the updates, which are on their way
 
     def before(self, slot: int) -> int:
         """Matrices with a gradient before a slot."""
@@ -49,6 +54,13 @@ class _Made:
 
     def shape(self, whole: SharedChunk) -> tuple[int, ...]:
         return sum(self.present), *whole.matrix
+
+    def arrive(self, run: StepRun) -> None:
+        """The updates are there."""
+        if self.wait is not None:
+            self.wait()
+            run.give(self.directions)
+            self.wait = self.directions = None
 
 
 def step_bands(
@@ -104,9 +116,10 @@ def _step_band(
     if made.directions is not None and not later:
         with stage("muon::newton_schulz"):
             _updates(bands.whole, made, options, run)
-    yield later
+    yield later + LATER
     mine = None
     with stage("muon::launch_scatter"):
+        made.arrive(run)
         message = run.take(chunk, "message", chunk.route.answered.size)
         if owned and made.updates is not None:
             updates = made.updates.of(chunk.wire, made.shape(bands.whole))
@@ -169,9 +182,7 @@ def _updates(whole: SharedChunk, made: _Made, options: MuonOptions, run: StepRun
         where = directions.data_ptr(), updates.data_ptr(), shape
         return where, iteration, beta2, kept_statistics(whole, owned, options, run.state)
 
-    run.stage("newton_schulz", whole, key, body)
-    run.give(made.directions)
-    made.directions = None
+    made.wait = run.stage_beside("newton_schulz", whole, key, body)
 
 
 def step_slices(
