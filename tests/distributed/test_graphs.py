@@ -6,9 +6,11 @@ tensors and numbers it had then: what its key does not name is out of date in a 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
+import itertools
 import random
 import warnings
 from collections import Counter
@@ -29,17 +31,21 @@ pytestmark = pytest.mark.dist
 STEPS = 22
 MATRICES = [(24, 12), (12, 24), (24, 12), (48, 12), (24, 12), (12, 24)]
 TABLE = (64, 24)
+EXCHANGES = ("muon::launch", "muon::wait", "muon::meanwhile")
+BESIDE = "muon::newton_schulz"  # on a stream of its own, by this name
 
 
 class Again:
-    """A captured stage of a CPU."""
+    """A captured stage of a CPU, whose views are made anew as they were made then."""
 
     def __init__(self, body, counted: Counter[str]) -> None:
         self.body, self.counted = body, counted
+        self.inferred = torch.is_inference_mode_enabled()
 
     def replay(self) -> None:
         self.counted["replayed"] += 1
-        self.body()
+        with torch.inference_mode() if self.inferred else contextlib.nullcontext():
+            self.body()
 
 
 class Captured:
@@ -60,6 +66,12 @@ class Captured:
 
         def play(tape, meanwhile):
             self.counted["played"] += 1
+            names = [name for name, _ in tape._acts]
+            stages = [name != BESIDE and not name.startswith(EXCHANGES) for name in names]
+            self.counted["stages played"] += sum(stages)
+            self.counted["one behind another"] += sum(
+                a and b for a, b in itertools.pairwise(stages)
+            )
             self.play(tape, meanwhile)
 
         self.tape.play = play
@@ -125,10 +137,19 @@ def test_replayed_stages_of_unreduced_gradients(ranks, world, limit) -> None:
 class Story:
     """Steps in which one thing after another changes, each of which some stage depends on."""
 
-    def __init__(self, opt: Any, form: str, wire: torch.dtype | None, together: bool) -> None:
+    def __init__(
+        self,
+        opt: Any,
+        form: str,
+        wire: torch.dtype | None,
+        *,
+        together: bool,
+        inferring: bool = False,
+    ) -> None:
         from torch import distributed
 
-        self.form, self.together = form, together
+        self.form, self.together, self.inferring = form, together, inferring
+        self.raised: list[str] = []
         self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
         generator = torch.Generator().manual_seed(3)
         shapes = [*MATRICES, TABLE]
@@ -196,7 +217,11 @@ class Story:
                     param.grad = grad
                 else:
                     param.grad.copy_(grad)
-            self.optimizer.step()
+            try:
+                with torch.inference_mode(self.inferring and step % 3 == 0):
+                    self.optimizer.step()
+            except RuntimeWarning as warned:
+                self.raised.append(str(warned))
         return [param.detach() for param in self.params]
 
 
@@ -205,9 +230,12 @@ def told(
     form: str,
     wire: torch.dtype | None,
     before: Callable[[], None] = lambda: None,
+    inferring: bool = False,
 ) -> Counter[str]:
     with Captured(opt, before) as counted:
-        found = Story(opt, form, wire, together=True).run()
+        story = Story(opt, form, wire, together=True, inferring=inferring)
+        found = story.run()
+        counted["raised"] = sum("could not be captured" in one for one in story.raised)
     for index, (one, other) in enumerate(
         zip(found, Story(opt, form, wire, together=False).run(), strict=True)
     ):
@@ -236,6 +264,20 @@ def test_whatever_a_stage_depends_on_may_change(ranks, form, wire) -> None:
         assert counted["replayed"] > counted["captured"]
         assert counted["played"] >= 2
         assert counted["room"] > 0
+        assert counted["stages played"] > counted["played"]
+        assert counted["one behind another"] == 0
+
+
+@pytest.mark.parametrize("form", ["shards", "unreduced"])
+def test_some_steps_may_run_in_inference_mode(ranks, form) -> None:
+    """What such a step makes and keeps, others write to."""
+    wire = torch.float16 if form == "shards" else torch.float32
+    for counted in ranks(2).run(told, form, wire, _nothing, True):
+        assert counted["played"] >= 2
+
+
+def _nothing() -> None:
+    """Ahead of a capture."""
 
 
 class Litter:
@@ -287,7 +329,7 @@ def test_garbage_is_not_collected_in_a_capture(ranks, form) -> None:
         assert within == 0
 
 
-def capture_fails(opt: Any, form: str) -> tuple[Counter[str], list[str]]:
+def capture_fails(opt: Any, form: str, action: str) -> tuple[Counter[str], list[str]]:
     """On rank 1 alone, with what CUDA does not allow."""
     from torch import distributed
 
@@ -303,6 +345,7 @@ def capture_fails(opt: Any, form: str) -> tuple[Counter[str], list[str]]:
 
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
+        warnings.simplefilter(action, RuntimeWarning)
         counted = told(opt, form, torch.float32, breaks)
     said = [str(one.message) for one in warned if "could not be captured" in str(one.message)]
     return counted, said
@@ -311,12 +354,39 @@ def capture_fails(opt: Any, form: str) -> tuple[Counter[str], list[str]]:
 @pytest.mark.parametrize("form", ["shards", "unreduced"])
 def test_ranks_with_and_without_graphs_step_together(ranks, form) -> None:
     """A rank whose capture fails says so and goes on, to the same bits."""
-    (whole, quiet), (broken, said) = ranks(2).run(capture_fails, form)
+    (whole, quiet), (broken, said) = ranks(2).run(capture_fails, form, "always")
     assert quiet == []
     assert said
+    assert broken["raised"] == 0
     assert whole["played"] >= 2
     assert 3 < broken["captured"] < whole["captured"]
     assert broken["played"] == 0
+
+
+@pytest.mark.parametrize("form", ["shards", "unreduced"])
+def test_a_warning_that_is_an_error_comes_after_the_step(ranks, form) -> None:
+    """In the middle of one, the other rank would wait for this one."""
+    (whole, _), (broken, _) = ranks(2).run(capture_fails, form, "error")
+    assert whole["raised"] == 0
+    assert broken["raised"] >= 1
+    assert whole["played"] >= 2
+
+
+def stage_of_nothing(opt: Any) -> None:
+    where = torch.device("cuda", torch.cuda.current_device())
+    graphs = module_of(opt, "optimizers.graphs").Graphs()
+    graphs.begin(on=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        replayed = [graphs.run("empty", where, lambda: 0, _nothing) for _ in range(3)]
+        graphs.tell_failures()
+    assert replayed == [False, True, True]
+
+
+@pytest.mark.gpu
+def test_an_empty_stage_is_captured_without_a_warning(ranks) -> None:
+    """torch has one, which may be an error."""
+    ranks(2).run(stage_of_nothing)
 
 
 def step_in_a_capture(opt: Any, form: str) -> None:

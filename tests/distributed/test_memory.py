@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 from ._cases import device
+from ._ranks import same_everywhere
 from .test_sharing import module_of
 from .test_unreduced import contribution
 
 pytestmark = pytest.mark.dist
 
 MATRICES = [(16, 8)] * 6 + [(24, 16)] * 2
-TABLE = (96, 16)
+TABLE = (384, 16)
 LIMIT = 3 * 4096
 
 
@@ -38,17 +41,8 @@ def memory(opt, wire: torch.dtype | None) -> tuple[int, int, int]:
     (where,) = shared.devices
     blocks = shared.staging._blocks
     messages = sum(block.numel() for block in blocks["message", where])
-    asked: list[int] = []
-    graphs = module_of(opt, "optimizers.graphs")
-    original = graphs.capturer
-    graphs.capturer = lambda _, room: asked.append(room)
-    try:
-        shared.graphs._capture.clear()
-        shared.graphs.begin(on=True)
-        shared.graphs.serve([where])
-    finally:
-        graphs.capturer = original
-    return messages, shared.staging.held(where), asked[0]
+    room = shared.graphs._room[where, module_of(opt, "optimizers.graphs").BESIDE]
+    return messages, shared.staging.held(where), room
 
 
 @pytest.mark.parametrize("wire", [None, torch.float16], ids=str)
@@ -57,9 +51,31 @@ def test_messages_are_bounded(ranks, wire) -> None:
     for messages, blocks, room in ranks(2).run(memory, wire):
         assert 0 < messages <= LIMIT
         largest = max(6 // 2 * 16 * 8, 24 * 16)  # elements that an owner orthogonalizes at once
-        # directions of one batch, and updates of those that are computed or on their way
-        assert blocks <= LIMIT + 4 * largest * (1 + 3)
+        # directions of two batches, and updates of those that are computed or on their way
+        assert blocks <= LIMIT + 4 * largest * (2 + 3)
         assert room == 13 * largest
+
+
+def order_of_a_step(opt) -> list[str]:
+    """The kinds of chunks that a step begins, one after another."""
+    params = [nn.Parameter(torch.ones(shape, device=device())) for shape in [*MATRICES, TABLE]]
+    optimizer = opt.DistMuonAdamW(
+        [
+            {"kind": "muon", "params": params[:-1], "lr": 0.1},
+            {"kind": "adamw", "params": params[-1:], "lr": 0.1},
+        ],
+        in_flight_bytes=LIMIT // 8,
+    )
+    optimizer.report()  # which plans
+    return [type(chunk).__name__ for _, chunk in optimizer._plan.shared.order]
+
+
+def test_slices_travel_between_bands(ranks) -> None:
+    """They keep the wire busy, and bands the multiprocessors."""
+    order = same_everywhere(ranks(2).run(order_of_a_step))
+    bands = [number for number, kind in enumerate(order) if kind == "Bands"]
+    assert len(bands) >= 3 and order.count("SliceChunk") > len(bands)
+    assert all(later - one > 1 for one, later in itertools.pairwise(bands))
 
 
 def pool_of_captures(opt) -> int:

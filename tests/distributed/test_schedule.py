@@ -80,6 +80,13 @@ def test_parts_of_a_whole_are_scattered_when_all_are_computed(schedule) -> None:
     assert rounds[-1] == "scatter 6"
 
 
+def test_what_needs_no_later_computation_is_not_behind_what_does(schedule) -> None:
+    """Its message is written already, and would take up memory for as long as it waits."""
+    log = run(schedule, 5, later=lambda number: [2, 1, 0, None, None][number])
+    scattered = [entry for entry in log if entry.startswith("scatter")]
+    assert scattered == [f"scatter {number}" for number in (0, 3, 4, 1, 2)]
+
+
 def test_chunks_without_communication_may_end_early(schedule) -> None:
     def short(number, log):
         log.append(f"all of {number}")

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 
-# What the third yield gives: how many more computations come before the scatter can be launched.
+# What the third yield gives: how many more computations come before the scatter can be launched;
+# None of one that is launched ahead of those which had to wait.
 Phases = Generator[int | None, None, None]
 
 
@@ -119,7 +120,9 @@ class _Pipeline:
         if later is self:
             self._alive.discard(chunk)
         else:
-            self._computed.append(_Computed(chunk, self._computations + (later or 0)))
+            computed = _Computed(chunk, self._computations + (later or 0))
+            # What has its answer at once does not queue behind what waited for a later computation.
+            (self._computed.appendleft if later is None else self._computed.append)(computed)
 
     def _finish(self) -> None:
         while self._scattering:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import Future, Team, agreement
+from .staging import lasting
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +64,8 @@ class Agreement:
             device = labelled[0][1].device
             values = [int(param.grad is not None) for _, param in labelled]
             if self._presence.get(number, (None, None))[0] != values:
-                self._presence[number] = (values, torch.tensor(values).to(device))
+                with lasting():
+                    self._presence[number] = (values, torch.tensor(values).to(device))
             future = agreement(team.transport, self._presence[number][1])
             self._asked.append(_question(future, device, _same_presence(labelled)))
             if self._unreduced and not self._doubted:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..distributed import Future, Ready
 from ..kernels import apply_update
 from ..reference import update as reference
-from .graphs import places
+from .graphs import places, places_of_numbers
 from .layout import written
 from .options import MuonOptions
 from .parameters import local, locals_of
@@ -131,29 +131,34 @@ def write_answer(
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """A message on its way, with the memory that it needs until its last use."""
+    """A message on its way."""
 
     future: Future
-    blocks: tuple[Block, ...]
+    arriving: Block
+    leaving: Block | None = None
 
-    def wait(self) -> Tensor:
-        return self.future.wait()
+    def wait(self, run: StepRun) -> Tensor:
+        """What arrives; the memory of what left is free."""
+        found = self.future.wait()
+        run.give(self.leaving)
+        return found
 
     def give(self, run: StepRun) -> None:
-        run.give(*self.blocks)
+        """What arrived has been used."""
+        run.give(self.arriving)
 
 
 def launch_scatter(chunk: SharedChunk, message: Block, run: StepRun) -> Sent:
     """Send the answers to all who hold a part."""
     route = chunk.route
     if not route.scatters:
-        return Sent(Ready(message.bytes), (message,))
+        return Sent(Ready(message.bytes), message)
     inbox, transport = run.take(chunk, "message", route.scattered.size), chunk.team.transport
     future = run.launch(
         "launch_scatter",
         lambda: transport.scatter(route.answered, message.bytes, route.scattered, inbox.bytes),
     )
-    return Sent(future, (message, inbox))
+    return Sent(future, inbox, message)
 
 
 def kept_statistics(
@@ -183,8 +188,8 @@ def apply(
         _apply_answers(chunk, answers, params, rate, options, state, present)
 
     def key() -> Any:
-        numbers = places([v for v in (rate.lr, rate.weight_decay) if isinstance(v, Tensor)])
         rule = rate.factor, rate.shaped_decay, options.cautious, options.rounding, options.beta2
+        numbers = places_of_numbers(rate)
         return answers.data_ptr(), numbers, rule, places(params), _moments(chunk, options, state)
 
     plain = options.rounding != "residual" and rate.decay is None and all(present)
@@ -253,8 +258,8 @@ def apply_own(
         _apply(params, together, rate, options, residuals)
 
     def key() -> Any:
-        numbers = places([v for v in (rate.lr, rate.weight_decay) if isinstance(v, Tensor)])
         rule = rate.factor, rate.shaped_decay, options.cautious, options.rounding
+        numbers = places_of_numbers(rate)
         return updates.data_ptr(), updates.shape, numbers, rule, places(whole)
 
     plain = options.rounding != "residual" and rate.decay is None

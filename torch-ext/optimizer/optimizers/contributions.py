@@ -95,14 +95,15 @@ class Contributions:
         )
 
     def wait(self) -> None:
-        """Until the contributions of others are here."""
+        """Until the contributions of others are here; the memory of what left is free then."""
         if self._rounds:
             self._collecting.wait()
         self._reducing.wait()
+        self._run.give(self._outbox)
 
     def give(self) -> None:
-        """Give the messages back."""
-        self._run.give(self._outbox, self._inbox)
+        """The contributions of others have been used."""
+        self._run.give(self._inbox)
 
     def key(self) -> Any:
         """What `sums` depends on."""

@@ -18,9 +18,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .staging import lasting
+
 Body = Callable[[], None]
 # A stage whose graphs go out of date is captured again after twice as many equal steps each time.
 LONGEST_WAIT = 1024
+# Pools: graphs on the current stream run one behind another, and those beside them likewise.
+HERE, BESIDE = "here", "beside"
 # Of a pool, per element that a stage orthogonalizes. In float32 and float16 12 were in use at the
 # peak of an iteration; the rest is for holes.
 POOL_BYTES = 13
@@ -45,41 +49,39 @@ class _Stage:
 
 
 class Graphs:
-    """The graphs of a plan, which share one pool of memory: they run one behind another."""
+    """The graphs of a plan. Those that run one behind another share a pool of memory."""
 
     def __init__(self) -> None:
         self._stages: dict[Hashable, _Stage] = {}
-        self._capture: dict[torch.device, Callable[[Body], Replayable] | None] = {}
+        self._capture: dict[tuple[torch.device, str], Callable[[Body], Replayable] | None] = {}
         self._numbers: dict[Hashable, tuple[float, Tensor]] = {}
-        self._room: dict[torch.device, int] = {}
+        self._room: dict[tuple[torch.device, str], int] = {}
+        self._second: dict[torch.device, torch.cuda.Stream] = {}
+        self._failures: list[str] = []
         self._on = False
 
-    def reserve(self, device: torch.device, elements: int, beside: int = 0) -> None:
-        """Say what a stage works in, before the first is captured.
-
-        Args:
-            device: its own.
-            elements: that it orthogonalizes.
-            beside: bytes for each of them that are no part of the iteration.
-        """
-        room = (POOL_BYTES + beside) * elements
-        self._room[device] = max(room, self._room.get(device, 0))
+    def reserve(self, device: torch.device, room: int, pool: str = HERE) -> None:
+        """Say how many bytes the stages of a pool work in, before the first is captured."""
+        self._room[device, pool] = max(room, self._room.get((device, pool), 0))
 
     def begin(self, *, on: bool) -> None:
         """Start a step, whose stages are captured and replayed only if `on`."""
         self._on = on
+        for device, stream in self._second.items():  # where a step that failed left something
+            torch.cuda.current_stream(device).wait_stream(stream)
 
-    def _of(self, device: torch.device) -> Callable[[Body], Replayable] | None:
+    def _of(self, device: torch.device, pool: str = HERE) -> Callable[[Body], Replayable] | None:
         """What captures on a device in this step."""
         if not self._on:
             return None
-        if device not in self._capture:
-            self._capture[device] = capturer(device, self._room.get(device, 0))
-        return self._capture[device]
+        if (device, pool) not in self._capture:
+            room = self._room.get((device, pool), 0)
+            self._capture[device, pool] = capturer(device, room)
+        return self._capture[device, pool]
 
     def run(
         self, name: Hashable, device: torch.device, key: Callable[[], Any] | None, body: Body
-    ) -> Replayable | None:
+    ) -> bool:
         """Run a stage, or replay it.
 
         Args:
@@ -89,11 +91,22 @@ class Graphs:
             body: writes nothing but tensors on the device that are known by the key.
 
         Returns:
-            What was replayed, if it was.
+            Whether it was replayed.
         """
-        capture = self._of(device)
-        if capture is None or key is None:
-            body()
+        graph = self.of_stage(name, device, key, body)
+        (body if graph is None else graph.replay)()
+        return graph is not None
+
+    def of_stage(
+        self,
+        name: Hashable,
+        device: torch.device,
+        key: Callable[[], Any] | None,
+        body: Body,
+        pool: str = HERE,
+    ) -> Replayable | None:
+        """The graph of a stage, with arguments as of `run`; None as long as it has none."""
+        if self._of(device, pool) is None or key is None:
             return None
         stage = self._stages.setdefault(name, _Stage())
         found = key()
@@ -104,36 +117,44 @@ class Graphs:
         elif stage.graph is None:
             stage.equal += 1
             if stage.equal >= stage.wait:
-                stage.graph = self._captured(device, capture, body)
-        if stage.graph is None:
-            body()
-            return None
-        stage.graph.replay()
+                stage.graph = self.captured(device, body, pool)
         return stage.graph
 
-    def _captured(
-        self, device: torch.device, capture: Callable[[Body], Replayable], body: Body
-    ) -> Replayable | None:
-        """The graph of a stage; none where that fails, and no other attempt on the device.
+    def beside(self, device: torch.device, graph: Replayable) -> Beside:
+        """A graph of the other pool, for the second stream of its device."""
+        if device.type == "cuda" and device not in self._second:
+            self._second[device] = torch.cuda.Stream(device)
+        return Beside(graph, self._second.get(device))
 
-        Other ranks wait for this one: what was only to save time must not end its step.
+    def captured(self, device: torch.device, body: Body, pool: str = HERE) -> Replayable | None:
+        """The graph of a body; none where that fails, and no other attempt on the device.
+
+        Other ranks wait for this one: what was only to save time must not end its step, and what
+        went wrong is said after it, by `tell_failures`.
         """
+        capture = self._of(device, pool)
+        if capture is None:
+            return None
         try:
             with _nothing_collected():
                 return capture(body)
-        except RuntimeError as error:
-            self._capture[device] = None
-            warnings.warn(
+        except Exception as error:
+            self._capture |= {(device, HERE): None, (device, BESIDE): None}
+            self._failures.append(
                 f"the stages of a step on {device} could not be captured in CUDA graphs and run "
-                f"without them: {error}",
-                RuntimeWarning,
-                stacklevel=2,
+                f"without them: {type(error).__name__}: {error}"
             )
             return None
 
+    def tell_failures(self) -> None:
+        """Warn of captures that failed, in the step that is over."""
+        failures, self._failures = self._failures, []
+        for failure in failures:
+            warnings.warn(failure, RuntimeWarning, stacklevel=3)
+
     def serve(self, devices: Iterable[torch.device]) -> bool:
         """Whether stages on these devices are replayed in this step."""
-        return all(self._of(device) is not None for device in devices)
+        return self._on and all(self._of(device) is not None for device in devices)
 
     def number(self, name: Hashable, value: Any, device: torch.device) -> Any:
         """A number as a tensor that the graphs read; itself where nothing is captured."""
@@ -146,11 +167,36 @@ class Graphs:
         name = (name, device)
         last, place = self._numbers.get(name, (None, None))
         if place is None:
-            place = torch.empty((), dtype=torch.float32, device=device)
+            with lasting():
+                place = torch.empty((), dtype=torch.float32, device=device)
         if last != value:
             place.fill_(value)
             self._numbers[name] = (value, place)
         return place
+
+
+class Beside:
+    """A graph that runs beside what follows, until that waits for it."""
+
+    def __init__(self, graph: Replayable, stream: torch.cuda.Stream | None) -> None:
+        """`stream`: the second one of a device; None away from a GPU, where all runs in order."""
+        self._graph, self._stream = graph, stream
+        self._over = None if stream is None else torch.cuda.Event()
+
+    def start(self) -> None:
+        """Queue it behind what was queued on the current stream."""
+        if self._stream is None:
+            self._graph.replay()
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            self._graph.replay()
+            self._over.record(self._stream)
+
+    def wait(self) -> None:
+        """What is queued on the current stream from here on runs behind it."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._over)
 
 
 def capturer(device: torch.device, room: int) -> Callable[[Body], Replayable] | None:
@@ -181,7 +227,7 @@ class _Capture:
         Blocks that were reserved one by one are not joined: every larger one would come on top.
         """
         room = torch.empty(max(self._room, 1), dtype=torch.uint8, device=self._stream.device)
-        room[:1].zero_()  # a graph of nothing brings a warning
+        room[:1].zero_()  # so that it has something to launch
 
     def _graph_of(self, body: Body) -> Replayable:
         graph = torch.cuda.CUDAGraph()
@@ -197,7 +243,8 @@ class _Capture:
                 self._abandon(graph)
                 raise
             try:
-                graph.capture_end()
+                with _quiet_if_empty():
+                    graph.capture_end()
             except BaseException:
                 self._end_allocations()
                 raise
@@ -206,7 +253,8 @@ class _Capture:
         return graph
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        with contextlib.suppress(RuntimeError):  # it says again what the body raised
+        # It says again what the body raised.
+        with contextlib.suppress(RuntimeError), _quiet_if_empty():
             graph.capture_end()
         self._end_allocations()
 
@@ -235,6 +283,17 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def _quiet_if_empty() -> Iterator[None]:
+    """torch warns of a graph without kernels: that of a stage which has nothing to do here.
+
+    A warning may be an error, which would end the step of one rank.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty", category=UserWarning)
+        yield
+
+
 def places(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """Where tensors are and how they are laid out: part of the key of a stage that uses them."""
     return (
@@ -242,3 +301,8 @@ def places(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         *map(Tensor.stride, tensors),
         *(tensor.dtype for tensor in tensors),
     )
+
+
+def places_of_numbers(group: Any) -> tuple[Any, ...]:
+    """`places` of the rate and the decay of a group, if graphs read them from tensors."""
+    return places([v for v in (group.lr, group.weight_decay) if isinstance(v, Tensor)])

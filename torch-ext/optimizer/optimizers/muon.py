@@ -90,7 +90,8 @@ class Muon(MuonBase):
             under way; a chunk has one matrix of every owner in any case.
         cuda_graphs: replay stages of matrices that ranks share as CUDA graphs, from the second step
             on that finds gradients and everything else in the same place. Nothing of a step that
-            is itself captured. False: every step is queued kernel by kernel, and keeps no memory.
+            is itself captured. False: every step is queued kernel by kernel and keeps no pool for
+            graphs, but the memory of messages stays.
 
     Raises:
         ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..distributed import Future
 from .device_state import OnDevice
-from .graphs import Body, Graphs, places
+from .graphs import BESIDE, Body, Graphs, places, places_of_numbers
 from .host_state import InHostMemory
 from .options import AdamWOptions, MuonOptions
 from .parameters import locals_of
@@ -57,19 +57,44 @@ class StepRun:
         `touched`: what the body writes, and tells autograd of.
         """
         key = None if chunk.dtype == torch.float64 else key
-        replayed = self.graphs.run((id(chunk), name), chunk.device, key, body)
-        if replayed is None:
-            self.tape.spoil()
+        if self.tape.joins and key is not None:
+            self.tape.join(name, chunk.device, body, touched)
             return
-        self.tape.note(f"muon::{name}", replayed.replay, touched)
-        if touched:
+        self.tape.run_waiting()
+        if not self.graphs.run((id(chunk), name), chunk.device, key, body):
+            self.tape.spoil()
+        elif touched:
             torch.autograd.graph.increment_version(touched)
+
+    def stage_beside(
+        self, name: str, chunk: SharedChunk, key: Callable[[], Any], body: Body
+    ) -> Callable[[], None]:
+        """`stage`, but a graph runs beside what follows.
+
+        Launched one by one, kernels are not so many at once that it would help.
+
+        Returns:
+            What to call before its results are used, and before memory is that it uses.
+        """
+        known = None if chunk.dtype == torch.float64 else key
+        joined = self.tape.joins and known is not None
+        if joined:
+            graph = self.graphs.captured(chunk.device, body, BESIDE)
+        else:
+            graph = self.graphs.of_stage((id(chunk), name), chunk.device, known, body, BESIDE)
+        if graph is None:
+            self.tape.spoil()
+            self.tape.run_waiting()
+            body()
+            return _nothing
+        going = self.graphs.beside(chunk.device, graph)
+        self.tape.do(f"muon::{name}", going.start)
+        return lambda: self.tape.do(f"muon::wait_{name}", going.wait)
 
     def launch(self, name: str, start: Callable[[], Future]) -> Future:
         """Start a transfer between memory that stays where it is."""
         going = _Going(name, start, self.tape)
-        self.tape.note(f"muon::{name}", going.start)
-        going.start()
+        self.tape.do(f"muon::{name}", going.start)
         return going
 
     def release(self, chunk: SharedChunk) -> None:
@@ -101,6 +126,10 @@ class StepRun:
         )
 
 
+def _nothing() -> None:
+    """What ran in order is over."""
+
+
 @dataclass(eq=False)
 class _Going:
     """A transfer that a tape may start again."""
@@ -119,8 +148,8 @@ class _Going:
         return found
 
     def wait(self) -> Tensor:
-        self.tape.note(f"muon::wait_{self.name.removeprefix('launch_')}", self.arrive)
-        return self.arrive()
+        name = f"muon::wait_{self.name.removeprefix('launch_')}"
+        return self.tape.do(name, self.arrive)
 
 
 def key_of_step(
@@ -140,8 +169,7 @@ def key_of_step(
             type(value) if name in ("lr", "weight_decay") else value
             for name, value in vars(group).items()
         ]
-        tensors = [v for v in (group.lr, group.weight_decay) if isinstance(v, Tensor)]
-        rules.append((plain, places(tensors)))
+        rules.append((plain, places_of_numbers(group)))
     params = [param for of_group in params_of_groups for param in of_group]
     grads = [param.grad for param in params]
     missing = [k for k, grad in enumerate(grads) if grad is None]

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..distributed import ALIGNMENT, Box, Job, Part, Route, Run, Team
 from .flow import Flow
 from .graphs import Graphs
-from .staging import Staging
+from .staging import Staging, made_once
 from .tape import Tape
 
 
@@ -92,17 +92,17 @@ class SharedChunk:
             return 0
         return last[1] + -(-last[0].box.numel * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
-    @cached_property
+    @made_once
     def exponents(self) -> Tensor:
         """Memory for the exponents of all matrices, on the device."""
         return torch.zeros(len(self.members), dtype=torch.int32, device=self.device)
 
-    @cached_property
+    @made_once
     def scales(self) -> Tensor:
         """Memory for what this rank scales its part of every matrix with, on the device."""
         return torch.ones(len(self.members), dtype=torch.float32, device=self.device)
 
-    @cached_property
+    @made_once
     def all_scales(self) -> Tensor:
         """Memory for the scales of all ranks: (ranks, matrices)."""
         return self.scales.new_ones((self.team.size, len(self.members)))
@@ -157,17 +157,17 @@ class SharedChunk:
         """What this rank sends, in order."""
         return tuple(held for held in self.held if held.part is not None)
 
-    @cached_property
+    @made_once
     def jobs_for_others(self) -> Tensor:
         """The job of everything that this rank sends, on the device."""
         return torch.tensor([held.job for held in self.held_for_others]).to(self.device)
 
-    @cached_property
+    @made_once
     def jobs_here(self) -> Tensor:
         """The job of everything that is held, on the device."""
         return torch.tensor([held.job for held in self.held]).to(self.device)
 
-    @cached_property
+    @made_once
     def places_of_jobs(self) -> Tensor | None:
         """Where each job is among what is held, on the device; None unless there is one of each."""
         jobs = [held.job for held in self.held]
@@ -175,7 +175,7 @@ class SharedChunk:
             return None
         return torch.tensor([jobs.index(job) for job in range(len(jobs))]).to(self.device)
 
-    @cached_property
+    @made_once
     def owned_here(self) -> Tensor:
         """The jobs of this rank, on the device."""
         return torch.tensor(self.route.owned).to(self.device)
@@ -249,6 +249,11 @@ def _corner(box: Box) -> tuple[int, ...]:
     return tuple(cut.start for cut in box.local)
 
 
+def in_turn(chunks: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:
+    """(number of the group, chunk), group by group."""
+    return [(number, chunk) for number, of_group in enumerate(chunks) for chunk in of_group]
+
+
 @dataclass(frozen=True, eq=False)
 class Shared:
     """The part of a plan that ranks share."""
@@ -258,9 +263,14 @@ class Shared:
     teams: list[tuple[Team, list[tuple[str, Tensor]]]]  # parameters that must agree on gradients
     empty: bool  # no parameter is on more ranks than this one
     flow: Flow  # of the chunks
+    order: list[tuple[int, Any]]  # (number of the group, chunk) as a step begins them
     staging: Staging = field(default_factory=Staging)
     graphs: Graphs = field(default_factory=Graphs)
-    tape: Tape = field(default_factory=Tape)
+
+    @cached_property
+    def tape(self) -> Tape:
+        """Of the last step."""
+        return Tape(self.graphs)
 
     def of_groups(self) -> list[list[Any]]:
         """All chunks, per group."""

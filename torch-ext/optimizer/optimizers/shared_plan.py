@@ -20,7 +20,7 @@ from ..distributed import Extra, Job, Layout, Run, Team, assign, chunked, make_r
 from .blocks import Blocks, Piece
 from .flow import Flow
 from .parameters import is_dtensor
-from .shared import Shared, SharedChunk, SharedMatrix, chunk_of
+from .shared import Shared, SharedChunk, SharedMatrix, chunk_of, in_turn
 
 Cost = Callable[[int, int, torch.dtype, torch.device], float]
 
@@ -148,7 +148,7 @@ def plan_shared(groups: Sequence[SharedGroup], count: int, empty: bool, flow: Fl
         (team, [(where, param) for param, where in params.items()])
         for team, params in teams.values()
     ]
-    return Shared(chunks, home, agreeing, empty, flow)
+    return Shared(chunks, home, agreeing, empty, flow, in_turn(chunks))
 
 
 def _chunks(

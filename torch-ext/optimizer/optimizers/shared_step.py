@@ -21,7 +21,7 @@ from .options import MuonOptions
 from .parameters import locals_of
 from .running import StepRun
 from .shared import Held, SharedChunk
-from .staging import Block
+from .staging import Block, lasting
 from .timing import stage
 from .update import Rate
 
@@ -60,7 +60,7 @@ def step_shared(
     if chunk.communicates:
         yield
     with stage("muon::wait_gather"):
-        inbox = gathering.wait()
+        inbox = gathering.wait(run)
     with stage("muon::newton_schulz"):
         message = run.take(chunk, "message", chunk.route.answered.size)
         _orthogonalized(chunk, inbox, message, options, present, run)
@@ -74,7 +74,7 @@ def step_shared(
     if chunk.communicates:
         yield
     with stage("muon::wait_scatter"):
-        answers = scattering.wait()
+        answers = scattering.wait(run)
     with stage("muon::update_params"):
         apply(chunk, answers, number, rate, options, present, run)
         scattering.give(run)
@@ -270,20 +270,21 @@ def scales_of(exponents: Tensor) -> Tensor:
 def _scale_of_exponents(device: torch.device) -> Tensor:
     """Per stored exponent of a matrix's largest element (256,) the scale that it travels with."""
     shifts = [max(-126, min(126, TOP - (stored - HALF))) for stored in range(NOT_FINITE)]
-    return torch.tensor([2.0**shift for shift in (*shifts, 0)], device=device)
+    with lasting():
+        return torch.tensor([2.0**shift for shift in (*shifts, 0)], device=device)
 
 
 def _gather(chunk: SharedChunk, directions: Directions, run: StepRun) -> Sent:
     outbox, route = directions.outbox, chunk.route
     message = directions.message()
     if not route.gathers:
-        return Sent(Ready(message), (outbox,))
+        return Sent(Ready(message), outbox)
     inbox, transport = run.take(chunk, "message", route.gathered.size), chunk.team.transport
     future = run.launch(
         "launch_gather",
         lambda: transport.gather(route.sent, message, route.gathered, inbox.bytes),
     )
-    return Sent(future, (outbox, inbox))
+    return Sent(future, inbox, outbox)
 
 
 def _batch(chunk: SharedChunk, inbox: Tensor) -> Tensor:

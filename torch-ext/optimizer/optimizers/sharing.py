@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +22,12 @@ from .options import AdamWOptions, MuonOptions
 from .parameters import is_dtensor
 from .rounding import check_rounding
 from .running import StepRun, key_of_step
-from .shared import Shared, SharedChunk, SharedMatrix
+from .shared import Shared, SharedChunk, SharedMatrix, in_turn
 from .shared_plan import SharedGroup, layout_on, local_blocks, matrices_of, plan_shared
 from .shared_step import step_shared
 from .state import Slot
 from .tape import under_the_first_gathers
-from .unreduced import Bands, SliceChunk, SmallChunk, Unreduced, parts_of, reserve
+from .unreduced import Bands, SliceChunk, SmallChunk, Unreduced, parts_of, reserve, spread
 from .unreduced_step import step_bands, step_slices, step_small
 from .update import Rate, rate_of
 
@@ -154,7 +154,8 @@ class Sharing:
         labelled += [entry for _, named in others for entry in named]
         self._agreement.begin_plan()
         teams = [(owners.team, labelled)] if labelled else []
-        shared = Shared(chunks, [[] for _ in range(count)], teams, not labelled, self.flow)
+        home: list[list[SharedChunk]] = [[] for _ in range(count)]
+        shared = Shared(chunks, home, teams, not labelled, self.flow, order=spread(chunks))
         reserve(shared)
         return shared
 
@@ -253,15 +254,15 @@ class Sharing:
         if shared.graphs.serve(shared.devices):
             key = key_of_step(options, params_of_groups, state)
         self._broken = bool(shared.teams)
-        if key is not None and shared.tape.fits(key):
+        if shared.tape.fits(key):
             for number, group in enumerate(options):
                 shared.set_numbers(number, group)
             shared.tape.play(meanwhile)
         else:
-            shared.tape.begin()
+            shared.tape.begin(key)
             run = StepRun(state, kept, Counter(), shared.staging, shared.graphs, shared.tape)
             self._step_anew(shared, options, run, meanwhile)
-            shared.tape.end(key)
+            shared.tape.end()
         for number, params in enumerate(params_of_groups):
             if options[number].none_grad:  # also where this rank had nothing to do for them
                 for param in params:
@@ -288,27 +289,32 @@ class Sharing:
                         for part in parts_of(chunk):
                             run.remaining.update(part.params)
 
-        def phases(per_group: Any) -> Iterator[Any]:
-            for number, (group, chunks) in enumerate(zip(options, per_group, strict=True)):
-                for chunk in chunks:
-                    if self.unreduced is None:
-                        yield step_shared(chunk, number, rates[id(chunk)], group, run)
-                        continue
-                    team, factor = self.unreduced.team, self.unreduced.factor
-                    if isinstance(chunk, SliceChunk):
-                        yield step_slices(chunk, number, factor, group, run)
-                    elif isinstance(chunk, SmallChunk):
-                        yield step_small(chunk, team, factor, options, run)
-                    else:
-                        rate = rates[id(chunk)]
-                        yield from step_bands(chunk, number, factor, rate, group, run)
+        def phases(chunks: Iterable[tuple[int, Any]]) -> Iterator[Any]:
+            for number, chunk in chunks:
+                group = options[number]
+                if self.unreduced is None:
+                    yield step_shared(chunk, number, rates[id(chunk)], group, run)
+                    continue
+                team, factor = self.unreduced.team, self.unreduced.factor
+                if isinstance(chunk, SliceChunk):
+                    yield step_slices(chunk, number, factor, group, run)
+                elif isinstance(chunk, SmallChunk):
+                    yield step_small(chunk, team, factor, options, run)
+                else:
+                    rate = rates[id(chunk)]
+                    yield from step_bands(chunk, number, factor, rate, group, run)
 
         def other_work() -> None:
-            run.tape.note("muon::meanwhile", under_the_first_gathers)
+            run.tape.do("muon::meanwhile", under_the_first_gathers)
             meanwhile()
-            run_pipeline(phases(shared.home))
+            run_pipeline(phases(in_turn(shared.home)))
 
-        run_pipeline(phases(shared.chunks), ahead=self.flow.warmup_step, meanwhile=other_work)
+        ahead = self.flow.warmup_step
+        run_pipeline(phases(shared.order), ahead=ahead, meanwhile=other_work)
+
+    def tell(self, shared: Shared) -> None:
+        """Warn of what went wrong in a step without any harm to it, now that it is over."""
+        shared.graphs.tell_failures()
 
     def mend(self) -> None:
         """State was loaded: a failed step is forgotten."""

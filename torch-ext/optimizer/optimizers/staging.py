@@ -7,13 +7,34 @@ stream, and the next one to take it goes on there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Kind = tuple[str, torch.device]
+
+
+def lasting() -> torch.inference_mode:
+    """A context for tensors that outlive a step: one that runs in inference mode makes no others.
+
+    Outside of it nothing could be written to them.
+    """
+    return torch.inference_mode(False)
+
+
+def made_once(make: Callable[[Any], Any]) -> cached_property[Any]:
+    """A property whose tensors are made when they are first asked for, and stay."""
+
+    @wraps(make)
+    def made(owner: Any) -> Any:
+        with lasting():
+            return make(owner)
+
+    return cached_property(made)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +81,8 @@ class Staging:
             )
         free = self._free.setdefault(kind, [])
         if not free:
-            fresh = torch.empty(self._sizes[kind], dtype=torch.uint8, device=device)
+            with lasting():
+                fresh = torch.empty(self._sizes[kind], dtype=torch.uint8, device=device)
             self._blocks.setdefault(kind, []).append(fresh)
             free.append(fresh)
         whole = free.pop()

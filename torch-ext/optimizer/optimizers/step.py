@@ -149,6 +149,7 @@ class MuonBase(OffloadingOptimizer):
         if logits:
             with stage("muon::qk_clip"):
                 self._clip(plan, logits)
+        self._sharing.tell(plan.shared)
         return loss
 
     @torch.no_grad()

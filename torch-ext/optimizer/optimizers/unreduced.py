@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from torch import Tensor
 from ..distributed import Job, Layout, Run, Split, Team, Teams, assign, make_route
 from .blocks import equal_share
 from .flow import Flow
+from .graphs import BESIDE, POOL_BYTES
 from .shared import Shared, SharedChunk, SharedMatrix, chunk_of
+from .staging import made_once
 
 REDUCE_OPS = ("avg", "sum")
 # Bytes of directions that an owner orthogonalizes at once, unless one matrix has more: fewer leave
@@ -58,13 +60,13 @@ class SmallChunk:
     dtype: torch.dtype
     device: torch.device
 
-    @cached_property
+    @made_once
     def flat(self) -> Tensor:
         """Memory for all gradients."""
         sizes = sum(param.numel() for _, param in self.params)
         return torch.zeros(sizes, dtype=self.dtype, device=self.device)
 
-    @cached_property
+    @made_once
     def places(self) -> list[Tensor]:
         """Where each of them is."""
         parts = self.flat.split([param.numel() for _, param in self.params])
@@ -80,6 +82,25 @@ def parts_of(chunk: Any) -> tuple[SharedChunk, ...]:
     return (chunk.chunk if isinstance(chunk, SliceChunk) else chunk,)
 
 
+def spread(chunks: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:
+    """(group, chunk) of all groups, in the order of a step.
+
+    Bands keep the multiprocessors busy and everything else the wire: each kind is spread evenly
+    over the step, so that the one runs under the other.
+    """
+    kinds: dict[bool, list[tuple[int, Any]]] = {True: [], False: []}
+    for number, of_group in enumerate(chunks):
+        for chunk in of_group:
+            kinds[isinstance(chunk, Bands)].append((number, chunk))
+    placed = []
+    for entries in kinds.values():
+        # A chunk without parts, the small parameters, counts as one.
+        sizes = [max(1, len(parts_of(chunk))) for _, chunk in entries]
+        middles = [at - size / 2 for at, size in zip(accumulate(sizes), sizes, strict=True)]
+        placed += [(m / sum(sizes), entry) for m, entry in zip(middles, entries, strict=True)]
+    return [entry for _, entry in sorted(placed, key=lambda one: one[0])]
+
+
 def reserve(shared: Shared) -> None:
     """Say how much memory the chunks of a plan will ask for."""
     staging, graphs = shared.staging, shared.graphs
@@ -90,17 +111,22 @@ def reserve(shared: Shared) -> None:
             route = part.route
             messages = route.sent, route.gathered, route.answered, route.scattered
             staging.reserve("message", part.device, max(message.size for message in messages))
-            if not isinstance(chunk, (Bands, SliceChunk)):
+            if isinstance(chunk, (Bands, SliceChunk)):
+                # Wide where the wire rounds, before they leave or when they have arrived.
+                contributions = max(message.size for message in messages[:2])
+                wide = 0 if part.wire == part.dtype else part.dtype.itemsize
+                graphs.reserve(part.device, contributions // part.wire.itemsize * wide)
+            else:
                 staging.reserve("directions", part.device, part.wide_bytes)
                 # The batch may have to be put together, and its result goes into messages.
                 owned = len(route.owned) * math.prod(part.matrix)
-                graphs.reserve(part.device, owned, 2 * part.wire.itemsize)
+                graphs.reserve(part.device, (POOL_BYTES + 2 * part.wire.itemsize) * owned)
         if isinstance(chunk, Bands):
             whole = chunk.whole
             elements = len(whole.route.owned) * math.prod(whole.matrix)
             staging.reserve("directions", whole.device, elements * whole.dtype.itemsize)
             staging.reserve("updates", whole.device, elements * whole.wire.itemsize)
-            graphs.reserve(whole.device, elements)
+            graphs.reserve(whole.device, POOL_BYTES * elements, BESIDE)
 
 
 class Unreduced:

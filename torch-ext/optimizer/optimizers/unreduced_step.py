@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from .answers import (
     write_answer,
 )
 from .contributions import Contributions
-from .graphs import places
+from .graphs import places, places_of_numbers
 from .layout import written
 from .options import AdamWOptions, MuonOptions
 from .parameters import local
@@ -34,6 +34,10 @@ from .timing import stage
 from .unreduced import Bands, SliceChunk, SmallChunk
 from .update import Rate
 
+# Computations between Newton-Schulz and the first transfer of what it makes: it runs beside them,
+# so that messages do not wait for it.
+LATER = 1
+
 
 @dataclass(eq=False)
 class _Made:
@@ -42,6 +46,7 @@ class _Made:
     present: Sequence[bool]  # of the matrices of this rank, by their slots
     directions: Block | None = None  # (B, m, n) of those with a gradient, filled band by band
     updates: Block | None = None  # (B, m, n), sent band by band
+    wait: Callable[[], None] | None = None  # for the updates, which are on their way
 
     def before(self, slot: int) -> int:
         """Matrices with a gradient before a slot."""
@@ -49,6 +54,13 @@ class _Made:
 
     def shape(self, whole: SharedChunk) -> tuple[int, ...]:
         return sum(self.present), *whole.matrix
+
+    def arrive(self, run: StepRun) -> None:
+        """The updates are there."""
+        if self.wait is not None:
+            self.wait()
+            run.give(self.directions)
+            self.wait = self.directions = None
 
 
 def step_bands(
@@ -104,9 +116,10 @@ def _step_band(
     if made.directions is not None and not later:
         with stage("muon::newton_schulz"):
             _updates(bands.whole, made, options, run)
-    yield later
+    yield later + LATER
     mine = None
     with stage("muon::launch_scatter"):
+        made.arrive(run)
         message = run.take(chunk, "message", chunk.route.answered.size)
         if owned and made.updates is not None:
             updates = made.updates.of(chunk.wire, made.shape(bands.whole))
@@ -117,7 +130,7 @@ def _step_band(
         del message
     yield
     with stage("muon::wait_scatter"):
-        answers = scattering.wait()
+        answers = scattering.wait(run)
     with stage("muon::update_params"):
         apply(chunk, answers, number, rate, options, present, run)
         if mine is not None:
@@ -169,9 +182,7 @@ def _updates(whole: SharedChunk, made: _Made, options: MuonOptions, run: StepRun
         where = directions.data_ptr(), updates.data_ptr(), shape
         return where, iteration, beta2, kept_statistics(whole, owned, options, run.state)
 
-    run.stage("newton_schulz", whole, key, body)
-    run.give(made.directions)
-    made.directions = None
+    made.wait = run.stage_beside("newton_schulz", whole, key, body)
 
 
 def step_slices(
@@ -203,7 +214,7 @@ def step_slices(
         del message
     yield
     with stage("muon::wait_scatter"):
-        rows = scattering.wait()
+        rows = scattering.wait(run)
         if present:
             _take_rows(chunk, param, rows, run)
         scattering.give(run)
@@ -293,16 +304,11 @@ def _adamw_on_small(
                 adamw_on(taken, grads, [dict(run.state[param]) for param in taken], group)
 
     def key() -> Any:
-        rules = [(tuple(group.betas), group.eps, _numbers(group)) for group in given.values()]
+        rules = [(tuple(g.betas), g.eps, places_of_numbers(g)) for g in given.values()]
         kept = [value for param in params for value in run.state[param].values()]
         return rules, factor, present, places(params), places(kept)
 
     run.stage("adamw", small, key, body, params)
-
-
-def _numbers(group: AdamWOptions) -> Any:
-    """Where the graphs read the rate of a group."""
-    return places([v for v in (group.lr, group.weight_decay) if isinstance(v, Tensor)])
 
 
 def _momentum(
@@ -375,7 +381,7 @@ def _adamw_on_rows(
 
     def key() -> Any:
         kept = places([param, *map(local, state.values())])
-        rule = tuple(options.betas), options.eps, factor, _numbers(given)
+        rule = tuple(options.betas), options.eps, factor, places_of_numbers(given)
         return kept, rule, message.bytes.data_ptr(), contributions.key()
 
     run.stage("adamw", chunk, key, body, [param])
