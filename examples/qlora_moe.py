@@ -268,7 +268,7 @@ def train(
     measured = "no comparison: it decodes the same absmax, which is nested here"
     if not options.nested:
         measured = compare(run, package)
-    offload = module.moe.ExpertOffload(model) if options.offload else None
+    offload = module.moe.ExpertOffload(model, device) if options.offload else None
     run.run()
     module.integrations.save_peft_adapter(model, folder / "adapter")
     plot(folder / "loss.png", (run,))
