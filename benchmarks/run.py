@@ -9,9 +9,10 @@ python benchmarks/run.py nf4                                  layers on 4-bit ex
 python benchmarks/run.py plots [--check]                      README's table and the plots
 
 A case is timed only after its results were compared with the reference. `--draft` measures a build
-with uncommitted changes and writes nothing. With `-m` moe_lora measures layers of these models only
-(a name of harness/moe_problems.py, a Hugging Face id or a folder) and writes nothing. Under
-torchrun `--device cpu` tries tiny sets over gloo and writes nothing. See docs/measuring.md.
+with uncommitted changes and writes nothing. With `-m`, `-r` or `-T` moe_lora measures layers of
+these models (a name of harness/moe_problems.py, a Hugging Face id or a folder; default: those of
+moe_problems.py), ranks and tokens only and writes nothing. Under torchrun `--device cpu` tries tiny
+sets over gloo and writes nothing. See docs/measuring.md.
 """
 
 from __future__ import annotations
@@ -131,6 +132,19 @@ def measure_on_ranks(out: Path, *, draft: bool, device: str) -> int:
     return sum(not row.ok for row in rows)
 
 
+def asked_for(options: argparse.Namespace) -> dict[str, object]:
+    """The layers that -m, -r and -T name, whichever of them is given; none: the whole list."""
+    if options.models is None and options.ranks is None and options.seq_len is None:
+        return {}
+    from harness.moe_problems import MODELS
+
+    return {
+        "models": options.models or list(MODELS),
+        "ranks": options.ranks or [16, 32, 64],
+        "tokens": 2048 if options.seq_len is None else options.seq_len,
+    }
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -145,15 +159,13 @@ def main(arguments: list[str]) -> int:
         "--device", choices=("cuda", "cpu"), default="cuda", help="under torchrun: cpu for a try"
     )
     parser.add_argument("-m", "--models", nargs="+", help="moe_lora: these models only")
-    parser.add_argument("-r", "--ranks", nargs="+", type=int, default=[16, 32, 64])
-    parser.add_argument("-T", "--seq-len", type=int, default=2048, help="moe_lora: tokens")
+    parser.add_argument("-r", "--ranks", nargs="+", type=int, help="moe_lora: 16 32 64")
+    parser.add_argument("-T", "--seq-len", type=int, help="moe_lora: tokens, 2048")
     options = parser.parse_args(arguments)
+    problem = asked_for(options)
+    if problem and options.what != "moe_lora":
+        parser.error(f"{options.what} takes no --models, --ranks or --seq-len; moe_lora does")
     if options.what != "plots":
-        problem = {}
-        if options.models:
-            if options.what != "moe_lora":
-                parser.error(f"{options.what} takes no --models")
-            problem = {"models": options.models, "ranks": options.ranks, "tokens": options.seq_len}
         draft = options.draft or bool(problem)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             if options.what != "optimizer_step":

@@ -35,7 +35,6 @@ from finetune_moe_lora import Run, Size, plot, positive_integer
 from torch import Tensor, nn
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
-BASELINE = "bitsandbytes_grouped_mm"
 MEASURED = 10  # steps
 
 
@@ -218,13 +217,14 @@ def compare(run: Run, package: Package) -> dict[str, dict[str, float]] | str:
         torch.autograd.grad(run.loss(*batch), trained)
 
     torch.use_deterministic_algorithms(False)  # which would slow the other way's index_add
-    found = {"ours": measure(step)}
-    ExpertsInterface.register(BASELINE, dense_and_grouped)
-    run.model.set_experts_implementation(BASELINE)
+    name = package.module.integrations.use_in_transformers()
     try:
+        found = {"ours": measure(step)}
+        # Under our name: with LoRA attached, experts refuse to run on any other implementation.
+        ExpertsInterface.register(name, dense_and_grouped)
         found["bitsandbytes + grouped_mm"] = measure(step)
     finally:
-        run.model.set_experts_implementation(package.module.integrations.use_in_transformers())
+        package.module.integrations.use_in_transformers()  # registers ours again
         torch.use_deterministic_algorithms(True, warn_only=True)
     return found
 
@@ -268,7 +268,7 @@ def train(
     measured = "no comparison: it decodes the same absmax, which is nested here"
     if not options.nested:
         measured = compare(run, package)
-    offload = module.moe.ExpertOffload(model) if options.offload else None
+    offload = module.moe.ExpertOffload(model, device) if options.offload else None
     run.run()
     module.integrations.save_peft_adapter(model, folder / "adapter")
     plot(folder / "loss.png", (run,))

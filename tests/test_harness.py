@@ -414,3 +414,34 @@ def test_no_results_yet_is_said(harness, checkout):
     harness.plots.draw(checkout)
     assert harness.plots.EMPTY in (checkout / "README.md").read_text()
     assert harness.plots.findings(checkout) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], {}),
+        (["-m", "a", "b"], {"models": ["a", "b"], "ranks": [16, 32, 64], "tokens": 2048}),
+        (["-r", "64", "-T", "512"], {"models": None, "ranks": [64], "tokens": 512}),
+        (["-T", "512"], {"models": None, "ranks": [16, 32, 64], "tokens": 512}),
+    ],
+)
+def test_layers_that_are_asked_for_are_printed_only(harness, monkeypatch, arguments, problem):
+    """Without -m, -r and -T name layers too: they must not be dropped, nor the file written."""
+    run, calls = importlib.import_module("run"), []
+    monkeypatch.setattr(run, "measure", lambda *given, **options: calls.append(options) or 0)
+    assert run.main(["moe_lora", *arguments]) == 0
+    (options,) = calls
+    assert options.pop("draft") == bool(arguments)
+    if problem.get("models", ()) is None:
+        problem = problem | {"models": list(importlib.import_module("harness.moe_problems").MODELS)}
+    assert options == problem
+
+
+@pytest.mark.parametrize("what", ["nf4", "elementwise", "plots"])
+@pytest.mark.parametrize("arguments", [["-m", "a"], ["-r", "64"], ["-T", "512"]])
+def test_other_files_take_no_layers(harness, monkeypatch, capsys, what, arguments):
+    run = importlib.import_module("run")
+    monkeypatch.setattr(run, "measure", lambda *_, **__: 0)
+    with pytest.raises(SystemExit):
+        run.main([what, *arguments])
+    assert f"{what} takes no --models, --ranks or --seq-len" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -70,6 +71,53 @@ def test_the_other_way_computes_the_same(script, opt) -> None:
     ours = experts(hidden, index, weights.bfloat16())
     other = script.dense_and_grouped(experts, hidden, index, weights.bfloat16())
     assert relative_error(ours, other.float()) < 0.02
+
+
+def test_a_comparison_runs_both_ways_and_training_goes_on_with_ours(
+    script, opt, monkeypatch
+) -> None:
+    """With LoRA attached, as on a GPU that has bitsandbytes; only the clock is another one."""
+    pytest.importorskip("bitsandbytes")
+    package = script.Package(opt, "", 1, "", "", False, "")
+    size, device = script.SIZES["tiny"], torch.device("cpu")
+    model = script.build_model(size, package, device, torch.bfloat16, seed=0, nested=False)
+    opt.integrations.attach_lora(model, 8, 16.0)
+    run = script.Run(
+        "LoRA",
+        model=model,
+        corpus=script.read_corpus(None, context=size.context, max_bytes=1 << 16, device=device),
+        size=size,
+        steps=1,
+        lr=1e-2,
+        seed=0,
+        device=SimpleNamespace(type="cuda"),
+    )
+    losses, used = [], []
+    usual = script.dense_and_grouped
+
+    def measure(step) -> dict[str, float]:
+        before = len(used)
+        step()
+        return {"usual": float(len(used) - before)}
+
+    def counted(*arguments):
+        used.append(arguments)
+        return usual(*arguments)
+
+    monkeypatch.setattr(script, "dense_and_grouped", counted)
+    monkeypatch.setattr(script, "measure", measure)
+    monkeypatch.setattr(run, "loss", lambda *batch: losses.append(model(*batch[:1])) or total())
+
+    def total():
+        return losses[-1].logits.float().square().mean()
+
+    found = script.compare(run, package)
+    layers = size.model["num_hidden_layers"]
+    assert found == {"ours": {"usual": 0}, "bitsandbytes + grouped_mm": {"usual": layers}}
+    first, second = (output.logits for output in losses)
+    assert relative_error(second, first.float()) < 0.05
+    model(losses[-1].logits.argmax(-1))
+    assert len(used) == layers  # ours again
 
 
 def test_the_table_of_a_comparison(script) -> None:

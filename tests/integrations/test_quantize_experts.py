@@ -66,6 +66,50 @@ def test_the_stacks_are_gone(opt, device) -> None:
         assert_same_bits(value, before[key])
 
 
+def test_a_quantised_model_runs(opt, device) -> None:
+    """No call beside quantize_experts: transformers' own experts know no 4 bits."""
+    model = build("qwen3_moe").to(device)
+    model.set_experts_implementation("grouped_mm")
+    expected = logits(rounded(opt, build("qwen3_moe").to(device), "nf4"))
+    opt.integrations.quantize_experts(model)
+    assert_error_at_most(logits(model), expected, FP32)
+    with pytest.raises(ValueError, match="no experts of transformers' experts interface"):
+        opt.integrations.quantize_experts(nn.Linear(2, 2))
+
+
+def test_a_refused_or_failed_attachment_leaves_no_adapter(
+    opt, device, submodule, monkeypatch
+) -> None:
+    attach, wide = opt.integrations.attach_lora, build("qwen3_moe").to(device).double()
+    with pytest.raises(ValueError, match=r"gate_up_proj is torch\.float64; 4 bits are made of"):
+        attach(wide, r=2, alpha=4, quantize="nf4")
+    assert not any(".lora_" in name for name in wide.state_dict())
+    assert all(parameter.requires_grad for parameter in wide.parameters())
+    assert wide.config._experts_implementation == "eager"
+    with pytest.raises(ValueError, match="blocksize must be one of"):
+        opt.integrations.quantize_experts(build("qwen3_moe"), blocksize=48)
+
+    model, calls = build("qwen3_moe").to(device), []
+    module = submodule("moe.quantized_experts")
+    quantize = module.nf4_quantize
+
+    def short_of_memory(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 8:  # within the second stack
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return quantize(*arguments, **options)
+
+    monkeypatch.setattr(module, "nf4_quantize", short_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        attach(model, r=2, alpha=4, quantize="nf4")
+    assert not any(".lora_" in name for name in model.state_dict())
+    assert all(p.requires_grad for n, p in model.named_parameters() if ".experts." not in n)
+    logits(model)  # half quantised, it runs
+    attach(model, r=2, alpha=4, quantize="nf4")
+    logits(model)
+    assert not any(key.endswith(TARGETS) for key in model.state_dict())
+
+
 def test_refusals_change_nothing(opt, device) -> None:
     model = build("qwen3_moe").to(device)
     before = set(model.state_dict())
@@ -106,5 +150,9 @@ def test_experts_in_host_memory(opt, device, tmp_path, reentrant) -> None:
         for name, gradient in expected.items():
             assert_same_bits(found[name], gradient)
     assert offload.waits < offload.transfers
-    saved = opt.integrations.save_quantized(model, tmp_path)
-    assert saved.stat().st_size > sum(p.nbytes for p in model.parameters())
+    opt.integrations.save_quantized(model, tmp_path)
+    opt.integrations.save_peft_adapter(model, tmp_path / "adapter")
+    options = {"dtype": torch.float32, "device_map": str(device)}
+    loaded = opt.integrations.load_quantized(tmp_path, **options)
+    opt.integrations.load_peft_adapter(loaded, tmp_path / "adapter")
+    assert_same_bits(logits(loaded), logits(model))

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,6 +65,100 @@ def test_logits_are_those_of_the_rounded_model(opt, saved, name):
     assert relative_error(actual, expected) < 1e-5
     quantised = [m for m in loaded.modules() if type(m).__name__ == "QuantizedExperts"]
     assert len(quantised) == 2 * len(experts_of(loaded))
+
+
+def rewritten(source, folder, change):
+    """A copy of a saved model, its tensors changed by a function of their dict."""
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir()
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    save_file(change(load_file(source / "model.safetensors")), folder / "model.safetensors")
+    return folder
+
+
+def from_pretrained(folder, loaded, **options):
+    """What transformers makes of the files, over the decoded experts of `loaded`."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, experts_implementation="eager", dtype=torch.float32, **options
+    )
+    with torch.no_grad():
+        for ours, theirs in zip(experts_of(loaded), experts_of(model), strict=True):
+            for target in ("gate_up_proj", "down_proj"):
+                getattr(theirs, target).copy_(getattr(ours, target).decode(dtype=torch.float32))
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe", "qwen3_5_moe_vlm"])
+def test_what_from_pretrained_takes_and_leaves(opt, saved, tmp_path, name):
+    """Heads for multi-token prediction, a vision tower, a text model inside a larger one."""
+    extra = {"mtp.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}
+    folder = rewritten(saved(name), tmp_path / name, lambda tensors: tensors | extra)
+    loaded = opt.integrations.load_quantized(folder, dtype=torch.float32, device_map="cpu")
+    ids = tokens(torch.device("cpu"))
+    with torch.no_grad():
+        expected = from_pretrained(folder, loaded)(ids).logits
+        assert relative_error(loaded(ids).logits, expected) < 1e-5
+
+
+def test_files_of_the_base_model_alone(opt, saved, tmp_path):
+    """Names without the prefix `model.`, the experts' too."""
+    source = saved("qwen3_moe")
+    folder = rewritten(
+        source, tmp_path / "base", lambda t: {k.removeprefix("model."): v for k, v in t.items()}
+    )
+    options = {"dtype": torch.float32, "device_map": "cpu"}
+    expected = opt.integrations.load_quantized(source, **options).state_dict()
+    for key, value in opt.integrations.load_quantized(folder, **options).state_dict().items():
+        assert_same_bits(value, expected[key])
+
+
+@pytest.mark.parametrize("kept", ["both", "head", "embedding"])
+def test_tied_weights_under_any_of_their_names(opt, tmp_path, kept):
+    model = build("qwen3_moe", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "tied")
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+
+    def change(tensors):
+        weight = tensors.pop(embedding)
+        names = {"both": (embedding, head), "head": (head,), "embedding": (embedding,)}[kept]
+        return tensors | {name: weight.clone() for name in names}
+
+    folder = rewritten(tmp_path / "tied", tmp_path / "named", change)
+    loaded = opt.integrations.load_quantized(folder, dtype=torch.float32, device_map="cpu")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert_same_bits(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_what_the_model_keeps_in_float32(opt, saved):
+    """DeepSeek-V3 selects experts by a bias whose small updates 16 bits would lose."""
+    options = {"dtype": torch.bfloat16, "device_map": "cpu"}
+    loaded = opt.integrations.load_quantized(saved("deepseek_v3"), **options)
+    wide = [
+        name
+        for name, value in loaded.state_dict().items()
+        if value.dtype == torch.float32 and not name.endswith("absmax")
+    ]
+    assert wide == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+
+
+def test_parameters_that_a_module_makes_in_float32(opt, saved, monkeypatch):
+    """The dtype of a module's own choice stays, as in from_pretrained."""
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
+
+    original = modeling.Qwen3MoeRMSNorm.__init__
+
+    def wide(self, *arguments, **options):
+        original(self, *arguments, **options)
+        self.weight = torch.nn.Parameter(self.weight.detach().float())
+
+    monkeypatch.setattr(modeling.Qwen3MoeRMSNorm, "__init__", wide)
+    options = {"dtype": torch.bfloat16, "device_map": "cpu"}
+    loaded = opt.integrations.load_quantized(saved("qwen3_moe"), **options)
+    assert loaded.model.norm.weight.dtype == torch.float32
+    assert loaded.lm_head.weight.dtype == torch.bfloat16
 
 
 def test_saved_and_loaded_without_quantising_again(opt, saved, tmp_path, monkeypatch, submodule):
@@ -147,7 +242,7 @@ def test_names_and_shapes_that_do_not_fit_are_named(opt, saved, tmp_path):
     gone = {k: None for k in tensors if ".experts." in k and "down_proj" in k}
     with pytest.raises(ValueError, match=r"has neither model.layers.0.mlp.experts.down_proj nor"):
         load(changed(**gone), device_map="cpu")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors$"):
         load(tmp_path.parent, device_map="cpu")
     with pytest.raises(ValueError, match="belongs to a Hub id"):
         load(source, revision="main")
@@ -175,6 +270,49 @@ def test_sharded_hub_id_with_its_index_pinned_and_offline(opt, saved, tmp_path, 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     options = {"dtype": torch.float32, "device_map": "cpu"}
     loaded = opt.integrations.load_quantized("org/tiny", revision=commit, **options)
+    expected = opt.integrations.load_quantized(source, **options).state_dict()
+    for key, value in loaded.state_dict().items():
+        assert_same_bits(value, expected[key])
+
+
+def test_a_class_of_transformers(opt, saved):
+    """Classes of models have no from_config, which the auto classes alone have."""
+    import transformers
+
+    options = {"dtype": torch.float32, "device_map": "cpu"}
+    expected = opt.integrations.load_quantized(saved("qwen3_moe"), **options)
+    kind = transformers.Qwen3MoeForCausalLM
+    found = opt.integrations.load_quantized(saved("qwen3_moe"), model_class=kind, **options)
+    assert type(found) is kind
+    for key, value in expected.state_dict().items():
+        assert_same_bits(found.state_dict()[key], value)
+    whole = transformers.Qwen3_5MoeForConditionalGeneration
+    found = opt.integrations.load_quantized(saved("qwen3_5_moe_vlm"), model_class=whole, **options)
+    expected = build("qwen3_5_moe_vlm").model.visual.state_dict()
+    for key, value in found.model.visual.state_dict().items():
+        assert_same_bits(value, expected[key])
+
+
+def test_online_hub_id_with_one_file(opt, saved, monkeypatch):
+    """Over the network a missing file is an error of another kind than in a folder."""
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    source, asked = saved("qwen3_moe"), []
+
+    def download(repo_id, filename, *, revision, local_files_only):
+        assert (repo_id, revision, local_files_only) == ("org/single", None, False)
+        asked.append(filename)
+        if not (source / filename).is_file():
+            raise RemoteEntryNotFoundError(
+                "404", response=SimpleNamespace(headers={}, request=None)
+            )
+        return str(source / filename)
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    options = {"dtype": torch.float32, "device_map": "cpu"}
+    loaded = opt.integrations.load_quantized("org/single", **options)
+    assert "model.safetensors.index.json" in asked
     expected = opt.integrations.load_quantized(source, **options).state_dict()
     for key, value in loaded.state_dict().items():
         assert_same_bits(value, expected[key])

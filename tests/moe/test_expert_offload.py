@@ -204,3 +204,65 @@ def test_errors_say_what_to_do(opt, device, model):
         pickle.dumps(model)
     offload.turn_off()
     copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("allocation", range(1, LAYERS + 3))
+def test_memory_that_runs_out_leaves_the_model_as_it_was(
+    opt, device, model, monkeypatch, allocation
+):
+    """In host memory for any of the layers, or on the device for either slot."""
+    x = batch(device)
+    expected = step(model, x)
+    allocate, sizes = torch.empty, []
+
+    def short_of_memory(*arguments, **options):
+        if options.get("dtype") == torch.uint8:
+            sizes.append(arguments)
+            if len(sizes) == allocation:
+                raise torch.OutOfMemoryError("out of memory")
+        return allocate(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", short_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            opt.moe.ExpertOffload(model)
+    assert len(sizes) == allocation
+    assert {p.device.type for p in model.parameters()} == {torch.device(device).type}
+    assert_equal(step(model, x), expected)
+    opt.moe.ExpertOffload(model)
+    assert_equal(step(model, x), expected)
+
+
+@pytest.mark.parametrize("failing", [1, 2, 2 * LAYERS])
+def test_a_device_without_room_keeps_them_in_host_memory(opt, device, model, monkeypatch, failing):
+    x = batch(device)
+    expected = step(model, x)
+    offload = opt.moe.ExpertOffload(model)
+    move, moved = opt.moe.QuantizedExperts.to, []
+
+    def short_of_memory(self, *arguments):
+        moved.append(self)
+        if len(moved) == failing:
+            raise torch.OutOfMemoryError("out of memory")
+        return move(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(opt.moe.QuantizedExperts, "to", short_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            offload.turn_off()
+    assert offload.is_on
+    assert {m.packed.device.type for m in offload._where} == {"cpu"}
+    assert_equal(step(model, x), expected)
+    assert len({m.packed.untyped_storage().data_ptr() for m in offload._where}) == LAYERS
+    offload.turn_off()
+    assert not offload.is_on
+    assert_equal(step(model, x), expected)
+
+
+def test_experts_in_host_memory_beside_a_gpu_need_a_device(opt, monkeypatch):
+    """Without one the products would run on the CPU, or fail on activations of the GPU."""
+    model = Model(opt, "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match=r'pass device="cuda" for products on the GPU'):
+        opt.moe.ExpertOffload(model)
+    assert opt.moe.ExpertOffload(model, device="cpu").is_on

@@ -139,3 +139,23 @@ def test_a_capture_is_refused(model, device, offload) -> None:
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         model(x)
+
+
+def test_a_model_that_the_device_never_holds_whole(opt, model, device) -> None:
+    """Built in host memory, offloaded to the device, its dense part moved there afterwards."""
+    expected = step(model, device)
+    host = Model(opt, "cpu")
+    host.load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match=r'pass device="cuda"'):
+        opt.moe.ExpertOffload(host)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    opt.moe.ExpertOffload(host, device="cuda")
+    host.to(device)
+    host.gates, host.ids = model.gates, model.ids
+    slack = 1 << 20
+    assert torch.cuda.max_memory_allocated() - before <= 2 * layer_bytes(model) + slack
+    assert all(p.device.type == "cpu" and p.is_pinned() for p in host.parameters())
+    for found, right in zip(step(host, device), expected, strict=True):
+        assert_same_bits(found, right)

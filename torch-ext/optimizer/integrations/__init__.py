@@ -12,7 +12,8 @@ from .lora import (
     unmerge_lora,
 )
 from .quantize import quantize_experts
-from .quantized_loading import load_quantized, save_quantized
+from .quantized_loading import load_quantized
+from .quantized_saving import save_quantized
 from .transformers import use_in_transformers
 
 __all__ = [

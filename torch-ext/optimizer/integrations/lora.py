@@ -129,14 +129,12 @@ def attach_lora(
             f"targets must be a sequence of names, got {targets!r}; pass ({targets!r},)"
         )
     options = AdapterOptions(r, alpha, rslora)
-    add_adapter(
-        model,
-        adapter,
-        {name: dict.fromkeys(targets, options) for name, _ in experts_modules(model)},
-        dtype=dtype,
-    )
+    found = dict(experts_modules(model))
+    wanted = {name: dict.fromkeys(targets, options) for name in found}
     if quantize is not None:
-        quantize_experts(model, quantize)
+        _check_addition(model, found, adapter, wanted)
+        quantize_experts(model, quantize)  # first: it can run out of memory
+    add_adapter(model, adapter, wanted, dtype=dtype)
     if active_adapter(model) == adapter:
         train_adapter(model, adapter)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+QUANTIZED = "model-quantized.safetensors"  # of save_quantized; transformers looks for no such name
 # Parts of names that checkpoints and transformers 5 spell differently.
 RENAMES = ((".block_sparse_moe.", ".mlp."),)
 # The tensors of one expert in checkpoints that store them apart, in the order of the rows of ours.
@@ -67,6 +68,20 @@ class ModelFiles:
         """Every tensor, file after file."""
         return sorted(self._file_of, key=lambda name: (self._file_of[name][0], name))
 
+    def rename(self, name_of: Callable[[str], str]) -> None:
+        """Spell every name as the model does.
+
+        Raises:
+            ValueError: two tensors would have one name.
+        """
+        renamed: dict[str, tuple[str, str]] = {}
+        for name, place in self._file_of.items():
+            if name_of(name) in renamed:
+                _, other = renamed[name_of(name)]
+                raise ValueError(f"{self.source} has {name_of(name)} twice: {other} and {place[1]}")
+            renamed[name_of(name)] = place
+        self._file_of = renamed
+
     def path(self, name: str) -> Path:
         """A file of the checkpoint, downloaded if it has to be."""
         if self.folder is not None:
@@ -74,15 +89,16 @@ class ModelFiles:
                 raise FileNotFoundError(f"{self.folder} has no {name}")
             return self.folder / name
         from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import RemoteEntryNotFoundError
 
-        return Path(
-            hf_hub_download(
-                self.source,
-                name,
-                revision=self.revision,
-                local_files_only=self.local_files_only or _offline(),
+        offline = self.local_files_only or _offline()
+        try:
+            path = hf_hub_download(
+                self.source, name, revision=self.revision, local_files_only=offline
             )
-        )
+        except RemoteEntryNotFoundError as error:  # no OSError, unlike its local counterpart
+            raise FileNotFoundError(f"{self.source} has no {name} on the Hub") from error
+        return Path(path)
 
     def read(self, name: str) -> Tensor:
         """A whole tensor, on the CPU."""
@@ -145,13 +161,11 @@ class ModelFiles:
         return [f"{prefix}.{e}.{name}.weight" for e in range(count) for name in names]
 
     def _listing(self) -> dict[str, str]:
-        """Key -> file, of the index or of the only file."""
-        try:
-            index = self.path(INDEX)
-        except FileNotFoundError:
-            index = None
-        if index is not None:
-            return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        """Key -> file: of `save_quantized`'s only file, of the index, or of the only file."""
+        with contextlib.suppress(FileNotFoundError):
+            return dict.fromkeys(self._handle(QUANTIZED).keys(), QUANTIZED)
+        with contextlib.suppress(FileNotFoundError):
+            return json.loads(self.path(INDEX).read_text(encoding="utf-8"))["weight_map"]
         return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
 
     def _handle(self, file: str) -> Any:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..moe.expert_weights import QUANT_TYPES
-from ..moe.quantized_experts import QuantizedExperts
-from .experts import check_supported, experts_modules, first_projection
+from ..moe.expert_weights import DTYPES, QUANT_TYPES
+from ..moe.quantized_experts import BLOCKSIZES, QuantizedExperts
+from .experts import experts_modules, first_projection
+from .transformers import use_in_transformers
 
 
 def put(experts: nn.Module, target: str, stack: QuantizedExperts) -> None:
@@ -20,7 +21,8 @@ def check_quantizable(model: nn.Module, quant_type: str) -> None:
     """Raise unless `quantize_experts` can do it.
 
     Raises:
-        ValueError: an unknown quant_type, or a stack that is not whole in this process.
+        ValueError: an unknown quant_type, a stack that is not whole in this process, or a dtype
+            that has no 4 bits.
     """
     if quant_type not in QUANT_TYPES:
         raise ValueError(f"quantize must be None or one of {QUANT_TYPES}, got {quant_type!r}")
@@ -31,13 +33,18 @@ def check_quantizable(model: nn.Module, quant_type: str) -> None:
                 f"{name}.{target} is {where}; quantise a model whose experts are whole in this "
                 "process, or read them in 4 bits with load_quantized"
             )
+        if weight.dtype not in DTYPES:
+            kinds = ", ".join(map(str, DTYPES))
+            raise ValueError(f"{name}.{target} is {weight.dtype}; 4 bits are made of {kinds}")
 
 
 def quantize_experts(model: nn.Module, quant_type: str = "nf4", *, blocksize: int = 64) -> None:
     """Replace every stack of experts by one in 4 bits, one after another.
 
-    Each stack is dropped when its 4 bits are there. Stacks that are quantised already are left as
-    they are. `load_quantized` never holds the 16-bit stacks at all.
+    The model is switched to our experts implementation (`use_in_transformers`), the one that runs
+    such stacks. Each stack is dropped when its 4 bits are there. Stacks that are quantised already
+    are left as they are, so a call that ran out of memory leaves a model that runs, and can be
+    repeated. `load_quantized` never holds the 16-bit stacks at all.
 
     Args:
         model: a transformers model, its experts on their device.
@@ -45,12 +52,14 @@ def quantize_experts(model: nn.Module, quant_type: str = "nf4", *, blocksize: in
         blocksize: elements per absmax.
 
     Raises:
-        ValueError: as `check_quantizable`, or experts that our kernels do not serve; nothing has
-            changed then.
+        ValueError: as `check_quantizable`, an unknown blocksize, no experts, or experts that our
+            kernels do not serve; nothing has changed then.
+        ImportError: transformers is not installed.
     """
-    for name, experts in experts_modules(model):
-        check_supported(experts, name)
+    if blocksize not in BLOCKSIZES:
+        raise ValueError(f"blocksize must be one of {BLOCKSIZES}, got {blocksize}")
     check_quantizable(model, quant_type)
+    use_in_transformers(model)
     for name, target, _ in list(_stacks(model)):
         experts = model.get_submodule(name)
         options = {"quant_type": quant_type, "blocksize": blocksize}

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..moe.quantized_experts import QuantizedExperts
+from .checkpoint_names import ModelNames
 from .experts import check_supported, experts_modules, first_projection
-from .model_files import SINGLE, ModelFiles
+from .model_files import ModelFiles
 from .quantize import put
 from .transformers import use_in_transformers
 
@@ -96,13 +97,14 @@ def load_quantized(
         revision: of a Hub id; name a commit to load the same files always.
         local_files_only: do not ask the network (`HF_HUB_OFFLINE=1` does the same).
         device_map: see `placement`.
-        dtype: of everything that is not quantised.
+        dtype: of everything that is not quantised, but for what the model keeps in float32.
         blocksize: elements per absmax.
         quant_type: "nf4" or "fp4".
         nested: quantise absmax too.
         strategy: of the products; see `moe.choose_strategy`.
         config: None for the checkpoint's own.
-        model_class: with `_from_config`; None for AutoModelForCausalLM.
+        model_class: a class of transformers for this configuration, or one of its auto classes;
+            None for AutoModelForCausalLM.
 
     Returns:
         The model in eval mode, on one device, on our experts implementation. Experts that the files
@@ -127,43 +129,18 @@ def load_quantized(
                 f"{type(model).__name__} has no experts of transformers' experts interface; load "
                 "dense models with from_pretrained"
             )
+        names = ModelNames(model)
+        files.rename(names.of)
         read: set[str] = set()
         for prefix, experts in found.items():
             check_supported(experts, prefix)
             for target in (first_projection(experts), "down_proj"):
                 read |= _quantize(files, experts, prefix, target, device, options)
-        loaded = _load_dense(files, model, device, dtype, read)
-    model.tie_weights()
-    _check_complete(model, files, loaded)
+        loaded = _load_dense(files, model, names, device, dtype, read)
+    _tie(model, files, names.tensors.keys() - loaded)
+    _load_generation_config(files, model)
     use_in_transformers(model)
     return model.eval()
-
-
-def save_quantized(model: nn.Module, folder: str | Path) -> Path:
-    """Write a model with quantised experts, its configuration included, for `load_quantized`.
-
-    Args:
-        model: of `load_quantized`.
-        folder: made if it is missing.
-
-    Returns:
-        The file with the tensors. Tied weights are written once.
-    """
-    from safetensors.torch import save_file
-
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    seen: set[tuple] = set()
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        if tensor.numel() and place in seen:
-            continue
-        seen.add(place)
-        tensors[name] = tensor.contiguous()
-    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
-    model.config.save_pretrained(folder)
-    return folder / SINGLE
 
 
 class _ParametersOnMeta(TorchFunctionMode):
@@ -183,9 +160,22 @@ def _skeleton(files: ModelFiles, config: Any, model_class: Any, dtype: torch.dty
     if config is None:
         folder = files.path("config.json").parent
         config = transformers.AutoConfig.from_pretrained(folder)
-    build = (model_class or transformers.AutoModelForCausalLM).from_config
+    kind = model_class or transformers.AutoModelForCausalLM
+    build = getattr(kind, "from_config", None) or kind._from_config  # only the auto classes have it
     with _ParametersOnMeta(), torch.no_grad():
         return build(config, dtype=dtype)
+
+
+def _load_generation_config(files: ModelFiles, model: nn.Module) -> None:
+    """The checkpoint's defaults of `generate`, where it has some."""
+    from transformers import GenerationConfig
+
+    try:
+        path = files.path("generation_config.json")
+    except FileNotFoundError:
+        return
+    if model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(path.parent)
 
 
 def _quantize(
@@ -214,50 +204,50 @@ def _quantize(
 
 
 def _load_dense(
-    files: ModelFiles, model: nn.Module, device: torch.device, dtype: torch.dtype, read: set[str]
+    files: ModelFiles,
+    model: nn.Module,
+    names: ModelNames,
+    device: torch.device,
+    dtype: torch.dtype,
+    read: set[str],
 ) -> set[str]:
     """Every other tensor, one at a time, into the place of the model's empty one; their names."""
     loaded: set[str] = set()
-    prefix = model.base_model_prefix + "."
     for tensor in (*model.buffers(), *model.parameters()):
         if tensor.device.type != "meta":
             tensor.data = tensor.data.to(device)
-    known = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name in files.names():
         if name in read:
             continue
-        own = name if name in known else name.removeprefix(prefix)
-        own = own if own in known else prefix + name
-        if own not in known:
+        if name not in names.tensors:
+            if names.ignored(name):
+                continue
             raise ValueError(f"{files.source} has {name}, which {type(model).__name__} has not")
-        value, old = files.read(name), known[own]
+        value, old = files.read(name), names.tensors[name]
         if value.shape != old.shape:
             raise ValueError(
                 f"{name} is {tuple(value.shape)} in {files.source}, the model has "
                 f"{tuple(old.shape)}"
             )
-        loaded.add(own)
-        parent, _, leaf = own.rpartition(".")
+        loaded.add(name)
+        value = value.to(device)
+        if value.is_floating_point():
+            value = value.to(names.dtype(name, dtype))
+        parent, _, leaf = name.rpartition(".")
         owner = model.get_submodule(parent)
         if leaf in owner._parameters:
-            value = value.to(device, dtype) if value.is_floating_point() else value.to(device)
             owner._parameters[leaf] = nn.Parameter(value, requires_grad=old.requires_grad)
         else:
-            owner._buffers[leaf] = value.to(device)
+            owner._buffers[leaf] = value
     return loaded
 
 
-def _check_complete(model: nn.Module, files: ModelFiles, loaded: set[str]) -> None:
-    """Refuse a model of which something was not in the files; tied weights count once."""
-    packed = tuple(
-        f"{name}." for name, part in model.named_modules() if isinstance(part, QuantizedExperts)
-    )
-    kept = model.state_dict().keys()
-    entries = (*model.named_parameters(), *model.named_buffers())
-    wanted = [name for name, _ in entries if name in kept and not name.startswith(packed)]
-    missing = [name for name in wanted if name not in loaded]
-    if missing:
+def _tie(model: nn.Module, files: ModelFiles, missing: set[str]) -> None:
+    """Tie weights as from_pretrained does, then refuse a model of which something is missing."""
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+    lacking = [name for name in model.state_dict() if name in missing]
+    if lacking:
         raise ValueError(
-            f"{files.source} lacks {len(missing)} tensors of {type(model).__name__}: "
-            f"{', '.join(missing[:5])}"
+            f"{files.source} lacks {len(lacking)} tensors of {type(model).__name__}: "
+            f"{', '.join(lacking[:5])}"
         )

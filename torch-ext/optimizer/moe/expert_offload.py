@@ -114,7 +114,9 @@ class ExpertOffload:
     Args:
         model: has `QuantizedExperts`, such as a model of `load_quantized` or after
             `quantize_experts`; a layer is a module that holds some of them.
-        device: where they are used; None for where they are.
+        device: where they are used; None for where they are. A model that lies in host memory,
+            because the device cannot hold its experts, needs it: `device="cuda"`; the rest of the
+            model follows with `model.to("cuda")`, which leaves the experts alone.
 
     Attributes:
         device: the same.
@@ -123,7 +125,8 @@ class ExpertOffload:
 
     Raises:
         ValueError: the model has no `QuantizedExperts`, or they are offloaded already, or they lie
-            on several devices or on the meta device.
+            on several devices, on the meta device, or, without `device`, in host memory beside a
+            GPU.
     """
 
     def __init__(self, model: nn.Module, device: torch.device | str | None = None) -> None:
@@ -146,6 +149,11 @@ class ExpertOffload:
         if device is None and len(found) > 1:
             raise ValueError(f"the experts lie on {sorted(map(str, found))}; pass device=")
         self.device = torch.device(device) if device is not None else found.pop()
+        if device is None and self.device.type == "cpu" and torch.cuda.is_available():
+            raise ValueError(
+                'the experts lie in host memory; pass device="cuda" for products on the GPU, which '
+                'gets the rest of the model by model.to("cuda"), or device="cpu" to stay here'
+            )
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.transfers = self.waits = 0
@@ -177,18 +185,46 @@ class ExpertOffload:
                 raise ValueError("these experts are offloaded already; turn the other one off")
             if module.packed.is_meta:
                 raise ValueError("the experts are on the meta device; load them first")
+        home = {module: module.packed.device for module in self._where}
+        try:
+            self._to_host()
+        except BaseException:  # memory ran out: the model is left as it was
+            self._from_host(home)
+            self._forget_host()
+            raise
+
+    def turn_off(self) -> None:
+        """Move the experts to the device; does nothing if they are there.
+
+        Where the device has no room for them, this raises and they stay offloaded.
+        """
+        if not self.is_on:
+            return
+        self._settle()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # nothing uses the slots any more
+        self._slots, self._copies = [], None  # first: their room may be needed
+        try:
+            self._from_host(dict.fromkeys(self._where, self.device))
+        except BaseException:
+            self._to_host()
+            raise
+        self._forget_host()
+
+    def _to_host(self) -> None:
+        """Move the experts layer by layer, then make the slots: the device need not hold both."""
         pinned = self.device.type == "cuda"
-        largest = 0
-        for layer in self._layers:
-            size = layer.lay_out()
-            layer.host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        sizes = [layer.lay_out() for layer in self._layers]
+        for layer, size in zip(self._layers, sizes, strict=True):
+            if layer.host is None:
+                layer.host = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
             for number, module in enumerate(layer.modules):
                 self._keep(module, layer.views(number, layer.host))
                 module.keeper = self
-            largest = max(largest, size)
         count = min(SLOTS, len(self._layers))
         self._slots = [
-            _Slot(torch.empty(largest, dtype=torch.uint8, device=self.device)) for _ in range(count)
+            _Slot(torch.empty(max(sizes), dtype=torch.uint8, device=self.device))
+            for _ in range(count)
         ]
         self._copies = torch.cuda.Stream(self.device) if pinned else None
         self._before: int | None = None  # the layer that was in use before the present one
@@ -197,19 +233,15 @@ class ExpertOffload:
         if pinned:
             self._copies.wait_stream(torch.cuda.current_stream(self.device))
 
-    def turn_off(self) -> None:
-        """Move the experts back to the device; does nothing if they are there."""
-        if not self.is_on:
-            return
-        self._settle()
+    def _from_host(self, home: dict[QuantizedExperts, torch.device]) -> None:
+        """Give the experts back to the devices named."""
+        for module, device in home.items():
+            module.keeper = None
+            module.to(device)
+
+    def _forget_host(self) -> None:
         for layer in self._layers:
-            for module in layer.modules:
-                module.keeper = None
-                module.to(self.device)
             layer.host = None
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the slots are freed
-        self._slots, self._copies = [], None
 
     def record(self, module: QuantizedExperts, host: QuantizedWeight) -> OffloadedWeight:
         """What `module.quantized_weight()` gives while it is on."""

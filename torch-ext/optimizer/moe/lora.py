@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .expert_weights import as_quantized
 from .layout import ExpertsLayout, LoraFactors
 
 
@@ -245,8 +246,8 @@ class LoraProjection(nn.Module):
             keep_on: device of the copy of the weight that `unmerge` restores; None: the weight's.
 
         Raises:
-            ValueError: the weight has another shape, the adapter is not finite or merged already,
-                or there is no active one. Nothing has been written then.
+            ValueError: the weight has another shape or 4 bits, the adapter is not finite or merged
+                already, or there is no active one. Nothing has been written then.
         """
         self.check_mergeable(weight, layout)
         target = layout.operand(weight)
@@ -263,6 +264,11 @@ class LoraProjection(nn.Module):
         self.check_separate("merge")
         if self.active is None:
             raise ValueError("no adapter is active; set_adapter(name) first")
+        if as_quantized(weight) is not None:
+            raise ValueError(
+                "the weight is 4-bit: an adapter cannot be merged into it without rounding it "
+                "away; keep it attached, or load the model in 16 bits to merge"
+            )
         shape = tuple(layout.operand(weight).shape)
         expected = (self.num_experts, self.in_features, self.out_features)
         if shape != expected:

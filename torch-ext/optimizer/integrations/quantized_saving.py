@@ -1,0 +1,102 @@
+"""Save a transformers model with its experts in 4 bits, for `load_quantized`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from ..moe.quantized_experts import QuantizedExperts
+from . import peft
+from .experts import ATTACHED, experts_modules, first_projection
+from .model_files import INDEX, QUANTIZED, SINGLE
+
+
+def save_quantized(model: nn.Module, folder: str | Path) -> Path:
+    """Write a model with quantised experts, its configuration included, for `load_quantized`.
+
+    The file's name is not the one that transformers looks for: `from_pretrained` raises on the
+    folder, where it would draw the experts at random. LoRA of `attach_lora` is left out;
+    `save_peft_adapter` writes it. Every file is written beside its place first and then moved
+    there, so that a failure leaves an earlier save as it was.
+
+    Args:
+        model: of `load_quantized` or after `quantize_experts`.
+        folder: made if it is missing; it must hold no other checkpoint.
+
+    Returns:
+        The file with the tensors. Tied weights are written once.
+
+    Raises:
+        ValueError: what `load_quantized` could not read: experts that are not `QuantizedExperts`,
+            other modules that are quantised or wrapped by PEFT; or the folder holds a checkpoint of
+            save_pretrained. Nothing has been written then.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    _check_model(model)
+    _check_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as name:
+        draft = Path(name)
+        save_file(_tensors(model), draft / QUANTIZED, metadata={"format": "pt"})
+        model.config.save_pretrained(draft)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(draft)
+        for file in sorted(draft.iterdir()):
+            os.replace(file, folder / file.name)
+    return folder / QUANTIZED
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raise ValueError unless `load_quantized` could read all of it."""
+    found = dict(experts_modules(model))
+    kind = type(model).__name__
+    if not found or not hasattr(model, "config"):
+        raise ValueError(
+            f"model ({kind}) is no transformers model with experts; save it with save_pretrained"
+        )
+    if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
+        raise ValueError(f"model ({kind}) is wrapped by PEFT; save model.unload() and the adapter")
+    if next(peft.wrappers(model), None) is not None:
+        raise ValueError(f"experts of {kind} are wrapped by PEFT; save model.unload()")
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"model ({kind}) is quantised by {model.config.quantization_config} beside its experts,"
+            " which load_quantized cannot read; load it with load_quantized and save that"
+        )
+    for name, experts in found.items():
+        for target in (first_projection(experts), "down_proj"):
+            if not isinstance(experts._modules.get(target), QuantizedExperts):
+                raise ValueError(
+                    f"{name}.{target} is not in 4 bits as QuantizedExperts; call quantize_experts "
+                    "first, or put QuantizedExperts.from_quantized(expert_weight(experts, "
+                    f"{target!r})) in the place of what bitsandbytes has parametrized"
+                )
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ValueError if the folder holds a checkpoint that would be mistaken for this one."""
+    for other in (INDEX, SINGLE):
+        if (folder / other).exists():
+            raise ValueError(
+                f"{folder} holds another checkpoint ({other}); save to a folder of its own, or "
+                "remove that checkpoint first"
+            )
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What goes into the file: every tensor once, adapters left out."""
+    adapters = tuple(f"{name}.{ATTACHED}." for name, _ in experts_modules(model))
+    seen: set[tuple] = set()
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        if name.startswith(adapters) or (tensor.numel() and place in seen):
+            continue
+        seen.add(place)
+        tensors[name] = tensor.contiguous()
+    return tensors
