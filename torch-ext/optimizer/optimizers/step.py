@@ -24,7 +24,7 @@ from .momentum import momentum
 from .offload import OffloadingOptimizer
 from .options import AdamWOptions, MuonOptions, fingerprint
 from .parameters import is_dtensor, label, local
-from .placing import rows_here
+from .placing import rows_here, sharded_dims
 from .plan import Plan
 from .qk_clip import Target, check_logits, clip, find_targets, plan_batches
 from .report import report
@@ -184,6 +184,18 @@ class MuonBase(OffloadingOptimizer):
             on: False stops it.
         """
         self._timer = StepTimer() if on else None
+
+    def check_whole(self) -> None:
+        """Raise TypeError if other ranks have parts of the state, which one process cannot save."""
+        parts = None
+        if self._sharing.unreduced is not None:
+            parts = "with gradients='unreduced' every rank keeps a part of the state"
+        for number in range(len(self.param_groups)):
+            for where, param, _ in self.labelled(number):
+                if sharded_dims(param):
+                    parts = parts or f"{where}: ranks share it out as {tuple(param.placements)}"
+        if parts is not None:
+            raise TypeError(f"{parts}; save it with torch.distributed.checkpoint, on all ranks")
 
     def _report_of(self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]) -> str:
         measured = {} if self._timer is None else self._timer.milliseconds()
