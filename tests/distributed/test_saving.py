@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from ._ranks import same_everywhere
-from .test_sharing import assert_as_alone, give, gradients, local, placed, plain_params
+from .test_sharing import assert_as_alone, give, gradients, local, module_of, placed, plain_params
 
 pytestmark = pytest.mark.dist
 
@@ -68,3 +69,90 @@ def save_replicas(opt: Any, folder: Path) -> None:
 
 def test_replicas_are_saved_by_one_rank_and_loaded_into_shards(ranks, tmp_path) -> None:
     ranks(2).run(save_replicas, tmp_path / "saved")
+
+
+def save_after_a_failure(opt: Any, folder: Path) -> None:
+    from torch import distributed
+
+    folder = folder / str(distributed.get_rank())
+    optimizer, params = sharing(opt, "replicated")
+    opt.save_optimizer(optimizer, folder)
+    kept = (folder / "optimizer.safetensors").read_bytes()
+    give(params, gradients(params, 0))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fail(*arguments: Any) -> None:
+            raise torch.OutOfMemoryError("no room")
+
+        patch.setattr(module_of(opt, "optimizers.sharing").Sharing, "_step_anew", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+    for saver in (opt.save_optimizer, opt.save_optimizer_async):
+        with pytest.raises(RuntimeError, match="an earlier step failed midway"):
+            saver(optimizer, folder)
+    assert (folder / "optimizer.safetensors").read_bytes() == kept
+    opt.load_optimizer(optimizer, folder)
+    opt.save_optimizer(optimizer, folder)
+
+
+def test_saving_after_a_failed_step_keeps_the_last_good_checkpoint(ranks, tmp_path) -> None:
+    """M3: `except: save_optimizer(...)` must not replace it by half a step."""
+    ranks(2).run(save_after_a_failure, tmp_path)
+
+
+class OnItsWay:
+    """An answer that comes later, as on a GPU."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def answers_that_come_later(opt: Any, patch: Any) -> None:
+    module = module_of(opt, "optimizers.agreement")
+
+    def question(future, device, verdict):
+        return module.Question(future.wait(), OnItsWay(), verdict)
+
+    patch.setattr(module, "_question", question)
+
+
+def save_after_different_gradients(opt: Any, folder: Path) -> tuple[str, str, str]:
+    from torch import distributed
+
+    optimizer, params = sharing(opt, "replicated")
+    saved = optimizer.state_dict()
+    logger = logging.getLogger(module_of(opt, "optimizers.sharing").__name__)
+    records: list[logging.LogRecord] = []
+    logger.addFilter(lambda record: bool(records.append(record)))
+    with pytest.MonkeyPatch.context() as patch:
+        answers_that_come_later(opt, patch)
+        give(params, gradients(params, 0))
+        if distributed.get_rank() == 1:
+            params[2].grad = None
+        optimizer.step()
+        try:
+            opt.save_optimizer(optimizer, folder / str(distributed.get_rank()))
+            message = "none"
+        except RuntimeError as error:
+            message = str(error)
+        optimizer.state_dict()  # it is asked for before state is loaded, too
+        try:
+            optimizer.step()
+            again = "none"
+        except RuntimeError as error:
+            again = str(error)
+        optimizer.load_state_dict(saved)
+        give(params, gradients(params, 0))
+        optimizer.step()
+        optimizer.state_dict()
+    logger.filters.clear()
+    return message, again, "\n".join(record.getMessage() for record in records)
+
+
+def test_a_checkpoint_hears_the_last_answer(ranks, tmp_path) -> None:
+    """M11: right after a step that one rank took without a gradient, on any device."""
+    message, again, logged = same_everywhere(ranks(2).run(save_after_different_gradients, tmp_path))
+    assert "an earlier step failed midway" in message
+    assert "an earlier step failed midway" in again
+    assert logged.count("ranks disagree on which parameters have gradients") == 1
+    assert not [*tmp_path.iterdir()]

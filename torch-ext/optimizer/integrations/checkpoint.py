@@ -38,6 +38,7 @@ def save_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
     Raises:
         TypeError: `optimizer` is not one of ours, this process has only a part of its state, or a
             group holds a value JSON has no form for.
+        RuntimeError: a step went wrong and nothing was loaded since; an older checkpoint stays.
         ImportError: safetensors is not installed.
     """
     tensors, text = encoded(checkpoint_of(optimizer))
@@ -50,6 +51,7 @@ def checkpoint_of(optimizer: MuonBase) -> Checkpoint:
 
     Raises:
         TypeError: `optimizer` is not one of ours, or there is state that cannot be saved.
+        RuntimeError: a step went wrong and nothing was loaded since.
     """
     _check_class(optimizer)
     optimizer.check_whole()

@@ -48,6 +48,16 @@ class Agreement:
         """Nobody wants to hear an answer any more."""
         self._asked = []
 
+    def hear(self) -> None:
+        """Wait for the answers that are on their way.
+
+        Raises:
+            RuntimeError: one of them is bad.
+        """
+        asked, self._asked = self._asked, []
+        for question in asked:
+            question.check()
+
     def ask(self, teams: Sequence[tuple[Team, Sequence[tuple[str, Tensor]]]]) -> Sequence[Question]:
         """Ask about the labelled parameters of every team.
 

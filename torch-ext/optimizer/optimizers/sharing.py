@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ from .tape import under_the_first_gathers
 from .unreduced import Bands, SliceChunk, SmallChunk, Unreduced, parts_of, reserve, spread
 from .unreduced_step import step_bands, step_slices, step_small
 from .update import Rate, rate_of
+
+logger = logging.getLogger(__name__)
 
 WIRE_DTYPES = (None, torch.float32, torch.float16)
 
@@ -220,11 +223,7 @@ class Sharing:
             return
         if shared.teams:
             check_not_captured(shared.devices)
-        if self._broken:
-            raise RuntimeError(
-                "an earlier step failed midway, so that parameters and state may not fit together; "
-                "load a state_dict of parameters and optimizer first"
-            )
+        self.check_unbroken()
         heard = self._agreement.ask(shared.teams)
         self._broken = True
         for question in heard:
@@ -315,6 +314,25 @@ class Sharing:
     def tell(self, shared: Shared) -> None:
         """Warn of what went wrong in a step without any harm to it, now that it is over."""
         shared.graphs.tell_failures()
+
+    def hear(self) -> None:
+        """Hear the last answer now, since state goes out; a bad one is logged and remembered.
+
+        It does not raise: state_dict() is asked for on the way to loading, too.
+        """
+        try:
+            self._agreement.hear()
+        except RuntimeError as error:
+            self._broken = True
+            logger.error("the last step went wrong: %s", error)
+
+    def check_unbroken(self) -> None:
+        """Raise RuntimeError if a step went wrong and no state was loaded since."""
+        if self._broken:
+            raise RuntimeError(
+                "an earlier step failed midway, so that parameters and state may not fit together; "
+                "load a state_dict of parameters and optimizer first"
+            )
 
     def mend(self) -> None:
         """State was loaded: a failed step is forgotten."""

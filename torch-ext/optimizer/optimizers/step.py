@@ -185,8 +185,24 @@ class MuonBase(OffloadingOptimizer):
         """
         self._timer = StepTimer() if on else None
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, but with a word for a function in adjust_lr_fn, and float32 state as it is.
+
+        It waits for what the ranks had to say about the last step: that they had different
+        gradients, for instance, is logged as an error, and no step goes on until state is loaded.
+        """
+        self._sharing.hear()
+        return super().state_dict()
+
     def check_whole(self) -> None:
-        """Raise TypeError if other ranks have parts of the state, which one process cannot save."""
+        """Raise if one process should not save this state as that of the optimizer.
+
+        Raises:
+            TypeError: other ranks have parts of it.
+            RuntimeError: a step went wrong, so that it may not fit the parameters.
+        """
+        self._sharing.hear()
+        self._sharing.check_unbroken()
         parts = None
         if self._sharing.unreduced is not None:
             parts = "with gradients='unreduced' every rank keeps a part of the state"
