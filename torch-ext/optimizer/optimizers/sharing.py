@@ -79,6 +79,10 @@ class Sharing:
             self._of_group = alone()
         return self._of_group
 
+    def holders(self, param: Tensor) -> Team | None:
+        """The ranks that hold a parameter, whole or in parts; None if only this one is known to."""
+        return self.team_of(param) if self.unreduced is None else self.unreduced.team
+
     def keeps(
         self, param: Tensor, slots: dict[str, Slot], options: MuonOptions | AdamWOptions
     ) -> dict[str, Slot]:

@@ -20,6 +20,7 @@ from .clip_config import parse_clip_config
 from .device_state import OnDevice
 from .forms import Forms
 from .host_state import InHostMemory
+from .largest_logits import largest_logits
 from .momentum import momentum
 from .offload import OffloadingOptimizer
 from .options import AdamWOptions, MuonOptions, fingerprint
@@ -100,7 +101,8 @@ class MuonBase(OffloadingOptimizer):
             qk_logits: layer number -> 1-D tensor of the largest attention logit (after the division
                 by sqrt(head_dim), over all tokens) for every entry of `clip_config["q_indices"]`,
                 for QK-clip. Layers that are missing are not clipped; layers without a projection
-                here are ignored.
+                here are ignored. Of ranks that share a layer the largest counts; give each what it
+                measured. A sharded DTensor is put together, by all ranks of its mesh.
 
         Returns:
             The closure's loss, or None.
@@ -146,6 +148,7 @@ class MuonBase(OffloadingOptimizer):
         for of_group, group in zip(params, options, strict=True):
             count_step(of_group, self.state, group)
         self._sharing.step(plan.shared, options, params, self.state, state, own_work)
+        logits = largest_logits(plan.clips, logits, self._sharing.holders)
         if logits:
             with stage("muon::qk_clip"):
                 self._clip(plan, logits)
