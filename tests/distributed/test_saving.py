@@ -156,3 +156,21 @@ def test_a_checkpoint_hears_the_last_answer(ranks, tmp_path) -> None:
     assert "an earlier step failed midway" in again
     assert logged.count("ranks disagree on which parameters have gradients") == 1
     assert not [*tmp_path.iterdir()]
+
+
+def full_state(opt: Any) -> list[str]:
+    """Which matrices have momentum in what torch calls the full state of unreduced gradients."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(6, 8, bias=False) for name in "abcd"})
+    optimizer = opt.DistMuonAdamW([{"kind": "muon", "params": model.parameters(), "lr": 0.1}])
+    options = StateDictOptions(full_state_dict=True)
+    found = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+    return [name for name, state in found.items() if "momentum_buffer" in state]
+
+
+def test_the_full_state_of_unreduced_gradients_is_that_of_owners(ranks) -> None:
+    """As communication.md says: each matrix on one rank, so that no rank has the whole."""
+    owned = ranks(2).run(full_state)
+    assert sorted(owned[0] + owned[1]) == [f"{name}.weight" for name in "abcd"]
+    assert all(owned)

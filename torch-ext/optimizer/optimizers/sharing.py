@@ -66,8 +66,10 @@ class Sharing:
 
     def __deepcopy__(self, memo: Any) -> Sharing:
         copied = copy.deepcopy(self.unreduced, memo)
-        # It talks over the same group.
-        return Sharing(self._group, self.wire_dtype, copied, self.flow)
+        # It talks over the same groups.
+        sharing = Sharing(self._group, self.wire_dtype, copied, self.flow)
+        sharing._teams = self._teams
+        return sharing
 
     def team_of(self, param: Tensor) -> Team | None:
         """The ranks that share the work on a parameter; None if this process has it alone."""
@@ -234,6 +236,17 @@ class Sharing:
             question.check()
         self._broken = False
 
+    def early_rates(
+        self, shared: Shared, options: Sequence[MuonOptions | AdamWOptions]
+    ) -> dict[int, Rate] | None:
+        """The rates of shared chunks if a function in adjust_lr_fn, which may raise, gives some.
+
+        None where there is none: a step that is played from a tape does not need them.
+        """
+        if any(isinstance(o, MuonOptions) and callable(o.adjust_lr_fn) for o in options):
+            return _rates(shared, options)
+        return None
+
     def step(
         self,
         shared: Shared,
@@ -242,10 +255,11 @@ class Sharing:
         state: Any,
         kept: OnDevice | InHostMemory,
         meanwhile: Callable[[], None],
+        rates: dict[int, Rate] | None,
     ) -> None:
         """Step the shared matrices, with everything else under their first gathers.
 
-        `kept` is where a step finds the `state`.
+        `kept` is where a step finds the `state`; `rates` are from `early_rates`.
         """
         if shared.empty:
             meanwhile()
@@ -264,7 +278,9 @@ class Sharing:
         else:
             shared.tape.begin(key)
             run = StepRun(state, kept, Counter(), shared.staging, shared.graphs, shared.tape)
-            self._step_anew(shared, options, run, meanwhile)
+            if rates is None:
+                rates = _rates(shared, options)
+            self._step_anew(shared, options, run, meanwhile, rates)
             shared.tape.end()
         for number, params in enumerate(params_of_groups):
             if options[number].none_grad:  # also where this rank had nothing to do for them
@@ -279,15 +295,12 @@ class Sharing:
         options: Sequence[MuonOptions | AdamWOptions],
         run: StepRun,
         meanwhile: Callable[[], None],
+        rates: dict[int, Rate],
     ) -> None:
         """Chunk by chunk."""
-        rates: dict[int, Rate] = {}
         for per_group in (shared.chunks, shared.home):
             for group, chunks in zip(options, per_group, strict=True):
                 for chunk in chunks:
-                    whole = chunk.whole if isinstance(chunk, Bands) else chunk
-                    if isinstance(whole, SharedChunk):
-                        rates[id(chunk)] = rate_of(group, *whole.matrix, whole.device)
                     if group.none_grad:
                         for part in parts_of(chunk):
                             run.remaining.update(part.params)
@@ -357,6 +370,18 @@ class Sharing:
             iterate_dtype=options.dtype,
         ).dtype
         return torch.float16 if picked in (torch.float16, torch.bfloat16) else torch.float32
+
+
+def _rates(shared: Shared, options: Sequence[MuonOptions | AdamWOptions]) -> dict[int, Rate]:
+    """id of a chunk of matrices -> its rate."""
+    rates = {}
+    for per_group in (shared.chunks, shared.home):
+        for group, chunks in zip(options, per_group, strict=True):
+            for chunk in chunks:
+                whole = chunk.whole if isinstance(chunk, Bands) else chunk
+                if isinstance(whole, SharedChunk):
+                    rates[id(chunk)] = rate_of(group, *whole.matrix, whole.device)
+    return rates
 
 
 def _cost(options: MuonOptions) -> Callable[[int, int, torch.dtype, torch.device], float]:

@@ -5,6 +5,7 @@ gradient -> momentum -> gather -> orthogonalize -> scatter -> update
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from .chunks import Chunk, plan_chunks
 from .clip_config import parse_clip_config
 from .device_state import OnDevice
 from .forms import Forms
+from .groups import MUON
 from .host_state import InHostMemory
 from .largest_logits import largest_logits
 from .momentum import momentum
@@ -125,11 +127,12 @@ class MuonBase(OffloadingOptimizer):
             forms.check_rate(group.lr)
         logits = check_logits(qk_logits, self.clip_config, plan.clips)
         self._check_offload()
-        self._sharing.ask(plan.shared)
         rates = [
             [rate_of(group, *chunk.matrix, chunk.device) for chunk in chunks]
             for group, chunks in zip(options, plan.chunks, strict=True)
         ]
+        shared_rates = self._sharing.early_rates(plan.shared, options)
+        self._sharing.ask(plan.shared)
 
         state = self._state_of_step(plan, options)
         timed = untimed if self._timer is None else self._timer.begin()
@@ -147,7 +150,7 @@ class MuonBase(OffloadingOptimizer):
 
         for of_group, group in zip(params, options, strict=True):
             count_step(of_group, self.state, group)
-        self._sharing.step(plan.shared, options, params, self.state, state, own_work)
+        self._sharing.step(plan.shared, options, params, self.state, state, own_work, shared_rates)
         logits = largest_logits(plan.clips, logits, self._sharing.holders)
         if logits:
             with stage("muon::qk_clip"):
@@ -408,6 +411,10 @@ class MuonBase(OffloadingOptimizer):
 
     def adopt(self, groups: Sequence[tuple[str, dict[str, Any], Sequence[str | None]]]) -> None:
         if self._sharing.unreduced is None:
+            # All ranks are here, which making a team may need; report() may come alone.
+            matrices = [g["params"] for _, g, _ in groups if self.format.kind(g) == MUON]
+            for param in itertools.chain.from_iterable(matrices):
+                self._sharing.team_of(param)
             return
         entries = []
         for where, group, names in groups:
