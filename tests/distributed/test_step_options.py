@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -54,6 +56,58 @@ def test_qk_clip_scales_the_rows_that_are_here(ranks, rounding) -> None:
     for text in ("S0", "S1", "R"):
         for compared in ranks(3).run(clip_on_shards, 3, text, rounding):
             assert compared == (4 if rounding == "nearest" else 6)
+
+
+# Of rank 0, 1 and 2. Only the whole says what is to be clipped by how much.
+LOGITS = [[40.0, 5.0, math.nan], [11.0, math.inf, 20.0], None]
+LARGEST = [40.0, 5.0, 20.0]
+
+
+def clip_by_ranks(opt, held: str) -> tuple[list[bytes], list[bytes]]:
+    """Parameters of this rank, and those of one process that was given the largest logits."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    arguments = {}
+    if held == "process_group":
+        arguments = {"process_group": distributed.group.WORLD}
+    elif held == "unreduced":
+        arguments = {"gradients": "unreduced", "reduce_op": "sum"}
+    results = []
+    for alone in (False, True):
+        generator = torch.Generator().manual_seed(3)
+        params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+        if not alone and held in ("S0", "R"):
+            mesh = init_device_mesh("cpu", (world,))
+            params = [
+                nn.Parameter(distribute_tensor(p.detach(), mesh, [placement(held)])) for p in params
+            ]
+        group = {"kind": "muon", "params": params, "names": NAMES, "lr": 0.02}
+        optimizer = opt.MuonAdamW([group], clip_config=CONFIG, **({} if alone else arguments))
+        for step in range(3):
+            for param, shape in zip(params, SHAPES, strict=True):
+                grad = torch.randn(shape, generator=generator)
+                if not alone and held == "unreduced" and rank != step:
+                    grad = torch.zeros(shape)  # all of it comes from one rank
+                if hasattr(param, "placements"):
+                    grad = distribute_tensor(grad, param.device_mesh, param.placements)
+                param.grad = grad
+            given = LARGEST if alone else LOGITS[(rank + step) % 3]
+            if step == 1:
+                given = None  # of nobody
+            optimizer.step(qk_logits=given and {0: torch.tensor(given)})
+        whole = [p.full_tensor() if hasattr(p, "placements") else p for p in params]
+        results.append([bits(param) for param in whole])
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize("held", ["S0", "R", "process_group", "unreduced"])
+def test_ranks_clip_by_the_largest_logits_of_all(ranks, held) -> None:
+    """M22: each measures on its own part of the data; replicas would drift apart."""
+    for found, expected in ranks(3).run(clip_by_ranks, held):
+        assert found == expected
 
 
 def refused(opt, shape: tuple[int, ...], kind: str) -> str:

@@ -298,6 +298,26 @@ def test_gradients_that_ddp_reduced_are_noticed(ranks) -> None:
     assert untouched
 
 
+def reduced_twice_after_nothing(opt) -> tuple[str, bool]:
+    params = parameters()
+    optimizer = opt.DistMuonAdamW(groups(params))
+    optimizer.step()  # of a trainer that steps before its first backward pass
+    for index, param in enumerate(params):
+        param.grad = contribution(param.shape, 0, 0, index)
+    before = [bits(param) for param in params]
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error), before == [bits(param) for param in params]
+    return "none", False
+
+
+def test_gradients_that_were_reduced_are_noticed_after_a_step_without_any(ranks) -> None:
+    message, untouched = same_everywhere(ranks(2).run(reduced_twice_after_nothing))
+    assert "every rank has the same gradients, bit for bit" in message
+    assert untouched
+
+
 def disagree(opt) -> str:
     from torch import distributed
 

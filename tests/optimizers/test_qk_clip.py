@@ -399,8 +399,8 @@ def test_the_configuration_survives_copies(opt, device) -> None:
     assert optimizer.clip_config.as_dict()["q_indices"] == tuple(logits)
 
 
-def test_sharded_logits_are_refused_and_replicated_ones_used(opt, submodule) -> None:
-    """M5: a DTensor is allowed, where every rank holds all of it."""
+def test_sharded_logits_are_put_together(opt, submodule) -> None:
+    """M5: heads of tensor parallelism; a part of them is not taken for all."""
 
     class Placement:
         def is_replicate(self):
@@ -412,7 +412,11 @@ def test_sharded_logits_are_refused_and_replicated_ones_used(opt, submodule) -> 
         def to_local(self):
             raise AssertionError("a part of the heads is taken for all of them")
 
-    named = layer({"wq": 12, "wk": 12})
+        def full_tensor(self):
+            return torch.tensor([40.0, 5.0, 1.0])
+
+    named = layer({"wq": 3 * D, "wk": 3 * D})
+    before = values(p for _, p in named)
     logits = torch.ones(3).as_subclass(Sharded)
-    with pytest.raises(TypeError, match=r"qk_logits\[0\] is sharded"):
-        build(opt, "Muon", named, MHA).step(qk_logits={0: logits})
+    build(opt, "Muon", named, MHA).step(qk_logits={0: logits})
+    assert heads(before[0], named[0][1], D) == pytest.approx([0.5, 1.0, 1.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from .shards import Layout, Split, splits_of
@@ -59,8 +60,9 @@ class Teams:
                     "optimizers of the ranks that hold them"
                 )
             places = {int(mesh.mesh[c]): c for c in _positions(tuple(mesh.mesh.shape))}
+            ranks = tuple(sorted(places))
             self._of_mesh[mesh] = self._team(
-                mesh.get_group() if mesh.ndim == 1 else self._group(tuple(sorted(places))),
+                mesh.get_group() if mesh.ndim == 1 else self._group(ranks, mesh.device_type),
                 places,
                 tuple(mesh.mesh.shape),
             )
@@ -73,13 +75,15 @@ class Teams:
         ranks = distributed.get_process_group_ranks(group)
         return self._team(group, {rank: (i,) for i, rank in enumerate(ranks)}, (len(ranks),))
 
-    def _group(self, ranks: tuple[int, ...]) -> Any:
+    def _group(self, ranks: tuple[int, ...], device: str) -> Any:
         from torch import distributed
 
         if len(ranks) == distributed.get_world_size():
             return distributed.group.WORLD
         if ranks not in self._groups:
-            self._groups[ranks] = distributed.new_group(list(ranks), use_local_synchronization=True)
+            self._groups[ranks] = distributed.new_group(
+                list(ranks), timeout=_timeout(device), use_local_synchronization=True
+            )
         return self._groups[ranks]
 
     def _team(self, group: Any, places: dict[int, tuple[int, ...]], mesh: tuple[int, ...]) -> Team:
@@ -90,6 +94,15 @@ class Teams:
         if len(ranks) == 1:
             return Team(Identity(), 0, coordinates, mesh)
         return Team(AllToAll(group), distributed.get_rank(group), coordinates, mesh)
+
+
+def _timeout(device: str) -> timedelta | None:
+    """How long a collective of all ranks may take, which new groups do not take over; or None."""
+    import torch
+    from torch import distributed
+
+    backend = distributed.group.WORLD._get_backend(torch.device(device))
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def _positions(shape: tuple[int, ...]) -> list[tuple[int, ...]]:

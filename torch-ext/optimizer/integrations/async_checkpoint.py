@@ -33,7 +33,7 @@ def save_optimizer_async(optimizer: MuonBase, folder: str | os.PathLike[str]) ->
         The save, with `wait(timeout)` and `done()`.
 
     Raises:
-        TypeError: as for `save_optimizer`; nothing is written then.
+        TypeError, RuntimeError: as for `save_optimizer`; nothing is written then.
         OSError: the previous save to this folder failed.
     """
     path = Path(folder)

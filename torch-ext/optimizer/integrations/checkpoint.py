@@ -27,7 +27,8 @@ def save_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
     Written are `optimizer.safetensors` and the readable copy `optimizer.json`. Whenever the process
     dies, the folder holds the previous checkpoint or the new one, whole; a killed process may leave
     a file `*.tmp` beside them, which nothing reads. Of several ranks with equal state only one
-    should save; of savers to one folder the last one wins. A function in adjust_lr_fn is not saved:
+    should save; of savers to one folder the last one wins. State that ranks have parts of is
+    refused: `torch.distributed.checkpoint` saves it. A function in adjust_lr_fn is not saved:
     loading keeps that of the optimizer it loads into.
 
     Args:
@@ -35,7 +36,9 @@ def save_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
         folder: made if it does not exist.
 
     Raises:
-        TypeError: `optimizer` is not one of ours, or a group holds a value JSON has no form for.
+        TypeError: `optimizer` is not one of ours, this process has only a part of its state, or a
+            group holds a value JSON has no form for.
+        RuntimeError: a step went wrong and nothing was loaded since; an older checkpoint stays.
         ImportError: safetensors is not installed.
     """
     tensors, text = encoded(checkpoint_of(optimizer))
@@ -48,8 +51,10 @@ def checkpoint_of(optimizer: MuonBase) -> Checkpoint:
 
     Raises:
         TypeError: `optimizer` is not one of ours, or there is state that cannot be saved.
+        RuntimeError: a step went wrong and nothing was loaded since.
     """
     _check_class(optimizer)
+    optimizer.check_whole()
     state_dict = optimizer.state_dict()
     groups = []
     for number, group in enumerate(state_dict["param_groups"]):

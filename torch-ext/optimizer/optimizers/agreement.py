@@ -48,16 +48,27 @@ class Agreement:
         """Nobody wants to hear an answer any more."""
         self._asked = []
 
+    def hear(self) -> None:
+        """Wait for the answers that are on their way.
+
+        Raises:
+            RuntimeError: one of them is bad.
+        """
+        asked, self._asked = self._asked, []
+        for question in asked:
+            question.check()
+
     def ask(self, teams: Sequence[tuple[Team, Sequence[tuple[str, Tensor]]]]) -> Sequence[Question]:
         """Ask about the labelled parameters of every team.
 
-        On the CPU the answer is waited for. On a device it is to be heard at the next call.
+        On the CPU the answer is waited for. On a device it is to be heard at the next call, but
+        for that of unreduced gradients until there are some.
 
         Returns:
             The questions of the last call.
 
         Raises:
-            RuntimeError: an answer on the CPU.
+            RuntimeError: a bad answer that was waited for.
         """
         heard, self._asked = self._asked, []
         for number, (team, labelled) in enumerate(teams):
@@ -67,16 +78,22 @@ class Agreement:
                 with lasting():
                     self._presence[number] = (values, torch.tensor(values).to(device))
             future = agreement(team.transport, self._presence[number][1])
-            self._asked.append(_question(future, device, _same_presence(labelled)))
-            if self._unreduced and not self._doubted:
+            presence = _question(future, device, _same_presence(labelled))
+            if not self._unreduced or self._doubted:
+                self._asked.append(presence)
+                continue
+            # Waited for, until there are gradients for the first time: what is asked next hangs on
+            # it, on all ranks alike.
+            presence.check()
+            if any(values):
                 sums = torch.stack([_checksum(param.grad, device) for _, param in labelled])
                 future = agreement(team.transport, sums)
-                self._asked.append(_question(future, device, _not_yet_reduced(values)))
+                self._asked.append(_question(future, device, _not_yet_reduced))
+                self._doubted = True
         now = [question for question in self._asked if question.ready is None]
         self._asked = [question for question in self._asked if question.ready is not None]
         for question in now:
             question.check()
-        self._doubted = True
         return heard
 
 
@@ -117,16 +134,13 @@ def _same_presence(labelled: Sequence[tuple[str, Tensor]]) -> Callable[[Tensor],
     return verdict
 
 
-def _not_yet_reduced(present: Sequence[int]) -> Callable[[Tensor], None]:
-    def verdict(different: Tensor) -> None:
-        if any(present) and not different.any():
-            raise RuntimeError(
-                "gradients='unreduced', but every rank has the same gradients, bit for bit: "
-                "something reduces them already (DistributedDataParallel does; then use "
-                "gradients='reduced'), or all ranks read the same data"
-            )
-
-    return verdict
+def _not_yet_reduced(different: Tensor) -> None:
+    if not different.any():
+        raise RuntimeError(
+            "gradients='unreduced', but every rank has the same gradients, bit for bit: "
+            "something reduces them already (DistributedDataParallel does; then use "
+            "gradients='reduced'), or all ranks read the same data"
+        )
 
 
 def _checksum(grad: Tensor | None, device: torch.device) -> Tensor:

@@ -182,11 +182,13 @@ def _members(indices: Sequence[int], heads: int) -> list[list[int]]:
 def check_logits(
     qk_logits: Any, config: ClipConfig | None, batches: Sequence[Batch]
 ) -> Mapping[int, Tensor]:
-    """The logits of the layers that are here, local.
+    """The logits of the layers that are here, whole, plain tensors.
+
+    Sharded ones are put together by all ranks of their mesh.
 
     Raises:
         ValueError: QK-clip is not configured, or a layer's logits have a wrong shape or device.
-        TypeError: they are no mapping of tensors of floating-point numbers, or sharded.
+        TypeError: they are no mapping of tensors of floating-point numbers.
     """
     if qk_logits is None:
         return {}
@@ -216,11 +218,6 @@ def _checked(logits: Any, where: str, config: ClipConfig, device: torch.device) 
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
         raise TypeError(f"{where} must be a floating-point tensor, got {kind}")
-    if is_dtensor(logits) and not all(p.is_replicate() for p in logits.placements):
-        raise TypeError(
-            f"{where} is sharded {tuple(logits.placements)}; pass its full_tensor(), for every "
-            "head of the layer"
-        )
     if tuple(logits.shape) != (len(config.q_indices),):
         raise ValueError(
             f"{where} must hold one number for each of the {len(config.q_indices)} entries of "
@@ -228,6 +225,8 @@ def _checked(logits: Any, where: str, config: ClipConfig, device: torch.device) 
         )
     if logits.device not in (device, torch.device("cpu")):
         raise ValueError(f"{where} is on {logits.device}, the layer on {device}; move it there")
+    if is_dtensor(logits) and not all(p.is_replicate() for p in logits.placements):
+        return logits.full_tensor().detach()
     return local(logits).detach()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ from .tape import under_the_first_gathers
 from .unreduced import Bands, SliceChunk, SmallChunk, Unreduced, parts_of, reserve, spread
 from .unreduced_step import step_bands, step_slices, step_small
 from .update import Rate, rate_of
+
+logger = logging.getLogger(__name__)
 
 WIRE_DTYPES = (None, torch.float32, torch.float16)
 
@@ -63,8 +66,10 @@ class Sharing:
 
     def __deepcopy__(self, memo: Any) -> Sharing:
         copied = copy.deepcopy(self.unreduced, memo)
-        # It talks over the same group.
-        return Sharing(self._group, self.wire_dtype, copied, self.flow)
+        # It talks over the same groups.
+        sharing = Sharing(self._group, self.wire_dtype, copied, self.flow)
+        sharing._teams = self._teams
+        return sharing
 
     def team_of(self, param: Tensor) -> Team | None:
         """The ranks that share the work on a parameter; None if this process has it alone."""
@@ -75,6 +80,10 @@ class Sharing:
         if self._of_group is None and self.wire_dtype == torch.float16:
             self._of_group = alone()
         return self._of_group
+
+    def holders(self, param: Tensor) -> Team | None:
+        """The ranks that hold a parameter, whole or in parts; None if only this one is known to."""
+        return self.team_of(param) if self.unreduced is None else self.unreduced.team
 
     def keeps(
         self, param: Tensor, slots: dict[str, Slot], options: MuonOptions | AdamWOptions
@@ -220,16 +229,23 @@ class Sharing:
             return
         if shared.teams:
             check_not_captured(shared.devices)
-        if self._broken:
-            raise RuntimeError(
-                "an earlier step failed midway, so that parameters and state may not fit together; "
-                "load a state_dict of parameters and optimizer first"
-            )
+        self.check_unbroken()
         heard = self._agreement.ask(shared.teams)
         self._broken = True
         for question in heard:
             question.check()
         self._broken = False
+
+    def early_rates(
+        self, shared: Shared, options: Sequence[MuonOptions | AdamWOptions]
+    ) -> dict[int, Rate] | None:
+        """The rates of shared chunks if a function in adjust_lr_fn, which may raise, gives some.
+
+        None where there is none: a step that is played from a tape does not need them.
+        """
+        if any(isinstance(o, MuonOptions) and callable(o.adjust_lr_fn) for o in options):
+            return _rates(shared, options)
+        return None
 
     def step(
         self,
@@ -239,10 +255,11 @@ class Sharing:
         state: Any,
         kept: OnDevice | InHostMemory,
         meanwhile: Callable[[], None],
+        rates: dict[int, Rate] | None,
     ) -> None:
         """Step the shared matrices, with everything else under their first gathers.
 
-        `kept` is where a step finds the `state`.
+        `kept` is where a step finds the `state`; `rates` are from `early_rates`.
         """
         if shared.empty:
             meanwhile()
@@ -261,7 +278,9 @@ class Sharing:
         else:
             shared.tape.begin(key)
             run = StepRun(state, kept, Counter(), shared.staging, shared.graphs, shared.tape)
-            self._step_anew(shared, options, run, meanwhile)
+            if rates is None:
+                rates = _rates(shared, options)
+            self._step_anew(shared, options, run, meanwhile, rates)
             shared.tape.end()
         for number, params in enumerate(params_of_groups):
             if options[number].none_grad:  # also where this rank had nothing to do for them
@@ -276,15 +295,12 @@ class Sharing:
         options: Sequence[MuonOptions | AdamWOptions],
         run: StepRun,
         meanwhile: Callable[[], None],
+        rates: dict[int, Rate],
     ) -> None:
         """Chunk by chunk."""
-        rates: dict[int, Rate] = {}
         for per_group in (shared.chunks, shared.home):
             for group, chunks in zip(options, per_group, strict=True):
                 for chunk in chunks:
-                    whole = chunk.whole if isinstance(chunk, Bands) else chunk
-                    if isinstance(whole, SharedChunk):
-                        rates[id(chunk)] = rate_of(group, *whole.matrix, whole.device)
                     if group.none_grad:
                         for part in parts_of(chunk):
                             run.remaining.update(part.params)
@@ -316,6 +332,25 @@ class Sharing:
         """Warn of what went wrong in a step without any harm to it, now that it is over."""
         shared.graphs.tell_failures()
 
+    def hear(self) -> None:
+        """Hear the last answer now, since state goes out; a bad one is logged and remembered.
+
+        It does not raise: state_dict() is asked for on the way to loading, too.
+        """
+        try:
+            self._agreement.hear()
+        except RuntimeError as error:
+            self._broken = True
+            logger.error("the last step went wrong: %s", error)
+
+    def check_unbroken(self) -> None:
+        """Raise RuntimeError if a step went wrong and no state was loaded since."""
+        if self._broken:
+            raise RuntimeError(
+                "an earlier step failed midway, so that parameters and state may not fit together; "
+                "load a state_dict of parameters and optimizer first"
+            )
+
     def mend(self) -> None:
         """State was loaded: a failed step is forgotten."""
         self._broken = False
@@ -335,6 +370,18 @@ class Sharing:
             iterate_dtype=options.dtype,
         ).dtype
         return torch.float16 if picked in (torch.float16, torch.bfloat16) else torch.float32
+
+
+def _rates(shared: Shared, options: Sequence[MuonOptions | AdamWOptions]) -> dict[int, Rate]:
+    """id of a chunk of matrices -> its rate."""
+    rates = {}
+    for per_group in (shared.chunks, shared.home):
+        for group, chunks in zip(options, per_group, strict=True):
+            for chunk in chunks:
+                whole = chunk.whole if isinstance(chunk, Bands) else chunk
+                if isinstance(whole, SharedChunk):
+                    rates[id(chunk)] = rate_of(group, *whole.matrix, whole.device)
+    return rates
 
 
 def _cost(options: MuonOptions) -> Callable[[int, int, torch.dtype, torch.device], float]:

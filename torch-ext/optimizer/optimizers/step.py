@@ -5,6 +5,7 @@ gradient -> momentum -> gather -> orthogonalize -> scatter -> update
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,12 +20,14 @@ from .chunks import Chunk, plan_chunks
 from .clip_config import parse_clip_config
 from .device_state import OnDevice
 from .forms import Forms
+from .groups import MUON
 from .host_state import InHostMemory
+from .largest_logits import largest_logits
 from .momentum import momentum
 from .offload import OffloadingOptimizer
 from .options import AdamWOptions, MuonOptions, fingerprint
 from .parameters import is_dtensor, label, local
-from .placing import rows_here
+from .placing import rows_here, sharded_dims
 from .plan import Plan
 from .qk_clip import Target, check_logits, clip, find_targets, plan_batches
 from .report import report
@@ -100,7 +103,8 @@ class MuonBase(OffloadingOptimizer):
             qk_logits: layer number -> 1-D tensor of the largest attention logit (after the division
                 by sqrt(head_dim), over all tokens) for every entry of `clip_config["q_indices"]`,
                 for QK-clip. Layers that are missing are not clipped; layers without a projection
-                here are ignored.
+                here are ignored. Of ranks that share a layer the largest counts; give each what it
+                measured. A sharded DTensor is put together, by all ranks of its mesh.
 
         Returns:
             The closure's loss, or None.
@@ -123,11 +127,12 @@ class MuonBase(OffloadingOptimizer):
             forms.check_rate(group.lr)
         logits = check_logits(qk_logits, self.clip_config, plan.clips)
         self._check_offload()
-        self._sharing.ask(plan.shared)
         rates = [
             [rate_of(group, *chunk.matrix, chunk.device) for chunk in chunks]
             for group, chunks in zip(options, plan.chunks, strict=True)
         ]
+        shared_rates = self._sharing.early_rates(plan.shared, options)
+        self._sharing.ask(plan.shared)
 
         state = self._state_of_step(plan, options)
         timed = untimed if self._timer is None else self._timer.begin()
@@ -145,7 +150,8 @@ class MuonBase(OffloadingOptimizer):
 
         for of_group, group in zip(params, options, strict=True):
             count_step(of_group, self.state, group)
-        self._sharing.step(plan.shared, options, params, self.state, state, own_work)
+        self._sharing.step(plan.shared, options, params, self.state, state, own_work, shared_rates)
+        logits = largest_logits(plan.clips, logits, self._sharing.holders)
         if logits:
             with stage("muon::qk_clip"):
                 self._clip(plan, logits)
@@ -184,6 +190,34 @@ class MuonBase(OffloadingOptimizer):
             on: False stops it.
         """
         self._timer = StepTimer() if on else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, but with a word for a function in adjust_lr_fn, and float32 state as it is.
+
+        It waits for what the ranks had to say about the last step: that they had different
+        gradients, for instance, is logged as an error, and no step goes on until state is loaded.
+        """
+        self._sharing.hear()
+        return super().state_dict()
+
+    def check_whole(self) -> None:
+        """Raise if one process should not save this state as that of the optimizer.
+
+        Raises:
+            TypeError: other ranks have parts of it.
+            RuntimeError: a step went wrong, so that it may not fit the parameters.
+        """
+        self._sharing.hear()
+        self._sharing.check_unbroken()
+        parts = None
+        if self._sharing.unreduced is not None:
+            parts = "with gradients='unreduced' every rank keeps a part of the state"
+        for number in range(len(self.param_groups)):
+            for where, param, _ in self.labelled(number):
+                if sharded_dims(param):
+                    parts = parts or f"{where}: ranks share it out as {tuple(param.placements)}"
+        if parts is not None:
+            raise TypeError(f"{parts}; save it with torch.distributed.checkpoint, on all ranks")
 
     def _report_of(self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]) -> str:
         measured = {} if self._timer is None else self._timer.milliseconds()
@@ -377,6 +411,10 @@ class MuonBase(OffloadingOptimizer):
 
     def adopt(self, groups: Sequence[tuple[str, dict[str, Any], Sequence[str | None]]]) -> None:
         if self._sharing.unreduced is None:
+            # All ranks are here, which making a team may need; report() may come alone.
+            matrices = [g["params"] for _, g, _ in groups if self.format.kind(g) == MUON]
+            for param in itertools.chain.from_iterable(matrices):
+                self._sharing.team_of(param)
             return
         entries = []
         for where, group, names in groups:

@@ -1,0 +1,176 @@
+"""What one process may save of an optimizer that steps with other ranks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ._ranks import same_everywhere
+from .test_sharing import assert_as_alone, give, gradients, local, module_of, placed, plain_params
+
+pytestmark = pytest.mark.dist
+
+
+def sharing(opt: Any, held: str) -> tuple[Any, list[Any]]:
+    """An optimizer whose state the ranks hold in some way, and its parameters."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    params = plain_params()
+    if held == "unreduced":
+        return opt.DistMuonAdamW([{"kind": "muon", "params": params, "lr": 0.1}]), params
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    params = placed(params, mesh, [Shard(0) if held == "sharded" else Replicate()])
+    return opt.Muon(params), params
+
+
+def save_a_part(opt: Any, held: str, saver: str, folder: Path) -> tuple[str, bool]:
+    optimizer, _ = sharing(opt, held)
+    try:
+        getattr(opt, saver)(optimizer, folder)
+    except TypeError as error:
+        return str(error), folder.exists()
+    return "none", True
+
+
+@pytest.mark.parametrize("saver", ["save_optimizer", "save_optimizer_async"])
+@pytest.mark.parametrize("held", ["sharded", "unreduced"])
+def test_a_part_of_the_state_is_not_saved_as_the_whole(ranks, held, saver, tmp_path) -> None:
+    """M3: such a file would have the shapes of one rank's shards, and nothing could load it."""
+    message, written = same_everywhere(ranks(2).run(save_a_part, held, saver, tmp_path / "saved"))
+    assert "save it with torch.distributed.checkpoint" in message
+    assert ("'unreduced'" if held == "unreduced" else "group 0, parameter 0") in message
+    assert not written
+
+
+def save_replicas(opt: Any, folder: Path) -> None:
+    from torch import distributed
+
+    optimizer, params = sharing(opt, "replicated")
+    give(params, gradients(params, 0))
+    optimizer.step()
+    if distributed.get_rank() == 0:
+        opt.save_optimizer_async(optimizer, folder).wait()
+    distributed.barrier()
+    other, sharded = sharing(opt, "sharded")
+    opt.load_optimizer(other, folder)
+    with torch.no_grad():
+        for param, replica in zip(sharded, params, strict=True):
+            local(param).copy_(replica.redistribute(placements=param.placements).to_local())
+    give(sharded, gradients(params, 1))
+    other.step()
+    assert_as_alone(opt, sharded, 2)
+
+
+def test_replicas_are_saved_by_one_rank_and_loaded_into_shards(ranks, tmp_path) -> None:
+    ranks(2).run(save_replicas, tmp_path / "saved")
+
+
+def save_after_a_failure(opt: Any, folder: Path) -> None:
+    from torch import distributed
+
+    folder = folder / str(distributed.get_rank())
+    optimizer, params = sharing(opt, "replicated")
+    opt.save_optimizer(optimizer, folder)
+    kept = (folder / "optimizer.safetensors").read_bytes()
+    give(params, gradients(params, 0))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fail(*arguments: Any) -> None:
+            raise torch.OutOfMemoryError("no room")
+
+        patch.setattr(module_of(opt, "optimizers.sharing").Sharing, "_step_anew", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+    for saver in (opt.save_optimizer, opt.save_optimizer_async):
+        with pytest.raises(RuntimeError, match="an earlier step failed midway"):
+            saver(optimizer, folder)
+    assert (folder / "optimizer.safetensors").read_bytes() == kept
+    opt.load_optimizer(optimizer, folder)
+    opt.save_optimizer(optimizer, folder)
+
+
+def test_saving_after_a_failed_step_keeps_the_last_good_checkpoint(ranks, tmp_path) -> None:
+    """M3: `except: save_optimizer(...)` must not replace it by half a step."""
+    ranks(2).run(save_after_a_failure, tmp_path)
+
+
+class OnItsWay:
+    """An answer that comes later, as on a GPU."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def answers_that_come_later(opt: Any, patch: Any) -> None:
+    module = module_of(opt, "optimizers.agreement")
+
+    def question(future, device, verdict):
+        return module.Question(future.wait(), OnItsWay(), verdict)
+
+    patch.setattr(module, "_question", question)
+
+
+def save_after_different_gradients(opt: Any, folder: Path) -> tuple[str, str, str]:
+    from torch import distributed
+
+    optimizer, params = sharing(opt, "replicated")
+    saved = optimizer.state_dict()
+    logger = logging.getLogger(module_of(opt, "optimizers.sharing").__name__)
+    records: list[logging.LogRecord] = []
+    logger.addFilter(lambda record: bool(records.append(record)))
+    with pytest.MonkeyPatch.context() as patch:
+        answers_that_come_later(opt, patch)
+        give(params, gradients(params, 0))
+        if distributed.get_rank() == 1:
+            params[2].grad = None
+        optimizer.step()
+        try:
+            opt.save_optimizer(optimizer, folder / str(distributed.get_rank()))
+            message = "none"
+        except RuntimeError as error:
+            message = str(error)
+        optimizer.state_dict()  # it is asked for before state is loaded, too
+        try:
+            optimizer.step()
+            again = "none"
+        except RuntimeError as error:
+            again = str(error)
+        optimizer.load_state_dict(saved)
+        give(params, gradients(params, 0))
+        optimizer.step()
+        optimizer.state_dict()
+    logger.filters.clear()
+    return message, again, "\n".join(record.getMessage() for record in records)
+
+
+def test_a_checkpoint_hears_the_last_answer(ranks, tmp_path) -> None:
+    """M11: right after a step that one rank took without a gradient, on any device."""
+    message, again, logged = same_everywhere(ranks(2).run(save_after_different_gradients, tmp_path))
+    assert "an earlier step failed midway" in message
+    assert "an earlier step failed midway" in again
+    assert logged.count("ranks disagree on which parameters have gradients") == 1
+    assert not [*tmp_path.iterdir()]
+
+
+def full_state(opt: Any) -> list[str]:
+    """Which matrices have momentum in what torch calls the full state of unreduced gradients."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(6, 8, bias=False) for name in "abcd"})
+    optimizer = opt.DistMuonAdamW([{"kind": "muon", "params": model.parameters(), "lr": 0.1}])
+    options = StateDictOptions(full_state_dict=True)
+    found = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+    return [name for name, state in found.items() if "momentum_buffer" in state]
+
+
+def test_the_full_state_of_unreduced_gradients_is_that_of_owners(ranks) -> None:
+    """As communication.md says: each matrix on one rank, so that no rank has the whole."""
+    owned = ranks(2).run(full_state)
+    assert sorted(owned[0] + owned[1]) == [f"{name}.weight" for name in "abcd"]
+    assert all(owned)

@@ -1,0 +1,74 @@
+"""Errors that come before a step, and calls that must not wait for other ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from ._ranks import COLLECTIVE_TIMEOUT, same_everywhere
+from .test_sharing import assert_as_alone, give, gradients, placed, plain_params
+
+pytestmark = pytest.mark.dist
+
+
+def rule_that_raises(opt: Any) -> tuple[str, float]:
+    from torch import distributed
+
+    good = [True]
+
+    def rule(lr: float, rows: int, columns: int) -> float:
+        if not good[0]:
+            raise ArithmeticError("no rate for this shape")
+        return lr
+
+    params = plain_params()
+    other = torch.nn.Parameter(torch.zeros(3))
+    groups = [
+        {"params": params, "use_muon": True, "adjust_lr_fn": rule},
+        {"params": [other], "use_muon": False},
+    ]
+    optimizer = opt.Muon(groups, lr=1e-3, process_group=distributed.group.WORLD)
+    good[0] = False
+    give(params, gradients(params, 0))
+    other.grad = torch.ones(3)
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    counted = optimizer.state[other]["step"].item()
+    good[0] = True
+    optimizer.step()
+    assert_as_alone(opt, params, 1, adjust_lr_fn=None)
+    return "went on", counted
+
+
+def test_a_rule_that_raises_leaves_the_optimizer_as_it_was(ranks) -> None:
+    """M5: nothing is counted or sent yet, so the next step goes on."""
+    assert same_everywhere(ranks(2).run(rule_that_raises)) == ("went on", 0)
+
+
+def report_alone(opt: Any) -> tuple[int, timedelta | None]:
+    from torch import distributed
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    rank = distributed.get_rank()
+    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("copies", "shards"))  # rank 2 is not on it
+    if rank == 2:
+        return 0, None
+    params = placed(plain_params(), mesh, [Replicate(), Shard(0)])
+    optimizer = opt.Muon(params)
+    lines = len(optimizer.report().splitlines()) if rank == 1 else 0
+    give(params, gradients(params, 0))
+    optimizer.step()
+    assert_as_alone(opt, params, 1)
+    (group,) = optimizer._sharing._teams._groups.values()
+    return lines, group._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_a_report_before_the_first_step_waits_for_nobody(ranks) -> None:
+    """Teams are made with the optimizer, whose collectives wait as long as those of the world."""
+    answers = ranks(3).run(report_alone, timeout=60)
+    assert [lines for lines, _ in answers] == [0, 7, 0]
+    assert [timeout for _, timeout in answers[:2]] == [COLLECTIVE_TIMEOUT] * 2
