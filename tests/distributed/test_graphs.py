@@ -82,7 +82,7 @@ class Captured:
 
     def _capturer(self, where: torch.device, room: int):
         real = self.original(where, room)
-        self.counted["room"] = room
+        self.counted["room"] = max(room, self.counted["room"])  # of one pool or the other
 
         def capture(body):
             self.counted["captured"] += 1

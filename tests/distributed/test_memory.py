@@ -20,8 +20,8 @@ TABLE = (384, 16)
 LIMIT = 3 * 4096
 
 
-def memory(opt, wire: torch.dtype | None) -> tuple[int, int, int]:
-    """Bytes of messages, of all blocks, and of the pool that is asked for."""
+def memory(opt, wire: torch.dtype | None) -> tuple[int, int, int, int]:
+    """Bytes of messages, of all blocks, and of the two pools that are asked for."""
     from torch import distributed
 
     params = [nn.Parameter(torch.ones(shape, device=device())) for shape in [*MATRICES, TABLE]]
@@ -41,19 +41,23 @@ def memory(opt, wire: torch.dtype | None) -> tuple[int, int, int]:
     (where,) = shared.devices
     blocks = shared.staging._blocks
     messages = sum(block.numel() for block in blocks["message", where])
-    room = shared.graphs._room[where, module_of(opt, "optimizers.graphs").BESIDE]
-    return messages, shared.staging.held(where), room
+    names = module_of(opt, "optimizers.graphs")
+    here, beside = (shared.graphs._room[where, pool] for pool in (names.HERE, names.BESIDE))
+    return messages, shared.staging.held(where), here, beside
 
 
 @pytest.mark.parametrize("wire", [None, torch.float16], ids=str)
 def test_messages_are_bounded(ranks, wire) -> None:
     """Also those of new rows, which come back in float32 where contributions go in float16."""
-    for messages, blocks, room in ranks(2).run(memory, wire):
+    travels = wire or torch.float32
+    for messages, blocks, here, beside in ranks(2).run(memory, wire):
         assert 0 < messages <= LIMIT
         largest = max(6 // 2 * 16 * 8, 24 * 16)  # elements that an owner orthogonalizes at once
         # directions of two batches, and updates of those that are computed or on their way
-        assert blocks <= LIMIT + 4 * largest * (2 + 3)
-        assert room == 13 * largest
+        assert blocks <= LIMIT + largest * (2 * 4 + 3 * travels.itemsize)
+        # contributions of a sixth of all messages, in float32, if they travel in float16
+        assert 0 < here <= 2 * LIMIT // 6 if wire else here == 0
+        assert beside == 13 * largest
 
 
 def order_of_a_step(opt) -> list[str]:

@@ -1,6 +1,7 @@
 """A step as a list: launches, waits and nothing else, played again while nothing has changed.
 
-Between two exchanges there is one launch: what several stages do there is one graph.
+Between two exchanges there is one launch: what several stages do there is one graph. Beside it, on
+the other stream, may go another.
 """
 
 from __future__ import annotations
