@@ -241,6 +241,14 @@ def test_models_that_cannot_run_are_refused_and_unchanged(opt, monkeypatch) -> N
     outside = torch.nn.ModuleList([experts_of(build("qwen3_moe"))[0]])
     with pytest.raises(ValueError, match="did not set the experts implementation"):
         opt.integrations.use_in_transformers(outside)
+    for name in ("qwen3_moe", "qwen3_5_moe_vlm"):
+        apart = build(name)
+        experts = experts_of(apart)[-1]
+        experts.config = copy.deepcopy(experts.config)  # out of the model's reach
+        with pytest.raises(ValueError, match="did not set the experts implementation"):
+            opt.integrations.use_in_transformers(apart)
+        configs = [module.config for module in apart.modules() if hasattr(module, "config")]
+        assert {c._experts_implementation for c in configs} == {"eager"}
 
 
 def test_models_inside_other_modules_are_found(opt, calls, device) -> None:

@@ -57,17 +57,26 @@ def bypass(wrapper: nn.Module) -> None:
     """Make the outermost wrapper of an experts module run `_forward` instead of PEFT's.
 
     Raises:
-        ValueError: another library replaced the wrapper's forward.
+        ValueError: as `check_bypass`.
     """
-    slot = "_old_forward" if hasattr(wrapper, "_hf_hook") else "forward"  # accelerate's hooks
+    check_bypass(wrapper)
+    setattr(wrapper, _slot(wrapper), types.MethodType(_forward, wrapper))
+
+
+def check_bypass(wrapper: nn.Module) -> None:
+    """Raise ValueError if another library replaced the wrapper's forward; change nothing."""
     present = vars(wrapper).get("forward")
     replaced = present is not None and getattr(present, "__func__", None) is not _forward
-    if slot == "forward" and replaced:
+    if _slot(wrapper) == "forward" and replaced:
         raise ValueError(
             f"the forward of PEFT's wrapper of {wrapper.parameter_name} was replaced by "
             f"{present!r}; undo that, then call use_in_transformers"
         )
-    setattr(wrapper, slot, types.MethodType(_forward, wrapper))
+
+
+def _slot(wrapper: nn.Module) -> str:
+    """The attribute that runs as the wrapper's forward."""
+    return "_old_forward" if hasattr(wrapper, "_hf_hook") else "forward"  # accelerate's hooks
 
 
 def _forward(wrapper: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -8,6 +8,7 @@ its auxiliary loss and shared experts stay the model's own, and no model is list
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -60,17 +61,22 @@ def use_in_transformers(model: nn.Module | None = None) -> str:
         )
     for name, experts in found.items():
         check_supported(experts, name)
+    wrappers = [w for w in peft.wrappers(model) if is_experts(peft.base_of(w))]
+    for wrapper in wrappers:
+        peft.check_bypass(wrapper)
+    before = _implementations(model)
     for owner in _models(model):
         owner.set_experts_implementation(IMPLEMENTATION)
     missed = [name for name, experts in found.items() if not is_ours(experts)]
     if missed:
+        for config, implementation in before:
+            config._experts_implementation = implementation
         raise ValueError(
             f"transformers did not set the experts implementation of {missed}; load the model with "
             f"from_pretrained(..., experts_implementation={IMPLEMENTATION!r})"
         )
-    for wrapper in peft.wrappers(model):
-        if is_experts(peft.base_of(wrapper)):
-            peft.bypass(wrapper)
+    for wrapper in wrappers:
+        peft.bypass(wrapper)
     return IMPLEMENTATION
 
 
@@ -108,6 +114,16 @@ def experts_function(
         gate_up_bias=getattr(experts, f"{first}_bias") if experts.has_bias else None,
         down_bias=experts.down_proj_bias if experts.has_bias else None,
     )
+
+
+def _implementations(model: nn.Module) -> list[tuple[Any, str | None]]:
+    """Every configuration in a model with its experts implementation, outer ones first."""
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    return [
+        (config, config._experts_implementation)
+        for config in configs.values()
+        if hasattr(config, "_experts_implementation")
+    ]
 
 
 def _models(model: nn.Module) -> Iterator[nn.Module]:

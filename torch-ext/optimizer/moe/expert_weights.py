@@ -299,7 +299,8 @@ def _bitsandbytes_weight(entries: Any, name: str, shape: Sequence[int] | None) -
         kinds = ", ".join(type(entry).__name__ for entry in entries)
         raise ValueError(
             f"{name} is parametrized by {kinds}; 4-bit experts are known by one parametrization "
-            "with a quant_state. LoRA that PEFT has put on top is read by attach_lora instead"
+            "with a quant_state. Where PEFT has put LoRA on top, call use_in_transformers(model), "
+            "which hands PEFT's factors to the experts and leaves their weights alone"
         )
     stored = tuple(state.shape if shape is None else shape)
     if len(stored) != 3 or math.prod(stored) != math.prod(state.shape):
