@@ -12,6 +12,7 @@ rates warm down at the end. --resume goes on from the checkpoint in --out-dir.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,6 +86,12 @@ def save(opt: Any, model: Decoder, optimizer: Any, step: int, folder: Path) -> N
     opt.save_optimizer(optimizer, target)
 
 
+def clear(folder: Path) -> None:
+    """Forget the checkpoints of an earlier run, which --resume would take for this one's."""
+    for path in folder.glob("step-*"):
+        shutil.rmtree(path)
+
+
 def load(opt: Any, model: Decoder, optimizer: Any, folder: Path) -> int:
     """Load the last whole checkpoint; returns its step, 0 if there is none."""
     whole = sorted(path.parent for path in folder.glob("step-*/optimizer.safetensors"))
@@ -106,6 +113,8 @@ def train(options: argparse.Namespace) -> None:
     optimizer = opt.MuonAdamW(nanochat_groups(model))
     if options.offload:
         optimizer.turn_on_cpu_offload()
+    if not options.resume:
+        clear(options.out_dir)
     first = load(opt, model, optimizer, options.out_dir) if options.resume else 0
     print(f"{package.variant}, {len(optimizer.param_groups)} groups, from step {first}")
     starts = corpus.train_starts(

@@ -158,6 +158,30 @@ def test_a_checkpoint_hears_the_last_answer(ranks, tmp_path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
+def offload_of_parts(opt: Any) -> tuple[str, bool]:
+    from torch import distributed
+
+    params = [torch.nn.Parameter(torch.ones(40, 30)), *plain_params()]
+    groups = [
+        {"kind": "adamw", "params": params[:1], "lr": 0.1},  # in slices
+        {"kind": "muon", "params": params[1:], "lr": 0.1},
+    ]
+    optimizer = opt.DistMuonAdamW(groups)
+    with pytest.raises(ValueError) as error:
+        optimizer.turn_on_cpu_offload()
+    for param in params:
+        param.grad = torch.full_like(param, 1.0 + distributed.get_rank())
+    optimizer.step()
+    return str(error.value), optimizer.offloaded
+
+
+def test_offload_of_a_part_of_the_state_is_refused(ranks) -> None:
+    """M25: before anything has moved."""
+    message, offloaded = same_everywhere(ranks(2).run(offload_of_parts))
+    assert "CPU offload is not supported with gradients='unreduced'" in message
+    assert not offloaded
+
+
 def full_state(opt: Any) -> list[str]:
     """Which matrices have momentum in what torch calls the full state of unreduced gradients."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict

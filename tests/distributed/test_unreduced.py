@@ -408,6 +408,25 @@ def test_a_later_group_takes_no_state_from_its_owners(ranks) -> None:
     assert all(2 <= sum(mine) <= 3 for mine in owned)
 
 
+def refused_group(opt) -> None:
+    params = parameters()
+    optimizer = opt.DistMuonAdamW([{"kind": "muon", "params": params[:2], "lr": 0.1}])
+    owners = optimizer._sharing.unreduced
+    before = dict(owners._owners), list(owners._load)
+    bad = {"kind": "muon", "params": params[2:5], "names": ["a", "b", "c"], "lr": 0.1}
+    for options in ({"num_heads": {"d": 2}}, {"rounding": "stochastic"}, {"num_heads": {"b": 3}}):
+        with torch.no_grad():
+            narrow = [nn.Parameter(param.bfloat16()) for param in params[2:5]]
+        with pytest.raises(ValueError):
+            optimizer.add_param_group({**bad, "params": narrow, **options})
+        assert (owners._owners, owners._load) == before
+
+
+def test_a_refused_group_gets_no_owners(ranks) -> None:
+    """The ranks that refuse it, and those that never saw it, still agree about the next group."""
+    ranks(2).run(refused_group)
+
+
 def sharded(opt) -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor

@@ -57,3 +57,6 @@ def test_train_nanochat_groups(corpus, tmp_path) -> None:  # noqa: F811
     resumed = run("train_nanochat_groups.py", *common, "--resume", "--offload")
     assert "from step 50" in resumed
     assert loss(resumed) == loss(whole)
+    run("train_nanochat_groups.py", "--corpus", corpus, "--steps", 2, "--out-dir", tmp_path)
+    # --resume would go on from steps of the run before.
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000002"]

@@ -114,6 +114,29 @@ def test_nanochat(opt, device, form) -> None:
     assert_goes_on(optimizer, ours, other, theirs)
 
 
+@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+def test_nanochat_into_a_run_without_variance_reduction(opt, device, name) -> None:
+    """Its beta2 and statistics stay behind, and what is converted loads."""
+    ours, theirs = both(device)
+    other = Nanochat(opt, nanochat_groups(theirs))
+    train(other, theirs, 2)
+    groups = nanochat_groups(ours)
+    for group in groups:
+        if name == "Muon":
+            for key in ("betas", "eps"):
+                group |= {f"adamw_{key}": group.pop(key)} if key in group else {}
+        if group["kind"] == "muon":
+            group["beta2"] = None
+    optimizer = getattr(opt, name)(groups)
+    optimizer.load_state_dict(
+        opt.convert_state_dict(optimizer, other.state_dict(), source="nanochat")
+    )
+    muon = optimizer.param_groups[2]
+    assert (muon["beta2"], muon["lr"], muon["momentum"]) == (None, 0.02, 0.9)
+    train(optimizer, ours, 1)
+    assert "second_momentum_buffer" not in optimizer.state[ours[0]]
+
+
 def test_nanochat_rank_by_rank(opt, device) -> None:
     """Blocks of ceil(K / W) matrices, the last padded with zeros; slices of large AdamW state."""
     ours, theirs = both(device)

@@ -75,6 +75,31 @@ PARAMETERS = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"ns_steps": 3}, "'gram_polynomial' is made for ns_steps=5, got ns_steps=3"),
+        ({"dtype": torch.bfloat16}, "'gram_polynomial' amplifies the rounding of .*bfloat16"),
+    ],
+)
+def test_what_gram_polynomial_cannot_serve(opt, changed, message) -> None:
+    """M2: refused in the constructor, and at a step before AdamW has moved anything."""
+    with pytest.raises(ValueError, match=f"group 0: method={message}"):
+        opt.Muon([matrix()], method="gram_polynomial", **changed)
+    params = parameters([(4, 3), (3,)])
+    groups = [
+        {"params": params[1:], "use_muon": False},
+        {"params": params[:1], "use_muon": True, "method": "gram_polynomial"},
+    ]
+    optimizer = opt.Muon(groups)
+    optimizer.step()
+    before = values(params)
+    optimizer.param_groups[1].update(changed)
+    with pytest.raises(ValueError, match=f"group 1: method={message}"):
+        optimizer.step()
+    assert all(torch.equal(p.detach(), old) for p, old in zip(params, before, strict=True))
+
+
 @pytest.mark.parametrize(("option", "value", "error", "message"), MUON_OPTIONS, ids=str)
 def test_wrong_option_of_a_muon_group(opt, option, value, error, message) -> None:
     """M2: in the constructor, in a group, and in add_param_group alike, naming the group."""

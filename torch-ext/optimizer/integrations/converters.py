@@ -53,13 +53,15 @@ def convert_state_dict(
     Args:
         optimizer: `Muon` or `MuonAdamW`, whose groups hold the same parameters. Options of the
             other optimizer that ours do not have (coefficients, eps of the iteration) and the rule
-            (adjust_lr_fn, cautious, ...) are chosen when it is constructed.
+            (cautious, shaped_decay, whether there is a beta2, ...) are chosen when it is
+            constructed; so is adjust_lr_fn, but for "torch", whose lr means nothing without it.
         saved: "torch": the state_dict of a torch.optim.Muon, or a sequence with those of the
             torch.optim.AdamW beside it. "motif": that of the Motif optimizer's Muon. "nanochat":
             that of nanochat's MuonAdamW, or a sequence with those of all ranks of DistMuonAdamW.
         source: "torch", "motif" or "nanochat".
         keep_options: keep the options of `optimizer` instead of taking over lr, weight_decay,
-            momentum, nesterov, ns_steps, beta2, betas and eps.
+            momentum, nesterov, ns_steps, beta2 (where there is one), betas, eps, none_grad
+            ("motif") and adjust_lr_fn ("torch").
 
     Returns:
         A new state_dict; `optimizer` is left as it is.
@@ -82,6 +84,8 @@ def convert_state_dict(
     state, groups = {}, []
     for number, (group, entries) in enumerate(zip(converted["param_groups"], matched, strict=True)):
         options = {} if keep_options else _common_options(optimizer, entries, f"group {number}")
+        if group.get("beta2", 0) is None:
+            options.pop("beta2", None)  # the run goes on without variance reduction
         group = {**group, **options}
         groups.append(group)
         for index, entry in zip(group["params"], entries, strict=True):

@@ -44,15 +44,16 @@ class GroupedOptimizer(torch.optim.Optimizer):
         group, names = self.format.complete(param_group, self.defaults, where)
         check_unique([*self.param_groups, group], [*self._names, names])
         options = self.format.options(group)
+        labelled = _labelled(where, group["params"], names)
+        self._check_group(options, labelled)
         self.adopt([(where, group, names)])
         states = {
             param: complete_state(
                 {}, self.slots(param, name, options, here), param, here, offloaded=self.offloaded
             )
-            for here, param, name in _labelled(where, group["params"], names)
+            for here, param, name in labelled
         }
         check_names(options, names, where)
-        self._check_group(options, _labelled(where, group["params"], names))
         self.param_groups.append(group)
         self._names.append(names)
         self.state.update(states)
@@ -63,7 +64,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Raise if a group does not fit what the optimizer as a whole was told."""
 
     def adopt(self, groups: Sequence[tuple[str, dict[str, Any], Sequence[str | None]]]) -> None:
-        """Decide where the state of new parameters is kept, before any is made."""
+        """Decide where the state of new parameters is kept, before any is made.
+
+        What raises here leaves no decision behind.
+        """
 
     def slots(self, param: Tensor, name: str | None, options: Any, where: str) -> dict[str, Slot]:
         """The state that this process keeps for a parameter."""

@@ -52,7 +52,8 @@ class Muon(MuonBase):
         adjust_lr_fn: "match_rms_adamw"; "original", lr sqrt(max(1, rows / columns)); "spectral",
             lr sqrt(rows / columns); None, lr; or a callable (lr, rows, columns) -> lr, which is not
             saved in a state_dict.
-        method: "auto", "polar_express", "gram_newton_schulz" or "newton_schulz".
+        method: "auto", "polar_express", "gram_newton_schulz", "gram_polynomial" (for ns_steps=5,
+            not in bfloat16) or "newton_schulz".
         dtype: dtype of the iteration; None picks float16 on GPUs that have it, else float32.
         split_sizes: row counts of the parts of fused parameters (Q, K, V; gate, up), each
             orthogonalized on its own; or a dict from names to them.

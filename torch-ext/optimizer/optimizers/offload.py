@@ -22,6 +22,9 @@ class OffloadingOptimizer(GroupedOptimizer):
         """Whether the state is in host memory."""
         return self._host is not None
 
+    def check_offload(self) -> None:
+        """Raise ValueError if this state cannot be in host memory."""
+
     @torch.no_grad()
     def turn_on_cpu_offload(self) -> None:
         """Move the state to host memory at once, and keep it there between the steps.
@@ -31,9 +34,13 @@ class OffloadingOptimizer(GroupedOptimizer):
         factored second moments, stays on the device. `state` then holds host tensors (pinned, for
         CUDA), which `state_dict` gives out and `load_state_dict` fills, without a way round by the
         device. Calling it again changes nothing. It waits for the device once.
+
+        Raises:
+            ValueError: the ranks keep a part of the state each; nothing has changed.
         """
         if self._host is not None:
             return
+        self.check_offload()
         moved = {}
         for param, key, value in self._travelling():
             moved[param, key] = host_zeros(param, value.dtype)

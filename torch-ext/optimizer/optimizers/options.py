@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..orthogonalize.choose import METHODS
+from ..orthogonalize.choose import GRAM_POLYNOMIAL_STEPS, METHODS
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LR_RULES = ("match_rms_adamw", "original", "spectral")
@@ -70,6 +70,8 @@ class MuonOptions:
             check_choice("adjust_lr_fn", self.adjust_lr_fn, LR_RULES, where, "None, a callable")
         for option in ("dtype", "momentum_dtype"):
             _check_dtype(option, getattr(self, option), where)
+        if self.method == "gram_polynomial":
+            _check_gram_polynomial(self.ns_steps, self.dtype, where)
         for name, value in by_name(self.num_heads):
             _check_count(f"num_heads{name}", value, where)
         for name, value in by_name(self.split_sizes):
@@ -185,6 +187,19 @@ def _check_count(option: str, value: Any, where: str) -> None:
         raise TypeError(f"{where}: {option} must be an integer, got {value!r}")
     if value < 1:
         raise ValueError(f"{where}: {option} must be at least 1, got {value!r}")
+
+
+def _check_gram_polynomial(steps: int, dtype: torch.dtype | None, where: str) -> None:
+    if steps != GRAM_POLYNOMIAL_STEPS:
+        raise ValueError(
+            f"{where}: method='gram_polynomial' is made for ns_steps={GRAM_POLYNOMIAL_STEPS}, got "
+            f"ns_steps={steps!r}; use method='polar_express', which derives any number of steps"
+        )
+    if dtype == torch.bfloat16:
+        raise ValueError(
+            f"{where}: method='gram_polynomial' amplifies the rounding of dtype=torch.bfloat16; "
+            "use dtype=torch.float16 or None, or method='polar_express'"
+        )
 
 
 def _check_rounding(rounding: Any, seed: Any, where: str) -> None:

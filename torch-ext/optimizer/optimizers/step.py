@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..orthogonalize import orthogonalize
 from .adamw import adamw
-from .blocks import Blocks, cut
+from .blocks import Blocks, check_names, cut
 from .chunks import Chunk, plan_chunks
 from .clip_config import parse_clip_config
 from .device_state import OnDevice
@@ -113,8 +113,9 @@ class MuonBase(OffloadingOptimizer):
             ValueError: a gradient is sparse, complex or misshapen, an option was set to a value
                 that the constructor would refuse, or `qk_logits` does not fit or was given without
                 `clip_config`.
-            TypeError: a gradient is a DTensor that is not fully replicated, or an option or an
-                entry of `qk_logits` has a wrong type.
+            TypeError: a gradient is placed differently from its parameter or holds sums that are
+                not made yet, or an option or an entry of `qk_logits` has a wrong type.
+            RuntimeError: ranks have different gradients, or an earlier step failed midway.
         """
         loss = None
         if closure is not None:
@@ -126,7 +127,8 @@ class MuonBase(OffloadingOptimizer):
         for group, forms in zip(options, plan.forms, strict=True):
             forms.check_rate(group.lr)
         logits = check_logits(qk_logits, self.clip_config, plan.clips)
-        self._check_offload()
+        if self.offloaded:
+            self.check_offload()
         rates = [
             [rate_of(group, *chunk.matrix, chunk.device) for chunk in chunks]
             for group, chunks in zip(options, plan.chunks, strict=True)
@@ -323,12 +325,11 @@ class MuonBase(OffloadingOptimizer):
             if here[param] is not residual:
                 residual.copy_(here[param])
 
-    def _check_offload(self) -> None:
-        """Raise ValueError if state in host memory is asked for where owners keep it."""
-        if self.offloaded and self._sharing.unreduced is not None:
+    def check_offload(self) -> None:
+        if self._sharing.unreduced is not None:
             raise ValueError(
                 "CPU offload is not supported with gradients='unreduced', where the ranks keep a "
-                "part of the state each; call turn_off_cpu_offload()"
+                "part of the state each; leave it off, or use gradients='reduced'"
             )
 
     def _current_options(self) -> list[MuonOptions | AdamWOptions]:
@@ -421,6 +422,7 @@ class MuonBase(OffloadingOptimizer):
             options = self.format.options(group)
             for index, (param, name) in enumerate(zip(group["params"], names, strict=True)):
                 here = label(where, index, name)
+                check_unreduced(options, param, here)
                 if is_dtensor(param):
                     raise TypeError(
                         f"{here}: gradients='unreduced' takes plain parameters that every rank has "
@@ -429,11 +431,10 @@ class MuonBase(OffloadingOptimizer):
                 if isinstance(options, MuonOptions):
                     blocks = cut(tuple(param.shape), name, options, here)
                     entries.append((param, blocks, options))
-        self._sharing.adopt(entries)
+            check_names(options, names, where)
+        self._sharing.adopt(entries)  # behind everything that may raise
 
     def slots(self, param: Tensor, name: str | None, options: Any, where: str) -> dict[str, Slot]:
-        if self._sharing.unreduced is not None:
-            check_unreduced(options, param, where)
         return self._sharing.keeps(param, slots_of(param, name, options, where), options)
 
     def saved_here(self, param: Tensor, saved: Any, slots: dict[str, Slot]) -> Any:
