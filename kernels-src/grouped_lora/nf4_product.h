@@ -12,6 +12,8 @@
 
 namespace optimizer::nf4_product {
 
+constexpr int64_t kFewRows = 40;  // per expert, in the mean: small tiles, two blocks at a time
+
 struct Problem {
   const uint8_t* packed;  // (E, N, K / 2)
   const float* absmax;    // (E, N, K >> shift)
@@ -44,6 +46,7 @@ struct Problem {
 
   int64_t depth() const { return along ? k : n; }
   int64_t columns() const { return along ? n : k; }
+  bool has_few_rows() const { return rows <= kFewRows * experts; }
 };
 
 constexpr int kMinBlock = 64;  // elements per absmax: a step of the sum takes one per row

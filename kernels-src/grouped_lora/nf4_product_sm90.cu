@@ -65,20 +65,21 @@ Arguments arguments_of(const Problem& p) {
   return args;
 }
 
-template <bool kAlong>
+template <bool kAlong, typename Shape>
 void launch(const Problem& p, int device, cudaStream_t stream) {
   const Arguments args = arguments_of(p);
-  const auto kernel = nf4_product_kernel<kAlong>;
+  const auto kernel = nf4_product_kernel<kAlong, Shape>;
+  constexpr int kBytes = SharedMap<Shape>::kBytes;
   STD_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedMap::kBytes));
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   // Most tiles that the rows can make; how many there are is known on the device alone.
-  const int64_t most = (p.rows / kTokens + std::min(p.experts, p.rows)) * args.column_blocks;
+  const int64_t most = (p.rows / Shape::kTokens + std::min(p.experts, p.rows)) * args.column_blocks;
   STD_TORCH_CHECK(most < int64_t{1} << 31, "nf4_product: there are more than 2^31 tiles");
   cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(static_cast<unsigned>(std::min<int64_t>(most, newton_schulz::processors_of(device))));
+  const int64_t blocks = int64_t{Shape::kBlocks} * newton_schulz::processors_of(device);
+  config.gridDim = dim3(static_cast<unsigned>(std::min(most, blocks)));
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = SharedMap::kBytes;
+  config.dynamicSmemBytes = kBytes;
   config.stream = stream;
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
 }
@@ -224,7 +225,9 @@ void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absma
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   newton_schulz::check_sm90("nf4_product", refusal(p, kMaxExperts), device);
   const auto on = static_cast<cudaStream_t>(stream);
-  return along ? launch<true>(p, device, on) : launch<false>(p, device, on);
+  if (!along) return launch<false, Tall>(p, device, on);
+  if (p.has_few_rows()) return launch<true, Few>(p, device, on);
+  launch<true, Tall>(p, device, on);
 }
 
 }  // namespace optimizer

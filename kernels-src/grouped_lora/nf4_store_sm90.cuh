@@ -7,6 +7,7 @@ namespace optimizer::nf4_product {
 
 // What a consumer's threads need beside the sums of a tile. The slots' loads begin with the tile,
 // the gates' follow before its last products have ended.
+template <typename Shape>
 class TileExtras {
  public:
   __device__ __forceinline__ TileExtras(const Arguments& p, const TileAt& where)
@@ -14,6 +15,7 @@ class TileExtras {
     const int* slots = reinterpret_cast<const int*>(p.slots);  // int64 below 2^31
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
+      gate_[i] = 1.0f;
       const int row = thread_ + i * kWarpgroup;
       if (row < where.rows && (p.scatter || p.gates != nullptr || p.dots != nullptr)) {
         slot_[i] = slots[2 * (where.row + row)];
@@ -30,7 +32,7 @@ class TileExtras {
   }
 
   // A warpgroup_sync before, nobody reads the tables; one later everybody sees them.
-  __device__ __forceinline__ void publish(const SharedMap& at, int consumer) const {
+  __device__ __forceinline__ void publish(const SharedMap<Shape>& at, int consumer) const {
     int *targets = at.targets(consumer), *slots = at.slots(consumer);
     float* gates = at.gates(consumer);
 #pragma unroll
@@ -44,14 +46,13 @@ class TileExtras {
   }
 
  private:
-  static constexpr int kRows = kTokens / kWarpgroup;  // per thread
-  static_assert(kRows == 2);
+  static constexpr int kRows = (Shape::kTokens + kWarpgroup - 1) / kWarpgroup;  // per thread
 
   const Arguments& p_;
   const TileAt& where_;
   const int thread_;
   int slot_[kRows] = {};
-  float gate_[kRows] = {1.0f, 1.0f};
+  float gate_[kRows];
 };
 
 // Bias and gate for the columns `column` and the next; rows of the result, 32 bytes of 4 at a time
@@ -83,11 +84,12 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const float (&sum
 
 // dots = <row of the product before its gate, row of other>, over the consumer's 64 columns: over a
 // thread's two, over the 8 lanes that share its rows, over the warps; in that order.
-template <int kN>
-__device__ __forceinline__ void row_dots(const Arguments& p, const SharedMap& at,
+template <int kN, typename Shape>
+__device__ __forceinline__ void row_dots(const Arguments& p, const SharedMap<Shape>& at,
                                          const float (&sum)[kN / 2], const float2& bias,
                                          const TileAt& where, int consumer, int column) {
   constexpr int kBatch = 4;  // loads of `other` under way, times 2
+  constexpr int kTokens = Shape::kTokens;
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
   const int* slots = at.slots(consumer);
   float* partial = at.partial(consumer);  // (4 warps, kTokens)
