@@ -82,9 +82,7 @@ class Decoder<true> {
     scales_ = 4 * (first + pair_column<true>(warp, lane / 4));
   }
 
-  template <typename Shape>
-  __device__ __forceinline__ void fetch(Fetched& to, const SharedMap<Shape>& at,
-                                        uint32_t slot) const {
+  __device__ __forceinline__ void fetch(Fetched& to, const SharedMap& at, uint32_t slot) const {
     to.table = table_;
     symmetric::load_fragments<false>(to.bytes, at.packed(slot) + bytes_);
     to.scales = load_scales(at.scales(slot) + scales_);
@@ -138,9 +136,7 @@ class Decoder<false> {
     shift_ = warp % 2 * 8;
   }
 
-  template <typename Shape>
-  __device__ __forceinline__ void fetch(Fetched& to, const SharedMap<Shape>& at,
-                                        uint32_t slot) const {
+  __device__ __forceinline__ void fetch(Fetched& to, const SharedMap& at, uint32_t slot) const {
     to.table = table_;
     to.shift = shift_;
 #pragma unroll

@@ -25,10 +25,10 @@ __device__ __forceinline__ void barrier_arrive_behind_copies(uint32_t barrier) {
 // computed once per tile: with addresses computed for each copy the loader, not the tensor cores,
 // set the pace. Lines behind a tile's rows, up to a multiple of 16, hold its last row again: a row
 // of the product depends on its own line alone.
-template <bool kAlong, typename Shape>
+template <bool kAlong>
 class Loader {
  public:
-  __device__ __forceinline__ Loader(const Arguments& p, const SharedMap<Shape>& at)
+  __device__ __forceinline__ Loader(const Arguments& p, const SharedMap& at)
       : p_(p),
         at_(at),
         thread_(static_cast<int>(threadIdx.x)),
@@ -59,10 +59,9 @@ class Loader {
 
  private:
   static constexpr int kLines = kWarpgroup / 8;  // that are copied at a time
-  static constexpr int kTokens = Shape::kTokens;
   static constexpr int kCopies = kTokens / kLines;
   static constexpr int kBatch = 4;  // copies of a thread between two looks at the number of rows
-  static constexpr int kPerThread = (kTokens + kWarpgroup - 1) / kWarpgroup;
+  static constexpr int kPerThread = kTokens / kWarpgroup;
 
   // Where the lines of a tile lie, before the division by the fan. slots are int64 below 2^31.
   __device__ __forceinline__ void look_up(int (&found)[kPerThread], const TileAt& where) const {
@@ -78,9 +77,7 @@ class Loader {
   __device__ __forceinline__ void publish(int* sources, const int (&found)[kPerThread]) const {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const int line = thread_ + i * kWarpgroup;
-      if (kTokens % kWarpgroup != 0 && line >= kTokens) break;
-      sources[line] = p_.fan > 1 ? found[i] / p_.fan : found[i];
+      sources[thread_ + i * kWarpgroup] = p_.fan > 1 ? found[i] / p_.fan : found[i];
     }
     newton_schulz::warpgroup_sync(kLoaderBarrier);
   }
@@ -170,11 +167,11 @@ class Loader {
   }
 
   const Arguments& p_;
-  const SharedMap<Shape>& at_;
+  const SharedMap& at_;
   const int thread_;
   const int line_;
   const int chunk_;
-  Ring<Shape::kStages> ring_;
+  Ring<kStages> ring_;
 };
 
 }  // namespace optimizer::nf4_product

@@ -9,10 +9,10 @@ namespace optimizer::nf4_product {
 
 // One consumer's tiles. The first stage of a tile is decoded beside the last products of the tile
 // before, whose sums are written meanwhile.
-template <bool kAlong, typename Shape>
+template <bool kAlong>
 class Consumer {
  public:
-  __device__ __forceinline__ Consumer(const Arguments& p, const SharedMap<Shape>& at, int consumer)
+  __device__ __forceinline__ Consumer(const Arguments& p, const SharedMap& at, int consumer)
       : p_(p),
         at_(at),
         consumer_(consumer),
@@ -29,7 +29,7 @@ class Consumer {
       const int4 place = *at_.place(slot_);
       const TileAt where{place.x, place.y, place.z, place.w};
       more = dealt_tile(round) < tiles;
-      process_by_least(typename Shape::Instructions{}, where, more);
+      process_by_least<64, 80, 96, 128, 144, 160, 176, 192, 240, kTokens>(where, more);
     }
     clear_sentinels(p_, at_.offsets()[p_.experts]);
   }
@@ -37,30 +37,28 @@ class Consumer {
  private:
   using Fetched = typename Decoder<kAlong>::Fetched;
   using Operand = uint32_t[kSteps][4];
-  using Stages = Ring<Shape::kStages>;
   // Most stages of the rank between a tile's last stage and the first of the next: these must not
   // wait for each other to be released.
   static constexpr int kRankStagesPassed = 1;
-  static constexpr int kRowBytes = SharedMap<Shape>::kRowBytes;
-  static_assert(Shape::kStages >= 2 + kRankStagesPassed);
+  static_assert(kStages >= 2 + kRankStagesPassed);
 
-  // By the narrowest instruction that holds the tile's rows.
+  // By the narrowest instruction that holds the tile's rows. Means of 64, 128, ... rows per expert
+  // are what powers of two give: half of the experts have a few more, so widths lie close there.
   template <int kN, int... kWider>
-  __device__ __forceinline__ void process_by_least(Widths<kN, kWider...>, const TileAt& where,
-                                                   bool more) {
+  __device__ __forceinline__ void process_by_least(const TileAt& where, bool more) {
     static_assert(kN % kHeightStep == 0);
     if constexpr (sizeof...(kWider) == 0) {
       process<kN>(where, more);
     } else if (where.rows <= kN) {
       process<kN>(where, more);
     } else {
-      process_by_least(Widths<kWider...>{}, where, more);
+      process_by_least<kWider...>(where, more);
     }
   }
 
   template <int kN>
   __device__ __forceinline__ void process(const TileAt& where, bool more) {
-    TileExtras<Shape> extras(p_, where);
+    TileExtras extras(p_, where);
     const int warp = threadIdx.x % kWarpgroup / 32, group = threadIdx.x % 32 / 4;
     const int column = where.column + consumer_ * kPartColumns + pair_column<kAlong>(warp, group);
     Factor factor(p_, where, column);
@@ -68,7 +66,7 @@ class Consumer {
     // compiler, through the whole loop over tiles, every kN's sums beside each other.
     float sum[kN / 2] = {};
     const bool early = more && rank_stages_ <= kRankStagesPassed;
-    Stages rank_ring = ring_;
+    Ring<kStages> rank_ring = ring_;
     const bool swapped = multiply<kN>(sum, early, rank_ring);
     extras.load_gates();
     if (!early) rank_ring = ring_;
@@ -92,11 +90,13 @@ class Consumer {
       const float* from = p_.bias + static_cast<int64_t>(where.expert) * p_.columns + column;
       bias = {from[0], from[1]};
     }
-    if (p_.dots != nullptr) row_dots<kN>(p_, at_, sum, bias, where, consumer_, column);
     if (column < p_.columns) {
       write_rows<kN>(p_, sum, bias, at_.targets(consumer_), at_.gates(consumer_), where.rows,
                      column);
     }
+    // Else the next tile's products begin, for the compiler, where lanes have parted: it would wait
+    // for each of them.
+    __syncwarp();
   }
 
   // sum (64 columns x rows) = W x^T. A stage is decoded while the products of the stage before run;
@@ -104,7 +104,7 @@ class Consumer {
   // `rank_ring`. Returns whether it is in odd_.
   template <int kN>
   __device__ __forceinline__ bool multiply(float (&sum)[kN / 2], bool early,
-                                           Stages& rank_ring) {
+                                           Ring<kStages>& rank_ring) {
     for (int stage = 1;; stage += 2) {
       if (stage == stages_) {
         add_last_stage<kN>(sum, even_, odd_, stage > 1, early, rank_ring);
@@ -139,7 +139,7 @@ class Consumer {
   template <int kN>
   __device__ __forceinline__ void add_last_stage(float (&sum)[kN / 2], const Operand& a,
                                                  Operand& next, bool holds, bool early,
-                                                 Stages& rank_ring) {
+                                                 Ring<kStages>& rank_ring) {
     add_steps<kN, 0, 4>(sum, a, rows_start_ + slot_ * (kRowBytes / 16));
     free_stage_before(holds);
     rank_ring = ring_;
@@ -185,31 +185,23 @@ class Consumer {
     Decoder<kAlong>::template decode<3>(a[3], fetched);
   }
 
-  // Ranks [16 s, 16 s + 16) of a thread's two columns: two ranks each, and two further by 8,
-  // straight from global memory. Where nobody else hides it, the first are asked for when the tile
-  // begins.
+  // Ranks [16 s, 16 s + 16) of a thread's two columns: two ranks each, and two further by 8. The
+  // first are asked for when the tile begins; they come straight from global memory.
   class Factor {
    public:
     __device__ __forceinline__ Factor(const Arguments& p, const TileAt& where, int column) : p_(p) {
       from_ = p.factor + where.expert * p.factor_expert + column * p.factor_column;
       inside_ = column < p.columns;
-      if constexpr (kAhead) load(first_, 0);
+      load(first_, 0);
     }
     __device__ __forceinline__ void operator()(uint32_t (&a)[4], int k) const {
       uint32_t found[8];
       load(found, k);
       pack(a, found);
     }
-    __device__ __forceinline__ void first(uint32_t (&a)[4]) const {
-      if constexpr (kAhead) {
-        pack(a, first_);
-      } else {
-        (*this)(a, 0);
-      }
-    }
+    __device__ __forceinline__ void first(uint32_t (&a)[4]) const { pack(a, first_); }
 
    private:
-    static constexpr bool kAhead = Shape::kBlocks == 1;
     __device__ __forceinline__ void load(uint32_t (&found)[8], int k) const {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {  // half of the ranks, column, rank
@@ -235,7 +227,7 @@ class Consumer {
   // sum += F low^T, 64 of the rank at a time, or 16 where there are no more.
   template <int kN>
   __device__ __forceinline__ void add_low_rank(float (&sum)[kN / 2], const Factor& factor,
-                                               Stages& ring) {
+                                               Ring<kStages>& ring) {
     using namespace newton_schulz;
     for (int k = 0; k < p_.rank; k += kDepth) {
       uint32_t a[kSteps][4];
@@ -279,22 +271,20 @@ class Consumer {
   }
 
   const Arguments& p_;
-  const SharedMap<Shape>& at_;
+  const SharedMap& at_;
   const int consumer_;
   const int stages_;
   const int rank_stages_;
   const uint64_t rows_start_;
   const Decoder<kAlong> decode_;
-  Stages ring_;          // the next stage to be decoded
+  Ring<kStages> ring_;   // the next stage to be decoded
   uint32_t slot_ = 0;    // of the stage that was decoded last
   uint32_t before_ = 0;  // of the stage that was multiplied last
   Operand even_, odd_;   // decoded stages, in turns; a tile begins with even_
 };
 
 // Of an expert's tiles, in steps of instructions; 0 is the tallest, the last has no rows.
-template <typename Shape>
 __device__ __forceinline__ int height_class(const int* offsets, int expert) {
-  constexpr int kTokens = Shape::kTokens;
   const int rows = offsets[expert + 1] - offsets[expert];
   const int height = rows == 0 ? 0 : row_range(rows, row_tiles(rows, kTokens), 0).count;
   return (kTokens - height) / kHeightStep;
@@ -313,7 +303,6 @@ __device__ __forceinline__ int sum_before(int own) {
 
 // By one warp: experts in the order of their classes, and of their numbers inside of one, so that
 // all blocks agree. `places` holds how many every class has.
-template <typename Shape>
 __device__ __forceinline__ void make_order(const int* offsets, int experts, int* places,
                                            int* order) {
   const int lane = static_cast<int>(threadIdx.x);
@@ -321,7 +310,7 @@ __device__ __forceinline__ void make_order(const int* offsets, int experts, int*
   __syncwarp();
   for (int first = 0; first < experts; first += 32) {
     const int e = first + lane;
-    const int own = e < experts ? height_class<Shape>(offsets, e) : kHeightClasses<Shape>;
+    const int own = e < experts ? height_class(offsets, e) : kHeightClasses;  // or nobody's
     const uint32_t peers = __match_any_sync(0xffffffff, own);
     const int place = places[own] + __popc(peers & ((1u << lane) - 1));
     if (e < experts) order[place] = e;
@@ -333,26 +322,25 @@ __device__ __forceinline__ void make_order(const int* offsets, int experts, int*
 
 // Offsets; experts in the order of their tiles' heights; tiles of rows before every expert of this
 // order.
-template <typename Shape>
-__device__ __forceinline__ void make_tables(const Arguments& p, const SharedMap<Shape>& at) {
+__device__ __forceinline__ void make_tables(const Arguments& p, const SharedMap& at) {
   int *offsets = at.offsets(), *starts = at.starts(), *order = at.order();
   int* places = at.sources(0);  // nobody's yet
-  static_assert(kHeightClasses<Shape> < 32);
+  static_assert(kHeightClasses < 32);
   const int thread = static_cast<int>(threadIdx.x);
   if (thread < 32) places[thread] = 0;
   for (int e = thread; e <= p.experts; e += kThreads) offsets[e] = static_cast<int>(p.offsets[e]);
   __syncthreads();
   for (int e = thread; e < p.experts; e += kThreads) {
-    atomicAdd(places + height_class<Shape>(offsets, e), 1);
+    atomicAdd(places + height_class(offsets, e), 1);
   }
   __syncthreads();
   if (thread >= 32) return;
-  make_order<Shape>(offsets, p.experts, places, order);
+  make_order(offsets, p.experts, places, order);
   int before = 0;
   for (int first = 0; first < p.experts; first += 32) {
     const int i = first + thread;
     const int e = i < p.experts ? order[i] : 0;
-    const int own = i < p.experts ? row_tiles(offsets[e + 1] - offsets[e], Shape::kTokens) : 0;
+    const int own = i < p.experts ? row_tiles(offsets[e + 1] - offsets[e], kTokens) : 0;
     const int sum = sum_before(own);
     if (i < p.experts) starts[i] = before + sum;
     before += __shfl_sync(0xffffffff, sum + own, 31);
@@ -360,15 +348,15 @@ __device__ __forceinline__ void make_tables(const Arguments& p, const SharedMap<
   if (thread == 0) starts[p.experts] = before;
 }
 
-template <bool kAlong, typename Shape>
-__global__ void __launch_bounds__(kThreads, Shape::kBlocks)
+template <bool kAlong>
+__global__ void __launch_bounds__(kThreads, 1)
     nf4_product_kernel(const __grid_constant__ Arguments p) {
   using namespace newton_schulz;
   extern __shared__ char shared[];
-  const SharedMap<Shape> at(shared);
+  const SharedMap at(shared);
   if (threadIdx.x == 0) {
     prefetch_map(p.packed);
-    for (int slot = 0; slot < Shape::kStages; ++slot) {
+    for (int slot = 0; slot < kStages; ++slot) {
       barrier_init(at.full(slot), kWriters);
       barrier_init(at.empty(slot), kReaders);
     }
@@ -379,11 +367,11 @@ __global__ void __launch_bounds__(kThreads, Shape::kBlocks)
   __syncthreads();
   const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {
-    give_registers<Shape::kLoaderRegisters>();
-    Loader<kAlong, Shape>(p, at).run();
+    give_registers<kLoaderRegisters>();
+    Loader<kAlong>(p, at).run();
   } else {
-    take_registers<Shape::kConsumerRegisters>();
-    Consumer<kAlong, Shape>(p, at, warpgroup - 1).run();
+    take_registers<kConsumerRegisters>();
+    Consumer<kAlong>(p, at, warpgroup - 1).run();
   }
 }
 

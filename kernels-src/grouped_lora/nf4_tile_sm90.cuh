@@ -37,44 +37,22 @@ constexpr int kConsumers = 2;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kPartColumns = 64;  // of one consumer
 constexpr int kColumns = kConsumers * kPartColumns;
+constexpr int kTokens = 256;     // most rows of a tile
 constexpr int kHeightStep = 16;  // of the instructions' N
+constexpr int kHeightClasses = kTokens / kHeightStep + 1;
 constexpr int kDepth = newton_schulz::kBlockSide;  // of the sum, per stage
 constexpr int kSteps = kDepth / newton_schulz::kInstructionDepth;
+constexpr int kStages = 5;
 constexpr int kLoaderBarrier = 3;  // 1 and 2 are the consumers', 0 is __syncthreads'
-constexpr int kMaxExperts = 512;   // their offsets and tiles lie in shared memory
+// 64 K registers: (56 + 2 * 224) * 128 = 64512
+constexpr int kLoaderRegisters = 56;
+constexpr int kConsumerRegisters = 224;
+constexpr int kMaxExperts = 512;  // their offsets and tiles lie in shared memory
 
-// Instructions by the rows that they multiply, the narrowest first.
-template <int... kN>
-struct Widths {};
-
-// One block on a multiprocessor, whose tiles hold an expert's rows at once: 64 K registers,
-// (56 + 2 * 224) * 128 = 64512. Means of 64, 128, ... rows per expert are what powers of two give:
-// half of the experts have a few more, so widths lie close there.
-struct Tall {
-  static constexpr int kTokens = 256;  // most rows of a tile
-  static constexpr int kStages = 5;
-  static constexpr int kBlocks = 1;
-  static constexpr int kLoaderRegisters = 56;
-  static constexpr int kConsumerRegisters = 224;
-  using Instructions = Widths<64, 80, 96, 128, 144, 160, 176, 192, 240, kTokens>;
-};
-
-// For few rows per expert, where a stage is decoded for next to no products: what one block waits
-// for the other hides. Both take 2 * (48 + 2 * 96) * 128 = 61440 registers.
-struct Few {
-  static constexpr int kTokens = 64;
-  static constexpr int kStages = 7;
-  static constexpr int kBlocks = 2;
-  static constexpr int kLoaderRegisters = 48;
-  static constexpr int kConsumerRegisters = 96;
-  using Instructions = Widths<16, 32, 48, kTokens>;
-};
-
-template <typename Shape>
-constexpr int kHeightClasses = Shape::kTokens / kHeightStep + 1;
-
+constexpr int kRowBytes = kTokens * newton_schulz::kLineBytes;  // of x, per stage
 constexpr int kPackedBytes = kColumns * kDepth / 2;
 constexpr int kScaleBytes = 4 * kColumns;  // along: one per column; across: kDepth per consumer
+constexpr int kTableBytes = 4 * kTokens;
 static_assert(kColumns == kConsumers * kDepth);  // both kinds of scales fill kScaleBytes
 
 // The loader's threads and the thread that announces TMA's bytes fill a stage, the consumers' warps
@@ -83,17 +61,13 @@ constexpr int kWriters = kWarpgroup + 1;
 constexpr int kReaders = kConsumers * kWarpgroup / 32;
 
 // Addresses in shared memory: stages of rows, of packed bytes and of scales; tables; barriers.
-template <typename Shape>
 struct SharedMap {
-  static constexpr int kStages = Shape::kStages;
-  static constexpr int kRowBytes = Shape::kTokens * newton_schulz::kLineBytes;  // of x, per stage
-  static constexpr int kTableBytes = 4 * Shape::kTokens;
   static constexpr int kAlignment = newton_schulz::kGroupBytes;
   static constexpr uint32_t kPacked = kStages * kRowBytes;
   static constexpr uint32_t kScales = kPacked + kStages * kPackedBytes;
   static constexpr uint32_t kTables = kScales + kStages * kScaleBytes;
-  // Sources of two tiles; for each consumer targets, gates, slots and 4 warps' sums of dots.
-  static constexpr uint32_t kPlaces = kTables + (2 + 7 * kConsumers) * kTableBytes;
+  // Sources of two tiles; targets and gates of each consumer.
+  static constexpr uint32_t kPlaces = kTables + (2 + 2 * kConsumers) * kTableBytes;
   static constexpr uint32_t kBarriers = kPlaces + 16 * kStages;
   static constexpr uint32_t kExperts = kBarriers + 16 * kStages;
   static constexpr uint32_t kBytes = kAlignment + kExperts + 3 * 4 * (kMaxExperts + 1);
@@ -116,14 +90,10 @@ struct SharedMap {
   }
   __device__ __forceinline__ int* sources(int set) const { return table<int>(set); }
   __device__ __forceinline__ int* targets(int consumer) const {
-    return table<int>(2 + 7 * consumer);
+    return table<int>(2 + 2 * consumer);
   }
   __device__ __forceinline__ float* gates(int consumer) const {
-    return table<float>(3 + 7 * consumer);
-  }
-  __device__ __forceinline__ int* slots(int consumer) const { return table<int>(4 + 7 * consumer); }
-  __device__ __forceinline__ float* partial(int consumer) const {
-    return table<float>(5 + 7 * consumer);
+    return table<float>(3 + 2 * consumer);
   }
   // Of the tile that begins with a stage: its loader knows, consumers need not find out again.
   __device__ __forceinline__ int4* place(uint32_t slot) const {
@@ -145,10 +115,8 @@ struct SharedMap {
     return reinterpret_cast<T*>(start + kTables + index * kTableBytes);
   }
 };
-static_assert(SharedMap<Tall>::kBytes <= 227 * 1024);
-static_assert(Few::kBlocks * (SharedMap<Few>::kBytes + 1024) <= 228 * 1024);
-static_assert(SharedMap<Tall>::kPacked % 1024 == 0 && SharedMap<Few>::kPacked % 1024 == 0 &&
-              kPackedBytes % 1024 == 0);
+static_assert(SharedMap::kBytes <= 227 * 1024);
+static_assert(SharedMap::kPacked % 1024 == 0 && kPackedBytes % 1024 == 0);
 
 struct Arguments {
   CUtensorMap packed;  // (E, N, K / 2), boxes of 128 x 32 (along) or 64 x 64 bytes
@@ -159,14 +127,11 @@ struct Arguments {
   const char* factor;  // (E, r, columns), any strides
   const float* bias;
   const float* gates;  // in slot order
-  const char* other;   // rows of `columns`
-  float* dots;         // (blocks of 64 columns, R) in slot order: <row before its gate, other>
   const int64_t* slots;
   const int64_t* offsets;  // (E + 1,)
   char* out;               // (R, columns), contiguous
   int64_t x_row;           // bytes
   int64_t low_row;
-  int64_t other_row;
   int64_t factor_expert;
   int64_t factor_rank;
   int64_t factor_column;
@@ -179,7 +144,6 @@ struct Arguments {
   int columns;
   int rank;  // 0: no LoRA
   int fan;   // where row i lies in x: 0: at i, f: at slots[i] / f
-  int other_fan;
   int column_blocks;
   bool scatter;  // rows go to their slots
 };
@@ -200,9 +164,7 @@ __device__ __forceinline__ int dealt_tile(int round) {
 }
 
 // There are fewer than 2^31 tiles: each writes 256 bytes of its own.
-template <typename Shape>
-__device__ __forceinline__ TileAt locate(const Arguments& p, const SharedMap<Shape>& at,
-                                         int tile) {
+__device__ __forceinline__ TileAt locate(const Arguments& p, const SharedMap& at, int tile) {
   const int *offsets = at.offsets(), *starts = at.starts();
   const int index = last_not_above(starts, p.experts, tile / p.column_blocks);
   const int expert = at.order()[index];
@@ -216,8 +178,7 @@ __device__ __forceinline__ TileAt locate(const Arguments& p, const SharedMap<Sha
   return {expert, place.block * kColumns, first + range.first, range.count};
 }
 
-template <typename Shape>
-__device__ __forceinline__ int tile_count(const Arguments& p, const SharedMap<Shape>& at) {
+__device__ __forceinline__ int tile_count(const Arguments& p, const SharedMap& at) {
   return at.starts()[p.experts] * p.column_blocks;
 }
 

@@ -17,10 +17,9 @@ namespace optimizer::nf4_product {
 #define SUMS_16(d, i) SUMS_8(d, i), SUMS_8(d, i + 8)
 #define SUMS_32(d, i) SUMS_16(d, i), SUMS_16(d, i + 16)
 
-#define REGISTERS_16 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define REGISTERS_32 REGISTERS_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define REGISTERS_48 REGISTERS_32 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define REGISTERS_64 REGISTERS_48 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS_64                                                               \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17" \
+  ", %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define REGISTERS_80 \
   REGISTERS_64       \
   ", %32, %33, %34, %35, %36, %37, %38, %39"
@@ -74,10 +73,6 @@ struct DecodedProduct;
     }                                                                                          \
   }
 
-DECODED_PRODUCT(16, "16", REGISTERS_16, "8", "9", "10", "11", "12", SUMS_8(sum, 0));
-DECODED_PRODUCT(32, "32", REGISTERS_32, "16", "17", "18", "19", "20", SUMS_16(sum, 0));
-DECODED_PRODUCT(48, "48", REGISTERS_48, "24", "25", "26", "27", "28", SUMS_16(sum, 0),
-                SUMS_8(sum, 16));
 DECODED_PRODUCT(64, "64", REGISTERS_64, "32", "33", "34", "35", "36", SUMS_32(sum, 0));
 DECODED_PRODUCT(80, "80", REGISTERS_80, "40", "41", "42", "43", "44", SUMS_32(sum, 0),
                 SUMS_8(sum, 32));
@@ -109,9 +104,6 @@ DECODED_PRODUCT(256, "256", REGISTERS_256, "128", "129", "130", "131", "132", SU
 #undef REGISTERS_96
 #undef REGISTERS_80
 #undef REGISTERS_64
-#undef REGISTERS_48
-#undef REGISTERS_32
-#undef REGISTERS_16
 #undef SUMS_32
 #undef SUMS_16
 #undef SUMS_8

@@ -1,6 +1,7 @@
 """Launches of gated_nf4_experts, and which of them run beside each other.
 
 forward   xa1 | gate_up product | activation | xa2 | down product | combine
+          urgent: B1 packed, beside xa1 | B2 packed, beside what comes
 backward  urgent: B2 packed | yb2 | down's dX | the activation's gradient | yb1 | dX | combine
           beside: B1 packed, dB2 | after yb2: dA2 | after the activation's: dB1 | after yb1: dA1
 
@@ -15,7 +16,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from ._beside import beside
+from ._beside import Streams, beside
 from ._gated_beside_triton import gradient_of_gates, row_sum
 from ._gated_nf4_triton import glu_backward_dots
 from ._grouped_launch_triton import RowSum, expert_products, is_scattered, low_rank, reorder
@@ -42,23 +43,39 @@ def gated_nf4_experts_triton(  # noqa: PLR0913
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the forward; arguments and results as in `kernels.gated_nf4_experts`."""
 
-    def projected(rows_in: Tensor, projection: tuple, fan: int) -> tuple[Tensor, Tensor]:
-        stack, last, a, b, bias, scaling = projection
-        xa = x.new_empty((slots.shape[0], 0 if a is None else a.shape[1]))
-        y = x.new_empty((slots.shape[0], stack[4][1] if last else stack[4][2]))
-        place = {"tile_rows": tile_rows, "fan": fan}
-        if a is not None:
-            low_rank(rows_in, a, slots, tiles, xa, scaling=scaling, **place)
-        factor = None if b is None else b.mT
-        operands = (rows_in, stack, last, xa, factor, slots, offsets, tiles, y)
-        product_of_stack(operands, 0, "forward", {"scatter": False, "bias": bias, **place}, path)
-        return y, xa
+    place = {"tile_rows": tile_rows}
+    own = [None if b is None else b.mT for b in (first[3], second[3])]
+    factors = [_room_to_pack(factor, x) for factor in own]
 
-    wide, xa1 = projected(x, first, top_k)
+    def low(rows_in: Tensor, projection: tuple, fan: int) -> Tensor:
+        _, _, a, _, _, scaling = projection
+        xa = x.new_empty((slots.shape[0], 0 if a is None else a.shape[1]))
+        if a is not None:
+            low_rank(rows_in, a, slots, tiles, xa, scaling=scaling, fan=fan, **place)
+        return xa
+
+    def product(rows_in: Tensor, projection: tuple, xa: Tensor, factor: Tensor | None, fan: int):
+        stack, last, _, _, bias, _ = projection
+        y = x.new_empty((slots.shape[0], stack[4][1] if last else stack[4][2]))
+        operands = (rows_in, stack, last, xa, factor, slots, offsets, tiles, y)
+        options = {"scatter": False, "bias": bias, "fan": fan, **place}
+        product_of_stack(operands, 0, "forward", options, path)
+        return y
+
+    packs = any(room is not factor for room, factor in zip(factors, own, strict=True))
+    with beside(x, urgent=True) if packs else contextlib.nullcontext(Streams()) as streams:
+        with streams.there():
+            _pack(own[0], factors[0])
+        xa1 = low(x, first, top_k)
+        streams.here_waits()
+        with streams.there():
+            _pack(own[1], factors[1])
+        wide = product(x, first, xa1, factors[0], top_k)
     h = glu_triton(wide, activation, interleaved)
     if not keeps:
         wide = wide.new_empty((0, wide.shape[1]))
-    y, xa2 = projected(h, second, 0)
+    xa2 = low(h, second, 0)
+    y = product(h, second, xa2, factors[1], 0)
     if not keeps:
         h = h.new_empty((0, h.shape[1]))
     return combine_triton(y, gates, rows, offsets, top_k), wide, h, xa1, xa2
@@ -111,10 +128,9 @@ def gated_nf4_experts_backward_triton(  # noqa: PLR0913
             expert_products(sums, gates, slots, offsets, in_place=copied > spread.nbytes)
 
     with beside(grad, urgent=True) as streams:
-        for number, where in ((1, streams.there()), (0, contextlib.nullcontext())):
-            if factors[number] is not own[number]:
-                with where:
-                    reorder(own[number], factors[number])
+        with streams.there():
+            _pack(own[1], factors[1])
+        _pack(own[0], factors[0])
         streams.there_waits()
         with streams.there():
             if b2 is not None:
@@ -160,3 +176,9 @@ def _room_to_pack(factor: Tensor | None, x: Tensor) -> Tensor | None:
     if factor is None or not is_scattered(factor):
         return factor
     return torch.empty(factor.shape, dtype=x.dtype, device=x.device)
+
+
+def _pack(factor: Tensor | None, room: Tensor | None) -> None:
+    """Fill what `_room_to_pack` gave."""
+    if room is not factor:
+        reorder(factor, room)
