@@ -49,8 +49,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "nf4_product(Tensor x, Tensor packed, Tensor absmax, Tensor codebook, int[] stored, "
       "int blocksize, bool along, Tensor? low, Tensor? factor, Tensor? bias, Tensor? gates, "
-      "Tensor? other, Tensor slots, Tensor offsets, Tensor(a!) out, Tensor(b!)? dots, int fan, "
-      "int other_fan, bool scatter) -> ()");
+      "Tensor slots, Tensor offsets, Tensor(a!) out, int fan, bool scatter) -> ()");
   ops.def(
       "nf4_dequant(Tensor packed, Tensor absmax, Tensor active_experts, SymInt[] expert_shape, "
       "int blocksize, ScalarType dtype, Tensor? codebook, Tensor? absmax_code, "

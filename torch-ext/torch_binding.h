@@ -94,8 +94,7 @@ void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absma
                       const Tensor& codebook, IntHeaderOnlyArrayRef stored, int64_t blocksize,
                       bool along, std::optional<Tensor> low, std::optional<Tensor> factor,
                       std::optional<Tensor> bias, std::optional<Tensor> gates,
-                      std::optional<Tensor> other, const Tensor& slots, const Tensor& offsets,
-                      const Tensor& out, std::optional<Tensor> dots, int64_t fan, int64_t other_fan,
+                      const Tensor& slots, const Tensor& offsets, const Tensor& out, int64_t fan,
                       bool scatter);
 
 Tensor nf4_dequant_cpu(const Tensor& packed, const Tensor& absmax, const Tensor& active_experts,

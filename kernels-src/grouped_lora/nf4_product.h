@@ -21,13 +21,10 @@ struct Problem {
   const void* factor;     // (E, r, columns)
   const float* bias;      // (E, columns), or null
   const float* gates;     // (R,) in slot order, or null
-  const void* other;      // rows of `columns`, or null
-  float* dots;            // (ceil(columns / 64), R), with other
   const int64_t* slots;
   const int64_t* offsets;
   void* out;      // (R, columns)
   int64_t x_row;  // in elements
-  int64_t other_row;
   int64_t factor_expert;
   int64_t factor_rank;
   int64_t factor_column;
@@ -37,7 +34,6 @@ struct Problem {
   int64_t k;
   int64_t rank;
   int64_t fan;
-  int64_t other_fan;
   int shift;
   bool along;
   bool scatter;
@@ -66,9 +62,6 @@ inline const char* refusal(const Problem& p, int max_experts) {
   if (!on_bytes(p.packed, 16)) return "packed starts off 16 bytes";
   if (!on_bytes(p.x, 16) || p.x_row % 8 != 0 || p.x_row < 0) return "rows of x start off 16 bytes";
   if (!on_bytes(p.out, 4)) return "out starts off 4 bytes";
-  if (p.other != nullptr && (!on_bytes(p.other, 4) || p.other_row % 2 != 0 || p.other_row < 0)) {
-    return "rows of other start off 4 bytes";
-  }
   if (p.low != nullptr && (!on_bytes(p.low, 16) || p.rank % 8 != 0)) {
     return "the rank is no multiple of 8";
   }

@@ -39,14 +39,11 @@ Arguments arguments_of(const Problem& p) {
   args.factor = static_cast<const char*>(p.factor);
   args.bias = p.bias;
   args.gates = p.gates;
-  args.other = static_cast<const char*>(p.other);
-  args.dots = p.dots;
   args.slots = p.slots;
   args.offsets = p.offsets;
   args.out = static_cast<char*>(p.out);
   args.x_row = p.x_row * 2;
   args.low_row = p.rank * 2;
-  args.other_row = p.other_row * 2;
   args.factor_expert = p.factor_expert * 2;
   args.factor_rank = p.factor_rank * 2;
   args.factor_column = p.factor_column * 2;
@@ -59,7 +56,6 @@ Arguments arguments_of(const Problem& p) {
   args.columns = static_cast<int>(p.columns());
   args.rank = static_cast<int>(p.rank);
   args.fan = static_cast<int>(p.fan);
-  args.other_fan = static_cast<int>(p.other_fan);
   args.column_blocks = (args.columns + kColumns - 1) / kColumns;
   args.scatter = p.scatter;
   return args;
@@ -144,8 +140,7 @@ void check_lora(const Checker& check, const std::optional<Tensor>& low,
 }
 
 void check_epilogue(const Checker& check, const std::optional<Tensor>& bias,
-                    const std::optional<Tensor>& gates, const std::optional<Tensor>& other,
-                    const std::optional<Tensor>& dots, Problem& p) {
+                    const std::optional<Tensor>& gates, Problem& p) {
   STD_TORCH_CHECK(
       !bias.has_value() || check.plain(*bias, ScalarType::Float, {p.experts, p.columns()}),
       "nf4_product: bias must be (E, columns), contiguous float32");
@@ -153,23 +148,11 @@ void check_epilogue(const Checker& check, const std::optional<Tensor>& bias,
                                          gates->device() == check.x.device() &&
                                          gates->is_contiguous() && gates->numel() == p.rows),
                   "nf4_product: gates must be contiguous float32, one per slot");
-  STD_TORCH_CHECK(other.has_value() == dots.has_value(),
-                  "nf4_product: other and dots come together");
   const auto floats = [](const std::optional<Tensor>& y) {
     return y.has_value() ? static_cast<float*>(y->data_ptr()) : nullptr;
   };
   p.bias = floats(bias);
   p.gates = floats(gates);
-  p.dots = floats(dots);
-  if (!other.has_value()) return;
-  STD_TORCH_CHECK(check.is_rows(*other, p.columns(), p.rows, p.other_fan),
-                  "nf4_product: other must be bfloat16 rows of the result's columns, as many as "
-                  "other_fan asks for");
-  STD_TORCH_CHECK(check.plain(*dots, ScalarType::Float,
-                              {(p.columns() + kPartColumns - 1) / kPartColumns, p.rows}),
-                  "nf4_product: dots must be (ceil(columns / 64), R), contiguous float32");
-  p.other = other->data_ptr();
-  p.other_row = row_stride(*other);
 }
 
 }  // namespace
@@ -179,8 +162,7 @@ void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absma
                       const Tensor& codebook, IntHeaderOnlyArrayRef stored, int64_t blocksize,
                       bool along, std::optional<Tensor> low, std::optional<Tensor> factor,
                       std::optional<Tensor> bias, std::optional<Tensor> gates,
-                      std::optional<Tensor> other, const Tensor& slots, const Tensor& offsets,
-                      const Tensor& out, std::optional<Tensor> dots, int64_t fan, int64_t other_fan,
+                      const Tensor& slots, const Tensor& offsets, const Tensor& out, int64_t fan,
                       bool scatter) {
   using namespace nf4_product;
   STD_TORCH_CHECK(stored.size() == 3 && slots.dim() == 1,
@@ -191,7 +173,6 @@ void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absma
   p.k = stored[2];
   p.rows = slots.size(0);
   p.fan = fan;
-  p.other_fan = other_fan;
   p.along = along;
   p.scatter = scatter;
   while ((int64_t{1} << p.shift) < blocksize) ++p.shift;
@@ -208,7 +189,7 @@ void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absma
   STD_TORCH_CHECK(check.plain(out, ScalarType::BFloat16, {p.rows, p.columns()}),
                   "nf4_product: out must be (R, columns), contiguous bfloat16");
   check_lora(check, low, factor, p);
-  check_epilogue(check, bias, gates, other, dots, p);
+  check_epilogue(check, bias, gates, p);
   p.packed = static_cast<const uint8_t*>(packed.data_ptr());
   p.absmax = static_cast<const float*>(absmax.data_ptr());
   p.codebook = static_cast<const float*>(codebook.data_ptr());

@@ -90,11 +90,13 @@ class Consumer {
       const float* from = p_.bias + static_cast<int64_t>(where.expert) * p_.columns + column;
       bias = {from[0], from[1]};
     }
-    if (p_.dots != nullptr) row_dots<kN>(p_, at_, sum, bias, where, consumer_, column);
     if (column < p_.columns) {
       write_rows<kN>(p_, sum, bias, at_.targets(consumer_), at_.gates(consumer_), where.rows,
                      column);
     }
+    // Else the next tile's products begin, for the compiler, where lanes have parted: it would wait
+    // for each of them.
+    __syncwarp();
   }
 
   // sum (64 columns x rows) = W x^T. A stage is decoded while the products of the stage before run;

@@ -15,7 +15,7 @@ class TileExtras {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int row = thread_ + i * kWarpgroup;
-      if (row < where.rows && (p.scatter || p.gates != nullptr || p.dots != nullptr)) {
+      if (row < where.rows && (p.scatter || p.gates != nullptr)) {
         slot_[i] = slots[2 * (where.row + row)];
       }
     }
@@ -31,7 +31,7 @@ class TileExtras {
 
   // A warpgroup_sync before, nobody reads the tables; one later everybody sees them.
   __device__ __forceinline__ void publish(const SharedMap& at, int consumer) const {
-    int *targets = at.targets(consumer), *slots = at.slots(consumer);
+    int* targets = at.targets(consumer);
     float* gates = at.gates(consumer);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -39,7 +39,6 @@ class TileExtras {
       if (row >= where_.rows) continue;
       targets[row] = p_.scatter ? slot_[i] : where_.row + row;
       gates[row] = gate_[i];
-      if (p_.dots != nullptr) slots[row] = slot_[i];
     }
   }
 
@@ -81,56 +80,6 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const float (&sum
   }
 }
 
-// dots = <row of the product before its gate, row of other>, over the consumer's 64 columns: over a
-// thread's two, over the 8 lanes that share its rows, over the warps; in that order.
-template <int kN>
-__device__ __forceinline__ void row_dots(const Arguments& p, const SharedMap& at,
-                                         const float (&sum)[kN / 2], const float2& bias,
-                                         const TileAt& where, int consumer, int column) {
-  constexpr int kBatch = 4;  // loads of `other` under way, times 2
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
-  const int* slots = at.slots(consumer);
-  float* partial = at.partial(consumer);  // (4 warps, kTokens)
-  const bool inside = column < p.columns;
-  const char* other = p.other + (inside ? static_cast<int64_t>(column) * 2 : 0);
-#pragma unroll
-  for (int batch = 0; batch < kN / 8; batch += kBatch) {
-    uint32_t pairs[kBatch][2] = {};
-#pragma unroll
-    for (int i = 0; i < 2 * kBatch; ++i) {
-      const int row = (batch + i / 2) * 8 + thread % 4 * 2 + i % 2;
-      if (batch + i / 2 >= kN / 8 || row >= where.rows || !inside) continue;
-      const int64_t source = p.other_fan == 0 ? where.row + row : slots[row] / p.other_fan;
-      pairs[i / 2][i % 2] = *reinterpret_cast<const uint32_t*>(other + source * p.other_row);
-    }
-#pragma unroll
-    for (int i = 0; i < 2 * kBatch; ++i) {
-      if (batch + i / 2 >= kN / 8) continue;
-      const int at_sum = 4 * (batch + i / 2) + i % 2;
-      const uint32_t pair = pairs[i / 2][i % 2];
-      float dot = __fmul_rn(__fadd_rn(sum[at_sum], bias.x), __uint_as_float(pair << 16));
-      dot = __fmaf_rn(__fadd_rn(sum[at_sum + 2], bias.y), __uint_as_float(pair & 0xffff0000u), dot);
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        dot += __shfl_xor_sync(0xffffffff, dot, distance);
-      }
-      if (thread % 32 < 4) {
-        partial[thread / 32 * kTokens + (batch + i / 2) * 8 + thread % 4 * 2 + i % 2] = dot;
-      }
-    }
-  }
-  newton_schulz::warpgroup_sync(1 + consumer);
-  const int part = (where.column + consumer * kPartColumns) / kPartColumns;
-  if (part * kPartColumns >= p.columns) return;
-  float* dots = p.dots + static_cast<int64_t>(part) * p.rows;
-  for (int row = thread; row < where.rows; row += kWarpgroup) {
-    float total = partial[row];
-#pragma unroll
-    for (int warp = 1; warp < 4; ++warp) total += partial[warp * kTokens + row];
-    dots[slots[row]] = total;
-  }
-}
-
 // Rows of sentinels, behind the experts' rows, are zero.
 __device__ __forceinline__ void clear_sentinels(const Arguments& p, int first) {
   const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
@@ -139,10 +88,6 @@ __device__ __forceinline__ void clear_sentinels(const Arguments& p, int first) {
     const int64_t target = p.scatter ? p.slots[row] : row;
     auto* out = reinterpret_cast<uint32_t*>(p.out + target * p.columns * 2);
     for (int i = thread; i < p.columns / 2; i += kConsumers * kWarpgroup) out[i] = 0;
-    if (p.dots == nullptr) continue;
-    for (int i = thread; i * kPartColumns < p.columns; i += kConsumers * kWarpgroup) {
-      p.dots[static_cast<int64_t>(i) * p.rows + p.slots[row]] = 0.0f;
-    }
   }
 }
 

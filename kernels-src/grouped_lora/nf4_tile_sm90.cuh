@@ -66,8 +66,8 @@ struct SharedMap {
   static constexpr uint32_t kPacked = kStages * kRowBytes;
   static constexpr uint32_t kScales = kPacked + kStages * kPackedBytes;
   static constexpr uint32_t kTables = kScales + kStages * kScaleBytes;
-  // Sources of two tiles; for each consumer targets, gates, slots and 4 warps' sums of dots.
-  static constexpr uint32_t kPlaces = kTables + (2 + 7 * kConsumers) * kTableBytes;
+  // Sources of two tiles; targets and gates of each consumer.
+  static constexpr uint32_t kPlaces = kTables + (2 + 2 * kConsumers) * kTableBytes;
   static constexpr uint32_t kBarriers = kPlaces + 16 * kStages;
   static constexpr uint32_t kExperts = kBarriers + 16 * kStages;
   static constexpr uint32_t kBytes = kAlignment + kExperts + 3 * 4 * (kMaxExperts + 1);
@@ -90,14 +90,10 @@ struct SharedMap {
   }
   __device__ __forceinline__ int* sources(int set) const { return table<int>(set); }
   __device__ __forceinline__ int* targets(int consumer) const {
-    return table<int>(2 + 7 * consumer);
+    return table<int>(2 + 2 * consumer);
   }
   __device__ __forceinline__ float* gates(int consumer) const {
-    return table<float>(3 + 7 * consumer);
-  }
-  __device__ __forceinline__ int* slots(int consumer) const { return table<int>(4 + 7 * consumer); }
-  __device__ __forceinline__ float* partial(int consumer) const {
-    return table<float>(5 + 7 * consumer);
+    return table<float>(3 + 2 * consumer);
   }
   // Of the tile that begins with a stage: its loader knows, consumers need not find out again.
   __device__ __forceinline__ int4* place(uint32_t slot) const {
@@ -131,14 +127,11 @@ struct Arguments {
   const char* factor;  // (E, r, columns), any strides
   const float* bias;
   const float* gates;  // in slot order
-  const char* other;   // rows of `columns`
-  float* dots;         // (blocks of 64 columns, R) in slot order: <row before its gate, other>
   const int64_t* slots;
   const int64_t* offsets;  // (E + 1,)
   char* out;               // (R, columns), contiguous
   int64_t x_row;           // bytes
   int64_t low_row;
-  int64_t other_row;
   int64_t factor_expert;
   int64_t factor_rank;
   int64_t factor_column;
@@ -151,7 +144,6 @@ struct Arguments {
   int columns;
   int rank;  // 0: no LoRA
   int fan;   // where row i lies in x: 0: at i, f: at slots[i] / f
-  int other_fan;
   int column_blocks;
   bool scatter;  // rows go to their slots
 };

@@ -217,8 +217,9 @@ def expert_products(opt) -> int:
                     counts, 72, 136, rank, fan, grouped_out, turned, **extras
                 )
                 test_grouped_product_gpu.check(dense, device, problem, tile)
+            packed_extras = {name: value for name, value in extras.items() if name != "dotted"}
             problem = test_nf4_product_gpu.Problem(
-                counts, 136, 192, turned, rank, fan, grouped_out, **extras
+                counts, 136, 192, turned, rank, fan, grouped_out, **packed_extras
             )
             test_nf4_product_gpu.check(packed, device, reference.nf4_product, problem)
             count += 1 + len(test_grouped_product_gpu.TILES)

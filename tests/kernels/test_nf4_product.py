@@ -47,7 +47,6 @@ REFUSED = {
     "rows of x may take 64 GiB": {
         "x": torch.empty_strided((5, 128), (2**33, 1), dtype=torch.bfloat16, device="meta")
     },
-    "rows of other": {"other": rows(33)[:, :32]},
 }
 
 
@@ -55,7 +54,7 @@ REFUSED = {
 def test_what_it_cannot_take_is_said_in_words(module, reason):
     arguments = {"x": rows(), "stack": stack(), "rank": 16, **REFUSED[reason]}
     assert reason in module.refusal(**arguments)
-    assert module.refusal(rows(), stack(), 16, rows(32)) is None
+    assert module.refusal(rows(), stack(), 16) is None
     assert module.refusal(rows(), stack(blocksize=128), 0) is None
 
 
@@ -69,9 +68,7 @@ def test_refused_operands_raise_before_the_op(module):
 
 def test_python_repeats_the_limits_of_the_source(module):
     tile = (SOURCES / "nf4_tile_sm90.cuh").read_text()
-    assert f"kTokens = {module.TILE_ROWS};" in tile
     assert f"kMaxExperts = {module.MAX_EXPERTS};" in tile
-    assert f"kPartColumns = {module.DOT_COLUMNS};" in tile
     assert f"kMinBlock = {module.MIN_BLOCK};" in (SOURCES / "nf4_product.h").read_text()
 
 
@@ -81,20 +78,23 @@ def test_what_is_refused_goes_to_triton_with_all_its_arguments(
     module, submodule, monkeypatch, refused, last
 ):
     """And what is not refused goes to the op, with the other kernel's names for its arguments."""
-    launch = submodule("kernels._nf4_product_triton")
+    launch, after = (submodule(f"kernels._{name}_triton") for name in ("nf4_product", "row_dots"))
     asked = {}
     monkeypatch.setattr(launch, "nf4_product", lambda *a, **o: asked.update(triton=(a, o)))
     monkeypatch.setattr(
         module, "ops", types.SimpleNamespace(nf4_product=lambda *a: asked.update(compiled=a))
     )
+    monkeypatch.setattr(after, "gate_and_dot", lambda *a: a)
     _, n, k = STORED
     depth, columns = (k, n) if last else (n, k)
     rank = 12 if refused == "rank" else 8
     low, factor = rows(rank), torch.ones(3, rank, columns)
     out = None if refused == "out" else rows(columns)
     order = (torch.arange(5), torch.tensor((0, 5, 5, 5)), torch.zeros(1, 3))
-    options = {"tile_rows": 64, "fan": 2, "scatter": False, "other": rows(columns), "other_fan": 1}
+    options = {"tile_rows": 64, "fan": 2, "scatter": False}
+    met = {"other": rows(columns), "other_fan": 1, "gates": torch.rand(5, 1)}
     operands = (rows(depth), stack(), last, low, factor, *order, out)
+    options |= met
     dots = module.prefer_compiled(*operands, **options)
     assert list(asked) == ["compiled" if refused == "nothing" else "triton"]
     if refused != "nothing":
@@ -106,27 +106,31 @@ def test_what_is_refused_goes_to_triton_with_all_its_arguments(
     assert torch.equal(given[3], torch.tensor(submodule("reference.nf4").NF4_TABLE))
     assert given[4:7] == (STORED, 64, last)
     assert given[7] is low and given[8].dtype == torch.bfloat16
-    assert given[9] is None and given[10] is None and given[11] is options["other"]
-    assert given[14] is out and given[15].shape == (-(-columns // 64), 5)
-    assert given[16:] == (2, 1, False)
-    assert dots.shape == (5,)
+    assert given[9] is None and given[10] is None
+    assert given[13] is out and given[14:] == (2, False)
+    # The gates wait for the rows that the product's meet.
+    assert dots[:3] == (out, met["other"], met["gates"]) and dots[5:] == (1, False)
+    for name in met:
+        del options[name]
+    assert module.prefer_compiled(*operands, **options, gates=met["gates"]) is None
+    assert torch.equal(asked["compiled"][10], met["gates"])
 
 
-# Mean rows per expert, depth of the sum, whether rows meet others, whether it is the forward;
-# whether CUDA was faster (docs/log.md).
+# Mean rows per expert, depth of the sum, whether it is the forward; whether CUDA was faster
+# (docs/log.md).
 MEASURED = {
-    "Qwen3.5 gate_up": (64, 2048, False, True, True),
-    "Qwen3.5 down": (64, 512, False, True, False),
-    "Qwen3 gate_up": (128, 2048, False, True, True),
-    "Qwen3 down, backward": (128, 2048, True, False, True),
-    "OLMoE down, backward": (256, 2048, True, False, False),
-    "OLMoE gate_up": (256, 2048, False, True, True),
-    "Mixtral down, backward": (512, 4096, True, False, True),
-    "Mixtral gate_up, 128 tokens": (32, 4096, False, True, True),
-    "Mixtral gate_up, 128 tokens, backward": (32, 28672, False, False, False),
-    "fewer rows than measured": (63.9, 2048, False, True, False),
-    "few rows, long stored rows": (31.9, 4096, False, True, False),
-    "more rows than measured": (513, 2048, False, True, False),
+    "Qwen3.5 gate_up": (64, 2048, True, True),
+    "Qwen3.5 down": (64, 512, True, False),
+    "Qwen3 gate_up": (128, 2048, True, True),
+    "Qwen3 down, backward": (128, 2048, False, True),
+    "OLMoE down, backward": (256, 2048, False, True),
+    "OLMoE gate_up": (256, 2048, True, True),
+    "Mixtral down, backward": (512, 4096, False, True),
+    "Mixtral gate_up, 128 tokens": (32, 4096, True, True),
+    "Mixtral gate_up, 128 tokens, backward": (32, 28672, False, False),
+    "fewer rows than measured": (63.9, 2048, True, False),
+    "few rows, long stored rows": (31.9, 4096, True, False),
+    "more rows than measured": (513, 2048, True, False),
 }
 
 
@@ -157,7 +161,7 @@ def test_the_ops_take_what_path_and_times_say(
     order = (torch.arange(5), torch.tensor((0, 5, 5, 5)), torch.zeros(1, 3))
     out = None if refused == "out" else rows(n)
     operands = (rows(k), stack(), True, rows(rank), torch.ones(3, rank, n), *order, out)
-    options = {"tile_rows": 64, "fan": 1, "scatter": True, "other": rows(n), "other_fan": 1}
+    options = {"tile_rows": 64, "fan": 1, "scatter": True}
     module._say_once.cache_clear()
     forward.product_of_stack(operands, 0, "forward", options, path)
     accepts = refused is None or (refused == "device" and path == "compiled")
@@ -165,4 +169,30 @@ def test_the_ops_take_what_path_and_times_say(
     assert asked == ["compiled" if wanted and accepts else "triton"]
     assert bool(caplog.records) == (path == "compiled" and refused in ("rank", "out"))
     if seen:
-        assert seen == [(5 / 3, k, True, True)]
+        assert seen == [(5 / 3, k, True)]
+
+
+@pytest.mark.parametrize("fan", (0, 2))
+@pytest.mark.parametrize("scatter", (True, False))
+@pytest.mark.parametrize("gated", (True, False))
+def test_rows_meet_others_before_their_gates(submodule, device, fan, scatter, gated):
+    """Sums over more than a block of columns; what lies behind the experts' rows is nobody's."""
+    generator = torch.Generator().manual_seed(1)
+    total, known, width = 12, 9, 1100
+    out, other = (torch.randn(total, width, generator=generator).to(device) for _ in range(2))
+    slots = torch.randperm(total, generator=generator).to(device)
+    gates = torch.rand(6, 2, generator=generator).to(device)
+    offsets = torch.tensor((0, 4, known), device=device)
+    other = other.mT.contiguous().mT
+    at = slots if scatter else torch.arange(total, device=device)
+    source = slots // fan if fan else torch.arange(total, device=device)
+    expected = torch.zeros(total, device=device)
+    expected[slots[:known]] = (out[at] * other[source]).sum(1)[:known]
+    product = out.clone()
+    if gated:
+        product[at[:known]] *= gates.view(-1, 1)[slots[:known]]
+    other[source[known:]] = other[source[known:]] if fan else torch.nan
+    launch = submodule("kernels._row_dots_triton").gate_and_dot
+    dots = launch(out, other, gates if gated else None, slots, offsets, fan, scatter)
+    assert torch.allclose(dots, expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(out, product)

@@ -56,7 +56,7 @@ def results(y, leaves, grad) -> dict[str, torch.Tensor]:
 def small_chunks(submodule, monkeypatch):
     """Slices of two experts of the largest problem."""
     both = (2 * 24 * 40 * 4,) * 2
-    monkeypatch.setattr(submodule("moe.quantized_linear"), "SLICE_BYTES", both)
+    monkeypatch.setattr(submodule("moe.quantized_strategy"), "SLICE_BYTES", both)
 
 
 @pytest.mark.parametrize("options", ({}, {"nested": True}, {"quant_type": "fp4"}), ids=str)
@@ -249,7 +249,7 @@ def test_no_slice_decodes_more_than_its_bound(opt, submodule, device, small_chun
 
 def test_choice_is_a_pure_function_of_rows_per_expert(opt, submodule, monkeypatch):
     choose = opt.moe.choose_strategy
-    monkeypatch.setattr(submodule("moe.quantized_linear"), "FUSED_UP_TO_ROWS", 200)
+    monkeypatch.setattr(submodule("moe.quantized_strategy"), "FUSED_UP_TO_ROWS", 200)
     for rows in (8, 128, 200 * 128):
         assert choose(rows, 128).name == "fused"
     assert choose(200 * 128 + 1, 128).name == "chunked"
@@ -268,7 +268,7 @@ def test_choice_is_a_pure_function_of_rows_per_expert(opt, submodule, monkeypatc
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_auto_knows_where_the_fused_product_is_fast(opt, submodule, device, dtype, monkeypatch):
     """Half precision on a GPU; on the CPU the fused op would decode the whole stack."""
-    module, seen = submodule("moe.quantized_linear"), []
+    module, seen = submodule("moe.quantized_strategy"), []
     real = module.choose_strategy
 
     def spy(*arguments, **options):
@@ -308,7 +308,7 @@ def test_times_choose_the_fused_product_unless_a_path_is_named(
 
 
 def test_chunks_are_equal_and_bounded(submodule):
-    chunk = submodule("moe.quantized_linear").chunk_experts
+    chunk = submodule("moe.quantized_strategy").chunk_experts
     assert chunk(128, 1536 * 2048, 2) == 16  # eight slices of 96 MiB
     assert chunk(256, 1024 * 2048, 2) == 32  # eight of 128 MiB, the most
     assert chunk(64, 1024 * 2048, 2) == 16  # four of 64 MiB, the least

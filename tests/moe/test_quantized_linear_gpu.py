@@ -18,7 +18,7 @@ PROBLEM = Problem(96, 4, 15, 256, 128, 16, dtype=torch.bfloat16, gates=True, bia
 def packed_experts(opt, submodule, monkeypatch, leaves, strategy):
     """4-bit experts (E, K, N), of which `chunked` decodes four at a time: an odd last slice."""
     both = (4 * PROBLEM.k * PROBLEM.n * 2,) * 2
-    monkeypatch.setattr(submodule("moe.quantized_linear"), "SLICE_BYTES", both)
+    monkeypatch.setattr(submodule("moe.quantized_strategy"), "SLICE_BYTES", both)
     return quantize(opt, PROBLEM, leaves, strategy=strategy)[0].transpose(1, 2)
 
 

@@ -105,7 +105,7 @@ def product_of_stack(
         from ._nf4_slices_triton import sliced_product
 
         return sliced_product(*operands, count=slice_experts, direction=direction, **options)
-    if path == "compiled" or (path == MEASURED and compiled_is_faster(operands, options)):
+    if path == "compiled" or (path == MEASURED and compiled_is_faster(operands)):
         return prefer_compiled(*operands, **options)
     from ._nf4_product_triton import nf4_product
 

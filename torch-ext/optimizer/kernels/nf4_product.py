@@ -27,8 +27,6 @@ _logger = logging.getLogger(__name__)
 
 MAX_EXPERTS = 512  # kMaxExperts: their offsets lie in shared memory
 MIN_BLOCK = 64  # kMinBlock: a step of the sum takes one absmax per stored row
-DOT_COLUMNS = 64  # of the result, whose products with other are summed by one warpgroup
-TILE_ROWS = 256  # kTokens: most rows of a tile
 # Of an expert, and of the sum: where 2048 tokens of four models were timed (docs/log.md).
 MEASURED_ROWS = (64, 512)
 LEAST_DEPTH = 768
@@ -52,13 +50,10 @@ def _fake(  # noqa: PLR0913
     factor,
     bias,
     gates,
-    other,
     slots,
     offsets,
     out,
-    dots,
     fan,
-    other_fan,
     scatter,
 ):
     return None
@@ -79,12 +74,10 @@ def nf4_product(  # noqa: PLR0913
     factor: Tensor | None = None,
     bias: Tensor | None = None,
     gates: Tensor | None = None,
-    other: Tensor | None = None,
     fan: int,
-    other_fan: int = 0,
     grouped_out: bool,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """Multiply every expert's rows with its 4-bit weight; no gradients, no other path.
 
     Args:
@@ -101,30 +94,23 @@ def nf4_product(  # noqa: PLR0913
         factor: (E, r, columns) with low, of any floating dtype and strides.
         bias: (E, columns) of any floating dtype.
         gates: (T, k) of any floating dtype; scale the rows of the result.
-        other: Rows of columns, bfloat16, contiguous, on 4 bytes.
         fan: Where row i lies in x: 0 at i (expert order), f > 0 at slots[i] // f.
-        other_fan: The same for other.
         grouped_out: Write in expert order instead of slot order.
         out: (R, columns), contiguous, bfloat16.
 
     Returns:
-        (R, columns) in bfloat16, or `out`; zero for sentinels. With `other` the products of its
-        rows with those of the result before their gates, (R,) float32 in slot order, else None.
+        (R, columns) in bfloat16, or `out`; zero for sentinels.
 
     Raises:
         ValueError: What `refusal` says of the operands.
         RuntimeError: Shapes, dtypes or devices do not fit.
     """
     stack = (packed, absmax, codebook, None, tuple(stored), blocksize)
-    if reason := refusal(x, stack, 0 if factor is None else factor.shape[1], other):
+    if reason := refusal(x, stack, 0 if factor is None else factor.shape[1]):
         raise ValueError(f"nf4_product cannot take this product: {reason}")
     columns = stored[1] if along else stored[2]
     if out is None:
         out = x.new_empty((slots.shape[0], columns))
-    dots = None
-    if other is not None:
-        shape = (-(-columns // DOT_COLUMNS), slots.shape[0])
-        dots = torch.empty(shape, dtype=torch.float32, device=x.device)
     ops.nf4_product(
         x,
         packed,
@@ -137,19 +123,16 @@ def nf4_product(  # noqa: PLR0913
         None if factor is None else factor.to(x.dtype),
         None if bias is None else bias.float().contiguous(),
         None if gates is None else gates.float().contiguous(),
-        other,
         slots,
         offsets,
         out,
-        dots,
         fan,
-        other_fan,
         not grouped_out,
     )
-    return out, None if dots is None else dots.sum(0)
+    return out
 
 
-def refusal(x: Tensor, stack: tuple, rank: int, other: Tensor | None = None) -> str | None:
+def refusal(x: Tensor, stack: tuple, rank: int) -> str | None:
     """Why the compiled op cannot take the product; None if it can. Nothing depends on the rows.
 
     Args:
@@ -157,7 +140,6 @@ def refusal(x: Tensor, stack: tuple, rank: int, other: Tensor | None = None) -> 
         stack: packed, absmax, codebook, nested, (E, N, K), blocksize, as `nf4_product` of
             _nf4_product_triton.py takes them.
         rank: Of LoRA, or 0.
-        other: Rows, or None.
     """
     packed, _, _, nested, (experts, n, k), blocksize = stack
     if x.dtype != torch.bfloat16:
@@ -178,33 +160,22 @@ def refusal(x: Tensor, stack: tuple, rank: int, other: Tensor | None = None) -> 
         return "packed must start on 16 bytes"
     if x.shape[0] * x.stride(0) > _LARGEST_ROWS:
         return f"rows of x may take 64 GiB, got {x.shape[0]} rows {x.stride(0)} elements apart"
-    for name, rows, unit in (("x", x, 8), ("other", other, 2)):
-        if rows is None:
-            continue
-        apart = rows.shape[0] > 1 and rows.stride(0) % unit
-        if rows.stride(1) != 1 or rows.data_ptr() % (2 * unit) or apart:
-            return (
-                f"rows of {name} must be contiguous and start on {2 * unit} bytes, got strides "
-                f"{rows.stride()}"
-            )
+    if x.stride(1) != 1 or x.data_ptr() % 16 or (x.shape[0] > 1 and x.stride(0) % 8):
+        return f"rows of x must be contiguous and start on 16 bytes, got strides {x.stride()}"
     return None
 
 
-def pays(mean_rows: float, depth: int, dotted: bool, along: bool) -> bool:
+def pays(mean_rows: float, depth: int, along: bool) -> bool:
     """Whether it takes less time than Triton's product: a rule from times on one H200.
 
     Args:
         mean_rows: Of an expert; fewer than measured are Triton's.
         depth: Of the sum: a tile's sums are written while nothing is multiplied.
-        dotted: Whether the result's rows meet others: dear where experts have two tiles each, a
-            little over half full.
         along: Whether the sum runs along stored rows, as in the forward.
     """
     if along and FEW_ROWS <= mean_rows < MEASURED_ROWS[0]:
         return depth >= FEW_ROWS_DEPTH
-    if not MEASURED_ROWS[0] <= mean_rows <= MEASURED_ROWS[1] or depth < LEAST_DEPTH:
-        return False
-    return not dotted or mean_rows <= TILE_ROWS / 2 or mean_rows >= 2 * TILE_ROWS
+    return MEASURED_ROWS[0] <= mean_rows <= MEASURED_ROWS[1] and depth >= LEAST_DEPTH
 
 
 def serves(x: Tensor, weight: tuple, rank: int) -> bool:
@@ -214,16 +185,15 @@ def serves(x: Tensor, weight: tuple, rank: int) -> bool:
     return _is_hopper(x.device) and refusal(x, stack, rank) is None
 
 
-def compiled_is_faster(operands: tuple, options: dict) -> bool:
+def compiled_is_faster(operands: tuple) -> bool:
     """Whether `prefer_compiled` with these arguments takes the compiled op, and should."""
     x, stack, last, _, factor, slots, *_, out = operands
     experts, n, k = stack[4]
-    other = options.get("other")
     if out is None or not _is_hopper(x.device):
         return False
-    if not pays(slots.shape[0] / experts, k if last else n, other is not None, last):
+    if not pays(slots.shape[0] / experts, k if last else n, last):
         return False
-    return refusal(x, stack, 0 if factor is None else factor.shape[1], other) is None
+    return refusal(x, stack, 0 if factor is None else factor.shape[1]) is None
 
 
 @functools.cache
@@ -256,15 +226,15 @@ def prefer_compiled(
     from ._nf4_product_triton import nf4_codebook
     from ._nf4_product_triton import nf4_product as by_triton
 
-    other = options.get("other")
-    reason = refusal(x, stack, 0 if factor is None else factor.shape[1], other)
+    reason = refusal(x, stack, 0 if factor is None else factor.shape[1])
     if out is None:
         reason = "the gates' gradient alone is wanted"
     if reason is not None:
         _say_once(reason)
         return by_triton(x, stack, last, low, factor, slots, offsets, tiles, out, **options)
     packed, absmax, codebook, _, stored, blocksize = stack
-    _, dots = nf4_product(
+    other, gates = options.get("other"), options.get("gates")
+    nf4_product(
         x,
         packed,
         absmax,
@@ -277,11 +247,14 @@ def prefer_compiled(
         low=None if factor is None else low,
         factor=factor,
         bias=options.get("bias"),
-        gates=options.get("gates"),
-        other=other,
+        gates=gates if other is None else None,
         fan=options["fan"],
-        other_fan=options.get("other_fan", 0),
         grouped_out=not options["scatter"],
         out=out,
     )
-    return dots
+    if other is None:
+        return None
+    from ._row_dots_triton import gate_and_dot
+
+    place = (options.get("other_fan", 0), options["scatter"])
+    return gate_and_dot(out, other, gates, slots, offsets, *place)

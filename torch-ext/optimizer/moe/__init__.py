@@ -23,7 +23,7 @@ from .layout import ExpertsLayout, ExpertsLora, LoraFactors
 from .lora import LoraProjection, factor_views, selective_lora_weights
 from .parallel_linear import parallel_linear_lora
 from .quantized_experts import QuantizedExperts
-from .quantized_linear import choose_strategy
+from .quantized_strategy import choose_strategy
 from .routers import Router, RouterRule, group_top_k, select_experts, softmax_top_k
 from .shared import SharedExperts
 from .sort import ExpertOrder, expert_sort

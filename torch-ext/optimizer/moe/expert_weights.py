@@ -46,7 +46,7 @@ class QuantizedWeight:
         absmax_scale: one float32 per 256 blocks, nested only.
         absmax_offset: (1,) float32, nested only.
         transposed: seen as (E, K, N).
-        strategy: how `grouped_lora_linear` multiplies with it; see `quantized_linear`.
+        strategy: how `grouped_lora_linear` multiplies with it; see `quantized_strategy`.
     """
 
     packed: Tensor

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from ..kernels._moe_paths import pick_name
 from ..kernels.gated_experts import fuses, gated_experts
+from ..kernels.gated_nf4_experts import fuses as fuses_nf4
 from .expert_weights import as_quantized
 from .grouped_linear import check_gates, check_path, check_projection, check_rows
 from .layout import ExpertsLayout
+from .quantized_gated import quantized_gated_linear
 from .sort import ExpertOrder
 
 
@@ -49,17 +51,32 @@ def gated_lora_linear(
         TypeError: An argument is of a wrong kind or dtype.
         ValueError: Shapes, devices or options do not fit; the message names the argument.
     """
-    weights = (first["weight"], second["weight"])
-    if any(as_quantized(weight) is not None for weight in weights):
-        return None
+    quantized = tuple(as_quantized(one["weight"]) for one in (first, second))
+    packed = None not in quantized
+    if packed:
+        first, second = (
+            {**one, "weight": weight}
+            for one, weight in zip((first, second), quantized, strict=True)
+        )
     check_rows(x, order, grouped_in=False)
     path = pick_name("grouped_lora_linear", x.device, x.dtype, backend)
-    if not fuses(path, weights[0], layout.activation, layout.gated, layout.interleaved):
+    kind = (layout.activation, layout.gated)
+    if packed:
+        fusable = fuses_nf4(path, *kind)
+    else:
+        dense = quantized == (None, None)
+        fusable = dense and fuses(path, first["weight"], *kind, layout.interleaved)
+    if not fusable:
         return None
     check_path(path, x)
-    for inputs, one in ((x.shape[1], first), (weights[0].shape[2] // 2, second)):
+    for inputs, one in ((x.shape[1], first), (first["weight"].shape[2] // 2, second)):
         _check(x, order, inputs, **one)
     check_gates(gates, x, order)
+    if packed:
+        by_name = backend != "auto"
+        return quantized_gated_linear(
+            x, first, second, order, gates, layout, path=path, by_name=by_name
+        )
     operands = (one.get(name) for one in (first, second) for name in _NAMES)
     return gated_experts(
         x,

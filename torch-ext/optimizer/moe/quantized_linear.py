@@ -1,11 +1,4 @@
-"""Grouped products over 4-bit experts: how much is decoded at a time, and what is kept.
-
-strategy  | decodes                                        | "auto" takes it
-fused     | in registers, inside the product               | up to FUSED_UP_TO_ROWS rows per expert,
-          |                                                | by CUDA up to COMPILED_UP_TO_ROWS
-selective | the active experts, at most min(E, T k)        | where that is at most half of E
-chunked   | slices of experts, two of them at a time        | everything else
-resident  | the whole stack                                | never; by name
+"""Grouped products over 4-bit experts, decoded as `quantized_strategy` says.
 
 Backward decodes again: packed bytes are all that is kept of the weights, whatever the strategy.
 """
@@ -19,88 +12,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels._moe_paths import MEASURED, TRITON_PATHS, Path
+from ..kernels._moe_paths import TRITON_PATHS
 from ..kernels.combine import combine_rows
 from ..kernels.grouped_lora_dab import grouped_lora_dab
 from ..kernels.grouped_lora_dw import grouped_lora_dw
 from ..kernels.grouped_lora_dx import grouped_lora_dx
 from ..kernels.grouped_lora_forward import grouped_lora_forward
 from ..kernels.grouped_lora_nf4_dx import grouped_lora_nf4_dx
-from ..kernels.grouped_lora_nf4_forward import decodes_in_registers, grouped_lora_nf4_forward
+from ..kernels.grouped_lora_nf4_forward import grouped_lora_nf4_forward
 from ..kernels.nf4_dequant import DTYPES
-from ..kernels.nf4_product import serves
-from .expert_weights import STRATEGIES, QuantizedWeight, active_experts
+from .expert_weights import QuantizedWeight, active_experts
+from .quantized_strategy import chunk_experts, pick_strategy
 from .sort import ExpertOrder
-
-# Decoded weights of a slice, of which two exist at a time: an eighth of the stack between these
-# bounds. Eight slices cost the host little, and two of them stay below what a layer's activations
-# take at 2048 tokens; the bounds keep small stacks in few slices and large ones in bounded memory.
-SLICES = 8
-SLICE_BYTES = (64 << 20, 128 << 20)
-# Mean rows per expert up to which decoding inside the product takes less time than decoding to
-# memory first. Forward and backward of a layer at 2048 tokens on an H200, ms (docs/log.md):
-#   rows              64     128    256    512
-#   fused, CUDA       1.60   1.49   1.60    7.26
-#   fused, Triton     1.71   1.94   1.95   10.67
-#   chunked, 1 stream 3.01   2.73   2.10    9.10
-#   chunked           2.92   2.46   not timed
-# Two streams gained 3 and 9 %, so that 256 rows may be a tie; there the fused product takes less
-# memory. With 0.5 to 32 rows its forward takes a quarter to a half of the time.
-FUSED_UP_TO_ROWS = 256
-COMPILED_UP_TO_ROWS = 512  # more were not timed
-
-
-def choose_strategy(
-    rows: int,
-    num_experts: int,
-    wanted: str = "auto",
-    *,
-    fusable: bool = True,
-    fast: bool = True,
-    compiled: bool = False,
-) -> Path:
-    """The strategy for some rows over some experts, and why: a pure function of its arguments.
-
-    Args:
-        rows: T k.
-        num_experts: E.
-        wanted: a strategy by name, or "auto".
-        fusable: whether the fused product can take these weights on this path.
-        fast: whether it decodes in registers there, and was measured.
-        compiled: whether CUDA's product takes it, which is faster with many rows.
-
-    Returns:
-        Name and reason.
-
-    Raises:
-        ValueError: unknown strategy, or fused by name for what it cannot take.
-    """
-    if wanted not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {STRATEGIES}, got {wanted!r}")
-    if wanted == "fused" and not fusable:
-        raise ValueError(
-            'strategy="fused" needs blocks that do not leave their row (the last stored size a '
-            'multiple of the blocksize) and backend "triton" or "reference"; use "chunked"'
-        )
-    if wanted != "auto":
-        return Path(wanted, "asked for by name")
-    mean = rows / num_experts
-    most = COMPILED_UP_TO_ROWS if compiled else FUSED_UP_TO_ROWS
-    if fusable and fast and mean <= most:
-        return Path("fused", f"{mean:g} rows per expert, at most {most}")
-    if 2 * rows <= num_experts:
-        return Path("selective", f"{rows} rows reach at most half of the {num_experts} experts")
-    if fusable and fast:
-        return Path("chunked", f"{mean:g} rows per expert, more than {most}")
-    return Path("chunked", f"{mean:g} rows per expert, and the fused product is none or slow here")
-
-
-def chunk_experts(num_experts: int, numel: int, element_bytes: int) -> int:
-    """Experts per slice: slices of equal size, within SLICE_BYTES (one expert at least)."""
-    each, (least, limit) = numel * element_bytes, SLICE_BYTES
-    wanted = min(max(num_experts * each // SLICES, least), limit)
-    most = max(1, wanted // each)
-    return -(-num_experts // -(-num_experts // most))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -417,21 +340,8 @@ def quantized_lora_linear(
     Raises:
         ValueError: unknown strategy.
     """
-    replaceable = path == "triton" and not by_name
     rank = 0 if lora_a is None else lora_a.shape[1]
-    chosen = choose_strategy(
-        order.slots.shape[0],
-        order.num_experts,
-        strategy or weight.strategy,
-        fusable=weight.fusable and path != "grouped_mm",
-        fast=path in TRITON_PATHS and decodes_in_registers(x),
-        compiled=replaceable and serves(x, weight.operands(), rank),
-    )
-    if order.slots.shape[0] == 0:
-        # Of an empty batch no expert is active; one slice of all of them would be decoded for none.
-        chosen = Path("selective", "an empty batch")
-    if replaceable and chosen.name == "fused":
-        path = MEASURED
+    chosen, path = pick_strategy(x, weight, order, rank, path, by_name, strategy)
     return _QuantizedLora.apply(
         x,
         lora_a,
@@ -444,5 +354,5 @@ def quantized_lora_linear(
         x_fan,
         grouped_out,
         path,
-        chosen.name,
+        chosen,
     )
