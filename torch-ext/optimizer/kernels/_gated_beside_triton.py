@@ -25,12 +25,14 @@ from ._grouped_launch_triton import (
     grouped_product,
     is_scattered,
     low_rank,
+    overlaps,
     reorder,
 )
 from ._moe_paths import gradient_like
 from .combine_triton import combine_triton
 
 _ALIGNMENT = 128  # elements
+PDL, URGENT, LATE_DB2, LATE_SUMS, CHAIN = 1, True, False, False, True
 
 
 def room_for_gradients(slots: Tensor, x: Tensor) -> int:
@@ -198,31 +200,48 @@ def backward_beside(  # noqa: PLR0913
         if sums:
             expert_products(sums, gates, slots, offsets, in_place=False)
 
-    with beside(grad, urgent=True) as streams:
-        for number, where in ((1, streams.there()), (0, contextlib.nullcontext())):
-            if factors[number] is not own[number]:
-                with where:
-                    reorder(own[number], factors[number])
-        streams.there_waits()
+    pdl = PDL > 0 and overlaps(grad.device)
+    with beside(grad, urgent=URGENT) as streams:
+        db2, first_sums = row_sum(b2, wants[7], xa2, grad, top_k, outputs_first=True, gated=True)
+        early = False
         with streams.there():
+            for source, target in zip(own, factors, strict=True):
+                if target is not source:
+                    reorder(source, target, early=early, signals=pdl)
+                    early = pdl
             if b2 is not None:
-                low_rank(grad, factors[1], *order, yb2, scaling=scalings[1], fan=top_k, **place)
+                options = {"fan": top_k, "signals": pdl, "early": early, **place}
+                early = low_rank(grad, factors[1], *order, yb2, scaling=scalings[1], **options)
+            else:
+                early = False
+        if LATE_DB2 == 1:
+            streams.here_waits()
+        with streams.there():
             options = {"fan": top_k, "activation": activation, "interleaved": interleaved, **place}
+            options["early"] = early
             gated_backward(grad, w2.mT, yb2, a2, wide, gates, *order, rooms, **options)
-        db2, sums = row_sum(b2, wants[7], xa2, grad, top_k, outputs_first=True, gated=True)
-        run(*sums)
-        streams.here_waits()
+        if LATE_DB2 < 2:
+            run(*first_sums)
+        if not LATE_SUMS:
+            streams.here_waits()
+        early = False
         with streams.there():
             if b1 is not None:
-                low_rank(d_wide, factors[0], *order, yb1, scaling=scalings[0], fan=0, **place)
+                options = {"fan": 0, "signals": pdl, **place}
+                early = low_rank(d_wide, factors[0], *order, yb1, scaling=scalings[0], **options)
         da2, sums = row_sum(a2, wants[6], yb2, h, 0, gated=True)
         db1, more = row_sum(b1, wants[3], xa1, d_wide, 0, outputs_first=True)
-        run(*sums, *more)
+        if not LATE_SUMS:
+            run(*sums, *more)
         streams.here_waits()
         with streams.there():
             product = (d_wide, w1.mT, yb1, a1, *order, spread)
-            grouped_product(*product, direction="dx", fan=0, scatter=False, **place)
+            grouped_product(*product, direction="dx", fan=0, scatter=False, early=early, **place)
             combine_triton(spread, None, rows, offsets, top_k, dx)
+        if LATE_SUMS:
+            run(*sums, *more)
+        if LATE_DB2 == 2:
+            run(*first_sums)
         da1, sums = row_sum(a1, wants[2], yb1, x, top_k)
         run(*sums)
         dgates = gates.new_empty(0)

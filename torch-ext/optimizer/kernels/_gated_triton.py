@@ -15,12 +15,15 @@ import triton
 import triton.language as tl
 
 from ._grouped_triton import (
-    _low_rank_step,
+    _begins_next,
+    _low_rank_ahead,
+    _low_rank_at_last,
     _plus_low_rank,
     _plus_step,
     _product,
     _source,
     _tile_of,
+    _waits,
 )
 from .glu_triton import _activation, _factor
 
@@ -96,12 +99,16 @@ def _gated_forward(  # noqa: PLR0913
     WIDEN: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
+    EARLY: tl.constexpr,  # launched before `low` and `factor` are there; so many do not wait
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
+    NEXT: tl.constexpr,  # the next launch may begin beside this one
 ):
+    _begins_next(NEXT)
+    late = tl.program_id(0) < EARLY
     tile, column_tile = _tile_of(tl.program_id(0).to(tl.int64), tile_count, column_tiles, GROUP)
     expert = tl.load(tiles + 3 * tile)
     if expert < 0:
@@ -119,15 +126,31 @@ def _gated_forward(  # noqa: PLR0913
         place = _place_of(inner - first_column, is_up, factor_width, INTERLEAVED)
         at_factor = factor + expert * factor_expert + place * factor_n
     if LORA and AHEAD:
-        step_low, step_factor = _low_rank_step(
-            low, at_factor, factor_rank, 0, rows, inside, within, rank, known, BLOCK_R
+        step_low, step_factor = _low_rank_ahead(
+            low, at_factor, factor_rank, rows, inside, within, rank, known, late, EARLY, BLOCK_R
         )
     total = _product(
         at_x, at_weight, inside, within, x_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
     )
     if LORA and AHEAD:
+        step_low, step_factor = _low_rank_at_last(
+            step_low,
+            step_factor,
+            low,
+            at_factor,
+            factor_rank,
+            rows,
+            inside,
+            within,
+            rank,
+            known,
+            late,
+            EARLY,
+            BLOCK_R,
+        )
         total = _plus_step(total, step_low, step_factor, inside, within, WIDEN)
     elif LORA:
+        _waits(EARLY)
         total = _plus_low_rank(
             total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
         )
@@ -255,6 +278,7 @@ def _gated_backward(  # noqa: PLR0913
     WIDEN: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
+    EARLY: tl.constexpr,  # launched before `low` and `factor` are there; so many do not wait
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -262,6 +286,7 @@ def _gated_backward(  # noqa: PLR0913
     PIECE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    late = tl.program_id(0) < EARLY
     tile, column_tile = _tile_of(tl.program_id(0).to(tl.int64), tile_count, column_tiles, GROUP)
     expert = tl.load(tiles + 3 * tile)
     if expert < 0:
@@ -276,15 +301,31 @@ def _gated_backward(  # noqa: PLR0913
     if LORA:
         at_factor = factor + expert * factor_expert + inner * factor_n
     if LORA and AHEAD:
-        step_low, step_factor = _low_rank_step(
-            low, at_factor, factor_rank, 0, rows, inside, within, rank, known, BLOCK_R
+        step_low, step_factor = _low_rank_ahead(
+            low, at_factor, factor_rank, rows, inside, within, rank, known, late, EARLY, BLOCK_R
         )
     total = _product(
         at_dy, at_weight, inside, within, dy_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
     )
     if LORA and AHEAD:
+        step_low, step_factor = _low_rank_at_last(
+            step_low,
+            step_factor,
+            low,
+            at_factor,
+            factor_rank,
+            rows,
+            inside,
+            within,
+            rank,
+            known,
+            late,
+            EARLY,
+            BLOCK_R,
+        )
         total = _plus_step(total, step_low, step_factor, inside, within, WIDEN)
     elif LORA:
+        _waits(EARLY)
         total = _plus_low_rank(
             total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
         )

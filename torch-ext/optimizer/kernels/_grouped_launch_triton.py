@@ -58,8 +58,37 @@ def is_scattered(factor: Tensor) -> bool:
     return n > 1 and factor.stride(2) != 1 and (rank == 1 or factor.stride(1) != 1)
 
 
-def reorder(source: Tensor, target: Tensor) -> Tensor:
-    """Copy (E, r, N) between strides, near the speed of a copy where either is PEFT's; target."""
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a launch can begin before its predecessor ended, and wait for it within."""
+    if not isinstance(_grouped_product, JITFunction) or device.type != "cuda":
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def first_programs(tile: config.Tile, x: Tensor) -> int:
+    """How many programs of a product begin at once."""
+    per_block = max(tile.shared_memory(x.element_size()), 1)
+    return _multiprocessors(x.device) * max(config.SHARED_MEMORY["sm90"] // per_block, 1)
+
+
+def as_early(early: bool) -> dict[str, bool]:
+    """Triton's option of a launch that begins before its predecessor ended."""
+    return {"launch_pdl": True} if early else {}
+
+
+def reorder(
+    source: Tensor, target: Tensor, *, early: bool = False, signals: bool = False
+) -> Tensor:
+    """Copy (E, r, N) between strides, near the speed of a copy where either is PEFT's; target.
+
+    `early`: it begins beside its predecessor, and ends after it; `signals`: and so may the next.
+    """
     experts, rank, n = target.shape
     sides = (source.stride(), target.stride())
     _reorder[(triton.cdiv(n, _REORDER), triton.cdiv(rank * experts, _REORDER))](
@@ -76,9 +105,12 @@ def reorder(source: Tensor, target: Tensor) -> Tensor:
                 ("SOURCE_FLAT", "TARGET_FLAT"), sides, strict=True
             )
         },
+        EARLY=early,
         BLOCK_N=_REORDER,
         BLOCK_C=_REORDER,
+        NEXT=signals,
         num_warps=4,
+        **as_early(early),
     )
     return target
 
@@ -101,15 +133,25 @@ def low_rank(
     scaling: float,
     fan: int,
     scatter: bool = False,
-) -> None:
-    """out = scaling x factor_e^T, in expert order or scattered to slots."""
+    early: bool = False,
+    signals: bool = False,
+) -> bool:
+    """out = scaling x factor_e^T, in expert order or scattered to slots.
+
+    `early`: its programs begin beside the predecessor's, and wait for them. `signals`: the next
+    launch may begin so.
+
+    Returns:
+        whether it may, which it may not after a sum of parts or beside a copy that is let go.
+    """
     experts, rank, k = factor.shape
     tile = tile_of(x, tile_rows, k, rank, "low_rank", rank)
     if tiles.shape[0] == 0:
-        return
-    factor = packed(factor, x.dtype)
+        return False
+    own, factor = factor, packed(factor, x.dtype)
     span = config.span(k, tile)
     parts, target = triton.cdiv(k, span), out
+    signals = signals and parts == 1 and factor is own
     if parts > 1:
         target = torch.empty((parts, *out.shape), dtype=torch.float32, device=x.device)
     share = triton.cdiv(tile_rows, tile.rows)
@@ -132,15 +174,19 @@ def low_rank(
         WIDEN=widens(x),
         EVEN=k % tile.depth == 0,
         SHARE=share,
+        EARLY=early,
         BLOCK_M=tile.rows,
         BLOCK_R=tile.columns,
         BLOCK_K=tile.depth,
+        NEXT=signals,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **as_early(early),
     )
     if parts > 1:
         grid = (triton.cdiv(out.numel(), _SUM),)
         _sum_parts[grid](target, out, out.numel(), parts, scaling, BLOCK=_SUM, num_warps=4)
+    return signals
 
 
 def column_pieces(
@@ -185,12 +231,16 @@ def grouped_product(  # noqa: PLR0913
     gates: Tensor | None = None,  # (T, k)
     other: Tensor | None = None,  # rows of N
     other_fan: int = 0,
+    early: bool = False,
 ) -> Tensor | None:
-    """out = (x weight_e + low factor_e + bias_e) gates; returns <row before its gate, other>."""
+    """out = (x weight_e + low factor_e + bias_e) gates; returns <row before its gate, other>.
+
+    `early`: it begins beside its predecessor, and waits for it before it reads low and factor.
+    """
     _, k, n = weight.shape
     rank = 0 if factor is None else factor.shape[1]
     tile = tile_of(x, tile_rows, k, n, direction if other is None else "dots", rank)
-    common = {"tile": tile, "fan": fan, "scatter": scatter, "gates": gates}
+    common = {"tile": tile, "fan": fan, "scatter": scatter, "gates": gates, "early": early}
     if other is not None:
         dots = torch.empty(
             (triton.cdiv(n, tile.columns), slots.shape[0]), dtype=torch.float32, device=x.device
@@ -237,6 +287,7 @@ def _launch_product(  # noqa: PLR0913
     other_fan: int,
     scatter: bool,
     gates: Tensor | None,
+    early: bool,
 ) -> None:
     experts, k, n = weight.shape
     rank = 0 if factor is None else factor.shape[1]
@@ -280,6 +331,7 @@ def _launch_product(  # noqa: PLR0913
         WIDEN=widens(x),
         EVEN_K=k % tile.depth == 0,
         EVEN_N=n % tile.columns == 0,
+        EARLY=first_programs(tile, x) if early else 0,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
@@ -287,6 +339,7 @@ def _launch_product(  # noqa: PLR0913
         GROUP=config.GROUP,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **as_early(early),
     )
 
 

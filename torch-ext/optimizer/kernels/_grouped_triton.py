@@ -16,6 +16,20 @@ import triton.language as tl
 
 
 @triton.jit
+def _begins_next(NEXT: tl.constexpr):
+    """The next launch, if it is an early one, may begin; what it must wait for, it waits for."""
+    if NEXT:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _waits(EARLY: tl.constexpr):
+    """Goes on when the launch before this one has ended and its results are there."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def _source(rows, inside, slots, FAN: tl.constexpr):
     """Where rows in expert order lie in a tensor, int64."""
     if FAN == 0:
@@ -110,6 +124,58 @@ def _low_rank_step(
 
 
 @triton.jit
+def _low_rank_ahead(
+    low,
+    at_factor,
+    factor_rank,
+    rows,
+    inside,
+    within,
+    rank,
+    known,
+    late,  # whether this program begins before there is anything to load
+    EARLY: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """`_low_rank_step` of the first ranks; zeros in a program that loads them later."""
+    there = known
+    if EARLY > 0:
+        if not late:
+            _waits(EARLY)
+        there = known & (not late)
+    return _low_rank_step(
+        low, at_factor, factor_rank, 0, rows, inside, within, rank, there, BLOCK_R
+    )
+
+
+@triton.jit
+def _low_rank_at_last(
+    values,
+    weights,
+    low,
+    at_factor,
+    factor_rank,
+    rows,
+    inside,
+    within,
+    rank,
+    known,
+    late,
+    EARLY: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """What `_low_rank_ahead` found; loaded now in a program that began before it was there."""
+    if EARLY == 0:
+        return values, weights
+    if late:
+        _waits(EARLY)
+        values, weights = _low_rank_step(
+            low, at_factor, factor_rank, 0, rows, inside, within, rank, known, BLOCK_R
+        )
+    return values, weights
+
+
+@triton.jit
 def _plus_step(total, values, weights, inside, within, WIDEN: tl.constexpr):
     """total + values weights of `_low_rank_step`, which has had a sum's time to arrive.
 
@@ -190,12 +256,14 @@ def _grouped_product(  # noqa: PLR0913
     WIDEN: tl.constexpr,
     EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
     EVEN_N: tl.constexpr,
+    EARLY: tl.constexpr,  # launched before `low` and `factor` are there; so many do not wait
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    late = tl.program_id(0) < EARLY
     tile, column_tile = _tile_of(tl.program_id(0).to(tl.int64), tile_count, column_tiles, GROUP)
     expert = tl.load(tiles + 3 * tile)
     if expert < 0:
@@ -211,15 +279,31 @@ def _grouped_product(  # noqa: PLR0913
     if LORA:
         at_factor = factor + expert * factor_expert + columns * factor_n
     if LORA and AHEAD:
-        step_low, step_factor = _low_rank_step(
-            low, at_factor, factor_rank, 0, rows, inside, within, rank, known, BLOCK_R
+        step_low, step_factor = _low_rank_ahead(
+            low, at_factor, factor_rank, rows, inside, within, rank, known, late, EARLY, BLOCK_R
         )
     total = _product(
         at_x, at_weight, inside, within, x_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
     )
     if LORA and AHEAD:
+        step_low, step_factor = _low_rank_at_last(
+            step_low,
+            step_factor,
+            low,
+            at_factor,
+            factor_rank,
+            rows,
+            inside,
+            within,
+            rank,
+            known,
+            late,
+            EARLY,
+            BLOCK_R,
+        )
         total = _plus_step(total, step_low, step_factor, inside, within, WIDEN)
     elif LORA:
+        _waits(EARLY)
         total = _plus_low_rank(
             total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
         )

@@ -12,6 +12,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ._gated_beside_triton import (
+    _beside_itself,
+    _copied,
     backward_beside,
     gradient_of_gates,
     packing,
@@ -20,10 +22,19 @@ from ._gated_beside_triton import (
     sums_fit_beside,
 )
 from ._gated_launch_triton import gated_backward, gated_forward, rooms_of_backward
-from ._grouped_launch_triton import RowSum, expert_products, grouped_product, low_rank
+from ._grouped_launch_triton import (
+    RowSum,
+    expert_products,
+    grouped_product,
+    low_rank,
+    overlaps,
+    reorder,
+)
 from ._moe_paths import gradient_like
 from .combine_triton import combine_triton
 from .grouped_lora_dw_triton import grouped_lora_dw_triton
+
+PDL = 2
 
 
 def gated_experts_triton(  # noqa: PLR0913
@@ -52,9 +63,21 @@ def gated_experts_triton(  # noqa: PLR0913
     total = slots.shape[0]
     xa1 = x.new_empty((total, 0 if a1 is None else a1.shape[1]))
     factor1, factor2 = (None if b is None else b.mT for b in (b1, b2))
-    with packing((factor1, factor2), slots, x) as (factor1, factor2):
-        if a1 is not None:
-            low_rank(x, a1, slots, tiles, xa1, tile_rows=tile_rows, scaling=scalings[0], fan=top_k)
+    options = {"tile_rows": tile_rows, "scaling": scalings[0], "fan": top_k}
+    early = False
+    if PDL and overlaps(x.device) and a1 is not None:
+        own1, own2 = factor1, factor2
+        if _copied((factor1, factor2), x) <= room_for_gradients(slots, x):
+            factor1, factor2 = (_beside_itself(f, x) for f in (factor1, factor2))
+        early = low_rank(x, a1, slots, tiles, xa1, signals=True, **options)
+        for own, target in ((own1, factor1), (own2, factor2)):
+            if target is not own:
+                reorder(own, target, early=early, signals=early)
+    else:
+        with packing((factor1, factor2), slots, x) as (factor1, factor2):
+            if a1 is not None:
+                low_rank(x, a1, slots, tiles, xa1, **options)
+    follows = early and PDL > 1
     wide, h = gated_forward(
         x,
         w1,
@@ -68,11 +91,14 @@ def gated_experts_triton(  # noqa: PLR0913
         activation=activation,
         interleaved=interleaved,
         keeps=keeps,
+        early=early,
+        signals=follows,
     )
     del factor1
     xa2 = x.new_empty((total, 0 if a2 is None else a2.shape[1]))
     if a2 is not None:
-        low_rank(h, a2, slots, tiles, xa2, tile_rows=tile_rows, scaling=scalings[1], fan=0)
+        options = {"tile_rows": tile_rows, "scaling": scalings[1], "fan": 0}
+        early = low_rank(h, a2, slots, tiles, xa2, early=follows, signals=early, **options)
     y = x.new_empty((total, w2.shape[2]))
     grouped_product(
         h,
@@ -87,6 +113,7 @@ def gated_experts_triton(  # noqa: PLR0913
         fan=0,
         scatter=False,
         bias=bias2,
+        early=early,
     )
     del h, factor2
     return combine_triton(y, gates, rows, offsets, top_k), wide, xa1, xa2
