@@ -1,7 +1,9 @@
 """Launches on a second stream of a device, beside those of the current one.
 
 Both begin after what was launched before, and what is launched afterwards waits for both; a CUDA
-graph captures it so. A second stream belongs to one first stream, so that two of those never meet.
+graph captures it so. A first stream keeps its second one. torch hands streams out from a pool of
+32 per device and priority, so with many first streams two may share a second one: their launches
+there then follow one another, which takes time and changes nothing else.
 What both touch must be allocated before the second begins and let go after they have met: the
 allocator knows of a block the stream that asked for it alone.
 """

@@ -200,6 +200,11 @@ def backward_beside(  # noqa: PLR0913
         if sums:
             expert_products(sums, gates, slots, offsets, in_place=False)
 
+    def found_gates() -> Tensor:
+        if not wants[9]:
+            return gates.new_empty(0)
+        return gradient_of_gates(dots, grad, bias2, gates, *order, fan=top_k, **place)
+
     pdl = PDL > 0 and overlaps(grad.device)
     with beside(grad, urgent=URGENT) as streams:
         db2, first_sums = row_sum(b2, wants[7], xa2, grad, top_k, outputs_first=True, gated=True)
@@ -224,6 +229,7 @@ def backward_beside(  # noqa: PLR0913
             run(*first_sums)
         if not LATE_SUMS:
             streams.here_waits()
+            dgates = found_gates()
         early = False
         with streams.there():
             if b1 is not None:
@@ -239,12 +245,10 @@ def backward_beside(  # noqa: PLR0913
             grouped_product(*product, direction="dx", fan=0, scatter=False, early=early, **place)
             combine_triton(spread, None, rows, offsets, top_k, dx)
         if LATE_SUMS:
+            dgates = found_gates()
             run(*sums, *more)
         if LATE_DB2 == 2:
             run(*first_sums)
         da1, sums = row_sum(a1, wants[2], yb1, x, top_k)
         run(*sums)
-        dgates = gates.new_empty(0)
-        if wants[9]:
-            dgates = gradient_of_gates(dots, grad, bias2, gates, *order, fan=top_k, **place)
     return dx, da1, db1, da2, db2, dgates
