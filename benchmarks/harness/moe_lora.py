@@ -2,14 +2,12 @@
 
 Ours is `moe.experts_forward`, sort and combine included, with LoRA in PEFT's layout. The baseline
 is split LoRA through torch.nn.functional.grouped_mm, its sort left out of the timed region. Both
-compute the gradients of x, gates, A and B of both projections; the weights are frozen. A layer
-and the same without LoRA take turns, as ours and the baseline do.
+compute the gradients of x, gates, A and B of both projections; the weights are frozen.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .moe_problems import Layer, listed, of_model, random_layers
@@ -22,7 +20,6 @@ BASELINE = "split LoRA, torch grouped_mm"
 ERROR_FACTOR = 1.5  # of the baseline's error against float64
 QUEUE_CYCLES = 60_000_000  # about 30 ms, in which the host queues a round of layers
 ROUNDS = 15  # timed
-WHO = ("ours", "baseline")
 
 
 class Stopwatch(CudaStopwatch):
@@ -214,80 +211,49 @@ def calls_of(case: LayerCase) -> dict[str, dict[str, Any]]:
     }
 
 
-class Prepared:
-    """A layer's input sets and calls, checked."""
+def measure(layer: Layer, built: Built) -> Iterator[tuple[Row, str]]:
+    """The rows of one layer and their printed lines."""
+    import torch
 
-    def __init__(self, layer: Layer, built: Built) -> None:
-        import torch
-
-        self.layer = layer
-        self.weights = 6 * layer.experts * layer.hidden * layer.intermediate
-        sets = cold_sets(self.weights, torch.cuda.get_device_properties(0).L2_cache_size)
-        cases = [LayerCase(layer, built, seed) for seed in range(sets)]
-        self.good, self.error, self.error_baseline = cases[0].compare()
-        torch.cuda.empty_cache()
-        self._calls = [calls_of(case) for case in cases]
-        self._floors = dict(zip(("fwd", "fwd+bwd"), layer.floors(cases[0].active), strict=True))
-
-    def variants(self, direction: str) -> dict[str, Callable[[int], object]]:
-        """Calls of a round's number by name; none if the results were wrong."""
-
-        def call(who: str) -> Callable[[int], object]:
-            return lambda number: self._calls[number % len(self._calls)][direction][who]()
-
-        names = WHO if self.good else ()
-        return {f"{self.layer.name}/{who}": call(who) for who in names}
-
-    def row(self, direction: str, ms: Mapping[str, float]) -> tuple[Row, str]:
-        """The row of a direction and its printed line, from the times of `variants`."""
-        name = f"{self.layer.name}/{direction}"
-        if not self.good:
+    weights = 6 * layer.experts * layer.hidden * layer.intermediate
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    cases = [LayerCase(layer, built, seed) for seed in range(cold_sets(weights, l2))]
+    good, error, error_baseline = cases[0].compare()
+    torch.cuda.empty_cache()
+    calls = [calls_of(case) for case in cases]
+    floors = dict(zip(("fwd", "fwd+bwd"), layer.floors(cases[0].active), strict=True))
+    for direction, floor in floors.items():
+        name = f"{layer.name}/{direction}"
+        if not good:
             row = failed(name)
-            return row, line(row, gigabytes=0)
-        ours, baseline = (ms[f"{self.layer.name}/{who}"] for who in WHO)
-        peak, peak_baseline = (peak_mb(self._calls[0][direction][who]) for who in WHO)
+            yield row, line(row, gigabytes=0)
+            continue
+        here = [entry[direction] for entry in calls]
+        turns = {
+            who: lambda number, who=who, here=here: here[number][who]()
+            for who in ("ours", "baseline")
+        }
+        ms = medians(
+            turns,
+            sets=len(cases),
+            rounds=ROUNDS,
+            stopwatch=Stopwatch,
+        )
         row = passed(
             name,
             Measured(
-                ms=ours,
-                floor_ms=self._floors[direction],
+                ms=ms["ours"],
+                floor_ms=floor,
                 baseline=BASELINE,
-                baseline_ms=baseline,
-                error=self.error,
-                error_baseline=self.error_baseline,
-                peak_mb=peak,
-                peak_baseline_mb=peak_baseline,
+                baseline_ms=ms["baseline"],
+                error=error,
+                error_baseline=error_baseline,
+                peak_mb=peak_mb(here[0]["ours"]),
+                peak_baseline_mb=peak_mb(here[0]["baseline"]),
             ),
         )
         memory = f"  peak {row.peak_mb:.0f} MB of {row.peak_baseline_mb:.0f}"
-        return row, line(row, gigabytes=self.weights / 1e9) + memory
-
-
-def measure(layers: Sequence[Layer], built: Built) -> Iterator[tuple[Row, str]]:
-    """The rows of layers that take turns, and their printed lines."""
-    prepared = [Prepared(layer, built) for layer in layers]
-    times = {}
-    for direction in ("fwd", "fwd+bwd"):
-        turns = {name: call for one in prepared for name, call in one.variants(direction).items()}
-        times[direction] = medians(turns, sets=ROUNDS, rounds=ROUNDS, stopwatch=Stopwatch)
-    for one in prepared:
-        for direction, ms in times.items():
-            yield one.row(direction, ms)
-
-
-def beside_their_base(layers: Sequence[Layer]) -> list[list[Layer]]:
-    """Groups to measure: a layer and the same without LoRA, next to each other, are one.
-
-    What LoRA costs is a few percent, and the chip's clocks drift by as much from one row to the
-    next: the two take turns.
-    """
-    groups: list[list[Layer]] = []
-    for layer in layers:
-        if groups and layer == dataclasses.replace(groups[-1][0], rank=0):
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
-    return groups
+        yield row, line(row, gigabytes=weights / 1e9) + memory
 
 
 def rows(
@@ -305,11 +271,10 @@ def rows(
     layers = [of_model(model, tokens, rank) for model in models for rank in ranks]
     if not layers:
         layers = [*listed(), *random_layers(int(built.commit[:8], 16))]
-    for group in beside_their_base(layers):
-        for layer in group:
-            if models and layer.rank > 0:
-                print(*moe_projections.lines(layer, built), sep="\n", flush=True)
-        yield from measure(group, built)
+    for layer in layers:
+        if models and layer.rank > 0:
+            print(*moe_projections.lines(layer, built), sep="\n", flush=True)
+        yield from measure(layer, built)
         torch.cuda.empty_cache()
 
 

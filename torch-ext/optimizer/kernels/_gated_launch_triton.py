@@ -62,8 +62,10 @@ def gated_forward(  # noqa: PLR0913
     early: bool = False,
     signals: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """gate and up, and h. `early` and `signals` as in `grouped_product` and `low_rank`."""
-    """(gate and up (R, 2I), or (0, 2I) unless `keeps`; h (R, I))."""
+    """(gate and up (R, 2I), or (0, 2I) unless `keeps`; h (R, I)).
+
+    `early` and `signals` as in `grouped_product` and `low_rank`.
+    """
     experts, k, n = weight.shape
     rows, width = slots.shape[0], n // 2
     rank = 0 if factor is None else factor.shape[1]
@@ -161,7 +163,10 @@ def gated_backward(  # noqa: PLR0913
     interleaved: bool,
     early: bool = False,
 ) -> None:
-    """Fill gradients of gate and up (R, 2I), h (R, I) and <d, h> (column tiles, R)."""
+    """Fill gradients of gate and up (R, 2I), h (R, I) and <d, h> (column tiles, R).
+
+    `early` as in `grouped_product`.
+    """
     experts, k, width = weight.shape
     d_wide, h, dots = rooms
     rows, rank = slots.shape[0], 0 if factor is None else factor.shape[1]

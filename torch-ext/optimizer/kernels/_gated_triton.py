@@ -16,14 +16,9 @@ import triton.language as tl
 
 from ._grouped_triton import (
     _begins_next,
-    _low_rank_ahead,
-    _low_rank_at_last,
-    _plus_low_rank,
-    _plus_step,
-    _product,
+    _product_with_low_rank,
     _source,
     _tile_of,
-    _waits,
 )
 from .glu_triton import _activation, _factor
 
@@ -108,7 +103,6 @@ def _gated_forward(  # noqa: PLR0913
     NEXT: tl.constexpr,  # the next launch may begin beside this one
 ):
     _begins_next(NEXT)
-    late = tl.program_id(0) < EARLY
     tile, column_tile = _tile_of(tl.program_id(0).to(tl.int64), tile_count, column_tiles, GROUP)
     expert = tl.load(tiles + 3 * tile)
     if expert < 0:
@@ -122,38 +116,33 @@ def _gated_forward(  # noqa: PLR0913
     columns = _place_of(inner, is_up, width, INTERLEAVED)
     at_x = x + _source(rows, inside, slots, FAN) * x_row
     at_weight = weight + expert * weight_expert + columns * weight_n
+    at_factor = at_weight
     if LORA:
         place = _place_of(inner - first_column, is_up, factor_width, INTERLEAVED)
         at_factor = factor + expert * factor_expert + place * factor_n
-    if LORA and AHEAD:
-        step_low, step_factor = _low_rank_ahead(
-            low, at_factor, factor_rank, rows, inside, within, rank, known, late, EARLY, BLOCK_R
-        )
-    total = _product(
-        at_x, at_weight, inside, within, x_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
+    total = _product_with_low_rank(
+        at_x,
+        at_weight,
+        at_factor,
+        low,
+        rows,
+        inside,
+        within,
+        x_col,
+        weight_k,
+        factor_rank,
+        K,
+        rank,
+        known,
+        LORA,
+        AHEAD,
+        EARLY,
+        WIDEN,
+        EVEN_K,
+        EVEN_N,
+        BLOCK_K,
+        BLOCK_R,
     )
-    if LORA and AHEAD:
-        step_low, step_factor = _low_rank_at_last(
-            step_low,
-            step_factor,
-            low,
-            at_factor,
-            factor_rank,
-            rows,
-            inside,
-            within,
-            rank,
-            known,
-            late,
-            EARLY,
-            BLOCK_R,
-        )
-        total = _plus_step(total, step_low, step_factor, inside, within, WIDEN)
-    elif LORA:
-        _waits(EARLY)
-        total = _plus_low_rank(
-            total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
-        )
     if BIAS:
         at_bias = bias + expert * bias_expert + columns * bias_n
         total += tl.load(at_bias, mask=within & known, other=0.0).to(tl.float32)[None, :]
@@ -286,7 +275,6 @@ def _gated_backward(  # noqa: PLR0913
     PIECE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    late = tl.program_id(0) < EARLY
     tile, column_tile = _tile_of(tl.program_id(0).to(tl.int64), tile_count, column_tiles, GROUP)
     expert = tl.load(tiles + 3 * tile)
     if expert < 0:
@@ -298,37 +286,32 @@ def _gated_backward(  # noqa: PLR0913
     within = inner < width
     at_dy = dy + _source(rows, inside, slots, FAN) * dy_row
     at_weight = weight + expert * weight_expert + inner * weight_n
+    at_factor = at_weight
     if LORA:
         at_factor = factor + expert * factor_expert + inner * factor_n
-    if LORA and AHEAD:
-        step_low, step_factor = _low_rank_ahead(
-            low, at_factor, factor_rank, rows, inside, within, rank, known, late, EARLY, BLOCK_R
-        )
-    total = _product(
-        at_dy, at_weight, inside, within, dy_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
+    total = _product_with_low_rank(
+        at_dy,
+        at_weight,
+        at_factor,
+        low,
+        rows,
+        inside,
+        within,
+        dy_col,
+        weight_k,
+        factor_rank,
+        K,
+        rank,
+        known,
+        LORA,
+        AHEAD,
+        EARLY,
+        WIDEN,
+        EVEN_K,
+        EVEN_N,
+        BLOCK_K,
+        BLOCK_R,
     )
-    if LORA and AHEAD:
-        step_low, step_factor = _low_rank_at_last(
-            step_low,
-            step_factor,
-            low,
-            at_factor,
-            factor_rank,
-            rows,
-            inside,
-            within,
-            rank,
-            known,
-            late,
-            EARLY,
-            BLOCK_R,
-        )
-        total = _plus_step(total, step_low, step_factor, inside, within, WIDEN)
-    elif LORA:
-        _waits(EARLY)
-        total = _plus_low_rank(
-            total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
-        )
     slot = _source(rows, inside, slots, 1)
     gate = tl.load(gates + slot, mask=inside, other=0.0).to(tl.float32)
     # PIECE columns at a time: the whole tile's activations do not fit into the registers.

@@ -1,15 +1,13 @@
 """Launches of the grouped kernels: tiles by `_grouped_config`, arguments as they come.
 
 LoRA factors in PEFT's layout, whose experts are fastest, would be read two bytes per sector: a copy
-in which N (or the rank) is fastest is made first, and their gradients are written in one go.
+in which N (or the rank) is fastest is made first.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -17,8 +15,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from . import _grouped_config as config
-from ._expert_product_triton import _expert_products
-from ._grouped_triton import _expert_sum, _grouped_product
+from ._grouped_triton import _grouped_product
 from ._low_rank_triton import _low_rank, _reorder, _sum_parts
 
 _REORDER = 64  # a side of the tile that is reordered: 128 bytes of bfloat16 either way
@@ -142,7 +139,7 @@ def low_rank(
     launch may begin so.
 
     Returns:
-        whether it may, which it may not after a sum of parts or beside a copy that is let go.
+        whether it may, which it may not beside a copy that is let go.
     """
     experts, rank, k = factor.shape
     tile = tile_of(x, tile_rows, k, rank, "low_rank", rank)
@@ -151,7 +148,7 @@ def low_rank(
     own, factor = factor, packed(factor, x.dtype)
     span = config.span(k, tile)
     parts, target = triton.cdiv(k, span), out
-    signals = signals and parts == 1 and factor is own
+    signals = signals and factor is own
     if parts > 1:
         target = torch.empty((parts, *out.shape), dtype=torch.float32, device=x.device)
     share = triton.cdiv(tile_rows, tile.rows)
@@ -178,15 +175,28 @@ def low_rank(
         BLOCK_M=tile.rows,
         BLOCK_R=tile.columns,
         BLOCK_K=tile.depth,
-        NEXT=signals,
+        NEXT=signals and parts == 1,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **as_early(early),
     )
     if parts > 1:
-        grid = (triton.cdiv(out.numel(), _SUM),)
-        _sum_parts[grid](target, out, out.numel(), parts, scaling, BLOCK=_SUM, num_warps=4)
+        sum_parts(target, out, scaling, signals=signals)
     return signals
+
+
+def sum_parts(
+    parts: Tensor,  # (parts, ...) float32, contiguous
+    out: Tensor,  # (...), contiguous
+    scaling: float = 1.0,
+    *,
+    signals: bool = False,
+) -> None:
+    """out = scaling (sum over the parts), one after the other; `signals` as in `low_rank`."""
+    size = out.numel()
+    grid = (triton.cdiv(size, _SUM),)
+    options = {"BLOCK": _SUM, "NEXT": signals, "num_warps": 4}
+    _sum_parts[grid](parts, out, size, parts.shape[0], scaling, **options)
 
 
 def column_pieces(
@@ -287,7 +297,7 @@ def _launch_product(  # noqa: PLR0913
     other_fan: int,
     scatter: bool,
     gates: Tensor | None,
-    early: bool,
+    early: bool = False,
 ) -> None:
     experts, k, n = weight.shape
     rank = 0 if factor is None else factor.shape[1]
@@ -340,127 +350,4 @@ def _launch_product(  # noqa: PLR0913
         num_warps=tile.warps,
         num_stages=tile.stages,
         **as_early(early),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class RowSum:
-    """One product of `expert_products`: out[e] = sum over the expert's rows of left^T right."""
-
-    left: Tensor  # rows of A
-    right: Tensor  # rows of B
-    out: Tensor  # (E, A, B), any strides
-    left_fan: int
-    right_fan: int
-    gated: bool = False  # each row times its gate
-
-    def sizes(self) -> tuple[int, ...]:
-        """The arguments of the kernel from A on."""
-        strides = (*self.left.stride(), *self.right.stride(), *self.out.stride())
-        return (*self.out.shape[1:], *strides)
-
-
-def expert_products(
-    sums: Sequence[RowSum],
-    gates: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
-    *,
-    in_place: bool = True,
-) -> None:
-    """Sums over every expert's rows, two in a launch where their results lie alike.
-
-    Where experts are fastest in a result, `in_place` shares its tiles between neighbours; else it
-    is computed apart and reordered, which takes as much memory again.
-    """
-    scattered = [one for one in sums if is_scattered(one.out)]
-    plain = [one for one in sums if not is_scattered(one.out)]
-    if in_place:
-        for at in range(0, len(scattered), 2):
-            _launch_expert_products(scattered[at : at + 2], gates, slots, offsets, True)
-    else:
-        for one in scattered:
-            out = torch.empty(one.out.shape, dtype=one.out.dtype, device=one.out.device)
-            plain.append(dataclasses.replace(one, out=out))
-    for at in range(0, len(plain), 2):
-        _launch_expert_products(plain[at : at + 2], gates, slots, offsets, False)
-    if not in_place:
-        for one, apart in zip(scattered, plain[len(plain) - len(scattered) :], strict=True):
-            reorder(apart.out, one.out)
-
-
-def _launch_expert_products(
-    sums: Sequence[RowSum], gates: Tensor | None, slots: Tensor, offsets: Tensor, together: bool
-) -> None:
-    first, second = sums[0], sums[-1]
-    experts = offsets.shape[0] - 1
-    tallest, widest = (max(one.out.shape[side] for one in sums) for side in (1, 2))
-    direction = "neighbours" if together else "product"
-    tile = tile_of(first.left, tallest, slots.shape[0], widest, direction)
-    neighbours = config.NEIGHBOURS if together else 1
-    block_a = config.lanes(tile, tallest) if together else tile.rows
-
-    def programs(one: RowSum) -> int:
-        _, a, b = one.out.shape
-        groups = triton.cdiv(experts, neighbours)
-        return groups * triton.cdiv(a, block_a) * triton.cdiv(b, tile.columns)
-
-    grid = (sum(programs(one) for one in sums),)
-    _expert_products[grid](
-        first.left,
-        first.right,
-        first.out,
-        second.left,
-        second.right,
-        second.out,
-        first.left if gates is None else gates.contiguous(),
-        slots,
-        offsets,
-        experts,
-        programs(first),
-        *first.sizes(),
-        *second.sizes(),
-        LEFT_FAN=first.left_fan,
-        RIGHT_FAN=first.right_fan,
-        GATED=first.gated,
-        OTHER_LEFT_FAN=second.left_fan,
-        OTHER_RIGHT_FAN=second.right_fan,
-        OTHER_GATED=second.gated,
-        TWO=len(sums) > 1,
-        WIDEN=widens(first.right),
-        EXPERTS=neighbours,
-        EXPERTS_LAST=together,
-        BLOCK_A=block_a,
-        BLOCK_B=tile.columns,
-        BLOCK_M=tile.depth,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-
-
-def expert_sum(
-    right: Tensor,  # rows of B
-    gates: Tensor | None,  # (T, k)
-    slots: Tensor,
-    offsets: Tensor,
-    out: Tensor,  # (E, B)
-    *,
-    fan: int,
-) -> None:
-    """out[e] = sum over the expert's rows of gates right."""
-    experts, b = out.shape
-    _expert_sum[(experts, triton.cdiv(b, 128))](
-        right,
-        right if gates is None else gates.contiguous(),
-        slots,
-        offsets,
-        out,
-        b,
-        *right.stride(),
-        *out.stride(),
-        FAN=fan,
-        GATED=gates is not None,
-        BLOCK_B=128,
-        BLOCK_M=32,
-        num_warps=4,
     )

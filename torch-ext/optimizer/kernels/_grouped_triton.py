@@ -124,58 +124,6 @@ def _low_rank_step(
 
 
 @triton.jit
-def _low_rank_ahead(
-    low,
-    at_factor,
-    factor_rank,
-    rows,
-    inside,
-    within,
-    rank,
-    known,
-    late,  # whether this program begins before there is anything to load
-    EARLY: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """`_low_rank_step` of the first ranks; zeros in a program that loads them later."""
-    there = known
-    if EARLY > 0:
-        if not late:
-            _waits(EARLY)
-        there = known & (not late)
-    return _low_rank_step(
-        low, at_factor, factor_rank, 0, rows, inside, within, rank, there, BLOCK_R
-    )
-
-
-@triton.jit
-def _low_rank_at_last(
-    values,
-    weights,
-    low,
-    at_factor,
-    factor_rank,
-    rows,
-    inside,
-    within,
-    rank,
-    known,
-    late,
-    EARLY: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """What `_low_rank_ahead` found; loaded now in a program that began before it was there."""
-    if EARLY == 0:
-        return values, weights
-    if late:
-        _waits(EARLY)
-        values, weights = _low_rank_step(
-            low, at_factor, factor_rank, 0, rows, inside, within, rank, known, BLOCK_R
-        )
-    return values, weights
-
-
-@triton.jit
 def _plus_step(total, values, weights, inside, within, WIDEN: tl.constexpr):
     """total + values weights of `_low_rank_step`, which has had a sum's time to arrive.
 
@@ -208,6 +156,77 @@ def _plus_low_rank(
             low, at_factor, factor_rank, start, rows, inside, within, rank, known, BLOCK_R
         )
         total = _dot(values, weights.to(values.dtype), total, WIDEN)
+    return total
+
+
+@triton.jit
+def _product_with_low_rank(  # noqa: PLR0913
+    at_rows,
+    at_columns,
+    at_factor,  # (BLOCK_N,) pointers to the columns of the expert's first rank, if LORA
+    low,
+    rows,
+    inside,
+    within,
+    row_step,
+    column_step,
+    factor_rank,
+    K,
+    rank,
+    known,
+    LORA: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+    WIDEN: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """`_product`, and with LORA low F_e.
+
+    AHEAD: low and F_e are loaded before the sum over K, which hides how long that takes. The first
+    EARLY programs may begin before there is anything to load, and do so after their sum.
+    """
+    if LORA and AHEAD:
+        there = known
+        if EARLY > 0:
+            late = tl.program_id(0) < EARLY
+            if not late:
+                _waits(EARLY)
+            there = known & (not late)
+        values, weights = _low_rank_step(
+            low, at_factor, factor_rank, 0, rows, inside, within, rank, there, BLOCK_R
+        )
+    total = _product(
+        at_rows,
+        at_columns,
+        inside,
+        within,
+        row_step,
+        column_step,
+        K,
+        known,
+        WIDEN,
+        EVEN_K,
+        EVEN_N,
+        BLOCK_K,
+    )
+    if LORA and AHEAD:
+        if EARLY > 0:
+            late = tl.program_id(0) < EARLY
+            if late:
+                _waits(EARLY)
+                values, weights = _low_rank_step(
+                    low, at_factor, factor_rank, 0, rows, inside, within, rank, known, BLOCK_R
+                )
+        total = _plus_step(total, values, weights, inside, within, WIDEN)
+    else:
+        _waits(EARLY)
+    if LORA and not AHEAD:
+        total = _plus_low_rank(
+            total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
+        )
     return total
 
 
@@ -263,7 +282,6 @@ def _grouped_product(  # noqa: PLR0913
     BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    late = tl.program_id(0) < EARLY
     tile, column_tile = _tile_of(tl.program_id(0).to(tl.int64), tile_count, column_tiles, GROUP)
     expert = tl.load(tiles + 3 * tile)
     if expert < 0:
@@ -276,37 +294,32 @@ def _grouped_product(  # noqa: PLR0913
     known = expert < experts
     at_x = x + _source(rows, inside, slots, FAN) * x_row
     at_weight = weight + expert * weight_expert + columns * weight_n
+    at_factor = at_weight
     if LORA:
         at_factor = factor + expert * factor_expert + columns * factor_n
-    if LORA and AHEAD:
-        step_low, step_factor = _low_rank_ahead(
-            low, at_factor, factor_rank, rows, inside, within, rank, known, late, EARLY, BLOCK_R
-        )
-    total = _product(
-        at_x, at_weight, inside, within, x_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
+    total = _product_with_low_rank(
+        at_x,
+        at_weight,
+        at_factor,
+        low,
+        rows,
+        inside,
+        within,
+        x_col,
+        weight_k,
+        factor_rank,
+        K,
+        rank,
+        known,
+        LORA,
+        AHEAD,
+        EARLY,
+        WIDEN,
+        EVEN_K,
+        EVEN_N,
+        BLOCK_K,
+        BLOCK_R,
     )
-    if LORA and AHEAD:
-        step_low, step_factor = _low_rank_at_last(
-            step_low,
-            step_factor,
-            low,
-            at_factor,
-            factor_rank,
-            rows,
-            inside,
-            within,
-            rank,
-            known,
-            late,
-            EARLY,
-            BLOCK_R,
-        )
-        total = _plus_step(total, step_low, step_factor, inside, within, WIDEN)
-    elif LORA:
-        _waits(EARLY)
-        total = _plus_low_rank(
-            total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
-        )
     if BIAS:
         at_bias = bias + expert * bias_expert + columns * bias_n
         total += tl.load(at_bias, mask=within & known, other=0.0).to(tl.float32)[None, :]

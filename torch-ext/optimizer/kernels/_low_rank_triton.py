@@ -47,7 +47,7 @@ def _low_rank(  # noqa: PLR0913
     NEXT: tl.constexpr,  # the next launch may begin beside this one
 ):
     _waits(EARLY)
-    _begins_next(NEXT)  # now: the next launch reads what the one before this wrote
+    _begins_next(NEXT)  # not before: the next launch reads what the one before this wrote
     program = tl.program_id(0).to(tl.int64)
     tile = program // SHARE
     ranks = (tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
@@ -91,7 +91,9 @@ def _sum_parts(
     count,
     scaling,
     BLOCK: tl.constexpr,
+    NEXT: tl.constexpr,  # the next launch may begin beside this one
 ):
+    _begins_next(NEXT)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     step = tl.full((), size, tl.int64)
