@@ -18,6 +18,7 @@ _STEP_KERNELS = (
     "torch-ext/optimizer/kernels/_operands.py",
     "torch-ext/optimizer/kernels/adamw.py",
     "torch-ext/optimizer/kernels/apply_update.py",
+    "torch-ext/optimizer/kernels/crop.py",
     "torch-ext/optimizer/kernels/find_converged.py",
     "torch-ext/optimizer/kernels/find_well_conditioned.py",
     "torch-ext/optimizer/kernels/matmul_add.py",
@@ -41,6 +42,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "torch-ext/optimizer/kernels/nf4_dequant*.py",
     ),
     "moe_lora": (
+        "torch-ext/optimizer/kernels/_beside.py",
         "torch-ext/optimizer/kernels/_expert_product_triton.py",
         "torch-ext/optimizer/kernels/_gated_*.py",
         "torch-ext/optimizer/kernels/_grouped_*.py",
@@ -97,6 +99,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "kernels-src/common/*",
         "kernels-src/newton_schulz/*",
         "torch-ext/optimizer/kernels/_operands.py",
+        "torch-ext/optimizer/kernels/crop.py",
         "torch-ext/optimizer/kernels/find_*.py",
         "torch-ext/optimizer/kernels/matmul_add.py",
         "torch-ext/optimizer/kernels/norm_factors.py",

@@ -159,8 +159,8 @@ def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
             made.append("here-waits")
 
     @contextlib.contextmanager
-    def beside(_, *, urgent=False):
-        made.append("urgent(" if urgent else "both(")
+    def beside(_):
+        made.append("both(")
         yield Streams()
         made.append(")")
 
@@ -179,6 +179,7 @@ def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
         watched(both, name)
     watched(serial, "gated_backward")
     watched(both, "gated_backward")
+    watched(serial, "reorder")
     watched(both, "reorder")
     found, seen = [], []
     for room in (0, 10**9):
@@ -196,9 +197,9 @@ def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
         "expert_products expert_products expert_products"
     )
     assert together == (
-        "both( there( reorder reorder ) low_rank ) low_rank product combine "
-        "urgent( there( reorder ) reorder there-waits there( low_rank gated_backward ) "
-        "expert_products here-waits there( low_rank ) expert_products here-waits "
+        "low_rank reorder reorder low_rank product combine both( there( reorder low_rank ) "
+        "here-waits there( gated_backward ) reorder there-waits expert_products "
+        "here-waits there( low_rank ) expert_products here-waits "
         "there( product combine ) expert_products )"
     )
 

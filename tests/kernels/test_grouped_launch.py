@@ -18,7 +18,7 @@ def launch(submodule):
 
 
 @pytest.fixture
-def reordered(launch, monkeypatch):
+def reordered(launch, submodule, monkeypatch):
     """Shapes of the factors that are reordered, in order."""
     shapes: list[tuple[int, ...]] = []
     real = launch.reorder
@@ -27,7 +27,8 @@ def reordered(launch, monkeypatch):
         shapes.append(tuple(source.shape))
         return real(source, target)
 
-    monkeypatch.setattr(launch, "reorder", watch)
+    for module in (launch, submodule("kernels._grouped_sums_triton")):
+        monkeypatch.setattr(module, "reorder", watch)
     return shapes
 
 

@@ -1,7 +1,9 @@
 """Launches on a second stream of a device, beside those of the current one.
 
 Both begin after what was launched before, and what is launched afterwards waits for both; a CUDA
-graph captures it so. A second stream belongs to one first stream, so that two of those never meet.
+graph captures it so. A first stream keeps its second one. torch hands streams out from a pool of
+32 per device, so with many first streams two may share a second one: their launches
+there then follow one another, which takes time and changes nothing else.
 What both touch must be allocated before the second begins and let go after they have met: the
 allocator knows of a block the stream that asked for it alone.
 """
@@ -16,8 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-_URGENT = -1  # CUDA: lower numbers are served first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,22 +43,21 @@ class Streams:
 
 
 @functools.cache
-def _second(first: torch.cuda.Stream, urgent: bool) -> torch.cuda.Stream:
-    return torch.cuda.Stream(first.device, priority=_URGENT if urgent else 0)
+def _second(first: torch.cuda.Stream) -> torch.cuda.Stream:
+    return torch.cuda.Stream(first.device)
 
 
 @contextlib.contextmanager
-def beside(x: Tensor, *, urgent: bool = False) -> Iterator[Streams]:
+def beside(x: Tensor) -> Iterator[Streams]:
     """Yields two streams of x's device, which meet at the end of the context.
 
     Args:
         x: Where it lies, the launches run. Away from a GPU nothing runs beside anything.
-        urgent: Blocks of the second stream go before those of the first where both wait.
     """
     streams = Streams()
     if x.is_cuda:
         first = torch.cuda.current_stream(x.device)
-        streams = Streams(first, _second(first, urgent))
+        streams = Streams(first, _second(first))
     streams.there_waits()
     try:
         yield streams

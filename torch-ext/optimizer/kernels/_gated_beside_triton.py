@@ -1,11 +1,11 @@
 """LoRA's own launches of a gated layer beside its products, where memory allows.
 
-forward   both B are packed beside xa1
-backward  urgent: B2 packed | yb2 | down's dX and the activation's gradient | yb1 | dX | combine
-          beside: B1 packed | dB2 | then dB1 and dA2 | after yb1: dA1 and the gates' gradient
+second  B2 packed | yb2 | down's dX and the activation's gradient | yb1 | dX | combine
+first   after yb2: B1 packed, dB2 | after d: the gates' gradient, dA2 and dB1 | after yb1: dA1
 
 A sum of dA or dB waits for memory, a product for tensor cores: the sums fill what the products
-leave, at their ends and between launches. A product that waits is served first.
+leave, at their ends and between launches. They are not launched before the products, whose programs
+would find no room beside theirs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from torch import Tensor
 from ._beside import beside
 from ._gated_launch_triton import gated_backward, rooms_of_backward
 from ._grouped_launch_triton import (
-    RowSum,
-    expert_products,
     grouped_product,
     is_scattered,
     low_rank,
+    overlaps,
     reorder,
+    sum_parts,
 )
+from ._grouped_sums_triton import RowSum, expert_products
 from ._moe_paths import gradient_like
 from .combine_triton import combine_triton
 
@@ -68,13 +69,16 @@ def gradient_of_gates(
     fan: int,
 ) -> Tensor:
     """(T, k): <d, h> over all columns, and what came through the bias."""
-    total = dots.sum(0)
-    if bias2 is not None:
+    found = torch.empty_like(gates, memory_format=torch.contiguous_format)
+    if bias2 is None:
+        sum_parts(dots, found)
+    else:
+        total = dots.sum(0)
         through = torch.empty((slots.shape[0], 1), dtype=torch.float32, device=grad.device)
         options = {"tile_rows": tile_rows, "scaling": 1.0, "fan": fan, "scatter": True}
         low_rank(grad, bias2[:, None], slots, tiles, through, **options)
-        total = total + through[:, 0]
-    return total.view(gates.shape).to(gates.dtype)
+        found.view(-1).copy_(total + through[:, 0])
+    return found
 
 
 @contextlib.contextmanager
@@ -88,27 +92,27 @@ def packing(
     Only if the copies take no more than the rows of y, or of dx, will take after them.
     """
     found = list(factors)
-    if _copied(factors, x) <= room_for_gradients(slots, x):
-        found = [_beside_itself(factor, x) for factor in factors]
-    copied = [(f, target) for f, target in zip(factors, found, strict=True) if target is not f]
-    if not copied:
+    if copied(factors, x) <= room_for_gradients(slots, x):
+        found = [beside_itself(factor, x) for factor in factors]
+    apart = [(f, target) for f, target in zip(factors, found, strict=True) if target is not f]
+    if not apart:
         yield found
         return
     with beside(x) as streams:
         with streams.there():
-            for factor, target in copied:
+            for factor, target in apart:
                 reorder(factor, target)
         yield found
 
 
-def _beside_itself(factor: Tensor | None, x: Tensor) -> Tensor | None:
+def beside_itself(factor: Tensor | None, x: Tensor) -> Tensor | None:
     """Room for a packed copy in x's dtype; the factor where it needs none."""
     if factor is None or not is_scattered(factor):
         return factor
     return torch.empty(factor.shape, dtype=x.dtype, device=x.device)
 
 
-def _copied(factors: Sequence[Tensor | None], x: Tensor) -> int:
+def copied(factors: Sequence[Tensor | None], x: Tensor) -> int:
     """Bytes of packed copies of those factors whose elements lie apart."""
     apart = [factor for factor in factors if factor is not None and is_scattered(factor)]
     return sum(_aligned(factor) for factor in apart) * x.element_size()
@@ -142,7 +146,7 @@ def sums_fit_beside(
     copies = sum(one.nbytes for one in wanted if is_scattered(one.mT))
     room = room_for_gradients(slots, x)
     h = slots.shape[0] * width * x.element_size() if wants[6] else 0
-    packs = _copied([None if b is None else b.mT for b in (b1, b2)], x)
+    packs = copied([None if b is None else b.mT for b in (b1, b2)], x)
     return max(gradients, packs) <= room and gradients + copies <= room + h
 
 
@@ -198,34 +202,43 @@ def backward_beside(  # noqa: PLR0913
         if sums:
             expert_products(sums, gates, slots, offsets, in_place=False)
 
-    with beside(grad, urgent=True) as streams:
-        for number, where in ((1, streams.there()), (0, contextlib.nullcontext())):
-            if factors[number] is not own[number]:
-                with where:
-                    reorder(own[number], factors[number])
-        streams.there_waits()
+    signals = overlaps(grad.device) and tiles.shape[0] > 0
+    with beside(grad) as streams:
+        early = False
         with streams.there():
+            if factors[1] is not own[1]:
+                reorder(own[1], factors[1], signals=signals)
+                early = signals
             if b2 is not None:
-                low_rank(grad, factors[1], *order, yb2, scaling=scalings[1], fan=top_k, **place)
+                options = {"fan": top_k, "signals": signals, "early": early, **place}
+                early = low_rank(grad, factors[1], *order, yb2, scaling=scalings[1], **options)
+        streams.here_waits()
+        with streams.there():
             options = {"fan": top_k, "activation": activation, "interleaved": interleaved, **place}
+            options["early"] = early
             gated_backward(grad, w2.mT, yb2, a2, wide, gates, *order, rooms, **options)
+        if factors[0] is not own[0]:
+            reorder(own[0], factors[0])
+            streams.there_waits()
         db2, sums = row_sum(b2, wants[7], xa2, grad, top_k, outputs_first=True, gated=True)
         run(*sums)
         streams.here_waits()
+        early = False
         with streams.there():
             if b1 is not None:
-                low_rank(d_wide, factors[0], *order, yb1, scaling=scalings[0], fan=0, **place)
+                options = {"fan": 0, "signals": signals, **place}
+                early = low_rank(d_wide, factors[0], *order, yb1, scaling=scalings[0], **options)
+        dgates = gates.new_empty(0)
+        if wants[9]:
+            dgates = gradient_of_gates(dots, grad, bias2, gates, *order, fan=top_k, **place)
         da2, sums = row_sum(a2, wants[6], yb2, h, 0, gated=True)
         db1, more = row_sum(b1, wants[3], xa1, d_wide, 0, outputs_first=True)
         run(*sums, *more)
         streams.here_waits()
         with streams.there():
             product = (d_wide, w1.mT, yb1, a1, *order, spread)
-            grouped_product(*product, direction="dx", fan=0, scatter=False, **place)
+            grouped_product(*product, direction="dx", fan=0, scatter=False, early=early, **place)
             combine_triton(spread, None, rows, offsets, top_k, dx)
         da1, sums = row_sum(a1, wants[2], yb1, x, top_k)
         run(*sums)
-        dgates = gates.new_empty(0)
-        if wants[9]:
-            dgates = gradient_of_gates(dots, grad, bias2, gates, *order, fan=top_k, **place)
     return dx, da1, db1, da2, db2, dgates

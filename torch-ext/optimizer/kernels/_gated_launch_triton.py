@@ -10,7 +10,9 @@ from . import _grouped_config as config
 from ._gated_triton import _gated_backward, _gated_forward
 from ._grouped_launch_triton import (
     arch,
+    as_early,
     column_pieces,
+    first_programs,
     is_scattered,
     packed,
     reorder,
@@ -43,7 +45,7 @@ def _packed_columns(
     return target, count, first
 
 
-def gated_forward(
+def gated_forward(  # noqa: PLR0913
     x: Tensor,  # rows of K
     weight: Tensor,  # (E, K, 2I)
     low: Tensor,  # (R, r)
@@ -57,8 +59,13 @@ def gated_forward(
     activation: str,
     interleaved: bool,
     keeps: bool,
+    early: bool = False,
+    signals: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(gate and up (R, 2I), or (0, 2I) unless `keeps`; h (R, I))."""
+    """(gate and up (R, 2I), or (0, 2I) unless `keeps`; h (R, I)).
+
+    `early` and `signals` as in `grouped_product` and `low_rank`.
+    """
     experts, k, n = weight.shape
     rows, width = slots.shape[0], n // 2
     rank = 0 if factor is None else factor.shape[1]
@@ -107,13 +114,16 @@ def gated_forward(
             WIDEN=widens(x),
             EVEN_K=k % tile.depth == 0,
             EVEN_N=n % tile.columns == 0,
+            EARLY=first_programs(tile, x) if early else 0,
             BLOCK_M=tile.rows,
             BLOCK_N=tile.columns,
             BLOCK_K=tile.depth,
             BLOCK_R=config.block_rank(max(rank, 1)),
             GROUP=config.GROUP,
+            NEXT=signals,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            **as_early(early),
         )
         del here  # before the next one is packed
     return wide, h
@@ -136,7 +146,7 @@ def rooms_of_backward(
     return dy.new_empty((d_rows, 2 * width)), dy.new_empty((h_rows, width)), dots
 
 
-def gated_backward(
+def gated_backward(  # noqa: PLR0913
     dy: Tensor,  # rows of K
     weight: Tensor,  # (E, K, I)
     low: Tensor,  # (R, r)
@@ -151,8 +161,12 @@ def gated_backward(
     fan: int,
     activation: str,
     interleaved: bool,
+    early: bool = False,
 ) -> None:
-    """Fill gradients of gate and up (R, 2I), h (R, I) and <d, h> (column tiles, R)."""
+    """Fill gradients of gate and up (R, 2I), h (R, I) and <d, h> (column tiles, R).
+
+    `early` as in `grouped_product`.
+    """
     experts, k, width = weight.shape
     d_wide, h, dots = rooms
     rows, rank = slots.shape[0], 0 if factor is None else factor.shape[1]
@@ -195,6 +209,7 @@ def gated_backward(
         WIDEN=widens(dy),
         EVEN_K=k % tile.depth == 0,
         EVEN_N=width % tile.columns == 0,
+        EARLY=first_programs(tile, dy) if early else 0,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
@@ -203,5 +218,6 @@ def gated_backward(
         GROUP=config.GROUP,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **as_early(early),
         **config.registers(tile, dy.element_size(), arch(dy.device)),
     )

@@ -15,10 +15,8 @@ import triton
 import triton.language as tl
 
 from ._grouped_triton import (
-    _low_rank_step,
-    _plus_low_rank,
-    _plus_step,
-    _product,
+    _begins_next,
+    _product_with_low_rank,
     _source,
     _tile_of,
 )
@@ -96,12 +94,15 @@ def _gated_forward(  # noqa: PLR0913
     WIDEN: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
+    EARLY: tl.constexpr,  # launched before `low` and `factor` are there; so many do not wait
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
+    NEXT: tl.constexpr,  # the next launch may begin beside this one
 ):
+    _begins_next(NEXT)
     tile, column_tile = _tile_of(tl.program_id(0).to(tl.int64), tile_count, column_tiles, GROUP)
     expert = tl.load(tiles + 3 * tile)
     if expert < 0:
@@ -115,22 +116,33 @@ def _gated_forward(  # noqa: PLR0913
     columns = _place_of(inner, is_up, width, INTERLEAVED)
     at_x = x + _source(rows, inside, slots, FAN) * x_row
     at_weight = weight + expert * weight_expert + columns * weight_n
+    at_factor = at_weight
     if LORA:
         place = _place_of(inner - first_column, is_up, factor_width, INTERLEAVED)
         at_factor = factor + expert * factor_expert + place * factor_n
-    if LORA and AHEAD:
-        step_low, step_factor = _low_rank_step(
-            low, at_factor, factor_rank, 0, rows, inside, within, rank, known, BLOCK_R
-        )
-    total = _product(
-        at_x, at_weight, inside, within, x_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
+    total = _product_with_low_rank(
+        at_x,
+        at_weight,
+        at_factor,
+        low,
+        rows,
+        inside,
+        within,
+        x_col,
+        weight_k,
+        factor_rank,
+        K,
+        rank,
+        known,
+        LORA,
+        AHEAD,
+        EARLY,
+        WIDEN,
+        EVEN_K,
+        EVEN_N,
+        BLOCK_K,
+        BLOCK_R,
     )
-    if LORA and AHEAD:
-        total = _plus_step(total, step_low, step_factor, inside, within, WIDEN)
-    elif LORA:
-        total = _plus_low_rank(
-            total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
-        )
     if BIAS:
         at_bias = bias + expert * bias_expert + columns * bias_n
         total += tl.load(at_bias, mask=within & known, other=0.0).to(tl.float32)[None, :]
@@ -255,6 +267,7 @@ def _gated_backward(  # noqa: PLR0913
     WIDEN: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
+    EARLY: tl.constexpr,  # launched before `low` and `factor` are there; so many do not wait
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -273,21 +286,32 @@ def _gated_backward(  # noqa: PLR0913
     within = inner < width
     at_dy = dy + _source(rows, inside, slots, FAN) * dy_row
     at_weight = weight + expert * weight_expert + inner * weight_n
+    at_factor = at_weight
     if LORA:
         at_factor = factor + expert * factor_expert + inner * factor_n
-    if LORA and AHEAD:
-        step_low, step_factor = _low_rank_step(
-            low, at_factor, factor_rank, 0, rows, inside, within, rank, known, BLOCK_R
-        )
-    total = _product(
-        at_dy, at_weight, inside, within, dy_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
+    total = _product_with_low_rank(
+        at_dy,
+        at_weight,
+        at_factor,
+        low,
+        rows,
+        inside,
+        within,
+        dy_col,
+        weight_k,
+        factor_rank,
+        K,
+        rank,
+        known,
+        LORA,
+        AHEAD,
+        EARLY,
+        WIDEN,
+        EVEN_K,
+        EVEN_N,
+        BLOCK_K,
+        BLOCK_R,
     )
-    if LORA and AHEAD:
-        total = _plus_step(total, step_low, step_factor, inside, within, WIDEN)
-    elif LORA:
-        total = _plus_low_rank(
-            total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
-        )
     slot = _source(rows, inside, slots, 1)
     gate = tl.load(gates + slot, mask=inside, other=0.0).to(tl.float32)
     # PIECE columns at a time: the whole tile's activations do not fit into the registers.

@@ -1,15 +1,13 @@
 """Launches of the grouped kernels: tiles by `_grouped_config`, arguments as they come.
 
 LoRA factors in PEFT's layout, whose experts are fastest, would be read two bytes per sector: a copy
-in which N (or the rank) is fastest is made first, and their gradients are written in one go.
+in which N (or the rank) is fastest is made first.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -17,8 +15,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from . import _grouped_config as config
-from ._expert_product_triton import _expert_products
-from ._grouped_triton import _expert_sum, _grouped_product
+from ._grouped_triton import _grouped_product
 from ._low_rank_triton import _low_rank, _reorder, _sum_parts
 
 _REORDER = 64  # a side of the tile that is reordered: 128 bytes of bfloat16 either way
@@ -58,8 +55,37 @@ def is_scattered(factor: Tensor) -> bool:
     return n > 1 and factor.stride(2) != 1 and (rank == 1 or factor.stride(1) != 1)
 
 
-def reorder(source: Tensor, target: Tensor) -> Tensor:
-    """Copy (E, r, N) between strides, near the speed of a copy where either is PEFT's; target."""
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a launch can begin before its predecessor ended, and wait for it within."""
+    if not isinstance(_grouped_product, JITFunction) or device.type != "cuda":
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def first_programs(tile: config.Tile, x: Tensor) -> int:
+    """How many programs of a product begin at once."""
+    per_block = max(tile.shared_memory(x.element_size()), 1)
+    return _multiprocessors(x.device) * max(config.SHARED_MEMORY["sm90"] // per_block, 1)
+
+
+def as_early(early: bool) -> dict[str, bool]:
+    """Triton's option of a launch that begins before its predecessor ended."""
+    return {"launch_pdl": True} if early else {}
+
+
+def reorder(
+    source: Tensor, target: Tensor, *, early: bool = False, signals: bool = False
+) -> Tensor:
+    """Copy (E, r, N) between strides, near the speed of a copy where either is PEFT's; target.
+
+    `early`: it begins beside its predecessor, and ends after it; `signals`: and so may the next.
+    """
     experts, rank, n = target.shape
     sides = (source.stride(), target.stride())
     _reorder[(triton.cdiv(n, _REORDER), triton.cdiv(rank * experts, _REORDER))](
@@ -76,9 +102,12 @@ def reorder(source: Tensor, target: Tensor) -> Tensor:
                 ("SOURCE_FLAT", "TARGET_FLAT"), sides, strict=True
             )
         },
+        EARLY=early,
         BLOCK_N=_REORDER,
         BLOCK_C=_REORDER,
+        NEXT=signals,
         num_warps=4,
+        **as_early(early),
     )
     return target
 
@@ -101,15 +130,25 @@ def low_rank(
     scaling: float,
     fan: int,
     scatter: bool = False,
-) -> None:
-    """out = scaling x factor_e^T, in expert order or scattered to slots."""
+    early: bool = False,
+    signals: bool = False,
+) -> bool:
+    """out = scaling x factor_e^T, in expert order or scattered to slots.
+
+    `early`: its programs begin beside the predecessor's, and wait for them. `signals`: the next
+    launch may begin so.
+
+    Returns:
+        whether it may, which it may not beside a copy that is let go.
+    """
     experts, rank, k = factor.shape
     tile = tile_of(x, tile_rows, k, rank, "low_rank", rank)
     if tiles.shape[0] == 0:
-        return
-    factor = packed(factor, x.dtype)
+        return False
+    own, factor = factor, packed(factor, x.dtype)
     span = config.span(k, tile)
     parts, target = triton.cdiv(k, span), out
+    signals = signals and factor is own
     if parts > 1:
         target = torch.empty((parts, *out.shape), dtype=torch.float32, device=x.device)
     share = triton.cdiv(tile_rows, tile.rows)
@@ -132,15 +171,32 @@ def low_rank(
         WIDEN=widens(x),
         EVEN=k % tile.depth == 0,
         SHARE=share,
+        EARLY=early,
         BLOCK_M=tile.rows,
         BLOCK_R=tile.columns,
         BLOCK_K=tile.depth,
+        NEXT=signals and parts == 1,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **as_early(early),
     )
     if parts > 1:
-        grid = (triton.cdiv(out.numel(), _SUM),)
-        _sum_parts[grid](target, out, out.numel(), parts, scaling, BLOCK=_SUM, num_warps=4)
+        sum_parts(target, out, scaling, signals=signals)
+    return signals
+
+
+def sum_parts(
+    parts: Tensor,  # (parts, ...) float32, contiguous
+    out: Tensor,  # (...), contiguous
+    scaling: float = 1.0,
+    *,
+    signals: bool = False,
+) -> None:
+    """out = scaling (sum over the parts), one after the other; `signals` as in `low_rank`."""
+    size = out.numel()
+    grid = (triton.cdiv(size, _SUM),)
+    options = {"BLOCK": _SUM, "NEXT": signals, "num_warps": 4}
+    _sum_parts[grid](parts, out, size, parts.shape[0], scaling, **options)
 
 
 def column_pieces(
@@ -185,12 +241,16 @@ def grouped_product(  # noqa: PLR0913
     gates: Tensor | None = None,  # (T, k)
     other: Tensor | None = None,  # rows of N
     other_fan: int = 0,
+    early: bool = False,
 ) -> Tensor | None:
-    """out = (x weight_e + low factor_e + bias_e) gates; returns <row before its gate, other>."""
+    """out = (x weight_e + low factor_e + bias_e) gates; returns <row before its gate, other>.
+
+    `early`: it begins beside its predecessor, and waits for it before it reads low and factor.
+    """
     _, k, n = weight.shape
     rank = 0 if factor is None else factor.shape[1]
     tile = tile_of(x, tile_rows, k, n, direction if other is None else "dots", rank)
-    common = {"tile": tile, "fan": fan, "scatter": scatter, "gates": gates}
+    common = {"tile": tile, "fan": fan, "scatter": scatter, "gates": gates, "early": early}
     if other is not None:
         dots = torch.empty(
             (triton.cdiv(n, tile.columns), slots.shape[0]), dtype=torch.float32, device=x.device
@@ -237,6 +297,7 @@ def _launch_product(  # noqa: PLR0913
     other_fan: int,
     scatter: bool,
     gates: Tensor | None,
+    early: bool = False,
 ) -> None:
     experts, k, n = weight.shape
     rank = 0 if factor is None else factor.shape[1]
@@ -280,6 +341,7 @@ def _launch_product(  # noqa: PLR0913
         WIDEN=widens(x),
         EVEN_K=k % tile.depth == 0,
         EVEN_N=n % tile.columns == 0,
+        EARLY=first_programs(tile, x) if early else 0,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BLOCK_K=tile.depth,
@@ -287,127 +349,5 @@ def _launch_product(  # noqa: PLR0913
         GROUP=config.GROUP,
         num_warps=tile.warps,
         num_stages=tile.stages,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class RowSum:
-    """One product of `expert_products`: out[e] = sum over the expert's rows of left^T right."""
-
-    left: Tensor  # rows of A
-    right: Tensor  # rows of B
-    out: Tensor  # (E, A, B), any strides
-    left_fan: int
-    right_fan: int
-    gated: bool = False  # each row times its gate
-
-    def sizes(self) -> tuple[int, ...]:
-        """The arguments of the kernel from A on."""
-        strides = (*self.left.stride(), *self.right.stride(), *self.out.stride())
-        return (*self.out.shape[1:], *strides)
-
-
-def expert_products(
-    sums: Sequence[RowSum],
-    gates: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
-    *,
-    in_place: bool = True,
-) -> None:
-    """Sums over every expert's rows, two in a launch where their results lie alike.
-
-    Where experts are fastest in a result, `in_place` shares its tiles between neighbours; else it
-    is computed apart and reordered, which takes as much memory again.
-    """
-    scattered = [one for one in sums if is_scattered(one.out)]
-    plain = [one for one in sums if not is_scattered(one.out)]
-    if in_place:
-        for at in range(0, len(scattered), 2):
-            _launch_expert_products(scattered[at : at + 2], gates, slots, offsets, True)
-    else:
-        for one in scattered:
-            out = torch.empty(one.out.shape, dtype=one.out.dtype, device=one.out.device)
-            plain.append(dataclasses.replace(one, out=out))
-    for at in range(0, len(plain), 2):
-        _launch_expert_products(plain[at : at + 2], gates, slots, offsets, False)
-    if not in_place:
-        for one, apart in zip(scattered, plain[len(plain) - len(scattered) :], strict=True):
-            reorder(apart.out, one.out)
-
-
-def _launch_expert_products(
-    sums: Sequence[RowSum], gates: Tensor | None, slots: Tensor, offsets: Tensor, together: bool
-) -> None:
-    first, second = sums[0], sums[-1]
-    experts = offsets.shape[0] - 1
-    tallest, widest = (max(one.out.shape[side] for one in sums) for side in (1, 2))
-    direction = "neighbours" if together else "product"
-    tile = tile_of(first.left, tallest, slots.shape[0], widest, direction)
-    neighbours = config.NEIGHBOURS if together else 1
-    block_a = config.lanes(tile, tallest) if together else tile.rows
-
-    def programs(one: RowSum) -> int:
-        _, a, b = one.out.shape
-        groups = triton.cdiv(experts, neighbours)
-        return groups * triton.cdiv(a, block_a) * triton.cdiv(b, tile.columns)
-
-    grid = (sum(programs(one) for one in sums),)
-    _expert_products[grid](
-        first.left,
-        first.right,
-        first.out,
-        second.left,
-        second.right,
-        second.out,
-        first.left if gates is None else gates.contiguous(),
-        slots,
-        offsets,
-        experts,
-        programs(first),
-        *first.sizes(),
-        *second.sizes(),
-        LEFT_FAN=first.left_fan,
-        RIGHT_FAN=first.right_fan,
-        GATED=first.gated,
-        OTHER_LEFT_FAN=second.left_fan,
-        OTHER_RIGHT_FAN=second.right_fan,
-        OTHER_GATED=second.gated,
-        TWO=len(sums) > 1,
-        WIDEN=widens(first.right),
-        EXPERTS=neighbours,
-        EXPERTS_LAST=together,
-        BLOCK_A=block_a,
-        BLOCK_B=tile.columns,
-        BLOCK_M=tile.depth,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-
-
-def expert_sum(
-    right: Tensor,  # rows of B
-    gates: Tensor | None,  # (T, k)
-    slots: Tensor,
-    offsets: Tensor,
-    out: Tensor,  # (E, B)
-    *,
-    fan: int,
-) -> None:
-    """out[e] = sum over the expert's rows of gates right."""
-    experts, b = out.shape
-    _expert_sum[(experts, triton.cdiv(b, 128))](
-        right,
-        right if gates is None else gates.contiguous(),
-        slots,
-        offsets,
-        out,
-        b,
-        *right.stride(),
-        *out.stride(),
-        FAN=fan,
-        GATED=gates is not None,
-        BLOCK_B=128,
-        BLOCK_M=32,
-        num_warps=4,
+        **as_early(early),
     )

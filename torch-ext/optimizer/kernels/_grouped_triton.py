@@ -16,6 +16,20 @@ import triton.language as tl
 
 
 @triton.jit
+def _begins_next(NEXT: tl.constexpr):
+    """The next launch, if it is an early one, may begin; what it must wait for, it waits for."""
+    if NEXT:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _waits(EARLY: tl.constexpr):
+    """Goes on when the launch before this one has ended and its results are there."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def _source(rows, inside, slots, FAN: tl.constexpr):
     """Where rows in expert order lie in a tensor, int64."""
     if FAN == 0:
@@ -145,6 +159,77 @@ def _plus_low_rank(
     return total
 
 
+@triton.jit
+def _product_with_low_rank(  # noqa: PLR0913
+    at_rows,
+    at_columns,
+    at_factor,  # (BLOCK_N,) pointers to the columns of the expert's first rank, if LORA
+    low,
+    rows,
+    inside,
+    within,
+    row_step,
+    column_step,
+    factor_rank,
+    K,
+    rank,
+    known,
+    LORA: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+    WIDEN: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """`_product`, and with LORA low F_e.
+
+    AHEAD: low and F_e are loaded before the sum over K, which hides how long that takes. The first
+    EARLY programs may begin before there is anything to load, and do so after their sum.
+    """
+    if LORA and AHEAD:
+        there = known
+        if EARLY > 0:
+            late = tl.program_id(0) < EARLY
+            if not late:
+                _waits(EARLY)
+            there = known & (not late)
+        values, weights = _low_rank_step(
+            low, at_factor, factor_rank, 0, rows, inside, within, rank, there, BLOCK_R
+        )
+    total = _product(
+        at_rows,
+        at_columns,
+        inside,
+        within,
+        row_step,
+        column_step,
+        K,
+        known,
+        WIDEN,
+        EVEN_K,
+        EVEN_N,
+        BLOCK_K,
+    )
+    if LORA and AHEAD:
+        if EARLY > 0:
+            late = tl.program_id(0) < EARLY
+            if late:
+                _waits(EARLY)
+                values, weights = _low_rank_step(
+                    low, at_factor, factor_rank, 0, rows, inside, within, rank, known, BLOCK_R
+                )
+        total = _plus_step(total, values, weights, inside, within, WIDEN)
+    else:
+        _waits(EARLY)
+    if LORA and not AHEAD:
+        total = _plus_low_rank(
+            total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
+        )
+    return total
+
+
 @triton.jit(do_not_specialize=["total_rows", "tile_count"])
 def _grouped_product(  # noqa: PLR0913
     x,  # rows of K
@@ -190,6 +275,7 @@ def _grouped_product(  # noqa: PLR0913
     WIDEN: tl.constexpr,
     EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K
     EVEN_N: tl.constexpr,
+    EARLY: tl.constexpr,  # launched before `low` and `factor` are there; so many do not wait
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -208,21 +294,32 @@ def _grouped_product(  # noqa: PLR0913
     known = expert < experts
     at_x = x + _source(rows, inside, slots, FAN) * x_row
     at_weight = weight + expert * weight_expert + columns * weight_n
+    at_factor = at_weight
     if LORA:
         at_factor = factor + expert * factor_expert + columns * factor_n
-    if LORA and AHEAD:
-        step_low, step_factor = _low_rank_step(
-            low, at_factor, factor_rank, 0, rows, inside, within, rank, known, BLOCK_R
-        )
-    total = _product(
-        at_x, at_weight, inside, within, x_col, weight_k, K, known, WIDEN, EVEN_K, EVEN_N, BLOCK_K
+    total = _product_with_low_rank(
+        at_x,
+        at_weight,
+        at_factor,
+        low,
+        rows,
+        inside,
+        within,
+        x_col,
+        weight_k,
+        factor_rank,
+        K,
+        rank,
+        known,
+        LORA,
+        AHEAD,
+        EARLY,
+        WIDEN,
+        EVEN_K,
+        EVEN_N,
+        BLOCK_K,
+        BLOCK_R,
     )
-    if LORA and AHEAD:
-        total = _plus_step(total, step_low, step_factor, inside, within, WIDEN)
-    elif LORA:
-        total = _plus_low_rank(
-            total, low, at_factor, factor_rank, rows, inside, within, rank, known, WIDEN, BLOCK_R
-        )
     if BIAS:
         at_bias = bias + expert * bias_expert + columns * bias_n
         total += tl.load(at_bias, mask=within & known, other=0.0).to(tl.float32)[None, :]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._grouped_triton import _dot, _source
+from ._grouped_triton import _begins_next, _dot, _source, _waits
 
 
 @triton.jit(do_not_specialize=["total_rows"])
@@ -40,10 +40,14 @@ def _low_rank(  # noqa: PLR0913
     WIDEN: tl.constexpr,
     EVEN: tl.constexpr,  # every step of every part lies within K
     SHARE: tl.constexpr,  # programs that share a tile of rows
+    EARLY: tl.constexpr,  # launched before its predecessor ended
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    NEXT: tl.constexpr,  # the next launch may begin beside this one
 ):
+    _waits(EARLY)
+    _begins_next(NEXT)  # not before: the next launch reads what the one before this wrote
     program = tl.program_id(0).to(tl.int64)
     tile = program // SHARE
     ranks = (tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
@@ -87,7 +91,9 @@ def _sum_parts(
     count,
     scaling,
     BLOCK: tl.constexpr,
+    NEXT: tl.constexpr,  # the next launch may begin beside this one
 ):
+    _begins_next(NEXT)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     step = tl.full((), size, tl.int64)
@@ -119,9 +125,12 @@ def _reorder(  # noqa: PLR0913
     target_n,
     SOURCE_FLAT: tl.constexpr,
     TARGET_FLAT: tl.constexpr,
+    EARLY: tl.constexpr,  # launched before its predecessor ended, which it does not read
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    NEXT: tl.constexpr,  # the next launch may begin beside this one
 ):
+    _begins_next(NEXT)
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     column = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
     mask = (n[:, None] < N) & (column[None, :] < columns)
@@ -130,3 +139,7 @@ def _reorder(  # noqa: PLR0913
     at = _at(column, experts, target_expert, target_rank, TARGET_FLAT)
     place = target + n[:, None] * target_n + at[None, :]
     tl.store(place, value.to(target.dtype.element_ty), mask=mask)
+    if EARLY:  # it ends after its predecessor: who waits for this waits for both
+        is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+        if is_first:
+            _waits(EARLY)

@@ -1,10 +1,14 @@
 """Triton path of gated_experts: what is launched, in which order, and when memory is let go.
 
-forward   xa1 | gate_up product and activation | xa2 | down product | combine
+forward   xa1 | B1 packed | gate_up product and activation | B2 packed | xa2 | down product |
+          combine
 backward  yb2 | down's dX and the activation's gradient | yb1 | gate_up's dX | combine |
           dA of both projections | dB of both | what else was asked for
 
-Where memory allows, `_gated_beside_triton` has LoRA's own launches run beside the products.
+A launch of the forward begins beside the one before it where the device can: programs move in as
+the ones before leave, and wait before they read what those write; a product waits after its sum
+over K. Where memory allows, `_gated_beside_triton` has LoRA's own launches of the backward run
+beside the products.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from torch import Tensor
 
 from ._gated_beside_triton import (
     backward_beside,
+    beside_itself,
+    copied,
     gradient_of_gates,
     packing,
     room_for_gradients,
@@ -20,7 +26,8 @@ from ._gated_beside_triton import (
     sums_fit_beside,
 )
 from ._gated_launch_triton import gated_backward, gated_forward, rooms_of_backward
-from ._grouped_launch_triton import RowSum, expert_products, grouped_product, low_rank
+from ._grouped_launch_triton import grouped_product, low_rank, overlaps, reorder
+from ._grouped_sums_triton import RowSum, expert_products
 from ._moe_paths import gradient_like
 from .combine_triton import combine_triton
 from .grouped_lora_dw_triton import grouped_lora_dw_triton
@@ -51,10 +58,17 @@ def gated_experts_triton(  # noqa: PLR0913
     """Launch the forward kernels; arguments and results as in `kernels.gated_experts`."""
     total = slots.shape[0]
     xa1 = x.new_empty((total, 0 if a1 is None else a1.shape[1]))
-    factor1, factor2 = (None if b is None else b.mT for b in (b1, b2))
-    with packing((factor1, factor2), slots, x) as (factor1, factor2):
-        if a1 is not None:
-            low_rank(x, a1, slots, tiles, xa1, tile_rows=tile_rows, scaling=scalings[0], fan=top_k)
+    own1, own2 = factor1, factor2 = [None if b is None else b.mT for b in (b1, b2)]
+    if copied((own1, own2), x) <= room_for_gradients(slots, x):
+        factor1, factor2 = (beside_itself(own, x) for own in (own1, own2))
+    signals, early = overlaps(x.device) and tiles.shape[0] > 0, False
+    if a1 is not None:
+        options = {"tile_rows": tile_rows, "scaling": scalings[0], "fan": top_k}
+        early = low_rank(x, a1, slots, tiles, xa1, signals=signals, **options)
+    if factor1 is not own1:
+        reorder(own1, factor1, early=early, signals=signals)
+        early = signals
+    signals = signals and a2 is not None
     wide, h = gated_forward(
         x,
         w1,
@@ -68,11 +82,17 @@ def gated_experts_triton(  # noqa: PLR0913
         activation=activation,
         interleaved=interleaved,
         keeps=keeps,
+        early=early,
+        signals=signals,
     )
     del factor1
+    early = signals
+    if factor2 is not own2:
+        reorder(own2, factor2, early=early, signals=signals)
     xa2 = x.new_empty((total, 0 if a2 is None else a2.shape[1]))
     if a2 is not None:
-        low_rank(h, a2, slots, tiles, xa2, tile_rows=tile_rows, scaling=scalings[1], fan=0)
+        options = {"tile_rows": tile_rows, "scaling": scalings[1], "fan": 0}
+        early = low_rank(h, a2, slots, tiles, xa2, early=early, signals=signals, **options)
     y = x.new_empty((total, w2.shape[2]))
     grouped_product(
         h,
@@ -87,6 +107,7 @@ def gated_experts_triton(  # noqa: PLR0913
         fan=0,
         scatter=False,
         bias=bias2,
+        early=early,
     )
     del h, factor2
     return combine_triton(y, gates, rows, offsets, top_k), wide, xa1, xa2

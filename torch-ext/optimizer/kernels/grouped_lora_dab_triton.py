@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._grouped_launch_triton import RowSum, expert_products
+from ._grouped_sums_triton import RowSum, expert_products
 
 
 def grouped_lora_dab_triton(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._grouped_launch_triton import RowSum, expert_products, expert_sum
+from ._grouped_sums_triton import RowSum, expert_products, expert_sum
 
 
 def grouped_lora_dw_triton(
