@@ -19,5 +19,4 @@ inline Piece piece_of(const Tensor& x, int64_t first, int64_t element) {
   return piece;
 }
 
-
 }  // namespace optimizer::normalization
