@@ -5,6 +5,7 @@
 #   TORCH=2.11.0     another torch than the pinned one, in an environment of its own
 #   TORCH_INDEX=URL  another package index for torch, e.g. one that has its smaller CPU builds
 #   DEVICE=cuda:1    for test-gpu; cpu for test-dist and bench-dist over gloo
+#   JOBS=8           processes at once for test
 #   GPU_JOBS=12      processes at once for test-gpu (needs pytest-xdist)
 #   N=2,4,8          numbers of ranks for test-dist, one of them for bench-dist
 
