@@ -81,6 +81,29 @@ def gradient_of_gates(
     return found
 
 
+def gradient_of_inputs(
+    d_wide: Tensor,  # (R, 2I)
+    w1: Tensor,
+    yb1: Tensor,
+    a1: Tensor | None,
+    slots: Tensor,
+    offsets: Tensor,
+    rows: Tensor,
+    tiles: Tensor,
+    spread: Tensor,  # (R, H), which is overwritten
+    dx: Tensor,  # (T, H), which is filled
+    *,
+    tile_rows: int,
+    top_k: int,
+    early: bool = False,
+) -> None:
+    """dx: its rows in expert order, and their sums. `early` as in `grouped_product`."""
+    product = (d_wide, w1.mT, yb1, a1, slots, tiles, spread)
+    options = {"direction": "dx", "tile_rows": tile_rows, "fan": 0, "scatter": False}
+    grouped_product(*product, early=early, **options)
+    combine_triton(spread, None, rows, offsets, top_k, dx)
+
+
 @contextlib.contextmanager
 def packing(
     factors: Sequence[Tensor | None],  # (E, r, N)
@@ -236,9 +259,8 @@ def backward_beside(  # noqa: PLR0913
         run(*sums, *more)
         streams.here_waits()
         with streams.there():
-            product = (d_wide, w1.mT, yb1, a1, *order, spread)
-            grouped_product(*product, direction="dx", fan=0, scatter=False, early=early, **place)
-            combine_triton(spread, None, rows, offsets, top_k, dx)
+            product = (d_wide, w1, yb1, a1, slots, offsets, rows, tiles)
+            gradient_of_inputs(*product, spread, dx, top_k=top_k, early=early, **place)
         da1, sums = row_sum(a1, wants[2], yb1, x, top_k)
         run(*sums)
     return dx, da1, db1, da2, db2, dgates

@@ -20,6 +20,7 @@ from ._gated_beside_triton import (
     beside_itself,
     copied,
     gradient_of_gates,
+    gradient_of_inputs,
     packing,
     room_for_gradients,
     row_sum,
@@ -173,9 +174,8 @@ def gated_experts_backward_triton(  # noqa: PLR0913
     dx = x.new_empty(x.shape if wants_x else 0)
     if wants_x:
         spread = x.new_empty((slots.shape[0], x.shape[1]))
-        product = (d_wide, w1.mT, yb1, a1, slots, tiles, spread)
-        grouped_product(*product, direction="dx", fan=0, scatter=False, **place)
-        combine_triton(spread, None, rows, offsets, top_k, dx)
+        product = (d_wide, w1, yb1, a1, slots, offsets, rows, tiles)
+        gradient_of_inputs(*product, spread, dx, top_k=top_k, **place)
         del product, spread
     # The sums of both projections share launches where all gradients fit into what dx's rows took;
     # else each operand is let go before the next gradient.
