@@ -161,9 +161,8 @@ void check_epilogue(const Checker& check, const std::optional<Tensor>& bias,
 void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absmax,
                       const Tensor& codebook, IntHeaderOnlyArrayRef stored, int64_t blocksize,
                       bool along, std::optional<Tensor> low, std::optional<Tensor> factor,
-                      std::optional<Tensor> bias, std::optional<Tensor> gates,
-                      const Tensor& slots, const Tensor& offsets, const Tensor& out, int64_t fan,
-                      bool scatter) {
+                      std::optional<Tensor> bias, std::optional<Tensor> gates, const Tensor& slots,
+                      const Tensor& offsets, const Tensor& out, int64_t fan, bool scatter) {
   using namespace nf4_product;
   STD_TORCH_CHECK(stored.size() == 3 && slots.dim() == 1,
                   "nf4_product: stored must be (E, N, K), slots (R,)");
