@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
-from ._layers import LayerProblem
+from ..moe._layers import LayerProblem
 
 NAMES = ("x", "gates", "gate_up.a", "gate_up.b", "down.a", "down.b")
 
@@ -90,6 +90,11 @@ class Layer:
         return {"y": y.detach(), **dict(zip(wanted, found, strict=True))}
 
 
+@pytest.fixture(scope="session")
+def moe(submodule):
+    return submodule("moe")
+
+
 @pytest.fixture
 def stages_apart(submodule, monkeypatch):
     """A context in which nothing is fused; whether the op was taken outside of it, in a list."""
@@ -140,6 +145,24 @@ def test_it_equals_its_stages(moe, device, stages_apart, problem):
     for name, value in expected.items():
         assert found[name].stride() == value.stride(), name
         assert relative_error(found[name], value) <= 2e-6, name
+
+
+def test_it_equals_its_reference(moe, submodule, device):
+    """Experts decoded first, and the dense layer over them."""
+    problem = Problem(bias=True, routing="sentinels")
+    layer = Layer(moe, device, problem)
+    sides = []
+    for name, experts in zip(("gate_up", "down"), layer.packed, strict=True):
+        a, b = (layer.leaves[f"{name}.{part}"].detach() for part in ("a", "b"))
+        a = a.view(problem.experts, -1, a.shape[1])
+        b = b.view(b.shape[0], -1, problem.experts).permute(2, 0, 1)
+        weight = experts.quantized_weight()
+        stack = (weight.packed, weight.absmax, None, None, weight.stored, 32, True)
+        sides.append((*stack, a, b, layer.biases[f"{name}_bias"], 0.5))
+    reference = submodule("reference.nf4_moe").gated_nf4_experts
+    inputs = (layer.leaves[name].detach() for name in ("x", "gates"))
+    expected = reference(next(inputs), *sides, next(inputs), layer.ids, "silu", False)
+    assert relative_error(layer.forward().detach(), expected) <= 2e-6
 
 
 def test_runs_repeat_to_the_bit(moe, device, stages_apart):
