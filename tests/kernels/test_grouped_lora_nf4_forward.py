@@ -93,14 +93,39 @@ def test_tiles_of_other_sizes_than_the_order_s(submodule, device, monkeypatch, s
     assert relative_error(y, expected) <= budget("triton", device, torch.float32)
 
 
-def test_steps_over_several_blocks(submodule, device, monkeypatch):
-    """A step of 128 columns holds two absmax per row, and the last one ends behind the row."""
-    problem = draw(submodule, Stack(n=40, k=192, nested=True), device, torch.float32)
+@pytest.mark.parametrize("sizes", ((32, 64, 128), (16, 128, 128), (16, 64, 256)), ids=str)
+def test_steps_over_several_blocks(submodule, device, monkeypatch, sizes):
+    """A step of 128 or 256 holds several absmax per row, and the last one ends behind the row."""
+    problem = draw(submodule, Stack(n=40, k=320, nested=True), device, torch.float32)
     launch = submodule("kernels._nf4_product_triton")
-    monkeypatch.setattr(launch, "choose_tile", lambda *_: launch.Tile(32, 64, 128, 4, 1))
+    monkeypatch.setattr(launch, "choose_tile", lambda *_: launch.Tile(*sizes, 4, 1))
     y, _ = forward(submodule, problem, "triton")
     expected, _ = exact(submodule, problem)
     assert relative_error(y, expected) <= budget("triton", device, torch.float32)
+
+
+def test_few_rows_take_the_tile_that_was_timed_and_others_keep_theirs(submodule):
+    """(columns, depth, warps, stages, registers) by mean rows per expert and depth of the sum."""
+    choose = submodule("kernels._nf4_product_triton").choose_tile
+    before, short = (64, 128, 4, 4, None), (128, 64, 4, 4, None)
+    for mean, depth, expected in (
+        (0.5, 2048, before),  # Qwen3.5-35B-A3B, 16 tokens
+        (1, 2048, (128, 128, 4, 3, None)),  # Qwen3-30B-A3B
+        (1, 768, short),
+        (2, 2048, (64, 128, 4, 4, 128)),  # OLMoE-1B-7B
+        (2, 1024, (64, 128, 4, 4, 128)),
+        (4, 4096, (64, 256, 4, 3, None)),  # Mixtral-8x7B
+        (4, 14336, (64, 256, 4, 3, None)),
+        (4, 2048, before),  # Qwen3.5-35B-A3B, 128 tokens
+        (4, 512, short),
+        (8, 4096, before),
+    ):
+        tile = choose(mean, True, depth, False, 2)
+        assert tile.rows == 16
+        found = (tile.columns, tile.depth, tile.warps, tile.stages, tile.registers)
+        assert found == expected, (mean, depth)
+        across = choose(mean, False, depth, False, 2)
+        assert (across.rows, across.columns, across.depth) == (16, 128, 64)
 
 
 @pytest.mark.parametrize("path", ("triton", "reference"))

@@ -202,6 +202,15 @@ ALONG = (
     (math.inf, Tile(256, 128, 64, 8, 3), Tile(256, 128, 64, 8, 3)),
 )
 _SHORT = 1024
+# Instead of ALONG's first tile, above and up to so many mean rows and for sums of so many terms or
+# more: the fastest of 14 tiles over the forward's products of 16 tokens on an H200, where fewer
+# columns or registers leave more bytes in flight (docs/measurements/2026-11-23-nf4-one-op.txt).
+# Below the first bound and between _SHORT and the last depth no other tile was timed.
+FEW_ALONG = (
+    (0.7, 1.4, _SHORT, Tile(16, 128, 128, 4, 3)),  # Qwen3-30B-A3B, 137 to 126 us
+    (1.4, 2.8, _SHORT, Tile(16, 64, 128, 4, 4, 128)),  # OLMoE-1B-7B, 124 to 120 and 73 to 70
+    (2.8, 5.6, 4096, Tile(16, 64, 256, 4, 3)),  # Mixtral-8x7B, 414 to 398 and 225 to 200
+)
 # The second tile goes with dots, which take registers at the end: 168 of them would spill.
 ACROSS = (
     (11, Tile(16, 128, 64, 4, 4), Tile(16, 128, 64, 4, 4)),
@@ -224,6 +233,10 @@ def choose_tile(mean: float, last: bool, depth: int, dots: bool, element_bytes: 
     if element_bytes != 2:
         rows = tile_rows_for(math.ceil(mean), 1)
         return Tile(rows, 64, 32, 8 if rows >= 128 else 4, 3)
+    if last:
+        for above, up_to, least, tile in FEW_ALONG:
+            if above < mean <= up_to and depth >= least:
+                return tile
     second = depth < _SHORT if last else dots
     rule = next(rule for rule in (ALONG if last else ACROSS) if mean <= rule[0])
     return rule[1 + second]

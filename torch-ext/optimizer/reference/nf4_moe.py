@@ -60,3 +60,20 @@ def nf4_product(  # noqa: PLR0913
     return moe.grouped_product(
         x, weight, low, factor, bias, gates, slots, offsets, fan, grouped_out
     )
+
+
+def gated_nf4_experts(
+    x: Tensor,  # (T, H)
+    first: tuple,  # what `decoded` takes up to transposed, a, b, bias, scaling
+    second: tuple,
+    gates: Tensor,  # (T, k)
+    expert_ids: Tensor,  # (T, k)
+    activation: str,
+    interleaved: bool,
+) -> Tensor:
+    """Both stacks decoded, then `gated_experts`."""
+    (*stack1, a1, b1, bias1, scaling1), (*stack2, a2, b2, bias2, scaling2) = first, second
+    w1, w2 = (decoded(*stack, x.dtype) for stack in (stack1, stack2))
+    factors = (w1, a1, b1, bias1, w2, a2, b2, bias2)
+    scalings = (scaling1, scaling2)
+    return moe.gated_experts(x, *factors, gates, expert_ids, scalings, activation, interleaved)

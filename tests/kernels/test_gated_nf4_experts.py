@@ -8,15 +8,17 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
-from ._layers import LayerProblem
+from ..moe._layers import LayerProblem
 
 NAMES = ("x", "gates", "gate_up.a", "gate_up.b", "down.a", "down.b")
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem(LayerProblem):
-    """A layer whose stacks have blocks that stay in their rows."""
+    """A layer whose stacks have blocks that stay in their rows; small, for the interpreter."""
 
+    tokens: int = 7
+    experts: int = 3
     hidden: int = 64
     intermediate: int = 32
     strategy: str = "fused"
@@ -88,6 +90,11 @@ class Layer:
         return {"y": y.detach(), **dict(zip(wanted, found, strict=True))}
 
 
+@pytest.fixture(scope="session")
+def moe(submodule):
+    return submodule("moe")
+
+
 @pytest.fixture
 def stages_apart(submodule, monkeypatch):
     """A context in which nothing is fused; whether the op was taken outside of it, in a list."""
@@ -111,18 +118,14 @@ def stages_apart(submodule, monkeypatch):
 
 
 PROBLEMS = (
-    Problem(),
-    Problem(tokens=1, top_k=1, experts=3),
+    Problem(lora_dtype=torch.bfloat16),
+    Problem(tokens=1, top_k=1, experts=2, wanted=("gate_up.b", "down.b")),
     Problem(activation="gelu", interleaved=True, bias=True, routing="sentinels"),
-    Problem(activation="gpt_oss", rank=None, routing="no-ends"),
-    Problem(rank_down=None, bias=True, routing="one"),
+    Problem(activation="gpt_oss", rank=None, routing="no-ends", wanted=("x", "gates", "down.b")),
+    Problem(rank_down=None, bias=True, routing="one", wanted=("gate_up.a",)),
     Problem(rank=None, rank_down=None, wanted=("x",)),
-    Problem(rank=3, rank_down=17, intermediate=1056, routing="all-sentinels"),
-    Problem(intermediate=1056, wanted=("gates",)),
-    Problem(wanted=("gate_up.b", "down.b")),
-    Problem(wanted=("gate_up.a", "down.a")),
-    Problem(wanted=("x", "gates", "down.b")),
-    Problem(lora_dtype=torch.bfloat16, tokens=40, experts=2),
+    Problem(rank=3, rank_down=17, routing="all-sentinels"),
+    Problem(bias=True, wanted=("gates",)),
 )
 
 
@@ -144,8 +147,26 @@ def test_it_equals_its_stages(moe, device, stages_apart, problem):
         assert relative_error(found[name], value) <= 2e-6, name
 
 
+def test_it_equals_its_reference(moe, submodule, device):
+    """Experts decoded first, and the dense layer over them."""
+    problem = Problem(bias=True, routing="sentinels")
+    layer = Layer(moe, device, problem)
+    sides = []
+    for name, experts in zip(("gate_up", "down"), layer.packed, strict=True):
+        a, b = (layer.leaves[f"{name}.{part}"].detach() for part in ("a", "b"))
+        a = a.view(problem.experts, -1, a.shape[1])
+        b = b.view(b.shape[0], -1, problem.experts).permute(2, 0, 1)
+        weight = experts.quantized_weight()
+        stack = (weight.packed, weight.absmax, None, None, weight.stored, 32, True)
+        sides.append((*stack, a, b, layer.biases[f"{name}_bias"], 0.5))
+    reference = submodule("reference.nf4_moe").gated_nf4_experts
+    inputs = (layer.leaves[name].detach() for name in ("x", "gates"))
+    expected = reference(next(inputs), *sides, next(inputs), layer.ids, "silu", False)
+    assert relative_error(layer.forward().detach(), expected) <= 2e-6
+
+
 def test_runs_repeat_to_the_bit(moe, device, stages_apart):
-    layer = Layer(moe, device, Problem(tokens=40, bias=True, routing="sentinels"))
+    layer = Layer(moe, device, Problem(bias=True, routing="sentinels"))
     first, second = layer.step(), layer.step()
     assert stages_apart[1] == [True, True]
     for name, value in first.items():
@@ -188,6 +209,27 @@ def test_a_second_order_raises(moe, device):
     (dx,) = torch.autograd.grad(y.square().sum(), layer.leaves["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.square().sum().backward()
+
+
+@pytest.mark.parametrize("wanted", ("d_wide", "dots", "both"))
+def test_gradients_of_a_long_row(submodule, device, wanted):
+    """More than a block of columns, of both kinds of results alone and together."""
+    launch, width = submodule("kernels._gated_nf4_triton").glu_backward_dots, 1100
+    generator = torch.Generator().manual_seed(0)
+    d, wide = (torch.randn(6, n, generator=generator).to(device) for n in (width, 2 * width))
+    gates = torch.rand(3, 2, generator=generator).to(device)
+    slots = torch.randperm(6, generator=generator).to(device)
+    leaf = wide.clone().requires_grad_()
+    gate, up = leaf.chunk(2, 1)
+    h = torch.nn.functional.silu(gate) * up
+    (expected,) = torch.autograd.grad(h, leaf, d * gates.view(-1, 1)[slots])
+    out = wide.new_empty((0 if wanted == "dots" else 6, 2 * width))
+    dots = wide.new_empty(0 if wanted == "d_wide" else 6)
+    launch(d, wide, gates, slots, out, dots, activation="silu", interleaved=False)
+    if wanted != "dots":
+        assert relative_error(out, expected) <= 1e-6
+    if wanted != "d_wide":
+        assert relative_error(dots[slots], (d * h).sum(1)) <= 1e-6
 
 
 @pytest.mark.gpu
