@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -248,3 +249,33 @@ def test_selective_weights_dense_and_packed(opt):
         select(dense, active, torch.bfloat16)
     with pytest.raises(TypeError, match="got list"):
         select([dense], active)
+
+
+def test_blocks_that_leave_their_row_are_reported_once(opt, submodule, caplog):
+    """Where a GPU would decode inside the product; not on the CPU, nor for a strategy by name."""
+    submodule("moe.expert_weights")._say_once.cache_clear()
+    half = SimpleNamespace(is_cuda=True, element_size=lambda: 2)
+    straddling = opt.moe.QuantizedExperts((2, 4, 96)).quantized_weight()
+    named = dataclasses.replace(straddling, strategy="chunked")
+    whole = opt.moe.QuantizedExperts((2, 4, 128)).quantized_weight()
+    assert whole.fusable_over(half) and not named.fusable_over(half)
+    assert not straddling.fusable_over(torch.zeros(1, 96))
+    assert not caplog.records
+    assert not straddling.fusable_over(half) and not straddling.fusable_over(half)
+    (record,) = caplog.records
+    assert "experts of 96 inputs are decoded to memory" in record.getMessage()
+    assert "blocks of 64 leave their row" in record.getMessage()
+
+
+def test_the_report_does_not_break_a_graph(submodule, caplog):
+    module = submodule("moe.expert_weights")
+    module._say_once.cache_clear()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        module._report_straddling(96, 64)
+        return x + 1
+
+    assert traced(torch.zeros(2)).tolist() == [1, 1]
+    said = [record for record in caplog.records if "leave their row" in record.getMessage()]
+    assert len(said) == 1

@@ -18,6 +18,7 @@ from .expert_weights import (
     selective_expert_weights,
 )
 from .experts import Experts, experts_forward
+from .explain_quantized import explain_quantized
 from .grouped_linear import grouped_lora_linear
 from .layout import ExpertsLayout, ExpertsLora, LoraFactors
 from .lora import LoraProjection, factor_views, selective_lora_weights
@@ -49,6 +50,7 @@ __all__ = [
     "expert_sort",
     "expert_weight",
     "experts_forward",
+    "explain_quantized",
     "factor_views",
     "glu",
     "group_top_k",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,25 @@ from ..kernels.nf4_quantize import QUANT_TYPES
 from ..reference.nf4_quantize import FP4_TABLE, NESTED_BLOCKSIZE
 from .sort import ExpertOrder
 
+_logger = logging.getLogger(__name__)
+
 STRATEGIES = ("auto", "resident", "fused", "chunked", "selective")
+
+
+@functools.cache
+def _say_once(inputs: int, blocksize: int) -> None:
+    _logger.warning(
+        "4-bit experts of %d inputs are decoded to memory, not inside the product: blocks of %d "
+        "leave their row; quantise them with a blocksize that divides the inputs",
+        inputs,
+        blocksize,
+    )
+
+
+@torch.compiler.assume_constant_result
+def _report_straddling(inputs: int, blocksize: int) -> None:
+    """Once per process, also while a graph is traced."""
+    _say_once(inputs, blocksize)
 
 
 @functools.cache
@@ -121,6 +140,12 @@ class QuantizedWeight:
     def fusable(self) -> bool:
         """Whether a block never leaves its row, which decoding inside the product relies on."""
         return self.stored[2] % self.blocksize == 0
+
+    def fusable_over(self, x: Tensor) -> bool:
+        """`fusable`; a slower way over rows on a GPU that nobody asked for is reported once."""
+        if not self.fusable and self.strategy == "auto" and x.is_cuda and x.element_size() == 2:
+            _report_straddling(self.stored[2], self.blocksize)
+        return self.fusable
 
     def operands(self) -> tuple:
         """The stack as the fused ops take it."""

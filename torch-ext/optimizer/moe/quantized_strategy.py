@@ -117,7 +117,7 @@ def pick_strategy(
         order.slots.shape[0],
         order.num_experts,
         strategy or weight.strategy,
-        fusable=weight.fusable and path != "grouped_mm",
+        fusable=weight.fusable_over(x) and path != "grouped_mm",
         fast=path in TRITON_PATHS and decodes_in_registers(x),
         compiled=replaceable and serves(x, weight.operands(), rank),
     ).name
