@@ -168,9 +168,11 @@ class MuonBase(OffloadingOptimizer):
         muon the matrices it is cut into, the number of the batch they are in, the method and the
         dtype of the iteration, and its floating-point operations per step with dense products; then
         who computes it, the kernels, the bytes of its state and those that the elementwise stages
-        move, and the time that an H200 takes for these operations and bytes at the least. After
+        move, and the time that an H200 takes for these operations and bytes at the least. Of what
+        several ranks share, bytes and times are of what this rank holds and owns. After
         `measure_steps()` also its share of the time that its batches took in the last step that is
-        over. The last line has the sums. It can be asked for at any time and waits for no device.
+        over; what ranks share is not timed. The last line has the sums. It can be asked for at any
+        time and waits for no device and no rank.
 
         Returns:
             The lines, without a newline at the end.
