@@ -125,7 +125,8 @@ class MuonBase(OffloadingOptimizer):
         plan = self._current_plan(options)
         usual = [forms.check_gradients() for forms in plan.forms]
         for group, forms in zip(options, plan.forms, strict=True):
-            forms.check_rate(group.lr)
+            forms.check_rate("lr", group.lr)
+            forms.check_rate("weight_decay", group.weight_decay)
         logits = check_logits(qk_logits, self.clip_config, plan.clips)
         if self.offloaded:
             self.check_offload()
