@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
@@ -13,8 +14,8 @@ import torch
 
 from ..conftest import ROOT
 from ._cases import bits
-from ._ranks import Ranks
-from .test_sharing import alone, give, gradients, local, module_of, placed, plain_params
+from ._ranks import Ranks, same_everywhere
+from .test_sharing import give, gradients, local, module_of, placed, plain_params
 
 pytestmark = pytest.mark.dist
 
@@ -22,31 +23,79 @@ TIMEOUT = timedelta(seconds=8)
 FAULTY = 1
 
 
+# How parameters are held -> (ranks, which call of the faulty rank's iteration fails).
+HELD = {"FSDP2": (3, 2), "HSDP": (4, 1), "unreduced": (3, 1)}
+
+
 @pytest.fixture
 def doomed(opt, repo_id, device):
-    """Three ranks of their own, whose collectives give up early."""
-    pool = Ranks(3, repo_id, str(ROOT), device.type, timeout=TIMEOUT)
-    yield pool
-    pool.close()
+    """Makes ranks of their own, whose collectives give up early."""
+    pools = []
+
+    def make(world: int) -> Ranks:
+        pools.append(Ranks(world, repo_id, str(ROOT), device.type, timeout=TIMEOUT))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
 
 
-def fail_midway(opt: Any, how: str) -> tuple[str, str, bool, float]:
+def matrices(params) -> list[dict[str, Any]]:
+    return [{"kind": "muon", "params": params, "lr": 0.1, "none_grad": True}]
+
+
+def build(opt: Any, held: str) -> tuple[Any, list[torch.nn.Parameter]]:
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import Replicate, Shard
 
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    params = placed(plain_params(), mesh, [Shard(0)])
-    optimizer = opt.Muon(params)
+    params, world = plain_params(), distributed.get_world_size()
+    if held == "unreduced":
+        arguments = {"gradients": "unreduced", "reduce_op": "sum"}
+        return opt.MuonAdamW(matrices(params), **arguments), params
+    shape, placements = ((world,), [Shard(0)])
+    if held == "HSDP":
+        shape, placements = (2, world // 2), [Replicate(), Shard(0)]
+    params = placed(params, init_device_mesh("cpu", shape), placements)
+    return opt.MuonAdamW(matrices(params)), params
+
+
+def give_step(params, held: str, step: int) -> None:
+    from torch import distributed
+
+    give(params, gradients(params, step))
+    if held == "unreduced" and distributed.get_rank():  # all of it comes from one rank
+        give(params, [torch.zeros_like(param) for param in params])
+
+
+def module_of_step(opt: Any, held: str) -> Any:
+    name = "unreduced_step" if held == "unreduced" else "shared_step"
+    return module_of(opt, f"optimizers.{name}")
+
+
+def alone(opt: Any, steps: int) -> list[torch.nn.Parameter]:
+    params = plain_params()
+    optimizer = opt.MuonAdamW(matrices(params))
+    for step in range(steps):
+        give(params, gradients(params, step))
+        optimizer.step()
+    return params
+
+
+def fail_midway(opt: Any, held: str, how: str) -> tuple[str, str, bool, float]:
+    from torch import distributed
+
+    optimizer, params = build(opt, held)
     saved = optimizer.state_dict()
-    give(params, gradients(params, 0))
+    give_step(params, held, 0)
     if distributed.get_rank() == FAULTY:
-        step = module_of(opt, "optimizers.shared_step")
+        step = module_of_step(opt, held)
         original, calls = step.orthogonalize, []
 
         def orthogonalize(x, **options):
             calls.append(x)
-            if len(calls) == 2:
+            if len(calls) == HELD[held][1]:
                 if how == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise torch.OutOfMemoryError("no room for this chunk")
@@ -60,7 +109,7 @@ def fail_midway(opt: Any, how: str) -> tuple[str, str, bool, float]:
     except Exception as error:
         first = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - start
-    give(params, gradients(params, 1))
+    give_step(params, held, 1)
     try:
         optimizer.step()
     except RuntimeError as error:
@@ -69,26 +118,30 @@ def fail_midway(opt: Any, how: str) -> tuple[str, str, bool, float]:
     return first, again, old_or_new(opt, params), seconds
 
 
-def old_or_new(opt: Any, params) -> bool:
+def here(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a whole tensor that is held like a parameter."""
     from torch.distributed.tensor import distribute_tensor
 
+    if not hasattr(param, "placements"):
+        return value
+    mesh, placements = param.device_mesh, param.placements
+    return distribute_tensor(value, mesh, placements, src_data_rank=None).to_local()
+
+
+def old_or_new(opt: Any, params) -> bool:
     for param, old, new in zip(params, plain_params(), alone(opt, 1), strict=True):
-        both = [
-            bits(
-                distribute_tensor(
-                    value.detach(), param.device_mesh, param.placements, src_data_rank=None
-                ).to_local()
-            )
-            for value in (old, new)
-        ]
+        both = [bits(here(value.detach(), param)) for value in (old, new)]
         if bits(local(param.detach())) not in both:
             return False
     return True
 
 
-@pytest.mark.parametrize("how", ["raises", "killed"])
-def test_the_others_end_with_an_error_in_time(doomed, how) -> None:
-    outcomes = doomed.outcomes(fail_midway, how, timeout=120)
+@pytest.mark.parametrize(
+    ("held", "how"),
+    [("FSDP2", "raises"), ("FSDP2", "killed"), ("HSDP", "raises"), ("unreduced", "raises")],
+)
+def test_the_others_end_with_an_error_in_time(doomed, held, how) -> None:
+    outcomes = doomed(HELD[held][0]).outcomes(fail_midway, held, how, timeout=120)
     for rank, (answered, value) in enumerate(outcomes):
         if rank == FAULTY and how == "killed":
             assert not answered
@@ -101,3 +154,48 @@ def test_the_others_end_with_an_error_in_time(doomed, how) -> None:
         assert "an earlier step failed midway" in again
         assert whole, f"a parameter of rank {rank} is neither old nor new"
         assert seconds < TIMEOUT.total_seconds() + 15
+
+
+def fail_everywhere_and_go_on(opt: Any, held: str) -> str:
+    """All ranks fail behind the same exchange, load, and go on in the same processes."""
+    optimizer, params = build(opt, held)
+    give_step(params, held, 0)
+    optimizer.step()
+    kept = [local(param.detach()).clone() for param in params]
+    saved = copy.deepcopy(optimizer.state_dict())
+    give_step(params, held, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        module, calls = module_of_step(opt, held), []
+        original = module.apply
+
+        def apply(*arguments: Any) -> None:
+            calls.append(arguments)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("no room for this update")
+            original(*arguments)
+
+        patch.setattr(module, "apply", apply)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+    try:
+        optimizer.step()
+        message = "none"
+    except RuntimeError as error:
+        message = str(error)
+    with torch.no_grad():
+        for param, old in zip(params, kept, strict=True):
+            local(param).copy_(old)
+    optimizer.load_state_dict(saved)
+    for step in (1, 2):
+        give_step(params, held, step)
+        optimizer.step()
+    for param, expected in zip(params, alone(opt, 3), strict=True):
+        assert bits(local(param.detach())) == bits(here(expected.detach(), param))
+    return message
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_a_step_that_fails_on_all_ranks_is_repeated_after_loading(ranks, held) -> None:
+    """M11: messages that were on their way, and memory of the step, are no matter afterwards."""
+    message = same_everywhere(ranks(HELD[held][0]).run(fail_everywhere_and_go_on, held))
+    assert "an earlier step failed midway" in message

@@ -6,6 +6,10 @@ import importlib
 import random
 
 import pytest
+import torch
+
+from ._ranks import same_everywhere
+from .test_sharing import give, gradients, module_of, plain_params
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +104,33 @@ def test_chunks_are_equal(ownership) -> None:
     assert [len(chunk) for chunk in chunks] == [2] * 10
     chunks = ownership.chunked((0, 1, 2) * 2, [10] * 6, [[0] * 3] * 6, 1000, most=2)
     assert [len(chunk) for chunk in chunks] == [2, 1, 2, 1]
+
+
+SHAPES = [(96, 96)] + [(8, 8)] * 12
+
+
+def owners_of_shapes(opt, gradients_are: str) -> list[int]:
+    from torch import distributed
+
+    params = plain_params(SHAPES)
+    arguments = {"process_group": distributed.group.WORLD, "gradients": gradients_are}
+    optimizer = opt.MuonAdamW([{"kind": "muon", "params": params, "lr": 0.1}], **arguments)
+    give(params, gradients(params, distributed.get_rank() if gradients_are == "unreduced" else 0))
+    optimizer.step()
+    chunks = [c for of_group in optimizer._plan.shared.chunks for c in of_group]
+    wholes = [getattr(chunk, "whole", chunk) for chunk in chunks]
+    owner = {m.param: o for c in wholes for m, o in zip(c.members, c.owners, strict=True)}
+    return [owner[param] for param in params]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("gradients_are", ["reduced", "unreduced"])
+def test_owners_go_by_predicted_time(opt, ranks, ownership, gradients_are) -> None:
+    """M11: small matrices take far longer than their operations say."""
+    choose = module_of(opt, "orthogonalize.choose")
+    cpu, everyone = torch.device("cpu"), [(0, 1)] * len(SHAPES)
+    times = [choose.predicted_ms(*shape, 8, torch.float32, cpu) / 8 for shape in SHAPES]
+    expected = ownership.assign(times, everyone, 2)
+    operations = [float(m * m * n) for m, n in SHAPES]
+    assert expected != ownership.assign(operations, everyone, 2)
+    assert tuple(same_everywhere(ranks(2).run(owners_of_shapes, gradients_are))) == expected

@@ -31,6 +31,7 @@ MUON_OPTIONS = [
     ("ns_steps", 5.0, TypeError, "ns_steps must be an integer, got 5.0"),
     ("ns_steps", True, TypeError, "ns_steps must be an integer, got True"),
     ("weight_decay", -1e-3, ValueError, "weight_decay must be finite and at least 0"),
+    ("weight_decay", torch.ones(2), ValueError, "a Tensor weight_decay must hold one"),
     ("nesterov", 1, TypeError, "nesterov must be True or False, got 1"),
     ("none_grad", None, TypeError, "none_grad must be True or False"),
     ("flatten", "yes", TypeError, "flatten must be True or False"),

@@ -243,3 +243,38 @@ def test_tensor_learning_rate_with_several_shapes(opt, device, name) -> None:
         results.append(values(params))
     for one, other in zip(*results, strict=True):
         assert_error_at_most(one, other, 1e-6)
+
+
+@pytest.mark.parametrize("form", ["0-D", "1-D"])
+@pytest.mark.parametrize("lr_is", ["number", "tensor", "function"])
+@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+def test_a_tensor_weight_decay_gives_the_bits_of_the_number(
+    opt, device, tmp_path, name, lr_is, form
+) -> None:
+    """M2: as a Tensor lr it is never read on the host, and is followed when it changes."""
+    results = []
+    for tensor in (False, True):
+        params = parameters([(6, 4), (4, 6), (5,)], device=device)
+        decay = torch.full([1] * (form == "1-D"), 0.125, device=device) if tensor else 0.125
+        lr = torch.tensor(0.25, device=device) if lr_is == "tensor" else 0.25
+        rule = {"adjust_lr_fn": lambda lr, r, c: lr / 2} if lr_is == "function" else {}
+        groups = [
+            {"kind": "muon", "params": params[:2], "lr": lr, "weight_decay": decay, **rule},
+            {"kind": "adamw", "params": params[2:], "lr": lr, "weight_decay": decay},
+        ]
+        optimizer = getattr(opt, name)(groups)
+        for step in range(3):
+            new_gradients(params, seed=step)
+            if step == 2 and tensor:
+                decay.fill_(0.5)
+            elif step == 2:
+                for group in optimizer.param_groups:
+                    group["weight_decay"] = 0.5
+            with NoHostReads():
+                optimizer.step()
+        results.append(values(params))
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert_same_bits(found, expected)
+    opt.save_optimizer(optimizer, tmp_path)
+    opt.load_optimizer(optimizer, tmp_path)
+    assert optimizer.param_groups[1]["weight_decay"].item() == 0.5

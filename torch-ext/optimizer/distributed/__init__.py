@@ -9,7 +9,7 @@ from .route import ALIGNMENT, Extra, Job, Message, Part, Route, make_route
 from .schedule import Phases, in_flight, run_pipeline
 from .shards import Box, Layout, Run, Split, boxes, splits_of
 from .team import Team, Teams, alone
-from .transport import AllToAll, Future, Identity, Ready, Transport, agreement
+from .transport import AllToAll, Future, Identity, Ready, Transport, agreement, whole
 
 __all__ = [
     "ALIGNMENT",
@@ -39,4 +39,5 @@ __all__ = [
     "make_route",
     "run_pipeline",
     "splits_of",
+    "whole",
 ]

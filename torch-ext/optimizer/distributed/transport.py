@@ -145,6 +145,11 @@ class AllToAll:
         return Travelling(work, inbox, outbox)
 
 
+def whole(tensor: Any) -> Tensor:
+    """All of a DTensor, from all ranks of its mesh, which must all ask."""
+    return tensor.full_tensor()
+
+
 def agreement(transport: Transport, values: Tensor) -> Future:
     """Which of some integers differ between the ranks, as a bool tensor of their shape.
 

@@ -118,8 +118,9 @@ def _state_dict(optimizer: MuonBase, saved_groups: Sequence[SavedGroup]) -> dict
     for number, (saved, group) in enumerate(zip(saved_groups, optimizer.param_groups, strict=True)):
         order = _order(saved.names, optimizer.parameter_names(number), f"group {number}")
         options = dict(saved.options)
-        if isinstance(options.get("lr"), Tensor) and isinstance(group["lr"], Tensor):
-            options["lr"] = options["lr"].to(group["lr"].device)
+        for key in ("lr", "weight_decay"):
+            if isinstance(options.get(key), Tensor) and isinstance(group[key], Tensor):
+                options[key] = options[key].to(group[key].device)
         first = len(state)
         groups.append({**options, "params": list(range(first, first + len(order)))})
         state |= {first + i: saved.states[j] for i, j in enumerate(order)}

@@ -96,15 +96,18 @@ class Forms:
             check_gradient(param, where)
         return False
 
-    def check_rate(self, lr: Any) -> None:
-        """Raise ValueError if a Tensor lr cannot be used on the devices of all parameters."""
-        if not isinstance(lr, Tensor) or lr.device.type == "cpu" or self.devices <= {lr.device}:
+    def check_rate(self, option: str, value: Any) -> None:
+        """Raise ValueError if a Tensor option cannot be used on the devices of all parameters."""
+        if not isinstance(value, Tensor) or value.device.type == "cpu":
+            return
+        if self.devices <= {value.device}:
             return
         for where, param in self.named:
-            if lr.device != param.device:
+            if value.device != param.device:
                 raise ValueError(
-                    f"{where}: lr is on {lr.device}, the parameter on {param.device}; move lr "
-                    "there, or to the CPU, or put the parameters into one group per device"
+                    f"{where}: {option} is on {value.device}, the parameter on {param.device}; "
+                    f"move {option} there, or to the CPU, or put the parameters into one group per "
+                    "device"
                 )
 
 

@@ -92,8 +92,10 @@ class Format:
         values = {name: group[key] for name, key in self._keys_of_options[kind]}
         if check_as is not None:
             OPTIONS[kind](**values).check(check_as)
-        if isinstance(values["lr"], Tensor) and values["lr"].numel() == 1:
-            values["lr"] = values["lr"].detach().reshape(())  # (1,) would lend its dtype to others
+        for name in ("lr", "weight_decay"):
+            value = values[name]
+            if isinstance(value, Tensor) and value.numel() == 1:
+                values[name] = value.detach().reshape(())  # (1,) would lend its dtype to others
         return OPTIONS[kind](**values)
 
     def recheck(self, group: dict[str, Any], where: str) -> MuonOptions | AdamWOptions:

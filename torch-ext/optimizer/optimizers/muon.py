@@ -38,7 +38,7 @@ class Muon(MuonBase):
         momentum: decay of the momentum buffer, in [0, 1).
         nesterov: orthogonalize g + momentum * buffer instead of the buffer.
         ns_steps: steps of the iteration, at least 1; its coefficients are derived for this count.
-        weight_decay: decoupled decay, times the raw lr.
+        weight_decay: decoupled decay, times the raw lr; a number or a 0-D Tensor, as lr.
         adamw_betas, adamw_eps: of AdamW groups.
         none_grad: set `p.grad = None` as soon as it was used; False leaves it bit for bit.
         debug: log `report()` at INFO whenever the work is planned.
@@ -109,7 +109,7 @@ class Muon(MuonBase):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
-        weight_decay: float = 0.1,
+        weight_decay: float | Tensor = 0.1,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         none_grad: bool = True,

@@ -37,7 +37,7 @@ class MuonOptions:
     ns_steps: int
     method: str
     dtype: torch.dtype | None
-    weight_decay: float
+    weight_decay: float | Tensor
     cautious: bool
     shaped_decay: bool
     adjust_lr_fn: str | LrRule | None
@@ -53,11 +53,12 @@ class MuonOptions:
     def check(self, where: str, *, read_lr: bool = True) -> None:
         """Raise ValueError or TypeError naming `where`, the option, its value and what is valid.
 
-        Without `read_lr` the value of a Tensor lr is not read, which would wait for its device.
+        Without `read_lr` the value of a Tensor lr or weight_decay is not read, which would wait for
+        its device.
         """
-        _check_lr(self.lr, where, read_lr)
+        _check_scalar("lr", self.lr, where, read_lr)
         _check_fraction("momentum", self.momentum, where)
-        _check_not_negative("weight_decay", self.weight_decay, where)
+        _check_scalar("weight_decay", self.weight_decay, where, read_lr)
         _check_count("ns_steps", self.ns_steps, where)
         if self.beta2 is not None:
             _check_fraction("beta2", self.beta2, where)
@@ -91,20 +92,20 @@ class AdamWOptions:
     lr: float | Tensor
     betas: tuple[float, float]
     eps: float
-    weight_decay: float
+    weight_decay: float | Tensor
     rounding: str
     rounding_seed: int
     none_grad: bool
 
     def check(self, where: str, *, read_lr: bool = True) -> None:
         """As `MuonOptions.check`."""
-        _check_lr(self.lr, where, read_lr)
+        _check_scalar("lr", self.lr, where, read_lr)
         if not isinstance(self.betas, Sequence) or len(self.betas) != 2:
             raise ValueError(f"{where}: betas must be two numbers, got {self.betas!r}")
         for beta in self.betas:
             _check_fraction("betas", beta, where)
         _check_not_negative("eps", self.eps, where)
-        _check_not_negative("weight_decay", self.weight_decay, where)
+        _check_scalar("weight_decay", self.weight_decay, where, read_lr)
         _check_rounding(self.rounding, self.rounding_seed, where)
         _check_switch("none_grad", self.none_grad, where)
 
@@ -152,17 +153,22 @@ def fingerprint(options: MuonOptions | AdamWOptions) -> tuple[list[type], list[A
     ]
 
 
-def _check_lr(value: Any, where: str, read: bool) -> None:
+def _check_scalar(option: str, value: Any, where: str, read: bool) -> None:
     if isinstance(value, Tensor):
         if value.numel() != 1 or not value.is_floating_point():
             raise ValueError(
-                f"{where}: a Tensor lr must hold one floating-point number, got "
+                f"{where}: a Tensor {option} must hold one floating-point number, got "
                 f"{value.dtype} of shape {tuple(value.shape)}"
             )
         if not read:
             return
         value = value.item()  # once, when a group is added or loaded; a step never reads it
-    _check_not_negative("lr", value, where)
+    _check_not_negative(option, value, where)
+
+
+def is_zero(value: float | Tensor) -> bool:
+    """Whether a number is 0; of a Tensor it is not read."""
+    return not isinstance(value, Tensor) and value == 0
 
 
 def _check_number(option: str, value: Any, where: str) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed import whole
 from ..reference import rounding
 from .clip_config import ClipConfig
 from .param_groups import EXPERTS, components
@@ -226,7 +227,7 @@ def _checked(logits: Any, where: str, config: ClipConfig, device: torch.device) 
     if logits.device not in (device, torch.device("cpu")):
         raise ValueError(f"{where} is on {logits.device}, the layer on {device}; move it there")
     if is_dtensor(logits) and not all(p.is_replicate() for p in logits.placements):
-        return logits.full_tensor().detach()
+        return whole(logits).detach()
     return local(logits).detach()
 
 

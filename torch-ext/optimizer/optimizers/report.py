@@ -39,13 +39,14 @@ class Line:
     owners: str = ""  # ranks, where several share it
     kernels: list[str] = field(default_factory=list)
     flop: int = 0
-    moved: int = 0  # bytes that momentum and update, or AdamW, read and write
+    own_flop: int = 0  # of matrices that this rank orthogonalizes
+    moved: int = 0  # bytes that momentum and update, or AdamW, read and write on this rank
     measured: float | None = None  # milliseconds
 
     @property
     def predicted(self) -> float:
-        """Milliseconds on an H200 if nothing but operations and memory counted."""
-        return 1e3 * (self.flop / H200_RATE + self.moved / H200_BANDWIDTH)
+        """Milliseconds of this rank on an H200 if nothing but operations and memory counted."""
+        return 1e3 * (self.own_flop / H200_RATE + self.moved / H200_BANDWIDTH)
 
     def text(self, state: Mapping[str, Tensor], owner: str, offloaded: bool) -> str:
         head = f"{self.where} {tuple(self.param.shape)}: {self.route}"
@@ -82,14 +83,14 @@ def report(
                 _describe(chunk, index, options, here, measured.get(chunk))
             for index, shared in enumerate(together, start=batches + len(batch)):
                 whole = shared.whole if isinstance(shared, Bands) else shared
-                _describe_shared(whole, index, options, here)
+                unreduced = isinstance(shared, Bands)
+                _describe_shared(whole, index, options, here, unreduced=unreduced)
             batches += len(batch) + len(together)
         else:
             _describe_adamw(here, measured.get(number))
             for shared in together:
                 if isinstance(shared, SliceChunk):
-                    of_rows = here[shared.chunk.members[0].param]
-                    of_rows.owners = f"rows shared out to {shared.chunk.team.size} ranks"
+                    _describe_slices(shared, here)
         lines += here.values()
     owner = _owner()
     total, predicted = sum(line.flop for line in lines), sum(line.predicted for line in lines)
@@ -98,8 +99,12 @@ def report(
         f"with dense products; {counts['adamw']} by adamw; {predicted:.3g} ms predicted for an "
         f"H200 at {H200_RATE / 1e12:.0f} TFLOP/s and {H200_BANDWIDTH / 1e12} TB/s"
     )
+    shares = any(of_several for _, _, of_several, _ in groups)
+    if shares:
+        last += ", of what this rank does"
     if measured:
         last += f", {sum(measured.values()):.3g} ms measured in the last finished step"
+        last += " beside what ranks share" if shares else ""
     return "\n".join([*(line.text(state[line.param], owner, offloaded) for line in lines), last])
 
 
@@ -116,28 +121,57 @@ def _describe(
         matrices[member.param] = matrices.get(member.param, 0) + member.piece.matrices
     for param, count in matrices.items():
         line = lines[param]
-        _add(line, chunk.matrix, count, f"in batch {number}", options)
+        held = count * chunk.matrix[0] * chunk.matrix[1]
+        here = Here(count, held, held)
+        _add(line, chunk.matrix, count, here, f"in batch {number}", options)
         if milliseconds is not None:
             line.measured = (line.measured or 0.0) + milliseconds * count / chunk.matrices
 
 
 def _describe_shared(
-    chunk: SharedChunk, number: int, options: MuonOptions, lines: Mapping[Tensor, Line]
+    chunk: SharedChunk,
+    number: int,
+    options: MuonOptions,
+    lines: Mapping[Tensor, Line],
+    *,
+    unreduced: bool,
 ) -> None:
     """The same for a chunk that several ranks work on."""
     owners: dict[Tensor, list[int]] = {}
+    held: dict[Tensor, int] = {}
+    rank, (m, n) = chunk.team.rank, chunk.matrix
     for member, owner in zip(chunk.members, chunk.owners, strict=True):
         owners.setdefault(member.param, []).append(owner)
+        held[member.param] = held.get(member.param, 0) + member.job.elements()[rank]
     wire = str(chunk.wire).removeprefix("torch.")
     for param, ranks in owners.items():
         plural = "s" if len(set(ranks)) > 1 else ""
         named = f"rank{plural} {', '.join(map(str, sorted(set(ranks))))} of {chunk.team.size}"
         place = f"on {named}, {wire} on the wire, in batch {number}"
         lines[param].owners = f"owner {named}"
-        _add(lines[param], chunk.matrix, len(ranks), place, options)
+        own = ranks.count(rank)
+        # With unreduced gradients the owner alone advances the momentum.
+        here = Here(own, own * m * n if unreduced else held[param], held[param])
+        _add(lines[param], chunk.matrix, len(ranks), here, place, options)
 
 
-def _add(line: Line, matrix: tuple[int, int], count: int, place: str, options: MuonOptions) -> None:
+@dataclass(frozen=True)
+class Here:
+    """This rank's part of some matrices: how many it owns, elements of momentum and of update."""
+
+    owned: int
+    momentum: int
+    update: int
+
+
+def _add(
+    line: Line,
+    matrix: tuple[int, int],
+    count: int,
+    here: Here,
+    place: str,
+    options: MuonOptions,
+) -> None:
     """`count` matrices of a parameter: how they are orthogonalized, and what that takes."""
     param = line.param
     m, n = matrix
@@ -152,9 +186,10 @@ def _add(line: Line, matrix: tuple[int, int], count: int, place: str, options: M
         method=options.method,
         iterate_dtype=options.dtype,
     )
-    operations = count * flop(
+    each = flop(
         choice.method, m, n, steps=options.ns_steps, restarts=choice.restarts, symmetric=False
     )
+    operations = count * each
     by_halves = gram_runs_symmetric(m, n, choice.dtype, param.device) or runs_symmetric(
         min(m, n), choice.dtype, param.device
     )
@@ -164,22 +199,42 @@ def _add(line: Line, matrix: tuple[int, int], count: int, place: str, options: M
     )
     line.kernels += [_path("momentum", param), _path("apply_update", param)]
     line.kernels.append("symmetric_matmul" if by_halves else "torch's products")
-    # momentum: gradient, buffer twice, direction; update: direction, parameter twice
-    per_element = 3 * param.element_size() + 2 * buffer.itemsize + 2 * direction.itemsize
     line.flop += operations
-    line.moved += count * m * n * per_element
+    line.own_flop += here.owned * each
+    # gradient, buffer twice, direction
+    line.moved += here.momentum * (param.element_size() + 2 * buffer.itemsize + direction.itemsize)
+    # direction, parameter twice
+    line.moved += here.update * (direction.itemsize + 2 * param.element_size())
 
 
 def _describe_adamw(lines: Mapping[Tensor, Line], total: float | None) -> None:
     """AdamW reads the gradient, and reads and writes the parameter and both moments."""
     for param, line in lines.items():
-        moment = torch.promote_types(param.dtype, torch.float32)
-        line.moved = param.numel() * (3 * param.element_size() + 4 * moment.itemsize)
+        line.moved = local(param).numel() * _adamw_bytes(param)
         line.kernels = [_path("adamw", param)]
     everything = sum(line.moved for line in lines.values())
     if total is not None and everything:
         for line in lines.values():
             line.measured = total * line.moved / everything
+
+
+def _describe_slices(slices: SliceChunk, lines: Mapping[Tensor, Line]) -> None:
+    """Rows of a parameter for AdamW: each rank steps its own."""
+    chunk = slices.chunk
+    line = lines[chunk.members[0].param]
+    if not line.owners:
+        line.owners = f"rows shared out to {chunk.team.size} ranks"
+        line.moved = 0
+    own = [
+        m.matrix for m, o in zip(chunk.members, chunk.owners, strict=True) if o == chunk.team.rank
+    ]
+    line.moved += sum(rows * columns for rows, columns in own) * _adamw_bytes(line.param)
+
+
+def _adamw_bytes(param: Tensor) -> int:
+    """Per element: the gradient, and the parameter and both moments twice."""
+    moment = torch.promote_types(param.dtype, torch.float32)
+    return 3 * param.element_size() + 4 * moment.itemsize
 
 
 def _path(op: str, param: Tensor) -> str:

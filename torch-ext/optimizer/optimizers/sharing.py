@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import Team, Teams, alone, run_pipeline
-from ..orthogonalize.choose import choose, flop
+from ..orthogonalize.choose import choose, predicted_ms
 from .agreement import Agreement, check_not_captured
 from .blocks import Blocks
 from .device_state import OnDevice
@@ -34,6 +35,9 @@ from .update import Rate, rate_of
 
 logger = logging.getLogger(__name__)
 
+# Matrices of a shape that an owner is taken to orthogonalize together when work is shared out: a
+# model of some dozens of layers on some ranks. How many it is depends on the owners themselves.
+COST_BATCH = 8
 WIRE_DTYPES = (None, torch.float32, torch.float16)
 
 
@@ -385,25 +389,20 @@ def _rates(shared: Shared, options: Sequence[MuonOptions | AdamWOptions]) -> dic
 
 
 def _cost(options: MuonOptions) -> Callable[[int, int, torch.dtype, torch.device], float]:
+    """Predicted milliseconds of one of COST_BATCH equal matrices, the same on every rank."""
+
+    @functools.cache
     def cost(m: int, n: int, dtype: torch.dtype, device: torch.device) -> float:
-        choice = choose(
+        together = predicted_ms(
             m,
             n,
-            dtype=dtype,
-            device=device,
+            COST_BATCH,
+            dtype,
+            device,
             steps=options.ns_steps,
             method=options.method,
             iterate_dtype=options.dtype,
         )
-        return float(
-            flop(
-                choice.method,
-                m,
-                n,
-                steps=options.ns_steps,
-                restarts=choice.restarts,
-                symmetric=False,
-            )
-        )
+        return together / COST_BATCH
 
     return cost

@@ -27,11 +27,12 @@ from .momentum import momentum
 from .offload import OffloadingOptimizer
 from .options import AdamWOptions, MuonOptions, fingerprint
 from .parameters import is_dtensor, label, local
-from .placing import rows_here, sharded_dims
+from .placing import rows_here
 from .plan import Plan
 from .qk_clip import Target, check_logits, clip, find_targets, plan_batches
 from .report import report
 from .rounding import RESIDUAL, check_unreduced, count_step, rounding_of
+from .saving import check_whole
 from .shared import Shared
 from .sharing import Sharing
 from .state import STATISTICS, Slot, layout_of, slots_of
@@ -125,7 +126,8 @@ class MuonBase(OffloadingOptimizer):
         plan = self._current_plan(options)
         usual = [forms.check_gradients() for forms in plan.forms]
         for group, forms in zip(options, plan.forms, strict=True):
-            forms.check_rate(group.lr)
+            forms.check_rate("lr", group.lr)
+            forms.check_rate("weight_decay", group.weight_decay)
         logits = check_logits(qk_logits, self.clip_config, plan.clips)
         if self.offloaded:
             self.check_offload()
@@ -168,9 +170,11 @@ class MuonBase(OffloadingOptimizer):
         muon the matrices it is cut into, the number of the batch they are in, the method and the
         dtype of the iteration, and its floating-point operations per step with dense products; then
         who computes it, the kernels, the bytes of its state and those that the elementwise stages
-        move, and the time that an H200 takes for these operations and bytes at the least. After
+        move, and the time that an H200 takes for these operations and bytes at the least. Of what
+        several ranks share, bytes and times are of what this rank holds and owns. After
         `measure_steps()` also its share of the time that its batches took in the last step that is
-        over. The last line has the sums. It can be asked for at any time and waits for no device.
+        over; what ranks share is not timed. The last line has the sums. It can be asked for at any
+        time and waits for no device and no rank.
 
         Returns:
             The lines, without a newline at the end.
@@ -203,23 +207,9 @@ class MuonBase(OffloadingOptimizer):
         return super().state_dict()
 
     def check_whole(self) -> None:
-        """Raise if one process should not save this state as that of the optimizer.
-
-        Raises:
-            TypeError: other ranks have parts of it.
-            RuntimeError: a step went wrong, so that it may not fit the parameters.
-        """
-        self._sharing.hear()
-        self._sharing.check_unbroken()
-        parts = None
-        if self._sharing.unreduced is not None:
-            parts = "with gradients='unreduced' every rank keeps a part of the state"
-        for number in range(len(self.param_groups)):
-            for where, param, _ in self.labelled(number):
-                if sharded_dims(param):
-                    parts = parts or f"{where}: ranks share it out as {tuple(param.placements)}"
-        if parts is not None:
-            raise TypeError(f"{parts}; save it with torch.distributed.checkpoint, on all ranks")
+        """Raise TypeError or RuntimeError if one process should not save this state as a whole."""
+        numbers = range(len(self.param_groups))
+        check_whole(self._sharing, [entry for k in numbers for entry in self.labelled(k)])
 
     def _report_of(self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]) -> str:
         measured = {} if self._timer is None else self._timer.milliseconds()

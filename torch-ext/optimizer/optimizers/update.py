@@ -17,7 +17,7 @@ from ..kernels._lists import NARROW, as_list
 from ..reference import rounding as reference_rounding
 from ..reference import update as reference
 from .layout import MAX_DIMS, shaped, written
-from .options import LR_RULES, MuonOptions
+from .options import LR_RULES, MuonOptions, is_zero
 from .rounding import Rounding
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def rate_of(options: MuonOptions, rows: int, columns: int, device: torch.device)
                 f"{rate.dtype} of shape {tuple(rate.shape)} on {rate.device}"
             )
         rate = rate.detach().reshape(())
-        if options.shaped_decay or weight_decay == 0:
+        if options.shaped_decay or is_zero(weight_decay):
             return Rate(rate, 1.0, weight_decay, shaped_decay=True)
         return Rate(rate, 1.0, 0.0, shaped_decay=False, decay=lr * weight_decay)
     if not isinstance(rate, Real):
