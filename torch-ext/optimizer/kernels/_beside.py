@@ -20,6 +20,9 @@ import torch
 from torch import Tensor
 
 
+_URGENT = -1  # the lower the number, the higher the priority
+
+
 @dataclasses.dataclass(frozen=True)
 class Streams:
     """The current stream and the second one; away from a GPU neither, and all runs in order."""
@@ -43,21 +46,22 @@ class Streams:
 
 
 @functools.cache
-def _second(first: torch.cuda.Stream) -> torch.cuda.Stream:
-    return torch.cuda.Stream(first.device)
+def _second(first: torch.cuda.Stream, urgent: bool) -> torch.cuda.Stream:
+    return torch.cuda.Stream(first.device, priority=_URGENT if urgent else 0)
 
 
 @contextlib.contextmanager
-def beside(x: Tensor) -> Iterator[Streams]:
+def beside(x: Tensor, *, urgent: bool = False) -> Iterator[Streams]:
     """Yields two streams of x's device, which meet at the end of the context.
 
     Args:
         x: Where it lies, the launches run. Away from a GPU nothing runs beside anything.
+        urgent: Blocks of the second stream go before those of the first where both wait.
     """
     streams = Streams()
     if x.is_cuda:
         first = torch.cuda.current_stream(x.device)
-        streams = Streams(first, _second(first))
+        streams = Streams(first, _second(first, urgent))
     streams.there_waits()
     try:
         yield streams

@@ -19,7 +19,8 @@ from torch import Tensor
 from ._beside import Streams, beside
 from ._gated_beside_triton import gradient_of_gates, row_sum
 from ._gated_nf4_triton import glu_backward_dots
-from ._grouped_launch_triton import RowSum, expert_products, is_scattered, low_rank, reorder
+from ._grouped_launch_triton import is_scattered, low_rank, reorder
+from ._grouped_sums_triton import RowSum, expert_products
 from .combine_triton import combine_triton
 from .glu_triton import glu_triton
 from .grouped_lora_nf4_forward import product_of_stack
