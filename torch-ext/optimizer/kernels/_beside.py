@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 _URGENT = -1  # the lower the number, the higher the priority
 
 
