@@ -141,7 +141,7 @@ def offload_row(
 
     expected = repeatable()
     plain_ms, plain_mb = measure()
-    offload = built.package.moe.ExpertOffload(model)
+    offload = built.package.moe.ExpertOffload(model, device)
     try:
         step()  # learns the order
         before = offload.transfers
