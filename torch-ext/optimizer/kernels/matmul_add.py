@@ -28,7 +28,7 @@ HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @register_fake(add_op_namespace_prefix("matmul_add"))
-def _fake(a, b, c, out, alpha, beta, tile, scale=None, upper=0, subset=None):
+def _fake(a, b, c, out, alpha, beta, tile, scale=None, upper=0):
     return None
 
 
