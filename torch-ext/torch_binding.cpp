@@ -37,7 +37,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "float[] betas, float[] deltas, Tensor? scale, int groups, "
       "Tensor(b!)? zeros=None) -> ()");
   ops.def(
-      "gram_polynomial_sm90(Tensor[] pieces, Tensor(a!) out, int[] places, int[] operands, "
+      "gram_polynomial_slice(Tensor[] pieces, Tensor(a!) out, int[] places, int[] operands, "
       "float[] coefficients, float start_norm, float prefactor, bool chain) -> ()");
   ops.def(
       "grouped_product(Tensor x, Tensor weight, Tensor? low, Tensor? factor, Tensor? bias, "
@@ -67,7 +67,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("symmetric_matmul", TORCH_BOX(&optimizer::symmetric_matmul_cuda));
   ops.impl("matmul_add", TORCH_BOX(&optimizer::matmul_add_cuda));
   ops.impl("square_chain", TORCH_BOX(&optimizer::square_chain_cuda));
-  ops.impl("gram_polynomial_sm90", TORCH_BOX(&optimizer::gram_polynomial_sm90_cuda));
+  ops.impl("gram_polynomial_slice", TORCH_BOX(&optimizer::gram_polynomial_slice_cuda));
   ops.impl("grouped_product", TORCH_BOX(&optimizer::grouped_product_cuda));
   ops.impl("nf4_product", TORCH_BOX(&optimizer::nf4_product_cuda));
   ops.impl("nf4_dequant", TORCH_BOX(&optimizer::nf4_dequant_cuda));

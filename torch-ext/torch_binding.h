@@ -77,11 +77,11 @@ void square_chain_cuda(const TensorVector& buffers, const std::vector<int64_t>& 
                        const std::vector<double>& betas, const std::vector<double>& deltas,
                        std::optional<Tensor> scale, int64_t groups, std::optional<Tensor> zeros);
 
-void gram_polynomial_sm90_cuda(const TensorVector& pieces, const Tensor& out,
-                               const std::vector<int64_t>& places,
-                               const std::vector<int64_t>& operands,
-                               const std::vector<double>& coefficients, double start_norm,
-                               double prefactor, bool chain);
+void gram_polynomial_slice_cuda(const TensorVector& pieces, const Tensor& out,
+                                const std::vector<int64_t>& places,
+                                const std::vector<int64_t>& operands,
+                                const std::vector<double>& coefficients, double start_norm,
+                                double prefactor, bool chain);
 
 void grouped_product_cuda(const Tensor& x, const Tensor& weight, std::optional<Tensor> low,
                           std::optional<Tensor> factor, std::optional<Tensor> bias,

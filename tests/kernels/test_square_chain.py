@@ -155,24 +155,6 @@ class TestOnHopper:
                 ops.square_chain(*arguments)
         assert_same_bits(x, before)
 
-    @pytest.mark.parametrize(
-        "shape",
-        [(14, 512, 640), (7, 768, 768), (50, 1300, 200), (140, 128, 256), (2, 1100, 2300)],
-    )
-    def test_an_iteration_gives_the_same_bits(self, opt, submodule, device, monkeypatch, shape):
-        """By one compiled call with the chain and without, and op by op from Python."""
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
-        iteration = submodule("orthogonalize.gram_polynomial")
-        assert iteration._runs_compiled(x.dtype, HALF, x.device)
-        assert iteration.chain_serves(len(x), min(shape[1:]), HALF, x.device) == (shape[0] > 2)
-        found = opt.orthogonalize(x, method="gram_polynomial")
-        few = opt.orthogonalize(x[:1], method="gram_polynomial")  # not in one launch
-        assert_same_bits(few, found[:1])
-        monkeypatch.setattr(iteration, "chain_serves", lambda *_: False)
-        assert_same_bits(found, opt.orthogonalize(x, method="gram_polynomial"))
-        monkeypatch.setattr(iteration, "_runs_compiled", lambda *_: False)
-        assert_same_bits(found, opt.orthogonalize(x, method="gram_polynomial"))
-
 
 @pytest.fixture
 def ops(submodule):

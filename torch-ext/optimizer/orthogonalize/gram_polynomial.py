@@ -19,9 +19,10 @@ from collections.abc import Sequence
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
+from ..kernels import gram_polynomial_slice
+from ..kernels.gram_polynomial_slice import Polynomials
 from ..kernels.norm_factors import norm_factors
 from ..kernels.normalize import runs_compiled
-from ..kernels.square_chain import places_of
 from .arguments import check_dtype, check_input, output_for
 from .batch import Slice, by_slices, walk
 from .constants import dtype_for
@@ -61,36 +62,24 @@ torch.library.custom_op(
 )
 
 
-# The operands of both polynomials are the same, so one list of buffers serves both.
-_OPERANDS = [of_square.operand for of_square in POLYNOMIALS[0]]
-_PLACES, _ = places_of(_OPERANDS)
-_COEFFICIENTS = [
-    value for squares in POLYNOMIALS for of_square in squares for value in of_square[1:]
-]
-
-
-@torch.library.register_fake(add_op_namespace_prefix("gram_polynomial_sm90"))
-def _fake(pieces, out, places, operands, coefficients, start_norm, prefactor, chain):
-    return None
+_BOTH = Polynomials(POLYNOMIALS, START_NORM, SAFETY**2)
 
 
 def _runs_compiled(source: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether one call of the compiled op does all of a slice: float16 iterates on Hopper."""
-    fits = dtype == torch.float16 and batch_is_free(dtype, device)
-    return fits and runs_compiled(device, source, dtype)
+    """Whether one compiled call does all of a slice: float16 iterates on Hopper."""
+    return batch_is_free(dtype, device) and gram_polynomial_slice.serves(source, dtype, device)
 
 
 def _compiled(
     pieces: Sequence[torch.Tensor], shape: Slice, last: torch.Tensor | None
 ) -> torch.Tensor:
-    """Both polynomials of a slice, as `by_slices` calls it, with the same bits as `iterated`."""
+    """Both polynomials of a slice, as `by_slices` calls it, with the bits of `iterated`."""
     out = last
     if out is None:
         sides = (shape.held(pieces), *shape.sides)
         out = pieces[0].new_empty(sides, dtype=torch.float16)
     chain = chain_serves(len(out), min(shape.sides), out.dtype, out.device)
-    table = (_PLACES, _OPERANDS, _COEFFICIENTS)
-    ops.gram_polynomial_sm90(list(pieces), out, *table, START_NORM, SAFETY**2, chain)
+    gram_polynomial_slice.gram_polynomial_slice(pieces, out, _BOTH, chain=chain)
     return out
 
 

@@ -105,20 +105,21 @@ void apply(const Tensor& x, const Tensor& M, const Tensor& out, std::optional<Te
 
 }  // namespace
 
-void gram_polynomial_sm90_cuda(const TensorVector& pieces, const Tensor& out,
-                               const std::vector<int64_t>& places,
-                               const std::vector<int64_t>& operands,
-                               const std::vector<double>& coefficients, double start_norm,
-                               double prefactor, bool chain) {
+void gram_polynomial_slice_cuda(const TensorVector& pieces, const Tensor& out,
+                                const std::vector<int64_t>& places,
+                                const std::vector<int64_t>& operands,
+                                const std::vector<double>& coefficients, double start_norm,
+                                double prefactor, bool chain) {
   STD_TORCH_CHECK(out.dim() == 3 && out.scalar_type() == ScalarType::Half,
-                  "gram_polynomial: out must be (G, R, C), float16");
-  STD_TORCH_CHECK(!places.empty() && places.size() == operands.size() &&
-                      coefficients.size() == 6 * places.size(),
-                  "gram_polynomial: there must be a place, an operand and 2 x 3 coefficients for "
-                  "every square");
+                  "gram_polynomial_slice: out must be (G, R, C), float16");
+  STD_TORCH_CHECK(
+      !places.empty() && places.size() == operands.size() &&
+          coefficients.size() == 6 * places.size(),
+      "gram_polynomial_slice: there must be a place, an operand and 2 x 3 coefficients for "
+      "every square");
   for (size_t j = 0; j < places.size(); ++j) {
     STD_TORCH_CHECK(places[j] >= 0 && operands[j] >= 0 && operands[j] <= static_cast<int64_t>(j),
-                    "gram_polynomial: square ", j, " must add an M before it");
+                    "gram_polynomial_slice: square ", j, " must add an M before it");
   }
   const int64_t matrices = out.size(0), rows = out.size(1), columns = out.size(2);
   if (out.numel() == 0) return;
