@@ -2,6 +2,7 @@
 // names: orthogonalize/gram_polynomial.py. It launches the kernels of the ops that it calls, so the
 // bits are theirs; what it saves is ten calls through Python and the dispatcher.
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -36,7 +37,8 @@ constexpr int64_t kAutoTile = -1;
 
 // One polynomial: M_0 = R, M_j+1 = alpha M_j M_j^T + beta M_operand + delta I, in buffer place_j.
 struct Squares {
-  std::vector<int64_t> places, operands;
+  const std::vector<int64_t>& places;
+  const std::vector<int64_t>& operands;
   std::vector<double> alphas, betas, deltas;
 
   int64_t count() const { return static_cast<int64_t>(places.size()); }
@@ -45,26 +47,25 @@ struct Squares {
 // coefficients: (polynomials, squares, 3)
 Squares squares_of(const std::vector<int64_t>& places, const std::vector<int64_t>& operands,
                    const std::vector<double>& coefficients, size_t polynomial) {
-  Squares made{places, operands, {}, {}, {}};
-  for (size_t j = 0; j < places.size(); ++j) {
-    const double* const square = &coefficients[3 * (polynomial * places.size() + j)];
-    made.alphas.push_back(square[0]);
-    made.betas.push_back(square[1]);
-    made.deltas.push_back(square[2]);
+  const size_t count = places.size();
+  std::vector<double> alphas(count), betas(count), deltas(count);
+  for (size_t j = 0; j < count; ++j) {
+    const double* const square = &coefficients[3 * (polynomial * count + j)];
+    alphas[j] = square[0];
+    betas[j] = square[1];
+    deltas[j] = square[2];
   }
-  return made;
+  return {places, operands, std::move(alphas), std::move(betas), std::move(deltas)};
 }
 
 // The last M of R (G, m, m), which is overwritten. scale (G,): M_0 is R times these. zeros: the
 // counters of a chain; without them product by product.
-Tensor evaluate(Tensor R, const Squares& squares, const std::optional<Tensor>& scale,
+Tensor evaluate(const Tensor& R, const Squares& squares, const std::optional<Tensor>& scale,
                 const std::optional<Tensor>& zeros) {
-  TensorVector buffers;
-  buffers.push_back(std::move(R));
-  for (const int64_t place : squares.places) {
-    while (static_cast<int64_t>(buffers.size()) <= place) {
-      buffers.push_back(torch::stable::empty_like(buffers[0]));
-    }
+  const int64_t last = *std::max_element(squares.places.begin(), squares.places.end());
+  TensorVector buffers(last + 1, R);
+  for (int64_t place = 1; place <= last; ++place) {
+    buffers[place] = torch::stable::empty_like(R);
   }
   if (zeros.has_value()) {
     square_chain_cuda(buffers, squares.places, squares.operands, squares.alphas, squares.betas,
@@ -139,19 +140,18 @@ void gram_polynomial_slice_cuda(const TensorVector& pieces, const Tensor& out,
   Tensor x = torch::stable::new_empty(out, {matrices, rows, columns});
   normalize_cuda(pieces, x, 1.0 / start_norm, zeros);
 
-  Tensor R = gram(x, tall, upper);
+  Tensor M = gram(x, tall, upper);  // R = M_0
   const Tensor factors = torch::stable::new_empty(out, {matrices}, ScalarType::Float);
   const Tensor roots = torch::stable::new_empty(out, {matrices}, ScalarType::Float);
-  norm_factors_cuda(R, factors, roots, prefactor, true);
+  norm_factors_cuda(M, factors, roots, prefactor, true);
+  M = evaluate(M, squares_of(places, operands, coefficients, 0), factors, first_zeros);
   {
-    const Tensor M =
-        evaluate(std::move(R), squares_of(places, operands, coefficients, 0), factors, first_zeros);
     const Tensor next = torch::stable::new_empty(out, {matrices, rows, columns});
     apply(x, M, next, roots, tall, upper);
     x = next;
   }
-  const Tensor M = evaluate(gram(x, tall, upper), squares_of(places, operands, coefficients, 1),
-                            std::nullopt, second_zeros);
+  M = gram(x, tall, upper);
+  M = evaluate(M, squares_of(places, operands, coefficients, 1), std::nullopt, second_zeros);
   apply(x, M, out, std::nullopt, tall, upper);
 }
 
