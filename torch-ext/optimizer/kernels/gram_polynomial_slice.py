@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.library import register_fake
 
 from .._ops import add_op_namespace_prefix, ops
-from . import normalize
+from .normalize import runs_compiled
 from .square_chain import Square, places_of
 
 
@@ -58,7 +58,7 @@ def serves(source: torch.dtype, dtype: torch.dtype, device: torch.device) -> boo
 
     Asked only where the compiled products serve `dtype` and the device.
     """
-    return dtype == torch.float16 and normalize.runs_compiled(device, source, dtype)
+    return dtype == torch.float16 and runs_compiled(device, source, dtype)
 
 
 def gram_polynomial_slice(
