@@ -117,7 +117,7 @@ def test_written_results_have_the_agreed_form(harness, checkout):
     result = json.loads((checkout / "benchmarks/results/h200/elementwise.json").read_text())
     assert result_findings("elementwise", result) == []
     assert result["rows"][0]["case"] == "nf4_dequant/128x1536x2048"
-    assert result["rows"][0]["speedup"] == pytest.approx(0.41 / 0.26, rel=1e-4)
+    assert result["rows"][0]["speedup"] == pytest.approx(0.43 / 0.27, rel=1e-4)
     wrong = result["rows"][-1]
     assert wrong == {"case": "nf4_dequant/1x1x1", "variant": "auto", "ok": False}
 
@@ -183,23 +183,23 @@ def test_random_groups_of_the_step_ops(harness):
 
 def test_floor_of_a_whole_step(harness):
     step = harness.optimizer_step
-    assert step.least_flops((768, 768)) == 20 * 768**3
-    assert step.least_flops((4096, 1024)) == 6 * 1024**2 * 4096 + 14 * 1024**3
+    assert step.least_flops((768, 768)) == 16 * 768**3
+    assert step.least_flops((4096, 1024)) == 6 * 1024**2 * 4096 + 10 * 1024**3
     assert step.least_flops((128, 768, 2048)) == 128 * step.least_flops((2048, 768))
     cases = {model.case: model for model in step.LISTED}
     assert list(cases) == [
-        "gpt2-124M/1gpu",
-        "nanochat-d20/1gpu",
-        "llama-1B/1gpu",
-        "llama-1B/bfloat16/1gpu",
-        "experts-128/1gpu",
+        "gpt2-124M/1gpu/heavy",
+        "nanochat-d20/1gpu/heavy",
+        "llama-1B/1gpu/heavy",
+        "llama-1B/bfloat16/1gpu/heavy",
+        "experts-128/1gpu/heavy",
     ]
-    experts = cases["experts-128/1gpu"]
+    experts = cases["experts-128/1gpu/heavy"]
     elements = 128 * (1536 * 2048 + 2048 * 768)
     assert experts.bytes_moved == 24 * elements
     assert experts.floor_ms == pytest.approx((experts.flops / 790 + 24 * elements / 4.3) / 1e9)
-    llama = cases["llama-1B/bfloat16/1gpu"]
-    assert cases["llama-1B/1gpu"].bytes_moved - llama.bytes_moved == 6 * (
+    llama = cases["llama-1B/bfloat16/1gpu/heavy"]
+    assert cases["llama-1B/1gpu/heavy"].bytes_moved - llama.bytes_moved == 6 * (
         128256 * 2048 + 2048 * (32 * 2048 + 32 * 512 + 48 * 8192)
     )
 
@@ -309,7 +309,7 @@ def test_orthogonalize_rows_are_by_the_clock(harness):
 
 def test_orthogonalize_summary_misses_no_heavy_row(harness):
     entry, report = harness.orthogonalize, harness.report
-    heavy = [problem.case for problem in entry.listed() if problem.content == "heavy"]
+    heavy = [problem.case for problem in entry.listed() if problem.dtype == "float32"]
     rows = [report.passed(case, measured(harness, ms=0.48)) for case in heavy]
     rows.append(report.passed("1x2048x2048/heavy/bfloat16", measured(harness, ms=0.01)))
     assert entry.summary(rows) == "heavy rows: 50.0% of the floor"
@@ -394,7 +394,7 @@ def test_the_clock_is_the_host_and_what_the_device_has_left(harness):
     called.clear()
     options = {"between": lambda: changed.append(len(called)), "bursts": 3}
     shown = harness.timer.clock({"a": call, "b": call}, sets=4, synchronize=lambda: None, **options)
-    assert shown.keys() == {"a", "b"} and all(wall >= host for wall, host in shown.values())
+    assert shown.keys() == {"a", "b"} and all(host > 0 for _, host in shown.values())
     assert len(changed) == 3 * 2 * 2
     assert len(called) == 2 * 8 + 3 * 2 * (8 + 30)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from .memory_bound import added_mb
 from .moe_lora import Stopwatch
@@ -80,6 +81,8 @@ LISTED = (
     Model("experts-128"),
 )
 
+SHARDED = ("gpt2-124M", "llama-1B")  # beside the plain ones, over DTensors of a mesh of one GPU
+
 
 def least_flops(shape: tuple[int, ...]) -> float:
     """Of one parameter (..., r, c): the least of any method that keeps the accuracy rule."""
@@ -91,10 +94,10 @@ def least_flops(shape: tuple[int, ...]) -> float:
 class StepCase:
     """A model's parameters on the device, ours over them and torch's AdamW over copies."""
 
-    def __init__(self, model: Model, built: Built, device: str = "cuda") -> None:
+    def __init__(self, model: Model, built: Built, device: str = "cuda", mesh=None) -> None:
         import torch
 
-        self.package, self.device = built.package, device
+        self.package, self.device, self.mesh = built.package, device, mesh
         self.generator = torch.Generator(device).manual_seed(0)
         dtype = getattr(torch, model.dtype)
         matrices, others = SHAPES[model.name]
@@ -125,7 +128,15 @@ class StepCase:
     def _parameter(self, shape: tuple[int, ...], dtype):
         import torch
 
-        return torch.nn.Parameter((self._normal(shape) * 0.02).to(dtype))
+        return torch.nn.Parameter(self._placed((self._normal(shape) * 0.02).to(dtype)))
+
+    def _placed(self, tensor):
+        """The tensor, or rows of a DTensor as FSDP2 leaves them."""
+        if self.mesh is None:
+            return tensor
+        from torch.distributed.tensor import DTensor, Shard
+
+        return DTensor.from_local(tensor, self.mesh, [Shard(0)], run_check=False)
 
     def _gradient(self, param):
         """A diag(1/k) B^T of unit columns for a matrix, scaled; Gaussian for an embedding."""
@@ -133,14 +144,14 @@ class StepCase:
 
         shape = param.shape
         if all(param is not matrix for matrix in self.matrices):
-            return (self._normal(shape) * 1e-3).to(param.dtype)
+            return self._placed((self._normal(shape) * 1e-3).to(param.dtype))
         grad = torch.empty(shape, device=self.device, dtype=param.dtype)
         for matrix in grad.view(-1, *shape[-2:]):
             side = min(matrix.shape)
             left, right = (self._normal((rows, side)) for rows in matrix.shape)
             k = torch.arange(1, side + 1, device=self.device)
             matrix.copy_((left / left.norm(dim=0) / k) @ (right / right.norm(dim=0)).mT * 1e-2)
-        return grad
+        return self._placed(grad)
 
     def give(self, number: int) -> None:
         """Gradients as backward leaves them: other memory at every step."""
@@ -219,12 +230,63 @@ def measure(model: Model, built: Built) -> tuple[Row, str]:
     return row, line(row, gigabytes=model.bytes_moved / 1e9)
 
 
+@contextmanager
+def mesh_of_one(device: str = "cuda"):
+    """A process group of this process alone, and its mesh."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    backend = "nccl" if device == "cuda" else "gloo"
+    store = distributed.HashStore()
+    distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield init_device_mesh(device, (1,))
+    finally:
+        distributed.destroy_process_group()
+
+
+def measure_shards(model: Model, built: Built, device: str = "cuda") -> tuple[Row, str]:
+    """A step over DTensors of a mesh of one GPU beside the same over plain parameters."""
+    import torch
+
+    name = f"{model.case}/fsdp2"
+    with mesh_of_one(device) as mesh:
+        plain = StepCase(model, built, device)
+        sharded = StepCase(model, built, device, mesh)
+        for case in (plain, sharded):
+            case.call(case.ours)(0)
+        pairs = zip(sharded.params, plain.params, strict=True)
+        if not all(torch.equal(a.detach().to_local(), b.detach()) for a, b in pairs):
+            row = failed(name)
+            return row, line(row, gigabytes=0)
+        peak_mb = added_mb(lambda: sharded.call(sharded.ours)(0))
+        calls = {"ours": sharded.call(sharded.ours), "baseline": plain.call(plain.ours)}
+        options = {"rounds": TIMED, "warmup": WARMUP, "stopwatch": Stopwatch}
+        found = times(calls, sets=len(plain.gradients), **options)
+        row = passed(
+            name,
+            Measured(
+                times=found["ours"],
+                floor_ms=model.floor_ms,
+                baseline="the same step over plain parameters",
+                baseline_times=found["baseline"],
+                error=0.0,
+                error_baseline=0.0,
+                peak_mb=peak_mb,
+            ),
+        )
+        return row, line(row, gigabytes=model.bytes_moved / 1e9)
+
+
 def rows(built: Built) -> Iterator[tuple[Row, str]]:
     """Every row of the file."""
     import torch
 
     for model in LISTED:
         yield measure(model, built)
+        torch.cuda.empty_cache()
+    for name in SHARDED:
+        yield measure_shards(Model(name), built)
         torch.cuda.empty_cache()
 
 

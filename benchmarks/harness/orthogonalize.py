@@ -404,7 +404,7 @@ def rows(built: Built) -> Iterator[tuple[Row, str]]:
 
 def summary(measured: Sequence[Row]) -> str:
     """The agreed mean: heavy rows of the listed shapes, what a user gets."""
-    heavy = {problem.case for problem in listed() if problem.content == "heavy"}
+    heavy = {problem.case for problem in listed() if problem.dtype == "float32"}
     shares = [r.fraction_of_floor for r in measured if r.case in heavy]
     missing = len(heavy) - len([share for share in shares if share is not None])
     text = f"heavy rows: {geomean([s for s in shares if s is not None]):.1%} of the floor"

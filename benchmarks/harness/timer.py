@@ -16,6 +16,7 @@ from typing import Protocol
 # Calls of a burst. The host is read off shorter ones: a full queue of launches makes it wait for
 # the device.
 CALLS, HOST_CALLS, BURSTS = 30, 8, 7
+FEW_BURSTS = 3  # of strategies that nobody gets, and of shapes drawn at random
 LEAST_SETS = 4  # of inputs, at other addresses, that the calls take turns over
 
 # Calls take turns over enough input sets that a set is evicted before its next turn. Nothing is
@@ -164,6 +165,7 @@ def times(
     *,
     sets: int,
     between: Callable[[], object] = lambda: None,
+    bursts: int = BURSTS,
     device: Mapping[str, Callable[[int], object]] | None = None,
     **options,
 ) -> dict[str, Times]:
@@ -172,10 +174,10 @@ def times(
     Args:
         variants: name -> call of an input set's number, as a user makes it.
         sets: input sets that the calls take turns over.
-        between: as of `clock`.
+        between, bursts: as of `clock`.
         device: what the device's time is taken of, where it is not the same calls.
         options: of `medians`.
     """
-    shown = clock(variants, sets=sets, between=between)
+    shown = clock(variants, sets=sets, between=between, bursts=bursts)
     ms = medians(variants if device is None else device, sets=sets, **options)
     return {name: Times(ms[name], *shown[name]) for name in variants}

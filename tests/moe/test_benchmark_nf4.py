@@ -17,7 +17,7 @@ from ..static.project import ROOT
 @pytest.fixture(scope="module")
 def harness():
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("nf4", "nf4_goals", "nf4_offload", "nf4_traffic", "moe_problems", "report")
+    names = ("nf4", "nf4_goals", "nf4_offload", "nf4_traffic", "moe_problems", "report", "timer")
     yield SimpleNamespace(**{name: importlib.import_module(f"harness.{name}") for name in names})
     sys.path.remove(str(ROOT / "benchmarks"))
 
