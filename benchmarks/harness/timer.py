@@ -174,7 +174,8 @@ def times(
     Args:
         variants: name -> call of an input set's number, as a user makes it.
         sets: input sets that the calls take turns over.
-        between, bursts: as of `clock`.
+        between: as of `clock`.
+        bursts: as of `clock`.
         device: what the device's time is taken of, where it is not the same calls.
         options: of `medians`.
     """
