@@ -78,7 +78,8 @@ class Format:
         cycled = {"momentum", "max_momentum", "base_momentum"} <= group.keys()
         if cycled and self.kind(group) == ADAMW:
             key = self.key(ADAMW, "betas")
-            group[key] = (group.pop("momentum"), *group[key][1:])
+            if isinstance(group[key], (tuple, list)):  # else the check of betas says so
+                group[key] = (group.pop("momentum"), *group[key][1:])
 
     def options(
         self, group: dict[str, Any], check_as: str | None = None

@@ -251,6 +251,8 @@ class InHostMemory:
             lane.begin([work for work in works if any(p.grad is not None for p in work.params)])
         return self
 
+    @torch.inference_mode(False)  # later steps, outside of it, write to these views
+    @torch.no_grad()
     def _arrange(self, plan: Any, adamw: Sequence[Sequence[Tensor]]) -> None:
         """Batches in the order of the step, their slots, and the place of every piece in these."""
         self.wait()

@@ -25,6 +25,9 @@ class Plan:
     states: list[Any]
     numbers: dict[Tensor, int]  # of every parameter in the optimizer, over all groups
     chunks: list[list[Chunk]]  # none for AdamW
+    empty: list[
+        list[Tensor]
+    ]  # parameters without elements, whose gradients are let go all the same
     clips: list[Batch]  # what QK-clip scales
     rows: dict[Tensor, Tensor | None]  # of each of its parameters, those that are here
     shared: Shared  # what several ranks work on

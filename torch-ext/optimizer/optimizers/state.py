@@ -27,7 +27,7 @@ from .parameters import is_dtensor, local
 from .placing import fill, sharded_dims, zeros_beside
 from .rounding import COUNTER, RESIDUAL, check_rounding
 
-STATISTICS = "second_momentum_buffer"  # left behind where beta2 is set to None
+STATISTICS = "second_momentum_buffer"
 OWN_FUNCTION = "<function>"
 
 
@@ -118,7 +118,8 @@ def complete_state(
 ) -> dict[str, Tensor]:
     """The state with zeros for what is missing; offloaded, in host memory but for what is small.
 
-    A residual that no step kept up to date is dropped: it belongs to values that are gone.
+    A residual or a second moment that no step keeps up to date is dropped: it belongs to values
+    that are gone.
 
     Raises:
         ValueError: a tensor that is there does not fit the parameter any more.
@@ -135,7 +136,11 @@ def complete_state(
                 f"parameter and its options ask for {slot.dtype} {slot.shape} on {device}; "
                 "move or reshape the parameter before the optimizer is constructed"
             )
-    kept = {key: held for key, held in state.items() if key != RESIDUAL or key in slots}
+    kept = {
+        key: held
+        for key, held in state.items()
+        if key not in (RESIDUAL, STATISTICS) or key in slots
+    }
     missing = {key: slot for key, slot in slots.items() if key not in kept}
     return kept | _zeros(missing, param, offloaded)
 

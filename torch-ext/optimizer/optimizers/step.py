@@ -148,6 +148,9 @@ class MuonBase(OffloadingOptimizer):
                     for batch in state.batches(number):
                         with timed(number, state.device_of(batch)):
                             self._step_adamw(batch, plan, group, state, usual=usual[number])
+                if group.none_grad:
+                    for param in plan.empty[number]:
+                        param.grad = None
                 for chunk, rate in zip(plan.chunks[number], rates[number], strict=True):
                     with timed(chunk, chunk.device):
                         self._step_chunk(chunk, rate, group, state, usual=usual[number])
@@ -372,6 +375,7 @@ class MuonBase(OffloadingOptimizer):
             states=[*self.state.values()],
             numbers=numbers,
             chunks=chunks,
+            empty=[[p for _, p in of_group if not p.numel()] for of_group in labelled],
             clips=plan_batches(self.clip_config, targets),
             rows={target.param: rows_here(target.param) for target in targets},
             shared=shared,
