@@ -28,6 +28,8 @@ MUON_OPTIONS = [
     ("momentum", -0.5, ValueError, "momentum must lie in"),
     ("momentum", None, TypeError, "momentum must be a number, got None"),
     ("ns_steps", 0, ValueError, "ns_steps must be at least 1, got 0"),
+    ("ns_steps", 101, ValueError, "ns_steps must be at most 100, got 101"),
+    ("ns_steps", 2**62, ValueError, "ns_steps must be at most 100"),
     ("ns_steps", 5.0, TypeError, "ns_steps must be an integer, got 5.0"),
     ("ns_steps", True, TypeError, "ns_steps must be an integer, got True"),
     ("weight_decay", -1e-3, ValueError, "weight_decay must be finite and at least 0"),
