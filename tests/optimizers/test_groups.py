@@ -206,6 +206,31 @@ def test_names_and_parameters_are_unique_over_all_groups(opt) -> None:
     assert len(optimizer.param_groups) == 1
 
 
+REFUSED = {
+    "an option": {"momentum": 2.0},
+    "a shape": {"params": [matrix(), nn.Parameter(torch.ones(3))]},
+    "a name of the first group": {"names": ["b", "w"]},
+    "a name for an option": {"num_heads": {"d": 2}},
+    "a number of heads": {"num_heads": {"c": 3}},
+    "expert keys": {"expert_keys": ["experts"]},
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_refused_group_leaves_no_names(opt, why) -> None:
+    """Mended, it takes the place of the refused one, as if that had never been."""
+    first, second, third = matrix(), matrix(), matrix()
+    optimizer = opt.Muon([{"params": [first], "names": ["w"], "use_muon": True}])
+    group = {"params": [second, third], "names": ["b", "c"], "use_muon": True}
+    with pytest.raises(ValueError, match="group 1"):
+        optimizer.add_param_group({**group, **REFUSED[why]})
+    with pytest.raises(IndexError):
+        optimizer.parameter_names(1)
+    optimizer.add_param_group(group)
+    assert [optimizer.parameter_names(number) for number in (0, 1)] == [["w"], ["b", "c"]]
+    assert list(optimizer.state) == [first, second, third]
+
+
 def test_later_groups_start_out_like_the_first(opt, device) -> None:
     """M2: add_param_group applies the same defaults and makes state at once."""
     first, second = parameters([(4, 3), (3, 5)], device=device)
