@@ -1,6 +1,7 @@
-"""Defects that no test saw once: each is planted in a copy of the sources, and its test must fail.
+"""Defects that no test saw once, planted in a copy of the sources: each one's test must fail.
 
-The copy is built again, so that a defect may be in C++ as well as in Python.
+They do not touch one another, so all are planted at once: one build, in C++ and in Python, and one
+run of their tests, which pass without them wherever the whole suite passes.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +43,10 @@ DEFECTS = {
     ),
     "a refused group leaves its names": Defect(
         "torch-ext/optimizer/optimizers/base.py",
-        "        self.adopt([(where, group, names)])\n",
-        "        self._names.append(names)\n        self.adopt([(where, group, names)])\n",
+        "        check_names(options, names, where)\n        self.param_groups.append(group)\n"
+        "        self._names.append(names)\n",
+        "        self._names.append(names)\n        check_names(options, names, where)\n"
+        "        self.param_groups.append(group)\n",
         "optimizers/test_groups.py::test_a_refused_group_leaves_no_names",
     ),
     "a NaN second moment counts as the smallest": Defect(
@@ -72,38 +74,25 @@ def checkout(tmp_path_factory, tmp_path) -> Path:
     return root
 
 
-@pytest.fixture
-def run(forks, checkout):
-    """`run(*tests)`: those tests on the copy, on the CPU, in a process of their own."""
-
-    def run_tests(*tests: str) -> subprocess.CompletedProcess:
-        # Options for this run, such as the workers of pytest-xdist, are not those of the inner one.
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-        options = ("-q", "-p", "no:cacheprovider", "--tb=line")
-        nodes = [f"tests/{test}" for test in tests]
-        environment = {**kept, "OMP_NUM_THREADS": "1"}
-        return forks.run("-m", "pytest", *options, *nodes, folder=checkout, environment=environment)
-
-    return run_tests
-
-
-def test_the_tests_pass_without_a_defect(run) -> None:
-    """Otherwise the failures below would prove nothing."""
-    done = run(*(defect.test for defect in DEFECTS.values()))
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("what", DEFECTS)
-def test_a_planted_defect_is_seen(checkout, run, what) -> None:
-    defect = DEFECTS[what]
-    path = checkout / defect.file
-    text = path.read_text()
-    assert text.count(defect.old) == 1, f"{defect.old!r} is not in {defect.file} exactly once"
-    path.write_text(text.replace(defect.old, defect.new))
+def test_planted_defects_are_seen(checkout, forks) -> None:
+    for defect in DEFECTS.values():
+        path = checkout / defect.file
+        text = path.read_text()
+        assert text.count(defect.old) == 1, f"{defect.old!r} is not in {defect.file} exactly once"
+        path.write_text(text.replace(defect.old, defect.new))
     built = run_build(checkout, "--backend", "cpu")
     assert built.returncode == 0, built.stderr
-    done = run(defect.test)
-    summary = done.stdout.rstrip().splitlines()[-1]
-    # A test that failed, not one that could not be collected or set up.
+    # Options for this run, such as the workers of pytest-xdist, are not those of the inner one.
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    done = forks.run(
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line"),
+        *(f"tests/{defect.test}" for defect in DEFECTS.values()),
+        folder=checkout,
+        environment={**kept, "OMP_NUM_THREADS": "1"},
+    )
+    # Tests that failed, not ones that could not be collected or set up.
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
-    assert re.search(r"\d+ failed", summary) and "error" not in summary, done.stdout
+    assert not re.search(r"^ERROR ", done.stdout, re.M), done.stdout
+    failed = re.findall(r"^FAILED tests/([^\s\[]+)", done.stdout, re.M)
+    missed = {what for what, defect in DEFECTS.items() if defect.test not in failed}
+    assert missed == set(), done.stdout
