@@ -204,7 +204,7 @@ class GpuLedger:
 
 
 def is_whole(config: pytest.Config) -> bool:
-    """Whether a run on a CPU collects every test, with as many ranks as usual."""
+    """Whether a run collects every test, on a CPU."""
     folders = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
     chosen = config.option.keyword or config.option.ignore or config.option.deselect
     on_gpu = config.getoption("--device").startswith("cuda")
