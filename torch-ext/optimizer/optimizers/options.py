@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..orthogonalize.choose import GRAM_POLYNOMIAL_STEPS, METHODS
+from ..orthogonalize.coefficients import MAX_STEPS
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LR_RULES = ("match_rms_adamw", "original", "spectral")
@@ -59,7 +60,7 @@ class MuonOptions:
         _check_scalar("lr", self.lr, where, read_lr)
         _check_fraction("momentum", self.momentum, where)
         _check_scalar("weight_decay", self.weight_decay, where, read_lr)
-        _check_count("ns_steps", self.ns_steps, where)
+        _check_count("ns_steps", self.ns_steps, where, MAX_STEPS)
         if self.beta2 is not None:
             _check_fraction("beta2", self.beta2, where)
         for option in ("nesterov", "cautious", "shaped_decay", "flatten", "none_grad"):
@@ -188,11 +189,13 @@ def _check_fraction(option: str, value: Any, where: str) -> None:
         raise ValueError(f"{where}: {option} must lie in [0, 1), got {value!r}")
 
 
-def _check_count(option: str, value: Any, where: str) -> None:
+def _check_count(option: str, value: Any, where: str, most: float = math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{where}: {option} must be an integer, got {value!r}")
     if value < 1:
         raise ValueError(f"{where}: {option} must be at least 1, got {value!r}")
+    if value > most:
+        raise ValueError(f"{where}: {option} must be at most {most}, got {value!r}")
 
 
 def _check_gram_polynomial(steps: int, dtype: torch.dtype | None, where: str) -> None:
