@@ -443,3 +443,32 @@ def test_state_made_in_inference_mode_can_be_stepped(opt, device, make) -> None:
     train(other, twins, 2)
     for one, two in zip(params, twins, strict=True):
         assert_same_bits(one.detach(), two.detach())
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["on device", "offloaded"])
+@pytest.mark.parametrize("keys", [None, 1], ids=["all of it", "one entry"])
+@MAKERS
+def test_state_that_was_cleared_begins_anew(opt, device, make, keys, offload) -> None:
+    """As with torch's optimizers: in the next step, with zeros, and of that parameter alone."""
+    runs = []
+    for clear in (True, False):
+        params = parameters(SHAPES, device=device)
+        optimizer = make(opt, params)
+        if offload:
+            optimizer.turn_on_cpu_offload()
+        train(optimizer, params, 2)
+        optimizer.state_dict()  # waits for what is on its way
+        for number in (1, 4):
+            state = optimizer.state[params[number]]
+            for key in [*state][:keys]:
+                if clear:
+                    del state[key]
+                else:
+                    state[key].zero_()
+        train(optimizer, params, 2, seed=7)
+        optimizer.state_dict()
+        runs.append((optimizer, params))
+    (cleared, params), (zeroed, others) = runs
+    assert_same_state(cleared, zeroed)
+    for param, other in zip(params, others, strict=True):
+        assert_same_bits(param.detach(), other.detach())

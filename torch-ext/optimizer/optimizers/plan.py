@@ -23,6 +23,8 @@ class Plan:
     forms: list[Forms]
     keys: list[Any]  # of the optimizer's state
     states: list[Any]
+    filled: list[Mapping[str, Tensor]]  # those of parameters
+    sizes: list[int]  # entries of each of these
     numbers: dict[Tensor, int]  # of every parameter in the optimizer, over all groups
     chunks: list[list[Chunk]]  # none for AdamW
     clips: list[Batch]  # what QK-clip scales
@@ -46,6 +48,7 @@ class Plan:
             layouts == self.layouts
             and same_objects([*state.values()], self.states)
             and same_objects([*state], self.keys)
+            and [*map(len, self.filled)] == self.sizes
             and all(
                 forms.hold(of_group) for forms, of_group in zip(self.forms, params, strict=True)
             )

@@ -24,7 +24,14 @@ from .parameters import is_dtensor
 from .rounding import check_rounding
 from .running import StepRun, key_of_step
 from .shared import Shared, SharedChunk, SharedMatrix, in_turn
-from .shared_plan import SharedGroup, layout_on, local_blocks, matrices_of, plan_shared
+from .shared_plan import (
+    SharedGroup,
+    check_statistics,
+    layout_on,
+    local_blocks,
+    matrices_of,
+    plan_shared,
+)
 from .shared_step import step_shared
 from .state import Slot
 from .tape import under_the_first_gathers
@@ -194,6 +201,7 @@ class Sharing:
                     own.append((param, kept_here))
                 continue
             check_rounding(options, param, where)
+            check_statistics(options, param, where)
             matrices = matrices_of(param, where, blocks, layout, team, options.momentum_dtype)
             shared.setdefault(id(team), (team, []))[1].extend(matrices)
         return own, [

@@ -34,6 +34,7 @@ from .report import report
 from .rounding import RESIDUAL, check_unreduced, count_step, rounding_of
 from .saving import check_whole
 from .shared import Shared
+from .shared_plan import check_statistics
 from .sharing import Sharing
 from .state import STATISTICS, Slot, layout_of, slots_of
 from .timing import StepTimer, stage, untimed
@@ -374,11 +375,14 @@ class MuonBase(OffloadingOptimizer):
                 cuts.append((index, group, blocks))
         chunks, shared = self._divided(labelled, cuts, numbers)
         targets = self._clip_targets()
+        filled = [self.state[param] for param in numbers]
         return Plan(
             layouts=layouts,
             forms=[*map(Forms.of, labelled)],
             keys=[*self.state],
             states=[*self.state.values()],
+            filled=filled,
+            sizes=[*map(len, filled)],
             numbers=numbers,
             chunks=chunks,
             clips=plan_batches(self.clip_config, targets),
@@ -422,6 +426,8 @@ class MuonBase(OffloadingOptimizer):
             for index, (param, name) in enumerate(zip(group["params"], names, strict=True)):
                 here = label(where, index, name)
                 check_unreduced(options, param, here)
+                if isinstance(options, MuonOptions):
+                    check_statistics(options, param, here)
                 if is_dtensor(param):
                     raise TypeError(
                         f"{here}: gradients='unreduced' takes plain parameters that every rank has "
