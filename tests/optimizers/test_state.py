@@ -472,3 +472,18 @@ def test_state_that_was_cleared_begins_anew(opt, device, make, keys, offload) ->
     assert_same_state(cleared, zeroed)
     for param, other in zip(params, others, strict=True):
         assert_same_bits(param.detach(), other.detach())
+
+
+@pytest.mark.parametrize("name", ["step", "rounding_step", "exp_avg_sq", "second_momentum_buffer"])
+def test_state_that_no_step_leaves_behind_is_refused(opt, device, name) -> None:
+    params = parameters(SHAPES, dtype=torch.bfloat16, device=device)
+    optimizer = muon(opt, params, rounding="stochastic")
+    train(optimizer, params, 2)
+    kept = [tensor.clone() for _, tensor in state_tensors(optimizer)]
+    saved = copy.deepcopy(optimizer.state_dict())
+    state = next(state for state in saved["state"].values() if name in state)
+    state[name].view(-1)[-1] = -2
+    with pytest.raises(ValueError, match=f"the loaded {name} holds -2"):
+        optimizer.load_state_dict(saved)
+    for (_, tensor), old in zip(state_tensors(optimizer), kept, strict=True):
+        assert_same_bits(tensor, old)
