@@ -487,3 +487,19 @@ def test_state_that_no_step_leaves_behind_is_refused(opt, device, name) -> None:
         optimizer.load_state_dict(saved)
     for (_, tensor), old in zip(state_tensors(optimizer), kept, strict=True):
         assert_same_bits(tensor, old)
+
+
+def test_state_that_was_cleared_is_saved_as_zeros(opt, device, tmp_path) -> None:
+    """A checkpoint without it could not be loaded."""
+    params = parameters(SHAPES, device=device)
+    optimizer = muon(opt, params)
+    train(optimizer, params, 1)
+    optimizer.state[params[2]].clear()
+    del optimizer.state[params[4]]["exp_avg_sq"]
+    opt.save_optimizer(optimizer, tmp_path)
+    other = muon(opt, params)
+    opt.load_optimizer(other, tmp_path)
+    assert not other.state[params[2]]["momentum_buffer"].any()
+    assert not other.state[params[4]]["exp_avg_sq"].any()
+    assert other.state[params[4]]["exp_avg"].all()
+    assert_same_state(other, optimizer)

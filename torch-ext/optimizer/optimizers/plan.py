@@ -48,8 +48,12 @@ class Plan:
             layouts == self.layouts
             and same_objects([*state.values()], self.states)
             and same_objects([*state], self.keys)
-            and [*map(len, self.filled)] == self.sizes
+            and self.finds_all_state()
             and all(
                 forms.hold(of_group) for forms, of_group in zip(self.forms, params, strict=True)
             )
         )
+
+    def finds_all_state(self) -> bool:
+        """Whether no entry of a parameter's state was taken away."""
+        return [*map(len, self.filled)] == self.sizes

@@ -214,6 +214,8 @@ class MuonBase(OffloadingOptimizer):
                 that parameters and state may not fit together, and nothing was loaded since.
         """
         self._sharing.hear()
+        if self._plan is not None and not self._plan.finds_all_state():
+            self.fit_state()
         return super().state_dict()
 
     def check_whole(self) -> None:
