@@ -286,6 +286,8 @@ def test_a_killed_save_leaves_one_whole_checkpoint(
     opt.load_optimizer(optimizer, tmp_path)
     assert optimizer.param_groups[0]["lr"] == lr
     assert (optimizer.state[param]["momentum_buffer"] == value).all()
+    opt.save_optimizer(optimizer, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == FILES
 
 
 def test_the_readable_copy(opt, device, tmp_path) -> None:

@@ -51,7 +51,7 @@ class Flow:
     @property
     def chunk_bytes(self) -> int:
         """What any rank sends and receives for the owners of one chunk."""
-        return self.in_flight_bytes // in_flight(self.warmup_step)
+        return max(1, self.in_flight_bytes // in_flight(self.warmup_step))
 
 
 def _check_count(name: str, value: Any, otherwise: str) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..distributed import Extra, Job, Layout, Run, Team, assign, chunked, make_route
 from .blocks import Blocks, Piece
 from .flow import Flow
+from .options import MuonOptions
 from .parameters import is_dtensor
 from .shared import Shared, SharedChunk, SharedMatrix, chunk_of, in_turn
 
@@ -51,6 +52,20 @@ def local_blocks(blocks: Blocks, layout: Layout, team: Team) -> Blocks | None:
         return blocks
     experts = layout.local_shape(team.coordinates[team.rank])[0]
     return replace(blocks, experts=experts)
+
+
+def check_statistics(options: MuonOptions, param: Tensor, where: str) -> None:
+    """Raise ValueError if an update would be wider than the directions, in whose dtype it travels.
+
+    One rank alone evens out float32 directions by float64 second moments, in float64.
+    """
+    narrow = options.momentum_dtype not in (None, torch.float64)
+    if options.beta2 is not None and param.dtype == torch.float64 and narrow:
+        raise ValueError(
+            f"{where}: beta2 with momentum_dtype={options.momentum_dtype} is not supported for "
+            "torch.float64 parameters that several ranks share, since their second moments are "
+            "float64; leave momentum_dtype at None, or set beta2=None"
+        )
 
 
 def matrices_of(

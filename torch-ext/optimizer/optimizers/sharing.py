@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -25,15 +24,20 @@ from .parameters import is_dtensor
 from .rounding import check_rounding
 from .running import StepRun, key_of_step
 from .shared import Shared, SharedChunk, SharedMatrix, in_turn
-from .shared_plan import SharedGroup, layout_on, local_blocks, matrices_of, plan_shared
+from .shared_plan import (
+    SharedGroup,
+    check_statistics,
+    layout_on,
+    local_blocks,
+    matrices_of,
+    plan_shared,
+)
 from .shared_step import step_shared
 from .state import Slot
 from .tape import under_the_first_gathers
 from .unreduced import Bands, SliceChunk, SmallChunk, Unreduced, parts_of, reserve, spread
 from .unreduced_step import step_bands, step_slices, step_small
 from .update import Rate, rate_of
-
-logger = logging.getLogger(__name__)
 
 # Matrices of a shape that an owner is taken to orthogonalize together when work is shared out: a
 # model of some dozens of layers on some ranks. How many it is depends on the owners themselves.
@@ -197,6 +201,7 @@ class Sharing:
                     own.append((param, kept_here))
                 continue
             check_rounding(options, param, where)
+            check_statistics(options, param, where)
             matrices = matrices_of(param, where, blocks, layout, team, options.momentum_dtype)
             shared.setdefault(id(team), (team, []))[1].extend(matrices)
         return own, [
@@ -226,14 +231,12 @@ class Sharing:
         step waits for it.
 
         Raises:
-            RuntimeError: they differ, a step failed and no state was loaded since, or the caller
-                captures a CUDA graph.
+            RuntimeError: they differ, or the caller captures a CUDA graph.
         """
         if shared.empty:
             return
         if shared.teams:
             check_not_captured(shared.devices)
-        self.check_unbroken()
         heard = self._agreement.ask(shared.teams)
         self._broken = True
         for question in heard:
@@ -274,7 +277,6 @@ class Sharing:
         key = None
         if shared.graphs.serve(shared.devices):
             key = key_of_step(options, params_of_groups, state)
-        self._broken = bool(shared.teams)
         if shared.tape.fits(key):
             for number, group in enumerate(options):
                 shared.set_numbers(number, group)
@@ -291,7 +293,6 @@ class Sharing:
                 for param in params:
                     if is_dtensor(param) or self._group is not None:
                         param.grad = None
-        self._broken = False
 
     def _step_anew(
         self,
@@ -337,22 +338,32 @@ class Sharing:
         shared.graphs.tell_failures()
 
     def hear(self) -> None:
-        """Hear the last answer now, since state goes out; a bad one is logged and remembered.
+        """Hear the last answer now, since state goes out.
 
-        It does not raise: state_dict() is asked for on the way to loading, too.
+        Raises:
+            RuntimeError: it is bad, or a step went wrong and no state was loaded since.
         """
-        try:
-            self._agreement.hear()
-        except RuntimeError as error:
-            self._broken = True
-            logger.error("the last step went wrong: %s", error)
+        self.check_unbroken()
+        self._broken = True
+        self._agreement.hear()
+        self._broken = False
+
+    def begin_writing(self) -> None:
+        """From here on a step counts as failed, whatever may raise, until `end_writing`."""
+        self._broken = True
+
+    def end_writing(self) -> None:
+        """All of a step was done."""
+        self._broken = False
 
     def check_unbroken(self) -> None:
         """Raise RuntimeError if a step went wrong and no state was loaded since."""
         if self._broken:
             raise RuntimeError(
                 "an earlier step failed midway, so that parameters and state may not fit together; "
-                "load a state_dict of parameters and optimizer first"
+                "load a state_dict of parameters and optimizer first. What asks for a state_dict "
+                "to load into, as torch.distributed.checkpoint does, needs an optimizer that is "
+                "constructed anew"
             )
 
     def mend(self) -> None:

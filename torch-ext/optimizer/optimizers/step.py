@@ -34,6 +34,7 @@ from .report import report
 from .rounding import RESIDUAL, check_unreduced, count_step, rounding_of
 from .saving import check_whole
 from .shared import Shared
+from .shared_plan import check_statistics
 from .sharing import Sharing
 from .state import STATISTICS, Slot, layout_of, slots_of
 from .timing import StepTimer, stage, untimed
@@ -64,6 +65,7 @@ class MuonBase(OffloadingOptimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._sharing.hear()
         own = {"debug": self.debug, "clip_config": self.clip_config, "_sharing": self._sharing}
         return {**super().__getstate__(), **own}
 
@@ -96,8 +98,10 @@ class MuonBase(OffloadingOptimizer):
         """Update every parameter that has a gradient; the others are left alone, decay included.
 
         All gradients and all options that changed are checked, and adjust_lr_fn is called, before
-        anything is written. NaN and inf pass through to the parameters they belong to. Nothing here
-        waits for the device.
+        anything is written: what raises there leaves everything as it was. What raises later
+        leaves parameters of two steps; then neither a step nor state_dict nor any way of saving
+        goes on until state is loaded. NaN and inf pass through to the parameters they belong to.
+        Nothing here waits for the device.
 
         Args:
             closure: computes the loss and the gradients, under `torch.enable_grad()`.
@@ -118,6 +122,7 @@ class MuonBase(OffloadingOptimizer):
                 not made yet, or an option or an entry of `qk_logits` has a wrong type.
             RuntimeError: ranks have different gradients, or an earlier step failed midway.
         """
+        self._sharing.check_unbroken()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -136,9 +141,9 @@ class MuonBase(OffloadingOptimizer):
             for group, chunks in zip(options, plan.chunks, strict=True)
         ]
         shared_rates = self._sharing.early_rates(plan.shared, options)
+        state = self._state_of_step(plan, options)
         self._sharing.ask(plan.shared)
 
-        state = self._state_of_step(plan, options)
         timed = untimed if self._timer is None else self._timer.begin()
         params = [group["params"] for group in self.param_groups]
 
@@ -155,6 +160,7 @@ class MuonBase(OffloadingOptimizer):
                     with timed(chunk, chunk.device):
                         self._step_chunk(chunk, rate, group, state, usual=usual[number])
 
+        self._sharing.begin_writing()
         for of_group, group in zip(params, options, strict=True):
             count_step(of_group, self.state, group)
         self._sharing.step(plan.shared, options, params, self.state, state, own_work, shared_rates)
@@ -162,6 +168,7 @@ class MuonBase(OffloadingOptimizer):
         if logits:
             with stage("muon::qk_clip"):
                 self._clip(plan, logits)
+        self._sharing.end_writing()
         self._sharing.tell(plan.shared)
         return loss
 
@@ -203,10 +210,15 @@ class MuonBase(OffloadingOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, but with a word for a function in adjust_lr_fn, and float32 state as it is.
 
-        It waits for what the ranks had to say about the last step: that they had different
-        gradients, for instance, is logged as an error, and no step goes on until state is loaded.
+        It waits for what the ranks had to say about the last step.
+
+        Raises:
+            RuntimeError: a step failed midway, or ranks had different gradients in the last one, so
+                that parameters and state may not fit together, and nothing was loaded since.
         """
         self._sharing.hear()
+        if self._plan is not None and not self._plan.finds_all_state():
+            self.fit_state()
         return super().state_dict()
 
     def check_whole(self) -> None:
@@ -368,11 +380,14 @@ class MuonBase(OffloadingOptimizer):
                 cuts.append((index, group, blocks))
         chunks, shared = self._divided(labelled, cuts, numbers)
         targets = self._clip_targets()
+        filled = [self.state[param] for param in numbers]
         return Plan(
             layouts=layouts,
             forms=[*map(Forms.of, labelled)],
             keys=[*self.state],
             states=[*self.state.values()],
+            filled=filled,
+            sizes=[*map(len, filled)],
             numbers=numbers,
             chunks=chunks,
             empty=[[p for _, p in of_group if not p.numel()] for of_group in labelled],
@@ -417,6 +432,8 @@ class MuonBase(OffloadingOptimizer):
             for index, (param, name) in enumerate(zip(group["params"], names, strict=True)):
                 here = label(where, index, name)
                 check_unreduced(options, param, here)
+                if isinstance(options, MuonOptions):
+                    check_statistics(options, param, here)
                 if is_dtensor(param):
                     raise TypeError(
                         f"{here}: gradients='unreduced' takes plain parameters that every rank has "
