@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import Future, extremes
-from .digest import NUMBERS, OPTIONS, OptionWords, on_device, word
+from .digest import NUMBERS, OPTIONS, OptionWords, is_on_device, on_device, word
 from .options import AdamWOptions, MuonOptions
 from .shared import DIGESTED, LAYOUT, Common
 from .staging import lasting
@@ -96,7 +96,7 @@ class _Verdict:
 
 def _shown(value: Any) -> str:
     """A value of an option without waiting for a device."""
-    if isinstance(value, Tensor) and value.device.type != "cpu":
+    if is_on_device(value):
         return f"a Tensor on {value.device}"
     return repr(value)
 
@@ -130,7 +130,7 @@ class _Sheet:
             self._said = saying
         for place, name in enumerate(NUMBERS, len(LAYOUT) + len(OPTIONS)):
             values = [getattr(options[k], name) for k in self.common.groups]
-            there = [v for v in values if isinstance(v, Tensor) and v.device.type != "cpu"]
+            there = [value for value in values if is_on_device(value)]
             if there:
                 self._numbers[place].copy_(on_device(there, self.device))
         return self._numbers

@@ -34,8 +34,7 @@ def canonical(option: str, value: Any) -> str:
     if kind is str or kind is bool or value is None:
         return repr(value)
     if isinstance(value, Tensor):
-        read = value.item() if value.device.type == "cpu" else "on a device"
-        return f"{value.dtype} {read!r}"
+        return f"{value.dtype} {'on a device' if is_on_device(value) else value.item()}"
     if isinstance(value, Integral):
         return str(int(value))
     if isinstance(value, Real):
@@ -48,6 +47,11 @@ def canonical(option: str, value: Any) -> str:
         # A set was given, perhaps, whose order differs between processes.
         return str(sorted(entries) if option == "expert_keys" else entries)
     return "a function" if callable(value) else str(value)
+
+
+def is_on_device(value: Any) -> bool:
+    """Whether a value is a Tensor that the host cannot read without waiting."""
+    return isinstance(value, Tensor) and value.device.type != "cpu"
 
 
 class OptionWords:
@@ -91,7 +95,7 @@ class OptionWords:
 def _read_on_host(group: MuonOptions | AdamWOptions) -> list[float]:
     """Numbers in Tensors of the host, which change without a new fingerprint."""
     values = group.lr, group.weight_decay
-    return [v.item() for v in values if isinstance(v, Tensor) and v.device.type == "cpu"]
+    return [v.item() for v in values if isinstance(v, Tensor) and not is_on_device(v)]
 
 
 def on_device(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
