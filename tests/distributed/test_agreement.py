@@ -50,14 +50,10 @@ def parameters(held: str, matrices=SHAPES, others=OTHERS) -> tuple[list, list]:
 def optimizer_of(opt, held: str, matrices, others, *, muon=None, adamw=None, **arguments):
     from torch import distributed
 
-    if held == "unreduced":
-        arguments = {"gradients": "unreduced", **arguments}
-    elif held == "process_group":
-        arguments = {
-            "gradients": "reduced",
-            "process_group": distributed.group.WORLD,
-            **arguments,
-        }
+    if held in ("process_group", "unreduced"):
+        gradients = "unreduced" if held == "unreduced" else "reduced"
+        sharing = {"gradients": gradients, "process_group": distributed.group.WORLD}
+        arguments = {**sharing, **arguments}
     groups = [
         {"kind": "muon", "params": matrices, "lr": 0.1, **(muon or {})},
         {"kind": "adamw", "params": others, "lr": 0.1, **(adamw or {})},
@@ -202,6 +198,21 @@ def test_a_rank_whose_experts_got_no_token_may_have_no_gradient(ranks) -> None:
     assert "group 0, parameter 0. Give zeros" in same_everywhere(ranks(2).run(experts, None))
 
 
+def clipped_apart(opt) -> tuple[str, bool]:
+    both = parameters("S0")
+    config = {"threshold": 50.0} if here()[0] == FAULTY else None
+    params, muon = [*both[0], *both[1]], {"names": [f"layers.{k}.w" for k in range(len(both[0]))]}
+    optimizer = optimizer_of(opt, "S0", *both, muon=muon, clip_config=config)
+    give("S0", params, 0)
+    return outcome(optimizer, params)
+
+
+def test_ranks_that_clip_by_another_configuration_are_an_error(ranks) -> None:
+    """It decides what QK-clip sends."""
+    message, written = same_everywhere(ranks(2).run(clipped_apart))
+    assert message.startswith("ranks disagree on clip_config. Give") and not written
+
+
 # Options of a group of matrices, of one for AdamW, and arguments: the value of rank 1 alone.
 MUON: dict[str, Any] = {
     "lr": 0.2,
@@ -241,6 +252,8 @@ def built_apart(opt, held: str) -> dict[str, tuple[str, bool]]:
         **{f"adamw {name}": {"adamw": {name: value}} for name, value in ADAMW.items()},
         **{f"argument {name}": {name: value} for name, value in ARGUMENTS.items()},
     }
+    if held == "process_group":
+        cases["argument gradients"] = {"gradients": "unreduced"}
     if held == "unreduced":
         cases["argument reduce_op"] = {"reduce_op": "sum"}
     found = {}

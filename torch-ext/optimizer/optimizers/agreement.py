@@ -16,7 +16,7 @@ from torch import Tensor
 from ..distributed import Future, extremes
 from .digest import NUMBERS, OPTIONS, OptionWords, is_on_device, on_device, word
 from .options import AdamWOptions, MuonOptions
-from .shared import DIGESTED, LAYOUT, Common
+from .shared import DIGESTED, LAYOUT, OWNERS, Common
 from .staging import lasting
 
 Options = Sequence[MuonOptions | AdamWOptions]
@@ -64,8 +64,9 @@ class _Verdict:
         }
         names = [where for where, _ in self.common.labelled]
         which = [name for k, name in enumerate(names) if k % (MASKS * BITS) in places]
+        named = "; ".join(which) or "some of very many"
         raise RuntimeError(
-            f"ranks disagree on which parameters have gradients: {'; '.join(which)}. Give zeros "
+            f"ranks disagree on which parameters have gradients: {named}. Give zeros "
             "where a rank has none, or none on any rank, and load a state_dict before going on"
         )
 
@@ -73,8 +74,8 @@ class _Verdict:
         """Raise if it is more than which parameters have gradients."""
         different = (found[0] != found[1]).tolist()
         which = dict.fromkeys(n for n, d in zip(NAMED, different, strict=False) if d)
-        if len(which) > 1:  # owners follow from everything else
-            which.pop("owners", None)
+        if len(which) > 1:  # from which owners follow
+            which.pop(OWNERS, None)
         if which:
             raise RuntimeError(
                 f"ranks disagree on {'; '.join(map(self._own, which))}. Give the optimizer the "

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..distributed import Team
 from .digest import word
 from .parameters import is_dtensor
-from .shared import Common
+from .shared import DIGESTED, OWNERS, Common
 from .unreduced import SmallChunk, parts_of
 
 
@@ -51,22 +51,21 @@ class Members:
         found = []
         for members in self._teams.values():
             groups = sorted(members.groups)
-            layout = {name: str(value) for name, value in settings.items()} | {
-                "number of groups": str(len(groups)),
-                "number of parameters": str(len(members.labelled)),
-                "shapes, dtypes and placements": _digest(
-                    _form(param) for _, param in members.labelled
-                ),
-                "owners": _digest(_owners(members.team, chunks)),
+            found_here = {
+                **settings,
+                "number of groups": len(groups),
+                "number of parameters": len(members.labelled),
+                "shapes, dtypes and placements": [_form(param) for _, param in members.labelled],
+                OWNERS: [*_owners(members.team, chunks)],
+            }
+            layout = {
+                name: str(word(str(value)) if name in DIGESTED else value)
+                for name, value in found_here.items()
             }
             found.append(
                 Common(members.team, members.labelled, groups, layout, alike.get(id(members.team)))
             )
         return found
-
-
-def _digest(entries: Iterable[Any]) -> str:
-    return str(word(str([*entries])))
 
 
 def _form(param: Tensor) -> tuple[Any, ...]:

@@ -254,7 +254,8 @@ def in_turn(chunks: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:
     return [(number, chunk) for number, of_group in enumerate(chunks) for chunk in of_group]
 
 
-DIGESTED = ("shapes, dtypes and placements", "owners")
+OWNERS = "owners, which follow from the kind of GPU"
+DIGESTED = ("shapes, dtypes and placements", "clip_config", OWNERS)
 # What decides the messages between ranks, beside the options of groups.
 LAYOUT = (
     "gradients",

@@ -32,7 +32,16 @@ from .shared_plan import SharedGroup, layout_on, local_blocks, matrices_of, plan
 from .shared_step import step_shared
 from .state import Slot
 from .tape import under_the_first_gathers
-from .unreduced import Bands, SliceChunk, SmallChunk, Unreduced, parts_of, reserve, spread
+from .unreduced import (
+    REDUCE_OPS,
+    Bands,
+    SliceChunk,
+    SmallChunk,
+    Unreduced,
+    parts_of,
+    reserve,
+    spread,
+)
 from .unreduced_step import step_bands, step_slices, step_small
 from .update import Rate, rate_of
 
@@ -129,9 +138,10 @@ class Sharing:
             )
         self.unreduced.adopt([param for param, _, _ in entries], costs)
 
-    def begin_plan(self) -> None:
-        """Nothing is divided yet."""
+    def begin_plan(self, clip_config: Any = None) -> None:
+        """Nothing is divided yet. `clip_config` decides what QK-clip sends."""
         self._members, self._empty = Members(), True
+        self._clip_config = clip_config
         self._agreement.begin_plan()
 
     def divide_unreduced(
@@ -258,11 +268,12 @@ class Sharing:
         """All that ranks share, with the memory that it takes, of what was divided."""
         settings = {
             "gradients": "reduced" if self.unreduced is None else "unreduced",
-            "reduce_op": "none" if self.unreduced is None else self.unreduced.reduce_op,
+            "reduce_op": REDUCE_OPS[0] if self.unreduced is None else self.unreduced.reduce_op,
             "wire_dtype": self.wire_dtype,
             "warmup_step": self.flow.warmup_step,
             "chunk_size": self.flow.chunk_size,
             "in_flight_bytes": self.flow.in_flight_bytes,
+            "clip_config": self._clip_config,
         }
         alike = {}
         if self.unreduced is not None:

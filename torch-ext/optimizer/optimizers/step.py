@@ -386,7 +386,7 @@ class MuonBase(OffloadingOptimizer):
     ) -> tuple[list[list[Chunk]], Shared]:
         """The batches of this process, per group, and what several ranks work on."""
         chunks: list[list[Chunk]] = [[] for _ in labelled]
-        self._sharing.begin_plan()
+        self._sharing.begin_plan(self.clip_config)
         if self._sharing.unreduced is not None:
             with_muon = {index for index, _, _ in cuts}
             others = [(i, named) for i, named in enumerate(labelled) if i not in with_muon]
