@@ -44,7 +44,7 @@ def give(params, seed: int) -> None:
 class Exchanges:
     """Counts what is asked of the store."""
 
-    def __init__(self, opt, patience: float = 10) -> None:
+    def __init__(self, opt, patience: float = 30) -> None:
         self.module, self.count = module_of(opt, "optimizers.replicas"), 0
         self.patience = timedelta(seconds=patience)
 
@@ -88,17 +88,18 @@ def test_replicas_with_different_gradients_are_an_error_on_every_rank(ranks, wor
     assert (after, moved) == ("none", True)
 
 
-def missing_on_one(opt) -> tuple[str, bool]:
+def missing_on_one(opt, count: int) -> tuple[str, bool]:
     params = model()
     optimizer = optimizer_of(opt, params)
     give(params, 1)
-    if here()[0]:
-        params[0].grad = None
+    for param in params[:count] if here()[0] else []:
+        param.grad = None
     return outcome(optimizer, params)
 
 
-def test_a_gradient_that_a_replica_misses_is_an_error(ranks) -> None:
-    message, written = same_everywhere(ranks(2).run(missing_on_one))
+@pytest.mark.parametrize("count", [1, len(SHAPES)])
+def test_gradients_that_a_replica_misses_are_an_error(ranks, count) -> None:
+    message, written = same_everywhere(ranks(2).run(missing_on_one, count))
     assert "different gradients" in message and not written
 
 
@@ -119,7 +120,7 @@ def reduced(opt) -> tuple[list[tuple[str, bool]], int, int]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_equal_gradients_are_compared_once_and_without_a_collective(ranks, world) -> None:
+def test_reduced_gradients_are_compared_once_and_without_a_collective(ranks, world) -> None:
     found, exchanged, collectives = same_everywhere(ranks(world).run(reduced))
     assert found == [("none", False), *[("none", True)] * 4]
     assert (exchanged, collectives) == (1, 0)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # How long the first step waits for other ranks: longer than one is behind another that trains with
 # it, and bearable for one that trains alone, which waits once and in vain.
-PATIENCE = timedelta(seconds=10)
+PATIENCE = timedelta(seconds=30)
 
 
 def compare_replicas(groups: Sequence[Sequence[tuple[str, Tensor]]]) -> bool:
@@ -32,7 +32,7 @@ def compare_replicas(groups: Sequence[Sequence[tuple[str, Tensor]]]) -> bool:
         groups: (name for messages, parameter) of all groups.
 
     Returns:
-        Whether there is nothing more to compare.
+        Whether there is nothing more to compare; there is as long as no replica has a gradient.
 
     Raises:
         RuntimeError: a replica has other gradients.
@@ -45,7 +45,7 @@ def compare_replicas(groups: Sequence[Sequence[tuple[str, Tensor]]]) -> bool:
     if not params or distributed.get_world_size() == 1:
         return True
     captured = any(param.is_cuda for param in params) and torch.cuda.is_current_stream_capturing()
-    if captured or all(param.grad is None for param in params):
+    if captured:
         return False
     forms = [(tuple(param.shape), param.dtype) for param in params]
     own = f"{_digest(forms, params)} {_digest(forms, [param.grad for param in params])}"
@@ -58,7 +58,8 @@ def compare_replicas(groups: Sequence[Sequence[tuple[str, Tensor]]]) -> bool:
             error,
         )
         return True
-    if len(found) < distributed.get_world_size():
+    complete = len(found) == distributed.get_world_size()
+    if not complete:
         logger.warning(
             "MuonAdamW was not told whether gradients are reduced, and only ranks %s stepped one "
             "within %g s, so others were not asked; pass gradients='reduced' or 'unreduced'",
@@ -74,7 +75,7 @@ def compare_replicas(groups: Sequence[Sequence[tuple[str, Tensor]]]) -> bool:
             "step(), as DistributedDataParallel does; or pass gradients='reduced' if each rank "
             "trains on its own"
         )
-    return True
+    return not complete or any(param.grad is not None for param in params)
 
 
 def _digest(forms: Sequence[object], tensors: Sequence[Tensor | None]) -> int:
