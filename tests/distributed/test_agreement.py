@@ -250,6 +250,7 @@ def built_apart(opt, held: str) -> dict[str, tuple[str, bool]]:
         **{f"adamw {name}": {"adamw": {name: value}} for name, value in ADAMW.items()},
         **{f"argument {name}": {name: value} for name, value in ARGUMENTS.items()},
     }
+    cases["muon function in adjust_lr_fn"] = {"muon": {"adjust_lr_fn": lambda lr, m, n: 2 * lr}}
     if held == "process_group":
         cases["argument gradients"] = {"gradients": "unreduced"}
     if held == "unreduced":
@@ -258,7 +259,11 @@ def built_apart(opt, held: str) -> dict[str, tuple[str, bool]]:
     for case, changed in cases.items():
         both = parameters(held)
         params = [*both[0], *both[1]]
-        optimizer = optimizer_of(opt, held, *both, **(changed if here()[0] == FAULTY else {}))
+        alike: dict[str, Any] = {}
+        if case.startswith("muon function"):  # which returns something else
+            alike = {"muon": {"adjust_lr_fn": lambda lr, m, n: lr}}
+        own = changed if here()[0] == FAULTY else alike
+        optimizer = optimizer_of(opt, held, *both, **own)
         give(held, params, 0)
         found[case] = outcome(optimizer, params)
     return found

@@ -78,7 +78,7 @@ def test_a_question_waits_for_nothing_on_the_device(opt, device) -> None:
         rate.fill_(0.1 / (1 + step))
         optimizer.param_groups[1]["lr"] = 0.1 / (1 + step)
         groups = [optimizer.format.options(group) for group in optimizer.param_groups]
-        return asking.ask([common], groups, [*map(options.fingerprint, groups)])
+        return asking.ask([common], groups, [*map(options.fingerprint, groups)], [None])
 
     asking.settle(ask(0))
     torch.cuda.synchronize(device)

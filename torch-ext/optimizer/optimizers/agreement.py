@@ -25,6 +25,7 @@ Options = Sequence[MuonOptions | AdamWOptions]
 MASKS, BITS = 64, 62
 # The question: a digest of each of these, the numbers in Tensors on the device, the gradients.
 NAMED = (*LAYOUT, *OPTIONS, *NUMBERS)
+RULE = OPTIONS.index("adjust_lr_fn")
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,12 +117,16 @@ class _Sheet:
         self._gradients: list[int] = []
         self._numbers = torch.empty(0)
 
-    def numbers(self, options: Options, fingerprints: Sequence[Any]) -> Tensor:
+    def numbers(
+        self, options: Options, fingerprints: Sequence[Any], rates: Sequence[float] | None
+    ) -> Tensor:
         """int64, on the device."""
         present = [param.grad is not None for _, param in self.common.labelled]
         if present != self.present:
             self.present, self._gradients = present, _bits(present)
         words = self._options.renew(options, fingerprints)
+        if rates is not None:
+            words[RULE] = word(f"{words[RULE]} {rates}")
         saying = [*self._layout, *words, *(0 for _ in NUMBERS), *self._gradients]
         if saying != self._said:
             with lasting():
@@ -164,7 +169,11 @@ class Agreement:
             question.check()
 
     def ask(
-        self, teams: Sequence[Common], options: Options, fingerprints: Sequence[Any]
+        self,
+        teams: Sequence[Common],
+        options: Options,
+        fingerprints: Sequence[Any],
+        rates: Sequence[Sequence[float] | None],
     ) -> list[Question]:
         """Ask every team whether its ranks have the same layout, options and gradients.
 
@@ -172,13 +181,15 @@ class Agreement:
             teams: of a plan.
             options: of all groups.
             fingerprints: of these.
+            rates: per team what functions in adjust_lr_fn returned, if there are any.
         """
         questions = []
         for number, common in enumerate(teams):
             if number not in self._sheets:
                 self._sheets[number] = _Sheet(common)
             sheet = self._sheets[number]
-            future = extremes(common.team.transport, sheet.numbers(options, fingerprints))
+            numbers = sheet.numbers(options, fingerprints, rates[number])
+            future = extremes(common.team.transport, numbers)
             questions.append(_question(future, sheet.device, _Verdict(common, options)))
         return questions
 

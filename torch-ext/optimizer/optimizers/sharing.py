@@ -300,6 +300,7 @@ class Sharing:
         shared: Shared,
         options: Sequence[MuonOptions | AdamWOptions],
         fingerprints: Sequence[Any],
+        rates: dict[int, Rate] | None,
     ) -> None:
         """Ask all ranks whether they have the same options and gradients; hear the last answer.
 
@@ -310,6 +311,7 @@ class Sharing:
             shared: what ranks share.
             options: of all groups.
             fingerprints: of these.
+            rates: from `early_rates`.
 
         Raises:
             RuntimeError: they differ, a step failed and no state was loaded since, or the caller
@@ -319,7 +321,8 @@ class Sharing:
             return
         check_not_captured(shared.asked)
         self.check_unbroken()
-        questions = self._agreement.ask(shared.teams, options, fingerprints)
+        returned = [_returned(shared, rates, common.team) for common in shared.teams]
+        questions = self._agreement.ask(shared.teams, options, fingerprints, returned)
         self._broken = True
         self._agreement.hear()
         self._broken = False
@@ -471,6 +474,17 @@ def _rates(shared: Shared, options: Sequence[MuonOptions | AdamWOptions]) -> dic
                 if isinstance(whole, SharedChunk):
                     rates[id(chunk)] = rate_of(group, *whole.matrix, whole.device)
     return rates
+
+
+def _returned(shared: Shared, rates: dict[int, Rate] | None, team: Team) -> list[float] | None:
+    """What functions in adjust_lr_fn say of the chunks of a team, but for Tensors."""
+    if rates is None:
+        return None
+    return [
+        rates[id(chunk)].factor
+        for _, chunk in shared.order
+        if id(chunk) in rates and parts_of(chunk)[0].team is team
+    ]
 
 
 def _cost(options: MuonOptions) -> Callable[[int, int, torch.dtype, torch.device], float]:

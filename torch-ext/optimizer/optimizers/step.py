@@ -135,7 +135,7 @@ class MuonBase(OffloadingOptimizer):
         ]
         shared_rates = self._sharing.early_rates(plan.shared, options)
         self._sharing.compare_replicas(plan.labelled)
-        self._sharing.ask(plan.shared, options, self._checked)
+        self._sharing.ask(plan.shared, options, self._checked, shared_rates)
 
         state = self._state_of_step(plan, options)
         timed = untimed if self._timer is None else self._timer.begin()
