@@ -162,7 +162,7 @@ def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
 def _unreduced(gradients: str | None, process_group: Any, reduce_op: str) -> Unreduced | None:
     """Who adds up the gradients; None where there is nothing to add."""
     if gradients is not None:
-        check_choice("gradients", gradients, GRADIENTS, "MuonAdamW", "None")
+        check_choice("gradients", gradients, GRADIENTS, "MuonAdamW")
     check_choice("reduce_op", reduce_op, REDUCE_OPS, "MuonAdamW")
     if gradients != "unreduced":
         return None
