@@ -139,7 +139,7 @@ class RankCase:
             {"kind": "adamw", "params": others, "lr": LR, **shared},
         ]
         if alone:
-            return self.package.MuonAdamW(groups)
+            return self.package.MuonAdamW(groups, gradients="reduced")
         half = torch.float16 if self.problem.form.endswith("fp16") else None
         return self.package.DistMuonAdamW(groups, wire_dtype=half)
 

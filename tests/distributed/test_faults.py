@@ -78,7 +78,7 @@ def module_of_step(opt: Any, held: str) -> Any:
 
 def alone(opt: Any, steps: int) -> list[torch.nn.Parameter]:
     params = plain_params()
-    optimizer = opt.MuonAdamW(matrices(params))
+    optimizer = opt.MuonAdamW(matrices(params), gradients="reduced")  # whoever else is alive
     for step in range(steps):
         give(params, gradients(params, step))
         optimizer.step()

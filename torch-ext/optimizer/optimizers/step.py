@@ -5,7 +5,6 @@ gradient -> momentum -> gather -> orthogonalize -> scatter -> update
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,6 @@ from .chunks import Chunk, plan_chunks
 from .clip_config import parse_clip_config
 from .device_state import OnDevice
 from .forms import Forms
-from .groups import MUON
 from .host_state import InHostMemory
 from .largest_logits import largest_logits
 from .momentum import momentum
@@ -142,7 +140,8 @@ class MuonBase(OffloadingOptimizer):
         ]
         shared_rates = self._sharing.early_rates(plan.shared, options)
         state = self._state_of_step(plan, options)
-        self._sharing.ask(plan.shared)
+        self._sharing.compare_replicas(plan.labelled)
+        self._sharing.ask(plan.shared, options, self._checked, shared_rates)
 
         timed = untimed if self._timer is None else self._timer.begin()
         params = [group["params"] for group in self.param_groups]
@@ -378,7 +377,7 @@ class MuonBase(OffloadingOptimizer):
                     for where, param, name in entries
                 ]
                 cuts.append((index, group, blocks))
-        chunks, shared = self._divided(labelled, cuts, numbers)
+        chunks, shared = self._divided(labelled, cuts, numbers, options)
         targets = self._clip_targets()
         filled = [self.state[param] for param in numbers]
         return Plan(
@@ -402,9 +401,11 @@ class MuonBase(OffloadingOptimizer):
         labelled: list[list[tuple[str, Tensor]]],
         cuts: list[tuple[int, MuonOptions, list[tuple[str, Tensor, Blocks]]]],
         numbers: Mapping[Tensor, int],
+        options: Sequence[MuonOptions | AdamWOptions],
     ) -> tuple[list[list[Chunk]], Shared]:
         """The batches of this process, per group, and what several ranks work on."""
         chunks: list[list[Chunk]] = [[] for _ in labelled]
+        self._sharing.begin_plan(self.clip_config)
         if self._sharing.unreduced is not None:
             with_muon = {index for index, _, _ in cuts}
             others = [(i, named) for i, named in enumerate(labelled) if i not in with_muon]
@@ -417,14 +418,18 @@ class MuonBase(OffloadingOptimizer):
                 numbered, self.state, contiguous=group.rounding == "stochastic"
             )
             with_others += together
+        expert_keys = [key for _, group, _ in cuts for key in group.expert_keys or ()]
+        for index, group in enumerate(options):
+            if isinstance(group, AdamWOptions):
+                self._sharing.divide_others(self.labelled(index), index, expert_keys)
         return chunks, self._sharing.plan(with_others, len(labelled))
 
     def adopt(self, groups: Sequence[tuple[str, dict[str, Any], Sequence[str | None]]]) -> None:
         if self._sharing.unreduced is None:
             # All ranks are here, which making a team may need; report() may come alone.
-            matrices = [g["params"] for _, g, _ in groups if self.format.kind(g) == MUON]
-            for param in itertools.chain.from_iterable(matrices):
-                self._sharing.team_of(param)
+            for _, group, _ in groups:
+                for param in group["params"]:
+                    self._sharing.team_of(param)
             return
         entries = []
         for where, group, names in groups:
