@@ -10,12 +10,10 @@ reference  | reference/moe.py, expert after expert | everything else, and float6
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -148,8 +146,3 @@ def check_device(name: str, value: Tensor, like: Tensor, like_name: str) -> None
             f"{name} must be on the device of {like_name} ({like.device}), got {value.device}; "
             f"move it with {name}.to({like_name}.device)"
         )
-
-
-def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """For backward: under autocast torch would round the operands of the portable products."""
-    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

@@ -15,14 +15,8 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import glu as reference
-from ._moe_paths import (
-    DTYPES,
-    TRITON_PATHS,
-    check_tensor,
-    on_device_of,
-    pick_name,
-    without_autocast,
-)
+from ._autocast import without_autocast
+from ._moe_paths import DTYPES, TRITON_PATHS, check_tensor, on_device_of, pick_name
 
 ACTIVATIONS = (*reference.ELEMENTWISE, "gpt_oss")
 
@@ -63,7 +57,7 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, grad):
-    with without_autocast(grad):
+    with without_autocast(grad.device):
         gradient = ops.glu_backward(grad, *ctx.saved_tensors, *ctx.constants)
     return gradient, None, None, None
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
-from ._moe_paths import without_autocast
+from ._autocast import without_autocast
 from .combine import combine_rows
 from .grouped_lora_dab import grouped_lora_dab
 from .grouped_lora_dw import grouped_lora_dw
@@ -99,7 +99,7 @@ def _save(ctx, inputs, output):
 def _backward(ctx, dy, _):
     if dy is None:
         return (None,) * 16
-    with without_autocast(dy):
+    with without_autocast(dy.device):
         return _gradients(ctx, dy)
 
 

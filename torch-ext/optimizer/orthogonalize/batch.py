@@ -21,6 +21,7 @@ import torch
 
 from .._ops import ops
 from ..kernels import crop
+from ..kernels._autocast import without_autocast
 from ..kernels.normalize import runs_compiled
 from .precision import ieee_float32
 from .products import batch_is_free, matrix_norm, may_write
@@ -116,7 +117,7 @@ def walk(
     shape = slice_for(r, c, dtype, x.device, direct)
     count = shape.at_once(x.shape[:-2].numel())
     targets = _taken(out, count)
-    with ieee_float32(x.device, dtype):
+    with without_autocast(x.device), ieee_float32(x.device, dtype):
         for sources in _taken(x, count):
             places = next(targets)
             last = None if shape.full else _written_directly(places, shape, dtype)
