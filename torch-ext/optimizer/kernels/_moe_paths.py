@@ -17,6 +17,7 @@ import logging
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _logger = logging.getLogger(__name__)
 
@@ -129,6 +130,18 @@ def check_tensor(name: str, value: object, ndim: int, dtypes: tuple[torch.dtype,
     if value.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} dimensions, got shape {tuple(value.shape)}")
     return value
+
+
+def refuse_forward_mode(name: str, *operands: Tensor | None) -> None:
+    """NotImplementedError if an operand has a tangent, which the op would drop without a word."""
+    if forward_ad._current_level < 0:  # neither torch.func.jvp nor forward_ad is in use
+        return
+    for x in operands:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad): its "
+                "tangent would be zero; use reverse mode, torch.autograd.grad or backward()"
+            )
 
 
 def check_shape(name: str, value: Tensor, shape: tuple[int, ...], legend: str) -> None:

@@ -19,7 +19,7 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ._autocast import without_autocast
-from ._moe_paths import gradient_like, on_device_of
+from ._moe_paths import gradient_like, on_device_of, refuse_forward_mode
 from .glu import ACTIVATIONS
 
 
@@ -258,6 +258,7 @@ def gated_experts(  # noqa: PLR0913
         (T, H) in x's dtype.
     """
     leaves = (x, w1, a1, b1, bias1, w2, a2, b2, bias2, gates)
+    refuse_forward_mode("gated_experts", *leaves)
     needs = any(leaf is not None and leaf.requires_grad for leaf in leaves)
     out, *_ = ops.gated_experts(
         *leaves,
