@@ -118,6 +118,8 @@ def option_names(options: type) -> tuple[str, ...]:
 
 def tidy(option: str, value: Any) -> Any:
     """The value as a group stores it: a copy, tuples for sequences, Python's own numbers."""
+    if type(value) in _PLAIN_KINDS and type(value) is not tuple:
+        return value
     if option == "expert_keys" and isinstance(value, Iterable) and not isinstance(value, str):
         return tuple(value) or None
     if isinstance(value, Mapping):
@@ -133,7 +135,7 @@ def plain_number(value: Any) -> Any:
     The ops take no others, and would say so when a step has already begun to write. A number that
     float cannot hold stays what it is, for the checks to refuse.
     """
-    if isinstance(value, bool) or type(value) in (int, float):
+    if type(value) in _PLAIN_KINDS:
         return value
     if isinstance(value, Integral):
         return int(value)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .._ops import ops
+from .._ops import add_op_namespace_prefix, ops
 from .arguments import check_dtype, check_input, output_for
 from .batch import walk
 from .coefficients import CoefficientSet, Rows
@@ -40,7 +40,7 @@ from .products import (
     quadratic,
     symmetric,
 )
-from .registered import call, register
+from .registered import call, serve_vmap
 
 
 def _gram_newton_schulz(
@@ -69,11 +69,14 @@ def _gram_newton_schulz(
     walk(x, out, dtype, prefactor, iterate)
 
 
-register(
-    "gram_newton_schulz",
-    _gram_newton_schulz,
-    "(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, int[] restarts, "
-    "ScalarType dtype) -> ()",
+serve_vmap(
+    torch.library.custom_op(
+        add_op_namespace_prefix("gram_newton_schulz"),
+        _gram_newton_schulz,
+        mutates_args=("out",),
+        schema="(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, int[] restarts, "
+        "ScalarType dtype) -> ()",
+    )
 )
 
 

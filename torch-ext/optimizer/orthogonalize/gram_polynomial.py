@@ -20,7 +20,7 @@ import functools
 
 import torch
 
-from .._ops import ops
+from .._ops import add_op_namespace_prefix, ops
 from ..kernels.norm_factors import norm_factors
 from ..kernels.normalize import runs_compiled
 from .arguments import check_dtype, check_input, output_for
@@ -37,7 +37,7 @@ from .products import (
     runs_symmetric,
     stores_upper,
 )
-from .registered import call, register
+from .registered import call, serve_vmap
 from .well_conditioned import Zeros, serve, served_alone, short_cut
 
 # Frobenius norm of X before the first product: R then has a trace of 4096, far from float16's
@@ -55,10 +55,13 @@ def _gram_polynomial(
     walk(x, out, dtype, 1 / START_NORM, iterate, zeros)
 
 
-register(
-    "gram_polynomial",
-    _gram_polynomial,
-    "(Tensor x, Tensor(a!) out, ScalarType dtype) -> ()",
+serve_vmap(
+    torch.library.custom_op(
+        add_op_namespace_prefix("gram_polynomial"),
+        _gram_polynomial,
+        mutates_args=("out",),
+        schema="(Tensor x, Tensor(a!) out, ScalarType dtype) -> ()",
+    )
 )
 
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import torch
 
-from .._ops import ops
+from .._ops import add_op_namespace_prefix, ops
 from .arguments import check_dtype, check_input, output_for
 from .batch import walk
 from .coefficients import CoefficientSet, Rows
 from .constants import dtype_for, schedule
 from .products import apply_gram_side, folded_quadratic, folds_diagonal, gram, quadratic
-from .registered import call, register
+from .registered import call, serve_vmap
 
 
 def _newton_schulz(
@@ -37,10 +37,14 @@ def _newton_schulz(
     walk(x, out, dtype, prefactor, iterate)
 
 
-register(
-    "newton_schulz",
-    _newton_schulz,
-    "(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, ScalarType dtype) -> ()",
+serve_vmap(
+    torch.library.custom_op(
+        add_op_namespace_prefix("newton_schulz"),
+        _newton_schulz,
+        mutates_args=("out",),
+        schema="(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, "
+        "ScalarType dtype) -> ()",
+    )
 )
 
 

@@ -12,18 +12,14 @@ from typing import Any
 
 import torch
 
-from .._ops import add_op_namespace_prefix
 from .arguments import is_wrapped, output_for
 
 
-def register(name: str, function: Callable[..., None], schema: str) -> None:
-    """Make a function (x, out, ...) -> None over matrices (..., m, n) an op that writes `out`.
+def serve_vmap(op: torch.library.CustomOpDef) -> None:
+    """Give a rule for torch.vmap to an op (x, out, ...) -> () over matrices (..., m, n).
 
-    torch.vmap adds a dimension in front, which is one more of a batch.
+    The mapped dimension goes to the front, where it is one more of the batch.
     """
-    op = torch.library.custom_op(
-        add_op_namespace_prefix(name), function, mutates_args=("out",), schema=schema
-    )
 
     def batched(info: Any, in_dims: tuple[int | None, ...], x, out, *rest: Any) -> tuple:
         if in_dims[1] is None:
