@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels._autocast import without_autocast
 from .expert_weights import as_quantized
 from .layout import ExpertsLayout, LoraFactors
 
@@ -254,10 +255,11 @@ class LoraProjection(nn.Module):
         a, b = factor_views(*self._active_weights(), self.num_experts)
         wide = torch.promote_types(weight.dtype, torch.float32)
         self._original = weight.detach().to(keep_on or weight.device, copy=True)
-        for expert in range(self.num_experts):  # one expert's delta at a time
-            delta = b[expert].to(wide) @ a[expert].to(wide)
-            new = target[expert].to(wide) + self.scaling[self.active] * delta.T
-            target[expert].copy_(new)
+        with without_autocast(weight.device):
+            for expert in range(self.num_experts):  # one expert's delta at a time
+                delta = b[expert].to(wide) @ a[expert].to(wide)
+                new = target[expert].to(wide) + self.scaling[self.active] * delta.T
+                target[expert].copy_(new)
 
     def check_mergeable(self, weight: Tensor, layout: ExpertsLayout) -> None:
         """Raise the ValueError that `merge` would, and change nothing."""

@@ -89,6 +89,8 @@ class MuonBase(OffloadingOptimizer):
                 found += find_targets(self.clip_config, entries, options.expert_keys)
         return found
 
+    # A compiler would trace the planning for many seconds, and again for every value of an option.
+    @torch.compiler.disable
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, qk_logits: dict[int, Tensor] | None = None

@@ -21,6 +21,7 @@ import torch
 
 from .._ops import ops
 from ..kernels import crop
+from ..kernels._autocast import without_autocast
 from ..kernels.normalize import runs_compiled
 from .precision import ieee_float32
 from .products import batch_is_free, matrix_norm, may_write
@@ -112,7 +113,7 @@ def walk(
         # The start has no name here, nor a place in a tuple: it ends when `iterate` lets it go.
         return iterate(normalized(pieces, shape, dtype, prefactor), last)
 
-    with ieee_float32(x.device, dtype):
+    with without_autocast(x.device), ieee_float32(x.device, dtype):
         by_slices(x, out, dtype, run)
 
 

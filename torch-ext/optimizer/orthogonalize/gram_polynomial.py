@@ -36,7 +36,7 @@ from .products import (
     runs_symmetric,
     square,
 )
-from .registered import call
+from .registered import call, serve_vmap
 
 # Frobenius norm of X before the first product: R then has a trace of 4096, far from float16's
 # subnormal numbers and from its largest one.
@@ -54,11 +54,13 @@ def _gram_polynomial(
         walk(x, out, dtype, 1 / START_NORM, iterated)
 
 
-torch.library.custom_op(
-    add_op_namespace_prefix("gram_polynomial"),
-    _gram_polynomial,
-    mutates_args=("out",),
-    schema="(Tensor x, Tensor(a!) out, ScalarType dtype) -> ()",
+serve_vmap(
+    torch.library.custom_op(
+        add_op_namespace_prefix("gram_polynomial"),
+        _gram_polynomial,
+        mutates_args=("out",),
+        schema="(Tensor x, Tensor(a!) out, ScalarType dtype) -> ()",
+    )
 )
 
 
