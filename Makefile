@@ -2,6 +2,7 @@
 #
 #   NO_VENV=1        use the python3 on PATH and install nothing (a GPU machine without network)
 #   BACKEND=cpu      cpu | cuda | all; default: cuda where there are a CUDA device and a toolkit that torch fits
+#   PUBLISHABLE=1    a build fails where its variant runs here but cannot be published
 #   TORCH=2.11.0     another torch than the pinned one, in an environment of its own
 #   TORCH_INDEX=URL  another package index for torch, e.g. one that has its smaller CPU builds
 #   DEVICE=cuda:1    for test-gpu; cpu for test-dist and bench-dist over gloo
@@ -28,6 +29,7 @@ CLANG_FORMAT := $(VENV)/bin/clang-format
 endif
 
 BACKEND ?=
+AUDIT = $(if $(PUBLISHABLE),--publishable)
 DEVICE ?= cuda
 JOBS ?= 2
 N ?= 2
@@ -54,7 +56,7 @@ $(VENV)/.ready: tools/requirements.txt
 	touch $@
 
 build: $(READY)  ## compile this device's variant into build/ (BACKEND=cpu|cuda|all)
-	$(PY) tools/build_local.py $(if $(BACKEND),--backend $(BACKEND))
+	$(PY) tools/build_local.py $(if $(BACKEND),--backend $(BACKEND)) $(AUDIT)
 
 demo: build  ## train a small model with AdamW and with MuonAdamW, show the curves
 	$(PY) examples/train_demo.py $(ARGS)
@@ -68,7 +70,7 @@ check: $(READY)  ## lint, format, layering, manifest, Hub rules, sizes (no build
 	$(PY) tools/sizes.py
 
 test: $(READY)  ## the CPU variant and the whole CPU suite, README's code included
-	$(PY) tools/build_local.py --backend cpu
+	$(PY) tools/build_local.py --backend cpu $(AUDIT)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal --expected-skips tests/expected_skips.txt $(ARGS) tests
 
 test-artifacts: $(READY)  ## the part of make test that reads every variant in build/; none of it may be skipped

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from hub_card import render_card
+from local_build.audit import audit_library
 from local_build.errors import BuildError
 from local_build.package import LOCAL_BUILD_MARKER
 from local_build.project import Project, load_project, read_identity
+from local_build.toolchain import find_torch
 
 ROOT = Path(__file__).resolve().parent.parent
 REPO_TYPE = "kernel"
@@ -134,6 +136,7 @@ def check_variant(
             f"{project.name} version {project.version}; build again"
         )
     problems += verify_digest(folder)
+    problems += check_binaries(project, folder)
     provenance = metadata.provenance
     if provenance is None or provenance.kernel is None:
         return [*problems, "provenance names no commit: commit the sources and build again"]
@@ -173,6 +176,17 @@ def check_name(folder: Path, backend: str) -> list[str]:
             machine = int.from_bytes(file.read(20)[18:], "little")
         if machine != ELF_MACHINES.get(arch.platform):
             problems.append(f"{library.name} is not for {arch.platform} (ELF machine {machine})")
+    return problems
+
+
+def check_binaries(project: Project, folder: Path) -> list[str]:
+    """What the libraries of a variant need and not every user has; local builds may need it."""
+    torch, problems = find_torch(), []
+    for library in sorted(folder.glob("*.so")):
+        try:
+            problems += audit_library(library, project.root, torch)
+        except BuildError as error:
+            problems.append(str(error))
     return problems
 
 
