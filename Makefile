@@ -14,6 +14,9 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
+# The environment is installed without bytecode, which the first import of a module then keeps.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv$(if $(TORCH),-torch$(TORCH))
 ifdef NO_VENV
 PY := python3
@@ -41,7 +44,7 @@ DIST_SUITE := tests/distributed/test_shared_step.py tests/distributed/test_unred
 GPU_SUITE := tests/kernels tests/moe tests/orthogonalize tests/optimizers tests/integrations \
     --ignore tests/optimizers/test_mutations.py
 
-.PHONY: help setup build demo check test test-artifacts test-dist test-gpu sanitize bench bench-dist plots publish clean
+.PHONY: help setup build announce demo check test test-artifacts test-dist test-gpu sanitize bench bench-dist plots publish clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -52,14 +55,17 @@ $(VENV)/.ready: tools/requirements.txt
 	$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version)'
 	$(BASE_PYTHON) -m venv $(VENV)
 	sed -e '' $(OTHER_TORCH) $< > $(VENV)/requirements.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r $(VENV)/requirements.txt
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r $(VENV)/requirements.txt
 	touch $@
 
 build: $(READY)  ## compile this device's variant into build/ (BACKEND=cpu|cuda|all)
 	$(PY) tools/build_local.py $(if $(BACKEND),--backend $(BACKEND)) $(AUDIT)
 
-demo: build  ## train a small model with AdamW and with MuonAdamW, show the curves
+demo: announce build  ## train a small model with AdamW and with MuonAdamW, show the curves
 	$(PY) examples/train_demo.py $(ARGS)
+
+announce:  # what make demo is going to do here, and for how long
+	@$(if $(READY),$(BASE_PYTHON),$(PY)) tools/announce_demo.py $(if $(READY),--environment $(READY)) $(if $(BACKEND),--backend $(BACKEND))
 
 check: $(READY)  ## lint, format, layering, manifest, Hub rules, sizes (no build)
 	$(PY) -m ruff check .

@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -309,6 +310,44 @@ def test_the_makefile_hands_on_what_must_be_publishable(target: str):
         assert len(builds) == 1 and ("--publishable" in builds[0]) == bool(publishable)
 
 
+# A python3 that says what it was to do; only the announcement really runs.
+PYTHON = """#!/bin/sh
+case "$*" in
+  *announce_demo.py*) exec {python} "$@" ;;
+  "-m venv "*) mkdir -p "$3/bin" && ln -s "$0" "$3/bin/python" ;;
+esac
+echo "RAN $*"
+"""
+
+
+@pytest.mark.parametrize("environment", [True, False], ids=["installed", "new"])
+def test_the_demo_says_how_long_it_takes_before_it_begins(
+    sources: Path, tmp_path: Path, environment: bool
+):
+    for name in ("Makefile", "tools"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
+        copy(ROOT / name, sources / name)
+    python = tmp_path / "python3"
+    python.write_text(PYTHON.format(python=sys.executable))
+    python.chmod(0o755)
+    venv = sources / ".venv"
+    if environment:
+        (venv / "bin").mkdir(parents=True)
+        (venv / "bin" / "python").symlink_to(python)
+        (venv / ".ready").touch()
+    command = ["make", "-C", sources, "demo", f"BASE_PYTHON={python}", "BACKEND=cpu"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if line.startswith(("RAN ", "make demo "))]
+    first, *ran = told
+    assert first.startswith("make demo takes about ") and "train two models" in first
+    assert ("install the environment" in first) == (not environment)
+    assert "compile the cpu variant" in first  # there is no build/
+    assert "RAN tools/build_local.py --backend cpu" in [line.rstrip() for line in ran]
+    assert ran[-1].rstrip() == "RAN examples/train_demo.py"
+    assert any("pip install" in line for line in ran) == (not environment)
+
+
 def test_missing_nvcc_is_named_with_its_remedies(sources: Path, tmp_path: Path):
     done = run_build(sources, "--backend", "cuda", "--cuda-home", str(tmp_path / "none"))
     assert done.returncode == 1
@@ -407,7 +446,7 @@ def test_default_backend_is_one_that_can_be_loaded(
 ):
     toolchain, build_local = tool("local_build.toolchain"), tool("build_local")
     monkeypatch.setattr(toolchain, "find_torch", lambda: torch_built_with(torch_cuda))
-    monkeypatch.setattr(toolchain, "_cuda_device_count", lambda: devices)
+    monkeypatch.setattr(toolchain, "cuda_device_count", lambda: devices)
     home = tmp_path if toolkit is None else fake_toolkit(tmp_path, toolkit)
     default = toolchain.default_backend(home, None)
     assert default.backend == backend and reason in default.reason
