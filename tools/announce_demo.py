@@ -11,16 +11,16 @@ import shutil
 import sys
 from pathlib import Path
 
-from local_build.compilation import object_folder
 from local_build.toolchain import cuda_device_count
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Seconds on two cores that do nothing else, rounded up; pip uses one core and waits for the network.
+# Seconds on two cores that do nothing else; pip uses one of them and waits for the network.
 ENVIRONMENT = 120
 # Core seconds of a build from nothing, and seconds of both runs with two cores or a GPU.
 COMPILATION = {"cpu": 60, "cuda": 1200}
 TRAINING = {"cpu": 150, "cuda": 60}
+VARIANTS = {"cpu": "torch*-cpu-*", "cuda": "torch*-cu[0-9]*"}
 
 
 def parts(environment: Path | None, backend: str, cores: int, root: Path) -> dict[str, float]:
@@ -38,7 +38,7 @@ def parts(environment: Path | None, backend: str, cores: int, root: Path) -> dic
         not environment.exists() or environment.stat().st_mtime < requirements.stat().st_mtime
     ):
         needed["install the environment"] = ENVIRONMENT
-    if not any((root / object_folder(backend)).glob("*.o")):
+    if not any((root / "build").glob(VARIANTS[backend])):
         needed[f"compile the {backend} variant"] = COMPILATION[backend] / cores
     threads = min(cores, 8) if backend == "cpu" else 2
     needed["train two models"] = TRAINING[backend] * 2 / threads
