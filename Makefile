@@ -14,7 +14,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-# The environment is installed without bytecode, which the first import of a module then keeps.
+# The environment is installed without bytecode, which the first import of a module then keeps: dozens
+# of processes import the tests and the tools, in 7 s of a core with it and 17 s without.
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv$(if $(TORCH),-torch$(TORCH))
