@@ -43,13 +43,14 @@ class Dynamic:
     undefined: dict[str, str]
 
 
-def audit_library(path: Path, root: Path, torch: Torch) -> list[str]:
+def audit_library(path: Path, root: Path, torch: Torch | None) -> list[str]:
     """Run every check on the shared library `path`.
 
     Args:
         path: A finished library; it is read, never loaded.
         root: Checkout that holds the committed symbol list.
-        torch: Installation whose headers must declare every torch symbol.
+        torch: Installation whose headers must declare every torch symbol; without one, the
+            committed list decides alone.
 
     Returns:
         What keeps it from being published and lets it run on this machine: symbols of a newer glibc
@@ -59,10 +60,9 @@ def audit_library(path: Path, root: Path, torch: Torch) -> list[str]:
         BuildError: Listing every finding that keeps it from running, or naming a checker that is
             not installed.
     """
-    known = {
-        f"torch {torch.version}": declared_symbols(torch.include),
-        f"torch {OLDEST_TORCH} ({SYMBOL_LIST})": read_symbol_list(root / SYMBOL_LIST),
-    }
+    known = {f"torch {OLDEST_TORCH} ({SYMBOL_LIST})": read_symbol_list(root / SYMBOL_LIST)}
+    if torch is not None:
+        known[f"torch {torch.version}"] = declared_symbols(torch.include)
     dynamic = read_dynamic(path)
     findings = [
         *check_python_abi(path),
