@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hub_card import render_card
+from local_build.audit import audit_library
 from local_build.errors import BuildError
 from local_build.package import LOCAL_BUILD_MARKER
 from local_build.project import Project, load_project, read_identity
@@ -150,6 +151,7 @@ def check_variant(
         )
     problems += verify_digest(folder)
     problems += check_listed(folder)
+    problems += check_binaries(project, folder)
     provenance = metadata.provenance
     if provenance is None or provenance.kernel is None:
         return [*problems, "provenance names no commit: commit the sources and build again"]
@@ -189,6 +191,17 @@ def check_name(folder: Path, backend: str) -> list[str]:
             machine = int.from_bytes(file.read(20)[18:], "little")
         if machine != ELF_MACHINES.get(arch.platform):
             problems.append(f"{library.name} is not for {arch.platform} (ELF machine {machine})")
+    return problems
+
+
+def check_binaries(project: Project, folder: Path) -> list[str]:
+    """What the libraries of a variant need and not every user has; local builds may need it."""
+    problems = []
+    for library in sorted(folder.glob("*.so")):
+        try:
+            problems += audit_library(library, project.root, torch=None)
+        except BuildError as error:
+            problems.append(str(error))
     return problems
 
 
