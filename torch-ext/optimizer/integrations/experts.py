@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
 from ..moe.expert_weights import as_quantized, expert_weight
 from ..moe.module_layout import module_layout
+from ..moe.quantized_experts import QuantizedExperts
 
 IMPLEMENTATION = "scattermoe_lora"  # what `set_experts_implementation` is told
 ATTACHED = "expert_lora"  # our own LoRA, a submodule of the experts
@@ -32,6 +34,20 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def first_projection(experts: nn.Module) -> str:
     """The parameter before the activation."""
     return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+def put(experts: nn.Module, target: str, stack: QuantizedExperts) -> None:
+    """Give an experts module a 4-bit stack for a parameter."""
+    del experts._parameters[target]
+    experts.add_module(target, stack)
+    experts.register_load_state_dict_pre_hook(_accept_file_names)
+
+
+def _accept_file_names(experts: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Trainer hands the tensors of a checkpoint over by the names they have in the file."""
+    for target, stack in experts.named_children():
+        if isinstance(stack, QuantizedExperts) and f"{prefix}{target}" in state:
+            state[f"{prefix}{target}.packed"] = state.pop(f"{prefix}{target}")
 
 
 def parameter_names(experts: nn.Module) -> list[str]:

@@ -26,6 +26,7 @@ from .experts import (
     is_experts,
     is_ours,
 )
+from .hf_quantizer import mark, register
 
 
 def use_in_transformers(model: nn.Module | None = None) -> str:
@@ -51,6 +52,7 @@ def use_in_transformers(model: nn.Module | None = None) -> str:
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(IMPLEMENTATION, experts_function)
+    register()
     if model is None:
         return IMPLEMENTATION
     found = dict(experts_modules(model))
@@ -77,6 +79,7 @@ def use_in_transformers(model: nn.Module | None = None) -> str:
         )
     for wrapper in wrappers:
         peft.bypass(wrapper)
+    mark(model)
     return IMPLEMENTATION
 
 
