@@ -61,7 +61,9 @@ class Source:
         apart = all(len(keys) == experts for keys in self.keys.values())
         return apart if merged else stacked
 
-    def convert(self, model: nn.Module, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    def convert(
+        self, model: nn.Module | OneExpert, tensors: dict[str, list[Tensor]]
+    ) -> dict[str, Tensor]:
         """The model's tensors by name, from those of the files by pattern; the lists are emptied.
 
         Raises:
@@ -79,6 +81,22 @@ class Source:
                 f"transformers' {converter!r} cannot make {self.name} of {self.all_keys()}: {error}"
             ) from error
         return {k: v[0] if isinstance(v, list) else v for k, v in made.items()}
+
+
+@dataclass
+class OneExpert:
+    """What transformers' operations ask of a model, where its stacks have one expert."""
+
+    model: nn.Module
+
+    @property
+    def config(self) -> Any:
+        """Of the model."""
+        return self.model.config
+
+    def get_parameter(self, name: str) -> Tensor:
+        """(1, N, K) of a stack (E, N, K)."""
+        return self.model.get_parameter(name)[:1]
 
 
 class ModelNames:

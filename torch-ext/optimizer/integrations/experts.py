@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..moe.expert_weights import as_quantized, expert_weight
@@ -14,6 +15,11 @@ from ..moe.quantized_experts import QuantizedExperts
 IMPLEMENTATION = "scattermoe_lora"  # what `set_experts_implementation` is told
 ATTACHED = "expert_lora"  # our own LoRA, a submodule of the experts
 LAYOUT_ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "config")
+
+DEQUANTIZE = (
+    "load it in 16 bits, with from_pretrained(quantization_config=...(dequantize=True)) of its "
+    "format, then quantize_experts"
+)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -58,7 +64,7 @@ def parameter_names(experts: nn.Module) -> list[str]:
 
 
 def check_supported(experts: nn.Module, name: str) -> None:
-    """Refuse experts that compute something our kernels have no place for.
+    """Refuse experts that compute something our kernels have no place for, or in another format.
 
     Raises:
         ValueError: with the name of the module, the reason and the remedy.
@@ -77,6 +83,35 @@ def check_supported(experts: nn.Module, name: str) -> None:
             f"{name} ({type(experts).__name__}) has no {missing}; keep "
             'experts_implementation="eager" for this model'
         )
+    for target in wanted:
+        weight = experts._parameters.get(target)
+        if weight is not None and not _is_dense(weight):
+            raise ValueError(
+                f"{name}.{target} ({type(experts).__name__}) is quantised to {weight.dtype}, which "
+                f"these kernels do not decode; {DEQUANTIZE}"
+            )
+
+
+def why_no_experts(model: nn.Module) -> str:
+    """What a model is that has no experts modules, for the message that refuses it."""
+    kind = type(model).__name__
+    others = ((n, m) for n, m in model.named_modules() if "Experts" in type(m).__name__)
+    name, module = next(others, ("", None))
+    if module is None:
+        return f"{kind} has no experts; it is used as it is"
+    what = f"the experts of {kind} ({name}) are {type(module).__name__}"
+    packed = [p.dtype for p in module.parameters() if not _is_dense(p)]
+    if packed:
+        return f"{what}, quantised to {packed[0]}; {DEQUANTIZE}"
+    return (
+        f"{what}, which transformers runs in one way only, without its experts interface "
+        "(use_experts_implementation); train this model as it is"
+    )
+
+
+def _is_dense(weight: torch.Tensor) -> bool:
+    """Whether a weight is of a format that the kernels take without decoding."""
+    return weight.dtype.is_floating_point and weight.element_size() > 1
 
 
 def operand_shape(experts: nn.Module, target: str) -> tuple[int, int, int]:

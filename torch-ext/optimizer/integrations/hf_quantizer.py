@@ -124,6 +124,14 @@ def _spelling(model: nn.Module, name: str, known: Any) -> str:
     return next((spelling for spelling in spellings if spelling in known), name)
 
 
+def __getattr__(name: str) -> Any:
+    """The classes by name, which pickle asks for."""
+    for made in _classes() if name.startswith("Experts") else ():
+        if made.__name__ == name:
+            return made
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 @functools.cache
 def _classes() -> tuple[type, type]:
     """The quantizer and its configuration, known to transformers from the first call on."""
@@ -208,6 +216,8 @@ def _classes() -> tuple[type, type]:
             model.is_quantized = False  # it would keep half() and PEFT's input gradients away
             use_in_transformers(model)
 
+    for made in (ExpertsQuantizer, ExpertsConfig):
+        made.__qualname__ = made.__name__  # found by `__getattr__` of this module
     register_quantization_config(METHOD)(ExpertsConfig)
     register_quantizer(METHOD)(ExpertsQuantizer)
     return ExpertsQuantizer, ExpertsConfig

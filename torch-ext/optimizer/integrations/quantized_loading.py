@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..moe.quantized_experts import QuantizedExperts
-from .checkpoint_names import ModelNames, Source
-from .experts import check_supported, experts_modules, put
+from .checkpoint_names import ModelNames, OneExpert, Source
+from .experts import DEQUANTIZE, check_supported, experts_modules, put, why_no_experts
 from .hf_quantizer import attach_described, stacks
 from .model_files import ModelFiles
 from .quantized_saving import is_described
@@ -126,12 +126,12 @@ def load_quantized(
         model = _skeleton(files, config, model_class, dtype)
         found = dict(experts_modules(model))
         if not found:
-            raise ValueError(
-                f"{type(model).__name__} has no experts of transformers' experts interface; load "
-                "dense models with from_pretrained"
-            )
+            raise ValueError(f"{why_no_experts(model)}: load it with from_pretrained")
         for prefix, experts in found.items():
             check_supported(experts, prefix)
+        other = getattr(model.config, "quantization_config", None)
+        if other is not None and not is_described(model.config):
+            raise ValueError(f"{source} is quantised already, by {other}; {DEQUANTIZE}")
         if any(name.endswith("._extra_state") for name in files.names()):
             loaded = _take_quantized(files, model, device, dtype, strategy)
         else:
@@ -223,7 +223,7 @@ def _experts(
             pattern: [files.read(keys[expert]) if apart else files.part(keys[0], expert)]
             for pattern, keys in source.keys.items()
         }
-        converted = source.convert(model, tensors)[source.name]
+        converted = source.convert(OneExpert(model), tensors)[source.name]
         _check_shape(source.name, converted, (1, *shape[1:]), files)
         yield converted[0]
         del converted

@@ -25,6 +25,7 @@ from .experts import (
     first_projection,
     is_experts,
     is_ours,
+    why_no_experts,
 )
 from .hf_quantizer import mark, register
 
@@ -57,10 +58,7 @@ def use_in_transformers(model: nn.Module | None = None) -> str:
         return IMPLEMENTATION
     found = dict(experts_modules(model))
     if not found:
-        raise ValueError(
-            f"model ({type(model).__name__}) has no experts of transformers' experts interface; "
-            "it must be a mixture-of-experts model of transformers 5"
-        )
+        raise ValueError(why_no_experts(model))
     for name, experts in found.items():
         check_supported(experts, name)
     wrappers = [w for w in peft.wrappers(model) if is_experts(peft.base_of(w))]
