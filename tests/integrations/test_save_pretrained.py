@@ -109,7 +109,7 @@ def test_files_that_do_not_fit_are_refused(quantized, tmp_path) -> None:
     from safetensors.torch import load_file, save_file
 
     quantized.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="load it with the class that it was saved from"):
+    with pytest.raises(ValueError, match="load it with the class and the configuration"):
         from_pretrained(tmp_path, num_hidden_layers=1)
     with pytest.raises(ValueError, match=r"the configuration asks for \(6, "):
         from_pretrained(tmp_path, num_experts=6)

@@ -70,7 +70,16 @@ def describe(model: nn.Module) -> dict[str, Any]:
     """What `restore` needs to know before it has seen a tensor."""
     from .lora import active_adapter, attached_modules
 
-    experts = {name: module._modules[target].options() for name, module, target in stacks(model)}
+    experts = {
+        name: {
+            "shape": list(stack.stored),
+            "blocksize": stack.blocksize,
+            "quant_type": stack.quant_type,
+            "nested": stack.nested,
+        }
+        for name, module, target in stacks(model)
+        for stack in [module._modules[target]]
+    }
     options = {
         name: {
             target: {adapter: dataclasses.asdict(o) for adapter, o in adapters.items()}
@@ -91,9 +100,11 @@ def restore(model: nn.Module, experts: dict[str, Any], lora: dict[str, Any] | No
     places = {name: (module, target) for name, module, target in stacks(model)}
     wanted = {_spelling(model, name, places): options for name, options in experts.items()}
     if wanted.keys() != places.keys():
+        own, other = sorted(places.keys() - wanted.keys()), sorted(wanted.keys() - places.keys())
         raise ValueError(
-            f"{type(model).__name__} has the experts {sorted(places)}, the checkpoint holds 4-bit "
-            f"experts {sorted(experts)}; load it with the class that it was saved from"
+            f"the checkpoint has other 4-bit experts than {type(model).__name__}: it lacks "
+            f"{own[:3]}, and its {other[:3]} have no place; load it with the class and the "
+            "configuration that it was saved from"
         )
     for name, options in wanted.items():
         module, target = places[name]

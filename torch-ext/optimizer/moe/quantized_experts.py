@@ -179,7 +179,7 @@ class QuantizedExperts(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """What the tensors mean, as bytes of JSON."""
-        text = json.dumps({"format": FORMAT, **self.options()}, sort_keys=True)
+        text = json.dumps({"format": FORMAT, **self._options()}, sort_keys=True)
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -188,7 +188,7 @@ class QuantizedExperts(nn.Module):
         Raises:
             ValueError: with what was found and what was expected.
         """
-        described, expected = _description(state), self.options()
+        described, expected = _description(state), self._options()
         if described != expected:
             raise ValueError(f"the state describes experts {described}, this module is {expected}")
 
@@ -204,10 +204,9 @@ class QuantizedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """Shape and format."""
-        return ", ".join(f"{name}={value}" for name, value in self.options().items())
+        return ", ".join(f"{name}={value}" for name, value in self._options().items())
 
-    def options(self) -> dict[str, Any]:
-        """What the tensors mean: the arguments that make an empty module for them."""
+    def _options(self) -> dict[str, Any]:
         return {
             "shape": list(self.stored),
             "blocksize": self.blocksize,
