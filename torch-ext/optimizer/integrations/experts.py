@@ -98,7 +98,7 @@ def why_no_experts(model: nn.Module) -> str:
     others = ((n, m) for n, m in model.named_modules() if "Experts" in type(m).__name__)
     name, module = next(others, ("", None))
     if module is None:
-        return f"{kind} has no experts; it is used as it is"
+        return f"{kind} has no experts: nothing here applies to it"
     what = f"the experts of {kind} ({name}) are {type(module).__name__}"
     packed = [p.dtype for p in module.parameters() if not _is_dense(p)]
     if packed:

@@ -126,7 +126,7 @@ def load_quantized(
         model = _skeleton(files, config, model_class, dtype)
         found = dict(experts_modules(model))
         if not found:
-            raise ValueError(f"{why_no_experts(model)}: load it with from_pretrained")
+            raise ValueError(f"{why_no_experts(model)}; load it with from_pretrained")
         for prefix, experts in found.items():
             check_supported(experts, prefix)
         other = getattr(model.config, "quantization_config", None)
