@@ -32,7 +32,6 @@ from .experts import (
 from .quantize import check_quantizable, quantize_experts
 from .transformers import use_in_transformers
 
-TARGETS = ("gate_up_proj", "down_proj")
 PROJECTION = {"gate_up_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
 
 
@@ -92,7 +91,7 @@ def attach_lora(
     model: nn.Module,
     r: int,
     alpha: float,
-    targets: Sequence[str] = TARGETS,
+    targets: Sequence[str] | None = None,
     *,
     rslora: bool = False,
     quantize: str | None = None,
@@ -110,7 +109,7 @@ def attach_lora(
         r: rank, at least 1.
         alpha: the update is scaled by alpha / r.
         targets: of the experts' parameters "gate_up_proj" ("up_proj" where there is no gate) and
-            "down_proj".
+            "down_proj"; None for both.
         rslora: scale by alpha / sqrt(r) instead (arXiv 2312.03732).
         quantize: "nf4" or "fp4": put the experts into 4 bits first (`quantize_experts`), which
             lose precision and cannot be merged into; None leaves them as they are.
@@ -130,7 +129,12 @@ def attach_lora(
         )
     options = AdapterOptions(r, alpha, rslora)
     found = dict(experts_modules(model))
-    wanted = {name: dict.fromkeys(targets, options) for name in found}
+    wanted = {
+        name: dict.fromkeys(
+            (first_projection(experts), "down_proj") if targets is None else targets, options
+        )
+        for name, experts in found.items()
+    }
     if quantize is not None:
         _check_addition(model, found, adapter, wanted)
         quantize_experts(model, quantize)  # first: it can run out of memory

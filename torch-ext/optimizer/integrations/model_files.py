@@ -1,7 +1,8 @@
-"""The safetensors files of a model: where each tensor lies, read whole or expert by expert.
+"""The safetensors files of a model: where each tensor lies, read whole or slice by slice.
 
 A folder or a Hub id with its index file. Files are memory-mapped: a tensor exists in memory from
-the moment it is asked for, and one expert of a stack can be asked for alone.
+the moment it is asked for, and one expert of a stack can be asked for alone. What the tensors are
+in the model is the matter of `checkpoint_names.py`.
 """
 
 from __future__ import annotations
@@ -9,28 +10,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 QUANTIZED = "model-quantized.safetensors"  # of save_quantized; transformers looks for no such name
-# Parts of names that checkpoints and transformers 5 spell differently.
-RENAMES = ((".block_sparse_moe.", ".mlp."),)
-# The tensors of one expert in checkpoints that store them apart, in the order of the rows of ours.
-APART = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "up_proj": (("up_proj",), ("w1",)),
-    "down_proj": (("down_proj",), ("w2",)),
-}
 
 
 class ModelFiles:
-    """The tensors of a checkpoint by the names that the model has for them.
+    """The tensors of a checkpoint by the names that the files have for them.
 
     Args:
         source: a folder, or a Hub id.
@@ -52,7 +43,7 @@ class ModelFiles:
             raise ValueError(f"revision={revision!r} belongs to a Hub id, but {source} is a folder")
         self._handles: dict[str, Any] = {}
         self._stack = contextlib.ExitStack()
-        self._file_of = {_renamed(key): (file, key) for key, file in self._listing().items()}
+        self._file_of = self._listing()
 
     def __enter__(self) -> ModelFiles:
         return self
@@ -66,21 +57,7 @@ class ModelFiles:
 
     def names(self) -> list[str]:
         """Every tensor, file after file."""
-        return sorted(self._file_of, key=lambda name: (self._file_of[name][0], name))
-
-    def rename(self, name_of: Callable[[str], str]) -> None:
-        """Spell every name as the model does.
-
-        Raises:
-            ValueError: two tensors would have one name.
-        """
-        renamed: dict[str, tuple[str, str]] = {}
-        for name, place in self._file_of.items():
-            if name_of(name) in renamed:
-                _, other = renamed[name_of(name)]
-                raise ValueError(f"{self.source} has {name_of(name)} twice: {other} and {place[1]}")
-            renamed[name_of(name)] = place
-        self._file_of = renamed
+        return sorted(self._file_of, key=lambda name: (self._file_of[name], name))
 
     def path(self, name: str) -> Path:
         """A file of the checkpoint, downloaded if it has to be."""
@@ -102,63 +79,15 @@ class ModelFiles:
 
     def read(self, name: str) -> Tensor:
         """A whole tensor, on the CPU."""
-        handle, key = self._open(name)
-        return handle.get_tensor(key)
+        return self._file(name).get_tensor(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Its shape, without reading it."""
-        handle, key = self._open(name)
-        return tuple(handle.get_slice(key).get_shape())
+        return tuple(self._file(name).get_slice(name).get_shape())
 
-    def experts(self, prefix: str, target: str, shape: tuple[int, int, int]) -> Iterator[Tensor]:
-        """The experts of a projection, one (N, K) at a time.
-
-        Args:
-            prefix: name of the experts module.
-            target: "gate_up_proj", "up_proj" or "down_proj".
-            shape: (E, N, K), as the model has it.
-
-        Yields:
-            E tensors; the files hold them as one stack, or every expert apart.
-
-        Raises:
-            ValueError: the files have neither, or another shape.
-        """
-        stacked = f"{prefix}.{target}"
-        if stacked in self:
-            if self.shape(stacked) != tuple(shape):
-                raise ValueError(
-                    f"{stacked} is {self.shape(stacked)} in {self.source}, the model has {shape}"
-                )
-            handle, key = self._open(stacked)
-            part = handle.get_slice(key)
-            for expert in range(shape[0]):
-                yield part[expert : expert + 1][0]
-            return
-        names = self._apart(prefix, target)
-        for expert in range(shape[0]):
-            parts = [self.read(f"{prefix}.{expert}.{name}.weight") for name in names]
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            del parts
-            yield whole
-            del whole
-
-    def _apart(self, prefix: str, target: str) -> tuple[str, ...]:
-        """What the files call the parts of one expert's projection."""
-        for names in APART.get(target, ()):
-            if all(f"{prefix}.0.{name}.weight" in self for name in names):
-                return names
-        raise ValueError(
-            f"{self.source} has neither {prefix}.{target} nor {prefix}.0.<name>.weight for one of "
-            f"{APART.get(target)}; convert the checkpoint with transformers' save_pretrained"
-        )
-
-    def experts_names(self, prefix: str, target: str, count: int) -> list[str]:
-        """The names that `experts` reads."""
-        if f"{prefix}.{target}" in self:
-            return [f"{prefix}.{target}"]
-        names = self._apart(prefix, target)
-        return [f"{prefix}.{e}.{name}.weight" for e in range(count) for name in names]
+    def part(self, name: str, place: int) -> Tensor:
+        """`tensor[place : place + 1]` of a tensor, without reading the others."""
+        return self._file(name).get_slice(name)[place : place + 1]
 
     def _listing(self) -> dict[str, str]:
         """Key -> file: of `save_quantized`'s only file, of the index, or of the only file."""
@@ -176,17 +105,10 @@ class ModelFiles:
             self._handles[file] = self._stack.enter_context(opened)
         return self._handles[file]
 
-    def _open(self, name: str) -> tuple[Any, str]:
+    def _file(self, name: str) -> Any:
         if name not in self._file_of:
             raise ValueError(f"{self.source} has no tensor {name}")
-        file, key = self._file_of[name]
-        return self._handle(file), key
-
-
-def _renamed(key: str) -> str:
-    for theirs, ours in RENAMES:
-        key = key.replace(theirs, ours)
-    return key
+        return self._handle(self._file_of[name])
 
 
 def _offline() -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,6 +14,15 @@ from ..moe.quantized_experts import QuantizedExperts
 from . import peft
 from .experts import ATTACHED, experts_modules, first_projection
 from .model_files import INDEX, QUANTIZED, SINGLE
+
+METHOD = "quantized_experts"  # config.json's quantization_config.quant_method, of save_pretrained
+
+
+def is_described(config: Any) -> bool:
+    """Whether a model's configuration says that its experts are in 4 bits of ours."""
+    own = getattr(config, "quantization_config", None)
+    method = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", "")
+    return method == METHOD
 
 
 def save_quantized(model: nn.Module, folder: str | Path) -> Path:
@@ -37,13 +48,16 @@ def save_quantized(model: nn.Module, folder: str | Path) -> Path:
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    _check_model(model)
+    check_model(model)
     _check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as name:
         draft = Path(name)
-        save_file(_tensors(model), draft / QUANTIZED, metadata={"format": "pt"})
-        model.config.save_pretrained(draft)
+        save_file(tensors_of(model, adapters=False), draft / QUANTIZED, metadata={"format": "pt"})
+        config = copy.deepcopy(model.config)
+        if is_described(config):
+            del config.quantization_config  # of an earlier save_pretrained
+        config.save_pretrained(draft)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(draft)
         for file in sorted(draft.iterdir()):
@@ -51,7 +65,7 @@ def save_quantized(model: nn.Module, folder: str | Path) -> Path:
     return folder / QUANTIZED
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
     """Raise ValueError unless `load_quantized` could read all of it."""
     found = dict(experts_modules(model))
     kind = type(model).__name__
@@ -63,7 +77,8 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(f"model ({kind}) is wrapped by PEFT; save model.unload() and the adapter")
     if next(peft.wrappers(model), None) is not None:
         raise ValueError(f"experts of {kind} are wrapped by PEFT; save model.unload()")
-    if getattr(model.config, "quantization_config", None) is not None:
+    described = is_described(model.config)
+    if not described and getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(
             f"model ({kind}) is quantised by {model.config.quantization_config} beside its experts,"
             " which load_quantized cannot read; load it with load_quantized and save that"
@@ -88,14 +103,15 @@ def _check_folder(folder: Path) -> None:
             )
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What goes into the file: every tensor once, adapters left out."""
-    adapters = tuple(f"{name}.{ATTACHED}." for name, _ in experts_modules(model))
+def tensors_of(model: nn.Module, *, adapters: bool = True) -> dict[str, Tensor]:
+    """What goes into the file: every tensor once."""
+    attached = tuple(f"{name}.{ATTACHED}." for name, _ in experts_modules(model))
     seen: set[tuple] = set()
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        if name.startswith(adapters) or (tensor.numel() and place in seen):
+        left_out = not adapters and name.startswith(attached)
+        if left_out or (tensor.numel() and place in seen):
             continue
         seen.add(place)
         tensors[name] = tensor.contiguous()

@@ -25,7 +25,9 @@ from .experts import (
     first_projection,
     is_experts,
     is_ours,
+    why_no_experts,
 )
+from .hf_quantizer import mark, register
 
 
 def use_in_transformers(model: nn.Module | None = None) -> str:
@@ -51,14 +53,12 @@ def use_in_transformers(model: nn.Module | None = None) -> str:
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(IMPLEMENTATION, experts_function)
+    register()
     if model is None:
         return IMPLEMENTATION
     found = dict(experts_modules(model))
     if not found:
-        raise ValueError(
-            f"model ({type(model).__name__}) has no experts of transformers' experts interface; "
-            "it must be a mixture-of-experts model of transformers 5"
-        )
+        raise ValueError(why_no_experts(model))
     for name, experts in found.items():
         check_supported(experts, name)
     wrappers = [w for w in peft.wrappers(model) if is_experts(peft.base_of(w))]
@@ -77,6 +77,7 @@ def use_in_transformers(model: nn.Module | None = None) -> str:
         )
     for wrapper in wrappers:
         peft.bypass(wrapper)
+    mark(model)
     return IMPLEMENTATION
 
 
