@@ -79,6 +79,7 @@ class ParameterListing:
 
     def __init__(self, experts: nn.Module) -> None:
         self.experts = experts
+        self.__func__ = type(experts).named_parameters  # torch.compile asks for it, as of a method
 
     def __call__(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -89,7 +90,7 @@ class ParameterListing:
             ValueError: PEFT asks, and the experts have LoRA of `attach_lora`.
         """
         experts = self.experts
-        found = type(experts).named_parameters(experts, prefix, recurse, remove_duplicate)
+        found = self.__func__(experts, prefix, recurse, remove_duplicate)
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if recurse or caller.partition(".")[0] != "peft":
             return found
@@ -108,7 +109,7 @@ class ParameterListing:
 
 
 def check_targets(model: nn.Module) -> None:
-    """Raise ValueError if PEFT's configuration names parameters that PEFT did not wrap."""
+    """Raise ValueError if PEFT's configuration names experts that PEFT did not wrap."""
     wrapped: dict[str, set[str]] = {}  # adapter -> names of the parameters that have it
     configs = _configs(model)
     for name, module in model.named_modules():
@@ -127,7 +128,7 @@ def check_targets(model: nn.Module) -> None:
         for target in targets:
             named = {place for place in experts | done if _ends(place, target)}
             missed = sorted(named - done)
-            if missed or not named:
+            if missed or (not named and "experts" in target.split(".")):
                 raise ValueError(
                     f"target_parameters of PEFT's adapter {adapter!r} has {target!r}, and no LoRA "
                     f"is on {missed[0] if missed else 'any parameter of that name'}; quantise the "

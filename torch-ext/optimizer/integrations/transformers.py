@@ -45,7 +45,7 @@ def use_in_transformers(model: nn.Module | None = None) -> str:
 
     Raises:
         ValueError: the model has no experts of transformers' kind, or some that we cannot run, or
-            PEFT's configuration names parameters that PEFT did not wrap; the message names them.
+            PEFT's configuration names experts that PEFT did not wrap; the message names them.
             The model is unchanged then.
         ImportError: transformers is not installed, or older than 5.
     """
