@@ -1,4 +1,4 @@
-"""PEFT over 4-bit experts: it wraps what `target_parameters` names, and one file holds all of it."""
+"""PEFT over 4-bit experts: it wraps what `target_parameters` names; one file holds all of it."""
 
 from __future__ import annotations
 
@@ -117,14 +117,15 @@ def test_a_second_adapter_goes_onto_the_same_wrappers(opt, device) -> None:
 
     model, _ = quantized(opt, device)
     model = wrap(model)
+    add(model, "other")
+    assert len(wrappers_of(model)) == 4
+    assert all(len(wrapper.lora_A) == 2 for wrapper in wrappers_of(model).values())
     opt.integrations.use_in_transformers(model)
     first = logits(model)
-    add(model, "other")
-    opt.integrations.use_in_transformers(model)
-    assert_same_bits(logits(model), first)
-    assert len(wrappers_of(model)) == 4
     model.set_adapter("other")
     assert relative_error(logits(model), first) > 0.1
+    model.set_adapter("default")
+    assert_same_bits(logits(model), first)
 
 
 def test_only_peft_is_told_of_the_stacks(opt, device) -> None:

@@ -85,6 +85,25 @@ def read_config(file: Path) -> dict[str, Any]:
     return config
 
 
+def peft_release(config: dict[str, Any], file: Path) -> tuple[int, ...]:
+    """The version of PEFT that wrote a configuration; the roles of A and B depend on it.
+
+    Raises:
+        ValueError: no version, or one of development that does not say which roles it has.
+    """
+    text = config.get("peft_version") or "0.17.0"  # recorded since 0.18.0
+    match = re.match(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(.*)", text)
+    if match is None:
+        raise ValueError(f"{file}: peft_version={text!r:.99} is no version")
+    release = tuple(int(part or 0) for part in match.groups()[:3])
+    if "dev" in match[4] and (0, 18, 1) <= release <= (0, 20, 0):
+        raise ValueError(
+            f"{file} was written by a development version of PEFT, {text}, and the roles of A and "
+            "B changed between 0.18 and 0.20; set peft_version to the release it behaves like"
+        )
+    return release
+
+
 def pattern_rules(config: dict[str, Any], key: str, file: Path) -> list[Rule]:
     """The entries of `rank_pattern` or `alpha_pattern`, in their order.
 

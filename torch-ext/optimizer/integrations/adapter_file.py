@@ -24,13 +24,14 @@ from torch.nn.utils import parametrize
 from ..moe.lora import check_factor_dtype
 from ..optimizers.param_groups import components
 from . import peft
-from .adapter_config import by_pattern, pattern_rules, read_config
+from .adapter_config import by_pattern, pattern_rules, peft_release, read_config
 from .experts import ATTACHED, experts_modules, operand_shape, parameter_names
 from .lora import (
     AdapterOptions,
     active_adapter,
     add_adapter,
     attached_modules,
+    check_attachable,
     set_lora,
 )
 from .sharded import gathered_on_cpu, mesh_of, reshard, write_once
@@ -115,7 +116,7 @@ def load_peft_adapter(
     Everything is read and checked before the model changes.
 
     Args:
-        model: a transformers model, not wrapped by PEFT.
+        model: a transformers model without PEFT, before `fully_shard` and tensor parallelism.
         path_or_id: a folder, or the id of a Hub repository.
         revision: commit hash or tag of the repository. Needed for an id: what is loaded must not
             change under the same name.
@@ -133,6 +134,7 @@ def load_peft_adapter(
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    check_attachable(model)
     config_file, tensors_file = _files(path_or_id, revision, local_files_only)
     config = read_config(config_file)
     try:
@@ -141,7 +143,8 @@ def load_peft_adapter(
         raise ValueError(f"{tensors_file} is damaged: {error}") from error
     targets = _targeted(model, config, config_file)
     places = _places(model, {where: set(found) for where, found in targets.items()})
-    factors = _read_factors(model, places, targets, tensors, config, tensors_file)
+    release = peft_release(config, config_file)
+    factors = _read_factors(model, places, targets, tensors, release, tensors_file)
     dtypes = {factor.dtype for pair in factors.values() for factor in pair}
     if len(dtypes) > 1:
         raise ValueError(f"{tensors_file} mixes {sorted(map(str, dtypes))}; save it in one dtype")
@@ -303,7 +306,7 @@ def _read_factors(
     places: list[Place],
     targets: dict[str, dict[str, AdapterOptions]],
     tensors: dict[str, Tensor],
-    config: dict[str, Any],
+    release: tuple[int, ...],
     file: Path,
 ) -> dict[Place, tuple[Tensor, Tensor]]:
     """A (E r, in) and B (out, E r) per place, in today's layout, checked."""
@@ -323,7 +326,7 @@ def _read_factors(
         experts = found[place.experts]
         count, size_in, size_out = operand_shape(experts, place.target)
         a, b = (tensors[key] for key in keys[place])
-        of_input = _input_side(config, experts.is_transposed, file)
+        of_input = _input_side(release, experts.is_transposed)
         rows = count * targets[place.experts][place.target].r
         width, height = (size_in, size_out) if of_input else (size_out, size_in)
         if a.shape != (rows, width) or b.shape != (height, rows):
@@ -337,18 +340,8 @@ def _read_factors(
     return factors
 
 
-def _input_side(config: dict[str, Any], transposed: bool, file: Path) -> bool:
-    """Whether A meets the input in files of the version that wrote this one."""
-    text = config.get("peft_version")  # recorded since 0.18.0
-    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(.*)", text or "0.17.0")
-    if match is None:
-        raise ValueError(f"{file}: peft_version={text!r} is no version")
-    release = tuple(int(part or 0) for part in match.groups()[:3])
-    if "dev" in match[4] and (0, 18, 1) <= release <= (0, 20, 0):
-        raise ValueError(
-            f"{file} was written by a development version of PEFT, {text}, and the roles of A and "
-            "B changed between 0.18 and 0.20; set peft_version to the release it behaves like"
-        )
+def _input_side(release: tuple[int, ...], transposed: bool) -> bool:
+    """Whether A meets the input in files of a version of PEFT."""
     swapped = not transposed if release >= (0, 19, 1) else transposed and release == (0, 19, 0)
     return peft.contracts_input(swapped=swapped, transposed=transposed)
 

@@ -178,6 +178,33 @@ def add_adapter(
     set_lora(model, active or adapter)
 
 
+def check_attachable(model: nn.Module) -> None:
+    """Raise ValueError if LoRA on a model's experts would be lost, or would not fit its shards."""
+    layer = peft.first_layer(model)
+    if layer is not None:
+        raise ValueError(
+            f"PEFT has wrapped this model: {layer} would be frozen, and its file would leave the "
+            "experts' LoRA out; name the experts in PEFT's target_parameters and call "
+            "use_in_transformers(model), or call attach_lora on model.unload()"
+        )
+    held = fully_sharded(model)
+    if held is not None:
+        raise ValueError(
+            f"FSDP holds {held} already, and would not shard what is added now; attach LoRA first, "
+            "then call fully_shard"
+        )
+    for name, experts in experts_modules(model):
+        if getattr(experts, "_is_expert_parallel", False):
+            raise ValueError(f"{name} is split over ranks (expert parallel); attach LoRA before")
+        split = [key for key, parameter in experts.named_parameters() if is_dtensor(parameter)]
+        if split or getattr(experts, "_hf_tp_plan", None) is not None:
+            raise ValueError(
+                f"tensor parallelism splits {'.'.join([name, *split[:1]])} over ranks, and LoRA on "
+                "experts is computed by one rank alone; leave the experts out of the tp_plan, or "
+                "shard the model with fully_shard after attach_lora"
+            )
+
+
 def train_adapter(model: nn.Module, adapter: str) -> None:
     """Freeze every parameter of the model but those of one adapter."""
     model.requires_grad_(False)
@@ -384,19 +411,7 @@ def _check_addition(
             f"nothing to put LoRA on: model ({type(model).__name__}) has no experts of "
             "transformers' experts interface, or targets is empty"
         )
-    layer = peft.first_layer(model)
-    if layer is not None:
-        raise ValueError(
-            f"PEFT has wrapped this model: {layer} would be frozen, and its file would leave the "
-            "experts' LoRA out; name the experts in PEFT's target_parameters and call "
-            "use_in_transformers(model), or call attach_lora on model.unload()"
-        )
-    held = fully_sharded(model)
-    if held is not None:
-        raise ValueError(
-            f"FSDP holds {held} already, and would not shard what is added now; attach LoRA first, "
-            "then call fully_shard"
-        )
+    check_attachable(model)
     taken = isinstance(adapter, str) and hasattr(nn.ModuleDict(), adapter)  # "keys", "pop", ...
     if not isinstance(adapter, str) or not adapter or "." in adapter or taken:
         raise ValueError(
@@ -408,25 +423,11 @@ def _check_addition(
     for name, targets in wanted.items():
         experts = found[name]
         check_supported(experts, name)
-        _check_in_one_process(experts, name)
         allowed = (first_projection(experts), "down_proj")
         for target, options in targets.items():
             if target not in allowed:
                 raise ValueError(f"targets: {name} has no {target!r}; it has {allowed}")
             options.check()
-
-
-def _check_in_one_process(experts: nn.Module, name: str) -> None:
-    """Raise ValueError if ranks share out the stacks: the adapter would be of another size."""
-    if getattr(experts, "_is_expert_parallel", False):
-        raise ValueError(f"{name} is split over ranks (expert parallel); attach LoRA before")
-    split = [key for key, parameter in experts.named_parameters() if is_dtensor(parameter)]
-    if split or getattr(experts, "_hf_tp_plan", None) is not None:
-        raise ValueError(
-            f"tensor parallelism splits {name}{'.' if split else ''}{''.join(split[:1])} over "
-            "ranks, and LoRA on experts is computed by one rank alone; leave the experts out of "
-            "the tp_plan, or shard the model with fully_shard after attach_lora"
-        )
 
 
 def _refuse_other_implementations(experts: nn.Module, _: tuple) -> None:
