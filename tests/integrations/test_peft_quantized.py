@@ -25,6 +25,15 @@ def full_paths(model: nn.Module) -> list[str]:
     return [f"{name}.{target}" for name in names for target in ("down_proj", "gate_up_proj")]
 
 
+def parametrize_4_bits(model: nn.Module) -> None:
+    """The experts in 4 bits, as bitsandbytes keeps them."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+    for experts in experts_of(model):
+        for target in ("gate_up_proj", "down_proj"):
+            replace_parameter_4bit(experts, target, quant_type="nf4")
+
+
 def quantized(opt, device, name: str = "qwen3_moe") -> tuple[nn.Module, nn.Module]:
     """A model with 4-bit experts, and a dense one that holds what they decode to."""
     model = build(name).to(device)
@@ -128,6 +137,25 @@ def test_a_second_adapter_goes_onto_the_same_wrappers(opt, device) -> None:
     assert_same_bits(logits(model), first)
 
 
+@pytest.mark.parametrize("kind", ["ours", "bitsandbytes"])
+def test_nothing_is_merged_into_4_bits(opt, device, kind: str) -> None:
+    """PEFT added to a decoded copy of bitsandbytes' stacks, and the adapter was gone."""
+    model = build("qwen3_moe", moe_intermediate_size=64, hidden_size=64).to(device)
+    parameters = full_paths(model)
+    if kind == "ours":
+        opt.integrations.quantize_experts(model)
+    else:
+        parametrize_4_bits(model)
+    model = wrap(model, parameters=parameters, modules=["o_proj"])
+    opt.integrations.use_in_transformers(model)
+    expected = logits(model)
+    for merge in (model.merge_adapter, lambda: copy.deepcopy(model).merge_and_unload()):
+        with pytest.raises(ValueError, match="is in 4 bits: an adapter cannot be merged"):
+            merge()
+        model.unmerge_adapter()
+        assert_error_at_most(logits(model), expected, FP32)
+
+
 def test_only_peft_is_told_of_the_stacks(opt, device) -> None:
     """fully_shard and DDP ask in the same words, and would take the bytes twice."""
     model, _ = quantized(opt, device)
@@ -152,12 +180,8 @@ def test_only_peft_is_told_of_the_stacks(opt, device) -> None:
 )
 def test_experts_that_peft_missed_are_refused(opt, device, parameters, named) -> None:
     """bitsandbytes' stacks are found by their full path alone, and a wrong name by none."""
-    from bitsandbytes.nn.parametrize import replace_parameter_4bit
-
     model = build("qwen3_moe", moe_intermediate_size=64, hidden_size=64).to(device)
-    for experts in experts_of(model):
-        for target in ("gate_up_proj", "down_proj"):
-            replace_parameter_4bit(experts, target, quant_type="nf4")
+    parametrize_4_bits(model)
     model = wrap(model, parameters=parameters, modules=["q_proj"])
     assert not wrappers_of(model)
     with pytest.raises(ValueError, match=f"adapter 'default' has '{named}', and no LoRA is on"):

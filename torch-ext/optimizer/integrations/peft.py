@@ -155,11 +155,28 @@ def _ends(place: str, target: str) -> bool:
 def bypass(wrapper: nn.Module) -> None:
     """Make the outermost wrapper of an experts module run `_forward` instead of PEFT's.
 
+    Over 4 bits `merge` is replaced too: PEFT's adds to a decoded copy and counts the adapter as
+    merged, or finds no tensor after it has merged others.
+
     Raises:
         ValueError: as `check_bypass`.
     """
     check_bypass(wrapper)
     setattr(wrapper, _slot(wrapper), types.MethodType(_forward, wrapper))
+    experts = base_of(wrapper)
+    for entry in chain(wrapper):
+        stack = experts._modules.get(entry.parameter_name)
+        computed = entry.parameter_name in getattr(experts, "parametrizations", {})
+        if computed or as_quantized(stack) is not None:
+            entry.merge = types.MethodType(_refuse_merge, entry)
+
+
+def _refuse_merge(wrapper: nn.Module, *_: Any, **__: Any) -> None:
+    raise ValueError(
+        f"{wrapper.parameter_name} is in 4 bits: an adapter cannot be merged into it without "
+        "rounding it away; keep it, or load the model in 16 bits to merge. "
+        "model.unmerge_adapter() takes back what other modules have merged"
+    )
 
 
 def check_bypass(wrapper: nn.Module) -> None:
