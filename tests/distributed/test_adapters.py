@@ -123,11 +123,11 @@ def test_what_one_rank_cannot_merge_no_rank_merges(ranks) -> None:
     assert "NaN or inf" in same_everywhere(ranks(2).run(merge_nan))
 
 
-def save_adapter(opt: Any, folder: Path) -> list[str]:
+def save_adapter(opt: Any, folder: Path, how: str) -> list[str]:
     from torch import distributed
 
     alone = model_of(opt)
-    model = shard(alone)
+    model = shard(alone, how)
     logits(model)
     opt.integrations.save_peft_adapter(model, folder / "sharded")
     found = sorted(path.name for path in (folder / "sharded").iterdir())  # when any rank returns
@@ -138,8 +138,9 @@ def save_adapter(opt: Any, folder: Path) -> list[str]:
     return found
 
 
-def test_an_adapter_in_shards_is_saved_as_a_whole_one(ranks, tmp_path) -> None:
-    found = same_everywhere(ranks(4).run(save_adapter, tmp_path))
+@pytest.mark.parametrize("how", ["fsdp", "hsdp"])
+def test_an_adapter_in_shards_is_saved_as_a_whole_one(ranks, how: str, tmp_path) -> None:
+    found = same_everywhere(ranks(4).run(save_adapter, tmp_path, how))
     assert found == ["adapter_config.json", "adapter_model.safetensors"]
 
 

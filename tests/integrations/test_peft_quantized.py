@@ -225,6 +225,21 @@ def test_attach_lora_refuses_layers_of_peft(opt, device, how: str, tmp_path) -> 
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before
 
 
+def test_a_model_inside_a_prompt_of_peft_is_refused(opt, device, tmp_path) -> None:
+    """It has no layers of PEFT, but another name for everything."""
+    inner = build("qwen3_moe").to(device)
+    opt.integrations.attach_lora(inner, 3, 7)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = peft.get_peft_model(inner, config)
+    for call in (
+        lambda: opt.integrations.save_peft_adapter(model, tmp_path / "adapter"),
+        lambda: opt.integrations.attach_lora(model, 3, 7, adapter="other"),
+    ):
+        with pytest.raises(ValueError, match=r"PEFT has .*the model \(PeftModelForCausalLM\)"):
+            call()
+    assert not (tmp_path / "adapter").exists()
+
+
 @pytest.mark.parametrize("how", ["get_peft_model", "add_adapter"])
 def test_peft_refuses_experts_with_lora_of_ours(opt, device, how: str) -> None:
     """It froze them, and its file left them out."""

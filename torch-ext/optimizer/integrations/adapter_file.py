@@ -86,8 +86,8 @@ def save_peft_adapter(
         projection = attached[place.experts].projection(place.target)
         for side in ("lora_A", "lora_B"):
             factors[f"{place.key}.{side}.weight"] = getattr(projection, side)[name].weight
-    if any(factor.requires_grad for factor in factors.values()):
-        _check_nothing_else_trains(model, attached)
+    trained = any(factor.requires_grad for factor in factors.values())
+    _check_complete(model, tuple(f"{where}.{ATTACHED}." for where in attached), trained)
     mesh = mesh_of(factors.values())
     tensors = gathered_on_cpu(factors, mesh)
     text = json.dumps(_config(model, targets), indent=2)
@@ -164,21 +164,26 @@ def load_peft_adapter(
     set_lora(model, adapter, trainable=trainable)
 
 
-def _check_nothing_else_trains(model: nn.Module, attached: dict[str, Any]) -> None:
-    """Raise ValueError if the model trains what a file of LoRA on experts would leave out."""
+def _check_complete(model: nn.Module, ours: tuple[str, ...], trained: bool) -> None:
+    """Raise ValueError if a file of LoRA on experts would leave out what belongs to the adapter.
+
+    Args:
+        model: with LoRA attached.
+        ours: what the names of its parameters begin with.
+        trained: whether it trains; what else does belongs to it then.
+    """
     layer = peft.first_layer(model)
     if layer is not None:
         raise ValueError(
             f"PEFT has put {layer} into this model, which the file would leave out; name the "
             "experts in PEFT's target_parameters and save the whole with PEFT"
         )
-    ours = tuple(f"{name}.{ATTACHED}." for name in attached)
     others = [
         name
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and not name.startswith(ours)
     ]
-    if others:
+    if trained and others:
         raise ValueError(
             f"{others[0]} trains beside the experts' LoRA ({len(others)} such parameters), and the "
             "file would leave it out; freeze and save it yourself, or train it in one PEFT model: "

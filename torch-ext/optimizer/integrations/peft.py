@@ -23,7 +23,8 @@ from ..moe.lora import factor_views
 from .experts import ATTACHED, experts_modules, first_projection, is_ours
 
 WRAPPER = "ParamWrapper"  # peft.tuners.lora.layer
-LAYERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper")  # what PEFT puts around a model's modules
+# What PEFT puts around a model, and around its modules.
+LAYERS = ("PeftModel", "BaseTunerLayer", "AuxiliaryTrainingWrapper")
 PROXIES = ("_LoraFactorsProxy", "_LoraParameterProxy")  # its parametrizations
 
 
@@ -58,11 +59,14 @@ def wrappers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def first_layer(model: nn.Module) -> str | None:
-    """Name and class of the first module that PEFT put into a model; None if there is none."""
+    """Name and class of a layer that PEFT put into a model, or around it; None if there is none."""
+    found = None
     for name, module in model.named_modules():
         if any(kind.__name__ in LAYERS for kind in type(module).__mro__):
-            return f"{name} ({type(module).__name__})"
-    return None
+            found = f"{name or 'the model'} ({type(module).__name__})"
+            if name:
+                break
+    return found
 
 
 class ParameterListing:
@@ -111,20 +115,19 @@ class ParameterListing:
 def check_targets(model: nn.Module) -> None:
     """Raise ValueError if PEFT's configuration names experts that PEFT did not wrap."""
     wrapped: dict[str, set[str]] = {}  # adapter -> names of the parameters that have it
-    configs = _configs(model)
     for name, module in model.named_modules():
         if not is_wrapper(module):
             continue
         place = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
         for adapter in module.lora_A:
             wrapped.setdefault(adapter, set()).add(place)
-    for adapter, targets in configs.items():
+    experts = {
+        f"{name.replace('.base_layer', '')}.{target}"
+        for name, module in experts_modules(model)
+        for target in (first_projection(module), "down_proj")
+    }
+    for adapter, targets in _configs(model).items():
         done = wrapped.get(adapter, set())
-        experts = {
-            f"{name.replace('.base_layer', '')}.{target}"
-            for name, module in experts_modules(model)
-            for target in (first_projection(module), "down_proj")
-        }
         for target in targets:
             named = {place for place in experts | done if _ends(place, target)}
             missed = sorted(named - done)
