@@ -125,7 +125,10 @@ def restore(model: nn.Module, experts: dict[str, Any], lora: dict[str, Any] | No
 def file_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The model's tensors by their names in a file of `save_pretrained`, adapters included."""
     packed = {f"{name}.packed": name for name, _, _ in stacks(model)}
-    return {packed.get(name, name): tensor for name, tensor in tensors_of(model).items()}
+    return {
+        packed.get(name, name): tensor.detach().contiguous()
+        for name, tensor in tensors_of(model).items()
+    }
 
 
 def _spelling(model: nn.Module, name: str, known: Any) -> str:

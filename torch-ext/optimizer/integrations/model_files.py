@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +30,8 @@ class ModelFiles:
 
     Raises:
         FileNotFoundError: no safetensors there, or a file of the index is missing.
-        ValueError: revision was given for a folder.
+        ValueError: revision was given for a folder, or the index cannot be read or names files
+            that lie elsewhere.
     """
 
     def __init__(
@@ -94,8 +95,41 @@ class ModelFiles:
         with contextlib.suppress(FileNotFoundError):
             return dict.fromkeys(self._handle(QUANTIZED).keys(), QUANTIZED)
         with contextlib.suppress(FileNotFoundError):
-            return json.loads(self.path(INDEX).read_text(encoding="utf-8"))["weight_map"]
+            return self._weight_map(self.path(INDEX))
         return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+
+    def _weight_map(self, index: Path) -> dict[str, str]:
+        """Key -> file of an index, whose files must lie in the checkpoint's own folder.
+
+        A link may lead out of it where the Hub's cache puts its files: from `snapshots/<revision>`
+        to the `blobs` of the same repository.
+        """
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = {key: PurePath(file) for key, file in weight_map.items()}
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{index} is no index of safetensors, {{'weight_map': {{name: file}}}}: {error!r}"
+            ) from error
+        for key, file in files.items():
+            outside = file.is_absolute() or ".." in file.parts or "\\" in str(file)
+            if outside or not self._holds(file):
+                raise ValueError(
+                    f"{index} puts {key} into {str(file)!r}, which leads out of the folder; put "
+                    "the file itself there"
+                )
+        return weight_map
+
+    def _holds(self, file: PurePath) -> bool:
+        """Whether a file lies in the folder when all links are followed."""
+        if self.folder is None:
+            return True  # huggingface_hub's own links
+        folder, target = self.folder.resolve(), (self.folder / file).resolve()
+        homes = [folder]
+        for parent in (folder, *folder.parents):
+            if parent.parent.name == "snapshots" and parent.parents[1].name.startswith("models--"):
+                homes.append(parent.parents[1] / "blobs")
+        return any(target.is_relative_to(home) for home in homes)
 
     def _handle(self, file: str) -> Any:
         if file not in self._handles:

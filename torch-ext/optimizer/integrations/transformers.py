@@ -46,8 +46,9 @@ def use_in_transformers(model: nn.Module | None = None) -> str:
         `model.set_experts_implementation(name)`.
 
     Raises:
-        ValueError: the model has no experts of transformers' kind, or some that we cannot run; the
-            message names them. The model is unchanged then.
+        ValueError: the model has no experts of transformers' kind, or some that we cannot run, or
+            PEFT's configuration names experts that PEFT did not wrap; the message names them.
+            The model is unchanged then.
         ImportError: transformers is not installed, or older than 5.
     """
     from transformers.integrations.moe import ExpertsInterface
@@ -61,6 +62,7 @@ def use_in_transformers(model: nn.Module | None = None) -> str:
         raise ValueError(why_no_experts(model))
     for name, experts in found.items():
         check_supported(experts, name)
+    peft.check_targets(model)
     wrappers = [w for w in peft.wrappers(model) if is_experts(peft.base_of(w))]
     for wrapper in wrappers:
         peft.check_bypass(wrapper)
@@ -77,6 +79,8 @@ def use_in_transformers(model: nn.Module | None = None) -> str:
         )
     for wrapper in wrappers:
         peft.bypass(wrapper)
+    for experts in found.values():
+        experts.named_parameters = peft.ParameterListing(experts)
     mark(model)
     return IMPLEMENTATION
 
