@@ -7,6 +7,7 @@ small; `OWN` says what a class needs beside that.
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,7 @@ HEADS = re.compile(r"^class (\w+For(?:CausalLM|ConditionalGeneration))\(", re.MU
 EXPERTS = re.compile(r"^class \w*Experts\(", re.MULTILINE)
 
 
+@functools.cache
 def classes() -> list[str]:
     """The names of all of them, in the order of the alphabet."""
     import transformers
