@@ -125,7 +125,7 @@ def test_good_result_has_no_findings() -> None:
         (("rows", 0, "ms"), 0, "ms must be a positive number"),
         (("rows", 0, "ms"), float("nan"), "ms must be a positive number"),
         (("rows", 0, "ms"), 0.25, "fraction_of_floor is 0.8, but floor_ms / ms is 1.6"),
-        (("rows", 0, "speedup"), 2.1, "speedup is 2.1, but baseline_ms / ms is 2"),
+        (("rows", 0, "speedup"), 2.1, "speedup is 2.1, but baseline_wall_ms / wall_ms is 2"),
         (("rows", 0, "baseline"), None, "baseline must be text"),
         (("rows", 0, "error"), None, "error must be a number"),
         (("rows", 1, "ms"), 0.1, "is not ok, so it must have no ms"),
