@@ -124,7 +124,7 @@ def test_works_without_triton_and_numpy(repo_id: str, local: dict[str, str]):
     """CPU builds of torch bring no Triton, and the package may import torch alone."""
     hide = """
     import importlib.machinery, sys
-    absent = {"triton", "numpy", "safetensors", "bitsandbytes", "transformers", "peft"}
+    absent = {"triton", "numpy", "dill", "safetensors", "bitsandbytes", "transformers", "peft"}
     find_spec = importlib.machinery.PathFinder.find_spec
     def find_other_spec(name, path=None, target=None):
         return None if name.partition(".")[0] in absent else find_spec(name, path, target)

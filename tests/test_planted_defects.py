@@ -30,9 +30,9 @@ class Defect:
 
 DEFECTS = {
     "the folder is not flushed after a rename": Defect(
-        "torch-ext/optimizer/integrations/checkpoint_file.py",
-        "        _flush(path.parent, os.O_RDONLY)\n",
-        "        pass\n",
+        "torch-ext/optimizer/integrations/tensor_file.py",
+        "        os.fsync(folder)  #",
+        "        pass  #",
         "integrations/test_checkpoint.py::test_a_rename_reaches_the_disk",
     ),
     "only the first team's answer is checked": Defect(

@@ -215,11 +215,12 @@ def die_in_largest_logits(opt: Any, held: str, folder: Path) -> list[str]:
     groups = [{"kind": "muon", "params": params, "names": names, "lr": 0.1}]
     arguments = {"gradients": "unreduced"} if held == "unreduced" else {}
     if held == "replicated":
-        arguments = {"process_group": distributed.group.WORLD}
+        arguments = {"process_group": distributed.group.WORLD, "gradients": "reduced"}
     optimizer = opt.MuonAdamW(groups, clip_config=CLIP, **arguments)
     saved = optimizer.state_dict()
     rank = distributed.get_rank()
-    give(params, [gradient * (rank + 1) for gradient in gradients(params, 0)])
+    factor = rank + 1 if held == "unreduced" else 1
+    give(params, [gradient * factor for gradient in gradients(params, 0)])
     with pytest.MonkeyPatch.context() as patch:
         if rank == FAULTY:
             planted = KeyboardInterrupt()
