@@ -209,6 +209,15 @@ def test_wrong_factor_shapes(moe, shapes):
         moe.factor_views(torch.zeros(shapes[0]), torch.zeros(shapes[1]), 4)
 
 
+@pytest.mark.parametrize("shape", [(), (12,)])
+@pytest.mark.parametrize("experts", [0, -1, 4])
+def test_factors_without_experts_or_rows(moe, shape, experts):
+    with pytest.raises(ValueError, match=r"lora_A must be .* experts, got"):
+        moe.factor_views(torch.zeros(shape), torch.zeros(10, 12), experts)
+    with pytest.raises(ValueError, match=r"lora_A must be .* experts, got"):
+        moe.factor_views(torch.zeros(12, 6), torch.zeros(10, 12), min(experts, 0))
+
+
 @pytest.fixture
 def layer(moe, device):
     """A layer with a second adapter on down alone; call() runs it."""

@@ -33,8 +33,8 @@ def factor_views(lora_A: Tensor, lora_B: Tensor, num_experts: int) -> tuple[Tens
     Raises:
         ValueError: shapes that are not two matrices of one rank per expert.
     """
-    rows, columns = lora_A.shape[0], lora_B.shape[-1]
-    if lora_A.ndim != 2 or lora_B.ndim != 2 or rows != columns or rows % num_experts:
+    matrices = lora_A.ndim == lora_B.ndim == 2 and lora_A.shape[0] == lora_B.shape[1]
+    if not matrices or num_experts < 1 or lora_A.shape[0] % num_experts:
         raise ValueError(
             f"lora_A must be (experts*r, in) and lora_B (out, experts*r) with {num_experts} "
             f"experts, got {tuple(lora_A.shape)} and {tuple(lora_B.shape)}"
