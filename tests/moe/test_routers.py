@@ -216,6 +216,10 @@ def test_softmax_of_the_chosen_logits_is_the_renormalized_softmax(moe):
         (lambda m, x: m.softmax_top_k(x, 9), "top_k must be 1 to 8, the experts of .*, got 9"),
         (lambda m, x: m.softmax_top_k(x.long(), 2), "router_logits must be floating"),
         (
+            lambda m, x: m.softmax_top_k(x.to(torch.float8_e5m2), 2),
+            "router_logits must be floating .* of 16 bits or more, got torch.float8_e5m2",
+        ),
+        (
             lambda m, x: m.group_top_k(x, 2, n_group=3, topk_group=3),
             "8 experts do not form n_group=3",
         ),

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._arguments import FLOATS, HALVES, Call, draw, restrided
+from ._arguments import FLOATS, Call, draw, restrided
 from ._problem import Source
 from ._runs import DifferenceError, Run, bits
 
 Maker = Callable[["Package", random.Random], Call]
 CALLS: dict[str, Maker] = {}
-WORDS = ("lists of tensors",)  # of ops whose arguments are nothing else
+WORDS = (
+    "lists of tensors",
+    "could not convert string to float",
+)  # of ops whose arguments are nothing else
 STEPPED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -125,7 +128,7 @@ def newton_schulz(package: Package, generator: random.Random) -> Call:
     dtype, slack = accuracy(generator, x)
     steps = generator.choice([1, 3, 5])
     rows = [
-        [generator.uniform(1, 2), generator.uniform(-0.5, 0), generator.uniform(0, 0.1)]
+        [generator.uniform(1, 1.5), generator.uniform(-0.5, 0), generator.uniform(0, 0.01)]
     ] * steps
     arguments = {"x": x, "steps": steps, "coefficients": rows, "dtype": dtype}
 
@@ -173,8 +176,6 @@ def polar_express(package: Package, generator: random.Random) -> Call:
     x = matrices(generator)
     dtype, slack = accuracy(generator, x)
     options = schedule_options(generator)
-    if dtype in HALVES:  # whose rounding needs the room
-        options["safety"] = 0.02
     steps = generator.choice([1, 4, 7])
 
     def check(result: Tensor) -> None:
@@ -198,7 +199,7 @@ def polar_express(package: Package, generator: random.Random) -> Call:
 def schedule_options(generator: random.Random) -> dict[str, float]:
     return {
         "lower": generator.choice([1e-3, 1e-2, 0.1, 1e-4]),
-        "safety": generator.choice([0.02, 0.01, 0.0]),
+        "safety": generator.choice([0.02, 0.05]),  # the room that rounding needs
         "cushion": generator.choice([0.02, 0.1]),
     }
 
@@ -444,7 +445,8 @@ def nf4_dequant(package: Package, generator: random.Random) -> Call:
         if bits(result) != bits(package("reference.nf4").nf4_dequant(**arguments)):
             raise DifferenceError("nf4_dequant: other bits than the reference")
 
-    return Call("nf4_dequant", package.opt.nf4_dequant, dict(arguments), check)
+    also = (RuntimeError,)  # of an id that names no expert
+    return Call("nf4_dequant", package.opt.nf4_dequant, dict(arguments), check, also=also)
 
 
 def integers_below(generator: random.Random, high: int) -> Tensor:
@@ -606,7 +608,7 @@ def load_state_dict(package: Package, generator: random.Random) -> Call:
         load(groups, {**saved["state"], number: state})
 
     arguments = {"groups": groups, "state": dict(saved["state"][number])}
-    words = ("group", "state", "loaded", "params", "saved")
+    words = ("group", "state", "loaded", "params", "saved", "zip()", "dictionary update")
     return Call("load_state_dict", load_one, arguments, None, words=words)
 
 
@@ -685,6 +687,6 @@ def finite(result: Any) -> None:
     """Of functions without another reference."""
     tensors = list(result if isinstance(result, tuple) else (result,))
     for tensor in tensors:
-        if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            if not tensor.isfinite().all():
-                raise DifferenceError("finite arguments gave something infinite")
+        floating = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        if floating and not tensor.isfinite().all():
+            raise DifferenceError("finite arguments gave something infinite")

@@ -33,6 +33,14 @@ BY_TORCH = (
     "Trying to create tensor with negative dimension",
     "SymIntArrayRef expected to contain only concrete integers",
     "Storage size calculation overflowed",
+    "Invalid device string",
+    "not compiled with CUDA enabled",
+    "shapes cannot be multiplied",
+    "both arguments to linear",
+    "not implemented for sparse tensors",
+    "from the 'SparseCPU' backend",
+    "index_select(): Expected dtype",
+    "out of bounds for dimension",
 )
 LIMIT = 20  # seconds of one call, of which none should take one
 VALID_RATE = 0.4
@@ -81,25 +89,27 @@ def judge(call: Call) -> str:
     """What became of a call: "right", "accepted", "refused", or so by torch or Python.
 
     An object of another kind than documented, such as a list for a tensor, may get what Python says
-    of an operation on it: TypeError, or AttributeError of that object; torch speaks for its ops.
+    of an operation on it: TypeError, OverflowError, or AttributeError of that object; torch speaks
+    for its ops.
     """
     read = [name for name in call.arguments if name not in call.written]
     before, written = held(call, read), held(call, call.written)
     try:
         result = call.function(**call.arguments)
-    except (ValueError, TypeError, *call.also) as error:
-        by_python = isinstance(error, TypeError) and not _is_ours(error)
+    except (ValueError, TypeError, OverflowError, *call.also) as error:
+        by_python = isinstance(error, (TypeError, OverflowError)) and not _is_ours(error)
         if not by_python:
             _assert_named(call, error)
         _assert_kept(call, before | written, held(call, call.arguments), "refused")
         return "refused by Python" if by_python and call.spoiled else "refused"
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         if not call.spoiled or not any(words in str(error) for words in BY_TORCH):
             raise
         _assert_kept(call, before | written, held(call, call.arguments), "refused")
         return "refused by torch"
     except AttributeError as error:
-        kinds = {type(entry).__name__ for name in call.spoiled for entry in _all(call, name)}
+        entries = [entry for name in call.spoiled for entry in _all(call, name)]
+        kinds = {kind for e in entries for kind in (type(e).__name__, _full_name(type(e)))}
         if not any(f"'{kind}' object has no attribute" in str(error) for kind in kinds):
             raise
         _assert_kept(call, before | written, held(call, call.arguments), "refused")
@@ -117,6 +127,10 @@ def _all(call: Call, name: str) -> list[Any]:
     value = call.arguments[name]
     inside = value.values() if isinstance(value, dict) else value
     return [value, *(inside if isinstance(inside, (list, tuple, type({}.values()))) else [])]
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_ours(error: BaseException) -> bool:

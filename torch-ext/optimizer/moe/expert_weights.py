@@ -314,8 +314,8 @@ def expert_weight(
     if isinstance(value, Tensor) and value.dtype.is_floating_point and value.element_size() > 1:
         return value
     raise ValueError(
-        f"{type(module).__name__}.{name} is {_described(value)}: neither a dense weight, nor "
-        "QuantizedExperts, nor parametrized by bitsandbytes; quantise it with QuantizedExperts"
+        f"name={name!r} of {type(module).__name__} is {_described(value)}: neither a dense weight, "
+        "nor QuantizedExperts, nor parametrized by bitsandbytes; quantise it with QuantizedExperts"
     )
 
 

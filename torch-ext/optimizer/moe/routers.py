@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..kernels._moe_paths import check_dense
+from ..kernels._moe_paths import DTYPES, check_dense
 
 SCORES = ("softmax", "sigmoid")
 # Keeps the renormalization finite where all chosen sigmoids underflow (DeepSeek-V3's model code).
@@ -210,10 +210,10 @@ class Router(nn.Module):
 def _wide(router_logits: Tensor, top_k: int) -> Tensor:
     check_dense("router_logits", router_logits)
     _check_count("top_k", top_k)
-    if not router_logits.is_floating_point() or router_logits.ndim == 0:
+    if router_logits.dtype not in DTYPES or router_logits.ndim == 0:
         raise ValueError(
-            f"router_logits must be floating (..., experts), got {router_logits.dtype} of shape "
-            f"{tuple(router_logits.shape)}"
+            "router_logits must be floating (..., experts) of 16 bits or more, got "
+            f"{router_logits.dtype} of shape {tuple(router_logits.shape)}"
         )
     if not 1 <= top_k <= router_logits.shape[-1]:
         raise ValueError(
