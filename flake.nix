@@ -1,7 +1,8 @@
 {
   description = "Flake for optimizer kernels";
 
-  inputs.kernel-builder.url = "github:huggingface/kernels";
+  # The commit stands in flake.lock too, with its hash; a new one needs `nix flake update`.
+  inputs.kernel-builder.url = "github:huggingface/kernels/8ac69fc542a4306eade0759ef7c45b4f2ae57df0";
 
   outputs =
     { self, kernel-builder }:

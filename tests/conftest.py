@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
+GPU_TESTS = ROOT / "tests" / "gpu_tests.txt"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="file of node ids; the run fails unless exactly these tests are skipped",
     )
+    group.addoption(
+        "--count-gpu-tests",
+        action="store_true",
+        help=f"write into {GPU_TESTS.name} how many tests of each folder need a GPU",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,16 +47,25 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS in deterministic mode
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m takes any of them away
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--device").startswith("cuda"):
         return
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    folders = Counter(item.path.parent.relative_to(ROOT).as_posix() for item in needs_gpu)
+    config.stash[NEED_GPU] = dict(sorted(folders.items()))
     if needs_gpu:
         config.hook.pytest_deselected(items=needs_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # only workers of pytest-xdist collect tests
+        session.config.workeroutput["need_gpu"] = session.config.stash.get(NEED_GPU, None)
+
+
 SKIPPED = pytest.StashKey[set]()
+NEED_GPU = pytest.StashKey[dict[str, int]]()
 
 
 @pytest.fixture(scope="session")
@@ -144,7 +160,64 @@ class SkipLedger:
             terminalreporter.write_line(f"LISTED in {self.expected_file} BUT NOT SKIPPED: {node}")
 
 
+class GpuLedger:
+    """Compares the tests that a run without a GPU leaves out with committed numbers per folder.
+
+    Nothing runs them there, so nobody would see that one is no longer collected.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+    def pytest_testnodedown(self, node) -> None:
+        if (counted := getattr(node, "workeroutput", {}).get("need_gpu")) is not None:
+            self.config.stash[NEED_GPU] = counted
+
+    def differences(self) -> list[str]:
+        found = self.config.stash.get(NEED_GPU, None)
+        if found is None:  # the run ended before it had collected
+            return []
+        lines = GPU_TESTS.read_text().splitlines() if GPU_TESTS.is_file() else []
+        listed = {folder: int(count) for folder, count in map(str.split, lines)}
+        return [
+            f"{GPU_TESTS.relative_to(ROOT)} COUNTS {listed.get(folder, 0)} TESTS FOR A GPU in "
+            f"{folder}, FOUND {found.get(folder, 0)}"
+            for folder in sorted(listed.keys() | found.keys())
+            if listed.get(folder, 0) != found.get(folder, 0)
+        ]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.config.getoption("--count-gpu-tests"):
+            counted = self.config.stash.get(NEED_GPU, {})
+            GPU_TESTS.write_text("".join(f"{folder} {n}\n" for folder, n in counted.items()))
+        elif self.differences() and session.exitstatus in (0, 5):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        for line in self.differences():
+            terminalreporter.write_line(line)
+        if self.differences():
+            terminalreporter.write_line(
+                "if that is meant: python -m pytest tests --collect-only -q --count-gpu-tests"
+            )
+
+
+def is_whole(config: pytest.Config) -> bool:
+    """Whether a run collects every test, on a CPU."""
+    folders = [(config.invocation_params.dir / argument).resolve() for argument in config.args]
+    chosen = config.option.keyword or config.option.ignore or config.option.deselect
+    on_gpu = config.getoption("--device").startswith("cuda")
+    return folders == [ROOT / "tests"] and not chosen and not on_gpu
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
-    controller = not hasattr(session.config, "workerinput")  # no worker of pytest-xdist
-    if controller and session.config.getoption("--expected-skips"):
-        session.config.pluginmanager.register(SkipLedger(session.config), "skip-ledger")
+    config = session.config
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist; its controller compares
+        return
+    if config.getoption("--expected-skips"):
+        config.pluginmanager.register(SkipLedger(config), "skip-ledger")
+    if is_whole(config):
+        config.pluginmanager.register(GpuLedger(config), "gpu-ledger")
+    elif config.getoption("--count-gpu-tests"):
+        raise pytest.UsageError("--count-gpu-tests counts a whole run: pytest tests, on the CPU")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
+import os
 import platform
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -163,6 +167,9 @@ def test_a_changed_header_compiles_its_includers(checkout: Path):
     append(checkout / "kernels-src" / "nf4_dequant" / "nf4_dequant.h", "// changed\n")
     done = run_build(checkout, "--backend", "cpu")
     assert f"1 compiled, {OBJECTS - 1} reused" in done.stdout, done.stderr
+    progress = done.stdout.splitlines()[:2]
+    assert progress[0] == f"compiling 1 of {OBJECTS} files, 1 at a time"
+    assert progress[1].startswith("[1/1] kernels-src/cpu/nf4_dequant.cpp, ")
 
 
 def test_untracked_sources_are_dirty_and_other_untracked_files_are_not(checkout: Path):
@@ -229,6 +236,116 @@ def test_digest_detects_a_changed_byte(checkout: Path):
     # and the next build repairs it
     assert "written" in run_build(checkout, "--backend", "cpu").stdout
     assert verify(variant) == []
+
+
+NEWER_GLIBC = """
+#include <pthread.h>
+__attribute__((used)) static int newer(pthread_t* thread) { return pthread_join(*thread, nullptr); }
+"""
+
+
+def test_what_needs_a_newer_glibc_runs_here_and_is_not_published(checkout: Path):
+    before = metadata_of(variant_of(checkout))
+    append(checkout / "kernels-src" / "cpu" / "nf4_dequant.cpp", NEWER_GLIBC)
+    finding = "cannot be published: manylinux_2_28: pthread_join@GLIBC_2.34"
+    refused = run_build(checkout, "--backend", "cpu", "--publishable")
+    assert refused.returncode == 1 and finding in refused.stderr
+    assert metadata_of(variant_of(checkout)) == before
+    done = run_build(checkout, "--backend", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert f"runs here, {finding}" in done.stdout
+    publish = tool("publish")
+    project = tool("local_build.project").load_project(checkout)
+    with pytest.raises(tool("local_build.errors").BuildError, match=r"pthread_join@GLIBC_2\.34"):
+        publish.make_plan(project, project.build_dir, allow_local_build=True)
+
+
+def test_a_static_libstdcxx_is_not_linked(checkout: Path, tmp_path: Path):
+    """Where g++ has no other one, its own -lstdc++ would bring symbols of this machine's glibc."""
+    compilation, toolchain = tool("local_build.compilation"), tool("local_build.toolchain")
+    cxx = tmp_path / "g++"
+    cxx.write_text('#!/bin/sh\nexec g++ -static-libstdc++ "$@"\n')
+    cxx.chmod(0o755)
+    tools = dataclasses.replace(toolchain.find_toolchain("cpu", None, None), cxx=str(cxx))
+    cache = compilation.object_folder("cpu")
+    objects = [path.relative_to(checkout) for path in sorted((checkout / cache).glob("*.o"))]
+    assert len(objects) == OBJECTS
+    library = cache / "static.abi3.so"
+    compilation._link(checkout, tools, objects, library)
+    assert tool("local_build.audit").audit_library(checkout / library, ROOT, tools.torch) == []
+
+
+# A make that fails as the real one does where a variant cannot be published and that matters.
+MAKE = """#!/bin/sh
+case "$1" in build | test) [ -z "$PUBLISHABLE" ] || [ -z "$FINDING" ] || exit 1 ;; esac
+"""
+
+
+@pytest.mark.parametrize(("finding", "status"), [("", 0), ("yes", 1)])
+def test_ci_fails_where_a_variant_cannot_be_published(tmp_path: Path, finding, status):
+    (tmp_path / ".ci").mkdir()
+    shutil.copyfile(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    for name, text in (("make", MAKE), ("nvcc", "#!/bin/sh\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "build" / "torch-cu130").mkdir(parents=True)
+    (tmp_path / "build" / "torch-cu130" / "x.abi3.so").touch()
+    done = subprocess.run(
+        ["bash", tmp_path / ".ci" / "run"],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FINDING": finding},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.endswith("failed: make test, make build BACKEND=cuda" if finding else "passed")
+
+
+@pytest.mark.parametrize("target", ["build", "test"])
+def test_the_makefile_hands_on_what_must_be_publishable(target: str):
+    words = ["make", "--dry-run", "NO_VENV=1", target]
+    for publishable in ((), ("PUBLISHABLE=1",)):
+        told = subprocess.run([*words, *publishable], cwd=ROOT, capture_output=True, text=True)
+        builds = [line for line in told.stdout.splitlines() if "build_local.py" in line]
+        assert len(builds) == 1 and ("--publishable" in builds[0]) == bool(publishable)
+
+
+# A python3 that says what it was to do; only the announcement really runs.
+PYTHON = """#!/bin/sh
+case "$*" in
+  *announce_demo.py*) exec {python} "$@" ;;
+  "-m venv "*) mkdir -p "$3/bin" && ln -s "$0" "$3/bin/python" ;;
+esac
+echo "RAN $*"
+"""
+
+
+@pytest.mark.parametrize("environment", [True, False], ids=["installed", "new"])
+def test_the_demo_says_how_long_it_takes_before_it_begins(
+    sources: Path, tmp_path: Path, environment: bool
+):
+    for name in ("Makefile", "tools"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
+        copy(ROOT / name, sources / name)
+    python = tmp_path / "python3"
+    python.write_text(PYTHON.format(python=sys.executable))
+    python.chmod(0o755)
+    venv = sources / ".venv"
+    if environment:
+        (venv / "bin").mkdir(parents=True)
+        (venv / "bin" / "python").symlink_to(python)
+        (venv / ".ready").touch()
+    command = ["make", "-C", sources, "demo", f"BASE_PYTHON={python}", "BACKEND=cpu"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if line.startswith(("RAN ", "make demo "))]
+    first, *ran = told
+    assert first.startswith("make demo takes about ") and "train two models" in first
+    assert ("install the environment" in first) == (not environment)
+    assert "compile the cpu variant" in first  # there is no build/
+    assert "RAN tools/build_local.py --backend cpu" in [line.rstrip() for line in ran]
+    assert ran[-1].rstrip() == "RAN examples/train_demo.py"
+    assert any("pip install" in line for line in ran) == (not environment)
 
 
 def test_missing_nvcc_is_named_with_its_remedies(sources: Path, tmp_path: Path):
@@ -329,7 +446,7 @@ def test_default_backend_is_one_that_can_be_loaded(
 ):
     toolchain, build_local = tool("local_build.toolchain"), tool("build_local")
     monkeypatch.setattr(toolchain, "find_torch", lambda: torch_built_with(torch_cuda))
-    monkeypatch.setattr(toolchain, "_cuda_device_count", lambda: devices)
+    monkeypatch.setattr(toolchain, "cuda_device_count", lambda: devices)
     home = tmp_path if toolkit is None else fake_toolkit(tmp_path, toolkit)
     default = toolchain.default_backend(home, None)
     assert default.backend == backend and reason in default.reason

@@ -80,15 +80,22 @@ def test_plan_lists_the_variant_and_the_card(checkout: Path, repo_id: str):
     (checkout / "benchmarks" / "run.py").write_text("")
     commit(checkout)
     variant = variant_of(checkout)
-    (variant / "__pycache__").mkdir()
-    (variant / "__pycache__" / "x.pyc").write_text("")
     plan = plan_of(checkout)
     assert (plan.repo_id, plan.branch) == (repo_id, "v1")
-    shipped = {p for p in variant.rglob("*") if p.is_file() and p.suffix != ".pyc"}
+    shipped = {p for p in variant.rglob("*") if p.is_file()}
     expected = {f"build/{variant.name}/{p.relative_to(variant)}" for p in shipped}
     expected.add("benchmarks/benchmark_nf4_dequant.py")
     assert {file.path for file in plan.files} == expected
     assert plan.card.path == "README.md" and plan.unsigned == (variant.name,)
+    digests = json.loads((variant / "metadata.json").read_text())["digest"]["files"]
+    sent = {file.path: file.digest for file in plan.files}
+    assert {p: d for p, d in sent.items() if d} == {
+        f"build/{variant.name}/{name}": digest for name, digest in digests.items()
+    }
+    assert {p for p, d in sent.items() if not d} == {
+        f"build/{variant.name}/metadata.json",
+        "benchmarks/benchmark_nf4_dequant.py",
+    }
     (library,) = (file for file in plan.files if file.path.endswith(".so"))
     assert library.size == next(variant.glob("*.so")).stat().st_size
 
@@ -174,6 +181,67 @@ def test_a_changed_or_added_file_is_refused(checkout: Path):
     assert "digest" in message and "__init__.py" in message and "added.py" in message
 
 
+def add_bytecode(variant: Path) -> None:
+    (variant / "__pycache__").mkdir()
+    (variant / "__pycache__" / "secret.txt").write_text("")
+
+
+def add_bytecode_below(variant: Path) -> None:
+    (variant / "kernels" / "__pycache__").mkdir()
+    (variant / "kernels" / "__pycache__" / "x.cpython-311.pyc").write_text("")
+
+
+def add_loose_bytecode(variant: Path) -> None:
+    (variant / "loose.pyc").write_text("")
+
+
+def link_outside(variant: Path) -> None:
+    (variant / "kernels" / "linked.py").symlink_to("/etc/hostname")
+
+
+def link_a_listed_file(variant: Path) -> None:
+    """Its content is as the digest says."""
+    target = variant.parent.parent / "elsewhere.py"
+    (variant / "layers.py").rename(target)
+    (variant / "layers.py").symlink_to(target)
+
+
+def link_a_folder(variant: Path) -> None:
+    (variant / "linked").symlink_to("/etc", target_is_directory=True)
+
+
+def link_the_variant(variant: Path) -> None:
+    target = variant.parent.parent / "elsewhere"
+    variant.rename(target)
+    variant.symlink_to(target, target_is_directory=True)
+
+
+UNVERIFIED = {
+    add_bytecode: "__pycache__ holds bytecode, which has no digest: build again",
+    add_bytecode_below: "kernels/__pycache__ holds bytecode",
+    add_loose_bytecode: "loose.pyc has no digest in metadata.json: remove it or build again",
+    link_outside: "kernels/linked.py is a symbolic link",
+    link_a_listed_file: "layers.py is a symbolic link",
+    link_a_folder: "linked is a symbolic link",
+    link_the_variant: ". is a symbolic link: copy what it points to (`cp -rL`)",
+}
+
+
+@pytest.mark.parametrize("change", UNVERIFIED, ids=lambda change: change.__name__)
+def test_what_no_digest_vouches_for_is_refused(checkout: Path, change):
+    """The digests leave out bytecode and follow links; what is sent must not."""
+    variant = variant_of(checkout)
+    change(variant)
+    assert f"{variant.name}: {UNVERIFIED[change]}" in refusal(checkout)
+
+
+def test_a_benchmark_that_is_a_link_is_refused(checkout: Path):
+    (checkout / "benchmarks").mkdir()
+    (checkout / "benchmarks" / "benchmark_linked.py").symlink_to("/etc/hostname")
+    commit(checkout)
+    assert "benchmark_linked.py is a symbolic link" in refusal(checkout)
+
+
 def test_another_version_and_no_variant_are_refused(checkout: Path):
     edit_metadata(checkout, version=2)
     assert "is optimizer version 2, but build.toml says optimizer version 1" in refusal(checkout)
@@ -217,7 +285,15 @@ def test_dry_run_prints_and_sends_nothing(checkout: Path, capsys, monkeypatch):
     assert "--allow-local-build" in capsys.readouterr().err
     assert publish.main([*arguments, "--allow-local-build"]) == 0
     output = capsys.readouterr().out
-    assert "digests verified" in output and "dry run: nothing was sent" in output
+    metadata = json.loads((variant_of(checkout) / "metadata.json").read_text())
+    files = metadata["digest"]["files"]
+    assert f"{len(files)} digests verified; metadata.json carries these" in output
+    assert len(re.findall(r"^ *[\d,]+  verified ", output, re.M)) == len(files)
+    assert re.findall(r"^ *[\d,]+  no digest  (.*)$", output, re.M) == [
+        f"build/{variant_of(checkout).name}/metadata.json",
+        "README.md",
+    ]
+    assert "dry run: nothing was sent" in output
     assert f"{(variant_of(checkout) / '_ops.py').stat().st_size:,}" in output
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from local_build import audit, compilation, package
 from local_build.errors import BuildError
 from local_build.project import Identity, Project, load_project, read_identity
-from local_build.toolchain import default_backend, find_toolchain
+from local_build.toolchain import Toolchain, default_backend, find_toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -51,6 +51,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=cores, help="compilers at once")
     parser.add_argument("--clean", action="store_true", help="build from nothing")
     parser.add_argument(
+        "--publishable",
+        action="store_true",
+        help="fail where the variant runs here but cannot be published",
+    )
+    parser.add_argument(
         "--no-audit", action="store_true", help="skip the binary checks (reported, never silent)"
     )
     parser.add_argument("--root", type=Path, default=ROOT, help="checkout to build")
@@ -71,6 +76,23 @@ def _backends(options: argparse.Namespace, project: Project) -> list[str]:
     return backends
 
 
+def _audit(library: Path, project: Project, tools: Toolchain, options: argparse.Namespace) -> str:
+    """Check `library`; the words for it in the last line of a build."""
+    if options.no_audit:
+        print(f"warning: --no-audit: none of {', '.join(audit.CHECKS)} ran", file=sys.stderr)
+        return "not audited"
+    unpublishable = audit.audit_library(library, project.root, tools.torch)
+    if not unpublishable:
+        return "audit passed"
+    words = f"runs here, cannot be published: {', '.join(unpublishable)}"
+    if options.publishable:
+        raise BuildError(
+            f"--publishable: {library.name} {words}. Build with the official builder (flake.nix), "
+            "or with a g++ and a glibc that are older"
+        )
+    return words
+
+
 def _build(project: Project, identity: Identity, backend: str, options: argparse.Namespace) -> None:
     start = time.perf_counter()
     tools = find_toolchain(backend, options.cuda_home, options.cuda_version)
@@ -82,10 +104,7 @@ def _build(project: Project, identity: Identity, backend: str, options: argparse
     library = compilation.build_library(project, backend, ops_name, tools, options.jobs)
     with package.staging_folder(project, backend) as staged:
         package.write_variant(staged, project, identity, backend, ops_name, library.path)
-        if options.no_audit:
-            print(f"warning: --no-audit: none of {', '.join(audit.CHECKS)} ran", file=sys.stderr)
-        else:
-            audit.audit_library(staged / library.path.name, project.root, tools.torch)
+        audited = _audit(staged / library.path.name, project, tools, options)
         current = package.is_current(staged, target)
         if not current:
             package.install(staged, target)
@@ -93,7 +112,7 @@ def _build(project: Project, identity: Identity, backend: str, options: argparse
     print(
         f"{target.relative_to(project.root)}: {'unchanged' if current else 'written'}, "
         f"{library.compiled} compiled, {library.reused} reused, "
-        f"{'not audited' if options.no_audit else 'audit passed'}, {seconds:.1f} s"
+        f"{audited}, {seconds:.1f} s"
     )
 
 

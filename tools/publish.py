@@ -1,13 +1,14 @@
 """Send built variants to the Hub: repository type "kernel", branch ``v<version>``.
 
-``make publish DRY_RUN=1`` lists what would be sent and runs every check without a network. The
-release workflow uploads official builds with kernel-builder; this script is for looking first, and
-for repositories without that workflow. The repository comes from build.toml.
+``make publish DRY_RUN=1`` lists what would be sent and runs every check without a network. Of a
+variant go exactly the files that its metadata.json has digests of, that file itself and its
+signature; whatever else lies there is refused. The repository comes from build.toml.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from hub_card import render_card
+from local_build.audit import audit_library
 from local_build.errors import BuildError
 from local_build.package import LOCAL_BUILD_MARKER
 from local_build.project import Project, load_project, read_identity
 
 ROOT = Path(__file__).resolve().parent.parent
 REPO_TYPE = "kernel"
+METADATA = "metadata.json"
 SIGNATURE = "metadata.json.sigstore"
 # e_machine, the 16-bit number at byte 18 of an ELF file (System V ABI, its processor supplements).
 ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
@@ -33,10 +36,12 @@ class File:
     Attributes:
         path: Where it goes in the repository.
         content: A file on disk, or the bytes themselves.
+        digest: Its digest in metadata.json, in base64, which it was compared with.
     """
 
     path: str
     content: Path | bytes
+    digest: str | None = None
 
     @property
     def size(self) -> int:
@@ -69,7 +74,7 @@ def make_plan(project: Project, build_dir: Path, allow_local_build: bool) -> Pla
 
     Args:
         project: The checkout that the variants were built from.
-        build_dir: Folder of variant folders, ``build`` or Nix's ``result``.
+        build_dir: Folder of variant folders.
         allow_local_build: Accept variants of tools/build_local.py.
 
     Raises:
@@ -77,7 +82,7 @@ def make_plan(project: Project, build_dir: Path, allow_local_build: bool) -> Pla
     """
     if not project.repo_id:
         raise BuildError("build.toml: [general.hub] has no repo-id, so there is nowhere to publish")
-    folders = sorted(path.parent for path in build_dir.glob("*/metadata.json"))
+    folders = sorted(path.parent for path in build_dir.glob(f"*/{METADATA}"))
     if not folders:
         raise BuildError(f"no variant in {build_dir}: run `make build` or the official build first")
     head = read_identity(project.root).commit
@@ -91,15 +96,11 @@ def make_plan(project: Project, build_dir: Path, allow_local_build: bool) -> Pla
             f"the checkout, whose card and benchmarks are sent too, differs from its commit in "
             f"{', '.join(changed)}: commit or remove these"
         )
+    benchmarks = sorted((project.root / "benchmarks").glob("benchmark*.py"))
+    problems += [f"{path} is a symbolic link" for path in benchmarks if path.is_symlink()]
     if problems:
         raise BuildError("not publishable:\n  " + "\n  ".join(problems))
-    files = [
-        File(f"build/{path.relative_to(build_dir).as_posix()}", path)
-        for folder in folders
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.suffix != ".pyc"
-    ]
-    benchmarks = sorted((project.root / "benchmarks").glob("benchmark*.py"))
+    files = [file for folder in folders for file in files_of(folder)]
     return Plan(
         repo_id=project.repo_id,
         branch=f"v{project.version}",
@@ -108,6 +109,21 @@ def make_plan(project: Project, build_dir: Path, allow_local_build: bool) -> Pla
         files=(*files, *(File(f"benchmarks/{path.name}", path) for path in benchmarks)),
         card=File("README.md", render_card(project).encode()),
     )
+
+
+def files_of(folder: Path) -> list[File]:
+    """metadata.json, its signature if there is one, and what metadata.json has digests of."""
+    digests = listed_digests(folder) or {}
+    names = sorted({METADATA, *digests} | {SIGNATURE} & set(os.listdir(folder)))
+    return [File(f"build/{folder.name}/{name}", folder / name, digests.get(name)) for name in names]
+
+
+def listed_digests(folder: Path) -> dict[str, str] | None:
+    """Path -> digest in a variant's metadata.json; None where it has none."""
+    from kernels._rust import Metadata
+
+    digest = Metadata.read_from_file(folder / METADATA).digest
+    return None if digest is None else dict(digest.files)
 
 
 def uncommitted(root: Path) -> list[str]:
@@ -124,7 +140,7 @@ def check_variant(
     from kernels._rust import Metadata
 
     try:
-        metadata = Metadata.read_from_file(folder / "metadata.json")
+        metadata = Metadata.read_from_file(folder / METADATA)
         problems = check_name(folder, str(metadata.backend.backend_type))
     except (ValueError, OSError) as error:
         return [str(error)]
@@ -134,6 +150,8 @@ def check_variant(
             f"{project.name} version {project.version}; build again"
         )
     problems += verify_digest(folder)
+    problems += check_listed(folder)
+    problems += check_binaries(project, folder)
     provenance = metadata.provenance
     if provenance is None or provenance.kernel is None:
         return [*problems, "provenance names no commit: commit the sources and build again"]
@@ -176,11 +194,22 @@ def check_name(folder: Path, backend: str) -> list[str]:
     return problems
 
 
+def check_binaries(project: Project, folder: Path) -> list[str]:
+    """What the libraries of a variant need and not every user has; local builds may need it."""
+    problems = []
+    for library in sorted(folder.glob("*.so")):
+        try:
+            problems += audit_library(library, project.root, torch=None)
+        except BuildError as error:
+            problems.append(str(error))
+    return problems
+
+
 def verify_digest(folder: Path) -> list[str]:
     """Compare the files of a variant with the digest in its metadata.json."""
     from kernels._rust import Digest, DigestValidationError, Metadata
 
-    expected = Metadata.read_from_file(folder / "metadata.json").digest
+    expected = Metadata.read_from_file(folder / METADATA).digest
     if expected is None:
         return ["metadata.json has no digest (official builds: `kernel-builder hash`)"]
     try:
@@ -188,6 +217,22 @@ def verify_digest(folder: Path) -> list[str]:
     except DigestValidationError as error:
         return [f"digest: {violation}" for violation in error.violations]
     return []
+
+
+def check_listed(folder: Path) -> list[str]:
+    """Everything below a variant that no digest vouches for, whatever its name."""
+    listed = {METADATA, SIGNATURE, *(listed_digests(folder) or ())}
+    problems = []
+    for path in (folder, *sorted(folder.rglob("*"))):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            problems.append(f"{name} is a symbolic link: copy what it points to (`cp -rL`)")
+        elif "__pycache__" in path.parts[len(folder.parts) :]:
+            if path.is_dir():
+                problems.append(f"{name} holds bytecode, which has no digest: build again")
+        elif not path.is_dir() and name not in listed:
+            problems.append(f"{name} has no digest in {METADATA}: remove it or build again")
+    return problems
 
 
 def upload(plan: Plan, api: Any) -> None:
@@ -232,11 +277,15 @@ def _addition(operation: type, file: File) -> Any:
 def print_plan(plan: Plan) -> None:
     print(f"{REPO_TYPE} repository {plan.repo_id}, branch {plan.branch}:")
     for file in plan.files:
-        print(f"{file.size:>12,}  {file.path}")
+        print(f"{file.size:>12,}  {'verified ' if file.digest else 'no digest'}  {file.path}")
     print(f"{REPO_TYPE} repository {plan.repo_id}, branch main:")
-    print(f"{plan.card.size:>12,}  {plan.card.path}")
-    total = sum(file.size for file in (*plan.files, plan.card))
-    print(f"{total:>12,}  bytes in {len(plan.files) + 1} files; digests verified")
+    print(f"{plan.card.size:>12,}  no digest  {plan.card.path}")
+    files = (*plan.files, plan.card)
+    verified = sum(file.digest is not None for file in files)
+    print(
+        f"{sum(file.size for file in files):>12,}  bytes in {len(files)} files; {verified} digests "
+        f"verified; {METADATA} carries these, the benchmarks and the card are those of the commit"
+    )
     for name in plan.unsigned:
         print(f"unsigned: {name} has no {SIGNATURE}")
 

@@ -30,7 +30,6 @@ def main() -> int:
         ("racecheck", "kernels", 0),
         ("memcheck", "chain", 0),
         ("racecheck", "chain", 0),
-        ("memcheck", "subsets", 0),
         ("memcheck", "experts", 0),
         ("racecheck", "experts", 0),
     ):

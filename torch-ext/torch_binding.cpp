@@ -26,22 +26,19 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "norm_factors(Tensor x, Tensor(a!) factors, Tensor(b!) roots, float prefactor, "
       "bool symmetric=False) -> ()");
   ops.def(
-      "find_well_conditioned(Tensor r, float prefactor, float spread, int side, "
-      "Tensor(a!) factors, Tensor(b!) found, Tensor(c!) subset, Tensor(d!) zeros) -> ()");
-  ops.def(
-      "find_converged(Tensor residual, float bound, int side, Tensor(a!) found, Tensor(b!) subset, "
-      "Tensor(c!) rest, Tensor(d!) zeros) -> ()");
-  ops.def(
       "symmetric_matmul(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, "
       "float diag, int tile, Tensor? scale=None, int alpha_power=1, int beta_power=1, "
-      "bool upper_operands=False, bool upper_out=False, Tensor? subset=None) -> ()");
+      "bool upper_out=False) -> ()");
   ops.def(
       "matmul_add(Tensor a, Tensor b, Tensor? c, Tensor(a!) out, float alpha, float beta, int "
-      "tile, Tensor? scale=None, int upper=0, Tensor? subset=None) -> ()");
+      "tile, Tensor? scale=None, int upper=0) -> ()");
   ops.def(
       "square_chain(Tensor(a!)[] buffers, int[] places, int[] operands, float[] alphas, "
-      "float[] betas, float[] deltas, Tensor? scale, int groups, Tensor? subset=None, "
+      "float[] betas, float[] deltas, Tensor? scale, int groups, "
       "Tensor(b!)? zeros=None) -> ()");
+  ops.def(
+      "gram_polynomial_slice(Tensor[] pieces, Tensor(a!) out, int[] places, int[] operands, "
+      "float[] coefficients, float start_norm, float prefactor, bool chain) -> ()");
   ops.def(
       "grouped_product(Tensor x, Tensor weight, Tensor? low, Tensor? factor, Tensor? bias, "
       "Tensor? gates, Tensor? other, Tensor slots, Tensor offsets, Tensor(a!) out, "
@@ -67,11 +64,10 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("normalize", TORCH_BOX(&optimizer::normalize_cuda));
   ops.impl("crop", TORCH_BOX(&optimizer::crop_cuda));
   ops.impl("norm_factors", TORCH_BOX(&optimizer::norm_factors_cuda));
-  ops.impl("find_well_conditioned", TORCH_BOX(&optimizer::find_well_conditioned_cuda));
-  ops.impl("find_converged", TORCH_BOX(&optimizer::find_converged_cuda));
   ops.impl("symmetric_matmul", TORCH_BOX(&optimizer::symmetric_matmul_cuda));
   ops.impl("matmul_add", TORCH_BOX(&optimizer::matmul_add_cuda));
   ops.impl("square_chain", TORCH_BOX(&optimizer::square_chain_cuda));
+  ops.impl("gram_polynomial_slice", TORCH_BOX(&optimizer::gram_polynomial_slice_cuda));
   ops.impl("grouped_product", TORCH_BOX(&optimizer::grouped_product_cuda));
   ops.impl("nf4_product", TORCH_BOX(&optimizer::nf4_product_cuda));
   ops.impl("nf4_dequant", TORCH_BOX(&optimizer::nf4_dequant_cuda));

@@ -62,26 +62,26 @@ void normalize_cuda(const TensorVector& pieces, const Tensor& out, double prefac
 void crop_cuda(const Tensor& x, const Tensor& out);
 void norm_factors_cuda(const Tensor& x, const Tensor& factors, const Tensor& roots,
                        double prefactor, bool symmetric);
-void find_well_conditioned_cuda(const Tensor& r, double prefactor, double spread, int64_t side,
-                                const Tensor& factors, const Tensor& found, const Tensor& subset,
-                                const Tensor& zeros);
-void find_converged_cuda(const Tensor& residual, double bound, int64_t side, const Tensor& found,
-                         const Tensor& subset, const Tensor& rest, const Tensor& zeros);
 
 void symmetric_matmul_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c,
                            const Tensor& out, double alpha, double beta, double diag, int64_t tile,
                            std::optional<Tensor> scale, int64_t alpha_power, int64_t beta_power,
-                           bool upper_operands, bool upper_out, std::optional<Tensor> subset);
+                           bool upper_out);
 
 void matmul_add_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c, const Tensor& out,
                      double alpha, double beta, int64_t tile, std::optional<Tensor> scale,
-                     int64_t upper, std::optional<Tensor> subset);
+                     int64_t upper);
 
 void square_chain_cuda(const TensorVector& buffers, const std::vector<int64_t>& places,
                        const std::vector<int64_t>& operands, const std::vector<double>& alphas,
                        const std::vector<double>& betas, const std::vector<double>& deltas,
-                       std::optional<Tensor> scale, int64_t groups, std::optional<Tensor> subset,
-                       std::optional<Tensor> zeros);
+                       std::optional<Tensor> scale, int64_t groups, std::optional<Tensor> zeros);
+
+void gram_polynomial_slice_cuda(const TensorVector& pieces, const Tensor& out,
+                                const std::vector<int64_t>& places,
+                                const std::vector<int64_t>& operands,
+                                const std::vector<double>& coefficients, double start_norm,
+                                double prefactor, bool chain);
 
 void grouped_product_cuda(const Tensor& x, const Tensor& weight, std::optional<Tensor> low,
                           std::optional<Tensor> factor, std::optional<Tensor> bias,

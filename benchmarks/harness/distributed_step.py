@@ -19,10 +19,12 @@ from .optimizer_step import DECAY, LR, SHAPES, TIMED, WARMUP, Model
 from .package import Built
 from .ranks import Ranks
 from .report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, passed
+from .timer import Times, burst
 
 LINK_TBPS = 0.45  # out of one GPU: 18 links of NVLink 4 at 25 GB/s
 FORMS = {"fsdp2": 2, "unreduced-fp32": 4, "unreduced-fp16": 2}  # -> bytes of an element on the wire
 MUON_LR = 0.02  # of MuonAdamW
+IN_BURST = 4  # steps between two waits
 ROWS = 64  # of an AdamW parameter that the gate compares
 
 
@@ -137,7 +139,7 @@ class RankCase:
             {"kind": "adamw", "params": others, "lr": LR, **shared},
         ]
         if alone:
-            return self.package.MuonAdamW(groups)
+            return self.package.MuonAdamW(groups, gradients="reduced")
         half = torch.float16 if self.problem.form.endswith("fp16") else None
         return self.package.DistMuonAdamW(groups, wire_dtype=half)
 
@@ -249,14 +251,26 @@ class RankCase:
             extra += added_mb(self.ours.step)
         return self.ranks.largest(extra)
 
-    def medians(self, rounds: int) -> tuple[float, float]:
-        """Milliseconds of a step of ours and of the baseline, by turns, on the slowest rank."""
+    def times(self, rounds: int) -> tuple[Times, Times]:
+        """A step of ours and of the baseline, by turns, on the slowest rank."""
+        from torch import distributed
+
         calls = {"ours": self.ours.step, "baseline": self.baseline}
-        times: dict[str, list[float]] = {name: [] for name in calls}
+        kinds = ("ms", "wall_ms", "host_ms")
+        found = {name: {kind: [] for kind in kinds} for name in calls}
         for _ in range(WARMUP + rounds):
             for name, call in calls.items():
-                times[name].append(self.ranks.milliseconds(call))
-        ours, baseline = (statistics.median(taken[WARMUP:]) for taken in times.values())
+                distributed.barrier()
+                wall, host = burst(
+                    lambda _, call=call: call(), 0, IN_BURST, 1, synchronize=self.ranks.synchronize
+                )
+                taken = (self.ranks.milliseconds(call), *map(self.ranks.largest, (wall, host)))
+                for kind, value in zip(kinds, taken, strict=True):
+                    found[name][kind].append(value)
+        ours, baseline = (
+            Times(**{kind: statistics.median(values[WARMUP:]) for kind, values in of_one.items()})
+            for of_one in found.values()
+        )
         return ours, baseline
 
 
@@ -285,29 +299,30 @@ def measure(problem: Problem, built: Built, ranks: Ranks, rounds: int = TIMED) -
         row = failed(problem.case)
         return row, f"{row.case:<30} WRONG RESULTS, not timed: {case.verdict}"
     peak_mb = case.extra_mb()
-    ms, baseline_ms = case.medians(rounds)
+    ours, baseline = case.times(rounds)
     row = passed(
         problem.case,
         Measured(
-            ms=ms,
+            times=ours,
             floor_ms=problem.floor_ms(ranks.count),
             baseline=case.baseline_name,
-            baseline_ms=baseline_ms,
+            baseline_times=baseline,
             error=error,
             error_baseline=error_baseline,
             peak_mb=peak_mb,
         ),
     )
     line = (
-        f"{row.case:<30}{ms:>8.2f}{row.floor_ms:>8.2f}{row.fraction_of_floor:>8.1%}"
-        f"{baseline_ms:>9.2f}{row.speedup:>7.2f}x{peak_mb:>9.0f}  {case.verdict}"
+        f"{row.case:<30}{row.wall_ms:>8.2f}{row.host_ms:>8.2f}{row.ms:>8.2f}{row.floor_ms:>8.2f}"
+        f"{row.fraction_of_floor:>8.1%}{row.baseline_wall_ms:>9.2f}{row.speedup:>7.2f}x"
+        f"{peak_mb:>9.0f}  {case.verdict}"
     )
     return row, line
 
 
 HEADING = (
-    f"{'case':<30}{'ms':>8}{'floor':>8}{'% floor':>8}{'AdamW':>9}{'x base':>8}{'peak MB':>9}"
-    "  against one process"
+    f"{'case':<30}{'wall ms':>8}{'host':>8}{'device':>8}{'floor':>8}{'% floor':>8}{'AdamW':>9}"
+    f"{'x base':>8}{'peak MB':>9}  against one process"
 )
 
 
@@ -326,10 +341,10 @@ def scaling(measured: list[Row], single: Path, count: int) -> str:
     """Against the result file of one GPU, if there is one."""
     if not single.is_file():
         return f"scaling from 1 GPU is not known: there is no {single}"
-    alone = {row["case"]: row.get("ms") for row in json.loads(single.read_text())["rows"]}
+    alone = {row["case"]: row.get("wall_ms") for row in json.loads(single.read_text())["rows"]}
     parts = []
     for row in measured:
-        ms = alone.get(f"{row.case.split('/')[0]}/1gpu")
+        ms = alone.get(f"{row.case.split('/')[0]}/1gpu/heavy")
         if row.ok and ms:
-            parts.append(f"{row.case} {ms / row.ms:.2f}x")
+            parts.append(f"{row.case} {ms / row.wall_ms:.2f}x")
     return f"faster than 1 GPU, by {count} ranks: {', '.join(parts)}"

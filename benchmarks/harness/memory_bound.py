@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from .ceilings import copy_call
 from .package import Built
 from .report import Measured, Row, failed, floor_ms, line, passed
-from .timer import cold_sets, medians
+from .timer import cold_sets, times
 
 MOST_SETS = 64  # of inputs; thousands of small tensors would take longer to make than to time
 
@@ -49,20 +49,20 @@ def measure(problem: Problem, built: Built, kind: type[Case]) -> tuple[Row, str]
         return row, line(row, gigabytes=0)
     peak_mb = added_mb(lambda: case.ours(0))
     calls = {"ours": case.ours, "baseline": case.baseline, "copy": copy_call(problem.bytes_moved)}
-    ms = medians(calls, sets=len(case.sets))
+    found = times(calls, sets=len(case.sets))
     row = passed(
         problem.case,
         Measured(
-            ms=ms["ours"],
+            times=found["ours"],
             floor_ms=floor_ms(bytes_moved=problem.bytes_moved),
             baseline=case.baseline_name,
-            baseline_ms=ms["baseline"],
+            baseline_times=found["baseline"],
             error=error,
             error_baseline=error_baseline,
             peak_mb=peak_mb,
         ),
     )
-    return row, line(row, gigabytes=problem.bytes_moved / 1e9, copy_ms=ms["copy"])
+    return row, line(row, gigabytes=problem.bytes_moved / 1e9, copy_ms=found["copy"].ms)
 
 
 def added_mb(call) -> float:

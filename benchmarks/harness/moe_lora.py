@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .moe_problems import Layer, listed, of_model, random_layers
+from .moe_problems import MODELS, Layer, listed, of_model, random_layers
 from .package import Built
 from .report import Measured, Row, failed, line, passed
-from .timer import CudaStopwatch, cold_sets, medians
+from .timer import BURSTS, FEW_BURSTS, CudaStopwatch, cold_sets, times
 
 SCALING = 2.0
 BASELINE = "split LoRA, torch grouped_mm"
@@ -171,17 +171,31 @@ class LayerCase:
         return good, *worst
 
     def step(self, run, leaves):
-        """Forward and backward; gradients are fresh tensors, as after zero_grad."""
+        """Forward and backward into gradients that are None before, as after zero_grad."""
+        for leaf in leaves:
+            leaf.grad = None
+        run().backward(self.grad)
+
+    def drop_gradients(self) -> None:
+        """As before the first step, so that memory is counted from there."""
+        for leaf in (self.x, self.gates, *self.factors, *self.peft):
+            leaf.grad = None
+
+    def change(self) -> None:
+        """The trained factors in place, as an optimizer does."""
         import torch
 
-        return torch.autograd.grad(run(), leaves, self.grad)
+        with torch.no_grad():
+            for factor in (*self.factors, *self.peft):
+                factor.mul_(1.01)  # 0.001 would round to nothing in bfloat16
 
 
-def peak_mb(call) -> float:
-    """Device memory that one call adds at its peak, in MB."""
+def peak_mb(call, before_it=lambda: None) -> float:
+    """Device memory that one call adds at its peak, in MB; `before_it` lets go of earlier ones."""
     import torch
 
     call()
+    before_it()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -233,23 +247,25 @@ def measure(layer: Layer, built: Built) -> Iterator[tuple[Row, str]]:
             who: lambda number, who=who, here=here: here[number][who]()
             for who in ("ours", "baseline")
         }
-        ms = medians(
+        found = times(
             turns,
             sets=len(cases),
+            between=lambda: [case.change() for case in cases],
+            bursts=BURSTS if layer.model in MODELS else FEW_BURSTS,
             rounds=ROUNDS,
             stopwatch=Stopwatch,
         )
         row = passed(
             name,
             Measured(
-                ms=ms["ours"],
+                times=found["ours"],
                 floor_ms=floor,
                 baseline=BASELINE,
-                baseline_ms=ms["baseline"],
+                baseline_times=found["baseline"],
                 error=error,
                 error_baseline=error_baseline,
-                peak_mb=peak_mb(here[0]["ours"]),
-                peak_baseline_mb=peak_mb(here[0]["baseline"]),
+                peak_mb=peak_mb(here[0]["ours"], cases[0].drop_gradients),
+                peak_baseline_mb=peak_mb(here[0]["baseline"], cases[0].drop_gradients),
             ),
         )
         memory = f"  peak {row.peak_mb:.0f} MB of {row.peak_baseline_mb:.0f}"

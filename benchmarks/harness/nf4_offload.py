@@ -17,7 +17,7 @@ from .nf4 import BLOCKSIZE, BYTES, floors
 from .nf4_goals import OFFLOAD, Goal, judged, said
 from .package import Built
 from .report import Measured, Row, failed, line, passed
-from .timer import medians
+from .timer import Times, times
 
 MODEL, LAYERS, TOKENS = "Qwen3-30B-A3B", 4, 8192
 HEADS, KEY_HEADS, HEAD = 32, 4, 128
@@ -134,13 +134,13 @@ def offload_row(
         with repeatable_kernels(), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
             return step()
 
-    def measure() -> tuple[float, float]:
+    def measure() -> tuple[Times, float]:
         turns = {"step": lambda _: step()}
-        timed = medians(turns, sets=1, rounds=ROUNDS, warmup=WARMUP, stopwatch=Stopwatch)
+        timed = times(turns, sets=1, rounds=ROUNDS, warmup=WARMUP, stopwatch=Stopwatch)
         return timed["step"], peak_mb(step)
 
     expected = repeatable()
-    plain_ms, plain_mb = measure()
+    plain, plain_mb = measure()
     offload = built.package.moe.ExpertOffload(model, device)
     try:
         step()  # learns the order
@@ -153,7 +153,7 @@ def offload_row(
         if not good:
             row = failed(name)
             return row, line(row, gigabytes=0)
-        ms, mb = measure()
+        here, mb = measure()
     finally:
         offload.turn_off()
     weights = BYTES * 3 * sizes[0] * sizes[1] * sizes[2]
@@ -161,16 +161,18 @@ def offload_row(
     measured = passed(
         name,
         Measured(
-            ms=ms,
+            times=here,
             floor_ms=least,
             baseline=BASELINE,
-            baseline_ms=plain_ms,
+            baseline_times=plain,
             error=0.0,
             error_baseline=0.0,
             peak_mb=mb,
             peak_baseline_mb=plain_mb,
         ),
     )
-    row = judged(measured, {"slower": Goal(OFFLOAD, False)}, {"slower": ms / plain_ms})
+    row = judged(
+        measured, {"slower": Goal(OFFLOAD, False)}, {"slower": here.wall_ms / plain.wall_ms}
+    )
     printed = line(row, gigabytes=copied * weights / 1e9)
     return row, f"{printed}  {copied} layers copied per step, {there} on the device{said(row)}"

@@ -1,20 +1,24 @@
-"""Cases of `optimizer_step.json`: a whole step on one GPU, beside torch's fused AdamW."""
+"""Cases of `optimizer_step.json`: a whole step on one GPU, beside torch's fused AdamW.
+
+Gradients have heavy tails, A diag(1/k) B^T. In the clock a step gets gradients at other addresses,
+steps, and sets them to None, as a training loop does.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from .memory_bound import added_mb
+from .moe_lora import Stopwatch
+from .orthogonalize import EXACT_LOWER, EXACT_STEPS
 from .package import Built
 from .report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, line, passed
+from .timer import LEAST_SETS, Times, times
 
 STEPS = 5  # of the orthogonalization
-# The polar factor by iteration: values below this, of a norm of 1, are no part of a Gaussian
-# matrix that the gate could see.
-CONVERGED, CONVERGED_FROM = 14, 1e-7
 LR, DECAY = 1e-3, 0.1
 WARMUP, TIMED = 4, 15
 
@@ -48,7 +52,7 @@ class Model:
     def case(self) -> str:
         """Name in the result file."""
         kind = "" if self.dtype == "float32" else f"/{self.dtype}"
-        return f"{self.name}{kind}/1gpu"
+        return f"{self.name}{kind}/1gpu/heavy"
 
     @property
     def flops(self) -> float:
@@ -77,28 +81,32 @@ LISTED = (
     Model("experts-128"),
 )
 
+SHARDED = ("gpt2-124M", "llama-1B")  # beside the plain ones, over DTensors of a mesh of one GPU
+
 
 def least_flops(shape: tuple[int, ...]) -> float:
-    """Of one parameter (..., r, c): symmetric products by halves, directly or in the Gram form."""
+    """Of one parameter (..., r, c): the least of any method that keeps the accuracy rule."""
     *batch, r, c = shape
     m, n = min(r, c), max(r, c)
-    direct = STEPS * (3 * m * m * n + m**3)
-    gram = 6 * m * m * n + 14 * m**3  # five steps, one restart
-    return math.prod(batch) * min(direct, gram)
+    return math.prod(batch) * (6 * m * m * n + 10 * m**3)  # gram_polynomial
 
 
 class StepCase:
     """A model's parameters on the device, ours over them and torch's AdamW over copies."""
 
-    def __init__(self, model: Model, built: Built, device: str = "cuda") -> None:
+    def __init__(self, model: Model, built: Built, device: str = "cuda", mesh=None) -> None:
         import torch
 
-        self.package, self.device = built.package, device
+        self.package, self.device, self.mesh = built.package, device, mesh
         self.generator = torch.Generator(device).manual_seed(0)
         dtype = getattr(torch, model.dtype)
         matrices, others = SHAPES[model.name]
         self.matrices = [self._parameter(shape, dtype) for shape in matrices]
         self.others = [self._parameter(shape, dtype) for shape in others]
+        self.params = [*self.matrices, *self.others]
+        first = [self._gradient(param) for param in self.params]
+        # The same values at other addresses: what a step computes does not depend on them.
+        self.gradients = [first, *([g.clone() for g in first] for _ in range(LEAST_SETS - 1))]
         experts = any(len(shape) == 3 for shape in matrices)
         groups = [
             {
@@ -108,23 +116,58 @@ class StepCase:
             },
             {"params": self.others, "use_muon": False},
         ]
-        options = {"lr": LR, "weight_decay": DECAY, "none_grad": False}
-        self.ours = built.package.Muon(groups, **options)
-        self.baseline = torch.optim.AdamW(
-            [*self.matrices, *self.others], lr=LR, weight_decay=DECAY, fused=True
-        )
+        self.ours = built.package.Muon(groups, lr=LR, weight_decay=DECAY, none_grad=False)
+        self.baseline = torch.optim.AdamW(self.params, lr=LR, weight_decay=DECAY, fused=True)
         self.baseline_name = f"torch {torch.__version__} AdamW(fused=True) on all parameters"
+
+    def _normal(self, shape: tuple[int, ...]):
+        import torch
+
+        return torch.randn(shape, device=self.device, generator=self.generator)
 
     def _parameter(self, shape: tuple[int, ...], dtype):
         import torch
 
-        def normal(scale: float):
-            values = torch.randn(shape, device=self.device, generator=self.generator)
-            return (values * scale).to(dtype)
+        return torch.nn.Parameter(self._placed((self._normal(shape) * 0.02).to(dtype)))
 
-        param = torch.nn.Parameter(normal(0.02))
-        param.grad = normal(1e-3)
-        return param
+    def _placed(self, tensor):
+        """The tensor, or rows of a DTensor as FSDP2 leaves them."""
+        if self.mesh is None:
+            return tensor
+        from torch.distributed.tensor import DTensor, Shard
+
+        return DTensor.from_local(tensor, self.mesh, [Shard(0)], run_check=False)
+
+    def _gradient(self, param):
+        """A diag(1/k) B^T of unit columns for a matrix, scaled; Gaussian for an embedding."""
+        import torch
+
+        shape = param.shape
+        if all(param is not matrix for matrix in self.matrices):
+            return self._placed((self._normal(shape) * 1e-3).to(param.dtype))
+        grad = torch.empty(shape, device=self.device, dtype=param.dtype)
+        for matrix in grad.view(-1, *shape[-2:]):
+            side = min(matrix.shape)
+            left, right = (self._normal((rows, side)) for rows in matrix.shape)
+            k = torch.arange(1, side + 1, device=self.device)
+            matrix.copy_((left / left.norm(dim=0) / k) @ (right / right.norm(dim=0)).mT * 1e-2)
+        return self._placed(grad)
+
+    def give(self, number: int) -> None:
+        """Gradients as backward leaves them: other memory at every step."""
+        for param, grad in zip(self.params, self.gradients[number], strict=True):
+            param.grad = grad
+
+    def call(self, optimizer):
+        """A step with the gradients of a number, which are None before and after it."""
+
+        def step(number: int) -> None:
+            self.give(number)
+            optimizer.step()
+            for param in self.params:
+                param.grad = None
+
+        return step
 
     def compare(self) -> tuple[bool, float, float]:
         """(gate, error of the first step, that of plain bfloat16 products), relative to the update.
@@ -135,6 +178,7 @@ class StepCase:
         """
         import torch
 
+        self.give(0)
         firsts = {param.shape: param for param in reversed(self.matrices)}
         before = {shape: param.detach().clone() for shape, param in firsts.items()}
         self.ours.step()
@@ -145,7 +189,7 @@ class StepCase:
             )
             kept = old.double() * (1 - LR * DECAY)
             rate = LR * 0.2 * math.sqrt(max(shape[-2:]))  # match_rms_adamw
-            polar = self.package.polar_express(grad.double(), CONVERGED, lower=CONVERGED_FROM)
+            polar = self.package.polar_express(grad.double(), EXACT_STEPS, lower=EXACT_LOWER)
             five = self.package.polar_express(grad, STEPS, dtype=torch.bfloat16)
             exact, plain = (kept - rate * move.double() for move in (polar, five))
             squares += torch.stack(
@@ -154,22 +198,12 @@ class StepCase:
         error, error_baseline, norm = squares.sqrt().tolist()
         return error <= 1.01 * error_baseline, error / norm, error_baseline / norm
 
-    def medians(self) -> tuple[float, float]:
-        """Milliseconds of a step of ours and of the baseline, by turns, between events."""
-        import torch
-
-        times: dict[object, list[float]] = {self.ours: [], self.baseline: []}
-        for _ in range(WARMUP + TIMED):
-            for optimizer, taken in times.items():
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda.synchronize()
-                start.record()
-                optimizer.step()
-                stop.record()
-                torch.cuda.synchronize()
-                taken.append(start.elapsed_time(stop))
-        ours, baseline = (statistics.median(taken[WARMUP:]) for taken in times.values())
-        return ours, baseline
+    def times(self) -> tuple[Times, Times]:
+        """A step of ours and of the baseline, by turns."""
+        calls = {"ours": self.call(self.ours), "baseline": self.call(self.baseline)}
+        options = {"rounds": TIMED, "warmup": WARMUP, "stopwatch": Stopwatch}
+        found = times(calls, sets=len(self.gradients), **options)
+        return found["ours"], found["baseline"]
 
 
 def measure(model: Model, built: Built) -> tuple[Row, str]:
@@ -180,14 +214,14 @@ def measure(model: Model, built: Built) -> tuple[Row, str]:
         row = failed(model.case)
         return row, line(row, gigabytes=0)
     peak_mb = added_mb(case.ours.step)
-    ms, baseline_ms = case.medians()
+    ours, baseline = case.times()
     row = passed(
         model.case,
         Measured(
-            ms=ms,
+            times=ours,
             floor_ms=model.floor_ms,
             baseline=case.baseline_name,
-            baseline_ms=baseline_ms,
+            baseline_times=baseline,
             error=error,
             error_baseline=error_baseline,
             peak_mb=peak_mb,
@@ -196,12 +230,63 @@ def measure(model: Model, built: Built) -> tuple[Row, str]:
     return row, line(row, gigabytes=model.bytes_moved / 1e9)
 
 
+@contextmanager
+def mesh_of_one(device: str = "cuda"):
+    """A process group of this process alone, and its mesh."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    backend = "nccl" if device == "cuda" else "gloo"
+    store = distributed.HashStore()
+    distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield init_device_mesh(device, (1,))
+    finally:
+        distributed.destroy_process_group()
+
+
+def measure_shards(model: Model, built: Built, device: str = "cuda") -> tuple[Row, str]:
+    """A step over DTensors of a mesh of one GPU beside the same over plain parameters."""
+    import torch
+
+    name = f"{model.case}/fsdp2"
+    with mesh_of_one(device) as mesh:
+        plain = StepCase(model, built, device)
+        sharded = StepCase(model, built, device, mesh)
+        for case in (plain, sharded):
+            case.call(case.ours)(0)
+        pairs = zip(sharded.params, plain.params, strict=True)
+        if not all(torch.equal(a.detach().to_local(), b.detach()) for a, b in pairs):
+            row = failed(name)
+            return row, line(row, gigabytes=0)
+        peak_mb = added_mb(lambda: sharded.call(sharded.ours)(0))
+        calls = {"ours": sharded.call(sharded.ours), "baseline": plain.call(plain.ours)}
+        options = {"rounds": TIMED, "warmup": WARMUP, "stopwatch": Stopwatch}
+        found = times(calls, sets=len(plain.gradients), **options)
+        row = passed(
+            name,
+            Measured(
+                times=found["ours"],
+                floor_ms=model.floor_ms,
+                baseline="the same step over plain parameters",
+                baseline_times=found["baseline"],
+                error=0.0,
+                error_baseline=0.0,
+                peak_mb=peak_mb,
+            ),
+        )
+        return row, line(row, gigabytes=model.bytes_moved / 1e9)
+
+
 def rows(built: Built) -> Iterator[tuple[Row, str]]:
     """Every row of the file."""
     import torch
 
     for model in LISTED:
         yield measure(model, built)
+        torch.cuda.empty_cache()
+    for name in SHARDED:
+        yield measure_shards(Model(name), built)
         torch.cuda.empty_cache()
 
 

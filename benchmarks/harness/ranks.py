@@ -42,6 +42,13 @@ class Ranks:
         distributed.barrier()
         return self.largest(_device_time(call) if self.device.type == "cuda" else _time(call))
 
+    def synchronize(self) -> None:
+        """Wait for this rank's device."""
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
     def held_mb(self) -> float:
         """Device memory of this rank's tensors, and what its CUDA graphs keep; 0 on CPUs."""
         import gc

@@ -1,11 +1,23 @@
-"""CUDA-event times of several variants, interleaved, on cold inputs."""
+"""Times of several variants by turns: what a user's clock shows, and what the device needs.
+
+The clock is the result: bursts of eager calls from an idle device, nothing synchronised inside. The
+device's time, between events and behind a busy device that hides the host, explains it.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
+
+# Calls of a burst. The host is read off shorter ones: a full queue of launches makes it wait for
+# the device.
+CALLS, HOST_CALLS, BURSTS = 30, 8, 7
+FEW_BURSTS = 3  # of strategies that nobody gets, and of shapes drawn at random
+LEAST_SETS = 4  # of inputs, at other addresses, that the calls take turns over
 
 # Calls take turns over enough input sets that a set is evicted before its next turn. Nothing is
 # flushed by writing: dirty lines would be written back inside the timed region, and a flush by
@@ -48,8 +60,8 @@ class CudaStopwatch:
 
 
 def cold_sets(bytes_per_call: int, l2_bytes: int) -> int:
-    """Input sets to take turns over; 1 when a call alone sweeps the cache."""
-    return max(1, math.ceil(COLD * l2_bytes / max(bytes_per_call, 1)))
+    """Input sets to take turns over: enough that none is in the cache, and at least LEAST_SETS."""
+    return max(LEAST_SETS, math.ceil(COLD * l2_bytes / max(bytes_per_call, 1)))
 
 
 def medians(
@@ -80,3 +92,93 @@ def medians(
     times = watch.finish()
     count = len(variants)
     return {name: statistics.median(times[i::count]) for i, name in enumerate(variants)}
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds per call: of the device, of the clock, and until the host has queued it."""
+
+    ms: float
+    wall_ms: float
+    host_ms: float
+
+
+def burst(
+    call: Callable[[int], object],
+    first: int,
+    count: int,
+    sets: int,
+    *,
+    synchronize: Callable[[], None],
+    now: Callable[[], float] = time.perf_counter,
+) -> tuple[float, float]:
+    """(wall, host) milliseconds per call of `count` calls from an idle device, sets by turns."""
+    synchronize()
+    start = now()
+    for number in range(first, first + count):
+        call(number % sets)
+    queued = now()
+    synchronize()
+    return (now() - start) / count * 1e3, (queued - start) / count * 1e3
+
+
+def clock(
+    variants: Mapping[str, Callable[[int], object]],
+    *,
+    sets: int,
+    between: Callable[[], object] = lambda: None,
+    bursts: int = BURSTS,
+    synchronize: Callable[[], None] | None = None,
+) -> dict[str, tuple[float, float]]:
+    """Median (wall, host) milliseconds of eager calls, per variant; bursts take turns.
+
+    Args:
+        variants: name -> call of an input set's number.
+        sets: input sets that the calls take turns over.
+        between: what changes between two bursts, such as parameters in place.
+        bursts: of each kind and variant.
+        synchronize: waits for the device; None for CUDA's.
+    """
+    if synchronize is None:
+        import torch
+
+        synchronize = torch.cuda.synchronize
+    for call in variants.values():
+        burst(call, 0, HOST_CALLS, sets, synchronize=synchronize)
+    walls: dict[str, list[float]] = {name: [] for name in variants}
+    hosts: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(bursts):
+        for name, call in variants.items():
+            between()
+            _, host = burst(call, number, HOST_CALLS, sets, synchronize=synchronize)
+            between()
+            wall, _ = burst(call, number, CALLS, sets, synchronize=synchronize)
+            walls[name].append(wall)
+            hosts[name].append(host)
+    return {
+        name: (statistics.median(walls[name]), statistics.median(hosts[name])) for name in variants
+    }
+
+
+def times(
+    variants: Mapping[str, Callable[[int], object]],
+    *,
+    sets: int,
+    between: Callable[[], object] = lambda: None,
+    bursts: int = BURSTS,
+    device: Mapping[str, Callable[[int], object]] | None = None,
+    **options,
+) -> dict[str, Times]:
+    """The clock and the device's time of every variant.
+
+    Args:
+        variants: name -> call of an input set's number, as a user makes it.
+        sets: input sets that the calls take turns over.
+        between: as of `clock`.
+        bursts: as of `clock`.
+        device: what the device's time is taken of, where it is not the same calls.
+        options: of `medians`.
+    """
+    shown = clock(variants, sets=sets, between=between, bursts=bursts)
+    ms = medians(variants if device is None else device, sets=sets, **options)
+    return {name: Times(ms[name], *shown[name]) for name in variants}

@@ -77,6 +77,11 @@ def heavy(m: int, n: int, seed: int = 0) -> Tensor:
     return (left / left.norm(dim=0) / k) @ (right / right.norm(dim=0)).mT
 
 
+def wide(x: Tensor) -> Tensor:
+    """x (m, n), turned if it is tall."""
+    return x if x.shape[0] <= x.shape[1] else x.mT
+
+
 def decomposed(x: Tensor) -> Specimen:
     """A specimen from any matrix, by a float64 SVD; values below 1e-12 of the largest are zero."""
     x = x.double()

@@ -30,7 +30,7 @@ void mean_squares(const Entry& entry, int64_t matrix, std::vector<double>& sums)
 
 // Advances the second moment of every matrix and returns the scale of each row or column, (B,
 // kept).
-std::vector<float> multipliers(const Entry& entry, float weight) {
+std::vector<float> multipliers(const Entry& entry, const Average& rule) {
   const auto& m = entry.matrices;
   std::vector<float> scales(m.batch * m.kept());
   torch::stable::parallel_for(0, m.batch, 1, [&](int64_t first, int64_t last) {
@@ -41,8 +41,7 @@ std::vector<float> multipliers(const Entry& entry, float weight) {
       float* scale = scales.data() + matrix * m.kept();
       double squares = 0.0, scaled = 0.0;
       for (int64_t i = 0; i < m.kept(); ++i) {
-        const float mean = static_cast<float>(means[i]);
-        second[i] = second[i] + (mean - second[i]) * weight;
+        second[i] = rule.of(second[i], static_cast<float>(means[i]));
         // NaN must stay, so the bound is written as a comparison that NaN passes.
         const float bounded =
             second[i] < apply_update::kSmallest ? apply_update::kSmallest : second[i];
@@ -103,7 +102,7 @@ void apply_update_cpu(const TensorVector& params, const TensorVector& updates, d
       cautious, second_moments, beta2, seed, rounding_step, rounding, batch);
   for (const Entry& entry : p.entries) {
     std::vector<float> scales;
-    if (entry.matrices.second != nullptr) scales = multipliers(entry, p.beta2_weight);
+    if (entry.matrices.second != nullptr) scales = multipliers(entry, p.average);
     torch::stable::parallel_for(0, entry.item.numel, kTask, [&](int64_t begin, int64_t end) {
       run(p, entry, scales, begin, end);
     });

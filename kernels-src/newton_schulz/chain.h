@@ -47,14 +47,6 @@ struct ChainSchedule {
 
   OPTIMIZER_HD uint32_t per_matrix() const { return tiles.per_matrix() * products; }
   OPTIMIZER_HD uint32_t count() const { return per_matrix() * matrices; }
-  // The same for so many of the matrices, in groups of at most the same size.
-  OPTIMIZER_HD ChainSchedule of(int64_t some) const {
-    ChainSchedule made = *this;
-    const uint32_t most = (matrices + groups - 1) / groups;
-    made.matrices = static_cast<uint32_t>(some);
-    made.groups = (made.matrices + most - 1) / most;
-    return made;
-  }
 
   OPTIMIZER_HD ChainTile locate(uint32_t ticket) const {
     const uint32_t each = tiles.per_matrix(), share = matrices / groups, more = matrices % groups;

@@ -20,7 +20,6 @@
 #include "newton_schulz/chain.h"
 #include "newton_schulz/product_sm90.cuh"
 #include "newton_schulz/scalars.cuh"
-#include "newton_schulz/subset.h"
 
 namespace optimizer::newton_schulz {
 
@@ -33,10 +32,9 @@ struct ChainArguments {
   CUtensorMap maps[kMostBuffers];
   Square squares[kMostSquares];
   ChainSchedule schedule;
-  const float* scale;     // per matrix, or null
-  const int32_t* subset;  // of the matrices (subset.h), or null
-  uint32_t* tickets;      // the next one
-  uint32_t* stored;       // [product][matrix]: tiles
+  const float* scale;  // per matrix, or null
+  uint32_t* tickets;   // the next one
+  uint32_t* stored;    // [product][matrix]: tiles
   uint32_t buffers;
   int m;
 };
@@ -127,7 +125,7 @@ __device__ __forceinline__ void wait_stored(const uint32_t* stored, uint32_t til
 
 // M_i was stored before any tile of M_j was begun, so the count of M_j speaks for both.
 __device__ __forceinline__ void deal(const ChainArguments& p, const Mailbox& mail) {
-  const ChainSchedule schedule = p.schedule.of(matrices_in(p.subset, p.schedule.matrices));
+  const ChainSchedule& schedule = p.schedule;
   const uint32_t tickets = schedule.count(), tiles = schedule.tiles.per_matrix();
   Ring<kConsumers> slots;
   int last = 0;  // of the messages that there are no more tiles: one per consumer
@@ -136,8 +134,7 @@ __device__ __forceinline__ void deal(const ChainArguments& p, const Mailbox& mai
     ChainTile tile{-1, 0, 0, 0};
     if (ticket < tickets) {
       tile = schedule.locate(ticket);
-      tile.matrix = static_cast<int>(matrix_at(p.subset, tile.matrix));
-      const auto operand = static_cast<int64_t>(tile.product - 1) * p.schedule.matrices;
+      const auto operand = static_cast<int64_t>(tile.product - 1) * schedule.matrices;
       if (tile.product > 0) wait_stored(p.stored + operand + tile.matrix, tiles);
     } else {
       ++last;

@@ -111,7 +111,6 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
     args.schedule = Schedule::of(p.m, p.n, kTile::kRows, kTile::kCols, kTile::kCluster);
   }
   args.batches = p.batches;
-  args.subset = p.subset;
   args.out_data = const_cast<void*>(p.out.data);
   args.out_batch = p.out.batch;
   args.out_row = p.out.row;

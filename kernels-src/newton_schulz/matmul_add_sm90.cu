@@ -120,11 +120,10 @@ Problem describe(const Tensor& a, const Tensor& b, const std::optional<Tensor>& 
 
 void matmul_add_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c, const Tensor& out,
                      double alpha, double beta, int64_t tile, std::optional<Tensor> scale,
-                     int64_t upper, std::optional<Tensor> subset) {
+                     int64_t upper) {
   using namespace newton_schulz;
   STD_TORCH_CHECK(upper >= 0 && upper <= kUpperB, "matmul_add: upper must be 0, 1 (a) or 2 (b)");
-  Problem p = describe(a, b, c, out, alpha, beta, scale, upper);
-  p.subset = symmetric::subset_of(subset, a);
+  const Problem p = describe(a, b, c, out, alpha, beta, scale, upper);
   if (p.batches == 0 || p.m == 0 || p.n == 0) return;
   const int device = a.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);

@@ -1,7 +1,7 @@
 #pragma once
 // The kernels of norm_factors: sums of squares of chunks, and one block per matrix that turns its
 // sums into a factor. Of a symmetric matrix only the tiles that reach its diagonal or lie above it
-// are read. find_well_conditioned and find_converged (find_subsets.cuh) share the sums of chunks.
+// are read.
 
 #include <type_traits>
 
@@ -62,10 +62,10 @@ struct Rows {
 };
 
 // The sum of a thread's squares in a chunk; elements above the diagonal of a triangle count twice,
-// those on it are added to its trace.
+// those on it once.
 template <typename T, bool kTransposed, bool kTriangle>
 __device__ __forceinline__ double sum_chunk(const SumProblem& p, const Piece& piece, const T* x,
-                                            int64_t chunk, double& trace) {
+                                            int64_t chunk) {
   constexpr int kBatch = kTogether<T>;
   const Spot in_tile = p.tiling.of_thread(threadIdx.x);
   const int64_t last = p.tiling.last(chunk);
@@ -92,7 +92,6 @@ __device__ __forceinline__ double sum_chunk(const SumProblem& p, const Piece& pi
             const auto value = static_cast<double>(elements[k].value(i, j));
             double& sum = i == j ? diagonal : squares.sum[j];
             sum = fma(value, value, sum);
-            if (i == j) trace += value;
           }
         }
       } else if (!kTriangle || at[k].row < at[k].col) {
@@ -104,13 +103,11 @@ __device__ __forceinline__ double sum_chunk(const SumProblem& p, const Piece& pi
 }
 
 template <typename T, bool kTriangle>
-__device__ __forceinline__ double sum_chunk(const SumProblem& p, int64_t matrix, int64_t chunk,
-                                            double& trace) {
+__device__ __forceinline__ double sum_chunk(const SumProblem& p, int64_t matrix, int64_t chunk) {
   const Piece& piece = p.x.piece[0];
   const T* const x = static_cast<const T*>(piece.data) + matrix * piece.batch;
-  return piece.layout == Layout::kColumns
-             ? sum_chunk<T, true, kTriangle>(p, piece, x, chunk, trace)
-             : sum_chunk<T, false, kTriangle>(p, piece, x, chunk, trace);
+  return piece.layout == Layout::kColumns ? sum_chunk<T, true, kTriangle>(p, piece, x, chunk)
+                                          : sum_chunk<T, false, kTriangle>(p, piece, x, chunk);
 }
 
 // Over the block, in thread 0
@@ -130,8 +127,7 @@ __global__ void __launch_bounds__(kThreads, kSumBlocks)
   wait_for_kernel_before();
   const auto chunks = static_cast<uint32_t>(p.tiling.chunks);
   const uint32_t matrix = blockIdx.x / chunks, chunk = blockIdx.x - matrix * chunks;
-  double trace = 0.0;
-  const double sum = block_sum(sum_chunk<T, kTriangle>(p, matrix, chunk, trace));
+  const double sum = block_sum(sum_chunk<T, kTriangle>(p, matrix, chunk));
   if (threadIdx.x == 0) p.sums[blockIdx.x] = sum;
 }
 

@@ -5,7 +5,6 @@
 
 #include "common/early_launch.cuh"
 #include "newton_schulz/epilogue_sm90.cuh"
-#include "newton_schulz/subset.h"
 #include "newton_schulz/tile_sm90.cuh"
 #include "newton_schulz/wgmma_sm90.cuh"
 
@@ -18,16 +17,10 @@ __device__ __forceinline__ bool rows_in_columns(const Args& p, const TileOrigin&
          origin.row + kTile::kRows <= origin.col + kTile::kCols;
 }
 
-// Tiles of the launch, a multiple of the cluster, and where one of them lies.
+// Tiles of the launch, a multiple of the cluster.
 template <typename Args>
 __device__ __forceinline__ int64_t tiles_of(const Args& p) {
-  return matrices_in(p.subset, p.batches) * p.schedule.per_matrix();
-}
-template <typename Args>
-__device__ __forceinline__ TileOrigin locate(const Args& p, int64_t tile) {
-  TileOrigin origin = p.schedule.locate(tile);
-  origin.matrix = matrix_at(p.subset, origin.matrix);
-  return origin;
+  return p.batches * p.schedule.per_matrix();
 }
 
 // One thread loads the operands of every tile of this block, as far ahead as the ring allows.
@@ -42,7 +35,7 @@ __device__ __forceinline__ void produce(const Args& p, const SharedMap<kTile>& a
   Ring<kTile::kStages> ring;
   const int64_t tiles = tiles_of(p);
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const TileOrigin origin = locate(p, tile);
+    const TileOrigin origin = p.schedule.locate(tile);
     const auto matrix = static_cast<int>(origin.matrix);
     const bool rows_apart = !rows_in_columns<kTile>(p, origin);
     const int bytes = kTile::kStageBytes - (rows_apart ? 0 : kTile::kRowBlocks * kBlockBytes);
@@ -209,7 +202,7 @@ __device__ __forceinline__ void carry(const Args& p, const SharedMap<kTile>& at,
     const bool mine = !kTile::kTurns || next == consumer;
     next ^= 1;
     if (!mine) continue;
-    TileOrigin origin = locate(p, tile);
+    TileOrigin origin = p.schedule.locate(tile);
     if constexpr (!kTile::kTurns) origin.row += consumer * kTile::kPartRows;
     courier.prepare(origin);
     courier.deliver(origin);

@@ -34,7 +34,6 @@ struct Problem {
   bool upper_a = false;  // in upper storage, see layout_sm90.h
   bool upper_b = false;
   bool upper_out = false;
-  const int32_t* subset = nullptr;  // of the batch, see subset.h
 };
 
 // One tile shape. Its consumers are two warpgroups, which share a tile or take turns.
@@ -58,10 +57,11 @@ struct TileCost {
 // takes the fastest tile of 15 of them, and of the 16th one that takes 0.2 % longer. Dense tiles: 9
 // shapes, m from 512 to 4096, each met to 10 %; `auto` takes the fastest tile of all. Pairs of both
 // tables were timed while fences stood before their signals.
-constexpr TileCost kSymmetricTiles[] = {
-    {"sm90_128x256", 128, 256, 1, 0.6652, 4.556}, {"sm90_128x256_pair", 128, 256, 2, 1.059, 4.948},
-    {"sm90_128x128", 128, 128, 1, 0.3906, 2.271}, {"sm90_64x128", 64, 128, 1, 0.2963, 0.703},
-    {"sm90_128x192", 128, 192, 1, 0.5592, 2.495}, {"sm90_128x128_pair", 128, 128, 2, 0, 0}};
+constexpr TileCost kSymmetricTiles[] = {{"sm90_128x256", 128, 256, 1, 0.6652, 4.556},
+                                        {"sm90_128x256_pair", 128, 256, 2, 1.059, 4.948},
+                                        {"sm90_128x128", 128, 128, 1, 0.3906, 2.271},
+                                        {"sm90_64x128", 64, 128, 1, 0.2963, 0.703},
+                                        {"sm90_128x192", 128, 192, 1, 0.5592, 2.495}};
 constexpr TileCost kMatmulAddTiles[] = {{"sm90_128x256", 128, 256, 1, 0.7223, 1.701},
                                         {"sm90_128x256_pair", 128, 256, 2, 1.0662, 2.434},
                                         {"sm90_256x128", 256, 128, 1, 0.7839, 1.455},
@@ -158,7 +158,7 @@ int64_t pick(const TileCost (&tiles)[kCount], const Problem& p, bool symmetric,
 
 // symmetric_matmul_sm90.cu: `tile` counts in kSymmetricTiles; checks the device and the strides.
 void run_symmetric_sm90(const Problem& p, ScalarType dtype, int64_t tile, int device, void* stream);
-// In float16, from or to upper storage: by the tile of kUpperSide rows and columns.
+// In float16, to upper storage: by the tile of kUpperSide rows and columns.
 void run_symmetric_upper(const Problem& p, ScalarType dtype, int device, void* stream);
 
 }  // namespace optimizer::newton_schulz

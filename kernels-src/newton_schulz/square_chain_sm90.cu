@@ -18,7 +18,6 @@ struct Chain {
   std::vector<Matrices> buffers;
   std::vector<Square> squares;
   const float* scale;
-  const int32_t* subset;
   int64_t batches;
   int m;
   int64_t groups;  // 0: group_count
@@ -27,8 +26,7 @@ struct Chain {
 Chain describe(const TensorVector& buffers, const std::vector<int64_t>& places,
                const std::vector<int64_t>& operands, const std::vector<double>& alphas,
                const std::vector<double>& betas, const std::vector<double>& deltas,
-               const std::optional<Tensor>& scale, int64_t groups,
-               const std::optional<Tensor>& subset) {
+               const std::optional<Tensor>& scale, int64_t groups) {
   const auto squares = static_cast<int64_t>(operands.size());
   const auto held = static_cast<int64_t>(buffers.size());
   STD_TORCH_CHECK(squares >= 1 && squares <= kMostSquares,
@@ -44,9 +42,7 @@ Chain describe(const TensorVector& buffers, const std::vector<int64_t>& places,
   STD_TORCH_CHECK(x.dim() == 3 && x.size(1) == x.size(2) && x.size(1) <= kLargestSide,
                   "square_chain: buffers must be (batch, m, m), m at most 2^20");
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Half, "square_chain: buffers must be float16");
-  Chain chain{
-      {},    {}, nullptr, symmetric::subset_of(subset, x), x.size(0), static_cast<int>(x.size(1)),
-      groups};
+  Chain chain{{}, {}, nullptr, x.size(0), static_cast<int>(x.size(1)), groups};
   for (const Tensor& buffer : buffers) {
     STD_TORCH_CHECK(buffer.dim() == 3 && buffer.size(0) == x.size(0) &&
                         buffer.size(1) == x.size(1) && buffer.size(2) == x.size(2) &&
@@ -101,7 +97,6 @@ ChainArguments arguments_of(const Chain& chain, int device) {
   args.schedule = {tiles, static_cast<uint32_t>(chain.batches), static_cast<uint32_t>(groups),
                    static_cast<uint32_t>(products)};
   args.scale = chain.scale;
-  args.subset = chain.subset;
   args.buffers = static_cast<uint32_t>(chain.buffers.size());
   args.m = chain.m;
   return args;
@@ -142,12 +137,10 @@ void launch_chain(const Chain& chain, uint32_t* counters, bool clear, int device
 void square_chain_cuda(const std::vector<Tensor>& buffers, const std::vector<int64_t>& places,
                        const std::vector<int64_t>& operands, const std::vector<double>& alphas,
                        const std::vector<double>& betas, const std::vector<double>& deltas,
-                       std::optional<Tensor> scale, int64_t groups, std::optional<Tensor> subset,
-                       std::optional<Tensor> zeros) {
+                       std::optional<Tensor> scale, int64_t groups, std::optional<Tensor> zeros) {
   using namespace newton_schulz;
   STD_TORCH_CHECK(!buffers.empty(), "square_chain: there are no buffers");
-  const Chain chain =
-      describe(buffers, places, operands, alphas, betas, deltas, scale, groups, subset);
+  const Chain chain = describe(buffers, places, operands, alphas, betas, deltas, scale, groups);
   if (chain.batches == 0 || chain.m == 0) return;
   const Tensor& x = buffers[0];
   const int device = x.get_device_index();

@@ -63,7 +63,7 @@ void launch_named(const Problem& p, int64_t tile, cudaStream_t stream) {
     case 2:
       return launch_tile<T, Tile128, kLayout>(p, stream);
     default:
-      STD_TORCH_CHECK(false, "symmetric_matmul: tile must be -1 to 8, got ", tile);
+      STD_TORCH_CHECK(false, "symmetric_matmul: tile must be -1 to 7, got ", tile);
   }
 }
 
@@ -121,24 +121,8 @@ int64_t pick_tile(const Problem& p, int device) {
 }
 
 newton_schulz::Problem for_sm90(const Problem& p) {
-  return {p.a,
-          p.b,
-          p.c,
-          p.out,
-          p.scale,
-          p.batches,
-          p.m,
-          p.m,
-          p.k,
-          p.alpha,
-          p.beta,
-          p.diag,
-          p.alpha_power,
-          p.beta_power,
-          p.upper_operands,
-          p.upper_operands,
-          p.upper_out,
-          p.subset};
+  return {p.a,     p.b,    p.c,    p.out,         p.scale,      p.batches, p.m,   p.m,        p.k,
+          p.alpha, p.beta, p.diag, p.alpha_power, p.beta_power, false,     false, p.upper_out};
 }
 
 // A measured sm90 tile where the device and the strides allow one, else -1. The batch has no say in
@@ -152,10 +136,6 @@ int64_t pick_sm90(const Problem& p, int device) {
                              attribute(cudaDevAttrMultiProcessorCount, device));
 }
 
-void check_no_subset(const Problem& p) {
-  STD_TORCH_CHECK(p.subset == nullptr, "symmetric_matmul: a subset needs the sm90 tiles");
-}
-
 template <typename T>
 void run_half(const Problem& p, int64_t tile, ScalarType dtype, int device, cudaStream_t stream) {
   constexpr auto kTiles = static_cast<int64_t>(std::size(kCosts));
@@ -163,7 +143,6 @@ void run_half(const Problem& p, int64_t tile, ScalarType dtype, int device, cuda
   if (sm90 >= 0) {
     return newton_schulz::run_symmetric_sm90(for_sm90(p), dtype, sm90, device, stream);
   }
-  check_no_subset(p);
   if (tile < 0) tile = pick_tile(p, device);
   switch (common_layout(p, 8)) {
     case Layout::kRows:
@@ -194,7 +173,6 @@ void run_side(const Problem& p, cudaStream_t stream) {
 void run_float(const Problem& p, int64_t tile, int device, cudaStream_t stream) {
   STD_TORCH_CHECK(tile < static_cast<int64_t>(std::size(kCosts)),
                   "symmetric_matmul: the sm90 tiles need float16 or bfloat16");
-  check_no_subset(p);
   const int64_t enough = 3 * attribute(cudaDevAttrMultiProcessorCount, device);
   const bool large = tile < 0 ? tiles_of(p.m, 128, 128) * p.batches >= enough : tile > 0;
   large ? run_side<128>(p, stream) : run_side<64>(p, stream);
@@ -205,18 +183,16 @@ void run_float(const Problem& p, int64_t tile, int device, cudaStream_t stream) 
 void symmetric_matmul_cuda(const Tensor& a, const Tensor& b, std::optional<Tensor> c,
                            const Tensor& out, double alpha, double beta, double diag, int64_t tile,
                            std::optional<Tensor> scale, int64_t alpha_power, int64_t beta_power,
-                           bool upper_operands, bool upper_out, std::optional<Tensor> subset) {
+                           bool upper_out) {
   Problem p = describe(a, b, c, out, alpha, beta, diag, scale, alpha_power, beta_power);
-  p.upper_operands = upper_operands;
   p.upper_out = upper_out;
-  p.subset = subset_of(subset, a);
   if (p.batches == 0 || p.m == 0) return;
   const int device = a.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (upper_operands || upper_out) {
+  if (upper_out) {
     return newton_schulz::run_symmetric_upper(for_sm90(p), a.scalar_type(), device, stream);
   }
   switch (a.scalar_type()) {

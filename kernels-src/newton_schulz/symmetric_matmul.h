@@ -38,11 +38,9 @@ struct Problem {
   float alpha;
   float beta;
   float diag;
-  int alpha_power;              // of the scale that multiplies alpha A B^T
-  int beta_power;               // and beta C
-  bool upper_operands = false;  // in upper storage, see layout_sm90.h
-  bool upper_out = false;
-  const int32_t* subset = nullptr;  // of the batch, see subset.h
+  int alpha_power;         // of the scale that multiplies alpha A B^T
+  int beta_power;          // and beta C
+  bool upper_out = false;  // in upper storage, see layout_sm90.h
 };
 
 // Positions inside a matrix are 32-bit, with room for a tile behind the last one.
@@ -82,15 +80,6 @@ inline Matrices symmetric_view(const Tensor& x) {
   const Matrices view = matrices_of(x);
   if (view.row != 1) return view;
   return {view.data, view.batch, view.col, view.row};
-}
-
-inline const int32_t* subset_of(const std::optional<Tensor>& subset, const Tensor& x) {
-  if (!subset.has_value()) return nullptr;
-  STD_TORCH_CHECK(subset->dim() == 1 && subset->size(0) == x.size(0) + 1 &&
-                      subset->is_contiguous() && subset->scalar_type() == ScalarType::Int &&
-                      subset->device() == x.device(),
-                  "subset must be (1 + batch,), contiguous, int32, on the operands' device");
-  return static_cast<const int32_t*>(subset->data_ptr());
 }
 
 inline Problem describe(const Tensor& a, const Tensor& b, const std::optional<Tensor>& c,

@@ -13,7 +13,6 @@ using Tile128x256Pair = Tile<128, 256, 3, false, 2>;
 using Tile128x128 = Tile<128, 128, 5, true>;
 using Tile64x128 = Tile<64, 128, 7, true>;
 using Tile128x192 = Tile<128, 192, 4, false>;
-using Tile128x128Pair = Tile<128, 128, 5, true, 2>;
 
 template <typename T, bool kRowsMajor>
 void launch_named(const Problem& p, int64_t tile, int device, cudaStream_t stream) {
@@ -28,8 +27,6 @@ void launch_named(const Problem& p, int64_t tile, int device, cudaStream_t strea
       return launch<T, Tile64x128, true, kRowsMajor, kRowsMajor>(p, device, stream);
     case 4:
       return launch<T, Tile128x192, true, kRowsMajor, kRowsMajor>(p, device, stream);
-    case 5:
-      return launch<T, Tile128x128Pair, true, kRowsMajor, kRowsMajor>(p, device, stream);
     default:
       STD_TORCH_CHECK(false, "symmetric_matmul: there is no sm90 tile ", tile);
   }
@@ -55,13 +52,8 @@ void run_symmetric_sm90(const Problem& p, ScalarType dtype, int64_t tile, int de
 
 void run_symmetric_upper(const Problem& p, ScalarType dtype, int device, void* stream) {
   check_sm90("symmetric_matmul", symmetric_refusal(p), device);
-  check_sm90("symmetric_matmul", upper_refusal(p), device);
-  STD_TORCH_CHECK(dtype == ScalarType::Half && p.upper_a == p.upper_b,
-                  "symmetric_matmul: upper storage needs float16, and both operands in it or none");
+  STD_TORCH_CHECK(dtype == ScalarType::Half, "symmetric_matmul: upper storage needs float16");
   const auto on = static_cast<cudaStream_t>(stream);
-  if (p.upper_a) {
-    return launch<__half, Tile128x128, true, false, false, kUpperA | kUpperB>(p, device, on);
-  }
   by_rows(p.a) ? launch<__half, Tile128x128, true, false, false>(p, device, on)
                : launch<__half, Tile128x128, true, true, true>(p, device, on);
 }

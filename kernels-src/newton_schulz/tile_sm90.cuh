@@ -137,9 +137,8 @@ struct Arguments {
   CUtensorMap out;
   Schedule schedule;
   int64_t batches;
-  const int32_t* subset;  // of the batch (subset.h), or null
-  void* out_data;         // for blocks that are written by ordinary stores
-  int64_t out_batch;      // strides in elements
+  void* out_data;     // for blocks that are written by ordinary stores
+  int64_t out_batch;  // strides in elements
   int64_t out_row;
   const float* scale;  // per matrix, or null
   int m;

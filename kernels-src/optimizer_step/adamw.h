@@ -10,6 +10,7 @@
 #include "common/portable.h"
 #include "common/rounding.h"
 #include "common/tensor_list.h"
+#include "optimizer_step/average.h"
 
 namespace optimizer::adamw {
 
@@ -18,8 +19,10 @@ struct Beta {
   double number;
   const float* address;
 
-  OPTIMIZER_HD float weight() const {
-    return address ? 1.0f - *address : static_cast<float>(1.0 - number);
+  OPTIMIZER_HD Average average() const {
+    if (!address) return average_of(number);
+    const float weight = 1.0f - *address;
+    return {*address, weight, weight < 0.5f};
   }
 
   // 1 - beta^t as -expm1(t log beta), which keeps its digits at small t; float64, rounded once.
@@ -45,8 +48,8 @@ OPTIMIZER_HD float value_of(const Scalar& scalar) {
 
 // What all elements of a parameter share.
 struct Coefficients {
-  float weight1;
-  float weight2;
+  Average first;
+  Average second;
   float eps;
   float decay;        // lr weight_decay
   float rate;         // lr / (1 - beta1^t)
@@ -64,16 +67,16 @@ OPTIMIZER_HD Corrections corrections_of(const Options& options, float step) {
 }
 
 OPTIMIZER_HD Coefficients coefficients_of(const Options& options, Corrections corrections) {
-  return {options.beta1.weight(), options.beta2.weight(),
-          value_of(options.eps),  value_of(options.lr) * value_of(options.weight_decay),
-          corrections.rate,       corrections.correction2};
+  return {options.beta1.average(), options.beta2.average(),
+          value_of(options.eps),   value_of(options.lr) * value_of(options.weight_decay),
+          corrections.rate,        corrections.correction2};
 }
 
 // Advances the averages and returns the parameter's new value.
 OPTIMIZER_HD float stepped(float param, float grad, float& average, float& square,
                            const Coefficients& c) {
-  average = average + (grad - average) * c.weight1;
-  square = square + (grad * grad - square) * c.weight2;
+  average = c.first.of(average, grad);
+  square = c.second.of(square, grad * grad);
   const float denominator = sqrtf(square / c.correction2) + c.eps;
   return (param - param * c.decay) - average / denominator * c.rate;
 }

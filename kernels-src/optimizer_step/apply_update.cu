@@ -295,8 +295,7 @@ void launch_variance(const Problem& p, const std::vector<VarianceEntry>& entries
     });
   });
   auto finish = batch_of<VarianceEntry>([&](const List<VarianceEntry>& list, unsigned grid) {
-    apply_update::scale_kernel<<<grid, apply_update::kFinishThreads, 0, stream>>>(list,
-                                                                                  p.beta2_weight);
+    apply_update::scale_kernel<<<grid, apply_update::kFinishThreads, 0, stream>>>(list, p.average);
   });
   for (const VarianceEntry& entry : entries) {
     if (entry.update.numel > 0) finish.add(entry, entry.batch);

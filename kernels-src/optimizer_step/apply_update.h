@@ -12,6 +12,7 @@
 #include "common/portable.h"
 #include "common/rounding.h"
 #include "common/tensor_list.h"
+#include "optimizer_step/average.h"
 
 namespace optimizer::apply_update {
 
@@ -70,7 +71,7 @@ struct Problem {
   std::vector<Entry> entries;
   Rates rates;
   Noise noise;
-  float beta2_weight;  // 1 - beta2
+  Average average;  // of the second moments
 };
 
 inline Matrices matrices_of(const Tensor& param, const Tensor& second, size_t index) {
@@ -120,7 +121,7 @@ inline Problem describe(const TensorVector& params, const TensorVector& updates,
                    scalar(op, "weight_decay", weight_decay, weight_decay_tensor, params[0]),
                    shaped_decay, cautious};
   problem.noise = noise(op, seed, rounding_step, params[0]);
-  problem.beta2_weight = static_cast<float>(1 - beta2);
+  problem.average = average_of(beta2);
   problem.entries.reserve(params.size());
   const std::array<Operand, kCount> operands{
       {{"params", true}, {"updates", false}, {"residuals", true}}};

@@ -7,22 +7,22 @@
 
 #include "common/portable.h"
 #include "common/tensor_list.h"
+#include "optimizer_step/average.h"
 
 namespace optimizer::momentum {
 
 struct Rule {
-  float mu;
-  float weight;  // 1 - mu
+  Average average;  // mu is its beta
   bool nesterov;
   bool ema;
 
   OPTIMIZER_HD float advance(float grad, float buffer) const {
-    return ema ? buffer + (grad - buffer) * weight : buffer * mu + grad;
+    return ema ? average.of(buffer, grad) : buffer * average.beta + grad;
   }
 
   OPTIMIZER_HD float direction(float grad, float advanced) const {
     if (!nesterov) return advanced;
-    return ema ? grad + (advanced - grad) * mu : grad + advanced * mu;
+    return ema ? average.of(advanced, grad) : grad + advanced * average.beta;
   }
 };
 
@@ -45,7 +45,7 @@ inline Problem describe(const TensorVector& grads, const TensorVector& buffers,
   if (batch.has_value()) stacked.emplace(op, "out", *batch, grads);
   const std::array<Operand, kCount> operands{{{"grads", false}, {"buffers", true}, {"out", true}}};
   Problem problem;
-  problem.rule = {static_cast<float>(mu), static_cast<float>(1 - mu), nesterov, ema};
+  problem.rule = {average_of(mu), nesterov, ema};
   problem.items.reserve(grads.size());
   for (size_t k = 0; k < grads.size(); ++k) {
     problem.items.push_back(describe_item<kCount>(

@@ -147,7 +147,7 @@ __device__ __forceinline__ double block_sum(double value) {
 
 // One block per matrix: advance the second moment, then the scales of its rows or columns.
 __global__ void __launch_bounds__(kFinishThreads)
-    scale_kernel(const __grid_constant__ List<VarianceEntry> list, float weight) {
+    scale_kernel(const __grid_constant__ List<VarianceEntry> list, const Average rule) {
   const int found = list.find(blockIdx.x);
   const VarianceEntry& entry = list.entry[found];
   const int64_t matrix = blockIdx.x - list.first[found];
@@ -160,8 +160,7 @@ __global__ void __launch_bounds__(kFinishThreads)
   for (int64_t i = threadIdx.x; i < kept; i += kFinishThreads) {
     float sum = 0.0f;
     for (uint32_t strip = 0; strip < entry.strips; ++strip) sum += sums[strip * kept + i];
-    const float old = second[i];
-    const float average = old + (sum / reduced - old) * weight;
+    const float average = rule.of(second[i], sum / reduced);
     second[i] = average;
     // NaN must stay, so the bound is written as a comparison that NaN passes.
     const float scale = 1.0f / sqrtf(average < kSmallest ? kSmallest : average);

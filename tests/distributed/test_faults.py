@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ..conftest import ROOT
 from ._cases import bits
 from ._ranks import Ranks, same_everywhere
 from .test_sharing import give, gradients, local, module_of, placed, plain_params
+from .test_step_errors import message_of, throw
 
 pytestmark = pytest.mark.dist
 
@@ -76,7 +78,7 @@ def module_of_step(opt: Any, held: str) -> Any:
 
 def alone(opt: Any, steps: int) -> list[torch.nn.Parameter]:
     params = plain_params()
-    optimizer = opt.MuonAdamW(matrices(params))
+    optimizer = opt.MuonAdamW(matrices(params), gradients="reduced")  # whoever else is alive
     for step in range(steps):
         give(params, gradients(params, step))
         optimizer.step()
@@ -199,3 +201,45 @@ def test_a_step_that_fails_on_all_ranks_is_repeated_after_loading(ranks, held) -
     """M11: messages that were on their way, and memory of the step, are no matter afterwards."""
     message = same_everywhere(ranks(HELD[held][0]).run(fail_everywhere_and_go_on, held))
     assert "an earlier step failed midway" in message
+
+
+CLIP = {"q_indices": [0, 1], "k_indices": [0, 1], "head_dim": 4, "threshold": 1.0}
+
+
+def die_in_largest_logits(opt: Any, held: str, folder: Path) -> list[str]:
+    """One rank fails before it says which logits it has."""
+    from torch import distributed
+
+    params = plain_params([(8, 6), (8, 6)])
+    names = ("layers.0.attn.q_proj.weight", "layers.0.attn.k_proj.weight")
+    groups = [{"kind": "muon", "params": params, "names": names, "lr": 0.1}]
+    arguments = {"gradients": "unreduced"} if held == "unreduced" else {}
+    if held == "replicated":
+        arguments = {"process_group": distributed.group.WORLD}
+    optimizer = opt.MuonAdamW(groups, clip_config=CLIP, **arguments)
+    saved = optimizer.state_dict()
+    rank = distributed.get_rank()
+    give(params, [gradient * (rank + 1) for gradient in gradients(params, 0)])
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == FAULTY:
+            planted = KeyboardInterrupt()
+            module = module_of(opt, "optimizers.step")
+            patch.setattr(module, "largest_logits", lambda *_: throw(planted))
+        heard = message_of(lambda: optimizer.step(qk_logits={0: torch.tensor([4.0, 4.0])}))
+    messages = [heard, message_of(optimizer.step), message_of(optimizer.state_dict)]
+    messages.append(message_of(lambda: opt.save_optimizer(optimizer, folder / str(rank))))
+    optimizer.load_state_dict(saved)
+    return messages
+
+
+@pytest.mark.parametrize("held", ["replicated", "unreduced"])
+def test_a_rank_that_fails_in_the_clip_stops_the_others(doomed, held, tmp_path) -> None:
+    """They do not go on unclipped, and no rank saves what was not clipped."""
+    outcomes = doomed(2).outcomes(die_in_largest_logits, held, tmp_path, timeout=120)
+    for rank, (answered, messages) in enumerate(outcomes):
+        assert answered, messages
+        heard, *later = messages
+        assert ("KeyboardInterrupt" in heard) == (rank == FAULTY)
+        assert heard != "none"
+        assert all("an earlier step failed midway" in message for message in later), later
+    assert not [*tmp_path.iterdir()]

@@ -372,6 +372,39 @@ def test_differing_gradients_are_an_error_on_every_rank(ranks) -> None:
     assert kept and went_on
 
 
+def disagree_in_a_team(opt, axis: str) -> tuple[str, bool]:
+    """Every rank is in two teams of two, along "rows" and "columns"; both of an axis disagree."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    params, places = plain_params(), {"rows": slice(0, 3), "columns": slice(3, 6)}
+    for name, place in places.items():
+        params[place] = placed(params[place], mesh[name], [Shard(0)])
+    optimizer = opt.Muon([(f"layer.{i}", param) for i, param in enumerate(params)])
+    give(params, gradients(params, 0))
+    if mesh.get_local_rank(axis) == 1:
+        params[places[axis]][1].grad = None
+    before = [local(param.detach()).clone() for param in params]
+    try:
+        optimizer.step()
+        message = "none"
+    except RuntimeError as error:
+        message = str(error)
+    kept = all(
+        torch.equal(local(param.detach()), old) for param, old in zip(params, before, strict=True)
+    )
+    return message, kept
+
+
+@pytest.mark.parametrize(("axis", "layer"), [("rows", "'layer.1'"), ("columns", "'layer.4'")])
+def test_every_teams_answer_counts(ranks, axis, layer) -> None:
+    """M11d: whichever team disagrees, all of its ranks raise before anything is written."""
+    for message, kept in ranks(4).run(disagree_in_a_team, axis):
+        assert "disagree on which parameters have gradients" in message and layer in message
+        assert kept
+
+
 def resumed(opt) -> None:
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh

@@ -445,3 +445,8 @@ def sharded(opt) -> str:
 def test_dtensors_are_refused(ranks) -> None:
     message = same_everywhere(ranks(2).run(sharded))
     assert "parameter 'w': gradients='unreduced' takes plain parameters" in message
+
+
+def test_one_byte_in_flight_is_one_row_at_a_time(ranks) -> None:
+    """M12: the least that can be asked for is served, not divided by."""
+    ranks(2).run(equals_one_rank, "avg", 1)

@@ -196,6 +196,29 @@ def test_a_failed_save_keeps_the_previous_one(opt, device, step, monkeypatch, tm
     assert {path.name for path in tmp_path.iterdir()} == FILES
 
 
+def test_a_rename_reaches_the_disk(opt, monkeypatch, tmp_path) -> None:
+    """Every new file is flushed before its rename, the folder that holds its name after it."""
+    rename, flush = os.replace, os.fsync
+    events: list[tuple[str, Path]] = []
+
+    def recorded_flush(descriptor: int) -> None:
+        events.append(("flush", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        flush(descriptor)
+
+    def recorded_rename(source, target) -> None:
+        events.append(("rename", Path(source)))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_flush)
+    monkeypatch.setattr(os, "replace", recorded_rename)
+    opt.save_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
+    renamed = [at for at, (kind, _) in enumerate(events) if kind == "rename"]
+    assert len(renamed) == len(FILES)
+    for at in renamed:
+        assert ("flush", events[at][1]) in events[:at]
+        assert ("flush", tmp_path) in events[at:]
+
+
 def test_two_savers_to_one_folder(opt, tmp_path) -> None:
     """Neither fails, neither mixes with the other, and no temporary file stays."""
     makers = [(0.25, 1.0), (0.5, 2.0)]
@@ -263,6 +286,8 @@ def test_a_killed_save_leaves_one_whole_checkpoint(
     opt.load_optimizer(optimizer, tmp_path)
     assert optimizer.param_groups[0]["lr"] == lr
     assert (optimizer.state[param]["momentum_buffer"] == value).all()
+    opt.save_optimizer(optimizer, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == FILES
 
 
 def test_the_readable_copy(opt, device, tmp_path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -10,11 +14,12 @@ import torch
 
 from .._compare import assert_same_bits
 from ..optimizers._steps import parameters, train
-from ..optimizers.test_state import SHAPES, muon, state_tensors
+from ..optimizers.test_state import SHAPES, assert_same_state, muon, state_tensors
+from .test_checkpoint import FILES, copies
 
 
 def rewrite(folder: Path, change) -> None:
-    """Change the header or the tensors of a checkpoint."""
+    """Change the header or the tensors of a checkpoint, which has no checksums then."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -22,6 +27,7 @@ def rewrite(folder: Path, change) -> None:
     with safe_open(path, framework="pt") as file:
         header = json.loads(file.metadata()["optimizer"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    header["format"] = 1
     change(header, tensors)
     save_file(tensors, path, {"optimizer": json.dumps(header)})
 
@@ -36,7 +42,7 @@ def option(header: dict, **values) -> None:
 
 
 FAULTS = {
-    "format": (lambda h, t: h.update(format=99), "has format 99, this version reads 1"),
+    "format": (lambda h, t: h.update(format=99), "has format 99, this version reads 1 and 2"),
     "class": (lambda h, t: h.update({"class": "Adam"}), "is of Adam, the optimizer Muon"),
     "groups": (
         lambda h, t: (h["groups"].pop(), drop(t, "state.1.")),
@@ -92,6 +98,32 @@ FAULTS = {
         lambda h, t: t.update({"state.2.0.momentum_buffer": torch.zeros(2)}),
         "tensor 'state.2.0.momentum_buffer' belongs to no parameter",
     ),
+    "a count that is no number": (
+        lambda h, t: t["state.1.0.step"].fill_(torch.nan),
+        "group 1, parameter 'table': the loaded step holds nan; it must be finite and at least 0",
+    ),
+    "a negative count": (
+        lambda h, t: t["state.1.1.step"].fill_(-3),
+        "'bias': the loaded step holds -3.0; it must be finite",
+    ),
+    "an infinite count": (
+        lambda h, t: t["state.1.1.step"].fill_(torch.inf),
+        "'bias': the loaded step holds inf; it must be finite",
+    ),
+    "negative squares": (
+        lambda h, t: t["state.1.0.exp_avg_sq"][3, 1].fill_(-1e-30),
+        "'table': the loaded exp_avg_sq holds -1.0.*e-30; it must be at least 0",
+    ),
+    "squares that are no numbers": (
+        lambda h, t: t["state.1.0.exp_avg_sq"][3, 1].fill_(torch.nan),
+        "'table': the loaded exp_avg_sq holds nan; it must be at least 0",
+    ),
+    "negative squares of rows": (
+        lambda h, t: t["state.0.0.second_momentum_buffer"].view(-1)[5].fill_(-1),
+        "'experts.w': the loaded second_momentum_buffer holds -1.0; it must be at least 0",
+    ),
+    "no steps": (lambda h, t: option(h, ns_steps=0), "group 0: ns_steps must be at least 1"),
+    "a rate of NaN": (lambda h, t: option(h, lr=float("nan")), "group 0: lr must be finite"),
     "a strange tensor": (lambda h, t: t.update(x=torch.zeros(2)), "tensor 'x' belongs to no"),
     "a strange name": (lambda h, t: t.update({"state.a.0.b": torch.zeros(2)}), "belongs to no"),
 }
@@ -134,7 +166,7 @@ def test_a_truncated_file(opt, size, tmp_path) -> None:
         opt.load_optimizer(optimizer, tmp_path)
 
 
-@pytest.mark.parametrize("header", ["", "{", "[]", "null"])
+@pytest.mark.parametrize("header", ["", "{", "[]", "null", "[" * 100000])
 def test_a_header_that_is_no_json_object(opt, header, tmp_path) -> None:
     from safetensors.torch import save_file
 
@@ -142,3 +174,146 @@ def test_a_header_that_is_no_json_object(opt, header, tmp_path) -> None:
     save_file({}, path, {"optimizer": header})
     with pytest.raises(ValueError, match=str(path)):
         opt.load_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
+
+
+def test_a_checkpoint_without_checksums_loads(opt, device, tmp_path) -> None:
+    """As it was written before there were any."""
+    params = parameters(SHAPES, device=device)
+    optimizer = muon(opt, params)
+    train(optimizer, params, 2)
+    opt.save_optimizer(optimizer, tmp_path)
+    rewrite(tmp_path, lambda header, tensors: None)
+    other = muon(opt, copies(params))
+    opt.load_optimizer(other, tmp_path)
+    assert_same_state(other, optimizer)
+
+
+def test_a_flipped_bit_anywhere_is_reported(opt, submodule, tmp_path) -> None:
+    """One of every byte: of lengths, names, dtypes, shapes, options, checksums and tensors."""
+    params = parameters([(4, 2), (0, 4)])
+    optimizer = opt.Muon(params, beta2=0.9)
+    train(optimizer, params, 1)
+    read = submodule("integrations.checkpoint_file").read
+    opt.save_optimizer(optimizer, tmp_path)
+    path = tmp_path / "optimizer.safetensors"
+    written = path.read_bytes()
+    unseen = []
+    for place in range(len(written)):
+        flipped = bytearray(written)
+        flipped[place] ^= 1 << (place * 7 % 8)
+        path.write_bytes(flipped)
+        try:
+            read(path)
+            unseen.append(place)
+        except ValueError as error:
+            assert str(path) in str(error)
+    assert unseen == []
+    path.write_bytes(written)
+    opt.load_optimizer(optimizer, tmp_path)
+
+
+def test_the_message_names_what_is_damaged(opt, tmp_path) -> None:
+    params = parameters([(64, 64)])
+    opt.save_optimizer(opt.Muon(params), tmp_path)
+    path = tmp_path / "optimizer.safetensors"
+    written = bytearray(path.read_bytes())
+    written[-100] ^= 4
+    path.write_bytes(written)
+    with pytest.raises(
+        ValueError, match=r"is damaged: the checksums of 'state\.0\.0\.momentum_buffer'"
+    ):
+        opt.load_optimizer(opt.Muon(params), tmp_path)
+
+
+def save_at_once(opt, optimizer, folder) -> None:
+    opt.save_optimizer(optimizer, folder)
+
+
+def save_beside(opt, optimizer, folder) -> None:
+    opt.save_optimizer_async(optimizer, folder).wait()
+
+
+@pytest.mark.parametrize("save", [save_at_once, save_beside])
+def test_a_full_disk_is_an_os_error(opt, save, tmp_path) -> None:
+    """The previous checkpoint stays, and nothing else."""
+    params = parameters([(64, 64)])
+    optimizer = opt.Muon(params)
+    save(opt, optimizer, tmp_path)
+    before = {name: (tmp_path / name).read_bytes() for name in FILES}
+    train(optimizer, params, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            save(opt, optimizer, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_files_have_the_mode_of_any_other(opt, tmp_path) -> None:
+    """A job of another user of the group may read them."""
+    opt.save_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
+    (tmp_path / "any").touch()
+    expected = (tmp_path / "any").stat().st_mode
+    assert {(tmp_path / name).stat().st_mode for name in FILES} == {expected}
+
+
+def test_a_save_leaves_what_another_is_writing(opt, submodule, tmp_path) -> None:
+    optimizer = opt.Muon(parameters([(4, 3)]))
+    with submodule("integrations.tensor_file").replacing(tmp_path / "optimizer.json") as file:
+        file.write(b"mine")
+        opt.save_optimizer(optimizer, tmp_path)
+    assert (tmp_path / "optimizer.json").read_bytes() == b"mine"
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+
+
+def test_a_file_that_was_taken_for_left_behind_is_made_again(opt, monkeypatch, tmp_path) -> None:
+    """Another saver may come between its making and its lock."""
+    taken = []
+    flock = fcntl.flock
+
+    def late(opened, how) -> None:
+        if not taken:
+            (left,) = tmp_path.iterdir()
+            taken.append(left.name)
+            left.unlink()
+        flock(opened, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    opt.save_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
+    assert taken and {path.name for path in tmp_path.iterdir()} == FILES
+
+
+def test_without_locks_nothing_is_taken_for_left_behind(opt, monkeypatch, tmp_path) -> None:
+    def no_locks(*_) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    left = tmp_path / "optimizer.safetensors.0.tmp"
+    left.touch()
+    opt.save_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == FILES | {left.name}
+
+
+def test_a_tensor_file_holds_any_tensor(submodule, device, tmp_path) -> None:
+    """Any other reader of the format reads the same."""
+    from safetensors.torch import load_file
+
+    files = submodule("integrations.tensor_file")
+    tensors = {
+        str(dtype): torch.arange(-6, 6, device=device).to(dtype).view(3, 4).t()
+        for dtype in files.DTYPES
+    }
+    tensors |= {"none": torch.zeros(0, 3), "one": torch.tensor(2.5, dtype=torch.float64)}
+    path = tmp_path / "any.safetensors"
+    files.write_tensors(path, tensors, {"text": "\u00e9\n"})
+    found, texts, checked = files.read_tensors(path)
+    assert texts == {"text": "\u00e9\n"} and checked
+    for read in (found, load_file(path)):
+        assert read.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert_same_bits(read[name], tensor.cpu())
+    with pytest.raises(TypeError, match=r"x: a tensor of torch\.complex64 cannot be saved"):
+        files.write_tensors(path, {"x": torch.zeros(2, dtype=torch.complex64)}, {})

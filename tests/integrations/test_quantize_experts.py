@@ -73,7 +73,7 @@ def test_a_quantised_model_runs(opt, device) -> None:
     expected = logits(rounded(opt, build("qwen3_moe").to(device), "nf4"))
     opt.integrations.quantize_experts(model)
     assert_error_at_most(logits(model), expected, FP32)
-    with pytest.raises(ValueError, match="no experts of transformers' experts interface"):
+    with pytest.raises(ValueError, match="Linear has no experts"):
         opt.integrations.quantize_experts(nn.Linear(2, 2))
 
 

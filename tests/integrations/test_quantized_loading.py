@@ -103,6 +103,25 @@ def test_what_from_pretrained_takes_and_leaves(opt, saved, tmp_path, name):
         assert relative_error(loaded(ids).logits, expected) < 1e-5
 
 
+def test_experts_in_the_order_of_their_numbers(opt, tmp_path):
+    """Expert 10 comes after 9, not after 1."""
+    build("qwen3_moe", num_experts=12).save_pretrained(tmp_path)
+    loaded = opt.integrations.load_quantized(tmp_path, dtype=torch.float32, device_map="cpu")
+    expected = build("qwen3_moe", num_experts=12)
+    opt.integrations.quantize_experts(expected)
+    for key, value in expected.state_dict().items():
+        assert_same_bits(loaded.state_dict()[key], value)
+
+
+def test_files_quantised_by_another_are_refused_by_name(opt, saved, tmp_path):
+    folder = rewritten(saved("gpt_oss"), tmp_path / "mxfp4", lambda tensors: tensors)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"quantised already, by .*mxfp4.*dequantize=True"):
+        opt.integrations.load_quantized(folder, device_map="cpu")
+
+
 def test_files_of_the_base_model_alone(opt, saved, tmp_path):
     """Names without the prefix `model.`, the experts' too."""
     source = saved("qwen3_moe")
@@ -240,8 +259,14 @@ def test_names_and_shapes_that_do_not_fit_are_named(opt, saved, tmp_path):
     with pytest.raises(ValueError, match=r"model.norm.weight is \(3,\)"):
         load(changed(**{norm: torch.zeros(3)}), device_map="cpu")
     gone = {k: None for k in tensors if ".experts." in k and "down_proj" in k}
-    with pytest.raises(ValueError, match=r"has neither model.layers.0.mlp.experts.down_proj nor"):
+    with pytest.raises(ValueError, match=r"lacks 2 tensors .*model.layers.0.mlp.experts.down_proj"):
         load(changed(**gone), device_map="cpu")
+    third = "model.layers.0.mlp.experts.3.down_proj.weight"
+    with pytest.raises(ValueError, match=r"cannot make model.layers.0.mlp.experts.down_proj|is \("):
+        load(changed(**{third: None}), device_map="cpu")
+    twice = {"norm.weight": tensors[norm].clone()}
+    with pytest.raises(ValueError, match=f"have {norm} twice"):
+        load(changed(**twice), device_map="cpu")
     with pytest.raises(FileNotFoundError, match=r"has no model\.safetensors$"):
         load(tmp_path.parent, device_map="cpu")
     with pytest.raises(ValueError, match="belongs to a Hub id"):

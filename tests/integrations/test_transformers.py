@@ -13,6 +13,7 @@ import torch
 
 from .._compare import assert_error_at_most, assert_same_bits, relative_error
 from ._models import MODELS, build, step, tokens
+from ._moe_classes import tiny
 
 FP32 = 1e-5  # of a whole model: tens of float32 roundings, each 6e-8
 ROUTER_LOSS = {name: {"output_router_logits": True} for name in MODELS if name != "deepseek_v3"}
@@ -257,3 +258,58 @@ def test_models_inside_other_modules_are_found(opt, calls, device) -> None:
     for model in holder.values():
         step(model)
     assert calls == experts_of(holder["policy"]) + experts_of(holder["value"])
+
+
+def test_experts_in_fp8_are_refused_at_once(opt) -> None:
+    """Before, the first call raised a KeyError of transformers' FP8 interface."""
+    from transformers.integrations.finegrained_fp8 import FP8Experts
+
+    model = build("qwen3_moe")
+    for layer in model.model.layers:
+        layer.mlp.experts = FP8Experts(model.config, block_size=(8, 8))
+    for change in (opt.integrations.use_in_transformers, opt.integrations.quantize_experts):
+        with pytest.raises(ValueError, match=r"FP8Experts.*float8_e4m3fn.*dequantize=True"):
+            change(model)
+    assert model.config._experts_implementation == "eager"
+
+
+def test_what_has_no_experts_interface_is_told_what_it_is(opt) -> None:
+    """It used to be told that it must be a mixture of experts, which it is."""
+    import transformers
+    from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
+
+    use = opt.integrations.use_in_transformers
+    with pytest.raises(ValueError, match=r"Llama4TextExperts, which transformers runs in one way"):
+        use(tiny("Llama4ForCausalLM"))
+    packed = build("gpt_oss")
+    for layer in packed.model.layers:
+        layer.mlp.experts = Mxfp4GptOssExperts(packed.config)
+    with pytest.raises(ValueError, match=r"Mxfp4GptOssExperts, quantised to torch\.uint8; load it"):
+        use(packed)
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
+        use(transformers.LlamaForCausalLM(config))
+
+
+def test_default_targets_of_experts_without_a_gate(opt) -> None:
+    model = tiny("NemotronHForCausalLM")
+    opt.integrations.attach_lora(model, r=2, alpha=4)
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 4 and all(".experts.expert_lora." in name for name in trained)
+
+
+@pytest.mark.parametrize("act", [torch.nn.SiLU(), torch.nn.Tanh()])
+def test_experts_without_their_own_gate(submodule, act) -> None:
+    """transformers' decorator would have given them act_fn(gate) * up."""
+
+    class Experts(torch.nn.Module):
+        act_fn = act
+
+    layout = submodule("moe.module_layout").module_layout
+    if isinstance(act, torch.nn.SiLU):
+        assert layout(Experts()).activation == "silu"
+    else:
+        with pytest.raises(ValueError, match=r"Experts has no `_apply_gate`.*give the class one"):
+            layout(Experts())

@@ -135,7 +135,7 @@ def test_experts_without_a_gate(opt, device) -> None:
         set_random_lora(holder)
         ours = experts(*inputs)
         with pytest.raises(ValueError, match=r"has no 'gate_up_proj'.*up_proj"):
-            opt.integrations.attach_lora(holder, 3, 7, adapter="other")
+            opt.integrations.attach_lora(holder, 3, 7, ("gate_up_proj",), adapter="other")
         opt.integrations.merge_lora(holder)
         assert_error_at_most(ours, experts(*inputs), FP32)
 

@@ -2,7 +2,6 @@
 
     compute-sanitizer --tool memcheck python -m tests.kernels.sanitizer_cases kernels
     compute-sanitizer --tool memcheck python -m tests.kernels.sanitizer_cases chain
-    compute-sanitizer --tool memcheck python -m tests.kernels.sanitizer_cases subsets
     compute-sanitizer --tool memcheck python -m tests.kernels.sanitizer_cases experts
     compute-sanitizer --tool memcheck python -m tests.kernels.sanitizer_cases planted
 
@@ -60,7 +59,6 @@ def kernels() -> None:
     count += quantized_weights(opt)
     count += normalized_slices(opt)
     count += norms(opt)
-    count += found_subsets(opt)
     count += symmetric_products(opt)
     count += dense_products(opt)
     count += list_ops(opt)
@@ -121,23 +119,6 @@ def norms(opt) -> int:
     return count
 
 
-def found_subsets(opt) -> int:
-    """find_well_conditioned and find_converged at odd sides; the number of cases."""
-    kernels = f"{opt.__name__}.kernels"
-    find = importlib.import_module(f"{kernels}.find_well_conditioned").find_well_conditioned
-    check = importlib.import_module(f"{kernels}.find_converged").find_converged
-    for side in (129, 260):
-        R = torch.eye(side).repeat(5, 1, 1)
-        R[1, 0, 0], R[3] = 99.0, 0
-        R = laid_out(R.half().cuda(), "padded")
-        tried = find(R, 1.0, 0.5, side)
-        assert tried.subset[:4].tolist() == [3, 0, 2, 4]
-        R[2, 0, 0] = torch.nan
-        rest = check(R, 1.0, side, tried)
-        assert (tried.subset[:3].tolist(), rest[:4].tolist()) == ([2, 0, 4], [3, 1, 2, 3])
-    return 4
-
-
 def symmetric_products(opt) -> int:
     """symmetric_matmul: every tile, layout and dtype at odd shapes; the number of cases."""
     device, count = torch.device("cuda"), 0
@@ -181,13 +162,8 @@ def dense_products(opt) -> int:
 
 
 def chain() -> None:
-    """square_chain, of all matrices and of some."""
+    """square_chain."""
     print(f"{chains(loaded())} cases, all right")
-
-
-def subsets() -> None:
-    """All products of some matrices of a batch."""
-    print(f"{well_conditioned(loaded())} cases, all right")
 
 
 def experts() -> None:
@@ -237,37 +213,13 @@ def chains(opt) -> int:
         x.diagonal(dim1=-2, dim2=-1).fill_(2.0)
         # 2 I: 4 I, then (32 - 1 + 1) I, then (64 + 4) I
         squares = [(0, 1.0, 0.0, 0.0), (0, 2.0, -0.5, 1.0), (1, 0.0625, 1.0, 0.0)]
-        result = module.square_chain(x.clone(), squares, groups=groups)
+        result = module.square_chain(x, squares, groups=groups)
         block = torch.arange(m, device=device) // module.SIDE
         expected = 68.0 * torch.eye(m, device=device)
         upper = block[:, None] <= block
         assert torch.equal(result.float()[:, upper], expected[upper].expand(batch, -1))
-        some = torch.arange(0, batch, 2, dtype=torch.int32, device=device)
-        subset = torch.cat([some.new_full((1,), len(some)), some, some.new_full((batch,), -1)])
-        subset = subset[: 1 + batch].contiguous()
-        result = module.square_chain(x, squares[:1], subset=subset)
-        doubled = x[::2].float()[:, upper] ** 2
-        assert torch.equal(result[::2].float()[:, upper], doubled)
-        count += 2
+        count += 1
     return count
-
-
-def well_conditioned(opt) -> int:
-    """gram_polynomial of matrices that are served, refused and not tried, by subsets."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        return 0
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 260, 700, generator=generator)
-    x[1, 100:] *= 1e-3
-    x[2] = torch.eye(260, 700)
-    x[2, 7, 7] = 1.7
-    together = opt.orthogonalize(x.cuda(), "gram_polynomial", dtype=torch.float16)
-    for i, one in enumerate(x):
-        alone = opt.orthogonalize(one.cuda(), "gram_polynomial", dtype=torch.float16)
-        assert_same_bits(alone, together[i])
-    values = torch.linalg.svdvals(together[0].double())
-    assert (values - 1).square().mean() < 0.004
-    return 1 + len(x)
 
 
 def list_ops(opt) -> int:
@@ -336,5 +288,5 @@ def planted() -> None:
 
 if __name__ == "__main__":
     assert os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1", "see the module's docstring"
-    cases = (kernels, chain, subsets, experts, planted)
+    cases = (kernels, chain, experts, planted)
     {case.__name__: case for case in cases}[sys.argv[1]]()

@@ -200,6 +200,44 @@ def test_variance_reduction_repeats_in_any_company(run, device):
     assert_same([separate, listed], [together, together])
 
 
+@pytest.mark.parametrize("kept", ((3, 12, 1), (3, 1, 9)), ids=str)
+def test_a_nan_second_moment_stays_and_spreads_over_its_matrix(run, device, kept):
+    """A moment that overflowed must show, not count as the smallest one."""
+    params = draw([(3, 12, 9)], torch.float32, seed=0, device=device)
+    second = draw([kept], torch.float32, seed=2, positive=True, device=device)
+    second[0][1].view(-1)[4] = float("nan")
+    updates = draw([(3, 12, 9)], torch.float32, seed=1, device=device)
+    run(params, updates, second_moments=second, beta2=0.9)
+    assert params[0][1].isnan().all() and params[0][[0, 2]].isfinite().all()
+    expected = torch.zeros(kept, dtype=torch.bool)
+    expected[1].view(-1)[4] = True
+    assert torch.equal(second[0].isnan().cpu(), expected)
+
+
+def test_mean_squares_are_added_in_double_precision(run, device):
+    """On a CPU the norm behind the scales is exact to float32's last bit, as in float64.
+
+    From moments of 0 and with beta2 = 0 the new moments are the mean squares themselves.
+    """
+    shape = (512, 2, 33)
+    updates = draw([shape], torch.float32, seed=1, device=device)
+    params, second = torch.zeros(shape, device=device), torch.zeros(512, 2, 1, device=device)
+    options = {"lr": 1.0, "factors": [1.0], "weight_decay": 0.0}
+    run([params], updates, second_moments=[second], beta2=0.0, **options)
+    update = updates[0].cpu()
+    squares = update.double().square().sum(-1, keepdim=True)
+    moments = (squares / 33).float()
+    scale = moments.double().sqrt().float().double().reciprocal().float()  # each rounded once
+    scaled = (squares * scale.double().square()).sum(-2, keepdim=True)
+    ratio = (squares.sum(-2, keepdim=True).sqrt() / scaled.sqrt()).float()
+    expected = -(update * (scale * ratio))
+    if device.type == "cpu":
+        assert_same([second, params], [moments, expected])
+    else:  # it adds float32 in a tree: at most 33 + 2 roundings
+        assert_error_at_most(second.cpu(), moments, 35 * 2.0**-24)
+        assert_error_at_most(params.cpu(), expected, 70 * 2.0**-24)
+
+
 def test_zero_updates_with_second_moments_only_decay(run, device):
     params = draw([(8, 12)], torch.float32, seed=0, device=device)
     expected = params[0] - params[0] * torch.tensor(0.02).mul(0.1).to(device)

@@ -102,6 +102,10 @@ def test_strided_ids(module, device, path, strides):
     assert slots.tolist() == ([0, 1, 2, 3] if strides == "one id" else [2, 1, 0, 3])
 
 
+def test_the_most_experts(module, device):
+    assert_sorted(module, "auto", [[2**12 - 1, 5], [2**12, 0], [5, -1]], 2**12, device)
+
+
 def test_tile_rows_follow_the_mean_and_never_the_routing(module, device):
     assert [module.tile_rows_for(rows, 8) for rows in (0, 128, 129, 192, 193, 384, 385)] == [
         16,
@@ -145,6 +149,12 @@ def test_compiles_without_a_graph_break(module, device, dynamic):
         ((torch.ones(4, dtype=torch.int64), 4), ValueError, "expert_ids must have 2 dimensions"),
         ((torch.ones(2, 0, dtype=torch.int64), 4), ValueError, "expert_ids must name experts"),
         ((torch.ones(2, 2, dtype=torch.int64), 0), ValueError, "num_experts must be at least 1"),
+        ((torch.ones(2, 2, dtype=torch.int64), 2**12 + 1), ValueError, "at most 4096, got 4097"),
+        (
+            (torch.ones(2, 2, dtype=torch.int64), 2**31),
+            ValueError,
+            "num_experts must be at least 1 a",
+        ),
         ((torch.ones(2, 2, dtype=torch.int64), 4.0), TypeError, "num_experts must be an integer"),
         ((torch.ones(2, 2, dtype=torch.int64), True), TypeError, "num_experts must be an integer"),
     ],

@@ -365,37 +365,113 @@ def test_meta_tensors_give_shapes(opt):
     assert out.shape == (3, 16, 24) and out.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("nested", (False, True))
-@pytest.mark.parametrize("blocksize", (32, 64, 128, 256, 512, 1024, 2048, 4096))
-@pytest.mark.parametrize("quant_type", ("nf4", "fp4"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_same_bits_as_bitsandbytes(opt, submodule, device, dtype, quant_type, blocksize, nested):
-    """On the CPU only rows of whole blocks: bitsandbytes 0.50.2 misreads others with AVX512."""
+def assert_same_format(actual: torch.Tensor, wanted: torch.Tensor, theirs: torch.Tensor) -> None:
+    """`actual` has the bits of the format, bitsandbytes too but for the sign of a zero on a CPU.
+
+    FP4's nibble 8 is -0 in its CUDA and its scalar CPU decoder, +0 in those for AVX512 and NEON and
+    in the portable one that it takes for blocks from 2048 on where there is AVX512.
+    """
+    assert_same_bits(actual, wanted)
+    if theirs.device.type == "cpu":
+        theirs = torch.where((theirs == 0) & (wanted == 0), wanted, theirs)
+    assert_same_bits(theirs, wanted)
+
+
+def quantized_by_bitsandbytes(dtype, quant_type, blocksize, nested, codebook, device):
+    """(arguments of `oracle` for a stack (4, 6, 4096), what bitsandbytes decodes it to).
+
+    On the CPU only rows of whole blocks: bitsandbytes 0.50.2 misreads others with AVX512.
+    """
     from bitsandbytes import functional
 
     weight = torch.randn(4, 6, 4096, dtype=dtype, device=device)
     packed, state = functional.quantize_4bit(
         weight, blocksize=blocksize, quant_type=quant_type, compress_statistics=nested
     )
-    expected = functional.dequantize_4bit(packed, state)
-    extra = {}
+    assert torch.equal(codebook, state.code)  # the same values; a zero may have the other sign
+    arguments = {
+        **dict.fromkeys(("absmax_code", "absmax_scale", "absmax_offset")),
+        "packed": packed,
+        "absmax": state.absmax,
+        "codebook": codebook,
+        "expert_shape": (6, 4096),
+        "blocksize": blocksize,
+    }
     if nested:
-        extra = {
-            "absmax_code": state.state2.code,
-            "absmax_scale": state.state2.absmax,
-            "absmax_offset": state.offset,
-        }
-    code = state.code
-    if quant_type == "fp4":  # its kernels decode nibble 8 to -0, which its own table has not
-        code = submodule("moe.expert_weights").fp4_codebook(torch.device(device))
-        assert torch.equal(code, state.code)
-    ids = torch.tensor([3, 0, 1], device=device)
-    actual = opt.nf4_dequant(
-        packed, state.absmax, ids, (6, 4096), blocksize, dtype, codebook=code, **extra
+        arguments["absmax_code"] = state.state2.code
+        arguments["absmax_scale"] = state.state2.absmax
+        arguments["absmax_offset"] = state.offset.reshape(1)
+    return arguments, functional.dequantize_4bit(packed, state)
+
+
+@pytest.fixture(scope="session")
+def codebooks(submodule, device):
+    """Quantisation type -> its 16 values; in FP4's nibble 8 decodes to -0."""
+    fp4 = submodule("moe.expert_weights").fp4_codebook(device)
+    return {"nf4": torch.tensor(NF4, device=device), "fp4": fp4}
+
+
+@pytest.mark.parametrize("nested", (False, True))
+@pytest.mark.parametrize("blocksize", BLOCKSIZES)
+@pytest.mark.parametrize("quant_type", ("nf4", "fp4"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_bits_as_bitsandbytes(opt, codebooks, device, dtype, quant_type, blocksize, nested):
+    """The format decides: value times absmax in float32, rounded once to dtype."""
+    code = codebooks[quant_type]
+    arguments, theirs = quantized_by_bitsandbytes(
+        dtype, quant_type, blocksize, nested, code, device
     )
-    assert_same_bits(actual, expected[[3, 0, 1]])
+    ids = [3, 0, 1]
+    active = torch.tensor(ids, device=device)
+    actual = opt.nf4_dequant(active_experts=active, dtype=dtype, **arguments)
+    wanted = oracle(arguments, ids, dtype)
+    assert_same_format(actual, wanted.to(device), theirs[ids])
     if quant_type == "nf4":
-        assert_same_bits(state.code.cpu(), torch.tensor(NF4))
-    if quant_type == "nf4" and not nested:
-        default = opt.nf4_dequant(packed, state.absmax, ids, (6, 4096), blocksize, dtype)
+        default = opt.nf4_dequant(
+            active_experts=active, dtype=dtype, **{**arguments, "codebook": None}
+        )
         assert_same_bits(default, actual)
+
+
+DECODERS = {  # of bitsandbytes on CPUs; each as it changes the values of the scalar one
+    "scalar": lambda decoded: decoded,
+    "AVX512": lambda decoded: torch.where(decoded == 0, 0.0, decoded),
+}
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_which_decoder_bitsandbytes_takes_does_not_matter(opt, codebooks, dtype, decoder):
+    """Whatever the sign of its zeros, ours passes and every wrong decoder of ours fails."""
+    cpu = torch.device("cpu")
+    code = codebooks["fp4"].cpu()
+    arguments, theirs = quantized_by_bitsandbytes(dtype, "fp4", 64, True, code, cpu)
+    theirs = DECODERS[decoder](theirs)
+    ids = list(range(4))
+    wanted = oracle(arguments, ids, dtype)
+    assert wanted[wanted == 0].signbit().any() and not wanted[wanted == 0].signbit().all()
+    assert_same_format(wanted, wanted, theirs)
+
+    def decoded(name: str, value: torch.Tensor, to: torch.dtype = dtype) -> torch.Tensor:
+        return oracle({**arguments, name: value}, ids, to)
+
+    value = code.clone()
+    value[3] = value[3].nextafter(torch.tensor(0.0)) if dtype == torch.float32 else 0.99
+    scale = arguments["absmax_scale"]
+    wrong = {
+        "a value": decoded("codebook", value),
+        "the sign of nibble 8": decoded("codebook", code + 0.0),
+        "a rounded scale": decoded("absmax_scale", scale.to(torch.bfloat16).float()),
+        "nibbles exchanged": decoded("packed", arguments["packed"] << 4 | arguments["packed"] >> 4),
+    }
+    if dtype != torch.float32:
+        exact = decoded("codebook", code, torch.float32).view(torch.int32)
+        lost = {torch.bfloat16: 16, torch.float16: 13}[dtype]  # bits of the mantissa
+        wrong["cut, not rounded"] = (exact >> lost << lost).view(torch.float32).to(dtype)
+    for defect, result in wrong.items():
+        with pytest.raises(AssertionError, match="bytes differ"):
+            assert_same_format(result, wanted, theirs)
+            pytest.fail(f"not seen: {defect}")
+    for their_defect in (wrong["a value"], -theirs):
+        with pytest.raises(AssertionError, match="bytes differ"):
+            assert_same_format(wanted, wanted, their_defect)

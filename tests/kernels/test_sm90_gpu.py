@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 HALVES = (torch.float16, torch.bfloat16)
 SYMMETRIC = (
     *("sm90_128x256", "sm90_128x256_pair", "sm90_128x128"),
-    *("sm90_64x128", "sm90_128x192", "sm90_128x128_pair"),
+    *("sm90_64x128", "sm90_128x192"),
 )
 DENSE = ("sm90_128x256", "sm90_128x256_pair", "sm90_256x128", "sm90_128x128")
 # Around the sides of tiles and instructions; a stage holds 64 of k, a ring 3, 5 or 7 stages.

@@ -50,22 +50,6 @@ def check_upper(actual: torch.Tensor, whole: torch.Tensor) -> None:
     assert_same_bits(actual.masked_fill(lower, 0), whole.masked_fill(lower, 0))
 
 
-@pytest.mark.parametrize("m", SIDES)
-@pytest.mark.parametrize("batch", [1, 7, 40])
-def test_squares(ops, device, m, batch):
-    """alpha A B^T + beta C + diag I with a factor per matrix, all in upper storage."""
-    A, C = symmetric_matrices(batch, m, device), symmetric_matrices(batch + 1, m, device)[1:]
-    scale = torch.linspace(0.5, 2, batch, device=device)
-    scalars, powers = (0.75, -1.5, 0.5), (2, 1)
-    whole = torch.full_like(A, torch.nan)
-    ops.symmetric_matmul(A, A, C, whole, *scalars, -1, scale, *powers)
-    for _ in range(3):
-        out = torch.full_like(A, torch.nan)
-        given = upper(A), upper(A), upper(C)
-        ops.symmetric_matmul(*given, out, *scalars, -1, scale, *powers, True, True)
-        check_upper(out, whole)
-
-
 @pytest.mark.parametrize("tall", [False, True])
 @pytest.mark.parametrize("m", SIDES)
 def test_gram_matrices_and_products(ops, device, m, tall):
@@ -77,7 +61,7 @@ def test_gram_matrices_and_products(ops, device, m, tall):
     whole = torch.full((5, m, m), torch.nan, device=device, dtype=torch.float16)
     out = whole.clone()
     ops.symmetric_matmul(rows, rows, None, whole, 1.0, 0.0, 0.0, -1)
-    ops.symmetric_matmul(rows, rows, None, out, 1.0, 0.0, 0.0, -1, None, 1, 1, False, True)
+    ops.symmetric_matmul(rows, rows, None, out, 1.0, 0.0, 0.0, -1, None, 1, 1, True)
     check_upper(out, whole)
     scale = torch.linspace(0.5, 2, 5, device=device)
     B = symmetric_matrices(5, m, device)
@@ -101,13 +85,11 @@ def test_what_upper_storage_refuses(ops, device):
     out, X = torch.empty_like(A), torch.randn(2, 256, 64, device=device).half()
     product = (1.0, 0.0, 0.0, -1, None, 1, 1)
     with pytest.raises(RuntimeError, match="float16"):
-        ops.symmetric_matmul(A.bfloat16(), A.bfloat16(), None, out.bfloat16(), *product, True, True)
-    with pytest.raises(RuntimeError, match="square"):
-        ops.symmetric_matmul(X, X, None, out, *product, True, True)
+        ops.symmetric_matmul(A.bfloat16(), A.bfloat16(), None, out.bfloat16(), *product, True)
     with pytest.raises(RuntimeError, match="square"):
         ops.matmul_add(X.mT.contiguous(), A, None, X.mT.contiguous(), 1.0, 0.0, -1, None, 1)
     with pytest.raises(RuntimeError, match="upper must be"):
         ops.matmul_add(A, X, None, X.clone(), 1.0, 0.0, -1, None, 3)
     with pytest.raises(RuntimeError, match="TMA"):
         shifted = torch.empty(2, 256, 260, device=device, dtype=torch.float16)[..., 1:257]
-        ops.symmetric_matmul(shifted, shifted, None, out, *product, True, True)
+        ops.symmetric_matmul(shifted, shifted, None, out, *product, True)

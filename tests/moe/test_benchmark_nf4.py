@@ -17,7 +17,7 @@ from ..static.project import ROOT
 @pytest.fixture(scope="module")
 def harness():
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("nf4", "nf4_goals", "nf4_offload", "nf4_traffic", "moe_problems", "report")
+    names = ("nf4", "nf4_goals", "nf4_offload", "nf4_traffic", "moe_problems", "report", "timer")
     yield SimpleNamespace(**{name: importlib.import_module(f"harness.{name}") for name in names})
     sys.path.remove(str(ROOT / "benchmarks"))
 
@@ -63,11 +63,12 @@ def test_what_auto_takes_is_timed_once(harness, opt, monkeypatch):
     """All strategies take turns with one baseline; a wrong one has no time, the others do."""
     nf4 = harness.nf4
     layer = harness.moe_problems.Layer("tiny", 4, 64, 64, 2, tokens=40, rank=8)
-    used = []
+    used, made = [], []
 
     class Case(nf4.Nf4Case):
         def __init__(self, layer, built, seed):
             super().__init__(layer, built, seed, "cpu")
+            made.append(self)
 
         def references(self):
             return [], []
@@ -79,16 +80,20 @@ def test_what_auto_takes_is_timed_once(harness, opt, monkeypatch):
         def baseline(self):
             return self.ours()
 
-    def medians(turns, sets, **_):
+    def times(turns, sets, between, **_):
         assert sets == 2
+        before = [case.factors[0].clone() for case in made]
+        between()
+        assert not any(map(torch.equal, before, [case.factors[0] for case in made]))
         for turn in turns.values():
             turn(1)
-        return {name: 2.0 if name == "baseline" else 1.0 for name in turns}
+        ms = {name: 2.0 if name == "baseline" else 1.0 for name in turns}
+        return {name: harness.timer.Times(value, value, value) for name, value in ms.items()}
 
     monkeypatch.setattr(nf4, "Nf4Case", Case)
     monkeypatch.setattr(nf4, "cold_sets", lambda *_: 2)
-    monkeypatch.setattr(nf4, "medians", medians)
-    monkeypatch.setattr(nf4, "peak_mb", lambda call: [call(), 1.0][1])
+    monkeypatch.setattr(nf4, "times", times)
+    monkeypatch.setattr(nf4, "peak_mb", lambda call, _: [call(), 1.0][1])
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=1)
     )
@@ -135,7 +140,9 @@ def test_goals_of_the_listed_layers(harness, model):
 def test_goals_are_judged_and_what_is_not_measured_is_said(harness, tmp_path):
     goals, report = harness.nf4_goals, harness.report
     layer = harness.moe_problems.of_model("Qwen3-30B-A3B", 2048, 16)
-    measured = report.Measured(1.0, 0.3, "b", 4.0, 1e-3, 1e-3, 100.0, 1000.0)
+    times = harness.timer.Times
+    ours, baseline = times(1.0, 1.0, 1.0), times(4.0, 4.0, 4.0)
+    measured = report.Measured(ours, 0.3, "b", baseline, 1e-3, 1e-3, 100.0, 1000.0)
     wanted = goals.layer_goals(layer, "fwd+bwd")
     values = {"of_bf16": 1.0512345, "of_least_traffic": "no ncu on this machine"}
     row = goals.judged(report.passed("q", measured), wanted, values)
@@ -225,7 +232,8 @@ def test_least_traffic_by_hand(harness):
 
 def test_offload_gets_a_row_when_the_bits_agree(harness, opt, monkeypatch):
     offload = harness.nf4_offload
-    monkeypatch.setattr(offload, "medians", lambda turns, **_: {"step": turns["step"](0) and 2.0})
+    taken = harness.timer.Times(2.0, 2.0, 2.0)
+    monkeypatch.setattr(offload, "times", lambda turns, **_: {"step": turns["step"](0) and taken})
     monkeypatch.setattr(offload, "peak_mb", lambda call: 1.0)
     arguments = SimpleNamespace(package=opt), (4, 64, 64, 2), 3, 12, "cpu"
     row, printed = offload.offload_row(*arguments)
@@ -259,10 +267,11 @@ def test_decoding_alone_gets_a_row(harness, monkeypatch):
         def baseline(self):
             return [torch.ones(4, dtype=torch.bfloat16)]
 
-    times = {"ours": 0.004, "baseline": 0.008, "copy": 0.002}
+    ms = {"ours": 0.004, "baseline": 0.008, "copy": 0.002}
+    taken = {name: harness.timer.Times(value, value, value) for name, value in ms.items()}
     monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace())
     monkeypatch.setattr(nf4, "Stacks", Stacks)
-    monkeypatch.setattr(nf4, "medians", lambda turns, **_: [t(0) for t in turns.values()] and times)
+    monkeypatch.setattr(nf4, "times", lambda turns, **_: [t(0) for t in turns.values()] and taken)
     monkeypatch.setattr(nf4, "peak_mb", lambda call: 1.0)
     properties = SimpleNamespace(L2_cache_size=60_000_000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

@@ -28,6 +28,8 @@ MUON_OPTIONS = [
     ("momentum", -0.5, ValueError, "momentum must lie in"),
     ("momentum", None, TypeError, "momentum must be a number, got None"),
     ("ns_steps", 0, ValueError, "ns_steps must be at least 1, got 0"),
+    ("ns_steps", 101, ValueError, "ns_steps must be at most 100, got 101"),
+    ("ns_steps", 2**62, ValueError, "ns_steps must be at most 100"),
     ("ns_steps", 5.0, TypeError, "ns_steps must be an integer, got 5.0"),
     ("ns_steps", True, TypeError, "ns_steps must be an integer, got True"),
     ("weight_decay", -1e-3, ValueError, "weight_decay must be finite and at least 0"),
@@ -202,6 +204,31 @@ def test_names_and_parameters_are_unique_over_all_groups(opt) -> None:
     with pytest.raises(ValueError, match="this parameter is already group 0, parameter 'w'"):
         optimizer.add_param_group({"params": [SHARED], "use_muon": False})
     assert len(optimizer.param_groups) == 1
+
+
+REFUSED = {
+    "an option": {"momentum": 2.0},
+    "a shape": {"params": [matrix(), nn.Parameter(torch.ones(3))]},
+    "a name of the first group": {"names": ["b", "w"]},
+    "a name for an option": {"num_heads": {"d": 2}},
+    "a number of heads": {"num_heads": {"c": 3}},
+    "expert keys": {"expert_keys": ["experts"]},
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_refused_group_leaves_no_names(opt, why) -> None:
+    """Mended, it takes the place of the refused one, as if that had never been."""
+    first, second, third = matrix(), matrix(), matrix()
+    optimizer = opt.Muon([{"params": [first], "names": ["w"], "use_muon": True}])
+    group = {"params": [second, third], "names": ["b", "c"], "use_muon": True}
+    with pytest.raises(ValueError, match="group 1"):
+        optimizer.add_param_group({**group, **REFUSED[why]})
+    with pytest.raises(IndexError):
+        optimizer.parameter_names(1)
+    optimizer.add_param_group(group)
+    assert [optimizer.parameter_names(number) for number in (0, 1)] == [["w"], ["b", "c"]]
+    assert list(optimizer.state) == [first, second, third]
 
 
 def test_later_groups_start_out_like_the_first(opt, device) -> None:

@@ -289,14 +289,14 @@ def test_a_step_with_offload_never_reads_on_the_host(opt, device, name) -> None:
         train(optimizer, params, 3)
 
 
-def test_an_interrupted_step_does_not_stop_the_next(opt, submodule, device, monkeypatch) -> None:
-    """State of batches that were not finished is what it was before that step."""
+def test_an_interrupted_step_stops_the_next(opt, submodule, device, monkeypatch) -> None:
+    """State of unfinished batches is that before the step, of the others that behind it."""
     params = parameters([(4, 4), (4, 5), (4, 6), (4, 7), (4, 8)], device=device)
     optimizer = opt.Muon(params, none_grad=False)
     optimizer.turn_on_cpu_offload()
     optimizer.step()
-    optimizer.state_dict()  # waits until the state has arrived in host memory
-    before = [optimizer.state[p]["momentum_buffer"].clone() for p in params]
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = [saved["state"][number]["momentum_buffer"] for number in range(len(params))]
     module = submodule("optimizers.step")
     orthogonalize = module.orthogonalize
 
@@ -309,15 +309,19 @@ def test_an_interrupted_step_does_not_stop_the_next(opt, submodule, device, monk
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         optimizer.step()
     monkeypatch.undo()
-    optimizer.state_dict()
-    for param, old in zip(params[2:], before[2:], strict=True):
-        assert_same_bits(optimizer.state[param]["momentum_buffer"], old)
+    optimizer._host.wait()
+    buffers = [optimizer.state[param]["momentum_buffer"] for param in params]
+    for number, (buffer, old) in enumerate(zip(buffers, before, strict=True)):
+        assert torch.equal(buffer, old) == (number >= 2)
+    for refused in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="an earlier step failed midway"):
+            refused()
+    optimizer.load_state_dict(saved)
     optimizer.step()
     optimizer.state_dict()
     for param, old in zip(params, before, strict=True):
-        assert not torch.equal(optimizer.state[param]["momentum_buffer"], old)
-    buffer = optimizer.state[params[3]]["momentum_buffer"]
-    assert_same_bits(buffer, before[3] * 0.95 + params[3].grad.cpu())
+        buffer = optimizer.state[param]["momentum_buffer"]
+        assert_same_bits(buffer, old * 0.95 + param.grad.cpu())
 
 
 def test_replicated_dtensors(opt, tmp_path) -> None:

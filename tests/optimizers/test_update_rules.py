@@ -92,6 +92,26 @@ def test_adamw_half_equals_torch(opt, device, weight_decay, lr) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+def test_adamw_without_memory_follows_a_gradient_that_becomes_small(opt, device, name) -> None:
+    """betas (0.9, 0): the second moment is the last square, however large the one before it."""
+    ours, theirs = (nn.Parameter(torch.ones(3, device=device)) for _ in range(2))
+    options = {"lr": 1e-3, "weight_decay": 0.1}
+    keys = {"betas": (0.9, 0.0), "eps": 1e-8}
+    if name == "Muon":
+        keys = {f"adamw_{key}": value for key, value in keys.items()}
+    optimizer = getattr(opt, name)([{"kind": "adamw", "params": [ours], **options, **keys}])
+    torch_optimizer = torch.optim.AdamW([theirs], betas=(0.9, 0.0), eps=1e-8, **options)
+    for gradient in (2.0, 1e-5):
+        for param, its in ((ours, optimizer), (theirs, torch_optimizer)):
+            param.grad = torch.full_like(param, gradient)
+            its.step()
+    assert_error_at_most(
+        optimizer.state[ours]["exp_avg_sq"], torch.full_like(ours, 1e-10), 2 * 2.0**-23
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_adamw_half_of_muon_uses_its_own_betas_and_shares_lr_and_decay(opt, device) -> None:
     ours, theirs = parameters([(9,)], device=device), parameters([(9,)], device=device)
     group = {"params": ours, "use_muon": False}

@@ -201,7 +201,7 @@ def test_explain_says_what_why_and_how_much(opt, choose, submodule, capability) 
 
 
 def test_explain_names_the_kernels_that_run(opt, submodule, capability, monkeypatch) -> None:
-    """On Hopper a chain of squares is one launch, and what proves well-conditioned takes less."""
+    """On Hopper a chain of squares is one launch."""
     capability(9, 0)
     asked = []
 
@@ -210,17 +210,17 @@ def test_explain_names_the_kernels_that_run(opt, submodule, capability, monkeypa
         return True
 
     monkeypatch.setattr(submodule("kernels.square_chain"), "serves", serves)
-    for name in ("products", "choose", "well_conditioned", "batch"):
+    for name in ("products", "choose", "batch"):
         module = submodule(f"orthogonalize.{name}")
         monkeypatch.setattr(module, "batch_is_free", lambda dtype, device: True)
     said = {"dtype": torch.float32, "device": "cuda"}
     text = opt.explain("orthogonalize", shape=(12, 768, 3070), **said)
-    assert "by square_chain, the others matmul_add. Matrices that prove well-cond" in text
+    assert "by square_chain, the others matmul_add." in text
     assert asked == [(12, 768, torch.float16)]
     text = opt.explain("orthogonalize", shape=(2, 2048, 2048), **said)
-    assert "square_chain" not in text and "M^2" in text and "well-conditioned" in text
+    assert "square_chain" not in text and "M^2" in text
     newton = opt.explain("orthogonalize", shape=(12, 768, 3070), method="newton_schulz", **said)
-    assert "square_chain" not in newton and "well-conditioned" not in newton
+    assert "square_chain" not in newton
 
 
 @pytest.mark.parametrize(

@@ -46,11 +46,7 @@ def test_gram_polynomials_are_a_best_fit() -> None:
     options = ("--iterations", "8", "--points", "160")
     result = derive(*options, tool="derive_gram_polynomials")
     assert result.returncode == 0, result.stderr
-    best, circle, band, error, refitted = result.stdout.splitlines()
-    assert best.startswith("well-conditioned: 0.0209 on [0.1026, 1.0255], coefficients within ")
-    assert float(best.split()[-4]) < 1e-8
-    assert circle.startswith("quarter circle: 0.1082 in the root mean square, at most 1.1479, ")
-    assert abs(float(circle.split()[-1])) < 1e-5
+    band, error, refitted = result.stdout.splitlines()
     assert band == "on [1.2e-3, 1]: [0.9422, 1.1009]; slope at 0: 1010.6"
     assert error == "largest error: 0.9762 of the allowed one"
     assert 0.96 < float(refitted.split(": ")[1]) < 0.98

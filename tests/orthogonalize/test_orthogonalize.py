@@ -313,6 +313,8 @@ def test_bad_input(opt, kind) -> None:
     [
         ({"steps": 0}, ValueError, "steps must be at least 1, got 0"),
         ({"steps": -1}, ValueError, "-1"),
+        ({"steps": 101}, ValueError, "steps must be at most 100, got 101; 5 to 10 are usual"),
+        ({"steps": 2**62}, ValueError, "steps must be at most 100"),
         ({"steps": True}, TypeError, "True"),
         ({"steps": 5.0}, TypeError, "5.0"),
         ({"steps": "5"}, TypeError, "'5'"),

@@ -8,7 +8,11 @@ from pathlib import Path
 
 TEXTS = ("gpu", "driver", "torch", "triton", "commit", "sources")
 CEILINGS = ("bf16_tflops", "fp16_tflops", "copy_tbps")
-TIMES = ("ms", "floor_ms", "baseline_ms")  # only a row that passed its correctness gate has them
+# Only a row that passed its correctness gate has them.
+TIMES = (
+    *("wall_ms", "host_ms", "baseline_wall_ms", "baseline_host_ms"),
+    *("ms", "floor_ms", "baseline_ms"),
+)
 ROUNDING = 0.01  # the ratios are stored rounded
 QUOTE = re.compile(r"benchmarks/results/([\w-]+)/([\w-]+)\.(?:json|csv|svg|png|md)\b")
 
@@ -54,7 +58,11 @@ def _row_faults(row: dict) -> list[str]:
     if not isinstance(row.get("ok"), bool):
         return [*faults, "ok must be true or false"]
     if not row["ok"]:
-        timed = [key for key in ("ms", "speedup", "fraction_of_floor") if row.get(key) is not None]
+        timed = [
+            key
+            for key in ("wall_ms", "ms", "speedup", "fraction_of_floor")
+            if row.get(key) is not None
+        ]
         return faults + [f"is not ok, so it must have no {key}" for key in timed]
     if "value" in row:  # a communication figure: its unit and target instead of a time
         faults += [f"{key} is missing" for key in ("unit", "target", "transport") if key not in row]
@@ -68,7 +76,7 @@ def _row_faults(row: dict) -> list[str]:
     if not faults:
         for key, over, under in (
             ("fraction_of_floor", "floor_ms", "ms"),
-            ("speedup", "baseline_ms", "ms"),
+            ("speedup", "baseline_wall_ms", "wall_ms"),
         ):
             expected = row[over] / row[under]
             if not _number(row.get(key)) or not math.isclose(row[key], expected, rel_tol=ROUNDING):

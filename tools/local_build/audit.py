@@ -9,6 +9,7 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .errors import BuildError
 from .shim_symbols import declared_symbols, read_symbol_list
@@ -42,45 +43,58 @@ class Dynamic:
     undefined: dict[str, str]
 
 
-def audit_library(path: Path, root: Path, torch: Torch) -> None:
+def audit_library(path: Path, root: Path, torch: Torch | None) -> list[str]:
     """Run every check on the shared library `path`.
 
     Args:
         path: A finished library; it is read, never loaded.
         root: Checkout that holds the committed symbol list.
-        torch: Installation whose headers must declare every torch symbol.
+        torch: Installation whose headers must declare every torch symbol; without one, the
+            committed list decides alone.
+
+    Returns:
+        What keeps it from being published and lets it run on this machine: symbols of a newer glibc
+        or libstdc++ than every user has.
 
     Raises:
-        BuildError: Listing every finding, or naming a checker that is not installed.
+        BuildError: Listing every finding that keeps it from running, or naming a checker that is
+            not installed.
     """
-    known = {
-        f"torch {torch.version}": declared_symbols(torch.include),
-        f"torch {OLDEST_TORCH} ({SYMBOL_LIST})": read_symbol_list(root / SYMBOL_LIST),
-    }
+    known = {f"torch {OLDEST_TORCH} ({SYMBOL_LIST})": read_symbol_list(root / SYMBOL_LIST)}
+    if torch is not None:
+        known[f"torch {torch.version}"] = declared_symbols(torch.include)
     dynamic = read_dynamic(path)
     findings = [
-        *check_packages(path),
+        *check_python_abi(path),
         *check_torch_abi(path),
         *check_dynamic(dynamic),
         *check_undefined(dynamic.undefined, known),
     ]
     if findings:
         raise BuildError(f"{path.name} breaks binary rules:\n  " + "\n  ".join(findings))
+    return check_manylinux(path)
 
 
-def check_packages(path: Path) -> list[str]:
-    """glibc, libstdc++ and CPython limits, by the official checker."""
+def check_manylinux(path: Path) -> list[str]:
+    """Symbols of a newer glibc or libstdc++ than manylinux has, by the official checker."""
+    return [
+        f"{MANYLINUX}: {finding.name}@{finding.dep}_{finding.version}"
+        for finding in _object_file(path).check_manylinux(MANYLINUX)
+    ]
+
+
+def check_python_abi(path: Path) -> list[str]:
+    """Symbols outside of CPython's stable ABI, by the official checker."""
+    found = _object_file(path).check_python_abi(PYTHON_ABI)
+    return [f"abi3 {PYTHON_ABI}: {finding!r}" for finding in found]
+
+
+def _object_file(path: Path) -> Any:
     try:
         from kernel_abi_check import ObjectFile
     except ImportError as error:
         raise _missing("kernel-abi-check", "manylinux and abi3") from error
-    binary = ObjectFile(path)
-    manylinux = [
-        f"{MANYLINUX}: {finding.name}@{finding.dep}_{finding.version}"
-        for finding in binary.check_manylinux(MANYLINUX)
-    ]
-    python = [f"abi3 {PYTHON_ABI}: {finding!r}" for finding in binary.check_python_abi(PYTHON_ABI)]
-    return manylinux + python
+    return ObjectFile(path)
 
 
 def check_torch_abi(path: Path) -> list[str]:

@@ -12,8 +12,9 @@ import json
 import platform
 import shlex
 import subprocess
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,14 +52,13 @@ VERSION_SCRIPT = "{ global: PyInit_*; local: *; };\n"
 # read __libc_single_threaded (GLIBC 2.32), calls stringstream members of libstdc++ (GLIBCXX 3.4.26
 # and 3.4.29), names ios_base_library_init wherever <iostream> is included (g++ 13, GLIBCXX 3.4.32)
 # and ends noexcept functions with __cxa_call_terminate (g++ 14, CXXABI 1.3.15). Defining them
-# inside the library removes the references; weakly, since a toolchain that links libstdc++ from its
-# static archive brings its own. For local builds only, so not in build.toml: the official toolchain
-# targets glibc 2.28 itself.
+# inside the library removes the references; weakly, since a toolchain may bring its own. For local
+# builds only, so not in build.toml: the official toolchain targets glibc 2.28 itself.
 COMPATIBILITY_CPP = """\
 #include <exception>
 #include <sstream>
 
-#define LOCAL_STANDIN __attribute__((visibility("hidden"), weak))
+#define LOCAL_STANDIN __attribute__((weak))
 extern "C" {
 LOCAL_STANDIN char __libc_single_threaded = 0;
 // Only named so that the initialisation of the streams is linked; torch's libraries run it.
@@ -86,6 +86,11 @@ class Job:
     source: str
     command: tuple[str, ...]
     object_path: Path
+
+    @property
+    def record(self) -> Path:
+        """What the object was compiled from."""
+        return self.object_path.with_suffix(".json")
 
 
 @dataclass(frozen=True)
@@ -129,11 +134,16 @@ def build_library(
             (generated / name).write_text(text)
 
     work = _compilations(project, backend, ops_name, tools)
+    stale = [job for job in work if not _is_current(job, root, tools)]
+    if stale:
+        print(f"compiling {len(stale)} of {len(work)} files, {min(jobs, len(stale))} at a time")
     with ThreadPoolExecutor(max_workers=jobs) as pool:
-        rebuilt = list(pool.map(lambda job: _compile(job, root, tools), work))
+        compiling = [pool.submit(_compile, job, root, tools) for job in stale]
+        for done, future in enumerate(as_completed(compiling), start=1):
+            print(f"[{done}/{len(stale)}] {future.result()}", flush=True)
     library = cache / f"{ops_name}.abi3.so"
     _link(root, tools, [job.object_path for job in work], library)
-    return Library(root / library, compiled=sum(rebuilt), reused=len(rebuilt) - sum(rebuilt))
+    return Library(root / library, compiled=len(stale), reused=len(work) - len(stale))
 
 
 def _compilations(project: Project, backend: str, ops_name: str, tools: Toolchain) -> list[Job]:
@@ -206,21 +216,25 @@ def gencode_flags(capability: str) -> list[str]:
     return flags
 
 
-def _compile(job: Job, root: Path, tools: Toolchain) -> bool:
-    """Compile unless the object on disk is current; True when the compiler ran."""
-    record, depfile = job.object_path.with_suffix(".json"), job.object_path.with_suffix(".d")
-    context = [*job.command, *_versions(tools)]
-    if (root / job.object_path).is_file() and (root / record).is_file():
-        last = json.loads((root / record).read_text())
-        if last["key"] == _key(root, context, last["inputs"]):
-            return False
-    (root / record).unlink(missing_ok=True)
+def _is_current(job: Job, root: Path, tools: Toolchain) -> bool:
+    """Whether the object on disk is what the compiler would write again."""
+    record = root / job.record
+    if not (root / job.object_path).is_file() or not record.is_file():
+        return False
+    last = json.loads(record.read_text())
+    return last["key"] == _key(root, [*job.command, *_versions(tools)], last["inputs"])
+
+
+def _compile(job: Job, root: Path, tools: Toolchain) -> str:
+    """Compile; words for the progress."""
+    start, depfile = time.perf_counter(), job.object_path.with_suffix(".d")
+    (root / job.record).unlink(missing_ok=True)
     outputs = ["-c", job.source, "-o", str(job.object_path), "-MMD", "-MF", str(depfile)]
     _run([*job.command, *outputs], root, f"compiling {job.source}")
     inputs = sorted({job.source, *_read_depfile(root / depfile)})
-    key = _key(root, context, inputs)
-    (root / record).write_text(json.dumps({"inputs": inputs, "key": key}))
-    return True
+    key = _key(root, [*job.command, *_versions(tools)], inputs)
+    (root / job.record).write_text(json.dumps({"inputs": inputs, "key": key}))
+    return f"{job.source}, {time.perf_counter() - start:.0f} s"
 
 
 def _versions(tools: Toolchain) -> list[str]:
@@ -250,6 +264,9 @@ def _link(root: Path, tools: Toolchain, objects: Sequence[Path], library: Path) 
     command = [tools.cxx, "-shared", "-o", str(library), *map(str, objects)]
     command += ["-Wl,--as-needed", "-Wl,-z,noexecstack", "-Wl,--build-id=none"]
     command += [f"-Wl,--version-script={exports}"]
+    # Where g++ finds libstdc++ as a static archive alone, its own -lstdc++ would put half of it
+    # into the library, with the newest symbols of this glibc. Torch has brought the shared one.
+    command.append("-l:libstdc++.so.6")
     if tools.cuda is not None:
         command += [f"-L{tools.cuda.home / 'lib64'}", f"-l:{tools.cuda.runtime}"]
     # Python loads the library with RTLD_LOCAL and torch does not export its symbols globally, so

@@ -220,7 +220,7 @@ def default_backend(cuda_home: Path | None, cuda_version: str | None) -> Default
     torch = find_torch()
     if torch.cuda is None:
         return Default("cpu", f"torch {torch.version} is built without CUDA")
-    if _cuda_device_count() == 0:
+    if cuda_device_count() == 0:
         return Default("cpu", "there is no CUDA device")
     try:
         cuda = find_cuda(cuda_home, cuda_version, torch)
@@ -231,7 +231,7 @@ def default_backend(cuda_home: Path | None, cuda_version: str | None) -> Default
     )
 
 
-def _cuda_device_count() -> int:
+def cuda_device_count() -> int:
     """Ask the driver; importing torch for this would take longer than a rebuild."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -8,8 +8,9 @@ from .ownership import assign, chunked
 from .route import ALIGNMENT, Extra, Job, Message, Part, Route, make_route
 from .schedule import Phases, in_flight, run_pipeline
 from .shards import Box, Layout, Run, Split, boxes, splits_of
+from .store import exchange
 from .team import Team, Teams, alone
-from .transport import AllToAll, Future, Identity, Ready, Transport, agreement, whole
+from .transport import AllToAll, Future, Identity, Ready, Transport, extremes, whole
 
 __all__ = [
     "ALIGNMENT",
@@ -30,11 +31,12 @@ __all__ = [
     "Team",
     "Teams",
     "Transport",
-    "agreement",
     "alone",
     "assign",
     "boxes",
     "chunked",
+    "exchange",
+    "extremes",
     "in_flight",
     "make_route",
     "run_pipeline",

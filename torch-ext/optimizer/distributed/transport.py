@@ -150,18 +150,16 @@ def whole(tensor: Any) -> Tensor:
     return tensor.full_tensor()
 
 
-def agreement(transport: Transport, values: Tensor) -> Future:
-    """Which of some integers differ between the ranks, as a bool tensor of their shape.
-
-    One all-reduce: the largest of a number and of its negative are opposite only if all are equal.
-    """
-    return _Agreement(transport.maximum(torch.stack((values, -values))))
+def extremes(transport: Transport, values: Tensor) -> Future:
+    """The largest and the smallest of every rank's integers, (2, n), in one all-reduce."""
+    return _Extremes(transport.maximum(torch.stack((values, -values))))
 
 
 @dataclass(frozen=True, eq=False)
-class _Agreement:
+class _Extremes:
     largest: Future
 
     def wait(self) -> Tensor:
-        largest, negative = self.largest.wait()
-        return largest != -negative
+        both = self.largest.wait()
+        both[1].neg_()
+        return both

@@ -21,29 +21,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..moe.lora import check_factor_dtype
 from ..optimizers.param_groups import components
 from . import peft
-from .experts import experts_modules, operand_shape, parameter_names
+from .adapter_config import by_pattern, pattern_rules, peft_release, read_config
+from .experts import ATTACHED, experts_modules, operand_shape, parameter_names
 from .lora import (
     AdapterOptions,
     active_adapter,
     add_adapter,
     attached_modules,
+    check_attachable,
     set_lora,
 )
+from .sharded import gathered_on_cpu, mesh_of, reshard, write_once
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # of every key that PEFT writes
 LAYOUT_VERSION = "0.21.2"  # the PEFT whose layout is written; the same since 0.19.1
-# Options that change what the factors mean, with the values that do not.
-PLAIN = {
-    "peft_type": ("LORA",),
-    "lora_dropout": (0, 0.0, None),
-    "bias": ("none", None),
-    **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora"), (False, None)),
-    **dict.fromkeys(("modules_to_save", "trainable_token_indices", "layer_replication"), (None,)),
-    **dict.fromkeys(("alora_invocation_tokens", "velora_config", "kasa_config"), (None,)),
-}
 
 
 @dataclass(frozen=True)
@@ -60,13 +55,18 @@ def save_peft_adapter(
 ) -> None:
     """Write an attached adapter as PEFT (0.19.1 and later) writes it, exactly.
 
+    Of a model under FSDP2 every rank must call it: the factors are gathered one by one, one rank
+    writes the files, and all return when they are written.
+
     Args:
         model: as given to `attach_lora`.
         folder: made if it does not exist; each of its two files is replaced whole.
         adapter: name; None for the active one.
 
     Raises:
-        ValueError: there is no such adapter.
+        ValueError: there is no such adapter; or it is trained together with parameters that the
+            file has no place for, which the message names. Nothing has been written then.
+        OSError: on every rank, if the one that writes failed.
         ImportError: safetensors is not installed.
     """
     from safetensors.torch import save_file
@@ -80,17 +80,25 @@ def save_peft_adapter(
         where: {t: by_name[name] for t, by_name in entry.options.items() if name in by_name}
         for where, entry in attached.items()
     }
-    tensors = {}
+    reshard(model)
+    factors = {}
     for place in _places(model, {where: set(found) for where, found in targets.items()}):
         projection = attached[place.experts].projection(place.target)
         for side in ("lora_A", "lora_B"):
-            factor = getattr(projection, side)[name].weight
-            tensors[f"{place.key}.{side}.weight"] = factor.detach().contiguous()
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+            factors[f"{place.key}.{side}.weight"] = getattr(projection, side)[name].weight
+    trained = any(factor.requires_grad for factor in factors.values())
+    _check_complete(model, tuple(f"{where}.{ATTACHED}." for where in attached), trained)
+    mesh = mesh_of(factors.values())
+    tensors = gathered_on_cpu(factors, mesh)
     text = json.dumps(_config(model, targets), indent=2)
-    _replace(folder / TENSORS, lambda path: save_file(tensors, path, {"format": "pt"}))
-    _replace(folder / CONFIG, lambda path: path.write_text(text + "\n"))
+
+    def write() -> None:
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        _replace(target / TENSORS, lambda path: save_file(tensors, path, {"format": "pt"}))
+        _replace(target / CONFIG, lambda path: path.write_text(text + "\n"))
+
+    write_once(mesh, write)
 
 
 def load_peft_adapter(
@@ -108,7 +116,7 @@ def load_peft_adapter(
     Everything is read and checked before the model changes.
 
     Args:
-        model: a transformers model, not wrapped by PEFT.
+        model: a transformers model without PEFT, before `fully_shard` and tensor parallelism.
         path_or_id: a folder, or the id of a Hub repository.
         revision: commit hash or tag of the repository. Needed for an id: what is loaded must not
             change under the same name.
@@ -126,21 +134,27 @@ def load_peft_adapter(
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    check_attachable(model)
     config_file, tensors_file = _files(path_or_id, revision, local_files_only)
-    config = json.loads(config_file.read_text())
+    config = read_config(config_file)
     try:
         tensors = load_file(tensors_file)
     except SafetensorError as error:
         raise ValueError(f"{tensors_file} is damaged: {error}") from error
-    _check_config(config, config_file)
     targets = _targeted(model, config, config_file)
     places = _places(model, {where: set(found) for where, found in targets.items()})
-    factors = _read_factors(model, places, targets, tensors, config, tensors_file)
+    release = peft_release(config, config_file)
+    factors = _read_factors(model, places, targets, tensors, release, tensors_file)
     dtypes = {factor.dtype for pair in factors.values() for factor in pair}
     if len(dtypes) > 1:
         raise ValueError(f"{tensors_file} mixes {sorted(map(str, dtypes))}; save it in one dtype")
+    dtype = dtypes.pop()
+    try:
+        check_factor_dtype(dtype)
+    except ValueError as error:
+        raise ValueError(f"{tensors_file}: {error}; save it as one of these") from error
 
-    add_adapter(model, adapter, targets, dtype=dtypes.pop())
+    add_adapter(model, adapter, targets, dtype=dtype)
     attached = attached_modules(model)
     with torch.no_grad():
         for place in places:
@@ -148,6 +162,33 @@ def load_peft_adapter(
             for side, value in zip(("lora_A", "lora_B"), factors[place], strict=True):
                 getattr(projection, side)[adapter].weight.copy_(value)
     set_lora(model, adapter, trainable=trainable)
+
+
+def _check_complete(model: nn.Module, ours: tuple[str, ...], trained: bool) -> None:
+    """Raise ValueError if a file of LoRA on experts would leave out what belongs to the adapter.
+
+    Args:
+        model: with LoRA attached.
+        ours: what the names of its parameters begin with.
+        trained: whether it trains; what else does belongs to it then.
+    """
+    layer = peft.first_layer(model)
+    if layer is not None:
+        raise ValueError(
+            f"PEFT has put {layer} into this model, which the file would leave out; name the "
+            "experts in PEFT's target_parameters and save the whole with PEFT"
+        )
+    others = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not name.startswith(ours)
+    ]
+    if trained and others:
+        raise ValueError(
+            f"{others[0]} trains beside the experts' LoRA ({len(others)} such parameters), and the "
+            "file would leave it out; freeze and save it yourself, or train it in one PEFT model: "
+            "LoraConfig(target_parameters=[...], target_modules=[...], modules_to_save=[...])"
+        )
 
 
 def _places(model: nn.Module, targets: dict[str, set[str]]) -> list[Place]:
@@ -234,27 +275,13 @@ def _files(
     return Path(paths[0]), Path(paths[1])
 
 
-def _check_config(config: dict[str, Any], file: Path) -> None:
-    wrong = {
-        key: config[key] for key, plain in PLAIN.items() if config.get(key, plain[0]) not in plain
-    }
-    if wrong:
-        raise ValueError(f"{file}: LoRA on experts has no support for {wrong}")
-    if config.get("target_modules"):
-        raise ValueError(
-            f"{file} also targets modules ({config['target_modules']!r}); load it with "
-            "peft.PeftModel.from_pretrained, then use_in_transformers(model)"
-        )
-    if not config.get("target_parameters"):
-        raise ValueError(f"{file} targets no parameters, so it has nothing for experts")
-
-
 def _targeted(
     model: nn.Module, config: dict[str, Any], file: Path
 ) -> dict[str, dict[str, AdapterOptions]]:
     """The targeted parameters of every experts module, matched as PEFT does: whole dotted ends."""
     wanted = config["target_parameters"]
-    rslora = bool(config.get("use_rslora", False))
+    rslora = bool(config.get("use_rslora"))
+    ranks, alphas = (pattern_rules(config, f"{kind}_pattern", file) for kind in ("rank", "alpha"))
     targets: dict[str, dict[str, AdapterOptions]] = {}
     matched: set[str] = set()
     for where, experts in experts_modules(model):
@@ -265,21 +292,18 @@ def _targeted(
             if not hits:
                 continue
             matched |= hits
-            r = _by_pattern(config.get("rank_pattern"), full, config["r"])
-            alpha = _by_pattern(config.get("alpha_pattern"), full, config["lora_alpha"])
-            targets.setdefault(where, {})[target] = AdapterOptions(r, alpha, rslora)
+            r = by_pattern(ranks, full, config["r"])
+            alpha = by_pattern(alphas, full, config["lora_alpha"])
+            options = AdapterOptions(r, alpha, rslora)
+            try:
+                options.check()
+            except ValueError as error:
+                raise ValueError(f"{file}: of {full}, {error}") from error
+            targets.setdefault(where, {})[target] = options
     missed = sorted(set(wanted) - matched)
     if missed:
         raise ValueError(f"{file} targets {missed}, which are no parameters of the model's experts")
     return targets
-
-
-def _by_pattern(patterns: dict[str, Any] | None, name: str, otherwise: Any) -> Any:
-    """PEFT's rule: the first regular expression that matches the whole name or a dotted end."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return value
-    return otherwise
 
 
 def _read_factors(
@@ -287,7 +311,7 @@ def _read_factors(
     places: list[Place],
     targets: dict[str, dict[str, AdapterOptions]],
     tensors: dict[str, Tensor],
-    config: dict[str, Any],
+    release: tuple[int, ...],
     file: Path,
 ) -> dict[Place, tuple[Tensor, Tensor]]:
     """A (E r, in) and B (out, E r) per place, in today's layout, checked."""
@@ -307,32 +331,22 @@ def _read_factors(
         experts = found[place.experts]
         count, size_in, size_out = operand_shape(experts, place.target)
         a, b = (tensors[key] for key in keys[place])
-        if not _input_side(config, experts.is_transposed, file):
-            a, b = _exchanged(a, b, count)
+        of_input = _input_side(release, experts.is_transposed)
         rows = count * targets[place.experts][place.target].r
-        if a.shape != (rows, size_in) or b.shape != (size_out, rows):
+        width, height = (size_in, size_out) if of_input else (size_out, size_in)
+        if a.shape != (rows, width) or b.shape != (height, rows):
             raise ValueError(
-                f"{file}: {place.experts}.{place.target} needs A ({rows}, {size_in}) and B "
-                f"({size_out}, {rows}), the file has {tuple(a.shape)} and {tuple(b.shape)} under "
+                f"{file}: {place.experts}.{place.target} needs A ({rows}, {width}) and B "
+                f"({height}, {rows}), the file has {tuple(a.shape)} and {tuple(b.shape)} under "
                 f"{place.key!r}; it is of another model, or was saved over quantized experts, "
                 "where PEFT exchanges the names of the two projections"
             )
-        factors[place] = (a, b)
+        factors[place] = (a, b) if of_input else _exchanged(a, b, count)
     return factors
 
 
-def _input_side(config: dict[str, Any], transposed: bool, file: Path) -> bool:
-    """Whether A meets the input in files of the version that wrote this one."""
-    text = config.get("peft_version")  # recorded since 0.18.0
-    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(.*)", text or "0.17.0")
-    if match is None:
-        raise ValueError(f"{file}: peft_version={text!r} is no version")
-    release = tuple(int(part or 0) for part in match.groups()[:3])
-    if "dev" in match[4] and (0, 18, 1) <= release <= (0, 20, 0):
-        raise ValueError(
-            f"{file} was written by a development version of PEFT, {text}, and the roles of A and "
-            "B changed between 0.18 and 0.20; set peft_version to the release it behaves like"
-        )
+def _input_side(release: tuple[int, ...], transposed: bool) -> bool:
+    """Whether A meets the input in files of a version of PEFT."""
     swapped = not transposed if release >= (0, 19, 1) else transposed and release == (0, 19, 0)
     return peft.contracts_input(swapped=swapped, transposed=transposed)
 

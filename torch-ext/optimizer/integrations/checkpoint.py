@@ -24,9 +24,10 @@ from .pending_save import finish
 def save_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
     """Write the state and the options of an optimizer into a folder, atomically.
 
-    Written are `optimizer.safetensors` and the readable copy `optimizer.json`. Whenever the process
-    dies, the folder holds the previous checkpoint or the new one, whole; a killed process may leave
-    a file `*.tmp` beside them, which nothing reads. Of several ranks with equal state only one
+    Written are `optimizer.safetensors`, with a checksum of every tensor and of the options, and the
+    readable copy `optimizer.json`. Whenever the process dies, the folder holds the previous
+    checkpoint or the new one, whole; a killed process leaves a file `*.tmp` beside them, which
+    nothing reads and the next save there removes. Of several ranks with equal state only one
     should save; of savers to one folder the last one wins. State that ranks have parts of is
     refused: `torch.distributed.checkpoint` saves it. A function in adjust_lr_fn is not saved:
     loading keeps that of the optimizer it loads into.
@@ -39,7 +40,7 @@ def save_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
         TypeError: `optimizer` is not one of ours, this process has only a part of its state, or a
             group holds a value JSON has no form for.
         RuntimeError: a step went wrong and nothing was loaded since; an older checkpoint stays.
-        ImportError: safetensors is not installed.
+        OSError: it could not be written, as where the disk is full; an older checkpoint stays.
     """
     tensors, text = encoded(checkpoint_of(optimizer))
     finish(Path(folder))
@@ -83,7 +84,8 @@ def load_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
     Raises:
         FileNotFoundError: there is no checkpoint.
         ValueError: the file is damaged or malformed, of another format or class, or holds other
-            groups, names, options, keys or shapes; the message names it.
+            groups, names, options, keys or shapes, or values that no step leaves behind; the
+            message names it.
         TypeError: `optimizer` is not one of ours.
         ImportError: safetensors is not installed.
     """

@@ -1,6 +1,6 @@
 """The checkpoint as a file: safetensors whose header carries groups and options as JSON.
 
-tensors                          | header, under "optimizer"
+tensors                          | header, under "optimizer"; "crc32" beside it: see tensor_file.py
 state.<group>.<parameter>.<key>  | {"format", "class", "groups": [{"options", "names"}]}
 group.<group>.<option>           | options that are Tensors name theirs: {"tensor": name}
 """
@@ -8,10 +8,8 @@ group.<group>.<option>           | options that are Tensors name theirs: {"tenso
 from __future__ import annotations
 
 import json
-import os
 import re
-import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
@@ -20,7 +18,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-FORMAT = 1
+from .tensor_file import read_tensors, replacing, write_tensors
+
+FORMAT = 2  # 1 had no checksums
 TENSORS, TEXT = "optimizer.safetensors", "optimizer.json"
 HEADER = "optimizer"  # the key of the JSON in the header of the safetensors file
 DTYPES = {
@@ -50,7 +50,7 @@ class Checkpoint:
 
 
 def encoded(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str]:
-    """The tensors of a file, those of options copied, and its header.
+    """The tensors of a file, none of them copied, and its header.
 
     Raises:
         TypeError: an option has no form in JSON.
@@ -73,14 +73,14 @@ def write(tensors: dict[str, Tensor], text: str, folder: Path) -> None:
     """Write what `encoded` made: the tensors with their header, then its copy for people.
 
     Raises:
-        ImportError: safetensors is not installed.
-        OSError: the file could not be written; what was there before still is.
+        TypeError: a tensor has a dtype that a file does not hold.
+        OSError: a file could not be written. What was there before still is, unless it was but the
+            copy that failed.
     """
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / TENSORS, lambda path: save_file(tensors, path, {HEADER: text}))
-    _replace(folder / TEXT, lambda path: path.write_text(text))
+    write_tensors(folder / TENSORS, tensors, {HEADER: text})
+    with replacing(folder / TEXT) as file:
+        file.write(text.encode())
 
 
 def read(path: Path) -> Checkpoint:
@@ -91,29 +91,29 @@ def read(path: Path) -> Checkpoint:
         ValueError: it is damaged, of another format, or not what `write` writes.
         ImportError: safetensors is not installed.
     """
-    from safetensors import SafetensorError, safe_open
-
     if not path.is_file():
         raise FileNotFoundError(f"no optimizer checkpoint {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = (file.metadata() or {}).get(HEADER)
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no dict
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
-    if header is None:
+    tensors, texts, checked = read_tensors(path)
+    if HEADER not in texts:
         raise ValueError(f"{path} was not written by save_optimizer: its header has no options")
     try:
-        return _parsed(json.loads(header), tensors)
-    except ValueError as error:  # of json too
+        header = json.loads(texts[HEADER])
+        _check_format(header, checked)
+        return _parsed(header, tensors)
+    except (ValueError, RecursionError) as error:  # of json too
         raise ValueError(f"{path}: {error}") from error
+
+
+def _check_format(header: Any, checked: bool) -> None:
+    saved = _expect(dict, header, "header").get("format")
+    if saved not in (1, FORMAT):
+        raise ValueError(f"it has format {saved!r}, this version reads 1 and {FORMAT}")
+    if saved == FORMAT and not checked:
+        raise ValueError("it is damaged: its checksums are gone; use another checkpoint")
 
 
 def _parsed(header: Any, tensors: dict[str, Tensor]) -> Checkpoint:
     """The checkpoint of a header. Every tensor must have its place, and leaves `tensors`."""
-    _expect(dict, header, "header")
-    if header.get("format") != FORMAT:
-        raise ValueError(f"it has format {header.get('format')!r}, this version reads {FORMAT}")
     optimizer = _expect(str, header.get("class"), "class")
     groups = [
         _group(group, f"groups[{number}]", tensors)
@@ -148,8 +148,8 @@ def _expect(kind: type[_Kind], value: Any, where: str) -> _Kind:
 
 def _encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """A JSON form that `_decode` turns back into the same value; tensors go into `tensors`."""
-    if isinstance(value, Tensor):  # cloned: groups may share one lr, which safetensors refuses
-        tensors[name] = value.detach().clone()
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach()
         return {"tensor": name}
     if isinstance(value, torch.dtype) and value in DTYPES.values():
         return {"dtype": str(value).removeprefix("torch.")}
@@ -182,26 +182,3 @@ def _decode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if kind == "dict" and isinstance(inner, dict):
         return {key: _decode(v, where, tensors) for key, v in inner.items()}
     raise ValueError(f"{where}: {value!r:.80} is no value that save_optimizer writes")
-
-
-def _replace(path: Path, write_to: Callable[[Path], Any]) -> None:
-    """Write beside the file under a name of its own, flush to the disk, then rename over it."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(8)}.tmp")
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-    try:
-        write_to(temporary)
-        _flush(temporary, os.O_RDWR)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":  # the rename itself must reach the disk too
-        _flush(path.parent, os.O_RDONLY)
-
-
-def _flush(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

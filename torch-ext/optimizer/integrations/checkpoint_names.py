@@ -1,20 +1,102 @@
-"""The names of a checkpoint's tensors and the model's, matched as from_pretrained does it."""
+"""What a checkpoint's tensors are in the model: transformers' own conversions, read as data.
+
+`from_pretrained` renames the keys of the files and then merges, splits or turns their tensors
+(`transformers.conversion_mapping`). The same mapping is asked here, for each key; what it makes of
+the experts can be had one expert at a time.
+"""
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .experts import experts_modules
 
-BACKBONE = "language_model"  # what vision-language models call the text model inside them
 KEPT_WIDE = {  # what transformers keeps in float32, by the dtype of the rest
     torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
     torch.bfloat16: ("_keep_in_fp32_modules_strict",),
 }
+DIMENSIONS = ("dim", "dim0", "dim1")  # of transformers' operations
+# Its operations that do to a stack what they do to each expert of it, if they leave dimension 0.
+PER_EXPERT = ("Chunk", "Concatenate", "Interleave", "Transpose")
+
+
+@dataclass
+class Source:
+    """The tensors of the files that make up one tensor of the model, or several at once.
+
+    Args:
+        name: the model's name of the (first) tensor.
+        converter: transformers' `WeightConverter`; None where a tensor is taken as it is.
+        keys: names in the files by the converter's pattern, in its order.
+    """
+
+    name: str
+    converter: Any = None
+    keys: dict[str, list[str]] = field(default_factory=dict)
+
+    def all_keys(self) -> list[str]:
+        """Every name in the files."""
+        return [key for keys in self.keys.values() for key in keys]
+
+    def per_expert(self, experts: int, shape_of: Callable[[str], tuple[int, ...]]) -> bool:
+        """Whether each expert can be converted alone, from a slice or from tensors of its own."""
+        stacked = all(len(k) == 1 and shape_of(k[0])[0] == experts for k in self.keys.values())
+        if self.converter is None:
+            return stacked
+        merged = False
+        for operation in self.converter.operations:
+            kind = type(operation).__name__
+            dimensions = [getattr(operation, name, 1) for name in DIMENSIONS]
+            if kind == "MergeModulelist" and operation.dim == 0:
+                merged = True
+            elif kind not in PER_EXPERT or not all(d >= 1 or d in (-1, -2) for d in dimensions):
+                return False
+        apart = all(len(keys) == experts for keys in self.keys.values())
+        return apart if merged else stacked
+
+    def convert(
+        self, model: nn.Module | OneExpert, tensors: dict[str, list[Tensor]]
+    ) -> dict[str, Tensor]:
+        """The model's tensors by name, from those of the files by pattern; the lists are emptied.
+
+        Raises:
+            ValueError: the conversion failed, for tensors of another shape or a missing one.
+        """
+        if self.converter is None:
+            return {self.name: tensors.popitem()[1].pop()}
+        converter = copy.deepcopy(self.converter)  # it collects the tensors of one conversion
+        for pattern in list(tensors):
+            converter.collected_tensors[pattern] = tensors.pop(pattern)
+        try:
+            made = converter.convert(self.name, model=model, config=model.config)
+        except Exception as error:
+            raise ValueError(
+                f"transformers' {converter!r} cannot make {self.name} of {self.all_keys()}: {error}"
+            ) from error
+        return {k: v[0] if isinstance(v, list) else v for k, v in made.items()}
+
+
+@dataclass
+class OneExpert:
+    """What transformers' operations ask of a model, where its stacks have one expert."""
+
+    model: nn.Module
+
+    @property
+    def config(self) -> Any:
+        """Of the model."""
+        return self.model.config
+
+    def get_parameter(self, name: str) -> Tensor:
+        """(1, N, K) of a stack (E, N, K)."""
+        return self.model.get_parameter(name)[:1]
 
 
 class ModelNames:
@@ -35,9 +117,40 @@ class ModelNames:
         }
 
     def of(self, key: str) -> str:
-        """The model's name for a key of the files; the key itself if there is none."""
-        fitting = (name for name in self._spellings(key) if self._has(name))
-        return next(fitting, key)
+        """The model's name for a key that no conversion applies to, which this package wrote."""
+        spellings = (key, key.removeprefix(self._prefix), self._prefix + key)
+        return next((name for name in spellings if self._has(name)), key)
+
+    def sources(self, keys: Iterable[str]) -> Iterator[Source]:
+        """What makes up the model, as `from_pretrained` would put it together of these keys.
+
+        Raises:
+            ValueError: two keys would be the same tensor.
+        """
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        mapping = get_model_conversion_mapping(self._model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        prefix = self._model.base_model_prefix
+        found: dict[str, Source] = {}
+        for key in sorted(keys, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, prefix, self.tensors)
+            if name not in self.tensors and key in self.tensors:
+                name, pattern = key, None  # a name of today that an older one's rule fits, too
+            source = found.setdefault(name, Source(name, by_pattern.get(pattern)))
+            same = source.keys.setdefault(pattern or "", [])
+            if same and source.converter is None:
+                raise ValueError(f"the files have {name} twice: {same[0]} and {key}")
+            same.append(key)
+        yield from found.values()
 
     def ignored(self, key: str) -> bool:
         """Whether the model's class says that its files may hold this beside its own tensors."""
@@ -52,14 +165,6 @@ class ModelNames:
                 if re.search(kept.replace("*", ".*"), name):
                     return torch.float32
         return self.tensors[name].dtype
-
-    def _spellings(self, key: str) -> Iterator[str]:
-        """The key, with and without the prefix of the base model, also out of a larger model."""
-        yield key
-        yield key.removeprefix(self._prefix)
-        yield self._prefix + key
-        if f"{BACKBONE}." in key:
-            yield from self._spellings(key.replace(f"{BACKBONE}.", "", 1))
 
     def _has(self, name: str) -> bool:
         return name in self.tensors or name.startswith(self._experts)

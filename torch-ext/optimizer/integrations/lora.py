@@ -7,7 +7,6 @@ grouped kernels. `adapter_file.py` reads and writes them as PEFT adapters.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,10 @@ from torch.nn.utils import parametrize
 
 from ..moe.adapters import ExpertAdapters
 from ..moe.expert_weights import QuantizedWeight, expert_weight
-from ..moe.lora import LoraProjection
+from ..moe.lora import LoraProjection, check_factor_dtype
 from ..moe.module_layout import module_layout
+from ..optimizers.parameters import is_dtensor, local
+from ..optimizers.placing import gathered, pieces
 from . import peft
 from .experts import (
     ATTACHED,
@@ -30,9 +31,9 @@ from .experts import (
     operand_shape,
 )
 from .quantize import check_quantizable, quantize_experts
+from .sharded import fully_sharded, reshard
 from .transformers import use_in_transformers
 
-TARGETS = ("gate_up_proj", "down_proj")
 PROJECTION = {"gate_up_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
 
 
@@ -50,8 +51,8 @@ class AdapterOptions:
             raise ValueError(f"r must be an integer of at least 1, got {self.r!r}")
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)):
             raise ValueError(f"alpha must be a number, got {self.alpha!r}")
-        if not math.isfinite(self.alpha):
-            raise ValueError(f"alpha must be finite, got {self.alpha!r}")
+        if not abs(self.alpha) <= torch.finfo(torch.float32).max:  # nor an integer without end
+            raise ValueError(f"alpha must be a finite float32, got {self.alpha!r:.99}")
 
 
 class AttachedLora(ExpertAdapters):
@@ -92,7 +93,7 @@ def attach_lora(
     model: nn.Module,
     r: int,
     alpha: float,
-    targets: Sequence[str] = TARGETS,
+    targets: Sequence[str] | None = None,
     *,
     rslora: bool = False,
     quantize: str | None = None,
@@ -102,24 +103,27 @@ def attach_lora(
     """Put LoRA on the experts of a transformers model and make it their only trainable part.
 
     The model is switched to our experts implementation (`use_in_transformers`). Every other
-    parameter is frozen, as PEFT does it; unfreeze afterwards what else should train. A first call
-    makes its adapter the active one, a further call with another name adds one beside it.
+    parameter is frozen, as PEFT does it. What else should train, attention or the head, is named in
+    PEFT's configuration beside the experts instead (docs/transformers-peft.md), so that one file
+    holds all of it. A first call makes its adapter the active one, a further call with another name
+    adds one beside it.
 
     Args:
-        model: a transformers model, not wrapped by PEFT.
+        model: a transformers model without PEFT, before `fully_shard` and tensor parallelism.
         r: rank, at least 1.
         alpha: the update is scaled by alpha / r.
         targets: of the experts' parameters "gate_up_proj" ("up_proj" where there is no gate) and
-            "down_proj".
+            "down_proj"; None for both.
         rslora: scale by alpha / sqrt(r) instead (arXiv 2312.03732).
         quantize: "nf4" or "fp4": put the experts into 4 bits first (`quantize_experts`), which
             lose precision and cannot be merged into; None leaves them as they are.
         adapter: name, without dots.
-        dtype: of the LoRA parameters. float32 is PEFT's choice, over any base.
+        dtype: of the LoRA parameters, floating. float32 is PEFT's choice, over any base.
 
     Raises:
-        ValueError: no experts, an unknown target, a name in use, PEFT's wrappers on the experts, or
-            stacks that cannot be quantised here; nothing has changed then.
+        ValueError: no experts, an unknown target, a name in use, layers of PEFT in the model, ranks
+            that share it out, a dtype that cannot train, or stacks that cannot be quantised here;
+            nothing has changed then.
         ImportError: transformers is not installed.
     """
     if quantize is not None:
@@ -130,9 +134,14 @@ def attach_lora(
         )
     options = AdapterOptions(r, alpha, rslora)
     found = dict(experts_modules(model))
-    wanted = {name: dict.fromkeys(targets, options) for name in found}
+    wanted = {
+        name: dict.fromkeys(
+            (first_projection(experts), "down_proj") if targets is None else targets, options
+        )
+        for name, experts in found.items()
+    }
     if quantize is not None:
-        _check_addition(model, found, adapter, wanted)
+        _check_addition(model, found, adapter, wanted, dtype)
         quantize_experts(model, quantize)  # first: it can run out of memory
     add_adapter(model, adapter, wanted, dtype=dtype)
     if active_adapter(model) == adapter:
@@ -158,7 +167,7 @@ def add_adapter(
         ValueError: as `attach_lora`.
     """
     found = dict(experts_modules(model))
-    _check_addition(model, found, adapter, wanted)
+    _check_addition(model, found, adapter, wanted, dtype)
     before = attached_modules(model)
     active = active_adapter(model)
     use_in_transformers(model)
@@ -171,6 +180,33 @@ def add_adapter(
             device = expert_weight(experts, target).device
             experts.expert_lora.add(target, adapter, options, dtype=dtype, device=device)
     set_lora(model, active or adapter)
+
+
+def check_attachable(model: nn.Module) -> None:
+    """Raise ValueError if LoRA on a model's experts would be lost, or would not fit its shards."""
+    layer = peft.first_layer(model)
+    if layer is not None:
+        raise ValueError(
+            f"PEFT has wrapped this model: {layer} would be frozen, and its file would leave the "
+            "experts' LoRA out; name the experts in PEFT's target_parameters and call "
+            "use_in_transformers(model), or call attach_lora on model.unload()"
+        )
+    held = fully_sharded(model)
+    if held is not None:
+        raise ValueError(
+            f"FSDP holds {held} already, and would not shard what is added now; attach LoRA first, "
+            "then call fully_shard"
+        )
+    for name, experts in experts_modules(model):
+        if getattr(experts, "_is_expert_parallel", False):
+            raise ValueError(f"{name} is split over ranks (expert parallel); attach LoRA before")
+        split = [key for key, parameter in experts.named_parameters() if is_dtensor(parameter)]
+        if split or getattr(experts, "_hf_tp_plan", None) is not None:
+            raise ValueError(
+                f"tensor parallelism splits {'.'.join([name, *split[:1]])} over ranks, and LoRA on "
+                "experts is computed by one rank alone; leave the experts out of the tp_plan, or "
+                "shard the model with fully_shard after attach_lora"
+            )
 
 
 def train_adapter(model: nn.Module, adapter: str) -> None:
@@ -257,6 +293,8 @@ def lora_disabled(model: nn.Module) -> Iterator[None]:
 def merge_lora(model: nn.Module, *, keep_on: torch.device | str | None = None) -> None:
     """Add the active adapter to the experts' weights; `unmerge_lora` restores them bit for bit.
 
+    Of a model under FSDP2 every rank must call it, and writes into its shards.
+
     Args:
         model: as given to `attach_lora`.
         keep_on: device of the copy of the weights that unmerging puts back; None: theirs.
@@ -265,20 +303,30 @@ def merge_lora(model: nn.Module, *, keep_on: torch.device | str | None = None) -
         ValueError: nothing to merge, merged already, weights that are computed (quantized), or NaN
             or inf in the adapter; no weight has changed then.
     """
-    entries = [entry for entry in _located(model) if any(p.active for p in entry[1].values())]
-    if not entries:
-        raise ValueError("no adapter is active; attach_lora or set_lora first")
-    for experts, attached in entries:
-        if parametrize.is_parametrized(experts):
-            raise ValueError(
-                f"{type(experts).__name__} computes its weights from other parameters (quantized); "
-                "LoRA cannot be merged into them"
-            )
+    reshard(model)
+    work = []
+    for experts, attached in _located(model):
         for target, projection in attached.items():
-            if projection.active is not None:
-                projection.check_mergeable(_weights(experts)[target], attached.layout)
-    for experts, attached in entries:
-        attached.merge(_weights(experts), keep_on=keep_on)
+            if projection.active is None:
+                continue
+            if parametrize.is_parametrized(experts):
+                raise ValueError(
+                    f"{type(experts).__name__} computes its weights from other parameters "
+                    "(quantized); LoRA cannot be merged into them"
+                )
+            work.append((projection, _weights(experts)[target], attached.layout))
+    if not work:
+        raise ValueError("no adapter is active; attach_lora or set_lora first")
+    for projection, weight, layout in work:
+        projection.check_mergeable(weight, layout, _factors(projection))
+    for projection, weight, layout in work:
+        projection.merge(
+            local(weight),
+            layout,
+            keep_on=keep_on,
+            factors=_factors(projection),
+            pieces=pieces(weight),
+        )
 
 
 def unmerge_lora(model: nn.Module) -> None:
@@ -287,11 +335,12 @@ def unmerge_lora(model: nn.Module) -> None:
     Raises:
         ValueError: nothing is merged.
     """
+    reshard(model)
     merged = [entry for entry in _located(model) if entry[1].merged]
     if not merged:
         raise ValueError("nothing is merged; merge_lora(model) first")
     for experts, attached in merged:
-        attached.unmerge(_weights(experts))
+        attached.unmerge({name: local(weight) for name, weight in _weights(experts).items()})
 
 
 def detach_lora(model: nn.Module) -> None:
@@ -302,6 +351,13 @@ def detach_lora(model: nn.Module) -> None:
         hooks = experts._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is _refuse_other_implementations]:
             del hooks[key]
+
+
+def _factors(projection: LoraProjection) -> tuple[Tensor, Tensor]:
+    """A and B of the active adapter, whole."""
+    sides = (projection.lora_A, projection.lora_B)
+    a, b = (gathered(side[projection.active].weight.detach()) for side in sides)
+    return a, b
 
 
 def _projections(model: nn.Module) -> list[tuple[str, LoraProjection]]:
@@ -350,18 +406,16 @@ def _check_addition(
     found: dict[str, nn.Module],
     adapter: str,
     wanted: dict[str, dict[str, AdapterOptions]],
+    dtype: torch.dtype,
 ) -> None:
     """Everything `add_adapter` could fail on, before it changes anything."""
+    check_factor_dtype(dtype)
     if not any(wanted.values()):
         raise ValueError(
             f"nothing to put LoRA on: model ({type(model).__name__}) has no experts of "
             "transformers' experts interface, or targets is empty"
         )
-    if next(peft.wrappers(model), None) is not None:
-        raise ValueError(
-            "PEFT has wrapped this model; train PEFT's adapter with use_in_transformers(model), or "
-            "call attach_lora on model.unload()"
-        )
+    check_attachable(model)
     taken = isinstance(adapter, str) and hasattr(nn.ModuleDict(), adapter)  # "keys", "pop", ...
     if not isinstance(adapter, str) or not adapter or "." in adapter or taken:
         raise ValueError(
@@ -373,8 +427,6 @@ def _check_addition(
     for name, targets in wanted.items():
         experts = found[name]
         check_supported(experts, name)
-        if getattr(experts, "_is_expert_parallel", False):
-            raise ValueError(f"{name} is split over ranks (expert parallel); attach LoRA before")
         allowed = (first_projection(experts), "down_proj")
         for target, options in targets.items():
             if target not in allowed:

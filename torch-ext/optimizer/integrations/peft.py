@@ -9,17 +9,22 @@ experts instead. Everything is read off the wrappers' attributes; PEFT itself is
 
 from __future__ import annotations
 
+import itertools
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..moe.expert_weights import as_quantized
 from ..moe.layout import ExpertsLora, LoraFactors
 from ..moe.lora import factor_views
-from .experts import is_ours
+from .experts import ATTACHED, experts_modules, first_projection, is_ours
 
 WRAPPER = "ParamWrapper"  # peft.tuners.lora.layer
+# What PEFT puts around a model, and around its modules.
+LAYERS = ("PeftModel", "BaseTunerLayer", "AuxiliaryTrainingWrapper")
 PROXIES = ("_LoraFactorsProxy", "_LoraParameterProxy")  # its parametrizations
 
 
@@ -53,14 +58,128 @@ def wrappers(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+def first_layer(model: nn.Module) -> str | None:
+    """Name and class of a layer that PEFT put into a model, or around it; None if there is none."""
+    found = None
+    for name, module in model.named_modules():
+        if any(kind.__name__ in LAYERS for kind in type(module).__mro__):
+            found = f"{name or 'the model'} ({type(module).__name__})"
+            if name:
+                break
+    return found
+
+
+class ParameterListing:
+    """`named_parameters` of one experts module, which answers PEFT in PEFT's terms.
+
+    PEFT wraps what `module.named_parameters(recurse=False)` names, and a stack in 4 bits is a
+    module, which is never named there. PEFT alone is told of it, under the parameter's name: FSDP2,
+    DDP and accelerate ask in the same words, and would shard or move its bytes a second time. The
+    only thing that tells the askers apart is who calls.
+
+    Args:
+        experts: the module that this is the `named_parameters` of.
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        self.experts = experts
+        self.__func__ = type(experts).named_parameters  # torch.compile asks for it, as of a method
+
+    def __call__(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `nn.Module.named_parameters`.
+
+        Raises:
+            ValueError: PEFT asks, and the experts have LoRA of `attach_lora`.
+        """
+        experts = self.experts
+        found = self.__func__(experts, prefix, recurse, remove_duplicate)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if recurse or caller.partition(".")[0] != "peft":
+            return found
+        if ATTACHED in experts._modules:
+            raise ValueError(
+                "the experts of this model have LoRA of attach_lora, which PEFT would freeze and "
+                "leave out of its file; detach_lora(model) and name the experts in PEFT's "
+                "configuration: target_parameters=['experts.gate_up_proj', 'experts.down_proj']"
+            )
+        packed = (
+            (f"{prefix}.{name}" if prefix else name, stack.packed)
+            for name in (first_projection(experts), "down_proj")
+            if as_quantized(stack := experts._modules.get(name)) is not None
+        )
+        return itertools.chain(packed, found)
+
+
+def check_targets(model: nn.Module) -> None:
+    """Raise ValueError if PEFT's configuration names experts that PEFT did not wrap."""
+    wrapped: dict[str, set[str]] = {}  # adapter -> names of the parameters that have it
+    for name, module in model.named_modules():
+        if not is_wrapper(module):
+            continue
+        place = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
+        for adapter in module.lora_A:
+            wrapped.setdefault(adapter, set()).add(place)
+    experts = {
+        f"{name.replace('.base_layer', '')}.{target}"
+        for name, module in experts_modules(model)
+        for target in (first_projection(module), "down_proj")
+    }
+    for adapter, targets in _configs(model).items():
+        done = wrapped.get(adapter, set())
+        for target in targets:
+            named = {place for place in experts | done if _ends(place, target)}
+            missed = sorted(named - done)
+            if missed or (not named and "experts" in target.split(".")):
+                raise ValueError(
+                    f"target_parameters of PEFT's adapter {adapter!r} has {target!r}, and no LoRA "
+                    f"is on {missed[0] if missed else 'any parameter of that name'}; quantise the "
+                    "experts first (quantize_experts, load_quantized), then call get_peft_model "
+                    "with the end of a parameter's name, such as 'experts.down_proj'"
+                )
+
+
+def _configs(model: nn.Module) -> dict[str, list[str]]:
+    """`target_parameters` of every adapter that PEFT, or transformers through it, has put on."""
+    found: dict[str, list[str]] = {}
+    for module in model.modules():
+        configs = getattr(module, "peft_config", None)
+        for adapter, config in (configs if isinstance(configs, dict) else {}).items():
+            found[adapter] = sorted(getattr(config, "target_parameters", None) or ())
+    return found
+
+
+def _ends(place: str, target: str) -> bool:
+    """PEFT's rule: a whole dotted end."""
+    return place == target or place.endswith(f".{target}")
+
+
 def bypass(wrapper: nn.Module) -> None:
     """Make the outermost wrapper of an experts module run `_forward` instead of PEFT's.
+
+    Over 4 bits `merge` is replaced too: PEFT's adds to a decoded copy and counts the adapter as
+    merged, or finds no tensor after it has merged others.
 
     Raises:
         ValueError: as `check_bypass`.
     """
     check_bypass(wrapper)
     setattr(wrapper, _slot(wrapper), types.MethodType(_forward, wrapper))
+    experts = base_of(wrapper)
+    for entry in chain(wrapper):
+        stack = experts._modules.get(entry.parameter_name)
+        computed = entry.parameter_name in getattr(experts, "parametrizations", {})
+        if computed or as_quantized(stack) is not None:
+            entry.merge = types.MethodType(_refuse_merge, entry)
+
+
+def _refuse_merge(wrapper: nn.Module, *_: Any, **__: Any) -> None:
+    raise ValueError(
+        f"{wrapper.parameter_name} is in 4 bits: an adapter cannot be merged into it without "
+        "rounding it away; keep it, or load the model in 16 bits to merge. "
+        "model.unmerge_adapter() takes back what other modules have merged"
+    )
 
 
 def check_bypass(wrapper: nn.Module) -> None:

@@ -7,14 +7,9 @@ from torch import nn
 
 from ..moe.expert_weights import DTYPES, QUANT_TYPES
 from ..moe.quantized_experts import BLOCKSIZES, QuantizedExperts
-from .experts import experts_modules, first_projection
+from .experts import experts_modules, first_projection, put
+from .hf_quantizer import mark
 from .transformers import use_in_transformers
-
-
-def put(experts: nn.Module, target: str, stack: QuantizedExperts) -> None:
-    """Give an experts module a 4-bit stack for a parameter."""
-    del experts._parameters[target]
-    experts.add_module(target, stack)
 
 
 def check_quantizable(model: nn.Module, quant_type: str) -> None:
@@ -64,6 +59,7 @@ def quantize_experts(model: nn.Module, quant_type: str = "nf4", *, blocksize: in
         experts = model.get_submodule(name)
         options = {"quant_type": quant_type, "blocksize": blocksize}
         put(experts, target, QuantizedExperts.from_weight(experts._parameters[target], **options))
+    mark(model)
 
 
 def _stacks(model: nn.Module) -> list[tuple[str, str, torch.Tensor]]:

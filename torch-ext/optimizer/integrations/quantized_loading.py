@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..moe.quantized_experts import QuantizedExperts
-from .checkpoint_names import ModelNames
-from .experts import check_supported, experts_modules, first_projection
+from .checkpoint_names import ModelNames, OneExpert, Source
+from .experts import DEQUANTIZE, check_supported, experts_modules, put, why_no_experts
+from .hf_quantizer import attach_described, stacks
 from .model_files import ModelFiles
-from .quantize import put
+from .quantized_saving import is_described
 from .transformers import use_in_transformers
 
 _logger = logging.getLogger(__name__)
@@ -125,19 +126,17 @@ def load_quantized(
         model = _skeleton(files, config, model_class, dtype)
         found = dict(experts_modules(model))
         if not found:
-            raise ValueError(
-                f"{type(model).__name__} has no experts of transformers' experts interface; load "
-                "dense models with from_pretrained"
-            )
-        names = ModelNames(model)
-        files.rename(names.of)
-        read: set[str] = set()
+            raise ValueError(f"{why_no_experts(model)}; load it with from_pretrained")
         for prefix, experts in found.items():
             check_supported(experts, prefix)
-            for target in (first_projection(experts), "down_proj"):
-                read |= _quantize(files, experts, prefix, target, device, options)
-        loaded = _load_dense(files, model, names, device, dtype, read)
-    _tie(model, files, names.tensors.keys() - loaded)
+        other = getattr(model.config, "quantization_config", None)
+        if other is not None and not is_described(model.config):
+            raise ValueError(f"{source} is quantised already, by {other}; {DEQUANTIZE}")
+        if any(name.endswith("._extra_state") for name in files.names()):
+            loaded = _take_quantized(files, model, device, dtype, strategy)
+        else:
+            loaded = _quantize(files, model, device, dtype, options)
+    _tie(model, files, loaded)
     _load_generation_config(files, model)
     use_in_transformers(model)
     return model.eval()
@@ -180,72 +179,149 @@ def _load_generation_config(files: ModelFiles, model: nn.Module) -> None:
 
 def _quantize(
     files: ModelFiles,
-    experts: nn.Module,
-    prefix: str,
-    target: str,
-    device: torch.device,
-    options: dict[str, Any],
-) -> set[str]:
-    """Put 4-bit experts in the place of a parameter; returns the names that were read."""
-    shape = tuple(getattr(experts, target).shape)
-    saved = f"{prefix}.{target}."
-    names = {name for name in files.names() if name.startswith(saved)}
-    if f"{saved}_extra_state" in names:
-        state = {name: files.read(name) for name in names}
-        module = QuantizedExperts.from_state_dict(state, saved, options["strategy"]).to(device)
-        if module.stored != shape:
-            raise ValueError(f"{saved[:-1]} holds experts {module.stored}, the model has {shape}")
-    else:
-        names = set(files.experts_names(prefix, target, shape[0]))
-        experts_read = files.experts(prefix, target, shape)
-        module = QuantizedExperts.from_experts(experts_read, shape, device=device, **options)
-    put(experts, target, module)
-    return names
-
-
-def _load_dense(
-    files: ModelFiles,
     model: nn.Module,
-    names: ModelNames,
     device: torch.device,
     dtype: torch.dtype,
-    read: set[str],
+    options: dict[str, Any],
 ) -> set[str]:
-    """Every other tensor, one at a time, into the place of the model's empty one; their names."""
-    loaded: set[str] = set()
-    for tensor in (*model.buffers(), *model.parameters()):
-        if tensor.device.type != "meta":
-            tensor.data = tensor.data.to(device)
-    for name in files.names():
-        if name in read:
-            continue
-        if name not in names.tensors:
-            if names.ignored(name):
+    """Read what from_pretrained reads, and quantise the experts on the way; the names that came."""
+    dense = _Dense(files, model, device, dtype)
+    places = {name: (experts, target) for name, experts, target in stacks(model)}
+    for source in dense.names.sources(files.names()):
+        if source.name in places:
+            experts, target = places[source.name]
+            shape = tuple(getattr(experts, target).shape)
+            if source.per_expert(shape[0], files.shape):
+                read = _experts(files, model, source, shape)
+                stack = QuantizedExperts.from_experts(read, shape, device=device, **options)
+                put(experts, target, stack)
+                dense.loaded.add(source.name)
                 continue
-            raise ValueError(f"{files.source} has {name}, which {type(model).__name__} has not")
-        value, old = files.read(name), names.tensors[name]
-        if value.shape != old.shape:
-            raise ValueError(
-                f"{name} is {tuple(value.shape)} in {files.source}, the model has "
-                f"{tuple(old.shape)}"
-            )
-        loaded.add(name)
-        value = value.to(device)
+        if not dense.wanted(source):
+            continue
+        tensors = {p: [files.read(key) for key in keys] for p, keys in source.keys.items()}
+        for name, value in source.convert(model, tensors).items():
+            if name in places:
+                experts, target = places[name]
+                shape = tuple(getattr(experts, target).shape)
+                _check_shape(name, value, shape, files)
+                stack = QuantizedExperts.from_experts(value, shape, device=device, **options)
+                put(experts, target, stack)
+                dense.loaded.add(name)
+            else:
+                dense.set(name, value)
+    return dense.loaded
+
+
+def _experts(
+    files: ModelFiles, model: nn.Module, source: Source, shape: tuple[int, int, int]
+) -> Iterator[Tensor]:
+    """The experts of a stack, one (N, K) at a time."""
+    apart = any(len(keys) > 1 for keys in source.keys.values())
+    for expert in range(shape[0]):
+        tensors = {
+            pattern: [files.read(keys[expert]) if apart else files.part(keys[0], expert)]
+            for pattern, keys in source.keys.items()
+        }
+        converted = source.convert(OneExpert(model), tensors)[source.name]
+        _check_shape(source.name, converted, (1, *shape[1:]), files)
+        yield converted[0]
+        del converted
+
+
+def _take_quantized(
+    files: ModelFiles, model: nn.Module, device: torch.device, dtype: torch.dtype, strategy: str
+) -> set[str]:
+    """Read what save_pretrained or save_quantized made of 4-bit experts; the names that came."""
+    lora = model.config.quantization_config["lora"] if is_described(model.config) else None
+    dense = _Dense(files, model, device, dtype)
+    key_of = {dense.names.of(key): key for key in files.names()}
+    taken: set[str] = set()
+    for name, experts, target in list(stacks(model)):
+        shape = tuple(getattr(experts, target).shape)
+        fields = {key for key in key_of if key.startswith(f"{name}.")}
+        state = {key: files.read(key_of[key]) for key in fields}
+        if name in key_of:  # the packed bytes, under the name of the stack
+            state[f"{name}.packed"] = files.read(key_of[name])
+        stack = QuantizedExperts.from_state_dict(state, f"{name}.", strategy).to(device)
+        if stack.stored != shape:
+            raise ValueError(f"{name} holds experts {stack.stored}, the model has {shape}")
+        put(experts, target, stack)
+        taken |= fields | {name}
+    if lora is not None:
+        attach_described(model, lora)
+        dense = _Dense(files, model, device, dtype)  # their tensors are the model's now
+    for name, key in key_of.items():
+        if name not in taken and dense.wanted(Source(name, keys={"": [key]})):
+            dense.set(name, files.read(key))
+    return dense.loaded | taken
+
+
+class _Dense:
+    """Puts tensors into the places of a model's empty ones.
+
+    Args:
+        files: the checkpoint, for messages.
+        model: with parameters on the meta device.
+        device: of the model.
+        dtype: that the model is loaded in.
+    """
+
+    def __init__(
+        self, files: ModelFiles, model: nn.Module, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.files, self.model, self.device, self.dtype = files, model, device, dtype
+        self.names = ModelNames(model)
+        self.loaded: set[str] = set()
+        for tensor in (*model.buffers(), *model.parameters()):
+            if tensor.device.type != "meta":
+                tensor.data = tensor.data.to(device)
+
+    def wanted(self, source: Source) -> bool:
+        """Whether the model has this; False for what its class says to leave out.
+
+        Raises:
+            ValueError: neither.
+        """
+        if source.name in self.names.tensors:
+            return True
+        for key in source.all_keys():
+            if not self.names.ignored(source.name) and not self.names.ignored(key):
+                kind = type(self.model).__name__
+                raise ValueError(f"{self.files.source} has {key}, which {kind} has not")
+        return False
+
+    def set(self, name: str, value: Tensor) -> None:
+        """Move a tensor to the device and the dtype of its place.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        old = self.names.tensors[name]
+        _check_shape(name, value, tuple(old.shape), self.files)
+        self.loaded.add(name)
+        value = value.to(self.device)
         if value.is_floating_point():
-            value = value.to(names.dtype(name, dtype))
+            value = value.to(self.names.dtype(name, self.dtype))
         parent, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(parent)
+        owner = self.model.get_submodule(parent)
         if leaf in owner._parameters:
             owner._parameters[leaf] = nn.Parameter(value, requires_grad=old.requires_grad)
         else:
             owner._buffers[leaf] = value
-    return loaded
 
 
-def _tie(model: nn.Module, files: ModelFiles, missing: set[str]) -> None:
+def _check_shape(name: str, value: Tensor, shape: tuple[int, ...], files: ModelFiles) -> None:
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name} is {tuple(value.shape)} in {files.source}, the model has {shape}")
+
+
+def _tie(model: nn.Module, files: ModelFiles, loaded: set[str]) -> None:
     """Tie weights as from_pretrained does, then refuse a model of which something is missing."""
+    packed = tuple(f"{name}." for name, _, _ in stacks(model))
+    missing = {n for n in model.state_dict() if n not in loaded and not n.startswith(packed)}
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
-    lacking = [name for name in model.state_dict() if name in missing]
+    lacking = [name for name, tensor in model.state_dict().items() if name in missing]
     if lacking:
         raise ValueError(
             f"{files.source} lacks {len(lacking)} tensors of {type(model).__name__}: "

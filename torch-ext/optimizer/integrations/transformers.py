@@ -25,7 +25,9 @@ from .experts import (
     first_projection,
     is_experts,
     is_ours,
+    why_no_experts,
 )
+from .hf_quantizer import mark, register
 
 
 def use_in_transformers(model: nn.Module | None = None) -> str:
@@ -44,23 +46,23 @@ def use_in_transformers(model: nn.Module | None = None) -> str:
         `model.set_experts_implementation(name)`.
 
     Raises:
-        ValueError: the model has no experts of transformers' kind, or some that we cannot run; the
-            message names them. The model is unchanged then.
+        ValueError: the model has no experts of transformers' kind, or some that we cannot run, or
+            PEFT's configuration names experts that PEFT did not wrap; the message names them.
+            The model is unchanged then.
         ImportError: transformers is not installed, or older than 5.
     """
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(IMPLEMENTATION, experts_function)
+    register()
     if model is None:
         return IMPLEMENTATION
     found = dict(experts_modules(model))
     if not found:
-        raise ValueError(
-            f"model ({type(model).__name__}) has no experts of transformers' experts interface; "
-            "it must be a mixture-of-experts model of transformers 5"
-        )
+        raise ValueError(why_no_experts(model))
     for name, experts in found.items():
         check_supported(experts, name)
+    peft.check_targets(model)
     wrappers = [w for w in peft.wrappers(model) if is_experts(peft.base_of(w))]
     for wrapper in wrappers:
         peft.check_bypass(wrapper)
@@ -77,6 +79,9 @@ def use_in_transformers(model: nn.Module | None = None) -> str:
         )
     for wrapper in wrappers:
         peft.bypass(wrapper)
+    for experts in found.values():
+        experts.named_parameters = peft.ParameterListing(experts)
+    mark(model)
     return IMPLEMENTATION
 
 

@@ -10,15 +10,14 @@ reference  | reference/moe.py, expert after expert | everything else, and float6
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _logger = logging.getLogger(__name__)
 
@@ -139,6 +138,18 @@ def check_tensor(name: str, value: object, ndim: int, dtypes: tuple[torch.dtype,
     return value
 
 
+def refuse_forward_mode(name: str, *operands: Tensor | None) -> None:
+    """NotImplementedError if an operand has a tangent, which the op would drop without a word."""
+    if forward_ad._current_level < 0:  # neither torch.func.jvp nor forward_ad is in use
+        return
+    for x in operands:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad): its "
+                "tangent would be zero; use reverse mode, torch.autograd.grad or backward()"
+            )
+
+
 def check_shape(name: str, value: Tensor, shape: tuple[int, ...], legend: str) -> None:
     """`value` has `shape`, which `legend` spells in letters."""
     if tuple(value.shape) != tuple(shape):
@@ -154,8 +165,3 @@ def check_device(name: str, value: Tensor, like: Tensor, like_name: str) -> None
             f"{name} must be on the device of {like_name} ({like.device}), got {value.device}; "
             f"move it with {name}.to({like_name}.device)"
         )
-
-
-def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """For backward: under autocast torch would round the operands of the portable products."""
-    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

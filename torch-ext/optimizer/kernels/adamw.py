@@ -105,11 +105,11 @@ def adamw(
 ) -> None:
     """One step of AdamW (arXiv 1711.05101) in place, for any number of tensors of any shapes.
 
-    m <- m + (1 - b1)(g - m); v <- v + (1 - b2)(g^2 - v); p <- p - lr wd p - lr / (1 - b1^t) m /
-    (sqrt(v / (1 - b2^t)) + eps). float32 maths (float64 for float64), every operation rounded on
-    its own, the parameter once: the same bits on every device and path. Each step counter is
-    advanced on the device; nothing is compiled per shape, nothing synchronises, and scalars given
-    as device tensors are read at the replay of a CUDA graph.
+    m <- b1 m + (1 - b1) g; v <- b2 v + (1 - b2) g^2; p <- p - lr wd p - lr / (1 - b1^t) m /
+    (sqrt(v / (1 - b2^t)) + eps), the averages as torch.lerp forms them. float32 maths (float64 for
+    float64), every operation rounded on its own, the parameter once: the same bits on every device
+    and path. Each step counter is advanced on the device; nothing is compiled per shape, nothing
+    synchronises, and scalars given as device tensors are read at the replay of a CUDA graph.
 
     Args:
         params: K tensors, float32, bfloat16 or float16, any strides, dtypes may differ.

@@ -23,6 +23,9 @@ from ._moe_paths import INTEGERS, TRITON_PATHS, check_tensor, on_device_of, pick
 # size takes less time. Timed at means of 64, 128 and 256 alone (docs/log.md).
 TILE_ROWS = ((16, 16), (24, 32), (48, 64))
 LARGEST_TILE_ROWS = 128
+# 8 times as many as the widest published layers have (512). The Triton path keeps a counter of
+# every expert for every 128 slots, here 128 bytes per slot, and all experts in one block.
+MAX_EXPERTS = 1 << 12
 
 
 def tile_rows_for(rows: int, num_experts: int) -> int:
@@ -69,7 +72,7 @@ def expert_sort(
 
     Args:
         expert_ids: (T, k) of any integer dtype; ids outside [0, E) are skipped.
-        num_experts: E.
+        num_experts: E, at most `MAX_EXPERTS`.
         tile_rows: Rows per tile of the map, a power of two of at least 16; None chooses by T k / E.
         backend: "auto", "triton" or "reference".
 
@@ -85,8 +88,11 @@ def expert_sort(
     check_tensor("expert_ids", expert_ids, 2, INTEGERS)
     if isinstance(num_experts, bool) or not isinstance(num_experts, int):
         raise TypeError(f"num_experts must be an integer, got {type(num_experts).__name__}")
-    if num_experts < 1:
-        raise ValueError(f"num_experts must be at least 1, got {num_experts}")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(
+            f"num_experts must be at least 1 and at most {MAX_EXPERTS}, got {num_experts}; pass "
+            "the number of experts of one layer"
+        )
     if expert_ids.shape[1] < 1:
         raise ValueError(f"expert_ids must name experts, got shape {tuple(expert_ids.shape)}")
     if tile_rows is None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
-from ._moe_paths import gradient_like, on_device_of, without_autocast
+from ._autocast import without_autocast
+from ._moe_paths import gradient_like, on_device_of, refuse_forward_mode
 from .glu import ACTIVATIONS
 
 
@@ -196,7 +197,7 @@ def _backward(ctx, grad, *_):
         raise RuntimeError("gated_experts ran with keeps=False, but its backward was called")
     needs = ctx.needs_input_grad[:10]
     wants = sum(bool(need) << bit for bit, need in enumerate(needs))
-    with without_autocast(grad):
+    with without_autocast(grad.device):
         found = ops.gated_experts_backward(
             grad, *ctx.saved_tensors, ctx.tile_rows, ctx.top_k, *ctx.constants, wants
         )
@@ -257,6 +258,7 @@ def gated_experts(  # noqa: PLR0913
         (T, H) in x's dtype.
     """
     leaves = (x, w1, a1, b1, bias1, w2, a2, b2, bias2, gates)
+    refuse_forward_mode("gated_experts", *leaves)
     needs = any(leaf is not None and leaf.requires_grad for leaf in leaves)
     out, *_ = ops.gated_experts(
         *leaves,

@@ -15,13 +15,14 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import glu as reference
+from ._autocast import without_autocast
 from ._moe_paths import (
     DTYPES,
     TRITON_PATHS,
     check_tensor,
     on_device_of,
     pick_name,
-    without_autocast,
+    refuse_forward_mode,
 )
 
 ACTIVATIONS = (*reference.ELEMENTWISE, "gpt_oss")
@@ -63,7 +64,7 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, grad):
-    with without_autocast(grad):
+    with without_autocast(grad.device):
         gradient = ops.glu_backward(grad, *ctx.saved_tensors, *ctx.constants)
     return gradient, None, None, None
 
@@ -101,6 +102,7 @@ def glu(
         raise ValueError(f"gate_up must be (M, 2I), got shape {tuple(gate_up.shape)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
+    refuse_forward_mode("glu", gate_up)
     path = pick_name("glu", gate_up.device, gate_up.dtype, backend)
     if path == "grouped_mm":
         path = "triton" if gate_up.is_cuda else "reference"

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
-from ._moe_paths import without_autocast
+from ._autocast import without_autocast
+from ._moe_paths import refuse_forward_mode
 from .combine import combine_rows
 from .grouped_lora_dab import grouped_lora_dab
 from .grouped_lora_dw import grouped_lora_dw
@@ -99,7 +100,7 @@ def _save(ctx, inputs, output):
 def _backward(ctx, dy, _):
     if dy is None:
         return (None,) * 16
-    with without_autocast(dy):
+    with without_autocast(dy.device):
         return _gradients(ctx, dy)
 
 
@@ -217,6 +218,7 @@ def grouped_lora_linear(  # noqa: PLR0913
     Returns:
         (T, N) with gates; else (R, N) in slot order, or in expert order with `grouped_out`.
     """
+    refuse_forward_mode("grouped_lora_linear", x, weight, lora_a, lora_b, bias, gates)
     out, _ = ops.grouped_lora_linear(
         x,
         weight,

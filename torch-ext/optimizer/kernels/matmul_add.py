@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.library import custom_op, register_fake
 
 from .._ops import add_op_namespace_prefix, ops
+from ._autocast import without_autocast
 from ._operands import as_batch, check_dense, check_out, check_scalars, check_scale
 
 # Numbers of the compiled op's tiles: the order of kMatmulAddTiles in
@@ -28,7 +29,7 @@ HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @register_fake(add_op_namespace_prefix("matmul_add"))
-def _fake(a, b, c, out, alpha, beta, tile, scale=None, upper=0, subset=None):
+def _fake(a, b, c, out, alpha, beta, tile, scale=None, upper=0):
     return None
 
 
@@ -66,6 +67,20 @@ def product(
     if _takes_compiled(a, b, c, out):
         ops.matmul_add(a, b, c, out, alpha, beta, AUTO, scale)
         return
+    with without_autocast(a.device):
+        _dense_product(a, b, c, out, alpha, beta, scale)
+
+
+def _dense_product(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    out: Tensor,
+    alpha: float,
+    beta: float,
+    scale: Tensor | None,
+) -> None:
+    """`product` by torch."""
     if scale is None and (a.device.type == "cuda" or a.dtype == torch.float32):
         # cuBLAS adds beta C in float32 before the one rounding; with beta = 0 nothing is read.
         torch.baddbmm(out if c is None else c, a, b, beta=beta, alpha=alpha, out=out)

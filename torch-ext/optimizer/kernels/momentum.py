@@ -71,11 +71,11 @@ def momentum(
 ) -> Tensor:
     """Advance every buffer by its gradient and write the directions to orthogonalize.
 
-    heavy_ball: buf <- mu buf + g, direction g + mu buf with Nesterov, else buf. ema: buf <- buf +
-    (1 - mu)(g - buf), direction g + mu (buf - g) with Nesterov, else buf. float32 maths (float64
-    for float64), every operation rounded on its own: the same bits on every device and path. A
-    constant number of launches for hundreds of tensors, no synchronisation, no copies: the call can
-    be captured in a CUDA graph.
+    heavy_ball: buf <- mu buf + g, direction g + mu buf with Nesterov, else buf. ema: buf <- mu buf
+    + (1 - mu) g, direction mu buf + (1 - mu) g with Nesterov, else buf; an average is formed as
+    torch.lerp does. float32 maths (float64 for float64), every operation rounded on its own: the
+    same bits on every device and path. A constant number of launches for hundreds of tensors, no
+    synchronisation, no copies: the call can be captured in a CUDA graph.
 
     Args:
         grads: K tensors, only read; float32, bfloat16 or float16, any strides, dtypes may differ.

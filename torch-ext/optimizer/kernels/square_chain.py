@@ -34,7 +34,7 @@ Square = tuple[int, float, float, float]  # i, alpha, beta, delta
 
 
 @register_fake(add_op_namespace_prefix("square_chain"))
-def _fake(buffers, places, operands, alphas, betas, deltas, scale, groups, subset=None, zeros=None):
+def _fake(buffers, places, operands, alphas, betas, deltas, scale, groups, zeros=None):
     return None
 
 
@@ -44,11 +44,9 @@ def square_chain(
     scale: Tensor | None = None,  # (G,) float32
     groups: int = FORMULA,
     *,
-    keep: bool = False,
-    subset: Tensor | None = None,  # see find_well_conditioned.py
     zeros: Tensor | None = None,  # (1 + squares * G,) int32 zeros, which are used up
 ) -> Tensor:
-    """The last M in upper storage, maybe in X's memory unless `keep`; unchecked, for `serves`.
+    """The last M in upper storage, maybe in X's memory; unchecked, for `serves`.
 
     Sums are float32, every M but M_0 is rounded once to float16; M_0 is never rounded. A matrix
     gives the same bits in any batch. `groups` that the batch is walked in change none. With `zeros`
@@ -56,24 +54,23 @@ def square_chain(
 
     Source: evaluating by squares, Paterson and Stockmeyer, SIAM J. Comput. 2 (1973).
     """
-    places, count = places_of([square[0] for square in squares], keep)
+    places, count = places_of([square[0] for square in squares])
     buffers = [X, *(torch.empty_like(X) for _ in range(count - 1))]
     columns = ([square[k] for square in squares] for k in range(4))
-    ops.square_chain(buffers, places, *columns, scale, groups, subset, zeros)
+    ops.square_chain(buffers, places, *columns, scale, groups, zeros)
     return buffers[places[-1]]
 
 
-def places_of(operands: Sequence[int], keep: bool = False) -> tuple[list[int], int]:
+def places_of(operands: Sequence[int]) -> tuple[list[int], int]:
     """Which buffer takes M_j+1, for every j, and how many buffers there are; X lies in buffer 0.
 
     A buffer is free for product j if products 0 to j - 1 alone read what it holds: of one matrix
     these are done when product j begins (`chain_refusal` of kernels-src/newton_schulz/chain.h). So
     few buffers take turns, and what L2 holds of a group is all that is written. 8 squares need 6.
-    `keep`: M_0 is needed afterwards.
     """
     held, places = {0: 0}, []  # buffer -> the M in it
     for j in range(len(operands)):
-        needed = {j, *operands[j:], *((0,) if keep else ())}
+        needed = {j, *operands[j:]}
         free = [b for b, i in held.items() if i not in needed]
         places.append(free[0] if free else len(held))
         held[places[-1]] = j + 1

@@ -9,13 +9,13 @@ it; nothing else computes experts.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels._autocast import autocast_dtype, cast, without_autocast
 from .activation import activate
 from .adapters import PROJECTIONS, ExpertAdapters
 from .gated_linear import gated_lora_linear
@@ -45,14 +45,14 @@ def experts_forward(
     lora = lora or ExpertsLora()
     x, expert_ids, gates = _rows(hidden_states, top_k_index, top_k_weights)
     _check_widths(x, gate_up, down, layout)
-    dtype = _autocast_dtype(x)
+    dtype = autocast_dtype(x)
     first = _operands(gate_up, gate_up_bias, lora.gate_up, layout, dtype)
     second = _operands(down, down_bias, lora.down, layout, dtype)
 
-    with _without_autocast(dtype, x.device.type):
+    with without_autocast(x.device):
         order = expert_sort(expert_ids, gate_up.shape[0], backend=backend)
         path = {"order": order, "backend": backend}
-        x = _cast(x, dtype)
+        x = cast(x, dtype)
         out = gated_lora_linear(x, first, second, order, gates, layout, backend=backend)
         if out is None:
             wide = grouped_lora_linear(x, **first, grouped_out=True, **path)
@@ -214,9 +214,9 @@ def _operands(
     dtype: torch.dtype | None,
 ) -> dict[str, Any]:
     """The arguments of `grouped_lora_linear` that one projection brings."""
-    found: dict[str, Any] = {"weight": _cast(layout.operand(weight), dtype)}
+    found: dict[str, Any] = {"weight": cast(layout.operand(weight), dtype)}
     if bias is not None:
-        found["bias"] = _cast(bias, dtype)
+        found["bias"] = cast(bias, dtype)
     if factors is not None:
         found |= {"lora_a": factors.a, "lora_b": factors.b, "scaling": factors.scaling}
     return found
@@ -232,31 +232,6 @@ def _rows(hidden_states: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor
         )
     rows = hidden_states.reshape(tokens, hidden_states.shape[-1])
     return rows, *(x.reshape(tokens, x.shape[-1]) for x in (index, weights))
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor if dtype is None else tensor.to(dtype)
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast computes x in, as for `torch.nn.functional.linear`; None without it.
-
-    Outside of autocast nothing is converted: a weight of another dtype than x is refused by
-    `grouped_lora_linear`, since converting a whole stack in every call would be a hidden cost.
-    """
-    device = x.device.type
-    if x.is_meta or x.dtype == torch.float64:  # autocast has neither
-        return None
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def _without_autocast(
-    dtype: torch.dtype | None, device: str
-) -> contextlib.AbstractContextManager[Any]:
-    """Everything has been cast: the sums of the portable path must stay float32."""
-    if dtype is None:
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)
 
 
 def _check_widths(x: Tensor, gate_up: Tensor, down: Tensor, layout: ExpertsLayout) -> None:

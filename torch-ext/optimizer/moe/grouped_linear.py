@@ -13,6 +13,7 @@ import numbers
 import torch
 from torch import Tensor
 
+from ..kernels._autocast import autocast_dtype, cast, without_autocast
 from ..kernels._grouped_mm import problem_of as grouped_mm_refusal
 from ..kernels._moe_paths import (
     DTYPES,
@@ -48,6 +49,9 @@ def grouped_lora_linear(
     float32, written once in the parameter's dtype and strides, and repeat bit for bit. A weight
     that needs no gradient gets no buffer.
 
+    Under autocast x, weight and bias are cast to its dtype, as by `torch.nn.functional.linear`, and
+    get gradients in their own.
+
     Args:
         x: (T, K) in token order, or (T k, K) in expert order with `grouped_in`; float16, bfloat16,
             float32 or float64, any strides.
@@ -66,8 +70,8 @@ def grouped_lora_linear(
             "auto" takes.
 
     Returns:
-        In x's dtype: (T, N) with gates; else (T k, N), in expert order with `grouped_out` and in
-        slot order without. Rows of sentinels are zero.
+        In x's dtype, or autocast's: (T, N) with gates; else (T k, N), in expert order with
+        `grouped_out` and in slot order without. Rows of sentinels are zero.
 
     Raises:
         TypeError: An argument is of a wrong kind or dtype.
@@ -76,6 +80,8 @@ def grouped_lora_linear(
     quantized = as_quantized(weight)
     weight = weight if quantized is None else quantized
     check_rows(x, order, grouped_in)
+    dtype = autocast_dtype(x)
+    x, weight, bias = (cast(one, dtype) for one in (x, weight, bias))
     check_projection(x, weight, order, x.shape[1], lora_a, lora_b, scaling, bias)
     if gates is not None:
         check_gates(gates, x, order)
@@ -85,39 +91,40 @@ def grouped_lora_linear(
     if path == "grouped_mm" and (reason := grouped_mm_refusal(x, weight)):
         raise ValueError(f'backend="grouped_mm" cannot take this product: {reason}; use "auto"')
     check_path(path, x)
-    if quantized is not None:
-        return quantized_lora_linear(
+    with without_autocast(x.device):
+        if quantized is not None:
+            return quantized_lora_linear(
+                x,
+                quantized,
+                order,
+                lora_a,
+                lora_b,
+                scaling=float(scaling),
+                bias=bias,
+                gates=gates,
+                x_fan=0 if grouped_in else order.top_k,
+                grouped_out=grouped_out,
+                path=path,
+                by_name=backend != "auto",
+            )
+        return _op(
             x,
-            quantized,
-            order,
+            weight,
             lora_a,
             lora_b,
+            bias,
+            gates,
+            order.slots,
+            order.offsets,
+            order.rows,
+            order.tiles,
+            tile_rows=order.tile_rows,
+            top_k=order.top_k,
             scaling=float(scaling),
-            bias=bias,
-            gates=gates,
-            x_fan=0 if grouped_in else order.top_k,
+            grouped_in=grouped_in,
             grouped_out=grouped_out,
             path=path,
-            by_name=backend != "auto",
         )
-    return _op(
-        x,
-        weight,
-        lora_a,
-        lora_b,
-        bias,
-        gates,
-        order.slots,
-        order.offsets,
-        order.rows,
-        order.tiles,
-        tile_rows=order.tile_rows,
-        top_k=order.top_k,
-        scaling=float(scaling),
-        grouped_in=grouped_in,
-        grouped_out=grouped_out,
-        path=path,
-    )
 
 
 def check_rows(x: Tensor, order: ExpertOrder, grouped_in: bool) -> None:

@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels._autocast import without_autocast
 from .expert_weights import as_quantized
 from .layout import ExpertsLayout, LoraFactors
+
+Piece = tuple[Tensor, tuple[slice, ...]]  # a view, and its elements of the stack (E, n, k)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of the factors
+
+
+def check_factor_dtype(dtype: torch.dtype) -> None:
+    """Raise ValueError unless the kernels read factors of this dtype, and autograd trains them."""
+    if dtype not in DTYPES:
+        raise ValueError(f"the factors' dtype must be one of {DTYPES}, got {dtype}")
 
 
 def factor_views(lora_A: Tensor, lora_B: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -139,16 +149,20 @@ class LoraProjection(nn.Module):
             r: rank, at least 1; any integer.
             alpha: the update is scaled by alpha / r.
             rslora: scale by alpha / sqrt(r) instead (arXiv 2312.03732).
-            dtype: of the parameters. float32 is PEFT's choice, over any base.
+            dtype: of the parameters, floating and of 16 bits or more. float32 is PEFT's choice,
+                over any base.
             device: of the parameters.
             dropout: must be 0: a row of A serves every token of an expert at once.
             use_dora: must be False: the norm of W + delta would have to be formed per expert.
             lora_bias: must be False: PEFT has none for stacks of experts.
 
         Raises:
-            ValueError: an option that is not supported, a name in use, a rank below 1.
+            ValueError: an option that is not supported, a name in use, a rank below 1, a dtype
+                that cannot train.
         """
-        self.check_adapter(name, r, dropout=dropout, use_dora=use_dora, lora_bias=lora_bias)
+        self.check_adapter(
+            name, r, dtype=dtype, dropout=dropout, use_dora=use_dora, lora_bias=lora_bias
+        )
         a = torch.empty(self.num_experts * r, self.in_features, dtype=dtype, device=device)
         b = torch.zeros(self.out_features, self.num_experts * r, dtype=dtype, device=device)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5))
@@ -163,12 +177,14 @@ class LoraProjection(nn.Module):
         name: str,
         r: int,
         *,
+        dtype: torch.dtype = torch.float32,
         dropout: float = 0.0,
         use_dora: bool = False,
         lora_bias: bool = False,
         **_: Any,
     ) -> None:
         """Raise the ValueError that `add_adapter` would, and change nothing."""
+        check_factor_dtype(dtype)
         if dropout or use_dora or lora_bias:
             raise ValueError(
                 "LoRA on a stack of experts has no dropout, no DoRA and no bias, got dropout="
@@ -236,31 +252,48 @@ class LoraProjection(nn.Module):
 
     @torch.no_grad()
     def merge(
-        self, weight: Tensor, layout: ExpertsLayout, *, keep_on: torch.device | str | None = None
+        self,
+        weight: Tensor,
+        layout: ExpertsLayout,
+        *,
+        keep_on: torch.device | str | None = None,
+        factors: tuple[Tensor, Tensor] | None = None,
+        pieces: Iterable[Piece] | None = None,
     ) -> None:
         """Add the active adapter to the weight in place: in float32, rounded once, per expert.
 
         Args:
-            weight: (E, out, in), transposed (E, in, out).
+            weight: (E, out, in), transposed (E, in, out); of several ranks what this one holds.
             layout: says which of the two.
             keep_on: device of the copy of the weight that `unmerge` restores; None: the weight's.
+            factors: (lora_A, lora_B) in whole, where ranks share out the parameters.
+            pieces: views of `weight` with their places in the stack, where it is a part of it.
 
         Raises:
             ValueError: the weight has another shape or 4 bits, the adapter is not finite or merged
                 already, or there is no active one. Nothing has been written then.
         """
-        self.check_mergeable(weight, layout)
-        target = layout.operand(weight)
-        a, b = factor_views(*self._active_weights(), self.num_experts)
+        if pieces is None:
+            self.check_mergeable(weight, layout, factors)
+            pieces = [(weight, tuple(slice(0, size) for size in weight.shape))]
+        a, b = factor_views(*(factors or self._active_weights()), self.num_experts)
         wide = torch.promote_types(weight.dtype, torch.float32)
         self._original = weight.detach().to(keep_on or weight.device, copy=True)
-        for expert in range(self.num_experts):  # one expert's delta at a time
-            delta = b[expert].to(wide) @ a[expert].to(wide)
-            new = target[expert].to(wide) + self.scaling[self.active] * delta.T
-            target[expert].copy_(new)
+        with without_autocast(weight.device):
+            for held, (experts, *sides) in pieces:
+                inputs, outputs = sides if layout.transposed else reversed(sides)
+                target = layout.operand(held)
+                for at, expert in enumerate(range(self.num_experts)[experts]):  # a delta at a time
+                    delta = (b[expert].to(wide) @ a[expert].to(wide)).T[inputs, outputs]
+                    target[at].copy_(target[at].to(wide) + self.scaling[self.active] * delta)
 
-    def check_mergeable(self, weight: Tensor, layout: ExpertsLayout) -> None:
-        """Raise the ValueError that `merge` would, and change nothing."""
+    def check_mergeable(
+        self,
+        weight: Tensor,
+        layout: ExpertsLayout,
+        factors: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Raise the ValueError that `merge` would, and change nothing; `weight` is the stack."""
         self.check_separate("merge")
         if self.active is None:
             raise ValueError("no adapter is active; set_adapter(name) first")
@@ -273,7 +306,7 @@ class LoraProjection(nn.Module):
         expected = (self.num_experts, self.in_features, self.out_features)
         if shape != expected:
             raise ValueError(f"weight must be {expected} as (E, in, out), got {shape}")
-        if not all(w.isfinite().all() for w in self._active_weights()):
+        if not all(factor.isfinite().all() for factor in factors or self._active_weights()):
             raise ValueError(f"adapter {self.active!r} holds NaN or inf; train it again")
 
     @torch.no_grad()

@@ -41,7 +41,8 @@ def module_layout(module: nn.Module) -> ExpertsLayout:
         The layout. A gate or activation that has no name with us is called as the module has it.
 
     Raises:
-        ValueError: the module normalizes each expert's output, which the kernels would leave out.
+        ValueError: the module normalizes each expert's output, which the kernels would leave out;
+            or its activation is missing.
     """
     if getattr(module, "has_post_expert_norm", False):
         raise ValueError(
@@ -92,12 +93,22 @@ def module_forward(
 def _activation(module: nn.Module, gated: bool) -> str | Callable[[Tensor], Tensor]:
     """A name where we know the function, else the module's own."""
     named = _elementwise_name(module.act_fn) if hasattr(module, "act_fn") else None
+    kind = type(module)
     if not gated:
+        if not hasattr(module, "act_fn"):
+            raise ValueError(f"{kind.__name__} has no gate and no `act_fn`; give it the activation")
         return named or module.act_fn
-    gate = type(module)._apply_gate
+    gate = getattr(kind, "_apply_gate", None)
     concatenated = getattr(module, "is_concatenated", True)
-    if gate.__module__ == DEFAULT_GATE and concatenated and named is not None:
+    default = gate is None or gate.__module__ == DEFAULT_GATE
+    if default and concatenated and named is not None:
         return named
+    if gate is None:
+        raise ValueError(
+            f"{kind.__name__} has no `_apply_gate`; without it only concatenated columns and an "
+            "`act_fn` that has a name here are known: give the class one, from gate_up (M, 2I) to "
+            "(M, I)"
+        )
     constants = (getattr(module, "alpha", None), getattr(module, "limit", None))
     if gate.__module__ != DEFAULT_GATE and not concatenated and constants == GPT_OSS:
         return "gpt_oss"

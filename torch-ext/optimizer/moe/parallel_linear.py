@@ -30,8 +30,8 @@ def parallel_linear_lora(  # noqa: PLR0913
 ) -> Tensor:
     """`grouped_lora_linear` under the name and arguments of axolotl's scattermoe_lora.
 
-    `expert_sort` and `grouped_lora_linear` do the same with the order computed once; here it is
-    rebuilt from the three tensors at every call.
+    `expert_sort` and `grouped_lora_linear` do the same with the order computed once, also under
+    autocast; here it is rebuilt from the three tensors at every call.
 
     Args:
         inputs: (M, K) in token order, or (M k, K) in expert order with `grouped_in`.

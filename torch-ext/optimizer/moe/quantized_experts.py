@@ -161,6 +161,11 @@ class QuantizedExperts(nn.Module):
         return torch.Size(self.stored)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the packed bytes: no floating dtype, so that LoRA over them chooses its own."""
+        return self.packed.dtype
+
+    @property
     def device(self) -> torch.device:
         """Where the products run: where the packed bytes lie, unless they are offloaded."""
         return self.packed.device if self.keeper is None else self.keeper.device

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels._moe_paths import without_autocast
+from ..kernels._autocast import without_autocast
 from ..kernels.gated_nf4_experts import gated_nf4_experts, gated_nf4_experts_backward
 from .expert_weights import QuantizedWeight
 from .layout import ExpertsLayout
@@ -53,7 +53,7 @@ class _QuantizedGated(torch.autograd.Function):
         x, wide, h, xa1, xa2, *factors, gates = ctx.saved_tensors
         arguments = _arguments(*factors, gates, *ctx.constants)
         needs = ctx.needs_input_grad[:6]
-        with without_autocast(grad):
+        with without_autocast(grad.device):
             found = gated_nf4_experts_backward(
                 grad, x, wide, h, xa1, xa2, *arguments, [bool(need) for need in needs]
             )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..kernels._autocast import without_autocast
 from ..kernels._moe_paths import TRITON_PATHS
 from ..kernels.combine import combine_rows
 from ..kernels.grouped_lora_dab import grouped_lora_dab
@@ -125,6 +126,11 @@ class _QuantizedLora(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
+        with without_autocast(dy.device):
+            return _QuantizedLora._gradients(ctx, dy)
+
+    @staticmethod
+    def _gradients(ctx, dy: Tensor):
         x, lora_a, lora_b, bias, gates, xa = ctx.saved_tensors
         _, order, _, x_fan, grouped_out, path, _ = ctx.constants
         needs_x, needs_a, needs_b, needs_bias, needs_gates = ctx.needs_input_grad[:5]

@@ -105,5 +105,6 @@ def _step(
     )
     for name in ("param", "exp_avg", "exp_avg_sq"):
         written(lists[name], used[name])
-    if residuals is not None and kept is not None:
-        written(residuals, kept)
+    if residuals is not None and kept is not None:  # parameters of 32 bits have none
+        pairs = [pair for pair in zip(residuals, kept, strict=True) if pair[0] is not None]
+        written(*map(list, zip(*pairs, strict=True)))

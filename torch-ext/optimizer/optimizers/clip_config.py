@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
+
+from .options import as_float, plain_number
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,13 @@ def parse_clip_config(config: Any) -> ClipConfig | None:
     for key in config:
         if key not in known:
             raise ValueError(f"clip_config: unknown key {key!r}; it takes {', '.join(known)}")
-    values = dict(config)
+    values = {key: plain_number(value) for key, value in config.items()}
     for key in ("q_indices", "k_indices"):
         values[key] = _indices(key, values.get(key, ()))
     parsed = ClipConfig(**values)
     _check_numbers(parsed)
     _check_indices(parsed)
-    return parsed
+    return replace(parsed, threshold=float(parsed.threshold))
 
 
 def _indices(key: str, value: Any) -> tuple[int, ...]:
@@ -115,7 +117,7 @@ def _check_numbers(config: ClipConfig) -> None:
     threshold = config.threshold
     if isinstance(threshold, bool) or not isinstance(threshold, Real):
         raise TypeError(f"clip_config: threshold must be a number, got {threshold!r}")
-    if not 0 < threshold < math.inf:
+    if not 0 < as_float(threshold) < math.inf:
         raise ValueError(f"clip_config: threshold must be finite and above 0, got {threshold!r}")
     if not isinstance(config.is_mla, bool):
         raise TypeError(f"clip_config: is_mla must be True or False, got {config.is_mla!r}")

@@ -7,6 +7,7 @@ from numbers import Integral
 from typing import Any
 
 from ..distributed import in_flight
+from .options import plain_number
 
 # Bytes that a rank sends and receives on the way to the owners, of all chunks that are alive. With
 # batches, results, answers and what an iteration works in, two to three times as much by count.
@@ -36,6 +37,8 @@ class Flow:
     cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("warmup_step", "chunk_size", "in_flight_bytes"):
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
         _check_count("warmup_step", self.warmup_step, "")
         _check_count("in_flight_bytes", self.in_flight_bytes, "")
         if not isinstance(self.cuda_graphs, bool):
@@ -51,7 +54,7 @@ class Flow:
     @property
     def chunk_bytes(self) -> int:
         """What any rank sends and receives for the owners of one chunk."""
-        return self.in_flight_bytes // in_flight(self.warmup_step)
+        return max(1, self.in_flight_bytes // in_flight(self.warmup_step))
 
 
 def _check_count(name: str, value: Any, otherwise: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .options import AdamWOptions, MuonOptions, option_names, tidy
@@ -78,7 +79,8 @@ class Format:
         cycled = {"momentum", "max_momentum", "base_momentum"} <= group.keys()
         if cycled and self.kind(group) == ADAMW:
             key = self.key(ADAMW, "betas")
-            group[key] = (group.pop("momentum"), *group[key][1:])
+            if isinstance(group[key], (tuple, list)):  # else the check of betas says so
+                group[key] = (group.pop("momentum"), *group[key][1:])
 
     def options(
         self, group: dict[str, Any], check_as: str | None = None
@@ -94,7 +96,8 @@ class Format:
             OPTIONS[kind](**values).check(check_as)
         for name in ("lr", "weight_decay"):
             value = values[name]
-            if isinstance(value, Tensor) and value.numel() == 1:
+            dense = isinstance(value, Tensor) and value.layout == torch.strided
+            if dense and value.numel() == 1:
                 values[name] = value.detach().reshape(())  # (1,) would lend its dtype to others
         return OPTIONS[kind](**values)
 

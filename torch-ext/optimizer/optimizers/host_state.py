@@ -149,7 +149,7 @@ class Lane:
             self.inward.wait_stream(torch.cuda.current_stream(self.device))
 
     def begin(self, works: list[Work]) -> None:
-        """Forget what an interrupted step left behind, and let the first batches arrive."""
+        """Forget what a step left behind that was refused, and let the first batches arrive."""
         if self.cuda:
             self.inward.wait_stream(self.outward)  # of the last step: the same host memory
             if any(slot.active is not None for slot in self.slots):
@@ -244,13 +244,16 @@ class InHostMemory:
             one is not other for one, other in zip(hosted, self._hosted, strict=True)
         )
         if plan is not self._plan or moved or state is not self._state:
-            self._state, self._plan, self._hosted = state, plan, hosted
+            self._state, self._plan, self._hosted = state, None, hosted
             self._arrange(plan, adamw)
+            self._plan = plan  # if there is memory for all of it
         for device, lane in self._lanes.items():
             works = [work for of, work in self._works.values() if of.device == device]
             lane.begin([work for work in works if any(p.grad is not None for p in work.params)])
         return self
 
+    @torch.inference_mode(False)  # later steps, outside of it, write to these views
+    @torch.no_grad()
     def _arrange(self, plan: Any, adamw: Sequence[Sequence[Tensor]]) -> None:
         """Batches in the order of the step, their slots, and the place of every piece in these."""
         self.wait()

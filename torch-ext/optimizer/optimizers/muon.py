@@ -37,7 +37,7 @@ class Muon(MuonBase):
         lr: learning rate; a number or a 0-D Tensor, which is never read on the host by a step.
         momentum: decay of the momentum buffer, in [0, 1).
         nesterov: orthogonalize g + momentum * buffer instead of the buffer.
-        ns_steps: steps of the iteration, at least 1; its coefficients are derived for this count.
+        ns_steps: steps of the iteration, 1 to 100; its coefficients are derived for this count.
         weight_decay: decoupled decay, times the raw lr; a number or a 0-D Tensor, as lr.
         adamw_betas, adamw_eps: of AdamW groups.
         none_grad: set `p.grad = None` as soon as it was used; False leaves it bit for bit.

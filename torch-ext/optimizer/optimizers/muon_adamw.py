@@ -62,9 +62,11 @@ class MuonAdamW(MuonBase):
             every rank holds its own contribution. Then matrices and large parameters have owners,
             which add up the contributions and keep the state: a state_dict holds this rank's part,
             keyed as everywhere. Not under DistributedDataParallel, which reduces them already.
+            None: "reduced", but replicas on several ranks compare their gradients in the first step
+            that has some, and raise if they differ.
         process_group: with reduced gradients, the ranks that share the work, as of `Muon`. With
             unreduced ones, over whose ranks they are to be averaged; None for the default group, if
-            there is one. An initialised process group alone changes nothing.
+            there is one. An initialised process group alone changes no result.
         reduce_op: "avg" or "sum" of unreduced gradients.
         wire_dtype: as of `Muon`; of unreduced gradients, in which contributions to those of
             matrices and large parameters are sent and updates of matrices come back, float32 if
@@ -87,7 +89,7 @@ class MuonAdamW(MuonBase):
         self,
         param_groups: list[dict[str, Any]],
         *,
-        gradients: str = "reduced",
+        gradients: str | None = None,
         process_group: Any = None,
         reduce_op: str = "avg",
         wire_dtype: torch.dtype | None = None,
@@ -99,9 +101,9 @@ class MuonAdamW(MuonBase):
         cuda_graphs: bool = True,
     ) -> None:
         unreduced = _unreduced(gradients, process_group, reduce_op)
-        group = process_group if gradients == "reduced" else None
+        group = None if gradients == "unreduced" else process_group
         flow = Flow(warmup_step, chunk_size, in_flight_bytes, cuda_graphs)
-        sharing = Sharing(group, wire_dtype, unreduced, flow)
+        sharing = Sharing(group, wire_dtype, unreduced, flow, assumed=gradients is None)
         super().__init__(
             param_groups,
             dict(DEFAULTS),
@@ -157,11 +159,12 @@ def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
     )
 
 
-def _unreduced(gradients: str, process_group: Any, reduce_op: str) -> Unreduced | None:
+def _unreduced(gradients: str | None, process_group: Any, reduce_op: str) -> Unreduced | None:
     """Who adds up the gradients; None where there is nothing to add."""
-    check_choice("gradients", gradients, GRADIENTS, "MuonAdamW")
+    if gradients is not None:
+        check_choice("gradients", gradients, GRADIENTS, "MuonAdamW")
     check_choice("reduce_op", reduce_op, REDUCE_OPS, "MuonAdamW")
-    if gradients == "reduced":
+    if gradients != "unreduced":
         return None
     from torch import distributed
 

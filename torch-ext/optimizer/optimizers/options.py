@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..orthogonalize.choose import GRAM_POLYNOMIAL_STEPS, METHODS
+from ..orthogonalize.coefficients import MAX_STEPS
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LR_RULES = ("match_rms_adamw", "original", "spectral")
@@ -59,7 +60,7 @@ class MuonOptions:
         _check_scalar("lr", self.lr, where, read_lr)
         _check_fraction("momentum", self.momentum, where)
         _check_scalar("weight_decay", self.weight_decay, where, read_lr)
-        _check_count("ns_steps", self.ns_steps, where)
+        _check_count("ns_steps", self.ns_steps, where, MAX_STEPS)
         if self.beta2 is not None:
             _check_fraction("beta2", self.beta2, where)
         for option in ("nesterov", "cautious", "shaped_decay", "flatten", "none_grad"):
@@ -117,14 +118,37 @@ def option_names(options: type) -> tuple[str, ...]:
 
 
 def tidy(option: str, value: Any) -> Any:
-    """The value as a group stores it: a copy, with tuples for sequences."""
+    """The value as a group stores it: a copy, tuples for sequences, Python's own numbers."""
+    if type(value) in _PLAIN_KINDS and type(value) is not tuple:
+        return value
     if option == "expert_keys" and isinstance(value, Iterable) and not isinstance(value, str):
         return tuple(value) or None
     if isinstance(value, Mapping):
         return {name: tidy(option, entry) for name, entry in value.items()}
-    if option in ("split_sizes", "betas", "adamw_betas") and isinstance(value, list):
-        return tuple(value)
-    return value
+    if option in ("split_sizes", "betas", "adamw_betas") and isinstance(value, (list, tuple)):
+        return tuple(map(plain_number, value))
+    return plain_number(value)
+
+
+def plain_number(value: Any) -> Any:
+    """An int or a float for a number of another library or class, anything else as it is.
+
+    The ops take no others, and would say so when a step has already begun to write. A number that
+    float cannot hold stays what it is, for the checks to refuse.
+    """
+    if type(value) in _PLAIN_KINDS:
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return as_float(value) if isinstance(value, Real) and as_float(value) < math.inf else value
+
+
+def as_float(value: Real) -> float:
+    """The nearest float, inf beyond the largest."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def by_name(value: Any) -> Iterable[tuple[str, Any]]:
@@ -155,10 +179,11 @@ def fingerprint(options: MuonOptions | AdamWOptions) -> tuple[list[type], list[A
 
 def _check_scalar(option: str, value: Any, where: str, read: bool) -> None:
     if isinstance(value, Tensor):
-        if value.numel() != 1 or not value.is_floating_point():
+        dense = value.layout == torch.strided
+        if value.numel() != 1 or not value.is_floating_point() or not dense:
             raise ValueError(
                 f"{where}: a Tensor {option} must hold one floating-point number, got "
-                f"{value.dtype} of shape {tuple(value.shape)}"
+                f"{value.dtype} of shape {tuple(value.shape)}{'' if dense else f', {value.layout}'}"
             )
         if not read:
             return
@@ -178,7 +203,7 @@ def _check_number(option: str, value: Any, where: str) -> None:
 
 def _check_not_negative(option: str, value: Any, where: str) -> None:
     _check_number(option, value, where)
-    if not 0 <= value < math.inf:
+    if not 0 <= as_float(value) < math.inf:
         raise ValueError(f"{where}: {option} must be finite and at least 0, got {value!r}")
 
 
@@ -188,11 +213,13 @@ def _check_fraction(option: str, value: Any, where: str) -> None:
         raise ValueError(f"{where}: {option} must lie in [0, 1), got {value!r}")
 
 
-def _check_count(option: str, value: Any, where: str) -> None:
+def _check_count(option: str, value: Any, where: str, most: float = math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{where}: {option} must be an integer, got {value!r}")
     if value < 1:
         raise ValueError(f"{where}: {option} must be at least 1, got {value!r}")
+    if value > most:
+        raise ValueError(f"{where}: {option} must be at most {most}, got {value!r}")
 
 
 def _check_gram_polynomial(steps: int, dtype: torch.dtype | None, where: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..distributed import Layout, boxes, splits_of
+from ..distributed import Layout, boxes, splits_of, whole
 from .parameters import is_dtensor, local
 
 
@@ -69,11 +70,8 @@ def fill(target: Tensor, saved: Tensor, what: str) -> None:
         if not is_dtensor(target):
             target.copy_(saved)
             return
-        mesh = target.device_mesh
-        layout = _layout(tuple(target.shape), target.placements, mesh)
-        region = [(0, size) for size in target.shape]
-        for box in boxes(layout.runs(mesh.get_coordinate()), region):
-            box.view(local(target)).copy_(saved[box.region])
+        for here, region in pieces(target):
+            here.copy_(saved[region])
         return
     everywhere = all(placement.is_replicate() for placement in saved.placements)
     if everywhere:
@@ -86,6 +84,23 @@ def fill(target: Tensor, saved: Tensor, what: str) -> None:
             "torch.distributed.checkpoint, which reshards"
         )
     local(target).copy_(local(saved))
+
+
+def pieces(tensor: Tensor) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """What this rank holds of a tensor, and which elements of the whole they are."""
+    if not is_dtensor(tensor):
+        yield tensor, tuple(slice(0, size) for size in tensor.shape)
+        return
+    mesh = tensor.device_mesh
+    layout = _layout(tuple(tensor.shape), tensor.placements, mesh)
+    region = [(0, size) for size in tensor.shape]
+    for box in boxes(layout.runs(mesh.get_coordinate()), region):
+        yield box.view(local(tensor)), box.region
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """All of a tensor; of a DTensor all ranks of its mesh must ask."""
+    return whole(tensor) if is_dtensor(tensor) else tensor
 
 
 def _layout(shape: tuple[int, ...], placements: Any, mesh: Any) -> Layout:

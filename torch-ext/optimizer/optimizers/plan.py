@@ -23,8 +23,13 @@ class Plan:
     forms: list[Forms]
     keys: list[Any]  # of the optimizer's state
     states: list[Any]
+    filled: list[Mapping[str, Tensor]]  # those of parameters
+    sizes: list[int]  # entries of each of these
     numbers: dict[Tensor, int]  # of every parameter in the optimizer, over all groups
     chunks: list[list[Chunk]]  # none for AdamW
+    empty: list[
+        list[Tensor]
+    ]  # parameters without elements, whose gradients are let go all the same
     clips: list[Batch]  # what QK-clip scales
     rows: dict[Tensor, Tensor | None]  # of each of its parameters, those that are here
     shared: Shared  # what several ranks work on
@@ -46,7 +51,12 @@ class Plan:
             layouts == self.layouts
             and same_objects([*state.values()], self.states)
             and same_objects([*state], self.keys)
+            and self.finds_all_state()
             and all(
                 forms.hold(of_group) for forms, of_group in zip(self.forms, params, strict=True)
             )
         )
+
+    def finds_all_state(self) -> bool:
+        """Whether no entry of a parameter's state was taken away."""
+        return [*map(len, self.filled)] == self.sizes

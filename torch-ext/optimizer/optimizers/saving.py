@@ -22,7 +22,6 @@ def check_whole(sharing: Sharing, labelled: Iterable[tuple[str, Tensor, str | No
         RuntimeError: a step went wrong, so that it may not fit the parameters.
     """
     sharing.hear()
-    sharing.check_unbroken()
     parts = None
     if sharing.unreduced is not None:
         parts = "with gradients='unreduced' every rank keeps a part of the state"

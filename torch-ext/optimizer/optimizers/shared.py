@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -254,14 +254,42 @@ def in_turn(chunks: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:
     return [(number, chunk) for number, of_group in enumerate(chunks) for chunk in of_group]
 
 
+OWNERS = "owners, which follow from the kind of GPU"
+DIGESTED = ("shapes, dtypes and placements", "clip_config", OWNERS)
+# What decides the messages between ranks, beside the options of groups.
+LAYOUT = (
+    "gradients",
+    "reduce_op",
+    "wire_dtype",
+    "warmup_step",
+    "chunk_size",
+    "in_flight_bytes",
+    "number of groups",
+    "number of parameters",
+    *DIGESTED,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Common:
+    """What the ranks of a team must have in common."""
+
+    team: Team
+    labelled: list[tuple[str, Tensor]]  # parameters that have gradients on all ranks or on none
+    groups: list[int]  # numbers of theirs
+    layout: Mapping[str, str]  # LAYOUT -> as text, or a digest of that
+    # Whether the first gradients must be equal on all ranks or must not; None: that cannot be told.
+    alike: bool | None
+
+
 @dataclass(frozen=True, eq=False)
 class Shared:
     """The part of a plan that ranks share."""
 
     chunks: list[list[Any]]  # per group; the same on every rank
     home: list[list[SharedChunk]]  # per group; this rank's own, without communication
-    teams: list[tuple[Team, list[tuple[str, Tensor]]]]  # parameters that must agree on gradients
-    empty: bool  # no parameter is on more ranks than this one
+    teams: list[Common]
+    empty: bool  # no matrix is on more ranks than this one
     flow: Flow  # of the chunks
     order: list[tuple[int, Any]]  # (number of the group, chunk) as a step begins them
     staging: Staging = field(default_factory=Staging)
@@ -280,6 +308,11 @@ class Shared:
         """Start a step: all memory is free; stages are captured and replayed if `on`."""
         self.staging.begin()
         self.graphs.begin(on=on)
+
+    @cached_property
+    def asked(self) -> frozenset[torch.device]:
+        """Where the parameters are that must agree on their gradients."""
+        return frozenset(param.device for common in self.teams for _, param in common.labelled)
 
     @cached_property
     def devices(self) -> frozenset[torch.device]:

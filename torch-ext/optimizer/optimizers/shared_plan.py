@@ -19,8 +19,9 @@ from torch import Tensor
 from ..distributed import Extra, Job, Layout, Run, Team, assign, chunked, make_route
 from .blocks import Blocks, Piece
 from .flow import Flow
+from .options import MuonOptions
 from .parameters import is_dtensor
-from .shared import Shared, SharedChunk, SharedMatrix, chunk_of, in_turn
+from .shared import SharedChunk, SharedMatrix, chunk_of
 
 Cost = Callable[[int, int, torch.dtype, torch.device], float]
 
@@ -31,12 +32,8 @@ def layout_on(param: Tensor, team: Team) -> Layout:
     return team.layout(shape, param.placements) if is_dtensor(param) else team.layout(shape)
 
 
-def local_blocks(blocks: Blocks, layout: Layout, team: Team) -> Blocks | None:
-    """The blocks of this rank's own tensor, if it takes no other rank to update it.
-
-    That is so where it is the whole parameter and no replica can take part of the work, and for a
-    stack that is sharded along its experts alone.
-    """
+def stays(layout: Layout, *, stacked: bool) -> bool:
+    """Whether no other rank has a part of what this one has, of experts if it is a stack of them"""
     replicas = math.prod(
         size for size, split in zip(layout.mesh, layout.splits, strict=True) if split.dim is None
     )
@@ -45,12 +42,35 @@ def local_blocks(blocks: Blocks, layout: Layout, team: Team) -> Blocks | None:
         for size, split in zip(layout.mesh, layout.splits, strict=True)
         if split.dim is not None and size > 1
     }
-    if replicas > 1 or not sharded <= ({0} if blocks.experts is not None else set()):
+    return replicas == 1 and sharded <= ({0} if stacked else set())
+
+
+def local_blocks(blocks: Blocks, layout: Layout, team: Team) -> Blocks | None:
+    """The blocks of this rank's own tensor, if it takes no other rank to update it.
+
+    That is so where it is the whole parameter and no replica can take part of the work, and for a
+    stack that is sharded along its experts alone.
+    """
+    if not stays(layout, stacked=blocks.experts is not None):
         return None
-    if not sharded:
+    if blocks.experts is None:
         return blocks
     experts = layout.local_shape(team.coordinates[team.rank])[0]
     return replace(blocks, experts=experts)
+
+
+def check_statistics(options: MuonOptions, param: Tensor, where: str) -> None:
+    """Raise ValueError if an update would be wider than the directions, in whose dtype it travels.
+
+    One rank alone evens out float32 directions by float64 second moments, in float64.
+    """
+    narrow = options.momentum_dtype not in (None, torch.float64)
+    if options.beta2 is not None and param.dtype == torch.float64 and narrow:
+        raise ValueError(
+            f"{where}: beta2 with momentum_dtype={options.momentum_dtype} is not supported for "
+            "torch.float64 parameters that several ranks share, since their second moments are "
+            "float64; leave momentum_dtype at None, or set beta2=None"
+        )
 
 
 def matrices_of(
@@ -105,18 +125,22 @@ class SharedGroup:
         return [matrix.job.candidates(stay=matrix.stacked) for matrix in self.matrices]
 
 
-def plan_shared(groups: Sequence[SharedGroup], count: int, empty: bool, flow: Flow) -> Shared:
-    """Owners and chunks for the matrices of all groups, the same on every rank of a team.
+def plan_shared(
+    groups: Sequence[SharedGroup], count: int, flow: Flow
+) -> tuple[list[list[SharedChunk]], list[list[SharedChunk]]]:
+    """Owners and chunks for the matrices of all groups.
 
     Args:
         groups: one per parameter group and team.
         count: how many parameter groups there are.
-        empty: as of `Shared`.
-        flow: as of `Shared`.
+        flow: how large chunks may be.
+
+    Returns:
+        The chunks of every group that ranks work on together, the same on every rank of a team, and
+        those of this rank alone.
     """
     chunks: list[list[SharedChunk]] = [[] for _ in range(count)]
     home: list[list[SharedChunk]] = [[] for _ in range(count)]
-    teams: dict[int, tuple[Team, dict[Tensor, str]]] = {}
     for team in {id(group.team): group.team for group in groups}.values():
         entries = [
             (group, matrix, candidates)
@@ -133,9 +157,7 @@ def plan_shared(groups: Sequence[SharedGroup], count: int, empty: bool, flow: Fl
         for (group, matrix, _), owner in zip(entries, owners, strict=True):
             alone_with_it = len(matrix.hearers) == 1 or not group.keeps_statistics
             at_home = alone_with_it and sum(matrix.job.elements()) == matrix.job.elements()[owner]
-            if not at_home:
-                teams.setdefault(id(team), (team, {}))[1][matrix.param] = matrix.where
-            elif owner != team.rank:
+            if at_home and owner != team.rank:
                 continue
             param = matrix.param
             key = (group.number, at_home, matrix.matrix, param.dtype, param.device)
@@ -144,11 +166,7 @@ def plan_shared(groups: Sequence[SharedGroup], count: int, empty: bool, flow: Fl
         for (number, at_home, *_), members in buckets.items():
             target = home if at_home else chunks
             target[number] += _chunks(members, wires[number], flow)
-    agreeing = [
-        (team, [(where, param) for param, where in params.items()])
-        for team, params in teams.values()
-    ]
-    return Shared(chunks, home, agreeing, empty, flow, in_turn(chunks))
+    return chunks, home
 
 
 def _chunks(

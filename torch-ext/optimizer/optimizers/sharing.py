@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -17,23 +16,41 @@ from ..distributed import Team, Teams, alone, run_pipeline
 from ..orthogonalize.choose import choose, predicted_ms
 from .agreement import Agreement, check_not_captured
 from .blocks import Blocks
+from .common import Members
 from .device_state import OnDevice
 from .flow import Flow
 from .host_state import InHostMemory
 from .options import AdamWOptions, MuonOptions
+from .param_groups import has_component
 from .parameters import is_dtensor
+from .replicas import compare_replicas
 from .rounding import check_rounding
 from .running import StepRun, key_of_step
 from .shared import Shared, SharedChunk, SharedMatrix, in_turn
-from .shared_plan import SharedGroup, layout_on, local_blocks, matrices_of, plan_shared
+from .shared_plan import (
+    SharedGroup,
+    check_statistics,
+    layout_on,
+    local_blocks,
+    matrices_of,
+    plan_shared,
+    stays,
+)
 from .shared_step import step_shared
 from .state import Slot
 from .tape import under_the_first_gathers
-from .unreduced import Bands, SliceChunk, SmallChunk, Unreduced, parts_of, reserve, spread
+from .unreduced import (
+    REDUCE_OPS,
+    Bands,
+    SliceChunk,
+    SmallChunk,
+    Unreduced,
+    parts_of,
+    reserve,
+    spread,
+)
 from .unreduced_step import step_bands, step_slices, step_small
 from .update import Rate, rate_of
-
-logger = logging.getLogger(__name__)
 
 # Matrices of a shape that an owner is taken to orthogonalize together when work is shared out: a
 # model of some dozens of layers on some ranks. How many it is depends on the owners themselves.
@@ -50,7 +67,10 @@ class Sharing:
         wire_dtype: torch.dtype | None = None,
         unreduced: Unreduced | None = None,
         flow: Flow | None = None,
+        *,
+        assumed: bool = False,
     ) -> None:
+        """`assumed`: nobody said that gradients are reduced."""
         if wire_dtype not in WIRE_DTYPES:
             raise ValueError(
                 f"wire_dtype must be None, torch.float32 or torch.float16, got {wire_dtype!r}"
@@ -58,20 +78,22 @@ class Sharing:
         self.wire_dtype = wire_dtype
         self.unreduced = unreduced
         self.flow = flow or Flow()
+        self.assumed = assumed
         self._group = process_group
         self._teams = Teams()
         self._of_group: Team | None = None
-        self._agreement = Agreement(unreduced is not None)
+        self._agreement = Agreement()
         self._broken = False
-        self._empty = True  # no parameter of several ranks came by since the last plan
+        self.begin_plan()
 
     def __reduce__(self) -> Any:
-        return Sharing, (self._group, self.wire_dtype, self.unreduced, self.flow)
+        arguments = self._group, self.wire_dtype, self.unreduced, self.flow
+        return functools.partial(Sharing, assumed=self.assumed), arguments
 
     def __deepcopy__(self, memo: Any) -> Sharing:
         copied = copy.deepcopy(self.unreduced, memo)
         # It talks over the same groups.
-        sharing = Sharing(self._group, self.wire_dtype, copied, self.flow)
+        sharing = Sharing(self._group, self.wire_dtype, copied, self.flow, assumed=self.assumed)
         sharing._teams = self._teams
         return sharing
 
@@ -121,6 +143,12 @@ class Sharing:
             )
         self.unreduced.adopt([param for param, _, _ in entries], costs)
 
+    def begin_plan(self, clip_config: Any = None) -> None:
+        """Nothing is divided yet. `clip_config` decides what QK-clip sends."""
+        self._members, self._empty = Members(), True
+        self._clip_config = clip_config
+        self._agreement.begin_plan()
+
     def divide_unreduced(
         self,
         muon: Sequence[tuple[int, MuonOptions, Sequence[tuple[str, Tensor, Blocks]]]],
@@ -163,14 +191,13 @@ class Sharing:
                     small.setdefault((dtype, param.device), []).append((number, param))
         for (dtype, device), params in small.items():
             chunks[params[0][0]].append(SmallChunk(tuple(params), dtype, device))
-        labelled = [(where, param) for _, _, entries in muon for where, param, _ in entries]
-        labelled += [entry for _, named in others for entry in named]
-        self._agreement.begin_plan()
-        teams = [(owners.team, labelled)] if labelled else []
-        home: list[list[SharedChunk]] = [[] for _ in range(count)]
-        shared = Shared(chunks, home, teams, not labelled, self.flow, order=spread(chunks))
-        reserve(shared)
-        return shared
+        for number, _, entries in muon:
+            for where, param, _ in entries:
+                self._members.add(owners.team, number, where, param)
+        for number, named in others:
+            for where, param in named:
+                self._members.add(owners.team, number, where, param)
+        return self._planned(chunks, [[] for _ in range(count)], spread(chunks))
 
     def divide(
         self, entries: Sequence[tuple[str, Tensor, Blocks]], options: MuonOptions, number: int
@@ -196,7 +223,10 @@ class Sharing:
                 if kept_here.experts != 0:  # the shard of a stack may be empty
                     own.append((param, kept_here))
                 continue
+            if kept_here is None:
+                self._members.add(team, number, where, param)
             check_rounding(options, param, where)
+            check_statistics(options, param, where)
             matrices = matrices_of(param, where, blocks, layout, team, options.momentum_dtype)
             shared.setdefault(id(team), (team, []))[1].extend(matrices)
         return own, [
@@ -211,34 +241,96 @@ class Sharing:
             for team, matrices in shared.values()
         ]
 
+    def divide_others(
+        self,
+        entries: Sequence[tuple[str, Tensor, str | None]],
+        number: int,
+        expert_keys: Sequence[str],
+    ) -> None:
+        """Note which parameters of a group for AdamW other ranks step too.
+
+        Not those of experts that are sharded along themselves: a rank whose experts got no token
+        may have no gradient.
+        """
+        for where, param, name in entries:
+            team = self.team_of(param)
+            if team is None or team.size == 1 or not param.numel():
+                continue
+            stacked = name is not None and any(has_component(name, key) for key in expert_keys)
+            if not stays(layout_on(param, team), stacked=stacked):
+                self._members.add(team, number, where, param)
+
     def plan(self, groups: Sequence[SharedGroup], count: int) -> Shared:
         """Owners and chunks; `count` is the number of parameter groups."""
-        self._agreement.begin_plan()
-        empty, self._empty = self._empty, True
-        shared = plan_shared(groups, count, empty, self.flow)
+        chunks, home = plan_shared(groups, count, self.flow)
+        return self._planned(chunks, home, in_turn(chunks))
+
+    def _planned(
+        self,
+        chunks: list[list[Any]],
+        home: list[list[SharedChunk]],
+        order: list[tuple[int, Any]],
+    ) -> Shared:
+        """All that ranks share, with the memory that it takes, of what was divided."""
+        settings = {
+            "gradients": "reduced" if self.unreduced is None else "unreduced",
+            "reduce_op": REDUCE_OPS[0] if self.unreduced is None else self.unreduced.reduce_op,
+            "wire_dtype": self.wire_dtype,
+            "warmup_step": self.flow.warmup_step,
+            "chunk_size": self.flow.chunk_size,
+            "in_flight_bytes": self.flow.in_flight_bytes,
+            "clip_config": self._clip_config,
+        }
+        alike = {}
+        if self.unreduced is not None:
+            alike[id(self.unreduced.team)] = False
+        elif self.assumed and self._of_group is not None:
+            alike[id(self._of_group)] = True
+        teams = self._members.commons(chunks, settings, alike)
+        empty = not teams if self.unreduced is not None else self._empty
+        shared = Shared(chunks, home, teams, empty, self.flow, order)
         reserve(shared)
         return shared
 
-    def ask(self, shared: Shared) -> None:
-        """Ask all ranks whether they have the same gradients, and hear the last answer.
-
-        On the CPU the answer is waited for. On a device it is heard at the next call, so that no
-        step waits for it.
+    def compare_replicas(self, groups: Sequence[Sequence[tuple[str, Tensor]]]) -> None:
+        """In the first step that has gradients, of whom nobody said whether they are reduced.
 
         Raises:
-            RuntimeError: they differ, a step failed and no state was loaded since, or the caller
-                captures a CUDA graph.
+            RuntimeError: they are not, on ranks that hold replicas of these parameters.
         """
-        if shared.empty:
+        if self.assumed and self._group is None:
+            self.assumed = not compare_replicas(groups)
+
+    def ask(
+        self,
+        shared: Shared,
+        options: Sequence[MuonOptions | AdamWOptions],
+        fingerprints: Sequence[Any],
+        rates: dict[int, Rate] | None,
+    ) -> None:
+        """Ask all ranks whether they have the same options and gradients; hear the last answer.
+
+        On the CPU the answer is waited for. On a device it is heard at the next call, so that no
+        step waits for it, but for the first one of a plan, whose messages must have one layout.
+
+        Args:
+            shared: what ranks share.
+            options: of all groups.
+            fingerprints: of these.
+            rates: from `early_rates`.
+
+        Raises:
+            RuntimeError: they differ, or the caller captures a CUDA graph.
+        """
+        if shared.empty and not shared.teams:
             return
-        if shared.teams:
-            check_not_captured(shared.devices)
-        self.check_unbroken()
-        heard = self._agreement.ask(shared.teams)
+        check_not_captured(shared.asked)
+        returned = [_returned(shared, rates, common.team) for common in shared.teams]
+        questions = self._agreement.ask(shared.teams, options, fingerprints, returned)
         self._broken = True
-        for question in heard:
-            question.check()
+        self._agreement.hear()
         self._broken = False
+        self._agreement.settle(questions)
 
     def early_rates(
         self, shared: Shared, options: Sequence[MuonOptions | AdamWOptions]
@@ -269,12 +361,11 @@ class Sharing:
             meanwhile()
             return
         # One rank alone is bound by its device: launches cost it nothing.
-        several = any(team.size > 1 for team, _ in shared.teams)
+        several = any(shared.chunks)
         shared.begin(on=self.flow.cuda_graphs and several and isinstance(kept, OnDevice))
         key = None
         if shared.graphs.serve(shared.devices):
             key = key_of_step(options, params_of_groups, state)
-        self._broken = bool(shared.teams)
         if shared.tape.fits(key):
             for number, group in enumerate(options):
                 shared.set_numbers(number, group)
@@ -291,7 +382,6 @@ class Sharing:
                 for param in params:
                     if is_dtensor(param) or self._group is not None:
                         param.grad = None
-        self._broken = False
 
     def _step_anew(
         self,
@@ -337,22 +427,32 @@ class Sharing:
         shared.graphs.tell_failures()
 
     def hear(self) -> None:
-        """Hear the last answer now, since state goes out; a bad one is logged and remembered.
+        """Hear the last answer now, since state goes out.
 
-        It does not raise: state_dict() is asked for on the way to loading, too.
+        Raises:
+            RuntimeError: it is bad, or a step went wrong and no state was loaded since.
         """
-        try:
-            self._agreement.hear()
-        except RuntimeError as error:
-            self._broken = True
-            logger.error("the last step went wrong: %s", error)
+        self.check_unbroken()
+        self._broken = True
+        self._agreement.hear()
+        self._broken = False
+
+    def begin_writing(self) -> None:
+        """From here on a step counts as failed, whatever may raise, until `end_writing`."""
+        self._broken = True
+
+    def end_writing(self) -> None:
+        """All of a step was done."""
+        self._broken = False
 
     def check_unbroken(self) -> None:
         """Raise RuntimeError if a step went wrong and no state was loaded since."""
         if self._broken:
             raise RuntimeError(
                 "an earlier step failed midway, so that parameters and state may not fit together; "
-                "load a state_dict of parameters and optimizer first"
+                "load a state_dict of parameters and optimizer first. What asks for a state_dict "
+                "to load into, as torch.distributed.checkpoint does, needs an optimizer that is "
+                "constructed anew"
             )
 
     def mend(self) -> None:
@@ -386,6 +486,17 @@ def _rates(shared: Shared, options: Sequence[MuonOptions | AdamWOptions]) -> dic
                 if isinstance(whole, SharedChunk):
                     rates[id(chunk)] = rate_of(group, *whole.matrix, whole.device)
     return rates
+
+
+def _returned(shared: Shared, rates: dict[int, Rate] | None, team: Team) -> list[float] | None:
+    """What functions in adjust_lr_fn say of the chunks of a team, but for Tensors."""
+    if rates is None:
+        return None
+    return [
+        rates[id(chunk)].factor
+        for _, chunk in shared.order
+        if id(chunk) in rates and parts_of(chunk)[0].team is team
+    ]
 
 
 def _cost(options: MuonOptions) -> Callable[[int, int, torch.dtype, torch.device], float]:

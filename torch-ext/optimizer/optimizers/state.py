@@ -11,6 +11,7 @@ No shape depends on anything but the parameter and its group's options.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -27,8 +28,10 @@ from .parameters import is_dtensor, local
 from .placing import fill, sharded_dims, zeros_beside
 from .rounding import COUNTER, RESIDUAL, check_rounding
 
-STATISTICS = "second_momentum_buffer"  # left behind where beta2 is set to None
+STATISTICS = "second_momentum_buffer"
 OWN_FUNCTION = "<function>"
+COUNTERS = frozenset({"step", COUNTER})
+NOT_NEGATIVE = COUNTERS | {"exp_avg_sq", STATISTICS}
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ def complete_state(
 ) -> dict[str, Tensor]:
     """The state with zeros for what is missing; offloaded, in host memory but for what is small.
 
-    A residual that no step kept up to date is dropped: it belongs to values that are gone.
+    A residual or a second moment that no step keeps up to date is dropped: it belongs to values
+    that are gone.
 
     Raises:
         ValueError: a tensor that is there does not fit the parameter any more.
@@ -135,7 +139,11 @@ def complete_state(
                 f"parameter and its options ask for {slot.dtype} {slot.shape} on {device}; "
                 "move or reshape the parameter before the optimizer is constructed"
             )
-    kept = {key: held for key, held in state.items() if key != RESIDUAL or key in slots}
+    kept = {
+        key: held
+        for key, held in state.items()
+        if key not in (RESIDUAL, STATISTICS) or key in slots
+    }
     missing = {key: slot for key, slot in slots.items() if key not in kept}
     return kept | _zeros(missing, param, offloaded)
 
@@ -157,7 +165,8 @@ def loaded_state(
     with zeros.
 
     Raises:
-        ValueError: an entry is missing, unknown, of another kind of numbers, or has another shape.
+        ValueError: an entry is missing, unknown, of another kind of numbers, has another shape, or
+            a value that no step leaves behind.
     """
     saved = {} if saved is None else dict(saved)
     for key, slot in slots.items():
@@ -173,6 +182,7 @@ def loaded_state(
                 f"{slot.shape}"
             )
         _check_loaded_dtype(f"{where}: the loaded {key}", saved[key].dtype, slot.dtype)
+        _check_loaded_values(f"{where}: the loaded {key}", saved[key], key)
     unused = {COUNTER, RESIDUAL} | ({STATISTICS} if "momentum_buffer" in slots else set())
     unknown = sorted(str(key) for key in saved.keys() - slots.keys() - unused)
     if unknown:
@@ -192,6 +202,19 @@ def _check_loaded_dtype(what: str, saved: torch.dtype, expected: torch.dtype) ->
             raise ValueError(f"{what} must be {expected}, got {saved}")
     elif saved not in FLOATING:
         raise ValueError(f"{what} must be floating-point of 16 bits or more, got {saved}")
+
+
+def _check_loaded_values(what: str, saved: Tensor, key: str) -> None:
+    """Counts are finite; they and averages of squares are not negative, and no NaN."""
+    values = local(saved.detach())  # of a DTensor those that are here
+    if key not in NOT_NEGATIVE or not values.numel():
+        return
+    least = values.amin().item()  # NaN if there is one
+    if not least >= 0 or (key in COUNTERS and least == math.inf):
+        raise ValueError(
+            f"{what} holds {least}; it must be {'finite and ' if key in COUNTERS else ''}at least "
+            "0. Load another checkpoint, of a run or a step without NaN"
+        )
 
 
 def masked_options(group: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ gradient -> momentum -> gather -> orthogonalize -> scatter -> update
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,6 @@ from .chunks import Chunk, plan_chunks
 from .clip_config import parse_clip_config
 from .device_state import OnDevice
 from .forms import Forms
-from .groups import MUON
 from .host_state import InHostMemory
 from .largest_logits import largest_logits
 from .momentum import momentum
@@ -34,6 +32,7 @@ from .report import report
 from .rounding import RESIDUAL, check_unreduced, count_step, rounding_of
 from .saving import check_whole
 from .shared import Shared
+from .shared_plan import check_statistics
 from .sharing import Sharing
 from .state import STATISTICS, Slot, layout_of, slots_of
 from .timing import StepTimer, stage, untimed
@@ -64,6 +63,7 @@ class MuonBase(OffloadingOptimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._sharing.hear()
         own = {"debug": self.debug, "clip_config": self.clip_config, "_sharing": self._sharing}
         return {**super().__getstate__(), **own}
 
@@ -89,6 +89,8 @@ class MuonBase(OffloadingOptimizer):
                 found += find_targets(self.clip_config, entries, options.expert_keys)
         return found
 
+    # A compiler would trace the planning for many seconds, and again for every value of an option.
+    @torch.compiler.disable
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, qk_logits: dict[int, Tensor] | None = None
@@ -96,8 +98,10 @@ class MuonBase(OffloadingOptimizer):
         """Update every parameter that has a gradient; the others are left alone, decay included.
 
         All gradients and all options that changed are checked, and adjust_lr_fn is called, before
-        anything is written. NaN and inf pass through to the parameters they belong to. Nothing here
-        waits for the device.
+        anything is written: what raises there leaves everything as it was. What raises later
+        leaves parameters of two steps; then neither a step nor state_dict nor any way of saving
+        goes on until state is loaded. NaN and inf pass through to the parameters they belong to.
+        Nothing here waits for the device.
 
         Args:
             closure: computes the loss and the gradients, under `torch.enable_grad()`.
@@ -118,6 +122,7 @@ class MuonBase(OffloadingOptimizer):
                 not made yet, or an option or an entry of `qk_logits` has a wrong type.
             RuntimeError: ranks have different gradients, or an earlier step failed midway.
         """
+        self._sharing.check_unbroken()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -136,9 +141,10 @@ class MuonBase(OffloadingOptimizer):
             for group, chunks in zip(options, plan.chunks, strict=True)
         ]
         shared_rates = self._sharing.early_rates(plan.shared, options)
-        self._sharing.ask(plan.shared)
-
         state = self._state_of_step(plan, options)
+        self._sharing.compare_replicas(plan.labelled)
+        self._sharing.ask(plan.shared, options, self._checked, shared_rates)
+
         timed = untimed if self._timer is None else self._timer.begin()
         params = [group["params"] for group in self.param_groups]
 
@@ -148,10 +154,14 @@ class MuonBase(OffloadingOptimizer):
                     for batch in state.batches(number):
                         with timed(number, state.device_of(batch)):
                             self._step_adamw(batch, plan, group, state, usual=usual[number])
+                if group.none_grad:
+                    for param in plan.empty[number]:
+                        param.grad = None
                 for chunk, rate in zip(plan.chunks[number], rates[number], strict=True):
                     with timed(chunk, chunk.device):
                         self._step_chunk(chunk, rate, group, state, usual=usual[number])
 
+        self._sharing.begin_writing()
         for of_group, group in zip(params, options, strict=True):
             count_step(of_group, self.state, group)
         self._sharing.step(plan.shared, options, params, self.state, state, own_work, shared_rates)
@@ -159,6 +169,7 @@ class MuonBase(OffloadingOptimizer):
         if logits:
             with stage("muon::qk_clip"):
                 self._clip(plan, logits)
+        self._sharing.end_writing()
         self._sharing.tell(plan.shared)
         return loss
 
@@ -200,10 +211,15 @@ class MuonBase(OffloadingOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, but with a word for a function in adjust_lr_fn, and float32 state as it is.
 
-        It waits for what the ranks had to say about the last step: that they had different
-        gradients, for instance, is logged as an error, and no step goes on until state is loaded.
+        It waits for what the ranks had to say about the last step.
+
+        Raises:
+            RuntimeError: a step failed midway, or ranks had different gradients in the last one, so
+                that parameters and state may not fit together, and nothing was loaded since.
         """
         self._sharing.hear()
+        if self._plan is not None and not self._plan.finds_all_state():
+            self.fit_state()
         return super().state_dict()
 
     def check_whole(self) -> None:
@@ -363,15 +379,19 @@ class MuonBase(OffloadingOptimizer):
                     for where, param, name in entries
                 ]
                 cuts.append((index, group, blocks))
-        chunks, shared = self._divided(labelled, cuts, numbers)
+        chunks, shared = self._divided(labelled, cuts, numbers, options)
         targets = self._clip_targets()
+        filled = [self.state[param] for param in numbers]
         return Plan(
             layouts=layouts,
             forms=[*map(Forms.of, labelled)],
             keys=[*self.state],
             states=[*self.state.values()],
+            filled=filled,
+            sizes=[*map(len, filled)],
             numbers=numbers,
             chunks=chunks,
+            empty=[[p for _, p in of_group if not p.numel()] for of_group in labelled],
             clips=plan_batches(self.clip_config, targets),
             rows={target.param: rows_here(target.param) for target in targets},
             shared=shared,
@@ -383,9 +403,11 @@ class MuonBase(OffloadingOptimizer):
         labelled: list[list[tuple[str, Tensor]]],
         cuts: list[tuple[int, MuonOptions, list[tuple[str, Tensor, Blocks]]]],
         numbers: Mapping[Tensor, int],
+        options: Sequence[MuonOptions | AdamWOptions],
     ) -> tuple[list[list[Chunk]], Shared]:
         """The batches of this process, per group, and what several ranks work on."""
         chunks: list[list[Chunk]] = [[] for _ in labelled]
+        self._sharing.begin_plan(self.clip_config)
         if self._sharing.unreduced is not None:
             with_muon = {index for index, _, _ in cuts}
             others = [(i, named) for i, named in enumerate(labelled) if i not in with_muon]
@@ -398,14 +420,18 @@ class MuonBase(OffloadingOptimizer):
                 numbered, self.state, contiguous=group.rounding == "stochastic"
             )
             with_others += together
+        expert_keys = [key for _, group, _ in cuts for key in group.expert_keys or ()]
+        for index, group in enumerate(options):
+            if isinstance(group, AdamWOptions):
+                self._sharing.divide_others(self.labelled(index), index, expert_keys)
         return chunks, self._sharing.plan(with_others, len(labelled))
 
     def adopt(self, groups: Sequence[tuple[str, dict[str, Any], Sequence[str | None]]]) -> None:
         if self._sharing.unreduced is None:
             # All ranks are here, which making a team may need; report() may come alone.
-            matrices = [g["params"] for _, g, _ in groups if self.format.kind(g) == MUON]
-            for param in itertools.chain.from_iterable(matrices):
-                self._sharing.team_of(param)
+            for _, group, _ in groups:
+                for param in group["params"]:
+                    self._sharing.team_of(param)
             return
         entries = []
         for where, group, names in groups:
@@ -413,6 +439,8 @@ class MuonBase(OffloadingOptimizer):
             for index, (param, name) in enumerate(zip(group["params"], names, strict=True)):
                 here = label(where, index, name)
                 check_unreduced(options, param, here)
+                if isinstance(options, MuonOptions):
+                    check_statistics(options, param, here)
                 if is_dtensor(param):
                     raise TypeError(
                         f"{here}: gradients='unreduced' takes plain parameters that every rank has "

@@ -7,6 +7,13 @@ import torch
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def is_wrapped(x: torch.Tensor) -> bool:
+    """Whether a transform of torch.func such as vmap is to see what is done with x."""
+    if torch.compiler.is_compiling():  # which sees all that is done
+        return False
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
 def check_input(x: torch.Tensor) -> None:
     """TypeError or ValueError unless x is a dense floating-point tensor (..., m, n)."""
     if not isinstance(x, torch.Tensor):
@@ -36,7 +43,7 @@ def output_for(x: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype) ->
     modified.
     """
     if out is None:
-        return torch.empty(x.shape, dtype=dtype, device=x.device)
+        return x.new_empty(x.shape, dtype=dtype)
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out must be a torch.Tensor or None, got {type(out).__name__}")
     if out.layout != torch.strided or out.dtype not in FLOATING:
@@ -53,8 +60,10 @@ def output_for(x: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype) ->
             f"out has shape {tuple(out.shape)} and strides {out.stride()}, as expanded tensors do: "
             "its elements may share memory; pass a full tensor"
         )
-    # Storages are opaque to the compiler; there a functional copy keeps x intact anyway.
-    if not torch.compiler.is_compiling() and _overlap(x, out):
+    # Storages are opaque to the compiler, where a functional copy keeps x intact anyway, and behind
+    # the tensors of torch.vmap, which come here again without their wrappers.
+    opaque = torch.compiler.is_compiling() or is_wrapped(x) or is_wrapped(out)
+    if not opaque and _overlap(x, out):
         raise ValueError("out overlaps x in memory, and x is never modified; pass another tensor")
     return out
 

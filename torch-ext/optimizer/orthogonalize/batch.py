@@ -21,6 +21,7 @@ import torch
 
 from .._ops import ops
 from ..kernels import crop
+from ..kernels._autocast import without_autocast
 from ..kernels.normalize import runs_compiled
 from .precision import ieee_float32
 from .products import batch_is_free, matrix_norm, may_write
@@ -93,8 +94,7 @@ def walk(
     out: torch.Tensor,
     dtype: torch.dtype,
     prefactor: float,
-    iterate: Callable[..., torch.Tensor],
-    zeros: Callable[[int], int] | None = None,
+    iterate: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
 ) -> None:
     """Normalizes x (..., r, c) slice by slice, applies `iterate`, writes the result to `out`.
 
@@ -107,7 +107,30 @@ def walk(
         prefactor: The iteration starts at x / (prefactor * ||x||_F).
         iterate: (G, R, C) in `dtype` -> (G, R, C) in `dtype`; may overwrite its first argument. The
             second is None, or where the result may lie: then it is what may be returned.
-        zeros: G -> how many int32 zeros `iterate` takes as a third argument; None for none.
+    """
+
+    def run(pieces: Sequence[torch.Tensor], shape: Slice, last: torch.Tensor | None):
+        # The start has no name here, nor a place in a tuple: it ends when `iterate` lets it go.
+        return iterate(normalized(pieces, shape, dtype, prefactor), last)
+
+    with without_autocast(x.device), ieee_float32(x.device, dtype):
+        by_slices(x, out, dtype, run)
+
+
+def by_slices(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    dtype: torch.dtype,
+    run: Callable[[Sequence[torch.Tensor], Slice, torch.Tensor | None], torch.Tensor],
+) -> None:
+    """Writes to `out` what `run` makes of each slice of x (..., r, c).
+
+    Args:
+        x: Input, not modified.
+        out: Receives the results, rounded from `dtype` to its own.
+        dtype: Dtype of the iterates.
+        run: The slice's pieces (b, r, c) of x, its shape, and None or where the result may lie ->
+            (G, R, C) in `dtype`.
     """
     if x.numel() == 0:
         return
@@ -116,24 +139,16 @@ def walk(
     shape = slice_for(r, c, dtype, x.device, direct)
     count = shape.at_once(x.shape[:-2].numel())
     targets = _taken(out, count)
-    with ieee_float32(x.device, dtype):
-        for sources in _taken(x, count):
-            places = next(targets)
-            last = None if shape.full else _written_directly(places, shape, dtype)
-            # The start has no name here, nor a place in a tuple: it ends when `iterate` lets it go.
-            if zeros is None:
-                result = iterate(normalized(sources, shape, dtype, prefactor), last)
-            else:
-                counters = x.new_empty(zeros(shape.held(sources)), dtype=torch.int32)
-                result = iterate(
-                    normalized(sources, shape, dtype, prefactor, counters), last, counters
-                )
-            if result is last:
-                continue
-            first = 0
-            for place in places:
-                _copy(result[first : first + len(place)], place)
-                first += len(place)
+    for sources in _taken(x, count):
+        places = next(targets)
+        last = None if shape.full else _written_directly(places, shape, dtype)
+        result = run(sources, shape, last)
+        if result is last:
+            continue
+        first = 0
+        for place in places:
+            _copy(result[first : first + len(place)], place)
+            first += len(place)
 
 
 def _written_directly(
@@ -159,7 +174,6 @@ def normalized(
     shape: Slice,
     dtype: torch.dtype,
     prefactor: float,
-    zeros: torch.Tensor | None = None,  # (n,) int32, written
 ) -> torch.Tensor:
     """The pieces in a contiguous (G, R, C) buffer of zeros, each matrix of norm 1 / prefactor.
 
@@ -173,10 +187,8 @@ def normalized(
     given, count = sum(map(len, pieces)), shape.held(pieces)
     if runs_compiled(x.device, x.dtype, dtype):
         out = x.new_empty((count, *shape.sides), dtype=dtype)
-        ops.normalize(list(pieces), out, prefactor, zeros)
+        ops.normalize(list(pieces), out, prefactor)
         return out
-    if zeros is not None:
-        zeros.zero_()
     filled = given == count and (r, c) == shape.sides
     staged = (x.new_empty if filled else x.new_zeros)(
         (count, *shape.sides), dtype=torch.float64 if wide else torch.float32

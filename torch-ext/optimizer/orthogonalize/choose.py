@@ -16,7 +16,6 @@ from .coefficients import checked_steps, polar_express_coefficients
 from .cost import floor_ms, flop, method_ms
 from .products import batch_is_free, chain_serves, gram_runs_symmetric, runs_symmetric
 from .restarts import restart_positions
-from .well_conditioned import cut_for
 
 METHODS = ("auto", "polar_express", "gram_newton_schulz", "gram_polynomial", "newton_schulz")
 
@@ -224,11 +223,7 @@ def _why_products(m: int, n: int, batch: int, choice: Choice, device: torch.devi
     if not by_halves:
         return "Products: torch's dense ones."
     others = "matmul_add" if batch_is_free(choice.dtype, device) else "torch's dense ones"
-    text = f"Products: {', '.join(by_halves)} by symmetric_matmul, {chained}the others {others}."
-    cut = cut_for(min(m, n), max(m, n), choice.dtype, device)
-    if choice.method == "gram_polynomial" and cut is not None:
-        text += " Matrices that prove well-conditioned, like Gaussian ones, take fewer products."
-    return text
+    return f"Products: {', '.join(by_halves)} by symmetric_matmul, {chained}the others {others}."
 
 
 def _runs_chain(m: int, n: int, batch: int, dtype: torch.dtype, device: torch.device) -> bool:

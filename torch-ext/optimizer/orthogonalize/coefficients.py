@@ -19,6 +19,9 @@ from typing import Literal
 Row = tuple[float, float, float]
 Rows = tuple[Row, ...]
 
+# The slowest polynomial in use, cubic Newton-Schulz, multiplies a small singular value by 1.5: from
+# float64's resolution, 2^-53, it is at 1 after 96 steps. Further ones only repeat rounding errors.
+MAX_STEPS = 100
 MAX_REMEZ_ITERATIONS = 100  # the tables in use need at most 10
 # Below this relative width of [lower, upper] the minimax quintic equals its limit, the quintic
 # Newton-Schulz (Pade) polynomial, to better than the exchange can resolve in float64.
@@ -61,11 +64,16 @@ class CoefficientSet:
 
 
 def checked_steps(steps: int) -> int:
-    """`steps` itself if it is an int >= 1; TypeError or ValueError otherwise."""
+    """`steps` itself if it is an int in [1, MAX_STEPS]; TypeError or ValueError otherwise."""
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(f"steps must be an int, got {steps!r}; pass the number of iterations")
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
+    if steps > MAX_STEPS:
+        raise ValueError(
+            f"steps must be at most {MAX_STEPS}, got {steps}; 5 to 10 are usual, and every "
+            "schedule has converged to float64's resolution before"
+        )
     return steps
 
 
@@ -79,7 +87,7 @@ def polar_express_coefficients(
     before left behind. The defaults give the five rows that nanochat, modded-nanogpt and dion use.
 
     Args:
-        steps: Number of polynomials, at least 1. The last row depends on it: cutting a longer
+        steps: Number of polynomials, 1 to `MAX_STEPS`. The last row depends on it: cutting a longer
             table short is not optimal.
         lower: Smallest singular value, after normalization, that is still driven to 1; in (0, 1].
         safety: All rows but the last are p(s / (1 + safety)), which keeps rounding errors from

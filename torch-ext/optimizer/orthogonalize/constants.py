@@ -26,7 +26,9 @@ def polar_express_schedule(
     steps: int, lower: float, safety: float, cushion: float
 ) -> tuple[Rows, float]:
     """(rows, prefactor) of the Polar Express schedule derived for `steps`."""
-    return _polar_express_schedule(_number(steps), lower, safety, cushion)
+    return _polar_express_schedule(
+        _number(steps), _constant(lower), _constant(safety), _constant(cushion)
+    )
 
 
 @torch.compiler.assume_constant_result
@@ -64,3 +66,10 @@ def _number(steps: int) -> int:
     That happens from the second value on. The length of a tuple is always a constant.
     """
     return len((None,) * steps) if torch.compiler.is_compiling() else steps
+
+
+def _constant(number: float) -> float:
+    """A float or an int, made a constant likewise: text is always one."""
+    if not torch.compiler.is_compiling():
+        return number
+    return _number(number) if isinstance(number, int) else float.fromhex(number.hex())

@@ -33,7 +33,7 @@ def orthogonalize(
         method: "auto", "polar_express", "gram_newton_schulz" (both with the Polar Express schedule
             for `steps`), "gram_polynomial" (as close as 5 steps or closer, and made for 5 alone),
             or "newton_schulz" (Keller Jordan's coefficients).
-        steps: Number of iterations, at least 1.
+        steps: Number of iterations, 1 to 100.
         dtype: Dtype of the iterates and of the result. None: float64 for float64 input; otherwise
             float16 on CUDA from compute capability 8.0, else float32.
         out: Receives the result in its own floating dtype; must not overlap x.

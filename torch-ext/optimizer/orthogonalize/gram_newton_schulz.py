@@ -40,7 +40,7 @@ from .products import (
     quadratic,
     symmetric,
 )
-from .registered import call
+from .registered import call, serve_vmap
 
 
 def _gram_newton_schulz(
@@ -69,12 +69,14 @@ def _gram_newton_schulz(
     walk(x, out, dtype, prefactor, iterate)
 
 
-torch.library.custom_op(
-    add_op_namespace_prefix("gram_newton_schulz"),
-    _gram_newton_schulz,
-    mutates_args=("out",),
-    schema="(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, int[] restarts, "
-    "ScalarType dtype) -> ()",
+serve_vmap(
+    torch.library.custom_op(
+        add_op_namespace_prefix("gram_newton_schulz"),
+        _gram_newton_schulz,
+        mutates_args=("out",),
+        schema="(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, int[] restarts, "
+        "ScalarType dtype) -> ()",
+    )
 )
 
 

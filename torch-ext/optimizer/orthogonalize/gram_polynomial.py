@@ -10,35 +10,33 @@ All ten squares are symmetric. By halves a square matrix costs 16 m^3 FLOP where
 ||R||_F^(1/2) is the Schatten-4 norm of X: at least the largest singular value, at most the
 Frobenius norm, and known from the first product. With ||R||_F of the rounded R the bound holds for
 the matrix that is squared, whatever rounding did to it.
-
-Matrices whose singular values lie like a Gaussian's take a short cut (`well_conditioned`).
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
+from ..kernels import gram_polynomial_slice
+from ..kernels.gram_polynomial_slice import Polynomials
 from ..kernels.norm_factors import norm_factors
 from ..kernels.normalize import runs_compiled
 from .arguments import check_dtype, check_input, output_for
-from .batch import walk
+from .batch import Slice, by_slices, walk
 from .constants import dtype_for
-from .evaluated import evaluated
-from .polynomials import POLYNOMIALS, QUARTER_CIRCLE, SAFETY, SQUARES
+from .polynomials import POLYNOMIALS, SAFETY, Square
 from .products import (
     apply_gram_side,
     batch_is_free,
+    chain_serves,
     gram,
     matrix_norm,
-    runs_chain,
     runs_symmetric,
-    stores_upper,
+    square,
 )
-from .registered import call
-from .well_conditioned import Zeros, serve, served_alone, short_cut
+from .registered import call, serve_vmap
 
 # Frobenius norm of X before the first product: R then has a trace of 4096, far from float16's
 # subnormal numbers and from its largest one.
@@ -50,62 +48,81 @@ def _gram_polynomial(
     out: torch.Tensor,  # (..., r, c)
     dtype: torch.dtype,
 ) -> None:
-    iterate = functools.partial(iterated, side=min(x.shape[-2:]))
-    zeros = zeros_needed if batch_is_free(dtype, x.device) else None
-    walk(x, out, dtype, 1 / START_NORM, iterate, zeros)
+    if _runs_compiled(x.dtype, dtype, x.device):
+        by_slices(x, out, dtype, _compiled)
+    else:
+        walk(x, out, dtype, 1 / START_NORM, iterated)
 
 
-torch.library.custom_op(
-    add_op_namespace_prefix("gram_polynomial"),
-    _gram_polynomial,
-    mutates_args=("out",),
-    schema="(Tensor x, Tensor(a!) out, ScalarType dtype) -> ()",
+serve_vmap(
+    torch.library.custom_op(
+        add_op_namespace_prefix("gram_polynomial"),
+        _gram_polynomial,
+        mutates_args=("out",),
+        schema="(Tensor x, Tensor(a!) out, ScalarType dtype) -> ()",
+    )
 )
 
 
-def iterated(
-    x: torch.Tensor, last: torch.Tensor | None, zeros: torch.Tensor | None = None, *, side: int
+_BOTH = Polynomials(POLYNOMIALS, START_NORM, SAFETY**2)
+
+
+def _runs_compiled(source: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether one compiled call does all of a slice: float16 iterates on Hopper."""
+    return batch_is_free(dtype, device) and gram_polynomial_slice.serves(source, dtype, device)
+
+
+def _compiled(
+    pieces: Sequence[torch.Tensor], shape: Slice, last: torch.Tensor | None
 ) -> torch.Tensor:
+    """Both polynomials of a slice, as `by_slices` calls it, with the bits of `iterated`."""
+    out = last
+    if out is None:
+        sides = (shape.held(pieces), *shape.sides)
+        out = pieces[0].new_empty(sides, dtype=torch.float16)
+    chain = chain_serves(len(out), min(shape.sides), out.dtype, out.device)
+    gram_polynomial_slice.gram_polynomial_slice(pieces, out, _BOTH, chain=chain)
+    return out
+
+
+def iterated(x: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
     """Both polynomials of x (G, R, C), whose matrices have the norm START_NORM or are zero.
 
-    `last`: the `out` of the last product, as for `apply_gram_side`. `side`: m without the zeros
-    that fill x up. `zeros`: int32, `zeros_needed(G)` of them, where `batch_is_free`.
+    `last`: the `out` of the last product, as for `apply_gram_side`.
     """
     first, second = POLYNOMIALS
-    chain = runs_chain(x)
-    upper = chain and stores_upper(min(x.shape[-2:]))
-    R = gram(x, upper_out=upper)  # (G, m, m); its norm is read above the diagonal
-    factors = subset = None
-    cut, clear = short_cut(x, side), Zeros(zeros)
-    if cut is not None and not batch_is_free(x.dtype, x.device):
-        served = served_alone(x, R, cut)
-        if served is not None:
-            return served
-    elif cut is not None:
-        storage = {"chain": chain, "upper": upper}
-        tried, subset, last = serve(x, R, last, SAFETY**2, side, cut, clear, **storage)
-        factors = tried.factors, tried.roots
-    if factors is None and _scales_by_factors(R):
-        factors = norm_factors(R, SAFETY**2, symmetric=True)
-    if factors is None:
+    R = gram(x)  # (G, m, m)
+    scale = None
+    if _scales_by_factors(R):
+        scale, roots = norm_factors(R, SAFETY**2, symmetric=True)
+    else:
         # A trace of 4096 keeps the norm above 1 for any m below 10^7; a zero matrix stays zero.
         bound = matrix_norm(R).clamp_min_(1.0).mul_(SAFETY**2)  # (G, 1, 1)
         torch.div(R, bound, out=R)  # in the wider dtype, rounded once
-        factors = None, bound.rsqrt_().flatten()
-    scale, roots = factors
-    each = 1 + len(first) * len(x)
-    M = evaluated(R, first, scale, chain, subset=subset, zeros=clear.take(each))
+        roots = bound.rsqrt_().flatten()
+    M = _evaluated(R, first, scale)
     del R
-    x = apply_gram_side(x, M, scale=roots, upper=upper, subset=subset)
+    x = apply_gram_side(x, M, scale=roots)
     del M
-    storage = {"upper_out": upper, "subset": subset}
-    M = evaluated(gram(x, **storage), second, None, chain, subset=subset, zeros=clear.take(each))
-    return apply_gram_side(x, M, out=last, upper=upper, subset=subset)
+    return apply_gram_side(x, _evaluated(gram(x), second), out=last)
 
 
-def zeros_needed(matrices: int) -> int:
-    """Counters that the kernels of a slice begin with: of three chains and two searches."""
-    return 5 + (SQUARES + len(QUARTER_CIRCLE) + 2) * matrices
+def _evaluated(
+    R: torch.Tensor,  # (G, m, m)
+    squares: Sequence[Square],
+    factors: torch.Tensor | None = None,  # (G,): M_0 is R times these
+) -> torch.Tensor:
+    """The last M of R. An M that is not needed any more is let go."""
+    terms: dict[int, torch.Tensor] = {0: R}
+    del R
+    for j, (operand, alpha, beta, delta) in enumerate(squares):
+        scale = factors if j == 0 or operand == 0 else None
+        powers = (2 if j == 0 else 0, 1 if operand == 0 else 0)
+        options = {} if scale is None else {"scale": scale, "powers": powers}
+        M = square(terms[j], terms[operand], alpha=alpha, beta=beta, delta=delta, **options)
+        needed = {later.operand for later in squares[j + 1 :]}
+        terms = {i: term for i, term in terms.items() if i in needed} | {j + 1: M}
+    return M
 
 
 def _scales_by_factors(R: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from .batch import walk
 from .coefficients import CoefficientSet, Rows
 from .constants import dtype_for, schedule
 from .products import apply_gram_side, folded_quadratic, folds_diagonal, gram, quadratic
-from .registered import call
+from .registered import call, serve_vmap
 
 
 def _newton_schulz(
@@ -37,12 +37,14 @@ def _newton_schulz(
     walk(x, out, dtype, prefactor, iterate)
 
 
-torch.library.custom_op(
-    add_op_namespace_prefix("newton_schulz"),
-    _newton_schulz,
-    mutates_args=("out",),
-    schema="(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, "
-    "ScalarType dtype) -> ()",
+serve_vmap(
+    torch.library.custom_op(
+        add_op_namespace_prefix("newton_schulz"),
+        _newton_schulz,
+        mutates_args=("out",),
+        schema="(Tensor x, Tensor(a!) out, float[] coefficients, float prefactor, "
+        "ScalarType dtype) -> ()",
+    )
 )
 
 

@@ -24,7 +24,7 @@ def polar_express(
 
     Args:
         x: (..., m, n), as for `newton_schulz`.
-        steps: Number of iterations, at least 1; the schedule is derived for it, never cut.
+        steps: Number of iterations, 1 to 100; the schedule is derived for it, never cut.
         lower: Smallest singular value, relative to the Frobenius norm, that is driven to 1.
         safety: Room for rounding errors; X starts at x / ((1 + safety) * ||x||_F).
         cushion: Caps the slope at 0.

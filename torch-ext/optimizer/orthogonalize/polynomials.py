@@ -46,33 +46,3 @@ SQUARES = sum(map(len, POLYNOMIALS))
 
 # Beyond 1 the polynomials leave every bound at once, and a matrix of rank 1 sits at 1 / safety.
 SAFETY = 1.01
-
-# M_2 of x is x^(-1/2) within 2.1 % on [0.1026, 1.0255] and exactly at 1, for eigenvalues x of X X^T
-# over t (1 + d)^2, with t their mean and d their standard deviation over t: the upper end of a
-# Gaussian's. Up to there M_1 lies in [-0.07, 1.6] and M_2 in [0.99, 4.4]. Two squares are every
-# quartic that rises in the end, and this is the best one, found by the same tool.
-WELL_CONDITIONED: tuple[Square, ...] = (
-    Square(0, 3.438196018, -4.765096027, 1.584740357),
-    Square(0, 1, -0.9380639953, 1.87158235),
-)
-
-# The largest d that it is tried for: that of Gaussian matrices of aspect 1:2.37.
-SPREAD = 0.65
-
-# The largest mean of (s^2 - 1)^2 over the result's singular values s that is accepted. The mean of
-# (s - 1)^2 is then at most that; five steps of Polar Express leave 0.0086 on wide Gaussians.
-RESIDUAL = 0.004
-
-# M_6 of x is nearly x^(-1/2) for eigenvalues x of X X^T over t (1 + d)^2 where matrices are square
-# or nearly so, whose smallest singular values reach down to 0. Least squares of s M_6(s^2) - 1 over
-# the quarter circle that the singular values s of a large square Gaussian fill: 0.108 in the root
-# mean square, where five steps of Polar Express leave 0.118 (m = 512) to 0.17 (8192) and values of
-# any size; at most 1.15, and 1.2 up to x = 1.036. Found by tools/derive_gram_polynomials.py, too.
-QUARTER_CIRCLE: tuple[Square, ...] = (
-    Square(0, 6.613872002, -7.13893842, 1.211253037),
-    Square(0, 1.910452125, -0.6073158735, -0.1757578296),
-    Square(0, 0.6395980916, -1.589851499, -0.5018468848),
-    Square(1, 0.5328581738, -0.672112037, -1.304730387),
-    Square(3, 0.4142032589, -1.12583606, 1.091097795),
-    Square(3, 0.238786926, 2.226301123, 2.654266047),
-)

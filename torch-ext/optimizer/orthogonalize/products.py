@@ -42,24 +42,10 @@ def runs_symmetric(m: int, dtype: torch.dtype, device: torch.device) -> bool:
     return _pays(m, dtype) and runs_compiled(device, dtype)
 
 
-def runs_chain(x: torch.Tensor) -> bool:
-    """Whether polynomials of the Gram matrices of x (G, R, C) are computed in one launch.
-
-    Their matrices are then in upper storage (`stores_upper`). x must be a slice of `walk`, whose
-    lines are whole.
-    """
-    return chain_serves(len(x), min(x.shape[-2:]), x.dtype, x.device)
-
-
 def chain_serves(count: int, m: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether so many matrices of the smaller side m, a slice of `walk`, run as a chain."""
+    """Whether polynomials of so many m x m Gram matrices of a slice are computed in one launch."""
     fits = SMALLEST_CHAIN <= m <= LARGEST_CHAIN
     return fits and square_chain.serves(count, m, dtype, device)
-
-
-def stores_upper(m: int) -> bool:
-    """Whether there are blocks below the diagonal that a chain leaves out."""
-    return m > square_chain.SIDE
 
 
 def _pays(m: int, dtype: torch.dtype) -> bool:
@@ -93,14 +79,11 @@ def folds_diagonal(x: torch.Tensor) -> bool:
     return x.dtype in HALF_PRECISION and runs_symmetric(min(x.shape[-2:]), x.dtype, x.device)
 
 
-def gram(x: torch.Tensor, **options) -> torch.Tensor:
-    """X X^T or X^T X of x (G, R, C), whichever is smaller: (G, m, m).
-
-    `options`: of `symmetric`, where `batch_is_free`.
-    """
+def gram(x: torch.Tensor) -> torch.Tensor:
+    """X X^T or X^T X of x (G, R, C), whichever is smaller: (G, m, m)."""
     rows = x.mT if x.shape[-2] > x.shape[-1] else x
     if gram_runs_symmetric(x.shape[-2], x.shape[-1], x.dtype, x.device):
-        return symmetric(rows, rows, **options)
+        return symmetric(rows, rows)
     return torch.bmm(rows, rows.mT)
 
 
@@ -137,19 +120,13 @@ def symmetric(
     diag: float = 0.0,
     scale: torch.Tensor | None = None,  # (G,) float32
     powers: tuple[int, int] = (1, 1),
-    upper: bool = False,
-    upper_out: bool = False,
-    subset: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """alpha A B^T + beta C + diag I of A, B (G, m, k): `kernels.symmetric_matmul`, unchecked.
 
-    Powers of `scale` multiply alpha and beta. `upper`, `upper_out`: the operands, the result are in
-    upper storage (`stores_upper`). `subset`: of the batch, of which alone the result is written
-    (`kernels/find_well_conditioned.py`).
+    Powers of `scale` multiply alpha and beta.
     """
     out = A.new_empty((A.shape[0], A.shape[1], A.shape[1]))
-    options = (AUTO, scale, *powers, upper, upper_out, subset)
-    ops.symmetric_matmul(A, B, C, out, alpha, beta, diag, *options)
+    ops.symmetric_matmul(A, B, C, out, alpha, beta, diag, AUTO, scale, *powers)
     return out
 
 
@@ -162,16 +139,14 @@ def square(
     delta: float,
     scale: torch.Tensor | None = None,
     powers: tuple[int, int] = (1, 1),
-    subset: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """alpha A A^T + beta C + delta I of symmetric A, C (G, m, m).
 
     By halves it is rounded once; torch's dense product leaves a second rounding on the diagonal,
-    and takes neither `scale` nor `subset`, which are as for `symmetric`.
+    and takes no `scale`, which is as for `symmetric`.
     """
     if runs_symmetric(A.shape[-1], A.dtype, A.device):
         options = {} if scale is None else {"scale": scale, "powers": powers}
-        options["subset"] = subset
         return symmetric(A, A, alpha=alpha, C=C, beta=beta, diag=delta, **options)
     out = torch.baddbmm(C, A, A.mT, beta=beta, alpha=alpha)
     diagonal = out.diagonal(dim1=-2, dim2=-1)
@@ -200,13 +175,8 @@ def apply_gram_side(
     beta: float = 0.0,
     scale: torch.Tensor | None = None,  # (G,) float32
     out: torch.Tensor | None = None,  # (G, R, C)
-    upper: bool = False,
-    subset: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """scale (B X + beta add), or scale (X B + beta add) for tall x (G, R, C), B symmetric.
-
-    `upper`: B is in upper storage (`stores_upper`). `subset`: as for `symmetric`, where
-    `batch_is_free`.
 
     The compiled kernel applies `scale` before its one rounding and writes into `out`; torch's
     product is of the rounded scale B, and in a tensor of its own.
@@ -215,11 +185,7 @@ def apply_gram_side(
     if batch_is_free(x.dtype, x.device):
         out = torch.empty_like(x) if out is None else out
         operands = (x, B) if tall else (B, x)
-        if upper or subset is not None:
-            storage = (2 if tall else 1) if upper else 0
-            ops.matmul_add(*operands, add, out, 1.0, beta, AUTO, scale, storage, subset)
-        else:
-            product(*operands, add, out, 1.0, beta, scale)
+        product(*operands, add, out, 1.0, beta, scale)
         return out
     if scale is not None:
         B = (in_float32(B) * scale[:, None, None]).to(B.dtype)

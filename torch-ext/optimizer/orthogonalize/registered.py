@@ -12,6 +12,28 @@ from typing import Any
 
 import torch
 
+from .arguments import is_wrapped, output_for
+
+
+def serve_vmap(op: torch.library.CustomOpDef) -> None:
+    """Give a rule for torch.vmap to an op (x, out, ...) -> () over matrices (..., m, n).
+
+    The mapped dimension goes to the front, where it is one more of the batch.
+    """
+
+    def batched(info: Any, in_dims: tuple[int | None, ...], x, out, *rest: Any) -> tuple:
+        if in_dims[1] is None:
+            raise ValueError(
+                f"out is one tensor {tuple(out.shape)} for all {info.batch_size} calls that "
+                "torch.vmap makes one of; leave it away, or pass one for each"
+            )
+        shared = in_dims[0] is None
+        x = x.expand(info.batch_size, *x.shape) if shared else x.movedim(in_dims[0], 0)
+        op(x, output_for(x, out.movedim(in_dims[1], 0), out.dtype), *rest)
+        return None, None
+
+    op.register_vmap(batched)
+
 
 def call(
     op: Callable[..., None],
@@ -20,7 +42,7 @@ def call(
     out: torch.Tensor,
     *rest: Any,
 ) -> None:
-    """Call the op where a compiler or a subclass of Tensor has to see it, else its function.
+    """Call the op where a compiler, a transform or a subclass of Tensor sees it, else its function.
 
     Args:
         op: registered for `function`.
@@ -29,7 +51,8 @@ def call(
         out: output of both.
         rest: further arguments of both.
     """
-    if torch.compiler.is_compiling() or {type(x), type(out)} != {torch.Tensor}:
+    plain = {type(x), type(out)} == {torch.Tensor} and not is_wrapped(x) and not is_wrapped(out)
+    if torch.compiler.is_compiling() or not plain:
         op(x, out, *rest)
         return
     function(x, out, *rest)

@@ -16,24 +16,36 @@ from torch import Tensor
 from . import rounding
 
 
+def average(old: Tensor, given: Tensor, beta: float | Tensor) -> Tensor:
+    """beta old + (1 - beta) given, a step of a moving average, as torch.lerp forms it.
+
+    The change is added to the end that weighs more: from the other one a small value would be lost,
+    old + (given - old) is 0 for old = 4 and given = 1e-10. Exactly `given` for beta = 0.
+    """
+    change, weight = given - old, 1 - beta
+    if not isinstance(beta, Tensor):
+        return old + change * weight if weight < 0.5 else given - change * beta
+    return torch.where(weight < 0.5, old + change * weight, given - change * beta)
+
+
 def momentum(
     grad: Tensor, buffer: Tensor, mu: float, *, nesterov: bool = True, ema: bool = False
 ) -> Tensor:
     """Advance `buffer` in place by one gradient and return the direction to orthogonalize.
 
     Heavy ball (`ema=False`): buf <- mu buf + g, direction g + mu buf with Nesterov, else buf.
-    Moving average (`ema=True`): buf <- buf + (1 - mu) (g - buf), direction g + mu (buf - g) with
+    Moving average (`ema=True`): buf <- mu buf + (1 - mu) g, direction mu buf + (1 - mu) g with
     Nesterov, else buf.
     The second is (1 - mu) times the first at every step, and orthogonalization removes the factor.
     `grad` is only read; the direction is a new tensor that shares no memory with `buffer`.
     """
     dtype = torch.promote_types(buffer.dtype, torch.float32)
     grad, old = grad.to(dtype), buffer.to(dtype)
-    new = old + (grad - old) * (1 - mu) if ema else old * mu + grad
+    new = average(old, grad, mu) if ema else old * mu + grad
     buffer.copy_(new)
     if not nesterov:
         return new
-    return grad + (new - grad) * mu if ema else grad + new * mu
+    return average(new, grad, mu) if ema else grad + new * mu
 
 
 def variance_reduction(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
@@ -54,7 +66,7 @@ def variance_reduction(update: Tensor, second_moment: Tensor, beta2: float) -> T
     size = update.shape[reduced]
     update = update.to(second_moment.dtype)
     mean = update.square().mean(reduced, keepdim=True)
-    second_moment.lerp_(mean, 1 - beta2)
+    second_moment.copy_(average(second_moment, mean, beta2))
     scale = second_moment.clamp_min(1e-10).rsqrt()
     norm = (mean * size).sum((-2, -1), keepdim=True).sqrt()
     scaled = (mean * size * scale.square()).sum((-2, -1), keepdim=True).sqrt()
@@ -109,8 +121,8 @@ def adamw(
     old = rounding.load(param, residual)
     grad = grad.to(old.dtype)
     step.add_(1)
-    exp_avg.add_((grad - exp_avg) * (1 - beta1))
-    exp_avg_sq.add_((grad * grad - exp_avg_sq) * (1 - beta2))
+    exp_avg.copy_(average(exp_avg, grad, beta1))
+    exp_avg_sq.copy_(average(exp_avg_sq, grad * grad, beta2))
     correction1, correction2 = (_bias_correction(beta, step).to(old.dtype) for beta in betas)
     # torch's float32 sqrt on the CPU is not always the nearest number; float64, rounded once, is.
     denominator = (exp_avg_sq / correction2).double().sqrt().to(old.dtype) + eps

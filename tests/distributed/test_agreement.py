@@ -1,0 +1,502 @@
+"""Ranks that disagree on gradients, options or parameters all raise, and none hangs or drifts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ._cases import bits, mesh_of, placement
+from ._ranks import same_everywhere
+from .test_saving import answers_that_come_later
+from .test_sharing import Watch, local, module_of
+
+pytestmark = pytest.mark.dist
+
+SHAPES = [(8, 6), (6, 8), (8, 6), (12, 5)]
+OTHERS = [(11, 4), (7,), (300, 5)]  # the last one is shared out where gradients are unreduced
+HELD = ["process_group", "S0", "R", "unreduced"]
+FAULTY = 1
+ON_RANKS = [("process_group", 2), ("S0", 2), ("R", 2), ("unreduced", 2), ("HSDP", 4)]
+ON_RANKS += [("process_group", 4), ("unreduced", 4)]
+
+
+def here() -> tuple[int, int]:
+    from torch import distributed
+
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def parameters(held: str, matrices=SHAPES, others=OTHERS) -> tuple[list, list]:
+    from torch.distributed.tensor import distribute_tensor
+
+    generator = torch.Generator().manual_seed(0)
+
+    def made(shape) -> nn.Parameter:
+        value = torch.randn(shape, generator=generator)
+        if held in ("process_group", "unreduced"):
+            return nn.Parameter(value)
+        texts = ["R", "S0"] if held == "HSDP" else [held]
+        world = here()[1]
+        mesh = mesh_of((2, world // 2) if held == "HSDP" else (world,))
+        placements = [placement(text) for text in texts]
+        return nn.Parameter(distribute_tensor(value, mesh, placements, src_data_rank=None))
+
+    return [made(shape) for shape in matrices], [made(shape) for shape in others]
+
+
+def optimizer_of(opt, held: str, matrices, others, *, muon=None, adamw=None, **arguments):
+    from torch import distributed
+
+    if held in ("process_group", "unreduced"):
+        gradients = "unreduced" if held == "unreduced" else "reduced"
+        sharing = {"gradients": gradients, "process_group": distributed.group.WORLD}
+        arguments = {**sharing, **arguments}
+    groups = [
+        {"kind": "muon", "params": matrices, "lr": 0.1, **(muon or {})},
+        {"kind": "adamw", "params": others, "lr": 0.1, **(adamw or {})},
+    ]
+    return opt.MuonAdamW([group for group in groups if group["params"]], **arguments)
+
+
+def give(held: str, params, step: int) -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    for index, param in enumerate(params):
+        rank = here()[0] if held == "unreduced" else 0
+        generator = torch.Generator().manual_seed(1000 * rank + 100 * step + index)
+        grad = torch.randn(tuple(param.shape), generator=generator)
+        if hasattr(param, "placements"):
+            grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
+        param.grad = grad
+
+
+def outcome(optimizer, params) -> tuple[str, bool]:
+    """What a step raised, and whether it wrote something."""
+    before = [bits(local(param.detach())) for param in params]
+    message = "none"
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        message = str(error)
+    return message, before != [bits(local(param.detach())) for param in params]
+
+
+def missing(opt, held: str, matrices, others, which: int) -> tuple[str, bool, tuple[str, bool]]:
+    both = parameters(held, matrices, others)
+    params = [*both[0], *both[1]]
+    optimizer = optimizer_of(opt, held, *both)
+    give(held, params, 0)
+    optimizer.step()
+    give(held, params, 1)
+    if here()[0] == FAULTY:
+        params[which].grad = None
+    message, written = outcome(optimizer, params)
+    give(held, params, 1)
+    return message, written, outcome(optimizer, params)
+
+
+@pytest.mark.parametrize(("held", "world"), ON_RANKS)
+def test_a_gradient_that_adamw_misses_on_one_rank_is_an_error_on_all(ranks, held, world) -> None:
+    """M11: nothing is written, and the next step goes on."""
+    for which in range(len(OTHERS)):
+        found = ranks(world).run(missing, held, SHAPES, OTHERS, len(SHAPES) + which)
+        message, written, after = same_everywhere(found)
+        assert f"parameters have gradients: group 1, parameter {which}. Give zeros" in message
+        assert not written
+        assert after == ("none", True)
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_so_it_is_without_any_matrix(ranks, held) -> None:
+    """There is no exchange to ask in but the question."""
+    message, written, after = same_everywhere(ranks(2).run(missing, held, [], OTHERS, 0))
+    assert "parameters have gradients: group 0, parameter 0. Give zeros" in message
+    assert not written
+    assert after == ("none", True)
+
+
+def on_two_meshes(opt) -> tuple[str, bool]:
+    """Matrices on all ranks, and parameters for AdamW on half of them each, as norms of TP."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    matrices = parameters("HSDP")[0]
+    norms = [
+        nn.Parameter(
+            distribute_tensor(torch.ones(7), mesh["data"], [Replicate()], src_data_rank=None)
+        )
+        for _ in range(2)
+    ]
+    optimizer = optimizer_of(opt, "HSDP", matrices, norms)
+    params = [*matrices, *norms]
+    give("HSDP", params, 0)
+    if here()[0] >= 2:  # one rank of both halves
+        norms[1].grad = None
+    return outcome(optimizer, params)
+
+
+def test_the_answer_of_every_team_counts(ranks) -> None:
+    """Not only that of the ranks that share matrices."""
+    message, written = same_everywhere(ranks(4).run(on_two_meshes))
+    assert "parameters have gradients: group 1, parameter 1. Give zeros" in message
+    assert not written
+
+
+def many(opt, count: int, which: list[int]) -> str:
+    params = [nn.Parameter(torch.ones(1)) for _ in range(count)]
+    optimizer = optimizer_of(opt, "process_group", [], params)
+    for index, param in enumerate(params):
+        param.grad = torch.ones(1)
+        if here()[0] == FAULTY and index in which:
+            param.grad = None
+    return outcome(optimizer, params)[0]
+
+
+def test_each_of_many_parameters_is_named(ranks) -> None:
+    """More than there are numbers in the question."""
+    which = [0, 63, 64, 1000, 1999]
+    message = same_everywhere(ranks(2).run(many, 2000, which))
+    named = message.removeprefix("ranks disagree on which parameters have gradients: ")
+    assert named.split(". ")[0] == "; ".join(f"group 0, parameter {k}" for k in which)
+
+
+def experts(opt, names: list[str] | None) -> str:
+    mesh = mesh_of((here()[1],))
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    matrix, bias = (
+        nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)], src_data_rank=None))
+        for shape in ((4, 6, 5), (4, 6))
+    )
+    expert_keys = None if names is None else ("experts",)
+    groups = [
+        {"kind": "muon", "params": [matrix], "lr": 0.1, "expert_keys": expert_keys},
+        {"kind": "adamw", "params": [bias], "lr": 0.1},
+    ]
+    for group, name in zip(groups, names or (), strict=False):
+        group["names"] = [name]
+    if names is None:
+        groups = groups[1:]
+    optimizer = opt.MuonAdamW(groups)
+    give("S0", [matrix, bias], 0)
+    if here()[0] == FAULTY:
+        matrix.grad = bias.grad = None  # none of its experts was routed to
+    return outcome(optimizer, [matrix, bias])[0]
+
+
+def test_a_rank_whose_experts_got_no_token_may_have_no_gradient(ranks) -> None:
+    """M16: of their biases neither, if names say what they belong to."""
+    names = ["layers.0.experts.up", "layers.0.experts.up_bias"]
+    assert same_everywhere(ranks(2).run(experts, names)) == "none"
+    assert "group 0, parameter 0. Give zeros" in same_everywhere(ranks(2).run(experts, None))
+
+
+def clipped_apart(opt) -> tuple[str, bool]:
+    both = parameters("S0")
+    config = {"threshold": 50.0} if here()[0] == FAULTY else None
+    params, muon = [*both[0], *both[1]], {"names": [f"layers.{k}.w" for k in range(len(both[0]))]}
+    optimizer = optimizer_of(opt, "S0", *both, muon=muon, clip_config=config)
+    give("S0", params, 0)
+    return outcome(optimizer, params)
+
+
+def test_ranks_that_clip_by_another_configuration_are_an_error(ranks) -> None:
+    """It decides what QK-clip sends."""
+    message, written = same_everywhere(ranks(2).run(clipped_apart))
+    assert message.startswith("ranks disagree on clip_config. Give") and not written
+
+
+# Options of a group of matrices, of one for AdamW, and arguments: the value of rank 1 alone.
+MUON: dict[str, Any] = {
+    "lr": 0.2,
+    "weight_decay": 0.5,
+    "momentum": 0.9,
+    "nesterov": False,
+    "beta2": 0.9,
+    "ns_steps": 3,
+    "method": "newton_schulz",
+    "dtype": torch.bfloat16,
+    "momentum_form": "heavy_ball",
+    "momentum_dtype": torch.float64,
+    "cautious": False,
+    "shaped_decay": False,
+    "adjust_lr_fn": "spectral",
+    "flatten": True,
+    "num_heads": 1,
+    "rounding": "residual",
+    "rounding_seed": 3,
+    "none_grad": True,
+}
+ADAMW: dict[str, Any] = {"lr": 0.2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+ARGUMENTS: dict[str, Any] = {
+    "wire_dtype": torch.float16,
+    "chunk_size": 2,
+    "in_flight_bytes": 3000,
+    "warmup_step": 2,
+}
+
+
+def built_apart(opt, held: str) -> dict[str, tuple[str, bool]]:
+    """Per option that differs from the start: what the first step raised."""
+    cases = {
+        **{f"muon {name}": {"muon": {name: value}} for name, value in MUON.items()},
+        "muon no beta2": {"muon": {"beta2": None}},
+        "muon Tensor lr": {"muon": {"lr": torch.tensor(0.1)}},
+        **{f"adamw {name}": {"adamw": {name: value}} for name, value in ADAMW.items()},
+        **{f"argument {name}": {name: value} for name, value in ARGUMENTS.items()},
+    }
+    cases["muon function in adjust_lr_fn"] = {"muon": {"adjust_lr_fn": lambda lr, m, n: 2 * lr}}
+    if held == "process_group":
+        cases["argument gradients"] = {"gradients": "unreduced"}
+    if held == "unreduced":
+        cases["argument reduce_op"] = {"reduce_op": "sum"}
+    found = {}
+    for case, changed in cases.items():
+        both = parameters(held)
+        params = [*both[0], *both[1]]
+        alike: dict[str, Any] = {}
+        if case.startswith("muon function"):  # which returns something else
+            alike = {"muon": {"adjust_lr_fn": lambda lr, m, n: lr}}
+        own = changed if here()[0] == FAULTY else alike
+        optimizer = optimizer_of(opt, held, *both, **own)
+        give(held, params, 0)
+        found[case] = outcome(optimizer, params)
+    return found
+
+
+@pytest.mark.parametrize(("held", "world"), ON_RANKS)
+def test_options_that_differ_from_the_start_are_named_on_every_rank(ranks, held, world) -> None:
+    """M11: before anything is sent whose size depends on them."""
+    answers = ranks(world).run(built_apart, held)
+    for case in answers[0]:
+        name = case.split()[-1]
+        for rank, of_rank in enumerate(answers):
+            message, written = of_rank[case]
+            assert message.startswith("ranks disagree on ") and f"{name} (here " in message, case
+            assert not written, case
+            # What follows from an option, such as owners, is not what to mend.
+            assert message.count(" (here ") == 1 and "owners" not in message, message
+            if case == "adamw betas":
+                assert ("(0.8, 0.95)" if rank == FAULTY else "(0.9, 0.95)") in message
+            if case == "argument chunk_size":
+                assert f"chunk_size (here {2 if rank == FAULTY else -1})" in message
+
+
+def change(optimizer, case: str, value: Any) -> None:
+    """Of one rank alone, such as "0 lr": in group 0."""
+    group, name = optimizer.param_groups[int(case[0])], case.split()[-1]
+    if here()[0] == FAULTY:
+        assert name in group
+        group[name] = value
+
+
+def changed_apart(opt, held: str) -> dict[str, list[tuple[str, bool]]]:
+    """Per option that one rank changes in the middle: what its step raised, and the next one."""
+    changes = {f"0 {name}": value for name, value in MUON.items() if name != "momentum_dtype"}
+    changes |= {"0 no beta2": None, "0 Tensor lr": torch.tensor(0.2)}
+    changes |= {f"1 {name}": value for name, value in ADAMW.items()}
+    found = {}
+    for case, value in changes.items():
+        both = parameters(held)
+        params = [*both[0], *both[1]]
+        optimizer = optimizer_of(opt, held, *both)
+        found[case] = []
+        for step in range(3):
+            give(held, params, step)
+            if step == 1:
+                change(optimizer, case, value)
+            found[case].append(outcome(optimizer, params))
+    return found
+
+
+@pytest.mark.parametrize("held", ["process_group", "S0", "unreduced"])
+def test_an_option_that_one_rank_changes_is_named_before_anything_is_written(ranks, held) -> None:
+    for of_rank in ranks(2).run(changed_apart, held):
+        for case, steps in of_rank.items():
+            assert steps[0] == ("none", True)
+            for message, written in steps[1:]:
+                assert f"{case.split()[-1]} (here " in message, case
+                assert not written, case
+
+
+def changed_on_a_device(opt, held: str) -> dict[str, list[str]]:
+    """The same for what decides no layout, with answers that come later."""
+    found = {}
+    names = ("0 lr", "0 momentum", "0 beta2", "0 ns_steps", "1 eps")
+    for case, value in zip(names, (0.2, 0.9, 0.9, 3, 1e-6), strict=True):
+        both = parameters(held)
+        params = [*both[0], *both[1]]
+        found[case] = []
+        with pytest.MonkeyPatch.context() as patch:
+            answers_that_come_later(opt, patch)
+            optimizer = optimizer_of(opt, held, *both)
+            for step in range(4):
+                give(held, params, step)
+                if step == 1:
+                    change(optimizer, case, value)
+                found[case].append(outcome(optimizer, params))
+    return found
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_on_a_device_the_next_step_writes_nothing(ranks, held) -> None:
+    """M11: the step that differs is queued, and no other one until state is loaded."""
+    for of_rank in ranks(2).run(changed_on_a_device, held):
+        for case, steps in of_rank.items():
+            assert steps[:2] == [("none", True)] * 2
+            assert f"{case.split()[-1]} (here " in steps[2][0]
+            assert "an earlier step failed midway" in steps[3][0]
+            assert not steps[2][1] and not steps[3][1]
+
+
+def plans_apart_on_a_device(opt, held: str) -> tuple[str, bool]:
+    """The first answer is waited for on any device: sizes of messages depend on it."""
+    both = parameters(held)
+    params = [*both[0], *both[1]]
+    own = {"wire_dtype": torch.float16} if here()[0] == FAULTY else {}
+    with pytest.MonkeyPatch.context() as patch:
+        answers_that_come_later(opt, patch)
+        optimizer = optimizer_of(opt, held, *both, **own)
+        give(held, params, 0)
+        return outcome(optimizer, params)
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_on_a_device_a_layout_is_compared_before_anything_is_sent(ranks, held) -> None:
+    for message, written in ranks(2).run(plans_apart_on_a_device, held):
+        assert "wire_dtype (here " in message
+        assert not written
+
+
+def meant_alike(opt) -> list[tuple[str, bool]]:
+    """Values that mean the same, changing alike from step to step."""
+    matrices, others = parameters("process_group")
+    names, odd = [f"layers.{k}.w" for k in range(len(matrices))], here()[0] % 2
+    muon = {
+        "names": names,
+        "num_heads": dict.fromkeys(names if odd else reversed(names), 1),
+        "momentum": np.float32(0.5) if odd else 0.5,
+    }
+    optimizer = optimizer_of(opt, "process_group", matrices, others, muon=muon)
+    params, found = [*matrices, *others], []
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = 1 + step if odd else 1.0 + step
+        give("process_group", params, step)
+        found.append(outcome(optimizer, params))
+    return found
+
+
+def test_values_that_mean_the_same_do_not_differ(ranks) -> None:
+    assert same_everywhere(ranks(2).run(meant_alike)) == [("none", True)] * 3
+
+
+def other_parameters(opt, held: str, how: str) -> tuple[str, bool]:
+    shapes, others = [*SHAPES], [*OTHERS]
+    if here()[0] == FAULTY:
+        if how == "a matrix more":
+            shapes.append((4, 4))
+        elif how == "fewer for AdamW":
+            others = others[:1]
+        elif how == "another shape":
+            shapes[0] = (6, 6)
+        elif how == "a group less":
+            others = []
+    both = parameters(held, shapes, others)
+    params = [*both[0], *both[1]]
+    optimizer = optimizer_of(opt, held, *both)
+    if how == "a group later":
+        give(held, params, 0)
+        optimizer.step()
+        if here()[0] == FAULTY:
+            params.append(nn.Parameter(torch.ones(5, 4)))
+            added = {"kind": "muon", "params": params[-1:], "lr": 0.1}
+            optimizer.add_param_group(added)
+    give(held, params, 1)
+    return outcome(optimizer, params)
+
+
+NAMED = {
+    "a matrix more": "number of parameters (here ",
+    "fewer for AdamW": "number of parameters (here ",
+    "another shape": "shapes, dtypes and placements",
+    "a group less": "number of groups (here ",
+    "a group later": "number of groups (here ",
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("how", NAMED)
+@pytest.mark.parametrize("held", ["process_group", "unreduced"])
+def test_other_parameters_are_an_error_on_every_rank(ranks, held, how, world) -> None:
+    """The question is as long on all of them."""
+    for message, written in ranks(world).run(other_parameters, held, how):
+        assert message.startswith("ranks disagree on ") and NAMED[how] in message
+        assert not written
+
+
+def counted(opt, held: str, matrices, others, steps: int) -> list[tuple[int, int]]:
+    """All-reduces and all-to-alls of every step, under a schedule."""
+    both = parameters(held, matrices, others)
+    params = [*both[0], *both[1]]
+    optimizer = optimizer_of(opt, held, *both, wire_dtype=torch.float32)
+    calls = []
+    for step in range(steps):
+        give(held, params, step)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + step)
+        with Watch(opt) as watch:
+            optimizer.step()
+        calls.append((watch.calls["all_reduce"], watch.calls["all_to_all"]))
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("held", "small", "per_chunk"),
+    [("process_group", 0, 1), ("S0", 0, 2), ("HSDP", 0, 2), ("unreduced", 1, 2)],
+)
+def test_the_question_is_the_one_exchange_that_was_there(ranks, held, small, per_chunk) -> None:
+    """Before options and AdamW's gradients were asked for it was one all-reduce a step, too."""
+    calls = same_everywhere(ranks(4).run(counted, held, SHAPES, OTHERS, 3))
+    exchanges = [all_to_all for _, all_to_all in calls]
+    assert [all_reduce - small for all_reduce, _ in calls] == [1 + (held == "unreduced"), 1, 1]
+    assert len({*exchanges}) == 1 and exchanges[0] >= 3 * per_chunk
+
+
+def tensor_rates(opt, held: str) -> list[tuple[str, bool]]:
+    """A rate in a Tensor, which one rank changes without anyone seeing it on the host."""
+    module, original = module_of(opt, "optimizers.agreement"), None
+    both = parameters(held)
+    params = [*both[0], *both[1]]
+    rate, found = torch.tensor(0.1), []
+    original = module.on_device
+    asked = []
+
+    def on_device(tensors, device):
+        asked.append(len(tensors))
+        return original(tensors, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "on_device", on_device)
+        patch.setattr(module, "is_on_device", lambda value: isinstance(value, torch.Tensor))
+        patch.setattr(module_of(opt, "optimizers.digest"), "is_on_device", module.is_on_device)
+        optimizer = optimizer_of(opt, held, *both, muon={"lr": rate}, adamw={"lr": rate})
+        for step in range(3):
+            give(held, params, step)
+            rate.fill_(0.1 / (1 + step))
+            if step == 2 and here()[0] == FAULTY:
+                rate.fill_(0.2)
+            found.append(outcome(optimizer, params))
+    assert asked == [2] * 3
+    return found
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_a_rate_in_a_tensor_is_compared_without_reading_it(ranks, held) -> None:
+    for steps in ranks(2).run(tensor_rates, held):
+        assert steps[:2] == [("none", True)] * 2
+        assert "ranks disagree on lr (here " in steps[2][0] and not steps[2][1]

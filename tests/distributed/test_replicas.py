@@ -1,0 +1,213 @@
+"""`MuonAdamW` that nobody told whether gradients are reduced, as nanochat constructs its own."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ._cases import bits
+from ._ranks import same_everywhere
+from .test_agreement import here, outcome
+from .test_sharing import Watch, module_of
+
+pytestmark = pytest.mark.dist
+
+SHAPES = [(8, 6), (6, 8), (7,)]
+
+
+def model(seed: int = 0, shapes=SHAPES) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def optimizer_of(opt, params, **arguments: Any):
+    groups = [
+        {"kind": "muon", "params": [p for p in params if p.ndim == 2], "lr": 0.02},
+        {"kind": "adamw", "params": [p for p in params if p.ndim != 2], "lr": 0.02},
+    ]
+    return opt.MuonAdamW(groups, **arguments)
+
+
+def give(params, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator)
+
+
+class Exchanges:
+    """Counts what is asked of the store."""
+
+    def __init__(self, opt, patience: float = 30) -> None:
+        self.module, self.count = module_of(opt, "optimizers.replicas"), 0
+        self.patience = timedelta(seconds=patience)
+
+    def __enter__(self) -> Exchanges:
+        self.kept = self.module.exchange, self.module.PATIENCE
+
+        def exchange(*arguments):
+            self.count += 1
+            return self.kept[0](*arguments)
+
+        self.module.exchange, self.module.PATIENCE = exchange, self.patience
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.module.exchange, self.module.PATIENCE = self.kept
+
+
+def unreduced(opt, index: int) -> tuple[str, bool, str, bool]:
+    """One gradient differs; then it is reduced."""
+    params = model()
+    optimizer = optimizer_of(opt, params)
+    give(params, 1)
+    if here()[0]:
+        params[index].grad += 1
+    first = outcome(optimizer, params)
+    give(params, 1)
+    return (*first, *outcome(optimizer, params))
+
+
+@pytest.mark.parametrize("index", range(len(SHAPES)))
+def test_replicas_with_different_gradients_are_an_error_on_every_rank(ranks, world, index) -> None:
+    """N13: nothing is written; when the gradients are reduced, the step goes on."""
+    message, written, after, moved = same_everywhere(ranks(world).run(unreduced, index))
+    if world == 1:
+        assert (message, written) == ("none", True)
+        return
+    assert "hold the same parameters with different gradients" in message
+    assert "gradients='unreduced'" in message and "gradients='reduced'" in message
+    assert message.startswith(f"ranks {', '.join(map(str, range(world)))} ")
+    assert not written
+    assert (after, moved) == ("none", True)
+
+
+def missing_on_one(opt, count: int) -> tuple[str, bool]:
+    params = model()
+    optimizer = optimizer_of(opt, params)
+    give(params, 1)
+    for param in params[:count] if here()[0] else []:
+        param.grad = None
+    return outcome(optimizer, params)
+
+
+@pytest.mark.parametrize("count", [1, len(SHAPES)])
+def test_gradients_that_a_replica_misses_are_an_error(ranks, count) -> None:
+    message, written = same_everywhere(ranks(2).run(missing_on_one, count))
+    assert "different gradients" in message and not written
+
+
+def reduced(opt) -> tuple[list[tuple[str, bool]], int, int]:
+    """Steps with equal gradients, the first one of a copy, too."""
+    params = model()
+    optimizer = optimizer_of(opt, params)
+    found = [outcome(optimizer, params)]  # without any gradient
+    with Exchanges(opt) as exchanges, Watch(opt) as watch:
+        for step in range(4):
+            give(params, step)
+            found.append(outcome(optimizer, params))
+        copied = copy.deepcopy(optimizer)
+        for group in copied.param_groups:
+            give(group["params"], 5)
+        copied.step()
+    return found, exchanges.count, sum(watch.calls.values())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_reduced_gradients_are_compared_once_and_without_a_collective(ranks, world) -> None:
+    found, exchanged, collectives = same_everywhere(ranks(world).run(reduced))
+    assert found == [("none", False), *[("none", True)] * 4]
+    assert (exchanged, collectives) == (1, 0)
+
+
+def on_their_own(opt, how: str) -> tuple[str, bool, int]:
+    """Ranks that train different models, or say that they do."""
+    rank = here()[0]
+    arguments, params = {}, model()
+    if how == "said so":
+        arguments = {"gradients": "reduced"}
+    elif how == "other values":
+        params = model(seed=rank)
+    elif how == "other shapes":
+        params = model(shapes=SHAPES[rank:])
+    elif how == "other numbers":
+        params = model(shapes=SHAPES * (1 + rank))
+    optimizer = optimizer_of(opt, params, **arguments)
+    give(params, 10 + rank)
+    with Exchanges(opt) as exchanges:
+        start = time.monotonic()
+        found = outcome(optimizer, params)
+        assert time.monotonic() - start < exchanges.patience.total_seconds()
+    return (*found, exchanges.count)
+
+
+@pytest.mark.parametrize("how", ["other values", "other shapes", "other numbers", "said so"])
+def test_ranks_that_train_on_their_own_go_on(ranks, how) -> None:
+    found = same_everywhere(ranks(2).run(on_their_own, how))
+    assert found == ("none", True, int(how != "said so"))
+
+
+def only_one_steps(opt) -> tuple[str, bool, float, str]:
+    from torch import distributed
+
+    found, seconds = ("none", True), 0.0
+    logger = logging.getLogger(module_of(opt, "optimizers.replicas").__name__)
+    records: list[logging.LogRecord] = []
+    with Exchanges(opt, patience=0.5):
+        if here()[0] == 0:
+            params = model()
+            optimizer = optimizer_of(opt, params)
+            logger.addFilter(keep := lambda record: bool(records.append(record)))
+            start = time.monotonic()
+            for step in range(3):
+                give(params, step)
+                found = outcome(optimizer, params)
+            seconds = time.monotonic() - start
+            logger.removeFilter(keep)
+    distributed.barrier()
+    return (*found, seconds, "\n".join(record.getMessage() for record in records))
+
+
+def test_a_rank_that_steps_alone_waits_once(ranks) -> None:
+    """An initialised process group changes nothing but that."""
+    (message, written, seconds, logged), _ = ranks(2).run(only_one_steps)
+    ranks(2).close()  # whose exchanges are out of step
+    assert (message, written) == ("none", True)
+    assert 0.5 <= seconds < 5
+    assert logged.count("only ranks [0] stepped one within 0.5 s") == 1
+
+
+def in_a_group(opt, gradients: str | None, equal: bool) -> tuple[str, bool]:
+    from torch import distributed
+
+    params = model()
+    optimizer = optimizer_of(
+        opt, params, gradients=gradients, process_group=distributed.group.WORLD
+    )
+    give(params, 1 if equal else 10 + here()[0])
+    return outcome(optimizer, params)
+
+
+def test_ranks_of_a_group_compare_gradients_in_the_first_step(ranks) -> None:
+    message, written = same_everywhere(ranks(2).run(in_a_group, None, False))
+    assert "the ranks of process_group have different gradients" in message
+    assert "gradients='unreduced'" in message and not written
+    assert same_everywhere(ranks(2).run(in_a_group, None, True)) == ("none", True)
+    assert same_everywhere(ranks(2).run(in_a_group, "reduced", False)) == ("none", True)
+
+
+def test_a_single_process_compares_nothing(opt) -> None:
+    params = model()
+    optimizer = optimizer_of(opt, params)
+    give(params, 0)
+    with Exchanges(opt) as exchanges:
+        before = [bits(param) for param in params]
+        optimizer.step()
+    assert exchanges.count == 0
+    assert before != [bits(param) for param in params]

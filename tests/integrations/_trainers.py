@@ -1,0 +1,123 @@
+"""Runs of transformers' Trainer and of TRL's SFTTrainer over 4-bit experts, which can be killed.
+
+`python -m tests.integrations._trainers KIND FOLDER STEP` dies by SIGKILL after STEP.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ._models import build
+
+STEPS, SAVE_EVERY = 20, 5
+
+
+def samples() -> list[list[int]]:
+    """Few, so that they are learned, and of one length, so that no collator has to pad them."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(61, (4, 11), generator=generator).tolist()
+
+
+def lora() -> Any:
+    import peft
+
+    return peft.LoraConfig(
+        r=3,
+        lora_alpha=7,
+        task_type="CAUSAL_LM",
+        target_modules=["q_proj"],
+        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    )
+
+
+def settings(folder: Path, device: torch.device) -> dict[str, Any]:
+    """Arguments that both trainers have."""
+    return {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "save_steps": SAVE_EVERY,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": device.type == "cpu",
+        "bf16": False,
+        "seed": 5,
+    }
+
+
+def trainer_of(opt: Any, kind: str, folder: Path, device: torch.device) -> Any:
+    """A trainer of a fresh PEFT model over 4-bit experts, on our kernels."""
+    import datasets
+    import peft
+    import transformers
+
+    model = build("qwen3_moe").to(device)
+    opt.integrations.quantize_experts(model)
+    torch.manual_seed(7)  # of PEFT's factors
+    options = settings(folder, device)
+    if kind == "Trainer":
+        rows = [{"input_ids": ids, "labels": ids} for ids in samples()]
+        trainer = transformers.Trainer(
+            peft.get_peft_model(model, lora()),
+            transformers.TrainingArguments(**options),
+            train_dataset=datasets.Dataset.from_list(rows),
+        )
+    else:
+        import trl
+
+        trainer = trl.SFTTrainer(
+            model,
+            trl.SFTConfig(**options, gradient_checkpointing=False),
+            train_dataset=datasets.Dataset.from_list([{"input_ids": ids} for ids in samples()]),
+            processing_class=tokenizer(),
+            peft_config=lora(),
+        )
+    opt.integrations.use_in_transformers(trainer.model)
+    return trainer
+
+
+def tokenizer() -> Any:
+    """Made here: the tests load nothing from the Hub."""
+    import tokenizers
+    import transformers
+
+    words = {str(number): number for number in range(61)}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, eos_token="1", pad_token="2", unk_token="0"
+    )
+
+
+def losses(trainer: Any) -> dict[int, float]:
+    """Loss of every step, those before a resumption included."""
+    return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+
+
+def main(kind: str, folder: str, step: str) -> None:
+    import transformers
+    from kernels import get_kernel
+
+    class Kill(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **_) -> None:
+            if state.global_step == int(step):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    name, _, _ = os.environ["LOCAL_KERNELS"].partition("=")
+    device = torch.device(os.environ["TRAINER_DEVICE"])
+    opt = get_kernel(name, version=1, backend=device.type, trust_remote_code=True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    trainer = trainer_of(opt, kind, Path(folder), device)
+    trainer.add_callback(Kill())
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
