@@ -373,14 +373,22 @@ def step_is_interrupted(episode: Episode) -> None:
             episode.run.restore(before)
             return
     episode.count(f"step_is_interrupted in {stage}")
-    try:
-        assert_unchanged(episode.run, before, "interrupted", grads=False)
-    except DifferenceError:
+    if _locked(episode.run.optimizer):
         _assert_locked(episode, f"{error.__name__} in {stage}")
         episode.run.load_from(episode.twin)
+    else:
+        assert_unchanged(episode.run, before, f"{stage} was interrupted", grads=False)
     for name, param in episode.run.params.items():
         grad = before.grads[name]
         param.grad = None if grad is None else grad.clone()
+
+
+def _locked(optimizer: Any) -> bool:
+    try:
+        optimizer.state_dict()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _assert_locked(episode: Episode, what: str) -> None:
