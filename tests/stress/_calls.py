@@ -161,7 +161,7 @@ def gram_newton_schulz(package: Package, generator: random.Random) -> Call:
     if generator.random() < 0.3:
         name = generator.choice([*package.opt.COEFFICIENT_SETS])
         arguments |= {"coefficients": name, "restarts": None}
-        arguments["steps"] = max(5, len(package.opt.COEFFICIENT_SETS[name].rows))
+        arguments["steps"] = len(package.opt.COEFFICIENT_SETS[name].rows)
     return Call(
         "gram_newton_schulz",
         package.opt.gram_newton_schulz,

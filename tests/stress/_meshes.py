@@ -173,10 +173,10 @@ class Problem:
             lambda m, n, *_: float(m * n * min(m, n)),
             self.beta2 is not None,
         )
-        return planning.plan_shared([group], 1, False, self.flow)
+        return planning.plan_shared([group], 1, self.flow)
 
     def _in_order(self, plan: Any) -> list[Any]:
-        return [chunk for of_group in plan.chunks for chunk in of_group]
+        return [chunk for of_group in plan[0] for chunk in of_group]
 
     def _check_plans(self, plans: list[Any], params: list[nn.Parameter]) -> None:
         """All ranks agree on chunks and owners; together they own every matrix once."""
@@ -193,7 +193,7 @@ class Problem:
             raise DifferenceError("ranks plan other chunks or owners")
         home: Counter[Any] = Counter()
         for plan in plans:
-            for chunk in (c for of_group in plan.home for c in of_group):
+            for chunk in (c for of_group in plan[1] for c in of_group):
                 home.update(map(described, chunk.members))
         shared = Counter(member for members, _ in agreed[0] for member in members)
         twice = [m for m, times in (home + shared).items() if times != 1]

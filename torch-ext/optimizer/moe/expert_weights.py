@@ -178,7 +178,7 @@ class QuantizedWeight:
             ValueError: another dtype, or what `nf4_dequant` refuses.
         """
         if dtype not in DTYPES:
-            raise ValueError(f"4-bit experts are decoded to one of {DTYPES}, not to {dtype}")
+            raise ValueError(f"dtype: 4-bit experts are decoded to one of {DTYPES}, not to {dtype}")
         if ids is None:
             ids = torch.arange(self.stored[0], device=self.device)
         with torch.no_grad():

@@ -89,6 +89,17 @@ def selective_lora_weights(
     return a.flatten(0, 1), b.flatten(1, 2)
 
 
+def checked_alpha(alpha: Any) -> float:
+    """The number.
+
+    Raises:
+        TypeError: alpha is none.
+    """
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+        raise TypeError(f"alpha must be a number, got {alpha!r}")
+    return alpha
+
+
 class LoraProjection(nn.Module):
     """The adapters of one projection, by name, at most one of them active.
 
@@ -163,12 +174,13 @@ class LoraProjection(nn.Module):
         self.check_adapter(
             name, r, dtype=dtype, dropout=dropout, use_dora=use_dora, lora_bias=lora_bias
         )
+        scaling = checked_alpha(alpha) / (math.sqrt(r) if rslora else r)
         a = torch.empty(self.num_experts * r, self.in_features, dtype=dtype, device=device)
         b = torch.zeros(self.out_features, self.num_experts * r, dtype=dtype, device=device)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5))
         self.lora_A[name] = _Factor(a)
         self.lora_B[name] = _Factor(b)
-        self.scaling[name] = alpha / (math.sqrt(r) if rslora else r)
+        self.scaling[name] = scaling
         if self.active is None:
             self.active = name
 
