@@ -8,6 +8,7 @@
 #   DEVICE=cuda:1    for test-gpu; cpu for test-dist and bench-dist over gloo
 #   JOBS=8           processes at once for test
 #   GPU_JOBS=12      processes at once for test-gpu (needs pytest-xdist)
+#   SEED=0           of soak and fuzz; STEPS, CALLS and MESHES say how many
 #   N=2,4,8          numbers of ranks for test-dist, one of them for bench-dist
 
 SHELL := /bin/bash
@@ -37,6 +38,10 @@ AUDIT = $(if $(PUBLISHABLE),--publishable)
 DEVICE ?= cuda
 JOBS ?= 2
 N ?= 2
+SEED ?= 0
+STEPS ?= 10000
+CALLS ?= 10000
+MESHES ?= 1000
 CPP = $(shell find kernels-src torch-ext -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 STATIC_SUITE = $(shell grep -lE '^pytestmark = pytest.mark.static' tests/test_*.py)
 ARTIFACT_SUITE = $(shell grep -rl --include='*.py' 'mark\.artifacts' tests)
@@ -45,7 +50,8 @@ DIST_SUITE := tests/distributed/test_shared_step.py tests/distributed/test_unred
 GPU_SUITE := tests/kernels tests/moe tests/orthogonalize tests/optimizers tests/integrations \
     --ignore tests/optimizers/test_mutations.py
 
-.PHONY: help setup build announce demo check test test-artifacts test-dist test-gpu sanitize bench bench-dist plots publish clean
+.PHONY: help setup build announce demo check test test-artifacts test-dist soak fuzz test-gpu sanitize bench bench-dist \
+    plots publish clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -90,6 +96,12 @@ test-gpu:  ## the same tests on a GPU, with the artifact in build/ (no environme
 
 test-dist:  ## several ranks equal one: make test-dist N=8 on 8 GPUs, N=4 DEVICE=cpu over gloo
 	$(if $(filter cpu,$(DEVICE)),OMP_NUM_THREADS=1 $(PY),python3) -m pytest -q --device $(DEVICE) --ranks $(N) -k equal $(DIST_SUITE)
+
+soak: $(READY)  ## random events happen to optimizers for STEPS=10000 steps, a tenth of them on four ranks
+	OMP_NUM_THREADS=1 $(PY) -m tests.stress.soak --seed $(SEED) --steps $(STEPS) --out soak.json $(ARGS)
+
+fuzz: $(READY)  ## CALLS=10000 random calls of every public function, plans on MESHES=1000 random meshes
+	OMP_NUM_THREADS=1 $(PY) -m tests.stress.fuzz --seed $(SEED) --calls $(CALLS) --meshes $(MESHES) --out fuzz.json $(ARGS)
 
 sanitize:  ## compute-sanitizer over the compiled kernels on this GPU, and over a planted bug
 	python3 tools/sanitize.py

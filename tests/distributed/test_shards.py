@@ -12,7 +12,7 @@ import torch
 pytestmark = pytest.mark.dist
 
 MESHES = {1: [(1,)], 2: [(2,), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2), (4, 1)], 8: [(2, 2, 2)]}
-SHAPES = [(8, 6), (5, 3), (1, 4), (7, 1), (9, 10), (3, 7, 2), (2, 1, 5), (0, 3)]
+SHAPES = [(8, 6), (5, 3), (1, 4), (7, 1), (9, 10), (3, 7, 2), (2, 1, 5), (0, 3), ()]
 
 
 def placements_of(mesh, ndim):
@@ -24,7 +24,7 @@ def placements_of(mesh, ndim):
     for number in range(len(mesh)):
         later = math.prod(mesh[number + 1 :])
         of_dim = [Replicate(), *(Shard(k) for k in range(min(ndim, 2)))]
-        of_dim += [_StridedShard(0, split_factor=later)] if later > 1 else []
+        of_dim += [_StridedShard(0, split_factor=later)] if later > 1 and ndim else []
         of_dim += [_StridedShard(1, split_factor=3)] if number == 0 and ndim > 1 else []
         choices.append(of_dim)
     return itertools.product(*choices)
@@ -97,6 +97,13 @@ def test_every_element_is_held_once_per_replica(opt) -> None:
             assert all(sorted(elements) == everything for elements in seen.values())
             count += 1
     assert count > 150
+
+
+def test_a_number_is_one_box(opt) -> None:
+    """As a 0-D parameter has whose state is loaded."""
+    (box,) = shards_module(opt).boxes((), ())
+    number = torch.tensor(3.0)
+    assert box.whole and box.numel == 1 and box.view(number) is number
 
 
 def test_partial_tensors_have_no_shards(opt) -> None:

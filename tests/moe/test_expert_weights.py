@@ -174,6 +174,18 @@ def test_record_checks_its_sizes(weights):
         weights.QuantizedWeight(**good, stored=(2, 4, 6), strategy="best")
     with pytest.raises(ValueError, match="only dimensions 1 and 2"):
         weights.QuantizedWeight(**good, stored=(2, 4, 6), blocksize=32).transpose(0, 1)
+    with pytest.raises(TypeError, match="absmax must be a dense tensor, got list"):
+        weights.QuantizedWeight(good["packed"], [0.0, 0.0], (2, 4, 6))
+
+
+def test_a_weight_that_is_not_there(weights):
+    with pytest.raises(ValueError, match=r"name=.gate_up. of Module is NoneType: neither"):
+        weights.expert_weight(nn.Module(), "gate_up")
+
+
+def test_no_strategy_for_no_experts(opt):
+    with pytest.raises(ValueError, match="num_experts must be at least 1, got 0"):
+        opt.moe.choose_strategy(3, 0)
 
 
 ROUTINGS = {

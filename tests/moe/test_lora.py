@@ -209,6 +209,46 @@ def test_wrong_factor_shapes(moe, shapes):
         moe.factor_views(torch.zeros(shapes[0]), torch.zeros(shapes[1]), 4)
 
 
+@pytest.mark.parametrize("alpha", [None, [4.0], "4", True])
+def test_a_refused_alpha_leaves_no_factors(moe, alpha):
+    experts = moe.Experts(3, 4, 5)
+    before = sorted(experts.state_dict())
+    with pytest.raises(TypeError, match="alpha must be a number, got"):
+        experts.add_adapter("one", r=2, alpha=alpha)
+    assert sorted(experts.state_dict()) == before
+
+
+def wrong_experts(**changes):
+    x, ids, gates = torch.zeros(2, 4), torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1)
+    weights = {"gate_up": torch.zeros(3, 10, 4), "down": torch.zeros(3, 4, 5)}
+    given = {"hidden_states": x, "top_k_index": ids, "top_k_weights": gates, **weights}
+    return lambda m: m.experts_forward(**({"layout": m.ExpertsLayout()} | given | changes))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (wrong_experts(lora=torch.zeros(2)), TypeError, "lora must be an ExpertsLora, got Tensor"),
+        (wrong_experts(layout="silu"), TypeError, "layout must be an ExpertsLayout, got str"),
+        (wrong_experts(down=torch.zeros(0)), ValueError, r"down must be a stack .* got shape \(0,"),
+        (wrong_experts(top_k_index=[[0]]), TypeError, "top_k_index must be a dense tensor"),
+        (lambda m: m.Experts(3, 4, 5, layout=3), TypeError, "layout must be an ExpertsLayout"),
+    ],
+)
+def test_arguments_of_experts_of_a_wrong_kind(moe, call, error, message):
+    with pytest.raises(error, match=message):
+        call(moe)
+
+
+@pytest.mark.parametrize("shape", [(), (12,)])
+@pytest.mark.parametrize("experts", [0, -1, 4])
+def test_factors_without_experts_or_rows(moe, shape, experts):
+    with pytest.raises(ValueError, match=r"lora_A must be .* experts, got"):
+        moe.factor_views(torch.zeros(shape), torch.zeros(10, 12), experts)
+    with pytest.raises(ValueError, match=r"lora_A must be .* experts, got"):
+        moe.factor_views(torch.zeros(12, 6), torch.zeros(10, 12), min(experts, 0))
+
+
 @pytest.fixture
 def layer(moe, device):
     """A layer with a second adapter on down alone; call() runs it."""

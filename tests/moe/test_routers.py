@@ -212,9 +212,13 @@ def test_softmax_of_the_chosen_logits_is_the_renormalized_softmax(moe):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m, x: m.softmax_top_k(x, 0), "top_k must be 1 to 8 experts, got 0"),
-        (lambda m, x: m.softmax_top_k(x, 9), "top_k must be 1 to 8 experts, got 9"),
+        (lambda m, x: m.softmax_top_k(x, 0), "top_k must be 1 to 8, the experts of .*, got 0"),
+        (lambda m, x: m.softmax_top_k(x, 9), "top_k must be 1 to 8, the experts of .*, got 9"),
         (lambda m, x: m.softmax_top_k(x.long(), 2), "router_logits must be floating"),
+        (
+            lambda m, x: m.softmax_top_k(x.to(torch.float8_e5m2), 2),
+            "router_logits must be floating .* of 16 bits or more, got torch.float8_e5m2",
+        ),
         (
             lambda m, x: m.group_top_k(x, 2, n_group=3, topk_group=3),
             "8 experts do not form n_group=3",
@@ -235,6 +239,29 @@ def test_softmax_of_the_chosen_logits_is_the_renormalized_softmax(moe):
 )
 def test_wrong_arguments(moe, call, message):
     with pytest.raises(ValueError, match=message):
+        call(moe, draw(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, x: m.softmax_top_k(x.to_sparse(), 2), "router_logits must be a dense tensor"),
+        (lambda m, x: m.softmax_top_k(x.tolist(), 2), "router_logits must be a dense tensor"),
+        (lambda m, x: m.softmax_top_k(x, 2.0), "top_k must be an integer, got 2.0"),
+        (lambda m, x: m.group_top_k(x, 2, n_group="2"), "n_group must be an integer, got '2'"),
+        (lambda m, x: m.group_top_k(x, 2, correction_bias=[0.0] * 8), "correction_bias must be a"),
+        (
+            lambda m, x: m.group_top_k(x, 2, routed_scaling_factor="2"),
+            "routed_scaling_factor must be a number, got '2'",
+        ),
+        (lambda m, x: m.RouterRule("softmax", None), "top_k must be an integer, got None"),
+        (lambda m, x: m.RouterRule("softmax", 2, topk_group=[1]), "topk_group must be an integer"),
+        (lambda m, x: m.select_experts(x, "softmax"), "rule must be a RouterRule, got str"),
+        (lambda m, x: m.active_experts(3), "order must be the result of expert_sort, got int"),
+    ],
+)
+def test_arguments_of_a_wrong_kind(moe, call, message):
+    with pytest.raises(TypeError, match=message):
         call(moe, draw(4, 8))
 
 

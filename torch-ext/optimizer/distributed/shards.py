@@ -86,7 +86,7 @@ def boxes(runs: Sequence[Sequence[Run]], region: Sequence[Run]) -> list[Box]:
     found = []
     for combination in itertools.product(*per_dim):
         shape = tuple(length for _, _, length in combination)
-        rows = combination[0][0], shape[0]
+        rows = (combination[0][0], shape[0]) if shape else None  # a number has no rows
         found.append(
             Box(
                 local=tuple(slice(at, at + length) for at, _, length in combination),

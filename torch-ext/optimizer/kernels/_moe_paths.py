@@ -119,11 +119,17 @@ def explain(
     return f"{path.name}: {path.reason}"
 
 
-def check_tensor(name: str, value: object, ndim: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-    """A dense tensor of so many dimensions and one of the dtypes."""
+def check_dense(name: str, value: object) -> Tensor:
+    """A dense tensor."""
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         kind = value.layout if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{name} must be a dense tensor, got {kind}")
+    return value
+
+
+def check_tensor(name: str, value: object, ndim: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """A dense tensor of so many dimensions and one of the dtypes."""
+    value = check_dense(name, value)
     if value.dtype not in dtypes:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name} must have dtype {allowed}, got {value.dtype}; convert it first")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .layout import ExpertsLayout, ExpertsLora
-from .lora import LoraProjection
+from .lora import LoraProjection, checked_alpha
 
 PROJECTIONS = ("gate_up", "down")
 
@@ -61,6 +61,7 @@ class ExpertAdapters(nn.ModuleDict):
             raise ValueError(f"targets must be some of {PROJECTIONS}, got {targets!r}")
         for target in targets:
             self[target].check_adapter(name, r, **options)
+        checked_alpha(alpha)
         for target in targets:
             self[target].add_adapter(name, r, alpha, **options)
 

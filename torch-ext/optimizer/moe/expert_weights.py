@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels._moe_paths import check_dense
 from ..kernels.nf4_dequant import DTYPES, nf4_dequant
 from ..kernels.nf4_quantize import QUANT_TYPES
 from ..reference.nf4_quantize import FP4_TABLE, NESTED_BLOCKSIZE
@@ -87,6 +88,8 @@ class QuantizedWeight:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy must be one of {STRATEGIES}, got {self.strategy!r}")
         elements = math.prod(self.stored)
+        for name in ("packed", "absmax"):
+            check_dense(name, getattr(self, name))
         if self.packed.dtype != torch.uint8 or self.packed.numel() != (elements + 1) // 2:
             raise ValueError(
                 f"packed must be {(elements + 1) // 2} bytes of uint8 for shape {self.stored}, got "
@@ -175,7 +178,7 @@ class QuantizedWeight:
             ValueError: another dtype, or what `nf4_dequant` refuses.
         """
         if dtype not in DTYPES:
-            raise ValueError(f"4-bit experts are decoded to one of {DTYPES}, not to {dtype}")
+            raise ValueError(f"dtype: 4-bit experts are decoded to one of {DTYPES}, not to {dtype}")
         if ids is None:
             ids = torch.arange(self.stored[0], device=self.device)
         with torch.no_grad():
@@ -232,7 +235,12 @@ def active_experts(order: ExpertOrder) -> ActiveExperts:
 
     Returns:
         Them, with remapping and compact offsets. Of an empty batch n is 0.
+
+    Raises:
+        TypeError: order is no `ExpertOrder`.
     """
+    if not isinstance(order, ExpertOrder):
+        raise TypeError(f"order must be the result of expert_sort, got {type(order).__name__}")
     bound = min(order.num_experts, order.tokens * order.top_k)
     active = order.offsets.diff() > 0  # (E,)
     ids = torch.sort((~active).to(torch.uint8), stable=True).indices[:bound]
@@ -299,15 +307,15 @@ def expert_weight(
     parametrized = getattr(module, "parametrizations", {})
     if name in parametrized:
         return _bitsandbytes_weight(parametrized[name], f"{type(module).__name__}.{name}", shape)
-    value = getattr(module, name)
+    value = getattr(module, name, None)
     record = as_quantized(value)
     if record is not None:
         return record
     if isinstance(value, Tensor) and value.dtype.is_floating_point and value.element_size() > 1:
         return value
     raise ValueError(
-        f"{type(module).__name__}.{name} is {_described(value)}: neither a dense weight, nor "
-        "QuantizedExperts, nor parametrized by bitsandbytes; quantise it with QuantizedExperts"
+        f"name={name!r} of {type(module).__name__} is {_described(value)}: neither a dense weight, "
+        "nor QuantizedExperts, nor parametrized by bitsandbytes; quantise it with QuantizedExperts"
     )
 
 

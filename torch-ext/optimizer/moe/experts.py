@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels._autocast import autocast_dtype, cast, without_autocast
+from ..kernels._moe_paths import check_dense
 from .activation import activate
 from .adapters import PROJECTIONS, ExpertAdapters
 from .gated_linear import gated_lora_linear
@@ -42,7 +43,13 @@ def experts_forward(
     Shapes stand beside the arguments; `Experts.forward` says more of the first three, and raises
     what this raises. `backend` is that of `grouped_lora_linear`.
     """
-    lora = lora or ExpertsLora()
+    lora = ExpertsLora() if lora is None else lora
+    for name, value, kind in (("layout", layout, ExpertsLayout), ("lora", lora, ExpertsLora)):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be an {kind.__name__}, got {type(value).__name__}")
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        if len(weight.shape) != 3:
+            raise ValueError(f"{name} must be a stack (E, ., .), got shape {tuple(weight.shape)}")
     x, expert_ids, gates = _rows(hidden_states, top_k_index, top_k_weights)
     _check_widths(x, gate_up, down, layout)
     dtype = autocast_dtype(x)
@@ -102,7 +109,9 @@ class Experts(nn.Module):
         if min(sizes) < 1:
             raise ValueError(f"num_experts, hidden and intermediate must be positive, got {sizes}")
         self.num_experts, self.hidden, self.intermediate = sizes
-        self.layout = layout = layout or ExpertsLayout()
+        self.layout = layout = ExpertsLayout() if layout is None else layout
+        if not isinstance(layout, ExpertsLayout):
+            raise TypeError(f"layout must be an ExpertsLayout, got {type(layout).__name__}")
         self.backend = "auto"
         width = layout.width(intermediate)
 
@@ -224,6 +233,9 @@ def _operands(
 
 def _rows(hidden_states: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """hidden_states as (T, H), index and weights as (T, k), whatever the leading dimensions."""
+    check_dense("hidden_states", hidden_states)
+    check_dense("top_k_index", index)
+    check_dense("top_k_weights", weights)
     tokens = hidden_states.shape[:-1].numel()
     if index.ndim == 0 or index.shape != weights.shape or index.shape[:-1].numel() != tokens:
         raise ValueError(

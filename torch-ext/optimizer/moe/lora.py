@@ -43,8 +43,8 @@ def factor_views(lora_A: Tensor, lora_B: Tensor, num_experts: int) -> tuple[Tens
     Raises:
         ValueError: shapes that are not two matrices of one rank per expert.
     """
-    rows, columns = lora_A.shape[0], lora_B.shape[-1]
-    if lora_A.ndim != 2 or lora_B.ndim != 2 or rows != columns or rows % num_experts:
+    matrices = lora_A.ndim == lora_B.ndim == 2 and lora_A.shape[0] == lora_B.shape[1]
+    if not matrices or num_experts < 1 or lora_A.shape[0] % num_experts:
         raise ValueError(
             f"lora_A must be (experts*r, in) and lora_B (out, experts*r) with {num_experts} "
             f"experts, got {tuple(lora_A.shape)} and {tuple(lora_B.shape)}"
@@ -87,6 +87,17 @@ def selective_lora_weights(
     a = lora_A.unflatten(0, (num_experts, -1)).index_select(0, active_experts)
     b = lora_B.unflatten(1, (num_experts, -1)).index_select(1, active_experts)
     return a.flatten(0, 1), b.flatten(1, 2)
+
+
+def checked_alpha(alpha: Any) -> float:
+    """The number.
+
+    Raises:
+        TypeError: alpha is none.
+    """
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+        raise TypeError(f"alpha must be a number, got {alpha!r}")
+    return alpha
 
 
 class LoraProjection(nn.Module):
@@ -163,12 +174,13 @@ class LoraProjection(nn.Module):
         self.check_adapter(
             name, r, dtype=dtype, dropout=dropout, use_dora=use_dora, lora_bias=lora_bias
         )
+        scaling = checked_alpha(alpha) / (math.sqrt(r) if rslora else r)
         a = torch.empty(self.num_experts * r, self.in_features, dtype=dtype, device=device)
         b = torch.zeros(self.out_features, self.num_experts * r, dtype=dtype, device=device)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5))
         self.lora_A[name] = _Factor(a)
         self.lora_B[name] = _Factor(b)
-        self.scaling[name] = alpha / (math.sqrt(r) if rslora else r)
+        self.scaling[name] = scaling
         if self.active is None:
             self.active = name
 

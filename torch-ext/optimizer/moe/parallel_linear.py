@@ -58,6 +58,10 @@ def parallel_linear_lora(  # noqa: PLR0913
         ValueError: Shapes or devices do not fit.
     """
     experts, _, n = expert_weights.shape
+    if sorted_scattered_idxs.ndim != 1:
+        raise ValueError(
+            f"sorted_scattered_idxs must be (M k,), got {tuple(sorted_scattered_idxs.shape)}"
+        )
     rows = sorted_scattered_idxs.shape[0]
     if expert_offsets.shape != (experts,):
         raise ValueError(

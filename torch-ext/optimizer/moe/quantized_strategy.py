@@ -62,7 +62,9 @@ def choose_strategy(
         ValueError: unknown strategy, or fused by name for what it cannot take.
     """
     if wanted not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {STRATEGIES}, got {wanted!r}")
+        raise ValueError(f"wanted: strategy must be one of {STRATEGIES}, got {wanted!r}")
+    if num_experts < 1:
+        raise ValueError(f"num_experts must be at least 1, got {num_experts}")
     if wanted == "fused" and not fusable:
         raise ValueError(
             'strategy="fused" needs blocks that do not leave their row (the last stored size a '

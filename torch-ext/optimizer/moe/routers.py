@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..kernels._moe_paths import DTYPES, check_dense
+
 SCORES = ("softmax", "sigmoid")
 # Keeps the renormalization finite where all chosen sigmoids underflow (DeepSeek-V3's model code).
 NORM_EPS = 1e-20
@@ -39,6 +41,7 @@ class RouterRule:
         if self.score not in SCORES:
             raise ValueError(f"score={self.score!r} is unknown; pass one of {', '.join(SCORES)}")
         _check_counts(self.top_k, self.n_group, self.topk_group)
+        _check_factor(self.routed_scaling_factor)
 
 
 def softmax_top_k(
@@ -55,6 +58,7 @@ def softmax_top_k(
         top_k_index (..., k) int64 and top_k_weights (..., k) float32, most probable first.
 
     Raises:
+        TypeError: an argument of a wrong kind.
         ValueError: logits that are no floating tensor with E >= top_k.
     """
     logits = _wide(router_logits, top_k)
@@ -95,6 +99,7 @@ def group_top_k(
         top_k_index (..., k) int64 and top_k_weights (..., k) float32.
 
     Raises:
+        TypeError: an argument of a wrong kind.
         ValueError: sizes that do not fit each other, or an unknown score.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
@@ -107,10 +112,13 @@ def group_top_k(
             f"{experts} experts do not form n_group={n_group} groups of which topk_group="
             f"{topk_group} hold top_k={top_k} experts; n_group must divide the number of experts"
         )
-    if correction_bias is not None and correction_bias.shape != (experts,):
-        raise ValueError(
-            f"correction_bias must be ({experts},), got {tuple(correction_bias.shape)}"
-        )
+    if correction_bias is not None:
+        check_dense("correction_bias", correction_bias)
+        if correction_bias.shape != (experts,):
+            raise ValueError(
+                f"correction_bias must be ({experts},), got {tuple(correction_bias.shape)}"
+            )
+    _check_factor(routed_scaling_factor)
     if score not in SCORES:
         raise ValueError(f"score={score!r} is unknown; pass one of {', '.join(SCORES)}")
     scores = torch.sigmoid(logits) if score == "sigmoid" else torch.softmax(logits, dim=-1)
@@ -139,7 +147,12 @@ def select_experts(
 
     Returns:
         top_k_index (..., k) int64 and top_k_weights (..., k) float32.
+
+    Raises:
+        TypeError, ValueError: as `group_top_k`.
     """
+    if not isinstance(rule, RouterRule):
+        raise TypeError(f"rule must be a RouterRule, got {type(rule).__name__}")
     plain = rule.n_group == 1 and rule.routed_scaling_factor == 1.0 and correction_bias is None
     if rule.score == "softmax" and plain:
         return softmax_top_k(router_logits, rule.top_k, norm_topk_prob=rule.norm_topk_prob)
@@ -195,21 +208,39 @@ class Router(nn.Module):
 
 
 def _wide(router_logits: Tensor, top_k: int) -> Tensor:
-    if not router_logits.is_floating_point() or router_logits.ndim == 0:
+    check_dense("router_logits", router_logits)
+    _check_count("top_k", top_k)
+    if router_logits.dtype not in DTYPES or router_logits.ndim == 0:
         raise ValueError(
-            f"router_logits must be floating (..., experts), got {router_logits.dtype} of shape "
-            f"{tuple(router_logits.shape)}"
+            "router_logits must be floating (..., experts) of 16 bits or more, got "
+            f"{router_logits.dtype} of shape {tuple(router_logits.shape)}"
         )
     if not 1 <= top_k <= router_logits.shape[-1]:
-        raise ValueError(f"top_k must be 1 to {router_logits.shape[-1]} experts, got {top_k}")
+        raise ValueError(
+            f"top_k must be 1 to {router_logits.shape[-1]}, the experts of router_logits, got "
+            f"{top_k}"
+        )
     return router_logits.to(torch.promote_types(router_logits.dtype, torch.float32))
 
 
 def _check_counts(top_k: int, n_group: int, topk_group: int) -> None:
+    counts = {"top_k": top_k, "n_group": n_group, "topk_group": topk_group}
+    for name, value in counts.items():
+        _check_count(name, value)
     if top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
     if not 1 <= topk_group <= n_group:
         raise ValueError(f"topk_group must be 1 to n_group={n_group}, got {topk_group}")
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+
+
+def _check_factor(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"routed_scaling_factor must be a number, got {value!r}")
 
 
 def _keep_groups(choice: Tensor, n_group: int, topk_group: int) -> Tensor:

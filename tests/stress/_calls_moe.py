@@ -1,0 +1,561 @@
+"""Calls of the experts' functions and layers, with what each must give."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..moe._eager import Problem, eager
+from ._arguments import FLOATS, Call, draw, integers, restrided
+from ._calls import STEPPED, Package, bits, call, close, finite, rounding
+from ._runs import DifferenceError
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss")
+BACKENDS = ("auto", "auto", "auto", "reference")
+
+
+def problem_of(generator: random.Random, **fixed: Any) -> Problem:
+    gates = generator.random() < 0.4
+    options = {
+        "tokens": generator.choice([0, 1, 5, 17]),
+        "top_k": generator.choice([1, 2, 3]),
+        "experts": generator.choice([3, 4]),
+        "k": generator.choice([4, 7, 16]),
+        "n": generator.choice([3, 8]),
+        "rank": generator.choice([None, 1, 4]),
+        "scaling": generator.choice([2.0, 0.5]),
+        "dtype": generator.choice(FLOATS),
+        "bias": generator.random() < 0.4,
+        "gates": gates,
+        "grouped_in": generator.random() < 0.4,
+        "grouped_out": not gates and generator.random() < 0.4,
+        "peft": generator.random() < 0.4,
+        "routing": generator.choice(["random", "one", "gap", "sentinels", "all-sentinels"]),
+    }
+    return Problem(**options | fixed)
+
+
+def detached(tensors: dict[str, Tensor | None]) -> dict[str, Any]:
+    return {name: None if x is None else x.detach() for name, x in tensors.items()}
+
+
+@call("moe.grouped_lora_linear")
+def grouped_lora_linear(package: Package, generator: random.Random) -> Call:
+    problem = problem_of(generator)
+    ids = problem.ids(torch.device("cpu"), generator.randrange(100))
+    order = package.opt.moe.expert_sort(ids, problem.experts)
+    leaves = problem.inputs(torch.device("cpu"), generator.randrange(100))
+    seen = problem.views(detached(leaves))
+
+    def check(result: Tensor) -> None:
+        expected = eager(problem, detached(leaves), ids, torch.float64)
+        close(f"grouped_lora_linear {problem}", result, expected, 20 * rounding(problem.dtype))
+
+    arguments: dict[str, Any] = {
+        **seen,
+        "order": order,
+        "scaling": problem.scaling,
+        "grouped_in": problem.grouped_in,
+        "grouped_out": problem.grouped_out,
+        "backend": generator.choice(BACKENDS),
+    }
+    return Call("moe.grouped_lora_linear", package.opt.moe.grouped_lora_linear, arguments, check)
+
+
+@call("moe.parallel_linear_lora")
+def parallel_linear_lora(package: Package, generator: random.Random) -> Call:
+    problem = problem_of(generator, routing="random", peft=False, bias=False, gates=False, tokens=6)
+    ids = problem.ids(torch.device("cpu"), generator.randrange(100))
+    order = package.opt.moe.expert_sort(ids, problem.experts)
+    leaves = detached(problem.inputs(torch.device("cpu"), generator.randrange(100)))
+    a, b = leaves["lora_a"], leaves["lora_b"]
+
+    def check(result: Tensor) -> None:
+        expected = eager(problem, leaves, ids, torch.float64)
+        close(f"parallel_linear_lora {problem}", result, expected, 20 * rounding(problem.dtype))
+
+    arguments = {
+        "inputs": leaves["x"],
+        "expert_weights": leaves["weight"],
+        "k": problem.top_k,
+        "sorted_expert_idxs": ids.reshape(-1)[order.slots],
+        "sorted_scattered_idxs": order.slots,
+        "expert_offsets": order.offsets[1:],
+        "lora_A": None if a is None else a.flatten(0, 1),
+        "lora_B": None if b is None else b.transpose(0, 1).reshape(problem.n, -1),
+        "scaling": problem.scaling,
+        "grouped_in": problem.grouped_in,
+        "grouped_out": problem.grouped_out,
+    }
+    return Call(
+        "moe.parallel_linear_lora",
+        package.opt.moe.parallel_linear_lora,
+        arguments,
+        check,
+        words=("lora_a", "lora_b", "weight", "order", "x must"),
+    )
+
+
+@call("moe.expert_sort")
+def expert_sort(package: Package, generator: random.Random) -> Call:
+    experts = generator.choice([1, 3, 8, 300])
+    shape = (generator.choice([0, 1, 5, 40]), generator.choice([1, 2, 4]))
+    dtype = generator.choice([torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+    high = min(experts + 2, 100)
+    ids = restrided(generator, integers(generator, 0, high, shape).to(dtype))
+    if dtype.is_signed and ids.numel() and generator.random() < 0.3:
+        ids[0, 0] = -1
+
+    def check(order: Any) -> None:
+        expected = package("reference.moe").expert_sort(ids, experts, order.tile_rows)
+        found = (order.slots, order.rows, order.offsets, order.tiles)
+        for one, other in zip(found, expected, strict=True):
+            if not torch.equal(one, other):
+                raise DifferenceError("moe.expert_sort: another order than the reference")
+
+    arguments = {"expert_ids": ids, "num_experts": experts, "backend": generator.choice(BACKENDS)}
+    return Call("moe.expert_sort", package.opt.moe.expert_sort, arguments, check)
+
+
+@call("kernels.expert_sort")
+def expert_sort_op(package: Package, generator: random.Random) -> Call:
+    ids = integers(generator, -1, 5, (generator.choice([0, 3, 9]), 2))
+    arguments = {"expert_ids": ids, "num_experts": 4, "tile_rows": generator.choice([16, 32, 64])}
+
+    def check(result: Any) -> None:
+        expected = package("reference.moe").expert_sort(ids, 4, arguments["tile_rows"])
+        slots, rows, offsets, tiles = result
+        for one, other in zip((slots, rows, offsets, tiles), expected, strict=True):
+            if not torch.equal(one, other):
+                raise DifferenceError("kernels.expert_sort: another order than the reference")
+
+    return Call("kernels.expert_sort", package("kernels").expert_sort, dict(arguments), check)
+
+
+@call("kernels.combine")
+def combine(package: Package, generator: random.Random) -> Call:
+    tokens, k, n = generator.choice([1, 4, 9]), generator.choice([1, 2, 3]), 5
+    ids = integers(generator, 0, 5, (tokens, k))  # 4 is a sentinel
+    _, rows, offsets, _ = package("kernels").expert_sort(ids, 4)
+    y = draw(generator, (tokens * k, n), generator.choice(FLOATS))
+    gates = draw(generator, (tokens, k)) if generator.random() < 0.7 else None
+
+    def check(result: Tensor) -> None:
+        wide = None if gates is None else gates.double()
+        expected = package("reference.moe").combine(y.double(), wide, rows, offsets, k)
+        close("combine", result, expected, 8 * rounding(y.dtype))
+
+    arguments = {"y": y, "gates": gates, "rows": rows, "offsets": offsets, "top_k": k}
+    return Call("kernels.combine", package("kernels").combine, arguments, check)
+
+
+@call("moe.glu")
+def glu(package: Package, generator: random.Random) -> Call:
+    x = draw(generator, (generator.choice([0, 1, 7]), 2 * generator.choice([1, 4, 9])))
+    x = x.to(generator.choice(FLOATS))
+    activation, interleaved = generator.choice(ACTIVATIONS), generator.random() < 0.5
+
+    def check(result: Tensor) -> None:
+        expected = package("reference.glu").glu(x.double(), activation, interleaved)
+        close("glu", result, expected, 4 * rounding(x.dtype))
+
+    arguments = {"gate_up": x, "activation": activation, "interleaved": interleaved}
+    return Call("moe.glu", package.opt.moe.glu, arguments | {"backend": "auto"}, check)
+
+
+@call("moe.softmax_top_k")
+def softmax_top_k(package: Package, generator: random.Random) -> Call:
+    lead, experts = generator.choice([(), (3,), (2, 3), (0,)]), generator.choice([1, 4, 9])
+    logits = draw(generator, (*lead, experts), generator.choice(FLOATS))
+    k = generator.randint(1, experts)
+    norm = generator.random() < 0.5
+
+    def check(result: tuple[Tensor, Tensor]) -> None:
+        index, weights = result
+        probabilities = logits.double().softmax(-1).gather(-1, index)
+        if norm:
+            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        close("softmax_top_k", weights, probabilities, 1e-5)
+
+    arguments = {"router_logits": logits, "top_k": k, "norm_topk_prob": norm}
+    return Call("moe.softmax_top_k", package.opt.moe.softmax_top_k, arguments, check)
+
+
+@call("moe.group_top_k")
+def group_top_k(package: Package, generator: random.Random) -> Call:
+    groups = generator.choice([1, 2, 4])
+    logits = draw(generator, (5, 4 * groups), generator.choice(FLOATS))
+    kept = generator.randint(1, groups)
+    k = generator.randint(1, 4 * kept)
+    arguments: dict[str, Any] = {
+        "router_logits": logits,
+        "top_k": k,
+        "score": generator.choice(["sigmoid", "softmax"]),
+        "correction_bias": draw(generator, (4 * groups,)) if generator.random() < 0.5 else None,
+        "n_group": groups,
+        "topk_group": kept,
+        "norm_topk_prob": generator.random() < 0.5,
+        "routed_scaling_factor": generator.choice([1.0, 2.5]),
+    }
+
+    def check(result: tuple[Tensor, Tensor]) -> None:
+        index, weights = result
+        if index.shape != (5, k) or any(len(set(row)) != k for row in index.tolist()):
+            raise DifferenceError(f"group_top_k chose {index.tolist()}")
+        wide = logits.double()
+        scores = wide.sigmoid() if arguments["score"] == "sigmoid" else wide.softmax(-1)
+        expected = scores.gather(-1, index)
+        if arguments["norm_topk_prob"]:
+            expected = expected / expected.sum(-1, keepdim=True)
+        expected = expected * arguments["routed_scaling_factor"]
+        close("group_top_k", weights, expected, 1e-4)
+
+    return Call("moe.group_top_k", package.opt.moe.group_top_k, dict(arguments), check)
+
+
+@call("moe.select_experts")
+def select_experts(package: Package, generator: random.Random) -> Call:
+    rule = package.opt.moe.RouterRule(generator.choice(["softmax", "sigmoid"]), 2)
+    arguments = {
+        "router_logits": draw(generator, (5, 6)),
+        "rule": rule,
+        "correction_bias": None if generator.random() < 0.5 else draw(generator, (6,)),
+    }
+    return Call("moe.select_experts", package.opt.moe.select_experts, arguments, finite)
+
+
+@call("moe.RouterRule")
+def router_rule(package: Package, generator: random.Random) -> Call:
+    arguments = {
+        "score": "softmax",
+        "top_k": 2,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+    }
+    return Call("moe.RouterRule", package.opt.moe.RouterRule, arguments)
+
+
+@call("moe.ExpertsLayout")
+def experts_layout(package: Package, generator: random.Random) -> Call:
+    arguments = {"activation": "silu", "transposed": True, "interleaved": False, "gated": True}
+    return Call("moe.ExpertsLayout", package.opt.moe.ExpertsLayout, arguments)
+
+
+@call("moe.experts_forward")
+def experts_forward(package: Package, generator: random.Random) -> Call:
+    experts, hidden, inner, tokens, k = 3, generator.choice([4, 7]), 5, generator.choice([0, 6]), 2
+    dtype = generator.choice(FLOATS)
+    moe = package.opt.moe
+    layout = moe.ExpertsLayout(
+        generator.choice(ACTIVATIONS), generator.random() < 0.5, generator.random() < 0.5
+    )
+    weights = [
+        draw(generator, layout.stored(experts, *sizes), dtype, scale=0.3)
+        for sizes in ((hidden, 2 * inner), (inner, hidden))
+    ]
+    x = draw(generator, (tokens, hidden), dtype)
+    ids = integers(generator, -1, experts, (tokens, k))
+    gates = draw(generator, (tokens, k)).abs()
+
+    def check(result: Tensor) -> None:
+        expected = torch.zeros(tokens, hidden, dtype=torch.float64)
+        up, down = (layout.operand(weight).double() for weight in weights)
+        for t in range(tokens):
+            for j, e in enumerate(ids[t].tolist()):
+                if e >= 0:
+                    inside = package("reference.glu").glu(
+                        x[t : t + 1].double() @ up[e], layout.activation, layout.interleaved
+                    )
+                    expected[t] += gates[t, j].double() * (inside @ down[e])[0]
+        close("experts_forward", result, expected, 60 * rounding(dtype))
+
+    arguments = {
+        "hidden_states": x,
+        "top_k_index": ids,
+        "top_k_weights": gates,
+        "gate_up": weights[0],
+        "down": weights[1],
+        "layout": layout,
+        "lora": None,
+        "gate_up_bias": None,
+        "down_bias": None,
+        "backend": generator.choice(BACKENDS),
+    }
+    words = ("gates", "weight", "bias", "x ", "expert_ids", "order", "lora_a")
+    return Call("moe.experts_forward", moe.experts_forward, arguments, check, words=words)
+
+
+@call("moe.Experts")
+def experts_module(package: Package, generator: random.Random) -> Call:
+    arguments = {
+        "num_experts": 3,
+        "hidden": 4,
+        "intermediate": 5,
+        "layout": package.opt.moe.ExpertsLayout(),
+        "bias": generator.random() < 0.5,
+        "dtype": generator.choice(FLOATS),
+        "device": torch.device("cpu"),
+    }
+
+    def check(module: nn.Module) -> None:
+        x = draw(generator, (2, 4), module.down_proj.dtype)
+        finite(module(x, torch.tensor([[0], [1]]), torch.ones(2, 1)))
+
+    return Call("moe.Experts", package.opt.moe.Experts, arguments, check)
+
+
+@call("moe.Experts.add_adapter")
+def add_adapter(package: Package, generator: random.Random) -> Call:
+    module = package.opt.moe.Experts(3, 4, 5)
+    before = sorted(module.state_dict())
+
+    def add(**arguments: Any) -> nn.Module:
+        try:
+            module.add_adapter(**arguments)
+        except (ValueError, TypeError):
+            if sorted(module.state_dict()) != before:
+                raise DifferenceError("a refused adapter left tensors behind") from None
+            raise
+        return module
+
+    arguments = {
+        "name": "one",
+        "r": 2,
+        "alpha": 4.0,
+        "targets": ("gate_up", "down"),
+        "train_base": False,
+        "rslora": False,
+        "dtype": torch.float32,
+        "dropout": 0.0,
+    }
+
+    def check(module: nn.Module) -> None:
+        finite(module(draw(generator, (2, 4)), torch.tensor([[0], [1]]), torch.ones(2, 1)))
+
+    return Call("moe.Experts.add_adapter", add, arguments, check)
+
+
+@call("moe.LoraProjection")
+def lora_projection(package: Package, generator: random.Random) -> Call:
+    arguments = {"num_experts": 3, "in_features": 4, "out_features": 5}
+    return Call("moe.LoraProjection", package.opt.moe.LoraProjection, arguments)
+
+
+@call("moe.ExpertAdapters")
+def expert_adapters(package: Package, generator: random.Random) -> Call:
+    layout = package.opt.moe.ExpertsLayout()
+    arguments = {"num_experts": 3, "hidden": 4, "intermediate": 5, "layout": layout}
+    return Call("moe.ExpertAdapters", package.opt.moe.ExpertAdapters, arguments)
+
+
+@call("moe.factor_views")
+def factor_views(package: Package, generator: random.Random) -> Call:
+    a, b = draw(generator, (6, 5)), draw(generator, (4, 6))
+
+    def check(result: Any) -> None:
+        if [tuple(x.shape) for x in result] != [(3, 2, 5), (3, 4, 2)]:
+            raise DifferenceError("factor_views: wrong shapes")
+
+    arguments = {"lora_A": a, "lora_B": b, "num_experts": 3}
+    return Call("moe.factor_views", package.opt.moe.factor_views, arguments, check)
+
+
+@call("moe.selective_lora_weights")
+def selective_lora_weights(package: Package, generator: random.Random) -> Call:
+    a, b = draw(generator, (6, 5)), draw(generator, (4, 6))
+    ids = torch.tensor(generator.sample(range(3), generator.randint(0, 3)), dtype=torch.int64)
+
+    def check(result: tuple[Tensor, Tensor]) -> None:
+        expected = [a[2 * e : 2 * e + 2] for e in ids.tolist()]
+        if expected and not torch.equal(result[0], torch.cat(expected)):
+            raise DifferenceError("selective_lora_weights: other rows than asked for")
+
+    arguments = {"lora_A": a, "lora_B": b, "active_experts": ids, "num_experts": 3}
+    function = package.opt.moe.selective_lora_weights
+    return Call("moe.selective_lora_weights", function, arguments, check)
+
+
+@call("moe.active_experts")
+def active_experts(package: Package, generator: random.Random) -> Call:
+    ids = integers(generator, 0, 5, (generator.choice([0, 4]), 2))
+    order = package.opt.moe.expert_sort(ids, 5)
+
+    def check(active: Any) -> None:
+        used = sorted(set(ids.reshape(-1).tolist()))
+        if active.ids[: len(used)].tolist() != used:
+            raise DifferenceError(f"active_experts of {ids.tolist()}: {active.ids.tolist()}")
+
+    return Call("moe.active_experts", package.opt.moe.active_experts, {"order": order}, check)
+
+
+@call("moe.selective_expert_weights")
+def selective_expert_weights(package: Package, generator: random.Random) -> Call:
+    order = package.opt.moe.expert_sort(integers(generator, 0, 4, (3, 2)), 4)
+    active = package.opt.moe.active_experts(order)
+    weight = draw(generator, (4, 8, 16), strided=False)
+    quantized = generator.random() < 0.5
+    stack: Any = weight
+    if quantized:
+        stack = package.opt.moe.QuantizedExperts.from_weight(weight, blocksize=32)
+        stack = stack.quantized_weight()
+
+    def check(result: Tensor) -> None:
+        close("selective_expert_weights", result, weight[active.ids], 0.2 if quantized else 1e-2)
+
+    arguments = {"weight": stack, "active": active, "dtype": torch.float32}
+    function = package.opt.moe.selective_expert_weights
+    return Call("moe.selective_expert_weights", function, arguments, check)
+
+
+@call("moe.expert_weight")
+def expert_weight(package: Package, generator: random.Random) -> Call:
+    module = package.opt.moe.Experts(3, 4, 5)
+    arguments = {"module": module, "name": "gate_up_proj", "shape": (3, 10, 4)}
+    return Call("moe.expert_weight", package.opt.moe.expert_weight, arguments)
+
+
+@call("moe.choose_strategy")
+def choose_strategy(package: Package, generator: random.Random) -> Call:
+    arguments = {"rows": 17, "num_experts": 8, "wanted": "auto", "fusable": True, "fast": True}
+    return Call("moe.choose_strategy", package.opt.moe.choose_strategy, arguments)
+
+
+def quantized(package: Package, generator: random.Random) -> tuple[Any, Tensor]:
+    shape = generator.choice([(3, 8, 64), (2, 5, 32), (3, 7, 20)])
+    weight = draw(generator, shape, generator.choice(STEPPED), strided=False)
+    options = {"blocksize": generator.choice([32, 64]), "quant_type": "nf4"}
+    nested = generator.random() < 0.3
+    return package.opt.moe.QuantizedExperts.from_weight(weight, nested=nested, **options), weight
+
+
+@call("moe.QuantizedExperts")
+def quantized_experts(package: Package, generator: random.Random) -> Call:
+    arguments = {
+        "shape": (3, 4, 64),
+        "blocksize": 64,
+        "quant_type": "nf4",
+        "nested": False,
+        "strategy": "auto",
+        "device": torch.device("cpu"),
+    }
+    return Call("moe.QuantizedExperts", package.opt.moe.QuantizedExperts, arguments)
+
+
+@call("moe.QuantizedExperts.from_weight")
+def from_weight(package: Package, generator: random.Random) -> Call:
+    weight = draw(generator, (3, 4, 64), generator.choice(STEPPED))
+
+    def check(module: Any) -> None:
+        close("from_weight", module.quantized_weight().decode(dtype=torch.float32), weight, 0.2)
+
+    function = package.opt.moe.QuantizedExperts.from_weight
+    arguments = {"weight": weight, "blocksize": 64, "quant_type": "nf4", "nested": False}
+    words = ("shape", "experts", "expert")
+    return Call("moe.QuantizedExperts.from_weight", function, arguments, check, words=words)
+
+
+@call("moe.QuantizedWeight")
+def quantized_weight(package: Package, generator: random.Random) -> Call:
+    record = quantized(package, generator)[0].quantized_weight()
+    fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+
+    def check(made: Any) -> None:
+        if bits(made.decode()) != bits(record.decode()):
+            raise DifferenceError("QuantizedWeight: other values from the same fields")
+
+    words = ("shape", "stack")
+    return Call("moe.QuantizedWeight", package.opt.moe.QuantizedWeight, fields, check, words=words)
+
+
+@call("moe.explain_quantized")
+def explain_quantized(package: Package, generator: random.Random) -> Call:
+    weight = quantized(package, generator)[0]
+    arguments = {"weight": weight, "rows": 8, "dtype": torch.bfloat16, "rank": 0, "backend": "auto"}
+    return Call("moe.explain_quantized", package.opt.moe.explain_quantized, arguments)
+
+
+@call("moe.grouped_lora_linear, 4 bits")
+def quantized_linear(package: Package, generator: random.Random) -> Call:
+    module, _ = quantized(package, generator)
+    experts, _, k = module.stored
+    dtype = generator.choice(STEPPED)
+    x = draw(generator, (5, k), dtype)
+    order = package.opt.moe.expert_sort(integers(generator, -1, experts, (5, 2)), experts)
+    record = module.quantized_weight().transpose(1, 2)
+
+    def check(result: Tensor) -> None:
+        weight = module.quantized_weight().decode(dtype=torch.float32).transpose(1, 2)
+        expected = package.opt.moe.grouped_lora_linear(x.double(), weight.double(), order)
+        close("4-bit grouped_lora_linear", result, expected, 40 * rounding(torch.bfloat16))
+
+    arguments = {"x": x, "weight": record, "order": order, "backend": generator.choice(BACKENDS)}
+    return Call(
+        "moe.grouped_lora_linear, 4 bits", package.opt.moe.grouped_lora_linear, arguments, check
+    )
+
+
+@call("moe.Router")
+def router(package: Package, generator: random.Random) -> Call:
+    rule = package.opt.moe.RouterRule("sigmoid", 2)
+    arguments = {"hidden": 4, "num_experts": 5, "rule": rule, "correction": True, "bias": True}
+
+    def check(module: nn.Module) -> None:
+        finite(module(draw(generator, (3, 4))))
+
+    return Call("moe.Router", package.opt.moe.Router, arguments, check)
+
+
+@call("moe.SharedExperts")
+def shared_experts(package: Package, generator: random.Random) -> Call:
+    arguments = {"hidden": 4, "intermediate": 5, "activation": "silu", "sigmoid_gate": True}
+
+    def check(module: nn.Module) -> None:
+        finite(module(draw(generator, (3, 4))))
+
+    return Call("moe.SharedExperts", package.opt.moe.SharedExperts, arguments, check)
+
+
+@call("moe.MoEBlock")
+def moe_block(package: Package, generator: random.Random) -> Call:
+    moe = package.opt.moe
+    block = moe.MoEBlock(
+        moe.Router(4, 3, moe.RouterRule("softmax", 2)),
+        moe.Experts(3, 4, 5),
+        moe.SharedExperts(4, 5) if generator.random() < 0.5 else None,
+    )
+    arguments = {"hidden_states": draw(generator, generator.choice([(2, 4), (2, 3, 4), (0, 4)]))}
+    words = ("hidden_states", "x ", "linear")
+    return Call("moe.MoEBlock", block.forward, arguments, finite, words=words)
+
+
+@call("layers.ScatterMoEExperts")
+def scatter_moe_experts(package: Package, generator: random.Random) -> Call:
+    """Its forward in the place of that of a module with the names of transformers."""
+
+    class Layer(package.opt.layers.ScatterMoEExperts):
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            gate, up = gate_up.chunk(2, -1)
+            return nn.functional.silu(gate) * up
+
+    layer = Layer()
+    layer.gate_up_proj = nn.Parameter(draw(generator, (3, 10, 4), strided=False))
+    layer.down_proj = nn.Parameter(draw(generator, (3, 4, 5), strided=False))
+    layer.num_experts, layer.hidden_dim, layer.act_fn = 3, 4, nn.SiLU()
+    arguments = {
+        "hidden_states": draw(generator, (4, 4)),
+        "top_k_index": integers(generator, 0, 3, (4, 2)),
+        "top_k_weights": draw(generator, (4, 2)),
+    }
+
+    def forward(**given: Any) -> Tensor:
+        with torch.no_grad():
+            return layer(**given)
+
+    words = ("expert_ids", "gates", "x ", "gate_up")
+    return Call("layers.ScatterMoEExperts", forward, arguments, finite, words=words)

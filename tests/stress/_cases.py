@@ -1,0 +1,231 @@
+"""One call of one public function, judged."""
+
+from __future__ import annotations
+
+import logging
+import random
+import resource
+import shutil
+import signal
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _calls_models, _calls_moe
+from ._arguments import Call, spoiled
+from ._calls import CALLS, Package
+from ._runs import DifferenceError, bits
+
+MEMORY = 12 * 2**30  # bytes of address space above which an allocation fails instead of swapping
+# What torch says itself of an argument of an op, of a device and of memory that is not there.
+BY_TORCH = (
+    "Expected a value of type",
+    "device type at start of device string",
+    "accelerator device when none is available",
+    "can't allocate memory",
+    "Trying to create tensor with negative dimension",
+    "SymIntArrayRef expected to contain only concrete integers",
+    "Storage size calculation overflowed",
+    "Invalid device string",
+    "not compiled with CUDA enabled",
+    "shapes cannot be multiplied",
+    "both arguments to linear",
+    "not implemented for sparse tensors",
+    "from the 'SparseCPU' backend",
+    "index_select(): Expected dtype",
+    "out of bounds for dimension",
+    "Device string must not be empty",
+    "index out of range in self",
+    "Only Tensors of floating point",
+    'kernel_cpu" not implemented for',
+    "is not on the expected device meta",
+    "without overflow",
+)
+LIMIT = 20  # seconds of one call, of which none should take one
+VALID_RATE = 0.4
+RARE = {"integrations.": 0.15}  # slow: a model is made for each
+__all__ = ["_calls_models", "_calls_moe", "play"]
+
+
+class HangError(BaseException):
+    """A call took longer than LIMIT."""
+
+
+def _late(*_: Any) -> None:
+    raise HangError
+
+
+def tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Every dense tensor of an argument, with its place."""
+    if isinstance(value, Tensor):
+        if value.layout == torch.strided and not value.is_meta:
+            yield path, value.detach()
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            yield from tensors_in(entry, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for number, entry in enumerate(value):
+            yield from tensors_in(entry, f"{path}[{number}]")
+
+
+def held(call: Call, names: Any) -> dict[str, bytes]:
+    return {
+        path: bits(tensor)
+        for name in names
+        for path, tensor in tensors_in(call.arguments.get(name), name)
+    }
+
+
+def spoil(call: Call, generator: random.Random) -> None:
+    """Change one or two arguments."""
+    names = [name for name in call.arguments if name not in call.exact]
+    for name in generator.sample(names, min(len(names), generator.choice([1, 1, 2]))):
+        call.arguments[name] = spoiled(generator, call.arguments[name])
+        call.spoiled.append(name)
+
+
+def judge(call: Call) -> str:
+    """What became of a call: "right", "accepted", "refused", or so by torch or Python.
+
+    An object of another kind than documented, such as a list for a tensor, may get what Python says
+    of an operation on it: TypeError, OverflowError, or AttributeError of that object; torch speaks
+    for its ops.
+    """
+    read = [name for name in call.arguments if name not in call.written]
+    before, written = held(call, read), held(call, call.written)
+    try:
+        result = call.function(**call.arguments)
+    except (ValueError, TypeError, OverflowError, *call.also) as error:
+        by_python = isinstance(error, (TypeError, OverflowError)) and not _is_ours(error)
+        if not by_python:
+            _assert_named(call, error)
+        _assert_kept(call, before | written, held(call, call.arguments), "refused")
+        return "refused by Python" if by_python and call.spoiled else "refused"
+    except (RuntimeError, AssertionError) as error:
+        if not call.spoiled or not any(words in str(error) for words in BY_TORCH):
+            raise
+        _assert_kept(call, before | written, held(call, call.arguments), "refused")
+        return "refused by torch"
+    except AttributeError as error:
+        entries = [entry for name in call.spoiled for entry in _all(call, name)]
+        kinds = {kind for e in entries for kind in (type(e).__name__, _full_name(type(e)))}
+        if not any(f"'{kind}' object has no attribute" in str(error) for kind in kinds):
+            raise
+        _assert_kept(call, before | written, held(call, call.arguments), "refused")
+        return "refused by Python"
+    _assert_kept(call, before, held(call, read), "accepted")
+    if call.spoiled:
+        return "accepted"
+    if call.check is not None:
+        call.check(result)
+    return "right"
+
+
+def _all(call: Call, name: str) -> list[Any]:
+    """An argument and what it holds."""
+    value = call.arguments[name]
+    inside = value.values() if isinstance(value, dict) else value
+    return [value, *(inside if isinstance(inside, (list, tuple, type({}.values()))) else [])]
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether a `raise` of Python code made the error, and not an operation on a wrong object."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return (last.line or "").startswith("raise ")
+
+
+def _assert_named(call: Call, error: BaseException) -> None:
+    if not call.spoiled and not call.also:
+        raise DifferenceError(f"valid arguments were refused: {error}") from error
+    text = str(error)
+    if isinstance(error, TypeError) and ("unexpected keyword" in text or "missing" in text):
+        return
+    if not any(word.lower() in text.lower() for word in (*call.arguments, *call.words)):
+        raise DifferenceError(
+            f"{type(error).__name__} names none of {[*call.arguments]}: {text}"
+        ) from error
+
+
+def _assert_kept(call: Call, before: dict[str, bytes], after: dict[str, bytes], how: str) -> None:
+    changed = [path for path, value in before.items() if after.get(path, value) != value]
+    if changed:
+        raise DifferenceError(f"{how}, and changed {changed}")
+
+
+def shown(value: Any) -> str:
+    """An argument, short."""
+    if isinstance(value, Tensor):
+        grad = ", grad" if value.requires_grad else ""
+        strides = tuple(value.stride()) if value.layout == torch.strided else value.layout
+        return f"{value.dtype} {tuple(value.shape)} strides {strides} on {value.device}{grad}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {shown(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__}({', '.join(map(shown, value))})"
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    return repr(value)[:200]
+
+
+def play_one(package: Package, number: int, only: str | None) -> tuple[str, str, str, list[str]]:
+    """(function, outcome, what is wrong or "", arguments) of the call with a number."""
+    signal.signal(signal.SIGALRM, _late)
+    signal.alarm(LIMIT)
+    generator = random.Random(number)
+    names = [name for name in CALLS if only is None or only in name]
+    weights = [next((w for part, w in RARE.items() if part in name), 1.0) for name in names]
+    (name,) = generator.choices(names, weights)
+    given = ["while valid arguments were made"]
+    try:
+        call = CALLS[name](package, generator)
+        if generator.random() > VALID_RATE:
+            spoil(call, generator)
+        given = [f"{key} = {shown(value)}" for key, value in call.arguments.items()]
+        given = [f"spoiled: {call.spoiled}", *given]
+        return name, judge(call), "", given
+    except DifferenceError as error:
+        return name, "wrong", f"{name}: {error}", given
+    except HangError:
+        where = "".join(traceback.format_exc(limit=-3))
+        return name, "hang", f"{name}: more than {LIMIT} s\n{where}", given
+    except Exception as error:
+        where = "".join(traceback.format_exc(limit=-3))
+        return name, "wrong", f"{name}: {type(error).__name__}: {error}\n{where}", given
+    finally:
+        signal.alarm(0)
+
+
+def play(opt: Any, numbers: list[int], only: str | None = None) -> dict[str, Any]:
+    """The calls with these numbers."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.use_deterministic_algorithms(False)
+    if only is None or "integrations" in only:  # which takes seconds, none of a call
+        import peft  # noqa: F401
+        import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
+    package = Package(opt, Path(tempfile.mkdtemp(prefix="fuzz-")))
+    counts: Counter[str] = Counter()
+    findings = []
+    try:
+        for number in numbers:
+            name, outcome, text, given = play_one(package, number, only)
+            counts[f"{name}: {outcome}"] += 1
+            counts["calls"] += 1
+            if text:
+                kind = "hang" if outcome == "hang" else "difference"
+                findings.append((kind, number, text, given))
+    finally:
+        shutil.rmtree(package.folder, ignore_errors=True)
+    return {"counts": dict(counts), "findings": findings}

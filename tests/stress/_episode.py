@@ -1,0 +1,254 @@
+"""Steps of one optimizer to which things happen, beside a twin that is left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import random
+import shutil
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _events
+from ._problem import Source, gradient
+from ._runs import DifferenceError, Run, assert_same, bits
+from ._slow_step import HALF, SlowStep
+
+EVENT_RATE = 0.6
+MISSING_RATE = 0.08
+ADAMW = ("betas", "eps")
+
+
+class Episode:
+    """Both runs, what happened to them, and the steps that they take together."""
+
+    def __init__(self, opt: Any, seed: int) -> None:
+        self.opt = opt
+        self.submodule = lambda name: importlib.import_module(f"{opt.__name__}.{name}")
+        self.generator = generator = random.Random(seed)
+        self.front = generator.choice(["Muon", "MuonAdamW"])
+        self.source = Source(generator)
+        given = [self.source.group(muon=muon) for muon in (True, False)]
+        values = {one.name: one.value() for group in given for one in group.params}
+        self.run, self.twin = (
+            Run(opt, self.front, list(given), {}).make(values, [{} for _ in given])
+            for _ in range(2)
+        )
+        self.slow = SlowStep(opt, self.submodule)
+        self.counts: Counter[str] = Counter()
+        self.happened: list[str] = []
+        self.folder = Path(tempfile.mkdtemp(prefix="soak-"))
+        self.schedulers: list[Any] = []
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def count(self, what: str) -> None:
+        self.counts[what] += 1
+
+    def new_folder(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self.folder))
+
+    def set_options(self, number: int, options: dict[str, Any]) -> None:
+        given = self.run.given[number]
+        for run in (self.run, self.twin):
+            for key, value in options.items():
+                renamed = not given.muon and self.front == "Muon" and key in ("betas", "eps")
+                run.optimizer.param_groups[number][f"adamw_{key}" if renamed else key] = value
+
+    def replace_run(self, run: Run) -> None:
+        """Another object goes on, with the gradients of this one."""
+        for name, param in run.params.items():
+            param.grad = self.run.params[name].grad
+        self.run = run
+        self.schedulers = []
+
+    def take_copy(self, copied: Callable[[Any], Any]) -> None:
+        params, optimizer = copied((self.run.params, self.run.optimizer))
+        run = Run(self.opt, self.front, list(self.run.given), {}, params, optimizer)
+        for name, param in run.params.items():
+            param.grad = self.run.params[name].grad
+        self.run = run
+        self.schedulers = []
+
+    def schedule(self, kind: str) -> None:
+        from torch.optim import lr_scheduler
+
+        make = {
+            "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+            "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+            "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=1000),
+        }[kind]
+        self.schedulers = [make(run.optimizer) for run in (self.run, self.twin)]
+
+    def fill_gradients(self) -> None:
+        """The same new gradients for both; some are missing."""
+        every = self.generator.random() < 0.5
+        rate = 0.0 if every else self.generator.choice([MISSING_RATE, 0.5, 1.0])
+        for name, param in self.run.params.items():
+            seed = self.generator.randrange(10**9)
+            missing = self.generator.random() < rate
+            grad = None if missing else gradient(param, self.generator, seed)
+            param.grad = grad
+            self.twin.params[name].grad = None if grad is None else grad.clone()
+
+    def tick(self) -> None:
+        """New gradients, perhaps an event, and a step."""
+        self.fill_gradients()
+        if self.generator.random() < EVENT_RATE:
+            name = _events.draw(self.generator)
+            self.happened.append(name)
+            self.count(name)
+            _events.EVENTS[name](self)
+            assert_same(self.run, self.twin, f"after {name}")
+        surroundings = self.generator.choice([*SURROUNDINGS])
+        self.happened.append(f"step ({surroundings})")
+        self.count(f"step, {surroundings}")
+        with SURROUNDINGS[surroundings]():
+            self.step(f"step, {surroundings}")
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def step(self, what: str, *, checked: bool = True) -> None:
+        """Both step; the twin outside of whatever surrounds the run."""
+        before = self.twin.snapshot()
+        random_state = torch.get_rng_state()
+        self.run.optimizer.step()
+        if not torch.equal(torch.get_rng_state(), random_state):
+            raise DifferenceError(f"{what} drew from torch's random numbers")
+        with plainly():
+            self.twin.optimizer.step()
+            assert_same(self.run, self.twin, what)
+            self._assert_gradients(before, what)
+            if checked:
+                self._assert_slow_step(before, what)
+
+    def _assert_gradients(self, before: Any, what: str) -> None:
+        """Untouched, or freed where none_grad asks for it."""
+        for group, _, name, param in self.twin.entries():
+            given = before.grads[name]
+            if given is None or group["none_grad"]:
+                if param.grad is not None:
+                    raise DifferenceError(f"{what}: gradient of {name} is there")
+            elif param.grad is None or bits(param.grad) != bits(given):
+                raise DifferenceError(f"{what}: gradient of {name} changed")
+
+    def _assert_slow_step(self, before: Any, what: str) -> None:
+        for group, given, name, param in self.twin.entries():
+            old = before.tensors[name].clone()
+            old.grad = before.grads[name]
+            state = {
+                key.removeprefix(f"{name}: "): value.clone()
+                for key, value in before.tensors.items()
+                if key.startswith(f"{name}: ")
+            }
+            options = dict(before.groups[int_of(self.twin, group)])
+            if not given.muon:
+                options |= {key: options.get(f"adamw_{key}", options.get(key)) for key in ADAMW}
+                cycled = options.get("momentum")  # by a scheduler
+                options["betas"] = (cycled or options["betas"][0], options["betas"][1])
+            now = self.twin.optimizer.state[param]
+            if old.grad is None:
+                if not torch.equal(param, old):
+                    raise DifferenceError(f"{what}: {name} moved without a gradient")
+                continue
+            if options["rounding"] != "residual":
+                state.pop("rounding_residual", None)
+            elif param.dtype in HALF:
+                state.setdefault("rounding_residual", torch.zeros_like(old, dtype=torch.int16))
+            if not given.muon:
+                expected = self.slow.adamw(old, state, options)
+            elif not self._served(state, options):
+                continue
+            else:
+                expected = self.slow.muon(name, old, state, options)
+            kept = {k: v for k, v in now.items() if k in state}
+            found = self.slow.value(param, kept)
+            slack = torch.as_tensor(expected.slack) + step_of(param, options) + 1e-30
+            away = ((found - expected.value).abs() - slack).max().item() if param.numel() else 0.0
+            if away > 0:
+                shown = {k: v for k, v in options.items() if k != "params"}
+                self.happened.append(f"options of {name}: {shown}")
+                raise DifferenceError(
+                    f"{what}: {name} {tuple(param.shape)} {param.dtype} is {away:.3g} farther from "
+                    f"float64 than {slack.max().item():.3g}"
+                )
+
+    def _served(self, state: dict[str, Tensor], options: dict[str, Any]) -> bool:
+        """Not where state is made by this very step, as after beta2 was turned on."""
+        return options["beta2"] is None or "second_momentum_buffer" in state
+
+
+def int_of(run: Run, group: dict[str, Any]) -> int:
+    return next(k for k, one in enumerate(run.optimizer.param_groups) if one is group)
+
+
+def step_of(param: Tensor, options: dict[str, Any]) -> Tensor:
+    """What writing a parameter may change: half a unit in the last place, or a whole one."""
+    if param.dtype == torch.float64:
+        return param.double().abs() * 1e-12
+    units = torch.finfo(param.dtype).eps * param.double().abs() + torch.finfo(param.dtype).tiny
+    if param.dtype == torch.float32 or options["rounding"] == "residual":
+        return units if param.dtype != torch.float16 else units * 0.01 + 2.0**-38
+    if param.dtype == torch.float16:
+        units = units + 2.0**-24
+    return units * (1.05 if options["rounding"] == "stochastic" else 0.55)
+
+
+@contextlib.contextmanager
+def default_float64():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def plainly():
+    """Outside of everything in SURROUNDINGS."""
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    with torch.autocast("cpu", enabled=False), torch.inference_mode(False):
+        yield
+    torch.set_default_dtype(kept)
+
+
+SURROUNDINGS: dict[str, Callable[[], Any]] = {
+    "plain": contextlib.nullcontext,
+    "again plain": contextlib.nullcontext,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "float64 by default": default_float64,
+}
+
+
+def play(opt: Any, seed: int, steps: int) -> dict[str, Any]:
+    """One episode: what happened how often, and what went wrong."""
+    episode = Episode(opt, seed)
+    done, difference = 0, None
+    try:
+        for _ in range(steps):
+            episode.tick()
+            done += 1
+    except DifferenceError as error:
+        difference = str(error)
+    except Exception:
+        difference = f"undocumented {traceback.format_exc(limit=-12)}"
+    finally:
+        episode.close()
+    last = episode.happened[-8:] if difference else []
+    return {
+        "steps": done,
+        "counts": dict(episode.counts),
+        "difference": difference,
+        "happened": last,
+    }

@@ -1,0 +1,339 @@
+"""Plans of random parameters on random meshes of up to 64 ranks, without a process for each.
+
+For every rank the plan is made as that rank makes it. Then the messages of all are carried by hand:
+what every owner puts together must be the matrix, and what every rank hears its part of the answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import traceback
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._calls import Package
+from ._runs import DifferenceError
+
+MOST_RANKS = 64
+WIRE = torch.float32
+
+
+def play(opt: Any, numbers: list[int], only: str | None = None) -> dict[str, Any]:
+    counts: Counter[str] = Counter()
+    findings = []
+    for number in numbers:
+        problem = Problem(Package(opt, None), random.Random(number))
+        try:
+            counts += problem.check()
+        except DifferenceError as error:
+            findings.append(("difference", number, str(error), problem.words()))
+        except Exception:
+            findings.append(("difference", number, traceback.format_exc(limit=-6), problem.words()))
+        counts["meshes"] += 1
+    return {"counts": dict(counts), "findings": findings}
+
+
+class Problem:
+    """A mesh, parameters with placements on it, and the options of their group."""
+
+    def __init__(self, package: Package, generator: random.Random) -> None:
+        self.package = package
+        self.distributed, self.planning = package("distributed"), package("optimizers.shared_plan")
+        dims = generator.choice([1, 1, 2, 2, 3])
+        most = generator.choices([4, 8, 16, MOST_RANKS], [40, 40, 17, 3])[0]
+        mesh = [most + 1]
+        while math.prod(mesh) > most:
+            mesh = [generator.choice([1, 2, 2, 3, 4, 5, 8, 16, 64]) for _ in range(dims)]
+        self.mesh = tuple(mesh)
+        self.coordinates = tuple(itertools.product(*map(range, mesh)))
+        self.ranks = len(self.coordinates)
+        self.beta2 = generator.choice([None, 0.9])
+        self.flow = package("optimizers.flow").Flow(
+            in_flight_bytes=generator.choice([1, 500, 4096, 2**28])
+        )
+        count = 4 if self.ranks <= 16 else 1
+        self.params = [self._parameter(generator, k) for k in range(generator.randint(1, count))]
+
+    def _parameter(self, generator: random.Random, number: int) -> dict[str, Any]:
+        rows, columns = (generator.choice([1, 2, 3, 5, 8, 13, 32]) for _ in range(2))
+        kind = generator.choice(["plain", "plain", "experts", "heads", "parts", "filters"])
+        shape = {
+            "plain": (rows, columns),
+            "experts": (generator.choice([1, 3, 4, 8]), rows, columns),
+            "heads": (4 * rows, columns),
+            "parts": (3 + rows, columns),
+            "filters": (rows, columns, 2, 2),
+        }[kind]
+        choices = [None, *range(min(len(shape), 3))]
+        splits = []
+        for place in range(len(self.mesh)):
+            dim = generator.choice(choices)
+            later = math.prod(self.mesh[place + 1 :])
+            strided = dim is not None and later > 1 and generator.random() < 0.3
+            splits.append((dim, later if strided else 1))
+        if kind == "parts" and self.beta2 is not None:
+            splits = [(None if dim is None else dim, factor) for dim, factor in splits]
+        return {
+            "shape": shape,
+            "kind": kind,
+            "splits": splits,
+            "sizes": (3, rows) if kind == "parts" else None,
+            "heads": 4 if kind == "heads" else None,
+        }
+
+    def words(self) -> list[str]:
+        return [f"mesh {self.mesh}, beta2 {self.beta2}, {self.flow}", *map(str, self.params)]
+
+    def team(self, rank: int) -> Any:
+        transport = self.distributed.Identity()
+        return self.distributed.Team(transport, rank, self.coordinates, self.mesh)
+
+    def layout(self, param: dict[str, Any]) -> Any:
+        splits = tuple(self.distributed.Split(*split) for split in param["splits"])
+        return self.distributed.Layout(param["shape"], self.mesh, splits)
+
+    def check(self) -> Counter[str]:
+        layouts = [self.layout(param) for param in self.params]
+        for layout in layouts:
+            self._check_layout(layout)
+        wholes = [torch.randn(layout.shape) for layout in layouts]
+        params = [nn.Parameter(torch.zeros(layout.shape)) for layout in layouts]
+        plans = [self._plan(rank, params, layouts) for rank in range(self.ranks)]
+        self._check_plans(plans, params)
+        counts: Counter[str] = Counter()
+        for chunks in zip(*(self._in_order(plan) for plan in plans), strict=True):
+            self._carry(chunks, params, layouts, wholes)
+            counts["meshes: chunks carried"] += 1
+        for param, layout, whole in zip(params, layouts, wholes, strict=True):
+            self._carry_contributions(param, layout, whole)
+            counts["meshes: parameters reduced"] += 1
+        counts["meshes: ranks"] += self.ranks
+        return counts
+
+    def _check_layout(self, layout: Any) -> None:
+        """Every element once per replica, and as torch shards where it is torch's own rule."""
+        seen: dict[Any, Tensor] = {}
+        for coordinate in self.coordinates:
+            counted = seen.setdefault(
+                layout.replica(coordinate), torch.zeros(layout.shape, dtype=torch.int32)
+            )
+            runs = layout.runs(coordinate)
+            index = [[i for s, n in of_dim for i in range(s, s + n)] for of_dim in runs]
+            if all(index):
+                counted[torch.meshgrid(*map(torch.tensor, index), indexing="ij")] += 1
+            self._check_torch_shape(layout, coordinate)
+        for replica, counted in seen.items():
+            if not (counted == 1).all():
+                raise DifferenceError(f"{layout}: replica {replica} holds elements {counted}")
+
+    def _check_torch_shape(self, layout: Any, coordinate: tuple[int, ...]) -> None:
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+        if any(split.factor != 1 for split in layout.splits):
+            return
+        places = [Replicate() if s.dim is None else Shard(s.dim) for s in layout.splits]
+        expected, _ = _compute_local_shape_and_global_offset(
+            layout.shape, self.mesh, list(coordinate), places
+        )
+        if tuple(expected) != layout.local_shape(coordinate):
+            raise DifferenceError(
+                f"{layout} at {coordinate}: {layout.local_shape(coordinate)}, torch {expected}"
+            )
+
+    def _options(self, number: int) -> Any:
+        """The options of the group; of every parameter the same but for how it is cut."""
+        param, module = self.params[number], self.package("optimizers.options")
+        values = dict(self.package("optimizers.muon_adamw").DEFAULTS) | {"lr": 0.1}
+        values |= {"beta2": self.beta2, "split_sizes": param["sizes"], "num_heads": param["heads"]}
+        values["expert_keys"] = ("experts",) if param["kind"] == "experts" else None
+        names = module.option_names(module.MuonOptions)
+        return module.MuonOptions(**{name: values[name] for name in names})
+
+    def _plan(self, rank: int, params: list[nn.Parameter], layouts: list[Any]) -> Any:
+        """What `Sharing.divide` and `Sharing.plan` make on a rank, of layouts without a mesh."""
+        cut = self.package("optimizers.blocks").cut
+        team, planning, matrices = self.team(rank), self.planning, []
+        for number, (param, layout) in enumerate(zip(params, layouts, strict=True)):
+            name = f"{self.params[number]['kind']}.{number}"
+            options = self._options(number)
+            blocks = cut(tuple(param.shape), name, options, name)
+            if planning.local_blocks(blocks, layout, team) is None:
+                matrices += planning.matrices_of(param, name, blocks, layout, team, None)
+        group = planning.SharedGroup(
+            0,
+            team,
+            matrices,
+            WIRE,
+            lambda m, n, *_: float(m * n * min(m, n)),
+            self.beta2 is not None,
+        )
+        return planning.plan_shared([group], 1, self.flow)
+
+    def _in_order(self, plan: Any) -> list[Any]:
+        return [chunk for of_group in plan[0] for chunk in of_group]
+
+    def _check_plans(self, plans: list[Any], params: list[nn.Parameter]) -> None:
+        """All ranks agree on chunks and owners; together they own every matrix once."""
+        number = {param: k for k, param in enumerate(params)}
+
+        def described(member: Any) -> tuple[Any, ...]:
+            return number[member.param], member.job.region
+
+        agreed = [
+            [(tuple(map(described, c.members)), c.owners) for c in self._in_order(plan)]
+            for plan in plans
+        ]
+        if any(one != agreed[0] for one in agreed):
+            raise DifferenceError("ranks plan other chunks or owners")
+        home: Counter[Any] = Counter()
+        for plan in plans:
+            for chunk in (c for of_group in plan[1] for c in of_group):
+                home.update(map(described, chunk.members))
+        shared = Counter(member for members, _ in agreed[0] for member in members)
+        twice = [m for m, times in (home + shared).items() if times != 1]
+        if twice:
+            raise DifferenceError(f"matrices with several owners: {twice}")
+        for k, param in enumerate(params):
+            boxes = [region for n, region in [*home, *shared] if n == k]
+            covered = torch.zeros(param.shape, dtype=torch.int32)
+            for region in boxes:
+                covered[tuple(slice(start, start + length) for start, length in region)] += 1
+            if boxes and not (covered == 1).all():
+                raise DifferenceError(f"parameter {k}: elements in {covered.unique()} matrices")
+
+    def _carry(
+        self,
+        chunks: tuple[Any, ...],
+        params: list[nn.Parameter],
+        layouts: list[Any],
+        wholes: list[Tensor],
+    ) -> None:
+        """One chunk on all ranks: gather, answer with the negative, scatter."""
+        routes = [chunk.route for chunk in chunks]
+        members, owners = chunks[0].members, chunks[0].owners
+        of_param = {param: k for k, param in enumerate(params)}
+        numbers = [of_param[member.param] for member in members]
+        regions = [
+            wholes[k][tuple(slice(s, s + n) for s, n in member.job.region)]
+            for k, member in zip(numbers, members, strict=True)
+        ]
+        locals_ = [
+            {k: self._local(layouts[k], wholes[k], rank) for k in set(numbers)}
+            for rank in range(self.ranks)
+        ]
+        outboxes = [self._message(route.sent) for route in routes]
+        for rank, route in enumerate(routes):
+            for part in route.sent.parts:
+                source = part.box.view(locals_[rank][numbers[part.job]])
+                part.of(outboxes[rank], WIRE).copy_(source)
+        inboxes = self._delivered([r.sent for r in routes], [r.gathered for r in routes], outboxes)
+        answers = [self._message(route.answered) for route in routes]
+        for rank, route in enumerate(routes):
+            put = {job: torch.full_like(regions[job], torch.nan) for job in route.owned}
+            for part in route.gathered.parts:
+                place = put[part.job][part.box.region]
+                if not place.isnan().all():
+                    raise DifferenceError(f"rank {rank} gathers a part of job {part.job} twice")
+                place.copy_(part.of(inboxes[rank], WIRE))
+            for job, found in put.items():
+                if owners[job] != rank or not torch.equal(found, regions[job]):
+                    raise DifferenceError(f"rank {rank} gathers job {job} wrongly")
+            for part in route.answered.parts:
+                if part.box is None:
+                    answers[rank][part.start : part.stop] = part.job % 251
+                else:
+                    part.of(answers[rank], WIRE).copy_(-put[part.job][part.box.region])
+        heard = self._delivered(
+            [r.answered for r in routes], [r.scattered for r in routes], answers
+        )
+        self._check_answers(routes, members, numbers, locals_, heard)
+
+    def _check_answers(
+        self,
+        routes: list[Any],
+        members: Any,
+        numbers: list[int],
+        locals_: list[dict[int, Tensor]],
+        heard: list[Tensor],
+    ) -> None:
+        """Every rank heard of every element that it holds of the chunk, once."""
+        for rank, route in enumerate(routes):
+            held = {k: torch.zeros_like(value) for k, value in locals_[rank].items()}
+            extras = set()
+            for part in route.scattered.parts:
+                if part.box is None:
+                    extras.add(part.job)
+                    if not (heard[rank][part.start : part.stop] == part.job % 251).all():
+                        raise DifferenceError(f"rank {rank}: statistics of job {part.job} wrong")
+                else:
+                    part.box.view(held[numbers[part.job]]).sub_(part.of(heard[rank], WIRE))
+            for job, member in enumerate(members):
+                for box in member.job.held(rank):
+                    k = numbers[job]
+                    if not torch.equal(box.view(held[k]), box.view(locals_[rank][k])):
+                        raise DifferenceError(f"rank {rank} hears of job {job} wrongly")
+                if self.beta2 is not None and (rank in member.hearers) != (job in extras):
+                    raise DifferenceError(f"rank {rank}: statistics of job {job} do not arrive")
+
+    def _carry_contributions(self, param: nn.Parameter, layout: Any, whole: Tensor) -> None:
+        """Replicated gradients that are not reduced: the owner adds up one part of every rank."""
+        distributed = self.distributed
+        plain = distributed.Layout(
+            layout.shape, self.mesh, (distributed.Split(None),) * len(self.mesh)
+        )
+        rows = layout.shape[0]
+        cuts = [(0, rows // 2), (rows // 2, rows - rows // 2)] if rows > 1 else [(0, rows)]
+        rest = tuple((0, size) for size in layout.shape[1:])
+        jobs = [distributed.Job(plain, self.coordinates, (piece, *rest)) for piece in cuts]
+        owners = [k % self.ranks for k in range(len(jobs))]
+        routes = [
+            distributed.make_route(jobs, owners, rank, self.ranks, WIRE.itemsize, from_all=True)
+            for rank in range(self.ranks)
+        ]
+        outboxes = [self._message(route.sent) for route in routes]
+        for rank, route in enumerate(routes):
+            for part in route.sent.parts:
+                part.of(outboxes[rank], WIRE).copy_(part.box.view(whole))
+        inboxes = self._delivered([r.sent for r in routes], [r.gathered for r in routes], outboxes)
+        for rank, route in enumerate(routes):
+            arrived = Counter(part.job for part in route.gathered.parts)
+            if any(arrived[job] != self.ranks - 1 for job in route.owned):
+                raise DifferenceError(f"rank {rank} hears {arrived} of {self.ranks - 1} others")
+            for part in route.gathered.parts:
+                (piece, *_) = jobs[part.job].region
+                expected = whole.narrow(0, *piece)[part.box.region]
+                if not torch.equal(part.of(inboxes[rank], WIRE), expected):
+                    raise DifferenceError(f"rank {rank}: a contribution to {part.job} is wrong")
+
+    def _local(self, layout: Any, whole: Tensor, rank: int) -> Tensor:
+        held = whole
+        for dim, runs in enumerate(layout.runs(self.coordinates[rank])):
+            parts = [held.narrow(dim, *run) for run in runs]
+            held = torch.cat(parts, dim) if parts else held.narrow(dim, 0, 0)
+        return held.contiguous()
+
+    def _message(self, message: Any) -> Tensor:
+        return torch.zeros(message.size, dtype=torch.uint8)
+
+    def _delivered(
+        self, sent: list[Any], received: list[Any], outboxes: list[Tensor]
+    ) -> list[Tensor]:
+        """An all-to-all by hand; the sizes of both ends must agree."""
+        pieces = [
+            outbox.split(list(message.counts))
+            for outbox, message in zip(outboxes, sent, strict=True)
+        ]
+        inboxes = []
+        for rank, message in enumerate(received):
+            arriving = [pieces[other][rank] for other in range(self.ranks)]
+            sizes = tuple(map(len, arriving))
+            if sizes != message.counts:
+                raise DifferenceError(f"rank {rank} expects {message.counts}, is sent {sizes}")
+            inboxes.append(torch.cat(arriving))
+        return inboxes

@@ -1,0 +1,172 @@
+"""Random parameters, groups and options of an optimizer, made alike as often as asked for."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Components of names -> shapes; the name decides what a group does with a parameter.
+MATRICES = {
+    "square": [(8, 8), (3, 3)],
+    "wide": [(5, 13), (2, 40)],
+    "tall": [(12, 7), (33, 4)],
+    "row": [(1, 6)],
+    "column": [(6, 1)],
+    "heads": [(12, 6), (4, 9)],
+    "fused": [(10, 4), (10, 11)],
+    "filters": [(6, 3, 2, 2)],
+    "experts": [(4, 4, 5), (2, 7, 3)],
+    "nothing": [(0, 4)],
+}
+OTHERS = [(11, 4), (7,), (), (0,), (3, 2, 2), (600, 3)]
+DTYPES = (torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ROUNDINGS = ("nearest", "residual", "stochastic")
+HEADS, PARTS = 4, (3, 3, 4)
+
+
+@dataclass(frozen=True)
+class Given:
+    """One parameter before it exists."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    seed: int
+    transposed: bool  # its memory is that of the transposed tensor
+
+    def value(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        value = (torch.randn(self.shape, generator=generator, dtype=torch.float64) * 0.1).to(
+            self.dtype
+        )
+        return value.mT.contiguous().mT if self.transposed else value
+
+
+@dataclass(frozen=True)
+class GivenGroup:
+    """One group before it exists."""
+
+    muon: bool
+    params: tuple[Given, ...]
+    options: dict[str, Any]
+
+    def make(self, front: str, params: list[nn.Parameter]) -> dict[str, Any]:
+        mark = {"use_muon": self.muon} if front == "Muon" else {"kind": KINDS[self.muon]}
+        names = [given.name for given in self.params]
+        options = dict(self.options)
+        if front == "Muon" and not self.muon:
+            for key in ("betas", "eps"):
+                options[f"adamw_{key}"] = options.pop(key)
+        return {"params": params, "names": names, **mark, **options}
+
+
+KINDS = {True: "muon", False: "adamw"}
+
+
+def muon_options(generator: random.Random) -> dict[str, Any]:
+    """Options of a group of matrices that need no names."""
+    pick = generator.choice
+    steps = pick([1, 2, 3, 5, 5, 5])
+    method = pick(["auto", "auto", "polar_express", "gram_newton_schulz", "newton_schulz"])
+    if steps == 5 and generator.random() < 0.2:
+        method = "gram_polynomial"
+    return {
+        "lr": 10 ** generator.uniform(-3, -1),
+        "momentum": pick([0.0, 0.5, 0.9, 0.95, 0.999]),
+        "nesterov": pick([True, False]),
+        "momentum_form": pick(["heavy_ball", "ema"]),
+        "ns_steps": steps,
+        "method": method,
+        "dtype": pick([None, None, None, torch.float32, torch.float64]),
+        "weight_decay": pick([0.0, 0.1, 2.0]),
+        "cautious": pick([True, False]),
+        "shaped_decay": pick([True, False]),
+        "adjust_lr_fn": pick(["match_rms_adamw", "original", "spectral", None, halved]),
+        "beta2": pick([None, 0.9, 0.95]),
+        "none_grad": pick([True, False]),
+    }
+
+
+def adamw_options(generator: random.Random) -> dict[str, Any]:
+    pick = generator.choice
+    return {
+        "lr": 10 ** generator.uniform(-3, -1),
+        "betas": pick([(0.9, 0.95), (0.9, 0.999), (0.0, 0.0), (0.5, 0.99)]),
+        "eps": pick([1e-8, 1e-3]),
+        "weight_decay": pick([0.0, 0.1, 2.0]),
+        "none_grad": pick([True, False]),
+    }
+
+
+def halved(lr: Any, rows: int, columns: int) -> Any:
+    """A learning-rate rule of a user."""
+    return lr * 0.5 * max(rows, columns) ** 0.5
+
+
+class Source:
+    """Draws groups; names never repeat."""
+
+    def __init__(self, generator: random.Random, *, roundings: tuple[str, ...] = ROUNDINGS) -> None:
+        self.generator = generator
+        self.count = 0
+        self.roundings = roundings
+        self.dtype = generator.choice([None, *DTYPES])  # one for all parameters, mostly
+
+    def group(self, *, muon: bool | None = None) -> GivenGroup:
+        generator = self.generator
+        muon = generator.random() < 0.6 if muon is None else muon
+        if not muon:
+            shapes = [("other", generator.choice(OTHERS)) for _ in range(generator.randint(1, 4))]
+            options = adamw_options(generator)
+        else:
+            kinds = [generator.choice([*MATRICES]) for _ in range(generator.randint(1, 5))]
+            shapes = [(kind, generator.choice(MATRICES[kind])) for kind in kinds]
+            options = muon_options(generator)
+        params = tuple(self._given(kind, shape) for kind, shape in shapes)
+        options["rounding"] = generator.choice(self.roundings)
+        options["rounding_seed"] = generator.choice([0, 17, 2**64 - 1])
+        if muon:
+            options |= self._options_by_name(params)
+        return GivenGroup(muon, params, options)
+
+    def _options_by_name(self, params: tuple[Given, ...]) -> dict[str, Any]:
+        options: dict[str, Any] = {}
+        kinds = {kind: [p.name for p in params if f".{kind}." in p.name] for kind in MATRICES}
+        if kinds["experts"]:
+            options["expert_keys"] = ["experts"]
+        cut = self.generator.choice(["heads", "fused", None])
+        if cut == "heads" and kinds["heads"]:
+            options["num_heads"] = dict.fromkeys(kinds["heads"], HEADS)
+        if cut == "fused" and kinds["fused"]:
+            options["split_sizes"] = dict.fromkeys(kinds["fused"], PARTS)
+        return options
+
+    def _given(self, kind: str, shape: tuple[int, ...]) -> Given:
+        generator = self.generator
+        self.count += 1
+        dtype = self.dtype or generator.choice(DTYPES)
+        transposed = len(shape) >= 2 and generator.random() < 0.15
+        name = f"layers.{self.count}.{kind}.weight"
+        return Given(name, shape, dtype, generator.randrange(10**9), transposed)
+
+
+def gradient(param: Tensor, generator: random.Random, seed: int) -> Tensor:
+    """One that training may bring: of any scale, strided, with rows of zeros, or all zeros."""
+    numbers = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** generator.choice([0, 0, 0, -3, -8, 3])
+    if param.dtype == torch.float16:
+        scale = min(max(scale, 1e-3), 10.0)
+    grad = torch.randn(param.shape, generator=numbers, dtype=torch.float64) * scale
+    kind = generator.random()
+    if kind < 0.03:
+        grad.zero_()
+    elif kind < 0.08 and grad.ndim and len(grad):
+        grad[0] = 0
+    grad = grad.to(param.dtype)
+    if kind > 0.9 and grad.ndim >= 2:
+        grad = grad.mT.contiguous().mT
+    return grad

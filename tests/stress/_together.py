@@ -1,0 +1,505 @@
+"""The soak over several ranks: every rank plays the same episode and compares it with a twin.
+
+The twin is the optimizer of one process over whole parameters, on every rank. Its bits are those of
+the ranks together, wherever the parameters are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import logging
+import random
+import shutil
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from ..distributed._cases import mesh_of, placement
+from ._events import PlannedError
+from ._problem import Given, Source, adamw_options, muon_options
+from ._runs import DifferenceError, Run, bits, options_of
+
+HELD = ("sharded", "sharded", "replicated", "unreduced")
+MESHES = {1: [(1,)], 2: [(2,), (1, 2)], 4: [(4,), (2, 2), (1, 4), (4, 1)]}
+EVENT_RATE = 0.6
+EVENTS: dict[str, Callable[[Together], None]] = {}
+
+
+def event(function: Callable[[Together], None]) -> Callable[[Together], None]:
+    EVENTS[function.__name__] = function
+    return function
+
+
+class Together:
+    """The optimizer of this rank, and the twin that works alone."""
+
+    def __init__(self, opt: Any, seed: int) -> None:
+        from torch import distributed
+
+        self.opt, self.rank = opt, distributed.get_rank()
+        self.world = distributed.get_world_size()
+        self.generator = generator = random.Random(seed)
+        self.held = generator.choice(HELD)
+        self.mesh = mesh_of(generator.choice(MESHES[self.world]))
+        self.places: dict[str, tuple[str, ...]] = {}
+        roundings = ("nearest",) if self.held == "unreduced" else ("nearest", "residual")
+        self.source = Source(generator, roundings=roundings)
+        arguments: dict[str, Any] = {}
+        if self.held == "unreduced":
+            arguments = {"gradients": "unreduced"}
+        elif self.held == "replicated":
+            arguments = {"process_group": distributed.group.WORLD}
+        if self.held != "sharded" or generator.random() < 0.5:
+            arguments["in_flight_bytes"] = generator.choice([2**28, 4096, 1])
+        front = "MuonAdamW"
+        if self.held != "unreduced":
+            front = generator.choice(["Muon", "MuonAdamW"])
+        given = [self.source.group(muon=muon) for muon in (True, False)]
+        values = {one.name: one.value() for group in given for one in group.params}
+        placed = {name: self.placed(name, value) for name, value in values.items()}
+        options = [{} for _ in given]
+        self.twin = Run(opt, front, list(given), {}).make(values, options)
+        self.run = Run(opt, front, list(given), arguments).make(placed, options)
+        self.counts: Counter[str] = Counter()
+        self.happened: list[str] = [f"{self.held} on {tuple(self.mesh.mesh.shape)}, {arguments}"]
+        self.grads: dict[str, Tensor | None] = {}
+
+    def placed(self, name: str, value: Tensor) -> Tensor:
+        """What this rank holds of a tensor."""
+        from torch.distributed.tensor import distribute_tensor
+
+        if self.held != "sharded":
+            return value
+        if name not in self.places:
+            choices = ["R", *(f"S{k}" for k in range(min(value.ndim, 2)))]
+            chosen = [self.generator.choice(choices) for _ in self.mesh.mesh.shape]
+            if len(chosen) == 2 and chosen[1] == "S0" and self.generator.random() < 0.5:
+                chosen[0] = f"T{self.mesh.mesh.shape[1]}"
+            self.places[name] = tuple(chosen)
+        places = [placement(text) for text in self.places[name]]
+        return distribute_tensor(value, self.mesh, places, src_data_rank=None)
+
+    def fill_gradients(self) -> None:
+        """Whole numbers: sums over ranks and their mean over two or four are exact."""
+        rate = self.generator.choice([0.0, 0.0, 0.1, 1.0])
+        for name, param in self.twin.params.items():
+            missing = self.generator.random() < rate
+            seed = self.generator.randrange(10**9)
+            parts = [None] if missing else [_whole(param, seed + k) for k in range(self.world)]
+            if missing:
+                param.grad = self.run.params[name].grad = None
+            elif self.held == "unreduced":
+                param.grad = torch.stack(parts).sum(0).div(self.world)
+                self.run.params[name].grad = parts[self.rank]
+            else:
+                param.grad = parts[0]
+                self.run.params[name].grad = self.placed(name, parts[0].clone())
+
+    def compare(self, what: str, *, state: bool = False) -> None:
+        for name, param in self.run.params.items():
+            self._compare_one(f"{what}: {name}", param, self.twin.params[name])
+            if self.held == "unreduced" or not state:
+                continue
+            own = self.run.optimizer.state[param]
+            for key, value in self.twin.optimizer.state[self.twin.params[name]].items():
+                if key not in own:
+                    raise DifferenceError(f"{what}: {name} has no {key}")
+                self._compare_one(f"{what}: {name}: {key}", own[key], value)
+        if options_of(self.run.optimizer) != options_of(self.twin.optimizer):
+            raise DifferenceError(f"{what}: options differ")
+
+    def _compare_one(self, what: str, tensor: Tensor, other: Tensor) -> None:
+        found = whole(tensor.detach())
+        other = other.detach()
+        missing = found.isnan(), other.isnan()  # a NaN may have any sign and payload
+        same_nan = torch.equal(*missing)
+        if not same_nan or bits(found[~missing[0]]) != bits(other[~missing[1]]):
+            shape = tuple(found.shape)
+            away = (found.double() - other.detach().double()).abs().max().item()
+            raise DifferenceError(f"{what} {shape} {found.dtype} differs by {away}")
+
+    def tick(self) -> None:
+        self.fill_gradients()
+        if self.generator.random() < EVENT_RATE:
+            name = self.generator.choice([*EVENTS])
+            self.happened.append(name)
+            self.counts[f"ranks: {name}"] += 1
+            EVENTS[name](self)
+            self.compare(f"after {name}")
+        self.happened.append("step")
+        self.counts["ranks: step"] += 1
+        self.run.optimizer.step()
+        self.twin.optimizer.step()
+        self.compare("step", state=self.generator.random() < 0.2)
+
+    def outcomes(self, action: Callable[[], Any]) -> list[str]:
+        """What became of an action on every rank."""
+        from torch import distributed
+
+        try:
+            action()
+            outcome = ""
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"
+        found: list[Any] = [None] * self.world
+        distributed.all_gather_object(found, outcome)
+        return found
+
+    def refused(self, what: str, action: Callable[[], Any], *errors: type, names: str = "") -> None:
+        """All ranks raise one of the errors."""
+        found = self.outcomes(action)
+        kinds = [error.__name__ for error in errors]
+        if not all(one.split(":")[0] in kinds and names in one for one in found):
+            raise DifferenceError(f"{what}: {found}")
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """As a trainer loads a checkpoint: parameters, which are the twin's, and state."""
+        with torch.no_grad():
+            for name, param in self.run.params.items():
+                param.copy_(self.placed(name, self.twin.params[name].detach()))
+        self.run.optimizer.load_state_dict(saved)
+
+    def replace_run(self, run: Run) -> None:
+        for name, param in run.params.items():
+            param.grad = self.run.params[name].grad
+        self.run = run
+
+
+def _whole(param: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, param.shape, generator=generator).to(param.dtype)
+
+
+def whole(tensor: Any) -> Tensor:
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    if tensor.dtype == torch.int16:  # which gloo cannot gather
+        return tensor.int().full_tensor().to(torch.int16)
+    return tensor.full_tensor()
+
+
+@event
+def change_options(episode: Together) -> None:
+    number = episode.generator.randrange(len(episode.run.given))
+    muon = episode.run.given[number].muon
+    options = muon_options(episode.generator) if muon else adamw_options(episode.generator)
+    for run in (episode.run, episode.twin):
+        for key, value in options.items():
+            renamed = not muon and run.front == "Muon" and key in ("betas", "eps")
+            run.optimizer.param_groups[number][f"adamw_{key}" if renamed else key] = value
+
+
+@event
+def tensor_learning_rate(episode: Together) -> None:
+    number = episode.generator.randrange(len(episode.run.given))
+    rate = 10 ** episode.generator.uniform(-3, -1)
+    for run in (episode.run, episode.twin):
+        run.optimizer.param_groups[number]["lr"] = torch.tensor(rate, dtype=torch.float64)
+
+
+@event
+def add_group(episode: Together) -> None:
+    if len(episode.run.params) > 25:
+        return
+    given = episode.source.group()
+    values = {one.name: one.value() for one in given.params}
+    episode.twin.add(given, values)
+    episode.run.add(given, {name: episode.placed(name, value) for name, value in values.items()})
+    episode.fill_gradients()
+
+
+@event
+def wrong_group(episode: Together) -> None:
+    one = Given("vector", (3,), torch.float32, 0, False)
+    given = episode.source.group(muon=True)
+    values = {e.name: episode.placed(e.name, e.value()) for e in given.params}
+    params = [torch.nn.Parameter(value) for value in values.values()]
+    group = given.make(episode.run.front, [*params, torch.nn.Parameter(one.value())])
+    group["names"] = [*group["names"], "vector"]
+    episode.refused(
+        "a vector in a Muon group",
+        lambda: episode.run.optimizer.add_param_group(group),
+        ValueError,
+        names="vector",
+    )
+
+
+@event
+def state_dict_and_restart(episode: Together) -> None:
+    saved = copy.deepcopy(episode.run.optimizer.state_dict())
+    fresh = episode.run.again()
+    fresh.optimizer.load_state_dict(saved)
+    episode.replace_run(fresh)
+
+
+@event
+def checkpoint_and_restart(episode: Together) -> None:
+    """torch.distributed.checkpoint, as one model whose parameters have the names of the groups."""
+    from torch import distributed
+    from torch.distributed import checkpoint
+
+    names = {id(param): name for name, param in episode.run.params.items()}
+
+    def state_of(run: Run) -> dict[str, Any]:
+        listed = [param for group in run.optimizer.param_groups for param in group["params"]]
+        of_names = {id(param): name for name, param in run.params.items()}
+        state = run.optimizer.state_dict()["state"]
+        return {
+            f"{of_names[id(param)]}/{key}": value
+            for number, param in enumerate(listed)
+            for key, value in state.get(number, {}).items()
+        }
+
+    assert len(names) == len(episode.run.params)
+    if episode.held == "unreduced":
+        return state_dict_and_restart(episode)
+    folder: list[Any] = [tempfile.mkdtemp(prefix="soak-") if episode.rank == 0 else None]
+    distributed.broadcast_object_list(folder, src=0)
+    checkpoint.save(state_of(episode.run), checkpoint_id=folder[0])
+    fresh = episode.run.again()
+    for now, then in zip(
+        fresh.optimizer.param_groups, episode.run.optimizer.param_groups, strict=True
+    ):
+        now.update({key: value for key, value in then.items() if key != "params"})
+    fresh.optimizer.fit_state()
+    loaded = state_of(fresh)
+    checkpoint.load(loaded, checkpoint_id=folder[0])
+    state_dict = fresh.optimizer.state_dict()
+    listed = [name for given in fresh.given for name in (one.name for one in given.params)]
+    for number, name in enumerate(listed):
+        state_dict["state"][number] = {
+            key.removeprefix(f"{name}/"): value
+            for key, value in loaded.items()
+            if key.startswith(f"{name}/")
+        }
+    fresh.optimizer.load_state_dict(state_dict)
+    distributed.barrier()
+    if episode.rank == 0:
+        shutil.rmtree(folder[0])
+    episode.replace_run(fresh)
+    return None
+
+
+@event
+def save_optimizer(episode: Together) -> None:
+    """Whole state is saved and loaded; parts are refused by name."""
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        optimizer = episode.run.optimizer
+
+        def save() -> None:
+            episode.opt.save_optimizer(optimizer, Path(folder))
+
+        sharded = episode.held == "unreduced" or any(
+            text != "R" and size > 1
+            for name in episode.run.params
+            for text, size in zip(
+                episode.places.get(name, ()), episode.mesh.mesh.shape, strict=False
+            )
+        )
+        if sharded:
+            episode.refused("save_optimizer of parts", save, TypeError, names="checkpoint")
+            return
+        save()
+        fresh = episode.run.again()
+        episode.opt.load_optimizer(fresh.optimizer, Path(folder))
+        episode.replace_run(fresh)
+
+
+@event
+def offload_on(episode: Together) -> None:
+    if episode.held == "unreduced":
+        turn_on = episode.run.optimizer.turn_on_cpu_offload
+        episode.refused("offload of parts", turn_on, ValueError)
+    else:
+        episode.run.optimizer.turn_on_cpu_offload()
+
+
+@event
+def offload_off(episode: Together) -> None:
+    episode.run.optimizer.turn_off_cpu_offload()
+
+
+@event
+def deep_copied(episode: Together) -> None:
+    params, optimizer = copy.deepcopy((episode.run.params, episode.run.optimizer))
+    run = episode.run
+    episode.replace_run(Run(run.opt, run.front, list(run.given), run.arguments, params, optimizer))
+
+
+@event
+def looked_at(episode: Together) -> None:
+    episode.run.optimizer.report()
+    episode.run.optimizer.state_dict()
+
+
+def _raise(*_: Any, **__: Any) -> Any:
+    raise PlannedError("on purpose")
+
+
+@event
+def closure_raises(episode: Together) -> None:
+    step = episode.run.optimizer.step
+    episode.refused("a closure that raises", lambda: step(_raise), PlannedError)
+
+
+@event
+def pre_hook_raises(episode: Together) -> None:
+    handle = episode.run.optimizer.register_step_pre_hook(_raise)
+    step = episode.run.optimizer.step
+    episode.refused("a hook before the step that raises", step, PlannedError)
+    handle.remove()
+
+
+@event
+def rule_raises(episode: Together) -> None:
+    """The function of a group with work raises on all ranks before anything is written."""
+    group = episode.run.optimizer.param_groups[0]
+    if not any(p.grad is not None and p.numel() for p in group["params"]):
+        return
+    kept, group["adjust_lr_fn"] = group["adjust_lr_fn"], _raise
+    found = episode.outcomes(episode.run.optimizer.step)
+    group["adjust_lr_fn"] = kept
+    # A rank that owns and holds nothing of the group never asks for its rate.
+    if not any("PlannedError" in one for one in found):
+        raise DifferenceError(f"an adjust_lr_fn that raises: {found}")
+    if not all("PlannedError" in one for one in found):
+        raise DifferenceError(f"an adjust_lr_fn that raises, on some ranks: {found}")
+
+
+@event
+def wrong_option(episode: Together) -> None:
+    group = episode.run.optimizer.param_groups[0]
+    option, value = episode.generator.choice(
+        [("lr", -1.0), ("momentum", 1.5), ("ns_steps", 0), ("beta2", "x"), ("method", "svd")]
+    )
+    kept, group[option] = group[option], value
+    step = episode.run.optimizer.step
+    episode.refused(f"{option}={value!r}", step, ValueError, TypeError, names=option)
+    group[option] = kept
+
+
+@event
+def gradient_missing_on_one(episode: Together) -> None:
+    """Every rank raises before anything is written; then state is loaded."""
+    candidates = [n for n, p in episode.run.params.items() if p.grad is not None and p.numel()]
+    if not candidates:
+        return
+    name = episode.generator.choice(candidates)
+    rank = episode.generator.randrange(episode.world)
+    saved = copy.deepcopy(episode.run.optimizer.state_dict())
+    param = episode.run.params[name]
+    kept = param.grad
+    if episode.rank == rank:
+        param.grad = None
+    step = episode.run.optimizer.step
+    episode.refused(f"no gradient of {name} on rank {rank}", step, RuntimeError)
+    episode.load(saved)
+    episode.fill_gradients()
+    del kept
+
+
+@event
+def option_differs_on_one(episode: Together) -> None:
+    """Every rank raises in this step or before the next writes; then state is loaded."""
+    number = episode.generator.randrange(len(episode.run.given))
+    group = episode.run.optimizer.param_groups[number]
+    option = episode.generator.choice(["lr", "weight_decay"])
+    if not any(p.grad is not None and p.numel() for p in group["params"]):
+        return
+    saved = copy.deepcopy(episode.run.optimizer.state_dict())
+    kept = group[option]
+    if episode.rank == episode.generator.randrange(episode.world):
+        group[option] = kept * 0.5 + 0.01
+    found = episode.outcomes(episode.run.optimizer.step)
+    if not any(found):
+        for name, param in episode.run.params.items():
+            if param.grad is None and episode.twin.params[name].grad is not None:
+                param.grad = torch.zeros_like(param)
+        found = episode.outcomes(episode.run.optimizer.step)
+    group[option] = kept
+    if not all(one.startswith("RuntimeError") for one in found):
+        raise DifferenceError(f"{option} of group {number} differs on one rank: {found}")
+    episode.load(saved)
+    episode.fill_gradients()
+
+
+@event
+def step_is_interrupted(episode: Together) -> None:
+    """The same stage raises on every rank at its first call: unchanged, or refused until a load."""
+    module = importlib.import_module(f"{episode.opt.__name__}.optimizers.step")
+    stage = episode.generator.choice(["adamw", "update"])
+    saved = copy.deepcopy(episode.run.optimizer.state_dict())
+    with mock.patch.object(module, stage, _raise):
+        found = episode.outcomes(episode.run.optimizer.step)
+    if any(found):
+        for what, action in {
+            "step": episode.run.optimizer.step,
+            "save_optimizer": lambda: episode.opt.save_optimizer(episode.run.optimizer, "never"),
+        }.items():
+            outcomes = episode.outcomes(action)
+            bad = [o for o, first in zip(outcomes, found, strict=True) if first and not o]
+            if bad and _changed(episode):
+                raise DifferenceError(f"{what} goes on after half a step in {stage}: {outcomes}")
+    episode.load(saved)
+    episode.fill_gradients()
+
+
+def _changed(episode: Together) -> bool:
+    try:
+        episode.compare("interrupted")
+    except DifferenceError:
+        return True
+    return False
+
+
+@event
+def not_a_number(episode: Together) -> None:
+    """NaN reaches its own parameter on all ranks, and no other; then both go back."""
+    candidates = [n for n, p in episode.twin.params.items() if p.grad is not None and p.numel()]
+    if not candidates:
+        return
+    name = episode.generator.choice(candidates)
+    saved = copy.deepcopy(episode.run.optimizer.state_dict())
+    before = episode.twin.snapshot()
+    for run in (episode.run, episode.twin):
+        grad = run.params[name].grad
+        run.params[name].grad = grad * float("nan")
+    with contextlib.suppress(PlannedError):
+        episode.run.optimizer.step()
+    episode.twin.optimizer.step()
+    episode.compare(f"NaN in {name}")
+    episode.twin.restore(before)
+    episode.load(saved)
+    episode.fill_gradients()
+
+
+def play(opt: Any, seed: int, steps: int) -> dict[str, Any]:
+    """One episode on this rank."""
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # of how it gathers
+    torch.distributed.barrier()
+    episode = Together(opt, seed)
+    done, difference = 0, None
+    try:
+        for _ in range(steps):
+            episode.tick()
+            done += 1
+    except DifferenceError as error:
+        difference = str(error)
+    except Exception:
+        difference = f"undocumented {traceback.format_exc(limit=-12)}"
+    last = episode.happened[:1] + episode.happened[1:][-7:] if difference else []
+    return {
+        "steps": done,
+        "counts": dict(episode.counts),
+        "difference": difference,
+        "happened": last,
+    }
