@@ -77,3 +77,45 @@ def test_betas_of_nothing_after_a_cycle(opt) -> None:
     optimizer.param_groups[0]["betas"] = None
     with pytest.raises(ValueError, match="betas must be two numbers"):
         optimizer.step()
+
+
+def test_random_bits_that_were_switched_off_begin_anew(opt) -> None:
+    """Stochastic rounding on, off and on again, in a run that goes on and in a resumed one."""
+    runs = []
+    for resumed in (False, True):
+        params = [parameter(8, 6, dtype=torch.bfloat16)]
+        optimizer = opt.Muon(params, lr=0.01, rounding="stochastic")
+        for number, rounding in enumerate(("stochastic", "nearest", "stochastic")):
+            optimizer.param_groups[0]["rounding"] = rounding
+            new_gradients(params, seed=number)
+            optimizer.step()
+            if rounding == "nearest" and resumed:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = opt.Muon(params, lr=0.01, rounding="stochastic")
+                optimizer.load_state_dict(saved)
+        runs.append(params[0].detach())
+    assert torch.equal(*runs)
+
+
+def test_a_saved_group_without_parameters_is_named(opt) -> None:
+    optimizer = opt.Muon([parameter(4, 4)], lr=0.01)
+    saved = optimizer.state_dict()
+    del saved["param_groups"][0]["params"]
+    with pytest.raises(ValueError, match="saved group 0 has no 'params'"):
+        optimizer.load_state_dict(saved)
+
+
+def test_one_beta_is_refused(opt) -> None:
+    x = [torch.ones(2)]
+    with pytest.raises(ValueError, match="betas must be two"):
+        opt.kernels.adamw(
+            x,
+            x,
+            [torch.zeros(2)],
+            [torch.zeros(2)],
+            [torch.zeros(())],
+            lr=0.1,
+            betas=(0.9,),
+            eps=1e-8,
+            weight_decay=0.0,
+        )

@@ -127,9 +127,11 @@ def adamw(
 
     Raises:
         TypeError: an entry is no tensor or has an unsupported dtype.
-        ValueError: lists, shapes, devices or layouts that do not fit together, or both residuals
-            and rounding; nothing has been written then.
+        ValueError: lists, shapes, devices or layouts that do not fit together, betas are not two,
+            or both residuals and rounding; nothing has been written then.
     """
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers or 0-D tensors, got {betas!r}")
     if len(params) == 0:
         if any(map(len, (grads, exp_avgs, exp_avg_sqs, steps))):
             raise ValueError("params is empty, but another list is not")

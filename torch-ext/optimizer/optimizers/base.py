@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -150,6 +150,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def _prepare_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Check and copy everything; hand torch a state_dict without state, which it would cast."""
         saved_groups, saved_state = state_dict["param_groups"], dict(state_dict["state"])
+        for number, group in enumerate(saved_groups):
+            if not isinstance(group, Mapping) or "params" not in group:
+                raise ValueError(
+                    f"saved group {number} has no 'params'; load what state_dict() returned"
+                )
         saved_sizes = [len(group["params"]) for group in saved_groups]
         sizes = [len(group["params"]) for group in self.param_groups]
         if saved_sizes != sizes:

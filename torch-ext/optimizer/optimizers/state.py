@@ -31,6 +31,7 @@ from .rounding import COUNTER, RESIDUAL, check_rounding
 STATISTICS = "second_momentum_buffer"
 OWN_FUNCTION = "<function>"
 COUNTERS = frozenset({"step", COUNTER})
+ASKED_FOR = frozenset({RESIDUAL, STATISTICS, COUNTER})  # by an option that may change
 NOT_NEGATIVE = COUNTERS | {"exp_avg_sq", STATISTICS}
 
 
@@ -121,8 +122,8 @@ def complete_state(
 ) -> dict[str, Tensor]:
     """The state with zeros for what is missing; offloaded, in host memory but for what is small.
 
-    A residual or a second moment that no step keeps up to date is dropped: it belongs to values
-    that are gone.
+    What no option asks for any more is dropped, as loading does: a residual, a second moment or a
+    counter that no step keeps up to date belongs to values that are gone.
 
     Raises:
         ValueError: a tensor that is there does not fit the parameter any more.
@@ -139,11 +140,7 @@ def complete_state(
                 f"parameter and its options ask for {slot.dtype} {slot.shape} on {device}; "
                 "move or reshape the parameter before the optimizer is constructed"
             )
-    kept = {
-        key: held
-        for key, held in state.items()
-        if key not in (RESIDUAL, STATISTICS) or key in slots
-    }
+    kept = {key: held for key, held in state.items() if key not in ASKED_FOR or key in slots}
     missing = {key: slot for key, slot in slots.items() if key not in kept}
     return kept | _zeros(missing, param, offloaded)
 
