@@ -58,7 +58,7 @@ DEFECTS = {
     "mean squares are rounded to float32": Defect(
         "kernels-src/cpu/apply_update.cpp",
         "const double square = means[i] *",
-        "const double square = mean *",
+        "const double square = static_cast<float>(means[i]) *",
         "kernels/test_apply_update.py::test_mean_squares_are_added_in_double_precision",
     ),
 }
