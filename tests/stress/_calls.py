@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -41,8 +42,13 @@ def call(name: str) -> Callable[[Maker], Maker]:
     return entered
 
 
-def close(what: str, found: Tensor, expected: Tensor, slack: float) -> None:
-    """The norm of the difference is at most slack of that of what is expected."""
+def close(
+    what: str, found: Tensor, expected: Tensor, slack: float, terms: tuple[Tensor, ...] = ()
+) -> None:
+    """The norm of the difference is at most slack of that of what is expected, or of its terms.
+
+    Of a difference that cancels, the rounding is that of its terms.
+    """
     if found.shape != expected.shape:
         raise DifferenceError(f"{what}: shape {tuple(found.shape)}, not {tuple(expected.shape)}")
     found, expected = found.detach().double(), expected.detach().double()
@@ -52,7 +58,8 @@ def close(what: str, found: Tensor, expected: Tensor, slack: float) -> None:
         raise DifferenceError(f"{what}: other elements are finite than expected")
     found, expected = found[found.isfinite()], expected[expected.isfinite()]
     away = (found - expected).norm().item()
-    if away > slack * expected.norm().item() + 1e-30:
+    sizes = [term.detach().double().norm().item() for term in (expected, *terms)]
+    if away > slack * max(size for size in sizes if size < math.inf) + 1e-30:
         raise DifferenceError(f"{what}: off by {away:.3g} of {expected.norm().item():.3g}")
 
 
@@ -250,7 +257,7 @@ def momentum(package: Package, generator: random.Random) -> Call:
             expected = slow.momentum(
                 grad.double(), kept := kept.double(), mu, nesterov=nesterov, ema=form == "ema"
             )
-            close("momentum", found, expected, 1e-5)
+            close("momentum", found, expected, 1e-5, (grad, buffer))
             close("momentum: buffer", buffer, kept, 1e-5)
 
     arguments = {"grads": grads, "buffers": buffers, "out": out, "mu": mu, "nesterov": nesterov}

@@ -530,7 +530,7 @@ def moe_block(package: Package, generator: random.Random) -> Call:
         moe.SharedExperts(4, 5) if generator.random() < 0.5 else None,
     )
     arguments = {"hidden_states": draw(generator, generator.choice([(2, 4), (2, 3, 4), (0, 4)]))}
-    words = ("hidden_states", "x ", "linear")
+    words = ("hidden_states", "x ", "linear", "weight must have dtype")  # x's, as the block's is
     return Call("moe.MoEBlock", block.forward, arguments, finite, words=words)
 
 

@@ -59,6 +59,7 @@ class ExpertAdapters(nn.ModuleDict):
         """
         if isinstance(targets, str) or not targets or set(targets) - set(PROJECTIONS):
             raise ValueError(f"targets must be some of {PROJECTIONS}, got {targets!r}")
+        targets = tuple(dict.fromkeys(targets))
         for target in targets:
             self[target].check_adapter(name, r, **options)
         checked_alpha(alpha)

@@ -197,6 +197,13 @@ class LoraProjection(nn.Module):
     ) -> None:
         """Raise the ValueError that `add_adapter` would, and change nothing."""
         check_factor_dtype(dtype)
+        for option, value in (
+            ("dropout", dropout),
+            ("use_dora", use_dora),
+            ("lora_bias", lora_bias),
+        ):
+            if isinstance(value, Tensor):
+                raise TypeError(f"{option} must be a number or a bool, got a Tensor")
         if dropout or use_dora or lora_bias:
             raise ValueError(
                 "LoRA on a stack of experts has no dropout, no DoRA and no bias, got dropout="

@@ -78,6 +78,8 @@ def parallel_linear_lora(  # noqa: PLR0913
         raise ValueError(f"k must divide the {rows} rows, got {top_k}")
     order = _rebuild(sorted_scattered_idxs, expert_offsets, top_k)
     if lora_A is not None and lora_B is not None:
+        if lora_A.ndim != 2:
+            raise ValueError(f"lora_A must be (r E, K), got shape {tuple(lora_A.shape)}")
         rank = lora_A.shape[0] // experts
         if lora_A.shape[0] != rank * experts or lora_B.shape != (n, rank * experts):
             raise ValueError(

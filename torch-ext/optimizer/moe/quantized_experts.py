@@ -53,6 +53,8 @@ class QuantizedExperts(nn.Module):
         self.keeper: Any = None  # an `ExpertOffload` that has the tensors in host memory
         if blocksize not in BLOCKSIZES:
             raise ValueError(f"blocksize must be one of {BLOCKSIZES}, got {blocksize}")
+        if any(side < 0 for side in shape):
+            raise ValueError(f"shape must be (E, N, K) without negative sizes, got {tuple(shape)}")
         self.stored, self.nested = tuple(shape), nested
         self.blocksize, self.quant_type, self.strategy = blocksize, quant_type, strategy
         elements = math.prod(self.stored)
@@ -110,6 +112,8 @@ class QuantizedExperts(nn.Module):
     @classmethod
     def from_weight(cls, weight: Tensor, **options: Any) -> QuantizedExperts:
         """Quantise a stack (E, N, K) that is in memory; `options` as in `from_experts`."""
+        if weight.ndim != 3:
+            raise ValueError(f"weight must be (E, N, K), got shape {tuple(weight.shape)}")
         return cls.from_experts(weight.detach().unbind(0), tuple(weight.shape), **options)
 
     @classmethod

@@ -118,6 +118,11 @@ def group_top_k(
             raise ValueError(
                 f"correction_bias must be ({experts},), got {tuple(correction_bias.shape)}"
             )
+        if correction_bias.device != logits.device:
+            raise ValueError(
+                f"correction_bias is on {correction_bias.device}, router_logits on "
+                f"{logits.device}; move it there"
+            )
     _check_factor(routed_scaling_factor)
     if score not in SCORES:
         raise ValueError(f"score={score!r} is unknown; pass one of {', '.join(SCORES)}")
