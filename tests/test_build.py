@@ -301,11 +301,19 @@ def test_ci_fails_where_a_variant_cannot_be_published(tmp_path: Path, finding, s
     assert last.endswith("failed: make test, make build BACKEND=cuda" if finding else "passed")
 
 
+def without_make() -> dict[str, str]:
+    """The environment without what the make and the CI around this run hand on."""
+    given = {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS", "PUBLISHABLE", "BACKEND"}
+    return {name: value for name, value in os.environ.items() if name not in given}
+
+
 @pytest.mark.parametrize("target", ["build", "test"])
 def test_the_makefile_hands_on_what_must_be_publishable(target: str):
     words = ["make", "--dry-run", "NO_VENV=1", target]
     for publishable in ((), ("PUBLISHABLE=1",)):
-        told = subprocess.run([*words, *publishable], cwd=ROOT, capture_output=True, text=True)
+        command = [*words, *publishable]
+        options = {"cwd": ROOT, "env": without_make(), "capture_output": True, "text": True}
+        told = subprocess.run(command, **options)
         builds = [line for line in told.stdout.splitlines() if "build_local.py" in line]
         assert len(builds) == 1 and ("--publishable" in builds[0]) == bool(publishable)
 
@@ -336,7 +344,7 @@ def test_the_demo_says_how_long_it_takes_before_it_begins(
         (venv / "bin" / "python").symlink_to(python)
         (venv / ".ready").touch()
     command = ["make", "-C", sources, "demo", f"BASE_PYTHON={python}", "BACKEND=cpu"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, env=without_make(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stdout.splitlines() if line.startswith(("RAN ", "make demo "))]
     first, *ran = told

@@ -37,8 +37,8 @@ DEFECTS = {
     ),
     "only the first team's answer is checked": Defect(
         "torch-ext/optimizer/optimizers/agreement.py",
-        "        for question in asked:\n",
-        "        for question in asked[:1]:\n",
+        "        for number, question in enumerate(questions):\n",
+        "        for number, question in enumerate(questions[:1]):\n",
         "distributed/test_sharing.py::test_every_teams_answer_counts",
     ),
     "a refused group leaves its names": Defect(

@@ -208,8 +208,9 @@ def play_one(package: Package, number: int, only: str | None) -> tuple[str, str,
 
 def play(opt: Any, numbers: list[int], only: str | None = None) -> dict[str, Any]:
     """The calls with these numbers."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    warnings.simplefilter("ignore")
+    _, most = held_before = resource.getrlimit(resource.RLIMIT_AS)
+    said_before = logging.root.manager.disable
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, most))
     logging.disable(logging.WARNING)
     torch.use_deterministic_algorithms(False)
     if only is None or "integrations" in only:  # which takes seconds, none of a call
@@ -220,7 +221,8 @@ def play(opt: Any, numbers: list[int], only: str | None = None) -> dict[str, Any
     findings = []
     try:
         for number in numbers:
-            name, outcome, text, given = play_one(package, number, only)
+            with warnings.catch_warnings(action="ignore"):
+                name, outcome, text, given = play_one(package, number, only)
             counts[f"{name}: {outcome}"] += 1
             counts["calls"] += 1
             if text:
@@ -228,4 +230,6 @@ def play(opt: Any, numbers: list[int], only: str | None = None) -> dict[str, Any
                 findings.append((kind, number, text, given))
     finally:
         shutil.rmtree(package.folder, ignore_errors=True)
+        resource.setrlimit(resource.RLIMIT_AS, held_before)
+        logging.disable(said_before)
     return {"counts": dict(counts), "findings": findings}

@@ -25,7 +25,10 @@ def exchange(name: str, value: str, patience: timedelta) -> dict[int, str]:
     from torch import distributed
     from torch.distributed.distributed_c10d import _get_default_store
 
-    store = distributed.PrefixStore(name, _get_default_store())
+    store = _get_default_store()
+    if store is None:  # of a group that MPI made
+        raise RuntimeError("the default process group has no store")
+    store = distributed.PrefixStore(name, store)
     rank, world = distributed.get_rank(), distributed.get_world_size()
     call = store.add(f"calls/{rank}", 1)
     keys = {other: f"{call}/{other}" for other in range(world)}
