@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = 120
 # Core seconds of a build from nothing, and seconds of both runs with two cores or a GPU.
 COMPILATION = {"cpu": 60, "cuda": 1200}
-TRAINING = {"cpu": 150, "cuda": 60}
+TRAINING = {"cpu": 290, "cuda": 60}
 VARIANTS = {"cpu": "torch*-cpu-*", "cuda": "torch*-cu[0-9]*"}
 
 
