@@ -54,6 +54,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "nf4_quantize(Tensor weight, Tensor(a!) packed, Tensor(b!) absmax, int blocksize, bool fp4) "
       "-> ()");
+  ops.def("launch_plan_define(Tensor[] operands, int tag, int[] program) -> ()");
+  ops.def("launch_plan_run(Tensor[] operands, int tag) -> Tensor[]");
 }
 
 #if defined(CUDA_KERNEL)
@@ -72,6 +74,8 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("nf4_product", TORCH_BOX(&optimizer::nf4_product_cuda));
   ops.impl("nf4_dequant", TORCH_BOX(&optimizer::nf4_dequant_cuda));
   ops.impl("nf4_quantize", TORCH_BOX(&optimizer::nf4_quantize_cuda));
+  ops.impl("launch_plan_define", TORCH_BOX(&optimizer::launch_plan_define_cuda));
+  ops.impl("launch_plan_run", &optimizer::launch_plan_run_cuda);
 }
 #elif defined(CPU_KERNEL)
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {

@@ -8,6 +8,8 @@
 // multiplied is codebook[nibble] * absmax in float32, rounded once to bfloat16: the number that
 // dequantising gives.
 
+#include <cuda_runtime.h>
+
 #include <cstdint>
 
 namespace optimizer::nf4_product {
@@ -69,5 +71,8 @@ inline const char* refusal(const Problem& p, int max_experts) {
   if (p.rows * p.x_row > kUnits || p.rows * p.rank > kUnits) return "rows take more than 64 GiB";
   return nullptr;
 }
+
+// Launch a problem that `refusal` has nothing against.
+void run(const Problem& p, int device, cudaStream_t stream);
 
 }  // namespace optimizer::nf4_product

@@ -156,6 +156,11 @@ void check_epilogue(const Checker& check, const std::optional<Tensor>& bias,
 }
 
 }  // namespace
+
+void run(const Problem& p, int device, cudaStream_t stream) {
+  return p.along ? launch<true>(p, device, stream) : launch<false>(p, device, stream);
+}
+
 }  // namespace nf4_product
 
 void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absmax,
@@ -203,8 +208,7 @@ void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absma
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   newton_schulz::check_sm90("nf4_product", refusal(p, kMaxExperts), device);
-  const auto on = static_cast<cudaStream_t>(stream);
-  return along ? launch<true>(p, device, on) : launch<false>(p, device, on);
+  run(p, device, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace optimizer

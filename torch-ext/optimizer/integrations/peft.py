@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..moe.expert_weights import as_quantized
 from ..moe.layout import ExpertsLora, LoraFactors
-from ..moe.lora import factor_views
+from ..moe.lora import PeftFactors
 from .experts import ATTACHED, experts_modules, first_projection, is_ours
 
 WRAPPER = "ParamWrapper"  # peft.tuners.lora.layer
@@ -290,12 +290,13 @@ def _active_factors(wrapper: nn.Module) -> LoraFactors | None:
     experts = base_of(wrapper)
     transposed = getattr(experts, "is_transposed", False)
     swapped = getattr(wrapper, "_did_swap_in_out_features", False)  # no such attribute up to 0.18
-    a, b = factor_views(
-        wrapper.lora_A[name].weight, wrapper.lora_B[name].weight, wrapper.num_experts
+    matrices = (wrapper.lora_A[name].weight, wrapper.lora_B[name].weight)
+    return PeftFactors(
+        *matrices,
+        wrapper.num_experts,
+        wrapper.scaling[name],
+        swapped=not contracts_input(swapped=swapped, transposed=transposed),
     )
-    if not contracts_input(swapped=swapped, transposed=transposed):
-        a, b = b.transpose(1, 2), a.transpose(1, 2)
-    return LoraFactors(a, b, wrapper.scaling[name])
 
 
 def _check_plain(wrapper: nn.Module, name: str) -> None:

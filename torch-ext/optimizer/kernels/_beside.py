@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._launch_plan import begins_beside, ends_beside, waits
+
 _URGENT = -1  # the lower the number, the higher the priority
 
 
@@ -36,12 +38,12 @@ class Streams:
     def there_waits(self) -> None:
         """The second stream goes on after what was launched on the first so far."""
         if self.second is not None:
-            self.second.wait_stream(self.first)
+            waits(self.second, self.first)
 
     def here_waits(self) -> None:
         """The first stream goes on after what was launched on the second so far."""
         if self.first is not None:
-            self.first.wait_stream(self.second)
+            waits(self.first, self.second)
 
 
 @functools.cache
@@ -61,8 +63,11 @@ def beside(x: Tensor, *, urgent: bool = False) -> Iterator[Streams]:
     if x.is_cuda:
         first = torch.cuda.current_stream(x.device)
         streams = Streams(first, _second(first, urgent))
+        begins_beside(first, streams.second)
     streams.there_waits()
     try:
         yield streams
     finally:
         streams.here_waits()
+        if x.is_cuda:
+            ends_beside()

@@ -73,11 +73,10 @@ def gradient_of_gates(
     if bias2 is None:
         sum_parts(dots, found)
     else:
-        total = dots.sum(0)
         through = torch.empty((slots.shape[0], 1), dtype=torch.float32, device=grad.device)
         options = {"tile_rows": tile_rows, "scaling": 1.0, "fan": fan, "scatter": True}
         low_rank(grad, bias2[:, None], slots, tiles, through, **options)
-        found.view(-1).copy_(total + through[:, 0])
+        sum_parts(dots, found, more=through)
     return found
 
 

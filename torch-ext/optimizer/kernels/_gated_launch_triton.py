@@ -19,6 +19,7 @@ from ._grouped_launch_triton import (
     tile_of,
     widens,
 )
+from ._launch_plan import launch
 from .glu_triton import KINDS
 
 
@@ -80,7 +81,7 @@ def gated_forward(  # noqa: PLR0913
         columns = (first, end, packs)
         here, factor_width, at = _packed_columns(factor, interleaved, x.dtype, *columns)
         count = triton.cdiv(2 * (end - first), tile.columns)
-        _gated_forward[(tiles.shape[0] * count,)](
+        launch(_gated_forward, (tiles.shape[0] * count,))(
             x,
             weight,
             low,
@@ -176,7 +177,7 @@ def gated_backward(  # noqa: PLR0913
     wants_wide, wants_h, wants_dots = (room.numel() > 0 for room in rooms)
     if tiles.shape[0] == 0 or not (wants_wide or wants_h or wants_dots):
         return
-    _gated_backward[(tiles.shape[0] * column_tiles,)](
+    launch(_gated_backward, (tiles.shape[0] * column_tiles,))(
         dy,
         weight,
         low,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._launch_plan import launch
 from .glu_triton import KINDS, _activation, _factor
 
 _BLOCK = 1024
@@ -74,7 +75,7 @@ def glu_backward_dots(
     rows, width = d.shape
     if rows == 0 or (out.numel() == 0 and dots.numel() == 0):
         return
-    _glu_backward_dots[(rows,)](
+    launch(_glu_backward_dots, (rows,))(
         d,
         wide,
         gates.contiguous(),

@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from . import _grouped_config as config
 from ._grouped_triton import _grouped_product
+from ._launch_plan import launch
 from ._low_rank_triton import _low_rank, _reorder, _sum_parts
 
 _REORDER = 64  # a side of the tile that is reordered: 128 bytes of bfloat16 either way
@@ -88,7 +89,7 @@ def reorder(
     """
     experts, rank, n = target.shape
     sides = (source.stride(), target.stride())
-    _reorder[(triton.cdiv(n, _REORDER), triton.cdiv(rank * experts, _REORDER))](
+    launch(_reorder, (triton.cdiv(n, _REORDER), triton.cdiv(rank * experts, _REORDER)))(
         source,
         target,
         n,
@@ -152,7 +153,7 @@ def low_rank(
     if parts > 1:
         target = torch.empty((parts, *out.shape), dtype=torch.float32, device=x.device)
     share = triton.cdiv(tile_rows, tile.rows)
-    _low_rank[(tiles.shape[0] * share, triton.cdiv(rank, tile.columns), parts)](
+    launch(_low_rank, (tiles.shape[0] * share, triton.cdiv(rank, tile.columns), parts))(
         x,
         factor,
         slots,
@@ -190,13 +191,15 @@ def sum_parts(
     out: Tensor,  # (...), contiguous
     scaling: float = 1.0,
     *,
+    more: Tensor | None = None,  # (...) float32, contiguous
     signals: bool = False,
 ) -> None:
-    """out = scaling (sum over the parts), one after the other; `signals` as in `low_rank`."""
+    """out = scaling (sum over the parts, in order) + more; `signals` as in `low_rank`."""
     size = out.numel()
     grid = (triton.cdiv(size, _SUM),)
-    options = {"BLOCK": _SUM, "NEXT": signals, "num_warps": 4}
-    _sum_parts[grid](parts, out, size, parts.shape[0], scaling, **options)
+    options = {"MORE": more is not None, "BLOCK": _SUM, "NEXT": signals, "num_warps": 4}
+    added = parts if more is None else more
+    launch(_sum_parts, grid)(parts, added, out, size, parts.shape[0], scaling, **options)
 
 
 def column_pieces(
@@ -304,7 +307,7 @@ def _launch_product(  # noqa: PLR0913
     column_tiles = triton.cdiv(n, tile.columns)
     if tiles.shape[0] == 0:
         return
-    _grouped_product[(tiles.shape[0] * column_tiles,)](
+    launch(_grouped_product, (tiles.shape[0] * column_tiles,))(
         x,
         weight,
         low,

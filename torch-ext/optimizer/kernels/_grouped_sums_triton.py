@@ -16,6 +16,7 @@ from . import _grouped_config as config
 from ._expert_product_triton import _expert_products
 from ._grouped_launch_triton import is_scattered, reorder, tile_of, widens
 from ._grouped_triton import _expert_sum
+from ._launch_plan import launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _launch_expert_products(
         return groups * triton.cdiv(a, block_a) * triton.cdiv(b, tile.columns)
 
     grid = (sum(programs(one) for one in sums),)
-    _expert_products[grid](
+    launch(_expert_products, grid)(
         first.left,
         first.right,
         first.out,
@@ -124,7 +125,7 @@ def expert_sum(
 ) -> None:
     """out[e] = sum over the expert's rows of gates right."""
     experts, b = out.shape
-    _expert_sum[(experts, triton.cdiv(b, 128))](
+    launch(_expert_sum, (experts, triton.cdiv(b, 128)))(
         right,
         right if gates is None else gates.contiguous(),
         slots,

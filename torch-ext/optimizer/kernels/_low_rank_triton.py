@@ -2,7 +2,7 @@
 
 _low_rank   out (R, r) = s x F_e^T: one program per (BLOCK_M of a tile's rows, block of the rank,
             part of K)
-_sum_parts  out = s (sum over the parts): one program per block of elements, in order of the parts
+_sum_parts  out = s (sum over the parts) + more: one program per block of elements, in order
 _reorder    (E, r, N) between two strides: one program per tile of N x (r E)
 
 A long K is cut into parts so that few tiles of rows still fill the device. Where the cuts lie
@@ -86,10 +86,12 @@ def _low_rank(  # noqa: PLR0913
 @triton.jit(do_not_specialize=["size"])
 def _sum_parts(
     parts,  # (parts, size) float32
+    more,  # (size,) float32 if MORE
     out,  # (size,)
     size,
     count,
     scaling,
+    MORE: tl.constexpr,
     BLOCK: tl.constexpr,
     NEXT: tl.constexpr,  # the next launch may begin beside this one
 ):
@@ -99,7 +101,10 @@ def _sum_parts(
     step = tl.full((), size, tl.int64)
     for part in range(count):
         total += tl.load(parts + part * step + at, mask=at < size, other=0.0)
-    tl.store(out + at, (scaling * total).to(out.dtype.element_ty), mask=at < size)
+    total *= scaling
+    if MORE:
+        total += tl.load(more + at, mask=at < size, other=0.0)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
 
 
 @triton.jit

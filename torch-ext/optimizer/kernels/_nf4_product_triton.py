@@ -21,6 +21,7 @@ from . import _grouped_config as config
 from ._grouped_launch_triton import packed as packed_factor
 from ._grouped_launch_triton import widens
 from ._grouped_triton import _source, _tile_of
+from ._launch_plan import launch
 from ._nf4_triton import _load_table, _sum
 from .expert_sort import tile_rows_for
 
@@ -282,7 +283,7 @@ def nf4_product(  # noqa: PLR0913
     if tiles.shape[0] == 0:
         return None if dots is None else dots.sum(0)
     code, code_scale, code_offset = nested or (packed, packed, packed)
-    _nf4_product[(tiles.shape[0] * share * column_tiles,)](
+    launch(_nf4_product, (tiles.shape[0] * share * column_tiles,))(
         x,
         packed,
         absmax,

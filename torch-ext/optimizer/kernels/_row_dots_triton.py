@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._launch_plan import launch
+
 _BLOCK = 1024
 
 
@@ -59,7 +61,7 @@ def gate_and_dot(
     dots = torch.empty(rows, dtype=torch.float32, device=out.device)
     if rows == 0:
         return dots
-    _gate_and_dot[(rows,)](
+    launch(_gate_and_dot, (rows,))(
         out,
         other,
         out if gates is None else gates.contiguous(),

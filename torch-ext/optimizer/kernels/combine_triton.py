@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._launch_plan import launch
+
 _BLOCK = 1024
 
 
@@ -59,7 +61,7 @@ def combine_triton(
     if tokens == 0:
         return out
     block = min(_BLOCK, triton.next_power_of_2(n))
-    _combine[(tokens, triton.cdiv(n, block))](
+    launch(_combine, (tokens, triton.cdiv(n, block)))(
         y,
         y if gates is None else gates,
         rows,

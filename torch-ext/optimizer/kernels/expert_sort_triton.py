@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.moe import tile_bound
+from ._launch_plan import launch
 
 _CHUNK = 128  # slots; a chunk compares its slots pairwise, 128 x 128
 _SCAN_CHUNKS = 128
@@ -159,12 +160,14 @@ def expert_sort_triton(
     chunks = triton.cdiv(total, _CHUNK)
     block = triton.next_power_of_2(groups)
     counts, totals = new(chunks, groups, dtype=torch.int32), new(groups, dtype=torch.int32)
-    _count[(chunks,)](ids, counts, total, num_experts, CHUNK=_CHUNK, BLOCK_G=min(64, block))
-    _scan[(triton.cdiv(groups, _SCAN_GROUPS),)](
+    launch(_count, (chunks,))(ids, counts, total, num_experts, CHUNK=_CHUNK, BLOCK_G=min(64, block))
+    launch(_scan, (triton.cdiv(groups, _SCAN_GROUPS),))(
         counts, totals, chunks, groups, BLOCK_C=_SCAN_CHUNKS, BLOCK_G=_SCAN_GROUPS
     )
-    _place[(chunks,)](
+    launch(_place, (chunks,))(
         ids, counts, totals, offsets, slots, rows, total, num_experts, CHUNK=_CHUNK, BLOCK=block
     )
-    _tiles[(groups + 1,)](totals, tiles, bound, num_experts, tile_rows, BLOCK=block, FILL=_FILL)
+    launch(_tiles, (groups + 1,))(
+        totals, tiles, bound, num_experts, tile_rows, BLOCK=block, FILL=_FILL
+    )
     return slots, rows, offsets, tiles

@@ -23,13 +23,15 @@ from ._moe_paths import gradient_like, on_device_of, refuse_forward_mode
 from .glu import ACTIVATIONS
 
 
-def fuses(path: str, weight: Tensor, activation: object, gated: bool, interleaved: bool) -> bool:
-    """Whether gate and up of weight (E, H, 2I) can be neighbours in a product without a copy.
+def fuses(
+    path: str, strides: tuple[int, ...], activation: object, gated: bool, interleaved: bool
+) -> bool:
+    """Whether gate and up can be neighbours in a product without a copy of the weight.
 
-    Where the columns of the halves lie together, apart from each other, an interleaved read would
-    be one element at a time.
+    `strides` are those of (E, H, 2I). Where the columns of the halves lie together, apart from each
+    other, an interleaved read would be one element at a time.
     """
-    readable = interleaved or weight.stride(1) == 1 or weight.stride(2) != 1
+    readable = interleaved or strides[1] == 1 or strides[2] != 1
     named = isinstance(activation, str) and activation in ACTIVATIONS
     return path == "triton" and gated and named and readable
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.glu import ELEMENTWISE, GPT_OSS_ALPHA, GPT_OSS_LIMIT
+from ._launch_plan import launch
 
 KINDS = {name: kind for kind, name in enumerate((*ELEMENTWISE, "gpt_oss"))}
 _SILU = tl.constexpr(KINDS["silu"])
@@ -104,7 +105,7 @@ def _launch(
     if rows == 0:
         return out
     block = min(_BLOCK, triton.next_power_of_2(width))
-    _glu[(rows, triton.cdiv(width, block))](
+    launch(_glu, (rows, triton.cdiv(width, block)))(
         gate_up,
         gate_up if grad is None else grad,
         out,

@@ -120,8 +120,8 @@ def nf4_product(  # noqa: PLR0913
         blocksize,
         along,
         low,
-        None if factor is None else factor.to(x.dtype),
-        None if bias is None else bias.float().contiguous(),
+        None if factor is None else _converted(factor, x.dtype),
+        None if bias is None else _converted(bias[:, None], torch.float32)[:, 0],
         None if gates is None else gates.float().contiguous(),
         slots,
         offsets,
@@ -130,6 +130,15 @@ def nf4_product(  # noqa: PLR0913
         not grouped_out,
     )
     return out
+
+
+def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (E, r, N) in a dtype; a copy is a launch of our own, which a plan can play again."""
+    if x.dtype == dtype:
+        return x
+    from ._grouped_launch_triton import reorder
+
+    return reorder(x, torch.empty(x.shape, dtype=dtype, device=x.device))
 
 
 def refusal(x: Tensor, stack: tuple, rank: int) -> str | None:

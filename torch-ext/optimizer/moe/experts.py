@@ -19,6 +19,7 @@ from ..kernels._autocast import autocast_dtype, cast, without_autocast
 from ..kernels._moe_paths import check_dense
 from .activation import activate
 from .adapters import PROJECTIONS, ExpertAdapters
+from .eager_layer import eager_layer
 from .gated_linear import gated_lora_linear
 from .grouped_linear import grouped_lora_linear
 from .layout import ExpertsLayout, ExpertsLora, LoraFactors
@@ -47,6 +48,10 @@ def experts_forward(
     for name, value, kind in (("layout", layout, ExpertsLayout), ("lora", lora, ExpertsLora)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be an {kind.__name__}, got {type(value).__name__}")
+    parameters = ((gate_up, down), (gate_up_bias, down_bias))
+    out = eager_layer(hidden_states, top_k_index, top_k_weights, *parameters, layout, lora, backend)
+    if out is not None:
+        return out
     for name, weight in (("gate_up", gate_up), ("down", down)):
         if len(weight.shape) != 3:
             raise ValueError(f"{name} must be a stack (E, ., .), got shape {tuple(weight.shape)}")

@@ -65,7 +65,7 @@ def gated_lora_linear(
         fusable = fuses_nf4(path, *kind)
     else:
         dense = quantized == (None, None)
-        fusable = dense and fuses(path, first["weight"], *kind, layout.interleaved)
+        fusable = dense and fuses(path, first["weight"].stride(), *kind, layout.interleaved)
     if not fusable:
         return None
     check_path(path, x)
@@ -95,6 +95,16 @@ def gated_lora_linear(
 
 
 _NAMES = ("weight", "lora_a", "lora_b", "bias")
+
+
+def check_operands(
+    x: Tensor, first: tuple, second: tuple, gates: Tensor, order: ExpertOrder
+) -> None:
+    """Rows, both projections (weight, lora_a, lora_b, scaling, bias) and gates fit together."""
+    check_rows(x, order, grouped_in=False)
+    _check(x, order, x.shape[1], *first)
+    _check(x, order, first[0].shape[2] // 2, *second)
+    check_gates(gates, x, order)
 
 
 def _check(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -73,3 +74,22 @@ class ExpertsLora:
 
     gate_up: LoraFactors | None = None
     down: LoraFactors | None = None
+
+
+class Form(NamedTuple):
+    """What a layer's tensors do not say.
+
+    Args:
+        activation: Of `ExpertsLayout`, as interleaved and transposed.
+        interleaved: Whether gate and up alternate.
+        transposed: Whether the weights are (E, in, out).
+        scalings: Of LoRA, per projection.
+        factors: How LoRA's two tensors lie, per projection: "stacks" (E, r, in) and (E, out, r),
+            PEFT's "matrices", those "swapped", or None without LoRA.
+    """
+
+    activation: str
+    interleaved: bool
+    transposed: bool
+    scalings: tuple[float, float]
+    factors: tuple[str | None, str | None]

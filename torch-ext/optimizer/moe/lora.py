@@ -54,6 +54,85 @@ def factor_views(lora_A: Tensor, lora_B: Tensor, num_experts: int) -> tuple[Tens
     return a, b
 
 
+class PeftFactors(LoraFactors):
+    """Factors that are PEFT's two matrices, seen as stacks where they are asked for.
+
+    Args:
+        lora_A: (E*r, in), expert-major.
+        lora_B: (out, E*r), read as (out, r, E).
+        num_experts: E.
+        scaling: Of their product.
+        swapped: A meets the layer's output and B its input.
+
+    Attributes:
+        matrices: Both of them.
+    """
+
+    def __init__(
+        self,
+        lora_A: Tensor,
+        lora_B: Tensor,
+        num_experts: int,
+        scaling: float,
+        *,
+        swapped: bool = False,
+    ) -> None:
+        for name, value in (
+            ("matrices", (lora_A, lora_B)),
+            ("num_experts", num_experts),
+            ("scaling", scaling),
+            ("swapped", swapped),
+        ):
+            object.__setattr__(self, name, value)
+
+    def _views(self) -> tuple[Tensor, Tensor]:
+        a, b = factor_views(*self.matrices, self.num_experts)
+        return (b.mT, a.mT) if self.swapped else (a, b)
+
+    @property
+    def a(self) -> Tensor:
+        """(E, r, in)."""
+        return self._views()[0]
+
+    @property
+    def b(self) -> Tensor:
+        """(E, out, r)."""
+        return self._views()[1]
+
+
+def leaves_of(
+    factors: LoraFactors | None,
+) -> tuple[tuple[Tensor | None, Tensor | None], str | None]:
+    """The tensors of a projection's factors as they are stored, and how they lie, as in `Form`."""
+    if factors is None:
+        return (None, None), None
+    if isinstance(factors, PeftFactors):
+        return factors.matrices, "swapped" if factors.swapped else "matrices"
+    return (factors.a, factors.b), "stacks"
+
+
+def views_of(
+    first: Tensor | None, second: Tensor | None, kind: str | None, num_experts: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Factors (E, r, in) and (E, out, r) of what `leaves_of` gave."""
+    if kind is None or kind == "stacks":
+        return first, second
+    views = PeftFactors(first, second, num_experts, 1.0, swapped=kind == "swapped")
+    return views.a, views.b
+
+
+def gradients_of(da: Tensor, db: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+    """Gradients of the leaves from those of (E, r, in) and (E, out, r); a vector is none."""
+    if kind is None or kind == "stacks":
+        return da, db
+    if kind == "swapped":
+        da, db = (one.mT if one.ndim == 3 else one for one in (db, da))
+    return (
+        da.flatten(0, 1) if da.ndim == 3 else da,
+        db.permute(1, 2, 0).flatten(1) if db.ndim == 3 else db,
+    )
+
+
 def selective_lora_weights(
     lora_A: Tensor, lora_B: Tensor, active_experts: Tensor, num_experts: int
 ) -> tuple[Tensor, Tensor]:
@@ -252,8 +331,7 @@ class LoraProjection(nn.Module):
             self.check_separate("switched off")
         if not self.enabled or self.merged or self.active is None:
             return None
-        views = factor_views(*self._active_weights(), self.num_experts)
-        return LoraFactors(*views, self.scaling[self.active])
+        return PeftFactors(*self._active_weights(), self.num_experts, self.scaling[self.active])
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
@@ -369,7 +447,8 @@ class LoraProjection(nn.Module):
             )
 
     def _active_weights(self) -> tuple[Tensor, Tensor]:
-        return self.lora_A[self.active].weight, self.lora_B[self.active].weight
+        modules = self._modules  # as `self.lora_A` gives it, in a third of the time
+        return modules["lora_A"][self.active].weight, modules["lora_B"][self.active].weight
 
     def _save_to_state_dict(self, *args, **kwargs) -> None:
         self.check_separate("state_dict")

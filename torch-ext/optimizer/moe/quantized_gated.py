@@ -116,7 +116,7 @@ def quantized_gated_linear(
         if bias is not None and torch.is_grad_enabled() and bias.requires_grad:
             return None
         rank = 0 if a is None else a.shape[1]
-        strategy, taken = pick_strategy(x, weight, order, rank, path, by_name)
+        strategy, taken = pick_strategy(x, weight, order.slots.shape[0], rank, path, by_name)
         if strategy != "fused":
             return None
     factors = [one.get(name) for one in projections for name in ("lora_a", "lora_b")]

@@ -347,7 +347,7 @@ def quantized_lora_linear(
         ValueError: unknown strategy.
     """
     rank = 0 if lora_a is None else lora_a.shape[1]
-    chosen, path = pick_strategy(x, weight, order, rank, path, by_name, strategy)
+    chosen, path = pick_strategy(x, weight, order.slots.shape[0], rank, path, by_name, strategy)
     return _QuantizedLora.apply(
         x,
         lora_a,

@@ -16,7 +16,6 @@ from ..kernels._moe_paths import MEASURED, TRITON_PATHS, Path
 from ..kernels.grouped_lora_nf4_forward import decodes_in_registers
 from ..kernels.nf4_product import serves
 from .expert_weights import STRATEGIES, QuantizedWeight
-from .sort import ExpertOrder
 
 # Decoded weights of a slice, of which two exist at a time: an eighth of the stack between these
 # bounds. Eight slices cost the host little, and two of them stay below what a layer's activations
@@ -94,7 +93,7 @@ def chunk_experts(num_experts: int, numel: int, element_bytes: int) -> int:
 def pick_strategy(
     x: Tensor,
     weight: QuantizedWeight,
-    order: ExpertOrder,
+    rows: int,
     rank: int,
     path: str,
     by_name: bool,
@@ -105,7 +104,7 @@ def pick_strategy(
     Args:
         x: Rows; their dtype, device and alignment.
         weight: Seen as (E, K, N).
-        order: Of `expert_sort`.
+        rows: T k.
         rank: Of LoRA, or 0.
         path: "compiled", "triton", "grouped_mm" or "reference".
         by_name: Whether the path was asked for; else Triton's gives way to what is faster.
@@ -116,14 +115,14 @@ def pick_strategy(
     """
     replaceable = path == "triton" and not by_name
     chosen = choose_strategy(
-        order.slots.shape[0],
-        order.num_experts,
+        rows,
+        weight.shape[0],
         strategy or weight.strategy,
         fusable=weight.fusable_over(x) and path != "grouped_mm",
         fast=path in TRITON_PATHS and decodes_in_registers(x),
         compiled=replaceable and serves(x, weight.operands(), rank),
     ).name
-    if order.slots.shape[0] == 0:
+    if rows == 0:
         # Of an empty batch no expert is active; one slice of all of them would be decoded for none.
         chosen = "selective"
     return chosen, MEASURED if replaceable and chosen == "fused" else path

@@ -1,0 +1,419 @@
+"""Launches of Triton's kernels that are recorded at a first call and played again by one op.
+
+A layer of experts is a dozen launches forward and two dozen back. To bind their arguments, look up
+the compiled kernels and allocate in Python takes the host several times what the GPU needs. What is
+launched is a function of shapes, strides, dtypes, alignment and constants, never of values. So
+`replayed` runs a function once as it stands, records its launches, allocations and waits, and hands
+them to launch_plan_define; later calls with operands alike are one launch_plan_run
+(kernels-src/launch_plan), which allocates anew and puts the new addresses in place.
+
+Recorded are launches by `launch`, memory by torch's empty functions and streams of `_beside`. A
+function that computes anything by torch cannot be played again, and runs as it stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._ops import ops
+
+_logger = logging.getLogger(__name__)
+
+_aten = torch.ops.aten
+_ALLOCATIONS = frozenset(
+    (
+        _aten.empty.memory_format,
+        _aten.empty_like.default,
+        _aten.empty_strided.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+    )
+)
+# c10::ScalarType, which the C++ interface shares
+_SCALAR_TYPES = {
+    torch.uint8: 0,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.float32: 6,
+    torch.bfloat16: 15,
+}
+_WARP = 32
+_ALLOCATE, _FREE, _WAIT, _LAUNCH, _NF4_PRODUCT = range(5)  # kernels-src/launch_plan/launch_plan.h
+_VALUE = -1  # the base of an argument that is no address
+_MOST_REFUSED = 1024
+_ALIGNMENT = 512  # bytes, as of torch's allocator
+
+_here = threading.local()
+_tags: dict[tuple, int] = {}
+_refused: set[tuple] = set()
+_kernels: dict[int, Any] = {}  # what plans launch, so that it stays loaded
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """`kernel[grid]`, which a recording takes down."""
+    recording = getattr(_here, "recording", None)
+    return kernel[grid] if recording is None else functools.partial(recording.launch, kernel, grid)
+
+
+def begins_beside(first: torch.cuda.Stream, second: torch.cuda.Stream) -> None:
+    """From here to `ends_beside` launches run on two streams, which the first keeps waiting for."""
+    if (recording := getattr(_here, "recording", None)) is not None:
+        recording.begin(first, second)
+
+
+def ends_beside() -> None:
+    """Both streams have met."""
+    if (recording := getattr(_here, "recording", None)) is not None:
+        recording.end()
+
+
+def waits(stream: torch.cuda.Stream, awaited: torch.cuda.Stream) -> None:
+    """`stream` goes on after what was launched on the awaited one so far."""
+    stream.wait_stream(awaited)
+    if (recording := getattr(_here, "recording", None)) is not None:
+        recording.wait(stream, awaited)
+
+
+def replayed(
+    name: str,
+    function: Callable[..., Sequence[Tensor]],
+    operands: Sequence[Tensor | None],
+    constants: tuple,
+) -> Sequence[Tensor]:
+    """function(*operands, *constants), whose launches are played again from the second call on.
+
+    Args:
+        name: Of the function, which depends on nothing but its arguments.
+        function: Returns tensors that it allocated, as many for the same constants.
+        operands: What it reads; the first is a tensor on the device of all.
+        constants: Hashable.
+    """
+    present = [x for x in operands if x is not None]
+    if not _plays(present[0].device):
+        return function(*operands, *constants)
+    key = (name, constants, *(x is None for x in operands))
+    tag = _tags.get(key)
+    if tag is None:
+        tag = _tags.setdefault(key, len(_tags))
+    return ops.launch_plan_run(present, tag) or _recorded(
+        name, function, operands, constants, present, tag
+    )
+
+
+@functools.cache
+def _plays(device: torch.device) -> bool:
+    """Whether launches on a device can be played again: CUDA's, by the compiled op."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def _recorded(
+    name: str,
+    function: Callable[..., Sequence[Tensor]],
+    operands: Sequence[Tensor | None],
+    constants: tuple,
+    present: list[Tensor],
+    tag: int,
+) -> Sequence[Tensor]:
+    """The first call: the function as it stands, and its plan for the next ones."""
+    seen = (tag, *((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in present))
+    if seen in _refused or getattr(_here, "recording", None) is not None:
+        return function(*operands, *constants)
+    recording = Recording(present)
+    _here.recording = recording
+    try:
+        with torch.cuda.device_of(present[0]), recording:
+            results = function(*operands, *constants)
+    finally:
+        _here.recording = None
+    program = recording.program(results)
+    if recording.refusal is None:
+        ops.launch_plan_define(present, tag, program)
+    else:
+        if len(_refused) >= _MOST_REFUSED:
+            _refused.clear()
+        _refused.add(seen)
+        _logger.warning("%s is launched from Python in every call: %s", name, recording.refusal)
+    return results
+
+
+@dataclasses.dataclass
+class _Buffer:
+    """What an allocation was; from `start` to `end` in bytes."""
+
+    start: int
+    end: int
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class _Step:
+    """One step of a program: its integers, a launch's arguments, and the buffers it touches."""
+
+    code: list[int]
+    arguments: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    early: bool = False  # a launch that begins before its predecessor ended
+    touches: set[int] = dataclasses.field(default_factory=set)
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """Where the elements of x lie, in bytes."""
+    start = x.data_ptr()
+    if x.numel() == 0:
+        return start, start
+    last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    return start, start + (last + 1) * x.element_size()
+
+
+class Recording(TorchDispatchMode):
+    """Takes down what is launched and allocated while it is on.
+
+    Args:
+        operands: Tensors whose addresses a later call replaces, on one CUDA device.
+
+    Attributes:
+        refusal: Why the program must not be played again; None if it may.
+    """
+
+    def __init__(self, operands: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.refusal: str | None = None
+        self._operands = [_extent(x) for x in operands]
+        self._device = operands[0].device
+        self._buffers: list[_Buffer] = []
+        self._steps: list[_Step] = []
+        self._streams: list[int] = []
+        self._priorities: list[int] = []
+        self._regions: list[tuple[int, int]] = []  # steps from a beginning to its end
+        self._begun: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in _ALLOCATIONS:
+            self._buffers.append(
+                _Buffer(*_extent(result), result.dtype, tuple(result.shape), result.stride())
+            )
+        elif func is ops.nf4_product.default:
+            self._nf4_product(*args)
+        elif not func.is_view:
+            self._refuse(f"{func} is computed by torch")
+        return result
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        """Launch, and take it down."""
+        compiled = kernel[grid](*args, **options)
+        meta = compiled.metadata
+        if meta.launch_cooperative_grid or meta.global_scratch_size or meta.num_ctas != 1:
+            self._refuse(f"{meta.name} needs more than a plain launch")
+            return
+        step = _Step([])
+        for name, value in zip(compiled.src.fn.arg_names, args, strict=False):
+            kind = compiled.src.signature[name]
+            if kind != "constexpr":  # or an integer that is compiled in, as 1 is
+                step.arguments.append(self._argument(kind, value, step))
+        step.arguments += [(_VALUE, 0)] * 2  # Triton's scratch, of which there is none
+        _kernels[compiled.function] = compiled
+        stream = self._stream(torch.cuda.current_stream(self._device))
+        sides = (*grid, 1, 1)[:3]
+        step.early = bool(meta.launch_pdl)
+        how = (_WARP * meta.num_warps, meta.shared, int(step.early), len(step.arguments))
+        step.code = [_LAUNCH, stream, compiled.function, *sides, *how]
+        self._steps.append(step)
+
+    def _nf4_product(self, *args: Any) -> None:
+        """Take down a call of the compiled product: its sizes and addresses, in the C++ order."""
+        x, packed, absmax, codebook, stored, blocksize, along, low, factor, bias, gates = args[:11]
+        slots, offsets, out, fan, scatter = args[11:]
+        experts, n, k = stored
+        step = _Step([])
+        for one in (packed, absmax, codebook, x, low, factor, bias, gates, slots, offsets, out):
+            step.arguments.append((_VALUE, 0) if one is None else self._address(one, step))
+        row = x.stride(0) if x.shape[0] > 1 else 0
+        strides, rank = ((0, 0, 0), 0) if factor is None else (factor.stride(), factor.shape[1])
+        sizes = (row, *strides, experts, slots.shape[0], n, k, rank, fan)
+        flags = (blocksize.bit_length() - 1, int(along), int(scatter))
+        stream = self._stream(torch.cuda.current_stream(self._device))
+        step.code = [_NF4_PRODUCT, stream, *sizes, *flags]
+        self._steps.append(step)
+
+    def begin(self, first: torch.cuda.Stream, second: torch.cuda.Stream) -> None:
+        """What follows may run on a second stream."""
+        self._stream(first)
+        self._stream(second)
+        self._begun.append(len(self._steps))
+
+    def wait(self, stream: torch.cuda.Stream, awaited: torch.cuda.Stream) -> None:
+        """The stream waits for the awaited one."""
+        self._steps.append(_Step([_WAIT, self._stream(stream), self._stream(awaited)]))
+
+    def end(self) -> None:
+        """The streams have met."""
+        self._regions.append((self._begun.pop(), len(self._steps) - 1))
+
+    def program(self, results: Sequence[Tensor]) -> list[int]:
+        """The integers of launch_plan.h; what is in them is meaningless if `refusal` is set."""
+        kept = [self._result(x) for x in results]
+        if len(set(kept)) != len(kept):
+            self._refuse("two results share their memory")
+        used = self._uses()
+        spans = {
+            index: (*when, self._buffers[index].end - self._buffers[index].start)
+            for index, when in used.items()
+            if index not in kept
+        }
+        offsets, size = packed(spans)
+        # In the program: the results, and one buffer in which all others have their places.
+        inner = len(kept)
+        bases = {index: (kept.index(index), 0) for index in kept}
+        bases |= {index: (inner, offset) for index, offset in offsets.items()}
+        found: list[list[int]] = []
+        for at in range(len(self._steps) + 1):
+            first = [kept.index(n) for n in kept if used.get(n, (len(self._steps),))[0] == at]
+            if spans and at == min(begin for begin, _, _ in spans.values()):
+                first.append(inner)
+            found += ([_ALLOCATE, index] for index in first)
+            if at < len(self._steps):
+                found.append(self._code(self._steps[at], bases))
+            if spans and at == max(end for _, end, _ in spans.values()):
+                found.append([_FREE, inner])
+        shapes = [
+            (one.dtype, one.sizes, one.strides) for one in map(self._buffers.__getitem__, kept)
+        ]
+        if spans:
+            shapes.append((torch.uint8, (size,), (1,)))
+        return [
+            *(len(self._priorities), *self._priorities),
+            len(shapes),
+            *itertools.chain.from_iterable(
+                (self._scalar_type(dtype), len(sizes), *sizes, *strides)
+                for dtype, sizes, strides in shapes
+            ),
+            *(len(kept), *range(len(kept))),
+            *(len(found), *itertools.chain.from_iterable(found)),
+        ]
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = self.refusal or reason
+
+    def _stream(self, stream: torch.cuda.Stream) -> int:
+        """Its number in the program; the first that is seen is the current one."""
+        if not self._streams:
+            self._streams.append(torch.cuda.current_stream(self._device).cuda_stream)
+        if stream.cuda_stream not in self._streams:
+            self._streams.append(stream.cuda_stream)
+            self._priorities.append(stream.priority)
+        return self._streams.index(stream.cuda_stream)
+
+    def _argument(self, kind: str, value: Any, step: _Step) -> tuple[int, int]:
+        if kind.startswith("*"):
+            return self._address(value, step)
+        if kind == "fp32":
+            return _VALUE, struct.unpack("<q", struct.pack("<fi", value, 0))[0]
+        if kind[0] in "iu":
+            return _VALUE, int(value)
+        self._refuse(f"an argument is of type {kind}")
+        return _VALUE, 0
+
+    def _address(self, x: Tensor, step: _Step) -> tuple[int, int]:
+        """(base, bytes behind it) of a tensor's first element."""
+        start = x.data_ptr()
+        if x.numel() == 0:
+            return _VALUE, 0
+        # Memory may have been let go and allocated again: the last one counts.
+        for index in reversed(range(len(self._buffers))):
+            if self._buffers[index].start <= start < self._buffers[index].end:
+                step.touches.add(index)
+                return len(self._operands) + index, start - self._buffers[index].start
+        inside = [n for n, (low, high) in enumerate(self._operands) if low <= start < high]
+        exact = [n for n in inside if self._operands[n][0] == start]
+        if len(exact) != 1 and len(inside) != 1:
+            self._refuse("an address lies in none of the operands, or in several")
+            return _VALUE, 0
+        base = exact[0] if len(exact) == 1 else inside[0]
+        return base, start - self._operands[base][0]
+
+    def _result(self, x: Tensor) -> int:
+        """The buffer of a result, which gets the result's shape."""
+        low, high = _extent(x)
+        for index in reversed(range(len(self._buffers))):
+            one = self._buffers[index]
+            if one.start == low and one.end == high and low < high:
+                one.sizes, one.strides = tuple(x.shape), x.stride()
+                return index
+        if x.numel() > 0:
+            self._refuse("a result is not what was allocated")
+        self._buffers.append(_Buffer(0, 0, x.dtype, tuple(x.shape), x.stride()))
+        return len(self._buffers) - 1
+
+    def _uses(self) -> dict[int, tuple[int, int]]:
+        """The first and the last step that need a buffer.
+
+        What is touched while two streams run is there before they part and until they have met:
+        the allocator knows of a block the current stream alone. And a launch that begins before its
+        predecessor ended may write while that one reads.
+        """
+        ends = list(range(len(self._steps)))
+        for at in reversed(range(len(self._steps) - 1)):
+            if self._steps[at + 1].early:
+                ends[at] = ends[at + 1]
+        found: dict[int, tuple[int, int]] = {}
+        for at, step in enumerate(self._steps):
+            begin, end = next(((b, e) for b, e in self._regions if b <= at <= e), (at, at))
+            for index in step.touches:
+                first, last = found.get(index, (begin, end))
+                found[index] = min(first, begin), max(last, ends[end])
+        return found
+
+    def _code(self, step: _Step, bases: dict[int, tuple[int, int]]) -> list[int]:
+        """The integers of a step, addresses told from the operands and the program's buffers."""
+        code = list(step.code)
+        for base, value in step.arguments:
+            if base >= len(self._operands):
+                inner, offset = bases[base - len(self._operands)]
+                base, value = len(self._operands) + inner, value + offset
+            code += (base, value)
+        return code
+
+    def _scalar_type(self, dtype: torch.dtype) -> int:
+        if dtype not in _SCALAR_TYPES:
+            self._refuse(f"a result is of {dtype}")
+        return _SCALAR_TYPES.get(dtype, 0)
+
+
+def packed(spans: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
+    """Places in one piece of memory for what is needed from one step to another.
+
+    Args:
+        spans: (first step, last step, bytes) of each.
+
+    Returns:
+        the offset of each, and the bytes of all.
+    """
+    offsets: dict[int, int] = {}
+    for index in sorted(spans, key=lambda index: -spans[index][2]):
+        begin, end, size = spans[index]
+        at = 0
+        beside = sorted(
+            (offsets[n], offsets[n] + spans[n][2])
+            for n in offsets
+            if spans[n][0] <= end and begin <= spans[n][1]
+        )
+        for low, high in beside:
+            if at + size <= low:
+                break
+            at = max(at, -(-high // _ALIGNMENT) * _ALIGNMENT)
+        offsets[index] = at
+    return offsets, max((offsets[n] + spans[n][2] for n in offsets), default=0)

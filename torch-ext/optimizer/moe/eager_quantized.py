@@ -1,0 +1,188 @@
+"""`eager_layer` over 4-bit experts: the launches of `expert_sort` and `gated_nf4_experts`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..kernels._launch_plan import replayed
+from ..kernels._moe_paths import pick
+from ..kernels.expert_sort import tile_rows_for
+from ..kernels.gated_nf4_experts import fuses
+from ..kernels.grouped_lora_nf4_forward import nested_of
+from .expert_weights import QuantizedWeight, as_quantized
+from .gated_linear import check_operands
+from .layout import Form
+from .lora import gradients_of, views_of
+from .quantized_strategy import pick_strategy
+from .sort import ExpertOrder
+
+_LEAVES = 6  # x, both factors of both projections, gates
+_PARTS = 6  # tensors of a stack
+
+
+def backward_comes(*tensors: Tensor | None) -> bool:
+    """Whether autograd keeps what it needs of a function of these tensors."""
+    return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+
+
+def quantized_layer(
+    x: Tensor,
+    ids: Tensor,
+    gates: Tensor,
+    weights: tuple[Any, Any],
+    leaves: tuple[tuple, tuple],
+    biases: tuple[Tensor | None, Tensor | None],
+    form: Form,
+    backend: str,
+) -> Tensor | None:
+    """The layer over two records; None where its products must run on their own.
+
+    Args:
+        x: (T, H).
+        ids: (T, k).
+        gates: (T, k).
+        weights: Whatever `as_quantized` knows.
+        leaves: LoRA's tensors, as in `leaves_of`.
+        biases: Of the projections.
+        form: What the tensors do not say.
+        backend: Of `grouped_lora_linear`.
+    """
+    records = tuple(as_quantized(weight) for weight in weights)
+    path = pick(x.device, x.dtype, backend).name
+    if None in records or not fuses(path, form.activation, True) or backward_comes(*biases):
+        return None
+    if not form.transposed:
+        records = tuple(record.transpose(1, 2) for record in records)
+    taken, by_name = path, backend != "auto"
+    for record, (a, _), kind in zip(records, leaves, form.factors, strict=True):
+        rank = 0 if a is None else a.shape[1] if kind == "stacks" else a.shape[0] // record.shape[0]
+        strategy, taken = pick_strategy(x, record, ids.numel(), rank, path, by_name)
+        if strategy != "fused":
+            return None
+    shapes = tuple((one.stored, one.blocksize, one.transposed) for one in records)
+    operands = (x, *leaves[0], *leaves[1], gates)
+    frozen = (*_parts(records[0], x), *_parts(records[1], x), *biases)
+    return _QuantizedLayer.apply(
+        *operands, ids, frozen, (form, shapes, taken), backward_comes(*operands)
+    )
+
+
+def _parts(record: QuantizedWeight, x: Tensor) -> tuple[Tensor | None, ...]:
+    """The tensors of a stack, NF4's values among them: they are an operand of every launch."""
+    from ..kernels._nf4_product_triton import nf4_codebook
+
+    packed, absmax, codebook, code, scale, offset, *_ = record.operands()
+    return (
+        packed,
+        absmax,
+        nf4_codebook(x.device) if codebook is None else codebook,
+        code,
+        scale,
+        offset,
+    )
+
+
+class _QuantizedLayer(torch.autograd.Function):
+    """x, both factors of both projections, gates, ids -> (T, H)."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        *operands, frozen, constants, keeps = arguments
+        out, *kept = replayed(
+            "quantized experts", _forward, (*operands, *frozen), (*constants, keeps)
+        )
+        if keeps:
+            # Not saved tensors: packed bytes are the module's own; no hook may pin or move them.
+            ctx.frozen, ctx.constants = frozen, constants
+            ctx.save_for_backward(*operands[:_LEAVES], *kept)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        wants = ctx.needs_input_grad[:_LEAVES]
+        operands = (grad, *ctx.saved_tensors, *ctx.frozen)
+        found = iter(
+            replayed("quantized experts' backward", _backward, operands, (*ctx.constants, wants))
+        )
+        return *(next(found) if want else None for want in wants), *(None,) * 4
+
+
+def _projections(
+    leaves: tuple[Tensor | None, ...],
+    frozen: tuple[Tensor | None, ...],
+    form: Form,
+    shapes: tuple[tuple, tuple],
+) -> list[tuple]:
+    """Both projections as the launches take them: stack, last, a, b, bias, scaling."""
+    found = []
+    for n, ((stored, blocksize, last), kind) in enumerate(zip(shapes, form.factors, strict=True)):
+        packed, absmax, codebook, *nested = frozen[n * _PARTS : (n + 1) * _PARTS]
+        stack = (packed, absmax, codebook, nested_of(*nested), tuple(stored), blocksize)
+        factors = views_of(*leaves[2 * n : 2 * n + 2], kind, stored[0])
+        found.append((stack, last, *factors, frozen[2 * _PARTS + n], form.scalings[n]))
+    return found
+
+
+def _forward(x: Tensor, *arguments) -> list[Tensor]:
+    """The result; for backward also gate and up, h, xa of both and the order."""
+    from ..kernels.expert_sort_triton import expert_sort_triton
+    from ..kernels.gated_nf4_experts_triton import gated_nf4_experts_triton
+
+    *tensors, form, shapes, path, keeps = arguments
+    leaves, (gates, ids), frozen = tensors[:4], tensors[4:6], tensors[6:]
+    first, second = _projections(leaves, frozen, form, shapes)
+    experts, (tokens, top_k) = shapes[0][0][0], ids.shape
+    tile_rows = tile_rows_for(tokens * top_k, experts)
+    slots, rows, offsets, tiles = expert_sort_triton(ids, experts, tile_rows)
+    order = ExpertOrder(slots, offsets, rows, tiles, tokens, top_k, experts, tile_rows)
+    check_operands(x, *map(_checked, (first, second)), gates, order)
+    place = (gates, slots, offsets, rows, tiles, tile_rows, top_k)
+    options = (form.activation, form.interleaved, path, keeps)
+    out, *kept = gated_nf4_experts_triton(x, first, second, *place, *options)
+    return [out, *kept, slots, offsets, rows, tiles] if keeps else [out]
+
+
+def _checked(projection: tuple) -> tuple:
+    """A projection as `check_operands` takes it."""
+    (packed, absmax, _, nested, stored, blocksize), last, a, b, bias, scaling = projection
+    code, scale, offset = nested or (None, None, None)
+    record = QuantizedWeight(
+        packed,
+        absmax,
+        stored,
+        blocksize,
+        absmax_code=code,
+        absmax_scale=scale,
+        absmax_offset=offset,
+        transposed=last,
+    )
+    return record, a, b, scaling, bias
+
+
+def _backward(grad: Tensor, x: Tensor, *arguments) -> list[Tensor]:
+    """The gradients of those leaves that want one."""
+    from ..kernels.gated_nf4_experts_triton import gated_nf4_experts_backward_triton
+
+    *tensors, form, shapes, path, wants = arguments
+    leaves, gates = tensors[:4], tensors[4]
+    wide, h, xa1, xa2, slots, offsets, rows, tiles, *frozen = tensors[5:]
+    first, second = _projections(leaves, frozen, form, shapes)
+    tile_rows = tile_rows_for(slots.shape[0], shapes[0][0][0])
+    asked = [list(wants[1:3]), list(wants[3:5])]
+    for pair, kind in zip(asked, form.factors, strict=True):
+        if kind == "swapped":
+            pair.reverse()
+    place = (gates, slots, offsets, rows, tiles, tile_rows, gates.shape[1])
+    options = (form.activation, form.interleaved, path, [wants[0], *asked[0], *asked[1], wants[5]])
+    dx, da1, db1, da2, db2, dgates = gated_nf4_experts_backward_triton(
+        grad, x, wide, h, xa1, xa2, first, second, *place, *options
+    )
+    factors1 = gradients_of(da1, db1, form.factors[0])
+    factors2 = gradients_of(da2, db2, form.factors[1])
+    found = (dx, *factors1, *factors2, dgates)
+    return [one for one, want in zip(found, wants, strict=True) if want]
