@@ -112,6 +112,21 @@ def forks():
 
 
 @pytest.fixture(autouse=True)
+def launch_what_a_test_replaces(request: pytest.FixtureRequest) -> None:
+    """On a GPU, a test that replaces functions of the package sees every launch call them.
+
+    Launches that were recorded before would be played again past them (kernels/_launch_plan.py);
+    a test that names the fixture `plans` is about that.
+    """
+    names = set(request.fixturenames)
+    if not {"monkeypatch", "opt"} <= names or "plans" in names:
+        return
+    if request.getfixturevalue("device").type == "cuda":
+        plans = request.getfixturevalue("submodule")("kernels._launch_plan")
+        request.getfixturevalue("monkeypatch").setattr(plans, "_plays", lambda _: False)
+
+
+@pytest.fixture(autouse=True)
 def poison_uninitialized_memory(request: pytest.FixtureRequest):
     """Fill every new tensor with NaN (largest integer), in Python and in C++.
 

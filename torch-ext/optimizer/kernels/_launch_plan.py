@@ -57,6 +57,7 @@ _ALIGNMENT = 512  # bytes, as of torch's allocator
 
 _here = threading.local()
 _tags: dict[tuple, int] = {}
+_numbers = itertools.count()  # no tag is given twice, whatever becomes of _tags
 _refused: set[tuple] = set()
 _kernels: dict[int, Any] = {}  # what plans launch, so that it stays loaded
 
@@ -103,10 +104,12 @@ def replayed(
     present = [x for x in operands if x is not None]
     if not _plays(present[0].device):
         return function(*operands, *constants)
-    key = (name, constants, *(x is None for x in operands))
+    same = {id(x): n for n, x in enumerate(present)}
+    aliases = () if len(same) == len(present) else tuple(same[id(x)] for x in present)
+    key = (name, constants, aliases, *(x is None for x in operands))
     tag = _tags.get(key)
     if tag is None:
-        tag = _tags.setdefault(key, len(_tags))
+        tag = _tags.setdefault(key, next(_numbers))
     return ops.launch_plan_run(present, tag) or _recorded(
         name, function, operands, constants, present, tag
     )
@@ -191,6 +194,9 @@ class Recording(TorchDispatchMode):
     def __init__(self, operands: Sequence[Tensor]) -> None:
         super().__init__()
         self.refusal: str | None = None
+        # Of a tensor that is given twice the last counts, as of any other call with this tag.
+        same = {id(x): n for n, x in enumerate(operands)}
+        self._last = [same[id(x)] for x in operands]
         self._operands = [_extent(x) for x in operands]
         self._device = operands[0].device
         self._buffers: list[_Buffer] = []
@@ -339,10 +345,11 @@ class Recording(TorchDispatchMode):
                 return len(self._operands) + index, start - self._buffers[index].start
         inside = [n for n, (low, high) in enumerate(self._operands) if low <= start < high]
         exact = [n for n in inside if self._operands[n][0] == start]
-        if len(exact) != 1 and len(inside) != 1:
+        found = {self._last[n] for n in exact or inside}
+        if len(found) != 1:
             self._refuse("an address lies in none of the operands, or in several")
             return _VALUE, 0
-        base = exact[0] if len(exact) == 1 else inside[0]
+        (base,) = found
         return base, start - self._operands[base][0]
 
     def _result(self, x: Tensor) -> int:

@@ -16,6 +16,7 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
+from ._launch_plan import replayed
 from ._moe_paths import INTEGERS, TRITON_PATHS, check_tensor, on_device_of, pick_name
 
 # Rows of a tile by mean rows per expert: (up to, rows). Experts get more and fewer rows than the
@@ -47,7 +48,8 @@ def _expert_sort(
         from .expert_sort_triton import expert_sort_triton
 
         with on_device_of(expert_ids):
-            return expert_sort_triton(expert_ids, num_experts, tile_rows)
+            constants = (num_experts, tile_rows)
+            return tuple(replayed("expert_sort", expert_sort_triton, (expert_ids,), constants))
     return reference.expert_sort(expert_ids, num_experts, tile_rows)
 
 

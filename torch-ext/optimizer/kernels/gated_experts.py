@@ -19,6 +19,7 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ._autocast import without_autocast
+from ._launch_plan import replayed
 from ._moe_paths import gradient_like, on_device_of, refuse_forward_mode
 from .glu import ACTIVATIONS
 
@@ -63,11 +64,9 @@ def _gated_experts(  # noqa: PLR0913
     from .gated_experts_triton import gated_experts_triton
 
     operands = (x, w1, a1, b1, bias1, w2, a2, b2, bias2, gates, slots, offsets, rows, tiles)
-    scalings = (scaling1, scaling2)
+    constants = (tile_rows, top_k, (scaling1, scaling2), activation, interleaved, keeps)
     with on_device_of(x):
-        return gated_experts_triton(
-            *operands, tile_rows, top_k, scalings, activation, interleaved, keeps
-        )
+        return tuple(replayed("gated_experts", gated_experts_triton, operands, constants))
 
 
 def _fake(  # noqa: PLR0913
@@ -132,13 +131,13 @@ def _gated_experts_backward(  # noqa: PLR0913
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from .gated_experts_triton import gated_experts_backward_triton
 
-    operands = (grad, x, w1, a1, b1, bias1, w2, a2, b2, bias2, gates, wide, xa1, xa2)
-    order = (slots, offsets, rows, tiles, tile_rows, top_k)
+    parameters = (w1, a1, b1, bias1, w2, a2, b2, bias2)
+    operands = (grad, x, *parameters, gates, wide, xa1, xa2, slots, offsets, rows, tiles)
     scalings = (scaling1, scaling2)
+    constants = (tile_rows, top_k, scalings, activation, interleaved, _flags(wants))
+    function = gated_experts_backward_triton
     with on_device_of(grad):
-        return gated_experts_backward_triton(
-            *operands, *order, scalings, activation, interleaved, _flags(wants)
-        )
+        return tuple(replayed("gated_experts_backward", function, operands, constants))
 
 
 def _flags(wants: int) -> tuple[bool, ...]:

@@ -13,11 +13,15 @@ triton    | gated_nf4_experts_triton.py  | half precision and float32; products 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
+from ._launch_plan import replayed
 from ._moe_paths import TRITON_PATHS, gradient_like, on_device_of
 from .glu import ACTIVATIONS
 from .grouped_lora_nf4_forward import nested_of
@@ -39,6 +43,7 @@ _ORDER = (
     "int top_k, str activation, bool interleaved, str path"
 )
 _COUNT = 13  # of _STACK
+_CODEBOOK = 2  # its place in _STACK
 
 
 def _projection(arguments: tuple) -> tuple:
@@ -64,6 +69,33 @@ def _rank(factor: Tensor | None) -> int:
     return 0 if factor is None else factor.shape[1]
 
 
+def codebook_of(codebook: Tensor | None, device: torch.device) -> Tensor:
+    """The values of a stack's codes, NF4's unless told: an operand of every launch."""
+    from ._nf4_product_triton import nf4_codebook
+
+    return nf4_codebook(device) if codebook is None else codebook
+
+
+def _played(name: str, function: Callable, tensors: list[Tensor], arguments: tuple) -> tuple:
+    """`function` of tensors and the arguments of an op, which a launch plan holds."""
+    given = list(arguments)
+    for at in (_CODEBOOK, _COUNT + _CODEBOOK):
+        given[at] = codebook_of(given[at], tensors[0].device)
+    operands = [one if isinstance(one, Tensor) else None for one in given]
+    constants = tuple(
+        tuple(one) if isinstance(one, list) else None if isinstance(one, Tensor) else one
+        for one in given
+    )
+
+    def run(*both: Any) -> Sequence[Tensor]:
+        own, (found, plain) = both[: len(tensors)], (both[len(tensors) : -1], both[-1])
+        merged = (p if t is None else t for t, p in zip(found, plain, strict=True))
+        first, second, order = _split(tuple(merged))
+        return function(*own, first, second, *order)
+
+    return tuple(replayed(name, run, (*tensors, *operands), (constants,)))
+
+
 @custom_op(
     add_op_namespace_prefix("gated_nf4_experts"),
     mutates_args=(),
@@ -74,8 +106,7 @@ def _forward(x: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
     from .gated_nf4_experts_triton import gated_nf4_experts_triton
 
     with on_device_of(x):
-        first, second, order = _split(arguments)
-        return gated_nf4_experts_triton(x, first, second, *order)
+        return _played("gated_nf4_experts", gated_nf4_experts_triton, [x], arguments)
 
 
 def _fake_forward(x, *arguments):
@@ -102,10 +133,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from .gated_nf4_experts_triton import gated_nf4_experts_backward_triton
 
+    function, tensors = gated_nf4_experts_backward_triton, [grad, x, wide, h, xa1, xa2]
     with on_device_of(grad):
-        first, second, order = _split(arguments)
-        kept = (x, wide, h, xa1, xa2)
-        return gated_nf4_experts_backward_triton(grad, *kept, first, second, *order)
+        return _played("gated_nf4_experts_backward", function, tensors, arguments)
 
 
 def _fake_backward(grad, x, wide, h, xa1, xa2, *arguments):

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from ..kernels._launch_plan import replayed
 from ..kernels._moe_paths import pick
 from ..kernels.expert_sort import tile_rows_for
-from ..kernels.gated_nf4_experts import fuses
+from ..kernels.gated_nf4_experts import codebook_of, fuses
 from ..kernels.grouped_lora_nf4_forward import nested_of
 from .expert_weights import QuantizedWeight, as_quantized
 from .gated_linear import check_operands
@@ -53,7 +53,9 @@ def quantized_layer(
     """
     records = tuple(as_quantized(weight) for weight in weights)
     path = pick(x.device, x.dtype, backend).name
-    if None in records or not fuses(path, form.activation, True) or backward_comes(*biases):
+    if any(type(record) is not QuantizedWeight for record in records):  # offloaded ones come late
+        return None
+    if not fuses(path, form.activation, True) or backward_comes(*biases):
         return None
     if not form.transposed:
         records = tuple(record.transpose(1, 2) for record in records)
@@ -65,25 +67,15 @@ def quantized_layer(
             return None
     shapes = tuple((one.stored, one.blocksize, one.transposed) for one in records)
     operands = (x, *leaves[0], *leaves[1], gates)
-    frozen = (*_parts(records[0], x), *_parts(records[1], x), *biases)
+    frozen = (*_parts(records[0]), *_parts(records[1]), *biases)
     return _QuantizedLayer.apply(
         *operands, ids, frozen, (form, shapes, taken), backward_comes(*operands)
     )
 
 
-def _parts(record: QuantizedWeight, x: Tensor) -> tuple[Tensor | None, ...]:
-    """The tensors of a stack, NF4's values among them: they are an operand of every launch."""
-    from ..kernels._nf4_product_triton import nf4_codebook
-
-    packed, absmax, codebook, code, scale, offset, *_ = record.operands()
-    return (
-        packed,
-        absmax,
-        nf4_codebook(x.device) if codebook is None else codebook,
-        code,
-        scale,
-        offset,
-    )
+def _parts(record: QuantizedWeight) -> tuple[Tensor | None, ...]:
+    packed, absmax, codebook, *nested = record.operands()[:_PARTS]
+    return packed, absmax, codebook_of(codebook, packed.device), *nested
 
 
 class _QuantizedLayer(torch.autograd.Function):

@@ -1,0 +1,288 @@
+"""Launch plans: what a recording takes down, played again in Python on other addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+import types
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels and streams are replaced; test_eager_layer_gpu.py"
+)
+
+ALLOCATE, FREE, WAIT, LAUNCH = range(4)
+DTYPES = {6: torch.float32, 0: torch.uint8, 4: torch.int64}
+
+
+@pytest.fixture(scope="session")
+def plans(submodule):
+    """The module kernels._launch_plan of the loaded package."""
+    return submodule("kernels._launch_plan")
+
+
+class Stream:
+    """Stands for a CUDA stream."""
+
+    def __init__(self, handle: int, priority: int = 0) -> None:
+        self.cuda_stream, self.priority = handle, priority
+
+    def wait_stream(self, other: Stream) -> None:
+        """All runs in order here."""
+
+
+FIRST, SECOND = Stream(11), Stream(12, -1)
+
+
+@pytest.fixture
+def current(monkeypatch):
+    """The current stream, which a test may exchange."""
+    holder = types.SimpleNamespace(stream=FIRST)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: holder.stream)
+    return holder
+
+
+class Kernel:
+    """out = scale (a + b) of n floats, at bare addresses; looks like a compiled Triton kernel."""
+
+    arg_names = ("a", "b", "out", "n", "one", "scale", "BLOCK")
+    function = 77
+
+    def __init__(self, *, early: bool = False, **metadata: object) -> None:
+        plain = {"launch_cooperative_grid": False, "global_scratch_size": 0, "num_ctas": 1}
+        plain |= {"num_warps": 4, "shared": 128, "launch_pdl": early, "name": "add"}
+        self.metadata = types.SimpleNamespace(**plain | metadata)
+        signature = ("*fp32", "*fp32", "*fp32", "i32", "constexpr", "fp32", "constexpr")
+        self.src = types.SimpleNamespace(
+            fn=self, signature=dict(zip(self.arg_names, signature, strict=True))
+        )
+
+    def __getitem__(self, grid):
+        def run(a, b, out, n, one, scale, BLOCK):
+            self.at(a.data_ptr(), b.data_ptr(), out.data_ptr(), n, scale)
+            return self
+
+        return run
+
+    @staticmethod
+    def at(a: int, b: int, out: int, n: int, scale: float) -> None:
+        floats = ctypes.c_float * n
+        left, right = floats.from_address(a), floats.from_address(b)
+        values = [scale * (x + y) for x, y in zip(left, right, strict=True)]
+        floats.from_address(out)[:] = values
+
+
+def play(program: list[int], operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What launch_plan_run does with a program, for `Kernel`."""
+    numbers = iter(program)
+    take = numbers.__next__
+    for _ in range(take()):
+        take()
+    shapes = []
+    for _ in range(take()):
+        dtype, dims = DTYPES[take()], take()
+        sizes, strides = ([take() for _ in range(dims)] for _ in range(2))
+        shapes.append((dtype, sizes, strides))
+    kept = [take() for _ in range(take())]
+    made: dict[int, torch.Tensor] = {}
+    for _ in range(take()):
+        kind = take()
+        if kind == ALLOCATE:
+            index = take()
+            dtype, sizes, strides = shapes[index]
+            made[index] = torch.empty_strided(sizes, strides, dtype=dtype)
+            made[index].view(torch.uint8).fill_(255) if dtype == torch.uint8 else None
+        elif kind == FREE:
+            index = take()
+            made[index].fill_(171)  # whoever reads it later sees nonsense
+        elif kind == WAIT:
+            take(), take()
+        else:
+            assert kind == LAUNCH
+            _, function, *_, count = (take() for _ in range(9))
+            assert function == Kernel.function
+            values = []
+            for _ in range(count):
+                base, value = take(), take()
+                if base >= len(operands):
+                    value += made[base - len(operands)].data_ptr()
+                elif base >= 0:
+                    value += operands[base].data_ptr()
+                values.append(value)
+            a, b, out, n, scale, *scratch = values
+            assert scratch == [0, 0]
+            Kernel.at(a, b, out, n, struct.unpack("<fi", struct.pack("<q", scale))[0])
+    assert next(numbers, None) is None
+    return [made[index] for index in kept]
+
+
+def record(plans, function, operands):
+    """The recording of a call, its results and program."""
+    recording = plans.Recording(operands)
+    plans._here.recording = recording
+    try:
+        with recording:
+            results = function(plans.launch, *operands)
+    finally:
+        plans._here.recording = None
+    return recording, results, recording.program(results)
+
+
+def drawn(*sizes: int) -> list[torch.Tensor]:
+    return [torch.randn(size) for size in sizes]
+
+
+def chain(kernel):
+    """Four launches with two temporary tensors, the second of them in the first one's place."""
+
+    def run(launch, x, y):
+        add = launch(kernel, (3, 2))
+        first = torch.empty(8)
+        add(x[2:], y, first, 8, 1, 0.5, BLOCK=64)
+        second = x.new_empty(2, 4)
+        add(first, y, second, 8, 1, 2.0, BLOCK=64)
+        out = torch.empty_like(second.T)
+        launch(kernel, (1,))(second, second, out, 8, 1, 1.0, BLOCK=64)
+        kept = torch.empty(8)
+        add(out, first, kept, 8, 1, 1.0, BLOCK=64)
+        return [out.T, kept]
+
+    return run
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_played_on_other_addresses(plans, current, early) -> None:
+    function = chain(Kernel(early=early))
+    recording, results, program = record(plans, function, drawn(10, 8))
+    assert recording.refusal is None
+    assert [tuple(x.shape) for x in results] == [(2, 4), (8,)]
+    for _ in range(3):
+        operands = drawn(10, 8)
+        expected = function(lambda kernel, grid: kernel[grid], *operands)
+        for one, other in zip(play(program, operands), expected, strict=True):
+            assert one.shape == other.shape and one.stride() == other.stride()
+            assert torch.equal(one, other)
+
+
+def test_two_streams_keep_their_memory_until_they_meet(plans, current) -> None:
+    kernel = Kernel()
+
+    def run(launch, x, y):
+        before, beside, out = torch.empty(8), torch.empty(8), torch.empty(8)
+        launch(kernel, (1,))(x, y, before, 8, 1, 1.0, BLOCK=64)
+        plans.begins_beside(FIRST, SECOND)
+        plans.waits(SECOND, FIRST)
+        current.stream = SECOND
+        launch(kernel, (1,))(x, y, beside, 8, 1, 1.0, BLOCK=64)
+        current.stream = FIRST
+        other = torch.empty(8)
+        launch(kernel, (1,))(x, x, other, 8, 1, 1.0, BLOCK=64)
+        plans.waits(FIRST, SECOND)
+        plans.ends_beside()
+        launch(kernel, (1,))(other, before, out, 8, 1, 1.0, BLOCK=64)
+        return [out]
+
+    recording, _, program = record(plans, run, drawn(8, 8))
+    assert recording.refusal is None
+    assert program[:2] == [1, SECOND.priority]
+    operands = drawn(8, 8)
+    (out,) = play(program, operands)
+    assert torch.equal(out, operands[0] * 2 + (operands[0] + operands[1]))
+    beside, other = (recording._uses()[n] for n in (1, 3))
+    assert beside == (1, 4), "what the second stream writes is kept from its beginning to its end"
+    assert other[0] == 1, "and so is what the first one writes meanwhile"
+
+
+def test_an_early_launch_writes_nowhere_its_predecessor_reads(plans, current) -> None:
+    def run(launch, x, y):
+        first, second, out = torch.empty(8), torch.empty(8), torch.empty(8)
+        launch(Kernel(), (1,))(x, y, first, 8, 1, 1.0, BLOCK=64)
+        launch(Kernel(), (1,))(first, y, out, 8, 1, 1.0, BLOCK=64)
+        launch(Kernel(early=True), (1,))(x, y, second, 8, 1, 1.0, BLOCK=64)
+        launch(Kernel(), (1,))(second, y, out, 8, 1, 1.0, BLOCK=64)
+        return [out]
+
+    recording, _, _ = record(plans, run, drawn(8, 8))
+    first, second = (recording._uses()[n] for n in (0, 1))
+    assert first[1] >= second[0], "they must not share a place"
+
+
+def test_places_never_overlap(plans) -> None:
+    source = random.Random(0)
+    for _ in range(200):
+        spans = {}
+        for index in range(source.randint(1, 12)):
+            begin = source.randint(0, 10)
+            spans[index] = (begin, begin + source.randint(0, 5), source.randint(1, 5000))
+        offsets, size = plans.packed(spans)
+        assert all(offset % 512 == 0 for offset in offsets.values())
+        assert size <= sum(-(-bytes_ // 512) * 512 for *_, bytes_ in spans.values())
+        for one in spans:
+            assert offsets[one] + spans[one][2] <= size
+            for other in spans:
+                together = spans[one][0] <= spans[other][1] and spans[other][0] <= spans[one][1]
+                if one < other and together:
+                    low, high = sorted((one, other), key=offsets.__getitem__)
+                    assert offsets[low] + spans[low][2] <= offsets[high]
+
+
+@pytest.mark.parametrize(
+    ("reason", "function"),
+    [
+        ("computed by torch", lambda launch, x, y: [x + y]),
+        ("not what was allocated", lambda launch, x, y: [x]),
+        ("not what was allocated", lambda launch, x, y: [torch.empty(8)[:4]]),
+        ("share their memory", lambda launch, x, y: [out := torch.empty(8), out]),
+        ("memory of|result is of", lambda launch, x, y: [torch.empty(8, dtype=torch.float64)]),
+    ],
+)
+def test_refusals(plans, current, reason, function) -> None:
+    recording, _, _ = record(plans, function, drawn(8, 8))
+    assert recording.refusal is not None
+    assert any(part in recording.refusal for part in reason.split("|"))
+
+
+@pytest.mark.parametrize("metadata", [{"num_ctas": 2}, {"global_scratch_size": 8}])
+def test_more_than_a_plain_launch_is_refused(plans, current, metadata) -> None:
+    recording, _, _ = record(plans, chain(Kernel(**metadata)), drawn(10, 8))
+    assert "plain launch" in recording.refusal
+
+
+def test_an_address_of_no_operand_is_refused(plans, current) -> None:
+    stranger = torch.randn(8)
+
+    def run(launch, x, y):
+        out = torch.empty(8)
+        launch(Kernel(), (1,))(x, stranger, out, 8, 1, 1.0, BLOCK=64)
+        return [out]
+
+    recording, _, _ = record(plans, run, drawn(8, 8))
+    assert "none of the operands" in recording.refusal
+
+
+def test_overlapping_operands_are_refused_where_an_address_is_of_both(plans, current) -> None:
+    x = torch.randn(16)
+
+    def run(launch, whole, half):
+        out = torch.empty(8)
+        launch(Kernel(), (1,))(whole[2:], half[2:], out, 6, 1, 1.0, BLOCK=64)
+        return [out]
+
+    recording, _, _ = record(plans, run, [x, x[1:]])
+    assert "in several" in recording.refusal
+
+
+def test_a_tensor_given_twice_is_one_address(plans, current) -> None:
+    def run(launch, x, y):
+        out = torch.empty(8)
+        launch(Kernel(), (1,))(x, y, out, 8, 1, 1.0, BLOCK=64)
+        return [out]
+
+    x = torch.randn(8)
+    recording, _, program = record(plans, run, [x, x])
+    assert recording.refusal is None
+    other = torch.randn(8)
+    assert torch.equal(play(program, [other, other])[0], 2 * other)

@@ -1,0 +1,259 @@
+"""A layer whose launches are played again: bits, what may change between calls, memory, capture."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+
+from .._compare import assert_same_bits
+from ._layers import LayerProblem
+
+pytestmark = pytest.mark.gpu
+
+LARGE = {"tokens": 300, "top_k": 2, "experts": 8, "hidden": 256, "intermediate": 128}
+PROBLEMS = [
+    LayerProblem(**LARGE, dtype=torch.bfloat16, lora_dtype=torch.bfloat16),
+    LayerProblem(**LARGE, dtype=torch.bfloat16),
+    LayerProblem(**LARGE, dtype=torch.float16, rank=12, rank_down=1),
+    LayerProblem(**LARGE, dtype=torch.bfloat16, rank=128, rank_down=None),
+    LayerProblem(**LARGE, dtype=torch.bfloat16, rank=None, rank_down=None),
+    LayerProblem(**LARGE, dtype=torch.bfloat16, train_base=True, bias=True),
+    LayerProblem(**LARGE, dtype=torch.bfloat16, routing="sentinels"),
+    LayerProblem(
+        **LARGE,
+        dtype=torch.bfloat16,
+        activation="gpt_oss",
+        transposed=True,
+        interleaved=True,
+        bias=True,
+    ),
+    LayerProblem(dtype=torch.float32),
+    LayerProblem(tokens=1, dtype=torch.bfloat16),
+]
+
+
+@pytest.fixture
+def plans(submodule):
+    """The module kernels._launch_plan of the loaded package."""
+    return submodule("kernels._launch_plan")
+
+
+@pytest.fixture
+def launched(plans):
+    """A context in which every launch is made by Triton."""
+
+    @contextlib.contextmanager
+    def without():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plans, "_plays", lambda _: False)
+            yield
+
+    return without
+
+
+@pytest.fixture
+def played(plans, monkeypatch):
+    """Names of the functions that were recorded, and a failure where one is refused."""
+    names, real = [], plans._recorded
+
+    def watched(name, *arguments):
+        names.append(name)
+        results = real(name, *arguments)
+        assert not plans._refused, f"{name} cannot be played again"
+        return results
+
+    monkeypatch.setattr(plans, "_refused", set())
+    monkeypatch.setattr(plans, "_tags", {})  # nothing has been recorded yet
+    monkeypatch.setattr(plans, "_recorded", watched)
+    return names
+
+
+def step(layer, x, ids, gates, grad) -> list[torch.Tensor]:
+    leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
+    out = layer(x, ids, gates)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def compare(found, expected) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.stride() == other.stride()
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_bits_of_launches(moe, device, launched, played, problem) -> None:
+    """Other addresses, another routing, with and without backward: as if launched one by one."""
+    layer = problem.module(moe, device)
+    for seed in range(3):
+        (x, gates, grad), ids = problem.inputs(device, seed), problem.ids(device, seed)
+        with launched():
+            expected = step(layer, x, ids, gates, grad)
+        compare(step(layer, x, ids, gates, grad), expected)
+        with torch.no_grad():
+            assert_same_bits(layer(x, ids, gates), expected[0])
+    assert len(played) == 3, "with backward, backward and without, once each"
+
+
+def test_shapes_alternate(moe, device, launched, played) -> None:
+    layer = PROBLEMS[0].module(moe, device)
+    for _ in range(3):
+        for tokens in (16, 200, 17, 700):
+            problem = LayerProblem(**{**LARGE, "tokens": tokens}, dtype=torch.bfloat16)
+            (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+            with launched():
+                expected = step(layer, x, ids, gates, grad)
+            compare(step(layer, x, ids, gates, grad), expected)
+    assert len(played) == 8
+
+
+def test_what_changes_between_calls_is_read(moe, device, launched) -> None:
+    """Nothing computed from a parameter outlives a call, nor does an address of it."""
+    problem = PROBLEMS[1]
+    layer = problem.module(moe, device)
+    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+
+    def add() -> None:
+        for p in layer.parameters():
+            p.data.add_(0.01)
+
+    def swap() -> None:
+        for p in layer.parameters():
+            p.data = p.data.clone() * 1.5
+
+    def load() -> None:
+        state = {name: 0.9 * value for name, value in layer.state_dict().items()}
+        layer.load_state_dict(state, assign=True)
+        for name, p in layer.named_parameters():
+            p.requires_grad_("lora" in name)
+
+    def update() -> None:
+        layer(x, ids, gates).backward(grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(layer, x, ids, gates, grad)
+    for change in (add, swap, update, load):
+        change()
+        with launched():
+            expected = step(layer, x, ids, gates, grad)
+        compare(step(layer, x, ids, gates, grad), expected)
+
+
+def test_strides_and_alignment_are_part_of_the_plan(moe, device, launched) -> None:
+    problem = PROBLEMS[0]
+    layer = problem.module(moe, device)
+    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    wide = torch.zeros(x.shape[0], x.shape[1] + 8, dtype=x.dtype, device=device)
+    for first in (0, 8, 1, 3):
+        if first + x.shape[1] > wide.shape[1]:
+            continue
+        other = wide[:, first : first + x.shape[1]].copy_(x.detach()).requires_grad_()
+        with launched():
+            expected = step(layer, other, ids, gates, grad)
+        compare(step(layer, other, ids, gates, grad), expected)
+    spread = grad[:1].expand_as(grad)
+    with launched():
+        expected = step(layer, x, ids, gates, spread)
+    compare(step(layer, x, ids, gates, spread), expected)
+
+
+def test_in_a_cuda_graph_and_on_another_stream_and_thread(moe, device, launched) -> None:
+    problem = PROBLEMS[0]
+    layer = problem.module(moe, device)
+    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    with launched():
+        expected = step(layer, x, ids, gates, grad)
+    found = []
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found += [step(layer, x, ids, gates, grad) for _ in range(3)]
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found.append(step(layer, x, ids, gates, grad))
+    graph.replay()
+    thread = threading.Thread(target=lambda: found.append(step(layer, x, ids, gates, grad)))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert len(found) == 5
+    for one in found:
+        compare(one, expected)
+
+
+def test_memory_is_no_more_than_that_of_launches(moe, device, launched) -> None:
+    problem = LayerProblem(2048, 8, 32, 1024, 512, 16, 16, dtype=torch.bfloat16)
+    layer = problem.module(moe, device)
+    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+
+    def peak() -> int:
+        for _ in range(2):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step(layer, x, ids, gates, grad)
+        return torch.cuda.max_memory_allocated() - before
+
+    with launched():
+        alone = peak()
+    assert peak() <= 1.01 * alone
+
+
+def test_autocast_and_leading_dimensions(moe, device) -> None:
+    problem = PROBLEMS[0]
+    layer = problem.module(moe, device)
+    (x, gates, _), ids = problem.inputs(device), problem.ids(device)
+    expected = layer(x, ids, gates)
+    with torch.autocast("cuda", torch.bfloat16):
+        out = layer(x.float(), ids, gates)
+    assert out.dtype == torch.float32
+    assert_same_bits(out.bfloat16(), expected)
+    shaped = (one.reshape(2, -1, one.shape[-1]) for one in (x, ids, gates))
+    assert_same_bits(layer(*shaped).flatten(0, 1), expected)
+
+
+def test_wrong_arguments_are_refused_as_ever(moe, device) -> None:
+    problem = PROBLEMS[0]
+    layer = problem.module(moe, device)
+    (x, gates, _), ids = problem.inputs(device), problem.ids(device)
+    layer(x, ids, gates)
+    with pytest.raises(ValueError, match="hidden_states must be"):
+        layer(x[:, :-8], ids, gates)
+    with pytest.raises(TypeError, match="weight must have dtype"):
+        layer(x.float(), ids, gates)
+    with pytest.raises(ValueError, match="top_k_index and top_k_weights"):
+        layer(x, ids, gates[:, :1])
+    with pytest.raises(ValueError, match="device"):
+        layer(x, ids.cpu(), gates)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("lora_dtype", [torch.bfloat16, torch.float32])
+def test_bits_of_launches_over_4_bits(
+    moe, device, launched, played, nested, quant_type, lora_dtype
+) -> None:
+    problem = LayerProblem(**LARGE, dtype=torch.bfloat16, lora_dtype=lora_dtype, rank=8)
+    layer = problem.module(moe, device)
+    lora = [p for p in layer.parameters() if p.requires_grad]
+    options = {"quant_type": quant_type, "nested": nested}
+    dense = (layer.gate_up_proj.data, layer.down_proj.data)
+    weights = [moe.QuantizedExperts.from_weight(one, **options) for one in dense]
+
+    def run(x, ids, gates, grad) -> list[torch.Tensor]:
+        options = {"layout": layer.layout, "lora": layer.expert_lora.factors()}
+        out = moe.experts_forward(x, ids, gates, *weights, **options)
+        return [out.detach(), *torch.autograd.grad(out, [x, gates, *lora], grad)]
+
+    for seed in range(3):
+        (x, gates, grad), ids = problem.inputs(device, seed), problem.ids(device, seed)
+        with launched():
+            expected = run(x, ids, gates, grad)
+        compare(run(x, ids, gates, grad), expected)
+    assert len(played) == 2
