@@ -63,7 +63,7 @@ def training(harness, name: str, loss: float = 2.5):
         lr=rates[2],
         lr_at_edge=False,
         sweep=[{"lr": lr, "loss": loss + (lr != rates[2])} for lr in rates[:4]]
-        + [{"lr": rates[4], "diverged": True}],
+        + [{"lr": rates[4], "stopped": 100}],
         seed=0,
         loss=loss,
         loss_mean=loss + 0.01,
@@ -159,7 +159,7 @@ def test_rates_go_up_stay_and_go_down(harness) -> None:
 def test_the_best_rate_and_whether_it_is_the_last_one(harness, losses, lr, at_edge) -> None:
     """In any order; a run that diverges is never chosen."""
     runs = [
-        harness.pretraining.Run(lr=number + 1.0, seed=0, held_out=[(1, 1.0, loss)])
+        harness.pretraining.Run(number + 1.0, 0, [(1, 1.0, loss)], stopped=not math.isfinite(loss))
         for number, loss in enumerate(losses)
     ]
     best, edge = harness.pretraining.choose([runs[1], runs[0], runs[2]])
@@ -167,9 +167,23 @@ def test_the_best_rate_and_whether_it_is_the_last_one(harness, losses, lr, at_ed
 
 
 def test_no_rate_may_train(harness) -> None:
-    runs = [harness.pretraining.Run(lr=lr, seed=0) for lr in (1.0, 2.0)]
+    runs = [harness.pretraining.Run(lr=lr, seed=0, stopped=True) for lr in (1.0, 2.0)]
     with pytest.raises(ValueError, match=r"no rate of \[1.0, 2.0\] trains"):
         harness.pretraining.choose(runs)
+
+
+def test_a_rate_that_is_far_behind_is_stopped(harness) -> None:
+    """Compared at its own step, not at the end of the other; and never where it is not far."""
+    made = harness.pretraining.Run
+    leader = made(2e-3, 0, [(100, 5.0, 4.0), (200, 10.0, 3.0)])
+    assert made(5e-4, 0, [(100, 5.0, 4.6)]).is_behind(leader, 0.5)
+    assert not made(1e-3, 0, [(100, 5.0, 4.4)]).is_behind(leader, 0.5)
+    assert not made(1e-3, 0, [(100, 5.0, 9.0)]).is_behind(None, 0.5)
+    assert made(1e-3, 0, [(100, 5.0, math.nan)]).is_behind(None, 0.5)
+    stopped = made(5e-4, 0, [(100, 5.0, 4.6)], stopped=True)
+    assert harness.pretraining.choose([leader, stopped])[0] is leader
+    assert harness.end_to_end.swept(stopped) == {"lr": 5e-4, "stopped": 100, "behind": 4.6}
+    assert harness.end_to_end.swept(leader) == {"lr": 2e-3, "loss": 3.0}
 
 
 def test_a_curve_has_means_at_their_seconds(harness) -> None:

@@ -38,7 +38,8 @@ class TrainingRow(Row):
     Args:
         lr: the rate with the least held-out loss of `sweep`, multiplied by a schedule.
         lr_at_edge: whether that is the first or the last one tried.
-        sweep: {"lr", "loss" or "diverged": true} of every rate, with the first seed.
+        sweep: {"lr", "loss"} of every rate, with the first seed; {"lr", "stopped", "behind"} of one
+            that was stopped after so many steps, with that loss if it was a number.
         seed: of the run that the next fields are about.
         loss: held-out, nats per token, at the end.
         loss_mean: over `seeds`.
@@ -177,7 +178,10 @@ def trainings(
 def training_row(name: str, training: Pretraining) -> Row:
     """Sweep, seeds and clock of one optimizer."""
     kind, plan = KINDS[name], training.plan
-    runs = [reported(name, training.run(name, lr, kind.seeds[0])) for lr in kind.rates]
+    runs: list[Run] = []
+    for lr in kind.rates:
+        leader = min(runs, key=lambda run: run.loss, default=None)
+        runs.append(reported(name, training.run(name, lr, kind.seeds[0], leader)))
     try:
         best, at_edge = choose(runs)
     except ValueError as error:
@@ -201,10 +205,7 @@ def training_row(name: str, training: Pretraining) -> Row:
         speedup=base_wall / wall,
         lr=best.lr,
         lr_at_edge=at_edge,
-        sweep=[
-            {"lr": run.lr} | ({"loss": run.loss} if math.isfinite(run.loss) else {"diverged": True})
-            for run in sorted(runs, key=lambda run: run.lr)
-        ],
+        sweep=[swept(run) for run in sorted(runs, key=lambda run: run.lr)],
         seed=best.seed,
         loss=best.loss,
         loss_mean=statistics.fmean(losses.values()),
@@ -216,6 +217,14 @@ def training_row(name: str, training: Pretraining) -> Row:
         curve=best.curve,
         held_out=best.held_out,
     )
+
+
+def swept(run: Run) -> dict:
+    """What a row keeps of a run of the sweep."""
+    if not run.stopped:
+        return {"lr": run.lr, "loss": run.loss}
+    stopped = {"lr": run.lr, "stopped": run.held_out[-1][0]}
+    return stopped | ({"behind": run.loss} if math.isfinite(run.loss) else {})
 
 
 def reported(name: str, run: Run) -> Run:

@@ -39,6 +39,7 @@ class Plan:
         down: share of the steps of the linear way down.
         every: steps between evaluations, in which nothing is waited for.
         held_out: batches of an evaluation, the same ones every time.
+        behind: nats by which a rate may lie behind another one at the same step; then it stops.
         averaged: steps of which the curve shows the mean train loss.
         bursts, calls: of the clock.
     """
@@ -53,7 +54,8 @@ class Plan:
     warmup: int = 30
     down: float = 0.4
     every: int = 100
-    held_out: int = 16
+    held_out: int = 8
+    behind: float = 0.5
     averaged: int = 10
     bursts: int = 3
     calls: int = timer.CALLS
@@ -152,7 +154,7 @@ class Optimizers:
 
 @dataclass
 class Run:
-    """One run, or what there is of it: one whose loss is no number ends early.
+    """One run, or what there is of it: one whose loss is no number or hopeless ends early.
 
     Args:
         lr: main rate.
@@ -161,6 +163,7 @@ class Run:
         curve: (seconds, mean train loss) of each few steps.
         step_ms: per step, of each stretch between evaluations.
         optimizer_ms: median between the events around `step()`.
+        stopped: whether it ended early.
     """
 
     lr: float
@@ -169,12 +172,21 @@ class Run:
     curve: list[tuple[float, float]] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     optimizer_ms: float = math.nan
+    stopped: bool = False
 
     @property
     def loss(self) -> float:
         """Of the held-out text at the end; infinity if there was no number."""
         last = self.held_out[-1][2] if self.held_out else math.nan
         return last if math.isfinite(last) else math.inf
+
+    def is_behind(self, other: Run | None, nats: float) -> bool:
+        """Whether the last loss is no number, or so far above the other run's at that step."""
+        if not math.isfinite(self.loss):
+            return True
+        step = self.held_out[-1][0]
+        at = {steps: loss for steps, _, loss in other.held_out} if other else {}
+        return self.loss > at.get(step, math.inf) + nats
 
 
 class Stamps:
@@ -288,8 +300,15 @@ class Pretraining:
             self.step(optimizer, starts)
         self.untrained = self.evaluate()
 
-    def run(self, name: str, lr: float, seed: int) -> Run:
-        """Train from scratch; nothing is waited for between two evaluations."""
+    def run(self, name: str, lr: float, seed: int, other: Run | None = None) -> Run:
+        """Train from scratch; nothing is waited for between two evaluations.
+
+        Args:
+            name: of the optimizer.
+            lr: main rate at its peak.
+            seed: of weights and batches.
+            other: a run of the same seed that this one must keep up with.
+        """
         import torch
 
         plan, run = self.plan, Run(lr, seed)
@@ -310,7 +329,8 @@ class Pretraining:
             run.curve += averaged(torch.stack(losses).tolist(), seconds, taken, plan.averaged)
             seconds += taken
             run.held_out.append((steps[-1] + 1, seconds, self.evaluate()))
-            if not math.isfinite(run.loss):
+            if run.is_behind(other, plan.behind):
+                run.stopped = True
                 break
         run.optimizer_ms = stamps.median_ms()
         return run
@@ -342,13 +362,14 @@ def averaged(
 
 
 def choose(runs: Sequence[Run]) -> tuple[Run, bool]:
-    """The run with the least held-out loss, and whether its rate is the first or the last.
+    """The run to the end with the least held-out loss, and whether its rate is the first or last.
 
     Raises:
-        ValueError: every run has diverged.
+        ValueError: no run came to its end.
     """
-    best = min(runs, key=lambda run: run.loss)
-    if not math.isfinite(best.loss):
+    whole = [run for run in runs if not run.stopped]
+    if not whole:
         raise ValueError(f"no rate of {sorted(run.lr for run in runs)} trains")
+    best = min(whole, key=lambda run: run.loss)
     rates = [run.lr for run in runs]
     return best, best.lr in (min(rates), max(rates))

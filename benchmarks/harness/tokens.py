@@ -118,7 +118,7 @@ def encode(tokenizer: Any, texts: Sequence[str]) -> np.ndarray:
     between = tokenizer.token_to_id(BETWEEN)
     found = []
     for first in range(0, len(texts), BATCH):
-        for encoding in tokenizer.encode_batch(list(texts[first : first + BATCH])):
+        for encoding in tokenizer.encode_batch_fast(list(texts[first : first + BATCH])):
             found.append(np.array([between, *encoding.ids], dtype=np.uint16))
     return np.concatenate(found)
 

@@ -12,7 +12,6 @@ import torch
 from ..static.project import ROOT
 from ..static.results import result_findings
 
-
 TOO_MUCH = 1e38  # a rate
 
 
@@ -104,12 +103,15 @@ def test_a_rate_that_diverges_is_recorded_and_the_sweep_goes_on(
     training.warm_up()
     run = training.run
     monkeypatch.setattr(
-        training, "run", lambda name, lr, seed: run(name, TOO_MUCH if lr == 8e-3 else lr, seed)
+        training,
+        "run",
+        lambda name, lr, *rest: run(name, TOO_MUCH if lr == 8e-3 else lr, *rest),
     )
     row = harness.end_to_end.training_row("muon", training)
     assert row.ok and row.lr == 4e-3 and not row.lr_at_edge
     entry = json.loads(json.dumps(harness.report.entry(row), allow_nan=False))
-    assert [run.get("diverged", False) for run in entry["sweep"]] == [False] * 4 + [True]
+    assert ["loss" in run for run in entry["sweep"]] == [True] * 4 + [False]
+    assert entry["sweep"][4].keys() == {"lr", "stopped"}
     assert [seed["seed"] for seed in entry["seeds"]] == [0, 1, 2]
     head = dict.fromkeys(("gpu", "driver", "torch", "triton"), "x")
     head |= {"commit": "0" * 40, "sources": "0" * 64}
@@ -123,7 +125,7 @@ def test_a_model_that_learns_nothing_is_not_timed(harness, training, monkeypatch
     monkeypatch.setattr(training, "untrained", 0.0)
     assert not harness.end_to_end.training_row("adamw", training).ok
     run = training.run
-    monkeypatch.setattr(training, "run", lambda name, lr, seed: run(name, TOO_MUCH, seed))
+    monkeypatch.setattr(training, "run", lambda name, lr, seed, other: run(name, TOO_MUCH, seed))
     assert not harness.end_to_end.training_row("adamw", training).ok
 
 
