@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.harness import report
+
 from ..static.project import ROOT
+from ..static.results import result_findings
 
 SIZES = {
     "hidden_size": 64,
@@ -105,6 +108,36 @@ def test_a_compiled_baseline_is_stepped_by_the_same_parameters(entry, pair, monk
 
     monkeypatch.setattr(torch, "compile", fails)
     assert entry.compiled_step(baseline) is None and baseline.run is baseline.model
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_the_row_of_a_case(entry, pair, monkeypatch, mode) -> None:
+    """The baseline is eager in both; times are given, not taken."""
+    times = {"ours": (4.0, 3.0), "baseline": (8.0, 6.0), "compiled baseline": (6.0, 2.0)}
+    sides = pair("lora")
+    monkeypatch.setattr(entry, "pair", lambda *_: sides)
+    monkeypatch.setattr(entry, "clock", lambda sides, **_: {name: times[name] for name in sides})
+    monkeypatch.setattr(entry, "peak_mb", lambda call, _: call() or 5.0)
+    monkeypatch.setattr(torch, "compile", lambda model, **_: lambda **inputs: model(**inputs))
+    case = f"qwen3-moe-8l/2048/lora/{mode}"
+    ((row, line),) = entry.rows(None, [case])
+    assert row.ok and row.speedup == 2.0 and row.tokens_per_s == 512_000
+    assert row.baseline_compiled_wall_ms == (6.0 if mode == "compile" else None)
+    known = {"gpu": "x", "driver": "x", "torch": "x", "triton": "x"}
+    known |= {"commit": "0" * 40, "sources": "0" * 64}
+    known["ceilings"] = {"bf16_tflops": 1, "fp16_tflops": 1, "copy_tbps": 1}
+    assert result_findings("e", known | {"rows": [report.entry(row)]}) == []
+    assert case in line and ("compiled baseline 6.00 ms" in line) == (mode == "compile")
+
+
+def test_a_case_that_fails_does_not_end_the_command(entry, monkeypatch, capsys) -> None:
+    def measure(problem, built):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(entry, "measure", measure)
+    cases = ["qwen3-moe-8l/2048/lora/compile", "qwen3-moe-8l/2048/frozen/compile"]
+    assert [row.ok for row, _ in entry.rows(None, cases)] == [False, False]
+    assert "RuntimeError: out of memory" in capsys.readouterr().out
 
 
 def test_cases_and_their_baselines(entry) -> None:

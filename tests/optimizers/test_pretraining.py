@@ -140,3 +140,65 @@ def test_progress_is_told(harness, training, capsys) -> None:
     run = training.run("adamw", 1e-3, 0)
     assert harness.end_to_end.reported("adamw", run) is run
     assert "adamw lr 0.001 seed 0: loss" in capsys.readouterr().out
+
+
+@pytest.fixture
+def command(harness, monkeypatch, tmp_path, opt):
+    """`command(*cases)` -> the file after a command whose rows are given, not measured."""
+    import run
+    from harness import package, tokens
+
+    ids = torch.zeros(1, dtype=torch.uint16).numpy()
+    built = package.Built(opt, "0" * 40, clean=True)
+    row = harness.report.Row
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(package, "load", lambda *_: built)
+    monkeypatch.setattr(tokens, "prepare", lambda *_: tokens.Tokens(ids, ids, "corpus"))
+    machine = dict.fromkeys(("gpu", "driver", "torch", "triton"), "x")
+    known = machine | {"commit": built.commit, "sources": "s"}
+    monkeypatch.setattr(run, "header", lambda *_, **__: dict(known))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def measured(*cases: str, stop_after: int = 9, **options) -> dict:
+        def rows(built, cases, text):
+            assert (text is None) == all(map(harness.end_to_end.is_of_experts, cases))
+            for number, case in enumerate(cases):
+                if number == stop_after:
+                    raise KeyboardInterrupt
+                yield row(case, "auto", ok=number % 2 == 0), case
+
+        monkeypatch.setattr(harness.end_to_end, "rows", rows)
+        path = tmp_path / "h200" / "end_to_end.json"
+        try:
+            options = {"draft": False} | options
+            measured.wrong = run.measure_cases(list(cases), tmp_path, tmp_path, **options)
+        except KeyboardInterrupt:
+            measured.wrong = None
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    measured.known = known
+    return measured
+
+
+def test_commands_fill_one_file(command) -> None:
+    """A draft writes nothing; what was measured before a command ended is there."""
+    assert command("gpt-124M", draft=True) == {}
+    result = command("gpt-124M/adamw", "gpt-124M/muon")
+    assert command.wrong == 1
+    assert [row["case"] for row in result["rows"]] == ["gpt-124M/adamw", "gpt-124M/muon"]
+    assert result["corpus"] == "corpus" and "experts" not in result
+    result = command("first_use", stop_after=1)
+    assert [row["case"] for row in result["rows"]][2:] == ["first_use/layer"]
+    assert result["experts"]["commit"] == "0" * 40 and result["corpus"] == "corpus"
+
+
+def test_a_command_refuses_before_it_measures(command) -> None:
+    before = command("gpt-124M/adamw")
+    command.known["commit"] = "1" * 40
+    with pytest.raises(SystemExit, match="the rows of gpt-124M/adamw are of commit 0000"):
+        command("gpt-124M/muon")
+    assert command("first_use/layer")["rows"][0] == before["rows"][0]
+    assert command("gpt-124M/adamw")["commit"] == "1" * 40
+    with pytest.raises(SystemExit, match="--case 'nothing' is no case"):
+        command("nothing")
