@@ -106,7 +106,7 @@ fuzz: $(READY)  ## CALLS=10000 random calls of every public function, plans on M
 sanitize:  ## compute-sanitizer over the compiled kernels on this GPU, and over a planted bug
 	python3 tools/sanitize.py
 
-bench:  ## time one op on this GPU: make bench OP=elementwise
+bench:  ## time one op on this GPU: make bench OP=elementwise (OP=end_to_end ARGS="--case gpt-124M/muon")
 	python3 benchmarks/run.py $(or $(OP),$(error say which: make bench OP=elementwise)) $(ARGS)
 
 bench-dist:  ## time the optimizer's step on several GPUs: make bench-dist N=8 (DEVICE=cpu: a try, nothing written)

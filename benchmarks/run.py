@@ -6,13 +6,16 @@ torchrun --nproc-per-node 8 benchmarks/run.py optimizer_step  on several: DIR/<g
 python benchmarks/run.py orthogonalize                        the same for orthogonalize.json
 python benchmarks/run.py moe_lora [-m MODEL ...] [-r RANK ...] [-T TOKENS]
 python benchmarks/run.py nf4                                  layers on 4-bit experts, decoding
+python benchmarks/run.py end_to_end --case CASE [CASE ...]    trainings, models, first calls
 python benchmarks/run.py plots [--check]                      README's table and the plots
 
 A case is timed only after its results were compared with the reference. `--draft` measures a build
 with uncommitted changes and writes nothing. With `-m`, `-r` or `-T` moe_lora measures layers of
 these models (a name of harness/moe_problems.py, a Hugging Face id or a folder; default: those of
-moe_problems.py), ranks and tokens only and writes nothing. Under torchrun `--device cpu` tries tiny
-sets over gloo and writes nothing. See docs/measuring.md.
+moe_problems.py), ranks and tokens only and writes nothing. A command of end_to_end measures the
+cases that it names (such as gpt-124M/muon, qwen3-moe-8l, first_use) and puts their rows into the
+file that is there; token ids and compiled models stay in --cache for the next one. Under torchrun
+`--device cpu` tries tiny sets over gloo and writes nothing. See docs/measuring.md.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ import sys
 from pathlib import Path
 
 from harness import plots
-from harness.sources import RESULTS, ROOT, entry_of, sources_digest
+from harness.sources import PART, RESULTS, ROOT, entry_of, sources_digest
 
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optimizer-benchmarks"
 # Result file -> the module of harness/ that holds its cases.
 ENTRIES = {
     "elementwise": "harness.elementwise",
+    "end_to_end": "harness.end_to_end",
     "moe_lora": "harness.moe_lora",
     "nf4": "harness.nf4",
     "optimizer_step": "harness.optimizer_step",
@@ -86,6 +91,43 @@ def measure(name: str, out: Path, *, draft: bool, **problem: object) -> int:
     if not draft:
         report.write(path, head, rows)
         print(f"wrote {path}")
+    return sum(not row.ok for row in rows)
+
+
+def measure_cases(asked: list[str], out: Path, cache: Path, *, draft: bool) -> int:
+    """Measure some cases of end_to_end.json; returns the number of rows with wrong results."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+    import torch
+    from harness import end_to_end, package, report, tokens
+
+    try:
+        cases = end_to_end.selected(asked)
+    except ValueError as error:
+        raise SystemExit(f"--case {error}") from error
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks need a CUDA device")
+    built = package.load(ROOT)
+    check_clean(built, draft=draft)
+    path = out / report.folder_name(torch.cuda.get_device_name(0)) / "end_to_end.json"
+    head = header(built, "end_to_end", count=1)
+    text = None
+    if any(end_to_end.is_of_experts(case) for case in cases):
+        head["experts"] = {"commit": built.commit, "sources": sources_digest("end_to_end" + PART)}
+    if not all(end_to_end.is_of_experts(case) for case in cases):
+        text = tokens.prepare(cache, end_to_end.recipe())
+        head["corpus"] = text.digest
+    print(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
+    earlier = end_to_end.read(path)
+    if not draft and (why := end_to_end.refusal(earlier, head, cases)):
+        raise SystemExit(f"{path}: {why}; measure those again too, or take them out of the file")
+    print(f"\n{end_to_end.HEADING}", flush=True)
+    rows = []
+    for row, line in end_to_end.rows(built, cases, text):
+        print(line, flush=True)
+        rows.append(row)
+        if not draft:
+            report.write(path, *end_to_end.merged(earlier, head, rows, cases))
+            print(f"wrote {path}", flush=True)
     return sum(not row.ok for row in rows)
 
 
@@ -161,8 +203,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("-m", "--models", nargs="+", help="moe_lora: these models only")
     parser.add_argument("-r", "--ranks", nargs="+", type=int, help="moe_lora: 16 32 64")
     parser.add_argument("-T", "--seq-len", type=int, help="moe_lora: tokens, 2048")
+    parser.add_argument("--case", nargs="+", help="end_to_end: which rows")
+    parser.add_argument(
+        "--cache", type=Path, default=CACHE, help="end_to_end: token ids and compiled models"
+    )
     options = parser.parse_args(arguments)
     problem = asked_for(options)
+    if (options.what == "end_to_end") != (options.case is not None):
+        parser.error("end_to_end takes --case, and nothing else does")
     if problem and options.what != "moe_lora":
         parser.error(f"{options.what} takes no --models, --ranks or --seq-len; moe_lora does")
     if options.what != "plots":
@@ -174,6 +222,9 @@ def main(arguments: list[str]) -> int:
             return min(wrong, 1)
         if options.device == "cpu":
             parser.error("--device cpu is for optimizer_step under torchrun")
+        if options.case:
+            wrong = measure_cases(options.case, options.out, options.cache, draft=draft)
+            return min(wrong, 1)
         return min(measure(options.what, options.out, draft=draft, **problem), 1)
     if not options.check:
         plots.draw(ROOT)

@@ -7,10 +7,10 @@ import json
 import statistics
 from pathlib import Path
 
-from . import elementwise, moe_lora, nf4, optimizer_step, orthogonalize
+from . import elementwise, end_to_end_report, moe_lora, nf4, optimizer_step, orthogonalize
 from .distributed_step import LINK_TBPS
 from .report import FLOOR_TBPS, FLOOR_TFLOPS
-from .sources import RESULTS, SOURCES, entry_of, sources_digest
+from .sources import RESULTS, SOURCES, entry_of, recorded, sources_digest
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 EMPTY = "No measurement has been committed yet."
@@ -38,6 +38,8 @@ def table(root: Path) -> str:
 
 def _section(path: Path, root: Path) -> str:
     result = json.loads(path.read_text())
+    if path.stem == "end_to_end":
+        return end_to_end_report.section(result, path.relative_to(root))
     drawn = DRAWN[path.stem](result["commit"])
     rows = [row for row in result["rows"] if row["ok"] and row["variant"] == "auto"]
     # The zoo is there for its distances, not for its times.
@@ -111,12 +113,11 @@ def findings(root: Path) -> list[str]:
         found.append(str(error))
     for path in result_files(root):
         name = path.relative_to(root).as_posix()
-        entry = entry_of(path)
-        if entry not in SOURCES:
-            found.append(f"{name}: {entry} is not one of {', '.join(SOURCES)}")
-            continue
-        if json.loads(path.read_text())["sources"] != sources_digest(entry, root):
-            found.append(f"{name}: its sources have changed since; measure again")
+        for entry, digest in recorded(path, json.loads(path.read_text())).items():
+            if entry not in SOURCES:
+                found.append(f"{name}: {entry} is not one of {', '.join(SOURCES)}")
+            elif digest != sources_digest(entry, root):
+                found.append(f"{name}: its sources have changed since; measure again")
         plot = path.with_suffix(".svg")
         if not plot.is_file() or _mark(path) not in plot.read_text():
             found.append(f"{name}: its plot is stale; run `make plots`")
@@ -136,6 +137,14 @@ def _plot(path: Path) -> None:
     import matplotlib.pyplot as plt
 
     result = json.loads(path.read_text())
+    draw_on = end_to_end_report.curves if path.stem == "end_to_end" else _bars
+    figure = draw_on(plt, result, f"{path.stem} on {result['gpu']}")
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Description": _mark(path)})
+    plt.close(figure)
+
+
+def _bars(plt, result: dict, title: str):
+    """A figure with the share of the floor of every row."""
     rows = [row for row in result["rows"] if row["ok"]]
     labels = [
         row["case"] if row["variant"] == "auto" else f"{row['case']} [{row['variant']}]"
@@ -154,7 +163,6 @@ def _plot(path: Path) -> None:
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlabel("share of the floor (1 = no version can be faster)")
-    axes.set_title(f"{path.stem} on {result['gpu']}", fontsize=10)
+    axes.set_title(title, fontsize=10)
     axes.legend(loc="lower right", fontsize=8)
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Description": _mark(path)})
-    plt.close(figure)
+    return figure

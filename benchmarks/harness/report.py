@@ -94,12 +94,14 @@ def folder_name(gpu: str, count: int = 1) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name) + (f"x{count}" if count > 1 else "")
 
 
-def write(path: Path, header: dict, rows: Sequence[Row]) -> None:
-    """Write a result file; numbers keep five digits, which is more than they repeat to."""
-    entries = [
-        {key: _rounded(value) for key, value in asdict(row).items() if value is not None}
-        for row in rows
-    ]
+def entry(row: Row) -> dict:
+    """A row as a file holds it; numbers keep five digits, which is more than they repeat to."""
+    return {key: _rounded(value) for key, value in asdict(row).items() if value is not None}
+
+
+def write(path: Path, header: dict, rows: Sequence[Row | dict]) -> None:
+    """Write a result file; a dict is an entry that was read from one."""
+    entries = [row if isinstance(row, dict) else entry(row) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**header, "rows": entries}, indent=1) + "\n")
 
@@ -107,6 +109,8 @@ def write(path: Path, header: dict, rows: Sequence[Row]) -> None:
 def _rounded(value: object) -> object:
     if isinstance(value, dict):
         return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(inner) for inner in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 

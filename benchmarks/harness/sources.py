@@ -112,11 +112,36 @@ SOURCES: dict[str, tuple[str, ...]] = {
     ),
 }
 
+# A file of two parts, each with sources of its own: an edit of the experts leaves the optimizers'
+# rows as they are.
+PART = " of experts"
+SOURCES["end_to_end"] = SOURCES["optimizer_step"]
+SOURCES["end_to_end" + PART] = tuple(
+    dict.fromkeys(
+        [
+            *SOURCES["moe_lora"],
+            *SOURCES["nf4"],
+            *(
+                f"torch-ext/optimizer/integrations/{name}.py"
+                for name in ("experts", "lora", "quantize", "transformers")
+            ),
+        ]
+    )
+)
+
 
 def entry_of(path: Path) -> str:
     """The entry of SOURCES that a result file <gpu>/<name>.json measures, <gpu> as in "h200x8"."""
     several = re.search(r"x[0-9]+$", path.parent.name)
     return f"{path.stem} on several GPUs" if several else path.stem
+
+
+def recorded(path: Path, result: dict) -> dict[str, str]:
+    """Entries of SOURCES that a result file measures -> the digests that it was measured at."""
+    found = {entry_of(path): result["sources"]}
+    if "experts" in result:
+        found[entry_of(path) + PART] = result["experts"]["sources"]
+    return found
 
 
 def source_files(name: str, root: Path = ROOT) -> list[Path]:

@@ -128,6 +128,7 @@ def clock(
     sets: int,
     between: Callable[[], object] = lambda: None,
     bursts: int = BURSTS,
+    calls: int = CALLS,
     synchronize: Callable[[], None] | None = None,
 ) -> dict[str, tuple[float, float]]:
     """Median (wall, host) milliseconds of eager calls, per variant; bursts take turns.
@@ -137,6 +138,7 @@ def clock(
         sets: input sets that the calls take turns over.
         between: what changes between two bursts, such as parameters in place.
         bursts: of each kind and variant.
+        calls: of a burst whose wall time counts.
         synchronize: waits for the device; None for CUDA's.
     """
     if synchronize is None:
@@ -152,7 +154,7 @@ def clock(
             between()
             _, host = burst(call, number, HOST_CALLS, sets, synchronize=synchronize)
             between()
-            wall, _ = burst(call, number, CALLS, sets, synchronize=synchronize)
+            wall, _ = burst(call, number, calls, sets, synchronize=synchronize)
             walls[name].append(wall)
             hosts[name].append(host)
     return {

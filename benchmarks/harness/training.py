@@ -26,7 +26,7 @@ def momenta(package: ModuleType, width: int, layers: int) -> dict[tuple[int, int
     """
     import torch
 
-    demo = _demo()
+    demo = demo_modules()
     config = demo["model"].ModelConfig(layers, width, width // HEAD, CONTEXT)
     model = demo["model"].Decoder(config, seed=0).cuda()
     device = torch.device("cuda")
@@ -65,7 +65,7 @@ def momenta(package: ModuleType, width: int, layers: int) -> dict[tuple[int, int
     return found
 
 
-def _demo() -> dict[str, ModuleType]:
+def demo_modules() -> dict[str, ModuleType]:
     """The demo's model and corpus."""
     folder = str(ROOT / "examples")
     if folder not in sys.path:

@@ -1,4 +1,4 @@
-"""A byte-level decoder-only transformer: pre-norm, RMSNorm, rotary positions, ReLU² MLP, no biases.
+"""A decoder-only transformer: pre-norm, RMSNorm, rotary positions, ReLU² MLP, no biases.
 
 Legend of the shape comments: B sequences, T tokens of one sequence, C channels, H heads, D = C / H.
 """
@@ -23,12 +23,14 @@ class ModelConfig:
         channels: Width of the residual stream; a multiple of `2 * heads`.
         heads: Attention heads.
         context: Longest sequence, in tokens.
+        vocabulary: Number of tokens.
     """
 
     layers: int
     channels: int
     heads: int
     context: int
+    vocabulary: int = VOCABULARY
 
 
 class Attention(nn.Module):
@@ -83,10 +85,10 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, *, seed: int) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(VOCABULARY, config.channels)
+        self.embedding = nn.Embedding(config.vocabulary, config.channels)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.channels)
-        self.head = nn.Linear(config.channels, VOCABULARY, bias=False)
+        self.head = nn.Linear(config.channels, config.vocabulary, bias=False)
         cos, sin = rotary_tables(config.context, config.channels // config.heads)
         self.register_buffer("cos", cos, persistent=False)  # (T, D)
         self.register_buffer("sin", sin, persistent=False)  # (T, D)
@@ -104,11 +106,11 @@ class Decoder(nn.Module):
             parameter.normal_(std=std, generator=generator)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per byte.
+        """Mean cross-entropy in nats per token.
 
         Args:
-            tokens: (B, T) int64 byte values.
-            targets: (B, T) int64, the byte that follows each token.
+            tokens: (B, T) int64.
+            targets: (B, T) int64, what follows each token.
 
         Returns:
             A scalar, float32.
@@ -118,7 +120,7 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)  # (B, T, C)
         for block in self.blocks:
             x = block(x, cos, sin)
-        logits = self.head(self.norm(x)).float()  # (B, T, 256)
+        logits = self.head(self.norm(x)).float()  # (B, T, vocabulary)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

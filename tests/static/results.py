@@ -9,10 +9,14 @@ from pathlib import Path
 TEXTS = ("gpu", "driver", "torch", "triton", "commit", "sources")
 CEILINGS = ("bf16_tflops", "fp16_tflops", "copy_tbps")
 # Only a row that passed its correctness gate has them.
-TIMES = (
-    *("wall_ms", "host_ms", "baseline_wall_ms", "baseline_host_ms"),
-    *("ms", "floor_ms", "baseline_ms"),
-)
+CLOCK = ("wall_ms", "host_ms", "baseline_wall_ms", "baseline_host_ms")
+TIMES = (*CLOCK, "ms", "floor_ms", "baseline_ms")
+# Of whole models, which have no floor, and of trainings.
+MODEL = (*CLOCK, "tokens_per_s")
+TRAINING = (*MODEL, "loss", "loss_mean", "lr", "optimizer_ms", "steps", "tokens")
+LISTS = ("curve", "held_out", "seeds", "sweep")  # of trainings
+SPEEDUP = ("speedup", "baseline_wall_ms", "wall_ms")
+SHARE = ("fraction_of_floor", "floor_ms", "ms")
 ROUNDING = 0.01  # the ratios are stored rounded
 QUOTE = re.compile(r"benchmarks/results/([\w-]+)/([\w-]+)\.(?:json|csv|svg|png|md)\b")
 
@@ -26,9 +30,12 @@ def result_findings(name: str, result: object) -> list[str]:
         for key in TEXTS
         if not isinstance(result.get(key), str) or not result[key]
     ]
-    for key, digits in (("commit", 40), ("sources", 64)):
-        if not re.fullmatch(rf"[0-9a-f]{{{digits}}}", str(result.get(key))):
-            findings.append(f"{name}: {key} must be {digits} hexadecimal digits")
+    stated = {"": result} | ({"experts.": result["experts"]} if "experts" in result else {})
+    for part, entry in stated.items():
+        for key, digits in (("commit", 40), ("sources", 64)):
+            value = entry.get(key) if isinstance(entry, dict) else None
+            if not re.fullmatch(rf"[0-9a-f]{{{digits}}}", str(value)):
+                findings.append(f"{name}: {part}{key} must be {digits} hexadecimal digits")
     ceilings = result.get("ceilings")
     for key in CEILINGS:
         if not isinstance(ceilings, dict) or not _positive(ceilings.get(key)):
@@ -64,23 +71,47 @@ def _row_faults(row: dict) -> list[str]:
             if row.get(key) is not None
         ]
         return faults + [f"is not ok, so it must have no {key}" for key in timed]
-    if "value" in row:  # a communication figure: its unit and target instead of a time
-        faults += [f"{key} is missing" for key in ("unit", "target", "transport") if key not in row]
-        return faults
-    faults += [f"{key} must be a positive number" for key in TIMES if not _positive(row.get(key))]
+    if "value" in row:  # one figure with its unit and target instead of times
+        needed = ("unit", "target")
+        if not str(row.get("case")).startswith("first_use/"):
+            needed += ("transport",)
+        return faults + [f"{key} is missing" for key in needed if key not in row]
+    model, training = "tokens_per_s" in row, "curve" in row
+    if training:
+        times, numbers = TRAINING, ()
+    elif model:
+        times, numbers = MODEL, ("error", "peak_mb")
+    else:
+        times, numbers = TIMES, ("error", "error_baseline", "peak_mb")
+    faults += [f"{key} must be a positive number" for key in times if not _positive(row.get(key))]
     if not isinstance(row.get("baseline"), str) or not row["baseline"]:
         faults.append("baseline must be text")
-    for key in ("error", "error_baseline", "peak_mb"):
+    for key in numbers:
         if not (_number(row.get(key)) and row[key] >= 0):
             faults.append(f"{key} must be a number")
+    if training:
+        faults += _training_faults(row)
     if not faults:
-        for key, over, under in (
-            ("fraction_of_floor", "floor_ms", "ms"),
-            ("speedup", "baseline_wall_ms", "wall_ms"),
-        ):
+        for key, over, under in (SPEEDUP,) if model else (SHARE, SPEEDUP):
             expected = row[over] / row[under]
             if not _number(row.get(key)) or not math.isclose(row[key], expected, rel_tol=ROUNDING):
                 faults.append(f"{key} is {row.get(key)}, but {over} / {under} is {expected:.4g}")
+    return faults
+
+
+def _training_faults(row: dict) -> list[str]:
+    """The chosen rate is the best one of the sweep, and the row says so if it was the last."""
+    faults = [f"{key} must be a list" for key in LISTS if not isinstance(row.get(key), list)]
+    if faults:
+        return faults
+    trained = {run["lr"]: run["loss"] for run in row["sweep"] if "loss" in run}
+    rates = [run["lr"] for run in row["sweep"]]
+    if len(rates) < 5:
+        faults.append(f"sweep has {len(rates)} rates, at least 5 are needed")
+    if not trained or row.get("lr") != min(trained, key=trained.get):
+        faults.append(f"lr is {row.get('lr')}, which is not the best one of the sweep")
+    elif row.get("lr_at_edge") is not (row["lr"] in (min(rates), max(rates))):
+        faults.append("lr_at_edge must say whether lr is the first or the last one tried")
     return faults
 
 

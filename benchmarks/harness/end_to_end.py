@@ -1,0 +1,250 @@
+"""Cases of `end_to_end.json`: whole trainings, whole models with experts, and first calls.
+
+One file is made by several commands. Each measures the cases that it names and leaves the other
+rows where they are; it refuses to put rows beside those of another machine, of other sources or of
+another text. The rows of experts have a commit and sources of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import first_use, moe_model
+from .package import Built
+from .pretraining import KINDS, Plan, Pretraining, Run, choose
+from .report import Row, failed
+from .tokens import Recipe, Tokens
+
+GPT = "gpt-124M"
+CASES = (
+    *(f"{GPT}/{name}" for name in KINDS),
+    *(problem.case for problem in moe_model.LISTED),
+    *first_use.CASES,
+)
+ON_REQUEST = ("compile",)  # parts of names that a command must spell out
+HEADING = f"{'case':<36}{'wall ms':>9}{'host':>9}{'x base':>9}{'k tokens/s':>12}"
+MACHINE = ("gpu", "driver", "torch", "triton")
+
+
+@dataclass(frozen=True)
+class TrainingRow(Row):
+    """A training from scratch. What has no meaning for it is absent, such as a floor.
+
+    Args:
+        lr: the rate with the least held-out loss of `sweep`, multiplied by a schedule.
+        lr_at_edge: whether that is the first or the last one tried.
+        sweep: {"lr", "loss"} of every rate, with the first seed; {"lr", "stopped", "behind"} of one
+            that was stopped after so many steps, with that loss if it was a number.
+        seed: of the run that the next fields are about.
+        loss: held-out, nats per token, at the end.
+        loss_mean: over `seeds`.
+        seeds: {"seed", "loss"} at the best rate.
+        steps: of a run.
+        tokens: that a run has trained on.
+        tokens_per_s: in the median stretch between two evaluations.
+        optimizer_ms: between device events around `step()`.
+        curve: (seconds, mean train loss); evaluations are not counted.
+        held_out: (steps, seconds, loss).
+    """
+
+    lr: float | None = None
+    lr_at_edge: bool | None = None
+    sweep: list[dict] | None = None
+    seed: int | None = None
+    loss: float | None = None
+    loss_mean: float | None = None
+    seeds: list[dict] | None = None
+    steps: int | None = None
+    tokens: int | None = None
+    tokens_per_s: float | None = None
+    optimizer_ms: float | None = None
+    curve: list[tuple[float, float]] | None = None
+    held_out: list[tuple[int, float, float]] | None = None
+
+
+def selected(asked: Sequence[str]) -> list[str]:
+    """The cases that names stand for: "qwen3-moe-8l/lora" for all of these, both token counts.
+
+    Cases that compile the model are taken only by names that say so.
+
+    Raises:
+        ValueError: a name stands for nothing.
+    """
+    found = []
+    for name in asked:
+        first, *parts = name.split("/")
+        matches = [
+            case
+            for case in CASES
+            if case.split("/")[0] == first
+            and set(parts) <= set(case.split("/")[1:])
+            and not any(word in case.split("/") and word not in parts for word in ON_REQUEST)
+        ]
+        if not matches:
+            raise ValueError(f"{name!r} is no case; there are {', '.join(CASES)}")
+        found += matches
+    return list(dict.fromkeys(found))
+
+
+def is_of_experts(case: str) -> bool:
+    """Whether a row depends on the sources of the experts, else on those of the optimizers."""
+    return not case.startswith(f"{GPT}/")
+
+
+def read(path: Path) -> dict | None:
+    """A result file, if there is one."""
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def refusal(earlier: dict | None, head: dict, cases: Iterable[str]) -> str | None:
+    """Why rows of these cases cannot stand beside those of an earlier file; None if they can."""
+    if earlier is None:
+        return None
+    for key in MACHINE:
+        if earlier[key] != head[key]:
+            return f"the file has {key} {earlier[key]}, this is {head[key]}"
+    cases = set(cases)
+    for experts in (False, True):
+        mine = {case for case in cases if is_of_experts(case) == experts}
+        others = {row["case"] for row in earlier["rows"] if is_of_experts(row["case"]) == experts}
+        if not mine or others <= mine:
+            continue
+        before, now = (part["experts"] if experts else part for part in (earlier, head))
+        for key in ("commit", "sources", *(() if experts else ("corpus",))):
+            if before[key] != now[key]:
+                kept = ", ".join(sorted(others - mine))
+                return f"the rows of {kept} are of {key} {before[key]}, this is {now[key]}"
+    return None
+
+
+def merged(
+    earlier: dict | None, head: dict, rows: Sequence[Row], cases: Iterable[str]
+) -> tuple[dict, list[Row | dict]]:
+    """Header and rows of the file with `rows` in it, and without earlier rows of `cases`.
+
+    Raises:
+        ValueError: they cannot stand in one file.
+    """
+    why = refusal(earlier, head, cases)
+    if why:
+        raise ValueError(why)
+    if earlier is None:
+        return head, list(rows)
+    cases = set(cases)
+    kept = [row for row in earlier["rows"] if row["case"] not in cases]
+    if any(not is_of_experts(row["case"]) for row in kept):
+        head = head | {key: earlier[key] for key in ("commit", "sources", "corpus")}
+    if any(is_of_experts(row["case"]) for row in kept):
+        head = head | {"experts": earlier["experts"]}
+    return head, sorted([*kept, *rows], key=lambda row: CASES.index(_case(row)))
+
+
+def _case(row: Row | dict) -> str:
+    return row["case"] if isinstance(row, dict) else row.case
+
+
+def rows(
+    built: Built, cases: Sequence[str], tokens: Tokens | None = None, device: str = "cuda"
+) -> Iterator[tuple[Row, str]]:
+    """The rows of these cases; `tokens` are of the recipe's vocabulary, for trainings."""
+    names = [case.split("/")[1] for case in cases if not is_of_experts(case)]
+    if names:
+        yield from trainings(names, Plan(), tokens, built, device)
+    yield from moe_model.rows(built, [case for case in cases if case in moe_model.CASES])
+    yield from first_use.rows([case for case in cases if case in first_use.CASES])
+
+
+def recipe() -> Recipe:
+    """Of the text that the trainings read."""
+    return Recipe(vocabulary=Plan().vocabulary)
+
+
+def trainings(
+    names: Sequence[str], plan: Plan, tokens: Tokens, built: Built, device: str
+) -> Iterator[tuple[Row, str]]:
+    """A row of each optimizer; the model is compiled once."""
+    training = Pretraining(plan, tokens, built.package, device)
+    training.warm_up()
+    for name in names:
+        row = training_row(name, training)
+        yield row, line(row)
+
+
+def training_row(name: str, training: Pretraining) -> Row:
+    """Sweep, seeds and clock of one optimizer."""
+    kind, plan = KINDS[name], training.plan
+    runs: list[Run] = []
+    for lr in kind.rates:
+        leader = min(runs, key=lambda run: run.loss, default=None)
+        runs.append(reported(name, training.run(name, lr, kind.seeds[0], leader)))
+    try:
+        best, at_edge = choose(runs)
+    except ValueError as error:
+        print(error, flush=True)
+        return failed(f"{GPT}/{name}")
+    more = [reported(name, training.run(name, best.lr, seed)) for seed in kind.seeds[1:]]
+    losses = {run.seed: run.loss for run in (best, *more)}
+    if not max(losses.values()) < training.untrained:
+        return failed(f"{GPT}/{name}")
+    times = training.clock(name, best.lr)
+    (wall, host), (base_wall, base_host) = times[name], times["adamw"]
+    return TrainingRow(
+        case=f"{GPT}/{name}",
+        variant="auto",
+        ok=True,
+        wall_ms=wall,
+        host_ms=host,
+        baseline_wall_ms=base_wall,
+        baseline_host_ms=base_host,
+        baseline="torch AdamW(fused=True) on all parameters",
+        speedup=base_wall / wall,
+        lr=best.lr,
+        lr_at_edge=at_edge,
+        sweep=[swept(run) for run in sorted(runs, key=lambda run: run.lr)],
+        seed=best.seed,
+        loss=best.loss,
+        loss_mean=statistics.fmean(losses.values()),
+        seeds=[{"seed": seed, "loss": loss} for seed, loss in losses.items()],
+        steps=plan.steps,
+        tokens=plan.steps * plan.tokens,
+        tokens_per_s=plan.tokens / statistics.median(best.step_ms) * 1e3,
+        optimizer_ms=best.optimizer_ms,
+        curve=best.curve,
+        held_out=best.held_out,
+    )
+
+
+def swept(run: Run) -> dict:
+    """What a row keeps of a run of the sweep."""
+    if not run.stopped:
+        return {"lr": run.lr, "loss": run.loss}
+    stopped = {"lr": run.lr, "stopped": run.held_out[-1][0]}
+    return stopped | ({"behind": run.loss} if math.isfinite(run.loss) else {})
+
+
+def reported(name: str, run: Run) -> Run:
+    """The run, after a line about it."""
+    steps = run.held_out[-1][0]
+    print(
+        f"  {name} lr {run.lr:g} seed {run.seed}: loss {run.loss:.4f} after {steps} steps, "
+        f"{statistics.median(run.step_ms):.2f} ms a step, optimizer {run.optimizer_ms:.2f}",
+        flush=True,
+    )
+    return run
+
+
+def line(row: Row) -> str:
+    """One printed line."""
+    if not row.ok:
+        return f"{row.case:<36} WRONG RESULTS, not timed"
+    shown = f"{row.case:<36}{row.wall_ms:>9.2f}{row.host_ms:>9.2f}{row.speedup:>8.2f}x"
+    shown += f"{row.tokens_per_s / 1e3:>12.1f}"
+    if row.loss is not None:
+        edge = ", at the edge of the sweep" if row.lr_at_edge else ""
+        shown += f"  loss {row.loss_mean:.3f} at lr {row.lr:g}{edge}"
+    return shown

@@ -1,0 +1,204 @@
+"""The trainings of `end_to_end.json` at tiny size: every optimizer, the clock, what diverges."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ..static.project import ROOT
+from ..static.results import result_findings
+
+TOO_MUCH = 1e38  # a rate
+
+
+@pytest.fixture(scope="module")
+def harness():
+    """The modules of benchmarks/harness, imported as run.py imports them."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from harness import end_to_end, pretraining, report, tokens
+
+    yield SimpleNamespace(
+        end_to_end=end_to_end, pretraining=pretraining, report=report, tokens=tokens
+    )
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def training(harness, opt, device):
+    """Random ids of which every token says the next: there is something to learn."""
+    plan = harness.pretraining.Plan(
+        layers=1,
+        channels=32,
+        heads=2,
+        context=16,
+        vocabulary=64,
+        batch=4,
+        steps=3,
+        warmup=1,
+        every=2,
+        held_out=2,
+        averaged=2,
+        bursts=1,
+        calls=2,
+    )
+    ids = (torch.arange(1000) % 64).to(torch.uint16).numpy()
+    tokens = harness.tokens.Tokens(ids[:700], ids[700:], "ab" * 32)
+    return harness.pretraining.Pretraining(plan, tokens, opt, device.type)
+
+
+KINDS = ("adamw", "muon", "muon_adamw", "torch_muon")
+
+
+def test_every_optimizer_is_tried(harness) -> None:
+    assert tuple(harness.pretraining.KINDS) == KINDS
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_three_steps_of_each_optimizer(training, name) -> None:
+    """The loss falls; evaluations stand behind steps 2 and 3; the same seed gives the same run."""
+    training.reset(0)
+    before = training.evaluate()
+    run = training.run(name, 4e-3, 0)
+    assert [steps for steps, _, _ in run.held_out] == [2, 3]
+    seconds = [s for _, s, _ in run.held_out]
+    assert 0 < seconds[0] < seconds[1]
+    assert len(run.curve) == len(run.step_ms) == 2 and run.optimizer_ms > 0
+    assert run.loss < before
+    again = training.run(name, 4e-3, 0)
+    assert again.held_out[-1][2] == pytest.approx(run.loss, rel=1e-4)
+    assert training.run(name, 4e-3, 1).loss != run.loss
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_all_parameters_are_stepped(harness, training, name) -> None:
+    training.reset(0)
+    kind = harness.pretraining.KINDS[name]
+    optimizer = harness.pretraining.Optimizers(kind.make(training.package, training.model, 1e-3))
+    stepped = [p for group in optimizer.groups for p in group["params"]]
+    assert len(stepped) == len({id(p) for p in stepped}) == len(list(training.model.parameters()))
+    peaks = list(optimizer.peaks)
+    optimizer.set_factor(0.25)
+    assert [group["lr"] for group in optimizer.groups] == [0.25 * peak for peak in peaks]
+
+
+def test_nothing_is_waited_for_between_evaluations(training, monkeypatch) -> None:
+    events = []
+    step, evaluate = training.step, training.evaluate
+    monkeypatch.setattr(training, "wait", lambda: events.append("wait"))
+    monkeypatch.setattr(training, "step", lambda *a: events.append("step") or step(*a))
+    monkeypatch.setattr(training, "evaluate", lambda: events.append("evaluate") or evaluate())
+    training.run("adamw", 1e-3, 0)
+    first = ["wait", "step", "step", "wait", "evaluate"]
+    assert events == [*first, "wait", "step", "wait", "evaluate"]
+
+
+def test_a_rate_that_diverges_is_recorded_and_the_sweep_goes_on(
+    harness, training, monkeypatch
+) -> None:
+    """The row has the form that result files have, and says at which rate there was no number."""
+    training.warm_up()
+    run = training.run
+    monkeypatch.setattr(
+        training,
+        "run",
+        lambda name, lr, *rest: run(name, TOO_MUCH if lr == 8e-3 else lr, *rest),
+    )
+    row = harness.end_to_end.training_row("muon", training)
+    assert row.ok and row.lr == 4e-3 and not row.lr_at_edge
+    entry = json.loads(json.dumps(harness.report.entry(row), allow_nan=False))
+    assert ["loss" in run for run in entry["sweep"]] == [True] * 4 + [False]
+    assert entry["sweep"][4].keys() == {"lr", "stopped"}
+    assert [seed["seed"] for seed in entry["seeds"]] == [0, 1, 2]
+    head = dict.fromkeys(("gpu", "driver", "torch", "triton"), "x")
+    head |= {"commit": "0" * 40, "sources": "0" * 64}
+    ceilings = {"bf16_tflops": 1, "fp16_tflops": 1, "copy_tbps": 1}
+    result = head | {"ceilings": ceilings, "rows": [entry]}
+    assert result_findings("e", result) == []
+    assert "loss" in harness.end_to_end.line(row)
+
+
+def test_a_model_that_learns_nothing_is_not_timed(harness, training, monkeypatch) -> None:
+    monkeypatch.setattr(training, "untrained", 0.0)
+    assert not harness.end_to_end.training_row("adamw", training).ok
+    run = training.run
+    monkeypatch.setattr(training, "run", lambda name, lr, seed, other: run(name, TOO_MUCH, seed))
+    assert not harness.end_to_end.training_row("adamw", training).ok
+
+
+def test_too_little_text_is_refused(harness, opt, training) -> None:
+    ids = torch.zeros(20, dtype=torch.uint16).numpy()
+    tokens = harness.tokens.Tokens(ids, ids, "")
+    with pytest.raises(ValueError, match="20, 20 tokens; 129 of each needed"):
+        harness.pretraining.Pretraining(training.plan, tokens, opt, "cpu")
+
+
+def test_progress_is_told(harness, training, capsys) -> None:
+    run = training.run("adamw", 1e-3, 0)
+    assert harness.end_to_end.reported("adamw", run) is run
+    assert "adamw lr 0.001 seed 0: loss" in capsys.readouterr().out
+
+
+@pytest.fixture
+def command(harness, monkeypatch, tmp_path, opt):
+    """`command(*cases)` -> the file after a command whose rows are given, not measured."""
+    import run
+    from harness import package, tokens
+
+    ids = torch.zeros(1, dtype=torch.uint16).numpy()
+    built = package.Built(opt, "0" * 40, clean=True)
+    row = harness.report.Row
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(package, "load", lambda *_: built)
+    monkeypatch.setattr(tokens, "prepare", lambda *_: tokens.Tokens(ids, ids, "corpus"))
+    machine = dict.fromkeys(("gpu", "driver", "torch", "triton"), "x")
+    known = machine | {"commit": built.commit, "sources": "s"}
+    monkeypatch.setattr(run, "header", lambda *_, **__: dict(known))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def measured(*cases: str, stop_after: int = 9, **options) -> dict:
+        def rows(built, cases, text):
+            assert (text is None) == all(map(harness.end_to_end.is_of_experts, cases))
+            for number, case in enumerate(cases):
+                if number == stop_after:
+                    raise KeyboardInterrupt
+                yield row(case, "auto", ok=number % 2 == 0), case
+
+        monkeypatch.setattr(harness.end_to_end, "rows", rows)
+        path = tmp_path / "h200" / "end_to_end.json"
+        try:
+            options = {"draft": False} | options
+            measured.wrong = run.measure_cases(list(cases), tmp_path, tmp_path, **options)
+        except KeyboardInterrupt:
+            measured.wrong = None
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    measured.known = known
+    return measured
+
+
+def test_commands_fill_one_file(command) -> None:
+    """A draft writes nothing; what was measured before a command ended is there."""
+    assert command("gpt-124M", draft=True) == {}
+    result = command("gpt-124M/adamw", "gpt-124M/muon")
+    assert command.wrong == 1
+    assert [row["case"] for row in result["rows"]] == ["gpt-124M/adamw", "gpt-124M/muon"]
+    assert result["corpus"] == "corpus" and "experts" not in result
+    result = command("first_use", stop_after=1)
+    assert [row["case"] for row in result["rows"]][2:] == ["first_use/layer"]
+    assert result["experts"]["commit"] == "0" * 40 and result["corpus"] == "corpus"
+
+
+def test_a_command_refuses_before_it_measures(command) -> None:
+    before = command("gpt-124M/adamw")
+    command.known["commit"] = "1" * 40
+    with pytest.raises(SystemExit, match="the rows of gpt-124M/adamw are of commit 0000"):
+        command("gpt-124M/muon")
+    assert command("first_use/layer")["rows"][0] == before["rows"][0]
+    assert command("gpt-124M/adamw")["commit"] == "1" * 40
+    with pytest.raises(SystemExit, match="--case 'nothing' is no case"):
+        command("nothing")

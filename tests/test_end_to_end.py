@@ -1,0 +1,419 @@
+"""`end_to_end.json` away from torch: cases, merging, sweeps, text, form, tables. No build."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import json
+import math
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from .static.project import ROOT
+from .static.results import quoted_results, result_findings
+
+pytestmark = pytest.mark.static
+
+COMMIT, OTHER = "0123456789" * 4, "9876543210" * 4
+
+
+@pytest.fixture(scope="module")
+def harness() -> Iterator[SimpleNamespace]:
+    """The modules of benchmarks/harness, imported as run.py imports them."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    names = ("end_to_end", "first_use", "moe_model", "plots", "pretraining", "report", "sources")
+    names += ("tokens",)
+    yield SimpleNamespace(**{name: importlib.import_module(f"harness.{name}") for name in names})
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def head(harness, commit: str = COMMIT) -> dict:
+    digest = harness.sources.sources_digest
+    return {
+        "gpu": "NVIDIA H200",
+        "driver": "580.1",
+        "torch": "2.11.0",
+        "triton": "3.6.0",
+        "commit": commit,
+        "sources": digest("end_to_end"),
+        "ceilings": {"bf16_tflops": 770.0, "fp16_tflops": 760.0, "copy_tbps": 4.25},
+        "corpus": "ab" * 32,
+        "experts": {"commit": commit, "sources": digest("end_to_end of experts")},
+    }
+
+
+def training(harness, name: str, loss: float = 2.5):
+    rates = sorted(harness.pretraining.KINDS[name].rates)
+    return harness.end_to_end.TrainingRow(
+        case=f"gpt-124M/{name}",
+        variant="auto",
+        ok=True,
+        wall_ms=55.0,
+        host_ms=20.0,
+        baseline_wall_ms=53.0,
+        baseline_host_ms=18.0,
+        baseline="torch AdamW(fused=True) on all parameters",
+        speedup=53 / 55,
+        lr=rates[2],
+        lr_at_edge=False,
+        sweep=[{"lr": lr, "loss": loss + (lr != rates[2])} for lr in rates[:4]]
+        + [{"lr": rates[4], "stopped": 100}],
+        seed=0,
+        loss=loss,
+        loss_mean=loss + 0.01,
+        seeds=[{"seed": seed, "loss": loss + 0.01 * seed} for seed in range(3)],
+        steps=400,
+        tokens=400 * 32768,
+        tokens_per_s=6e5,
+        optimizer_ms=3.0,
+        curve=[(5.0, 4.0), (22.0, 2.6)],
+        held_out=[(100, 5.5, 4.0), (400, 22.0, loss)],
+    )
+
+
+def model(harness, case: str):
+    return harness.moe_model.ModelRow(
+        case=case,
+        variant="auto",
+        ok=True,
+        wall_ms=40.0,
+        host_ms=30.0,
+        baseline_wall_ms=80.0,
+        baseline_host_ms=60.0,
+        baseline="transformers grouped_mm + PEFT, eager",
+        speedup=2.0,
+        error=3e-3,
+        peak_mb=900.0,
+        tokens_per_s=51200.0,
+    )
+
+
+def first_call(harness):
+    found = {"2048": 1.5, "16": 0.1, "8192": 0.2}
+    return harness.first_use.figure("first_use/layer", found, compiler=False)[0]
+
+
+MODEL_CASE = "qwen3-moe-8l/2048/lora/eager"
+
+
+@pytest.fixture
+def written(harness, tmp_path: Path) -> Path:
+    """A checkout with the measured sources, a README with markers and a file of every kind."""
+    for entry in ("end_to_end", "end_to_end of experts"):
+        for path in harness.sources.source_files(entry):
+            target = tmp_path / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+    plots = harness.plots
+    (tmp_path / "README.md").write_text(f"# title\n{plots.BEGIN}\nold\n{plots.END}\ntail\n")
+    rows = [training(harness, "adamw"), training(harness, "muon"), model(harness, MODEL_CASE)]
+    path = tmp_path / "benchmarks/results/h200/end_to_end.json"
+    harness.report.write(path, head(harness), [*rows, first_call(harness)])
+    return path
+
+
+def test_a_name_stands_for_cases(harness) -> None:
+    selected = harness.end_to_end.selected
+    assert selected(["gpt-124M/muon"]) == ["gpt-124M/muon"]
+    assert len(selected(["gpt-124M"])) == 4
+    assert selected(["qwen3-moe-8l/lora"]) == [
+        "qwen3-moe-8l/2048/lora/eager",
+        "qwen3-moe-8l/8192/lora/eager",
+    ]
+    assert all(case.endswith("/eager") for case in selected(["qwen3-moe-8l"]))
+    assert selected(["qwen3-moe-8l/2048/lora/compile"]) == ["qwen3-moe-8l/2048/lora/compile"]
+    assert selected(["first_use", "first_use/layer"]) == [
+        "first_use/layer",
+        "first_use/other_tokens",
+    ]
+    with pytest.raises(ValueError, match="'gpt-124M/sgd' is no case; there are gpt-124M/adamw"):
+        selected(["gpt-124M/sgd"])
+
+
+def test_rates_go_up_stay_and_go_down(harness) -> None:
+    plan = harness.pretraining.Plan()
+    factors = [plan.factor(step) for step in range(plan.steps)]
+    assert factors[0] == pytest.approx(1 / 30) and factors[29] == factors[30] == 1
+    assert factors[240] == 1 and factors[241] == pytest.approx(159 / 160)
+    assert factors[320] == pytest.approx(0.5) and factors[-1] == pytest.approx(1 / 160)
+    assert plan.tokens == 32768
+    rates = sorted(harness.pretraining.KINDS["muon"].rates)
+    assert rates == pytest.approx([5e-4, 1e-3, 2e-3, 4e-3, 8e-3])
+
+
+@pytest.mark.parametrize(
+    ("losses", "lr", "at_edge"),
+    [
+        ([3.0, 2.5, 2.7], 2.0, False),
+        ([2.4, 2.5, 2.7], 1.0, True),
+        ([math.nan, 2.5, 2.3], 3.0, True),
+        ([3.0, 2.5, math.inf], 2.0, False),
+    ],
+)
+def test_the_best_rate_and_whether_it_is_the_last_one(harness, losses, lr, at_edge) -> None:
+    """In any order; a run that diverges is never chosen."""
+    runs = [
+        harness.pretraining.Run(number + 1.0, 0, [(1, 1.0, loss)], stopped=not math.isfinite(loss))
+        for number, loss in enumerate(losses)
+    ]
+    best, edge = harness.pretraining.choose([runs[1], runs[0], runs[2]])
+    assert (best.lr, edge) == (lr, at_edge)
+
+
+def test_no_rate_may_train(harness) -> None:
+    runs = [harness.pretraining.Run(lr=lr, seed=0, stopped=True) for lr in (1.0, 2.0)]
+    with pytest.raises(ValueError, match=r"no rate of \[1.0, 2.0\] trains"):
+        harness.pretraining.choose(runs)
+
+
+def test_a_rate_that_is_far_behind_is_stopped(harness) -> None:
+    """Compared at its own step, not at the end of the other; and never where it is not far."""
+    made = harness.pretraining.Run
+    leader = made(2e-3, 0, [(100, 5.0, 4.0), (200, 10.0, 3.0)])
+    assert made(5e-4, 0, [(100, 5.0, 4.6)]).is_behind(leader, 0.5)
+    assert not made(1e-3, 0, [(100, 5.0, 4.4)]).is_behind(leader, 0.5)
+    assert not made(1e-3, 0, [(100, 5.0, 9.0)]).is_behind(None, 0.5)
+    assert made(1e-3, 0, [(100, 5.0, math.nan)]).is_behind(None, 0.5)
+    stopped = made(5e-4, 0, [(100, 5.0, 4.6)], stopped=True)
+    assert harness.pretraining.choose([leader, stopped])[0] is leader
+    assert harness.end_to_end.swept(stopped) == {"lr": 5e-4, "stopped": 100, "behind": 4.6}
+    assert harness.end_to_end.swept(leader) == {"lr": 2e-3, "loss": 3.0}
+
+
+def test_a_curve_has_means_at_their_seconds(harness) -> None:
+    found = harness.pretraining.averaged([4.0, 2.0, 3.0, 1.0, 8.0], 10.0, 5.0, 2)
+    assert found == [(12.0, 3.0), (14.0, 2.0), (15.0, 8.0)]
+
+
+def test_rows_join_the_file_that_is_there(harness, written: Path) -> None:
+    entry = harness.end_to_end
+    earlier = json.loads(written.read_text())
+    new = [training(harness, "muon", loss=2.4), training(harness, "torch_muon")]
+    merged, rows = entry.merged(earlier, head(harness), new, [row.case for row in new])
+    cases = [row["case"] if isinstance(row, dict) else row.case for row in rows]
+    assert cases == [
+        "gpt-124M/adamw",
+        "gpt-124M/muon",
+        "gpt-124M/torch_muon",
+        MODEL_CASE,
+        "first_use/layer",
+    ]
+    harness.report.write(written, merged, rows)
+    result = json.loads(written.read_text())
+    assert result["rows"][1]["loss"] == 2.4 and result["rows"][0] == earlier["rows"][0]
+    assert result_findings("end_to_end", result) == []
+    assert entry.merged(None, head(harness), new, [])[1] == new
+
+
+def test_each_part_may_be_of_a_commit_of_its_own(harness, written: Path) -> None:
+    earlier, now = json.loads(written.read_text()), head(harness, OTHER)
+    cases = [MODEL_CASE, "first_use/layer"]
+    rows = [model(harness, MODEL_CASE), first_call(harness)]
+    merged, _ = harness.end_to_end.merged(earlier, now, rows, cases)
+    assert (merged["commit"], merged["experts"]["commit"]) == (COMMIT, OTHER)
+    trainings = [training(harness, name) for name in ("adamw", "muon")]
+    merged, _ = harness.end_to_end.merged(earlier, now, trainings, [t.case for t in trainings])
+    assert (merged["commit"], merged["experts"]["commit"]) == (OTHER, COMMIT)
+
+
+@pytest.mark.parametrize(
+    ("key", "case", "said"),
+    [
+        ("gpu", "gpt-124M/muon", "the file has gpu NVIDIA H200, this is other"),
+        ("triton", "first_use/layer", "the file has triton 3.6.0, this is other"),
+        ("commit", "gpt-124M/muon", "the rows of gpt-124M/adamw are of commit 0123"),
+        ("sources", "gpt-124M/muon", "the rows of gpt-124M/adamw are of sources"),
+        ("corpus", "gpt-124M/muon", "the rows of gpt-124M/adamw are of corpus abab"),
+        ("experts", "first_use/layer", f"the rows of {MODEL_CASE} are of commit 0123"),
+    ],
+)
+def test_rows_that_do_not_belong_together_are_refused(harness, written, key, case, said) -> None:
+    earlier, now = json.loads(written.read_text()), head(harness)
+    now[key] = {"commit": "other", "sources": "other"} if key == "experts" else "other"
+    why = harness.end_to_end.refusal(earlier, now, [case])
+    assert why.startswith(said)
+    with pytest.raises(ValueError, match=said[:20]):
+        harness.end_to_end.merged(earlier, now, [], [case])
+    assert harness.end_to_end.refusal(earlier, head(harness), [case]) is None
+    assert harness.end_to_end.refusal(None, now, [case]) is None
+
+
+def break_row(number: int, **values):
+    def change(result: dict) -> None:
+        for key, value in values.items():
+            if value is None:
+                del result["rows"][number][key]
+            else:
+                result["rows"][number][key] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (break_row(1, loss=None), "row 1: loss must be a positive number"),
+        (break_row(1, optimizer_ms=0), "row 1: optimizer_ms must be a positive number"),
+        (break_row(1, lr=4e-3), "row 1: lr is 0.004, which is not the best one of the sweep"),
+        (break_row(1, lr_at_edge=True), "row 1: lr_at_edge must say whether lr is the first"),
+        (break_row(1, sweep=[{"lr": 2e-3, "loss": 1}]), "row 1: sweep has 1 rates, at least 5"),
+        (break_row(1, seeds=None), "row 1: seeds must be a list"),
+        (break_row(2, error=None), "row 2: error must be a number"),
+        (break_row(2, speedup=3.0), "row 2: speedup is 3.0, but baseline_wall_ms / wall_ms is 2"),
+        (break_row(3, target=None), "row 3: target is missing"),
+        (
+            lambda result: result["experts"].pop("commit"),
+            "experts.commit must be 40 hexadecimal digits",
+        ),
+    ],
+)
+def test_the_form_of_the_file_can_be_broken(written, change, said) -> None:
+    result = json.loads(written.read_text())
+    assert result_findings("e", result) == []
+    broken = copy.deepcopy(result)
+    change(broken)
+    assert any(finding.startswith(f"e: {said}") for finding in result_findings("e", broken))
+
+
+def test_readme_and_plot(harness, written: Path) -> None:
+    root, plots = written.parents[3], harness.plots
+    assert len(plots.findings(root)) == 2  # table and plot
+    plots.draw(root)
+    assert plots.findings(root) == []
+    readme = (root / "README.md").read_text()
+    for text in (
+        "| `gpt-124M/muon` | 55 | 20 | 3 | 1.038 | 600 | 0.002 | 2.510 (2.500 to 2.520) |",
+        f"| `{MODEL_CASE}` | 40 | 30 | 51.2 | transformers grouped_mm + PEFT, eager, 80 ms | 2",
+        "| `first_use/layer` | 1.5 | 2 | not needed |",
+        "after 400 steps, 13.1 million tokens",
+    ):
+        assert text in readme
+    assert quoted_results(readme) == {Path("h200/end_to_end.json")}
+    plot = written.with_suffix(".svg")
+    first = plot.read_bytes()
+    plots.draw(root)
+    assert plot.read_bytes() == first
+
+
+def test_an_edit_of_experts_leaves_the_trainings_alone(harness, written: Path) -> None:
+    root = written.parents[3]
+    harness.plots.draw(root)
+    edited = set(harness.sources.source_files("end_to_end of experts", root))
+    path = sorted(edited - set(harness.sources.source_files("end_to_end", root)))[-1]
+    path.write_text(path.read_text() + "\n")
+    stale = f"{written.relative_to(root).as_posix()}: its sources have changed since; measure again"
+    assert harness.plots.findings(root) == [stale]
+    result = json.loads(written.read_text())
+    changed = {
+        entry
+        for entry, digest in harness.sources.recorded(written, result).items()
+        if digest != harness.sources.sources_digest(entry, root)
+    }
+    assert changed == {"end_to_end of experts"}
+
+
+def test_a_row_at_the_edge_says_so(harness) -> None:
+    row = dataclasses.replace(training(harness, "muon"), lr_at_edge=True)
+    assert "at the edge of the sweep" in harness.end_to_end.line(row)
+    assert "not timed" in harness.end_to_end.line(harness.report.failed("gpt-124M/muon"))
+
+
+def test_end_to_end_needs_its_cases(harness, monkeypatch, capsys) -> None:
+    run = importlib.import_module("run")
+    asked = []
+    monkeypatch.setattr(run, "measure_cases", lambda cases, *_, **__: asked.append(cases) or 0)
+    assert run.main(["end_to_end", "--case", "first_use", "gpt-124M"]) == 0
+    assert asked == [["first_use", "gpt-124M"]]
+    for arguments in (["end_to_end"], ["elementwise", "--case", "first_use"]):
+        with pytest.raises(SystemExit):
+            run.main(arguments)
+        assert "end_to_end takes --case" in capsys.readouterr().err
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """300 files, every third of which stands there twice."""
+    for number in range(300):
+        text = "\n".join(f"def f{number}_{k}(x):\n    return x + {k}" for k in range(20))
+        for folder in ("a", "b")[: 1 + (number % 3 == 0)]:
+            path = tmp_path / "programs" / folder / f"m{number}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    (tmp_path / "programs" / "latin.py").write_bytes(b"# \xff\n")
+    return tmp_path / "programs"
+
+
+def test_no_text_is_trained_on_and_held_out(harness, programs: Path) -> None:
+    split, recipe = harness.tokens.split, harness.tokens.Recipe(vocabulary=400)
+    train, held_out = split([programs], recipe)
+    assert len(train) + len(held_out) == 300  # a copy counts once
+    assert not set(train) & set(held_out) and 5 < len(held_out) < 45
+    assert (train, held_out) == split([programs, programs], recipe)
+    few, _ = split([programs], dataclasses.replace(recipe, train_bytes=10_000))
+    assert few == train[: len(few)] and 9_000 < sum(map(len, few)) < 12_000
+
+
+def test_token_ids_are_made_once_and_kept(harness, programs: Path, tmp_path: Path) -> None:
+    """Decoded, they are the text again; held-out text is not in the vocabulary's training."""
+    tokenizers = pytest.importorskip("tokenizers")
+    recipe = harness.tokens.Recipe(400, vocabulary_bytes=20_000)
+    folder = tmp_path / "kept"
+    made = harness.tokens.prepare(folder, recipe, [programs])
+    assert max(made.train.max(), made.held_out.max()) < 400
+    (kept,) = folder.iterdir()
+    tokenizer = tokenizers.Tokenizer.from_file(str(kept / "tokenizer.json"))
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    train, held_out = harness.tokens.split([programs], recipe)
+    between = harness.tokens.BETWEEN
+    decoded = tokenizer.decode(made.held_out.tolist(), skip_special_tokens=False)
+    assert decoded == "".join(between + text for text in held_out)
+    assert made.train[0] == tokenizer.token_to_id(between)
+    assert (made.train == made.train[0]).sum() == len(train)
+    shutil.rmtree(programs)
+    again = harness.tokens.prepare(folder, recipe, [programs])
+    assert again.digest == made.digest and (again.train == made.train).all()
+    with pytest.raises(ValueError, match="0 train and 0 held-out files"):
+        harness.tokens.prepare(tmp_path / "other", recipe, [programs])
+
+
+def test_first_calls_are_told_apart(harness, monkeypatch) -> None:
+    """A process that needs a compiler is measured with one, and the row says so."""
+    use = harness.first_use
+    found = {"2048": 1.5, "16": 0.1, "8192": 0.4}
+    asked = []
+
+    def measure(*, compiler: bool = False):
+        asked.append(compiler)
+        return found if compiler else None
+
+    monkeypatch.setattr(use, "measure", measure)
+    rows = [row for row, _ in use.rows(list(use.CASES))]
+    assert asked == [False, True]
+    assert [(row.value, row.target, row.compiler) for row in rows] == [
+        (1.5, 2, True),
+        (0.4, 0.3, True),
+    ]
+    assert rows[1].parts == {"16": 0.1, "8192": 0.4}
+    assert list(use.rows([])) == []
+    assert not use.figure("first_use/layer", None, compiler=True)[0].ok
+
+
+def test_a_first_call_finds_no_compiler(harness, monkeypatch) -> None:
+    use, seen = harness.first_use, {}
+
+    def run(command, **options):
+        seen.update(options["env"], command=command)
+        return SimpleNamespace(returncode=0, stdout='told\n{"2048": 1.0}\n', stderr="")
+
+    monkeypatch.setattr(use.subprocess, "run", run)
+    monkeypatch.setenv("CC", "gcc")
+    assert use.measure() == {"2048": 1.0}
+    assert "CC" not in seen and shutil.which("cc", path=seen["PATH"]) is None
+    assert seen["command"] == [sys.executable, "-m", "harness.first_use"]
+    assert not Path(seen["TRITON_CACHE_DIR"]).exists()
