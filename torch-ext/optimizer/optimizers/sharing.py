@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -55,6 +56,8 @@ from .update import Rate, rate_of
 # Matrices of a shape that an owner is taken to orthogonalize together when work is shared out: a
 # model of some dozens of layers on some ranks. How many it is depends on the owners themselves.
 COST_BATCH = 8
+# Optimizers whose ranks meet without a group, in the order in which a process makes them.
+_NUMBERS = itertools.count()
 WIRE_DTYPES = (None, torch.float32, torch.float16)
 
 
@@ -80,6 +83,7 @@ class Sharing:
         self.flow = flow or Flow()
         self.assumed = assumed
         self._group = process_group
+        self._number = next(_NUMBERS) if assumed and process_group is None else None
         self._teams = Teams()
         self._of_group: Team | None = None
         self._agreement = Agreement()
@@ -298,8 +302,8 @@ class Sharing:
         Raises:
             RuntimeError: they are not, on ranks that hold replicas of these parameters.
         """
-        if self.assumed and self._group is None:
-            self.assumed = not compare_replicas(groups)
+        if self.assumed and self._number is not None:
+            self.assumed = not compare_replicas(groups, self._number)
 
     def ask(
         self,
