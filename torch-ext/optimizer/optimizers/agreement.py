@@ -200,8 +200,10 @@ class Agreement:
         the same layout and options, and everything before gradients are compared.
 
         Raises:
-            RuntimeError: one of them is bad.
+            RuntimeError: one of them is bad. Then none is heard later: this step writes nothing.
         """
+        later: list[Question] = []
+        compared = self._compared
         for number, question in enumerate(questions):
             sheet = self._sheets[number]
             if sheet.unheard and question.ready is not None:
@@ -209,16 +211,12 @@ class Agreement:
                 question.verdict.check_layout(question.found)
             sheet.unheard = False
             compares = sheet.common.alike is not None and not self._compared
-            self._hear_now_or_later(question, now=compares)
+            later += _unheard(question, now=compares)
             if compares and any(sheet.present):
-                self._hear_now_or_later(_compare_gradients(sheet))
-                self._compared = True
-
-    def _hear_now_or_later(self, question: Question, *, now: bool = False) -> None:
-        if now or question.ready is None:
-            question.check()
-        else:
-            self._asked.append(question)
+                later += _unheard(_compare_gradients(sheet))
+                compared = True
+        self._compared = compared
+        self._asked += later
 
 
 def check_not_captured(devices: Iterable[torch.device]) -> None:
@@ -238,6 +236,14 @@ def checksum(tensor: Tensor | None, device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=device)
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return tensor.detach().contiguous().reshape(-1).view(words).sum(dtype=torch.int64)
+
+
+def _unheard(question: Question, *, now: bool = False) -> list[Question]:
+    """The question, if its answer is to be heard later: not on the CPU, and not where `now`."""
+    if now or question.ready is None:
+        question.check()
+        return []
+    return [question]
 
 
 def _question(future: Future, device: torch.device, verdict: Callable[[Tensor], None]) -> Question:
