@@ -23,8 +23,10 @@ Options = Sequence[MuonOptions | AdamWOptions]
 
 # Which parameters have gradients, as bits: 62 in each of so many numbers, and one digest of all.
 MASKS, BITS = 64, 62
-# The question: a digest of each of these, the numbers in Tensors on the device, the gradients.
-NAMED = (*LAYOUT, *OPTIONS, *NUMBERS)
+REFUSED = "how many state_dicts were refused since the last step"
+# The question: a digest of each of these, the numbers in Tensors on the device, how many
+# state_dicts were refused, the gradients.
+NAMED = (*LAYOUT, *OPTIONS, *NUMBERS, REFUSED)
 RULE = OPTIONS.index("adjust_lr_fn")
 
 
@@ -51,6 +53,7 @@ class _Verdict:
 
     common: Common
     options: Options  # of this rank, when it asked
+    refused: int
 
     def __call__(self, found: Tensor) -> None:
         if torch.equal(*found):
@@ -85,6 +88,8 @@ class _Verdict:
 
     def _own(self, name: str) -> str:
         """What differs, and what it is here."""
+        if name == REFUSED:
+            return f"{name} (here {self.refused})"
         if name in LAYOUT:
             return name if name in DIGESTED else f"{name} (here {self.common.layout[name]})"
         groups = [(k, self.options[k]) for k in self.common.groups]
@@ -118,7 +123,11 @@ class _Sheet:
         self._numbers = torch.empty(0)
 
     def numbers(
-        self, options: Options, fingerprints: Sequence[Any], rates: Sequence[float] | None
+        self,
+        options: Options,
+        fingerprints: Sequence[Any],
+        rates: Sequence[float] | None,
+        refused: int,
     ) -> Tensor:
         """int64, on the device."""
         present = [param.grad is not None for _, param in self.common.labelled]
@@ -127,7 +136,7 @@ class _Sheet:
         words = self._options.renew(options, fingerprints)
         if rates is not None:
             words[RULE] = word(f"{words[RULE]} {rates}")
-        saying = [*self._layout, *words, *(0 for _ in NUMBERS), *self._gradients]
+        saying = [*self._layout, *words, *(0 for _ in NUMBERS), refused, *self._gradients]
         if saying != self._said:
             with lasting():
                 pinned = self.device.type == "cuda"
@@ -174,6 +183,8 @@ class Agreement:
         options: Options,
         fingerprints: Sequence[Any],
         rates: Sequence[Sequence[float] | None],
+        *,
+        refused: int = 0,
     ) -> list[Question]:
         """Ask every team whether its ranks have the same layout, options and gradients.
 
@@ -182,15 +193,16 @@ class Agreement:
             options: of all groups.
             fingerprints: of these.
             rates: per team what functions in adjust_lr_fn returned, if there are any.
+            refused: how many state_dicts this rank has refused.
         """
         questions = []
         for number, common in enumerate(teams):
             if number not in self._sheets:
                 self._sheets[number] = _Sheet(common)
             sheet = self._sheets[number]
-            numbers = sheet.numbers(options, fingerprints, rates[number])
+            numbers = sheet.numbers(options, fingerprints, rates[number], refused)
             future = extremes(common.team.transport, numbers)
-            questions.append(_question(future, sheet.device, _Verdict(common, options)))
+            questions.append(_question(future, sheet.device, _Verdict(common, options, refused)))
         return questions
 
     def settle(self, questions: Sequence[Question]) -> None:

@@ -25,7 +25,7 @@ from .momentum import momentum
 from .offload import OffloadingOptimizer
 from .options import AdamWOptions, MuonOptions, fingerprint
 from .parameters import is_dtensor, label, local
-from .placing import rows_here
+from .placing import rows_here, sharded_dims
 from .plan import Plan
 from .qk_clip import Target, check_logits, clip, find_targets, plan_batches
 from .report import report
@@ -451,6 +451,12 @@ class MuonBase(OffloadingOptimizer):
                     entries.append((param, blocks, options))
             check_names(options, names, where)
         self._sharing.adopt(entries)  # behind everything that may raise
+
+    def note_refused_load(self) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        if self._sharing.unreduced is not None or any(map(sharded_dims, params)):
+            self._sharing.note_refused_load()
+            self._plan = None  # the first step of a plan waits for what the other ranks say
 
     def slots(self, param: Tensor, name: str | None, options: Any, where: str) -> dict[str, Slot]:
         return self._sharing.keeps(param, slots_of(param, name, options, where), options)
