@@ -147,6 +147,41 @@ def test_the_answer_of_every_team_counts(ranks) -> None:
     assert not written
 
 
+def refused_by_the_second_team(opt) -> list[tuple[str, bool]]:
+    """A gradient is missing on the first team, an option differs on the second one; then neither.
+
+    Of the first one a new plan hears only later, of the second one at once.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    matrices = parameters("HSDP")[0]
+    norm = nn.Parameter(
+        distribute_tensor(torch.ones(7), mesh["data"], [Replicate()], src_data_rank=None)
+    )
+    optimizer = optimizer_of(opt, "HSDP", matrices, [norm])
+    params, found = [*matrices, norm], []
+    with pytest.MonkeyPatch.context() as patch:
+        answers_that_come_later(opt, patch)
+        for good in (False, True, True):
+            give("HSDP", params, 0)
+            odd = not good and here()[0] >= 2  # one rank of both halves
+            optimizer.param_groups[1]["lr"] = 0.2 if odd else 0.1
+            if odd:
+                matrices[0].grad = None
+            found.append(outcome(optimizer, params))
+    return found
+
+
+def test_a_step_that_a_team_refuses_leaves_no_question_of_another(ranks) -> None:
+    """Its answer would count as that of a step that had been written."""
+    for (message, written), *later in ranks(4).run(refused_by_the_second_team):
+        assert message.startswith("ranks disagree on lr (here ")
+        assert not written
+        assert later == [("none", True)] * 2
+
+
 def many(opt, count: int, which: list[int]) -> str:
     params = [nn.Parameter(torch.ones(1)) for _ in range(count)]
     optimizer = optimizer_of(opt, "process_group", [], params)

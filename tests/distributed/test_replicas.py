@@ -183,6 +183,41 @@ def test_a_rank_that_steps_alone_waits_once(ranks) -> None:
     assert logged.count("only ranks [0] stepped one within 0.5 s") == 1
 
 
+def one_after_the_other(opt, skipped: int) -> tuple[list[str], list[str]]:
+    """Rank 1 comes to its first step when rank 0 has given up; then both step a second optimizer.
+
+    Of so many optimizers between these two rank 0 alone takes a step.
+    """
+    from torch import distributed
+
+    logger = logging.getLogger(module_of(opt, "optimizers.replicas").__name__)
+    records: list[logging.LogRecord] = []
+    logger.addFilter(keep := lambda record: bool(records.append(record)))
+    every = [model() for _ in range(2 + skipped)]
+    optimizers = [optimizer_of(opt, params) for params in every]
+    found = []
+    with Exchanges(opt, patience=0.5):
+        for number, (optimizer, params) in enumerate(zip(optimizers, every, strict=True)):
+            give(params, here()[0])
+            if number == 0 and here()[0]:
+                time.sleep(1.5)
+            if here()[0] == 0 or number in (0, len(every) - 1):
+                if number == len(every) - 1:
+                    distributed.barrier()
+                found.append(outcome(optimizer, params)[0])
+    logger.removeFilter(keep)
+    return [found[0], found[-1]], [record.getMessage() for record in records]
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_rank_that_comes_late_answers_as_those_that_gave_up(ranks, skipped) -> None:
+    """And the next optimizers of both meet, of however many one rank took no step."""
+    for (first, second), logged in ranks(2).run(one_after_the_other, skipped):
+        assert first == "none"
+        assert "only ranks [0] stepped one within 0.5 s" in logged[0]
+        assert "ranks 0, 1 hold the same parameters with different gradients" in second
+
+
 def in_a_group(opt, gradients: str | None, equal: bool) -> tuple[str, bool]:
     from torch import distributed
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ._cases import bits
 from ._ranks import same_everywhere
 from .test_sharing import assert_as_alone, give, gradients, local, module_of, placed, plain_params
 
@@ -119,7 +122,7 @@ def answers_that_come_later(opt: Any, patch: Any) -> None:
 def message_of(refused: Callable[[], Any]) -> str:
     try:
         refused()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return "none"
 
@@ -196,3 +199,95 @@ def test_the_full_state_of_unreduced_gradients_is_that_of_owners(ranks) -> None:
     owned = ranks(2).run(full_state)
     assert sorted(owned[0] + owned[1]) == [f"{name}.weight" for name in "abcd"]
     assert all(owned)
+
+
+def load_a_bad_part(opt: Any, held: str, spoilt: float | None, later: bool) -> list[str]:
+    """One rank's part of the state holds a value that no step leaves, or lacks an entry.
+
+    That rank loads an older state_dict then. Answers come `later` as on a GPU.
+    """
+    from torch import distributed
+
+    _, params = sharing(opt, held)
+    make = opt.MuonAdamW if held == "sharded" else opt.DistMuonAdamW
+    optimizer = make([{"kind": "adamw", "lr": 0.1, "params": params}])
+    older, rank = copy.deepcopy(optimizer.state_dict()), distributed.get_rank()
+    of_rank = rank if held == "unreduced" else 0
+    messages = []
+
+    def step(seed: int) -> None:
+        before = [bits(local(param.detach())) for param in params]
+        give(params, gradients(params, 2 * of_rank + seed))
+        messages.append(message_of(optimizer.step))
+        written = before != [bits(local(param.detach())) for param in params]
+        assert written == (messages[-1] == "none")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if later:
+            answers_that_come_later(opt, patch)
+        step(0)
+        good = copy.deepcopy(optimizer.state_dict())
+        bad = copy.deepcopy(good)
+        if rank == 1 and spoilt is None:
+            del bad["state"][0]["exp_avg"]
+        elif rank == 1:
+            local(bad["state"][0]["exp_avg_sq"]).fill_(spoilt)
+        messages.append(message_of(lambda: optimizer.load_state_dict(bad)))
+        if rank == 1:
+            optimizer.load_state_dict(older)
+        step(1)
+        step(1)
+        optimizer.load_state_dict(good)
+        step(1)
+        step(0)
+    return messages
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+@pytest.mark.parametrize("spoilt", [math.nan, -1.0, None])
+@pytest.mark.parametrize("held", ["sharded", "unreduced"])
+def test_a_part_that_one_rank_refuses_to_load_stops_all(ranks, held, spoilt, later) -> None:
+    """The others would go on with another state than it."""
+    expected = "has no exp_avg" if spoilt is None else f"the loaded exp_avg_sq holds {spoilt}"
+    for rank, found in enumerate(ranks(3).run(load_a_bad_part, held, spoilt, later)):
+        first, load, *stopped, third, fourth = found
+        assert expected in load if rank == 1 else load == "none"
+        assert first == third == fourth == "none"
+        said = f"state_dicts were refused since the last step (here {int(rank == 1)}). Give"
+        assert len(stopped) == 2 and all(said in message for message in stopped), stopped
+
+
+def load_what_all_refuse(opt: Any, held: str) -> list[str]:
+    """All ranks refuse a state_dict, and go on as if it had not been."""
+    optimizer, params = sharing(opt, held)
+    bad = optimizer.state_dict()
+    bad["state"] = {}
+    messages = []
+    for seed in range(2):
+        messages.append(message_of(lambda: optimizer.load_state_dict(bad)))
+        give(params, gradients(params, seed))
+        messages.append(message_of(optimizer.step))
+    return messages
+
+
+def test_what_all_ranks_refuse_changes_nothing(ranks) -> None:
+    refused, stepped, *again = same_everywhere(ranks(2).run(load_what_all_refuse, "sharded"))
+    assert "the loaded state has no" in refused and stepped == "none"
+    assert again == [refused, stepped]
+
+
+def load_alone(opt: Any) -> str:
+    """What every rank has whole is loaded without a word to another rank."""
+    from torch import distributed
+
+    optimizer, params = sharing(opt, "replicated")
+    give(params, gradients(params, 0))
+    optimizer.step()
+    if distributed.get_rank() == 0:
+        optimizer.load_state_dict(optimizer.state_dict())
+    give(params, gradients(params, 1))
+    return message_of(optimizer.step)
+
+
+def test_one_rank_may_load_what_it_has_whole(ranks) -> None:
+    assert same_everywhere(ranks(2).run(load_alone, timeout=60)) == "none"

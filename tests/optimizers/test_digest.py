@@ -39,6 +39,45 @@ def test_equal_words_are_of_values_that_mean_the_same(opt, option, alike, others
     assert all(0 <= word < 2**63 for word in words)
 
 
+def test_only_what_may_have_changed_is_put_into_words_again(opt, monkeypatch) -> None:
+    digest, options = module_of(opt, "optimizers.digest"), module_of(opt, "optimizers.options")
+    params = [nn.Parameter(torch.ones(3, 3)) for _ in range(2)]
+    optimizer = opt.MuonAdamW(
+        [
+            {"kind": "muon", "params": params[:1], "lr": torch.tensor(0.1)},
+            {"kind": "adamw", "params": params[1:], "lr": 0.1},
+        ]
+    )
+    words, asked = digest.OptionWords([0, 1]), []
+    original = digest.canonical
+
+    def canonical(option: str, value: Any) -> str:
+        asked.append(option)
+        return original(option, value)
+
+    monkeypatch.setattr(digest, "canonical", canonical)
+
+    def renewed() -> tuple[dict[str, int], list[str]]:
+        asked.clear()
+        groups = [optimizer.format.options(group) for group in optimizer.param_groups]
+        found = words.renew(groups, [*map(options.fingerprint, groups)])
+        return dict(zip(digest.OPTIONS, found, strict=True)), sorted(asked)
+
+    first, _ = renewed()
+    assert renewed() == (first, [])
+    optimizer.param_groups[0]["lr"].fill_(0.2)
+    second, again = renewed()
+    assert {name for name in first if first[name] != second[name]} == {"lr"}
+    assert again == ["lr", "weight_decay"]
+    optimizer.param_groups[1] |= {"lr": 0.3, "eps": 1e-6}
+    third, again = renewed()
+    assert {name for name in first if second[name] != third[name]} == {"lr", "eps"}
+    assert again == ["eps", "lr", "weight_decay"]
+    optimizer.param_groups[0]["ns_steps"] = 3
+    fourth, _ = renewed()
+    assert {name for name in first if third[name] != fourth[name]} == {"ns_steps"}
+
+
 def bits_of(opt, *values: float) -> int:
     tensors = [torch.tensor(value) for value in values]
     return module_of(opt, "optimizers.digest").on_device(tensors, torch.device("cpu")).item()

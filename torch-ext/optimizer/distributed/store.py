@@ -10,9 +10,11 @@ from datetime import timedelta
 
 
 def exchange(name: str, value: str, patience: timedelta) -> dict[int, str]:
-    """Give the other ranks of the default group a value; returns theirs, by rank, and this one.
+    """Give the other ranks of the default group a value; returns those that count, by rank.
 
-    The n-th call of a rank meets the n-th call of every other one with the same `name`.
+    The n-th call of a rank meets the n-th call of every other one with the same `name`. Which ranks
+    count is decided once, for all of them: by the first that has the values of all ranks, or waits
+    no longer. So ranks that come later learn that they were not waited for, and only that.
 
     Args:
         name: of the exchange.
@@ -32,11 +34,15 @@ def exchange(name: str, value: str, patience: timedelta) -> dict[int, str]:
     rank, world = distributed.get_rank(), distributed.get_world_size()
     call = store.add(f"calls/{rank}", 1)
     keys = {other: f"{call}/{other}" for other in range(world)}
+    decided = f"{call}/counted"
     store.set(keys[rank], value)
-    try:
-        store.wait([*keys.values()], patience)
-        here = keys
-    except RuntimeError:  # in time, or for good: then what follows raises too
-        here = {other: key for other, key in keys.items() if store.check([key])}
-    values = store.multi_get([*here.values()])
-    return {other: found.decode() for other, found in zip(here, values, strict=True)}
+    here = [*keys]
+    if not store.check([decided]):
+        try:
+            store.wait([*keys.values()], patience)
+        except RuntimeError:  # in time, or for good: then what follows raises too
+            here = [other for other, key in keys.items() if store.check([key])]
+    first = store.compare_set(decided, "", " ".join(map(str, here))).decode()
+    counted = [int(other) for other in first.split()]
+    values = store.multi_get([keys[other] for other in counted])
+    return {other: found.decode() for other, found in zip(counted, values, strict=True)}

@@ -23,8 +23,10 @@ Options = Sequence[MuonOptions | AdamWOptions]
 
 # Which parameters have gradients, as bits: 62 in each of so many numbers, and one digest of all.
 MASKS, BITS = 64, 62
-# The question: a digest of each of these, the numbers in Tensors on the device, the gradients.
-NAMED = (*LAYOUT, *OPTIONS, *NUMBERS)
+REFUSED = "how many state_dicts were refused since the last step"
+# The question: a digest of each of these, the numbers in Tensors on the device, how many
+# state_dicts were refused, the gradients.
+NAMED = (*LAYOUT, *OPTIONS, *NUMBERS, REFUSED)
 RULE = OPTIONS.index("adjust_lr_fn")
 
 
@@ -51,6 +53,7 @@ class _Verdict:
 
     common: Common
     options: Options  # of this rank, when it asked
+    refused: int
 
     def __call__(self, found: Tensor) -> None:
         if torch.equal(*found):
@@ -85,6 +88,8 @@ class _Verdict:
 
     def _own(self, name: str) -> str:
         """What differs, and what it is here."""
+        if name == REFUSED:
+            return f"{name} (here {self.refused})"
         if name in LAYOUT:
             return name if name in DIGESTED else f"{name} (here {self.common.layout[name]})"
         groups = [(k, self.options[k]) for k in self.common.groups]
@@ -118,7 +123,11 @@ class _Sheet:
         self._numbers = torch.empty(0)
 
     def numbers(
-        self, options: Options, fingerprints: Sequence[Any], rates: Sequence[float] | None
+        self,
+        options: Options,
+        fingerprints: Sequence[Any],
+        rates: Sequence[float] | None,
+        refused: int,
     ) -> Tensor:
         """int64, on the device."""
         present = [param.grad is not None for _, param in self.common.labelled]
@@ -127,7 +136,7 @@ class _Sheet:
         words = self._options.renew(options, fingerprints)
         if rates is not None:
             words[RULE] = word(f"{words[RULE]} {rates}")
-        saying = [*self._layout, *words, *(0 for _ in NUMBERS), *self._gradients]
+        saying = [*self._layout, *words, *(0 for _ in NUMBERS), refused, *self._gradients]
         if saying != self._said:
             with lasting():
                 pinned = self.device.type == "cuda"
@@ -174,6 +183,8 @@ class Agreement:
         options: Options,
         fingerprints: Sequence[Any],
         rates: Sequence[Sequence[float] | None],
+        *,
+        refused: int = 0,
     ) -> list[Question]:
         """Ask every team whether its ranks have the same layout, options and gradients.
 
@@ -182,15 +193,16 @@ class Agreement:
             options: of all groups.
             fingerprints: of these.
             rates: per team what functions in adjust_lr_fn returned, if there are any.
+            refused: how many state_dicts this rank has refused.
         """
         questions = []
         for number, common in enumerate(teams):
             if number not in self._sheets:
                 self._sheets[number] = _Sheet(common)
             sheet = self._sheets[number]
-            numbers = sheet.numbers(options, fingerprints, rates[number])
+            numbers = sheet.numbers(options, fingerprints, rates[number], refused)
             future = extremes(common.team.transport, numbers)
-            questions.append(_question(future, sheet.device, _Verdict(common, options)))
+            questions.append(_question(future, sheet.device, _Verdict(common, options, refused)))
         return questions
 
     def settle(self, questions: Sequence[Question]) -> None:
@@ -200,8 +212,10 @@ class Agreement:
         the same layout and options, and everything before gradients are compared.
 
         Raises:
-            RuntimeError: one of them is bad.
+            RuntimeError: one of them is bad. Then none is heard later: this step writes nothing.
         """
+        later: list[Question] = []
+        compared = self._compared
         for number, question in enumerate(questions):
             sheet = self._sheets[number]
             if sheet.unheard and question.ready is not None:
@@ -209,16 +223,12 @@ class Agreement:
                 question.verdict.check_layout(question.found)
             sheet.unheard = False
             compares = sheet.common.alike is not None and not self._compared
-            self._hear_now_or_later(question, now=compares)
+            later += _unheard(question, now=compares)
             if compares and any(sheet.present):
-                self._hear_now_or_later(_compare_gradients(sheet))
-                self._compared = True
-
-    def _hear_now_or_later(self, question: Question, *, now: bool = False) -> None:
-        if now or question.ready is None:
-            question.check()
-        else:
-            self._asked.append(question)
+                later += _unheard(_compare_gradients(sheet))
+                compared = True
+        self._compared = compared
+        self._asked += later
 
 
 def check_not_captured(devices: Iterable[torch.device]) -> None:
@@ -238,6 +248,14 @@ def checksum(tensor: Tensor | None, device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=device)
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return tensor.detach().contiguous().reshape(-1).view(words).sum(dtype=torch.int64)
+
+
+def _unheard(question: Question, *, now: bool = False) -> list[Question]:
+    """The question, if its answer is to be heard later: not on the CPU, and not where `now`."""
+    if now or question.ready is None:
+        question.check()
+        return []
+    return [question]
 
 
 def _question(future: Future, device: torch.device, verdict: Callable[[Tensor], None]) -> Question:

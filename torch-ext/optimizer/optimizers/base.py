@@ -77,6 +77,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """The part of a parameter's saved state that this process keeps."""
         return saved
 
+    def note_refused_load(self) -> None:
+        """A state_dict was refused, or a part of one that other processes have parts of."""
+
     def parameter_names(self, group: int) -> list[str | None]:
         """The names of a group's parameters, None where none was given.
 
@@ -133,15 +136,20 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Load a copy of a state_dict exactly: float32 state of bfloat16 parameters stays float32.
 
         Options that an older state_dict does not have keep their present values. Everything is
-        checked before anything changes.
+        checked before anything changes. Where ranks have parts of the state each, of sharded
+        parameters or with gradients="unreduced", and one refuses its part while others load theirs,
+        the next step raises on all of them.
 
         Raises:
-            ValueError: groups, kinds, options, names, keys, shapes or dtypes do not fit this
-                optimizer, or there are options or state that it does not know.
+            ValueError: groups, kinds, options, names, keys, shapes, dtypes or values do not fit
+                this optimizer, or there are options or state that it does not know.
         """
         last = self.register_load_state_dict_pre_hook(GroupedOptimizer._prepare_load)
         try:
             super().load_state_dict(state_dict)
+        except Exception:
+            self.note_refused_load()
+            raise
         finally:
             last.remove()
             self._loading = None

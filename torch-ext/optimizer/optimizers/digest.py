@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
@@ -17,7 +16,6 @@ OPTIONS = (*dict.fromkeys((*option_names(MuonOptions), *option_names(AdamWOption
 NUMBERS = ("lr", "weight_decay")  # options that may be Tensors
 
 
-@functools.lru_cache(maxsize=4096)
 def word(text: str) -> int:
     """A number in [0, 2^63), whose negative fits into an int64 too."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -80,16 +78,27 @@ class OptionWords:
             if read := _read_on_host(options[number]):
                 seen = (*seen, read)
             if seen != self._seen[k]:
-                self._seen[k] = seen
                 texts = self._texts[k]
-                for name, value in vars(options[number]).items():
-                    text = canonical(name, value)
+                for name in _to_renew(option_names(type(options[number])), seen, self._seen[k]):
+                    text = canonical(name, getattr(options[number], name))
                     if texts.get(name) != text:
                         texts[name] = text
                         changed.add(name)
+                self._seen[k] = seen
         for name in changed:
             self._words[name] = word("; ".join(texts.get(name, "") for texts in self._texts))
         return [*self._words.values()]
+
+
+def _to_renew(names: Sequence[str], seen: tuple[Any, ...], before: Any) -> set[str]:
+    """The options that may mean something else than `before`, None at first.
+
+    Numbers that may be in Tensors always do: a fingerprint has nothing of their values.
+    """
+    if before is None or before[0] != seen[0]:  # the types
+        return {*names}
+    pairs = zip(names, seen[1], before[1], strict=True)
+    return {*NUMBERS, *(name for name, now, then in pairs if now != then)}
 
 
 def _read_on_host(group: MuonOptions | AdamWOptions) -> list[float]:

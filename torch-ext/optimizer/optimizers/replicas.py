@@ -21,15 +21,17 @@ logger = logging.getLogger(__name__)
 PATIENCE = timedelta(seconds=30)
 
 
-def compare_replicas(groups: Sequence[Sequence[tuple[str, Tensor]]]) -> bool:
+def compare_replicas(groups: Sequence[Sequence[tuple[str, Tensor]]], number: int) -> bool:
     """Compare the gradients of this rank with those of ranks that hold the same parameters.
 
     Replicas are ranks whose plain parameters are equal, bit for bit, at their first step. Others
     are no business of this one, and so are ranks that do not step an optimizer of this kind. There
-    is no collective: a rank that never comes is not waited for longer than PATIENCE.
+    is no collective: a rank that never comes is not waited for longer than PATIENCE, and one that
+    comes after that is told so, and compares nothing.
 
     Args:
         groups: (name for messages, parameter) of all groups.
+        number: of the optimizer, as on the ranks that hold the same one.
 
     Returns:
         Whether there is nothing more to compare; there is as long as no replica has a gradient.
@@ -50,7 +52,7 @@ def compare_replicas(groups: Sequence[Sequence[tuple[str, Tensor]]]) -> bool:
     forms = [(tuple(param.shape), param.dtype) for param in params]
     own = f"{_digest(forms, params)} {_digest(forms, [param.grad for param in params])}"
     try:
-        found = exchange("optimizer/gradients", own, PATIENCE)
+        found = exchange(f"optimizer/gradients/{number}", own, PATIENCE)
     except RuntimeError as error:
         logger.warning(
             "MuonAdamW was not told whether gradients are reduced, and the ranks could not be "
@@ -66,6 +68,8 @@ def compare_replicas(groups: Sequence[Sequence[tuple[str, Tensor]]]) -> bool:
             sorted(found),
             PATIENCE.total_seconds(),
         )
+    if distributed.get_rank() not in found:
+        return True
     replicas = [rank for rank, other in found.items() if other.split()[0] == own.split()[0]]
     if any(found[rank] != own for rank in replicas):
         raise RuntimeError(

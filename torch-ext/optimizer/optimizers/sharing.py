@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -55,6 +56,8 @@ from .update import Rate, rate_of
 # Matrices of a shape that an owner is taken to orthogonalize together when work is shared out: a
 # model of some dozens of layers on some ranks. How many it is depends on the owners themselves.
 COST_BATCH = 8
+# Optimizers whose ranks meet without a group, in the order in which a process makes them.
+_NUMBERS = itertools.count()
 WIRE_DTYPES = (None, torch.float32, torch.float16)
 
 
@@ -80,10 +83,13 @@ class Sharing:
         self.flow = flow or Flow()
         self.assumed = assumed
         self._group = process_group
+        self._number = next(_NUMBERS) if assumed and process_group is None else None
         self._teams = Teams()
         self._of_group: Team | None = None
         self._agreement = Agreement()
         self._broken = False
+        self._refused = 0  # state_dicts, since ranks agreed that it was as many on all of them
+        self._told = False  # the other ranks, of the last of those
         self.begin_plan()
 
     def __reduce__(self) -> Any:
@@ -298,8 +304,8 @@ class Sharing:
         Raises:
             RuntimeError: they are not, on ranks that hold replicas of these parameters.
         """
-        if self.assumed and self._group is None:
-            self.assumed = not compare_replicas(groups)
+        if self.assumed and self._number is not None:
+            self.assumed = not compare_replicas(groups, self._number)
 
     def ask(
         self,
@@ -326,11 +332,15 @@ class Sharing:
             return
         check_not_captured(shared.asked)
         returned = [_returned(shared, rates, common.team) for common in shared.teams]
-        questions = self._agreement.ask(shared.teams, options, fingerprints, returned)
+        questions = self._agreement.ask(
+            shared.teams, options, fingerprints, returned, refused=self._refused
+        )
+        self._told = True
         self._broken = True
         self._agreement.hear()
         self._broken = False
         self._agreement.settle(questions)
+        self._refused = 0
 
     def early_rates(
         self, shared: Shared, options: Sequence[MuonOptions | AdamWOptions]
@@ -455,10 +465,23 @@ class Sharing:
                 "constructed anew"
             )
 
+    def note_refused_load(self) -> None:
+        """A part of a state_dict was refused here, which others may have loaded: tell them.
+
+        A collective here would wait for ranks that load nothing, or for one that has died.
+        """
+        self._refused, self._told = self._refused + 1, False
+
     def mend(self) -> None:
-        """State was loaded: a failed step is forgotten."""
+        """State was loaded: a failed step is forgotten.
+
+        A refused state_dict is not, unless a step has told the other ranks: they may have loaded
+        it, and this rank another one in its place.
+        """
         self._broken = False
         self._agreement.forget()
+        if self._told:
+            self._refused, self._told = 0, False
 
     def _wire(self, matrices: Sequence[SharedMatrix], options: MuonOptions) -> torch.dtype:
         """float16 where the iteration would round to it or to bfloat16 anyway."""

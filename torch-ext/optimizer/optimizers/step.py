@@ -25,7 +25,7 @@ from .momentum import momentum
 from .offload import OffloadingOptimizer
 from .options import AdamWOptions, MuonOptions, fingerprint
 from .parameters import is_dtensor, label, local
-from .placing import rows_here
+from .placing import rows_here, sharded_dims
 from .plan import Plan
 from .qk_clip import Target, check_logits, clip, find_targets, plan_batches
 from .report import report
@@ -101,7 +101,14 @@ class MuonBase(OffloadingOptimizer):
         anything is written: what raises there leaves everything as it was. What raises later
         leaves parameters of two steps; then neither a step nor state_dict nor any way of saving
         goes on until state is loaded. NaN and inf pass through to the parameters they belong to.
-        Nothing here waits for the device.
+
+        The host does not wait for a device, but for the following. Of parameters that several ranks
+        share, the first step of a plan waits until all have said whether they have the same options
+        and layout: the very first, and the first after groups, options of the layout or loaded
+        state changed. The first step with gradients waits where these are compared, and without
+        `gradients` and `process_group` for the other ranks, at most 30 s. Shared parameters on the
+        CPU are asked about in every step. QK-clip with CPU offload and rounding="residual" waits
+        until the residuals are in host memory.
 
         Args:
             closure: computes the loss and the gradients, under `torch.enable_grad()`.
@@ -120,7 +127,10 @@ class MuonBase(OffloadingOptimizer):
                 `clip_config`.
             TypeError: a gradient is placed differently from its parameter or holds sums that are
                 not made yet, or an option or an entry of `qk_logits` has a wrong type.
-            RuntimeError: ranks have different gradients, or an earlier step failed midway.
+            RuntimeError: ranks disagree on options, layout or which parameters have gradients, in
+                this step or, on a device, in the one before; the first gradients were not reduced,
+                or were with gradients="unreduced"; an earlier step failed midway; or a CUDA graph
+                is being captured, of parameters that ranks share or of state in host memory.
         """
         self._sharing.check_unbroken()
         loss = None
@@ -451,6 +461,12 @@ class MuonBase(OffloadingOptimizer):
                     entries.append((param, blocks, options))
             check_names(options, names, where)
         self._sharing.adopt(entries)  # behind everything that may raise
+
+    def note_refused_load(self) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        if self._sharing.unreduced is not None or any(map(sharded_dims, params)):
+            self._sharing.note_refused_load()
+            self._plan = None  # the first step of a plan waits for what the other ranks say
 
     def slots(self, param: Tensor, name: str | None, options: Any, where: str) -> dict[str, Slot]:
         return self._sharing.keeps(param, slots_of(param, name, options, where), options)
