@@ -184,12 +184,13 @@ def test_a_rank_that_steps_alone_waits_once(ranks) -> None:
 
 
 def one_after_the_other(opt, skipped: int) -> tuple[list[str], list[str]]:
-    """Rank 1 comes to its first step when rank 0 has given up; then both step a second optimizer.
+    """The last rank comes to its first step when the others have given up; then all step another.
 
     Of so many optimizers between these two rank 0 alone takes a step.
     """
     from torch import distributed
 
+    rank, world = here()
     logger = logging.getLogger(module_of(opt, "optimizers.replicas").__name__)
     records: list[logging.LogRecord] = []
     logger.addFilter(keep := lambda record: bool(records.append(record)))
@@ -198,10 +199,10 @@ def one_after_the_other(opt, skipped: int) -> tuple[list[str], list[str]]:
     found = []
     with Exchanges(opt, patience=0.5):
         for number, (optimizer, params) in enumerate(zip(optimizers, every, strict=True)):
-            give(params, here()[0])
-            if number == 0 and here()[0]:
+            give(params, rank)
+            if number == 0 and rank == world - 1:
                 time.sleep(1.5)
-            if here()[0] == 0 or number in (0, len(every) - 1):
+            if rank == 0 or number in (0, len(every) - 1):
                 if number == len(every) - 1:
                     distributed.barrier()
                 found.append(outcome(optimizer, params)[0])
@@ -216,6 +217,13 @@ def test_a_rank_that_comes_late_answers_as_those_that_gave_up(ranks, skipped) ->
         assert first == "none"
         assert "only ranks [0] stepped one within 0.5 s" in logged[0]
         assert "ranks 0, 1 hold the same parameters with different gradients" in second
+
+
+def test_a_rank_that_comes_late_hears_what_the_others_found(ranks) -> None:
+    for (first, second), logged in ranks(3).run(one_after_the_other, 0):
+        assert "ranks 0, 1 hold the same parameters with different gradients" in first
+        assert "only ranks [0, 1] stepped one within 0.5 s" in logged[0]
+        assert "ranks 0, 1, 2 hold the same parameters with different gradients" in second
 
 
 def in_a_group(opt, gradients: str | None, equal: bool) -> tuple[str, bool]:

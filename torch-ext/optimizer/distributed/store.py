@@ -14,7 +14,7 @@ def exchange(name: str, value: str, patience: timedelta) -> dict[int, str]:
 
     The n-th call of a rank meets the n-th call of every other one with the same `name`. Which ranks
     count is decided once, for all of them: by the first that has the values of all ranks, or waits
-    no longer. So ranks that come later learn that they were not waited for, and only that.
+    no longer. Ranks that come later get the same values, without their own.
 
     Args:
         name: of the exchange.
