@@ -191,9 +191,9 @@ def test_two_streams_keep_their_memory_until_they_meet(plans, current) -> None:
     operands = drawn(8, 8)
     (out,) = play(program, operands)
     assert torch.equal(out, operands[0] * 2 + (operands[0] + operands[1]))
-    beside, other = (recording._uses()[n] for n in (1, 3))
-    assert beside == (1, 4), "what the second stream writes is kept from its beginning to its end"
-    assert other[0] == 1, "and so is what the first one writes meanwhile"
+    before, beside, _, other = (plans.Span(32, *recording._uses()[n]) for n in range(4))
+    assert beside.stream == 1 and beside.region == (1, 4), "from the beginning until they met"
+    assert beside.meets(other) and before.meets(beside), "what the first one writes meanwhile"
 
 
 def test_an_early_launch_writes_nowhere_its_predecessor_reads(plans, current) -> None:
@@ -206,27 +206,54 @@ def test_an_early_launch_writes_nowhere_its_predecessor_reads(plans, current) ->
         return [out]
 
     recording, _, _ = record(plans, run, drawn(8, 8))
-    first, second = (recording._uses()[n] for n in (0, 1))
-    assert first[1] >= second[0], "they must not share a place"
+    first, second = (plans.Span(32, *recording._uses()[n]) for n in (0, 1))
+    assert first.steps == (0, 2) and second.steps[0] == 2
+    assert first.meets(second), "they must not share a place"
 
 
 def test_places_never_overlap(plans) -> None:
     source = random.Random(0)
-    for _ in range(200):
+    for _ in range(300):
         spans = {}
         for index in range(source.randint(1, 12)):
             begin = source.randint(0, 10)
-            spans[index] = (begin, begin + source.randint(0, 5), source.randint(1, 5000))
+            steps = (begin, begin + source.randint(0, 5))
+            region = (steps[0] - source.randint(0, 2), steps[1] + source.randint(0, 2))
+            stream = source.choice((0, 1, None))
+            spans[index] = plans.Span(source.randint(1, 5000), steps, region, stream)
         offsets, size = plans.packed(spans)
         assert all(offset % 512 == 0 for offset in offsets.values())
-        assert size <= sum(-(-bytes_ // 512) * 512 for *_, bytes_ in spans.values())
-        for one in spans:
-            assert offsets[one] + spans[one][2] <= size
-            for other in spans:
-                together = spans[one][0] <= spans[other][1] and spans[other][0] <= spans[one][1]
-                if one < other and together:
+        assert size <= sum(-(-span.bytes // 512) * 512 for span in spans.values())
+        for one, span in spans.items():
+            assert offsets[one] + span.bytes <= size
+            for other in range(one):
+                beside = spans[other]
+                if span.stream == beside.stream and span.stream is not None:
+                    together = together_in(span.steps, beside.steps)
+                else:
+                    together = together_in(span.region, beside.region)
+                assert together == span.meets(beside)
+                if together:
                     low, high = sorted((one, other), key=offsets.__getitem__)
-                    assert offsets[low] + spans[low][2] <= offsets[high]
+                    assert offsets[low] + spans[low].bytes <= offsets[high]
+
+
+def together_in(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return not set(range(one[0], one[1] + 1)).isdisjoint(range(other[0], other[1] + 1))
+
+
+def test_an_empty_grid_launches_nothing(plans, current) -> None:
+    """As Triton has it; the driver refuses such a launch."""
+
+    def run(launch, x, y):
+        out = torch.empty(8)
+        launch(Kernel(), (0, 3))(x, y, out, 0, 1, 1.0, BLOCK=64)
+        launch(Kernel(), (1,))(x, y, out, 8, 1, 1.0, BLOCK=64)
+        return [out]
+
+    recording, _, program = record(plans, run, drawn(8, 8))
+    assert recording.refusal is None and len(recording._steps) == 1
+    assert play(program, drawn(8, 8))[0].shape == (8,)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_second_order_raises(moe, device, leaf):
     leaves |= {name: getattr(down, name)["default"].weight for name in ("lora_A", "lora_B")}
     out = layer(x, problem.ids(device), gates)
     (first,) = torch.autograd.grad(out.square().sum(), leaves[leaf], create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+    with pytest.raises(RuntimeError, match=r"no autograd formula|once_differentiable"):
         first.square().sum().backward()
 
 

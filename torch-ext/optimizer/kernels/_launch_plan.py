@@ -169,6 +169,7 @@ class _Step:
     code: list[int]
     arguments: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     early: bool = False  # a launch that begins before its predecessor ended
+    stream: int = 0
     touches: set[int] = dataclasses.field(default_factory=set)
 
 
@@ -221,6 +222,9 @@ class Recording(TorchDispatchMode):
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Launch, and take it down."""
         compiled = kernel[grid](*args, **options)
+        sides = (*grid, 1, 1)[:3]
+        if 0 in sides:
+            return  # Triton launches nothing then, either
         meta = compiled.metadata
         if meta.launch_cooperative_grid or meta.global_scratch_size or meta.num_ctas != 1:
             self._refuse(f"{meta.name} needs more than a plain launch")
@@ -233,9 +237,9 @@ class Recording(TorchDispatchMode):
         step.arguments += [(_VALUE, 0)] * 2  # Triton's scratch, of which there is none
         _kernels[compiled.function] = compiled
         stream = self._stream(torch.cuda.current_stream(self._device))
-        sides = (*grid, 1, 1)[:3]
         step.early = bool(meta.launch_pdl)
         how = (_WARP * meta.num_warps, meta.shared, int(step.early), len(step.arguments))
+        step.stream = stream
         step.code = [_LAUNCH, stream, compiled.function, *sides, *how]
         self._steps.append(step)
 
@@ -252,6 +256,7 @@ class Recording(TorchDispatchMode):
         sizes = (row, *strides, experts, slots.shape[0], n, k, rank, fan)
         flags = (blocksize.bit_length() - 1, int(along), int(scatter))
         stream = self._stream(torch.cuda.current_stream(self._device))
+        step.stream = stream
         step.code = [_NF4_PRODUCT, stream, *sizes, *flags]
         self._steps.append(step)
 
@@ -276,7 +281,7 @@ class Recording(TorchDispatchMode):
             self._refuse("two results share their memory")
         used = self._uses()
         spans = {
-            index: (*when, self._buffers[index].end - self._buffers[index].start)
+            index: Span(self._buffers[index].end - self._buffers[index].start, *when)
             for index, when in used.items()
             if index not in kept
         }
@@ -287,13 +292,13 @@ class Recording(TorchDispatchMode):
         bases |= {index: (inner, offset) for index, offset in offsets.items()}
         found: list[list[int]] = []
         for at in range(len(self._steps) + 1):
-            first = [kept.index(n) for n in kept if used.get(n, (len(self._steps),))[0] == at]
-            if spans and at == min(begin for begin, _, _ in spans.values()):
+            first = [kept.index(n) for n in kept if self._begins(used, n) == at]
+            if spans and at == min(one.region[0] for one in spans.values()):
                 first.append(inner)
             found += ([_ALLOCATE, index] for index in first)
             if at < len(self._steps):
                 found.append(self._code(self._steps[at], bases))
-            if spans and at == max(end for _, end, _ in spans.values()):
+            if spans and at == max(one.region[1] for one in spans.values()):
                 found.append([_FREE, inner])
         shapes = [
             (one.dtype, one.sizes, one.strides) for one in map(self._buffers.__getitem__, kept)
@@ -365,24 +370,32 @@ class Recording(TorchDispatchMode):
         self._buffers.append(_Buffer(0, 0, x.dtype, tuple(x.shape), x.stride()))
         return len(self._buffers) - 1
 
-    def _uses(self) -> dict[int, tuple[int, int]]:
-        """The first and the last step that need a buffer.
-
-        What is touched while two streams run is there before they part and until they have met:
-        the allocator knows of a block the current stream alone. And a launch that begins before its
-        predecessor ended may write while that one reads.
-        """
-        ends = list(range(len(self._steps)))
-        for at in reversed(range(len(self._steps) - 1)):
-            if self._steps[at + 1].early:
-                ends[at] = ends[at + 1]
-        found: dict[int, tuple[int, int]] = {}
+    def _uses(self) -> dict[int, tuple[tuple[int, int], tuple[int, int], int | None]]:
+        """Of every buffer `Span`'s steps, region and stream."""
+        ends, after = list(range(len(self._steps))), {}
+        for at in reversed(range(len(self._steps))):
+            step = self._steps[at]
+            if step.code[0] == _WAIT:
+                continue
+            following = after.get(step.stream)
+            if following is not None and self._steps[following].early:
+                ends[at] = ends[following]  # it may write while this one reads
+            after[step.stream] = at
+        found: dict[int, tuple[tuple[int, int], tuple[int, int], int | None]] = {}
         for at, step in enumerate(self._steps):
-            begin, end = next(((b, e) for b, e in self._regions if b <= at <= e), (at, at))
+            region = next((one for one in self._regions if one[0] <= at <= one[1]), (at, ends[at]))
             for index in step.touches:
-                first, last = found.get(index, (begin, end))
-                found[index] = min(first, begin), max(last, ends[end])
+                steps, whole, stream = found.get(index, ((at, at), region, step.stream))
+                found[index] = (
+                    (min(steps[0], at), max(steps[1], ends[at])),
+                    (min(whole[0], region[0]), max(whole[1], region[1], ends[at])),
+                    stream if stream == step.stream else None,
+                )
         return found
+
+    def _begins(self, used: dict[int, tuple], index: int) -> int:
+        """The step before which a result is allocated; the end for what nothing touches."""
+        return used[index][1][0] if index in used else len(self._steps)
 
     def _code(self, step: _Step, bases: dict[int, tuple[int, int]]) -> list[int]:
         """The integers of a step, addresses told from the operands and the program's buffers."""
@@ -400,27 +413,45 @@ class Recording(TorchDispatchMode):
         return _SCALAR_TYPES.get(dtype, 0)
 
 
-def packed(spans: dict[int, tuple[int, int, int]]) -> tuple[dict[int, int], int]:
-    """Places in one piece of memory for what is needed from one step to another.
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """What needs memory for some of the steps.
+
+    What two streams touch, or one of them beside the other, is there before they part and until
+    they have met: the allocator knows of a block the current stream alone.
 
     Args:
-        spans: (first step, last step, bytes) of each.
-
-    Returns:
-        the offset of each, and the bytes of all.
+        bytes: How much.
+        steps: The first and the last step that touch it.
+        region: The same, with all steps of the regions of two streams that they lie in.
+        stream: The only one that touches it; None if there are several.
     """
+
+    bytes: int
+    steps: tuple[int, int]
+    region: tuple[int, int]
+    stream: int | None
+
+    def meets(self, other: Span) -> bool:
+        """Whether the two must not share memory."""
+        in_order = self.stream is not None and self.stream == other.stream
+        one, two = (self.steps, other.steps) if in_order else (self.region, other.region)
+        return one[0] <= two[1] and two[0] <= one[1]
+
+
+def packed(spans: dict[int, Span]) -> tuple[dict[int, int], int]:
+    """Places in one piece of memory: the offset of each span, and the bytes of all."""
     offsets: dict[int, int] = {}
-    for index in sorted(spans, key=lambda index: -spans[index][2]):
-        begin, end, size = spans[index]
+    for index in sorted(spans, key=lambda index: -spans[index].bytes):
         at = 0
         beside = sorted(
-            (offsets[n], offsets[n] + spans[n][2])
+            (offsets[n], offsets[n] + spans[n].bytes)
             for n in offsets
-            if spans[n][0] <= end and begin <= spans[n][1]
+            if spans[n].meets(spans[index])
         )
         for low, high in beside:
-            if at + size <= low:
+            if at + spans[index].bytes <= low:
                 break
             at = max(at, -(-high // _ALIGNMENT) * _ALIGNMENT)
         offsets[index] = at
-    return offsets, max((offsets[n] + spans[n][2] for n in offsets), default=0)
+    return offsets, max((offsets[n] + spans[n].bytes for n in offsets), default=0)

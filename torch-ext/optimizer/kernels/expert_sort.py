@@ -67,6 +67,20 @@ def _fake(expert_ids, num_experts, tile_rows, path):
 _expert_sort.register_fake(_fake)
 
 
+def check_ids(expert_ids: Tensor, num_experts: int) -> None:
+    """Raise the TypeError or ValueError that `expert_sort` owes to ids (T, k) and E."""
+    check_tensor("expert_ids", expert_ids, 2, INTEGERS)
+    if isinstance(num_experts, bool) or not isinstance(num_experts, int):
+        raise TypeError(f"num_experts must be an integer, got {type(num_experts).__name__}")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(
+            f"num_experts must be at least 1 and at most {MAX_EXPERTS}, got {num_experts}; pass "
+            "the number of experts of one layer"
+        )
+    if expert_ids.shape[1] < 1:
+        raise ValueError(f"expert_ids must name experts, got shape {tuple(expert_ids.shape)}")
+
+
 def expert_sort(
     expert_ids: Tensor, num_experts: int, *, tile_rows: int | None = None, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -87,16 +101,7 @@ def expert_sort(
         TypeError: expert_ids is no integer tensor, or num_experts no integer.
         ValueError: shape, num_experts, tile_rows or backend out of range.
     """
-    check_tensor("expert_ids", expert_ids, 2, INTEGERS)
-    if isinstance(num_experts, bool) or not isinstance(num_experts, int):
-        raise TypeError(f"num_experts must be an integer, got {type(num_experts).__name__}")
-    if not 1 <= num_experts <= MAX_EXPERTS:
-        raise ValueError(
-            f"num_experts must be at least 1 and at most {MAX_EXPERTS}, got {num_experts}; pass "
-            "the number of experts of one layer"
-        )
-    if expert_ids.shape[1] < 1:
-        raise ValueError(f"expert_ids must name experts, got shape {tuple(expert_ids.shape)}")
+    check_ids(expert_ids, num_experts)
     if tile_rows is None:
         tile_rows = tile_rows_for(expert_ids.numel(), num_experts)
     elif tile_rows < 16 or tile_rows & (tile_rows - 1):

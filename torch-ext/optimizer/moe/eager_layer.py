@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from ..kernels._autocast import autocast_dtype
 from ..kernels._launch_plan import replayed
 from ..kernels._moe_paths import pick
-from ..kernels.expert_sort import tile_rows_for
+from ..kernels.expert_sort import check_ids, tile_rows_for
 from ..kernels.gated_experts import fuses
 from .eager_quantized import backward_comes, quantized_layer
 from .gated_linear import check_operands
@@ -161,6 +161,7 @@ def _forward(
 
     w1, w2 = _stored(w1, form), _stored(w2, form)
     experts, (tokens, top_k) = w1.shape[0], ids.shape
+    check_ids(ids, experts)
     tile_rows = tile_rows_for(tokens * top_k, experts)
     a1, b1 = views_of(a1, b1, form.factors[0], experts)
     a2, b2 = views_of(a2, b2, form.factors[1], experts)

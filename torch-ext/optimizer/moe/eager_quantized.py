@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ..kernels._launch_plan import replayed
 from ..kernels._moe_paths import pick
-from ..kernels.expert_sort import tile_rows_for
+from ..kernels.expert_sort import check_ids, tile_rows_for
 from ..kernels.gated_nf4_experts import codebook_of, fuses
 from ..kernels.grouped_lora_nf4_forward import nested_of
 from .expert_weights import QuantizedWeight, as_quantized
@@ -129,6 +129,7 @@ def _forward(x: Tensor, *arguments) -> list[Tensor]:
     leaves, (gates, ids), frozen = tensors[:4], tensors[4:6], tensors[6:]
     first, second = _projections(leaves, frozen, form, shapes)
     experts, (tokens, top_k) = shapes[0][0][0], ids.shape
+    check_ids(ids, experts)
     tile_rows = tile_rows_for(tokens * top_k, experts)
     slots, rows, offsets, tiles = expert_sort_triton(ids, experts, tile_rows)
     order = ExpertOrder(slots, offsets, rows, tiles, tokens, top_k, experts, tile_rows)

@@ -48,15 +48,16 @@ def experts_forward(
     for name, value, kind in (("layout", layout, ExpertsLayout), ("lora", lora, ExpertsLora)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be an {kind.__name__}, got {type(value).__name__}")
-    parameters = ((gate_up, down), (gate_up_bias, down_bias))
-    out = eager_layer(hidden_states, top_k_index, top_k_weights, *parameters, layout, lora, backend)
-    if out is not None:
-        return out
     for name, weight in (("gate_up", gate_up), ("down", down)):
         if len(weight.shape) != 3:
             raise ValueError(f"{name} must be a stack (E, ., .), got shape {tuple(weight.shape)}")
-    x, expert_ids, gates = _rows(hidden_states, top_k_index, top_k_weights)
-    _check_widths(x, gate_up, down, layout)
+    check_dense("hidden_states", hidden_states)
+    _check_widths(hidden_states, gate_up, down, layout)
+    tensors = (hidden_states, top_k_index, top_k_weights)
+    parameters = ((gate_up, down), (gate_up_bias, down_bias))
+    if (out := eager_layer(*tensors, *parameters, layout, lora, backend)) is not None:
+        return out
+    x, expert_ids, gates = _rows(*tensors)
     dtype = autocast_dtype(x)
     first = _operands(gate_up, gate_up_bias, lora.gate_up, layout, dtype)
     second = _operands(down, down_bias, lora.down, layout, dtype)
@@ -238,7 +239,6 @@ def _operands(
 
 def _rows(hidden_states: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """hidden_states as (T, H), index and weights as (T, k), whatever the leading dimensions."""
-    check_dense("hidden_states", hidden_states)
     check_dense("top_k_index", index)
     check_dense("top_k_weights", weights)
     tokens = hidden_states.shape[:-1].numel()
@@ -253,13 +253,15 @@ def _rows(hidden_states: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor
 
 def _check_widths(x: Tensor, gate_up: Tensor, down: Tensor, layout: ExpertsLayout) -> None:
     """The two weights belong to each other and to the input."""
-    experts, hidden, width = layout.operand(gate_up).shape
-    expected = (experts, width // 2 if layout.gated else width, hidden)
-    if layout.operand(down).shape != expected or (layout.gated and width % 2):
+    (experts, width, hidden), (others, outputs, inputs) = gate_up.shape, down.shape
+    if layout.transposed:
+        width, hidden, outputs, inputs = hidden, width, inputs, outputs
+    expected = (experts, hidden, width // 2 if layout.gated else width)
+    if (others, outputs, inputs) != expected or (layout.gated and width % 2):
         raise ValueError(
             f"gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} are not one stack of "
             f"experts in {layout}; gate_up is (E, 2I, H) and down (E, H, I), transposed the other "
             "way around, and I in place of 2I without a gate"
         )
-    if x.shape[-1] != hidden:
-        raise ValueError(f"hidden_states must be (..., {hidden}), got (..., {x.shape[-1]})")
+    if x.ndim == 0 or x.shape[-1] != hidden:
+        raise ValueError(f"hidden_states must be (..., {hidden}), got {tuple(x.shape)}")
