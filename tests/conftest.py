@@ -115,14 +115,14 @@ def forks():
 def launch_what_a_test_replaces(request: pytest.FixtureRequest) -> None:
     """On a GPU, a test that replaces functions of the package sees every launch call them.
 
-    Launches that were recorded before would be played again past them (kernels/_launch_plan.py);
+    Launches that were recorded before would be played again past them (kernels/launch_plan.py);
     a test that names the fixture `plans` is about that.
     """
     names = set(request.fixturenames)
     if not {"monkeypatch", "opt"} <= names or "plans" in names:
         return
     if request.getfixturevalue("device").type == "cuda":
-        plans = request.getfixturevalue("submodule")("kernels._launch_plan")
+        plans = request.getfixturevalue("submodule")("kernels.launch_plan")
         request.getfixturevalue("monkeypatch").setattr(plans, "_plays", lambda _: False)
 
 

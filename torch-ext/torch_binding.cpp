@@ -54,8 +54,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "nf4_quantize(Tensor weight, Tensor(a!) packed, Tensor(b!) absmax, int blocksize, bool fp4) "
       "-> ()");
-  ops.def("launch_plan_define(Tensor[] operands, int tag, int[] program) -> ()");
-  ops.def("launch_plan_run(Tensor[] operands, int tag) -> Tensor[]");
+  ops.def("launch_plan(Tensor[] operands, int tag, int[] program) -> Tensor[]");
 }
 
 #if defined(CUDA_KERNEL)
@@ -74,8 +73,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("nf4_product", TORCH_BOX(&optimizer::nf4_product_cuda));
   ops.impl("nf4_dequant", TORCH_BOX(&optimizer::nf4_dequant_cuda));
   ops.impl("nf4_quantize", TORCH_BOX(&optimizer::nf4_quantize_cuda));
-  ops.impl("launch_plan_define", TORCH_BOX(&optimizer::launch_plan_define_cuda));
-  ops.impl("launch_plan_run", &optimizer::launch_plan_run_cuda);
+  ops.impl("launch_plan", &optimizer::launch_plan_cuda);
 }
 #elif defined(CPU_KERNEL)
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {

@@ -112,10 +112,7 @@ void nf4_quantize_cpu(const Tensor& weight, const Tensor& packed, const Tensor& 
 void nf4_quantize_cuda(const Tensor& weight, const Tensor& packed, const Tensor& absmax,
                        int64_t blocksize, bool fp4);
 
-void launch_plan_define_cuda(const TensorVector& operands, int64_t tag,
-                             const std::vector<int64_t>& program);
-
-// launch_plan_run(Tensor[] operands, int tag) -> Tensor[], boxed
-void launch_plan_run_cuda(StableIValue* stack, uint64_t arguments, uint64_t results);
+// launch_plan(Tensor[] operands, int tag, int[] program) -> Tensor[], boxed
+void launch_plan_cuda(StableIValue* stack, uint64_t arguments, uint64_t results);
 
 }  // namespace optimizer

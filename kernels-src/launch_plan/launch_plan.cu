@@ -1,4 +1,4 @@
-// launch_plan_define and launch_plan_run: what a call costs the host is one lookup, and for every
+// launch_plan: what a call costs the host is one lookup, and for every
 // launch the copy of its arguments and the driver's part.
 
 #include <cudaTypedefs.h>
@@ -75,22 +75,22 @@ class Reader {
   explicit Reader(const std::vector<int64_t>& program) : program_(program) {}
 
   int64_t next() {
-    STD_TORCH_CHECK(at_ < program_.size(), "launch_plan_define: the program ends too early");
+    STD_TORCH_CHECK(at_ < program_.size(), "launch_plan: the program ends too early");
     return program_[at_++];
   }
 
   int64_t count() {
     const int64_t found = next();
     STD_TORCH_CHECK(found >= 0 && found <= static_cast<int64_t>(program_.size()),
-                    "launch_plan_define: ", found, " is no count");
+                    "launch_plan: ", found, " is no count");
     return found;
   }
 
   // An index below `bound`
   int32_t index(size_t bound) {
     const int64_t found = next();
-    STD_TORCH_CHECK(found >= 0 && found < static_cast<int64_t>(bound), "launch_plan_define: index ",
-                    found, " of ", bound);
+    STD_TORCH_CHECK(found >= 0 && found < static_cast<int64_t>(bound), "launch_plan: index ", found,
+                    " of ", bound);
     return static_cast<int32_t>(found);
   }
 
@@ -102,12 +102,11 @@ class Reader {
 };
 
 void read_arguments(Reader& reader, int64_t count, size_t bases, Step& step) {
-  STD_TORCH_CHECK(count <= static_cast<int64_t>(kMostArguments), "launch_plan_define: ", count,
+  STD_TORCH_CHECK(count <= static_cast<int64_t>(kMostArguments), "launch_plan: ", count,
                   " arguments, at most ", kMostArguments);
   for (int64_t n = 0; n < count; ++n) {
     const int64_t base = reader.next();
-    STD_TORCH_CHECK(base < static_cast<int64_t>(bases), "launch_plan_define: there is no base ",
-                    base);
+    STD_TORCH_CHECK(base < static_cast<int64_t>(bases), "launch_plan: there is no base ", base);
     step.arguments.push_back({static_cast<int32_t>(base), reader.next()});
   }
 }
@@ -171,7 +170,7 @@ Plan read_plan(const std::vector<int64_t>& program, size_t operands) {
   for (int64_t n = reader.count(); n > 0; --n) {
     plan.steps.push_back(read_step(reader, plan, operands));
   }
-  STD_TORCH_CHECK(reader.ended(), "launch_plan_define: the program goes on behind its steps");
+  STD_TORCH_CHECK(reader.ended(), "launch_plan: the program goes on behind its steps");
   return plan;
 }
 
@@ -316,7 +315,7 @@ class Playing {
     config.attrs = &early;
     config.numAttrs = step.early ? 1 : 0;
     const CUresult result = launcher()(&config, step.function, pointers, nullptr);
-    STD_TORCH_CHECK(result == CUDA_SUCCESS, "launch_plan_run: a launch failed with CUDA error ",
+    STD_TORCH_CHECK(result == CUDA_SUCCESS, "launch_plan: a launch failed with CUDA error ",
                     static_cast<int>(result));
   }
 
@@ -331,18 +330,15 @@ class Playing {
 }  // namespace
 }  // namespace launch_plan
 
-void launch_plan_define_cuda(const TensorVector& operands, int64_t tag,
-                             const std::vector<int64_t>& program) {
+namespace {
+
+void define(const TensorVector& operands, int64_t tag, const std::vector<int64_t>& program) {
   using namespace launch_plan;
-  STD_TORCH_CHECK(!operands.empty(), "launch_plan_define: there are no operands");
   keep(key_of(operands, tag), std::make_shared<const Plan>(read_plan(program, operands.size())));
 }
 
-namespace {
-
-TensorVector run(const TensorVector& operands, int64_t tag) {
+TensorVector play(const TensorVector& operands, int64_t tag) {
   using namespace launch_plan;
-  STD_TORCH_CHECK(!operands.empty(), "launch_plan_run: there are no operands");
   const std::shared_ptr<const Plan> plan = find(key_of(operands, tag));
   if (plan == nullptr) return {};
   const int device = operands[0].get_device_index();
@@ -353,11 +349,15 @@ TensorVector run(const TensorVector& operands, int64_t tag) {
 }  // namespace
 
 // Boxed by hand: TORCH_BOX copies the list of results once more.
-void launch_plan_run_cuda(StableIValue* stack, uint64_t, uint64_t) {
+void launch_plan_cuda(StableIValue* stack, uint64_t, uint64_t) {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   const auto operands = to<TensorVector>(stack[0]);
-  stack[0] = from(run(operands, to<int64_t>(stack[1])));
+  const auto tag = to<int64_t>(stack[1]);
+  const auto program = to<std::vector<int64_t>>(stack[2]);
+  STD_TORCH_CHECK(!operands.empty(), "launch_plan: there are no operands");
+  if (!program.empty()) define(operands, tag, program);
+  stack[0] = from(program.empty() ? play(operands, tag) : TensorVector{});
 }
 
 }  // namespace optimizer

@@ -20,8 +20,8 @@ DTYPES = {6: torch.float32, 0: torch.uint8, 4: torch.int64}
 
 @pytest.fixture(scope="session")
 def plans(submodule):
-    """The module kernels._launch_plan of the loaded package."""
-    return submodule("kernels._launch_plan")
+    """The module kernels.launch_plan of the loaded package."""
+    return submodule("kernels.launch_plan")
 
 
 class Stream:
@@ -76,7 +76,7 @@ class Kernel:
 
 
 def play(program: list[int], operands: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What launch_plan_run does with a program, for `Kernel`."""
+    """What the op does with a program, for `Kernel`."""
     numbers = iter(program)
     take = numbers.__next__
     for _ in range(take()):

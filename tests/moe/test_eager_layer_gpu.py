@@ -37,8 +37,8 @@ PROBLEMS = [
 
 @pytest.fixture
 def plans(submodule):
-    """The module kernels._launch_plan of the loaded package."""
-    return submodule("kernels._launch_plan")
+    """The module kernels.launch_plan of the loaded package."""
+    return submodule("kernels.launch_plan")
 
 
 @pytest.fixture

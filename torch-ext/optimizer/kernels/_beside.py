@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._launch_plan import begins_beside, ends_beside, waits
+from .launch_plan import begins_beside, ends_beside, waits
 
 _URGENT = -1  # the lower the number, the higher the priority
 

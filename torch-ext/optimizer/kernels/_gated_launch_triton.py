@@ -19,8 +19,8 @@ from ._grouped_launch_triton import (
     tile_of,
     widens,
 )
-from ._launch_plan import launch
 from .glu_triton import KINDS
+from .launch_plan import launch
 
 
 def _packed_columns(

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch_plan import launch
 from .glu_triton import KINDS, _activation, _factor
+from .launch_plan import launch
 
 _BLOCK = 1024
 

@@ -16,8 +16,8 @@ from triton.runtime.jit import JITFunction
 
 from . import _grouped_config as config
 from ._grouped_triton import _grouped_product
-from ._launch_plan import launch
 from ._low_rank_triton import _low_rank, _reorder, _sum_parts
+from .launch_plan import launch
 
 _REORDER = 64  # a side of the tile that is reordered: 128 bytes of bfloat16 either way
 _SUM = 1024

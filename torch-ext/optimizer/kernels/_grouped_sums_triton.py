@@ -16,7 +16,7 @@ from . import _grouped_config as config
 from ._expert_product_triton import _expert_products
 from ._grouped_launch_triton import is_scattered, reorder, tile_of, widens
 from ._grouped_triton import _expert_sum
-from ._launch_plan import launch
+from .launch_plan import launch
 
 
 @dataclasses.dataclass(frozen=True)

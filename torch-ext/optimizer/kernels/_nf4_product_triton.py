@@ -21,9 +21,9 @@ from . import _grouped_config as config
 from ._grouped_launch_triton import packed as packed_factor
 from ._grouped_launch_triton import widens
 from ._grouped_triton import _source, _tile_of
-from ._launch_plan import launch
 from ._nf4_triton import _load_table, _sum
 from .expert_sort import tile_rows_for
+from .launch_plan import launch
 
 
 @triton.jit

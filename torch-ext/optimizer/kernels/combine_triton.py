@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch_plan import launch
+from .launch_plan import launch
 
 _BLOCK = 1024
 

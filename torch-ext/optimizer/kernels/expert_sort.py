@@ -16,8 +16,8 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
-from ._launch_plan import replayed
 from ._moe_paths import INTEGERS, TRITON_PATHS, check_tensor, on_device_of, pick_name
+from .launch_plan import replayed
 
 # Rows of a tile by mean rows per expert: (up to, rows). Experts get more and fewer rows than the
 # mean, and every tile reads its expert's weights again: from three quarters of a tile on the next

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.moe import tile_bound
-from ._launch_plan import launch
+from .launch_plan import launch
 
 _CHUNK = 128  # slots; a chunk compares its slots pairwise, 128 x 128
 _SCAN_CHUNKS = 128

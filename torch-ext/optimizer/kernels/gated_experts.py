@@ -19,9 +19,9 @@ from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
 from ._autocast import without_autocast
-from ._launch_plan import replayed
 from ._moe_paths import gradient_like, on_device_of, refuse_forward_mode
 from .glu import ACTIVATIONS
+from .launch_plan import replayed
 
 
 def fuses(

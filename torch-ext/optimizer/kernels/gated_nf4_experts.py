@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.library import custom_op
 
 from .._ops import add_op_namespace_prefix, ops
-from ._launch_plan import replayed
 from ._moe_paths import TRITON_PATHS, gradient_like, on_device_of
 from .glu import ACTIVATIONS
 from .grouped_lora_nf4_forward import nested_of
+from .launch_plan import replayed
 
 
 def fuses(path: str, activation: object, gated: bool) -> bool:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.glu import ELEMENTWISE, GPT_OSS_ALPHA, GPT_OSS_LIMIT
-from ._launch_plan import launch
+from .launch_plan import launch
 
 KINDS = {name: kind for kind, name in enumerate((*ELEMENTWISE, "gpt_oss"))}
 _SILU = tl.constexpr(KINDS["silu"])

@@ -1,7 +1,7 @@
 """A gated layer in eager mode on a GPU: one autograd node, one call forward and one back.
 
 The launches are those of `expert_sort` and `gated_experts`, in their order, and so are the bits.
-They are recorded at the first call with tensors alike and played again (`kernels._launch_plan`);
+They are recorded at the first call with tensors alike and played again (`kernels.launch_plan`);
 arguments are checked while they are recorded, since the checks see what a record is kept for.
 LoRA's matrices are read as PEFT stores them, without views that autograd would have to follow.
 torch.compile, torch.func and tensor subclasses take the ops, one node each.
@@ -17,10 +17,10 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from ..kernels._autocast import autocast_dtype
-from ..kernels._launch_plan import replayed
 from ..kernels._moe_paths import pick
 from ..kernels.expert_sort import check_ids, tile_rows_for
 from ..kernels.gated_experts import fuses
+from ..kernels.launch_plan import replayed
 from .eager_quantized import backward_comes, quantized_layer
 from .gated_linear import check_operands
 from .layout import ExpertsLayout, ExpertsLora, Form

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels._launch_plan import replayed
 from ..kernels._moe_paths import pick
 from ..kernels.expert_sort import check_ids, tile_rows_for
 from ..kernels.gated_nf4_experts import codebook_of, fuses
 from ..kernels.grouped_lora_nf4_forward import nested_of
+from ..kernels.launch_plan import replayed
 from .expert_weights import QuantizedWeight, as_quantized
 from .gated_linear import check_operands
 from .layout import Form

@@ -1,14 +1,18 @@
-"""Launches of Triton's kernels that are recorded at a first call and played again by one op.
+"""launch_plan: launches of Triton's kernels, recorded at a first call and played again by one op.
 
 A layer of experts is a dozen launches forward and two dozen back. To bind their arguments, look up
 the compiled kernels and allocate in Python takes the host several times what the GPU needs. What is
 launched is a function of shapes, strides, dtypes, alignment and constants, never of values. So
 `replayed` runs a function once as it stands, records its launches, allocations and waits, and hands
-them to launch_plan_define; later calls with operands alike are one launch_plan_run
-(kernels-src/launch_plan), which allocates anew and puts the new addresses in place.
+them to the op as a program; later calls with operands alike are one call of the op, which allocates
+anew and puts the new addresses in place.
 
 Recorded are launches by `launch`, memory by torch's empty functions and streams of `_beside`. A
 function that computes anything by torch cannot be played again, and runs as it stands.
+
+path     | source                         | taken
+compiled | kernels-src/launch_plan        | CUDA, from the second call on
+python   | the function that was recorded | the first call, and everything else
 """
 
 from __future__ import annotations
@@ -110,7 +114,7 @@ def replayed(
     tag = _tags.get(key)
     if tag is None:
         tag = _tags.setdefault(key, next(_numbers))
-    return ops.launch_plan_run(present, tag) or _recorded(
+    return ops.launch_plan(present, tag, ()) or _recorded(
         name, function, operands, constants, present, tag
     )
 
@@ -142,7 +146,7 @@ def _recorded(
         _here.recording = None
     program = recording.program(results)
     if recording.refusal is None:
-        ops.launch_plan_define(present, tag, program)
+        ops.launch_plan(present, tag, program)
     else:
         if len(_refused) >= _MOST_REFUSED:
             _refused.clear()
