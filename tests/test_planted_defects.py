@@ -29,6 +29,24 @@ class Defect:
 
 
 DEFECTS = {
+    "what one stream writes shares memory with what another reads": Defect(
+        "torch-ext/optimizer/kernels/launch_plan.py",
+        "        in_order = self.stream is not None and self.stream == other.stream\n",
+        "        in_order = True\n",
+        "kernels/test_launch_plan.py::test_two_streams_keep_their_memory_until_they_meet",
+    ),
+    "an early launch may write what its predecessor reads": Defect(
+        "torch-ext/optimizer/kernels/launch_plan.py",
+        "                ends[at] = ends[following]  #",
+        "                pass  #",
+        "kernels/test_launch_plan.py::test_an_early_launch_writes_nowhere_its_predecessor_reads",
+    ),
+    "gradients of swapped factors are exchanged": Defect(
+        "torch-ext/optimizer/moe/eager_layer.py",
+        '        if kind == "swapped":\n            pair.reverse()\n',
+        '        if kind == "swapped":\n            pass\n',
+        "moe/test_eager_layer.py::test_swapped_factors_want_their_own_gradients",
+    ),
     "the folder is not flushed after a rename": Defect(
         "torch-ext/optimizer/integrations/tensor_file.py",
         "        os.fsync(folder)  #",

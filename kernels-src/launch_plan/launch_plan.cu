@@ -19,7 +19,7 @@ namespace launch_plan {
 namespace {
 
 constexpr size_t kMostPlans = 1024;  // of some 10 KB each; the one unused for longest goes
-constexpr int64_t kAlignment = 16;   // bytes: Triton compiles for addresses that are multiples
+constexpr int64_t kAlignment = 16;   // bytes: Triton compiles in whether an address is a multiple
 constexpr size_t kMostArguments = 96;
 
 // What a plan was recorded for: its tag, and every operand but for its address.
@@ -40,10 +40,11 @@ Key key_of(const TensorVector& operands, int64_t tag) {
   key.push_back(tag);
   for (const Tensor& x : operands) {
     const auto sizes = x.sizes(), strides = x.strides();
-    const bool aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % kAlignment == 0;
+    const auto within =
+        static_cast<int64_t>(reinterpret_cast<uintptr_t>(x.data_ptr()) % kAlignment);
     key.push_back(static_cast<int64_t>(x.scalar_type()) << 32 |
-                  static_cast<int64_t>(x.get_device_index() & 0xffff) << 8 | sizes.size() << 1 |
-                  aligned);
+                  static_cast<int64_t>(x.get_device_index() & 0xffff) << 12 |
+                  static_cast<int64_t>(sizes.size()) << 4 | within);
     key.insert(key.end(), sizes.begin(), sizes.end());
     key.insert(key.end(), strides.begin(), strides.end());
   }

@@ -77,7 +77,7 @@ def _is_eager(x: Any, layout: ExpertsLayout) -> bool:
     """Whether nothing but autograd looks on, at a gated layer of a GPU."""
     return (
         isinstance(x, Tensor)
-        and x.is_cuda
+        and _is_on_gpu(x)
         and layout.gated
         and isinstance(layout.activation, str)
         and not torch.compiler.is_compiling()
@@ -85,6 +85,10 @@ def _is_eager(x: Any, layout: ExpertsLayout) -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._len_torch_dispatch_stack() == 0
     )
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 def _are_plain(*tensors: Any) -> bool:

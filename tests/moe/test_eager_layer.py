@@ -1,0 +1,233 @@
+"""The layer as one autograd node: its operands' order and its gradients, through the interpreter.
+
+The op of the compiled graph says what it must give, bit for bit.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from .._compare import assert_same_bits
+from ..kernels.test_gated_nf4_experts import Layer as QuantizedLayer
+from ..kernels.test_gated_nf4_experts import Problem as QuantizedProblem
+from ._layers import LayerProblem
+
+SMALL = {"tokens": 6, "experts": 3, "hidden": 16, "intermediate": 16}
+PROBLEMS = [
+    LayerProblem(**SMALL),
+    LayerProblem(**SMALL, rank=1, rank_down=None),
+    LayerProblem(**SMALL, rank=None, rank_down=3, lora_dtype=torch.float16, dtype=torch.float16),
+    LayerProblem(**SMALL, rank=None, rank_down=None, train_base=True),
+    LayerProblem(**SMALL, bias=True, train_base=True, routing="sentinels"),
+    LayerProblem(
+        **SMALL, activation="gpt_oss", transposed=True, interleaved=True, bias=True, train_base=True
+    ),
+]
+
+
+@pytest.fixture
+def taken(submodule, monkeypatch):
+    """How often the node was taken, in a list; on a CPU as on a GPU."""
+    dense, packed = submodule("moe.eager_layer"), submodule("moe.eager_quantized")
+    calls = []
+    monkeypatch.setattr(dense, "_is_on_gpu", lambda _: True)
+    for module, name in ((dense, "_forward"), (packed, "_forward")):
+        real = getattr(module, name)
+
+        def watched(*arguments, real=real):
+            calls.append(1)
+            return real(*arguments)
+
+        monkeypatch.setattr(module, name, watched)
+    return calls
+
+
+@pytest.fixture
+def by_ops(submodule):
+    """A context in which the layer calls its ops, as torch.compile has it."""
+
+    def without() -> pytest.MonkeyPatch:
+        patch = pytest.MonkeyPatch()
+        patch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
+        return patch
+
+    return without
+
+
+def compared(by_ops, taken, run) -> None:
+    """`run()` gives tensors by name: alike with the node and with the ops."""
+    found = run()
+    assert taken == [1]
+    patch = by_ops()
+    try:
+        expected = run()
+    finally:
+        patch.undo()
+    assert taken == [1] and found.keys() == expected.keys()
+    for name, value in expected.items():
+        if value is None:
+            assert found[name] is None, name
+        else:
+            assert found[name].stride() == value.stride(), name
+            assert_same_bits(found[name], value)
+
+
+def results(out: torch.Tensor, leaves: dict, grad: torch.Tensor) -> dict:
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    found = torch.autograd.grad(out, list(wanted.values()), grad)
+    return {"out": out.detach(), **dict(zip(wanted, found, strict=True))}
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_bits_of_the_ops(moe, device, taken, by_ops, problem) -> None:
+    layer = problem.module(moe, device)
+    layer.backend = "triton"
+    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
+    compared(by_ops, taken, lambda: results(layer(x, ids, gates), leaves, grad))
+
+
+@pytest.mark.parametrize("wanted", ["x", "gates", "lora_A", "lora_B"])
+def test_one_leaf_alone(moe, device, taken, by_ops, wanted) -> None:
+    problem = PROBLEMS[0]
+    layer = problem.module(moe, device)
+    layer.backend = "triton"
+    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(wanted in name if "lora" in wanted else name == wanted)
+    compared(by_ops, taken, lambda: results(layer(x, ids, gates), leaves, grad))
+
+
+@pytest.mark.parametrize("kind", ["stacks", "matrices", "swapped"])
+def test_factors_however_they_lie(moe, submodule, device, taken, by_ops, kind) -> None:
+    """Stacks of any strides, PEFT's two matrices, and those of a wrapper that swapped them."""
+    problem, rank = PROBLEMS[0], 3
+    layer = problem.module(moe, device)
+    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    peft, leaves, factors = submodule("moe.lora").PeftFactors, {"x": x}, []
+    e, h, i = problem.experts, problem.hidden, problem.intermediate
+    for name, inputs, outputs in (("gate_up", h, 2 * i), ("down", i, h)):
+        if kind == "swapped":
+            inputs, outputs = outputs, inputs
+        a = torch.randn(e * rank, inputs, device=device, requires_grad=True)
+        b = torch.randn(outputs, e * rank, device=device, requires_grad=True)
+        leaves |= {f"{name}.A": a, f"{name}.B": b}
+        made = peft(a, b, e, 0.5, swapped=kind == "swapped")
+        factors.append(moe.LoraFactors(made.a, made.b, 0.5) if kind == "stacks" else made)
+
+    def run() -> dict:
+        tensors = (x, ids, gates, layer.gate_up_proj, layer.down_proj)
+        options = {"layout": layer.layout, "lora": moe.ExpertsLora(*factors), "backend": "triton"}
+        out = moe.experts_forward(*tensors, **options)
+        wanted = list(leaves.values())
+        found = torch.autograd.grad(out, wanted, grad, retain_graph=True)
+        return {"out": out.detach(), **dict(zip(leaves, found, strict=True))}
+
+    compared(by_ops, taken, run)
+
+
+@pytest.mark.parametrize("wanted", ["gate_up.A", "down.B"])
+def test_swapped_factors_want_their_own_gradients(
+    moe, submodule, device, taken, by_ops, wanted
+) -> None:
+    """One matrix of a swapped pair trains: the kernels are asked for the gradient of that one."""
+    problem, rank = PROBLEMS[0], 3
+    layer = problem.module(moe, device)
+    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    e, h, i = problem.experts, problem.hidden, problem.intermediate
+    leaves, factors = {}, []
+    for name, inputs, outputs in (("gate_up", 2 * i, h), ("down", h, i)):
+        a, b = torch.randn(e * rank, inputs, device=device), torch.randn(outputs, e * rank)
+        leaves |= {f"{name}.A": a, f"{name}.B": b.to(device)}
+        pair = (leaves[f"{name}.A"], leaves[f"{name}.B"])
+        factors.append(submodule("moe.lora").PeftFactors(*pair, e, 0.5, swapped=True))
+    leaves[wanted].requires_grad_()
+
+    def run() -> dict:
+        tensors = (x.detach(), ids, gates.detach(), layer.gate_up_proj, layer.down_proj)
+        options = {"layout": layer.layout, "lora": moe.ExpertsLora(*factors), "backend": "triton"}
+        return results(moe.experts_forward(*tensors, **options), leaves, grad)
+
+    compared(by_ops, taken, run)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_and_a_graph_that_serves_twice(moe, device, taken, use_reentrant) -> None:
+    problem = PROBLEMS[4]
+    layer = problem.module(moe, device)
+    layer.backend = "triton"
+    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    out = layer(x, ids, gates)
+    first = torch.autograd.grad(out, x, grad, retain_graph=True)[0]
+    assert_same_bits(torch.autograd.grad(out, x, grad)[0], first)
+    again = checkpoint(layer, x, ids, gates, use_reentrant=use_reentrant)
+    again.backward(grad)
+    assert_same_bits(again.detach(), out.detach())
+    assert_same_bits(x.grad, first)
+    assert len(taken) == 3
+
+
+def test_leading_dimensions_and_no_gradient(moe, device, taken) -> None:
+    problem = PROBLEMS[0]
+    layer = problem.module(moe, device)
+    layer.backend = "triton"
+    (x, gates, _), ids = problem.inputs(device), problem.ids(device)
+    out = layer(x, ids, gates)
+    shaped = [one.reshape(2, 3, -1) for one in (x, ids, gates)]
+    assert_same_bits(layer(*shaped), out.reshape(2, 3, -1))
+    with torch.no_grad():
+        alone = layer(x, ids, gates)
+    assert not alone.requires_grad
+    assert_same_bits(alone, out.detach())
+    assert len(taken) == 3
+
+
+def test_what_is_left_to_the_ops(moe, device, taken) -> None:
+    """Subclasses and no tokens; gradients of gradients are refused."""
+    problem = PROBLEMS[0]
+    layer = problem.module(moe, device)
+    layer.backend = "triton"
+    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+
+    class Marked(torch.Tensor):
+        """A subclass without behaviour of its own."""
+
+    layer(x.detach().as_subclass(Marked), ids, gates)
+    layer(x[:0], ids[:0], gates[:0])
+    assert not taken
+    out = layer(x, ids, gates)
+    (dx,) = torch.autograd.grad(out, x, grad, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        dx.sum().backward()
+
+
+def test_wrong_arguments_are_refused(moe, device, taken) -> None:
+    problem = PROBLEMS[0]
+    layer = problem.module(moe, device)
+    layer.backend = "triton"
+    (x, gates, _), ids = problem.inputs(device), problem.ids(device)
+    for error, arguments, message in (
+        (ValueError, (x[:, 1:], ids, gates), "hidden_states must be"),
+        (TypeError, (x, ids.float(), gates), "expert_ids must have dtype"),
+        (ValueError, (x, ids, gates[:, :1]), "top_k_index and top_k_weights"),
+        (TypeError, (x.half(), ids, gates), "weight must have dtype"),
+    ):
+        with pytest.raises(error, match=message):
+            layer(*arguments)
+
+
+QUANTIZED = [
+    QuantizedProblem(lora_dtype=torch.bfloat16),
+    QuantizedProblem(rank=None, rank_down=2, bias=True, wanted=("x", "gates", "down.b")),
+    QuantizedProblem(activation="gelu", interleaved=True, routing="sentinels"),
+    QuantizedProblem(wanted=("down.a",)),
+]
+
+
+@pytest.mark.parametrize("problem", QUANTIZED, ids=str)
+def test_bits_of_the_ops_over_4_bits(moe, device, taken, by_ops, problem) -> None:
+    compared(by_ops, taken, QuantizedLayer(moe, device, problem).step)
