@@ -30,10 +30,16 @@ class Defect:
 
 DEFECTS = {
     "what one stream writes shares memory with what another reads": Defect(
-        "torch-ext/optimizer/kernels/launch_plan.py",
+        "torch-ext/optimizer/kernels/_plan_memory.py",
         "        in_order = self.stream is not None and self.stream == other.stream\n",
         "        in_order = True\n",
         "kernels/test_launch_plan.py::test_two_streams_keep_their_memory_until_they_meet",
+    ),
+    "a copy by torch passes as a view": Defect(
+        "torch-ext/optimizer/kernels/launch_plan.py",
+        "    return all(one.untyped_storage()._cdata == storage for one in found)\n",
+        "    return bool(storage)\n",
+        "kernels/test_launch_plan.py::test_a_copy_is_no_view",
     ),
     "an early launch may write what its predecessor reads": Defect(
         "torch-ext/optimizer/kernels/launch_plan.py",

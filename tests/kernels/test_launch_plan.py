@@ -23,6 +23,12 @@ def plans(submodule):
     return submodule("kernels.launch_plan")
 
 
+@pytest.fixture(scope="session")
+def memory(submodule):
+    """The module kernels._plan_memory of the loaded package."""
+    return submodule("kernels._plan_memory")
+
+
 class Stream:
     """Stands for a CUDA stream."""
 
@@ -210,7 +216,7 @@ def test_an_early_launch_writes_nowhere_its_predecessor_reads(plans, current) ->
     assert first.meets(second), "they must not share a place"
 
 
-def test_places_never_overlap(plans) -> None:
+def test_places_never_overlap(memory) -> None:
     source = random.Random(0)
     for _ in range(300):
         spans = {}
@@ -219,12 +225,12 @@ def test_places_never_overlap(plans) -> None:
             steps = (begin, begin + source.randint(0, 5))
             region = (steps[0] - source.randint(0, 2), steps[1] + source.randint(0, 2))
             stream = source.choice((0, 1, None))
-            spans[index] = plans.Span(source.randint(1, 5000), steps, region, stream)
-        offsets, size = plans.packed(spans)
+            spans[index] = memory.Span(source.randint(1, 5000), steps, region, stream)
+        offsets = memory.packed(spans)
+        size = max(offsets[n] + span.bytes for n, span in spans.items())
         assert all(offset % 512 == 0 for offset in offsets.values())
         assert size <= sum(-(-span.bytes // 512) * 512 for span in spans.values())
         for one, span in spans.items():
-            assert offsets[one] + span.bytes <= size
             for other in range(one):
                 beside = spans[other]
                 if span.stream == beside.stream and span.stream is not None:
@@ -269,6 +275,66 @@ def test_refusals(plans, current, reason, function) -> None:
     recording, _, _ = record(plans, function, drawn(8, 8))
     assert recording.refusal is not None
     assert any(part in recording.refusal for part in reason.split("|"))
+
+
+def test_a_copy_is_no_view(plans, current) -> None:
+    """Below autograd, ops that copy only where they must reach a recording undecomposed."""
+
+    def run(launch, x, y):
+        out = torch.empty(8)
+        launch(Kernel(), (1,))(x.contiguous(), y.reshape(-1), out, 8, 1, 1.0, BLOCK=64)
+        return [out]
+
+    with torch.inference_mode():
+        recording, _, _ = record(plans, run, drawn(8, 8))
+        assert recording.refusal is None, "these are views"
+        for operands in ([torch.randn(8, 2)[:, 0], *drawn(8)], [*drawn(8), torch.randn(4, 2).T]):
+            recording, _, _ = record(plans, run, operands)
+            assert "computed by torch" in recording.refusal
+
+
+def test_memory_apart_where_one_piece_would_keep_too_much(
+    plans, memory, current, monkeypatch
+) -> None:
+    """A large result that comes when the temporary tensors are gone takes their place."""
+
+    def run(launch, x, y):
+        add = launch(Kernel(), (1,))
+        first, second = torch.empty(8192), torch.empty(8192)
+        add(x, y, first, 8192, 1, 1.0, BLOCK=64)
+        add(first, y, second, 8192, 1, 1.0, BLOCK=64)
+        small = torch.empty(8)
+        add(second, second, small, 8, 1, 1.0, BLOCK=64)
+        out = torch.empty(16384)
+        add(small, small, out, 8, 1, 1.0, BLOCK=64)
+        return [out]
+
+    for slack, buffers in ((2**20, 2), (0, 4)):
+        monkeypatch.setattr(memory, "_SLACK", slack)
+        _, _, program = record(plans, run, drawn(8192, 8192))
+        assert program[1] == buffers
+        operands = drawn(8192, 8192)
+        (out,) = play(program, operands)
+        (expected,) = run(lambda kernel, grid: kernel[grid], *operands)
+        assert torch.equal(out[:8], expected[:8])
+
+
+def test_memory_that_runs_out_is_torchs_own_error(plans, monkeypatch) -> None:
+    x = torch.randn(4)
+
+    def fails(*_):
+        raise RuntimeError("aoti_torch_empty_strided(...) API call failed at launch_plan.cu")
+
+    class Ops:
+        launch_plan = staticmethod(fails)
+
+    def function(x):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(plans, "_plays", lambda _: True)
+    monkeypatch.setattr(plans, "ops", Ops)
+    with pytest.raises(torch.OutOfMemoryError):
+        plans.replayed("a function", function, [x], ())
 
 
 @pytest.mark.parametrize("metadata", [{"num_ctas": 2}, {"global_scratch_size": 8}])

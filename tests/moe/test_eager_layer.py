@@ -210,6 +210,7 @@ def test_wrong_arguments_are_refused(moe, device, taken) -> None:
     layer = problem.module(moe, device)
     layer.backend = "triton"
     (x, gates, _), ids = problem.inputs(device), problem.ids(device)
+    assert layer(x[0], ids[0], gates[0]).shape == x[0].shape, "one token without a dimension"
     for error, arguments, message in (
         (ValueError, (x[:, 1:], ids, gates), "hidden_states must be"),
         (TypeError, (x, ids.float(), gates), "expert_ids must have dtype"),
@@ -218,6 +219,18 @@ def test_wrong_arguments_are_refused(moe, device, taken) -> None:
     ):
         with pytest.raises(error, match=message):
             layer(*arguments)
+    with pytest.raises(ValueError, match="computes no float64"):
+        layer.double()(x.double(), ids, gates)
+
+
+def test_several_gradients_at_once_are_refused(moe, device, taken) -> None:
+    problem = PROBLEMS[0]
+    layer = problem.module(moe, device)
+    layer.backend = "triton"
+    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    out = layer(x, ids, gates)
+    with pytest.raises(RuntimeError, match="one plain gradient at a time"):
+        torch.autograd.grad(out, x, torch.stack((grad, grad)), is_grads_batched=True)
 
 
 QUANTIZED = [

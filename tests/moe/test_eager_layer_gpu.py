@@ -187,8 +187,16 @@ def test_in_a_cuda_graph_and_on_another_stream_and_thread(moe, device, launched)
         compare(one, expected)
 
 
-def test_memory_is_no_more_than_that_of_launches(moe, device, launched) -> None:
-    problem = LayerProblem(2048, 8, 32, 1024, 512, 16, 16, dtype=torch.bfloat16)
+MEMORY = [
+    LayerProblem(2048, 8, 32, 1024, 512, 16, 16, dtype=torch.bfloat16),
+    LayerProblem(2048, 8, 32, 1024, 512, 128, 128, dtype=torch.bfloat16),
+    LayerProblem(2048, 8, 32, 1024, 512, None, None, train_base=True, dtype=torch.bfloat16),
+    LayerProblem(256, 8, 32, 1024, 512, 64, 64, train_base=True, dtype=torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("problem", MEMORY, ids=str)
+def test_memory_is_no_more_than_that_of_launches(moe, device, launched, problem) -> None:
     layer = problem.module(moe, device)
     (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
 
@@ -202,7 +210,22 @@ def test_memory_is_no_more_than_that_of_launches(moe, device, launched) -> None:
 
     with launched():
         alone = peak()
-    assert peak() <= 1.01 * alone
+    assert peak() <= max(1.02 * alone, alone + 5 * 2**20)
+
+
+def test_operands_that_are_not_contiguous(moe, device, launched) -> None:
+    """Gates and ids that torch copies first, in the node and in the ops, with inference mode."""
+    problem = PROBLEMS[0]
+    layer = problem.module(moe, device)
+    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    gates = torch.stack((gates.detach(), gates.detach()), -1)[..., 0].requires_grad_()
+    ids = torch.stack((ids, ids), -1)[..., 0]
+    with launched():
+        expected = step(layer, x, ids, gates, grad)
+    for _ in range(3):
+        compare(step(layer, x, ids, gates, grad), expected)
+        with torch.inference_mode():
+            assert_same_bits(layer(x, ids, gates), expected[0])
 
 
 def test_autocast_and_leading_dimensions(moe, device) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._ops import ops
+from ._plan_memory import Span, arranged
 
 _logger = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ _SCALAR_TYPES = {
 _WARP = 32
 _ALLOCATE, _FREE, _WAIT, _LAUNCH, _NF4_PRODUCT = range(5)  # kernels-src/launch_plan/launch_plan.h
 _VALUE = -1  # the base of an argument that is no address
-_MOST_REFUSED = 1024
-_ALIGNMENT = 512  # bytes, as of torch's allocator
+_MOST_KEPT = 4096  # tags, and refusals
+_NO_MEMORY = "aoti_torch_empty_strided"  # in the message of an allocation that failed
 
 _here = threading.local()
 _tags: dict[tuple, int] = {}
@@ -113,10 +114,17 @@ def replayed(
     key = (name, constants, aliases, *(x is None for x in operands))
     tag = _tags.get(key)
     if tag is None:
+        if len(_tags) >= _MOST_KEPT:
+            _tags.clear()
         tag = _tags.setdefault(key, next(_numbers))
-    return ops.launch_plan(present, tag, ()) or _recorded(
-        name, function, operands, constants, present, tag
-    )
+    try:
+        played = ops.launch_plan(present, tag, ())
+    except RuntimeError as error:
+        if _NO_MEMORY not in str(error):
+            raise
+        # Nothing was written: launched from Python, torch says itself that memory ran out.
+        return function(*operands, *constants)
+    return played or _recorded(name, function, operands, constants, present, tag)
 
 
 @functools.cache
@@ -134,7 +142,7 @@ def _recorded(
     tag: int,
 ) -> Sequence[Tensor]:
     """The first call: the function as it stands, and its plan for the next ones."""
-    seen = (tag, *((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in present))
+    seen = (tag, *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in present))
     if seen in _refused or getattr(_here, "recording", None) is not None:
         return function(*operands, *constants)
     recording = Recording(present)
@@ -148,11 +156,16 @@ def _recorded(
     if recording.refusal is None:
         ops.launch_plan(present, tag, program)
     else:
-        if len(_refused) >= _MOST_REFUSED:
+        if len(_refused) >= _MOST_KEPT:
             _refused.clear()
         _refused.add(seen)
-        _logger.warning("%s is launched from Python in every call: %s", name, recording.refusal)
+        _say_once(name, recording.refusal)
     return results
+
+
+@functools.cache
+def _say_once(name: str, reason: str) -> None:
+    _logger.warning("%s is launched from Python in every call: %s", name, reason)
 
 
 @dataclasses.dataclass
@@ -175,6 +188,15 @@ class _Step:
     early: bool = False  # a launch that begins before its predecessor ended
     stream: int = 0
     touches: set[int] = dataclasses.field(default_factory=set)
+
+
+def _is_view(func: Any, result: Any, args: tuple) -> bool:
+    """Whether what an op gave lies in its first argument: contiguous, reshape and to may copy."""
+    if not func.is_view or not isinstance(args[0], Tensor):
+        return False
+    found = result if isinstance(result, (list, tuple)) else (result,)
+    storage = args[0].untyped_storage()._cdata
+    return all(one.untyped_storage()._cdata == storage for one in found)
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
@@ -219,7 +241,7 @@ class Recording(TorchDispatchMode):
             )
         elif func is ops.nf4_product.default:
             self._nf4_product(*args)
-        elif not func.is_view:
+        elif not _is_view(func, result, args):
             self._refuse(f"{func} is computed by torch")
         return result
 
@@ -229,6 +251,9 @@ class Recording(TorchDispatchMode):
         sides = (*grid, 1, 1)[:3]
         if 0 in sides:
             return  # Triton launches nothing then, either
+        if compiled is None:
+            self._refuse(f"{kernel} is interpreted")
+            return
         meta = compiled.metadata
         if meta.launch_cooperative_grid or meta.global_scratch_size or meta.num_ctas != 1:
             self._refuse(f"{meta.name} needs more than a plain launch")
@@ -252,6 +277,8 @@ class Recording(TorchDispatchMode):
         x, packed, absmax, codebook, stored, blocksize, along, low, factor, bias, gates = args[:11]
         slots, offsets, out, fan, scatter = args[11:]
         experts, n, k = stored
+        if slots.shape[0] == 0:
+            return
         step = _Step([])
         for one in (packed, absmax, codebook, x, low, factor, bias, gates, slots, offsets, out):
             step.arguments.append((_VALUE, 0) if one is None else self._address(one, step))
@@ -266,6 +293,8 @@ class Recording(TorchDispatchMode):
 
     def begin(self, first: torch.cuda.Stream, second: torch.cuda.Stream) -> None:
         """What follows may run on a second stream."""
+        if self._begun:
+            self._refuse("one region of two streams lies in another")
         self._stream(first)
         self._stream(second)
         self._begun.append(len(self._steps))
@@ -278,37 +307,38 @@ class Recording(TorchDispatchMode):
         """The streams have met."""
         self._regions.append((self._begun.pop(), len(self._steps) - 1))
 
-    def program(self, results: Sequence[Tensor]) -> list[int]:
+    def program(self, returned: Sequence[Tensor]) -> list[int]:
         """The integers of launch_plan.h; what is in them is meaningless if `refusal` is set."""
-        kept = [self._result(x) for x in results]
+        kept = [self._result(x) for x in returned]
         if len(set(kept)) != len(kept):
             self._refuse("two results share their memory")
         used = self._uses()
         spans = {
-            index: Span(self._buffers[index].end - self._buffers[index].start, *when)
+            index: Span(self._bytes(index), *when)
             for index, when in used.items()
             if index not in kept
         }
-        offsets, size = packed(spans)
-        # In the program: the results, and one buffer in which all others have their places.
-        inner = len(kept)
-        bases = {index: (kept.index(index), 0) for index in kept}
-        bases |= {index: (inner, offset) for index, offset in offsets.items()}
+        results = {
+            index: (self._bytes(index), used[index][1][0] if index in used else len(self._steps))
+            for index in kept
+        }
+        pieces = arranged(results, spans, len(self._steps))
+        # In the program: the results, then the pieces in which all other buffers have their places.
+        bases = {index: (place, 0) for place, index in enumerate(kept)}
+        begins = {place: results[index][1] for place, index in enumerate(kept)}
+        ends: dict[int, int] = {}
+        shapes = [(one.dtype, one.sizes, one.strides) for one in (self._buffers[n] for n in kept)]
+        for piece in pieces:
+            place = len(shapes)
+            bases |= {index: (place, offset) for index, offset in piece.offsets.items()}
+            begins[place], ends[place] = piece.steps
+            shapes.append((torch.uint8, (piece.bytes,), (1,)))
         found: list[list[int]] = []
         for at in range(len(self._steps) + 1):
-            first = [kept.index(n) for n in kept if self._begins(used, n) == at]
-            if spans and at == min(one.region[0] for one in spans.values()):
-                first.append(inner)
-            found += ([_ALLOCATE, index] for index in first)
+            found += ([_ALLOCATE, place] for place, when in begins.items() if when == at)
             if at < len(self._steps):
                 found.append(self._code(self._steps[at], bases))
-            if spans and at == max(one.region[1] for one in spans.values()):
-                found.append([_FREE, inner])
-        shapes = [
-            (one.dtype, one.sizes, one.strides) for one in map(self._buffers.__getitem__, kept)
-        ]
-        if spans:
-            shapes.append((torch.uint8, (size,), (1,)))
+            found += ([_FREE, place] for place, when in ends.items() if when == at)
         return [
             *(len(self._priorities), *self._priorities),
             len(shapes),
@@ -319,6 +349,9 @@ class Recording(TorchDispatchMode):
             *(len(kept), *range(len(kept))),
             *(len(found), *itertools.chain.from_iterable(found)),
         ]
+
+    def _bytes(self, index: int) -> int:
+        return self._buffers[index].end - self._buffers[index].start
 
     def _refuse(self, reason: str) -> None:
         self.refusal = self.refusal or reason
@@ -353,8 +386,8 @@ class Recording(TorchDispatchMode):
                 step.touches.add(index)
                 return len(self._operands) + index, start - self._buffers[index].start
         inside = [n for n, (low, high) in enumerate(self._operands) if low <= start < high]
-        exact = [n for n in inside if self._operands[n][0] == start]
-        found = {self._last[n] for n in exact or inside}
+        whole = [n for n in inside if self._operands[n] == _extent(x)]
+        found = {self._last[n] for n in whole or inside}
         if len(found) != 1:
             self._refuse("an address lies in none of the operands, or in several")
             return _VALUE, 0
@@ -397,10 +430,6 @@ class Recording(TorchDispatchMode):
                 )
         return found
 
-    def _begins(self, used: dict[int, tuple], index: int) -> int:
-        """The step before which a result is allocated; the end for what nothing touches."""
-        return used[index][1][0] if index in used else len(self._steps)
-
     def _code(self, step: _Step, bases: dict[int, tuple[int, int]]) -> list[int]:
         """The integers of a step, addresses told from the operands and the program's buffers."""
         code = list(step.code)
@@ -415,47 +444,3 @@ class Recording(TorchDispatchMode):
         if dtype not in _SCALAR_TYPES:
             self._refuse(f"a result is of {dtype}")
         return _SCALAR_TYPES.get(dtype, 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """What needs memory for some of the steps.
-
-    What two streams touch, or one of them beside the other, is there before they part and until
-    they have met: the allocator knows of a block the current stream alone.
-
-    Args:
-        bytes: How much.
-        steps: The first and the last step that touch it.
-        region: The same, with all steps of the regions of two streams that they lie in.
-        stream: The only one that touches it; None if there are several.
-    """
-
-    bytes: int
-    steps: tuple[int, int]
-    region: tuple[int, int]
-    stream: int | None
-
-    def meets(self, other: Span) -> bool:
-        """Whether the two must not share memory."""
-        in_order = self.stream is not None and self.stream == other.stream
-        one, two = (self.steps, other.steps) if in_order else (self.region, other.region)
-        return one[0] <= two[1] and two[0] <= one[1]
-
-
-def packed(spans: dict[int, Span]) -> tuple[dict[int, int], int]:
-    """Places in one piece of memory: the offset of each span, and the bytes of all."""
-    offsets: dict[int, int] = {}
-    for index in sorted(spans, key=lambda index: -spans[index].bytes):
-        at = 0
-        beside = sorted(
-            (offsets[n], offsets[n] + spans[n].bytes)
-            for n in offsets
-            if spans[n].meets(spans[index])
-        )
-        for low, high in beside:
-            if at + spans[index].bytes <= low:
-                break
-            at = max(at, -(-high // _ALIGNMENT) * _ALIGNMENT)
-        offsets[index] = at
-    return offsets, max((offsets[n] + spans[n].bytes for n in offsets), default=0)

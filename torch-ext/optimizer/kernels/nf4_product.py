@@ -121,7 +121,7 @@ def nf4_product(  # noqa: PLR0913
         along,
         low,
         None if factor is None else _converted(factor, x.dtype),
-        None if bias is None else _converted(bias[:, None], torch.float32)[:, 0],
+        None if bias is None else _converted(bias[:, None], torch.float32, packs=True)[:, 0],
         None if gates is None else gates.float().contiguous(),
         slots,
         offsets,
@@ -132,9 +132,9 @@ def nf4_product(  # noqa: PLR0913
     return out
 
 
-def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (E, r, N) in a dtype; a copy is a launch of our own, which a plan can play again."""
-    if x.dtype == dtype:
+def _converted(x: Tensor, dtype: torch.dtype, *, packs: bool = False) -> Tensor:
+    """x (E, r, N) in a dtype, contiguous if asked: by a launch that a plan can play again."""
+    if x.dtype == dtype and (x.is_contiguous() or not packs):
         return x
     from ._grouped_launch_triton import reorder
 

@@ -21,10 +21,11 @@ from ..kernels._moe_paths import pick
 from ..kernels.expert_sort import check_ids, tile_rows_for
 from ..kernels.gated_experts import fuses
 from ..kernels.launch_plan import replayed
-from .eager_quantized import backward_comes, quantized_layer
+from .eager_quantized import backward_comes, check_single, quantized_layer
 from .gated_linear import check_operands
+from .grouped_linear import check_path
 from .layout import ExpertsLayout, ExpertsLora, Form
-from .lora import gradients_of, leaves_of, views_of
+from .lora import gradients_of, leaves_of, views_of, wanted_of
 from .sort import ExpertOrder
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -45,7 +46,7 @@ def eager_layer(
     if not _is_eager(hidden_states, layout) or not _are_plain(top_k_index, top_k_weights):
         return None
     leading, (x, ids, gates) = hidden_states.shape[:-1], (hidden_states, top_k_index, top_k_weights)
-    if ids.shape[:-1] != leading or gates.shape != ids.shape or ids.numel() == 0:
+    if ids.shape[:-1] != leading or gates.shape != ids.shape or ids.numel() == 0 or not leading:
         return None
     if len(leading) != 1:
         x, ids, gates = (one.flatten(0, -2) for one in (x, ids, gates))
@@ -56,7 +57,9 @@ def eager_layer(
         x = x.to(dtype)
     leaves1, kind1 = leaves_of(lora.gate_up)
     leaves2, kind2 = leaves_of(lora.down)
-    scalings = tuple(1.0 if one is None else one.scaling for one in (lora.gate_up, lora.down))
+    scalings = tuple(
+        1.0 if one is None else float(one.scaling) for one in (lora.gate_up, lora.down)
+    )
     form = Form(layout.activation, layout.interleaved, layout.transposed, scalings, (kind1, kind2))
     if not _are_plain(x, *leaves1, *leaves2, *biases):
         return None
@@ -114,6 +117,7 @@ def _dense(
     path = pick(x.device, x.dtype, backend).name
     if not fuses(path, strides, form.activation, True, form.interleaved):
         return None
+    check_path(path, x)
     operands = (x, w1, *leaves[0], biases[0], w2, *leaves[1], biases[1], gates)
     return _Layer.apply(*operands, ids, form, backward_comes(*operands))
 
@@ -133,6 +137,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        check_single(grad)
         wants = ctx.needs_input_grad[:_LEAVES]
         operands = (grad, *ctx.saved_tensors)
         found = iter(replayed("experts_backward", _backward, operands, (ctx.form, wants)))
@@ -214,12 +219,9 @@ def _backward(  # noqa: PLR0913
     tile_rows = tile_rows_for(slots.shape[0], experts)
     a1, b1 = views_of(a1, b1, form.factors[0], experts)
     a2, b2 = views_of(a2, b2, form.factors[1], experts)
-    # The order of the leaves is that of a swapped pair's matrices; the kernels know factors alone.
-    asked = [list(wants[2:4]), list(wants[6:8])]
-    for pair, kind in zip(asked, form.factors, strict=True):
-        if kind == "swapped":
-            pair.reverse()
-    flags = (*wants[:2], *asked[0], wants[4], wants[5], *asked[1], *wants[8:])
+    first = wanted_of(wants[2:4], form.factors[0])
+    second = wanted_of(wants[6:8], form.factors[1])
+    flags = (*wants[:2], *first, *wants[4:6], *second, *wants[8:])
     operands = (grad, x, w1, a1, b1, bias1, w2, a2, b2, bias2, gates, wide, xa1, xa2)
     place = (slots, offsets, rows, tiles, tile_rows, gates.shape[1])
     constants = (form.scalings, form.activation, form.interleaved, flags)

@@ -15,8 +15,9 @@ from ..kernels.grouped_lora_nf4_forward import nested_of
 from ..kernels.launch_plan import replayed
 from .expert_weights import QuantizedWeight, as_quantized, fp4_codebook
 from .gated_linear import check_operands
+from .grouped_linear import check_path
 from .layout import Form
-from .lora import gradients_of, views_of
+from .lora import gradients_of, views_of, wanted_of
 from .quantized_strategy import pick_strategy
 from .sort import ExpertOrder
 
@@ -27,6 +28,15 @@ _PARTS = 6  # tensors of a stack
 def backward_comes(*tensors: Tensor | None) -> bool:
     """Whether autograd keeps what it needs of a function of these tensors."""
     return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+
+
+def check_single(grad: Tensor) -> None:
+    """Raise RuntimeError for a gradient that stands for several, or for none."""
+    if type(grad) is not Tensor or not torch._C._has_storage(grad):
+        raise RuntimeError(
+            f"experts take one plain gradient at a time, got {type(grad).__name__} under vmap, "
+            "is_grads_batched or compiled autograd; call torch.autograd.grad once per gradient"
+        )
 
 
 def quantized_layer(
@@ -57,9 +67,10 @@ def quantized_layer(
         return None
     if not fuses(path, form.activation, True) or backward_comes(*biases):
         return None
+    check_path(path, x)
     ranks = tuple(map(_rank, leaves, form.factors, records))
-    seen = (path, backend, ids.numel(), ranks, x.dtype, x.device, x.stride(), x.data_ptr() % 16)
-    key = (*seen, form.transposed, *map(_described, records))
+    seen = (path, backend, ids.numel(), ranks, x.dtype, x.device, x.data_ptr() % 16)
+    key = (*seen, x.shape, x.stride(), form.transposed, *map(_described, records))
     if key not in _taken:
         if len(_taken) >= _MOST_TAKEN:
             _taken.clear()
@@ -133,6 +144,7 @@ class _QuantizedLayer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        check_single(grad)
         wants = ctx.needs_input_grad[:_LEAVES]
         operands = (grad, *ctx.saved_tensors, *ctx.frozen)
         found = iter(
@@ -203,12 +215,11 @@ def _backward(grad: Tensor, x: Tensor, *arguments) -> list[Tensor]:
     wide, h, xa1, xa2, slots, offsets, rows, tiles, *frozen = tensors[5:]
     first, second = _projections(leaves, frozen, form, shapes)
     tile_rows = tile_rows_for(slots.shape[0], shapes[0][0][0])
-    asked = [list(wants[1:3]), list(wants[3:5])]
-    for pair, kind in zip(asked, form.factors, strict=True):
-        if kind == "swapped":
-            pair.reverse()
+    first_pair = wanted_of(wants[1:3], form.factors[0])
+    second_pair = wanted_of(wants[3:5], form.factors[1])
     place = (gates, slots, offsets, rows, tiles, tile_rows, gates.shape[1])
-    options = (form.activation, form.interleaved, path, [wants[0], *asked[0], *asked[1], wants[5]])
+    flags = [wants[0], *first_pair, *second_pair, wants[5]]
+    options = (form.activation, form.interleaved, path, flags)
     dx, da1, db1, da2, db2, dgates = gated_nf4_experts_backward_triton(
         grad, x, wide, h, xa1, xa2, first, second, *place, *options
     )

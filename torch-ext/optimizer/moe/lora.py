@@ -121,6 +121,11 @@ def views_of(
     return views.a, views.b
 
 
+def wanted_of(wants: tuple[bool, bool], kind: str | None) -> tuple[bool, bool]:
+    """Which of the factors a and b want a gradient, from which of the leaves do."""
+    return wants[::-1] if kind == "swapped" else wants
+
+
 def gradients_of(da: Tensor, db: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
     """Gradients of the leaves from those of (E, r, in) and (E, out, r); a vector is none."""
     if kind is None or kind == "stacks":
