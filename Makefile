@@ -1,4 +1,5 @@
-# The only commands anyone types. `make demo` and `make test` do all the set-up they need.
+# The only commands anyone types. `make demo` and `make test` do all the set-up they need: a build and
+# the demo install what they import, in half of the time; the other commands complete the same .venv.
 #
 #   NO_VENV=1        use the python3 on PATH and install nothing (a GPU machine without network)
 #   BACKEND=cpu      cpu | cuda | all; default: cuda where there are a CUDA device and a toolkit that torch fits
@@ -24,12 +25,15 @@ ifdef NO_VENV
 PY := python3
 CLANG_FORMAT := clang-format
 READY :=
+DEMO_READY :=
 else
 BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 # Another torch brings the triton it was released with; the interpreter of triton 3.6 fails on numpy 2.4.
 OTHER_TORCH = $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton==/d' -e 's/^numpy.*/numpy<2.4/')
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+# A complete environment serves the demo, too.
+DEMO_READY := $(or $(wildcard $(READY)),$(VENV)/.ready-demo)
 CLANG_FORMAT := $(VENV)/bin/clang-format
 endif
 
@@ -56,23 +60,26 @@ GPU_SUITE := tests/kernels tests/moe tests/orthogonalize tests/optimizers tests/
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
 
-setup: $(READY)  ## make .venv with the pinned tools
+setup: $(READY)  ## make .venv with all of the pinned tools
 
-$(VENV)/.ready: tools/requirements.txt
+# A build and the demo need nothing of tools/requirements.txt from the line "# The others" on.
+$(VENV)/.ready-demo: WANTED = -e '/^. The others/,$$d'
+
+$(VENV)/.ready $(VENV)/.ready-demo: tools/requirements.txt
 	$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and "Python 3.11 or newer is needed, found " + sys.version)'
 	$(BASE_PYTHON) -m venv $(VENV)
-	sed -e '' $(OTHER_TORCH) $< > $(VENV)/requirements.txt
+	sed -e '' $(WANTED) $(OTHER_TORCH) $< > $(VENV)/requirements.txt
 	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r $(VENV)/requirements.txt
 	touch $@
 
-build: $(READY)  ## compile this device's variant into build/ (BACKEND=cpu|cuda|all)
+build: $(DEMO_READY)  ## compile this device's variant into build/ (BACKEND=cpu|cuda|all)
 	$(PY) tools/build_local.py $(if $(BACKEND),--backend $(BACKEND)) $(AUDIT)
 
 demo: announce build  ## train a small model with AdamW and with MuonAdamW, show the curves
 	$(PY) examples/train_demo.py $(ARGS)
 
 announce:  # what make demo is going to do here, and for how long
-	@$(if $(READY),$(BASE_PYTHON),$(PY)) tools/announce_demo.py $(if $(READY),--environment $(READY)) $(if $(BACKEND),--backend $(BACKEND))
+	@$(if $(READY),$(BASE_PYTHON),$(PY)) tools/announce_demo.py $(if $(READY),--environment $(DEMO_READY)) $(if $(BACKEND),--backend $(BACKEND))
 
 check: $(READY)  ## lint, format, layering, manifest, Hub rules, sizes (no build)
 	$(PY) -m ruff check .

@@ -9,10 +9,13 @@ python benchmarks/run.py nf4                                  layers on 4-bit ex
 python benchmarks/run.py end_to_end --case CASE [CASE ...]    trainings, models, first calls
 python benchmarks/run.py plots [--check]                      README's table and the plots
 
-A case is timed only after its results were compared with the reference. `--draft` measures a build
-with uncommitted changes and writes nothing. With `-m`, `-r` or `-T` moe_lora measures layers of
-these models (a name of harness/moe_problems.py, a Hugging Face id or a folder; default: those of
-moe_problems.py), ranks and tokens only and writes nothing. A command of end_to_end measures the
+A case is timed only after its results were compared with the reference. Finished rows stand in
+DIR/<gpu>/<name>.partial.json until the file is complete; after a cut-off the same command goes on
+with it. `--budget SECONDS` begins no case after that time, counted from the start of the command:
+exit status 3 then says that some are left. `--draft` measures a build with uncommitted changes and
+writes nothing. With `-m`, `-r` or `-T` moe_lora measures layers of these models (a name of
+harness/moe_problems.py, a Hugging Face id or a folder; default: those of moe_problems.py), ranks
+and tokens only and writes nothing. A command of end_to_end measures the
 cases that it names (such as gpt-124M/muon, qwen3-moe-8l, first_use) and puts their rows into the
 file that is there; token ids and compiled models stay in --cache for the next one. Under torchrun
 `--device cpu` tries tiny sets over gloo and writes nothing. See docs/measuring.md.
@@ -24,11 +27,14 @@ import argparse
 import importlib
 import os
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from harness import plots
 from harness.sources import PART, RESULTS, ROOT, entry_of, sources_digest
 
+UNFINISHED = 3  # exit status: the time was over before the last case
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optimizer-benchmarks"
 # Result file -> the module of harness/ that holds its cases.
 ENTRIES = {
@@ -67,10 +73,18 @@ def check_clean(built, *, draft: bool) -> None:
         )
 
 
-def measure(name: str, out: Path, *, draft: bool, **problem: object) -> int:
-    """Measure one result file; returns the number of rows with wrong results."""
+def status(rows: Sequence, left: Sequence[str], remedy: str) -> int:
+    """Exit status of a command that measured `rows` and left these cases, after a line of these."""
+    if not left:
+        return int(any(not row.ok for row in rows))
+    print(f"the time is over, {len(left)} cases are left: {remedy}")
+    return UNFINISHED
+
+
+def measure(name: str, out: Path, *, draft: bool, end: float | None, **problem: object) -> int:
+    """Measure what is missing of one result file until `end`; returns the exit status."""
     import torch
-    from harness import package, report
+    from harness import package, progress, report
 
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks need a CUDA device")
@@ -80,25 +94,42 @@ def measure(name: str, out: Path, *, draft: bool, **problem: object) -> int:
     path = out / report.folder_name(torch.cuda.get_device_name(0)) / f"{name}.json"
     head = header(built, entry_of(path), count=1)
     print(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
+    rows, partial = [], progress.partial_path(path)
+    if not draft:
+        try:
+            head, rows = progress.continued(partial, head)
+        except ValueError as error:
+            raise SystemExit(f"{partial}: {error}") from error
+        if rows:
+            print(f"goes on behind the {len(rows)} rows of {partial}")
+
+    def save() -> None:
+        if rows and not draft:
+            report.write(partial, {**head, "partial": True}, rows)
+
+    cases = progress.Progress({row.case for row in rows}, end, save)
     print(f"\n{getattr(entry, 'HEADING', report.HEADING)}")
-    rows = []
-    for row, line in entry.rows(built, **problem):
+    for row, line in entry.rows(built, cases, **problem):
         print(line, flush=True)
         rows.append(row)
     print(summary(rows))
     if hasattr(entry, "summary"):
         print(entry.summary(rows))
-    if not draft:
+    if not draft and not cases.left:
         report.write(path, head, rows)
+        partial.unlink(missing_ok=True)
         print(f"wrote {path}")
-    return sum(not row.ok for row in rows)
+    kept = rows and not draft
+    return status(rows, cases.left, "the same command goes on" if kept else "give it more time")
 
 
-def measure_cases(asked: list[str], out: Path, cache: Path, *, draft: bool) -> int:
-    """Measure some cases of end_to_end.json; returns the number of rows with wrong results."""
+def measure_cases(
+    asked: list[str], out: Path, cache: Path, *, draft: bool, end: float | None
+) -> int:
+    """Measure some cases of end_to_end.json until `end`; returns the exit status."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
     import torch
-    from harness import end_to_end, package, report, tokens
+    from harness import end_to_end, package, progress, report, tokens
 
     try:
         cases = end_to_end.selected(asked)
@@ -117,18 +148,18 @@ def measure_cases(asked: list[str], out: Path, cache: Path, *, draft: bool) -> i
         text = tokens.prepare(cache, end_to_end.recipe())
         head["corpus"] = text.digest
     print(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
-    earlier = end_to_end.read(path)
+    earlier = report.read(path)
     if not draft and (why := end_to_end.refusal(earlier, head, cases)):
         raise SystemExit(f"{path}: {why}; measure those again too, or take them out of the file")
     print(f"\n{end_to_end.HEADING}", flush=True)
-    rows = []
-    for row, line in end_to_end.rows(built, cases, text):
+    rows, until = [], progress.Progress(end=end)
+    for row, line in end_to_end.rows(built, cases, until, text):
         print(line, flush=True)
         rows.append(row)
         if not draft:
             report.write(path, *end_to_end.merged(earlier, head, rows, cases))
             print(f"wrote {path}", flush=True)
-    return sum(not row.ok for row in rows)
+    return status(rows, until.left, f"--case {' '.join(until.left)}")
 
 
 def summary(rows: list) -> str:
@@ -207,7 +238,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--cache", type=Path, default=CACHE, help="end_to_end: token ids and compiled models"
     )
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="begin no case after that; exit status 3"
+    )
     options = parser.parse_args(arguments)
+    end = None if options.budget is None else time.monotonic() + options.budget
     problem = asked_for(options)
     if (options.what == "end_to_end") != (options.case is not None):
         parser.error("end_to_end takes --case, and nothing else does")
@@ -218,14 +253,15 @@ def main(arguments: list[str]) -> int:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             if options.what != "optimizer_step":
                 parser.error(f"{options.what} runs on one GPU; start it without torchrun")
+            if end is not None:
+                parser.error("--budget is for one GPU: ranks would stop at different cases")
             wrong = measure_on_ranks(options.out, draft=draft, device=options.device)
             return min(wrong, 1)
         if options.device == "cpu":
             parser.error("--device cpu is for optimizer_step under torchrun")
         if options.case:
-            wrong = measure_cases(options.case, options.out, options.cache, draft=draft)
-            return min(wrong, 1)
-        return min(measure(options.what, options.out, draft=draft, **problem), 1)
+            return measure_cases(options.case, options.out, options.cache, draft=draft, end=end)
+        return measure(options.what, options.out, draft=draft, end=end, **problem)
     if not options.check:
         plots.draw(ROOT)
         return 0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import fcntl
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -328,32 +331,81 @@ echo "RAN $*"
 """
 
 
-@pytest.mark.parametrize("environment", [True, False], ids=["installed", "new"])
-def test_the_demo_says_how_long_it_takes_before_it_begins(
-    sources: Path, tmp_path: Path, environment: bool
-):
+@pytest.fixture
+def make(sources: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """make in a checkout with a Python that does nothing; returns what it was to do."""
     for name in ("Makefile", "tools"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
         copy(ROOT / name, sources / name)
     python = tmp_path / "python3"
     python.write_text(PYTHON.format(python=sys.executable))
     python.chmod(0o755)
-    venv = sources / ".venv"
+
+    def run(*words: str) -> list[str]:
+        command = ["make", "-C", sources, *words, f"BASE_PYTHON={python}", "BACKEND=cpu"]
+        done = subprocess.run(command, env=without_make(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        return [line for line in lines if line.startswith(("RAN ", "make demo "))]
+
+    return run
+
+
+@pytest.mark.parametrize("marker", [".ready", ".ready-demo", None])
+def test_the_demo_says_how_long_it_takes_before_it_begins(
+    make, sources: Path, tmp_path: Path, marker: str | None
+):
+    venv, environment = sources / ".venv", marker is not None
     if environment:
         (venv / "bin").mkdir(parents=True)
-        (venv / "bin" / "python").symlink_to(python)
-        (venv / ".ready").touch()
-    command = ["make", "-C", sources, "demo", f"BASE_PYTHON={python}", "BACKEND=cpu"]
-    done = subprocess.run(command, env=without_make(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    told = [line for line in done.stdout.splitlines() if line.startswith(("RAN ", "make demo "))]
-    first, *ran = told
+        (venv / "bin" / "python").symlink_to(tmp_path / "python3")
+        (venv / marker).touch()
+    first, *ran = make("demo")
     assert first.startswith("make demo takes about ") and "train two models" in first
     assert ("install the environment" in first) == (not environment)
     assert "compile the cpu variant" in first  # there is no build/
     assert "RAN tools/build_local.py --backend cpu" in [line.rstrip() for line in ran]
     assert ran[-1].rstrip() == "RAN examples/train_demo.py"
     assert any("pip install" in line for line in ran) == (not environment)
+
+
+def test_other_commands_complete_the_environment_of_the_demo(make, sources: Path):
+    """A whole one then serves the demo, too."""
+    installed = sources / ".venv" / "requirements.txt"
+
+    def pins() -> set[str]:
+        return {line for line in installed.read_text().splitlines() if "==" in line}
+
+    assert any("pip install" in line for line in make("demo"))
+    few = pins()
+    make("setup")
+    everything = set(re.findall(r"^\S+==\S+$", (ROOT / "tools/requirements.txt").read_text(), re.M))
+    assert few < pins() == everything
+    assert not any("pip install" in line for line in make("demo", "test"))
+
+
+def test_the_demo_installs_what_it_imports(make, sources: Path):
+    """Its scripts and the modules beside them; dependencies of what is listed do not count."""
+    make("demo")
+    pinned = (sources / ".venv" / "requirements.txt").read_text()
+    listed = {name.replace("-", "_") for name in re.findall(r"^([\w.-]+)==", pinned, re.M)}
+    for folder, scripts in (
+        ("tools", ("build_local.py", "announce_demo.py", "local_build/*.py")),
+        ("examples", ("train_demo.py", "demo/*.py")),
+    ):
+        paths = [path for script in scripts for path in sorted((ROOT / folder).glob(script))]
+        own = {path.parent.name for path in paths} | {path.stem for path in paths}
+        wanted = {name for path in paths for name in imported(path)}
+        assert wanted - own - set(sys.stdlib_module_names) <= listed
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Top-level names of what a file imports, in functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module.split(".")[0]
 
 
 def test_missing_nvcc_is_named_with_its_remedies(sources: Path, tmp_path: Path):

@@ -463,7 +463,7 @@ def test_layers_that_are_asked_for_are_printed_only(harness, monkeypatch, argume
     monkeypatch.setattr(run, "measure", lambda *given, **options: calls.append(options) or 0)
     assert run.main(["moe_lora", *arguments]) == 0
     (options,) = calls
-    assert options.pop("draft") == bool(arguments)
+    assert options.pop("draft") == bool(arguments) and options.pop("end") is None
     if problem.get("models", ()) is None:
         problem = problem | {"models": list(importlib.import_module("harness.moe_problems").MODELS)}
     assert options == problem

@@ -10,6 +10,7 @@ from typing import Any
 from . import step_ops
 from .memory_bound import measure
 from .package import Built
+from .progress import Progress
 from .report import Row
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -186,16 +187,18 @@ class DequantCase:
         return same, error / norm, error_baseline / norm
 
 
-def rows(built: Built) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
     """Every row of the file: the listed cases, then 20 shapes of either kind from the commit."""
     import torch
 
     seed = int(built.commit[:8], 16)
-    for problem in (*LISTED, *random_problems(seed)):
-        yield measure(problem, built, DequantCase)
-        torch.cuda.empty_cache()
-    for group in (*step_ops.LISTED, *step_ops.random_groups(seed)):
-        yield measure(group, built, step_ops.StepCase)
+    dequants = (*LISTED, *random_problems(seed))
+    groups = (*step_ops.LISTED, *step_ops.random_groups(seed))
+    for problem in (*dequants, *groups):
+        if not progress.begin(problem.case):
+            continue
+        kind = DequantCase if isinstance(problem, Dequant) else step_ops.StepCase
+        yield measure(problem, built, kind)
         torch.cuda.empty_cache()
 
 

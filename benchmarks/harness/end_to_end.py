@@ -7,17 +7,16 @@ another text. The rows of experts have a commit and sources of their own.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from . import first_use, moe_model
 from .package import Built
 from .pretraining import KINDS, Plan, Pretraining, Run, choose
-from .report import Row, failed
+from .progress import Progress
+from .report import Row, difference, failed
 from .tokens import Recipe, Tokens
 
 GPT = "gpt-124M"
@@ -96,18 +95,12 @@ def is_of_experts(case: str) -> bool:
     return not case.startswith(f"{GPT}/")
 
 
-def read(path: Path) -> dict | None:
-    """A result file, if there is one."""
-    return json.loads(path.read_text()) if path.is_file() else None
-
-
 def refusal(earlier: dict | None, head: dict, cases: Iterable[str]) -> str | None:
     """Why rows of these cases cannot stand beside those of an earlier file; None if they can."""
     if earlier is None:
         return None
-    for key in MACHINE:
-        if earlier[key] != head[key]:
-            return f"the file has {key} {earlier[key]}, this is {head[key]}"
+    if why := difference(earlier, head, MACHINE):
+        return why
     cases = set(cases)
     for experts in (False, True):
         mine = {case for case in cases if is_of_experts(case) == experts}
@@ -149,14 +142,21 @@ def _case(row: Row | dict) -> str:
 
 
 def rows(
-    built: Built, cases: Sequence[str], tokens: Tokens | None = None, device: str = "cuda"
+    built: Built,
+    cases: Sequence[str],
+    progress: Progress,
+    tokens: Tokens | None = None,
+    device: str = "cuda",
 ) -> Iterator[tuple[Row, str]]:
     """The rows of these cases; `tokens` are of the recipe's vocabulary, for trainings."""
-    names = [case.split("/")[1] for case in cases if not is_of_experts(case)]
-    if names:
-        yield from trainings(names, Plan(), tokens, built, device)
-    yield from moe_model.rows(built, [case for case in cases if case in moe_model.CASES])
-    yield from first_use.rows([case for case in cases if case in first_use.CASES])
+    asked = [case for case in cases if not is_of_experts(case)]
+    if progress.begin(*asked):
+        yield from trainings(asked, Plan(), tokens, built, device, progress)
+    for case in cases:
+        if case in moe_model.CASES and progress.begin(case):
+            yield from moe_model.rows(built, [case])
+    of_first_use = [case for case in cases if case in first_use.CASES]
+    yield from first_use.rows(progress.begin(*of_first_use))
 
 
 def recipe() -> Recipe:
@@ -165,14 +165,20 @@ def recipe() -> Recipe:
 
 
 def trainings(
-    names: Sequence[str], plan: Plan, tokens: Tokens, built: Built, device: str
+    cases: Sequence[str],
+    plan: Plan,
+    tokens: Tokens,
+    built: Built,
+    device: str,
+    progress: Progress,
 ) -> Iterator[tuple[Row, str]]:
     """A row of each optimizer; the model is compiled once."""
     training = Pretraining(plan, tokens, built.package, device)
     training.warm_up()
-    for name in names:
-        row = training_row(name, training)
-        yield row, line(row)
+    for case in cases:
+        if progress.begin(case):
+            row = training_row(case.split("/")[1], training)
+            yield row, line(row)
 
 
 def training_row(name: str, training: Pretraining) -> Row:

@@ -1,17 +1,23 @@
 """Cases of `moe_lora.json`: whole layers with LoRA, forward and forward + backward.
 
-Ours is `moe.experts_forward`, sort and combine included, with LoRA in PEFT's layout. The baseline
-is split LoRA through torch.nn.functional.grouped_mm, its sort left out of the timed region. Both
-compute the gradients of x, gates, A and B of both projections; the weights are frozen.
+Ours is `moe.experts_forward`, sort and combine included, with LoRA as PEFT's two matrices, which is
+what `Experts` and models with PEFT's adapters hand on. The baseline is split LoRA through
+torch.nn.functional.grouped_mm, its sort left out of the timed region. Both compute the gradients of
+x, gates, A and B of both projections; the weights are frozen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from . import compile_ahead
 from .moe_problems import MODELS, Layer, listed, of_model, random_layers
 from .package import Built
+from .package import module as package_module
+from .progress import Progress
 from .report import Measured, Row, failed, line, passed
 from .timer import BURSTS, FEW_BURSTS, CudaStopwatch, cold_sets, times
 
@@ -20,6 +26,7 @@ BASELINE = "split LoRA, torch grouped_mm"
 ERROR_FACTOR = 1.5  # of the baseline's error against float64
 QUEUE_CYCLES = 60_000_000  # about 30 ms, in which the host queues a round of layers
 ROUNDS = 15  # timed
+DIRECTIONS = ("fwd", "fwd+bwd")
 
 
 class Stopwatch(CudaStopwatch):
@@ -37,11 +44,12 @@ class LayerCase:
         import torch
 
         self.layer, self.moe = layer, built.package.moe
+        self.peft_factors = package_module(built.package, "moe.lora").PeftFactors
         generator = torch.Generator(device).manual_seed(42 + seed)
 
         def normal(*shape: int, std: float = 1.0, dtype=torch.bfloat16):
-            drawn = torch.randn(*shape, device=device, generator=generator) * std
-            return drawn.to(dtype)
+            drawn = torch.randn(*shape, device=device, generator=generator)
+            return drawn.mul_(std).to(dtype)
 
         e, h, i, r = layer.experts, layer.hidden, layer.intermediate, layer.rank
         self.w1, self.w2 = normal(e, 2 * i, h, std=0.02), normal(e, h, i, std=0.02)
@@ -75,14 +83,12 @@ class LayerCase:
         return factor.permute(2, 1, 0).reshape(factor.shape[2], -1)
 
     def _lora(self):
-        """The factors as ours takes them: views of PEFT's tensors."""
-        e, r = self.layer.experts, self.layer.rank
-        if r == 0:
+        """PEFT's matrices as `Experts` and models with PEFT's adapters hand them on."""
+        if self.layer.rank == 0:
             return None
         a1, b1, a2, b2 = self.peft
         pairs = [
-            self.moe.LoraFactors(a.view(e, r, -1), b.view(-1, r, e).permute(2, 0, 1), SCALING)
-            for a, b in ((a1, b1), (a2, b2))
+            self.peft_factors(a, b, self.layer.experts, SCALING) for a, b in ((a1, b1), (a2, b2))
         ]
         return self.moe.ExpertsLora(*pairs)
 
@@ -124,6 +130,7 @@ class LayerCase:
         import torch.nn.functional as F
 
         x, gates, *factors = leaves
+        factors = [f.unbind() for f in factors]  # each expert's gradient would fill a whole stack
         out = torch.zeros_like(x)
         starts = [0, *self.ends.tolist()]
         for e in range(self.layer.experts):
@@ -225,8 +232,13 @@ def calls_of(case: LayerCase) -> dict[str, dict[str, Any]]:
     }
 
 
-def measure(layer: Layer, built: Built) -> Iterator[tuple[Row, str]]:
-    """The rows of one layer and their printed lines."""
+def cases_of(layer: Layer) -> list[str]:
+    """Names of a layer's rows."""
+    return [f"{layer.name}/{direction}" for direction in DIRECTIONS]
+
+
+def measure(layer: Layer, names: Sequence[str], built: Built) -> Iterator[tuple[Row, str]]:
+    """The rows of one layer that have these names, and their printed lines."""
     import torch
 
     weights = 6 * layer.experts * layer.hidden * layer.intermediate
@@ -235,9 +247,10 @@ def measure(layer: Layer, built: Built) -> Iterator[tuple[Row, str]]:
     good, error, error_baseline = cases[0].compare()
     torch.cuda.empty_cache()
     calls = [calls_of(case) for case in cases]
-    floors = dict(zip(("fwd", "fwd+bwd"), layer.floors(cases[0].active), strict=True))
-    for direction, floor in floors.items():
-        name = f"{layer.name}/{direction}"
+    floors = layer.floors(cases[0].active)
+    for name, direction, floor in zip(cases_of(layer), DIRECTIONS, floors, strict=True):
+        if name not in names:
+            continue
         if not good:
             row = failed(name)
             yield row, line(row, gigabytes=0)
@@ -272,13 +285,30 @@ def measure(layer: Layer, built: Built) -> Iterator[tuple[Row, str]]:
         yield row, line(row, gigabytes=weights / 1e9) + memory
 
 
+def file_layers(commit: str) -> list[Layer]:
+    """What the file holds: the listed layers and 20 random ones."""
+    return [*listed(), *random_layers(int(commit[:8], 16))]
+
+
+def compile_jobs(built: Built, measured: Collection[str] = ()) -> list[Callable[[], object]]:
+    """A call per layer that is not measured yet, for `compile_ahead`."""
+
+    def job(layer: Layer) -> None:
+        for calls in calls_of(LayerCase(layer, built, 0)).values():
+            calls["ours"]()
+
+    layers = file_layers(built.commit)
+    return [functools.partial(job, one) for one in layers if {*cases_of(one)} - {*measured}]
+
+
 def rows(
     built: Built,
+    progress: Progress,
     models: Sequence[str] = (),
     ranks: Sequence[int] = (16,),
     tokens: int = 2048,
 ) -> Iterator[tuple[Row, str]]:
-    """The listed layers and 20 random ones; or the models, ranks and tokens that were asked for."""
+    """The file's layers; or the models, ranks and tokens that were asked for."""
     import torch
 
     from . import moe_projections
@@ -286,15 +316,20 @@ def rows(
     print(built.package.explain("grouped_lora_linear", device="cuda"))
     layers = [of_model(model, tokens, rank) for model in models for rank in ranks]
     if not layers:
-        layers = [*listed(), *random_layers(int(built.commit[:8], 16))]
+        layers = file_layers(built.commit)
+        start = time.perf_counter()
+        count = compile_ahead.run("moe_lora", built, progress.measured)
+        print(f"[{time.perf_counter() - start:.0f} s] compiled by {count} processes", flush=True)
     for layer in layers:
+        names = progress.begin(*cases_of(layer))
+        if not names:
+            continue
         if models and layer.rank > 0:
             print(*moe_projections.lines(layer, built), sep="\n", flush=True)
-        yield from measure(layer, built)
+        yield from measure(layer, names, built)
         torch.cuda.empty_cache()
 
 
 def random_cases(commit: str) -> set[str]:
     """Names of the rows that were drawn, not listed."""
-    drawn = random_layers(int(commit[:8], 16))
-    return {f"{layer.name}/{direction}" for layer in drawn for direction in ("fwd", "fwd+bwd")}
+    return {case for layer in random_layers(int(commit[:8], 16)) for case in cases_of(layer)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from . import compile_ahead, nf4_traffic
@@ -20,6 +20,7 @@ from .moe_problems import MODELS, Layer, random_layers
 from .nf4_goals import COPY, COPY_FEW, Goal, judged, layer_goals, said
 from .package import Built
 from .package import module as package_module
+from .progress import Progress
 from .report import Measured, Row, failed, floor_ms, line, passed
 from .timer import BURSTS, FEW_BURSTS, CudaStopwatch, cold_sets, times
 
@@ -341,7 +342,12 @@ def problems(commit: str) -> Iterator[tuple[Layer, tuple[str, ...], tuple[str, .
         yield layer, *RANDOM
 
 
-def compile_jobs(built: Built) -> list[Callable[[], object]]:
+def cases_of(layer: Layer, directions: Sequence[str]) -> dict[str, str]:
+    """Names of a layer's rows -> directions."""
+    return {f"{layer.name}/{direction}": direction for direction in directions}
+
+
+def compile_jobs(built: Built, measured: Collection[str] = ()) -> list[Callable[[], object]]:
     """A call per layer and strategy, and per layer in bfloat16 beside it, for `compile_ahead`."""
 
     def job(layer: Layer, direction: str, strategy: str) -> None:
@@ -354,6 +360,8 @@ def compile_jobs(built: Built) -> list[Callable[[], object]]:
 
     jobs = []
     for layer, directions, others in problems(built.commit):
+        if not cases_of(layer, directions).keys() - {*measured}:
+            continue
         direction = directions[-1]
         beside = ("bf16",) if "of_bf16" in layer_goals(layer, direction) else ()
         for strategy in ("auto", *others, *beside):
@@ -361,7 +369,17 @@ def compile_jobs(built: Built) -> list[Callable[[], object]]:
     return jobs
 
 
-def rows(built: Built) -> Iterator[tuple[Row, str]]:
+def counts_traffic(built: Built, measured: Collection[str]) -> bool:
+    """Whether a row that is not measured yet has a goal for its DRAM bytes."""
+    return any(
+        "of_least_traffic" in layer_goals(layer, direction)
+        for layer, directions, _ in problems(built.commit)
+        for case, direction in cases_of(layer, directions).items()
+        if case not in measured
+    )
+
+
+def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
     """Every row, with the seconds since the start: two minutes on an H200, a third to compile."""
     start = time.perf_counter()
 
@@ -369,30 +387,35 @@ def rows(built: Built) -> Iterator[tuple[Row, str]]:
         return f"[{time.perf_counter() - start:.0f} s]"
 
     print(f"{stamp()} compiling", flush=True)
-    count = compile_ahead.run("nf4")
+    count = compile_ahead.run("nf4", built, progress.measured)
     print(f"{stamp()} compiled by {count} processes; counting DRAM bytes", flush=True)
-    traffic = nf4_traffic.measured()
+    traffic = nf4_traffic.measured() if counts_traffic(built, progress.measured) else {}
     print(f"{stamp()} {traffic}", flush=True)
-    for row, printed in every_row(built, traffic):
+    for row, printed in every_row(built, progress, traffic):
         yield row, f"{printed}  {stamp()}"
 
 
-def every_row(built: Built, traffic: dict[str, float | str]) -> Iterator[tuple[Row, str]]:
+def every_row(
+    built: Built, progress: Progress, traffic: dict[str, float | str]
+) -> Iterator[tuple[Row, str]]:
     """Decoding alone, the layers, and the model in host memory; none is missing, whatever fails."""
     from .nf4_offload import MODEL, offload_row
 
     stacks = [(f"dequant/{model}", sizes, sizes[0]) for model, sizes in MODELS.items()]
     stacks.append(("dequant/8of256", MODELS["Qwen3.5-35B-A3B"], 8))
     for stack in stacks:
-        yield from guarded(lambda stack=stack: iter([dequant_row(*stack, built)]), stack[:1])
+        if names := progress.begin(stack[0]):
+            yield from guarded(lambda stack=stack: iter([dequant_row(*stack, built)]), names)
     for layer, directions, others in problems(built.commit):
-        names = [f"{layer.name}/{direction}" for direction in directions]
-        arguments = (layer, built, directions, others, traffic)
-        yield from guarded(lambda arguments=arguments: layer_rows(*arguments), names)
-    yield from guarded(lambda: iter([offload_row(built)]), [f"offload/{MODEL}"])
+        cases = cases_of(layer, directions)
+        if names := progress.begin(*cases):
+            arguments = (layer, built, tuple(map(cases.get, names)), others, traffic)
+            yield from guarded(lambda arguments=arguments: layer_rows(*arguments), names)
+    if names := progress.begin(f"offload/{MODEL}"):
+        yield from guarded(lambda: iter([offload_row(built)]), names)
 
 
 def random_cases(commit: str) -> set[str]:
     """Names of the rows that were drawn, not listed."""
     drawn = random_layers(int(commit[:8], 16))
-    return {f"{layer.name}/{direction}" for layer in drawn for direction in RANDOM[0]}
+    return {case for layer in drawn for case in cases_of(layer, RANDOM[0])}

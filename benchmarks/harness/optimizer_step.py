@@ -15,6 +15,7 @@ from .memory_bound import added_mb
 from .moe_lora import Stopwatch
 from .orthogonalize import EXACT_LOWER, EXACT_STEPS
 from .package import Built
+from .progress import Progress
 from .report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, line, passed
 from .timer import LEAST_SETS, Times, times
 
@@ -245,11 +246,16 @@ def mesh_of_one(device: str = "cuda"):
         distributed.destroy_process_group()
 
 
+def sharded_case(model: Model) -> str:
+    """Name of the row of a model over DTensors."""
+    return f"{model.case}/fsdp2"
+
+
 def measure_shards(model: Model, built: Built, device: str = "cuda") -> tuple[Row, str]:
     """A step over DTensors of a mesh of one GPU beside the same over plain parameters."""
     import torch
 
-    name = f"{model.case}/fsdp2"
+    name = sharded_case(model)
     with mesh_of_one(device) as mesh:
         plain = StepCase(model, built, device)
         sharded = StepCase(model, built, device, mesh)
@@ -278,16 +284,18 @@ def measure_shards(model: Model, built: Built, device: str = "cuda") -> tuple[Ro
         return row, line(row, gigabytes=model.bytes_moved / 1e9)
 
 
-def rows(built: Built) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
     """Every row of the file."""
     import torch
 
     for model in LISTED:
-        yield measure(model, built)
-        torch.cuda.empty_cache()
-    for name in SHARDED:
-        yield measure_shards(Model(name), built)
-        torch.cuda.empty_cache()
+        if progress.begin(model.case):
+            yield measure(model, built)
+            torch.cuda.empty_cache()
+    for model in map(Model, SHARDED):
+        if progress.begin(sharded_case(model)):
+            yield measure_shards(model, built)
+            torch.cuda.empty_cache()
 
 
 def random_cases(commit: str) -> set[str]:

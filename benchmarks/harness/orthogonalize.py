@@ -16,6 +16,7 @@ from typing import Any
 
 from .package import Built
 from .package import module as package_module
+from .progress import Progress
 from .report import Measured, Row, failed, floor_ms, geomean, passed
 from .timer import Times, cold_sets, times
 
@@ -301,7 +302,7 @@ def measure(
     return row, line(row, distance)
 
 
-def _measured(problem: Problem, built: Built, compiled: Callable) -> Iterator[tuple[Row, str]]:
+def _measured(problem: Problem, built: Built, compiled: Callable) -> tuple[Row, str]:
     import torch
 
     from . import orthogonalize_traffic
@@ -318,7 +319,7 @@ def _measured(problem: Problem, built: Built, compiled: Callable) -> Iterator[tu
     if row.ok and problem == orthogonalize_traffic.PROBLEM:
         row = dataclasses.replace(row, goals=orthogonalize_traffic.goal())
         text += f"  DRAM bytes {row.goals['of_least_traffic']['value']}"
-    yield row, text
+    return row, text
 
 
 def _compiled_anew() -> Callable:
@@ -329,19 +330,24 @@ def _compiled_anew() -> Callable:
     return torch.compile(polar_express_bf16, dynamic=False, fullgraph=True)
 
 
-def _real_rows(built: Built) -> Iterator[tuple[Row, str]]:
+def _real_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
     """Momenta of a GPT's matrices, a batch per shape, of the last steps of its training."""
     import torch
 
     from . import training, zoo
 
-    reference = package_module(built.package, "reference.orthogonalize")
     for width, (layers, shapes) in REAL.items():
+        sizes = [tuple(map(int, shape.split("x"))) for shape in shapes]
+        problems = [Problem(layers, m, n, "real") for m, n in sizes]
+        if not progress.begin(*(f"real/{problem.name}" for problem in problems)):
+            continue
+        reference = package_module(built.package, "reference.orthogonalize")
         momenta = training.momenta(built.package, width, layers)
-        for shape in shapes:
-            m, n = map(int, shape.split("x"))
-            inputs = momenta[m, n]
-            problem = Problem(len(inputs[0]), m, n, "real")
+        for problem in problems:
+            name = f"real/{problem.name}"
+            if not progress.begin(name):
+                continue
+            inputs = momenta[problem.m, problem.n]
             known = [zoo.decomposed(zoo.wide(x)) for x in inputs[0][:GATED]]
             exact = [
                 one.distance(reference.newton_schulz(one.x, COEFFICIENTS, SCALE)) for one in known
@@ -357,20 +363,22 @@ def _real_rows(built: Built) -> Iterator[tuple[Row, str]]:
 
             least = floor_ms(bytes_moved=problem.bytes_moved, flops=problem.flops)
             compiled = _compiled_anew()
-            yield measure(f"real/{problem.name}", inputs, found, least, 1.1, built, compiled)
+            yield measure(name, inputs, found, least, 1.1, built, compiled)
         del momenta
         torch.cuda.empty_cache()
 
 
-def _zoo_rows(built: Built) -> Iterator[tuple[Row, str]]:
+def _zoo_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
     """One matrix of each specimen; distances on the non-zero subspace."""
     import torch
 
     from . import zoo
 
-    reference = package_module(built.package, "reference.orthogonalize")
     before, compiled = None, polar_express_bf16
     for name, specimen in sorted(zoo.zoo(512).items(), key=lambda item: item[1].x.shape):
+        if not progress.begin(f"zoo/{name}"):
+            continue
+        reference = package_module(built.package, "reference.orthogonalize")
         there = specimen.to("cuda")
         x = there.x.float().unsqueeze(0)
         problem = Problem(*x.shape, name)
@@ -388,18 +396,20 @@ def _zoo_rows(built: Built) -> Iterator[tuple[Row, str]]:
         yield measure(f"zoo/{name}", inputs, found, least, zoo.allowed(name), built, compiled)
 
 
-def rows(built: Built) -> Iterator[tuple[Row, str]]:
+def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
     """Every row of the file: a GPT's momenta, heavy tails, 20 shapes from the commit, the zoo."""
     import torch
 
-    yield from _real_rows(built)
+    yield from _real_rows(built, progress)
     before, compiled = None, polar_express_bf16
     for problem in (*listed(), *random_problems(int(built.commit[:8], 16))):
+        if not progress.begin(problem.case):
+            continue
         compiled = compiled if problem.shape == before else _compiled_anew()
         before = problem.shape
-        yield from _measured(problem, built, compiled)
+        yield _measured(problem, built, compiled)
         torch.cuda.empty_cache()
-    yield from _zoo_rows(built)
+    yield from _zoo_rows(built, progress)
 
 
 def summary(measured: Sequence[Row]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from . import elementwise, end_to_end_report, moe_lora, nf4, optimizer_step, orthogonalize
 from .distributed_step import LINK_TBPS
+from .progress import is_partial
 from .report import FLOOR_TBPS, FLOOR_TFLOPS
 from .sources import RESULTS, SOURCES, entry_of, recorded, sources_digest
 
@@ -26,8 +27,9 @@ DRAWN = {
 
 
 def result_files(root: Path) -> list[Path]:
-    """Every committed result file, sorted."""
-    return sorted((root / RESULTS).glob("*/*.json"))
+    """Every committed result file, sorted; a partial one is none."""
+    found = (root / RESULTS).glob("*/*.json")
+    return sorted(path for path in found if not is_partial(path))
 
 
 def table(root: Path) -> str:

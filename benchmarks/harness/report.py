@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -100,10 +101,25 @@ def entry(row: Row) -> dict:
 
 
 def write(path: Path, header: dict, rows: Sequence[Row | dict]) -> None:
-    """Write a result file; a dict is an entry that was read from one."""
+    """Write a result file, whole or not at all; a dict is an entry that was read from one."""
     entries = [row if isinstance(row, dict) else entry(row) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**header, "rows": entries}, indent=1) + "\n")
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps({**header, "rows": entries}, indent=1) + "\n")
+    os.replace(unfinished, path)
+
+
+def read(path: Path) -> dict | None:
+    """A result file, if there is one."""
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def difference(earlier: dict, head: dict, keys: Iterable[str]) -> str | None:
+    """The first of the keys in which a file's header is not `head`, as a sentence; None if none."""
+    for key in keys:
+        if earlier[key] != head[key]:
+            return f"the file has {key} {earlier[key]}, this is {head[key]}"
+    return None
 
 
 def _rounded(value: object) -> object:

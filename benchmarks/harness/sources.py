@@ -60,6 +60,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "torch-ext/optimizer/moe/experts.py",
         "torch-ext/optimizer/moe/gated_linear.py",
         "torch-ext/optimizer/moe/grouped_linear.py",
+        "torch-ext/optimizer/moe/lora.py",
         "torch-ext/optimizer/moe/sort.py",
     ),
     "nf4": (

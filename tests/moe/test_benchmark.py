@@ -36,6 +36,18 @@ def test_ours_and_the_baseline_compute_the_same_layer(harness, opt, tiny, change
     assert good and 0 < ours < 0.02 and 0 < baseline < 0.02
 
 
+def test_ours_gets_the_matrices_that_experts_hands_on(harness, opt, tiny):
+    """Views of them would cost the host time that no user spends."""
+    case = harness.moe_lora.LayerCase(tiny, SimpleNamespace(package=opt), 0, device="cpu")
+    experts = opt.moe.Experts(tiny.experts, tiny.hidden, tiny.intermediate)
+    experts.add_adapter("default", r=tiny.rank, alpha=2 * tiny.rank)
+    timed, given = case._lora(), experts.expert_lora.factors()
+    assert timed.gate_up.matrices == tuple(case.peft[:2])
+    for mine, users in ((timed.gate_up, given.gate_up), (timed.down, given.down)):
+        assert type(mine) is type(users)
+        assert [m.shape for m in mine.matrices] == [m.shape for m in users.matrices]
+
+
 def test_the_gate_finds_a_wrong_gradient(harness, opt, tiny):
     case = harness.moe_lora.LayerCase(tiny, SimpleNamespace(package=opt), 0, device="cpu")
     right = case.ours

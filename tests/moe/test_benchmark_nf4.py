@@ -17,7 +17,8 @@ from ..static.project import ROOT
 @pytest.fixture(scope="module")
 def harness():
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("nf4", "nf4_goals", "nf4_offload", "nf4_traffic", "moe_problems", "report", "timer")
+    names = ("nf4", "nf4_goals", "nf4_offload", "nf4_traffic", "moe_problems", "progress", "report")
+    names += ("timer",)
     yield SimpleNamespace(**{name: importlib.import_module(f"harness.{name}") for name in names})
     sys.path.remove(str(ROOT / "benchmarks"))
 
@@ -207,12 +208,13 @@ def test_every_case_has_a_row_though_all_fail(harness, monkeypatch, capsys):
     def broken(*_, **__):
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(nf4.compile_ahead, "run", lambda entry: 14)
+    monkeypatch.setattr(nf4.compile_ahead, "run", lambda *_: 14)
     monkeypatch.setattr(nf4.nf4_traffic, "measured", dict)
     for where, name in ((nf4, "layer_rows"), (nf4, "dequant_row"), (harness.nf4_offload, "build")):
         monkeypatch.setattr(where, name, broken)
     monkeypatch.setattr(torch.cuda, "empty_cache", broken)
-    found = list(nf4.rows(SimpleNamespace(commit=commit, package=None)))
+    built = SimpleNamespace(commit=commit, package=None)
+    found = list(nf4.rows(built, harness.progress.Progress()))
     assert not any(row.ok for row, _ in found)
     expected = [f"{p[0].name}/{d}" for p in nf4.problems(commit) for d in p[1]]
     assert [row.case for row, _ in found][5:-1] == expected

@@ -18,13 +18,15 @@ LISTS = ("curve", "held_out", "seeds", "sweep")  # of trainings
 SPEEDUP = ("speedup", "baseline_wall_ms", "wall_ms")
 SHARE = ("fraction_of_floor", "floor_ms", "ms")
 ROUNDING = 0.01  # the ratios are stored rounded
-QUOTE = re.compile(r"benchmarks/results/([\w-]+)/([\w-]+)\.(?:json|csv|svg|png|md)\b")
+QUOTE = re.compile(r"benchmarks/results/([\w-]+)/([\w.-]+)\.(?:json|csv|svg|png|md)\b")
 
 
 def result_findings(name: str, result: object) -> list[str]:
     """Faults of one result file, each beginning with its name."""
     if not isinstance(result, dict):
         return [f"{name}: must be a JSON object"]
+    if "partial" in result:
+        return [f"{name}: is not complete; the command that wrote it goes on with it"]
     findings = [
         f"{name}: {key} must be text"
         for key in TEXTS

@@ -1,0 +1,242 @@
+"""A measurement that is cut off goes on behind its finished rows. No GPU, no build."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from .static.project import ROOT
+
+COMMIT = "0123456789" * 4
+CASES = [f"toy/{number}" for number in range(5)]
+HEAD = {
+    "gpu": "NVIDIA H200",
+    "driver": "580.1",
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "commit": COMMIT,
+    "sources": "ab" * 32,
+    "ceilings": {"bf16_tflops": 770.0, "fp16_tflops": 760.0, "copy_tbps": 4.25},
+}
+
+
+@pytest.fixture(scope="module")
+def harness() -> Iterator[SimpleNamespace]:
+    """The modules of benchmarks/harness, imported as run.py imports them."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    names = ("compile_ahead", "elementwise", "end_to_end", "moe_lora", "nf4", "nf4_traffic")
+    names += ("optimizer_step", "orthogonalize", "package", "plots", "progress", "report", "timer")
+    names += ("zoo",)
+    yield SimpleNamespace(
+        run=importlib.import_module("run"),
+        **{name: importlib.import_module(f"harness.{name}") for name in names},
+    )
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+class Toy:
+    """An entry of run.py that measures nothing, and the machine that it runs on."""
+
+    def __init__(self, harness, monkeypatch, out: Path) -> None:
+        self.harness, self.out = harness, out
+        self.head, self.measured = dict(HEAD), []
+        self.before: Callable[[str], object] = lambda case: None
+        entry = ModuleType("harness.toy")
+        entry.rows = self.rows
+        monkeypatch.setitem(sys.modules, entry.__name__, entry)
+        monkeypatch.setitem(harness.run.ENTRIES, "toy", entry.__name__)
+        monkeypatch.setattr(harness.run, "header", lambda *_, **__: self.head)
+        built = harness.package.Built(ModuleType("package"), COMMIT, clean=True)
+        monkeypatch.setattr(harness.package, "load", lambda root: built)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda device: HEAD["gpu"])
+
+    def rows(self, built, progress):
+        """Each case has a row of what a user gets, and one of another variant."""
+        times = self.harness.timer.Times(1.0, 1.5, 0.5)
+        measured = self.harness.report.Measured(times, 0.5, "peer", times, 0.0, 0.0, 1.0)
+        for case in CASES:
+            if progress.begin(case):
+                self.before(case)
+                self.measured.append(case)
+                for variant in ("auto", "other"):
+                    yield self.harness.report.passed(case, measured, variant), case
+
+    def __call__(self, *arguments: str) -> int:
+        """A new command; `measured` holds its cases."""
+        self.measured = []
+        return self.harness.run.main(["toy", "--out", str(self.out), *arguments])
+
+    def cut_off(self, case: str) -> None:
+        """A command that ends within a case."""
+
+        def ends(now: str) -> None:
+            if now == case:
+                raise KeyboardInterrupt
+
+        self.before = ends
+        with pytest.raises(KeyboardInterrupt):
+            self()
+        self.before = lambda case: None
+
+    @property
+    def complete(self) -> Path:
+        return self.out / "h200" / "toy.json"
+
+    @property
+    def partial(self) -> Path:
+        return self.out / "h200" / "toy.partial.json"
+
+
+@pytest.fixture
+def toy(harness, monkeypatch, tmp_path) -> Toy:
+    return Toy(harness, monkeypatch, tmp_path)
+
+
+def cases_in(path: Path) -> list[str]:
+    return [row["case"] for row in json.loads(path.read_text())["rows"] if row["variant"] == "auto"]
+
+
+def test_a_run_that_is_not_cut_off_leaves_the_complete_file(toy) -> None:
+    assert toy() == 0
+    assert cases_in(toy.complete) == CASES == toy.measured
+    assert list(toy.complete.parent.iterdir()) == [toy.complete]
+
+
+def test_what_was_finished_before_a_cut_off_is_not_measured_again(toy) -> None:
+    """Twice cut off; the ceilings are those of the first rows."""
+    toy.cut_off(CASES[2])
+    assert cases_in(toy.partial) == CASES[:2] and not toy.complete.exists()
+    assert json.loads(toy.partial.read_text())["partial"] is True
+    toy.head["ceilings"] = {**HEAD["ceilings"], "copy_tbps": 4.0}
+    toy.cut_off(CASES[3])
+    assert toy.measured == [CASES[2]]
+    assert toy() == 0
+    assert toy.measured == CASES[3:] and not toy.partial.exists()
+    result = json.loads(toy.complete.read_text())
+    assert [row["case"] for row in result["rows"]] == [case for case in CASES for _ in range(2)]
+    assert {key: result[key] for key in HEAD} == HEAD and "partial" not in result
+
+
+def test_an_older_complete_file_stays_until_the_new_one_is(toy) -> None:
+    assert toy() == 0
+    before = toy.complete.read_text()
+    toy.head["driver"] = "590.1"
+    toy.cut_off(CASES[4])
+    assert toy.complete.read_text() == before
+    assert toy() == 0
+    assert json.loads(toy.complete.read_text())["driver"] == "590.1"
+
+
+def test_wrong_rows_before_a_cut_off_count(toy, harness) -> None:
+    toy.cut_off(CASES[2])
+    content = json.loads(toy.partial.read_text())
+    content["rows"][0] = harness.report.entry(harness.report.failed(CASES[0]))
+    toy.partial.write_text(json.dumps(content))
+    assert toy() == 1
+    assert toy.measured == CASES[2:]
+
+
+@pytest.mark.parametrize("key", ["gpu", "driver", "torch", "triton", "commit", "sources"])
+def test_rows_of_anything_else_are_refused(toy, key) -> None:
+    toy.cut_off(CASES[2])
+    before = toy.partial.read_text()
+    toy.head[key] = "another"
+    with pytest.raises(SystemExit) as refused:
+        toy()
+    said = f"toy.partial.json: the file has {key} {HEAD[key]}, this is another; finish it with what"
+    assert said in str(refused.value) and "or delete it to begin anew" in str(refused.value)
+    assert toy.measured == [] and toy.partial.read_text() == before
+
+
+def test_a_draft_neither_reads_nor_writes(toy) -> None:
+    toy.cut_off(CASES[2])
+    before = toy.partial.read_text()
+    toy.head["commit"] = "another"
+    assert toy("--draft") == 0
+    assert toy.measured == CASES and toy.partial.read_text() == before
+    assert not toy.complete.exists()
+
+
+def test_no_case_begins_behind_the_budget(toy, harness, monkeypatch, capsys) -> None:
+    """Each case takes 10 s; what has begun is finished, both of its rows."""
+    clock = SimpleNamespace(now=100.0)
+    for module in (harness.run, harness.progress):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def takes(case: str) -> None:
+        clock.now += 10
+
+    toy.before = takes
+    assert toy("--budget", "25") == 3
+    assert toy.measured == CASES[:3] == cases_in(toy.partial) and not toy.complete.exists()
+    said = "the time is over, 2 cases are left: the same command goes on"
+    assert said in capsys.readouterr().out
+    assert toy("--budget", "25") == 0
+    assert toy.measured == CASES[3:] and cases_in(toy.complete) == CASES
+
+
+def test_plots_read_no_partial_file(toy, harness, monkeypatch) -> None:
+    monkeypatch.setattr(harness.plots, "RESULTS", Path("results"))
+    toy.out /= "results"
+    toy.cut_off(CASES[2])
+    assert harness.plots.result_files(toy.out.parent) == []
+    assert toy() == 0
+    assert harness.plots.result_files(toy.out.parent) == [toy.complete]
+
+
+@pytest.mark.parametrize(
+    ("entry", "some", "count"),
+    [
+        ("elementwise", "adamw/65536x1280/float32", 44),
+        ("moe_lora", "Mixtral-8x7B/T8192/r16/fwd+bwd", 96),
+        ("nf4", "offload/Qwen3-30B-A3B", 42),
+        ("optimizer_step", "llama-1B/1gpu/heavy/fsdp2", 7),
+        ("orthogonalize", "real/8x8192x2048", 49),
+    ],
+)
+def test_an_entry_sets_up_nothing_for_known_cases(harness, monkeypatch, entry, some, count) -> None:
+    """Anything that it would do here for a case would fail for want of a GPU."""
+    specimen = SimpleNamespace(x=SimpleNamespace(shape=(2, 4)))
+    monkeypatch.setattr(harness.zoo, "zoo", lambda m: {"one": specimen, "other": specimen})
+    rows = getattr(harness, entry).rows
+    built = SimpleNamespace(commit=COMMIT, package=SimpleNamespace(explain=lambda *_, **__: ""))
+    with monkeypatch.context() as patched:
+        patched.setattr(harness.compile_ahead, "run", lambda *_: 0)
+        patched.setattr(harness.nf4_traffic, "measured", dict)
+        late = harness.progress.Progress(end=0.0)
+        assert list(rows(built, late)) == []
+    assert some in late.left and len(late.left) == len(set(late.left))
+    assert len(late.left) == count
+    known = harness.progress.Progress(late.left)
+    assert list(rows(built, known)) == [] == known.left
+
+
+@pytest.mark.parametrize("entry", ["moe_lora", "nf4"])
+def test_only_what_is_missing_is_compiled_ahead(harness, entry) -> None:
+    module = getattr(harness, entry)
+    built = SimpleNamespace(commit=COMMIT, package=None)
+    everything = module.compile_jobs(built)
+    random = module.random_cases(COMMIT)
+    assert len(everything) - len(module.compile_jobs(built, random)) == 20
+    assert harness.compile_ahead.jobs_of(entry, built, random)
+
+
+def test_end_to_end_names_what_is_left(harness) -> None:
+    late = harness.progress.Progress(end=0.0)
+    cases = harness.end_to_end.selected(["gpt-124M", "qwen3-moe-8l", "first_use"])
+    assert list(harness.end_to_end.rows(None, cases, late)) == []
+    assert late.left == cases
+
+
+def test_ranks_have_no_budget(harness, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        harness.run.main(["optimizer_step", "--budget", "10"])
+    assert "--budget is for one GPU" in capsys.readouterr().err
