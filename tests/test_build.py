@@ -68,7 +68,7 @@ def test_build_toml_follows_the_schema():
     hopper = [part for part in project.kernels["cuda"] if part not in generic]
     assert [(part.name, list(part.capabilities)) for part in hopper] == [
         ("newton_schulz_sm90", ["9.0a"]),
-        ("grouped_lora_sm90", ["9.0a"]),
+        ("nf4_product_sm90", ["9.0a"]),
     ]
 
 

@@ -80,4 +80,4 @@ def test_the_ledger_is_not_empty() -> None:
     """That it is right, every whole run says."""
     counts = dict(line.split() for line in GPU_TESTS.read_text().splitlines())
     assert set(counts) >= {"tests/kernels", "tests/moe", "tests/orthogonalize"}
-    assert sum(map(int, counts.values())) > 1000
+    assert sum(map(int, counts.values())) > 800

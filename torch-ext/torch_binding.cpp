@@ -40,10 +40,6 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "gram_polynomial_slice(Tensor[] pieces, Tensor(a!) out, int[] places, int[] operands, "
       "float[] coefficients, float start_norm, float prefactor, bool chain) -> ()");
   ops.def(
-      "grouped_product(Tensor x, Tensor weight, Tensor? low, Tensor? factor, Tensor? bias, "
-      "Tensor? gates, Tensor? other, Tensor slots, Tensor offsets, Tensor(a!) out, "
-      "Tensor(b!)? dots, int fan, int other_fan, bool scatter, int tile) -> ()");
-  ops.def(
       "nf4_product(Tensor x, Tensor packed, Tensor absmax, Tensor codebook, int[] stored, "
       "int blocksize, bool along, Tensor? low, Tensor? factor, Tensor? bias, Tensor? gates, "
       "Tensor slots, Tensor offsets, Tensor(a!) out, int fan, bool scatter) -> ()");
@@ -69,7 +65,6 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("matmul_add", TORCH_BOX(&optimizer::matmul_add_cuda));
   ops.impl("square_chain", TORCH_BOX(&optimizer::square_chain_cuda));
   ops.impl("gram_polynomial_slice", TORCH_BOX(&optimizer::gram_polynomial_slice_cuda));
-  ops.impl("grouped_product", TORCH_BOX(&optimizer::grouped_product_cuda));
   ops.impl("nf4_product", TORCH_BOX(&optimizer::nf4_product_cuda));
   ops.impl("nf4_dequant", TORCH_BOX(&optimizer::nf4_dequant_cuda));
   ops.impl("nf4_quantize", TORCH_BOX(&optimizer::nf4_quantize_cuda));

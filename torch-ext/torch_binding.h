@@ -83,13 +83,6 @@ void gram_polynomial_slice_cuda(const TensorVector& pieces, const Tensor& out,
                                 const std::vector<double>& coefficients, double start_norm,
                                 double prefactor, bool chain);
 
-void grouped_product_cuda(const Tensor& x, const Tensor& weight, std::optional<Tensor> low,
-                          std::optional<Tensor> factor, std::optional<Tensor> bias,
-                          std::optional<Tensor> gates, std::optional<Tensor> other,
-                          const Tensor& slots, const Tensor& offsets, const Tensor& out,
-                          std::optional<Tensor> dots, int64_t fan, int64_t other_fan, bool scatter,
-                          int64_t tile);
-
 void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absmax,
                       const Tensor& codebook, IntHeaderOnlyArrayRef stored, int64_t blocksize,
                       bool along, std::optional<Tensor> low, std::optional<Tensor> factor,

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "common/stable.h"
-#include "grouped_lora/nf4_product.h"
+#include "nf4_product/nf4_product.h"
 
 namespace optimizer::launch_plan {
 

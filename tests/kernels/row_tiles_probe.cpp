@@ -1,10 +1,10 @@
-// The tile arithmetic of the grouped product for test_grouped_product.py, compiled for the host.
+// The tile arithmetic of nf4_product for test_row_tiles.py, compiled for the host.
 
 #include <vector>
 
-#include "grouped_lora/row_tiles.h"
+#include "nf4_product/row_tiles.h"
 
-using namespace optimizer::grouped_lora;
+using namespace optimizer::nf4_product;
 
 extern "C" {
 

@@ -19,7 +19,7 @@ import sys
 import torch
 
 from .._compare import assert_same_bits
-from . import test_grouped_product_gpu, test_nf4_product_gpu
+from . import test_nf4_product_gpu
 from ._products import Dense, exact_dense
 from ._symmetric import DTYPES as SYMMETRIC_DTYPES
 from ._symmetric import Problem, exact, laid_out
@@ -167,38 +167,32 @@ def chain() -> None:
 
 
 def experts() -> None:
-    """The compiled products of experts: 16-bit weights by both tiles, and 4-bit ones."""
+    """The compiled product over 4-bit experts."""
     print(f"{expert_products(loaded())} cases, all right")
 
 
 def expert_products(opt) -> int:
-    """grouped_product and nf4_product: every epilogue at odd sizes; the number of cases."""
+    """nf4_product: every epilogue at odd sizes; the number of cases."""
     device, count = torch.device("cuda"), 0
     if torch.cuda.get_device_capability(device) != (9, 0):
         return count
-    dense, packed, reference = (
+    module, reference = (
         importlib.import_module(f"{opt.__name__}.{name}")
-        for name in ("kernels.grouped_product", "kernels.nf4_product", "reference.nf4_moe")
+        for name in ("kernels.nf4_product", "reference.nf4_moe")
     )
     counts = (0, 1, 65, 257, 0, 130)
     # The rank, the rows' gather, whether the result stays grouped, what the epilogue does beside it
     for rank, fan, grouped_out, extras in (
         (0, 0, True, {}),
-        (8, 1, False, {"gated": True, "dotted": True}),
+        (8, 1, False, {"gated": True}),
         (72, 3, False, {"bias": True, "sentinels": 7}),
     ):
-        for turned in (False, True):  # weights by columns; for NF4 the product along the rows
-            for tile in test_grouped_product_gpu.TILES:
-                problem = test_grouped_product_gpu.Problem(
-                    counts, 72, 136, rank, fan, grouped_out, turned, **extras
-                )
-                test_grouped_product_gpu.check(dense, device, problem, tile)
-            packed_extras = {name: value for name, value in extras.items() if name != "dotted"}
+        for along in (False, True):
             problem = test_nf4_product_gpu.Problem(
-                counts, 136, 192, turned, rank, fan, grouped_out, **packed_extras
+                counts, 136, 192, along, rank, fan, grouped_out, **extras
             )
-            test_nf4_product_gpu.check(packed, device, reference.nf4_product, problem)
-            count += 1 + len(test_grouped_product_gpu.TILES)
+            test_nf4_product_gpu.check(module, device, reference.nf4_product, problem)
+            count += 1
     return count
 
 

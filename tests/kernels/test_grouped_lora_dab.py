@@ -67,7 +67,7 @@ def test_what_is_not_wanted_is_empty(submodule, ops, device, path, wants):
         assert torch.equal(one, of_both) if wanted else one.numel() == 0
 
 
-@pytest.mark.parametrize("path", [*PATHS, "grouped_mm"])
+@pytest.mark.parametrize("path", PATHS)
 def test_opcheck(submodule, ops, device, path):
     _, given = arguments(submodule, device, path, torch.bfloat16)
     torch.library.opcheck(ops.grouped_lora_dab.default, given)

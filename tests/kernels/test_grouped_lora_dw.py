@@ -40,7 +40,7 @@ def test_what_is_not_wanted_is_empty(submodule, ops, device, path):
     assert dw.numel() == 0 and dbias.shape == problem["bias"].shape
 
 
-@pytest.mark.parametrize("path", [*PATHS, "grouped_mm"])
+@pytest.mark.parametrize("path", PATHS)
 def test_opcheck(submodule, ops, device, path):
     problem = operands(submodule, device, torch.bfloat16)
     torch.library.opcheck(ops.grouped_lora_dw.default, arguments(problem, path))

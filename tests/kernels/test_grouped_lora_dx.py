@@ -55,7 +55,7 @@ def test_without_dx_the_rest_is_the_same(submodule, ops, device, path):
     assert torch.equal(yb, again) and torch.equal(dgates, gates_again)
 
 
-@pytest.mark.parametrize("path", [*PATHS, "grouped_mm"])
+@pytest.mark.parametrize("path", PATHS)
 def test_opcheck(submodule, ops, device, path):
     problem = operands(submodule, device, torch.bfloat16)
     torch.library.opcheck(ops.grouped_lora_dx.default, arguments(problem, path))

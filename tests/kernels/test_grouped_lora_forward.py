@@ -41,10 +41,21 @@ def test_results(submodule, ops, device, path, grouped_out):
     assert (y.cpu()[invalid[slots] if grouped_out else invalid] == 0).all()
 
 
-@pytest.mark.parametrize("path", [*PATHS, "grouped_mm"])
+@pytest.mark.parametrize("path", PATHS)
 def test_opcheck(submodule, ops, device, path):
     problem = operands(submodule, device, torch.bfloat16)
     torch.library.opcheck(ops.grouped_lora_forward.default, arguments(problem, path))
+
+
+@pytest.mark.parametrize("path", ["compiled", "measured"])
+def test_decoded_slices_of_4_bit_experts_take_triton(submodule, ops, device, path):
+    """Paths of the product over packed weights; decoded ones are weights like all others."""
+    problem = operands(submodule, device)
+    expected = ops.grouped_lora_forward(*arguments(problem, "triton"))
+    for one, other in zip(
+        ops.grouped_lora_forward(*arguments(problem, path)), expected, strict=True
+    ):
+        assert torch.equal(one, other)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import torch
 
 from ..conftest import ROOT
 
-SOURCES = ROOT / "kernels-src" / "grouped_lora"
+SOURCES = ROOT / "kernels-src" / "nf4_product"
 STORED = (3, 32, 128)  # (E, N, K)
 
 

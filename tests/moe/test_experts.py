@@ -47,35 +47,31 @@ def test_lora_in_the_dtype_of_the_experts(moe, device, lora_dtype):
     assert_layer_close_to_eager(moe, device, problem)
 
 
-@pytest.mark.parametrize(
-    ("backend", "problem"),
-    [
-        ("triton", LayerProblem(20, hidden=16, intermediate=12, routing="sentinels", **GPT_OSS)),
-        ("grouped_mm", LayerProblem(64, hidden=32, intermediate=24, dtype=torch.bfloat16)),
-        (
-            "grouped_mm",
-            LayerProblem(64, hidden=32, dtype=torch.bfloat16, intermediate=24, **GPT_OSS),
-        ),
-    ],
-    ids=str,
-)
-def test_paths_by_name(moe, device, backend, problem):
-    """Every stage takes the path; grouped_mm rounds the LoRA part on its own, as eager does."""
+def test_path_by_name(moe, device):
+    """Every stage takes it."""
 
     def named(layer, *inputs):
-        layer.backend = backend
+        layer.backend = "triton"
         return layer(*inputs)
 
-    factor = 2.0 if backend == "grouped_mm" else 1.5
-    assert_layer_close_to_eager(moe, device, problem, factor, call=named)
+    problem = LayerProblem(20, hidden=16, intermediate=12, routing="sentinels", **GPT_OSS)
+    assert_layer_close_to_eager(moe, device, problem, call=named)
 
 
-def test_unknown_path(moe, device):
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        ("cutlass", "backend must be one of"),
+        ("grouped_mm", 'takes no LoRA; use "auto"'),
+        ("compiled", "is for 4-bit experts|needs a device of capability 9.0"),
+    ],
+)
+def test_what_is_no_path_of_dense_experts(moe, device, backend, reason):
     problem = LayerProblem()
     layer = problem.module(moe, device)
-    layer.backend = "cutlass"
+    layer.backend = backend
     x, gates, _ = problem.inputs(device)
-    with pytest.raises(ValueError, match="backend must be one of"):
+    with pytest.raises(ValueError, match=reason):
         layer(x, problem.ids(device), gates)
 
 

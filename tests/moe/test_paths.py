@@ -1,8 +1,9 @@
-"""Every path of the products on the same problems: Triton (interpreted on a CPU) and grouped_mm."""
+"""Paths of the products by name: Triton (interpreted on a CPU), and what is refused."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -35,27 +36,21 @@ def test_triton(run, device, problem, dtype):
     assert_close_to_eager(problem, run, device, "triton", factor=3.5 if truncates else 1.5)
 
 
-ALIGNED = (
-    Problem(33, rank=4, bias=True, peft=True),
-    Problem(29, gates=True, bias=True, grouped_in=True, routing="sentinels", rank=5),
-    Problem(21, rank=None, grouped_out=True, routing="one"),
-    Problem(0, gates=True),
-)
-
-
-@pytest.mark.parametrize("problem", ALIGNED, ids=str)
-def test_grouped_mm(run, device, problem):
-    """bfloat16, the dtype that grouped_mm takes on CUDA; any rank (4 raises in torch itself)."""
-    problem = dataclasses.replace(problem, dtype=torch.bfloat16)
-    assert_close_to_eager(problem, run, device, "grouped_mm", factor=2.0)
-
-
-def test_what_grouped_mm_cannot_take_is_refused(run, device):
-    for problem in (
-        Problem(4, k=20, dtype=torch.bfloat16),
-        Problem(4, n=12, dtype=torch.bfloat16),
-        Problem(4, dtype=torch.float64, lora_dtype=torch.float64),
-    ):
-        leaves, ids = problem.inputs(device), problem.ids(device)
-        with pytest.raises(ValueError, match="grouped_mm"):
-            run(problem, leaves, ids, None, "grouped_mm")
+def test_the_compiled_path_is_for_4_bit_experts(moe, opt, submodule, monkeypatch, device):
+    """On any device: over dense weights the error names what to use instead."""
+    problem = Problem(4)
+    leaves, order = problem.inputs(device), moe.expert_sort(problem.ids(device), problem.experts)
+    said = r'is for 4-bit experts: .* use "auto" or "triton"'
+    with pytest.raises(ValueError, match=said):
+        moe.grouped_lora_linear(leaves["x"], leaves["weight"], order, backend="compiled")
+    with pytest.raises(ValueError, match=said):
+        opt.explain("grouped_lora_linear", device=device, backend="compiled")
+    paths = submodule("kernels._moe_paths")
+    pick = functools.partial(paths.pick.__wrapped__, device, torch.bfloat16, "compiled")
+    monkeypatch.setattr(paths, "_is_hopper", lambda _: False)
+    with pytest.raises(ValueError, match=r"needs a device of capability 9\.0 and Triton"):
+        pick()
+    monkeypatch.setattr(paths, "_is_hopper", lambda _: True)
+    assert pick().name == "compiled"
+    with pytest.raises(ValueError, match=said):
+        pick(dense=True)

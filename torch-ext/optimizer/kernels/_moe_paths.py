@@ -1,11 +1,12 @@
 """What the mixture-of-experts ops share: which path serves a call, and checks of their tensors.
 
-path       | what                                  | taken by "auto"
-compiled   | kernels/grouped_product.py; for the   | capability 9.0 and half precision, by name;
-           | rest of the layer what triton takes   | by "auto" once MEASURED_COMPILED
-triton     | kernels/<op>_triton.py                | CUDA and ROCm with Triton
-grouped_mm | torch.nn.functional.grouped_mm        | never; by name
-reference  | reference/moe.py, expert after expert | everything else, and float64
+path      | what                                  | taken by "auto"
+triton    | kernels/<op>_triton.py                | CUDA and ROCm with Triton
+measured  | as triton; products over 4-bit        | over 4-bit experts instead of triton
+          | experts by CUDA where that is faster  |
+compiled  | as triton; products over 4-bit        | never; by name, on capability 9.0
+          | experts by CUDA where it can          |
+reference | reference/moe.py, expert after expert | everything else, and float64
 """
 
 from __future__ import annotations
@@ -21,14 +22,11 @@ from torch.autograd import forward_ad
 
 _logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "compiled", "triton", "grouped_mm", "reference")
-# Whether benchmarks/results shows the compiled product ahead, so that "auto" may take it.
-MEASURED_COMPILED = False
+BACKENDS = ("auto", "compiled", "triton", "reference")
 # Of "auto" over 4-bit weights: what the times say is faster for a product, CUDA's or Triton's.
 MEASURED = "measured"
-# Paths of the ops whose only kernels are Triton's; the others differ in the grouped product alone.
+# Paths that differ in the product over 4-bit experts alone; the other ops have Triton's kernels.
 TRITON_PATHS = ("triton", "compiled", MEASURED)
-HALF_PRECISION = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -51,10 +49,25 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 @functools.cache
-def pick(device: torch.device, dtype: torch.dtype, backend: str = "auto") -> Path:
-    """The path of the mixture-of-experts ops for tensors of a dtype on a device."""
+def pick(
+    device: torch.device, dtype: torch.dtype, backend: str = "auto", *, dense: bool = False
+) -> Path:
+    """The path of the mixture-of-experts ops for tensors of a dtype on a device.
+
+    With `dense` the weights are known to be of that dtype, which no compiled product takes.
+    """
+    if backend == "grouped_mm":
+        raise ValueError(
+            'backend="grouped_mm" is none of ours, as torch.nn.functional.grouped_mm takes no '
+            'LoRA; use "auto"'
+        )
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    if backend == "compiled" and dense:
+        raise ValueError(
+            'backend="compiled" is for 4-bit experts: products with dense weights are Triton\'s; '
+            'use "auto" or "triton"'
+        )
     if backend == "compiled" and not _is_hopper(device):
         raise ValueError(
             f'backend="compiled" needs a device of capability 9.0 and Triton, got {device}; '
@@ -66,8 +79,6 @@ def pick(device: torch.device, dtype: torch.dtype, backend: str = "auto") -> Pat
         return Path("reference", "shapes only")
     if dtype == torch.float64:
         return Path("reference", "float64 is computed by torch, expert after expert")
-    if MEASURED_COMPILED and dtype in HALF_PRECISION and _is_hopper(device):
-        return Path("compiled", "TMA and wgmma where strides allow, else Triton")
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         return Path("triton", f"Triton on {torch.cuda.get_device_name(device)}")
     return Path("reference", f"torch, expert after expert; no kernel for {device.type} tensors")
@@ -79,9 +90,11 @@ def _say_once(op: str, reason: str) -> None:
 
 
 @torch.compiler.assume_constant_result
-def pick_name(op: str, device: torch.device, dtype: torch.dtype, backend: str) -> str:
+def pick_name(
+    op: str, device: torch.device, dtype: torch.dtype, backend: str, *, dense: bool = False
+) -> str:
     """The name of the path; a slow one that nobody asked for is reported once."""
-    path = pick(device, dtype, backend)
+    path = pick(device, dtype, backend, dense=dense)
     if path.name == "reference" and backend == "auto":
         _say_once(op, path.reason)
     return path.name
@@ -102,7 +115,7 @@ def gradient_like(parameter: Tensor, wanted: bool) -> Tensor:
 def explain(
     device: torch.device | str, dtype: torch.dtype = torch.bfloat16, backend: str = "auto"
 ) -> str:
-    """Say which implementation the mixture-of-experts ops take, and why.
+    """Say which implementation the mixture-of-experts ops take over dense weights, and why.
 
     Args:
         device: device of the tensors.
@@ -110,12 +123,12 @@ def explain(
         backend: as in `grouped_lora_linear`.
 
     Returns:
-        One line, "<compiled | triton | grouped_mm | reference>: <reason>".
+        One line, "<triton | reference>: <reason>". Of 4-bit weights speaks `explain_quantized`.
 
     Raises:
-        ValueError: unknown backend.
+        ValueError: unknown backend, or "compiled".
     """
-    path = pick(torch.device(device), dtype, backend)
+    path = pick(torch.device(device), dtype, backend, dense=True)
     return f"{path.name}: {path.reason}"
 
 

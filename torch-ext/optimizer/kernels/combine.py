@@ -55,8 +55,6 @@ def combine_rows(
     y: Tensor, gates: Tensor | None, rows: Tensor, offsets: Tensor, top_k: int, path: str
 ) -> Tensor:
     """The op of `combine` on a path, for arguments that were checked."""
-    if path == "grouped_mm":
-        path = "triton" if y.is_cuda else "reference"
     return ops.combine(y, gates, rows, offsets, top_k, path)
 
 

@@ -107,6 +107,4 @@ def expert_sort(
     elif tile_rows < 16 or tile_rows & (tile_rows - 1):
         raise ValueError(f"tile_rows must be a power of two from 16, got {tile_rows}")
     path = pick_name("expert_sort", expert_ids.device, torch.float32, backend)
-    if path == "grouped_mm":
-        path = "triton" if expert_ids.is_cuda else "reference"
     return ops.expert_sort(expert_ids, num_experts, tile_rows, path)

@@ -104,6 +104,4 @@ def glu(
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
     refuse_forward_mode("glu", gate_up)
     path = pick_name("glu", gate_up.device, gate_up.dtype, backend)
-    if path == "grouped_mm":
-        path = "triton" if gate_up.is_cuda else "reference"
     return ops.glu(gate_up, activation, interleaved, path)

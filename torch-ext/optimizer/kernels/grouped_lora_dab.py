@@ -5,10 +5,9 @@ already scaled. The gate is put on the r-wide side, so that no scaled copy of dy
 program owns its part of the result and sums in float32: no atomics, exact zeros for experts
 without rows. Results have the strides of the parameters, PEFT's layout included.
 
-path       | source                     | taken
-triton     | grouped_lora_dab_triton.py | CUDA and ROCm
-grouped_mm | _grouped_mm.py             | by name
-reference  | reference/moe.py           | everything else
+path      | source                     | taken
+triton    | grouped_lora_dab_triton.py | CUDA and ROCm
+reference | reference/moe.py           | everything else
 """
 
 from __future__ import annotations
@@ -45,10 +44,6 @@ def _dab(  # noqa: PLR0913
 
         with on_device_of(x):
             return grouped_lora_dab_triton(*arguments)
-    if path == "grouped_mm":
-        from . import _grouped_mm
-
-        return _grouped_mm.dab(*arguments)
     return reference.grouped_lora_dab(*arguments)
 
 
@@ -94,7 +89,7 @@ def grouped_lora_dab(  # noqa: PLR0913
         dy_fan: The same for dy.
         wants_a: Whether da is needed.
         wants_b: Whether db is needed.
-        path: "compiled", "triton", "grouped_mm" or "reference".
+        path: "triton" or "reference"; over 4-bit weights also "compiled" or "measured".
 
     Returns:
         da and db; (0,) for one that is not wanted.

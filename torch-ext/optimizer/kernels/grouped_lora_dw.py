@@ -3,10 +3,9 @@
 dw = x^T (g dy) and dbias = sum g dy over the rows of every expert, in float32 and without atomics;
 exact zeros for experts without rows. A frozen weight never gets here: it costs no buffer.
 
-path       | source                    | taken
-triton     | grouped_lora_dw_triton.py | CUDA and ROCm (not measured yet)
-grouped_mm | _grouped_mm.py            | by name
-reference  | reference/moe.py          | everything else
+path      | source                    | taken
+triton    | grouped_lora_dw_triton.py | CUDA and ROCm (not measured yet)
+reference | reference/moe.py          | everything else
 """
 
 from __future__ import annotations
@@ -42,10 +41,6 @@ def _dw(
 
         with on_device_of(x):
             return grouped_lora_dw_triton(*arguments)
-    if path == "grouped_mm":
-        from . import _grouped_mm
-
-        return _grouped_mm.dw(*arguments)
     return reference.grouped_lora_dw(*arguments)
 
 
@@ -90,7 +85,7 @@ def grouped_lora_dw(
         dy_fan: The same for dy.
         wants_weight: Whether dw is needed.
         wants_bias: Whether dbias is needed.
-        path: "compiled", "triton", "grouped_mm" or "reference".
+        path: "triton" or "reference"; over 4-bit weights also "compiled" or "measured".
 
     Returns:
         dw and dbias; (0,) for one that is not wanted.

@@ -5,11 +5,9 @@ A reads it again. It is the forward product with W, A and B read transposed. The
 is <dy W_eff^T, x> + <dy, b_e>, taken from dx before the gate scales it, so that nothing of the
 forward result is stored (W_eff = W + s A^T B^T is linear).
 
-path       | source                    | taken
-compiled   | grouped_product.py        | capability 9.0, half precision; by name
-triton     | grouped_lora_dx_triton.py | CUDA and ROCm
-grouped_mm | _grouped_mm.py            | by name
-reference  | reference/moe.py          | everything else
+path      | source                    | taken
+triton    | grouped_lora_dx_triton.py | CUDA and ROCm
+reference | reference/moe.py          | everything else
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from torch.library import custom_op
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
 from ._moe_paths import TRITON_PATHS, on_device_of
-from .grouped_product import product_of
 
 
 @custom_op(add_op_namespace_prefix("grouped_lora_dx"), mutates_args=())
@@ -50,12 +47,7 @@ def _dx(  # noqa: PLR0913
         from .grouped_lora_dx_triton import grouped_lora_dx_triton
 
         with on_device_of(dy):
-            product = product_of(path, offsets)
-            return grouped_lora_dx_triton(*operands, tiles, tile_rows, *layout, product)
-    if path == "grouped_mm":
-        from . import _grouped_mm
-
-        return _grouped_mm.dx(*operands, offsets, *layout)
+            return grouped_lora_dx_triton(*operands, tiles, tile_rows, *layout)
     return reference.grouped_lora_dx(*operands, offsets, *layout)
 
 
@@ -130,7 +122,7 @@ def grouped_lora_dx(  # noqa: PLR0913
         x_fan: The same for x.
         grouped_out: Write dx in expert order instead of slot order.
         wants_dx: Whether dx is needed; yb and dgates may be without it.
-        path: "compiled", "triton", "grouped_mm" or "reference".
+        path: "triton" or "reference"; over 4-bit weights also "compiled" or "measured".
 
     Returns:
         dx (R, K), or (0, K) unless wants_dx, zero for sentinels; yb (R, r) in expert order, scaled;

@@ -6,8 +6,6 @@ one partial sum per tile of columns, added in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -30,9 +28,8 @@ def grouped_lora_dx_triton(  # noqa: PLR0913
     x_fan: int,
     grouped_out: bool,
     wants_dx: bool,
-    product: Callable | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernels; arguments as in `kernels.grouped_lora_dx`, product of `product_of`."""
+    """Launch the kernels; arguments as in `kernels.grouped_lora_dx`."""
     rows = slots.shape[0]
     gather = {"tile_rows": tile_rows, "fan": dy_fan}
     yb = dy.new_empty((rows, 0 if lora_b is None else lora_b.shape[2]))
@@ -41,7 +38,7 @@ def grouped_lora_dx_triton(  # noqa: PLR0913
     if lora_b is not None:
         low_rank(dy, lora_b.transpose(1, 2), slots, tiles, yb, scaling=scaling, **gather)
     if wants_dx or x is not None:
-        dots = (product or grouped_product)(
+        dots = grouped_product(
             dy,
             weight.transpose(1, 2),
             yb,

@@ -4,11 +4,9 @@ Rows are gathered while they are loaded and scattered while they are stored. xa 
 computed once, rounded to x's dtype and returned: the product adds xa B_e^T in its epilogue, and
 the gradient of B reads it again. Sums are float32 (float64 for float64), rounded once.
 
-path       | source                         | taken
-compiled   | grouped_product.py, xa as triton | capability 9.0, half precision; by name
-triton     | grouped_lora_forward_triton.py | CUDA and ROCm
-grouped_mm | _grouped_mm.py                 | by name
-reference  | reference/moe.py               | everything else
+path      | source                         | taken
+triton    | grouped_lora_forward_triton.py | CUDA and ROCm
+reference | reference/moe.py               | everything else
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from torch.library import custom_op
 from .._ops import add_op_namespace_prefix, ops
 from ..reference import moe as reference
 from ._moe_paths import TRITON_PATHS, on_device_of
-from .grouped_product import product_of
 
 
 @custom_op(add_op_namespace_prefix("grouped_lora_forward"), mutates_args=())
@@ -43,14 +40,9 @@ def _forward(
         from .grouped_lora_forward_triton import grouped_lora_forward_triton
 
         with on_device_of(x):
-            product = product_of(path, offsets)
             return grouped_lora_forward_triton(
-                *operands, slots, tiles, tile_rows, scaling, fan, grouped_out, product
+                *operands, slots, tiles, tile_rows, scaling, fan, grouped_out
             )
-    if path == "grouped_mm":
-        from . import _grouped_mm
-
-        return _grouped_mm.forward(*operands, slots, offsets, scaling, fan, grouped_out)
     return reference.grouped_lora_forward(*operands, slots, offsets, scaling, fan, grouped_out)
 
 
@@ -108,7 +100,7 @@ def grouped_lora_forward(
         scaling: Factor of the LoRA product.
         fan: Where row i lies in x: 0 at i (expert order), f > 0 at slots[i] // f.
         grouped_out: Write y in expert order instead of slot order.
-        path: "compiled", "triton", "grouped_mm" or "reference".
+        path: "triton" or "reference"; over 4-bit weights also "compiled" or "measured".
 
     Returns:
         y (R, N) in x's dtype, zero for sentinels; xa (R, r) in expert order, scaled.

@@ -5,8 +5,6 @@ bfloat16, float16 and float32 (whose products are exact float32, no TF32); any s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from ._grouped_launch_triton import grouped_product, low_rank
@@ -24,15 +22,14 @@ def grouped_lora_forward_triton(
     scaling: float,
     fan: int,
     grouped_out: bool,
-    product: Callable | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernels; arguments of `kernels.grouped_lora_forward`, product of `product_of`."""
+    """Launch the kernels; arguments as in `kernels.grouped_lora_forward`."""
     rows = slots.shape[0]
     xa = x.new_empty((rows, 0 if lora_a is None else lora_a.shape[1]))
     y = x.new_empty((rows, weight.shape[2]))
     if lora_a is not None:
         low_rank(x, lora_a, slots, tiles, xa, tile_rows=tile_rows, scaling=scaling, fan=fan)
-    (product or grouped_product)(
+    grouped_product(
         x,
         weight,
         xa,

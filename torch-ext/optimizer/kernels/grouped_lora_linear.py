@@ -213,7 +213,7 @@ def grouped_lora_linear(  # noqa: PLR0913
         scaling: Factor of the LoRA product.
         grouped_in: x is in expert order.
         grouped_out: Leave the result in expert order.
-        path: "compiled", "triton", "grouped_mm" or "reference".
+        path: "triton" or "reference".
 
     Returns:
         (T, N) with gates; else (R, N) in slot order, or in expert order with `grouped_out`.

@@ -4,12 +4,12 @@ The product inside of grouped_lora_nf4_forward and grouped_lora_nf4_dx, by TMA a
 weights are wgmma's left operand in registers, up to 256 rows its right one. An element is one
 float32 sum over growing k and then over the rank, so a row's bits do not depend on the other rows.
 
-path     | op          | source                       | taken
-compiled | nf4_product | kernels-src/grouped_lora/nf4 | capability 9.0, what `refusal` allows:
-         |             |                              | bfloat16, plain absmax, blocks of 64 or more
-         |             |                              | that do not leave their row, N and the rank
-         |             |                              | multiples of 8; by name, or by `pays`
-triton   |             | _nf4_product_triton.py       | everything else
+path     | op          | source                  | taken
+compiled | nf4_product | kernels-src/nf4_product | capability 9.0, what `refusal` allows: bfloat16,
+         |             |                         | plain absmax, blocks of 64 or more that do not
+         |             |                         | leave their row, N and the rank multiples of 8;
+         |             |                         | by name, or by `pays`
+triton   |             | _nf4_product_triton.py  | everything else
 """
 
 from __future__ import annotations

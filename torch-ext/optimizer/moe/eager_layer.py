@@ -114,7 +114,7 @@ def _dense(
     if w1.ndim != 3 or w1.dtype != x.dtype or w2.dtype != x.dtype:
         return None
     strides = w1.stride() if form.transposed else w1.mT.stride()
-    path = pick(x.device, x.dtype, backend).name
+    path = pick(x.device, x.dtype, backend, dense=True).name
     if not fuses(path, strides, form.activation, True, form.interleaved):
         return None
     check_path(path, x)

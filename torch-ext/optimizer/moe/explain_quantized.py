@@ -49,7 +49,7 @@ def explain_quantized(
         rows,
         record.stored[0],
         record.strategy,
-        fusable=record.fusable and path.name != "grouped_mm",
+        fusable=record.fusable,
         fast=fast,
         compiled=path.name == "triton" and backend == "auto" and refused is None,
     )

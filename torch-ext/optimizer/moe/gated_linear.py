@@ -59,12 +59,12 @@ def gated_lora_linear(
             for one, weight in zip((first, second), quantized, strict=True)
         )
     check_rows(x, order, grouped_in=False)
-    path = pick_name("grouped_lora_linear", x.device, x.dtype, backend)
+    dense = quantized == (None, None)
+    path = pick_name("grouped_lora_linear", x.device, x.dtype, backend, dense=dense)
     kind = (layout.activation, layout.gated)
     if packed:
         fusable = fuses_nf4(path, *kind)
     else:
-        dense = quantized == (None, None)
         fusable = dense and fuses(path, first["weight"].stride(), *kind, layout.interleaved)
     if not fusable:
         return None

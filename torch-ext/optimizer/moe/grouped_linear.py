@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..kernels._autocast import autocast_dtype, cast, without_autocast
-from ..kernels._grouped_mm import problem_of as grouped_mm_refusal
 from ..kernels._moe_paths import (
     DTYPES,
     TRITON_PATHS,
@@ -66,8 +65,8 @@ def grouped_lora_linear(
         gates: (T, k) of any floating dtype; the result is combined to (T, N).
         grouped_in: x is in expert order.
         grouped_out: Leave the result in expert order.
-        backend: "auto", "compiled", "triton", "grouped_mm" or "reference"; `explain` says what
-            "auto" takes.
+        backend: "auto", "triton", "reference", or over 4-bit experts "compiled"; `explain` says
+            what "auto" takes.
 
     Returns:
         In x's dtype, or autocast's: (T, N) with gates; else (T k, N), in expert order with
@@ -87,12 +86,11 @@ def grouped_lora_linear(
         check_gates(gates, x, order)
         if grouped_out:
             raise ValueError("grouped_out=True leaves rows in expert order, but gates combine them")
-    path = pick_name("grouped_lora_linear", x.device, x.dtype, backend)
-    if path == "grouped_mm" and (reason := grouped_mm_refusal(x, weight)):
-        raise ValueError(f'backend="grouped_mm" cannot take this product: {reason}; use "auto"')
+    dense = quantized is None
+    path = pick_name("grouped_lora_linear", x.device, x.dtype, backend, dense=dense)
     check_path(path, x)
     with without_autocast(x.device):
-        if quantized is not None:
+        if not dense:
             return quantized_lora_linear(
                 x,
                 quantized,

@@ -336,7 +336,7 @@ def quantized_lora_linear(
         gates: (T, k) or None.
         x_fan: 0 or k.
         grouped_out: leave the result in expert order.
-        path: of the products: "compiled", "triton", "grouped_mm" or "reference".
+        path: of the products: "compiled", "triton" or "reference".
         by_name: whether the path was asked for; else Triton's gives way to what is faster.
         strategy: None for the weight's own; see the table above.
 

@@ -67,7 +67,7 @@ def choose_strategy(
     if wanted == "fused" and not fusable:
         raise ValueError(
             'strategy="fused" needs blocks that do not leave their row (the last stored size a '
-            'multiple of the blocksize) and backend "triton" or "reference"; use "chunked"'
+            'multiple of the blocksize); use "chunked"'
         )
     if wanted != "auto":
         return Path(wanted, "asked for by name")
@@ -106,7 +106,7 @@ def pick_strategy(
         weight: Seen as (E, K, N).
         rows: T k.
         rank: Of LoRA, or 0.
-        path: "compiled", "triton", "grouped_mm" or "reference".
+        path: "compiled", "triton" or "reference".
         by_name: Whether the path was asked for; else Triton's gives way to what is faster.
         strategy: None for the weight's own.
 
@@ -118,7 +118,7 @@ def pick_strategy(
         rows,
         weight.shape[0],
         strategy or weight.strategy,
-        fusable=weight.fusable_over(x) and path != "grouped_mm",
+        fusable=weight.fusable_over(x),
         fast=path in TRITON_PATHS and decodes_in_registers(x),
         compiled=replaceable and serves(x, weight.operands(), rank),
     ).name

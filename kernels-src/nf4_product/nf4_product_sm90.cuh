@@ -1,9 +1,9 @@
 #pragma once
 // The persistent kernel of the product over 4-bit weights. See nf4_tile_sm90.cuh for the roles.
 
-#include "grouped_lora/nf4_load_sm90.cuh"
-#include "grouped_lora/nf4_store_sm90.cuh"
-#include "grouped_lora/nf4_wgmma_sm90.cuh"
+#include "nf4_product/nf4_load_sm90.cuh"
+#include "nf4_product/nf4_store_sm90.cuh"
+#include "nf4_product/nf4_wgmma_sm90.cuh"
 
 namespace optimizer::nf4_product {
 

@@ -2,11 +2,15 @@
 // nf4_product: out[target of row] = gate (x[source of row] W_e + low[row] F_e + bias_e) for the
 // rows of every expert e, W read from 4-bit bytes. What the host checks and hands to the kernel.
 //
-// Rows are as in grouped_product.h. The stored stack is (E, N, K), two elements of K in a byte, the
-// even one in the high nibble; a block of 2^shift elements of K shares an absmax. The sum runs
-// along K (`along`; the result has N columns) or across the stored rows (it has K). What is
-// multiplied is codebook[nibble] * absmax in float32, rounded once to bfloat16: the number that
-// dequantising gives.
+// Rows come in expert order, R of them; row i belongs to the expert whose offsets enclose it, lies
+// in x at i (fan 0) or at slots[i] / fan, and goes to out at i or, scattered, at slots[i]. Every
+// element is one float32 sum over growing k and then over the rank; bias and gate are applied in
+// float32 and the result is rounded once. So a row's bits do not depend on the other rows.
+//
+// The stored stack is (E, N, K), two elements of K in a byte, the even one in the high nibble; a
+// block of 2^shift elements of K shares an absmax. The sum runs along K (`along`; the result has N
+// columns) or across the stored rows (it has K). What is multiplied is codebook[nibble] * absmax in
+// float32, rounded once to bfloat16: the number that dequantising gives.
 
 #include <cuda_runtime.h>
 

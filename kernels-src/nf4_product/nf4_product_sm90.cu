@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <optional>
 
-#include "grouped_lora/nf4_product.h"
-#include "grouped_lora/nf4_product_sm90.cuh"
 #include "newton_schulz/launch_sm90.cuh"
+#include "nf4_product/nf4_product.h"
+#include "nf4_product/nf4_product_sm90.cuh"
 
 namespace optimizer {
 namespace nf4_product {

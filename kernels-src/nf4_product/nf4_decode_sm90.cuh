@@ -7,8 +7,8 @@
 
 #include <cuda_bf16.h>
 
-#include "grouped_lora/nf4_tile_sm90.cuh"
 #include "newton_schulz/mma.cuh"
+#include "nf4_product/nf4_tile_sm90.cuh"
 
 namespace optimizer::nf4_product {
 

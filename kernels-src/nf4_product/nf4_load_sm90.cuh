@@ -1,8 +1,8 @@
 #pragma once
 // How stages are filled: packed bytes by TMA, absmax and gathered rows by asynchronous copies.
 
-#include "grouped_lora/nf4_tile_sm90.cuh"
 #include "newton_schulz/mma.cuh"
+#include "nf4_product/nf4_tile_sm90.cuh"
 
 namespace optimizer::nf4_product {
 

@@ -1,7 +1,7 @@
 #pragma once
 // From a consumer's sums to rows of the result: bias, gate, one rounding, words of two columns.
 
-#include "grouped_lora/nf4_decode_sm90.cuh"
+#include "nf4_product/nf4_decode_sm90.cuh"
 
 namespace optimizer::nf4_product {
 

@@ -18,19 +18,12 @@
 
 #include <cstdint>
 
-#include "grouped_lora/row_tiles.h"
 #include "newton_schulz/async_sm90.cuh"
 #include "newton_schulz/layout_sm90.h"
 #include "newton_schulz/schedule.h"
+#include "nf4_product/row_tiles.h"
 
 namespace optimizer::nf4_product {
-
-using grouped_lora::last_not_above;
-using grouped_lora::Place;
-using grouped_lora::place_of;
-using grouped_lora::row_range;
-using grouped_lora::row_tiles;
-using grouped_lora::RowRange;
 
 constexpr int kWarpgroup = 128;  // threads
 constexpr int kConsumers = 2;
@@ -172,8 +165,8 @@ __device__ __forceinline__ TileAt locate(const Arguments& p, const SharedMap& at
   const int before = starts[index], tiles = starts[index + 1] - before;
   const int unit = tile - before * p.column_blocks;
   // One band of row tiles needs no division of 64 bits.
-  const Place place = tiles <= grouped_lora::kBand ? Place{unit % tiles, unit / tiles}
-                                                   : place_of(unit, tiles, p.column_blocks);
+  const Place place =
+      tiles <= kBand ? Place{unit % tiles, unit / tiles} : place_of(unit, tiles, p.column_blocks);
   const RowRange range = row_range(rows, tiles, place.row_tile);
   return {expert, place.block * kColumns, first + range.first, range.count};
 }

@@ -1,5 +1,5 @@
 #pragma once
-// Which tile of the grouped product is where: arithmetic that the host and the device share.
+// Which tile of the product over experts is where: arithmetic that the host and the device share.
 //
 // An expert's rows are divided evenly among as few tiles of at most kTokens rows as hold them, so
 // nobody has to know on the host how many rows an expert has. Tiles are numbered expert after
@@ -10,7 +10,7 @@
 
 #include "common/portable.h"
 
-namespace optimizer::grouped_lora {
+namespace optimizer::nf4_product {
 
 struct RowRange {
   int first;  // of the expert's rows
@@ -56,4 +56,4 @@ OPTIMIZER_HD int last_not_above(const int* starts, int count, int value) {
   return low;
 }
 
-}  // namespace optimizer::grouped_lora
+}  // namespace optimizer::nf4_product
