@@ -48,9 +48,9 @@ DEFECTS = {
         "kernels/test_launch_plan.py::test_an_early_launch_writes_nowhere_its_predecessor_reads",
     ),
     "gradients of swapped factors are exchanged": Defect(
-        "torch-ext/optimizer/moe/eager_layer.py",
-        '        if kind == "swapped":\n            pair.reverse()\n',
-        '        if kind == "swapped":\n            pass\n',
+        "torch-ext/optimizer/moe/lora.py",
+        '    return wants[::-1] if kind == "swapped" else wants\n',
+        "    return wants\n",
         "moe/test_eager_layer.py::test_swapped_factors_want_their_own_gradients",
     ),
     "the folder is not flushed after a rename": Defect(

@@ -161,17 +161,18 @@ def command(harness, monkeypatch, tmp_path, opt):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def measured(*cases: str, stop_after: int = 9, **options) -> dict:
-        def rows(built, cases, text):
+        def rows(built, cases, progress, text):
             assert (text is None) == all(map(harness.end_to_end.is_of_experts, cases))
             for number, case in enumerate(cases):
                 if number == stop_after:
                     raise KeyboardInterrupt
+                assert progress.begin(case)
                 yield row(case, "auto", ok=number % 2 == 0), case
 
         monkeypatch.setattr(harness.end_to_end, "rows", rows)
         path = tmp_path / "h200" / "end_to_end.json"
         try:
-            options = {"draft": False} | options
+            options = {"draft": False, "end": None} | options
             measured.wrong = run.measure_cases(list(cases), tmp_path, tmp_path, **options)
         except KeyboardInterrupt:
             measured.wrong = None
