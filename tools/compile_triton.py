@@ -26,14 +26,6 @@ from triton.runtime.jit import JITFunction
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torch-ext" / "optimizer"
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-TYPES = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.uint8: "*u8",
-}
 BLOCKSIZE = 64  # of 4-bit experts
 # tokens, experts per token, experts, hidden, intermediate, rank, rows per tile
 MODELS = {
@@ -58,28 +50,6 @@ def load(name: str) -> types.ModuleType:
     return importlib.import_module(f"optimizer.{name}")
 
 
-def describe(kernel: JITFunction, arguments: tuple, options: dict) -> tuple[dict, dict, dict]:
-    """(signature, constants, attributes) as the launcher derives them from the arguments."""
-    names = [parameter.name for parameter in kernel.params]
-    values = dict(zip(names, arguments, strict=False)) | options
-    signature, constants, attributes = {}, {}, {}
-    for number, parameter in enumerate(kernel.params):
-        name, value = parameter.name, values[parameter.name]
-        free = not parameter.do_not_specialize
-        if parameter.is_constexpr or (free and isinstance(value, int) and value == 1):
-            signature[name], constants[(number,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = TYPES[value.dtype]
-            attributes[(number,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, int):
-            signature[name] = "i32" if abs(value) < 2**31 else "i64"
-            if free and value % 16 == 0:
-                attributes[(number,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32"
-    return signature, constants, attributes
-
-
 def resources(cubin: bytes) -> str:
     """Registers and stack of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -100,12 +70,12 @@ def catch(arch: int) -> None:
         own = {p.name for p in self.params}
         compiler = {name: value for name, value in options.items() if name not in own}
         mine = {name: value for name, value in options.items() if name in own}
-        signature, constants, attributes = describe(self, arguments, mine)
-        key = str((self.__name__, signature, constants, attributes, compiler))
+        found = load("kernels._triton_compile").specialization(self, arguments, mine)
+        key = str((self.__name__, found, compiler))
         if key in seen:
             return
         seen.add(key)
-        source = ASTSource(self, signature, constants, attributes)
+        source = ASTSource(self, found.signature, found.constants, found.attributes)
         made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=compiler)
         room = load("kernels._grouped_config").SHARED_MEMORY.get(f"sm{arch}", made.metadata.shared)
         if made.metadata.shared > room:

@@ -15,7 +15,7 @@ from typing import Any
 
 from . import compile_ahead
 from .moe_problems import MODELS, Layer, listed, of_model, random_layers
-from .package import Built
+from .package import Built, settle
 from .package import module as package_module
 from .progress import Progress
 from .report import Measured, Row, failed, line, passed
@@ -245,6 +245,7 @@ def measure(layer: Layer, names: Sequence[str], built: Built) -> Iterator[tuple[
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     cases = [LayerCase(layer, built, seed) for seed in range(cold_sets(weights, l2))]
     good, error, error_baseline = cases[0].compare()
+    settle(built.package)
     torch.cuda.empty_cache()
     calls = [calls_of(case) for case in cases]
     floors = layer.floors(cases[0].active)

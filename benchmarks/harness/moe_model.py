@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .moe_lora import peak_mb
-from .package import Built
+from .package import Built, settle
 from .report import Row, failed
 from .timer import LEAST_SETS, clock
 
@@ -308,6 +308,7 @@ def measure(problem: Problem, built: Built) -> tuple[Row, str]:
     if problem.mode == "compile":
         ours.compile()
     good, error = compare(ours, baseline)
+    settle(built.package)
     if not good:
         return failed(problem.case), f"{problem.case:<36} WRONG RESULTS, not timed"
     calls = {"ours": ours.step, "baseline": baseline.step}

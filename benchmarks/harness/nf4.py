@@ -18,7 +18,7 @@ from . import compile_ahead, nf4_traffic
 from .moe_lora import LayerCase, Stopwatch, calls_of, peak_mb
 from .moe_problems import MODELS, Layer, random_layers
 from .nf4_goals import COPY, COPY_FEW, Goal, judged, layer_goals, said
-from .package import Built
+from .package import Built, settle
 from .package import module as package_module
 from .progress import Progress
 from .report import Measured, Row, failed, floor_ms, line, passed
@@ -174,6 +174,7 @@ def layer_rows(
         gates[variant] = cases[0].compare()
     cases[0].forget()
     torch.cuda.empty_cache()
+    settle(built.package)
 
     def turn(variant: str, direction: str) -> Callable[[int], object]:
         def call(number: int) -> object:

@@ -48,6 +48,11 @@ def module(package: ModuleType, name: str) -> ModuleType:
     return importlib.import_module(f"{package.__name__}.{name}")
 
 
+def settle(package: ModuleType) -> None:
+    """Wait until no kernel is compiled beside the calls: before a clock starts."""
+    module(package, "kernels._triton_compile").settle()
+
+
 def provenance(metadata: dict) -> tuple[str, bool]:
     """(commit, whether the files were exactly that commit) of a variant's metadata."""
     kernel = metadata.get("provenance", {}).get("kernel", {})

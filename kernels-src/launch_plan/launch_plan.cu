@@ -143,9 +143,9 @@ Step read_step(Reader& reader, const Plan& plan, size_t operands) {
     return step;
   }
   step.function = reinterpret_cast<CUfunction>(reader.next());
-  for (unsigned& side : step.grid) side = static_cast<unsigned>(reader.next());
   step.threads = static_cast<unsigned>(reader.next());
   step.shared = static_cast<unsigned>(reader.next());
+  for (unsigned& side : step.grid) side = static_cast<unsigned>(reader.next());
   step.early = reader.next() != 0;
   read_arguments(reader, reader.count(), operands + buffers, step);
   return step;

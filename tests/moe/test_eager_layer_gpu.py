@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -280,3 +283,31 @@ def test_bits_of_launches_over_4_bits(
             expected = run(x, ids, gates, grad)
         compare(run(x, ids, gates, grad), expected)
     assert len(played) == 2
+
+
+FIRST_CALL = """
+import torch
+from kernels import get_kernel
+
+moe = get_kernel({repo_id!r}, version=1, trust_remote_code=True).moe
+layer = moe.Experts(8, 256, 128, device="cuda", dtype=torch.bfloat16)
+layer.add_adapter(r=16, alpha=16)
+with torch.no_grad():
+    for parameter in layer.parameters():
+        parameter.normal_(std=0.02)
+for tokens in (300, 7):
+    x = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    top = torch.rand(tokens, 8, device="cuda").topk(2)
+    layer(x, top.indices, top.values.bfloat16()).sum().backward()
+    assert x.grad.isfinite().all() and x.grad.any()
+"""
+
+
+def test_a_first_call_needs_no_compiler(repo_id, tmp_path) -> None:
+    """In a fresh process with nothing compiled before and nothing on the PATH."""
+    environment = {key: value for key, value in os.environ.items() if key != "CC"}
+    environment |= {"PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", FIRST_CALL.format(repo_id=repo_id)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "launched from Python" not in done.stderr

@@ -3,27 +3,31 @@
 A layer of experts is a dozen launches forward and two dozen back. To bind their arguments, look up
 the compiled kernels and allocate in Python takes the host several times what the GPU needs. What is
 launched is a function of shapes, strides, dtypes, alignment and constants, never of values. So
-`replayed` runs a function once as it stands, records its launches, allocations and waits, and hands
-them to the op as a program; later calls with operands alike are one call of the op, which allocates
-anew and puts the new addresses in place.
+`replayed` runs a function once without launching anything, records its launches, allocations and
+waits, and hands them to the op as a program; every call with operands alike is one call of the op,
+which allocates anew and puts the new addresses in place.
 
-Recorded are launches by `launch`, memory by torch's empty functions and streams of `_beside`. A
-function that computes anything by torch cannot be played again, and runs as it stands.
+Recorded are launches by `launch`, memory by torch's empty functions and streams of `_beside`. What
+is allocated meanwhile are stand-ins: tensors with addresses at which nothing is. The kernels are
+compiled in threads (`_triton_compile`), those of a later function too if `prepare` was told of it.
+A function that computes anything by torch cannot be played, and runs as it stands.
 
 path     | source                         | taken
-compiled | kernels-src/launch_plan        | CUDA, from the second call on
-python   | the function that was recorded | the first call, and everything else
+compiled | kernels-src/launch_plan        | CUDA
+python   | the function that was recorded | what cannot be played, and away from CUDA
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import logging
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -32,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._ops import ops
 from ._plan_memory import Span, arranged
+from ._triton_compile import Loaded, load, specialization
 
 _logger = logging.getLogger(__name__)
 
@@ -54,7 +59,6 @@ _SCALAR_TYPES = {
     torch.float32: 6,
     torch.bfloat16: 15,
 }
-_WARP = 32
 _ALLOCATE, _FREE, _WAIT, _LAUNCH, _NF4_PRODUCT = range(5)  # kernels-src/launch_plan/launch_plan.h
 _VALUE = -1  # the base of an argument that is no address
 _MOST_KEPT = 4096  # tags, and refusals
@@ -64,7 +68,7 @@ _here = threading.local()
 _tags: dict[tuple, int] = {}
 _numbers = itertools.count()  # no tag is given twice, whatever becomes of _tags
 _refused: set[tuple] = set()
-_kernels: dict[int, Any] = {}  # what plans launch, so that it stays loaded
+_stand_ins = itertools.count()  # whose addresses are above all that a GPU has, 256 GiB apart
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -87,9 +91,10 @@ def ends_beside() -> None:
 
 def waits(stream: torch.cuda.Stream, awaited: torch.cuda.Stream) -> None:
     """`stream` goes on after what was launched on the awaited one so far."""
-    stream.wait_stream(awaited)
     if (recording := getattr(_here, "recording", None)) is not None:
         recording.wait(stream, awaited)
+    else:
+        stream.wait_stream(awaited)
 
 
 def replayed(
@@ -97,17 +102,19 @@ def replayed(
     function: Callable[..., Sequence[Tensor]],
     operands: Sequence[Tensor | None],
     constants: tuple,
+    ahead: Callable[[], None] | None = None,
 ) -> Sequence[Tensor]:
-    """function(*operands, *constants), whose launches are played again from the second call on.
+    """function(*operands, *constants), whose launches are recorded once and played.
 
     Args:
         name: Of the function, which depends on nothing but its arguments.
         function: Returns tensors that it allocated, as many for the same constants.
         operands: What it reads; the first is a tensor on the device of all.
         constants: Hashable.
+        ahead: Called before a recording: to `prepare` what will be called later.
     """
     present = [x for x in operands if x is not None]
-    if not _plays(present[0].device):
+    if not _plays(present[0].device) or getattr(_here, "recording", None) is not None:
         return function(*operands, *constants)
     same = {id(x): n for n, x in enumerate(present)}
     aliases = () if len(same) == len(present) else tuple(same[id(x)] for x in present)
@@ -119,12 +126,47 @@ def replayed(
         tag = _tags.setdefault(key, next(_numbers))
     try:
         played = ops.launch_plan(present, tag, ())
+        if not played and _recorded(name, function, operands, constants, present, tag, ahead):
+            played = ops.launch_plan(present, tag, ())
     except RuntimeError as error:
         if _NO_MEMORY not in str(error):
             raise
-        # Nothing was written: launched from Python, torch says itself that memory ran out.
-        return function(*operands, *constants)
-    return played or _recorded(name, function, operands, constants, present, tag)
+        played = ()  # Nothing was written; launched from Python, torch says that memory ran out.
+    return played or function(*operands, *constants)
+
+
+def prepare(
+    function: Callable[..., Sequence[Tensor]],
+    operands: Sequence[Tensor | None],
+    constants: tuple,
+) -> Sequence[Tensor] | None:
+    """Begin to compile what `replayed` of this function will launch; nothing is computed.
+
+    Args:
+        function: As in `replayed`.
+        operands: Tensors, or stand-ins of such.
+        constants: As in `replayed`.
+
+    Returns:
+        Stand-ins of the results; None if they are not to be had without computing.
+    """
+    recording = Recording([x for x in operands if x is not None])
+    try:
+        with torch.no_grad(), recording.on():
+            return function(*operands, *constants)
+    except _NotPlayableError:
+        return None
+
+
+def stand_in(
+    sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A tensor with an address at which nothing is: for `prepare`, and never to be read."""
+    last = sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+    size = 0 if 0 in sizes else (last + 1) * dtype.itemsize
+    address = 1 << 60 | next(_stand_ins) % (1 << 22) << 38
+    storage = torch._C._construct_storage_from_data_pointer(address, device, size)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, sizes, strides)
 
 
 @functools.cache
@@ -140,27 +182,31 @@ def _recorded(
     constants: tuple,
     present: list[Tensor],
     tag: int,
-) -> Sequence[Tensor]:
-    """The first call: the function as it stands, and its plan for the next ones."""
+    ahead: Callable[[], None] | None,
+) -> bool:
+    """Make the plan of a function; False if it has to run as it stands."""
     seen = (tag, *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in present))
-    if seen in _refused or getattr(_here, "recording", None) is not None:
-        return function(*operands, *constants)
+    if seen in _refused:
+        return False
     recording = Recording(present)
-    _here.recording = recording
     try:
-        with torch.cuda.device_of(present[0]), recording:
-            results = function(*operands, *constants)
-    finally:
-        _here.recording = None
-    program = recording.program(results)
-    if recording.refusal is None:
-        ops.launch_plan(present, tag, program)
-    else:
+        with torch.cuda.device_of(present[0]):
+            if ahead is not None:
+                ahead()
+            with recording.on():
+                results = function(*operands, *constants)
+            ops.launch_plan(present, tag, recording.program(results))
+    except _NotPlayableError as reason:
         if len(_refused) >= _MOST_KEPT:
             _refused.clear()
         _refused.add(seen)
-        _say_once(name, recording.refusal)
-    return results
+        _say_once(name, str(reason))
+        return False
+    return True
+
+
+class _NotPlayableError(Exception):
+    """What a function does cannot be put into a program; the message says what."""
 
 
 @functools.cache
@@ -188,15 +234,29 @@ class _Step:
     early: bool = False  # a launch that begins before its predecessor ended
     stream: int = 0
     touches: set[int] = dataclasses.field(default_factory=set)
+    kernel: Future[Loaded] | None = None
 
 
-def _is_view(func: Any, result: Any, args: tuple) -> bool:
-    """Whether what an op gave lies in its first argument: contiguous, reshape and to may copy."""
+def _is_view(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether what an op gives lies in its first argument: contiguous, reshape and to may copy."""
     if not func.is_view or not isinstance(args[0], Tensor):
         return False
+    x = args[0]
+    like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    where = {
+        name: "meta" if name == "device" and value else value for name, value in kwargs.items()
+    }
+    result = func(like, *args[1:], **where)
     found = result if isinstance(result, (list, tuple)) else (result,)
-    storage = args[0].untyped_storage()._cdata
-    return all(one.untyped_storage()._cdata == storage for one in found)
+    return all(one.untyped_storage()._cdata == like.untyped_storage()._cdata for one in found)
+
+
+def _ready(kernel: Future[Loaded]) -> Loaded:
+    """The kernel, when it is compiled."""
+    try:
+        return kernel.result()
+    except Exception as error:
+        raise _NotPlayableError(f"a kernel was not compiled: {error}") from error
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
@@ -209,18 +269,17 @@ def _extent(x: Tensor) -> tuple[int, int]:
 
 
 class Recording(TorchDispatchMode):
-    """Takes down what is launched and allocated while it is on.
+    """Takes down what is launched and allocated while it is on, and does neither.
 
     Args:
         operands: Tensors whose addresses a later call replaces, on one CUDA device.
 
-    Attributes:
-        refusal: Why the program must not be played again; None if it may.
+    Raises:
+        _NotPlayableError: In the function that is recorded, or by `program`.
     """
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
         super().__init__()
-        self.refusal: str | None = None
         # Of a tensor that is given twice the last counts, as of any other call with this tag.
         same = {id(x): n for n, x in enumerate(operands)}
         self._last = [same[id(x)] for x in operands]
@@ -233,43 +292,54 @@ class Recording(TorchDispatchMode):
         self._regions: list[tuple[int, int]] = []  # steps from a beginning to its end
         self._begun: list[int] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func in _ALLOCATIONS:
-            self._buffers.append(
-                _Buffer(*_extent(result), result.dtype, tuple(result.shape), result.stride())
-            )
-        elif func is ops.nf4_product.default:
-            self._nf4_product(*args)
-        elif not _is_view(func, result, args):
-            self._refuse(f"{func} is computed by torch")
-        return result
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: no graph is traced here, and torch would load its compiler to say so."""
+        return False
 
-    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        """Launch, and take it down."""
-        compiled = kernel[grid](*args, **options)
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """A context in which this thread's launches and allocations are taken down."""
+        _here.recording = self
+        try:
+            with self:
+                yield
+        finally:
+            _here.recording = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _ALLOCATIONS:
+            like = func(*args, **(kwargs | {"device": "meta"}))
+            made = stand_in(like.shape, like.stride(), like.dtype, self._device)
+            self._buffers.append(
+                _Buffer(*_extent(made), made.dtype, tuple(made.shape), made.stride())
+            )
+            return made
+        if func is ops.nf4_product.default:
+            return self._nf4_product(*args)
+        if not _is_view(func, args, kwargs):
+            raise _NotPlayableError(f"{func} is computed by torch")
+        return func(*args, **kwargs)
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        """Take down a launch, and begin to compile the kernel."""
         sides = (*grid, 1, 1)[:3]
         if 0 in sides:
             return  # Triton launches nothing then, either
-        if compiled is None:
-            self._refuse(f"{kernel} is interpreted")
-            return
-        meta = compiled.metadata
-        if meta.launch_cooperative_grid or meta.global_scratch_size or meta.num_ctas != 1:
-            self._refuse(f"{meta.name} needs more than a plain launch")
-            return
-        step = _Step([])
-        for name, value in zip(compiled.src.fn.arg_names, args, strict=False):
-            kind = compiled.src.signature[name]
+        own = {one.name for one in kernel.params}
+        options = {name: value for name, value in named.items() if name not in own}
+        named = {name: value for name, value in named.items() if name in own}
+        found = specialization(kernel, args, named)
+        step = _Step([], kernel=load(kernel, found, options, self._device))
+        for one, value in zip(kernel.params, args, strict=False):
+            kind = found.signature[one.name]
             if kind != "constexpr":  # or an integer that is compiled in, as 1 is
                 step.arguments.append(self._argument(kind, value, step))
         step.arguments += [(_VALUE, 0)] * 2  # Triton's scratch, of which there is none
-        _kernels[compiled.function] = compiled
-        stream = self._stream(torch.cuda.current_stream(self._device))
-        step.early = bool(meta.launch_pdl)
-        how = (_WARP * meta.num_warps, meta.shared, int(step.early), len(step.arguments))
-        step.stream = stream
-        step.code = [_LAUNCH, stream, compiled.function, *sides, *how]
+        step.stream = self._stream(torch.cuda.current_stream(self._device))
+        step.early = bool(options.get("launch_pdl"))
+        step.code = [_LAUNCH, step.stream, *sides, int(step.early), len(step.arguments)]
         self._steps.append(step)
 
     def _nf4_product(self, *args: Any) -> None:
@@ -294,7 +364,7 @@ class Recording(TorchDispatchMode):
     def begin(self, first: torch.cuda.Stream, second: torch.cuda.Stream) -> None:
         """What follows may run on a second stream."""
         if self._begun:
-            self._refuse("one region of two streams lies in another")
+            raise _NotPlayableError("one region of two streams lies in another")
         self._stream(first)
         self._stream(second)
         self._begun.append(len(self._steps))
@@ -308,10 +378,10 @@ class Recording(TorchDispatchMode):
         self._regions.append((self._begun.pop(), len(self._steps) - 1))
 
     def program(self, returned: Sequence[Tensor]) -> list[int]:
-        """The integers of launch_plan.h; what is in them is meaningless if `refusal` is set."""
+        """The integers of launch_plan.h, when all kernels are compiled."""
         kept = [self._result(x) for x in returned]
         if len(set(kept)) != len(kept):
-            self._refuse("two results share their memory")
+            raise _NotPlayableError("two results share their memory")
         used = self._uses()
         spans = {
             index: Span(self._bytes(index), *when)
@@ -353,9 +423,6 @@ class Recording(TorchDispatchMode):
     def _bytes(self, index: int) -> int:
         return self._buffers[index].end - self._buffers[index].start
 
-    def _refuse(self, reason: str) -> None:
-        self.refusal = self.refusal or reason
-
     def _stream(self, stream: torch.cuda.Stream) -> int:
         """Its number in the program; the first that is seen is the current one."""
         if not self._streams:
@@ -372,8 +439,7 @@ class Recording(TorchDispatchMode):
             return _VALUE, struct.unpack("<q", struct.pack("<fi", value, 0))[0]
         if kind[0] in "iu":
             return _VALUE, int(value)
-        self._refuse(f"an argument is of type {kind}")
-        return _VALUE, 0
+        raise _NotPlayableError(f"an argument is of type {kind}")
 
     def _address(self, x: Tensor, step: _Step) -> tuple[int, int]:
         """(base, bytes behind it) of a tensor's first element."""
@@ -389,8 +455,7 @@ class Recording(TorchDispatchMode):
         whole = [n for n in inside if self._operands[n] == _extent(x)]
         found = {self._last[n] for n in whole or inside}
         if len(found) != 1:
-            self._refuse("an address lies in none of the operands, or in several")
-            return _VALUE, 0
+            raise _NotPlayableError("an address lies in none of the operands, or in several")
         (base,) = found
         return base, start - self._operands[base][0]
 
@@ -403,7 +468,7 @@ class Recording(TorchDispatchMode):
                 one.sizes, one.strides = tuple(x.shape), x.stride()
                 return index
         if x.numel() > 0:
-            self._refuse("a result is not what was allocated")
+            raise _NotPlayableError("a result is not what was allocated")
         self._buffers.append(_Buffer(0, 0, x.dtype, tuple(x.shape), x.stride()))
         return len(self._buffers) - 1
 
@@ -433,6 +498,9 @@ class Recording(TorchDispatchMode):
     def _code(self, step: _Step, bases: dict[int, tuple[int, int]]) -> list[int]:
         """The integers of a step, addresses told from the operands and the program's buffers."""
         code = list(step.code)
+        if step.kernel is not None:
+            loaded = _ready(step.kernel)
+            code[2:2] = (loaded.function, loaded.threads, loaded.shared)
         for base, value in step.arguments:
             if base >= len(self._operands):
                 inner, offset = bases[base - len(self._operands)]
@@ -442,5 +510,5 @@ class Recording(TorchDispatchMode):
 
     def _scalar_type(self, dtype: torch.dtype) -> int:
         if dtype not in _SCALAR_TYPES:
-            self._refuse(f"a result is of {dtype}")
-        return _SCALAR_TYPES.get(dtype, 0)
+            raise _NotPlayableError(f"a result is of {dtype}")
+        return _SCALAR_TYPES[dtype]

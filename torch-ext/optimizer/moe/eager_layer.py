@@ -9,6 +9,8 @@ torch.compile, torch.func and tensor subclasses take the ops, one node each.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +22,8 @@ from ..kernels._autocast import autocast_dtype
 from ..kernels._moe_paths import pick
 from ..kernels.expert_sort import check_ids, tile_rows_for
 from ..kernels.gated_experts import fuses
-from ..kernels.launch_plan import replayed
+from ..kernels.launch_plan import prepare, replayed
+from .compile_ahead import compile_for_all_heights
 from .eager_quantized import backward_comes, check_single, quantized_layer
 from .gated_linear import check_operands
 from .grouped_linear import check_path
@@ -30,6 +33,7 @@ from .sort import ExpertOrder
 
 _PLAIN = (Tensor, nn.Parameter)
 _LEAVES = 10  # of `_Layer`'s operands: those that may want a gradient
+_X, _W1, _GATES, _IDS = 0, 1, 9, 10  # places among them
 
 
 def eager_layer(
@@ -128,7 +132,9 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         *operands, form, keeps = arguments
-        out, *kept = replayed("experts", _forward, operands, (form, keeps))
+        wants = ctx.needs_input_grad[:_LEAVES]
+        ahead = functools.partial(_compile_ahead, operands, form, keeps, wants)
+        out, *kept = replayed("experts", _forward, operands, (form, keeps), ahead)
         if keeps:
             ctx.form = form
             ctx.save_for_backward(*operands[:_LEAVES], *kept)
@@ -142,6 +148,22 @@ class _Layer(torch.autograd.Function):
         operands = (grad, *ctx.saved_tensors)
         found = iter(replayed("experts_backward", _backward, operands, (ctx.form, wants)))
         return *(next(found) if want else None for want in wants), *(None,) * 3
+
+
+def _compile_ahead(
+    operands: Sequence[Tensor | None], form: Form, keeps: bool, wants: tuple[bool, ...]
+) -> None:
+    """Begin to compile forward and backward, and both for all other heights of tiles."""
+
+    def both(operands: Sequence[Tensor | None]) -> None:
+        found = prepare(_forward, operands, (form, keeps))
+        if keeps and found is not None:
+            leaves, (out, *kept) = operands[:_LEAVES], found
+            prepare(_backward, (out, *leaves, *kept), (form, wants))
+
+    both(operands)
+    experts = operands[_W1].shape[0]
+    compile_for_all_heights(both, operands, (_X, _GATES, _IDS), experts, (form, keeps, wants))
 
 
 def _stored(weight: Tensor, form: Form) -> Tensor:

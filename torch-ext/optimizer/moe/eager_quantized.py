@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from ..kernels._moe_paths import pick
 from ..kernels.expert_sort import check_ids, tile_rows_for
 from ..kernels.gated_nf4_experts import codebook_of, fuses
 from ..kernels.grouped_lora_nf4_forward import nested_of
-from ..kernels.launch_plan import replayed
+from ..kernels.launch_plan import prepare, replayed
+from .compile_ahead import compile_for_all_heights
 from .expert_weights import QuantizedWeight, as_quantized, fp4_codebook
 from .gated_linear import check_operands
 from .grouped_linear import check_path
@@ -22,6 +25,7 @@ from .quantized_strategy import pick_strategy
 from .sort import ExpertOrder
 
 _LEAVES = 6  # x, both factors of both projections, gates
+_X, _GATES, _IDS = 0, 5, 6  # places among the operands
 _PARTS = 6  # tensors of a stack
 
 
@@ -132,9 +136,10 @@ class _QuantizedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         *operands, frozen, constants, keeps = arguments
-        out, *kept = replayed(
-            "quantized experts", _forward, (*operands, *frozen), (*constants, keeps)
-        )
+        wants = ctx.needs_input_grad[:_LEAVES]
+        operands = (*operands, *frozen)
+        ahead = functools.partial(_compile_ahead, operands, constants, keeps, wants)
+        out, *kept = replayed("quantized experts", _forward, operands, (*constants, keeps), ahead)
         if keeps:
             # Not saved tensors: packed bytes are the module's own; no hook may pin or move them.
             ctx.frozen, ctx.constants = frozen, constants
@@ -151,6 +156,23 @@ class _QuantizedLayer(torch.autograd.Function):
             replayed("quantized experts' backward", _backward, operands, (*ctx.constants, wants))
         )
         return *(next(found) if want else None for want in wants), *(None,) * 4
+
+
+def _compile_ahead(
+    operands: Sequence[Tensor | None], constants: tuple, keeps: bool, wants: tuple[bool, ...]
+) -> None:
+    """Begin to compile forward and backward, and both for all other heights of tiles."""
+
+    def both(operands: Sequence[Tensor | None]) -> None:
+        found = prepare(_forward, operands, (*constants, keeps))
+        if keeps and found is not None:
+            leaves, frozen, (out, *kept) = operands[:_LEAVES], operands[_LEAVES + 1 :], found
+            prepare(_backward, (out, *leaves, *kept, *frozen), (*constants, wants))
+
+    both(operands)
+    experts = constants[1][0][0][0]
+    options = (*constants, keeps, wants)
+    compile_for_all_heights(both, operands, (_X, _GATES, _IDS), experts, options)
 
 
 def _projections(

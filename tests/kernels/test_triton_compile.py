@@ -1,0 +1,124 @@
+"""Kernels compiled for a GPU that is not there, and kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+OPTIONS = {"num_warps": 2, "launch_pdl": True}
+
+
+@pytest.fixture(scope="session")
+def compiler(submodule):
+    """The module kernels._triton_compile of the loaded package."""
+    return submodule("kernels._triton_compile")
+
+
+@pytest.fixture
+def kernel(tmp_path, monkeypatch):
+    """A kernel of triton.jit, whatever interprets kernels here; the cache is empty."""
+    from triton.runtime.jit import JITFunction
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    source = tmp_path / "scaled_copy.py"
+    source.write_text(
+        "import triton.language as tl\n\n\n"
+        "def scaled_copy(x, out, n, one, scale, nothing, BLOCK: tl.constexpr):\n"
+        "    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)\n"
+        "    value = tl.load(x + at * one, mask=at < n) * scale\n"
+        "    tl.store(out + at, value, mask=at < n)\n"
+    )
+    spec = importlib.util.spec_from_file_location("scaled_copy", source)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return JITFunction(module.scaled_copy, do_not_specialize=["n"])
+
+
+def arguments(n: int = 64, one: int = 1, scale: float = 2.0) -> tuple:
+    x = torch.zeros(80, dtype=torch.bfloat16)
+    x = x[-x.data_ptr() % 16 // 2 :]  # 16-byte aligned
+    return x, x[1:], n, one, scale, None
+
+
+def test_a_specialization_is_tritons(compiler, kernel) -> None:
+    found = compiler.specialization(kernel, arguments(), {"BLOCK": 64})
+    assert found.signature == {
+        "x": "*bf16",
+        "out": "*bf16",
+        "n": "i32",
+        "one": "constexpr",
+        "scale": "fp32",
+        "nothing": "constexpr",
+        "BLOCK": "constexpr",
+    }
+    assert found.constants == {(3,): 1, (5,): None, (6,): 64}
+    assert found.attributes == {(0,): [["tt.divisibility", 16]]}, "out is not aligned, n is free"
+    found = compiler.specialization(kernel, arguments(2**31, 48), {"BLOCK": 64})
+    assert found.signature["n"] == "i64" and found.signature["one"] == "i32"
+    assert (3,) in found.attributes and (3,) not in found.constants
+    with pytest.raises(TypeError, match="n is True, no tensor or number"):
+        compiler.specialization(kernel, arguments(True), {"BLOCK": 64})
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_compiled_once_and_kept(compiler, kernel, monkeypatch, arch) -> None:
+    from triton.backends.compiler import GPUTarget
+
+    found = compiler.specialization(kernel, arguments(), {"BLOCK": 64})
+    target = GPUTarget("cuda", arch, 32)
+    code, made = compiler.machine_code(kernel, found, OPTIONS, target)
+    assert code[:4] == b"\x7fELF" and made == {"name": "scaled_copy", "num_warps": 2, "shared": 0}
+
+    def fails(*_):
+        raise AssertionError("compiled again")
+
+    real = compiler._compiled
+    monkeypatch.setattr(compiler, "_compiled", fails)
+    assert compiler.machine_code(kernel, found, OPTIONS, target) == (code, made)
+    other = compiler.specialization(kernel, arguments(scale=2.0), {"BLOCK": 32})
+    with pytest.raises(AssertionError, match="compiled again"):
+        compiler.machine_code(kernel, other, OPTIONS, target)
+    monkeypatch.setattr(compiler, "_compiled", real)
+    with pytest.raises(RuntimeError, match="more than a plain launch"):
+        options = OPTIONS | {"launch_cooperative_grid": True}
+        compiler.machine_code(kernel, found, options, target)
+
+
+def test_asked_for_twice_it_is_loaded_once(compiler, kernel, monkeypatch) -> None:
+    loaded, begin = [], threading.Event()
+
+    def load(*arguments):
+        begin.wait(10)
+        loaded.append(arguments)
+        return compiler.Loaded(1, 2, 3)
+
+    monkeypatch.setattr(compiler, "_load", load)
+    monkeypatch.setattr(compiler, "_futures", {})
+    device = torch.device("cpu")
+    found = compiler.specialization(kernel, arguments(), {"BLOCK": 64})
+    futures = [compiler.load(kernel, found, OPTIONS, device) for _ in range(3)]
+    assert not futures[0].done(), "it is compiled in another thread"
+    begin.set()
+    compiler.settle()
+    assert {future.result(0) for future in futures} == {compiler.Loaded(1, 2, 3)}
+    assert len(loaded) == 1
+
+
+def test_what_fails_in_the_background_is_logged(compiler, caplog) -> None:
+    def prepares_nothing(value):
+        raise ValueError(f"{value} is no height")
+
+    compiler.in_background(prepares_nothing, 7)
+    compiler.settle()
+    deadline = time.monotonic() + 10
+    while "7 is no height" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "prepares_nothing failed beside the training" in caplog.text
+    assert "7 is no height" in caplog.text
