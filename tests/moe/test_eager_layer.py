@@ -5,6 +5,8 @@ The op of the compiled graph says what it must give, bit for bit.
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -244,3 +246,58 @@ QUANTIZED = [
 @pytest.mark.parametrize("problem", QUANTIZED, ids=str)
 def test_bits_of_the_ops_over_4_bits(moe, device, taken, by_ops, problem) -> None:
     compared(by_ops, taken, QuantizedLayer(moe, device, problem).step)
+
+
+@pytest.fixture
+def prepared(submodule, monkeypatch):
+    """Kernels by name and rows of x, of launches that were recorded, none of which was made."""
+    plans, launches = submodule("kernels.launch_plan"), []
+
+    def launch(recording, kernel, grid, *args, **named):
+        launches.append((kernel.__name__, recording._operands[0]))
+
+    ops = types.SimpleNamespace(
+        launch_plan=lambda *_: [],  # no plan, and none that is played
+        nf4_product=types.SimpleNamespace(default=None),
+    )
+    monkeypatch.setattr(plans, "_plays", lambda _: True)
+    monkeypatch.setattr(plans, "ops", ops)
+    monkeypatch.setattr(plans.Recording, "launch", launch)
+    monkeypatch.setattr(plans.Recording, "program", lambda *_: [])
+    ahead = submodule("moe.compile_ahead")
+    monkeypatch.setattr(ahead, "in_background", lambda function, *rest: function(*rest))
+    monkeypatch.setattr(ahead, "_begun", set())
+    return launches
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("problem", PROBLEMS[:2] + PROBLEMS[-1:], ids=str)
+def test_compiled_ahead(moe, submodule, device, taken, prepared, problem) -> None:
+    """A first forward asks for the kernels of both directions and of all heights of tiles."""
+    layer = problem.module(moe, device)
+    layer.backend = "triton"
+    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    layer(x, ids, gates)
+    names = [name for name, _ in prepared]
+    means = submodule("moe.compile_ahead")._MEANS
+    assert names.count("_gated_forward") == 2 + len(means), "prepared, each height, recorded"
+    assert names.count("_gated_backward") == 1 + len(means)
+    sizes = {end - start for name, (start, end) in prepared if name == "_gated_forward"}
+    row = x.shape[1] * x.element_size()
+    tokens = {max(mean * problem.experts // problem.top_k, 1) for mean in means}
+    assert sizes == {row * number for number in {x.shape[0], *tokens}}
+    prepared.clear()
+    layer(x, ids, gates)
+    names = [name for name, _ in prepared]
+    assert names.count("_gated_backward") == 1, "the heights were begun before"
+
+
+def test_compiled_ahead_over_4_bits(moe, submodule, device, taken, prepared) -> None:
+    QuantizedLayer(moe, device, QUANTIZED[0]).step()
+    names = [name for name, _ in prepared]
+    means = submodule("moe.compile_ahead")._MEANS
+    products = "_nf4_product"
+    assert len({name for name in names if name.startswith(products)}) == 1
+    sorts = names.count("_place")
+    assert sorts == 2 + len(means), "prepared, each height, recorded"
+    assert names.count("_glu_backward_dots") == 2 + len(means), "backward was recorded, too"

@@ -115,7 +115,8 @@ def in_background(function: Callable[..., None], *arguments: Any) -> None:
         try:
             function(*arguments)
         except Exception:
-            _logger.exception("%s failed beside the training", function.__name__)
+            if not _ending.is_set():  # else nothing can be asked for any more
+                _logger.exception("%s failed beside the training", function.__name__)
 
     with _guard:
         _tasks.append(_pool().submit(run))
@@ -128,6 +129,7 @@ def settle() -> None:
 
 
 _guard = threading.Lock()
+_ending = threading.Event()
 _tasks: list[Future[None]] = []
 _futures: dict[tuple, Future[Loaded]] = {}  # which also keeps the machine code loaded
 
@@ -135,8 +137,13 @@ _futures: dict[tuple, Future[Loaded]] = {}  # which also keeps the machine code 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "compile", initializer=_yield_to_others)
+
+    def end() -> None:
+        _ending.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+
     # A process that ends waits for the kernels that are being compiled, and not for the others.
-    threading._register_atexit(pool.shutdown, wait=False, cancel_futures=True)
+    threading._register_atexit(end)
     return pool
 
 
@@ -152,8 +159,7 @@ def _load(
     major, minor = torch.cuda.get_device_capability(device)
     target = GPUTarget("cuda", 10 * major + minor, _WARP)
     code, made = machine_code(kernel, found, options, target)
-    with torch.cuda.device(device):
-        function = _in_memory(code, made["name"], made["shared"])
+    function = _in_memory(code, made["name"], made["shared"], device.index)
     return Loaded(function, _WARP * made["num_warps"], made["shared"])
 
 
@@ -218,9 +224,11 @@ def _compiled(source: Any, backend: Any, options: Any, target: Any) -> tuple[byt
     return made, metadata
 
 
-def _in_memory(code: bytes, name: str, shared: int) -> int:
-    """The CUfunction of machine code, loaded into the current device's context."""
-    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+def _in_memory(code: bytes, name: str, shared: int, device: int) -> int:
+    """The CUfunction of machine code, loaded into the context that torch has on a device."""
+    context, module, function = (ctypes.c_void_p() for _ in range(3))
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    _call("cuCtxSetCurrent", context)  # of this thread, which may have none
     _call("cuModuleLoadData", ctypes.byref(module), code)
     _call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
     if shared > _LARGE:

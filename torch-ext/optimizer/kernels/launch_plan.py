@@ -327,6 +327,8 @@ class Recording(TorchDispatchMode):
         sides = (*grid, 1, 1)[:3]
         if 0 in sides:
             return  # Triton launches nothing then, either
+        if not hasattr(kernel, "params"):
+            raise _NotPlayableError(f"{kernel} is interpreted")
         own = {one.name for one in kernel.params}
         options = {name: value for name, value in named.items() if name not in own}
         named = {name: value for name, value in named.items() if name in own}
