@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
-import threading
 import time
+import types
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -73,42 +75,79 @@ def test_compiled_once_and_kept(compiler, kernel, monkeypatch, arch) -> None:
 
     found = compiler.specialization(kernel, arguments(), {"BLOCK": 64})
     target = GPUTarget("cuda", arch, 32)
-    code, made = compiler.machine_code(kernel, found, OPTIONS, target)
+
+    def compiled(found, options=OPTIONS):
+        return compiler.machine_code(compiler.begin(kernel, found, options, target))
+
+    code, made = compiled(found)
     assert code[:4] == b"\x7fELF" and made == {"name": "scaled_copy", "num_warps": 2, "shared": 0}
-
-    def fails(*_):
-        raise AssertionError("compiled again")
-
-    real = compiler._compiled
-    monkeypatch.setattr(compiler, "_compiled", fails)
-    assert compiler.machine_code(kernel, found, OPTIONS, target) == (code, made)
-    other = compiler.specialization(kernel, arguments(scale=2.0), {"BLOCK": 32})
-    with pytest.raises(AssertionError, match="compiled again"):
-        compiler.machine_code(kernel, other, OPTIONS, target)
-    monkeypatch.setattr(compiler, "_compiled", real)
+    again = compiler.begin(kernel, found, OPTIONS, target)
+    assert again.made is None, "it is in the cache"
+    assert compiler.machine_code(again) == (code, made)
+    other = compiler.specialization(kernel, arguments(), {"BLOCK": 32})
+    assert compiled(other)[0] != code
     with pytest.raises(RuntimeError, match="more than a plain launch"):
-        options = OPTIONS | {"launch_cooperative_grid": True}
-        compiler.machine_code(kernel, found, options, target)
+        compiled(found, OPTIONS | {"launch_cooperative_grid": True})
 
 
-def test_asked_for_twice_it_is_loaded_once(compiler, kernel, monkeypatch) -> None:
-    loaded, begin = [], threading.Event()
+@pytest.fixture
+def order(compiler, monkeypatch):
+    """Numbers of the jobs that had their turn; none has one before `_turn` is released."""
+    begun = types.SimpleNamespace(found=[], finished=[])
 
-    def load(*arguments):
-        begin.wait(10)
-        loaded.append(arguments)
-        return compiler.Loaded(1, 2, 3)
+    def first(kernel, found, options, device):
+        begun.found.append(options["number"])
+        return options["number"]
 
-    monkeypatch.setattr(compiler, "_load", load)
-    monkeypatch.setattr(compiler, "_futures", {})
-    device = torch.device("cpu")
-    found = compiler.specialization(kernel, arguments(), {"BLOCK": 64})
-    futures = [compiler.load(kernel, found, OPTIONS, device) for _ in range(3)]
-    assert not futures[0].done(), "it is compiled in another thread"
-    begin.set()
+    def finish(number):
+        begun.finished.append(number)
+        return compiler.Loaded(number, 2, 3)
+
+    monkeypatch.setattr(compiler, "_begin", first)
+    monkeypatch.setattr(compiler, "_finish", finish)
+    monkeypatch.setattr(compiler, "_jobs", {})
     compiler.settle()
-    assert {future.result(0) for future in futures} == {compiler.Loaded(1, 2, 3)}
-    assert len(loaded) == 1
+    compiler._turn.acquire()
+    yield begun
+    compiler.settle()
+
+
+def asked(compiler, kernel, number):
+    found = compiler.specialization(kernel, arguments(), {"BLOCK": 64})
+    return compiler.load(kernel, found, {"number": number}, torch.device("cpu"))
+
+
+def test_asked_for_twice_it_is_loaded_once(compiler, kernel, order) -> None:
+    futures = [asked(compiler, kernel, 7) for _ in range(3)]
+    assert not futures[0].done(), "it is compiled in another thread"
+    compiler._turn.release()
+    assert {future.result(10) for future in futures} == {compiler.Loaded(7, 2, 3)}
+    compiler.settle()
+    assert order.found == order.finished == [7]
+
+
+def test_the_longest_goes_first_and_the_background_last(compiler, kernel, order) -> None:
+    short = copy.copy(kernel)
+    short._src = "def short(): pass"
+    compiler.in_background(asked, compiler, kernel, 5)
+    compiler.in_background(asked, compiler, kernel, 1)
+    asked(compiler, short, 2)
+    asked(compiler, kernel, 3)
+    asked(compiler, kernel, 4)
+    compiler._turn.release()
+    compiler.settle()
+    assert order.found == [3, 4, 2, 5, 1]
+
+
+def test_what_was_for_later_can_be_hurried(compiler, kernel, order) -> None:
+    job = compiler._Job(Future(), len(kernel.src), lambda: order.found.append(1), lambda _: None)
+    compiler._enqueue(job, later=True)
+    asked(compiler, kernel, 2)
+    compiler._enqueue(job)
+    compiler._turn.release()
+    compiler.settle()
+    job.future.result(10)
+    assert order.found == [2, 1]
 
 
 def test_what_fails_in_the_background_is_logged(compiler, caplog) -> None:

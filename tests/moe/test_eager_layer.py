@@ -276,7 +276,7 @@ def test_compiled_ahead(moe, submodule, device, taken, prepared, problem) -> Non
     """A first forward asks for the kernels of both directions and of all heights of tiles."""
     layer = problem.module(moe, device)
     layer.backend = "triton"
-    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    (x, gates, _), ids = problem.inputs(device), problem.ids(device)
     layer(x, ids, gates)
     names = [name for name, _ in prepared]
     means = submodule("moe.compile_ahead")._MEANS

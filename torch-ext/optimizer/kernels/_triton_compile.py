@@ -13,6 +13,8 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import heapq
+import itertools
 import json
 import logging
 import os
@@ -39,6 +41,7 @@ _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
 }
+_CODE, _DESCRIBED = "kernel.cubin", "kernel.json"  # files of a kernel in the cache
 _ALIGNMENT = 16  # of addresses and integers: a multiple is compiled in
 
 
@@ -102,36 +105,103 @@ def load(
     parts = (found.signature, found.constants, found.attributes, options)
     key = (kernel, device, *(tuple(part.items()) for part in parts[:2]), repr(parts[2:]))
     with _guard:
-        future = _futures.get(key)
-        if future is None:
-            future = _futures[key] = _pool().submit(_load, kernel, found, options, device)
-    return future
+        job = _jobs.get(key)
+        if job is None:
+            ir = functools.partial(_begin, kernel, found, options, device)
+            job = _jobs[key] = _Job(Future(), len(kernel.src), ir, _finish)
+        elif not job.waits or _later():
+            return job.future
+    _enqueue(job)
+    return job.future
 
 
 def in_background(function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function in one of the compiling threads; what it raises is logged."""
+    """Call a function in a compiling thread; the kernels that it asks for come after all others.
+
+    What it raises is logged.
+    """
 
     def run() -> None:
+        _here.later = True
         try:
             function(*arguments)
         except Exception:
             if not _ending.is_set():  # else nothing can be asked for any more
                 _logger.exception("%s failed beside the training", function.__name__)
+        finally:
+            _here.later = False
 
+    job = _Job(Future(), 0, run, lambda nothing: nothing)
     with _guard:
-        _tasks.append(_pool().submit(run))
+        _background.append(job)
+    _enqueue(job, later=True)
 
 
 def settle() -> None:
-    """Wait until all kernels that were asked for are compiled, or failed: for clocks."""
-    while waited := [one for one in (*_tasks, *_futures.values()) if not one.done()]:
+    """Wait until all that was asked for is compiled, or failed: for clocks."""
+    while waited := [job.future for job in (*_background, *_jobs.values()) if job.waits]:
         wait(waited)
 
 
-_guard = threading.Lock()
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """One kernel, or one call in the background.
+
+    Args:
+        future: Of the result.
+        size: The larger, the sooner its turn comes: it takes longer.
+        first: Runs Python, so one job's after the other's.
+        rest: Takes what `first` gave and runs beside other jobs.
+    """
+
+    future: Future[Any]
+    size: int
+    first: Callable[[], Any]
+    rest: Callable[[Any], Any]
+
+    @property
+    def waits(self) -> bool:
+        return not self.future.done()
+
+
+_here = threading.local()
+_guard, _turn = threading.Lock(), threading.Lock()
 _ending = threading.Event()
-_tasks: list[Future[None]] = []
-_futures: dict[tuple, Future[Loaded]] = {}  # which also keeps the machine code loaded
+_numbers = itertools.count()
+_queue: list[tuple[bool, int, int, _Job]] = []
+_jobs: dict[tuple, _Job] = {}  # whose results also keep the machine code loaded
+_background: list[_Job] = []
+
+
+def _later() -> bool:
+    return getattr(_here, "later", False)
+
+
+def _enqueue(job: _Job, *, later: bool | None = None) -> None:
+    """Let a job wait for its turn; what was asked for in the background may be hurried so."""
+    place = (_later() if later is None else later, -job.size, next(_numbers), job)
+    with _guard:
+        heapq.heappush(_queue, place)
+    _pool().submit(_run_next)
+
+
+def _run_next() -> None:
+    # Python's own lock would give every job a part of each other's time, and all would end late.
+    with _turn:
+        with _guard:
+            *_, job = heapq.heappop(_queue)
+        if not job.waits or job.future.running():
+            return  # it was hurried
+        job.future.set_running_or_notify_cancel()
+        try:
+            begun = job.first()
+        except BaseException as error:
+            job.future.set_exception(error)
+            return
+    try:
+        job.future.set_result(job.rest(begun))
+    except BaseException as error:
+        job.future.set_exception(error)
 
 
 @functools.cache
@@ -151,36 +221,53 @@ def _yield_to_others() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-def _load(
+def _begin(
     kernel: Any, found: Specialization, options: dict[str, Any], device: torch.device
-) -> Loaded:
+) -> tuple[_Compilation, torch.device]:
     from triton.backends.compiler import GPUTarget
 
     major, minor = torch.cuda.get_device_capability(device)
     target = GPUTarget("cuda", 10 * major + minor, _WARP)
-    code, made = machine_code(kernel, found, options, target)
+    return begin(kernel, found, options, target), device
+
+
+def _finish(begun: tuple[_Compilation, torch.device]) -> Loaded:
+    compilation, device = begun
+    code, made = machine_code(compilation)
     function = _in_memory(code, made["name"], made["shared"], device.index)
     return Loaded(function, _WARP * made["num_warps"], made["shared"])
 
 
-def machine_code(
-    kernel: Any, found: Specialization, options: dict[str, Any], target: Any
-) -> tuple[bytes, dict[str, Any]]:
-    """A kernel for a target, from the cache or compiled.
+@dataclasses.dataclass(frozen=True)
+class _Compilation:
+    """A kernel in Triton's first representation, and what takes it from there to machine code.
+
+    Args:
+        cache: Where the machine code is kept.
+        described: File there that says so, if it was compiled before; then the rest is None.
+        made: The representation.
+        stages: Triton's, by name.
+        metadata: What they note.
+    """
+
+    cache: Any
+    described: str | None
+    made: Any = None
+    stages: dict[str, Callable[..., Any]] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+def begin(kernel: Any, found: Specialization, options: dict[str, Any], target: Any) -> _Compilation:
+    """The part of a compilation that is Python; nothing if the machine code is in the cache.
 
     Args:
         kernel: Of triton.jit.
         found: What for.
         options: Triton's, such as num_warps.
         target: triton.backends.compiler.GPUTarget.
-
-    Returns:
-        Machine code; and the name in it, warps of a block and bytes of dynamic shared memory.
-
-    Raises:
-        RuntimeError: the kernel needs more than a plain launch.
     """
     import triton
+    from triton._C.libtriton import ir
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.cache import get_cache_manager
 
@@ -189,39 +276,38 @@ def machine_code(
     parsed = backend.parse_options(dict(options))
     parts = (triton.__version__, source.hash(), backend.hash(), parsed.hash())
     cache = get_cache_manager(hashlib.sha256("\0".join(parts).encode()).hexdigest())
-    described = cache.get_file("kernel.json")
-    if described is None:
-        code, metadata = _compiled(source, backend, parsed, target)
-        kept = {name: metadata[name] for name in ("name", "num_warps", "shared")}
-        plain = metadata["num_ctas"] == 1 and not metadata["launch_cooperative_grid"]
-        if not plain or metadata.get("global_scratch_size"):
-            raise RuntimeError(f"{kernel.__name__} needs more than a plain launch")
-        cache.put(code, "kernel.cubin")
-        described = cache.put(json.dumps(kept), "kernel.json", binary=False)
-    described = Path(described)
-    return described.with_name("kernel.cubin").read_bytes(), json.loads(described.read_text())
-
-
-def _compiled(source: Any, backend: Any, options: Any, target: Any) -> tuple[bytes, dict]:
-    """triton.compile without its cache."""
-    from triton._C.libtriton import ir
-
+    described = cache.get_file(_DESCRIBED)
+    if described is not None:
+        return _Compilation(cache, described)
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    stages: dict[str, Any] = {}
-    backend.add_stages(stages, options, source.language)
-    metadata = {"target": target, **options.__dict__}
-    made = source.make_ir(
-        target,
-        options,
-        backend.get_codegen_implementation(options),
-        backend.get_module_map(),
-        context,
-    )
-    for stage in stages.values():
-        made = stage(made, metadata)
-    return made, metadata
+    stages: dict[str, Callable[..., Any]] = {}
+    backend.add_stages(stages, parsed, source.language)
+    generators = (backend.get_codegen_implementation(parsed), backend.get_module_map())
+    made = source.make_ir(target, parsed, *generators, context)
+    return _Compilation(cache, None, made, stages, {"target": target, **parsed.__dict__})
+
+
+def machine_code(compilation: _Compilation) -> tuple[bytes, dict[str, Any]]:
+    """Machine code; and the name in it, warps of a block and bytes of dynamic shared memory.
+
+    Raises:
+        RuntimeError: the kernel needs more than a plain launch.
+    """
+    described = compilation.described
+    if described is None:
+        made, metadata = compilation.made, compilation.metadata
+        for stage in compilation.stages.values():
+            made = stage(made, metadata)
+        plain = metadata["num_ctas"] == 1 and not metadata["launch_cooperative_grid"]
+        if not plain or metadata.get("global_scratch_size"):
+            raise RuntimeError(f"{metadata['name']} needs more than a plain launch")
+        kept = {name: metadata[name] for name in ("name", "num_warps", "shared")}
+        compilation.cache.put(made, _CODE)
+        described = compilation.cache.put(json.dumps(kept), _DESCRIBED, binary=False)
+    found = Path(described)
+    return found.with_name(_CODE).read_bytes(), json.loads(found.read_text())
 
 
 def _in_memory(code: bytes, name: str, shared: int, device: int) -> int:

@@ -188,6 +188,9 @@ def _recorded(
     seen = (tag, *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in present))
     if seen in _refused:
         return False
+    places = {str(x.device) for x in present}
+    if len(places) > 1:
+        raise ValueError(f"tensors are on {' and '.join(sorted(places))}; move them to one device")
     recording = Recording(present)
     try:
         with torch.cuda.device_of(present[0]):

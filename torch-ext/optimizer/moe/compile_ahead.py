@@ -47,19 +47,19 @@ def compile_for_all_heights(
     if len(_begun) >= _MOST_BEGUN:
         _begun.clear()
     _begun.add(key)
-    in_background(_for_all_heights, compile_one, list(operands), of_tokens, experts)
-
-
-def _for_all_heights(
-    compile_one: Callable[[Sequence[Tensor | None]], None],
-    operands: list[Tensor | None],
-    of_tokens: Sequence[int],
-    experts: int,
-) -> None:
     top_k = operands[of_tokens[-1]].shape[1]
     for mean in _MEANS:
         tokens = max(mean * experts // top_k, 1)
-        for place in of_tokens:
-            x = operands[place]
-            operands[place] = stand_in((tokens, x.shape[1]), (x.shape[1], 1), x.dtype, x.device)
-        compile_one(operands)
+        in_background(_for_tokens, compile_one, list(operands), of_tokens, tokens)
+
+
+def _for_tokens(
+    compile_one: Callable[[Sequence[Tensor | None]], None],
+    operands: list[Tensor | None],
+    of_tokens: Sequence[int],
+    tokens: int,
+) -> None:
+    for place in of_tokens:
+        x = operands[place]
+        operands[place] = stand_in((tokens, x.shape[1]), (x.shape[1], 1), x.dtype, x.device)
+    compile_one(operands)
