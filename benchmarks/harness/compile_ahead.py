@@ -66,10 +66,12 @@ def main(entry: str, number: int, count: int, measured: Collection[str]) -> None
 
     from . import package
 
-    for job in jobs_of(entry, package.load(), measured)[number::count]:
+    built = package.load()
+    for job in jobs_of(entry, built, measured)[number::count]:
         try:
             job()
             torch.cuda.synchronize()
+            package.settle(built.package)
         except (RuntimeError, ValueError) as error:
             print(f"{entry} {number}: {error}", file=sys.stderr)
         torch.cuda.empty_cache()

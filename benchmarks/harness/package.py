@@ -49,7 +49,7 @@ def module(package: ModuleType, name: str) -> ModuleType:
 
 
 def settle(package: ModuleType) -> None:
-    """Wait until no kernel is compiled beside the calls: before a clock starts."""
+    """Let nothing be compiled beside the calls: before a clock starts."""
     module(package, "kernels._triton_compile").settle()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import threading
 import time
 import types
 from concurrent.futures import Future
@@ -109,7 +110,16 @@ def order(compiler, monkeypatch):
     compiler.settle()
     compiler._turn.acquire()
     yield begun
+    if compiler._turn.locked():
+        compiler._turn.release()
     compiler.settle()
+
+
+def wait_for(happened) -> None:
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def asked(compiler, kernel, number):
@@ -135,8 +145,17 @@ def test_the_longest_goes_first_and_the_background_last(compiler, kernel, order)
     asked(compiler, kernel, 3)
     asked(compiler, kernel, 4)
     compiler._turn.release()
-    compiler.settle()
+    wait_for(lambda: len(order.finished) == 5)
     assert order.found == [3, 4, 2, 5, 1]
+
+
+def test_settling_drops_what_was_begun_ahead(compiler, kernel, order) -> None:
+    compiler.in_background(asked, compiler, kernel, 1)
+    asked(compiler, kernel, 2)
+    threading.Timer(0.1, compiler._turn.release).start()
+    compiler.settle()
+    assert order.found == order.finished == [2]
+    assert asked(compiler, kernel, 1).result(10).function == 1, "it can be asked for again"
 
 
 def test_what_was_for_later_can_be_hurried(compiler, kernel, order) -> None:
@@ -155,9 +174,6 @@ def test_what_fails_in_the_background_is_logged(compiler, caplog) -> None:
         raise ValueError(f"{value} is no height")
 
     compiler.in_background(prepares_nothing, 7)
-    compiler.settle()
-    deadline = time.monotonic() + 10
-    while "7 is no height" not in caplog.text and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: "7 is no height" in caplog.text)
     assert "prepares_nothing failed beside the training" in caplog.text
     assert "7 is no height" in caplog.text

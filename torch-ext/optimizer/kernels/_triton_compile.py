@@ -138,7 +138,14 @@ def in_background(function: Callable[..., None], *arguments: Any) -> None:
 
 
 def settle() -> None:
-    """Wait until all that was asked for is compiled, or failed: for clocks."""
+    """Wait until nothing is compiled any more: for clocks. What was only begun ahead is dropped."""
+    with _guard:
+        hurried = {id(job) for later, *_, job in _queue if not later}
+        for later, *_, job in _queue:
+            if later and id(job) not in hurried:
+                job.future.cancel()
+        for key in [key for key, job in _jobs.items() if job.future.cancelled()]:
+            del _jobs[key]
     while waited := [job.future for job in (*_background, *_jobs.values()) if job.waits]:
         wait(waited)
 
