@@ -80,13 +80,14 @@ def test_compiled_once_and_kept(compiler, kernel, monkeypatch, arch) -> None:
     def compiled(found, options=OPTIONS):
         return compiler.machine_code(compiler.begin(kernel, found, options, target))
 
-    code, made = compiled(found)
-    assert code[:4] == b"\x7fELF" and made == {"name": "scaled_copy", "num_warps": 2, "shared": 0}
+    made = compiled(found)
+    assert made.code[:4] == b"\x7fELF"
+    assert (made.name, made.threads, made.shared) == ("scaled_copy", 64, 0)
     again = compiler.begin(kernel, found, OPTIONS, target)
     assert again.made is None, "it is in the cache"
-    assert compiler.machine_code(again) == (code, made)
+    assert compiler.machine_code(again) == made
     other = compiler.specialization(kernel, arguments(), {"BLOCK": 32})
-    assert compiled(other)[0] != code
+    assert compiled(other).code != made.code
     with pytest.raises(RuntimeError, match="more than a plain launch"):
         compiled(found, OPTIONS | {"launch_cooperative_grid": True})
 
@@ -94,19 +95,24 @@ def test_compiled_once_and_kept(compiler, kernel, monkeypatch, arch) -> None:
 @pytest.fixture
 def order(compiler, monkeypatch):
     """Numbers of the jobs that had their turn; none has one before `_turn` is released."""
-    begun = types.SimpleNamespace(found=[], finished=[])
+    begun = types.SimpleNamespace(found=[], finished=[], loaded=[])
 
     def first(kernel, found, options, device):
         begun.found.append(options["number"])
         return options["number"]
 
-    def finish(number):
+    def rest(number):
         begun.finished.append(number)
-        return compiler.Loaded(number, 2, 3)
+        return compiler.Compiled(b"", "scaled_copy", 64, number)
+
+    def in_memory(found, device):
+        begun.loaded.append(threading.get_ident())
+        return 1
 
     monkeypatch.setattr(compiler, "_begin", first)
-    monkeypatch.setattr(compiler, "_finish", finish)
-    monkeypatch.setattr(compiler, "_jobs", {})
+    monkeypatch.setattr(compiler, "machine_code", rest)
+    monkeypatch.setattr(compiler, "_in_memory", in_memory)
+    monkeypatch.setattr(compiler, "_kernels", {})
     compiler.settle()
     compiler._turn.acquire()
     yield begun
@@ -124,16 +130,17 @@ def wait_for(happened) -> None:
 
 def asked(compiler, kernel, number):
     found = compiler.specialization(kernel, arguments(), {"BLOCK": 64})
-    return compiler.load(kernel, found, {"number": number}, torch.device("cpu"))
+    return compiler.compile_kernel(kernel, found, {"number": number}, torch.device("cpu"))
 
 
 def test_asked_for_twice_it_is_loaded_once(compiler, kernel, order) -> None:
-    futures = [asked(compiler, kernel, 7) for _ in range(3)]
-    assert not futures[0].done(), "it is compiled in another thread"
+    kernels = [asked(compiler, kernel, 7) for _ in range(3)]
+    assert len(set(kernels)) == 1 and order.found == [], "it is compiled in another thread"
     compiler._turn.release()
-    assert {future.result(10) for future in futures} == {compiler.Loaded(7, 2, 3)}
-    compiler.settle()
+    for _ in range(2):
+        assert kernels[0].loaded() == compiler.Loaded(1, 64, 7)
     assert order.found == order.finished == [7]
+    assert order.loaded == [threading.get_ident()], "the driver is called in this thread alone"
 
 
 def test_the_longest_goes_first_and_the_background_last(compiler, kernel, order) -> None:
@@ -155,7 +162,7 @@ def test_settling_drops_what_was_begun_ahead(compiler, kernel, order) -> None:
     threading.Timer(0.1, compiler._turn.release).start()
     compiler.settle()
     assert order.found == order.finished == [2]
-    assert asked(compiler, kernel, 1).result(10).function == 1, "it can be asked for again"
+    assert asked(compiler, kernel, 1).loaded().shared == 1, "it can be asked for again"
 
 
 def test_what_was_for_later_can_be_hurried(compiler, kernel, order) -> None:

@@ -61,6 +61,16 @@ class Specialization:
 
 
 @dataclasses.dataclass(frozen=True)
+class Compiled:
+    """Machine code, the name in it, threads of a block and bytes of dynamic shared memory."""
+
+    code: bytes
+    name: str
+    threads: int
+    shared: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Loaded:
     """A kernel in a device's memory: CUfunction, threads of a block, bytes of shared memory."""
 
@@ -98,21 +108,45 @@ def specialization(kernel: Any, arguments: Sequence, named: dict[str, Any]) -> S
     return Specialization(signature, constants, attributes)
 
 
-def load(
+class Kernel:
+    """A kernel for a device, which may still be compiled.
+
+    No thread but the caller's touches the driver: it might be capturing a CUDA graph.
+    """
+
+    def __init__(self, compiled: Future[Compiled], device: torch.device) -> None:
+        self._compiled, self._device = compiled, device
+        self._loaded: Loaded | None = None
+
+    def loaded(self) -> Loaded:
+        """The kernel in the device's memory, when it is compiled.
+
+        Raises:
+            Exception: whatever it could not be compiled or loaded for.
+        """
+        if self._loaded is None:
+            found = self._compiled.result()
+            function = _in_memory(found, self._device.index)
+            self._loaded = Loaded(function, found.threads, found.shared)
+        return self._loaded
+
+
+def compile_kernel(
     kernel: Any, found: Specialization, options: dict[str, Any], device: torch.device
-) -> Future[Loaded]:
-    """The kernel on a device, compiled in another thread unless that was done or begun before."""
+) -> Kernel:
+    """The kernel, compiled in another thread unless that was done or begun before."""
     parts = (found.signature, found.constants, found.attributes, options)
     key = (kernel, device, *(tuple(part.items()) for part in parts[:2]), repr(parts[2:]))
     with _guard:
-        job = _jobs.get(key)
-        if job is None:
-            ir = functools.partial(_begin, kernel, found, options, device)
-            job = _jobs[key] = _Job(Future(), len(kernel.src), ir, _finish)
-        elif not job.waits or _later():
-            return job.future
+        if key not in _kernels:
+            first = functools.partial(_begin, kernel, found, options, device)
+            job = _Job(Future(), len(kernel.src), first, machine_code)
+            _kernels[key] = job, Kernel(job.future, device)
+        elif not _kernels[key][0].waits or _later():
+            return _kernels[key][1]
+        job, result = _kernels[key]
     _enqueue(job)
-    return job.future
+    return result
 
 
 def in_background(function: Callable[..., None], *arguments: Any) -> None:
@@ -144,10 +178,11 @@ def settle() -> None:
         for later, *_, job in _queue:
             if later and id(job) not in hurried:
                 job.future.cancel()
-        for key in [key for key, job in _jobs.items() if job.future.cancelled()]:
-            del _jobs[key]
-    while waited := [job.future for job in (*_background, *_jobs.values()) if job.waits]:
-        wait(waited)
+        for key in [key for key, (job, _) in _kernels.items() if job.future.cancelled()]:
+            del _kernels[key]
+        jobs = (*_background, *(job for job, _ in _kernels.values()))
+        waited = [job.future for job in jobs if job.waits]
+    wait(waited)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +211,7 @@ _guard, _turn = threading.Lock(), threading.Lock()
 _ending = threading.Event()
 _numbers = itertools.count()
 _queue: list[tuple[bool, int, int, _Job]] = []
-_jobs: dict[tuple, _Job] = {}  # whose results also keep the machine code loaded
+_kernels: dict[tuple, tuple[_Job, Kernel]] = {}  # which are loaded until the process ends
 _background: list[_Job] = []
 
 
@@ -230,19 +265,12 @@ def _yield_to_others() -> None:
 
 def _begin(
     kernel: Any, found: Specialization, options: dict[str, Any], device: torch.device
-) -> tuple[_Compilation, torch.device]:
+) -> _Compilation:
     from triton.backends.compiler import GPUTarget
 
     major, minor = torch.cuda.get_device_capability(device)
     target = GPUTarget("cuda", 10 * major + minor, _WARP)
-    return begin(kernel, found, options, target), device
-
-
-def _finish(begun: tuple[_Compilation, torch.device]) -> Loaded:
-    compilation, device = begun
-    code, made = machine_code(compilation)
-    function = _in_memory(code, made["name"], made["shared"], device.index)
-    return Loaded(function, _WARP * made["num_warps"], made["shared"])
+    return begin(kernel, found, options, target)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,8 +324,8 @@ def begin(kernel: Any, found: Specialization, options: dict[str, Any], target: A
     return _Compilation(cache, None, made, stages, {"target": target, **parsed.__dict__})
 
 
-def machine_code(compilation: _Compilation) -> tuple[bytes, dict[str, Any]]:
-    """Machine code; and the name in it, warps of a block and bytes of dynamic shared memory.
+def machine_code(compilation: _Compilation) -> Compiled:
+    """What the cache has now, if it did not have it before.
 
     Raises:
         RuntimeError: the kernel needs more than a plain launch.
@@ -313,20 +341,21 @@ def machine_code(compilation: _Compilation) -> tuple[bytes, dict[str, Any]]:
         kept = {name: metadata[name] for name in ("name", "num_warps", "shared")}
         compilation.cache.put(made, _CODE)
         described = compilation.cache.put(json.dumps(kept), _DESCRIBED, binary=False)
-    found = Path(described)
-    return found.with_name(_CODE).read_bytes(), json.loads(found.read_text())
+    found, code = json.loads(Path(described).read_text()), Path(described).with_name(_CODE)
+    threads = _WARP * found["num_warps"]
+    return Compiled(code.read_bytes(), found["name"], threads, found["shared"])
 
 
-def _in_memory(code: bytes, name: str, shared: int, device: int) -> int:
+def _in_memory(found: Compiled, device: int) -> int:
     """The CUfunction of machine code, loaded into the context that torch has on a device."""
     context, module, function = (ctypes.c_void_p() for _ in range(3))
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
     _call("cuCtxSetCurrent", context)  # of this thread, which may have none
-    _call("cuModuleLoadData", ctypes.byref(module), code)
-    _call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
-    if shared > _LARGE:
+    _call("cuModuleLoadData", ctypes.byref(module), found.code)
+    _call("cuModuleGetFunction", ctypes.byref(function), module, found.name.encode())
+    if found.shared > _LARGE:
         _call("cuFuncSetCacheConfig", function, _PREFER_SHARED)
-        _call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared)
+        _call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, found.shared)
     return function.value
 
 

@@ -27,7 +27,6 @@ import logging
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._ops import ops
 from ._plan_memory import Span, arranged
-from ._triton_compile import Loaded, load, specialization
+from ._triton_compile import Kernel, Loaded, compile_kernel, specialization
 
 _logger = logging.getLogger(__name__)
 
@@ -237,7 +236,7 @@ class _Step:
     early: bool = False  # a launch that begins before its predecessor ended
     stream: int = 0
     touches: set[int] = dataclasses.field(default_factory=set)
-    kernel: Future[Loaded] | None = None
+    kernel: Kernel | None = None
 
 
 def _is_view(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -254,10 +253,10 @@ def _is_view(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     return all(one.untyped_storage()._cdata == like.untyped_storage()._cdata for one in found)
 
 
-def _ready(kernel: Future[Loaded]) -> Loaded:
-    """The kernel, when it is compiled."""
+def _ready(kernel: Kernel) -> Loaded:
+    """The kernel in memory, when it is compiled."""
     try:
-        return kernel.result()
+        return kernel.loaded()
     except Exception as error:
         raise _NotPlayableError(f"a kernel was not compiled: {error}") from error
 
@@ -336,7 +335,7 @@ class Recording(TorchDispatchMode):
         options = {name: value for name, value in named.items() if name not in own}
         named = {name: value for name, value in named.items() if name in own}
         found = specialization(kernel, args, named)
-        step = _Step([], kernel=load(kernel, found, options, self._device))
+        step = _Step([], kernel=compile_kernel(kernel, found, options, self._device))
         for one, value in zip(kernel.params, args, strict=False):
             kind = found.signature[one.name]
             if kind != "constexpr":  # or an integer that is compiled in, as 1 is
