@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -70,26 +73,54 @@ def test_a_specialization_is_tritons(compiler, kernel) -> None:
         compiler.specialization(kernel, arguments(True), {"BLOCK": 64})
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-def test_compiled_once_and_kept(compiler, kernel, monkeypatch, arch) -> None:
-    from triton.backends.compiler import GPUTarget
+COMPILED_ONCE = """
+import importlib
 
-    found = compiler.specialization(kernel, arguments(), {"BLOCK": 64})
+import torch
+from kernels import get_kernel
+from triton.backends.compiler import GPUTarget
+from scaled_copy import kernel
+
+package = get_kernel({repo_id!r}, version=1, trust_remote_code=True)
+compiler = importlib.import_module(package.__name__ + ".kernels._triton_compile")
+x = torch.zeros(64, dtype=torch.bfloat16)
+options = dict(num_warps=2, launch_pdl=True)
+
+for arch in (80, 90):
     target = GPUTarget("cuda", arch, 32)
 
-    def compiled(found, options=OPTIONS):
-        return compiler.machine_code(compiler.begin(kernel, found, options, target))
+    def begun(block, **more):
+        found = compiler.specialization(kernel, (x, x, 64, 1, 2.0, None), dict(BLOCK=block))
+        return compiler.begin(kernel, found, options | more, target)
 
-    made = compiled(found)
-    assert made.code[:4] == b"\x7fELF"
+    made = compiler.machine_code(begun(64))
+    assert made.code[:4] == b"\\x7fELF"
     assert (made.name, made.threads, made.shared) == ("scaled_copy", 64, 0)
-    again = compiler.begin(kernel, found, OPTIONS, target)
+    again = begun(64)
     assert again.made is None, "it is in the cache"
     assert compiler.machine_code(again) == made
-    other = compiler.specialization(kernel, arguments(), {"BLOCK": 32})
-    assert compiled(other).code != made.code
-    with pytest.raises(RuntimeError, match="more than a plain launch"):
-        compiled(found, OPTIONS | {"launch_cooperative_grid": True})
+    assert compiler.machine_code(begun(32)).code != made.code
+    try:
+        compiler.machine_code(begun(64, launch_cooperative_grid=True))
+    except RuntimeError as error:
+        assert "more than a plain launch" in str(error)
+    else:
+        raise AssertionError("a cooperative launch")
+"""
+
+
+def test_compiled_once_and_kept(kernel, repo_id, tmp_path) -> None:
+    """In a process of its own: where kernels were interpreted, none can be compiled any more."""
+    with open(tmp_path / "scaled_copy.py", "a") as source:
+        source.write(
+            "\n\nfrom triton.runtime.jit import JITFunction\n\n"
+            'kernel = JITFunction(scaled_copy, do_not_specialize=["n"])\n'
+        )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", COMPILED_ONCE.format(repo_id=repo_id)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
