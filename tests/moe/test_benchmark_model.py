@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -113,14 +114,18 @@ def test_a_compiled_baseline_is_stepped_by_the_same_parameters(entry, pair, monk
 @pytest.mark.parametrize("mode", ["eager", "compile"])
 def test_the_row_of_a_case(entry, pair, monkeypatch, mode) -> None:
     """The baseline is eager in both; times are given, not taken."""
+    settled = []
     times = {"ours": (4.0, 3.0), "baseline": (8.0, 6.0), "compiled baseline": (6.0, 2.0)}
     sides = pair("lora")
     monkeypatch.setattr(entry, "pair", lambda *_: sides)
     monkeypatch.setattr(entry, "clock", lambda sides, **_: {name: times[name] for name in sides})
     monkeypatch.setattr(entry, "peak_mb", lambda call, _: call() or 5.0)
     monkeypatch.setattr(torch, "compile", lambda model, **_: lambda **inputs: model(**inputs))
+    monkeypatch.setattr(entry, "settle", settled.append)
     case = f"qwen3-moe-8l/2048/lora/{mode}"
-    ((row, line),) = entry.rows(None, [case])
+    built = types.SimpleNamespace(package="the package")
+    ((row, line),) = entry.rows(built, [case])
+    assert settled == ["the package"], "nothing is compiled beside the clock"
     assert row.ok and row.speedup == 2.0 and row.tokens_per_s == 512_000
     assert row.baseline_compiled_wall_ms == (6.0 if mode == "compile" else None)
     known = {"gpu": "x", "driver": "x", "torch": "x", "triton": "x"}
