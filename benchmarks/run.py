@@ -17,8 +17,10 @@ writes nothing. With `-m`, `-r` or `-T` moe_lora measures layers of these models
 harness/moe_problems.py, a Hugging Face id or a folder; default: those of moe_problems.py), ranks
 and tokens only and writes nothing. A command of end_to_end measures the
 cases that it names (such as gpt-124M/muon, qwen3-moe-8l, first_use) and puts their rows into the
-file that is there; token ids and compiled models stay in --cache for the next one. Under torchrun
-`--device cpu` tries tiny sets over gloo and writes nothing. See docs/measuring.md.
+file that is there; token ids and compiled models stay in --cache for the next one. PEERS=<folder>,
+an environment variable, names checkouts of other projects, which get rows beside ours
+(harness/peers.py). Under torchrun `--device cpu` tries tiny sets over gloo and writes nothing. See
+docs/measuring.md.
 """
 
 from __future__ import annotations
@@ -165,9 +167,9 @@ def measure_cases(
 def summary(rows: list) -> str:
     from harness import report
 
-    timed = [row for row in rows if row.ok]
+    timed = [row for row in rows if row.ok and row.variant == "auto"]
     return (
-        f"{len(rows) - len(timed)} wrong; geometric means: "
+        f"{sum(not row.ok for row in rows)} wrong; geometric means: "
         f"{report.geomean([row.fraction_of_floor for row in timed]):.1%} of the floor, "
         f"{report.geomean([row.speedup for row in timed]):.2f}x the baseline"
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -338,10 +339,14 @@ def test_zoo_rows_are_not_listed_in_readme(harness, checkout):
 class RecordingStopwatch:
     """Takes 10 ms for the first call of a round, 20 for the second; the first round 100 more."""
 
+    pauses: ClassVar[list[float]] = []
+
     def __init__(self) -> None:
         self.rounds, self.calls, self.times = 0, 0, []
+        self.pauses.clear()
 
-    def begin_round(self) -> None:
+    def pause(self, ms: float) -> None:
+        self.pauses.append(ms)
         self.rounds += 1
         self.calls = 0
 
@@ -365,6 +370,17 @@ def test_variants_take_turns_over_the_input_sets(harness):
     turns = [0, 0, 1, 0]  # one round of warm-up, then three timed ones
     assert called == [(name, number) for number in turns for name in ("ours", "base")]
     assert statistics.median([110.0, 10.0, 10.0]) == ms["ours"]
+    assert RecordingStopwatch.pauses == [1.0] * 3
+
+
+@pytest.mark.parametrize(("alone", "pauses"), [(False, [4.0]), (True, [1.6, 3.4])])
+def test_the_device_is_busy_while_the_host_queues(harness, alone, pauses):
+    """For a millisecond, and twice as long as the host needs for a round, or for each call."""
+    variants = dict.fromkeys(("ours", "base"), lambda number: None)
+    options = {"host_ms": {"ours": 0.3, "base": 1.2}, "alone": alone}
+    options["stopwatch"] = RecordingStopwatch
+    harness.timer.medians(variants, sets=1, rounds=2, **options)
+    assert RecordingStopwatch.pauses == pytest.approx(pauses * 2)
 
 
 def test_enough_input_sets_for_a_cold_cache(harness):

@@ -195,8 +195,8 @@ def test_plots_read_no_partial_file(toy, harness, monkeypatch) -> None:
     ("entry", "some", "count"),
     [
         ("elementwise", "adamw/65536x1280/float32", 44),
-        ("moe_lora", "Mixtral-8x7B/T8192/r16/fwd+bwd", 96),
-        ("nf4", "offload/Qwen3-30B-A3B", 42),
+        ("moe_lora", "Mixtral-8x7B/T8192/r16/fwd+bwd", 114),
+        ("nf4", "offload/Qwen3-30B-A3B", 53),
         ("optimizer_step", "llama-1B/1gpu/heavy/fsdp2", 7),
         ("orthogonalize", "real/8x8192x2048", 49),
     ],

@@ -341,7 +341,8 @@ def scaling(measured: list[Row], single: Path, count: int) -> str:
     """Against the result file of one GPU, if there is one."""
     if not single.is_file():
         return f"scaling from 1 GPU is not known: there is no {single}"
-    alone = {row["case"]: row.get("wall_ms") for row in json.loads(single.read_text())["rows"]}
+    known = json.loads(single.read_text())["rows"]
+    alone = {row["case"]: row.get("wall_ms") for row in known if row["variant"] == "auto"}
     parts = []
     for row in measured:
         ms = alone.get(f"{row.case.split('/')[0]}/1gpu/heavy")

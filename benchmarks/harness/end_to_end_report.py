@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 COLORS = {"adamw": "#999999", "torch_muon": "#c77d2e", "muon": "#2a6f97", "muon_adamw": "#61305d"}
+COLORS |= {"dion": "#4c9a6a", "nanochat": "#b0413e"}
 
 
 def section(result: dict, path: Path) -> str:

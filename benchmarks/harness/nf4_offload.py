@@ -11,10 +11,10 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from .moe_lora import Stopwatch, peak_mb
+from .goals import OFFLOAD, Goal, judged, said
+from .moe_lora import peak_mb
 from .moe_problems import MODELS, Layer
 from .nf4 import BLOCKSIZE, BYTES, floors
-from .nf4_goals import OFFLOAD, Goal, judged, said
 from .package import Built
 from .report import Measured, Row, failed, line, passed
 from .timer import Times, times
@@ -136,7 +136,7 @@ def offload_row(
 
     def measure() -> tuple[Times, float]:
         turns = {"step": lambda _: step()}
-        timed = times(turns, sets=1, rounds=ROUNDS, warmup=WARMUP, stopwatch=Stopwatch)
+        timed = times(turns, sets=1, rounds=ROUNDS, warmup=WARMUP)
         return timed["step"], peak_mb(step)
 
     expected = repeatable()

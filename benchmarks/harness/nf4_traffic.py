@@ -7,8 +7,8 @@ missing is said in the row instead of a number.
 from __future__ import annotations
 
 from .counters import NotCountedError, counted
+from .goals import TRAFFIC
 from .moe_problems import MODELS, Layer
-from .nf4_goals import TRAFFIC
 
 KERNELS = "regex:nf4_product"  # Triton's and the compiled one
 LIMIT = 40  # seconds

@@ -11,13 +11,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from . import peers
 from .memory_bound import added_mb
-from .moe_lora import Stopwatch
 from .orthogonalize import EXACT_LOWER, EXACT_STEPS
 from .package import Built
 from .progress import Progress
 from .report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, line, passed
-from .timer import LEAST_SETS, Times, times
+from .timer import FEW_BURSTS, LEAST_SETS, Times, times
 
 STEPS = 5  # of the orthogonalization
 LR, DECAY = 1e-3, 0.1
@@ -82,6 +82,7 @@ LISTED = (
     Model("experts-128"),
 )
 
+PEERS = ("dion", "nanochat")
 SHARDED = ("gpt2-124M", "llama-1B")  # beside the plain ones, over DTensors of a mesh of one GPU
 
 
@@ -170,19 +171,21 @@ class StepCase:
 
         return step
 
-    def compare(self) -> tuple[bool, float, float]:
+    def compare(self, optimizer=None) -> tuple[bool, float, float]:
         """(gate, error of the first step, that of plain bfloat16 products), relative to the update.
 
         One matrix of each shape, against a step with the polar factor itself. The gate: no farther
         from it than five steps of Polar Express in bfloat16, which peers use. Parameters of 16 bits
-        are rounded on both sides.
+        are rounded on both sides. None: ours.
         """
         import torch
+
+        optimizer = self.ours if optimizer is None else optimizer
 
         self.give(0)
         firsts = {param.shape: param for param in reversed(self.matrices)}
         before = {shape: param.detach().clone() for shape, param in firsts.items()}
-        self.ours.step()
+        optimizer.step()
         squares = torch.zeros(3, dtype=torch.float64, device=self.device)
         for shape, param in firsts.items():
             old, new, grad = (
@@ -199,35 +202,62 @@ class StepCase:
         error, error_baseline, norm = squares.sqrt().tolist()
         return error <= 1.01 * error_baseline, error / norm, error_baseline / norm
 
-    def times(self) -> tuple[Times, Times]:
-        """A step of ours and of the baseline, by turns."""
-        calls = {"ours": self.call(self.ours), "baseline": self.call(self.baseline)}
-        options = {"rounds": TIMED, "warmup": WARMUP, "stopwatch": Stopwatch}
+    def peer(self, peer: peers.Peer):
+        """A peer's optimizer over the same parameters."""
+        rule = {"lr": LR, "weight_decay": DECAY}
+        kinds = (("muon", self.matrices), ("adamw", self.others))
+        return peer.call([{"kind": kind, "params": params, **rule} for kind, params in kinds])
+
+    def moves(self, optimizer) -> bool:
+        """Whether a step changes every parameter, and leaves finite numbers."""
+        import torch
+
+        before = [param.detach().clone() for param in self.params]
+        self.call(optimizer)(0)
+        return all(
+            not torch.equal(param, old) and bool(param.isfinite().all())
+            for param, old in zip(self.params, before, strict=True)
+        )
+
+    def times(self, optimizer, **options) -> tuple[Times, Times]:
+        """A step of the optimizer and of the baseline, by turns; options of `timer.times`."""
+        calls = {"ours": self.call(optimizer), "baseline": self.call(self.baseline)}
+        options = {"rounds": TIMED, "warmup": WARMUP, **options}
         found = times(calls, sets=len(self.gradients), **options)
         return found["ours"], found["baseline"]
 
 
-def measure(model: Model, built: Built) -> tuple[Row, str]:
-    """The row of one model and its printed line."""
-    case = StepCase(model, built)
-    good, error, error_baseline = case.compare()
-    if not good:
-        row = failed(model.case)
-        return row, line(row, gigabytes=0)
-    peak_mb = added_mb(case.ours.step)
-    ours, baseline = case.times()
-    row = passed(
-        model.case,
-        Measured(
-            times=ours,
-            floor_ms=model.floor_ms,
-            baseline=case.baseline_name,
-            baseline_times=baseline,
-            error=error,
-            error_baseline=error_baseline,
-            peak_mb=peak_mb,
-        ),
-    )
+def row_of(
+    case: StepCase, model: Model, optimizer, errors: tuple[float, float], variant: str, **options
+) -> Row:
+    """The row of an optimizer that passed its gate; options are those of `times`."""
+    case.give(0)
+    peak_mb = added_mb(optimizer.step)
+    ours, baseline = case.times(optimizer, **options)
+    measured = Measured(ours, model.floor_ms, case.baseline_name, baseline, *errors, peak_mb)
+    return passed(model.case, measured, variant)
+
+
+def measure(model: Model, built: Built, device: str = "cuda") -> Iterator[tuple[Row, str]]:
+    """The row of one model and its printed line, then those of peers."""
+    case = StepCase(model, built, device)
+    good, *errors = case.compare()
+    row = row_of(case, model, case.ours, errors, "auto") if good else failed(model.case)
+    yield row, line(row, gigabytes=model.bytes_moved / 1e9)
+    if all(len(shape) == 2 for shape in SHAPES[model.name][0]):
+        yield from peers.rows(PEERS, lambda peer: [peer_row(case, model, peer)])
+
+
+def peer_row(case: StepCase, model: Model, peer: peers.Peer) -> tuple[Row, str]:
+    """The row of a peer's step, whose own rule no gate of ours can judge: it must move everything.
+
+    Its error is the distance from our rule's step, which nanochat's does not follow.
+    """
+    optimizer = case.peer(peer)
+    _, *errors = case.compare(optimizer)
+    row = failed(model.case, peer.name)
+    if case.moves(optimizer):
+        row = row_of(case, model, optimizer, errors, peer.name, bursts=FEW_BURSTS)
     return row, line(row, gigabytes=model.bytes_moved / 1e9)
 
 
@@ -267,7 +297,7 @@ def measure_shards(model: Model, built: Built, device: str = "cuda") -> tuple[Ro
             return row, line(row, gigabytes=0)
         peak_mb = added_mb(lambda: sharded.call(sharded.ours)(0))
         calls = {"ours": sharded.call(sharded.ours), "baseline": plain.call(plain.ours)}
-        options = {"rounds": TIMED, "warmup": WARMUP, "stopwatch": Stopwatch}
+        options = {"rounds": TIMED, "warmup": WARMUP}
         found = times(calls, sets=len(plain.gradients), **options)
         row = passed(
             name,
@@ -290,7 +320,7 @@ def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
 
     for model in LISTED:
         if progress.begin(model.case):
-            yield measure(model, built)
+            yield from measure(model, built)
             torch.cuda.empty_cache()
     for model in map(Model, SHARDED):
         if progress.begin(sharded_case(model)):

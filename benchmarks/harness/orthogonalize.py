@@ -14,11 +14,12 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from . import peers
 from .package import Built
 from .package import module as package_module
 from .progress import Progress
-from .report import Measured, Row, failed, floor_ms, geomean, passed
-from .timer import Times, cold_sets, times
+from .report import Measured, Row, failed, floor_ms, geomean, name_of, passed
+from .timer import BURSTS, FEW_BURSTS, Times, cold_sets, times
 
 SHAPES = (
     *("1x2048x2048", "1x4096x4096", "1x8192x8192", "1x4096x14336", "8x4096x4096", "16x2048x8192"),
@@ -40,6 +41,7 @@ SCALE, EPS = 1.02, 1e-6
 # the norm, where a heavy tail of 8192 ends near 1e-9. Each step lifts small values four times.
 EXACT_STEPS, EXACT_LOWER = 26, 1e-12
 CONVERGED = 1e-5  # ||X X^T - I||_F of the factor
+PEERS = ("gram-newton-schulz",)
 BASELINE = "torch.compile of 5-step Polar Express in bfloat16"
 HEADING = (
     f"{'case':<40}{'wall ms':>9}{'host':>9}{'device':>9}{'% floor':>9}{'x base':>8}{'distance':>10}"
@@ -188,6 +190,7 @@ class Case:
         self.package, self.compiled = built.package, compiled
         self.inputs = inputs
         self.outs = [torch.empty_like(self.ours(0)) for _ in inputs]
+        self.captured = {"ours": self.ours_into, "baseline": self.baseline}
         self.graphs: dict[str, list[Any]] = {}
 
     def ours(self, number: int):
@@ -208,7 +211,7 @@ class Case:
         import torch
 
         pool = torch.cuda.graph_pool_handle()
-        for name, call in (("ours", self.ours_into), ("baseline", self.baseline)):
+        for name, call in self.captured.items():
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 call(0)
@@ -220,18 +223,21 @@ class Case:
                     call(number)
                 self.graphs[name].append(graph)
 
-    def times(self) -> dict[str, Times]:
-        """Eager calls by the clock; the device's time is that of a replay."""
+    def times(self, bursts: int = BURSTS) -> dict[str, Times]:
+        """Eager calls by the clock; the device's time is that of a replay, where there is one."""
         replays = {
             name: lambda number, name=name: self.graphs[name][number].replay()
             for name in self.graphs
         }
         eager = {"ours": self.ours, "baseline": self.baseline}
-        return times(eager, sets=len(self.inputs), device=replays)
+        return times(eager, sets=len(self.inputs), device=eager | replays, bursts=bursts)
 
     def replay_repeats(self) -> bool:
         """Whether a replay writes the bits of a launch."""
         import torch
+
+        if "ours" not in self.graphs:
+            return True
 
         wanted = self.ours(0)
         self.outs[0].zero_()
@@ -249,8 +255,26 @@ class Case:
         return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
+class PeerCase(Case):
+    """A peer instead of ours. It may write to its input, and captures graphs by itself."""
+
+    def __init__(self, inputs: Sequence, built: Built, compiled: Callable, call: Callable) -> None:
+        self.call = call
+        super().__init__([x.clone() for x in inputs], built, compiled)
+        del self.captured["ours"]
+
+    def ours(self, number: int):
+        """What the peer's user calls."""
+        return self.call(self.inputs[number])
+
+
 def row_of(
-    case: str, least: float, found: Distances, taken: Mapping[str, Times], peak_mb: float
+    case: str,
+    least: float,
+    found: Distances,
+    taken: Mapping[str, Times],
+    peak_mb: float,
+    variant: str = "auto",
 ) -> Row:
     """The row of timed calls."""
     return passed(
@@ -264,12 +288,13 @@ def row_of(
             error_baseline=found.baseline,
             peak_mb=peak_mb,
         ),
+        variant,
     )
 
 
 def line(row: Row, found: Distances) -> str:
     """One printed line; the distance is in those of five exact steps."""
-    name = row.case
+    name = name_of(row)
     if not row.ok:
         return f"{name:<40} {found.worst:.3f} EXACT STEPS' DISTANCE OR OTHER BITS, not timed"
     return (
@@ -278,31 +303,51 @@ def line(row: Row, found: Distances) -> str:
     )
 
 
-def measure(
-    name: str,
-    inputs: Sequence,
-    found: Callable[[Any, Any], Distances],
-    least: float,
-    allowed: float,
-    built: Built,
-    compiled: Callable,
-) -> tuple[Row, str]:
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is orthogonalized, and what counts as right.
+
+    Args:
+        name: of the case.
+        inputs: batches (B, m, n) of one shape.
+        found: (result, baseline's) of the first batch -> distances from the polar factor.
+        least: milliseconds of the floor.
+        allowed: `Distances.worst` at most.
+    """
+
+    name: str
+    inputs: Sequence
+    found: Callable[[Any, Any], Distances]
+    least: float
+    allowed: float
+
+
+def measure(task: Task, case: Case, variant: str = "auto", bursts: int = BURSTS) -> tuple[Row, str]:
     """Gate, then time."""
-    case = Case(inputs, built, compiled)
-    distance = found(case.ours(0), case.baseline(0))
-    if not distance.worst <= allowed:
-        row = failed(name)
-        return row, line(row, distance)
-    peak_mb = case.peak_mb()
-    case.capture()
-    if not case.replay_repeats():
-        row = failed(name)
-        return row, line(row, distance)
-    row = row_of(name, least, distance, case.times(), peak_mb)
+    distance = task.found(case.ours(0), case.baseline(0))
+    row = failed(task.name, variant)
+    if distance.worst <= task.allowed:
+        peak_mb = case.peak_mb()
+        case.capture()
+        if case.replay_repeats():
+            taken = case.times(bursts)
+            row = row_of(task.name, task.least, distance, taken, peak_mb, variant)
     return row, line(row, distance)
 
 
-def _measured(problem: Problem, built: Built, compiled: Callable) -> tuple[Row, str]:
+def peer_rows(task: Task, built: Built, compiled: Callable) -> Iterator[tuple[Row, str]]:
+    """The rows of peers; they must come nearer to the polar factor than zero is."""
+    judged = dataclasses.replace(task, allowed=math.inf)
+
+    def make(peer: peers.Peer) -> Iterator[tuple[Row, str]]:
+        case = PeerCase(task.inputs, built, compiled, peer.call)
+        row, text = measure(judged, case, peer.name, FEW_BURSTS)
+        yield (row if row.ok and row.error < 1 else failed(task.name, peer.name)), text
+
+    return peers.rows(PEERS, make)
+
+
+def _measured(problem: Problem, built: Built, compiled: Callable) -> Iterator[tuple[Row, str]]:
     import torch
 
     from . import orthogonalize_traffic
@@ -315,11 +360,14 @@ def _measured(problem: Problem, built: Built, compiled: Callable) -> tuple[Row, 
     def found(ours, baseline) -> Distances:
         return distances(built.package, inputs[0], ours, baseline)
 
-    row, text = measure(problem.case, inputs, found, least, 1.02, built, compiled)
+    task = Task(problem.case, inputs, found, least, 1.02)
+    row, text = measure(task, Case(inputs, built, compiled))
     if row.ok and problem == orthogonalize_traffic.PROBLEM:
         row = dataclasses.replace(row, goals=orthogonalize_traffic.goal())
         text += f"  DRAM bytes {row.goals['of_least_traffic']['value']}"
-    return row, text
+    yield row, text
+    if problem.name in SHAPES and problem.dtype == "float32":
+        yield from peer_rows(task, built, compiled)
 
 
 def _compiled_anew() -> Callable:
@@ -363,7 +411,8 @@ def _real_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
 
             least = floor_ms(bytes_moved=problem.bytes_moved, flops=problem.flops)
             compiled = _compiled_anew()
-            yield measure(name, inputs, found, least, 1.1, built, compiled)
+            task = Task(name, inputs, found, least, 1.1)
+            yield measure(task, Case(inputs, built, compiled))
         del momenta
         torch.cuda.empty_cache()
 
@@ -393,7 +442,8 @@ def _zoo_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
 
         inputs = [x.clone() for _ in range(min(sets, 16))]
         least = floor_ms(bytes_moved=problem.bytes_moved, flops=problem.flops)
-        yield measure(f"zoo/{name}", inputs, found, least, zoo.allowed(name), built, compiled)
+        task = Task(f"zoo/{name}", inputs, found, least, zoo.allowed(name))
+        yield measure(task, Case(inputs, built, compiled))
 
 
 def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
@@ -407,7 +457,7 @@ def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
             continue
         compiled = compiled if problem.shape == before else _compiled_anew()
         before = problem.shape
-        yield _measured(problem, built, compiled)
+        yield from _measured(problem, built, compiled)
         torch.cuda.empty_cache()
     yield from _zoo_rows(built, progress)
 
@@ -415,7 +465,8 @@ def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
 def summary(measured: Sequence[Row]) -> str:
     """The agreed mean: heavy rows of the listed shapes, what a user gets."""
     heavy = {problem.case for problem in listed() if problem.dtype == "float32"}
-    shares = [r.fraction_of_floor for r in measured if r.case in heavy]
+    ours = [row for row in measured if row.variant == "auto"]
+    shares = [row.fraction_of_floor for row in ours if row.case in heavy]
     missing = len(heavy) - len([share for share in shares if share is not None])
     text = f"heavy rows: {geomean([s for s in shares if s is not None]):.1%} of the floor"
     return text + (f", {missing} of {len(heavy)} missing" if missing else "")

@@ -43,7 +43,8 @@ class Row:
     error_baseline: float | None = None
     peak_mb: float | None = None
     peak_baseline_mb: float | None = None
-    goals: dict[str, dict] | None = None  # see nf4_goals
+    goals: dict[str, dict] | None = None  # see goals.py
+    peer_commit: str | None = None  # of the checkouts that the row measured instead of ours
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,20 @@ def _rounded(value: object) -> object:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
+def name_of(row: Row) -> str:
+    """The case, and what is not the path that a user gets."""
+    return row.case if row.variant == "auto" else f"{row.case} [{row.variant}]"
+
+
 def line(row: Row, *, gigabytes: float, copy_ms: float | None = None) -> str:
     """One printed line: case, us of clock, host and device, GB/s, shares of floor and copy, x."""
+    name = name_of(row)
     if not row.ok:
-        return f"{row.case:<44} WRONG RESULTS, not timed"
+        return f"{name:<44} WRONG RESULTS, not timed"
     copy = "" if copy_ms is None else f"{copy_ms / row.ms:>7.1%}"
     clock = "".join(f"{ms * 1e3:>9.1f}" for ms in (row.wall_ms, row.host_ms, row.ms))
     return (
-        f"{row.case:<44}{clock}{gigabytes / row.ms * 1e3:>9.0f}"
+        f"{name:<44}{clock}{gigabytes / row.ms * 1e3:>9.0f}"
         f"{row.fraction_of_floor:>9.1%}{copy:>9}{row.speedup:>8.2f}x"
     )
 

@@ -27,7 +27,10 @@ def tiny(harness):
     return harness.moe_problems.Layer("tiny", 4, 32, 16, 2, tokens=40, rank=8)
 
 
-@pytest.mark.parametrize("change", [{}, {"rank": 0}, {"fp32_lora": True}], ids=str)
+CHANGES = [{}, {"rank": 0}, {"rank": 12}, {"fp32_lora": True}, {"model": "gpt-oss-20b"}]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_ours_and_the_baseline_compute_the_same_layer(harness, opt, tiny, change):
     """The gate passes on a right layer, PEFT's layout included."""
     layer = dataclasses.replace(tiny, **change)
@@ -74,9 +77,10 @@ def test_floors_are_those_of_the_arithmetic(harness):
 def test_names_of_the_listed_cases(harness):
     names = {layer.name for layer in harness.moe_problems.listed()}
     for model in harness.moe_problems.MODELS:
-        for tail in ("T2048/r16", "T128/r16", "T512/r16", "T8192/r16", "T2048/r64"):
+        for tail in ("T2048/r16", "T16/r16", "T128/r16", "T512/r16", "T8192/r16", "T2048/r64"):
             assert f"{model}/{tail}" in names
-        assert f"{model}/T2048/r16-fp32lora" in names
+        assert {f"{model}/T2048/r16-fp32lora", f"{model}/T2048/r12"} <= names
+    assert "gpt-oss-20b/T2048/r16" in names
 
 
 def test_random_layers_repeat_and_differ_by_commit(harness):

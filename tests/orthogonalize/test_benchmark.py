@@ -85,7 +85,7 @@ def gated(entry, built, monkeypatch, ours=None, repeats=True):
     monkeypatch.setattr(entry.Case, "capture", lambda self: None)
     monkeypatch.setattr(entry.Case, "replay_repeats", lambda self: repeats)
     monkeypatch.setattr(entry.Case, "peak_mb", lambda self: 1.0)
-    monkeypatch.setattr(entry.Case, "times", lambda self: taken)
+    monkeypatch.setattr(entry.Case, "times", lambda self, bursts: taken)
     if ours is not None:
         monkeypatch.setattr(entry.Case, "ours", ours)
     problem = entry.Problem(1, 48, 64, "heavy")
@@ -94,7 +94,8 @@ def gated(entry, built, monkeypatch, ours=None, repeats=True):
     def found(mine, theirs):
         return entry.distances(built.package, inputs[0], mine, theirs)
 
-    return entry.measure(problem.case, inputs, found, 1.0, 1.02, built, entry.polar_express_bf16)
+    task = entry.Task(problem.case, inputs, found, 1.0, 1.02)
+    return entry.measure(task, entry.Case(inputs, built, entry.polar_express_bf16))
 
 
 def test_right_results_are_timed(entry, built, monkeypatch) -> None:
