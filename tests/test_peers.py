@@ -227,8 +227,9 @@ def test_steps_of_dion_and_nanochat(harness, opt, checkouts, timed, capsys) -> N
     """Beside ours; one whose step leaves parameters as they were has no row."""
     step, built = harness.optimizer_step, SimpleNamespace(package=opt)
     rows = [row for row, _ in step.measure(step.Model("tiny"), built, "cpu")]
-    assert [row.variant for row in rows] == ["auto", "dion", "nanochat"]
-    assert [row.peer_commit for row in rows] == [None, f"dion {COMMIT}", f"nanochat {COMMIT}"]
+    assert [row.variant for row in rows] == ["auto", "torch", "dion", "nanochat"]
+    commits = [row.peer_commit for row in rows]
+    assert commits == [None, None, f"dion {COMMIT}", f"nanochat {COMMIT}"]
     assert all(row.ok and row.case == "tiny/1gpu/heavy" for row in rows)
     assert well_formed(harness, rows)
     idle = DION.replace("param.mul_(", "str(").replace("add_(param.grad", "add_(0 * param.grad")
@@ -236,7 +237,7 @@ def test_steps_of_dion_and_nanochat(harness, opt, checkouts, timed, capsys) -> N
     del sys.modules["dion"]
     harness.peers.found.cache_clear()
     rows = [row for row, _ in step.measure(step.Model("tiny"), built, "cpu")]
-    assert [row.variant for row in rows] == ["auto", "nanochat"]
+    assert [row.variant for row in rows] == ["auto", "torch", "nanochat"]
     assert "no rows of dion: ValueError: its results are wrong" in capsys.readouterr().out
 
 

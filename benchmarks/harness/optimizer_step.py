@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from . import peers
+from . import paths, peers
 from .memory_bound import added_mb
 from .orthogonalize import EXACT_LOWER, EXACT_STEPS
 from .package import Built
@@ -84,6 +84,8 @@ LISTED = (
 
 PEERS = ("dion", "nanochat")
 SHARDED = ("gpt2-124M", "llama-1B")  # beside the plain ones, over DTensors of a mesh of one GPU
+# And as on capability 8.0, where torch's products orthogonalize matrices of these sizes.
+PORTABLE = ("gpt2-124M/1gpu/heavy", "llama-1B/1gpu/heavy", "tiny/1gpu/heavy")
 
 
 def least_flops(shape: tuple[int, ...]) -> float:
@@ -109,7 +111,13 @@ class StepCase:
         first = [self._gradient(param) for param in self.params]
         # The same values at other addresses: what a step computes does not depend on them.
         self.gradients = [first, *([g.clone() for g in first] for _ in range(LEAST_SETS - 1))]
-        experts = any(len(shape) == 3 for shape in matrices)
+        self.ours = self.muon()
+        self.baseline = torch.optim.AdamW(self.params, lr=LR, weight_decay=DECAY, fused=True)
+        self.baseline_name = f"torch {torch.__version__} AdamW(fused=True) on all parameters"
+
+    def muon(self):
+        """Ours over the parameters."""
+        experts = any(param.ndim == 3 for param in self.matrices)
         groups = [
             {
                 "params": [(f"experts.{k}", param) for k, param in enumerate(self.matrices)],
@@ -118,9 +126,7 @@ class StepCase:
             },
             {"params": self.others, "use_muon": False},
         ]
-        self.ours = built.package.Muon(groups, lr=LR, weight_decay=DECAY, none_grad=False)
-        self.baseline = torch.optim.AdamW(self.params, lr=LR, weight_decay=DECAY, fused=True)
-        self.baseline_name = f"torch {torch.__version__} AdamW(fused=True) on all parameters"
+        return self.package.Muon(groups, lr=LR, weight_decay=DECAY, none_grad=False)
 
     def _normal(self, shape: tuple[int, ...]):
         import torch
@@ -239,11 +245,19 @@ def row_of(
 
 
 def measure(model: Model, built: Built, device: str = "cuda") -> Iterator[tuple[Row, str]]:
-    """The row of one model and its printed line, then those of peers."""
+    """The row of one model and its printed line, then on torch's products, then those of peers."""
     case = StepCase(model, built, device)
     good, *errors = case.compare()
     row = row_of(case, model, case.ours, errors, "auto") if good else failed(model.case)
     yield row, line(row, gigabytes=model.bytes_moved / 1e9)
+    if model.case in PORTABLE:
+        with paths.forced(built.package, paths.TORCH):
+            optimizer = case.muon()
+            good, *errors = case.compare(optimizer)
+            row = failed(model.case, paths.TORCH)
+            if good:
+                row = row_of(case, model, optimizer, errors, row.variant, bursts=FEW_BURSTS)
+        yield row, line(row, gigabytes=model.bytes_moved / 1e9)
     if all(len(shape) == 2 for shape in SHAPES[model.name][0]):
         yield from peers.rows(PEERS, lambda peer: [peer_row(case, model, peer)])
 

@@ -14,7 +14,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from . import peers
+from . import paths, peers
+from .goals import Goal, judged, said
 from .package import Built
 from .package import module as package_module
 from .progress import Progress
@@ -42,6 +43,9 @@ SCALE, EPS = 1.02, 1e-6
 EXACT_STEPS, EXACT_LOWER = 26, 1e-12
 CONVERGED = 1e-5  # ||X X^T - I||_F of the factor
 PEERS = ("gram-newton-schulz",)
+# Sides in SHAPES at which capability 8.0 gets products by halves, which stay if they are so much
+# faster than torch's; and the largest one of square_chain.
+MMA_SYNC_SIDES, OVER_TORCH, LARGEST_CHAIN = (4096, 8192), 1.15, 1024
 BASELINE = "torch.compile of 5-step Polar Express in bfloat16"
 HEADING = (
     f"{'case':<40}{'wall ms':>9}{'host':>9}{'device':>9}{'% floor':>9}{'x base':>8}{'distance':>10}"
@@ -73,6 +77,16 @@ class Problem:
         """Name in the result file."""
         name = f"{self.label}{self.name}/{self.content}"
         return name if self.dtype == "float32" else f"{name}/{self.dtype}"
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What is timed beside "auto": for listed shapes in float32, what applies to their side."""
+        side = min(self.m, self.n)
+        if self.name not in SHAPES or self.label or self.dtype != "float32":
+            return ()
+        found = [paths.TORCH, paths.TWO_READING]
+        found += [paths.MMA_SYNC] if side in MMA_SYNC_SIDES else []
+        return (*found, *([paths.PRODUCT_WISE] if side <= LARGEST_CHAIN else []))
 
     @property
     def bytes_moved(self) -> int:
@@ -223,14 +237,20 @@ class Case:
                     call(number)
                 self.graphs[name].append(graph)
 
-    def times(self, bursts: int = BURSTS) -> dict[str, Times]:
-        """Eager calls by the clock; the device's time is that of a replay, where there is one."""
+    def times(self, bursts: int = BURSTS, known: Times | None = None) -> dict[str, Times]:
+        """Eager calls by the clock; the device's time is that of a replay, where there is one.
+
+        Args:
+            bursts: as of `timer.clock`.
+            known: of the baseline, which then does not run.
+        """
         replays = {
             name: lambda number, name=name: self.graphs[name][number].replay()
             for name in self.graphs
         }
-        eager = {"ours": self.ours, "baseline": self.baseline}
-        return times(eager, sets=len(self.inputs), device=eager | replays, bursts=bursts)
+        eager = {"ours": self.ours} | ({} if known else {"baseline": self.baseline})
+        found = times(eager, sets=len(self.inputs), device=eager | replays, bursts=bursts)
+        return found | ({"baseline": known} if known else {})
 
     def replay_repeats(self) -> bool:
         """Whether a replay writes the bits of a launch."""
@@ -322,15 +342,21 @@ class Task:
     allowed: float
 
 
-def measure(task: Task, case: Case, variant: str = "auto", bursts: int = BURSTS) -> tuple[Row, str]:
-    """Gate, then time."""
+def measure(
+    task: Task,
+    case: Case,
+    variant: str = "auto",
+    bursts: int = BURSTS,
+    known: Times | None = None,
+) -> tuple[Row, str]:
+    """Gate, then time; the last arguments are those of `Case.times`."""
     distance = task.found(case.ours(0), case.baseline(0))
     row = failed(task.name, variant)
     if distance.worst <= task.allowed:
         peak_mb = case.peak_mb()
         case.capture()
         if case.replay_repeats():
-            taken = case.times(bursts)
+            taken = case.times(bursts, known)
             row = row_of(task.name, task.least, distance, taken, peak_mb, variant)
     return row, line(row, distance)
 
@@ -345,6 +371,24 @@ def peer_rows(task: Task, built: Built, compiled: Callable) -> Iterator[tuple[Ro
         yield (row if row.ok and row.error < 1 else failed(task.name, peer.name)), text
 
     return peers.rows(PEERS, make)
+
+
+def forced_rows(
+    problem: Problem, task: Task, row: Row, built: Built, compiled: Callable
+) -> Iterator[tuple[Row, str]]:
+    """Rows of the paths that are compared with what "auto" takes; `row` has the baseline."""
+    known = Times(row.baseline_ms, row.baseline_wall_ms, row.baseline_host_ms)
+    walls = {}
+    for path in problem.paths:
+        with paths.forced(built.package, path):
+            case = Case(task.inputs, built, compiled)
+            del case.captured["baseline"]
+            row, text = measure(task, case, path, FEW_BURSTS, known)
+        walls[path] = row.wall_ms
+        if path == paths.MMA_SYNC and row.ok and walls[paths.TORCH]:
+            value = {"over_torch": walls[paths.TORCH] / row.wall_ms}
+            row = judged(row, {"over_torch": Goal(OVER_TORCH, True)}, value)
+        yield row, text + said(row)
 
 
 def _measured(problem: Problem, built: Built, compiled: Callable) -> Iterator[tuple[Row, str]]:
@@ -366,7 +410,8 @@ def _measured(problem: Problem, built: Built, compiled: Callable) -> Iterator[tu
         row = dataclasses.replace(row, goals=orthogonalize_traffic.goal())
         text += f"  DRAM bytes {row.goals['of_least_traffic']['value']}"
     yield row, text
-    if problem.name in SHAPES and problem.dtype == "float32":
+    if row.ok and problem.paths:
+        yield from forced_rows(problem, task, row, built, compiled)
         yield from peer_rows(task, built, compiled)
 
 
@@ -463,10 +508,33 @@ def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
 
 
 def summary(measured: Sequence[Row]) -> str:
-    """The agreed mean: heavy rows of the listed shapes, what a user gets."""
+    """The agreed mean: heavy rows of the listed shapes, what a user gets; then the other paths."""
     heavy = {problem.case for problem in listed() if problem.dtype == "float32"}
-    ours = [row for row in measured if row.variant == "auto"]
-    shares = [row.fraction_of_floor for row in ours if row.case in heavy]
+    shares = [row.fraction_of_floor for row in of_path(measured, "auto") if row.case in heavy]
     missing = len(heavy) - len([share for share in shares if share is not None])
     text = f"heavy rows: {geomean([s for s in shares if s is not None]):.1%} of the floor"
-    return text + (f", {missing} of {len(heavy)} missing" if missing else "")
+    text += f", {missing} of {len(heavy)} missing" if missing else ""
+    said_of = {
+        "mma.sync products over torch's, by the clock": (paths.TORCH, paths.MMA_SYNC, "wall_ms"),
+        "what Hopper's products gain over torch's, device": (paths.TORCH, "auto", "ms"),
+        "what square_chain in upper storage gains, device": (paths.PRODUCT_WISE, "auto", "ms"),
+        "what reading once to normalize gains, device": (paths.TWO_READING, "auto", "ms"),
+    }
+    for words, (slow, fast, key) in said_of.items():
+        ratios = compared(measured, slow, fast, key)
+        if ratios:
+            each = ", ".join(f"{case.split('/')[0]} {ratio:.3f}" for case, ratio in ratios.items())
+            text += f"\n{words}: {geomean(list(ratios.values())):.3f} ({each})"
+    return text
+
+
+def of_path(measured: Sequence[Row], path: str) -> list[Row]:
+    """The rows of a path."""
+    return [row for row in measured if row.variant == path]
+
+
+def compared(measured: Sequence[Row], slow: str, fast: str, key: str) -> dict[str, float]:
+    """Case -> how many times faster one path is than another."""
+    times = {row.case: getattr(row, key) for row in of_path(measured, fast) if row.ok}
+    both = [row for row in of_path(measured, slow) if row.ok and row.case in times]
+    return {row.case: getattr(row, key) / times[row.case] for row in both}
