@@ -120,9 +120,10 @@ PACKAGES = ("dion", "nanochat", "gram_newton_schulz", "quack", "scattermoe_lora"
 def harness():
     """The modules of benchmarks/harness, imported as run.py imports them."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("end_to_end", "moe_lora", "moe_problems", "optimizer_step", "orthogonalize", "peers")
-    names += ("pretraining", "report", "timer")
-    yield SimpleNamespace(**{name: importlib.import_module(f"harness.{name}") for name in names})
+    names = ("end_to_end.cases", "end_to_end.pretraining", "experts.moe_lora", "experts.problems")
+    names += ("optimizer_step.one_gpu", "orthogonalize", "package", "peers", "report", "timer")
+    found = {name: importlib.import_module(f"harness.{name}") for name in names}
+    yield SimpleNamespace(**{name.split(".")[-1]: module for name, module in found.items()})
     sys.path.remove(str(ROOT / "benchmarks"))
 
 
@@ -207,11 +208,11 @@ def timed(harness, monkeypatch):
             call(0)
         return {name: harness.timer.Times(2.0, 3.0, 1.0) for name in calls}
 
-    for module in (harness.optimizer_step, harness.orthogonalize, harness.moe_lora):
+    for module in (harness.one_gpu, harness.orthogonalize, harness.moe_lora):
         monkeypatch.setattr(module, "times", times)
-    monkeypatch.setattr(harness.optimizer_step, "added_mb", lambda call: call() or 1.0)
+    monkeypatch.setattr(harness.one_gpu, "added_mb", lambda call: call() or 1.0)
     monkeypatch.setattr(harness.moe_lora, "peak_mb", lambda call, _: [call(), 1.0][1])
-    monkeypatch.setattr(harness.orthogonalize.Case, "peak_mb", lambda self: 1.0)
+    monkeypatch.setattr(harness.orthogonalize, "added_mb", lambda call: call() is None or 1.0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
 
@@ -225,7 +226,7 @@ def well_formed(harness, rows) -> bool:
 
 def test_steps_of_dion_and_nanochat(harness, opt, checkouts, timed, capsys) -> None:
     """Beside ours; one whose step leaves parameters as they were has no row."""
-    step, built = harness.optimizer_step, SimpleNamespace(package=opt)
+    step, built = harness.one_gpu, SimpleNamespace(package=opt)
     rows = [row for row, _ in step.measure(step.Model("tiny"), built, "cpu")]
     assert [row.variant for row in rows] == ["auto", "torch", "dion", "nanochat"]
     commits = [row.peer_commit for row in rows]
@@ -266,7 +267,7 @@ def test_gram_newton_schulz_over_quack(harness, opt, checkouts, timed) -> None:
 
 def test_axolotl_computes_the_same_layer(harness, opt, checkouts, timed) -> None:
     """Result and all gradients, PEFT's factors included; every direction has a row."""
-    tiny = harness.moe_problems.Layer("tiny", 4, 32, 16, 2, tokens=40, rank=8)
+    tiny = harness.problems.Layer("tiny", 4, 32, 16, 2, tokens=40, rank=8)
     moe, built = harness.moe_lora, SimpleNamespace(package=opt)
     case = moe.LayerCase(tiny, built, 0, device="cpu")
     (peer,) = harness.peers.offered("axolotl")
@@ -278,7 +279,7 @@ def test_axolotl_computes_the_same_layer(harness, opt, checkouts, timed) -> None
 
 
 def test_peers_are_there_for_agreed_layers_only(harness) -> None:
-    problems, compared = harness.moe_problems, harness.moe_lora.is_compared
+    problems, compared = harness.problems, harness.moe_lora.is_compared
     layers = [layer for layer in problems.listed() if compared(layer)]
     assert [layer.name for layer in layers] == [f"{m}/T2048/r16" for m in problems.MODELS]
     assert not compared(dataclasses.replace(layers[0], fp32_lora=True))
@@ -287,7 +288,7 @@ def test_peers_are_there_for_agreed_layers_only(harness) -> None:
 @pytest.mark.parametrize("name", ["dion", "nanochat"])
 def test_a_peer_trains_all_parameters(harness, opt, checkouts, name) -> None:
     """In groups that a schedule can reach; nanochat's have one shape each."""
-    demo = importlib.import_module("harness.training").demo_modules()["model"]
+    demo = harness.package.demo_modules()["model"]
     model = demo.Decoder(demo.ModelConfig(2, 32, 2, 16, 64), seed=0)
     kind = harness.pretraining.PEERS[name]
     optimizer = harness.pretraining.Optimizers(kind.make(opt, model, 1e-3))
@@ -302,7 +303,7 @@ def test_a_peer_trains_all_parameters(harness, opt, checkouts, name) -> None:
     optimizer.set_factor(0.5)
     optimizer.step()
     assert not any(map(torch.equal, before, stepped))
-    row = harness.end_to_end.TrainingRow(f"gpt-124M/{name}", name, True)
+    row = harness.cases.TrainingRow(f"gpt-124M/{name}", name, True)
     (peer,) = harness.peers.offered(name)
     ((row, _),) = harness.peers.rows([name], lambda peer: [(row, "")])
     assert row.peer_commit == peer.commit and row.variant == name

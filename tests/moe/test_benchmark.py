@@ -17,14 +17,15 @@ from ..static.project import ROOT
 def harness():
     """The modules of benchmarks/harness, imported as run.py imports them."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("moe_lora", "moe_problems")
-    yield SimpleNamespace(**{name: importlib.import_module(f"harness.{name}") for name in names})
+    names = ("experts.moe_lora", "experts.problems")
+    found = {name: importlib.import_module(f"harness.{name}") for name in names}
+    yield SimpleNamespace(**{name.split(".")[-1]: module for name, module in found.items()})
     sys.path.remove(str(ROOT / "benchmarks"))
 
 
 @pytest.fixture
 def tiny(harness):
-    return harness.moe_problems.Layer("tiny", 4, 32, 16, 2, tokens=40, rank=8)
+    return harness.problems.Layer("tiny", 4, 32, 16, 2, tokens=40, rank=8)
 
 
 CHANGES = [{}, {"rank": 0}, {"rank": 12}, {"fp32_lora": True}, {"model": "gpt-oss-20b"}]
@@ -66,7 +67,7 @@ def test_floors_are_those_of_the_arithmetic(harness):
     """Qwen3-30B by hand: (805 + 403 MB of weights, 92 MB of rows, 22 MB of LoRA) / 4.3."""
     floors = {
         layer.model: layer.floors(layer.experts)[0]
-        for layer in harness.moe_problems.listed()
+        for layer in harness.problems.listed()
         if layer.tokens == 2048 and layer.rank == 16 and not layer.fp32_lora
     }
     assert floors["Qwen3.5-35B-A3B"] == pytest.approx(0.41, rel=0.03)
@@ -75,8 +76,8 @@ def test_floors_are_those_of_the_arithmetic(harness):
 
 
 def test_names_of_the_listed_cases(harness):
-    names = {layer.name for layer in harness.moe_problems.listed()}
-    for model in harness.moe_problems.MODELS:
+    names = {layer.name for layer in harness.problems.listed()}
+    for model in harness.problems.MODELS:
         for tail in ("T2048/r16", "T16/r16", "T128/r16", "T512/r16", "T8192/r16", "T2048/r64"):
             assert f"{model}/{tail}" in names
         assert {f"{model}/T2048/r16-fp32lora", f"{model}/T2048/r12"} <= names
@@ -84,7 +85,7 @@ def test_names_of_the_listed_cases(harness):
 
 
 def test_random_layers_repeat_and_differ_by_commit(harness):
-    draw = harness.moe_problems.random_layers
+    draw = harness.problems.random_layers
     assert draw(7) == draw(7) != draw(8)
     assert len({layer.name for layer in draw(7)}) == 20
     for layer in draw(7):
@@ -97,8 +98,8 @@ def test_sizes_come_from_a_configuration(harness, tmp_path):
         '{"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96, '
         '"num_local_experts": 6, "num_experts_per_tok": 3}'
     )
-    layer = harness.moe_problems.of_model(str(tmp_path), 128, 8)
+    layer = harness.problems.of_model(str(tmp_path), 128, 8)
     assert (layer.experts, layer.hidden, layer.intermediate, layer.top_k) == (6, 64, 96, 3)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match="no mixture of experts"):
-        harness.moe_problems.of_model(str(tmp_path), 128, 8)
+        harness.problems.of_model(str(tmp_path), 128, 8)

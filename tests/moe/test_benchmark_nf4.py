@@ -17,16 +17,17 @@ from ..static.project import ROOT
 @pytest.fixture(scope="module")
 def harness():
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("goals", "nf4", "nf4_offload", "nf4_traffic", "moe_problems", "progress", "report")
-    names += ("timer",)
-    yield SimpleNamespace(**{name: importlib.import_module(f"harness.{name}") for name in names})
+    names = ("goals", "nf4", "nf4_offload", "nf4_traffic", "problems")
+    names = (*(f"experts.{name}" for name in names), "progress", "report", "timer")
+    found = {name: importlib.import_module(f"harness.{name}") for name in names}
+    yield SimpleNamespace(**{name.split(".")[-1]: module for name, module in found.items()})
     sys.path.remove(str(ROOT / "benchmarks"))
 
 
 @pytest.fixture
 def case(harness, opt):
     pytest.importorskip("bitsandbytes")
-    layer = harness.moe_problems.Layer("tiny", 4, 64, 64, 2, tokens=40, rank=8)
+    layer = harness.problems.Layer("tiny", 4, 64, 64, 2, tokens=40, rank=8)
     return harness.nf4.Nf4Case(layer, SimpleNamespace(package=opt), 0, device="cpu")
 
 
@@ -46,7 +47,7 @@ def test_the_gate_passes_for_every_variant(case, variant):
 def test_the_gate_passes_in_other_forms(harness, opt, form):
     """Nested absmax, and gpt-oss's layout, biases and activation."""
     pytest.importorskip("bitsandbytes")
-    tiny = harness.moe_problems.Layer("tiny", 4, 64, 64, 2, tokens=40, rank=8)
+    tiny = harness.problems.Layer("tiny", 4, 64, 64, 2, tokens=40, rank=8)
     layer = dataclasses.replace(tiny, **form)
     case = harness.nf4.Nf4Case(layer, SimpleNamespace(package=opt), 0, device="cpu")
     assert all(stack.nested == layer.nested for stack in case.packed)
@@ -80,7 +81,7 @@ def test_the_gate_finds_wrong_weights(case):
 def test_what_auto_takes_is_timed_once(harness, opt, monkeypatch):
     """All strategies take turns with one baseline; a wrong one has no time, the others do."""
     nf4 = harness.nf4
-    layer = harness.moe_problems.Layer("tiny", 4, 64, 64, 2, tokens=40, rank=8)
+    layer = harness.problems.Layer("tiny", 4, 64, 64, 2, tokens=40, rank=8)
     used, made = [], []
 
     class Case(nf4.Nf4Case):
@@ -141,25 +142,30 @@ def test_every_layer_is_compiled_ahead(harness, opt):
 def test_goals_of_the_listed_layers(harness, model):
     """Every acceptance has a bound in a row."""
     goals = harness.goals
-    layer = harness.moe_problems.of_model(model, 2048, 16)
+    layer = harness.problems.of_model(model, 2048, 16)
     few, many = (dataclasses.replace(layer, tokens=tokens) for tokens in (128, 8192))
     step, short = goals.nf4_goals(layer, "fwd+bwd"), goals.nf4_goals(few, "fwd")
     of_bf16, of_nf4 = goals.SPEEDUP[model]
     assert step["speedup"].bound == of_nf4
     assert step["ms"].bound == goals.NF4_BASELINE[model] / of_nf4
-    assert step["of_baseline_peak"] == goals.Goal(0.25, False)
-    assert step["of_bf16"] == goals.Goal(1.05, False)
-    host = {name: goals.Goal(bound, False) for name, bound in HOST_BACKWARD.items()}
+    assert step["of_baseline_peak"] == harness.report.Goal(0.25, False)
+    assert step["of_bf16"] == harness.report.Goal(1.05, False)
+    host = {name: harness.report.Goal(bound, False) for name, bound in HOST_BACKWARD.items()}
     assert host.items() <= step.items()
-    assert short == {"speedup": goals.Goal(5.0, True), "of_bf16": goals.Goal(1.05, False)}
+    assert short == {
+        "speedup": harness.report.Goal(5.0, True),
+        "of_bf16": harness.report.Goal(1.05, False),
+    }
     assert ("of_least_traffic" in step) == model.startswith("Qwen")
     assert goals.nf4_goals(many, "fwd+bwd") == host == goals.bf16_goals(many, "fwd+bwd")
     assert goals.nf4_goals(layer, "fwd")["host_ms"].bound == 0.35
     assert goals.nf4_goals(few, "fwd+bwd") == {} == goals.nf4_goals(layer, "fwd+bwd", "fused")
-    assert goals.bf16_goals(layer, "fwd+bwd") == host | {"speedup": goals.Goal(of_bf16, True)}
+    assert goals.bf16_goals(layer, "fwd+bwd") == host | {
+        "speedup": harness.report.Goal(of_bf16, True)
+    }
     triton = goals.bf16_goals(layer, "fwd+bwd", "triton")
-    assert triton == {"host_ms": goals.Goal(1.6, False)}
-    random = harness.moe_problems.random_layers(1)[0]
+    assert triton == {"host_ms": harness.report.Goal(1.6, False)}
+    random = harness.problems.random_layers(1)[0]
     assert goals.nf4_goals(random, "fwd+bwd") == {} == goals.bf16_goals(random, "fwd+bwd")
 
 
@@ -179,7 +185,7 @@ HOST_BACKWARD = {"host_ms": 0.9, "host_of_baseline": 0.43}
     ids=str,
 )
 def test_the_host_is_bounded_in_every_form(harness, change):
-    layer = dataclasses.replace(harness.moe_problems.of_model("OLMoE-1B-7B", 2048, 16), **change)
+    layer = dataclasses.replace(harness.problems.of_model("OLMoE-1B-7B", 2048, 16), **change)
     found = harness.goals.host_goals(layer, "fwd+bwd")
     assert {name: goal.bound for name, goal in found.items()} == HOST_BACKWARD
     forms = [layer for layer, *_ in harness.nf4.problems("0123abcd")]
@@ -189,13 +195,13 @@ def test_the_host_is_bounded_in_every_form(harness, change):
 
 def test_goals_are_judged_and_what_is_not_measured_is_said(harness, tmp_path):
     goals, report = harness.goals, harness.report
-    layer = harness.moe_problems.of_model("Qwen3-30B-A3B", 2048, 16)
+    layer = harness.problems.of_model("Qwen3-30B-A3B", 2048, 16)
     times = harness.timer.Times
     ours, baseline = times(1.0, 1.0, 1.0), times(4.0, 4.0, 4.0)
     measured = report.Measured(ours, 0.3, "b", baseline, 1e-3, 1e-3, 100.0, 1000.0)
     wanted = goals.nf4_goals(layer, "fwd+bwd")
     values = {"of_bf16": 1.0512345, "of_least_traffic": "no ncu on this machine"}
-    row = goals.judged(report.passed("q", measured), wanted, values)
+    row = report.judged(report.passed("q", measured), wanted, values)
     met = {name: one["met"] for name, one in row.goals.items()}
     assert met == {
         "host_ms": False,
@@ -206,11 +212,11 @@ def test_goals_are_judged_and_what_is_not_measured_is_said(harness, tmp_path):
         "of_least_traffic": None,
         "of_bf16": False,
     }
-    text = goals.said(row)
+    text = report.said(row)
     assert "of_bf16 1.05 of 1.05 MISSED" in text
     assert "of_least_traffic no ncu on this machine of 1.3 not measured" in text
-    assert goals.judged(report.failed("q"), wanted, values).goals is None
-    assert goals.summary([row, report.failed("q")]).splitlines() == [
+    assert report.judged(report.failed("q"), wanted, values).goals is None
+    assert report.goals_summary([row, report.failed("q")]).splitlines() == [
         "4 of 7 goals are met",
         "  q: host_ms 1 of 0.9 MISSED",
         "  q: of_least_traffic no ncu on this machine of 1.3 not measured",
@@ -281,7 +287,7 @@ def test_every_case_has_a_row_though_all_fail(harness, monkeypatch, capsys):
 
 
 def test_least_traffic_by_hand(harness):
-    layer = harness.moe_problems.of_model("Qwen3-30B-A3B", 2048, 16)
+    layer = harness.problems.of_model("Qwen3-30B-A3B", 2048, 16)
     weights = 128 * 3 * 2048 * 768 * 0.5625
     rows = 2048 * 2048 + 16384 * (1536 + 768 + 2048)
     low = 2 * 16384 * 16 + 128 * 16 * (1536 + 2048)
@@ -345,7 +351,7 @@ def test_decoding_alone_gets_a_row(harness, monkeypatch):
 
 def test_floors_of_the_arithmetic(harness):
     """Qwen3-30B by hand: forward of gate_up and down is bound by its operations at 128 rows."""
-    layer = harness.moe_problems.Layer("q", *harness.moe_problems.MODELS["Qwen3-30B-A3B"])
+    layer = harness.problems.Layer("q", *harness.problems.MODELS["Qwen3-30B-A3B"])
     least = harness.nf4.floors(layer, 128)
     products = 2 * layer.rows * 3 * layer.hidden * layer.intermediate
     low = 2 * layer.rows * 16 * (2048 + 1536 + 768 + 2048)
@@ -353,7 +359,7 @@ def test_floors_of_the_arithmetic(harness):
     assert least["fwd+bwd"] == pytest.approx((2 * products + 3 * low) / 790e9, rel=0.01)
     # Eight tokens reach half of the experts: their bytes are what counts then.
     few = harness.nf4.floors(
-        harness.moe_problems.Layer("q", *harness.moe_problems.MODELS["Qwen3-30B-A3B"], tokens=8), 64
+        harness.problems.Layer("q", *harness.problems.MODELS["Qwen3-30B-A3B"], tokens=8), 64
     )
     weights = 64 * 3 * layer.hidden * layer.intermediate * (0.5 + 4 / 64)
     factors = 64 * 16 * (2048 + 1536 + 768 + 2048) * 2

@@ -85,7 +85,7 @@ def gated(entry, built, monkeypatch, ours=None, repeats=True):
     taken = {"ours": times(2.0, 3.0, 0.5), "baseline": times(4.0, 9.0, 1.5)}
     monkeypatch.setattr(entry.Case, "capture", lambda self: None)
     monkeypatch.setattr(entry.Case, "replay_repeats", lambda self: repeats)
-    monkeypatch.setattr(entry.Case, "peak_mb", lambda self: 1.0)
+    monkeypatch.setattr(entry, "added_mb", lambda call: 1.0)
     monkeypatch.setattr(entry.Case, "times", lambda self, *_: taken)
     if ours is not None:
         monkeypatch.setattr(entry.Case, "ours", ours)
@@ -187,7 +187,7 @@ def test_forced_rows_and_what_they_say(opt, entry, built, monkeypatch) -> None:
     """A row of each path with the baseline of the first; the summary compares them."""
     wall = iter([4.0, 2.5, 3.2])
     monkeypatch.setattr(entry.Case, "capture", lambda self: None)
-    monkeypatch.setattr(entry.Case, "peak_mb", lambda self: 1.0)
+    monkeypatch.setattr(entry, "added_mb", lambda call: 1.0)
 
     def times(calls, device, **_):
         assert list(calls) == list(device) == ["ours"]

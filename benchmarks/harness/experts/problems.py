@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from .report import floor_ms
+from ..report import floor_ms
 
 # (experts, hidden, intermediate, experts per token), from the models' configurations on the Hub.
 MODELS = {

@@ -15,15 +15,27 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from . import compile_ahead, goals, nf4_traffic
-from .goals import COPY, COPY_FEW, Goal, judged, nf4_goals, said
-from .moe_lora import LayerCase, calls_of, peak_mb
-from .moe_problems import GPT_OSS, MODELS, Layer, random_layers
-from .package import Built
-from .package import module as package_module
-from .progress import Progress
-from .report import Measured, Row, failed, floor_ms, line, passed
-from .timer import BURSTS, FEW_BURSTS, cold_sets, times
+from .. import compile_ahead
+from ..device import peak_mb
+from ..package import Built
+from ..package import module as package_module
+from ..progress import Progress
+from ..report import (
+    Goal,
+    Measured,
+    Row,
+    failed,
+    floor_ms,
+    judged,
+    line,
+    passed,
+    said,
+)
+from ..timer import BURSTS, FEW_BURSTS, cold_sets, times
+from . import nf4_traffic
+from .goals import COPY, COPY_FEW, nf4_goals
+from .moe_lora import LayerCase, calls_of
+from .problems import GPT_OSS, MODELS, Layer, random_layers
 
 BLOCKSIZE = 64
 BYTES = 0.5 + 4 / BLOCKSIZE  # per weight
@@ -367,7 +379,7 @@ def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
         return f"[{time.perf_counter() - start:.0f} s]"
 
     print(f"{stamp()} compiling", flush=True)
-    count = compile_ahead.run("nf4", built, progress.measured)
+    count = compile_ahead.run("harness.experts.nf4", built, progress.measured)
     print(f"{stamp()} compiled by {count} processes; counting DRAM bytes", flush=True)
     traffic = nf4_traffic.measured() if counts_traffic(built, progress.measured) else {}
     print(f"{stamp()} {traffic}", flush=True)
@@ -399,8 +411,3 @@ def random_cases(commit: str) -> set[str]:
     """Names of the rows that were drawn, not listed."""
     drawn = random_layers(int(commit[:8], 16))
     return {case for layer in drawn for case in cases_of(layer, RANDOM[0])}
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """Which goals are met."""
-    return goals.summary(rows)

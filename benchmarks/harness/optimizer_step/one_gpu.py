@@ -11,13 +11,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from . import paths, peers
-from .memory_bound import added_mb
-from .orthogonalize import EXACT_LOWER, EXACT_STEPS
-from .package import Built
-from .progress import Progress
-from .report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, line, passed
-from .timer import FEW_BURSTS, LEAST_SETS, Times, times
+from .. import paths, peers
+from ..device import added_mb
+from ..orthogonalize import EXACT_LOWER, EXACT_STEPS
+from ..package import Built
+from ..progress import Progress
+from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, line, passed
+from ..timer import FEW_BURSTS, LEAST_SETS, Times, times
 
 STEPS = 5  # of the orthogonalization
 LR, DECAY = 1e-3, 0.1

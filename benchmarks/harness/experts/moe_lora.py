@@ -14,13 +14,15 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from . import compile_ahead, goals, peers
-from .moe_problems import Layer, listed, of_model, random_layers
-from .package import Built
-from .package import module as package_module
-from .progress import Progress
-from .report import Measured, Row, failed, line, passed
-from .timer import BURSTS, FEW_BURSTS, cold_sets, times
+from .. import compile_ahead, peers
+from ..device import peak_mb
+from ..package import Built
+from ..package import module as package_module
+from ..progress import Progress
+from ..report import Measured, Row, failed, judged, line, passed, said
+from ..timer import BURSTS, FEW_BURSTS, cold_sets, times
+from . import goals, projections
+from .problems import Layer, listed, of_model, random_layers
 
 SCALING = 2.0
 BASELINE = "split LoRA, torch grouped_mm"
@@ -252,20 +254,6 @@ class LayerCase:
                 factor.mul_(1.01)  # 0.001 would round to nothing in bfloat16
 
 
-def peak_mb(call, before_it=lambda: None) -> float:
-    """Device memory that one call adds at its peak, in MB; `before_it` lets go of earlier ones."""
-    import torch
-
-    call()
-    before_it()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 1e6
-
-
 def calls_of(case: LayerCase, run: Callable | None = None) -> dict[str, dict[str, Any]]:
     """{"fwd" | "fwd+bwd": {"ours" | "baseline": call}}; `run` instead of the case's `ours`."""
     import torch
@@ -364,9 +352,9 @@ def variant_rows(
             peak_mb=peak_mb(here[0]["ours"], cases[0].drop_gradients),
             peak_baseline_mb=peak_mb(here[0]["baseline"], cases[0].drop_gradients),
         )
-        row = goals.judged(passed(name, measured, variant), wanted, {})
+        row = judged(passed(name, measured, variant), wanted, {})
         memory = f"  peak {row.peak_mb:.0f} MB of {row.peak_baseline_mb:.0f}"
-        yield row, line(row, gigabytes=weights / 1e9) + memory + goals.said(row)
+        yield row, line(row, gigabytes=weights / 1e9) + memory + said(row)
 
 
 def file_layers(commit: str) -> list[Layer]:
@@ -400,21 +388,19 @@ def rows(
     """The file's layers; or the models, ranks and tokens that were asked for."""
     import torch
 
-    from . import moe_projections
-
     print(built.package.explain("grouped_lora_linear", device="cuda"))
     layers = [of_model(model, tokens, rank) for model in models for rank in ranks]
     if not layers:
         layers = file_layers(built.commit)
         start = time.perf_counter()
-        count = compile_ahead.run("moe_lora", built, progress.measured)
+        count = compile_ahead.run("harness.experts.moe_lora", built, progress.measured)
         print(f"[{time.perf_counter() - start:.0f} s] compiled by {count} processes", flush=True)
     for layer in layers:
         names = progress.begin(*cases_of(layer))
         if not names:
             continue
         if models and layer.rank > 0:
-            print(*moe_projections.lines(layer, built), sep="\n", flush=True)
+            print(*projections.lines(layer, built), sep="\n", flush=True)
         yield from measure(layer, names, built)
         torch.cuda.empty_cache()
 
@@ -422,8 +408,3 @@ def rows(
 def random_cases(commit: str) -> set[str]:
     """Names of the rows that were drawn, not listed."""
     return {case for layer in random_layers(int(commit[:8], 16)) for case in cases_of(layer)}
-
-
-def summary(rows: Sequence[Row]) -> str:
-    """Which goals are met."""
-    return goals.summary(rows)

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from . import peers, timer
+from .. import peers, timer
+from ..package import demo_modules
 from .tokens import Tokens
-from .training import demo_modules
 
 DECAY, BETAS = 0.1, (0.9, 0.95)
 DRAWN = 1 << 20  # apart from any seed of a run

@@ -11,13 +11,13 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from .goals import OFFLOAD, Goal, judged, said
-from .moe_lora import peak_mb
-from .moe_problems import MODELS, Layer
+from ..device import peak_mb
+from ..package import Built
+from ..report import Goal, Measured, Row, failed, judged, line, passed, said
+from ..timer import Times, times
+from .goals import OFFLOAD
 from .nf4 import BLOCKSIZE, BYTES, floors
-from .package import Built
-from .report import Measured, Row, failed, line, passed
-from .timer import Times, times
+from .problems import MODELS, Layer
 
 MODEL, LAYERS, TOKENS = "Qwen3-30B-A3B", 4, 8192
 HEADS, KEY_HEADS, HEAD = 32, 4, 128

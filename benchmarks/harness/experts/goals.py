@@ -1,17 +1,13 @@
-"""What rows of layers of experts should reach, and whether they do.
+"""What rows of layers of experts should reach.
 
 A goal is judged on the row that a user gets ("auto"), and the host's part of Triton's path on the
-row where that path is asked for. One whose value could not be measured says so: its `met` is null,
-and `value` the reason.
+row where that path is asked for.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping
-
-from .moe_problems import Layer
-from .report import Row, name_of
+from ..report import Goal
+from .problems import Layer
 
 # The host's milliseconds until it has queued a layer, and of what grouped_mm's layer takes.
 HOST = {"fwd": 0.35, "fwd+bwd": 0.9}
@@ -39,17 +35,6 @@ OF_TRAFFIC = 1.3  # DRAM bytes of the fused products: packed weights and activat
 TRAFFIC = ("Qwen3.5-35B-A3B", "Qwen3-30B-A3B")
 COPY, COPY_FEW = 0.9, 0.8  # of the rate of a copy: whole stacks, 8 of 256 experts
 OFFLOAD = 1.5  # of the time with experts on the device
-
-
-@dataclasses.dataclass(frozen=True)
-class Goal:
-    """A bound of a value: from below, or from above."""
-
-    bound: float
-    at_least: bool
-
-    def met(self, value: float) -> bool:
-        return value >= self.bound if self.at_least else value <= self.bound
 
 
 def host_goals(layer: Layer, direction: str) -> dict[str, Goal]:
@@ -95,39 +80,3 @@ def is_judged(layer: Layer) -> bool:
     """Whether the clock over grouped_mm is agreed for the layer."""
     plain = layer.rank == 16 and not layer.fp32_lora and not layer.nested
     return plain and layer.tokens == 2048 and layer.model in SPEEDUP
-
-
-def judged(row: Row, goals: Mapping[str, Goal], values: Mapping[str, float | str]) -> Row:
-    """The row with its goals; `values` hold what the row itself does not, or why it is missing."""
-    if not row.ok or not goals:
-        return row
-    own = {"speedup": row.speedup, "ms": row.ms, "host_ms": row.host_ms}
-    if row.baseline_host_ms:
-        own["host_of_baseline"] = row.host_ms / row.baseline_host_ms
-    if row.peak_baseline_mb:
-        own["of_baseline_peak"] = row.peak_mb / row.peak_baseline_mb
-    found = {}
-    for name, goal in goals.items():
-        value = values.get(name, own.get(name))
-        met = None if isinstance(value, str) else goal.met(value)
-        found[name] = {"value": value, "goal": goal.bound, "met": met}
-    return dataclasses.replace(row, goals=found)
-
-
-def said(row: Row) -> str:
-    """The goals for a printed line."""
-    parts = [_said(name, one) for name, one in (row.goals or {}).items()]
-    return "  " + ", ".join(parts) if parts else ""
-
-
-def _said(name: str, one: Mapping) -> str:
-    value = one["value"] if one["met"] is None else format(one["value"], ".3g")
-    words = {True: "met", False: "MISSED", None: "not measured"}
-    return f"{name} {value} of {one['goal']:.3g} {words[one['met']]}"
-
-
-def summary(rows: Iterable[Row]) -> str:
-    """How many goals are met, and those that are not, a line each."""
-    found = [(row, name, one) for row in rows for name, one in (row.goals or {}).items()]
-    short = [f"  {name_of(r)}: {_said(name, one)}" for r, name, one in found if not one["met"]]
-    return "\n".join([f"{len(found) - len(short)} of {len(found)} goals are met", *short])

@@ -12,11 +12,12 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from . import first_use, moe_model, peers
-from .package import Built
+from .. import peers
+from ..package import Built
+from ..progress import Progress
+from ..report import Row, difference, failed
+from . import first_use, moe_model
 from .pretraining import ALL_KINDS, PEERS, Plan, Pretraining, Run, choose
-from .progress import Progress
-from .report import Row, difference, failed
 from .tokens import Recipe, Tokens
 
 GPT = "gpt-124M"
