@@ -7,7 +7,8 @@ Compiled once, torch.compile and CUDA graphs keep what they were captured with.
                 where the package takes them, else torch's
 "torch"         the same with torch's dense products everywhere
 "product-wise"  no square_chain: a launch and full storage for every square
-"two-reading"   normalize by a norm and a multiplication of torch, which read x twice
+"two-reading"   normalize by a norm and a multiplication of torch, which read x twice; then as
+                product-wise, op by op
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _product_wise(package: ModuleType) -> tuple[Mapping[str, Callable], Mapping]
 
 
 def _two_reading(package: ModuleType) -> tuple[Mapping[str, Callable], Mapping]:
-    """As the package without `gram_polynomial_slice`, whose kernels are the same."""
+    """Without `gram_polynomial_slice`, whose kernels without square_chain are the same."""
 
     def normalized(pieces, shape, dtype, prefactor):
         import torch

@@ -17,7 +17,7 @@ from ..static.project import ROOT
 def harness():
     """The modules of benchmarks/harness, imported as run.py imports them."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("experts.moe_lora", "experts.problems")
+    names = ("experts.moe_lora", "experts.problems", "timer")
     found = {name: importlib.import_module(f"harness.{name}") for name in names}
     yield SimpleNamespace(**{name.split(".")[-1]: module for name, module in found.items()})
     sys.path.remove(str(ROOT / "benchmarks"))
@@ -61,6 +61,42 @@ def test_the_gate_finds_a_wrong_gradient(harness, opt, tiny):
         case.peft[1].zero_()
     case.ours = right
     assert not case.compare()[0]
+
+
+def test_tritons_path_has_rows_of_its_own(harness, opt, tiny, monkeypatch):
+    """Both directions of "auto" and of the path by name, each beside the baseline; one that is
+    wrong has no time."""
+    moe, asked = harness.moe_lora, []
+
+    class Case(moe.LayerCase):
+        def __init__(self, layer, built, seed):
+            super().__init__(layer, built, seed, "cpu")
+
+        def ours(self, backend="auto"):
+            asked.append(backend)
+            return super().ours() * (1.5 if backend == wrong else 1.0)
+
+    def times(turns, sets, **_):
+        assert sets == 2 and list(turns) == ["ours", "baseline"]
+        turns["ours"](1)
+        return {name: harness.timer.Times(1.0, 2.0, 0.5) for name in turns}
+
+    monkeypatch.setattr(moe, "LayerCase", Case)
+    monkeypatch.setattr(moe, "is_compared", lambda layer: True)
+    monkeypatch.setattr(moe, "cold_sets", lambda *_: 2)
+    monkeypatch.setattr(moe, "times", times)
+    monkeypatch.setattr(moe, "peak_mb", lambda call, _: 1.0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    properties = SimpleNamespace(L2_cache_size=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    for wrong in ("none", "triton"):
+        asked.clear()
+        found = moe.measure(tiny, moe.cases_of(tiny)[1:], SimpleNamespace(package=opt))
+        rows = [row for row, _ in found]
+        good = {row.variant: row.ok for row in rows}
+        assert good == {"auto": True, "triton": wrong != "triton"}
+        assert asked == ["auto"] * 2 + ["triton"] * (1 if wrong == "triton" else 2)
+        assert {row.case for row in rows} == {"tiny/T40/r8/fwd+bwd"}
 
 
 def test_floors_are_those_of_the_arithmetic(harness):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -212,6 +213,9 @@ def test_forced_rows_and_what_they_say(opt, entry, built, monkeypatch) -> None:
     assert rows[2].goals == {"over_torch": {"value": 1.25, "goal": 1.15, "met": True}}
     assert "[mma.sync]" in pairs[2][1] and "over_torch 1.25 of 1.15 met" in pairs[2][1]
     said = entry.summary([auto, *rows]).splitlines()
+    chained = dataclasses.replace(rows[0], variant="product-wise", ms=1.1)
+    of_both = entry.compared([auto, *rows, chained], "two-reading", ["auto", "product-wise"], "ms")
+    assert of_both == {"1x4096x4096/heavy": 1.25 / 1.1}
     assert said[1:] == [
         "mma.sync products over torch's, by the clock: 1.250 (1x4096x4096 1.250)",
         "what Hopper's products gain over torch's, device: 2.000 (1x4096x4096 2.000)",
