@@ -25,14 +25,17 @@ class Muon(torch.optim.Optimizer):
                  flatten=False, use_triton=False, newton_schulz_func=None):
         assert adjust_lr == "rms_norm" and nesterov and use_triton
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, algorithm="muon"))
+        self.rates = {}
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             assert group["algorithm"] in ("muon", "adamw")
+            kept = self.rates.setdefault(id(group), torch.zeros(()))
+            group["lr"] = kept.fill_(group["lr"])  # as its own steps do
             for param in group["params"]:
                 param.mul_(1 - group["lr"] * group["weight_decay"])
-                param.add_(param.grad, alpha=-group["lr"])
+                param.add_(param.grad * -group["lr"])
 """
 
 NANOCHAT = """
@@ -71,10 +74,6 @@ class GramNewtonSchulz:
 
 SCATTERMOE = """
 import torch
-
-def peft_lora_B_to_scattermoe(peft_B, num_experts, rank):
-    n = peft_B.shape[0]
-    return peft_B.reshape(n, rank, num_experts).permute(0, 2, 1).reshape(n, -1)
 
 def flatten_sort_count(expert_idxs, num_experts):
     ids, slots = torch.sort(expert_idxs.flatten(), stable=True)
@@ -137,7 +136,6 @@ def checkouts(harness, tmp_path, monkeypatch) -> Path:
             path.write_text(text)
         (tmp_path / checkout / "COMMIT").write_text(f"{COMMIT}\n")
     monkeypatch.setenv("PEERS", str(tmp_path))
-    monkeypatch.setattr(sys, "path", list(sys.path))
     harness.peers.found.cache_clear()
     harness.peers._say_once.cache_clear()
     yield tmp_path
@@ -154,6 +152,7 @@ def test_every_peer_is_found_with_its_commit(harness, checkouts, capsys) -> None
     found = {peer.name: peer for peer in harness.peers.offered(*harness.peers.CHECKOUTS)}
     assert list(found) == list(harness.peers.CHECKOUTS)
     assert found["dion"].commit == f"dion {COMMIT}"
+    assert not any(str(checkouts) in place for place in sys.path)
     both = f"gram-newton-schulz {COMMIT}, quack {COMMIT}"
     assert found["gram-newton-schulz"].commit == both
     assert capsys.readouterr().out == ""
@@ -234,7 +233,7 @@ def test_steps_of_dion_and_nanochat(harness, opt, checkouts, timed, monkeypatch,
     assert commits == [None, None, f"dion {COMMIT}", f"nanochat {COMMIT}"]
     assert all(row.ok and row.case == "tiny/1gpu/heavy" for row in rows)
     assert well_formed(harness, rows)
-    idle = DION.replace("param.mul_(", "str(").replace("add_(param.grad", "add_(0 * param.grad")
+    idle = DION.replace("param.mul_(", "str(").replace("param.grad *", "0 *")
     (checkouts / "dion/dion/__init__.py").write_text(idle)
     del sys.modules["dion"]
     harness.peers.found.cache_clear()
@@ -301,8 +300,12 @@ def test_a_peer_trains_all_parameters(harness, opt, checkouts, name) -> None:
     before = [p.detach().clone() for p in stepped]
     for param in stepped:
         param.grad = torch.ones_like(param)
-    optimizer.set_factor(0.5)
-    optimizer.step()
+    peaks = list(optimizer.peaks)
+    for _ in range(2):
+        optimizer.set_factor(0.5)
+        optimizer.step()
+        rates = [float(group["lr"]) for group in optimizer.groups]
+        assert rates == pytest.approx([0.5 * peak for peak in peaks])
     assert not any(map(torch.equal, before, stepped))
     row = harness.cases.TrainingRow(f"gpt-124M/{name}", name, True)
     (peer,) = harness.peers.offered(name)

@@ -90,18 +90,21 @@ def found(name: str) -> Peer:
     folder = os.environ.get(VARIABLE)
     if not folder:
         raise MissingError(f"{VARIABLE} names no folder of checkouts")
-    commits = []
+    commits, places = [], []
     for checkout, inside in CHECKOUTS[name].items():
         path = Path(folder).expanduser().resolve() / checkout
         if not (path / inside).is_dir():
             raise MissingError(f"there is no checkout {path}")
         commits.append(f"{checkout} {commit_of(path)}")
-        if str(path / inside) not in sys.path:
-            sys.path.insert(0, str(path / inside))
+        places.append(str(path / inside))
+    before = list(sys.path)
+    sys.path[:0] = places  # until it is imported: checkouts have folders such as tests, too
     try:
         call = ADAPTERS[name]()
     except Exception as error:  # of any kind, as its imports are not ours
         raise MissingError(f"{type(error).__name__}: {error}") from error
+    finally:
+        sys.path[:] = before
     return Peer(name, ", ".join(commits), call)
 
 
@@ -180,7 +183,8 @@ def nanochat() -> Callable[[Sequence[dict]], Any]:
 def gram_newton_schulz() -> Callable[[Any], Any]:
     """(B, m, n) -> its polar factor, with its own coefficients and quack's products."""
     importlib.import_module("quack")
-    return importlib.import_module("gram_newton_schulz").GramNewtonSchulz()
+    # Called by name: newer releases compile the instance's own, which a plain call does not take.
+    return importlib.import_module("gram_newton_schulz").GramNewtonSchulz().__call__
 
 
 def axolotl() -> Callable[..., Any]:
@@ -190,7 +194,6 @@ def axolotl() -> Callable[..., Any]:
     both fused forms of backward are asked for.
     """
     kernels = importlib.import_module("scattermoe_lora")
-    linear, layout = kernels.parallel_linear_lora, kernels.peft_lora_B_to_scattermoe
 
     def layer(x, ids, gates, weights, matrices, *, rank: int, scaling: float):
         """x (T, H), ids and gates (T, k), weights (E, out, in) of both, PEFT's A, B, A, B."""
@@ -198,14 +201,18 @@ def axolotl() -> Callable[..., Any]:
 
         experts, top_k = weights[0].shape[0], ids.shape[1]
         order = kernels.flatten_sort_count(ids, num_experts=experts)
-        a1, b1, a2, b2 = matrices
-        options = {"scaling": scaling, "use_fused_dX": True, "use_fused_gather": True}
-        first = {"lora_A": a1, "lora_B": layout(b1, experts, rank), "grouped_out": True}
-        wide = linear(x, weights[0].mT, top_k, *order, **first, **options)
-        gate, up = wide.chunk(2, -1)
-        second = {"lora_A": a2, "lora_B": layout(b2, experts, rank), "grouped_in": True}
-        narrow = F.silu(gate) * up
-        return linear(narrow, weights[1].mT, 1, *order, gates=gates, **second, **options)
+
+        def linear(rows, number, fan, **options):
+            a, b = matrices[2 * number : 2 * number + 2]
+            b = b.unflatten(1, (rank, experts)).mT.flatten(1)  # (out, E r), expert by expert
+            options |= {"scaling": scaling, "use_fused_dX": True, "use_fused_gather": True}
+            weight = weights[number].mT
+            return kernels.parallel_linear_lora(
+                rows, weight, fan, *order, lora_A=a, lora_B=b, **options
+            )
+
+        gate, up = linear(x, 0, top_k, grouped_out=True).chunk(2, -1)
+        return linear(F.silu(gate) * up, 1, 1, grouped_in=True, gates=gates)
 
     return layer
 

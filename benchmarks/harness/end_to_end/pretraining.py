@@ -156,7 +156,8 @@ class Optimizers:
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = parts
         self.groups = [group for part in parts for group in part.param_groups]
-        self.peaks = [group["lr"] for group in self.groups]
+        # Numbers: a peer's rate is a tensor that its step writes to.
+        self.peaks = [float(group["lr"]) for group in self.groups]
 
     def set_factor(self, factor: float) -> None:
         """Multiply every group's peak rate."""
