@@ -14,11 +14,13 @@ DIR/<gpu>/<name>.partial.json until the file is complete; after a cut-off the sa
 with it. `--budget SECONDS` begins no case after that time, counted from the start of the command:
 exit status 3 then says that some are left. `--draft` measures a build with uncommitted changes and
 writes nothing. With `-m`, `-r` or `-T` moe_lora measures layers of these models (a name of
-harness/moe_problems.py, a Hugging Face id or a folder; default: those of moe_problems.py), ranks
+harness/experts/problems.py, a Hugging Face id or a folder; default: those of problems.py), ranks
 and tokens only and writes nothing. A command of end_to_end measures the
 cases that it names (such as gpt-124M/muon, qwen3-moe-8l, first_use) and puts their rows into the
-file that is there; token ids and compiled models stay in --cache for the next one. Under torchrun
-`--device cpu` tries tiny sets over gloo and writes nothing. See docs/measuring.md.
+file that is there; token ids and compiled models stay in --cache for the next one. PEERS=<folder>,
+an environment variable, names checkouts of other projects, which get rows beside ours
+(harness/peers.py). Under torchrun `--device cpu` tries tiny sets over gloo and writes nothing. See
+docs/measuring.md.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opti
 # Result file -> the module of harness/ that holds its cases.
 ENTRIES = {
     "elementwise": "harness.elementwise",
-    "end_to_end": "harness.end_to_end",
-    "moe_lora": "harness.moe_lora",
-    "nf4": "harness.nf4",
-    "optimizer_step": "harness.optimizer_step",
+    "end_to_end": "harness.end_to_end.cases",
+    "moe_lora": "harness.experts.moe_lora",
+    "nf4": "harness.experts.nf4",
+    "optimizer_step": "harness.optimizer_step.one_gpu",
     "orthogonalize": "harness.orthogonalize",
 }
 
@@ -51,17 +53,17 @@ def header(built, entry: str, count: int) -> dict:
     """What a result file says about the machine and the code; `entry` is one of SOURCES."""
     import torch
     import triton
-    from harness import ceilings
+    from harness import device
 
     gpu = torch.cuda.get_device_name(0)
     return {
         "gpu": gpu if count == 1 else f"{count} x {gpu}",
-        "driver": ceilings.driver(),
+        "driver": device.driver(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "commit": built.commit,
         "sources": sources_digest(entry),
-        "ceilings": ceilings.measure(),
+        "ceilings": device.ceilings(),
     }
 
 
@@ -129,7 +131,9 @@ def measure_cases(
     """Measure some cases of end_to_end.json until `end`; returns the exit status."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
     import torch
-    from harness import end_to_end, package, progress, report, tokens
+    from harness import package, progress, report
+    from harness.end_to_end import cases as end_to_end
+    from harness.end_to_end import tokens
 
     try:
         cases = end_to_end.selected(asked)
@@ -165,21 +169,22 @@ def measure_cases(
 def summary(rows: list) -> str:
     from harness import report
 
-    timed = [row for row in rows if row.ok]
-    return (
-        f"{len(rows) - len(timed)} wrong; geometric means: "
+    timed = [row for row in rows if row.ok and row.variant == "auto"]
+    text = (
+        f"{sum(not row.ok for row in rows)} wrong; geometric means: "
         f"{report.geomean([row.fraction_of_floor for row in timed]):.1%} of the floor, "
         f"{report.geomean([row.speedup for row in timed]):.2f}x the baseline"
     )
+    return "\n".join(filter(None, (text, report.goals_summary(rows))))
 
 
 def measure_on_ranks(out: Path, *, draft: bool, device: str) -> int:
     """Measure optimizer_step.json on the ranks of torchrun; returns the number of wrong rows."""
     import torch
-    from harness import distributed_step, package, report
-    from harness.ranks import joined
+    from harness import package, report
+    from harness.optimizer_step import several_gpus
 
-    with joined(device) as ranks:
+    with several_gpus.joined(device) as ranks:
         built = package.load(ROOT, device)
         draft = draft or device == "cpu"
         check_clean(built, draft=draft)
@@ -191,14 +196,14 @@ def measure_on_ranks(out: Path, *, draft: bool, device: str) -> int:
             path = out / report.folder_name(gpu, ranks.count) / single.name
             head = header(built, entry_of(path), ranks.count)
             say(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
-        say(f"\n{distributed_step.HEADING}")
+        say(f"\n{several_gpus.HEADING}")
         rows = []
-        for row, line in distributed_step.rows(built, ranks):
+        for row, line in several_gpus.rows(built, ranks):
             say(line, flush=True)
             rows.append(row)
         say(summary(rows))
         if path is not None:
-            say(distributed_step.scaling(rows, single, ranks.count))
+            say(several_gpus.scaling(rows, single, ranks.count))
         if path is not None and not draft:
             report.write(path, head, rows)
             say(f"wrote {path}")
@@ -209,7 +214,7 @@ def asked_for(options: argparse.Namespace) -> dict[str, object]:
     """The layers that -m, -r and -T name, whichever of them is given; none: the whole list."""
     if options.models is None and options.ranks is None and options.seq_len is None:
         return {}
-    from harness.moe_problems import MODELS
+    from harness.experts.problems import MODELS
 
     return {
         "models": options.models or list(MODELS),

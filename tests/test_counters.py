@@ -20,9 +20,9 @@ some line of the child
 
 @pytest.fixture(scope="module")
 def counters():
-    from benchmarks.harness import counters
+    from benchmarks.harness import device
 
-    return counters
+    return device
 
 
 def test_bytes_of_kernels_in_order(counters) -> None:
@@ -38,24 +38,24 @@ def test_what_cannot_be_read_is_said(counters, text, reason) -> None:
 
 
 def test_without_ncu_the_row_says_so(counters, monkeypatch) -> None:
-    from benchmarks.harness import orthogonalize_traffic
+    from benchmarks.harness import orthogonalize
 
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
-    goal = orthogonalize_traffic.goal()["of_least_traffic"]
+    goal = orthogonalize.traffic_goal()["of_least_traffic"]
     assert goal == {"value": "no ncu on this machine", "goal": 1.5, "met": None}
 
 
 def test_least_bytes_by_hand() -> None:
-    from benchmarks.harness.orthogonalize_traffic import PROBLEM, least_bytes
+    from benchmarks.harness.orthogonalize import COUNTED, least_bytes
 
-    assert PROBLEM.case == "256x512x2048/heavy"
-    assert least_bytes(PROBLEM) == 256 * 512 * 2048 * (4 + 2 + 2 + 2 + 2 + 2 + 2 + 2)
+    assert COUNTED.case == "256x512x2048/heavy"
+    assert least_bytes(COUNTED) == 256 * 512 * 2048 * (4 + 2 + 2 + 2 + 2 + 2 + 2 + 2)
 
 
 def test_a_failing_ncu_says_so(counters, monkeypatch) -> None:
     monkeypatch.setattr(counters.shutil, "which", lambda name: "/bin/false")
     with pytest.raises(counters.NotCountedError, match="ncu failed: CalledProcess"):
-        counters.counted("harness.orthogonalize_traffic")
+        counters.counted("harness.orthogonalize")
 
 
 def test_a_counter_that_hangs_is_killed_with_its_children(counters, tmp_path) -> None:

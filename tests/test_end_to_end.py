@@ -27,9 +27,10 @@ COMMIT, OTHER = "0123456789" * 4, "9876543210" * 4
 def harness() -> Iterator[SimpleNamespace]:
     """The modules of benchmarks/harness, imported as run.py imports them."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("end_to_end", "first_use", "moe_model", "plots", "pretraining", "report", "sources")
-    names += ("tokens",)
-    yield SimpleNamespace(**{name: importlib.import_module(f"harness.{name}") for name in names})
+    names = ("cases", "first_use", "moe_model", "pretraining", "tokens")
+    names = (*(f"end_to_end.{name}" for name in names), "plots", "report", "sources")
+    found = {name: importlib.import_module(f"harness.{name}") for name in names}
+    yield SimpleNamespace(**{name.split(".")[-1]: module for name, module in found.items()})
     sys.path.remove(str(ROOT / "benchmarks"))
 
 
@@ -50,7 +51,7 @@ def head(harness, commit: str = COMMIT) -> dict:
 
 def training(harness, name: str, loss: float = 2.5):
     rates = sorted(harness.pretraining.KINDS[name].rates)
-    return harness.end_to_end.TrainingRow(
+    return harness.cases.TrainingRow(
         case=f"gpt-124M/{name}",
         variant="auto",
         ok=True,
@@ -119,7 +120,7 @@ def written(harness, tmp_path: Path) -> Path:
 
 
 def test_a_name_stands_for_cases(harness) -> None:
-    selected = harness.end_to_end.selected
+    selected = harness.cases.selected
     assert selected(["gpt-124M/muon"]) == ["gpt-124M/muon"]
     assert len(selected(["gpt-124M"])) == 4
     assert selected(["qwen3-moe-8l/lora"]) == [
@@ -182,8 +183,8 @@ def test_a_rate_that_is_far_behind_is_stopped(harness) -> None:
     assert made(1e-3, 0, [(100, 5.0, math.nan)]).is_behind(None, 0.5)
     stopped = made(5e-4, 0, [(100, 5.0, 4.6)], stopped=True)
     assert harness.pretraining.choose([leader, stopped])[0] is leader
-    assert harness.end_to_end.swept(stopped) == {"lr": 5e-4, "stopped": 100, "behind": 4.6}
-    assert harness.end_to_end.swept(leader) == {"lr": 2e-3, "loss": 3.0}
+    assert harness.cases.swept(stopped) == {"lr": 5e-4, "stopped": 100, "behind": 4.6}
+    assert harness.cases.swept(leader) == {"lr": 2e-3, "loss": 3.0}
 
 
 def test_a_curve_has_means_at_their_seconds(harness) -> None:
@@ -192,7 +193,7 @@ def test_a_curve_has_means_at_their_seconds(harness) -> None:
 
 
 def test_rows_join_the_file_that_is_there(harness, written: Path) -> None:
-    entry = harness.end_to_end
+    entry = harness.cases
     earlier = json.loads(written.read_text())
     new = [training(harness, "muon", loss=2.4), training(harness, "torch_muon")]
     merged, rows = entry.merged(earlier, head(harness), new, [row.case for row in new])
@@ -215,10 +216,10 @@ def test_each_part_may_be_of_a_commit_of_its_own(harness, written: Path) -> None
     earlier, now = json.loads(written.read_text()), head(harness, OTHER)
     cases = [MODEL_CASE, "first_use/layer"]
     rows = [model(harness, MODEL_CASE), first_call(harness)]
-    merged, _ = harness.end_to_end.merged(earlier, now, rows, cases)
+    merged, _ = harness.cases.merged(earlier, now, rows, cases)
     assert (merged["commit"], merged["experts"]["commit"]) == (COMMIT, OTHER)
     trainings = [training(harness, name) for name in ("adamw", "muon")]
-    merged, _ = harness.end_to_end.merged(earlier, now, trainings, [t.case for t in trainings])
+    merged, _ = harness.cases.merged(earlier, now, trainings, [t.case for t in trainings])
     assert (merged["commit"], merged["experts"]["commit"]) == (OTHER, COMMIT)
 
 
@@ -236,12 +237,12 @@ def test_each_part_may_be_of_a_commit_of_its_own(harness, written: Path) -> None
 def test_rows_that_do_not_belong_together_are_refused(harness, written, key, case, said) -> None:
     earlier, now = json.loads(written.read_text()), head(harness)
     now[key] = {"commit": "other", "sources": "other"} if key == "experts" else "other"
-    why = harness.end_to_end.refusal(earlier, now, [case])
+    why = harness.cases.refusal(earlier, now, [case])
     assert why.startswith(said)
     with pytest.raises(ValueError, match=said[:20]):
-        harness.end_to_end.merged(earlier, now, [], [case])
-    assert harness.end_to_end.refusal(earlier, head(harness), [case]) is None
-    assert harness.end_to_end.refusal(None, now, [case]) is None
+        harness.cases.merged(earlier, now, [], [case])
+    assert harness.cases.refusal(earlier, head(harness), [case]) is None
+    assert harness.cases.refusal(None, now, [case]) is None
 
 
 def break_row(number: int, **values):
@@ -320,8 +321,8 @@ def test_an_edit_of_experts_leaves_the_trainings_alone(harness, written: Path) -
 
 def test_a_row_at_the_edge_says_so(harness) -> None:
     row = dataclasses.replace(training(harness, "muon"), lr_at_edge=True)
-    assert "at the edge of the sweep" in harness.end_to_end.line(row)
-    assert "not timed" in harness.end_to_end.line(harness.report.failed("gpt-124M/muon"))
+    assert "at the edge of the sweep" in harness.cases.line(row)
+    assert "not timed" in harness.cases.line(harness.report.failed("gpt-124M/muon"))
 
 
 def test_end_to_end_needs_its_cases(harness, monkeypatch, capsys) -> None:
@@ -415,5 +416,5 @@ def test_a_first_call_finds_no_compiler(harness, monkeypatch) -> None:
     monkeypatch.setenv("CC", "gcc")
     assert use.measure() == {"2048": 1.0}
     assert "CC" not in seen and shutil.which("cc", path=seen["PATH"]) is None
-    assert seen["command"] == [sys.executable, "-m", "harness.first_use"]
+    assert seen["command"] == [sys.executable, "-m", "harness.end_to_end.first_use"]
     assert not Path(seen["TRITON_CACHE_DIR"]).exists()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -27,18 +28,18 @@ def harness() -> Iterator[SimpleNamespace]:
     """The modules of benchmarks/harness, imported as run.py imports them."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     names = (
-        "distributed_step",
         "elementwise",
-        "optimizer_step",
+        "optimizer_step.one_gpu",
+        "optimizer_step.several_gpus",
         "orthogonalize",
         "package",
         "plots",
         "report",
         "sources",
-        "step_ops",
         "timer",
     )
-    yield SimpleNamespace(**{name: importlib.import_module(f"harness.{name}") for name in names})
+    found = {name: importlib.import_module(f"harness.{name}") for name in names}
+    yield SimpleNamespace(**{name.split(".")[-1]: module for name, module in found.items()})
     sys.path.remove(str(ROOT / "benchmarks"))
 
 
@@ -82,7 +83,7 @@ def head(digest: str) -> dict:
 
 def write_results(harness, root: Path) -> Path:
     report, elementwise = harness.report, harness.elementwise
-    cases = [problem.case for problem in elementwise.LISTED]
+    cases = [problem.case for problem in elementwise.LISTED_DEQUANTS]
     cases += sorted(elementwise.random_cases(COMMIT))
     rows = [report.passed(case, measured(harness)) for case in cases]
     path = root / "benchmarks/results/h200/elementwise.json"
@@ -150,31 +151,31 @@ def test_only_a_clean_commit_is_clean(harness, metadata, expected):
 
 
 def test_problem_counts_its_bytes(harness):
-    problem = harness.elementwise.LISTED[0]
+    problem = harness.elementwise.LISTED_DEQUANTS[0]
     assert problem.bytes_moved == problem.elements * (0.5 + 4 / 64 + 2)
     odd = harness.elementwise.Dequant(1, 1, 2**17 + 1, 256, "float32", nested=True)
     assert odd.bytes_moved == (2**16 + 1) + (513 + 4 * 3) + 4 * (2**17 + 1)
 
 
 def test_random_problems_repeat_and_are_hard(harness):
-    problems = harness.elementwise.random_problems(7)
-    assert problems == harness.elementwise.random_problems(7)
-    assert problems != harness.elementwise.random_problems(8)
+    problems = harness.elementwise.random_dequants(7)
+    assert problems == harness.elementwise.random_dequants(7)
+    assert problems != harness.elementwise.random_dequants(8)
     assert len({problem.case for problem in problems}) == len(problems) == 20
     assert any(problem.rows * problem.columns % 8 for problem in problems)
     assert all(2**25 < problem.elements < 2**30 for problem in problems)
 
 
 def test_random_groups_of_the_step_ops(harness):
-    step_ops = harness.step_ops
-    groups = step_ops.random_groups(7)
-    assert groups == step_ops.random_groups(7) != step_ops.random_groups(8)
+    ops = harness.elementwise
+    groups = ops.random_groups(7)
+    assert groups == ops.random_groups(7) != ops.random_groups(8)
     assert len({group.case for group in groups}) == len(groups) == 20
-    assert {group.op for group in groups} == set(step_ops.OPS)
+    assert {group.op for group in groups} == set(ops.OPS)
     assert all(1 <= len(group.shapes) <= 400 for group in groups)
     assert all(1 <= size <= 10**8 for group in groups for (size,) in group.shapes)
-    assert max(group.elements for group in groups) <= step_ops.MOST
-    listed = {group.case: group for group in step_ops.LISTED}
+    assert max(group.elements for group in groups) <= ops.MOST
+    listed = {group.case: group for group in ops.LISTED_GROUPS}
     momentum = listed["momentum/24x1280x5120/float32"]
     assert momentum.bytes_moved == 24 * 1280 * 5120 * 14
     assert listed["apply_update/24x1280x5120/float32"].bytes_moved == 24 * 1280 * 5120 * 10
@@ -182,7 +183,7 @@ def test_random_groups_of_the_step_ops(harness):
 
 
 def test_floor_of_a_whole_step(harness):
-    step = harness.optimizer_step
+    step = harness.one_gpu
     assert step.least_flops((768, 768)) == 16 * 768**3
     assert step.least_flops((4096, 1024)) == 6 * 1024**2 * 4096 + 10 * 1024**3
     assert step.least_flops((128, 768, 2048)) == 128 * step.least_flops((2048, 768))
@@ -206,7 +207,7 @@ def test_floor_of_a_whole_step(harness):
 
 def test_floor_of_a_step_on_several_gpus(harness):
     """The wire of d20's unreduced gradients at its rated speed, else a share of one GPU's floor."""
-    step = harness.distributed_step
+    step = harness.several_gpus
     cases = {problem.case: problem for problem in step.LISTED}
     assert list(cases) == [
         "nanochat-d20/fsdp2",
@@ -224,7 +225,7 @@ def test_floor_of_a_step_on_several_gpus(harness):
     assert full.floor_ms(8) == pytest.approx(full.wire_bytes(8) / 0.45e9)
     shards = cases["nanochat-d20/fsdp2"]
     assert shards.wire_bytes(8) == pytest.approx(4 * matrices / 8 * 7 / 8)
-    alone = harness.optimizer_step.Model("nanochat-d20")
+    alone = harness.one_gpu.Model("nanochat-d20")
     assert shards.floor_ms(8) == pytest.approx(alone.floor_ms / 8)
     assert half.floor_ms(2) > half.floor_ms(8)  # there the operations take longer than the wire
 
@@ -232,10 +233,10 @@ def test_floor_of_a_step_on_several_gpus(harness):
 def test_scaling_is_told_against_one_gpu(harness, tmp_path):
     report, path = harness.report, tmp_path / "optimizer_step.json"
     rows = [report.passed("nanochat-d20/fsdp2", measured(harness, ms=3.99)), report.failed("x/y")]
-    assert "not known" in harness.distributed_step.scaling(rows, path, 8)
+    assert "not known" in harness.several_gpus.scaling(rows, path, 8)
     single = [report.passed("nanochat-d20/1gpu/heavy", measured(harness, ms=15.99))]
     report.write(path, head(COMMIT), single)
-    told = harness.distributed_step.scaling(rows, path, 8)
+    told = harness.several_gpus.scaling(rows, path, 8)
     assert told == "faster than 1 GPU, by 8 ranks: nanochat-d20/fsdp2 4.00x"
 
 
@@ -338,10 +339,14 @@ def test_zoo_rows_are_not_listed_in_readme(harness, checkout):
 class RecordingStopwatch:
     """Takes 10 ms for the first call of a round, 20 for the second; the first round 100 more."""
 
+    pauses: ClassVar[list[float]] = []
+
     def __init__(self) -> None:
         self.rounds, self.calls, self.times = 0, 0, []
+        self.pauses.clear()
 
-    def begin_round(self) -> None:
+    def pause(self, ms: float) -> None:
+        self.pauses.append(ms)
         self.rounds += 1
         self.calls = 0
 
@@ -365,6 +370,17 @@ def test_variants_take_turns_over_the_input_sets(harness):
     turns = [0, 0, 1, 0]  # one round of warm-up, then three timed ones
     assert called == [(name, number) for number in turns for name in ("ours", "base")]
     assert statistics.median([110.0, 10.0, 10.0]) == ms["ours"]
+    assert RecordingStopwatch.pauses == [1.0] * 3
+
+
+@pytest.mark.parametrize(("alone", "pauses"), [(False, [4.0]), (True, [1.6, 3.4])])
+def test_the_device_is_busy_while_the_host_queues(harness, alone, pauses):
+    """For a millisecond, and twice as long as the host needs for a round, or for each call."""
+    variants = dict.fromkeys(("ours", "base"), lambda number: None)
+    options = {"host_ms": {"ours": 0.3, "base": 1.2}, "alone": alone}
+    options["stopwatch"] = RecordingStopwatch
+    harness.timer.medians(variants, sets=1, rounds=2, **options)
+    assert RecordingStopwatch.pauses == pytest.approx(pauses * 2)
 
 
 def test_enough_input_sets_for_a_cold_cache(harness):
@@ -465,7 +481,9 @@ def test_layers_that_are_asked_for_are_printed_only(harness, monkeypatch, argume
     (options,) = calls
     assert options.pop("draft") == bool(arguments) and options.pop("end") is None
     if problem.get("models", ()) is None:
-        problem = problem | {"models": list(importlib.import_module("harness.moe_problems").MODELS)}
+        problem = problem | {
+            "models": list(importlib.import_module("harness.experts.problems").MODELS)
+        }
     assert options == problem
 
 

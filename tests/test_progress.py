@@ -30,13 +30,12 @@ HEAD = {
 def harness() -> Iterator[SimpleNamespace]:
     """The modules of benchmarks/harness, imported as run.py imports them."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("compile_ahead", "elementwise", "end_to_end", "moe_lora", "nf4", "nf4_traffic")
-    names += ("optimizer_step", "orthogonalize", "package", "plots", "progress", "report", "timer")
-    names += ("zoo",)
-    yield SimpleNamespace(
-        run=importlib.import_module("run"),
-        **{name: importlib.import_module(f"harness.{name}") for name in names},
-    )
+    names = ("compile_ahead", "elementwise", "end_to_end.cases", "experts.moe_lora", "experts.nf4")
+    names += ("experts.nf4_traffic", "optimizer_step.one_gpu", "orthogonalize", "package", "plots")
+    names += ("progress", "report", "timer", "zoo")
+    found = {name: importlib.import_module(f"harness.{name}") for name in names}
+    found["run"] = importlib.import_module("run")
+    yield SimpleNamespace(**{name.split(".")[-1]: module for name, module in found.items()})
     sys.path.remove(str(ROOT / "benchmarks"))
 
 
@@ -195,9 +194,9 @@ def test_plots_read_no_partial_file(toy, harness, monkeypatch) -> None:
     ("entry", "some", "count"),
     [
         ("elementwise", "adamw/65536x1280/float32", 44),
-        ("moe_lora", "Mixtral-8x7B/T8192/r16/fwd+bwd", 96),
-        ("nf4", "offload/Qwen3-30B-A3B", 42),
-        ("optimizer_step", "llama-1B/1gpu/heavy/fsdp2", 7),
+        ("moe_lora", "Mixtral-8x7B/T8192/r16/fwd+bwd", 114),
+        ("nf4", "offload/Qwen3-30B-A3B", 53),
+        ("one_gpu", "llama-1B/1gpu/heavy/fsdp2", 7),
         ("orthogonalize", "real/8x8192x2048", 49),
     ],
 )
@@ -225,13 +224,13 @@ def test_only_what_is_missing_is_compiled_ahead(harness, entry) -> None:
     everything = module.compile_jobs(built)
     random = module.random_cases(COMMIT)
     assert len(everything) - len(module.compile_jobs(built, random)) == 20
-    assert harness.compile_ahead.jobs_of(entry, built, random)
+    assert harness.compile_ahead.jobs_of(module.__name__, built, random)
 
 
 def test_end_to_end_names_what_is_left(harness) -> None:
     late = harness.progress.Progress(end=0.0)
-    cases = harness.end_to_end.selected(["gpt-124M", "qwen3-moe-8l", "first_use"])
-    assert list(harness.end_to_end.rows(None, cases, late)) == []
+    cases = harness.cases.selected(["gpt-124M", "qwen3-moe-8l", "first_use"])
+    assert list(harness.cases.rows(None, cases, late)) == []
     assert late.left == cases
 
 

@@ -23,8 +23,8 @@ MEMORY = 8e9  # of the device, bytes per process
 
 
 def jobs_of(entry: str, built: Built, measured: Collection[str]) -> list[Callable[[], object]]:
-    """The jobs of an entry, without those of cases that are measured already."""
-    return importlib.import_module(f"harness.{entry}").compile_jobs(built, measured)
+    """The jobs of an entry, a module, without those of cases that are measured already."""
+    return importlib.import_module(entry).compile_jobs(built, measured)
 
 
 def run(entry: str, built: Built, measured: Collection[str]) -> int:

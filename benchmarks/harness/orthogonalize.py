@@ -14,11 +14,13 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .package import Built
+from . import paths, peers
+from .device import NotCountedError, added_mb, counted
+from .package import Built, load
 from .package import module as package_module
 from .progress import Progress
-from .report import Measured, Row, failed, floor_ms, geomean, passed
-from .timer import Times, cold_sets, times
+from .report import Goal, Measured, Row, failed, floor_ms, geomean, judged, name_of, passed, said
+from .timer import BURSTS, FEW_BURSTS, Times, cold_sets, times
 
 SHAPES = (
     *("1x2048x2048", "1x4096x4096", "1x8192x8192", "1x4096x14336", "8x4096x4096", "16x2048x8192"),
@@ -40,6 +42,11 @@ SCALE, EPS = 1.02, 1e-6
 # the norm, where a heavy tail of 8192 ends near 1e-9. Each step lifts small values four times.
 EXACT_STEPS, EXACT_LOWER = 26, 1e-12
 CONVERGED = 1e-5  # ||X X^T - I||_F of the factor
+PEERS = ("gram-newton-schulz",)
+# Sides in SHAPES at which capability 8.0 gets products by halves, which stay if they are so much
+# faster than torch's; and the largest one of square_chain.
+MMA_SYNC_SIDES, OVER_TORCH, LARGEST_CHAIN = (4096, 8192), 1.15, 1024
+OF_TRAFFIC = 1.5  # DRAM bytes over the least
 BASELINE = "torch.compile of 5-step Polar Express in bfloat16"
 HEADING = (
     f"{'case':<40}{'wall ms':>9}{'host':>9}{'device':>9}{'% floor':>9}{'x base':>8}{'distance':>10}"
@@ -73,6 +80,16 @@ class Problem:
         return name if self.dtype == "float32" else f"{name}/{self.dtype}"
 
     @property
+    def paths(self) -> tuple[str, ...]:
+        """What is timed beside "auto": for listed shapes in float32, what applies to their side."""
+        side = min(self.m, self.n)
+        if self.name not in SHAPES or self.label or self.dtype != "float32":
+            return ()
+        found = [paths.TORCH, paths.TWO_READING]
+        found += [paths.MMA_SYNC] if side in MMA_SYNC_SIDES else []
+        return (*found, *([paths.PRODUCT_WISE] if side <= LARGEST_CHAIN else []))
+
+    @property
     def bytes_moved(self) -> int:
         """The input read once, a 16-bit result written once."""
         return self.batch * self.m * self.n * ({"float32": 4, "bfloat16": 2}[self.dtype] + 2)
@@ -82,6 +99,9 @@ class Problem:
         """The least of any method here that keeps the accuracy rule, symmetric halves once."""
         m, n = min(self.m, self.n), max(self.m, self.n)
         return self.batch * (6 * m * m * n + 10 * m**3)  # gram_polynomial
+
+
+COUNTED = Problem(256, 512, 2048, "heavy")  # whose DRAM bytes are counted
 
 
 def listed() -> list[Problem]:
@@ -188,6 +208,7 @@ class Case:
         self.package, self.compiled = built.package, compiled
         self.inputs = inputs
         self.outs = [torch.empty_like(self.ours(0)) for _ in inputs]
+        self.captured = {"ours": self.ours_into, "baseline": self.baseline}
         self.graphs: dict[str, list[Any]] = {}
 
     def ours(self, number: int):
@@ -208,7 +229,7 @@ class Case:
         import torch
 
         pool = torch.cuda.graph_pool_handle()
-        for name, call in (("ours", self.ours_into), ("baseline", self.baseline)):
+        for name, call in self.captured.items():
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 call(0)
@@ -220,37 +241,54 @@ class Case:
                     call(number)
                 self.graphs[name].append(graph)
 
-    def times(self) -> dict[str, Times]:
-        """Eager calls by the clock; the device's time is that of a replay."""
+    def times(self, bursts: int = BURSTS, known: Times | None = None) -> dict[str, Times]:
+        """Eager calls by the clock; the device's time is that of a replay, where there is one.
+
+        Args:
+            bursts: as of `timer.clock`.
+            known: of the baseline, which then does not run.
+        """
         replays = {
             name: lambda number, name=name: self.graphs[name][number].replay()
             for name in self.graphs
         }
-        eager = {"ours": self.ours, "baseline": self.baseline}
-        return times(eager, sets=len(self.inputs), device=replays)
+        eager = {"ours": self.ours} | ({} if known else {"baseline": self.baseline})
+        found = times(eager, sets=len(self.inputs), device=eager | replays, bursts=bursts)
+        return found | ({"baseline": known} if known else {})
 
     def replay_repeats(self) -> bool:
         """Whether a replay writes the bits of a launch."""
         import torch
+
+        if "ours" not in self.graphs:
+            return True
 
         wanted = self.ours(0)
         self.outs[0].zero_()
         self.graphs["ours"][0].replay()
         return torch.equal(self.outs[0], wanted)
 
-    def peak_mb(self) -> float:
-        """Device memory that one call adds at its peak, the result included."""
-        import torch
 
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self.ours(0)
-        return (torch.cuda.max_memory_allocated() - before) / 1e6
+class PeerCase(Case):
+    """A peer instead of ours. It may write to its input, and captures graphs by itself."""
+
+    def __init__(self, inputs: Sequence, built: Built, compiled: Callable, call: Callable) -> None:
+        self.call = call
+        super().__init__([x.clone() for x in inputs], built, compiled)
+        del self.captured["ours"]
+
+    def ours(self, number: int):
+        """What the peer's user calls."""
+        return self.call(self.inputs[number])
 
 
 def row_of(
-    case: str, least: float, found: Distances, taken: Mapping[str, Times], peak_mb: float
+    case: str,
+    least: float,
+    found: Distances,
+    taken: Mapping[str, Times],
+    peak_mb: float,
+    variant: str = "auto",
 ) -> Row:
     """The row of timed calls."""
     return passed(
@@ -264,12 +302,13 @@ def row_of(
             error_baseline=found.baseline,
             peak_mb=peak_mb,
         ),
+        variant,
     )
 
 
 def line(row: Row, found: Distances) -> str:
     """One printed line; the distance is in those of five exact steps."""
-    name = row.case
+    name = name_of(row)
     if not row.ok:
         return f"{name:<40} {found.worst:.3f} EXACT STEPS' DISTANCE OR OTHER BITS, not timed"
     return (
@@ -278,34 +317,76 @@ def line(row: Row, found: Distances) -> str:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is orthogonalized, and what counts as right.
+
+    Args:
+        name: of the case.
+        inputs: batches (B, m, n) of one shape.
+        found: (result, baseline's) of the first batch -> distances from the polar factor.
+        least: milliseconds of the floor.
+        allowed: `Distances.worst` at most.
+    """
+
+    name: str
+    inputs: Sequence
+    found: Callable[[Any, Any], Distances]
+    least: float
+    allowed: float
+
+
 def measure(
-    name: str,
-    inputs: Sequence,
-    found: Callable[[Any, Any], Distances],
-    least: float,
-    allowed: float,
-    built: Built,
-    compiled: Callable,
+    task: Task,
+    case: Case,
+    variant: str = "auto",
+    bursts: int = BURSTS,
+    known: Times | None = None,
 ) -> tuple[Row, str]:
-    """Gate, then time."""
-    case = Case(inputs, built, compiled)
-    distance = found(case.ours(0), case.baseline(0))
-    if not distance.worst <= allowed:
-        row = failed(name)
-        return row, line(row, distance)
-    peak_mb = case.peak_mb()
-    case.capture()
-    if not case.replay_repeats():
-        row = failed(name)
-        return row, line(row, distance)
-    row = row_of(name, least, distance, case.times(), peak_mb)
+    """Gate, then time; the last arguments are those of `Case.times`."""
+    distance = task.found(case.ours(0), case.baseline(0))
+    row = failed(task.name, variant)
+    if distance.worst <= task.allowed:
+        peak_mb = added_mb(lambda: case.ours(0))
+        case.capture()
+        if case.replay_repeats():
+            taken = case.times(bursts, known)
+            row = row_of(task.name, task.least, distance, taken, peak_mb, variant)
     return row, line(row, distance)
 
 
-def _measured(problem: Problem, built: Built, compiled: Callable) -> tuple[Row, str]:
-    import torch
+def peer_rows(task: Task, built: Built, compiled: Callable) -> Iterator[tuple[Row, str]]:
+    """The rows of peers; they must come nearer to the polar factor than zero is."""
+    judged = dataclasses.replace(task, allowed=math.inf)
 
-    from . import orthogonalize_traffic
+    def make(peer: peers.Peer) -> Iterator[tuple[Row, str]]:
+        case = PeerCase(task.inputs, built, compiled, peer.call)
+        row, text = measure(judged, case, peer.name, FEW_BURSTS)
+        yield (row if row.ok and row.error < 1 else failed(task.name, peer.name)), text
+
+    return peers.rows(PEERS, make)
+
+
+def forced_rows(
+    problem: Problem, task: Task, row: Row, built: Built, compiled: Callable
+) -> Iterator[tuple[Row, str]]:
+    """Rows of the paths that are compared with what "auto" takes; `row` has the baseline."""
+    known = Times(row.baseline_ms, row.baseline_wall_ms, row.baseline_host_ms)
+    walls = {}
+    for path in problem.paths:
+        with paths.forced(built.package, path):
+            case = Case(task.inputs, built, compiled)
+            del case.captured["baseline"]
+            row, text = measure(task, case, path, FEW_BURSTS, known)
+        walls[path] = row.wall_ms
+        if path == paths.MMA_SYNC and row.ok and walls[paths.TORCH]:
+            value = {"over_torch": walls[paths.TORCH] / row.wall_ms}
+            row = judged(row, {"over_torch": Goal(OVER_TORCH, True)}, value)
+        yield row, text + said(row)
+
+
+def _measured(problem: Problem, built: Built, compiled: Callable) -> Iterator[tuple[Row, str]]:
+    import torch
 
     generator = torch.Generator("cuda").manual_seed(0)
     sets = cold_sets(problem.bytes_moved, torch.cuda.get_device_properties(0).L2_cache_size)
@@ -315,11 +396,15 @@ def _measured(problem: Problem, built: Built, compiled: Callable) -> tuple[Row, 
     def found(ours, baseline) -> Distances:
         return distances(built.package, inputs[0], ours, baseline)
 
-    row, text = measure(problem.case, inputs, found, least, 1.02, built, compiled)
-    if row.ok and problem == orthogonalize_traffic.PROBLEM:
-        row = dataclasses.replace(row, goals=orthogonalize_traffic.goal())
+    task = Task(problem.case, inputs, found, least, 1.02)
+    row, text = measure(task, Case(inputs, built, compiled))
+    if row.ok and problem == COUNTED:
+        row = dataclasses.replace(row, goals=traffic_goal())
         text += f"  DRAM bytes {row.goals['of_least_traffic']['value']}"
-    return row, text
+    yield row, text
+    if row.ok and problem.paths:
+        yield from forced_rows(problem, task, row, built, compiled)
+        yield from peer_rows(task, built, compiled)
 
 
 def _compiled_anew() -> Callable:
@@ -334,7 +419,7 @@ def _real_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
     """Momenta of a GPT's matrices, a batch per shape, of the last steps of its training."""
     import torch
 
-    from . import training, zoo
+    from . import zoo
 
     for width, (layers, shapes) in REAL.items():
         sizes = [tuple(map(int, shape.split("x"))) for shape in shapes]
@@ -342,7 +427,7 @@ def _real_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
         if not progress.begin(*(f"real/{problem.name}" for problem in problems)):
             continue
         reference = package_module(built.package, "reference.orthogonalize")
-        momenta = training.momenta(built.package, width, layers)
+        momenta = zoo.momenta(built.package, width, layers)
         for problem in problems:
             name = f"real/{problem.name}"
             if not progress.begin(name):
@@ -363,7 +448,8 @@ def _real_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
 
             least = floor_ms(bytes_moved=problem.bytes_moved, flops=problem.flops)
             compiled = _compiled_anew()
-            yield measure(name, inputs, found, least, 1.1, built, compiled)
+            task = Task(name, inputs, found, least, 1.1)
+            yield measure(task, Case(inputs, built, compiled))
         del momenta
         torch.cuda.empty_cache()
 
@@ -393,7 +479,8 @@ def _zoo_rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
 
         inputs = [x.clone() for _ in range(min(sets, 16))]
         least = floor_ms(bytes_moved=problem.bytes_moved, flops=problem.flops)
-        yield measure(f"zoo/{name}", inputs, found, least, zoo.allowed(name), built, compiled)
+        task = Task(f"zoo/{name}", inputs, found, least, zoo.allowed(name))
+        yield measure(task, Case(inputs, built, compiled))
 
 
 def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
@@ -407,15 +494,81 @@ def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
             continue
         compiled = compiled if problem.shape == before else _compiled_anew()
         before = problem.shape
-        yield _measured(problem, built, compiled)
+        yield from _measured(problem, built, compiled)
         torch.cuda.empty_cache()
     yield from _zoo_rows(built, progress)
 
 
 def summary(measured: Sequence[Row]) -> str:
-    """The agreed mean: heavy rows of the listed shapes, what a user gets."""
+    """The agreed mean: heavy rows of the listed shapes, what a user gets; then the other paths."""
     heavy = {problem.case for problem in listed() if problem.dtype == "float32"}
-    shares = [r.fraction_of_floor for r in measured if r.case in heavy]
+    shares = [row.fraction_of_floor for row in of_path(measured, "auto") if row.case in heavy]
     missing = len(heavy) - len([share for share in shares if share is not None])
     text = f"heavy rows: {geomean([s for s in shares if s is not None]):.1%} of the floor"
-    return text + (f", {missing} of {len(heavy)} missing" if missing else "")
+    text += f", {missing} of {len(heavy)} missing" if missing else ""
+    said_of = {
+        "mma.sync products over torch's, by the clock": (paths.TORCH, [paths.MMA_SYNC], "wall_ms"),
+        "what Hopper's products gain over torch's, device": (paths.TORCH, ["auto"], "ms"),
+        "what square_chain in upper storage gains, device": (paths.PRODUCT_WISE, ["auto"], "ms"),
+        # Product by product on both sides: whatever else differs is the host's.
+        "what reading once to normalize gains, device": (
+            paths.TWO_READING,
+            ["auto", paths.PRODUCT_WISE],
+            "ms",
+        ),
+    }
+    for words, (slow, fast, key) in said_of.items():
+        ratios = compared(measured, slow, fast, key)
+        if ratios:
+            each = ", ".join(f"{case.split('/')[0]} {ratio:.3f}" for case, ratio in ratios.items())
+            text += f"\n{words}: {geomean(list(ratios.values())):.3f} ({each})"
+    return text
+
+
+def of_path(measured: Sequence[Row], path: str) -> list[Row]:
+    """The rows of a path."""
+    return [row for row in measured if row.variant == path]
+
+
+def compared(measured: Sequence[Row], slow: str, fast: Sequence[str], key: str) -> dict[str, float]:
+    """Case -> how many times faster the last of the paths `fast` that it has is than `slow`."""
+    times = {r.case: getattr(r, key) for path in fast for r in of_path(measured, path) if r.ok}
+    both = [row for row in of_path(measured, slow) if row.ok and row.case in times]
+    return {row.case: getattr(row, key) / times[row.case] for row in both}
+
+
+def least_bytes(problem: Problem) -> int:
+    """The input read, X written and read, and so its successor, the result written: two products
+    of X beside each of two Gram matrices. Matrices of side m may stay in L2."""
+    elements = problem.batch * problem.m * problem.n
+    passes = 1 + 2 + 1 + 2 + 1  # X, X X^T and M X of it, X_1, the same, the result
+    return elements * (4 + 2 * passes)
+
+
+def traffic_goal() -> dict:
+    """DRAM bytes over the least, for the row of COUNTED; or why there is no number."""
+    try:
+        value = sum(counted("harness.orthogonalize")[0]) / least_bytes(COUNTED)
+    except NotCountedError as reason:
+        return {"of_least_traffic": {"value": str(reason), "goal": OF_TRAFFIC, "met": None}}
+    return {"of_least_traffic": {"value": value, "goal": OF_TRAFFIC, "met": value <= OF_TRAFFIC}}
+
+
+def main() -> None:
+    """One call, after one that is not counted: the child that ncu looks at."""
+    import torch
+
+    built = load()
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = made(COUNTED, generator, "cuda")
+    out = torch.empty_like(x, dtype=torch.float16)
+    for counts in (False, True):
+        if counts:
+            torch.cuda.profiler.start()
+        built.package.orthogonalize(x, out=out)
+        torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,11 @@
-"""The built package, loaded as a user loads it, and the commit it was built from."""
+"""The built package, loaded as a user loads it, its commit, and the demo's modules."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -57,3 +58,13 @@ def provenance(metadata: dict) -> tuple[str, bool]:
     """(commit, whether the files were exactly that commit) of a variant's metadata."""
     kernel = metadata.get("provenance", {}).get("kernel", {})
     return kernel.get("commit", "0" * 40), "commit" in kernel and not kernel.get("dirty", True)
+
+
+def demo_modules() -> dict[str, ModuleType]:
+    """The demo's model and corpus."""
+    folder = str(ROOT / "examples")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    from demo import corpus, model
+
+    return {"corpus": corpus, "model": model}

@@ -6,8 +6,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from .timer import Times
@@ -43,7 +43,8 @@ class Row:
     error_baseline: float | None = None
     peak_mb: float | None = None
     peak_baseline_mb: float | None = None
-    goals: dict[str, dict] | None = None  # see nf4_goals
+    goals: dict[str, dict] | None = None  # see `judged`
+    peer_commit: str | None = None  # of the checkouts that the row measured instead of ours
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,20 @@ def _rounded(value: object) -> object:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
+def name_of(row: Row) -> str:
+    """The case, and what is not the path that a user gets."""
+    return row.case if row.variant == "auto" else f"{row.case} [{row.variant}]"
+
+
 def line(row: Row, *, gigabytes: float, copy_ms: float | None = None) -> str:
     """One printed line: case, us of clock, host and device, GB/s, shares of floor and copy, x."""
+    name = name_of(row)
     if not row.ok:
-        return f"{row.case:<44} WRONG RESULTS, not timed"
+        return f"{name:<44} WRONG RESULTS, not timed"
     copy = "" if copy_ms is None else f"{copy_ms / row.ms:>7.1%}"
     clock = "".join(f"{ms * 1e3:>9.1f}" for ms in (row.wall_ms, row.host_ms, row.ms))
     return (
-        f"{row.case:<44}{clock}{gigabytes / row.ms * 1e3:>9.0f}"
+        f"{name:<44}{clock}{gigabytes / row.ms * 1e3:>9.0f}"
         f"{row.fraction_of_floor:>9.1%}{copy:>9}{row.speedup:>8.2f}x"
     )
 
@@ -151,3 +158,52 @@ HEADING = (
 def geomean(values: Sequence[float]) -> float:
     """Geometric mean; NaN without values."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A bound of a value: from below, or from above."""
+
+    bound: float
+    at_least: bool
+
+    def met(self, value: float) -> bool:
+        return value >= self.bound if self.at_least else value <= self.bound
+
+
+def judged(row: Row, goals: Mapping[str, Goal], values: Mapping[str, float | str]) -> Row:
+    """The row with its goals; `values` hold what the row itself does not, or why it is missing."""
+    if not row.ok or not goals:
+        return row
+    own = {"speedup": row.speedup, "ms": row.ms, "host_ms": row.host_ms}
+    if row.baseline_host_ms:
+        own["host_of_baseline"] = row.host_ms / row.baseline_host_ms
+    if row.peak_baseline_mb:
+        own["of_baseline_peak"] = row.peak_mb / row.peak_baseline_mb
+    found = {}
+    for name, goal in goals.items():
+        value = values.get(name, own.get(name))
+        met = None if isinstance(value, str) else goal.met(value)
+        found[name] = {"value": value, "goal": goal.bound, "met": met}
+    return replace(row, goals=found)
+
+
+def said(row: Row) -> str:
+    """The goals for a printed line."""
+    parts = [_said(name, one) for name, one in (row.goals or {}).items()]
+    return "  " + ", ".join(parts) if parts else ""
+
+
+def _said(name: str, one: Mapping) -> str:
+    value = one["value"] if one["met"] is None else format(one["value"], ".3g")
+    words = {True: "met", False: "MISSED", None: "not measured"}
+    return f"{name} {value} of {one['goal']:.3g} {words[one['met']]}"
+
+
+def goals_summary(rows: Iterable[Row]) -> str:
+    """How many goals are met, and those that are not, a line each; nothing where there are none."""
+    found = [(row, name, one) for row in rows for name, one in (row.goals or {}).items()]
+    short = [f"  {name_of(r)}: {_said(name, one)}" for r, name, one in found if not one["met"]]
+    if not found:
+        return ""
+    return "\n".join([f"{len(found) - len(short)} of {len(found)} goals are met", *short])

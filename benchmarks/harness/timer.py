@@ -24,11 +24,16 @@ LEAST_SETS = 4  # of inputs, at other addresses, that the calls take turns over
 # reading would leave the last writes of the region uncounted in the cache.
 COLD = 3  # times the L2 cache between two uses of a set
 
+# The device is occupied while the host queues calls whose device time is taken: for this long, and
+# twice as long as the clock said that the host needs.
+PAUSE_MS, HOST_TWICE = 1.0, 2.0
+CYCLES_PER_MS = 2_000_000
+
 
 class Stopwatch(Protocol):
     """Times calls on a device without waiting for each."""
 
-    def begin_round(self) -> None: ...
+    def pause(self, ms: float) -> None: ...
     def time(self, call: Callable[[], object]) -> None: ...
     def finish(self) -> list[float]: ...
 
@@ -42,9 +47,9 @@ class CudaStopwatch:
         self._torch = torch
         self._events: list[tuple] = []
 
-    def begin_round(self) -> None:
-        """Occupy the device for about a millisecond, in which the host queues the round."""
-        self._torch.cuda._sleep(2_000_000)
+    def pause(self, ms: float) -> None:
+        """Occupy the device for about so long, in which the host queues what is timed next."""
+        self._torch.cuda._sleep(round(ms * CYCLES_PER_MS))
 
     def time(self, call: Callable[[], object]) -> None:
         start, stop = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -70,6 +75,8 @@ def medians(
     sets: int,
     rounds: int = 30,
     warmup: int = 5,
+    host_ms: Mapping[str, float] | None = None,
+    alone: bool = False,
     stopwatch: Callable[[], Stopwatch] = CudaStopwatch,
 ) -> dict[str, float]:
     """Median milliseconds per variant.
@@ -79,15 +86,22 @@ def medians(
         sets: number of input sets that the calls take turns over.
         rounds: timed rounds; each calls every variant once, so that drift hits all alike.
         warmup: rounds before them.
+        host_ms: name -> what the host needs to queue a call; None: next to nothing.
+        alone: occupy the device before every call, not once for a round, whose launches may be more
+            than the queue holds: a call that follows would be timed with the host's delay.
         stopwatch: how to time.
     """
     for number in range(warmup):
         for call in variants.values():
             call(number % sets)
+    pauses = {name: HOST_TWICE * (host_ms[name] if host_ms else 0.0) for name in variants}
     watch = stopwatch()
     for number in range(rounds):
-        watch.begin_round()
-        for call in variants.values():
+        if not alone:
+            watch.pause(PAUSE_MS + sum(pauses.values()))
+        for name, call in variants.items():
+            if alone:
+                watch.pause(PAUSE_MS + pauses[name])
             watch.time(lambda call=call, number=number: call(number % sets))
     times = watch.finish()
     count = len(variants)
@@ -182,5 +196,6 @@ def times(
         options: of `medians`.
     """
     shown = clock(variants, sets=sets, between=between, bursts=bursts)
-    ms = medians(variants if device is None else device, sets=sets, **options)
+    host = {name: host for name, (_, host) in shown.items()}
+    ms = medians(device or variants, sets=sets, host_ms=host, **options)
     return {name: Times(ms[name], *shown[name]) for name in variants}

@@ -1,7 +1,8 @@
 """The matrices that orthogonalization is judged on: spectra, Gaussians, and a model's own.
 
 Known spectra are built as U S V^T, so that neither the matrix nor its polar factor needs a float64
-SVD. Everything is seeded and made on the CPU in float64, so that every machine judges the same.
+SVD. Everything is seeded and made on the CPU in float64, so that every machine judges the same; but
+for `momenta`, which come from a GPT that is trained on text on the GPU, within the run.
 """
 
 from __future__ import annotations
@@ -9,14 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .package import demo_modules
 
 GAUSSIAN_ASPECTS = (1, 2, 4, 8)
 HEAVY = "heavy"
 # Where rounding rules: on the non-zero subspace of few large values beside none or tiny ones.
 RANK_DEFICIENT = ("half_zero", "rank_10", "two_and_1e-3", "two_and_1e-5", "two_and_1e-7")
+
+# Of the GPT whose momenta are taken: the demo's decoder, on the bytes of Python files.
+STEPS, LR = 50, 2e-3
+BATCH, CONTEXT, HEAD, TEXT = 8, 512, 64, 8 * 2**20
+KEPT = 4  # of the last steps' momenta
 
 # k = 1 .. m -> singular values.
 SPECTRA: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -134,6 +144,52 @@ def trained(width: int, steps: int = 30) -> dict[str, Tensor]:
         for kind, x in (("gradient", parameter.grad), ("momentum", momenta[name])):
             found[f"{kind}_{name}"] = x if x.shape[0] <= x.shape[1] else x.mT.contiguous()
     return {name: x.detach().clone() for name, x in found.items()}
+
+
+def momenta(package: ModuleType, width: int, layers: int) -> dict[tuple[int, int], list[Any]]:
+    """Momentum buffers of `Muon` in a GPT's training, in batches of all layers' matrices.
+
+    Returns:
+        (m, n) -> KEPT batches (layers, m, n), float32: of the square matrices q, k, v and the
+        attention's output after the last step, of the others the last steps' ones.
+    """
+    demo = demo_modules()
+    config = demo["model"].ModelConfig(layers, width, width // HEAD, CONTEXT)
+    model = demo["model"].Decoder(config, seed=0).cuda()
+    device = torch.device("cuda")
+    corpus = demo["corpus"].read_corpus(None, context=CONTEXT, max_bytes=TEXT, device=device)
+    starts = corpus.train_starts(seed=0, steps=STEPS, batch=BATCH, context=CONTEXT)
+    matrices = [name for name, p in model.named_parameters() if p.ndim == 2 and "blocks" in name]
+    groups = package.get_default_muon_param_groups(model)
+    optimizer = package.Muon(groups, lr=LR)
+    named = dict(model.named_parameters())
+    found: dict[tuple[int, int], list[Any]] = {}
+
+    def stacked(which: str):
+        """One matrix of every layer: (layers, m, n)."""
+        return torch.stack(
+            [
+                optimizer.state[named[name]]["momentum_buffer"].float()
+                for name in matrices
+                if name.endswith(f".{which}.weight")
+            ]
+        )
+
+    for step in range(STEPS):
+        batch = demo["corpus"].windows(corpus.train, starts[step], CONTEXT)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step >= STEPS - KEPT:
+            for which in ("up", "down"):
+                batch = stacked(which)
+                found.setdefault(tuple(batch.shape[1:]), []).append(batch)
+    if not loss.item() < 4.0:  # nats per byte; 5.5 at the start
+        raise RuntimeError(f"the GPT of width {width} does not learn: loss {loss.item():.2f}")
+    found[width, width] = [stacked(which) for which in ("q", "k", "v", "out")]
+    return found
 
 
 class _Block(nn.Module):

@@ -48,11 +48,11 @@ def test_every_form_is_right_on_cpus(ranks, tmp_path) -> None:
 
 def spoiled(opt, form: str, name: str, target: str) -> tuple[bool, str]:
     """Whether a row is ok where rank 1's part of the work goes wrong, and its line."""
-    step, ranks = harness("harness.distributed_step"), harness("harness.ranks")
+    step = harness("harness.optimizer_step.several_gpus")
     built = harness("harness.package").Built(opt, "0" * 40, True)
     module = module_of(opt, name)
     original = getattr(module, target)
-    with ranks.joined("cpu") as here:
+    with step.joined("cpu") as here:
 
         def wrong(first, *arguments, **options):
             result = original(first, *arguments, **options)
@@ -91,7 +91,7 @@ def test_memory_that_graphs_keep_is_counted_once() -> None:
         {"segment_pool_id": (0, 2), "total_size": 32, "allocated_size": 4},
         {"segment_pool_id": [0, 3], "total_size": 16, "allocated_size": 0},
     ]
-    assert harness("harness.ranks").kept_by_graphs(segments) == 28 + 16
+    assert harness("harness.optimizer_step.several_gpus").kept_by_graphs(segments) == 28 + 16
 
 
 def baselines(opt) -> list[float]:
@@ -99,9 +99,9 @@ def baselines(opt) -> list[float]:
     import torch
     from torch import distributed
 
-    step, ranks = harness("harness.distributed_step"), harness("harness.ranks")
+    step = harness("harness.optimizer_step.several_gpus")
     built = harness("harness.package").Built(opt, "0" * 40, True)
-    with ranks.joined("cpu") as here:
+    with step.joined("cpu") as here:
         case = step.RankCase(step.Problem("tiny", "unreduced-fp32"), built, here)
         total = case.matrices[0].grad.clone()
         distributed.all_reduce(total)

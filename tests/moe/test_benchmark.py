@@ -17,17 +17,21 @@ from ..static.project import ROOT
 def harness():
     """The modules of benchmarks/harness, imported as run.py imports them."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("moe_lora", "moe_problems")
-    yield SimpleNamespace(**{name: importlib.import_module(f"harness.{name}") for name in names})
+    names = ("experts.moe_lora", "experts.problems", "timer")
+    found = {name: importlib.import_module(f"harness.{name}") for name in names}
+    yield SimpleNamespace(**{name.split(".")[-1]: module for name, module in found.items()})
     sys.path.remove(str(ROOT / "benchmarks"))
 
 
 @pytest.fixture
 def tiny(harness):
-    return harness.moe_problems.Layer("tiny", 4, 32, 16, 2, tokens=40, rank=8)
+    return harness.problems.Layer("tiny", 4, 32, 16, 2, tokens=40, rank=8)
 
 
-@pytest.mark.parametrize("change", [{}, {"rank": 0}, {"fp32_lora": True}], ids=str)
+CHANGES = [{}, {"rank": 0}, {"rank": 12}, {"fp32_lora": True}, {"model": "gpt-oss-20b"}]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_ours_and_the_baseline_compute_the_same_layer(harness, opt, tiny, change):
     """The gate passes on a right layer, PEFT's layout included."""
     layer = dataclasses.replace(tiny, **change)
@@ -59,11 +63,47 @@ def test_the_gate_finds_a_wrong_gradient(harness, opt, tiny):
     assert not case.compare()[0]
 
 
+def test_tritons_path_has_rows_of_its_own(harness, opt, tiny, monkeypatch):
+    """Both directions of "auto" and of the path by name, each beside the baseline; one that is
+    wrong has no time."""
+    moe, asked = harness.moe_lora, []
+
+    class Case(moe.LayerCase):
+        def __init__(self, layer, built, seed):
+            super().__init__(layer, built, seed, "cpu")
+
+        def ours(self, backend="auto"):
+            asked.append(backend)
+            return super().ours() * (1.5 if backend == wrong else 1.0)
+
+    def times(turns, sets, **_):
+        assert sets == 2 and list(turns) == ["ours", "baseline"]
+        turns["ours"](1)
+        return {name: harness.timer.Times(1.0, 2.0, 0.5) for name in turns}
+
+    monkeypatch.setattr(moe, "LayerCase", Case)
+    monkeypatch.setattr(moe, "is_compared", lambda layer: True)
+    monkeypatch.setattr(moe, "cold_sets", lambda *_: 2)
+    monkeypatch.setattr(moe, "times", times)
+    monkeypatch.setattr(moe, "peak_mb", lambda call, _: 1.0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    properties = SimpleNamespace(L2_cache_size=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    for wrong in ("none", "triton"):
+        asked.clear()
+        found = moe.measure(tiny, moe.cases_of(tiny)[1:], SimpleNamespace(package=opt))
+        rows = [row for row, _ in found]
+        good = {row.variant: row.ok for row in rows}
+        assert good == {"auto": True, "triton": wrong != "triton"}
+        assert asked == ["auto"] * 2 + ["triton"] * (1 if wrong == "triton" else 2)
+        assert {row.case for row in rows} == {"tiny/T40/r8/fwd+bwd"}
+
+
 def test_floors_are_those_of_the_arithmetic(harness):
     """Qwen3-30B by hand: (805 + 403 MB of weights, 92 MB of rows, 22 MB of LoRA) / 4.3."""
     floors = {
         layer.model: layer.floors(layer.experts)[0]
-        for layer in harness.moe_problems.listed()
+        for layer in harness.problems.listed()
         if layer.tokens == 2048 and layer.rank == 16 and not layer.fp32_lora
     }
     assert floors["Qwen3.5-35B-A3B"] == pytest.approx(0.41, rel=0.03)
@@ -72,15 +112,16 @@ def test_floors_are_those_of_the_arithmetic(harness):
 
 
 def test_names_of_the_listed_cases(harness):
-    names = {layer.name for layer in harness.moe_problems.listed()}
-    for model in harness.moe_problems.MODELS:
-        for tail in ("T2048/r16", "T128/r16", "T512/r16", "T8192/r16", "T2048/r64"):
+    names = {layer.name for layer in harness.problems.listed()}
+    for model in harness.problems.MODELS:
+        for tail in ("T2048/r16", "T16/r16", "T128/r16", "T512/r16", "T8192/r16", "T2048/r64"):
             assert f"{model}/{tail}" in names
-        assert f"{model}/T2048/r16-fp32lora" in names
+        assert {f"{model}/T2048/r16-fp32lora", f"{model}/T2048/r12"} <= names
+    assert "gpt-oss-20b/T2048/r16" in names
 
 
 def test_random_layers_repeat_and_differ_by_commit(harness):
-    draw = harness.moe_problems.random_layers
+    draw = harness.problems.random_layers
     assert draw(7) == draw(7) != draw(8)
     assert len({layer.name for layer in draw(7)}) == 20
     for layer in draw(7):
@@ -93,8 +134,8 @@ def test_sizes_come_from_a_configuration(harness, tmp_path):
         '{"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96, '
         '"num_local_experts": 6, "num_experts_per_tok": 3}'
     )
-    layer = harness.moe_problems.of_model(str(tmp_path), 128, 8)
+    layer = harness.problems.of_model(str(tmp_path), 128, 8)
     assert (layer.experts, layer.hidden, layer.intermediate, layer.top_k) == (6, 64, 96, 3)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match="no mixture of experts"):
-        harness.moe_problems.of_model(str(tmp_path), 128, 8)
+        harness.problems.of_model(str(tmp_path), 128, 8)

@@ -31,7 +31,7 @@ SIZES = {
 def entry():
     """The module of benchmarks/harness, imported as run.py imports it."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from harness import moe_model
+    from harness.end_to_end import moe_model
 
     yield moe_model
     sys.path.remove(str(ROOT / "benchmarks"))
@@ -132,6 +132,11 @@ def test_the_row_of_a_case(entry, pair, monkeypatch, mode) -> None:
     known |= {"commit": "0" * 40, "sources": "0" * 64}
     known["ceilings"] = {"bf16_tflops": 1, "fp16_tflops": 1, "copy_tbps": 1}
     assert result_findings("e", known | {"rows": [report.entry(row)]}) == []
+    assert row.goals["speedup"] == {
+        "value": 2.0,
+        "goal": 2.3 if mode == "compile" else 1.75,
+        "met": mode == "eager",
+    }
     assert case in line and ("compiled baseline 6.00 ms" in line) == (mode == "compile")
 
 

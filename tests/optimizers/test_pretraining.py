@@ -19,7 +19,9 @@ TOO_MUCH = 1e38  # a rate
 def harness():
     """The modules of benchmarks/harness, imported as run.py imports them."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from harness import end_to_end, pretraining, report, tokens
+    from harness import report
+    from harness.end_to_end import cases as end_to_end
+    from harness.end_to_end import pretraining, tokens
 
     yield SimpleNamespace(
         end_to_end=end_to_end, pretraining=pretraining, report=report, tokens=tokens
@@ -55,6 +57,18 @@ KINDS = ("adamw", "muon", "muon_adamw", "torch_muon")
 
 def test_every_optimizer_is_tried(harness) -> None:
     assert tuple(harness.pretraining.KINDS) == KINDS
+
+
+def test_a_peer_without_a_checkout_is_said(harness, training, monkeypatch, capsys) -> None:
+    monkeypatch.delenv("PEERS", raising=False)
+    entry, name = harness.end_to_end, "gpt-124M/dion"
+    assert name not in entry.selected(["gpt-124M"]) and entry.selected([name]) == [name]
+    monkeypatch.setattr(entry, "Pretraining", lambda *_: training)
+    built = SimpleNamespace(package=training.package)
+    rows = entry.trainings([name], training.plan, None, built, "cpu", entry.Progress())
+    assert list(rows) == []
+    said = "gpt-124M/dion                        not run: PEERS names no folder of checkouts"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -146,7 +160,8 @@ def test_progress_is_told(harness, training, capsys) -> None:
 def command(harness, monkeypatch, tmp_path, opt):
     """`command(*cases)` -> the file after a command whose rows are given, not measured."""
     import run
-    from harness import package, tokens
+    from harness import package
+    from harness.end_to_end import tokens
 
     ids = torch.zeros(1, dtype=torch.uint16).numpy()
     built = package.Built(opt, "0" * 40, clean=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.harness import timer
+from benchmarks.harness.package import module as module_of
 
 from .._compare import relative_error
 from ._matrices import known_matrix, matrix
@@ -84,8 +86,8 @@ def gated(entry, built, monkeypatch, ours=None, repeats=True):
     taken = {"ours": times(2.0, 3.0, 0.5), "baseline": times(4.0, 9.0, 1.5)}
     monkeypatch.setattr(entry.Case, "capture", lambda self: None)
     monkeypatch.setattr(entry.Case, "replay_repeats", lambda self: repeats)
-    monkeypatch.setattr(entry.Case, "peak_mb", lambda self: 1.0)
-    monkeypatch.setattr(entry.Case, "times", lambda self: taken)
+    monkeypatch.setattr(entry, "added_mb", lambda call: 1.0)
+    monkeypatch.setattr(entry.Case, "times", lambda self, *_: taken)
     if ours is not None:
         monkeypatch.setattr(entry.Case, "ours", ours)
     problem = entry.Problem(1, 48, 64, "heavy")
@@ -94,7 +96,8 @@ def gated(entry, built, monkeypatch, ours=None, repeats=True):
     def found(mine, theirs):
         return entry.distances(built.package, inputs[0], mine, theirs)
 
-    return entry.measure(problem.case, inputs, found, 1.0, 1.02, built, entry.polar_express_bf16)
+    task = entry.Task(problem.case, inputs, found, 1.0, 1.02)
+    return entry.measure(task, entry.Case(inputs, built, entry.polar_express_bf16))
 
 
 def test_right_results_are_timed(entry, built, monkeypatch) -> None:
@@ -114,3 +117,107 @@ def test_wrong_results_are_not_timed(opt, entry, built, monkeypatch, fault) -> N
     row, line = gated(entry, built, monkeypatch, ours, repeats=fault != "replay")
     assert not row.ok and row.ms is None
     assert "not timed" in line
+
+
+@pytest.fixture
+def paths():
+    from benchmarks.harness import paths
+
+    return paths
+
+
+def test_forced_paths_replace_functions_and_put_them_back(opt, paths) -> None:
+    """Every name is still the package's: a function that moves must be moved here, too."""
+    products = module_of(opt, "orthogonalize.products")
+    others = [module_of(opt, f"orthogonalize.{name}") for name in ("batch", "gram_polynomial")]
+    before = {module: dict(vars(module)) for module in (products, *others)}
+    where = (torch.float16, torch.device("cpu"))
+    with paths.forced(opt, paths.MMA_SYNC):
+        assert not products.batch_is_free(*where) and not others[0].batch_is_free(*where)
+        symmetric_matmul = module_of(opt, "kernels.symmetric_matmul")
+        assert symmetric_matmul.TILES[products.AUTO] == "128x128"
+        assert products.runs_symmetric is before[products]["runs_symmetric"]
+    with paths.forced(opt, paths.TORCH):
+        assert not products.runs_symmetric(4096, *where)
+        assert others[1].runs_symmetric is products.runs_symmetric
+    with paths.forced(opt, paths.PRODUCT_WISE):
+        assert not others[1].chain_serves(64, 512, *where)
+    with pytest.raises(RuntimeError, match="within"), paths.forced(opt, paths.TWO_READING):
+        assert not others[1]._runs_compiled(*where, torch.device("cpu"))
+        raise RuntimeError("within")
+    assert {module: dict(vars(module)) for module in before} == before
+
+
+@pytest.mark.parametrize("path", ["mma.sync", "torch", "product-wise", "two-reading"])
+def test_every_path_passes_the_gate(opt, entry, paths, path) -> None:
+    x = entry.made(entry.Problem(2, 48, 128, "heavy"), torch.Generator().manual_seed(0), "cpu")
+    with paths.forced(opt, path):
+        for g in (x, x.mT.contiguous()):
+            found = entry.distances(opt, g, opt.orthogonalize(g), entry.polar_express_bf16(g))
+            assert found.worst <= 1.02
+            half = opt.orthogonalize(g, dtype=torch.float16)
+            assert entry.distances(opt, g, half, half).worst <= 1.05
+
+
+def test_a_name_that_the_package_lacks_is_said(opt, paths) -> None:
+    with pytest.raises(ValueError, match=r"has no orthogonalize.products.nothing; mend"):
+        paths._replaced(opt, "orthogonalize.products.nothing", max)
+
+
+def test_two_readings_do_not_fill_up(opt, paths) -> None:
+    batch = module_of(opt, "orthogonalize.batch")
+    shape = batch.Slice(1, 8, 16)
+    x = torch.randn(1, 8, 16)
+    with paths.forced(opt, paths.TWO_READING):
+        assert batch.normalized([x], shape, torch.float32, 2.0).norm().item() == pytest.approx(0.5)
+        with pytest.raises(ValueError, match="filled up to"):
+            batch.normalized([x[:, :7]], shape, torch.float32, 2.0)
+
+
+def test_paths_of_the_listed_shapes(entry) -> None:
+    """Products by halves where capability 8.0 takes them, square_chain where Hopper does."""
+    found = {problem.case: problem.paths for problem in entry.listed()}
+    assert found["1x4096x14336/heavy"] == ("torch", "two-reading", "mma.sync")
+    assert found["24x1024x4096/heavy"] == ("torch", "two-reading", "product-wise")
+    assert found["1x2048x2048/heavy"] == ("torch", "two-reading")
+    assert found["1x2048x2048/heavy/bfloat16"] == ()
+    assert not any(problem.paths for problem in entry.random_problems(7))
+
+
+def test_forced_rows_and_what_they_say(opt, entry, built, monkeypatch) -> None:
+    """A row of each path with the baseline of the first; the summary compares them."""
+    wall = iter([4.0, 2.5, 3.2])
+    monkeypatch.setattr(entry.Case, "capture", lambda self: None)
+    monkeypatch.setattr(entry, "added_mb", lambda call: 1.0)
+
+    def times(calls, device, **_):
+        assert list(calls) == list(device) == ["ours"]
+        value = next(wall)
+        return {"ours": timer.Times(value / 2, value, 0.1)}
+
+    monkeypatch.setattr(entry, "times", times)
+    monkeypatch.setattr(entry.Problem, "paths", ("torch", "two-reading", "mma.sync"))
+    problem = entry.Problem(1, 48, 64, "heavy")
+    inputs = [entry.made(problem, torch.Generator().manual_seed(0), "cpu")]
+
+    def found(mine, theirs):
+        return entry.distances(opt, inputs[0], mine, theirs)
+
+    task = entry.Task("1x4096x4096/heavy", inputs, found, 1.0, 1.02)
+    known = {"ours": timer.Times(1.0, 2.0, 0.1), "baseline": timer.Times(3.0, 6.0, 0.2)}
+    auto = entry.row_of(task.name, 1.0, entry.Distances(0.1, 0.1, 1.0), known, 1.0)
+    pairs = list(entry.forced_rows(problem, task, auto, built, entry.polar_express_bf16))
+    rows = [row for row, _ in pairs]
+    assert [row.variant for row in rows] == ["torch", "two-reading", "mma.sync"]
+    assert {row.baseline_wall_ms for row in rows} == {6.0} and rows[0].speedup == 1.5
+    assert rows[2].goals == {"over_torch": {"value": 1.25, "goal": 1.15, "met": True}}
+    assert "[mma.sync]" in pairs[2][1] and "over_torch 1.25 of 1.15 met" in pairs[2][1]
+    said = entry.summary([auto, *rows]).splitlines()
+    chained = dataclasses.replace(rows[0], variant="product-wise", ms=1.1)
+    of_both = entry.compared([auto, *rows, chained], "two-reading", ["auto", "product-wise"], "ms")
+    assert of_both == {"1x4096x4096/heavy": 1.25 / 1.1}
+    assert said[1:] == [
+        "mma.sync products over torch's, by the clock: 1.250 (1x4096x4096 1.250)",
+        "what Hopper's products gain over torch's, device: 2.000 (1x4096x4096 2.000)",
+        "what reading once to normalize gains, device: 1.250 (1x4096x4096 1.250)",
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from .report import floor_ms
+from ..report import floor_ms
 
 # (experts, hidden, intermediate, experts per token), from the models' configurations on the Hub.
 MODELS = {
@@ -14,6 +14,8 @@ MODELS = {
     "OLMoE-1B-7B": (64, 2048, 1024, 8),
     "Mixtral-8x7B": (8, 4096, 14336, 2),
 }
+# Weights (E, in, out), gate and up alternating, biases, and a clamped activation of its own.
+GPT_OSS = ("gpt-oss-20b", 32, 2880, 2880, 4)
 ELEMENT = 2  # bytes of bfloat16
 
 
@@ -29,12 +31,23 @@ class Layer:
     tokens: int = 2048
     rank: int = 16  # 0: no LoRA
     fp32_lora: bool = False
+    nested: bool = False  # of 4-bit experts: absmax is quantised, too
 
     @property
     def name(self) -> str:
         """Name in the result file, before /fwd or /fwd+bwd."""
-        lora = "-fp32lora" if self.fp32_lora else ""
-        return f"{self.model}/T{self.tokens}/r{self.rank}{lora}"
+        extra = "-fp32lora" * self.fp32_lora + "-nested" * self.nested
+        return f"{self.model}/T{self.tokens}/r{self.rank}{extra}"
+
+    @property
+    def is_gpt_oss(self) -> bool:
+        """Whether the layer has gpt-oss's layout, biases and activation."""
+        return self.model == GPT_OSS[0]
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether the sizes are a model's, not drawn at random."""
+        return self.model in MODELS or self.is_gpt_oss
 
     @property
     def rows(self) -> int:
@@ -72,14 +85,15 @@ class Layer:
 
 
 def listed() -> list[Layer]:
-    """The layers that RESULTS names, and each without LoRA for the overhead."""
+    """The agreed layers, each without LoRA for the overhead, and gpt-oss's."""
     layers = []
     for model, sizes in MODELS.items():
         base = Layer(model, *sizes)
         layers += [base, dataclasses.replace(base, rank=0)]
-        layers += [dataclasses.replace(base, tokens=tokens) for tokens in (128, 512, 8192)]
-        layers += [dataclasses.replace(base, rank=64), dataclasses.replace(base, fp32_lora=True)]
-    return layers
+        layers += [dataclasses.replace(base, tokens=tokens) for tokens in (16, 128, 512, 8192)]
+        layers += [dataclasses.replace(base, rank=rank) for rank in (12, 64)]
+        layers.append(dataclasses.replace(base, fp32_lora=True))
+    return [*layers, Layer(*GPT_OSS)]
 
 
 def random_layers(seed: int, count: int = 20) -> list[Layer]:

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from . import timer
+from .. import peers, timer
+from ..package import demo_modules
 from .tokens import Tokens
-from .training import demo_modules
 
 DECAY, BETAS = 0.1, (0.9, 0.95)
 DRAWN = 1 << 20  # apart from any seed of a run
@@ -90,19 +90,34 @@ def _torch_muon(package: ModuleType, model: Any, lr: float) -> list[Any]:
 
 
 def _muon_adamw(package: ModuleType, model: Any, lr: float) -> list[Any]:
+    return [package.MuonAdamW(_nanochat_groups(model, lr))]
+
+
+def _nanochat_groups(model: Any, lr: float) -> list[dict]:
     """nanochat's groups, whose rates stand in fixed proportions; its own are those of 2e-3."""
     scale = (model.config.channels / 768) ** -0.5
-    adamw = {"kind": "adamw", "betas": (0.8, 0.95), "eps": 1e-10}
+    adamw = {"kind": "adamw", "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     muon = {"kind": "muon", "params": matrices, "lr": 10 * lr, "weight_decay": DECAY}
-    groups = [
+    return [
         {**adamw, "params": [model.head.weight], "lr": 2 * lr * scale},
         {**adamw, "params": [model.embedding.weight], "lr": 100 * lr * scale},
         {**adamw, "params": vectors, "lr": 5 * lr * scale},
         muon,
     ]
-    return [package.MuonAdamW(groups)]
+
+
+def _nanochat(package: ModuleType, model: Any, lr: float) -> list[Any]:
+    return [peers.found("nanochat").call(_nanochat_groups(model, lr))]
+
+
+def _dion(package: ModuleType, model: Any, lr: float) -> list[Any]:
+    matrices, rest = package.get_default_muon_param_groups(model)
+    rule = {"lr": lr, "weight_decay": DECAY}
+    kinds = (("muon", matrices), ("adamw", rest))
+    groups = [{"kind": kind, "params": group["params"], **rule} for kind, group in kinds]
+    return [peers.found("dion").call(groups)]
 
 
 def _adamw(params: Any, lr: float) -> Any:
@@ -131,6 +146,8 @@ KINDS = {
     "muon_adamw": Kind(_muon_adamw, 2e-3),
     "torch_muon": Kind(_torch_muon, 2e-3),
 }
+PEERS = {"dion": Kind(_dion, 2e-3, seeds=(0,)), "nanochat": Kind(_nanochat, 2e-3, seeds=(0,))}
+ALL_KINDS = KINDS | PEERS
 
 
 class Optimizers:
@@ -139,7 +156,8 @@ class Optimizers:
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = parts
         self.groups = [group for part in parts for group in part.param_groups]
-        self.peaks = [group["lr"] for group in self.groups]
+        # Numbers: a peer's rate is a tensor that its step writes to.
+        self.peaks = [float(group["lr"]) for group in self.groups]
 
     def set_factor(self, factor: float) -> None:
         """Multiply every group's peak rate."""
@@ -313,7 +331,7 @@ class Pretraining:
 
         plan, run = self.plan, Run(lr, seed)
         self.reset(seed)
-        optimizer = Optimizers(KINDS[name].make(self.package, self.model, lr))
+        optimizer = Optimizers(ALL_KINDS[name].make(self.package, self.model, lr))
         starts, stamps, seconds = self.starts(seed, plan.steps), Stamps(self.device), 0.0
         for first in range(0, plan.steps, plan.every):
             steps = range(first, min(first + plan.every, plan.steps))
@@ -343,7 +361,7 @@ class Pretraining:
         """
         sets = self.starts(DRAWN, timer.LEAST_SETS)
         calls = {}
-        for who, kind, rate in ((name, KINDS[name], lr), ("adamw", KINDS["adamw"], 1e-3)):
+        for who, kind, rate in ((name, ALL_KINDS[name], lr), ("adamw", KINDS["adamw"], 1e-3)):
             optimizer = Optimizers(kind.make(self.package, self.model, STILL * rate))
             calls[who] = lambda number, optimizer=optimizer: self.step(optimizer, sets[number])
         size = {"bursts": self.plan.bursts, "calls": self.plan.calls}

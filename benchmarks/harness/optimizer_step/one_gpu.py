@@ -11,13 +11,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .memory_bound import added_mb
-from .moe_lora import Stopwatch
-from .orthogonalize import EXACT_LOWER, EXACT_STEPS
-from .package import Built
-from .progress import Progress
-from .report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, line, passed
-from .timer import LEAST_SETS, Times, times
+from .. import paths, peers
+from ..device import added_mb
+from ..orthogonalize import EXACT_LOWER, EXACT_STEPS
+from ..package import Built
+from ..progress import Progress
+from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, line, passed
+from ..timer import FEW_BURSTS, LEAST_SETS, Times, times
 
 STEPS = 5  # of the orthogonalization
 LR, DECAY = 1e-3, 0.1
@@ -82,7 +82,10 @@ LISTED = (
     Model("experts-128"),
 )
 
-SHARDED = ("gpt2-124M", "llama-1B")  # beside the plain ones, over DTensors of a mesh of one GPU
+PEERS = ("dion", "nanochat")
+# Beside what a user gets: the step on torch's products, as on capability 8.0, which takes no others
+# for sides below 4096; and over DTensors of a mesh of one GPU.
+COMPARED = ("gpt2-124M", "llama-1B")
 
 
 def least_flops(shape: tuple[int, ...]) -> float:
@@ -108,7 +111,13 @@ class StepCase:
         first = [self._gradient(param) for param in self.params]
         # The same values at other addresses: what a step computes does not depend on them.
         self.gradients = [first, *([g.clone() for g in first] for _ in range(LEAST_SETS - 1))]
-        experts = any(len(shape) == 3 for shape in matrices)
+        self.ours = self.muon()
+        self.baseline = torch.optim.AdamW(self.params, lr=LR, weight_decay=DECAY, fused=True)
+        self.baseline_name = f"torch {torch.__version__} AdamW(fused=True) on all parameters"
+
+    def muon(self):
+        """Ours over the parameters."""
+        experts = any(param.ndim == 3 for param in self.matrices)
         groups = [
             {
                 "params": [(f"experts.{k}", param) for k, param in enumerate(self.matrices)],
@@ -117,9 +126,7 @@ class StepCase:
             },
             {"params": self.others, "use_muon": False},
         ]
-        self.ours = built.package.Muon(groups, lr=LR, weight_decay=DECAY, none_grad=False)
-        self.baseline = torch.optim.AdamW(self.params, lr=LR, weight_decay=DECAY, fused=True)
-        self.baseline_name = f"torch {torch.__version__} AdamW(fused=True) on all parameters"
+        return self.package.Muon(groups, lr=LR, weight_decay=DECAY, none_grad=False)
 
     def _normal(self, shape: tuple[int, ...]):
         import torch
@@ -170,19 +177,21 @@ class StepCase:
 
         return step
 
-    def compare(self) -> tuple[bool, float, float]:
+    def compare(self, optimizer=None) -> tuple[bool, float, float]:
         """(gate, error of the first step, that of plain bfloat16 products), relative to the update.
 
         One matrix of each shape, against a step with the polar factor itself. The gate: no farther
         from it than five steps of Polar Express in bfloat16, which peers use. Parameters of 16 bits
-        are rounded on both sides.
+        are rounded on both sides. None: ours.
         """
         import torch
+
+        optimizer = self.ours if optimizer is None else optimizer
 
         self.give(0)
         firsts = {param.shape: param for param in reversed(self.matrices)}
         before = {shape: param.detach().clone() for shape, param in firsts.items()}
-        self.ours.step()
+        optimizer.step()
         squares = torch.zeros(3, dtype=torch.float64, device=self.device)
         for shape, param in firsts.items():
             old, new, grad = (
@@ -199,35 +208,73 @@ class StepCase:
         error, error_baseline, norm = squares.sqrt().tolist()
         return error <= 1.01 * error_baseline, error / norm, error_baseline / norm
 
-    def times(self) -> tuple[Times, Times]:
-        """A step of ours and of the baseline, by turns."""
-        calls = {"ours": self.call(self.ours), "baseline": self.call(self.baseline)}
-        options = {"rounds": TIMED, "warmup": WARMUP, "stopwatch": Stopwatch}
+    def peer(self, peer: peers.Peer):
+        """A peer's optimizer over the same parameters."""
+        rule = {"lr": LR, "weight_decay": DECAY}
+        kinds = (("muon", self.matrices), ("adamw", self.others))
+        return peer.call([{"kind": kind, "params": params, **rule} for kind, params in kinds])
+
+    def moves(self, optimizer) -> bool:
+        """Whether a step changes every parameter, and leaves finite numbers."""
+        import torch
+
+        before = [param.detach().clone() for param in self.params]
+        self.call(optimizer)(0)
+        return all(
+            not torch.equal(param, old) and bool(param.isfinite().all())
+            for param, old in zip(self.params, before, strict=True)
+        )
+
+    def times(self, optimizer, **options) -> tuple[Times, Times]:
+        """A step of the optimizer and of the baseline, by turns; options of `timer.times`."""
+        calls = {"ours": self.call(optimizer), "baseline": self.call(self.baseline)}
+        options = {"rounds": TIMED, "warmup": WARMUP, **options}
         found = times(calls, sets=len(self.gradients), **options)
         return found["ours"], found["baseline"]
 
 
-def measure(model: Model, built: Built) -> tuple[Row, str]:
-    """The row of one model and its printed line."""
-    case = StepCase(model, built)
-    good, error, error_baseline = case.compare()
-    if not good:
-        row = failed(model.case)
-        return row, line(row, gigabytes=0)
-    peak_mb = added_mb(case.ours.step)
-    ours, baseline = case.times()
-    row = passed(
-        model.case,
-        Measured(
-            times=ours,
-            floor_ms=model.floor_ms,
-            baseline=case.baseline_name,
-            baseline_times=baseline,
-            error=error,
-            error_baseline=error_baseline,
-            peak_mb=peak_mb,
-        ),
-    )
+def row_of(
+    case: StepCase, model: Model, optimizer, errors: tuple[float, float], variant: str, **options
+) -> Row:
+    """The row of an optimizer that passed its gate; options are those of `times`."""
+    case.give(0)
+    peak_mb = added_mb(optimizer.step)
+    ours, baseline = case.times(optimizer, **options)
+    measured = Measured(ours, model.floor_ms, case.baseline_name, baseline, *errors, peak_mb)
+    return passed(model.case, measured, variant)
+
+
+def measure(model: Model, built: Built, device: str = "cuda") -> Iterator[tuple[Row, str]]:
+    """The row of one model and its printed line, then on torch's products, then those of peers."""
+    case = StepCase(model, built, device)
+    good, *errors = case.compare()
+    row = row_of(case, model, case.ours, errors, "auto") if good else failed(model.case)
+    yield row, line(row, gigabytes=model.bytes_moved / 1e9)
+    if model in map(Model, COMPARED):
+        with paths.forced(built.package, paths.TORCH):
+            optimizer = case.muon()
+            good, *errors = case.compare(optimizer)
+            row = failed(model.case, paths.TORCH)
+            if good:
+                row = row_of(case, model, optimizer, errors, row.variant, bursts=FEW_BURSTS)
+        yield row, line(row, gigabytes=model.bytes_moved / 1e9)
+    if all(len(shape) == 2 for shape in SHAPES[model.name][0]):
+        yield from peers.rows(PEERS, lambda peer: [peer_row(case, model, peer)])
+
+
+def peer_row(case: StepCase, model: Model, peer: peers.Peer) -> tuple[Row, str]:
+    """The row of a peer's step, whose own rule no gate of ours can judge: it must move everything.
+
+    Its error is the distance from our rule's step, which nanochat's does not follow.
+    """
+    import torch
+
+    torch._dynamo.reset()  # it keeps eight compilations of a function, and fails at the next
+    optimizer = case.peer(peer)
+    _, *errors = case.compare(optimizer)
+    row = failed(model.case, peer.name)
+    if case.moves(optimizer):
+        row = row_of(case, model, optimizer, errors, peer.name, bursts=FEW_BURSTS)
     return row, line(row, gigabytes=model.bytes_moved / 1e9)
 
 
@@ -267,7 +314,7 @@ def measure_shards(model: Model, built: Built, device: str = "cuda") -> tuple[Ro
             return row, line(row, gigabytes=0)
         peak_mb = added_mb(lambda: sharded.call(sharded.ours)(0))
         calls = {"ours": sharded.call(sharded.ours), "baseline": plain.call(plain.ours)}
-        options = {"rounds": TIMED, "warmup": WARMUP, "stopwatch": Stopwatch}
+        options = {"rounds": TIMED, "warmup": WARMUP}
         found = times(calls, sets=len(plain.gradients), **options)
         row = passed(
             name,
@@ -290,9 +337,9 @@ def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
 
     for model in LISTED:
         if progress.begin(model.case):
-            yield measure(model, built)
+            yield from measure(model, built)
             torch.cuda.empty_cache()
-    for model in map(Model, SHARDED):
+    for model in map(Model, COMPARED):
         if progress.begin(sharded_case(model)):
             yield measure_shards(model, built)
             torch.cuda.empty_cache()

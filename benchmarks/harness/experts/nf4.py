@@ -3,54 +3,53 @@
 Layers are those of `moe_lora`, their experts in NF4 at blocksize 64. The baseline decodes both
 projections with bitsandbytes and multiplies by torch.nn.functional.grouped_mm, in this process. The
 gate is `moe_lora`'s against float64, with the decoded weights. A row's variant is the strategy;
-"auto" stands for the one that it takes. Goals stand in `nf4_goals`; what fails gets a row that is
-not ok, and costs no other row.
+"auto" stands for the one that it takes, "triton" for Triton's path asked for by name. What fails
+gets a row that is not ok, and costs no other row.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from . import compile_ahead, nf4_traffic
-from .moe_lora import LayerCase, Stopwatch, calls_of, peak_mb
-from .moe_problems import MODELS, Layer, random_layers
-from .nf4_goals import COPY, COPY_FEW, Goal, judged, layer_goals, said
-from .package import Built, settle
-from .package import module as package_module
-from .progress import Progress
-from .report import Measured, Row, failed, floor_ms, line, passed
-from .timer import BURSTS, FEW_BURSTS, CudaStopwatch, cold_sets, times
+from .. import compile_ahead
+from ..device import peak_mb
+from ..package import Built, settle
+from ..package import module as package_module
+from ..progress import Progress
+from ..report import (
+    Goal,
+    Measured,
+    Row,
+    failed,
+    floor_ms,
+    judged,
+    line,
+    passed,
+    said,
+)
+from ..timer import BURSTS, FEW_BURSTS, cold_sets, times
+from . import nf4_traffic
+from .goals import COPY, COPY_FEW, nf4_goals
+from .moe_lora import LayerCase, calls_of
+from .problems import GPT_OSS, MODELS, Layer, random_layers
 
 BLOCKSIZE = 64
 BYTES = 0.5 + 4 / BLOCKSIZE  # per weight
 ROUNDS = 9  # timed: fewer than of `moe_lora`, since up to five variants take turns
 BASELINE = "bitsandbytes dequantize_4bit, torch grouped_mm"
+BOTH = ("fwd", "fwd+bwd")
 # tokens -> what is timed, and the strategies that could be the right choice there
 LISTED = {
-    2048: (("fwd", "fwd+bwd"), ("fused", "chunked", "resident")),
+    2048: (BOTH, ("fused", "chunked", "resident", "triton")),
     128: (("fwd",), ("fused", "chunked", "selective")),
     16: (("fwd",), ("fused", "chunked", "selective")),
 }
+OF_FORMS = "Qwen3-30B-A3B"  # the model whose layer is timed in every other form, too
 RANDOM = (("fwd+bwd",), ())
-
-
-class OneByOne(Stopwatch):
-    """Every call waits behind a pause of its own.
-
-    Decoding slice by slice takes the host longer than the device: whoever came next in a round
-    would be timed with the host's delay (2.9 ms for a bfloat16 layer of 1.2).
-    """
-
-    def begin_round(self) -> None:
-        """Nothing: see `time`."""
-
-    def time(self, call: Callable[[], object]) -> None:
-        """Occupy the device while the host queues this call alone."""
-        super().begin_round()
-        super().time(call)
 
 
 class Nf4Case(LayerCase):
@@ -59,17 +58,12 @@ class Nf4Case(LayerCase):
     def __init__(self, layer: Layer, built: Built, seed: int, device: str = "cuda") -> None:
         super().__init__(layer, built, seed, device)
         self.packed = [
-            self.moe.QuantizedExperts.from_weight(weight, blocksize=BLOCKSIZE)
+            self.moe.QuantizedExperts.from_weight(weight, blocksize=BLOCKSIZE, nested=layer.nested)
             for weight in (self.w1, self.w2)
         ]
         self.w1 = self.w2 = None
+        self.backend = "auto"
         self.serves = package_module(built.package, "kernels.nf4_product").serves
-        self._right: tuple[list, list] | None = None
-
-    def references(self) -> tuple[list, list]:
-        """Computed once: every strategy is compared with the same."""
-        self._right = self._right or super().references()
-        return self._right
 
     def strategy(self) -> str:
         """What "auto" takes."""
@@ -80,25 +74,21 @@ class Nf4Case(LayerCase):
         options = {"fusable": fusable, "compiled": compiled}
         return choose(self.layer.rows, self.layer.experts, **options).name
 
-    def use(self, strategy: str) -> None:
-        """Choose the strategy of `ours`."""
+    def use(self, variant: str) -> None:
+        """Choose the strategy of `ours`, or its path."""
+        by_path = variant == "triton"
+        self.backend = variant if by_path else "auto"
         for module in self.packed:
-            module.strategy = strategy
+            module.strategy = "auto" if by_path else variant
 
-    def forget(self) -> None:
-        """Drop the references."""
-        self._right = None
+    @property
+    def weights(self) -> tuple[Any, Any]:
+        """Of both projections, as ours takes them."""
+        return tuple(self.packed)
 
-    def ours(self):
-        """What a user calls."""
-        return self.moe.experts_forward(
-            self.x,
-            self.ids,
-            self.gates,
-            *self.packed,
-            layout=self.moe.ExpertsLayout(),
-            lora=self._lora(),
-        )
+    def ours(self, backend: str | None = None):
+        """What a user calls, with the path that `use` chose."""
+        return super().ours(backend or self.backend)
 
     def dequantized(self):
         """Both stacks in bfloat16, by bitsandbytes."""
@@ -106,14 +96,13 @@ class Nf4Case(LayerCase):
         from bitsandbytes import functional
 
         for module in self.packed:
-            state = functional.QuantState(
-                absmax=module.absmax.data,
-                shape=module.shape,
-                code=functional.get_4bit_type("nf4", device=module.device),
-                blocksize=BLOCKSIZE,
-                quant_type="nf4",
-                dtype=torch.bfloat16,
-            )
+            options = {"blocksize": BLOCKSIZE, "quant_type": "nf4", "dtype": torch.bfloat16}
+            code = functional.get_4bit_type("nf4", device=module.device)
+            state = functional.QuantState(module.absmax.data, module.shape, code, **options)
+            if self.layer.nested:
+                inner = {"code": module.absmax_code.data, "blocksize": 256, "dtype": torch.float32}
+                state.state2 = functional.QuantState(module.absmax_scale.data, **inner)
+                state.offset, state.nested = module.absmax_offset.data, True
             packed = module.packed.data.view(-1, 1)
             yield functional.dequantize_4bit(packed, state).view(module.shape)
 
@@ -172,9 +161,9 @@ def layer_rows(
     for variant, strategy in variants.items():
         cases[0].use(strategy)
         gates[variant] = cases[0].compare()
+    settle(built.package)
     cases[0].forget()
     torch.cuda.empty_cache()
-    settle(built.package)
 
     def turn(variant: str, direction: str) -> Callable[[int], object]:
         def call(number: int) -> object:
@@ -184,13 +173,12 @@ def layer_rows(
         return call
 
     for direction in directions:
-        goals = layer_goals(layer, direction)
+        wanted = nf4_goals(layer, direction)
         baseline = [entry[direction]["baseline"] for entry in calls]
         turns = {v: turn(v, direction) for v, (good, *_) in gates.items() if good}
         turns["baseline"] = lambda number, baseline=baseline: baseline[number]()
-        if "of_bf16" in goals:
+        if "of_bf16" in wanted:
             turns["bf16"] = in_bfloat16(layer, built, direction, len(cases))
-        drawn = layer.model not in MODELS
         listed = {k: call for k, call in turns.items() if k in ("auto", "baseline", "bf16")}
         rest = {k: call for k, call in turns.items() if k not in listed}
         options = {
@@ -198,9 +186,9 @@ def layer_rows(
             "between": lambda: [case.change() for case in cases],
             "rounds": ROUNDS,
             "warmup": 2,
-            "stopwatch": OneByOne,
+            "alone": True,
         }
-        found = times(listed, bursts=FEW_BURSTS if drawn else BURSTS, **options)
+        found = times(listed, bursts=BURSTS if wanted else FEW_BURSTS, **options)
         found |= times(rest, bursts=FEW_BURSTS, **options) if rest else {}
         values = {"of_least_traffic": traffic.get(layer.model, "not asked for")}
         if "bf16" in turns and "auto" in found:
@@ -224,9 +212,8 @@ def layer_rows(
                 peak_mb=peak_mb(lambda v=variant, d=direction: turn(v, d)(0), drop),
                 peak_baseline_mb=most,
             )
-            row = judged(
-                passed(name, measured, variant), goals if variant == "auto" else {}, values
-            )
+            row = passed(name, measured, variant)
+            row = judged(row, wanted if variant == "auto" else {}, values)
             took = f"auto: {chosen}" if variant == "auto" else variant
             memory = f"  {took}, peak {row.peak_mb:.0f} MB of {row.peak_baseline_mb:.0f}"
             yield row, line(row, gigabytes=weights / 1e9) + memory + said(row)
@@ -318,7 +305,7 @@ def dequant_row(name: str, sizes, active: int, built: Built) -> tuple[Row, str]:
         "baseline": lambda number: sets[number].baseline(),
         "copy": lambda number: sets[number].copied[0].copy_(sets[number].copied[1]),
     }
-    found = times(turns, sets=len(sets), stopwatch=CudaStopwatch)
+    found = times(turns, sets=len(sets))
     measured = Measured(
         times=found["ours"],
         floor_ms=floor_ms(bytes_moved=probe.bytes, flops=0),
@@ -336,9 +323,14 @@ def dequant_row(name: str, sizes, active: int, built: Built) -> tuple[Row, str]:
 
 def problems(commit: str) -> Iterator[tuple[Layer, tuple[str, ...], tuple[str, ...]]]:
     """(layer, directions, strategies beside "auto"): the listed ones, then 20 at random."""
-    for tokens, timed in LISTED.items():
+    for tokens, (directions, others) in LISTED.items():
         for model, sizes in MODELS.items():
-            yield Layer(model, *sizes, tokens=tokens), *timed
+            both = BOTH if model == OF_FORMS and tokens == 16 else directions
+            yield Layer(model, *sizes, tokens=tokens), both, others
+    base = Layer(OF_FORMS, *MODELS[OF_FORMS])
+    forms = ({"tokens": 8192}, {"rank": 12}, {"fp32_lora": True}, {"nested": True})
+    for layer in (*(dataclasses.replace(base, **form) for form in forms), Layer(*GPT_OSS)):
+        yield layer, BOTH, ()
     for layer in random_layers(int(commit[:8], 16)):
         yield layer, *RANDOM
 
@@ -364,7 +356,7 @@ def compile_jobs(built: Built, measured: Collection[str] = ()) -> list[Callable[
         if not cases_of(layer, directions).keys() - {*measured}:
             continue
         direction = directions[-1]
-        beside = ("bf16",) if "of_bf16" in layer_goals(layer, direction) else ()
+        beside = ("bf16",) if "of_bf16" in nf4_goals(layer, direction) else ()
         for strategy in ("auto", *others, *beside):
             jobs.append(functools.partial(job, layer, direction, strategy))
     return jobs
@@ -373,7 +365,7 @@ def compile_jobs(built: Built, measured: Collection[str] = ()) -> list[Callable[
 def counts_traffic(built: Built, measured: Collection[str]) -> bool:
     """Whether a row that is not measured yet has a goal for its DRAM bytes."""
     return any(
-        "of_least_traffic" in layer_goals(layer, direction)
+        "of_least_traffic" in nf4_goals(layer, direction)
         for layer, directions, _ in problems(built.commit)
         for case, direction in cases_of(layer, directions).items()
         if case not in measured
@@ -388,7 +380,7 @@ def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
         return f"[{time.perf_counter() - start:.0f} s]"
 
     print(f"{stamp()} compiling", flush=True)
-    count = compile_ahead.run("nf4", built, progress.measured)
+    count = compile_ahead.run("harness.experts.nf4", built, progress.measured)
     print(f"{stamp()} compiled by {count} processes; counting DRAM bytes", flush=True)
     traffic = nf4_traffic.measured() if counts_traffic(built, progress.measured) else {}
     print(f"{stamp()} {traffic}", flush=True)

@@ -1,7 +1,7 @@
-"""DRAM bytes of what a child process runs on the device, counted by Nsight Compute.
+"""What this machine's GPU reaches, how much memory a call adds, and the DRAM bytes of kernels.
 
-Counters need a process that ncu has started, and rights that not every machine gives: callers say
-in their row what is missing instead of a number.
+Bytes are counted by Nsight Compute, in a process that it has started and with rights that not every
+machine gives: callers say in their row what is missing instead of a number.
 """
 
 from __future__ import annotations
@@ -13,10 +13,62 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 
 from .sources import ROOT
+from .timer import medians
 
+COPY_BYTES = 1 << 33  # read plus written
+SIZE = 8192  # of the square matrix products
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+
+
+def copy_call(bytes_moved: int) -> Callable[[int], object]:
+    """A device copy that moves so many bytes, half of them read and half of them written."""
+    import torch
+
+    source = torch.randint(0, 256, (bytes_moved // 2,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return lambda _: target.copy_(source)
+
+
+def ceilings() -> dict[str, float]:
+    """`copy_tbps` counts bytes read plus bytes written; zeros would run faster than random data."""
+    import torch
+
+    ms = medians({"copy": copy_call(COPY_BYTES)}, sets=1, rounds=10)["copy"]
+    found = {"copy_tbps": COPY_BYTES / ms / 1e9}
+    for name, dtype in (("bf16_tflops", torch.bfloat16), ("fp16_tflops", torch.float16)):
+        a, b = (torch.randn(SIZE, SIZE, device="cuda", dtype=dtype) for _ in range(2))
+        ms = medians({"matmul": lambda _, a=a, b=b: a @ b}, sets=1, rounds=10)["matmul"]
+        found[name] = 2 * SIZE**3 / ms / 1e9
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def driver() -> str:
+    """Version of the NVIDIA driver."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    return lines[0].strip()
+
+
+def added_mb(call: Callable[[], object]) -> float:
+    """Device memory that one call adds at its peak, its result included."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
+
+
+def peak_mb(call: Callable[[], object], before_it: Callable[[], object] = lambda: None) -> float:
+    """`added_mb` of a call behind one that is not counted; `before_it` drops what that left."""
+    call()
+    before_it()
+    return added_mb(call)
 
 
 class NotCountedError(Exception):
@@ -30,7 +82,7 @@ def counted(module: str, *options: str, limit: int = 60) -> tuple[list[float], s
     and clocks stay as they are.
 
     Args:
-        module: Child, such as "harness.orthogonalize_traffic".
+        module: Child, such as "harness.orthogonalize".
         options: More options of ncu, such as a filter of kernel names.
         limit: Seconds.
 

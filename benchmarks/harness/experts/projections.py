@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .moe_problems import Layer
-from .package import Built
-from .report import floor_ms
-from .timer import medians
+from ..package import Built
+from ..report import floor_ms
+from ..timer import medians
+from .problems import Layer
 
 HEADING = (
     f"{'projection':<10}{'fwd':>9}{'base':>9}{'LoRA':>8}{'dx':>9}{'dab':>9}{'total':>9}"

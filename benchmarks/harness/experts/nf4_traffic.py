@@ -6,12 +6,13 @@ missing is said in the row instead of a number.
 
 from __future__ import annotations
 
-from .counters import NotCountedError, counted
-from .moe_problems import MODELS, Layer
-from .nf4_goals import TRAFFIC
+from ..device import NotCountedError, counted
+from .goals import TRAFFIC
+from .problems import MODELS, Layer
 
 KERNELS = "regex:nf4_product"  # Triton's and the compiled one
 LIMIT = 40  # seconds
+CHILD = "harness.experts.nf4_traffic"
 
 
 def least_bytes(layer: Layer, active: int, per_weight: float) -> float:
@@ -28,7 +29,7 @@ def least_bytes(layer: Layer, active: int, per_weight: float) -> float:
 def measured() -> dict[str, float | str]:
     """Model -> DRAM bytes over the least that the forward products need, or why there is none."""
     try:
-        kernels, text = counted(__name__, "--kernel-name", KERNELS, limit=LIMIT)
+        kernels, text = counted(CHILD, "--kernel-name", KERNELS, limit=LIMIT)
         per_layer = by_layer(kernels)
         printed = [line.split() for line in text.splitlines() if line.startswith("least ")]
         least = {model: float(number) for _, model, number in printed}
@@ -56,7 +57,7 @@ def main() -> None:
     """Forward of each layer once: the child that ncu looks at."""
     import torch
 
-    from . import package
+    from .. import package
     from .moe_lora import calls_of
     from .nf4 import BYTES, Nf4Case
 

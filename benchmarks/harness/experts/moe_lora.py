@@ -3,7 +3,8 @@
 Ours is `moe.experts_forward`, sort and combine included, with LoRA as PEFT's two matrices, which is
 what `Experts` and models with PEFT's adapters hand on. The baseline is split LoRA through
 torch.nn.functional.grouped_mm, its sort left out of the timed region. Both compute the gradients of
-x, gates, A and B of both projections; the weights are frozen.
+x, gates, A and B of both projections; the weights are frozen. The variant "triton" is the path that
+GPUs other than Hopper's take, asked for by name on this one.
 """
 
 from __future__ import annotations
@@ -13,28 +14,25 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from . import compile_ahead
-from .moe_problems import MODELS, Layer, listed, of_model, random_layers
-from .package import Built, settle
-from .package import module as package_module
-from .progress import Progress
-from .report import Measured, Row, failed, line, passed
-from .timer import BURSTS, FEW_BURSTS, CudaStopwatch, cold_sets, times
+from .. import compile_ahead, peers
+from ..device import peak_mb
+from ..package import Built, settle
+from ..package import module as package_module
+from ..progress import Progress
+from ..report import Measured, Row, failed, judged, line, passed, said
+from ..timer import BURSTS, FEW_BURSTS, cold_sets, times
+from . import goals, projections
+from .problems import Layer, listed, of_model, random_layers
 
 SCALING = 2.0
 BASELINE = "split LoRA, torch grouped_mm"
 ERROR_FACTOR = 1.5  # of the baseline's error against float64
-QUEUE_CYCLES = 60_000_000  # about 30 ms, in which the host queues a round of layers
+PEER_FACTOR = 4.0  # the same of a peer
+PEERS = ("axolotl",)
 ROUNDS = 15  # timed
 DIRECTIONS = ("fwd", "fwd+bwd")
-
-
-class Stopwatch(CudaStopwatch):
-    """A layer is tens of launches: the host needs longer to run ahead than for one op."""
-
-    def begin_round(self) -> None:
-        """Occupy the device while the host queues the round."""
-        self._torch.cuda._sleep(QUEUE_CYCLES)
+ALIGNED = 8  # elements: grouped_mm takes no other rows of 16 bits
+GPT_OSS_SLOPE, GPT_OSS_LIMIT = 1.702, 7.0  # of its activation
 
 
 class LayerCase:
@@ -43,7 +41,7 @@ class LayerCase:
     def __init__(self, layer: Layer, built: Built, seed: int, device: str = "cuda") -> None:
         import torch
 
-        self.layer, self.moe = layer, built.package.moe
+        self.layer, self.package, self.moe = layer, built.package, built.package.moe
         self.peft_factors = package_module(built.package, "moe.lora").PeftFactors
         generator = torch.Generator(device).manual_seed(42 + seed)
 
@@ -52,7 +50,14 @@ class LayerCase:
             return drawn.mul_(std).to(dtype)
 
         e, h, i, r = layer.experts, layer.hidden, layer.intermediate, layer.rank
-        self.w1, self.w2 = normal(e, 2 * i, h, std=0.02), normal(e, h, i, std=0.02)
+        gpt_oss = {"activation": "gpt_oss", "transposed": True, "interleaved": True}
+        self.layout = self.moe.ExpertsLayout(**(gpt_oss if layer.is_gpt_oss else {}))
+        self.w1, self.w2 = (
+            normal(*self.layout.stored(e, *sides), std=0.02) for sides in ((h, 2 * i), (i, h))
+        )
+        self.biases = None
+        if layer.is_gpt_oss:
+            self.biases = normal(e, 2 * i, std=0.02), normal(e, h, std=0.02)
         self.x = normal(layer.tokens, h).requires_grad_()
         logits = normal(layer.tokens, e, dtype=torch.float32)
         top = torch.topk(torch.softmax(logits, -1), layer.top_k, -1)
@@ -64,18 +69,25 @@ class LayerCase:
         self.ends = torch.bincount(flat, minlength=e).cumsum(0).to(torch.int32)
         self.active = int((torch.bincount(flat, minlength=e) > 0).sum())
         dtype = torch.float32 if layer.fp32_lora else torch.bfloat16
-        # (E, in, r) and (E, r, out) of the baseline; PEFT's (E r, in) and (out, r E) of ours
-        self.factors = [
-            normal(e, *size, std=0.01, dtype=dtype).requires_grad_()
+        # (E, in, r) and (E, r, out) of the baseline, whose rank is filled up with zeros; PEFT's
+        # (E r, in) and (out, r E) of ours
+        drawn = [
+            normal(e, *size, std=0.01, dtype=dtype)
             for size in ((h, r), (r, 2 * i), (i, r), (r, h))
             if r > 0
         ]
-        self.peft = [
-            (f.detach().mT.reshape(e * r, -1) if n % 2 == 0 else self._peft_b(f.detach()))
-            .clone()
+        missing = -r % ALIGNED
+        self.factors = [
+            torch.nn.functional.pad(f, (0, 0, 0, missing) if n % 2 else (0, missing))
+            .contiguous()
             .requires_grad_()
-            for n, f in enumerate(self.factors)
+            for n, f in enumerate(drawn)
         ]
+        self.peft = [
+            (f.mT.reshape(e * r, -1) if n % 2 == 0 else self._peft_b(f)).clone().requires_grad_()
+            for n, f in enumerate(drawn)
+        ]
+        self._right: tuple[list, list] | None = None
 
     @staticmethod
     def _peft_b(factor):
@@ -92,17 +104,29 @@ class LayerCase:
         ]
         return self.moe.ExpertsLora(*pairs)
 
-    def ours(self):
+    @property
+    def weights(self) -> tuple[Any, Any]:
+        """Of both projections, as ours takes them."""
+        return self.w1, self.w2
+
+    def ours(self, backend: str = "auto"):
         """What a user calls."""
+        bias = dict(zip(("gate_up_bias", "down_bias"), self.biases or (), strict=False))
         return self.moe.experts_forward(
             self.x,
             self.ids,
             self.gates,
-            self.w1,
-            self.w2,
-            layout=self.moe.ExpertsLayout(),
+            *self.weights,
+            layout=self.layout,
             lora=self._lora(),
+            backend=backend,
+            **bias,
         )
+
+    def peer(self, peer: peers.Peer):
+        """The same layer by a peer, over PEFT's matrices."""
+        options = {"rank": self.layer.rank, "scaling": SCALING}
+        return peer.call(self.x, self.ids, self.gates, self.weights, self.peft, **options)
 
     def baseline(self):
         """Split LoRA by grouped products of torch, the rows sorted beforehand."""
@@ -111,37 +135,54 @@ class LayerCase:
 
         token = self.slots // self.layer.top_k
         factors = [f.to(torch.bfloat16) for f in self.factors]
+        expert = None if self.biases is None else self.ids.flatten()[self.slots]
 
-        def product(rows, weight, low):
-            y = F.grouped_mm(rows, weight.mT, offs=self.ends)
-            for a, b in low:
+        def product(rows, number, weight):
+            y = F.grouped_mm(rows, self.layout.operand(weight), offs=self.ends)
+            if factors:
+                a, b = factors[2 * number : 2 * number + 2]
                 inner = F.grouped_mm(rows, a, offs=self.ends)
                 y = y + SCALING * F.grouped_mm(inner, b, offs=self.ends)
-            return y
+            return y if expert is None else y + self.biases[number][expert]
 
-        gate, up = product(self.x[token], self.w1, [factors[:2]] if factors else []).chunk(2, -1)
-        y = product(F.silu(gate) * up, self.w2, [factors[2:]] if factors else [])
+        y = product(self.activated(product(self.x[token], 0, self.w1)), 1, self.w2)
         weighted = y * self.gates.flatten()[self.slots].unsqueeze(-1)
         return torch.zeros_like(self.x).index_add(0, token, weighted)
+
+    def activated(self, wide):
+        """(M, 2I) -> (M, I) by torch."""
+        import torch
+        import torch.nn.functional as F
+
+        if not self.layer.is_gpt_oss:
+            gate, up = wide.chunk(2, -1)
+            return F.silu(gate) * up
+        gate = wide[:, ::2].clamp(max=GPT_OSS_LIMIT)
+        up = wide[:, 1::2].clamp(-GPT_OSS_LIMIT, GPT_OSS_LIMIT)
+        return gate * torch.sigmoid(GPT_OSS_SLOPE * gate) * (up + 1)
 
     def exact(self, leaves: Sequence[Any]):
         """The layer in float64 with W + s A B, one expert after the other."""
         import torch
-        import torch.nn.functional as F
 
         x, gates, *factors = leaves
         factors = [f.unbind() for f in factors]  # each expert's gradient would fill a whole stack
+        biases = [b.double() for b in self.biases] if self.biases else None
+        stacks = [self.layout.operand(weight) for weight in (self.w1, self.w2)]
         out = torch.zeros_like(x)
         starts = [0, *self.ends.tolist()]
         for e in range(self.layer.experts):
             mine = self.slots[starts[e] : starts[e + 1]]
             token = mine // self.layer.top_k
-            w1, w2 = self.w1[e].double().mT, self.w2[e].double().mT
-            if factors:
-                w1 = w1 + SCALING * factors[0][e] @ factors[1][e]
-                w2 = w2 + SCALING * factors[2][e] @ factors[3][e]
-            gate, up = (x[token] @ w1).chunk(2, -1)
-            y = (F.silu(gate) * up) @ w2
+            y = x[token]
+            for number, stack in enumerate(stacks):
+                weight = stack[e].double()
+                if factors:
+                    a, b = factors[2 * number : 2 * number + 2]
+                    weight = weight + SCALING * a[e] @ b[e]
+                y = y @ weight
+                y = y if biases is None else y + biases[number][e]
+                y = self.activated(y) if number == 0 else y
             out = out.index_add(0, token, y * gates.flatten()[mine].unsqueeze(-1))
         return out
 
@@ -153,16 +194,32 @@ class LayerCase:
         return [y.detach(), *torch.autograd.grad(y, leaves, self.grad.to(y.dtype))]
 
     def references(self) -> tuple[list, list]:
-        """Results and gradients in float64, and those of the baseline."""
+        """Results and gradients in float64, and those of the baseline; computed once."""
+        self._right = self._right or self._references()
+        return self._right
+
+    def forget(self) -> None:
+        """Drop the references."""
+        self._right = None
+
+    def _references(self) -> tuple[list, list]:
         wide = [t.detach().double().requires_grad_() for t in (self.x, self.gates, *self.factors)]
         right = self.with_gradients(lambda: self.exact(wide), wide)
         plain = self.with_gradients(self.baseline, [self.x, self.gates, *self.factors])
+        r = self.layer.rank
+        for found in (right, plain):  # without what the rank is filled up with
+            found[3:] = [t[:, :, :r] if n % 2 == 0 else t[:, :r] for n, t in enumerate(found[3:])]
         return right, plain
 
-    def compare(self) -> tuple[bool, float, float]:
-        """(every error is at most 1.5 of the baseline's, the worst of ours, the baseline's)."""
+    def compare(self, run=None, factor: float = ERROR_FACTOR) -> tuple[bool, float, float]:
+        """(every error is at most 1.5 of the baseline's, the worst of ours, the baseline's).
+
+        Args:
+            run: what is compared; None for `ours`.
+            factor: what takes the place of 1.5.
+        """
         right, plain = self.references()
-        ours = self.with_gradients(self.ours, [self.x, self.gates, *self.peft])
+        ours = self.with_gradients(run or self.ours, [self.x, self.gates, *self.peft])
         e, r = self.layer.experts, self.layer.rank
         for n in range(3, len(ours)):  # back from PEFT's layout
             if n % 2:
@@ -173,7 +230,7 @@ class LayerCase:
             tuple(((t.double() - exact).norm() / exact.norm()).item() for t in pair)
             for *pair, exact in zip(ours, plain, right, strict=True)
         ]
-        good = all(mine <= ERROR_FACTOR * other for mine, other in errors)
+        good = all(mine <= factor * other for mine, other in errors)
         worst = max(errors)
         return good, *worst
 
@@ -197,23 +254,11 @@ class LayerCase:
                 factor.mul_(1.01)  # 0.001 would round to nothing in bfloat16
 
 
-def peak_mb(call, before_it=lambda: None) -> float:
-    """Device memory that one call adds at its peak, in MB; `before_it` lets go of earlier ones."""
+def calls_of(case: LayerCase, run: Callable | None = None) -> dict[str, dict[str, Any]]:
+    """{"fwd" | "fwd+bwd": {"ours" | "baseline": call}}; `run` instead of the case's `ours`."""
     import torch
 
-    call()
-    before_it()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 1e6
-
-
-def calls_of(case: LayerCase) -> dict[str, dict[str, Any]]:
-    """{"fwd" | "fwd+bwd": {"ours" | "baseline": call}}."""
-    import torch
+    run = run or case.ours
 
     def forward(run):
         with torch.no_grad():
@@ -221,12 +266,9 @@ def calls_of(case: LayerCase) -> dict[str, dict[str, Any]]:
 
     ours, baseline = [case.x, case.gates, *case.peft], [case.x, case.gates, *case.factors]
     return {
-        "fwd": {
-            "ours": lambda: forward(case.ours),
-            "baseline": lambda: forward(case.baseline),
-        },
+        "fwd": {"ours": lambda: forward(run), "baseline": lambda: forward(case.baseline)},
         "fwd+bwd": {
-            "ours": lambda: case.step(case.ours, ours),
+            "ours": lambda: case.step(run, ours),
             "baseline": lambda: case.step(case.baseline, baseline),
         },
     }
@@ -237,6 +279,11 @@ def cases_of(layer: Layer) -> list[str]:
     return [f"{layer.name}/{direction}" for direction in DIRECTIONS]
 
 
+def is_compared(layer: Layer) -> bool:
+    """Whether the layer has rows of Triton's path and of peers beside what "auto" takes."""
+    return goals.is_judged(layer)
+
+
 def measure(layer: Layer, names: Sequence[str], built: Built) -> Iterator[tuple[Row, str]]:
     """The rows of one layer that have these names, and their printed lines."""
     import torch
@@ -244,16 +291,43 @@ def measure(layer: Layer, names: Sequence[str], built: Built) -> Iterator[tuple[
     weights = 6 * layer.experts * layer.hidden * layer.intermediate
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     cases = [LayerCase(layer, built, seed) for seed in range(cold_sets(weights, l2))]
-    good, error, error_baseline = cases[0].compare()
-    settle(built.package)
+    yield from variant_rows(layer, names, cases, "auto", LayerCase.ours)
+    if is_compared(layer):
+        yield from variant_rows(layer, names, cases, "triton", lambda c: c.ours("triton"))
+
+        def of_peer(peer: peers.Peer) -> Iterator[tuple[Row, str]]:
+            def run(case: LayerCase):
+                return case.peer(peer)
+
+            return variant_rows(layer, names, cases, peer.name, run, PEER_FACTOR)
+
+        yield from peers.rows(PEERS, of_peer)
+
+
+def variant_rows(
+    layer: Layer,
+    names: Sequence[str],
+    cases: Sequence[LayerCase],
+    variant: str,
+    run: Callable[[LayerCase], Any],
+    factor: float = ERROR_FACTOR,
+) -> Iterator[tuple[Row, str]]:
+    """Every direction of one way to compute the layer, by turns with the baseline."""
+    import torch
+
+    good, error, error_baseline = cases[0].compare(lambda: run(cases[0]), factor)
+    settle(cases[0].package)
+    if not is_compared(layer):
+        cases[0].forget()
     torch.cuda.empty_cache()
-    calls = [calls_of(case) for case in cases]
+    weights = 6 * layer.experts * layer.hidden * layer.intermediate
+    calls = [calls_of(case, functools.partial(run, case)) for case in cases]
     floors = layer.floors(cases[0].active)
     for name, direction, floor in zip(cases_of(layer), DIRECTIONS, floors, strict=True):
         if name not in names:
             continue
         if not good:
-            row = failed(name)
+            row = failed(name, variant)
             yield row, line(row, gigabytes=0)
             continue
         here = [entry[direction] for entry in calls]
@@ -261,29 +335,27 @@ def measure(layer: Layer, names: Sequence[str], built: Built) -> Iterator[tuple[
             who: lambda number, who=who, here=here: here[number][who]()
             for who in ("ours", "baseline")
         }
+        wanted = goals.bf16_goals(layer, direction, variant)
         found = times(
             turns,
             sets=len(cases),
             between=lambda: [case.change() for case in cases],
-            bursts=BURSTS if layer.model in MODELS else FEW_BURSTS,
+            bursts=BURSTS if wanted else FEW_BURSTS,
             rounds=ROUNDS,
-            stopwatch=Stopwatch,
         )
-        row = passed(
-            name,
-            Measured(
-                times=found["ours"],
-                floor_ms=floor,
-                baseline=BASELINE,
-                baseline_times=found["baseline"],
-                error=error,
-                error_baseline=error_baseline,
-                peak_mb=peak_mb(here[0]["ours"], cases[0].drop_gradients),
-                peak_baseline_mb=peak_mb(here[0]["baseline"], cases[0].drop_gradients),
-            ),
+        measured = Measured(
+            times=found["ours"],
+            floor_ms=floor,
+            baseline=BASELINE,
+            baseline_times=found["baseline"],
+            error=error,
+            error_baseline=error_baseline,
+            peak_mb=peak_mb(here[0]["ours"], cases[0].drop_gradients),
+            peak_baseline_mb=peak_mb(here[0]["baseline"], cases[0].drop_gradients),
         )
+        row = judged(passed(name, measured, variant), wanted, {})
         memory = f"  peak {row.peak_mb:.0f} MB of {row.peak_baseline_mb:.0f}"
-        yield row, line(row, gigabytes=weights / 1e9) + memory
+        yield row, line(row, gigabytes=weights / 1e9) + memory + said(row)
 
 
 def file_layers(commit: str) -> list[Layer]:
@@ -295,8 +367,13 @@ def compile_jobs(built: Built, measured: Collection[str] = ()) -> list[Callable[
     """A call per layer that is not measured yet, for `compile_ahead`."""
 
     def job(layer: Layer) -> None:
-        for calls in calls_of(LayerCase(layer, built, 0)).values():
-            calls["ours"]()
+        case = LayerCase(layer, built, 0)
+        runs = [case.ours]
+        if is_compared(layer):
+            runs.append(lambda: case.ours("triton"))
+        for run in runs:
+            for calls in calls_of(case, run).values():
+                calls["ours"]()
 
     layers = file_layers(built.commit)
     return [functools.partial(job, one) for one in layers if {*cases_of(one)} - {*measured}]
@@ -312,21 +389,19 @@ def rows(
     """The file's layers; or the models, ranks and tokens that were asked for."""
     import torch
 
-    from . import moe_projections
-
     print(built.package.explain("grouped_lora_linear", device="cuda"))
     layers = [of_model(model, tokens, rank) for model in models for rank in ranks]
     if not layers:
         layers = file_layers(built.commit)
         start = time.perf_counter()
-        count = compile_ahead.run("moe_lora", built, progress.measured)
+        count = compile_ahead.run("harness.experts.moe_lora", built, progress.measured)
         print(f"[{time.perf_counter() - start:.0f} s] compiled by {count} processes", flush=True)
     for layer in layers:
         names = progress.begin(*cases_of(layer))
         if not names:
             continue
         if models and layer.rank > 0:
-            print(*moe_projections.lines(layer, built), sep="\n", flush=True)
+            print(*projections.lines(layer, built), sep="\n", flush=True)
         yield from measure(layer, names, built)
         torch.cuda.empty_cache()
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .sources import ROOT
+from ..sources import ROOT
 
 LAYER, OTHER = "first_use/layer", "first_use/other_tokens"
 CASES = (LAYER, OTHER)
@@ -84,7 +84,7 @@ def measure(*, compiler: bool = False) -> dict[str, float] | None:
             environment.pop("CC", None)
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "harness.first_use"],
+                [sys.executable, "-m", "harness.end_to_end.first_use"],
                 cwd=BENCHMARKS,
                 env=environment,
                 capture_output=True,
@@ -104,7 +104,7 @@ def main(device: str = "cuda", sizes: Sequence[int] = SIZES) -> None:
     """In the fresh process: print seconds by number of tokens as JSON."""
     import torch
 
-    from . import package
+    from .. import package
 
     moe = package.load(ROOT, device).package.moe
     experts, hidden, intermediate, top_k = sizes

@@ -11,13 +11,13 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from .moe_lora import Stopwatch, peak_mb
-from .moe_problems import MODELS, Layer
+from ..device import peak_mb
+from ..package import Built
+from ..report import Goal, Measured, Row, failed, judged, line, passed, said
+from ..timer import Times, times
+from .goals import OFFLOAD
 from .nf4 import BLOCKSIZE, BYTES, floors
-from .nf4_goals import OFFLOAD, Goal, judged, said
-from .package import Built
-from .report import Measured, Row, failed, line, passed
-from .timer import Times, times
+from .problems import MODELS, Layer
 
 MODEL, LAYERS, TOKENS = "Qwen3-30B-A3B", 4, 8192
 HEADS, KEY_HEADS, HEAD = 32, 4, 128
@@ -136,7 +136,7 @@ def offload_row(
 
     def measure() -> tuple[Times, float]:
         turns = {"step": lambda _: step()}
-        timed = times(turns, sets=1, rounds=ROUNDS, warmup=WARMUP, stopwatch=Stopwatch)
+        timed = times(turns, sets=1, rounds=ROUNDS, warmup=WARMUP)
         return timed["step"], peak_mb(step)
 
     expected = repeatable()

@@ -10,22 +10,23 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from .. import peers
+from ..package import Built
+from ..progress import Progress
+from ..report import Row, difference, failed
 from . import first_use, moe_model
-from .package import Built
-from .pretraining import KINDS, Plan, Pretraining, Run, choose
-from .progress import Progress
-from .report import Row, difference, failed
+from .pretraining import ALL_KINDS, PEERS, Plan, Pretraining, Run, choose
 from .tokens import Recipe, Tokens
 
 GPT = "gpt-124M"
 CASES = (
-    *(f"{GPT}/{name}" for name in KINDS),
+    *(f"{GPT}/{name}" for name in ALL_KINDS),
     *(problem.case for problem in moe_model.LISTED),
     *first_use.CASES,
 )
-ON_REQUEST = ("compile",)  # parts of names that a command must spell out
+ON_REQUEST = ("compile", *PEERS)  # parts of names that a command must spell out
 HEADING = f"{'case':<36}{'wall ms':>9}{'host':>9}{'x base':>9}{'k tokens/s':>12}"
 MACHINE = ("gpu", "driver", "torch", "triton")
 
@@ -69,7 +70,7 @@ class TrainingRow(Row):
 def selected(asked: Sequence[str]) -> list[str]:
     """The cases that names stand for: "qwen3-moe-8l/lora" for all of these, both token counts.
 
-    Cases that compile the model are taken only by names that say so.
+    Cases that compile the model, and those of peers, are taken only by names that say so.
 
     Raises:
         ValueError: a name stands for nothing.
@@ -176,14 +177,30 @@ def trainings(
     training = Pretraining(plan, tokens, built.package, device)
     training.warm_up()
     for case in cases:
-        if progress.begin(case):
-            row = training_row(case.split("/")[1], training)
+        if not progress.begin(case):
+            continue
+        name = case.split("/")[1]
+        if name not in PEERS:
+            row = training_row(name, training)
             yield row, line(row)
+            continue
+        try:
+            peers.found(name)
+        except peers.MissingError as reason:
+            print(f"{case:<36} not run: {reason}", flush=True)
+            continue
+        yield from peers.rows([name], lambda peer: peer_row(peer.name, training))
+
+
+def peer_row(name: str, training: Pretraining) -> Iterator[tuple[Row, str]]:
+    """The row of a peer's optimizer."""
+    row = replace(training_row(name, training), variant=name)
+    yield row, line(row)
 
 
 def training_row(name: str, training: Pretraining) -> Row:
     """Sweep, seeds and clock of one optimizer."""
-    kind, plan = KINDS[name], training.plan
+    kind, plan = ALL_KINDS[name], training.plan
     runs: list[Run] = []
     for lr in kind.rates:
         leader = min(runs, key=lambda run: run.loss, default=None)

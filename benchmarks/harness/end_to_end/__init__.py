@@ -1,0 +1,1 @@
+"""Whole trainings, whole models, and first calls."""

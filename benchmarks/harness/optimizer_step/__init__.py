@@ -1,0 +1,1 @@
+"""A whole step of the optimizers: on one GPU, and on several."""

@@ -1,0 +1,225 @@
+"""Other projects' code as rows beside ours, from the user's own checkouts.
+
+PEERS=<folder> names a folder with any of these checkouts, each under its repository's name; none of
+their code is part of this one. What a checkout lacks, such as a package that it imports, is said,
+and its rows are left out. Peers' rows carry the commit of their checkout, and no goal is judged on
+them.
+
+checkout                                  rows
+dion (microsoft/dion)                     optimizer_step, gpt-124M/dion of end_to_end
+nanochat (karpathy/nanochat)              optimizer_step, gpt-124M/nanochat of end_to_end
+gram-newton-schulz and quack (Dao-AILab)  orthogonalize
+axolotl (axolotl-ai-cloud/axolotl)        moe_lora
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .report import Row
+
+VARIABLE = "PEERS"
+# Peer -> the checkouts that it needs, its own first, and the folder of each that is imported from.
+CHECKOUTS = {
+    "dion": {"dion": "."},
+    "nanochat": {"nanochat": "."},
+    "gram-newton-schulz": {"gram-newton-schulz": ".", "quack": "."},
+    # The package of the kernels alone: axolotl's own would import a whole trainer.
+    "axolotl": {"axolotl": "src/axolotl/integrations/kernels/libs"},
+}
+
+
+class MissingError(Exception):
+    """Why a peer has no rows."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A peer that can be imported.
+
+    Args:
+        name: of CHECKOUTS.
+        commit: of its checkouts.
+        call: what the peer's rows time; see the adapters below.
+    """
+
+    name: str
+    commit: str
+    call: Callable[..., Any]
+
+
+def offered(*names: str) -> Iterator[Peer]:
+    """Those of the peers that PEERS has; a line for each that it lacks, nothing without PEERS."""
+    if not os.environ.get(VARIABLE):
+        return
+    for name in names:
+        try:
+            yield found(name)
+        except MissingError as reason:
+            _say_once(f"no rows of {name}: {reason}")
+
+
+def rows(
+    names: Iterable[str], make: Callable[[Peer], Iterable[tuple[Row, str]]]
+) -> Iterator[tuple[Row, str]]:
+    """What `make` measures of each peer that is there; one that fails is said and has no row."""
+    for peer in offered(*names):
+        try:
+            for row, text in make(peer):
+                if not row.ok:
+                    raise ValueError("its results are wrong")
+                yield replace(row, peer_commit=peer.commit), text
+        except Exception as error:  # of any kind: a peer's failure must not end our measurement
+            print(f"no rows of {peer.name}: {type(error).__name__}: {error}", flush=True)
+
+
+@functools.cache
+def found(name: str) -> Peer:
+    """The peer of this name.
+
+    Raises:
+        MissingError: PEERS, the checkout, its commit, or a package that it imports is missing.
+    """
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        raise MissingError(f"{VARIABLE} names no folder of checkouts")
+    commits, places = [], []
+    for checkout, inside in CHECKOUTS[name].items():
+        path = Path(folder).expanduser().resolve() / checkout
+        if not (path / inside).is_dir():
+            raise MissingError(f"there is no checkout {path}")
+        commits.append(f"{checkout} {commit_of(path)}")
+        places.append(str(path / inside))
+    before = list(sys.path)
+    sys.path[:0] = places  # until it is imported: checkouts have folders such as tests, too
+    try:
+        call = ADAPTERS[name]()
+    except Exception as error:  # of any kind, as its imports are not ours
+        raise MissingError(f"{type(error).__name__}: {error}") from error
+    finally:
+        sys.path[:] = before
+    return Peer(name, ", ".join(commits), call)
+
+
+def commit_of(checkout: Path) -> str:
+    """The 40 digits of a checkout's commit, from its .git or, without one, its file COMMIT.
+
+    Raises:
+        MissingError: neither names a commit.
+    """
+    named = checkout / "COMMIT"
+    if named.is_file():
+        return named.read_text().strip()
+    git = checkout / ".git"
+    if git.is_file():  # of a worktree or a submodule: "gitdir: <folder>"
+        git = checkout / git.read_text().removeprefix("gitdir:").strip()
+    if not (git / "HEAD").is_file():
+        raise MissingError(f"{checkout} has neither .git nor a file COMMIT with its commit")
+    head = (git / "HEAD").read_text().strip()
+    if not head.startswith("ref:"):
+        return head
+    ref = head.removeprefix("ref:").strip()
+    common = git / (git / "commondir").read_text().strip() if (git / "commondir").is_file() else git
+    for place in (git / ref, common / ref):
+        if place.is_file():
+            return place.read_text().strip()
+    packed = common / "packed-refs"
+    for line in packed.read_text().splitlines() if packed.is_file() else ():
+        if line.endswith(f" {ref}"):
+            return line.split()[0]
+    raise MissingError(f"{checkout} has no commit at {ref}")
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    print(text, flush=True)
+
+
+def dion() -> Callable[[Sequence[dict]], Any]:
+    """Groups with "kind", "params", "lr", "weight_decay" -> dion's Muon, its Triton products."""
+    make = importlib.import_module("dion").Muon
+
+    def optimizer(groups: Sequence[dict]) -> Any:
+        kinds = [
+            {**{k: v for k, v in group.items() if k != "kind"}, "algorithm": group["kind"]}
+            for group in groups
+        ]
+        # The rate by shape is that of match_rms_adamw.
+        options = {"mu": 0.95, "nesterov": True, "adjust_lr": "rms_norm", "use_triton": True}
+        return make(kinds, betas=(0.9, 0.95), **options)
+
+    return optimizer
+
+
+def nanochat() -> Callable[[Sequence[dict]], Any]:
+    """Groups as of `dion` -> nanochat's MuonAdamW with nanochat's other options.
+
+    It stacks the parameters of a Muon group, so each shape is a group.
+    """
+    make = importlib.import_module("nanochat.optim").MuonAdamW
+
+    def optimizer(groups: Sequence[dict]) -> Any:
+        found = []
+        for group in groups:
+            if group["kind"] == "adamw":
+                found.append({"betas": (0.8, 0.95), "eps": 1e-10, **group})
+                continue
+            options = {"momentum": 0.95, "ns_steps": 5, "beta2": 0.9, **group}
+            for shape in dict.fromkeys(param.shape for param in group["params"]):
+                params = [param for param in group["params"] if param.shape == shape]
+                found.append({**options, "params": params})
+        return make(found)
+
+    return optimizer
+
+
+def gram_newton_schulz() -> Callable[[Any], Any]:
+    """(B, m, n) -> its polar factor, with its own coefficients and quack's products."""
+    importlib.import_module("quack")
+    # Called by name: newer releases compile the instance's own, which a plain call does not take.
+    return importlib.import_module("gram_newton_schulz").GramNewtonSchulz().__call__
+
+
+def axolotl() -> Callable[..., Any]:
+    """A SwiGLU layer of experts with LoRA as PEFT's matrices, by ScatterMoE's kernels.
+
+    As axolotl's replacement of a transformers layer: PEFT's B is laid out anew in each forward, and
+    both fused forms of backward are asked for.
+    """
+    kernels = importlib.import_module("scattermoe_lora")
+
+    def layer(x, ids, gates, weights, matrices, *, rank: int, scaling: float):
+        """x (T, H), ids and gates (T, k), weights (E, out, in) of both, PEFT's A, B, A, B."""
+        import torch.nn.functional as F
+
+        experts, top_k = weights[0].shape[0], ids.shape[1]
+        order = kernels.flatten_sort_count(ids, num_experts=experts)
+
+        def linear(rows, number, fan, **options):
+            a, b = matrices[2 * number : 2 * number + 2]
+            b = b.unflatten(1, (rank, experts)).mT.flatten(1)  # (out, E r), expert by expert
+            options |= {"scaling": scaling, "use_fused_dX": True, "use_fused_gather": True}
+            weight = weights[number].mT
+            return kernels.parallel_linear_lora(
+                rows, weight, fan, *order, lora_A=a, lora_B=b, **options
+            )
+
+        gate, up = linear(x, 0, top_k, grouped_out=True).chunk(2, -1)
+        return linear(F.silu(gate) * up, 1, 1, grouped_in=True, gates=gates)
+
+    return layer
+
+
+ADAPTERS = {
+    "dion": dion,
+    "nanochat": nanochat,
+    "gram-newton-schulz": gram_newton_schulz,
+    "axolotl": axolotl,
+}
