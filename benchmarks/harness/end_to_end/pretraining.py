@@ -347,7 +347,7 @@ class Pretraining:
             run.curve += averaged(torch.stack(losses).tolist(), seconds, taken, plan.averaged)
             seconds += taken
             run.held_out.append((steps[-1] + 1, seconds, self.evaluate()))
-            if run.is_behind(other, plan.behind):
+            if steps[-1] + 1 < plan.steps and run.is_behind(other, plan.behind):
                 run.stopped = True
                 break
         run.optimizer_ms = stamps.median_ms()

@@ -31,6 +31,7 @@ _logger = logging.getLogger(__name__)
 
 _WARP = 32  # threads
 _LARGE = 49_152  # bytes of shared memory that a block gets without asking
+_MOST_THREADS = 16  # the part in Python keeps no more of them busy
 _NICE = 10  # of the compiling threads: the training goes first
 _MAX_DYNAMIC_SHARED, _PREFER_SHARED = 8, 1  # CUfunction_attribute, CUfunc_cache of cuda.h
 _POINTERS = {
@@ -248,7 +249,8 @@ def _run_next() -> None:
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "compile", initializer=_yield_to_others)
+    count = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    pool = ThreadPoolExecutor(count, "compile", initializer=_yield_to_others)
 
     def end() -> None:
         _ending.set()
