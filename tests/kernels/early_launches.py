@@ -73,13 +73,13 @@ def catch(tool, streams: Streams, launches: list[dict]) -> None:
         own = {p.name for p in self.params}
         compiler = {name: value for name, value in options.items() if name not in own}
         mine = {name: value for name, value in options.items() if name in own}
-        described = tool.describe(self, arguments, mine)
-        key = str((self.__name__, described, compiler))
+        found = tool.load("kernels._triton_compile").specialization(self, arguments, mine)
+        key = str((self.__name__, found, compiler))
         early = bool(compiler.get("launch_pdl"))
         if not (early or mine.get("EARLY") or mine.get("NEXT")):
             made[key] = ""
         if key not in made:
-            source = ASTSource(self, *described)
+            source = ASTSource(self, found.signature, found.constants, found.attributes)
             target = GPUTarget("cuda", 90, 32)
             made[key] = triton.compile(source, target=target, options=compiler).asm["ptx"]
         ptx = made[key]
