@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
 import os
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from concurrent.futures import Future
 
 import pytest
@@ -194,6 +196,18 @@ def test_settling_drops_what_was_begun_ahead(compiler, kernel, order) -> None:
     compiler.settle()
     assert order.found == order.finished == [2]
     assert asked(compiler, kernel, 1).loaded().shared == 1, "it can be asked for again"
+
+
+def test_what_ran_in_the_background_is_let_go(compiler, order) -> None:
+    class Weight:
+        pass
+
+    weight = Weight()
+    gone = weakref.ref(weight)
+    compiler.in_background(lambda _: None, weight)
+    del weight
+    compiler._turn.release()
+    wait_for(lambda: gc.collect() >= 0 and gone() is None)
 
 
 def test_what_was_for_later_can_be_hurried(compiler, kernel, order) -> None:

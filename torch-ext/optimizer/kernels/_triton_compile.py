@@ -168,7 +168,7 @@ def in_background(function: Callable[..., None], *arguments: Any) -> None:
 
     job = _Job(Future(), 0, run, lambda nothing: nothing)
     with _guard:
-        _background.append(job)
+        _background[:] = [one for one in _background if not one.done()] + [job.future]
     _enqueue(job, later=True)
 
 
@@ -181,8 +181,8 @@ def settle() -> None:
                 job.future.cancel()
         for key in [key for key, (job, _) in _kernels.items() if job.future.cancelled()]:
             del _kernels[key]
-        jobs = (*_background, *(job for job, _ in _kernels.values()))
-        waited = [job.future for job in jobs if job.waits]
+        futures = (*_background, *(job.future for job, _ in _kernels.values()))
+        waited = [one for one in futures if not one.done()]
     wait(waited)
 
 
@@ -213,7 +213,7 @@ _ending = threading.Event()
 _numbers = itertools.count()
 _queue: list[tuple[bool, int, int, _Job]] = []
 _kernels: dict[tuple, tuple[_Job, Kernel]] = {}  # which are loaded until the process ends
-_background: list[_Job] = []
+_background: list[Future[Any]] = []  # no jobs, whose arguments would stay alive
 
 
 def _later() -> bool:

@@ -47,19 +47,14 @@ def compile_for_all_heights(
     if len(_begun) >= _MOST_BEGUN:
         _begun.clear()
     _begun.add(key)
-    top_k = operands[of_tokens[-1]].shape[1]
+    top_k = first[-1].shape[1]
+    # What waits for its turn must keep neither activations nor weights alive.
+    standing = [
+        None if x is None else stand_in(x.shape, x.stride(), x.dtype, x.device) for x in operands
+    ]
     for mean in _MEANS:
         tokens = max(mean * experts // top_k, 1)
-        in_background(_for_tokens, compile_one, list(operands), of_tokens, tokens)
-
-
-def _for_tokens(
-    compile_one: Callable[[Sequence[Tensor | None]], None],
-    operands: list[Tensor | None],
-    of_tokens: Sequence[int],
-    tokens: int,
-) -> None:
-    for place in of_tokens:
-        x = operands[place]
-        operands[place] = stand_in((tokens, x.shape[1]), (x.shape[1], 1), x.dtype, x.device)
-    compile_one(operands)
+        for place in of_tokens:
+            x = operands[place]
+            standing[place] = stand_in((tokens, x.shape[1]), (x.shape[1], 1), x.dtype, x.device)
+        in_background(compile_one, tuple(standing))
