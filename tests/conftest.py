@@ -97,7 +97,7 @@ def opt(repo_id: str, device):
 
 @pytest.fixture(scope="session")
 def submodule(opt):
-    """`submodule("optimizers.state")` -> that module of the loaded package."""
+    """`submodule("optimizers.state.state")` -> that module of the loaded package."""
     return lambda name: importlib.import_module(f"{opt.__name__}.{name}")
 
 
@@ -115,13 +115,13 @@ def forks():
 def launch_what_a_test_replaces(request: pytest.FixtureRequest) -> None:
     """On a GPU, a test that replaces functions of the package sees every launch call them.
 
-    Launches that were recorded before would be played again past them (kernels/launch_plan.py);
-    a test that names the fixture `plans` is about that.
+    Launches that were recorded before would be played again past them
+    (kernels/launch/launch_plan.py); a test that names the fixture `plans` is about that.
     """
     names = set(request.fixturenames)
     if "opt" not in names or request.getfixturevalue("device").type != "cuda":
         return
-    plans = request.getfixturevalue("submodule")("kernels.launch_plan")
+    plans = request.getfixturevalue("submodule")("kernels.launch.launch_plan")
     plans._tags.clear()  # what another test replaced for a moment was recorded, too
     if "monkeypatch" in names and "plans" not in names:
         request.getfixturevalue("monkeypatch").setattr(plans, "_plays", lambda _: False)

@@ -239,7 +239,7 @@ def test_no_generated_file_is_committed() -> None:
         ("torch-ext/optimizer/_ops.py", True),
         ("tools/setup.py", False),
         ("build.toml", False),
-        ("torch-ext/optimizer/kernels/nf4_dequant.py", False),
+        ("torch-ext/optimizer/kernels/quant/nf4_dequant.py", False),
     ],
 )
 def test_generated_files_are_recognised(name: str, found: bool) -> None:

@@ -54,7 +54,7 @@ GOOD = {
     "moe/__init__.py": "from ..kernels import sum as s\n",
     "moe/sort.py": "",
     "integrations/__init__.py": "from ..optimizers import muon\nfrom .. import moe\n",
-    "integrations/peft.py": (
+    "integrations/adapters/peft.py": (
         "import importlib\n"
         "def attach():\n    import peft\n    return importlib.import_module('x')\n"
     ),
@@ -110,7 +110,12 @@ BREAKS = [
     (ARROW, "distributed/transport.py", "from .. import kernels\n", "distributed imports"),
     (ARROW, "layers.py", "from .kernels import push\n", "layers imports kernels"),
     (ARROW, "explain.py", "from .optimizers import Muon\n", "explain imports optimizers"),
-    (ARROW, "integrations/peft.py", "from ..kernels import push\n", "integrations imports"),
+    (
+        ARROW,
+        "integrations/adapters/peft.py",
+        "from ...kernels import push\n",
+        "integrations imports",
+    ),
     (ARROW, "moe/sort.py", "from .. import Muon\n", "imports the package's __init__"),
     (ARROW, "reference/nf4.py", "from .. import Muon\n", "imports the package's __init__"),
     (ARROW, "optimizers/muon.py", "from ..distributed.transport import gather\n", "reaches"),
@@ -126,8 +131,8 @@ BREAKS = [
     (FOREIGN, "moe/sort.py", "import numpy as np\n", "imports numpy; only integrations"),
     (FOREIGN, "moe/sort.py", "def f():\n    from einops import rearrange\n", "imports einops"),
     (FOREIGN, "kernels/sum.py", "import kernels\n", "imports kernels; only integrations"),
-    (FOREIGN, "integrations/peft.py", "from peft import LoraConfig\n", "at module level"),
-    (FOREIGN, "integrations/peft.py", "class A:\n    import peft\n", "at module level"),
+    (FOREIGN, "integrations/adapters/peft.py", "from peft import LoraConfig\n", "at module level"),
+    (FOREIGN, "integrations/adapters/peft.py", "class A:\n    import peft\n", "at module level"),
     (FOREIGN, "moe/sort.py", "import importlib\nimportlib.import_module('a')\n", "computed"),
     (FOREIGN, "moe/sort.py", "from importlib import import_module as f\nf('a')\n", "computed"),
     (FOREIGN, "moe/sort.py", "__import__('numpy')\n", "computed"),

@@ -30,19 +30,19 @@ class Defect:
 
 DEFECTS = {
     "what one stream writes shares memory with what another reads": Defect(
-        "torch-ext/optimizer/kernels/_plan_memory.py",
+        "torch-ext/optimizer/kernels/launch/plan_memory.py",
         "        in_order = self.stream is not None and self.stream == other.stream\n",
         "        in_order = True\n",
         "kernels/test_launch_plan.py::test_two_streams_keep_their_memory_until_they_meet",
     ),
     "a copy by torch passes as a view": Defect(
-        "torch-ext/optimizer/kernels/launch_plan.py",
+        "torch-ext/optimizer/kernels/launch/launch_plan.py",
         "        if not _is_view(func, args, kwargs):\n",
         "        if not func.is_view:\n",
         "kernels/test_launch_plan.py::test_a_copy_is_no_view",
     ),
     "an early launch may write what its predecessor reads": Defect(
-        "torch-ext/optimizer/kernels/launch_plan.py",
+        "torch-ext/optimizer/kernels/launch/launch_plan.py",
         "                ends[at] = ends[following]  #",
         "                pass  #",
         "kernels/test_launch_plan.py::test_an_early_launch_writes_nowhere_its_predecessor_reads",
@@ -54,13 +54,13 @@ DEFECTS = {
         "moe/test_eager_layer.py::test_swapped_factors_want_their_own_gradients",
     ),
     "the folder is not flushed after a rename": Defect(
-        "torch-ext/optimizer/integrations/tensor_file.py",
+        "torch-ext/optimizer/integrations/checkpoints/tensor_file.py",
         "        os.fsync(folder)  #",
         "        pass  #",
         "integrations/test_checkpoint.py::test_a_rename_reaches_the_disk",
     ),
     "only the first team's answer is checked": Defect(
-        "torch-ext/optimizer/optimizers/agreement.py",
+        "torch-ext/optimizer/optimizers/sharded/consistency.py",
         "        for number, question in enumerate(questions):\n",
         "        for number, question in enumerate(questions[:1]):\n",
         "distributed/test_sharing.py::test_every_teams_answer_counts",

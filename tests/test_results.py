@@ -91,31 +91,43 @@ def test_quoted_results_are_of_these_sources() -> None:
     assert not findings, report(findings)
 
 
-def test_digest_follows_names_and_contents(tmp_path: Path, monkeypatch) -> None:
+def test_digest_follows_code_alone(tmp_path: Path, monkeypatch) -> None:
     from benchmarks.harness import sources
 
     monkeypatch.setitem(sources.SOURCES, "toy", ("kernels-src/toy/*", "kernels/toy*.py"))
-    for name in ("kernels-src/toy/a.cu", "kernels/toy.py"):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text("one")
+    cuda, python = tmp_path / "kernels-src/toy/a.cu", tmp_path / "kernels/toy.py"
+    for path, text in ((cuda, "int one() { return 1; }\n"), (python, "def one():\n    return 1\n")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
     first = sources.sources_digest("toy", tmp_path)
-    assert first == sources.sources_digest("toy", tmp_path)
-    (tmp_path / "kernels/other.py").write_text("one")
+    (tmp_path / "kernels/other.py").write_text("two = 2")
+    python.write_text(
+        '"""Doc."""\nimport two\n\n\ndef one():\n    """Doc."""\n    return 1  # one\n'
+    )
+    python.rename(tmp_path / "kernels/toy_triton.py")
+    cuda.write_text("/* one */\n// two\nint  one() { return 1; }\n")
     assert first == sources.sources_digest("toy", tmp_path)
 
-    (tmp_path / "kernels/toy.py").write_text("two")
+    cuda.write_text("int one() { return 2; }\n")
     changed = sources.sources_digest("toy", tmp_path)
-    (tmp_path / "kernels/toy.py").rename(tmp_path / "kernels/toy_triton.py")
-    renamed = sources.sources_digest("toy", tmp_path)
+    (tmp_path / "kernels/toy_triton.py").write_text("def one():\n    return 2\n")
+    both = sources.sources_digest("toy", tmp_path)
     (tmp_path / "kernels-src/toy/b.cuh").touch()
     added = sources.sources_digest("toy", tmp_path)
-    assert len({first, changed, renamed, added}) == 4
+    assert len({first, changed, both, added}) == 4
 
     (tmp_path / "kernels/toy_triton.py").unlink()
     with pytest.raises(ValueError, match=r"kernels/toy\*\.py"):
         sources.sources_digest("toy", tmp_path)
     with pytest.raises(ValueError, match="unknown"):
         sources.sources_digest("unknown", tmp_path)
+
+
+def test_a_comment_in_a_string_is_code(tmp_path: Path) -> None:
+    from benchmarks.harness.sources import code_of
+
+    (tmp_path / "a.cu").write_text('auto s = "// not a comment";  // a comment\n')
+    assert code_of(tmp_path / "a.cu") == 'auto s = "// not a comment";'
 
 
 def test_good_result_has_no_findings() -> None:

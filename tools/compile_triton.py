@@ -70,14 +70,16 @@ def catch(arch: int) -> None:
         own = {p.name for p in self.params}
         compiler = {name: value for name, value in options.items() if name not in own}
         mine = {name: value for name, value in options.items() if name in own}
-        found = load("kernels._triton_compile").specialization(self, arguments, mine)
+        found = load("kernels.launch.triton_compile").specialization(self, arguments, mine)
         key = str((self.__name__, found, compiler))
         if key in seen:
             return
         seen.add(key)
         source = ASTSource(self, found.signature, found.constants, found.attributes)
         made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=compiler)
-        room = load("kernels._grouped_config").SHARED_MEMORY.get(f"sm{arch}", made.metadata.shared)
+        room = load("kernels.experts._grouped_config").SHARED_MEMORY.get(
+            f"sm{arch}", made.metadata.shared
+        )
         if made.metadata.shared > room:
             raise RuntimeError(
                 f"{self.__name__} takes {made.metadata.shared} bytes of shared memory, sm_{arch} "
@@ -135,13 +137,13 @@ def step(model: str, dtype: torch.dtype, lora: torch.dtype) -> None:
     paths["combine"](new(total, hidden), gates, inverse, offsets, top_k)
     wide = new(total, 2 * inner)
     paths["glu"](wide, "silu", False)
-    load("kernels.glu_triton").glu_backward_triton(new(total, inner), wide, "silu", False)
+    load("kernels.experts.glu_triton").glu_backward_triton(new(total, inner), wide, "silu", False)
 
 
 def gated_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple) -> None:
     """Forward and backward of the layer in one op, the experts frozen."""
     tokens, top_k, experts, hidden, inner, rank, rows = MODELS[model]
-    module = load("kernels.gated_experts_triton")
+    module = load("kernels.experts.gated_experts_triton")
 
     def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of)
@@ -164,7 +166,7 @@ def nf4_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple) ->
     tokens, top_k, experts, hidden, inner, rank, rows = MODELS[model]
     if hidden % BLOCKSIZE or inner % BLOCKSIZE:
         return  # blocks would leave their row, which the fused product refuses
-    module = load("kernels._nf4_product_triton")
+    module = load("kernels.quant._nf4_product_triton")
     slots, offsets, tiles = order
     total = tokens * top_k
 
@@ -201,9 +203,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--lora", choices=("bfloat16", "float32"), default="float32")
     options = parser.parse_args(arguments)
     catch(options.arch)
-    launch = load("kernels._grouped_launch_triton")
+    launch = load("kernels.experts._grouped_launch_triton")
     launch.arch = lambda device: f"sm{options.arch}"
-    load("kernels._nf4_product_triton").shuffles = lambda x: True
+    load("kernels.quant._nf4_product_triton").shuffles = lambda x: True
     print(f"triton {triton.__version__}, sm_{options.arch}, {options.model}, {options.dtype}")
     step(options.model, getattr(torch, options.dtype), getattr(torch, options.lora))
     return 0

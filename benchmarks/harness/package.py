@@ -51,7 +51,7 @@ def module(package: ModuleType, name: str) -> ModuleType:
 
 def settle(package: ModuleType) -> None:
     """Let nothing be compiled beside the calls: before a clock starts."""
-    module(package, "kernels._triton_compile").settle()
+    module(package, "kernels.launch.triton_compile").settle()
 
 
 def provenance(metadata: dict) -> tuple[str, bool]:

@@ -66,7 +66,7 @@ def _no(*_: object) -> bool:
 
 
 def _mma_sync(package: ModuleType) -> tuple[Mapping[str, Callable], Mapping]:
-    tile = module(package, "kernels.symmetric_matmul").TILES.index(MMA_SYNC_TILE)
+    tile = module(package, "kernels.products.symmetric_matmul").TILES.index(MMA_SYNC_TILE)
     products = module(package, "orthogonalize.products")
     return {"orthogonalize.products.batch_is_free": _no}, {(products, "AUTO"): tile}
 

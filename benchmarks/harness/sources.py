@@ -5,6 +5,7 @@ A result is stale when one of these files has changed since; `run.py plots --che
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import re
 from pathlib import Path
@@ -14,17 +15,23 @@ RESULTS = Path("benchmarks/results")  # below the root: results/<gpu>/<name>.jso
 
 # What a step of the optimizers runs of kernels/.
 _STEP_KERNELS = (
-    "torch-ext/optimizer/kernels/_lists.py",
-    "torch-ext/optimizer/kernels/_operands.py",
-    "torch-ext/optimizer/kernels/adamw.py",
-    "torch-ext/optimizer/kernels/apply_update.py",
-    "torch-ext/optimizer/kernels/crop.py",
-    "torch-ext/optimizer/kernels/matmul_add.py",
-    "torch-ext/optimizer/kernels/momentum.py",
-    "torch-ext/optimizer/kernels/norm_factors.py",
-    "torch-ext/optimizer/kernels/normalize.py",
-    "torch-ext/optimizer/kernels/square_chain.py",
-    "torch-ext/optimizer/kernels/symmetric_matmul.py",
+    "torch-ext/optimizer/kernels/products/*.py",
+    "torch-ext/optimizer/kernels/step/*.py",
+)
+# What a layer of experts runs whatever its weights are.
+_LAYER = (
+    "kernels-src/launch_plan/*",
+    "torch-ext/optimizer/kernels/experts/*.py",
+    "torch-ext/optimizer/kernels/launch/*.py",
+    "torch-ext/optimizer/moe/*.py",
+)
+_STEP = (
+    "kernels-src/common/*",
+    "kernels-src/newton_schulz/*",
+    "kernels-src/optimizer_step/*",
+    *_STEP_KERNELS,
+    "torch-ext/optimizer/optimizers/**/*.py",
+    "torch-ext/optimizer/orthogonalize/*",
 )
 
 # Result file -> what its times depend on.
@@ -33,90 +40,24 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "kernels-src/common/*",
         "kernels-src/nf4_dequant/*",
         "kernels-src/optimizer_step/*",
-        "torch-ext/optimizer/kernels/_lists.py",
-        "torch-ext/optimizer/kernels/adamw.py",
-        "torch-ext/optimizer/kernels/apply_update.py",
-        "torch-ext/optimizer/kernels/momentum.py",
-        "torch-ext/optimizer/kernels/nf4_dequant*.py",
+        "torch-ext/optimizer/kernels/step/*.py",
+        "torch-ext/optimizer/kernels/quant/nf4_dequant*.py",
     ),
-    "moe_lora": (
-        "kernels-src/launch_plan/*",
-        "torch-ext/optimizer/kernels/_beside.py",
-        "torch-ext/optimizer/kernels/_expert_product_triton.py",
-        "torch-ext/optimizer/kernels/_gated_*.py",
-        "torch-ext/optimizer/kernels/_grouped_*.py",
-        "torch-ext/optimizer/kernels/launch_plan.py",
-        "torch-ext/optimizer/kernels/_low_rank_triton.py",
-        "torch-ext/optimizer/kernels/_moe_paths.py",
-        "torch-ext/optimizer/kernels/_plan_memory.py",
-        "torch-ext/optimizer/kernels/_triton_compile.py",
-        "torch-ext/optimizer/kernels/combine*.py",
-        "torch-ext/optimizer/kernels/expert_sort*.py",
-        "torch-ext/optimizer/kernels/gated_experts*.py",
-        "torch-ext/optimizer/kernels/glu*.py",
-        "torch-ext/optimizer/kernels/grouped_lora_*.py",
-        "torch-ext/optimizer/moe/activation.py",
-        "torch-ext/optimizer/moe/compile_ahead.py",
-        "torch-ext/optimizer/moe/eager_layer.py",
-        "torch-ext/optimizer/moe/experts.py",
-        "torch-ext/optimizer/moe/gated_linear.py",
-        "torch-ext/optimizer/moe/grouped_linear.py",
-        "torch-ext/optimizer/moe/lora.py",
-        "torch-ext/optimizer/moe/sort.py",
-    ),
+    "moe_lora": _LAYER,
     "nf4": (
         "kernels-src/common/*",
-        "kernels-src/launch_plan/*",
         "kernels-src/nf4_dequant/*",
         "kernels-src/nf4_product/*",
-        "torch-ext/optimizer/kernels/_beside.py",
-        "torch-ext/optimizer/kernels/_expert_product_triton.py",
-        "torch-ext/optimizer/kernels/_gated_beside_triton.py",
-        "torch-ext/optimizer/kernels/_gated_nf4_triton.py",
-        "torch-ext/optimizer/kernels/_grouped_*.py",
-        "torch-ext/optimizer/kernels/launch_plan.py",
-        "torch-ext/optimizer/kernels/_low_rank_triton.py",
-        "torch-ext/optimizer/kernels/_moe_paths.py",
-        "torch-ext/optimizer/kernels/_nf4_*.py",
-        "torch-ext/optimizer/kernels/_row_dots_triton.py",
-        "torch-ext/optimizer/kernels/_plan_memory.py",
-        "torch-ext/optimizer/kernels/_triton_compile.py",
-        "torch-ext/optimizer/kernels/combine*.py",
-        "torch-ext/optimizer/kernels/expert_sort*.py",
-        "torch-ext/optimizer/kernels/gated_nf4_experts*.py",
-        "torch-ext/optimizer/kernels/glu*.py",
-        "torch-ext/optimizer/kernels/grouped_lora_*.py",
-        "torch-ext/optimizer/kernels/nf4_dequant*.py",
-        "torch-ext/optimizer/kernels/nf4_product.py",
-        "torch-ext/optimizer/moe/*.py",
+        *_LAYER,
+        "torch-ext/optimizer/kernels/quant/*.py",
+        "torch-ext/optimizer/moe/quantized/*.py",
     ),
-    "optimizer_step": (
-        "kernels-src/common/*",
-        "kernels-src/newton_schulz/*",
-        "kernels-src/optimizer_step/*",
-        *_STEP_KERNELS,
-        "torch-ext/optimizer/optimizers/*.py",
-        "torch-ext/optimizer/orthogonalize/*",
-    ),
-    "optimizer_step on several GPUs": (
-        "kernels-src/common/*",
-        "kernels-src/newton_schulz/*",
-        "kernels-src/optimizer_step/*",
-        "torch-ext/optimizer/distributed/*.py",
-        *_STEP_KERNELS,
-        "torch-ext/optimizer/optimizers/*.py",
-        "torch-ext/optimizer/orthogonalize/*",
-    ),
+    "optimizer_step": _STEP,
+    "optimizer_step on several GPUs": ("torch-ext/optimizer/distributed/*.py", *_STEP),
     "orthogonalize": (
         "kernels-src/common/*",
         "kernels-src/newton_schulz/*",
-        "torch-ext/optimizer/kernels/_operands.py",
-        "torch-ext/optimizer/kernels/crop.py",
-        "torch-ext/optimizer/kernels/matmul_add.py",
-        "torch-ext/optimizer/kernels/norm_factors.py",
-        "torch-ext/optimizer/kernels/normalize.py",
-        "torch-ext/optimizer/kernels/square_chain.py",
-        "torch-ext/optimizer/kernels/symmetric_matmul*.py",
+        "torch-ext/optimizer/kernels/products/*.py",
         "torch-ext/optimizer/orthogonalize/*",
     ),
 }
@@ -132,7 +73,12 @@ SOURCES["end_to_end" + PART] = tuple(
             *SOURCES["nf4"],
             *(
                 f"torch-ext/optimizer/integrations/{name}.py"
-                for name in ("experts", "lora", "quantize", "transformers")
+                for name in (
+                    "adapters/lora",
+                    "models/experts",
+                    "models/quantize",
+                    "models/transformers",
+                )
             ),
         ]
     )
@@ -171,10 +117,35 @@ def source_files(name: str, root: Path = ROOT) -> list[Path]:
 
 
 def sources_digest(name: str, root: Path = ROOT) -> str:
-    """sha256 over names and contents of the files of `name`, 64 hexadecimal digits."""
-    digest = hashlib.sha256()
-    for path in source_files(name, root):
-        content = path.read_bytes()
-        label = path.relative_to(root).as_posix()
-        digest.update(f"{label}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()
+    """sha256 over the code of the files of `name`, 64 hexadecimal digits.
+
+    Comments, docstrings, imports and the names of files cannot change a time, so they do not count.
+    """
+    codes = sorted(code_of(path) for path in source_files(name, root))
+    return hashlib.sha256("\0".join(codes).encode()).hexdigest()
+
+
+def code_of(path: Path) -> str:
+    """What of a source file runs: Python's syntax tree or C++ without comments."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        return _python_code(text)
+    without = _COMMENT.sub(lambda found: found[0] if found[0][0] != "/" else " ", text)
+    return "\n".join(" ".join(line.split()) for line in without.splitlines() if line.strip())
+
+
+_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+def _python_code(text: str) -> str:
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if not isinstance(body := getattr(node, "body", None), list):
+            continue
+        documented = isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        )
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            body = body[1:]
+        node.body = [x for x in body if not isinstance(x, ast.Import | ast.ImportFrom)]
+    return ast.dump(tree)

@@ -1,6 +1,6 @@
 #pragma once
 // A launch plan: the launches of a function of tensors, recorded once, to be played again on other
-// addresses. kernels/launch_plan.py records and encodes it; this is what its integers mean.
+// addresses. kernels/launch/launch_plan.py records and encodes it; this is what its integers mean.
 //
 // program   seconds, priority...          streams beside the current one, which is 0
 //           buffers, {dtype, dims, size..., stride...}...

@@ -48,7 +48,7 @@ struct TileCost {
   double tile_time;
 };
 
-// The positions are the numbers of the tiles; kernels/symmetric_matmul.py and kernels/matmul_add.py
+// The positions are the numbers of the tiles; kernels/products/symmetric_matmul.py and kernels/products/matmul_add.py
 // repeat the names.
 //
 // Least squares of relative errors, as in tools/tune.py, with 2 us of a launch beside the tiles.

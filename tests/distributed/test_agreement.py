@@ -504,7 +504,7 @@ def test_the_question_is_the_one_exchange_that_was_there(ranks, held, small, per
 
 def tensor_rates(opt, held: str) -> list[tuple[str, bool]]:
     """A rate in a Tensor, which one rank changes without anyone seeing it on the host."""
-    module, original = module_of(opt, "optimizers.agreement"), None
+    module, original = module_of(opt, "optimizers.sharded.consistency"), None
     both = parameters(held)
     params = [*both[0], *both[1]]
     rate, found = torch.tensor(0.1), []
@@ -518,7 +518,9 @@ def tensor_rates(opt, held: str) -> list[tuple[str, bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "on_device", on_device)
         patch.setattr(module, "is_on_device", lambda value: isinstance(value, torch.Tensor))
-        patch.setattr(module_of(opt, "optimizers.digest"), "is_on_device", module.is_on_device)
+        patch.setattr(
+            module_of(opt, "optimizers.sharded.digest"), "is_on_device", module.is_on_device
+        )
         optimizer = optimizer_of(opt, held, *both, muon={"lr": rate}, adamw={"lr": rate})
         for step in range(3):
             give(held, params, step)

@@ -56,8 +56,8 @@ class Captured:
 
     def __init__(self, opt: Any, before: Callable[[], None] = lambda: None) -> None:
         self.before = before
-        self.module = module_of(opt, "optimizers.graphs")
-        self.tape = module_of(opt, "optimizers.tape").Tape
+        self.module = module_of(opt, "optimizers.sharded.cuda_graphs")
+        self.tape = module_of(opt, "optimizers.sharded.tape").Tape
         self.counted: Counter[str] = Counter()
 
     def __enter__(self) -> Counter[str]:
@@ -374,7 +374,7 @@ def test_a_warning_that_is_an_error_comes_after_the_step(ranks, form) -> None:
 
 def stage_of_nothing(opt: Any) -> None:
     where = torch.device("cuda", torch.cuda.current_device())
-    graphs = module_of(opt, "optimizers.graphs").Graphs()
+    graphs = module_of(opt, "optimizers.sharded.cuda_graphs").Graphs()
     graphs.begin(on=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -41,7 +41,7 @@ def memory(opt, wire: torch.dtype | None) -> tuple[int, int, int, int]:
     (where,) = shared.devices
     blocks = shared.staging._blocks
     messages = sum(block.numel() for block in blocks["message", where])
-    names = module_of(opt, "optimizers.graphs")
+    names = module_of(opt, "optimizers.sharded.cuda_graphs")
     here, beside = (shared.graphs._room[where, pool] for pool in (names.HERE, names.BESIDE))
     return messages, shared.staging.held(where), here, beside
 
@@ -85,7 +85,7 @@ def test_slices_travel_between_bands(ranks) -> None:
 def pool_of_captures(opt) -> int:
     """Bytes reserved by captures that work in ever larger memory, and do not stay."""
     where = torch.device("cuda", torch.cuda.current_device())
-    capture = module_of(opt, "optimizers.graphs").capturer(where, 2**26)
+    capture = module_of(opt, "optimizers.sharded.cuda_graphs").capturer(where, 2**26)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()

@@ -87,7 +87,7 @@ def save_after_a_failure(opt: Any, folder: Path) -> None:
         def fail(*arguments: Any) -> None:
             raise torch.OutOfMemoryError("no room")
 
-        patch.setattr(module_of(opt, "optimizers.sharing").Sharing, "_step_anew", fail)
+        patch.setattr(module_of(opt, "optimizers.sharded.sharing").Sharing, "_step_anew", fail)
         with pytest.raises(torch.OutOfMemoryError):
             optimizer.step()
     for saver in (opt.save_optimizer, opt.save_optimizer_async):
@@ -111,7 +111,7 @@ class OnItsWay:
 
 
 def answers_that_come_later(opt: Any, patch: Any) -> None:
-    module = module_of(opt, "optimizers.agreement")
+    module = module_of(opt, "optimizers.sharded.consistency")
 
     def question(future, device, verdict):
         return module.Question(future.wait(), OnItsWay(), verdict)

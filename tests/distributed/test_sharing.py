@@ -81,7 +81,7 @@ class Watch:
     """Counts matrices that this rank orthogonalizes, and what it sends."""
 
     def __init__(self, opt) -> None:
-        self.step_module = module_of(opt, "optimizers.shared_step")
+        self.step_module = module_of(opt, "optimizers.sharded.shared_step")
         self.muon_module = module_of(opt, "optimizers.step")
         self.transport = module_of(opt, "distributed.transport").AllToAll
         self.matrices = 0

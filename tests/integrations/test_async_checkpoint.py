@@ -22,7 +22,7 @@ FILES = {"optimizer.safetensors", "optimizer.json"}
 @pytest.fixture
 def gate(submodule, monkeypatch):
     """Saving threads stop before they write, until the event is set."""
-    module = submodule("integrations.async_checkpoint")
+    module = submodule("integrations.checkpoints.async_checkpoint")
     event, write = threading.Event(), module.write
 
     def held(*arguments) -> None:

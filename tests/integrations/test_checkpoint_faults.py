@@ -193,7 +193,7 @@ def test_a_flipped_bit_anywhere_is_reported(opt, submodule, tmp_path) -> None:
     params = parameters([(4, 2), (0, 4)])
     optimizer = opt.Muon(params, beta2=0.9)
     train(optimizer, params, 1)
-    read = submodule("integrations.checkpoint_file").read
+    read = submodule("integrations.checkpoints.checkpoint_file").read
     opt.save_optimizer(optimizer, tmp_path)
     path = tmp_path / "optimizer.safetensors"
     written = path.read_bytes()
@@ -262,7 +262,9 @@ def test_files_have_the_mode_of_any_other(opt, tmp_path) -> None:
 
 def test_a_save_leaves_what_another_is_writing(opt, submodule, tmp_path) -> None:
     optimizer = opt.Muon(parameters([(4, 3)]))
-    with submodule("integrations.tensor_file").replacing(tmp_path / "optimizer.json") as file:
+    with submodule("integrations.checkpoints.tensor_file").replacing(
+        tmp_path / "optimizer.json"
+    ) as file:
         file.write(b"mine")
         opt.save_optimizer(optimizer, tmp_path)
     assert (tmp_path / "optimizer.json").read_bytes() == b"mine"
@@ -301,7 +303,7 @@ def test_a_tensor_file_holds_any_tensor(submodule, device, tmp_path) -> None:
     """Any other reader of the format reads the same."""
     from safetensors.torch import load_file
 
-    files = submodule("integrations.tensor_file")
+    files = submodule("integrations.checkpoints.tensor_file")
     tensors = {
         str(dtype): torch.arange(-6, 6, device=device).to(dtype).view(3, 4).t()
         for dtype in files.DTYPES

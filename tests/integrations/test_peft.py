@@ -103,7 +103,7 @@ def test_weights_are_never_replaced(opt, device, monkeypatch) -> None:
 
 def test_factors_are_views_of_the_parameters(opt, device, submodule) -> None:
     model = wrap(build("gpt_oss").to(device))
-    lora = submodule("integrations.peft").active_lora(wrappers_of(model)["0", "down_proj"])
+    lora = submodule("integrations.adapters.peft").active_lora(wrappers_of(model)["0", "down_proj"])
     for factors, target in ((lora.gate_up, "gate_up_proj"), (lora.down, "down_proj")):
         wrapper = wrappers_of(model)["0", target]
         for factor, parameter in (

@@ -76,7 +76,7 @@ def test_more_patterns_than_anybody_writes(opt, device, saved) -> None:
 def test_patterns_mean_what_they_mean_to_peft(submodule) -> None:
     from peft.utils.other import get_pattern_key
 
-    config = submodule("integrations.adapter_config")
+    config = submodule("integrations.adapters.adapter_config")
     draw = random.Random(0)
     atoms = ["a", "b", ".", r"\.", "[ab]", "[^a]", r"\d", "0", "_"]
     hits = 0
@@ -168,7 +168,7 @@ def write_index(folder: Path, file: object) -> None:
 
 
 def files_of(submodule, folder: Path):
-    return submodule("integrations.model_files").ModelFiles(folder)
+    return submodule("integrations.models.model_files").ModelFiles(folder)
 
 
 @pytest.mark.parametrize("how", ["parent", "absolute", "backslash", "link", "linked folder"])

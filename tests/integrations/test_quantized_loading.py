@@ -188,7 +188,7 @@ def test_saved_and_loaded_without_quantising_again(opt, saved, tmp_path, monkeyp
     def refuse(*_, **__):
         raise AssertionError("quantised again")
 
-    monkeypatch.setattr(submodule("moe.quantized_experts"), "nf4_quantize", refuse)
+    monkeypatch.setattr(submodule("moe.quantized.quantized_experts"), "nf4_quantize", refuse)
     again = load(tmp_path / "packed", dtype=torch.float32, device_map="cpu")
     assert first.state_dict().keys() == again.state_dict().keys()
     for key, value in first.state_dict().items():
@@ -344,7 +344,7 @@ def test_online_hub_id_with_one_file(opt, saved, monkeypatch):
 
 
 def test_placement(submodule, monkeypatch, caplog):
-    loading = submodule("integrations.quantized_loading")
+    loading = submodule("integrations.models.quantized_loading")
     place = loading.placement
     assert place("cpu") == torch.device("cpu")
     assert place({"": 3}) == torch.device("cuda:3")

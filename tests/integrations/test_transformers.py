@@ -28,7 +28,7 @@ def calls(opt, submodule, monkeypatch):
     """The experts modules that ran through our function, in order."""
     from transformers.integrations.moe import ExpertsInterface
 
-    ours = submodule("integrations.transformers").experts_function
+    ours = submodule("integrations.models.transformers").experts_function
     seen: list[torch.nn.Module] = []
 
     def spy(experts, *args, **kwargs):

@@ -18,7 +18,7 @@ def operands(submodule, device, dtype=torch.float32, seed=0) -> dict:
 
     ids = torch.randint(0, 2, (TOKENS, TOP_K), generator=generator) * 2
     ids[3, 1], ids[7, 0] = -1, EXPERTS
-    sort = submodule("kernels.expert_sort").expert_sort
+    sort = submodule("kernels.experts.expert_sort").expert_sort
     slots, rows, offsets, tiles = sort(ids.to(device), EXPERTS, tile_rows=16)
     return {
         "ids": ids,

@@ -59,7 +59,7 @@ def draw(submodule, stack: Stack, device, dtype, seed: int = 0) -> dict:
     def normal(*shape: int, kind=dtype, std: float = 1.0) -> torch.Tensor:
         return (std * torch.randn(shape, generator=generator)).to(device, kind)
 
-    module = submodule("moe.quantized_experts").QuantizedExperts.from_weight(
+    module = submodule("moe.quantized.quantized_experts").QuantizedExperts.from_weight(
         normal(EXPERTS, stack.n, stack.k, kind=torch.float32, std=stack.k**-0.5),
         blocksize=stack.blocksize,
         nested=stack.nested,

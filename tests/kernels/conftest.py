@@ -9,7 +9,7 @@ import torch
 @pytest.fixture(scope="session")
 def nf4(submodule):
     """The module kernels.nf4_dequant of the loaded package."""
-    return submodule("kernels.nf4_dequant")
+    return submodule("kernels.quant.nf4_dequant")
 
 
 @pytest.fixture(scope="session")

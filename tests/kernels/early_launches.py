@@ -73,7 +73,7 @@ def catch(tool, streams: Streams, launches: list[dict]) -> None:
         own = {p.name for p in self.params}
         compiler = {name: value for name, value in options.items() if name not in own}
         mine = {name: value for name, value in options.items() if name in own}
-        found = tool.load("kernels._triton_compile").specialization(self, arguments, mine)
+        found = tool.load("kernels.launch.triton_compile").specialization(self, arguments, mine)
         key = str((self.__name__, found, compiler))
         early = bool(compiler.get("launch_pdl"))
         if not (early or mine.get("EARLY") or mine.get("NEXT")):
@@ -97,11 +97,13 @@ def catch(tool, streams: Streams, launches: list[dict]) -> None:
 
 def main() -> None:
     tool, streams, launches = load_tool(), Streams(), []
-    launch = tool.load("kernels._grouped_launch_triton")
+    launch = tool.load("kernels.experts._grouped_launch_triton")
     launch.arch = lambda device: "sm90"
     launch.overlaps = lambda device: True
     launch._multiprocessors = lambda device: 132
-    tool.load("kernels._gated_beside_triton").beside = lambda x: contextlib.nullcontext(streams)
+    tool.load("kernels.experts._gated_beside_triton").beside = lambda x: contextlib.nullcontext(
+        streams
+    )
     catch(tool, streams, launches)
     for name, problem in PROBLEMS.items():
         tool.MODELS[name] = problem

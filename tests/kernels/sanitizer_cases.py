@@ -104,7 +104,9 @@ def normalized_slices(opt) -> int:
 def norms(opt) -> int:
     """norm_factors: full and symmetric matrices at odd sides; the number of cases."""
     device, count = torch.device("cuda"), 0
-    norm_factors = importlib.import_module(f"{opt.__name__}.kernels.norm_factors").norm_factors
+    norm_factors = importlib.import_module(
+        f"{opt.__name__}.kernels.products.norm_factors"
+    ).norm_factors
     for side in (1, 67, 129, 260, 515):
         x = torch.randn(2, side, side)
         x = x.triu() + x.triu(1).mT
@@ -122,7 +124,7 @@ def norms(opt) -> int:
 def symmetric_products(opt) -> int:
     """symmetric_matmul: every tile, layout and dtype at odd shapes; the number of cases."""
     device, count = torch.device("cuda"), 0
-    module = importlib.import_module(f"{opt.__name__}.kernels.symmetric_matmul")
+    module = importlib.import_module(f"{opt.__name__}.kernels.products.symmetric_matmul")
     hopper = torch.cuda.get_device_capability(device) == (9, 0)
     for m, k in ((1, 1), (67, 33), (130, 129), (257, 70)):
         problem = Problem((2,), m, k, alpha=0.5, beta=2.0, diag=1.0, other=True)
@@ -145,7 +147,7 @@ def dense_products(opt) -> int:
     device, count = torch.device("cuda"), 0
     if torch.cuda.get_device_capability(device) != (9, 0):
         return count
-    module = importlib.import_module(f"{opt.__name__}.kernels.matmul_add")
+    module = importlib.import_module(f"{opt.__name__}.kernels.products.matmul_add")
     for m, k, n in ((1, 1, 1), (67, 33, 300), (257, 200, 70)):
         arguments = Dense((2,), m, k, n, beta=2.0, scaled=True).operands(torch.float16, device)
         expected = exact_dense(arguments, torch.float16)
@@ -178,7 +180,7 @@ def expert_products(opt) -> int:
         return count
     module, reference = (
         importlib.import_module(f"{opt.__name__}.{name}")
-        for name in ("kernels.nf4_product", "reference.nf4_moe")
+        for name in ("kernels.quant.nf4_product", "reference.nf4_moe")
     )
     counts = (0, 1, 65, 257, 0, 130)
     # The rank, the rows' gather, whether the result stays grouped, what the epilogue does beside it
@@ -201,7 +203,7 @@ def chains(opt) -> int:
     device, count = torch.device("cuda"), 0
     if torch.cuda.get_device_capability(device) != (9, 0):
         return count
-    module = importlib.import_module(f"{opt.__name__}.kernels.square_chain")
+    module = importlib.import_module(f"{opt.__name__}.kernels.products.square_chain")
     for batch, m, groups in ((1, 8, 1), (3, 136, 2), (70, 264, 3), (1, 512, 1)):
         x = torch.zeros(batch, m, m, dtype=torch.float16, device=device)
         x.diagonal(dim1=-2, dim2=-1).fill_(2.0)

@@ -22,7 +22,7 @@ def kernels(submodule):
 
 @pytest.fixture(scope="module")
 def module(submodule):
-    return submodule("kernels.adamw")
+    return submodule("kernels.step.adamw")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ def kernels(submodule):
 
 @pytest.fixture(scope="module")
 def module(submodule):
-    return submodule("kernels.apply_update")
+    return submodule("kernels.step.apply_update")
 
 
 @pytest.fixture(scope="module")

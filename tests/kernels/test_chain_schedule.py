@@ -122,7 +122,7 @@ def test_a_place_is_refused_exactly_if_it_holds_what_is_read(probe):
 
 
 def test_python_puts_every_matrix_where_it_may_lie(probe, submodule):
-    module = submodule("kernels.square_chain")
+    module = submodule("kernels.products.square_chain")
     assert (
         probe.most_squares(),
         probe.most_buffers(),

@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 @pytest.fixture(scope="session")
 def module(submodule):
     """The module kernels.combine of the loaded package."""
-    return submodule("kernels.combine")
+    return submodule("kernels.experts.combine")
 
 
 def problem(device, dtype, tokens=7, top_k=3, n=40, valid=17, seed=0):

@@ -13,7 +13,7 @@ PATHS = ("reference", "triton")
 @pytest.fixture(scope="session")
 def module(submodule):
     """The module kernels.expert_sort of the loaded package."""
-    return submodule("kernels.expert_sort")
+    return submodule("kernels.experts.expert_sort")
 
 
 def by_hand(ids: list[list[int]], experts: int, tile_rows: int):

@@ -59,7 +59,7 @@ def test_error_against_float64(moe, device, called, problem):
 
 def test_without_a_backward_gate_and_up_are_not_stored(moe, submodule, device, monkeypatch):
     """The same bits, nothing of (R, 2I): in no_grad, and where no leaf asks for a gradient."""
-    launches = submodule("kernels.gated_experts_triton")
+    launches = submodule("kernels.experts.gated_experts_triton")
     problem = LayerProblem(4, experts=2, hidden=8, intermediate=8, rank=2, rank_down=2)
     kept, real = [], launches.gated_forward
 
@@ -113,7 +113,7 @@ def test_second_order_raises_and_a_graph_serves_twice(moe, device):
 def test_order_of_gradients(moe, submodule, device, monkeypatch):
     """Few rows: each operand is let go before the next gradient. Many: sums share launches."""
     problem = LayerProblem(6, experts=3, hidden=16, intermediate=8, rank=2, rank_down=2)
-    launches = submodule("kernels.gated_experts_triton")
+    launches = submodule("kernels.experts.gated_experts_triton")
     layer = problem.module(moe, device)
     x, gates, grad = problem.inputs(device)
     leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
@@ -207,7 +207,7 @@ def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
 
 def test_where_the_sums_do_not_run_beside_the_products(submodule, device):
     """Without dx, with a trained base, with an A that is read apart, or without memory."""
-    fits = submodule("kernels._gated_beside_triton").sums_fit_beside
+    fits = submodule("kernels.experts._gated_beside_triton").sums_fit_beside
 
     def served(tokens=64, a1_apart=False, **changed: bool) -> bool:
         x, slots = torch.empty(tokens, 16, device=device), torch.empty(2 * tokens, device=device)
@@ -229,7 +229,7 @@ def test_where_the_sums_do_not_run_beside_the_products(submodule, device):
 
 @pytest.mark.parametrize("rank", [3, 16, 17, 70])
 def test_ranks_that_are_loaded_ahead_and_in_steps(moe, submodule, device, rank):
-    assert submodule("kernels._grouped_config").ahead(rank) == (rank <= 16)
+    assert submodule("kernels.experts._grouped_config").ahead(rank) == (rank <= 16)
     problem = LayerProblem(9, hidden=16, intermediate=24, rank=rank, rank_down=rank)
     assert_layer_close_to_eager(moe, device, problem, call=by_triton)
 
@@ -253,7 +253,7 @@ def test_the_op_and_its_reference(moe, submodule, ops, device):
 
 def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch):
     """A copy much larger than the result is made for some columns at a time."""
-    launch = submodule("kernels._grouped_launch_triton")
+    launch = submodule("kernels.experts._grouped_launch_triton")
     problem = operands(submodule, device)
     x, factor = problem["x"], problem["lora_b"].transpose(1, 2)
     rows = problem["slots"].shape[0]
@@ -282,13 +282,13 @@ def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_gate_and_up_in_pieces(submodule, moe, device, monkeypatch, interleaved):
     """The second tile of columns in a launch of its own, with its part of the packed factor."""
-    launch = submodule("kernels._grouped_launch_triton")
+    launch = submodule("kernels.experts._grouped_launch_triton")
     problem = LayerProblem(
         4, experts=2, hidden=8, intermediate=40, rank=2, rank_down=None, interleaved=interleaved
     )
     layer = problem.module(moe, device)
     x, gates, _ = problem.inputs(device)
-    gated, made = submodule("kernels._gated_launch_triton"), []
+    gated, made = submodule("kernels.experts._gated_launch_triton"), []
     real = gated.column_pieces
     monkeypatch.setattr(gated, "column_pieces", lambda *a: made.append(real(*a)) or made[-1])
     found = []

@@ -191,7 +191,7 @@ def test_what_it_does_not_take_runs_in_stages(moe, device, stages_apart):
 
 def test_without_a_backward_nothing_is_kept(moe, device, submodule, monkeypatch):
     monkeypatch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
-    module, sizes = submodule("moe.quantized_gated"), []
+    module, sizes = submodule("moe.quantized.quantized_gated"), []
     real = module.gated_nf4_experts
 
     def spy(*arguments):
@@ -219,7 +219,7 @@ def test_a_second_order_raises(moe, device):
 @pytest.mark.parametrize("wanted", ("d_wide", "dots", "both"))
 def test_gradients_of_a_long_row(submodule, device, wanted):
     """More than a block of columns, of both kinds of results alone and together."""
-    launch, width = submodule("kernels._gated_nf4_triton").glu_backward_dots, 1100
+    launch, width = submodule("kernels.quant._gated_nf4_triton").glu_backward_dots, 1100
     generator = torch.Generator().manual_seed(0)
     d, wide = (torch.randn(6, n, generator=generator).to(device) for n in (width, 2 * width))
     gates = torch.rand(3, 2, generator=generator).to(device)
@@ -240,11 +240,11 @@ def test_gradients_of_a_long_row(submodule, device, wanted):
 @pytest.mark.gpu
 def test_sums_beside_products_give_the_bits_of_one_stream(moe, device, submodule, monkeypatch):
     """Also in a CUDA graph, whose replays follow a new routing."""
-    beside = submodule("kernels._beside")
+    beside = submodule("kernels.launch.streams")
     problem = Problem(256, 2, 8, 256, 256, 8, 8, strategy="auto", dtype=torch.bfloat16)
     layer = Layer(moe, device, problem)
     with monkeypatch.context() as alone:
-        launches = submodule("kernels.gated_nf4_experts_triton")
+        launches = submodule("kernels.quant.gated_nf4_experts_triton")
         alone.setattr(
             launches, "beside", lambda x, **_: beside.beside(x.new_empty(0, device="cpu"))
         )

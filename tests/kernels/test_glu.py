@@ -16,7 +16,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss")
 @pytest.fixture(scope="session")
 def module(submodule):
     """The module kernels.glu of the loaded package."""
-    return submodule("kernels.glu")
+    return submodule("kernels.experts.glu")
 
 
 def by_hand(gate_up, activation, interleaved):

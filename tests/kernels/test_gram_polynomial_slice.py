@@ -12,7 +12,7 @@ HALF = torch.float16
 
 @pytest.fixture
 def module(submodule):
-    return submodule("kernels.gram_polynomial_slice")
+    return submodule("kernels.products.gram_polynomial_slice")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ LONG = 5000  # of K: three parts of the low-rank product, the last one shorter
 @pytest.fixture(scope="session")
 def launch(submodule):
     """The module kernels._grouped_launch_triton of the loaded package."""
-    return submodule("kernels._grouped_launch_triton")
+    return submodule("kernels.experts._grouped_launch_triton")
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def reordered(launch, submodule, monkeypatch):
         shapes.append(tuple(source.shape))
         return real(source, target)
 
-    for module in (launch, submodule("kernels._grouped_sums_triton")):
+    for module in (launch, submodule("kernels.experts._grouped_sums_triton")):
         monkeypatch.setattr(module, "reorder", watch)
     return shapes
 
@@ -96,7 +96,7 @@ def long_product(submodule, launch, device, tokens: int, dtype=torch.float32):
     x = torch.randn(20, LONG, generator=generator).to(device, dtype)[:tokens]
     factor = torch.randn(3, RANK, LONG, generator=generator).to(device)
     ids = torch.randint(0, 3, (20, TOP_K), generator=generator)[:tokens]
-    sort = submodule("kernels.expert_sort").expert_sort
+    sort = submodule("kernels.experts.expert_sort").expert_sort
     slots, _, _, tiles = sort(ids.to(device), 3, tile_rows=16)
     out = torch.full((tokens * TOP_K, RANK), torch.nan, device=device, dtype=dtype)
     options = {"tile_rows": 16, "scaling": 0.5, "fan": TOP_K, "scatter": True}

@@ -61,7 +61,7 @@ def test_decoded_slices_of_4_bit_experts_take_triton(submodule, ops, device, pat
 @pytest.fixture(scope="session")
 def config(submodule):
     """The module kernels._grouped_config of the loaded package."""
-    return submodule("kernels._grouped_config")
+    return submodule("kernels.experts._grouped_config")
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm86", "sm90", "hip"])
@@ -190,7 +190,7 @@ def moe_problem(submodule, device, calls):
 @pytest.fixture
 def launched(submodule, monkeypatch, device):
     """{launch: its tensors} of forward on the Triton path; nothing runs. And the operands."""
-    module = submodule("kernels.grouped_lora_forward_triton")
+    module = submodule("kernels.experts.grouped_lora_forward_triton")
     seen: dict[str, list] = {}
     for name in ("low_rank", "grouped_product"):
         monkeypatch.setattr(

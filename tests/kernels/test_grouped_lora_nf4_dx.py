@@ -11,7 +11,7 @@ from ._nf4_grouped import CASES, STACKS, TOP_K, Stack, budget, draw, rows_of, va
 
 def backward(submodule, problem, path, *, wants_dx=True, wants_gates=True):
     """dx in expert order, yb and dgates, of gated and combined rows."""
-    module = submodule("kernels.grouped_lora_nf4_dx")
+    module = submodule("kernels.quant.grouped_lora_nf4_dx")
     return module.grouped_lora_nf4_dx(
         problem["dy"],
         problem["weight"].operands(),

@@ -21,13 +21,13 @@ DTYPES = {6: torch.float32, 0: torch.uint8, 4: torch.int64}
 @pytest.fixture(scope="session")
 def plans(submodule):
     """The module kernels.launch_plan of the loaded package."""
-    return submodule("kernels.launch_plan")
+    return submodule("kernels.launch.launch_plan")
 
 
 @pytest.fixture(scope="session")
 def memory(submodule):
     """The module kernels._plan_memory of the loaded package."""
-    return submodule("kernels._plan_memory")
+    return submodule("kernels.launch.plan_memory")
 
 
 class Stream:

@@ -247,8 +247,8 @@ def test_python_names_the_tiles_of_the_table(submodule):
         assert any(float(block) > 0 for _, block, _ in rows), "`auto` has none to take"
         return [row[0] for row in rows]
 
-    symmetric = submodule("kernels.symmetric_matmul")
-    dense = submodule("kernels.matmul_add")
+    symmetric = submodule("kernels.products.symmetric_matmul")
+    dense = submodule("kernels.products.matmul_add")
     assert table("kSymmetricTiles") == list(symmetric.TILES[3:])
     assert table("kMatmulAddTiles") == list(dense.TILES)
 
@@ -312,19 +312,19 @@ def pick(tmp_path_factory):
 
 @pytest.mark.parametrize("shape", FASTEST, ids=str)
 def test_auto_takes_the_tile_that_was_fastest(pick, submodule, shape):
-    tiles = submodule("kernels.symmetric_matmul").TILES[3:]
+    tiles = submodule("kernels.products.symmetric_matmul").TILES[3:]
     assert tiles[pick(1, 0, *shape, shape[1], 132)] == FASTEST[shape]
 
 
 @pytest.mark.parametrize("shape", FASTEST_DENSE, ids=str)
 def test_auto_takes_the_dense_tile_that_was_fastest(pick, submodule, shape):
-    tiles = submodule("kernels.matmul_add").TILES
+    tiles = submodule("kernels.products.matmul_add").TILES
     assert tiles[pick(0, 0, *shape, 132)] == FASTEST_DENSE[shape]
 
 
 def test_auto_respects_blocks_of_upper_storage(pick, submodule):
     """A tile's rows of the left operand, or columns of the right one, are of one such block."""
-    tiles = submodule("kernels.matmul_add").TILES
+    tiles = submodule("kernels.products.matmul_add").TILES
     for batch, m, n in ((256, 512, 2048), (24, 1024, 4096), (1, 128, 256), (3, 200, 100)):
         left, right = pick(0, 1, batch, m, m, n, 132), pick(0, 2, batch, n, m, m, 132)
         assert tiles[left] in ("sm90_128x256", "sm90_128x128")

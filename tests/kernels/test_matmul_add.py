@@ -14,7 +14,7 @@ from ._products import DTYPES, PATTERNS, Dense, exact_dense, laid_out
 @pytest.fixture(scope="session")
 def module(submodule):
     """The module kernels.matmul_add of the loaded package."""
-    return submodule("kernels.matmul_add")
+    return submodule("kernels.products.matmul_add")
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ STORED = (3, 32, 128)  # (E, N, K)
 @pytest.fixture(scope="session")
 def module(submodule):
     """The module kernels.nf4_product of the loaded package."""
-    return submodule("kernels.nf4_product")
+    return submodule("kernels.quant.nf4_product")
 
 
 def stack(
@@ -147,8 +147,8 @@ def test_the_ops_take_what_path_and_times_say(
     module, submodule, monkeypatch, caplog, path, pays, refused
 ):
     """By name what it can take; measured also what pays, and without a word where it cannot."""
-    forward = submodule("kernels.grouped_lora_nf4_forward")
-    launch, asked = submodule("kernels._nf4_product_triton"), []
+    forward = submodule("kernels.quant.grouped_lora_nf4_forward")
+    launch, asked = submodule("kernels.quant._nf4_product_triton"), []
     monkeypatch.setattr(launch, "nf4_product", lambda *a, **o: asked.append("triton"))
     monkeypatch.setattr(
         module, "ops", types.SimpleNamespace(nf4_product=lambda *a: asked.append("compiled"))
@@ -192,7 +192,7 @@ def test_rows_meet_others_before_their_gates(submodule, device, fan, scatter, ga
     if gated:
         product[at[:known]] *= gates.view(-1, 1)[slots[:known]]
     other[source[known:]] = other[source[known:]] if fan else torch.nan
-    launch = submodule("kernels._row_dots_triton").gate_and_dot
+    launch = submodule("kernels.quant._row_dots_triton").gate_and_dot
     dots = launch(out, other, gates if gated else None, slots, offsets, fan, scatter)
     assert torch.allclose(dots, expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(out, product)

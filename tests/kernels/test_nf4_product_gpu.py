@@ -33,7 +33,7 @@ def hopper(device):
 
 @pytest.fixture(scope="session")
 def module(submodule):
-    return submodule("kernels.nf4_product")
+    return submodule("kernels.quant.nf4_product")
 
 
 @pytest.fixture(scope="session")
@@ -320,7 +320,7 @@ def test_operands_that_do_not_fit_are_refused(module, device, reference):
 def test_the_dispatch_equals_triton(module, submodule, device, reference, rank, scatter):
     """As the ops call it; rows that meet others are rounded once more, before their gates."""
     arguments, _ = Problem((100, 60), 136, 256, True, 16, 1, False).operands(device, reference)
-    order = submodule("kernels.expert_sort")
+    order = submodule("kernels.experts.expert_sort")
     ids = torch.repeat_interleave(
         torch.arange(3, device=device), torch.tensor([100, 60, 4], device=device)
     )
@@ -332,7 +332,7 @@ def test_the_dispatch_equals_triton(module, submodule, device, reference, rank, 
     )
     operands = (x, stack, True, low[:, :rank].contiguous(), arguments["factor"][:, :rank])
     options = {"tile_rows": 64, "fan": 1, "scatter": scatter}
-    by_triton = submodule("kernels._nf4_product_triton").nf4_product
+    by_triton = submodule("kernels.quant._nf4_product_triton").nf4_product
     out, expected = torch.full((2, 164, 136), torch.nan, device=device).bfloat16()
     order = (slots, offsets, tiles)
     assert module.prefer_compiled(*operands, *order, out, **options) is None

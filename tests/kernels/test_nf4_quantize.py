@@ -200,7 +200,7 @@ def test_large_weights_are_taken_in_chunks(ops, submodule, device, monkeypatch):
     """A chunk border changes nothing."""
     weight = draw((5, 700), torch.bfloat16, device)
     whole = run(ops, "reference", weight, 32, "nf4")
-    monkeypatch.setattr(submodule("kernels.nf4_quantize"), "CHUNK", 4096 // 4)
+    monkeypatch.setattr(submodule("kernels.quant.nf4_quantize"), "CHUNK", 4096 // 4)
     for ours, expected in zip(run(ops, "reference", weight, 32, "nf4"), whole, strict=True):
         assert_same_bits(ours, expected)
 
@@ -257,7 +257,7 @@ def test_wrong_arguments_are_named(opt, message):
 
 
 def test_a_slow_path_is_reported_once(submodule, monkeypatch, caplog):
-    module = submodule("kernels.nf4_quantize")
+    module = submodule("kernels.quant.nf4_quantize")
     monkeypatch.setattr(module, "_has_compiled", lambda key: False)
     module._pick.cache_clear()
     module._say_once.cache_clear()

@@ -30,7 +30,7 @@ def test_bits_of_bitsandbytes(ops, device, dtype, blocksize, quant_type):
 
 def test_a_user_gets_the_kernel_without_asking(opt, ops, submodule, device, caplog):
     """The portable path, which takes 250 times as long, is neither taken nor reported."""
-    module, weight = submodule("kernels.nf4_quantize"), draw((6, 700), torch.bfloat16, device)
+    module, weight = submodule("kernels.quant.nf4_quantize"), draw((6, 700), torch.bfloat16, device)
     module._say_once.cache_clear()
     for actual, expected in zip(
         opt.nf4_quantize(weight), run(ops, "compiled", weight, 64, "nf4"), strict=True

@@ -14,7 +14,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @pytest.fixture(scope="session")
 def norm_factors(submodule):
-    return submodule("kernels.norm_factors").norm_factors
+    return submodule("kernels.products.norm_factors").norm_factors
 
 
 @pytest.mark.kernels_ci

@@ -24,7 +24,7 @@ SHAPES = ((1, 1, 1), (3, 1, 7), (2, 9, 1), (2, 4, 4), (3, 33, 131), (1, 128, 64)
 @pytest.fixture(scope="session")
 def module(submodule):
     """The module kernels.normalize of the loaded package."""
-    return submodule("kernels.normalize")
+    return submodule("kernels.products.normalize")
 
 
 @pytest.fixture(scope="session")

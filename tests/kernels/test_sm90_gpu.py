@@ -34,12 +34,12 @@ def hopper(device):
 
 @pytest.fixture(scope="session")
 def symmetric(submodule):
-    return submodule("kernels.symmetric_matmul").symmetric_matmul
+    return submodule("kernels.products.symmetric_matmul").symmetric_matmul
 
 
 @pytest.fixture(scope="session")
 def dense(submodule):
-    return submodule("kernels.matmul_add").matmul_add
+    return submodule("kernels.products.matmul_add").matmul_add
 
 
 class Framed:
@@ -177,7 +177,7 @@ def test_error_is_that_of_cublas(symmetric, device, tile, dtype):
 @pytest.mark.parametrize("tile", SYMMETRIC)
 def test_strides_beyond_two_to_the_31_elements(submodule, device, tile):
     """The op itself: the rows of operands, C and out interleave, which the function refuses."""
-    module = submodule("kernels.symmetric_matmul")
+    module = submodule("kernels.products.symmetric_matmul")
     m, k, stride = 70, 40, 2**25
     buffer = torch.zeros((m - 1) * stride + 1024, dtype=torch.float16, device=device)
     assert (m - 1) * stride > 2**31

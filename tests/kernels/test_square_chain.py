@@ -15,7 +15,7 @@ SIDES = (8, 64, 136, 512, 520, 768, 1000, 1024)
 
 @pytest.fixture(scope="session")
 def module(submodule):
-    return submodule("kernels.square_chain")
+    return submodule("kernels.products.square_chain")
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ PATHS = ("public", "triton", "reference")
 @pytest.fixture(scope="session")
 def module(submodule):
     """The module kernels.symmetric_matmul of the loaded package."""
-    return submodule("kernels.symmetric_matmul")
+    return submodule("kernels.products.symmetric_matmul")
 
 
 @pytest.fixture(scope="session")

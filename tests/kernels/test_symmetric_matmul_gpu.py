@@ -16,7 +16,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @pytest.fixture(scope="session")
 def module(submodule):
-    return submodule("kernels.symmetric_matmul")
+    return submodule("kernels.products.symmetric_matmul")
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ OPTIONS = {"num_warps": 2, "launch_pdl": True}
 @pytest.fixture(scope="session")
 def compiler(submodule):
     """The module kernels._triton_compile of the loaded package."""
-    return submodule("kernels._triton_compile")
+    return submodule("kernels.launch.triton_compile")
 
 
 @pytest.fixture

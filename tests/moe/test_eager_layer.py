@@ -32,7 +32,7 @@ PROBLEMS = [
 @pytest.fixture
 def taken(submodule, monkeypatch):
     """How often the node was taken, in a list; on a CPU as on a GPU."""
-    dense, packed = submodule("moe.eager_layer"), submodule("moe.eager_quantized")
+    dense, packed = submodule("moe.eager_layer"), submodule("moe.quantized.eager_quantized")
     calls = []
     monkeypatch.setattr(dense, "_is_on_gpu", lambda _: True)
     for module, name in ((dense, "_forward"), (packed, "_forward")):
@@ -251,7 +251,7 @@ def test_bits_of_the_ops_over_4_bits(moe, device, taken, by_ops, problem) -> Non
 @pytest.fixture
 def prepared(submodule, monkeypatch):
     """Kernels by name and rows of x, of launches that were recorded, none of which was made."""
-    plans, launches = submodule("kernels.launch_plan"), []
+    plans, launches = submodule("kernels.launch.launch_plan"), []
 
     def launch(recording, kernel, grid, *args, **named):
         launches.append((kernel.__name__, recording._operands[0]))

@@ -41,7 +41,7 @@ PROBLEMS = [
 @pytest.fixture
 def plans(submodule):
     """The module kernels.launch_plan of the loaded package."""
-    return submodule("kernels.launch_plan")
+    return submodule("kernels.launch.launch_plan")
 
 
 @pytest.fixture

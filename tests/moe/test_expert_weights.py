@@ -17,7 +17,7 @@ ODD = (5, 7, 9)  # 63 elements per expert: blocks straddle experts, experts star
 
 @pytest.fixture(scope="session")
 def weights(submodule):
-    return submodule("moe.expert_weights")
+    return submodule("moe.quantized.expert_weights")
 
 
 def draw(shape, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
@@ -265,7 +265,7 @@ def test_selective_weights_dense_and_packed(opt):
 
 def test_blocks_that_leave_their_row_are_reported_once(opt, submodule, caplog):
     """Where a GPU would decode inside the product; not on the CPU, nor for a strategy by name."""
-    submodule("moe.expert_weights")._say_once.cache_clear()
+    submodule("moe.quantized.expert_weights")._say_once.cache_clear()
     half = SimpleNamespace(is_cuda=True, element_size=lambda: 2)
     straddling = opt.moe.QuantizedExperts((2, 4, 96)).quantized_weight()
     named = dataclasses.replace(straddling, strategy="chunked")
@@ -280,7 +280,7 @@ def test_blocks_that_leave_their_row_are_reported_once(opt, submodule, caplog):
 
 
 def test_the_report_does_not_break_a_graph(submodule, caplog):
-    module = submodule("moe.expert_weights")
+    module = submodule("moe.quantized.expert_weights")
     module._say_once.cache_clear()
 
     @torch.compile(fullgraph=True, backend="eager")

@@ -11,7 +11,10 @@ import torch
 @pytest.fixture
 def on_hopper(submodule, monkeypatch):
     """Decisions as on an H200, made on tensors of the CPU."""
-    module, paths = submodule("moe.explain_quantized"), submodule("kernels._moe_paths")
+    module, paths = (
+        submodule("moe.quantized.explain_quantized"),
+        submodule("kernels.experts._moe_paths"),
+    )
 
     def pick(device, dtype, backend="auto"):
         name = "triton" if backend == "auto" else backend
@@ -38,7 +41,7 @@ def test_cuda_and_triton_by_rows_and_direction(opt, submodule, on_hopper, monkey
         asked.append((mean, depth, others[-1]))
         return others[-1]
 
-    monkeypatch.setattr(submodule("moe.explain_quantized"), "pays", pays)
+    monkeypatch.setattr(submodule("moe.quantized.explain_quantized"), "pays", pays)
     said = explain(opt, stack(opt), 64)
     assert said == (
         "fused: 64 rows per expert, at most 512; forward by CUDA, backward by Triton, as measured"
@@ -86,7 +89,7 @@ def test_other_devices(opt):
 @pytest.mark.parametrize("tokens", [1, 40, 900])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_it_is_what_runs(opt, submodule, device, monkeypatch, dtype, tokens, k):
-    module, seen = submodule("moe.quantized_strategy"), []
+    module, seen = submodule("moe.quantized.strategy"), []
     real = module.choose_strategy
 
     def spy(*arguments, **options):

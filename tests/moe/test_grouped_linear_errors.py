@@ -83,7 +83,7 @@ def test_expert_sort_checks_what_it_gets(moe):
 
 
 def test_the_portable_path_says_so_once(good, moe, submodule, caplog):
-    submodule("kernels._moe_paths")._say_once.cache_clear()
+    submodule("kernels.experts._moe_paths")._say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         moe.grouped_lora_linear(**good)
         moe.grouped_lora_linear(**good)

@@ -45,7 +45,7 @@ def test_the_compiled_path_is_for_4_bit_experts(moe, opt, submodule, monkeypatch
         moe.grouped_lora_linear(leaves["x"], leaves["weight"], order, backend="compiled")
     with pytest.raises(ValueError, match=said):
         opt.explain("grouped_lora_linear", device=device, backend="compiled")
-    paths = submodule("kernels._moe_paths")
+    paths = submodule("kernels.experts._moe_paths")
     pick = functools.partial(paths.pick.__wrapped__, device, torch.bfloat16, "compiled")
     monkeypatch.setattr(paths, "_is_hopper", lambda _: False)
     with pytest.raises(ValueError, match=r"needs a device of capability 9\.0 and Triton"):

@@ -24,7 +24,7 @@ def hopper(device):
 @pytest.fixture
 def compiled_calls(submodule, monkeypatch):
     """The number of launches of the compiled product, in a list."""
-    module, calls = submodule("kernels.nf4_product"), []
+    module, calls = submodule("kernels.quant.nf4_product"), []
     real = module.nf4_product
 
     def counted(*arguments, **options):
@@ -104,7 +104,7 @@ def test_auto_takes_it_where_it_pays(moe, submodule, device, compiled_calls, mon
     taken = list(compiled_calls)
     compiled_calls.clear()
     by_auto = case.step("auto")
-    module = submodule("kernels.nf4_product")
+    module = submodule("kernels.quant.nf4_product")
     assert all(module.pays(150, depth, True) for depth in (832, 896))
     assert module.pays(150, 1792, False) and not module.pays(150, 640, True)
     assert sorted(compiled_calls) == sorted(taken)

@@ -56,7 +56,7 @@ def results(y, leaves, grad) -> dict[str, torch.Tensor]:
 def small_chunks(submodule, monkeypatch):
     """Slices of two experts of the largest problem."""
     both = (2 * 24 * 40 * 4,) * 2
-    monkeypatch.setattr(submodule("moe.quantized_strategy"), "SLICE_BYTES", both)
+    monkeypatch.setattr(submodule("moe.quantized.strategy"), "SLICE_BYTES", both)
 
 
 @pytest.mark.parametrize("options", ({}, {"nested": True}, {"quant_type": "fp4"}), ids=str)
@@ -215,7 +215,7 @@ def test_only_packed_bytes_are_kept_for_backward(opt, device):
 
 def test_no_slice_decodes_more_than_its_bound(opt, submodule, device, small_chunks, monkeypatch):
     """chunked: SLICE_BYTES; selective: min(E, T k) experts, however the tokens are routed."""
-    module = submodule("moe.expert_weights")
+    module = submodule("moe.quantized.expert_weights")
     seen = []
     real = module.nf4_dequant
 
@@ -224,7 +224,7 @@ def test_no_slice_decodes_more_than_its_bound(opt, submodule, device, small_chun
         return real(*arguments)
 
     monkeypatch.setattr(module, "nf4_dequant", spy)
-    slices = submodule("kernels._nf4_slices_triton")
+    slices = submodule("kernels.quant._nf4_slices_triton")
     decoder = slices.decoder
 
     def spying(*arguments):
@@ -249,7 +249,7 @@ def test_no_slice_decodes_more_than_its_bound(opt, submodule, device, small_chun
 
 def test_choice_is_a_pure_function_of_rows_per_expert(opt, submodule, monkeypatch):
     choose = opt.moe.choose_strategy
-    monkeypatch.setattr(submodule("moe.quantized_strategy"), "FUSED_UP_TO_ROWS", 200)
+    monkeypatch.setattr(submodule("moe.quantized.strategy"), "FUSED_UP_TO_ROWS", 200)
     for rows in (8, 128, 200 * 128):
         assert choose(rows, 128).name == "fused"
     assert choose(200 * 128 + 1, 128).name == "chunked"
@@ -268,7 +268,7 @@ def test_choice_is_a_pure_function_of_rows_per_expert(opt, submodule, monkeypatc
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_auto_knows_where_the_fused_product_is_fast(opt, submodule, device, dtype, monkeypatch):
     """Half precision on a GPU; on the CPU the fused op would decode the whole stack."""
-    module, seen = submodule("moe.quantized_strategy"), []
+    module, seen = submodule("moe.quantized.strategy"), []
     real = module.choose_strategy
 
     def spy(*arguments, **options):
@@ -288,7 +288,7 @@ def test_times_choose_the_fused_product_unless_a_path_is_named(
     opt, submodule, device, backend, strategy, monkeypatch
 ):
     """Triton's path by itself gives way to what is faster; asked for by name it stays."""
-    linear, module = submodule("moe.grouped_linear"), submodule("moe.quantized_linear")
+    linear, module = submodule("moe.grouped_linear"), submodule("moe.quantized.quantized_linear")
     monkeypatch.setattr(linear, "pick_name", lambda *_, **__: "triton")
     problem = Problem(8, rank=3, k=64, n=64)
     leaves, seen = problem.inputs(device), []
@@ -308,7 +308,7 @@ def test_times_choose_the_fused_product_unless_a_path_is_named(
 
 
 def test_chunks_are_equal_and_bounded(submodule):
-    chunk = submodule("moe.quantized_strategy").chunk_experts
+    chunk = submodule("moe.quantized.strategy").chunk_experts
     assert chunk(128, 1536 * 2048, 2) == 16  # eight slices of 96 MiB
     assert chunk(256, 1024 * 2048, 2) == 32  # eight of 128 MiB, the most
     assert chunk(64, 1024 * 2048, 2) == 16  # four of 64 MiB, the least

@@ -18,7 +18,7 @@ PROBLEM = Problem(96, 4, 15, 256, 128, 16, dtype=torch.bfloat16, gates=True, bia
 def packed_experts(opt, submodule, monkeypatch, leaves, strategy):
     """4-bit experts (E, K, N), of which `chunked` decodes four at a time: an odd last slice."""
     both = (4 * PROBLEM.k * PROBLEM.n * 2,) * 2
-    monkeypatch.setattr(submodule("moe.quantized_strategy"), "SLICE_BYTES", both)
+    monkeypatch.setattr(submodule("moe.quantized.strategy"), "SLICE_BYTES", both)
     return quantize(opt, PROBLEM, leaves, strategy=strategy)[0].transpose(1, 2)
 
 
@@ -58,7 +58,7 @@ def test_slices_take_turns_over_two_streams(opt, submodule, device, monkeypatch)
     leaves, ids = PROBLEM.inputs(device), PROBLEM.ids(device)
     weight = packed_experts(opt, submodule, monkeypatch, leaves, "chunked")
     expected = run(opt, PROBLEM, leaves, ids, weight).detach()
-    slices = submodule("kernels._nf4_slices_triton")
+    slices = submodule("kernels.quant._nf4_slices_triton")
     decoder, used = slices.decoder, []
 
     def late(*arguments):

@@ -209,7 +209,7 @@ def test_same_shapes_are_orthogonalized_as_one_batch(opt, submodule, device, mon
 
 def test_batches_are_bounded_and_cover_everything_once(submodule) -> None:
     """M12, M15: chunks are bounded by bytes whatever the number of experts or heads."""
-    blocks = submodule("optimizers.blocks")
+    blocks = submodule("optimizers.groups.blocks")
     limit = 40  # elements
     cases = [
         (torch.zeros(7, 2, 5), blocks.Blocks(7, (2,), 1, 5, split=False)),  # 4 experts a piece
@@ -278,7 +278,7 @@ def test_what_a_step_needs_at_once_is_bounded(hopper) -> None:
 )
 def test_batches_of_models_are_equal(submodule, hopper, shape, batches) -> None:
     """A last batch of a few matrices would take nearly as long as a full one."""
-    blocks = submodule("optimizers.blocks")
+    blocks = submodule("optimizers.groups.blocks")
     count, params = (shape[0], 1) if len(shape) == 3 else (None, 32)
     cut = blocks.Blocks(count, (shape[-2],), 1, shape[-1], split=False)
     tensors = [torch.empty(shape, device="meta") for _ in range(params)]

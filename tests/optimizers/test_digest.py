@@ -31,7 +31,7 @@ def module_of(opt, name: str) -> Any:
     ],
 )
 def test_equal_words_are_of_values_that_mean_the_same(opt, option, alike, others) -> None:
-    digest = module_of(opt, "optimizers.digest")
+    digest = module_of(opt, "optimizers.sharded.digest")
     words = {digest.word(digest.canonical(option, value)) for value in alike}
     assert len(words) == 1
     for other in others:
@@ -40,7 +40,10 @@ def test_equal_words_are_of_values_that_mean_the_same(opt, option, alike, others
 
 
 def test_only_what_may_have_changed_is_put_into_words_again(opt, monkeypatch) -> None:
-    digest, options = module_of(opt, "optimizers.digest"), module_of(opt, "optimizers.options")
+    digest, options = (
+        module_of(opt, "optimizers.sharded.digest"),
+        module_of(opt, "optimizers.groups.options"),
+    )
     params = [nn.Parameter(torch.ones(3, 3)) for _ in range(2)]
     optimizer = opt.MuonAdamW(
         [
@@ -80,7 +83,9 @@ def test_only_what_may_have_changed_is_put_into_words_again(opt, monkeypatch) ->
 
 def bits_of(opt, *values: float) -> int:
     tensors = [torch.tensor(value) for value in values]
-    return module_of(opt, "optimizers.digest").on_device(tensors, torch.device("cpu")).item()
+    return (
+        module_of(opt, "optimizers.sharded.digest").on_device(tensors, torch.device("cpu")).item()
+    )
 
 
 def test_numbers_of_a_device_are_compared_by_their_bits_and_order(opt) -> None:
@@ -96,7 +101,7 @@ def test_numbers_of_a_device_are_compared_by_their_bits_and_order(opt) -> None:
 def test_a_question_waits_for_nothing_on_the_device(opt, device) -> None:
     """Rates of a schedule, in numbers and in Tensors, and gradients that come and go."""
     agreement, shared = (module_of(opt, f"optimizers.{name}") for name in ("agreement", "shared"))
-    options = module_of(opt, "optimizers.options")
+    options = module_of(opt, "optimizers.groups.options")
     params = [nn.Parameter(torch.ones(3, device=device)) for _ in range(200)]
     rate = torch.tensor(0.1, device=device)
     optimizer = opt.MuonAdamW(
@@ -129,9 +134,9 @@ def test_a_question_waits_for_nothing_on_the_device(opt, device) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     question.check()
-    place = len(shared.LAYOUT) + module_of(opt, "optimizers.digest").OPTIONS.index("lr")
+    place = len(shared.LAYOUT) + module_of(opt, "optimizers.sharded.digest").OPTIONS.index("lr")
     told = question.found[0].tolist()
-    digest = module_of(opt, "optimizers.digest")
+    digest = module_of(opt, "optimizers.sharded.digest")
     assert told[place] == digest.word(f"torch.float32 on a device; {(0.1 / 3).hex()}")
     first = len(shared.LAYOUT) + len(digest.OPTIONS)
     assert told[first : first + 2] == [bits_of(opt, 0.1 / 3), 0]

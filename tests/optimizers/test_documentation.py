@@ -45,10 +45,10 @@ def test_step_keeps_the_predecessors_argument_names(opt) -> None:
 
 def test_every_option_of_a_group_is_an_argument_of_muon(opt, submodule) -> None:
     """And has a default in MuonAdamW, except lr; AdamW's own are named as in Muon."""
-    options = submodule("optimizers.options")
+    options = submodule("optimizers.groups.options")
     names = set(options.option_names(options.MuonOptions))
     assert names <= set(inspect.signature(opt.Muon).parameters)
     defaults = submodule("optimizers.muon_adamw").DEFAULTS
-    own = submodule("optimizers.groups").DEFAULT_KEYS
+    own = submodule("optimizers.groups.group_format").DEFAULT_KEYS
     adamw = {own.get(name, name) for name in options.option_names(options.AdamWOptions)}
     assert set(defaults) == (names | adamw) - {"lr"}

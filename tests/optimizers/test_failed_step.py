@@ -100,7 +100,7 @@ def test_a_failed_step_is_remembered(
 ) -> None:
     """Neither a step nor any way of saving goes on, until state is loaded; then the run does."""
     failure = FAILURES[name]
-    for module in ("optimizers.chunks", "optimizers.host_state"):
+    for module in ("optimizers.chunks", "optimizers.state.host_state"):
         monkeypatch.setattr(submodule(module), "BATCH_BYTES", 64)
     params = parameters(SHAPES, device=device)
     optimizer = failure.make(opt, params)
@@ -172,7 +172,7 @@ def test_a_failed_clip_is_remembered(opt, submodule, device, monkeypatch, tmp_pa
     names = ("layers.0.a.wq.weight", "layers.0.a.wk.weight")
     optimizer = opt.Muon([*zip(names, params, strict=True)], clip_config=config)
     with monkeypatch.context() as patch:
-        fail_in(submodule("optimizers.qk_clip"), patch, "scale_rows", 2, KeyboardInterrupt())
+        fail_in(submodule("optimizers.stages.qk_clip"), patch, "scale_rows", 2, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             optimizer.step(qk_logits={0: torch.tensor([4.0], device=device)})
     with pytest.raises(RuntimeError, match=MIDWAY):

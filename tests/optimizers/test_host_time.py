@@ -89,7 +89,7 @@ def test_calls_per_step(build, name, kind) -> None:
 
 def test_tensors_that_the_ops_are_given(build, submodule, monkeypatch) -> None:
     """What a list costs it costs per tensor: directions and updates are one each, never views."""
-    lists = submodule("kernels._lists")
+    lists = submodule("kernels.step.tensor_lists")
     given = {}
 
     class Counted:

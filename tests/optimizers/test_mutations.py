@@ -41,7 +41,7 @@ MUTATIONS = (
     Mutation(
         "M6c",
         "test_state_is_made_at_construction",
-        "optimizers/state.py",
+        "optimizers/state/state.py",
         "wide = torch.promote_types(param.dtype, torch.float32)",
         "wide = param.dtype",
     ),
@@ -62,21 +62,21 @@ MUTATIONS = (
     Mutation(
         "M15a",
         "test_expert_keys_match_whole_components_only",
-        "optimizers/param_groups.py",
+        "optimizers/groups/param_groups.py",
         "return any(parts[i : i + len(wanted)] == wanted for i in range(last + 1))",
         "return last >= 0 and key in name",
     ),
     Mutation(
         "M20b",
         "test_shared_key_heads_are_exact",
-        "optimizers/qk_clip.py",
+        "optimizers/stages/qk_clip.py",
         "QUERY: self._rows(QUERY, query / beside, query)",
         "QUERY: self._rows(QUERY, query.sqrt(), query)",
     ),
     Mutation(
         "M28",
         "test_the_device_is_the_parameters",
-        "optimizers/state.py",
+        "optimizers/state/state.py",
         "torch.zeros(self.shape, dtype=self.dtype, device=param.device)",
         "torch.zeros(self.shape, dtype=self.dtype)",
     ),

@@ -103,7 +103,7 @@ def test_options_are_checked_only_when_they_change(opt, submodule, device, monke
     """The host time of a step: one comparison per group."""
     params = parameters([(6, 4), (5,)], device=device)
     optimizer = both(opt, params)["Muon"]()
-    options = submodule("optimizers.options")
+    options = submodule("optimizers.groups.options")
     checks = []
     for kind in (options.MuonOptions, options.AdamWOptions):
         monkeypatch.setattr(kind, "check", lambda self, where, **_: checks.append(where))

@@ -163,7 +163,7 @@ def test_fused_attention_is_split(opt, device) -> None:
 
 
 def test_the_split_is_logged(opt, submodule, caplog) -> None:
-    name = submodule("optimizers.param_groups").__name__
+    name = submodule("optimizers.groups.param_groups").__name__
     with caplog.at_level("INFO", logger=name):
         opt.get_default_muon_param_groups(Anonymous())
     assert [record.getMessage() for record in caplog.records if record.name == name] == [

@@ -185,9 +185,9 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_which_names_match(opt, submodule, name) -> None:
     """M19: the last component but one is the kind, the last of digits alone the layer."""
-    config = submodule("optimizers.clip_config").parse_clip_config(MHA)
+    config = submodule("optimizers.groups.clip_config").parse_clip_config(MHA)
     entries = [("here", nn.Parameter(torch.zeros(12, 4)), name)]
-    found = submodule("optimizers.qk_clip").find_targets(config, entries)
+    found = submodule("optimizers.stages.qk_clip").find_targets(config, entries)
     assert [target.layer for target in found] == [
         layer for layer in [NAMES[name]] if layer is not None
     ]
@@ -304,8 +304,8 @@ ROWS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_of_a_shard_take_the_scale_of_their_head(opt, submodule, device, kind, dtype) -> None:
     """M22: uneven, empty and strided shards give the rows of the whole, bit for bit."""
-    clip = submodule("optimizers.qk_clip")
-    config = submodule("optimizers.clip_config").parse_clip_config(GQA)
+    clip = submodule("optimizers.stages.qk_clip")
+    config = submodule("optimizers.groups.clip_config").parse_clip_config(GQA)
     ((_, whole), (_, key)) = layer({"wq": 6 * D, "wk": 2 * D}, device=device, dtype=dtype)
     logits = {0: torch.tensor([20.0, 5.0, 80.0, 9.0, 3.0, 11.0], device=device)}
     shards = []
@@ -331,7 +331,7 @@ def test_a_kept_residual_is_scaled_with_its_parameter(opt, submodule, device, dt
     exact = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).to(device)
     param, residual = rounding.split(exact, dtype)
     scale = torch.tensor([1.0, 0.5, 0.3, 1.0, 0.999, 1e-3], device=device)
-    submodule("optimizers.qk_clip").scale_rows(param, scale, residual)
+    submodule("optimizers.stages.qk_clip").scale_rows(param, scale, residual)
     assert_error_at_most(rounding.join(param, residual), exact * scale[:, None], 2.0**-24)
 
 

@@ -49,7 +49,7 @@ def make(dtype, device):
 @pytest.fixture
 def reference_only(submodule):
     """A patch, on demand, after which every stage takes the reference path."""
-    lists = submodule("kernels._lists")
+    lists = submodule("kernels.step.tensor_lists")
 
     def patch(monkeypatch):
         path = lists.Path("reference", "asked for by a test")
@@ -123,7 +123,7 @@ def test_functions_as_rules(opt, device, caplog, kind, shaped, weight_decay) -> 
 
 def test_what_no_kernel_takes_is_said_once(opt, submodule, device, caplog) -> None:
     """A rate from a function that returns a Tensor, beside a decay by the lr before it."""
-    submodule("optimizers.update")._say_once.cache_clear()
+    submodule("optimizers.stages.update")._say_once.cache_clear()
     (param,) = parameters([(6, 4)], device=device)
     lr = torch.tensor(0.02, device=device)
     optimizer = opt.Muon([param], lr=lr, adjust_lr_fn=lambda rate, rows, columns: rate * rows)
@@ -267,7 +267,7 @@ def test_a_graph_that_saved_a_parameter_knows_that_it_changed(opt, device) -> No
 @pytest.mark.parametrize("beta2", [None, 0.9])
 def test_calls_do_not_grow_with_the_parameters(opt, submodule, device, monkeypatch, beta2) -> None:
     """N11: one call per stage for any number of parameters of one shape."""
-    lists = submodule("kernels._lists")
+    lists = submodule("kernels.step.tensor_lists")
     called = collections.Counter()
 
     class Counted:
@@ -297,7 +297,7 @@ def test_calls_do_not_grow_with_the_parameters(opt, submodule, device, monkeypat
 
 def test_directions_are_written_to_their_places_in_the_batch(submodule, device, monkeypatch):
     """N11: nothing is made one by one and stacked afterwards."""
-    stage = submodule("optimizers.momentum")
+    stage = submodule("optimizers.stages.momentum")
     places = []
 
     def spy(grads, buffers, out, **options):

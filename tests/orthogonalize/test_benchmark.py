@@ -134,7 +134,7 @@ def test_forced_paths_replace_functions_and_put_them_back(opt, paths) -> None:
     where = (torch.float16, torch.device("cpu"))
     with paths.forced(opt, paths.MMA_SYNC):
         assert not products.batch_is_free(*where) and not others[0].batch_is_free(*where)
-        symmetric_matmul = module_of(opt, "kernels.symmetric_matmul")
+        symmetric_matmul = module_of(opt, "kernels.products.symmetric_matmul")
         assert symmetric_matmul.TILES[products.AUTO] == "128x128"
         assert products.runs_symmetric is before[products]["runs_symmetric"]
     with paths.forced(opt, paths.TORCH):

@@ -209,7 +209,7 @@ def test_explain_names_the_kernels_that_run(opt, submodule, capability, monkeypa
         asked.append((count, m, dtype))
         return True
 
-    monkeypatch.setattr(submodule("kernels.square_chain"), "serves", serves)
+    monkeypatch.setattr(submodule("kernels.products.square_chain"), "serves", serves)
     for name in ("products", "choose", "batch"):
         module = submodule(f"orthogonalize.{name}")
         monkeypatch.setattr(module, "batch_is_free", lambda dtype, device: True)

@@ -19,7 +19,7 @@ def cost(submodule):
 def as_on_an_h200(submodule, monkeypatch, forgets_devices):
     """Pretends that CUDA device 0 is an H200 with the compiled kernels."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    served = submodule("kernels.symmetric_matmul").DTYPES
+    served = submodule("kernels.products.symmetric_matmul").DTYPES
     runs = lambda device, dtype: device.type == "cuda" and dtype in served  # noqa: E731
     half = lambda device, dtype: runs(device, dtype) and dtype.itemsize == 2  # noqa: E731
     monkeypatch.setattr(submodule("orthogonalize.products"), "runs_compiled", runs)

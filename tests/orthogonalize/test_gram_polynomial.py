@@ -183,7 +183,7 @@ def test_opcheck_and_compile(opt, submodule, device) -> None:
 def test_products_by_halves(opt, device, submodule, monkeypatch, spectrum, tall) -> None:
     """X X^T and the squares, ten and two, go to symmetric_matmul; the error stays as it was."""
     products = submodule("orthogonalize.products")
-    kernel, calls = submodule("kernels.symmetric_matmul").symmetric_matmul, []
+    kernel, calls = submodule("kernels.products.symmetric_matmul").symmetric_matmul, []
     compiled = products.symmetric
 
     def symmetric(A, B, **options):

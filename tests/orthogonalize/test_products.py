@@ -21,7 +21,7 @@ def by_halves(products, submodule, device, monkeypatch):
     """`by_halves()` sends every symmetric product to symmetric_matmul, whatever pays; a list grows
     with the calls. On the CPU its reference answers instead of the compiled op."""
     calls = []
-    kernel = submodule("kernels.symmetric_matmul").symmetric_matmul
+    kernel = submodule("kernels.products.symmetric_matmul").symmetric_matmul
     compiled = products.symmetric
 
     def symmetric(A, B, **options) -> torch.Tensor:
@@ -147,7 +147,7 @@ def test_cpu_products_stay_dense(products) -> None:
 )
 def test_explain_says_which_products_run(opt, products, submodule, monkeypatch, m, n, dtype, words):
     """With the instructions of sm_80, and with Hopper's."""
-    served = submodule("kernels.symmetric_matmul").DTYPES
+    served = submodule("kernels.products.symmetric_matmul").DTYPES
     monkeypatch.setattr(products, "runs_compiled", lambda device, dtype: dtype in served)
     monkeypatch.setattr(products, "runs_dense_compiled", lambda device, dtype: False)
     problem = {"shape": (m, n), "dtype": dtype, "device": "cuda", "iterate_dtype": dtype}

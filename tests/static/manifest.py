@@ -15,6 +15,7 @@ from .project import parse
 
 DEVICE_SOURCES = frozenset({".cu", ".cpp", ".cc"})
 HEADERS = frozenset({".cuh", ".h", ".hpp"})
+NO_REFERENCE = frozenset({"launch_plan", "nf4_product"})
 SHARED_FOLDERS = frozenset({"common", "cpu"})  # of kernels-src; every other folder is a family
 SUFFIX = re.compile(r"_(cpu|sm\d+a?)$")  # what may follow a family's or an op's name
 OP_TABLE_COLUMNS = ("requested name", "op", "cuda source", "triton source")
@@ -175,31 +176,23 @@ def binding_findings(project: Project) -> list[str]:
 
 
 def python_findings(project: Project) -> list[str]:
-    """Each kernel has kernels/<op>.py, a reference of the same name, and a test file."""
+    """Each compiled op is called below kernels/, has a reference of its name, and a test of it."""
     findings = []
-    for op in project.compiled_ops:
-        for path in (project.package / "kernels" / f"{op}.py", _kernel_test(project, op)):
-            if not path.is_file():
-                name = path.relative_to(project.root).as_posix()
-                findings.append(f"{op}: {name} is missing")
-    ops = {*project.compiled_ops, *defined_ops(project.package)}
+    kernels = [path.read_text() for path in (project.package / "kernels").rglob("*.py")]
+    tests = [path.read_text() for path in (project.root / "tests" / "kernels").rglob("test_*.py")]
     references = _references(project)
-    for path in sorted((project.package / "kernels").glob("*.py")):
-        name = path.stem
-        if name.startswith("_") or name.endswith("_triton"):
-            continue
-        if name not in ops:
-            findings.append(f"kernels/{path.name}: registers no op of its name")
-        # A slice is defined by the whole; launches are those of other ops.
-        if name.removesuffix("_slice") not in references and name != "launch_plan":
-            findings.append(f"kernels/{path.name}: reference/ defines no function {name}")
-        if not _kernel_test(project, name).is_file():
-            findings.append(f"kernels/{path.name}: tests/kernels/test_{name}.py is missing")
+    for op in project.compiled_ops:
+        word = re.compile(rf"\b{re.escape(op)}\b")
+        call = re.compile(rf"""\b_?ops\.{re.escape(op)}\b|["']{re.escape(op)}["']""")
+        if not any(call.search(text) for text in kernels):
+            findings.append(f"{op}: nothing below kernels/ calls ops.{op}")
+        # A slice is defined by the whole, a product over 4 bits by the layer around it; launches
+        # are those of other ops.
+        if op.removesuffix("_slice") not in references and op not in NO_REFERENCE:
+            findings.append(f"{op}: reference/ defines no function {op}")
+        if not any(word.search(text) for text in tests):
+            findings.append(f"{op}: no file tests/kernels/test_*.py names it")
     return findings
-
-
-def _kernel_test(project: Project, op: str) -> Path:
-    return project.root / "tests" / "kernels" / f"test_{op}.py"
 
 
 def _references(project: Project) -> set[str]:

@@ -473,11 +473,11 @@ def quantized_weight(package: Package, generator: random.Random) -> Call:
     return Call("moe.QuantizedWeight", package.opt.moe.QuantizedWeight, fields, check, words=words)
 
 
-@call("moe.explain_quantized")
+@call("moe.quantized.explain_quantized")
 def explain_quantized(package: Package, generator: random.Random) -> Call:
     weight = quantized(package, generator)[0]
     arguments = {"weight": weight, "rows": 8, "dtype": torch.bfloat16, "rank": 0, "backend": "auto"}
-    return Call("moe.explain_quantized", package.opt.moe.explain_quantized, arguments)
+    return Call("moe.quantized.explain_quantized", package.opt.moe.explain_quantized, arguments)
 
 
 @call("moe.grouped_lora_linear, 4 bits")

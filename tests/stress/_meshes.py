@@ -43,7 +43,10 @@ class Problem:
 
     def __init__(self, package: Package, generator: random.Random) -> None:
         self.package = package
-        self.distributed, self.planning = package("distributed"), package("optimizers.shared_plan")
+        self.distributed, self.planning = (
+            package("distributed"),
+            package("optimizers.sharded.shared_plan"),
+        )
         dims = generator.choice([1, 1, 2, 2, 3])
         most = generator.choices([4, 8, 16, MOST_RANKS], [40, 40, 17, 3])[0]
         mesh = [most + 1]
@@ -53,7 +56,7 @@ class Problem:
         self.coordinates = tuple(itertools.product(*map(range, mesh)))
         self.ranks = len(self.coordinates)
         self.beta2 = generator.choice([None, 0.9])
-        self.flow = package("optimizers.flow").Flow(
+        self.flow = package("optimizers.sharded.limits").Flow(
             in_flight_bytes=generator.choice([1, 500, 4096, 2**28])
         )
         count = 4 if self.ranks <= 16 else 1
@@ -148,7 +151,7 @@ class Problem:
 
     def _options(self, number: int) -> Any:
         """The options of the group; of every parameter the same but for how it is cut."""
-        param, module = self.params[number], self.package("optimizers.options")
+        param, module = self.params[number], self.package("optimizers.groups.options")
         values = dict(self.package("optimizers.muon_adamw").DEFAULTS) | {"lr": 0.1}
         values |= {"beta2": self.beta2, "split_sizes": param["sizes"], "num_heads": param["heads"]}
         values["expert_keys"] = ("experts",) if param["kind"] == "experts" else None
@@ -157,7 +160,7 @@ class Problem:
 
     def _plan(self, rank: int, params: list[nn.Parameter], layouts: list[Any]) -> Any:
         """What `Sharing.divide` and `Sharing.plan` make on a rank, of layouts without a mesh."""
-        cut = self.package("optimizers.blocks").cut
+        cut = self.package("optimizers.groups.blocks").cut
         team, planning, matrices = self.team(rank), self.planning, []
         for number, (param, layout) in enumerate(zip(params, layouts, strict=True)):
             name = f"{self.params[number]['kind']}.{number}"

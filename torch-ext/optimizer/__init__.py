@@ -12,9 +12,9 @@ takes on a device, and why.
 
 from . import integrations, layers, moe
 from .explain import explain
-from .integrations.async_checkpoint import save_optimizer_async
-from .integrations.checkpoint import load_optimizer, save_optimizer
-from .integrations.converters import convert_state_dict
+from .integrations.checkpoints.async_checkpoint import save_optimizer_async
+from .integrations.checkpoints.checkpoint import load_optimizer, save_optimizer
+from .integrations.checkpoints.converters import convert_state_dict
 from .integrations.profiler import ProfileCallback, profile_steps
 from .kernels import nf4_dequant, nf4_quantize
 from .optimizers import (

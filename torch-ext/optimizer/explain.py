@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from .kernels import _lists, _moe_paths
-from .kernels.matmul_add import explain_matmul_add
-from .kernels.nf4_dequant import explain_nf4_dequant
-from .kernels.nf4_quantize import explain_nf4_quantize
-from .kernels.normalize import explain_normalize
-from .kernels.symmetric_matmul import explain_symmetric_matmul
+from .kernels.experts import _moe_paths
+from .kernels.products.matmul_add import explain_matmul_add
+from .kernels.products.normalize import explain_normalize
+from .kernels.products.symmetric_matmul import explain_symmetric_matmul
+from .kernels.quant.nf4_dequant import explain_nf4_dequant
+from .kernels.quant.nf4_quantize import explain_nf4_quantize
+from .kernels.step import tensor_lists as _lists
 from .orthogonalize.choose import explain as explain_orthogonalize
 
 

@@ -63,7 +63,7 @@ class Nf4Case(LayerCase):
         ]
         self.w1 = self.w2 = None
         self.backend = "auto"
-        self.serves = package_module(built.package, "kernels.nf4_product").serves
+        self.serves = package_module(built.package, "kernels.quant.nf4_product").serves
 
     def strategy(self) -> str:
         """What "auto" takes."""

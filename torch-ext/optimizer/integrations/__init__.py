@@ -1,7 +1,7 @@
 """Adapters to other libraries, which are imported only when a function here is called."""
 
-from .adapter_file import load_peft_adapter, save_peft_adapter
-from .lora import (
+from .adapters.adapter_file import load_peft_adapter, save_peft_adapter
+from .adapters.lora import (
     attach_lora,
     detach_lora,
     disable_lora,
@@ -11,10 +11,10 @@ from .lora import (
     set_lora,
     unmerge_lora,
 )
-from .quantize import quantize_experts
-from .quantized_loading import load_quantized
-from .quantized_saving import save_quantized
-from .transformers import use_in_transformers
+from .models.quantize import quantize_experts
+from .models.quantized_loading import load_quantized
+from .models.quantized_saving import save_quantized
+from .models.transformers import use_in_transformers
 
 __all__ = [
     "attach_lora",

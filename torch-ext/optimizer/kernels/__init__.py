@@ -1,22 +1,22 @@
 """Tensors in, tensors out: one file per op, no state, no parameter groups, no model names."""
 
-from ._lists import StochasticRounding
-from .adamw import adamw
-from .apply_update import apply_update
-from .combine import combine
-from .expert_sort import expert_sort
-from .glu import glu
-from .grouped_lora_dab import grouped_lora_dab
-from .grouped_lora_dw import grouped_lora_dw
-from .grouped_lora_dx import grouped_lora_dx
-from .grouped_lora_forward import grouped_lora_forward
-from .grouped_lora_linear import grouped_lora_linear
-from .matmul_add import explain_matmul_add, matmul_add
-from .momentum import momentum
-from .nf4_dequant import explain_nf4_dequant, nf4_dequant
-from .nf4_quantize import explain_nf4_quantize, nf4_quantize
-from .normalize import explain_normalize, normalize
-from .symmetric_matmul import explain_symmetric_matmul, symmetric_matmul
+from .experts.combine import combine
+from .experts.expert_sort import expert_sort
+from .experts.glu import glu
+from .experts.grouped_lora_dab import grouped_lora_dab
+from .experts.grouped_lora_dw import grouped_lora_dw
+from .experts.grouped_lora_dx import grouped_lora_dx
+from .experts.grouped_lora_forward import grouped_lora_forward
+from .experts.grouped_lora_linear import grouped_lora_linear
+from .products.matmul_add import explain_matmul_add, matmul_add
+from .products.normalize import explain_normalize, normalize
+from .products.symmetric_matmul import explain_symmetric_matmul, symmetric_matmul
+from .quant.nf4_dequant import explain_nf4_dequant, nf4_dequant
+from .quant.nf4_quantize import explain_nf4_quantize, nf4_quantize
+from .step.adamw import adamw
+from .step.apply_update import apply_update
+from .step.momentum import momentum
+from .step.tensor_lists import StochasticRounding
 
 __all__ = [
     "StochasticRounding",

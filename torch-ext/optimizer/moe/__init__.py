@@ -6,25 +6,25 @@
 and the shared experts.
 """
 
-from ..kernels.glu import glu
+from ..kernels.experts.glu import glu
 from .adapters import ExpertAdapters
 from .block import MoEBlock
-from .expert_offload import ExpertOffload
-from .expert_weights import (
+from .experts import Experts, experts_forward
+from .grouped_linear import grouped_lora_linear
+from .layout import ExpertsLayout, ExpertsLora, LoraFactors
+from .lora import LoraProjection, factor_views, selective_lora_weights
+from .parallel_linear import parallel_linear_lora
+from .quantized.expert_offload import ExpertOffload
+from .quantized.expert_weights import (
     ActiveExperts,
     QuantizedWeight,
     active_experts,
     expert_weight,
     selective_expert_weights,
 )
-from .experts import Experts, experts_forward
-from .explain_quantized import explain_quantized
-from .grouped_linear import grouped_lora_linear
-from .layout import ExpertsLayout, ExpertsLora, LoraFactors
-from .lora import LoraProjection, factor_views, selective_lora_weights
-from .parallel_linear import parallel_linear_lora
-from .quantized_experts import QuantizedExperts
-from .quantized_strategy import choose_strategy
+from .quantized.explain_quantized import explain_quantized
+from .quantized.quantized_experts import QuantizedExperts
+from .quantized.strategy import choose_strategy
 from .routers import Router, RouterRule, group_top_k, select_experts, softmax_top_k
 from .shared import SharedExperts
 from .sort import ExpertOrder, expert_sort

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..kernels.glu import glu
+from ..kernels.experts.glu import glu
 from ..reference.glu import ELEMENTWISE
 from .layout import ExpertsLayout
 
@@ -15,7 +15,7 @@ def activate(gate_up: Tensor, layout: ExpertsLayout, *, backend: str = "auto") -
     Args:
         gate_up: (M, 2I); (M, I) where the layout has no gate.
         layout: names the activation and says how gate and up columns are ordered.
-        backend: of `kernels.glu`, which computes everything that has a gate and a name.
+        backend: of `kernels.experts.glu`, which computes everything that has a gate and a name.
 
     Returns:
         (M, I): act(gate) * up; act(gate_up) without a gate; what the layout's own function gives.

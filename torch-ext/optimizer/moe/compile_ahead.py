@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kernels._triton_compile import in_background
-from ..kernels.expert_sort import LARGEST_TILE_ROWS, TILE_ROWS
-from ..kernels.launch_plan import stand_in
+from ..kernels.experts.expert_sort import LARGEST_TILE_ROWS, TILE_ROWS
+from ..kernels.launch.launch_plan import stand_in
+from ..kernels.launch.triton_compile import in_background
 
 # Mean rows per expert at which a layer launches other kernels: of each height, and few.
 _MEANS = (2, 4, *(mean for mean, _ in TILE_ROWS), 64, LARGEST_TILE_ROWS)

@@ -1,7 +1,7 @@
 """A gated layer in eager mode on a GPU: one autograd node, one call forward and one back.
 
 The launches are those of `expert_sort` and `gated_experts`, in their order, and so are the bits.
-They are recorded at the first call with tensors alike and played again (`kernels.launch_plan`);
+They are recorded at the first call with tensors alike and played again (`kernels.launch`);
 arguments are checked while they are recorded, since the checks see what a record is kept for.
 LoRA's matrices are read as PEFT stores them, without views that autograd would have to follow.
 torch.compile, torch.func and tensor subclasses take the ops, one node each.
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from ..kernels._autocast import autocast_dtype
-from ..kernels._moe_paths import pick
-from ..kernels.expert_sort import check_ids, tile_rows_for
-from ..kernels.gated_experts import fuses
-from ..kernels.launch_plan import prepare, replayed
+from ..kernels.autocast import autocast_dtype
+from ..kernels.experts._moe_paths import pick
+from ..kernels.experts.expert_sort import check_ids, tile_rows_for
+from ..kernels.experts.gated_experts import fuses
+from ..kernels.launch.launch_plan import prepare, replayed
 from .compile_ahead import compile_for_all_heights
-from .eager_quantized import backward_comes, check_single, quantized_layer
 from .gated_linear import check_operands
 from .grouped_linear import check_path
 from .layout import ExpertsLayout, ExpertsLora, Form
 from .lora import gradients_of, leaves_of, views_of, wanted_of
+from .quantized.eager_quantized import backward_comes, check_single, quantized_layer
 from .sort import ExpertOrder
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -187,8 +187,8 @@ def _forward(
     keeps: bool,
 ) -> list[Tensor]:
     """The result; with `keeps` what backward reads: gate and up, xa of both, and the order."""
-    from ..kernels.expert_sort_triton import expert_sort_triton
-    from ..kernels.gated_experts_triton import gated_experts_triton
+    from ..kernels.experts.expert_sort_triton import expert_sort_triton
+    from ..kernels.experts.gated_experts_triton import gated_experts_triton
 
     w1, w2 = _stored(w1, form), _stored(w2, form)
     experts, (tokens, top_k) = w1.shape[0], ids.shape
@@ -234,7 +234,7 @@ def _backward(  # noqa: PLR0913
     wants: tuple[bool, ...],
 ) -> list[Tensor]:
     """The gradients of those leaves that want one."""
-    from ..kernels.gated_experts_triton import gated_experts_backward_triton
+    from ..kernels.experts.gated_experts_triton import gated_experts_backward_triton
 
     w1, w2 = _stored(w1, form), _stored(w2, form)
     experts = w1.shape[0]

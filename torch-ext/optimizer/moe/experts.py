@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels._autocast import autocast_dtype, cast, without_autocast
-from ..kernels._moe_paths import check_dense
+from ..kernels.autocast import autocast_dtype, cast, without_autocast
+from ..kernels.experts._moe_paths import check_dense
 from .activation import activate
 from .adapters import PROJECTIONS, ExpertAdapters
 from .eager_layer import eager_layer

@@ -3,8 +3,8 @@
     h[i] = act(gate) up of (x W1_e + s (x A_e^T) B_e^T + b_e)          e: expert of row i
     out[t] = sum_j gates[t, j] (h W2_e + ...)[row of slot t k + j]
 
-The op and its gradients are `kernels.gated_experts`; here its arguments are checked. What it does
-not take, `moe.experts` composes of `grouped_lora_linear` and the activation.
+The op and its gradients are `kernels.experts.gated_experts`; here its arguments are checked. What
+it does not take, `moe.experts` composes of `grouped_lora_linear` and the activation.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kernels._moe_paths import pick_name
-from ..kernels.gated_experts import fuses, gated_experts
-from ..kernels.gated_nf4_experts import fuses as fuses_nf4
-from .expert_weights import as_quantized
+from ..kernels.experts._moe_paths import pick_name
+from ..kernels.experts.gated_experts import fuses, gated_experts
+from ..kernels.quant.gated_nf4_experts import fuses as fuses_nf4
 from .grouped_linear import check_gates, check_path, check_projection, check_rows
 from .layout import ExpertsLayout
-from .quantized_gated import quantized_gated_linear
+from .quantized.expert_weights import as_quantized
+from .quantized.quantized_gated import quantized_gated_linear
 from .sort import ExpertOrder
 
 

@@ -3,7 +3,7 @@
     y[i] = x[source of row i] W_e + s (x A_e^T) B_e^T + b_e          e: expert of row i
     out[t] = sum_j gates[t, j] y[row of slot t k + j]                with gates
 
-The op and its gradients are `kernels.grouped_lora_linear`; here its arguments are checked.
+The op and its gradients are `kernels.experts.grouped_lora_linear`; here its arguments are checked.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numbers
 import torch
 from torch import Tensor
 
-from ..kernels._autocast import autocast_dtype, cast, without_autocast
-from ..kernels._moe_paths import (
+from ..kernels.autocast import autocast_dtype, cast, without_autocast
+from ..kernels.experts._moe_paths import (
     DTYPES,
     TRITON_PATHS,
     check_device,
@@ -22,9 +22,9 @@ from ..kernels._moe_paths import (
     check_tensor,
     pick_name,
 )
-from ..kernels.grouped_lora_linear import grouped_lora_linear as _op
-from .expert_weights import QuantizedWeight, as_quantized
-from .quantized_linear import check_decodable, quantized_lora_linear
+from ..kernels.experts.grouped_lora_linear import grouped_lora_linear as _op
+from .quantized.expert_weights import QuantizedWeight, as_quantized
+from .quantized.quantized_linear import check_decodable, quantized_lora_linear
 from .sort import ExpertOrder
 
 

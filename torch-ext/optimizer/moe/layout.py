@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..kernels.glu import ACTIVATIONS
+from ..kernels.experts.glu import ACTIVATIONS
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels._autocast import without_autocast
-from .expert_weights import as_quantized
+from ..kernels.autocast import without_autocast
 from .layout import ExpertsLayout, LoraFactors
+from .quantized.expert_weights import as_quantized
 
 Piece = tuple[Tensor, tuple[slice, ...]]  # a view, and its elements of the stack (E, n, k)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of the factors

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..reference.glu import GPT_OSS_ALPHA, GPT_OSS_LIMIT
-from .expert_weights import expert_weight
 from .experts import experts_forward
 from .layout import ExpertsLayout
+from .quantized.expert_weights import expert_weight
 
 # Classes of activation functions, of torch and of transformers' table, that have a name with us.
 NAMES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.expert_sort import tile_rows_for
+from ..kernels.experts.expert_sort import tile_rows_for
 from ..reference.moe import tile_map
 from .grouped_linear import grouped_lora_linear
 from .sort import ExpertOrder

@@ -6,8 +6,8 @@ import dataclasses
 
 from torch import Tensor
 
-from ..kernels.expert_sort import expert_sort as _sort
-from ..kernels.expert_sort import tile_rows_for
+from ..kernels.experts.expert_sort import expert_sort as _sort
+from ..kernels.experts.expert_sort import tile_rows_for
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """gradient -> momentum -> gather -> orthogonalize -> scatter -> update."""
 
 from . import muon
+from .groups.param_groups import default_is_muon, get_default_muon_param_groups
 from .muon import Muon
 from .muon_adamw import DistMuonAdamW, MuonAdamW
-from .param_groups import default_is_muon, get_default_muon_param_groups
 
 __all__ = [
     "DistMuonAdamW",

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import check_names
-from .groups import Format, check_unique
-from .options import AdamWOptions, MuonOptions
-from .parameters import label
-from .state import (
+from .groups.blocks import check_names
+from .groups.group_format import Format, check_unique
+from .groups.options import AdamWOptions, MuonOptions
+from .groups.parameters import label
+from .state.state import (
     Slot,
     complete_state,
     loaded_state,

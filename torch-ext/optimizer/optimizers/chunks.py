@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..orthogonalize.batch import slice_for
 from ..orthogonalize.choose import default_dtype
-from .blocks import Blocks, Piece, equal_share
-from .parameters import is_plain, local
+from .groups.blocks import Blocks, Piece, equal_share
+from .groups.parameters import is_plain, local
 
 # Upper bound of one batch of directions. At 256 MiB a 4096 x 14336 float32 matrix is alone, and
 # 2048 x 2048 ones come sixteen at a time.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels._lists import MAX_DIMS
+from ..kernels.step.tensor_lists import MAX_DIMS
 
 __all__ = ["MAX_DIMS", "shaped", "written"]
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .flow import ANY_SIZE, IN_FLIGHT_BYTES, WARMUP, Flow
-from .groups import Format
-from .options import LrRule
-from .param_groups import default_is_muon, get_default_muon_param_groups
-from .sharing import Sharing
+from .groups.group_format import Format
+from .groups.options import LrRule
+from .groups.param_groups import default_is_muon, get_default_muon_param_groups
+from .sharded.limits import ANY_SIZE, IN_FLIGHT_BYTES, WARMUP, Flow
+from .sharded.sharing import Sharing
 from .step import MuonBase
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]

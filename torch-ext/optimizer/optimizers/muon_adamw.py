@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from .flow import ANY_SIZE, IN_FLIGHT_BYTES, WARMUP, Flow
-from .groups import Format
-from .options import check_choice
-from .sharing import Sharing
+from .groups.group_format import Format
+from .groups.options import check_choice
+from .sharded.limits import ANY_SIZE, IN_FLIGHT_BYTES, WARMUP, Flow
+from .sharded.sharing import Sharing
+from .sharded.unreduced import REDUCE_OPS, Unreduced
 from .step import MuonBase
-from .unreduced import REDUCE_OPS, Unreduced
 
 GRADIENTS = ("reduced", "unreduced")
 

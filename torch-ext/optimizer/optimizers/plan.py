@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from .chunks import Chunk
-from .device_state import OnDevice
-from .forms import Forms, same_objects
-from .qk_clip import Batch
-from .shared import Shared
+from .sharded.layouts import Forms, same_objects
+from .sharded.shared_matrices import Shared
+from .stages.qk_clip import Batch
+from .state.device_state import OnDevice
 
 
 @dataclass(frozen=True, eq=False)

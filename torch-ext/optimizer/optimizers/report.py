@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels._lists import pick
+from ..kernels.step.tensor_lists import pick
 from ..orthogonalize.choose import choose, flop
 from ..orthogonalize.cost import H200_BANDWIDTH, H200_RATE
 from ..orthogonalize.products import gram_runs_symmetric, runs_symmetric
 from .chunks import Chunk
-from .options import AdamWOptions, MuonOptions
-from .parameters import local
-from .shared import SharedChunk
-from .unreduced import Bands, SliceChunk
+from .groups.options import AdamWOptions, MuonOptions
+from .groups.parameters import local
+from .sharded.shared_matrices import SharedChunk
+from .sharded.unreduced import Bands, SliceChunk
 
 # (label and parameter of each, its batches, what several ranks share of it, its options)
 Group = tuple[

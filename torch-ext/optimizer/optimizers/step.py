@@ -13,30 +13,30 @@ import torch
 from torch import Tensor
 
 from ..orthogonalize import orthogonalize
-from .adamw import adamw
-from .blocks import Blocks, check_names, cut
 from .chunks import Chunk, plan_chunks
-from .clip_config import parse_clip_config
-from .device_state import OnDevice
-from .forms import Forms
-from .host_state import InHostMemory
-from .largest_logits import largest_logits
-from .momentum import momentum
-from .offload import OffloadingOptimizer
-from .options import AdamWOptions, MuonOptions, fingerprint
-from .parameters import is_dtensor, label, local
-from .placing import rows_here, sharded_dims
+from .groups.blocks import Blocks, check_names, cut
+from .groups.clip_config import parse_clip_config
+from .groups.options import AdamWOptions, MuonOptions, fingerprint
+from .groups.parameters import is_dtensor, label, local
 from .plan import Plan
-from .qk_clip import Target, check_logits, clip, find_targets, plan_batches
 from .report import report
-from .rounding import RESIDUAL, check_unreduced, count_step, rounding_of
-from .saving import check_whole
-from .shared import Shared
-from .shared_plan import check_statistics
-from .sharing import Sharing
-from .state import STATISTICS, Slot, layout_of, slots_of
+from .sharded.layouts import Forms
+from .sharded.shared_matrices import Shared
+from .sharded.shared_plan import check_statistics
+from .sharded.sharing import Sharing
+from .stages.adamw import adamw
+from .stages.largest_logits import largest_logits
+from .stages.momentum import momentum
+from .stages.qk_clip import Target, check_logits, clip, find_targets, plan_batches
+from .stages.update import Rate, rate_of, update
+from .state.device_state import OnDevice
+from .state.host_state import InHostMemory
+from .state.offload import OffloadingOptimizer
+from .state.placements import rows_here, sharded_dims
+from .state.rounding import RESIDUAL, check_unreduced, count_step, rounding_of
+from .state.saving import check_whole
+from .state.state import STATISTICS, Slot, layout_of, slots_of
 from .timing import StepTimer, stage, untimed
-from .update import Rate, rate_of, update
 
 logger = logging.getLogger(__name__)
 

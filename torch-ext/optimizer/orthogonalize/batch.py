@@ -20,9 +20,9 @@ from itertools import pairwise
 import torch
 
 from .._ops import ops
-from ..kernels import crop
-from ..kernels._autocast import without_autocast
-from ..kernels.normalize import runs_compiled
+from ..kernels.autocast import without_autocast
+from ..kernels.products import crop
+from ..kernels.products.normalize import runs_compiled
 from .precision import ieee_float32
 from .products import batch_is_free, matrix_norm, may_write
 

@@ -29,6 +29,7 @@ from .batch import walk
 from .coefficients import CoefficientSet, Rows
 from .constants import dtype_for, restarts_for, schedule
 from .newton_schulz import newton_schulz_step
+from .ops import call, serve_vmap
 from .products import (
     add_symmetric,
     apply_gram_side,
@@ -40,7 +41,6 @@ from .products import (
     quadratic,
     symmetric,
 )
-from .registered import call, serve_vmap
 
 
 def _gram_newton_schulz(

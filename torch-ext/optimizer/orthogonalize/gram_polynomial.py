@@ -19,13 +19,14 @@ from collections.abc import Sequence
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
-from ..kernels import gram_polynomial_slice
-from ..kernels.gram_polynomial_slice import Polynomials
-from ..kernels.norm_factors import norm_factors
-from ..kernels.normalize import runs_compiled
+from ..kernels.products import gram_polynomial_slice
+from ..kernels.products.gram_polynomial_slice import Polynomials
+from ..kernels.products.norm_factors import norm_factors
+from ..kernels.products.normalize import runs_compiled
 from .arguments import check_dtype, check_input, output_for
 from .batch import Slice, by_slices, walk
 from .constants import dtype_for
+from .ops import call, serve_vmap
 from .polynomials import POLYNOMIALS, SAFETY, Square
 from .products import (
     apply_gram_side,
@@ -36,7 +37,6 @@ from .products import (
     runs_symmetric,
     square,
 )
-from .registered import call, serve_vmap
 
 # Frobenius norm of X before the first product: R then has a trace of 4096, far from float16's
 # subnormal numbers and from its largest one.

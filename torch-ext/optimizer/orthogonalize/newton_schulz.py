@@ -16,8 +16,8 @@ from .arguments import check_dtype, check_input, output_for
 from .batch import walk
 from .coefficients import CoefficientSet, Rows
 from .constants import dtype_for, schedule
+from .ops import call, serve_vmap
 from .products import apply_gram_side, folded_quadratic, folds_diagonal, gram, quadratic
-from .registered import call, serve_vmap
 
 
 def _newton_schulz(

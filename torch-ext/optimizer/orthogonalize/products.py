@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 
 from .._ops import ops
-from ..kernels import square_chain
-from ..kernels.matmul_add import by_tma, product
-from ..kernels.matmul_add import runs_compiled as runs_dense_compiled
-from ..kernels.symmetric_matmul import AUTO, runs_compiled
+from ..kernels.products import square_chain
+from ..kernels.products.matmul_add import by_tma, product
+from ..kernels.products.matmul_add import runs_compiled as runs_dense_compiled
+from ..kernels.products.symmetric_matmul import AUTO, runs_compiled
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 # Sides whose squares run as one launch. Beyond, a matrix has tiles enough to occupy the device, and
@@ -121,7 +121,7 @@ def symmetric(
     scale: torch.Tensor | None = None,  # (G,) float32
     powers: tuple[int, int] = (1, 1),
 ) -> torch.Tensor:
-    """alpha A B^T + beta C + diag I of A, B (G, m, k): `kernels.symmetric_matmul`, unchecked.
+    """alpha A B^T + beta C + diag I of A, B (G, m, k): `symmetric_matmul`, unchecked.
 
     Powers of `scale` multiply alpha and beta.
     """

@@ -39,7 +39,7 @@ def nf4_dequant(
     absmax_scale: Tensor | None = None,
     absmax_offset: Tensor | float | None = None,
 ) -> Tensor:
-    """Decode the named experts; arguments and result as in `kernels.nf4_dequant`.
+    """Decode the named experts; arguments and result as in `kernels.quant.nf4_dequant`.
 
     Raises:
         ValueError: if an id names no expert of the stack.

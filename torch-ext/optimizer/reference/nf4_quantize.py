@@ -60,7 +60,7 @@ def _in_blocks(x: Tensor, blocksize: int) -> Tensor:
 def nf4_quantize(
     weight: Tensor, blocksize: int = 64, quant_type: str = "nf4"
 ) -> tuple[Tensor, Tensor]:
-    """Quantise a tensor of any shape; arguments and result as in `kernels.nf4_quantize`."""
+    """Quantise a tensor of any shape; arguments and result as in `kernels.quant.nf4_quantize`."""
     blocks = _flush(_in_blocks(weight, blocksize))
     absmax = blocks.abs().amax(1)  # NaN propagates
     # A block of zeros: 0 * inf is NaN, which exceeds no threshold, as in bitsandbytes' kernel.
@@ -103,7 +103,7 @@ def nest_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     Returns:
         codes (blocks,) uint8; code (256,), scale (ceil(blocks / 256),) and offset (1,) float32:
         absmax is about code[codes] * scale[block // 256] + offset. They are `absmax`,
-        `absmax_code`, `absmax_scale` and `absmax_offset` of `kernels.nf4_dequant`.
+        `absmax_code`, `absmax_scale` and `absmax_offset` of `kernels.quant.nf4_dequant`.
     """
     offset = absmax.mean()
     blocks = _in_blocks(absmax - offset, NESTED_BLOCKSIZE)

@@ -1,0 +1,1 @@
+"""LoRA adapters of experts: attach, merge, PEFT's files."""

@@ -1,0 +1,370 @@
+"""Adapters of experts as PEFT's files: `adapter_model.safetensors` and `adapter_config.json`.
+
+PEFT wraps the parameters of an experts module in the order in which they are registered, so that
+the last one is the outermost: with both targeted, `experts.lora_A.weight` is down_proj's and
+`experts.base_layer.lora_A.weight` gate_up_proj's; with one, it has no `base_layer`. Which of A and
+B meets the input depends on the version that wrote the file (`peft.contracts_input`). Both follow
+from the configuration and the model; shapes are compared afterwards, never asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ...moe.lora import check_factor_dtype
+from ...optimizers.groups.param_groups import components
+from ..models.experts import ATTACHED, experts_modules, operand_shape, parameter_names
+from . import peft
+from .adapter_config import by_pattern, pattern_rules, peft_release, read_config
+from .lora import (
+    AdapterOptions,
+    active_adapter,
+    add_adapter,
+    attached_modules,
+    check_attachable,
+    set_lora,
+)
+from .sharded import gathered_on_cpu, mesh_of, reshard, write_once
+
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."  # of every key that PEFT writes
+LAYOUT_VERSION = "0.21.2"  # the PEFT whose layout is written; the same since 0.19.1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter of the model stands in a file."""
+
+    experts: str  # name of the module
+    target: str  # name of its parameter
+    key: str  # without ".lora_A.weight"
+
+
+def save_peft_adapter(
+    model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | None = None
+) -> None:
+    """Write an attached adapter as PEFT (0.19.1 and later) writes it, exactly.
+
+    Of a model under FSDP2 every rank must call it: the factors are gathered one by one, one rank
+    writes the files, and all return when they are written.
+
+    Args:
+        model: as given to `attach_lora`.
+        folder: made if it does not exist; each of its two files is replaced whole.
+        adapter: name; None for the active one.
+
+    Raises:
+        ValueError: there is no such adapter; or it is trained together with parameters that the
+            file has no place for, which the message names. Nothing has been written then.
+        OSError: on every rank, if the one that writes failed.
+        ImportError: safetensors is not installed.
+    """
+    from safetensors.torch import save_file
+
+    name = adapter or active_adapter(model)
+    attached = attached_modules(model)
+    known = sorted({n for entry in attached.values() for n in entry.adapters})
+    if name not in known:
+        raise ValueError(f"adapter={name!r} is not attached; there are {known}")
+    targets = {
+        where: {t: by_name[name] for t, by_name in entry.options.items() if name in by_name}
+        for where, entry in attached.items()
+    }
+    reshard(model)
+    factors = {}
+    for place in _places(model, {where: set(found) for where, found in targets.items()}):
+        projection = attached[place.experts].projection(place.target)
+        for side in ("lora_A", "lora_B"):
+            factors[f"{place.key}.{side}.weight"] = getattr(projection, side)[name].weight
+    trained = any(factor.requires_grad for factor in factors.values())
+    _check_complete(model, tuple(f"{where}.{ATTACHED}." for where in attached), trained)
+    mesh = mesh_of(factors.values())
+    tensors = gathered_on_cpu(factors, mesh)
+    text = json.dumps(_config(model, targets), indent=2)
+
+    def write() -> None:
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        _replace(target / TENSORS, lambda path: save_file(tensors, path, {"format": "pt"}))
+        _replace(target / CONFIG, lambda path: path.write_text(text + "\n"))
+
+    write_once(mesh, write)
+
+
+def load_peft_adapter(
+    model: nn.Module,
+    path_or_id: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    adapter: str = "default",
+    trainable: bool = False,
+    local_files_only: bool = False,
+) -> None:
+    """Attach an adapter from PEFT's files, without PEFT, exactly, and make it the active one.
+
+    Adapters of PEFT 0.17 to 0.19.0, whose A and B have other roles, are converted without loss.
+    Everything is read and checked before the model changes.
+
+    Args:
+        model: a transformers model without PEFT, before `fully_shard` and tensor parallelism.
+        path_or_id: a folder, or the id of a Hub repository.
+        revision: commit hash or tag of the repository. Needed for an id: what is loaded must not
+            change under the same name.
+        adapter: the name it gets here.
+        trainable: train it, and freeze everything else; False leaves the model's flags alone.
+        local_files_only: read the Hub's cache alone. A commit hash that lies in the cache needs
+            no network either way.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: the adapter does not fit the model, or has parts or options that experts do not
+            support; the message names them. The model is unchanged.
+        ImportError: safetensors, transformers or, for an id, huggingface_hub is not installed.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    check_attachable(model)
+    config_file, tensors_file = _files(path_or_id, revision, local_files_only)
+    config = read_config(config_file)
+    try:
+        tensors = load_file(tensors_file)
+    except SafetensorError as error:
+        raise ValueError(f"{tensors_file} is damaged: {error}") from error
+    targets = _targeted(model, config, config_file)
+    places = _places(model, {where: set(found) for where, found in targets.items()})
+    release = peft_release(config, config_file)
+    factors = _read_factors(model, places, targets, tensors, release, tensors_file)
+    dtypes = {factor.dtype for pair in factors.values() for factor in pair}
+    if len(dtypes) > 1:
+        raise ValueError(f"{tensors_file} mixes {sorted(map(str, dtypes))}; save it in one dtype")
+    dtype = dtypes.pop()
+    try:
+        check_factor_dtype(dtype)
+    except ValueError as error:
+        raise ValueError(f"{tensors_file}: {error}; save it as one of these") from error
+
+    add_adapter(model, adapter, targets, dtype=dtype)
+    attached = attached_modules(model)
+    with torch.no_grad():
+        for place in places:
+            projection = attached[place.experts].projection(place.target)
+            for side, value in zip(("lora_A", "lora_B"), factors[place], strict=True):
+                getattr(projection, side)[adapter].weight.copy_(value)
+    set_lora(model, adapter, trainable=trainable)
+
+
+def _check_complete(model: nn.Module, ours: tuple[str, ...], trained: bool) -> None:
+    """Raise ValueError if a file of LoRA on experts would leave out what belongs to the adapter.
+
+    Args:
+        model: with LoRA attached.
+        ours: what the names of its parameters begin with.
+        trained: whether it trains; what else does belongs to it then.
+    """
+    layer = peft.first_layer(model)
+    if layer is not None:
+        raise ValueError(
+            f"PEFT has put {layer} into this model, which the file would leave out; name the "
+            "experts in PEFT's target_parameters and save the whole with PEFT"
+        )
+    others = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not name.startswith(ours)
+    ]
+    if trained and others:
+        raise ValueError(
+            f"{others[0]} trains beside the experts' LoRA ({len(others)} such parameters), and the "
+            "file would leave it out; freeze and save it yourself, or train it in one PEFT model: "
+            "LoraConfig(target_parameters=[...], target_modules=[...], modules_to_save=[...])"
+        )
+
+
+def _places(model: nn.Module, targets: dict[str, set[str]]) -> list[Place]:
+    """Keys in the file: PEFT nests its wrappers in the order of the module's parameters.
+
+    Where a parameter is computed (quantized), PEFT goes by the alphabet instead.
+    """
+    found = dict(experts_modules(model))
+    places = []
+    for where, names in targets.items():
+        experts = found[where]
+        computed = parametrize.is_parametrized(experts)
+        order = parameter_names(experts)
+        order = sorted(names) if computed else [name for name in order if name in names]
+        for depth, target in enumerate(reversed(order)):
+            key = PREFIX + _plain(where) + ".base_layer" * depth
+            places.append(Place(where, target, key))
+    return places
+
+
+def _plain(name: str) -> str:
+    """A module's name without what torch.compile and data parallelism add to it."""
+    return ".".join(components(name))
+
+
+def _config(model: nn.Module, targets: dict[str, dict[str, AdapterOptions]]) -> dict[str, Any]:
+    """adapter_config.json; ranks that differ from the most frequent one go into the patterns."""
+    options = {
+        f"{_plain(where)}.{target}": value
+        for where, found in targets.items()
+        for target, value in found.items()
+    }
+    (common, _), *_ = Counter(options.values()).most_common(1)
+    other = {re.escape(name): value for name, value in options.items() if value != common}
+    config = getattr(model, "config", None)
+    return {
+        "peft_type": "LORA",
+        "peft_version": LAYOUT_VERSION,
+        "task_type": None,
+        "base_model_name_or_path": getattr(config, "_name_or_path", None) or None,
+        "revision": None,
+        "inference_mode": True,
+        "r": common.r,
+        "lora_alpha": common.alpha,
+        "use_rslora": common.rslora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "rank_pattern": {name: value.r for name, value in other.items()},
+        "alpha_pattern": {name: value.alpha for name, value in other.items()},
+        "target_modules": [],  # None would make PEFT add the model type's attention projections
+        "target_parameters": sorted(options),
+    }
+
+
+def _files(
+    path_or_id: str | os.PathLike[str], revision: str | None, local_files_only: bool
+) -> tuple[Path, Path]:
+    folder = Path(path_or_id)
+    if folder.is_dir():
+        files = [folder / name for name in (CONFIG, TENSORS)]
+        for file in files:
+            if not file.is_file():
+                raise FileNotFoundError(
+                    f"{file} does not exist; an adapter is {CONFIG} and {TENSORS} (pickled "
+                    "adapter_model.bin files are not read: load and save them with PEFT once)"
+                )
+        return files[0], files[1]
+    if revision is None:
+        raise ValueError(
+            f"{os.fspath(path_or_id)!r} is no folder; if it is a Hub repository, pass revision= "
+            "with a commit hash or tag, so that what is loaded cannot change"
+        )
+    from huggingface_hub import hf_hub_download
+
+    paths = [
+        hf_hub_download(
+            os.fspath(path_or_id), name, revision=revision, local_files_only=local_files_only
+        )
+        for name in (CONFIG, TENSORS)
+    ]
+    return Path(paths[0]), Path(paths[1])
+
+
+def _targeted(
+    model: nn.Module, config: dict[str, Any], file: Path
+) -> dict[str, dict[str, AdapterOptions]]:
+    """The targeted parameters of every experts module, matched as PEFT does: whole dotted ends."""
+    wanted = config["target_parameters"]
+    rslora = bool(config.get("use_rslora"))
+    ranks, alphas = (pattern_rules(config, f"{kind}_pattern", file) for kind in ("rank", "alpha"))
+    targets: dict[str, dict[str, AdapterOptions]] = {}
+    matched: set[str] = set()
+    for where, experts in experts_modules(model):
+        computed = getattr(experts, "parametrizations", {})
+        for target in [*parameter_names(experts), *computed]:
+            full = f"{_plain(where)}.{target}"
+            hits = {name for name in wanted if full == name or full.endswith(f".{name}")}
+            if not hits:
+                continue
+            matched |= hits
+            r = by_pattern(ranks, full, config["r"])
+            alpha = by_pattern(alphas, full, config["lora_alpha"])
+            options = AdapterOptions(r, alpha, rslora)
+            try:
+                options.check()
+            except ValueError as error:
+                raise ValueError(f"{file}: of {full}, {error}") from error
+            targets.setdefault(where, {})[target] = options
+    missed = sorted(set(wanted) - matched)
+    if missed:
+        raise ValueError(f"{file} targets {missed}, which are no parameters of the model's experts")
+    return targets
+
+
+def _read_factors(
+    model: nn.Module,
+    places: list[Place],
+    targets: dict[str, dict[str, AdapterOptions]],
+    tensors: dict[str, Tensor],
+    release: tuple[int, ...],
+    file: Path,
+) -> dict[Place, tuple[Tensor, Tensor]]:
+    """A (E r, in) and B (out, E r) per place, in today's layout, checked."""
+    found = dict(experts_modules(model))
+    keys = {
+        place: [f"{place.key}.{side}.weight" for side in ("lora_A", "lora_B")] for place in places
+    }
+    expected = {key for pair in keys.values() for key in pair}
+    if expected != set(tensors):
+        raise ValueError(
+            f"{file} does not fit the model: missing {sorted(expected - set(tensors))[:4]}, "
+            f"unexpected {sorted(set(tensors) - expected)[:4]}; an adapter with more than LoRA on "
+            "experts is loaded with peft.PeftModel.from_pretrained, then use_in_transformers"
+        )
+    factors = {}
+    for place in places:
+        experts = found[place.experts]
+        count, size_in, size_out = operand_shape(experts, place.target)
+        a, b = (tensors[key] for key in keys[place])
+        of_input = _input_side(release, experts.is_transposed)
+        rows = count * targets[place.experts][place.target].r
+        width, height = (size_in, size_out) if of_input else (size_out, size_in)
+        if a.shape != (rows, width) or b.shape != (height, rows):
+            raise ValueError(
+                f"{file}: {place.experts}.{place.target} needs A ({rows}, {width}) and B "
+                f"({height}, {rows}), the file has {tuple(a.shape)} and {tuple(b.shape)} under "
+                f"{place.key!r}; it is of another model, or was saved over quantized experts, "
+                "where PEFT exchanges the names of the two projections"
+            )
+        factors[place] = (a, b) if of_input else _exchanged(a, b, count)
+    return factors
+
+
+def _input_side(release: tuple[int, ...], transposed: bool) -> bool:
+    """Whether A meets the input in files of a version of PEFT."""
+    swapped = not transposed if release >= (0, 19, 1) else transposed and release == (0, 19, 0)
+    return peft.contracts_input(swapped=swapped, transposed=transposed)
+
+
+def _exchanged(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """A (E r, out) and B (in, r E), which met the other sides, as A (E r, in) and B (out, r E)."""
+    of_input = b.unflatten(1, (-1, num_experts))  # (in, r, E)
+    of_output = a.unflatten(0, (num_experts, -1))  # (E, r, out)
+    new_a = of_input.permute(2, 1, 0).flatten(0, 1)  # (E r, in)
+    new_b = of_output.permute(2, 1, 0).flatten(1, 2)  # (out, r E)
+    return new_a.contiguous(), new_b.contiguous()
+
+
+def _replace(path: Path, write: Any) -> None:
+    """Write beside the file, then rename over it: readers see the old one or the new one, whole."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

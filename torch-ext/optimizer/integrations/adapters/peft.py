@@ -1,0 +1,316 @@
+"""LoRA that PEFT put on a stack of experts, read where it lies.
+
+PEFT wraps an experts module once per targeted parameter: `ParamWrapper(down_proj)` around
+`ParamWrapper(gate_up_proj)` around the experts. Its forward registers a parametrization that forms
+W + delta for all experts, on every call; 0.21.2 forgets to remove it where the parameter was
+parametrized before (4-bit experts), so that deltas pile up. Here the factors are handed to the
+experts instead. Everything is read off the wrappers' attributes; PEFT itself is not imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...moe.layout import ExpertsLora, LoraFactors
+from ...moe.lora import PeftFactors
+from ...moe.quantized.expert_weights import as_quantized
+from ..models.experts import ATTACHED, experts_modules, first_projection, is_ours
+
+WRAPPER = "ParamWrapper"  # peft.tuners.lora.layer
+# What PEFT puts around a model, and around its modules.
+LAYERS = ("PeftModel", "BaseTunerLayer", "AuxiliaryTrainingWrapper")
+PROXIES = ("_LoraFactorsProxy", "_LoraParameterProxy")  # its parametrizations
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether this is PEFT's wrapper around one parameter."""
+    return type(module).__name__ == WRAPPER and hasattr(module, "parameter_name")
+
+
+def base_of(wrapper: nn.Module) -> nn.Module:
+    """The module below all wrappers."""
+    module = wrapper
+    while is_wrapper(module):
+        module = module.base_layer
+    return module
+
+
+def chain(wrapper: nn.Module) -> Iterator[nn.Module]:
+    """The wrapper and those below it, outermost first."""
+    module = wrapper
+    while is_wrapper(module):
+        yield module
+        module = module.base_layer
+
+
+def wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost wrapper of every wrapped module."""
+    inner: set[int] = set()
+    for module in model.modules():  # parents come first
+        if is_wrapper(module) and id(module) not in inner:
+            inner.update(id(below) for below in chain(module))
+            yield module
+
+
+def first_layer(model: nn.Module) -> str | None:
+    """Name and class of a layer that PEFT put into a model, or around it; None if there is none."""
+    found = None
+    for name, module in model.named_modules():
+        if any(kind.__name__ in LAYERS for kind in type(module).__mro__):
+            found = f"{name or 'the model'} ({type(module).__name__})"
+            if name:
+                break
+    return found
+
+
+class ParameterListing:
+    """`named_parameters` of one experts module, which answers PEFT in PEFT's terms.
+
+    PEFT wraps what `module.named_parameters(recurse=False)` names, and a stack in 4 bits is a
+    module, which is never named there. PEFT alone is told of it, under the parameter's name: FSDP2,
+    DDP and accelerate ask in the same words, and would shard or move its bytes a second time. The
+    only thing that tells the askers apart is who calls.
+
+    Args:
+        experts: the module that this is the `named_parameters` of.
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        self.experts = experts
+        self.__func__ = type(experts).named_parameters  # torch.compile asks for it, as of a method
+
+    def __call__(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `nn.Module.named_parameters`.
+
+        Raises:
+            ValueError: PEFT asks, and the experts have LoRA of `attach_lora`.
+        """
+        experts = self.experts
+        found = self.__func__(experts, prefix, recurse, remove_duplicate)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if recurse or caller.partition(".")[0] != "peft":
+            return found
+        if ATTACHED in experts._modules:
+            raise ValueError(
+                "the experts of this model have LoRA of attach_lora, which PEFT would freeze and "
+                "leave out of its file; detach_lora(model) and name the experts in PEFT's "
+                "configuration: target_parameters=['experts.gate_up_proj', 'experts.down_proj']"
+            )
+        packed = (
+            (f"{prefix}.{name}" if prefix else name, stack.packed)
+            for name in (first_projection(experts), "down_proj")
+            if as_quantized(stack := experts._modules.get(name)) is not None
+        )
+        return itertools.chain(packed, found)
+
+
+def check_targets(model: nn.Module) -> None:
+    """Raise ValueError if PEFT's configuration names experts that PEFT did not wrap."""
+    wrapped: dict[str, set[str]] = {}  # adapter -> names of the parameters that have it
+    for name, module in model.named_modules():
+        if not is_wrapper(module):
+            continue
+        place = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
+        for adapter in module.lora_A:
+            wrapped.setdefault(adapter, set()).add(place)
+    experts = {
+        f"{name.replace('.base_layer', '')}.{target}"
+        for name, module in experts_modules(model)
+        for target in (first_projection(module), "down_proj")
+    }
+    for adapter, targets in _configs(model).items():
+        done = wrapped.get(adapter, set())
+        for target in targets:
+            named = {place for place in experts | done if _ends(place, target)}
+            missed = sorted(named - done)
+            if missed or (not named and "experts" in target.split(".")):
+                raise ValueError(
+                    f"target_parameters of PEFT's adapter {adapter!r} has {target!r}, and no LoRA "
+                    f"is on {missed[0] if missed else 'any parameter of that name'}; quantise the "
+                    "experts first (quantize_experts, load_quantized), then call get_peft_model "
+                    "with the end of a parameter's name, such as 'experts.down_proj'"
+                )
+
+
+def _configs(model: nn.Module) -> dict[str, list[str]]:
+    """`target_parameters` of every adapter that PEFT, or transformers through it, has put on."""
+    found: dict[str, list[str]] = {}
+    for module in model.modules():
+        configs = getattr(module, "peft_config", None)
+        for adapter, config in (configs if isinstance(configs, dict) else {}).items():
+            found[adapter] = sorted(getattr(config, "target_parameters", None) or ())
+    return found
+
+
+def _ends(place: str, target: str) -> bool:
+    """PEFT's rule: a whole dotted end."""
+    return place == target or place.endswith(f".{target}")
+
+
+def bypass(wrapper: nn.Module) -> None:
+    """Make the outermost wrapper of an experts module run `_forward` instead of PEFT's.
+
+    Over 4 bits `merge` is replaced too: PEFT's adds to a decoded copy and counts the adapter as
+    merged, or finds no tensor after it has merged others.
+
+    Raises:
+        ValueError: as `check_bypass`.
+    """
+    check_bypass(wrapper)
+    setattr(wrapper, _slot(wrapper), types.MethodType(_forward, wrapper))
+    experts = base_of(wrapper)
+    for entry in chain(wrapper):
+        stack = experts._modules.get(entry.parameter_name)
+        computed = entry.parameter_name in getattr(experts, "parametrizations", {})
+        if computed or as_quantized(stack) is not None:
+            entry.merge = types.MethodType(_refuse_merge, entry)
+
+
+def _refuse_merge(wrapper: nn.Module, *_: Any, **__: Any) -> None:
+    raise ValueError(
+        f"{wrapper.parameter_name} is in 4 bits: an adapter cannot be merged into it without "
+        "rounding it away; keep it, or load the model in 16 bits to merge. "
+        "model.unmerge_adapter() takes back what other modules have merged"
+    )
+
+
+def check_bypass(wrapper: nn.Module) -> None:
+    """Raise ValueError if another library replaced the wrapper's forward; change nothing."""
+    present = vars(wrapper).get("forward")
+    replaced = present is not None and getattr(present, "__func__", None) is not _forward
+    if _slot(wrapper) == "forward" and replaced:
+        raise ValueError(
+            f"the forward of PEFT's wrapper of {wrapper.parameter_name} was replaced by "
+            f"{present!r}; undo that, then call use_in_transformers"
+        )
+
+
+def _slot(wrapper: nn.Module) -> str:
+    """The attribute that runs as the wrapper's forward."""
+    return "_old_forward" if hasattr(wrapper, "_hf_hook") else "forward"  # accelerate's hooks
+
+
+def _forward(wrapper: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Call the experts with the factors instead of with new weights.
+
+    They are called as a module, so that their hooks run. Where they were set back to another
+    implementation, PEFT's forward runs.
+    """
+    experts = base_of(wrapper)
+    if not is_ours(experts):
+        return type(wrapper).forward(wrapper, hidden_states, *args, **kwargs)
+    if kwargs.pop("adapter_names", None) is not None:
+        raise ValueError("adapter_names: one batch cannot mix adapters on experts; split it")
+    lora = active_lora(wrapper)
+    if lora is not None:
+        kwargs["lora"] = lora
+    return experts(hidden_states, *args, **kwargs)
+
+
+def check_bypassed(experts: nn.Module) -> None:
+    """Refuse to run inside PEFT's own forward, which has put W + delta in place of W.
+
+    Raises:
+        RuntimeError: with the remedy.
+    """
+    for name, parametrizations in getattr(experts, "parametrizations", {}).items():
+        if any(type(entry).__name__ in PROXIES for entry in parametrizations):
+            raise RuntimeError(
+                f"PEFT wrapped {name} after use_in_transformers(model), and its forward formed "
+                "W + delta for every expert; call use_in_transformers(model) again, after PEFT"
+            )
+
+
+def active_lora(wrapper: nn.Module) -> ExpertsLora | None:
+    """The factors that the wrappers of an experts module add now.
+
+    Args:
+        wrapper: the outermost one.
+
+    Returns:
+        Views of the adapters' parameters; None if nothing is active.
+
+    Raises:
+        ValueError: several adapters are active on a parameter, or the active one has DoRA, dropout,
+            a bias or a variant.
+    """
+    found = {}
+    for entry in chain(wrapper):
+        factors = _active_factors(entry)
+        if factors is not None:
+            found[entry.parameter_name] = factors
+    if not found:
+        return None
+    down = found.pop("down_proj", None)
+    gate_up = found.pop("gate_up_proj", None) or found.pop("up_proj", None)
+    if found:
+        raise ValueError(
+            f"LoRA on {sorted(found)} of experts is not supported; target gate_up_proj (up_proj) "
+            "and down_proj"
+        )
+    return ExpertsLora(gate_up, down)
+
+
+def contracts_input(*, swapped: bool, transposed: bool) -> bool:
+    """Whether a wrapper's A meets the layer's input, and not its output.
+
+    A has the size of the parameter's dimension 1, or 2 if the wrapper swapped them. Dimension 2 is
+    the input of (E, out, in), dimension 1 that of a transposed (E, in, out). PEFT up to 0.18 never
+    swaps, 0.19.0 swaps the transposed ones, later ones the others.
+    """
+    return swapped != transposed
+
+
+def _active_factors(wrapper: nn.Module) -> LoraFactors | None:
+    """The factors of one wrapper, in the sense of PEFT's own forward."""
+    if wrapper.disable_adapters:
+        if wrapper.merged:
+            wrapper.unmerge()  # as PEFT does: disabled means the base
+        return None
+    if wrapper.merged:
+        return None
+    active = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    if len(active) > 1:
+        raise ValueError(
+            f"{active} are active on {wrapper.parameter_name}; one adapter can be: "
+            "model.set_adapter(name), or model.add_weighted_adapter to combine them first"
+        )
+    if not active:
+        return None
+    (name,) = active
+    _check_plain(wrapper, name)
+    experts = base_of(wrapper)
+    transposed = getattr(experts, "is_transposed", False)
+    swapped = getattr(wrapper, "_did_swap_in_out_features", False)  # no such attribute up to 0.18
+    matrices = (wrapper.lora_A[name].weight, wrapper.lora_B[name].weight)
+    return PeftFactors(
+        *matrices,
+        wrapper.num_experts,
+        wrapper.scaling[name],
+        swapped=not contracts_input(swapped=swapped, transposed=transposed),
+    )
+
+
+def _check_plain(wrapper: nn.Module, name: str) -> None:
+    """Refuse what changes the meaning of the factors; PEFT refuses most of it at construction."""
+    dropouts = wrapper.lora_dropout  # a ModuleDict, which has no get
+    dropout = dropouts[name] if name in dropouts else None  # noqa: SIM401
+    for option, present in (
+        ("DoRA", wrapper.use_dora.get(name, False)),
+        ("lora_bias", wrapper.lora_bias.get(name, False)),
+        ("lora_dropout", getattr(dropout, "p", 0.0) > 0),
+        ("a LoRA variant", name in getattr(wrapper, "lora_variant", {})),
+    ):
+        if present:
+            raise ValueError(
+                f"adapter {name!r} on {wrapper.parameter_name} has {option}, which experts do not "
+                "support; train it without"
+            )

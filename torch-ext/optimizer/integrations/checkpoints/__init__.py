@@ -1,0 +1,1 @@
+"""Optimizer checkpoints: files, background saves, other optimizers' states."""

@@ -1,0 +1,153 @@
+"""Optimizer checkpoints: tensors in safetensors, everything else as JSON in the same file.
+
+`optimizer.safetensors` is the checkpoint: its header carries the JSON, so that one rename commits
+both and no crash can pair the tensors of one step with the options of another. `optimizer.json` is
+a copy of that JSON for people to read; loading ignores it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...optimizers.groups.param_groups import components
+from ...optimizers.groups.parameters import local
+from ...optimizers.step import MuonBase
+from .checkpoint_file import TENSORS, Checkpoint, SavedGroup, encoded, read, write
+from .pending_save import finish
+
+
+def save_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
+    """Write the state and the options of an optimizer into a folder, atomically.
+
+    Written are `optimizer.safetensors`, with a checksum of every tensor and of the options, and the
+    readable copy `optimizer.json`. Whenever the process dies, the folder holds the previous
+    checkpoint or the new one, whole; a killed process leaves a file `*.tmp` beside them, which
+    nothing reads and the next save there removes. Of several ranks with equal state only one
+    should save; of savers to one folder the last one wins. State that ranks have parts of is
+    refused: `torch.distributed.checkpoint` saves it. A function in adjust_lr_fn is not saved:
+    loading keeps that of the optimizer it loads into.
+
+    Args:
+        optimizer: `Muon` or `MuonAdamW`.
+        folder: made if it does not exist.
+
+    Raises:
+        TypeError: `optimizer` is not one of ours, this process has only a part of its state, or a
+            group holds a value JSON has no form for.
+        RuntimeError: a step went wrong and nothing was loaded since; an older checkpoint stays.
+        OSError: it could not be written, as where the disk is full; an older checkpoint stays.
+    """
+    tensors, text = encoded(checkpoint_of(optimizer))
+    finish(Path(folder))
+    write(tensors, text, Path(folder))
+
+
+def checkpoint_of(optimizer: MuonBase) -> Checkpoint:
+    """Groups, names and state of an optimizer; the tensors are its own.
+
+    Raises:
+        TypeError: `optimizer` is not one of ours, or there is state that cannot be saved.
+        RuntimeError: a step went wrong and nothing was loaded since.
+    """
+    _check_class(optimizer)
+    optimizer.check_whole()
+    state_dict = optimizer.state_dict()
+    groups = []
+    for number, group in enumerate(state_dict["param_groups"]):
+        options = {key: value for key, value in group.items() if key != "params"}
+        states = [
+            _state(state_dict["state"].pop(entry), f"state.{number}.{index}")
+            for index, entry in enumerate(group["params"])
+        ]
+        groups.append(SavedGroup(options, optimizer.parameter_names(number), states))
+    if state_dict["state"]:
+        raise TypeError(f"state without a parameter cannot be saved: {list(state_dict['state'])}")
+    return Checkpoint(type(optimizer).__name__, groups)
+
+
+def load_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
+    """Load what `save_optimizer` wrote into an optimizer of the same class and groups, exactly.
+
+    Inside each group parameters are matched by name where both sides have names, in any order and
+    whatever wrappers such as torch.compile add, and by position otherwise. Options are
+    replaced by the saved ones. Everything is checked before anything changes.
+
+    Args:
+        optimizer: constructed like the saved one.
+        folder: as given to `save_optimizer`.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: the file is damaged or malformed, of another format or class, or holds other
+            groups, names, options, keys or shapes, or values that no step leaves behind; the
+            message names it.
+        TypeError: `optimizer` is not one of ours.
+        ImportError: safetensors is not installed.
+    """
+    _check_class(optimizer)
+    finish(Path(folder))
+    path = Path(folder) / TENSORS
+    saved = read(path)
+    present = type(optimizer).__name__
+    if saved.optimizer != present:
+        raise ValueError(f"{path} is of {saved.optimizer}, the optimizer {present}")
+    if len(saved.groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"{path} has {len(saved.groups)} groups, the optimizer {len(optimizer.param_groups)}"
+        )
+    try:
+        optimizer.load_state_dict(_state_dict(optimizer, saved.groups))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _state(state: dict[str, Any], where: str) -> dict[str, Tensor]:
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{where}.{key}: only tensors can be saved, got {value!r}")
+    return {key: local(value).detach().contiguous() for key, value in state.items()}
+
+
+def _state_dict(optimizer: MuonBase, saved_groups: Sequence[SavedGroup]) -> dict[str, Any]:
+    """The saved groups as a state_dict with the parameters in the order of the optimizer's."""
+    groups: list[dict[str, Any]] = []
+    state: dict[int, dict[str, Tensor]] = {}
+    for number, (saved, group) in enumerate(zip(saved_groups, optimizer.param_groups, strict=True)):
+        order = _order(saved.names, optimizer.parameter_names(number), f"group {number}")
+        options = dict(saved.options)
+        for key in ("lr", "weight_decay"):
+            if isinstance(options.get(key), Tensor) and isinstance(group[key], Tensor):
+                options[key] = options[key].to(group[key].device)
+        first = len(state)
+        groups.append({**options, "params": list(range(first, first + len(order)))})
+        state |= {first + i: saved.states[j] for i, j in enumerate(order)}
+    return {"state": state, "param_groups": groups}
+
+
+def _order(saved: list[str | None], present: list[str | None], where: str) -> list[int]:
+    """For each present parameter its index among the saved ones."""
+    if len(saved) != len(present):
+        raise ValueError(f"{where}: {len(saved)} parameters were saved, {len(present)} are present")
+    if None in saved or None in present:
+        return list(range(len(saved)))
+    index = {".".join(components(name)): i for i, name in enumerate(saved)}
+    wanted = [".".join(components(name)) for name in present]
+    if len(index) < len(saved) or len(set(wanted)) < len(wanted):
+        return list(range(len(saved)))  # names that only wrappers tell apart
+    missing = sorted(set(wanted) - set(index))
+    if missing:
+        raise ValueError(
+            f"{where}: nothing was saved for {missing}; saved but not present: "
+            f"{sorted(set(index) - set(wanted))}"
+        )
+    return [index[name] for name in wanted]
+
+
+def _check_class(optimizer: Any) -> None:
+    if not isinstance(optimizer, MuonBase):
+        raise TypeError(f"optimizer must be a Muon or a MuonAdamW, got {type(optimizer).__name__}")

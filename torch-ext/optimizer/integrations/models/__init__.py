@@ -1,0 +1,1 @@
+"""Models of transformers: their experts, found, replaced, quantised, loaded and saved."""

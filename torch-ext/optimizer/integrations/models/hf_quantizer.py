@@ -1,0 +1,237 @@
+"""What transformers asks about a model whose experts are in 4 bits: how it is saved and loaded.
+
+`save_pretrained`, and with it Trainer and `push_to_hub`, asks `model.hf_quantizer` for the tensors;
+`from_pretrained` asks the quantizer that config.json names. Both are transformers' own interfaces.
+In the file the packed bytes have the name that the 16-bit stack had: where this package is not
+loaded, `from_pretrained` finds another shape there and raises; it would draw the experts at random
+if it missed the name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...moe.quantized.quantized_experts import QuantizedExperts
+from .experts import experts_modules, first_projection, put
+from .quantized_saving import METHOD, check_model, tensors_of
+
+
+def stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name of the stack, experts module, parameter) of every stack of experts."""
+    for prefix, experts in experts_modules(model):
+        for target in (first_projection(experts), "down_proj"):
+            yield f"{prefix}.{target}", experts, target
+
+
+def mark(model: nn.Module) -> None:
+    """Give every transformers model in `model` that holds 4-bit experts its quantizer."""
+    from transformers import PreTrainedModel
+
+    quantizer, config = _classes()
+    for inner in model.modules():
+        if not isinstance(inner, PreTrainedModel):
+            continue
+        other = getattr(inner, "hf_quantizer", None)
+        packed = (isinstance(e._modules.get(t), QuantizedExperts) for _, e, t in stacks(inner))
+        if not isinstance(other, quantizer) and any(packed):
+            inner.hf_quantizer = quantizer(config({}), other=other)
+
+
+def register() -> None:
+    """Make `from_pretrained` know folders with 4-bit experts."""
+    _classes()
+
+
+def attach_described(model: nn.Module, described: dict[str, Any]) -> None:
+    """Attach the adapters that `describe` found, for their tensors to be loaded."""
+    from ..adapters.lora import AdapterOptions, add_adapter, set_lora
+
+    found = dict(experts_modules(model))
+    options = {_spelling(model, n, found): targets for n, targets in described["options"].items()}
+    each = [adapters for targets in options.values() for adapters in targets.values()]
+    for adapter in dict.fromkeys(name for adapters in each for name in adapters):
+        wanted = {
+            name: {
+                t: AdapterOptions(**own[adapter]) for t, own in targets.items() if adapter in own
+            }
+            for name, targets in options.items()
+        }
+        add_adapter(model, adapter, wanted)
+    set_lora(model, described["active"], trainable=True)
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """What `restore` needs to know before it has seen a tensor."""
+    from ..adapters.lora import active_adapter, attached_modules
+
+    experts = {
+        name: {
+            "shape": list(stack.stored),
+            "blocksize": stack.blocksize,
+            "quant_type": stack.quant_type,
+            "nested": stack.nested,
+        }
+        for name, module, target in stacks(model)
+        for stack in [module._modules[target]]
+    }
+    options = {
+        name: {
+            target: {adapter: dataclasses.asdict(o) for adapter, o in adapters.items()}
+            for target, adapters in attached.options.items()
+        }
+        for name, attached in attached_modules(model).items()
+    }
+    lora = {"active": active_adapter(model), "options": options} if options else None
+    return {"experts": experts, "lora": lora}
+
+
+def restore(model: nn.Module, experts: dict[str, Any], lora: dict[str, Any] | None) -> None:
+    """Put empty 4-bit stacks, and adapters, in the place of an empty model's experts.
+
+    Raises:
+        ValueError: the model has other experts than were described.
+    """
+    places = {name: (module, target) for name, module, target in stacks(model)}
+    wanted = {_spelling(model, name, places): options for name, options in experts.items()}
+    if wanted.keys() != places.keys():
+        own, other = sorted(places.keys() - wanted.keys()), sorted(wanted.keys() - places.keys())
+        raise ValueError(
+            f"the checkpoint has other 4-bit experts than {type(model).__name__}: it lacks "
+            f"{own[:3]}, and its {other[:3]} have no place; load it with the class and the "
+            "configuration that it was saved from"
+        )
+    for name, options in wanted.items():
+        module, target = places[name]
+        options = dict(options)
+        shape = tuple(options.pop("shape"))
+        if tuple(getattr(module, target).shape) != shape:
+            raise ValueError(
+                f"the checkpoint holds {name} of shape {shape}, the configuration asks for "
+                f"{tuple(getattr(module, target).shape)}"
+            )
+        stack = QuantizedExperts(shape, **options, device="meta")
+        stack._is_hf_initialized = True  # for the model's _init_weights, which fills parameters
+        put(module, target, stack)
+    if lora is not None:
+        attach_described(model, lora)
+
+
+def file_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The model's tensors by their names in a file of `save_pretrained`, adapters included."""
+    packed = {f"{name}.packed": name for name, _, _ in stacks(model)}
+    return {
+        packed.get(name, name): tensor.detach().contiguous()
+        for name, tensor in tensors_of(model).items()
+    }
+
+
+def _spelling(model: nn.Module, name: str, known: Any) -> str:
+    """A name as this model has it, with or without the prefix of the base model."""
+    prefix = f"{model.base_model_prefix}."
+    spellings = (name, name.removeprefix(prefix), prefix + name)
+    return next((spelling for spelling in spellings if spelling in known), name)
+
+
+def __getattr__(name: str) -> Any:
+    """The classes by name, which pickle asks for."""
+    for made in _classes() if name.startswith("Experts") else ():
+        if made.__name__ == name:
+            return made
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@functools.cache
+def _classes() -> tuple[type, type]:
+    """The quantizer and its configuration, known to transformers from the first call on."""
+    from transformers.core_model_loading import WeightRenaming
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    class ExpertsConfig(QuantizationConfigMixin):
+        """config.json's `quantization_config`: every stack's format, and the adapters on them."""
+
+        def __init__(
+            self,
+            experts: dict[str, Any],
+            lora: dict[str, Any] | None = None,
+            quant_method: str = METHOD,
+        ) -> None:
+            self.quant_method, self.experts, self.lora = quant_method, experts, lora
+
+    class ExpertsQuantizer(HfQuantizer):
+        """4-bit experts in a model that is otherwise as its class made it.
+
+        Args:
+            quantization_config: an `ExpertsConfig`.
+            other: the quantizer of everything that is not an expert, or None.
+        """
+
+        def __init__(self, quantization_config: Any, other: Any = None, **options: Any) -> None:
+            super().__init__(quantization_config, **options)
+            self.other = other
+
+        def is_serializable(self) -> bool:
+            return True  # what cannot be written is refused below, with the way out
+
+        @property
+        def is_trainable(self) -> bool:
+            return self.other is None or self.other.is_trainable
+
+        @property
+        def is_qat_trainable(self) -> bool:
+            """Training needs no PEFT: all but the experts is dense, and they take attach_lora."""
+            return self.other is None
+
+        def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict]:
+            if getattr(model, "_hf_peft_config_loaded", False):
+                return None, {}  # the adapter alone is written
+            check_model(model)
+            model._weight_conversions = []  # the file has the model's own names
+            self.quantization_config = ExpertsConfig(**describe(model))
+            model.config.quantization_config = self.quantization_config
+            return file_tensors(model), {}
+
+        def validate_environment(self, device_map: Any = None, **_: Any) -> None:
+            devices = set(map(str, device_map.values())) if isinstance(device_map, dict) else set()
+            if len(devices) > 1:
+                raise ValueError(
+                    f"device_map spreads the model over {sorted(devices)}; quantised experts need "
+                    "one device per rank: name one, and start one process per GPU"
+                )
+
+        def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+            restore(model, self.quantization_config.experts, self.quantization_config.lora)
+
+        def update_weight_conversions(self, _: list, model: Any = None) -> list:
+            return [
+                WeightRenaming(f"{re.escape(name)}$", f"{name}.packed")
+                for name in self.quantization_config.experts
+            ]
+
+        def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
+            from .transformers import use_in_transformers
+
+            for name, experts, target in stacks(model):
+                for part, tensor in experts._modules[target].named_parameters():
+                    if not getattr(tensor, "_is_hf_initialized", False):
+                        raise ValueError(f"the checkpoint lacks {name}.{part}")
+                    tensor.requires_grad_(False)
+            if self.quantization_config.lora is not None:
+                from ..adapters.lora import set_lora
+
+                set_lora(model, self.quantization_config.lora["active"], trainable=True)
+            model.is_quantized = False  # it would keep half() and PEFT's input gradients away
+            use_in_transformers(model)
+
+    for made in (ExpertsQuantizer, ExpertsConfig):
+        made.__qualname__ = made.__name__  # found by `__getattr__` of this module
+    register_quantization_config(METHOD)(ExpertsConfig)
+    register_quantizer(METHOD)(ExpertsQuantizer)
+    return ExpertsQuantizer, ExpertsConfig

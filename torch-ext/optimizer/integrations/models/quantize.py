@@ -1,0 +1,72 @@
+"""4-bit experts in the place of a model's 16-bit ones, in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ...moe.quantized.expert_weights import DTYPES, QUANT_TYPES
+from ...moe.quantized.quantized_experts import BLOCKSIZES, QuantizedExperts
+from .experts import experts_modules, first_projection, put
+from .hf_quantizer import mark
+from .transformers import use_in_transformers
+
+
+def check_quantizable(model: nn.Module, quant_type: str) -> None:
+    """Raise unless `quantize_experts` can do it.
+
+    Raises:
+        ValueError: an unknown quant_type, a stack that is not whole in this process, or a dtype
+            that has no 4 bits.
+    """
+    if quant_type not in QUANT_TYPES:
+        raise ValueError(f"quantize must be None or one of {QUANT_TYPES}, got {quant_type!r}")
+    for name, target, weight in _stacks(model):
+        if weight.is_meta or hasattr(weight, "placements"):
+            where = "on the meta device" if weight.is_meta else "sharded over ranks"
+            raise ValueError(
+                f"{name}.{target} is {where}; quantise a model whose experts are whole in this "
+                "process, or read them in 4 bits with load_quantized"
+            )
+        if weight.dtype not in DTYPES:
+            kinds = ", ".join(map(str, DTYPES))
+            raise ValueError(f"{name}.{target} is {weight.dtype}; 4 bits are made of {kinds}")
+
+
+def quantize_experts(model: nn.Module, quant_type: str = "nf4", *, blocksize: int = 64) -> None:
+    """Replace every stack of experts by one in 4 bits, one after another.
+
+    The model is switched to our experts implementation (`use_in_transformers`), the one that runs
+    such stacks. Each stack is dropped when its 4 bits are there. Stacks that are quantised already
+    are left as they are, so a call that ran out of memory leaves a model that runs, and can be
+    repeated. `load_quantized` never holds the 16-bit stacks at all.
+
+    Args:
+        model: a transformers model, its experts on their device.
+        quant_type: "nf4" or "fp4".
+        blocksize: elements per absmax.
+
+    Raises:
+        ValueError: as `check_quantizable`, an unknown blocksize, no experts, or experts that our
+            kernels do not serve; nothing has changed then.
+        ImportError: transformers is not installed.
+    """
+    if blocksize not in BLOCKSIZES:
+        raise ValueError(f"blocksize must be one of {BLOCKSIZES}, got {blocksize}")
+    check_quantizable(model, quant_type)
+    use_in_transformers(model)
+    for name, target, _ in list(_stacks(model)):
+        experts = model.get_submodule(name)
+        options = {"quant_type": quant_type, "blocksize": blocksize}
+        put(experts, target, QuantizedExperts.from_weight(experts._parameters[target], **options))
+    mark(model)
+
+
+def _stacks(model: nn.Module) -> list[tuple[str, str, torch.Tensor]]:
+    """(name of the experts, of the parameter, the stack) of all that are not in 4 bits yet."""
+    return [
+        (name, target, experts._parameters[target])
+        for name, experts in experts_modules(model)
+        for target in (first_projection(experts), "down_proj")
+        if experts._parameters.get(target) is not None
+    ]

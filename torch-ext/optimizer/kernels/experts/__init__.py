@@ -1,0 +1,1 @@
+"""A layer of experts: sort, grouped products with LoRA, activation, combine."""

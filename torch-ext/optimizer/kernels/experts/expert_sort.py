@@ -1,0 +1,110 @@
+"""expert_sort: slots in expert order, where each expert starts, and its tiles of rows.
+
+Stable, so that the order within an expert is the order of tokens. Ids outside [0, E) are sentinels
+of expert parallelism: they come last and no product reads them. Nothing waits for the device.
+
+path      | source                | taken
+triton    | expert_sort_triton.py | CUDA and ROCm
+reference | reference/moe.py      | everything else
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from ..._ops import add_op_namespace_prefix, ops
+from ...reference import moe as reference
+from ..launch.launch_plan import replayed
+from ._moe_paths import INTEGERS, TRITON_PATHS, check_tensor, on_device_of, pick_name
+
+# Rows of a tile by mean rows per expert: (up to, rows). Experts get more and fewer rows than the
+# mean, and every tile reads its expert's weights again: from three quarters of a tile on the next
+# size takes less time. Timed at means of 64, 128 and 256 alone (docs/log.md).
+TILE_ROWS = ((16, 16), (24, 32), (48, 64))
+LARGEST_TILE_ROWS = 128
+# 8 times as many as the widest published layers have (512). The Triton path keeps a counter of
+# every expert for every 128 slots, here 128 bytes per slot, and all experts in one block.
+MAX_EXPERTS = 1 << 12
+
+
+def tile_rows_for(rows: int, num_experts: int) -> int:
+    """Rows per tile: a function of the mean rows per expert alone, never of the routing."""
+    for limit, size in TILE_ROWS:
+        if rows <= limit * num_experts:
+            return size
+    return LARGEST_TILE_ROWS
+
+
+@custom_op(add_op_namespace_prefix("expert_sort"), mutates_args=())
+def _expert_sort(
+    expert_ids: Tensor,  # (T, k)
+    num_experts: int,
+    tile_rows: int,
+    path: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if path in TRITON_PATHS:
+        from .expert_sort_triton import expert_sort_triton
+
+        with on_device_of(expert_ids):
+            constants = (num_experts, tile_rows)
+            return tuple(replayed("expert_sort", expert_sort_triton, (expert_ids,), constants))
+    return reference.expert_sort(expert_ids, num_experts, tile_rows)
+
+
+def _fake(expert_ids, num_experts, tile_rows, path):
+    rows = expert_ids.numel()
+    new = expert_ids.new_empty
+    return (
+        new((rows,), dtype=torch.int64),
+        new((rows,), dtype=torch.int64),
+        new((num_experts + 1,), dtype=torch.int64),
+        new((reference.tile_bound(rows, num_experts, tile_rows), 3), dtype=torch.int64),
+    )
+
+
+_expert_sort.register_fake(_fake)
+
+
+def check_ids(expert_ids: Tensor, num_experts: int) -> None:
+    """Raise the TypeError or ValueError that `expert_sort` owes to ids (T, k) and E."""
+    check_tensor("expert_ids", expert_ids, 2, INTEGERS)
+    if isinstance(num_experts, bool) or not isinstance(num_experts, int):
+        raise TypeError(f"num_experts must be an integer, got {type(num_experts).__name__}")
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(
+            f"num_experts must be at least 1 and at most {MAX_EXPERTS}, got {num_experts}; pass "
+            "the number of experts of one layer"
+        )
+    if expert_ids.shape[1] < 1:
+        raise ValueError(f"expert_ids must name experts, got shape {tuple(expert_ids.shape)}")
+
+
+def expert_sort(
+    expert_ids: Tensor, num_experts: int, *, tile_rows: int | None = None, backend: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sort the slots (token t, choice j) -> t k + j by expert, stably.
+
+    Args:
+        expert_ids: (T, k) of any integer dtype; ids outside [0, E) are skipped.
+        num_experts: E, at most `MAX_EXPERTS`.
+        tile_rows: Rows per tile of the map, a power of two of at least 16; None chooses by T k / E.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        slots (R,): the slot of every row, valid rows first; rows (R,): the row of every slot;
+        offsets (E + 1,): first row of every expert, and at E the number of valid rows; tiles
+        (bound, 3): expert (E for sentinels, -1 for unused tiles), first row, end row. All int64.
+
+    Raises:
+        TypeError: expert_ids is no integer tensor, or num_experts no integer.
+        ValueError: shape, num_experts, tile_rows or backend out of range.
+    """
+    check_ids(expert_ids, num_experts)
+    if tile_rows is None:
+        tile_rows = tile_rows_for(expert_ids.numel(), num_experts)
+    elif tile_rows < 16 or tile_rows & (tile_rows - 1):
+        raise ValueError(f"tile_rows must be a power of two from 16, got {tile_rows}")
+    path = pick_name("expert_sort", expert_ids.device, torch.float32, backend)
+    return ops.expert_sort(expert_ids, num_experts, tile_rows, path)

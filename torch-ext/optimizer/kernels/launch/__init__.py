@@ -1,0 +1,1 @@
+"""How Triton's kernels are compiled, recorded and launched."""

@@ -1,0 +1,1 @@
+"""The matrix products of an orthogonalization, and what prepares their operands."""

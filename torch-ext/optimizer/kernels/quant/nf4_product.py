@@ -1,0 +1,269 @@
+"""nf4_product: (x W_e + low F_e + bias_e) times gates over 4-bit weights, compiled for Hopper.
+
+The product inside of grouped_lora_nf4_forward and grouped_lora_nf4_dx, by TMA and wgmma: decoded
+weights are wgmma's left operand in registers, up to 256 rows its right one. An element is one
+float32 sum over growing k and then over the rank, so a row's bits do not depend on the other rows.
+
+path     | op          | source                  | taken
+compiled | nf4_product | kernels-src/nf4_product | capability 9.0, what `refusal` allows: bfloat16,
+         |             |                         | plain absmax, blocks of 64 or more that do not
+         |             |                         | leave their row, N and the rank multiples of 8;
+         |             |                         | by name, or by `pays`
+triton   |             | _nf4_product_triton.py  | everything else
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+from torch.library import register_fake
+
+from ..._ops import add_op_namespace_prefix, ops
+
+_logger = logging.getLogger(__name__)
+
+MAX_EXPERTS = 512  # kMaxExperts: their offsets lie in shared memory
+MIN_BLOCK = 64  # kMinBlock: a step of the sum takes one absmax per stored row
+# Of an expert, and of the sum: where 2048 tokens of four models were timed (docs/log.md).
+MEASURED_ROWS = (64, 512)
+LEAST_DEPTH = 768
+# In the forward, of 128 tokens where stored rows are long.
+FEW_ROWS = 32
+FEW_ROWS_DEPTH = 4096
+_LARGEST = 2**30
+_LARGEST_ROWS = 2**35  # elements: 2^32 times 16 bytes
+
+
+@register_fake(add_op_namespace_prefix("nf4_product"))
+def _fake(  # noqa: PLR0913
+    x,
+    packed,
+    absmax,
+    codebook,
+    stored,
+    blocksize,
+    along,
+    low,
+    factor,
+    bias,
+    gates,
+    slots,
+    offsets,
+    out,
+    fan,
+    scatter,
+):
+    return None
+
+
+def nf4_product(  # noqa: PLR0913
+    x: Tensor,
+    packed: Tensor,
+    absmax: Tensor,
+    codebook: Tensor,
+    stored: tuple[int, int, int],
+    blocksize: int,
+    slots: Tensor,
+    offsets: Tensor,
+    *,
+    along: bool,
+    low: Tensor | None = None,
+    factor: Tensor | None = None,
+    bias: Tensor | None = None,
+    gates: Tensor | None = None,
+    fan: int,
+    grouped_out: bool,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Multiply every expert's rows with its 4-bit weight; no gradients, no other path.
+
+    Args:
+        x: Rows of K (along) or of N, bfloat16, contiguous, on 16 bytes.
+        packed: (E N K / 2,) uint8, even elements in the high nibbles, on 16 bytes.
+        absmax: (E N K / blocksize,) float32.
+        codebook: (16,) float32.
+        stored: (E, N, K).
+        blocksize: A power of two of which K is a multiple.
+        slots: (R,) of `expert_sort`, as offsets.
+        offsets: (E + 1,).
+        along: The sum runs along K and the result has N columns; else across N, and it has K.
+        low: (R, r) in expert order, contiguous, bfloat16; r is a multiple of 8.
+        factor: (E, r, columns) with low, of any floating dtype and strides.
+        bias: (E, columns) of any floating dtype.
+        gates: (T, k) of any floating dtype; scale the rows of the result.
+        fan: Where row i lies in x: 0 at i (expert order), f > 0 at slots[i] // f.
+        grouped_out: Write in expert order instead of slot order.
+        out: (R, columns), contiguous, bfloat16.
+
+    Returns:
+        (R, columns) in bfloat16, or `out`; zero for sentinels.
+
+    Raises:
+        ValueError: What `refusal` says of the operands.
+        RuntimeError: Shapes, dtypes or devices do not fit.
+    """
+    stack = (packed, absmax, codebook, None, tuple(stored), blocksize)
+    if reason := refusal(x, stack, 0 if factor is None else factor.shape[1]):
+        raise ValueError(f"nf4_product cannot take this product: {reason}")
+    columns = stored[1] if along else stored[2]
+    if out is None:
+        out = x.new_empty((slots.shape[0], columns))
+    ops.nf4_product(
+        x,
+        packed,
+        absmax,
+        codebook,
+        stored,
+        blocksize,
+        along,
+        low,
+        None if factor is None else _converted(factor, x.dtype),
+        None if bias is None else _converted(bias[:, None], torch.float32, packs=True)[:, 0],
+        None if gates is None else gates.float().contiguous(),
+        slots,
+        offsets,
+        out,
+        fan,
+        not grouped_out,
+    )
+    return out
+
+
+def _converted(x: Tensor, dtype: torch.dtype, *, packs: bool = False) -> Tensor:
+    """x (E, r, N) in a dtype, contiguous if asked: by a launch that a plan can play again."""
+    if x.dtype == dtype and (x.is_contiguous() or not packs):
+        return x
+    from ..experts._grouped_launch_triton import reorder
+
+    return reorder(x, torch.empty(x.shape, dtype=dtype, device=x.device))
+
+
+def refusal(x: Tensor, stack: tuple, rank: int) -> str | None:
+    """Why the compiled op cannot take the product; None if it can. Nothing depends on the rows.
+
+    Args:
+        x: Rows.
+        stack: packed, absmax, codebook, nested, (E, N, K), blocksize, as `nf4_product` of
+            _nf4_product_triton.py takes them.
+        rank: Of LoRA, or 0.
+    """
+    packed, _, _, nested, (experts, n, k), blocksize = stack
+    if x.dtype != torch.bfloat16:
+        return f"it needs bfloat16, got {x.dtype}"
+    if nested is not None:
+        return "absmax is nested"
+    if blocksize < MIN_BLOCK or k % blocksize:
+        return (
+            f"the blocksize must be {MIN_BLOCK} or more and divide K, got {blocksize} and K = {k}"
+        )
+    if experts > MAX_EXPERTS:
+        return f"it takes at most {MAX_EXPERTS} experts, got {experts}"
+    if n % 8 or max(k, n) > _LARGEST:
+        return f"N must be a multiple of 8 and no side exceed 2^30, got {n} and {k}"
+    if rank % 8:
+        return f"the rank must be a multiple of 8, got {rank}"
+    if packed.data_ptr() % 16:
+        return "packed must start on 16 bytes"
+    if x.shape[0] * x.stride(0) > _LARGEST_ROWS:
+        return f"rows of x may take 64 GiB, got {x.shape[0]} rows {x.stride(0)} elements apart"
+    if x.stride(1) != 1 or x.data_ptr() % 16 or (x.shape[0] > 1 and x.stride(0) % 8):
+        return f"rows of x must be contiguous and start on 16 bytes, got strides {x.stride()}"
+    return None
+
+
+def pays(mean_rows: float, depth: int, along: bool) -> bool:
+    """Whether it takes less time than Triton's product: a rule from times on one H200.
+
+    Args:
+        mean_rows: Of an expert; fewer than measured are Triton's.
+        depth: Of the sum: a tile's sums are written while nothing is multiplied.
+        along: Whether the sum runs along stored rows, as in the forward.
+    """
+    if along and FEW_ROWS <= mean_rows < MEASURED_ROWS[0]:
+        return depth >= FEW_ROWS_DEPTH
+    return MEASURED_ROWS[0] <= mean_rows <= MEASURED_ROWS[1] and depth >= LEAST_DEPTH
+
+
+def serves(x: Tensor, weight: tuple, rank: int) -> bool:
+    """Whether the op takes products of x with a weight of `grouped_lora_nf4_forward`."""
+    packed, absmax, codebook, nested, _, _, stored, blocksize, _ = weight
+    stack = (packed, absmax, codebook, nested, stored, blocksize)
+    return _is_hopper(x.device) and refusal(x, stack, rank) is None
+
+
+def compiled_is_faster(operands: tuple) -> bool:
+    """Whether `prefer_compiled` with these arguments takes the compiled op, and should."""
+    x, stack, last, _, factor, slots, *_, out = operands
+    experts, n, k = stack[4]
+    if out is None or not _is_hopper(x.device):
+        return False
+    if not pays(slots.shape[0] / experts, k if last else n, last):
+        return False
+    return refusal(x, stack, 0 if factor is None else factor.shape[1]) is None
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    _logger.warning("product over 4-bit weights by Triton instead of CUDA: %s", reason)
+
+
+def prefer_compiled(
+    x: Tensor,
+    stack: tuple,
+    last: bool,
+    low: Tensor,
+    factor: Tensor | None,
+    slots: Tensor,
+    offsets: Tensor,
+    tiles: Tensor,
+    out: Tensor | None,
+    **options,
+) -> Tensor | None:
+    """What `nf4_product` of _nf4_product_triton.py does with these arguments, by CUDA if it can."""
+    from ._nf4_product_triton import nf4_codebook
+    from ._nf4_product_triton import nf4_product as by_triton
+
+    reason = refusal(x, stack, 0 if factor is None else factor.shape[1])
+    if out is None:
+        reason = "the gates' gradient alone is wanted"
+    if reason is not None:
+        _say_once(reason)
+        return by_triton(x, stack, last, low, factor, slots, offsets, tiles, out, **options)
+    packed, absmax, codebook, _, stored, blocksize = stack
+    other, gates = options.get("other"), options.get("gates")
+    nf4_product(
+        x,
+        packed,
+        absmax,
+        nf4_codebook(x.device) if codebook is None else codebook,
+        stored,
+        blocksize,
+        slots,
+        offsets,
+        along=last,
+        low=None if factor is None else low,
+        factor=factor,
+        bias=options.get("bias"),
+        gates=gates if other is None else None,
+        fan=options["fan"],
+        grouped_out=not options["scatter"],
+        out=out,
+    )
+    if other is None:
+        return None
+    from ._row_dots_triton import gate_and_dot
+
+    place = (options.get("other_fan", 0), options["scatter"])
+    return gate_and_dot(out, other, gates, slots, offsets, *place)

@@ -1,0 +1,1 @@
+"""Layers whose experts are stored in 4 bits."""

@@ -1,0 +1,364 @@
+"""Grouped products over 4-bit experts, decoded as `quantized_strategy` says.
+
+Backward decodes again: packed bytes are all that is kept of the weights, whatever the strategy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...kernels.autocast import without_autocast
+from ...kernels.experts._moe_paths import TRITON_PATHS
+from ...kernels.experts.combine import combine_rows
+from ...kernels.experts.grouped_lora_dab import grouped_lora_dab
+from ...kernels.experts.grouped_lora_dw import grouped_lora_dw
+from ...kernels.experts.grouped_lora_dx import grouped_lora_dx
+from ...kernels.experts.grouped_lora_forward import grouped_lora_forward
+from ...kernels.quant.grouped_lora_nf4_dx import grouped_lora_nf4_dx
+from ...kernels.quant.grouped_lora_nf4_forward import grouped_lora_nf4_forward
+from ...kernels.quant.nf4_dequant import DTYPES
+from ..sort import ExpertOrder
+from .expert_weights import QuantizedWeight, active_experts
+from .strategy import chunk_experts, pick_strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slice:
+    """Some experts and the part of the order that is theirs."""
+
+    ids: Tensor | slice  # picks them out of (E, ...) tensors
+    experts: Tensor  # (c,) the same as ids
+    offsets: Tensor  # (c + 1,)
+    tiles: Tensor  # (bound, 3), experts counted within the slice
+    mine: Tensor | None  # (R,) rows of the slice, in expert order; None: all of them
+
+    def take(self, tensor: Tensor | None) -> Tensor | None:
+        """The slice's part of an (E, ...) tensor."""
+        return None if tensor is None else tensor[self.ids]
+
+    def rows(self, order: ExpertOrder, grouped: bool) -> Tensor:
+        """(R, 1): whether a row, or a slot unless `grouped`, belongs to the slice."""
+        return (self.mine if grouped else self.mine[order.rows])[:, None]
+
+
+def _retiled(order: ExpertOrder, local: Tensor) -> Tensor:
+    """The order's tiles with experts renamed by local (E + 1,); -1 leaves a tile out."""
+    expert = order.tiles[:, 0]
+    named = torch.where(expert < 0, -1, local[expert.clamp(min=0)])
+    return torch.cat((named[:, None], order.tiles[:, 1:]), 1)
+
+
+def _slices(
+    weight: QuantizedWeight, order: ExpertOrder, strategy: str, size: int
+) -> Iterator[_Slice]:
+    """The slices of a strategy; the first one also covers the rows of sentinels."""
+    experts, device = order.num_experts, order.slots.device
+    if strategy == "selective":
+        active = active_experts(order)
+        bound = active.ids.shape[0]
+        local = torch.cat((active.position, torch.full((1,), bound, device=device)))
+        yield _Slice(active.ids, active.ids, active.offsets, _retiled(order, local), None)
+        return
+    count = experts
+    if strategy == "chunked":
+        count = chunk_experts(experts, weight.stored[1] * weight.stored[2], size)
+    row = torch.arange(order.slots.shape[0], device=device)
+    every = torch.arange(experts + 1, device=device)
+    for first in range(0, experts, count):
+        end = min(first + count, experts)
+        inside = (every >= first) & (every < end)
+        local = torch.where(inside, every - first, -1)
+        offsets = order.offsets[first : end + 1]
+        mine = (row >= offsets[0]) & (row < offsets[-1])
+        if first == 0:
+            local[-1:].fill_(end - first)
+        yield _Slice(
+            slice(first, end),
+            every[first:end],
+            offsets,
+            _retiled(order, local),
+            None if first == 0 else mine,
+        )
+
+
+class _QuantizedLora(torch.autograd.Function):
+    """`grouped_linear._GroupedLora` over decoded slices; the weight gets no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,  # (T, K) or (R, K)
+        lora_a: Tensor | None,  # (E, r, K)
+        lora_b: Tensor | None,  # (E, N, r)
+        bias: Tensor | None,  # (E, N)
+        gates: Tensor | None,  # (T, k)
+        weight: QuantizedWeight,  # (E, K, N)
+        order: ExpertOrder,
+        scaling: float,
+        x_fan: int,
+        grouped_out: bool,
+        path: str,
+        strategy: str,
+    ) -> Tensor:
+        layout = (scaling, x_fan, grouped_out or gates is not None, path)
+        products = _stack_products if _takes_stack(strategy, path) else _sliced_products
+        y, xa = products(x, weight, order, (lora_a, lora_b, bias), layout, strategy)
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(
+            x if needs[0] or needs[1] or needs[4] else None,
+            lora_a,
+            lora_b,
+            bias,
+            gates,
+            xa if needs[2] else None,
+        )
+        # Not a saved tensor: packed bytes are the module's own, and no hook may pin or move them.
+        ctx.constants = (weight, order, scaling, x_fan, grouped_out, path, strategy)
+        if gates is None:
+            return y
+        return combine_rows(y, gates, order.rows, order.offsets, order.top_k, path)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        with without_autocast(dy.device):
+            return _QuantizedLora._gradients(ctx, dy)
+
+    @staticmethod
+    def _gradients(ctx, dy: Tensor):
+        x, lora_a, lora_b, bias, gates, xa = ctx.saved_tensors
+        _, order, _, x_fan, grouped_out, path, _ = ctx.constants
+        needs_x, needs_a, needs_b, needs_bias, needs_gates = ctx.needs_input_grad[:5]
+        dy_fan = order.top_k if gates is not None else 0 if grouped_out else 1
+        dx = yb = dgates = da = db = dbias = None
+        if needs_x or needs_a or needs_gates:
+            operands = (lora_a, lora_b, bias, gates, x if needs_gates else None)
+            dx, yb, dgates = _input_gradients(ctx, dy, dy_fan, operands)
+        if needs_x and x_fan > 1:
+            dx = combine_rows(dx, None, order.rows, order.offsets, order.top_k, path)
+        fans = {"x_fan": x_fan, "dy_fan": dy_fan, "path": path}
+        if needs_a or needs_b:
+            da, db = grouped_lora_dab(
+                x if needs_a else dy,
+                dy,
+                xa if needs_b else yb,
+                yb if needs_a else xa,
+                lora_a,
+                lora_b,
+                gates,
+                order.slots,
+                order.offsets,
+                wants_a=needs_a,
+                wants_b=needs_b,
+                **fans,
+            )
+        if needs_bias:
+            _, dbias = grouped_lora_dw(
+                dy,
+                dy,
+                bias,
+                bias,
+                gates,
+                order.slots,
+                order.offsets,
+                wants_weight=False,
+                wants_bias=True,
+                **fans,
+            )
+        return (
+            dx if needs_x else None,
+            da if needs_a else None,
+            db if needs_b else None,
+            dbias,
+            dgates.view(gates.shape).to(gates.dtype) if needs_gates else None,
+            *(None,) * 7,
+        )
+
+
+def _takes_stack(strategy: str, path: str) -> bool:
+    """Whether one op takes the whole stack and decodes it as it goes."""
+    return strategy == "fused" or (path in TRITON_PATHS and strategy in ("chunked", "resident"))
+
+
+def _slice_experts(weight: QuantizedWeight, strategy: str, size: int) -> int:
+    """Experts that an op decodes to memory at a time; 0: none, it decodes in registers."""
+    experts, n, k = weight.stored
+    if strategy == "chunked":
+        return chunk_experts(experts, n * k, size)
+    return experts if strategy == "resident" else 0
+
+
+def _stack_products(
+    x: Tensor,
+    weight: QuantizedWeight,
+    order: ExpertOrder,
+    operands: tuple[Tensor | None, ...],  # lora_a, lora_b, bias
+    layout: tuple[float, int, bool, str],  # scaling, fan, grouped_out, path
+    strategy: str,
+) -> tuple[Tensor, Tensor]:
+    """y and xa, by one op over the stack."""
+    rows = (order.slots, order.offsets, order.tiles, order.tile_rows)
+    count = _slice_experts(weight, strategy, x.element_size())
+    *layout, path = layout
+    return grouped_lora_nf4_forward(x, weight.operands(), *operands, *rows, *layout, count, path)
+
+
+def _sliced_products(
+    x: Tensor,
+    weight: QuantizedWeight,
+    order: ExpertOrder,
+    operands: tuple[Tensor | None, ...],
+    layout: tuple[float, int, bool, str],
+    strategy: str,
+) -> tuple[Tensor, Tensor]:
+    """y and xa, slice by slice."""
+    scaling, fan, grouped, path = layout
+    y = xa = None
+    for part in _slices(weight, order, strategy, x.element_size()):
+        mine, low = grouped_lora_forward(
+            x,
+            weight.decode(part.experts, x.dtype),
+            *map(part.take, operands),
+            order.slots,
+            part.offsets,
+            part.tiles,
+            tile_rows=order.tile_rows,
+            scaling=scaling,
+            fan=fan,
+            grouped_out=grouped,
+            path=path,
+        )
+        y = _merged(y, mine, part, order, grouped)
+        xa = _merged(xa, low, part, order, True)
+    return y, xa
+
+
+def _input_gradients(
+    ctx, dy: Tensor, dy_fan: int, operands: tuple[Tensor | None, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx before the sum over k, yb and dgates; the weights are decoded again, slice by slice."""
+    lora_a, lora_b, bias, gates, x = operands
+    weight, order, scaling, x_fan, _, path, strategy = ctx.constants
+    grouped = x_fan != 1
+    dx = yb = dgates = None
+    if _takes_stack(strategy, path):
+        return grouped_lora_nf4_dx(
+            dy,
+            weight.operands(),
+            *operands,
+            order.slots,
+            order.offsets,
+            order.tiles,
+            order.tile_rows,
+            scaling,
+            dy_fan,
+            x_fan,
+            grouped,
+            ctx.needs_input_grad[0],
+            _slice_experts(weight, strategy, dy.element_size()),
+            path,
+        )
+    for part in _slices(weight, order, strategy, dy.element_size()):
+        mine, low, dots = grouped_lora_dx(
+            dy,
+            weight.decode(part.experts, dy.dtype),
+            part.take(lora_a),
+            part.take(lora_b),
+            part.take(bias),
+            gates,
+            x,
+            order.slots,
+            part.offsets,
+            part.tiles,
+            tile_rows=order.tile_rows,
+            scaling=scaling,
+            dy_fan=dy_fan,
+            x_fan=x_fan,
+            grouped_out=grouped,
+            wants_dx=ctx.needs_input_grad[0],
+            path=path,
+        )
+        dx = _merged(dx, mine, part, order, grouped)
+        yb = _merged(yb, low, part, order, True)
+        dots = _merged(
+            None if dgates is None else dgates[:, None], dots[:, None], part, order, False
+        )
+        dgates = dots[:, 0]
+    return dx, yb, dgates
+
+
+def _merged(
+    whole: Tensor | None, part: Tensor, of: _Slice, order: ExpertOrder, grouped: bool
+) -> Tensor:
+    """The slice's rows of `part` written over `whole`; a part without rows or columns is none."""
+    if whole is None or part.numel() == 0:
+        return part
+    return torch.where(of.rows(order, grouped), part, whole, out=whole)
+
+
+def check_decodable(x: Tensor) -> None:
+    """Raise TypeError unless 4-bit experts can be decoded to x's dtype."""
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x over 4-bit experts must have one of {DTYPES}, got {x.dtype}")
+
+
+def quantized_lora_linear(
+    x: Tensor,
+    weight: QuantizedWeight,
+    order: ExpertOrder,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    *,
+    scaling: float,
+    bias: Tensor | None,
+    gates: Tensor | None,
+    x_fan: int,
+    grouped_out: bool,
+    path: str,
+    by_name: bool = True,
+    strategy: str | None = None,
+) -> Tensor:
+    """`grouped_lora_linear` over 4-bit experts (E, K, N), whose checks have been made.
+
+    Args:
+        x: (T, K), or (R, K) with x_fan 0; bfloat16, float16 or float32.
+        weight: a record seen as (E, K, N).
+        order: of `expert_sort`.
+        lora_a: (E, r, K) or None.
+        lora_b: (E, N, r), with lora_a.
+        scaling: s.
+        bias: (E, N) or None.
+        gates: (T, k) or None.
+        x_fan: 0 or k.
+        grouped_out: leave the result in expert order.
+        path: of the products: "compiled", "triton" or "reference".
+        by_name: whether the path was asked for; else Triton's gives way to what is faster.
+        strategy: None for the weight's own; see the table above.
+
+    Returns:
+        As `grouped_lora_linear`.
+
+    Raises:
+        ValueError: unknown strategy.
+    """
+    rank = 0 if lora_a is None else lora_a.shape[1]
+    chosen, path = pick_strategy(x, weight, order.slots.shape[0], rank, path, by_name, strategy)
+    return _QuantizedLora.apply(
+        x,
+        lora_a,
+        lora_b,
+        bias,
+        gates,
+        weight,
+        order,
+        scaling,
+        x_fan,
+        grouped_out,
+        path,
+        chosen,
+    )

@@ -1,0 +1,1 @@
+"""What users say: parameter groups, options and blocks of matrices."""

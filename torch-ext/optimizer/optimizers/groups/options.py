@@ -1,0 +1,284 @@
+"""The options of a parameter group, and the one place that says which values are valid."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...orthogonalize.choose import GRAM_POLYNOMIAL_STEPS, METHODS
+from ...orthogonalize.coefficients import MAX_STEPS
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LR_RULES = ("match_rms_adamw", "original", "spectral")
+MOMENTUM_FORMS = ("heavy_ball", "ema")
+ROUNDINGS = ("nearest", "stochastic", "residual")
+
+# Of values that compare by == and that nobody changes in place.
+_PLAIN_KINDS = frozenset({bool, int, float, str, tuple, type(None), torch.dtype})
+
+LrRule = Callable[[Any, int, int], Any]
+
+
+@dataclass(frozen=True)
+class MuonOptions:
+    """Options of a group of matrices. Every field is a key of the group, read at every step."""
+
+    lr: float | Tensor
+    momentum: float
+    nesterov: bool
+    momentum_form: str
+    momentum_dtype: torch.dtype | None
+    ns_steps: int
+    method: str
+    dtype: torch.dtype | None
+    weight_decay: float | Tensor
+    cautious: bool
+    shaped_decay: bool
+    adjust_lr_fn: str | LrRule | None
+    beta2: float | None
+    expert_keys: tuple[str, ...] | None
+    split_sizes: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None
+    num_heads: int | Mapping[str, int] | None
+    flatten: bool
+    rounding: str
+    rounding_seed: int
+    none_grad: bool
+
+    def check(self, where: str, *, read_lr: bool = True) -> None:
+        """Raise ValueError or TypeError naming `where`, the option, its value and what is valid.
+
+        Without `read_lr` the value of a Tensor lr or weight_decay is not read, which would wait for
+        its device.
+        """
+        _check_scalar("lr", self.lr, where, read_lr)
+        _check_fraction("momentum", self.momentum, where)
+        _check_scalar("weight_decay", self.weight_decay, where, read_lr)
+        _check_count("ns_steps", self.ns_steps, where, MAX_STEPS)
+        if self.beta2 is not None:
+            _check_fraction("beta2", self.beta2, where)
+        for option in ("nesterov", "cautious", "shaped_decay", "flatten", "none_grad"):
+            _check_switch(option, getattr(self, option), where)
+        check_choice("momentum_form", self.momentum_form, MOMENTUM_FORMS, where)
+        check_choice("method", self.method, METHODS, where)
+        _check_rounding(self.rounding, self.rounding_seed, where)
+        if self.adjust_lr_fn is not None and not callable(self.adjust_lr_fn):
+            check_choice("adjust_lr_fn", self.adjust_lr_fn, LR_RULES, where, "None, a callable")
+        for option in ("dtype", "momentum_dtype"):
+            _check_dtype(option, getattr(self, option), where)
+        if self.method == "gram_polynomial":
+            _check_gram_polynomial(self.ns_steps, self.dtype, where)
+        for name, value in by_name(self.num_heads):
+            _check_count(f"num_heads{name}", value, where)
+        for name, value in by_name(self.split_sizes):
+            _check_sizes(f"split_sizes{name}", value, where)
+        _check_expert_keys(self.expert_keys, where)
+        if self.split_sizes is not None and self.num_heads is not None:
+            raise ValueError(
+                f"{where}: split_sizes and num_heads both cut the rows of a parameter; give one of "
+                "them, or put the parameters into two groups"
+            )
+
+
+@dataclass(frozen=True)
+class AdamWOptions:
+    """Options of a group for AdamW. Every field is a key of the group, read at every step."""
+
+    lr: float | Tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float | Tensor
+    rounding: str
+    rounding_seed: int
+    none_grad: bool
+
+    def check(self, where: str, *, read_lr: bool = True) -> None:
+        """As `MuonOptions.check`."""
+        _check_scalar("lr", self.lr, where, read_lr)
+        if not isinstance(self.betas, Sequence) or len(self.betas) != 2:
+            raise ValueError(f"{where}: betas must be two numbers, got {self.betas!r}")
+        for beta in self.betas:
+            _check_fraction("betas", beta, where)
+        _check_not_negative("eps", self.eps, where)
+        _check_scalar("weight_decay", self.weight_decay, where, read_lr)
+        _check_rounding(self.rounding, self.rounding_seed, where)
+        _check_switch("none_grad", self.none_grad, where)
+
+
+@functools.cache
+def option_names(options: type) -> tuple[str, ...]:
+    """The fields of MuonOptions or AdamWOptions."""
+    return tuple(field.name for field in fields(options))
+
+
+def tidy(option: str, value: Any) -> Any:
+    """The value as a group stores it: a copy, tuples for sequences, Python's own numbers."""
+    if type(value) in _PLAIN_KINDS and type(value) is not tuple:
+        return value
+    if option == "expert_keys" and isinstance(value, Iterable) and not isinstance(value, str):
+        return tuple(value) or None
+    if isinstance(value, Mapping):
+        return {name: tidy(option, entry) for name, entry in value.items()}
+    if option in ("split_sizes", "betas", "adamw_betas") and isinstance(value, (list, tuple)):
+        return tuple(map(plain_number, value))
+    return plain_number(value)
+
+
+def plain_number(value: Any) -> Any:
+    """An int or a float for a number of another library or class, anything else as it is.
+
+    The ops take no others, and would say so when a step has already begun to write. A number that
+    float cannot hold stays what it is, for the checks to refuse.
+    """
+    if type(value) in _PLAIN_KINDS:
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return as_float(value) if isinstance(value, Real) and as_float(value) < math.inf else value
+
+
+def as_float(value: Real) -> float:
+    """The nearest float, inf beyond the largest."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def by_name(value: Any) -> Iterable[tuple[str, Any]]:
+    """(label for messages, value) of an option that is one value, or one per parameter name."""
+    if isinstance(value, Mapping):
+        return [(f"[{name!r}]", entry) for name, entry in value.items()]
+    return [] if value is None else [("", value)]
+
+
+def fingerprint(options: MuonOptions | AdamWOptions) -> tuple[list[type], list[Any]]:
+    """Equal for two sets of options if all types and values are, but for values of Tensors.
+
+    Dicts are copied, so that a change inside one is seen. 5 and 5.0 are equal, hence the types.
+    """
+    values = [*vars(options).values()]
+    kinds = [*map(type, values)]
+    if _PLAIN_KINDS.issuperset(kinds):
+        return kinds, values
+    return kinds, [
+        (value.dtype, value.shape)
+        if isinstance(value, Tensor)
+        else value.copy()
+        if type(value) is dict
+        else value
+        for value in values
+    ]
+
+
+def _check_scalar(option: str, value: Any, where: str, read: bool) -> None:
+    if isinstance(value, Tensor):
+        dense = value.layout == torch.strided
+        if value.numel() != 1 or not value.is_floating_point() or not dense:
+            raise ValueError(
+                f"{where}: a Tensor {option} must hold one floating-point number, got "
+                f"{value.dtype} of shape {tuple(value.shape)}{'' if dense else f', {value.layout}'}"
+            )
+        if not read:
+            return
+        value = value.item()  # once, when a group is added or loaded; a step never reads it
+    _check_not_negative(option, value, where)
+
+
+def is_zero(value: float | Tensor) -> bool:
+    """Whether a number is 0; of a Tensor it is not read."""
+    return not isinstance(value, Tensor) and value == 0
+
+
+def _check_number(option: str, value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{where}: {option} must be a number, got {value!r}")
+
+
+def _check_not_negative(option: str, value: Any, where: str) -> None:
+    _check_number(option, value, where)
+    if not 0 <= as_float(value) < math.inf:
+        raise ValueError(f"{where}: {option} must be finite and at least 0, got {value!r}")
+
+
+def _check_fraction(option: str, value: Any, where: str) -> None:
+    _check_number(option, value, where)
+    if not 0 <= value < 1:
+        raise ValueError(f"{where}: {option} must lie in [0, 1), got {value!r}")
+
+
+def _check_count(option: str, value: Any, where: str, most: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{where}: {option} must be an integer, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{where}: {option} must be at least 1, got {value!r}")
+    if value > most:
+        raise ValueError(f"{where}: {option} must be at most {most}, got {value!r}")
+
+
+def _check_gram_polynomial(steps: int, dtype: torch.dtype | None, where: str) -> None:
+    if steps != GRAM_POLYNOMIAL_STEPS:
+        raise ValueError(
+            f"{where}: method='gram_polynomial' is made for ns_steps={GRAM_POLYNOMIAL_STEPS}, got "
+            f"ns_steps={steps!r}; use method='polar_express', which derives any number of steps"
+        )
+    if dtype == torch.bfloat16:
+        raise ValueError(
+            f"{where}: method='gram_polynomial' amplifies the rounding of dtype=torch.bfloat16; "
+            "use dtype=torch.float16 or None, or method='polar_express'"
+        )
+
+
+def _check_rounding(rounding: Any, seed: Any, where: str) -> None:
+    check_choice("rounding", rounding, ROUNDINGS, where)
+    if isinstance(seed, bool) or not isinstance(seed, Integral):
+        raise TypeError(f"{where}: rounding_seed must be an integer, got {seed!r}")
+    if not 0 <= seed < 1 << 64:
+        raise ValueError(f"{where}: rounding_seed must have 64 bits, in [0, 2^64), got {seed!r}")
+
+
+def _check_sizes(option: str, value: Any, where: str) -> None:
+    if not isinstance(value, tuple) or not value:
+        raise TypeError(f"{where}: {option} must be a sequence of row counts, got {value!r}")
+    for size in value:
+        _check_count(option, size, where)
+
+
+def _check_expert_keys(value: Any, where: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, tuple) or not all(isinstance(key, str) and key for key in value):
+        raise TypeError(
+            f"{where}: expert_keys must be a sequence of name components such as ('experts',), "
+            f"got {value!r}"
+        )
+
+
+def _check_switch(option: str, value: Any, where: str) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{where}: {option} must be True or False, got {value!r}")
+
+
+def check_choice(
+    option: str, value: Any, choices: tuple[str, ...], where: str, also: str = ""
+) -> None:
+    """Raise ValueError if the value is not one of the choices."""
+    if value not in choices:
+        valid = ", ".join([*map(repr, choices), *([also] if also else [])])
+        raise ValueError(f"{where}: {option} must be one of {valid}, got {value!r}")
+
+
+def _check_dtype(option: str, value: Any, where: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{where}: {option} must be a torch.dtype or None, got {value!r}")
+    if value not in FLOATING:
+        names = ", ".join(str(valid).removeprefix("torch.") for valid in FLOATING)
+        raise ValueError(f"{where}: {option} must be one of {names} or None, got {value}")

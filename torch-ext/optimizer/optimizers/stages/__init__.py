@@ -1,0 +1,1 @@
+"""The stages of a step that compute: momentum, update, AdamW, QK-clip."""

@@ -1,0 +1,1 @@
+"""Optimizer state: where it lies, how it is made, saved and loaded."""
