@@ -144,7 +144,7 @@ def calls(submodule, monkeypatch):
     """Names of the launches on the Triton path, in order."""
     made: list[str] = []
     modules = [
-        submodule(f"kernels.grouped_lora_{direction}_triton")
+        submodule(f"kernels.experts.grouped_lora_{direction}_triton")
         for direction in ("forward", "dx", "dab")
     ]
 
