@@ -97,7 +97,7 @@ def _package():
 def _tiles(op: str) -> list[str]:
     import ast
 
-    source = ROOT / "torch-ext" / "optimizer" / "kernels" / f"{op}.py"
+    source = ROOT / "torch-ext" / "optimizer" / "kernels" / "products" / f"{op}.py"
     for node in ast.parse(source.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TILES":
             return list(eval(compile(ast.Expression(node.value), str(source), "eval")))
@@ -118,7 +118,7 @@ def problems(op: str, count: int):
 def _child(options: argparse.Namespace) -> int:
     import torch
 
-    module = sys.modules[_package().__name__ + f".kernels.{options.op}"]
+    module = sys.modules[_package().__name__ + f".kernels.products.{options.op}"]
     run = getattr(module, options.op)
     dtype, half = getattr(torch, options.dtype), options.op == "symmetric_matmul"
     for batch, m, k, n, added in problems(options.op, options.shapes):

@@ -78,7 +78,9 @@ def test_what_is_refused_goes_to_triton_with_all_its_arguments(
     module, submodule, monkeypatch, refused, last
 ):
     """And what is not refused goes to the op, with the other kernel's names for its arguments."""
-    launch, after = (submodule(f"kernels._{name}_triton") for name in ("nf4_product", "row_dots"))
+    launch, after = (
+        submodule(f"kernels.quant._{name}_triton") for name in ("nf4_product", "row_dots")
+    )
     asked = {}
     monkeypatch.setattr(launch, "nf4_product", lambda *a, **o: asked.update(triton=(a, o)))
     monkeypatch.setattr(
