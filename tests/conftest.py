@@ -102,6 +102,12 @@ def submodule(opt):
 
 
 @pytest.fixture(scope="session")
+def dispatch(submodule):
+    """The module that says which implementation runs where."""
+    return submodule("dispatch")
+
+
+@pytest.fixture(scope="session")
 def forks():
     """`forks.run("script.py", ...)`: a program in its own process, without its imports."""
     from ._forks import Forks

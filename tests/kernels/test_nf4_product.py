@@ -155,7 +155,7 @@ def test_it_pays_where_it_was_measured_faster(module, case):
 @pytest.mark.parametrize("pays", (True, False))
 @pytest.mark.parametrize("refused", (None, "rank", "out", "device"))
 def test_the_ops_take_what_path_and_times_say(
-    module, submodule, monkeypatch, caplog, path, pays, refused
+    module, dispatch, submodule, monkeypatch, caplog, path, pays, refused
 ):
     """By name what it can take; measured also what pays, and without a word where it cannot."""
     forward = submodule("kernels.quant.grouped_lora_nf4_forward")
@@ -164,7 +164,7 @@ def test_the_ops_take_what_path_and_times_say(
     monkeypatch.setattr(
         module, "ops", types.SimpleNamespace(nf4_product=lambda *a: asked.append("compiled"))
     )
-    monkeypatch.setattr(module, "_is_hopper", lambda device: refused != "device")
+    monkeypatch.setattr(dispatch, "is_hopper", lambda device: refused != "device")
     seen = []
     monkeypatch.setattr(module, "pays", lambda *a: seen.append(a) or pays)
     _, n, k = STORED
@@ -173,7 +173,7 @@ def test_the_ops_take_what_path_and_times_say(
     out = None if refused == "out" else rows(n)
     operands = (rows(k), stack(), True, rows(rank), torch.ones(3, rank, n), *order, out)
     options = {"tile_rows": 64, "fan": 1, "scatter": True}
-    module._say_once.cache_clear()
+    dispatch.say_once.cache_clear()
     forward.product_of_stack(operands, 0, "forward", options, path)
     accepts = refused is None or (refused == "device" and path == "compiled")
     wanted = path == "compiled" or (path == "measured" and pays)
