@@ -307,7 +307,7 @@ def test_an_edit_of_experts_leaves_the_trainings_alone(harness, written: Path) -
     harness.plots.draw(root)
     edited = set(harness.sources.source_files("end_to_end of experts", root))
     path = sorted(edited - set(harness.sources.source_files("end_to_end", root)))[-1]
-    path.write_text(path.read_text() + "\n")
+    path.write_text(path.read_text() + "edited = True\n")
     stale = f"{written.relative_to(root).as_posix()}: its sources have changed since; measure again"
     assert harness.plots.findings(root) == [stale]
     result = json.loads(written.read_text())

@@ -100,13 +100,13 @@ def step(model: str, dtype: torch.dtype, lora: torch.dtype) -> None:
     """Every launch of forward and backward of one layer, trained experts included."""
     tokens, top_k, experts, hidden, inner, rank, rows = MODELS[model]
     paths = {
-        name: getattr(load(f"kernels.{name}_triton"), f"{name}_triton")
+        name: getattr(load(f"kernels.experts.{name}_triton"), f"{name}_triton")
         for name in ("expert_sort", "combine", "glu")
     }
-    directions = {
-        name: getattr(load(f"kernels.grouped_lora_{name}_triton"), f"grouped_lora_{name}_triton")
-        for name in ("forward", "dx", "dab", "dw")
-    }
+    directions = {}
+    for name in ("forward", "dx", "dab", "dw"):
+        op = f"grouped_lora_{name}_triton"
+        directions[name] = getattr(load(f"kernels.experts.{op}"), op)
 
     def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of)

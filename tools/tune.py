@@ -118,7 +118,7 @@ def problems(op: str, count: int):
 def _child(options: argparse.Namespace) -> int:
     import torch
 
-    module = sys.modules[_package().__name__ + f".kernels.{options.op}"]
+    module = sys.modules[_package().__name__ + f".kernels.products.{options.op}"]
     run = getattr(module, options.op)
     dtype, half = getattr(torch, options.dtype), options.op == "symmetric_matmul"
     for batch, m, k, n, added in problems(options.op, options.shapes):

@@ -73,7 +73,7 @@ def give_step(params, held: str, step: int) -> None:
 
 def module_of_step(opt: Any, held: str) -> Any:
     name = "unreduced_step" if held == "unreduced" else "shared_step"
-    return module_of(opt, f"optimizers.{name}")
+    return module_of(opt, f"optimizers.sharded.{name}")
 
 
 def alone(opt: Any, steps: int) -> list[torch.nn.Parameter]:

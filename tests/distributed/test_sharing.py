@@ -283,7 +283,9 @@ def rows_of_equal_size(opt, wire) -> Counter:
     optimizer, alone = opt.Muon(params, wire_dtype=wire), opt.Muon(single, wire_dtype=wire)
     copied: Counter[str] = Counter()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (module_of(opt, f"optimizers.{name}") for name in ("shared_step", "answers")):
+        for module in (
+            module_of(opt, f"optimizers.sharded.{name}") for name in ("shared_step", "exchange")
+        ):
             patch.setattr(module, "copy_all", lambda to, of: copied.update(pieces=len(to)))
         for number in range(2):
             grads = gradients(params, number)

@@ -139,7 +139,8 @@ def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
     """LoRA's own launches beside the products, each after what it reads; where memory allows."""
     problem = LayerProblem(24, experts=3, hidden=16, intermediate=8, rank=2, rank_down=2)
     serial, both = (
-        submodule(f"kernels.{name}") for name in ("gated_experts_triton", "_gated_beside_triton")
+        submodule(f"kernels.experts.{name}")
+        for name in ("gated_experts_triton", "_gated_beside_triton")
     )
     layer = problem.module(moe, device)
     x, gates, grad = problem.inputs(device)

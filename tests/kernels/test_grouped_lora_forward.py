@@ -134,11 +134,9 @@ def test_what_a_tile_depends_on(config):
 def test_no_kernel_uses_atomics(submodule):
     """Two additions in an order that differs from run to run would differ in their last bits."""
     folder = Path(submodule("kernels").__file__).parent
-    sources = [*folder.glob("*grouped*_triton.py"), *folder.glob("expert_sort_triton.py")]
-    sources += [folder / f"{name}_triton.py" for name in ("_low_rank", "combine", "glu")]
-    assert len(sources) >= 10
-    for source in sources:
-        assert not re.search(r"\btl\.atomic", source.read_text()), source.name
+    sources = [path.read_text() for path in folder.rglob("*.py")]
+    assert sum("@triton.jit" in source for source in sources) >= 5
+    assert not any(re.search(r"\btl\.atomic", source) for source in sources)
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ from triton.backends.compiler import GPUTarget
 from scaled_copy import kernel
 
 package = get_kernel({repo_id!r}, version=1, trust_remote_code=True)
-compiler = importlib.import_module(package.__name__ + ".kernels._triton_compile")
+compiler = importlib.import_module(package.__name__ + ".kernels.launch.triton_compile")
 x = torch.zeros(64, dtype=torch.bfloat16)
 options = dict(num_warps=2, launch_pdl=True)
 

@@ -55,4 +55,4 @@ def test_the_fit_finds_the_times(tune, op):
 
 def test_it_runs_every_tile_that_the_op_names(tune, submodule):
     for op in tune.OPS:
-        assert tune._tiles(op) == list(submodule(f"kernels.{op}").TILES)
+        assert tune._tiles(op) == list(submodule(f"kernels.products.{op}").TILES)

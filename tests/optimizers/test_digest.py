@@ -100,7 +100,9 @@ def test_numbers_of_a_device_are_compared_by_their_bits_and_order(opt) -> None:
 @pytest.mark.gpu
 def test_a_question_waits_for_nothing_on_the_device(opt, device) -> None:
     """Rates of a schedule, in numbers and in Tensors, and gradients that come and go."""
-    agreement, shared = (module_of(opt, f"optimizers.{name}") for name in ("agreement", "shared"))
+    agreement, shared = (
+        module_of(opt, f"optimizers.sharded.{name}") for name in ("consistency", "shared_matrices")
+    )
     options = module_of(opt, "optimizers.groups.options")
     params = [nn.Parameter(torch.ones(3, device=device)) for _ in range(200)]
     rate = torch.tensor(0.1, device=device)

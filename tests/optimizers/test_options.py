@@ -130,7 +130,7 @@ def test_options_are_checked_only_when_they_change(opt, submodule, device, monke
 )
 def test_no_stage_takes_an_unknown_word_for_another(submodule, call, message) -> None:
     with pytest.raises(ValueError, match=message):
-        call(lambda name: submodule(f"optimizers.{name}"))
+        call(lambda name: submodule(f"optimizers.stages.{name}"))
 
 
 @pytest.mark.parametrize("name", ["Muon", "MuonAdamW", "DistMuonAdamW"])

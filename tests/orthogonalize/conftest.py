@@ -18,7 +18,9 @@ def restarts(submodule):
 @pytest.fixture
 def forgets_devices(submodule):
     """What the products remember of a device does not outlive a test that pretends another one."""
-    known = [submodule(f"kernels.{name}")._serves for name in ("symmetric_matmul", "matmul_add")]
+    known = [
+        submodule(f"kernels.products.{name}")._serves for name in ("symmetric_matmul", "matmul_add")
+    ]
     for remembered in known:
         remembered.cache_clear()
     yield

@@ -11,6 +11,7 @@ from .adapters.lora import (
     set_lora,
     unmerge_lora,
 )
+from .checkpoints import checkpoint
 from .models.quantize import quantize_experts
 from .models.quantized_loading import load_quantized
 from .models.quantized_saving import save_quantized
@@ -18,6 +19,7 @@ from .models.transformers import use_in_transformers
 
 __all__ = [
     "attach_lora",
+    "checkpoint",
     "detach_lora",
     "disable_lora",
     "enable_lora",
