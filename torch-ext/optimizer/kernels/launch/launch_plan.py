@@ -59,6 +59,8 @@ _ALLOCATIONS = frozenset(
 # c10::ScalarType, which the C++ interface shares
 _SCALAR_TYPES = {
     torch.uint8: 0,
+    torch.int8: 1,
+    torch.int16: 2,
     torch.int32: 3,
     torch.int64: 4,
     torch.float16: 5,
