@@ -1,6 +1,6 @@
 """Order and signals of a chain of squares: its list of tickets, its buffers, and a model of a run.
 
-The list and the rule of buffers are the kernel's own (kernels-src/newton_schulz/chain.h), compiled
+The list and the rule of buffers are the kernel's own (kernels-src/products/chain.h), compiled
 for the host. The model is that of chain_sm90.cuh: dealers, producers, consumers and couriers are
 agents with random timing, blocks appear whenever they like, and a tile must find its operands
 stored.

@@ -1,6 +1,6 @@
 """The signals between producer and consumers of the sm_90a kernels, as a model with random timing.
 
-A model of kernels-src/newton_schulz/product_sm90.cuh: every warp is an agent of its own, copies end
+A model of kernels-src/sm90/product.cuh: every warp is an agent of its own, copies end
 in any order, and a barrier tells phases by their parity alone, as mbarrier.try_wait.parity does.
 What it must show: each warp reads the stage that it means, until it releases it, and all finish;
 a consumer finishes a tile where its courier has brought its C, and what leaves is that tile.

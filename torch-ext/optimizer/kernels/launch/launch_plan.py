@@ -13,7 +13,7 @@ compiled in threads (`_triton_compile`), those of a later function too if `prepa
 A function that computes anything by torch cannot be played, and runs as it stands.
 
 path     | source                         | taken
-compiled | kernels-src/launch_plan        | CUDA
+compiled | kernels-src/launch        | CUDA
 python   | the function that was recorded | what cannot be played, and away from CUDA
 """
 
@@ -58,7 +58,7 @@ _SCALAR_TYPES = {
     torch.float32: 6,
     torch.bfloat16: 15,
 }
-_ALLOCATE, _FREE, _WAIT, _LAUNCH, _NF4_PRODUCT = range(5)  # kernels-src/launch_plan/launch_plan.h
+_ALLOCATE, _FREE, _WAIT, _LAUNCH, _NF4_PRODUCT = range(5)  # kernels-src/launch/launch_plan.h
 _VALUE = -1  # the base of an argument that is no address
 _MOST_KEPT = 4096  # tags, and refusals
 _NO_MEMORY = "aoti_torch_empty_strided"  # in the message of an allocation that failed
