@@ -60,8 +60,8 @@ def test_decoded_slices_of_4_bit_experts_take_triton(submodule, ops, device, pat
 
 @pytest.fixture(scope="session")
 def config(submodule):
-    """The module kernels._grouped_config of the loaded package."""
-    return submodule("kernels.experts._grouped_config")
+    """The module kernels.experts.tiles of the loaded package."""
+    return submodule("kernels.experts.tiles")
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm86", "sm90", "hip"])
@@ -143,12 +143,9 @@ def test_no_kernel_uses_atomics(submodule):
 def calls(submodule, monkeypatch):
     """Names of the launches on the Triton path, in order."""
     made: list[str] = []
-    modules = [
-        submodule(f"kernels.experts.grouped_lora_{direction}_triton")
-        for direction in ("forward", "dx", "dab")
-    ]
+    module = submodule("kernels.experts.grouped_launch_triton")
 
-    def watch(module, name: str) -> None:
+    def watch(name: str) -> None:
         real = getattr(module, name)
 
         def launch(*arguments, **options):
@@ -157,10 +154,8 @@ def calls(submodule, monkeypatch):
 
         monkeypatch.setattr(module, name, launch)
 
-    for module in modules:
-        for name in ("low_rank", "grouped_product", "expert_products"):
-            if hasattr(module, name):
-                watch(module, name)
+    for name in ("low_rank", "grouped_product", "expert_products"):
+        watch(name)
     return made
 
 
@@ -188,7 +183,7 @@ def moe_problem(submodule, device, calls):
 @pytest.fixture
 def launched(submodule, monkeypatch, device):
     """{launch: its tensors} of forward on the Triton path; nothing runs. And the operands."""
-    module = submodule("kernels.experts.grouped_lora_forward_triton")
+    module = submodule("kernels.experts.grouped_launch_triton")
     seen: dict[str, list] = {}
     for name in ("low_rank", "grouped_product"):
         monkeypatch.setattr(

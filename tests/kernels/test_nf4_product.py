@@ -72,6 +72,14 @@ def test_python_repeats_the_limits_of_the_source(module):
     assert f"kMinBlock = {module.MIN_BLOCK};" in (SOURCES / "nf4_product.h").read_text()
 
 
+@pytest.fixture
+def on_device(device):
+    """New tensors lie on the device, whose kernels some operands are converted by."""
+    with torch.device(device):
+        yield
+
+
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("last", (True, False))
 @pytest.mark.parametrize("refused", ("nothing", "rank", "out"))
 def test_what_is_refused_goes_to_triton_with_all_its_arguments(
@@ -142,6 +150,7 @@ def test_it_pays_where_it_was_measured_faster(module, case):
     assert module.pays(*arguments) is faster
 
 
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("path", ("measured", "compiled", "triton"))
 @pytest.mark.parametrize("pays", (True, False))
 @pytest.mark.parametrize("refused", (None, "rank", "out", "device"))

@@ -3,11 +3,13 @@
 from .experts.combine import combine
 from .experts.expert_sort import expert_sort
 from .experts.glu import glu
-from .experts.grouped_lora_dab import grouped_lora_dab
-from .experts.grouped_lora_dw import grouped_lora_dw
-from .experts.grouped_lora_dx import grouped_lora_dx
-from .experts.grouped_lora_forward import grouped_lora_forward
-from .experts.grouped_lora_linear import grouped_lora_linear
+from .experts.grouped_lora import (
+    grouped_lora_dab,
+    grouped_lora_dw,
+    grouped_lora_dx,
+    grouped_lora_forward,
+    grouped_lora_linear,
+)
 from .products.matmul_add import matmul_add
 from .products.normalize import normalize
 from .products.symmetric_matmul import symmetric_matmul

@@ -133,7 +133,7 @@ def _converted(x: Tensor, dtype: torch.dtype, *, packs: bool = False) -> Tensor:
     """x (E, r, N) in a dtype, contiguous if asked: by a launch that a plan can play again."""
     if x.dtype == dtype and (x.is_contiguous() or not packs):
         return x
-    from ..experts._grouped_launch_triton import reorder
+    from ..experts.grouped_launch_triton import reorder
 
     return reorder(x, torch.empty(x.shape, dtype=dtype, device=x.device))
 
