@@ -77,9 +77,7 @@ def catch(arch: int) -> None:
         seen.add(key)
         source = ASTSource(self, found.signature, found.constants, found.attributes)
         made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=compiler)
-        room = load("kernels.experts._grouped_config").SHARED_MEMORY.get(
-            f"sm{arch}", made.metadata.shared
-        )
+        room = load("kernels.experts.tiles").SHARED_MEMORY.get(f"sm{arch}", made.metadata.shared)
         if made.metadata.shared > room:
             raise RuntimeError(
                 f"{self.__name__} takes {made.metadata.shared} bytes of shared memory, sm_{arch} "
@@ -99,21 +97,20 @@ def catch(arch: int) -> None:
 def step(model: str, dtype: torch.dtype, lora: torch.dtype) -> None:
     """Every launch of forward and backward of one layer, trained experts included."""
     tokens, top_k, experts, hidden, inner, rank, rows = MODELS[model]
-    paths = {
-        name: getattr(load(f"kernels.experts.{name}_triton"), f"{name}_triton")
-        for name in ("expert_sort", "combine", "glu")
+    rows_of, grouped = (
+        load(f"kernels.experts.{name}_triton") for name in ("rows", "grouped_launch")
+    )
+    directions = {
+        name: getattr(grouped, f"grouped_lora_{name}_triton")
+        for name in ("forward", "dx", "dab", "dw")
     }
-    directions = {}
-    for name in ("forward", "dx", "dab", "dw"):
-        op = f"grouped_lora_{name}_triton"
-        directions[name] = getattr(load(f"kernels.experts.{op}"), op)
 
     def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of)
 
     ids = torch.zeros(tokens, top_k, dtype=torch.int64)
     slots, inverse, offsets, tiles = load("reference.moe").expert_sort(ids, experts, rows)
-    paths["expert_sort"](ids, experts, rows)
+    rows_of.expert_sort_triton(ids, experts, rows)
     total, gates = tokens * top_k, new(tokens, top_k, of=torch.float32)
     low = new(total, rank)
     for k, n, x_fan in ((hidden, 2 * inner, top_k), (inner, hidden, 0)):
@@ -134,16 +131,16 @@ def step(model: str, dtype: torch.dtype, lora: torch.dtype) -> None:
         directions["dw"](x, dy, *order, weight, new(experts, n), x_fan, dy_fan)
     gated_step(model, dtype, lora, (slots, offsets, inverse, tiles))
     nf4_step(model, dtype, lora, (slots, offsets, tiles))
-    paths["combine"](new(total, hidden), gates, inverse, offsets, top_k)
+    rows_of.combine_triton(new(total, hidden), gates, inverse, offsets, top_k)
     wide = new(total, 2 * inner)
-    paths["glu"](wide, "silu", False)
-    load("kernels.experts.glu_triton").glu_backward_triton(new(total, inner), wide, "silu", False)
+    rows_of.glu_triton(wide, "silu", False)
+    rows_of.glu_backward_triton(new(total, inner), wide, "silu", False)
 
 
 def gated_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple) -> None:
     """Forward and backward of the layer in one op, the experts frozen."""
     tokens, top_k, experts, hidden, inner, rank, rows = MODELS[model]
-    module = load("kernels.experts.gated_experts_triton")
+    module = load("kernels.experts.gated_launch_triton")
 
     def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=of)
@@ -203,7 +200,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--lora", choices=("bfloat16", "float32"), default="float32")
     options = parser.parse_args(arguments)
     catch(options.arch)
-    launch = load("kernels.experts._grouped_launch_triton")
+    launch = load("kernels.experts.grouped_launch_triton")
     launch.arch = lambda device: f"sm{options.arch}"
     load("kernels.quant._nf4_product_triton").shuffles = lambda x: True
     print(f"triton {triton.__version__}, sm_{options.arch}, {options.model}, {options.dtype}")

@@ -97,7 +97,7 @@ def _package():
 def _tiles(op: str) -> list[str]:
     import ast
 
-    source = ROOT / "torch-ext" / "optimizer" / "kernels" / f"{op}.py"
+    source = ROOT / "torch-ext" / "optimizer" / "kernels" / "products" / f"{op}.py"
     for node in ast.parse(source.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TILES":
             return list(eval(compile(ast.Expression(node.value), str(source), "eval")))

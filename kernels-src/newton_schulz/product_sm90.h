@@ -48,8 +48,8 @@ struct TileCost {
   double tile_time;
 };
 
-// The positions are the numbers of the tiles; kernels/products/symmetric_matmul.py and kernels/products/matmul_add.py
-// repeat the names.
+// The positions are the numbers of the tiles; kernels/products/symmetric_matmul.py and
+// kernels/products/matmul_add.py repeat the names.
 //
 // Least squares of relative errors, as in tools/tune.py, with 2 us of a launch beside the tiles.
 // Symmetric tiles: 16 shapes of one operand, m from 512 to 4096, k to 8192, with and without C;

@@ -59,7 +59,7 @@ def test_error_against_float64(moe, device, called, problem):
 
 def test_without_a_backward_gate_and_up_are_not_stored(moe, submodule, device, monkeypatch):
     """The same bits, nothing of (R, 2I): in no_grad, and where no leaf asks for a gradient."""
-    launches = submodule("kernels.experts.gated_experts_triton")
+    launches = submodule("kernels.experts.gated_launch_triton")
     problem = LayerProblem(4, experts=2, hidden=8, intermediate=8, rank=2, rank_down=2)
     kept, real = [], launches.gated_forward
 
@@ -113,7 +113,7 @@ def test_second_order_raises_and_a_graph_serves_twice(moe, device):
 def test_order_of_gradients(moe, submodule, device, monkeypatch):
     """Few rows: each operand is let go before the next gradient. Many: sums share launches."""
     problem = LayerProblem(6, experts=3, hidden=16, intermediate=8, rank=2, rank_down=2)
-    launches = submodule("kernels.experts.gated_experts_triton")
+    launches = submodule("kernels.experts.gated_launch_triton")
     layer = problem.module(moe, device)
     x, gates, grad = problem.inputs(device)
     leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
@@ -138,10 +138,7 @@ def test_order_of_gradients(moe, submodule, device, monkeypatch):
 def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
     """LoRA's own launches beside the products, each after what it reads; where memory allows."""
     problem = LayerProblem(24, experts=3, hidden=16, intermediate=8, rank=2, rank_down=2)
-    serial, both = (
-        submodule(f"kernels.experts.{name}")
-        for name in ("gated_experts_triton", "_gated_beside_triton")
-    )
+    launches = submodule("kernels.experts.gated_launch_triton")
     layer = problem.module(moe, device)
     x, gates, grad = problem.inputs(device)
     leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
@@ -166,27 +163,23 @@ def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
         yield Streams()
         made.append(")")
 
-    def watched(module, name: str):
-        real = getattr(module, name)
+    def watched(name: str):
+        real = getattr(launches, name)
 
         def watch(*arguments, **options):
             made.append(name)
             return real(*arguments, **options)
 
-        monkeypatch.setattr(module, name, watch)
+        monkeypatch.setattr(launches, name, watch)
 
-    monkeypatch.setattr(both, "beside", beside)
+    monkeypatch.setattr(launches, "beside", beside)
     for name in ("low_rank", "grouped_product", "combine_triton", "expert_products"):
-        watched(serial, name)
-        watched(both, name)
-    watched(serial, "gated_backward")
-    watched(both, "gated_backward")
-    watched(serial, "reorder")
-    watched(both, "reorder")
+        watched(name)
+    watched("gated_backward")
+    watched("reorder")
     found, seen = [], []
     for room in (0, 10**9):
-        for module in (serial, both):
-            monkeypatch.setattr(module, "room_for_gradients", lambda *_, room=room: room)
+        monkeypatch.setattr(launches, "room_for_gradients", lambda *_, room=room: room)
         out = by_triton(layer, x, problem.ids(device), gates)
         found.append(torch.autograd.grad(out, leaves, grad))
         seen.append(" ".join(made))
@@ -195,7 +188,8 @@ def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
         assert_error_at_most(one, other, 1e-6)
     alone, together = (text.replace("_triton", "").replace("grouped_", "") for text in seen)
     assert alone == (
-        "low_rank low_rank product combine low_rank gated_backward low_rank product combine "
+        "low_rank reorder low_rank product combine "
+        "low_rank gated_backward low_rank product combine "
         "expert_products expert_products expert_products"
     )
     assert together == (
@@ -208,7 +202,7 @@ def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
 
 def test_where_the_sums_do_not_run_beside_the_products(submodule, device):
     """Without dx, with a trained base, with an A that is read apart, or without memory."""
-    fits = submodule("kernels.experts._gated_beside_triton").sums_fit_beside
+    fits = submodule("kernels.experts.gated_launch_triton").sums_fit_beside
 
     def served(tokens=64, a1_apart=False, **changed: bool) -> bool:
         x, slots = torch.empty(tokens, 16, device=device), torch.empty(2 * tokens, device=device)
@@ -230,7 +224,7 @@ def test_where_the_sums_do_not_run_beside_the_products(submodule, device):
 
 @pytest.mark.parametrize("rank", [3, 16, 17, 70])
 def test_ranks_that_are_loaded_ahead_and_in_steps(moe, submodule, device, rank):
-    assert submodule("kernels.experts._grouped_config").ahead(rank) == (rank <= 16)
+    assert submodule("kernels.experts.tiles").ahead(rank) == (rank <= 16)
     problem = LayerProblem(9, hidden=16, intermediate=24, rank=rank, rank_down=rank)
     assert_layer_close_to_eager(moe, device, problem, call=by_triton)
 
@@ -254,7 +248,7 @@ def test_the_op_and_its_reference(moe, submodule, ops, device):
 
 def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch):
     """A copy much larger than the result is made for some columns at a time."""
-    launch = submodule("kernels.experts._grouped_launch_triton")
+    launch = submodule("kernels.experts.grouped_launch_triton")
     problem = operands(submodule, device)
     x, factor = problem["x"], problem["lora_b"].transpose(1, 2)
     rows = problem["slots"].shape[0]
@@ -283,13 +277,13 @@ def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_gate_and_up_in_pieces(submodule, moe, device, monkeypatch, interleaved):
     """The second tile of columns in a launch of its own, with its part of the packed factor."""
-    launch = submodule("kernels.experts._grouped_launch_triton")
+    launch = submodule("kernels.experts.grouped_launch_triton")
     problem = LayerProblem(
         4, experts=2, hidden=8, intermediate=40, rank=2, rank_down=None, interleaved=interleaved
     )
     layer = problem.module(moe, device)
     x, gates, _ = problem.inputs(device)
-    gated, made = submodule("kernels.experts._gated_launch_triton"), []
+    gated, made = submodule("kernels.experts.gated_launch_triton"), []
     real = gated.column_pieces
     monkeypatch.setattr(gated, "column_pieces", lambda *a: made.append(real(*a)) or made[-1])
     found = []

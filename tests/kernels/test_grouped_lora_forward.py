@@ -60,8 +60,8 @@ def test_decoded_slices_of_4_bit_experts_take_triton(submodule, ops, device, pat
 
 @pytest.fixture(scope="session")
 def config(submodule):
-    """The module kernels._grouped_config of the loaded package."""
-    return submodule("kernels.experts._grouped_config")
+    """The module kernels.experts.tiles of the loaded package."""
+    return submodule("kernels.experts.tiles")
 
 
 @pytest.mark.sees_defect("the plan is chosen by mutable globals, which the tests overwrite")
@@ -150,12 +150,9 @@ def test_no_kernel_uses_atomics(submodule):
 def calls(submodule, monkeypatch):
     """Names of the launches on the Triton path, in order."""
     made: list[str] = []
-    modules = [
-        submodule(f"kernels.grouped_lora_{direction}_triton")
-        for direction in ("forward", "dx", "dab")
-    ]
+    module = submodule("kernels.experts.grouped_launch_triton")
 
-    def watch(module, name: str) -> None:
+    def watch(name: str) -> None:
         real = getattr(module, name)
 
         def launch(*arguments, **options):
@@ -164,10 +161,8 @@ def calls(submodule, monkeypatch):
 
         monkeypatch.setattr(module, name, launch)
 
-    for module in modules:
-        for name in ("low_rank", "grouped_product", "expert_products"):
-            if hasattr(module, name):
-                watch(module, name)
+    for name in ("low_rank", "grouped_product", "expert_products"):
+        watch(name)
     return made
 
 
@@ -198,7 +193,7 @@ def moe_problem(submodule, device, calls):
 @pytest.fixture
 def launched(submodule, monkeypatch, device):
     """{launch: its tensors} of forward on the Triton path; nothing runs. And the operands."""
-    module = submodule("kernels.experts.grouped_lora_forward_triton")
+    module = submodule("kernels.experts.grouped_launch_triton")
     seen: dict[str, list] = {}
     for name in ("low_rank", "grouped_product"):
         monkeypatch.setattr(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 
 import pytest
@@ -336,32 +335,10 @@ def test_compiles_with_inductor_inside_a_larger_graph(opt, device):
     torch.testing.assert_close(torch.compile(step, fullgraph=True)(x, ids), step(x, ids))
 
 
-def test_explain_names_the_path(opt, nf4, device):
+def test_explain_names_the_path(opt, device):
     assert opt.explain("nf4_dequant", device=device).startswith("compiled: ")
     expected = "reference: the loaded variant has no kernel for xpu tensors"
-    assert nf4.explain_nf4_dequant("xpu") == expected
-
-
-@pytest.mark.parametrize(
-    ("capability", "compiled", "path"),
-    [((9, 0), True, "compiled"), ((7, 5), True, "triton"), ((9, 0), False, "triton")],
-)
-def test_pick_on_cuda(nf4, monkeypatch, capability, compiled, path):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    monkeypatch.setattr(nf4, "_has_compiled", lambda key: compiled and key == "CUDA")
-    assert nf4._pick.__wrapped__(torch.device("cuda", 0)).name == path
-
-
-def test_the_portable_path_is_logged_once(nf4, caplog):
-    nf4._say_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger=nf4.__name__):
-        for _ in range(2):
-            assert nf4._pick_name(torch.device("xpu")) == "reference"
-    assert [record.message for record in caplog.records] == [
-        "nf4_dequant runs its portable path, which is slow: "
-        "the loaded variant has no kernel for xpu tensors"
-    ]
+    assert opt.explain("nf4_dequant", device="xpu") == expected
 
 
 def test_meta_tensors_give_shapes(opt):

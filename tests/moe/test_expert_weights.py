@@ -269,9 +269,9 @@ def test_selective_weights_dense_and_packed(opt):
         select([dense], active)
 
 
-def test_blocks_that_leave_their_row_are_reported_once(opt, submodule, caplog):
+def test_blocks_that_leave_their_row_are_reported_once(opt, dispatch, caplog):
     """Where a GPU would decode inside the product; not on the CPU, nor for a strategy by name."""
-    submodule("moe.quantized.expert_weights")._say_once.cache_clear()
+    dispatch.say_once.cache_clear()
     half = SimpleNamespace(is_cuda=True, element_size=lambda: 2)
     straddling = opt.moe.QuantizedExperts((2, 4, 96)).quantized_weight()
     named = dataclasses.replace(straddling, strategy="chunked")
@@ -285,9 +285,9 @@ def test_blocks_that_leave_their_row_are_reported_once(opt, submodule, caplog):
     assert "blocks of 64 leave their row" in record.getMessage()
 
 
-def test_the_report_does_not_break_a_graph(submodule, caplog):
+def test_the_report_does_not_break_a_graph(submodule, dispatch, caplog):
     module = submodule("moe.quantized.expert_weights")
-    module._say_once.cache_clear()
+    dispatch.say_once.cache_clear()
 
     @torch.compile(fullgraph=True, backend="eager")
     def traced(x: torch.Tensor) -> torch.Tensor:

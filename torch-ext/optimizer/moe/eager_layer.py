@@ -187,8 +187,8 @@ def _forward(
     keeps: bool,
 ) -> list[Tensor]:
     """The result; with `keeps` what backward reads: gate and up, xa of both, and the order."""
-    from ..kernels.experts.expert_sort_triton import expert_sort_triton
-    from ..kernels.experts.gated_experts_triton import gated_experts_triton
+    from ..kernels.experts.gated_launch_triton import gated_experts_triton
+    from ..kernels.experts.rows_triton import expert_sort_triton
 
     w1, w2 = _stored(w1, form), _stored(w2, form)
     experts, (tokens, top_k) = w1.shape[0], ids.shape
@@ -234,7 +234,7 @@ def _backward(  # noqa: PLR0913
     wants: tuple[bool, ...],
 ) -> list[Tensor]:
     """The gradients of those leaves that want one."""
-    from ..kernels.experts.gated_experts_triton import gated_experts_backward_triton
+    from ..kernels.experts.gated_launch_triton import gated_experts_backward_triton
 
     w1, w2 = _stored(w1, form), _stored(w2, form)
     experts = w1.shape[0]

@@ -22,7 +22,7 @@ from ..kernels.experts._moe_paths import (
     check_tensor,
     pick_name,
 )
-from ..kernels.experts.grouped_lora_linear import grouped_lora_linear as _op
+from ..kernels.experts.grouped_lora import grouped_lora_linear as _op
 from .quantized.expert_weights import QuantizedWeight, as_quantized
 from .quantized.quantized_linear import check_decodable, quantized_lora_linear
 from .sort import ExpertOrder

@@ -37,7 +37,7 @@ def _combine(
     path: str,
 ) -> Tensor:
     if path in TRITON_PATHS:
-        from .combine_triton import combine_triton
+        from .rows_triton import combine_triton
 
         with on_device_of(y):
             return combine_triton(y, gates, rows, offsets, top_k)

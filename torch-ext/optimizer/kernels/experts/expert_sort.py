@@ -45,7 +45,7 @@ def _expert_sort(
     path: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if path in TRITON_PATHS:
-        from .expert_sort_triton import expert_sort_triton
+        from .rows_triton import expert_sort_triton
 
         with on_device_of(expert_ids):
             constants = (num_experts, tile_rows)

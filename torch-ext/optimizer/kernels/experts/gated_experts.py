@@ -61,7 +61,7 @@ def _gated_experts(  # noqa: PLR0913
     interleaved: bool,
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from .gated_experts_triton import gated_experts_triton
+    from .gated_launch_triton import gated_experts_triton
 
     operands = (x, w1, a1, b1, bias1, w2, a2, b2, bias2, gates, slots, offsets, rows, tiles)
     constants = (tile_rows, top_k, (scaling1, scaling2), activation, interleaved, keeps)
@@ -129,7 +129,7 @@ def _gated_experts_backward(  # noqa: PLR0913
     interleaved: bool,
     wants: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from .gated_experts_triton import gated_experts_backward_triton
+    from .gated_launch_triton import gated_experts_backward_triton
 
     parameters = (w1, a1, b1, bias1, w2, a2, b2, bias2)
     operands = (grad, x, *parameters, gates, wide, xa1, xa2, slots, offsets, rows, tiles)

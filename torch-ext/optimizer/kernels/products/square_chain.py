@@ -15,13 +15,13 @@ written (10 of 16 are left for m = 512, 36 of 64 for m = 1024).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.library import register_fake
 
+from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
 
 # kMostSquares and kMostBuffers of kernels-src/newton_schulz/chain.h, which a test compares.
@@ -83,7 +83,7 @@ def serves(batch: int, m: int, dtype: torch.dtype, device: torch.device) -> bool
     It is where a product has a tile for every second multiprocessor; of fewer, smaller tiles are
     faster, which `symmetric_matmul` has. The bits are the same, so this may look at the batch.
     """
-    if dtype != torch.float16 or not _is_built(device):
+    if dtype != torch.float16 or not dispatch.runs_compiled("square_chain", device):
         return False
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return 2 * batch * tiles(m) >= processors
@@ -93,14 +93,3 @@ def tiles(m: int) -> int:
     """Tiles on and above the diagonal of an m x m matrix."""
     side = -(-m // SIDE)
     return side * (side + 1) // 2
-
-
-@functools.cache
-def _is_built(device: torch.device) -> bool:
-    name = add_op_namespace_prefix("square_chain")
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == (9, 0)
-        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
-    )

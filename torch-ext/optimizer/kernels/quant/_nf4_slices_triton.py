@@ -16,8 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ..experts._grouped_launch_triton import _launch_product, tile_of
-from ..experts._grouped_launch_triton import packed as packed_factor
+from ..experts.grouped_launch_triton import _launch_product, tile_of
+from ..experts.grouped_launch_triton import packed as packed_factor
 from .nf4_dequant import _op, _pick_name
 
 

@@ -16,12 +16,10 @@ import contextlib
 import torch
 from torch import Tensor
 
-from ..experts._gated_beside_triton import gradient_of_gates, row_sum
-from ..experts._grouped_launch_triton import is_scattered, low_rank, reorder
-from ..experts._grouped_sums_triton import RowSum, expert_products
-from ..experts.combine_triton import combine_triton
-from ..experts.glu_triton import glu_triton
-from ..launch.streams import Streams, beside
+from ..experts.gated_launch_triton import gradient_of_gates, row_sum
+from ..experts.grouped_launch_triton import RowSum, expert_products, is_scattered, low_rank, reorder
+from ..experts.rows_triton import combine_triton, glu_triton
+from ..launch.launch_plan import Streams, beside
 from ._gated_nf4_triton import glu_backward_dots
 from .grouped_lora_nf4_forward import product_of_stack
 

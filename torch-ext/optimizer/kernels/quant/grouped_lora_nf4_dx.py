@@ -61,7 +61,7 @@ def _dx(  # noqa: PLR0913
         operands = (lora_a, lora_b, bias, gates, x, slots, offsets)
         layout = (scaling, dy_fan, x_fan, grouped_out, wants_dx)
         return reference.grouped_lora_nf4_dx(dy, (*stack, transposed), *operands, *layout)
-    from ..experts._grouped_launch_triton import low_rank
+    from ..experts.grouped_launch_triton import low_rank
 
     with on_device_of(dy):
         rows = slots.shape[0]

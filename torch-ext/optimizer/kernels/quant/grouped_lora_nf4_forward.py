@@ -78,7 +78,7 @@ def _forward(  # noqa: PLR0913
         return reference.grouped_lora_nf4_forward(
             x, weight, lora_a, lora_b, bias, slots, offsets, scaling, fan, grouped_out
         )
-    from ..experts._grouped_launch_triton import low_rank
+    from ..experts.grouped_launch_triton import low_rank
 
     stack = (packed, absmax, codebook, nested, tuple(stored), blocksize)
     with on_device_of(x):

@@ -193,7 +193,7 @@ def _projections(
 
 def _forward(x: Tensor, *arguments) -> list[Tensor]:
     """The result; for backward also gate and up, h, xa of both and the order."""
-    from ...kernels.experts.expert_sort_triton import expert_sort_triton
+    from ...kernels.experts.rows_triton import expert_sort_triton
     from ...kernels.quant.gated_nf4_experts_triton import gated_nf4_experts_triton
 
     *tensors, form, shapes, path, keeps = arguments

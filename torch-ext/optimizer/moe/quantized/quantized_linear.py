@@ -15,10 +15,12 @@ from torch.autograd.function import once_differentiable
 from ...kernels.autocast import without_autocast
 from ...kernels.experts._moe_paths import TRITON_PATHS
 from ...kernels.experts.combine import combine_rows
-from ...kernels.experts.grouped_lora_dab import grouped_lora_dab
-from ...kernels.experts.grouped_lora_dw import grouped_lora_dw
-from ...kernels.experts.grouped_lora_dx import grouped_lora_dx
-from ...kernels.experts.grouped_lora_forward import grouped_lora_forward
+from ...kernels.experts.grouped_lora import (
+    grouped_lora_dab,
+    grouped_lora_dw,
+    grouped_lora_dx,
+    grouped_lora_forward,
+)
 from ...kernels.quant.grouped_lora_nf4_dx import grouped_lora_nf4_dx
 from ...kernels.quant.grouped_lora_nf4_forward import grouped_lora_nf4_forward
 from ...kernels.quant.nf4_dequant import DTYPES

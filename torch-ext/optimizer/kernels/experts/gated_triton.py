@@ -3,7 +3,7 @@
 _gated_forward   h = act(gate) up of x W_e + low F_e + b_e, whose columns are gate and up in turn
 _gated_backward  the gradients of gate and up from d = dy W_e^T + low F_e; h again, and <d, h>
 
-One program per (tile of rows, tile of columns), the tiles of `_grouped_triton`. A tile of the
+One program per (tile of rows, tile of columns), the tiles of `grouped_triton`. A tile of the
 forward holds 8 columns of the gate, the same 8 of up, and so on, as wgmma's accumulator holds
 blocks of 8: a thread has both of each pair, and no data crosses threads for the activation. Where
 memory alternates them one by one, so does the tile.
@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._grouped_triton import _begins_next, _product_with_low_rank, _source, _tile_of
-from .glu_triton import _activation, _factor
+from .grouped_triton import _begins_next, _product_with_low_rank, _source, _tile_of
+from .rows_triton import _activation, _factor
 
 _UNIT = tl.constexpr(8)
 

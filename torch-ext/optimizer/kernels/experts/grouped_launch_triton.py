@@ -1,13 +1,19 @@
-"""Launches of the grouped kernels: tiles by `_grouped_config`, arguments as they come.
+"""Launches of the grouped kernels: tiles by `tiles`, arguments as they come.
+
+From below: the product, its low-rank side and the sums over an expert's rows, then the paths of
+grouped_lora_forward, grouped_lora_dx, grouped_lora_dab and grouped_lora_dw. They take bfloat16,
+float16 and float32 (whose products are exact float32, no TF32), of any strides.
 
 LoRA factors in PEFT's layout, whose experts are fastest, would be read two bytes per sector: a copy
-in which N (or the rank) is fastest is made first.
+in which N (or the rank) is fastest is made first. Gradients in that layout are written in one go.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -15,9 +21,15 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from ..launch.launch_plan import launch
-from . import _grouped_config as config
-from ._grouped_triton import _grouped_product
-from ._low_rank_triton import _low_rank, _reorder, _sum_parts
+from . import tiles as config
+from .grouped_triton import (
+    _expert_products,
+    _expert_sum,
+    _grouped_product,
+    _low_rank,
+    _reorder,
+    _sum_parts,
+)
 
 _REORDER = 64  # a side of the tile that is reordered: 128 bytes of bfloat16 either way
 _SUM = 1024
@@ -354,3 +366,255 @@ def _launch_product(  # noqa: PLR0913
         num_stages=tile.stages,
         **as_early(early),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSum:
+    """One product of `expert_products`: out[e] = sum over the expert's rows of left^T right."""
+
+    left: Tensor  # rows of A
+    right: Tensor  # rows of B
+    out: Tensor  # (E, A, B), any strides
+    left_fan: int
+    right_fan: int
+    gated: bool = False  # each row times its gate
+
+    def sizes(self) -> tuple[int, ...]:
+        """The arguments of the kernel from A on."""
+        strides = (*self.left.stride(), *self.right.stride(), *self.out.stride())
+        return (*self.out.shape[1:], *strides)
+
+
+def expert_products(
+    sums: Sequence[RowSum],
+    gates: Tensor | None,
+    slots: Tensor,
+    offsets: Tensor,
+    *,
+    in_place: bool = True,
+) -> None:
+    """Sums over every expert's rows, two in a launch where their results lie alike.
+
+    Where experts are fastest in a result, `in_place` shares its tiles between neighbours; else it
+    is computed apart and reordered, which takes as much memory again.
+    """
+    scattered = [one for one in sums if is_scattered(one.out)]
+    plain = [one for one in sums if not is_scattered(one.out)]
+    if in_place:
+        for at in range(0, len(scattered), 2):
+            _launch_expert_products(scattered[at : at + 2], gates, slots, offsets, True)
+    else:
+        for one in scattered:
+            out = torch.empty(one.out.shape, dtype=one.out.dtype, device=one.out.device)
+            plain.append(dataclasses.replace(one, out=out))
+    for at in range(0, len(plain), 2):
+        _launch_expert_products(plain[at : at + 2], gates, slots, offsets, False)
+    if not in_place:
+        for one, apart in zip(scattered, plain[len(plain) - len(scattered) :], strict=True):
+            reorder(apart.out, one.out)
+
+
+def _launch_expert_products(
+    sums: Sequence[RowSum], gates: Tensor | None, slots: Tensor, offsets: Tensor, together: bool
+) -> None:
+    first, second = sums[0], sums[-1]
+    experts = offsets.shape[0] - 1
+    tallest, widest = (max(one.out.shape[side] for one in sums) for side in (1, 2))
+    direction = "neighbours" if together else "product"
+    tile = tile_of(first.left, tallest, slots.shape[0], widest, direction)
+    neighbours = config.NEIGHBOURS if together else 1
+    block_a = config.lanes(tile, tallest) if together else tile.rows
+
+    def programs(one: RowSum) -> int:
+        _, a, b = one.out.shape
+        groups = triton.cdiv(experts, neighbours)
+        return groups * triton.cdiv(a, block_a) * triton.cdiv(b, tile.columns)
+
+    grid = (sum(programs(one) for one in sums),)
+    launch(_expert_products, grid)(
+        first.left,
+        first.right,
+        first.out,
+        second.left,
+        second.right,
+        second.out,
+        first.left if gates is None else gates.contiguous(),
+        slots,
+        offsets,
+        experts,
+        programs(first),
+        *first.sizes(),
+        *second.sizes(),
+        LEFT_FAN=first.left_fan,
+        RIGHT_FAN=first.right_fan,
+        GATED=first.gated,
+        OTHER_LEFT_FAN=second.left_fan,
+        OTHER_RIGHT_FAN=second.right_fan,
+        OTHER_GATED=second.gated,
+        TWO=len(sums) > 1,
+        WIDEN=widens(first.right),
+        EXPERTS=neighbours,
+        EXPERTS_LAST=together,
+        BLOCK_A=block_a,
+        BLOCK_B=tile.columns,
+        BLOCK_M=tile.depth,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def expert_sum(
+    right: Tensor,  # rows of B
+    gates: Tensor | None,  # (T, k)
+    slots: Tensor,
+    offsets: Tensor,
+    out: Tensor,  # (E, B)
+    *,
+    fan: int,
+) -> None:
+    """out[e] = sum over the expert's rows of gates right."""
+    experts, b = out.shape
+    launch(_expert_sum, (experts, triton.cdiv(b, 128)))(
+        right,
+        right if gates is None else gates.contiguous(),
+        slots,
+        offsets,
+        out,
+        b,
+        *right.stride(),
+        *out.stride(),
+        FAN=fan,
+        GATED=gates is not None,
+        BLOCK_B=128,
+        BLOCK_M=32,
+        num_warps=4,
+    )
+
+
+def grouped_lora_forward_triton(
+    x: Tensor,
+    weight: Tensor,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    bias: Tensor | None,
+    slots: Tensor,
+    tiles: Tensor,
+    tile_rows: int,
+    scaling: float,
+    fan: int,
+    grouped_out: bool,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernels; arguments as in `kernels.experts.grouped_lora_forward`."""
+    rows = slots.shape[0]
+    xa = x.new_empty((rows, 0 if lora_a is None else lora_a.shape[1]))
+    y = x.new_empty((rows, weight.shape[2]))
+    if lora_a is not None:
+        low_rank(x, lora_a, slots, tiles, xa, tile_rows=tile_rows, scaling=scaling, fan=fan)
+    grouped_product(
+        x,
+        weight,
+        xa,
+        None if lora_b is None else lora_b.transpose(1, 2),
+        slots,
+        tiles,
+        y,
+        direction="forward",
+        tile_rows=tile_rows,
+        fan=fan,
+        scatter=not grouped_out,
+        bias=bias,
+    )
+    return y, xa
+
+
+def grouped_lora_dx_triton(  # noqa: PLR0913
+    dy: Tensor,
+    weight: Tensor,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    bias: Tensor | None,
+    gates: Tensor | None,
+    x: Tensor | None,
+    slots: Tensor,
+    tiles: Tensor,
+    tile_rows: int,
+    scaling: float,
+    dy_fan: int,
+    x_fan: int,
+    grouped_out: bool,
+    wants_dx: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernels; arguments as in `kernels.experts.grouped_lora_dx`."""
+    rows = slots.shape[0]
+    gather = {"tile_rows": tile_rows, "fan": dy_fan}
+    yb = dy.new_empty((rows, 0 if lora_b is None else lora_b.shape[2]))
+    dx = dy.new_empty((rows if wants_dx else 0, weight.shape[1]))
+    dgates = dy.new_empty((0,), dtype=torch.float32)
+    if lora_b is not None:
+        low_rank(dy, lora_b.transpose(1, 2), slots, tiles, yb, scaling=scaling, **gather)
+    if wants_dx or x is not None:
+        dots = grouped_product(
+            dy,
+            weight.transpose(1, 2),
+            yb,
+            lora_a,
+            slots,
+            tiles,
+            dx if wants_dx else None,
+            direction="dx",
+            scatter=not grouped_out,
+            gates=gates,
+            other=x,
+            other_fan=x_fan,
+            **gather,
+        )
+        dgates = dgates if dots is None else dots
+    if x is not None and bias is not None:
+        through_bias = torch.empty((rows, 1), dtype=torch.float32, device=dy.device)
+        low_rank(dy, bias[:, None], slots, tiles, through_bias, scaling=1.0, scatter=True, **gather)
+        dgates = dgates + through_bias[:, 0]
+    return dx, yb, dgates
+
+
+def grouped_lora_dab_triton(
+    x: Tensor,
+    dy: Tensor,
+    xa: Tensor,
+    yb: Tensor,
+    gates: Tensor | None,
+    slots: Tensor,
+    offsets: Tensor,
+    da: Tensor,
+    db: Tensor,
+    x_fan: int,
+    dy_fan: int,
+) -> tuple[Tensor, Tensor]:
+    """Launch `_expert_products` for each gradient that has room; arguments as in the reference."""
+    sums, gated = [], gates is not None
+    if da.numel() > 0:
+        sums.append(RowSum(yb, x, da, 0, x_fan, gated))
+    if db.numel() > 0:
+        sums.append(RowSum(xa, dy, db.transpose(1, 2), 0, dy_fan, gated))
+    copies = db.nbytes <= slots.shape[0] * dy.shape[1] * dy.element_size()
+    expert_products(sums, gates, slots, offsets, in_place=not copies)
+    return da, db
+
+
+def grouped_lora_dw_triton(
+    x: Tensor,
+    dy: Tensor,
+    gates: Tensor | None,
+    slots: Tensor,
+    offsets: Tensor,
+    dw: Tensor,
+    dbias: Tensor,
+    x_fan: int,
+    dy_fan: int,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernels for each gradient that has room; arguments as in the reference."""
+    if dw.numel() > 0:
+        one = RowSum(x, dy, dw, x_fan, dy_fan, gates is not None)
+        expert_products([one], gates, slots, offsets)
+    if dbias.numel() > 0:
+        expert_sum(dy, gates, slots, offsets, dbias, fan=dy_fan)
+    return dw, dbias
