@@ -518,9 +518,6 @@ def tensor_rates(opt, held: str) -> list[tuple[str, bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "on_device", on_device)
         patch.setattr(module, "is_on_device", lambda value: isinstance(value, torch.Tensor))
-        patch.setattr(
-            module_of(opt, "optimizers.sharded.digest"), "is_on_device", module.is_on_device
-        )
         optimizer = optimizer_of(opt, held, *both, muon={"lr": rate}, adamw={"lr": rate})
         for step in range(3):
             give(held, params, step)

@@ -38,7 +38,7 @@ def memory(opt, wire: torch.dtype | None) -> tuple[int, int, int, int]:
             param.grad = contribution(param.shape, distributed.get_rank(), step, index)
         optimizer.step()
     shared = optimizer._plan.shared
-    (where,) = shared.devices
+    (where,) = shared.staging.devices()
     blocks = shared.staging._blocks
     messages = sum(block.numel() for block in blocks["message", where])
     names = module_of(opt, "optimizers.sharded.cuda_graphs")

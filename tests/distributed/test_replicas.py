@@ -45,7 +45,7 @@ class Exchanges:
     """Counts what is asked of the store."""
 
     def __init__(self, opt, patience: float = 30) -> None:
-        self.module, self.count = module_of(opt, "optimizers.sharded.replicas"), 0
+        self.module, self.count = module_of(opt, "optimizers.sharded.consistency"), 0
         self.patience = timedelta(seconds=patience)
 
     def __enter__(self) -> Exchanges:
@@ -157,7 +157,7 @@ def only_one_steps(opt) -> tuple[str, bool, float, str]:
     from torch import distributed
 
     found, seconds = ("none", True), 0.0
-    logger = logging.getLogger(module_of(opt, "optimizers.sharded.replicas").__name__)
+    logger = logging.getLogger(module_of(opt, "optimizers.sharded.consistency").__name__)
     records: list[logging.LogRecord] = []
     with Exchanges(opt, patience=0.5):
         if here()[0] == 0:
@@ -191,7 +191,7 @@ def one_after_the_other(opt, skipped: int) -> tuple[list[str], list[str]]:
     from torch import distributed
 
     rank, world = here()
-    logger = logging.getLogger(module_of(opt, "optimizers.sharded.replicas").__name__)
+    logger = logging.getLogger(module_of(opt, "optimizers.sharded.consistency").__name__)
     records: list[logging.LogRecord] = []
     logger.addFilter(keep := lambda record: bool(records.append(record)))
     every = [model() for _ in range(2 + skipped)]

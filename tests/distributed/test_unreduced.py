@@ -175,7 +175,7 @@ def own_parts(opt) -> tuple[int, int, int]:
     )
     for index, param in enumerate([*params, table]):
         param.grad = contribution(param.shape, rank, 0, index)
-    bands = module_of(opt, "optimizers.sharded.unreduced").Unreduced
+    bands = module_of(opt, "optimizers.sharded.plan").Unreduced
     cut: list[int] = []
     original = bands._banded
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .groups.group_format import Format
 from .groups.options import LrRule
 from .groups.param_groups import default_is_muon, get_default_muon_param_groups
-from .sharded.limits import ANY_SIZE, IN_FLIGHT_BYTES, WARMUP, Flow
+from .sharded.buffers import ANY_SIZE, IN_FLIGHT_BYTES, WARMUP, Flow
 from .sharded.sharing import Sharing
 from .step import MuonBase
 

@@ -8,9 +8,9 @@ import torch
 
 from .groups.group_format import Format
 from .groups.options import check_choice
-from .sharded.limits import ANY_SIZE, IN_FLIGHT_BYTES, WARMUP, Flow
+from .sharded.buffers import ANY_SIZE, IN_FLIGHT_BYTES, WARMUP, Flow
+from .sharded.plan import REDUCE_OPS, Unreduced
 from .sharded.sharing import Sharing
-from .sharded.unreduced import REDUCE_OPS, Unreduced
 from .step import MuonBase
 
 GRADIENTS = ("reduced", "unreduced")

@@ -24,33 +24,26 @@ from ..state.device_state import OnDevice
 from ..state.host_state import InHostMemory
 from ..state.rounding import check_rounding
 from ..state.state import Slot
-from .common import Members
-from .consistency import Agreement, check_not_captured
-from .limits import Flow
-from .pipeline import StepRun, key_of_step
-from .replicas import compare_replicas
-from .shared_matrices import Shared, SharedChunk, SharedMatrix, in_turn
-from .shared_plan import (
+from .buffers import Flow
+from .chunks import Bands, SharedChunk, SharedMatrix, SliceChunk, SmallChunk, parts_of
+from .consistency import Agreement, Members, check_not_captured, compare_replicas
+from .cuda_graphs import StepRun
+from .plan import (
+    REDUCE_OPS,
+    Shared,
     SharedGroup,
+    Unreduced,
     check_statistics,
+    in_turn,
     layout_on,
     local_blocks,
     matrices_of,
     plan_shared,
+    reserve,
+    spread,
     stays,
 )
 from .shared_step import step_shared
-from .tape import under_the_first_gathers
-from .unreduced import (
-    REDUCE_OPS,
-    Bands,
-    SliceChunk,
-    SmallChunk,
-    Unreduced,
-    parts_of,
-    reserve,
-    spread,
-)
 from .unreduced_step import step_bands, step_slices, step_small
 
 # Matrices of a shape that an owner is taken to orthogonalize together when work is shared out: a
@@ -312,7 +305,7 @@ class Sharing:
         shared: Shared,
         options: Sequence[MuonOptions | AdamWOptions],
         fingerprints: Sequence[Any],
-        rates: dict[int, Rate] | None,
+        rates: dict[int, Rate],
     ) -> None:
         """Ask all ranks whether they have the same options and gradients; hear the last answer.
 
@@ -323,7 +316,7 @@ class Sharing:
             shared: what ranks share.
             options: of all groups.
             fingerprints: of these.
-            rates: from `early_rates`.
+            rates: from `rates`.
 
         Raises:
             RuntimeError: they differ, or the caller captures a CUDA graph.
@@ -331,7 +324,10 @@ class Sharing:
         if shared.empty and not shared.teams:
             return
         check_not_captured(shared.asked)
-        returned = [_returned(shared, rates, common.team) for common in shared.teams]
+        rules = any(isinstance(o, MuonOptions) and callable(o.adjust_lr_fn) for o in options)
+        returned = [
+            _returned(shared, rates, common.team) if rules else None for common in shared.teams
+        ]
         questions = self._agreement.ask(
             shared.teams, options, fingerprints, returned, refused=self._refused
         )
@@ -342,16 +338,11 @@ class Sharing:
         self._agreement.settle(questions)
         self._refused = 0
 
-    def early_rates(
+    def rates(
         self, shared: Shared, options: Sequence[MuonOptions | AdamWOptions]
-    ) -> dict[int, Rate] | None:
-        """The rates of shared chunks if a function in adjust_lr_fn, which may raise, gives some.
-
-        None where there is none: a step that is played from a tape does not need them.
-        """
-        if any(isinstance(o, MuonOptions) and callable(o.adjust_lr_fn) for o in options):
-            return _rates(shared, options)
-        return None
+    ) -> dict[int, Rate]:
+        """The rates of shared chunks, before anything is written: a function may raise."""
+        return _rates(shared, options)
 
     def step(
         self,
@@ -361,11 +352,11 @@ class Sharing:
         state: Any,
         kept: OnDevice | InHostMemory,
         meanwhile: Callable[[], None],
-        rates: dict[int, Rate] | None,
+        rates: dict[int, Rate],
     ) -> None:
         """Step the shared matrices, with everything else under their first gathers.
 
-        `kept` is where a step finds the `state`; `rates` are from `early_rates`.
+        `kept` is where a step finds the `state`; `rates` are from `rates`.
         """
         if shared.empty:
             meanwhile()
@@ -373,27 +364,15 @@ class Sharing:
         # One rank alone is bound by its device: launches cost it nothing.
         several = any(shared.chunks)
         shared.begin(on=self.flow.cuda_graphs and several and isinstance(kept, OnDevice))
-        key = None
-        if shared.graphs.serve(shared.devices):
-            key = key_of_step(options, params_of_groups, state)
-        if shared.tape.fits(key):
-            for number, group in enumerate(options):
-                shared.set_numbers(number, group)
-            shared.tape.play(meanwhile)
-        else:
-            shared.tape.begin(key)
-            run = StepRun(state, kept, Counter(), shared.staging, shared.graphs, shared.tape)
-            if rates is None:
-                rates = _rates(shared, options)
-            self._step_anew(shared, options, run, meanwhile, rates)
-            shared.tape.end()
+        run = StepRun(state, kept, Counter(), shared.staging, shared.graphs)
+        self._run_chunks(shared, options, run, meanwhile, rates)
         for number, params in enumerate(params_of_groups):
             if options[number].none_grad:  # also where this rank had nothing to do for them
                 for param in params:
                     if is_dtensor(param) or self._group is not None:
                         param.grad = None
 
-    def _step_anew(
+    def _run_chunks(
         self,
         shared: Shared,
         options: Sequence[MuonOptions | AdamWOptions],
@@ -425,7 +404,6 @@ class Sharing:
                     yield from step_bands(chunk, number, factor, rate, group, run)
 
         def other_work() -> None:
-            run.tape.do("muon::meanwhile", under_the_first_gathers)
             meanwhile()
             run_pipeline(phases(in_turn(shared.home)))
 
@@ -511,10 +489,8 @@ def _rates(shared: Shared, options: Sequence[MuonOptions | AdamWOptions]) -> dic
     return rates
 
 
-def _returned(shared: Shared, rates: dict[int, Rate] | None, team: Team) -> list[float] | None:
+def _returned(shared: Shared, rates: dict[int, Rate], team: Team) -> list[float]:
     """What functions in adjust_lr_fn say of the chunks of a team, but for Tensors."""
-    if rates is None:
-        return None
     return [
         rates[id(chunk)].factor
         for _, chunk in shared.order

@@ -1,29 +1,243 @@
-"""Gradients that nobody has reduced yet: who adds up what, and who keeps which state.
+"""Which parameters several ranks work on together, and their matrices in chunks with owners.
 
-Every rank has all parameters and its own contribution to their gradients. A matrix parameter has
-one owner, which adds up the contributions, keeps the momentum and sends the update to all. Of a
-large parameter for AdamW every rank owns a slice of the rows, with its state, and sends the new
-rows to all. Small parameters are added up on all ranks in one all-reduce and stepped by each.
+With reduced gradients a matrix that one rank holds entirely stays there. Every other one is sent to
+an owner, which orthogonalizes it for all: the pieces of a sharded one are gathered, and a
+replicated one is orthogonalized by one replica instead of by all. A parameter that is a stack of
+experts, sharded along them alone, is a local stack and never gets here.
+
+With unreduced gradients every rank has all parameters and its own contribution to their gradients.
+A matrix parameter has one owner, which adds up the contributions, keeps the momentum and sends the
+update to all. Of a large parameter for AdamW every rank owns a slice of the rows, with its state,
+and sends the new rows to all. Small parameters are added up on all ranks in one all-reduce and
+stepped by each.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...distributed import Job, Layout, Run, Split, Team, Teams, assign, make_route
-from ..groups.blocks import equal_share
-from .buffers import made_once
-from .cuda_graphs import BESIDE, POOL_BYTES
-from .limits import Flow
-from .shared_matrices import Shared, SharedChunk, SharedMatrix, chunk_of
+from ...distributed import Extra, Job, Layout, Run, Split, Team, Teams, assign, chunked, make_route
+from ..groups.blocks import Blocks, Piece, equal_share
+from ..groups.options import MuonOptions
+from ..groups.parameters import is_dtensor
+from .buffers import Flow, Staging
+from .chunks import (
+    Bands,
+    SharedChunk,
+    SharedMatrix,
+    SliceChunk,
+    SmallChunk,
+    chunk_of,
+    parts_of,
+)
+from .consistency import Common
+from .cuda_graphs import BESIDE, POOL_BYTES, Graphs
+
+Cost = Callable[[int, int, torch.dtype, torch.device], float]
+
+
+def layout_on(param: Tensor, team: Team) -> Layout:
+    """How the ranks of a team hold a parameter; a plain one is the same on all of them."""
+    shape = tuple(param.shape)
+    return team.layout(shape, param.placements) if is_dtensor(param) else team.layout(shape)
+
+
+def stays(layout: Layout, *, stacked: bool) -> bool:
+    """Whether no other rank has a part of what this one has, of experts if it is a stack of them"""
+    replicas = math.prod(
+        size for size, split in zip(layout.mesh, layout.splits, strict=True) if split.dim is None
+    )
+    sharded = {
+        split.dim
+        for size, split in zip(layout.mesh, layout.splits, strict=True)
+        if split.dim is not None and size > 1
+    }
+    return replicas == 1 and sharded <= ({0} if stacked else set())
+
+
+def local_blocks(blocks: Blocks, layout: Layout, team: Team) -> Blocks | None:
+    """The blocks of this rank's own tensor, if it takes no other rank to update it.
+
+    That is so where it is the whole parameter and no replica can take part of the work, and for a
+    stack that is sharded along its experts alone.
+    """
+    if not stays(layout, stacked=blocks.experts is not None):
+        return None
+    if blocks.experts is None:
+        return blocks
+    experts = layout.local_shape(team.coordinates[team.rank])[0]
+    return replace(blocks, experts=experts)
+
+
+def check_statistics(options: MuonOptions, param: Tensor, where: str) -> None:
+    """Raise ValueError if an update would be wider than the directions, in whose dtype it travels.
+
+    One rank alone evens out float32 directions by float64 second moments, in float64.
+    """
+    narrow = options.momentum_dtype not in (None, torch.float64)
+    if options.beta2 is not None and param.dtype == torch.float64 and narrow:
+        raise ValueError(
+            f"{where}: beta2 with momentum_dtype={options.momentum_dtype} is not supported for "
+            "torch.float64 parameters that several ranks share, since their second moments are "
+            "float64; leave momentum_dtype at None, or set beta2=None"
+        )
+
+
+def matrices_of(
+    param: Tensor,
+    where: str,
+    blocks: Blocks,
+    layout: Layout,
+    team: Team,
+    momentum_dtype: torch.dtype | None,
+) -> Iterable[SharedMatrix]:
+    """The matrices of a parameter, one by one."""
+    dtype = torch.promote_types(momentum_dtype or param.dtype, torch.float32)
+    shape = tuple(param.shape)
+    stacked = blocks.experts is not None
+    held = [layout.runs(coordinate)[0] for coordinate in team.coordinates]
+    for piece in blocks.pieces(1):
+        region = _region(piece, shape)
+        hearers = tuple(range(team.size))
+        start, length = piece.statistics
+        if stacked:
+            expert = piece.experts[0]
+            places = [_place(runs, expert) for runs in held]
+            hearers = tuple(r for r, place in enumerate(places) if place is not None)
+            here = places[team.rank]
+            if not blocks.split and here is not None:
+                start += (here - expert) * blocks.heads * length
+        yield SharedMatrix(
+            param=param,
+            where=where,
+            job=Job(layout, team.coordinates, region),
+            matrix=piece.matrix,
+            statistics=(start, length),
+            hearers=hearers,
+            stacked=stacked,
+            dtype=dtype,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SharedGroup:
+    """The shared matrices of a parameter group on one team."""
+
+    number: int  # of the group
+    team: Team
+    matrices: Sequence[SharedMatrix]
+    wire: torch.dtype  # in which float32 directions and updates travel
+    cost: Cost
+    keeps_statistics: bool
+
+    def owners(self) -> list[tuple[int, ...]]:
+        """Who may own each matrix. One of a stack stays with ranks that keep its statistics."""
+        return [matrix.job.candidates(stay=matrix.stacked) for matrix in self.matrices]
+
+
+def plan_shared(
+    groups: Sequence[SharedGroup], count: int, flow: Flow
+) -> tuple[list[list[SharedChunk]], list[list[SharedChunk]]]:
+    """Owners and chunks for the matrices of all groups.
+
+    Args:
+        groups: one per parameter group and team.
+        count: how many parameter groups there are.
+        flow: how large chunks may be.
+
+    Returns:
+        The chunks of every group that ranks work on together, the same on every rank of a team, and
+        those of this rank alone.
+    """
+    chunks: list[list[SharedChunk]] = [[] for _ in range(count)]
+    home: list[list[SharedChunk]] = [[] for _ in range(count)]
+    for team in {id(group.team): group.team for group in groups}.values():
+        entries = [
+            (group, matrix, candidates)
+            for group in groups
+            if group.team is team
+            for matrix, candidates in zip(group.matrices, group.owners(), strict=True)
+        ]
+        owners = assign(
+            [g.cost(*matrix.matrix, matrix.dtype, matrix.param.device) for g, matrix, _ in entries],
+            [candidates for _, _, candidates in entries],
+            team.size,
+        )
+        buckets: dict[tuple[Any, ...], list[tuple[SharedMatrix, int]]] = {}
+        for (group, matrix, _), owner in zip(entries, owners, strict=True):
+            alone_with_it = len(matrix.hearers) == 1 or not group.keeps_statistics
+            at_home = alone_with_it and sum(matrix.job.elements()) == matrix.job.elements()[owner]
+            if at_home and owner != team.rank:
+                continue
+            param = matrix.param
+            key = (group.number, at_home, matrix.matrix, param.dtype, param.device)
+            buckets.setdefault(key, []).append((matrix, owner))
+        wires = {group.number: group for group in groups if group.team is team}
+        for (number, at_home, *_), members in buckets.items():
+            target = home if at_home else chunks
+            target[number] += _chunks(members, wires[number], flow)
+    return chunks, home
+
+
+def _chunks(
+    members: Sequence[tuple[SharedMatrix, int]], group: SharedGroup, flow: Flow
+) -> list[SharedChunk]:
+    """Chunks of bounded size out of matrices of one shape."""
+    first = members[0][0]
+    wire = torch.float64 if first.dtype == torch.float64 else group.wire
+    m, n = first.matrix
+    parts = chunked(
+        [owner for _, owner in members],
+        [m * n * wire.itemsize] * len(members),
+        [[count * wire.itemsize for count in matrix.job.elements()] for matrix, _ in members],
+        flow.chunk_bytes,
+        flow.most,
+    )
+    return [_chunk([members[i] for i in part], wire, group) for part in parts]
+
+
+def _chunk(
+    members: Sequence[tuple[SharedMatrix, int]], wire: torch.dtype, group: SharedGroup
+) -> SharedChunk:
+    matrices = tuple(matrix for matrix, _ in members)
+    owners = tuple(owner for _, owner in members)
+    first, team = matrices[0], group.team
+    m, n = first.matrix
+    extras = None
+    if group.keeps_statistics:
+        size = max(m, n) * torch.promote_types(first.param.dtype, torch.float32).itemsize
+        extras = [Extra(size, matrix.hearers) for matrix in matrices]
+    jobs = [matrix.job for matrix in matrices]
+    planned = make_route(jobs, owners, team.rank, team.size, wire.itemsize, extras)
+    return chunk_of(team, matrices, owners, wire, planned)
+
+
+def _region(piece: Piece, shape: tuple[int, ...]) -> tuple[Run, ...]:
+    rest = tuple((0, size) for size in shape)
+    if piece.experts is None:
+        return (piece.rows, *rest[1:])
+    return (piece.experts, piece.rows, *rest[2:])
+
+
+def _place(runs: Sequence[Run], number: int) -> int | None:
+    """Where a rank stores an element of a dimension of which it has these runs."""
+    at = 0
+    for start, length in runs:
+        if start <= number < start + length:
+            return at + number - start
+        at += length
+    return None
+
 
 REDUCE_OPS = ("avg", "sum")
 # Bytes of directions that an owner orthogonalizes at once, unless one matrix has more: fewer leave
@@ -34,52 +248,9 @@ EVEN_ROWS = 8
 SMALL = 1024  # elements below which a parameter for AdamW is stepped by every rank
 
 
-@dataclass(frozen=True, eq=False)
-class Bands:
-    """Matrices of one shape, orthogonalized together, which travel in one chunk or several."""
-
-    whole: SharedChunk
-    parts: tuple[SharedChunk, ...]  # `whole` itself, some of its matrices, or rows of all of them
-    first: tuple[int, ...]  # number of each part's first matrix among those of their owner
-    rows: tuple[Run, ...]  # (start, length) of each part in a matrix
-
-
-@dataclass(frozen=True, eq=False)
-class SliceChunk:
-    """Rows of a parameter for AdamW: a run for every rank, which owns and updates it."""
-
-    chunk: SharedChunk  # its members are the runs
-    last: bool  # of the parameter
-
-
-@dataclass(frozen=True, eq=False)
-class SmallChunk:
-    """Parameters for AdamW that every rank updates, of one dtype and device."""
-
-    params: tuple[tuple[int, Tensor], ...]  # (number of the group, parameter)
-    dtype: torch.dtype
-    device: torch.device
-
-    @made_once
-    def flat(self) -> Tensor:
-        """Memory for all gradients."""
-        sizes = sum(param.numel() for _, param in self.params)
-        return torch.zeros(sizes, dtype=self.dtype, device=self.device)
-
-    @made_once
-    def places(self) -> list[Tensor]:
-        """Where each of them is."""
-        parts = self.flat.split([param.numel() for _, param in self.params])
-        return [part.view(p.shape) for part, (_, p) in zip(parts, self.params, strict=True)]
-
-
-def parts_of(chunk: Any) -> tuple[SharedChunk, ...]:
-    """What of the chunks of a plan travels, one by one."""
-    if isinstance(chunk, SmallChunk):
-        return ()
-    if isinstance(chunk, Bands):
-        return chunk.parts
-    return (chunk.chunk if isinstance(chunk, SliceChunk) else chunk,)
+def in_turn(chunks: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:
+    """(number of the group, chunk), group by group."""
+    return [(number, chunk) for number, of_group in enumerate(chunks) for chunk in of_group]
 
 
 def spread(chunks: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:
@@ -329,3 +500,39 @@ def _band(member: SharedMatrix, rows: Run) -> SharedMatrix:
         job=replace(member.job, region=tuple(region)),
         matrix=(length, member.matrix[1]),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """The part of a plan that ranks share."""
+
+    chunks: list[list[Any]]  # per group; the same on every rank
+    home: list[list[SharedChunk]]  # per group; this rank's own, without communication
+    teams: list[Common]
+    empty: bool  # no matrix is on more ranks than this one
+    flow: Flow  # of the chunks
+    order: list[tuple[int, Any]]  # (number of the group, chunk) as a step begins them
+    staging: Staging = field(default_factory=Staging)
+    graphs: Graphs = field(default_factory=Graphs)
+
+    def of_groups(self) -> list[list[Any]]:
+        """All chunks, per group."""
+        return [of_all + own for of_all, own in zip(self.chunks, self.home, strict=True)]
+
+    def begin(self, *, on: bool) -> None:
+        """Start a step: all memory is free; stages are captured and replayed if `on`."""
+        self.staging.begin()
+        self.graphs.begin(on=on)
+
+    @cached_property
+    def asked(self) -> frozenset[torch.device]:
+        """Where the parameters are that must agree on their gradients."""
+        return frozenset(param.device for common in self.teams for _, param in common.labelled)
+
+    def in_order(self, own: Sequence[Any]) -> list[Any]:
+        """All chunks, and other work of this rank, in the order in which a step begins them."""
+        of_all, home = ([c for of_group in g for c in of_group] for g in (self.chunks, self.home))
+        ahead = self.flow.warmup_step + 1  # that many chunks are open before other work
+        gathers = itertools.accumulate(chunk.communicates for chunk in of_all)
+        first = next((i for i, count in enumerate(gathers, 1) if count == ahead), len(of_all))
+        return [*of_all[:first], *own, *home, *of_all[first:]]
