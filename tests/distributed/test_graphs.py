@@ -143,13 +143,15 @@ class Story:
         if form == "shards":
             muon |= {"use_muon": True, "none_grad": False}
             others |= {"use_muon": False, "none_grad": False}
-            self.optimizer = opt.Muon([muon, others], wire_dtype=wire)
+            self.optimizer = opt.Muon([muon, others], distributed=opt.DistributedConfig(wire))
             return
         muon |= {"kind": "muon", "lr": 0.1}
         others |= {"kind": "adamw", "lr": 0.1}
         if together:
             self.optimizer = opt.DistMuonAdamW(
-                [muon, others], reduce_op="sum", wire_dtype=wire, in_flight_bytes=3 * 9000
+                [muon, others],
+                reduce_op="sum",
+                distributed=opt.DistributedConfig(wire, in_flight_bytes=27000),
             )
         else:
             self.optimizer = opt.MuonAdamW([muon, others])
@@ -402,7 +404,10 @@ def turned_off(opt: Any) -> Counter[str]:
 
     params = [nn.Parameter(torch.ones(8, 4, device=device())) for _ in range(3)]
     optimizer = opt.Muon(
-        params, process_group=distributed.group.WORLD, none_grad=False, cuda_graphs=False
+        params,
+        process_group=distributed.group.WORLD,
+        none_grad=False,
+        distributed=opt.DistributedConfig(cuda_graphs=False),
     )
     with Captured(opt) as counted:
         for _ in range(4):

@@ -56,7 +56,7 @@ class Problem:
         self.coordinates = tuple(itertools.product(*map(range, mesh)))
         self.ranks = len(self.coordinates)
         self.beta2 = generator.choice([None, 0.9])
-        self.flow = package("optimizers.sharded.buffers").Flow(
+        self.flow = package("optimizers.sharded.buffers").DistributedConfig(
             in_flight_bytes=generator.choice([1, 500, 4096, 2**28])
         )
         count = 4 if self.ranks <= 16 else 1

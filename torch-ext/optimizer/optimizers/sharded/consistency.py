@@ -35,7 +35,7 @@ LAYOUT = (
     "gradients",
     "reduce_op",
     "wire_dtype",
-    "warmup_step",
+    "prefetch",
     "chunk_size",
     "in_flight_bytes",
     "number of groups",
@@ -44,10 +44,6 @@ LAYOUT = (
 )
 OPTIONS = (*dict.fromkeys((*option_names(MuonOptions), *option_names(AdamWOptions))),)
 NUMBERS = ("lr", "weight_decay")  # options that may be Tensors
-
-# How long the first step waits for other ranks: longer than one is behind another that trains with
-# it, and bearable for one that trains alone, which waits once and in vain.
-PATIENCE = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, eq=False)
@@ -514,17 +510,20 @@ def on_device(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return (wide.view(torch.int64) * odd).sum()
 
 
-def compare_replicas(groups: Sequence[Sequence[tuple[str, Tensor]]], number: int) -> bool:
+def compare_replicas(
+    groups: Sequence[Sequence[tuple[str, Tensor]]], number: int, timeout: float
+) -> bool:
     """Compare the gradients of this rank with those of ranks that hold the same parameters.
 
     Replicas are ranks whose plain parameters are equal, bit for bit, at their first step. Others
     are no business of this one, and so are ranks that do not step an optimizer of this kind. There
-    is no collective: a rank that never comes is not waited for longer than PATIENCE, and one that
+    is no collective: a rank that never comes is not waited for longer than `timeout`, and one that
     comes after that does not count: it hears what the others found, as they did.
 
     Args:
         groups: (name for messages, parameter) of all groups.
         number: of the optimizer, as on the ranks that hold the same one.
+        timeout: in seconds.
 
     Returns:
         Whether there is nothing more to compare; there is as long as no replica has a gradient.
@@ -545,7 +544,7 @@ def compare_replicas(groups: Sequence[Sequence[tuple[str, Tensor]]], number: int
     forms = [(tuple(param.shape), param.dtype) for param in params]
     own = f"{_digest(forms, params)} {_digest(forms, [param.grad for param in params])}"
     try:
-        found = exchange(f"optimizer/gradients/{number}", own, PATIENCE)
+        found = exchange(f"optimizer/gradients/{number}", own, timedelta(seconds=timeout))
     except RuntimeError as error:
         logger.warning(
             "MuonAdamW was not told whether gradients are reduced, and the ranks could not be "
@@ -559,7 +558,7 @@ def compare_replicas(groups: Sequence[Sequence[tuple[str, Tensor]]], number: int
             "MuonAdamW was not told whether gradients are reduced, and only ranks %s stepped one "
             "within %g s, so others were not asked; pass gradients='reduced' or 'unreduced'",
             sorted(found),
-            PATIENCE.total_seconds(),
+            timeout,
         )
     replicas = [rank for rank, other in found.items() if other.split()[0] == own.split()[0]]
     if len({found[rank] for rank in replicas}) > 1:  # this one may have come too late to count

@@ -30,7 +30,7 @@ from ...distributed import Extra, Job, Layout, Run, Split, Team, Teams, assign, 
 from ..groups.blocks import Blocks, Piece, equal_share
 from ..groups.options import MuonOptions
 from ..groups.parameters import is_dtensor
-from .buffers import Flow, Staging
+from .buffers import DistributedConfig, Staging
 from .chunks import (
     Bands,
     SharedChunk,
@@ -146,14 +146,14 @@ class SharedGroup:
 
 
 def plan_shared(
-    groups: Sequence[SharedGroup], count: int, flow: Flow
+    groups: Sequence[SharedGroup], count: int, config: DistributedConfig
 ) -> tuple[list[list[SharedChunk]], list[list[SharedChunk]]]:
     """Owners and chunks for the matrices of all groups.
 
     Args:
         groups: one per parameter group and team.
         count: how many parameter groups there are.
-        flow: how large chunks may be.
+        config: how large chunks may be.
 
     Returns:
         The chunks of every group that ranks work on together, the same on every rank of a team, and
@@ -185,12 +185,12 @@ def plan_shared(
         wires = {group.number: group for group in groups if group.team is team}
         for (number, at_home, *_), members in buckets.items():
             target = home if at_home else chunks
-            target[number] += _chunks(members, wires[number], flow)
+            target[number] += _chunks(members, wires[number], config)
     return chunks, home
 
 
 def _chunks(
-    members: Sequence[tuple[SharedMatrix, int]], group: SharedGroup, flow: Flow
+    members: Sequence[tuple[SharedMatrix, int]], group: SharedGroup, config: DistributedConfig
 ) -> list[SharedChunk]:
     """Chunks of bounded size out of matrices of one shape."""
     first = members[0][0]
@@ -200,8 +200,8 @@ def _chunks(
         [owner for _, owner in members],
         [m * n * wire.itemsize] * len(members),
         [[count * wire.itemsize for count in matrix.job.elements()] for matrix, _ in members],
-        flow.chunk_bytes,
-        flow.most,
+        config.chunk_bytes,
+        config.most,
     )
     return [_chunk([members[i] for i in part], wire, group) for part in parts]
 
@@ -363,7 +363,7 @@ class Unreduced:
         )
 
     def matrix_chunks(
-        self, matrices: Iterable[SharedMatrix], wire: torch.dtype, flow: Flow
+        self, matrices: Iterable[SharedMatrix], wire: torch.dtype, config: DistributedConfig
     ) -> list[Bands]:
         """The matrices of a group in chunks of one shape and bounded size."""
         buckets: dict[tuple[Any, ...], list[SharedMatrix]] = {}
@@ -377,8 +377,8 @@ class Unreduced:
             of_turn = 2 * m * n * travels.itemsize * max(1, self.team.size - 1)
             size = min(
                 OWNED_BYTES // (m * n * members[0].dtype.itemsize),
-                flow.chunk_bytes * max(m, EVEN_ROWS) // (EVEN_ROWS * of_turn),
-                (flow.most or len(members)) // self.team.size,
+                config.chunk_bytes * max(m, EVEN_ROWS) // (EVEN_ROWS * of_turn),
+                (config.most or len(members)) // self.team.size,
             )
             queues: list[list[SharedMatrix]] = [[] for _ in range(self.team.size)]
             for member in members:
@@ -387,7 +387,7 @@ class Unreduced:
             size = equal_share(turns, max(1, size))
             for start in range(0, turns, size):
                 taken = [queue[start : start + size] for queue in queues]
-                chunks.append(self._banded(taken, travels, of_turn, flow.chunk_bytes))
+                chunks.append(self._banded(taken, travels, of_turn, config.chunk_bytes))
         return chunks
 
     def _banded(
@@ -418,7 +418,7 @@ class Unreduced:
         return Bands(whole, parts, (0,) * len(parts), tuple(rows))
 
     def slice_chunks(
-        self, param: Tensor, where: str, wire: torch.dtype, flow: Flow
+        self, param: Tensor, where: str, wire: torch.dtype, config: DistributedConfig
     ) -> list[SliceChunk]:
         """The rows of a parameter in chunks of bounded size."""
         wide = torch.promote_types(param.dtype, torch.float32)
@@ -429,7 +429,7 @@ class Unreduced:
         # Contributions go in the dtype of the wire, new rows come back in that of the parameter.
         widest = max(travels.itemsize, param.dtype.itemsize)
         row_bytes = math.prod(shape[1:]) * widest * max(1, self.team.size - 1)
-        step = max(1, flow.chunk_bytes // (2 * row_bytes))  # sent, and received from others
+        step = max(1, config.chunk_bytes // (2 * row_bytes))  # sent, and received from others
         step = equal_share(rows, step)
         chunks = []
         for start in range(0, rows, step):
@@ -510,7 +510,7 @@ class Shared:
     home: list[list[SharedChunk]]  # per group; this rank's own, without communication
     teams: list[Common]
     empty: bool  # no matrix is on more ranks than this one
-    flow: Flow  # of the chunks
+    config: DistributedConfig  # of the chunks
     order: list[tuple[int, Any]]  # (number of the group, chunk) as a step begins them
     staging: Staging = field(default_factory=Staging)
     graphs: Graphs = field(default_factory=Graphs)
@@ -532,7 +532,7 @@ class Shared:
     def in_order(self, own: Sequence[Any]) -> list[Any]:
         """All chunks, and other work of this rank, in the order in which a step begins them."""
         of_all, home = ([c for of_group in g for c in of_group] for g in (self.chunks, self.home))
-        ahead = self.flow.warmup_step + 1  # that many chunks are open before other work
+        ahead = self.config.prefetch + 1  # that many chunks are open before other work
         gathers = itertools.accumulate(chunk.communicates for chunk in of_all)
         first = next((i for i, count in enumerate(gathers, 1) if count == ahead), len(of_all))
         return [*of_all[:first], *own, *home, *of_all[first:]]

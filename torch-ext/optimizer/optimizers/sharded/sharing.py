@@ -24,7 +24,7 @@ from ..state.device_state import OnDevice
 from ..state.host_state import InHostMemory
 from ..state.rounding import check_rounding
 from ..state.state import Slot
-from .buffers import Flow
+from .buffers import DistributedConfig
 from .chunks import Bands, SharedChunk, SharedMatrix, SliceChunk, SmallChunk, parts_of
 from .consistency import Agreement, Members, check_not_captured, compare_replicas
 from .cuda_graphs import StepRun
@@ -51,7 +51,6 @@ from .unreduced_step import step_bands, step_slices, step_small
 COST_BATCH = 8
 # Optimizers whose ranks meet without a group, in the order in which a process makes them.
 _NUMBERS = itertools.count()
-WIRE_DTYPES = (None, torch.float32, torch.float16)
 
 
 class Sharing:
@@ -59,21 +58,15 @@ class Sharing:
 
     def __init__(
         self,
-        process_group: Any = None,
-        wire_dtype: torch.dtype | None = None,
+        process_group: Any,
+        config: DistributedConfig,
         unreduced: Unreduced | None = None,
-        flow: Flow | None = None,
         *,
         assumed: bool = False,
     ) -> None:
         """`assumed`: nobody said that gradients are reduced."""
-        if wire_dtype not in WIRE_DTYPES:
-            raise ValueError(
-                f"wire_dtype must be None, torch.float32 or torch.float16, got {wire_dtype!r}"
-            )
-        self.wire_dtype = wire_dtype
+        self.config = config
         self.unreduced = unreduced
-        self.flow = flow or Flow()
         self.assumed = assumed
         self._group = process_group
         self._number = next(_NUMBERS) if assumed and process_group is None else None
@@ -86,13 +79,13 @@ class Sharing:
         self.begin_plan()
 
     def __reduce__(self) -> Any:
-        arguments = self._group, self.wire_dtype, self.unreduced, self.flow
+        arguments = self._group, self.config, self.unreduced
         return functools.partial(Sharing, assumed=self.assumed), arguments
 
     def __deepcopy__(self, memo: Any) -> Sharing:
         copied = copy.deepcopy(self.unreduced, memo)
         # It talks over the same groups.
-        sharing = Sharing(self._group, self.wire_dtype, copied, self.flow, assumed=self.assumed)
+        sharing = Sharing(self._group, self.config, copied, assumed=self.assumed)
         sharing._teams = self._teams
         return sharing
 
@@ -102,7 +95,7 @@ class Sharing:
             return self._teams.of_mesh(param.device_mesh)
         if self._of_group is None and self._group is not None:
             self._of_group = self._teams.of_group(self._group)
-        if self._of_group is None and self.wire_dtype == torch.float16:
+        if self._of_group is None and self.config.wire_dtype == torch.float16:
             self._of_group = alone()
         return self._of_group
 
@@ -163,7 +156,7 @@ class Sharing:
         """
         owners = self.unreduced
         assert owners is not None
-        wire = self.wire_dtype or torch.float32
+        wire = self.config.wire_dtype or torch.float32
         chunks: list[list[Any]] = [[] for _ in range(count)]
         small: dict[Any, list[tuple[int, Tensor]]] = {}
         for number, options, entries in muon:
@@ -180,11 +173,11 @@ class Sharing:
                     options.momentum_dtype,
                 )
             ]
-            chunks[number] += owners.matrix_chunks(matrices, wire, self.flow)
+            chunks[number] += owners.matrix_chunks(matrices, wire, self.config)
         for number, named in others:
             for where, param in named:
                 if owners.sliced(param):
-                    chunks[number] += owners.slice_chunks(param, where, wire, self.flow)
+                    chunks[number] += owners.slice_chunks(param, where, wire, self.config)
                 else:
                     dtype = torch.promote_types(param.dtype, torch.float32)
                     small.setdefault((dtype, param.device), []).append((number, param))
@@ -218,7 +211,7 @@ class Sharing:
                 continue
             layout = layout_on(param, team)
             kept_here = local_blocks(blocks, layout, team)
-            if kept_here is not None and self.wire_dtype != torch.float16:
+            if kept_here is not None and self.config.wire_dtype != torch.float16:
                 if kept_here.experts != 0:  # the shard of a stack may be empty
                     own.append((param, kept_here))
                 continue
@@ -261,7 +254,7 @@ class Sharing:
 
     def plan(self, groups: Sequence[SharedGroup], count: int) -> Shared:
         """Owners and chunks; `count` is the number of parameter groups."""
-        chunks, home = plan_shared(groups, count, self.flow)
+        chunks, home = plan_shared(groups, count, self.config)
         return self._planned(chunks, home, in_turn(chunks))
 
     def _planned(
@@ -274,10 +267,10 @@ class Sharing:
         settings = {
             "gradients": "reduced" if self.unreduced is None else "unreduced",
             "reduce_op": REDUCE_OPS[0] if self.unreduced is None else self.unreduced.reduce_op,
-            "wire_dtype": self.wire_dtype,
-            "warmup_step": self.flow.warmup_step,
-            "chunk_size": self.flow.chunk_size,
-            "in_flight_bytes": self.flow.in_flight_bytes,
+            "wire_dtype": self.config.wire_dtype,
+            "prefetch": self.config.prefetch,
+            "chunk_size": self.config.chunk_size,
+            "in_flight_bytes": self.config.in_flight_bytes,
             "clip_config": self._clip_config,
         }
         alike = {}
@@ -287,7 +280,7 @@ class Sharing:
             alike[id(self._of_group)] = True
         teams = self._members.commons(chunks, settings, alike)
         empty = not teams if self.unreduced is not None else self._empty
-        shared = Shared(chunks, home, teams, empty, self.flow, order)
+        shared = Shared(chunks, home, teams, empty, self.config, order)
         reserve(shared)
         return shared
 
@@ -298,7 +291,7 @@ class Sharing:
             RuntimeError: they are not, on ranks that hold replicas of these parameters.
         """
         if self.assumed and self._number is not None:
-            self.assumed = not compare_replicas(groups, self._number)
+            self.assumed = not compare_replicas(groups, self._number, self.config.timeout)
 
     def ask(
         self,
@@ -363,7 +356,7 @@ class Sharing:
             return
         # One rank alone is bound by its device: launches cost it nothing.
         several = any(shared.chunks)
-        shared.begin(on=self.flow.cuda_graphs and several and isinstance(kept, OnDevice))
+        shared.begin(on=self.config.cuda_graphs and several and isinstance(kept, OnDevice))
         run = StepRun(state, kept, Counter(), shared.staging, shared.graphs)
         self._run_chunks(shared, options, run, meanwhile, rates)
         for number, params in enumerate(params_of_groups):
@@ -407,7 +400,7 @@ class Sharing:
             meanwhile()
             run_pipeline(phases(in_turn(shared.home)))
 
-        ahead = self.flow.warmup_step
+        ahead = self.config.prefetch
         run_pipeline(phases(shared.order), ahead=ahead, meanwhile=other_work)
 
     def tell(self, shared: Shared) -> None:
@@ -463,8 +456,8 @@ class Sharing:
 
     def _wire(self, matrices: Sequence[SharedMatrix], options: MuonOptions) -> torch.dtype:
         """float16 where the iteration would round to it or to bfloat16 anyway."""
-        if self.wire_dtype is not None:
-            return self.wire_dtype
+        if self.config.wire_dtype is not None:
+            return self.config.wire_dtype
         first = matrices[0]
         picked = choose(
             *first.matrix,
