@@ -47,6 +47,8 @@ def assert_sorted(module, path, ids, experts, device, tile_rows=16, dtype=torch.
     assert tiles[used:] == [[-1, -1, -1]] * (len(tiles) - used)
 
 
+@pytest.mark.sees_defect("ids of sentinels lengthen the offsets in silence")
+@pytest.mark.sees_defect("tiles straddle experts, and experts without rows are visited")
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
@@ -111,6 +113,7 @@ def test_the_most_experts(module, device):
     assert_sorted(module, "auto", [[2**12 - 1, 5], [2**12, 0], [5, -1]], 2**12, device)
 
 
+@pytest.mark.sees_defect("padding each expert to whole blocks waits for the device once per expert")
 def test_tile_rows_follow_the_mean_and_never_the_routing(module, device):
     assert [module.tile_rows_for(rows, 8) for rows in (0, 128, 129, 192, 193, 384, 385)] == [
         16,
@@ -134,6 +137,7 @@ def test_opcheck(module, ops, device):
         torch.library.opcheck(ops.expert_sort.default, (ids, 4, 16, path))
 
 
+@pytest.mark.sees_defect("compiled anew for each shape, with a wait for the device")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_a_graph_break(module, device, dynamic):
     @torch.compile(fullgraph=True, dynamic=dynamic, backend="aot_eager")

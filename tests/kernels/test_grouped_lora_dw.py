@@ -16,6 +16,7 @@ def arguments(problem: dict, path: str, wants=(True, True)) -> tuple:
     return (*operands, problem["gates"], TOP_K, 1, *wants, path)
 
 
+@pytest.mark.sees_defect("the gradient of a bias is None and that of a trained weight is zero")
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("path", PATHS)
 def test_results(submodule, ops, device, path):

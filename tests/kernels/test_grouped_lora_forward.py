@@ -65,6 +65,9 @@ def config(submodule):
     return submodule("kernels.experts.tiles")
 
 
+@pytest.mark.sees_defect("the plan is chosen by mutable globals, which the tests overwrite")
+@pytest.mark.sees_defect("pruning leaves one tile of 32 x 32, or none")
+@pytest.mark.sees_defect("shared memory is asked of a driver: no tile without a GPU")
 @pytest.mark.parametrize("arch", ["sm80", "sm86", "sm90", "sm75"])
 @pytest.mark.parametrize("direction", ["forward", "dx", "dots", "low_rank", "product"])
 @pytest.mark.parametrize("element_bytes", [2, 4])
@@ -124,6 +127,7 @@ def test_unknown_direction(config):
         config.choose(config.Shape("sm90", 64, K, N, 2, "backward"))
 
 
+@pytest.mark.sees_defect("tuned anew for each number of tokens, without the rank in the key")
 def test_what_a_tile_depends_on(config):
     """No number of tokens, no routing: the rows of a tile stand for the mean rows per expert."""
     names = {field.name for field in dataclasses.fields(config.Shape)}
@@ -132,6 +136,9 @@ def test_what_a_tile_depends_on(config):
     assert low[0] != low[1]
 
 
+@pytest.mark.sees_defect(
+    "gradients are added by atomics in the parameter's dtype: rounded often, never the same"
+)
 def test_no_kernel_uses_atomics(submodule):
     """Two additions in an order that differs from run to run would differ in their last bits."""
     folder = Path(submodule("kernels").__file__).parent
@@ -160,6 +167,9 @@ def calls(submodule, monkeypatch):
     return made
 
 
+@pytest.mark.sees_defect("x A^T is computed again for every tile of columns")
+@pytest.mark.sees_defect("dY B is computed again for every tile of columns")
+@pytest.mark.sees_defect("dA and dB compute x A^T and dY B again for every block")
 def test_low_rank_products_are_computed_once(submodule, moe_problem, calls):
     """x A^T once in forward, dY B once in dX; the gradients of A and B read both again."""
     y, leaves = moe_problem
@@ -202,6 +212,7 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one.data_ptr(), one.dtype) == (other.data_ptr(), other.dtype)
 
 
+@pytest.mark.sees_defect("rows are gathered by a pass of their own")
 def test_no_gathered_copy(launched):
     """Rows are gathered by the kernel's loads: it gets x itself, T rows, and the slots."""
     problem, seen = launched

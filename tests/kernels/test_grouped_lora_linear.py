@@ -29,6 +29,7 @@ def test_equals_the_shipped_reference(submodule, ops, device, path, gated):
     assert_error_at_most(y.cpu(), reference(*wide, problem["ids"], 0.5), 1e-6)
 
 
+@pytest.mark.sees_defect("a flat list of fifteen arguments, no registered op")
 @pytest.mark.parametrize("path", PATHS)
 def test_opcheck(submodule, ops, device, path):
     problem = operands(submodule, device)

@@ -130,6 +130,11 @@ def test_factors_however_they_lie(moe, submodule, device, taken, by_ops, kind) -
     compared(by_ops, taken, run)
 
 
+@pytest.mark.sees_defect(
+    "gradients of swapped factors are exchanged",
+    '    return wants[::-1] if kind == "swapped" else wants\n',
+    "    return wants\n",
+)
 @pytest.mark.parametrize("wanted", ["gate_up.A", "down.B"])
 def test_swapped_factors_want_their_own_gradients(
     moe, submodule, device, taken, by_ops, wanted

@@ -119,6 +119,7 @@ def inputs(device):
     return x.to(device), ids.to(device), gates.to(device)
 
 
+@pytest.mark.sees_defect("routing is written again for every model")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_forward_equals_the_eager_one(opt, device, inputs, kind):
     torch.manual_seed(0)

@@ -5,7 +5,7 @@ weights are wgmma's left operand in registers, up to 256 rows its right one. An 
 float32 sum over growing k and then over the rank, so a row's bits do not depend on the other rows.
 
 path     | op          | source                  | taken
-compiled | nf4_product | kernels-src/nf4_product | capability 9.0, what `refusal` allows: bfloat16,
+compiled | nf4_product | kernels-src/quant | capability 9.0, what `refusal` allows: bfloat16,
          |             |                         | plain absmax, blocks of 64 or more that do not
          |             |                         | leave their row, N and the rank multiples of 8;
          |             |                         | by name, or by `pays`
@@ -24,7 +24,8 @@ from ..._ops import add_op_namespace_prefix, ops
 _BY_TRITON = "product over 4-bit weights by Triton instead of CUDA: %s"
 MAX_EXPERTS = 512  # kMaxExperts: their offsets lie in shared memory
 MIN_BLOCK = 64  # kMinBlock: a step of the sum takes one absmax per stored row
-# Of an expert, and of the sum: where 2048 tokens of four models were timed (docs/log.md).
+# Of an expert, and of the sum: where 2048 tokens of four models were timed
+# (docs/dev/decisions/2026-11-22-nf4-products.md).
 MEASURED_ROWS = (64, 512)
 LEAST_DEPTH = 768
 # In the forward, of 128 tokens where stored rows are long.
