@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .._compare import assert_error_at_most, assert_same_bits
+from ..._compare import assert_error_at_most, assert_same_bits
 
 PATHS = ("reference", "triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
