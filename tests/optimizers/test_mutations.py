@@ -49,8 +49,8 @@ MUTATIONS = (
         "M7a",
         "test_none_grad_means_the_same_on_every_path",
         "optimizers/step.py",
-        "                for param in chunk.finished:\n",
-        "                for param in (p for p in chunk.finished if p.ndim == 2):\n",
+        "        for param in self.chunk.finished:\n",
+        "        for param in (p for p in self.chunk.finished if p.ndim == 2):\n",
     ),
     Mutation(
         "M9",

@@ -203,4 +203,4 @@ def test_a_distributed_config_is_taken_and_copied(opt, motif) -> None:
         config = opt.DistributedConfig(torch.float16, 5, 8, 2**20, cuda_graphs=False, timeout=2)
         optimizer = opt.Muon(parameters([(4, 3)]), distributed=config)
     for one in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert one._sharing.config == config
+        assert one._ranks.config == config

@@ -74,7 +74,7 @@ def test_half_a_step_that_goes_on_is_seen(opt, submodule, monkeypatch) -> None:
     """A step that raises after a batch, and an optimizer that forgets it."""
     monkeypatch.setattr(_events, "EVENTS", {"interrupted": _events.step_is_interrupted})
     assert findings(opt) == []
-    forgetful = submodule("optimizers.sharded.sharing").Sharing
+    forgetful = submodule("optimizers.sharded.consistency").Consistency
     monkeypatch.setattr(forgetful, "check_unbroken", lambda self: None)
     assert any("was interrupted" in text for text in findings(opt))
 

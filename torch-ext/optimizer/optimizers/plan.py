@@ -33,7 +33,7 @@ def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Forms:
+class GroupTensors:
     """The parameters of a group, and what they and their gradients are compared with."""
 
     named: list[tuple[str, Tensor]]  # (name for messages, parameter)
@@ -46,7 +46,7 @@ class Forms:
     placed: bool  # all are DTensors of a supported dtype
 
     @classmethod
-    def of(cls, named: list[tuple[str, Tensor]]) -> Forms:
+    def of(cls, named: list[tuple[str, Tensor]]) -> GroupTensors:
         params = [param for _, param in named]
         return cls(
             named=named,
@@ -120,7 +120,7 @@ class Plan:
     """The work of a step, per group where it is a list, and the groups and the state it is for."""
 
     layouts: list[tuple[Any, ...]]  # options that decide what is cut how
-    forms: list[Forms]
+    tensors: list[GroupTensors]
     keys: list[Any]  # of the optimizer's state
     states: list[Any]
     filled: list[Mapping[str, Tensor]]  # those of parameters
@@ -138,7 +138,7 @@ class Plan:
     @property
     def labelled(self) -> list[list[tuple[str, Tensor]]]:
         """(name for messages, parameter), per group."""
-        return [forms.named for forms in self.forms]
+        return [group.named for group in self.tensors]
 
     def fits(
         self,
@@ -153,7 +153,8 @@ class Plan:
             and same_objects([*state], self.keys)
             and self.finds_all_state()
             and all(
-                forms.hold(of_group) for forms, of_group in zip(self.forms, params, strict=True)
+                tensors.hold(of_group)
+                for tensors, of_group in zip(self.tensors, params, strict=True)
             )
         )
 
