@@ -133,6 +133,7 @@ def test_no_stage_takes_an_unknown_word_for_another(submodule, call, message) ->
         call(lambda name: submodule(f"optimizers.stages.{name}"))
 
 
+@pytest.mark.sees_defect("a bad chunk_size surfaces at the first step")
 @pytest.mark.parametrize(
     ("option", "value", "error", "message"),
     [
