@@ -118,9 +118,9 @@ def test_options_are_checked_only_when_they_change(opt, submodule, device, monke
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m("update").factor_of("bogus", 2, 3), "adjust_lr_fn must be one of"),
+        (lambda m: m("muon").factor_of("bogus", 2, 3), "adjust_lr_fn must be one of"),
         (
-            lambda m: m("momentum").momentum(
+            lambda m: m("muon").momentum(
                 [torch.ones(2, 3)], [torch.ones(2, 3)], (2, 3), mu=0.9, nesterov=True, form="emaa"
             ),
             "form must be one of",

@@ -15,19 +15,18 @@ from torch import Tensor
 
 from ..distributed import Phases, run_pipeline
 from ..orthogonalize import orthogonalize
-from .chunks import Chunk, plan_chunks
 from .groups.blocks import Blocks, check_names, cut
 from .groups.clip_config import parse_clip_config
 from .groups.options import AdamWOptions, MuonOptions, fingerprint
 from .groups.parameters import is_dtensor, label, local
-from .plan import GroupTensors, Plan
-from .report import report
+from .plan import Chunk, GroupTensors, Plan, plan_chunks
+from .report import StepTimer, Timed, report, stage, untimed
 from .sharded.chunks import Bands, SharedChunk, SliceChunk
 from .sharded.exchange import Exchange
 from .sharded.plan import Ranks, Shared, check_statistics, in_turn, rates_of
 from .sharded.reduce_scatter import Batch, ReduceScatter, step_slices, step_small
 from .stages.adamw import adamw
-from .stages.momentum import momentum
+from .stages.muon import Rate, momentum, rate_of, update
 from .stages.qk_clip import (
     Target,
     check_logits,
@@ -36,7 +35,6 @@ from .stages.qk_clip import (
     largest_logits,
     plan_batches,
 )
-from .stages.update import Rate, rate_of, update
 from .state.device_state import OnDevice
 from .state.host_state import InHostMemory
 from .state.offload import OffloadingOptimizer
@@ -44,7 +42,6 @@ from .state.placements import rows_here, sharded_dims
 from .state.rounding import RESIDUAL, check_unreduced, count_step, rounding_of
 from .state.saving import check_whole
 from .state.state import STATISTICS, Slot, layout_of, slots_of
-from .timing import StepTimer, Timed, stage, untimed
 
 logger = logging.getLogger(__name__)
 

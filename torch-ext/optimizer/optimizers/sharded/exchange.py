@@ -20,11 +20,11 @@ from torch import Tensor
 from ...distributed import Future, Ready
 from ...kernels import apply_update
 from ...kernels import momentum as momentum_kernel
+from ...kernels.step.tensor_lists import written
 from ...reference import update as reference
 from ..groups.options import MuonOptions
 from ..groups.parameters import local, locals_of
-from ..layout import written
-from ..stages.update import Rate
+from ..stages.muon import Rate
 from ..state.device_state import OnDevice
 from ..state.rounding import RESIDUAL
 from ..state.state import STATISTICS

@@ -28,7 +28,7 @@ from ..groups.blocks import Blocks, Piece
 from ..groups.options import AdamWOptions, MuonOptions
 from ..groups.param_groups import has_component
 from ..groups.parameters import is_dtensor
-from ..stages.update import Rate, rate_of
+from ..stages.muon import Rate, rate_of
 from ..state.device_state import OnDevice
 from ..state.host_state import InHostMemory
 from ..state.rounding import check_rounding

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ...distributed import Future, Phases, Team
 from ...kernels import momentum as momentum_kernel
+from ...kernels.step.tensor_lists import written
 from ..groups.options import AdamWOptions, MuonOptions
 from ..groups.parameters import local
-from ..layout import written
+from ..report import stage
 from ..stages.adamw import adamw_on
-from ..stages.update import Rate
-from ..timing import stage
+from ..stages.muon import Rate
 from .buffers import Block
 from .chunks import Bands, SharedChunk, SliceChunk, SmallChunk
 from .cuda_graphs import StepRun, places, places_of_numbers
