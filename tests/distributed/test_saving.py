@@ -84,7 +84,7 @@ def save_after_a_failure(opt: Any, folder: Path) -> None:
     give(params, gradients(params, 0))
     with pytest.MonkeyPatch.context() as patch:
 
-        def fail(*arguments: Any) -> None:
+        def fail(*arguments: Any, **options: Any) -> None:
             raise torch.OutOfMemoryError("no room")
 
         patch.setattr(module_of(opt, "optimizers.step"), "run_pipeline", fail)

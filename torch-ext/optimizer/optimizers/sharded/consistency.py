@@ -46,36 +46,31 @@ OPTIONS = (*dict.fromkeys((*option_names(MuonOptions), *option_names(AdamWOption
 NUMBERS = ("lr", "weight_decay")  # options that may be Tensors
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Common:
     """What the ranks of a team must have in common."""
 
     team: Team
-    labelled: list[tuple[str, Tensor]]  # parameters that have gradients on all ranks or on none
-    groups: list[int]  # numbers of theirs
-    layout: Mapping[str, str]  # LAYOUT -> as text, or a digest of that
-    # Whether the first gradients must be equal on all ranks or must not; None: that cannot be told.
-    alike: bool | None
-
-
-@dataclass(frozen=True, eq=False)
-class _Members:
-    team: Team
+    # Parameters that have gradients on all ranks or on none, and the numbers of their groups.
     labelled: list[tuple[str, Tensor]] = field(default_factory=list)
-    groups: dict[int, None] = field(default_factory=dict)
+    groups: list[int] = field(default_factory=list)
+    layout: Mapping[str, str] = field(default_factory=dict)  # LAYOUT -> as text, or a digest of it
+    # Whether the first gradients must be equal on all ranks or must not; None: that cannot be told.
+    alike: bool | None = None
 
 
 class Members:
     """The shared parameters of a plan, by team, as they are found."""
 
     def __init__(self) -> None:
-        self._teams: dict[int, _Members] = {}
+        self._teams: dict[int, Common] = {}
 
     def add(self, team: Team, number: int, where: str, param: Tensor) -> None:
         """A parameter of group `number`, which must have a gradient on all ranks or on none."""
-        members = self._teams.setdefault(id(team), _Members(team))
-        members.labelled.append((where, param))
-        members.groups[number] = None
+        common = self._teams.setdefault(id(team), Common(team))
+        common.labelled.append((where, param))
+        if number not in common.groups:
+            common.groups.append(number)
 
     def commons(
         self,
@@ -90,24 +85,21 @@ class Members:
             settings: of the optimizer, of the names in LAYOUT.
             alike: id of a team -> as of `Common`.
         """
-        found = []
-        for members in self._teams.values():
-            groups = sorted(members.groups)
-            found_here = {
+        for common in self._teams.values():
+            common.groups.sort()
+            found = {
                 **settings,
-                "number of groups": len(groups),
-                "number of parameters": len(members.labelled),
-                "shapes, dtypes and placements": [_form(param) for _, param in members.labelled],
-                OWNERS: [*_owners(members.team, chunks)],
+                "number of groups": len(common.groups),
+                "number of parameters": len(common.labelled),
+                "shapes, dtypes and placements": [_form(param) for _, param in common.labelled],
+                OWNERS: [*_owners(common.team, chunks)],
             }
-            layout = {
+            common.layout = {
                 name: str(word(str(value)) if name in DIGESTED else value)
-                for name, value in found_here.items()
+                for name, value in found.items()
             }
-            found.append(
-                Common(members.team, members.labelled, groups, layout, alike.get(id(members.team)))
-            )
-        return found
+            common.alike = alike.get(id(common.team))
+        return [*self._teams.values()]
 
 
 def _form(param: Tensor) -> tuple[Any, ...]:
