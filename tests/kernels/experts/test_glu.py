@@ -15,7 +15,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss")
 
 @pytest.fixture(scope="session")
 def module(submodule):
-    """The module kernels.glu of the loaded package."""
+    """The module kernels.experts.glu of the loaded package."""
     return submodule("kernels.experts.glu")
 
 

@@ -155,13 +155,15 @@ def expert_sort(
         The order.
 
     Raises:
-        TypeError: expert_ids is no integer tensor, or num_experts no integer.
+        TypeError: expert_ids is no integer tensor, or num_experts or tile_rows no integer.
         ValueError: A shape, size, tile_rows or backend is out of range.
     """
     check_ids(expert_ids, num_experts)
     expert_ids = expert_ids.detach()
     if tile_rows is None:
         tile_rows = tile_rows_for(expert_ids.numel(), num_experts)
+    elif isinstance(tile_rows, bool) or not isinstance(tile_rows, int):
+        raise TypeError(f"tile_rows must be an integer or None, got {type(tile_rows).__name__}")
     elif tile_rows < 16 or tile_rows & (tile_rows - 1):
         raise ValueError(f"tile_rows must be a power of two from 16, got {tile_rows}")
     path = experts_path_name("expert_sort", expert_ids.device, torch.float32, backend)
