@@ -15,13 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from ._harness import COMMIT, HEAD
 from .static.project import ROOT
 from .static.results import quoted_results, result_findings
 
 pytestmark = pytest.mark.static
 
-OTHER = "9876543210" * 4
+COMMIT, OTHER = "0123456789" * 4, "9876543210" * 4
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +36,17 @@ def harness() -> Iterator[SimpleNamespace]:
 
 def head(harness, commit: str = COMMIT) -> dict:
     digest = harness.sources.sources_digest
-    experts = {"commit": commit, "sources": digest("end_to_end of experts")}
-    parts = {"sources": digest("end_to_end"), "corpus": "ab" * 32, "experts": experts}
-    return HEAD | {"commit": commit} | parts
+    return {
+        "gpu": "NVIDIA H200",
+        "driver": "580.1",
+        "torch": "2.11.0",
+        "triton": "3.6.0",
+        "commit": commit,
+        "sources": digest("end_to_end"),
+        "ceilings": {"bf16_tflops": 770.0, "fp16_tflops": 760.0, "copy_tbps": 4.25},
+        "corpus": "ab" * 32,
+        "experts": {"commit": commit, "sources": digest("end_to_end of experts")},
+    }
 
 
 def training(harness, name: str, loss: float = 2.5):
@@ -158,6 +165,9 @@ def test_the_best_rate_and_whether_it_is_the_last_one(harness, losses, lr, at_ed
     ]
     best, edge = harness.pretraining.choose([runs[1], runs[0], runs[2]])
     assert (best.lr, edge) == (lr, at_edge)
+
+
+def test_no_rate_may_train(harness) -> None:
     runs = [harness.pretraining.Run(lr=lr, seed=0, stopped=True) for lr in (1.0, 2.0)]
     with pytest.raises(ValueError, match=r"no rate of \[1.0, 2.0\] trains"):
         harness.pretraining.choose(runs)
@@ -188,8 +198,13 @@ def test_rows_join_the_file_that_is_there(harness, written: Path) -> None:
     new = [training(harness, "muon", loss=2.4), training(harness, "torch_muon")]
     merged, rows = entry.merged(earlier, head(harness), new, [row.case for row in new])
     cases = [row["case"] if isinstance(row, dict) else row.case for row in rows]
-    trained = [f"gpt-124M/{name}" for name in ("adamw", "muon", "torch_muon")]
-    assert cases == [*trained, MODEL_CASE, "first_use/layer"]
+    assert cases == [
+        "gpt-124M/adamw",
+        "gpt-124M/muon",
+        "gpt-124M/torch_muon",
+        MODEL_CASE,
+        "first_use/layer",
+    ]
     harness.report.write(written, merged, rows)
     result = json.loads(written.read_text())
     assert result["rows"][1]["loss"] == 2.4 and result["rows"][0] == earlier["rows"][0]
@@ -312,7 +327,8 @@ def test_a_row_at_the_edge_says_so(harness) -> None:
 
 
 def test_end_to_end_needs_its_cases(harness, monkeypatch, capsys) -> None:
-    run, asked = harness.run, []
+    run = importlib.import_module("run")
+    asked = []
     monkeypatch.setattr(run, "measure_cases", lambda cases, *_, **__: asked.append(cases) or 0)
     assert run.main(["end_to_end", "--case", "first_use", "gpt-124M"]) == 0
     assert asked == [["first_use", "gpt-124M"]]

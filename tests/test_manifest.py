@@ -14,10 +14,6 @@ from .static.project import ROOT, report
 pytestmark = pytest.mark.static
 
 
-def page_table_findings(project: Project) -> list[str]:
-    return manifest.op_table_findings(project, "docs/dev/ops.md")
-
-
 def card_table_findings(project: Project) -> list[str]:
     return manifest.op_table_findings(project, "CARD.md")
 
@@ -28,7 +24,6 @@ CHECKS = (
     manifest.binding_findings,
     manifest.python_findings,
     manifest.document_findings,
-    page_table_findings,
     card_table_findings,
     manifest.changelog_findings,
     manifest.pin_findings,
@@ -89,7 +84,6 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
     "torch-ext/toy/reference/math.py": "def sum(x): ...\n",
     "tests/kernels/test_sum.py": "sum(x)\n",
     "README.md": "Call `chain`.\n",
-    "docs/dev/ops.md": TABLE.replace("sum.cu`", "sum.cu` `kernels-src/sum/sum_sm90.cu`"),
     "CARD.md": TABLE.replace("sum.cu`", "sum.cu`, `kernels-src/sum/sum_sm90.cu`"),
     "CHANGELOG.md": "# Changes\n\n## Version 3\n\n## Version 2\n",
     ".pre-commit-config.yaml": "additional_dependencies: [ruff==1.2.3]\n",
@@ -202,26 +196,26 @@ BREAKS = [
         adding("torch-ext/toy/__init__.py", "from .a import fold\n__all__ = ['fold']\n"),
         "fold: is in __all__",
     ),
-    (page_table_findings, without("docs/dev/ops.md"), "docs/dev/ops.md is missing"),
-    (page_table_findings, adding("docs/dev/ops.md", "Call `chain`."), "has no table"),
+    (card_table_findings, without("CARD.md"), "CARD.md is missing"),
+    (card_table_findings, adding("CARD.md", "Call `chain`."), "has no table"),
     (
-        page_table_findings,
-        replacing("docs/dev/ops.md", "| `chain` | `chain`", "| `chain` | `fold`"),
+        card_table_findings,
+        replacing("CARD.md", "| `chain` | `chain`", "| `chain` | `fold`"),
         "lacks chain",
     ),
     (
-        page_table_findings,
-        replacing("docs/dev/ops.md", "| `chain` | `chain`", "| `chain` | `fold`"),
+        card_table_findings,
+        replacing("CARD.md", "| `chain` | `chain`", "| `chain` | `fold`"),
         "names fold, no op",
     ),
     (
-        page_table_findings,
-        replacing("docs/dev/ops.md", "kernels-src/sum/sum.cu", "kernels-src/sum/old.cu"),
+        card_table_findings,
+        replacing("CARD.md", "kernels-src/sum/sum.cu", "kernels-src/sum/old.cu"),
         "old.cu, which does not exist",
     ),
     (
-        page_table_findings,
-        replacing("docs/dev/ops.md", "`torch-ext/toy/kernels/sum_triton.py`", "-"),
+        card_table_findings,
+        replacing("CARD.md", "`torch-ext/toy/kernels/sum_triton.py`", "-"),
         "the row of sum lacks torch-ext/toy/kernels/sum_triton.py",
     ),
     (

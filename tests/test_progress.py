@@ -11,9 +11,19 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from ._harness import COMMIT, HEAD
+from .static.project import ROOT
 
+COMMIT = "0123456789" * 4
 CASES = [f"toy/{number}" for number in range(5)]
+HEAD = {
+    "gpu": "NVIDIA H200",
+    "driver": "580.1",
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "commit": COMMIT,
+    "sources": "ab" * 32,
+    "ceilings": {"bf16_tflops": 770.0, "fp16_tflops": 760.0, "copy_tbps": 4.25},
+}
 
 
 @pytest.fixture(scope="module")

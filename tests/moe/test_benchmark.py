@@ -111,6 +111,23 @@ def test_floors_are_those_of_the_arithmetic(harness):
     assert floors["Mixtral-8x7B"] == pytest.approx(1.86, rel=0.03)
 
 
+def test_names_of_the_listed_cases(harness):
+    names = {layer.name for layer in harness.problems.listed()}
+    for model in harness.problems.MODELS:
+        for tail in ("T2048/r16", "T16/r16", "T128/r16", "T512/r16", "T8192/r16", "T2048/r64"):
+            assert f"{model}/{tail}" in names
+        assert {f"{model}/T2048/r16-fp32lora", f"{model}/T2048/r12"} <= names
+    assert "gpt-oss-20b/T2048/r16" in names
+
+
+def test_random_layers_repeat_and_differ_by_commit(harness):
+    draw = harness.problems.random_layers
+    assert draw(7) == draw(7) != draw(8)
+    assert len({layer.name for layer in draw(7)}) == 20
+    for layer in draw(7):
+        assert layer.hidden >= 16 and layer.top_k <= layer.experts
+
+
 def test_sizes_come_from_a_configuration(harness, tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(
