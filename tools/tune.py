@@ -210,21 +210,20 @@ def _line(row: dict) -> str:
     )
 
 
-def _sides(tile: str) -> tuple[int, int, int]:
-    name = tile.removeprefix("sm90_")
-    rows, cols = map(int, name.removesuffix("_pair").split("x"))
-    return rows, cols, 2 if name.endswith("_pair") else 1
+def _sides(tile: str) -> tuple[int, int]:
+    rows, cols = map(int, tile.removeprefix("sm90_").split("x"))
+    return rows, cols
 
 
 def rounds_of(row: dict, processors: int) -> int:
-    """Tiles of the busiest multiprocessor: `tiles_of` and `pick` of product_sm90.h."""
-    rows, cols, cluster = _sides(row["tile"])
+    """Tiles of the busiest multiprocessor: `tiles_of` and `pick` of tiles_sm90.h."""
+    rows, cols = _sides(row["tile"])
     if row["op"] == "symmetric_matmul":
-        m, tall = row["m"], rows * cluster
-        tiles = sum(-(-min(first + cols, m) // tall) * cluster for first in range(0, m, cols))
+        m = row["m"]
+        tiles = sum(-(-min(first + cols, m) // rows) for first in range(0, m, cols))
     else:
-        tiles = -(-row["m"] // (rows * cluster)) * cluster * -(-row["n"] // cols)
-    return -(-tiles * row["batch"] // (processors // cluster * cluster))
+        tiles = -(-row["m"] // rows) * -(-row["n"] // cols)
+    return -(-tiles * row["batch"] // processors)
 
 
 def fit(rows: list[dict], processors: int) -> tuple[float, float]:
@@ -254,7 +253,7 @@ def _summary(rows: list[dict]) -> None:
             (r for r in rows if tuple(r[k] for k in keys) == key), key=lambda r: r["ours_ms"]
         )
         print(f"{best['cublas_ms'] / best['ours_ms']:6.2f} x cuBLAS  {_line(best)}")
-    print("\nfor product_sm90.h: tile, block_time, tile_time (us)")
+    print("\nfor tiles_sm90.h: tile, block_time, tile_time (us)")
     for tile in dict.fromkeys(row["tile"] for row in rows):
         if tile.startswith("sm90"):
             block, each = fit([row for row in rows if row["tile"] == tile], processors)

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.gpu
 
 HALVES = (torch.float16, torch.bfloat16)
 SYMMETRIC = (
-    *("sm90_128x256", "sm90_128x256_pair", "sm90_128x128"),
+    *("sm90_128x256", "sm90_128x128"),
     *("sm90_64x128", "sm90_128x192"),
 )
-DENSE = ("sm90_128x256", "sm90_128x256_pair", "sm90_256x128", "sm90_128x128")
+DENSE = ("sm90_128x256", "sm90_256x128", "sm90_128x128")
 # Around the sides of tiles and instructions; a stage holds 64 of k, a ring 3, 5 or 7 stages.
 SIDES = (1, 7, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 384, 520, 777)
 DEPTHS = (1, 15, 63, 64, 65, 128, 191, 192, 193, 320, 321, 448, 449, 1000)

@@ -23,7 +23,7 @@ from .operands import as_batch, check_dense, check_out, check_scalars, check_sca
 
 # Numbers of the compiled op's tiles: the order of kMatmulAddTiles in
 # kernels-src/products/tiles_sm90.h, which a test compares.
-TILES = ("sm90_128x256", "sm90_128x256_pair", "sm90_256x128", "sm90_128x128")
+TILES = ("sm90_128x256", "sm90_256x128", "sm90_128x128")
 AUTO = -1
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
