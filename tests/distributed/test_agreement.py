@@ -101,7 +101,7 @@ def missing(opt, held: str, matrices, others, which: int) -> tuple[str, bool, tu
 
 @pytest.mark.parametrize(("held", "world"), ON_RANKS)
 def test_a_gradient_that_adamw_misses_on_one_rank_is_an_error_on_all(ranks, held, world) -> None:
-    """M11: nothing is written, and the next step goes on."""
+    """Nothing is written, and the next step goes on."""
     for which in range(len(OTHERS)):
         found = ranks(world).run(missing, held, SHAPES, OTHERS, len(SHAPES) + which)
         message, written, after = same_everywhere(found)
@@ -225,7 +225,7 @@ def experts(opt, names: list[str] | None) -> str:
 
 
 def test_a_rank_whose_experts_got_no_token_may_have_no_gradient(ranks) -> None:
-    """M16: of their biases neither, if names say what they belong to."""
+    """Of their biases neither, if names say what they belong to."""
     names = ["layers.0.experts.up", "layers.0.experts.up_bias"]
     assert same_everywhere(ranks(2).run(experts, names)) == "none"
     assert "group 0, parameter 0. Give zeros" in same_everywhere(ranks(2).run(experts, None))
@@ -272,7 +272,7 @@ ARGUMENTS: dict[str, Any] = {
     "wire_dtype": torch.float16,
     "chunk_size": 2,
     "in_flight_bytes": 3000,
-    "warmup_step": 2,
+    "prefetch": 2,
 }
 
 
@@ -283,7 +283,10 @@ def built_apart(opt, held: str) -> dict[str, tuple[str, bool]]:
         "muon no beta2": {"muon": {"beta2": None}},
         "muon Tensor lr": {"muon": {"lr": torch.tensor(0.1)}},
         **{f"adamw {name}": {"adamw": {name: value}} for name, value in ADAMW.items()},
-        **{f"argument {name}": {name: value} for name, value in ARGUMENTS.items()},
+        **{
+            f"argument {name}": {"distributed": opt.DistributedConfig(**{name: value})}
+            for name, value in ARGUMENTS.items()
+        },
     }
     cases["muon function in adjust_lr_fn"] = {"muon": {"adjust_lr_fn": lambda lr, m, n: 2 * lr}}
     if held == "process_group":
@@ -306,7 +309,7 @@ def built_apart(opt, held: str) -> dict[str, tuple[str, bool]]:
 
 @pytest.mark.parametrize(("held", "world"), ON_RANKS)
 def test_options_that_differ_from_the_start_are_named_on_every_rank(ranks, held, world) -> None:
-    """M11: before anything is sent whose size depends on them."""
+    """Before anything is sent whose size depends on them."""
     answers = ranks(world).run(built_apart, held)
     for case in answers[0]:
         name = case.split()[-1]
@@ -380,7 +383,7 @@ def changed_on_a_device(opt, held: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("held", HELD)
 def test_on_a_device_the_next_step_writes_nothing(ranks, held) -> None:
-    """M11: the step that differs is queued, and no other one until state is loaded."""
+    """The step that differs is queued, and no other one until state is loaded."""
     for of_rank in ranks(2).run(changed_on_a_device, held):
         for case, steps in of_rank.items():
             assert steps[:2] == [("none", True)] * 2
@@ -393,10 +396,10 @@ def plans_apart_on_a_device(opt, held: str) -> tuple[str, bool]:
     """The first answer is waited for on any device: sizes of messages depend on it."""
     both = parameters(held)
     params = [*both[0], *both[1]]
-    own = {"wire_dtype": torch.float16} if here()[0] == FAULTY else {}
+    config = opt.DistributedConfig(torch.float16 if here()[0] == FAULTY else None)
     with pytest.MonkeyPatch.context() as patch:
         answers_that_come_later(opt, patch)
-        optimizer = optimizer_of(opt, held, *both, **own)
+        optimizer = optimizer_of(opt, held, *both, distributed=config)
         give(held, params, 0)
         return outcome(optimizer, params)
 
@@ -478,7 +481,7 @@ def counted(opt, held: str, matrices, others, steps: int) -> list[tuple[int, int
     """All-reduces and all-to-alls of every step, under a schedule."""
     both = parameters(held, matrices, others)
     params = [*both[0], *both[1]]
-    optimizer = optimizer_of(opt, held, *both, wire_dtype=torch.float32)
+    optimizer = optimizer_of(opt, held, *both, distributed=opt.DistributedConfig(torch.float32))
     calls = []
     for step in range(steps):
         give(held, params, step)
@@ -518,9 +521,6 @@ def tensor_rates(opt, held: str) -> list[tuple[str, bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "on_device", on_device)
         patch.setattr(module, "is_on_device", lambda value: isinstance(value, torch.Tensor))
-        patch.setattr(
-            module_of(opt, "optimizers.sharded.digest"), "is_on_device", module.is_on_device
-        )
         optimizer = optimizer_of(opt, held, *both, muon={"lr": rate}, adamw={"lr": rate})
         for step in range(3):
             give(held, params, step)

@@ -85,7 +85,11 @@ def equals_one_rank(opt, reduce_op: str, limit: int) -> int:
     from torch import distributed
 
     params = parameters()
-    optimizer = opt.DistMuonAdamW(groups(params), reduce_op=reduce_op, in_flight_bytes=limit)
+    optimizer = opt.DistMuonAdamW(
+        groups(params),
+        reduce_op=reduce_op,
+        distributed=opt.DistributedConfig(in_flight_bytes=limit),
+    )
     train(optimizer, params, range(4))
     world = distributed.get_world_size()
     single, expected = reference(opt, world, 4, reduce_op)
@@ -103,10 +107,13 @@ def equals_one_rank(opt, reduce_op: str, limit: int) -> int:
     return elements
 
 
+@pytest.mark.sees_defect(
+    "rows that the number of ranks does not divide are dropped, then fail in NCCL"
+)
 @pytest.mark.parametrize("reduce_op", ["avg", "sum"])
 @pytest.mark.parametrize("limit", [2**28, 20000])
 def test_unreduced_equals_one_rank(ranks, world, limit, reduce_op) -> None:
-    """N1, N12 to N14, any number of rows, several chunks; the state is spread, not repeated."""
+    """Any number of rows, several chunks; the state is spread, not repeated."""
     if world == 3 and reduce_op == "avg":
         reduce_op = "sum"  # a third is no binary number
     elements = ranks(world).run(equals_one_rank, reduce_op, limit)
@@ -133,7 +140,9 @@ def rows_in_bands(opt, wire) -> int:
     options = {"kind": "muon", "lr": 0.1, "beta2": 0.9, "expert_keys": ["experts"]}
     names = [f"experts.{k}" if len(shape) == 3 else f"w.{k}" for k, shape in enumerate(shapes)]
     group, alone = ({"params": p, "names": names, **options} for p in (params, single))
-    optimizer = opt.DistMuonAdamW([group], in_flight_bytes=limit, wire_dtype=wire)
+    optimizer = opt.DistMuonAdamW(
+        [group], distributed=opt.DistributedConfig(wire, in_flight_bytes=limit)
+    )
     one = opt.MuonAdamW([alone])
     with Watch(opt) as watch:
         for step in range(3):
@@ -171,11 +180,13 @@ def own_parts(opt) -> tuple[int, int, int]:
             {"kind": "muon", "params": params, "lr": 0.1},
             {"kind": "adamw", "params": [table], "lr": 0.1},
         ],
-        in_flight_bytes=3 * 2 * (world - 1) * 2 * 16 * 8 * 4,  # two matrices of every owner
+        distributed=opt.DistributedConfig(  # two matrices of every owner
+            in_flight_bytes=3 * 2 * (world - 1) * 2 * 16 * 8 * 4
+        ),
     )
     for index, param in enumerate([*params, table]):
         param.grad = contribution(param.shape, rank, 0, index)
-    bands = module_of(opt, "optimizers.sharded.unreduced").Unreduced
+    bands = module_of(opt, "optimizers.sharded.plan").Unreduced
     cut: list[int] = []
     original = bands._banded
 
@@ -221,7 +232,9 @@ def half_wire(opt) -> tuple[list[bytes], int, int]:
     results = {}
     for wire in (torch.float32, torch.float16):
         params = parameters()
-        optimizer = opt.DistMuonAdamW(groups(params, beta2=None), wire_dtype=wire)
+        optimizer = opt.DistMuonAdamW(
+            groups(params, beta2=None), distributed=opt.DistributedConfig(wire)
+        )
         with Watch(opt) as watch:
             train(optimizer, params, range(2))
         results[wire] = params, watch.sent
@@ -259,8 +272,12 @@ def counted(opt, none_grad: bool) -> dict[str, int]:
     return dict(watch.calls)
 
 
+@pytest.mark.sees_defect("small gradients are reduced one by one, into p.grad")
+@pytest.mark.sees_defect(
+    "fewer matrices than ranks leave ranks idle, and padding travels both ways"
+)
 def test_small_parameters_share_one_all_reduce(ranks) -> None:
-    """N13: private buffers, one call; two exchanges per shape of a group and large parameter."""
+    """Private buffers, one call; two exchanges per shape of a group and large parameter."""
     calls = same_everywhere(ranks(2).run(counted, True))
     questions = 2  # which gradients there are, and in the first step whether they differ
     assert calls["all_reduce"] == 1 + questions
@@ -292,8 +309,9 @@ def reduced_twice(opt) -> tuple[str, bool]:
     return "none", False
 
 
+@pytest.mark.sees_defect("gradients that DDP reduced are averaged again")
 def test_gradients_that_ddp_reduced_are_noticed(ranks) -> None:
-    """N14: they would be averaged twice."""
+    """They would be averaged twice."""
     message, untouched = same_everywhere(ranks(2).run(reduced_twice))
     assert "every rank has the same gradients, bit for bit" in message
     assert "DistributedDataParallel" in message
@@ -360,7 +378,7 @@ def resumed(opt) -> None:
 
 
 def test_a_resumed_run_continues_bit_for_bit(ranks) -> None:
-    """N5: state of one number of ranks serves another."""
+    """State of one number of ranks serves another."""
     ranks(4).run(resumed)
 
 
@@ -448,5 +466,5 @@ def test_dtensors_are_refused(ranks) -> None:
 
 
 def test_one_byte_in_flight_is_one_row_at_a_time(ranks) -> None:
-    """M12: the least that can be asked for is served, not divided by."""
+    """The least that can be asked for is served, not divided by."""
     ranks(2).run(equals_one_rank, "avg", 1)

@@ -58,10 +58,16 @@ def assert_same_state(one, other) -> None:
         assert_same_bits(mine, theirs)
 
 
+@pytest.mark.sees_defect(
+    "the buffer has the gradient's dtype, 8 bits of mantissa for bfloat16",
+    "\n    wide = torch.promote_types(param.dtype, torch.float32)",
+    "\n    wide = param.dtype",
+)
+@pytest.mark.sees_defect("moments in the parameter's dtype")
 @DTYPES
 @MAKERS
 def test_state_is_made_at_construction(opt, device, make, dtype) -> None:
-    """M6, N5: per parameter, float32 (float64 for float64), on its device, before any gradient."""
+    """Per parameter, float32 (float64 for float64), on its device, before any gradient."""
     params = parameters(SHAPES, dtype=dtype, device=device)
     for param in params:
         param.grad = None
@@ -86,7 +92,7 @@ def test_state_is_made_at_construction(opt, device, make, dtype) -> None:
 
 
 def test_shapes_of_the_second_moment(opt, device) -> None:
-    """N5, N8: (r, 1) if r >= c else (1, c), one per parameter, whatever the group holds."""
+    """(r, 1) if r >= c else (1, c), one per parameter, whatever the group holds."""
     params = parameters([(6, 4), (4, 6), (5, 5), (8, 3, 2, 2)], device=device)
     optimizer = opt.Muon(params, beta2=0.9)
     shapes = [tuple(optimizer.state[p]["second_momentum_buffer"].shape) for p in params]
@@ -94,7 +100,7 @@ def test_shapes_of_the_second_moment(opt, device) -> None:
 
 
 def test_keys_do_not_depend_on_which_gradients_were_present(opt, device) -> None:
-    """M6: lazily made state differs between ranks and breaks distributed checkpoints."""
+    """Lazily made state differs between ranks and breaks distributed checkpoints."""
     params = parameters(SHAPES, device=device)
     optimizer = muon(opt, params)
     before = [key for key, _ in state_tensors(optimizer)]
@@ -104,8 +110,9 @@ def test_keys_do_not_depend_on_which_gradients_were_present(opt, device) -> None
     assert [key for key, _ in state_tensors(optimizer)] == before
 
 
+@pytest.mark.sees_defect("state is stacked under params[0]: it depends on membership and order")
 def test_state_does_not_depend_on_group_membership(opt, device) -> None:
-    """N5: nanochat keeps one stacked buffer under the first parameter of a group."""
+    """Nanochat keeps one stacked buffer under the first parameter of a group."""
     params = parameters([(6, 4), (6, 4)], device=device)
     optimizer = opt.MuonAdamW([{"kind": "muon", "params": params, "lr": 0.1}])
     optimizer.step()
@@ -136,11 +143,12 @@ WAYS = {
 }
 
 
+@pytest.mark.sees_defect("a loaded run does not continue exactly")
 @pytest.mark.parametrize("way", WAYS)
 @DTYPES
 @MAKERS
 def test_a_loaded_run_continues_bit_for_bit(opt, device, make, dtype, way) -> None:
-    """M25, N5: also with bfloat16 parameters, whose float32 state torch would cast on loading."""
+    """Also with bfloat16 parameters, whose float32 state torch would cast on loading."""
     params = parameters(SHAPES, dtype=dtype, device=device)
     optimizer = make(opt, params)
     train(optimizer, params, 3)
@@ -172,8 +180,9 @@ def test_loading_copies(opt, device, make) -> None:
         assert_same_bits(tensor, old)
 
 
+@pytest.mark.sees_defect("caches are module globals: optimizers share and clear each other's")
 def test_two_optimizers_are_independent(opt, device) -> None:
-    """M23: Motif's caches are module globals; one load_state_dict clears the other's."""
+    """Motif's caches are module globals; one load_state_dict clears the other's."""
     params, twins = parameters(SHAPES, device=device), parameters(SHAPES, device=device)
     first, second = muon(opt, params), muon(opt, twins)
     train(first, params, 2)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ...moe.adapters import ExpertAdapters
-from ...moe.lora import LoraProjection, check_factor_dtype
-from ...moe.module_layout import module_layout
+from ...moe.layout import module_layout
+from ...moe.lora import ExpertAdapters, LoraProjection, check_factor_dtype
 from ...moe.quantized.expert_weights import QuantizedWeight, expert_weight
 from ...optimizers.groups.parameters import is_dtensor, local
 from ...optimizers.state.placements import gathered, pieces
@@ -104,9 +103,9 @@ def attach_lora(
 
     The model is switched to our experts implementation (`use_in_transformers`). Every other
     parameter is frozen, as PEFT does it. What else should train, attention or the head, is named in
-    PEFT's configuration beside the experts instead (docs/transformers-peft.md), so that one file
-    holds all of it. A first call makes its adapter the active one, a further call with another name
-    adds one beside it.
+    PEFT's configuration beside the experts instead (docs/concepts/transformers-peft.md), so
+    that one file holds all of it. A first call makes its adapter the active one, a further call
+    with another name adds one beside it.
 
     Args:
         model: a transformers model without PEFT, before `fully_shard` and tensor parallelism.
