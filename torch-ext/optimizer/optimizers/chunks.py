@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..orthogonalize.arguments import default_dtype
 from ..orthogonalize.batch import slice_for
-from ..orthogonalize.choose import default_dtype
 from .groups.blocks import Blocks, Piece, equal_share
 from .groups.parameters import is_plain, local
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import pick
-from ..orthogonalize.choose import choose, flop
-from ..orthogonalize.cost import H200_BANDWIDTH, H200_RATE
+from ..orthogonalize.choose import H200_BANDWIDTH, H200_RATE, choose, flop
 from ..orthogonalize.products import gram_runs_symmetric, runs_symmetric
 from .chunks import Chunk
 from .groups.options import AdamWOptions, MuonOptions

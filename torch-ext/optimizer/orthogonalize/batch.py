@@ -23,8 +23,7 @@ from .._ops import ops
 from ..kernels.autocast import without_autocast
 from ..kernels.products import crop
 from ..kernels.products.normalize import runs_compiled
-from .precision import ieee_float32
-from .products import batch_is_free, matrix_norm, may_write
+from .products import batch_is_free, ieee_float32, matrix_norm, may_write
 
 # A slice holds as many matrices as a large GPU iterates in the time that its 30 to 50 launches take
 # anyway (about 0.5 ms): missing matrices cost little, and a long batch does not wait for launches.
