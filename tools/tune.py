@@ -115,11 +115,23 @@ def problems(op: str, count: int):
             yield batch, m, m, n, True
 
 
+def _runner(package: str, op: str):
+    """The op as a function of its operands and a tile's name."""
+    module = sys.modules[f"{package}.kernels.products.{op}"]
+    if op == "symmetric_matmul":
+        return module.symmetric_matmul
+    ops = sys.modules[f"{package}._ops"].ops
+
+    def run(A, B, *, out, tile, C=None, alpha=1.0, beta=0.0):
+        ops.matmul_add(A, B, C, out, alpha, beta, module.TILES.index(tile))
+
+    return run
+
+
 def _child(options: argparse.Namespace) -> int:
     import torch
 
-    module = sys.modules[_package().__name__ + f".kernels.products.{options.op}"]
-    run = getattr(module, options.op)
+    run = _runner(_package().__name__, options.op)
     dtype, half = getattr(torch, options.dtype), options.op == "symmetric_matmul"
     for batch, m, k, n, added in problems(options.op, options.shapes):
         _check(run, options.tile, batch, m, k, n, added, dtype, half)

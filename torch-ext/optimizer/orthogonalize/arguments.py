@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.products.operands import overlap
 from .coefficients import CoefficientSet, Rows, frozen_rows, polar_express_set, resolve_coefficients
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -77,7 +78,7 @@ def output_for(x: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype) ->
     # Storages are opaque to the compiler, where a functional copy keeps x intact anyway, and behind
     # the tensors of torch.vmap, which come here again without their wrappers.
     opaque = torch.compiler.is_compiling() or is_wrapped(x) or is_wrapped(out)
-    if not opaque and _overlap(x, out):
+    if not opaque and overlap(x, out):
         raise ValueError("out overlaps x in memory, and x is never modified; pass another tensor")
     return out
 
@@ -96,19 +97,6 @@ def _elements_may_coincide(t: torch.Tensor) -> bool:
             return True
         reach += (size - 1) * stride
     return False
-
-
-def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    if x.numel() == 0 or x.untyped_storage()._cdata != y.untyped_storage()._cdata:
-        return False
-    (x_first, x_end), (y_first, y_end) = _byte_range(x), _byte_range(y)
-    return x_first < y_end and y_first < x_end
-
-
-def _byte_range(t: torch.Tensor) -> tuple[int, int]:
-    first = t.storage_offset()
-    last = first + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    return first * t.element_size(), (last + 1) * t.element_size()
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

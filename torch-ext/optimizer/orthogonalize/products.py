@@ -16,7 +16,7 @@ import torch
 
 from .._ops import ops
 from ..kernels.products import square_chain
-from ..kernels.products.matmul_add import by_tma, product
+from ..kernels.products.matmul_add import by_tma
 from ..kernels.products.matmul_add import runs_compiled as runs_dense_compiled
 from ..kernels.products.symmetric_matmul import AUTO, runs_compiled
 
@@ -190,7 +190,7 @@ def apply_gram_side(
     if batch_is_free(x.dtype, x.device):
         out = torch.empty_like(x) if out is None else out
         operands = (x, B) if tall else (B, x)
-        product(*operands, add, out, 1.0, beta, scale)
+        ops.matmul_add(*operands, add, out, 1.0, beta, AUTO, scale)
         return out
     if scale is not None:
         B = (in_float32(B) * scale[:, None, None]).to(B.dtype)
@@ -203,7 +203,7 @@ def dense(
     """A B + beta C of A (G, m, k), B (G, k, n) and C (G, m, n)."""
     if batch_is_free(A.dtype, A.device):
         out = A.new_empty((A.shape[0], A.shape[1], B.shape[2]))
-        product(A, B, C, out, 1.0, beta)
+        ops.matmul_add(A, B, C, out, 1.0, beta, AUTO)
         return out
     return torch.bmm(A, B) if C is None else torch.baddbmm(C, A, B, beta=beta)
 
