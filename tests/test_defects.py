@@ -124,11 +124,11 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
     ),
     "M6c": defect(
         "the buffer has the gradient's dtype, 8 bits of mantissa for bfloat16",
-        f"{STATE}::test_state_is_made_at_construction",
+        f"{STATE}::test_state_is_made_for_all_parameters_at_once",
     ),
     "M6d": defect(
         "state is made lazily, so that keys depend on which gradients were present",
-        f"{STATE}::test_state_is_made_at_construction",
+        f"{STATE}::test_state_is_made_for_all_parameters_at_once",
         f"{STATE}::test_keys_do_not_depend_on_which_gradients_were_present",
     ),
     "M6e": defect(
@@ -300,7 +300,7 @@ DEFECTS: dict[str, Defect | Elsewhere] = {
     ),
     "N5c": defect(
         "moments in the parameter's dtype",
-        f"{STATE}::test_state_is_made_at_construction",
+        f"{STATE}::test_state_is_made_for_all_parameters_at_once",
     ),
     "N5d": defect(
         "state depends on the number of ranks",

@@ -70,6 +70,7 @@ def order_of_a_step(opt) -> list[str]:
         ],
         in_flight_bytes=LIMIT // 8,
     )
+    optimizer.fit_state()
     optimizer.report()  # which plans
     return [type(chunk).__name__ for _, chunk in optimizer._plan.shared.order]
 

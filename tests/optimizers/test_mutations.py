@@ -40,7 +40,7 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "M6c",
-        "test_state_is_made_at_construction",
+        "test_state_is_made_for_all_parameters_at_once",
         "optimizers/state/state.py",
         "wide = torch.promote_types(param.dtype, torch.float32)",
         "wide = param.dtype",

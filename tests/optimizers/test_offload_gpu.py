@@ -34,7 +34,10 @@ def test_device_memory_is_freed(opt, submodule, device, monkeypatch) -> None:
         )
         if offload:
             optimizer.turn_on_cpu_offload()
+            optimizer.fit_state()
             assert torch.cuda.memory_allocated(device) - before < 1 << 20
+        assert torch.cuda.memory_allocated(device) - before < 1 << 20
+        optimizer.fit_state()
         for param in params:
             param.grad = torch.zeros_like(param)
         with_gradients = torch.cuda.memory_allocated(device)

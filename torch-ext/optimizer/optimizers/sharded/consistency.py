@@ -24,8 +24,10 @@ Options = Sequence[MuonOptions | AdamWOptions]
 # Which parameters have gradients, as bits: 62 in each of so many numbers, and one digest of all.
 MASKS, BITS = 64, 62
 REFUSED = "how many state_dicts were refused since the last step"
+# 1 where a rank has nothing to do in its first step but make its state: ranks may differ in it.
+INITIAL = len(LAYOUT) + len(OPTIONS) + len(NUMBERS) + 1
 # The question: a digest of each of these, the numbers in Tensors on the device, how many
-# state_dicts were refused, the gradients.
+# state_dicts were refused, INITIAL, the gradients.
 NAMED = (*LAYOUT, *OPTIONS, *NUMBERS, REFUSED)
 RULE = OPTIONS.index("adjust_lr_fn")
 
@@ -59,7 +61,9 @@ class _Verdict:
         if torch.equal(*found):
             return
         self.check_layout(found)
-        largest, smallest = (numbers[len(NAMED) + 1 :] for numbers in found.tolist())
+        if torch.equal(*found[:, INITIAL + 1 :]):
+            return
+        largest, smallest = (numbers[INITIAL + 2 :] for numbers in found.tolist())
         places = {
             mask + bit * MASKS
             for mask, (one, other) in enumerate(zip(largest, smallest, strict=True))
@@ -128,6 +132,7 @@ class _Sheet:
         fingerprints: Sequence[Any],
         rates: Sequence[float] | None,
         refused: int,
+        initial: bool,
     ) -> Tensor:
         """int64, on the device."""
         present = [param.grad is not None for _, param in self.common.labelled]
@@ -136,7 +141,7 @@ class _Sheet:
         words = self._options.renew(options, fingerprints)
         if rates is not None:
             words[RULE] = word(f"{words[RULE]} {rates}")
-        saying = [*self._layout, *words, *(0 for _ in NUMBERS), refused, *self._gradients]
+        saying = [*self._layout, *words, *(0 for _ in NUMBERS), refused, initial, *self._gradients]
         if saying != self._said:
             with lasting():
                 pinned = self.device.type == "cuda"
@@ -185,6 +190,7 @@ class Agreement:
         rates: Sequence[Sequence[float] | None],
         *,
         refused: int = 0,
+        initial: bool = False,
     ) -> list[Question]:
         """Ask every team whether its ranks have the same layout, options and gradients.
 
@@ -194,22 +200,26 @@ class Agreement:
             fingerprints: of these.
             rates: per team what functions in adjust_lr_fn returned, if there are any.
             refused: how many state_dicts this rank has refused.
+            initial: it has nothing to do but make its state.
         """
         questions = []
         for number, common in enumerate(teams):
             if number not in self._sheets:
                 self._sheets[number] = _Sheet(common)
             sheet = self._sheets[number]
-            numbers = sheet.numbers(options, fingerprints, rates[number], refused)
+            numbers = sheet.numbers(options, fingerprints, rates[number], refused, initial)
             future = extremes(common.team.transport, numbers)
             questions.append(_question(future, sheet.device, _Verdict(common, options, refused)))
         return questions
 
-    def settle(self, questions: Sequence[Question]) -> None:
+    def settle(self, questions: Sequence[Question], *, initial: bool = False) -> bool:
         """Hear the answers that a step must not go on without; the others are heard later.
 
         On the CPU that is all of them. On a device it is, when a plan is new, whether ranks have
         the same layout and options, and everything before gradients are compared.
+
+        Returns:
+            Whether all ranks are `initial`.
 
         Raises:
             RuntimeError: one of them is bad. Then none is heard later: this step writes nothing.
@@ -222,13 +232,18 @@ class Agreement:
                 question.wait()
                 question.verdict.check_layout(question.found)
             sheet.unheard = False
-            compares = sheet.common.alike is not None and not self._compared
+            if initial:
+                question.wait()
+                initial = bool(question.found[1, INITIAL])
+            # Zeros that every rank made for itself say nothing about who reduces gradients.
+            compares = sheet.common.alike is not None and not self._compared and not initial
             later += _unheard(question, now=compares)
             if compares and any(sheet.present):
                 later += _unheard(_compare_gradients(sheet))
                 compared = True
         self._compared = compared
         self._asked += later
+        return initial
 
 
 def check_not_captured(devices: Iterable[torch.device]) -> None:

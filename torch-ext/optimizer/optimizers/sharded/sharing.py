@@ -313,7 +313,9 @@ class Sharing:
         options: Sequence[MuonOptions | AdamWOptions],
         fingerprints: Sequence[Any],
         rates: dict[int, Rate] | None,
-    ) -> None:
+        *,
+        initial: bool,
+    ) -> bool:
         """Ask all ranks whether they have the same options and gradients; hear the last answer.
 
         On the CPU the answer is waited for. On a device it is heard at the next call, so that no
@@ -324,23 +326,28 @@ class Sharing:
             options: of all groups.
             fingerprints: of these.
             rates: from `early_rates`.
+            initial: this rank has nothing to do but make its state.
+
+        Returns:
+            Whether that is so on all ranks.
 
         Raises:
             RuntimeError: they differ, or the caller captures a CUDA graph.
         """
         if shared.empty and not shared.teams:
-            return
+            return initial
         check_not_captured(shared.asked)
         returned = [_returned(shared, rates, common.team) for common in shared.teams]
         questions = self._agreement.ask(
-            shared.teams, options, fingerprints, returned, refused=self._refused
+            shared.teams, options, fingerprints, returned, refused=self._refused, initial=initial
         )
         self._told = True
         self._broken = True
         self._agreement.hear()
         self._broken = False
-        self._agreement.settle(questions)
+        everywhere = self._agreement.settle(questions, initial=initial)
         self._refused = 0
+        return everywhere
 
     def early_rates(
         self, shared: Shared, options: Sequence[MuonOptions | AdamWOptions]

@@ -1,4 +1,4 @@
-"""Optimizer state: which tensors a parameter has, made at construction, and loaded without loss.
+"""Optimizer state: which tensors a parameter has, made at the first step, and loaded without loss.
 
     momentum_buffer          like the parameter, float32 (float64 for float64 parameters)
     second_momentum_buffer   only with beta2: the statistics of each block, see blocks.py
@@ -127,6 +127,7 @@ def complete_state(
 
     Raises:
         ValueError: a tensor that is there does not fit the parameter any more.
+        RuntimeError: a tensor is missing, and a CUDA graph is being captured.
     """
     for key, slot in slots.items():
         held = state.get(key)
@@ -142,6 +143,11 @@ def complete_state(
             )
     kept = {key: held for key, held in state.items() if key not in ASKED_FOR or key in slots}
     missing = {key: slot for key, slot in slots.items() if key not in kept}
+    if missing and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{where}: optimizer state is made at the first step, which cannot be captured in a "
+            "CUDA graph; take one step or load a state_dict before capturing"
+        )
     return kept | _zeros(missing, param, offloaded)
 
 
