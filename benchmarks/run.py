@@ -152,8 +152,7 @@ def measure_cases(
         text = tokens.prepare(cache, end_to_end.recipe())
         head["corpus"] = text.digest
     print(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
-    earlier = report.read(path)
-    if not draft and (why := end_to_end.refusal(earlier, head, cases)):
+    if not draft and (why := end_to_end.refusal(report.read(path), head, cases)):
         raise SystemExit(f"{path}: {why}; measure those again too, or take them out of the file")
     print(f"\n{end_to_end.HEADING}", flush=True)
     rows, until = [], progress.Progress(end=end)
@@ -161,7 +160,8 @@ def measure_cases(
         print(line, flush=True)
         rows.append(row)
         if not draft:
-            report.write(path, *end_to_end.merged(earlier, head, rows, cases))
+            with report.alone(path):  # commands on other GPUs put their rows there, too
+                report.write(path, *end_to_end.merged(report.read(path), head, rows, cases))
             print(f"wrote {path}", flush=True)
     return status(rows, until.left, f"--case {' '.join(until.left)}")
 

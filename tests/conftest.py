@@ -102,6 +102,12 @@ def submodule(opt):
 
 
 @pytest.fixture(scope="session")
+def dispatch(submodule):
+    """The module that says which implementation runs where."""
+    return submodule("dispatch")
+
+
+@pytest.fixture(scope="session")
 def forks():
     """`forks.run("script.py", ...)`: a program in its own process, without its imports."""
     from ._forks import Forks
@@ -124,6 +130,8 @@ def launch_what_a_test_replaces(request: pytest.FixtureRequest) -> None:
     plans = request.getfixturevalue("submodule")("kernels.launch.launch_plan")
     plans._tags.clear()  # what another test replaced for a moment was recorded, too
     if "monkeypatch" in names and "plans" not in names:
+        # What another test began to compile ahead would call what this one replaces.
+        request.getfixturevalue("submodule")("kernels.launch.triton_compile").settle()
         request.getfixturevalue("monkeypatch").setattr(plans, "_plays", lambda _: False)
 
 

@@ -1,122 +1,105 @@
-"""Defects that no test saw once, planted in a copy of the sources: each one's test must fail.
+"""Plants the defects that tests are marked with, in a copy of the sources: each test must fail.
 
-They do not touch one another, so all are planted at once: one build, in C++ and in Python, and one
-run of their tests, which pass without them wherever the whole suite passes.
+`@pytest.mark.sees_defect(behaviour)` says which wrong behaviour a test sees, mostly one that a
+predecessor has; with `old` and `new` behind it, this file replaces the one place of the package
+that reads `old` and runs the test, in a process of its own.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from ._checkout import built_checkout, run_build
+from ._checkout import built_checkout, run_build, variant_of
 from .conftest import ROOT
 
 
 @dataclass(frozen=True)
 class Defect:
-    """`old`, which must occur once in a file, becomes `new`; `test` must fail then."""
+    """`old`, which must occur once in the package, becomes `new`; the test must fail then."""
 
-    file: str
+    node: str
+    behaviour: str
     old: str
     new: str
-    test: str
 
 
-DEFECTS = {
-    "what one stream writes shares memory with what another reads": Defect(
-        "torch-ext/optimizer/kernels/launch/plan_memory.py",
-        "        in_order = self.stream is not None and self.stream == other.stream\n",
-        "        in_order = True\n",
-        "kernels/test_launch_plan.py::test_two_streams_keep_their_memory_until_they_meet",
-    ),
-    "a copy by torch passes as a view": Defect(
-        "torch-ext/optimizer/kernels/launch/launch_plan.py",
-        "        if not _is_view(func, args, kwargs):\n",
-        "        if not func.is_view:\n",
-        "kernels/test_launch_plan.py::test_a_copy_is_no_view",
-    ),
-    "an early launch may write what its predecessor reads": Defect(
-        "torch-ext/optimizer/kernels/launch/launch_plan.py",
-        "                ends[at] = ends[following]  #",
-        "                pass  #",
-        "kernels/test_launch_plan.py::test_an_early_launch_writes_nowhere_its_predecessor_reads",
-    ),
-    "gradients of swapped factors are exchanged": Defect(
-        "torch-ext/optimizer/moe/lora.py",
-        '    return wants[::-1] if kind == "swapped" else wants\n',
-        "    return wants\n",
-        "moe/test_eager_layer.py::test_swapped_factors_want_their_own_gradients",
-    ),
-    "the folder is not flushed after a rename": Defect(
-        "torch-ext/optimizer/integrations/checkpoints/tensor_file.py",
-        "        os.fsync(folder)  #",
-        "        pass  #",
-        "integrations/test_checkpoint.py::test_a_rename_reaches_the_disk",
-    ),
-    "only the first team's answer is checked": Defect(
-        "torch-ext/optimizer/optimizers/sharded/consistency.py",
-        "        for number, question in enumerate(questions):\n",
-        "        for number, question in enumerate(questions[:1]):\n",
-        "distributed/test_sharing.py::test_every_teams_answer_counts",
-    ),
-    "a refused group leaves its names": Defect(
-        "torch-ext/optimizer/optimizers/base.py",
-        "        check_names(options, names, where)\n        self.param_groups.append(group)\n"
-        "        self._names.append(names)\n",
-        "        self._names.append(names)\n        check_names(options, names, where)\n"
-        "        self.param_groups.append(group)\n",
-        "optimizers/test_groups.py::test_a_refused_group_leaves_no_names",
-    ),
-    "a NaN second moment counts as the smallest": Defect(
-        "kernels-src/cpu/apply_update.cpp",
-        "second[i] < apply_update::kSmallest ? apply_update::kSmallest : second[i];",
-        "second[i] > apply_update::kSmallest ? second[i] : apply_update::kSmallest;",
-        "kernels/test_apply_update.py::test_a_nan_second_moment_stays_and_spreads_over_its_matrix",
-    ),
-    "mean squares are rounded to float32": Defect(
-        "kernels-src/cpu/apply_update.cpp",
-        "const double square = means[i] *",
-        "const double square = static_cast<float>(means[i]) *",
-        "kernels/test_apply_update.py::test_mean_squares_are_added_in_double_precision",
-    ),
-}
+def planted() -> list[Defect]:
+    """What the markers below tests/ say."""
+    found = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text()
+        if "mark.sees_defect(" not in text:
+            continue
+        for function in ast.parse(text).body:
+            for mark in getattr(function, "decorator_list", ()):
+                if ast.unparse(mark).startswith("pytest.mark.sees_defect("):
+                    behaviour, *change = map(ast.literal_eval, mark.args)
+                    node = f"{path.relative_to(ROOT).as_posix()}::{function.name}"
+                    found += [Defect(node, behaviour, *change)] if change else []
+    return found
 
 
-@pytest.fixture
-def checkout(tmp_path_factory, tmp_path) -> Path:
+DEFECTS = planted()
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
     """A built checkout with its tests, in a folder of its own."""
-    root = shutil.copytree(built_checkout(tmp_path_factory.getbasetemp()), tmp_path / "checkout")
+    root = tmp_path_factory.mktemp("planted") / "checkout"
+    shutil.copytree(built_checkout(tmp_path_factory.getbasetemp()), root)
     ignored = shutil.ignore_patterns("__pycache__", "abi")
     shutil.copytree(ROOT / "tests", root / "tests", ignore=ignored, dirs_exist_ok=True)
     shutil.copyfile(ROOT / "pytest.ini", root / "pytest.ini")
     return root
 
 
-def test_planted_defects_are_seen(checkout, forks) -> None:
-    for defect in DEFECTS.values():
-        path = checkout / defect.file
-        text = path.read_text()
-        assert text.count(defect.old) == 1, f"{defect.old!r} is not in {defect.file} exactly once"
-        path.write_text(text.replace(defect.old, defect.new))
-    built = run_build(checkout, "--backend", "cpu")
-    assert built.returncode == 0, built.stderr
-    # Options for this run, such as the workers of pytest-xdist, are not those of the inner one.
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-    done = forks.run(
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line"),
-        *(f"tests/{defect.test}" for defect in DEFECTS.values()),
-        folder=checkout,
-        environment={**kept, "OMP_NUM_THREADS": "1"},
-    )
-    # Tests that failed, not ones that could not be collected or set up.
+@pytest.fixture
+def run(forks, checkout):
+    """`run(*nodes)`: those tests on the copy, in a process of their own."""
+
+    def run_nodes(*nodes: str) -> subprocess.CompletedProcess:
+        # Options for this run, such as the workers of pytest-xdist, are not those of the inner one.
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+        options = ("-q", "-p", "no:cacheprovider", "--tb=line")
+        environment = {**kept, "OMP_NUM_THREADS": "1"}
+        return forks.run("-m", "pytest", *options, *nodes, folder=checkout, environment=environment)
+
+    return run_nodes
+
+
+def test_marked_tests_pass_on_a_copy_without_a_defect(run) -> None:
+    """Otherwise the failures below would prove nothing."""
+    done = run(*(defect.node for defect in DEFECTS))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.behaviour)
+def test_a_planted_defect_is_seen(checkout, run, defect) -> None:
+    variant = variant_of(checkout)
+    sources = [path for path in (checkout / "kernels-src").rglob("*") if path.is_file()]
+    places = [
+        path
+        for path in [*variant.rglob("*.py"), *sources]
+        for _ in range(path.read_text().count(defect.old))
+    ]
+    assert len(places) == 1, f"{defect.old!r} is not in the package exactly once: {places}"
+    path = places[0]
+    before = {file: file.read_bytes() for file in (path, *variant.glob("*.so"))}
+    path.write_text(path.read_text().replace(defect.old, defect.new))
+    if path in sources:
+        built = run_build(checkout, "--backend", "cpu")
+        assert built.returncode == 0, built.stderr
+    done = run(defect.node)
+    for file, content in before.items():
+        file.write_bytes(content)
+    # A test that failed, not one that could not be collected or set up.
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert not re.search(r"^ERROR ", done.stdout, re.M), done.stdout
-    failed = re.findall(r"^FAILED tests/([^\s\[]+)", done.stdout, re.M)
-    missed = {what for what, defect in DEFECTS.items() if defect.test not in failed}
-    assert missed == set(), done.stdout

@@ -101,7 +101,7 @@ def missing(opt, held: str, matrices, others, which: int) -> tuple[str, bool, tu
 
 @pytest.mark.parametrize(("held", "world"), ON_RANKS)
 def test_a_gradient_that_adamw_misses_on_one_rank_is_an_error_on_all(ranks, held, world) -> None:
-    """M11: nothing is written, and the next step goes on."""
+    """Nothing is written, and the next step goes on."""
     for which in range(len(OTHERS)):
         found = ranks(world).run(missing, held, SHAPES, OTHERS, len(SHAPES) + which)
         message, written, after = same_everywhere(found)
@@ -225,7 +225,7 @@ def experts(opt, names: list[str] | None) -> str:
 
 
 def test_a_rank_whose_experts_got_no_token_may_have_no_gradient(ranks) -> None:
-    """M16: of their biases neither, if names say what they belong to."""
+    """Of their biases neither, if names say what they belong to."""
     names = ["layers.0.experts.up", "layers.0.experts.up_bias"]
     assert same_everywhere(ranks(2).run(experts, names)) == "none"
     assert "group 0, parameter 0. Give zeros" in same_everywhere(ranks(2).run(experts, None))
@@ -306,7 +306,7 @@ def built_apart(opt, held: str) -> dict[str, tuple[str, bool]]:
 
 @pytest.mark.parametrize(("held", "world"), ON_RANKS)
 def test_options_that_differ_from_the_start_are_named_on_every_rank(ranks, held, world) -> None:
-    """M11: before anything is sent whose size depends on them."""
+    """Before anything is sent whose size depends on them."""
     answers = ranks(world).run(built_apart, held)
     for case in answers[0]:
         name = case.split()[-1]
@@ -380,7 +380,7 @@ def changed_on_a_device(opt, held: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("held", HELD)
 def test_on_a_device_the_next_step_writes_nothing(ranks, held) -> None:
-    """M11: the step that differs is queued, and no other one until state is loaded."""
+    """The step that differs is queued, and no other one until state is loaded."""
     for of_rank in ranks(2).run(changed_on_a_device, held):
         for case, steps in of_rank.items():
             assert steps[:2] == [("none", True)] * 2

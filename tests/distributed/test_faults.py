@@ -198,7 +198,7 @@ def fail_everywhere_and_go_on(opt: Any, held: str) -> str:
 
 @pytest.mark.parametrize("held", HELD)
 def test_a_step_that_fails_on_all_ranks_is_repeated_after_loading(ranks, held) -> None:
-    """M11: messages that were on their way, and memory of the step, are no matter afterwards."""
+    """Messages that were on their way, and memory of the step, are no matter afterwards."""
     message = same_everywhere(ranks(HELD[held][0]).run(fail_everywhere_and_go_on, held))
     assert "an earlier step failed midway" in message
 

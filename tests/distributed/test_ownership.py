@@ -36,8 +36,9 @@ def test_balance_is_within_grahams_bound(ownership, seed) -> None:
     assert owners == ownership.assign(costs, [tuple(range(ranks))] * len(costs), ranks)
 
 
+@pytest.mark.sees_defect("owners in turn, not by what is left to do")
 def test_longest_first_beats_turns(ownership) -> None:
-    """M11: owners in turn leave one rank with most of the work."""
+    """Owners in turn leave one rank with most of the work."""
     costs = [8.0, 1.0, 8.0, 1.0, 8.0, 1.0, 8.0, 1.0]
     owners = ownership.assign(costs, [(0, 1)] * 8, 2)
     assert loads(costs, owners, 2) == [18.0, 18.0]
@@ -64,9 +65,10 @@ def test_impossible_candidates(ownership, candidates) -> None:
         ownership.assign([1.0], [candidates], 2)
 
 
+@pytest.mark.sees_defect("a chunk is a number of matrices, whatever their size")
 @pytest.mark.parametrize("seed", range(20))
 def test_chunks_are_bounded_complete_and_mixed(ownership, seed) -> None:
-    """M12: bytes, not numbers of matrices, bound what is on its way."""
+    """Bytes, not numbers of matrices, bound what is on its way."""
     generator = random.Random(seed)
     ranks, limit = generator.randint(1, 5), 100
     sizes = [generator.choice([1, 5, 30, 60, 150]) for _ in range(generator.randint(0, 50))]
@@ -126,7 +128,7 @@ def owners_of_shapes(opt, gradients_are: str) -> list[int]:
 @pytest.mark.dist
 @pytest.mark.parametrize("gradients_are", ["reduced", "unreduced"])
 def test_owners_go_by_predicted_time(opt, ranks, ownership, gradients_are) -> None:
-    """M11: small matrices take far longer than their operations say."""
+    """Small matrices take far longer than their operations say."""
     choose = module_of(opt, "orthogonalize.choose")
     cpu, everyone = torch.device("cpu"), [(0, 1)] * len(SHAPES)
     times = [choose.predicted_ms(*shape, 8, torch.float32, cpu) / 8 for shape in SHAPES]

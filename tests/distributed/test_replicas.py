@@ -76,7 +76,7 @@ def unreduced(opt, index: int) -> tuple[str, bool, str, bool]:
 
 @pytest.mark.parametrize("index", range(len(SHAPES)))
 def test_replicas_with_different_gradients_are_an_error_on_every_rank(ranks, world, index) -> None:
-    """N13: nothing is written; when the gradients are reduced, the step goes on."""
+    """Nothing is written; when the gradients are reduced, the step goes on."""
     message, written, after, moved = same_everywhere(ranks(world).run(unreduced, index))
     if world == 1:
         assert (message, written) == ("none", True)

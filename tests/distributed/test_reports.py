@@ -43,7 +43,7 @@ def reported(opt: Any, held: str) -> tuple[list[int], str]:
 
 @pytest.mark.parametrize("held", ["sharded", "unreduced"])
 def test_bytes_are_those_of_this_rank(ranks, held) -> None:
-    """M27: the whole parameter on every rank would count everything twice."""
+    """The whole parameter on every rank would count everything twice."""
     answers = ranks(2).run(reported, held)
     totals = [sum(of_param) for of_param in zip(*(moved for moved, _ in answers), strict=True)]
     matrix, table = 12 * 8, 40 * 30

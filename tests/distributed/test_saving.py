@@ -44,7 +44,7 @@ def save_a_part(opt: Any, held: str, saver: str, folder: Path) -> tuple[str, boo
 @pytest.mark.parametrize("saver", ["save_optimizer", "save_optimizer_async"])
 @pytest.mark.parametrize("held", ["sharded", "unreduced"])
 def test_a_part_of_the_state_is_not_saved_as_the_whole(ranks, held, saver, tmp_path) -> None:
-    """M3: such a file would have the shapes of one rank's shards, and nothing could load it."""
+    """Such a file would have the shapes of one rank's shards, and nothing could load it."""
     message, written = same_everywhere(ranks(2).run(save_a_part, held, saver, tmp_path / "saved"))
     assert "save it with torch.distributed.checkpoint" in message
     assert ("'unreduced'" if held == "unreduced" else "group 0, parameter 0") in message
@@ -99,7 +99,7 @@ def save_after_a_failure(opt: Any, folder: Path) -> None:
 
 
 def test_saving_after_a_failed_step_keeps_the_last_good_checkpoint(ranks, tmp_path) -> None:
-    """M3: `except: save_optimizer(...)` must not replace it by half a step."""
+    """`except: save_optimizer(...)` must not replace it by half a step."""
     ranks(2).run(save_after_a_failure, tmp_path)
 
 
@@ -152,7 +152,7 @@ def save_after_different_gradients(opt: Any, folder: Path) -> list[str]:
 
 
 def test_a_checkpoint_hears_the_last_answer(ranks, tmp_path) -> None:
-    """M11: right after a step that one rank took without a gradient, on any device."""
+    """Right after a step that one rank took without a gradient, on any device."""
     heard, *later = same_everywhere(ranks(2).run(save_after_different_gradients, tmp_path))
     assert "ranks disagree on which parameters have gradients" in heard
     assert all("an earlier step failed midway" in message for message in later)
@@ -177,7 +177,7 @@ def offload_of_parts(opt: Any) -> tuple[str, bool]:
 
 
 def test_offload_of_a_part_of_the_state_is_refused(ranks) -> None:
-    """M25: before anything has moved."""
+    """Before anything has moved."""
     message, offloaded = same_everywhere(ranks(2).run(offload_of_parts))
     assert "CPU offload is not supported with gradients='unreduced'" in message
     assert not offloaded

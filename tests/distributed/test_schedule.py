@@ -34,6 +34,9 @@ def run(schedule, count, ahead=1, later=lambda number: 0):
     return log
 
 
+@pytest.mark.sees_defect(
+    "only the first gather runs under other work, and the pipeline drains between groups"
+)
 def test_every_transfer_has_a_computation_to_hide_under(schedule) -> None:
     """And what opens a chunk is sent before the scatter for which nobody waits yet."""
     assert run(schedule, 4) == [

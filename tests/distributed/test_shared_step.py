@@ -28,8 +28,16 @@ def compare(opt, cases: list[Case], offload: bool = False) -> int:
     return compared
 
 
+@pytest.mark.sees_defect("other DTensors must be routed or refused, never taken for local tensors")
+@pytest.mark.sees_defect("state depends on the number of ranks")
+@pytest.mark.sees_defect("dion's NorMuon normalizes per shard")
+@pytest.mark.sees_defect("the path to compare with runs on CUDA only")
+@pytest.mark.sees_defect(
+    "plans are cached by names, so that other shapes or meshes reuse wrong indices"
+)
+@pytest.mark.sees_defect("directions are rounded to bfloat16 on the way to their owner")
 def test_many_ranks_equal_one(ranks, world, device) -> None:
-    """M8, M10, M13, M16, M22, N5d, T4: shards of any kind, replicas, experts, missing gradients."""
+    """Shards of any kind, replicas, experts, missing gradients."""
     generator = random.Random(world)
     cases = [Case.random(generator, world, device.type) for _ in range(CASES[world])]
     for compared in ranks(world).run(compare, cases):
@@ -37,7 +45,7 @@ def test_many_ranks_equal_one(ranks, world, device) -> None:
 
 
 def test_state_in_host_memory_changes_no_bit_and_equals_one(ranks, world, device) -> None:
-    """M24 on shards: momentum of a chunk is here for its first stage alone."""
+    """Momentum of a chunk is here for its first stage alone."""
     generator = random.Random(50 + world)
     cases = [Case.random(generator, world, device.type) for _ in range(CASES[world] // 3)]
     for compared in ranks(world).run(compare, cases, True):

@@ -57,7 +57,7 @@ def rule_that_raises(opt: Any) -> tuple[str, float]:
 
 
 def test_a_rule_that_raises_leaves_the_optimizer_as_it_was(ranks) -> None:
-    """M5: nothing is counted or sent yet, so the next step goes on."""
+    """Nothing is counted or sent yet, so the next step goes on."""
     assert same_everywhere(ranks(2).run(rule_that_raises)) == ("went on", 0)
 
 

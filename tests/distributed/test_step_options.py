@@ -52,7 +52,7 @@ def clip_on_shards(opt, world: int, text: str, rounding: str) -> int:
 
 @pytest.mark.parametrize("rounding", ["nearest", "residual"])
 def test_qk_clip_scales_the_rows_that_are_here(ranks, rounding) -> None:
-    """M22: three ranks have four, four and four rows of 12, and two, two and none of 4."""
+    """Three ranks have four, four and four rows of 12, and two, two and none of 4."""
     for text in ("S0", "S1", "R"):
         for compared in ranks(3).run(clip_on_shards, 3, text, rounding):
             assert compared == (4 if rounding == "nearest" else 6)
@@ -105,7 +105,7 @@ def clip_by_ranks(opt, held: str) -> tuple[list[bytes], list[bytes]]:
 
 @pytest.mark.parametrize("held", ["S0", "R", "process_group", "unreduced"])
 def test_ranks_clip_by_the_largest_logits_of_all(ranks, held) -> None:
-    """M22: each measures on its own part of the data; replicas would drift apart."""
+    """Each measures on its own part of the data; replicas would drift apart."""
     for found, expected in ranks(3).run(clip_by_ranks, held):
         assert found == expected
 

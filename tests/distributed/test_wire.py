@@ -33,7 +33,7 @@ def tiny_gradients(opt, wire, scale: float) -> tuple[float, float]:
 
 @pytest.mark.parametrize("scale", [1.0, 1e-9, 1e-30, 1e30])
 def test_the_wire_keeps_eleven_bits_of_tiny_gradients(ranks, scale) -> None:
-    """M13: bfloat16 would keep 8, float16 without a scale nothing of the tiny ones."""
+    """Bfloat16 would keep 8, float16 without a scale nothing of the tiny ones."""
     error, coarse = same_everywhere(ranks(3).run(tiny_gradients, torch.float16, scale))
     # Three bits more are an eighth of the error; the update is rounded to eleven bits as well.
     assert 0 < error < coarse / 4

@@ -1,6 +1,6 @@
 """Small optimizers with the rules and the state layout of the predecessors, in float64.
 
-Written from their published descriptions (M1, M6, M17, M18, M23 and N2 to N10 of the behaviours).
+Written from their published descriptions.
 """
 
 from __future__ import annotations

@@ -196,6 +196,9 @@ def test_a_failed_save_keeps_the_previous_one(opt, device, step, monkeypatch, tm
     assert {path.name for path in tmp_path.iterdir()} == FILES
 
 
+@pytest.mark.sees_defect(
+    "the folder is not flushed after a rename", "        os.fsync(folder)  #", "        pass  #"
+)
 def test_a_rename_reaches_the_disk(opt, monkeypatch, tmp_path) -> None:
     """Every new file is flushed before its rename, the folder that holds its name after it."""
     rename, flush = os.replace, os.fsync

@@ -60,7 +60,7 @@ def assert_same(one, other) -> None:
     ],
 )
 def test_a_run_goes_on_bit_for_bit(opt, device, name, flat, offload, tmp_path) -> None:
-    """M3, M25: also flattened to one entry per parameter; float32 state of bfloat16 parameters."""
+    """Also flattened to one entry per parameter; float32 state of bfloat16 parameters."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model, optimizer = build(opt, name, device, offload=offload, lr=0.05)
     train(model, optimizer, 3, seed=0)
@@ -86,7 +86,7 @@ def test_a_run_goes_on_bit_for_bit(opt, device, name, flat, offload, tmp_path) -
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_its_files_do_not_grow_with_the_square_of_the_parameters(opt, submodule, tmp_path) -> None:
-    """M3: the list of names is not copied under every parameter when groups are flattened."""
+    """The list of names is not copied under every parameter when groups are flattened."""
     sizes = []
     for count in (20, 80):
         model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(count))

@@ -59,6 +59,7 @@ def base_experts(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if "is_transposed" in vars(m)]
 
 
+@pytest.mark.sees_defect("B is read expert by expert, while PEFT's expert varies fastest")
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients_are_pefts(opt, device, name: str) -> None:
     model = wrap(build(name).to(device), modules=["o_proj"], parameters=[*BOTH, "gate.weight"])
@@ -74,6 +75,7 @@ def test_logits_and_gradients_are_pefts(opt, device, name: str) -> None:
         assert relative_error(ours[key], gradient) <= FP32, key
 
 
+@pytest.mark.sees_defect("an adapter of one projection is read as the other's, or not at all")
 @pytest.mark.parametrize("parameters", [BOTH[:1], BOTH[1:]], ids=["gate_up", "down"])
 @pytest.mark.parametrize("name", ["qwen3_moe_square", "gpt_oss"])
 def test_one_projection(opt, device, name: str, parameters) -> None:
@@ -86,6 +88,7 @@ def test_one_projection(opt, device, name: str, parameters) -> None:
         assert relative_error(our_gradients[key], gradient) <= FP32, key
 
 
+@pytest.mark.sees_defect("PEFT forms W + delta for every expert on every forward")
 def test_weights_are_never_replaced(opt, device, monkeypatch) -> None:
     model = wrap(build("qwen3_moe").to(device))
     opt.integrations.use_in_transformers(model)
@@ -101,6 +104,7 @@ def test_weights_are_never_replaced(opt, device, monkeypatch) -> None:
         assert_same_bits(entry.gate_up_proj, weight)
 
 
+@pytest.mark.sees_defect("B is copied on every forward; gradients come back in another layout")
 def test_factors_are_views_of_the_parameters(opt, device, submodule) -> None:
     model = wrap(build("gpt_oss").to(device))
     lora = submodule("integrations.adapters.peft").active_lora(wrappers_of(model)["0", "down_proj"])
@@ -115,6 +119,7 @@ def test_factors_are_views_of_the_parameters(opt, device, submodule) -> None:
         assert factors.scaling == 7 / 3
 
 
+@pytest.mark.sees_defect("one patch of a class changes every model in the process")
 def test_other_models_keep_pefts_forward(opt, device) -> None:
     """Nothing is patched but the model that was given."""
     model, other = (wrap(build("qwen3_moe").to(device)) for _ in range(2))
@@ -147,6 +152,7 @@ def test_compiles_without_a_graph_break(opt, device, lora: str) -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.sees_defect("disabled adapters act on: reference passes of DPO and GRPO see LoRA")
 def test_disabled_adapters_leave_the_base_bit_for_bit(opt, device) -> None:
     base = build("qwen3_moe").to(device)
     opt.integrations.use_in_transformers(base)
@@ -160,6 +166,7 @@ def test_disabled_adapters_leave_the_base_bit_for_bit(opt, device) -> None:
     assert_same_bits(logits(model), adapted)
 
 
+@pytest.mark.sees_defect("merged adapters count twice")
 def test_merged_adapters_count_once(opt, device) -> None:
     model = wrap(build("qwen3_moe").to(device))
     opt.integrations.use_in_transformers(model)
@@ -173,6 +180,7 @@ def test_merged_adapters_count_once(opt, device) -> None:
     assert_error_at_most(logits(model), expected, FP32)
 
 
+@pytest.mark.sees_defect("the first of several active adapters is taken in silence")
 def test_active_adapter_is_the_one_that_is_set(opt, device) -> None:
     model = wrap(build("qwen3_moe").to(device))
     add(model, "other")
@@ -193,6 +201,12 @@ def test_active_adapter_is_the_one_that_is_set(opt, device) -> None:
     assert_error_at_most(logits(model), expected["other"], FP32)
 
 
+@pytest.mark.sees_defect(
+    "the order of the wrappers is taken for granted; PEFT turns it round over 4-bit experts"
+)
+@pytest.mark.sees_defect(
+    "PEFT 0.21.2 leaves its parametrization on 4-bit experts: every forward adds a delta"
+)
 def test_two_forwards_are_bit_equal_over_4_bit_experts(opt, device) -> None:
     """PEFT 0.21.2 leaves its parametrization on quantized experts: each forward adds a delta."""
     from bitsandbytes.nn.parametrize import replace_parameter_4bit
@@ -328,6 +342,9 @@ def deltas(a: torch.Tensor, b: torch.Tensor, count: int, order: str) -> torch.Te
     return torch.einsum(f"ore,eri->{order}", b, a)
 
 
+@pytest.mark.sees_defect(
+    "A and B change roles by a rule for one version of PEFT, and nobody sees it where 2I == H"
+)
 @pytest.mark.parametrize("version", ["0.18", "0.19.0", "now"])
 @pytest.mark.parametrize("name", ["qwen3_moe_square", "gpt_oss"])
 def test_roles_of_a_and_b_follow_the_wrapper_and_not_the_shape(

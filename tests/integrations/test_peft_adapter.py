@@ -140,6 +140,7 @@ def test_which_adapter_is_saved_and_trained(opt, device, tmp_path) -> None:
     assert_same_bits(logits(model), expected)
 
 
+@pytest.mark.sees_defect("files of PEFT up to 0.19.0 load into later ones with A and B exchanged")
 @pytest.mark.parametrize("version", [None, "0.17.1", "0.18.1", "0.19.0", "0.19.1", "0.21.2"])
 @pytest.mark.parametrize("name", ["qwen3_moe_square", "gpt_oss"])
 def test_roles_of_a_and_b_follow_the_version_and_not_the_shape(

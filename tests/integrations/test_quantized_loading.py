@@ -343,6 +343,9 @@ def test_online_hub_id_with_one_file(opt, saved, monkeypatch):
         assert_same_bits(value, expected[key])
 
 
+@pytest.mark.sees_defect(
+    "automatic placement sizes the experts by their 16 bits and moves some to the CPU"
+)
 def test_placement(submodule, monkeypatch, caplog):
     loading = submodule("integrations.models.quantized_loading")
     place = loading.placement
@@ -397,6 +400,7 @@ for folder in {folders!r}:
 """
 
 
+@pytest.mark.sees_defect("the 16-bit stacks exist while the model is loaded")
 def test_host_peak_is_two_experts(opt, repo_id, saved, tmp_path):
     """Of a stack of 48 MiB no more than two experts of 2 MiB stand beside what remains."""
     from safetensors.torch import save_file

@@ -41,6 +41,8 @@ def calls(opt, submodule, monkeypatch):
     return seen
 
 
+@pytest.mark.sees_defect("routing, gates and layouts are written again for every model")
+@pytest.mark.sees_defect("a list of model types decides; text backbones need an entry of their own")
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_losses_and_gradients_are_eagers(opt, device, calls, name: str) -> None:
     model = build(name).to(device)
@@ -57,6 +59,9 @@ def test_logits_losses_and_gradients_are_eagers(opt, device, calls, name: str) -
         assert relative_error(our_gradients[key], gradient) <= FP32, key
 
 
+@pytest.mark.sees_defect(
+    "the router is bypassed: its LoRA, hooks, logits and auxiliary loss are lost"
+)
 @pytest.mark.parametrize("name", ROUTER_LOSS)
 def test_router_is_untouched(opt, device, name: str) -> None:
     model = build(name).to(device)
@@ -158,6 +163,7 @@ def test_special_layouts_run_their_own_gate(opt, device, name: str) -> None:
         assert relative_error(ours[key], value) <= FP32, key
 
 
+@pytest.mark.sees_defect("ids of experts on other ranks reach the kernels")
 def test_expert_parallel_sentinels_are_skipped(opt, device) -> None:
     experts = experts_of(build("qwen3_moe").to(device))[0]
     experts._is_expert_parallel = True  # as transformers marks a rank that holds some experts
@@ -225,6 +231,7 @@ def test_model_is_loaded_with_our_experts(opt, device, calls, tmp_path) -> None:
     assert_error_at_most(logits.cpu(), step(model)[0], FP32)
 
 
+@pytest.mark.sees_defect("what cannot run is patched anyway, or left out in silence")
 def test_models_that_cannot_run_are_refused_and_unchanged(opt, monkeypatch) -> None:
     import transformers
 
@@ -307,7 +314,7 @@ def test_experts_without_their_own_gate(submodule, act) -> None:
     class Experts(torch.nn.Module):
         act_fn = act
 
-    layout = submodule("moe.module_layout").module_layout
+    layout = submodule("moe.layout").module_layout
     if isinstance(act, torch.nn.SiLU):
         assert layout(Experts()).activation == "silu"
     else:

@@ -47,7 +47,7 @@ def load_tool():
 
 
 class Streams:
-    """The two streams of `_beside`, by name."""
+    """The two streams of `beside`, by name."""
 
     def __init__(self) -> None:
         self.current = "first"
@@ -97,11 +97,11 @@ def catch(tool, streams: Streams, launches: list[dict]) -> None:
 
 def main() -> None:
     tool, streams, launches = load_tool(), Streams(), []
-    launch = tool.load("kernels.experts._grouped_launch_triton")
+    launch = tool.load("kernels.experts.grouped_launch_triton")
     launch.arch = lambda device: "sm90"
     launch.overlaps = lambda device: True
     launch._multiprocessors = lambda device: 132
-    tool.load("kernels.experts._gated_beside_triton").beside = lambda x: contextlib.nullcontext(
+    tool.load("kernels.experts.gated_launch_triton").beside = lambda x: contextlib.nullcontext(
         streams
     )
     catch(tool, streams, launches)
@@ -109,8 +109,7 @@ def main() -> None:
         tool.MODELS[name] = problem
         tokens, top_k, experts, *_, rows = problem
         ids = torch.zeros(tokens, top_k, dtype=torch.int64)
-        slots, inverse, offsets, tiles = tool.load("reference.moe").expert_sort(ids, experts, rows)
-        order = (slots, offsets, inverse, tiles)
+        order = tool.expert_order(ids, experts, rows)
         launches.clear()
         tool.gated_step(name, torch.bfloat16, torch.bfloat16, order)
         print(json.dumps({"problem": name, "launches": launches}), flush=True)

@@ -1,25 +1,19 @@
-"""Order and signals of a chain of squares: its list of tickets, its buffers, and a model of a run.
+"""The order of the tiles of a chain of squares, and where its buffers may lie.
 
-The list and the rule of buffers are the kernel's own (kernels-src/newton_schulz/chain.h), compiled
-for the host. The model is that of chain_sm90.cuh: dealers, producers, consumers and couriers are
-agents with random timing, blocks appear whenever they like, and a tile must find its operands
-stored.
+Both are the kernel's own (kernels-src/products/chain.h), compiled for the host.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import random
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ..conftest import ROOT
-from .test_pipeline_sm90 import CONSUMERS, WARPS, Barrier
 
 OPERANDS = (0, 0, 1, 2, 2)  # of gram_polynomial
 
@@ -133,173 +127,3 @@ def test_python_puts_every_matrix_where_it_may_lie(probe, submodule):
         assert intact(operands, places)
         assert count <= probe.most_buffers()
         assert refused(probe, operands, places, count) == ""
-
-
-class Chain:
-    """One launch: tickets, counts of stored tiles, and blocks that a device may hold or not."""
-
-    def __init__(self, order, each: int, *, drawn: bool = True, prompt: bool = True) -> None:
-        self.order, self.each = order, each
-        self.drawn = drawn  # tickets from one counter; else ticket t runs on block t mod blocks
-        self.prompt = prompt  # a tile is counted behind it; else when the courier has its next
-        self.next = self.finished = 0
-        self.stored: dict[tuple[int, int], int] = {}
-
-    def count(self, tile) -> None:
-        self.stored[tile[:2]] = self.stored.get(tile[:2], 0) + 1
-        self.finished += 1
-
-    def ready(self, tile) -> bool:
-        product, matrix = tile[:2]
-        return product == 0 or self.stored.get((product - 1, matrix), 0) == self.each
-
-    def block(self, number: int, blocks: int) -> list[Iterator[None]]:
-        dealt = [Barrier(1) for _ in range(CONSUMERS)]
-        taken = [Barrier(1 + WARPS + 1) for _ in range(CONSUMERS)]
-        prepared = [Barrier(1) for _ in range(CONSUMERS)]
-        finished = [Barrier(WARPS) for _ in range(CONSUMERS)]
-        loaded: list = []
-        staging: list = [None] * CONSUMERS
-        mail = [None] * CONSUMERS
-        agents = [self.deal(mail, dealt, taken, number, blocks)]
-        agents.append(self.produce(mail, dealt, taken, loaded))
-        for c in range(CONSUMERS):
-            shared = prepared, finished, staging
-            agents.append(self.consume(mail, dealt, taken, loaded, c, *shared))
-            agents.append(self.carry(mail, dealt, taken, c, *shared))
-        return agents
-
-    def deal(self, mail, dealt, taken, number: int, blocks: int) -> Iterator[None]:
-        ends = at = 0
-        mine = itertools.count(number, blocks)
-        while ends < CONSUMERS:
-            ticket = self.next if self.drawn else next(mine)
-            self.next += 1
-            yield
-            tile = self.order[ticket] if ticket < len(self.order) else None
-            ends += tile is None
-            while tile is not None and not self.ready(tile):
-                yield
-            slot, phase = at % CONSUMERS, at // CONSUMERS
-            while not taken[slot].ended(phase % 2 ^ 1):
-                yield
-            mail[slot] = (at, tile)
-            dealt[slot].arrive()
-            at += 1
-
-    def read(self, mail, at: int):
-        number, tile = mail[at % CONSUMERS]
-        assert number == at, "the mailbox was written over"
-        return tile
-
-    def produce(self, mail, dealt, taken, loaded) -> Iterator[None]:
-        for at in itertools.count():
-            slot, phase = at % CONSUMERS, at // CONSUMERS
-            while not dealt[slot].ended(phase % 2):
-                yield
-            tile = self.read(mail, at)
-            yield
-            taken[slot].arrive()
-            if tile is None:
-                return
-            assert self.ready(tile), "an operand is not stored"
-            while len(loaded) > at + 3:  # the ring holds so much
-                yield
-            loaded.append(tile)
-
-    def consume(self, mail, dealt, taken, loaded, consumer, prepared, finished, staging):
-        for at in itertools.count(consumer, CONSUMERS):
-            phase = at // CONSUMERS % 2
-            while not dealt[consumer].ended(phase):
-                yield
-            tile = self.read(mail, at)
-            for _ in range(WARPS):
-                yield
-                taken[consumer].arrive()
-            if tile is None:
-                return
-            while len(loaded) <= at:
-                yield
-            assert loaded[at] == tile
-            for _ in range(random.randrange(10)):  # products
-                yield
-            while not prepared[consumer].ended(phase):
-                yield
-            for _ in range(WARPS):
-                assert staging[consumer] == ("C", tile), "C is not there"
-                yield
-                finished[consumer].arrive()
-                yield
-
-    def carry(self, mail, dealt, taken, consumer, prepared, finished, staging):
-        waiting = None
-        for at in itertools.count(consumer, CONSUMERS):
-            phase = at // CONSUMERS % 2
-            while not dealt[consumer].ended(phase):
-                yield
-            if waiting:
-                self.count(waiting)
-            tile = self.read(mail, at)
-            yield
-            taken[consumer].arrive()
-            if tile is None:
-                return
-            staging[consumer] = "C", tile
-            prepared[consumer].arrive()
-            while not finished[consumer].ended(phase):
-                yield
-            for _ in range(random.randrange(10)):  # stores
-                yield
-            waiting = None if self.prompt else tile
-            if self.prompt:
-                self.count(tile)
-
-
-def run(chains: list[Chain], blocks: int, places: int, seed: int) -> bool:
-    """Whether all chains end on a device with `places` for blocks, each kept until it ends."""
-    random.seed(seed)
-    waiting = [(chain, number) for number in range(blocks) for chain in chains]
-    held: list[list[Iterator[None]]] = []
-    idle = 0
-    while waiting or held:
-        while waiting and len(held) < places:
-            chain, number = waiting.pop(0)
-            held.append(chain.block(number, blocks))
-        before = sum(chain.finished for chain in chains), len(held)
-        agents = random.choice(held)
-        at = random.randrange(len(agents))
-        if next(agents[at], agents) is agents:
-            del agents[at]
-            held = [block for block in held if block]
-        same = (sum(chain.finished for chain in chains), len(held)) == before
-        idle = idle + 1 if same else 0
-        if idle > 20_000:
-            return False
-    assert all(chain.finished == len(chain.order) for chain in chains)
-    return True
-
-
-CASES = [(128, 3, 1), (128, 1, 1), (256, 2, 2), (384, 1, 1)]
-
-
-@pytest.mark.parametrize(("m", "matrices", "groups"), CASES)
-@pytest.mark.parametrize(("blocks", "places"), ((1, 1), (4, 4), (4, 3), (6, 2)))
-def test_two_chains_end_wherever_their_blocks_run(probe, m, matrices, groups, blocks, places):
-    """Also where some blocks begin only when others have ended."""
-    order = tickets(probe, m, matrices, groups)
-    each = len(order) // (5 * matrices)
-    for seed in range(3):
-        assert run([Chain(order, each), Chain(order, each)], blocks, places, seed)
-
-
-def test_tiles_that_belong_to_blocks_deadlock(probe):
-    """What tickets are for: a resident block may wait for a tile of one that cannot begin."""
-    order = tickets(probe, 256, 2, 1)
-    chains = [Chain(order, 3, drawn=False) for _ in range(2)]
-    assert not run(chains, 4, 4, 0)
-
-
-def test_a_count_that_waits_for_the_next_tile_deadlocks(probe):
-    """What the last tile of M_j owes may be what its courier's next tile waits for."""
-    order = tickets(probe, 128, 1, 1)
-    assert not run([Chain(order, 1, prompt=False)], 2, 2, 0)

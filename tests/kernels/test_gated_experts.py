@@ -32,8 +32,8 @@ def called(submodule, monkeypatch):
     """Names of the layer's ops that were called, in order, as torch.compile calls them."""
     monkeypatch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
     made: list[str] = []
-    for module, name in (("gated_linear", "gated_experts"), ("grouped_linear", "_op")):
-        place = submodule(f"moe.{module}")
+    place = submodule("moe.grouped_linear")
+    for name in ("gated_experts", "_op"):
         real = getattr(place, name)
 
         def watch(*arguments, real=real, name=name, **options):
@@ -59,7 +59,7 @@ def test_error_against_float64(moe, device, called, problem):
 
 def test_without_a_backward_gate_and_up_are_not_stored(moe, submodule, device, monkeypatch):
     """The same bits, nothing of (R, 2I): in no_grad, and where no leaf asks for a gradient."""
-    launches = submodule("kernels.experts.gated_experts_triton")
+    launches = submodule("kernels.experts.gated_launch_triton")
     problem = LayerProblem(4, experts=2, hidden=8, intermediate=8, rank=2, rank_down=2)
     kept, real = [], launches.gated_forward
 
@@ -113,7 +113,7 @@ def test_second_order_raises_and_a_graph_serves_twice(moe, device):
 def test_order_of_gradients(moe, submodule, device, monkeypatch):
     """Few rows: each operand is let go before the next gradient. Many: sums share launches."""
     problem = LayerProblem(6, experts=3, hidden=16, intermediate=8, rank=2, rank_down=2)
-    launches = submodule("kernels.experts.gated_experts_triton")
+    launches = submodule("kernels.experts.gated_launch_triton")
     layer = problem.module(moe, device)
     x, gates, grad = problem.inputs(device)
     leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
@@ -138,10 +138,7 @@ def test_order_of_gradients(moe, submodule, device, monkeypatch):
 def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
     """LoRA's own launches beside the products, each after what it reads; where memory allows."""
     problem = LayerProblem(24, experts=3, hidden=16, intermediate=8, rank=2, rank_down=2)
-    serial, both = (
-        submodule(f"kernels.experts.{name}")
-        for name in ("gated_experts_triton", "_gated_beside_triton")
-    )
+    launches = submodule("kernels.experts.gated_launch_triton")
     layer = problem.module(moe, device)
     x, gates, grad = problem.inputs(device)
     leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
@@ -166,27 +163,23 @@ def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
         yield Streams()
         made.append(")")
 
-    def watched(module, name: str):
-        real = getattr(module, name)
+    def watched(name: str):
+        real = getattr(launches, name)
 
         def watch(*arguments, **options):
             made.append(name)
             return real(*arguments, **options)
 
-        monkeypatch.setattr(module, name, watch)
+        monkeypatch.setattr(launches, name, watch)
 
-    monkeypatch.setattr(both, "beside", beside)
+    monkeypatch.setattr(launches, "beside", beside)
     for name in ("low_rank", "grouped_product", "combine_triton", "expert_products"):
-        watched(serial, name)
-        watched(both, name)
-    watched(serial, "gated_backward")
-    watched(both, "gated_backward")
-    watched(serial, "reorder")
-    watched(both, "reorder")
+        watched(name)
+    watched("gated_backward")
+    watched("reorder")
     found, seen = [], []
     for room in (0, 10**9):
-        for module in (serial, both):
-            monkeypatch.setattr(module, "room_for_gradients", lambda *_, room=room: room)
+        monkeypatch.setattr(launches, "room_for_gradients", lambda *_, room=room: room)
         out = by_triton(layer, x, problem.ids(device), gates)
         found.append(torch.autograd.grad(out, leaves, grad))
         seen.append(" ".join(made))
@@ -195,7 +188,8 @@ def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
         assert_error_at_most(one, other, 1e-6)
     alone, together = (text.replace("_triton", "").replace("grouped_", "") for text in seen)
     assert alone == (
-        "low_rank low_rank product combine low_rank gated_backward low_rank product combine "
+        "low_rank reorder low_rank product combine "
+        "low_rank gated_backward low_rank product combine "
         "expert_products expert_products expert_products"
     )
     assert together == (
@@ -208,17 +202,22 @@ def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
 
 def test_where_the_sums_do_not_run_beside_the_products(submodule, device):
     """Without dx, with a trained base, with an A that is read apart, or without memory."""
-    fits = submodule("kernels.experts._gated_beside_triton").sums_fit_beside
+    launches = submodule("kernels.experts.gated_launch_triton")
+    sort = submodule("kernels.experts.expert_sort").expert_sort
+    records = submodule("kernels.experts.grouped_lora").ExpertWeights
 
     def served(tokens=64, a1_apart=False, **changed: bool) -> bool:
-        x, slots = torch.empty(tokens, 16, device=device), torch.empty(2 * tokens, device=device)
+        x = torch.empty(tokens, 16, device=device)
+        order = sort(torch.zeros(tokens, 2, dtype=torch.int64, device=device), 3)
         a1, a2 = torch.empty(3, 2, 16, device=device), torch.empty(3, 2, 8, device=device)
         b1, b2 = (torch.empty(n, 2, 3, device=device).permute(2, 0, 1) for n in (16, 16))
         a1 = torch.empty(16, 2, 3, device=device).permute(2, 1, 0) if a1_apart else a1
         names = ("x", "w1", "a1", "b1", "bias1", "w2", "a2", "b2", "bias2", "gates")
         wants = dict.fromkeys(names, False) | dict.fromkeys(("x", "a1", "b1", "a2", "b2"), True)
         wants |= changed
-        return fits((a1, b1, a2, b2), tuple(wants.values()), slots, x, 8)
+        w1, w2 = (x.new_empty(3, k, n) for k, n in ((16, 16), (8, 16)))
+        first, second = records.of(w1, a1, b1, None, 1.0), records.of(w2, a2, b2, None, 1.0)
+        return launches.sums_fit_beside(first, second, launches.Wants(**wants), order, x)
 
     assert served()
     assert not served(tokens=8)
@@ -230,7 +229,7 @@ def test_where_the_sums_do_not_run_beside_the_products(submodule, device):
 
 @pytest.mark.parametrize("rank", [3, 16, 17, 70])
 def test_ranks_that_are_loaded_ahead_and_in_steps(moe, submodule, device, rank):
-    assert submodule("kernels.experts._grouped_config").ahead(rank) == (rank <= 16)
+    assert submodule("kernels.experts.tiles").ahead(rank) == (rank <= 16)
     problem = LayerProblem(9, hidden=16, intermediate=24, rank=rank, rank_down=rank)
     assert_layer_close_to_eager(moe, device, problem, call=by_triton)
 
@@ -244,8 +243,8 @@ def test_the_op_and_its_reference(moe, submodule, ops, device):
     first = (layer.gate_up_proj.mT, lora.gate_up.a, lora.gate_up.b, layer.gate_up_proj_bias)
     second = (layer.down_proj.mT, lora.down.a, lora.down.b, layer.down_proj_bias)
     operands = (x.detach(), *first, *second, gates.detach())
-    place = (order.slots, order.offsets, order.rows, order.tiles, order.tile_rows, order.top_k)
-    arguments = (*operands, *place, 2.0, 2.0, "silu", False, True)
+    arguments = (x.detach(), *first, 2.0, *second, 2.0, *order.operands(), gates.detach())
+    arguments += ("silu", False, True)
     expected = submodule("reference.moe").gated_experts(*operands, ids, (2.0, 2.0), "silu", False)
     assert_error_at_most(ops.gated_experts(*arguments)[0], expected, 1e-6)
     checks = ("test_schema", "test_faketensor")
@@ -254,7 +253,7 @@ def test_the_op_and_its_reference(moe, submodule, ops, device):
 
 def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch):
     """A copy much larger than the result is made for some columns at a time."""
-    launch = submodule("kernels.experts._grouped_launch_triton")
+    launch = submodule("kernels.experts.grouped_launch_triton")
     problem = operands(submodule, device)
     x, factor = problem["x"], problem["lora_b"].transpose(1, 2)
     rows = problem["slots"].shape[0]
@@ -270,10 +269,9 @@ def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch):
     for limit in (1.5, 1 / 4, 1 / 9):
         monkeypatch.setattr(launch, "PACKED_PER_RESULT", limit)
         out = x.new_full((rows, N), torch.nan)
-        place = (problem["slots"], problem["tiles"], out)
-        options = {"direction": "forward", "tile_rows": 16, "fan": TOP_K, "scatter": False}
-        bias = problem["bias"]
-        launch.grouped_product(x, problem["weight"], low, factor, *place, bias=bias, **options)
+        options = {"direction": "forward", "fan": TOP_K, "scatter": False, "bias": problem["bias"]}
+        weight, order = problem["weight"], problem["order"]
+        launch.grouped_product(x, weight, low, factor, order, out, **options)
         results.append(out)
     assert sizes == [N, 16, N - 16], "with one more piece than MOST_PIECES nothing is copied"
     for found in results[1:]:
@@ -283,13 +281,13 @@ def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_gate_and_up_in_pieces(submodule, moe, device, monkeypatch, interleaved):
     """The second tile of columns in a launch of its own, with its part of the packed factor."""
-    launch = submodule("kernels.experts._grouped_launch_triton")
+    launch = submodule("kernels.experts.grouped_launch_triton")
     problem = LayerProblem(
         4, experts=2, hidden=8, intermediate=40, rank=2, rank_down=None, interleaved=interleaved
     )
     layer = problem.module(moe, device)
     x, gates, _ = problem.inputs(device)
-    gated, made = submodule("kernels.experts._gated_launch_triton"), []
+    gated, made = submodule("kernels.experts.gated_launch_triton"), []
     real = gated.column_pieces
     monkeypatch.setattr(gated, "column_pieces", lambda *a: made.append(real(*a)) or made[-1])
     found = []

@@ -102,7 +102,7 @@ def stages_apart(submodule, monkeypatch):
     Layers call the op as torch.compile has it.
     """
     monkeypatch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
-    experts, gated = submodule("moe.experts"), submodule("moe.gated_linear")
+    experts, gated = submodule("moe.experts"), submodule("moe.grouped_linear")
     taken, real = [], gated.quantized_gated_linear
 
     def watched(*arguments, **options):
@@ -240,7 +240,7 @@ def test_gradients_of_a_long_row(submodule, device, wanted):
 @pytest.mark.gpu
 def test_sums_beside_products_give_the_bits_of_one_stream(moe, device, submodule, monkeypatch):
     """Also in a CUDA graph, whose replays follow a new routing."""
-    beside = submodule("kernels.launch.streams")
+    beside = submodule("kernels.launch.launch_plan")
     problem = Problem(256, 2, 8, 256, 256, 8, 8, strategy="auto", dtype=torch.bfloat16)
     layer = Layer(moe, device, problem)
     with monkeypatch.context() as alone:

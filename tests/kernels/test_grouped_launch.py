@@ -13,12 +13,12 @@ LONG = 5000  # of K: three parts of the low-rank product, the last one shorter
 
 @pytest.fixture(scope="session")
 def launch(submodule):
-    """The module kernels._grouped_launch_triton of the loaded package."""
-    return submodule("kernels.experts._grouped_launch_triton")
+    """The module kernels.experts.grouped_launch_triton of the loaded package."""
+    return submodule("kernels.experts.grouped_launch_triton")
 
 
 @pytest.fixture
-def reordered(launch, submodule, monkeypatch):
+def reordered(launch, monkeypatch):
     """Shapes of the factors that are reordered, in order."""
     shapes: list[tuple[int, ...]] = []
     real = launch.reorder
@@ -27,8 +27,7 @@ def reordered(launch, submodule, monkeypatch):
         shapes.append(tuple(source.shape))
         return real(source, target)
 
-    for module in (launch, submodule("kernels.experts._grouped_sums_triton")):
-        monkeypatch.setattr(module, "reorder", watch)
+    monkeypatch.setattr(launch, "reorder", watch)
     return shapes
 
 
@@ -97,10 +96,9 @@ def long_product(submodule, launch, device, tokens: int, dtype=torch.float32):
     factor = torch.randn(3, RANK, LONG, generator=generator).to(device)
     ids = torch.randint(0, 3, (20, TOP_K), generator=generator)[:tokens]
     sort = submodule("kernels.experts.expert_sort").expert_sort
-    slots, _, _, tiles = sort(ids.to(device), 3, tile_rows=16)
+    order = sort(ids.to(device), 3, tile_rows=16)
     out = torch.full((tokens * TOP_K, RANK), torch.nan, device=device, dtype=dtype)
-    options = {"tile_rows": 16, "scaling": 0.5, "fan": TOP_K, "scatter": True}
-    launch.low_rank(x, factor, slots, tiles, out, **options)
+    launch.low_rank(x, factor, order, out, scaling=0.5, fan=TOP_K, scatter=True)
     return out, x, factor, ids
 
 

@@ -12,11 +12,12 @@ import torch
 from .._compare import assert_error_at_most
 from ._grouped import PATHS, RANK, TOKENS, TOP_K, K, N, doubles, operands, valid_slots
 
-NAMES = ("x", "weight", "lora_a", "lora_b", "bias", "slots", "offsets", "tiles")
+NAMES = ("x", "weight", "lora_a", "lora_b", "bias")
 
 
 def arguments(problem: dict, path: str, grouped_out: bool = False) -> tuple:
-    return (*(problem[name] for name in NAMES), 16, 0.5, TOP_K, grouped_out, path)
+    operands = (*(problem[name] for name in NAMES), 0.5, *problem["order"].operands())
+    return (*operands, TOP_K, grouped_out, path)
 
 
 @pytest.mark.kernels_ci
@@ -60,10 +61,13 @@ def test_decoded_slices_of_4_bit_experts_take_triton(submodule, ops, device, pat
 
 @pytest.fixture(scope="session")
 def config(submodule):
-    """The module kernels._grouped_config of the loaded package."""
-    return submodule("kernels.experts._grouped_config")
+    """The module kernels.experts.tiles of the loaded package."""
+    return submodule("kernels.experts.tiles")
 
 
+@pytest.mark.sees_defect("the plan is chosen by mutable globals, which the tests overwrite")
+@pytest.mark.sees_defect("pruning leaves one tile of 32 x 32, or none")
+@pytest.mark.sees_defect("shared memory is asked of a driver: no tile without a GPU")
 @pytest.mark.parametrize("arch", ["sm80", "sm86", "sm90", "hip"])
 @pytest.mark.parametrize("direction", ["forward", "dx", "dots", "low_rank", "product"])
 @pytest.mark.parametrize("element_bytes", [2, 4])
@@ -123,6 +127,7 @@ def test_unknown_direction(config):
         config.choose(config.Shape("sm90", 64, K, N, 2, "backward"))
 
 
+@pytest.mark.sees_defect("tuned anew for each number of tokens, without the rank in the key")
 def test_what_a_tile_depends_on(config):
     """No number of tokens, no routing: the rows of a tile stand for the mean rows per expert."""
     names = {field.name for field in dataclasses.fields(config.Shape)}
@@ -131,6 +136,9 @@ def test_what_a_tile_depends_on(config):
     assert low[0] != low[1]
 
 
+@pytest.mark.sees_defect(
+    "gradients are added by atomics in the parameter's dtype: rounded often, never the same"
+)
 def test_no_kernel_uses_atomics(submodule):
     """Two additions in an order that differs from run to run would differ in their last bits."""
     folder = Path(submodule("kernels").__file__).parent
@@ -143,12 +151,9 @@ def test_no_kernel_uses_atomics(submodule):
 def calls(submodule, monkeypatch):
     """Names of the launches on the Triton path, in order."""
     made: list[str] = []
-    modules = [
-        submodule(f"kernels.grouped_lora_{direction}_triton")
-        for direction in ("forward", "dx", "dab")
-    ]
+    module = submodule("kernels.experts.grouped_launch_triton")
 
-    def watch(module, name: str) -> None:
+    def watch(name: str) -> None:
         real = getattr(module, name)
 
         def launch(*arguments, **options):
@@ -157,13 +162,14 @@ def calls(submodule, monkeypatch):
 
         monkeypatch.setattr(module, name, launch)
 
-    for module in modules:
-        for name in ("low_rank", "grouped_product", "expert_products"):
-            if hasattr(module, name):
-                watch(module, name)
+    for name in ("low_rank", "grouped_product", "expert_products"):
+        watch(name)
     return made
 
 
+@pytest.mark.sees_defect("x A^T is computed again for every tile of columns")
+@pytest.mark.sees_defect("dY B is computed again for every tile of columns")
+@pytest.mark.sees_defect("dA and dB compute x A^T and dY B again for every block")
 def test_low_rank_products_are_computed_once(submodule, moe_problem, calls):
     """x A^T once in forward, dY B once in dX; the gradients of A and B read both again."""
     y, leaves = moe_problem
@@ -188,17 +194,17 @@ def moe_problem(submodule, device, calls):
 @pytest.fixture
 def launched(submodule, monkeypatch, device):
     """{launch: its tensors} of forward on the Triton path; nothing runs. And the operands."""
-    module = submodule("kernels.experts.grouped_lora_forward_triton")
+    module = submodule("kernels.experts.grouped_launch_triton")
     seen: dict[str, list] = {}
     for name in ("low_rank", "grouped_product"):
         monkeypatch.setattr(
-            module, name, lambda *tensors, name=name, **_: seen.update({name: tensors})
+            module, name, lambda *operands, name=name, **_: seen.update({name: operands})
         )
     problem = operands(submodule, device, torch.float16)
-    names = ("x", "weight", "lora_a", "lora_b", "bias", "slots", "tiles")
-    module.grouped_lora_forward_triton(
-        *(problem[name] for name in names), 16, 0.5, TOP_K, grouped_out=True
-    )
+    records = submodule("kernels.experts.grouped_lora")
+    lora = records.LoraFactors(problem["lora_a"], problem["lora_b"], 0.5)
+    weights = records.ExpertWeights(problem["weight"], lora, problem["bias"])
+    module.grouped_lora_forward_triton(problem["x"], weights, problem["order"], TOP_K, True)
     return problem, seen
 
 
@@ -206,12 +212,13 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one.data_ptr(), one.dtype) == (other.data_ptr(), other.dtype)
 
 
+@pytest.mark.sees_defect("rows are gathered by a pass of their own")
 def test_no_gathered_copy(launched):
     """Rows are gathered by the kernel's loads: it gets x itself, T rows, and the slots."""
     problem, seen = launched
     for name in ("low_rank", "grouped_product"):
         assert same_memory(seen[name][0], problem["x"])
-        assert any(same_memory(t, problem["slots"]) for t in seen[name] if t is not None)
+        assert any(one is problem["order"] for one in seen[name])
 
 
 def test_factors_are_read_in_place(launched):

@@ -207,9 +207,8 @@ def test_explain_names_the_path(opt, module):
     assert opt.explain("matmul_add", device="cpu").startswith("torch: baddbmm; no kernel for cpu")
 
 
-def test_half_precision_is_taken_with_strides_for_tma(module, monkeypatch):
-    monkeypatch.setattr(module, "_serves", lambda _: True)
-    assert module.explain_matmul_add("cuda").startswith("compiled")
+def test_half_precision_is_taken_with_strides_for_tma(module, dispatch, monkeypatch):
+    monkeypatch.setattr(dispatch, "runs_compiled", lambda op, device: True)
     x = torch.zeros(2, 16, 16, dtype=torch.float16)
     assert module._takes_compiled(x, x, None, x)
     assert module._takes_compiled(x, x.mT, x, x)
@@ -217,9 +216,9 @@ def test_half_precision_is_taken_with_strides_for_tma(module, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ("a", "b", "c", "out"))
-def test_strides_that_tma_cannot_take_go_to_torch(module, monkeypatch, name):
+def test_strides_that_tma_cannot_take_go_to_torch(module, dispatch, monkeypatch, name):
     """Also float32, and C and out that are contiguous along different dimensions."""
-    monkeypatch.setattr(module, "_serves", lambda _: True)
+    monkeypatch.setattr(dispatch, "runs_compiled", lambda op, device: True)
     good = dict.fromkeys(("a", "b", "c", "out"), torch.zeros(2, 16, 16, dtype=torch.float16))
     assert module._takes_compiled(**good)
     buffer = torch.zeros(2, 16, 48, dtype=torch.float16)

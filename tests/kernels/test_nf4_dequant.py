@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 
 import pytest
@@ -171,6 +170,7 @@ def test_ids(run_nf4, device, path, ids, id_dtype):
     assert_same_bits(actual, oracle(arguments, ids, torch.float16))
 
 
+@pytest.mark.sees_defect("nested absmax is decoded for every expert on each call")
 def test_nested_absmax_is_rounded_twice(run_nf4, device):
     """A fused multiply-add of code, scale and offset gives other bits on this data."""
     stack = Stack(2, (256, 32), 32, nested=True)
@@ -187,6 +187,9 @@ def test_nested_absmax_is_rounded_twice(run_nf4, device):
         assert_same_bits(actual, expected)
 
 
+@pytest.mark.sees_defect(
+    "blocks that straddle experts, and odd experts, are decoded wrongly in silence"
+)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_shape(run_nf4, device, data):
@@ -221,6 +224,7 @@ def test_packed_may_start_anywhere(run_nf4, device, first):
         assert_same_bits(actual, oracle(arguments, [1, 2], torch.float16))
 
 
+@pytest.mark.sees_defect("FP4 and other storage dtypes take another, slower way")
 @pytest.mark.parametrize("storage", (torch.int8, torch.bfloat16, torch.float32), ids=str)
 def test_storage_dtype_and_shape_of_packed_do_not_matter(opt, device, storage):
     arguments = Stack(4, (16, 64)).arguments(device)
@@ -258,6 +262,7 @@ def test_threads_do_not_change_the_bits(run_nf4, device):
     assert_same_bits(*results)
 
 
+@pytest.mark.sees_defect("32-bit offsets into the decoded experts and into the stack")
 def test_stack_beyond_two_to_the_31_elements(run_nf4, device):
     """The last experts' elements have indices above 2**31."""
     numel, experts = 65537, 32800
@@ -330,32 +335,10 @@ def test_compiles_with_inductor_inside_a_larger_graph(opt, device):
     torch.testing.assert_close(torch.compile(step, fullgraph=True)(x, ids), step(x, ids))
 
 
-def test_explain_names_the_path(opt, nf4, device):
+def test_explain_names_the_path(opt, device):
     assert opt.explain("nf4_dequant", device=device).startswith("compiled: ")
     expected = "reference: the loaded variant has no kernel for xpu tensors"
-    assert nf4.explain_nf4_dequant("xpu") == expected
-
-
-@pytest.mark.parametrize(
-    ("capability", "compiled", "path"),
-    [((9, 0), True, "compiled"), ((7, 5), True, "triton"), ((9, 0), False, "triton")],
-)
-def test_pick_on_cuda(nf4, monkeypatch, capability, compiled, path):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    monkeypatch.setattr(nf4, "_has_compiled", lambda key: compiled and key == "CUDA")
-    assert nf4._pick.__wrapped__(torch.device("cuda", 0)).name == path
-
-
-def test_the_portable_path_is_logged_once(nf4, caplog):
-    nf4._say_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger=nf4.__name__):
-        for _ in range(2):
-            assert nf4._pick_name(torch.device("xpu")) == "reference"
-    assert [record.message for record in caplog.records] == [
-        "nf4_dequant runs its portable path, which is slow: "
-        "the loaded variant has no kernel for xpu tensors"
-    ]
+    assert opt.explain("nf4_dequant", device="xpu") == expected
 
 
 def test_meta_tensors_give_shapes(opt):
@@ -411,6 +394,7 @@ def codebooks(submodule, device):
     return {"nf4": torch.tensor(NF4, device=device), "fp4": fp4}
 
 
+@pytest.mark.sees_defect("values that are close to bitsandbytes' and not the same")
 @pytest.mark.parametrize("nested", (False, True))
 @pytest.mark.parametrize("blocksize", BLOCKSIZES)
 @pytest.mark.parametrize("quant_type", ("nf4", "fp4"))

@@ -9,7 +9,7 @@ import torch
 
 from ..conftest import ROOT
 
-SOURCES = ROOT / "kernels-src" / "nf4_product"
+SOURCES = ROOT / "kernels-src" / "quant"
 STORED = (3, 32, 128)  # (E, N, K)
 
 
@@ -72,13 +72,23 @@ def test_python_repeats_the_limits_of_the_source(module):
     assert f"kMinBlock = {module.MIN_BLOCK};" in (SOURCES / "nf4_product.h").read_text()
 
 
+@pytest.fixture
+def on_device(device):
+    """New tensors lie on the device, whose kernels some operands are converted by."""
+    with torch.device(device):
+        yield
+
+
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("last", (True, False))
 @pytest.mark.parametrize("refused", ("nothing", "rank", "out"))
 def test_what_is_refused_goes_to_triton_with_all_its_arguments(
     module, submodule, monkeypatch, refused, last
 ):
     """And what is not refused goes to the op, with the other kernel's names for its arguments."""
-    launch, after = (submodule(f"kernels._{name}_triton") for name in ("nf4_product", "row_dots"))
+    launch, after = (
+        submodule(f"kernels.quant._{name}_triton") for name in ("nf4_product", "row_dots")
+    )
     asked = {}
     monkeypatch.setattr(launch, "nf4_product", lambda *a, **o: asked.update(triton=(a, o)))
     monkeypatch.setattr(
@@ -140,11 +150,12 @@ def test_it_pays_where_it_was_measured_faster(module, case):
     assert module.pays(*arguments) is faster
 
 
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("path", ("measured", "compiled", "triton"))
 @pytest.mark.parametrize("pays", (True, False))
 @pytest.mark.parametrize("refused", (None, "rank", "out", "device"))
 def test_the_ops_take_what_path_and_times_say(
-    module, submodule, monkeypatch, caplog, path, pays, refused
+    module, dispatch, submodule, monkeypatch, caplog, path, pays, refused
 ):
     """By name what it can take; measured also what pays, and without a word where it cannot."""
     forward = submodule("kernels.quant.grouped_lora_nf4_forward")
@@ -153,7 +164,7 @@ def test_the_ops_take_what_path_and_times_say(
     monkeypatch.setattr(
         module, "ops", types.SimpleNamespace(nf4_product=lambda *a: asked.append("compiled"))
     )
-    monkeypatch.setattr(module, "_is_hopper", lambda device: refused != "device")
+    monkeypatch.setattr(dispatch, "is_hopper", lambda device: refused != "device")
     seen = []
     monkeypatch.setattr(module, "pays", lambda *a: seen.append(a) or pays)
     _, n, k = STORED
@@ -162,7 +173,7 @@ def test_the_ops_take_what_path_and_times_say(
     out = None if refused == "out" else rows(n)
     operands = (rows(k), stack(), True, rows(rank), torch.ones(3, rank, n), *order, out)
     options = {"tile_rows": 64, "fan": 1, "scatter": True}
-    module._say_once.cache_clear()
+    dispatch.say_once.cache_clear()
     forward.product_of_stack(operands, 0, "forward", options, path)
     accepts = refused is None or (refused == "device" and path == "compiled")
     wanted = path == "compiled" or (path == "measured" and pays)

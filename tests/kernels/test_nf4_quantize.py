@@ -256,17 +256,17 @@ def test_wrong_arguments_are_named(opt, message):
     assert message in str(caught.value)
 
 
-def test_a_slow_path_is_reported_once(submodule, monkeypatch, caplog):
+def test_a_slow_path_is_reported_once(submodule, dispatch, monkeypatch, caplog):
     module = submodule("kernels.quant.nf4_quantize")
-    monkeypatch.setattr(module, "_has_compiled", lambda key: False)
-    module._pick.cache_clear()
-    module._say_once.cache_clear()
+    monkeypatch.setattr(dispatch, "has_compiled", lambda op, key: False)
+    dispatch.pick.cache_clear()
+    dispatch.say_once.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             module.nf4_quantize(torch.ones(8))
             module.nf4_quantize(torch.ones(8))
     finally:
-        module._pick.cache_clear()
+        dispatch.pick.cache_clear()
     assert [record.message for record in caplog.records].count(
         "nf4_quantize runs its portable path, which is slow: torch in chunks; no kernel for cpu "
         "tensors is loaded"

@@ -28,15 +28,15 @@ def test_bits_of_bitsandbytes(ops, device, dtype, blocksize, quant_type):
             assert_same_bits(packed, theirs.reshape(-1))
 
 
-def test_a_user_gets_the_kernel_without_asking(opt, ops, submodule, device, caplog):
+def test_a_user_gets_the_kernel_without_asking(opt, ops, dispatch, device, caplog):
     """The portable path, which takes 250 times as long, is neither taken nor reported."""
-    module, weight = submodule("kernels.quant.nf4_quantize"), draw((6, 700), torch.bfloat16, device)
-    module._say_once.cache_clear()
+    weight = draw((6, 700), torch.bfloat16, device)
+    dispatch.say_once.cache_clear()
     for actual, expected in zip(
         opt.nf4_quantize(weight), run(ops, "compiled", weight, 64, "nf4"), strict=True
     ):
         assert_same_bits(actual, expected)
-    assert module._pick_name(device) == "compiled"
+    assert dispatch.path_name("nf4_quantize", device) == "compiled"
     assert not [r for r in caplog.records if "nf4_quantize" in r.getMessage()]
 
 

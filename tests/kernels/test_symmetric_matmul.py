@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,18 +20,18 @@ def module(submodule):
 
 
 @pytest.fixture(scope="session")
-def multiply(module):
+def multiply(module, dispatch):
     """`multiply(path, A=..., B=..., ...)`: the public function, or the same on one path's op."""
 
     def call(path: str, **arguments) -> torch.Tensor:
         if path == "public":
             return module.symmetric_matmul(**arguments)
-        before = module._pick_name
-        module._pick_name = lambda device: path
+        before = dispatch.path_name
+        dispatch.path_name = lambda op, device: path
         try:
             return module.symmetric_matmul(**arguments)
         finally:
-            module._pick_name = before
+            dispatch.path_name = before
 
     return call
 
@@ -119,6 +117,7 @@ def test_empty(multiply, device, path, shape):
     assert multiply(path, A=A, diag=1.0).shape == (*shape[:-1], shape[-2])
 
 
+@pytest.mark.sees_defect("the symmetric product serves 2-D tensors only")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("path", PATHS)
 def test_a_matrix_gives_the_same_bits_in_any_batch(multiply, device, path, dtype):
@@ -323,8 +322,8 @@ def test_out_must_not_overlap_an_operand(module, device, name):
 
 @pytest.mark.parametrize("added", (False, True))
 @pytest.mark.parametrize("path", ("picked", "reference"))
-def test_opcheck(module, device, path, added):
-    path = module._pick_name(device) if path == "picked" else path
+def test_opcheck(module, dispatch, device, path, added):
+    path = dispatch.path_name("symmetric_matmul", device) if path == "picked" else path
     A = torch.randn(2, 20, 24, device=device)
     C = torch.zeros(2, 20, 20, device=device) if added else None
     out = torch.zeros(2, 20, 20, device=device)
@@ -350,29 +349,7 @@ def test_compiles_without_a_graph_break(module, device):
 def test_explain_names_the_path(opt, module, device):
     picked = "reference: float64 products of torch" if device.type == "cpu" else "compiled: CUDA"
     assert opt.explain("symmetric_matmul", device=device).startswith(picked)
-    assert module.explain_symmetric_matmul("xpu").startswith("reference: ")
-
-
-@pytest.mark.parametrize(
-    ("capability", "compiled", "path"),
-    [((9, 0), True, "compiled"), ((7, 5), True, "triton"), ((9, 0), False, "triton")],
-)
-def test_pick_on_cuda(module, monkeypatch, request, capability, compiled, path):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    module._serves.cache_clear()
-    request.addfinalizer(module._serves.cache_clear)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    monkeypatch.setattr(module, "_has_compiled", lambda key: compiled and key == "CUDA")
-    assert module._pick.__wrapped__(torch.device("cuda", 0)).name == path
-
-
-def test_the_portable_path_is_logged_once(module, caplog):
-    module._say_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger=module.__name__):
-        for _ in range(2):
-            assert module._pick_name(torch.device("xpu")) == "reference"
-    assert len(caplog.records) == 1
-    assert caplog.records[0].message.startswith("symmetric_matmul runs its portable path")
+    assert opt.explain("symmetric_matmul", device="xpu").startswith("reference: ")
 
 
 def test_meta_tensors_give_shapes(module):

@@ -118,7 +118,8 @@ def test_compiled_once_and_kept(kernel, repo_id, tmp_path) -> None:
             "\n\nfrom triton.runtime.jit import JITFunction\n\n"
             'kernel = JITFunction(scaled_copy, do_not_specialize=["n"])\n'
         )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    environment = {**os.environ, "PYTHONPATH": paths}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-c", COMPILED_ONCE.format(repo_id=repo_id)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

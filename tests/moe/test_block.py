@@ -119,6 +119,9 @@ def folded(wrapped: LinearWithLora) -> nn.Linear:
     return plain
 
 
+@pytest.mark.sees_defect(
+    "shared experts or the router are bypassed with what is wrapped around them"
+)
 @pytest.mark.parametrize(
     ("owner", "name"),
     [("router", "gate"), ("shared_experts", "up_proj"), ("shared_experts", "shared_expert_gate")],

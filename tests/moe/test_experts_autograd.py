@@ -56,6 +56,7 @@ def test_gradient_checkpointing(moe, device, use_reentrant):
     assert_same_results(*results)
 
 
+@pytest.mark.sees_defect("backward overwrites what forward saved: a second backward is wrong")
 def test_backward_twice_over_one_graph(moe, device):
     """retain_graph: nothing that was saved is written to, so the second backward equals it."""
     problem = LayerProblem(bias=True, train_base=True)
@@ -178,6 +179,9 @@ def test_deepcopy_shares_nothing(moe, device):
     assert_same_bits(twin(*inputs), expected)
 
 
+@pytest.mark.sees_defect(
+    "LoRA held as plain attributes stays behind when the module moves or is copied"
+)
 def test_moving_to_a_dtype_moves_lora_too(moe, device):
     problem = LayerProblem(bias=True)
     layer = problem.module(moe, device).to(torch.bfloat16)
@@ -187,6 +191,7 @@ def test_moving_to_a_dtype_moves_lora_too(moe, device):
     assert out.dtype == torch.bfloat16 and bool(out.isfinite().all())
 
 
+@pytest.mark.sees_defect("LoRA held as plain attributes is in no state dict")
 def test_state_dict_names_and_round_trip(moe, device, tmp_path):
     """Keys and shapes are a format: base as in transformers, LoRA as in PEFT."""
     problem = LayerProblem(bias=True, rank=3, rank_down=2)

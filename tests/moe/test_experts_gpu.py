@@ -58,7 +58,7 @@ def test_a_training_step_in_a_cuda_graph(moe, device):
 
 def test_sums_beside_dx_in_a_cuda_graph(moe, submodule, device, monkeypatch):
     """Bits are those of one stream, captured or not."""
-    launches = submodule("kernels.experts.gated_experts_triton")
+    launches = submodule("kernels.experts.gated_launch_triton")
     problem = LayerProblem(512, 2, 8, 256, 256, 8, 8, dtype=torch.bfloat16)
     layer = triton_layer(problem, moe, device)
     x, gates, grad = problem.inputs(device)

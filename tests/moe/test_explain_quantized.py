@@ -9,19 +9,16 @@ import torch
 
 
 @pytest.fixture
-def on_hopper(submodule, monkeypatch):
+def on_hopper(submodule, dispatch, monkeypatch):
     """Decisions as on an H200, made on tensors of the CPU."""
-    module, paths = (
-        submodule("moe.quantized.explain_quantized"),
-        submodule("kernels.experts._moe_paths"),
-    )
+    module = submodule("moe.quantized.explain_quantized")
 
     def pick(device, dtype, backend="auto"):
         name = "triton" if backend == "auto" else backend
-        return paths.Path(name, "Triton on NVIDIA H200")
+        return dispatch.Path(name, "Triton on NVIDIA H200")
 
     monkeypatch.setattr(module, "pick", pick)
-    monkeypatch.setattr(module, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
     monkeypatch.setattr(module, "_decodes_in_registers", lambda device, dtype: dtype.itemsize == 2)
 
 

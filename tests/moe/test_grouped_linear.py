@@ -85,6 +85,7 @@ def test_error_against_float64(run, device, problem, dtype):
     assert_close_to_eager(dataclasses.replace(problem, dtype=dtype), run, device)
 
 
+@pytest.mark.sees_defect("float32 LoRA over half-precision activations raises")
 @pytest.mark.parametrize("lora_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gates", [False, True])
 def test_lora_dtype_differs_from_the_activations(run, device, lora_dtype, gates):
@@ -96,6 +97,7 @@ def test_lora_dtype_differs_from_the_activations(run, device, lora_dtype, gates)
 ROUTINGS = ("random", "one", "no-ends", "gap", "sentinels", "all-sentinels")
 
 
+@pytest.mark.sees_defect("no tokens")
 @pytest.mark.parametrize("tokens", [0, 1, 2, 37])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("gates", [False, True])
@@ -105,6 +107,9 @@ def test_routings(run, device, routing, tokens, gates):
     assert_close_to_eager(problem, run, device)
 
 
+@pytest.mark.sees_defect(
+    "masked loads without a value for masked lanes, sizes that are no multiple of a tile"
+)
 @settings(max_examples=60, deadline=None)
 @given(
     tokens=st.integers(0, 40),

@@ -58,6 +58,7 @@ def test_auto_takes_triton(opt, device):
     assert opt.explain("grouped_lora_linear", device=device).startswith("triton: ")
 
 
+@pytest.mark.sees_defect("the fallback loops over experts on the host")
 def test_nothing_waits_for_the_device(run, device):
     problem = dataclasses.replace(
         REAL["Qwen3.5"], dtype=torch.bfloat16, gates=True, bias=True, routing="sentinels"

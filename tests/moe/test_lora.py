@@ -271,6 +271,9 @@ def without_lora(moe, device):
     return made(x, problem.ids(device), gates).detach()
 
 
+@pytest.mark.sees_defect(
+    "set_lora and clear_lora forget the adapter: no second one, no reference pass"
+)
 def test_off_equals_a_layer_that_never_had_lora(moe, device, layer):
     """DPO and GRPO take their reference from it: bit for bit, and again after turning it on."""
     base, trained = without_lora(moe, device), layer.call()
@@ -363,6 +366,7 @@ def test_selective_lora_weights(moe):
     assert_same_bits(B.grad[:, 9:12], 2 * B.detach()[:, 9:12])
 
 
+@pytest.mark.sees_defect("selecting LoRA by advanced indexing sorts in backward")
 def test_selective_gradient_needs_no_sort(moe):
     """Advanced indexing would put index_put(accumulate) into the graph, which sorts on a GPU."""
     A, B = torch.randn(8, 6, requires_grad=True), torch.randn(10, 8, requires_grad=True)
@@ -375,6 +379,7 @@ def test_selective_gradient_needs_no_sort(moe):
     assert not any(name.startswith("IndexBackward") for name in found)
 
 
+@pytest.mark.sees_defect("an empty batch selects no expert and divides by zero")
 def test_selective_of_no_expert(moe):
     a, b = moe.selective_lora_weights(
         torch.randn(8, 6), torch.randn(10, 8), torch.empty(0, dtype=torch.int64), 4

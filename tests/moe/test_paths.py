@@ -36,7 +36,7 @@ def test_triton(run, device, problem, dtype):
     assert_close_to_eager(problem, run, device, "triton", factor=3.5 if truncates else 1.5)
 
 
-def test_the_compiled_path_is_for_4_bit_experts(moe, opt, submodule, monkeypatch, device):
+def test_the_compiled_path_is_for_4_bit_experts(moe, opt, submodule, dispatch, monkeypatch, device):
     """On any device: over dense weights the error names what to use instead."""
     problem = Problem(4)
     leaves, order = problem.inputs(device), moe.expert_sort(problem.ids(device), problem.experts)
@@ -47,10 +47,10 @@ def test_the_compiled_path_is_for_4_bit_experts(moe, opt, submodule, monkeypatch
         opt.explain("grouped_lora_linear", device=device, backend="compiled")
     paths = submodule("kernels.experts._moe_paths")
     pick = functools.partial(paths.pick.__wrapped__, device, torch.bfloat16, "compiled")
-    monkeypatch.setattr(paths, "_is_hopper", lambda _: False)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda _: False)
     with pytest.raises(ValueError, match=r"needs a device of capability 9\.0 and Triton"):
         pick()
-    monkeypatch.setattr(paths, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda _: True)
     assert pick().name == "compiled"
     with pytest.raises(ValueError, match=said):
         pick(dense=True)

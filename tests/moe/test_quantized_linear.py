@@ -213,6 +213,7 @@ def test_only_packed_bytes_are_kept_for_backward(opt, device):
     assert max(tensor.numel() for tensor in kept) < weight_elements // 4
 
 
+@pytest.mark.sees_defect("at training lengths the whole stack is decoded")
 def test_no_slice_decodes_more_than_its_bound(opt, submodule, device, small_chunks, monkeypatch):
     """chunked: SLICE_BYTES; selective: min(E, T k) experts, however the tokens are routed."""
     module = submodule("moe.quantized.expert_weights")
@@ -247,6 +248,7 @@ def test_no_slice_decodes_more_than_its_bound(opt, submodule, device, small_chun
         assert seen == 2 * expected
 
 
+@pytest.mark.sees_defect("nothing ever turns it on")
 def test_choice_is_a_pure_function_of_rows_per_expert(opt, submodule, monkeypatch):
     choose = opt.moe.choose_strategy
     monkeypatch.setattr(submodule("moe.quantized.strategy"), "FUSED_UP_TO_ROWS", 200)

@@ -59,6 +59,7 @@ def assert_routes(index, weights, expected: list[dict[int, float]]) -> None:
             assert value == pytest.approx(wanted[expert], rel=1e-6, abs=1e-12)
 
 
+@pytest.mark.sees_defect("softmax in the dtype of the logits")
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("top_k", [1, 3, 8])
 def test_softmax_top_k(moe, top_k, norm):
@@ -100,6 +101,7 @@ def test_group_top_k(moe, groups, size, data, norm, score, seed):
     assert_routes(index, weights, expected)
 
 
+@pytest.mark.sees_defect("corrected scores leak into the weights or their gradient")
 def test_correction_chooses_but_does_not_weight(moe):
     logits = torch.tensor([[2.0, 1.0, -3.0]])
     bias = torch.tensor([0.0, 0.0, 5.0])
@@ -108,6 +110,9 @@ def test_correction_chooses_but_does_not_weight(moe):
     assert weights.item() == pytest.approx(1 / (1 + math.exp(3)), rel=1e-6)
 
 
+@pytest.mark.sees_defect(
+    "softmax routing has no groups, although a model that needs them is listed"
+)
 def test_groups_restrict_softmax_too(moe):
     """Mistral 4: softmax with groups. The best expert lies in the weaker group and is left out."""
     logits = torch.tensor([[3.0, -9.0, 2.5, 2.5]])
@@ -127,6 +132,7 @@ def test_a_dropped_group_counts_as_zero_not_as_minus_infinity(moe):
     assert 0 in index and 1 not in index
 
 
+@pytest.mark.sees_defect("renormalization divides by zero")
 def test_renormalization_stays_finite_where_sigmoids_underflow(moe):
     """Weights that are all 0 stay 0; without the 1e-20 they would be NaN."""
     index, weights = moe.group_top_k(torch.full((2, 4), -200.0), 2)
@@ -178,6 +184,7 @@ def test_gradients(moe, norm):
     assert bias.grad is None
 
 
+@pytest.mark.sees_defect("sigmoid routing is guessed from the presence of a correction")
 @pytest.mark.parametrize(
     ("options", "route"),
     [

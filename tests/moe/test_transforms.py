@@ -21,7 +21,7 @@ def layer_and_inputs(moe, device):
 
 @pytest.mark.parametrize("operand", [0, 2], ids=["x", "gates"])
 def test_jvp_through_the_experts(layer_and_inputs, operand) -> None:
-    """M12: a tangent of zeros, without a word, would train nothing."""
+    """A tangent of zeros, without a word, would train nothing."""
     layer, inputs = layer_and_inputs
 
     def call(value):

@@ -20,7 +20,7 @@ def polar_express(opt, x: Tensor, steps: int) -> Tensor:
 
 @dataclass
 class NanochatMuon:
-    """nanochat's Muon rule (N6 to N10) for one matrix, in float64."""
+    """nanochat's Muon rule for one matrix, in float64."""
 
     param: Tensor
     lr: float
@@ -50,7 +50,7 @@ class NanochatMuon:
 
 @dataclass
 class MotifMuon:
-    """The Motif optimizer's rule (M6, M17, M18) for one matrix, in float64."""
+    """The Motif optimizer's rule for one matrix, in float64."""
 
     param: Tensor
     lr: float

@@ -1,4 +1,4 @@
-"""The docstrings list the arguments that exist, and nothing else (M1)."""
+"""The docstrings list the arguments that exist, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def documented_arguments(docstring: str) -> set[str]:
     return {name for head in heads for name in head.split(", ")}
 
 
+@pytest.mark.sees_defect("the documentation lists arguments that do not exist")
 @pytest.mark.parametrize(
     "name",
     [

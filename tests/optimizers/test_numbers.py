@@ -15,7 +15,7 @@ CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
 
 @CLASSES
 def test_options_are_read_at_every_step(opt, device, name) -> None:
-    """M1: a scheduler's change takes effect; lr 0 with no decay moves nothing."""
+    """A scheduler's change takes effect; lr 0 with no decay moves nothing."""
     params = parameters([(6, 4), (6, 4)], device=device)
     optimizer = both(opt, params, weight_decay=0.0)[name]()
     optimizer.step()
@@ -38,6 +38,7 @@ def test_momentum_can_be_scheduled(opt, device, name) -> None:
     torch.testing.assert_close(optimizer.state[params[0]]["momentum_buffer"], grad)
 
 
+@pytest.mark.sees_defect("a Tensor lr breaks, or waits for the device")
 @pytest.mark.parametrize(
     "make",
     [
@@ -50,7 +51,7 @@ def test_momentum_can_be_scheduled(opt, device, name) -> None:
 )
 @pytest.mark.parametrize("tensor", [False, True], ids=["float", "Tensor"])
 def test_schedulers_and_tensor_learning_rates(opt, device, make, tensor) -> None:
-    """M17: a Tensor lr gives what the equal number gives, with every scheduler."""
+    """A Tensor lr gives what the equal number gives, with every scheduler."""
     results = []
     for as_tensor in (False, tensor):
         params = parameters([(6, 4), (6, 4)], device=device)
@@ -106,7 +107,7 @@ class NoHostReads(TorchDispatchMode):
 
 @CLASSES
 def test_a_step_never_waits_for_the_device(opt, device, name) -> None:
-    """M6, M17: no .item(), no bool(tensor), also with a Tensor lr, from the first step on."""
+    """No .item(), no bool(tensor), also with a Tensor lr, from the first step on."""
     params = parameters([(6, 4), (3, 8), (6, 4), (5,)], device=device)
     optimizer = both(opt, params)[name]()
     for group in optimizer.param_groups:
@@ -121,9 +122,15 @@ def test_a_step_never_waits_for_the_device(opt, device, name) -> None:
         params[0].sum().item()
 
 
+@pytest.mark.sees_defect("torch.tensor(momentum) at every step copies to the default device")
+@pytest.mark.sees_defect(
+    'the device "cuda" is written into the code',
+    "torch.zeros(self.shape, dtype=self.dtype, device=param.device)",
+    "torch.zeros(self.shape, dtype=self.dtype)",
+)
 @CLASSES
 def test_the_device_is_the_parameters(opt, device, name) -> None:
-    """M6, M28: nothing is made on torch's default device, at construction or in a step.
+    """Nothing is made on torch's default device, at construction or in a step.
 
     A tensor made without naming a device would be a meta tensor here and fail or lose its values.
     """
@@ -169,10 +176,13 @@ def test_structural_options_may_change_between_steps(opt, device) -> None:
     assert_same_bits(param.detach(), before[0])
 
 
+@pytest.mark.sees_defect(
+    "decay and update are rounded apart: in bfloat16 the decay never changes a weight"
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @CLASSES
 def test_low_precision_parameters_are_rounded_once(opt, device, name, dtype) -> None:
-    """M17, N9, 4.5: one step equals the float32 step, rounded to the parameter's dtype once."""
+    """One step equals the float32 step, rounded to the parameter's dtype once."""
     params = parameters([(16, 8), (16, 8)], dtype=dtype, device=device)
     exact = [nn.Parameter(param.detach().float()) for param in params]
     for param, wide in zip(params, exact, strict=True):
@@ -184,7 +194,7 @@ def test_low_precision_parameters_are_rounded_once(opt, device, name, dtype) -> 
 
 
 def test_decay_of_bfloat16_parameters_survives_with_the_update(opt, device) -> None:
-    """M17: rounded on its own, a decay of lr wd = 1e-3 < 2^-9 never changes a bfloat16 weight.
+    """Rounded on its own, a decay of lr wd = 1e-3 < 2^-9 never changes a bfloat16 weight.
 
     Rounded together with an update of about two ulps (2^-8 below 1) it acts in full on average:
     50 roundings of 0.3 ulp on 4096 weights leave 0.5 % of the 5 % by which the weights decay.
@@ -213,9 +223,11 @@ def test_gradients_may_have_another_precision(opt, device) -> None:
     assert_same_bits(optimizer.state[param]["momentum_buffer"], param.grad)
 
 
+@pytest.mark.sees_defect("autotuning picks different configurations, hence different bits")
+@pytest.mark.sees_defect("compiled and eager steps may differ")
 @CLASSES
 def test_runs_repeat_bit_for_bit(opt, device, name) -> None:
-    """M8: no autotuning and no batch-dependent arithmetic."""
+    """No autotuning and no batch-dependent arithmetic."""
     runs = []
     for _ in range(2):
         params = parameters([(32, 16), (16, 32), (32, 16), (9,)], device=device)
@@ -225,9 +237,12 @@ def test_runs_repeat_bit_for_bit(opt, device, name) -> None:
         assert_same_bits(one, other)
 
 
+@pytest.mark.sees_defect(
+    "updates are grouped by the float lr of their shape: a Tensor lr breaks or waits"
+)
 @CLASSES
 def test_tensor_learning_rate_with_several_shapes(opt, device, name) -> None:
-    """M17: Motif groups updates by the float lr, so that a Tensor breaks or waits for the device.
+    """Motif groups updates by the float lr, so that a Tensor breaks or waits for the device.
 
     Every shape has a rate of its own; a Tensor gives what the equal number gives.
     """
@@ -252,7 +267,7 @@ def test_tensor_learning_rate_with_several_shapes(opt, device, name) -> None:
 def test_a_tensor_weight_decay_gives_the_bits_of_the_number(
     opt, device, tmp_path, name, lr_is, form
 ) -> None:
-    """M2: as a Tensor lr it is never read on the host, and is followed when it changes."""
+    """As a Tensor lr it is never read on the host, and is followed when it changes."""
     results = []
     for tensor in (False, True):
         params = parameters([(6, 4), (4, 6), (5,)], device=device)

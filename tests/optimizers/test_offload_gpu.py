@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_device_memory_is_freed(opt, submodule, device, monkeypatch) -> None:
-    """M24: between steps only slots and small state stay; a step adds nothing to the plain peak."""
+    """Between steps only slots and small state stay; a step adds nothing to the plain peak."""
     limit = 32 << 20  # 256 MiB by default, of which three would hold most of this small state
     for module in ("optimizers.chunks", "optimizers.state.host_state"):
         monkeypatch.setattr(submodule(module), "BATCH_BYTES", limit)

@@ -133,6 +133,7 @@ def test_no_stage_takes_an_unknown_word_for_another(submodule, call, message) ->
         call(lambda name: submodule(f"optimizers.stages.{name}"))
 
 
+@pytest.mark.sees_defect("a bad chunk_size surfaces at the first step")
 @pytest.mark.parametrize("name", ["Muon", "MuonAdamW", "DistMuonAdamW"])
 @pytest.mark.parametrize(
     ("option", "value", "error", "message"),
@@ -147,14 +148,14 @@ def test_no_stage_takes_an_unknown_word_for_another(submodule, call, message) ->
     ],
 )
 def test_the_flow_of_chunks_is_checked_at_construction(opt, name, option, value, error, message):
-    """M2: not at the first step."""
+    """Not at the first step."""
     group = {"params": parameters([(4, 3)]), "kind": "muon", "lr": 0.1}
     with pytest.raises(error, match=message):
         getattr(opt, name)([group], **{option: value})
 
 
 def test_the_flow_of_chunks_is_taken_and_copied(opt) -> None:
-    """M1: the names of the Motif optimizer; a copy keeps them, as it keeps the process group."""
+    """The names of the Motif optimizer; a copy keeps them, as it keeps the process group."""
     given = {"warmup_step": 5, "chunk_size": 8, "in_flight_bytes": 2**20, "cuda_graphs": False}
     optimizer = opt.Muon(parameters([(4, 3)]), **given)
     for one in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):

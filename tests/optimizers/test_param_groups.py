@@ -20,7 +20,7 @@ def split(opt, model, *args) -> tuple[set[str], set[str]]:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_transformer(opt, tied) -> None:
-    """M4: embeddings, heads tied or not, norms and vectors go to AdamW."""
+    """Embeddings, heads tied or not, norms and vectors go to AdamW."""
     model = TinyTransformer(tied)
     muon, adamw = split(opt, model)
     expected = {f"layers.{i}.{part}.weight" for i in (0, 1) for part in ("qkv", "output")}
@@ -62,8 +62,9 @@ class TiedUnderTheHeadsName(nn.Module):
         self.encode.weight = self.decode.weight
 
 
+@pytest.mark.sees_defect("tied weights are unknown")
 def test_a_tied_weight_is_an_embedding_under_any_name(opt) -> None:
-    """M4: by names alone `decode.weight` is a matrix like any other."""
+    """By names alone `decode.weight` is a matrix like any other."""
     assert split(opt, TiedUnderTheHeadsName()) == ({"b.0.weight"}, {"decode.weight"})
 
 
@@ -249,6 +250,7 @@ def test_only_modules_are_accepted(opt) -> None:
         opt.get_default_muon_param_groups([torch.ones(2, 2)])
 
 
+@pytest.mark.sees_defect("embed_tokens, wte, tok_embeddings and output go to Muon")
 @pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [

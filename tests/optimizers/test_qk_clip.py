@@ -63,7 +63,7 @@ def heads(before, after, rows):
 
 @CLASSES
 def test_one_query_head_per_key_head(opt, device, name) -> None:
-    """M20: both take sqrt(gamma)."""
+    """Both take sqrt(gamma)."""
     named = layer({"q_proj": 3 * D, "k_proj": 3 * D, "v_proj": 3 * D}, device=device)
     before = values(p for _, p in named)
     optimizer = build(opt, name, named, MHA)
@@ -75,9 +75,14 @@ def test_one_query_head_per_key_head(opt, device, name) -> None:
     assert_same_bits(named[2][1].detach(), before[2])
 
 
+@pytest.mark.sees_defect(
+    "query heads that share a key head are clipped too much",
+    "QUERY: self._rows(QUERY, query / beside, query)",
+    "QUERY: self._rows(QUERY, query.sqrt(), query)",
+)
 @CLASSES
 def test_shared_key_heads_are_exact(opt, device, name) -> None:
-    """M20: Motif gives the key head min sqrt(gamma) and each query head its own: over-clipped."""
+    """Motif gives the key head min sqrt(gamma) and each query head its own: over-clipped."""
     named = layer({"wq": 6 * D, "wk": 2 * D}, device=device)
     before = values(p for _, p in named)
     logits = [20.0, 5.0, 80.0, 9.0, 3.0, 10.0]
@@ -109,7 +114,7 @@ def test_clipped_logits_are_the_old_ones_times_gamma(opt, device) -> None:
 
 @pytest.mark.parametrize("names", [("wq_b", "wkv_b"), ("q_proj", "kv_b_proj")])
 def test_latent_attention(opt, device, names) -> None:
-    """M21: nope rows by sqrt(gamma), rope rows of the queries by gamma, value rows not at all."""
+    """Nope rows by sqrt(gamma), rope rows of the queries by gamma, value rows not at all."""
     named = layer({names[0]: 3 * 5, names[1]: 3 * 7, "wkv_a": 8}, device=device)
     before = values(p for _, p in named)
     logits = [40.0, -3.0, 16.0]
@@ -130,8 +135,9 @@ def test_latent_attention(opt, device, names) -> None:
 STRANGE = [NAN, INF, -INF, 0.0, -50.0, T, 3.4e38]
 
 
+@pytest.mark.sees_defect("an infinite logit zeroes its head")
 def test_strange_logits(opt, device) -> None:
-    """M20, M21: NaN, inf, zero and negative maxima clip nothing; a huge finite one does."""
+    """NaN, inf, zero and negative maxima clip nothing; a huge finite one does."""
     count = len(STRANGE)
     config = MHA | {"q_indices": range(count), "k_indices": range(count)}
     named = layer({"wq": count * D, "wk": count * D}, device=device)
@@ -155,7 +161,7 @@ def test_strange_logits_in_a_shared_group(opt, device) -> None:
 
 
 def test_a_repeated_head_takes_its_largest_logit(opt, device) -> None:
-    """M19: repeats are allowed, the smallest scale wins; unnamed heads stay."""
+    """Repeats are allowed, the smallest scale wins; unnamed heads stay."""
     config = MHA | {"q_indices": [1, 1, 0], "k_indices": [1, 1, 0]}
     named = layer({"wq": 3 * D, "wk": 3 * D}, device=device)
     before = values(p for _, p in named)
@@ -184,7 +190,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_which_names_match(opt, submodule, name) -> None:
-    """M19: the last component but one is the kind, the last of digits alone the layer."""
+    """The last component but one is the kind, the last of digits alone the layer."""
     config = submodule("optimizers.groups.clip_config").parse_clip_config(MHA)
     entries = [("here", nn.Parameter(torch.zeros(12, 4)), name)]
     found = submodule("optimizers.stages.qk_clip").find_targets(config, entries)
@@ -194,7 +200,7 @@ def test_which_names_match(opt, submodule, name) -> None:
 
 
 def test_experts_and_vectors_are_never_clipped(opt, device) -> None:
-    """M22: neither stacks nor single experts, under any expert key, nor biases."""
+    """Neither stacks nor single experts, under any expert key, nor biases."""
     named = [
         ("layers.0.experts.q_proj.weight", nn.Parameter(torch.ones(2, 3 * D, 6, device=device))),
         ("layers.0.heads.1.q_proj.weight", nn.Parameter(torch.ones(3 * D, 6, device=device))),
@@ -209,9 +215,10 @@ def test_experts_and_vectors_are_never_clipped(opt, device) -> None:
         assert_same_bits(param.detach(), old)
 
 
+@pytest.mark.sees_defect("a layer without logits is a KeyError")
 @CLASSES
 def test_layers_without_logits_and_logits_without_layers(opt, device, name) -> None:
-    """M19: Motif raises KeyError for a layer without logits (hybrid models)."""
+    """Motif raises KeyError for a layer without logits (hybrid models)."""
     named = layer({"wq": 12, "wk": 12}, 0, device=device)
     named += layer({"wq": 12, "wk": 12}, 1, seed=7, device=device)
     before = values(p for _, p in named)
@@ -267,7 +274,7 @@ def test_parameters_without_gradients_are_clipped_with_their_partner(opt, device
 
 
 def test_the_clip_comes_after_the_update_and_outside_of_the_momentum(opt, device) -> None:
-    """M20: never inside the input of the iteration: state equals that of a step without clip."""
+    """Never inside the input of the iteration: state equals that of a step without clip."""
     states, weights = [], []
     for logits in (None, {0: torch.full((3,), 40.0, device=device)}):
         named = layer({"wq": 12, "wk": 12}, device=device)
@@ -282,9 +289,10 @@ def test_the_clip_comes_after_the_update_and_outside_of_the_momentum(opt, device
         torch.testing.assert_close(clipped, plain * 0.5, rtol=1e-6, atol=0)
 
 
+@pytest.mark.sees_defect("every logit is read on the host")
 @CLASSES
 def test_a_clipped_step_never_waits_for_the_device(opt, device, name) -> None:
-    """M20: Motif reads every logit with float(), for every head and parameter."""
+    """Motif reads every logit with float(), for every head and parameter."""
     named = layer({"wq": 6 * D, "wk": 2 * D}, device=device)
     optimizer = build(opt, name, named, GQA, lr=0.1)
     logits = {0: torch.full((6,), 40.0, device=device)}
@@ -303,7 +311,7 @@ ROWS = {
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_of_a_shard_take_the_scale_of_their_head(opt, submodule, device, kind, dtype) -> None:
-    """M22: uneven, empty and strided shards give the rows of the whole, bit for bit."""
+    """Uneven, empty and strided shards give the rows of the whole, bit for bit."""
     clip = submodule("optimizers.stages.qk_clip")
     config = submodule("optimizers.groups.clip_config").parse_clip_config(GQA)
     ((_, whole), (_, key)) = layer({"wq": 6 * D, "wk": 2 * D}, device=device, dtype=dtype)
@@ -376,7 +384,7 @@ def test_a_captured_clip_equals_the_eager_one(opt, device, name) -> None:
 
 @CLASSES
 def test_logits_without_a_configuration_are_refused(opt, device, name) -> None:
-    """M5: they must not be ignored in silence; empty index lists say that it is meant."""
+    """They must not be ignored in silence; empty index lists say that it is meant."""
     named = layer({"wq": 12, "wk": 12}, device=device)
     before = values(p for _, p in named)
     with pytest.raises(ValueError, match="qk_logits was given, but no QK-clip is configured"):
@@ -400,7 +408,7 @@ def test_the_configuration_survives_copies(opt, device) -> None:
 
 
 def test_sharded_logits_are_put_together(opt, submodule) -> None:
-    """M5: heads of tensor parallelism; a part of them is not taken for all."""
+    """Heads of tensor parallelism; a part of them is not taken for all."""
 
     class Placement:
         def is_replicate(self):

@@ -1,4 +1,4 @@
-"""`rounding`: 16-bit parameters lose neither decay nor small updates (M17), and bits repeat."""
+"""`rounding`: 16-bit parameters lose neither decay nor small updates, and bits repeat."""
 
 from __future__ import annotations
 
@@ -114,10 +114,11 @@ RUNS = [("nearest", torch.float32)] + [
 ]
 
 
+@pytest.mark.sees_defect("no master copy and no stochastic rounding")
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 @pytest.mark.parametrize("rate", [1e-4, 5e-4, 2e-3])
 def test_decay_is_not_lost_over_1000_steps(opt, device, kind, rate) -> None:
-    """lr wd = rate alone, without gradients' help, against a float32 run (M17, N10).
+    """lr wd = rate alone, without gradients' help, against a float32 run.
 
     To nearest, a decay below 2^-9 never moves a bfloat16 weight. Stochastic rounding is unbiased:
     a step adds a variance of at most (2^-8 p)^2 / 4, so over 1,000 steps the mean of n = 1024

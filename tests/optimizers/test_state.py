@@ -58,6 +58,12 @@ def assert_same_state(one, other) -> None:
         assert_same_bits(mine, theirs)
 
 
+@pytest.mark.sees_defect(
+    "the buffer has the gradient's dtype, 8 bits of mantissa for bfloat16",
+    "\n    wide = torch.promote_types(param.dtype, torch.float32)",
+    "\n    wide = param.dtype",
+)
+@pytest.mark.sees_defect("moments in the parameter's dtype")
 @DTYPES
 @MAKERS
 def test_state_is_made_for_all_parameters_at_once(opt, device, make, dtype) -> None:
@@ -109,8 +115,9 @@ def test_keys_do_not_depend_on_which_gradients_were_present(opt, device) -> None
     assert keys[0] == keys[1] == keys[2]
 
 
+@pytest.mark.sees_defect("state is stacked under params[0]: it depends on membership and order")
 def test_state_does_not_depend_on_group_membership(opt, device) -> None:
-    """N5: nanochat keeps one stacked buffer under the first parameter of a group."""
+    """Nanochat keeps one stacked buffer under the first parameter of a group."""
     params = parameters([(6, 4), (6, 4)], device=device)
     optimizer = opt.MuonAdamW([{"kind": "muon", "params": params, "lr": 0.1}])
     optimizer.step()
@@ -141,11 +148,12 @@ WAYS = {
 }
 
 
+@pytest.mark.sees_defect("a loaded run does not continue exactly")
 @pytest.mark.parametrize("way", WAYS)
 @DTYPES
 @MAKERS
 def test_a_loaded_run_continues_bit_for_bit(opt, device, make, dtype, way) -> None:
-    """M25, N5: also with bfloat16 parameters, whose float32 state torch would cast on loading."""
+    """Also with bfloat16 parameters, whose float32 state torch would cast on loading."""
     params = parameters(SHAPES, dtype=dtype, device=device)
     optimizer = make(opt, params)
     train(optimizer, params, 3)
@@ -177,8 +185,9 @@ def test_loading_copies(opt, device, make) -> None:
         assert_same_bits(tensor, old)
 
 
+@pytest.mark.sees_defect("caches are module globals: optimizers share and clear each other's")
 def test_two_optimizers_are_independent(opt, device) -> None:
-    """M23: Motif's caches are module globals; one load_state_dict clears the other's."""
+    """Motif's caches are module globals; one load_state_dict clears the other's."""
     params, twins = parameters(SHAPES, device=device), parameters(SHAPES, device=device)
     first, second = muon(opt, params), muon(opt, twins)
     train(first, params, 2)

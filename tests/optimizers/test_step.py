@@ -22,10 +22,11 @@ CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
 SHAPES = [(6, 4), (4, 6), (6, 4), (8, 3, 2, 2)]
 
 
+@pytest.mark.sees_defect("Nesterov writes into p.grad; without it p.grad is the momentum buffer")
 @CLASSES
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_gradients_are_never_written(opt, device, name, nesterov) -> None:
-    """M6, M7, N6: Motif writes the Nesterov direction into p.grad, or aliases it with momentum."""
+    """Motif writes the Nesterov direction into p.grad, or aliases it with momentum."""
     params = parameters(SHAPES, device=device)
     optimizer = both(opt, params, none_grad=False)[name]()
     for group in optimizer.param_groups:
@@ -40,9 +41,10 @@ def test_gradients_are_never_written(opt, device, name, nesterov) -> None:
             assert_same_bits(grad, old)
 
 
+@pytest.mark.sees_defect("zero_grad(set_to_none=False) zeroes the momentum")
 @CLASSES
 def test_zeroing_gradients_in_place_keeps_the_momentum(opt, device, name) -> None:
-    """M6: with p.grad = momentum_buffer, zero_grad(set_to_none=False) zeroes the momentum."""
+    """With p.grad = momentum_buffer, zero_grad(set_to_none=False) zeroes the momentum."""
     params = parameters(SHAPES, device=device)
     optimizer = both(opt, params, none_grad=False)[name]()
     optimizer.param_groups[0]["nesterov"] = False
@@ -53,10 +55,15 @@ def test_zeroing_gradients_in_place_keeps_the_momentum(opt, device, name) -> Non
     assert buffer.abs().sum() > 0
 
 
+@pytest.mark.sees_defect(
+    "none_grad is ignored on some paths and forced for experts",
+    "                for param in chunk.finished:\n",
+    "                for param in (p for p in chunk.finished if p.ndim == 2):\n",
+)
 @pytest.mark.parametrize("none_grad", [True, False])
 @CLASSES
 def test_none_grad_means_the_same_on_every_path(opt, device, name, none_grad) -> None:
-    """M7: matrices, experts and AdamW parameters alike."""
+    """Matrices, experts and AdamW parameters alike."""
     params = parameters([(3, 4, 5), (4, 4), (5,), (5, 5)], device=device)
     groups = [
         {"params": params[:2], "names": ["experts.w", "a"], "expert_keys": ["experts"]},
@@ -68,9 +75,11 @@ def test_none_grad_means_the_same_on_every_path(opt, device, name, none_grad) ->
     assert all((param.grad is None) == none_grad for param in params)
 
 
+@pytest.mark.sees_defect("an expert tensor without a gradient stops training")
+@pytest.mark.sees_defect("a missing gradient is a TypeError")
 @CLASSES
 def test_parameters_without_gradient_are_left_alone(opt, device, name) -> None:
-    """M7, M16, N2: no decay, no momentum, no step count; and the others move as if alone."""
+    """No decay, no momentum, no step count; and the others move as if alone."""
     params = parameters([(6, 4), (6, 4), (5,), (5,)], device=device)
     twins = parameters([(6, 4), (6, 4), (5,), (5,)], device=device)
     optimizer, full = both(opt, params)[name](), both(opt, twins)[name]()
@@ -102,9 +111,10 @@ def test_a_step_without_any_gradient_changes_nothing(opt, device, name) -> None:
     torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
 
 
+@pytest.mark.sees_defect("step() takes no closure")
 @CLASSES
 def test_closure(opt, device, name) -> None:
-    """M5, N2: called once under enable_grad before gradients are read; its loss is returned."""
+    """Called once under enable_grad before gradients are read; its loss is returned."""
     params = parameters([(6, 4), (6, 4)], device=device)
     optimizer = both(opt, params, none_grad=False)[name]()
     optimizer.zero_grad()
@@ -124,9 +134,10 @@ def test_closure(opt, device, name) -> None:
     assert optimizer.step(closure=closure) is not loss
 
 
+@pytest.mark.sees_defect("more than 8 distinct shapes fail to compile")
 @CLASSES
 def test_any_number_of_shapes(opt, device, name) -> None:
-    """N3: nanochat's compiled kernels fail at more than 8 distinct shapes."""
+    """Nanochat's compiled kernels fail at more than 8 distinct shapes."""
     params = parameters([(n, n + 1) for n in range(1, 25)], device=device)
     before = values(params)
     both(opt, params)[name]().step()
@@ -198,8 +209,11 @@ def test_a_gradient_from_before_a_swap_is_refused(opt, device) -> None:
     assert_same_bits(first.detach(), before[0])
 
 
+@pytest.mark.sees_defect(
+    "views are cached by id, so that updates go to dead memory after a .data swap"
+)
 def test_a_swapped_storage_is_followed(opt, device) -> None:
-    """M16: Motif caches views by id, so that updates go to dead memory after a .data swap."""
+    """Motif caches views by id, so that updates go to dead memory after a .data swap."""
     (param,) = parameters([(3, 4, 5)], device=device)
     (twin,) = parameters([(3, 4, 5)], device=device)
     options = {"expert_keys": ["experts"], "lr": 0.1}
@@ -215,6 +229,7 @@ def test_a_swapped_storage_is_followed(opt, device) -> None:
     assert_same_bits(old, kept)
 
 
+@pytest.mark.sees_defect("state is lost if params[0] is replaced")
 def test_a_replaced_parameter_gets_state(opt, device) -> None:
     """Trainers that shard a model put new parameters into param_groups."""
     first, second = parameters([(6, 4), (4, 6)], device=device)
@@ -240,7 +255,7 @@ def test_a_parameter_replaced_before_the_first_step_can_be_saved(opt, device) ->
 
 
 def test_profiler_ranges(opt, device) -> None:
-    """M27: the stages of the sentence are visible in a trace."""
+    """The stages of the sentence are visible in a trace."""
     params = parameters([(6, 4), (6, 4)], device=device)
     optimizer = both(opt, params)["Muon"]()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

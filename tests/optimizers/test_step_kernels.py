@@ -47,13 +47,15 @@ def make(dtype, device):
 
 
 @pytest.fixture
-def reference_only(submodule):
+def reference_only(dispatch):
     """A patch, on demand, after which every stage takes the reference path."""
-    lists = submodule("kernels.step.tensor_lists")
+    path, pick = dispatch.Path("reference", "asked for by a test"), dispatch.pick
+    stages = ("momentum", "apply_update", "adamw")
 
     def patch(monkeypatch):
-        path = lists.Path("reference", "asked for by a test")
-        monkeypatch.setattr(lists, "pick", lambda op, device: path)
+        monkeypatch.setattr(
+            dispatch, "pick", lambda op, device: path if op in stages else pick(op, device)
+        )
 
     return patch
 
@@ -266,7 +268,7 @@ def test_a_graph_that_saved_a_parameter_knows_that_it_changed(opt, device) -> No
 
 @pytest.mark.parametrize("beta2", [None, 0.9])
 def test_calls_do_not_grow_with_the_parameters(opt, submodule, device, monkeypatch, beta2) -> None:
-    """N11: one call per stage for any number of parameters of one shape."""
+    """One call per stage for any number of parameters of one shape."""
     lists = submodule("kernels.step.tensor_lists")
     called = collections.Counter()
 
@@ -295,8 +297,9 @@ def test_calls_do_not_grow_with_the_parameters(opt, submodule, device, monkeypat
     assert counts == [{"momentum": 1, "apply_update": 1, "adamw": 1}] * 3
 
 
+@pytest.mark.sees_defect("stacks and copies back, 3 to 4 more passes over the parameters")
 def test_directions_are_written_to_their_places_in_the_batch(submodule, device, monkeypatch):
-    """N11: nothing is made one by one and stacked afterwards."""
+    """Nothing is made one by one and stacked afterwards."""
     stage = submodule("optimizers.stages.momentum")
     places = []
 
@@ -316,6 +319,7 @@ def test_directions_are_written_to_their_places_in_the_batch(submodule, device, 
     assert_same_bits(batch, torch.stack(grads))
 
 
+@pytest.mark.sees_defect("CPU scalars are frozen into a captured graph")
 @pytest.mark.gpu
 @CLASSES
 @pytest.mark.parametrize(
@@ -330,7 +334,7 @@ def test_directions_are_written_to_their_places_in_the_batch(submodule, device, 
 )
 @pytest.mark.parametrize("beta2", [None, 0.9])
 def test_a_captured_step_equals_the_eager_one(opt, device, name, dtype, rounding, beta2) -> None:
-    """N4: 100 replays with changing gradients and a changing rate, which the graph reads."""
+    """100 replays with changing gradients and a changing rate, which the graph reads."""
     results = []
     for captured in (False, True):
         params = make(dtype, device)

@@ -24,7 +24,7 @@ FLOAT32 = 2e-5
 @pytest.mark.parametrize("beta2", [0.95, None])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_muon_adamw_follows_nanochats_rule(opt, device, shape, beta2) -> None:
-    """N6 to N10: moving average, Nesterov, variance reduction, shape factor, cautious decay."""
+    """Moving average, Nesterov, variance reduction, shape factor, cautious decay."""
     (param,) = parameters([shape], dtype=torch.float64, device=device)
     expected = NanochatMuon(param.detach().clone(), lr=0.02, beta2=beta2, weight_decay=0.3)
     group = {"kind": "muon", "params": [param], "lr": 0.02, "beta2": beta2, "weight_decay": 0.3}
@@ -40,7 +40,7 @@ def test_muon_adamw_follows_nanochats_rule(opt, device, shape, beta2) -> None:
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_muon_follows_motifs_rule(opt, device, shape, nesterov) -> None:
-    """M6, M17, M18: heavy ball, raw-lr decay, update scale 0.2 sqrt(max(rows, columns))."""
+    """Heavy ball, raw-lr decay, update scale 0.2 sqrt(max(rows, columns))."""
     (param,) = parameters([shape], dtype=torch.float64, device=device)
     expected = MotifMuon(param.detach().clone(), lr=0.01, nesterov=nesterov)
     optimizer = opt.Muon([param], lr=0.01, nesterov=nesterov)
@@ -51,6 +51,7 @@ def test_muon_follows_motifs_rule(opt, device, shape, nesterov) -> None:
     assert_error_at_most(param.detach(), expected.param, FLOAT64)
 
 
+@pytest.mark.sees_defect("the norm is taken in bfloat16")
 @pytest.mark.parametrize("shape", [(48, 96), (96, 48)], ids=str)
 def test_float32_step_is_close_to_float64(opt, device, shape) -> None:
     (param,) = parameters([shape], device=device)
@@ -76,7 +77,7 @@ def test_default_dtype_step_is_close_to_float64(opt, device) -> None:
 @pytest.mark.parametrize("lr", [3e-3, "tensor"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_adamw_half_equals_torch(opt, device, weight_decay, lr) -> None:
-    """N3, M23, with torch's own tolerances (rtol 1e-5, atol 1e-6) over 50 steps."""
+    """With torch's own tolerances (rtol 1e-5, atol 1e-6) over 50 steps."""
     lr = torch.tensor(3e-3, device=device) if lr == "tensor" else lr
     shapes = [(33,), (4, 5), (), (2, 3, 4)]
     ours, theirs = parameters(shapes, device=device), parameters(shapes, device=device)
@@ -137,6 +138,7 @@ def test_bias_correction_keeps_its_digits_in_float32(submodule, device, beta) ->
     assert abs(param.item() + 1.0) <= 8 * 6e-8
 
 
+@pytest.mark.sees_defect("learning-rate modes of different packages are compared unaligned")
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
 def test_muon_equals_torchs_where_they_are_comparable(opt, device, adjust_lr_fn) -> None:
     """float32, Nesterov: same rule up to torch's bfloat16 iteration with Keller Jordan's triple.
@@ -155,6 +157,10 @@ def test_muon_equals_torchs_where_they_are_comparable(opt, device, adjust_lr_fn)
         assert_error_at_most(mine.detach() - start, other.detach() - start, 0.1)
 
 
+@pytest.mark.sees_defect(
+    "torch.optim.Muon, bfloat16, nesterov=False: the division overwrites the momentum"
+)
+@pytest.mark.sees_defect("gram-newton-schulz divides the caller's float32 tensor in place")
 def test_bfloat16_without_nesterov_keeps_its_momentum(opt, device) -> None:
     """torch.optim.Muon 2.13 normalizes its momentum in place there: 0.158 instead of 0.1."""
     param = nn.Parameter(torch.eye(4, device=device, dtype=torch.bfloat16))
@@ -175,8 +181,11 @@ def test_first_update_is_nearly_semi_orthogonal(opt, device, shape) -> None:
     assert_semi_orthogonal(update, 0.6, 1.3)
 
 
+@pytest.mark.sees_defect(
+    "the documentation claims an update of spectral norm lr, and 0.02 as a good default"
+)
 def test_update_has_the_promised_root_mean_square(opt, device) -> None:
-    """M1: documented as 0.2 lr (not as spectral norm lr)."""
+    """Documented as 0.2 lr (not as spectral norm lr)."""
     (param,) = parameters([(64, 256)], device=device)
     before = param.detach().clone()
     opt.Muon([param], lr=0.01, weight_decay=0.0).step()
@@ -184,9 +193,14 @@ def test_update_has_the_promised_root_mean_square(opt, device) -> None:
     assert rms == pytest.approx(0.2 * 0.01, rel=0.1)  # singular values within 10 % on Gaussians
 
 
+@pytest.mark.sees_defect(
+    "ns_steps above 5 equals 5, below 5 it cuts a table made for 5",
+    "steps=options.ns_steps, dtype=options.dtype",
+    "steps=min(options.ns_steps, 5), dtype=options.dtype",
+)
 @pytest.mark.parametrize("steps", [1, 2, 4, 6, 9])
 def test_every_step_count_is_honoured(opt, device, steps) -> None:
-    """N7: nanochat truncates below 5 and ignores above 5; ours derives a schedule for each."""
+    """Nanochat truncates below 5 and ignores above 5; ours derives a schedule for each."""
     (param,) = parameters([(12, 20)], dtype=torch.float64, device=device)
     expected = NanochatMuon(param.detach().clone(), lr=0.1, ns_steps=steps)
     group = {"kind": "muon", "params": [param], "lr": 0.1, "ns_steps": steps}
@@ -196,6 +210,7 @@ def test_every_step_count_is_honoured(opt, device, steps) -> None:
     assert_error_at_most(param.detach(), expected.param, FLOAT64)
 
 
+@pytest.mark.sees_defect("one learning-rate rule only")
 @pytest.mark.parametrize(
     ("rule", "factor"),
     [
@@ -208,7 +223,7 @@ def test_every_step_count_is_honoured(opt, device, steps) -> None:
     ids=["match_rms_adamw", "original", "spectral", "none", "callable"],
 )
 def test_learning_rate_rules(opt, device, rule, factor) -> None:
-    """M18. Tall here; wide below, where `original` and `spectral` differ."""
+    """Tall here; wide below, where `original` and `spectral` differ."""
     updates = []
     for adjust in (rule, None):
         (param,) = parameters([(24, 6)], dtype=torch.float64, device=device)
@@ -225,8 +240,9 @@ def test_learning_rate_rules_of_a_wide_matrix(submodule) -> None:
     assert factor_of("match_rms_adamw", 6, 24) == pytest.approx(0.2 * math.sqrt(24))
 
 
+@pytest.mark.sees_defect("lr and weight decay are rounded to bfloat16")
 def test_learning_rate_and_decay_are_not_rounded_to_bfloat16(opt, device) -> None:
-    """N9: a learning rate cast to bfloat16 is off by up to 0.2 %, hence so would the update be."""
+    """A learning rate cast to bfloat16 is off by up to 0.2 %, hence so would the update be."""
     lr = 0.0100327  # 0.18 % from the nearest bfloat16
     (param,) = parameters([(16, 16)], device=device)
     exact = param.detach().double()
@@ -240,8 +256,9 @@ def test_learning_rate_and_decay_are_not_rounded_to_bfloat16(opt, device) -> Non
     assert_error_at_most(param.detach().double() - exact, expected.param - exact, 2e-4)
 
 
+@pytest.mark.sees_defect("beta2 is rounded to bfloat16")
 def test_beta2_is_not_rounded_to_bfloat16(opt, device) -> None:
-    """N8: bfloat16(0.95) = 0.94922 moves the first second moment by 1.6 %."""
+    """bfloat16(0.95) = 0.94922 moves the first second moment by 1.6 %."""
     (param,) = parameters([(16, 8)], device=device)
     optimizer = opt.MuonAdamW(
         [{"kind": "muon", "params": [param], "lr": 0.1, "beta2": 0.95, "dtype": torch.float32}]
@@ -253,8 +270,9 @@ def test_beta2_is_not_rounded_to_bfloat16(opt, device) -> None:
     assert_error_at_most(second, expected, 2e-4)
 
 
+@pytest.mark.sees_defect("beta2=None is instant normalization instead of none")
 def test_beta2_none_is_off_and_not_instant_normalization(opt, device) -> None:
-    """N8: rows of an orthogonalized tall matrix differ in norm; only beta2 evens them out."""
+    """Rows of an orthogonalized tall matrix differ in norm; only beta2 evens them out."""
     spread = {}
     for beta2 in (None, 0.95):
         (param,) = parameters([(24, 6)], device=device)
@@ -269,7 +287,7 @@ def test_beta2_none_is_off_and_not_instant_normalization(opt, device) -> None:
 
 
 def test_heavy_ball_and_moving_average_give_the_same_direction(opt, device) -> None:
-    """4.5: they differ by the factor 1 - mu, which orthogonalization removes."""
+    """They differ by the factor 1 - mu, which orthogonalization removes."""
     results = []
     for form in ("heavy_ball", "ema"):
         (param,) = parameters([(12, 20)], dtype=torch.float64, device=device)
@@ -278,8 +296,9 @@ def test_heavy_ball_and_moving_average_give_the_same_direction(opt, device) -> N
     assert_error_at_most(results[0], results[1], FLOAT64)
 
 
+@pytest.mark.sees_defect("eps is fixed against the scale of the gradient")
 def test_tiny_gradients_are_orthogonalized_too(opt, device) -> None:
-    """N7: an additive eps of 1e-6 leaves a gradient of norm 1e-6 half orthogonalized."""
+    """An additive eps of 1e-6 leaves a gradient of norm 1e-6 half orthogonalized."""
     updates = []
     for scale in (1.0, 1e-9):
         (param,) = parameters([(16, 24)], device=device)
@@ -291,7 +310,7 @@ def test_tiny_gradients_are_orthogonalized_too(opt, device) -> None:
 
 
 def test_cautious_decay_spares_weights_the_update_grows(opt, device) -> None:
-    """N10, for both classes: only weights with u p >= 0 decay."""
+    """For both classes: only weights with u p >= 0 decay."""
     (param,) = parameters([(8, 8)], dtype=torch.float64, device=device)
     before = param.detach().clone()
     (twin,) = parameters([(8, 8)], dtype=torch.float64, device=device)
@@ -302,9 +321,10 @@ def test_cautious_decay_spares_weights_the_update_grows(opt, device) -> None:
     assert_error_at_most(param.detach(), expected, FLOAT64)
 
 
+@pytest.mark.sees_defect("the decay depends on the shape factor, without a choice")
 @pytest.mark.parametrize("shaped", [True, False])
 def test_decay_by_raw_or_shaped_rate(opt, device, shaped) -> None:
-    """N10 / M17: nanochat's decay carries the shape factor, decoupled decay does not."""
+    """Nanochat's decay carries the shape factor, decoupled decay does not."""
     (param,) = parameters([(32, 2)], dtype=torch.float64, device=device)
     before = param.detach().clone()
     param.grad.zero_()  # a zero gradient gives a zero update, so that only decay is left

@@ -16,11 +16,9 @@ def restarts(submodule):
 
 
 @pytest.fixture
-def forgets_devices(submodule):
-    """What the products remember of a device does not outlive a test that pretends another one."""
-    known = [
-        submodule(f"kernels.products.{name}")._serves for name in ("symmetric_matmul", "matmul_add")
-    ]
+def forgets_devices(dispatch):
+    """What is remembered of a device does not outlive a test that pretends another one."""
+    known = (dispatch.pick, dispatch.runs_compiled)
     for remembered in known:
         remembered.cache_clear()
     yield

@@ -16,16 +16,19 @@ from .project import parse, place
 ARROWS: dict[str, frozenset[str]] = {
     "_ops": frozenset(),  # generated: the namespace of the compiled ops
     "reference": frozenset(),
-    "kernels": frozenset({"_ops"}),
+    "dispatch": frozenset({"_ops"}),
+    "kernels": frozenset({"_ops", "dispatch"}),
     # _ops: newton_schulz, gram_newton_schulz and gram_polynomial are registered ops themselves
-    "orthogonalize": frozenset({"kernels", "_ops"}),
+    "orthogonalize": frozenset({"kernels", "dispatch", "_ops"}),
     "distributed": frozenset({"kernels.push"}),
     "tensor_parallel": frozenset({"distributed", "orthogonalize", "kernels"}),
-    "optimizers": frozenset({"orthogonalize", "distributed", "kernels", "tensor_parallel"}),
-    "moe": frozenset({"kernels"}),
+    "optimizers": frozenset(
+        {"orthogonalize", "distributed", "kernels", "tensor_parallel", "dispatch"}
+    ),
+    "moe": frozenset({"kernels", "dispatch"}),
     "integrations": frozenset({"moe", "optimizers"}),
     "layers": frozenset({"moe"}),
-    "explain": frozenset({"orthogonalize", "kernels"}),
+    "explain": frozenset({"orthogonalize", "kernels", "dispatch"}),
 }
 FACADE = "__init__"  # the package's own __init__.py, which may import every layer
 

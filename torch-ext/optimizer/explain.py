@@ -9,13 +9,8 @@ from typing import Any
 
 import torch
 
+from . import dispatch
 from .kernels.experts import _moe_paths
-from .kernels.products.matmul_add import explain_matmul_add
-from .kernels.products.normalize import explain_normalize
-from .kernels.products.symmetric_matmul import explain_symmetric_matmul
-from .kernels.quant.nf4_dequant import explain_nf4_dequant
-from .kernels.quant.nf4_quantize import explain_nf4_quantize
-from .kernels.step import tensor_lists as _lists
 from .orthogonalize.choose import explain as explain_orthogonalize
 
 
@@ -36,13 +31,8 @@ def _orthogonalize(
 
 EXPLAINERS = {
     "orthogonalize": _orthogonalize,
-    "symmetric_matmul": explain_symmetric_matmul,
-    "matmul_add": explain_matmul_add,
-    "nf4_dequant": explain_nf4_dequant,
-    "nf4_quantize": explain_nf4_quantize,
-    "normalize": explain_normalize,
     **dict.fromkeys(("expert_sort", "grouped_lora_linear", "combine", "glu"), _moe_paths.explain),
-    **{op: functools.partial(_lists.explain, op) for op in ("momentum", "apply_update", "adamw")},
+    **{op: functools.partial(dispatch.explain, op) for op in dispatch.TABLE},
 }
 
 
@@ -50,9 +40,9 @@ def explain(op: str, **problem: Any) -> str:
     """Say in words what `op` would run for a problem.
 
     Args:
-        op: "orthogonalize", "symmetric_matmul", "matmul_add", "nf4_dequant", "nf4_quantize",
-            "normalize", "momentum", "apply_update", "adamw", or of the experts "expert_sort",
-            "grouped_lora_linear", "combine", "glu".
+        op: "orthogonalize", "symmetric_matmul", "matmul_add", "square_chain", "normalize",
+            "momentum", "apply_update", "adamw", "nf4_dequant", "nf4_quantize", "nf4_product", or of
+            the experts "expert_sort", "grouped_lora_linear", "combine", "glu".
         **problem: orthogonalize: `shape` (..., m, n), `dtype` and `device` of the input, optionally
             `steps`, `method` and `iterate_dtype`; the others: `device`, those of the experts also
             `dtype` and `backend`.

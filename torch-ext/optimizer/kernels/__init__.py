@@ -3,16 +3,18 @@
 from .experts.combine import combine
 from .experts.expert_sort import expert_sort
 from .experts.glu import glu
-from .experts.grouped_lora_dab import grouped_lora_dab
-from .experts.grouped_lora_dw import grouped_lora_dw
-from .experts.grouped_lora_dx import grouped_lora_dx
-from .experts.grouped_lora_forward import grouped_lora_forward
-from .experts.grouped_lora_linear import grouped_lora_linear
-from .products.matmul_add import explain_matmul_add, matmul_add
-from .products.normalize import explain_normalize, normalize
-from .products.symmetric_matmul import explain_symmetric_matmul, symmetric_matmul
-from .quant.nf4_dequant import explain_nf4_dequant, nf4_dequant
-from .quant.nf4_quantize import explain_nf4_quantize, nf4_quantize
+from .experts.grouped_lora import (
+    grouped_lora_dab,
+    grouped_lora_dw,
+    grouped_lora_dx,
+    grouped_lora_forward,
+    grouped_lora_linear,
+)
+from .products.matmul_add import matmul_add
+from .products.normalize import normalize
+from .products.symmetric_matmul import symmetric_matmul
+from .quant.nf4_dequant import nf4_dequant
+from .quant.nf4_quantize import nf4_quantize
 from .step.adamw import adamw
 from .step.apply_update import apply_update
 from .step.momentum import momentum
@@ -24,11 +26,6 @@ __all__ = [
     "apply_update",
     "combine",
     "expert_sort",
-    "explain_matmul_add",
-    "explain_nf4_dequant",
-    "explain_nf4_quantize",
-    "explain_normalize",
-    "explain_symmetric_matmul",
     "glu",
     "grouped_lora_dab",
     "grouped_lora_dw",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.step.tensor_lists import pick
+from ..dispatch import pick
 from ..orthogonalize.choose import choose, flop
 from ..orthogonalize.cost import H200_BANDWIDTH, H200_RATE
 from ..orthogonalize.products import gram_runs_symmetric, runs_symmetric

@@ -11,16 +11,14 @@ reference | reference/moe.py, expert after expert | everything else, and float64
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import importlib.util
-import logging
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-_logger = logging.getLogger(__name__)
+from ... import dispatch
+from ...dispatch import Path
 
 BACKENDS = ("auto", "compiled", "triton", "reference")
 # Of "auto" over 4-bit weights: what the times say is faster for a product, CUDA's or Triton's.
@@ -29,23 +27,6 @@ MEASURED = "measured"
 TRITON_PATHS = ("triton", "compiled", MEASURED)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-@dataclasses.dataclass(frozen=True)
-class Path:
-    """Which implementation serves a call, and why."""
-
-    name: str
-    reason: str
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == (9, 0)
-        and importlib.util.find_spec("triton") is not None
-    )
 
 
 @functools.cache
@@ -68,7 +49,7 @@ def pick(
             'backend="compiled" is for 4-bit experts: products with dense weights are Triton\'s; '
             'use "auto" or "triton"'
         )
-    if backend == "compiled" and not _is_hopper(device):
+    if backend == "compiled" and not (dispatch.is_hopper(device) and dispatch.has_triton()):
         raise ValueError(
             f'backend="compiled" needs a device of capability 9.0 and Triton, got {device}; '
             'use "auto"'
@@ -79,14 +60,9 @@ def pick(
         return Path("reference", "shapes only")
     if dtype == torch.float64:
         return Path("reference", "float64 is computed by torch, expert after expert")
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if device.type == "cuda" and dispatch.has_triton():
         return Path("triton", f"Triton on {torch.cuda.get_device_name(device)}")
     return Path("reference", f"torch, expert after expert; no kernel for {device.type} tensors")
-
-
-@functools.cache
-def _say_once(op: str, reason: str) -> None:
-    _logger.warning("%s runs its portable path, which is slow: %s", op, reason)
 
 
 @torch.compiler.assume_constant_result
@@ -96,7 +72,7 @@ def pick_name(
     """The name of the path; a slow one that nobody asked for is reported once."""
     path = pick(device, dtype, backend, dense=dense)
     if path.name == "reference" and backend == "auto":
-        _say_once(op, path.reason)
+        dispatch.report_slow(op, path.reason)
     return path.name
 
 

@@ -4,7 +4,7 @@ out = act(gate) * up with gate and up the halves of (M, 2I), or its even and odd
 in float32 and rounded once; backward recomputes from gate_up, so nothing else is kept.
 
 path      | source           | taken
-triton    | glu_triton.py    | CUDA and ROCm
+triton    | rows_triton.py   | CUDA and ROCm
 reference | reference/glu.py | everything else
 """
 
@@ -31,7 +31,7 @@ ACTIVATIONS = (*reference.ELEMENTWISE, "gpt_oss")
 @custom_op(add_op_namespace_prefix("glu"), mutates_args=())
 def _glu(gate_up: Tensor, activation: str, interleaved: bool, path: str) -> Tensor:
     if path in TRITON_PATHS:
-        from .glu_triton import glu_triton
+        from .rows_triton import glu_triton
 
         with on_device_of(gate_up):
             return glu_triton(gate_up, activation, interleaved)
@@ -43,7 +43,7 @@ def _glu_backward(
     grad: Tensor, gate_up: Tensor, activation: str, interleaved: bool, path: str
 ) -> Tensor:
     if path in TRITON_PATHS:
-        from .glu_triton import glu_backward_triton
+        from .rows_triton import glu_backward_triton
 
         with on_device_of(gate_up):
             return glu_backward_triton(grad, gate_up, activation, interleaved)

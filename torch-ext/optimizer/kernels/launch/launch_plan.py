@@ -7,13 +7,20 @@ launched is a function of shapes, strides, dtypes, alignment and constants, neve
 waits, and hands them to the op as a program; every call with operands alike is one call of the op,
 which allocates anew and puts the new addresses in place.
 
-Recorded are launches by `launch`, memory by torch's empty functions and streams of `_beside`. What
+Recorded are launches by `launch`, memory by torch's empty functions and streams of `beside`. What
 is allocated meanwhile are stand-ins: tensors with addresses at which nothing is. The kernels are
-compiled in threads (`_triton_compile`), those of a later function too if `prepare` was told of it.
+compiled in threads (`triton_compile`), those of a later function too if `prepare` was told of it.
 A function that computes anything by torch cannot be played, and runs as it stands.
 
+`beside` gives a function two streams. Both begin after what was launched before, and what is
+launched afterwards waits for both; a CUDA graph captures it so. A first stream keeps its second
+one. torch hands streams out from a pool of 32 per device, so with many first streams two may share
+a second one: their launches there then follow one another, which takes time and changes nothing
+else. What both touch must be allocated before the second begins and let go after they have met: the
+allocator knows of a block the stream that asked for it alone.
+
 path     | source                         | taken
-compiled | kernels-src/launch_plan        | CUDA
+compiled | kernels-src/launch        | CUDA
 python   | the function that was recorded | what cannot be played, and away from CUDA
 """
 
@@ -52,15 +59,18 @@ _ALLOCATIONS = frozenset(
 # c10::ScalarType, which the C++ interface shares
 _SCALAR_TYPES = {
     torch.uint8: 0,
+    torch.int8: 1,
+    torch.int16: 2,
     torch.int32: 3,
     torch.int64: 4,
     torch.float16: 5,
     torch.float32: 6,
     torch.bfloat16: 15,
 }
-_ALLOCATE, _FREE, _WAIT, _LAUNCH, _NF4_PRODUCT = range(5)  # kernels-src/launch_plan/launch_plan.h
+_ALLOCATE, _FREE, _WAIT, _LAUNCH, _NF4_PRODUCT = range(5)  # kernels-src/launch/launch_plan.h
 _VALUE = -1  # the base of an argument that is no address
 _MOST_KEPT = 4096  # tags, and refusals
+_URGENT = -1  # the lower the number, the higher the priority
 _NO_MEMORY = "aoti_torch_empty_strided"  # in the message of an allocation that failed
 
 _here = threading.local()
@@ -94,6 +104,55 @@ def waits(stream: torch.cuda.Stream, awaited: torch.cuda.Stream) -> None:
         recording.wait(stream, awaited)
     else:
         stream.wait_stream(awaited)
+
+
+@dataclasses.dataclass(frozen=True)
+class Streams:
+    """The current stream and the second one; away from a GPU neither, and all runs in order."""
+
+    first: torch.cuda.Stream | None = None
+    second: torch.cuda.Stream | None = None
+
+    def there(self) -> contextlib.AbstractContextManager[Any]:
+        """A context whose launches go to the second stream."""
+        return contextlib.nullcontext() if self.second is None else torch.cuda.stream(self.second)
+
+    def there_waits(self) -> None:
+        """The second stream goes on after what was launched on the first so far."""
+        if self.second is not None:
+            waits(self.second, self.first)
+
+    def here_waits(self) -> None:
+        """The first stream goes on after what was launched on the second so far."""
+        if self.first is not None:
+            waits(self.first, self.second)
+
+
+@functools.cache
+def _second(first: torch.cuda.Stream, urgent: bool) -> torch.cuda.Stream:
+    return torch.cuda.Stream(first.device, priority=_URGENT if urgent else 0)
+
+
+@contextlib.contextmanager
+def beside(x: Tensor, *, urgent: bool = False) -> Iterator[Streams]:
+    """Yields two streams of x's device, which meet at the end of the context.
+
+    Args:
+        x: Where it lies, the launches run. Away from a GPU nothing runs beside anything.
+        urgent: Blocks of the second stream go before those of the first where both wait.
+    """
+    streams = Streams()
+    if x.is_cuda:
+        first = torch.cuda.current_stream(x.device)
+        streams = Streams(first, _second(first, urgent))
+        begins_beside(first, streams.second)
+    streams.there_waits()
+    try:
+        yield streams
+    finally:
+        streams.here_waits()
+        if x.is_cuda:
+            ends_beside()
 
 
 def replayed(

@@ -36,6 +36,8 @@ _NICE = 10  # of the compiling threads: the training goes first
 _MAX_DYNAMIC_SHARED, _PREFER_SHARED = 8, 1  # CUfunction_attribute, CUfunc_cache of cuda.h
 _POINTERS = {
     torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float16: "*fp16",

@@ -1,7 +1,7 @@
 """matmul_add: s (alpha A B + beta C), the dense products of an iteration: Q X and a X + B X.
 
 path     | op              | source                           | taken
-compiled | matmul_add      | kernels-src/newton_schulz/*sm90* | capability 9.0, half precision
+compiled | matmul_add      | kernels-src/products/*sm90* | capability 9.0, half precision
 torch    | matmul_add_auto | torch's baddbmm or bmm           | everything else
 
 The compiled path needs strides that TMA can take. The pick looks at addresses, so it is made inside
@@ -10,19 +10,19 @@ of an op, which torch.compile does not look into; `product` is for callers that 
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 from torch.library import custom_op, register_fake
 
+from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
 from ..autocast import without_autocast
 from .operands import as_batch, check_dense, check_out, check_scalars, check_scale
 
 # Numbers of the compiled op's tiles: the order of kMatmulAddTiles in
-# kernels-src/newton_schulz/product_sm90.h, which a test compares.
+# kernels-src/products/tiles_sm90.h, which a test compares.
 TILES = ("sm90_128x256", "sm90_128x256_pair", "sm90_256x128", "sm90_128x128")
 AUTO = -1
 HALF_PRECISION = (torch.float16, torch.bfloat16)
@@ -95,18 +95,7 @@ def _dense_product(
 
 def runs_compiled(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the compiled kernel serves tensors of this dtype, if TMA can take their strides."""
-    return dtype in HALF_PRECISION and _serves(device)
-
-
-@functools.cache
-def _serves(device: torch.device) -> bool:
-    name = add_op_namespace_prefix("matmul_add")
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == (9, 0)
-        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
-    )
+    return dtype in HALF_PRECISION and dispatch.runs_compiled("matmul_add", device)
 
 
 def by_tma(x: Tensor | None) -> bool:
@@ -133,21 +122,6 @@ def _takes_compiled(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor) -> bool
         and all(by_tma(x) for x in (a, b, c, out))
         and (c is None or (c.stride(-1) == 1) == (out.stride(-1) == 1))
     )
-
-
-def explain_matmul_add(device: torch.device | str) -> str:
-    """Say which implementation `matmul_add` takes for tensors on `device`, and why.
-
-    Args:
-        device: device of the operands.
-
-    Returns:
-        One line, "<compiled | torch>: <reason>".
-    """
-    device = torch.device(device)
-    if not _serves(device):
-        return f"torch: baddbmm; no kernel for {device.type} tensors but on capability 9.0"
-    return "compiled: TMA and wgmma, half precision with strides that TMA can take; else torch"
 
 
 def matmul_add(
@@ -196,7 +170,7 @@ def matmul_add(
     check_out(out, shape, A=A, B=B, C=C)
     if tile != "auto" and tile not in TILES:
         raise ValueError(f"tile={tile!r} is unknown; name auto or one of {', '.join(TILES)}")
-    if tile != "auto" and not _serves(A.device):
+    if tile != "auto" and not dispatch.runs_compiled("matmul_add", A.device):
         raise ValueError(f"tile={tile!r} needs a device of capability 9.0, got {A.device}")
     batch = math.prod(A.shape[:-2])
     a, b, c = (

@@ -6,14 +6,12 @@ as shared memory holds what waits for its factor, and again what it had no room 
 One persistent kernel behind a short one that clears its flags; no copy of x.
 
 path      | op                  | source                          | taken
-compiled  | normalize           | kernels-src/newton_schulz       | CUDA >= 8.0, up to float32
+compiled  | normalize           | kernels-src/products       | CUDA >= 8.0, up to float32
 reference | normalize_reference | reference/normalize.py          | everything else
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
 from collections.abc import Sequence
 
@@ -21,12 +19,10 @@ import torch
 from torch import Tensor
 from torch.library import custom_op, register_fake
 
+from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
 from ...reference import normalize as reference
-from ..quant.nf4_dequant import Path
 from . import operands as _operands
-
-_logger = logging.getLogger(__name__)
 
 DTYPES = _operands.DTYPES  # of the compiled path
 _WIDE = (*DTYPES, torch.float64)
@@ -59,55 +55,9 @@ def _reference(
 _reference.register_fake(lambda *_: None)
 
 
-def _has_compiled(key: str) -> bool:
-    """Whether the loaded library implements the op for this dispatch key."""
-    name = add_op_namespace_prefix("normalize")
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-
-
-@functools.cache
-def _pick(device: torch.device) -> Path:
-    if device.type == "meta":
-        return Path("compiled", "shapes only")
-    if device.type == "cuda" and torch.version.hip is None and _has_compiled("CUDA"):
-        capability = torch.cuda.get_device_capability(device)
-        if capability >= (8, 0):
-            reason = f"CUDA kernel, capability {capability[0]}.{capability[1]}"
-            return Path("compiled", f"{reason}; torch where a dtype is float64")
-    return Path("reference", f"float64 maths of torch; no kernel for {device.type} tensors")
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    _logger.warning("normalize runs its portable path, which is slow: %s", reason)
-
-
-@torch.compiler.assume_constant_result
-def _pick_name(device: torch.device, source: torch.dtype, target: torch.dtype) -> str:
-    if torch.float64 in (source, target):
-        return "reference"
-    path = _pick(device)
-    if path.name == "reference":
-        _say_once(path.reason)
-    return path.name
-
-
-def explain_normalize(device: torch.device | str) -> str:
-    """Say which implementation `normalize` takes for tensors on `device`, and why.
-
-    Args:
-        device: device of the matrices.
-
-    Returns:
-        One line, "<compiled | reference>: <reason>".
-    """
-    path = _pick(torch.device(device))
-    return f"{path.name}: {path.reason}"
-
-
 def runs_compiled(device: torch.device, source: torch.dtype, target: torch.dtype) -> bool:
     """Whether the compiled kernel takes matrices of one dtype to another on this device."""
-    return source in DTYPES and target in DTYPES and _pick(device).name == "compiled"
+    return source in DTYPES and target in DTYPES and dispatch.runs_compiled("normalize", device)
 
 
 def normalize(
@@ -155,7 +105,8 @@ def normalize(
     else:
         _check_out(out, (matrices, r, c), pieces)
     with torch.no_grad():
-        path = _pick_name(out.device, pieces[0].dtype, out.dtype)
+        wide = torch.float64 in (pieces[0].dtype, out.dtype)
+        path = "reference" if wide else dispatch.path_name("normalize", out.device)
         op = ops.normalize if path == "compiled" else ops.normalize_reference
         op([x.detach() for x in pieces], out.detach(), float(prefactor))
     return out

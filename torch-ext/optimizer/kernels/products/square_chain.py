@@ -5,7 +5,7 @@ batch: groups of matrices go through the whole chain while they are in L2, and n
 idle between two products. Bits are those of `symmetric_matmul` product by product.
 
 path      | op               | source                           | taken
-compiled  | square_chain     | kernels-src/newton_schulz/*sm90* | capability 9.0, float16
+compiled  | square_chain     | kernels-src/products/*sm90* | capability 9.0, float16
 products  | symmetric_matmul | products/symmetric_matmul.py     | everything else, by the caller
 reference | none             | reference/square_chain.py        | by tests
 
@@ -15,16 +15,16 @@ written (10 of 16 are left for m = 512, 36 of 64 for m = 1024).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.library import register_fake
 
+from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
 
-# kMostSquares and kMostBuffers of kernels-src/newton_schulz/chain.h, which a test compares.
+# kMostSquares and kMostBuffers of kernels-src/products/chain.h, which a test compares.
 MOST_SQUARES = 8
 MOST_BUFFERS = 6
 SIDE = 128  # of a tile, and of a block of upper storage
@@ -65,7 +65,7 @@ def places_of(operands: Sequence[int]) -> tuple[list[int], int]:
     """Which buffer takes M_j+1, for every j, and how many buffers there are; X lies in buffer 0.
 
     A buffer is free for product j if products 0 to j - 1 alone read what it holds: of one matrix
-    these are done when product j begins (`chain_refusal` of kernels-src/newton_schulz/chain.h). So
+    these are done when product j begins (`chain_refusal` of kernels-src/products/chain.h). So
     few buffers take turns, and what L2 holds of a group is all that is written. 8 squares need 6.
     """
     held, places = {0: 0}, []  # buffer -> the M in it
@@ -83,7 +83,7 @@ def serves(batch: int, m: int, dtype: torch.dtype, device: torch.device) -> bool
     It is where a product has a tile for every second multiprocessor; of fewer, smaller tiles are
     faster, which `symmetric_matmul` has. The bits are the same, so this may look at the batch.
     """
-    if dtype != torch.float16 or not _is_built(device):
+    if dtype != torch.float16 or not dispatch.runs_compiled("square_chain", device):
         return False
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return 2 * batch * tiles(m) >= processors
@@ -93,14 +93,3 @@ def tiles(m: int) -> int:
     """Tiles on and above the diagonal of an m x m matrix."""
     side = -(-m // SIDE)
     return side * (side + 1) // 2
-
-
-@functools.cache
-def _is_built(device: torch.device) -> bool:
-    name = add_op_namespace_prefix("square_chain")
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == (9, 0)
-        and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
-    )

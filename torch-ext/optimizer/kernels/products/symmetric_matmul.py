@@ -5,7 +5,7 @@ for bit at half the work. Sums are float32 over growing k; s, alpha, beta C and 
 float32 and the result is rounded once.
 
 path      | op                         | source                              | taken
-compiled  | symmetric_matmul           | kernels-src/newton_schulz           | CUDA >= 8.0
+compiled  | symmetric_matmul           | kernels-src/products           | CUDA >= 8.0
 triton    | symmetric_matmul_triton    | symmetric_matmul_triton.py          | other CUDA, ROCm
 reference | symmetric_matmul_reference | reference/symmetric_matmul.py       | everything else
 
@@ -15,21 +15,16 @@ for capability 9.0 ("sm90_..."), which `auto` takes in half precision where TMA 
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import logging
 import math
 
 import torch
 from torch import Tensor
 from torch.library import custom_op, register_fake
 
+from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
 from ...reference import symmetric_matmul as reference
-from ..quant.nf4_dequant import Path
 from .operands import DTYPES, as_batch, check_dense, check_out, check_scalars, check_scale
-
-_logger = logging.getLogger(__name__)
 
 
 @register_fake(add_op_namespace_prefix("symmetric_matmul"))
@@ -60,67 +55,9 @@ def _reference(
 _reference.register_fake(lambda *_: None)
 
 
-def _has_compiled(key: str) -> bool:
-    """Whether the loaded library implements the op for this dispatch key."""
-    name = add_op_namespace_prefix("symmetric_matmul")
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-
-
-@functools.cache
-def _serves(device: torch.device) -> bool:
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-        and _has_compiled("CUDA")
-    )
-
-
-@functools.cache
-def _pick(device: torch.device) -> Path:
-    if device.type == "cuda":
-        if _serves(device):
-            capability = torch.cuda.get_device_capability(device)
-            reason = f"CUDA kernel, capability {capability[0]}.{capability[1]}"
-            if capability == (9, 0):
-                reason += "; sm90 tiles for half precision"
-            return Path("compiled", reason)
-        if importlib.util.find_spec("triton") is not None:
-            return Path("triton", f"{torch.cuda.get_device_name(device)} has no compiled kernel")
-    if device.type == "meta":
-        return Path("compiled", "shapes only")
-    return Path("reference", f"float64 products of torch; no kernel for {device.type} tensors")
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    _logger.warning("symmetric_matmul runs its portable path, which is slow: %s", reason)
-
-
-@torch.compiler.assume_constant_result
-def _pick_name(device: torch.device) -> str:
-    path = _pick(device)
-    if path.name == "reference":
-        _say_once(path.reason)
-    return path.name
-
-
-def explain_symmetric_matmul(device: torch.device | str) -> str:
-    """Say which implementation `symmetric_matmul` takes for tensors on `device`, and why.
-
-    Args:
-        device: device of the operands.
-
-    Returns:
-        One line, "<compiled | triton | reference>: <reason>".
-    """
-    path = _pick(torch.device(device))
-    return f"{path.name}: {path.reason}"
-
-
 def runs_compiled(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the compiled kernel serves tensors of this dtype on this device."""
-    return dtype in DTYPES and _serves(device)
+    return dtype in DTYPES and dispatch.runs_compiled("symmetric_matmul", device)
 
 
 def symmetric_matmul(
@@ -183,7 +120,7 @@ def symmetric_matmul(
     options = {name: float(value) for name, value in scalars.items()}
     options["scale"] = None if scale is None else scale.detach().reshape(batch).contiguous()
     with torch.no_grad():
-        path = _pick_name(A.device)
+        path = dispatch.path_name("symmetric_matmul", A.device)
         if path == "compiled":
             options["tile"] = _tile_number(tile)
         elif tile != "auto":
@@ -195,7 +132,7 @@ def symmetric_matmul(
 
 
 # The compiled op's table picks the tile; tests and measurements name one, by its position here:
-# three of symmetric_matmul.cu, then kSymmetricTiles of kernels-src/newton_schulz/product_sm90.h, as
+# three of symmetric_matmul.cu, then kSymmetricTiles of kernels-src/products/tiles_sm90.h, as
 # a test makes sure.
 AUTO = -1
 TILES = (

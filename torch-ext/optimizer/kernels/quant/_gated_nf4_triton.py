@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..experts.glu_triton import KINDS, _activation, _factor
+from ..experts.rows_triton import KINDS, _activation, _factor
 from ..launch.launch_plan import launch
 
 _BLOCK = 1024

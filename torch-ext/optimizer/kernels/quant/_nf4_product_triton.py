@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reference.nf4 import NF4_TABLE
-from ..experts import _grouped_config as config
-from ..experts._grouped_launch_triton import packed as packed_factor
-from ..experts._grouped_launch_triton import widens
-from ..experts._grouped_triton import _source, _tile_of
+from ..experts import tiles as config
 from ..experts.expert_sort import tile_rows_for
+from ..experts.grouped_launch_triton import packed as packed_factor
+from ..experts.grouped_launch_triton import widens
+from ..experts.grouped_triton import _source, _tile_of
 from ..launch.launch_plan import launch
 from ._nf4_triton import _load_table, _sum
 

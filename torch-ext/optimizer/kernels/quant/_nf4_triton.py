@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..experts._grouped_triton import _dot
+from ..experts.grouped_triton import _dot
 from .nf4_dequant_triton import _load_scale
 
 

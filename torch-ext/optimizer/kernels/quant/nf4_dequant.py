@@ -4,15 +4,11 @@ out[i] = codebook[nibble(g)] * absmax[g // blocksize], rounded once to dtype; g 
 the whole stack, so blocks may straddle experts and element counts may be odd.
 
 path      | op                    | source                        | taken
-compiled  | nf4_dequant           | kernels-src/{nf4_dequant,cpu} | CUDA >= 8.0, CPU (CPU variant)
+compiled  | nf4_dequant           | kernels-src/{quant,cpu} | CUDA >= 8.0, CPU (CPU variant)
 triton    | nf4_dequant_triton    | nf4_dequant_triton.py         | other CUDA devices, ROCm
 reference | nf4_dequant_reference | reference/nf4.py              | everything else
 """
 
-import dataclasses
-import functools
-import importlib.util
-import logging
 import math
 from collections.abc import Sequence
 from numbers import Real
@@ -22,21 +18,12 @@ import torch
 from torch import Tensor
 from torch.library import custom_op, register_fake
 
+from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
 from ...reference import nf4
 
-_logger = logging.getLogger(__name__)
-
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Path:
-    """Which implementation serves a device, and why."""
-
-    name: str
-    reason: str
 
 
 @register_fake(add_op_namespace_prefix("nf4_dequant"))
@@ -83,53 +70,6 @@ def _reference(
 
 
 _reference.register_fake(_fake)
-
-
-def _has_compiled(key: str) -> bool:
-    """Whether the loaded library implements the op for this dispatch key."""
-    name = add_op_namespace_prefix("nf4_dequant")
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-
-
-@functools.cache
-def _pick(device: torch.device) -> Path:
-    if device.type == "cpu" and _has_compiled("CPU"):
-        return Path("compiled", "multi-threaded C++ of the CPU variant")
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if torch.version.hip is None and capability >= (8, 0) and _has_compiled("CUDA"):
-            return Path("compiled", f"CUDA kernel, capability {capability[0]}.{capability[1]}")
-        if importlib.util.find_spec("triton") is not None:
-            return Path("triton", f"{torch.cuda.get_device_name(device)} has no compiled kernel")
-    if device.type == "meta":
-        return Path("compiled", "shapes only")
-    return Path("reference", f"the loaded variant has no kernel for {device.type} tensors")
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    _logger.warning("nf4_dequant runs its portable path, which is slow: %s", reason)
-
-
-@torch.compiler.assume_constant_result
-def _pick_name(device: torch.device) -> str:
-    path = _pick(device)
-    if path.name == "reference":
-        _say_once(path.reason)
-    return path.name
-
-
-def explain_nf4_dequant(device: torch.device | str) -> str:
-    """Say which implementation `nf4_dequant` takes for tensors on `device`, and why.
-
-    Args:
-        device: device of the packed tensor.
-
-    Returns:
-        One line, "<compiled | triton | reference>: <reason>".
-    """
-    path = _pick(torch.device(device))
-    return f"{path.name}: {path.reason}"
 
 
 def _check_tensor(name: str, value: object, *others: type) -> None:
@@ -278,7 +218,7 @@ def nf4_dequant(
         _check_values("absmax_scale", absmax_scale, torch.float32, -(-blocks // 256), packed)
         _check_values("absmax_offset", absmax_offset, torch.float32, 1, packed)
 
-    return _op(_pick_name(packed.device))(
+    return _op(dispatch.path_name("nf4_dequant", packed.device))(
         packed,
         absmax,
         active_experts,

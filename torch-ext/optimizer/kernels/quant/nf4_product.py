@@ -5,7 +5,7 @@ weights are wgmma's left operand in registers, up to 256 rows its right one. An 
 float32 sum over growing k and then over the rank, so a row's bits do not depend on the other rows.
 
 path     | op          | source                  | taken
-compiled | nf4_product | kernels-src/nf4_product | capability 9.0, what `refusal` allows: bfloat16,
+compiled | nf4_product | kernels-src/quant | capability 9.0, what `refusal` allows: bfloat16,
          |             |                         | plain absmax, blocks of 64 or more that do not
          |             |                         | leave their row, N and the rank multiples of 8;
          |             |                         | by name, or by `pays`
@@ -14,17 +14,14 @@ triton   |             | _nf4_product_triton.py  | everything else
 
 from __future__ import annotations
 
-import functools
-import logging
-
 import torch
 from torch import Tensor
 from torch.library import register_fake
 
+from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
 
-_logger = logging.getLogger(__name__)
-
+_BY_TRITON = "product over 4-bit weights by Triton instead of CUDA: %s"
 MAX_EXPERTS = 512  # kMaxExperts: their offsets lie in shared memory
 MIN_BLOCK = 64  # kMinBlock: a step of the sum takes one absmax per stored row
 # Of an expert, and of the sum: where 2048 tokens of four models were timed (docs/log.md).
@@ -136,7 +133,7 @@ def _converted(x: Tensor, dtype: torch.dtype, *, packs: bool = False) -> Tensor:
     """x (E, r, N) in a dtype, contiguous if asked: by a launch that a plan can play again."""
     if x.dtype == dtype and (x.is_contiguous() or not packs):
         return x
-    from ..experts._grouped_launch_triton import reorder
+    from ..experts.grouped_launch_triton import reorder
 
     return reorder(x, torch.empty(x.shape, dtype=dtype, device=x.device))
 
@@ -191,32 +188,18 @@ def serves(x: Tensor, weight: tuple, rank: int) -> bool:
     """Whether the op takes products of x with a weight of `grouped_lora_nf4_forward`."""
     packed, absmax, codebook, nested, _, _, stored, blocksize, _ = weight
     stack = (packed, absmax, codebook, nested, stored, blocksize)
-    return _is_hopper(x.device) and refusal(x, stack, rank) is None
+    return dispatch.is_hopper(x.device) and refusal(x, stack, rank) is None
 
 
 def compiled_is_faster(operands: tuple) -> bool:
     """Whether `prefer_compiled` with these arguments takes the compiled op, and should."""
     x, stack, last, _, factor, slots, *_, out = operands
     experts, n, k = stack[4]
-    if out is None or not _is_hopper(x.device):
+    if out is None or not dispatch.is_hopper(x.device):
         return False
     if not pays(slots.shape[0] / experts, k if last else n, last):
         return False
     return refusal(x, stack, 0 if factor is None else factor.shape[1]) is None
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == (9, 0)
-    )
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    _logger.warning("product over 4-bit weights by Triton instead of CUDA: %s", reason)
 
 
 def prefer_compiled(
@@ -239,7 +222,7 @@ def prefer_compiled(
     if out is None:
         reason = "the gates' gradient alone is wanted"
     if reason is not None:
-        _say_once(reason)
+        dispatch.say_once(_BY_TRITON, reason)
         return by_triton(x, stack, last, low, factor, slots, offsets, tiles, out, **options)
     packed, absmax, codebook, _, stored, blocksize = stack
     other, gates = options.get("other"), options.get("gates")

@@ -4,24 +4,20 @@ absmax[b] = max |x| over the b-th blocksize elements of the flattened weight; a 
 whose interval holds x * (1 / absmax); even elements fill the high nibbles.
 
 path      | op                     | source                          | taken
-compiled  | nf4_quantize           | kernels-src/nf4_quantize, cpu/  | CUDA, CPU (CPU variant)
+compiled  | nf4_quantize           | kernels-src/{quant,cpu} | CUDA, CPU (CPU variant)
 reference | nf4_quantize_reference | reference/nf4_quantize.py       | everything else
 """
 
 from __future__ import annotations
 
-import functools
-import logging
-
 import torch
 from torch import Tensor
 from torch.library import custom_op, register_fake
 
+from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
 from ...reference import nf4_quantize as reference
-from .nf4_dequant import BLOCKSIZES, DTYPES, Path
-
-_logger = logging.getLogger(__name__)
+from .nf4_dequant import BLOCKSIZES, DTYPES
 
 QUANT_TYPES = ("nf4", "fp4")
 BACKENDS = ("auto", "compiled", "reference")
@@ -46,49 +42,6 @@ def _reference(weight: Tensor, packed: Tensor, absmax: Tensor, blocksize: int, f
 
 
 _reference.register_fake(lambda *_: None)
-
-
-def _has_compiled(key: str) -> bool:
-    """Whether the loaded library implements the op for this dispatch key."""
-    name = add_op_namespace_prefix("nf4_quantize")
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-
-
-@functools.cache
-def _pick(device: torch.device) -> Path:
-    if device.type == "cpu" and _has_compiled("CPU"):
-        return Path("compiled", "multi-threaded C++ of the CPU variant")
-    if device.type == "meta":
-        return Path("compiled", "shapes only")
-    if device.type == "cuda" and _has_compiled("CUDA"):
-        return Path("compiled", "CUDA kernel, with the bits of bitsandbytes' own")
-    return Path("reference", f"torch in chunks; no kernel for {device.type} tensors is loaded")
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    _logger.warning("nf4_quantize runs its portable path, which is slow: %s", reason)
-
-
-@torch.compiler.assume_constant_result
-def _pick_name(device: torch.device) -> str:
-    path = _pick(device)
-    if path.name == "reference":
-        _say_once(path.reason)
-    return path.name
-
-
-def explain_nf4_quantize(device: torch.device | str) -> str:
-    """Say which implementation `nf4_quantize` takes for tensors on `device`, and why.
-
-    Args:
-        device: device of the weight.
-
-    Returns:
-        One line, "<compiled | reference>: <reason>".
-    """
-    path = _pick(torch.device(device))
-    return f"{path.name}: {path.reason}"
 
 
 def _check(weight: Tensor, blocksize: int, quant_type: str, backend: str) -> None:
@@ -146,7 +99,7 @@ def nf4_quantize(
     _check(weight, blocksize, quant_type, backend)
     packed = weight.new_empty((weight.numel() + 1) // 2, dtype=torch.uint8)
     absmax = weight.new_empty(-(-weight.numel() // blocksize), dtype=torch.float32)
-    path = _pick_name(weight.device) if backend == "auto" else backend
+    path = dispatch.path_name("nf4_quantize", weight.device) if backend == "auto" else backend
     op = ops.nf4_quantize if path == "compiled" else ops.nf4_quantize_reference
     op(weight.detach(), packed, absmax, blocksize, quant_type == "fp4")
     return packed, absmax

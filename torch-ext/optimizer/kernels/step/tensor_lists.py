@@ -1,4 +1,4 @@
-"""What the list ops share: which path serves a device, scalars, and checks with kind messages.
+"""What the list ops share: their call, scalars, and checks with messages that say the remedy.
 
 The compiled ops check everything before they write anything. Only when one refuses are its
 arguments looked at again here, to say in full what is wrong: 200 parameters cost no Python loop.
@@ -7,16 +7,13 @@ arguments looked at again here, to say in full what is wrong: 200 parameters cos
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..._ops import add_op_namespace_prefix, ops
-
-_logger = logging.getLogger(__name__)
+from ... import dispatch
+from ..._ops import ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NARROW = (torch.bfloat16, torch.float16)
@@ -43,52 +40,6 @@ class StochasticRounding:
     offset: Sequence[int]
 
 
-@dataclasses.dataclass(frozen=True)
-class Path:
-    """Which implementation serves a device, and why."""
-
-    name: str
-    reason: str
-
-
-def _has_compiled(op: str, key: str) -> bool:
-    """Whether the loaded library implements the op for this dispatch key."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix(op), key)
-
-
-@functools.cache
-def pick(op: str, device: torch.device) -> Path:
-    """The path of an op on a device."""
-    if device.type == "cpu" and _has_compiled(op, "CPU"):
-        return Path("compiled", "multi-threaded C++ of the CPU variant")
-    if device.type == "cuda" and torch.version.hip is None and _has_compiled(op, "CUDA"):
-        capability = torch.cuda.get_device_capability(device)
-        if capability >= (8, 0):
-            return Path("compiled", f"CUDA kernel, capability {capability[0]}.{capability[1]}")
-    if device.type == "meta":
-        return Path("compiled", "shapes only")
-    return Path("reference", f"the loaded variant has no kernel for {device.type} tensors")
-
-
-@functools.cache
-def _say_once(op: str, reason: str) -> None:
-    _logger.warning("%s runs its portable path, which is slow: %s", op, reason)
-
-
-@torch.compiler.assume_constant_result
-def _pick_name(op: str, device: torch.device) -> str:
-    path = pick(op, device)
-    if path.name == "reference":
-        _say_once(op, path.reason)
-    return path.name
-
-
-def explain(op: str, device: torch.device | str) -> str:
-    """One line, "<compiled | reference>: <reason>"."""
-    path = pick(op, torch.device(device))
-    return f"{path.name}: {path.reason}"
-
-
 def call(
     op: str,
     lists: Sequence[Sequence[Tensor]],
@@ -110,7 +61,7 @@ def call(
     if not isinstance(lists[0][0], Tensor):
         raise TypeError(f"{op} takes lists of tensors, got {type(lists[0][0]).__name__} in one")
     compiling = torch.compiler.is_compiling()
-    no_kernel = _pick_name(op, lists[0][0].device) == "reference"
+    no_kernel = dispatch.path_name(op, lists[0][0].device) == "reference"
     if no_kernel or (compiling and _has_float64(lists)):
         check()
         return reference()

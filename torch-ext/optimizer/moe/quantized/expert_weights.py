@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,31 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ... import dispatch
 from ...kernels.experts._moe_paths import check_dense
+from ...kernels.experts.expert_sort import ExpertOrder
 from ...kernels.quant.nf4_dequant import DTYPES, nf4_dequant
 from ...kernels.quant.nf4_quantize import QUANT_TYPES
 from ...reference.nf4_quantize import FP4_TABLE, NESTED_BLOCKSIZE
-from ..sort import ExpertOrder
-
-_logger = logging.getLogger(__name__)
 
 STRATEGIES = ("auto", "resident", "fused", "chunked", "selective")
-
-
-@functools.cache
-def _say_once(inputs: int, blocksize: int) -> None:
-    _logger.warning(
-        "4-bit experts of %d inputs are decoded to memory, not inside the product: blocks of %d "
-        "leave their row; quantise them with a blocksize that divides the inputs",
-        inputs,
-        blocksize,
-    )
 
 
 @torch.compiler.assume_constant_result
 def _report_straddling(inputs: int, blocksize: int) -> None:
     """Once per process, also while a graph is traced."""
-    _say_once(inputs, blocksize)
+    dispatch.say_once(
+        "4-bit experts of %d inputs are decoded to memory, not inside the product: blocks of %d "
+        "leave their row; quantise them with a blocksize that divides the inputs",
+        inputs,
+        blocksize,
+    )
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ... import dispatch
 from ...kernels.experts._moe_paths import TRITON_PATHS, pick
 from ...kernels.quant.nf4_product import pays, refusal
 from .expert_weights import QuantizedWeight, as_quantized
@@ -72,7 +73,7 @@ def _refusal(
     record: QuantizedWeight, device: torch.device, dtype: torch.dtype, rank: int
 ) -> str | None:
     """Why CUDA's product cannot take contiguous rows of a dtype; None if it can."""
-    if not _is_hopper(device):
+    if not dispatch.is_hopper(device):
         return "it needs capability 9.0"
     x = torch.empty((1, record.stored[2]), dtype=dtype, device="meta")
     nested = (record.absmax_code,) if record.nested else None
@@ -99,11 +100,6 @@ def _products(
         return "CUDA" if pays(mean, depth, along) else "Triton"
 
     return f"forward by {source(k, True)}, backward by {source(n, False)}, as measured"
-
-
-def _is_hopper(device: torch.device) -> bool:
-    on_gpu = device.type == "cuda" and torch.version.hip is None
-    return on_gpu and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _decodes_in_registers(device: torch.device, dtype: torch.dtype) -> bool:

@@ -1,0 +1,112 @@
+"""dispatch: where each op has a kernel, the reason it gives, and that it is given once."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+GPU = torch.device("cuda", 0)
+HOPPER_ONLY = ("matmul_add", "square_chain", "nf4_product")
+WITH_TRITON = ("symmetric_matmul", "nf4_dequant")
+
+
+@pytest.fixture
+def pretend(dispatch, monkeypatch):
+    """`pretend(capability, compiled=..., hip=...)`: what GPU 0 is and whether it has kernels."""
+
+    def call(capability, *, compiled: bool = True, hip: str | None = None) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(dispatch, "has_compiled", lambda op, key: compiled and key == "CUDA")
+        monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+
+    return call
+
+
+def picked(dispatch, op: str) -> str:
+    return dispatch.pick.__wrapped__(op, GPU).name
+
+
+def test_the_table_names_ops_of_the_package(dispatch, opt):
+    for op in dispatch.TABLE:
+        assert opt.explain(op, device="cpu").split(": ")[0] in (
+            "compiled",
+            "triton",
+            "torch",
+            "reference",
+            "caller",
+        )
+
+
+def test_every_op_is_compiled_for_an_h200(dispatch, pretend):
+    pretend((9, 0))
+    for op in dispatch.TABLE:
+        path = dispatch.pick.__wrapped__(op, GPU)
+        assert path.name == "compiled"
+        assert path.reason.startswith("CUDA kernel, capability 9.0")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_code_for_9_0_runs_there_alone(dispatch, pretend, capability):
+    pretend(capability)
+    assert not dispatch.is_hopper(GPU)
+    for op in dispatch.TABLE:
+        assert (picked(dispatch, op) == "compiled") == (op not in HOPPER_ONLY), op
+
+
+@pytest.mark.parametrize(
+    ("capability", "options"),
+    [((7, 5), {}), ((9, 0), {"compiled": False}), ((9, 0), {"hip": "6.2"})],
+    ids=("before 8.0", "no kernel", "ROCm"),
+)
+def test_what_runs_on_other_gpus(dispatch, pretend, capability, options):
+    pretend(capability, **options)
+    for op, kernels in dispatch.TABLE.items():
+        assert picked(dispatch, op) == ("triton" if op in WITH_TRITON else kernels.otherwise), op
+
+
+def test_where_triton_is_missing(dispatch, pretend, monkeypatch):
+    pretend((7, 5))
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    assert all(picked(dispatch, op) == "reference" for op in WITH_TRITON)
+
+
+def test_a_gpu_of_amd_is_no_hopper(dispatch, pretend):
+    """Some of them call their capability 9.0, too."""
+    pretend((9, 0))
+    assert dispatch.is_hopper(GPU)
+    pretend((9, 0), hip="6.2")
+    assert not dispatch.is_hopper(GPU)
+    assert not dispatch.is_hopper(torch.device("cpu"))
+
+
+def test_meta_tensors_take_the_op_and_run_no_kernel(dispatch):
+    meta = torch.device("meta")
+    for op in dispatch.TABLE:
+        assert dispatch.pick(op, meta).name == "compiled"
+        assert not dispatch.runs_compiled(op, meta)
+
+
+@pytest.mark.parametrize("op", ("nf4_dequant", "symmetric_matmul", "momentum"))
+def test_the_portable_path_is_logged_once(dispatch, caplog, op):
+    dispatch.say_once.cache_clear()
+    device = torch.device("xpu")
+    with caplog.at_level(logging.WARNING, logger=dispatch.__name__):
+        for _ in range(2):
+            assert dispatch.path_name(op, device) == "reference"
+    reason = dispatch.pick(op, device).reason
+    assert "xpu" in reason
+    assert [record.message for record in caplog.records] == [
+        f"{op} runs its portable path, which is slow: {reason}"
+    ]
+
+
+def test_a_choice_of_the_caller_is_no_slow_path(dispatch, caplog):
+    dispatch.say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger=dispatch.__name__):
+        assert dispatch.path_name("matmul_add", torch.device("xpu")) == "torch"
+        assert dispatch.path_name("square_chain", torch.device("xpu")) == "caller"
+    assert not caplog.records

@@ -1,0 +1,176 @@
+"""Which implementation of an op serves a device, and why: one table, read by the ops and `explain`.
+
+`path_name` is what an op asks in a call: it says once, through logging, that a slow path runs.
+`runs_compiled` is asked by code that chooses between ops. The rows speak of devices alone; what
+depends on dtypes, strides or sizes stands with the op that looks at them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import logging
+
+import torch
+
+from ._ops import add_op_namespace_prefix
+
+_logger = logging.getLogger(__name__)
+
+HOPPER = (9, 0)  # the one capability that has wgmma and runs code for 9.0a
+LEAST = (8, 0)  # of the other CUDA kernels, as "8.0+PTX" in build.toml says
+
+
+@dataclasses.dataclass(frozen=True)
+class Path:
+    """Which implementation serves a call, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Where an op has kernels, and what runs elsewhere.
+
+    Args:
+        hopper: The CUDA kernel is for capability 9.0 alone, not for every one from 8.0 on.
+        cpu: The CPU variant has the op.
+        triton: Other CUDA devices have a Triton kernel.
+        note: Said of the CUDA kernel, `on_hopper` also on capability 9.0.
+        otherwise: Name of the path that runs where there is no kernel.
+        because: What it is; `{device}` stands for the type of the device.
+    """
+
+    hopper: bool = False
+    cpu: bool = False
+    triton: bool = False
+    note: str = ""
+    on_hopper: str = ""
+    otherwise: str = "reference"
+    because: str = "the loaded variant has no kernel for {device} tensors"
+
+
+_LISTS = Kernels(cpu=True)
+_BY_THE_CALLER = Kernels(hopper=True, otherwise="caller", because="several ops instead of one")
+TABLE: dict[str, Kernels] = {
+    "momentum": _LISTS,
+    "apply_update": _LISTS,
+    "adamw": _LISTS,
+    "symmetric_matmul": Kernels(
+        triton=True,
+        on_hopper="sm90 tiles for half precision",
+        because="float64 products of torch; no kernel for {device} tensors",
+    ),
+    "matmul_add": Kernels(
+        hopper=True,
+        note="half precision with strides that TMA can take, else torch",
+        otherwise="torch",
+        because="baddbmm; no kernel for {device} tensors but on capability 9.0",
+    ),
+    "normalize": Kernels(
+        note="torch where a dtype is float64",
+        because="float64 maths of torch; no kernel for {device} tensors",
+    ),
+    "square_chain": _BY_THE_CALLER,
+    "nf4_dequant": Kernels(cpu=True, triton=True),
+    "nf4_quantize": Kernels(
+        cpu=True,
+        note="with the bits of bitsandbytes' own",
+        because="torch in chunks; no kernel for {device} tensors is loaded",
+    ),
+    "nf4_product": Kernels(hopper=True, otherwise="triton", because="Triton's product"),
+}
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device runs kernels for capability 9.0 alone: an H100, an H200 or a GH200.
+
+    A GPU of AMD may also call its capability 9.0.
+    """
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) == HOPPER
+    )
+
+
+def has_compiled(op: str, key: str) -> bool:
+    """Whether the loaded library implements an op for a dispatch key, "CUDA" or "CPU"."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(add_op_namespace_prefix(op), key)
+
+
+def has_triton() -> bool:
+    """Whether Triton can be imported; torch for CPUs comes without it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def pick(op: str, device: torch.device) -> Path:
+    """The path of an op on a device."""
+    kernels = TABLE[op]
+    if device.type == "meta":
+        return Path("compiled", "shapes only")
+    if device.type == "cpu" and kernels.cpu and has_compiled(op, "CPU"):
+        return Path("compiled", "multi-threaded C++ of the CPU variant")
+    if device.type == "cuda":
+        if _has_cuda_kernel(op, device):
+            return Path("compiled", _described(kernels, device))
+        if kernels.triton and has_triton():
+            return Path("triton", f"{torch.cuda.get_device_name(device)} has no compiled kernel")
+    return Path(kernels.otherwise, kernels.because.format(device=device.type))
+
+
+def _has_cuda_kernel(op: str, device: torch.device) -> bool:
+    if torch.version.hip is not None or not has_compiled(op, "CUDA"):
+        return False
+    if TABLE[op].hopper:
+        return is_hopper(device)
+    return torch.cuda.get_device_capability(device) >= LEAST
+
+
+def _described(kernels: Kernels, device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    notes = (kernels.note, kernels.on_hopper if (major, minor) == HOPPER else "")
+    return "; ".join((f"CUDA kernel, capability {major}.{minor}", *filter(None, notes)))
+
+
+@functools.cache
+def runs_compiled(op: str, device: torch.device) -> bool:
+    """Whether tensors of a device are given to a compiled kernel of the op; not those on "meta"."""
+    return device.type != "meta" and pick(op, device).name == "compiled"
+
+
+@torch.compiler.assume_constant_result
+def path_name(op: str, device: torch.device) -> str:
+    """The name of an op's path on a device; the slow "reference" is reported once."""
+    path = pick(op, device)
+    if path.name == "reference":
+        report_slow(op, path.reason)
+    return path.name
+
+
+def report_slow(op: str, reason: str) -> None:
+    """Say once that an op runs its portable path."""
+    say_once("%s runs its portable path, which is slow: %s", op, reason)
+
+
+@functools.cache
+def say_once(message: str, *arguments: object) -> None:
+    """Log a warning, the same one once in the life of the process."""
+    _logger.warning(message, *arguments)
+
+
+def explain(op: str, device: torch.device | str) -> str:
+    """Say which implementation an op takes for tensors on `device`, and why.
+
+    Args:
+        op: one of `TABLE`.
+        device: device of the tensors.
+
+    Returns:
+        One line, "<name of the path>: <reason>".
+    """
+    path = pick(op, torch.device(device))
+    return f"{path.name}: {path.reason}"
