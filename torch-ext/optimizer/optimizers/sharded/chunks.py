@@ -1,10 +1,9 @@
-"""Matrices that several ranks work on, in chunks that travel together, and all of a plan's."""
+"""Matrices and rows that several ranks work on, in chunks that travel together."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,10 +11,7 @@ import torch
 from torch import Tensor
 
 from ...distributed import ALIGNMENT, Box, Job, Part, Route, Run, Team
-from .buffers import Staging, made_once
-from .cuda_graphs import Graphs
-from .limits import Flow
-from .tape import Tape
+from .buffers import made_once
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,86 +245,49 @@ def _corner(box: Box) -> tuple[int, ...]:
     return tuple(cut.start for cut in box.local)
 
 
-def in_turn(chunks: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:
-    """(number of the group, chunk), group by group."""
-    return [(number, chunk) for number, of_group in enumerate(chunks) for chunk in of_group]
+@dataclass(frozen=True, eq=False)
+class Bands:
+    """Matrices of one shape, orthogonalized together, which travel in one chunk or several."""
 
-
-OWNERS = "owners, which follow from the kind of GPU"
-DIGESTED = ("shapes, dtypes and placements", "clip_config", OWNERS)
-# What decides the messages between ranks, beside the options of groups.
-LAYOUT = (
-    "gradients",
-    "reduce_op",
-    "wire_dtype",
-    "warmup_step",
-    "chunk_size",
-    "in_flight_bytes",
-    "number of groups",
-    "number of parameters",
-    *DIGESTED,
-)
+    whole: SharedChunk
+    parts: tuple[SharedChunk, ...]  # `whole` itself, some of its matrices, or rows of all of them
+    first: tuple[int, ...]  # number of each part's first matrix among those of their owner
+    rows: tuple[Run, ...]  # (start, length) of each part in a matrix
 
 
 @dataclass(frozen=True, eq=False)
-class Common:
-    """What the ranks of a team must have in common."""
+class SliceChunk:
+    """Rows of a parameter for AdamW: a run for every rank, which owns and updates it."""
 
-    team: Team
-    labelled: list[tuple[str, Tensor]]  # parameters that have gradients on all ranks or on none
-    groups: list[int]  # numbers of theirs
-    layout: Mapping[str, str]  # LAYOUT -> as text, or a digest of that
-    # Whether the first gradients must be equal on all ranks or must not; None: that cannot be told.
-    alike: bool | None
+    chunk: SharedChunk  # its members are the runs
+    last: bool  # of the parameter
 
 
 @dataclass(frozen=True, eq=False)
-class Shared:
-    """The part of a plan that ranks share."""
+class SmallChunk:
+    """Parameters for AdamW that every rank updates, of one dtype and device."""
 
-    chunks: list[list[Any]]  # per group; the same on every rank
-    home: list[list[SharedChunk]]  # per group; this rank's own, without communication
-    teams: list[Common]
-    empty: bool  # no matrix is on more ranks than this one
-    flow: Flow  # of the chunks
-    order: list[tuple[int, Any]]  # (number of the group, chunk) as a step begins them
-    staging: Staging = field(default_factory=Staging)
-    graphs: Graphs = field(default_factory=Graphs)
+    params: tuple[tuple[int, Tensor], ...]  # (number of the group, parameter)
+    dtype: torch.dtype
+    device: torch.device
 
-    @cached_property
-    def tape(self) -> Tape:
-        """Of the last step."""
-        return Tape(self.graphs)
+    @made_once
+    def flat(self) -> Tensor:
+        """Memory for all gradients."""
+        sizes = sum(param.numel() for _, param in self.params)
+        return torch.zeros(sizes, dtype=self.dtype, device=self.device)
 
-    def of_groups(self) -> list[list[Any]]:
-        """All chunks, per group."""
-        return [of_all + own for of_all, own in zip(self.chunks, self.home, strict=True)]
+    @made_once
+    def places(self) -> list[Tensor]:
+        """Where each of them is."""
+        parts = self.flat.split([param.numel() for _, param in self.params])
+        return [part.view(p.shape) for part, (_, p) in zip(parts, self.params, strict=True)]
 
-    def begin(self, *, on: bool) -> None:
-        """Start a step: all memory is free; stages are captured and replayed if `on`."""
-        self.staging.begin()
-        self.graphs.begin(on=on)
 
-    @cached_property
-    def asked(self) -> frozenset[torch.device]:
-        """Where the parameters are that must agree on their gradients."""
-        return frozenset(param.device for common in self.teams for _, param in common.labelled)
-
-    @cached_property
-    def devices(self) -> frozenset[torch.device]:
-        """Where the chunks are."""
-        return self.staging.devices()
-
-    def set_numbers(self, number: int, group: Any) -> None:
-        """The rates of a group as they are now, for graphs that read them."""
-        for device in self.devices:
-            self.graphs.number((number, "lr"), group.lr, device)
-            self.graphs.number((number, "decay"), group.weight_decay, device)
-
-    def in_order(self, own: Sequence[Any]) -> list[Any]:
-        """All chunks, and other work of this rank, in the order in which a step begins them."""
-        of_all, home = ([c for of_group in g for c in of_group] for g in (self.chunks, self.home))
-        ahead = self.flow.warmup_step + 1  # that many chunks are open before other work
-        gathers = itertools.accumulate(chunk.communicates for chunk in of_all)
-        first = next((i for i, count in enumerate(gathers, 1) if count == ahead), len(of_all))
-        return [*of_all[:first], *own, *home, *of_all[first:]]
+def parts_of(chunk: Any) -> tuple[SharedChunk, ...]:
+    """What of the chunks of a plan travels, one by one."""
+    if isinstance(chunk, SmallChunk):
+        return ()
+    if isinstance(chunk, Bands):
+        return chunk.parts
+    return (chunk.chunk if isinstance(chunk, SliceChunk) else chunk,)
