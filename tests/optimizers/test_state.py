@@ -412,7 +412,7 @@ def test_a_state_dict_of_another_front_end_is_refused(opt, device) -> None:
 def test_keys_of_schedulers_are_loaded(opt, submodule, device) -> None:
     params = parameters(SHAPES, device=device)
     optimizer = muon(opt, params)
-    keys = submodule("optimizers.groups.group_format").SCHEDULER_KEYS
+    keys = submodule("optimizers.groups.param_groups").SCHEDULER_KEYS
     for group in optimizer.param_groups:
         group |= dict.fromkeys(keys, 0.5)
     other = muon(opt, parameters(SHAPES, device=device))

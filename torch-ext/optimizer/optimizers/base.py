@@ -9,17 +9,11 @@ import torch
 from torch import Tensor
 
 from .groups.blocks import check_names
-from .groups.group_format import Format, check_unique
 from .groups.options import AdamWOptions, MuonOptions
+from .groups.param_groups import Format, check_unique
 from .groups.parameters import label
-from .state.state import (
-    Slot,
-    complete_state,
-    loaded_state,
-    masked_options,
-    slots_of,
-    unmasked_options,
-)
+from .state.saving import loaded_state, masked_options, unmasked_options
+from .state.slots import Slot, complete_state, slots_of
 
 
 class GroupedOptimizer(torch.optim.Optimizer):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .groups.group_format import Format
 from .groups.options import check_choice
+from .groups.param_groups import Format
 from .sharded.buffers import DistributedConfig, config_of
 from .sharded.plan import REDUCE_OPS, Unreduced
 from .sharded.sharing import Sharing

@@ -19,7 +19,7 @@ from .groups.options import FLOATING
 from .groups.parameters import check_gradient, is_dtensor, is_plain
 from .sharded.plan import Shared
 from .stages.qk_clip import Batch
-from .state.device_state import OnDevice
+from .state.on_device import OnDevice
 
 _form = operator.attrgetter("shape", "dtype", "device")
 _layout = operator.attrgetter("layout")

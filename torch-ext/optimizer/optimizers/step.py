@@ -15,8 +15,7 @@ from torch import Tensor
 from ..orthogonalize import orthogonalize
 from .chunks import Chunk, plan_chunks
 from .groups.blocks import Blocks, check_names, cut
-from .groups.clip_config import parse_clip_config
-from .groups.options import AdamWOptions, MuonOptions, fingerprint
+from .groups.options import AdamWOptions, MuonOptions, fingerprint, parse_clip_config
 from .groups.parameters import is_dtensor, label, local
 from .plan import Forms, Plan
 from .report import report
@@ -27,13 +26,10 @@ from .stages.largest_logits import largest_logits
 from .stages.momentum import momentum
 from .stages.qk_clip import Target, check_logits, clip, find_targets, plan_batches
 from .stages.update import Rate, rate_of, update
-from .state.device_state import OnDevice
-from .state.host_state import InHostMemory
-from .state.offload import OffloadingOptimizer
-from .state.placements import rows_here, sharded_dims
+from .state.in_host_memory import InHostMemory, OffloadingOptimizer
+from .state.on_device import OnDevice
 from .state.rounding import RESIDUAL, check_unreduced, count_step, rounding_of
-from .state.saving import check_whole
-from .state.state import STATISTICS, Slot, layout_of, slots_of
+from .state.slots import STATISTICS, Slot, layout_of, rows_here, sharded_dims, slots_of
 from .timing import StepTimer, stage, untimed
 
 logger = logging.getLogger(__name__)
@@ -246,9 +242,22 @@ class MuonBase(OffloadingOptimizer):
         return super().state_dict()
 
     def check_whole(self) -> None:
-        """Raise TypeError or RuntimeError if one process should not save this state as a whole."""
-        numbers = range(len(self.param_groups))
-        check_whole(self._sharing, [entry for k in numbers for entry in self.labelled(k)])
+        """Check that one process may save the state as that of the optimizer.
+
+        Raises:
+            TypeError: other ranks have parts of it.
+            RuntimeError: a step went wrong, so that it may not fit the parameters.
+        """
+        self._sharing.hear()
+        parts = None
+        if self._sharing.unreduced is not None:
+            parts = "with gradients='unreduced' every rank keeps a part of the state"
+        for number in range(len(self.param_groups)):
+            for where, param, _ in self.labelled(number):
+                if sharded_dims(param):
+                    parts = parts or f"{where}: ranks share it out as {tuple(param.placements)}"
+        if parts is not None:
+            raise TypeError(f"{parts}; save it with torch.distributed.checkpoint, on all ranks")
 
     def _report_of(self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]) -> str:
         measured = {} if self._timer is None else self._timer.milliseconds()

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...optimizers.groups.group_format import ADAMW, MUON, SCHEDULER_KEYS
-from ...optimizers.groups.param_groups import components
+from ...optimizers.groups.param_groups import ADAMW, MUON, SCHEDULER_KEYS, components
 from ...optimizers.step import MuonBase
 
 StateDict = Mapping[str, Any]

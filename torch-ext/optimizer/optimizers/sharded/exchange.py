@@ -13,11 +13,10 @@ from ...distributed import Future, Ready
 from ...kernels import apply_update
 from ...reference import update as reference
 from ..groups.options import MuonOptions
-from ..groups.parameters import local, locals_of
-from ..layout import written
+from ..groups.parameters import local, locals_of, written
 from ..stages.update import Rate
 from ..state.rounding import RESIDUAL
-from ..state.state import STATISTICS
+from ..state.slots import STATISTICS
 from .buffers import Block
 from .chunks import SharedChunk
 from .cuda_graphs import State, StepRun, places, places_of_numbers

@@ -14,10 +14,9 @@ from ...distributed import Future, Phases, Ready
 from ...kernels import momentum as momentum_kernel
 from ...orthogonalize import orthogonalize
 from ..groups.options import MuonOptions
-from ..groups.parameters import locals_of
-from ..layout import written
+from ..groups.parameters import locals_of, written
 from ..stages.update import Rate
-from ..state.device_state import OnDevice
+from ..state.on_device import OnDevice
 from ..timing import stage
 from .buffers import Block, lasting
 from .chunks import Held, SharedChunk

@@ -20,10 +20,10 @@ from ..groups.options import AdamWOptions, MuonOptions
 from ..groups.param_groups import has_component
 from ..groups.parameters import is_dtensor
 from ..stages.update import Rate, rate_of
-from ..state.device_state import OnDevice
-from ..state.host_state import InHostMemory
+from ..state.in_host_memory import InHostMemory
+from ..state.on_device import OnDevice
 from ..state.rounding import check_rounding
-from ..state.state import Slot
+from ..state.slots import Slot
 from .buffers import DistributedConfig
 from .chunks import Bands, SharedChunk, SharedMatrix, SliceChunk, SmallChunk, parts_of
 from .consistency import Agreement, Members, check_not_captured, compare_replicas

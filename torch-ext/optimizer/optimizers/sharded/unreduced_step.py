@@ -13,8 +13,7 @@ from ...distributed import Phases, Team
 from ...kernels import momentum as momentum_kernel
 from ...orthogonalize import orthogonalize
 from ..groups.options import AdamWOptions, MuonOptions
-from ..groups.parameters import local
-from ..layout import written
+from ..groups.parameters import local, written
 from ..stages.adamw import adamw_on
 from ..stages.update import Rate
 from ..timing import stage

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ...kernels import adamw as adamw_kernel
 from ..groups.options import AdamWOptions
-from ..groups.parameters import local
-from ..layout import MAX_DIMS, shaped, written
-from ..state.device_state import AdamWWork
+from ..groups.parameters import MAX_DIMS, local, shaped, written
+from ..state.on_device import AdamWWork
 from ..state.rounding import RESIDUAL, Rounding, rounding_of
 
 

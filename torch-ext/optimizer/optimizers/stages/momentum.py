@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import momentum as momentum_kernel
-from ..layout import MAX_DIMS, shaped, written
+from ..groups.parameters import MAX_DIMS, shaped, written
 
 
 def momentum(

@@ -17,7 +17,7 @@ from ...kernels.step.tensor_lists import NARROW, as_list
 from ...reference import rounding as reference_rounding
 from ...reference import update as reference
 from ..groups.options import LR_RULES, MuonOptions, is_zero
-from ..layout import MAX_DIMS, shaped, written
+from ..groups.parameters import MAX_DIMS, shaped, written
 from ..state.rounding import Rounding
 
 logger = logging.getLogger(__name__)

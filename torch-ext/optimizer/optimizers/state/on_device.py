@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..chunks import Chunk, Member
-from ..groups.parameters import local, locals_of
-from ..layout import MAX_DIMS
+from ..groups.parameters import MAX_DIMS, local, locals_of
 from ..sharded.chunks import Held, SharedChunk
 
 State = MutableMapping[Tensor, dict[str, Tensor]]
