@@ -1,4 +1,4 @@
-"""docs/nf4.md: its code runs as it stands, in order."""
+"""docs/concepts/nf4.md: its code runs as it stands, in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_code_runs(opt, device, tmp_path) -> None:
 
     from .integrations._models import build, tokens
 
-    page = (ROOT / "docs" / "nf4.md").read_text()
+    page = (ROOT / "docs/concepts/nf4.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     assert len(blocks) == 4
     found = {"opt": opt}

@@ -53,7 +53,7 @@ def strided(params):
 def test_a_run_keeps_its_bits(opt, submodule, device, make, dtype, limit, monkeypatch) -> None:
     """Switched on before the first step, off and on again in between, gradients missing."""
     if limit is not None:
-        for module in ("optimizers.chunks", "optimizers.state.in_host_memory"):
+        for module in ("optimizers.plan", "optimizers.state.in_host_memory"):
             monkeypatch.setattr(submodule(module), "BATCH_BYTES", limit)
     runs = []
     for offload in (False, True):
@@ -165,7 +165,7 @@ def test_batches_arrive_ahead_of_their_use_and_leave_behind_it(
 
 
 def test_the_device_holds_three_batches_at_most(opt, submodule, device, monkeypatch) -> None:
-    for module in ("optimizers.chunks", "optimizers.state.in_host_memory"):
+    for module in ("optimizers.plan", "optimizers.state.in_host_memory"):
         monkeypatch.setattr(submodule(module), "BATCH_BYTES", 4096)
     params = parameters([(16, 16)] * 40 + [(512,)] * 20 + [(100, 40)], device=device)
     optimizer = opt.Muon(

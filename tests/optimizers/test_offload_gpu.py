@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 def test_device_memory_is_freed(opt, submodule, device, monkeypatch) -> None:
     """Between steps only slots and small state stay; a step adds nothing to the plain peak."""
     limit = 32 << 20  # 256 MiB by default, of which three would hold most of this small state
-    for module in ("optimizers.chunks", "optimizers.state.in_host_memory"):
+    for module in ("optimizers.plan", "optimizers.state.in_host_memory"):
         monkeypatch.setattr(submodule(module), "BATCH_BYTES", limit)
     shapes = [(1024, 1024)] * 160 + [(1 << 20,)] * 16  # 640 MiB of momentum, 128 MiB of moments
     peaks, states = [], []

@@ -11,7 +11,7 @@ from torch import Tensor
 from .groups.options import LrRule
 from .groups.param_groups import Format, default_is_muon, get_default_muon_param_groups
 from .sharded.buffers import DistributedConfig, config_of
-from .sharded.sharing import Sharing
+from .sharded.plan import Ranks
 from .step import MuonBase
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
@@ -154,7 +154,7 @@ class Muon(MuonBase):
             defaults,
             debug=debug,
             clip_config=clip_config,
-            sharing=Sharing(process_group, config),
+            ranks=Ranks(process_group, config),
         )
 
 

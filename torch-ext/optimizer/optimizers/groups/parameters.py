@@ -1,8 +1,4 @@
-"""What a parameter and its gradient must be, and their tensors here, in the shapes of the kernels.
-
-`Tensor.reshape` gives a view of nearly every parameter. Where strides allow none, as for
-channels_last filters whose rows are needed, it gives a contiguous copy, which is written back.
-"""
+"""What a parameter and its gradient must be, and the tensor of this process behind each of them."""
 
 from __future__ import annotations
 
@@ -106,24 +102,3 @@ def check_gradient(param: Tensor, where: str) -> None:
 
 def _placing(tensor: Tensor) -> str:
     return str(tuple(tensor.placements)) if is_dtensor(tensor) else "a plain tensor"
-
-
-def shaped(tensors: Sequence[Tensor | None], shapes: Sequence[Sequence[int]]) -> list[Any]:
-    """The tensors in other shapes: themselves, views or copies. None stays None."""
-    return [
-        tensor if tensor is None or tensor.shape == shape else tensor.reshape(shape)
-        for tensor, shape in zip(tensors, shapes, strict=True)
-    ]
-
-
-def written(tensors: Sequence[Tensor], used: Sequence[Tensor]) -> None:
-    """Take over what a kernel wrote to `used`: `shaped` made it of the tensors, or it is they.
-
-    Compiled ops do not tell autograd what they wrote. Here it learns it, so that a graph which
-    saved an old value refuses to run backwards, as after any operation in place.
-    """
-    pairs = () if used is tensors else zip(tensors, used, strict=True)
-    for tensor, other in pairs:
-        if other is not tensor and other.data_ptr() != tensor.data_ptr():
-            tensor.copy_(other.view(tensor.shape))
-    torch.autograd.graph.increment_version(tensors)  # which passes over inference tensors

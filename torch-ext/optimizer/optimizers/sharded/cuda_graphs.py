@@ -23,7 +23,7 @@ from .buffers import Block, Staging, lasting
 
 if TYPE_CHECKING:
     from ..groups.options import AdamWOptions
-    from ..stages.update import Rate
+    from ..stages.muon import Rate
     from ..state.in_host_memory import InHostMemory
     from ..state.on_device import OnDevice
     from .chunks import SharedChunk, SmallChunk

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ..base import GroupedOptimizer
-from ..chunks import BATCH_BYTES, Chunk, Member
 from ..groups.parameters import local
+from ..plan import BATCH_BYTES, Chunk, Member
 from ..sharded.chunks import Held, SharedChunk
 from .on_device import AdamWWork, State
 from .rounding import RESIDUAL

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..chunks import Chunk, Member
-from ..groups.parameters import MAX_DIMS, local, locals_of
+from ...kernels.step.tensor_lists import MAX_DIMS
+from ..groups.parameters import local, locals_of
+from ..plan import Chunk, Member
 from ..sharded.chunks import Held, SharedChunk
 
 State = MutableMapping[Tensor, dict[str, Tensor]]

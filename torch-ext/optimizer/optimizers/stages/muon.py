@@ -1,0 +1,208 @@
+"""The stages of Muon before and after the iteration.
+
+Gradients and momentum buffers -> the directions to orthogonalize, as one batch; and the updates
+made of them -> parameters: learning-rate rule, variance reduction, decay, one rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from ...kernels import StochasticRounding, apply_update
+from ...kernels import momentum as momentum_kernel
+from ...kernels.step.tensor_lists import MAX_DIMS, NARROW, as_list, shaped, written
+from ...reference import rounding as reference_rounding
+from ...reference import update as reference
+from ..groups.options import LR_RULES, MuonOptions, is_zero
+from ..state.rounding import Rounding
+
+logger = logging.getLogger(__name__)
+
+
+def momentum(
+    grads: Sequence[Tensor],  # pieces, any shape of B_i * m * n elements
+    buffers: Sequence[Tensor],  # the same pieces of momentum_buffer, advanced in place
+    matrix: tuple[int, int],  # (m, n)
+    *,
+    mu: float,
+    nesterov: bool,
+    form: str,
+    whole: bool = False,  # every piece is known to be one matrix (m, n)
+) -> Tensor:
+    """Advance the buffers and return the directions (sum of B_i, m, n), float32 or float64.
+
+    The result is new memory: neither a gradient nor a buffer is ever handed to the iteration. Every
+    direction is written to its place in it.
+    """
+    sizes = [] if whole else [grad.numel() for grad in grads]
+    batch = torch.empty(
+        (len(grads) if whole else sum(sizes) // (matrix[0] * matrix[1]), *matrix),
+        dtype=torch.promote_types(buffers[0].dtype, torch.float32),
+        device=buffers[0].device,
+    )
+    used, read = buffers, grads
+    if not whole:
+        shapes = [
+            (size,) if g.ndim > MAX_DIMS else g.shape for g, size in zip(grads, sizes, strict=True)
+        ]
+        used, read = shaped(buffers, shapes), shaped(grads, shapes)
+    momentum_kernel(read, used, batch, mu=float(mu), nesterov=nesterov, form=form)
+    written(buffers, used)
+    return batch
+
+
+@dataclass(frozen=True, eq=False)
+class Rate:
+    """The rate of a shape, lr factor, and its decay, (lr, or lr factor if shaped) weight_decay."""
+
+    lr: float | Tensor
+    factor: float
+    weight_decay: float | Tensor
+    shaped_decay: bool
+    decay: float | Tensor | None = None  # in place of the last two, where they cannot express it
+
+
+def rate_of(options: MuonOptions, rows: int, columns: int, device: torch.device) -> Rate:
+    """The rate and the decay of a (rows, columns) matrix on a device.
+
+    match_rms_adamw: lr 0.2 sqrt(max(rows, columns)), so that the update's root mean square is
+    0.2 lr as AdamW's typically is (arXiv 2502.16982). original: lr sqrt(max(1, rows / columns)), of
+    Keller Jordan's Muon. spectral: lr sqrt(rows / columns) (arXiv 2310.17813). None: lr. A callable
+    gets (lr, rows, columns) and returns the rate; lr may be a Tensor, which it must not read.
+    """
+    rule, lr, weight_decay = options.adjust_lr_fn, options.lr, options.weight_decay
+    if not callable(rule):
+        return Rate(lr, factor_of(rule, rows, columns), weight_decay, options.shaped_decay)
+    rate = rule(lr, rows, columns)
+    if isinstance(rate, Tensor):
+        fits = rate.device.type == "cpu" or rate.device == device
+        if rate.numel() != 1 or not rate.is_floating_point() or not fits:
+            raise ValueError(
+                f"adjust_lr_fn must return one floating-point number on {device} or the CPU, got "
+                f"{rate.dtype} of shape {tuple(rate.shape)} on {rate.device}"
+            )
+        rate = rate.detach().reshape(())
+        if options.shaped_decay or is_zero(weight_decay):
+            return Rate(rate, 1.0, weight_decay, shaped_decay=True)
+        return Rate(rate, 1.0, 0.0, shaped_decay=False, decay=lr * weight_decay)
+    if not isinstance(rate, Real):
+        raise TypeError(f"adjust_lr_fn returned {rate!r}, not a number or a Tensor")
+    if options.shaped_decay:
+        return Rate(1.0, float(rate), weight_decay, shaped_decay=True)
+    return Rate(1.0, float(rate), lr * weight_decay, shaped_decay=False)
+
+
+def factor_of(rule: str | None, rows: int, columns: int) -> float:
+    """By what the shape changes the learning rate under a rule with a name."""
+    if rule is None:
+        return 1.0
+    if rule == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    if rule == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    if rule == "spectral":
+        return math.sqrt(rows / columns)
+    raise ValueError(f"adjust_lr_fn must be one of {', '.join(LR_RULES)}, got {rule!r}")
+
+
+def update(
+    params: Sequence[Tensor],  # pieces of B_i * m * n elements, written in place
+    orthogonal: Tensor,  # (sum of B_i, m, n)
+    second_moments: Sequence[Tensor] | None,  # (B_i, m, 1) or (B_i, 1, n), advanced in place
+    rate: Rate,
+    options: MuonOptions,
+    rounding: Rounding,
+    *,
+    whole: bool = False,  # every piece is known to be one matrix (m, n), its moments without B_i
+) -> None:
+    """p <- p - decay p - rate u for every piece, with one rounding each."""
+    matrix = orthogonal.shape[-2:]
+    residuals = rounding.residuals  # of the pieces, advanced in place
+    kept = residuals
+    used = params
+    if not whole:
+        sizes = [param.numel() for param in params]
+        shapes = [
+            (size,) if param.ndim > MAX_DIMS else param.shape
+            for param, size in zip(params, sizes, strict=True)
+        ]
+        if second_moments is not None:
+            shapes = [(size // matrix.numel(), *matrix) for size in sizes]
+        used = shaped(params, shapes)
+        if residuals is not None:
+            kept = shaped(residuals, shapes)
+    updates = orthogonal.contiguous()
+    if rate.decay is not None:
+        places = as_list("updates", updates, used)
+        _update_with_decay(used, places, second_moments, rate, options, kept, rounding.noise)
+    else:
+        apply_update(
+            used,
+            updates,
+            lr=rate.lr,
+            factors=[rate.factor] * len(used),
+            weight_decay=rate.weight_decay,
+            shaped_decay=rate.shaped_decay,
+            cautious=options.cautious,
+            second_moments=second_moments,
+            beta2=options.beta2,
+            residuals=kept,
+            rounding=rounding.noise,
+        )
+    written(params, used)
+    if residuals is not None and kept is not None:
+        pairs = [pair for pair in zip(residuals, kept, strict=True) if pair[0] is not None]
+        written(*map(list, zip(*pairs, strict=True)))
+
+
+def _update_with_decay(
+    params: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    second_moments: Sequence[Tensor] | None,
+    rate: Rate,
+    options: MuonOptions,
+    residuals: Sequence[Tensor | None] | None,
+    noise: StochasticRounding | None,
+) -> None:
+    """The update with a rate and a decay of which neither is a multiple of the other."""
+    _say_once()
+    for k, (param, part) in enumerate(zip(params, updates, strict=True)):
+        if second_moments is not None:
+            assert options.beta2 is not None
+            part = reference.variance_reduction(part, second_moments[k], options.beta2)
+        random = None
+        if noise is not None and param.dtype in NARROW:
+            random = reference_rounding.random_bits(
+                param.shape,
+                seed=noise.seed,
+                step=noise.step,
+                parameter=noise.parameter[k],
+                offset=noise.offset[k],
+                device=param.device,
+            )
+        reference.apply_update(
+            param,
+            part,
+            lr=rate.lr,
+            decay=rate.decay,
+            cautious=options.cautious,
+            residual=None if residuals is None else residuals[k],
+            random=random,
+        )
+
+
+@functools.cache
+def _say_once() -> None:
+    logger.warning(
+        "the update runs its portable path, which is slow: adjust_lr_fn returns a Tensor and the "
+        "decay goes by the lr before it; the kernel takes the rules with names, functions that "
+        "return numbers, and shaped_decay=True"
+    )
