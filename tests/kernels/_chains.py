@@ -1,4 +1,4 @@
-"""Chains of squares whose values stay finite, and their definition."""
+"""Chains of squares whose values stay finite, their definition, and the op as a function."""
 
 from __future__ import annotations
 
@@ -46,3 +46,21 @@ def definition(
         value = alpha * terms[-1] @ terms[-1].mT + beta * terms[i] + delta * identity
         terms.append(value.to(dtype).double())
     return terms[-1]
+
+
+def run_chain(
+    module,  # kernels.products.square_chain
+    ops,
+    x: torch.Tensor,  # (batch, m, m) float16, contiguous, m in eights
+    squares: list[tuple],
+    scale: torch.Tensor | None = None,
+    groups: int = 0,
+    *,
+    zeros: torch.Tensor | None = None,  # (1 + squares * batch,) int32 zeros, which are used up
+) -> torch.Tensor:
+    """The last M in upper storage, maybe in x's memory."""
+    places, count = module.places_of([square[0] for square in squares])
+    buffers = [x, *(torch.empty_like(x) for _ in range(count - 1))]
+    columns = ([square[k] for square in squares] for k in range(4))
+    ops.square_chain(buffers, places, *columns, scale, groups, zeros)
+    return buffers[places[-1]]

@@ -1,4 +1,4 @@
-"""Problems of matmul_add whose answers are exact."""
+"""Problems of matmul_add whose answers are exact, and the op as a function of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import dataclasses
 
 import torch
 
-from ._symmetric import DTYPES, PATTERNS, laid_out
-
-__all__ = ["DTYPES", "PATTERNS", "Dense", "exact_dense", "laid_out"]
+TILES = ("auto", "sm90_128x256", "sm90_256x128", "sm90_128x128")  # from -1 on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,3 +54,22 @@ def exact_dense(arguments: dict, dtype: torch.dtype) -> torch.Tensor:
         value = value * arguments["scale"].double()[..., None, None]
     assert torch.equal(value.float().double(), value)  # so the next line rounds once
     return value.float().to(dtype)
+
+
+def run_dense(
+    ops,
+    A: torch.Tensor,  # (B, m, k)
+    B: torch.Tensor,  # (B, k, n)
+    *,
+    C: torch.Tensor | None = None,  # (B, m, n)
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    scale: torch.Tensor | None = None,  # (B,)
+    out: torch.Tensor | None = None,  # (B, m, n)
+    tile: str = "auto",
+) -> torch.Tensor:
+    """The compiled op by a tile's name."""
+    if out is None:
+        out = A.new_empty((*A.shape[:2], B.shape[2]))
+    ops.matmul_add(A, B, C, out, alpha, beta, TILES.index(tile) - 1, scale)
+    return out

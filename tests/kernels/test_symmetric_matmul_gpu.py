@@ -26,7 +26,7 @@ def run_tile(module):
     def call(tile: int, A, B, C, alpha, beta, diag) -> torch.Tensor:
         m = A.shape[-2]
         out = torch.full((A.shape[0], m, m), torch.nan, dtype=A.dtype, device=A.device)
-        module._op("compiled")(A, A if B is None else B, C, out, alpha, beta, diag, tile)
+        module.ops.symmetric_matmul(A, A if B is None else B, C, out, alpha, beta, diag, tile)
         return out
 
     return call
@@ -87,8 +87,7 @@ def test_any_batch(module, device, batch, dtype):
     assert_same_bits(module.symmetric_matmul(A[-1]), module.symmetric_matmul(A)[-1])
 
 
-@pytest.mark.parametrize("path", ("compiled", "triton"))
-def test_strides_beyond_two_to_the_31_elements(module, device, path):
+def test_strides_beyond_two_to_the_31_elements(module, device):
     """Operands, C and out whose last rows lie more than 2**31 elements behind the first."""
     m, k, stride = 70, 40, 2**25
     buffer = torch.zeros((m - 1) * stride + 1024, dtype=torch.float16, device=device)
@@ -98,25 +97,22 @@ def test_strides_beyond_two_to_the_31_elements(module, device, path):
     A = buffer.as_strided((1, m, k), (0, stride, 1)).copy_(arguments["A"])
     C = buffer.as_strided((1, m, m), (0, stride, 1), 128).copy_(arguments["C"])
     out = buffer.as_strided((1, m, m), (0, stride, 1), 512)
-    tile = (module.AUTO,) if path == "compiled" else ()
-    module._op(path)(A, A, C, out, 1.0, 1.0, 1.0, *tile)
+    module.ops.symmetric_matmul(A, A, C, out, 1.0, 1.0, 1.0, module.AUTO)
     assert torch.equal(out[0], expected)
     columns = buffer.as_strided((1, k, m), (0, stride, 1), 768).copy_(arguments["A"].mT)
     assert (k - 1) * stride > 2**30
-    module._op(path)(columns.mT, columns.mT, C, out, 1.0, 1.0, 1.0, *tile)
+    module.ops.symmetric_matmul(columns.mT, columns.mT, C, out, 1.0, 1.0, 1.0, module.AUTO)
     assert torch.equal(out[0], expected)
 
 
-@pytest.mark.parametrize("path", ("compiled", "triton"))
-def test_batches_beyond_two_to_the_31_elements(module, device, path):
+def test_batches_beyond_two_to_the_31_elements(module, device):
     A = Problem((2,), 2700, 16).operands(torch.float16, device)["A"]
     expected = exact({"A": A, "B": None, "C": None, "alpha": 1, "diag": 0}, torch.float16)
     many = A[:1].expand(299, -1, -1).contiguous()
     many = torch.cat((many, A[1:]))
     out = torch.full((300, 2700, 2700), torch.nan, dtype=torch.float16, device=device)
     assert out.numel() > 2**31
-    tile = (module.AUTO,) if path == "compiled" else ()
-    module._op(path)(many, many, None, out, 1.0, 0.0, 0.0, *tile)
+    module.ops.symmetric_matmul(many, many, None, out, 1.0, 0.0, 0.0, module.AUTO)
     assert torch.equal(out[299], expected[1])
     for first in range(0, 299, 23):
         assert (out[first : min(first + 23, 299)] == expected[0]).all()
@@ -164,11 +160,6 @@ def test_compiles_with_inductor(module, device):
     assert_same_bits(step(A), module.symmetric_matmul(A, diag=1.0) * 2)
 
 
-def test_opcheck_of_the_triton_op(module, device):
-    A, out = (torch.zeros(2, 20, n, device=device) for n in (24, 20))
-    torch.library.opcheck(module._op("triton").default, (A, A, None, out, 1.0, 0.0, 0.5))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("powers", ((0, 0), (1, 1), (2, 1), (2, 0), (0, 1), (0, 2)), ids=str)
 def test_powers_of_the_scale(module, device, powers, dtype):
@@ -179,10 +170,10 @@ def test_powers_of_the_scale(module, device, powers, dtype):
     tiles = TILES if dtype == torch.float32 else (module.AUTO, *TILES)
     for tile in tiles:
         out = torch.full_like(C, torch.nan)
-        module._op("compiled")(A, A, C, out, 1.0, 2.0, 3.0, tile, scale, *powers)
+        module.ops.symmetric_matmul(A, A, C, out, 1.0, 2.0, 3.0, tile, scale, *powers)
         for k, s in enumerate(scale.tolist()):
             scalars = {"alpha": s ** powers[0], "beta": 2 * s ** powers[1], "diag": 3.0}
             one = {"A": A[k], "B": None, "C": C[k], **scalars}
             assert torch.equal(out[k], exact(one, dtype)), (tile, k)
     with pytest.raises(RuntimeError, match="a power must be 0, 1 or 2, got 3"):
-        module._op("compiled")(A, A, C, out, 1.0, 2.0, 3.0, module.AUTO, scale, 3, 1)
+        module.ops.symmetric_matmul(A, A, C, out, 1.0, 2.0, 3.0, module.AUTO, scale, 3, 1)

@@ -88,7 +88,7 @@ def test_threads_leave_the_setting_as_it_was(opt, device, switches) -> None:
 
 def test_overlapping_holds(submodule, device, switches) -> None:
     """The first to leave must not release the switch under the second."""
-    ieee_float32 = submodule("orthogonalize.precision").ieee_float32
+    ieee_float32 = submodule("orthogonalize.products").ieee_float32
     write(switches[2], "tf32")
     first, second = (ieee_float32(device, torch.float32) for _ in range(2))
     first.__enter__()
@@ -100,7 +100,7 @@ def test_overlapping_holds(submodule, device, switches) -> None:
 
 
 def test_a_change_during_a_hold_stands(submodule, device, switches) -> None:
-    ieee_float32 = submodule("orthogonalize.precision").ieee_float32
+    ieee_float32 = submodule("orthogonalize.products").ieee_float32
     write(switches[2], "tf32")
     with ieee_float32(device, torch.float32):
         write(switches[2], "none")
@@ -108,7 +108,7 @@ def test_a_change_during_a_hold_stands(submodule, device, switches) -> None:
 
 
 def test_other_dtypes_touch_nothing(submodule, device, switches) -> None:
-    ieee_float32 = submodule("orthogonalize.precision").ieee_float32
+    ieee_float32 = submodule("orthogonalize.products").ieee_float32
     write(switches[2], "tf32")
     with ieee_float32(device, torch.float16):
         assert read(*switches[2]) == "tf32"

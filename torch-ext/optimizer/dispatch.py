@@ -59,7 +59,6 @@ TABLE: dict[str, Kernels] = {
     "apply_update": _LISTS,
     "adamw": _LISTS,
     "symmetric_matmul": Kernels(
-        triton=True,
         on_hopper="sm90 tiles for half precision",
         because="float64 products of torch; no kernel for {device} tensors",
     ),
@@ -71,7 +70,8 @@ TABLE: dict[str, Kernels] = {
     ),
     "normalize": Kernels(
         note="torch where a dtype is float64",
-        because="float64 maths of torch; no kernel for {device} tensors",
+        otherwise="torch",
+        because="a norm and a division; no kernel for {device} tensors",
     ),
     "square_chain": _BY_THE_CALLER,
     "nf4_dequant": Kernels(cpu=True, triton=True),
