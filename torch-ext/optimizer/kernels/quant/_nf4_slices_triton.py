@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ... import dispatch
+from ...dispatch import path_name
 from ..experts.expert_sort import ExpertOrder
 from ..experts.grouped_launch_triton import launch_product, tile_of
 from ..experts.grouped_launch_triton import packed as packed_factor
@@ -45,7 +45,7 @@ def tiles_of_slices(tiles: Tensor, experts: int, count: int) -> Tensor:
 def decoder(stack: tuple, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """ids -> decoded experts: the op that `nf4_dequant` takes, its arguments checked before."""
     packed, absmax, codebook, nested, (_, *shape), blocksize = stack
-    op = _op(dispatch.path_name("nf4_dequant", packed.device))
+    op = _op(path_name("nf4_dequant", packed.device))
     options = (shape, blocksize, dtype, codebook, *(nested or (None, None, None)))
     return lambda ids: op(packed, absmax, ids, *options)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .._compare import assert_error_at_most, assert_same_bits
+from ..._compare import assert_error_at_most, assert_same_bits
 from ._grouped import RANK, TOP_K, N, operands
 
 LONG = 5000  # of K: three parts of the low-rank product, the last one shorter

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from .._compare import assert_error_at_most, assert_same_bits
+from ..._compare import assert_error_at_most, assert_same_bits
 
 PATHS = ("reference", "triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -15,7 +15,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss")
 
 @pytest.fixture(scope="session")
 def module(submodule):
-    """The module kernels.glu of the loaded package."""
+    """The module kernels.experts.glu of the loaded package."""
     return submodule("kernels.experts.glu")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .._compare import assert_error_at_most, assert_same_bits
+from ..._compare import assert_error_at_most, assert_same_bits
 
 PATHS = ("reference", "triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -13,7 +13,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @pytest.fixture(scope="session")
 def module(submodule):
-    """The module kernels.combine of the loaded package."""
+    """The module kernels.experts.combine of the loaded package."""
     return submodule("kernels.experts.combine")
 
 
