@@ -76,7 +76,7 @@ def test_more_patterns_than_anybody_writes(opt, device, saved) -> None:
 def test_patterns_mean_what_they_mean_to_peft(submodule) -> None:
     from peft.utils.other import get_pattern_key
 
-    config = submodule("integrations.adapters.adapter_config")
+    config = submodule("integrations.adapters.adapter_file")
     draw = random.Random(0)
     atoms = ["a", "b", ".", r"\.", "[ab]", "[^a]", r"\d", "0", "_"]
     hits = 0
