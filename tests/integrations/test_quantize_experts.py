@@ -90,7 +90,7 @@ def test_a_refused_or_failed_attachment_leaves_no_adapter(
         opt.integrations.quantize_experts(build("qwen3_moe"), blocksize=48)
 
     model, calls = build("qwen3_moe").to(device), []
-    module = submodule("moe.quantized.quantized_experts")
+    module = submodule("kernels.quant.formats")
     quantize = module.nf4_quantize
 
     def short_of_memory(*arguments, **options):

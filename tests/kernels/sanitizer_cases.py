@@ -186,7 +186,7 @@ def expert_products(opt) -> int:
         return count
     module, reference = (
         importlib.import_module(f"{opt.__name__}.{name}")
-        for name in ("kernels.quant.nf4_product", "reference.nf4_moe")
+        for name in ("kernels.quant.nf4_product", "reference.nf4")
     )
     counts = (0, 1, 65, 257, 0, 130)
     # The rank, the rows' gather, whether the result stays grouped, what the epilogue does beside it

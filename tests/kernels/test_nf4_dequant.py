@@ -390,7 +390,7 @@ def quantized_by_bitsandbytes(dtype, quant_type, blocksize, nested, codebook, de
 @pytest.fixture(scope="session")
 def codebooks(submodule, device):
     """Quantisation type -> its 16 values; in FP4's nibble 8 decodes to -0."""
-    fp4 = submodule("moe.quantized.expert_weights").fp4_codebook(device)
+    (fp4,) = submodule("kernels.quant.formats").format_of("fp4").constants(device)
     return {"nf4": torch.tensor(NF4, device=device), "fp4": fp4}
 
 

@@ -64,13 +64,13 @@ def decode(packed: torch.Tensor, absmax: torch.Tensor, numel: int, blocksize: in
 
 @pytest.fixture(scope="session")
 def tables(submodule):
-    reference = submodule("reference.nf4_quantize")
+    reference = submodule("reference.nf4")
     return {"nf4": submodule("reference.nf4").NF4_TABLE, "fp4": reference.FP4_TABLE}
 
 
 @pytest.fixture(scope="session")
 def thresholds(submodule):
-    reference = submodule("reference.nf4_quantize")
+    reference = submodule("reference.nf4")
     both_signs = (*reference.FP4_THRESHOLDS, *(-t for t in reference.FP4_THRESHOLDS))
     return {"nf4": reference.NF4_THRESHOLDS, "fp4": both_signs}
 
@@ -110,7 +110,7 @@ def test_paths_agree(ops, thresholds, device, dtype, blocksize, quant_type):
 def test_one_absmax_nests_to_itself(submodule, device):
     """Nothing is left of it once its mean is taken off: the offset alone decodes."""
     absmax = torch.tensor([0.37], device=device)
-    codes, code, scale, offset = submodule("reference.nf4_quantize").nest_absmax(absmax)
+    codes, code, scale, offset = submodule("reference.nf4").nest_absmax(absmax)
     assert_same_bits(code[codes.long()] * scale + offset, absmax)
 
 
@@ -163,7 +163,7 @@ def test_against_bitsandbytes(opt, device, tables, quant_type):
 
 def test_nested_absmax_against_bitsandbytes(submodule, device):
     functional = pytest.importorskip("bitsandbytes.functional")
-    reference = submodule("reference.nf4_quantize")
+    reference = submodule("reference.nf4")
     assert_same_bits(reference.dynamic_map(), functional.create_dynamic_map())
     for blocks in (2, 255, 256, 1000, 2560):
         absmax = draw((blocks,), torch.float32, device, seed=blocks).abs() + 0.1

@@ -35,7 +35,7 @@ def case(harness, opt):
     return make_case(harness, opt, "cpu")
 
 
-VARIANTS = ("auto", "fused", "chunked", "selective", "resident", "triton")
+VARIANTS = ("auto", "fused", "chunked", "selective", "triton")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -56,7 +56,7 @@ def test_the_gate_passes_in_other_forms(harness, opt, form):
     tiny = harness.problems.Layer("tiny", 4, 64, 64, 2, tokens=40, rank=8)
     layer = dataclasses.replace(tiny, **form)
     case = harness.nf4.Nf4Case(layer, SimpleNamespace(package=opt), 0, device="cpu")
-    assert all(stack.nested == layer.nested for stack in case.packed)
+    assert all(stack.format.nested == layer.nested for stack in case.packed)
     good, ours, baseline = case.compare()
     assert good and 0 < ours < 0.02 and 0 < baseline < 0.02
 
@@ -100,7 +100,7 @@ def test_what_auto_takes_is_timed_once(harness, opt, monkeypatch):
 
         def compare(self):
             used.append(self.packed[0].strategy)
-            return self.packed[0].strategy != "resident", 1e-3, 1e-3
+            return self.packed[0].strategy != "selective", 1e-3, 1e-3
 
         def baseline(self):
             return self.ours()
@@ -122,13 +122,13 @@ def test_what_auto_takes_is_timed_once(harness, opt, monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=1)
     )
-    others = ("fused", "chunked", "resident")
+    others = ("fused", "chunked", "selective")
     built = SimpleNamespace(package=opt)
     rows = [row for row, _ in nf4.layer_rows(layer, built, ("fwd",), others, {})]
     chosen = opt.moe.choose_strategy(layer.rows, layer.experts).name
     assert used == ["auto", *(name for name in others if name != chosen)]
     assert [row.variant for row in rows] == ["auto", *used[1:]]
-    assert [row.ok for row in rows] == [name != "resident" for name in used]
+    assert [row.ok for row in rows] == [name != "selective" for name in used]
     assert {row.speedup for row in rows if row.ok} == {2.0}
 
 
@@ -141,7 +141,7 @@ def test_every_layer_is_compiled_ahead(harness, opt):
     assert {f"{p[0].name}/fwd+bwd" for p in problems[17:]} == nf4.random_cases("0123abcd")
     jobs = nf4.compile_jobs(SimpleNamespace(commit="0123abcd", package=opt))
     with_bfloat16 = 4 + 4 + 3  # the last job of T16's layer in every form is backward's
-    assert len(jobs) == 4 * (5 + 4 + 4) + 5 + 20 + with_bfloat16
+    assert len(jobs) == 4 * (4 + 4 + 4) + 5 + 20 + with_bfloat16
 
 
 @pytest.mark.parametrize("model", ("Qwen3.5-35B-A3B", "Mixtral-8x7B"))

@@ -380,7 +380,7 @@ def nf4_quantize(package: Package, generator: random.Random) -> Call:
     blocksize, quant_type = generator.choice([32, 64, 128]), generator.choice(["nf4", "fp4"])
 
     def check(result: tuple[Tensor, Tensor]) -> None:
-        module = package("reference.nf4_quantize")
+        module = package("reference.nf4")
         expected = module.nf4_quantize(weight, blocksize, quant_type)
         for found, right in zip(result, expected, strict=True):
             if bits(found) != bits(right):
@@ -405,7 +405,7 @@ def nf4_dequant(package: Package, generator: random.Random) -> Call:
         "dtype": generator.choice(STEPPED),
     }
     if generator.random() < 0.3:
-        nested = package("reference.nf4_quantize").nest_absmax(absmax)
+        nested = package("reference.nf4").nest_absmax(absmax)
         names = ("absmax", "absmax_code", "absmax_scale", "absmax_offset")
         arguments |= dict(zip(names, nested, strict=True))
 

@@ -1,4 +1,4 @@
-"""grouped_lora_nf4_forward: the product with the decoded weights, decoded on the way."""
+"""grouped_lora_quantized_forward: the product with the decoded weights, decoded on the way."""
 
 from __future__ import annotations
 
@@ -6,24 +6,19 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
-from ._nf4_grouped import CASES, STACKS, TOP_K, Stack, budget, draw, rows_of
+from ._quantized_grouped import CASES, STACKS, TOP_K, Stack, budget, draw, weights_of
 
 
 def forward(submodule, problem, path, *, grouped=False, fan=TOP_K, x=None):
-    module = submodule("kernels.quant.grouped_lora_nf4_forward")
-    lora_a, lora_b = problem["lora"]
-    return module.grouped_lora_nf4_forward(
+    module = submodule("kernels.quant.grouped_lora_quantized")
+    return module.grouped_lora_quantized_forward(
         problem["x"] if x is None else x,
-        problem["weight"].operands(),
-        lora_a,
-        lora_b,
-        problem["bias"],
-        *rows_of(problem["order"]),
-        2.0,
-        fan,
-        grouped,
-        0 if path != "slices" else 3,
-        "reference" if path == "reference" else "triton",
+        weights_of(submodule, problem, 2.0),
+        problem["order"],
+        fan=fan,
+        grouped_out=grouped,
+        slice_experts={"slices": 3, "active": module.ACTIVE}.get(path, 0),
+        path="reference" if path == "reference" else "triton",
     )
 
 
@@ -58,12 +53,16 @@ def test_product_with_the_decoded_weights(submodule, device, stack, path, dtype)
         assert stack.rank is None or relative_error(xa, low) <= budget(path, device, dtype)
 
 
+@pytest.mark.parametrize("path", ("slices", "active"))
 @pytest.mark.parametrize("stack", (STACKS[0], STACKS[2]), ids=str)
 @pytest.mark.parametrize("grouped", (False, True))
-def test_slices_of_experts_write_one_result(submodule, device, stack, grouped):
-    """Three experts, then one: each slice writes its rows, and the sentinels are zero once."""
+def test_slices_of_experts_write_one_result(submodule, device, stack, grouped, path):
+    """Three experts, then one: each slice writes its rows, and the sentinels are zero once.
+
+    Or the active experts in one slice, where the second one is missing.
+    """
     problem = draw(submodule, stack, device, torch.float32)
-    y, xa = forward(submodule, problem, "slices", grouped=grouped)
+    y, xa = forward(submodule, problem, path, grouped=grouped)
     expected, low = exact(submodule, problem, grouped=grouped)
     assert relative_error(y, expected) <= budget("triton", device, torch.float32)
     assert relative_error(xa, low) <= budget("triton", device, torch.float32)
@@ -79,7 +78,7 @@ def test_tiles_of_other_sizes_than_the_order_s(submodule, device, monkeypatch, s
     generator = torch.Generator().manual_seed(3)
     inner = problem["x"].shape[1]
     problem["x"] = torch.randn(50, inner, generator=generator).to(device)
-    launch = submodule("kernels.quant._nf4_product_triton")
+    launch = submodule("kernels.quant.nf4_product_triton")
     monkeypatch.setattr(launch, "choose_tile", lambda *_: launch.Tile(rows, 64, 32, 4, 1))
     y, _ = forward(submodule, problem, "triton")
     expected, _ = exact(submodule, problem)
@@ -90,7 +89,7 @@ def test_tiles_of_other_sizes_than_the_order_s(submodule, device, monkeypatch, s
 def test_steps_over_several_blocks(submodule, device, monkeypatch, sizes):
     """A step of 128 or 256 holds several absmax per row, and the last one ends behind the row."""
     problem = draw(submodule, Stack(n=40, k=320, nested=True), device, torch.float32)
-    launch = submodule("kernels.quant._nf4_product_triton")
+    launch = submodule("kernels.quant.nf4_product_triton")
     monkeypatch.setattr(launch, "choose_tile", lambda *_: launch.Tile(*sizes, 4, 1))
     y, _ = forward(submodule, problem, "triton")
     expected, _ = exact(submodule, problem)
@@ -99,7 +98,7 @@ def test_steps_over_several_blocks(submodule, device, monkeypatch, sizes):
 
 def test_few_rows_take_the_tile_that_was_timed_and_others_keep_theirs(submodule):
     """(columns, depth, warps, stages, registers) by mean rows per expert and depth of the sum."""
-    choose = submodule("kernels.quant._nf4_product_triton").choose_tile
+    choose = submodule("kernels.quant.nf4_product_triton").choose_tile
     before, short = (64, 128, 4, 4, None), (128, 64, 4, 4, None)
     for mean, depth, expected in (
         (0.5, 2048, before),  # Qwen3.5-35B-A3B, 16 tokens
@@ -163,18 +162,31 @@ def test_empty_batch(submodule, device):
 
 def test_opcheck(submodule, ops, device):
     problem = draw(submodule, Stack(), device, torch.float32)
-    lora_a, lora_b = problem["lora"]
-    arguments = (
-        problem["x"],
-        *problem["weight"].operands(),
-        lora_a,
-        lora_b,
-        problem["bias"],
-        *rows_of(problem["order"]),
-        1.0,
-        TOP_K,
-        False,
-        0,
-        "reference",
-    )
-    torch.library.opcheck(ops.grouped_lora_nf4_forward.default, arguments)
+    module = submodule("kernels.quant.grouped_lora_quantized")
+    weights = module.quantized_operands(weights_of(submodule, problem, 1.0))
+    order = problem["order"].operands()
+    arguments = (problem["x"], *weights, *order, TOP_K, False, 0, "reference")
+    torch.library.opcheck(ops.grouped_lora_quantized_forward.default, arguments)
+
+
+@pytest.mark.parametrize("count", (1, 2, 3, 4, 7, 8))
+@pytest.mark.parametrize("seed", range(3))
+def test_every_tile_belongs_to_one_slice_and_comes_first(submodule, device, count, seed):
+    """With its expert counted from the slice's first; sentinels follow the last one's experts."""
+    experts = 7
+    module = submodule("kernels.quant.grouped_lora_quantized")
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, experts + 1, (90, 2), generator=generator)
+    ids[ids == seed] = 3  # an expert without rows
+    tiles = submodule("moe").expert_sort(ids.to(device), experts, tile_rows=16).tiles
+    parts = module.tiles_of_slices(tiles, experts, count)
+    assert parts.shape == (-(-experts // count), *tiles.shape)
+    found = []
+    for number, part in enumerate(parts.tolist()):
+        used = [tile for tile in part if tile[0] >= 0]
+        assert part[: len(used)] == used, "a slice's tiles come first"
+        size = min(count, experts - number * count)
+        last = number == parts.shape[0] - 1
+        assert all(expert < size or (last and expert == size) for expert, *_ in used)
+        found += [[expert + number * count, *rows] for expert, *rows in used]
+    assert found == [tile for tile in tiles.tolist() if tile[0] >= 0]

@@ -90,8 +90,10 @@ def draw(submodule, stack: Stack, device, dtype, seed: int = 0) -> dict:
     }
 
 
-def rows_of(order) -> tuple:
-    return order.slots, order.offsets, order.tiles, order.tile_rows
+def weights_of(submodule, problem: dict, scaling: float):
+    """The projection as ops take it."""
+    kind = submodule("kernels.experts.grouped_lora").ExpertWeights
+    return kind.of(problem["weight"], *problem["lora"], problem["bias"], scaling)
 
 
 def valid(order) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Launches of gated_nf4_experts, and which of them run beside each other.
+"""Launches of gated_quantized_experts, and which of them run beside each other.
 
 forward   xa1 | gate_up product | activation | xa2 | down product | combine
           urgent: B1 packed, beside xa1 | B2 packed, beside what comes
@@ -14,21 +14,26 @@ from __future__ import annotations
 import contextlib
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from ..experts.expert_sort import ExpertOrder
 from ..experts.gated_launch_triton import gradient_of_gates, row_sum
 from ..experts.grouped_launch_triton import RowSum, expert_products, is_scattered, low_rank, reorder
-from ..experts.rows_triton import combine_triton, glu_triton
-from ..launch.launch_plan import Streams, beside
-from ._gated_nf4_triton import glu_backward_dots
-from .grouped_lora_nf4_forward import product_of_stack
+from ..experts.grouped_lora import ExpertWeights
+from ..experts.rows_triton import KINDS, _activation, _factor, combine_triton, glu_triton
+from ..launch.launch_plan import Streams, beside, launch
+from .formats import Stack
+from .grouped_lora_quantized import product_of_stack
+
+_BLOCK = 1024  # columns of a program of `_glu_backward_dots`
 
 
-def gated_nf4_experts_triton(
+def gated_quantized_experts_triton(
     x: Tensor,
-    first: tuple,  # stack, last, a, b, bias, scaling
-    second: tuple,
+    first: ExpertWeights,  # of a Stack
+    second: ExpertWeights,
     order: ExpertOrder,
     gates: Tensor,
     activation: str,
@@ -36,22 +41,22 @@ def gated_nf4_experts_triton(
     path: str,
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the forward; arguments and results as in `kernels.quant.gated_nf4_experts`."""
-    own = [None if b is None else b.mT for b in (first[3], second[3])]
+    """Launch the forward; arguments and results as in `gated_quantized_experts`."""
+    own = [None if one.b is None else one.b.mT for one in (first, second)]
     factors = [_room_to_pack(factor, x) for factor in own]
 
-    def low(rows_in: Tensor, projection: tuple, fan: int) -> Tensor:
-        _, _, a, _, _, scaling = projection
-        xa = x.new_empty((order.slots.shape[0], 0 if a is None else a.shape[1]))
-        if a is not None:
-            low_rank(rows_in, a, order, xa, scaling=scaling, fan=fan)
+    def low(rows_in: Tensor, one: ExpertWeights, fan: int) -> Tensor:
+        xa = x.new_empty((order.slots.shape[0], one.rank))
+        if one.a is not None:
+            low_rank(rows_in, one.a, order, xa, scaling=one.scaling, fan=fan)
         return xa
 
-    def product(rows_in: Tensor, projection: tuple, xa: Tensor, factor: Tensor | None, fan: int):
-        stack, last, _, _, bias, _ = projection
-        y = x.new_empty((order.slots.shape[0], stack[4][1] if last else stack[4][2]))
-        operands = (rows_in, stack, last, xa, factor, order.slots, order.offsets, order.tiles, y)
-        options = {"scatter": False, "bias": bias, "fan": fan, "tile_rows": order.tile_rows}
+    def product(rows_in: Tensor, one: ExpertWeights, xa: Tensor, factor: Tensor | None, fan: int):
+        stack: Stack = one.weight
+        y = x.new_empty((order.slots.shape[0], stack.shape[2]))
+        place = (order.slots, order.offsets, order.tiles)
+        operands = (rows_in, stack, stack.transposed, xa, factor, *place, y)
+        options = {"scatter": False, "bias": one.bias, "fan": fan, "tile_rows": order.tile_rows}
         product_of_stack(operands, 0, "forward", options, path)
         return y
 
@@ -75,15 +80,15 @@ def gated_nf4_experts_triton(
     return out, wide, h, xa1, xa2
 
 
-def gated_nf4_experts_backward_triton(  # noqa: PLR0913
+def gated_quantized_experts_backward_triton(  # noqa: PLR0913
     grad: Tensor,
     x: Tensor,
     wide: Tensor,
     h: Tensor,
     xa1: Tensor,
     xa2: Tensor,
-    first: tuple,
-    second: tuple,
+    first: ExpertWeights,
+    second: ExpertWeights,
     order: ExpertOrder,
     gates: Tensor,
     activation: str,
@@ -91,9 +96,8 @@ def gated_nf4_experts_backward_triton(  # noqa: PLR0913
     path: str,
     wants: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward; arguments and results as in `kernels.gated_nf4_experts_backward`."""
-    stack1, last1, a1, b1, _, scaling1 = first
-    stack2, last2, a2, b2, bias2, scaling2 = second
+    """Launch the backward; arguments and results as in `gated_quantized_experts_backward`."""
+    a1, b1, a2, b2 = first.a, first.b, second.a, second.b
     wants_x, wants_a1, wants_b1, wants_a2, wants_b2, wants_gates = wants
     through = wants_x or wants_a1 or wants_b1  # the activation
     total, top_k = order.slots.shape[0], order.top_k
@@ -106,9 +110,9 @@ def gated_nf4_experts_backward_triton(  # noqa: PLR0913
     factors = [_room_to_pack(factor, x) for factor in own]
     yb1, yb2 = (grad.new_empty((total, 0 if b is None else b.shape[1])) for b in own)
 
-    def product(urgent_rows: Tensor, stack: tuple, last: bool, low: tuple, out: Tensor, fan: int):
+    def product(urgent_rows: Tensor, stack: Stack, low: tuple, out: Tensor, fan: int):
         place = (order.slots, order.offsets, order.tiles)
-        operands = (urgent_rows, stack, not last, *low, *place, out)
+        operands = (urgent_rows, stack, not stack.transposed, *low, *place, out)
         options = {"scatter": False, "fan": fan, "tile_rows": order.tile_rows}
         product_of_stack(operands, 0, "dx", options, path)
 
@@ -124,13 +128,13 @@ def gated_nf4_experts_backward_triton(  # noqa: PLR0913
         streams.there_waits()
         with streams.there():
             if b2 is not None:
-                low_rank(grad, factors[1], order, yb2, scaling=scaling2, fan=top_k)
+                low_rank(grad, factors[1], order, yb2, scaling=second.scaling, fan=top_k)
         db2, sums = row_sum(b2, wants_b2, xa2, grad, top_k, outputs_first=True, gated=True)
         run(sums)
         streams.here_waits()
         with streams.there():
             if through or wants_gates:
-                product(grad, stack2, last2, (yb2, a2), dh, top_k)
+                product(grad, second.weight, (yb2, a2), dh, top_k)
                 glu = {"activation": activation, "interleaved": interleaved}
                 glu_backward_dots(dh, wide, gates, order.slots, d_wide, dots, **glu)
         da2, sums = row_sum(a2, wants_a2, yb2, h, 0, gated=True)
@@ -138,19 +142,19 @@ def gated_nf4_experts_backward_triton(  # noqa: PLR0913
         streams.here_waits()
         with streams.there():
             if b1 is not None and (wants_x or wants_a1):
-                low_rank(d_wide, factors[0], order, yb1, scaling=scaling1, fan=0)
+                low_rank(d_wide, factors[0], order, yb1, scaling=first.scaling, fan=0)
         db1, sums = row_sum(b1, wants_b1, xa1, d_wide, 0, outputs_first=True)
         run(sums)
         streams.here_waits()
         with streams.there():
             if wants_x:
-                product(d_wide, stack1, last1, (yb1, a1), spread, 0)
+                product(d_wide, first.weight, (yb1, a1), spread, 0)
                 combine_triton(spread, None, order.rows, order.offsets, top_k, dx)
         da1, sums = row_sum(a1, wants_a1, yb1, x, top_k)
         run(sums)
         dgates = gates.new_empty(0)
         if wants_gates:
-            dgates = gradient_of_gates(dots[None], grad, bias2, gates, order)
+            dgates = gradient_of_gates(dots[None], grad, second.bias, gates, order)
     return dx, da1, db1, da2, db2, dgates
 
 
@@ -171,3 +175,78 @@ def _pack(factor: Tensor | None, room: Tensor | None) -> None:
     """Fill what `_room_to_pack` gave."""
     if room is not factor:
         reorder(factor, room)
+
+
+@triton.jit
+def _glu_backward_dots(
+    d,  # (R, I), contiguous: the gradient of h before its gate
+    wide,  # (R, 2I), contiguous: gate and up
+    gates,  # (R,) in slot order
+    slots,  # (R,)
+    out,  # (R, 2I), contiguous, if STORES
+    dots,  # (R,) in slot order if DOTS: <d, h>
+    width,  # I
+    KIND: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    STORES: tl.constexpr,
+    DOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    gate_of_row = tl.load(gates + slot).to(tl.float32)
+    wide += row * 2 * width
+    out += row * 2 * width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, width, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        mask = columns < width
+        gate_at = 2 * columns if INTERLEAVED else columns
+        up_at = gate_at + 1 if INTERLEAVED else width + columns
+        gate = tl.load(wide + gate_at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(wide + up_at, mask=mask, other=0.0).to(tl.float32)
+        dh = tl.load(d + row * width + columns, mask=mask, other=0.0).to(tl.float32)
+        value, value_slope = _activation(gate, KIND)
+        factor, factor_slope = _factor(up, KIND)
+        if DOTS:
+            h = (value * factor).to(wide.dtype.element_ty).to(tl.float32)
+            total += tl.where(mask, dh * h, 0.0)
+        if STORES:
+            dh *= gate_of_row
+            d_gate = (dh * factor * value_slope).to(out.dtype.element_ty)
+            d_up = (dh * value * factor_slope).to(out.dtype.element_ty)
+            tl.store(out + gate_at, d_gate, mask=mask)
+            tl.store(out + up_at, d_up, mask=mask)
+    if DOTS:
+        tl.store(dots + slot, tl.sum(total, 0))
+
+
+def glu_backward_dots(
+    d: Tensor,  # (R, I)
+    wide: Tensor,  # (R, 2I)
+    gates: Tensor,  # (T, k)
+    slots: Tensor,  # (R,)
+    out: Tensor,  # (R, 2I), or without rows
+    dots: Tensor,  # (R,) float32, or empty
+    *,
+    activation: str,
+    interleaved: bool,
+) -> None:
+    """Fill the gradient of gate and up, and <d, h>; all contiguous, what is empty is not wanted."""
+    rows, width = d.shape
+    if rows == 0 or (out.numel() == 0 and dots.numel() == 0):
+        return
+    launch(_glu_backward_dots, (rows,))(
+        d,
+        wide,
+        gates.contiguous(),
+        slots,
+        out,
+        dots,
+        width,
+        KIND=KINDS[activation],
+        INTERLEAVED=interleaved,
+        STORES=out.numel() > 0,
+        DOTS=dots.numel() > 0,
+        BLOCK=min(_BLOCK, triton.next_power_of_2(width)),
+    )

@@ -1,4 +1,4 @@
-"""grouped_lora_nf4_dx: the same bytes read the other way round."""
+"""grouped_lora_quantized_dx: the same bytes read the other way round."""
 
 from __future__ import annotations
 
@@ -6,27 +6,24 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
-from ._nf4_grouped import CASES, STACKS, TOP_K, Stack, budget, draw, rows_of, valid
+from ._quantized_grouped import CASES, STACKS, TOP_K, Stack, budget, draw, valid, weights_of
 
 
 def backward(submodule, problem, path, *, wants_dx=True, wants_gates=True):
     """dx in expert order, yb and dgates, of gated and combined rows."""
-    module = submodule("kernels.quant.grouped_lora_nf4_dx")
-    return module.grouped_lora_nf4_dx(
+    module = submodule("kernels.quant.grouped_lora_quantized")
+    return module.grouped_lora_quantized_dx(
         problem["dy"],
-        problem["weight"].operands(),
-        *problem["lora"],
-        problem["bias"],
+        weights_of(submodule, problem, 2.0),
+        problem["order"],
         problem["gates"],
         problem["x"] if wants_gates else None,
-        *rows_of(problem["order"]),
-        2.0,
-        TOP_K,
-        TOP_K,
-        True,
-        wants_dx,
-        0 if path != "slices" else 3,
-        "reference" if path == "reference" else "triton",
+        dy_fan=TOP_K,
+        x_fan=TOP_K,
+        grouped_out=True,
+        wants_dx=wants_dx,
+        slice_experts={"slices": 3, "active": module.ACTIVE}.get(path, 0),
+        path="reference" if path == "reference" else "triton",
     )
 
 
@@ -51,13 +48,14 @@ def exact(submodule, problem):
     )
 
 
+@pytest.mark.parametrize("path", ("slices", "active"))
 @pytest.mark.parametrize("stack", (STACKS[0], STACKS[2]), ids=str)
-def test_slices_of_experts_write_one_result(submodule, device, stack):
+def test_slices_of_experts_write_one_result(submodule, device, stack, path):
     """Three experts, then one; the gradient of a gate comes from the slice of its expert."""
     problem = draw(submodule, stack, device, torch.float32)
     rows = valid(problem["order"])
     for found, expected in zip(
-        backward(submodule, problem, "slices"), exact(submodule, problem), strict=True
+        backward(submodule, problem, path), exact(submodule, problem), strict=True
     ):
         part = rows if found.ndim == 2 else slice(None)
         limit = budget("triton", device, torch.float32)
@@ -93,20 +91,8 @@ def test_only_what_is_wanted(submodule, device):
 
 def test_opcheck(submodule, ops, device):
     problem = draw(submodule, Stack(), device, torch.float32)
-    arguments = (
-        problem["dy"],
-        *problem["weight"].operands(),
-        *problem["lora"],
-        problem["bias"],
-        problem["gates"],
-        problem["x"],
-        *rows_of(problem["order"]),
-        1.0,
-        TOP_K,
-        TOP_K,
-        True,
-        True,
-        0,
-        "reference",
-    )
-    torch.library.opcheck(ops.grouped_lora_nf4_dx.default, arguments)
+    module = submodule("kernels.quant.grouped_lora_quantized")
+    weights = module.quantized_operands(weights_of(submodule, problem, 1.0))
+    rows = (*problem["order"].operands(), problem["gates"], problem["x"])
+    arguments = (problem["dy"], *weights, *rows, TOP_K, TOP_K, True, True, 0, "reference")
+    torch.library.opcheck(ops.grouped_lora_quantized_dx.default, arguments)

@@ -161,9 +161,10 @@ def test_it_equals_its_reference(moe, submodule, device):
         a = a.view(problem.experts, -1, a.shape[1])
         b = b.view(b.shape[0], -1, problem.experts).permute(2, 0, 1)
         weight = experts.quantized_weight()
-        stack = (weight.packed, weight.absmax, None, None, weight.stored, 32, True)
+        tensors = (weight.tensors["packed"], weight.tensors["absmax"])
+        stack = (*tensors, None, None, weight.stored, 32, True)
         sides.append((*stack, a, b, layer.biases[f"{name}_bias"], 0.5))
-    reference = submodule("reference.nf4_moe").gated_nf4_experts
+    reference = submodule("reference.nf4").gated_nf4_experts
     inputs = (layer.leaves[name].detach() for name in ("x", "gates"))
     expected = reference(next(inputs), *sides, next(inputs), layer.ids, "silu", False)
     assert relative_error(layer.forward().detach(), expected) <= 2e-6
@@ -191,15 +192,15 @@ def test_what_it_does_not_take_runs_in_stages(moe, device, stages_apart):
 
 def test_without_a_backward_nothing_is_kept(moe, device, submodule, monkeypatch):
     monkeypatch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
-    module, sizes = submodule("moe.quantized.quantized_gated"), []
-    real = module.gated_nf4_experts
+    module, sizes = submodule("moe.quantized.quantized_linear"), []
+    real = module.gated_quantized_experts
 
     def spy(*arguments):
         found = real(*arguments)
         sizes.append([one.shape[0] for one in found[1:3]])
         return found
 
-    monkeypatch.setattr(module, "gated_nf4_experts", spy)
+    monkeypatch.setattr(module, "gated_quantized_experts", spy)
     layer = Layer(moe, device, Problem())
     expected = layer.forward()
     with torch.no_grad():
@@ -219,7 +220,10 @@ def test_a_second_order_raises(moe, device):
 @pytest.mark.parametrize("wanted", ("d_wide", "dots", "both"))
 def test_gradients_of_a_long_row(submodule, device, wanted):
     """More than a block of columns, of both kinds of results alone and together."""
-    launch, width = submodule("kernels.quant._gated_nf4_triton").glu_backward_dots, 1100
+    launch, width = (
+        submodule("kernels.quant.gated_quantized_experts_triton").glu_backward_dots,
+        1100,
+    )
     generator = torch.Generator().manual_seed(0)
     d, wide = (torch.randn(6, n, generator=generator).to(device) for n in (width, 2 * width))
     gates = torch.rand(3, 2, generator=generator).to(device)
@@ -244,7 +248,7 @@ def test_sums_beside_products_give_the_bits_of_one_stream(moe, device, submodule
     problem = Problem(256, 2, 8, 256, 256, 8, 8, strategy="auto", dtype=torch.bfloat16)
     layer = Layer(moe, device, problem)
     with monkeypatch.context() as alone:
-        launches = submodule("kernels.quant.gated_nf4_experts_triton")
+        launches = submodule("kernels.quant.gated_quantized_experts_triton")
         alone.setattr(
             launches, "beside", lambda x, **_: beside.beside(x.new_empty(0, device="cpu"))
         )
