@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 import statistics
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 
+from ._harness import COMMIT, HEAD
 from .static.project import ROOT
 from .static.results import quoted_results, result_findings
 
 pytestmark = pytest.mark.static
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-@pytest.fixture(scope="module")
-def harness() -> Iterator[SimpleNamespace]:
-    """The modules of benchmarks/harness, imported as run.py imports them."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = (
-        "elementwise",
-        "optimizer_step.one_gpu",
-        "optimizer_step.several_gpus",
-        "orthogonalize",
-        "package",
-        "plots",
-        "report",
-        "sources",
-        "timer",
-    )
-    found = {name: importlib.import_module(f"harness.{name}") for name in names}
-    yield SimpleNamespace(**{name.split(".")[-1]: module for name, module in found.items()})
-    sys.path.remove(str(ROOT / "benchmarks"))
 
 
 @pytest.fixture
@@ -69,18 +45,6 @@ def measured(harness, ms: float = 0.26):
     )
 
 
-def head(digest: str) -> dict:
-    return {
-        "gpu": "NVIDIA H200",
-        "driver": "580.1",
-        "torch": "2.11.0",
-        "triton": "3.6.0",
-        "commit": COMMIT,
-        "sources": digest,
-        "ceilings": {"bf16_tflops": 770.0, "fp16_tflops": 760.0, "copy_tbps": 4.25},
-    }
-
-
 def write_results(harness, root: Path) -> Path:
     report, elementwise = harness.report, harness.elementwise
     cases = [problem.case for problem in elementwise.LISTED_DEQUANTS]
@@ -88,12 +52,14 @@ def write_results(harness, root: Path) -> Path:
     rows = [report.passed(case, measured(harness)) for case in cases]
     path = root / "benchmarks/results/h200/elementwise.json"
     digest = harness.sources.sources_digest("elementwise", root)
-    report.write(path, head(digest), [*rows, report.failed("nf4_dequant/1x1x1")])
+    report.write(path, HEAD | {"sources": digest}, [*rows, report.failed("nf4_dequant/1x1x1")])
     return path
 
 
 def test_digest_follows_code(harness, checkout):
-    digest = lambda: harness.sources.sources_digest("elementwise", checkout)  # noqa: E731
+    def digest() -> str:
+        return harness.sources.sources_digest("elementwise", checkout)
+
     before = digest()
     assert before == harness.sources.sources_digest("elementwise")
     kernel = checkout / "kernels-src/nf4_dequant/nf4_dequant.cu"
@@ -130,14 +96,6 @@ def test_floor_is_the_larger_of_bytes_and_operations(harness):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "count", "name"),
-    [("NVIDIA H200", 1, "h200"), ("NVIDIA H200", 8, "h200x8"), ("Tesla T4", 1, "tesla-t4")],
-)
-def test_result_folders(harness, gpu, count, name):
-    assert harness.report.folder_name(gpu, count) == name
-
-
-@pytest.mark.parametrize(
     ("metadata", "expected"),
     [
         ({"provenance": {"kernel": {"commit": COMMIT, "dirty": False}}}, (COMMIT, True)),
@@ -157,27 +115,42 @@ def test_problem_counts_its_bytes(harness):
     assert odd.bytes_moved == (2**16 + 1) + (513 + 4 * 3) + 4 * (2**17 + 1)
 
 
-def test_random_problems_repeat_and_are_hard(harness):
-    problems = harness.elementwise.random_dequants(7)
-    assert problems == harness.elementwise.random_dequants(7)
-    assert problems != harness.elementwise.random_dequants(8)
-    assert len({problem.case for problem in problems}) == len(problems) == 20
-    assert any(problem.rows * problem.columns % 8 for problem in problems)
-    assert all(2**25 < problem.elements < 2**30 for problem in problems)
+RANDOM = [
+    ("elementwise", "random_dequants", "case"),
+    ("elementwise", "random_groups", "case"),
+    ("orthogonalize", "random_problems", "case"),
+    ("problems", "random_layers", "name"),
+]
 
 
-def test_random_groups_of_the_step_ops(harness):
-    ops = harness.elementwise
-    groups = ops.random_groups(7)
-    assert groups == ops.random_groups(7) != ops.random_groups(8)
-    assert len({group.case for group in groups}) == len(groups) == 20
+@pytest.mark.parametrize(("module", "draw", "name"), RANDOM)
+def test_random_problems_repeat_and_differ_by_commit(harness, module, draw, name):
+    draw = getattr(getattr(harness, module), draw)
+    assert draw(7) == draw(7) != draw(8)
+    assert len({getattr(problem, name) for problem in draw(7)}) == len(draw(7)) == 20
+
+
+def test_random_problems_are_hard_and_fit(harness):
+    ops, entry = harness.elementwise, harness.orthogonalize
+    dequants, groups = ops.random_dequants(7), ops.random_groups(7)
+    assert any(problem.rows * problem.columns % 8 for problem in dequants)
+    assert all(2**25 < problem.elements < 2**30 for problem in dequants)
     assert {group.op for group in groups} == set(ops.OPS)
     assert all(1 <= len(group.shapes) <= 400 for group in groups)
     assert all(1 <= size <= 10**8 for group in groups for (size,) in group.shapes)
     assert max(group.elements for group in groups) <= ops.MOST
-    listed = {group.case: group for group in ops.LISTED_GROUPS}
-    momentum = listed["momentum/24x1280x5120/float32"]
-    assert momentum.bytes_moved == 24 * 1280 * 5120 * 14
+    matrices = entry.random_problems(7)
+    assert any(p.m % 8 for p in matrices) and any(p.m > p.n for p in matrices)
+    assert all(max(p.m, p.n) <= 8.1 * min(p.m, p.n) and p.batch <= 256 for p in matrices)
+    drawn = entry.random_problems(int(COMMIT[:8], 16))
+    assert entry.random_cases(COMMIT) == {problem.case for problem in drawn}
+    for layer in harness.problems.random_layers(7):
+        assert layer.hidden >= 16 and layer.top_k <= layer.experts
+
+
+def test_bytes_of_the_step_ops(harness):
+    listed = {group.case: group for group in harness.elementwise.LISTED_GROUPS}
+    assert listed["momentum/24x1280x5120/float32"].bytes_moved == 24 * 1280 * 5120 * 14
     assert listed["apply_update/24x1280x5120/float32"].bytes_moved == 24 * 1280 * 5120 * 10
     assert listed["adamw/65536x1280/float32"].bytes_moved == 65536 * 1280 * 28
 
@@ -188,13 +161,6 @@ def test_floor_of_a_whole_step(harness):
     assert step.least_flops((4096, 1024)) == 6 * 1024**2 * 4096 + 10 * 1024**3
     assert step.least_flops((128, 768, 2048)) == 128 * step.least_flops((2048, 768))
     cases = {model.case: model for model in step.LISTED}
-    assert list(cases) == [
-        "gpt2-124M/1gpu/heavy",
-        "nanochat-d20/1gpu/heavy",
-        "llama-1B/1gpu/heavy",
-        "llama-1B/bfloat16/1gpu/heavy",
-        "experts-128/1gpu/heavy",
-    ]
     experts = cases["experts-128/1gpu/heavy"]
     elements = 128 * (1536 * 2048 + 2048 * 768)
     assert experts.bytes_moved == 24 * elements
@@ -209,14 +175,6 @@ def test_floor_of_a_step_on_several_gpus(harness):
     """The wire of d20's unreduced gradients at its rated speed, else a share of one GPU's floor."""
     step = harness.several_gpus
     cases = {problem.case: problem for problem in step.LISTED}
-    assert list(cases) == [
-        "nanochat-d20/fsdp2",
-        "llama-1B/fsdp2",
-        "nanochat-d20/unreduced-fp32",
-        "llama-1B/unreduced-fp32",
-        "nanochat-d20/unreduced-fp16",
-        "llama-1B/unreduced-fp16",
-    ]
     matrices = 1280**2 * (80 + 20 * 4 + 20 * 4)
     tables = 2 * 65536 * 1280
     full, half = (cases[f"nanochat-d20/unreduced-fp{bits}"] for bits in (32, 16))
@@ -235,7 +193,7 @@ def test_scaling_is_told_against_one_gpu(harness, tmp_path):
     rows = [report.passed("nanochat-d20/fsdp2", measured(harness, ms=3.99)), report.failed("x/y")]
     assert "not known" in harness.several_gpus.scaling(rows, path, 8)
     single = [report.passed("nanochat-d20/1gpu/heavy", measured(harness, ms=15.99))]
-    report.write(path, head(COMMIT), single)
+    report.write(path, HEAD, single)
     told = harness.several_gpus.scaling(rows, path, 8)
     assert told == "faster than 1 GPU, by 8 ranks: nanochat-d20/fsdp2 4.00x"
 
@@ -275,19 +233,6 @@ def test_orthogonalize_has_the_agreed_cases(harness):
     assert sum(a != b for a, b in pairwise(shapes)) == 10  # one compilation per shape
 
 
-def test_random_shapes_of_orthogonalize(harness):
-    entry = harness.orthogonalize
-    problems = entry.random_problems(7)
-    assert problems == entry.random_problems(7) != entry.random_problems(8)
-    assert len({problem.case for problem in problems}) == len(problems) == 20
-    assert any(problem.m % 8 for problem in problems)
-    assert any(problem.m > problem.n for problem in problems)
-    assert all(max(p.m, p.n) <= 8.1 * min(p.m, p.n) and p.batch <= 256 for p in problems)
-    assert entry.random_cases(COMMIT) == {
-        problem.case for problem in entry.random_problems(int(COMMIT[:8], 16))
-    }
-
-
 def test_orthogonalize_rows_are_by_the_clock(harness):
     """The factor is that of the clock, the share of the floor that of the device."""
     entry, times = harness.orthogonalize, harness.timer.Times
@@ -295,12 +240,8 @@ def test_orthogonalize_rows_are_by_the_clock(harness):
     found = entry.Distances(0.11, 0.12, 0.95)
     row = entry.row_of("1x2x2/heavy", 1.0, found, taken, 8.0)
     assert (row.ms, row.baseline_ms, row.speedup, row.fraction_of_floor) == (2.0, 4.0, 3.0, 0.5)
-    assert (row.wall_ms, row.host_ms, row.baseline_wall_ms, row.baseline_host_ms) == (
-        3,
-        0.5,
-        9,
-        1.5,
-    )
+    clocks = (row.wall_ms, row.host_ms, row.baseline_wall_ms, row.baseline_host_ms)
+    assert clocks == (3.0, 0.5, 9.0, 1.5)
     assert (row.error, row.error_baseline) == (0.11, 0.12)
     printed = entry.line(row, found)
     for part in ("1x2x2/heavy", " 2 ", " 3 ", " 0.5 ", "50.0%", "3.00x", "0.950"):
@@ -328,7 +269,8 @@ def test_zoo_rows_are_not_listed_in_readme(harness, checkout):
         copy = checkout / source.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, copy)
-    write(path, head(harness.sources.sources_digest("orthogonalize", checkout)), rows)
+    digest = harness.sources.sources_digest("orthogonalize", checkout)
+    write(path, HEAD | {"sources": digest}, rows)
     harness.plots.draw(checkout)
     readme = (checkout / "README.md").read_text()
     assert "`1x2048x2048/heavy` | 0.27 | 0.02 | 0.26" in readme and "zoo/" not in readme
@@ -465,34 +407,29 @@ def test_no_results_yet_is_said(harness, checkout):
     assert harness.plots.findings(checkout) == []
 
 
+ALL = {"models": "all", "ranks": [16, 32, 64], "tokens": 2048}
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         ([], {}),
-        (["-m", "a", "b"], {"models": ["a", "b"], "ranks": [16, 32, 64], "tokens": 2048}),
-        (["-r", "64", "-T", "512"], {"models": None, "ranks": [64], "tokens": 512}),
-        (["-T", "512"], {"models": None, "ranks": [16, 32, 64], "tokens": 512}),
+        (["-m", "a", "b"], ALL | {"models": ["a", "b"]}),
+        (["-r", "64", "-T", "512"], ALL | {"ranks": [64], "tokens": 512}),
+        (["-T", "512"], ALL | {"tokens": 512}),
     ],
 )
-def test_layers_that_are_asked_for_are_printed_only(harness, monkeypatch, arguments, problem):
-    """Without -m, -r and -T name layers too: they must not be dropped, nor the file written."""
-    run, calls = importlib.import_module("run"), []
-    monkeypatch.setattr(run, "measure", lambda *given, **options: calls.append(options) or 0)
-    assert run.main(["moe_lora", *arguments]) == 0
-    (options,) = calls
-    assert options.pop("draft") == bool(arguments) and options.pop("end") is None
-    if problem.get("models", ()) is None:
-        problem = problem | {
-            "models": list(importlib.import_module("harness.experts.problems").MODELS)
-        }
-    assert options == problem
-
-
-@pytest.mark.parametrize("what", ["nf4", "elementwise", "plots"])
-@pytest.mark.parametrize("arguments", [["-m", "a"], ["-r", "64"], ["-T", "512"]])
-def test_other_files_take_no_layers(harness, monkeypatch, capsys, what, arguments):
-    run = importlib.import_module("run")
-    monkeypatch.setattr(run, "measure", lambda *_, **__: 0)
-    with pytest.raises(SystemExit):
-        run.main([what, *arguments])
-    assert f"{what} takes no --models, --ranks or --seq-len" in capsys.readouterr().err
+def test_layers_that_are_asked_for_are_printed_only(
+    harness, monkeypatch, capsys, arguments, problem
+):
+    """-r and -T alone mean every model; nothing is written; other entries refuse all three."""
+    calls = []
+    monkeypatch.setattr(harness.run, "measure", lambda *_, **given: calls.append(given) or 0)
+    assert harness.run.main(["moe_lora", *arguments]) == 0
+    if problem.get("models") == "all":
+        problem = problem | {"models": list(harness.problems.MODELS)}
+    assert calls == [{"draft": bool(arguments), "end": None} | problem]
+    for other in ("nf4", "elementwise", "plots") if arguments else ():
+        with pytest.raises(SystemExit):
+            harness.run.main([other, *arguments])
+        assert f"{other} takes no --models, --ranks or --seq-len" in capsys.readouterr().err

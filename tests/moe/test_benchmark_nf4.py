@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-
-from ..static.project import ROOT
-
-
-@pytest.fixture(scope="module")
-def harness():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("goals", "nf4", "nf4_offload", "nf4_traffic", "problems")
-    names = (*(f"experts.{name}" for name in names), "progress", "report", "timer")
-    found = {name: importlib.import_module(f"harness.{name}") for name in names}
-    yield SimpleNamespace(**{name.split(".")[-1]: module for name, module in found.items()})
-    sys.path.remove(str(ROOT / "benchmarks"))
 
 
 def make_case(harness, opt, device: str):
