@@ -170,7 +170,7 @@ def test_python_is_copied_and_only_the_binding_is_compiled(checkout: Path):
 def test_a_changed_header_compiles_its_includers(checkout: Path):
     append(checkout / "torch-ext" / "optimizer" / "__init__.py", "# changed\n")
     run_build(checkout, "--backend", "cpu")
-    append(checkout / "kernels-src" / "nf4_dequant" / "nf4_dequant.h", "// changed\n")
+    append(checkout / "kernels-src" / "quant" / "nf4_dequant.h", "// changed\n")
     done = run_build(checkout, "--backend", "cpu")
     assert f"1 compiled, {OBJECTS - 1} reused" in done.stdout, done.stderr
     progress = done.stdout.splitlines()[:2]

@@ -62,13 +62,13 @@ def test_digest_follows_code(harness, checkout):
 
     before = digest()
     assert before == harness.sources.sources_digest("elementwise")
-    kernel = checkout / "kernels-src/nf4_dequant/nf4_dequant.cu"
+    kernel = checkout / "kernels-src/quant/nf4_dequant.cu"
     text = kernel.read_text()
     kernel.write_text(text + "int edited;\n")
     assert digest() != before
     kernel.write_text(text)
     assert digest() == before
-    kernel.rename(kernel.with_name("renamed.cu"))  # names are not measured
+    kernel.rename(kernel.with_name("nf4_dequant.renamed.cu"))  # names are not measured
     assert digest() == before
 
 
@@ -381,14 +381,14 @@ def test_readme_table_and_plots(harness, checkout):
     [
         ("README.md", "README.md: the results table is stale"),
         ("benchmarks/results/h200/elementwise.json", "its plot is stale"),
-        ("kernels-src/nf4_dequant/nf4_dequant.cuh", "its sources have changed since"),
+        ("kernels-src/quant/nf4_dequant.cu", "its sources have changed since"),
     ],
 )
 def test_a_change_makes_it_stale(harness, checkout, edit, message):
     harness.plots.draw(checkout)
     path = checkout / edit
     text = path.read_text().replace("0.26", "0.27")
-    path.write_text(text + ("int edited;\n" if path.suffix == ".cuh" else "\n"))
+    path.write_text(text + ("int edited;\n" if path.suffix == ".cu" else "\n"))
     assert any(message in finding for finding in harness.plots.findings(checkout))
 
 

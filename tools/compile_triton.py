@@ -17,6 +17,7 @@ import sys
 import tempfile
 import types
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -109,8 +110,8 @@ def step(model: str, dtype: torch.dtype, lora: torch.dtype) -> None:
         return torch.empty(shape, dtype=of)
 
     ids = torch.zeros(tokens, top_k, dtype=torch.int64)
-    slots, inverse, offsets, tiles = load("reference.moe").expert_sort(ids, experts, rows)
     rows_of.expert_sort_triton(ids, experts, rows)
+    order = expert_order(ids, experts, rows)
     total, gates = tokens * top_k, new(tokens, top_k, of=torch.float32)
     low = new(total, rank)
     for k, n, x_fan in ((hidden, 2 * inner, top_k), (inner, hidden, 0)):
@@ -120,26 +121,37 @@ def step(model: str, dtype: torch.dtype, lora: torch.dtype) -> None:
         weight, a = new(experts, n, k).transpose(1, 2), new(experts, rank, k, of=lora)
         b = new(n, rank * experts, of=lora).view(n, rank, experts).permute(2, 0, 1)
         bias, gate = (new(experts, n), gates) if down else (None, None)
-        place = (slots, tiles, rows, 2.0)
-        directions["forward"](x, weight, a, b, bias, *place, x_fan, True)
+        weights = projection(weight, a, b, bias)
+        directions["forward"](x, weights, order, x_fan, True)
         wanted = x if down else None
-        directions["dx"](
-            dy, weight, a, b, bias, gate, wanted, *place, dy_fan, x_fan, True, wants_dx=True
-        )
-        order = (gate, slots, offsets)
-        directions["dab"](x, dy, low, low, *order, a, b, x_fan, dy_fan)
-        directions["dw"](x, dy, *order, weight, new(experts, n), x_fan, dy_fan)
-    gated_step(model, dtype, lora, (slots, offsets, inverse, tiles))
-    nf4_step(model, dtype, lora, (slots, offsets, tiles))
-    rows_of.combine_triton(new(total, hidden), gates, inverse, offsets, top_k)
+        directions["dx"](dy, weights, order, gate, wanted, dy_fan, x_fan, True, True)
+        directions["dab"](x, dy, low, low, gate, order, a, b, x_fan, dy_fan)
+        directions["dw"](x, dy, gate, order, weight, new(experts, n), x_fan, dy_fan)
+    gated_step(model, dtype, lora, order)
+    nf4_step(model, dtype, lora, (order.slots, order.offsets, order.tiles))
+    rows_of.combine_triton(new(total, hidden), gates, order.rows, order.offsets, top_k)
     wide = new(total, 2 * inner)
     rows_of.glu_triton(wide, "silu", False)
     rows_of.glu_backward_triton(new(total, inner), wide, "silu", False)
 
 
-def gated_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple) -> None:
+def expert_order(ids: torch.Tensor, experts: int, tile_rows: int) -> Any:
+    """The `ExpertOrder` of ids (T, k)."""
+    slots, rows, offsets, tiles = load("reference.moe").expert_sort(ids, experts, tile_rows)
+    order = load("kernels.experts.expert_sort").ExpertOrder
+    return order.of(slots, offsets, rows, tiles, tile_rows, ids.shape[1])
+
+
+def projection(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
+) -> Any:
+    """The `ExpertWeights` of a projection."""
+    return load("kernels.experts.grouped_lora").ExpertWeights.of(weight, a, b, bias, 2.0)
+
+
+def gated_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: Any) -> None:
     """Forward and backward of the layer in one op, the experts frozen."""
-    tokens, top_k, experts, hidden, inner, rank, rows = MODELS[model]
+    tokens, top_k, experts, hidden, inner, rank, _ = MODELS[model]
     module = load("kernels.experts.gated_launch_triton")
 
     def new(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
@@ -149,13 +161,14 @@ def gated_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple) 
     projections = []
     for k, n in ((hidden, 2 * inner), (inner, hidden)):
         b = new(n, rank * experts, of=lora).view(n, rank, experts).permute(2, 0, 1)
-        projections += [new(experts, n, k).mT, new(experts, rank, k, of=lora), b, None]
-    operands = (x, *projections, gates)
-    options = (rows, top_k, (2.0, 2.0), "silu", False)
-    _, wide, xa1, xa2 = module.gated_experts_triton(*operands, *order, *options, True)
+        projections.append(
+            projection(new(experts, n, k).mT, new(experts, rank, k, of=lora), b, None)
+        )
+    operands, glu = (x, *projections, order, gates), ("silu", False)
+    _, *kept = module.gated_experts_triton(*operands, *glu, True)
     frozen = (True, False, True, True, False, False, True, True, False, True)
-    kept = (wide, xa1, xa2)
-    module.gated_experts_backward_triton(x, *operands, *kept, *order, *options, frozen)
+    wants = module.Wants(*frozen)
+    module.gated_experts_backward_triton(x, *operands, tuple(kept), *glu, wants)
 
 
 def nf4_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple) -> None:

@@ -8,12 +8,12 @@ GPU with it; what is known is printed and written after every one. A tile is che
 products before it is timed. Times are medians of CUDA-graph replays beside cuBLAS on the same
 operands; TFLOP/s count dense products (2 m n k) for all.
 
-The last table fits `block_time` and `tile_time` of kernels-src/newton_schulz/product_sm90.h:
+The last table fits `block_time` and `tile_time` of kernels-src/products/tiles_sm90.h:
 the time of a call is rounds of tiles times (stages of 64 in k x block_time + tile_time). Copy them
 there to let `auto` take the tiles.
 
 If a tile hangs, build once with `cuda-flags = ["-DOPTIMIZER_BOUNDED_WAITS"]` in build.toml's
-[kernel.newton_schulz_sm90]: a wait that does not end then says which one it is and stops the
+[kernel.products_sm90]: a wait that does not end then says which one it is and stops the
 kernel. The message's function call serializes the products, so that build is not for timing.
 """
 

@@ -1,6 +1,6 @@
 #pragma once
 // The compiled ops, one declaration per backend.
-// Sources: kernels-src/<family>/<op>.cu and kernels-src/cpu/<op>.cpp.
+// Sources: kernels-src/<family>/.../<op>.cu and kernels-src/cpu/<op>.cpp.
 
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>

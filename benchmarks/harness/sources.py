@@ -20,15 +20,16 @@ _STEP_KERNELS = (
 )
 # What a layer of experts runs whatever its weights are.
 _LAYER = (
-    "kernels-src/launch_plan/*",
+    "kernels-src/launch/*",
     "torch-ext/optimizer/kernels/experts/*.py",
     "torch-ext/optimizer/kernels/launch/*.py",
     "torch-ext/optimizer/moe/*.py",
 )
 _STEP = (
     "kernels-src/common/*",
-    "kernels-src/newton_schulz/*",
-    "kernels-src/optimizer_step/*",
+    "kernels-src/products/**/*",
+    "kernels-src/sm90/*",
+    "kernels-src/step/*",
     *_STEP_KERNELS,
     "torch-ext/optimizer/optimizers/**/*.py",
     "torch-ext/optimizer/orthogonalize/*",
@@ -38,16 +39,16 @@ _STEP = (
 SOURCES: dict[str, tuple[str, ...]] = {
     "elementwise": (
         "kernels-src/common/*",
-        "kernels-src/nf4_dequant/*",
-        "kernels-src/optimizer_step/*",
+        "kernels-src/quant/nf4_dequant.*",
+        "kernels-src/step/*",
         "torch-ext/optimizer/kernels/step/*.py",
         "torch-ext/optimizer/kernels/quant/nf4_dequant*.py",
     ),
     "moe_lora": _LAYER,
     "nf4": (
         "kernels-src/common/*",
-        "kernels-src/nf4_dequant/*",
-        "kernels-src/nf4_product/*",
+        "kernels-src/quant/*",
+        "kernels-src/sm90/*",
         *_LAYER,
         "torch-ext/optimizer/kernels/quant/*.py",
         "torch-ext/optimizer/moe/quantized/*.py",
@@ -56,7 +57,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "optimizer_step on several GPUs": ("torch-ext/optimizer/distributed/*.py", *_STEP),
     "orthogonalize": (
         "kernels-src/common/*",
-        "kernels-src/newton_schulz/*",
+        "kernels-src/products/**/*",
+        "kernels-src/sm90/*",
         "torch-ext/optimizer/kernels/products/*.py",
         "torch-ext/optimizer/orthogonalize/*",
     ),
@@ -131,9 +133,11 @@ def code_of(path: Path) -> str:
     if path.suffix == ".py":
         return _python_code(text)
     without = _COMMENT.sub(lambda found: found[0] if found[0][0] != "/" else " ", text)
+    without = _INCLUDE.sub("", without)
     return "\n".join(" ".join(line.split()) for line in without.splitlines() if line.strip())
 
 
+_INCLUDE = re.compile(r"^#(?:include|pragma once)[^\n]*$", re.MULTILINE)
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 

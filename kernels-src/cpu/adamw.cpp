@@ -1,8 +1,8 @@
-// CPU backend of adamw; formulas and checks: optimizer_step/adamw.h.
+// CPU backend of adamw; formulas and checks: step/adamw.h.
 
-#include "optimizer_step/adamw.h"
+#include "step/adamw.h"
 
-#include "common/host_blocks.h"
+#include "cpu/host_blocks.h"
 
 namespace optimizer {
 namespace {

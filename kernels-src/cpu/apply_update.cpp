@@ -1,8 +1,8 @@
-// CPU backend of apply_update; formulas and checks: optimizer_step/apply_update.h.
+// CPU backend of apply_update; formulas and checks: step/apply_update.h.
 
-#include "optimizer_step/apply_update.h"
+#include "step/apply_update.h"
 
-#include "common/host_blocks.h"
+#include "cpu/host_blocks.h"
 
 namespace optimizer {
 namespace {

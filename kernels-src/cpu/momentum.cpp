@@ -1,8 +1,8 @@
-// CPU backend of momentum; formulas and checks: optimizer_step/momentum.h.
+// CPU backend of momentum; formulas and checks: step/momentum.h.
 
-#include "optimizer_step/momentum.h"
+#include "step/momentum.h"
 
-#include "common/host_blocks.h"
+#include "cpu/host_blocks.h"
 
 namespace optimizer {
 namespace {

@@ -1,6 +1,6 @@
 // CPU backend of nf4_dequant; formula, table and checks: nf4_dequant/nf4_dequant.h.
 
-#include "nf4_dequant/nf4_dequant.h"
+#include "quant/nf4_dequant.h"
 
 #include <algorithm>
 

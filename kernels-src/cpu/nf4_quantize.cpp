@@ -1,6 +1,6 @@
 // CPU backend of nf4_quantize; thresholds and checks: nf4_quantize/nf4_quantize.h.
 
-#include "nf4_quantize/nf4_quantize.h"
+#include "quant/nf4_quantize.h"
 
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>

@@ -314,7 +314,7 @@ def test_experts_without_their_own_gate(submodule, act) -> None:
     class Experts(torch.nn.Module):
         act_fn = act
 
-    layout = submodule("moe.module_layout").module_layout
+    layout = submodule("moe.layout").module_layout
     if isinstance(act, torch.nn.SiLU):
         assert layout(Experts()).activation == "silu"
     else:

@@ -19,7 +19,7 @@ def operands(submodule, device, dtype=torch.float32, seed=0) -> dict:
     ids = torch.randint(0, 2, (TOKENS, TOP_K), generator=generator) * 2
     ids[3, 1], ids[7, 0] = -1, EXPERTS
     sort = submodule("kernels.experts.expert_sort").expert_sort
-    slots, rows, offsets, tiles = sort(ids.to(device), EXPERTS, tile_rows=16)
+    order = sort(ids.to(device), EXPERTS, tile_rows=16)
     return {
         "ids": ids,
         "x": normal(TOKENS, K),
@@ -31,10 +31,11 @@ def operands(submodule, device, dtype=torch.float32, seed=0) -> dict:
         .permute(2, 0, 1),
         "bias": normal(EXPERTS, N),
         "gates": normal(TOKENS, TOP_K, dtype=torch.float32),
-        "slots": slots,
-        "rows": rows,
-        "offsets": offsets,
-        "tiles": tiles,
+        "order": order,
+        "slots": order.slots,
+        "rows": order.rows,
+        "offsets": order.offsets,
+        "tiles": order.tiles,
     }
 
 
@@ -46,4 +47,5 @@ def valid_slots(problem: dict) -> list[tuple[int, int, int]]:
 
 def doubles(problem: dict) -> dict:
     """The floating tensors in float64 on the CPU."""
-    return {name: x.double().cpu() for name, x in problem.items() if x.dtype.is_floating_point}
+    tensors = {name: x for name, x in problem.items() if isinstance(x, torch.Tensor)}
+    return {name: x.double().cpu() for name, x in tensors.items() if x.dtype.is_floating_point}

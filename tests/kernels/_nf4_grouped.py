@@ -77,7 +77,7 @@ def draw(submodule, stack: Stack, device, dtype, seed: int = 0) -> dict:
             normal(EXPERTS, stack.rank, inner, **small),
             normal(outer, stack.rank, EXPERTS, **small).permute(2, 0, 1),
         )
-    order = submodule("moe.sort").expert_sort(ids, EXPERTS)
+    order = submodule("moe").expert_sort(ids, EXPERTS)
     return {
         "weight": record,
         "dense": record.decode(dtype=dtype),

@@ -1,8 +1,9 @@
 // The schedule of a chain of squares for test_chain_schedule.py, compiled for the host.
 
-#include "newton_schulz/chain.h"
+#include "products/chain.h"
 
-using namespace optimizer::newton_schulz;
+using namespace optimizer;
+using namespace optimizer::products;
 
 extern "C" {
 

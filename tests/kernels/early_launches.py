@@ -109,8 +109,7 @@ def main() -> None:
         tool.MODELS[name] = problem
         tokens, top_k, experts, *_, rows = problem
         ids = torch.zeros(tokens, top_k, dtype=torch.int64)
-        slots, inverse, offsets, tiles = tool.load("reference.moe").expert_sort(ids, experts, rows)
-        order = (slots, offsets, inverse, tiles)
+        order = tool.expert_order(ids, experts, rows)
         launches.clear()
         tool.gated_step(name, torch.bfloat16, torch.bfloat16, order)
         print(json.dumps({"problem": name, "launches": launches}), flush=True)

@@ -4,10 +4,11 @@
 #include <algorithm>
 #include <vector>
 
-#include "newton_schulz/layout_sm90.h"
-#include "newton_schulz/schedule.h"
+#include "common/schedule.h"
+#include "sm90/layout.h"
 
-using namespace optimizer::newton_schulz;
+using namespace optimizer;
+using namespace optimizer::sm90;
 
 namespace {
 

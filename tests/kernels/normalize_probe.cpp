@@ -4,7 +4,7 @@
 #include <random>
 #include <vector>
 
-#include "newton_schulz/normalize.h"
+#include "products/normalize/normalize.h"
 
 using namespace optimizer::normalization;
 

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "nf4_product/row_tiles.h"
+#include "quant/row_tiles.h"
 
 using namespace optimizer::nf4_product;
 

@@ -1,6 +1,6 @@
 """The order of the tiles of a chain of squares, and where its buffers may lie.
 
-Both are the kernel's own (kernels-src/newton_schulz/chain.h), compiled for the host.
+Both are the kernel's own (kernels-src/products/chain.h), compiled for the host.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def called(submodule, monkeypatch):
     """Names of the layer's ops that were called, in order, as torch.compile calls them."""
     monkeypatch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
     made: list[str] = []
-    for module, name in (("gated_linear", "gated_experts"), ("grouped_linear", "_op")):
-        place = submodule(f"moe.{module}")
+    place = submodule("moe.grouped_linear")
+    for name in ("gated_experts", "_op"):
         real = getattr(place, name)
 
         def watch(*arguments, real=real, name=name, **options):
@@ -202,17 +202,22 @@ def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
 
 def test_where_the_sums_do_not_run_beside_the_products(submodule, device):
     """Without dx, with a trained base, with an A that is read apart, or without memory."""
-    fits = submodule("kernels.experts.gated_launch_triton").sums_fit_beside
+    launches = submodule("kernels.experts.gated_launch_triton")
+    sort = submodule("kernels.experts.expert_sort").expert_sort
+    records = submodule("kernels.experts.grouped_lora").ExpertWeights
 
     def served(tokens=64, a1_apart=False, **changed: bool) -> bool:
-        x, slots = torch.empty(tokens, 16, device=device), torch.empty(2 * tokens, device=device)
+        x = torch.empty(tokens, 16, device=device)
+        order = sort(torch.zeros(tokens, 2, dtype=torch.int64, device=device), 3)
         a1, a2 = torch.empty(3, 2, 16, device=device), torch.empty(3, 2, 8, device=device)
         b1, b2 = (torch.empty(n, 2, 3, device=device).permute(2, 0, 1) for n in (16, 16))
         a1 = torch.empty(16, 2, 3, device=device).permute(2, 1, 0) if a1_apart else a1
         names = ("x", "w1", "a1", "b1", "bias1", "w2", "a2", "b2", "bias2", "gates")
         wants = dict.fromkeys(names, False) | dict.fromkeys(("x", "a1", "b1", "a2", "b2"), True)
         wants |= changed
-        return fits((a1, b1, a2, b2), tuple(wants.values()), slots, x, 8)
+        w1, w2 = (x.new_empty(3, k, n) for k, n in ((16, 16), (8, 16)))
+        first, second = records.of(w1, a1, b1, None, 1.0), records.of(w2, a2, b2, None, 1.0)
+        return launches.sums_fit_beside(first, second, launches.Wants(**wants), order, x)
 
     assert served()
     assert not served(tokens=8)
@@ -238,8 +243,8 @@ def test_the_op_and_its_reference(moe, submodule, ops, device):
     first = (layer.gate_up_proj.mT, lora.gate_up.a, lora.gate_up.b, layer.gate_up_proj_bias)
     second = (layer.down_proj.mT, lora.down.a, lora.down.b, layer.down_proj_bias)
     operands = (x.detach(), *first, *second, gates.detach())
-    place = (order.slots, order.offsets, order.rows, order.tiles, order.tile_rows, order.top_k)
-    arguments = (*operands, *place, 2.0, 2.0, "silu", False, True)
+    arguments = (x.detach(), *first, 2.0, *second, 2.0, *order.operands(), gates.detach())
+    arguments += ("silu", False, True)
     expected = submodule("reference.moe").gated_experts(*operands, ids, (2.0, 2.0), "silu", False)
     assert_error_at_most(ops.gated_experts(*arguments)[0], expected, 1e-6)
     checks = ("test_schema", "test_faketensor")
@@ -264,10 +269,9 @@ def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch):
     for limit in (1.5, 1 / 4, 1 / 9):
         monkeypatch.setattr(launch, "PACKED_PER_RESULT", limit)
         out = x.new_full((rows, N), torch.nan)
-        place = (problem["slots"], problem["tiles"], out)
-        options = {"direction": "forward", "tile_rows": 16, "fan": TOP_K, "scatter": False}
-        bias = problem["bias"]
-        launch.grouped_product(x, problem["weight"], low, factor, *place, bias=bias, **options)
+        options = {"direction": "forward", "fan": TOP_K, "scatter": False, "bias": problem["bias"]}
+        weight, order = problem["weight"], problem["order"]
+        launch.grouped_product(x, weight, low, factor, order, out, **options)
         results.append(out)
     assert sizes == [N, 16, N - 16], "with one more piece than MOST_PIECES nothing is copied"
     for found in results[1:]:

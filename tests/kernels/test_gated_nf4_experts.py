@@ -102,7 +102,7 @@ def stages_apart(submodule, monkeypatch):
     Layers call the op as torch.compile has it.
     """
     monkeypatch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
-    experts, gated = submodule("moe.experts"), submodule("moe.gated_linear")
+    experts, gated = submodule("moe.experts"), submodule("moe.grouped_linear")
     taken, real = [], gated.quantized_gated_linear
 
     def watched(*arguments, **options):

@@ -96,10 +96,9 @@ def long_product(submodule, launch, device, tokens: int, dtype=torch.float32):
     factor = torch.randn(3, RANK, LONG, generator=generator).to(device)
     ids = torch.randint(0, 3, (20, TOP_K), generator=generator)[:tokens]
     sort = submodule("kernels.experts.expert_sort").expert_sort
-    slots, _, _, tiles = sort(ids.to(device), 3, tile_rows=16)
+    order = sort(ids.to(device), 3, tile_rows=16)
     out = torch.full((tokens * TOP_K, RANK), torch.nan, device=device, dtype=dtype)
-    options = {"tile_rows": 16, "scaling": 0.5, "fan": TOP_K, "scatter": True}
-    launch.low_rank(x, factor, slots, tiles, out, **options)
+    launch.low_rank(x, factor, order, out, scaling=0.5, fan=TOP_K, scatter=True)
     return out, x, factor, ids
 
 

@@ -15,9 +15,9 @@ def arguments(submodule, device, path, dtype=torch.float32, wants=(True, True)) 
     problem = operands(submodule, device, dtype)
     generator = torch.Generator().manual_seed(1)
     xa, yb = torch.randn(2, ROWS, RANK, generator=generator).to(device, dtype).unbind()
-    names = ("lora_a", "lora_b", "gates", "slots", "offsets")
-    tensors = (problem["x"], problem["dy"], xa, yb, *(problem[name] for name in names))
-    return problem, (*tensors, TOP_K, 1, *wants, path)
+    tensors = (problem["x"], problem["dy"], xa, yb, problem["lora_a"], problem["lora_b"])
+    order = problem["order"].operands()
+    return problem, (*tensors, *order, problem["gates"], TOP_K, 1, *wants, path)
 
 
 @pytest.mark.kernels_ci

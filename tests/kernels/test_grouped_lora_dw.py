@@ -8,11 +8,12 @@ import torch
 from .._compare import assert_error_at_most, assert_same_bits
 from ._grouped import PATHS, TOP_K, doubles, operands, valid_slots
 
-NAMES = ("x", "dy", "weight", "bias", "gates", "slots", "offsets")
+NAMES = ("x", "dy", "weight", "bias")
 
 
 def arguments(problem: dict, path: str, wants=(True, True)) -> tuple:
-    return (*(problem[name] for name in NAMES), TOP_K, 1, *wants, path)
+    operands = (*(problem[name] for name in NAMES), *problem["order"].operands())
+    return (*operands, problem["gates"], TOP_K, 1, *wants, path)
 
 
 @pytest.mark.sees_defect("the gradient of a bias is None and that of a trained weight is zero")

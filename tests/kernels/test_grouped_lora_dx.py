@@ -8,14 +8,16 @@ import torch
 from .._compare import assert_error_at_most
 from ._grouped import PATHS, RANK, TOKENS, TOP_K, K, doubles, operands, valid_slots
 
-NAMES = ("dy", "weight", "lora_a", "lora_b", "bias", "gates", "x", "slots", "offsets", "tiles")
+NAMES = ("dy", "weight", "lora_a", "lora_b", "bias")
 
 
 def arguments(problem: dict, path: str, grouped_out: bool = False, wants_dx: bool = True) -> tuple:
     return (
         *(problem[name] for name in NAMES),
-        16,
         0.5,
+        *problem["order"].operands(),
+        problem["gates"],
+        problem["x"],
         1,
         TOP_K,
         grouped_out,

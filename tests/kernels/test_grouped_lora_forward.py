@@ -12,11 +12,12 @@ import torch
 from .._compare import assert_error_at_most
 from ._grouped import PATHS, RANK, TOKENS, TOP_K, K, N, doubles, operands, valid_slots
 
-NAMES = ("x", "weight", "lora_a", "lora_b", "bias", "slots", "offsets", "tiles")
+NAMES = ("x", "weight", "lora_a", "lora_b", "bias")
 
 
 def arguments(problem: dict, path: str, grouped_out: bool = False) -> tuple:
-    return (*(problem[name] for name in NAMES), 16, 0.5, TOP_K, grouped_out, path)
+    operands = (*(problem[name] for name in NAMES), 0.5, *problem["order"].operands())
+    return (*operands, TOP_K, grouped_out, path)
 
 
 @pytest.mark.kernels_ci
@@ -197,13 +198,13 @@ def launched(submodule, monkeypatch, device):
     seen: dict[str, list] = {}
     for name in ("low_rank", "grouped_product"):
         monkeypatch.setattr(
-            module, name, lambda *tensors, name=name, **_: seen.update({name: tensors})
+            module, name, lambda *operands, name=name, **_: seen.update({name: operands})
         )
     problem = operands(submodule, device, torch.float16)
-    names = ("x", "weight", "lora_a", "lora_b", "bias", "slots", "tiles")
-    module.grouped_lora_forward_triton(
-        *(problem[name] for name in names), 16, 0.5, TOP_K, grouped_out=True
-    )
+    records = submodule("kernels.experts.grouped_lora")
+    lora = records.LoraFactors(problem["lora_a"], problem["lora_b"], 0.5)
+    weights = records.ExpertWeights(problem["weight"], lora, problem["bias"])
+    module.grouped_lora_forward_triton(problem["x"], weights, problem["order"], TOP_K, True)
     return problem, seen
 
 
@@ -217,7 +218,7 @@ def test_no_gathered_copy(launched):
     problem, seen = launched
     for name in ("low_rank", "grouped_product"):
         assert same_memory(seen[name][0], problem["x"])
-        assert any(same_memory(t, problem["slots"]) for t in seen[name] if t is not None)
+        assert any(one is problem["order"] for one in seen[name])
 
 
 def test_factors_are_read_in_place(launched):

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from .._compare import assert_error_at_most
-from ._grouped import PATHS, TOP_K, operands
+from ._grouped import PATHS, operands
 
-NAMES = ("x", "weight", "lora_a", "lora_b", "bias", "gates", "slots", "offsets", "rows", "tiles")
+NAMES = ("x", "weight", "lora_a", "lora_b", "bias")
 
 
 def arguments(problem: dict, path: str, gated: bool = True) -> tuple:
-    tensors = [problem[name] if gated or name != "gates" else None for name in NAMES]
-    return (*tensors, 16, TOP_K, 0.5, False, False, path)
+    operands = (*(problem[name] for name in NAMES), 0.5, *problem["order"].operands())
+    return (*operands, problem["gates"] if gated else None, False, False, path)
 
 
 @pytest.mark.kernels_ci

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -76,13 +74,8 @@ def test_slices_of_experts_write_one_result(submodule, device, stack, grouped):
 def test_tiles_of_other_sizes_than_the_order_s(submodule, device, monkeypatch, stack, rows):
     """Two programs share a tile of 32 rows, or one takes two: an expert has up to 50 rows."""
     problem = draw(submodule, stack, device, torch.float32)
-    order = submodule("moe.sort").expert_sort(torch.tensor([[2, 0]] * 45 + [[2, 4]] * 5), 4)
-    slots, placed, offsets, tiles = submodule("kernels.experts.expert_sort").expert_sort(
-        torch.tensor([[2, 0]] * 45 + [[2, 4]] * 5, device=device), 4, tile_rows=32
-    )
-    problem["order"] = dataclasses.replace(
-        order, slots=slots, rows=placed, offsets=offsets, tiles=tiles, tile_rows=32
-    )
+    ids = torch.tensor([[2, 0]] * 45 + [[2, 4]] * 5, device=device)
+    problem["order"] = submodule("moe").expert_sort(ids, 4, tile_rows=32)
     generator = torch.Generator().manual_seed(3)
     inner = problem["x"].shape[1]
     problem["x"] = torch.randn(50, inner, generator=generator).to(device)
@@ -145,7 +138,7 @@ def test_a_weight_is_used_as_it_decodes(submodule, device):
     stack = Stack(rank=None, bias=False, tokens=128, nested=True)
     problem = draw(submodule, stack, device, torch.float16)
     ids = torch.full((128, 1), 2, device=device)
-    problem["order"] = submodule("moe.sort").expert_sort(ids, 4)
+    problem["order"] = submodule("moe").expert_sort(ids, 4)
     eye = torch.eye(128, dtype=torch.float16, device=device)
     y, _ = forward(submodule, problem, "triton", fan=1, x=eye)
     assert_same_bits(y + 0.0, problem["dense"][2] + 0.0)

@@ -2,7 +2,7 @@
 
 The models are written down from the PTX ISA ("Shared Memory Matrix Layout", "Matrix descriptor",
 "Accumulator D" of wgmma.mma_async.m64nNk16, stmatrix) and from the tensor map's 128-byte swizzle.
-The arithmetic is the kernels' own, compiled for the host from kernels-src/newton_schulz.
+The arithmetic is the kernels' own, compiled for the host from kernels-src.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LINE = 128  # bytes
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory):
-    """The host build of layout_sm90.h and schedule.h."""
+    """The host build of sm90/layout.h and common/schedule.h."""
     library = tmp_path_factory.mktemp("probe") / "probe.so"
     compiler = shutil.which("g++")
     assert compiler, "the host build of the kernels' arithmetic needs g++"
@@ -239,7 +239,7 @@ def test_upper_storage_is_read_where_it_exists(probe):
 
 def test_python_names_the_tiles_of_the_table(submodule):
     """The numbers of tiles are positions; a changed table would silently run another tile."""
-    text = (SOURCES / "newton_schulz" / "product_sm90.h").read_text()
+    text = (SOURCES / "products" / "tiles_sm90.h").read_text()
 
     def table(name: str) -> list[str]:
         body = re.search(rf"{name}\[\] = \{{(.*?)\}};", text, re.DOTALL)[1]
@@ -285,11 +285,11 @@ FASTEST_DENSE = {
 
 @pytest.fixture(scope="module")
 def pick(tmp_path_factory):
-    """`pick` of product_sm90.h, built for the host: symmetric or dense, upper operands, sizes."""
+    """`pick` of tiles_sm90.h, built for the host: symmetric or dense, upper operands, sizes."""
     source = tmp_path_factory.mktemp("pick") / "pick.cpp"
     source.write_text(
-        """#include "newton_schulz/product_sm90.h"
-        using namespace optimizer::newton_schulz;
+        """#include "products/tiles_sm90.h"
+        using namespace optimizer::products;
         extern "C" int64_t pick_tile(int symmetric, int upper, int64_t batches, int m, int k, int n,
                                      int64_t processors) {
           Problem p{};

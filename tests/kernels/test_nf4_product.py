@@ -9,7 +9,7 @@ import torch
 
 from ..conftest import ROOT
 
-SOURCES = ROOT / "kernels-src" / "nf4_product"
+SOURCES = ROOT / "kernels-src" / "quant"
 STORED = (3, 32, 128)  # (E, N, K)
 
 

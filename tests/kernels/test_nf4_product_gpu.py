@@ -324,7 +324,8 @@ def test_the_dispatch_equals_triton(module, submodule, device, reference, rank, 
     ids = torch.repeat_interleave(
         torch.arange(3, device=device), torch.tensor([100, 60, 4], device=device)
     )
-    slots, _, offsets, tiles = order.expert_sort(ids[:, None], 2, tile_rows=64)
+    order = order.expert_sort(ids[:, None], 2, tile_rows=64)
+    slots, offsets, tiles = order.slots, order.offsets, order.tiles
     names = ("packed", "absmax", "codebook")
     stack = (*(arguments[name] for name in names), None, arguments["stored"], 64)
     x, low = (

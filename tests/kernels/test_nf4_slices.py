@@ -15,9 +15,11 @@ def test_every_tile_belongs_to_one_slice_and_comes_first(submodule, device, coun
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, experts + 1, (90, 2), generator=generator)
     ids[ids == seed] = 3  # an expert without rows
-    tiles = submodule("kernels.experts.expert_sort").expert_sort(
-        ids.to(device), experts, tile_rows=16
-    )[3]
+    tiles = (
+        submodule("kernels.experts.expert_sort")
+        .expert_sort(ids.to(device), experts, tile_rows=16)
+        .tiles
+    )
     parts = module.tiles_of_slices(tiles, experts, count)
     assert parts.shape == (-(-experts // count), *tiles.shape)
     found = []

@@ -32,17 +32,15 @@ PROBLEMS = [
 @pytest.fixture
 def taken(submodule, monkeypatch):
     """How often the node was taken, in a list; on a CPU as on a GPU."""
-    dense, packed = submodule("moe.eager_layer"), submodule("moe.quantized.eager_quantized")
-    calls = []
-    monkeypatch.setattr(dense, "_is_on_gpu", lambda _: True)
-    for module, name in ((dense, "_forward"), (packed, "_forward")):
-        real = getattr(module, name)
+    module, calls = submodule("moe.eager_layer"), []
+    monkeypatch.setattr(module, "_is_on_gpu", lambda _: True)
+    real = module._forward
 
-        def watched(*arguments, real=real):
-            calls.append(1)
-            return real(*arguments)
+    def watched(*arguments):
+        calls.append(1)
+        return real(*arguments)
 
-        monkeypatch.setattr(module, name, watched)
+    monkeypatch.setattr(module, "_forward", watched)
     return calls
 
 
@@ -269,7 +267,7 @@ def prepared(submodule, monkeypatch):
     monkeypatch.setattr(plans, "ops", ops)
     monkeypatch.setattr(plans.Recording, "launch", launch)
     monkeypatch.setattr(plans.Recording, "program", lambda *_: [])
-    ahead = submodule("moe.compile_ahead")
+    ahead = submodule("moe.eager_layer")
 
     def in_background(compile_one, operands):
         assert all(x is None or x.data_ptr() >= 1 << 60 for x in operands), "stand-ins alone"
@@ -289,7 +287,7 @@ def test_compiled_ahead(moe, submodule, device, taken, prepared, problem) -> Non
     (x, gates, _), ids = problem.inputs(device), problem.ids(device)
     layer(x, ids, gates)
     names = [name for name, _ in prepared]
-    means = submodule("moe.compile_ahead")._MEANS
+    means = submodule("moe.eager_layer")._MEANS
     assert names.count("_gated_forward") == 2 + len(means), "prepared, each height, recorded"
     assert names.count("_gated_backward") == 1 + len(means)
     sizes = {end - start for name, (start, end) in prepared if name == "_gated_forward"}
@@ -305,7 +303,7 @@ def test_compiled_ahead(moe, submodule, device, taken, prepared, problem) -> Non
 def test_compiled_ahead_over_4_bits(moe, submodule, device, taken, prepared) -> None:
     QuantizedLayer(moe, device, QUANTIZED[0]).step()
     names = [name for name, _ in prepared]
-    means = submodule("moe.compile_ahead")._MEANS
+    means = submodule("moe.eager_layer")._MEANS
     products = "_nf4_product"
     assert len({name for name in names if name.startswith(products)}) == 1
     sorts = names.count("_place")

@@ -130,7 +130,7 @@ def test_forward_equals_the_eager_one(opt, device, inputs, kind):
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_layout_is_read_off_the_attributes(submodule, moe, kind):
-    layout = submodule("moe.module_layout").module_layout(kind())
+    layout = submodule("moe.layout").module_layout(kind())
     assert (layout.transposed, layout.gated) == (kind.is_transposed, kind.has_gate)
     assert layout.interleaved == (kind.has_gate and not kind.is_concatenated)
     if KINDS[kind] is None:
@@ -187,4 +187,4 @@ def test_kernelize_swaps_the_forward(opt, device, inputs):
     assert_error_at_most(found, expected, 1e-13)
     found.sum().backward()
     assert model["experts"].gate_up_proj.grad is not None
-    assert "module_forward" in inspect.getsource(model["experts"].forward)
+    assert "experts_forward" in inspect.getsource(model["experts"].forward)

@@ -16,7 +16,8 @@ from .project import parse
 DEVICE_SOURCES = frozenset({".cu", ".cpp", ".cc"})
 HEADERS = frozenset({".cuh", ".h", ".hpp"})
 NO_REFERENCE = frozenset({"launch_plan", "nf4_product"})
-SHARED_FOLDERS = frozenset({"common", "cpu"})  # of kernels-src; every other folder is a family
+# Of kernels-src: what several families use, and the host's code. Every other folder is a family.
+SHARED_FOLDERS = frozenset({"common", "sm90", "cpu"})
 SUFFIX = re.compile(r"_(cpu|sm\d+a?)$")  # what may follow a family's or an op's name
 OP_TABLE_COLUMNS = ("requested name", "op", "cuda source", "triton source")
 
@@ -127,7 +128,7 @@ def component_findings(project: Project) -> list[str]:
         for source in part["src"]:
             parts = Path(source).parts
             # A header may be another family's: the Hopper kernels share theirs.
-            headers = {home, "common", *families}
+            headers = {home, *SHARED_FOLDERS, *families}
             allowed = {home} if Path(source).suffix in DEVICE_SOURCES else headers
             if parts[0] != "kernels-src" or parts[1] not in allowed:
                 findings.append(f"{where}: {source} lies outside of kernels-src/{home}/")

@@ -6,13 +6,14 @@
 and the shared experts.
 """
 
+from ..kernels.experts.expert_sort import ExpertOrder, expert_sort
 from ..kernels.experts.glu import glu
-from .adapters import ExpertAdapters
-from .block import MoEBlock
+from ..kernels.experts.grouped_lora import LoraFactors
+from .block import MoEBlock, SharedExperts
 from .experts import Experts, experts_forward
 from .grouped_linear import grouped_lora_linear
-from .layout import ExpertsLayout, ExpertsLora, LoraFactors
-from .lora import LoraProjection, factor_views, selective_lora_weights
+from .layout import ExpertsLayout, ExpertsLora
+from .lora import ExpertAdapters, LoraProjection, factor_views, selective_lora_weights
 from .parallel_linear import parallel_linear_lora
 from .quantized.expert_offload import ExpertOffload
 from .quantized.expert_weights import (
@@ -26,8 +27,6 @@ from .quantized.explain_quantized import explain_quantized
 from .quantized.quantized_experts import QuantizedExperts
 from .quantized.strategy import choose_strategy
 from .routers import Router, RouterRule, group_top_k, select_experts, softmax_top_k
-from .shared import SharedExperts
-from .sort import ExpertOrder, expert_sort
 
 __all__ = [
     "ActiveExperts",

@@ -1,6 +1,7 @@
 """A gated layer in eager mode on a GPU: one autograd node, one call forward and one back.
 
-The launches are those of `expert_sort` and `gated_experts`, in their order, and so are the bits.
+The launches are those of `expert_sort` and of `gated_experts`, or of `gated_nf4_experts` over 4-bit
+experts (`LayerLaunches` says which), in their order, and so are the bits.
 They are recorded at the first call with tensors alike and played again (`kernels.launch`);
 arguments are checked while they are recorded, since the checks see what a record is kept for.
 LoRA's matrices are read as PEFT stores them, without views that autograd would have to follow.
@@ -9,9 +10,10 @@ torch.compile, torch.func and tensor subclasses take the ops, one node each.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,20 +22,31 @@ from torch.autograd.function import once_differentiable
 
 from ..kernels.autocast import autocast_dtype
 from ..kernels.experts._moe_paths import pick
-from ..kernels.experts.expert_sort import check_ids, tile_rows_for
+from ..kernels.experts.expert_sort import (
+    LARGEST_TILE_ROWS,
+    TILE_ROWS,
+    ExpertOrder,
+    check_ids,
+    tile_rows_for,
+)
 from ..kernels.experts.gated_experts import fuses
-from ..kernels.launch.launch_plan import prepare, replayed
-from .compile_ahead import compile_for_all_heights
-from .gated_linear import check_operands
-from .grouped_linear import check_path
-from .layout import ExpertsLayout, ExpertsLora, Form
+from ..kernels.experts.grouped_lora import ExpertWeights
+from ..kernels.launch.launch_plan import prepare, replayed, stand_in
+from ..kernels.launch.triton_compile import in_background
+from .grouped_linear import check_layer, check_path, check_rows
+from .layout import ExpertsLayout, ExpertsLora, Form, LayerLaunches
 from .lora import gradients_of, leaves_of, views_of, wanted_of
-from .quantized.eager_quantized import backward_comes, check_single, quantized_layer
-from .sort import ExpertOrder
+from .quantized.eager_quantized import quantized_launches
 
 _PLAIN = (Tensor, nn.Parameter)
 _LEAVES = 10  # of `_Layer`'s operands: those that may want a gradient
-_X, _W1, _GATES, _IDS = 0, 1, 9, 10  # places among them
+_W1 = 1  # its place among them
+_OF_TOKENS = (0, 9, 10)  # places of x, gates and ids, whose first dimension is the tokens
+# Mean rows per expert at which a layer launches other kernels: of each height, and few.
+_MEANS = (2, 4, *(mean for mean, _ in TILE_ROWS), 64, LARGEST_TILE_ROWS)
+
+_begun: set[tuple] = set()
+_MOST_BEGUN = 1024
 
 
 def eager_layer(
@@ -67,12 +80,19 @@ def eager_layer(
     form = Form(layout.activation, layout.interleaved, layout.transposed, scalings, (kind1, kind2))
     if not _are_plain(x, *leaves1, *leaves2, *biases):
         return None
+    frozen: tuple[Tensor | None, ...] = ()
     if _are_plain(*weights):
-        out = _dense(x, ids, gates, weights, (leaves1, leaves2), biases, form, backend)
+        launches, (w1, w2) = _dense(x, weights, form, backend), weights
     else:
-        out = quantized_layer(x, ids, gates, weights, (leaves1, leaves2), biases, form, backend)
-    if out is None:
+        leaves = (leaves1, leaves2)
+        trains = backward_comes(*biases)
+        found = quantized_launches(x, ids.numel(), weights, leaves, trains, form, backend)
+        (launches, frozen), w1, w2 = found, None, None
+    if launches is None:
         return None
+    operands = (x, w1, *leaves1, biases[0], w2, *leaves2, biases[1], gates)
+    keeps = backward_comes(*operands)
+    out = _Layer.apply(*operands, ids, frozen, launches, form, keeps)
     return out if out.shape == hidden_states.shape and dtype is None else _as(out, hidden_states)
 
 
@@ -103,17 +123,73 @@ def _are_plain(*tensors: Any) -> bool:
     return all(one is None or type(one) in _PLAIN for one in tensors)
 
 
+@dataclasses.dataclass(frozen=True)
+class DenseLayer:
+    """`LayerLaunches` over weights of x's dtype."""
+
+    frozen: ClassVar[int] = 0
+
+    def num_experts(self, gate_up: Tensor) -> int:
+        """E."""
+        return gate_up.shape[0]
+
+    def weights(
+        self, stored: tuple[Tensor, Tensor], frozen: Sequence[Tensor | None], form: Form
+    ) -> tuple[Tensor, Tensor]:
+        """(E, in, out) of both."""
+        return stored if form.transposed else tuple(one.mT for one in stored)
+
+    def checked(self, weights: ExpertWeights) -> ExpertWeights:
+        """The same."""
+        return weights
+
+    def forward(
+        self,
+        x: Tensor,
+        first: ExpertWeights,
+        second: ExpertWeights,
+        order: ExpertOrder,
+        gates: Tensor,
+        form: Form,
+        keeps: bool,
+    ) -> Sequence[Tensor]:
+        """The result; gate and up, and xa of both."""
+        from ..kernels.experts.gated_launch_triton import gated_experts_triton
+
+        glu = (form.activation, form.interleaved)
+        return gated_experts_triton(x, first, second, order, gates, *glu, keeps)
+
+    def backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        first: ExpertWeights,
+        second: ExpertWeights,
+        order: ExpertOrder,
+        gates: Tensor,
+        kept: Sequence[Tensor],
+        form: Form,
+        wants: Sequence[bool],
+    ) -> Sequence[Tensor | None]:
+        """Gradients in the order of `Wants`, those of the weights in the stored order."""
+        from ..kernels.experts.gated_launch_triton import Wants, gated_experts_backward_triton
+
+        glu = (form.activation, form.interleaved)
+        dx, dw1, da1, db1, dbias1, dw2, *rest = gated_experts_backward_triton(
+            grad, x, first, second, order, gates, tuple(kept), *glu, Wants(*wants)
+        )
+        if not form.transposed:
+            dw1, dw2 = (one.mT if one.ndim == 3 else one for one in (dw1, dw2))
+        return dx, dw1, da1, db1, dbias1, dw2, *rest
+
+
+_DENSE = DenseLayer()
+
+
 def _dense(
-    x: Tensor,
-    ids: Tensor,
-    gates: Tensor,
-    weights: tuple[Tensor, Tensor],
-    leaves: tuple[tuple, tuple],
-    biases: tuple[Tensor | None, Tensor | None],
-    form: Form,
-    backend: str,
-) -> Tensor | None:
-    """The layer over weights of x's dtype; None where one path does not serve all of it."""
+    x: Tensor, weights: tuple[Tensor, Tensor], form: Form, backend: str
+) -> DenseLayer | None:
+    """The launches over weights of x's dtype; None where one path does not serve all of it."""
     w1, w2 = weights
     if w1.ndim != 3 or w1.dtype != x.dtype or w2.dtype != x.dtype:
         return None
@@ -122,8 +198,7 @@ def _dense(
     if not fuses(path, strides, form.activation, True, form.interleaved):
         return None
     check_path(path, x)
-    operands = (x, w1, *leaves[0], biases[0], w2, *leaves[1], biases[1], gates)
-    return _Layer.apply(*operands, ids, form, backward_comes(*operands))
+    return _DENSE
 
 
 class _Layer(torch.autograd.Function):
@@ -131,13 +206,15 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *arguments):
-        *operands, form, keeps = arguments
+        *leaves, ids, frozen, launches, form, keeps = arguments
         wants = ctx.needs_input_grad[:_LEAVES]
-        ahead = functools.partial(_compile_ahead, operands, form, keeps, wants)
-        out, *kept = replayed("experts", _forward, operands, (form, keeps), ahead)
+        operands, constants = (*leaves, ids, *frozen), (launches, form)
+        ahead = functools.partial(_compile_ahead, operands, constants, keeps, wants)
+        out, *kept = replayed("experts", _forward, operands, (*constants, keeps), ahead)
         if keeps:
-            ctx.form = form
-            ctx.save_for_backward(*operands[:_LEAVES], *kept)
+            # Not saved tensors: packed bytes are the module's own; no hook may pin or move them.
+            ctx.frozen, ctx.constants = frozen, constants
+            ctx.save_for_backward(*leaves, *kept)
         return out
 
     @staticmethod
@@ -145,113 +222,131 @@ class _Layer(torch.autograd.Function):
     def backward(ctx, grad):
         check_single(grad)
         wants = ctx.needs_input_grad[:_LEAVES]
-        operands = (grad, *ctx.saved_tensors)
-        found = iter(replayed("experts_backward", _backward, operands, (ctx.form, wants)))
-        return *(next(found) if want else None for want in wants), *(None,) * 3
+        operands = (grad, *ctx.saved_tensors, *ctx.frozen)
+        constants = (*ctx.constants, wants)
+        found = iter(replayed("experts_backward", _backward, operands, constants))
+        return *(next(found) if want else None for want in wants), *(None,) * 5
+
+
+def backward_comes(*tensors: Tensor | None) -> bool:
+    """Whether autograd keeps what it needs of a function of these tensors."""
+    return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+
+
+def check_single(grad: Tensor) -> None:
+    """Raise RuntimeError for a gradient that stands for several, or for none."""
+    if type(grad) is not Tensor or not torch._C._has_storage(grad):
+        raise RuntimeError(
+            f"experts take one plain gradient at a time, got {type(grad).__name__} under vmap, "
+            "is_grads_batched or compiled autograd; call torch.autograd.grad once per gradient"
+        )
+
+
+def _opened(
+    leaves: Sequence[Tensor | None],
+    frozen: Sequence[Tensor | None],
+    launches: LayerLaunches,
+    form: Form,
+) -> tuple[Tensor, ExpertWeights, ExpertWeights, Tensor]:
+    """x, both projections and the gates."""
+    x, w1, a1, b1, bias1, w2, a2, b2, bias2, gates = leaves
+    experts = launches.num_experts(w1)
+    w1, w2 = launches.weights((w1, w2), frozen, form)
+    kinds, scalings = form.factors, form.scalings
+    first = ExpertWeights.of(w1, *views_of(a1, b1, kinds[0], experts), bias1, scalings[0])
+    second = ExpertWeights.of(w2, *views_of(a2, b2, kinds[1], experts), bias2, scalings[1])
+    return x, first, second, gates
+
+
+def _forward(*arguments: Any) -> list[Tensor]:
+    """The result; with `keeps` what backward reads, and the order."""
+    from ..kernels.experts.rows_triton import expert_sort_triton
+
+    *operands, launches, form, keeps = arguments
+    leaves, ids, frozen = operands[:_LEAVES], operands[_LEAVES], operands[_LEAVES + 1 :]
+    experts, (tokens, top_k) = launches.num_experts(leaves[_W1]), ids.shape
+    check_ids(ids, experts)
+    tile_rows = tile_rows_for(tokens * top_k, experts)
+    x, first, second, gates = _opened(leaves, frozen, launches, form)
+    slots, rows, offsets, tiles = expert_sort_triton(ids, experts, tile_rows)
+    order = ExpertOrder(slots, offsets, rows, tiles, tokens, top_k, experts, tile_rows)
+    check_rows(x, order, grouped_in=False)
+    check_layer(x, *map(launches.checked, (first, second)), order, gates)
+    out, *kept = launches.forward(x, first, second, order, gates, form, keeps)
+    return [out, *kept, slots, offsets, rows, tiles] if keeps else [out]
+
+
+def _backward(grad: Tensor, *arguments: Any) -> list[Tensor]:
+    """The gradients of those leaves that want one."""
+    *operands, launches, form, wants = arguments
+    end = len(operands) - launches.frozen
+    leaves, kept, frozen = operands[:_LEAVES], operands[_LEAVES:end], operands[end:]
+    x, first, second, gates = _opened(leaves, frozen, launches, form)
+    *kept, slots, offsets, rows, tiles = kept
+    tile_rows = tile_rows_for(slots.shape[0], launches.num_experts(leaves[_W1]))
+    order = ExpertOrder.of(slots, offsets, rows, tiles, tile_rows, gates.shape[1])
+    first_pair = wanted_of(wants[2:4], form.factors[0])
+    second_pair = wanted_of(wants[6:8], form.factors[1])
+    flags = (*wants[:2], *first_pair, *wants[4:6], *second_pair, *wants[8:])
+    dx, dw1, da1, db1, dbias1, dw2, da2, db2, *rest = launches.backward(
+        grad, x, first, second, order, gates, kept, form, flags
+    )
+    factors1 = gradients_of(da1, db1, form.factors[0])
+    factors2 = gradients_of(da2, db2, form.factors[1])
+    found = (dx, dw1, *factors1, dbias1, dw2, *factors2, *rest)
+    return [one for one, want in zip(found, wants, strict=True) if want]
 
 
 def _compile_ahead(
-    operands: Sequence[Tensor | None], form: Form, keeps: bool, wants: tuple[bool, ...]
+    operands: Sequence[Tensor | None], constants: tuple, keeps: bool, wants: tuple[bool, ...]
 ) -> None:
     """Begin to compile forward and backward, and both for all other heights of tiles."""
 
     def both(operands: Sequence[Tensor | None]) -> None:
-        found = prepare(_forward, operands, (form, keeps))
+        found = prepare(_forward, operands, (*constants, keeps))
         if keeps and found is not None:
-            leaves, (out, *kept) = operands[:_LEAVES], found
-            prepare(_backward, (out, *leaves, *kept), (form, wants))
+            leaves, frozen, (out, *kept) = operands[:_LEAVES], operands[_LEAVES + 1 :], found
+            prepare(_backward, (out, *leaves, *kept, *frozen), (*constants, wants))
 
     both(operands)
-    experts = operands[_W1].shape[0]
-    compile_for_all_heights(both, operands, (_X, _GATES, _IDS), experts, (form, keeps, wants))
+    experts = constants[0].num_experts(operands[_W1])
+    _compile_for_all_heights(both, operands, experts, (*constants, keeps, wants))
 
 
-def _stored(weight: Tensor, form: Form) -> Tensor:
-    """(E, in, out) of a stored weight, or the stored order of its gradient."""
-    return weight if form.transposed or weight.ndim != 3 else weight.mT
+def _compile_for_all_heights(
+    compile_one: Callable[[Sequence[Tensor | None]], None],
+    operands: Sequence[Tensor | None],
+    experts: int,
+    constants: tuple[Any, ...],
+) -> None:
+    """Call `compile_one` in another thread, for each height of tiles, unless that was begun before.
 
+    The number of tokens decides the height of tiles (`tile_rows_for`), and kernels are compiled for
+    one height. So a first call begins to compile for all: a later one finds its kernels there.
 
-def _forward(
-    x: Tensor,
-    w1: Tensor,
-    a1: Tensor | None,
-    b1: Tensor | None,
-    bias1: Tensor | None,
-    w2: Tensor,
-    a2: Tensor | None,
-    b2: Tensor | None,
-    bias2: Tensor | None,
-    gates: Tensor,
-    ids: Tensor,
-    form: Form,
-    keeps: bool,
-) -> list[Tensor]:
-    """The result; with `keeps` what backward reads: gate and up, xa of both, and the order."""
-    from ..kernels.experts.gated_launch_triton import gated_experts_triton
-    from ..kernels.experts.rows_triton import expert_sort_triton
-
-    w1, w2 = _stored(w1, form), _stored(w2, form)
-    experts, (tokens, top_k) = w1.shape[0], ids.shape
-    check_ids(ids, experts)
-    tile_rows = tile_rows_for(tokens * top_k, experts)
-    a1, b1 = views_of(a1, b1, form.factors[0], experts)
-    a2, b2 = views_of(a2, b2, form.factors[1], experts)
-    slots, rows, offsets, tiles = expert_sort_triton(ids, experts, tile_rows)
-    order = ExpertOrder(slots, offsets, rows, tiles, tokens, top_k, experts, tile_rows)
-    check_operands(
-        x,
-        (w1, a1, b1, form.scalings[0], bias1),
-        (w2, a2, b2, form.scalings[1], bias2),
-        gates,
-        order,
-    )
-    operands = (x, w1, a1, b1, bias1, w2, a2, b2, bias2, gates, slots, offsets, rows, tiles)
-    constants = (tile_rows, top_k, form.scalings, form.activation, form.interleaved, keeps)
-    out, *kept = gated_experts_triton(*operands, *constants)
-    return [out, *kept, slots, offsets, rows, tiles] if keeps else [out]
-
-
-def _backward(  # noqa: PLR0913
-    grad: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    a1: Tensor | None,
-    b1: Tensor | None,
-    bias1: Tensor | None,
-    w2: Tensor,
-    a2: Tensor | None,
-    b2: Tensor | None,
-    bias2: Tensor | None,
-    gates: Tensor,
-    wide: Tensor,
-    xa1: Tensor,
-    xa2: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    rows: Tensor,
-    tiles: Tensor,
-    form: Form,
-    wants: tuple[bool, ...],
-) -> list[Tensor]:
-    """The gradients of those leaves that want one."""
-    from ..kernels.experts.gated_launch_triton import gated_experts_backward_triton
-
-    w1, w2 = _stored(w1, form), _stored(w2, form)
-    experts = w1.shape[0]
-    tile_rows = tile_rows_for(slots.shape[0], experts)
-    a1, b1 = views_of(a1, b1, form.factors[0], experts)
-    a2, b2 = views_of(a2, b2, form.factors[1], experts)
-    first = wanted_of(wants[2:4], form.factors[0])
-    second = wanted_of(wants[6:8], form.factors[1])
-    flags = (*wants[:2], *first, *wants[4:6], *second, *wants[8:])
-    operands = (grad, x, w1, a1, b1, bias1, w2, a2, b2, bias2, gates, wide, xa1, xa2)
-    place = (slots, offsets, rows, tiles, tile_rows, gates.shape[1])
-    constants = (form.scalings, form.activation, form.interleaved, flags)
-    dx, dw1, da1, db1, dbias1, dw2, da2, db2, dbias2, dgates = gated_experts_backward_triton(
-        *operands, *place, *constants
-    )
-    factors1 = gradients_of(da1, db1, form.factors[0])
-    factors2 = gradients_of(da2, db2, form.factors[1])
-    dw1, dw2 = _stored(dw1, form), _stored(dw2, form)
-    found = (dx, dw1, *factors1, dbias1, dw2, *factors2, dbias2, dgates)
-    return [one for one, want in zip(found, wants, strict=True) if want]
+    Args:
+        compile_one: Takes operands and computes nothing.
+        operands: Of the call that comes.
+        experts: How many there are.
+        constants: Whatever else decides what is compiled.
+    """
+    rest = [x for place, x in enumerate(operands) if place not in _OF_TOKENS and x is not None]
+    first = [operands[place] for place in _OF_TOKENS]
+    described = ((x.shape, x.stride(), x.dtype, x.device) for x in rest)
+    key = (constants, experts, *described, *((x.shape[1:], x.dtype) for x in first))
+    if key in _begun:
+        return
+    if len(_begun) >= _MOST_BEGUN:
+        _begun.clear()
+    _begun.add(key)
+    top_k = first[-1].shape[1]
+    # What waits for its turn must keep neither activations nor weights alive.
+    standing = [
+        None if x is None else stand_in(x.shape, x.stride(), x.dtype, x.device) for x in operands
+    ]
+    for mean in _MEANS:
+        tokens = max(mean * experts // top_k, 1)
+        for place in _OF_TOKENS:
+            x = operands[place]
+            standing[place] = stand_in((tokens, x.shape[1]), (x.shape[1], 1), x.dtype, x.device)
+        in_background(compile_one, tuple(standing))

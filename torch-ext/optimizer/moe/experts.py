@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from ..kernels.autocast import autocast_dtype, cast, without_autocast
 from ..kernels.experts._moe_paths import check_dense
-from .activation import activate
-from .adapters import PROJECTIONS, ExpertAdapters
+from ..kernels.experts.expert_sort import expert_sort
+from ..kernels.experts.glu import glu
+from ..kernels.experts.grouped_lora import ExpertWeights, LoraFactors
+from ..reference.glu import ELEMENTWISE
 from .eager_layer import eager_layer
-from .gated_linear import gated_lora_linear
-from .grouped_linear import grouped_lora_linear
-from .layout import ExpertsLayout, ExpertsLora, LoraFactors
-from .sort import expert_sort
+from .grouped_linear import expert_linear, gated_lora_linear
+from .layout import ExpertsLayout, ExpertsLora
+from .lora import PROJECTIONS, ExpertAdapters
 
 
 def experts_forward(
@@ -59,19 +60,18 @@ def experts_forward(
         return out
     x, expert_ids, gates = _rows(*tensors)
     dtype = autocast_dtype(x)
-    first = _operands(gate_up, gate_up_bias, lora.gate_up, layout, dtype)
-    second = _operands(down, down_bias, lora.down, layout, dtype)
+    first = _weights(gate_up, gate_up_bias, lora.gate_up, layout, dtype)
+    second = _weights(down, down_bias, lora.down, layout, dtype)
 
     with without_autocast(x.device):
         order = expert_sort(expert_ids, gate_up.shape[0], backend=backend)
-        path = {"order": order, "backend": backend}
         x = cast(x, dtype)
         out = gated_lora_linear(x, first, second, order, gates, layout, backend=backend)
         if out is None:
-            wide = grouped_lora_linear(x, **first, grouped_out=True, **path)
-            narrow = activate(wide, layout, backend=backend)
+            wide = expert_linear(x, first, order, grouped_out=True, backend=backend)
+            narrow = _activate(wide, layout, backend)
             del wide  # backward keeps it; without one it makes room
-            out = grouped_lora_linear(narrow, **second, gates=gates, grouped_in=True, **path)
+            out = expert_linear(narrow, second, order, gates, grouped_in=True, backend=backend)
     return out.to(hidden_states.dtype).reshape(hidden_states.shape)
 
 
@@ -221,20 +221,26 @@ class Experts(nn.Module):
         return f"{self.num_experts}, {self.hidden}, {self.intermediate}, {self.layout}"
 
 
-def _operands(
+def _weights(
     weight: Tensor,
     bias: Tensor | None,
-    factors: LoraFactors | None,
+    lora: LoraFactors | None,
     layout: ExpertsLayout,
     dtype: torch.dtype | None,
-) -> dict[str, Any]:
-    """The arguments of `grouped_lora_linear` that one projection brings."""
-    found: dict[str, Any] = {"weight": cast(layout.operand(weight), dtype)}
-    if bias is not None:
-        found["bias"] = cast(bias, dtype)
-    if factors is not None:
-        found |= {"lora_a": factors.a, "lora_b": factors.b, "scaling": factors.scaling}
-    return found
+) -> ExpertWeights:
+    """One projection as the grouped linears take it: (E, in, out), cast where autocast would."""
+    if lora is not None:
+        lora = LoraFactors(lora.a, lora.b, lora.scaling)  # PEFT's matrices are seen as stacks once
+    return ExpertWeights(cast(layout.operand(weight), dtype), lora, cast(bias, dtype))
+
+
+def _activate(gate_up: Tensor, layout: ExpertsLayout, backend: str) -> Tensor:
+    """(M, I) of gate_up (M, 2I): act(gate) * up; without a gate act of (M, I)."""
+    if callable(layout.activation):
+        return layout.activation(gate_up)
+    if not layout.gated:
+        return ELEMENTWISE[layout.activation](gate_up)
+    return glu(gate_up, layout.activation, interleaved=layout.interleaved, backend=backend)
 
 
 def _rows(hidden_states: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,13 +1,15 @@
-"""Stage 2 and 4 of the layer: products of the experts' rows with W + s A^T B^T, with autograd.
+"""The grouped linears of the layer: their arguments are checked here, and a path is chosen.
 
     y[i] = x[source of row i] W_e + s (x A_e^T) B_e^T + b_e          e: expert of row i
     out[t] = sum_j gates[t, j] y[row of slot t k + j]                with gates
 
-The op and its gradients are `kernels.experts.grouped_lora_linear`; here its arguments are checked.
+`grouped_lora_linear` is one of them, `gated_lora_linear` both with the activation in between, in
+one op, where one path computes them all. The ops are `kernels.experts` and `kernels.quant`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 
 import torch
@@ -22,10 +24,15 @@ from ..kernels.experts._moe_paths import (
     check_tensor,
     pick_name,
 )
+from ..kernels.experts.expert_sort import ExpertOrder
+from ..kernels.experts.gated_experts import fuses, gated_experts
+from ..kernels.experts.grouped_lora import ExpertWeights, LoraFactors
 from ..kernels.experts.grouped_lora import grouped_lora_linear as _op
+from ..kernels.quant.gated_nf4_experts import fuses as fuses_nf4
+from .layout import ExpertsLayout
 from .quantized.expert_weights import QuantizedWeight, as_quantized
+from .quantized.quantized_gated import quantized_gated_linear
 from .quantized.quantized_linear import check_decodable, quantized_lora_linear
-from .sort import ExpertOrder
 
 
 def grouped_lora_linear(
@@ -76,12 +83,33 @@ def grouped_lora_linear(
         TypeError: An argument is of a wrong kind or dtype.
         ValueError: Shapes, devices or options do not fit; the message names the argument.
     """
-    quantized = as_quantized(weight)
-    weight = weight if quantized is None else quantized
+    lora = None
+    if lora_a is not None or lora_b is not None:
+        lora = LoraFactors(lora_a, lora_b, scaling)
+    _check_scaling(scaling)
+    weights = ExpertWeights(weight, lora, bias)
+    return expert_linear(x, weights, order, gates, grouped_in, grouped_out, backend=backend)
+
+
+def expert_linear(
+    x: Tensor,
+    weights: ExpertWeights,
+    order: ExpertOrder,
+    gates: Tensor | None = None,
+    grouped_in: bool = False,
+    grouped_out: bool = False,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """`grouped_lora_linear` of one projection's record."""
+    quantized = as_quantized(weights.weight)
+    if quantized is not None:
+        weights = dataclasses.replace(weights, weight=quantized)
     check_rows(x, order, grouped_in)
     dtype = autocast_dtype(x)
-    x, weight, bias = (cast(one, dtype) for one in (x, weight, bias))
-    check_projection(x, weight, order, x.shape[1], lora_a, lora_b, scaling, bias)
+    x = cast(x, dtype)
+    weights = ExpertWeights(cast(weights.weight, dtype), weights.lora, cast(weights.bias, dtype))
+    check_projection(x, weights, order, x.shape[1])
     if gates is not None:
         check_gates(gates, x, order)
         if grouped_out:
@@ -89,40 +117,79 @@ def grouped_lora_linear(
     dense = quantized is None
     path = pick_name("grouped_lora_linear", x.device, x.dtype, backend, dense=dense)
     check_path(path, x)
+    options = {"grouped_out": grouped_out, "path": path}
     with without_autocast(x.device):
-        if not dense:
-            return quantized_lora_linear(
-                x,
-                quantized,
-                order,
-                lora_a,
-                lora_b,
-                scaling=float(scaling),
-                bias=bias,
-                gates=gates,
-                x_fan=0 if grouped_in else order.top_k,
-                grouped_out=grouped_out,
-                path=path,
-                by_name=backend != "auto",
-            )
-        return _op(
-            x,
-            weight,
-            lora_a,
-            lora_b,
-            bias,
-            gates,
-            order.slots,
-            order.offsets,
-            order.rows,
-            order.tiles,
-            tile_rows=order.tile_rows,
-            top_k=order.top_k,
-            scaling=float(scaling),
-            grouped_in=grouped_in,
-            grouped_out=grouped_out,
-            path=path,
+        if dense:
+            return _op(x, weights, order, gates, grouped_in=grouped_in, **options)
+        x_fan, by_name = 0 if grouped_in else order.top_k, backend != "auto"
+        return quantized_lora_linear(
+            x, weights, order, gates, x_fan=x_fan, by_name=by_name, **options
         )
+
+
+def gated_lora_linear(
+    x: Tensor,
+    first: ExpertWeights,
+    second: ExpertWeights,
+    order: ExpertOrder,
+    gates: Tensor,
+    layout: ExpertsLayout,
+    *,
+    backend: str = "auto",
+) -> Tensor | None:
+    """Both projections, the activation between them and the sum over a token's experts.
+
+        h[i] = act(gate) up of (x W1_e + s (x A_e^T) B_e^T + b_e)          e: expert of row i
+        out[t] = sum_j gates[t, j] (h W2_e + ...)[row of slot t k + j]
+
+    Args:
+        x: (T, H), any strides.
+        first: Weight (E, H, 2I), dense or 4-bit experts seen so; its factors and bias.
+        second: The same, (E, I, H).
+        order: Of `expert_sort`.
+        gates: (T, k) of any floating dtype.
+        layout: Says where gate and up lie in 2I, and names the activation.
+        backend: Of `grouped_lora_linear`.
+
+    Returns:
+        (T, H) in x's dtype; None where the stages must run on their own.
+
+    Raises:
+        TypeError: An argument is of a wrong kind or dtype.
+        ValueError: Shapes, devices or options do not fit; the message names the argument.
+    """
+    quantized = tuple(as_quantized(one.weight) for one in (first, second))
+    dense, packed = quantized == (None, None), None not in quantized
+    if packed:
+        first, second = (
+            dataclasses.replace(one, weight=weight)
+            for one, weight in zip((first, second), quantized, strict=True)
+        )
+    check_rows(x, order, grouped_in=False)
+    path = pick_name("grouped_lora_linear", x.device, x.dtype, backend, dense=dense)
+    kind = (layout.activation, layout.gated)
+    if packed:
+        fusable = fuses_nf4(path, *kind)
+    else:
+        fusable = dense and fuses(path, first.weight.stride(), *kind, layout.interleaved)
+    if not fusable:
+        return None
+    check_path(path, x)
+    check_layer(x, first, second, order, gates)
+    glu = {"activation": layout.activation, "interleaved": layout.interleaved}
+    if packed:
+        path = {"path": path, "by_name": backend != "auto"}
+        return quantized_gated_linear(x, first, second, order, gates, **glu, **path)
+    return gated_experts(x, first, second, order, gates, **glu)
+
+
+def check_layer(
+    x: Tensor, first: ExpertWeights, second: ExpertWeights, order: ExpertOrder, gates: Tensor
+) -> None:
+    """Both projections of a gated layer and the gates fit to x and the order."""
+    check_projection(x, first, order, x.shape[1])
+    check_projection(x, second, order, first.weight.shape[2] // 2)
+    check_gates(gates, x, order)
 
 
 def check_rows(x: Tensor, order: ExpertOrder, grouped_in: bool) -> None:
@@ -140,17 +207,9 @@ def check_rows(x: Tensor, order: ExpertOrder, grouped_in: bool) -> None:
     check_device("order", order.slots, x, "x")
 
 
-def check_projection(
-    x: Tensor,
-    weight: Tensor | QuantizedWeight,
-    order: ExpertOrder,
-    inputs: int,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    scaling: float,
-    bias: Tensor | None,
-) -> None:
+def check_projection(x: Tensor, weights: ExpertWeights, order: ExpertOrder, inputs: int) -> None:
     """Weight, factors and bias fit to each other, to K = `inputs` and to the dtype of x."""
+    weight, bias = weights.weight, weights.bias
     if isinstance(weight, QuantizedWeight):
         check_decodable(x)
     else:
@@ -163,7 +222,8 @@ def check_projection(
     if 0 in weight.shape:
         raise ValueError(f"weight must have positive sizes, got {tuple(weight.shape)}")
     check_device("weight", weight, x, "x")
-    _check_lora(x, weight, lora_a, lora_b, scaling)
+    if weights.lora is not None:
+        _check_lora(x, weight, weights.lora)
     if bias is not None:
         check_tensor("bias", bias, 2, DTYPES)
         check_shape("bias", bias, (weight.shape[0], weight.shape[2]), "(E, N)")
@@ -183,13 +243,14 @@ def check_path(path: str, x: Tensor) -> None:
         raise ValueError(f'backend="{path}" computes no float64; use "auto" or "reference"')
 
 
-def _check_lora(
-    x: Tensor, weight: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, scaling: float
-) -> None:
+def _check_scaling(scaling: float) -> None:
     if isinstance(scaling, bool) or not isinstance(scaling, (numbers.Real, torch.SymFloat)):
         raise TypeError(f"scaling must be a number, got {type(scaling).__name__}")
-    if lora_a is None and lora_b is None:
-        return
+
+
+def _check_lora(x: Tensor, weight: Tensor, lora: LoraFactors) -> None:
+    lora_a, lora_b = lora.a, lora.b
+    _check_scaling(lora.scaling)
     if lora_a is None or lora_b is None:
         raise ValueError("lora_a and lora_b are the two factors of one delta: give both or none")
     check_tensor("lora_a", lora_a, 3, DTYPES)

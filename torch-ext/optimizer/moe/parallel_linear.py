@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.experts.expert_sort import tile_rows_for
+from ..kernels.experts.expert_sort import ExpertOrder, tile_rows_for
 from ..reference.moe import tile_map
 from .grouped_linear import grouped_lora_linear
-from .sort import ExpertOrder
 
 
 def parallel_linear_lora(  # noqa: PLR0913

@@ -31,7 +31,7 @@ EFFICIENCY = 0.92
 HALVES_EFFICIENCY = 0.5
 # With Hopper's instructions a tile takes so many microseconds per 64 of k, and so many beside them:
 # {by halves: ...}, 128 x 128 tiles and halves of 128 x 256 ones, which serve large products most
-# often; kernels-src/newton_schulz/product_sm90.h.
+# often; kernels-src/products/tiles_sm90.h.
 HOPPER_TILE = {True: (0.391, 2.27), False: (0.361, 0.851)}
 LAUNCH_MS = 3e-3
 CPU_LAUNCH_MS = 5e-3

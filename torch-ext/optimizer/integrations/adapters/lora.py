@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ...moe.adapters import ExpertAdapters
-from ...moe.lora import LoraProjection, check_factor_dtype
-from ...moe.module_layout import module_layout
+from ...moe.layout import module_layout
+from ...moe.lora import ExpertAdapters, LoraProjection, check_factor_dtype
 from ...moe.quantized.expert_weights import QuantizedWeight, expert_weight
 from ...optimizers.groups.parameters import is_dtensor, local
 from ...optimizers.state.placements import gathered, pieces

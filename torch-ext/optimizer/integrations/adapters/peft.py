@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...moe.layout import ExpertsLora, LoraFactors
+from ...moe import ExpertsLora, LoraFactors
 from ...moe.lora import PeftFactors
 from ...moe.quantized.expert_weights import as_quantized
 from ..models.experts import ATTACHED, experts_modules, first_projection, is_ours

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...moe.module_layout import module_layout
+from ...moe.layout import module_layout
 from ...moe.quantized.expert_weights import as_quantized, expert_weight
 from ...moe.quantized.quantized_experts import QuantizedExperts
 

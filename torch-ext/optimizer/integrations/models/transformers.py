@@ -13,8 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...moe.experts import experts_forward
-from ...moe.layout import ExpertsLora
-from ...moe.module_layout import module_layout
+from ...moe.layout import ExpertsLora, module_layout
 from ...moe.quantized.expert_weights import expert_weight
 from ..adapters import peft
 from .experts import (

@@ -4,7 +4,7 @@ out[t] = sum_j gates[t, j] y[rows[t k + j]], in float32 and in the order of j: n
 repeat bit for bit. Slots whose row is not valid (sentinels) are left out.
 
 path      | source            | taken
-triton    | combine_triton.py | CUDA and ROCm
+triton    | rows_triton.py    | CUDA and ROCm
 reference | reference/moe.py  | everything else
 """
 
@@ -25,6 +25,7 @@ from ._moe_paths import (
     on_device_of,
     pick_name,
 )
+from .expert_sort import ExpertOrder
 
 
 @custom_op(add_op_namespace_prefix("combine"), mutates_args=())
@@ -51,11 +52,9 @@ def _fake(y, gates, rows, offsets, top_k, path):
 _combine.register_fake(_fake)
 
 
-def combine_rows(
-    y: Tensor, gates: Tensor | None, rows: Tensor, offsets: Tensor, top_k: int, path: str
-) -> Tensor:
-    """The op of `combine` on a path, for arguments that were checked."""
-    return ops.combine(y, gates, rows, offsets, top_k, path)
+def combine_rows(y: Tensor, gates: Tensor | None, order: ExpertOrder, path: str) -> Tensor:
+    """`combine` on a path, of an order's rows; nothing is checked."""
+    return ops.combine(y, gates, order.rows, order.offsets, order.top_k, path)
 
 
 def combine(
@@ -98,4 +97,4 @@ def combine(
             check_device(name, value, y, "y")
     path = pick_name("combine", y.device, y.dtype, backend)
     gates = None if gates is None else gates.detach()
-    return combine_rows(y.detach(), gates, rows, offsets, top_k, path)
+    return ops.combine(y.detach(), gates, rows, offsets, top_k, path)

@@ -3,12 +3,14 @@
 Stable, so that the order within an expert is the order of tokens. Ids outside [0, E) are sentinels
 of expert parallelism: they come last and no product reads them. Nothing waits for the device.
 
-path      | source                | taken
-triton    | expert_sort_triton.py | CUDA and ROCm
-reference | reference/moe.py      | everything else
+path      | source            | taken
+triton    | rows_triton.py    | CUDA and ROCm
+reference | reference/moe.py  | everything else
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 from torch import Tensor
@@ -27,6 +29,59 @@ LARGEST_TILE_ROWS = 128
 # 8 times as many as the widest published layers have (512). The Triton path keeps a counter of
 # every expert for every 128 slots, here 128 bytes per slot, and all experts in one block.
 MAX_EXPERTS = 1 << 12
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertOrder:
+    """The rows of all experts, one after the other; all tensors lie on the device, int64.
+
+    Slot t k + j is the j-th expert of token t. A row is a slot in expert order; rows from
+    offsets[E] on belong to sentinels. The same order serves both projections and their backward.
+
+    Args:
+        slots: (T k,) slot of every row, stable: the token of row i is slots[i] // k.
+        offsets: (E + 1,) first row of every expert; offsets[E] is the number of valid rows.
+        rows: (T k,) row of every slot, the inverse of `slots`.
+        tiles: (bound, 3) expert, first row and end row of every tile of at most `tile_rows` rows;
+            expert E are sentinels, -1 is an unused tile. The bound depends on T k and E alone.
+        tokens: T.
+        top_k: k.
+        num_experts: E.
+        tile_rows: Rows per tile, chosen by T k / E.
+    """
+
+    slots: Tensor
+    offsets: Tensor
+    rows: Tensor
+    tiles: Tensor
+    tokens: int
+    top_k: int
+    num_experts: int
+    tile_rows: int
+
+    @classmethod
+    def of(
+        cls,
+        slots: Tensor,
+        offsets: Tensor,
+        rows: Tensor,
+        tiles: Tensor,
+        tile_rows: int,
+        top_k: int,
+    ) -> ExpertOrder:
+        """The order of `operands`, the form in which an op takes it (`ORDER`)."""
+        sizes = (slots.shape[0] // top_k, top_k, offsets.shape[0] - 1, tile_rows)
+        return cls(slots, offsets, rows, tiles, *sizes)
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
+        """What an op takes."""
+        tensors = (self.slots, self.offsets, self.rows, self.tiles)
+        return *tensors, self.tile_rows, self.top_k
+
+
+# Of an order among the arguments of an op, and how many they are.
+ORDER = "Tensor slots, Tensor offsets, Tensor rows, Tensor tiles, int tile_rows, int top_k"
+ORDER_LENGTH = 6
 
 
 def tile_rows_for(rows: int, num_experts: int) -> int:
@@ -83,28 +138,32 @@ def check_ids(expert_ids: Tensor, num_experts: int) -> None:
 
 def expert_sort(
     expert_ids: Tensor, num_experts: int, *, tile_rows: int | None = None, backend: str = "auto"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sort the slots (token t, choice j) -> t k + j by expert, stably.
+) -> ExpertOrder:
+    """Sort the slots (token t, choice j) -> t k + j by expert, stably, once per layer and step.
+
+    Nothing waits for the device, so the call can be captured in a CUDA graph.
 
     Args:
-        expert_ids: (T, k) of any integer dtype; ids outside [0, E) are skipped.
-        num_experts: E, at most `MAX_EXPERTS`.
-        tile_rows: Rows per tile of the map, a power of two of at least 16; None chooses by T k / E.
+        expert_ids: (T, k) of any integer dtype. Ids below 0 or from `num_experts` on are sentinels
+            (expert parallelism): their rows are skipped and give zeros.
+        num_experts: E, at most 4096.
+        tile_rows: Rows per tile, a power of two of at least 16; None chooses by T k / E.
         backend: "auto", "triton" or "reference".
 
     Returns:
-        slots (R,): the slot of every row, valid rows first; rows (R,): the row of every slot;
-        offsets (E + 1,): first row of every expert, and at E the number of valid rows; tiles
-        (bound, 3): expert (E for sentinels, -1 for unused tiles), first row, end row. All int64.
+        The order.
 
     Raises:
         TypeError: expert_ids is no integer tensor, or num_experts no integer.
-        ValueError: shape, num_experts, tile_rows or backend out of range.
+        ValueError: A shape, size, tile_rows or backend is out of range.
     """
     check_ids(expert_ids, num_experts)
+    expert_ids = expert_ids.detach()
     if tile_rows is None:
         tile_rows = tile_rows_for(expert_ids.numel(), num_experts)
     elif tile_rows < 16 or tile_rows & (tile_rows - 1):
         raise ValueError(f"tile_rows must be a power of two from 16, got {tile_rows}")
     path = pick_name("expert_sort", expert_ids.device, torch.float32, backend)
-    return ops.expert_sort(expert_ids, num_experts, tile_rows, path)
+    slots, rows, offsets, tiles = ops.expert_sort(expert_ids, num_experts, tile_rows, path)
+    tokens, top_k = expert_ids.shape
+    return ExpertOrder(slots, offsets, rows, tiles, tokens, top_k, num_experts, tile_rows)

@@ -8,10 +8,13 @@ a backward not even gate and up are stored.
 The gradients have no gradients: a second order raises.
 
 path      | source                   | taken
-triton    | gated_experts_triton.py  | what `fuses` says; else the three ops
+triton    | gated_launch_triton.py   | what `fuses` says; else the three ops
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +24,9 @@ from ..._ops import add_op_namespace_prefix, ops
 from ..autocast import without_autocast
 from ..launch.launch_plan import replayed
 from ._moe_paths import gradient_like, on_device_of, refuse_forward_mode
+from .expert_sort import ORDER, ORDER_LENGTH, ExpertOrder
 from .glu import ACTIVATIONS
+from .grouped_lora import WEIGHTS, WEIGHTS_LENGTH, ExpertWeights
 
 
 def fuses(
@@ -37,172 +42,126 @@ def fuses(
     return path == "triton" and gated and named and readable
 
 
-@custom_op(add_op_namespace_prefix("gated_experts"), mutates_args=())
-def _gated_experts(  # noqa: PLR0913
-    x: Tensor,
-    w1: Tensor,
-    a1: Tensor | None,
-    b1: Tensor | None,
-    bias1: Tensor | None,
-    w2: Tensor,
-    a2: Tensor | None,
-    b2: Tensor | None,
-    bias2: Tensor | None,
-    gates: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    rows: Tensor,
-    tiles: Tensor,
-    tile_rows: int,
-    top_k: int,
-    scaling1: float,
-    scaling2: float,
-    activation: str,
-    interleaved: bool,
-    keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+# Both projections, gate_up and down, the order and the gates; then what the launches are told.
+_FIRST, _SECOND = (WEIGHTS.replace(",", f"{n},") + str(n) for n in (1, 2))
+_LAYER = f"{_FIRST}, {_SECOND}, {ORDER}, Tensor gates"
+_LAYER_LENGTH = 2 * WEIGHTS_LENGTH + ORDER_LENGTH + 1
+
+
+def opened(arguments: Sequence[Any]) -> tuple[ExpertWeights, ExpertWeights, ExpertOrder, Any]:
+    """Both projections, the order, and what follows them, from the gates on."""
+    first, rest = arguments[:WEIGHTS_LENGTH], arguments[WEIGHTS_LENGTH:]
+    second, rest = rest[:WEIGHTS_LENGTH], rest[WEIGHTS_LENGTH:]
+    order, rest = rest[:ORDER_LENGTH], rest[ORDER_LENGTH:]
+    return ExpertWeights.of(*first), ExpertWeights.of(*second), ExpertOrder.of(*order), *rest
+
+
+def _played(name: str, function: Callable[..., Any], arguments: Sequence[Any]) -> tuple:
+    """function(*arguments) of an op, whose tensors are operands of a launch plan."""
+    operands = [one if isinstance(one, Tensor) else None for one in arguments]
+    constants = tuple(None if isinstance(one, Tensor) else one for one in arguments)
+
+    def run(*both: Any) -> Sequence[Tensor]:
+        tensors, plain = both[:-1], both[-1]
+        return function(*(p if t is None else t for t, p in zip(tensors, plain, strict=True)))
+
+    with on_device_of(arguments[0]):
+        return tuple(replayed(name, run, operands, (constants,)))
+
+
+@custom_op(
+    add_op_namespace_prefix("gated_experts"),
+    mutates_args=(),
+    schema=f"(Tensor x, {_LAYER}, str activation, bool interleaved, bool keeps) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+)
+def _gated_experts(x: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from .gated_launch_triton import gated_experts_triton
 
-    operands = (x, w1, a1, b1, bias1, w2, a2, b2, bias2, gates, slots, offsets, rows, tiles)
-    constants = (tile_rows, top_k, (scaling1, scaling2), activation, interleaved, keeps)
-    with on_device_of(x):
-        return tuple(replayed("gated_experts", gated_experts_triton, operands, constants))
+    def forward(x: Tensor, *arguments) -> Sequence[Tensor]:
+        return gated_experts_triton(x, *opened(arguments))
+
+    return _played("gated_experts", forward, (x, *arguments))
 
 
-def _fake(  # noqa: PLR0913
-    x,
-    w1,
-    a1,
-    b1,
-    bias1,
-    w2,
-    a2,
-    b2,
-    bias2,
-    gates,
-    slots,
-    offsets,
-    rows,
-    tiles,
-    tile_rows,
-    top_k,
-    scaling1,
-    scaling2,
-    activation,
-    interleaved,
-    keeps,
-):
-    total = slots.shape[0]
+def _fake(x, *arguments):
+    first, second, order, gates, *_, keeps = opened(arguments)
+    total = order.slots.shape[0]
     return (
-        x.new_empty((gates.shape[0], w2.shape[2])),
-        x.new_empty((total if keeps else 0, w1.shape[2])),
-        x.new_empty((total, 0 if a1 is None else a1.shape[1])),
-        x.new_empty((total, 0 if a2 is None else a2.shape[1])),
+        x.new_empty((gates.shape[0], second.weight.shape[2])),
+        x.new_empty((total if keeps else 0, first.weight.shape[2])),
+        x.new_empty((total, first.rank)),
+        x.new_empty((total, second.rank)),
     )
 
 
-@custom_op(add_op_namespace_prefix("gated_experts_backward"), mutates_args=())
-def _gated_experts_backward(  # noqa: PLR0913
-    grad: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    a1: Tensor | None,
-    b1: Tensor | None,
-    bias1: Tensor | None,
-    w2: Tensor,
-    a2: Tensor | None,
-    b2: Tensor | None,
-    bias2: Tensor | None,
-    gates: Tensor,
-    wide: Tensor,
-    xa1: Tensor,
-    xa2: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    rows: Tensor,
-    tiles: Tensor,
-    tile_rows: int,
-    top_k: int,
-    scaling1: float,
-    scaling2: float,
-    activation: str,
-    interleaved: bool,
-    wants: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from .gated_launch_triton import gated_experts_backward_triton
+@custom_op(
+    add_op_namespace_prefix("gated_experts_backward"),
+    mutates_args=(),
+    schema="(Tensor grad, Tensor wide, Tensor xa1, Tensor xa2, Tensor x, "
+    f"{_LAYER}, str activation, bool interleaved, int wants) -> ({', '.join(['Tensor'] * 10)})",
+)
+def _gated_experts_backward(
+    grad: Tensor, wide: Tensor, xa1: Tensor, xa2: Tensor, x: Tensor, *arguments
+) -> tuple[Tensor, ...]:
+    from .gated_launch_triton import Wants, gated_experts_backward_triton
 
-    parameters = (w1, a1, b1, bias1, w2, a2, b2, bias2)
-    operands = (grad, x, *parameters, gates, wide, xa1, xa2, slots, offsets, rows, tiles)
-    scalings = (scaling1, scaling2)
-    constants = (tile_rows, top_k, scalings, activation, interleaved, _flags(wants))
-    function = gated_experts_backward_triton
-    with on_device_of(grad):
-        return tuple(replayed("gated_experts_backward", function, operands, constants))
+    def backward(
+        grad: Tensor, wide: Tensor, xa1: Tensor, xa2: Tensor, x: Tensor, *arguments
+    ) -> Sequence[Tensor]:
+        *layer, gates, activation, interleaved, wants = opened(arguments)
+        glu = (activation, interleaved, Wants(*_flags(wants)))
+        return gated_experts_backward_triton(grad, x, *layer, gates, (wide, xa1, xa2), *glu)
+
+    return _played("gated_experts_backward", backward, (grad, wide, xa1, xa2, x, *arguments))
 
 
 def _flags(wants: int) -> tuple[bool, ...]:
-    """Which of the ten operands want a gradient: bit n for the n-th."""
+    """Which of the ten operands want a gradient: bit n for the n-th of `Wants`."""
     return tuple(bool(wants >> bit & 1) for bit in range(10))
 
 
-def _fake_backward(  # noqa: PLR0913
-    grad,
-    x,
-    w1,
-    a1,
-    b1,
-    bias1,
-    w2,
-    a2,
-    b2,
-    bias2,
-    gates,
-    wide,
-    xa1,
-    xa2,
-    slots,
-    offsets,
-    rows,
-    tiles,
-    tile_rows,
-    top_k,
-    scaling1,
-    scaling2,
-    activation,
-    interleaved,
-    wants,
-):
+def _fake_backward(grad, wide, xa1, xa2, x, *arguments):
+    first, second, _, gates, *_, wants = opened(arguments)
     flags = _flags(wants)
-    dx = x.new_empty(x.shape if flags[0] else 0)
-    dgates = gates.new_empty(gates.shape if flags[9] else 0)
-    parameters = (w1, a1, b1, bias1, w2, a2, b2, bias2)
+    parameters = (*first.operands()[:4], *second.operands()[:4])
     grads = (
         x.new_empty(0) if parameter is None else gradient_like(parameter, want)
         for parameter, want in zip(parameters, flags[1:9], strict=True)
     )
-    return dx, *grads, dgates
+    dgates = gates.new_empty(gates.shape if flags[9] else 0)
+    return x.new_empty(x.shape if flags[0] else 0), *grads, dgates
+
+
+# Places among the arguments of the forward of what may want a gradient, in the order of `Wants`.
+_LEAVES = (0, 1, 2, 3, 4, 6, 7, 8, 9, _LAYER_LENGTH)
 
 
 def _save(ctx, inputs, output):
-    *operands, ctx.tile_rows, ctx.top_k, scaling1, scaling2, activation, interleaved, keeps = inputs
     ctx.set_materialize_grads(False)  # what else than the result is nobody's operand
-    ctx.constants = (scaling1, scaling2, activation, interleaved)
-    ctx.keeps = keeps
-    ctx.save_for_backward(*operands[:10], *output[1:], *operands[10:])
+    *ctx.arguments, ctx.keeps = (None if isinstance(one, Tensor) else one for one in inputs)
+    ctx.places = [n for n, one in enumerate(inputs) if isinstance(one, Tensor)]
+    ctx.save_for_backward(*output[1:], *(inputs[n] for n in ctx.places))
 
 
 def _backward(ctx, grad, *_):
+    count = len(ctx.arguments) + 1
     if grad is None:
-        return (None,) * 21
+        return (None,) * count
     if not ctx.keeps:
         raise RuntimeError("gated_experts ran with keeps=False, but its backward was called")
-    needs = ctx.needs_input_grad[:10]
+    wide, xa1, xa2, *tensors = ctx.saved_tensors
+    arguments = list(ctx.arguments)
+    for place, tensor in zip(ctx.places, tensors, strict=True):
+        arguments[place] = tensor
+    needs = [ctx.needs_input_grad[place] for place in _LEAVES]
     wants = sum(bool(need) << bit for bit, need in enumerate(needs))
     with without_autocast(grad.device):
-        found = ops.gated_experts_backward(
-            grad, *ctx.saved_tensors, ctx.tile_rows, ctx.top_k, *ctx.constants, wants
-        )
-    return (*(one if want else None for one, want in zip(found, needs, strict=True)), *(None,) * 11)
+        found = ops.gated_experts_backward(grad, wide, xa1, xa2, *arguments, wants)
+    gradients: list[Tensor | None] = [None] * count
+    for place, one, need in zip(_LEAVES, found, needs, strict=True):
+        gradients[place] = one if need else None
+    return tuple(gradients)
 
 
 _gated_experts.register_fake(_fake)
@@ -210,68 +169,34 @@ _gated_experts_backward.register_fake(_fake_backward)
 _gated_experts.register_autograd(_backward, setup_context=_save)
 
 
-def gated_experts(  # noqa: PLR0913
+def gated_experts(
     x: Tensor,
-    w1: Tensor,
-    a1: Tensor | None,
-    b1: Tensor | None,
-    bias1: Tensor | None,
-    w2: Tensor,
-    a2: Tensor | None,
-    b2: Tensor | None,
-    bias2: Tensor | None,
+    first: ExpertWeights,
+    second: ExpertWeights,
+    order: ExpertOrder,
     gates: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    rows: Tensor,
-    tiles: Tensor,
     *,
-    tile_rows: int,
-    top_k: int,
-    scalings: tuple[float, float],
     activation: str,
     interleaved: bool,
 ) -> Tensor:
-    """A gated layer of experts. Arguments are checked by `moe.gated_linear`.
+    """A gated layer of experts. Arguments are checked by `moe.grouped_linear`.
 
     Args:
         x: (T, H), any strides.
-        w1: (E, H, 2I) of x's dtype; see `fuses`.
-        a1: (E, r, H) or None, as b1.
-        b1: (E, 2I, r).
-        bias1: (E, 2I) or None.
-        w2: (E, I, H) of x's dtype, any strides.
-        a2: (E, r', I) or None, as b2.
-        b2: (E, H, r').
-        bias2: (E, H) or None.
+        first: Weight (E, H, 2I) of x's dtype, see `fuses`; its factors and bias.
+        second: Weight (E, I, H), any strides; its factors and bias.
+        order: Of `expert_sort`.
         gates: (T, k).
-        slots: (R,) of `expert_sort`, as offsets, rows and tiles.
-        offsets: (E + 1,).
-        rows: (R,).
-        tiles: (bound, 3).
-        tile_rows: The rows of a tile that `tiles` was made for.
-        top_k: k.
-        scalings: Factors of the two LoRA products.
         activation: One of `kernels.experts.glu.ACTIVATIONS`.
         interleaved: Gate and up columns alternate; else all gates come first.
 
     Returns:
         (T, H) in x's dtype.
     """
-    leaves = (x, w1, a1, b1, bias1, w2, a2, b2, bias2, gates)
+    operands = (x, *first.operands(), *second.operands(), *order.operands(), gates)
+    leaves = [operands[place] for place in (*_LEAVES[:-1], -1)]
     refuse_forward_mode("gated_experts", *leaves)
     needs = any(leaf is not None and leaf.requires_grad for leaf in leaves)
-    out, *_ = ops.gated_experts(
-        *leaves,
-        slots,
-        offsets,
-        rows,
-        tiles,
-        tile_rows,
-        top_k,
-        *scalings,
-        activation,
-        interleaved,
-        torch.is_grad_enabled() and needs,
-    )
+    keeps = torch.is_grad_enabled() and needs
+    out, *_ = ops.gated_experts(*operands, activation, interleaved, keeps)
     return out

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,6 +30,7 @@ from torch import Tensor
 from ..launch.launch_plan import beside, launch
 from . import tiles as config
 from ._moe_paths import gradient_like
+from .expert_sort import ExpertOrder
 from .gated_triton import _gated_backward, _gated_forward
 from .grouped_launch_triton import (
     RowSum,
@@ -48,7 +50,26 @@ from .grouped_launch_triton import (
     tile_of,
     widens,
 )
+from .grouped_lora import ExpertWeights
 from .rows_triton import KINDS, combine_triton
+
+
+class Wants(NamedTuple):
+    """Which operands of a gated layer want a gradient; 1 is the gate_up projection, 2 down."""
+
+    x: bool
+    w1: bool
+    a1: bool
+    b1: bool
+    bias1: bool
+    w2: bool
+    a2: bool
+    b2: bool
+    bias2: bool
+    gates: bool
+
+
+_ALIGNMENT = 128  # elements
 
 
 def _packed_columns(
@@ -74,16 +95,14 @@ def _packed_columns(
     return target, count, first
 
 
-def gated_forward(  # noqa: PLR0913
+def gated_forward(
     x: Tensor,  # rows of K
     weight: Tensor,  # (E, K, 2I)
     low: Tensor,  # (R, r)
     factor: Tensor | None,  # (E, r, 2I)
     bias: Tensor | None,  # (E, 2I)
-    slots: Tensor,
-    tiles: Tensor,
+    order: ExpertOrder,
     *,
-    tile_rows: int,
     fan: int,
     activation: str,
     interleaved: bool,
@@ -96,11 +115,11 @@ def gated_forward(  # noqa: PLR0913
     `early` and `signals` as in `grouped_product` and `low_rank`.
     """
     experts, k, n = weight.shape
-    rows, width = slots.shape[0], n // 2
+    rows, width = order.slots.shape[0], n // 2
     rank = 0 if factor is None else factor.shape[1]
-    tile = tile_of(x, tile_rows, k, n, "forward", rank)
+    tile = tile_of(x, order.tile_rows, k, n, "forward", rank)
     wide, h = x.new_empty((rows if keeps else 0, n)), x.new_empty((rows, width))
-    if tiles.shape[0] == 0:
+    if order.tiles.shape[0] == 0:
         return wide, h
     half = None if factor is None else factor[:, :, :width]
     ranges, packs = column_pieces(half, rows * max(k, width) // 2, tile.columns // 2)
@@ -109,14 +128,14 @@ def gated_forward(  # noqa: PLR0913
         columns = (first, end, packs)
         here, factor_width, at = _packed_columns(factor, interleaved, x.dtype, *columns)
         count = triton.cdiv(2 * (end - first), tile.columns)
-        launch(_gated_forward, (tiles.shape[0] * count,))(
+        launch(_gated_forward, (order.tiles.shape[0] * count,))(
             x,
             weight,
             low,
             weight if here is None else here,
             weight if bias is None else bias,
-            slots,
-            tiles,
+            order.slots,
+            order.tiles,
             wide,
             h,
             k,
@@ -124,7 +143,7 @@ def gated_forward(  # noqa: PLR0913
             rank,
             experts,
             rows,
-            tiles.shape[0],
+            order.tiles.shape[0],
             count,
             2 * first // tile.columns,
             factor_width,
@@ -162,31 +181,28 @@ def rooms_of_backward(
     dy: Tensor,  # rows of K
     weight: Tensor,  # (E, K, I)
     rank: int,
-    slots: Tensor,
-    tile_rows: int,
+    order: ExpertOrder,
     wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `gated_backward` fills, the third per tile of columns; without rows if not wanted."""
     _, k, width = weight.shape
-    tile = tile_of(dy, tile_rows, k, width, "gated", rank)
-    d_rows, h_rows, dots_rows = (slots.shape[0] if one else 0 for one in wanted)
+    tile = tile_of(dy, order.tile_rows, k, width, "gated", rank)
+    d_rows, h_rows, dots_rows = (order.slots.shape[0] if one else 0 for one in wanted)
     parts = (triton.cdiv(width, tile.columns), dots_rows)
     dots = torch.empty(parts, dtype=torch.float32, device=dy.device)
     return dy.new_empty((d_rows, 2 * width)), dy.new_empty((h_rows, width)), dots
 
 
-def gated_backward(  # noqa: PLR0913
+def gated_backward(
     dy: Tensor,  # rows of K
     weight: Tensor,  # (E, K, I)
     low: Tensor,  # (R, r)
     factor: Tensor | None,  # (E, r, I)
     wide: Tensor,  # (R, 2I)
     gates: Tensor,  # (T, k)
-    slots: Tensor,
-    tiles: Tensor,
+    order: ExpertOrder,
     rooms: tuple[Tensor, Tensor, Tensor],
     *,
-    tile_rows: int,
     fan: int,
     activation: str,
     interleaved: bool,
@@ -198,22 +214,23 @@ def gated_backward(  # noqa: PLR0913
     """
     experts, k, width = weight.shape
     d_wide, h, dots = rooms
-    rows, rank = slots.shape[0], 0 if factor is None else factor.shape[1]
-    tile = tile_of(dy, tile_rows, k, width, "gated", rank)
+    rows, rank = order.slots.shape[0], 0 if factor is None else factor.shape[1]
+    tile = tile_of(dy, order.tile_rows, k, width, "gated", rank)
     column_tiles = triton.cdiv(width, tile.columns)
     factor = None if factor is None else packed(factor, dy.dtype)
     wants_wide, wants_h, wants_dots = (room.numel() > 0 for room in rooms)
-    if tiles.shape[0] == 0 or not (wants_wide or wants_h or wants_dots):
+    count = order.tiles.shape[0]
+    if count == 0 or not (wants_wide or wants_h or wants_dots):
         return
-    launch(_gated_backward, (tiles.shape[0] * column_tiles,))(
+    launch(_gated_backward, (count * column_tiles,))(
         dy,
         weight,
         low,
         weight if factor is None else factor,
         wide,
         gates.contiguous(),
-        slots,
-        tiles,
+        order.slots,
+        order.tiles,
         d_wide,
         h,
         dots,
@@ -222,7 +239,7 @@ def gated_backward(  # noqa: PLR0913
         rank,
         experts,
         rows,
-        tiles.shape[0],
+        count,
         column_tiles,
         *dy.stride(),
         *weight.stride(),
@@ -252,12 +269,9 @@ def gated_backward(  # noqa: PLR0913
     )
 
 
-_ALIGNMENT = 128  # elements
-
-
-def room_for_gradients(slots: Tensor, x: Tensor) -> int:
+def room_for_gradients(order: ExpertOrder, x: Tensor) -> int:
     """Bytes of the rows of dx."""
-    return slots.shape[0] * x.shape[1] * x.element_size()
+    return order.slots.shape[0] * x.shape[1] * x.element_size()
 
 
 def row_sum(
@@ -283,51 +297,40 @@ def gradient_of_gates(
     grad: Tensor,
     bias2: Tensor | None,
     gates: Tensor,
-    slots: Tensor,
-    tiles: Tensor,
-    *,
-    tile_rows: int,
-    fan: int,
+    order: ExpertOrder,
 ) -> Tensor:
     """(T, k): <d, h> over all columns, and what came through the bias."""
     found = torch.empty_like(gates, memory_format=torch.contiguous_format)
     if bias2 is None:
         sum_parts(dots, found)
     else:
-        through = torch.empty((slots.shape[0], 1), dtype=torch.float32, device=grad.device)
-        options = {"tile_rows": tile_rows, "scaling": 1.0, "fan": fan, "scatter": True}
-        low_rank(grad, bias2[:, None], slots, tiles, through, **options)
+        through = torch.empty((order.slots.shape[0], 1), dtype=torch.float32, device=grad.device)
+        options = {"scaling": 1.0, "fan": order.top_k, "scatter": True}
+        low_rank(grad, bias2[:, None], order, through, **options)
         sum_parts(dots, found, more=through)
     return found
 
 
 def gradient_of_inputs(
     d_wide: Tensor,  # (R, 2I)
-    w1: Tensor,
+    first: ExpertWeights,
     yb1: Tensor,
-    a1: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
-    rows: Tensor,
-    tiles: Tensor,
+    order: ExpertOrder,
     spread: Tensor,  # (R, H), which is overwritten
     dx: Tensor,  # (T, H), which is filled
     *,
-    tile_rows: int,
-    top_k: int,
     early: bool = False,
 ) -> None:
     """dx: its rows in expert order, and their sums. `early` as in `grouped_product`."""
-    product = (d_wide, w1.mT, yb1, a1, slots, tiles, spread)
-    options = {"direction": "dx", "tile_rows": tile_rows, "fan": 0, "scatter": False}
-    grouped_product(*product, early=early, **options)
-    combine_triton(spread, None, rows, offsets, top_k, dx)
+    product = (d_wide, first.weight.mT, yb1, first.a, order, spread)
+    grouped_product(*product, early=early, direction="dx", fan=0, scatter=False)
+    combine_triton(spread, None, order.rows, order.offsets, order.top_k, dx)
 
 
 @contextlib.contextmanager
 def packing(
     factors: Sequence[Tensor | None],  # (E, r, N)
-    slots: Tensor,
+    order: ExpertOrder,
     x: Tensor,
 ) -> Iterator[list[Tensor | None]]:
     """Yields the factors, those whose elements lie apart copied beside what is launched inside.
@@ -335,7 +338,7 @@ def packing(
     Only if the copies take no more than the rows of y, or of dx, will take after them.
     """
     found = list(factors)
-    if copied(factors, x) <= room_for_gradients(slots, x):
+    if copied(factors, x) <= room_for_gradients(order, x):
         found = [beside_itself(factor, x) for factor in factors]
     apart = [(f, target) for f, target in zip(factors, found, strict=True) if target is not f]
     if not apart:
@@ -367,29 +370,26 @@ def _aligned(factor: Tensor) -> int:
 
 
 def sums_fit_beside(
-    factors: Sequence[Tensor | None],  # a1, b1, a2, b2
-    wants: Sequence[bool],
-    slots: Tensor,
-    x: Tensor,
-    width: int,
+    first: ExpertWeights, second: ExpertWeights, wants: Wants, order: ExpertOrder, x: Tensor
 ) -> bool:
-    """Whether `backward_beside` serves a call: dx and gradients of LoRA, none of the base.
+    """Whether `_backward_beside` serves a call: dx and gradients of LoRA, none of the base.
 
     The gradients must fit into what the rows of dx take, and with the copies that put them in order
     into those rows and h: by as much the layer stays below the memory of its stages on their own.
     """
-    a1, b1, a2, b2 = factors
-    wants_lora = (wants[2], wants[3], wants[6], wants[7])
-    trains_base = any((wants[1], wants[4], wants[5], wants[8]))
-    apart_inside = any(a is not None and is_scattered(a) for a in (a1, a2))
-    if not wants[0] or not any(wants_lora) or trains_base or apart_inside:
+    factors = (first.a, first.b, second.a, second.b)
+    wants_lora = (wants.a1, wants.b1, wants.a2, wants.b2)
+    trains_base = wants.w1 or wants.bias1 or wants.w2 or wants.bias2
+    apart_inside = any(a is not None and is_scattered(a) for a in (first.a, second.a))
+    if not wants.x or not any(wants_lora) or trains_base or apart_inside:
         return False
     wanted = [one for one, want in zip(factors, wants_lora, strict=True) if want]
     gradients = sum(one.nbytes for one in wanted)
     copies = sum(one.nbytes for one in wanted if is_scattered(one.mT))
-    room = room_for_gradients(slots, x)
-    h = slots.shape[0] * width * x.element_size() if wants[6] else 0
-    packs = copied([None if b is None else b.mT for b in (b1, b2)], x)
+    room = room_for_gradients(order, x)
+    width = second.weight.shape[1]
+    h = order.slots.shape[0] * width * x.element_size() if wants.a2 else 0
+    packs = copied([None if one.b is None else one.b.mT for one in (first, second)], x)
     return max(gradients, packs) <= room and gradients + copies <= room + h
 
 
@@ -405,133 +405,38 @@ def _places(factors: Sequence[Tensor | None], spread: Tensor) -> list[Tensor | N
     return found
 
 
-def backward_beside(  # noqa: PLR0913
-    grad: Tensor,
+def gated_experts_triton(
     x: Tensor,
-    w1: Tensor,
-    a1: Tensor | None,
-    b1: Tensor | None,
-    w2: Tensor,
-    a2: Tensor | None,
-    b2: Tensor | None,
-    bias2: Tensor | None,
+    first: ExpertWeights,
+    second: ExpertWeights,
+    order: ExpertOrder,
     gates: Tensor,
-    wide: Tensor,
-    xa1: Tensor,
-    xa2: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    rows: Tensor,
-    tiles: Tensor,
-    *,
-    tile_rows: int,
-    top_k: int,
-    scalings: tuple[float, float],
-    activation: str,
-    interleaved: bool,
-    wants: tuple[bool, ...],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, a1, b1, a2, b2 and the gates, where `sums_fit_beside`."""
-    place, order = {"tile_rows": tile_rows}, (slots, tiles)
-    dx, spread = x.new_empty(x.shape), x.new_empty((slots.shape[0], x.shape[1]))
-    own = [None if b is None else b.mT for b in (b1, b2)]
-    factors = _places(own, spread)
-    yb1, yb2 = (grad.new_empty((slots.shape[0], 0 if b is None else b.shape[1])) for b in own)
-    wanted = (True, wants[6], wants[9])
-    rooms = rooms_of_backward(grad, w2.mT, yb2.shape[1], slots, tile_rows, wanted)
-    d_wide, h, dots = rooms
-
-    def run(*sums: RowSum) -> None:
-        if sums:
-            expert_products(sums, gates, slots, offsets, in_place=False)
-
-    signals = overlaps(grad.device) and tiles.shape[0] > 0
-    with beside(grad) as streams:
-        early = False
-        with streams.there():
-            if factors[1] is not own[1]:
-                reorder(own[1], factors[1], signals=signals)
-                early = signals
-            if b2 is not None:
-                options = {"fan": top_k, "signals": signals, "early": early, **place}
-                early = low_rank(grad, factors[1], *order, yb2, scaling=scalings[1], **options)
-        streams.here_waits()
-        with streams.there():
-            options = {"fan": top_k, "activation": activation, "interleaved": interleaved, **place}
-            options["early"] = early
-            gated_backward(grad, w2.mT, yb2, a2, wide, gates, *order, rooms, **options)
-        if factors[0] is not own[0]:
-            reorder(own[0], factors[0])
-            streams.there_waits()
-        db2, sums = row_sum(b2, wants[7], xa2, grad, top_k, outputs_first=True, gated=True)
-        run(*sums)
-        streams.here_waits()
-        early = False
-        with streams.there():
-            if b1 is not None:
-                options = {"fan": 0, "signals": signals, **place}
-                early = low_rank(d_wide, factors[0], *order, yb1, scaling=scalings[0], **options)
-        dgates = gates.new_empty(0)
-        if wants[9]:
-            dgates = gradient_of_gates(dots, grad, bias2, gates, *order, fan=top_k, **place)
-        da2, sums = row_sum(a2, wants[6], yb2, h, 0, gated=True)
-        db1, more = row_sum(b1, wants[3], xa1, d_wide, 0, outputs_first=True)
-        run(*sums, *more)
-        streams.here_waits()
-        with streams.there():
-            product = (d_wide, w1, yb1, a1, slots, offsets, rows, tiles)
-            gradient_of_inputs(*product, spread, dx, top_k=top_k, early=early, **place)
-        da1, sums = row_sum(a1, wants[2], yb1, x, top_k)
-        run(*sums)
-    return dx, da1, db1, da2, db2, dgates
-
-
-def gated_experts_triton(  # noqa: PLR0913
-    x: Tensor,
-    w1: Tensor,
-    a1: Tensor | None,
-    b1: Tensor | None,
-    bias1: Tensor | None,
-    w2: Tensor,
-    a2: Tensor | None,
-    b2: Tensor | None,
-    bias2: Tensor | None,
-    gates: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    rows: Tensor,
-    tiles: Tensor,
-    tile_rows: int,
-    top_k: int,
-    scalings: tuple[float, float],
     activation: str,
     interleaved: bool,
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the forward kernels; arguments and results as in `kernels.experts.gated_experts`."""
-    total = slots.shape[0]
-    xa1 = x.new_empty((total, 0 if a1 is None else a1.shape[1]))
-    own1, own2 = factor1, factor2 = [None if b is None else b.mT for b in (b1, b2)]
-    if copied((own1, own2), x) <= room_for_gradients(slots, x):
+    total = order.slots.shape[0]
+    xa1 = x.new_empty((total, first.rank))
+    own1, own2 = factor1, factor2 = [None if one.b is None else one.b.mT for one in (first, second)]
+    if copied((own1, own2), x) <= room_for_gradients(order, x):
         factor1, factor2 = (beside_itself(own, x) for own in (own1, own2))
-    signals, early = overlaps(x.device) and tiles.shape[0] > 0, False
-    if a1 is not None:
-        options = {"tile_rows": tile_rows, "scaling": scalings[0], "fan": top_k}
-        early = low_rank(x, a1, slots, tiles, xa1, signals=signals, **options)
+    signals, early = overlaps(x.device) and order.tiles.shape[0] > 0, False
+    if first.lora is not None:
+        options = {"scaling": first.scaling, "fan": order.top_k}
+        early = low_rank(x, first.a, order, xa1, signals=signals, **options)
     if factor1 is not own1:
         reorder(own1, factor1, early=early, signals=signals)
         early = signals
-    signals = signals and a2 is not None
+    signals = signals and second.lora is not None
     wide, h = gated_forward(
         x,
-        w1,
+        first.weight,
         xa1,
         factor1,
-        bias1,
-        slots,
-        tiles,
-        tile_rows=tile_rows,
-        fan=top_k,
+        first.bias,
+        order,
+        fan=order.top_k,
         activation=activation,
         interleaved=interleaved,
         keeps=keeps,
@@ -542,121 +447,197 @@ def gated_experts_triton(  # noqa: PLR0913
     early = signals
     if factor2 is not own2:
         reorder(own2, factor2, early=early, signals=signals)
-    xa2 = x.new_empty((total, 0 if a2 is None else a2.shape[1]))
-    if a2 is not None:
-        options = {"tile_rows": tile_rows, "scaling": scalings[1], "fan": 0}
-        early = low_rank(h, a2, slots, tiles, xa2, early=early, signals=signals, **options)
-    y = x.new_empty((total, w2.shape[2]))
-    grouped_product(
-        h,
-        w2,
-        xa2,
-        factor2,
-        slots,
-        tiles,
-        y,
-        direction="forward",
-        tile_rows=tile_rows,
-        fan=0,
-        scatter=False,
-        bias=bias2,
-        early=early,
-    )
+    xa2 = x.new_empty((total, second.rank))
+    if second.lora is not None:
+        options = {"scaling": second.scaling, "fan": 0}
+        early = low_rank(h, second.a, order, xa2, early=early, signals=signals, **options)
+    y = x.new_empty((total, second.weight.shape[2]))
+    options = {"direction": "forward", "fan": 0, "scatter": False, "bias": second.bias}
+    grouped_product(h, second.weight, xa2, factor2, order, y, early=early, **options)
     del h, factor2
-    return combine_triton(y, gates, rows, offsets, top_k), wide, xa1, xa2
+    out = combine_triton(y, gates, order.rows, order.offsets, order.top_k)
+    return out, wide, xa1, xa2
 
 
-def gated_experts_backward_triton(  # noqa: PLR0913
+def gated_experts_backward_triton(
     grad: Tensor,
     x: Tensor,
-    w1: Tensor,
-    a1: Tensor | None,
-    b1: Tensor | None,
-    bias1: Tensor | None,
-    w2: Tensor,
-    a2: Tensor | None,
-    b2: Tensor | None,
-    bias2: Tensor | None,
+    first: ExpertWeights,
+    second: ExpertWeights,
+    order: ExpertOrder,
     gates: Tensor,
-    wide: Tensor,
-    xa1: Tensor,
-    xa2: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    rows: Tensor,
-    tiles: Tensor,
-    tile_rows: int,
-    top_k: int,
-    scalings: tuple[float, float],
+    kept: tuple[Tensor, Tensor, Tensor],
     activation: str,
     interleaved: bool,
-    wants: tuple[bool, ...],
+    wants: Wants,
 ) -> tuple[Tensor, ...]:
-    """Launch the backward kernels; arguments and results as in `kernels.experts.gated_experts`."""
-    wants_x, wants_w1, wants_a1, wants_b1, wants_bias1 = wants[:5]
-    wants_w2, wants_a2, wants_b2, wants_bias2, wants_gates = wants[5:]
-    place = {"tile_rows": tile_rows}
-    if sums_fit_beside((a1, b1, a2, b2), wants, slots, x, w2.shape[1]):
-        operands = (grad, x, w1, a1, b1, w2, a2, b2, bias2, gates, wide, xa1, xa2)
-        options = {"activation": activation, "interleaved": interleaved, "wants": wants, **place}
-        options |= {"top_k": top_k, "scalings": scalings}
-        dx, *lora, dgates = backward_beside(*operands, slots, offsets, rows, tiles, **options)
-        (dw1, dbias1), (dw2, dbias2) = (
-            _base(*one, (False,) * 2) for one in ((w1, bias1), (w2, bias2))
-        )
+    """Launch the backward kernels.
+
+    Args:
+        grad: (T, H), of the result.
+        x: As in the forward, and so on.
+        first: Of gate_up.
+        second: Of down.
+        order: Of `expert_sort`.
+        gates: (T, k).
+        kept: gate and up, xa1 and xa2 of the forward.
+        activation: As in the forward.
+        interleaved: As in the forward.
+        wants: Which gradients.
+
+    Returns:
+        Gradients in the order of `Wants`, (0,) where one is not wanted.
+    """
+    glu = {"activation": activation, "interleaved": interleaved}
+    if sums_fit_beside(first, second, wants, order, x):
+        operands = (grad, x, first, second, order, gates, kept)
+        dx, *lora, dgates = _backward_beside(*operands, wants=wants, **glu)
+        (dw1, dbias1), (dw2, dbias2) = (_base(one, False, False) for one in (first, second))
         return dx, dw1, *lora[:2], dbias1, dw2, *lora[2:], dbias2, dgates
-    yb2 = grad.new_empty((slots.shape[0], 0 if b2 is None else b2.shape[2]))
-    factor1 = None if b1 is None or not (wants_x or wants_a1) else b1.mT
-    with packing((factor1,), slots, x) as (factor1,):
-        if b2 is not None:
-            low_rank(grad, b2.mT, slots, tiles, yb2, scaling=scalings[1], fan=top_k, **place)
-    wanted = (any(wants[:5]), wants_w2 or wants_a2, wants_gates)
-    rooms = rooms_of_backward(grad, w2.mT, yb2.shape[1], slots, tile_rows, wanted)
-    options = {"fan": top_k, "activation": activation, "interleaved": interleaved, **place}
-    gated_backward(grad, w2.mT, yb2, a2, wide, gates, slots, tiles, rooms, **options)
+    return _backward_in_turn(grad, x, first, second, order, gates, kept, wants=wants, **glu)
+
+
+def _backward_in_turn(
+    grad: Tensor,
+    x: Tensor,
+    first: ExpertWeights,
+    second: ExpertWeights,
+    order: ExpertOrder,
+    gates: Tensor,
+    kept: tuple[Tensor, Tensor, Tensor],
+    *,
+    activation: str,
+    interleaved: bool,
+    wants: Wants,
+) -> tuple[Tensor, ...]:
+    """One launch after the other; operands are let go as soon as nothing reads them."""
+    wide, xa1, xa2 = kept
+    top_k = order.top_k
+    yb2 = grad.new_empty((order.slots.shape[0], second.rank))
+    factor1 = None if first.b is None or not (wants.x or wants.a1) else first.b.mT
+    with packing((factor1,), order, x) as (factor1,):
+        if second.lora is not None:
+            low_rank(grad, second.b.mT, order, yb2, scaling=second.scaling, fan=top_k)
+    through = wants.x or wants.w1 or wants.a1 or wants.b1 or wants.bias1
+    wanted = (through, wants.w2 or wants.a2, wants.gates)
+    rooms = rooms_of_backward(grad, second.weight.mT, yb2.shape[1], order, wanted)
+    options = {"fan": top_k, "activation": activation, "interleaved": interleaved}
+    gated_backward(grad, second.weight.mT, yb2, second.a, wide, gates, order, rooms, **options)
     d_wide, h, dots = rooms
     del rooms
-    yb1 = grad.new_empty((slots.shape[0], 0 if b1 is None else b1.shape[2]))
+    yb1 = grad.new_empty((order.slots.shape[0], first.rank))
     if factor1 is not None:
-        low_rank(d_wide, factor1, slots, tiles, yb1, scaling=scalings[0], fan=0, **place)
+        low_rank(d_wide, factor1, order, yb1, scaling=first.scaling, fan=0)
     del factor1
     dgates = gates.new_empty(0)
-    if wants_gates:
-        dgates = gradient_of_gates(dots, grad, bias2, gates, slots, tiles, fan=top_k, **place)
-    dx = x.new_empty(x.shape if wants_x else 0)
-    if wants_x:
-        spread = x.new_empty((slots.shape[0], x.shape[1]))
-        product = (d_wide, w1, yb1, a1, slots, offsets, rows, tiles)
-        gradient_of_inputs(*product, spread, dx, top_k=top_k, **place)
-        del product, spread
+    if wants.gates:
+        dgates = gradient_of_gates(dots, grad, second.bias, gates, order)
+    dx = x.new_empty(x.shape if wants.x else 0)
+    if wants.x:
+        spread = x.new_empty((order.slots.shape[0], x.shape[1]))
+        gradient_of_inputs(d_wide, first, yb1, order, spread, dx)
+        del spread
     # The sums of both projections share launches where all gradients fit into what dx's rows took;
     # else each operand is let go before the next gradient.
-    factors = zip((a1, b1, a2, b2), (wants_a1, wants_b1, wants_a2, wants_b2), strict=True)
+    factors = zip(
+        (first.a, first.b, second.a, second.b),
+        (wants.a1, wants.b1, wants.a2, wants.b2),
+        strict=True,
+    )
     gradients = sum(factor.nbytes for factor, wanted in factors if wanted)
-    at_once = gradients <= room_for_gradients(slots, x)
+    at_once = gradients <= room_for_gradients(order, x)
 
     def run(*sums: RowSum) -> None:
-        expert_products(sums, gates, slots, offsets, in_place=not at_once)
+        expert_products(sums, gates, order, in_place=not at_once)
 
-    db1, sum_b1 = row_sum(b1, wants_b1, xa1, d_wide, 0, outputs_first=True)
-    dw1, dbias1 = _base(w1, bias1, (wants_w1, wants_bias1))
-    grouped_lora_dw_triton(x, d_wide, None, slots, offsets, dw1, dbias1, top_k, 0)
+    db1, sum_b1 = row_sum(first.b, wants.b1, xa1, d_wide, 0, outputs_first=True)
+    dw1, dbias1 = _base(first, wants.w1, wants.bias1)
+    grouped_lora_dw_triton(x, d_wide, None, order, dw1, dbias1, top_k, 0)
     if not at_once:
         run(*sum_b1)
         d_wide, sum_b1 = None, []
-    da1, sum_a1 = row_sum(a1, wants_a1, yb1, x, top_k)
-    da2, sum_a2 = row_sum(a2, wants_a2, yb2, h, 0, gated=True)
-    dw2, dbias2 = _base(w2, bias2, (wants_w2, wants_bias2))
-    grouped_lora_dw_triton(h, grad, gates, slots, offsets, dw2, dbias2, 0, top_k)
+    da1, sum_a1 = row_sum(first.a, wants.a1, yb1, x, top_k)
+    da2, sum_a2 = row_sum(second.a, wants.a2, yb2, h, 0, gated=True)
+    dw2, dbias2 = _base(second, wants.w2, wants.bias2)
+    grouped_lora_dw_triton(h, grad, gates, order, dw2, dbias2, 0, top_k)
     if not at_once:
         run(*sum_a1, *sum_a2)
         h, sum_a1, sum_a2 = None, [], []
-    db2, sum_b2 = row_sum(b2, wants_b2, xa2, grad, top_k, outputs_first=True, gated=True)
+    db2, sum_b2 = row_sum(second.b, wants.b2, xa2, grad, top_k, outputs_first=True, gated=True)
     run(*sum_a1, *sum_a2, *sum_b1, *sum_b2)
     return dx, dw1, da1, db1, dbias1, dw2, da2, db2, dbias2, dgates
 
 
-def _base(weight: Tensor, bias: Tensor | None, wants: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+def _backward_beside(
+    grad: Tensor,
+    x: Tensor,
+    first: ExpertWeights,
+    second: ExpertWeights,
+    order: ExpertOrder,
+    gates: Tensor,
+    kept: tuple[Tensor, Tensor, Tensor],
+    *,
+    activation: str,
+    interleaved: bool,
+    wants: Wants,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, a1, b1, a2, b2 and the gates, where `sums_fit_beside`."""
+    wide, xa1, xa2 = kept
+    total, top_k = order.slots.shape[0], order.top_k
+    dx, spread = x.new_empty(x.shape), x.new_empty((total, x.shape[1]))
+    own = [None if one.b is None else one.b.mT for one in (first, second)]
+    factors = _places(own, spread)
+    yb1, yb2 = (grad.new_empty((total, one.rank)) for one in (first, second))
+    wanted = (True, wants.a2, wants.gates)
+    rooms = rooms_of_backward(grad, second.weight.mT, yb2.shape[1], order, wanted)
+    d_wide, h, dots = rooms
+
+    def run(*sums: RowSum) -> None:
+        if sums:
+            expert_products(sums, gates, order, in_place=False)
+
+    signals = overlaps(grad.device) and order.tiles.shape[0] > 0
+    with beside(grad) as streams:
+        early = False
+        with streams.there():
+            if factors[1] is not own[1]:
+                reorder(own[1], factors[1], signals=signals)
+                early = signals
+            if second.lora is not None:
+                options = {"fan": top_k, "signals": signals, "early": early}
+                early = low_rank(grad, factors[1], order, yb2, scaling=second.scaling, **options)
+        streams.here_waits()
+        with streams.there():
+            glu = {"activation": activation, "interleaved": interleaved, "early": early}
+            product = (grad, second.weight.mT, yb2, second.a)
+            gated_backward(*product, wide, gates, order, rooms, fan=top_k, **glu)
+        if factors[0] is not own[0]:
+            reorder(own[0], factors[0])
+            streams.there_waits()
+        db2, sums = row_sum(second.b, wants.b2, xa2, grad, top_k, outputs_first=True, gated=True)
+        run(*sums)
+        streams.here_waits()
+        early = False
+        with streams.there():
+            if first.lora is not None:
+                options = {"fan": 0, "signals": signals}
+                early = low_rank(d_wide, factors[0], order, yb1, scaling=first.scaling, **options)
+        dgates = gates.new_empty(0)
+        if wants.gates:
+            dgates = gradient_of_gates(dots, grad, second.bias, gates, order)
+        da2, sums = row_sum(second.a, wants.a2, yb2, h, 0, gated=True)
+        db1, more = row_sum(first.b, wants.b1, xa1, d_wide, 0, outputs_first=True)
+        run(*sums, *more)
+        streams.here_waits()
+        with streams.there():
+            gradient_of_inputs(d_wide, first, yb1, order, spread, dx, early=early)
+        da1, sums = row_sum(first.a, wants.a1, yb1, x, top_k)
+        run(*sums)
+    return dx, da1, db1, da2, db2, dgates
+
+
+def _base(weights: ExpertWeights, wants_weight: bool, wants_bias: bool) -> tuple[Tensor, Tensor]:
     """Room for the gradients of a projection's own parameters."""
-    dbias = weight.new_empty(0) if bias is None else gradient_like(bias, wants[1])
-    return gradient_like(weight, wants[0]), dbias
+    weight, bias = weights.weight, weights.bias
+    dbias = weight.new_empty(0) if bias is None else gradient_like(bias, wants_bias)
+    return gradient_like(weight, wants_weight), dbias

@@ -4,7 +4,7 @@ out = act(gate) * up with gate and up the halves of (M, 2I), or its even and odd
 in float32 and rounded once; backward recomputes from gate_up, so nothing else is kept.
 
 path      | source           | taken
-triton    | glu_triton.py    | CUDA and ROCm
+triton    | rows_triton.py   | CUDA and ROCm
 reference | reference/glu.py | everything else
 """
 

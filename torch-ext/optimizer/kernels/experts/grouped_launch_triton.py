@@ -22,6 +22,8 @@ from triton.runtime.jit import JITFunction
 
 from ..launch.launch_plan import launch
 from . import tiles as config
+from .expert_sort import ExpertOrder
+from .grouped_lora import ExpertWeights
 from .grouped_triton import (
     _expert_products,
     _expert_sum,
@@ -135,11 +137,9 @@ def packed(factor: Tensor, dtype: torch.dtype) -> Tensor:
 def low_rank(
     x: Tensor,  # rows of K
     factor: Tensor,  # (E, r, K)
-    slots: Tensor,
-    tiles: Tensor,
+    order: ExpertOrder,
     out: Tensor,  # (R, r), contiguous
     *,
-    tile_rows: int,
     scaling: float,
     fan: int,
     scatter: bool = False,
@@ -155,8 +155,8 @@ def low_rank(
         whether it may, which it may not beside a copy that is let go.
     """
     experts, rank, k = factor.shape
-    tile = tile_of(x, tile_rows, k, rank, "low_rank", rank)
-    if tiles.shape[0] == 0:
+    tile = tile_of(x, order.tile_rows, k, rank, "low_rank", rank)
+    if order.tiles.shape[0] == 0:
         return False
     own, factor = factor, packed(factor, x.dtype)
     span = config.span(k, tile)
@@ -164,12 +164,12 @@ def low_rank(
     signals = signals and factor is own
     if parts > 1:
         target = torch.empty((parts, *out.shape), dtype=torch.float32, device=x.device)
-    share = triton.cdiv(tile_rows, tile.rows)
-    launch(_low_rank, (tiles.shape[0] * share, triton.cdiv(rank, tile.columns), parts))(
+    share = triton.cdiv(order.tile_rows, tile.rows)
+    launch(_low_rank, (order.tiles.shape[0] * share, triton.cdiv(rank, tile.columns), parts))(
         x,
         factor,
-        slots,
-        tiles,
+        order.slots,
+        order.tiles,
         target,
         k,
         rank,
@@ -244,12 +244,10 @@ def grouped_product(  # noqa: PLR0913
     weight: Tensor,  # (E, K, N)
     low: Tensor,  # (R, r)
     factor: Tensor | None,  # (E, r, N)
-    slots: Tensor,
-    tiles: Tensor,
+    order: ExpertOrder,
     out: Tensor | None,  # (R, N), contiguous
     *,
     direction: str,
-    tile_rows: int,
     fan: int,
     scatter: bool,
     bias: Tensor | None = None,  # (E, N)
@@ -264,62 +262,61 @@ def grouped_product(  # noqa: PLR0913
     """
     _, k, n = weight.shape
     rank = 0 if factor is None else factor.shape[1]
-    tile = tile_of(x, tile_rows, k, n, direction if other is None else "dots", rank)
+    tile = tile_of(x, order.tile_rows, k, n, direction if other is None else "dots", rank)
     common = {"tile": tile, "fan": fan, "scatter": scatter, "gates": gates, "early": early}
     if other is not None:
         dots = torch.empty(
-            (triton.cdiv(n, tile.columns), slots.shape[0]), dtype=torch.float32, device=x.device
+            (triton.cdiv(n, tile.columns), order.slots.shape[0]),
+            dtype=torch.float32,
+            device=x.device,
         )
         factor = None if factor is None else packed(factor, x.dtype)
-        operands = (x, weight, low, factor, bias, other, slots, tiles, out, dots)
-        _launch_product(*operands, other_fan=other_fan, **common)
+        operands = (x, weight, low, factor, order, out)
+        launch_product(*operands, bias=bias, other=other, dots=dots, other_fan=other_fan, **common)
         return dots.sum(0)
     ranges, packs = column_pieces(factor, 0 if out is None else out.numel())
     for first, end in ranges:
         columns = slice(first, end if factor is not None else n)
         here = None if factor is None else factor[:, :, columns]
-        _launch_product(
+        launch_product(
             x,
             weight[:, :, columns],
             low,
             packed(here, x.dtype) if factor is not None and packs else here,
-            None if bias is None else bias[:, columns],
-            None,
-            slots,
-            tiles,
+            order,
             None if out is None else out[:, columns],
-            None,
-            other_fan=0,
+            bias=None if bias is None else bias[:, columns],
             **common,
         )
     return None
 
 
-def _launch_product(  # noqa: PLR0913
+def launch_product(  # noqa: PLR0913
     x: Tensor,
     weight: Tensor,
     low: Tensor,
     factor: Tensor | None,
-    bias: Tensor | None,
-    other: Tensor | None,
-    slots: Tensor,
-    tiles: Tensor,
+    order: ExpertOrder,
     out: Tensor | None,
-    dots: Tensor | None,
     *,
     tile: config.Tile,
     fan: int,
-    other_fan: int,
     scatter: bool,
-    gates: Tensor | None,
+    bias: Tensor | None = None,
+    gates: Tensor | None = None,
+    other: Tensor | None = None,
+    other_fan: int = 0,
+    dots: Tensor | None = None,  # (column tiles, R)
     early: bool = False,
 ) -> None:
+    """One launch of `grouped_product`, which chose the tile."""
     experts, k, n = weight.shape
     rank = 0 if factor is None else factor.shape[1]
     column_tiles = triton.cdiv(n, tile.columns)
-    if tiles.shape[0] == 0:
+    count = order.tiles.shape[0]
+    if count == 0:
         return
-    launch(_grouped_product, (tiles.shape[0] * column_tiles,))(
+    launch(_grouped_product, (count * column_tiles,))(
         x,
         weight,
         low,
@@ -327,16 +324,16 @@ def _launch_product(  # noqa: PLR0913
         weight if bias is None else bias,
         weight if gates is None else gates.contiguous(),
         weight if other is None else other,
-        slots,
-        tiles,
+        order.slots,
+        order.tiles,
         weight if out is None else out,
         weight if dots is None else dots,
         k,
         n,
         rank,
         experts,
-        slots.shape[0],
-        tiles.shape[0],
+        order.slots.shape[0],
+        count,
         column_tiles,
         *x.stride(),
         *weight.stride(),
@@ -388,8 +385,7 @@ class RowSum:
 def expert_products(
     sums: Sequence[RowSum],
     gates: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
+    order: ExpertOrder,
     *,
     in_place: bool = True,
 ) -> None:
@@ -402,26 +398,26 @@ def expert_products(
     plain = [one for one in sums if not is_scattered(one.out)]
     if in_place:
         for at in range(0, len(scattered), 2):
-            _launch_expert_products(scattered[at : at + 2], gates, slots, offsets, True)
+            _launch_expert_products(scattered[at : at + 2], gates, order, True)
     else:
         for one in scattered:
             out = torch.empty(one.out.shape, dtype=one.out.dtype, device=one.out.device)
             plain.append(dataclasses.replace(one, out=out))
     for at in range(0, len(plain), 2):
-        _launch_expert_products(plain[at : at + 2], gates, slots, offsets, False)
+        _launch_expert_products(plain[at : at + 2], gates, order, False)
     if not in_place:
         for one, apart in zip(scattered, plain[len(plain) - len(scattered) :], strict=True):
             reorder(apart.out, one.out)
 
 
 def _launch_expert_products(
-    sums: Sequence[RowSum], gates: Tensor | None, slots: Tensor, offsets: Tensor, together: bool
+    sums: Sequence[RowSum], gates: Tensor | None, order: ExpertOrder, together: bool
 ) -> None:
     first, second = sums[0], sums[-1]
-    experts = offsets.shape[0] - 1
+    experts = order.offsets.shape[0] - 1
     tallest, widest = (max(one.out.shape[side] for one in sums) for side in (1, 2))
     direction = "neighbours" if together else "product"
-    tile = tile_of(first.left, tallest, slots.shape[0], widest, direction)
+    tile = tile_of(first.left, tallest, order.slots.shape[0], widest, direction)
     neighbours = config.NEIGHBOURS if together else 1
     block_a = config.lanes(tile, tallest) if together else tile.rows
 
@@ -439,8 +435,8 @@ def _launch_expert_products(
         second.right,
         second.out,
         first.left if gates is None else gates.contiguous(),
-        slots,
-        offsets,
+        order.slots,
+        order.offsets,
         experts,
         programs(first),
         *first.sizes(),
@@ -466,8 +462,7 @@ def _launch_expert_products(
 def expert_sum(
     right: Tensor,  # rows of B
     gates: Tensor | None,  # (T, k)
-    slots: Tensor,
-    offsets: Tensor,
+    order: ExpertOrder,
     out: Tensor,  # (E, B)
     *,
     fan: int,
@@ -477,8 +472,8 @@ def expert_sum(
     launch(_expert_sum, (experts, triton.cdiv(b, 128)))(
         right,
         right if gates is None else gates.contiguous(),
-        slots,
-        offsets,
+        order.slots,
+        order.offsets,
         out,
         b,
         *right.stride(),
@@ -492,86 +487,71 @@ def expert_sum(
 
 
 def grouped_lora_forward_triton(
-    x: Tensor,
-    weight: Tensor,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    bias: Tensor | None,
-    slots: Tensor,
-    tiles: Tensor,
-    tile_rows: int,
-    scaling: float,
-    fan: int,
-    grouped_out: bool,
+    x: Tensor, weights: ExpertWeights, order: ExpertOrder, fan: int, grouped_out: bool
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernels; arguments as in `kernels.experts.grouped_lora_forward`."""
-    rows = slots.shape[0]
-    xa = x.new_empty((rows, 0 if lora_a is None else lora_a.shape[1]))
-    y = x.new_empty((rows, weight.shape[2]))
-    if lora_a is not None:
-        low_rank(x, lora_a, slots, tiles, xa, tile_rows=tile_rows, scaling=scaling, fan=fan)
+    """xa first, then the product with xa B_e^T in its epilogue; see `grouped_lora_forward`."""
+    rows = order.slots.shape[0]
+    xa = x.new_empty((rows, weights.rank))
+    y = x.new_empty((rows, weights.weight.shape[2]))
+    if weights.lora is not None:
+        low_rank(x, weights.a, order, xa, scaling=weights.scaling, fan=fan)
     grouped_product(
         x,
-        weight,
+        weights.weight,
         xa,
-        None if lora_b is None else lora_b.transpose(1, 2),
-        slots,
-        tiles,
+        None if weights.lora is None else weights.b.transpose(1, 2),
+        order,
         y,
         direction="forward",
-        tile_rows=tile_rows,
         fan=fan,
         scatter=not grouped_out,
-        bias=bias,
+        bias=weights.bias,
     )
     return y, xa
 
 
-def grouped_lora_dx_triton(  # noqa: PLR0913
+def grouped_lora_dx_triton(
     dy: Tensor,
-    weight: Tensor,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    bias: Tensor | None,
+    weights: ExpertWeights,
+    order: ExpertOrder,
     gates: Tensor | None,
     x: Tensor | None,
-    slots: Tensor,
-    tiles: Tensor,
-    tile_rows: int,
-    scaling: float,
     dy_fan: int,
     x_fan: int,
     grouped_out: bool,
     wants_dx: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernels; arguments as in `kernels.experts.grouped_lora_dx`."""
-    rows = slots.shape[0]
-    gather = {"tile_rows": tile_rows, "fan": dy_fan}
-    yb = dy.new_empty((rows, 0 if lora_b is None else lora_b.shape[2]))
-    dx = dy.new_empty((rows if wants_dx else 0, weight.shape[1]))
+    """The forward kernels with W, A and B read transposed; see `grouped_lora_dx`.
+
+    The gradient of the gates is the product's row before its gate, multiplied with x in the
+    epilogue: one partial sum per tile of columns, added in order.
+    """
+    rows = order.slots.shape[0]
+    yb = dy.new_empty((rows, weights.rank))
+    dx = dy.new_empty((rows if wants_dx else 0, weights.weight.shape[1]))
     dgates = dy.new_empty((0,), dtype=torch.float32)
-    if lora_b is not None:
-        low_rank(dy, lora_b.transpose(1, 2), slots, tiles, yb, scaling=scaling, **gather)
+    if weights.lora is not None:
+        low_rank(dy, weights.b.transpose(1, 2), order, yb, scaling=weights.scaling, fan=dy_fan)
     if wants_dx or x is not None:
         dots = grouped_product(
             dy,
-            weight.transpose(1, 2),
+            weights.weight.transpose(1, 2),
             yb,
-            lora_a,
-            slots,
-            tiles,
+            weights.a,
+            order,
             dx if wants_dx else None,
             direction="dx",
+            fan=dy_fan,
             scatter=not grouped_out,
             gates=gates,
             other=x,
             other_fan=x_fan,
-            **gather,
         )
         dgates = dgates if dots is None else dots
-    if x is not None and bias is not None:
+    if x is not None and weights.bias is not None:
         through_bias = torch.empty((rows, 1), dtype=torch.float32, device=dy.device)
-        low_rank(dy, bias[:, None], slots, tiles, through_bias, scaling=1.0, scatter=True, **gather)
+        options = {"scaling": 1.0, "fan": dy_fan, "scatter": True}
+        low_rank(dy, weights.bias[:, None], order, through_bias, **options)
         dgates = dgates + through_bias[:, 0]
     return dx, yb, dgates
 
@@ -582,21 +562,24 @@ def grouped_lora_dab_triton(
     xa: Tensor,
     yb: Tensor,
     gates: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
+    order: ExpertOrder,
     da: Tensor,
     db: Tensor,
     x_fan: int,
     dy_fan: int,
 ) -> tuple[Tensor, Tensor]:
-    """Launch `_expert_products` for each gradient that has room; arguments as in the reference."""
+    """Fill each gradient that has room; see `grouped_lora_dab`.
+
+    A part is written once, in the parameter's dtype. A gradient in PEFT's layout is reordered from
+    a copy no larger than the rows of dy, or written so by neighbouring experts at once.
+    """
     sums, gated = [], gates is not None
     if da.numel() > 0:
         sums.append(RowSum(yb, x, da, 0, x_fan, gated))
     if db.numel() > 0:
         sums.append(RowSum(xa, dy, db.transpose(1, 2), 0, dy_fan, gated))
-    copies = db.nbytes <= slots.shape[0] * dy.shape[1] * dy.element_size()
-    expert_products(sums, gates, slots, offsets, in_place=not copies)
+    copies = db.nbytes <= order.slots.shape[0] * dy.shape[1] * dy.element_size()
+    expert_products(sums, gates, order, in_place=not copies)
     return da, db
 
 
@@ -604,17 +587,15 @@ def grouped_lora_dw_triton(
     x: Tensor,
     dy: Tensor,
     gates: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
+    order: ExpertOrder,
     dw: Tensor,
     dbias: Tensor,
     x_fan: int,
     dy_fan: int,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernels for each gradient that has room; arguments as in the reference."""
+    """Fill each gradient that has room: dw by tiles, dbias by columns; not measured yet."""
     if dw.numel() > 0:
-        one = RowSum(x, dy, dw, x_fan, dy_fan, gates is not None)
-        expert_products([one], gates, slots, offsets)
+        expert_products([RowSum(x, dy, dw, x_fan, dy_fan, gates is not None)], gates, order)
     if dbias.numel() > 0:
-        expert_sum(dy, gates, slots, offsets, dbias, fan=dy_fan)
+        expert_sum(dy, gates, order, dbias, fan=dy_fan)
     return dw, dbias

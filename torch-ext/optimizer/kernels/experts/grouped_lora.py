@@ -1,11 +1,35 @@
 """The grouped LoRA product as ops: forward, its gradients, and all of it with autograd.
 
+    y[i] = x[source of row i] W_e + s (x A_e^T) B_e^T + b_e          e: expert of row i
+
+grouped_lora_forward  y, and xa = s x A^T rounded to x's dtype: the product adds xa B^T in its
+                      epilogue, and the gradient of B reads it again
+grouped_lora_dx       dx = g (dy W^T + yb A) with yb = s dy B: the forward product with W, A and B
+                      read transposed. The gradient of a gate is <dy W_eff^T, x> + <dy, b>, taken
+                      from dx before the gate scales it, so that nothing of the forward result is
+                      stored (W_eff = W + s A^T B^T is linear; as in SonicMoE, arXiv:2512.14080)
+grouped_lora_dab      da = (g yb)^T x and db = dy^T (g xa): the gate is put on the r-wide side, so
+                      that no scaled copy of dy exists
+grouped_lora_dw       dw = x^T (g dy) and dbias = sum g dy, where experts are trained; a frozen
+                      weight never gets here and costs no buffer
+grouped_lora_linear   forward, combined by gates if there are any, with its gradients
+
+Rows are gathered while they are loaded and scattered while they are stored: a fan says where row i
+lies, 0 at i (expert order), f > 0 at slots[i] // f. Sums are float32 (float64 for float64), rounded
+once; each program owns its part of a result: no atomics, exact zeros for experts without rows.
+Gradients have the strides of the parameters, PEFT's layout included. Arguments are checked by
+`moe.grouped_lora_linear`. The gradients have no gradients: a second order raises.
+
 path      | source                   | taken
-triton    | grouped_launch_triton.py | CUDA
+triton    | grouped_launch_triton.py | CUDA and ROCm; for 4-bit weights also "compiled", "measured"
 reference | reference/moe.py         | everything else
 """
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,53 +40,104 @@ from ...reference import moe as reference
 from ..autocast import without_autocast
 from ._moe_paths import TRITON_PATHS, gradient_like, on_device_of, refuse_forward_mode
 from .combine import combine_rows
+from .expert_sort import ORDER, ORDER_LENGTH, ExpertOrder
 
 
-@custom_op(add_op_namespace_prefix("grouped_lora_forward"), mutates_args=())
-def _forward(
-    x: Tensor,
-    weight: Tensor,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    bias: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
-    tiles: Tensor,
-    tile_rows: int,
-    scaling: float,
-    fan: int,
-    grouped_out: bool,
-    path: str,
-) -> tuple[Tensor, Tensor]:
-    operands = (x, weight, lora_a, lora_b, bias)
+@dataclasses.dataclass(frozen=True)
+class LoraFactors:
+    """The factors of one projection: W_e + scaling * (b_e a_e), views of any strides."""
+
+    a: Tensor  # (E, r, in)
+    b: Tensor  # (E, out, r)
+    scaling: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertWeights:
+    """One projection of all experts.
+
+    Args:
+        weight: (E, K, N) of x's dtype, any strides; or 4-bit experts seen so.
+        lora: Factors (E, r, K) and (E, N, r) of any floating dtype and strides, or None.
+        bias: (E, N) or None.
+    """
+
+    weight: Any
+    lora: LoraFactors | None = None
+    bias: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        weight: Any,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
+        bias: Tensor | None,
+        scaling: float,
+    ) -> ExpertWeights:
+        """The weights of `operands`, the form in which an op takes them (`WEIGHTS`)."""
+        lora = None if lora_a is None else LoraFactors(lora_a, lora_b, scaling)
+        return cls(weight, lora, bias)
+
+    def operands(self) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None, float]:
+        """What an op takes."""
+        return self.weight, self.a, self.b, self.bias, float(self.scaling)
+
+    @property
+    def a(self) -> Tensor | None:
+        """(E, r, K)."""
+        return None if self.lora is None else self.lora.a
+
+    @property
+    def b(self) -> Tensor | None:
+        """(E, N, r)."""
+        return None if self.lora is None else self.lora.b
+
+    @property
+    def scaling(self) -> float:
+        """s."""
+        return 1.0 if self.lora is None else self.lora.scaling
+
+    @property
+    def rank(self) -> int:
+        """r, 0 without LoRA."""
+        return 0 if self.lora is None else self.lora.a.shape[1]
+
+
+# Of a projection among the arguments of an op, and how many they are.
+WEIGHTS = "Tensor weight, Tensor? lora_a, Tensor? lora_b, Tensor? bias, float scaling"
+WEIGHTS_LENGTH = 5
+
+
+def _opened(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """The weights, the order, and what follows them."""
+    weights, rest = arguments[:WEIGHTS_LENGTH], arguments[WEIGHTS_LENGTH:]
+    order, rest = rest[:ORDER_LENGTH], rest[ORDER_LENGTH:]
+    return ExpertWeights.of(*weights), ExpertOrder.of(*order), *rest
+
+
+@custom_op(
+    add_op_namespace_prefix("grouped_lora_forward"),
+    mutates_args=(),
+    schema=f"(Tensor x, {WEIGHTS}, {ORDER}, SymInt fan, bool grouped_out, str path) -> "
+    "(Tensor, Tensor)",
+)
+def _forward(x: Tensor, *arguments) -> tuple[Tensor, Tensor]:
+    weights, order, fan, grouped_out, path = _opened(arguments)
     if path in TRITON_PATHS:
         from .grouped_launch_triton import grouped_lora_forward_triton
 
         with on_device_of(x):
-            return grouped_lora_forward_triton(
-                *operands, slots, tiles, tile_rows, scaling, fan, grouped_out
-            )
-    return reference.grouped_lora_forward(*operands, slots, offsets, scaling, fan, grouped_out)
+            return grouped_lora_forward_triton(x, weights, order, fan, grouped_out)
+    *operands, scaling = weights.operands()
+    layout = (order.slots, order.offsets, scaling, fan, grouped_out)
+    return reference.grouped_lora_forward(x, *operands, *layout)
 
 
-def _fake_forward(
-    x,
-    weight,
-    lora_a,
-    lora_b,
-    bias,
-    slots,
-    offsets,
-    tiles,
-    tile_rows,
-    scaling,
-    fan,
-    grouped_out,
-    path,
-):
-    rows = slots.shape[0]
-    rank = 0 if lora_a is None else lora_a.shape[1]
-    return x.new_empty((rows, weight.shape[2])), x.new_empty((rows, rank))
+def _fake_forward(x, *arguments):
+    weights, order, *_ = _opened(arguments)
+    rows = order.slots.shape[0]
+    return x.new_empty((rows, weights.weight.shape[2])), x.new_empty((rows, weights.rank))
 
 
 _forward.register_fake(_fake_forward)
@@ -70,112 +145,55 @@ _forward.register_fake(_fake_forward)
 
 def grouped_lora_forward(
     x: Tensor,
-    weight: Tensor,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    bias: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
-    tiles: Tensor,
+    weights: ExpertWeights,
+    order: ExpertOrder,
     *,
-    tile_rows: int,
-    scaling: float,
     fan: int,
     grouped_out: bool,
     path: str,
 ) -> tuple[Tensor, Tensor]:
-    """Products of every expert's rows. Arguments are checked by `moe.grouped_lora_linear`.
+    """Products of every expert's rows.
 
     Args:
         x: (T, K) or (R, K), any strides.
-        weight: (E, K, N) of x's dtype, any strides.
-        lora_a: (E, r, K) of any floating dtype and strides, or None.
-        lora_b: (E, N, r), with lora_a.
-        bias: (E, N) or None.
-        slots: (R,) of `expert_sort`, as offsets and tiles.
-        offsets: (E + 1,).
-        tiles: (bound, 3).
-        tile_rows: The rows of a tile that `tiles` was made for.
-        scaling: Factor of the LoRA product.
-        fan: Where row i lies in x: 0 at i (expert order), f > 0 at slots[i] // f.
+        weights: Of the projection.
+        order: Of `expert_sort`.
+        fan: Where row i lies in x.
         grouped_out: Write y in expert order instead of slot order.
-        path: "triton" or "reference"; over 4-bit weights also "compiled" or "measured".
+        path: As in the table.
 
     Returns:
         y (R, N) in x's dtype, zero for sentinels; xa (R, r) in expert order, scaled.
     """
-    return ops.grouped_lora_forward(
-        x,
-        weight,
-        lora_a,
-        lora_b,
-        bias,
-        slots,
-        offsets,
-        tiles,
-        tile_rows,
-        scaling,
-        fan,
-        grouped_out,
-        path,
-    )
+    operands = (*weights.operands(), *order.operands())
+    return ops.grouped_lora_forward(x, *operands, fan, grouped_out, path)
 
 
-@custom_op(add_op_namespace_prefix("grouped_lora_dx"), mutates_args=())
-def _dx(  # noqa: PLR0913
-    dy: Tensor,
-    weight: Tensor,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    bias: Tensor | None,
-    gates: Tensor | None,
-    x: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
-    tiles: Tensor,
-    tile_rows: int,
-    scaling: float,
-    dy_fan: int,
-    x_fan: int,
-    grouped_out: bool,
-    wants_dx: bool,
-    path: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    operands = (dy, weight, lora_a, lora_b, bias, gates, x, slots)
-    layout = (scaling, dy_fan, x_fan, grouped_out, wants_dx)
+@custom_op(
+    add_op_namespace_prefix("grouped_lora_dx"),
+    mutates_args=(),
+    schema=f"(Tensor dy, {WEIGHTS}, {ORDER}, Tensor? gates, Tensor? x, SymInt dy_fan, "
+    "SymInt x_fan, bool grouped_out, bool wants_dx, str path) -> (Tensor, Tensor, Tensor)",
+)
+def _dx(dy: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    weights, order, gates, x, *layout, path = _opened(arguments)
     if path in TRITON_PATHS:
         from .grouped_launch_triton import grouped_lora_dx_triton
 
         with on_device_of(dy):
-            return grouped_lora_dx_triton(*operands, tiles, tile_rows, *layout)
-    return reference.grouped_lora_dx(*operands, offsets, *layout)
+            return grouped_lora_dx_triton(dy, weights, order, gates, x, *layout)
+    *operands, scaling = weights.operands()
+    place = (order.slots, order.offsets, scaling)
+    return reference.grouped_lora_dx(dy, *operands, gates, x, *place, *layout)
 
 
-def _fake_dx(  # noqa: PLR0913
-    dy,
-    weight,
-    lora_a,
-    lora_b,
-    bias,
-    gates,
-    x,
-    slots,
-    offsets,
-    tiles,
-    tile_rows,
-    scaling,
-    dy_fan,
-    x_fan,
-    grouped_out,
-    wants_dx,
-    path,
-):
-    rows = slots.shape[0]
-    rank = 0 if lora_b is None else lora_b.shape[2]
+def _fake_dx(dy, *arguments):
+    weights, order, _, x, _, _, _, wants_dx, _ = _opened(arguments)
+    rows = order.slots.shape[0]
     wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
     return (
-        dy.new_empty((rows if wants_dx else 0, weight.shape[1])),
-        dy.new_empty((rows, rank)),
+        dy.new_empty((rows if wants_dx else 0, weights.weight.shape[1])),
+        dy.new_empty((rows, weights.rank)),
         dy.new_empty((0 if x is None else rows,), dtype=wide),
     )
 
@@ -183,118 +201,79 @@ def _fake_dx(  # noqa: PLR0913
 _dx.register_fake(_fake_dx)
 
 
-def grouped_lora_dx(  # noqa: PLR0913
+def grouped_lora_dx(
     dy: Tensor,
-    weight: Tensor,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    bias: Tensor | None,
+    weights: ExpertWeights,
+    order: ExpertOrder,
     gates: Tensor | None,
     x: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
-    tiles: Tensor,
     *,
-    tile_rows: int,
-    scaling: float,
     dy_fan: int,
     x_fan: int,
     grouped_out: bool,
     wants_dx: bool,
     path: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient rows of the input. Arguments are checked by `moe.grouped_lora_linear`.
+    """Gradient rows of the input.
 
     Args:
         dy: (R, N) or (T, N), any strides.
-        weight: (E, K, N) of dy's dtype, any strides.
-        lora_a: (E, r, K) or None.
-        lora_b: (E, N, r), with lora_a.
-        bias: (E, N) or None; read for the gradient of the gates only.
+        weights: Of the projection; the bias is read for the gradient of the gates only.
+        order: Of `expert_sort`.
         gates: (T, k) or None; scales the rows of dx.
         x: (T, K) or (R, K); given, the gradient of the gates is computed.
-        slots: (R,) of `expert_sort`, as offsets and tiles.
-        offsets: (E + 1,).
-        tiles: (bound, 3).
-        tile_rows: The rows of a tile that `tiles` was made for.
-        scaling: Factor of the LoRA product.
-        dy_fan: Where row i lies in dy: 0 at i (expert order), f > 0 at slots[i] // f.
-        x_fan: The same for x.
+        dy_fan: Where row i lies in dy.
+        x_fan: Where row i lies in x.
         grouped_out: Write dx in expert order instead of slot order.
         wants_dx: Whether dx is needed; yb and dgates may be without it.
-        path: "triton" or "reference"; over 4-bit weights also "compiled" or "measured".
+        path: As in the table.
 
     Returns:
         dx (R, K), or (0, K) unless wants_dx, zero for sentinels; yb (R, r) in expert order, scaled;
         dgates (R,) float32 in slot order, or (0,) without x.
     """
-    return ops.grouped_lora_dx(
-        dy,
-        weight,
-        lora_a,
-        lora_b,
-        bias,
-        gates,
-        x,
-        slots,
-        offsets,
-        tiles,
-        tile_rows,
-        scaling,
-        dy_fan,
-        x_fan,
-        grouped_out,
-        wants_dx,
-        path,
-    )
+    operands = (*weights.operands(), *order.operands(), gates, x)
+    return ops.grouped_lora_dx(dy, *operands, dy_fan, x_fan, grouped_out, wants_dx, path)
 
 
-@custom_op(add_op_namespace_prefix("grouped_lora_dab"), mutates_args=())
-def _dab(  # noqa: PLR0913
-    x: Tensor,
-    dy: Tensor,
-    xa: Tensor,
-    yb: Tensor,
-    lora_a: Tensor,
-    lora_b: Tensor,
-    gates: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
-    x_fan: int,
-    dy_fan: int,
-    wants_a: bool,
-    wants_b: bool,
-    path: str,
+@custom_op(
+    add_op_namespace_prefix("grouped_lora_dab"),
+    mutates_args=(),
+    schema="(Tensor x, Tensor dy, Tensor xa, Tensor yb, Tensor lora_a, Tensor lora_b, "
+    f"{ORDER}, Tensor? gates, SymInt x_fan, SymInt dy_fan, bool wants_a, bool wants_b, str path) "
+    "-> (Tensor, Tensor)",
+)
+def _dab(
+    x: Tensor, dy: Tensor, xa: Tensor, yb: Tensor, lora_a: Tensor, lora_b: Tensor, *arguments
 ) -> tuple[Tensor, Tensor]:
+    order = ExpertOrder.of(*arguments[:ORDER_LENGTH])
+    gates, x_fan, dy_fan, wants_a, wants_b, path = arguments[ORDER_LENGTH:]
     da, db = gradient_like(lora_a, wants_a), gradient_like(lora_b, wants_b)
-    arguments = (x, dy, xa, yb, gates, slots, offsets, da, db, x_fan, dy_fan)
     if path in TRITON_PATHS:
         from .grouped_launch_triton import grouped_lora_dab_triton
 
         with on_device_of(x):
-            return grouped_lora_dab_triton(*arguments)
-    return reference.grouped_lora_dab(*arguments)
+            return grouped_lora_dab_triton(x, dy, xa, yb, gates, order, da, db, x_fan, dy_fan)
+    place = (gates, order.slots, order.offsets)
+    return reference.grouped_lora_dab(x, dy, xa, yb, *place, da, db, x_fan, dy_fan)
 
 
-def _fake_dab(  # noqa: PLR0913
-    x, dy, xa, yb, lora_a, lora_b, gates, slots, offsets, x_fan, dy_fan, wants_a, wants_b, path
-):
+def _fake_dab(x, dy, xa, yb, lora_a, lora_b, *arguments):
+    *_, wants_a, wants_b, _ = arguments
     return gradient_like(lora_a, wants_a), gradient_like(lora_b, wants_b)
 
 
 _dab.register_fake(_fake_dab)
 
 
-def grouped_lora_dab(  # noqa: PLR0913
+def grouped_lora_dab(
     x: Tensor,
     dy: Tensor,
     xa: Tensor,
     yb: Tensor,
-    lora_a: Tensor,
-    lora_b: Tensor,
+    lora: LoraFactors,
+    order: ExpertOrder,
     gates: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
     *,
     x_fan: int,
     dy_fan: int,
@@ -302,74 +281,54 @@ def grouped_lora_dab(  # noqa: PLR0913
     wants_b: bool,
     path: str,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of A and B. Arguments are checked by `moe.grouped_lora_linear`.
+    """Gradients of the LoRA factors of every expert, from what was kept.
 
     Args:
         x: (T, K) or (R, K), any strides.
         dy: (R, N) or (T, N), any strides.
         xa: (R, r) in expert order, scaled; read for db.
         yb: (R, r) in expert order, scaled; read for da.
-        lora_a: (E, r, K): shape, dtype and strides of da.
-        lora_b: (E, N, r): shape, dtype and strides of db.
+        lora: Shapes, dtypes and strides of da (E, r, K) and db (E, N, r).
+        order: Of `expert_sort`.
         gates: (T, k) or None.
-        slots: (R,) of `expert_sort`.
-        offsets: (E + 1,).
-        x_fan: Where row i lies in x: 0 at i (expert order), f > 0 at slots[i] // f.
-        dy_fan: The same for dy.
+        x_fan: Where row i lies in x.
+        dy_fan: Where row i lies in dy.
         wants_a: Whether da is needed.
         wants_b: Whether db is needed.
-        path: "triton" or "reference"; over 4-bit weights also "compiled" or "measured".
+        path: As in the table.
 
     Returns:
         da and db; (0,) for one that is not wanted.
     """
-    return ops.grouped_lora_dab(
-        x,
-        dy,
-        xa,
-        yb,
-        lora_a,
-        lora_b,
-        gates,
-        slots,
-        offsets,
-        x_fan,
-        dy_fan,
-        wants_a,
-        wants_b,
-        path,
-    )
+    operands = (x, dy, xa, yb, lora.a, lora.b, *order.operands(), gates)
+    return ops.grouped_lora_dab(*operands, x_fan, dy_fan, wants_a, wants_b, path)
 
 
-@custom_op(add_op_namespace_prefix("grouped_lora_dw"), mutates_args=())
+@custom_op(
+    add_op_namespace_prefix("grouped_lora_dw"),
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor dy, Tensor weight, Tensor? bias, {ORDER}, Tensor? gates, "
+    "SymInt x_fan, SymInt dy_fan, bool wants_weight, bool wants_bias, str path) -> "
+    "(Tensor, Tensor)",
+)
 def _dw(
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gates: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
-    x_fan: int,
-    dy_fan: int,
-    wants_weight: bool,
-    wants_bias: bool,
-    path: str,
+    x: Tensor, dy: Tensor, weight: Tensor, bias: Tensor | None, *arguments
 ) -> tuple[Tensor, Tensor]:
+    order = ExpertOrder.of(*arguments[:ORDER_LENGTH])
+    gates, x_fan, dy_fan, wants_weight, wants_bias, path = arguments[ORDER_LENGTH:]
     dw = gradient_like(weight, wants_weight)
     dbias = gradient_like(weight if bias is None else bias, wants_bias)
-    arguments = (x, dy, gates, slots, offsets, dw, dbias, x_fan, dy_fan)
     if path in TRITON_PATHS:
         from .grouped_launch_triton import grouped_lora_dw_triton
 
         with on_device_of(x):
-            return grouped_lora_dw_triton(*arguments)
-    return reference.grouped_lora_dw(*arguments)
+            return grouped_lora_dw_triton(x, dy, gates, order, dw, dbias, x_fan, dy_fan)
+    place = (gates, order.slots, order.offsets)
+    return reference.grouped_lora_dw(x, dy, *place, dw, dbias, x_fan, dy_fan)
 
 
-def _fake_dw(
-    x, dy, weight, bias, gates, slots, offsets, x_fan, dy_fan, wants_weight, wants_bias, path
-):
+def _fake_dw(x, dy, weight, bias, *arguments):
+    *_, wants_weight, wants_bias, _ = arguments
     return (
         gradient_like(weight, wants_weight),
         gradient_like(weight if bias is None else bias, wants_bias),
@@ -384,9 +343,8 @@ def grouped_lora_dw(
     dy: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    order: ExpertOrder,
     gates: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
     *,
     x_fan: int,
     dy_fan: int,
@@ -394,230 +352,171 @@ def grouped_lora_dw(
     wants_bias: bool,
     path: str,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of W and b. Arguments are checked by `moe.grouped_lora_linear`.
+    """Gradients of W and b.
 
     Args:
         x: (T, K) or (R, K), any strides.
         dy: (R, N) or (T, N), any strides.
         weight: (E, K, N): shape, dtype and strides of dw.
         bias: (E, N): shape, dtype and strides of dbias; or None.
+        order: Of `expert_sort`.
         gates: (T, k) or None.
-        slots: (R,) of `expert_sort`.
-        offsets: (E + 1,).
-        x_fan: Where row i lies in x: 0 at i (expert order), f > 0 at slots[i] // f.
-        dy_fan: The same for dy.
+        x_fan: Where row i lies in x.
+        dy_fan: Where row i lies in dy.
         wants_weight: Whether dw is needed.
         wants_bias: Whether dbias is needed.
-        path: "triton" or "reference"; over 4-bit weights also "compiled" or "measured".
+        path: As in the table.
 
     Returns:
         dw and dbias; (0,) for one that is not wanted.
     """
-    return ops.grouped_lora_dw(
-        x,
-        dy,
-        weight,
-        bias,
-        gates,
-        slots,
-        offsets,
-        x_fan,
-        dy_fan,
-        wants_weight,
-        wants_bias,
-        path,
-    )
+    operands = (x, dy, weight, bias, *order.operands(), gates)
+    return ops.grouped_lora_dw(*operands, x_fan, dy_fan, wants_weight, wants_bias, path)
 
 
-def _fan(top_k: int, in_expert_order: bool) -> int:
-    """Where row i lies: 0 at i (expert order), f > 0 at slots[i] // f."""
-    return 0 if in_expert_order else top_k
+@custom_op(
+    add_op_namespace_prefix("grouped_lora_linear"),
+    mutates_args=(),
+    schema=f"(Tensor x, {WEIGHTS}, {ORDER}, Tensor? gates, bool grouped_in, bool grouped_out, "
+    "str path) -> (Tensor, Tensor)",
+)
+def _linear(x: Tensor, *arguments) -> tuple[Tensor, Tensor]:
+    weights, order, gates, grouped_in, grouped_out, path = _opened(arguments)
+    fan = 0 if grouped_in else order.top_k
+    grouped = grouped_out or gates is not None
+    y, xa = grouped_lora_forward(x, weights, order, fan=fan, grouped_out=grouped, path=path)
+    return y if gates is None else combine_rows(y, gates, order, path), xa
 
 
-@custom_op(add_op_namespace_prefix("grouped_lora_linear"), mutates_args=())
-def _linear(  # noqa: PLR0913
-    x: Tensor,
-    weight: Tensor,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    bias: Tensor | None,
-    gates: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
-    rows: Tensor,
-    tiles: Tensor,
-    tile_rows: int,
-    top_k: int,
-    scaling: float,
-    grouped_in: bool,
-    grouped_out: bool,
-    path: str,
-) -> tuple[Tensor, Tensor]:
-    y, xa = grouped_lora_forward(
-        x,
-        weight,
-        lora_a,
-        lora_b,
-        bias,
-        slots,
-        offsets,
-        tiles,
-        tile_rows=tile_rows,
-        scaling=scaling,
-        fan=_fan(top_k, grouped_in),
-        grouped_out=grouped_out or gates is not None,
-        path=path,
-    )
-    return y if gates is None else combine_rows(y, gates, rows, offsets, top_k, path), xa
-
-
-def _fake_linear(  # noqa: PLR0913
-    x,
-    weight,
-    lora_a,
-    lora_b,
-    bias,
-    gates,
-    slots,
-    offsets,
-    rows,
-    tiles,
-    tile_rows,
-    top_k,
-    scaling,
-    grouped_in,
-    grouped_out,
-    path,
-):
-    results = slots.shape[0] if gates is None else gates.shape[0]
-    rank = 0 if lora_a is None else lora_a.shape[1]
-    return x.new_empty((results, weight.shape[2])), x.new_empty((slots.shape[0], rank))
+def _fake_linear(x, *arguments):
+    weights, order, gates, *_ = _opened(arguments)
+    rows = order.slots.shape[0]
+    results = rows if gates is None else gates.shape[0]
+    return x.new_empty((results, weights.weight.shape[2])), x.new_empty((rows, weights.rank))
 
 
 def _save(ctx, inputs, output):
-    x, weight, lora_a, lora_b, bias, gates, *order = inputs[:10]
-    ctx.constants = inputs[10:]
+    """x, the parameters and xa are kept; the expanded result is not."""
+    x, weight, lora_a, lora_b, bias, scaling, slots, offsets, rows, tiles, *sizes = inputs[:12]
+    gates, *layout = inputs[12:]
+    ctx.constants = (scaling, *sizes, *layout)
     ctx.set_materialize_grads(False)  # xa is an output of the op, but nobody's operand
-    needs = ctx.needs_input_grad
-    keeps_x = needs[1] or needs[2] or needs[5]
-    xa = output[1] if needs[3] else None
-    ctx.save_for_backward(x if keeps_x else None, weight, lora_a, lora_b, bias, gates, xa, *order)
+    _, needs_weight, needs_a, needs_b, *_, needs_gates = ctx.needs_input_grad[:13]
+    x = x if needs_weight or needs_a or needs_gates else None
+    xa = output[1] if needs_b else None
+    order = (slots, offsets, rows, tiles)
+    ctx.save_for_backward(x, weight, lora_a, lora_b, bias, gates, xa, *order)
 
 
 def _backward(ctx, dy, _):
     if dy is None:
         return (None,) * 16
+    x, weight, lora_a, lora_b, bias, gates, xa, *order = ctx.saved_tensors
+    scaling, tile_rows, top_k, grouped_in, grouped_out, path = ctx.constants
+    weights = ExpertWeights.of(weight, lora_a, lora_b, bias, scaling)
+    order = ExpertOrder.of(*order, tile_rows, top_k)
+    needs = (*ctx.needs_input_grad[:5], ctx.needs_input_grad[12])
     with without_autocast(dy.device):
-        return _gradients(ctx, dy)
-
-
-def _gradients(ctx, dy):
-    needs = ctx.needs_input_grad
-    x, weight, lora_a, lora_b, bias, gates, xa, slots, offsets, rows, tiles = ctx.saved_tensors
-    tile_rows, top_k, scaling, grouped_in, grouped_out, path = ctx.constants
-    x_fan = _fan(top_k, grouped_in)
-    dy_fan = top_k if gates is not None else _fan(1, grouped_out)
-    dx = yb = dgates = da = db = dw = dbias = None
-    if needs[0] or needs[2] or needs[5]:
-        dx, yb, dgates = grouped_lora_dx(
+        *found, dgates = gradients_of_linear(
             dy,
-            weight,
-            lora_a,
-            lora_b,
-            bias,
+            x,
+            xa,
+            weights,
+            order,
             gates,
-            x if needs[5] else None,
-            slots,
-            offsets,
-            tiles,
-            tile_rows=tile_rows,
-            scaling=scaling,
-            dy_fan=dy_fan,
-            x_fan=x_fan,
-            grouped_out=x_fan != 1,
-            wants_dx=needs[0],
+            needs,
+            x_fan=0 if grouped_in else top_k,
+            grouped_out=grouped_out,
             path=path,
         )
-    if needs[0] and x_fan > 1:
-        dx = combine_rows(dx, None, rows, offsets, top_k, path)
-    sources = {"x_fan": x_fan, "dy_fan": dy_fan, "path": path}
-    if needs[2] or needs[3]:
-        # What no wanted gradient reads was not kept; another tensor stands in its place.
-        da, db = grouped_lora_dab(
-            x if needs[2] else dy,
-            dy,
-            xa if needs[3] else yb,
-            yb if needs[2] else xa,
-            lora_a,
-            lora_b,
-            gates,
-            slots,
-            offsets,
-            wants_a=needs[2],
-            wants_b=needs[3],
-            **sources,
-        )
-    if needs[1] or needs[4]:
-        dw, dbias = grouped_lora_dw(
-            x if needs[1] else dy,
-            dy,
-            weight,
-            bias,
-            gates,
-            slots,
-            offsets,
-            wants_weight=needs[1],
-            wants_bias=needs[4],
-            **sources,
-        )
-    if needs[5]:
-        dgates = dgates.view(gates.shape).to(gates.dtype)
-    found = (dx, dw, da, db, dbias, dgates)
-    return (
-        *(grad if need else None for grad, need in zip(found, needs, strict=False)),
-        *(None,) * 10,
-    )
+    return *found, *(None,) * 7, dgates, *(None,) * 3
 
 
 _linear.register_fake(_fake_linear)
 _linear.register_autograd(_backward, setup_context=_save)
 
 
-def grouped_lora_linear(  # noqa: PLR0913
-    x: Tensor,
-    weight: Tensor,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    bias: Tensor | None,
+def gradients_of_linear(
+    dy: Tensor,
+    x: Tensor | None,
+    xa: Tensor | None,
+    weights: ExpertWeights,
+    order: ExpertOrder,
     gates: Tensor | None,
-    slots: Tensor,
-    offsets: Tensor,
-    rows: Tensor,
-    tiles: Tensor,
+    needs: Sequence[bool],
     *,
-    tile_rows: int,
-    top_k: int,
-    scaling: float,
+    x_fan: int,
+    grouped_out: bool,
+    path: str,
+    input_gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] = grouped_lora_dx,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, weight, lora_a, lora_b, bias and gates: those that are needed, else None.
+
+    Args:
+        dy: Of the result of `grouped_lora_linear`.
+        x: None where no needed gradient reads it.
+        xa: Of the forward, likewise.
+        weights: Of the projection.
+        order: Of `expert_sort`.
+        gates: (T, k) or None.
+        needs: For each of the six whether its gradient is needed.
+        x_fan: Where row i lies in x.
+        grouped_out: Of the forward.
+        path: Of the ops.
+        input_gradients: `grouped_lora_dx`, or what stands for it over other weights.
+    """
+    needs_x, needs_weight, needs_a, needs_b, needs_bias, needs_gates = needs
+    dy_fan = order.top_k if gates is not None else 0 if grouped_out else 1
+    dx = yb = dgates = da = db = dw = dbias = None
+    if needs_x or needs_a or needs_gates:
+        dx, yb, dgates = input_gradients(
+            dy,
+            weights,
+            order,
+            gates,
+            x if needs_gates else None,
+            dy_fan=dy_fan,
+            x_fan=x_fan,
+            grouped_out=x_fan != 1,
+            wants_dx=needs_x,
+            path=path,
+        )
+    if needs_x and x_fan > 1:
+        dx = combine_rows(dx, None, order, path)
+    fans = {"x_fan": x_fan, "dy_fan": dy_fan, "path": path}
+    if needs_a or needs_b:
+        # What no wanted gradient reads was not kept; another tensor stands in its place.
+        rows = (x if needs_a else dy, dy, xa if needs_b else yb, yb if needs_a else xa)
+        wants = {"wants_a": needs_a, "wants_b": needs_b}
+        da, db = grouped_lora_dab(*rows, weights.lora, order, gates, **wants, **fans)
+    if needs_weight or needs_bias:
+        parameters = (weights.weight if needs_weight else weights.bias, weights.bias)
+        wants = {"wants_weight": needs_weight, "wants_bias": needs_bias}
+        rows = (x if needs_weight else dy, dy)
+        dw, dbias = grouped_lora_dw(*rows, *parameters, order, gates, **wants, **fans)
+    if needs_gates:
+        dgates = dgates.view(gates.shape).to(gates.dtype)
+    found = (dx, dw, da, db, dbias, dgates)
+    return tuple(one if need else None for one, need in zip(found, needs, strict=True))
+
+
+def grouped_lora_linear(
+    x: Tensor,
+    weights: ExpertWeights,
+    order: ExpertOrder,
+    gates: Tensor | None,
+    *,
     grouped_in: bool,
     grouped_out: bool,
     path: str,
 ) -> Tensor:
-    """The differentiable product. Arguments are checked by `moe.grouped_lora_linear`.
+    """The differentiable product.
 
     Args:
         x: (T, K) in token order, or (R, K) in expert order with `grouped_in`.
-        weight: (E, K, N).
-        lora_a: (E, r, K) or None.
-        lora_b: (E, N, r), with lora_a.
-        bias: (E, N) or None.
+        weights: Of the projection.
+        order: Of `expert_sort`.
         gates: (T, k) or None.
-        slots: (R,) of `expert_sort`, as offsets, rows and tiles.
-        offsets: (E + 1,).
-        rows: (R,).
-        tiles: (bound, 3).
-        tile_rows: The rows of a tile that `tiles` was made for.
-        top_k: k.
-        scaling: Factor of the LoRA product.
         grouped_in: x is in expert order.
         grouped_out: Leave the result in expert order.
         path: "triton" or "reference".
@@ -625,23 +524,8 @@ def grouped_lora_linear(  # noqa: PLR0913
     Returns:
         (T, N) with gates; else (R, N) in slot order, or in expert order with `grouped_out`.
     """
-    refuse_forward_mode("grouped_lora_linear", x, weight, lora_a, lora_b, bias, gates)
-    out, _ = ops.grouped_lora_linear(
-        x,
-        weight,
-        lora_a,
-        lora_b,
-        bias,
-        gates,
-        slots,
-        offsets,
-        rows,
-        tiles,
-        tile_rows,
-        top_k,
-        scaling,
-        grouped_in,
-        grouped_out,
-        path,
-    )
+    *tensors, scaling = weights.operands()
+    refuse_forward_mode("grouped_lora_linear", x, *tensors, gates)
+    operands = (*tensors, scaling, *order.operands(), gates)
+    out, _ = ops.grouped_lora_linear(x, *operands, grouped_in, grouped_out, path)
     return out

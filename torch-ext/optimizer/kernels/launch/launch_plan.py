@@ -20,7 +20,7 @@ else. What both touch must be allocated before the second begins and let go afte
 allocator knows of a block the stream that asked for it alone.
 
 path     | source                         | taken
-compiled | kernels-src/launch_plan        | CUDA
+compiled | kernels-src/launch        | CUDA
 python   | the function that was recorded | what cannot be played, and away from CUDA
 """
 
@@ -67,7 +67,7 @@ _SCALAR_TYPES = {
     torch.float32: 6,
     torch.bfloat16: 15,
 }
-_ALLOCATE, _FREE, _WAIT, _LAUNCH, _NF4_PRODUCT = range(5)  # kernels-src/launch_plan/launch_plan.h
+_ALLOCATE, _FREE, _WAIT, _LAUNCH, _NF4_PRODUCT = range(5)  # kernels-src/launch/launch_plan.h
 _VALUE = -1  # the base of an argument that is no address
 _MOST_KEPT = 4096  # tags, and refusals
 _URGENT = -1  # the lower the number, the higher the priority

@@ -4,7 +4,7 @@ How an iteration's result leaves its frame of zeros. Words of 16 bytes of out ar
 two of x; torch's copy of such rows goes element by element.
 
 path      | op   | source                    | taken
-compiled  | crop | kernels-src/newton_schulz | CUDA >= 8.0, float16 and bfloat16
+compiled  | crop | kernels-src/products | CUDA >= 8.0, float16 and bfloat16
 copy_     | none | torch                     | everything else, by the caller
 reference | none | reference/crop.py         | by tests
 """

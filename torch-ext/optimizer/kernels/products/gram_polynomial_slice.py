@@ -5,7 +5,7 @@ the order of orthogonalize/gram_polynomial.py, and so are the bits. What is save
 of eight to eighteen calls: allocations, the dispatcher and Python.
 
 path     | op                    | source                           | taken
-compiled | gram_polynomial_slice | kernels-src/newton_schulz/*sm90* | capability 9.0, float16
+compiled | gram_polynomial_slice | kernels-src/products/*sm90* | capability 9.0, float16
 python   | none                  | orthogonalize/gram_polynomial.py | everything else, by the caller
 """
 

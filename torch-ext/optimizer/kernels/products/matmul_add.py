@@ -1,7 +1,7 @@
 """matmul_add: s (alpha A B + beta C), the dense products of an iteration: Q X and a X + B X.
 
 path     | op              | source                           | taken
-compiled | matmul_add      | kernels-src/newton_schulz/*sm90* | capability 9.0, half precision
+compiled | matmul_add      | kernels-src/products/*sm90* | capability 9.0, half precision
 torch    | matmul_add_auto | torch's baddbmm or bmm           | everything else
 
 The compiled path needs strides that TMA can take. The pick looks at addresses, so it is made inside
@@ -22,7 +22,7 @@ from ..autocast import without_autocast
 from .operands import as_batch, check_dense, check_out, check_scalars, check_scale
 
 # Numbers of the compiled op's tiles: the order of kMatmulAddTiles in
-# kernels-src/newton_schulz/product_sm90.h, which a test compares.
+# kernels-src/products/tiles_sm90.h, which a test compares.
 TILES = ("sm90_128x256", "sm90_128x256_pair", "sm90_256x128", "sm90_128x128")
 AUTO = -1
 HALF_PRECISION = (torch.float16, torch.bfloat16)

@@ -3,7 +3,7 @@
 What `normalize` would multiply by, for products that take a scale instead of a scaled operand.
 
 path      | op                     | source                    | taken
-compiled  | norm_factors           | kernels-src/newton_schulz | CUDA >= 8.0, up to float32
+compiled  | norm_factors           | kernels-src/products | CUDA >= 8.0, up to float32
 reference | norm_factors_reference | reference/normalize.py    | everything else
 """
 

@@ -6,7 +6,7 @@ as shared memory holds what waits for its factor, and again what it had no room 
 One persistent kernel behind a short one that clears its flags; no copy of x.
 
 path      | op                  | source                          | taken
-compiled  | normalize           | kernels-src/newton_schulz       | CUDA >= 8.0, up to float32
+compiled  | normalize           | kernels-src/products       | CUDA >= 8.0, up to float32
 reference | normalize_reference | reference/normalize.py          | everything else
 """
 

@@ -5,7 +5,7 @@ batch: groups of matrices go through the whole chain while they are in L2, and n
 idle between two products. Bits are those of `symmetric_matmul` product by product.
 
 path      | op               | source                           | taken
-compiled  | square_chain     | kernels-src/newton_schulz/*sm90* | capability 9.0, float16
+compiled  | square_chain     | kernels-src/products/*sm90* | capability 9.0, float16
 products  | symmetric_matmul | products/symmetric_matmul.py     | everything else, by the caller
 reference | none             | reference/square_chain.py        | by tests
 
@@ -24,7 +24,7 @@ from torch.library import register_fake
 from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
 
-# kMostSquares and kMostBuffers of kernels-src/newton_schulz/chain.h, which a test compares.
+# kMostSquares and kMostBuffers of kernels-src/products/chain.h, which a test compares.
 MOST_SQUARES = 8
 MOST_BUFFERS = 6
 SIDE = 128  # of a tile, and of a block of upper storage
@@ -65,7 +65,7 @@ def places_of(operands: Sequence[int]) -> tuple[list[int], int]:
     """Which buffer takes M_j+1, for every j, and how many buffers there are; X lies in buffer 0.
 
     A buffer is free for product j if products 0 to j - 1 alone read what it holds: of one matrix
-    these are done when product j begins (`chain_refusal` of kernels-src/newton_schulz/chain.h). So
+    these are done when product j begins (`chain_refusal` of kernels-src/products/chain.h). So
     few buffers take turns, and what L2 holds of a group is all that is written. 8 squares need 6.
     """
     held, places = {0: 0}, []  # buffer -> the M in it

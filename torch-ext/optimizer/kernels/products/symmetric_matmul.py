@@ -5,7 +5,7 @@ for bit at half the work. Sums are float32 over growing k; s, alpha, beta C and 
 float32 and the result is rounded once.
 
 path      | op                         | source                              | taken
-compiled  | symmetric_matmul           | kernels-src/newton_schulz           | CUDA >= 8.0
+compiled  | symmetric_matmul           | kernels-src/products           | CUDA >= 8.0
 triton    | symmetric_matmul_triton    | symmetric_matmul_triton.py          | other CUDA, ROCm
 reference | symmetric_matmul_reference | reference/symmetric_matmul.py       | everything else
 
@@ -132,7 +132,7 @@ def symmetric_matmul(
 
 
 # The compiled op's table picks the tile; tests and measurements name one, by its position here:
-# three of symmetric_matmul.cu, then kSymmetricTiles of kernels-src/newton_schulz/product_sm90.h, as
+# three of symmetric_matmul.cu, then kSymmetricTiles of kernels-src/products/tiles_sm90.h, as
 # a test makes sure.
 AUTO = -1
 TILES = (

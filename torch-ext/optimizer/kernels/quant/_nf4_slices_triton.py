@@ -16,7 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ..experts.grouped_launch_triton import _launch_product, tile_of
+from ..experts.expert_sort import ExpertOrder
+from ..experts.grouped_launch_triton import launch_product, tile_of
 from ..experts.grouped_launch_triton import packed as packed_factor
 from .nf4_dequant import _op, _pick_name
 
@@ -100,7 +101,6 @@ def sliced_product(  # noqa: PLR0913
     other_fan: int = 0,
 ) -> Tensor | None:
     """out = (x W_e + low factor_e + bias_e) gates; returns <row before its gate, other>."""
-    del offsets  # as `nf4_product` takes them
     experts, n, k = stack[4]
     depth, columns = (k, n) if last else (n, k)
     if factor is not None:
@@ -119,22 +119,21 @@ def sliced_product(  # noqa: PLR0913
         mine = slice(number * count, min(number * count + count, experts))
         with turns.turn(number):
             weight = decode(every[mine])
-            _launch_product(
+            launch_product(
                 x,
                 weight.transpose(1, 2) if last else weight,
                 low,
                 None if factor is None else factor[mine],
-                None if bias is None else bias[mine],
-                other,
-                slots,
-                part,
+                ExpertOrder.of(slots, offsets, slots, part, tile_rows, 1),
                 out,
-                dots,
                 tile=tile,
                 fan=fan,
-                other_fan=other_fan,
                 scatter=scatter,
+                bias=None if bias is None else bias[mine],
                 gates=gates,
+                other=other,
+                other_fan=other_fan,
+                dots=dots,
             )
             del weight  # before the next slice of the stream is decoded
     turns.join()

@@ -22,6 +22,7 @@ from torch.library import custom_op
 
 from ..._ops import add_op_namespace_prefix, ops
 from ..experts._moe_paths import TRITON_PATHS, gradient_like, on_device_of
+from ..experts.expert_sort import ORDER_LENGTH, ExpertOrder
 from ..experts.glu import ACTIVATIONS
 from ..launch.launch_plan import replayed
 from .grouped_lora_nf4_forward import nested_of
@@ -90,8 +91,9 @@ def _played(name: str, function: Callable, tensors: list[Tensor], arguments: tup
     def run(*both: Any) -> Sequence[Tensor]:
         own, (found, plain) = both[: len(tensors)], (both[len(tensors) : -1], both[-1])
         merged = (p if t is None else t for t, p in zip(found, plain, strict=True))
-        first, second, order = _split(tuple(merged))
-        return function(*own, first, second, *order)
+        first, second, (gates, *rest) = _split(tuple(merged))
+        order, rest = ExpertOrder.of(*rest[:ORDER_LENGTH]), rest[ORDER_LENGTH:]
+        return function(*own, first, second, order, gates, *rest)
 
     return tuple(replayed(name, run, (*tensors, *operands), (constants,)))
 

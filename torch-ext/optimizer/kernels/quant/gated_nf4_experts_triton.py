@@ -16,6 +16,7 @@ import contextlib
 import torch
 from torch import Tensor
 
+from ..experts.expert_sort import ExpertOrder
 from ..experts.gated_launch_triton import gradient_of_gates, row_sum
 from ..experts.grouped_launch_triton import RowSum, expert_products, is_scattered, low_rank, reorder
 from ..experts.rows_triton import combine_triton, glu_triton
@@ -24,40 +25,33 @@ from ._gated_nf4_triton import glu_backward_dots
 from .grouped_lora_nf4_forward import product_of_stack
 
 
-def gated_nf4_experts_triton(  # noqa: PLR0913
+def gated_nf4_experts_triton(
     x: Tensor,
     first: tuple,  # stack, last, a, b, bias, scaling
     second: tuple,
+    order: ExpertOrder,
     gates: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    rows: Tensor,
-    tiles: Tensor,
-    tile_rows: int,
-    top_k: int,
     activation: str,
     interleaved: bool,
     path: str,
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the forward; arguments and results as in `kernels.quant.gated_nf4_experts`."""
-
-    place = {"tile_rows": tile_rows}
     own = [None if b is None else b.mT for b in (first[3], second[3])]
     factors = [_room_to_pack(factor, x) for factor in own]
 
     def low(rows_in: Tensor, projection: tuple, fan: int) -> Tensor:
         _, _, a, _, _, scaling = projection
-        xa = x.new_empty((slots.shape[0], 0 if a is None else a.shape[1]))
+        xa = x.new_empty((order.slots.shape[0], 0 if a is None else a.shape[1]))
         if a is not None:
-            low_rank(rows_in, a, slots, tiles, xa, scaling=scaling, fan=fan, **place)
+            low_rank(rows_in, a, order, xa, scaling=scaling, fan=fan)
         return xa
 
     def product(rows_in: Tensor, projection: tuple, xa: Tensor, factor: Tensor | None, fan: int):
         stack, last, _, _, bias, _ = projection
-        y = x.new_empty((slots.shape[0], stack[4][1] if last else stack[4][2]))
-        operands = (rows_in, stack, last, xa, factor, slots, offsets, tiles, y)
-        options = {"scatter": False, "bias": bias, "fan": fan, **place}
+        y = x.new_empty((order.slots.shape[0], stack[4][1] if last else stack[4][2]))
+        operands = (rows_in, stack, last, xa, factor, order.slots, order.offsets, order.tiles, y)
+        options = {"scatter": False, "bias": bias, "fan": fan, "tile_rows": order.tile_rows}
         product_of_stack(operands, 0, "forward", options, path)
         return y
 
@@ -65,11 +59,11 @@ def gated_nf4_experts_triton(  # noqa: PLR0913
     with beside(x, urgent=True) if packs else contextlib.nullcontext(Streams()) as streams:
         with streams.there():
             _pack(own[0], factors[0])
-        xa1 = low(x, first, top_k)
+        xa1 = low(x, first, order.top_k)
         streams.here_waits()
         with streams.there():
             _pack(own[1], factors[1])
-        wide = product(x, first, xa1, factors[0], top_k)
+        wide = product(x, first, xa1, factors[0], order.top_k)
     h = glu_triton(wide, activation, interleaved)
     if not keeps:
         wide = wide.new_empty((0, wide.shape[1]))
@@ -77,7 +71,8 @@ def gated_nf4_experts_triton(  # noqa: PLR0913
     y = product(h, second, xa2, factors[1], 0)
     if not keeps:
         h = h.new_empty((0, h.shape[1]))
-    return combine_triton(y, gates, rows, offsets, top_k), wide, h, xa1, xa2
+    out = combine_triton(y, gates, order.rows, order.offsets, order.top_k)
+    return out, wide, h, xa1, xa2
 
 
 def gated_nf4_experts_backward_triton(  # noqa: PLR0913
@@ -89,13 +84,8 @@ def gated_nf4_experts_backward_triton(  # noqa: PLR0913
     xa2: Tensor,
     first: tuple,
     second: tuple,
+    order: ExpertOrder,
     gates: Tensor,
-    slots: Tensor,
-    offsets: Tensor,
-    rows: Tensor,
-    tiles: Tensor,
-    tile_rows: int,
-    top_k: int,
     activation: str,
     interleaved: bool,
     path: str,
@@ -106,7 +96,7 @@ def gated_nf4_experts_backward_triton(  # noqa: PLR0913
     stack2, last2, a2, b2, bias2, scaling2 = second
     wants_x, wants_a1, wants_b1, wants_a2, wants_b2, wants_gates = wants
     through = wants_x or wants_a1 or wants_b1  # the activation
-    total, order = slots.shape[0], (slots, tiles)
+    total, top_k = order.slots.shape[0], order.top_k
     # What both streams touch is made before they part, and let go after they have met.
     dh, spread = _in_one_place(x, total, h.shape[1], x.shape[1])
     d_wide = x.new_empty((total if through else 0, wide.shape[1]))
@@ -115,16 +105,17 @@ def gated_nf4_experts_backward_triton(  # noqa: PLR0913
     own = [None if b is None else b.mT for b in (b1, b2)]
     factors = [_room_to_pack(factor, x) for factor in own]
     yb1, yb2 = (grad.new_empty((total, 0 if b is None else b.shape[1])) for b in own)
-    place = {"tile_rows": tile_rows}
 
     def product(urgent_rows: Tensor, stack: tuple, last: bool, low: tuple, out: Tensor, fan: int):
-        operands = (urgent_rows, stack, not last, *low, slots, offsets, tiles, out)
-        product_of_stack(operands, 0, "dx", {"scatter": False, "fan": fan, **place}, path)
+        place = (order.slots, order.offsets, order.tiles)
+        operands = (urgent_rows, stack, not last, *low, *place, out)
+        options = {"scatter": False, "fan": fan, "tile_rows": order.tile_rows}
+        product_of_stack(operands, 0, "dx", options, path)
 
     def run(sums: list[RowSum]) -> None:
         if sums:
             copied = sum(one.out.nbytes for one in sums if is_scattered(one.out))
-            expert_products(sums, gates, slots, offsets, in_place=copied > spread.nbytes)
+            expert_products(sums, gates, order, in_place=copied > spread.nbytes)
 
     with beside(grad, urgent=True) as streams:
         with streams.there():
@@ -133,7 +124,7 @@ def gated_nf4_experts_backward_triton(  # noqa: PLR0913
         streams.there_waits()
         with streams.there():
             if b2 is not None:
-                low_rank(grad, factors[1], *order, yb2, scaling=scaling2, fan=top_k, **place)
+                low_rank(grad, factors[1], order, yb2, scaling=scaling2, fan=top_k)
         db2, sums = row_sum(b2, wants_b2, xa2, grad, top_k, outputs_first=True, gated=True)
         run(sums)
         streams.here_waits()
@@ -141,26 +132,25 @@ def gated_nf4_experts_backward_triton(  # noqa: PLR0913
             if through or wants_gates:
                 product(grad, stack2, last2, (yb2, a2), dh, top_k)
                 glu = {"activation": activation, "interleaved": interleaved}
-                glu_backward_dots(dh, wide, gates, slots, d_wide, dots, **glu)
+                glu_backward_dots(dh, wide, gates, order.slots, d_wide, dots, **glu)
         da2, sums = row_sum(a2, wants_a2, yb2, h, 0, gated=True)
         run(sums)
         streams.here_waits()
         with streams.there():
             if b1 is not None and (wants_x or wants_a1):
-                low_rank(d_wide, factors[0], *order, yb1, scaling=scaling1, fan=0, **place)
+                low_rank(d_wide, factors[0], order, yb1, scaling=scaling1, fan=0)
         db1, sums = row_sum(b1, wants_b1, xa1, d_wide, 0, outputs_first=True)
         run(sums)
         streams.here_waits()
         with streams.there():
             if wants_x:
                 product(d_wide, stack1, last1, (yb1, a1), spread, 0)
-                combine_triton(spread, None, rows, offsets, top_k, dx)
+                combine_triton(spread, None, order.rows, order.offsets, top_k, dx)
         da1, sums = row_sum(a1, wants_a1, yb1, x, top_k)
         run(sums)
         dgates = gates.new_empty(0)
         if wants_gates:
-            parts = (dots[None], grad, bias2, gates, *order)
-            dgates = gradient_of_gates(*parts, fan=top_k, **place)
+            dgates = gradient_of_gates(dots[None], grad, bias2, gates, order)
     return dx, da1, db1, da2, db2, dgates
 
 

@@ -15,6 +15,7 @@ from torch.library import custom_op
 from ..._ops import add_op_namespace_prefix, ops
 from ...reference import nf4_moe as reference
 from ..experts._moe_paths import TRITON_PATHS, on_device_of
+from ..experts.expert_sort import ExpertOrder
 from .grouped_lora_nf4_forward import nested_of, product_of_stack
 
 
@@ -66,11 +67,12 @@ def _dx(  # noqa: PLR0913
     with on_device_of(dy):
         rows = slots.shape[0]
         gather = {"tile_rows": tile_rows, "fan": dy_fan}
+        order = ExpertOrder.of(slots, offsets, slots, tiles, tile_rows, 1)
         yb = dy.new_empty((rows, 0 if lora_b is None else lora_b.shape[2]))
         dx = dy.new_empty((rows if wants_dx else 0, stored[2] if transposed else stored[1]))
         dgates = dy.new_empty((0,), dtype=torch.float32)
         if lora_b is not None:
-            low_rank(dy, lora_b.transpose(1, 2), slots, tiles, yb, scaling=scaling, **gather)
+            low_rank(dy, lora_b.transpose(1, 2), order, yb, scaling=scaling, fan=dy_fan)
         if wants_dx or x is not None:
             operands = (dy, stack, not transposed, yb, lora_a, slots, offsets, tiles)
             options = {
@@ -85,9 +87,8 @@ def _dx(  # noqa: PLR0913
             dgates = dgates if dots is None else dots
         if x is not None and bias is not None:
             through_bias = torch.empty((rows, 1), dtype=torch.float32, device=dy.device)
-            low_rank(
-                dy, bias[:, None], slots, tiles, through_bias, scaling=1.0, scatter=True, **gather
-            )
+            options = {"scaling": 1.0, "scatter": True, "fan": dy_fan}
+            low_rank(dy, bias[:, None], order, through_bias, **options)
             dgates = dgates + through_bias[:, 0]
     return dx, yb, dgates
 

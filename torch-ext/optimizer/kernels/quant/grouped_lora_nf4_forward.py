@@ -24,6 +24,7 @@ from torch.library import custom_op
 from ..._ops import add_op_namespace_prefix, ops
 from ...reference import nf4_moe as reference
 from ..experts._moe_paths import MEASURED, TRITON_PATHS, on_device_of
+from ..experts.expert_sort import ExpertOrder
 from .nf4_product import compiled_is_faster, prefer_compiled
 
 
@@ -86,7 +87,8 @@ def _forward(  # noqa: PLR0913
         xa = x.new_empty((rows, 0 if lora_a is None else lora_a.shape[1]))
         y = x.new_empty((rows, stored[1] if transposed else stored[2]))
         if lora_a is not None:
-            low_rank(x, lora_a, slots, tiles, xa, tile_rows=tile_rows, scaling=scaling, fan=fan)
+            order = ExpertOrder.of(slots, offsets, slots, tiles, tile_rows, 1)
+            low_rank(x, lora_a, order, xa, scaling=scaling, fan=fan)
         factor = None if lora_b is None else lora_b.transpose(1, 2)
         operands = (x, stack, transposed, xa, factor, slots, offsets, tiles, y)
         options = {"tile_rows": tile_rows, "fan": fan, "scatter": not grouped_out, "bias": bias}

@@ -4,7 +4,7 @@ out[i] = codebook[nibble(g)] * absmax[g // blocksize], rounded once to dtype; g 
 the whole stack, so blocks may straddle experts and element counts may be odd.
 
 path      | op                    | source                        | taken
-compiled  | nf4_dequant           | kernels-src/{nf4_dequant,cpu} | CUDA >= 8.0, CPU (CPU variant)
+compiled  | nf4_dequant           | kernels-src/{quant,cpu} | CUDA >= 8.0, CPU (CPU variant)
 triton    | nf4_dequant_triton    | nf4_dequant_triton.py         | other CUDA devices, ROCm
 reference | nf4_dequant_reference | reference/nf4.py              | everything else
 """

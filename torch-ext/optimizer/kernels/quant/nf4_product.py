@@ -5,7 +5,7 @@ weights are wgmma's left operand in registers, up to 256 rows its right one. An 
 float32 sum over growing k and then over the rank, so a row's bits do not depend on the other rows.
 
 path     | op          | source                  | taken
-compiled | nf4_product | kernels-src/nf4_product | capability 9.0, what `refusal` allows: bfloat16,
+compiled | nf4_product | kernels-src/quant | capability 9.0, what `refusal` allows: bfloat16,
          |             |                         | plain absmax, blocks of 64 or more that do not
          |             |                         | leave their row, N and the rank multiples of 8;
          |             |                         | by name, or by `pays`

@@ -4,7 +4,7 @@ absmax[b] = max |x| over the b-th blocksize elements of the flattened weight; a 
 whose interval holds x * (1 / absmax); even elements fill the high nibbles.
 
 path      | op                     | source                          | taken
-compiled  | nf4_quantize           | kernels-src/nf4_quantize, cpu/  | CUDA, CPU (CPU variant)
+compiled  | nf4_quantize           | kernels-src/{quant,cpu} | CUDA, CPU (CPU variant)
 reference | nf4_quantize_reference | reference/nf4_quantize.py       | everything else
 """
 

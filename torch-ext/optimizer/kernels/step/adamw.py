@@ -1,7 +1,7 @@
 """adamw: one step of AdamW for a list of parameters of any shapes, with one rounding each.
 
 path      | source                                   | taken
-compiled  | kernels-src/{optimizer_step,cpu}         | CUDA >= 8.0, CPU (CPU variant)
+compiled  | kernels-src/{step,cpu}                   | CUDA >= 8.0, CPU (CPU variant)
 reference | reference/{update,rounding}.py           | everything else, float64
 """
 

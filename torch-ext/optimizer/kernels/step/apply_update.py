@@ -4,7 +4,7 @@ Decoupled decay, cautious mask, factored second-moment scale, stochastic roundin
 in one pass (two more over the updates with second moments).
 
 path      | source                                   | taken
-compiled  | kernels-src/{optimizer_step,cpu}         | CUDA >= 8.0, CPU (CPU variant)
+compiled  | kernels-src/{step,cpu}                   | CUDA >= 8.0, CPU (CPU variant)
 reference | reference/{update,rounding}.py           | everything else, float64
 """
 

@@ -3,7 +3,7 @@
 buffer <- mu buffer + g (heavy ball) or its moving average; out <- direction * scale, rounded once.
 
 path      | source                                   | taken
-compiled  | kernels-src/{optimizer_step,cpu}         | CUDA >= 8.0, CPU (CPU variant)
+compiled  | kernels-src/{step,cpu}                   | CUDA >= 8.0, CPU (CPU variant)
 reference | reference/update.py, plain torch         | everything else, float64
 """
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from ... import dispatch
 from ...kernels.experts._moe_paths import check_dense
+from ...kernels.experts.expert_sort import ExpertOrder
 from ...kernels.quant.nf4_dequant import DTYPES, nf4_dequant
 from ...kernels.quant.nf4_quantize import QUANT_TYPES
 from ...reference.nf4_quantize import FP4_TABLE, NESTED_BLOCKSIZE
-from ..sort import ExpertOrder
 
 STRATEGIES = ("auto", "resident", "fused", "chunked", "selective")
 

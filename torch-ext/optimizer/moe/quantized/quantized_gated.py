@@ -6,16 +6,14 @@ The op is `kernels.quant.gated_nf4_experts`; what it does not take, `moe.experts
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...kernels.autocast import without_autocast
+from ...kernels.experts.expert_sort import ExpertOrder
+from ...kernels.experts.grouped_lora import ExpertWeights
 from ...kernels.quant.gated_nf4_experts import gated_nf4_experts, gated_nf4_experts_backward
-from ..layout import ExpertsLayout
-from ..sort import ExpertOrder
 from .expert_weights import QuantizedWeight
 from .strategy import pick_strategy
 
@@ -80,18 +78,18 @@ def _arguments(
         for weight, factors, bias, scaling in parts
         for one in (*weight.operands(), *factors, bias, scaling)
     )
-    place = (order.slots, order.offsets, order.rows, order.tiles, order.tile_rows, order.top_k)
-    return *projections, gates, *place, *options
+    return *projections, gates, *order.operands(), *options
 
 
 def quantized_gated_linear(
     x: Tensor,
-    first: dict[str, Any],
-    second: dict[str, Any],
+    first: ExpertWeights,
+    second: ExpertWeights,
     order: ExpertOrder,
     gates: Tensor,
-    layout: ExpertsLayout,
     *,
+    activation: str,
+    interleaved: bool,
     path: str,
     by_name: bool,
 ) -> Tensor | None:
@@ -99,11 +97,12 @@ def quantized_gated_linear(
 
     Args:
         x: (T, H).
-        first: As of `gated_lora_linear`, weight a record seen as (E, H, 2I).
+        first: Its weight a record seen as (E, H, 2I).
         second: The same, (E, I, H).
         order: Of `expert_sort`.
         gates: (T, k).
-        layout: Where gate and up lie, and the activation.
+        activation: Of `ExpertsLayout`, as interleaved.
+        interleaved: Whether gate and up alternate.
         path: Of the products.
         by_name: Whether the path was asked for.
 
@@ -112,22 +111,20 @@ def quantized_gated_linear(
     """
     projections, taken = (first, second), path
     for one in projections:
-        weight, bias, a = (one.get(name) for name in ("weight", "bias", "lora_a"))
-        if bias is not None and torch.is_grad_enabled() and bias.requires_grad:
+        if one.bias is not None and torch.is_grad_enabled() and one.bias.requires_grad:
             return None
-        rank = 0 if a is None else a.shape[1]
-        strategy, taken = pick_strategy(x, weight, order.slots.shape[0], rank, path, by_name)
+        rows = order.slots.shape[0]
+        strategy, taken = pick_strategy(x, one.weight, rows, one.rank, path, by_name)
         if strategy != "fused":
             return None
-    factors = [one.get(name) for one in projections for name in ("lora_a", "lora_b")]
-    leaves = (x, *factors, gates)
+    leaves = (x, first.a, first.b, second.a, second.b, gates)
     needs = any(leaf is not None and leaf.requires_grad for leaf in leaves)
     return _QuantizedGated.apply(
         *leaves,
-        tuple(one.get("bias") for one in projections),
-        tuple(one["weight"] for one in projections),
-        tuple(float(one.get("scaling", 1.0)) for one in projections),
+        tuple(one.bias for one in projections),
+        tuple(one.weight for one in projections),
+        tuple(float(one.scaling) for one in projections),
         order,
-        (layout.activation, layout.interleaved, taken),
+        (activation, interleaved, taken),
         torch.is_grad_enabled() and needs,
     )

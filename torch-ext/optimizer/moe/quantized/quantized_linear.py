@@ -6,6 +6,7 @@ Backward decodes again: packed bytes are all that is kept of the weights, whatev
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -15,16 +16,16 @@ from torch.autograd.function import once_differentiable
 from ...kernels.autocast import without_autocast
 from ...kernels.experts._moe_paths import TRITON_PATHS
 from ...kernels.experts.combine import combine_rows
+from ...kernels.experts.expert_sort import ExpertOrder
 from ...kernels.experts.grouped_lora import (
-    grouped_lora_dab,
-    grouped_lora_dw,
+    ExpertWeights,
+    gradients_of_linear,
     grouped_lora_dx,
     grouped_lora_forward,
 )
 from ...kernels.quant.grouped_lora_nf4_dx import grouped_lora_nf4_dx
 from ...kernels.quant.grouped_lora_nf4_forward import grouped_lora_nf4_forward
 from ...kernels.quant.nf4_dequant import DTYPES
-from ..sort import ExpertOrder
 from .expert_weights import QuantizedWeight, active_experts
 from .strategy import chunk_experts, pick_strategy
 
@@ -42,6 +43,18 @@ class _Slice:
     def take(self, tensor: Tensor | None) -> Tensor | None:
         """The slice's part of an (E, ...) tensor."""
         return None if tensor is None else tensor[self.ids]
+
+    def decoded(self, weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
+        """The slice's part of all weights, decoded."""
+        decoded = weights.weight.decode(self.experts, dtype)
+        factors = (self.take(weights.a), self.take(weights.b))
+        return ExpertWeights.of(decoded, *factors, self.take(weights.bias), weights.scaling)
+
+    def order(self, order: ExpertOrder) -> ExpertOrder:
+        """The order with the slice's experts alone."""
+        return ExpertOrder.of(
+            order.slots, self.offsets, order.rows, self.tiles, order.tile_rows, order.top_k
+        )
 
     def rows(self, order: ExpertOrder, grouped: bool) -> Tensor:
         """(R, 1): whether a row, or a slot unless `grouped`, belongs to the slice."""
@@ -107,9 +120,10 @@ class _QuantizedLora(torch.autograd.Function):
         path: str,
         strategy: str,
     ) -> Tensor:
-        layout = (scaling, x_fan, grouped_out or gates is not None, path)
+        weights = ExpertWeights.of(weight, lora_a, lora_b, bias, scaling)
+        layout = {"fan": x_fan, "grouped_out": grouped_out or gates is not None, "path": path}
         products = _stack_products if _takes_stack(strategy, path) else _sliced_products
-        y, xa = products(x, weight, order, (lora_a, lora_b, bias), layout, strategy)
+        y, xa = products(x, weights, order, strategy, **layout)
         needs = ctx.needs_input_grad
         ctx.save_for_backward(
             x if needs[0] or needs[1] or needs[4] else None,
@@ -121,65 +135,30 @@ class _QuantizedLora(torch.autograd.Function):
         )
         # Not a saved tensor: packed bytes are the module's own, and no hook may pin or move them.
         ctx.constants = (weight, order, scaling, x_fan, grouped_out, path, strategy)
-        if gates is None:
-            return y
-        return combine_rows(y, gates, order.rows, order.offsets, order.top_k, path)
+        return y if gates is None else combine_rows(y, gates, order, path)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        with without_autocast(dy.device):
-            return _QuantizedLora._gradients(ctx, dy)
-
-    @staticmethod
-    def _gradients(ctx, dy: Tensor):
         x, lora_a, lora_b, bias, gates, xa = ctx.saved_tensors
-        _, order, _, x_fan, grouped_out, path, _ = ctx.constants
-        needs_x, needs_a, needs_b, needs_bias, needs_gates = ctx.needs_input_grad[:5]
-        dy_fan = order.top_k if gates is not None else 0 if grouped_out else 1
-        dx = yb = dgates = da = db = dbias = None
-        if needs_x or needs_a or needs_gates:
-            operands = (lora_a, lora_b, bias, gates, x if needs_gates else None)
-            dx, yb, dgates = _input_gradients(ctx, dy, dy_fan, operands)
-        if needs_x and x_fan > 1:
-            dx = combine_rows(dx, None, order.rows, order.offsets, order.top_k, path)
-        fans = {"x_fan": x_fan, "dy_fan": dy_fan, "path": path}
-        if needs_a or needs_b:
-            da, db = grouped_lora_dab(
-                x if needs_a else dy,
+        weight, order, scaling, x_fan, grouped_out, path, strategy = ctx.constants
+        weights = ExpertWeights.of(weight, lora_a, lora_b, bias, scaling)
+        needs_x, *needs = ctx.needs_input_grad[:5]
+        with without_autocast(dy.device):
+            dx, _, *found = gradients_of_linear(
                 dy,
-                xa if needs_b else yb,
-                yb if needs_a else xa,
-                lora_a,
-                lora_b,
+                x,
+                xa,
+                weights,
+                order,
                 gates,
-                order.slots,
-                order.offsets,
-                wants_a=needs_a,
-                wants_b=needs_b,
-                **fans,
+                (needs_x, False, *needs),
+                x_fan=x_fan,
+                grouped_out=grouped_out,
+                path=path,
+                input_gradients=functools.partial(_input_gradients, strategy),
             )
-        if needs_bias:
-            _, dbias = grouped_lora_dw(
-                dy,
-                dy,
-                bias,
-                bias,
-                gates,
-                order.slots,
-                order.offsets,
-                wants_weight=False,
-                wants_bias=True,
-                **fans,
-            )
-        return (
-            dx if needs_x else None,
-            da if needs_a else None,
-            db if needs_b else None,
-            dbias,
-            dgates.view(gates.shape).to(gates.dtype) if needs_gates else None,
-            *(None,) * 7,
-        )
+        return dx, *found, *(None,) * 7
 
 
 def _takes_stack(strategy: str, path: str) -> bool:
@@ -197,95 +176,86 @@ def _slice_experts(weight: QuantizedWeight, strategy: str, size: int) -> int:
 
 def _stack_products(
     x: Tensor,
-    weight: QuantizedWeight,
+    weights: ExpertWeights,
     order: ExpertOrder,
-    operands: tuple[Tensor | None, ...],  # lora_a, lora_b, bias
-    layout: tuple[float, int, bool, str],  # scaling, fan, grouped_out, path
     strategy: str,
+    *,
+    fan: int,
+    grouped_out: bool,
+    path: str,
 ) -> tuple[Tensor, Tensor]:
     """y and xa, by one op over the stack."""
-    rows = (order.slots, order.offsets, order.tiles, order.tile_rows)
-    count = _slice_experts(weight, strategy, x.element_size())
-    *layout, path = layout
-    return grouped_lora_nf4_forward(x, weight.operands(), *operands, *rows, *layout, count, path)
+    operands = (weights.a, weights.b, weights.bias)
+    place = (order.slots, order.offsets, order.tiles, order.tile_rows)
+    layout = (float(weights.scaling), fan, grouped_out)
+    count = _slice_experts(weights.weight, strategy, x.element_size())
+    stack = weights.weight.operands()
+    return grouped_lora_nf4_forward(x, stack, *operands, *place, *layout, count, path)
 
 
 def _sliced_products(
     x: Tensor,
-    weight: QuantizedWeight,
+    weights: ExpertWeights,
     order: ExpertOrder,
-    operands: tuple[Tensor | None, ...],
-    layout: tuple[float, int, bool, str],
     strategy: str,
+    *,
+    fan: int,
+    grouped_out: bool,
+    path: str,
 ) -> tuple[Tensor, Tensor]:
     """y and xa, slice by slice."""
-    scaling, fan, grouped, path = layout
     y = xa = None
-    for part in _slices(weight, order, strategy, x.element_size()):
+    for part in _slices(weights.weight, order, strategy, x.element_size()):
         mine, low = grouped_lora_forward(
             x,
-            weight.decode(part.experts, x.dtype),
-            *map(part.take, operands),
-            order.slots,
-            part.offsets,
-            part.tiles,
-            tile_rows=order.tile_rows,
-            scaling=scaling,
+            part.decoded(weights, x.dtype),
+            part.order(order),
             fan=fan,
-            grouped_out=grouped,
+            grouped_out=grouped_out,
             path=path,
         )
-        y = _merged(y, mine, part, order, grouped)
+        y = _merged(y, mine, part, order, grouped_out)
         xa = _merged(xa, low, part, order, True)
     return y, xa
 
 
 def _input_gradients(
-    ctx, dy: Tensor, dy_fan: int, operands: tuple[Tensor | None, ...]
+    strategy: str,
+    dy: Tensor,
+    weights: ExpertWeights,
+    order: ExpertOrder,
+    gates: Tensor | None,
+    x: Tensor | None,
+    *,
+    dy_fan: int,
+    x_fan: int,
+    grouped_out: bool,
+    wants_dx: bool,
+    path: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx before the sum over k, yb and dgates; the weights are decoded again, slice by slice."""
-    lora_a, lora_b, bias, gates, x = operands
-    weight, order, scaling, x_fan, _, path, strategy = ctx.constants
-    grouped = x_fan != 1
-    dx = yb = dgates = None
+    """`grouped_lora_dx`; the weights are decoded again, slice by slice."""
     if _takes_stack(strategy, path):
-        return grouped_lora_nf4_dx(
-            dy,
-            weight.operands(),
-            *operands,
-            order.slots,
-            order.offsets,
-            order.tiles,
-            order.tile_rows,
-            scaling,
-            dy_fan,
-            x_fan,
-            grouped,
-            ctx.needs_input_grad[0],
-            _slice_experts(weight, strategy, dy.element_size()),
-            path,
-        )
-    for part in _slices(weight, order, strategy, dy.element_size()):
+        operands = (weights.a, weights.b, weights.bias, gates, x)
+        place = (order.slots, order.offsets, order.tiles, order.tile_rows)
+        layout = (float(weights.scaling), dy_fan, x_fan, grouped_out, wants_dx)
+        count = _slice_experts(weights.weight, strategy, dy.element_size())
+        stack = weights.weight.operands()
+        return grouped_lora_nf4_dx(dy, stack, *operands, *place, *layout, count, path)
+    dx = yb = dgates = None
+    for part in _slices(weights.weight, order, strategy, dy.element_size()):
         mine, low, dots = grouped_lora_dx(
             dy,
-            weight.decode(part.experts, dy.dtype),
-            part.take(lora_a),
-            part.take(lora_b),
-            part.take(bias),
+            part.decoded(weights, dy.dtype),
+            part.order(order),
             gates,
             x,
-            order.slots,
-            part.offsets,
-            part.tiles,
-            tile_rows=order.tile_rows,
-            scaling=scaling,
             dy_fan=dy_fan,
             x_fan=x_fan,
-            grouped_out=grouped,
-            wants_dx=ctx.needs_input_grad[0],
+            grouped_out=grouped_out,
+            wants_dx=wants_dx,
             path=path,
         )
-        dx = _merged(dx, mine, part, order, grouped)
+        dx = _merged(dx, mine, part, order, grouped_out)
         yb = _merged(yb, low, part, order, True)
         dots = _merged(
             None if dgates is None else dgates[:, None], dots[:, None], part, order, False
@@ -311,14 +281,10 @@ def check_decodable(x: Tensor) -> None:
 
 def quantized_lora_linear(
     x: Tensor,
-    weight: QuantizedWeight,
+    weights: ExpertWeights,
     order: ExpertOrder,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    *,
-    scaling: float,
-    bias: Tensor | None,
     gates: Tensor | None,
+    *,
     x_fan: int,
     grouped_out: bool,
     path: str,
@@ -329,12 +295,8 @@ def quantized_lora_linear(
 
     Args:
         x: (T, K), or (R, K) with x_fan 0; bfloat16, float16 or float32.
-        weight: a record seen as (E, K, N).
+        weights: Its weight a record seen as (E, K, N).
         order: of `expert_sort`.
-        lora_a: (E, r, K) or None.
-        lora_b: (E, N, r), with lora_a.
-        scaling: s.
-        bias: (E, N) or None.
         gates: (T, k) or None.
         x_fan: 0 or k.
         grouped_out: leave the result in expert order.
@@ -348,19 +310,8 @@ def quantized_lora_linear(
     Raises:
         ValueError: unknown strategy.
     """
-    rank = 0 if lora_a is None else lora_a.shape[1]
-    chosen, path = pick_strategy(x, weight, order.slots.shape[0], rank, path, by_name, strategy)
-    return _QuantizedLora.apply(
-        x,
-        lora_a,
-        lora_b,
-        bias,
-        gates,
-        weight,
-        order,
-        scaling,
-        x_fan,
-        grouped_out,
-        path,
-        chosen,
-    )
+    weight, lora_a, lora_b, bias, scaling = weights.operands()
+    rows = order.slots.shape[0]
+    chosen, path = pick_strategy(x, weight, rows, weights.rank, path, by_name, strategy)
+    leaves, layout = (x, lora_a, lora_b, bias, gates), (scaling, x_fan, grouped_out)
+    return _QuantizedLora.apply(*leaves, weight, order, *layout, path, chosen)

@@ -1,0 +1,175 @@
+#pragma once
+// How stages are filled: packed bytes by TMA, absmax and gathered rows by asynchronous copies.
+
+#include "common/mma.cuh"
+#include "quant/nf4_tile_sm90.cuh"
+
+namespace optimizer::nf4_product {
+
+// 4 bytes, or zeros.
+__device__ __forceinline__ void copy_word_async(uint32_t target, const void* source, bool reads) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source),
+               "r"(reads ? 4 : 0)
+               : "memory");
+}
+// Arrives for this thread once all its copies so far have landed; nobody waits for them here, so
+// that every free stage is under way.
+__device__ __forceinline__ void barrier_arrive_behind_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Thread t of the loader copies chunk t % 8 of lines t / 8, t / 8 + 16, ... of the rows and scale
+// t; thread 0 also asks for the packed bytes. What a thread's copies of a tile have in common is
+// computed once per tile: with addresses computed for each copy the loader, not the tensor cores,
+// set the pace. Lines behind a tile's rows, up to a multiple of 16, hold its last row again: a row
+// of the product depends on its own line alone.
+template <bool kAlong>
+class Loader {
+ public:
+  __device__ __forceinline__ Loader(const Arguments& p, const SharedMap& at)
+      : p_(p),
+        at_(at),
+        thread_(static_cast<int>(threadIdx.x)),
+        line_(thread_ / 8),
+        chunk_(thread_ % 8) {}
+
+  __device__ __forceinline__ void run() {
+    const int tiles = tile_count(p_, at_);
+    int tile = dealt_tile(0);
+    if (tile >= tiles) return;
+    TileAt where = locate(p_, at_, tile);
+    int found[kPerThread];
+    look_up(found, where);
+    for (int round = 1;; ++round) {
+      int* sources = at_.sources(round % 2);
+      publish(sources, found);
+      const TileAt here = where;
+      tile = dealt_tile(round);
+      if (tile < tiles) {
+        where = locate(p_, at_, tile);
+        look_up(found, where);  // used behind this tile's stages, by when it has arrived
+      }
+      load_tile(here, sources);
+      if (tile >= tiles) break;
+    }
+    copy_wait<0>();
+  }
+
+ private:
+  static constexpr int kLines = kWarpgroup / 8;  // that are copied at a time
+  static constexpr int kCopies = kTokens / kLines;
+  static constexpr int kBatch = 4;  // copies of a thread between two looks at the number of rows
+  static constexpr int kPerThread = kTokens / kWarpgroup;
+
+  // Where the lines of a tile lie, before the division by the fan. slots are int64 below 2^31.
+  __device__ __forceinline__ void look_up(int (&found)[kPerThread], const TileAt& where) const {
+    const int* slots = reinterpret_cast<const int*>(p_.slots);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int row = where.row + min(thread_ + i * kWarpgroup, where.rows - 1);
+      found[i] = p_.fan != 0 ? slots[2 * row] : row;
+    }
+  }
+
+  // The set is free: all have passed the publication of the tile before, whose set is the other.
+  __device__ __forceinline__ void publish(int* sources, const int (&found)[kPerThread]) const {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      sources[thread_ + i * kWarpgroup] = p_.fan > 1 ? found[i] / p_.fan : found[i];
+    }
+    sm90::warpgroup_sync(kLoaderBarrier);
+  }
+
+  __device__ __forceinline__ void load_tile(const TileAt& here, const int* sources) {
+    uint32_t units[kCopies];  // where lines lie, in 16 bytes
+    const auto x_units = static_cast<uint32_t>(p_.x_row / 16);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      units[i] = static_cast<uint32_t>(sources[line_ + i * kLines]) * x_units;
+    }
+    const int row = kAlong ? here.column + thread_ : thread_ % kDepth;
+    const int column = kAlong ? 0 : here.column + thread_ / kDepth * kPartColumns;
+    const int64_t stored = static_cast<int64_t>(here.expert) * p_.stored_rows + row;
+    const float* scales = p_.absmax + stored * p_.row_blocks + (column >> p_.shift);
+    for (int k = 0; k < p_.depth; k += kDepth) {
+      const uint32_t full = wait_for_empty();
+      if (k == 0 && thread_ == 0) {
+        *at_.place(ring_.slot) = {here.expert, here.column, here.row, here.rows};
+      }
+      fetch_packed(here, k, full);
+      const bool inside = (kAlong ? row : row + k) < p_.stored_rows && column < p_.columns;
+      const int64_t further = kAlong ? k >> p_.shift : static_cast<int64_t>(k) * p_.row_blocks;
+      copy_word_async(at_.scales(ring_.slot) + 4 * thread_, inside ? scales + further : p_.absmax,
+                      inside);
+      if (k + kDepth <= p_.depth) {
+        gather<true>(p_.x + 2 * k, units, here.rows, 16);
+      } else {
+        gather<false>(p_.x + 2 * k, units, here.rows, 2 * (p_.depth - k));
+      }
+      finish(full);
+    }
+    if (p_.rank == 0) return;
+    const int rank_units = p_.rank / 8;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int line = min(line_ + i * kLines, here.rows - 1);
+      units[i] = static_cast<uint32_t>(here.row + line) * rank_units;
+    }
+    for (int k = 0; k < p_.rank; k += kDepth) {
+      const uint32_t full = wait_for_empty();
+      if (thread_ == 0) sm90::barrier_arrive(full);
+      gather<false>(p_.low + 2 * k, units, here.rows, 2 * (p_.rank - k));
+      finish(full);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t wait_for_empty() const {
+    sm90::barrier_wait(at_.empty(ring_.slot), ring_.parity ^ 1, "an empty stage");
+    return at_.full(ring_.slot);
+  }
+
+  // Behind the last stored row and the last column packed bytes are zero (TMA), scales too: what is
+  // decoded there is finite, and meets zeros or is not stored.
+  __device__ __forceinline__ void fetch_packed(const TileAt& where, int k, uint32_t full) const {
+    if (thread_ != 0) return;
+    sm90::barrier_arrive_expecting(full, kPackedBytes);
+    sm90::copy_in(at_.packed(ring_.slot), p_.packed, full, (kAlong ? k : where.column) / 2,
+                  kAlong ? where.column : k, where.expert);
+  }
+
+  // This thread's chunks of 64 elements of rows, of which `left` bytes exist; zeros behind.
+  template <bool kWhole>
+  __device__ __forceinline__ void gather(const char* from, const uint32_t (&units)[kCopies],
+                                         int count, int left) const {
+    const int bytes = kWhole ? 16 : max(0, min(16, left - chunk_ * 16));
+    if (bytes > 0) from += chunk_ * 16;
+    asm volatile("" : "+l"(from));  // one address that the compiler does not take apart again
+    // Lines lie kLines apart, a multiple of 8: their chunk has the same place.
+    const uint32_t to = at_.rows(ring_.slot) + sm90::swizzled(line_, chunk_);
+#pragma unroll
+    for (int first = 0; first < kCopies; first += kBatch) {
+      if (first * kLines >= count) break;
+#pragma unroll
+      for (int i = first; i < first + kBatch; ++i) {
+        if (i * kLines < count) {
+          copy_async(to + i * kLines * sm90::kLineBytes,
+                     from + static_cast<uint64_t>(units[i]) * 16, bytes);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish(uint32_t full) {
+    barrier_arrive_behind_copies(full);
+    ring_.advance();
+  }
+
+  const Arguments& p_;
+  const SharedMap& at_;
+  const int thread_;
+  const int line_;
+  const int chunk_;
+  Ring<kStages> ring_;
+};
+
+}  // namespace optimizer::nf4_product

@@ -1,0 +1,466 @@
+#pragma once
+// The persistent kernel of the product over 4-bit weights. See nf4_tile_sm90.cuh for the roles.
+
+#include "quant/nf4_decode_sm90.cuh"
+#include "quant/nf4_load_sm90.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace optimizer::nf4_product {
+
+// From a consumer's sums to rows of the result: bias, gate, one rounding, words of two columns.
+
+// What a consumer's threads need beside the sums of a tile. The slots' loads begin with the tile,
+// the gates' follow before its last products have ended.
+class TileExtras {
+ public:
+  __device__ __forceinline__ TileExtras(const Arguments& p, const TileAt& where)
+      : p_(p), where_(where), thread_(static_cast<int>(threadIdx.x) % kWarpgroup) {
+    const int* slots = reinterpret_cast<const int*>(p.slots);  // int64 below 2^31
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = thread_ + i * kWarpgroup;
+      if (row < where.rows && (p.scatter || p.gates != nullptr)) {
+        slot_[i] = slots[2 * (where.row + row)];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_gates() {
+    if (p_.gates == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (thread_ + i * kWarpgroup < where_.rows) gate_[i] = p_.gates[slot_[i]];
+    }
+  }
+
+  // A warpgroup_sync before, nobody reads the tables; one later everybody sees them.
+  __device__ __forceinline__ void publish(const SharedMap& at, int consumer) const {
+    int* targets = at.targets(consumer);
+    float* gates = at.gates(consumer);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int row = thread_ + i * kWarpgroup;
+      if (row >= where_.rows) continue;
+      targets[row] = p_.scatter ? slot_[i] : where_.row + row;
+      gates[row] = gate_[i];
+    }
+  }
+
+ private:
+  static constexpr int kRows = kTokens / kWarpgroup;  // per thread
+  static_assert(kRows == 2);
+
+  const Arguments& p_;
+  const TileAt& where_;
+  const int thread_;
+  int slot_[kRows] = {};
+  float gate_[kRows] = {1.0f, 1.0f};
+};
+
+// Bias and gate for the columns `column` and the next; rows of the result, 32 bytes of 4 at a time
+// (along), or two halves of 64 bytes by neighbouring warps (across).
+template <int kN>
+__device__ __forceinline__ void write_rows(const Arguments& p, const float (&sum)[kN / 2],
+                                           const float2& bias, const int* targets,
+                                           const float* gates, int rows, int column) {
+  char* out = p.out + static_cast<int64_t>(column) * 2;
+  const int64_t pitch = static_cast<int64_t>(p.columns) * 2;
+  const int first = threadIdx.x % 4 * 2;
+  const bool gated = p.gates != nullptr;
+#pragma unroll
+  for (int j = 0; j < kN / 8; ++j) {
+    const int row = j * 8 + first;  // and the next; behind the rows tables hold what they held
+    if (row >= rows) break;
+    const int2 target = *reinterpret_cast<const int2*>(targets + row);
+    const float2 gate = gated ? *reinterpret_cast<const float2*>(gates + row) : float2{1.0f, 1.0f};
+    const uint32_t pair = rounded_pair(__fmul_rn(__fadd_rn(sum[4 * j], bias.x), gate.x),
+                                       __fmul_rn(__fadd_rn(sum[4 * j + 2], bias.y), gate.x));
+    *reinterpret_cast<uint32_t*>(out + target.x * pitch) = pair;
+    if (row + 1 < rows) {
+      const uint32_t next = rounded_pair(__fmul_rn(__fadd_rn(sum[4 * j + 1], bias.x), gate.y),
+                                         __fmul_rn(__fadd_rn(sum[4 * j + 3], bias.y), gate.y));
+      *reinterpret_cast<uint32_t*>(out + target.y * pitch) = next;
+    }
+  }
+}
+
+// Rows of sentinels, behind the experts' rows, are zero.
+__device__ __forceinline__ void clear_sentinels(const Arguments& p, int first) {
+  const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
+  for (int row = first + static_cast<int>(blockIdx.x); row < p.rows;
+       row += static_cast<int>(gridDim.x)) {
+    const int64_t target = p.scatter ? p.slots[row] : row;
+    auto* out = reinterpret_cast<uint32_t*>(p.out + target * p.columns * 2);
+    for (int i = thread; i < p.columns / 2; i += kConsumers * kWarpgroup) out[i] = 0;
+  }
+}
+
+// One consumer's tiles. The first stage of a tile is decoded beside the last products of the tile
+// before, whose sums are written meanwhile.
+template <bool kAlong>
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const Arguments& p, const SharedMap& at, int consumer)
+      : p_(p),
+        at_(at),
+        consumer_(consumer),
+        stages_((p.depth + kDepth - 1) / kDepth),
+        rank_stages_((p.rank + kDepth - 1) / kDepth),
+        rows_start_(sm90::matrix_descriptor(at.rows(0))),
+        decode_(p.codebook, consumer) {}
+
+  __device__ __forceinline__ void run() {
+    const int tiles = tile_count(p_, at_);
+    bool more = dealt_tile(0) < tiles;
+    if (more) fetch_all(even_);
+    for (int round = 1; more; ++round) {
+      const int4 place = *at_.place(slot_);
+      const TileAt where{place.x, place.y, place.z, place.w};
+      more = dealt_tile(round) < tiles;
+      process_by_least<64, 80, 96, 128, 144, 160, 176, 192, 240, kTokens>(where, more);
+    }
+    clear_sentinels(p_, at_.offsets()[p_.experts]);
+  }
+
+ private:
+  using Fetched = typename Decoder<kAlong>::Fetched;
+  using Operand = uint32_t[kSteps][4];
+  // Most stages of the rank between a tile's last stage and the first of the next: these must not
+  // wait for each other to be released.
+  static constexpr int kRankStagesPassed = 1;
+  static_assert(kStages >= 2 + kRankStagesPassed);
+
+  // By the narrowest instruction that holds the tile's rows. Means of 64, 128, ... rows per expert
+  // are what powers of two give: half of the experts have a few more, so widths lie close there.
+  template <int kN, int... kWider>
+  __device__ __forceinline__ void process_by_least(const TileAt& where, bool more) {
+    static_assert(kN % kHeightStep == 0);
+    if constexpr (sizeof...(kWider) == 0) {
+      process<kN>(where, more);
+    } else if (where.rows <= kN) {
+      process<kN>(where, more);
+    } else {
+      process_by_least<kWider...>(where, more);
+    }
+  }
+
+  template <int kN>
+  __device__ __forceinline__ void process(const TileAt& where, bool more) {
+    TileExtras extras(p_, where);
+    const int warp = threadIdx.x % kWarpgroup / 32, group = threadIdx.x % 32 / 4;
+    const int column = where.column + consumer_ * kPartColumns + pair_column<kAlong>(warp, group);
+    Factor factor(p_, where, column);
+    // Set to zero, not overwritten by the first product: what only that defines lives, for the
+    // compiler, through the whole loop over tiles, every kN's sums beside each other.
+    float sum[kN / 2] = {};
+    const bool early = more && rank_stages_ <= kRankStagesPassed;
+    Ring<kStages> rank_ring = ring_;
+    const bool swapped = multiply<kN>(sum, early, rank_ring);
+    extras.load_gates();
+    if (!early) rank_ring = ring_;
+    if (p_.rank != 0) add_low_rank<kN>(sum, factor, rank_ring);
+    if (!early) ring_ = rank_ring;
+    sm90::products_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) asm volatile("" : "+f"(sum[i]));
+    release(before_);
+    if (swapped) {
+#pragma unroll
+      for (int i = 0; i < 4 * kSteps; ++i) even_[i / 4][i % 4] = odd_[i / 4][i % 4];
+    }
+    if (more && !early) fetch_all(even_);
+
+    sm90::warpgroup_sync(1 + consumer_);
+    extras.publish(at_, consumer_);
+    sm90::warpgroup_sync(1 + consumer_);
+    float2 bias{};
+    if (p_.bias != nullptr && column < p_.columns) {
+      const float* from = p_.bias + static_cast<int64_t>(where.expert) * p_.columns + column;
+      bias = {from[0], from[1]};
+    }
+    if (column < p_.columns) {
+      write_rows<kN>(p_, sum, bias, at_.targets(consumer_), at_.gates(consumer_), where.rows,
+                     column);
+    }
+    // Else the next tile's products begin, for the compiler, where lanes have parted: it would wait
+    // for each of them.
+    __syncwarp();
+  }
+
+  // sum (64 columns x rows) = W x^T. A stage is decoded while the products of the stage before run;
+  // with `early` behind the last one the next tile's first, past the rank's, which begin at
+  // `rank_ring`. Returns whether it is in odd_.
+  template <int kN>
+  __device__ __forceinline__ bool multiply(float (&sum)[kN / 2], bool early,
+                                           Ring<kStages>& rank_ring) {
+    for (int stage = 1;; stage += 2) {
+      if (stage == stages_) {
+        add_last_stage<kN>(sum, even_, odd_, stage > 1, early, rank_ring);
+        return early;
+      }
+      add_stage<kN>(sum, even_, odd_, stage > 1);
+      if (stage + 1 == stages_) {
+        add_last_stage<kN>(sum, odd_, even_, true, early, rank_ring);
+        return false;
+      }
+      add_stage<kN>(sum, odd_, even_, true);
+    }
+  }
+
+  // The products of the stage in `a`; `next` becomes what the ring has come to. Half of the
+  // products are handed on before, half between the two halves of its decoding.
+  template <int kN>
+  __device__ __forceinline__ void add_stage(float (&sum)[kN / 2], const Operand& a, Operand& next,
+                                            bool holds) {
+    const uint64_t b = rows_start_ + slot_ * (kRowBytes / 16);
+    add_steps<kN, 0, 2>(sum, a, b);
+    free_stage_before(holds);
+    Fetched fetched;
+    fetch(fetched);
+    Decoder<kAlong>::template decode<0>(next[0], fetched);
+    Decoder<kAlong>::template decode<1>(next[1], fetched);
+    add_steps<kN, 2, 4>(sum, a, b);
+    Decoder<kAlong>::template decode<2>(next[2], fetched);
+    Decoder<kAlong>::template decode<3>(next[3], fetched);
+  }
+
+  template <int kN>
+  __device__ __forceinline__ void add_last_stage(float (&sum)[kN / 2], const Operand& a,
+                                                 Operand& next, bool holds, bool early,
+                                                 Ring<kStages>& rank_ring) {
+    add_steps<kN, 0, 4>(sum, a, rows_start_ + slot_ * (kRowBytes / 16));
+    free_stage_before(holds);
+    rank_ring = ring_;
+    if (!early) return;
+    ring_.skip(rank_stages_);
+    fetch_all(next);
+  }
+
+  template <int kN, int kFirst, int kEnd>
+  __device__ __forceinline__ void add_steps(float (&sum)[kN / 2], const Operand& a, uint64_t b) {
+    using namespace sm90;
+    products_begin();
+#pragma unroll
+    for (int step = kFirst; step < kEnd; ++step) {
+      DecodedProduct<kN>::add(sum, a[step], b + descriptor_offset<false>(0, step));
+    }
+    products_commit();
+  }
+
+  // When all products but the group handed on last have ended, the stage before is free, and so is
+  // the operand that it came from. A tile's first stage has none before it.
+  __device__ __forceinline__ void free_stage_before(bool holds) {
+    sm90::products_wait<1>();
+    if (holds) release(before_);
+    before_ = slot_;
+  }
+
+  // What the left operand of the stage that the ring has come to is decoded from.
+  __device__ __forceinline__ void fetch(Fetched& fetched) {
+    sm90::barrier_wait(at_.full(ring_.slot), ring_.parity, "a full stage");
+    see_copies();
+    decode_.fetch(fetched, at_, ring_.slot);
+    slot_ = ring_.slot;
+    ring_.advance();
+  }
+
+  __device__ __forceinline__ void fetch_all(Operand& a) {
+    Fetched fetched;
+    fetch(fetched);
+    Decoder<kAlong>::template decode<0>(a[0], fetched);
+    Decoder<kAlong>::template decode<1>(a[1], fetched);
+    Decoder<kAlong>::template decode<2>(a[2], fetched);
+    Decoder<kAlong>::template decode<3>(a[3], fetched);
+  }
+
+  // Ranks [16 s, 16 s + 16) of a thread's two columns: two ranks each, and two further by 8. The
+  // first are asked for when the tile begins; they come straight from global memory.
+  class Factor {
+   public:
+    __device__ __forceinline__ Factor(const Arguments& p, const TileAt& where, int column) : p_(p) {
+      from_ = p.factor + where.expert * p.factor_expert + column * p.factor_column;
+      inside_ = column < p.columns;
+      load(first_, 0);
+    }
+    __device__ __forceinline__ void operator()(uint32_t (&a)[4], int k) const {
+      uint32_t found[8];
+      load(found, k);
+      pack(a, found);
+    }
+    __device__ __forceinline__ void first(uint32_t (&a)[4]) const { pack(a, first_); }
+
+   private:
+    __device__ __forceinline__ void load(uint32_t (&found)[8], int k) const {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {  // half of the ranks, column, rank
+        const int rank = k + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        found[i] = 0;
+        if (rank < p_.rank && inside_) {
+          found[i] = *reinterpret_cast<const uint16_t*>(from_ + i / 2 % 2 * p_.factor_column +
+                                                        rank * p_.factor_rank);
+        }
+      }
+    }
+    static __device__ __forceinline__ void pack(uint32_t (&a)[4], const uint32_t (&found)[8]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = found[2 * i] | found[2 * i + 1] << 16;
+    }
+
+    const Arguments& p_;
+    const char* from_;
+    bool inside_;
+    uint32_t first_[8];
+  };
+
+  // sum += F low^T, 64 of the rank at a time, or 16 where there are no more.
+  template <int kN>
+  __device__ __forceinline__ void add_low_rank(float (&sum)[kN / 2], const Factor& factor,
+                                               Ring<kStages>& ring) {
+    using namespace sm90;
+    for (int k = 0; k < p_.rank; k += kDepth) {
+      uint32_t a[kSteps][4];
+      if (k == 0) {
+        factor.first(a[0]);
+      } else {
+        factor(a[0], k);
+      }
+      const bool few = p_.rank - k <= kInstructionDepth;
+      if (!few) {
+#pragma unroll
+        for (int step = 1; step < kSteps; ++step) factor(a[step], k + step * kInstructionDepth);
+      }
+      barrier_wait(at_.full(ring.slot), ring.parity, "a full stage of the rank");
+      see_copies();
+      const uint64_t b = rows_start_ + ring.slot * (kRowBytes / 16);
+      products_begin();
+      DecodedProduct<kN>::add(sum, a[0], b + descriptor_offset<false>(0, 0));
+      if (!few) {
+#pragma unroll
+        for (int step = 1; step < kSteps; ++step) {
+          DecodedProduct<kN>::add(sum, a[step], b + descriptor_offset<false>(0, step));
+        }
+      }
+      products_commit();
+      products_wait<0>();
+      release(before_);
+      before_ = ring.slot;
+      ring.advance();
+    }
+  }
+
+  // wgmma reads through the async proxy what cp.async has written through the generic one: hence
+  // the fence, behind the barrier.
+  static __device__ __forceinline__ void see_copies() { sm90::fence_for_copies(); }
+
+  // This warp is done with a stage.
+  __device__ __forceinline__ void release(uint32_t slot) const {
+    if (threadIdx.x % 32 == 0) sm90::barrier_arrive(at_.empty(slot));
+    __syncwarp();
+  }
+
+  const Arguments& p_;
+  const SharedMap& at_;
+  const int consumer_;
+  const int stages_;
+  const int rank_stages_;
+  const uint64_t rows_start_;
+  const Decoder<kAlong> decode_;
+  Ring<kStages> ring_;   // the next stage to be decoded
+  uint32_t slot_ = 0;    // of the stage that was decoded last
+  uint32_t before_ = 0;  // of the stage that was multiplied last
+  Operand even_, odd_;   // decoded stages, in turns; a tile begins with even_
+};
+
+// Of an expert's tiles, in steps of instructions; 0 is the tallest, the last has no rows.
+__device__ __forceinline__ int height_class(const int* offsets, int expert) {
+  const int rows = offsets[expert + 1] - offsets[expert];
+  const int height = rows == 0 ? 0 : row_range(rows, row_tiles(rows, kTokens), 0).count;
+  return (kTokens - height) / kHeightStep;
+}
+
+// Over the lanes of a warp before this one.
+__device__ __forceinline__ int sum_before(int own) {
+  int sum = own;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int left = __shfl_up_sync(0xffffffff, sum, distance);
+    if (threadIdx.x % 32 >= distance) sum += left;
+  }
+  return sum - own;
+}
+
+// By one warp: experts in the order of their classes, and of their numbers inside of one, so that
+// all blocks agree. `places` holds how many every class has.
+__device__ __forceinline__ void make_order(const int* offsets, int experts, int* places,
+                                           int* order) {
+  const int lane = static_cast<int>(threadIdx.x);
+  places[lane] = sum_before(places[lane]);
+  __syncwarp();
+  for (int first = 0; first < experts; first += 32) {
+    const int e = first + lane;
+    const int own = e < experts ? height_class(offsets, e) : kHeightClasses;  // or nobody's
+    const uint32_t peers = __match_any_sync(0xffffffff, own);
+    const int place = places[own] + __popc(peers & ((1u << lane) - 1));
+    if (e < experts) order[place] = e;
+    __syncwarp();
+    if (peers >> lane == 1) places[own] = place + 1;  // the last of its class
+    __syncwarp();
+  }
+}
+
+// Offsets; experts in the order of their tiles' heights; tiles of rows before every expert of this
+// order.
+__device__ __forceinline__ void make_tables(const Arguments& p, const SharedMap& at) {
+  int *offsets = at.offsets(), *starts = at.starts(), *order = at.order();
+  int* places = at.sources(0);  // nobody's yet
+  static_assert(kHeightClasses < 32);
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < 32) places[thread] = 0;
+  for (int e = thread; e <= p.experts; e += kThreads) offsets[e] = static_cast<int>(p.offsets[e]);
+  __syncthreads();
+  for (int e = thread; e < p.experts; e += kThreads) {
+    atomicAdd(places + height_class(offsets, e), 1);
+  }
+  __syncthreads();
+  if (thread >= 32) return;
+  make_order(offsets, p.experts, places, order);
+  int before = 0;
+  for (int first = 0; first < p.experts; first += 32) {
+    const int i = first + thread;
+    const int e = i < p.experts ? order[i] : 0;
+    const int own = i < p.experts ? row_tiles(offsets[e + 1] - offsets[e], kTokens) : 0;
+    const int sum = sum_before(own);
+    if (i < p.experts) starts[i] = before + sum;
+    before += __shfl_sync(0xffffffff, sum + own, 31);
+  }
+  if (thread == 0) starts[p.experts] = before;
+}
+
+template <bool kAlong>
+__global__ void __launch_bounds__(kThreads, 1)
+    nf4_product_kernel(const __grid_constant__ Arguments p) {
+  using namespace sm90;
+  extern __shared__ char shared[];
+  const SharedMap at(shared);
+  if (threadIdx.x == 0) {
+    prefetch_map(p.packed);
+    for (int slot = 0; slot < kStages; ++slot) {
+      barrier_init(at.full(slot), kWriters);
+      barrier_init(at.empty(slot), kReaders);
+    }
+    barrier_init_fence();
+    fence_for_copies();
+  }
+  make_tables(p, at);
+  __syncthreads();
+  const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    give_registers<kLoaderRegisters>();
+    Loader<kAlong>(p, at).run();
+  } else {
+    take_registers<kConsumerRegisters>();
+    Consumer<kAlong>(p, at, warpgroup - 1).run();
+  }
+}
+
+}  // namespace optimizer::nf4_product

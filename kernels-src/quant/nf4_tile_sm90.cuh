@@ -1,0 +1,186 @@
+#pragma once
+// Shapes, shared memory and arguments of the product over 4-bit weights on sm_90a.
+//
+//   loader warpgroup   packed weights by TMA, absmax and     |  full ->   two consumer warpgroups:
+//                      gathered rows by cp.async             |  <- empty  decode, wgmma, epilogue
+//
+// Columns of the result are wgmma's M: a consumer decodes 64 of them in registers, where wgmma
+// takes its left operand. Rows are its N, up to 256, so that few experts have more than one tile
+// and a weight is decoded about once. Decoding of a step overlaps with the products of the step
+// before.
+//
+// Shared memory is what limits the kernel. Per 16 of k and 64 columns, in cycles of its 128 bytes:
+// wgmma reads N / 4, the lookups are 32 shuffles, filling takes N / 8, fetching packed bytes about
+// 10; the tensor cores take N / 2. Global memory is read 36 KB per 1024 cycles of tensor cores at
+// N = 256, with up to four stages under way.
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "common/schedule.h"
+#include "quant/row_tiles.h"
+#include "sm90/layout.h"
+#include "sm90/ptx.cuh"
+
+namespace optimizer::nf4_product {
+
+constexpr int kWarpgroup = 128;  // threads
+constexpr int kConsumers = 2;
+constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+constexpr int kPartColumns = 64;  // of one consumer
+constexpr int kColumns = kConsumers * kPartColumns;
+constexpr int kTokens = 256;     // most rows of a tile
+constexpr int kHeightStep = 16;  // of the instructions' N
+constexpr int kHeightClasses = kTokens / kHeightStep + 1;
+constexpr int kDepth = sm90::kBlockSide;  // of the sum, per stage
+constexpr int kSteps = kDepth / sm90::kInstructionDepth;
+constexpr int kStages = 5;
+constexpr int kLoaderBarrier = 3;  // 1 and 2 are the consumers', 0 is __syncthreads'
+// 64 K registers: (56 + 2 * 224) * 128 = 64512
+constexpr int kLoaderRegisters = 56;
+constexpr int kConsumerRegisters = 224;
+constexpr int kMaxExperts = 512;  // their offsets and tiles lie in shared memory
+
+constexpr int kRowBytes = kTokens * sm90::kLineBytes;  // of x, per stage
+constexpr int kPackedBytes = kColumns * kDepth / 2;
+constexpr int kScaleBytes = 4 * kColumns;  // along: one per column; across: kDepth per consumer
+constexpr int kTableBytes = 4 * kTokens;
+static_assert(kColumns == kConsumers * kDepth);  // both kinds of scales fill kScaleBytes
+
+// The loader's threads and the thread that announces TMA's bytes fill a stage, the consumers' warps
+// read it.
+constexpr int kWriters = kWarpgroup + 1;
+constexpr int kReaders = kConsumers * kWarpgroup / 32;
+
+// Addresses in shared memory: stages of rows, of packed bytes and of scales; tables; barriers.
+struct SharedMap {
+  static constexpr int kAlignment = sm90::kGroupBytes;
+  static constexpr uint32_t kPacked = kStages * kRowBytes;
+  static constexpr uint32_t kScales = kPacked + kStages * kPackedBytes;
+  static constexpr uint32_t kTables = kScales + kStages * kScaleBytes;
+  // Sources of two tiles; targets and gates of each consumer.
+  static constexpr uint32_t kPlaces = kTables + (2 + 2 * kConsumers) * kTableBytes;
+  static constexpr uint32_t kBarriers = kPlaces + 16 * kStages;
+  static constexpr uint32_t kExperts = kBarriers + 16 * kStages;
+  static constexpr uint32_t kBytes = kAlignment + kExperts + 3 * 4 * (kMaxExperts + 1);
+
+  char* start;
+  uint32_t base;  // the same for instructions that take 32-bit addresses
+
+  __device__ __forceinline__ explicit SharedMap(char* shared) {
+    const uint32_t address = sm90::shared_offset(shared);
+    base = (address + kAlignment - 1) / kAlignment * kAlignment;
+    start = shared + (base - address);
+  }
+
+  __device__ __forceinline__ uint32_t rows(uint32_t slot) const { return base + slot * kRowBytes; }
+  __device__ __forceinline__ uint32_t packed(uint32_t slot) const {
+    return base + kPacked + slot * kPackedBytes;
+  }
+  __device__ __forceinline__ uint32_t scales(uint32_t slot) const {
+    return base + kScales + slot * kScaleBytes;
+  }
+  __device__ __forceinline__ int* sources(int set) const { return table<int>(set); }
+  __device__ __forceinline__ int* targets(int consumer) const {
+    return table<int>(2 + 2 * consumer);
+  }
+  __device__ __forceinline__ float* gates(int consumer) const {
+    return table<float>(3 + 2 * consumer);
+  }
+  // Of the tile that begins with a stage: its loader knows, consumers need not find out again.
+  __device__ __forceinline__ int4* place(uint32_t slot) const {
+    return reinterpret_cast<int4*>(start + kPlaces) + slot;
+  }
+  __device__ __forceinline__ uint32_t full(uint32_t slot) const {
+    return base + kBarriers + 8 * slot;
+  }
+  __device__ __forceinline__ uint32_t empty(uint32_t slot) const { return full(kStages + slot); }
+  __device__ __forceinline__ int* offsets() const {
+    return reinterpret_cast<int*>(start + kExperts);
+  }
+  __device__ __forceinline__ int* starts() const { return offsets() + kMaxExperts + 1; }
+  __device__ __forceinline__ int* order() const { return starts() + kMaxExperts + 1; }
+
+ private:
+  template <typename T>
+  __device__ __forceinline__ T* table(int index) const {
+    return reinterpret_cast<T*>(start + kTables + index * kTableBytes);
+  }
+};
+static_assert(SharedMap::kBytes <= 227 * 1024);
+static_assert(SharedMap::kPacked % 1024 == 0 && kPackedBytes % 1024 == 0);
+
+struct Arguments {
+  CUtensorMap packed;  // (E, N, K / 2), boxes of 128 x 32 (along) or 64 x 64 bytes
+  const float* absmax;
+  const float* codebook;
+  const char* x;       // rows of `depth`
+  const char* low;     // (R, r) in expert order
+  const char* factor;  // (E, r, columns), any strides
+  const float* bias;
+  const float* gates;  // in slot order
+  const int64_t* slots;
+  const int64_t* offsets;  // (E + 1,)
+  char* out;               // (R, columns), contiguous
+  int64_t x_row;           // bytes
+  int64_t low_row;
+  int64_t factor_expert;
+  int64_t factor_rank;
+  int64_t factor_column;
+  int experts;
+  int rows;  // R
+  int stored_rows;
+  int row_blocks;  // absmax per stored row
+  int shift;
+  int depth;
+  int columns;
+  int rank;  // 0: no LoRA
+  int fan;   // where row i lies in x: 0: at i, f: at slots[i] / f
+  int column_blocks;
+  bool scatter;  // rows go to their slots
+};
+
+// What every role knows about a tile.
+struct TileAt {
+  int expert;
+  int column;  // the first
+  int row;     // the first, in expert order
+  int rows;
+};
+
+// Tiles are numbered from the tallest experts' to the smallest's, and dealt to the blocks to and
+// fro, so that all have about as much to do. Behind a block's first missing tile all are missing.
+__device__ __forceinline__ int dealt_tile(int round) {
+  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+  return round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
+}
+
+// There are fewer than 2^31 tiles: each writes 256 bytes of its own.
+__device__ __forceinline__ TileAt locate(const Arguments& p, const SharedMap& at, int tile) {
+  const int *offsets = at.offsets(), *starts = at.starts();
+  const int index = last_not_above(starts, p.experts, tile / p.column_blocks);
+  const int expert = at.order()[index];
+  const int first = offsets[expert], rows = offsets[expert + 1] - first;
+  const int before = starts[index], tiles = starts[index + 1] - before;
+  const int unit = tile - before * p.column_blocks;
+  // One band of row tiles needs no division of 64 bits.
+  const Place place =
+      tiles <= kBand ? Place{unit % tiles, unit / tiles} : place_of(unit, tiles, p.column_blocks);
+  const RowRange range = row_range(rows, tiles, place.row_tile);
+  return {expert, place.block * kColumns, first + range.first, range.count};
+}
+
+__device__ __forceinline__ int tile_count(const Arguments& p, const SharedMap& at) {
+  return at.starts()[p.experts] * p.column_blocks;
+}
+
+// Which column of a consumer's 64 wgmma's rows `16 warp + group` and 8 further hold: this one and
+// the next. They are neighbours so that a thread's sums make words of the result. Across, they are
+// the nibbles of a byte, and two warps share what one ldmatrix fetches: see nf4_decode_sm90.cuh.
+template <bool kAlong>
+__device__ __forceinline__ int pair_column(int warp, int group) {
+  return kAlong ? 16 * warp + 2 * group : warp / 2 * 32 + 4 * group + warp % 2 * 2;
+}
+
+}  // namespace optimizer::nf4_product
