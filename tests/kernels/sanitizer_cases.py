@@ -20,9 +20,8 @@ import torch
 
 from .._compare import assert_same_bits
 from . import test_nf4_product_gpu
-from ._products import Dense, exact_dense
-from ._symmetric import DTYPES as SYMMETRIC_DTYPES
-from ._symmetric import Problem, exact, laid_out
+from ._products import DTYPES as SYMMETRIC_DTYPES
+from ._products import Dense, Problem, exact, exact_dense, laid_out
 from ._tensors import DTYPES as LIST_DTYPES
 from ._tensors import assert_same, copies, draw
 from .test_adamw import OPTIONS, draw_lists

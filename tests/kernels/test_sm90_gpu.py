@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
-from ._products import Dense, exact_dense
-from ._symmetric import Problem, exact, laid_out
+from ._products import Dense, Problem, exact, exact_dense, laid_out
 
 pytestmark = pytest.mark.gpu
 

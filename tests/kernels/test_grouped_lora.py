@@ -1,0 +1,541 @@
+"""The grouped LoRA ops and their gradients, slot by slot: results, strides, tiles, launches."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from .._compare import assert_error_at_most, assert_same_bits
+from ._grouped import EXPERTS, PATHS, RANK, TOKENS, TOP_K, K, N, doubles, operands, valid_slots
+
+NAMES = ("x", "weight", "lora_a", "lora_b", "bias")
+
+
+def arguments(problem: dict, path: str, grouped_out: bool = False) -> tuple:
+    operands = (*(problem[name] for name in NAMES), 0.5, *problem["order"].operands())
+    return (*operands, TOP_K, grouped_out, path)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("grouped_out", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_results(submodule, ops, device, path, grouped_out):
+    """y and the scaled xa of every slot; zero where an id names no expert."""
+    problem = operands(submodule, device)
+    y, xa = ops.grouped_lora_forward(*arguments(problem, path, grouped_out))
+    wide = doubles(problem)
+    expected = torch.zeros(TOKENS * TOP_K, N, dtype=torch.float64)
+    low = torch.zeros(TOKENS * TOP_K, RANK, dtype=torch.float64)
+    for slot, token, e in valid_slots(problem):
+        x = wide["x"][token]
+        low[slot] = 0.5 * wide["lora_a"][e] @ x
+        expected[slot] = x @ wide["weight"][e] + wide["lora_b"][e] @ low[slot] + wide["bias"][e]
+    slots = problem["slots"].cpu()
+    assert_error_at_most(y.cpu(), expected[slots] if grouped_out else expected, 1e-6)
+    assert_error_at_most(xa.cpu(), low[slots], 1e-6)
+    invalid = torch.ones(TOKENS * TOP_K, dtype=torch.bool)
+    invalid[[slot for slot, _, _ in valid_slots(problem)]] = False
+    assert (y.cpu()[invalid[slots] if grouped_out else invalid] == 0).all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_opcheck(submodule, ops, device, path):
+    problem = operands(submodule, device, torch.bfloat16)
+    torch.library.opcheck(ops.grouped_lora_forward.default, arguments(problem, path))
+
+
+@pytest.mark.parametrize("path", ["compiled", "measured"])
+def test_decoded_slices_of_4_bit_experts_take_triton(submodule, ops, device, path):
+    """Paths of the product over packed weights; decoded ones are weights like all others."""
+    problem = operands(submodule, device)
+    expected = ops.grouped_lora_forward(*arguments(problem, "triton"))
+    for one, other in zip(
+        ops.grouped_lora_forward(*arguments(problem, path)), expected, strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+@pytest.fixture(scope="session")
+def config(submodule):
+    """The module kernels.experts.tiles of the loaded package."""
+    return submodule("kernels.experts.tiles")
+
+
+@pytest.mark.sees_defect("the plan is chosen by mutable globals, which the tests overwrite")
+@pytest.mark.sees_defect("pruning leaves one tile of 32 x 32, or none")
+@pytest.mark.sees_defect("shared memory is asked of a driver: no tile without a GPU")
+@pytest.mark.parametrize("arch", ["sm80", "sm86", "sm90", "hip"])
+@pytest.mark.parametrize("direction", ["forward", "dx", "dots", "low_rank", "product"])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_every_shape_has_a_tile_that_fits(config, arch, direction, element_bytes):
+    """The predecessor's pruning left one tile of 32 x 32 or none; a tile is a pure function."""
+    for rows in (16, 32, 64, 128, 256):
+        for rank in (1, 16, 40, 256):
+            for columns in (16, 768, 4096):
+                shape = config.Shape(arch, rows, 2048, columns, element_bytes, direction, rank)
+                tile = config.choose(shape)
+                assert config.fits(tile, shape), (shape, tile)
+                assert tile == config.choose(shape)
+                assert min(tile.rows, tile.columns, tile.depth) >= 16 and tile.stages >= 1
+                if direction in ("forward", "dx", "dots"):
+                    assert tile.rows == rows
+
+
+def test_rows_of_64_and_more_use_wide_tiles(config):
+    """At 64 rows per expert and above the product runs on tiles that a wgmma takes."""
+    for rows in (64, 128):
+        tile = config.choose(config.Shape("sm90", rows, 2048, 1536, 2, "forward", 16))
+        assert tile.rows >= 64 and tile.columns >= 128
+
+
+@pytest.mark.parametrize("direction", ["forward", "dx", "dots"])
+def test_tiles_that_were_the_fastest(config, direction):
+    """128 x 256 where experts fill 128 rows and few columns are padding; the cases timed."""
+
+    def choose(columns: int, arch: str = "sm90", rows: int = 128):
+        return config.choose(config.Shape(arch, rows, 2048, columns, 2, direction, 16))
+
+    for columns in (512, 768, 1024, 1536, 2048, 4096, 14336, 28672):
+        assert choose(columns) == config.Tile(128, 256, 64, 8, 4), columns
+    for columns in (64, 384, 640, 2880):
+        assert choose(columns) == config.Tile(128, 128, 64, 4, 3), columns
+    assert choose(2048, rows=64) == config.Tile(64, 128, 64, 4, 4)
+    assert choose(2048, arch="sm80").columns == 64
+
+
+def test_low_rank_sums_fit_with_factors_in_float32(config):
+    """Float32 LoRA over bfloat16 rows: the factor's tiles take twice the bytes of the rows'."""
+    shape = config.Shape("sm86", 32, 2048, 64, 2, "low_rank", 64)
+    tile = config.choose(shape)
+    taken = tile.stages * tile.depth * (tile.rows * 2 + tile.columns * 4)
+    assert taken <= config.SMALLEST_SHARED_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("rank", "block"), [(1, 16), (12, 16), (17, 32), (48, 64), (64, 64), (128, 64)]
+)
+def test_rank_is_padded_to_a_block(config, rank, block):
+    assert config.block_rank(rank) == block
+
+
+def test_unknown_direction(config):
+    with pytest.raises(ValueError, match="direction must be one of"):
+        config.choose(config.Shape("sm90", 64, K, N, 2, "backward"))
+
+
+@pytest.mark.sees_defect("tuned anew for each number of tokens, without the rank in the key")
+def test_what_a_tile_depends_on(config):
+    """No number of tokens, no routing: the rows of a tile stand for the mean rows per expert."""
+    names = {field.name for field in dataclasses.fields(config.Shape)}
+    assert names == {"arch", "rows", "depth", "columns", "element_bytes", "direction", "rank"}
+    low = [config.choose(config.Shape("sm90", 64, 2048, 16, 2, "low_rank", r)) for r in (16, 64)]
+    assert low[0] != low[1]
+
+
+@pytest.mark.sees_defect(
+    "gradients are added by atomics in the parameter's dtype: rounded often, never the same"
+)
+def test_no_kernel_uses_atomics(submodule):
+    """Two additions in an order that differs from run to run would differ in their last bits."""
+    folder = Path(submodule("kernels").__file__).parent
+    sources = [path.read_text() for path in folder.rglob("*.py")]
+    assert sum("@triton.jit" in source for source in sources) >= 5
+    assert not any(re.search(r"\btl\.atomic", source) for source in sources)
+
+
+@pytest.fixture
+def calls(submodule, monkeypatch):
+    """Names of the launches on the Triton path, in order."""
+    made: list[str] = []
+    module = submodule("kernels.experts.grouped_launch_triton")
+
+    def watch(name: str) -> None:
+        real = getattr(module, name)
+
+        def launch(*arguments, **options):
+            made.append(name)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(module, name, launch)
+
+    for name in ("low_rank", "grouped_product", "expert_products"):
+        watch(name)
+    return made
+
+
+@pytest.mark.sees_defect("x A^T is computed again for every tile of columns")
+@pytest.mark.sees_defect("dY B is computed again for every tile of columns")
+@pytest.mark.sees_defect("dA and dB compute x A^T and dY B again for every block")
+def test_low_rank_products_are_computed_once(submodule, moe_problem, calls):
+    """x A^T once in forward, dY B once in dX; the gradients of A and B read both again."""
+    y, leaves = moe_problem
+    assert calls == ["low_rank", "grouped_product"]
+    calls.clear()
+    torch.autograd.grad(y.sum(), leaves)
+    assert calls == ["low_rank", "grouped_product", "expert_products"]
+
+
+@pytest.fixture
+def moe_problem(submodule, device, calls):
+    """(y, its leaves) of one differentiable product on the Triton path."""
+    problem = operands(submodule, device)
+    leaves = [problem[name].detach().requires_grad_() for name in ("x", "lora_a", "lora_b")]
+    order = submodule("moe").expert_sort(problem["ids"].to(device), 3)
+    x, a, b = leaves
+    linear = submodule("moe").grouped_lora_linear
+    y = linear(x, problem["weight"], order, a, b, backend="triton")
+    return y, leaves
+
+
+@pytest.fixture
+def launched(submodule, monkeypatch, device):
+    """{launch: its tensors} of forward on the Triton path; nothing runs. And the operands."""
+    module = submodule("kernels.experts.grouped_launch_triton")
+    seen: dict[str, list] = {}
+    for name in ("low_rank", "grouped_product"):
+        monkeypatch.setattr(
+            module, name, lambda *operands, name=name, **_: seen.update({name: operands})
+        )
+    problem = operands(submodule, device, torch.float16)
+    records = submodule("kernels.experts.grouped_lora")
+    lora = records.LoraFactors(problem["lora_a"], problem["lora_b"], 0.5)
+    weights = records.ExpertWeights(problem["weight"], lora, problem["bias"])
+    module.grouped_lora_forward_triton(problem["x"], weights, problem["order"], TOP_K, True)
+    return problem, seen
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.data_ptr(), one.dtype) == (other.data_ptr(), other.dtype)
+
+
+@pytest.mark.sees_defect("rows are gathered by a pass of their own")
+def test_no_gathered_copy(launched):
+    """Rows are gathered by the kernel's loads: it gets x itself, T rows, and the slots."""
+    problem, seen = launched
+    for name in ("low_rank", "grouped_product"):
+        assert same_memory(seen[name][0], problem["x"])
+        assert any(one is problem["order"] for one in seen[name])
+
+
+def test_factors_are_read_in_place(launched):
+    """Float32 factors under float16, B in PEFT's strides: launches get them as they are."""
+    problem, seen = launched
+    assert not problem["lora_b"].is_contiguous() and problem["lora_b"].dtype == torch.float32
+    assert same_memory(seen["low_rank"][1], problem["lora_a"])
+    assert same_memory(seen["grouped_product"][1], problem["weight"])
+    assert same_memory(seen["grouped_product"][3], problem["lora_b"])
+
+
+DX_NAMES = ("dy", "weight", "lora_a", "lora_b", "bias")
+
+
+def arguments_dx(
+    problem: dict, path: str, grouped_out: bool = False, wants_dx: bool = True
+) -> tuple:
+    return (
+        *(problem[name] for name in DX_NAMES),
+        0.5,
+        *problem["order"].operands(),
+        problem["gates"],
+        problem["x"],
+        1,
+        TOP_K,
+        grouped_out,
+        wants_dx,
+        path,
+    )
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("grouped_out", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_results_dx(submodule, ops, device, path, grouped_out):
+    problem = operands(submodule, device)
+    dx, yb, dgates = ops.grouped_lora_dx(*arguments_dx(problem, path, grouped_out))
+    wide = doubles(problem)
+    slots = problem["slots"].cpu()
+    expected = torch.zeros(TOKENS * TOP_K, K, dtype=torch.float64)
+    low = torch.zeros(TOKENS * TOP_K, RANK, dtype=torch.float64)
+    dots = torch.zeros(TOKENS * TOP_K, dtype=torch.float64)
+    for slot, token, e in valid_slots(problem):
+        dy = wide["dy"][slot]
+        low[slot] = 0.5 * dy @ wide["lora_b"][e]
+        through = wide["weight"][e] @ dy + low[slot] @ wide["lora_a"][e]
+        expected[slot] = wide["gates"].reshape(-1)[slot] * through
+        dots[slot] = through @ wide["x"][token] + dy @ wide["bias"][e]
+    assert_error_at_most(dx.cpu(), expected[slots] if grouped_out else expected, 1e-6)
+    assert_error_at_most(yb.cpu(), low[slots], 1e-6)
+    assert_error_at_most(dgates.cpu(), dots, 1e-6)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_without_dx_the_rest_is_the_same(submodule, ops, device, path):
+    problem = operands(submodule, device)
+    _, yb, dgates = ops.grouped_lora_dx(*arguments_dx(problem, path))
+    dx, again, gates_again = ops.grouped_lora_dx(*arguments_dx(problem, path, wants_dx=False))
+    assert dx.shape == (0, K)
+    assert torch.equal(yb, again) and torch.equal(dgates, gates_again)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_opcheck_dx(submodule, ops, device, path):
+    problem = operands(submodule, device, torch.bfloat16)
+    torch.library.opcheck(ops.grouped_lora_dx.default, arguments_dx(problem, path))
+
+
+DW_NAMES = ("x", "dy", "weight", "bias")
+
+
+def arguments_dw(problem: dict, path: str, wants=(True, True)) -> tuple:
+    operands = (*(problem[name] for name in DW_NAMES), *problem["order"].operands())
+    return (*operands, problem["gates"], TOP_K, 1, *wants, path)
+
+
+@pytest.mark.sees_defect("the gradient of a bias is None and that of a trained weight is zero")
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("path", PATHS)
+def test_results_dw(submodule, ops, device, path):
+    problem = operands(submodule, device)
+    dw, dbias = ops.grouped_lora_dw(*arguments_dw(problem, path))
+    wide = doubles(problem)
+    expected_w = torch.zeros(dw.shape, dtype=torch.float64)
+    expected_b = torch.zeros(dbias.shape, dtype=torch.float64)
+    for slot, token, e in valid_slots(problem):
+        grad = wide["gates"].reshape(-1)[slot] * wide["dy"][slot]
+        expected_w[e] += torch.outer(wide["x"][token], grad)
+        expected_b[e] += grad
+    assert_error_at_most(dw.cpu(), expected_w, 1e-6)
+    assert_error_at_most(dbias.cpu(), expected_b, 1e-6)
+    assert dw.stride() == problem["weight"].stride()
+    assert_same_bits(dw[1].contiguous(), torch.zeros_like(dw[1]).contiguous())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_is_not_wanted_is_empty(submodule, ops, device, path):
+    problem = operands(submodule, device)
+    dw, dbias = ops.grouped_lora_dw(*arguments_dw(problem, path, wants=(False, True)))
+    assert dw.numel() == 0 and dbias.shape == problem["bias"].shape
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_opcheck_dw(submodule, ops, device, path):
+    problem = operands(submodule, device, torch.bfloat16)
+    torch.library.opcheck(ops.grouped_lora_dw.default, arguments_dw(problem, path))
+
+
+ROWS = TOKENS * TOP_K
+
+
+def arguments_dab(submodule, device, path, dtype=torch.float32, wants=(True, True)) -> tuple:
+    problem = operands(submodule, device, dtype)
+    generator = torch.Generator().manual_seed(1)
+    xa, yb = torch.randn(2, ROWS, RANK, generator=generator).to(device, dtype).unbind()
+    tensors = (problem["x"], problem["dy"], xa, yb, problem["lora_a"], problem["lora_b"])
+    order = problem["order"].operands()
+    return problem, (*tensors, *order, problem["gates"], TOP_K, 1, *wants, path)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("path", PATHS)
+def test_results_dab(submodule, ops, device, path):
+    problem, given = arguments_dab(submodule, device, path)
+    da, db = ops.grouped_lora_dab(*given)
+    wide = doubles(problem)
+    xa, yb = given[2].double().cpu(), given[3].double().cpu()
+    expected_a = torch.zeros(da.shape, dtype=torch.float64)
+    expected_b = torch.zeros(db.shape, dtype=torch.float64)
+    rows = problem["rows"].cpu()
+    for slot, token, e in valid_slots(problem):
+        gate = wide["gates"].reshape(-1)[slot]
+        expected_a[e] += gate * torch.outer(yb[rows[slot]], wide["x"][token])
+        expected_b[e] += gate * torch.outer(wide["dy"][slot], xa[rows[slot]])
+    assert_error_at_most(da.cpu(), expected_a, 1e-6)
+    assert_error_at_most(db.cpu(), expected_b, 1e-6)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_experts_without_rows_get_exact_zeros(submodule, ops, device, path):
+    problem, given = arguments_dab(submodule, device, path)
+    empty = sorted(set(range(EXPERTS)) - {e for _, _, e in valid_slots(problem)})
+    assert empty == [1]
+    for gradient in ops.grouped_lora_dab(*given):
+        assert_same_bits(gradient[1].contiguous(), torch.zeros_like(gradient[1]).contiguous())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_gradients_have_the_strides_of_the_parameters(submodule, ops, device, path):
+    """PEFT's B (N, r E) is read through a view; its gradient comes in the same memory order."""
+    problem, given = arguments_dab(submodule, device, path)
+    da, db = ops.grouped_lora_dab(*given)
+    assert da.stride() == problem["lora_a"].stride()
+    assert db.stride() == problem["lora_b"].stride() == (1, RANK * EXPERTS, EXPERTS)
+    assert (da.dtype, db.dtype) == (torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("wants", [(True, False), (False, True)])
+def test_what_is_not_wanted_is_empty_dab(submodule, ops, device, path, wants):
+    _, given = arguments_dab(submodule, device, path)
+    both = ops.grouped_lora_dab(*given)
+    _, given = arguments_dab(submodule, device, path, wants=wants)
+    for wanted, one, of_both in zip(wants, ops.grouped_lora_dab(*given), both, strict=True):
+        assert torch.equal(one, of_both) if wanted else one.numel() == 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_opcheck_dab(submodule, ops, device, path):
+    _, given = arguments_dab(submodule, device, path, torch.bfloat16)
+    torch.library.opcheck(ops.grouped_lora_dab.default, given)
+
+
+def arguments_linear(problem: dict, path: str, gated: bool = True) -> tuple:
+    operands = (*(problem[name] for name in NAMES), 0.5, *problem["order"].operands())
+    return (*operands, problem["gates"] if gated else None, False, False, path)
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("path", PATHS)
+def test_equals_the_shipped_reference(submodule, ops, device, path, gated):
+    problem = operands(submodule, device)
+    y, _ = ops.grouped_lora_linear(*arguments_linear(problem, path, gated))
+    names = ("x", "weight", "lora_a", "lora_b", "bias", "gates")
+    wide = [problem[name].double().cpu() for name in names]
+    wide[5] = wide[5] if gated else None
+    reference = submodule("reference.moe").grouped_lora_linear
+    assert_error_at_most(y.cpu(), reference(*wide, problem["ids"], 0.5), 1e-6)
+
+
+@pytest.mark.sees_defect("a flat list of fifteen arguments_linear, no registered op")
+@pytest.mark.parametrize("path", PATHS)
+def test_opcheck_linear(submodule, ops, device, path):
+    problem = operands(submodule, device)
+    for name in ("x", "weight", "lora_a", "lora_b", "bias", "gates"):
+        problem[name] = problem[name].detach().requires_grad_()
+    torch.library.opcheck(ops.grouped_lora_linear.default, arguments_linear(problem, path))
+
+
+LONG = 5000  # of K: three parts of the low-rank product, the last one shorter
+
+
+@pytest.fixture(scope="session")
+def launch(submodule):
+    """The module kernels.experts.grouped_launch_triton of the loaded package."""
+    return submodule("kernels.experts.grouped_launch_triton")
+
+
+@pytest.fixture
+def reordered(launch, monkeypatch):
+    """Shapes of the factors that are reordered, in order."""
+    shapes: list[tuple[int, ...]] = []
+    real = launch.reorder
+
+    def watch(source, target):
+        shapes.append(tuple(source.shape))
+        return real(source, target)
+
+    monkeypatch.setattr(launch, "reorder", watch)
+    return shapes
+
+
+STRIDES = {  # (E, r, N) from memory
+    "contiguous": lambda t: t.contiguous(),
+    "PEFT's B": lambda t: t.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+    "rank inside the experts": lambda t: t.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    "gaps": lambda t: torch.stack((t, t), -1)[..., 1],
+}
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 24), (5, 1, 70), (1, 4, 130), (40, 7, 1)], ids=str)
+@pytest.mark.parametrize("source", STRIDES)
+@pytest.mark.parametrize("target", STRIDES)
+def test_reorder_between_any_strides(launch, device, shape, source, target):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+    given, out = STRIDES[source](values), STRIDES[target](torch.zeros_like(values))
+    assert launch.reorder(given, out) is out
+    assert_same_bits(out.contiguous(), values.contiguous())
+
+
+def test_reorder_converts(launch, device):
+    """Float32 factors over narrow activations: rounded once, to the nearest."""
+    values = torch.randn(3, 4, 24, generator=torch.Generator().manual_seed(0)).to(device)
+    found = launch.packed(STRIDES["PEFT's B"](values), torch.float16)
+    assert found.is_contiguous()
+    assert_same_bits(found, values.half())
+
+
+def test_what_is_read_in_place(launch, device):
+    """A copy is made only where neither the rank nor N is fastest."""
+    values = torch.randn(3, 4, 24, device=device)
+    for name, place in STRIDES.items():
+        factor = place(values)
+        kept = launch.packed(factor, torch.float32).data_ptr() == factor.data_ptr()
+        assert kept == (name in ("contiguous", "rank inside the experts")), name
+    stored = torch.randn(3, 24, 4, device=device).transpose(1, 2)  # (E, N, r)
+    assert launch.packed(stored, torch.float32) is stored
+    row = torch.randn(3, 24, device=device)[:, None]  # a bias as a factor of rank 1
+    assert launch.packed(row, torch.float32) is row
+    assert launch.is_scattered(torch.empty(24, 3, device=device).T[:, None])  # PEFT's B of rank 1
+
+
+def test_peft_factors_are_reordered_once_per_op(submodule, device, reordered):
+    """B once in forward and once in dX, its gradient once; A, whose K is fastest, never."""
+    problem = operands(submodule, device)
+    leaves = [problem[name].detach().requires_grad_() for name in ("x", "lora_a", "lora_b")]
+    order = submodule("moe").expert_sort(problem["ids"].to(device), 3)
+    linear = submodule("moe").grouped_lora_linear
+    x, a, b = leaves
+    y = linear(x, problem["weight"], order, a, b, backend="triton")
+    assert reordered == [(3, RANK, N)]
+    found = torch.autograd.grad(y.sum(), leaves)
+    assert reordered == [(3, RANK, N)] * 3
+    assert found[2].stride() == b.stride()
+    reordered.clear()
+    y = linear(x, problem["weight"], order, a, b.detach().contiguous(), backend="triton")
+    torch.autograd.grad(y.sum(), leaves[:2])
+    assert reordered == []
+
+
+def long_product(submodule, launch, device, tokens: int, dtype=torch.float32):
+    """(xa, its operands) of a sum over LONG, for the first tokens of one routing."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(20, LONG, generator=generator).to(device, dtype)[:tokens]
+    factor = torch.randn(3, RANK, LONG, generator=generator).to(device)
+    ids = torch.randint(0, 3, (20, TOP_K), generator=generator)[:tokens]
+    sort = submodule("kernels.experts.expert_sort").expert_sort
+    order = sort(ids.to(device), 3, tile_rows=16)
+    out = torch.full((tokens * TOP_K, RANK), torch.nan, device=device, dtype=dtype)
+    launch.low_rank(x, factor, order, out, scaling=0.5, fan=TOP_K, scatter=True)
+    return out, x, factor, ids
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_long_sum_in_parts(submodule, launch, device, dtype):
+    """K = 5000 is cut in two; a part that is lost or counted twice changes half of the result."""
+    out, x, factor, ids = long_product(submodule, launch, device, 20, dtype)
+    assert launch.config.span(LONG, launch.config.Tile(16, 16, 64, 4, 3)) < LONG
+    token = torch.arange(20).repeat_interleave(TOP_K)
+    chosen = factor.double().cpu()[ids.reshape(-1)]
+    expected = 0.5 * torch.einsum("rk,rik->ri", x.double().cpu()[token], chosen)
+    assert_error_at_most(out.double().cpu(), expected, 1e-6 if dtype == torch.float32 else 5e-4)
+
+
+def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(submodule, launch, device):
+    few, *_ = long_product(submodule, launch, device, 3)
+    many, *_ = long_product(submodule, launch, device, 20)
+    assert_same_bits(few, many[: 3 * TOP_K])
+
+
+def test_where_a_sum_is_cut(launch):
+    """Parts are whole steps, cover K once, and depend on K and the tile alone."""
+    for depth in (16, 64, 128):
+        tile = launch.config.Tile(16, 16, depth, 4, 3)
+        for k in (1, 100, 2048, 4095, 4096, 5000, 14336, 28672):
+            span = launch.config.span(k, tile)
+            parts = -(-k // span)
+            assert span % depth == 0 and (parts - 1) * span < k <= parts * span
+            assert parts <= max(k // launch.config.SPAN, 1)
