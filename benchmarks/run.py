@@ -7,7 +7,7 @@ python benchmarks/run.py orthogonalize                        the same for ortho
 python benchmarks/run.py moe_lora [-m MODEL ...] [-r RANK ...] [-T TOKENS]
 python benchmarks/run.py nf4                                  layers on 4-bit experts, decoding
 python benchmarks/run.py end_to_end --case CASE [CASE ...]    trainings, models, first calls
-python benchmarks/run.py plots [--check]                      README's table and the plots
+python benchmarks/run.py plots [--check]                      README's table, docs/benchmarks, plots
 
 A case is timed only after its results were compared with the reference. Finished rows stand in
 DIR/<gpu>/<name>.partial.json until the file is complete; after a cut-off the same command goes on
@@ -20,7 +20,7 @@ cases that it names (such as gpt-124M/muon, qwen3-moe-8l, first_use) and puts th
 file that is there; token ids and compiled models stay in --cache for the next one. PEERS=<folder>,
 an environment variable, names checkouts of other projects, which get rows beside ours
 (harness/peers.py). Under torchrun `--device cpu` tries tiny sets over gloo and writes nothing. See
-docs/measuring.md.
+docs/dev/measuring.md.
 """
 
 from __future__ import annotations

@@ -272,8 +272,8 @@ def test_zoo_rows_are_not_listed_in_readme(harness, checkout):
     digest = harness.sources.sources_digest("orthogonalize", checkout)
     write(path, HEAD | {"sources": digest}, rows)
     harness.plots.draw(checkout)
-    readme = (checkout / "README.md").read_text()
-    assert "`1x2048x2048/heavy` | 0.27 | 0.02 | 0.26" in readme and "zoo/" not in readme
+    page = (checkout / "docs/benchmarks/h200-orthogonalize.md").read_text()
+    assert "`1x2048x2048/heavy` | 0.27 | 0.02 | 0.26" in page and "zoo/" not in page
     assert harness.plots.findings(checkout) == []
     assert "[gram_polynomial]" in path.with_suffix(".svg").read_text()
 
@@ -357,19 +357,22 @@ def test_the_clock_is_the_host_and_what_the_device_has_left(harness):
     assert len(called) == 2 * 8 + 3 * 2 * (8 + 30)
 
 
-def test_readme_table_and_plots(harness, checkout):
+def test_readme_table_pages_and_plots(harness, checkout):
     plots = harness.plots
-    assert len(plots.findings(checkout)) == 2  # table and plot
+    assert len(plots.findings(checkout)) == 3  # table, page and plot
     plots.draw(checkout)
     assert plots.findings(checkout) == []
     readme = (checkout / "README.md").read_text()
     assert readme.startswith("# title\n") and readme.endswith("\ntail\n") and "old" not in readme
+    assert "| `nf4_dequant`, 128 experts | 0.27 | peer 1.0: 0.43 | 1.59 |" in readme.splitlines()
+    assert "[elementwise](docs/benchmarks/h200-elementwise.md)" in readme
+    page = (checkout / "docs/benchmarks/h200-elementwise.md").read_text()
     assert (
         "| `nf4_dequant/128x1536x2048` | 0.27 | 0.02 | 0.26 | 92% | peer 1.0, 0.43 ms | 1.59 |"
-        in readme.splitlines()
+        in page.splitlines()
     )
-    assert "On 40 random shapes the median is 92% of the floor" in readme
-    assert quoted_results(readme) == {Path("h200/elementwise.json")}
+    assert "On 40 random shapes the median is 92% of the floor" in page
+    assert quoted_results(page) == {Path("h200/elementwise.json")}
     plot = checkout / "benchmarks/results/h200/elementwise.svg"
     first = plot.read_bytes()
     plots.draw(checkout)
@@ -380,6 +383,7 @@ def test_readme_table_and_plots(harness, checkout):
     ("edit", "message"),
     [
         ("README.md", "README.md: the results table is stale"),
+        ("docs/benchmarks/h200-elementwise.md", "docs/benchmarks/h200-elementwise.md: is stale"),
         ("benchmarks/results/h200/elementwise.json", "its plot is stale"),
         ("kernels-src/quant/nf4_dequant.cu", "its sources have changed since"),
     ],
@@ -387,9 +391,52 @@ def test_readme_table_and_plots(harness, checkout):
 def test_a_change_makes_it_stale(harness, checkout, edit, message):
     harness.plots.draw(checkout)
     path = checkout / edit
-    text = path.read_text().replace("0.26", "0.27")
-    path.write_text(text + ("int edited;\n" if path.suffix == ".cu" else "\n"))
+    text = path.read_text().replace("0.26", "0.27").replace("0.43", "0.44")
+    path.write_text(text + ("int edited;\n" if path.suffix.startswith(".cu") else "\n"))
     assert any(message in finding for finding in harness.plots.findings(checkout))
+
+
+def row(case, ms, baseline_ms, variant="auto"):
+    """As a result file has it, as far as README's table reads it."""
+    found = {"case": case, "variant": variant, "ok": True, "wall_ms": ms}
+    return found | {
+        "baseline": "AdamW",
+        "baseline_wall_ms": baseline_ms,
+        "speedup": baseline_ms / ms,
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "rows", "line"),
+    [
+        ("a", [row("a", 2.0, 3.0)], "| text | 2 | AdamW: 3 | 1.50 |"),
+        ("a", [row("a", 2.0, 3.0), row("a", 1.0, 3.0, "dion")], "| text | 2 | dion: 1 | 0.50 |"),
+        ("a", [row("a", 2.0, 3.0), row("a", 1.0, 3.0, "torch")], "| text | 2 | AdamW: 3 | 1.50 |"),
+        (None, [row("a", 2.0, 3.0), row("b", 2.0, 1.0)], "| text, `b` | 2 | AdamW: 1 | 0.50 |"),
+        ("c", [row("a", 2.0, 3.0)], None),
+        ("a", [row("a", 2.0, 3.0) | {"ok": False}], None),
+    ],
+)
+def test_a_headline_names_the_fastest_peer(harness, case, rows, line):
+    """A path of ours that "auto" does not take is no peer; what was not measured has no line."""
+    headline = harness.plots.Headline("file", case, "text")
+    assert harness.plots._headline(headline, {"rows": rows}) == line
+
+
+def test_a_headline_may_compare_rows_of_their_own(harness):
+    against = {"g/torch_muon": "torch.optim.Muon", "g/dion": "dion"}
+    headline = harness.plots.Headline("file", "g/muon", "text", against)
+    rows = [row("g/muon", 2.0, 1.0), row("g/torch_muon", 3.0, 1.0), row("g/adamw", 1.0, 1.0)]
+    line = "| text | 2 | torch.optim.Muon: 3 | 1.50 |"
+    assert harness.plots._headline(headline, {"rows": rows}) == line
+    assert harness.plots._headline(headline, {"rows": rows[:1]}) is None
+    assert harness.plots._headline(headline, None) is None
+
+
+def test_readme_has_eight_headlines_at_most(harness):
+    assert harness.plots.HEADLINE_ROWS == 8
+    table = harness.plots.headlines(ROOT)
+    assert 2 < sum(line.startswith("| ") for line in table.splitlines()) <= 9
 
 
 def test_markers_must_be_there_once(harness, checkout):

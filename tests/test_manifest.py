@@ -14,10 +14,6 @@ from .static.project import ROOT, report
 pytestmark = pytest.mark.static
 
 
-def readme_table_findings(project: Project) -> list[str]:
-    return manifest.op_table_findings(project, "README.md")
-
-
 def card_table_findings(project: Project) -> list[str]:
     return manifest.op_table_findings(project, "CARD.md")
 
@@ -28,7 +24,6 @@ CHECKS = (
     manifest.binding_findings,
     manifest.python_findings,
     manifest.document_findings,
-    readme_table_findings,
     card_table_findings,
     manifest.changelog_findings,
     manifest.pin_findings,
@@ -88,8 +83,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
     "torch-ext/toy/kernels/sum_triton.py": "",
     "torch-ext/toy/reference/math.py": "def sum(x): ...\n",
     "tests/kernels/test_sum.py": "sum(x)\n",
-    "README.md": "Call `chain`.\n"
-    + TABLE.replace("sum.cu`", "sum.cu` `kernels-src/sum/sum_sm90.cu`"),
+    "README.md": "Call `chain`.\n",
     "CARD.md": TABLE.replace("sum.cu`", "sum.cu`, `kernels-src/sum/sum_sm90.cu`"),
     "CHANGELOG.md": "# Changes\n\n## Version 3\n\n## Version 2\n",
     ".pre-commit-config.yaml": "additional_dependencies: [ruff==1.2.3]\n",
@@ -202,26 +196,26 @@ BREAKS = [
         adding("torch-ext/toy/__init__.py", "from .a import fold\n__all__ = ['fold']\n"),
         "fold: is in __all__",
     ),
-    (readme_table_findings, without("README.md"), "README.md is missing"),
-    (readme_table_findings, adding("README.md", "Call `chain`."), "has no table"),
+    (card_table_findings, without("CARD.md"), "CARD.md is missing"),
+    (card_table_findings, adding("CARD.md", "Call `chain`."), "has no table"),
     (
-        readme_table_findings,
-        replacing("README.md", "| `chain` | `chain`", "| `chain` | `fold`"),
+        card_table_findings,
+        replacing("CARD.md", "| `chain` | `chain`", "| `chain` | `fold`"),
         "lacks chain",
     ),
     (
-        readme_table_findings,
-        replacing("README.md", "| `chain` | `chain`", "| `chain` | `fold`"),
+        card_table_findings,
+        replacing("CARD.md", "| `chain` | `chain`", "| `chain` | `fold`"),
         "names fold, no op",
     ),
     (
-        readme_table_findings,
-        replacing("README.md", "kernels-src/sum/sum.cu", "kernels-src/sum/old.cu"),
+        card_table_findings,
+        replacing("CARD.md", "kernels-src/sum/sum.cu", "kernels-src/sum/old.cu"),
         "old.cu, which does not exist",
     ),
     (
-        readme_table_findings,
-        replacing("README.md", "`torch-ext/toy/kernels/sum_triton.py`", "-"),
+        card_table_findings,
+        replacing("CARD.md", "`torch-ext/toy/kernels/sum_triton.py`", "-"),
         "the row of sum lacks torch-ext/toy/kernels/sum_triton.py",
     ),
     (

@@ -1,11 +1,11 @@
-"""The Python blocks of README and of docs/nf4.md run as they stand, in order."""
+"""The Python blocks of README and of every page for users run as they stand, page by page."""
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -16,23 +16,40 @@ CPU_BACKEND = """
 import functools, kernels
 kernels.get_kernel = functools.partial(kernels.get_kernel, backend="cpu")
 """
+BLOCK = re.compile(r"^ *```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+# Pages whose blocks a test of their own runs, with what they need beside them, and looks at.
+ELSEWHERE = {"docs/concepts/moe-lora.md", "docs/concepts/nf4.md"}
 
 
-def test_python_blocks_run(opt, repo_id: str) -> None:
+def blocks(page: Path) -> list[str]:
+    """The Python of a page, block by block."""
+    return [textwrap.dedent(code) for code in BLOCK.findall(page.read_text())]
+
+
+def pages() -> list[str]:
+    """README and the pages for users that hold Python."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    names = [page.relative_to(ROOT).as_posix() for page in found if blocks(page)]
+    return [name for name in names if not name.startswith("docs/dev/")]
+
+
+@pytest.mark.parametrize("name", [name for name in pages() if name not in ELSEWHERE])
+def test_python_blocks_run(opt, forks, repo_id: str, name: str) -> None:
+    """All blocks of a page, in order, in one process; each page imports what it uses."""
     import torch
 
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert blocks, "README.md has no ```python block"
+    code = blocks(ROOT / name)
     if torch.version.cuda and not torch.cuda.is_available():
-        blocks.insert(0, CPU_BACKEND)
-    result = subprocess.run(
-        [sys.executable, "-c", "\n".join(blocks)],
-        env={**os.environ, "LOCAL_KERNELS": f"{repo_id}={ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=240,
+        code.insert(0, CPU_BACKEND)
+    result = forks.run(
+        *("-c", "\n".join(code)),
+        environment={**os.environ, "LOCAL_KERNELS": f"{repo_id}={ROOT}", "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr[-4000:]
+
+
+def test_pages_that_are_run_elsewhere_exist() -> None:
+    assert set(pages()) >= ELSEWHERE
 
 
 def test_message_for_a_missing_version_is_the_one_shown(opt, repo_id: str) -> None:
@@ -71,7 +88,7 @@ def test_code_runs(opt, device, tmp_path) -> None:
 
     from .integrations._models import build, tokens
 
-    page = (ROOT / "docs" / "nf4.md").read_text()
+    page = (ROOT / "docs/concepts/nf4.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     assert len(blocks) == 4
     found = {"opt": opt}

@@ -1,4 +1,4 @@
-"""Result files have their form, and those that README quotes match today's sources. No torch."""
+"""Result files have their form; those that pages quote match today's sources. No torch."""
 
 from __future__ import annotations
 
@@ -69,19 +69,20 @@ def test_result_files_have_their_form() -> None:
 
 
 def test_quoted_results_are_of_these_sources() -> None:
-    """README's numbers stand only as long as the code that they measured."""
+    """The numbers of README and docs/benchmarks stand only as long as the code they measured."""
     from benchmarks.harness.progress import is_partial
     from benchmarks.harness.sources import recorded, sources_digest
 
-    readme = ROOT / "README.md"
-    assert readme.is_file(), "README.md is missing"
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs/benchmarks").glob("*.md"))]
+    quotes = {path: page.name for page in pages for path in quoted_results(page.read_text())}
+    assert quotes, "no page quotes a result"
     findings = []
-    for path in sorted(quoted_results(readme.read_text())):
+    for path, page in sorted(quotes.items()):
         if is_partial(path):
-            findings.append(f"README.md quotes {path}, which is not complete")
+            findings.append(f"{page} quotes {path}, which is not complete")
             continue
         if not (RESULTS / path).is_file():
-            findings.append(f"README.md quotes benchmarks/results/{path}, which does not exist")
+            findings.append(f"{page} quotes benchmarks/results/{path}, which does not exist")
             continue
         for entry, digest in recorded(path, json.loads((RESULTS / path).read_text())).items():
             if digest != sources_digest(entry):

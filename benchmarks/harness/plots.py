@@ -1,10 +1,15 @@
-"""README's results table and one plot per result file, drawn from the committed files only."""
+"""What pages quote of the committed result files, and nothing else.
+
+README has a plot and a short table, docs/benchmarks/ a page with every table of each file, and each
+file has a plot beside it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +17,19 @@ from . import elementwise, orthogonalize
 from .experts import moe_lora, nf4
 from .optimizer_step import one_gpu
 from .optimizer_step.several_gpus import LINK_TBPS
+from .peers import CHECKOUTS
 from .progress import is_partial
 from .report import FLOOR_TBPS, FLOOR_TFLOPS
 from .sources import RESULTS, SOURCES, entry_of, recorded, sources_digest
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 EMPTY = "No measurement has been committed yet."
+PAGES = Path("docs/benchmarks")  # below the root: docs/benchmarks/<gpu>-<name>.md
 # Optimizer of a training -> its line.
 COLORS = {"adamw": "#999999", "torch_muon": "#c77d2e", "muon": "#2a6f97", "muon_adamw": "#61305d"}
 COLORS |= {"dion": "#4c9a6a", "nanochat": "#b0413e"}
 
-# Result file -> names of the rows that were drawn at random: summed up in README, not listed.
+# Result file -> names of the rows that were drawn at random: summed up, not listed.
 DRAWN = {
     "elementwise": elementwise.random_cases,
     "moe_lora": moe_lora.random_cases,
@@ -38,23 +45,131 @@ def result_files(root: Path) -> list[Path]:
     return sorted(path for path in found if not is_partial(path))
 
 
-def table(root: Path) -> str:
-    """The markdown between README's markers."""
-    parts = [_section(path, root) for path in result_files(root)]
-    return "\n\n".join(parts) if parts else EMPTY
+@dataclass(frozen=True)
+class Headline:
+    """A row of README's table.
+
+    Args:
+        file: name of the result file.
+        case: of its row; None: the row that gains least, or loses most.
+        text: what was timed.
+        against: case -> name of the peers, where these are rows of their own.
+    """
+
+    file: str
+    case: str | None
+    text: str
+    against: dict[str, str] | None = None
 
 
-def _section(path: Path, root: Path) -> str:
+# Where README's rows are measured, how many there are, and which come first.
+HEADLINE_GPU = "h200"
+HEADLINE_ROWS = 8
+_MUONS = {
+    "gpt-124M/torch_muon": "torch.optim.Muon",
+    "gpt-124M/dion": "dion",
+    "gpt-124M/nanochat": "nanochat",
+}
+HEADLINES = (
+    Headline("end_to_end", "gpt-124M/muon", "training step of a 124M GPT, `Muon`", _MUONS),
+    Headline("end_to_end", "gpt-124M/muon", "the same step beside AdamW's"),
+    Headline("optimizer_step", "llama-1B/bfloat16/1gpu/heavy", "`Muon.step()` alone, 1B, bfloat16"),
+    Headline("moe_lora", "Qwen3-30B-A3B/T2048/r16/fwd+bwd", "LoRA on a layer of experts"),
+    Headline("nf4", "Qwen3-30B-A3B/T2048/r16/fwd+bwd", "LoRA on a layer of 4-bit experts"),
+    Headline("orthogonalize", "real/8x2048x2048", "`orthogonalize`, momenta of 8 x 2048 x 2048"),
+    Headline("elementwise", None, "the least favourable elementwise op"),
+    Headline("elementwise", "nf4_dequant/128x1536x2048", "`nf4_dequant`, 128 experts"),
+    Headline("orthogonalize", "real/12x3072x768", "`orthogonalize`, momenta of 12 x 3072 x 768"),
+    Headline("optimizer_step", "gpt2-124M/1gpu/heavy", "`Muon.step()` alone, 124M"),
+)
+
+
+def headlines(root: Path) -> str:
+    """The markdown between README's markers: the plot of the trainings and one table."""
+    results = {
+        path.stem: json.loads(path.read_text())
+        for path in result_files(root)
+        if path.parent.name == HEADLINE_GPU
+    }
+    lines, machines = [], []
+    for headline in HEADLINES:
+        line = _headline(headline, results.get(headline.file))
+        if line and len(lines) < HEADLINE_ROWS:
+            lines.append(line)
+            machine = "{gpu}, driver {driver}, torch {torch}".format(**results[headline.file])
+            machines += [machine] * (machine not in machines)
+    if not lines:
+        return EMPTY
+    head = [
+        "| measured by the clock | ours, ms | best peer, ms | times faster |",
+        "|---|--:|---|--:|",
+    ]
+    pages = ", ".join(
+        f"[{name}]({page_of(RESULTS / HEADLINE_GPU / name).as_posix()})" for name in results
+    )
+    text = f"{'; '.join(machines)}. Below 1 the peer is faster. Every row: {pages}."
+    parts = ["\n".join([*head, *lines]), text]
+    if any("curve" in row for row in results.get("end_to_end", {"rows": ()})["rows"]):
+        plot = (RESULTS / HEADLINE_GPU / "end_to_end.svg").as_posix()
+        parts.insert(0, f"![loss over seconds of training, four optimizers]({plot})")
+    return "\n\n".join(parts)
+
+
+def _headline(headline: Headline, result: dict | None) -> str | None:
+    """The line of a headline; None where its rows were not measured."""
+    rows = [row for row in result["rows"] if row["ok"]] if result else []
+    ours = [row for row in rows if row["variant"] == "auto" and "speedup" in row]
+    if headline.case is None:
+        ours.sort(key=lambda row: row["speedup"])
+    else:
+        ours = [row for row in ours if row["case"] == headline.case]
+    if not ours:
+        return None
+    row = ours[0]
+    if headline.against:
+        peers = [
+            (peer["wall_ms"], headline.against[peer["case"]])
+            for peer in rows
+            if peer["case"] in headline.against
+        ]
+    else:
+        peers = [(row["baseline_wall_ms"], row["baseline"])] + [
+            (peer["wall_ms"], peer["variant"])
+            for peer in rows
+            if peer["case"] == row["case"] and peer["variant"] in CHECKOUTS
+        ]
+    if not peers:
+        return None
+    ms, name = min(peers)
+    text = headline.text if headline.case else f"{headline.text}, `{row['case']}`"
+    faster = ms / row["wall_ms"]
+    return f"| {text} | {row['wall_ms']:.3g} | {name}: {ms:.3g} | {faster:.2f} |"
+
+
+def page_of(path: Path) -> Path:
+    """The page of a result file, relative to the root."""
+    return PAGES / f"{path.parent.name}-{path.stem}.md"
+
+
+def page(path: Path, root: Path) -> str:
+    """The page of a result file: every table that is drawn from it."""
     result = json.loads(path.read_text())
-    if path.stem == "end_to_end":
-        return _end_to_end_section(result, path.relative_to(root))
+    section = (_end_to_end_section if path.stem == "end_to_end" else _section)(result, path, root)
+    return (
+        f"# {path.stem} on {result['gpu']}\n\n"
+        "`make plots` draws this page from the result file. How these rows are measured, and what "
+        f"their columns mean: [measuring.md](../dev/measuring.md).\n\n{section}\n"
+    )
+
+
+def _section(result: dict, path: Path, root: Path) -> str:
+    """The table of a result file of single calls."""
     drawn = DRAWN[path.stem](result["commit"])
     rows = [row for row in result["rows"] if row["ok"] and row["variant"] == "auto"]
     # The zoo is there for its distances, not for its times.
     listed = [r for r in rows if r["case"] not in drawn and not r["case"].startswith("zoo/")]
     others = [row for row in rows if row["case"] in drawn]
     ceilings = result["ceilings"]
-    name = path.relative_to(root).as_posix()
     lines = [
         "| case | clock, ms | host | device | of the floor | baseline's clock | times faster |",
         "|---|--:|--:|--:|--:|---|--:|",
@@ -71,7 +186,7 @@ def _section(path: Path, root: Path) -> str:
         f"product {ceilings['bf16_tflops']:.0f} TFLOP/s. The floor counts each byte once at "
         f"{FLOOR_TBPS} TB/s and each operation once at {FLOOR_TFLOPS:.0f} TFLOP/s; its share is of "
         "the device's time. Times faster is by the clock: eager calls, host included. "
-        f"All rows: [{name}]({name})."
+        f"All rows: {_link(path, root)}."
     )
     if entry_of(path) != path.stem:
         text += f" What a GPU sends counts at {LINK_TBPS} TB/s, beside the rest."
@@ -82,24 +197,32 @@ def _section(path: Path, root: Path) -> str:
             f" On {len(others)} random shapes the median is {shares:.0%} of the floor, and the "
             f"least favourable one {least:.2f} times the baseline."
         )
+    return "\n".join([*lines, "", text, "", _plot_link(path, root)])
+
+
+def _link(path: Path, root: Path) -> str:
+    """From a page to a result file."""
+    name = path.relative_to(root).as_posix()
+    return f"[{name}](../../{name})"
+
+
+def _plot_link(path: Path, root: Path) -> str:
     plot = path.with_suffix(".svg").relative_to(root).as_posix()
-    return "\n".join([*lines, "", text, "", f"![{path.parent.name}/{path.stem}]({plot})"])
+    return f"![{path.parent.name}/{path.stem}](../../{plot})"
 
 
-def _end_to_end_section(result: dict, path: Path) -> str:
-    """The markdown of the file at `path`, relative to the root."""
+def _end_to_end_section(result: dict, path: Path, root: Path) -> str:
+    """The tables of trainings, models and first calls."""
     good = [row for row in result["rows"] if row["ok"]]
     tables = (_training_table, _model_table, _first_call_table)
     parts = [text for text in (table(good) for table in tables) if text]
-    name = path.as_posix()
     parts.append(
         f"{result['gpu']}, driver {result['driver']}, torch {result['torch']}, triton "
         f"{result['triton']}. Milliseconds are by the clock, host included. "
-        f"All rows: [{name}]({name})."
+        f"All rows: {_link(path, root)}."
     )
     if any("curve" in row for row in good):
-        plot = path.with_suffix(".svg").as_posix()
-        parts.append(f"![{path.parent.name}/{path.stem}]({plot})")
+        parts.append(_plot_link(path, root))
     return "\n\n".join(parts)
 
 
@@ -182,10 +305,12 @@ def with_table(readme: str, content: str) -> str:
 
 
 def draw(root: Path) -> None:
-    """Rewrite README's table and every plot."""
+    """Rewrite README's table, every page of results and every plot."""
     readme = root / "README.md"
-    readme.write_text(with_table(readme.read_text(), table(root)))
+    readme.write_text(with_table(readme.read_text(), headlines(root)))
+    (root / PAGES).mkdir(parents=True, exist_ok=True)
     for path in result_files(root):
+        (root / page_of(path)).write_text(page(path, root))
         _plot(path)
 
 
@@ -194,12 +319,15 @@ def findings(root: Path) -> list[str]:
     readme = (root / "README.md").read_text()
     found = []
     try:
-        if with_table(readme, table(root)) != readme:
+        if with_table(readme, headlines(root)) != readme:
             found.append("README.md: the results table is stale; run `make plots`")
     except ValueError as error:
         found.append(str(error))
     for path in result_files(root):
         name = path.relative_to(root).as_posix()
+        drawn = root / page_of(path)
+        if not drawn.is_file() or drawn.read_text() != page(path, root):
+            found.append(f"{drawn.relative_to(root)}: is stale; run `make plots`")
         for entry, digest in recorded(path, json.loads(path.read_text())).items():
             if entry not in SOURCES:
                 found.append(f"{name}: {entry} is not one of {', '.join(SOURCES)}")

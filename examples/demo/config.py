@@ -66,8 +66,8 @@ class Preset:
         max_bytes: Train text to read at most.
         autocast: Whether CUDA devices that have bfloat16 use it.
         lr: Learning rate of each optimizer.
-        swept: Whether `lr` is what a sweep of this size found best (docs/demo-sweep.md). If not,
-            the rates train well, but another one may be better for either optimizer.
+        swept: Whether `lr` is what a sweep of this size found best (docs/benchmarks/demo-sweep.md).
+            If not, the rates train well, but another one may be better for either optimizer.
         sweep: Learning rates of each optimizer that `--sweep` tries, ascending.
     """
 

@@ -145,17 +145,18 @@ def optimizer_of(opt: Any, case: Case, params: dict[str, nn.Parameter], **argume
     elif any(name == "fused" for name, _ in matrices):
         options["split_sizes"] = {"fused": (3, 3, 4)}
     rounding = options["rounding"]
+    config = opt.DistributedConfig(case.wire)
     if case.front == "Muon":
         groups = [
             {"params": matrices, "use_muon": True, "weight_decay": 0.1, **options},
             {"params": others, "use_muon": False, "rounding": rounding},
         ]
-        return opt.Muon(groups, lr=0.05, wire_dtype=case.wire, **arguments)
+        return opt.Muon(groups, lr=0.05, distributed=config, **arguments)
     groups = [
         {"kind": "muon", "params": matrices, "lr": 0.05, "weight_decay": 0.1, **options},
         {"kind": "adamw", "params": others, "lr": 0.05, "rounding": rounding},
     ]
-    return opt.MuonAdamW(groups, wire_dtype=case.wire, **arguments)
+    return opt.MuonAdamW(groups, distributed=config, **arguments)
 
 
 def train(case: Case, optimizer: Any, params: dict[str, nn.Parameter], place: Any) -> None:

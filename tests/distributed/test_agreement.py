@@ -272,7 +272,7 @@ ARGUMENTS: dict[str, Any] = {
     "wire_dtype": torch.float16,
     "chunk_size": 2,
     "in_flight_bytes": 3000,
-    "warmup_step": 2,
+    "prefetch": 2,
 }
 
 
@@ -283,7 +283,10 @@ def built_apart(opt, held: str) -> dict[str, tuple[str, bool]]:
         "muon no beta2": {"muon": {"beta2": None}},
         "muon Tensor lr": {"muon": {"lr": torch.tensor(0.1)}},
         **{f"adamw {name}": {"adamw": {name: value}} for name, value in ADAMW.items()},
-        **{f"argument {name}": {name: value} for name, value in ARGUMENTS.items()},
+        **{
+            f"argument {name}": {"distributed": opt.DistributedConfig(**{name: value})}
+            for name, value in ARGUMENTS.items()
+        },
     }
     cases["muon function in adjust_lr_fn"] = {"muon": {"adjust_lr_fn": lambda lr, m, n: 2 * lr}}
     if held == "process_group":
@@ -393,10 +396,10 @@ def plans_apart_on_a_device(opt, held: str) -> tuple[str, bool]:
     """The first answer is waited for on any device: sizes of messages depend on it."""
     both = parameters(held)
     params = [*both[0], *both[1]]
-    own = {"wire_dtype": torch.float16} if here()[0] == FAULTY else {}
+    config = opt.DistributedConfig(torch.float16 if here()[0] == FAULTY else None)
     with pytest.MonkeyPatch.context() as patch:
         answers_that_come_later(opt, patch)
-        optimizer = optimizer_of(opt, held, *both, **own)
+        optimizer = optimizer_of(opt, held, *both, distributed=config)
         give(held, params, 0)
         return outcome(optimizer, params)
 
@@ -478,7 +481,7 @@ def counted(opt, held: str, matrices, others, steps: int) -> list[tuple[int, int
     """All-reduces and all-to-alls of every step, under a schedule."""
     both = parameters(held, matrices, others)
     params = [*both[0], *both[1]]
-    optimizer = optimizer_of(opt, held, *both, wire_dtype=torch.float32)
+    optimizer = optimizer_of(opt, held, *both, distributed=opt.DistributedConfig(torch.float32))
     calls = []
     for step in range(steps):
         give(held, params, step)
@@ -518,9 +521,6 @@ def tensor_rates(opt, held: str) -> list[tuple[str, bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "on_device", on_device)
         patch.setattr(module, "is_on_device", lambda value: isinstance(value, torch.Tensor))
-        patch.setattr(
-            module_of(opt, "optimizers.sharded.digest"), "is_on_device", module.is_on_device
-        )
         optimizer = optimizer_of(opt, held, *both, muon={"lr": rate}, adamw={"lr": rate})
         for step in range(3):
             give(held, params, step)

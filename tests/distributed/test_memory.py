@@ -30,15 +30,14 @@ def memory(opt, wire: torch.dtype | None) -> tuple[int, int, int, int]:
             {"kind": "muon", "params": params[:-1], "lr": 0.1},
             {"kind": "adamw", "params": params[-1:], "lr": 0.1},
         ],
-        in_flight_bytes=LIMIT,
-        wire_dtype=wire,
+        distributed=opt.DistributedConfig(in_flight_bytes=LIMIT, wire_dtype=wire),
     )
     for step in range(2):
         for index, param in enumerate(params):
             param.grad = contribution(param.shape, distributed.get_rank(), step, index)
         optimizer.step()
     shared = optimizer._plan.shared
-    (where,) = shared.devices
+    (where,) = shared.staging.devices()
     blocks = shared.staging._blocks
     messages = sum(block.numel() for block in blocks["message", where])
     names = module_of(opt, "optimizers.sharded.cuda_graphs")
@@ -68,7 +67,7 @@ def order_of_a_step(opt) -> list[str]:
             {"kind": "muon", "params": params[:-1], "lr": 0.1},
             {"kind": "adamw", "params": params[-1:], "lr": 0.1},
         ],
-        in_flight_bytes=LIMIT // 8,
+        distributed=opt.DistributedConfig(in_flight_bytes=LIMIT // 8),
     )
     optimizer.report()  # which plans
     return [type(chunk).__name__ for _, chunk in optimizer._plan.shared.order]

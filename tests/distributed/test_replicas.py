@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -44,22 +43,21 @@ def give(params, seed: int) -> None:
 class Exchanges:
     """Counts what is asked of the store."""
 
-    def __init__(self, opt, patience: float = 30) -> None:
-        self.module, self.count = module_of(opt, "optimizers.sharded.replicas"), 0
-        self.patience = timedelta(seconds=patience)
+    def __init__(self, opt) -> None:
+        self.module, self.count = module_of(opt, "optimizers.sharded.consistency"), 0
 
     def __enter__(self) -> Exchanges:
-        self.kept = self.module.exchange, self.module.PATIENCE
+        self.kept = self.module.exchange
 
         def exchange(*arguments):
             self.count += 1
-            return self.kept[0](*arguments)
+            return self.kept(*arguments)
 
-        self.module.exchange, self.module.PATIENCE = exchange, self.patience
+        self.module.exchange = exchange
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.module.exchange, self.module.PATIENCE = self.kept
+        self.module.exchange = self.kept
 
 
 def unreduced(opt, index: int) -> tuple[str, bool, str, bool]:
@@ -143,7 +141,7 @@ def on_their_own(opt, how: str) -> tuple[str, bool, int]:
     with Exchanges(opt) as exchanges:
         start = time.monotonic()
         found = outcome(optimizer, params)
-        assert time.monotonic() - start < exchanges.patience.total_seconds()
+        assert time.monotonic() - start < optimizer._sharing.config.timeout == 30
     return (*found, exchanges.count)
 
 
@@ -157,19 +155,18 @@ def only_one_steps(opt) -> tuple[str, bool, float, str]:
     from torch import distributed
 
     found, seconds = ("none", True), 0.0
-    logger = logging.getLogger(module_of(opt, "optimizers.sharded.replicas").__name__)
+    logger = logging.getLogger(module_of(opt, "optimizers.sharded.consistency").__name__)
     records: list[logging.LogRecord] = []
-    with Exchanges(opt, patience=0.5):
-        if here()[0] == 0:
-            params = model()
-            optimizer = optimizer_of(opt, params)
-            logger.addFilter(keep := lambda record: bool(records.append(record)))
-            start = time.monotonic()
-            for step in range(3):
-                give(params, step)
-                found = outcome(optimizer, params)
-            seconds = time.monotonic() - start
-            logger.removeFilter(keep)
+    if here()[0] == 0:
+        params = model()
+        optimizer = optimizer_of(opt, params, distributed=opt.DistributedConfig(timeout=0.5))
+        logger.addFilter(keep := lambda record: bool(records.append(record)))
+        start = time.monotonic()
+        for step in range(3):
+            give(params, step)
+            found = outcome(optimizer, params)
+        seconds = time.monotonic() - start
+        logger.removeFilter(keep)
     distributed.barrier()
     return (*found, seconds, "\n".join(record.getMessage() for record in records))
 
@@ -191,21 +188,21 @@ def one_after_the_other(opt, skipped: int) -> tuple[list[str], list[str]]:
     from torch import distributed
 
     rank, world = here()
-    logger = logging.getLogger(module_of(opt, "optimizers.sharded.replicas").__name__)
+    logger = logging.getLogger(module_of(opt, "optimizers.sharded.consistency").__name__)
     records: list[logging.LogRecord] = []
     logger.addFilter(keep := lambda record: bool(records.append(record)))
     every = [model() for _ in range(2 + skipped)]
-    optimizers = [optimizer_of(opt, params) for params in every]
+    config = opt.DistributedConfig(timeout=0.5)
+    optimizers = [optimizer_of(opt, params, distributed=config) for params in every]
     found = []
-    with Exchanges(opt, patience=0.5):
-        for number, (optimizer, params) in enumerate(zip(optimizers, every, strict=True)):
-            give(params, rank)
-            if number == 0 and rank == world - 1:
-                time.sleep(1.5)
-            if rank == 0 or number in (0, len(every) - 1):
-                if number == len(every) - 1:
-                    distributed.barrier()
-                found.append(outcome(optimizer, params)[0])
+    for number, (optimizer, params) in enumerate(zip(optimizers, every, strict=True)):
+        give(params, rank)
+        if number == 0 and rank == world - 1:
+            time.sleep(1.5)
+        if rank == 0 or number in (0, len(every) - 1):
+            if number == len(every) - 1:
+                distributed.barrier()
+            found.append(outcome(optimizer, params)[0])
     logger.removeFilter(keep)
     return [found[0], found[-1]], [record.getMessage() for record in records]
 

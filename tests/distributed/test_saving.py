@@ -87,7 +87,7 @@ def save_after_a_failure(opt: Any, folder: Path) -> None:
         def fail(*arguments: Any) -> None:
             raise torch.OutOfMemoryError("no room")
 
-        patch.setattr(module_of(opt, "optimizers.sharded.sharing").Sharing, "_step_anew", fail)
+        patch.setattr(module_of(opt, "optimizers.sharded.sharing").Sharing, "_run_chunks", fail)
         with pytest.raises(torch.OutOfMemoryError):
             optimizer.step()
     for saver in (opt.save_optimizer, opt.save_optimizer_async):

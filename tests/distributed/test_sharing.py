@@ -245,7 +245,7 @@ def small_chunks(opt, flow: dict[str, int]) -> tuple[int, int]:
 
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     params = placed(plain_params(), mesh, [Shard(0)])
-    optimizer = opt.Muon(params, **flow)
+    optimizer = opt.Muon(params, distributed=opt.DistributedConfig(**flow))
     with Watch(opt) as watch:
         for step in range(2):
             give(params, gradients(params, step))
@@ -260,9 +260,9 @@ def small_chunks(opt, flow: dict[str, int]) -> tuple[int, int]:
         ({"in_flight_bytes": 1}, 5),  # one owner has two matrices of a shape
         ({"in_flight_bytes": 3000}, 4),
         ({"in_flight_bytes": 10**6}, 4),
-        ({"in_flight_bytes": 3000, "warmup_step": 8}, 5),  # ten chunks are alive
+        ({"in_flight_bytes": 3000, "prefetch": 8}, 5),  # ten chunks are alive
         ({"chunk_size": 2}, 5),
-        ({"chunk_size": 1, "warmup_step": 3}, len(SHAPES)),
+        ({"chunk_size": 1, "prefetch": 3}, len(SHAPES)),
     ],
     ids=str,
 )
@@ -283,7 +283,8 @@ def rows_of_equal_size(opt, wire) -> Counter:
     shapes = [(8 * world, 8)] * 5 + [(8, 8)] * 2 + [(4 * world, 16)] * 3
     mesh = init_device_mesh("cpu", (world,))
     params, single = placed(plain_params(shapes), mesh, [Shard(0)]), plain_params(shapes)
-    optimizer, alone = opt.Muon(params, wire_dtype=wire), opt.Muon(single, wire_dtype=wire)
+    config = opt.DistributedConfig(wire)
+    optimizer, alone = opt.Muon(params, distributed=config), opt.Muon(single, distributed=config)
     copied: Counter[str] = Counter()
     with pytest.MonkeyPatch.context() as patch:
         for module in (

@@ -99,8 +99,8 @@ def message_of(call: Callable[[], Any]) -> str:
     return "none"
 
 
-def interrupted_beside_the_gathers(opt: Any, played: bool) -> list[str]:
-    """Ctrl-C on every rank, in what it does under the first gathers, anew or from a tape."""
+def interrupted_beside_the_gathers(opt: Any, replayed: bool) -> list[str]:
+    """Ctrl-C on every rank, in what it does under the first gathers, without or with graphs."""
     from torch import distributed
 
     params = [*plain_params(), torch.nn.Parameter(torch.ones(3))]
@@ -109,9 +109,9 @@ def interrupted_beside_the_gathers(opt: Any, played: bool) -> list[str]:
     optimizer = opt.MuonAdamW(groups, process_group=distributed.group.WORLD)
     give(params, gradients(params, 0))
     with Captured(opt) as counted, pytest.MonkeyPatch.context() as patch:
-        for _ in range(12 if played else 1):
+        for _ in range(12 if replayed else 1):
             optimizer.step()
-        assert bool(counted["played"]) == played
+        assert bool(counted["replayed"]) == replayed
         saved = copy.deepcopy(optimizer.state_dict())
         planted = KeyboardInterrupt()
         patch.setattr(module_of(opt, "optimizers.step"), "adamw", lambda *_: throw(planted))
@@ -125,12 +125,12 @@ def interrupted_beside_the_gathers(opt: Any, played: bool) -> list[str]:
     return [*messages, str(counts.item())]
 
 
-@pytest.mark.parametrize("played", [False, True], ids=["anew", "from a tape"])
-def test_an_interrupt_beside_the_gathers(ranks, played) -> None:
-    heard, *later, counts = same_everywhere(ranks(2).run(interrupted_beside_the_gathers, played))
+@pytest.mark.parametrize("replayed", [False, True], ids=["first step", "with graphs"])
+def test_an_interrupt_beside_the_gathers(ranks, replayed) -> None:
+    heard, *later, counts = same_everywhere(ranks(2).run(interrupted_beside_the_gathers, replayed))
     assert "KeyboardInterrupt" in heard
     assert all("an earlier step failed midway" in message for message in later), later
-    assert float(counts) == (15 if played else 4)
+    assert float(counts) == (15 if replayed else 4)
 
 
 def wide_statistics(opt: Any, held: str, narrow: torch.dtype) -> tuple[str, bool]:

@@ -85,7 +85,11 @@ def equals_one_rank(opt, reduce_op: str, limit: int) -> int:
     from torch import distributed
 
     params = parameters()
-    optimizer = opt.DistMuonAdamW(groups(params), reduce_op=reduce_op, in_flight_bytes=limit)
+    optimizer = opt.DistMuonAdamW(
+        groups(params),
+        reduce_op=reduce_op,
+        distributed=opt.DistributedConfig(in_flight_bytes=limit),
+    )
     train(optimizer, params, range(4))
     world = distributed.get_world_size()
     single, expected = reference(opt, world, 4, reduce_op)
@@ -136,7 +140,9 @@ def rows_in_bands(opt, wire) -> int:
     options = {"kind": "muon", "lr": 0.1, "beta2": 0.9, "expert_keys": ["experts"]}
     names = [f"experts.{k}" if len(shape) == 3 else f"w.{k}" for k, shape in enumerate(shapes)]
     group, alone = ({"params": p, "names": names, **options} for p in (params, single))
-    optimizer = opt.DistMuonAdamW([group], in_flight_bytes=limit, wire_dtype=wire)
+    optimizer = opt.DistMuonAdamW(
+        [group], distributed=opt.DistributedConfig(wire, in_flight_bytes=limit)
+    )
     one = opt.MuonAdamW([alone])
     with Watch(opt) as watch:
         for step in range(3):
@@ -174,11 +180,13 @@ def own_parts(opt) -> tuple[int, int, int]:
             {"kind": "muon", "params": params, "lr": 0.1},
             {"kind": "adamw", "params": [table], "lr": 0.1},
         ],
-        in_flight_bytes=3 * 2 * (world - 1) * 2 * 16 * 8 * 4,  # two matrices of every owner
+        distributed=opt.DistributedConfig(  # two matrices of every owner
+            in_flight_bytes=3 * 2 * (world - 1) * 2 * 16 * 8 * 4
+        ),
     )
     for index, param in enumerate([*params, table]):
         param.grad = contribution(param.shape, rank, 0, index)
-    bands = module_of(opt, "optimizers.sharded.unreduced").Unreduced
+    bands = module_of(opt, "optimizers.sharded.plan").Unreduced
     cut: list[int] = []
     original = bands._banded
 
@@ -224,7 +232,9 @@ def half_wire(opt) -> tuple[list[bytes], int, int]:
     results = {}
     for wire in (torch.float32, torch.float16):
         params = parameters()
-        optimizer = opt.DistMuonAdamW(groups(params, beta2=None), wire_dtype=wire)
+        optimizer = opt.DistMuonAdamW(
+            groups(params, beta2=None), distributed=opt.DistributedConfig(wire)
+        )
         with Watch(opt) as watch:
             train(optimizer, params, range(2))
         results[wire] = params, watch.sent

@@ -22,7 +22,13 @@ def tiny_gradients(opt, wire, scale: float) -> tuple[float, float]:
     results = []
     for dtype in (torch.float32, wire):
         params = placed(plain_params([(24, 96)]), mesh, [Shard(1)])
-        optimizer = opt.Muon(params, lr=1.0, adjust_lr_fn=None, weight_decay=0.0, wire_dtype=dtype)
+        optimizer = opt.Muon(
+            params,
+            lr=1.0,
+            adjust_lr_fn=None,
+            weight_decay=0.0,
+            distributed=opt.DistributedConfig(dtype),
+        )
         give(params, [grad * scale for grad in gradients(params, 0)])
         optimizer.step()
         results.append(params[0].detach().full_tensor())
@@ -46,7 +52,7 @@ def nan_on_one_rank(opt, wire) -> list[bytes]:
 
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     params = placed(plain_params(), mesh, [Shard(0)])
-    optimizer = opt.Muon(params, wire_dtype=wire)
+    optimizer = opt.Muon(params, distributed=opt.DistributedConfig(wire))
     give(params, gradients(params, 0))
     if distributed.get_rank() == 1:
         params[0].grad.to_local()[0, 0] = float("nan")

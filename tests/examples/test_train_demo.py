@@ -285,7 +285,7 @@ def demo():
 
 def test_swept_rates_are_those_of_the_committed_sweep(demo) -> None:
     config = demo("config")
-    committed = json.loads((ROOT / "docs" / "demo-sweep.json").read_text())
+    committed = json.loads((ROOT / "docs/benchmarks/demo-sweep.json").read_text())
     (swept,) = (preset for preset in config.PRESETS.values() if preset.swept)
     assert swept.lr == committed["summary"]["best_lr"]
     assert swept.model == demo("model").ModelConfig(**committed["run"]["model"])

@@ -1,4 +1,4 @@
-"""docs/moe-models.md: what this package does with every mixture-of-experts class of transformers.
+"""docs/concepts/moe-models.md: what happens to every mixture-of-experts class of transformers.
 
 `python -m tests.integrations._moe_table` writes the page; the test of the same name compares each
 row with what the class does today.
@@ -17,7 +17,7 @@ from ..conftest import ROOT
 from ._models import set_random_lora
 from ._moe_classes import NOT_TRIED, classes, inputs, tiny
 
-PAGE = ROOT / "docs" / "moe-models.md"
+PAGE = ROOT / "docs/concepts/moe-models.md"
 HEAD = """# Mixture-of-experts models of transformers
 
 transformers {version} has {count} language models with experts in its auto classes; {works} of

@@ -1,4 +1,4 @@
-"""docs/moe-models.md: every mixture-of-experts class of transformers does what its row says.
+"""docs/concepts/moe-models.md: every mixture-of-experts class of transformers does what it says.
 
 The page speaks of one version of transformers; under another the classes that it has still must
 work or be refused by a message.

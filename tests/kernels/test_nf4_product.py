@@ -127,7 +127,7 @@ def test_what_is_refused_goes_to_triton_with_all_its_arguments(
 
 
 # Mean rows per expert, depth of the sum, whether it is the forward; whether CUDA was faster
-# (docs/log.md).
+# (2026-11-22-nf4-products.md).
 MEASURED = {
     "Qwen3.5 gate_up": (64, 2048, True, True),
     "Qwen3.5 down": (64, 512, True, False),

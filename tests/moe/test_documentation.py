@@ -1,4 +1,4 @@
-"""docs/moe-lora.md: its code runs as it stands, and the names in its table exist."""
+"""docs/concepts/moe-lora.md: its code runs as it stands, and the names in its table exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from ..conftest import ROOT
 
-PAGE = (ROOT / "docs" / "moe-lora.md").read_text()
+PAGE = (ROOT / "docs/concepts/moe-lora.md").read_text()
 TABLE = PAGE[PAGE.index("## From axolotl's scattermoe_lora") :]
 ROWS = [line.split("|")[1:3] for line in TABLE.splitlines() if line.startswith("| ")][1:]
 

@@ -344,7 +344,7 @@ def peak(run) -> int:
 
 @pytest.mark.gpu
 def test_two_layers_are_on_the_device(opt, model_gpu, device) -> None:
-    step_gpu(model_gpu, device)  # what a first step_gpu leaves for good is not the layers'
+    step_gpu(model_gpu, device)  # what a first step leaves for good is not the layers'
     torch.cuda.synchronize()
     before, whole = torch.cuda.memory_allocated(), peak(lambda: step_gpu(model_gpu, device))
     offload = opt.moe.ExpertOffload(model_gpu)

@@ -31,7 +31,7 @@ def module_of(opt, name: str) -> Any:
     ],
 )
 def test_equal_words_are_of_values_that_mean_the_same(opt, option, alike, others) -> None:
-    digest = module_of(opt, "optimizers.sharded.digest")
+    digest = module_of(opt, "optimizers.sharded.consistency")
     words = {digest.word(digest.canonical(option, value)) for value in alike}
     assert len(words) == 1
     for other in others:
@@ -41,7 +41,7 @@ def test_equal_words_are_of_values_that_mean_the_same(opt, option, alike, others
 
 def test_only_what_may_have_changed_is_put_into_words_again(opt, monkeypatch) -> None:
     digest, options = (
-        module_of(opt, "optimizers.sharded.digest"),
+        module_of(opt, "optimizers.sharded.consistency"),
         module_of(opt, "optimizers.groups.options"),
     )
     params = [nn.Parameter(torch.ones(3, 3)) for _ in range(2)]
@@ -84,7 +84,9 @@ def test_only_what_may_have_changed_is_put_into_words_again(opt, monkeypatch) ->
 def bits_of(opt, *values: float) -> int:
     tensors = [torch.tensor(value) for value in values]
     return (
-        module_of(opt, "optimizers.sharded.digest").on_device(tensors, torch.device("cpu")).item()
+        module_of(opt, "optimizers.sharded.consistency")
+        .on_device(tensors, torch.device("cpu"))
+        .item()
     )
 
 
@@ -100,9 +102,7 @@ def test_numbers_of_a_device_are_compared_by_their_bits_and_order(opt) -> None:
 @pytest.mark.gpu
 def test_a_question_waits_for_nothing_on_the_device(opt, device) -> None:
     """Rates of a schedule, in numbers and in Tensors, and gradients that come and go."""
-    agreement, shared = (
-        module_of(opt, f"optimizers.sharded.{name}") for name in ("consistency", "shared_matrices")
-    )
+    agreement = module_of(opt, "optimizers.sharded.consistency")
     options = module_of(opt, "optimizers.groups.options")
     params = [nn.Parameter(torch.ones(3, device=device)) for _ in range(200)]
     rate = torch.tensor(0.1, device=device)
@@ -112,10 +112,10 @@ def test_a_question_waits_for_nothing_on_the_device(opt, device) -> None:
             {"kind": "adamw", "params": params[100:], "lr": 0.1},
         ]
     )
-    layout = dict.fromkeys(shared.LAYOUT, "")
+    layout = dict.fromkeys(agreement.LAYOUT, "")
     alone = module_of(opt, "distributed").alone()
     labelled = [(str(number), param) for number, param in enumerate(params)]
-    common = shared.Common(alone, labelled, [0, 1], layout, None)
+    common = agreement.Common(alone, labelled, [0, 1], layout, None)
     asking = agreement.Agreement()
 
     def ask(step: int) -> list[Any]:
@@ -136,10 +136,9 @@ def test_a_question_waits_for_nothing_on_the_device(opt, device) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     question.check()
-    place = len(shared.LAYOUT) + module_of(opt, "optimizers.sharded.digest").OPTIONS.index("lr")
+    place = len(agreement.LAYOUT) + agreement.OPTIONS.index("lr")
     told = question.found[0].tolist()
-    digest = module_of(opt, "optimizers.sharded.digest")
-    assert told[place] == digest.word(f"torch.float32 on a device; {(0.1 / 3).hex()}")
-    first = len(shared.LAYOUT) + len(digest.OPTIONS)
+    assert told[place] == agreement.word(f"torch.float32 on a device; {(0.1 / 3).hex()}")
+    first = len(agreement.LAYOUT) + len(agreement.OPTIONS)
     assert told[first : first + 2] == [bits_of(opt, 0.1 / 3), 0]
     assert sum(int(mask).bit_count() for mask in told[-agreement.MASKS :]) == 200 - 200 // 3 - 1

@@ -187,14 +187,12 @@ def test_any_numbers_together(opt, data) -> None:
 
 
 @pytest.mark.parametrize("kind", ["np.int64", "IntEnum", "np.uint8"])
-@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
-def test_the_flow_of_chunks_keeps_ints(opt, name, kind) -> None:
-    group = {"params": parameters([(4, 3)]), "kind": "muon", "lr": 0.1}
-    numbers = {
-        option: KINDS[kind](5) for option in ("warmup_step", "chunk_size", "in_flight_bytes")
-    }
-    flow = getattr(opt, name)([group], **numbers)._sharing.flow
-    assert all(type(getattr(flow, option)) is int for option in numbers)
+def test_a_distributed_config_keeps_ints(opt, kind) -> None:
+    numbers = {field: KINDS[kind](5) for field in ("prefetch", "chunk_size", "in_flight_bytes")}
+    config = opt.DistributedConfig(**numbers)
+    assert all(type(getattr(config, field)) is int for field in numbers)
+    optimizer = opt.Muon(parameters([(4, 3)]), warmup_step=KINDS[kind](5))
+    assert type(optimizer._sharing.config.prefetch) is int
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,6 @@ def test_no_stage_takes_an_unknown_word_for_another(submodule, call, message) ->
 
 
 @pytest.mark.sees_defect("a bad chunk_size surfaces at the first step")
-@pytest.mark.parametrize("name", ["Muon", "MuonAdamW", "DistMuonAdamW"])
 @pytest.mark.parametrize(
     ("option", "value", "error", "message"),
     [
@@ -143,20 +142,66 @@ def test_no_stage_takes_an_unknown_word_for_another(submodule, call, message) ->
         ("chunk_size", 0, ValueError, "chunk_size must be at least 1, or -1 .*, got 0"),
         ("chunk_size", -2, ValueError, "chunk_size must be at least 1, or -1 .*, got -2"),
         ("chunk_size", True, TypeError, "chunk_size must be an integer, at least 1, .* got True"),
-        ("in_flight_bytes", 0, ValueError, "in_flight_bytes must be at least 1, got 0"),
-        ("cuda_graphs", 1, TypeError, "cuda_graphs must be True or False, got 1"),
     ],
 )
-def test_the_flow_of_chunks_is_checked_at_construction(opt, name, option, value, error, message):
-    """Not at the first step."""
-    group = {"params": parameters([(4, 3)]), "kind": "muon", "lr": 0.1}
+def test_motifs_keywords_are_checked_at_construction(opt, option, value, error, message):
+    """Not at the first step, and by the name that was given."""
     with pytest.raises(error, match=message):
-        getattr(opt, name)([group], **{option: value})
+        opt.Muon(parameters([(4, 3)]), **{option: value})
 
 
-def test_the_flow_of_chunks_is_taken_and_copied(opt) -> None:
-    """The names of the Motif optimizer; a copy keeps them, as it keeps the process group."""
-    given = {"warmup_step": 5, "chunk_size": 8, "in_flight_bytes": 2**20, "cuda_graphs": False}
-    optimizer = opt.Muon(parameters([(4, 3)]), **given)
+@pytest.mark.parametrize(
+    ("field", "value", "error", "message"),
+    [
+        ("prefetch", 0, ValueError, "prefetch must be at least 1, got 0"),
+        ("prefetch", 1.5, TypeError, "prefetch must be an integer, at least 1, got 1.5"),
+        ("chunk_size", 0, ValueError, "chunk_size must be at least 1, or -1 .*, got 0"),
+        ("chunk_size", -2, ValueError, "chunk_size must be at least 1, or -1 .*, got -2"),
+        ("chunk_size", True, TypeError, "chunk_size must be an integer, at least 1, .* got True"),
+        ("in_flight_bytes", 0, ValueError, "in_flight_bytes must be at least 1, got 0"),
+        ("cuda_graphs", 1, TypeError, "cuda_graphs must be True or False, got 1"),
+        ("wire_dtype", torch.bfloat16, ValueError, "wire_dtype must be None, torch"),
+        ("timeout", 0, ValueError, "timeout must be above 0 and below 86400 seconds, got 0"),
+        ("timeout", float("nan"), ValueError, "timeout must be above 0"),
+        ("timeout", "30", TypeError, "timeout must be a number of seconds, got '30'"),
+    ],
+)
+def test_a_distributed_config_is_checked_when_it_is_made(opt, field, value, error, message):
+    with pytest.raises(error, match=message):
+        opt.DistributedConfig(**{field: value})
+
+
+@pytest.mark.parametrize("name", ["Muon", "MuonAdamW", "DistMuonAdamW"])
+def test_keywords_that_are_fields_now_name_them(opt, name) -> None:
+    group = {"params": parameters([(4, 3)]), "kind": "muon", "lr": 0.1}
+    moved = {"wire_dtype": "wire_dtype", "in_flight_bytes": "in_flight_bytes"}
+    moved |= {"cuda_graphs": "cuda_graphs"}
+    if name != "Muon":
+        moved |= {"warmup_step": "prefetch", "chunk_size": "chunk_size"}
+    for option, field in moved.items():
+        message = rf"{option} is no keyword .*distributed=DistributedConfig\({field}="
+        with pytest.raises(TypeError, match=message):
+            getattr(opt, name)([group], **{option: 1})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lrr'"):
+        getattr(opt, name)([group], lrr=1)
+    with pytest.raises(TypeError, match="distributed must be a DistributedConfig or None, got 1"):
+        getattr(opt, name)([group], distributed=1)
+
+
+def test_what_motif_calls_it_is_not_given_twice(opt) -> None:
+    given = {"distributed": opt.DistributedConfig(), "warmup_step": 3}
+    with pytest.raises(ValueError, match="give prefetch in distributed"):
+        opt.Muon(parameters([(4, 3)]), **given)
+
+
+@pytest.mark.parametrize("motif", [False, True], ids=["record", "motif's names"])
+def test_a_distributed_config_is_taken_and_copied(opt, motif) -> None:
+    """A copy keeps it, as it keeps the process group."""
+    if motif:
+        config = opt.DistributedConfig(prefetch=5, chunk_size=8)
+        optimizer = opt.Muon(parameters([(4, 3)]), warmup_step=5, chunk_size=8)
+    else:
+        config = opt.DistributedConfig(torch.float16, 5, 8, 2**20, cuda_graphs=False, timeout=2)
+        optimizer = opt.Muon(parameters([(4, 3)]), distributed=config)
     for one in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert vars(one._sharing.flow) == given
+        assert one._sharing.config == config

@@ -1,6 +1,7 @@
 """How close the results are: to the same polynomial in float64, and to the polar factor.
 
-Budgets are twice the errors measured on real tensor cores for 512 x 1024 (docs/orthogonalize.md),
+Budgets are twice the errors measured on real tensor cores for 512 x 1024
+(docs/concepts/orthogonalize.md),
 or, where rounding noise is amplified without bound, the error of plain eager code in the dtype.
 """
 

@@ -51,7 +51,8 @@ def test_as_accurate_as_dense_products(
     """In half precision folding rounds a I + B, an error of the size of X's own: sqrt(2) in all.
 
     In float32 nothing is folded, but sums run in another order than cuBLAS's, and a float32 product
-    may differ 5 times as much. Measured 1.49 on an H200; see docs/log.md.
+    may differ 5 times as much. Measured 1.49 on an H200; see
+    docs/dev/decisions/2026-11-21-order-of-gram-products.md.
     """
     x = matrix(spectrum, 96, 384)
     exact = reference.newton_schulz(x, opt.polar_express_coefficients(), 1.02)

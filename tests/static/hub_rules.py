@@ -310,13 +310,13 @@ def benchmark_findings(folder: Path) -> list[str]:
 def repo_id_findings(root: Path, files: Iterable[Path], repo_id: str) -> list[str]:
     """The Hub id is stated in build.toml alone; documents may show it, and then correctly.
 
-    Records of runs (docs/*.json) hold the id that was loaded.
+    Records of runs (docs/benchmarks/*.json) hold the id that was loaded.
     """
     findings = []
     shown = re.compile(r"""(?:get_kernel\(\s*["']|LOCAL_KERNELS=["']?)([^"'=\s]+)""")
     for path in files:
         text = read_text(root / path)
-        if text is None or path.as_posix() == "build.toml" or path.match("docs/*.json"):
+        if text is None or path.as_posix() == "build.toml" or path.match("docs/benchmarks/*.json"):
             continue
         if path.suffix == ".md":
             others = [hit for hit in shown.finditer(text) if not _is_the_id(hit[1], repo_id)]

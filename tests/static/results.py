@@ -1,4 +1,4 @@
-"""The result files under benchmarks/results: their form, and which of them README quotes."""
+"""The result files under benchmarks/results: their form, and which of them a page quotes."""
 
 from __future__ import annotations
 

@@ -541,8 +541,8 @@ def constructor(front: str) -> Maker:
         if front == "Muon":
             arguments |= {"lr": 0.01, "momentum": 0.9, "ns_steps": 5, "adamw_eps": 1e-8}
             arguments |= {"method": "auto", "split_sizes": None, "adamw_betas": (0.9, 0.95)}
-        arguments |= {"warmup_step": 1, "chunk_size": -1, "in_flight_bytes": 2**20}
-        arguments |= {"wire_dtype": None, "debug": False, "clip_config": None}
+            arguments |= {"warmup_step": 1, "chunk_size": -1}
+        arguments |= {"distributed": None, "debug": False, "clip_config": None}
         return Call(
             front, getattr(package.opt, front), arguments, check, words=("group", "parameter")
         )

@@ -45,7 +45,7 @@ class Problem:
         self.package = package
         self.distributed, self.planning = (
             package("distributed"),
-            package("optimizers.sharded.shared_plan"),
+            package("optimizers.sharded.plan"),
         )
         dims = generator.choice([1, 1, 2, 2, 3])
         most = generator.choices([4, 8, 16, MOST_RANKS], [40, 40, 17, 3])[0]
@@ -56,7 +56,7 @@ class Problem:
         self.coordinates = tuple(itertools.product(*map(range, mesh)))
         self.ranks = len(self.coordinates)
         self.beta2 = generator.choice([None, 0.9])
-        self.flow = package("optimizers.sharded.limits").Flow(
+        self.flow = package("optimizers.sharded.buffers").DistributedConfig(
             in_flight_bytes=generator.choice([1, 500, 4096, 2**28])
         )
         count = 4 if self.ranks <= 16 else 1

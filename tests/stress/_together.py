@@ -67,7 +67,8 @@ class Together:
         elif self.held == "replicated":
             arguments = {"process_group": distributed.group.WORLD}
         if self.held != "sharded" or generator.random() < 0.5:
-            arguments["in_flight_bytes"] = generator.choice([2**28, 4096, 1])
+            limit = generator.choice([2**28, 4096, 1])
+            arguments["distributed"] = opt.DistributedConfig(in_flight_bytes=limit)
         front = "MuonAdamW"
         if self.held != "unreduced":
             front = generator.choice(["Muon", "MuonAdamW"])

@@ -19,6 +19,7 @@ from .integrations.profiler import ProfileCallback, profile_steps
 from .kernels import nf4_dequant, nf4_quantize
 from .optimizers import (
     DistMuonAdamW,
+    DistributedConfig,
     Muon,
     MuonAdamW,
     default_is_muon,
@@ -37,6 +38,7 @@ from .orthogonalize import (
 __all__ = [
     "COEFFICIENT_SETS",
     "DistMuonAdamW",
+    "DistributedConfig",
     "Muon",
     "MuonAdamW",
     "ProfileCallback",

@@ -57,7 +57,7 @@ class Model:
 
     @property
     def flops(self) -> float:
-        """Of the orthogonalization: the least of its symmetric forms, see docs/orthogonalize.md."""
+        """Of the orthogonalization: the least of its symmetric forms (docs/dev/measuring.md)."""
         return sum(least_flops(shape) for shape in SHAPES[self.name][0])
 
     @property

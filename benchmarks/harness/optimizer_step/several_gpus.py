@@ -238,7 +238,8 @@ class RankCase:
             ]
             # One process rounds to the wire of GPUs if asked: then nothing is left to differ.
             wire = torch.float16 if alone and self.ranks.device.type == "cuda" else None
-            options = {"lr": LR, "weight_decay": DECAY, "none_grad": False, "wire_dtype": wire}
+            config = self.package.DistributedConfig(wire_dtype=wire)
+            options = {"lr": LR, "weight_decay": DECAY, "none_grad": False, "distributed": config}
             return self.package.Muon(groups, **options)
         shared = {"weight_decay": DECAY}
         groups = [
@@ -248,7 +249,8 @@ class RankCase:
         if alone:
             return self.package.MuonAdamW(groups, gradients="reduced")
         half = torch.float16 if self.problem.form.endswith("fp16") else None
-        return self.package.DistMuonAdamW(groups, wire_dtype=half)
+        config = self.package.DistributedConfig(wire_dtype=half)
+        return self.package.DistMuonAdamW(groups, distributed=config)
 
     def _make_baseline(self) -> None:
         """AdamW over what this rank holds; for unreduced gradients with one bucket of them."""

@@ -4,9 +4,11 @@ from . import muon
 from .groups.param_groups import default_is_muon, get_default_muon_param_groups
 from .muon import Muon
 from .muon_adamw import DistMuonAdamW, MuonAdamW
+from .sharded.buffers import DistributedConfig
 
 __all__ = [
     "DistMuonAdamW",
+    "DistributedConfig",
     "Muon",
     "MuonAdamW",
     "default_is_muon",

@@ -11,7 +11,7 @@ from torch import Tensor
 from .groups.group_format import Format
 from .groups.options import LrRule
 from .groups.param_groups import default_is_muon, get_default_muon_param_groups
-from .sharded.limits import ANY_SIZE, IN_FLIGHT_BYTES, WARMUP, Flow
+from .sharded.buffers import DistributedConfig, config_of
 from .sharded.sharing import Sharing
 from .step import MuonBase
 
@@ -78,21 +78,10 @@ class Muon(MuonBase):
             DistributedDataParallel has reduced them, the same gradients. Each orthogonalizes its
             part of the matrices for all. None: this process does all of them. DTensors bring their
             own mesh.
-        wire_dtype: torch.float32 or torch.float16, in which directions go to the rank that
-            orthogonalizes them, and updates come back; float16 has one power of two as scale per
-            matrix. None: float16 where the iteration is in half precision, else float32. Given as
-            float16, one rank rounds to it too, so that the bits do not depend on how many there
-            are.
-        warmup_step: of the matrices that ranks share, chunks whose gathers are launched before the
-            first is computed, at least 1. Equal on all ranks, as are the next two; they change no
-            bit.
-        chunk_size: matrices in a chunk at most; -1 for as many as fit.
-        in_flight_bytes: what any rank sends and receives for the owners of the chunks that are
-            under way; a chunk has one matrix of every owner in any case.
-        cuda_graphs: replay stages of matrices that ranks share as CUDA graphs, from the second step
-            on that finds gradients and everything else in the same place. Nothing of a step that
-            is itself captured. False: every step is queued kernel by kernel and keeps no pool for
-            graphs, but the memory of messages stays.
+        distributed: how ranks exchange what they share; see `DistributedConfig`.
+        warmup_step, chunk_size: `prefetch` and `chunk_size` of `distributed`, as Motif's optimizer
+            names them; None for the defaults. Refused beside `distributed`.
+        removed: keywords that are fields of `DistributedConfig` now; refused.
 
     Raises:
         ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.
@@ -131,12 +120,12 @@ class Muon(MuonBase):
         rounding: str = "nearest",
         rounding_seed: int = 0,
         process_group: Any = None,
-        wire_dtype: torch.dtype | None = None,
-        warmup_step: int = WARMUP,
-        chunk_size: int = ANY_SIZE,
-        in_flight_bytes: int = IN_FLIGHT_BYTES,
-        cuda_graphs: bool = True,
+        distributed: DistributedConfig | None = None,
+        warmup_step: int | None = None,
+        chunk_size: int | None = None,
+        **removed: Any,
     ) -> None:
+        config = config_of(distributed, removed, warmup_step=warmup_step, chunk_size=chunk_size)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -166,11 +155,7 @@ class Muon(MuonBase):
             defaults,
             debug=debug,
             clip_config=clip_config,
-            sharing=Sharing(
-                process_group,
-                wire_dtype,
-                flow=Flow(warmup_step, chunk_size, in_flight_bytes, cuda_graphs),
-            ),
+            sharing=Sharing(process_group, config),
         )
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from .groups.group_format import Format
 from .groups.options import check_choice
-from .sharded.limits import ANY_SIZE, IN_FLIGHT_BYTES, WARMUP, Flow
+from .sharded.buffers import DistributedConfig, config_of
+from .sharded.plan import REDUCE_OPS, Unreduced
 from .sharded.sharing import Sharing
-from .sharded.unreduced import REDUCE_OPS, Unreduced
 from .step import MuonBase
 
 GRADIENTS = ("reduced", "unreduced")
@@ -68,14 +66,10 @@ class MuonAdamW(MuonBase):
             unreduced ones, over whose ranks they are to be averaged; None for the default group, if
             there is one. An initialised process group alone changes no result.
         reduce_op: "avg" or "sum" of unreduced gradients.
-        wire_dtype: as of `Muon`; of unreduced gradients, in which contributions to those of
-            matrices and large parameters are sent and updates of matrices come back, float32 if
-            None. The contributions are added up in float32 in any case.
+        distributed: how ranks exchange what they share; see `DistributedConfig`.
         debug: log `report()` at INFO whenever the work is planned.
         clip_config: QK-clip of the attention layers in the Muon groups, as for `Muon`.
-        warmup_step, chunk_size, in_flight_bytes: as for `Muon`; with unreduced gradients also of
-            the rows of large parameters.
-        cuda_graphs: as for `Muon`.
+        removed: keywords that are fields of `DistributedConfig` now; refused.
 
     Raises:
         ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.
@@ -92,18 +86,15 @@ class MuonAdamW(MuonBase):
         gradients: str | None = None,
         process_group: Any = None,
         reduce_op: str = "avg",
-        wire_dtype: torch.dtype | None = None,
+        distributed: DistributedConfig | None = None,
         debug: bool = False,
         clip_config: dict[str, Any] | None = None,
-        warmup_step: int = WARMUP,
-        chunk_size: int = ANY_SIZE,
-        in_flight_bytes: int = IN_FLIGHT_BYTES,
-        cuda_graphs: bool = True,
+        **removed: Any,
     ) -> None:
+        config = config_of(distributed, removed)
         unreduced = _unreduced(gradients, process_group, reduce_op)
         group = None if gradients == "unreduced" else process_group
-        flow = Flow(warmup_step, chunk_size, in_flight_bytes, cuda_graphs)
-        sharing = Sharing(group, wire_dtype, unreduced, flow, assumed=gradients is None)
+        sharing = Sharing(group, config, unreduced, assumed=gradients is None)
         super().__init__(
             param_groups,
             dict(DEFAULTS),
@@ -118,13 +109,10 @@ def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
     process_group: Any = None,
     *,
     reduce_op: str = "avg",
-    wire_dtype: torch.dtype | None = None,
+    distributed: DistributedConfig | None = None,
     debug: bool = False,
     clip_config: dict[str, Any] | None = None,
-    warmup_step: int = WARMUP,
-    chunk_size: int = ANY_SIZE,
-    in_flight_bytes: int = IN_FLIGHT_BYTES,
-    cuda_graphs: bool = True,
+    **removed: Any,
 ) -> MuonAdamW:
     """`MuonAdamW(param_groups, gradients="unreduced", process_group=process_group)`.
 
@@ -132,13 +120,10 @@ def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
         param_groups: as for `MuonAdamW`.
         process_group: whose ranks hold the contributions; None for the default group.
         reduce_op: as for `MuonAdamW`.
-        wire_dtype: as for `MuonAdamW`.
+        distributed: as for `MuonAdamW`.
         debug: as for `MuonAdamW`.
         clip_config: as for `MuonAdamW`.
-        warmup_step: as for `MuonAdamW`.
-        chunk_size: as for `MuonAdamW`.
-        in_flight_bytes: as for `MuonAdamW`.
-        cuda_graphs: as for `MuonAdamW`.
+        removed: keywords that are fields of `DistributedConfig` now; refused.
 
     Returns:
         A `MuonAdamW`. With one rank it steps exactly as any other.
@@ -149,13 +134,10 @@ def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
         gradients="unreduced",
         process_group=process_group,
         reduce_op=reduce_op,
-        wire_dtype=wire_dtype,
+        distributed=distributed,
         debug=debug,
         clip_config=clip_config,
-        warmup_step=warmup_step,
-        chunk_size=chunk_size,
-        in_flight_bytes=in_flight_bytes,
-        cuda_graphs=cuda_graphs,
+        **removed,
     )
 
 

@@ -16,8 +16,7 @@ from ..orthogonalize.products import gram_runs_symmetric, runs_symmetric
 from .chunks import Chunk
 from .groups.options import AdamWOptions, MuonOptions
 from .groups.parameters import local
-from .sharded.shared_matrices import SharedChunk
-from .sharded.unreduced import Bands, SliceChunk
+from .sharded.chunks import Bands, SharedChunk, SliceChunk
 
 # (label and parameter of each, its batches, what several ranks share of it, its options)
 Group = tuple[

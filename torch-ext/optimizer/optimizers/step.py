@@ -18,11 +18,9 @@ from .groups.blocks import Blocks, check_names, cut
 from .groups.clip_config import parse_clip_config
 from .groups.options import AdamWOptions, MuonOptions, fingerprint
 from .groups.parameters import is_dtensor, label, local
-from .plan import Plan
+from .plan import Forms, Plan
 from .report import report
-from .sharded.layouts import Forms
-from .sharded.shared_matrices import Shared
-from .sharded.shared_plan import check_statistics
+from .sharded.plan import Shared, check_statistics
 from .sharded.sharing import Sharing
 from .stages.adamw import adamw
 from .stages.largest_logits import largest_logits
@@ -150,7 +148,7 @@ class MuonBase(OffloadingOptimizer):
             [rate_of(group, *chunk.matrix, chunk.device) for chunk in chunks]
             for group, chunks in zip(options, plan.chunks, strict=True)
         ]
-        shared_rates = self._sharing.early_rates(plan.shared, options)
+        shared_rates = self._sharing.rates(plan.shared, options)
         state = self._state_of_step(plan, options)
         self._sharing.compare_replicas(plan.labelled)
         self._sharing.ask(plan.shared, options, self._checked, shared_rates)

@@ -22,7 +22,7 @@ METHODS = ("auto", "polar_express", "gram_newton_schulz", "gram_polynomial", "ne
 # Its two polynomials stand for this many steps of Polar Express, which they beat everywhere.
 GRAM_POLYNOMIAL_STEPS = 5
 # Kind of device -> iterate dtypes in which "auto" takes gram_polynomial: where it has been run and
-# timed against the other methods (docs/log.md).
+# timed against the other methods (docs/dev/decisions/2026-11-22-gram-polynomial.md).
 GRAM_POLYNOMIAL_DTYPES = {"cpu": (torch.float16, torch.float32), "cuda": (torch.float16,)}
 # Smaller matrices are bound by the number of operations, of which it has half as many again.
 GRAM_POLYNOMIAL_SIDE = 128

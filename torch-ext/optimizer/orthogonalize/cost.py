@@ -20,12 +20,12 @@ H200_RATE = 790e12
 H200_BANDWIDTH = 4.3e12
 
 # FLOP/s that products reach, by kind of device and bytes of an element. On CUDA the 16-bit rate is
-# the H200's, float32's what docs/orthogonalize.md lists; the rest are nominal and serve to compare
-# shapes with each other.
+# the H200's, float32's what docs/dev/decisions/2026-11-21-symmetric-products-sm80.md lists; the
+# rest are nominal and serve to compare shapes with each other.
 RATES = {"cuda": {2: H200_RATE, 4: 60e12, 8: 50e12}, "cpu": {2: 20e9, 4: 100e9, 8: 50e9}}
 MULTIPROCESSORS = 132
 TILE = 128  # sides of the tiles that cuBLAS and symmetric_matmul cut large products into
-# Share of the rate within full rounds of tiles: 16 products of docs/orthogonalize.md, 0.85 to 0.99.
+# Share of the rate within full rounds of tiles: 16 products of the same table, 0.85 to 0.99.
 EFFICIENCY = 0.92
 # symmetric_matmul computes the tiles that it does not skip at half of cuBLAS's rate (mma.sync).
 HALVES_EFFICIENCY = 0.5

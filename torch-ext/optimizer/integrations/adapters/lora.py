@@ -103,9 +103,9 @@ def attach_lora(
 
     The model is switched to our experts implementation (`use_in_transformers`). Every other
     parameter is frozen, as PEFT does it. What else should train, attention or the head, is named in
-    PEFT's configuration beside the experts instead (docs/transformers-peft.md), so that one file
-    holds all of it. A first call makes its adapter the active one, a further call with another name
-    adds one beside it.
+    PEFT's configuration beside the experts instead (docs/concepts/transformers-peft.md), so
+    that one file holds all of it. A first call makes its adapter the active one, a further call
+    with another name adds one beside it.
 
     Args:
         model: a transformers model without PEFT, before `fully_shard` and tensor parallelism.

@@ -23,7 +23,7 @@ from ._moe_paths import INTEGERS, TRITON_PATHS, check_tensor, on_device_of, pick
 
 # Rows of a tile by mean rows per expert: (up to, rows). Experts get more and fewer rows than the
 # mean, and every tile reads its expert's weights again: from three quarters of a tile on the next
-# size takes less time. Timed at means of 64, 128 and 256 alone (docs/log.md).
+# size takes less time. Timed at means of 64, 128 and 256 alone (2026-11-22-expert-tiles.md).
 TILE_ROWS = ((16, 16), (24, 32), (48, 64))
 LARGEST_TILE_ROWS = 128
 # 8 times as many as the widest published layers have (512). The Triton path keeps a counter of

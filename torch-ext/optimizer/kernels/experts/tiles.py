@@ -2,7 +2,8 @@
 
 A tile choice depends on (architecture, rows per tile, K, N, dtype, direction) alone, so every rank
 runs the same code and no step stops to compile a search. Rules for 64 and 128 rows of 2 bytes come
-from timings on an H200, docs/log.md; the rest follows the arithmetic beside it.
+from timings on an H200 (docs/dev/decisions/2026-11-22-expert-tiles.md); the rest follows the
+arithmetic beside it.
 """
 
 from __future__ import annotations

@@ -192,8 +192,9 @@ class Tile:
 
 # Up to so many mean rows per expert: the tile of a long sum, and of one of less than _SHORT. Each
 # takes the least time of 18 tiles over the products of four layers at means of 0.5 to 2048 rows, or
-# at most 5 % more, on an H200 (docs/log.md), but for Mixtral's gate_up across rows at a mean of 128
-# (14 % more; there Qwen3's decided); a limit lies between two measured means.
+# at most 5 % more, on an H200 (docs/dev/decisions/2026-11-22-nf4-products.md), but for Mixtral's
+# gate_up across rows at a mean of 128 (14 % more; there Qwen3's decided); a limit lies between two
+# measured means.
 ALONG = (
     (11, Tile(16, 64, 128, 4, 4), Tile(16, 128, 64, 4, 4)),
     (24, Tile(32, 64, 128, 4, 3), Tile(32, 128, 64, 4, 4)),
@@ -205,7 +206,7 @@ ALONG = (
 _SHORT = 1024
 # Instead of ALONG's first tile, above and up to so many mean rows and for sums of so many terms or
 # more: the fastest of 14 tiles over the forward's products of 16 tokens on an H200, where fewer
-# columns or registers leave more bytes in flight (docs/measurements/2026-11-23-nf4-one-op.txt).
+# columns or registers leave more bytes in flight (2026-11-23-gated-nf4-layer.md).
 # Below the first bound and between _SHORT and the last depth no other tile was timed.
 FEW_ALONG = (
     (0.7, 1.4, _SHORT, Tile(16, 128, 128, 4, 3)),  # Qwen3-30B-A3B, 137 to 126 us

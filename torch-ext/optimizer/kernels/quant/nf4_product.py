@@ -24,7 +24,8 @@ from ..._ops import add_op_namespace_prefix, ops
 _BY_TRITON = "product over 4-bit weights by Triton instead of CUDA: %s"
 MAX_EXPERTS = 512  # kMaxExperts: their offsets lie in shared memory
 MIN_BLOCK = 64  # kMinBlock: a step of the sum takes one absmax per stored row
-# Of an expert, and of the sum: where 2048 tokens of four models were timed (docs/log.md).
+# Of an expert, and of the sum: where 2048 tokens of four models were timed
+# (docs/dev/decisions/2026-11-22-nf4-products.md).
 MEASURED_ROWS = (64, 512)
 LEAST_DEPTH = 768
 # In the forward, of 128 tokens where stored rows are long.

@@ -23,7 +23,8 @@ from .expert_weights import STRATEGIES, QuantizedWeight
 SLICES = 8
 SLICE_BYTES = (64 << 20, 128 << 20)
 # Mean rows per expert up to which decoding inside the product takes less time than decoding to
-# memory first. Forward and backward of a layer at 2048 tokens on an H200, ms (docs/log.md):
+# memory first. Forward and backward of a layer at 2048 tokens on an H200, ms
+# (docs/dev/decisions/2026-11-22-nf4-products.md):
 #   rows              64     128    256    512
 #   fused, CUDA       1.60   1.49   1.60    7.26
 #   fused, Triton     1.71   1.94   1.95   10.67

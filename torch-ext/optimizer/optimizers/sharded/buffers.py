@@ -1,4 +1,6 @@
-"""Memory in which chunks are on their way: taken and given back in one order at every step.
+"""How much is on its way between ranks at once, and the memory that it is in.
+
+Memory is taken and given back in one order at every step.
 
 It stays with the plan, so that a stage finds its messages where they were in the step before.
 Blocks of one kind are equally large. Whoever gives one back has queued its last use on the current
@@ -7,13 +9,17 @@ stream, and the next one to take it goes on there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, wraps
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ...distributed import in_flight
+from ..groups.options import plain_number
 
 Kind = tuple[str, torch.device]
 
@@ -99,3 +105,133 @@ class Staging:
         """Bytes of all blocks on a device."""
         kept = (blocks for (_, where), blocks in self._blocks.items() if where == device)
         return sum(block.numel() for blocks in kept for block in blocks)
+
+
+# Bytes that a rank sends and receives on the way to the owners, of all chunks that are alive. With
+# batches, results, answers and what an iteration works in, two to three times as much by count.
+IN_FLIGHT_BYTES = 256 * 2**20
+ANY_SIZE = -1
+LONGEST_TIMEOUT = 86400  # of a day a store still keeps count
+WIRE_DTYPES = (None, torch.float32, torch.float16)
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """How the ranks that share the work of an optimizer exchange it. Equal on all of them.
+
+    Only `wire_dtype` changes bits.
+
+    Args:
+        wire_dtype: torch.float32 or torch.float16, in which directions go to the rank that
+            orthogonalizes them, and updates come back; float16 has one power of two as scale per
+            matrix. None: float16 where the iteration is in half precision, else float32. Given as
+            float16, one rank rounds to it too, so that the bits do not depend on how many there
+            are. With unreduced gradients, in which contributions to those of matrices and large
+            parameters are sent and updates of matrices come back, float32 if None; the
+            contributions are added up in float32 in any case.
+        prefetch: chunks of matrices whose gathers are launched before the first is computed, at
+            least 1. With unreduced gradients also chunks of rows of large parameters.
+        chunk_size: matrices in a chunk at most; -1 for as many as fit.
+        in_flight_bytes: what any rank sends and receives for the owners of the chunks that are
+            under way; a chunk has one matrix of every owner in any case.
+        cuda_graphs: replay stages of matrices that ranks share as CUDA graphs, from the second step
+            on that finds gradients and everything else in the same place. Nothing of a step that
+            is itself captured. False: every step is queued kernel by kernel and keeps no pool for
+            graphs, but the memory of messages stays.
+        timeout: seconds that the first step of a `MuonAdamW` without `gradients` and
+            `process_group` waits for other ranks, whose gradients it compares with its own. Longer
+            than one is behind another that trains with it, and bearable for one that trains alone,
+            which waits once and in vain.
+
+    Raises:
+        ValueError, TypeError: the message names the field.
+    """
+
+    wire_dtype: torch.dtype | None = None
+    prefetch: int = 1
+    chunk_size: int = ANY_SIZE
+    in_flight_bytes: int = IN_FLIGHT_BYTES
+    cuda_graphs: bool = True
+    timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.wire_dtype not in WIRE_DTYPES:
+            raise ValueError(
+                f"wire_dtype must be None, torch.float32 or torch.float16, got {self.wire_dtype!r}"
+            )
+        for name in ("prefetch", "chunk_size", "in_flight_bytes", "timeout"):
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
+        _check_count("prefetch", self.prefetch)
+        _check_count("in_flight_bytes", self.in_flight_bytes)
+        _check_chunk_size(self.chunk_size)
+        if not isinstance(self.cuda_graphs, bool):
+            raise TypeError(f"cuda_graphs must be True or False, got {self.cuda_graphs!r}")
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)):
+            raise TypeError(f"timeout must be a number of seconds, got {self.timeout!r}")
+        if not 0 < self.timeout < LONGEST_TIMEOUT:
+            raise ValueError(
+                f"timeout must be above 0 and below {LONGEST_TIMEOUT} seconds, got {self.timeout!r}"
+            )
+
+    @property
+    def most(self) -> int | None:
+        """Matrices in a chunk; None for any number."""
+        return None if self.chunk_size == ANY_SIZE else self.chunk_size
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What any rank sends and receives for the owners of one chunk."""
+        return max(1, self.in_flight_bytes // in_flight(self.prefetch))
+
+
+def config_of(
+    distributed: DistributedConfig | None,
+    removed: Mapping[str, Any],
+    *,
+    warmup_step: int | None = None,
+    chunk_size: int | None = None,
+) -> DistributedConfig:
+    """The record of an optimizer's arguments.
+
+    Args:
+        distributed: as given.
+        removed: keywords that the constructor does not have, of which some are fields now.
+        warmup_step: `prefetch` by the name that it has in Motif's optimizer; None where not given.
+        chunk_size: the field, as a keyword; None where not given.
+
+    Raises:
+        ValueError, TypeError: one is invalid, unknown, a field, or given twice.
+    """
+    for name in removed:
+        field = {"warmup_step": "prefetch"}.get(name, name)
+        if field not in DistributedConfig.__dataclass_fields__:
+            raise TypeError(f"got an unexpected keyword argument {name!r}")
+        raise TypeError(
+            f"{name} is no keyword any more; pass distributed=DistributedConfig({field}=...)"
+        )
+    if distributed is not None and not isinstance(distributed, DistributedConfig):
+        raise TypeError(f"distributed must be a DistributedConfig or None, got {distributed!r}")
+    given: dict[str, Any] = {}
+    if warmup_step is not None:
+        _check_count("warmup_step", plain_number(warmup_step))
+        given["prefetch"] = warmup_step
+    if chunk_size is not None:
+        _check_chunk_size(plain_number(chunk_size))
+        given["chunk_size"] = chunk_size
+    if given and distributed is not None:
+        raise ValueError(
+            f"give {' and '.join(given)} in distributed, where the rest is, and not as a keyword"
+        )
+    return DistributedConfig(**given) if distributed is None else distributed
+
+
+def _check_chunk_size(value: Any) -> None:
+    if value != ANY_SIZE:
+        _check_count("chunk_size", value, ", or -1 for as many as bytes allow")
+
+
+def _check_count(name: str, value: Any, otherwise: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer, at least 1{otherwise}, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1{otherwise}, got {value!r}")

@@ -1,23 +1,131 @@
-"""Whether ranks that step together go by the same: asked in a step, heard in the next.
+"""Whether ranks that step together have the same options, layout and gradients.
 
-The question is one all-reduce of as many numbers on every rank, whatever its parameters and options
-are: also ranks that disagree about these understand each other's.
+Each rank sends a hash of its options with this step's exchange; the comparison is read before the
+next step writes, so that no step waits for it. It is one all-reduce of as many numbers on every
+rank, whatever its parameters and options are: also ranks that disagree about these understand each
+other's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import hashlib
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...distributed import Future, extremes
-from ..groups.options import AdamWOptions, MuonOptions
+from ...distributed import Future, Team, exchange, extremes
+from ..groups.options import AdamWOptions, MuonOptions, option_names
+from ..groups.parameters import is_dtensor
 from .buffers import lasting
-from .digest import NUMBERS, OPTIONS, OptionWords, is_on_device, on_device, word
-from .shared_matrices import DIGESTED, LAYOUT, OWNERS, Common
+from .chunks import SmallChunk, parts_of
+
+logger = logging.getLogger(__name__)
+
+OWNERS = "owners, which follow from the kind of GPU"
+DIGESTED = ("shapes, dtypes and placements", "clip_config", OWNERS)
+# What decides the messages between ranks, beside the options of groups.
+LAYOUT = (
+    "gradients",
+    "reduce_op",
+    "wire_dtype",
+    "prefetch",
+    "chunk_size",
+    "in_flight_bytes",
+    "number of groups",
+    "number of parameters",
+    *DIGESTED,
+)
+OPTIONS = (*dict.fromkeys((*option_names(MuonOptions), *option_names(AdamWOptions))),)
+NUMBERS = ("lr", "weight_decay")  # options that may be Tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Common:
+    """What the ranks of a team must have in common."""
+
+    team: Team
+    labelled: list[tuple[str, Tensor]]  # parameters that have gradients on all ranks or on none
+    groups: list[int]  # numbers of theirs
+    layout: Mapping[str, str]  # LAYOUT -> as text, or a digest of that
+    # Whether the first gradients must be equal on all ranks or must not; None: that cannot be told.
+    alike: bool | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Members:
+    team: Team
+    labelled: list[tuple[str, Tensor]] = field(default_factory=list)
+    groups: dict[int, None] = field(default_factory=dict)
+
+
+class Members:
+    """The shared parameters of a plan, by team, as they are found."""
+
+    def __init__(self) -> None:
+        self._teams: dict[int, _Members] = {}
+
+    def add(self, team: Team, number: int, where: str, param: Tensor) -> None:
+        """A parameter of group `number`, which must have a gradient on all ranks or on none."""
+        members = self._teams.setdefault(id(team), _Members(team))
+        members.labelled.append((where, param))
+        members.groups[number] = None
+
+    def commons(
+        self,
+        chunks: Sequence[Sequence[Any]],
+        settings: Mapping[str, Any],
+        alike: Mapping[int, bool],
+    ) -> list[Common]:
+        """Per team what its ranks must agree on.
+
+        Args:
+            chunks: of the plan, per group.
+            settings: of the optimizer, of the names in LAYOUT.
+            alike: id of a team -> as of `Common`.
+        """
+        found = []
+        for members in self._teams.values():
+            groups = sorted(members.groups)
+            found_here = {
+                **settings,
+                "number of groups": len(groups),
+                "number of parameters": len(members.labelled),
+                "shapes, dtypes and placements": [_form(param) for _, param in members.labelled],
+                OWNERS: [*_owners(members.team, chunks)],
+            }
+            layout = {
+                name: str(word(str(value)) if name in DIGESTED else value)
+                for name, value in found_here.items()
+            }
+            found.append(
+                Common(members.team, members.labelled, groups, layout, alike.get(id(members.team)))
+            )
+        return found
+
+
+def _form(param: Tensor) -> tuple[Any, ...]:
+    placing: tuple[Any, ...] = ()
+    if is_dtensor(param):
+        placing = tuple(param.placements), tuple(param.device_mesh.shape)
+    return tuple(param.shape), param.dtype, param.device.type, *placing
+
+
+def _owners(team: Team, chunks: Sequence[Sequence[Any]]) -> Iterable[tuple[Any, ...]]:
+    """What travels in every chunk of a team: matrices, owners, dtype."""
+    for chunk in itertools.chain.from_iterable(chunks):
+        if isinstance(chunk, SmallChunk):
+            yield len(chunk.params), chunk.dtype
+        for part in parts_of(chunk):
+            if part.team is team:
+                yield part.matrix, part.owners, part.wire
+
 
 Options = Sequence[MuonOptions | AdamWOptions]
 
@@ -302,3 +410,169 @@ def _reduced(found: Tensor) -> None:
             "replicas would drift apart. Pass gradients='unreduced' to MuonAdamW, which then "
             "reduces them, or reduce them before step(), as DistributedDataParallel does"
         )
+
+
+def word(text: str) -> int:
+    """A number in [0, 2^63), whose negative fits into an int64 too."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def canonical(option: str, value: Any) -> str:
+    """One text for all values of an option that mean the same, such as 1, 1.0 and np.int64(1).
+
+    Of a Tensor on a device it has the form, and of a function that it is one.
+    """
+    kind = type(value)
+    if kind is float:
+        return str(int(value)) if value.is_integer() else value.hex()
+    if kind is str or kind is bool or value is None:
+        return repr(value)
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {'on a device' if is_on_device(value) else value.item()}"
+    if isinstance(value, Integral):
+        return str(int(value))
+    if isinstance(value, Real):
+        return canonical(option, float(value))
+    if isinstance(value, Mapping):
+        entries = ((str(name), canonical(option, entry)) for name, entry in value.items())
+        return str(sorted(entries))
+    if isinstance(value, Sequence):
+        entries = [canonical(option, entry) for entry in value]
+        # A set was given, perhaps, whose order differs between processes.
+        return str(sorted(entries) if option == "expert_keys" else entries)
+    return "a function" if callable(value) else str(value)
+
+
+def is_on_device(value: Any) -> bool:
+    """Whether a value is a Tensor that the host cannot read without waiting."""
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+class OptionWords:
+    """A word per option of some groups, renewed where one of them changed."""
+
+    def __init__(self, groups: Sequence[int]) -> None:
+        self._groups = groups
+        self._seen: list[Any] = [None] * len(groups)
+        self._texts: list[dict[str, str]] = [{} for _ in groups]
+        self._words = dict.fromkeys(OPTIONS, word(""))
+
+    def renew(
+        self,
+        options: Sequence[MuonOptions | AdamWOptions],
+        fingerprints: Sequence[tuple[list[type], list[Any]]],
+    ) -> list[int]:
+        """The words for the options as they are now.
+
+        Args:
+            options: of all groups of the optimizer.
+            fingerprints: of these.
+        """
+        changed: set[str] = set()
+        for k, number in enumerate(self._groups):
+            seen = fingerprints[number]
+            if read := _read_on_host(options[number]):
+                seen = (*seen, read)
+            if seen != self._seen[k]:
+                texts = self._texts[k]
+                for name in _to_renew(option_names(type(options[number])), seen, self._seen[k]):
+                    text = canonical(name, getattr(options[number], name))
+                    if texts.get(name) != text:
+                        texts[name] = text
+                        changed.add(name)
+                self._seen[k] = seen
+        for name in changed:
+            self._words[name] = word("; ".join(texts.get(name, "") for texts in self._texts))
+        return [*self._words.values()]
+
+
+def _to_renew(names: Sequence[str], seen: tuple[Any, ...], before: Any) -> set[str]:
+    """The options that may mean something else than `before`, None at first.
+
+    Numbers that may be in Tensors always do: a fingerprint has nothing of their values.
+    """
+    if before is None or before[0] != seen[0]:  # the types
+        return {*names}
+    pairs = zip(names, seen[1], before[1], strict=True)
+    return {*NUMBERS, *(name for name, now, then in pairs if now != then)}
+
+
+def _read_on_host(group: MuonOptions | AdamWOptions) -> list[float]:
+    """Numbers in Tensors of the host, which change without a new fingerprint."""
+    values = group.lr, group.weight_decay
+    return [v.item() for v in values if isinstance(v, Tensor) and not is_on_device(v)]
+
+
+def on_device(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The bits of some numbers folded into one, by their device: 0-D int64."""
+    wide = torch.stack([t.detach().reshape(()).to(device, torch.float64) for t in tensors])
+    odd = torch.arange(1, 2 * len(tensors), 2, device=device)  # so that their order counts
+    return (wide.view(torch.int64) * odd).sum()
+
+
+def compare_replicas(
+    groups: Sequence[Sequence[tuple[str, Tensor]]], number: int, timeout: float
+) -> bool:
+    """Compare the gradients of this rank with those of ranks that hold the same parameters.
+
+    Replicas are ranks whose plain parameters are equal, bit for bit, at their first step. Others
+    are no business of this one, and so are ranks that do not step an optimizer of this kind. There
+    is no collective: a rank that never comes is not waited for longer than `timeout`, and one that
+    comes after that does not count: it hears what the others found, as they did.
+
+    Args:
+        groups: (name for messages, parameter) of all groups.
+        number: of the optimizer, as on the ranks that hold the same one.
+        timeout: in seconds.
+
+    Returns:
+        Whether there is nothing more to compare; there is as long as no replica has a gradient.
+
+    Raises:
+        RuntimeError: a replica has other gradients.
+    """
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    params = [param for named in groups for _, param in named if not is_dtensor(param)]
+    if not params or distributed.get_world_size() == 1:
+        return True
+    captured = any(param.is_cuda for param in params) and torch.cuda.is_current_stream_capturing()
+    if captured:
+        return False
+    forms = [(tuple(param.shape), param.dtype) for param in params]
+    own = f"{_digest(forms, params)} {_digest(forms, [param.grad for param in params])}"
+    try:
+        found = exchange(f"optimizer/gradients/{number}", own, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        logger.warning(
+            "MuonAdamW was not told whether gradients are reduced, and the ranks could not be "
+            "asked whether theirs are equal (%s); pass gradients='reduced' or 'unreduced'",
+            error,
+        )
+        return True
+    complete = len(found) == distributed.get_world_size()
+    if not complete:
+        logger.warning(
+            "MuonAdamW was not told whether gradients are reduced, and only ranks %s stepped one "
+            "within %g s, so others were not asked; pass gradients='reduced' or 'unreduced'",
+            sorted(found),
+            timeout,
+        )
+    replicas = [rank for rank, other in found.items() if other.split()[0] == own.split()[0]]
+    if len({found[rank] for rank in replicas}) > 1:  # this one may have come too late to count
+        raise RuntimeError(
+            f"ranks {', '.join(map(str, replicas))} hold the same parameters with different "
+            "gradients, which nothing has reduced: the replicas would drift apart. Pass "
+            "gradients='unreduced' to MuonAdamW, which then reduces them; or reduce them before "
+            "step(), as DistributedDataParallel does; or pass gradients='reduced' if each rank "
+            "trains on its own"
+        )
+    return not complete or any(param.grad is not None for param in params)
+
+
+def _digest(forms: Sequence[object], tensors: Sequence[Tensor | None]) -> int:
+    """Of the bits of tensors; it waits for their devices."""
+    sums = [None if tensor is None else checksum(tensor, tensor.device) for tensor in tensors]
+    return word(str([forms, [None if found is None else found.item() for found in sums]]))

@@ -11,14 +11,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from .buffers import lasting
+from .buffers import Block, Staging, lasting
+
+if TYPE_CHECKING:
+    from ..groups.options import AdamWOptions
+    from ..stages.update import Rate
+    from ..state.device_state import OnDevice
+    from ..state.host_state import InHostMemory
+    from .chunks import SharedChunk, SmallChunk
 
 Body = Callable[[], None]
 # A stage whose graphs go out of date is captured again after twice as many equal steps each time.
@@ -120,11 +128,25 @@ class Graphs:
                 stage.graph = self.captured(device, body, pool)
         return stage.graph
 
-    def beside(self, device: torch.device, graph: Replayable) -> Beside:
-        """A graph of the other pool, for the second stream of its device."""
-        if device.type == "cuda" and device not in self._second:
+    def run_beside(self, device: torch.device, graph: Replayable) -> Callable[[], None]:
+        """Replay a graph of the other pool on the second stream of its device.
+
+        Away from a GPU it runs in order.
+
+        Returns:
+            What makes the current stream wait for it.
+        """
+        if device.type != "cuda":
+            graph.replay()
+            return lambda: None
+        if device not in self._second:
             self._second[device] = torch.cuda.Stream(device)
-        return Beside(graph, self._second.get(device))
+        stream, over = self._second[device], torch.cuda.Event()
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            graph.replay()
+            over.record(stream)
+        return lambda: torch.cuda.current_stream(device).wait_event(over)
 
     def captured(self, device: torch.device, body: Body, pool: str = HERE) -> Replayable | None:
         """The graph of a body; none where that fails, and no other attempt on the device.
@@ -152,10 +174,6 @@ class Graphs:
         for failure in failures:
             warnings.warn(failure, RuntimeWarning, stacklevel=3)
 
-    def serve(self, devices: Iterable[torch.device]) -> bool:
-        """Whether stages on these devices are replayed in this step."""
-        return self._on and all(self._of(device) is not None for device in devices)
-
     def number(self, name: Hashable, value: Any, device: torch.device) -> Any:
         """A number as a tensor that the graphs read; itself where nothing is captured."""
         if self._of(device) is None:
@@ -173,30 +191,6 @@ class Graphs:
             place.fill_(value)
             self._numbers[name] = (value, place)
         return place
-
-
-class Beside:
-    """A graph that runs beside what follows, until that waits for it."""
-
-    def __init__(self, graph: Replayable, stream: torch.cuda.Stream | None) -> None:
-        """`stream`: the second one of a device; None away from a GPU, where all runs in order."""
-        self._graph, self._stream = graph, stream
-        self._over = None if stream is None else torch.cuda.Event()
-
-    def start(self) -> None:
-        """Queue it behind what was queued on the current stream."""
-        if self._stream is None:
-            self._graph.replay()
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            self._graph.replay()
-            self._over.record(self._stream)
-
-    def wait(self) -> None:
-        """What is queued on the current stream from here on runs behind it."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._over)
 
 
 def capturer(device: torch.device, room: int) -> Callable[[Body], Replayable] | None:
@@ -306,3 +300,85 @@ def places(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
 def places_of_numbers(group: Any) -> tuple[Any, ...]:
     """`places` of the rate and the decay of a group, if graphs read them from tensors."""
     return places([v for v in (group.lr, group.weight_decay) if isinstance(v, Tensor)])
+
+
+State = Mapping[Tensor, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class StepRun:
+    """What the chunks of one step share: state, memory on the way, and graphs of their stages."""
+
+    state: State  # of the optimizer
+    kept: OnDevice | InHostMemory  # where the step finds it
+    # Per parameter of groups with none_grad the chunks that still need its gradient; counted down.
+    remaining: Counter[Tensor]
+    staging: Staging
+    graphs: Graphs
+
+    def take(self, chunk: SharedChunk, name: str, size: int) -> Block:
+        return self.staging.take(name, chunk.device, size)
+
+    def give(self, *blocks: Block | None) -> None:
+        for block in blocks:
+            if block is not None:
+                self.staging.give(block)
+
+    def stage(
+        self,
+        name: str,
+        chunk: SharedChunk | SmallChunk,
+        key: Callable[[], Any] | None,
+        body: Body,
+        touched: Sequence[Tensor] = (),
+    ) -> None:
+        """`Graphs.run` for a chunk. float64 learning rates do not fit the numbers of a graph.
+
+        `touched`: what the body writes, and tells autograd of.
+        """
+        key = None if chunk.dtype == torch.float64 else key
+        if self.graphs.run((id(chunk), name), chunk.device, key, body) and touched:
+            torch.autograd.graph.increment_version(touched)
+
+    def stage_beside(
+        self, name: str, chunk: SharedChunk, key: Callable[[], Any], body: Body
+    ) -> Callable[[], None]:
+        """`stage`, but a graph runs beside what follows.
+
+        Launched one by one, kernels are not so many at once that it would help.
+
+        Returns:
+            What to call before its results are used, and before memory is that it uses.
+        """
+        known = None if chunk.dtype == torch.float64 else key
+        graph = self.graphs.of_stage((id(chunk), name), chunk.device, known, body, BESIDE)
+        if graph is None:
+            body()
+            return lambda: None
+        return self.graphs.run_beside(chunk.device, graph)
+
+    def release(self, chunk: SharedChunk) -> None:
+        """Let go of the gradients that no later chunk needs."""
+        for param in chunk.params:
+            self.remaining[param] -= 1
+            if not self.remaining[param]:
+                param.grad = None
+
+    def rate(self, number: int, rate: Rate, chunk: SharedChunk) -> Rate:
+        """The rate of a group with its numbers where graphs read them."""
+        return rate if rate.decay is not None else self._on_device(number, rate, chunk)
+
+    def rate_of_adamw(
+        self, number: int, options: AdamWOptions, chunk: SharedChunk | SmallChunk
+    ) -> AdamWOptions:
+        """Options of a group with its rate where graphs read it."""
+        return self._on_device(number, options, chunk)
+
+    def _on_device(self, number: int, rate: Any, chunk: SharedChunk | SmallChunk) -> Any:
+        if chunk.dtype == torch.float64:
+            return rate
+        return replace(
+            rate,
+            lr=self.graphs.number((number, "lr"), rate.lr, chunk.device),
+            weight_decay=self.graphs.number((number, "decay"), rate.weight_decay, chunk.device),
+        )

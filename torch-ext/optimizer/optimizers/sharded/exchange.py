@@ -19,9 +19,8 @@ from ..stages.update import Rate
 from ..state.rounding import RESIDUAL
 from ..state.state import STATISTICS
 from .buffers import Block
-from .cuda_graphs import places, places_of_numbers
-from .pipeline import State, StepRun
-from .shared_matrices import SharedChunk
+from .chunks import SharedChunk
+from .cuda_graphs import State, StepRun, places, places_of_numbers
 
 
 def in_words(tensor: Tensor) -> Tensor:
@@ -154,10 +153,7 @@ def launch_scatter(chunk: SharedChunk, message: Block, run: StepRun) -> Sent:
     if not route.scatters:
         return Sent(Ready(message.bytes), message)
     inbox, transport = run.take(chunk, "message", route.scattered.size), chunk.team.transport
-    future = run.launch(
-        "launch_scatter",
-        lambda: transport.scatter(route.answered, message.bytes, route.scattered, inbox.bytes),
-    )
+    future = transport.scatter(route.answered, message.bytes, route.scattered, inbox.bytes)
     return Sent(future, inbox, message)
 
 

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ...distributed import Future
 from .buffers import Block
-from .cuda_graphs import places
+from .chunks import SharedChunk
+from .cuda_graphs import StepRun, places
 from .exchange import copy_all
-from .pipeline import StepRun
-from .shared_matrices import SharedChunk
 from .shared_step import exponents_of, scales_of
 
 
@@ -85,14 +84,9 @@ class Contributions:
         chunk, run, transport = self._chunk, self._run, self._chunk.team.transport
         route, outbox = chunk.route, self._outbox.bytes
         if self._rounds:
-            self._collecting: Future = run.launch(
-                "launch_scales", lambda: transport.collect(chunk.scales, chunk.all_scales)
-            )
+            self._collecting: Future = transport.collect(chunk.scales, chunk.all_scales)
         inbox = self._inbox = run.take(chunk, "message", route.gathered.size)
-        self._reducing = run.launch(
-            "launch_reduce",
-            lambda: transport.gather(route.sent, outbox, route.gathered, inbox.bytes),
-        )
+        self._reducing = transport.gather(route.sent, outbox, route.gathered, inbox.bytes)
 
     def wait(self) -> None:
         """Until the contributions of others are here; the memory of what left is free then."""

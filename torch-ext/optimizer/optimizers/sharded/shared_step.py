@@ -20,10 +20,9 @@ from ..stages.update import Rate
 from ..state.device_state import OnDevice
 from ..timing import stage
 from .buffers import Block, lasting
-from .cuda_graphs import places
+from .chunks import Held, SharedChunk
+from .cuda_graphs import StepRun, places
 from .exchange import Sent, answer, apply, copy_all, in_words, kept_statistics, launch_scatter
-from .pipeline import StepRun
-from .shared_matrices import Held, SharedChunk
 
 # float16 ends below 2^16; a matrix travels with its largest element in [2^14, 2^15).
 TOP = 15
@@ -136,9 +135,7 @@ class Directions:
             self._exponents = Ready(exponents)
             if chunk.route.gathers:
                 transport = chunk.team.transport
-                self._exponents = run.launch(
-                    "launch_exponents", lambda: transport.maximum(exponents)
-                )
+                self._exponents = transport.maximum(exponents)
         else:
             self._advance(options, None)
 
@@ -280,10 +277,7 @@ def _gather(chunk: SharedChunk, directions: Directions, run: StepRun) -> Sent:
     if not route.gathers:
         return Sent(Ready(message), outbox)
     inbox, transport = run.take(chunk, "message", route.gathered.size), chunk.team.transport
-    future = run.launch(
-        "launch_gather",
-        lambda: transport.gather(route.sent, message, route.gathered, inbox.bytes),
-    )
+    future = transport.gather(route.sent, message, route.gathered, inbox.bytes)
     return Sent(future, inbox, outbox)
 
 

@@ -24,33 +24,26 @@ from ..state.device_state import OnDevice
 from ..state.host_state import InHostMemory
 from ..state.rounding import check_rounding
 from ..state.state import Slot
-from .common import Members
-from .consistency import Agreement, check_not_captured
-from .limits import Flow
-from .pipeline import StepRun, key_of_step
-from .replicas import compare_replicas
-from .shared_matrices import Shared, SharedChunk, SharedMatrix, in_turn
-from .shared_plan import (
+from .buffers import DistributedConfig
+from .chunks import Bands, SharedChunk, SharedMatrix, SliceChunk, SmallChunk, parts_of
+from .consistency import Agreement, Members, check_not_captured, compare_replicas
+from .cuda_graphs import StepRun
+from .plan import (
+    REDUCE_OPS,
+    Shared,
     SharedGroup,
+    Unreduced,
     check_statistics,
+    in_turn,
     layout_on,
     local_blocks,
     matrices_of,
     plan_shared,
+    reserve,
+    spread,
     stays,
 )
 from .shared_step import step_shared
-from .tape import under_the_first_gathers
-from .unreduced import (
-    REDUCE_OPS,
-    Bands,
-    SliceChunk,
-    SmallChunk,
-    Unreduced,
-    parts_of,
-    reserve,
-    spread,
-)
 from .unreduced_step import step_bands, step_slices, step_small
 
 # Matrices of a shape that an owner is taken to orthogonalize together when work is shared out: a
@@ -58,7 +51,6 @@ from .unreduced_step import step_bands, step_slices, step_small
 COST_BATCH = 8
 # Optimizers whose ranks meet without a group, in the order in which a process makes them.
 _NUMBERS = itertools.count()
-WIRE_DTYPES = (None, torch.float32, torch.float16)
 
 
 class Sharing:
@@ -66,21 +58,15 @@ class Sharing:
 
     def __init__(
         self,
-        process_group: Any = None,
-        wire_dtype: torch.dtype | None = None,
+        process_group: Any,
+        config: DistributedConfig,
         unreduced: Unreduced | None = None,
-        flow: Flow | None = None,
         *,
         assumed: bool = False,
     ) -> None:
         """`assumed`: nobody said that gradients are reduced."""
-        if wire_dtype not in WIRE_DTYPES:
-            raise ValueError(
-                f"wire_dtype must be None, torch.float32 or torch.float16, got {wire_dtype!r}"
-            )
-        self.wire_dtype = wire_dtype
+        self.config = config
         self.unreduced = unreduced
-        self.flow = flow or Flow()
         self.assumed = assumed
         self._group = process_group
         self._number = next(_NUMBERS) if assumed and process_group is None else None
@@ -93,13 +79,13 @@ class Sharing:
         self.begin_plan()
 
     def __reduce__(self) -> Any:
-        arguments = self._group, self.wire_dtype, self.unreduced, self.flow
+        arguments = self._group, self.config, self.unreduced
         return functools.partial(Sharing, assumed=self.assumed), arguments
 
     def __deepcopy__(self, memo: Any) -> Sharing:
         copied = copy.deepcopy(self.unreduced, memo)
         # It talks over the same groups.
-        sharing = Sharing(self._group, self.wire_dtype, copied, self.flow, assumed=self.assumed)
+        sharing = Sharing(self._group, self.config, copied, assumed=self.assumed)
         sharing._teams = self._teams
         return sharing
 
@@ -109,7 +95,7 @@ class Sharing:
             return self._teams.of_mesh(param.device_mesh)
         if self._of_group is None and self._group is not None:
             self._of_group = self._teams.of_group(self._group)
-        if self._of_group is None and self.wire_dtype == torch.float16:
+        if self._of_group is None and self.config.wire_dtype == torch.float16:
             self._of_group = alone()
         return self._of_group
 
@@ -170,7 +156,7 @@ class Sharing:
         """
         owners = self.unreduced
         assert owners is not None
-        wire = self.wire_dtype or torch.float32
+        wire = self.config.wire_dtype or torch.float32
         chunks: list[list[Any]] = [[] for _ in range(count)]
         small: dict[Any, list[tuple[int, Tensor]]] = {}
         for number, options, entries in muon:
@@ -187,11 +173,11 @@ class Sharing:
                     options.momentum_dtype,
                 )
             ]
-            chunks[number] += owners.matrix_chunks(matrices, wire, self.flow)
+            chunks[number] += owners.matrix_chunks(matrices, wire, self.config)
         for number, named in others:
             for where, param in named:
                 if owners.sliced(param):
-                    chunks[number] += owners.slice_chunks(param, where, wire, self.flow)
+                    chunks[number] += owners.slice_chunks(param, where, wire, self.config)
                 else:
                     dtype = torch.promote_types(param.dtype, torch.float32)
                     small.setdefault((dtype, param.device), []).append((number, param))
@@ -225,7 +211,7 @@ class Sharing:
                 continue
             layout = layout_on(param, team)
             kept_here = local_blocks(blocks, layout, team)
-            if kept_here is not None and self.wire_dtype != torch.float16:
+            if kept_here is not None and self.config.wire_dtype != torch.float16:
                 if kept_here.experts != 0:  # the shard of a stack may be empty
                     own.append((param, kept_here))
                 continue
@@ -268,7 +254,7 @@ class Sharing:
 
     def plan(self, groups: Sequence[SharedGroup], count: int) -> Shared:
         """Owners and chunks; `count` is the number of parameter groups."""
-        chunks, home = plan_shared(groups, count, self.flow)
+        chunks, home = plan_shared(groups, count, self.config)
         return self._planned(chunks, home, in_turn(chunks))
 
     def _planned(
@@ -281,10 +267,10 @@ class Sharing:
         settings = {
             "gradients": "reduced" if self.unreduced is None else "unreduced",
             "reduce_op": REDUCE_OPS[0] if self.unreduced is None else self.unreduced.reduce_op,
-            "wire_dtype": self.wire_dtype,
-            "warmup_step": self.flow.warmup_step,
-            "chunk_size": self.flow.chunk_size,
-            "in_flight_bytes": self.flow.in_flight_bytes,
+            "wire_dtype": self.config.wire_dtype,
+            "prefetch": self.config.prefetch,
+            "chunk_size": self.config.chunk_size,
+            "in_flight_bytes": self.config.in_flight_bytes,
             "clip_config": self._clip_config,
         }
         alike = {}
@@ -294,7 +280,7 @@ class Sharing:
             alike[id(self._of_group)] = True
         teams = self._members.commons(chunks, settings, alike)
         empty = not teams if self.unreduced is not None else self._empty
-        shared = Shared(chunks, home, teams, empty, self.flow, order)
+        shared = Shared(chunks, home, teams, empty, self.config, order)
         reserve(shared)
         return shared
 
@@ -305,14 +291,14 @@ class Sharing:
             RuntimeError: they are not, on ranks that hold replicas of these parameters.
         """
         if self.assumed and self._number is not None:
-            self.assumed = not compare_replicas(groups, self._number)
+            self.assumed = not compare_replicas(groups, self._number, self.config.timeout)
 
     def ask(
         self,
         shared: Shared,
         options: Sequence[MuonOptions | AdamWOptions],
         fingerprints: Sequence[Any],
-        rates: dict[int, Rate] | None,
+        rates: dict[int, Rate],
     ) -> None:
         """Ask all ranks whether they have the same options and gradients; hear the last answer.
 
@@ -323,7 +309,7 @@ class Sharing:
             shared: what ranks share.
             options: of all groups.
             fingerprints: of these.
-            rates: from `early_rates`.
+            rates: from `rates`.
 
         Raises:
             RuntimeError: they differ, or the caller captures a CUDA graph.
@@ -331,7 +317,10 @@ class Sharing:
         if shared.empty and not shared.teams:
             return
         check_not_captured(shared.asked)
-        returned = [_returned(shared, rates, common.team) for common in shared.teams]
+        rules = any(isinstance(o, MuonOptions) and callable(o.adjust_lr_fn) for o in options)
+        returned = [
+            _returned(shared, rates, common.team) if rules else None for common in shared.teams
+        ]
         questions = self._agreement.ask(
             shared.teams, options, fingerprints, returned, refused=self._refused
         )
@@ -342,16 +331,11 @@ class Sharing:
         self._agreement.settle(questions)
         self._refused = 0
 
-    def early_rates(
+    def rates(
         self, shared: Shared, options: Sequence[MuonOptions | AdamWOptions]
-    ) -> dict[int, Rate] | None:
-        """The rates of shared chunks if a function in adjust_lr_fn, which may raise, gives some.
-
-        None where there is none: a step that is played from a tape does not need them.
-        """
-        if any(isinstance(o, MuonOptions) and callable(o.adjust_lr_fn) for o in options):
-            return _rates(shared, options)
-        return None
+    ) -> dict[int, Rate]:
+        """The rates of shared chunks, before anything is written: a function may raise."""
+        return _rates(shared, options)
 
     def step(
         self,
@@ -361,39 +345,27 @@ class Sharing:
         state: Any,
         kept: OnDevice | InHostMemory,
         meanwhile: Callable[[], None],
-        rates: dict[int, Rate] | None,
+        rates: dict[int, Rate],
     ) -> None:
         """Step the shared matrices, with everything else under their first gathers.
 
-        `kept` is where a step finds the `state`; `rates` are from `early_rates`.
+        `kept` is where a step finds the `state`; `rates` are from `rates`.
         """
         if shared.empty:
             meanwhile()
             return
         # One rank alone is bound by its device: launches cost it nothing.
         several = any(shared.chunks)
-        shared.begin(on=self.flow.cuda_graphs and several and isinstance(kept, OnDevice))
-        key = None
-        if shared.graphs.serve(shared.devices):
-            key = key_of_step(options, params_of_groups, state)
-        if shared.tape.fits(key):
-            for number, group in enumerate(options):
-                shared.set_numbers(number, group)
-            shared.tape.play(meanwhile)
-        else:
-            shared.tape.begin(key)
-            run = StepRun(state, kept, Counter(), shared.staging, shared.graphs, shared.tape)
-            if rates is None:
-                rates = _rates(shared, options)
-            self._step_anew(shared, options, run, meanwhile, rates)
-            shared.tape.end()
+        shared.begin(on=self.config.cuda_graphs and several and isinstance(kept, OnDevice))
+        run = StepRun(state, kept, Counter(), shared.staging, shared.graphs)
+        self._run_chunks(shared, options, run, meanwhile, rates)
         for number, params in enumerate(params_of_groups):
             if options[number].none_grad:  # also where this rank had nothing to do for them
                 for param in params:
                     if is_dtensor(param) or self._group is not None:
                         param.grad = None
 
-    def _step_anew(
+    def _run_chunks(
         self,
         shared: Shared,
         options: Sequence[MuonOptions | AdamWOptions],
@@ -425,11 +397,10 @@ class Sharing:
                     yield from step_bands(chunk, number, factor, rate, group, run)
 
         def other_work() -> None:
-            run.tape.do("muon::meanwhile", under_the_first_gathers)
             meanwhile()
             run_pipeline(phases(in_turn(shared.home)))
 
-        ahead = self.flow.warmup_step
+        ahead = self.config.prefetch
         run_pipeline(phases(shared.order), ahead=ahead, meanwhile=other_work)
 
     def tell(self, shared: Shared) -> None:
@@ -485,8 +456,8 @@ class Sharing:
 
     def _wire(self, matrices: Sequence[SharedMatrix], options: MuonOptions) -> torch.dtype:
         """float16 where the iteration would round to it or to bfloat16 anyway."""
-        if self.wire_dtype is not None:
-            return self.wire_dtype
+        if self.config.wire_dtype is not None:
+            return self.config.wire_dtype
         first = matrices[0]
         picked = choose(
             *first.matrix,
@@ -511,10 +482,8 @@ def _rates(shared: Shared, options: Sequence[MuonOptions | AdamWOptions]) -> dic
     return rates
 
 
-def _returned(shared: Shared, rates: dict[int, Rate] | None, team: Team) -> list[float] | None:
+def _returned(shared: Shared, rates: dict[int, Rate], team: Team) -> list[float]:
     """What functions in adjust_lr_fn say of the chunks of a team, but for Tensors."""
-    if rates is None:
-        return None
     return [
         rates[id(chunk)].factor
         for _, chunk in shared.order

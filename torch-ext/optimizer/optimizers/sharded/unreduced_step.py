@@ -19,7 +19,8 @@ from ..stages.adamw import adamw_on
 from ..stages.update import Rate
 from ..timing import stage
 from .buffers import Block
-from .cuda_graphs import places, places_of_numbers
+from .chunks import Bands, SharedChunk, SliceChunk, SmallChunk
+from .cuda_graphs import StepRun, places, places_of_numbers
 from .exchange import (
     apply,
     apply_own,
@@ -29,10 +30,7 @@ from .exchange import (
     launch_scatter,
     write_answer,
 )
-from .pipeline import StepRun
 from .reduce_scatter import Contributions
-from .shared_matrices import SharedChunk
-from .unreduced import Bands, SliceChunk, SmallChunk
 
 # Computations between Newton-Schulz and the first transfer of what it makes: it runs beside them,
 # so that messages do not wait for it.
@@ -263,12 +261,11 @@ def step_small(
         grads = [grad for _, grad in given]
         run.stage("contribute", small, lambda: (present, places(grads)), pack)
         taken = [param for number, param in small.params if options[number].none_grad]
-        run.tape.release(taken)
         for param in taken:
             param.grad = None
     yield
     with stage("muon::launch_reduce"):
-        reducing = run.launch("launch_reduce", lambda: team.transport.sum(flat))
+        reducing = team.transport.sum(flat)
     yield
     with stage("muon::wait_reduce"):
         reducing.wait()

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..chunks import Chunk, Member
 from ..groups.parameters import local, locals_of
 from ..layout import MAX_DIMS
-from ..sharded.shared_matrices import Held, SharedChunk
+from ..sharded.chunks import Held, SharedChunk
 
 State = MutableMapping[Tensor, dict[str, Tensor]]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..chunks import BATCH_BYTES, Chunk, Member
 from ..groups.parameters import is_dtensor, local
-from ..sharded.shared_matrices import Held, SharedChunk
+from ..sharded.chunks import Held, SharedChunk
 from .device_state import AdamWWork, State
 from .rounding import RESIDUAL
 

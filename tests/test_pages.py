@@ -1,0 +1,139 @@
+"""Pages name what exists: links, paths of docs/ in any file, and messages of errors. No torch."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from .static.project import PACKAGE, ROOT, parse, project_files, read_text, report
+
+pytestmark = pytest.mark.static
+
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+# A path of docs/ in a text, where no word or folder precedes it.
+MENTION = re.compile(r"(?<![\w/.-])docs/[\w./-]+\.(?:md|json|txt)\b")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+# CHANGELOG.md says what was; this file's and the manifest's own examples name no page.
+NOT_TODAYS = {
+    "CHANGELOG.md",
+    "tests/test_pages.py",
+    "tests/test_manifest.py",
+    "tests/test_sizes.py",
+}
+# What README and a page may have at most, so that somebody reads them.
+README_LINES, PAGE_LINES = 180, 250
+TROUBLESHOOTING = ROOT / "docs/troubleshooting.md"
+MESSAGE = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
+VALUE = "\0"  # in place of what a message fills in
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """Every page of the project, relative to `root`."""
+    return [path for path in project_files(root) if path.suffix == ".md"]
+
+
+def link_findings(root: Path) -> list[str]:
+    """Relative links of pages to a file, or to a heading of a page, that does not exist."""
+    found = []
+    for page in pages(root):
+        for target in LINK.findall(FENCE.sub("", (root / page).read_text())):
+            if re.match(r"[a-z]+:", target):
+                continue
+            name, _, anchor = target.partition("#")
+            path = (root / page.parent / name).resolve() if name else root / page
+            if not path.exists():
+                found.append(f"{page}: links {target}, which does not exist")
+            elif anchor and anchor not in anchors(path.read_text()):
+                found.append(f"{page}: links {target}, but the page has no such heading")
+    return found
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the Hub make them."""
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in HEADING.findall(FENCE.sub("", page))
+    }
+
+
+def mention_findings(root: Path) -> list[str]:
+    """Paths of docs/ in sources, tests and pages that name no file."""
+    found = []
+    for path in project_files(root):
+        if path.as_posix() in NOT_TODAYS or (text := read_text(root / path)) is None:
+            continue
+        found += [
+            f"{path}: names {name}, which does not exist"
+            for name in sorted(set(MENTION.findall(text)))
+            if not (root / name).is_file()
+        ]
+    return found
+
+
+def test_links_lead_somewhere() -> None:
+    findings = link_findings(ROOT)
+    assert not findings, report(findings)
+
+
+def test_pages_that_files_name_exist() -> None:
+    findings = mention_findings(ROOT)
+    assert not findings, report(findings)
+
+
+def test_a_dead_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/a.md").write_text("# One & two\n[here](#one--two) [no](#three) [b](b.md)\n")
+    (tmp_path / "README.md").write_text("[a](docs/a.md#one--two) [x](https://x.y/z) docs/c.md\n")
+    assert link_findings(tmp_path) == [
+        "docs/a.md: links #three, but the page has no such heading",
+        "docs/a.md: links b.md, which does not exist",
+    ]
+    assert mention_findings(tmp_path) == ["README.md: names docs/c.md, which does not exist"]
+
+
+def test_pages_for_users_are_short() -> None:
+    """Tables that are drawn or generated have as many rows as they need."""
+    generated = ("docs/benchmarks/", "docs/dev/")
+    limits = {page: PAGE_LINES for page in pages() if page.as_posix().startswith("docs/")}
+    limits[Path("README.md")] = README_LINES
+    findings = [
+        f"{page}: has {lines} lines, at most {most} are read"
+        for page, most in limits.items()
+        if not page.as_posix().startswith(generated)
+        and (lines := len((ROOT / page).read_text().splitlines())) > most
+    ]
+    assert not findings, report(findings)
+
+
+def messages(path: Path) -> Iterator[str]:
+    """The strings of a Python file, with VALUE where an f-string fills something in."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(
+                part.value if isinstance(part, ast.Constant) else VALUE for part in node.values
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_of_the_troubleshooting_page_exist() -> None:
+    """In the package, the build, the client that loads the package, or Triton's launcher."""
+    shown = MESSAGE.findall(TROUBLESHOOTING.read_text())
+    assert len(shown) >= 25
+    client = Path(find_spec("kernels").origin).parent
+    sources = [*PACKAGE.rglob("*.py"), *(ROOT / "tools").rglob("*.py"), *client.glob("*.py")]
+    sources.append(Path(find_spec("triton").origin).parent / "runtime/build.py")
+    texts = [text for path in sources for text in messages(path)]
+    texts.append((ROOT / "Makefile").read_text())
+    findings = [
+        f"{TROUBLESHOOTING.name}: {message!r} is in no source"
+        for message in shown
+        if not any(map(re.compile(".*".join(map(re.escape, message.split("…")))).search, texts))
+    ]
+    assert not findings, report(findings)
