@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -25,16 +24,9 @@ LINE = 128  # bytes
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory):
+def probe(host_build):
     """The host build of sm90/layout.h and common/schedule.h."""
-    library = tmp_path_factory.mktemp("probe") / "probe.so"
-    compiler = shutil.which("g++")
-    assert compiler, "the host build of the kernels' arithmetic needs g++"
-    source = Path(__file__).with_name("layout_sm90_probe.cpp")
-    command = [compiler, "-std=c++17", "-O2", "-Wall", "-shared", "-fPIC"]
-    command += [f"-I{SOURCES}", str(source), "-o", str(library)]
-    subprocess.run(command, check=True)
-    loaded = ctypes.CDLL(str(library))
+    loaded = host_build("layout_sm90_probe")
     loaded.descriptor.restype = ctypes.c_uint64
     loaded.tiles.restype = ctypes.c_int64
     return loaded

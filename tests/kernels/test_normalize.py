@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from .._compare import assert_same_bits
-from ..conftest import ROOT
 from ._products import (
     DTYPES,
     PATTERNS,
@@ -232,16 +228,9 @@ def test_explain(opt, module, dispatch, device, caplog):
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory):
+def probe(host_build):
     """The host build of normalize.h."""
-    library = tmp_path_factory.mktemp("probe") / "probe.so"
-    compiler = shutil.which("g++")
-    assert compiler, "the host build of the kernel's arithmetic needs g++"
-    source = Path(__file__).with_name("normalize_probe.cpp")
-    command = [compiler, "-std=c++17", "-O2", "-Wall", "-shared", "-fPIC"]
-    command += [f"-I{ROOT / 'kernels-src'}", str(source), "-o", str(library)]
-    subprocess.run(command, check=True)
-    loaded = ctypes.CDLL(str(library))
+    loaded = host_build("normalize_probe")
     loaded.covers.restype = ctypes.c_bool
     loaded.covers.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64]
     loaded.sectors.restype = ctypes.c_double

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ..conftest import ROOT
-
-SOURCES = ROOT / "kernels-src"
-
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory):
+def probe(host_build):
     """The host build of row_tiles.h."""
-    library = tmp_path_factory.mktemp("probe") / "probe.so"
-    compiler = shutil.which("g++")
-    assert compiler, "the host build of the kernels' arithmetic needs g++"
-    source = Path(__file__).with_name("row_tiles_probe.cpp")
-    command = [compiler, "-std=c++17", "-O2", "-Wall", "-shared", "-fPIC", f"-I{SOURCES}"]
-    subprocess.run([*command, str(source), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+    return host_build("row_tiles_probe")
 
 
 ROUTINGS = {

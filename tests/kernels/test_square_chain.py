@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
-from ..conftest import ROOT
 from ._products import CHAINS, definition, operand
 
 HALF = torch.float16
@@ -214,16 +210,9 @@ OPERANDS = (0, 0, 1, 2, 2)  # of gram_polynomial
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory):
+def probe(host_build):
     """The host build of chain.h."""
-    library = tmp_path_factory.mktemp("probe") / "chain.so"
-    compiler = shutil.which("g++")
-    assert compiler, "the host build of the schedule needs g++"
-    source = Path(__file__).with_name("chain_probe.cpp")
-    command = [compiler, "-std=c++17", "-O2", "-Wall", "-shared", "-fPIC"]
-    command += [f"-I{ROOT / 'kernels-src'}", str(source), "-o", str(library)]
-    subprocess.run(command, check=True)
-    loaded = ctypes.CDLL(str(library))
+    loaded = host_build("chain_probe")
     loaded.groups.restype = loaded.tickets.restype = ctypes.c_int64
     loaded.refused.restype = ctypes.c_char_p
     return loaded
