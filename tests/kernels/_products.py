@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["DTYPES", "PATTERNS", "Dense", "exact_dense", "laid_out"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
