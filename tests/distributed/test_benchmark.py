@@ -73,9 +73,9 @@ def spoiled(opt, form: str, name: str, target: str) -> tuple[bool, str]:
 @pytest.mark.parametrize(
     ("form", "name", "target"),
     [
-        ("fsdp2", "optimizers.sharded.shared_step", "orthogonalize"),
-        ("unreduced-fp16", "optimizers.sharded.unreduced_step", "orthogonalize"),
-        ("unreduced-fp32", "optimizers.sharded.unreduced_step", "adamw_on"),
+        ("fsdp2", "optimizers.step", "orthogonalize"),
+        ("unreduced-fp16", "optimizers.step", "orthogonalize"),
+        ("unreduced-fp32", "optimizers.sharded.reduce_scatter", "adamw_on"),
     ],
 )
 def test_the_gate_finds_wrong_updates(ranks, form, name, target) -> None:

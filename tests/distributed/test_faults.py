@@ -71,11 +71,6 @@ def give_step(params, held: str, step: int) -> None:
         give(params, [torch.zeros_like(param) for param in params])
 
 
-def module_of_step(opt: Any, held: str) -> Any:
-    name = "unreduced_step" if held == "unreduced" else "shared_step"
-    return module_of(opt, f"optimizers.sharded.{name}")
-
-
 def alone(opt: Any, steps: int) -> list[torch.nn.Parameter]:
     params = plain_params()
     optimizer = opt.MuonAdamW(matrices(params), gradients="reduced")  # whoever else is alive
@@ -92,7 +87,7 @@ def fail_midway(opt: Any, held: str, how: str) -> tuple[str, str, bool, float]:
     saved = optimizer.state_dict()
     give_step(params, held, 0)
     if distributed.get_rank() == FAULTY:
-        step = module_of_step(opt, held)
+        step = module_of(opt, "optimizers.step")
         original, calls = step.orthogonalize, []
 
         def orthogonalize(x, **options):
@@ -167,7 +162,8 @@ def fail_everywhere_and_go_on(opt: Any, held: str) -> str:
     saved = copy.deepcopy(optimizer.state_dict())
     give_step(params, held, 1)
     with pytest.MonkeyPatch.context() as patch:
-        module, calls = module_of_step(opt, held), []
+        name = "reduce_scatter" if held == "unreduced" else "exchange"
+        module, calls = module_of(opt, f"optimizers.sharded.{name}"), []
         original = module.apply
 
         def apply(*arguments: Any) -> None:

@@ -141,7 +141,7 @@ def on_their_own(opt, how: str) -> tuple[str, bool, int]:
     with Exchanges(opt) as exchanges:
         start = time.monotonic()
         found = outcome(optimizer, params)
-        assert time.monotonic() - start < optimizer._sharing.config.timeout == 30
+        assert time.monotonic() - start < optimizer._ranks.config.timeout == 30
     return (*found, exchanges.count)
 
 

@@ -84,10 +84,10 @@ def save_after_a_failure(opt: Any, folder: Path) -> None:
     give(params, gradients(params, 0))
     with pytest.MonkeyPatch.context() as patch:
 
-        def fail(*arguments: Any) -> None:
+        def fail(*arguments: Any, **options: Any) -> None:
             raise torch.OutOfMemoryError("no room")
 
-        patch.setattr(module_of(opt, "optimizers.sharded.sharing").Sharing, "_run_chunks", fail)
+        patch.setattr(module_of(opt, "optimizers.step"), "run_pipeline", fail)
         with pytest.raises(torch.OutOfMemoryError):
             optimizer.step()
     for saver in (opt.save_optimizer, opt.save_optimizer_async):
@@ -113,10 +113,10 @@ class OnItsWay:
 def answers_that_come_later(opt: Any, patch: Any) -> None:
     module = module_of(opt, "optimizers.sharded.consistency")
 
-    def question(future, device, verdict):
-        return module.Question(future.wait(), OnItsWay(), verdict)
+    def comparison(future, device, meaning):
+        return module.Comparison(future.wait(), OnItsWay(), meaning)
 
-    patch.setattr(module, "_question", question)
+    patch.setattr(module, "_comparison", comparison)
 
 
 def message_of(refused: Callable[[], Any]) -> str:

@@ -81,8 +81,7 @@ class Watch:
     """Counts matrices that this rank orthogonalizes, and what it sends."""
 
     def __init__(self, opt) -> None:
-        self.step_module = module_of(opt, "optimizers.sharded.shared_step")
-        self.muon_module = module_of(opt, "optimizers.step")
+        self.step_module = module_of(opt, "optimizers.step")
         self.transport = module_of(opt, "distributed.transport").AllToAll
         self.matrices = 0
         self.calls: Counter[str] = Counter()
@@ -91,8 +90,7 @@ class Watch:
     def __enter__(self) -> Watch:
         self.originals = (
             self.step_module.orthogonalize,
-            self.muon_module.orthogonalize,
-            self.transport._exchange,
+            self.transport.exchange,
             self.transport._reduce,
         )
 
@@ -104,21 +102,20 @@ class Watch:
             self.calls["all_to_all"] += 1
             self.largest = max(self.largest, going.size, coming.size)
             self.sent += going.size
-            return self.originals[2](transport, going, outbox, coming, inbox)
+            return self.originals[1](transport, going, outbox, coming, inbox)
 
         def reduce(transport, values, op):
             self.calls["all_reduce"] += 1
-            return self.originals[3](transport, values, op)
+            return self.originals[2](transport, values, op)
 
-        self.step_module.orthogonalize = self.muon_module.orthogonalize = orthogonalize
-        self.transport._exchange, self.transport._reduce = exchange, reduce
+        self.step_module.orthogonalize = orthogonalize
+        self.transport.exchange, self.transport._reduce = exchange, reduce
         return self
 
     def __exit__(self, *error) -> None:
         (
             self.step_module.orthogonalize,
-            self.muon_module.orthogonalize,
-            self.transport._exchange,
+            self.transport.exchange,
             self.transport._reduce,
         ) = self.originals
 
@@ -287,10 +284,8 @@ def rows_of_equal_size(opt, wire) -> Counter:
     optimizer, alone = opt.Muon(params, distributed=config), opt.Muon(single, distributed=config)
     copied: Counter[str] = Counter()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (
-            module_of(opt, f"optimizers.sharded.{name}") for name in ("shared_step", "exchange")
-        ):
-            patch.setattr(module, "copy_all", lambda to, of: copied.update(pieces=len(to)))
+        module = module_of(opt, "optimizers.sharded.exchange")
+        patch.setattr(module, "copy_all", lambda to, of: copied.update(pieces=len(to)))
         for number in range(2):
             grads = gradients(params, number)
             give(params, grads)
@@ -318,23 +313,23 @@ def freed_gradients(opt) -> None:
     params = placed(plain_params(), mesh, [Shard(0)])
     optimizer = opt.Muon(params, none_grad=True)
     transport = module_of(opt, "distributed.transport").AllToAll
-    original = transport.gather
+    original = transport.exchange
     for step in range(2):
         give(params, gradients(params, step))
         held = [(param, param.grad.to_local()) for param in params]
 
-        def gather(*arguments, held=held):
+        def exchange(*arguments, held=held):
             future = original(*arguments)
             for param, memory in held:
                 if param.grad is None:
                     memory.fill_(float("nan"))
             return future
 
-        transport.gather = gather
+        transport.exchange = exchange
         try:
             optimizer.step()
         finally:
-            transport.gather = original
+            transport.exchange = original
         assert all(memory.isnan().all() for _, memory in held[:-1] if memory.numel())
     assert_as_alone(opt, params, 2)
 
@@ -407,8 +402,8 @@ def disagree_in_a_team(opt, axis: str) -> tuple[str, bool]:
 
 @pytest.mark.sees_defect(
     "only the first team's answer is checked",
-    "        for number, question in enumerate(questions):\n",
-    "        for number, question in enumerate(questions[:1]):\n",
+    "        for number, comparison in enumerate(comparisons):\n",
+    "        for number, comparison in enumerate(comparisons[:1]):\n",
 )
 @pytest.mark.parametrize(("axis", "layer"), [("rows", "'layer.1'"), ("columns", "'layer.4'")])
 def test_every_teams_answer_counts(ranks, axis, layer) -> None:

@@ -76,7 +76,7 @@ def report_alone(opt: Any) -> tuple[int, timedelta | None]:
     give(params, gradients(params, 0))
     optimizer.step()
     assert_as_alone(opt, params, 1)
-    (group,) = optimizer._sharing._teams._groups.values()
+    (group,) = optimizer._ranks._teams._groups.values()
     return lines, group._get_backend(torch.device("cpu")).options._timeout
 
 

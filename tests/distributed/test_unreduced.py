@@ -186,7 +186,7 @@ def own_parts(opt) -> tuple[int, int, int]:
     )
     for index, param in enumerate([*params, table]):
         param.grad = contribution(param.shape, rank, 0, index)
-    bands = module_of(opt, "optimizers.sharded.plan").Unreduced
+    bands = module_of(opt, "optimizers.sharded.owners").Owners
     cut: list[int] = []
     original = bands._banded
 
@@ -431,7 +431,7 @@ def test_a_later_group_takes_no_state_from_its_owners(ranks) -> None:
 def refused_group(opt) -> None:
     params = parameters()
     optimizer = opt.DistMuonAdamW([{"kind": "muon", "params": params[:2], "lr": 0.1}])
-    owners = optimizer._sharing.unreduced
+    owners = optimizer._ranks.unreduced
     before = dict(owners._owners), list(owners._load)
     bad = {"kind": "muon", "params": params[2:5], "names": ["a", "b", "c"], "lr": 0.1}
     for options in ({"num_heads": {"d": 2}}, {"rounding": "stochastic"}, {"num_heads": {"b": 3}}):

@@ -410,7 +410,7 @@ def test_equals_the_shipped_reference(submodule, ops, device, path, gated):
     assert_error_at_most(y.cpu(), reference(*wide, problem["ids"], 0.5), 1e-6)
 
 
-@pytest.mark.sees_defect("a flat list of fifteen arguments_linear, no registered op")
+@pytest.mark.sees_defect("a flat list of fifteen arguments, no registered op")
 @pytest.mark.parametrize("path", PATHS)
 def test_opcheck_linear(submodule, ops, device, path):
     problem = operands(submodule, device)

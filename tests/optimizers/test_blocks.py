@@ -245,7 +245,7 @@ def test_batches_are_bounded_and_cover_everything_once(submodule) -> None:
 @pytest.fixture
 def hopper(submodule, monkeypatch):
     """The module chunks as on an H200: float16 iterates in slices of any length."""
-    chunks, batch = submodule("optimizers.chunks"), submodule("orthogonalize.batch")
+    chunks, batch = submodule("optimizers.plan"), submodule("orthogonalize.batch")
 
     def slice_for(r, c, dtype, device):
         m, n = min(r, c), max(r, c)
@@ -304,7 +304,7 @@ def test_batches_of_models_are_equal(submodule, hopper, shape, batches) -> None:
 
 def test_pieces_of_different_sizes_still_fill_few_batches(submodule) -> None:
     """Equal batches only where they are as few as those filled in order."""
-    chunks = submodule("optimizers.chunks")
+    chunks = submodule("optimizers.plan")
     members = [SimpleNamespace(piece=SimpleNamespace(matrices=20)) for _ in range(5)]
     assert [len(batch) for batch in chunks._batches(members, 40)] == [2, 2, 1]
     members = [SimpleNamespace(piece=SimpleNamespace(matrices=1)) for _ in range(50)]
@@ -312,7 +312,7 @@ def test_pieces_of_different_sizes_still_fill_few_batches(submodule) -> None:
 
 
 def test_a_bound_smaller_than_a_stack_changes_no_bit(opt, submodule, device, monkeypatch) -> None:
-    chunks = submodule("optimizers.chunks")
+    chunks = submodule("optimizers.plan")
     shapes = [(6, 8, 4), (8, 4), (8, 4), (8, 4)]
     names = ["experts.w", "a", "b", "c"]
     results = []
@@ -333,7 +333,7 @@ def test_a_bound_smaller_than_a_stack_changes_no_bit(opt, submodule, device, mon
 @pytest.mark.sees_defect("a gradient is freed while it is still needed")
 def test_none_grad_waits_for_the_last_piece(opt, submodule, device, monkeypatch) -> None:
     """A gradient is dropped after the last chunk that reads it, not after the first."""
-    monkeypatch.setattr(submodule("optimizers.chunks"), "BATCH_BYTES", 8 * 4 * 4)
+    monkeypatch.setattr(submodule("optimizers.plan"), "BATCH_BYTES", 8 * 4 * 4)
     (param,) = parameters([(32, 4)], device=device)
     (twin,) = parameters([(32, 4)], device=device)
     opt.Muon([param], split_sizes=(8, 16, 8), none_grad=True).step()

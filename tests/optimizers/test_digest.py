@@ -116,7 +116,7 @@ def test_a_question_waits_for_nothing_on_the_device(opt, device) -> None:
     alone = module_of(opt, "distributed").alone()
     labelled = [(str(number), param) for number, param in enumerate(params)]
     common = agreement.Common(alone, labelled, [0, 1], layout, None)
-    asking = agreement.Agreement()
+    asking = agreement.Consistency()
 
     def ask(step: int) -> list[Any]:
         for number, param in enumerate(params):
@@ -124,9 +124,9 @@ def test_a_question_waits_for_nothing_on_the_device(opt, device) -> None:
         rate.fill_(0.1 / (1 + step))
         optimizer.param_groups[1]["lr"] = 0.1 / (1 + step)
         groups = [optimizer.format.options(group) for group in optimizer.param_groups]
-        return asking.ask([common], groups, [*map(options.fingerprint, groups)], [None])
+        return asking._ask([common], groups, [*map(options.fingerprint, groups)], [None])
 
-    asking.settle(ask(0))
+    asking._settle(ask(0))
     torch.cuda.synchronize(device)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -100,7 +100,7 @@ def test_a_failed_step_is_remembered(
 ) -> None:
     """Neither a step nor any way of saving goes on, until state is loaded; then the run does."""
     failure = FAILURES[name]
-    for module in ("optimizers.chunks", "optimizers.state.host_state"):
+    for module in ("optimizers.plan", "optimizers.state.host_state"):
         monkeypatch.setattr(submodule(module), "BATCH_BYTES", 64)
     params = parameters(SHAPES, device=device)
     optimizer = failure.make(opt, params)

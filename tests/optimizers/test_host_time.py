@@ -126,7 +126,7 @@ def test_ranges_are_made_for_a_profiler_only(build, submodule, monkeypatch) -> N
     optimizer = build("Muon", [(4, 2)], **KINDS["matrices"])
     optimizer.step()
     made = []
-    timing = submodule("optimizers.timing")
+    timing = submodule("optimizers.report")
     record = torch.autograd.profiler.record_function
     monkeypatch.setattr(
         timing.profiler, "record_function", lambda name: (made.append(name), record(name))[1]

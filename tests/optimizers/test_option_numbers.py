@@ -192,7 +192,7 @@ def test_a_distributed_config_keeps_ints(opt, kind) -> None:
     config = opt.DistributedConfig(**numbers)
     assert all(type(getattr(config, field)) is int for field in numbers)
     optimizer = opt.Muon(parameters([(4, 3)]), warmup_step=KINDS[kind](5))
-    assert type(optimizer._sharing.config.prefetch) is int
+    assert type(optimizer._ranks.config.prefetch) is int
 
 
 @pytest.mark.parametrize(

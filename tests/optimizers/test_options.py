@@ -118,9 +118,9 @@ def test_options_are_checked_only_when_they_change(opt, submodule, device, monke
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m("update").factor_of("bogus", 2, 3), "adjust_lr_fn must be one of"),
+        (lambda m: m("muon").factor_of("bogus", 2, 3), "adjust_lr_fn must be one of"),
         (
-            lambda m: m("momentum").momentum(
+            lambda m: m("muon").momentum(
                 [torch.ones(2, 3)], [torch.ones(2, 3)], (2, 3), mu=0.9, nesterov=True, form="emaa"
             ),
             "form must be one of",
@@ -204,4 +204,4 @@ def test_a_distributed_config_is_taken_and_copied(opt, motif) -> None:
         config = opt.DistributedConfig(torch.float16, 5, 8, 2**20, cuda_graphs=False, timeout=2)
         optimizer = opt.Muon(parameters([(4, 3)]), distributed=config)
     for one in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert one._sharing.config == config
+        assert one._ranks.config == config

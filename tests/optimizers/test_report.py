@@ -163,7 +163,7 @@ def test_a_step_is_timed_by_the_clock(opt, submodule, monkeypatch) -> None:
     """Half a second in the iteration of one batch is that batch's."""
     module = submodule("optimizers.step")
     clock = iter(range(1000))
-    timing = submodule("optimizers.timing")
+    timing = submodule("optimizers.report")
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
     params = parameters([(4, 4), (4, 6)])
     optimizer = opt.Muon(params)

@@ -179,7 +179,7 @@ def test_small_updates_are_not_lost_over_1000_steps(opt, device, kind) -> None:
 @CLASSES
 @pytest.mark.parametrize("rounding", ["stochastic", "residual"])
 def test_no_bit_depends_on_the_batches(opt, submodule, device, monkeypatch, name, rounding) -> None:
-    chunks = submodule("optimizers.chunks")
+    chunks = submodule("optimizers.plan")
     results = []
     for bound in (chunks.BATCH_BYTES, 2 * 6 * 4 * 4):
         monkeypatch.setattr(chunks, "BATCH_BYTES", bound)

@@ -57,8 +57,8 @@ def test_zeroing_gradients_in_place_keeps_the_momentum(opt, device, name) -> Non
 
 @pytest.mark.sees_defect(
     "none_grad is ignored on some paths and forced for experts",
-    "                for param in chunk.finished:\n",
-    "                for param in (p for p in chunk.finished if p.ndim == 2):\n",
+    "        for param in self.chunk.finished:\n",
+    "        for param in (p for p in self.chunk.finished if p.ndim == 2):\n",
 )
 @pytest.mark.parametrize("none_grad", [True, False])
 @CLASSES

@@ -125,7 +125,7 @@ def test_functions_as_rules(opt, device, caplog, kind, shaped, weight_decay) -> 
 
 def test_what_no_kernel_takes_is_said_once(opt, submodule, device, caplog) -> None:
     """A rate from a function that returns a Tensor, beside a decay by the lr before it."""
-    submodule("optimizers.stages.update")._say_once.cache_clear()
+    submodule("optimizers.stages.muon")._say_once.cache_clear()
     (param,) = parameters([(6, 4)], device=device)
     lr = torch.tensor(0.02, device=device)
     optimizer = opt.Muon([param], lr=lr, adjust_lr_fn=lambda rate, rows, columns: rate * rows)
@@ -300,7 +300,7 @@ def test_calls_do_not_grow_with_the_parameters(opt, submodule, device, monkeypat
 @pytest.mark.sees_defect("stacks and copies back, 3 to 4 more passes over the parameters")
 def test_directions_are_written_to_their_places_in_the_batch(submodule, device, monkeypatch):
     """Nothing is made one by one and stacked afterwards."""
-    stage = submodule("optimizers.stages.momentum")
+    stage = submodule("optimizers.stages.muon")
     places = []
 
     def spy(grads, buffers, out, **options):

@@ -234,7 +234,7 @@ def test_learning_rate_rules(opt, device, rule, factor) -> None:
 
 
 def test_learning_rate_rules_of_a_wide_matrix(submodule) -> None:
-    factor_of = submodule("optimizers.stages.update").factor_of
+    factor_of = submodule("optimizers.stages.muon").factor_of
     assert factor_of("original", 6, 24) == 1.0
     assert factor_of("spectral", 6, 24) == pytest.approx(0.5)
     assert factor_of("match_rms_adamw", 6, 24) == pytest.approx(0.2 * math.sqrt(24))

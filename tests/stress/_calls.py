@@ -554,6 +554,24 @@ for _front in ("Muon", "MuonAdamW"):
     CALLS[_front] = constructor(_front)
 
 
+@call("DistributedConfig")
+def distributed_config(package: Package, generator: random.Random) -> Call:
+    arguments = {
+        "wire_dtype": generator.choice([None, torch.float16, torch.float32]),
+        "prefetch": generator.randint(1, 4),
+        "chunk_size": generator.choice([-1, 1, 8]),
+        "in_flight_bytes": generator.choice([1, 2**20]),
+        "cuda_graphs": generator.random() < 0.5,
+        "timeout": generator.choice([1, 0.5]),
+    }
+
+    def check(config: Any) -> None:
+        if any(getattr(config, name) != value for name, value in arguments.items()):
+            raise DifferenceError(f"DistributedConfig took {config} for {arguments}")
+
+    return Call("DistributedConfig", package.opt.DistributedConfig, arguments, check)
+
+
 def stepped(package: Package, generator: random.Random) -> Run:
     """An optimizer after one step."""
     source = Source(generator)

@@ -281,7 +281,7 @@ class Problem:
                     k = numbers[job]
                     if not torch.equal(box.view(held[k]), box.view(locals_[rank][k])):
                         raise DifferenceError(f"rank {rank} hears of job {job} wrongly")
-                if self.beta2 is not None and (rank in member.hearers) != (job in extras):
+                if self.beta2 is not None and (rank in member.keepers) != (job in extras):
                     raise DifferenceError(f"rank {rank}: statistics of job {job} do not arrive")
 
     def _carry_contributions(self, param: nn.Parameter, layout: Any, whole: Tensor) -> None:

@@ -229,7 +229,7 @@ def test_the_soak_sees_a_planted_defect(opt, name, monkeypatch) -> None:
 
 def test_a_wrong_step_is_seen_by_the_slow_one(opt, submodule, monkeypatch) -> None:
     """The run and its twin have the same defect."""
-    module = submodule("optimizers.stages.update")
+    module = submodule("optimizers.stages.muon")
     original = module.factor_of
     monkeypatch.setattr(module, "factor_of", lambda *shape: 1.05 * original(*shape))
     assert any("farther from float64" in text for text in findings(opt))
@@ -239,7 +239,7 @@ def test_half_a_step_that_goes_on_is_seen(opt, submodule, monkeypatch) -> None:
     """A step that raises after a batch, and an optimizer that forgets it."""
     monkeypatch.setattr(_events, "EVENTS", {"interrupted": _events.step_is_interrupted})
     assert findings(opt) == []
-    forgetful = submodule("optimizers.sharded.sharing").Sharing
+    forgetful = submodule("optimizers.sharded.consistency").Consistency
     monkeypatch.setattr(forgetful, "check_unbroken", lambda self: None)
     assert any("was interrupted" in text for text in findings(opt))
 

@@ -8,8 +8,7 @@ from .ownership import assign, chunked
 from .route import ALIGNMENT, Extra, Job, Message, Part, Route, make_route
 from .schedule import Phases, in_flight, run_pipeline
 from .shards import Box, Layout, Run, Split, boxes, splits_of
-from .store import exchange
-from .team import Team, Teams, alone
+from .team import Team, Teams, alone, exchange
 from .transport import AllToAll, Future, Identity, Ready, Transport, extremes, whole
 
 __all__ = [

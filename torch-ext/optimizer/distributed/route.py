@@ -24,7 +24,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Job:
-    """One matrix of a tensor: what its owner must be given, and who must hear the answer."""
+    """One matrix of a tensor: what its owner must be given, and who must get the answer."""
 
     layout: Layout
     coordinates: tuple[tuple[int, ...], ...]  # of every rank on the layout's mesh
@@ -174,7 +174,7 @@ def make_route(
         itemsize: bytes of an element on the wire.
         extras: what goes with the answer of each job.
         from_all: every replica sends its part, as contributions that the owner adds up. What the
-            owner itself has, and hears, stays out of the messages.
+            owner itself has, and gets, stays out of the messages.
         answer_itemsize: bytes of an element of an answer, if they differ.
     """
     back = answer_itemsize or itemsize

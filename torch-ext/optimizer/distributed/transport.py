@@ -26,14 +26,8 @@ class Future(Protocol):
 class Transport(Protocol):
     """Moves messages between the ranks of a team, all of which make the same calls in one order."""
 
-    def gather(self, sent: Message, outbox: Tensor, gathered: Message, inbox: Tensor) -> Future:
-        """Pieces of matrices to their owners."""
-        ...
-
-    def scatter(
-        self, answered: Message, outbox: Tensor, scattered: Message, inbox: Tensor
-    ) -> Future:
-        """Answers of the owners to all who hold a piece."""
+    def exchange(self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor) -> Future:
+        """What this rank sends to all others and receives from them: a gather or a scatter."""
         ...
 
     def maximum(self, values: Tensor) -> Future:
@@ -75,12 +69,7 @@ class Travelling:
 class Identity:
     """The transport of a single rank: what is sent has arrived."""
 
-    def gather(self, sent: Message, outbox: Tensor, gathered: Message, inbox: Tensor) -> Future:
-        return Ready(outbox)
-
-    def scatter(
-        self, answered: Message, outbox: Tensor, scattered: Message, inbox: Tensor
-    ) -> Future:
+    def exchange(self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor) -> Future:
         return Ready(outbox)
 
     def maximum(self, values: Tensor) -> Future:
@@ -98,14 +87,6 @@ class AllToAll:
 
     def __init__(self, group: Any) -> None:
         self.group = group
-
-    def gather(self, sent: Message, outbox: Tensor, gathered: Message, inbox: Tensor) -> Future:
-        return self._exchange(sent, outbox, gathered, inbox)
-
-    def scatter(
-        self, answered: Message, outbox: Tensor, scattered: Message, inbox: Tensor
-    ) -> Future:
-        return self._exchange(answered, outbox, scattered, inbox)
 
     def maximum(self, values: Tensor) -> Future:
         from torch.distributed import ReduceOp
@@ -131,7 +112,7 @@ class AllToAll:
         work = distributed.all_reduce(values, op, group=self.group, async_op=True)
         return Travelling(work, values, values)
 
-    def _exchange(self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor) -> Future:
+    def exchange(self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor) -> Future:
         from torch import distributed
 
         work = distributed.all_to_all_single(

@@ -12,7 +12,7 @@ from .groups.group_format import Format
 from .groups.options import LrRule
 from .groups.param_groups import default_is_muon, get_default_muon_param_groups
 from .sharded.buffers import DistributedConfig, config_of
-from .sharded.sharing import Sharing
+from .sharded.plan import Ranks
 from .step import MuonBase
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
@@ -155,7 +155,7 @@ class Muon(MuonBase):
             defaults,
             debug=debug,
             clip_config=clip_config,
-            sharing=Sharing(process_group, config),
+            ranks=Ranks(process_group, config),
         )
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from .groups.group_format import Format
 from .groups.options import check_choice
 from .sharded.buffers import DistributedConfig, config_of
-from .sharded.plan import REDUCE_OPS, Unreduced
-from .sharded.sharing import Sharing
+from .sharded.owners import REDUCE_OPS, Owners
+from .sharded.plan import Ranks
 from .step import MuonBase
 
 GRADIENTS = ("reduced", "unreduced")
@@ -94,13 +94,13 @@ class MuonAdamW(MuonBase):
         config = config_of(distributed, removed)
         unreduced = _unreduced(gradients, process_group, reduce_op)
         group = None if gradients == "unreduced" else process_group
-        sharing = Sharing(group, config, unreduced, assumed=gradients is None)
+        ranks = Ranks(group, config, unreduced, assumed=gradients is None)
         super().__init__(
             param_groups,
             dict(DEFAULTS),
             debug=debug,
             clip_config=clip_config,
-            sharing=sharing,
+            ranks=ranks,
         )
 
 
@@ -141,7 +141,7 @@ def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
     )
 
 
-def _unreduced(gradients: str | None, process_group: Any, reduce_op: str) -> Unreduced | None:
+def _unreduced(gradients: str | None, process_group: Any, reduce_op: str) -> Owners | None:
     """Who adds up the gradients; None where there is nothing to add."""
     if gradients is not None:
         check_choice("gradients", gradients, GRADIENTS, "MuonAdamW")
@@ -156,4 +156,4 @@ def _unreduced(gradients: str | None, process_group: Any, reduce_op: str) -> Unr
         process_group = distributed.group.WORLD
     if distributed.get_world_size(process_group) == 1:
         return None
-    return Unreduced(process_group, reduce_op)
+    return Owners(process_group, reduce_op)

@@ -1,5 +1,6 @@
-"""What a step works through, and what it was made for; looked at in every step.
+"""What a step works through: batches of matrices, and the state and tensors they were made for.
 
+Matrices of a group that have one shape come in batches of bounded size, the unit of work of a step.
 A step of hundreds of parameters must not call Python once per parameter: what tensors looked like
 when the plan was made is compared in a few passes over lists by functions of C.
 """
@@ -7,19 +8,31 @@ when the plan was made is compared in a few passes over lists by functions of C.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .chunks import Chunk
+from ..orthogonalize.batch import slice_for
+from ..orthogonalize.choose import default_dtype
+from .groups.blocks import Blocks, Piece, equal_share
 from .groups.options import FLOATING
-from .groups.parameters import check_gradient, is_dtensor, is_plain
-from .sharded.plan import Shared
-from .stages.qk_clip import Batch
-from .state.device_state import OnDevice
+from .groups.parameters import check_gradient, is_dtensor, is_plain, local
+
+if TYPE_CHECKING:
+    from .sharded.plan import Shared
+    from .stages.qk_clip import Batch
+    from .state.device_state import OnDevice
+
+# Upper bound of one batch of directions. At 256 MiB a 4096 x 14336 float32 matrix is alone, and
+# 2048 x 2048 ones come sixteen at a time.
+BATCH_BYTES = 256 * 2**20
+# Upper bound of what a step needs at once beyond the state, unless one matrix needs more: a batch,
+# the same orthogonalized, and what the iteration works in.
+STEP_BYTES = 768 * 2**20
 
 _form = operator.attrgetter("shape", "dtype", "device")
 _layout = operator.attrgetter("layout")
@@ -33,7 +46,7 @@ def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Forms:
+class GroupTensors:
     """The parameters of a group, and what they and their gradients are compared with."""
 
     named: list[tuple[str, Tensor]]  # (name for messages, parameter)
@@ -46,7 +59,7 @@ class Forms:
     placed: bool  # all are DTensors of a supported dtype
 
     @classmethod
-    def of(cls, named: list[tuple[str, Tensor]]) -> Forms:
+    def of(cls, named: list[tuple[str, Tensor]]) -> GroupTensors:
         params = [param for _, param in named]
         return cls(
             named=named,
@@ -120,7 +133,7 @@ class Plan:
     """The work of a step, per group where it is a list, and the groups and the state it is for."""
 
     layouts: list[tuple[Any, ...]]  # options that decide what is cut how
-    forms: list[Forms]
+    tensors: list[GroupTensors]
     keys: list[Any]  # of the optimizer's state
     states: list[Any]
     filled: list[Mapping[str, Tensor]]  # those of parameters
@@ -138,7 +151,7 @@ class Plan:
     @property
     def labelled(self) -> list[list[tuple[str, Tensor]]]:
         """(name for messages, parameter), per group."""
-        return [forms.named for forms in self.forms]
+        return [group.named for group in self.tensors]
 
     def fits(
         self,
@@ -153,7 +166,8 @@ class Plan:
             and same_objects([*state], self.keys)
             and self.finds_all_state()
             and all(
-                forms.hold(of_group) for forms, of_group in zip(self.forms, params, strict=True)
+                tensors.hold(of_group)
+                for tensors, of_group in zip(self.tensors, params, strict=True)
             )
         )
 
@@ -183,3 +197,144 @@ def _placements(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
         for param in params
         if not is_plain(param)
     ]
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A piece of a parameter in a chunk. Its tensors are looked up anew at every step."""
+
+    param: Tensor
+    number: int  # of the parameter in the optimizer
+    piece: Piece
+    state: Mapping[str, Tensor]  # of the parameter
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """The piece of a tensor that is shaped and placed like the parameter."""
+        return self.piece.view(local(tensor))
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A batch of matrices of one shape, dtype and device."""
+
+    members: tuple[Member, ...]
+    matrix: tuple[int, int]  # (m, n)
+    finished: frozenset[Tensor]  # parameters of which no later chunk has a piece
+    whole: bool  # every member is a whole plain matrix: nothing to cut, nothing to reshape
+
+    @cached_property
+    def device(self) -> torch.device:
+        return self.members[0].param.device
+
+    @cached_property
+    def params(self) -> list[Tensor]:
+        """The parameter of every member."""
+        return [member.param for member in self.members]
+
+    @property
+    def matrices(self) -> int:
+        return sum(member.piece.matrices for member in self.members)
+
+    def with_gradients(self) -> Chunk:
+        """The chunk without the members that have no gradient."""
+        present = tuple(member for member in self.members if member.param.grad is not None)
+        return replace(self, members=present)
+
+    def views(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The pieces of tensors that are shaped and placed like the parameters of the members."""
+        if self.whole:
+            return tensors
+        return [member.view(tensor) for member, tensor in zip(self.members, tensors, strict=True)]
+
+    def statistics(self, key: str) -> list[Tensor]:
+        """The pieces' parts of a factored second moment; those of whole matrices as they are."""
+        if self.whole:
+            return [member.state[key] for member in self.members]
+        return [member.piece.statistics_view(local(member.state[key])) for member in self.members]
+
+
+def plan_chunks(
+    parameters: Iterable[tuple[int, Tensor, Blocks]],
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+    *,
+    contiguous: bool,
+) -> list[Chunk]:
+    """Bucket the blocks of all parameters by shape and fill equal batches, in order.
+
+    Args:
+        parameters: number in the optimizer, parameter, and the matrices it is cut into.
+        state: of the optimizer.
+        contiguous: as of `Blocks.pieces`.
+    """
+    buckets: dict[tuple, list[Member]] = {}
+    for number, param, blocks in parameters:
+        if param.numel() == 0:
+            continue
+        dtype = torch.promote_types(param.dtype, torch.float32)
+        limit = min(m * n * matrices_at_once(m, n, dtype, param.device) for m, n in blocks.shapes())
+        for piece in blocks.pieces(limit, contiguous=contiguous):
+            key = (piece.matrix, dtype, param.device)
+            buckets.setdefault(key, []).append(Member(param, number, piece, state[param]))
+    batches = [
+        (matrix, batch)
+        for (matrix, dtype, device), members in buckets.items()
+        for batch in _batches(members, matrices_at_once(*matrix, dtype, device))
+    ]
+    last = {member.param: i for i, (_, batch) in enumerate(batches) for member in batch}
+    return [
+        Chunk(
+            members=tuple(batch),
+            matrix=matrix,
+            finished=frozenset(m.param for m in batch if last[m.param] == i),
+            whole=all(
+                is_plain(m.param) and m.piece.uncut and m.param.shape == matrix for m in batch
+            ),
+        )
+        for i, (matrix, batch) in enumerate(batches)
+    ]
+
+
+def matrices_at_once(m: int, n: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many m x n directions a batch may have, by BATCH_BYTES and STEP_BYTES.
+
+    Where slices have any length (`orthogonalize/batch.py`), a matrix of one needs up to X and five
+    m x m matrices, or X, its successor and one of those. Elsewhere slices are short.
+    """
+    most = max(1, BATCH_BYTES // max(1, m * n * dtype.itemsize))
+    iterate = default_dtype(dtype, device)
+    shape = slice_for(m, n, iterate, device)
+    if shape.full:
+        return most
+    side, area = min(m, n), m * n
+    each = iterate.itemsize * max(area + 5 * side * side, 2 * area + side * side)
+    kept = area * (dtype.itemsize + iterate.itemsize)
+    if kept * most + each * shape.at_once(most) <= STEP_BYTES:
+        return most
+    for slices in range(-(-most // shape.matrices), 0, -1):
+        fitting = slices * (STEP_BYTES // (kept * slices + each))
+        if (slices - 1) * shape.matrices < fitting:
+            return min(fitting, most)
+    return 1
+
+
+def _batches(members: list[Member], most: int) -> list[list[Member]]:
+    """Members in batches of at most `most` matrices: as few as in order, equal if that is so few.
+
+    A last batch of a few matrices would take nearly as long as a whole one.
+    """
+    few = _filled(members, most)
+    equal = _filled(members, equal_share(sum(m.piece.matrices for m in members), most))
+    return min(equal, few, key=len)
+
+
+def _filled(members: list[Member], most: int) -> list[list[Member]]:
+    batches: list[list[Member]] = []
+    room = -1
+    for member in members:
+        size = member.piece.matrices
+        if size > room:
+            batches.append([])
+            room = most
+        batches[-1].append(member)
+        room -= size
+    return batches

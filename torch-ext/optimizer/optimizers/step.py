@@ -5,28 +5,36 @@ gradient -> momentum -> gather -> orthogonalize -> scatter -> update
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..distributed import Phases, run_pipeline
 from ..orthogonalize import orthogonalize
-from .chunks import Chunk, plan_chunks
 from .groups.blocks import Blocks, check_names, cut
 from .groups.clip_config import parse_clip_config
 from .groups.options import AdamWOptions, MuonOptions, fingerprint
 from .groups.parameters import is_dtensor, label, local
-from .plan import Forms, Plan
-from .report import report
-from .sharded.plan import Shared, check_statistics
-from .sharded.sharing import Sharing
+from .plan import Chunk, GroupTensors, Plan, plan_chunks
+from .report import StepTimer, Timed, report, stage, untimed
+from .sharded.chunks import Bands, SharedChunk, SliceChunk
+from .sharded.exchange import Exchange
+from .sharded.plan import Ranks, Shared, check_statistics, in_turn, rates_of
+from .sharded.reduce_scatter import Batch, ReduceScatter, step_slices, step_small
 from .stages.adamw import adamw
-from .stages.largest_logits import largest_logits
-from .stages.momentum import momentum
-from .stages.qk_clip import Target, check_logits, clip, find_targets, plan_batches
-from .stages.update import Rate, rate_of, update
+from .stages.muon import Rate, momentum, rate_of, update
+from .stages.qk_clip import (
+    Target,
+    check_logits,
+    clip,
+    find_targets,
+    largest_logits,
+    plan_batches,
+)
 from .state.device_state import OnDevice
 from .state.host_state import InHostMemory
 from .state.offload import OffloadingOptimizer
@@ -34,9 +42,111 @@ from .state.placements import rows_here, sharded_dims
 from .state.rounding import RESIDUAL, check_unreduced, count_step, rounding_of
 from .state.saving import check_whole
 from .state.state import STATISTICS, Slot, layout_of, slots_of
-from .timing import StepTimer, stage, untimed
 
 logger = logging.getLogger(__name__)
+
+
+def _step_chunk(work: Local | Exchange | ReduceScatter, rate: Rate, options: MuonOptions) -> Phases:
+    """gradient -> momentum -> gather -> orthogonalize -> scatter -> update for some matrices.
+
+    The one sentence, for one rank and many. `work` knows where the pieces of its matrices are:
+    `Local` has them whole, so that nothing travels; `Exchange` sends directions to the owners of
+    matrices; `ReduceScatter` sends gradients that nobody has added up yet.
+
+    It yields as `run_pipeline` says, with a transfer under way each time, and not at all if nothing
+    crosses ranks.
+    """
+    # Where a rank has the momentum of its gradients, it becomes the direction to orthogonalize.
+    # Contributions to a gradient are packed for the owner instead, who has the momentum.
+    with stage(f"muon::{work.prepares}"):
+        work.prepare()
+        if options.none_grad:
+            work.release()
+    # Pieces of directions go to the owner of their matrix, contributions to that of their momentum.
+    if work.communicates:
+        yield None
+        with stage(f"muon::launch_{work.gathers}"):
+            work.launch_gather()
+        yield None
+        with stage(f"muon::wait_{work.gathers}"):
+            work.wait_gather()
+    # The owner has whole directions (B, m, n) and makes the updates (B, m, n) of them.
+    with stage("muon::newton_schulz"):
+        work.orthogonalize(
+            functools.partial(
+                orthogonalize, method=options.method, steps=options.ns_steps, dtype=options.dtype
+            )
+        )
+    # Updates go to all who hold a piece of the parameter.
+    if work.communicates:
+        yield work.later
+        with stage("muon::launch_scatter"):
+            work.launch_scatter()
+        yield None
+        with stage("muon::wait_scatter"):
+            work.wait_scatter()
+    # p <- p - decay p - rate u, with one rounding.
+    with stage("muon::update_params"):
+        work.update(rate)
+
+
+def run_alone(phases: Phases) -> None:
+    """Run a chunk that waits for nobody."""
+    for _ in phases:
+        raise RuntimeError("a chunk of one rank waits for another")
+
+
+class Local:
+    """Matrices that this process has whole, in one step: nothing travels."""
+
+    prepares, communicates = "momentum", False
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        work: Chunk,  # those of its matrices that have a gradient
+        options: MuonOptions,
+        state: OnDevice | InHostMemory,
+        of_optimizer: Mapping[Tensor, Mapping[str, Tensor]],
+    ) -> None:
+        self.chunk, self.work, self.options = chunk, work, options
+        self.state, self.of_optimizer = state, of_optimizer
+
+    def prepare(self) -> None:
+        self.state.enter(self.chunk)
+        work, options = self.work, self.options
+        self.directions = momentum(
+            work.views([param.grad for param in work.params]),
+            self.state.pieces(work, "momentum_buffer"),
+            work.matrix,
+            mu=options.momentum,
+            nesterov=options.nesterov,
+            form=options.momentum_form,
+            whole=work.whole,
+        )  # (B, m, n)
+
+    def release(self) -> None:
+        for param in self.chunk.finished:
+            param.grad = None
+
+    def orthogonalize(self, iteration: Callable[..., Tensor]) -> None:
+        self.updates = iteration(self.directions)  # (B, m, n)
+
+    def update(self, rate: Rate) -> None:
+        work, options, state = self.work, self.options, self.state
+        second_moments = None
+        if options.beta2 is not None:
+            second_moments = work.statistics(STATISTICS)
+        rounding = rounding_of(
+            options,
+            self.chunk.params,
+            self.of_optimizer,
+            lambda: [(m.param, m.number, m.piece.first) for m in work.members],
+            lambda k: state.piece(work.members[k], RESIDUAL),
+        )
+        pieces = work.views(work.params)
+        update(pieces, self.updates, second_moments, rate, options, rounding, whole=work.whole)
+        state.leave(self.chunk)
 
 
 class MuonBase(OffloadingOptimizer):
@@ -51,24 +161,24 @@ class MuonBase(OffloadingOptimizer):
         *,
         debug: bool,
         clip_config: Any,
-        sharing: Sharing,
+        ranks: Ranks,
     ) -> None:
         self.debug = debug
         self.clip_config = parse_clip_config(clip_config)
-        self._sharing = sharing
+        self._ranks = ranks
         self._plan: Plan | None = None
         self._checked: list[Any] = []  # per group the fingerprint of the options checked last
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._sharing.hear()
-        own = {"debug": self.debug, "clip_config": self.clip_config, "_sharing": self._sharing}
+        self._ranks.consistency.check()
+        own = {"debug": self.debug, "clip_config": self.clip_config, "_ranks": self._ranks}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._plan, self._checked = None, []
-        self._sharing.mend()
+        self._ranks.consistency.mend()
 
     def _check_group(
         self, options: MuonOptions | AdamWOptions, entries: Sequence[tuple[str, Tensor, str | None]]
@@ -130,55 +240,44 @@ class MuonBase(OffloadingOptimizer):
                 or were with gradients="unreduced"; an earlier step failed midway; or a CUDA graph
                 is being captured, of parameters that ranks share or of state in host memory.
         """
-        self._sharing.check_unbroken()
+        self._ranks.consistency.check_unbroken()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         options = self._current_options()
         plan = self._current_plan(options)
-        usual = [forms.check_gradients() for forms in plan.forms]
-        for group, forms in zip(options, plan.forms, strict=True):
-            forms.check_rate("lr", group.lr)
-            forms.check_rate("weight_decay", group.weight_decay)
+        usual = [tensors.check_gradients() for tensors in plan.tensors]
+        for group, tensors in zip(options, plan.tensors, strict=True):
+            tensors.check_rate("lr", group.lr)
+            tensors.check_rate("weight_decay", group.weight_decay)
         logits = check_logits(qk_logits, self.clip_config, plan.clips)
         if self.offloaded:
             self.check_offload()
-        rates = [
-            [rate_of(group, *chunk.matrix, chunk.device) for chunk in chunks]
+        rates = {
+            id(chunk): rate_of(group, *chunk.matrix, chunk.device)
             for group, chunks in zip(options, plan.chunks, strict=True)
-        ]
-        shared_rates = self._sharing.rates(plan.shared, options)
+            for chunk in chunks
+        } | rates_of(plan.shared, options)
         state = self._state_of_step(plan, options)
-        self._sharing.compare_replicas(plan.labelled)
-        self._sharing.ask(plan.shared, options, self._checked, shared_rates)
+        self._ranks.compare_replicas(plan.labelled)
+        self._ranks.compare(plan.shared, options, self._checked, rates)
 
+        self._ranks.consistency.begin_writing()
+        for group, of_group in zip(self.param_groups, options, strict=True):
+            count_step(group["params"], self.state, of_group)
         timed = untimed if self._timer is None else self._timer.begin()
-        params = [group["params"] for group in self.param_groups]
-
-        def own_work() -> None:
-            for number, group in enumerate(options):
-                if isinstance(group, AdamWOptions) and self._sharing.unreduced is None:
-                    for batch in state.batches(number):
-                        with timed(number, state.device_of(batch)):
-                            self._step_adamw(batch, plan, group, state, usual=usual[number])
-                if group.none_grad:
-                    for param in plan.empty[number]:
-                        param.grad = None
-                for chunk, rate in zip(plan.chunks[number], rates[number], strict=True):
-                    with timed(chunk, chunk.device):
-                        self._step_chunk(chunk, rate, group, state, usual=usual[number])
-
-        self._sharing.begin_writing()
-        for of_group, group in zip(params, options, strict=True):
-            count_step(of_group, self.state, group)
-        self._sharing.step(plan.shared, options, params, self.state, state, own_work, shared_rates)
-        logits = largest_logits(plan.clips, logits, self._sharing.holders)
+        own_work = functools.partial(self._step_own, plan, options, rates, state, usual, timed)
+        if plan.shared.empty:
+            own_work()
+        else:
+            self._step_shared(plan.shared, options, rates, state, own_work)
+        logits = largest_logits(plan.clips, logits, self._ranks.holders)
         if logits:
             with stage("muon::qk_clip"):
                 self._clip(plan, logits)
-        self._sharing.end_writing()
-        self._sharing.tell(plan.shared)
+        self._ranks.consistency.end_writing()
+        plan.shared.graphs.tell_failures()
         return loss
 
     @torch.no_grad()
@@ -225,7 +324,7 @@ class MuonBase(OffloadingOptimizer):
             RuntimeError: a step failed midway, or ranks had different gradients in the last one, so
                 that parameters and state may not fit together, and nothing was loaded since.
         """
-        self._sharing.hear()
+        self._ranks.consistency.check()
         if self._plan is not None and not self._plan.finds_all_state():
             self.fit_state()
         return super().state_dict()
@@ -233,7 +332,7 @@ class MuonBase(OffloadingOptimizer):
     def check_whole(self) -> None:
         """Raise TypeError or RuntimeError if one process should not save this state as a whole."""
         numbers = range(len(self.param_groups))
-        check_whole(self._sharing, [entry for k in numbers for entry in self.labelled(k)])
+        check_whole(self._ranks, [entry for k in numbers for entry in self.labelled(k)])
 
     def _report_of(self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]) -> str:
         measured = {} if self._timer is None else self._timer.milliseconds()
@@ -257,55 +356,67 @@ class MuonBase(OffloadingOptimizer):
             for of_group, group in zip(options, self.param_groups, strict=True)
         ]
 
-    def _step_chunk(
+    def _step_own(
         self,
-        chunk: Chunk,
-        rate: Rate,
-        options: MuonOptions,
+        plan: Plan,
+        options: Sequence[MuonOptions | AdamWOptions],
+        rates: Mapping[int, Rate],
         state: OnDevice | InHostMemory,
-        *,
-        usual: bool,
+        usual: Sequence[bool],
+        timed: Timed,
     ) -> None:
-        """momentum -> gather -> orthogonalize -> scatter -> update for one batch of matrices.
-
-        On one device gather and scatter are the identity and leave no trace here. `usual` says that
-        every parameter of the group has a gradient.
-        """
-        work = chunk if usual else chunk.with_gradients()
-        if not work.members:
-            return
-        state.enter(chunk)
-        with stage("muon::momentum"):
-            direction = momentum(
-                work.views([param.grad for param in work.params]),
-                state.pieces(work, "momentum_buffer"),
-                work.matrix,
-                mu=options.momentum,
-                nesterov=options.nesterov,
-                form=options.momentum_form,
-                whole=work.whole,
-            )  # (B, m, n)
-            if options.none_grad:
-                for param in chunk.finished:
+        """Everything that this process has alone. `usual`: every parameter has a plain gradient."""
+        for number, group in enumerate(options):
+            if isinstance(group, AdamWOptions) and self._ranks.unreduced is None:
+                for batch in state.batches(number):
+                    with timed(number, state.device_of(batch)):
+                        self._step_adamw(batch, plan, group, state, usual=usual[number])
+            if group.none_grad:
+                for param in plan.empty[number]:
                     param.grad = None
-        with stage("muon::newton_schulz"):
-            orthogonal = orthogonalize(
-                direction, method=options.method, steps=options.ns_steps, dtype=options.dtype
-            )  # (B, m, n)
-        with stage("muon::update_params"):
-            second_moments = None
-            if options.beta2 is not None:
-                second_moments = work.statistics(STATISTICS)
-            rounding = rounding_of(
-                options,
-                chunk.params,
-                self.state,
-                lambda: [(m.param, m.number, m.piece.first) for m in work.members],
-                lambda k: state.piece(work.members[k], RESIDUAL),
-            )
-            pieces = work.views(work.params)
-            update(pieces, orthogonal, second_moments, rate, options, rounding, whole=work.whole)
-        state.leave(chunk)
+            for chunk in plan.chunks[number]:
+                work = chunk if usual[number] else chunk.with_gradients()
+                if work.members:
+                    with timed(chunk, chunk.device):
+                        local = Local(chunk, work, group, state, self.state)
+                        run_alone(_step_chunk(local, rates[id(chunk)], group))
+
+    def _step_shared(
+        self,
+        shared: Shared,
+        options: Sequence[MuonOptions | AdamWOptions],
+        rates: Mapping[int, Rate],
+        state: OnDevice | InHostMemory,
+        own_work: Callable[[], None],
+    ) -> None:
+        """What several ranks work on, with everything else under its first gathers."""
+        run, unreduced = shared.begin(self.state, state, options), self._ranks.unreduced
+
+        def phases(chunks: Iterable[tuple[int, Any]]) -> Iterator[Phases]:
+            for number, chunk in chunks:
+                group = options[number]
+                if isinstance(chunk, SharedChunk):
+                    work = Exchange(chunk, number, group, run)
+                    yield _step_chunk(work, rates[id(chunk)], group)
+                elif isinstance(chunk, Bands):
+                    batch = Batch(chunk, number, unreduced.factor, group, run)
+                    for band in range(len(chunk.parts)):
+                        yield _step_chunk(ReduceScatter(batch, band), rates[id(chunk)], group)
+                elif isinstance(chunk, SliceChunk):
+                    yield step_slices(chunk, number, unreduced.factor, group, run)
+                else:
+                    yield step_small(chunk, unreduced.team, unreduced.factor, options, run)
+
+        def meanwhile() -> None:
+            own_work()
+            run_pipeline(phases(in_turn(shared.home)))
+
+        run_pipeline(phases(shared.order), ahead=shared.config.prefetch, meanwhile=meanwhile)
+        for group, of_group in zip(self.param_groups, options, strict=True):
+            if of_group.none_grad:  # also where this rank had nothing to do for them
+                for param in group["params"]:
+                    if self._ranks.may_share(param):
+                        param.grad = None
 
     def _step_adamw(
         self,
@@ -340,7 +451,7 @@ class MuonBase(OffloadingOptimizer):
                 residual.copy_(here[param])
 
     def check_offload(self) -> None:
-        if self._sharing.unreduced is not None:
+        if self._ranks.unreduced is not None:
             raise ValueError(
                 "CPU offload is not supported with gradients='unreduced', where the ranks keep a "
                 "part of the state each; leave it off, or use gradients='reduced'"
@@ -392,7 +503,7 @@ class MuonBase(OffloadingOptimizer):
         filled = [self.state[param] for param in numbers]
         return Plan(
             layouts=layouts,
-            forms=[*map(Forms.of, labelled)],
+            tensors=[*map(GroupTensors.of, labelled)],
             keys=[*self.state],
             states=[*self.state.values()],
             filled=filled,
@@ -415,14 +526,14 @@ class MuonBase(OffloadingOptimizer):
     ) -> tuple[list[list[Chunk]], Shared]:
         """The batches of this process, per group, and what several ranks work on."""
         chunks: list[list[Chunk]] = [[] for _ in labelled]
-        self._sharing.begin_plan(self.clip_config)
-        if self._sharing.unreduced is not None:
+        self._ranks.begin_plan(self.clip_config)
+        if self._ranks.unreduced is not None:
             with_muon = {index for index, _, _ in cuts}
             others = [(i, named) for i, named in enumerate(labelled) if i not in with_muon]
-            return chunks, self._sharing.divide_unreduced(cuts, others, len(labelled))
+            return chunks, self._ranks.divide_unreduced(cuts, others, len(labelled))
         with_others = []
         for index, group, blocks in cuts:
-            own, together = self._sharing.divide(blocks, group, index)
+            own, together = self._ranks.divide(blocks, group, index)
             numbered = [(numbers[param], param, of_param) for param, of_param in own]
             chunks[index] = plan_chunks(
                 numbered, self.state, contiguous=group.rounding == "stochastic"
@@ -431,15 +542,15 @@ class MuonBase(OffloadingOptimizer):
         expert_keys = [key for _, group, _ in cuts for key in group.expert_keys or ()]
         for index, group in enumerate(options):
             if isinstance(group, AdamWOptions):
-                self._sharing.divide_others(self.labelled(index), index, expert_keys)
-        return chunks, self._sharing.plan(with_others, len(labelled))
+                self._ranks.divide_others(self.labelled(index), index, expert_keys)
+        return chunks, self._ranks.plan(with_others, len(labelled))
 
     def adopt(self, groups: Sequence[tuple[str, dict[str, Any], Sequence[str | None]]]) -> None:
-        if self._sharing.unreduced is None:
+        if self._ranks.unreduced is None:
             # All ranks are here, which making a team may need; report() may come alone.
             for _, group, _ in groups:
                 for param in group["params"]:
-                    self._sharing.team_of(param)
+                    self._ranks.team_of(param)
             return
         entries = []
         for where, group, names in groups:
@@ -458,16 +569,16 @@ class MuonBase(OffloadingOptimizer):
                     blocks = cut(tuple(param.shape), name, options, here)
                     entries.append((param, blocks, options))
             check_names(options, names, where)
-        self._sharing.adopt(entries)  # behind everything that may raise
+        self._ranks.adopt(entries)  # behind everything that may raise
 
     def note_refused_load(self) -> None:
         params = [param for group in self.param_groups for param in group["params"]]
-        if self._sharing.unreduced is not None or any(map(sharded_dims, params)):
-            self._sharing.note_refused_load()
+        if self._ranks.unreduced is not None or any(map(sharded_dims, params)):
+            self._ranks.consistency.note_refused_load()
             self._plan = None  # the first step of a plan waits for what the other ranks say
 
     def slots(self, param: Tensor, name: str | None, options: Any, where: str) -> dict[str, Slot]:
-        return self._sharing.keeps(param, slots_of(param, name, options, where), options)
+        return self._ranks.keeps(param, slots_of(param, name, options, where), options)
 
     def saved_here(self, param: Tensor, saved: Any, slots: dict[str, Slot]) -> Any:
         return saved if slots else {}

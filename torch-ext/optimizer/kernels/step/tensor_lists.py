@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -251,3 +252,28 @@ def _check_residual(name: str, residual: Tensor | None, param: Tensor) -> None:
             f"{name} has shape {tuple(residual.shape)} on {residual.device}, its parameter "
             f"{tuple(param.shape)} on {param.device}; they must be equal"
         )
+
+
+def shaped(tensors: Sequence[Tensor | None], shapes: Sequence[Sequence[int]]) -> list[Any]:
+    """The tensors in other shapes: themselves, views or copies. None stays None.
+
+    Strides of nearly every parameter allow a view. Where they allow none, as for channels_last
+    filters whose rows are needed, it is a contiguous copy, which `written` writes back.
+    """
+    return [
+        tensor if tensor is None or tensor.shape == shape else tensor.reshape(shape)
+        for tensor, shape in zip(tensors, shapes, strict=True)
+    ]
+
+
+def written(tensors: Sequence[Tensor], used: Sequence[Tensor]) -> None:
+    """Take over what a kernel wrote to `used`: `shaped` made it of the tensors, or it is they.
+
+    Compiled ops do not tell autograd what they wrote. Here it learns it, so that a graph which
+    saved an old value refuses to run backwards, as after any operation in place.
+    """
+    pairs = () if used is tensors else zip(tensors, used, strict=True)
+    for tensor, other in pairs:
+        if other is not tensor and other.data_ptr() != tensor.data_ptr():
+            tensor.copy_(other.view(tensor.shape))
+    torch.autograd.graph.increment_version(tensors)  # which passes over inference tensors

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import MAX_DIMS
+from ...kernels.step.tensor_lists import MAX_DIMS
 from .options import FLOATING
 
 # What DTensor.to_local returns where no graph is built, without 5 us of Python for each.

@@ -23,7 +23,7 @@ class SharedMatrix:
     job: Job
     matrix: tuple[int, int]  # (m, n)
     statistics: Run  # (start, length) in what this rank has of the second_momentum_buffer
-    hearers: tuple[int, ...]  # ranks that keep these statistics
+    keepers: tuple[int, ...]  # ranks that keep these statistics
     stacked: bool  # it is one of a stack
     dtype: torch.dtype  # of its direction
 
@@ -128,19 +128,19 @@ class SharedChunk:
         return all(held.box.whole for held in self.held)
 
     @cached_property
-    def params_of_answers(self) -> list[Tensor]:
-        """The parameter of every part that this rank hears."""
+    def params_of_updates(self) -> list[Tensor]:
+        """The parameter of every part that this rank receives."""
         return [self.members[part.job].param for part in self.route.scattered.parts]
 
-    def views_of_answers(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What this rank hears of, in tensors that are stored as it stores the parameters."""
-        if self._answers_whole:
+    def views_of_updates(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What this rank receives, in tensors that are stored as it stores the parameters."""
+        if self._updates_whole:
             return tensors
         boxes = [part.box for part in self.route.scattered.parts]
         return [t if b is None else b.view(t) for t, b in zip(tensors, boxes, strict=True)]
 
     @cached_property
-    def _answers_whole(self) -> bool:
+    def _updates_whole(self) -> bool:
         return all(p.box is not None and p.box.whole for p in self.route.scattered.parts)
 
     @cached_property
@@ -182,7 +182,7 @@ class SharedChunk:
         return self._counted(self.route.gathered.ranks_by_rows)
 
     @cached_property
-    def hearers(self) -> int | None:
+    def receivers(self) -> int | None:
         """How many ranks get an equal run of rows of every owned matrix, if that is all."""
         return self._counted(self.route.answered.ranks_by_rows)
 

@@ -46,36 +46,31 @@ OPTIONS = (*dict.fromkeys((*option_names(MuonOptions), *option_names(AdamWOption
 NUMBERS = ("lr", "weight_decay")  # options that may be Tensors
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Common:
     """What the ranks of a team must have in common."""
 
     team: Team
-    labelled: list[tuple[str, Tensor]]  # parameters that have gradients on all ranks or on none
-    groups: list[int]  # numbers of theirs
-    layout: Mapping[str, str]  # LAYOUT -> as text, or a digest of that
-    # Whether the first gradients must be equal on all ranks or must not; None: that cannot be told.
-    alike: bool | None
-
-
-@dataclass(frozen=True, eq=False)
-class _Members:
-    team: Team
+    # Parameters that have gradients on all ranks or on none, and the numbers of their groups.
     labelled: list[tuple[str, Tensor]] = field(default_factory=list)
-    groups: dict[int, None] = field(default_factory=dict)
+    groups: list[int] = field(default_factory=list)
+    layout: Mapping[str, str] = field(default_factory=dict)  # LAYOUT -> as text, or a digest of it
+    # Whether the first gradients must be equal on all ranks or must not; None: that cannot be told.
+    alike: bool | None = None
 
 
 class Members:
     """The shared parameters of a plan, by team, as they are found."""
 
     def __init__(self) -> None:
-        self._teams: dict[int, _Members] = {}
+        self._teams: dict[int, Common] = {}
 
     def add(self, team: Team, number: int, where: str, param: Tensor) -> None:
         """A parameter of group `number`, which must have a gradient on all ranks or on none."""
-        members = self._teams.setdefault(id(team), _Members(team))
-        members.labelled.append((where, param))
-        members.groups[number] = None
+        common = self._teams.setdefault(id(team), Common(team))
+        common.labelled.append((where, param))
+        if number not in common.groups:
+            common.groups.append(number)
 
     def commons(
         self,
@@ -90,24 +85,21 @@ class Members:
             settings: of the optimizer, of the names in LAYOUT.
             alike: id of a team -> as of `Common`.
         """
-        found = []
-        for members in self._teams.values():
-            groups = sorted(members.groups)
-            found_here = {
+        for common in self._teams.values():
+            common.groups.sort()
+            found = {
                 **settings,
-                "number of groups": len(groups),
-                "number of parameters": len(members.labelled),
-                "shapes, dtypes and placements": [_form(param) for _, param in members.labelled],
-                OWNERS: [*_owners(members.team, chunks)],
+                "number of groups": len(common.groups),
+                "number of parameters": len(common.labelled),
+                "shapes, dtypes and placements": [_form(param) for _, param in common.labelled],
+                OWNERS: [*_owners(common.team, chunks)],
             }
-            layout = {
+            common.layout = {
                 name: str(word(str(value)) if name in DIGESTED else value)
-                for name, value in found_here.items()
+                for name, value in found.items()
             }
-            found.append(
-                Common(members.team, members.labelled, groups, layout, alike.get(id(members.team)))
-            )
-        return found
+            common.alike = alike.get(id(common.team))
+        return [*self._teams.values()]
 
 
 def _form(param: Tensor) -> tuple[Any, ...]:
@@ -132,23 +124,23 @@ Options = Sequence[MuonOptions | AdamWOptions]
 # Which parameters have gradients, as bits: 62 in each of so many numbers, and one digest of all.
 MASKS, BITS = 64, 62
 REFUSED = "how many state_dicts were refused since the last step"
-# The question: a digest of each of these, the numbers in Tensors on the device, how many
+# The comparison: a digest of each of these, the numbers in Tensors on the device, how many
 # state_dicts were refused, the gradients.
 NAMED = (*LAYOUT, *OPTIONS, *NUMBERS, REFUSED)
 RULE = OPTIONS.index("adjust_lr_fn")
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class Comparison:
     """The largest and smallest numbers of all ranks, of a device, and what they would mean."""
 
     found: Tensor  # (2, n), on the CPU once `ready`
     ready: Any  # None, or the event after the copy to the CPU
-    verdict: Callable[[Tensor], None]
+    meaning: Callable[[Tensor], None]
 
     def check(self) -> None:
         self.wait()
-        self.verdict(self.found)
+        self.meaning(self.found)
 
     def wait(self) -> None:
         if self.ready is not None:
@@ -156,8 +148,8 @@ class Question:
 
 
 @dataclass(frozen=True, eq=False)
-class _Verdict:
-    """What it means that numbers of a question differ."""
+class _Meaning:
+    """What it means that numbers of a comparison differ."""
 
     common: Common
     options: Options  # of this rank, when it asked
@@ -216,14 +208,14 @@ def _shown(value: Any) -> str:
     return repr(value)
 
 
-class _Sheet:
+class _OwnNumbers:
     """What this rank has to say to a team: the same from step to step, but for what changed."""
 
     def __init__(self, common: Common) -> None:
         self.common = common
         self.device = common.labelled[0][1].device
         self.present: list[bool] = []
-        self.unheard = True  # no answer was read since the plan was made
+        self.unread = True  # no comparison was read since the plan was made
         self._options = OptionWords(common.groups)
         self._layout = [word(common.layout[name]) for name in LAYOUT]
         self._said: list[int] = []
@@ -259,81 +251,140 @@ class _Sheet:
         return self._numbers
 
 
-class Agreement:
-    """The questions of an optimizer."""
+class Consistency:
+    """Whether the ranks of an optimizer agree, and whether its last step was a whole one."""
 
     def __init__(self) -> None:
-        self._asked: list[Question] = []
-        self._sheets: dict[int, _Sheet] = {}
+        self._broken = False
+        self._refused = 0  # state_dicts, since ranks agreed that it was as many on all of them
+        self._told = False  # the other ranks, of the last of those
+        self._asked: list[Comparison] = []
+        self._own: dict[int, _OwnNumbers] = {}
         self._compared = False  # the gradients themselves
 
     def begin_plan(self) -> None:
         """Teams are numbered anew."""
-        self._sheets = {}
+        self._own = {}
 
-    def forget(self) -> None:
-        """Nobody wants to hear an answer any more."""
-        self._asked = []
-
-    def hear(self) -> None:
-        """Wait for the answers that are on their way.
-
-        Raises:
-            RuntimeError: one of them is bad.
-        """
-        asked, self._asked = self._asked, []
-        for question in asked:
-            question.check()
-
-    def ask(
+    def compare(
         self,
         teams: Sequence[Common],
         options: Options,
         fingerprints: Sequence[Any],
         rates: Sequence[Sequence[float] | None],
-        *,
-        refused: int = 0,
-    ) -> list[Question]:
-        """Ask every team whether its ranks have the same layout, options and gradients.
+    ) -> None:
+        """Compare options and gradients of all ranks, and read the last comparison.
+
+        On the CPU the answer is waited for. On a device it is read at the next call, so that no
+        step waits for it, but for the first one of a plan, whose messages must have one layout.
 
         Args:
-            teams: of a plan.
+            teams: of the plan.
             options: of all groups.
             fingerprints: of these.
             rates: per team what functions in adjust_lr_fn returned, if there are any.
-            refused: how many state_dicts this rank has refused.
-        """
-        questions = []
-        for number, common in enumerate(teams):
-            if number not in self._sheets:
-                self._sheets[number] = _Sheet(common)
-            sheet = self._sheets[number]
-            numbers = sheet.numbers(options, fingerprints, rates[number], refused)
-            future = extremes(common.team.transport, numbers)
-            questions.append(_question(future, sheet.device, _Verdict(common, options, refused)))
-        return questions
 
-    def settle(self, questions: Sequence[Question]) -> None:
-        """Hear the answers that a step must not go on without; the others are heard later.
+        Raises:
+            RuntimeError: they differ.
+        """
+        comparisons = self._ask(teams, options, fingerprints, rates)
+        self._told = True
+        self._read()
+        self._settle(comparisons)
+        self._refused = 0
+
+    def check(self) -> None:
+        """Read the last comparison now, since state goes out.
+
+        Raises:
+            RuntimeError: ranks differ, or a step went wrong and no state was loaded since.
+        """
+        self.check_unbroken()
+        self._read()
+
+    def begin_writing(self) -> None:
+        """From here on a step counts as failed, whatever may raise, until `end_writing`."""
+        self._broken = True
+
+    def end_writing(self) -> None:
+        """All of a step was done."""
+        self._broken = False
+
+    def check_unbroken(self) -> None:
+        """Raise RuntimeError if a step went wrong and no state was loaded since."""
+        if self._broken:
+            raise RuntimeError(
+                "an earlier step failed midway, so that parameters and state may not fit together; "
+                "load a state_dict of parameters and optimizer first. What asks for a state_dict "
+                "to load into, as torch.distributed.checkpoint does, needs an optimizer that is "
+                "constructed anew"
+            )
+
+    def note_refused_load(self) -> None:
+        """A part of a state_dict was refused here, which others may have loaded: tell them.
+
+        A collective here would wait for ranks that load nothing, or for one that has died.
+        """
+        self._refused, self._told = self._refused + 1, False
+
+    def mend(self) -> None:
+        """State was loaded: a failed step is forgotten.
+
+        A refused state_dict is not, unless a step has told the other ranks: they may have loaded
+        it, and this rank another one in its place.
+        """
+        self._broken, self._asked = False, []
+        if self._told:
+            self._refused, self._told = 0, False
+
+    def _read(self) -> None:
+        """Wait for the comparisons that are on their way. A bad one leaves a broken step."""
+        asked, self._asked = self._asked, []
+        self._broken = True
+        for comparison in asked:
+            comparison.check()
+        self._broken = False
+
+    def _ask(
+        self,
+        teams: Sequence[Common],
+        options: Options,
+        fingerprints: Sequence[Any],
+        rates: Sequence[Sequence[float] | None],
+    ) -> list[Comparison]:
+        """Send what this rank has to every team."""
+        comparisons = []
+        for number, common in enumerate(teams):
+            if number not in self._own:
+                self._own[number] = _OwnNumbers(common)
+            own = self._own[number]
+            numbers = own.numbers(options, fingerprints, rates[number], self._refused)
+            future = extremes(common.team.transport, numbers)
+            meaning = _Meaning(common, options, self._refused)
+            comparisons.append(_comparison(future, own.device, meaning))
+        return comparisons
+
+    def _settle(self, comparisons: Sequence[Comparison]) -> None:
+        """Read the comparisons that a step must not go on without; the others are read later.
 
         On the CPU that is all of them. On a device it is, when a plan is new, whether ranks have
         the same layout and options, and everything before gradients are compared.
 
         Raises:
-            RuntimeError: one of them is bad. Then none is heard later: this step writes nothing.
+            RuntimeError: one of them is bad. Then none is read later: this step writes nothing.
         """
-        later: list[Question] = []
+        later: list[Comparison] = []
         compared = self._compared
-        for number, question in enumerate(questions):
-            sheet = self._sheets[number]
-            if sheet.unheard and question.ready is not None:
-                question.wait()
-                question.verdict.check_layout(question.found)
-            sheet.unheard = False
-            compares = sheet.common.alike is not None and not self._compared
-            later += _unheard(question, now=compares)
-            if compares and any(sheet.present):
-                later += _unheard(_compare_gradients(sheet))
+        for number, comparison in enumerate(comparisons):
+            own = self._own[number]
+            if own.unread and comparison.ready is not None:
+                comparison.wait()
+                comparison.meaning.check_layout(comparison.found)
+            own.unread = False
+            compares = own.common.alike is not None and not self._compared
+            later += _pending(comparison, now=compares)
+            if compares and any(own.present):
+                later += _pending(_compare_gradients(own))
                 compared = True
         self._compared = compared
         self._asked += later
@@ -358,31 +409,33 @@ def checksum(tensor: Tensor | None, device: torch.device) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(words).sum(dtype=torch.int64)
 
 
-def _unheard(question: Question, *, now: bool = False) -> list[Question]:
-    """The question, if its answer is to be heard later: not on the CPU, and not where `now`."""
-    if now or question.ready is None:
-        question.check()
+def _pending(comparison: Comparison, *, now: bool = False) -> list[Comparison]:
+    """The comparison, if it is to be read later: not on the CPU, and not where `now`."""
+    if now or comparison.ready is None:
+        comparison.check()
         return []
-    return [question]
+    return [comparison]
 
 
-def _question(future: Future, device: torch.device, verdict: Callable[[Tensor], None]) -> Question:
+def _comparison(
+    future: Future, device: torch.device, meaning: Callable[[Tensor], None]
+) -> Comparison:
     found = future.wait()
     if device.type == "cpu":
-        return Question(found, None, verdict)
+        return Comparison(found, None, meaning)
     there = torch.empty_like(found, device="cpu", pin_memory=True)
     there.copy_(found, non_blocking=True)
     ready = torch.get_device_module(device).Event()
     ready.record()
-    return Question(there, ready, verdict)
+    return Comparison(there, ready, meaning)
 
 
-def _compare_gradients(sheet: _Sheet) -> Question:
+def _compare_gradients(own: _OwnNumbers) -> Comparison:
     """Ask whether the gradients of the first step that has any are equal, bit for bit."""
-    labelled, device = sheet.common.labelled, sheet.device
+    labelled, device = own.common.labelled, own.device
     sums = torch.stack([checksum(param.grad, device) for _, param in labelled])
-    verdict = _reduced if sheet.common.alike else _not_yet_reduced
-    return _question(extremes(sheet.common.team.transport, sums), device, verdict)
+    meaning = _reduced if own.common.alike else _not_yet_reduced
+    return _comparison(extremes(own.common.team.transport, sums), device, meaning)
 
 
 def _bits(present: Sequence[bool]) -> list[int]:
@@ -518,7 +571,7 @@ def compare_replicas(
     Replicas are ranks whose plain parameters are equal, bit for bit, at their first step. Others
     are no business of this one, and so are ranks that do not step an optimizer of this kind. There
     is no collective: a rank that never comes is not waited for longer than `timeout`, and one that
-    comes after that does not count: it hears what the others found, as they did.
+    comes after that does not count: it is told what the others found.
 
     Args:
         groups: (name for messages, parameter) of all groups.

@@ -23,7 +23,7 @@ from .buffers import Block, Staging, lasting
 
 if TYPE_CHECKING:
     from ..groups.options import AdamWOptions
-    from ..stages.update import Rate
+    from ..stages.muon import Rate
     from ..state.device_state import OnDevice
     from ..state.host_state import InHostMemory
     from .chunks import SharedChunk, SmallChunk

@@ -1,35 +1,38 @@
 """Which parameters several ranks work on together, and their matrices in chunks with owners.
 
-With reduced gradients a matrix that one rank holds entirely stays there. Every other one is sent to
-an owner, which orthogonalizes it for all: the pieces of a sharded one are gathered, and a
-replicated one is orthogonalized by one replica instead of by all. A parameter that is a stack of
-experts, sharded along them alone, is a local stack and never gets here.
-
-With unreduced gradients every rank has all parameters and its own contribution to their gradients.
-A matrix parameter has one owner, which adds up the contributions, keeps the momentum and sends the
-update to all. Of a large parameter for AdamW every rank owns a slice of the rows, with its state,
-and sends the new rows to all. Small parameters are added up on all ranks in one all-reduce and
-stepped by each.
+A matrix that one rank holds entirely stays there. Every other one is sent to an owner, which
+orthogonalizes it for all: the pieces of a sharded one are gathered, and a replicated one is
+orthogonalized by one replica instead of by all. A parameter that is a stack of experts, sharded
+along them alone, is a local stack and never gets here. For gradients that nobody has reduced see
+`owners.py`.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...distributed import Extra, Job, Layout, Run, Split, Team, Teams, assign, chunked, make_route
-from ..groups.blocks import Blocks, Piece, equal_share
-from ..groups.options import MuonOptions
+from ...distributed import Extra, Job, Layout, Run, Team, Teams, alone, assign, chunked, make_route
+from ...orthogonalize.choose import choose, predicted_ms
+from ..groups.blocks import Blocks, Piece
+from ..groups.options import AdamWOptions, MuonOptions
+from ..groups.param_groups import has_component
 from ..groups.parameters import is_dtensor
+from ..stages.muon import Rate, rate_of
+from ..state.device_state import OnDevice
+from ..state.host_state import InHostMemory
+from ..state.rounding import check_rounding
+from ..state.state import Slot
 from .buffers import DistributedConfig, Staging
 from .chunks import (
     Bands,
@@ -40,8 +43,428 @@ from .chunks import (
     chunk_of,
     parts_of,
 )
-from .consistency import Common
-from .cuda_graphs import BESIDE, POOL_BYTES, Graphs
+from .consistency import Common, Consistency, Members, check_not_captured, compare_replicas
+from .cuda_graphs import BESIDE, POOL_BYTES, Graphs, State, StepRun
+from .owners import REDUCE_OPS, Owners, spread
+
+# Matrices of a shape that an owner is taken to orthogonalize together when work is shared out: a
+# model of some dozens of layers on some ranks. How many it is depends on the owners themselves.
+COST_BATCH = 8
+# Optimizers whose ranks meet without a group, in the order in which a process makes them.
+_NUMBERS = itertools.count()
+
+
+class Ranks:
+    """Which ranks share what of an optimizer, and how.
+
+    Made once per optimizer; plans are made anew when groups change.
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        config: DistributedConfig,
+        unreduced: Owners | None = None,
+        *,
+        assumed: bool = False,
+    ) -> None:
+        """`assumed`: nobody said that gradients are reduced."""
+        self.config = config
+        self.unreduced = unreduced
+        self.assumed = assumed
+        self._group = process_group
+        self._number = next(_NUMBERS) if assumed and process_group is None else None
+        self._teams = Teams()
+        self._of_group: Team | None = None
+        self.consistency = Consistency()
+        self.begin_plan()
+
+    def __reduce__(self) -> Any:
+        arguments = self._group, self.config, self.unreduced
+        return functools.partial(Ranks, assumed=self.assumed), arguments
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        copied = copy.deepcopy(self.unreduced, memo)
+        # It talks over the same groups.
+        ranks = Ranks(self._group, self.config, copied, assumed=self.assumed)
+        ranks._teams = self._teams
+        return ranks
+
+    def team_of(self, param: Tensor) -> Team | None:
+        """The ranks that share the work on a parameter; None if this process has it alone."""
+        if is_dtensor(param):
+            return self._teams.of_mesh(param.device_mesh)
+        if self._of_group is None and self._group is not None:
+            self._of_group = self._teams.of_group(self._group)
+        if self._of_group is None and self.config.wire_dtype == torch.float16:
+            self._of_group = alone()
+        return self._of_group
+
+    def may_share(self, param: Tensor) -> bool:
+        """Whether other ranks may step a parameter with this one, whose gradient is reduced."""
+        return is_dtensor(param) or self._group is not None
+
+    def holders(self, param: Tensor) -> Team | None:
+        """The ranks that hold a parameter, whole or in parts; None if only this one is known to."""
+        return self.team_of(param) if self.unreduced is None else self.unreduced.team
+
+    def keeps(
+        self, param: Tensor, slots: dict[str, Slot], options: MuonOptions | AdamWOptions
+    ) -> dict[str, Slot]:
+        """The slots of a parameter that this rank keeps, of all those that it has."""
+        if self.unreduced is None:
+            return slots
+        if isinstance(options, MuonOptions):
+            return slots if self.unreduced.owns(param) else {}
+        if not self.unreduced.sliced(param):
+            return slots
+        make = self.unreduced.zeros_of_slice
+        return {
+            key: replace(slot, make=make) if slot.like_param else slot
+            for key, slot in slots.items()
+        }
+
+    def adopt(self, entries: Sequence[tuple[Tensor, Blocks, MuonOptions]]) -> None:
+        """Give owners to the matrices of a group, if ranks keep state apart."""
+        if self.unreduced is None:
+            return
+        costs = []
+        for param, blocks, options in entries:
+            predicted = _cost(options)
+            wide = torch.promote_types(param.dtype, torch.float32)
+            costs.append(
+                sum(
+                    piece.matrices * predicted(*piece.matrix, wide, param.device)
+                    for piece in blocks.pieces(param.numel())
+                )
+            )
+        self.unreduced.adopt([param for param, _, _ in entries], costs)
+
+    def begin_plan(self, clip_config: Any = None) -> None:
+        """Nothing is divided yet. `clip_config` decides what QK-clip sends."""
+        self._members, self._empty = Members(), True
+        self._clip_config = clip_config
+        self.consistency.begin_plan()
+
+    def divide_unreduced(
+        self,
+        muon: Sequence[tuple[int, MuonOptions, Sequence[tuple[str, Tensor, Blocks]]]],
+        others: Sequence[tuple[int, Sequence[tuple[str, Tensor]]]],
+        count: int,
+    ) -> Shared:
+        """The chunks of all groups, for gradients that are not reduced.
+
+        Args:
+            muon: number of a group of matrices, its options, and (label, parameter, blocks).
+            others: number of a group for AdamW, and (label, parameter).
+            count: how many groups there are.
+        """
+        owners = self.unreduced
+        assert owners is not None
+        wire = self.config.wire_dtype or torch.float32
+        chunks: list[list[Any]] = [[] for _ in range(count)]
+        small: dict[Any, list[tuple[int, Tensor]]] = {}
+        for number, options, entries in muon:
+            matrices = [
+                matrix
+                for where, param, blocks in entries
+                if param.numel()
+                for matrix in matrices_of(
+                    param,
+                    where,
+                    blocks,
+                    layout_on(param, owners.team),
+                    owners.team,
+                    options.momentum_dtype,
+                )
+            ]
+            chunks[number] += owners.matrix_chunks(matrices, wire, self.config)
+        for number, named in others:
+            for where, param in named:
+                if owners.sliced(param):
+                    chunks[number] += owners.slice_chunks(param, where, wire, self.config)
+                else:
+                    dtype = torch.promote_types(param.dtype, torch.float32)
+                    small.setdefault((dtype, param.device), []).append((number, param))
+        for (dtype, device), params in small.items():
+            chunks[params[0][0]].append(SmallChunk(tuple(params), dtype, device))
+        for number, _, entries in muon:
+            for where, param, _ in entries:
+                self._members.add(owners.team, number, where, param)
+        for number, named in others:
+            for where, param in named:
+                self._members.add(owners.team, number, where, param)
+        return self._planned(chunks, [[] for _ in range(count)], spread(chunks))
+
+    def divide(
+        self, entries: Sequence[tuple[str, Tensor, Blocks]], options: MuonOptions, number: int
+    ) -> tuple[list[tuple[Tensor, Blocks]], list[SharedGroup]]:
+        """The parameters of a group that this rank steps by itself, and the shared ones.
+
+        Raises:
+            ValueError: this combination of options and placements is not supported.
+        """
+        own: list[tuple[Tensor, Blocks]] = []
+        shared: dict[int, tuple[Team, list[SharedMatrix]]] = {}
+        for where, param, blocks in entries:
+            team = self.team_of(param)
+            if team is None:
+                own.append((param, blocks))
+                continue
+            self._empty = False
+            if not param.numel():
+                continue
+            layout = layout_on(param, team)
+            kept_here = local_blocks(blocks, layout, team)
+            if kept_here is not None and self.config.wire_dtype != torch.float16:
+                if kept_here.experts != 0:  # the shard of a stack may be empty
+                    own.append((param, kept_here))
+                continue
+            if kept_here is None:
+                self._members.add(team, number, where, param)
+            check_rounding(options, param, where)
+            check_statistics(options, param, where)
+            matrices = matrices_of(param, where, blocks, layout, team, options.momentum_dtype)
+            shared.setdefault(id(team), (team, []))[1].extend(matrices)
+        return own, [
+            SharedGroup(
+                number=number,
+                team=team,
+                matrices=matrices,
+                wire=self._wire(matrices, options),
+                cost=_cost(options),
+                keeps_statistics=options.beta2 is not None,
+            )
+            for team, matrices in shared.values()
+        ]
+
+    def divide_others(
+        self,
+        entries: Sequence[tuple[str, Tensor, str | None]],
+        number: int,
+        expert_keys: Sequence[str],
+    ) -> None:
+        """Note which parameters of a group for AdamW other ranks step too.
+
+        Not those of experts that are sharded along themselves: a rank whose experts got no token
+        may have no gradient.
+        """
+        for where, param, name in entries:
+            team = self.team_of(param)
+            if team is None or team.size == 1 or not param.numel():
+                continue
+            stacked = name is not None and any(has_component(name, key) for key in expert_keys)
+            if not stays(layout_on(param, team), stacked=stacked):
+                self._members.add(team, number, where, param)
+
+    def plan(self, groups: Sequence[SharedGroup], count: int) -> Shared:
+        """Owners and chunks; `count` is the number of parameter groups."""
+        chunks, home = plan_shared(groups, count, self.config)
+        return self._planned(chunks, home, in_turn(chunks))
+
+    def _planned(
+        self,
+        chunks: list[list[Any]],
+        home: list[list[SharedChunk]],
+        order: list[tuple[int, Any]],
+    ) -> Shared:
+        """All that ranks share, with the memory that it takes, of what was divided."""
+        settings = {
+            "gradients": "reduced" if self.unreduced is None else "unreduced",
+            "reduce_op": REDUCE_OPS[0] if self.unreduced is None else self.unreduced.reduce_op,
+            "wire_dtype": self.config.wire_dtype,
+            "prefetch": self.config.prefetch,
+            "chunk_size": self.config.chunk_size,
+            "in_flight_bytes": self.config.in_flight_bytes,
+            "clip_config": self._clip_config,
+        }
+        alike = {}
+        if self.unreduced is not None:
+            alike[id(self.unreduced.team)] = False
+        elif self.assumed and self._of_group is not None:
+            alike[id(self._of_group)] = True
+        teams = self._members.commons(chunks, settings, alike)
+        empty = not teams if self.unreduced is not None else self._empty
+        shared = Shared(chunks, home, teams, empty, self.config, order)
+        reserve(shared)
+        return shared
+
+    def compare_replicas(self, groups: Sequence[Sequence[tuple[str, Tensor]]]) -> None:
+        """In the first step that has gradients, of whom nobody said whether they are reduced.
+
+        Raises:
+            RuntimeError: they are not, on ranks that hold replicas of these parameters.
+        """
+        if self.assumed and self._number is not None:
+            self.assumed = not compare_replicas(groups, self._number, self.config.timeout)
+
+    def compare(
+        self,
+        shared: Shared,
+        options: Sequence[MuonOptions | AdamWOptions],
+        fingerprints: Sequence[Any],
+        rates: dict[int, Rate],
+    ) -> None:
+        """Compare options and gradients with the other ranks; see `Consistency.compare`.
+
+        Args:
+            shared: what ranks share.
+            options: of all groups.
+            fingerprints: of these.
+            rates: of its chunks, of which functions in adjust_lr_fn may have returned some.
+
+        Raises:
+            RuntimeError: they differ, or the caller captures a CUDA graph.
+        """
+        if shared.empty and not shared.teams:
+            return
+        check_not_captured(shared.asked)
+        rules = any(isinstance(o, MuonOptions) and callable(o.adjust_lr_fn) for o in options)
+        returned = [
+            _returned(shared, rates, common.team) if rules else None for common in shared.teams
+        ]
+        self.consistency.compare(shared.teams, options, fingerprints, returned)
+
+    def _wire(self, matrices: Sequence[SharedMatrix], options: MuonOptions) -> torch.dtype:
+        """float16 where the iteration would round to it or to bfloat16 anyway."""
+        if self.config.wire_dtype is not None:
+            return self.config.wire_dtype
+        first = matrices[0]
+        picked = choose(
+            *first.matrix,
+            dtype=first.dtype,
+            device=first.param.device,
+            steps=options.ns_steps,
+            method=options.method,
+            iterate_dtype=options.dtype,
+        ).dtype
+        return torch.float16 if picked in (torch.float16, torch.bfloat16) else torch.float32
+
+
+def rates_of(shared: Shared, options: Sequence[MuonOptions | AdamWOptions]) -> dict[int, Rate]:
+    """id of a chunk of matrices that ranks share -> its rate."""
+    rates = {}
+    for per_group in (shared.chunks, shared.home):
+        for group, chunks in zip(options, per_group, strict=True):
+            for chunk in chunks:
+                whole = chunk.whole if isinstance(chunk, Bands) else chunk
+                if isinstance(whole, SharedChunk):
+                    rates[id(chunk)] = rate_of(group, *whole.matrix, whole.device)
+    return rates
+
+
+def _returned(shared: Shared, rates: dict[int, Rate], team: Team) -> list[float]:
+    """What functions in adjust_lr_fn say of the chunks of a team, but for Tensors."""
+    return [
+        rates[id(chunk)].factor
+        for _, chunk in shared.order
+        if id(chunk) in rates and parts_of(chunk)[0].team is team
+    ]
+
+
+def _cost(options: MuonOptions) -> Callable[[int, int, torch.dtype, torch.device], float]:
+    """Predicted milliseconds of one of COST_BATCH equal matrices, the same on every rank."""
+
+    @functools.cache
+    def cost(m: int, n: int, dtype: torch.dtype, device: torch.device) -> float:
+        together = predicted_ms(
+            m,
+            n,
+            COST_BATCH,
+            dtype,
+            device,
+            steps=options.ns_steps,
+            method=options.method,
+            iterate_dtype=options.dtype,
+        )
+        return together / COST_BATCH
+
+    return cost
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """The part of a plan that ranks share."""
+
+    chunks: list[list[Any]]  # per group; the same on every rank
+    home: list[list[SharedChunk]]  # per group; this rank's own, without communication
+    teams: list[Common]
+    empty: bool  # no matrix is on more ranks than this one
+    config: DistributedConfig  # of the chunks
+    order: list[tuple[int, Any]]  # (number of the group, chunk) as a step begins them
+    staging: Staging = field(default_factory=Staging)
+    graphs: Graphs = field(default_factory=Graphs)
+
+    def of_groups(self) -> list[list[Any]]:
+        """All chunks, per group."""
+        return [of_all + own for of_all, own in zip(self.chunks, self.home, strict=True)]
+
+    def begin(self, state: State, kept: OnDevice | InHostMemory, options: Sequence[Any]) -> StepRun:
+        """Start a step: all memory is free.
+
+        Args:
+            state: of the optimizer.
+            kept: where the step finds it.
+            options: of all groups.
+        """
+        # One rank alone is bound by its device: launches cost it nothing.
+        several = any(self.chunks)
+        self.staging.begin()
+        self.graphs.begin(on=self.config.cuda_graphs and several and isinstance(kept, OnDevice))
+        remaining: Counter[Tensor] = Counter()
+        for per_group in (self.chunks, self.home):
+            for group, chunks in zip(options, per_group, strict=True):
+                if group.none_grad:
+                    for part in itertools.chain.from_iterable(map(parts_of, chunks)):
+                        remaining.update(part.params)
+        return StepRun(state, kept, remaining, self.staging, self.graphs)
+
+    @cached_property
+    def asked(self) -> frozenset[torch.device]:
+        """Where the parameters are that must agree on their gradients."""
+        return frozenset(param.device for common in self.teams for _, param in common.labelled)
+
+    def in_order(self, own: Sequence[Any]) -> list[Any]:
+        """All chunks, and other work of this rank, in the order in which a step begins them."""
+        of_all, home = ([c for of_group in g for c in of_group] for g in (self.chunks, self.home))
+        ahead = self.config.prefetch + 1  # that many chunks are open before other work
+        gathers = itertools.accumulate(chunk.communicates for chunk in of_all)
+        first = next((i for i, count in enumerate(gathers, 1) if count == ahead), len(of_all))
+        return [*of_all[:first], *own, *home, *of_all[first:]]
+
+
+def in_turn(chunks: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:
+    """(number of the group, chunk), group by group."""
+    return [(number, chunk) for number, of_group in enumerate(chunks) for chunk in of_group]
+
+
+def reserve(shared: Shared) -> None:
+    """Say how much memory the chunks of a plan will ask for."""
+    staging, graphs = shared.staging, shared.graphs
+    for chunk in (chunk for of_group in shared.of_groups() for chunk in of_group):
+        if isinstance(chunk, SmallChunk):
+            staging.reserve("message", chunk.device, 0)
+        for part in parts_of(chunk):
+            route = part.route
+            messages = route.sent, route.gathered, route.answered, route.scattered
+            staging.reserve("message", part.device, max(message.size for message in messages))
+            if isinstance(chunk, (Bands, SliceChunk)):
+                # Wide where the wire rounds, before they leave or when they have arrived.
+                contributions = max(message.size for message in messages[:2])
+                wide = 0 if part.wire == part.dtype else part.dtype.itemsize
+                graphs.reserve(part.device, contributions // part.wire.itemsize * wide)
+            else:
+                staging.reserve("directions", part.device, part.wide_bytes)
+                # The batch may have to be put together, and its result goes into messages.
+                owned = len(route.owned) * math.prod(part.matrix)
+                graphs.reserve(part.device, (POOL_BYTES + 2 * part.wire.itemsize) * owned)
+        if isinstance(chunk, Bands):
+            whole = chunk.whole
+            elements = len(whole.route.owned) * math.prod(whole.matrix)
+            staging.reserve("directions", whole.device, elements * whole.dtype.itemsize)
+            staging.reserve("updates", whole.device, elements * whole.wire.itemsize)
+            graphs.reserve(whole.device, POOL_BYTES * elements, BESIDE)
+
 
 Cost = Callable[[int, int, torch.dtype, torch.device], float]
 
@@ -108,12 +531,12 @@ def matrices_of(
     held = [layout.runs(coordinate)[0] for coordinate in team.coordinates]
     for piece in blocks.pieces(1):
         region = _region(piece, shape)
-        hearers = tuple(range(team.size))
+        keepers = tuple(range(team.size))
         start, length = piece.statistics
         if stacked:
             expert = piece.experts[0]
             places = [_place(runs, expert) for runs in held]
-            hearers = tuple(r for r, place in enumerate(places) if place is not None)
+            keepers = tuple(r for r, place in enumerate(places) if place is not None)
             here = places[team.rank]
             if not blocks.split and here is not None:
                 start += (here - expert) * blocks.heads * length
@@ -123,7 +546,7 @@ def matrices_of(
             job=Job(layout, team.coordinates, region),
             matrix=piece.matrix,
             statistics=(start, length),
-            hearers=hearers,
+            keepers=keepers,
             stacked=stacked,
             dtype=dtype,
         )
@@ -175,7 +598,7 @@ def plan_shared(
         )
         buckets: dict[tuple[Any, ...], list[tuple[SharedMatrix, int]]] = {}
         for (group, matrix, _), owner in zip(entries, owners, strict=True):
-            alone_with_it = len(matrix.hearers) == 1 or not group.keeps_statistics
+            alone_with_it = len(matrix.keepers) == 1 or not group.keeps_statistics
             at_home = alone_with_it and sum(matrix.job.elements()) == matrix.job.elements()[owner]
             if at_home and owner != team.rank:
                 continue
@@ -216,7 +639,7 @@ def _chunk(
     extras = None
     if group.keeps_statistics:
         size = max(m, n) * torch.promote_types(first.param.dtype, torch.float32).itemsize
-        extras = [Extra(size, matrix.hearers) for matrix in matrices]
+        extras = [Extra(size, matrix.keepers) for matrix in matrices]
     jobs = [matrix.job for matrix in matrices]
     planned = make_route(jobs, owners, team.rank, team.size, wire.itemsize, extras)
     return chunk_of(team, matrices, owners, wire, planned)
@@ -237,302 +660,3 @@ def _place(runs: Sequence[Run], number: int) -> int | None:
             return at + number - start
         at += length
     return None
-
-
-REDUCE_OPS = ("avg", "sum")
-# Bytes of directions that an owner orthogonalizes at once, unless one matrix has more: fewer leave
-# multiprocessors idle, and more take longer than the transfers that are on their way meanwhile.
-OWNED_BYTES = 64 * 2**20
-# Rows of a band are a multiple, so that every part of a message begins where the one before ends.
-EVEN_ROWS = 8
-SMALL = 1024  # elements below which a parameter for AdamW is stepped by every rank
-
-
-def in_turn(chunks: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:
-    """(number of the group, chunk), group by group."""
-    return [(number, chunk) for number, of_group in enumerate(chunks) for chunk in of_group]
-
-
-def spread(chunks: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:
-    """(group, chunk) of all groups, in the order of a step.
-
-    Bands keep the multiprocessors busy and everything else the wire: each kind is spread evenly
-    over the step, so that the one runs under the other.
-    """
-    kinds: dict[bool, list[tuple[int, Any]]] = {True: [], False: []}
-    for number, of_group in enumerate(chunks):
-        for chunk in of_group:
-            kinds[isinstance(chunk, Bands)].append((number, chunk))
-    placed = []
-    for entries in kinds.values():
-        # A chunk without parts, the small parameters, counts as one.
-        sizes = [max(1, len(parts_of(chunk))) for _, chunk in entries]
-        middles = [at - size / 2 for at, size in zip(accumulate(sizes), sizes, strict=True)]
-        placed += [(m / sum(sizes), entry) for m, entry in zip(middles, entries, strict=True)]
-    return [entry for _, entry in sorted(placed, key=lambda one: one[0])]
-
-
-def reserve(shared: Shared) -> None:
-    """Say how much memory the chunks of a plan will ask for."""
-    staging, graphs = shared.staging, shared.graphs
-    for chunk in (chunk for of_group in shared.of_groups() for chunk in of_group):
-        if isinstance(chunk, SmallChunk):
-            staging.reserve("message", chunk.device, 0)
-        for part in parts_of(chunk):
-            route = part.route
-            messages = route.sent, route.gathered, route.answered, route.scattered
-            staging.reserve("message", part.device, max(message.size for message in messages))
-            if isinstance(chunk, (Bands, SliceChunk)):
-                # Wide where the wire rounds, before they leave or when they have arrived.
-                contributions = max(message.size for message in messages[:2])
-                wide = 0 if part.wire == part.dtype else part.dtype.itemsize
-                graphs.reserve(part.device, contributions // part.wire.itemsize * wide)
-            else:
-                staging.reserve("directions", part.device, part.wide_bytes)
-                # The batch may have to be put together, and its result goes into messages.
-                owned = len(route.owned) * math.prod(part.matrix)
-                graphs.reserve(part.device, (POOL_BYTES + 2 * part.wire.itemsize) * owned)
-        if isinstance(chunk, Bands):
-            whole = chunk.whole
-            elements = len(whole.route.owned) * math.prod(whole.matrix)
-            staging.reserve("directions", whole.device, elements * whole.dtype.itemsize)
-            staging.reserve("updates", whole.device, elements * whole.wire.itemsize)
-            graphs.reserve(whole.device, POOL_BYTES * elements, BESIDE)
-
-
-class Unreduced:
-    """The owners of an optimizer's parameters. A parameter keeps its owner while it is there."""
-
-    def __init__(self, group: Any, reduce_op: str) -> None:
-        self.group = group
-        self.reduce_op = reduce_op
-        self.team: Team = Teams().of_group(group)
-        self._owners: dict[Tensor, int] = {}
-        self._load = [0.0] * self.team.size
-        self._mesh: dict[str, Any] = {}
-
-    def __deepcopy__(self, memo: Any) -> Unreduced:
-        copied = Unreduced(self.group, self.reduce_op)  # it talks over the same group
-        copied._owners = {copy.deepcopy(param, memo): o for param, o in self._owners.items()}
-        copied._load = list(self._load)
-        return copied
-
-    @property
-    def factor(self) -> float:
-        """By which the sum of the contributions is multiplied."""
-        return 1 / self.team.size if self.reduce_op == "avg" else 1.0
-
-    def adopt(self, params: Sequence[Tensor], costs: Sequence[float]) -> None:
-        """Give owners to matrix parameters that have none, the expensive ones first."""
-        new = [(cost, p) for p, cost in zip(params, costs, strict=True) if p not in self._owners]
-        ranks = range(self.team.size)
-        # What was given out before is work that only its owner can do.
-        owners = assign(
-            [*self._load, *(cost for cost, _ in new)],
-            [*((rank,) for rank in ranks), *(tuple(ranks) for _ in new)],
-            self.team.size,
-        )
-        for (cost, param), owner in zip(new, owners[self.team.size :], strict=True):
-            self._owners[param] = owner
-            self._load[owner] += cost
-
-    def owner(self, param: Tensor) -> int:
-        return self._owners[param]
-
-    def owns(self, param: Tensor) -> bool:
-        """Whether this rank keeps the state of a matrix parameter."""
-        return self._owners[param] == self.team.rank
-
-    def sliced(self, param: Tensor) -> bool:
-        """Whether the ranks share the rows of a parameter for AdamW."""
-        return param.ndim > 0 and param.numel() >= SMALL
-
-    def zeros_of_slice(self, param: Tensor, dtype: torch.dtype) -> Tensor:
-        """State for this rank's rows: a DTensor, which knows its place in the whole."""
-        from torch.distributed.tensor import DTensor, Shard
-
-        shape = tuple(param.shape)
-        here = self._rows(shape).local_shape((self.team.rank,))
-        return DTensor.from_local(
-            torch.zeros(here, dtype=dtype, device=param.device),
-            self._mesh_on(param.device),
-            [Shard(0)],
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))),
-        )
-
-    def matrix_chunks(
-        self, matrices: Iterable[SharedMatrix], wire: torch.dtype, config: DistributedConfig
-    ) -> list[Bands]:
-        """The matrices of a group in chunks of one shape and bounded size."""
-        buckets: dict[tuple[Any, ...], list[SharedMatrix]] = {}
-        for matrix in matrices:
-            key = (matrix.matrix, matrix.param.dtype, matrix.param.device)
-            buckets.setdefault(key, []).append(matrix)
-        chunks = []
-        for ((m, n), *_), members in buckets.items():
-            travels = torch.float64 if members[0].dtype == torch.float64 else wire
-            # A rank sends to all other owners, and receives from all others.
-            of_turn = 2 * m * n * travels.itemsize * max(1, self.team.size - 1)
-            size = min(
-                OWNED_BYTES // (m * n * members[0].dtype.itemsize),
-                config.chunk_bytes * max(m, EVEN_ROWS) // (EVEN_ROWS * of_turn),
-                (config.most or len(members)) // self.team.size,
-            )
-            queues: list[list[SharedMatrix]] = [[] for _ in range(self.team.size)]
-            for member in members:
-                queues[self.owner(member.param)].append(member)
-            turns = max(map(len, queues))
-            size = equal_share(turns, max(1, size))
-            for start in range(0, turns, size):
-                taken = [queue[start : start + size] for queue in queues]
-                chunks.append(self._banded(taken, travels, of_turn, config.chunk_bytes))
-        return chunks
-
-    def _banded(
-        self,
-        queues: Sequence[Sequence[SharedMatrix]],  # of every owner
-        wire: torch.dtype,
-        of_turn: int,
-        chunk_bytes: int,
-    ) -> Bands:
-        """Matrices in equal bands: of whole ones, which take no views, or else of their rows."""
-        members = [member for queue in queues for member in queue]
-        whole = self._chunk(members, wire)
-        (m, _), turns = whole.matrix, max(map(len, queues))
-        if turns * of_turn <= chunk_bytes:
-            return Bands(whole, (whole,), (0,), ((0, m),))
-        if of_turn <= chunk_bytes:
-            each = equal_share(turns, chunk_bytes // of_turn)
-            first = range(0, turns, each)
-            bands = [[member for q in queues for member in q[at : at + each]] for at in first]
-            parts = tuple(self._chunk(band, wire) for band in bands)
-            return Bands(whole, parts, tuple(first), ((0, m),) * len(parts))
-        count = -(-turns * of_turn // chunk_bytes)
-        step = -(-m // (count * EVEN_ROWS)) * EVEN_ROWS
-        rows = [(at, min(step, m - at)) for at in range(0, m, step)]
-        if len(rows) == 1:
-            return Bands(whole, (whole,), (0,), (rows[0],))
-        parts = tuple(self._chunk([_band(member, run) for member in members], wire) for run in rows)
-        return Bands(whole, parts, (0,) * len(parts), tuple(rows))
-
-    def slice_chunks(
-        self, param: Tensor, where: str, wire: torch.dtype, config: DistributedConfig
-    ) -> list[SliceChunk]:
-        """The rows of a parameter in chunks of bounded size."""
-        wide = torch.promote_types(param.dtype, torch.float32)
-        travels = torch.float64 if wide == torch.float64 else wire
-        shape = tuple(param.shape)
-        runs = [self._rows(shape).runs((rank,))[0] for rank in range(self.team.size)]
-        rows = max(sum(length for _, length in run) for run in runs)
-        # Contributions go in the dtype of the wire, new rows come back in that of the parameter.
-        widest = max(travels.itemsize, param.dtype.itemsize)
-        row_bytes = math.prod(shape[1:]) * widest * max(1, self.team.size - 1)
-        step = max(1, config.chunk_bytes // (2 * row_bytes))  # sent, and received from others
-        step = equal_share(rows, step)
-        chunks = []
-        for start in range(0, rows, step):
-            members, owners = [], []
-            for rank, run in enumerate(runs):
-                for first, length in run:
-                    taken = min(step, length - start)
-                    if taken > 0:
-                        members.append(self._run(param, where, (first + start, taken)))
-                        owners.append(rank)
-            chunk = self._chunk(members, travels, owners, param.dtype.itemsize)
-            chunks.append(SliceChunk(chunk, last=start + step >= rows))
-        return chunks
-
-    def _chunk(
-        self,
-        members: Sequence[SharedMatrix],
-        wire: torch.dtype,
-        owners: Sequence[int] | None = None,
-        answer_itemsize: int | None = None,
-    ) -> SharedChunk:
-        if owners is None:
-            owners = [self.owner(member.param) for member in members]
-        planned = make_route(
-            [member.job for member in members],
-            owners,
-            self.team.rank,
-            self.team.size,
-            wire.itemsize,
-            from_all=True,
-            answer_itemsize=answer_itemsize,
-        )
-        return chunk_of(self.team, members, owners, wire, planned)
-
-    def _run(self, param: Tensor, where: str, rows: Run) -> SharedMatrix:
-        shape = tuple(param.shape)
-        region = (rows, *((0, size) for size in shape[1:]))
-        return SharedMatrix(
-            param=param,
-            where=where,
-            job=Job(self.team.layout(shape), self.team.coordinates, region),
-            matrix=(rows[1], math.prod(shape[1:])),
-            statistics=(0, 0),
-            hearers=(),
-            stacked=False,
-            dtype=torch.promote_types(param.dtype, torch.float32),
-        )
-
-    def _rows(self, shape: tuple[int, ...]) -> Layout:
-        return Layout(shape, (self.team.size,), (Split(0),))
-
-    def _mesh_on(self, device: torch.device) -> Any:
-        from torch.distributed.device_mesh import DeviceMesh
-
-        if device.type not in self._mesh:
-            self._mesh[device.type] = DeviceMesh.from_group(self.group, device.type)
-        return self._mesh[device.type]
-
-
-def _band(member: SharedMatrix, rows: Run) -> SharedMatrix:
-    """Some rows of a matrix."""
-    first, length = rows
-    along = 1 if member.stacked else 0
-    region = list(member.job.region)
-    region[along] = (region[along][0] + first, length)
-    return replace(
-        member,
-        job=replace(member.job, region=tuple(region)),
-        matrix=(length, member.matrix[1]),
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class Shared:
-    """The part of a plan that ranks share."""
-
-    chunks: list[list[Any]]  # per group; the same on every rank
-    home: list[list[SharedChunk]]  # per group; this rank's own, without communication
-    teams: list[Common]
-    empty: bool  # no matrix is on more ranks than this one
-    config: DistributedConfig  # of the chunks
-    order: list[tuple[int, Any]]  # (number of the group, chunk) as a step begins them
-    staging: Staging = field(default_factory=Staging)
-    graphs: Graphs = field(default_factory=Graphs)
-
-    def of_groups(self) -> list[list[Any]]:
-        """All chunks, per group."""
-        return [of_all + own for of_all, own in zip(self.chunks, self.home, strict=True)]
-
-    def begin(self, *, on: bool) -> None:
-        """Start a step: all memory is free; stages are captured and replayed if `on`."""
-        self.staging.begin()
-        self.graphs.begin(on=on)
-
-    @cached_property
-    def asked(self) -> frozenset[torch.device]:
-        """Where the parameters are that must agree on their gradients."""
-        return frozenset(param.device for common in self.teams for _, param in common.labelled)
-
-    def in_order(self, own: Sequence[Any]) -> list[Any]:
-        """All chunks, and other work of this rank, in the order in which a step begins them."""
-        of_all, home = ([c for of_group in g for c in of_group] for g in (self.chunks, self.home))
-        ahead = self.config.prefetch + 1  # that many chunks are open before other work
-        gathers = itertools.accumulate(chunk.communicates for chunk in of_all)
-        first = next((i for i, count in enumerate(gathers, 1) if count == ahead), len(of_all))
-        return [*of_all[:first], *own, *home, *of_all[first:]]

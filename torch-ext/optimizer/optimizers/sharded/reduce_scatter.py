@@ -1,19 +1,218 @@
-"""Gradients that nobody has reduced yet, on their way to the owners of what they belong to."""
+"""The step with unreduced gradients: reduce to the owner, compute there, send what it made to all.
+
+Matrices travel in bands, each under the computation of another: `ReduceScatter` is what `step.py`
+does to a band between ranks. Rows of large parameters for AdamW go to the rank that owns them and
+come back new; small parameters are added up on all ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...distributed import Future
+from ...distributed import Future, Phases, Team
+from ...kernels import momentum as momentum_kernel
+from ...kernels.step.tensor_lists import written
+from ..groups.options import AdamWOptions, MuonOptions
+from ..groups.parameters import local
+from ..report import stage
+from ..stages.adamw import adamw_on
+from ..stages.muon import Rate
 from .buffers import Block
-from .chunks import SharedChunk
-from .cuda_graphs import StepRun, places
-from .exchange import copy_all
-from .shared_step import exponents_of, scales_of
+from .chunks import Bands, SharedChunk, SliceChunk, SmallChunk
+from .cuda_graphs import StepRun, places, places_of_numbers
+from .exchange import (
+    apply,
+    apply_own,
+    copy_all,
+    evened_out,
+    exponents_of,
+    kept_statistics,
+    launch_scatter,
+    scales_of,
+    write_to_holders,
+)
+
+# Computations between Newton-Schulz and the first transfer of what it makes: it runs beside them,
+# so that messages do not wait for it.
+LATER = 1
+
+
+class Batch:
+    """Matrices of one shape that are orthogonalized together, and travel in bands, in one step."""
+
+    def __init__(
+        self, bands: Bands, number: int, factor: float, options: MuonOptions, run: StepRun
+    ) -> None:
+        """`number`: of the group; `factor`: of the sum of the contributions."""
+        self.bands, self.number, self.factor = bands, number, factor
+        self.options, self.run = options, run
+        members = bands.whole.members
+        # Of the matrices of this rank, by their slots.
+        self.present = [members[job].param.grad is not None for job in bands.whole.route.owned]
+        self.directions: Block | None = None  # (B, m, n) with a gradient, filled band by band
+        self.updates: Block | None = None  # (B, m, n), sent band by band
+        self._wait: Callable[[], None] | None = None  # for the updates, which are on their way
+
+    def before(self, slot: int) -> int:
+        """Matrices with a gradient before a slot."""
+        return sum(self.present[:slot])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(self.present), *self.bands.whole.matrix
+
+    def orthogonalize(self, iteration: Callable[..., Tensor]) -> None:
+        """The updates of this rank's matrices as everyone applies them: (B, m, n), of the wire."""
+        assert self.directions is not None
+        whole, shape, run, beta2 = self.bands.whole, self.shape, self.run, self.options.beta2
+        self.updates = run.take(whole, "updates", math.prod(shape) * whole.wire.itemsize)
+        directions = self.directions.of(whole.dtype, shape)
+        updates = self.updates.of(whole.wire, shape)
+        slots = zip(whole.route.owned, self.present, strict=True)
+        owned = [job for job, here in slots if here]
+
+        def body() -> None:
+            if beta2 is None:
+                iteration(directions, out=updates)
+            else:
+                evened_out(whole, owned, iteration(directions), beta2, run.state, updates)
+
+        def key() -> Any:
+            where = directions.data_ptr(), updates.data_ptr(), shape
+            rule = self.options.method, self.options.ns_steps, self.options.dtype, beta2
+            return where, rule, kept_statistics(whole, owned, self.options, run.state)
+
+        self._wait = run.stage_beside("newton_schulz", whole, key, body)
+
+    def arrive(self) -> None:
+        """Wait until the updates are there."""
+        if self._wait is not None:
+            self._wait()
+            self.run.give(self.directions)
+            self._wait = self.directions = None
+
+    def end(self) -> None:
+        """All bands have sent their updates and used them."""
+        self.run.give(self.updates)
+        self.updates = None
+
+
+class ReduceScatter:
+    """One band in one step: matrices, or rows of them, every one of which has its owner's state."""
+
+    prepares, gathers = "launch_reduce", "reduce"  # what a trace calls the way to the owners
+    communicates = True
+
+    def __init__(self, batch: Batch, band: int) -> None:
+        self._batch, self._band = batch, band
+        self.chunk = chunk = batch.bands.parts[band]
+        bands_to_come = len(batch.bands.parts) - 1 - band
+        self._last = not bands_to_come
+        self.later = bands_to_come + LATER
+        self._present = [member.param.grad is not None for member in chunk.members]
+        self._owned = [job for job in chunk.route.owned if self._present[job]]
+        self._mine: Tensor | None = None  # updates of this rank's matrices
+
+    def prepare(self) -> None:
+        run = self._batch.run
+        self._contributions = Contributions(self.chunk, self._present, self._owned, run)
+
+    def release(self) -> None:
+        self._batch.run.release(self.chunk)
+
+    def launch_gather(self) -> None:
+        self._contributions.launch()
+
+    def wait_gather(self) -> None:
+        """Until the contributions are here; then the owner's momentum advances."""
+        self._contributions.wait()
+        if self._owned:
+            with stage("muon::momentum"):
+                self._momentum()
+        self._contributions.give()
+        del self._contributions
+
+    def orthogonalize(self, iteration: Callable[..., Tensor]) -> None:
+        """All matrices of the batch, when its last band is here."""
+        if self._batch.directions is not None and self._last:
+            self._batch.orthogonalize(iteration)
+
+    def launch_scatter(self) -> None:
+        batch, chunk, run = self._batch, self.chunk, self._batch.run
+        batch.arrive()
+        message = run.take(chunk, "message", chunk.route.answered.size)
+        if self._owned and batch.updates is not None:
+            updates = batch.updates.of(chunk.wire, batch.shape)
+            first = batch.before(batch.bands.first[self._band])
+            rows = batch.bands.rows[self._band]
+            self._mine = updates.narrow(0, first, len(self._owned)).narrow(1, *rows)
+        owned, mine = self._owned, self._mine
+
+        def body() -> None:
+            if mine is None:
+                message.bytes.zero_()
+            else:
+                write_to_holders(chunk, owned, mine, message.bytes, {})
+
+        def key() -> Any:
+            where = None if mine is None else (mine.data_ptr(), mine.shape, mine.stride())
+            return message.bytes.data_ptr(), where, owned
+
+        if message.bytes.numel():
+            run.stage("updates", chunk, key, body)
+        self._scattering = launch_scatter(chunk, message, run)
+
+    def wait_scatter(self) -> None:
+        self._arrived = self._scattering.wait(self._batch.run)
+
+    def update(self, rate: Rate) -> None:
+        """p <- p - decay p - rate u, of what other ranks own and of what this one does."""
+        batch, chunk, run = self._batch, self.chunk, self._batch.run
+        options, number = batch.options, batch.number
+        apply(chunk, self._arrived, number, rate, options, self._present, run)
+        if self._mine is not None:
+            apply_own(chunk, self._owned, self._mine, number, rate, options, run)
+        self._scattering.give(run)
+        if self._last:
+            batch.end()
+
+    def _momentum(self) -> None:
+        """Of this rank's matrices; the directions go to their rows of the batch."""
+        batch, chunk, contributions = self._batch, self.chunk, self._contributions
+        whole, run, options, owned = batch.bands.whole, batch.run, batch.options, self._owned
+        shape, factor = batch.shape, batch.factor
+        if batch.directions is None:
+            size = math.prod(shape) * whole.dtype.itemsize
+            batch.directions = run.take(whole, "directions", size)
+        directions = batch.directions.of(whole.dtype, shape)
+        kept = [run.state[chunk.members[job].param]["momentum_buffer"] for job in owned]
+        first, rows = batch.before(batch.bands.first[self._band]), batch.bands.rows[self._band]
+        rule = float(options.momentum), options.nesterov, options.momentum_form
+
+        def body() -> None:
+            here = directions.narrow(0, first, len(owned)).narrow(1, *rows)
+            whole_ones = rows[1] == whole.matrix[0]
+            mu, nesterov, form = rule
+            momentum_kernel(
+                contributions.sums(factor),
+                [chunk.boxes[job].view(buffer) for job, buffer in zip(owned, kept, strict=True)],
+                here if whole_ones else here.view(-1, *chunk.region(owned[0])).unbind(),
+                mu=mu,
+                nesterov=nesterov,
+                form=form,
+            )
+            written(kept, kept)
+
+        def key() -> Any:
+            where = directions.data_ptr(), shape, first, places(kept)
+            return where, rule, factor, owned, contributions.key()
+
+        run.stage("momentum", chunk, key, body, kept)
 
 
 class Contributions:
@@ -86,7 +285,7 @@ class Contributions:
         if self._rounds:
             self._collecting: Future = transport.collect(chunk.scales, chunk.all_scales)
         inbox = self._inbox = run.take(chunk, "message", route.gathered.size)
-        self._reducing = transport.gather(route.sent, outbox, route.gathered, inbox.bytes)
+        self._reducing = transport.exchange(route.sent, outbox, route.gathered, inbox.bytes)
 
     def wait(self) -> None:
         """Until the contributions of others are here; the memory of what left is free then."""
@@ -149,6 +348,173 @@ class Contributions:
                     found *= scales[sender, part.job]  # a power of two: exact
                 columns[sender][slots[part.job]] = found
         yield from columns.values()
+
+
+def step_slices(
+    slices: SliceChunk, number: int, factor: float, options: AdamWOptions, run: StepRun
+) -> Phases:
+    """reduce every rank's rows to it -> AdamW on them -> the new rows to all."""
+    chunk = slices.chunk
+    param = chunk.members[0].param
+    present = param.grad is not None
+    with stage("muon::launch_reduce"):
+        owned = chunk.route.owned if present else ()
+        contributions = Contributions(chunk, [present] * len(chunk.members), owned, run)
+        if options.none_grad:
+            run.release(chunk)
+    yield
+    with stage("muon::launch_reduce"):
+        contributions.launch()
+    yield
+    with stage("muon::wait_reduce"):
+        contributions.wait()
+    with stage("muon::adamw"):
+        message = run.take(chunk, "message", chunk.route.answered.size)
+        _adamw_on_rows(slices, number, contributions, factor, options, message, run)
+        contributions.give()
+        del contributions
+    yield
+    with stage("muon::launch_scatter"):
+        scattering = launch_scatter(chunk, message, run)
+        del message
+    yield
+    with stage("muon::wait_scatter"):
+        rows = scattering.wait(run)
+        if present:
+            _take_rows(chunk, param, rows, run)
+        scattering.give(run)
+
+
+def _take_rows(chunk: SharedChunk, param: Tensor, rows: Tensor, run: StepRun) -> None:
+    """The new rows of other ranks."""
+
+    def body() -> None:
+        parts = chunk.route.scattered.parts
+        targets = [part.box.view(param) for part in parts if part.box is not None]
+        copy_all(targets, [part.of(rows, param.dtype) for part in parts])
+
+    run.stage("rows", chunk, lambda: (rows.data_ptr(), places([param])), body, [param])
+
+
+def _write_rows(chunk: SharedChunk, param: Tensor, message: Tensor) -> None:
+    """This rank's rows, for every rank."""
+    parts = chunk.route.answered.parts
+    rows = [part.box.view(param) for part in parts if part.box is not None]
+    stacked = chunk.route.answered.stacked(message, param.dtype)
+    if stacked is not None and chunk.replicas is not None:
+        stacked.copy_(rows[0])  # one run, which all of them get
+        return
+    copy_all([part.of(message, param.dtype) for part in parts], rows)
+
+
+def step_small(
+    small: SmallChunk,
+    team: Team,
+    factor: float,
+    options: Sequence[MuonOptions | AdamWOptions],
+    run: StepRun,
+) -> Phases:
+    """One all-reduce of all small gradients, then AdamW on every rank."""
+    params = [param for _, param in small.params]
+    present = [param.grad is not None for param in params]
+    flat = small.flat
+    with stage("muon::launch_reduce"):
+        given = [(k, param.grad) for k, param in enumerate(params) if param.grad is not None]
+
+        def pack() -> None:
+            flat.zero_()
+            copy_all([small.places[k] for k, _ in given], [grad for _, grad in given])
+
+        grads = [grad for _, grad in given]
+        run.stage("contribute", small, lambda: (present, places(grads)), pack)
+        taken = [param for number, param in small.params if options[number].none_grad]
+        for param in taken:
+            param.grad = None
+    yield
+    with stage("muon::launch_reduce"):
+        reducing = team.transport.sum(flat)
+    yield
+    with stage("muon::wait_reduce"):
+        reducing.wait()
+    with stage("muon::adamw"):
+        _adamw_on_small(small, factor, present, options, run)
+
+
+def _adamw_on_small(
+    small: SmallChunk,
+    factor: float,
+    present: Sequence[bool],
+    options: Sequence[MuonOptions | AdamWOptions],
+    run: StepRun,
+) -> None:
+    given = {
+        number: run.rate_of_adamw(number, options[number], small)
+        for number in dict.fromkeys(number for number, _ in small.params)
+    }
+    params = [param for _, param in small.params]
+
+    def body() -> None:
+        small.flat.mul_(factor)
+        for wanted, group in given.items():
+            chosen = [
+                (param, place)
+                for (number, param), place, here in zip(
+                    small.params, small.places, present, strict=True
+                )
+                if number == wanted and here
+            ]
+            if chosen:
+                taken, grads = (list(column) for column in zip(*chosen, strict=True))
+                adamw_on(taken, grads, [dict(run.state[param]) for param in taken], group)
+
+    def key() -> Any:
+        rules = [(tuple(g.betas), g.eps, places_of_numbers(g)) for g in given.values()]
+        kept = [value for param in params for value in run.state[param].values()]
+        return rules, factor, present, places(params), places(kept)
+
+    run.stage("adamw", small, key, body, params)
+
+
+def _adamw_on_rows(
+    slices: SliceChunk,
+    number: int,
+    contributions: Contributions,
+    factor: float,
+    options: AdamWOptions,
+    message: Block,
+    run: StepRun,
+) -> None:
+    """AdamW on this rank's rows. The counter advances with the last rows of the parameter."""
+    chunk = slices.chunk
+    param = chunk.members[0].param
+    state, owned = run.state[param], contributions.owned
+    given = run.rate_of_adamw(number, options, chunk)
+
+    def body() -> None:
+        grads = contributions.sums(factor)
+        for job, grad in zip(owned, grads, strict=True):
+            first, length = chunk.members[job].job.region[0]
+            averages = {key: _rows(state[key], first, length) for key in ("exp_avg", "exp_avg_sq")}
+            counter = {"step": state["step"].clone()}
+            adamw_on([chunk.boxes[job].view(param)], [grad], [averages | counter], given)
+        if contributions.present and slices.last:
+            state["step"].add_(1)
+        _write_rows(chunk, param, message.bytes)
+
+    def key() -> Any:
+        kept = places([param, *map(local, state.values())])
+        rule = tuple(options.betas), options.eps, factor, places_of_numbers(given)
+        return kept, rule, message.bytes.data_ptr(), contributions.key()
+
+    run.stage("adamw", chunk, key, body, [param])
+
+
+def _rows(average: Tensor, first: int, length: int) -> Tensor:
+    """Rows of the whole parameter in this rank's slice of its state."""
+    here = average.to_local()
+    ranks = average.device_mesh.size()
+    each = max(1, -(-average.shape[0] // ranks))  # as torch.chunk
+    return here.narrow(0, first % each, length)
 
 
 def _grad(chunk: SharedChunk, job: int) -> Tensor:

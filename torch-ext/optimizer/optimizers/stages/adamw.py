@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...kernels import adamw as adamw_kernel
+from ...kernels.step.tensor_lists import MAX_DIMS, shaped, written
 from ..groups.options import AdamWOptions
 from ..groups.parameters import local
-from ..layout import MAX_DIMS, shaped, written
 from ..state.device_state import AdamWWork
 from ..state.rounding import RESIDUAL, Rounding, rounding_of
 

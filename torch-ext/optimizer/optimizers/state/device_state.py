@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..chunks import Chunk, Member
+from ...kernels.step.tensor_lists import MAX_DIMS
 from ..groups.parameters import local, locals_of
-from ..layout import MAX_DIMS
+from ..plan import Chunk, Member
 from ..sharded.chunks import Held, SharedChunk
 
 State = MutableMapping[Tensor, dict[str, Tensor]]

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..chunks import BATCH_BYTES, Chunk, Member
 from ..groups.parameters import is_dtensor, local
+from ..plan import BATCH_BYTES, Chunk, Member
 from ..sharded.chunks import Held, SharedChunk
 from .device_state import AdamWWork, State
 from .rounding import RESIDUAL

@@ -6,24 +6,24 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from ..sharded.sharing import Sharing
+from ..sharded.plan import Ranks
 from .placements import sharded_dims
 
 
-def check_whole(sharing: Sharing, labelled: Iterable[tuple[str, Tensor, str | None]]) -> None:
+def check_whole(ranks: Ranks, labelled: Iterable[tuple[str, Tensor, str | None]]) -> None:
     """Raise if one process should not save this state as that of the optimizer.
 
     Args:
-        sharing: of the optimizer.
+        ranks: of the optimizer.
         labelled: (label for messages, parameter, name) of every parameter.
 
     Raises:
         TypeError: other ranks have parts of it.
         RuntimeError: a step went wrong, so that it may not fit the parameters.
     """
-    sharing.hear()
+    ranks.consistency.check()
     parts = None
-    if sharing.unreduced is not None:
+    if ranks.unreduced is not None:
         parts = "with gradients='unreduced' every rank keeps a part of the state"
     for where, param, _ in labelled:
         if sharded_dims(param):

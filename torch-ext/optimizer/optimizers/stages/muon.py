@@ -1,4 +1,8 @@
-"""Stage 5: learning-rate rule, variance reduction, decay and the write to the parameter."""
+"""The stages of Muon before and after the iteration.
+
+Gradients and momentum buffers -> the directions to orthogonalize, as one batch; and the updates
+made of them -> parameters: learning-rate rule, variance reduction, decay, one rounding.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,46 @@ import torch
 from torch import Tensor
 
 from ...kernels import StochasticRounding, apply_update
-from ...kernels.step.tensor_lists import NARROW, as_list
+from ...kernels import momentum as momentum_kernel
+from ...kernels.step.tensor_lists import MAX_DIMS, NARROW, as_list, shaped, written
 from ...reference import rounding as reference_rounding
 from ...reference import update as reference
 from ..groups.options import LR_RULES, MuonOptions, is_zero
-from ..layout import MAX_DIMS, shaped, written
 from ..state.rounding import Rounding
 
 logger = logging.getLogger(__name__)
+
+
+def momentum(
+    grads: Sequence[Tensor],  # pieces, any shape of B_i * m * n elements
+    buffers: Sequence[Tensor],  # the same pieces of momentum_buffer, advanced in place
+    matrix: tuple[int, int],  # (m, n)
+    *,
+    mu: float,
+    nesterov: bool,
+    form: str,
+    whole: bool = False,  # every piece is known to be one matrix (m, n)
+) -> Tensor:
+    """Advance the buffers and return the directions (sum of B_i, m, n), float32 or float64.
+
+    The result is new memory: neither a gradient nor a buffer is ever handed to the iteration. Every
+    direction is written to its place in it.
+    """
+    sizes = [] if whole else [grad.numel() for grad in grads]
+    batch = torch.empty(
+        (len(grads) if whole else sum(sizes) // (matrix[0] * matrix[1]), *matrix),
+        dtype=torch.promote_types(buffers[0].dtype, torch.float32),
+        device=buffers[0].device,
+    )
+    used, read = buffers, grads
+    if not whole:
+        shapes = [
+            (size,) if g.ndim > MAX_DIMS else g.shape for g, size in zip(grads, sizes, strict=True)
+        ]
+        used, read = shaped(buffers, shapes), shaped(grads, shapes)
+    momentum_kernel(read, used, batch, mu=float(mu), nesterov=nesterov, form=form)
+    written(buffers, used)
+    return batch
 
 
 @dataclass(frozen=True, eq=False)

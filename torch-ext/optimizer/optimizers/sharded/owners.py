@@ -1,0 +1,253 @@
+"""Gradients that nobody has reduced yet: who adds up what, and who keeps which state.
+
+Every rank has all parameters and its own contribution to their gradients. A matrix parameter has
+one owner, which adds up the contributions, keeps the momentum and sends the update to all. Of a
+large parameter for AdamW every rank owns a slice of the rows, with its state, and sends the new
+rows to all. Small parameters are added up on all ranks in one all-reduce and stepped by each.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...distributed import Job, Layout, Run, Split, Team, Teams, assign, make_route
+from ..groups.blocks import equal_share
+from .buffers import DistributedConfig
+from .chunks import Bands, SharedChunk, SharedMatrix, SliceChunk, chunk_of, parts_of
+
+REDUCE_OPS = ("avg", "sum")
+# Bytes of directions that an owner orthogonalizes at once, unless one matrix has more: fewer leave
+# multiprocessors idle, and more take longer than the transfers that are on their way meanwhile.
+OWNED_BYTES = 64 * 2**20
+# Rows of a band are a multiple, so that every part of a message begins where the one before ends.
+EVEN_ROWS = 8
+SMALL = 1024  # elements below which a parameter for AdamW is stepped by every rank
+
+
+class Owners:
+    """The owners of an optimizer's parameters. A parameter keeps its owner while it is there."""
+
+    def __init__(self, group: Any, reduce_op: str) -> None:
+        self.group = group
+        self.reduce_op = reduce_op
+        self.team: Team = Teams().of_group(group)
+        self._owners: dict[Tensor, int] = {}
+        self._load = [0.0] * self.team.size
+        self._mesh: dict[str, Any] = {}
+
+    def __deepcopy__(self, memo: Any) -> Owners:
+        copied = Owners(self.group, self.reduce_op)  # it talks over the same group
+        copied._owners = {copy.deepcopy(param, memo): o for param, o in self._owners.items()}
+        copied._load = list(self._load)
+        return copied
+
+    @property
+    def factor(self) -> float:
+        """By which the sum of the contributions is multiplied."""
+        return 1 / self.team.size if self.reduce_op == "avg" else 1.0
+
+    def adopt(self, params: Sequence[Tensor], costs: Sequence[float]) -> None:
+        """Give owners to matrix parameters that have none, the expensive ones first."""
+        new = [(cost, p) for p, cost in zip(params, costs, strict=True) if p not in self._owners]
+        ranks = range(self.team.size)
+        # What was given out before is work that only its owner can do.
+        owners = assign(
+            [*self._load, *(cost for cost, _ in new)],
+            [*((rank,) for rank in ranks), *(tuple(ranks) for _ in new)],
+            self.team.size,
+        )
+        for (cost, param), owner in zip(new, owners[self.team.size :], strict=True):
+            self._owners[param] = owner
+            self._load[owner] += cost
+
+    def owner(self, param: Tensor) -> int:
+        return self._owners[param]
+
+    def owns(self, param: Tensor) -> bool:
+        """Whether this rank keeps the state of a matrix parameter."""
+        return self._owners[param] == self.team.rank
+
+    def sliced(self, param: Tensor) -> bool:
+        """Whether the ranks share the rows of a parameter for AdamW."""
+        return param.ndim > 0 and param.numel() >= SMALL
+
+    def zeros_of_slice(self, param: Tensor, dtype: torch.dtype) -> Tensor:
+        """State for this rank's rows: a DTensor, which knows its place in the whole."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        shape = tuple(param.shape)
+        here = self._rows(shape).local_shape((self.team.rank,))
+        return DTensor.from_local(
+            torch.zeros(here, dtype=dtype, device=param.device),
+            self._mesh_on(param.device),
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))),
+        )
+
+    def matrix_chunks(
+        self, matrices: Iterable[SharedMatrix], wire: torch.dtype, config: DistributedConfig
+    ) -> list[Bands]:
+        """The matrices of a group in chunks of one shape and bounded size."""
+        buckets: dict[tuple[Any, ...], list[SharedMatrix]] = {}
+        for matrix in matrices:
+            key = (matrix.matrix, matrix.param.dtype, matrix.param.device)
+            buckets.setdefault(key, []).append(matrix)
+        chunks = []
+        for ((m, n), *_), members in buckets.items():
+            travels = torch.float64 if members[0].dtype == torch.float64 else wire
+            # A rank sends to all other owners, and receives from all others.
+            of_turn = 2 * m * n * travels.itemsize * max(1, self.team.size - 1)
+            size = min(
+                OWNED_BYTES // (m * n * members[0].dtype.itemsize),
+                config.chunk_bytes * max(m, EVEN_ROWS) // (EVEN_ROWS * of_turn),
+                (config.most or len(members)) // self.team.size,
+            )
+            queues: list[list[SharedMatrix]] = [[] for _ in range(self.team.size)]
+            for member in members:
+                queues[self.owner(member.param)].append(member)
+            turns = max(map(len, queues))
+            size = equal_share(turns, max(1, size))
+            for start in range(0, turns, size):
+                taken = [queue[start : start + size] for queue in queues]
+                chunks.append(self._banded(taken, travels, of_turn, config.chunk_bytes))
+        return chunks
+
+    def _banded(
+        self,
+        queues: Sequence[Sequence[SharedMatrix]],  # of every owner
+        wire: torch.dtype,
+        of_turn: int,
+        chunk_bytes: int,
+    ) -> Bands:
+        """Matrices in equal bands: of whole ones, which take no views, or else of their rows."""
+        members = [member for queue in queues for member in queue]
+        whole = self._chunk(members, wire)
+        (m, _), turns = whole.matrix, max(map(len, queues))
+        if turns * of_turn <= chunk_bytes:
+            return Bands(whole, (whole,), (0,), ((0, m),))
+        if of_turn <= chunk_bytes:
+            each = equal_share(turns, chunk_bytes // of_turn)
+            first = range(0, turns, each)
+            bands = [[member for q in queues for member in q[at : at + each]] for at in first]
+            parts = tuple(self._chunk(band, wire) for band in bands)
+            return Bands(whole, parts, tuple(first), ((0, m),) * len(parts))
+        count = -(-turns * of_turn // chunk_bytes)
+        step = -(-m // (count * EVEN_ROWS)) * EVEN_ROWS
+        rows = [(at, min(step, m - at)) for at in range(0, m, step)]
+        if len(rows) == 1:
+            return Bands(whole, (whole,), (0,), (rows[0],))
+        parts = tuple(self._chunk([_band(member, run) for member in members], wire) for run in rows)
+        return Bands(whole, parts, (0,) * len(parts), tuple(rows))
+
+    def slice_chunks(
+        self, param: Tensor, where: str, wire: torch.dtype, config: DistributedConfig
+    ) -> list[SliceChunk]:
+        """The rows of a parameter in chunks of bounded size."""
+        wide = torch.promote_types(param.dtype, torch.float32)
+        travels = torch.float64 if wide == torch.float64 else wire
+        shape = tuple(param.shape)
+        runs = [self._rows(shape).runs((rank,))[0] for rank in range(self.team.size)]
+        rows = max(sum(length for _, length in run) for run in runs)
+        # Contributions go in the dtype of the wire, new rows come back in that of the parameter.
+        widest = max(travels.itemsize, param.dtype.itemsize)
+        row_bytes = math.prod(shape[1:]) * widest * max(1, self.team.size - 1)
+        step = max(1, config.chunk_bytes // (2 * row_bytes))  # sent, and received from others
+        step = equal_share(rows, step)
+        chunks = []
+        for start in range(0, rows, step):
+            members, owners = [], []
+            for rank, run in enumerate(runs):
+                for first, length in run:
+                    taken = min(step, length - start)
+                    if taken > 0:
+                        members.append(self._run(param, where, (first + start, taken)))
+                        owners.append(rank)
+            chunk = self._chunk(members, travels, owners, param.dtype.itemsize)
+            chunks.append(SliceChunk(chunk, last=start + step >= rows))
+        return chunks
+
+    def _chunk(
+        self,
+        members: Sequence[SharedMatrix],
+        wire: torch.dtype,
+        owners: Sequence[int] | None = None,
+        answer_itemsize: int | None = None,
+    ) -> SharedChunk:
+        if owners is None:
+            owners = [self.owner(member.param) for member in members]
+        planned = make_route(
+            [member.job for member in members],
+            owners,
+            self.team.rank,
+            self.team.size,
+            wire.itemsize,
+            from_all=True,
+            answer_itemsize=answer_itemsize,
+        )
+        return chunk_of(self.team, members, owners, wire, planned)
+
+    def _run(self, param: Tensor, where: str, rows: Run) -> SharedMatrix:
+        shape = tuple(param.shape)
+        region = (rows, *((0, size) for size in shape[1:]))
+        return SharedMatrix(
+            param=param,
+            where=where,
+            job=Job(self.team.layout(shape), self.team.coordinates, region),
+            matrix=(rows[1], math.prod(shape[1:])),
+            statistics=(0, 0),
+            keepers=(),
+            stacked=False,
+            dtype=torch.promote_types(param.dtype, torch.float32),
+        )
+
+    def _rows(self, shape: tuple[int, ...]) -> Layout:
+        return Layout(shape, (self.team.size,), (Split(0),))
+
+    def _mesh_on(self, device: torch.device) -> Any:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if device.type not in self._mesh:
+            self._mesh[device.type] = DeviceMesh.from_group(self.group, device.type)
+        return self._mesh[device.type]
+
+
+def _band(member: SharedMatrix, rows: Run) -> SharedMatrix:
+    """Some rows of a matrix."""
+    first, length = rows
+    along = 1 if member.stacked else 0
+    region = list(member.job.region)
+    region[along] = (region[along][0] + first, length)
+    return replace(
+        member,
+        job=replace(member.job, region=tuple(region)),
+        matrix=(length, member.matrix[1]),
+    )
+
+
+def spread(chunks: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:
+    """(group, chunk) of all groups, in the order of a step.
+
+    Bands keep the multiprocessors busy and everything else the wire: each kind is spread evenly
+    over the step, so that the one runs under the other.
+    """
+    kinds: dict[bool, list[tuple[int, Any]]] = {True: [], False: []}
+    for number, of_group in enumerate(chunks):
+        for chunk in of_group:
+            kinds[isinstance(chunk, Bands)].append((number, chunk))
+    placed = []
+    for entries in kinds.values():
+        # A chunk without parts, the small parameters, counts as one.
+        sizes = [max(1, len(parts_of(chunk))) for _, chunk in entries]
+        middles = [at - size / 2 for at, size in zip(accumulate(sizes), sizes, strict=True)]
+        placed += [(m / sum(sizes), entry) for m, entry in zip(middles, entries, strict=True)]
+    return [entry for _, entry in sorted(placed, key=lambda one: one[0])]
