@@ -118,7 +118,7 @@ bench-dist:  ## time the optimizer's step on several GPUs: make bench-dist N=8 (
 	OMP_NUM_THREADS=1 $(if $(filter cpu,$(DEVICE)),$(PY),python3) -m torch.distributed.run --standalone --nproc-per-node $(N) \
 		benchmarks/run.py optimizer_step $(if $(filter cpu,$(DEVICE)),--device cpu) $(ARGS)
 
-plots: $(READY)  ## draw README's table and plots from benchmarks/results
+plots: $(READY)  ## draw README's table, docs/benchmarks and the plots from benchmarks/results
 	$(PY) benchmarks/run.py plots
 
 publish: $(READY)  ## upload build/ to the Hub (DRY_RUN=1 lists what would be sent)

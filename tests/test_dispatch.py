@@ -9,7 +9,7 @@ import torch
 
 GPU = torch.device("cuda", 0)
 HOPPER_ONLY = ("matmul_add", "square_chain", "nf4_product")
-WITH_TRITON = ("symmetric_matmul", "nf4_dequant")
+WITH_TRITON = ("nf4_dequant",)
 
 
 @pytest.fixture

@@ -18,6 +18,9 @@ LINK = re.compile(r"\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 # A path of docs/ in a text, where no word or folder precedes it.
 MENTION = re.compile(r"(?<![\w/.-])docs/[\w./-]+\.(?:md|json|txt)\b")
+# A source file in backticks. A build makes GENERATED.
+SOURCE = re.compile(r"`([\w/*.-]+\.(?:py|cu|cuh|cpp|h|toml|yml))`")
+GENERATED = {"_ops.py", "pyproject.toml", "registration.h", "setup.py"}
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 # CHANGELOG.md says what was; this file's and the manifest's own examples name no page.
 NOT_TODAYS = {
@@ -76,6 +79,19 @@ def mention_findings(root: Path) -> list[str]:
     return found
 
 
+def source_findings(root: Path) -> list[str]:
+    """Source files in backticks of a page that are the end of no path of the project."""
+    files = [f"/{path.as_posix()}" for path in project_files(root)]
+    found = []
+    for page in pages(root):
+        if page.as_posix() in NOT_TODAYS or page.is_relative_to("docs/dev/decisions"):
+            continue
+        for name in sorted(set(SOURCE.findall((root / page).read_text())) - GENERATED):
+            if not any(Path(path).match(name) for path in files):
+                found.append(f"{page}: names {name}, which is no file of the project")
+    return found
+
+
 def test_links_lead_somewhere() -> None:
     findings = link_findings(ROOT)
     assert not findings, report(findings)
@@ -83,6 +99,11 @@ def test_links_lead_somewhere() -> None:
 
 def test_pages_that_files_name_exist() -> None:
     findings = mention_findings(ROOT)
+    assert not findings, report(findings)
+
+
+def test_sources_that_pages_name_exist() -> None:
+    findings = source_findings(ROOT)
     assert not findings, report(findings)
 
 

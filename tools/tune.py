@@ -115,11 +115,23 @@ def problems(op: str, count: int):
             yield batch, m, m, n, True
 
 
+def _runner(package: str, op: str):
+    """The op as a function of its operands and a tile's name."""
+    module = sys.modules[f"{package}.kernels.products.{op}"]
+    if op == "symmetric_matmul":
+        return module.symmetric_matmul
+    ops = sys.modules[f"{package}._ops"].ops
+
+    def run(A, B, *, out, tile, C=None, alpha=1.0, beta=0.0):
+        ops.matmul_add(A, B, C, out, alpha, beta, module.TILES.index(tile))
+
+    return run
+
+
 def _child(options: argparse.Namespace) -> int:
     import torch
 
-    module = sys.modules[_package().__name__ + f".kernels.products.{options.op}"]
-    run = getattr(module, options.op)
+    run = _runner(_package().__name__, options.op)
     dtype, half = getattr(torch, options.dtype), options.op == "symmetric_matmul"
     for batch, m, k, n, added in problems(options.op, options.shapes):
         _check(run, options.tile, batch, m, k, n, added, dtype, half)
@@ -210,21 +222,20 @@ def _line(row: dict) -> str:
     )
 
 
-def _sides(tile: str) -> tuple[int, int, int]:
-    name = tile.removeprefix("sm90_")
-    rows, cols = map(int, name.removesuffix("_pair").split("x"))
-    return rows, cols, 2 if name.endswith("_pair") else 1
+def _sides(tile: str) -> tuple[int, int]:
+    rows, cols = map(int, tile.removeprefix("sm90_").split("x"))
+    return rows, cols
 
 
 def rounds_of(row: dict, processors: int) -> int:
-    """Tiles of the busiest multiprocessor: `tiles_of` and `pick` of product_sm90.h."""
-    rows, cols, cluster = _sides(row["tile"])
+    """Tiles of the busiest multiprocessor: `tiles_of` and `pick` of tiles_sm90.h."""
+    rows, cols = _sides(row["tile"])
     if row["op"] == "symmetric_matmul":
-        m, tall = row["m"], rows * cluster
-        tiles = sum(-(-min(first + cols, m) // tall) * cluster for first in range(0, m, cols))
+        m = row["m"]
+        tiles = sum(-(-min(first + cols, m) // rows) for first in range(0, m, cols))
     else:
-        tiles = -(-row["m"] // (rows * cluster)) * cluster * -(-row["n"] // cols)
-    return -(-tiles * row["batch"] // (processors // cluster * cluster))
+        tiles = -(-row["m"] // rows) * -(-row["n"] // cols)
+    return -(-tiles * row["batch"] // processors)
 
 
 def fit(rows: list[dict], processors: int) -> tuple[float, float]:
@@ -254,7 +265,7 @@ def _summary(rows: list[dict]) -> None:
             (r for r in rows if tuple(r[k] for k in keys) == key), key=lambda r: r["ours_ms"]
         )
         print(f"{best['cublas_ms'] / best['ours_ms']:6.2f} x cuBLAS  {_line(best)}")
-    print("\nfor product_sm90.h: tile, block_time, tile_time (us)")
+    print("\nfor tiles_sm90.h: tile, block_time, tile_time (us)")
     for tile in dict.fromkeys(row["tile"] for row in rows):
         if tile.startswith("sm90"):
             block, each = fit([row for row in rows if row["tile"] == tile], processors)

@@ -19,38 +19,33 @@ struct TileOrigin {
 };
 
 // Tiles of an m x m result that reach the diagonal or lie above it, each once: a column of tiles
-// needs its rows down to its last element's. With a cluster, `cluster` tiles below each other
-// follow each other, and only the last row of them may lie outside of the matrix.
+// needs its rows down to its last element's.
 struct TriangularSchedule {
   uint32_t m;
-  uint32_t wide;   // columns of tiles
-  uint32_t tiles;  // of a matrix
-  uint32_t cluster;
+  uint32_t wide;        // columns of tiles
+  uint32_t tiles;       // of a matrix
   uint32_t height;      // of a tile
   uint32_t width;       // of a tile
-  uint32_t shift;       // log2 of the height of a cluster's tiles
-  uint32_t first_band;  // clusters in the first kBand columns of a large matrix
+  uint32_t shift;       // log2 of the height
+  uint32_t first_band;  // tiles in the first kBand columns of a large matrix
   uint32_t growth;      // how many more the next kBand columns have
 
-  // rows * cluster must be a power of two that divides kBand * cols, and m at most 2^21, so that
+  // rows must be a power of two that divides kBand * cols, and m at most 2^21, so that
   // the tiles of a matrix can be counted in 29 bits.
-  static OPTIMIZER_HD TriangularSchedule of(int m, int rows, int cols, int cluster = 1) {
+  static OPTIMIZER_HD TriangularSchedule of(int m, int rows, int cols) {
     TriangularSchedule made{};
     made.m = static_cast<uint32_t>(m);
     made.wide = (made.m + cols - 1) / cols;
-    made.cluster = static_cast<uint32_t>(cluster);
     made.height = static_cast<uint32_t>(rows);
     made.width = static_cast<uint32_t>(cols);
-    const uint32_t tall = made.height * made.cluster;
-    while (1u << made.shift < tall) ++made.shift;
+    while (1u << made.shift < made.height) ++made.shift;
     for (uint32_t col = 1; col <= kBand; ++col) {
-      made.first_band += (col * made.width + tall - 1) >> made.shift;
+      made.first_band += (col * made.width + made.height - 1) >> made.shift;
     }
     made.growth = kBand * (kBand * made.width >> made.shift);
     const uint32_t last = (made.wide - 1) / kBand;  // m > 0
     made.tiles = made.before(last);
-    for (uint32_t col = last * kBand; col < made.wide; ++col) made.tiles += made.clusters_in(col);
-    made.tiles *= made.cluster;
+    for (uint32_t col = last * kBand; col < made.wide; ++col) made.tiles += made.rows_in(col);
     return made;
   }
 
@@ -61,68 +56,64 @@ struct TriangularSchedule {
   OPTIMIZER_HD TileOrigin locate(int64_t tile) const {
     const int64_t matrix = tile / tiles;
     const auto rest = static_cast<uint32_t>(tile - matrix * tiles);
-    const uint32_t part = rest % cluster, unit = rest / cluster;
-    const uint32_t at = band_of(unit), first = at * kBand;
+    const uint32_t at = band_of(rest), first = at * kBand;
     const uint32_t band = wide - first < kBand ? wide - first : kBand;
-    const uint32_t low = clusters_in(first);
-    uint32_t inside = unit - before(at), row, col;
+    const uint32_t low = rows_in(first);
+    uint32_t inside = rest - before(at), row, col;
     if (inside < low * band) {
       row = inside / band;
       col = first + inside % band;
     } else {
       inside -= low * band;
       col = first + 1;
-      for (uint32_t more; inside >= (more = clusters_in(col) - low); ++col) inside -= more;
+      for (uint32_t more; inside >= (more = rows_in(col) - low); ++col) inside -= more;
       row = low + inside;
     }
-    return {matrix, static_cast<int>((row * cluster + part) * height),
-            static_cast<int>(col * width)};
+    return {matrix, static_cast<int>(row * height), static_cast<int>(col * width)};
   }
 
  private:
-  OPTIMIZER_HD uint32_t clusters_in(uint32_t col) const {
+  // Rows of tiles of a column.
+  OPTIMIZER_HD uint32_t rows_in(uint32_t col) const {
     const uint32_t end = (col + 1) * width;
     return ((end < m ? end : m) + (1u << shift) - 1) >> shift;
   }
   OPTIMIZER_HD uint32_t before(uint32_t band) const {
     return band * first_band + band * (band - 1) / 2 * growth;
   }
-  // The largest band with before(band) <= unit. The float root is off by one at most.
-  OPTIMIZER_HD uint32_t band_of(uint32_t unit) const {
+  // The largest band with before(band) <= tile. The float root is off by one at most.
+  OPTIMIZER_HD uint32_t band_of(uint32_t tile) const {
     const float a = 0.5f * static_cast<float>(growth), b = static_cast<float>(first_band) - a;
-    auto band = static_cast<uint32_t>((sqrtf(b * b + 4.0f * a * static_cast<float>(unit)) - b) /
+    auto band = static_cast<uint32_t>((sqrtf(b * b + 4.0f * a * static_cast<float>(tile)) - b) /
                                       (2.0f * a));
-    while (before(band) > unit) --band;
-    while (before(band + 1) <= unit) ++band;
+    while (before(band) > tile) --band;
+    while (before(band + 1) <= tile) ++band;
     return band;
   }
 };
 
-// All tiles of an m x n result, `cluster` tiles below each other first, then bands of kBand
-// columns.
+// All tiles of an m x n result, in bands of kBand columns.
 struct RectangularSchedule {
-  uint32_t tall;  // clusters per column
+  uint32_t tall;  // tiles per column
   uint32_t wide;  // tiles per row
-  uint32_t cluster;
   uint32_t height;
   uint32_t width;
 
-  static OPTIMIZER_HD RectangularSchedule of(int m, int n, int rows, int cols, int cluster) {
-    return {static_cast<uint32_t>((m + rows * cluster - 1) / (rows * cluster)),
-            static_cast<uint32_t>((n + cols - 1) / cols), static_cast<uint32_t>(cluster),
-            static_cast<uint32_t>(rows), static_cast<uint32_t>(cols)};
+  static OPTIMIZER_HD RectangularSchedule of(int m, int n, int rows, int cols) {
+    return {static_cast<uint32_t>((m + rows - 1) / rows),
+            static_cast<uint32_t>((n + cols - 1) / cols), static_cast<uint32_t>(rows),
+            static_cast<uint32_t>(cols)};
   }
 
-  OPTIMIZER_HD uint32_t per_matrix() const { return tall * wide * cluster; }
+  OPTIMIZER_HD uint32_t per_matrix() const { return tall * wide; }
 
   OPTIMIZER_HD TileOrigin locate(int64_t tile) const {
     const int64_t matrix = tile / per_matrix();
     const auto rest = static_cast<uint32_t>(tile - matrix * per_matrix());
-    const uint32_t part = rest % cluster, unit = rest / cluster;
-    const uint32_t first = unit / (tall * kBand) * kBand;
+    const uint32_t first = rest / (tall * kBand) * kBand;
     const uint32_t band = wide - first < kBand ? wide - first : kBand;
-    const uint32_t inside = unit - first * tall;
-    const uint32_t row = inside / band * cluster + part;
+    const uint32_t inside = rest - first * tall;
+    const uint32_t row = inside / band;
     return {matrix, static_cast<int>(row * height),
             static_cast<int>((first + inside % band) * width)};
   }

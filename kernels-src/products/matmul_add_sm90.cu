@@ -12,9 +12,8 @@ namespace optimizer {
 namespace products {
 namespace {
 
-// rows x columns, stages, whether consumers take turns, blocks per cluster
+// rows x columns, stages, whether consumers take turns
 using Tile128x256 = Tile<128, 256, 3, false>;
-using Tile128x256Pair = Tile<128, 256, 3, false, 2>;
 using Tile256x128 = Tile<256, 128, 3, false>;
 using Tile128x128 = Tile<128, 128, 5, true>;
 
@@ -24,10 +23,8 @@ void launch_named(const Problem& p, int64_t tile, int device, cudaStream_t strea
     case 0:
       return launch<T, Tile128x256, false, kARowsMajor, kBRowsMajor>(p, device, stream);
     case 1:
-      return launch<T, Tile128x256Pair, false, kARowsMajor, kBRowsMajor>(p, device, stream);
-    case 2:
       return launch<T, Tile256x128, false, kARowsMajor, kBRowsMajor>(p, device, stream);
-    case 3:
+    case 2:
       return launch<T, Tile128x128, false, kARowsMajor, kBRowsMajor>(p, device, stream);
     default:
       STD_TORCH_CHECK(false, "matmul_add: there is no sm90 tile ", tile);
@@ -36,7 +33,7 @@ void launch_named(const Problem& p, int64_t tile, int device, cudaStream_t strea
 
 // One operand in upper storage, float16. A tile's rows, or its columns, are then of one block.
 void run_upper(const Problem& p, int64_t tile, int device, cudaStream_t stream) {
-  if (p.upper_b && tile == 2) {
+  if (p.upper_b && tile == 1) {
     return by_rows(p.a)
                ? launch<__half, Tile256x128, false, false, false, kUpperB>(p, device, stream)
                : launch<__half, Tile256x128, false, true, false, kUpperB>(p, device, stream);

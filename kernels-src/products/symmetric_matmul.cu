@@ -63,7 +63,7 @@ void launch_named(const Problem& p, int64_t tile, cudaStream_t stream) {
     case 2:
       return launch_tile<T, Tile128, kLayout>(p, stream);
     default:
-      STD_TORCH_CHECK(false, "symmetric_matmul: tile must be -1 to 7, got ", tile);
+      STD_TORCH_CHECK(false, "symmetric_matmul: tile must be -1 to 6, got ", tile);
   }
 }
 

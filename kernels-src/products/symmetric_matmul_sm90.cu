@@ -8,9 +8,8 @@
 namespace optimizer::products {
 namespace {
 
-// rows x columns, stages, whether consumers take turns, blocks per cluster
+// rows x columns, stages, whether consumers take turns
 using Tile128x256 = Tile<128, 256, 3, false>;
-using Tile128x256Pair = Tile<128, 256, 3, false, 2>;
 using Tile128x128 = Tile<128, 128, 5, true>;
 using Tile64x128 = Tile<64, 128, 7, true>;
 using Tile128x192 = Tile<128, 192, 4, false>;
@@ -21,12 +20,10 @@ void launch_named(const Problem& p, int64_t tile, int device, cudaStream_t strea
     case 0:
       return launch<T, Tile128x256, true, kRowsMajor, kRowsMajor>(p, device, stream);
     case 1:
-      return launch<T, Tile128x256Pair, true, kRowsMajor, kRowsMajor>(p, device, stream);
-    case 2:
       return launch<T, Tile128x128, true, kRowsMajor, kRowsMajor>(p, device, stream);
-    case 3:
+    case 2:
       return launch<T, Tile64x128, true, kRowsMajor, kRowsMajor>(p, device, stream);
-    case 4:
+    case 3:
       return launch<T, Tile128x192, true, kRowsMajor, kRowsMajor>(p, device, stream);
     default:
       STD_TORCH_CHECK(false, "symmetric_matmul: there is no sm90 tile ", tile);

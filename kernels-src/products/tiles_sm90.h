@@ -20,7 +20,6 @@ struct TileCost {
   const char* name;
   int rows;
   int cols;
-  int cluster;
   double block_time;
   double tile_time;
 };
@@ -32,17 +31,14 @@ struct TileCost {
 // Symmetric tiles: 16 shapes of one operand, m from 512 to 4096, k to 8192, with and without C;
 // each is met to 15 %, three quarters of them to 5 %. Then moved by at most 2.3 %, so that `auto`
 // takes the fastest tile of 15 of them, and of the 16th one that takes 0.2 % longer. Dense tiles: 9
-// shapes, m from 512 to 4096, each met to 10 %; `auto` takes the fastest tile of all. Pairs of both
-// tables were timed while fences stood before their signals.
-constexpr TileCost kSymmetricTiles[] = {{"sm90_128x256", 128, 256, 1, 0.6652, 4.556},
-                                        {"sm90_128x256_pair", 128, 256, 2, 1.059, 4.948},
-                                        {"sm90_128x128", 128, 128, 1, 0.3906, 2.271},
-                                        {"sm90_64x128", 64, 128, 1, 0.2963, 0.703},
-                                        {"sm90_128x192", 128, 192, 1, 0.5592, 2.495}};
-constexpr TileCost kMatmulAddTiles[] = {{"sm90_128x256", 128, 256, 1, 0.7223, 1.701},
-                                        {"sm90_128x256_pair", 128, 256, 2, 1.0662, 2.434},
-                                        {"sm90_256x128", 256, 128, 1, 0.7839, 1.455},
-                                        {"sm90_128x128", 128, 128, 1, 0.3955, 0.967}};
+// shapes, m from 512 to 4096, each met to 10 %; `auto` takes the fastest tile of all.
+constexpr TileCost kSymmetricTiles[] = {{"sm90_128x256", 128, 256, 0.6652, 4.556},
+                                        {"sm90_128x128", 128, 128, 0.3906, 2.271},
+                                        {"sm90_64x128", 64, 128, 0.2963, 0.703},
+                                        {"sm90_128x192", 128, 192, 0.5592, 2.495}};
+constexpr TileCost kMatmulAddTiles[] = {{"sm90_128x256", 128, 256, 0.7223, 1.701},
+                                        {"sm90_256x128", 256, 128, 0.7839, 1.455},
+                                        {"sm90_128x128", 128, 128, 0.3955, 0.967}};
 
 // symmetric_matmul has no kernel for one operand by rows and one by columns.
 inline const char* symmetric_refusal(const Problem& p) {
@@ -67,9 +63,8 @@ inline bool meets_upper(const Problem& p, const TileCost& tile) {
 
 inline int64_t tiles_of(const Problem& p, const TileCost& tile, bool symmetric) {
   const int64_t per_matrix =
-      symmetric
-          ? TriangularSchedule::of(p.m, tile.rows, tile.cols, tile.cluster).per_matrix()
-          : RectangularSchedule::of(p.m, p.n, tile.rows, tile.cols, tile.cluster).per_matrix();
+      symmetric ? TriangularSchedule::of(p.m, tile.rows, tile.cols).per_matrix()
+                : RectangularSchedule::of(p.m, p.n, tile.rows, tile.cols).per_matrix();
   return per_matrix * p.batches;
 }
 
@@ -85,8 +80,7 @@ int64_t pick(const TileCost (&tiles)[kCount], const Problem& p, bool symmetric,
   for (int64_t i = 0; i < kCount; ++i) {
     const TileCost& tile = tiles[i];
     if (tile.block_time == 0 || !meets_upper(p, tile)) continue;
-    const int64_t slots = processors / tile.cluster * tile.cluster;
-    const int64_t busiest = (tiles_of(p, tile, symmetric) + slots - 1) / slots;
+    const int64_t busiest = (tiles_of(p, tile, symmetric) + processors - 1) / processors;
     const double time = busiest * (blocks * tile.block_time + tile.tile_time);
     if (best < 0 || time < best_time) {
       best = i;

@@ -5,8 +5,7 @@
 #include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 
-#include <array>
-#include <atomic>
+#include <algorithm>
 #include <type_traits>
 
 #include "sm90/problem.h"
@@ -70,24 +69,6 @@ inline bool runs_sm90(int device) {
   return major == 9 && minor == 0;
 }
 
-// Blocks of a cluster kernel that are resident at once; asked once per device and kernel. A
-// persistent grid must not be larger, or some tiles wait for the end of others' whole lists.
-template <typename kTile, typename Kernel>
-int resident_blocks(Kernel kernel, const cudaLaunchConfig_t& config, int device) {
-  constexpr int kDevices = 64;
-  static std::array<std::atomic<int>, kDevices> known{};
-  std::atomic<int>& slot = known[device % kDevices];
-  if (const int count = slot.load(std::memory_order_relaxed); device < kDevices && count > 0) {
-    return count;
-  }
-  int clusters = 0;
-  STD_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
-  STD_TORCH_CHECK(clusters > 0, "device ", device, " takes no cluster of ", kTile::kCluster,
-                  " blocks of this kernel");
-  slot.store(clusters * kTile::kCluster, std::memory_order_relaxed);
-  return clusters * kTile::kCluster;
-}
-
 template <typename T, typename kTile, bool kSymmetric, bool kARowsMajor, bool kBRowsMajor,
           int kUpper = 0>
 void launch(const Problem& p, int device, cudaStream_t stream) {
@@ -101,14 +82,13 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
   args.reads_c = p.c.data != nullptr;
   if (args.reads_c) args.c = tensor_map(p.c, p.m, p.n, p.batches, kDtype);
   if constexpr (kSymmetric) {
-    constexpr int kTall = kTile::kRows * kTile::kCluster;
-    static_assert((kTall & (kTall - 1)) == 0 &&
-                  static_cast<int>(kBand) * kTile::kCols % kTall == 0);
-    args.schedule = Schedule::of(p.m, kTile::kRows, kTile::kCols, kTile::kCluster);
+    static_assert((kTile::kRows & (kTile::kRows - 1)) == 0 &&
+                  static_cast<int>(kBand) * kTile::kCols % kTile::kRows == 0);
+    args.schedule = Schedule::of(p.m, kTile::kRows, kTile::kCols);
     args.one_operand = p.a.data == p.b.data && p.a.row == p.b.row && p.a.col == p.b.col &&
                        (p.a.batch == p.b.batch || p.batches == 1);
   } else {
-    args.schedule = Schedule::of(p.m, p.n, kTile::kRows, kTile::kCols, kTile::kCluster);
+    args.schedule = Schedule::of(p.m, p.n, kTile::kRows, kTile::kCols);
   }
   args.batches = p.batches;
   args.out_data = const_cast<void*>(p.out.data);
@@ -128,25 +108,18 @@ void launch(const Problem& p, int device, cudaStream_t stream) {
   const auto kernel = product_kernel<T, kTile, kSymmetric, kARowsMajor, kBRowsMajor, kUpper, Args>;
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                       kTile::kSharedBytes));
-  cudaLaunchAttribute attributes[2]{};
   // The kernel begins while the one before it ends, and waits before it touches memory.
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = kTile::kCluster;
-  attributes[1].val.clusterDim.y = 1;
-  attributes[1].val.clusterDim.z = 1;
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kTile::kCluster);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kTile::kSharedBytes;
   config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = kTile::kCluster > 1 ? 2 : 1;
-  const int64_t resident =
-      kTile::kCluster > 1 ? resident_blocks<kTile>(kernel, config, device) : processors_of(device);
-  config.gridDim = dim3(
-      static_cast<unsigned>(std::min<int64_t>(args.schedule.per_matrix() * p.batches, resident)));
+  config.attrs = &early;
+  config.numAttrs = 1;
+  config.gridDim = dim3(static_cast<unsigned>(
+      std::min<int64_t>(args.schedule.per_matrix() * p.batches, processors_of(device))));
   STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
 }
 

@@ -17,7 +17,7 @@ __device__ __forceinline__ bool rows_in_columns(const Args& p, const TileOrigin&
          origin.row + kTile::kRows <= origin.col + kTile::kCols;
 }
 
-// Tiles of the launch, a multiple of the cluster.
+// Tiles of the launch.
 template <typename Args>
 __device__ __forceinline__ int64_t tiles_of(const Args& p) {
   return p.batches * p.schedule.per_matrix();
@@ -28,10 +28,6 @@ __device__ __forceinline__ int64_t tiles_of(const Args& p) {
 // storage (kUpper) blocks below the diagonal are read as if it were.
 template <typename kTile, bool kARowsMajor, bool kBRowsMajor, int kUpper, typename Args>
 __device__ __forceinline__ void produce(const Args& p, const SharedMap<kTile>& at) {
-  constexpr bool kCluster = kTile::kCluster > 1;
-  constexpr int kOwnBlocks = kTile::kColBlocks / kTile::kCluster;
-  constexpr auto kEveryBlock = static_cast<uint16_t>((1 << kTile::kCluster) - 1);
-  const int first = kCluster ? static_cast<int>(cluster_rank()) * kOwnBlocks : 0;
   Ring<kTile::kStages> ring;
   const int64_t tiles = tiles_of(p);
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -53,31 +49,21 @@ __device__ __forceinline__ void produce(const Args& p, const SharedMap<kTile>& a
                 rows_major ? k : row, matrix);
       }
 #pragma unroll
-      for (int i = 0; i < kOwnBlocks; ++i) {
-        const int row = origin.col + (first + i) * kBlockSide;
-        const uint32_t target = at.cols(ring.slot) + (first + i) * kBlockBytes;
+      for (int i = 0; i < kTile::kColBlocks; ++i) {
+        const int row = origin.col + i * kBlockSide;
         const bool rows_major = kUpper & kUpperB ? !is_above_diagonal(row, k) : kBRowsMajor;
-        const int inner = rows_major ? row : k, line = rows_major ? k : row;
-        if constexpr (kCluster) {
-          copy_in_multicast(target, p.b, full, inner, line, matrix, kEveryBlock);
-        } else {
-          copy_in(target, p.b, full, inner, line, matrix);
-        }
+        copy_in(at.cols(ring.slot) + i * kBlockBytes, p.b, full, rows_major ? row : k,
+                rows_major ? k : row, matrix);
       }
       ring.advance();
     }
   }
 }
 
-// This warp has read the stage: say so to every block that fills it.
+// This warp has read the stage.
 template <typename kTile>
 __device__ __forceinline__ void release(const SharedMap<kTile>& at, uint32_t slot) {
-  const uint32_t lane = threadIdx.x % 32;
-  if constexpr (kTile::kCluster > 1) {
-    if (lane < kTile::kCluster) barrier_arrive_at(at.empty(slot), lane);
-  } else {
-    if (lane == 0) barrier_arrive(at.empty(slot));
-  }
+  if (threadIdx.x % 32 == 0) barrier_arrive(at.empty(slot));
 }
 
 // sum = A B^T over the whole of k, in growing order. `first_block`: where A's rows begin, in blocks
@@ -232,11 +218,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
     barrier_init_fence();
     fence_for_copies();
   }
-  if constexpr (kTile::kCluster > 1) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
   wait_for_kernel_before();
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   const int warpgroup = warp / (kWarpgroup / 32);
@@ -249,8 +231,6 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const __grid_const
     take_registers<kConsumerRegisters>();
     consume<T, kTile, kSymmetric, kARowsMajor, kBRowsMajor, kUpper>(p, at, warpgroup - 1);
   }
-  // The other block of the cluster may still write and signal into this one's shared memory.
-  if constexpr (kTile::kCluster > 1) cluster_sync();
 }
 
 }  // namespace optimizer::sm90

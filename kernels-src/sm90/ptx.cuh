@@ -1,5 +1,5 @@
 #pragma once
-// PTX of sm_90 around the products: mbarriers, tensor copies, fences, clusters, registers.
+// PTX of sm_90 around the products: mbarriers, tensor copies, fences, registers.
 
 #include <cuda.h>
 
@@ -18,7 +18,7 @@ __device__ __forceinline__ uint32_t shared_offset(const void* pointer) {
 __device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Makes the initialized barriers visible to the copy engine and to the cluster.
+// Makes the initialized barriers visible to the copy engine.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -29,21 +29,6 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, uint3
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// The barrier at the same address in another block of the cluster. It orders no ordinary accesses,
-// and needs none: what a stage held was read by wgmma, which has been waited for, and what comes
-// next is written by copies. At the scope of the cluster a release is a fence of the whole GPU's
-// memory and an acquire empties L1, for every stage: pairs took 1.4 times as long as lone blocks.
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t block) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
-      "}" ::"r"(barrier),
-      "r"(block)
-      : "memory");
-}
-
 // True for one thread of the warp, all of whose threads ask. What that thread alone does, the
 // compiler knows to be of one thread: it hands coordinates to copies without a loop over the values
 // that other threads might have, which cost four instructions in a row for every copy.
@@ -102,17 +87,6 @@ __device__ __forceinline__ void copy_in(uint32_t target, const CUtensorMap& map,
       "l"(&map), "r"(barrier), "r"(inner), "r"(line), "r"(matrix)
       : "memory");
 }
-// The same into every block of the cluster that `mask` names, at the same address, counted by the
-// barrier at the same address there.
-__device__ __forceinline__ void copy_in_multicast(uint32_t target, const CUtensorMap& map,
-                                                  uint32_t barrier, int inner, int line, int matrix,
-                                                  uint16_t mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(target),
-      "l"(&map), "r"(barrier), "r"(inner), "r"(line), "r"(matrix), "h"(mask)
-      : "memory");
-}
 // What lies outside of the matrix is not written.
 __device__ __forceinline__ void copy_out(const CUtensorMap& map, uint32_t source, int inner,
                                          int line, int matrix) {
@@ -154,18 +128,6 @@ __device__ __forceinline__ void group_sync(int id, int threads) {
 }
 __device__ __forceinline__ void group_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release;\n"
-      "barrier.cluster.wait.acquire;" ::
-          : "memory");
 }
 
 template <int kRegisters>

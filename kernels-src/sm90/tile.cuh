@@ -39,13 +39,12 @@ constexpr int kHandingThreads = kWarpgroup + 32;
 __device__ __forceinline__ int prepared_barrier(int consumer) { return 1 + consumer; }
 __device__ __forceinline__ int finished_barrier(int consumer) { return 1 + kConsumers + consumer; }
 
-template <int kRows_, int kCols_, int kStages_, bool kTurns_, int kCluster_ = 1>
+template <int kRows_, int kCols_, int kStages_, bool kTurns_>
 struct Tile {
   static constexpr int kRows = kRows_;
   static constexpr int kCols = kCols_;
   static constexpr int kStages = kStages_;
   static constexpr bool kTurns = kTurns_;
-  static constexpr int kCluster = kCluster_;  // blocks that share the tile's columns, read once
 
   static constexpr int kPartRows = kTurns ? kRows : kRows / kConsumers;  // of one consumer
   static constexpr int kM = kPartRows / 64;  // its instructions per step
@@ -53,8 +52,8 @@ struct Tile {
   static constexpr int kColBlocks = kCols / kBlockSide;
   static constexpr int kStageBytes = (kRowBlocks + kColBlocks) * kBlockBytes;
   static constexpr int kStagingBytes = kPartRows * kCols * 2;
-  // Arrivals that free a stage: one per warp that reads it, of every block that it was sent to.
-  static constexpr int kReaders = (kTurns ? 1 : kConsumers) * 4 * kCluster;
+  // Arrivals that free a stage: one per warp that reads it.
+  static constexpr int kReaders = (kTurns ? 1 : kConsumers) * 4;
 
   static constexpr int kOriginBytes = 16;
   static constexpr int kBarrierBytes = 8 * (2 * kStages + 2 * kConsumers) + kOriginBytes * kStages;
@@ -64,7 +63,6 @@ struct Tile {
 
   static_assert(kPartRows % 64 == 0 && kCols % 64 == 0 && kM * kCols <= 256);
   static_assert(kBarrierBytes <= kAlignment && kSharedBytes <= 227 * 1024);
-  static_assert(kColBlocks % kCluster == 0);
 };
 
 // Addresses in shared memory: barriers, for every stage the tile that begins with it, stages (the

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+TILES = ("auto", "sm90_128x256", "sm90_256x128", "sm90_128x128")  # from -1 on
+
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
@@ -53,6 +55,25 @@ def exact_dense(arguments: dict, dtype: torch.dtype) -> torch.Tensor:
         value = value * arguments["scale"].double()[..., None, None]
     assert torch.equal(value.float().double(), value)  # so the next line rounds once
     return value.float().to(dtype)
+
+
+def run_dense(
+    ops,
+    A: torch.Tensor,  # (B, m, k)
+    B: torch.Tensor,  # (B, k, n)
+    *,
+    C: torch.Tensor | None = None,  # (B, m, n)
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    scale: torch.Tensor | None = None,  # (B,)
+    out: torch.Tensor | None = None,  # (B, m, n)
+    tile: str = "auto",
+) -> torch.Tensor:
+    """The compiled op by a tile's name."""
+    if out is None:
+        out = A.new_empty((*A.shape[:2], B.shape[2]))
+    ops.matmul_add(A, B, C, out, alpha, beta, TILES.index(tile) - 1, scale)
+    return out
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -222,3 +243,21 @@ def definition(
         value = alpha * terms[-1] @ terms[-1].mT + beta * terms[i] + delta * identity
         terms.append(value.to(dtype).double())
     return terms[-1]
+
+
+def run_chain(
+    module,  # kernels.products.square_chain
+    ops,
+    x: torch.Tensor,  # (batch, m, m) float16, contiguous, m in eights
+    squares: list[tuple],
+    scale: torch.Tensor | None = None,
+    groups: int = 0,
+    *,
+    zeros: torch.Tensor | None = None,  # (1 + squares * batch,) int32 zeros, which are used up
+) -> torch.Tensor:
+    """The last M in upper storage, maybe in x's memory."""
+    places, count = module.places_of([square[0] for square in squares])
+    buffers = [x, *(torch.empty_like(x) for _ in range(count - 1))]
+    columns = ([square[k] for square in squares] for k in range(4))
+    ops.square_chain(buffers, places, *columns, scale, groups, zeros)
+    return buffers[places[-1]]

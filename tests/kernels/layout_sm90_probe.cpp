@@ -13,11 +13,9 @@ using namespace optimizer::sm90;
 namespace {
 
 // Every tile must come exactly once, and tile t of matrix b must be number b * per_matrix + t. A
-// triangular schedule leaves out the tiles that lie wholly below the diagonal. Only what fills up a
-// cluster may lie outside of the matrix.
+// triangular schedule leaves out the tiles that lie wholly below the diagonal.
 template <typename Schedule>
-bool covers(const Schedule& schedule, int m, int n, int rows, int cols, int cluster,
-            bool triangular) {
+bool covers(const Schedule& schedule, int m, int n, int rows, int cols, bool triangular) {
   const int64_t each = schedule.per_matrix();
   const int wide = (n + cols - 1) / cols;
   for (int64_t matrix = 0; matrix < 2; ++matrix) {
@@ -26,16 +24,12 @@ bool covers(const Schedule& schedule, int m, int n, int rows, int cols, int clus
       const TileOrigin origin = schedule.locate(matrix * each + t);
       if (origin.matrix != matrix || origin.row % rows || origin.col % cols) return false;
       if (origin.row < 0 || origin.col < 0) return false;
-      if (origin.row >= m || origin.col >= n) {
-        if (origin.col < n && origin.row / rows % cluster > 0) continue;
-        return false;
-      }
+      if (origin.row >= m || origin.col >= n) return false;
       ++times[static_cast<size_t>(origin.row / rows * wide + origin.col / cols)];
     }
     for (int row = 0; row < m; row += rows) {
       for (int col = 0; col < n; col += cols) {
-        const int tall = rows * cluster;  // of a cluster all tiles come, or none
-        const int needed = !triangular || row / tall * tall < std::min(col + cols, m);
+        const int needed = !triangular || row < std::min(col + cols, m);
         if (times[static_cast<size_t>(row / rows * wide + col / cols)] != needed) return false;
       }
     }
@@ -48,35 +42,29 @@ bool covers(const Schedule& schedule, int m, int n, int rows, int cols, int clus
 extern "C" {
 
 // The first m that is not covered, 0 if there is none.
-int triangular_gap(int largest, int rows, int cols, int cluster) {
+int triangular_gap(int largest, int rows, int cols) {
   for (int m = 1; m <= largest; ++m) {
-    const auto schedule = TriangularSchedule::of(m, rows, cols, cluster);
-    if (!covers(schedule, m, m, rows, cols, cluster, true)) return m;
+    const auto schedule = TriangularSchedule::of(m, rows, cols);
+    if (!covers(schedule, m, m, rows, cols, true)) return m;
   }
   return 0;
 }
 
-int rectangular_gap(int largest, int n, int rows, int cols, int cluster) {
+int rectangular_gap(int largest, int n, int rows, int cols) {
   for (int m = 1; m <= largest; ++m) {
-    const auto schedule = RectangularSchedule::of(m, n, rows, cols, cluster);
-    if (!covers(schedule, m, n, rows, cols, cluster, false)) return m;
+    const auto schedule = RectangularSchedule::of(m, n, rows, cols);
+    if (!covers(schedule, m, n, rows, cols, false)) return m;
   }
   return 0;
 }
 
 // How many tiles a symmetric result of m rows has.
-int64_t tiles(int m, int rows, int cols, int cluster) {
-  return TriangularSchedule::of(m, rows, cols, cluster).per_matrix();
+int64_t tiles(int m, int rows, int cols) {
+  return TriangularSchedule::of(m, rows, cols).per_matrix();
 }
 
-void locate_triangular(int m, int rows, int cols, int cluster, int64_t tile, int64_t* found) {
-  const TileOrigin origin = TriangularSchedule::of(m, rows, cols, cluster).locate(tile);
-  found[0] = origin.matrix, found[1] = origin.row, found[2] = origin.col;
-}
-
-void locate_rectangular(int m, int n, int rows, int cols, int cluster, int64_t tile,
-                        int64_t* found) {
-  const TileOrigin origin = RectangularSchedule::of(m, n, rows, cols, cluster).locate(tile);
+void locate_triangular(int m, int rows, int cols, int64_t tile, int64_t* found) {
+  const TileOrigin origin = TriangularSchedule::of(m, rows, cols).locate(tile);
   found[0] = origin.matrix, found[1] = origin.row, found[2] = origin.col;
 }
 

@@ -21,7 +21,7 @@ import torch
 from .._compare import assert_same_bits
 from . import test_nf4_product_gpu
 from ._products import DTYPES as SYMMETRIC_DTYPES
-from ._products import Dense, Problem, exact, exact_dense, laid_out
+from ._products import TILES, Dense, Problem, exact, exact_dense, laid_out, run_chain, run_dense
 from ._tensors import DTYPES as LIST_DTYPES
 from ._tensors import assert_same, copies, draw
 from .test_adamw import OPTIONS, draw_lists
@@ -80,6 +80,7 @@ def quantized_weights(opt) -> int:
 def normalized_slices(opt) -> int:
     """normalize: layouts and dtypes at odd shapes, in odd frames; the number of cases."""
     device, count = torch.device("cuda"), 0
+    ops = importlib.import_module(f"{opt.__name__}._ops").ops
     for rows, cols in ((1, 1), (3, 1030), (259, 5), (67, 257), (130, 132)):
         for source in SYMMETRIC_DTYPES:
             x = torch.randn(3, rows, cols).to(source)  # compared on the CPU, see list_ops
@@ -88,7 +89,9 @@ def normalized_slices(opt) -> int:
                 target, more = SYMMETRIC_DTYPES[count % 3], count % 4
                 pieces = [laid_out(part.to(device), pattern) for part in (x[:1], x[1:])]
                 frame = torch.full((3 + more, rows + more, cols + more), torch.nan).to(target)
-                out = opt.kernels.normalize(pieces, out=frame.to(device)).cpu()
+                out = frame.to(device)
+                ops.normalize(pieces, out, 1.0)
+                out = out.cpu()
                 inner = out[:3, :rows, :cols]
                 assert torch.allclose(inner.double(), expected, rtol=2.0**-7, atol=2.0**-24)
                 inner.zero_()
@@ -96,7 +99,9 @@ def normalized_slices(opt) -> int:
                 count += 1
     # One matrix beyond shared memory, whose tiles are read again.
     x = torch.ones(1, 8192, 8199, device=device)
-    assert (opt.kernels.normalize(x) - x.numel() ** -0.5).abs().max().item() < 1e-9
+    out = torch.empty_like(x)
+    ops.normalize([x], out, 1.0)
+    assert (out - x.numel() ** -0.5).abs().max().item() < 1e-9
     return count + 1
 
 
@@ -104,7 +109,7 @@ def norms(opt) -> int:
     """norm_factors: full and symmetric matrices at odd sides; the number of cases."""
     device, count = torch.device("cuda"), 0
     norm_factors = importlib.import_module(
-        f"{opt.__name__}.kernels.products.norm_factors"
+        f"{opt.__name__}.kernels.products.normalize"
     ).norm_factors
     for side in (1, 67, 129, 260, 515):
         x = torch.randn(2, side, side)
@@ -135,7 +140,7 @@ def symmetric_products(opt) -> int:
                 by_tma = hopper and "padded" in pattern and dtype != torch.float32
                 for tile in range(len(module.TILES) if by_tma else 3):
                     out = laid_out(torch.full_like(expected, torch.nan), pattern)
-                    module._op("compiled")(A, B, C, out, 0.5, 2.0, 1.0, tile)
+                    module.ops.symmetric_matmul(A, B, C, out, 0.5, 2.0, 1.0, tile)
                     assert torch.equal(out, expected)
                     count += 1
     return count
@@ -146,7 +151,7 @@ def dense_products(opt) -> int:
     device, count = torch.device("cuda"), 0
     if torch.cuda.get_device_capability(device) != (9, 0):
         return count
-    module = importlib.import_module(f"{opt.__name__}.kernels.products.matmul_add")
+    ops = importlib.import_module(f"{opt.__name__}._ops").ops
     for m, k, n in ((1, 1, 1), (67, 33, 300), (257, 200, 70)):
         arguments = Dense((2,), m, k, n, beta=2.0, scaled=True).operands(torch.float16, device)
         expected = exact_dense(arguments, torch.float16)
@@ -154,9 +159,9 @@ def dense_products(opt) -> int:
         for a in ("padded", "transposed-padded"):
             for b in ("padded", "transposed-padded"):
                 operands = {"A": laid_out(arguments["A"], a), "B": laid_out(arguments["B"], b)}
-                for tile in module.TILES:
+                for tile in TILES[1:]:
                     out = laid_out(torch.full_like(expected, torch.nan), "padded")
-                    module.matmul_add(**{**arguments, **operands}, out=out, tile=tile)
+                    run_dense(ops, **{**arguments, **operands}, out=out, tile=tile)
                     assert torch.equal(out, expected)
                     count += 1
     return count
@@ -202,13 +207,16 @@ def chains(opt) -> int:
     device, count = torch.device("cuda"), 0
     if torch.cuda.get_device_capability(device) != (9, 0):
         return count
-    module = importlib.import_module(f"{opt.__name__}.kernels.products.square_chain")
+    module, ops = (
+        importlib.import_module(f"{opt.__name__}.kernels.products.square_chain"),
+        importlib.import_module(f"{opt.__name__}._ops").ops,
+    )
     for batch, m, groups in ((1, 8, 1), (3, 136, 2), (70, 264, 3), (1, 512, 1)):
         x = torch.zeros(batch, m, m, dtype=torch.float16, device=device)
         x.diagonal(dim1=-2, dim2=-1).fill_(2.0)
         # 2 I: 4 I, then (32 - 1 + 1) I, then (64 + 4) I
         squares = [(0, 1.0, 0.0, 0.0), (0, 2.0, -0.5, 1.0), (1, 0.0625, 1.0, 0.0)]
-        result = module.square_chain(x, squares, groups=groups)
+        result = run_chain(module, ops, x, squares, groups=groups)
         block = torch.arange(m, device=device) // module.SIDE
         expected = 68.0 * torch.eye(m, device=device)
         upper = block[:, None] <= block

@@ -34,7 +34,7 @@ def test_reference(reference) -> None:
 
 def test_the_cpu_is_not_served(submodule) -> None:
     x = torch.empty(1, 8, 8, dtype=torch.float16)
-    assert not submodule("kernels.products.crop").serves(x, torch.empty_like(x))
+    assert not submodule("kernels.products.normalize").crop_serves(x, torch.empty_like(x))
 
 
 @pytest.mark.gpu
@@ -46,7 +46,7 @@ def test_every_alignment(ops, submodule, reference, device, shape, start) -> Non
     out = memory.as_strided((3, r, c), (r * c + 5, c, 1), start)
     expected = memory.clone()
     expected.as_strided(out.shape, out.stride(), start).copy_(reference(x, r, c))
-    assert submodule("kernels.products.crop").serves(x, out)
+    assert submodule("kernels.products.normalize").crop_serves(x, out)
     ops.crop(x, out)
     assert torch.equal(memory, expected)
 
@@ -65,7 +65,7 @@ def test_rows_that_lie_apart(ops, device, dtype) -> None:
 
 @pytest.mark.gpu
 def test_who_is_served(submodule, device) -> None:
-    serves, x = submodule("kernels.products.crop").serves, framed(20, 100, device)
+    serves, x = submodule("kernels.products.normalize").crop_serves, framed(20, 100, device)
     out = torch.empty(3, 20, 99, device=device, dtype=torch.float16)
     assert serves(x, out)
     assert not serves(x.float(), out.float())

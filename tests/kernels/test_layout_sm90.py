@@ -2,7 +2,7 @@
 
 The models are written down from the PTX ISA ("Shared Memory Matrix Layout", "Matrix descriptor",
 "Accumulator D" of wgmma.mma_async.m64nNk16, stmatrix) and from the tensor map's 128-byte swizzle.
-The arithmetic is the kernels' own, compiled for the host from kernels-src.
+The arithmetic, and which tile of nf4_product is where, are the kernels' own, compiled for the host.
 """
 
 from __future__ import annotations
@@ -161,16 +161,15 @@ def test_the_staged_part_leaves_in_place(probe, tall, columns):
 TILES = ((128, 256), (128, 192), (128, 128), (64, 128), (256, 128), (64, 64))
 
 
-@pytest.mark.parametrize("cluster", (1, 2))
 @pytest.mark.parametrize(("rows", "cols"), TILES)
-def test_every_tile_above_the_diagonal_comes_once(probe, rows, cols, cluster):
+def test_every_tile_above_the_diagonal_comes_once(probe, rows, cols):
     """All m up to 8192, two matrices; nothing that lies wholly below the diagonal is computed."""
-    assert probe.triangular_gap(8192, rows, cols, cluster) == 0
+    assert probe.triangular_gap(8192, rows, cols) == 0
 
 
 def test_one_matrix_of_2048_is_one_wave_of_tiles(probe):
     """On 132 multiprocessors; 136 and 72 are what 128 and 256 columns make of it."""
-    assert [probe.tiles(2048, 128, cols, 1) for cols in (128, 192, 256)] == [136, 101, 72]
+    assert [probe.tiles(2048, 128, cols) for cols in (128, 192, 256)] == [136, 101, 72]
 
 
 @pytest.mark.parametrize(("rows", "cols"), TILES)
@@ -179,32 +178,18 @@ def test_bands_of_large_matrices_begin_where_they_should(probe, rows, cols):
     m, found = 2**21, (ctypes.c_int64 * 3)()
     ends = np.arange(1, -(-m // cols) + 1, dtype=np.int64) * cols
     before = np.cumsum(-(-np.minimum(ends, m) // rows))
-    assert probe.tiles(m, rows, cols, 1) == before[-1]
+    assert probe.tiles(m, rows, cols) == before[-1]
     for col in range(8, len(ends), 8 * 37):
         for tile, place in ((before[col - 1], (0, col)), (before[col - 1] - 1, (None, col - 1))):
             row = (ends[col - 1] - 1) // rows if place[0] is None else 0
-            probe.locate_triangular(m, rows, cols, 1, ctypes.c_int64(tile), found)
+            probe.locate_triangular(m, rows, cols, ctypes.c_int64(tile), found)
             assert tuple(found) == (0, row * rows, place[1] * cols)
 
 
-@pytest.mark.parametrize("cluster", (1, 2))
 @pytest.mark.parametrize(("rows", "cols"), TILES)
-def test_every_tile_of_a_dense_result_comes_once(probe, rows, cols, cluster):
+def test_every_tile_of_a_dense_result_comes_once(probe, rows, cols):
     for n in (1, 127, 768, 2049):
-        assert probe.rectangular_gap(1300, n, rows, cols, cluster) == 0
-
-
-def test_blocks_of_a_cluster_share_their_columns(probe):
-    first, second = (ctypes.c_int64 * 3)(), (ctypes.c_int64 * 3)()
-    for m in (1, 128, 300, 768, 2048, 4096):
-        for tile in range(0, 2 * probe.tiles(m, 128, 256, 2), 2):
-            t = ctypes.c_int64(tile)
-            probe.locate_triangular(m, 128, 256, 2, t, first)
-            probe.locate_triangular(m, 128, 256, 2, ctypes.c_int64(tile + 1), second)
-            assert (second[0], second[1], second[2]) == (first[0], first[1] + 128, first[2])
-            probe.locate_rectangular(m, 700, 128, 256, 2, t, first)
-            probe.locate_rectangular(m, 700, 128, 256, 2, ctypes.c_int64(tile + 1), second)
-            assert (second[0], second[1], second[2]) == (first[0], first[1] + 128, first[2])
+        assert probe.rectangular_gap(1300, n, rows, cols) == 0
 
 
 def test_the_ring_counts_stages_and_phases(probe):
@@ -235,7 +220,7 @@ def test_python_names_the_tiles_of_the_table(submodule):
 
     def table(name: str) -> list[str]:
         body = re.search(rf"{name}\[\] = \{{(.*?)\}};", text, re.DOTALL)[1]
-        rows = re.findall(r'\{"(\w+)", \d+, \d+, \d+, ([\d.e-]+), ([\d.e-]+)\}', body)
+        rows = re.findall(r'\{"(\w+)", \d+, \d+, ([\d.e-]+), ([\d.e-]+)\}', body)
         assert any(float(block) > 0 for _, block, _ in rows), "`auto` has none to take"
         return [row[0] for row in rows]
 
@@ -321,3 +306,55 @@ def test_auto_respects_blocks_of_upper_storage(pick, submodule):
         left, right = pick(0, 1, batch, m, m, n, 132), pick(0, 2, batch, n, m, m, 132)
         assert tiles[left] in ("sm90_128x256", "sm90_128x128")
         assert tiles[right] in ("sm90_256x128", "sm90_128x128")
+
+
+@pytest.fixture(scope="module")
+def probe_rows(host_build):
+    """The host build of row_tiles.h."""
+    return host_build("row_tiles_probe")
+
+
+ROUTINGS = {
+    "empty": [0, 0, 0],
+    "one": [1],
+    "edges": [0, 0, 127, 128, 129, 0, 255, 256, 257, 0],
+    "one-has-all": [0, 5000, 0],
+    "many-experts": [3, 0, 130] * 170,
+}
+
+
+@pytest.mark.parametrize("blocks", (1, 3, 8))
+@pytest.mark.parametrize("most", (128, 256))
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_row_and_feature_comes_once(probe_rows, routing, most, blocks):
+    """Also behind and between experts without rows; a tile never exceeds the instruction."""
+    counts = np.array(ROUTINGS[routing], dtype=np.int32)
+    covered = np.zeros((max(counts.sum(), 1), blocks), dtype=np.int32)
+    pointers = [x.ctypes.data_as(ctypes.POINTER(ctypes.c_int)) for x in (counts, covered)]
+    largest = probe_rows.cover(pointers[0], len(counts), most, blocks, pointers[1])
+    assert (covered[: counts.sum()] == 1).all()
+    assert largest <= most
+
+
+@pytest.mark.parametrize("most", (128, 256))
+def test_rows_are_divided_evenly(probe_rows, most):
+    """A few rows more than a tile holds make tiles of half the height, not a full and a low one."""
+    found = (ctypes.c_int * 8)()
+    for rows in range(1, 2 * most + 100):
+        heights = found[: probe_rows.heights(rows, most, found)]
+        assert len(heights) == -(-rows // most)
+        assert sum(heights) == rows
+        assert heights[0] == max(heights) <= min(heights) + 1
+
+
+def test_a_band_of_row_tiles_shares_its_weights(probe_rows):
+    """Tiles that run at the same time read the same block of features, and each row tile once."""
+    found = (ctypes.c_int * 2)()
+    places = []
+    for unit in range(20 * 5):
+        probe_rows.place(ctypes.c_int64(unit), 20, 5, found)
+        places.append(tuple(found))
+    assert len(set(places)) == 100
+    assert places[:8] == [(row, 0) for row in range(8)]
+    assert places[40:48] == [(8 + row, 0) for row in range(8)]
+    assert places[80:84] == [(16 + row, 0) for row in range(4)]

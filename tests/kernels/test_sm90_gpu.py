@@ -11,20 +11,22 @@ result has the bits of the same call on whole matrices.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
-from ._products import Dense, Problem, exact, exact_dense, laid_out
+from ._products import Dense, Problem, exact, exact_dense, laid_out, run_dense
 
 pytestmark = pytest.mark.gpu
 
 HALVES = (torch.float16, torch.bfloat16)
 SYMMETRIC = (
-    *("sm90_128x256", "sm90_128x256_pair", "sm90_128x128"),
+    *("sm90_128x256", "sm90_128x128"),
     *("sm90_64x128", "sm90_128x192"),
 )
-DENSE = ("sm90_128x256", "sm90_128x256_pair", "sm90_256x128", "sm90_128x128")
+DENSE = ("sm90_128x256", "sm90_256x128", "sm90_128x128")
 # Around the sides of tiles and instructions; a stage holds 64 of k, a ring 3, 5 or 7 stages.
 SIDES = (1, 7, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 384, 520, 777)
 DEPTHS = (1, 15, 63, 64, 65, 128, 191, 192, 193, 320, 321, 448, 449, 1000)
@@ -42,8 +44,8 @@ def symmetric(submodule):
 
 
 @pytest.fixture(scope="session")
-def dense(submodule):
-    return submodule("kernels.products.matmul_add").matmul_add
+def dense(ops):
+    return functools.partial(run_dense, ops)
 
 
 class Framed:
@@ -193,7 +195,7 @@ def test_strides_beyond_two_to_the_31_elements(submodule, device, tile):
     columns = buffer.as_strided((1, k, m), (0, stride, 1), 768).copy_(arguments["A"].mT)
     for x in (A, columns.mT):
         out.fill_(torch.nan)
-        module._op("compiled")(x, x, C, out, 1.0, 1.0, 1.0, module._tile_number(tile))
+        module.ops.symmetric_matmul(x, x, C, out, 1.0, 1.0, 1.0, module._tile_number(tile))
         assert torch.equal(out[0], expected)
 
 

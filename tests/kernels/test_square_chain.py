@@ -6,13 +6,14 @@ The order of its tiles and the rule of its buffers are the kernel's own, compile
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 
 import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
-from ._products import CHAINS, definition, operand
+from ._products import CHAINS, definition, operand, run_chain
 
 HALF = torch.float16
 BLOCK = 128
@@ -22,6 +23,12 @@ SIDES = (8, 64, 136, 512, 520, 768, 1000, 1024)
 @pytest.fixture(scope="session")
 def module(submodule):
     return submodule("kernels.products.square_chain")
+
+
+@pytest.fixture(scope="session")
+def chain(module, ops):
+    """`chain(x, squares, scale, groups, zeros=...)`: the op in buffers of its own."""
+    return functools.partial(run_chain, module, ops)
 
 
 @pytest.fixture(scope="session")
@@ -59,57 +66,57 @@ class TestOnHopper:
 
     @pytest.mark.parametrize("name", CHAINS)
     @pytest.mark.parametrize("m", SIDES)
-    def test_bits_are_those_of_product_by_product(self, module, device, m, name):
+    def test_bits_are_those_of_product_by_product(self, module, ops, device, m, name):
         """Any groups; what lies below the diagonal or outside is neither read nor written."""
         squares = CHAINS[name]
         for batch in (1, 2, 7, 48, 300):
             if batch * m * m > 2**27:
                 continue
             x, scale = operand(batch, m, HALF, device, seed=m + batch)
-            expected = one_by_one(module, x, squares, scale)
+            expected = one_by_one(ops, x, squares, scale)
             for groups in {0, 1, min(batch, 5)}:
-                found = framed_chain(module, x, squares, scale, groups)
+                found = framed_chain(module, ops, x, squares, scale, groups)
                 assert torch.equal(found, above(expected)), (batch, groups)
 
     @pytest.mark.parametrize("name", CHAINS)
-    def test_definition(self, module, device, name):
+    def test_definition(self, chain, device, name):
         x, scale = operand(3, 136, HALF, device)
         expected = definition(x, CHAINS[name], scale, HALF)
-        result = module.square_chain(x.clone(), CHAINS[name], scale)
+        result = chain(x.clone(), CHAINS[name], scale)
         assert relative_error(above(result), above(expected)) < 2.0**-8
         small = x / 1024  # every eigenvalue below 1, without factors
         expected = definition(small, CHAINS["second"], None, HALF)
-        result = module.square_chain(small, CHAINS["second"])
+        result = chain(small, CHAINS["second"])
         assert relative_error(above(result), above(expected)) < 2.0**-8
 
-    def test_nan_stays_in_its_matrix_and_zeros_give_the_constant(self, module, device):
+    def test_nan_stays_in_its_matrix_and_zeros_give_the_constant(self, chain, device):
         x, scale = operand(4, 136, HALF, device)
-        clean = above(module.square_chain(x.clone(), CHAINS["second"], scale))
+        clean = above(chain(x.clone(), CHAINS["second"], scale))
         x[1, 3, 4] = x[1, 4, 3] = torch.nan
         x[2] = 0
         constant = definition(x[2:3], CHAINS["second"], None, HALF)[0]
-        result = module.square_chain(x, CHAINS["second"], scale)
+        result = chain(x, CHAINS["second"], scale)
         assert above(result, torch.nan)[1].isnan().all()
         assert_same_bits(above(result)[[0, 3]], clean[[0, 3]])
         assert torch.equal(above(result)[2].double(), above(constant))
 
-    def test_zeros_of_the_caller(self, module, device):
+    def test_zeros_of_the_caller(self, chain, device):
         """Whoever cleared the counters, the result is the same."""
         squares = CHAINS["second"]
         x, scale = operand(40, 264, HALF, device)
-        expected = above(module.square_chain(x.clone(), squares, scale))
+        expected = above(chain(x.clone(), squares, scale))
         for _ in range(3):
             zeros = torch.zeros(1 + len(squares) * len(x), device=device, dtype=torch.int32)
-            found = module.square_chain(x.clone(), squares, scale, zeros=zeros)
+            found = chain(x.clone(), squares, scale, zeros=zeros)
             assert_same_bits(above(found), expected)
         with pytest.raises(RuntimeError, match="zeros must be"):
-            module.square_chain(x.clone(), squares, scale, zeros=zeros[1:])
+            chain(x.clone(), squares, scale, zeros=zeros[1:])
 
-    def test_two_streams_with_delays(self, module, device):
+    def test_two_streams_with_delays(self, ops, chain, device):
         """Launches share the device; a wait for a tile of a block without a place would hang."""
         squares = CHAINS["first"]
         sets = [operand(batch, 512, HALF, device, seed=batch) for batch in (40, 41, 3)]
-        expected = [above(one_by_one(module, x, squares, scale)) for x, scale in sets]
+        expected = [above(one_by_one(ops, x, squares, scale)) for x, scale in sets]
         streams = [torch.cuda.Stream(device) for _ in sets]
         for turn in range(20):
             found = []
@@ -117,25 +124,25 @@ class TestOnHopper:
                 stream.wait_stream(torch.cuda.current_stream(device))
                 with torch.cuda.stream(stream):
                     torch.cuda._sleep((turn * 7919 + k * 104729) % 60_000)
-                    found.append(module.square_chain(x.clone(), squares, scale))
+                    found.append(chain(x.clone(), squares, scale))
             torch.cuda.synchronize(device)
             assert all(map(torch.equal, map(above, found), expected)), turn
 
-    def test_graph_capture_replays_with_new_contents(self, module, device):
+    def test_graph_capture_replays_with_new_contents(self, ops, chain, device):
         x, scale = operand(6, 200, HALF, device)
-        module.square_chain(x.clone(), CHAINS["second"], scale)
+        chain(x.clone(), CHAINS["second"], scale)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = module.square_chain(x.clone(), CHAINS["second"], scale)
+            out = chain(x.clone(), CHAINS["second"], scale)
         for seed in (1, 2):
             fresh = operand(6, 200, HALF, device, seed=seed)
             x.copy_(fresh[0])
             scale.copy_(fresh[1])
             graph.replay()
-            expected = one_by_one(module, x, CHAINS["second"], scale)
+            expected = one_by_one(ops, x, CHAINS["second"], scale)
             assert_same_bits(above(out), above(expected))
 
-    def test_opcheck(self, module, ops, device):
+    def test_opcheck(self, ops, device):
         x, scale = operand(2, 24, HALF, device)
         numbers = [0], [0.5], [2.0], [3.0]
         arguments = ([x, torch.empty_like(x)], [1], *numbers, scale, 0)
@@ -162,11 +169,6 @@ class TestOnHopper:
         assert_same_bits(x, before)
 
 
-@pytest.fixture
-def ops(submodule):
-    return submodule("_ops").ops
-
-
 def below(m: int, device: torch.device) -> torch.Tensor:
     """(m, m): whether an element lies in a block below the diagonal."""
     block = torch.arange(m, device=device) // BLOCK
@@ -178,7 +180,7 @@ def above(x: torch.Tensor, filling: float = 0.0) -> torch.Tensor:
     return x.masked_fill(below(x.shape[-1], x.device), filling)
 
 
-def framed_chain(module, x, squares, scale, groups: int) -> torch.Tensor:
+def framed_chain(module, ops, x, squares, scale, groups: int) -> torch.Tensor:
     """The chain in buffers of NaN, which all stay NaN outside of upper storage."""
     batch, m, _ = x.shape
     places, count = module.places_of([square[0] for square in squares])
@@ -186,7 +188,7 @@ def framed_chain(module, x, squares, scale, groups: int) -> torch.Tensor:
     buffers = [buffer[:, :m, :m] for buffer in whole]
     buffers[0].copy_(above(x, torch.nan))
     columns = [[square[k] for square in squares] for k in range(4)]
-    module.ops.square_chain(buffers, places, *columns, scale, groups)
+    ops.square_chain(buffers, places, *columns, scale, groups)
     lower = below(m, x.device)
     for frame, inside in zip(whole, buffers, strict=True):
         assert frame[:, m:].isnan().all() and frame[:, :, m:].isnan().all()
@@ -194,14 +196,14 @@ def framed_chain(module, x, squares, scale, groups: int) -> torch.Tensor:
     return above(buffers[places[-1]])
 
 
-def one_by_one(module, x, squares, scale) -> torch.Tensor:
+def one_by_one(ops, x, squares, scale) -> torch.Tensor:
     """The same by symmetric_matmul, on whole matrices."""
     terms = [x]
     for j, (i, alpha, beta, delta) in enumerate(squares):
         powers = (2 if j == 0 else 0, 1 if i == 0 else 0)
         out = torch.empty_like(x)
         options = (alpha, beta, delta, -1, scale, *powers)
-        module.ops.symmetric_matmul(terms[j], terms[j], terms[i], out, *options)
+        ops.symmetric_matmul(terms[j], terms[j], terms[i], out, *options)
         terms.append(out)
     return terms[-1]
 

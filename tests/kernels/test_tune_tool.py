@@ -26,14 +26,11 @@ def row(op: str, tile: str, batch: int, m: int, k: int, n: int) -> dict:
     [
         ("symmetric_matmul", "sm90_128x128", (1, 2048, 2048, 2048), 2),  # 136 tiles, 132 processors
         ("symmetric_matmul", "sm90_64x128", (1, 2048, 2048, 2048), 3),  # 272
-        ("symmetric_matmul", "sm90_128x256_pair", (1, 2048, 2048, 2048), 1),  # 72
         ("symmetric_matmul", "sm90_128x192", (1, 2048, 2048, 2048), 1),  # 101
         ("symmetric_matmul", "sm90_128x192", (48, 768, 768, 768), 6),  # 2 + 3 + 5 + 6 each, 768
         ("symmetric_matmul", "sm90_128x256", (48, 768, 768, 768), 5),  # 2 + 4 + 6 each, 576
-        ("symmetric_matmul", "sm90_128x256_pair", (67, 300, 64, 300), 4),  # 2 + 4 each, 402
         ("matmul_add", "sm90_128x256", (12, 768, 768, 3072), 7),  # 72 each, 864
         ("matmul_add", "sm90_256x128", (1, 257, 64, 128), 1),
-        ("matmul_add", "sm90_128x256_pair", (70, 130, 64, 256), 2),  # 2 each, one of them empty
     ],
 )
 def test_rounds_of_the_busiest_multiprocessor(tune, op, tile, problem, rounds):

@@ -17,7 +17,7 @@ def on_hopper(submodule, dispatch, monkeypatch):
         name = "triton" if backend == "auto" else backend
         return dispatch.Path(name, "Triton on NVIDIA H200")
 
-    monkeypatch.setattr(module, "pick", pick)
+    monkeypatch.setattr(module, "experts_path", pick)
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
     monkeypatch.setattr(module, "_decodes_in_registers", lambda device, dtype: dtype.itemsize == 2)
 

@@ -302,7 +302,7 @@ def test_triton(run, device, problem, dtype):
     assert_close_to_eager(problem, run, device, "triton", factor=3.5 if truncates else 1.5)
 
 
-def test_the_compiled_path_is_for_4_bit_experts(moe, opt, submodule, dispatch, monkeypatch, device):
+def test_the_compiled_path_is_for_4_bit_experts(moe, opt, dispatch, monkeypatch, device):
     """On any device: over dense weights the error names what to use instead."""
     problem = Problem(4)
     leaves, order = problem.inputs(device), moe.expert_sort(problem.ids(device), problem.experts)
@@ -311,8 +311,8 @@ def test_the_compiled_path_is_for_4_bit_experts(moe, opt, submodule, dispatch, m
         moe.grouped_lora_linear(leaves["x"], leaves["weight"], order, backend="compiled")
     with pytest.raises(ValueError, match=said):
         opt.explain("grouped_lora_linear", device=device, backend="compiled")
-    paths = submodule("kernels.experts._moe_paths")
-    pick = functools.partial(paths.pick.__wrapped__, device, torch.bfloat16, "compiled")
+    path = dispatch.experts_path.__wrapped__
+    pick = functools.partial(path, device, torch.bfloat16, "compiled")
     monkeypatch.setattr(dispatch, "is_hopper", lambda _: False)
     with pytest.raises(ValueError, match=r"needs a device of capability 9\.0 and Triton"):
         pick()

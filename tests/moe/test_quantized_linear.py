@@ -291,7 +291,7 @@ def test_times_choose_the_fused_product_unless_a_path_is_named(
 ):
     """Triton's path by itself gives way to what is faster; asked for by name it stays."""
     linear, module = submodule("moe.grouped_linear"), submodule("moe.quantized.quantized_linear")
-    monkeypatch.setattr(linear, "pick_name", lambda *_, **__: "triton")
+    monkeypatch.setattr(linear, "experts_path_name", lambda *_, **__: "triton")
     problem = Problem(8, rank=3, k=64, n=64)
     leaves, seen = problem.inputs(device), []
     packed, _ = quantize(opt, problem, leaves, strategy=strategy)

@@ -110,7 +110,7 @@ def test_report_says_who_computes_with_what_and_at_which_cost(
     small, wide = dtype.itemsize, max(dtype.itemsize, 4)
     path = "reference" if dtype == torch.float64 else "compiled"
     halves = submodule("orthogonalize.products").runs_symmetric
-    by_halves = halves(8, submodule("orthogonalize.constants").dtype_for(dtype, device), device)
+    by_halves = halves(8, submodule("orthogonalize.arguments").dtype_for(dtype, device), device)
     products = "symmetric_matmul" if by_halves else "torch's products"
     state = 8 * 16 * wide
     moved = 8 * 16 * (3 * small + 4 * wide)

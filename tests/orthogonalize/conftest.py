@@ -12,7 +12,7 @@ def coefficients(submodule):
 
 @pytest.fixture(scope="session")
 def restarts(submodule):
-    return submodule("orthogonalize.restarts")
+    return submodule("orthogonalize.gram_newton_schulz")
 
 
 @pytest.fixture

@@ -238,7 +238,7 @@ HALF, SINGLE = torch.float16, torch.float32
 
 @pytest.fixture(scope="session")
 def cost(submodule):
-    return submodule("orthogonalize.cost")
+    return submodule("orthogonalize.choose")
 
 
 @pytest.fixture

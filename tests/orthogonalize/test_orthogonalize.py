@@ -31,9 +31,9 @@ def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 
 
 @pytest.fixture
-def default_dtype(choose, device):
+def default_dtype(submodule, device):
     """Iterate dtype of an input dtype on the device under test."""
-    return lambda dtype: choose.default_dtype(dtype, device)
+    return lambda dtype: submodule("orthogonalize.arguments").default_dtype(dtype, device)
 
 
 @pytest.mark.kernels_ci

@@ -343,45 +343,6 @@ def adamw(package: Package, generator: random.Random) -> Call:
     return Call("kernels.adamw", function, arguments, check, written, words=WORDS)
 
 
-@call("kernels.normalize")
-def normalize(package: Package, generator: random.Random) -> Call:
-    dtype = generator.choice(FLOATS)
-    r, c = generator.choice([1, 3, 8]), generator.choice([1, 5, 16])
-    counts = [generator.choice([0, 1, 2]) for _ in range(generator.randint(1, 3))]
-    pieces = [draw(generator, (count, r, c), dtype) for count in counts]
-    prefactor = generator.choice([1.0, 1.02, 3.0])
-
-    def check(result: Tensor) -> None:
-        expected = package("reference.normalize").normalize(torch.cat(pieces), prefactor)
-        close("normalize", result, expected, rounding(result.dtype))
-
-    arguments: dict[str, Any] = {"pieces": pieces, "prefactor": prefactor}
-    if generator.random() < 0.5:
-        arguments["dtype"] = generator.choice(FLOATS)
-    return Call("kernels.normalize", package("kernels").normalize, arguments, check, ("out",))
-
-
-@call("kernels.matmul_add")
-def matmul_add(package: Package, generator: random.Random) -> Call:
-    dtype = generator.choice(STEPPED)
-    lead = generator.choice([(), (2,), (2, 2)])
-    m, k, n = (generator.choice([1, 3, 8, 17]) for _ in range(3))
-    a, b = draw(generator, (*lead, m, k), dtype), draw(generator, (*lead, k, n), dtype)
-    options: dict[str, Any] = {"alpha": generator.choice([1.0, -0.5])}
-    if generator.random() < 0.5:
-        options |= {"C": draw(generator, (*lead, m, n), dtype), "beta": 2.0}
-    if generator.random() < 0.3:
-        options["scale"] = draw(generator, lead)
-
-    def check(result: Tensor) -> None:
-        expected = package("reference.matmul_add").matmul_add(a, b, **options)
-        scale = 1 + options.get("beta", 0.0)
-        close("matmul_add", result, expected, 20 * scale * rounding(dtype))
-
-    arguments = {"A": a, "B": b, **options}
-    return Call("kernels.matmul_add", package("kernels").matmul_add, arguments, check, ("out",))
-
-
 @call("kernels.symmetric_matmul")
 def symmetric_matmul(package: Package, generator: random.Random) -> Call:
     dtype = generator.choice(STEPPED)

@@ -118,29 +118,16 @@ def expert_sort(package: Package, generator: random.Random) -> Call:
                 raise DifferenceError("moe.expert_sort: another order than the reference")
 
     arguments = {"expert_ids": ids, "num_experts": experts, "backend": generator.choice(BACKENDS)}
+    arguments["tile_rows"] = generator.choice([None, 16, 32, 64])
     return Call("moe.expert_sort", package.opt.moe.expert_sort, arguments, check)
-
-
-@call("kernels.expert_sort")
-def expert_sort_op(package: Package, generator: random.Random) -> Call:
-    ids = integers(generator, -1, 5, (generator.choice([0, 3, 9]), 2))
-    arguments = {"expert_ids": ids, "num_experts": 4, "tile_rows": generator.choice([16, 32, 64])}
-
-    def check(result: Any) -> None:
-        expected = package("reference.moe").expert_sort(ids, 4, arguments["tile_rows"])
-        slots, rows, offsets, tiles = result
-        for one, other in zip((slots, rows, offsets, tiles), expected, strict=True):
-            if not torch.equal(one, other):
-                raise DifferenceError("kernels.expert_sort: another order than the reference")
-
-    return Call("kernels.expert_sort", package("kernels").expert_sort, dict(arguments), check)
 
 
 @call("kernels.combine")
 def combine(package: Package, generator: random.Random) -> Call:
     tokens, k, n = generator.choice([1, 4, 9]), generator.choice([1, 2, 3]), 5
     ids = integers(generator, 0, 5, (tokens, k))  # 4 is a sentinel
-    _, rows, offsets, _ = package("kernels").expert_sort(ids, 4)
+    order = package.opt.moe.expert_sort(ids, 4)
+    rows, offsets = order.rows, order.offsets
     y = draw(generator, (tokens * k, n), generator.choice(FLOATS))
     gates = draw(generator, (tokens, k)) if generator.random() < 0.7 else None
 

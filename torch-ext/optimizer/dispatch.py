@@ -59,7 +59,6 @@ TABLE: dict[str, Kernels] = {
     "apply_update": _LISTS,
     "adamw": _LISTS,
     "symmetric_matmul": Kernels(
-        triton=True,
         on_hopper="sm90 tiles for half precision",
         because="float64 products of torch; no kernel for {device} tensors",
     ),
@@ -71,7 +70,8 @@ TABLE: dict[str, Kernels] = {
     ),
     "normalize": Kernels(
         note="torch where a dtype is float64",
-        because="float64 maths of torch; no kernel for {device} tensors",
+        otherwise="torch",
+        because="a norm and a division; no kernel for {device} tensors",
     ),
     "square_chain": _BY_THE_CALLER,
     "nf4_dequant": Kernels(cpu=True, triton=True),
@@ -173,4 +173,86 @@ def explain(op: str, device: torch.device | str) -> str:
         One line, "<name of the path>: <reason>".
     """
     path = pick(op, torch.device(device))
+    return f"{path.name}: {path.reason}"
+
+
+# The mixture-of-experts ops, whose path depends on the dtype and on the caller's wish, too:
+# path      | what                                  | taken by "auto"
+# triton    | kernels/experts/*_triton.py           | CUDA with Triton
+# measured  | as triton; products over 4-bit        | over 4-bit experts instead of triton
+#           | experts by CUDA where that is faster  |
+# compiled  | as triton; products over 4-bit        | never; by name, on capability 9.0
+#           | experts by CUDA where it can          |
+# reference | reference/moe.py, expert after expert | everything else, and float64
+EXPERTS_OPS = ("expert_sort", "grouped_lora_linear", "combine", "glu")
+BACKENDS = ("auto", "compiled", "triton", "reference")
+MEASURED = "measured"
+# Paths that differ in the product over 4-bit experts alone; the other ops have Triton's kernels.
+TRITON_PATHS = ("triton", "compiled", MEASURED)
+
+
+@functools.cache
+def experts_path(
+    device: torch.device, dtype: torch.dtype, backend: str = "auto", *, dense: bool = False
+) -> Path:
+    """The path of the mixture-of-experts ops for tensors of a dtype on a device.
+
+    With `dense` the weights are known to be of that dtype, which no compiled product takes.
+    """
+    if backend == "grouped_mm":
+        raise ValueError(
+            'backend="grouped_mm" is none of ours, as torch.nn.functional.grouped_mm takes no '
+            'LoRA; use "auto"'
+        )
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    if backend == "compiled" and dense:
+        raise ValueError(
+            'backend="compiled" is for 4-bit experts: products with dense weights are Triton\'s; '
+            'use "auto" or "triton"'
+        )
+    if backend == "compiled" and not (is_hopper(device) and has_triton()):
+        raise ValueError(
+            f'backend="compiled" needs a device of capability 9.0 and Triton, got {device}; '
+            'use "auto"'
+        )
+    if backend != "auto":
+        return Path(backend, "asked for by name")
+    if device.type == "meta":
+        return Path("reference", "shapes only")
+    if dtype == torch.float64:
+        return Path("reference", "float64 is computed by torch, expert after expert")
+    if device.type == "cuda" and torch.version.hip is None and has_triton():
+        return Path("triton", f"Triton on {torch.cuda.get_device_name(device)}")
+    return Path("reference", f"torch, expert after expert; no kernel for {device.type} tensors")
+
+
+@torch.compiler.assume_constant_result
+def experts_path_name(
+    op: str, device: torch.device, dtype: torch.dtype, backend: str, *, dense: bool = False
+) -> str:
+    """The name of the path; a slow one that nobody asked for is reported once."""
+    path = experts_path(device, dtype, backend, dense=dense)
+    if path.name == "reference" and backend == "auto":
+        report_slow(op, path.reason)
+    return path.name
+
+
+def explain_experts(
+    device: torch.device | str, dtype: torch.dtype = torch.bfloat16, backend: str = "auto"
+) -> str:
+    """Say which implementation the mixture-of-experts ops take over dense weights, and why.
+
+    Args:
+        device: device of the tensors.
+        dtype: dtype of the activations.
+        backend: as in `grouped_lora_linear`.
+
+    Returns:
+        One line, "<triton | reference>: <reason>". Of 4-bit weights speaks `explain_quantized`.
+
+    Raises:
+        ValueError: unknown backend, or "compiled".
+    """
+    path = experts_path(torch.device(device), dtype, backend, dense=True)
     return f"{path.name}: {path.reason}"

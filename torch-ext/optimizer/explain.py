@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from . import dispatch
-from .kernels.experts import _moe_paths
 from .orthogonalize.choose import explain as explain_orthogonalize
 
 
@@ -31,7 +30,7 @@ def _orthogonalize(
 
 EXPLAINERS = {
     "orthogonalize": _orthogonalize,
-    **dict.fromkeys(("expert_sort", "grouped_lora_linear", "combine", "glu"), _moe_paths.explain),
+    **dict.fromkeys(dispatch.EXPERTS_OPS, dispatch.explain_experts),
     **{op: functools.partial(dispatch.explain, op) for op in dispatch.TABLE},
 }
 

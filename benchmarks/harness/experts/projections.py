@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..package import Built
+from ..package import module as package_module
 from ..report import floor_ms
 from ..timer import medians
 from .problems import Layer
@@ -46,54 +47,26 @@ def _line(layer: Layer, built: Built, name: str, k: int, n: int) -> str:
     order = moe.expert_sort(torch.topk(logits, layer.top_k, -1).indices, e)
     path = built.package.explain("grouped_lora_linear", device="cuda").split(":")[0]
     fan = 0 if grouped_in else layer.top_k
-    place = (order.slots, order.offsets, order.tiles)
-    shared = {"tile_rows": order.tile_rows, "path": path}
+    records = package_module(built.package, "kernels.experts.grouped_lora")
+    base = records.ExpertWeights(weight)
+    weights = records.ExpertWeights(weight, records.LoraFactors(a, b, 2.0))
 
-    def forward(low_a, low_b):
-        return kernels.grouped_lora_forward(
-            x, weight, low_a, low_b, None, *place, scaling=2.0, fan=fan, grouped_out=True, **shared
-        )
+    def forward(of):
+        return kernels.grouped_lora_forward(x, of, order, fan=fan, grouped_out=True, path=path)
 
     def dx():
-        return kernels.grouped_lora_dx(
-            dy,
-            weight,
-            a,
-            b,
-            None,
-            None,
-            None,
-            *place,
-            scaling=2.0,
-            dy_fan=0,
-            x_fan=fan,
-            grouped_out=True,
-            wants_dx=True,
-            **shared,
-        )
+        options = {"dy_fan": 0, "x_fan": fan, "grouped_out": True, "wants_dx": True}
+        return kernels.grouped_lora_dx(dy, weights, order, None, None, **options, path=path)
 
-    xa, yb = forward(a, b)[1], dx()[1]
+    xa, yb = forward(weights)[1], dx()[1]
 
     def dab():
-        return kernels.grouped_lora_dab(
-            x,
-            dy,
-            xa,
-            yb,
-            a,
-            b,
-            None,
-            *place[:2],
-            x_fan=fan,
-            dy_fan=0,
-            wants_a=True,
-            wants_b=True,
-            path=path,
-        )
+        options = {"x_fan": fan, "dy_fan": 0, "wants_a": True, "wants_b": True, "path": path}
+        return kernels.grouped_lora_dab(x, dy, xa, yb, weights.lora, order, None, **options)
 
     variants = {
-        "fwd": lambda _: forward(a, b),
-        "base": lambda _: forward(None, None),
+        "fwd": lambda _: forward(weights),
+        "base": lambda _: forward(base),
         "dx": lambda _: dx(),
         "dab": lambda _: dab(),
     }

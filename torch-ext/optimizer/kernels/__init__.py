@@ -10,8 +10,6 @@ from .experts.grouped_lora import (
     grouped_lora_forward,
     grouped_lora_linear,
 )
-from .products.matmul_add import matmul_add
-from .products.normalize import normalize
 from .products.symmetric_matmul import symmetric_matmul
 from .quant.nf4_dequant import nf4_dequant
 from .quant.nf4_quantize import nf4_quantize
@@ -32,10 +30,8 @@ __all__ = [
     "grouped_lora_dx",
     "grouped_lora_forward",
     "grouped_lora_linear",
-    "matmul_add",
     "momentum",
     "nf4_dequant",
     "nf4_quantize",
-    "normalize",
     "symmetric_matmul",
 ]

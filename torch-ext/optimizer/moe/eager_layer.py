@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
+from ..dispatch import experts_path
 from ..kernels.autocast import autocast_dtype
-from ..kernels.experts._moe_paths import pick
 from ..kernels.experts.expert_sort import (
     LARGEST_TILE_ROWS,
     TILE_ROWS,
@@ -194,7 +194,7 @@ def _dense(
     if w1.ndim != 3 or w1.dtype != x.dtype or w2.dtype != x.dtype:
         return None
     strides = w1.stride() if form.transposed else w1.mT.stride()
-    path = pick(x.device, x.dtype, backend, dense=True).name
+    path = experts_path(x.device, x.dtype, backend, dense=True).name
     if not fuses(path, strides, form.activation, True, form.interleaved):
         return None
     check_path(path, x)

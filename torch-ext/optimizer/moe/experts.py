@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.autocast import autocast_dtype, cast, without_autocast
-from ..kernels.experts._moe_paths import check_dense
+from ..kernels.checks import check_dense
 from ..kernels.experts.expert_sort import expert_sort
 from ..kernels.experts.glu import glu
 from ..kernels.experts.grouped_lora import ExpertWeights, LoraFactors

@@ -15,15 +15,9 @@ import numbers
 import torch
 from torch import Tensor
 
+from ..dispatch import TRITON_PATHS, experts_path_name
 from ..kernels.autocast import autocast_dtype, cast, without_autocast
-from ..kernels.experts._moe_paths import (
-    DTYPES,
-    TRITON_PATHS,
-    check_device,
-    check_shape,
-    check_tensor,
-    pick_name,
-)
+from ..kernels.checks import DTYPES, check_device, check_shape, check_tensor
 from ..kernels.experts.expert_sort import ExpertOrder
 from ..kernels.experts.gated_experts import fuses, gated_experts
 from ..kernels.experts.grouped_lora import ExpertWeights, LoraFactors
@@ -115,7 +109,7 @@ def expert_linear(
         if grouped_out:
             raise ValueError("grouped_out=True leaves rows in expert order, but gates combine them")
     dense = quantized is None
-    path = pick_name("grouped_lora_linear", x.device, x.dtype, backend, dense=dense)
+    path = experts_path_name("grouped_lora_linear", x.device, x.dtype, backend, dense=dense)
     check_path(path, x)
     options = {"grouped_out": grouped_out, "path": path}
     with without_autocast(x.device):
@@ -166,7 +160,7 @@ def gated_lora_linear(
             for one, weight in zip((first, second), quantized, strict=True)
         )
     check_rows(x, order, grouped_in=False)
-    path = pick_name("grouped_lora_linear", x.device, x.dtype, backend, dense=dense)
+    path = experts_path_name("grouped_lora_linear", x.device, x.dtype, backend, dense=dense)
     kind = (layout.activation, layout.gated)
     if packed:
         fusable = fuses_nf4(path, *kind)

@@ -109,4 +109,4 @@ def _rebuild(slots: Tensor, ends: Tensor, top_k: int) -> ExpertOrder:
     rows = torch.zeros_like(slots).scatter(0, slots, torch.arange(total, device=slots.device))
     offsets = torch.cat((ends.new_zeros(1), ends))
     tiles = tile_map(torch.cat((offsets, ends.new_full((1,), total))), total, tile_rows)
-    return ExpertOrder(slots, offsets, rows, tiles, total // top_k, top_k, experts, tile_rows)
+    return ExpertOrder.of(slots, offsets, rows, tiles, tile_rows, top_k)

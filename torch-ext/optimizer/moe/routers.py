@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..kernels.experts._moe_paths import DTYPES, check_dense
+from ..kernels.checks import DTYPES, check_dense
 
 SCORES = ("softmax", "sigmoid")
 # Keeps the renormalization finite where all chosen sigmoids underflow (DeepSeek-V3's model code).

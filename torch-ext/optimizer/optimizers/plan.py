@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..orthogonalize.arguments import default_dtype
 from ..orthogonalize.batch import slice_for
-from ..orthogonalize.choose import default_dtype
 from .groups.blocks import Blocks, Piece, equal_share
 from .groups.options import FLOATING
 from .groups.parameters import check_gradient, is_dtensor, is_plain, local

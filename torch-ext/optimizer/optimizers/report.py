@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from ..dispatch import pick
-from ..orthogonalize.choose import choose, flop
-from ..orthogonalize.cost import H200_BANDWIDTH, H200_RATE
+from ..orthogonalize.choose import H200_BANDWIDTH, H200_RATE, choose, flop
 from ..orthogonalize.products import gram_runs_symmetric, runs_symmetric
 from .groups.options import AdamWOptions, MuonOptions
 from .groups.parameters import local

@@ -1,20 +1,18 @@
 """A batch of matrices -> the nearest semi-orthogonal matrices.
 
-coefficients, restarts      which polynomials, and where the Gram form starts afresh
-choose                      which method in which dtype, and why
-newton_schulz, polar_express, gram_newton_schulz, gram_polynomial        the methods
-cost                        what each takes
-dispatch                    orthogonalize: choose, then run
+choose                      orthogonalize: which method in which dtype, why, and what it costs
+newton_schulz               Newton-Schulz and Polar Express
+gram_newton_schulz          the same on the Gram matrix, and where it starts afresh
+gram_polynomial             two polynomials of the Gram matrix (polynomials)
+coefficients                the schedules
+batch, products, arguments  slices of a batch, the products of an iteration, checks and calls
 """
 
-from .choose import Choice, choose, predicted_ms
+from .choose import Choice, choose, orthogonalize, predicted_ms
 from .coefficients import COEFFICIENT_SETS, CoefficientSet, polar_express_coefficients
-from .dispatch import orthogonalize
-from .gram_newton_schulz import gram_newton_schulz
+from .gram_newton_schulz import gram_newton_schulz, restart_positions
 from .gram_polynomial import gram_polynomial
-from .newton_schulz import newton_schulz
-from .polar_express import polar_express
-from .restarts import restart_positions
+from .newton_schulz import newton_schulz, polar_express
 
 __all__ = [
     "COEFFICIENT_SETS",

@@ -1,8 +1,23 @@
-"""What the public functions accept; everything is checked before anything is written."""
+"""What the methods share around an iteration: checks, constants of a graph, the call of their op.
+
+Everything is checked before anything is written. Schedules and dtypes follow from Python numbers
+alone: marked as constant results, they are computed once while a graph is traced instead of being
+traced operation by operation.
+
+A compiler has to see an iteration as one op, or it would trace every slice of a batch. Called
+eagerly, such an op costs the host 45 us of torch's wrappers for autograd and aliasing, once per
+shape and step; the function behind it gives the same bits without them (`call`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
+
+from ..kernels.products.operands import overlap
+from .coefficients import CoefficientSet, Rows, frozen_rows, polar_express_set, resolve_coefficients
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -63,7 +78,7 @@ def output_for(x: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype) ->
     # Storages are opaque to the compiler, where a functional copy keeps x intact anyway, and behind
     # the tensors of torch.vmap, which come here again without their wrappers.
     opaque = torch.compiler.is_compiling() or is_wrapped(x) or is_wrapped(out)
-    if not opaque and _overlap(x, out):
+    if not opaque and overlap(x, out):
         raise ValueError("out overlaps x in memory, and x is never modified; pass another tensor")
     return out
 
@@ -84,18 +99,112 @@ def _elements_may_coincide(t: torch.Tensor) -> bool:
     return False
 
 
-def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    if x.numel() == 0 or x.untyped_storage()._cdata != y.untyped_storage()._cdata:
-        return False
-    (x_first, x_end), (y_first, y_end) = _byte_range(x), _byte_range(y)
-    return x_first < y_end and y_first < x_end
-
-
-def _byte_range(t: torch.Tensor) -> tuple[int, int]:
-    first = t.storage_offset()
-    last = first + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    return first * t.element_size(), (last + 1) * t.element_size()
-
-
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def schedule(
+    coefficients: str | CoefficientSet | Sequence[Sequence[float]], steps: int
+) -> tuple[Rows, float]:
+    """(rows, prefactor) of a `steps`-step schedule; see `resolve_coefficients`."""
+    return _schedule(coefficients, _number(steps))
+
+
+def polar_express_schedule(
+    steps: int, lower: float, safety: float, cushion: float
+) -> tuple[Rows, float]:
+    """(rows, prefactor) of the Polar Express schedule derived for `steps`."""
+    return _polar_express_schedule(
+        _number(steps), _constant(lower), _constant(safety), _constant(cushion)
+    )
+
+
+@torch.compiler.assume_constant_result
+def dtype_for(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """`default_dtype`: the iterate dtype for an input dtype on a device."""
+    return default_dtype(dtype, device)
+
+
+def default_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Iterate dtype for an input dtype on a device.
+
+    float64 input keeps float64. On CUDA from compute capability 8.0 (Ampere) float16: as fast as
+    bfloat16 with eight times its precision. Elsewhere float32.
+    """
+    if dtype == torch.float64:
+        return torch.float64
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        return torch.float16
+    return torch.float32
+
+
+@torch.compiler.assume_constant_result
+def _schedule(coefficients, steps: int) -> tuple[Rows, float]:
+    return resolve_coefficients(frozen_rows(coefficients), steps)
+
+
+@torch.compiler.assume_constant_result
+def _polar_express_schedule(
+    steps: int, lower: float, safety: float, cushion: float
+) -> tuple[Rows, float]:
+    table = polar_express_set(steps, lower, safety, cushion)
+    return table.rows, table.prefactor
+
+
+def _number(steps: int) -> int:
+    """`steps`, made a constant where the compiler has turned it into a symbol.
+
+    That happens from the second value on. The length of a tuple is always a constant.
+    """
+    return len((None,) * steps) if torch.compiler.is_compiling() else steps
+
+
+def _constant(number: float) -> float:
+    """A float or an int, made a constant likewise: text is always one."""
+    if not torch.compiler.is_compiling():
+        return number
+    return _number(number) if isinstance(number, int) else float.fromhex(number.hex())
+
+
+def serve_vmap(op: torch.library.CustomOpDef) -> None:
+    """Give a rule for torch.vmap to an op (x, out, ...) -> () over matrices (..., m, n).
+
+    The mapped dimension goes to the front, where it is one more of the batch.
+    """
+
+    def batched(info: Any, in_dims: tuple[int | None, ...], x, out, *rest: Any) -> tuple:
+        if in_dims[1] is None:
+            raise ValueError(
+                f"out is one tensor {tuple(out.shape)} for all {info.batch_size} calls that "
+                "torch.vmap makes one of; leave it away, or pass one for each"
+            )
+        shared = in_dims[0] is None
+        x = x.expand(info.batch_size, *x.shape) if shared else x.movedim(in_dims[0], 0)
+        op(x, output_for(x, out.movedim(in_dims[1], 0), out.dtype), *rest)
+        return None, None
+
+    op.register_vmap(batched)
+
+
+def call(
+    op: Callable[..., None],
+    function: Callable[..., None],
+    x: torch.Tensor,
+    out: torch.Tensor,
+    *rest: Any,
+) -> None:
+    """Call the op where a compiler, a transform or a subclass of Tensor sees it, else its function.
+
+    Args:
+        op: registered for `function`.
+        function: (x, out, ...) -> None, which writes `out`.
+        x: input of both.
+        out: output of both.
+        rest: further arguments of both.
+    """
+    plain = {type(x), type(out)} == {torch.Tensor} and not is_wrapped(x) and not is_wrapped(out)
+    if torch.compiler.is_compiling() or not plain:
+        op(x, out, *rest)
+        return
+    function(x, out, *rest)
+    torch.autograd.graph.increment_version(out)  # as the op does: autograd must know

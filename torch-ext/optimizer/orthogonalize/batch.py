@@ -21,10 +21,8 @@ import torch
 
 from .._ops import ops
 from ..kernels.autocast import without_autocast
-from ..kernels.products import crop
-from ..kernels.products.normalize import runs_compiled
-from .precision import ieee_float32
-from .products import batch_is_free, matrix_norm, may_write
+from ..kernels.products.normalize import crop_serves, runs_compiled
+from .products import batch_is_free, ieee_float32, matrix_norm, may_write
 
 # A slice holds as many matrices as a large GPU iterates in the time that its 30 to 50 launches take
 # anyway (about 0.5 ms): missing matrices cost little, and a long batch does not wait for launches.
@@ -162,7 +160,7 @@ def _written_directly(
 
 def _copy(result: torch.Tensor, place: torch.Tensor) -> None:
     """The upper left of result (b, R, C) -> place (b, r, c)."""
-    if crop.serves(result, place):
+    if crop_serves(result, place):
         ops.crop(result, place)
     else:
         r, c = place.shape[1:]

@@ -15,21 +15,30 @@ tall X, which is multiplied from the right, it is the other way round. R, Z and 
 that changes the error by less than a tenth, while a mirrored Q doubles it.
 
 With one restart of five steps 8 m^2 n + 28 m^3 FLOP for sides m <= n, against 20 m^2 n + 10 m^3.
+
+Restarts. Rounding makes the small eigenvalues of R = X X^T slightly negative, and the update
+r <- r (a + b r + c r^2)^2 drives a negative eigenvalue away from 0 by a^2 per step. A restart
+applies the accumulated Q to X and recomputes R, which resets them. The criterion: shift every
+eigenvalue down by what rounding to the iterate dtype does, and take the worst condition number
+that Q has after any step.
+
+Source: the shift and the search over sets follow the restart analysis of
+https://github.com/Dao-AILab/gram-newton-schulz; the score here is cond(Q), not max |Q|.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
-from .arguments import check_dtype, check_input, output_for
+from .arguments import call, check_dtype, check_input, dtype_for, output_for, schedule, serve_vmap
 from .batch import walk
-from .coefficients import CoefficientSet, Rows
-from .constants import dtype_for, restarts_for, schedule
+from .coefficients import CoefficientSet, Row, Rows
 from .newton_schulz import newton_schulz_step
-from .ops import call, serve_vmap
 from .products import (
     add_symmetric,
     apply_gram_side,
@@ -41,6 +50,18 @@ from .products import (
     quadratic,
     symmetric,
 )
+
+# Most negative eigenvalue of a rounded Gram matrix, in units of the dtype's epsilon: measured as
+# -4e-4 in float16 and -3.2e-3 in bfloat16 on matrices of Frobenius norm 1.
+NEGATIVE_EIGENVALUE_EPS = 0.4096
+# Rounding errors of size eps grow by up to cond(Q). The default set keeps eps * cond(Q) below this:
+# float16 errs by 0.3 to 3 % at cond 119 and by 20 to 30 % at cond 679 (log spectra to 1e-5).
+AMPLIFIED_EPS = 0.2
+# Wider dtypes could do without restarts; one costs little and keeps them near the direct iteration.
+MAX_CONDITION = 200.0
+# 1000 points per decade give every published condition number to its printed digits; below 1e-5
+# the squares vanish beside any shift and Q is constant.
+SINGULAR_VALUES = tuple(10 ** (-k / 1000) for k in range(5 * 1000 + 1))
 
 
 def _gram_newton_schulz(
@@ -160,3 +181,144 @@ def gram_newton_schulz(
         dtype,
     )
     return out
+
+
+@torch.compiler.assume_constant_result
+def restarts_for(
+    rows: Rows, dtype: torch.dtype, restarts: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """The given restart positions, checked, or the best ones for these rows in this dtype."""
+    if restarts is None:
+        return restart_positions(rows, dtype)
+    return checked_positions(restarts, len(rows))
+
+
+@lru_cache(maxsize=256, typed=True)
+def restart_positions(
+    coefficients: Rows, dtype: torch.dtype, restarts: int | None = None
+) -> tuple[int, ...]:
+    """The steps before which the Gram matrix is rebuilt, for a schedule in a dtype.
+
+    Args:
+        coefficients: The schedule, a tuple of rows (a, b, c).
+        dtype: Dtype of the iterates.
+        restarts: How many; None takes the fewest whose best set keeps cond(Q) small enough for the
+            dtype, or every position if none does (bfloat16, as a rule).
+
+    Returns:
+        Increasing step indices in 1 .. len(coefficients) - 1; the set of the smallest
+        `worst_condition`.
+
+    Raises:
+        ValueError: restarts is negative, exceeds len(coefficients) - 1, or is too small for any
+            set to stay finite.
+    """
+    most = len(coefficients) - 1
+    shift = _eigenvalue_shift(dtype)
+    if restarts is None:
+        limit = min(MAX_CONDITION, AMPLIFIED_EPS / torch.finfo(dtype).eps)
+        for count in range(most):
+            found = _best_positions(coefficients, shift, count, limit)
+            if found is not None:
+                return found
+        return tuple(range(1, most + 1))
+    if isinstance(restarts, bool) or not isinstance(restarts, int) or not 0 <= restarts <= most:
+        raise ValueError(
+            f"restarts={restarts!r}: a schedule of {len(coefficients)} steps has {most} positions "
+            f"to restart at; pass a number in 0 .. {most} or None"
+        )
+    found = () if restarts == 0 else _best_positions(coefficients, shift, restarts, math.inf)
+    if found is None:
+        raise ValueError(
+            f"restarts={restarts} leaves every choice of positions unstable in {dtype}; pass more"
+        )
+    return found
+
+
+def worst_condition(coefficients: Rows, dtype: torch.dtype, positions: Sequence[int]) -> float:
+    """Largest cond(Q) after any step when every eigenvalue of a rounded Gram is too small."""
+    shift = _eigenvalue_shift(dtype)
+    sigma = list(SINGULAR_VALUES)
+    q, r = _fresh(sigma, shift)
+    worst = 0.0
+    for i, row in enumerate(coefficients):
+        if i in positions and i > 0:
+            sigma = [s * v for s, v in zip(sigma, q, strict=True)]
+            q, r = _fresh(sigma, shift)
+        q, r = _gram_step(q, r, row)
+        worst = max(worst, _condition(q))
+    return worst
+
+
+def checked_positions(restarts: Sequence[int], steps: int) -> tuple[int, ...]:
+    """Increasing restart positions; TypeError or ValueError unless they lie in 1 .. steps - 1."""
+    if isinstance(restarts, (str, bytes)) or not isinstance(restarts, Iterable):
+        raise TypeError(
+            f"restarts must be a sequence of step indices or None, got {restarts!r}; "
+            f"pass (2,) to restart before the third step"
+        )
+    positions = tuple(restarts)
+    if any(isinstance(p, bool) or not isinstance(p, int) for p in positions):
+        raise TypeError(f"restarts must hold integers, got {positions!r}")
+    if any(not 1 <= p < steps for p in positions) or len(set(positions)) < len(positions):
+        raise ValueError(
+            f"restarts={positions!r} must be distinct step indices in 1 .. {steps - 1} "
+            f"for a schedule of {steps} steps"
+        )
+    return tuple(sorted(positions))
+
+
+def _best_positions(rows: Rows, shift: float, count: int, limit: float) -> tuple[int, ...] | None:
+    """The `count` positions of the smallest worst condition at or below `limit`, if any.
+
+    Branch and bound over the first restart, then the next: a run of steps is abandoned as soon as
+    its Q is worse than the best complete set. Exact, and a few dozen steps even for 30 rows.
+    """
+    best: tuple[float, tuple[int, ...] | None] = (math.nextafter(limit, math.inf), None)
+
+    def extend(sigma: list[float], worst: float, positions: tuple[int, ...]) -> None:
+        nonlocal best
+        q, r = _fresh(sigma, shift)
+        left = count - len(positions)
+        for i in range(positions[-1] if positions else 0, len(rows)):
+            q, r = _gram_step(q, r, rows[i])
+            worst = max(worst, _condition(q))
+            if worst >= best[0]:
+                return
+            if left and i + left < len(rows):
+                after = [s * v for s, v in zip(sigma, q, strict=True)]
+                extend(after, worst, (*positions, i + 1))
+        if not left:
+            best = worst, positions
+
+    extend(list(SINGULAR_VALUES), 0.0, ())
+    return best[1]
+
+
+def _fresh(sigma: list[float], shift: float) -> tuple[list[float], list[float]]:
+    """(Q, R) at the start and after a restart: the identity, and the rounded Gram matrix of X."""
+    return [1.0] * len(sigma), [s * s + shift for s in sigma]
+
+
+def _gram_step(q: list[float], r: list[float], row: Row) -> tuple[list[float], list[float]]:
+    """(Q, R) after one step, on eigenvalues."""
+    a, b, c = row
+    z = [a + (b + c * v) * v for v in r]
+    return [u * v for u, v in zip(q, z, strict=True)], [
+        u * v * v for u, v in zip(r, z, strict=True)
+    ]
+
+
+def _condition(q: list[float]) -> float:
+    """max |q| / min |q|; inf where a value is 0, infinite or NaN."""
+    low, high = math.inf, 0.0
+    for v in q:
+        size = abs(v)
+        if not size < 1e150:  # beyond saving; the next squares would overflow
+            return math.inf
+        low, high = min(low, size), max(high, size)
+    return high / low if low > 0 else math.inf
+
+
+def _eigenvalue_shift(dtype: torch.dtype) -> float:
+    return -NEGATIVE_EIGENVALUE_EPS * torch.finfo(dtype).eps

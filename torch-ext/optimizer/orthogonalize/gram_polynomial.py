@@ -21,12 +21,9 @@ import torch
 from .._ops import add_op_namespace_prefix, ops
 from ..kernels.products import gram_polynomial_slice
 from ..kernels.products.gram_polynomial_slice import Polynomials
-from ..kernels.products.norm_factors import norm_factors
-from ..kernels.products.normalize import runs_compiled
-from .arguments import check_dtype, check_input, output_for
+from ..kernels.products.normalize import norm_factors, runs_compiled
+from .arguments import call, check_dtype, check_input, dtype_for, output_for, serve_vmap
 from .batch import Slice, by_slices, walk
-from .constants import dtype_for
-from .ops import call, serve_vmap
 from .polynomials import POLYNOMIALS, SAFETY, Square
 from .products import (
     apply_gram_side,

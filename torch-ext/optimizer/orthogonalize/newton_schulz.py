@@ -3,6 +3,8 @@
 Per step and matrix 4 m^2 n + 2 m^3 FLOP for sides m <= n, 3 m^2 n + m^3 where symmetric products
 are computed by halves; three products, each accumulated in float32 (float64 for float64 iterates)
 and rounded once, with the scalars inside the accumulation.
+
+Polar Express is the same loop with a schedule that is derived for the step count asked for.
 """
 
 from __future__ import annotations
@@ -12,11 +14,18 @@ from collections.abc import Sequence
 import torch
 
 from .._ops import add_op_namespace_prefix, ops
-from .arguments import check_dtype, check_input, output_for
+from .arguments import (
+    call,
+    check_dtype,
+    check_input,
+    dtype_for,
+    output_for,
+    polar_express_schedule,
+    schedule,
+    serve_vmap,
+)
 from .batch import walk
 from .coefficients import CoefficientSet, Rows
-from .constants import dtype_for, schedule
-from .ops import call, serve_vmap
 from .products import apply_gram_side, folded_quadratic, folds_diagonal, gram, quadratic
 
 
@@ -117,3 +126,39 @@ def iterate_rows(
         dtype,
     )
     return out
+
+
+@torch.no_grad()
+def polar_express(
+    x: torch.Tensor,
+    steps: int = 5,
+    *,
+    lower: float = 1e-3,
+    safety: float = 2e-2,
+    cushion: float = 0.02,
+    dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Approximate polar factor of every matrix of x, by the schedule that is optimal for `steps`.
+
+    Args:
+        x: (..., m, n), as for `newton_schulz`.
+        steps: Number of iterations, 1 to 100; the schedule is derived for it, never cut.
+        lower: Smallest singular value, relative to the Frobenius norm, that is driven to 1.
+        safety: Room for rounding errors; X starts at x / ((1 + safety) * ||x||_F).
+        cushion: Caps the slope at 0.
+        dtype: Dtype of the iterates and the result, as for `newton_schulz`.
+        out: Receives the result, as for `newton_schulz`.
+
+    Returns:
+        (..., m, n) in `dtype`, or `out`.
+
+    Raises:
+        TypeError: As `newton_schulz` and `polar_express_coefficients`.
+        ValueError: As `newton_schulz` and `polar_express_coefficients`.
+
+    Source: Amsel et al., arXiv 2505.16932.
+    """
+    check_input(x)
+    rows, prefactor = polar_express_schedule(steps, lower, safety, cushion)
+    return iterate_rows(x, rows, prefactor, dtype, out)

@@ -2,16 +2,21 @@
 
 Half of a symmetric product is redundant. The compiled `symmetric_matmul` skips it and folds the
 scalars, b, c and the diagonal a, into the same rounding. On Hopper, in half precision, it and the
-compiled `matmul_add` compute every product; elsewhere torch's dense products run.
+compiled `matmul_add` compute every product; elsewhere torch's dense products run, in float32 with
+IEEE arithmetic whatever the process allows (`ieee_float32`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
 
 import torch
 
 from .._ops import ops
 from ..kernels.products import square_chain
-from ..kernels.products.matmul_add import by_tma, product
+from ..kernels.products.matmul_add import by_tma
 from ..kernels.products.matmul_add import runs_compiled as runs_dense_compiled
 from ..kernels.products.symmetric_matmul import AUTO, runs_compiled
 
@@ -185,7 +190,7 @@ def apply_gram_side(
     if batch_is_free(x.dtype, x.device):
         out = torch.empty_like(x) if out is None else out
         operands = (x, B) if tall else (B, x)
-        product(*operands, add, out, 1.0, beta, scale)
+        ops.matmul_add(*operands, add, out, 1.0, beta, AUTO, scale)
         return out
     if scale is not None:
         B = (in_float32(B) * scale[:, None, None]).to(B.dtype)
@@ -198,7 +203,7 @@ def dense(
     """A B + beta C of A (G, m, k), B (G, k, n) and C (G, m, n)."""
     if batch_is_free(A.dtype, A.device):
         out = A.new_empty((A.shape[0], A.shape[1], B.shape[2]))
-        product(A, B, C, out, 1.0, beta)
+        ops.matmul_add(A, B, C, out, 1.0, beta, AUTO)
         return out
     return torch.bmm(A, B) if C is None else torch.baddbmm(C, A, B, beta=beta)
 
@@ -210,3 +215,87 @@ def in_float32(x: torch.Tensor) -> torch.Tensor:
     row alike, that triples the error of a float16 Gram iteration (5.2e-3 instead of 1.9e-3).
     """
     return x if x.dtype == torch.float64 else x.float()
+
+
+# torch's precision of float32 products is one switch per (backend, operation) for the whole
+# process. A switch left at "none" takes the value of its backend, and that one the value of all.
+_BACKENDS = {"cuda": "cuda", "cpu": "mkldnn"}
+_REDUCED = ("tf32", "bf16")
+_EVERYTHING = ("generic", "all")
+
+Switch = tuple[str, str]
+
+
+@contextmanager
+def ieee_float32(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Keeps TF32 and bfloat16 out of float32 iterates, whatever the process allows elsewhere.
+
+    Whoever asks for float32 iterates asks for their accuracy; TF32 has float16's mantissa at half
+    its speed. A switch that allows neither is not touched. Otherwise it is held at "ieee" around
+    the launches, and with it the products that other threads launch meanwhile.
+    """
+    if device.type not in _BACKENDS or dtype != torch.float32:
+        yield
+        return
+    hold = _HOLDS[device.type]
+    hold.acquire()
+    try:
+        yield
+    finally:
+        hold.release()
+
+
+class _Hold:
+    """One switch at "ieee" while any thread asks for it; the last one puts back what was there."""
+
+    def __init__(self, switch: Switch) -> None:
+        self.switch = switch
+        self.lock = Lock()
+        self.holders = 0
+        self.before: str | None = None  # what the switch said, while it is held
+
+    def acquire(self) -> None:
+        with self.lock:
+            self.holders += 1
+            if _read(self.switch) in _REDUCED:
+                self.before = _own(self.switch)
+                _write(self.switch, "ieee")
+
+    def release(self) -> None:
+        with self.lock:
+            self.holders -= 1
+            if self.holders == 0 and self.before is not None:
+                if _read(self.switch) == "ieee":  # else someone set it anew, which stands
+                    _write(self.switch, self.before)
+                self.before = None
+
+
+_HOLDS = {device: _Hold((backend, "matmul")) for device, backend in _BACKENDS.items()}
+
+
+def _own(switch: Switch) -> str:
+    """What a switch with a reduced value itself says: that value, or "none" if it is inherited.
+
+    torch reads the value with inheritance only. Where the parent has the same one, the parent goes
+    to "ieee" for a moment, which makes nobody's products less accurate, and the switch either
+    follows or does not.
+    """
+    value = _read(switch)
+    if switch == _EVERYTHING:
+        return value
+    parent = _EVERYTHING if switch[1] == "all" else (switch[0], "all")
+    if _read(parent) != value:
+        return value
+    before = _own(parent)
+    _write(parent, "ieee")
+    follows = _read(switch) != value
+    _write(parent, before)
+    return "none" if follows else value
+
+
+def _read(switch: Switch) -> str:
+    return torch._C._get_fp32_precision_getter(*switch)
+
+
+def _write(switch: Switch, value: str) -> None:
+    torch._C._set_fp32_precision_setter(*switch, value)

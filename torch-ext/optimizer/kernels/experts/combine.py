@@ -4,7 +4,7 @@ out[t] = sum_j gates[t, j] y[rows[t k + j]], in float32 and in the order of j: n
 repeat bit for bit. Slots whose row is not valid (sentinels) are left out.
 
 path      | source            | taken
-triton    | rows_triton.py    | CUDA and ROCm
+triton    | rows_triton.py    | CUDA
 reference | reference/moe.py  | everything else
 """
 
@@ -15,16 +15,9 @@ from torch import Tensor
 from torch.library import custom_op
 
 from ..._ops import add_op_namespace_prefix, ops
+from ...dispatch import TRITON_PATHS, experts_path_name
 from ...reference import moe as reference
-from ._moe_paths import (
-    DTYPES,
-    TRITON_PATHS,
-    check_device,
-    check_shape,
-    check_tensor,
-    on_device_of,
-    pick_name,
-)
+from ..checks import DTYPES, check_device, check_shape, check_tensor, on_device_of
 from .expert_sort import ExpertOrder
 
 
@@ -95,6 +88,6 @@ def combine(
     for name, value in (("gates", gates), ("rows", rows), ("offsets", offsets)):
         if value is not None:
             check_device(name, value, y, "y")
-    path = pick_name("combine", y.device, y.dtype, backend)
+    path = experts_path_name("combine", y.device, y.dtype, backend)
     gates = None if gates is None else gates.detach()
     return ops.combine(y.detach(), gates, rows, offsets, top_k, path)

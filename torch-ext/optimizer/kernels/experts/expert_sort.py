@@ -4,7 +4,7 @@ Stable, so that the order within an expert is the order of tokens. Ids outside [
 of expert parallelism: they come last and no product reads them. Nothing waits for the device.
 
 path      | source            | taken
-triton    | rows_triton.py    | CUDA and ROCm
+triton    | rows_triton.py    | CUDA
 reference | reference/moe.py  | everything else
 """
 
@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.library import custom_op
 
 from ..._ops import add_op_namespace_prefix, ops
+from ...dispatch import TRITON_PATHS, experts_path_name
 from ...reference import moe as reference
+from ..checks import INTEGERS, check_tensor, on_device_of
 from ..launch.launch_plan import replayed
-from ._moe_paths import INTEGERS, TRITON_PATHS, check_tensor, on_device_of, pick_name
 
 # Rows of a tile by mean rows per expert: (up to, rows). Experts get more and fewer rows than the
 # mean, and every tile reads its expert's weights again: from three quarters of a tile on the next
@@ -154,16 +155,18 @@ def expert_sort(
         The order.
 
     Raises:
-        TypeError: expert_ids is no integer tensor, or num_experts no integer.
+        TypeError: expert_ids is no integer tensor, or num_experts or tile_rows no integer.
         ValueError: A shape, size, tile_rows or backend is out of range.
     """
     check_ids(expert_ids, num_experts)
     expert_ids = expert_ids.detach()
     if tile_rows is None:
         tile_rows = tile_rows_for(expert_ids.numel(), num_experts)
+    elif isinstance(tile_rows, bool) or not isinstance(tile_rows, int):
+        raise TypeError(f"tile_rows must be an integer or None, got {type(tile_rows).__name__}")
     elif tile_rows < 16 or tile_rows & (tile_rows - 1):
         raise ValueError(f"tile_rows must be a power of two from 16, got {tile_rows}")
-    path = pick_name("expert_sort", expert_ids.device, torch.float32, backend)
+    path = experts_path_name("expert_sort", expert_ids.device, torch.float32, backend)
     slots, rows, offsets, tiles = ops.expert_sort(expert_ids, num_experts, tile_rows, path)
     tokens, top_k = expert_ids.shape
     return ExpertOrder(slots, offsets, rows, tiles, tokens, top_k, num_experts, tile_rows)

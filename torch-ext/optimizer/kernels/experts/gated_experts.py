@@ -22,8 +22,8 @@ from torch.library import custom_op
 
 from ..._ops import add_op_namespace_prefix, ops
 from ..autocast import without_autocast
+from ..checks import gradient_like, on_device_of, refuse_forward_mode
 from ..launch.launch_plan import replayed
-from ._moe_paths import gradient_like, on_device_of, refuse_forward_mode
 from .expert_sort import ORDER, ORDER_LENGTH, ExpertOrder
 from .glu import ACTIVATIONS
 from .grouped_lora import WEIGHTS, WEIGHTS_LENGTH, ExpertWeights

@@ -4,7 +4,7 @@ out = act(gate) * up with gate and up the halves of (M, 2I), or its even and odd
 in float32 and rounded once; backward recomputes from gate_up, so nothing else is kept.
 
 path      | source           | taken
-triton    | rows_triton.py   | CUDA and ROCm
+triton    | rows_triton.py   | CUDA
 reference | reference/glu.py | everything else
 """
 
@@ -14,16 +14,10 @@ from torch import Tensor
 from torch.library import custom_op
 
 from ..._ops import add_op_namespace_prefix, ops
+from ...dispatch import TRITON_PATHS, experts_path_name
 from ...reference import glu as reference
 from ..autocast import without_autocast
-from ._moe_paths import (
-    DTYPES,
-    TRITON_PATHS,
-    check_tensor,
-    on_device_of,
-    pick_name,
-    refuse_forward_mode,
-)
+from ..checks import DTYPES, check_tensor, on_device_of, refuse_forward_mode
 
 ACTIVATIONS = (*reference.ELEMENTWISE, "gpt_oss")
 
@@ -103,5 +97,5 @@ def glu(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
     refuse_forward_mode("glu", gate_up)
-    path = pick_name("glu", gate_up.device, gate_up.dtype, backend)
+    path = experts_path_name("glu", gate_up.device, gate_up.dtype, backend)
     return ops.glu(gate_up, activation, interleaved, path)

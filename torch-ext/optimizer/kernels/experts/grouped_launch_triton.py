@@ -42,11 +42,9 @@ MOST_PIECES = 3  # more launches than theirs take longer than reading a factor w
 
 @functools.cache
 def arch(device: torch.device) -> str:
-    """ "sm90" for an H100 or H200; "hip" for AMD; the interpreter counts as "sm90"."""
+    """ "sm90" for an H100 or H200; the interpreter counts as one."""
     if device.type != "cuda":
         return "sm90"
-    if torch.version.hip is not None:
-        return "hip"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm{major}{minor}"
 
@@ -75,7 +73,7 @@ def overlaps(device: torch.device) -> bool:
     """Whether a launch can begin before its predecessor ended, and wait for it within."""
     if not isinstance(_grouped_product, JITFunction) or device.type != "cuda":
         return False
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache

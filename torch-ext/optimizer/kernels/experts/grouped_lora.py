@@ -21,7 +21,7 @@ Gradients have the strides of the parameters, PEFT's layout included. Arguments 
 `moe.grouped_lora_linear`. The gradients have no gradients: a second order raises.
 
 path      | source                   | taken
-triton    | grouped_launch_triton.py | CUDA and ROCm; for 4-bit weights also "compiled", "measured"
+triton    | grouped_launch_triton.py | CUDA; for 4-bit weights also "compiled", "measured"
 reference | reference/moe.py         | everything else
 """
 
@@ -36,9 +36,10 @@ from torch import Tensor
 from torch.library import custom_op
 
 from ..._ops import add_op_namespace_prefix, ops
+from ...dispatch import TRITON_PATHS
 from ...reference import moe as reference
 from ..autocast import without_autocast
-from ._moe_paths import TRITON_PATHS, gradient_like, on_device_of, refuse_forward_mode
+from ..checks import gradient_like, on_device_of, refuse_forward_mode
 from .combine import combine_rows
 from .expert_sort import ORDER, ORDER_LENGTH, ExpertOrder
 

@@ -30,7 +30,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import logging
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -40,11 +39,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ... import dispatch
 from ..._ops import ops
 from .plan_memory import Span, arranged
 from .triton_compile import Kernel, Loaded, compile_kernel, specialization
 
-_logger = logging.getLogger(__name__)
+_FROM_PYTHON = "%s is launched from Python in every call: %s"
 
 _aten = torch.ops.aten
 _ALLOCATIONS = frozenset(
@@ -230,7 +230,7 @@ def stand_in(
 @functools.cache
 def _plays(device: torch.device) -> bool:
     """Whether launches on a device can be played again: CUDA's, by the compiled op."""
-    return device.type == "cuda" and torch.version.hip is None
+    return device.type == "cuda"
 
 
 def _recorded(
@@ -261,18 +261,13 @@ def _recorded(
         if len(_refused) >= _MOST_KEPT:
             _refused.clear()
         _refused.add(seen)
-        _say_once(name, str(reason))
+        dispatch.say_once(_FROM_PYTHON, name, str(reason))
         return False
     return True
 
 
 class _NotPlayableError(Exception):
     """What a function does cannot be put into a program; the message says what."""
-
-
-@functools.cache
-def _say_once(name: str, reason: str) -> None:
-    _logger.warning("%s is launched from Python in every call: %s", name, reason)
 
 
 @dataclasses.dataclass

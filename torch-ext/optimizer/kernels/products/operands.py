@@ -61,7 +61,7 @@ def check_out(out: Tensor, shape: tuple[int, ...], **operands: Tensor | None) ->
     if torch.compiler.is_compiling():  # storages are opaque to the compiler, which copies anyway
         return
     for name, x in operands.items():
-        if x is not None and _overlap(x, out) and not (name == "C" and _same(x, out)):
+        if x is not None and overlap(x, out) and not (name == "C" and _same(x, out)):
             raise ValueError(f"out overlaps {name} in memory; pass another tensor")
 
 
@@ -84,7 +84,8 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return x.storage_offset() == y.storage_offset() and x.stride() == y.stride()
 
 
-def _overlap(x: Tensor, y: Tensor) -> bool:
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors share bytes, by the ranges that their strides span."""
     if x.numel() == 0 or x.untyped_storage()._cdata != y.untyped_storage()._cdata:
         return False
     (x_first, x_end), (y_first, y_end) = _byte_range(x), _byte_range(y)

@@ -4,10 +4,13 @@ What a polynomial of high degree in a symmetric matrix is made of. One launch fo
 batch: groups of matrices go through the whole chain while they are in L2, and no multiprocessor is
 idle between two products. Bits are those of `symmetric_matmul` product by product.
 
-path      | op               | source                           | taken
-compiled  | square_chain     | kernels-src/products/*sm90* | capability 9.0, float16
-products  | symmetric_matmul | products/symmetric_matmul.py     | everything else, by the caller
-reference | none             | reference/square_chain.py        | by tests
+path      | op               | source                       | taken
+compiled  | square_chain     | kernels-src/products/*sm90*  | capability 9.0, float16
+products  | symmetric_matmul | products/symmetric_matmul.py | everything else, by the caller
+reference | none             | reference/square_chain.py    | by tests
+
+Sums are float32, every M but M_0 is rounded once to float16; M_0 is never rounded. A matrix gives
+the same bits in any batch. Evaluating by squares: Paterson and Stockmeyer, SIAM J. Comput. 2, 1973.
 
 Every matrix is in upper storage: blocks of 128 x 128 below the diagonal are neither read nor
 written (10 of 16 are left for m = 512, 36 of 64 for m = 1024).
@@ -18,17 +21,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.library import register_fake
 
 from ... import dispatch
-from ..._ops import add_op_namespace_prefix, ops
+from ..._ops import add_op_namespace_prefix
 
 # kMostSquares and kMostBuffers of kernels-src/products/chain.h, which a test compares.
 MOST_SQUARES = 8
 MOST_BUFFERS = 6
 SIDE = 128  # of a tile, and of a block of upper storage
-FORMULA = 0  # groups as the kernel chooses them
 
 Square = tuple[int, float, float, float]  # i, alpha, beta, delta
 
@@ -36,29 +37,6 @@ Square = tuple[int, float, float, float]  # i, alpha, beta, delta
 @register_fake(add_op_namespace_prefix("square_chain"))
 def _fake(buffers, places, operands, alphas, betas, deltas, scale, groups, zeros=None):
     return None
-
-
-def square_chain(
-    X: Tensor,  # (G, m, m) float16, contiguous, m in eights, upper storage
-    squares: Sequence[Square],
-    scale: Tensor | None = None,  # (G,) float32
-    groups: int = FORMULA,
-    *,
-    zeros: Tensor | None = None,  # (1 + squares * G,) int32 zeros, which are used up
-) -> Tensor:
-    """The last M in upper storage, maybe in X's memory; unchecked, for `serves`.
-
-    Sums are float32, every M but M_0 is rounded once to float16; M_0 is never rounded. A matrix
-    gives the same bits in any batch. `groups` that the batch is walked in change none. With `zeros`
-    a launch that clears counters is saved.
-
-    Source: evaluating by squares, Paterson and Stockmeyer, SIAM J. Comput. 2 (1973).
-    """
-    places, count = places_of([square[0] for square in squares])
-    buffers = [X, *(torch.empty_like(X) for _ in range(count - 1))]
-    columns = ([square[k] for square in squares] for k in range(4))
-    ops.square_chain(buffers, places, *columns, scale, groups, zeros)
-    return buffers[places[-1]]
 
 
 def places_of(operands: Sequence[int]) -> tuple[list[int], int]:

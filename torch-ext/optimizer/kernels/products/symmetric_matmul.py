@@ -4,10 +4,9 @@ Tiles on and above the diagonal are computed and stored twice, so the two triang
 for bit at half the work. Sums are float32 over growing k; s, alpha, beta C and diag are applied in
 float32 and the result is rounded once.
 
-path      | op                         | source                              | taken
-compiled  | symmetric_matmul           | kernels-src/products           | CUDA >= 8.0
-triton    | symmetric_matmul_triton    | symmetric_matmul_triton.py          | other CUDA, ROCm
-reference | symmetric_matmul_reference | reference/symmetric_matmul.py       | everything else
+path      | op                         | source                        | taken
+compiled  | symmetric_matmul           | kernels-src/products          | CUDA >= 8.0
+reference | symmetric_matmul_reference | reference/symmetric_matmul.py | everything else
 
 The compiled op has two families of tiles: mma.sync for every GPU from 8.0 on, and TMA with wgmma
 for capability 9.0 ("sm90_..."), which `auto` takes in half precision where TMA reads the strides.
@@ -125,7 +124,8 @@ def symmetric_matmul(
             options["tile"] = _tile_number(tile)
         elif tile != "auto":
             raise ValueError(f"tile={tile!r} is one of the compiled op's; {A.device} takes {path}")
-        _op(path)(*views, result, **options)
+        op = ops.symmetric_matmul if path == "compiled" else ops.symmetric_matmul_reference
+        op(*views, result, **options)
         if target is None:
             out.copy_(result.view(square))
     return out
@@ -137,7 +137,7 @@ def symmetric_matmul(
 AUTO = -1
 TILES = (
     *("64x64", "64x128", "128x128"),
-    *("sm90_128x256", "sm90_128x256_pair", "sm90_128x128", "sm90_64x128", "sm90_128x192"),
+    *("sm90_128x256", "sm90_128x128", "sm90_64x128", "sm90_128x192"),
 )
 
 
@@ -147,17 +147,6 @@ def _tile_number(tile: str) -> int:
     if tile not in TILES:
         raise ValueError(f"tile={tile!r} is unknown; name auto or one of {', '.join(TILES)}")
     return TILES.index(tile)
-
-
-def _op(path: str):
-    """The registered op of a path; the Triton one is imported with its first use."""
-    if path == "compiled":
-        return ops.symmetric_matmul
-    if path == "reference":
-        return ops.symmetric_matmul_reference
-    from . import symmetric_matmul_triton  # noqa: F401
-
-    return ops.symmetric_matmul_triton
 
 
 def _check_operands(A: Tensor, B: Tensor | None, C: Tensor | None, scalars: dict) -> None:

@@ -16,10 +16,11 @@ import torch
 import triton
 from torch import Tensor
 
+from ...dispatch import path_name
 from ..experts.expert_sort import ExpertOrder
 from ..experts.grouped_launch_triton import launch_product, tile_of
 from ..experts.grouped_launch_triton import packed as packed_factor
-from .nf4_dequant import _op, _pick_name
+from .nf4_dequant import _op
 
 
 def tiles_of_slices(tiles: Tensor, experts: int, count: int) -> Tensor:
@@ -44,7 +45,7 @@ def tiles_of_slices(tiles: Tensor, experts: int, count: int) -> Tensor:
 def decoder(stack: tuple, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """ids -> decoded experts: the op that `nf4_dequant` takes, its arguments checked before."""
     packed, absmax, codebook, nested, (_, *shape), blocksize = stack
-    op = _op(_pick_name(packed.device))
+    op = _op(path_name("nf4_dequant", packed.device))
     options = (shape, blocksize, dtype, codebook, *(nested or (None, None, None)))
     return lambda ids: op(packed, absmax, ids, *options)
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.library import custom_op
 
 from ..._ops import add_op_namespace_prefix, ops
-from ..experts._moe_paths import TRITON_PATHS, gradient_like, on_device_of
+from ...dispatch import TRITON_PATHS
+from ..checks import gradient_like, on_device_of
 from ..experts.expert_sort import ORDER_LENGTH, ExpertOrder
 from ..experts.glu import ACTIVATIONS
 from ..launch.launch_plan import replayed

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.library import custom_op
 
 from ..._ops import add_op_namespace_prefix, ops
+from ...dispatch import TRITON_PATHS
 from ...reference import nf4_moe as reference
-from ..experts._moe_paths import TRITON_PATHS, on_device_of
+from ..checks import on_device_of
 from ..experts.expert_sort import ExpertOrder
 from .grouped_lora_nf4_forward import nested_of, product_of_stack
 

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.library import custom_op
 
 from ..._ops import add_op_namespace_prefix, ops
+from ...dispatch import MEASURED, TRITON_PATHS
 from ...reference import nf4_moe as reference
-from ..experts._moe_paths import MEASURED, TRITON_PATHS, on_device_of
+from ..checks import on_device_of
 from ..experts.expert_sort import ExpertOrder
 from .nf4_product import compiled_is_faster, prefer_compiled
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ...kernels.experts._moe_paths import pick
+from ...dispatch import experts_path
 from ...kernels.experts.expert_sort import ExpertOrder
 from ...kernels.experts.grouped_lora import ExpertWeights
 from ...kernels.quant.gated_nf4_experts import codebook_of, fuses
@@ -137,7 +137,7 @@ def quantized_launches(
         the launches, and the tensors of both records.
     """
     records = tuple(as_quantized(weight) for weight in weights)
-    path = pick(x.device, x.dtype, backend).name
+    path = experts_path(x.device, x.dtype, backend).name
     if any(type(record) is not QuantizedWeight for record in records):  # offloaded ones come late
         return None, ()
     if not fuses(path, form.activation, True) or trains_biases:

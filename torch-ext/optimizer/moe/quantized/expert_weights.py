@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import dispatch
-from ...kernels.experts._moe_paths import check_dense
+from ...kernels.checks import check_dense
 from ...kernels.experts.expert_sort import ExpertOrder
 from ...kernels.quant.nf4_dequant import DTYPES, nf4_dequant
 from ...kernels.quant.nf4_quantize import QUANT_TYPES

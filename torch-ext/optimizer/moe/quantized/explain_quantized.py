@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ... import dispatch
-from ...kernels.experts._moe_paths import TRITON_PATHS, pick
+from ...dispatch import TRITON_PATHS, experts_path
 from ...kernels.quant.nf4_product import pays, refusal
 from .expert_weights import QuantizedWeight, as_quantized
 from .quantized_experts import QuantizedExperts
@@ -43,7 +43,7 @@ def explain_quantized(
     if record is None:
         raise TypeError(f"weight must be in 4 bits, got {type(weight).__name__}; see explain")
     where = torch.device(record.device if device is None else device)
-    path = pick(where, dtype, backend)
+    path = experts_path(where, dtype, backend)
     refused = _refusal(record, where, dtype, rank)
     fast = path.name in TRITON_PATHS and _decodes_in_registers(where, dtype)
     chosen = choose_strategy(

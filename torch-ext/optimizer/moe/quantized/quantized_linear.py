@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...dispatch import TRITON_PATHS
 from ...kernels.autocast import without_autocast
-from ...kernels.experts._moe_paths import TRITON_PATHS
 from ...kernels.experts.combine import combine_rows
 from ...kernels.experts.expert_sort import ExpertOrder
 from ...kernels.experts.grouped_lora import (

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...kernels.experts._moe_paths import MEASURED, TRITON_PATHS, Path
+from ...dispatch import MEASURED, TRITON_PATHS, Path
 from ...kernels.quant.grouped_lora_nf4_forward import decodes_in_registers
 from ...kernels.quant.nf4_product import serves
 from .expert_weights import STRATEGIES, QuantizedWeight

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from .._compare import assert_error_at_most, assert_same_bits
+from ..._compare import assert_error_at_most, assert_same_bits
 
 PATHS = ("reference", "triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @pytest.fixture(scope="session")
 def module(submodule):
-    """The module kernels.combine of the loaded package."""
+    """The module kernels.experts.combine of the loaded package."""
     return submodule("kernels.experts.combine")
 
 
@@ -94,7 +94,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss")
 
 @pytest.fixture(scope="session")
 def module_glu(submodule):
-    """The module kernels.glu of the loaded package."""
+    """The module kernels.experts.glu of the loaded package."""
     return submodule("kernels.experts.glu")
 
 

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # tokens, experts per token, experts, hidden, intermediate, rank, rows per tile. Rank 16 is loaded
 # before the sum over K, rank 24 after it; x A^T over 4096 is summed in parts.
 PROBLEMS = {

@@ -9,24 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from .._compare import assert_error_at_most, assert_same_bits
+from ..._compare import assert_error_at_most, assert_same_bits
 from ._grouped import EXPERTS, PATHS, RANK, TOKENS, TOP_K, K, N, doubles, operands, valid_slots
 
-NAMES = ("x", "weight", "lora_a", "lora_b", "bias")
+FORWARD_NAMES = ("x", "weight", "lora_a", "lora_b", "bias")
 
 
-def arguments(problem: dict, path: str, grouped_out: bool = False) -> tuple:
-    operands = (*(problem[name] for name in NAMES), 0.5, *problem["order"].operands())
+def forward_arguments(problem: dict, path: str, grouped_out: bool = False) -> tuple:
+    operands = (*(problem[name] for name in FORWARD_NAMES), 0.5, *problem["order"].operands())
     return (*operands, TOP_K, grouped_out, path)
 
 
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("grouped_out", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-def test_results(submodule, ops, device, path, grouped_out):
+def test_forward_results(submodule, ops, device, path, grouped_out):
     """y and the scaled xa of every slot; zero where an id names no expert."""
     problem = operands(submodule, device)
-    y, xa = ops.grouped_lora_forward(*arguments(problem, path, grouped_out))
+    y, xa = ops.grouped_lora_forward(*forward_arguments(problem, path, grouped_out))
     wide = doubles(problem)
     expected = torch.zeros(TOKENS * TOP_K, N, dtype=torch.float64)
     low = torch.zeros(TOKENS * TOP_K, RANK, dtype=torch.float64)
@@ -43,97 +43,20 @@ def test_results(submodule, ops, device, path, grouped_out):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_opcheck(submodule, ops, device, path):
+def test_forward_opcheck(submodule, ops, device, path):
     problem = operands(submodule, device, torch.bfloat16)
-    torch.library.opcheck(ops.grouped_lora_forward.default, arguments(problem, path))
+    torch.library.opcheck(ops.grouped_lora_forward.default, forward_arguments(problem, path))
 
 
 @pytest.mark.parametrize("path", ["compiled", "measured"])
 def test_decoded_slices_of_4_bit_experts_take_triton(submodule, ops, device, path):
     """Paths of the product over packed weights; decoded ones are weights like all others."""
     problem = operands(submodule, device)
-    expected = ops.grouped_lora_forward(*arguments(problem, "triton"))
+    expected = ops.grouped_lora_forward(*forward_arguments(problem, "triton"))
     for one, other in zip(
-        ops.grouped_lora_forward(*arguments(problem, path)), expected, strict=True
+        ops.grouped_lora_forward(*forward_arguments(problem, path)), expected, strict=True
     ):
         assert torch.equal(one, other)
-
-
-@pytest.fixture(scope="session")
-def config(submodule):
-    """The module kernels.experts.tiles of the loaded package."""
-    return submodule("kernels.experts.tiles")
-
-
-@pytest.mark.sees_defect("the plan is chosen by mutable globals, which the tests overwrite")
-@pytest.mark.sees_defect("pruning leaves one tile of 32 x 32, or none")
-@pytest.mark.sees_defect("shared memory is asked of a driver: no tile without a GPU")
-@pytest.mark.parametrize("arch", ["sm80", "sm86", "sm90", "hip"])
-@pytest.mark.parametrize("direction", ["forward", "dx", "dots", "low_rank", "product"])
-@pytest.mark.parametrize("element_bytes", [2, 4])
-def test_every_shape_has_a_tile_that_fits(config, arch, direction, element_bytes):
-    """The predecessor's pruning left one tile of 32 x 32 or none; a tile is a pure function."""
-    for rows in (16, 32, 64, 128, 256):
-        for rank in (1, 16, 40, 256):
-            for columns in (16, 768, 4096):
-                shape = config.Shape(arch, rows, 2048, columns, element_bytes, direction, rank)
-                tile = config.choose(shape)
-                assert config.fits(tile, shape), (shape, tile)
-                assert tile == config.choose(shape)
-                assert min(tile.rows, tile.columns, tile.depth) >= 16 and tile.stages >= 1
-                if direction in ("forward", "dx", "dots"):
-                    assert tile.rows == rows
-
-
-def test_rows_of_64_and_more_use_wide_tiles(config):
-    """At 64 rows per expert and above the product runs on tiles that a wgmma takes."""
-    for rows in (64, 128):
-        tile = config.choose(config.Shape("sm90", rows, 2048, 1536, 2, "forward", 16))
-        assert tile.rows >= 64 and tile.columns >= 128
-
-
-@pytest.mark.parametrize("direction", ["forward", "dx", "dots"])
-def test_tiles_that_were_the_fastest(config, direction):
-    """128 x 256 where experts fill 128 rows and few columns are padding; the cases timed."""
-
-    def choose(columns: int, arch: str = "sm90", rows: int = 128):
-        return config.choose(config.Shape(arch, rows, 2048, columns, 2, direction, 16))
-
-    for columns in (512, 768, 1024, 1536, 2048, 4096, 14336, 28672):
-        assert choose(columns) == config.Tile(128, 256, 64, 8, 4), columns
-    for columns in (64, 384, 640, 2880):
-        assert choose(columns) == config.Tile(128, 128, 64, 4, 3), columns
-    assert choose(2048, rows=64) == config.Tile(64, 128, 64, 4, 4)
-    assert choose(2048, arch="sm80").columns == 64
-
-
-def test_low_rank_sums_fit_with_factors_in_float32(config):
-    """Float32 LoRA over bfloat16 rows: the factor's tiles take twice the bytes of the rows'."""
-    shape = config.Shape("sm86", 32, 2048, 64, 2, "low_rank", 64)
-    tile = config.choose(shape)
-    taken = tile.stages * tile.depth * (tile.rows * 2 + tile.columns * 4)
-    assert taken <= config.SMALLEST_SHARED_MEMORY
-
-
-@pytest.mark.parametrize(
-    ("rank", "block"), [(1, 16), (12, 16), (17, 32), (48, 64), (64, 64), (128, 64)]
-)
-def test_rank_is_padded_to_a_block(config, rank, block):
-    assert config.block_rank(rank) == block
-
-
-def test_unknown_direction(config):
-    with pytest.raises(ValueError, match="direction must be one of"):
-        config.choose(config.Shape("sm90", 64, K, N, 2, "backward"))
-
-
-@pytest.mark.sees_defect("tuned anew for each number of tokens, without the rank in the key")
-def test_what_a_tile_depends_on(config):
-    """No number of tokens, no routing: the rows of a tile stand for the mean rows per expert."""
-    names = {field.name for field in dataclasses.fields(config.Shape)}
-    assert names == {"arch", "rows", "depth", "columns", "element_bytes", "direction", "rank"}
-    low = [config.choose(config.Shape("sm90", 64, 2048, 16, 2, "low_rank", r)) for r in (16, 64)]
-    assert low[0] != low[1]
 
 
 @pytest.mark.sees_defect(
@@ -233,7 +156,7 @@ def test_factors_are_read_in_place(launched):
 DX_NAMES = ("dy", "weight", "lora_a", "lora_b", "bias")
 
 
-def arguments_dx(
+def dx_arguments(
     problem: dict, path: str, grouped_out: bool = False, wants_dx: bool = True
 ) -> tuple:
     return (
@@ -253,9 +176,9 @@ def arguments_dx(
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("grouped_out", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-def test_results_dx(submodule, ops, device, path, grouped_out):
+def test_dx_results(submodule, ops, device, path, grouped_out):
     problem = operands(submodule, device)
-    dx, yb, dgates = ops.grouped_lora_dx(*arguments_dx(problem, path, grouped_out))
+    dx, yb, dgates = ops.grouped_lora_dx(*dx_arguments(problem, path, grouped_out))
     wide = doubles(problem)
     slots = problem["slots"].cpu()
     expected = torch.zeros(TOKENS * TOP_K, K, dtype=torch.float64)
@@ -275,62 +198,22 @@ def test_results_dx(submodule, ops, device, path, grouped_out):
 @pytest.mark.parametrize("path", PATHS)
 def test_without_dx_the_rest_is_the_same(submodule, ops, device, path):
     problem = operands(submodule, device)
-    _, yb, dgates = ops.grouped_lora_dx(*arguments_dx(problem, path))
-    dx, again, gates_again = ops.grouped_lora_dx(*arguments_dx(problem, path, wants_dx=False))
+    _, yb, dgates = ops.grouped_lora_dx(*dx_arguments(problem, path))
+    dx, again, gates_again = ops.grouped_lora_dx(*dx_arguments(problem, path, wants_dx=False))
     assert dx.shape == (0, K)
     assert torch.equal(yb, again) and torch.equal(dgates, gates_again)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_opcheck_dx(submodule, ops, device, path):
+def test_dx_opcheck(submodule, ops, device, path):
     problem = operands(submodule, device, torch.bfloat16)
-    torch.library.opcheck(ops.grouped_lora_dx.default, arguments_dx(problem, path))
-
-
-DW_NAMES = ("x", "dy", "weight", "bias")
-
-
-def arguments_dw(problem: dict, path: str, wants=(True, True)) -> tuple:
-    operands = (*(problem[name] for name in DW_NAMES), *problem["order"].operands())
-    return (*operands, problem["gates"], TOP_K, 1, *wants, path)
-
-
-@pytest.mark.sees_defect("the gradient of a bias is None and that of a trained weight is zero")
-@pytest.mark.kernels_ci
-@pytest.mark.parametrize("path", PATHS)
-def test_results_dw(submodule, ops, device, path):
-    problem = operands(submodule, device)
-    dw, dbias = ops.grouped_lora_dw(*arguments_dw(problem, path))
-    wide = doubles(problem)
-    expected_w = torch.zeros(dw.shape, dtype=torch.float64)
-    expected_b = torch.zeros(dbias.shape, dtype=torch.float64)
-    for slot, token, e in valid_slots(problem):
-        grad = wide["gates"].reshape(-1)[slot] * wide["dy"][slot]
-        expected_w[e] += torch.outer(wide["x"][token], grad)
-        expected_b[e] += grad
-    assert_error_at_most(dw.cpu(), expected_w, 1e-6)
-    assert_error_at_most(dbias.cpu(), expected_b, 1e-6)
-    assert dw.stride() == problem["weight"].stride()
-    assert_same_bits(dw[1].contiguous(), torch.zeros_like(dw[1]).contiguous())
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_what_is_not_wanted_is_empty(submodule, ops, device, path):
-    problem = operands(submodule, device)
-    dw, dbias = ops.grouped_lora_dw(*arguments_dw(problem, path, wants=(False, True)))
-    assert dw.numel() == 0 and dbias.shape == problem["bias"].shape
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_opcheck_dw(submodule, ops, device, path):
-    problem = operands(submodule, device, torch.bfloat16)
-    torch.library.opcheck(ops.grouped_lora_dw.default, arguments_dw(problem, path))
+    torch.library.opcheck(ops.grouped_lora_dx.default, dx_arguments(problem, path))
 
 
 ROWS = TOKENS * TOP_K
 
 
-def arguments_dab(submodule, device, path, dtype=torch.float32, wants=(True, True)) -> tuple:
+def dab_arguments(submodule, device, path, dtype=torch.float32, wants=(True, True)) -> tuple:
     problem = operands(submodule, device, dtype)
     generator = torch.Generator().manual_seed(1)
     xa, yb = torch.randn(2, ROWS, RANK, generator=generator).to(device, dtype).unbind()
@@ -341,8 +224,8 @@ def arguments_dab(submodule, device, path, dtype=torch.float32, wants=(True, Tru
 
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("path", PATHS)
-def test_results_dab(submodule, ops, device, path):
-    problem, given = arguments_dab(submodule, device, path)
+def test_dab_results(submodule, ops, device, path):
+    problem, given = dab_arguments(submodule, device, path)
     da, db = ops.grouped_lora_dab(*given)
     wide = doubles(problem)
     xa, yb = given[2].double().cpu(), given[3].double().cpu()
@@ -359,7 +242,7 @@ def test_results_dab(submodule, ops, device, path):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_experts_without_rows_get_exact_zeros(submodule, ops, device, path):
-    problem, given = arguments_dab(submodule, device, path)
+    problem, given = dab_arguments(submodule, device, path)
     empty = sorted(set(range(EXPERTS)) - {e for _, _, e in valid_slots(problem)})
     assert empty == [1]
     for gradient in ops.grouped_lora_dab(*given):
@@ -369,7 +252,7 @@ def test_experts_without_rows_get_exact_zeros(submodule, ops, device, path):
 @pytest.mark.parametrize("path", PATHS)
 def test_gradients_have_the_strides_of_the_parameters(submodule, ops, device, path):
     """PEFT's B (N, r E) is read through a view; its gradient comes in the same memory order."""
-    problem, given = arguments_dab(submodule, device, path)
+    problem, given = dab_arguments(submodule, device, path)
     da, db = ops.grouped_lora_dab(*given)
     assert da.stride() == problem["lora_a"].stride()
     assert db.stride() == problem["lora_b"].stride() == (1, RANK * EXPERTS, EXPERTS)
@@ -378,22 +261,65 @@ def test_gradients_have_the_strides_of_the_parameters(submodule, ops, device, pa
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("wants", [(True, False), (False, True)])
-def test_what_is_not_wanted_is_empty_dab(submodule, ops, device, path, wants):
-    _, given = arguments_dab(submodule, device, path)
+def test_dab_what_is_not_wanted_is_empty(submodule, ops, device, path, wants):
+    _, given = dab_arguments(submodule, device, path)
     both = ops.grouped_lora_dab(*given)
-    _, given = arguments_dab(submodule, device, path, wants=wants)
+    _, given = dab_arguments(submodule, device, path, wants=wants)
     for wanted, one, of_both in zip(wants, ops.grouped_lora_dab(*given), both, strict=True):
         assert torch.equal(one, of_both) if wanted else one.numel() == 0
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_opcheck_dab(submodule, ops, device, path):
-    _, given = arguments_dab(submodule, device, path, torch.bfloat16)
+def test_dab_opcheck(submodule, ops, device, path):
+    _, given = dab_arguments(submodule, device, path, torch.bfloat16)
     torch.library.opcheck(ops.grouped_lora_dab.default, given)
 
 
-def arguments_linear(problem: dict, path: str, gated: bool = True) -> tuple:
-    operands = (*(problem[name] for name in NAMES), 0.5, *problem["order"].operands())
+DW_NAMES = ("x", "dy", "weight", "bias")
+
+
+def dw_arguments(problem: dict, path: str, wants=(True, True)) -> tuple:
+    operands = (*(problem[name] for name in DW_NAMES), *problem["order"].operands())
+    return (*operands, problem["gates"], TOP_K, 1, *wants, path)
+
+
+@pytest.mark.sees_defect("the gradient of a bias is None and that of a trained weight is zero")
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("path", PATHS)
+def test_dw_results(submodule, ops, device, path):
+    problem = operands(submodule, device)
+    dw, dbias = ops.grouped_lora_dw(*dw_arguments(problem, path))
+    wide = doubles(problem)
+    expected_w = torch.zeros(dw.shape, dtype=torch.float64)
+    expected_b = torch.zeros(dbias.shape, dtype=torch.float64)
+    for slot, token, e in valid_slots(problem):
+        grad = wide["gates"].reshape(-1)[slot] * wide["dy"][slot]
+        expected_w[e] += torch.outer(wide["x"][token], grad)
+        expected_b[e] += grad
+    assert_error_at_most(dw.cpu(), expected_w, 1e-6)
+    assert_error_at_most(dbias.cpu(), expected_b, 1e-6)
+    assert dw.stride() == problem["weight"].stride()
+    assert_same_bits(dw[1].contiguous(), torch.zeros_like(dw[1]).contiguous())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_dw_what_is_not_wanted_is_empty(submodule, ops, device, path):
+    problem = operands(submodule, device)
+    dw, dbias = ops.grouped_lora_dw(*dw_arguments(problem, path, wants=(False, True)))
+    assert dw.numel() == 0 and dbias.shape == problem["bias"].shape
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_dw_opcheck(submodule, ops, device, path):
+    problem = operands(submodule, device, torch.bfloat16)
+    torch.library.opcheck(ops.grouped_lora_dw.default, dw_arguments(problem, path))
+
+
+LINEAR_NAMES = ("x", "weight", "lora_a", "lora_b", "bias")
+
+
+def linear_arguments(problem: dict, path: str, gated: bool = True) -> tuple:
+    operands = (*(problem[name] for name in LINEAR_NAMES), 0.5, *problem["order"].operands())
     return (*operands, problem["gates"] if gated else None, False, False, path)
 
 
@@ -402,7 +328,7 @@ def arguments_linear(problem: dict, path: str, gated: bool = True) -> tuple:
 @pytest.mark.parametrize("path", PATHS)
 def test_equals_the_shipped_reference(submodule, ops, device, path, gated):
     problem = operands(submodule, device)
-    y, _ = ops.grouped_lora_linear(*arguments_linear(problem, path, gated))
+    y, _ = ops.grouped_lora_linear(*linear_arguments(problem, path, gated))
     names = ("x", "weight", "lora_a", "lora_b", "bias", "gates")
     wide = [problem[name].double().cpu() for name in names]
     wide[5] = wide[5] if gated else None
@@ -412,11 +338,11 @@ def test_equals_the_shipped_reference(submodule, ops, device, path, gated):
 
 @pytest.mark.sees_defect("a flat list of fifteen arguments, no registered op")
 @pytest.mark.parametrize("path", PATHS)
-def test_opcheck_linear(submodule, ops, device, path):
+def test_linear_opcheck(submodule, ops, device, path):
     problem = operands(submodule, device)
     for name in ("x", "weight", "lora_a", "lora_b", "bias", "gates"):
         problem[name] = problem[name].detach().requires_grad_()
-    torch.library.opcheck(ops.grouped_lora_linear.default, arguments_linear(problem, path))
+    torch.library.opcheck(ops.grouped_lora_linear.default, linear_arguments(problem, path))
 
 
 LONG = 5000  # of K: three parts of the low-rank product, the last one shorter
@@ -539,3 +465,80 @@ def test_where_a_sum_is_cut(launch):
             parts = -(-k // span)
             assert span % depth == 0 and (parts - 1) * span < k <= parts * span
             assert parts <= max(k // launch.config.SPAN, 1)
+
+
+@pytest.fixture(scope="session")
+def config(submodule):
+    """The module kernels.experts.tiles of the loaded package."""
+    return submodule("kernels.experts.tiles")
+
+
+@pytest.mark.sees_defect("the plan is chosen by mutable globals, which the tests overwrite")
+@pytest.mark.sees_defect("pruning leaves one tile of 32 x 32, or none")
+@pytest.mark.sees_defect("shared memory is asked of a driver: no tile without a GPU")
+@pytest.mark.parametrize("arch", ["sm80", "sm86", "sm90", "sm75"])
+@pytest.mark.parametrize("direction", ["forward", "dx", "dots", "low_rank", "product"])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_every_shape_has_a_tile_that_fits(config, arch, direction, element_bytes):
+    """The predecessor's pruning left one tile of 32 x 32 or none; a tile is a pure function."""
+    for rows in (16, 32, 64, 128, 256):
+        for rank in (1, 16, 40, 256):
+            for columns in (16, 768, 4096):
+                shape = config.Shape(arch, rows, 2048, columns, element_bytes, direction, rank)
+                tile = config.choose(shape)
+                assert config.fits(tile, shape), (shape, tile)
+                assert tile == config.choose(shape)
+                assert min(tile.rows, tile.columns, tile.depth) >= 16 and tile.stages >= 1
+                if direction in ("forward", "dx", "dots"):
+                    assert tile.rows == rows
+
+
+def test_rows_of_64_and_more_use_wide_tiles(config):
+    """At 64 rows per expert and above the product runs on tiles that a wgmma takes."""
+    for rows in (64, 128):
+        tile = config.choose(config.Shape("sm90", rows, 2048, 1536, 2, "forward", 16))
+        assert tile.rows >= 64 and tile.columns >= 128
+
+
+@pytest.mark.parametrize("direction", ["forward", "dx", "dots"])
+def test_tiles_that_were_the_fastest(config, direction):
+    """128 x 256 where experts fill 128 rows and few columns are padding; the cases timed."""
+
+    def choose(columns: int, arch: str = "sm90", rows: int = 128):
+        return config.choose(config.Shape(arch, rows, 2048, columns, 2, direction, 16))
+
+    for columns in (512, 768, 1024, 1536, 2048, 4096, 14336, 28672):
+        assert choose(columns) == config.Tile(128, 256, 64, 8, 4), columns
+    for columns in (64, 384, 640, 2880):
+        assert choose(columns) == config.Tile(128, 128, 64, 4, 3), columns
+    assert choose(2048, rows=64) == config.Tile(64, 128, 64, 4, 4)
+    assert choose(2048, arch="sm80").columns == 64
+
+
+def test_low_rank_sums_fit_with_factors_in_float32(config):
+    """Float32 LoRA over bfloat16 rows: the factor's tiles take twice the bytes of the rows'."""
+    shape = config.Shape("sm86", 32, 2048, 64, 2, "low_rank", 64)
+    tile = config.choose(shape)
+    taken = tile.stages * tile.depth * (tile.rows * 2 + tile.columns * 4)
+    assert taken <= config.SMALLEST_SHARED_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("rank", "block"), [(1, 16), (12, 16), (17, 32), (48, 64), (64, 64), (128, 64)]
+)
+def test_rank_is_padded_to_a_block(config, rank, block):
+    assert config.block_rank(rank) == block
+
+
+def test_unknown_direction(config):
+    with pytest.raises(ValueError, match="direction must be one of"):
+        config.choose(config.Shape("sm90", 64, K, N, 2, "backward"))
+
+
+@pytest.mark.sees_defect("tuned anew for each number of tokens, without the rank in the key")
+def test_what_a_tile_depends_on(config):
+    """No number of tokens, no routing: the rows of a tile stand for the mean rows per expert."""
+    names = {field.name for field in dataclasses.fields(config.Shape)}
+    assert names == {"arch", "rows", "depth", "columns", "element_bytes", "direction", "rank"}
+    low = [config.choose(config.Shape("sm90", 64, 2048, 16, 2, "low_rank", r)) for r in (16, 64)]
+    assert low[0] != low[1]

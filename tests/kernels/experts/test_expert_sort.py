@@ -12,7 +12,7 @@ PATHS = ("reference", "triton")
 
 @pytest.fixture(scope="session")
 def module(submodule):
-    """The module kernels.expert_sort of the loaded package."""
+    """The module kernels.experts.expert_sort of the loaded package."""
     return submodule("kernels.experts.expert_sort")
 
 
@@ -177,5 +177,7 @@ def test_wrong_options(module):
     ids = torch.zeros(2, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="tile_rows must be a power of two"):
         module.expert_sort(ids, 4, tile_rows=24)
+    with pytest.raises(TypeError, match="tile_rows must be an integer or None"):
+        module.expert_sort(ids, 4, tile_rows=32.0)
     with pytest.raises(ValueError, match="backend must be one of"):
         module.expert_sort(ids, 4, backend="cuda")
