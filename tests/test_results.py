@@ -271,6 +271,14 @@ def test_floor_is_the_larger_of_bytes_and_operations(harness):
 
 
 @pytest.mark.parametrize(
+    ("gpu", "count", "name"),
+    [("NVIDIA H200", 1, "h200"), ("NVIDIA H200", 8, "h200x8"), ("Tesla T4", 1, "tesla-t4")],
+)
+def test_result_folders(harness, gpu, count, name):
+    assert harness.report.folder_name(gpu, count) == name
+
+
+@pytest.mark.parametrize(
     ("metadata", "expected"),
     [
         ({"provenance": {"kernel": {"commit": COMMIT, "dirty": False}}}, (COMMIT, True)),
