@@ -97,7 +97,7 @@ def opt(repo_id: str, device):
 
 @pytest.fixture(scope="session")
 def submodule(opt):
-    """`submodule("optimizers.state.state")` -> that module of the loaded package."""
+    """`submodule("optimizers.state.slots")` -> that module of the loaded package."""
     return lambda name: importlib.import_module(f"{opt.__name__}.{name}")
 
 

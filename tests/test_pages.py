@@ -92,6 +92,20 @@ def source_findings(root: Path) -> list[str]:
     return found
 
 
+def named_test_findings(root: Path) -> list[str]:
+    """Tests that a page names as its evidence, and that do not exist."""
+    tests = [p for p in project_files(root) if p.suffix == ".py" and p.parts[0] == "tests"]
+    known = {path.stem for path in tests}
+    for path in tests:
+        known.update(re.findall(r"\bdef (test_\w+)", (root / path).read_text()))
+    found = []
+    for page in pages(root):
+        if page.as_posix() not in NOT_TODAYS and not page.is_relative_to("docs/dev/decisions"):
+            names = set(re.findall(r"\btest_[a-z0-9_]+\b", (root / page).read_text()))
+            found += [f"{page}: names {name}, which is no test" for name in sorted(names - known)]
+    return found
+
+
 def test_links_lead_somewhere() -> None:
     findings = link_findings(ROOT)
     assert not findings, report(findings)
@@ -104,6 +118,11 @@ def test_pages_that_files_name_exist() -> None:
 
 def test_sources_that_pages_name_exist() -> None:
     findings = source_findings(ROOT)
+    assert not findings, report(findings)
+
+
+def test_tests_that_pages_name_exist() -> None:
+    findings = named_test_findings(ROOT)
     assert not findings, report(findings)
 
 

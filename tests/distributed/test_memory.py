@@ -69,6 +69,7 @@ def order_of_a_step(opt) -> list[str]:
         ],
         distributed=opt.DistributedConfig(in_flight_bytes=LIMIT // 8),
     )
+    optimizer.fit_state()
     optimizer.report()  # which plans
     return [type(chunk).__name__ for _, chunk in optimizer._plan.shared.order]
 

@@ -455,8 +455,10 @@ def other_placement(opt) -> str:
     mesh = init_device_mesh("cpu", (2,))
     rows = placed(plain_params(), mesh, [Shard(0)])
     columns = placed(plain_params(), mesh, [Shard(1)])
+    optimizer = opt.Muon(rows)
+    optimizer.fit_state()
     try:
-        opt.Muon(columns).load_state_dict(opt.Muon(rows).state_dict())
+        opt.Muon(columns).load_state_dict(optimizer.state_dict())
     except ValueError as error:
         return str(error)
     return "none"

@@ -416,8 +416,10 @@ def later_groups(opt) -> tuple[int, ...]:
     params = parameters()
     first, second = params[:2], params[2:5]
     optimizer = opt.DistMuonAdamW([{"kind": "muon", "params": first, "lr": 0.1}])
+    optimizer.fit_state()
     kept = {param: bool(optimizer.state[param]) for param in first}
     optimizer.add_param_group({"kind": "muon", "params": second, "lr": 0.1})
+    optimizer.fit_state()
     assert kept == {param: bool(optimizer.state[param]) for param in first}
     return tuple(int(bool(optimizer.state[param])) for param in params[:5])
 

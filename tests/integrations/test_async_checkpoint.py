@@ -163,6 +163,7 @@ repo_id, backend = sys.argv[2].split("=")[0], sys.argv[4]
 opt = get_kernel(repo_id, version=1, backend=backend, trust_remote_code=True)
 param = torch.nn.Parameter(torch.zeros(64, 64))
 optimizer = opt.Muon([("w", param)])
+optimizer.step()
 buffer = optimizer.state[param]["momentum_buffer"]
 opt.save_optimizer_async(optimizer, sys.argv[1]).wait()
 real = os.replace

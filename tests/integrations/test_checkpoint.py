@@ -230,6 +230,7 @@ def test_two_savers_to_one_folder(opt, tmp_path) -> None:
     def save(lr: float, value: float) -> None:
         param = nn.Parameter(torch.zeros(64, 64))
         optimizer = opt.Muon([("w", param)], lr=lr)
+        optimizer.step()
         optimizer.state[param]["momentum_buffer"].fill_(value)
         try:
             for _ in range(30):
@@ -260,6 +261,7 @@ repo_id, backend = sys.argv[2].split("=")[0], sys.argv[4]
 opt = get_kernel(repo_id, version=1, backend=backend, trust_remote_code=True)
 param = torch.nn.Parameter(torch.zeros(64, 64))
 optimizer = opt.Muon([("w", param)])
+optimizer.step()
 buffer = optimizer.state[param]["momentum_buffer"]
 opt.save_optimizer(optimizer, sys.argv[1])
 real, count = os.replace, 0

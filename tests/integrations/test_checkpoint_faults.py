@@ -133,6 +133,7 @@ FAULTS = {
 def test_a_checkpoint_that_does_not_fit_changes_nothing(opt, device, fault, tmp_path) -> None:
     params = parameters(SHAPES, device=device)
     optimizer = muon(opt, params)
+    optimizer.fit_state()
     opt.save_optimizer(optimizer, tmp_path)
     train(optimizer, params, 2)
     kept = [tensor.clone() for _, tensor in state_tensors(optimizer)]
@@ -214,7 +215,9 @@ def test_a_flipped_bit_anywhere_is_reported(opt, submodule, tmp_path) -> None:
 
 def test_the_message_names_what_is_damaged(opt, tmp_path) -> None:
     params = parameters([(64, 64)])
-    opt.save_optimizer(opt.Muon(params), tmp_path)
+    optimizer = opt.Muon(params)
+    optimizer.fit_state()
+    opt.save_optimizer(optimizer, tmp_path)
     path = tmp_path / "optimizer.safetensors"
     written = bytearray(path.read_bytes())
     written[-100] ^= 4

@@ -17,7 +17,7 @@ def ops(submodule, device):
 
 @pytest.fixture(scope="session")
 def reference(submodule):
-    return submodule("reference.crop").crop
+    return submodule("reference.normalize").crop
 
 
 def framed(rows: int, cols: int, device: torch.device) -> torch.Tensor:

@@ -158,6 +158,7 @@ def test_expert_keys_find_components(opt, device, name, key) -> None:
     optimizer = opt.MuonAdamW(
         [{"kind": "muon", "params": [(name, param)], "lr": 0.1, "expert_keys": [key]}]
     )
+    optimizer.step()
     assert optimizer.state[param]["second_momentum_buffer"].shape == (3, 1, 5)
 
 
@@ -380,7 +381,7 @@ def test_an_expert_key_that_names_nothing_is_refused(opt, device, keys, missing,
     with pytest.raises(ValueError, match="group 1: expert_keys"):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
-    assert list(optimizer.state) == [plain]
+    assert not optimizer.state
 
 
 def test_expert_keys_of_an_empty_group_are_accepted(opt, device) -> None:

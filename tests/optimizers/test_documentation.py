@@ -50,6 +50,6 @@ def test_every_option_of_a_group_is_an_argument_of_muon(opt, submodule) -> None:
     names = set(options.option_names(options.MuonOptions))
     assert names <= set(inspect.signature(opt.Muon).parameters)
     defaults = submodule("optimizers.muon_adamw").DEFAULTS
-    own = submodule("optimizers.groups.group_format").DEFAULT_KEYS
+    own = submodule("optimizers.groups.param_groups").DEFAULT_KEYS
     adamw = {own.get(name, name) for name in options.option_names(options.AdamWOptions)}
     assert set(defaults) == (names | adamw) - {"lr"}

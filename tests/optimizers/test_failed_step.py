@@ -100,7 +100,7 @@ def test_a_failed_step_is_remembered(
 ) -> None:
     """Neither a step nor any way of saving goes on, until state is loaded; then the run does."""
     failure = FAILURES[name]
-    for module in ("optimizers.plan", "optimizers.state.host_state"):
+    for module in ("optimizers.plan", "optimizers.state.in_host_memory"):
         monkeypatch.setattr(submodule(module), "BATCH_BYTES", 64)
     params = parameters(SHAPES, device=device)
     optimizer = failure.make(opt, params)
@@ -150,6 +150,7 @@ def test_a_failed_step_is_remembered(
 def test_loading_that_is_refused_mends_nothing(opt, submodule, device, monkeypatch) -> None:
     params = parameters(SHAPES, device=device)
     optimizer = muon(opt, params)
+    optimizer.fit_state()
     saved = copy.deepcopy(optimizer.state_dict())
     with monkeypatch.context() as patch:
         fail_in(submodule("optimizers.step"), patch, "update", 2, RuntimeError("planted"))
@@ -223,6 +224,7 @@ def test_what_fails_before_a_write_changes_nothing(opt, device, fail, monkeypatc
     params, twins = parameters(SHAPES, device=device), parameters(SHAPES, device=device)
     optimizer, twin = muon(opt, params), muon(opt, twins)
     optimizer.turn_on_cpu_offload()
+    optimizer.fit_state()
     before = kept(optimizer)
     with monkeypatch.context() as patch, pytest.raises(ArithmeticError, match="planted"):
         fail(optimizer, patch)

@@ -161,6 +161,7 @@ def test_structural_options_may_change_between_steps(opt, device) -> None:
     (twin,) = parameters([(8, 4)], dtype=torch.float64, device=device)
     other = opt.Muon([twin], lr=0.1, num_heads=2)
     twin.data.copy_(param.data)
+    other.fit_state()
     other.state[twin]["momentum_buffer"].copy_(optimizer.state[param]["momentum_buffer"])
     new_gradients([param], seed=3)
     new_gradients([twin], seed=3)

@@ -53,7 +53,7 @@ def strided(params):
 def test_a_run_keeps_its_bits(opt, submodule, device, make, dtype, limit, monkeypatch) -> None:
     """Switched on before the first step, off and on again in between, gradients missing."""
     if limit is not None:
-        for module in ("optimizers.plan", "optimizers.state.host_state"):
+        for module in ("optimizers.plan", "optimizers.state.in_host_memory"):
             monkeypatch.setattr(submodule(module), "BATCH_BYTES", limit)
     runs = []
     for offload in (False, True):
@@ -78,7 +78,7 @@ def test_a_run_keeps_its_bits(opt, submodule, device, make, dtype, limit, monkey
 @pytest.mark.parametrize("option", [{"split_sizes": [2, 2]}, {"num_heads": 2}, {}])
 def test_pieces_of_experts_travel_alone(opt, submodule, device, option, monkeypatch) -> None:
     """Rows of every expert are no contiguous run of the stack: one copy per expert."""
-    monkeypatch.setattr(submodule("optimizers.plan"), "BATCH_BYTES", 256)  # two experts
+    monkeypatch.setattr(submodule("optimizers.chunks"), "BATCH_BYTES", 256)  # two experts
     runs = []
     for offload in (False, True):
         params = parameters([(5, 4, 6), (3, 4, 6)], device=device)
@@ -125,7 +125,7 @@ def test_batches_arrive_ahead_of_their_use_and_leave_behind_it(
     opt, submodule, device, monkeypatch
 ) -> None:
     """Motif moves all state before and after a step. At most three batches are there."""
-    module = submodule("optimizers.state.host_state")
+    module = submodule("optimizers.state.in_host_memory")
     params = parameters([(4, n) for n in range(4, 11)] + [(5,), (6,)], device=device)
     optimizer = opt.Muon(
         [
@@ -165,7 +165,7 @@ def test_batches_arrive_ahead_of_their_use_and_leave_behind_it(
 
 
 def test_the_device_holds_three_batches_at_most(opt, submodule, device, monkeypatch) -> None:
-    for module in ("optimizers.plan", "optimizers.state.host_state"):
+    for module in ("optimizers.plan", "optimizers.state.in_host_memory"):
         monkeypatch.setattr(submodule(module), "BATCH_BYTES", 4096)
     params = parameters([(16, 16)] * 40 + [(512,)] * 20 + [(100, 40)], device=device)
     optimizer = opt.Muon(
@@ -185,7 +185,7 @@ def test_a_large_table_travels_by_rows(opt, submodule, device, none_grad, monkey
 
     The last part is shorter, and shares its batch with the next parameter.
     """
-    monkeypatch.setattr(submodule("optimizers.state.host_state"), "BATCH_BYTES", 32 * 12 * 8)
+    monkeypatch.setattr(submodule("optimizers.state.in_host_memory"), "BATCH_BYTES", 32 * 12 * 8)
     runs = []
     for offload in (False, True):
         params = parameters([(100, 12), (7,), ()], dtype=torch.bfloat16, device=device)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 def test_device_memory_is_freed(opt, submodule, device, monkeypatch) -> None:
     """Between steps only slots and small state stay; a step adds nothing to the plain peak."""
     limit = 32 << 20  # 256 MiB by default, of which three would hold most of this small state
-    for module in ("optimizers.plan", "optimizers.state.host_state"):
+    for module in ("optimizers.plan", "optimizers.state.in_host_memory"):
         monkeypatch.setattr(submodule(module), "BATCH_BYTES", limit)
     shapes = [(1024, 1024)] * 160 + [(1 << 20,)] * 16  # 640 MiB of momentum, 128 MiB of moments
     peaks, states = [], []
@@ -34,7 +34,10 @@ def test_device_memory_is_freed(opt, submodule, device, monkeypatch) -> None:
         )
         if offload:
             optimizer.turn_on_cpu_offload()
+            optimizer.fit_state()
             assert torch.cuda.memory_allocated(device) - before < 1 << 20
+        assert torch.cuda.memory_allocated(device) - before < 1 << 20
+        optimizer.fit_state()
         for param in params:
             param.grad = torch.zeros_like(param)
         with_gradients = torch.cuda.memory_allocated(device)
@@ -57,7 +60,7 @@ def test_device_memory_is_freed(opt, submodule, device, monkeypatch) -> None:
 
 def test_transfers_run_beside_the_step(opt, submodule, device, monkeypatch) -> None:
     """Copies are on streams of their own: a trace has them while kernels of the step run."""
-    monkeypatch.setattr(submodule("optimizers.plan"), "BATCH_BYTES", 64 << 20)
+    monkeypatch.setattr(submodule("optimizers.chunks"), "BATCH_BYTES", 64 << 20)
     params = [nn.Parameter(torch.randn(2048, 2048, device=device)) for _ in range(24)]
     optimizer = opt.Muon(params, none_grad=False)
     optimizer.turn_on_cpu_offload()

@@ -278,6 +278,7 @@ def test_state_dicts_without_rounding_state_load(opt, device, name, rounding) ->
 def test_loaded_state_of_another_kind_is_refused(opt, device) -> None:
     (param,) = parameters([(6, 4)], dtype=torch.bfloat16, device=device)
     optimizer = opt.Muon([param], rounding="residual")
+    optimizer.step()
     saved = optimizer.state_dict()
     saved["state"][0]["rounding_residual"] = torch.zeros(6, 4)
     with pytest.raises(ValueError, match=r"rounding_residual must be torch\.int16, got torch\.fl"):

@@ -85,7 +85,9 @@ def test_parameters_without_gradient_are_left_alone(opt, device, name) -> None:
     optimizer, full = both(opt, params)[name](), both(opt, twins)[name]()
     params[0].grad = params[3].grad = None
     before = values(params)
+    optimizer.fit_state()
     state = copy.deepcopy({i: optimizer.state[params[i]] for i in (0, 3)})
+    assert all(state.values())
     optimizer.step()
     full.step()
     for i in (0, 3):
@@ -101,6 +103,7 @@ def test_a_step_without_any_gradient_changes_nothing(opt, device, name) -> None:
     params = parameters(SHAPES, device=device)
     optimizer = both(opt, params)[name]()
     optimizer.zero_grad()
+    optimizer.fit_state()
     before, state = values(params), copy.deepcopy(optimizer.state_dict()["state"])
     assert optimizer.step() is None
     for param, old in zip(params, before, strict=True):
@@ -179,6 +182,7 @@ def test_a_bad_gradient_changes_nothing(opt, device, name, culprit, fault) -> No
     """All gradients are checked before the first parameter or buffer is written."""
     params = parameters([(6, 4), (6, 4), (5, 5), (5,)], device=device)
     optimizer = both(opt, params)[name]()
+    optimizer.fit_state()
     if fault == "sparse":
         params[culprit].grad = torch.ones_like(params[culprit]).detach().to_sparse()
         message = f"group {culprit // 2}, parameter 0: gradient: must be dense"
@@ -243,7 +247,10 @@ def test_a_parameter_replaced_before_the_first_step_can_be_saved(opt, device) ->
     first, second = parameters([(6, 4), (4, 6)], device=device)
     optimizer = opt.Muon([("w", first)])
     optimizer.param_groups[0]["params"] = [second]
+    assert optimizer.state_dict()["state"] == {}
+    optimizer.step()
     state = optimizer.state_dict()["state"]
+    assert state.keys() == {0}
     assert state[0]["momentum_buffer"].shape == (4, 6)
 
 

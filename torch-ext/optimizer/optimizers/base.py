@@ -9,21 +9,20 @@ import torch
 from torch import Tensor
 
 from .groups.blocks import check_names
-from .groups.group_format import Format, check_unique
 from .groups.options import AdamWOptions, MuonOptions
+from .groups.param_groups import Format, check_unique
 from .groups.parameters import label
-from .state.state import (
-    Slot,
-    complete_state,
-    loaded_state,
-    masked_options,
-    slots_of,
-    unmasked_options,
-)
+from .state.saving import loaded_state, masked_options, unmasked_options
+from .state.slots import Slot, complete_state, slots_of
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
-    """Checked groups of two kinds, the names of their parameters, and state made with them."""
+    """Checked groups of two kinds, the names of their parameters, and their state.
+
+    State is made for every parameter at once, with or without a gradient, at the first step or
+    load: until then an optimizer takes no memory, also where a trainer shards the model after it
+    was constructed.
+    """
 
     format: Format
     offloaded: bool = False
@@ -35,7 +34,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Check a group, make its state and add it; on an error nothing has changed.
+        """Check a group and add it; on an error nothing has changed. The next step makes its state.
 
         Raises:
             ValueError, TypeError: the message names the group, the parameter and the option.
@@ -47,16 +46,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
         labelled = _labelled(where, group["params"], names)
         self._check_group(options, labelled)
         self.adopt([(where, group, names)])
-        states = {
-            param: complete_state(
-                {}, self.slots(param, name, options, here), param, here, offloaded=self.offloaded
-            )
-            for here, param, name in labelled
-        }
+        for here, param, name in labelled:
+            self.slots(param, name, options, here)  # raises what the first step would
         check_names(options, names, where)
         self.param_groups.append(group)
         self._names.append(names)
-        self.state.update(states)
 
     def _check_group(
         self, options: MuonOptions | AdamWOptions, entries: Sequence[tuple[str, Tensor, str | None]]
@@ -68,6 +62,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
         What raises here leaves no decision behind.
         """
+
+    def adopt_all(self) -> None:
+        """`adopt` for the groups as they are; trainers may have swapped parameters."""
+        self.adopt(
+            [(f"group {i}", group, self._names[i]) for i, group in enumerate(self.param_groups)]
+        )
 
     def slots(self, param: Tensor, name: str | None, options: Any, where: str) -> dict[str, Slot]:
         """The state that this process keeps for a parameter."""
@@ -94,19 +94,32 @@ class GroupedOptimizer(torch.optim.Optimizer):
             f"group {number}", self.param_groups[number]["params"], self._names[number]
         )
 
-    @torch.no_grad()
+    def has_state(self) -> bool:
+        """Whether state of any parameter was made; `state[param]` alone makes an empty dict."""
+        return any(self.state.get(p) for group in self.param_groups for p in group["params"])
+
     def fit_state(self) -> None:
-        """State for exactly the parameters in the groups, where trainers put others in their place.
+        """Make the state of exactly the parameters in the groups, as far as it is not there.
 
         Trainers that shard a model swap its parameters in `param_groups` after construction.
 
         Raises:
             ValueError: a parameter or an option changed so that the state no longer fits.
+            RuntimeError: state is missing, and a CUDA graph is being captured.
+        """
+        states = self.completed_state()
+        for gone in [key for key in self.state if isinstance(key, Tensor) and key not in states]:
+            del self.state[gone]
+        self.state.update(states)
+
+    @torch.no_grad()
+    def completed_state(self) -> dict[Tensor, dict[str, Tensor]]:
+        """The state of every parameter, with zeros for what was not made yet; nothing changes.
+
+        Raises: as `fit_state`.
         """
         states = {}
-        self.adopt(
-            [(f"group {i}", group, self._names[i]) for i, group in enumerate(self.param_groups)]
-        )
+        self.adopt_all()
         for number, group in enumerate(self.param_groups):
             options = self.format.options(group)
             for where, param, name in self.labelled(number):
@@ -114,20 +127,19 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 held = self.state.get(param, {})
                 states[param] = complete_state(held, slots, param, where, offloaded=self.offloaded)
             check_names(options, self._names[number], f"group {number}")
-        for gone in [key for key in self.state if isinstance(key, Tensor) and key not in states]:
-            del self.state[gone]
-        self.state.update(states)
+        return states
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, but with a word for a function in adjust_lr_fn.
 
         So weights-only loading works; loading keeps the function of the optimizer it loads into.
+        Before the first step it has no state.
         """
         for group in self.param_groups:
             self.format.settle(group)
         params = [param for group in self.param_groups for param in group["params"]]
-        if not all(param in self.state for param in params):
-            self.fit_state()
+        if self.has_state() and not all(param in self.state for param in params):
+            self.fit_state()  # of a group that was added since the last step
         state_dict = super().state_dict()
         state_dict["param_groups"] = [masked_options(group) for group in state_dict["param_groups"]]
         return state_dict
@@ -135,6 +147,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a copy of a state_dict exactly: float32 state of bfloat16 parameters stays float32.
 
+        One without state, from before a first step, leaves the state to the next step.
         Options that an older state_dict does not have keep their present values. Everything is
         checked before anything changes. Where ranks have parts of the state each, of sharded
         parameters or with gradients="unreduced", and one refuses its part while others load theirs,
@@ -170,6 +183,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 f"the state_dict has groups of {saved_sizes} parameters, the optimizer of {sizes}"
             )
         merged, loading = [], {}
+        without = not any(saved_state.get(key) for g in saved_groups for key in g["params"])
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             where = f"group {number}"
             self.format.settle(group)
@@ -184,6 +198,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
             labelled = self.labelled(number)
             for saved_id, (here, param, name) in zip(saved["params"], labelled, strict=True):
                 slots = self.slots(param, name, options, here)
+                if without:
+                    continue
                 saved_one = self.saved_here(param, saved_state.pop(saved_id, None), slots)
                 loading[param] = loaded_state(
                     saved_one, slots, param, here, offloaded=self.offloaded

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .groups.group_format import Format
 from .groups.options import LrRule
-from .groups.param_groups import default_is_muon, get_default_muon_param_groups
+from .groups.param_groups import Format, default_is_muon, get_default_muon_param_groups
 from .sharded.buffers import DistributedConfig, config_of
 from .sharded.plan import Ranks
 from .step import MuonBase

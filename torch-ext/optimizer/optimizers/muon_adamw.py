@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .groups.group_format import Format
 from .groups.options import check_choice
+from .groups.param_groups import Format
 from .sharded.buffers import DistributedConfig, config_of
 from .sharded.owners import REDUCE_OPS, Owners
 from .sharded.plan import Ranks

@@ -25,7 +25,7 @@ from .groups.parameters import check_gradient, is_dtensor, is_plain, local
 if TYPE_CHECKING:
     from .sharded.plan import Shared
     from .stages.qk_clip import Batch
-    from .state.device_state import OnDevice
+    from .state.on_device import OnDevice
 
 # Upper bound of one batch of directions. At 256 MiB a 4096 x 14336 float32 matrix is alone, and
 # 2048 x 2048 ones come sixteen at a time.

@@ -113,7 +113,8 @@ def report(
     if measured:
         last += f", {sum(measured.values()):.3g} ms measured in the last finished step"
         last += " beside what ranks share" if shares else ""
-    return "\n".join([*(line.text(state[line.param], owner, offloaded) for line in lines), last])
+    texts = [line.text(state.get(line.param, {}), owner, offloaded) for line in lines]
+    return "\n".join([*texts, last])
 
 
 def _describe(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from torch import Tensor
 from ..distributed import Phases, run_pipeline
 from ..orthogonalize import orthogonalize
 from .groups.blocks import Blocks, check_names, cut
-from .groups.clip_config import parse_clip_config
-from .groups.options import AdamWOptions, MuonOptions, fingerprint
+from .groups.options import AdamWOptions, MuonOptions, fingerprint, parse_clip_config
 from .groups.parameters import is_dtensor, label, local
 from .plan import Chunk, GroupTensors, Plan, plan_chunks
 from .report import StepTimer, Timed, report, stage, untimed
@@ -35,13 +34,10 @@ from .stages.qk_clip import (
     largest_logits,
     plan_batches,
 )
-from .state.device_state import OnDevice
-from .state.host_state import InHostMemory
-from .state.offload import OffloadingOptimizer
-from .state.placements import rows_here, sharded_dims
+from .state.in_host_memory import InHostMemory, OffloadingOptimizer
+from .state.on_device import OnDevice
 from .state.rounding import RESIDUAL, check_unreduced, count_step, rounding_of
-from .state.saving import check_whole
-from .state.state import STATISTICS, Slot, layout_of, slots_of
+from .state.slots import STATISTICS, Slot, layout_of, rows_here, sharded_dims, slots_of
 
 logger = logging.getLogger(__name__)
 
@@ -226,6 +222,9 @@ class MuonBase(OffloadingOptimizer):
                 here are ignored. Of ranks that share a layer the largest counts; give each what it
                 measured. A sharded DTensor is put together, by all ranks of its mesh.
 
+        The first step makes the state of every parameter; at rate 0 with zero gradients on all
+        ranks, as torch.distributed.checkpoint calls it, it does nothing else.
+
         Returns:
             The closure's loss, or None.
 
@@ -238,7 +237,7 @@ class MuonBase(OffloadingOptimizer):
             RuntimeError: ranks disagree on options, layout or which parameters have gradients, in
                 this step or, on a device, in the one before; the first gradients were not reduced,
                 or were with gradients="unreduced"; an earlier step failed midway; or a CUDA graph
-                is being captured, of parameters that ranks share or of state in host memory.
+                is being captured, of shared parameters, state in host memory or a first step.
         """
         self._ranks.consistency.check_unbroken()
         loss = None
@@ -246,6 +245,7 @@ class MuonBase(OffloadingOptimizer):
             with torch.enable_grad():
                 loss = closure()
         options = self._current_options()
+        first = not self.has_state()
         plan = self._current_plan(options)
         usual = [tensors.check_gradients() for tensors in plan.tensors]
         for group, tensors in zip(options, plan.tensors, strict=True):
@@ -260,8 +260,12 @@ class MuonBase(OffloadingOptimizer):
             for chunk in chunks
         } | rates_of(plan.shared, options)
         state = self._state_of_step(plan, options)
-        self._ranks.compare_replicas(plan.labelled)
-        self._ranks.compare(plan.shared, options, self._checked, rates)
+        initial = first and qk_logits is None and self._only_makes_state(options)
+        if not initial:
+            self._ranks.compare_replicas(plan.labelled)
+        if self._ranks.compare(plan.shared, options, self._checked, rates, initial=initial):
+            self._drop_gradients()
+            return loss
 
         self._ranks.consistency.begin_writing()
         for group, of_group in zip(self.param_groups, options, strict=True):
@@ -287,12 +291,12 @@ class MuonBase(OffloadingOptimizer):
         A line per parameter has its name or number, its shape, the route (muon or adamw), and for
         muon the matrices it is cut into, the number of the batch they are in, the method and the
         dtype of the iteration, and its floating-point operations per step with dense products; then
-        who computes it, the kernels, the bytes of its state and those that the elementwise stages
-        move, and the time that an H200 takes for these operations and bytes at the least. Of what
-        several ranks share, bytes and times are of what this rank holds and owns. After
-        `measure_steps()` also its share of the time that its batches took in the last step that is
-        over; what ranks share is not timed. The last line has the sums. It can be asked for at any
-        time and waits for no device and no rank.
+        who computes it, the kernels, the bytes of its state (0 before the first step) and those
+        that the elementwise stages move, and the time that an H200 takes for these operations and
+        bytes at the least. Of what several ranks share, bytes and times are of what this rank holds
+        and owns. After `measure_steps()` also its share of the time that its batches took in the
+        last step that is over; what ranks share is not timed. The last line has the sums. It can be
+        asked for at any time and waits for no device and no rank.
 
         Returns:
             The lines, without a newline at the end.
@@ -301,7 +305,14 @@ class MuonBase(OffloadingOptimizer):
             ValueError, TypeError: a group or an option changed so that a step would be refused.
         """
         options = self._current_options()
-        plan = self._current_plan(options)
+        if self.has_state():
+            return self._report_of(self._current_plan(options), options)
+        # A plan keeps parameters alive, which a trainer may yet shard: this one goes at once.
+        state: dict[Any, dict[str, Tensor]] = {
+            param: {} for group in self.param_groups for param in group["params"]
+        }
+        self.adopt_all()
+        plan = self._make_plan([*map(layout_of, options)], options, state)
         return self._report_of(plan, options)
 
     def measure_steps(self, on: bool = True) -> None:
@@ -330,9 +341,22 @@ class MuonBase(OffloadingOptimizer):
         return super().state_dict()
 
     def check_whole(self) -> None:
-        """Raise TypeError or RuntimeError if one process should not save this state as a whole."""
-        numbers = range(len(self.param_groups))
-        check_whole(self._ranks, [entry for k in numbers for entry in self.labelled(k)])
+        """Check that one process may save the state as that of the optimizer.
+
+        Raises:
+            TypeError: other ranks have parts of it.
+            RuntimeError: a step went wrong, so that it may not fit the parameters.
+        """
+        self._ranks.consistency.check()
+        parts = None
+        if self._ranks.unreduced is not None:
+            parts = "with gradients='unreduced' every rank keeps a part of the state"
+        for number in range(len(self.param_groups)):
+            for where, param, _ in self.labelled(number):
+                if sharded_dims(param):
+                    parts = parts or f"{where}: ranks share it out as {tuple(param.placements)}"
+        if parts is not None:
+            raise TypeError(f"{parts}; save it with torch.distributed.checkpoint, on all ranks")
 
     def _report_of(self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]) -> str:
         measured = {} if self._timer is None else self._timer.milliseconds()
@@ -471,21 +495,49 @@ class MuonBase(OffloadingOptimizer):
         self._checked = checked
         return current
 
+    def _drop_gradients(self) -> None:
+        """Let the gradients of groups with none_grad go."""
+        for group in self.param_groups:
+            if group["none_grad"]:
+                for param in group["params"]:
+                    param.grad = None
+
+    def _only_makes_state(self, options: Sequence[MuonOptions | AdamWOptions]) -> bool:
+        """Whether a first step has nothing to do on this rank: no rate, and zeros for gradients.
+
+        So torch.distributed.checkpoint has optimizers make their state. Gradients are read on the
+        host only where the rate is 0 there, and no further than the first that is not zero.
+        """
+        rates = [group.lr for group in options]
+        if any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates):
+            return False
+        if any(rate.tolist() if isinstance(rate, Tensor) else rate for rate in rates):
+            return False
+        return not any(
+            bool(local(param.grad).any())
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        )
+
     def _current_plan(self, options: Sequence[MuonOptions | AdamWOptions]) -> Plan:
         """The plan; a new one where groups, parameters or the options of their layout changed."""
         layouts = [*map(layout_of, options)]
         params = [group["params"] for group in self.param_groups]
         if self._plan is None or not self._plan.fits(layouts, params, self.state):
-            self._plan = self._make_plan(layouts, options)
+            self.fit_state()
+            self._plan = self._make_plan(layouts, options, self.state)
             if self.debug:
                 logger.info("%s", self._report_of(self._plan, options))
         return self._plan
 
     def _make_plan(
-        self, layouts: list[tuple[Any, ...]], options: Sequence[MuonOptions | AdamWOptions]
+        self,
+        layouts: list[tuple[Any, ...]],
+        options: Sequence[MuonOptions | AdamWOptions],
+        state: MutableMapping[Any, Any],
     ) -> Plan:
-        """Cut, bucket and batch."""
-        self.fit_state()
+        """Cut, bucket and batch. `state` has an entry for every parameter, empty for a report."""
         labelled, cuts = [], []
         numbers: dict[Tensor, int] = {}
         for index, group in enumerate(options):
@@ -498,14 +550,14 @@ class MuonBase(OffloadingOptimizer):
                     for where, param, name in entries
                 ]
                 cuts.append((index, group, blocks))
-        chunks, shared = self._divided(labelled, cuts, numbers, options)
+        chunks, shared = self._divided(labelled, cuts, numbers, options, state)
         targets = self._clip_targets()
-        filled = [self.state[param] for param in numbers]
+        filled = [state[param] for param in numbers]
         return Plan(
             layouts=layouts,
             tensors=[*map(GroupTensors.of, labelled)],
-            keys=[*self.state],
-            states=[*self.state.values()],
+            keys=[*state],
+            states=[*state.values()],
             filled=filled,
             sizes=[*map(len, filled)],
             numbers=numbers,
@@ -514,7 +566,7 @@ class MuonBase(OffloadingOptimizer):
             clips=plan_batches(self.clip_config, targets),
             rows={target.param: rows_here(target.param) for target in targets},
             shared=shared,
-            on_device=OnDevice(self.state, self._adamw_params(options)),
+            on_device=OnDevice(state, self._adamw_params(options)),
         )
 
     def _divided(
@@ -523,6 +575,7 @@ class MuonBase(OffloadingOptimizer):
         cuts: list[tuple[int, MuonOptions, list[tuple[str, Tensor, Blocks]]]],
         numbers: Mapping[Tensor, int],
         options: Sequence[MuonOptions | AdamWOptions],
+        state: Mapping[Any, Any],
     ) -> tuple[list[list[Chunk]], Shared]:
         """The batches of this process, per group, and what several ranks work on."""
         chunks: list[list[Chunk]] = [[] for _ in labelled]
@@ -535,9 +588,7 @@ class MuonBase(OffloadingOptimizer):
         for index, group, blocks in cuts:
             own, together = self._ranks.divide(blocks, group, index)
             numbered = [(numbers[param], param, of_param) for param, of_param in own]
-            chunks[index] = plan_chunks(
-                numbered, self.state, contiguous=group.rounding == "stochastic"
-            )
+            chunks[index] = plan_chunks(numbered, state, contiguous=group.rounding == "stochastic")
             with_others += together
         expert_keys = [key for _, group, _ in cuts for key in group.expert_keys or ()]
         for index, group in enumerate(options):

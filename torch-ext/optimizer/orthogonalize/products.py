@@ -190,7 +190,7 @@ def apply_gram_side(
     if batch_is_free(x.dtype, x.device):
         out = torch.empty_like(x) if out is None else out
         operands = (x, B) if tall else (B, x)
-        ops.matmul_add(*operands, add, out, 1.0, beta, AUTO, scale)
+        _multiply(*operands, add, out, beta, scale)
         return out
     if scale is not None:
         B = (in_float32(B) * scale[:, None, None]).to(B.dtype)
@@ -203,9 +203,21 @@ def dense(
     """A B + beta C of A (G, m, k), B (G, k, n) and C (G, m, n)."""
     if batch_is_free(A.dtype, A.device):
         out = A.new_empty((A.shape[0], A.shape[1], B.shape[2]))
-        ops.matmul_add(A, B, C, out, 1.0, beta, AUTO)
+        _multiply(A, B, C, out, beta)
         return out
     return torch.bmm(A, B) if C is None else torch.baddbmm(C, A, B, beta=beta)
+
+
+def _multiply(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor | None,
+    out: torch.Tensor,
+    beta: float,
+    scale: torch.Tensor | None = None,
+) -> None:
+    """scale (A B + beta C) into out, compiled: unchecked, of operands that TMA takes."""
+    ops.matmul_add(A, B, C, out, 1.0, beta, AUTO, scale)
 
 
 def in_float32(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""x / (prefactor ||x||_F) in float64, one norm per matrix."""
+"""x / (prefactor ||x||_F) in float64, one norm per matrix; and the crop of a result's frame."""
 
 from __future__ import annotations
 
@@ -31,3 +31,8 @@ def norm_factors(x: torch.Tensor, prefactor: float = 1.0) -> torch.Tensor:
     norm = torch.linalg.matrix_norm(scaled) * largest
     value = torch.where(largest == 0, 0.0, 1 / (prefactor * norm))
     return torch.where(largest.isfinite(), value, torch.nan)
+
+
+def crop(x: torch.Tensor, r: int, c: int) -> torch.Tensor:
+    """The upper left r x c of every matrix of x (G, R, C)."""
+    return x[:, :r, :c]

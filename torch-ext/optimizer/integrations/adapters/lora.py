@@ -19,7 +19,7 @@ from ...moe.layout import module_layout
 from ...moe.lora import ExpertAdapters, LoraProjection, check_factor_dtype
 from ...moe.quantized.expert_weights import QuantizedWeight, expert_weight
 from ...optimizers.groups.parameters import is_dtensor, local
-from ...optimizers.state.placements import gathered, pieces
+from ...optimizers.state.saving import gathered, pieces
 from ..models.experts import (
     ATTACHED,
     check_supported,

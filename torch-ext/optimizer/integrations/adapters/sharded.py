@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...optimizers.groups.parameters import is_dtensor
-from ...optimizers.state.placements import gathered
+from ...optimizers.state.saving import gathered
 
 FULLY_SHARDED = ("FSDPModule", "FullyShardedDataParallel")  # of fully_shard, and of its predecessor
 MESSAGE = 1024  # bytes of an error that the other ranks hear of

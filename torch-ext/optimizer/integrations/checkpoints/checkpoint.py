@@ -61,7 +61,7 @@ def checkpoint_of(optimizer: MuonBase) -> Checkpoint:
     for number, group in enumerate(state_dict["param_groups"]):
         options = {key: value for key, value in group.items() if key != "params"}
         states = [
-            _state(state_dict["state"].pop(entry), f"state.{number}.{index}")
+            _state(state_dict["state"].pop(entry, {}), f"state.{number}.{index}")
             for index, entry in enumerate(group["params"])
         ]
         groups.append(SavedGroup(options, optimizer.parameter_names(number), states))
@@ -126,6 +126,8 @@ def _state_dict(optimizer: MuonBase, saved_groups: Sequence[SavedGroup]) -> dict
         first = len(state)
         groups.append({**options, "params": list(range(first, first + len(order)))})
         state |= {first + i: saved.states[j] for i, j in enumerate(order)}
+    if not any(state.values()):  # saved before the first step
+        state = {}
     return {"state": state, "param_groups": groups}
 
 

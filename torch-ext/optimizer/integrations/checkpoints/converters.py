@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...optimizers.groups.group_format import ADAMW, MUON, SCHEDULER_KEYS
-from ...optimizers.groups.param_groups import components
+from ...optimizers.groups.param_groups import ADAMW, MUON, SCHEDULER_KEYS, components
 from ...optimizers.step import MuonBase
 
 StateDict = Mapping[str, Any]
@@ -80,7 +79,7 @@ def convert_state_dict(
         if not isinstance(entry, Mapping) or not {"state", "param_groups"} <= entry.keys():
             raise TypeError(f"saved[{number}] is no state_dict of an optimizer: {entry!r:.80}")
     matched = _match(optimizer, READERS[source](dicts))
-    converted = optimizer.state_dict()
+    converted, present = optimizer.state_dict(), optimizer.completed_state()
     state, groups = {}, []
     for number, (group, entries) in enumerate(zip(converted["param_groups"], matched, strict=True)):
         options = {} if keep_options else _common_options(optimizer, entries, f"group {number}")
@@ -88,8 +87,9 @@ def convert_state_dict(
             options.pop("beta2", None)  # the run goes on without variance reduction
         group = {**group, **options}
         groups.append(group)
-        for index, entry in zip(group["params"], entries, strict=True):
-            state[index] = _state(converted["state"][index], entry, group)
+        params = optimizer.param_groups[number]["params"]
+        for index, param, entry in zip(group["params"], params, entries, strict=True):
+            state[index] = _state(present[param], entry, group)
     return {"state": state, "param_groups": groups}
 
 

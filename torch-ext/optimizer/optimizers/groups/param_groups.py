@@ -1,14 +1,20 @@
-"""Names and shapes -> the parameters Muon orthogonalizes, and those AdamW takes."""
+"""Parameter groups: names and shapes -> Muon or AdamW, and the keys that a group may have."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+
+from .options import AdamWOptions, MuonOptions, option_names, tidy
+from .parameters import check_parameter, label
 
 logger = logging.getLogger(__name__)
 
@@ -195,3 +201,203 @@ def _in_layer(path: tuple[str, ...], modules: Mapping[tuple[str, ...], nn.Module
         siblings = [p for p in modules if p[:-1] == parent and hasattr(modules[p], "out_features")]
         return path != siblings[-1]
     return bool(path) and path[-1].isdigit()
+
+
+MUON, ADAMW = "muon", "adamw"
+OPTIONS = {MUON: MuonOptions, ADAMW: AdamWOptions}
+# What torch's schedulers write into groups, and ask for when they resume.
+SCHEDULER_KEYS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
+)
+# Names of AdamW's options in `defaults` of both classes. OneCycleLR and CyclicLR cycle `betas` of
+# every group if "betas" is a default, and `momentum` of every group otherwise; only `momentum` fits
+# all groups here: see Format.settle.
+DEFAULT_KEYS = {"betas": "adamw_betas", "eps": "adamw_eps"}
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a class names the kinds of its groups, and AdamW's options in them."""
+
+    mark: str  # "use_muon" or "kind"
+    adamw_keys: Mapping[str, str]  # field of AdamWOptions -> key of the group, where they differ
+
+    def key(self, kind: str, option: str) -> str:
+        return self.adamw_keys.get(option, option) if kind == ADAMW else option
+
+    def keys(self, kind: str) -> list[str]:
+        return [key for _, key in self._keys_of_options[kind]]
+
+    @cached_property
+    def _keys_of_options(self) -> dict[str, list[tuple[str, str]]]:
+        """(field, key of a group) of every option, per kind."""
+        return {
+            kind: [(option, self.key(kind, option)) for option in option_names(options)]
+            for kind, options in OPTIONS.items()
+        }
+
+    def kind(self, group: Mapping[str, Any], where: str = "group") -> str:
+        """What `use_muon` or `kind` says: "muon" or "adamw"."""
+        kinds = []
+        if "kind" in group:
+            if group["kind"] not in OPTIONS:
+                raise ValueError(f"{where}: kind must be 'muon' or 'adamw', got {group['kind']!r}")
+            kinds.append(group["kind"])
+        if "use_muon" in group:
+            if not isinstance(group["use_muon"], bool):
+                raise TypeError(
+                    f"{where}: use_muon must be True or False, got {group['use_muon']!r}"
+                )
+            kinds.append(MUON if group["use_muon"] else ADAMW)
+        if not kinds:
+            raise ValueError(
+                f"{where}: {self.mark!r} is missing; get_default_muon_param_groups(model) makes "
+                "groups for Muon and for AdamW"
+            )
+        if len(set(kinds)) > 1:
+            raise ValueError(
+                f"{where}: kind={group['kind']!r} contradicts use_muon={group['use_muon']}; give "
+                "one of them"
+            )
+        return kinds[0]
+
+    def settle(self, group: dict[str, Any]) -> None:
+        """The momentum that OneCycleLR or CyclicLR wrote into an AdamW group becomes its beta1.
+
+        They are told from other code by the bounds they leave in the group.
+        """
+        cycled = {"momentum", "max_momentum", "base_momentum"} <= group.keys()
+        if cycled and self.kind(group) == ADAMW:
+            key = self.key(ADAMW, "betas")
+            if isinstance(group[key], (tuple, list)):  # else the check of betas says so
+                group[key] = (group.pop("momentum"), *group[key][1:])
+
+    def options(
+        self, group: dict[str, Any], check_as: str | None = None
+    ) -> MuonOptions | AdamWOptions:
+        """The group's options as they are now; schedulers may have changed them.
+
+        With `check_as`, a name for messages, they are checked, which may read a Tensor lr.
+        """
+        self.settle(group)
+        kind = self.kind(group)
+        values = {name: group[key] for name, key in self._keys_of_options[kind]}
+        if check_as is not None:
+            OPTIONS[kind](**values).check(check_as)
+        for name in ("lr", "weight_decay"):
+            value = values[name]
+            dense = isinstance(value, Tensor) and value.layout == torch.strided
+            if dense and value.numel() == 1:
+                values[name] = value.detach().reshape(())  # (1,) would lend its dtype to others
+        return OPTIONS[kind](**values)
+
+    def recheck(self, group: dict[str, Any], where: str) -> MuonOptions | AdamWOptions:
+        """The options of a group that changed: tidied in place and checked; no Tensor is read."""
+        for key in self.keys(self.kind(group)):
+            group[key] = tidy(key, group[key])
+        options = self.options(group)
+        options.check(where, read_lr=False)
+        return options
+
+    def check_saved(
+        self, saved: Mapping[str, Any], group: Mapping[str, Any], owner: str, where: str
+    ) -> None:
+        """Raise ValueError if a saved group has keys that the group it is loaded into cannot have.
+
+        Keys that the group has already are its owner's business.
+        """
+        kind = self.kind(group)
+        known = {"params", self.mark, *self.keys(kind), *SCHEDULER_KEYS, *group}
+        unknown = sorted(set(saved) - known)
+        if unknown:
+            raise ValueError(
+                f"{where}: the saved group has {', '.join(map(repr, unknown))}, which "
+                f"{'an' if kind == ADAMW else 'a'} {kind} group of {owner} does not have; load it "
+                "into an optimizer of the class that saved it"
+            )
+
+    def complete(
+        self, group: Any, defaults: Mapping[str, Any], where: str
+    ) -> tuple[dict[str, Any], list[str | None]]:
+        """A checked copy of a group with every option filled in, and its parameters' names."""
+        if not isinstance(group, dict):
+            raise TypeError(f"{where}: must be a dict, got {type(group).__name__}")
+        kind = self.kind(group, where)
+        params, names = _parameters(group, where)
+        self._check_keys(group, kind, where)
+        default_keys = DEFAULT_KEYS if kind == ADAMW else {}
+        sources = {  # key of the group -> its key in defaults
+            self.key(kind, option): default_keys.get(option, option)
+            for option in option_names(OPTIONS[kind])
+        }
+        missing = [key for key in sources if key not in group and sources[key] not in defaults]
+        if missing:
+            raise ValueError(f"{where}: {', '.join(missing)} must be given for kind {kind!r}")
+        mark = kind == MUON if self.mark == "use_muon" else kind
+        completed = {"params": params, self.mark: mark}
+        for key, source in sources.items():
+            completed[key] = tidy(key, group[key] if key in group else defaults[source])
+        completed |= {key: group[key] for key in group if key in SCHEDULER_KEYS}
+        self.options(completed, where)
+        return completed, names
+
+    def _check_keys(self, group: dict[str, Any], kind: str, where: str) -> None:
+        known = {"params", "names", "use_muon", "kind", *SCHEDULER_KEYS, *self.keys(kind)}
+        for key in group:
+            if key not in known:
+                other = ADAMW if kind == MUON else MUON
+                hint = f" (it is an option of {other} groups)" if key in self.keys(other) else ""
+                raise ValueError(
+                    f"{where}: unknown key {key!r}{hint}; a {kind} group takes "
+                    f"{', '.join(self.keys(kind))}"
+                )
+
+
+def _parameters(group: dict[str, Any], where: str) -> tuple[list[Tensor], list[str | None]]:
+    """The parameters and names of a group, from a tensor, an iterable, or (name, tensor) pairs."""
+    if "params" not in group:
+        raise ValueError(f"{where}: 'params' is missing")
+    given = group["params"]
+    if isinstance(given, (set, frozenset)):
+        raise TypeError(f"{where}: params must be ordered; a set has no fixed order between runs")
+    if not isinstance(given, Iterable):
+        raise TypeError(f"{where}: params must be an iterable, got {type(given).__name__}")
+    entries = [given] if isinstance(given, Tensor) else list(given)
+    paired = [isinstance(entry, tuple) and len(entry) == 2 for entry in entries]
+    names: list[str | None] = [None] * len(entries)
+    if any(paired):
+        if not all(paired) or "names" in group:
+            raise ValueError(f"{where}: give a name with every parameter, or `names`, not both")
+        names, entries = [entry[0] for entry in entries], [entry[1] for entry in entries]
+    elif group.get("names") is not None:
+        names = _names(group["names"], len(entries), where)
+    for index, (param, name) in enumerate(zip(entries, names, strict=True)):
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"{where}: a name must be a string, got {name!r}")
+        check_parameter(param, label(where, index, name))
+    return entries, names
+
+
+def _names(given: Any, count: int, where: str) -> list[str | None]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"{where}: names must be a sequence of strings, got {given!r}")
+    names = list(given)
+    if len(names) != count:
+        raise ValueError(f"{where}: {len(names)} names for {count} parameters; give one for each")
+    return names
+
+
+def check_unique(groups: Iterable[dict[str, Any]], names: Iterable[list[str | None]]) -> None:
+    """Raise ValueError if a parameter or a name occurs twice in all the groups."""
+    seen_params: dict[Tensor, str] = {}
+    seen_names: dict[str, str] = {}
+    for number, (group, group_names) in enumerate(zip(groups, names, strict=True)):
+        for index, (param, name) in enumerate(zip(group["params"], group_names, strict=True)):
+            here = label(f"group {number}", index, name)
+            if param in seen_params:
+                raise ValueError(f"{here}: this parameter is already {seen_params[param]}")
+            if name is not None and name in seen_names:
+                raise ValueError(f"{here}: the name is already that of {seen_names[name]}")
+            seen_params[param] = here
+            if name is not None:
+                seen_names[name] = here

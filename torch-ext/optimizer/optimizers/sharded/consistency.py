@@ -124,8 +124,10 @@ Options = Sequence[MuonOptions | AdamWOptions]
 # Which parameters have gradients, as bits: 62 in each of so many numbers, and one digest of all.
 MASKS, BITS = 64, 62
 REFUSED = "how many state_dicts were refused since the last step"
+# Where a rank says that it has nothing to do in its first step but make its state (1, else 0).
+INITIAL = len(LAYOUT) + len(OPTIONS) + len(NUMBERS) + 1
 # The comparison: a digest of each of these, the numbers in Tensors on the device, how many
-# state_dicts were refused, the gradients.
+# state_dicts were refused, INITIAL, the gradients.
 NAMED = (*LAYOUT, *OPTIONS, *NUMBERS, REFUSED)
 RULE = OPTIONS.index("adjust_lr_fn")
 
@@ -159,7 +161,9 @@ class _Meaning:
         if torch.equal(*found):
             return
         self.check_layout(found)
-        largest, smallest = (numbers[len(NAMED) + 1 :] for numbers in found.tolist())
+        if torch.equal(*found[:, INITIAL + 1 :]):
+            return  # in INITIAL alone, where ranks may differ
+        largest, smallest = (numbers[INITIAL + 2 :] for numbers in found.tolist())
         places = {
             mask + bit * MASKS
             for mask, (one, other) in enumerate(zip(largest, smallest, strict=True))
@@ -228,6 +232,7 @@ class _OwnNumbers:
         fingerprints: Sequence[Any],
         rates: Sequence[float] | None,
         refused: int,
+        initial: bool,
     ) -> Tensor:
         """int64, on the device."""
         present = [param.grad is not None for _, param in self.common.labelled]
@@ -236,7 +241,7 @@ class _OwnNumbers:
         words = self._options.renew(options, fingerprints)
         if rates is not None:
             words[RULE] = word(f"{words[RULE]} {rates}")
-        saying = [*self._layout, *words, *(0 for _ in NUMBERS), refused, *self._gradients]
+        saying = [*self._layout, *words, *(0 for _ in NUMBERS), refused, initial, *self._gradients]
         if saying != self._said:
             with lasting():
                 pinned = self.device.type == "cuda"
@@ -272,7 +277,9 @@ class Consistency:
         options: Options,
         fingerprints: Sequence[Any],
         rates: Sequence[Sequence[float] | None],
-    ) -> None:
+        *,
+        initial: bool,
+    ) -> bool:
         """Compare options and gradients of all ranks, and read the last comparison.
 
         On the CPU the answer is waited for. On a device it is read at the next call, so that no
@@ -283,15 +290,20 @@ class Consistency:
             options: of all groups.
             fingerprints: of these.
             rates: per team what functions in adjust_lr_fn returned, if there are any.
+            initial: this rank has nothing to do but make its state.
+
+        Returns:
+            Whether that is so on all ranks.
 
         Raises:
             RuntimeError: they differ.
         """
-        comparisons = self._ask(teams, options, fingerprints, rates)
+        comparisons = self._ask(teams, options, fingerprints, rates, initial)
         self._told = True
         self._read()
-        self._settle(comparisons)
+        everywhere = self._settle(comparisons, initial)
         self._refused = 0
+        return everywhere
 
     def check(self) -> None:
         """Read the last comparison now, since state goes out.
@@ -351,6 +363,7 @@ class Consistency:
         options: Options,
         fingerprints: Sequence[Any],
         rates: Sequence[Sequence[float] | None],
+        initial: bool,
     ) -> list[Comparison]:
         """Send what this rank has to every team."""
         comparisons = []
@@ -358,17 +371,20 @@ class Consistency:
             if number not in self._own:
                 self._own[number] = _OwnNumbers(common)
             own = self._own[number]
-            numbers = own.numbers(options, fingerprints, rates[number], self._refused)
+            numbers = own.numbers(options, fingerprints, rates[number], self._refused, initial)
             future = extremes(common.team.transport, numbers)
             meaning = _Meaning(common, options, self._refused)
             comparisons.append(_comparison(future, own.device, meaning))
         return comparisons
 
-    def _settle(self, comparisons: Sequence[Comparison]) -> None:
+    def _settle(self, comparisons: Sequence[Comparison], initial: bool) -> bool:
         """Read the comparisons that a step must not go on without; the others are read later.
 
         On the CPU that is all of them. On a device it is, when a plan is new, whether ranks have
         the same layout and options, and everything before gradients are compared.
+
+        Returns:
+            Whether all ranks are `initial`.
 
         Raises:
             RuntimeError: one of them is bad. Then none is read later: this step writes nothing.
@@ -381,13 +397,18 @@ class Consistency:
                 comparison.wait()
                 comparison.meaning.check_layout(comparison.found)
             own.unread = False
-            compares = own.common.alike is not None and not self._compared
+            if initial:
+                comparison.wait()
+                initial = bool(comparison.found[1, INITIAL])
+            # Zeros that every rank made for itself say nothing about who reduces gradients.
+            compares = own.common.alike is not None and not self._compared and not initial
             later += _pending(comparison, now=compares)
             if compares and any(own.present):
                 later += _pending(_compare_gradients(own))
                 compared = True
         self._compared = compared
         self._asked += later
+        return initial
 
 
 def check_not_captured(devices: Iterable[torch.device]) -> None:

@@ -24,8 +24,8 @@ from .buffers import Block, Staging, lasting
 if TYPE_CHECKING:
     from ..groups.options import AdamWOptions
     from ..stages.muon import Rate
-    from ..state.device_state import OnDevice
-    from ..state.host_state import InHostMemory
+    from ..state.in_host_memory import InHostMemory
+    from ..state.on_device import OnDevice
     from .chunks import SharedChunk, SmallChunk
 
 Body = Callable[[], None]

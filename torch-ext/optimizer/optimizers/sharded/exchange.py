@@ -25,9 +25,9 @@ from ...reference import update as reference
 from ..groups.options import MuonOptions
 from ..groups.parameters import local, locals_of
 from ..stages.muon import Rate
-from ..state.device_state import OnDevice
+from ..state.on_device import OnDevice
 from ..state.rounding import RESIDUAL
-from ..state.state import STATISTICS
+from ..state.slots import STATISTICS
 from .buffers import Block, lasting
 from .chunks import Held, SharedChunk
 from .cuda_graphs import State, StepRun, places, places_of_numbers

@@ -29,10 +29,10 @@ from ..groups.options import AdamWOptions, MuonOptions
 from ..groups.param_groups import has_component
 from ..groups.parameters import is_dtensor
 from ..stages.muon import Rate, rate_of
-from ..state.device_state import OnDevice
-from ..state.host_state import InHostMemory
+from ..state.in_host_memory import InHostMemory
+from ..state.on_device import OnDevice
 from ..state.rounding import check_rounding
-from ..state.state import Slot
+from ..state.slots import Slot
 from .buffers import DistributedConfig, Staging
 from .chunks import (
     Bands,
@@ -304,7 +304,9 @@ class Ranks:
         options: Sequence[MuonOptions | AdamWOptions],
         fingerprints: Sequence[Any],
         rates: dict[int, Rate],
-    ) -> None:
+        *,
+        initial: bool,
+    ) -> bool:
         """Compare options and gradients with the other ranks; see `Consistency.compare`.
 
         Args:
@@ -312,18 +314,24 @@ class Ranks:
             options: of all groups.
             fingerprints: of these.
             rates: of its chunks, of which functions in adjust_lr_fn may have returned some.
+            initial: this rank has nothing to do but make its state.
+
+        Returns:
+            Whether that is so on all ranks.
 
         Raises:
             RuntimeError: they differ, or the caller captures a CUDA graph.
         """
         if shared.empty and not shared.teams:
-            return
+            return initial
         check_not_captured(shared.asked)
         rules = any(isinstance(o, MuonOptions) and callable(o.adjust_lr_fn) for o in options)
         returned = [
             _returned(shared, rates, common.team) if rules else None for common in shared.teams
         ]
-        self.consistency.compare(shared.teams, options, fingerprints, returned)
+        return self.consistency.compare(
+            shared.teams, options, fingerprints, returned, initial=initial
+        )
 
     def _wire(self, matrices: Sequence[SharedMatrix], options: MuonOptions) -> torch.dtype:
         """float16 where the iteration would round to it or to bfloat16 anyway."""

@@ -11,7 +11,7 @@ from ...kernels import adamw as adamw_kernel
 from ...kernels.step.tensor_lists import MAX_DIMS, shaped, written
 from ..groups.options import AdamWOptions
 from ..groups.parameters import local
-from ..state.device_state import AdamWWork
+from ..state.on_device import AdamWWork
 from ..state.rounding import RESIDUAL, Rounding, rounding_of
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...distributed import Team, whole
 from ...reference import rounding
-from ..groups.clip_config import ClipConfig
+from ..groups.options import ClipConfig
 from ..groups.param_groups import EXPERTS, components
 from ..groups.parameters import is_dtensor, local
 

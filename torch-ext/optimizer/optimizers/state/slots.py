@@ -1,4 +1,4 @@
-"""Optimizer state: which tensors a parameter has, made at construction, and loaded without loss.
+"""Optimizer state: which tensors a parameter has, and how they are made at the first step.
 
     momentum_buffer          like the parameter, float32 (float64 for float64 parameters)
     second_momentum_buffer   only with beta2: the statistics of each block, see blocks.py
@@ -14,25 +14,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...distributed import Layout, splits_of
 from ...kernels.step.tensor_lists import NARROW
 from ..groups.blocks import cut
-from ..groups.options import FLOATING, AdamWOptions, MuonOptions
+from ..groups.options import AdamWOptions, MuonOptions
 from ..groups.parameters import is_dtensor, local
-from .host_state import KEPT, host_zeros
-from .placements import fill, sharded_dims, zeros_beside
 from .rounding import COUNTER, RESIDUAL, check_rounding
 
 STATISTICS = "second_momentum_buffer"
-OWN_FUNCTION = "<function>"
-COUNTERS = frozenset({"step", COUNTER})
 ASKED_FOR = frozenset({RESIDUAL, STATISTICS, COUNTER})  # by an option that may change
-NOT_NEGATIVE = COUNTERS | {"exp_avg_sq", STATISTICS}
+# Small state that stays on the device: one number, and one per row or column.
+KEPT = frozenset({"step", "second_momentum_buffer", "rounding_step"})
 
 
 @dataclass(frozen=True)
@@ -127,6 +124,7 @@ def complete_state(
 
     Raises:
         ValueError: a tensor that is there does not fit the parameter any more.
+        RuntimeError: a tensor is missing, and a CUDA graph is being captured.
     """
     for key, slot in slots.items():
         held = state.get(key)
@@ -142,100 +140,88 @@ def complete_state(
             )
     kept = {key: held for key, held in state.items() if key not in ASKED_FOR or key in slots}
     missing = {key: slot for key, slot in slots.items() if key not in kept}
-    return kept | _zeros(missing, param, offloaded)
+    if missing and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{where}: optimizer state is made at the first step, which cannot be captured in a "
+            "CUDA graph; take one step or load a state_dict before capturing"
+        )
+    return kept | zeros_of(missing, param, offloaded)
 
 
-def _zeros(slots: Mapping[str, Slot], param: Tensor, offloaded: bool) -> dict[str, Tensor]:
+def zeros_of(slots: Mapping[str, Slot], param: Tensor, offloaded: bool) -> dict[str, Tensor]:
+    """New state for these slots; offloaded, in host memory but for what is small."""
     return {
         key: slot.zeros(param, on_host=offloaded and key not in KEPT) for key, slot in slots.items()
     }
 
 
-def loaded_state(
-    saved: Any, slots: Mapping[str, Slot], param: Tensor, where: str, *, offloaded: bool = False
-) -> dict[str, Tensor]:
-    """A copy of a saved state in the dtypes of `slots`, on the parameter's device or offloaded.
+def host_zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros shaped and sharded like a parameter, row-major in host memory, pinned for CUDA."""
+    shape, pinned = local(param).shape, param.device.type == "cuda"
+    zeros = torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+    if not is_dtensor(param):
+        return zeros
+    from torch.distributed.tensor import DTensor
 
-    torch's own loading casts floating-point state to the dtype of the parameter, which would cut a
-    float32 buffer of a bfloat16 parameter to 8 bits. A step count may be a number, as in state that
-    older optimizers wrote. State of `rounding` may be missing, as from a run without it, and begins
-    with zeros.
-
-    Raises:
-        ValueError: an entry is missing, unknown, of another kind of numbers, has another shape, or
-            a value that no step leaves behind.
-    """
-    saved = {} if saved is None else dict(saved)
-    for key, slot in slots.items():
-        if key == "step" and isinstance(saved.get(key), Real):
-            saved[key] = torch.tensor(float(saved[key]), dtype=slot.dtype)
-        if key in (COUNTER, RESIDUAL) and key not in saved:
-            saved[key] = torch.zeros(slot.shape, dtype=slot.dtype)
-        if not isinstance(saved.get(key), Tensor):
-            raise ValueError(f"{where}: the loaded state has no {key}; it has {sorted(saved)}")
-        if tuple(saved[key].shape) != slot.shape:
-            raise ValueError(
-                f"{where}: the loaded {key} has shape {tuple(saved[key].shape)}, expected "
-                f"{slot.shape}"
-            )
-        _check_loaded_dtype(f"{where}: the loaded {key}", saved[key].dtype, slot.dtype)
-        _check_loaded_values(f"{where}: the loaded {key}", saved[key], key)
-    unused = {COUNTER, RESIDUAL} | ({STATISTICS} if "momentum_buffer" in slots else set())
-    unknown = sorted(str(key) for key in saved.keys() - slots.keys() - unused)
-    if unknown:
-        raise ValueError(
-            f"{where}: the loaded state has {', '.join(map(repr, unknown))}, which this parameter "
-            f"does not have; it has {', '.join(slots)}"
-        )
-    copied = _zeros(slots, param, offloaded)
-    for key, tensor in copied.items():
-        fill(tensor, saved[key].detach(), f"{where}: the loaded {key}")
-    return copied
+    # As FSDP2 makes its offloaded parameters: from_local would move it to the mesh's device.
+    spec = param._spec
+    meta = spec.tensor_meta._replace(dtype=dtype)
+    spec = type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
+    return DTensor(zeros, spec, requires_grad=False)
 
 
-def _check_loaded_dtype(what: str, saved: torch.dtype, expected: torch.dtype) -> None:
-    if expected not in FLOATING:
-        if saved != expected:
-            raise ValueError(f"{what} must be {expected}, got {saved}")
-    elif saved not in FLOATING:
-        raise ValueError(f"{what} must be floating-point of 16 bits or more, got {saved}")
+def travels(param: Tensor, key: str, value: Any) -> bool:
+    """Whether offload moves an entry of a parameter's state."""
+    return key not in KEPT and isinstance(value, Tensor) and value.shape == param.shape
 
 
-def _check_loaded_values(what: str, saved: Tensor, key: str) -> None:
-    """Counts are finite; they and averages of squares are not negative, and no NaN."""
-    values = local(saved.detach())  # of a DTensor those that are here
-    if key not in NOT_NEGATIVE or not values.numel():
-        return
-    least = values.amin().item()  # NaN if there is one
-    if not least >= 0 or (key in COUNTERS and least == math.inf):
-        raise ValueError(
-            f"{what} holds {least}; it must be {'finite and ' if key in COUNTERS else ''}at least "
-            "0. Load another checkpoint, of a run or a step without NaN"
-        )
+def sharded_dims(param: Tensor) -> set[int]:
+    """The dimensions of a parameter that ranks share out; none of a plain tensor."""
+    if not is_dtensor(param):
+        return set()
+    splits = splits_of(param.placements, param.ndim)
+    sizes = param.device_mesh.mesh.shape
+    return {
+        split.dim
+        for split, size in zip(splits, sizes, strict=True)
+        if split.dim is not None and size > 1
+    }
 
 
-def masked_options(group: dict[str, Any]) -> dict[str, Any]:
-    """A group of a state_dict with a function in adjust_lr_fn replaced by a word.
+def rows_here(param: Tensor) -> Tensor | None:
+    """The numbers of the rows of a parameter that this rank holds; None for all of them."""
+    if 0 not in sharded_dims(param):
+        return None
+    mesh = param.device_mesh
+    runs = placed_layout(tuple(param.shape), param.placements, mesh).runs(mesh.get_coordinate())[0]
+    numbers = [torch.arange(start, start + length) for start, length in runs]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *numbers]).to(param.device)
 
-    A function cannot be pickled safely; what loads the state_dict brings its own.
-    """
-    if callable(group.get("adjust_lr_fn")):
-        return {**group, "adjust_lr_fn": OWN_FUNCTION}
-    return group
+
+def zeros_beside(
+    param: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, stacked: bool
+) -> Tensor:
+    """Zeros of another shape on the ranks of a DTensor: sharded as a stack is, else on all."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    splits = splits_of(param.placements, param.ndim)
+    placements = [
+        placement if stacked and split.dim == 0 else Replicate()
+        for placement, split in zip(param.placements, splits, strict=True)
+    ]
+    layout = placed_layout(shape, placements, param.device_mesh)
+    here = layout.local_shape(param.device_mesh.get_coordinate())
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return DTensor.from_local(
+        torch.zeros(here, dtype=dtype, device=param.device),
+        param.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=strides,
+    )
 
 
-def unmasked_options(saved: dict[str, Any], group: dict[str, Any], where: str) -> dict[str, Any]:
-    """The saved options over the present ones, with the present function for adjust_lr_fn.
-
-    Raises:
-        ValueError: a function was saved, but the present group has none.
-    """
-    merged = {**{key: value for key, value in group.items() if key != "params"}, **saved}
-    if merged.get("adjust_lr_fn") == OWN_FUNCTION:
-        if not callable(group["adjust_lr_fn"]):
-            raise ValueError(
-                f"{where}: adjust_lr_fn was a function, which is not saved; construct the "
-                f"optimizer with that function, not {group['adjust_lr_fn']!r}"
-            )
-        merged["adjust_lr_fn"] = group["adjust_lr_fn"]
-    return merged
+def placed_layout(shape: tuple[int, ...], placements: Any, mesh: Any) -> Layout:
+    """How the ranks of a mesh hold a tensor of this shape."""
+    return Layout(shape, tuple(mesh.mesh.shape), splits_of(placements, max(len(shape), 1)))
