@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
-from ..moe._layers import LayerProblem
+from ..moe._eager import LayerProblem
 
 NAMES = ("x", "gates", "gate_up.a", "gate_up.b", "down.a", "down.b")
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ._arguments import FLOATS, Call, draw, restrided
-from ._problem import Source
-from ._runs import DifferenceError, Run, bits
+from ._problem import DifferenceError, Run, Source, bits
 
 Maker = Callable[["Package", random.Random], Call]
 CALLS: dict[str, Maker] = {}
@@ -578,7 +577,7 @@ def load_state_dict(package: Package, generator: random.Random) -> Call:
     before = run.snapshot()
 
     def load(groups: Any, state: Any) -> None:
-        from ._runs import assert_unchanged
+        from ._problem import assert_unchanged
 
         try:
             run.optimizer.load_state_dict({"param_groups": groups, "state": state})
