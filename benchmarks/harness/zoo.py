@@ -161,7 +161,7 @@ def momenta(package: ModuleType, width: int, layers: int) -> dict[tuple[int, int
     starts = corpus.train_starts(seed=0, steps=STEPS, batch=BATCH, context=CONTEXT)
     matrices = [name for name, p in model.named_parameters() if p.ndim == 2 and "blocks" in name]
     groups = package.get_default_muon_param_groups(model)
-    optimizer = package.Muon(groups, lr=LR)
+    optimizer = package.Muon(groups, lr=LR, none_grad=True)
     named = dict(model.named_parameters())
     found: dict[tuple[int, int], list[Any]] = {}
 

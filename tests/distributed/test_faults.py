@@ -57,7 +57,7 @@ def rule_that_raises(opt: Any) -> tuple[str, float]:
     counted = optimizer.state[other]["step"].item()
     good[0] = True
     optimizer.step()
-    assert_as_alone(opt, params, 1, adjust_lr_fn=None)
+    assert_as_alone(opt, params, 1, adjust_lr_fn="none")
     return "went on", counted
 
 

@@ -65,11 +65,8 @@ def torch_infos() -> SimpleNamespace:
 TORCH = torch_infos()
 NAMES = ("Muon", "MuonAdamW")
 MUON, ADAMW = "muon", "adamw"
-# The keywords that choose one of torch's implementations, and options of torch's rules alone.
-TORCH_ONLY = {
-    *("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad"),
-    "ns_coefficients",
-}
+# The keywords that choose one of torch's implementations, and options of its AdamW alone.
+TORCH_ONLY = {"foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad"}
 ADAMW_OPTIONS = ("betas", "eps")
 SHARED_OPTIONS = ("lr", "weight_decay", "none_grad")
 
@@ -86,7 +83,7 @@ OWN_KWARGS: dict[str, dict[str, Any]] = {
     "cautious decay by the raw rate": {"weight_decay": 0.1, "cautious": True},
     "plain decay by the shaped rate": {"weight_decay": 0.1, "shaped_decay": True},
     "rate of spectral norms": {"adjust_lr_fn": "spectral"},
-    "rate as given": {"adjust_lr_fn": None},
+    "rate as given": {"adjust_lr_fn": "none"},
     "Gram form in float32": {"method": "gram_newton_schulz", "dtype": torch.float32},
     "heads": {"num_heads": 2},
     "split rows": {"split_sizes": (6, 4)},

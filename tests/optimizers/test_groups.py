@@ -32,6 +32,11 @@ MUON_OPTIONS = [
     ("ns_steps", 2**62, ValueError, "ns_steps must be at most 100"),
     ("ns_steps", 5.0, TypeError, "ns_steps must be an integer, got 5.0"),
     ("ns_steps", True, TypeError, "ns_steps must be an integer, got True"),
+    ("ns_coefficients", "kj", ValueError, "ns_coefficients must be one of 'polar_express', 'kel"),
+    ("ns_coefficients", (1.0, 2.0), ValueError, "ns_coefficients: each row"),
+    ("ns_coefficients", ((1.0, 2.0, 3.0),), ValueError, "ns_coefficients: .*1 rows and steps=5"),
+    ("ns_coefficients", 3.4, TypeError, "ns_coefficients must be a name"),
+    ("eps", -1e-7, ValueError, "eps must be finite and at least 0"),
     ("weight_decay", -1e-3, ValueError, "weight_decay must be finite and at least 0"),
     ("weight_decay", torch.ones(2), ValueError, "a Tensor weight_decay must hold one"),
     ("nesterov", 1, TypeError, "nesterov must be True or False, got 1"),
@@ -218,7 +223,6 @@ REFUSED = {
     "a name of the first group": {"names": ["b", "w"]},
     "a name for an option": {"num_heads": {"d": 2}},
     "a number of heads": {"num_heads": {"c": 3}},
-    "expert keys": {"expert_keys": ["experts"]},
 }
 
 
@@ -272,8 +276,11 @@ def test_what_the_constructors_refuse_as_a_whole(opt) -> None:
 
 
 def test_options_that_are_not_there_are_refused_not_ignored(opt) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'use_distributed_muon'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'momentum_compile'"):
+        opt.Muon([matrix()], momentum_compile=True)
+    with pytest.raises(ValueError, match="use_distributed_muon=True is Motif's"):
         opt.Muon([matrix()], use_distributed_muon=True)
+    opt.Muon([matrix()], use_distributed_muon=False)
 
 
 def test_lr_has_no_default_in_muon_adamw(opt) -> None:

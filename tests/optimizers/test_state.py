@@ -337,9 +337,9 @@ FAULTS = {
         lambda s: s["state"].update({9: {"momentum_buffer": torch.zeros(2, 2)}}),
         r"the state_dict has state for \[9\], which no group lists",
     ),
-    "expert_keys without experts": (
-        lambda s: s["param_groups"][0].update(expert_keys=("experts", "exprts")),
-        "group 0: expert_keys 'exprts' names no parameter",
+    "split_sizes of no parameter": (
+        lambda s: s["param_groups"][0]["split_sizes"].update(nobody=(2, 2)),
+        r"group 0: split_sizes\['nobody'\] names no parameter",
     ),
 }
 

@@ -38,6 +38,8 @@ from .orthogonalize import (
     polar_express_coefficients,
 )
 
+__version__ = "1"  # as in build.toml
+
 __all__ = [
     "COEFFICIENT_SETS",
     "DistMuonAdamW",

@@ -78,7 +78,7 @@ def _all_adamw(package: ModuleType, model: Any, lr: float) -> list[Any]:
 
 def _muon(package: ModuleType, model: Any, lr: float) -> list[Any]:
     groups = package.get_default_muon_param_groups(model)
-    return [package.Muon(groups, lr=lr, weight_decay=DECAY, adamw_betas=BETAS)]
+    return [package.Muon(groups, lr=lr, weight_decay=DECAY, adamw_betas=BETAS, none_grad=True)]
 
 
 def _torch_muon(package: ModuleType, model: Any, lr: float) -> list[Any]:

@@ -192,7 +192,7 @@ def _add(
         dtype=direction,
         device=param.device,
         steps=options.ns_steps,
-        method=options.method,
+        method=options.iteration,
         iterate_dtype=options.dtype,
     )
     each = flop(

@@ -13,10 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dispatch import say_once
 from ..distributed import Phases, run_pipeline
-from ..orthogonalize import orthogonalize
-from .groups.blocks import Blocks, check_names, cut
-from .groups.options import AdamWOptions, MuonOptions, fingerprint, parse_clip_config
+from ..orthogonalize import newton_schulz, orthogonalize
+from .groups.blocks import Blocks, check_names, cut, unmatched_keys
+from .groups.options import (
+    POLAR_EXPRESS,
+    AdamWOptions,
+    MuonOptions,
+    fingerprint,
+    parse_clip_config,
+    rows_for,
+)
 from .groups.parameters import is_dtensor, label, local
 from .plan import Chunk, GroupTensors, Plan, plan_chunks
 from .report import StepTimer, Timed, report, stage, untimed
@@ -68,11 +76,7 @@ def _step_chunk(work: Local | Exchange | ReduceScatter, rate: Rate, options: Muo
             work.wait_gather()
     # The owner has whole directions (B, m, n) and makes the updates (B, m, n) of them.
     with stage("muon::newton_schulz"):
-        work.orthogonalize(
-            functools.partial(
-                orthogonalize, method=options.method, steps=options.ns_steps, dtype=options.dtype
-            )
-        )
+        work.orthogonalize(_iteration(options))
     # Updates go to all who hold a piece of the parameter.
     if work.communicates:
         yield work.later
@@ -84,6 +88,15 @@ def _step_chunk(work: Local | Exchange | ReduceScatter, rate: Rate, options: Muo
     # p <- p - decay p - rate u, with one rounding.
     with stage("muon::update_params"):
         work.update(rate)
+
+
+def _iteration(options: MuonOptions) -> Callable[..., Tensor]:
+    """Directions (B, m, n) -> updates (B, m, n)."""
+    rule: dict[str, Any] = {"steps": options.ns_steps, "dtype": options.dtype}
+    if options.ns_coefficients == POLAR_EXPRESS:
+        return functools.partial(orthogonalize, method=options.method, **rule)
+    rows = rows_for(options.ns_coefficients, options.ns_steps)
+    return functools.partial(newton_schulz, coefficients=rows, **rule)
 
 
 def run_alone(phases: Phases) -> None:
@@ -165,6 +178,7 @@ class MuonBase(OffloadingOptimizer):
         self._plan: Plan | None = None
         self._checked: list[Any] = []  # per group the fingerprint of the options checked last
         super().__init__(params, defaults)
+        self._warn_of_unmatched()
 
     def __getstate__(self) -> dict[str, Any]:
         self._ranks.consistency.check()
@@ -182,6 +196,21 @@ class MuonBase(OffloadingOptimizer):
         if self.clip_config is not None and isinstance(options, MuonOptions):
             added = find_targets(self.clip_config, entries, options.expert_keys)
             plan_batches(self.clip_config, [*self._clip_targets(), *added])
+
+    def _warn_of_unmatched(self) -> None:
+        """Say which expert_keys, and whether clip_config, no parameter's name matches."""
+        groups = [self.format.options(group) for group in self.param_groups]
+        for key in unmatched_keys(zip(groups, self._names, strict=True)):
+            say_once(
+                "expert_keys %r is a component of no parameter's name; a stack of experts that it "
+                "was meant for is not taken apart",
+                key,
+            )
+        if self.clip_config is not None and self.clip_config.active and not self._clip_targets():
+            say_once(
+                "clip_config matches no parameter of a Muon group: QK-clip needs names such as "
+                "layers.0.self_attn.q_proj.weight, which parameters have where groups have names"
+            )
 
     def _clip_targets(self) -> list[Target]:
         """The projections that QK-clip scales, in all groups."""
@@ -552,6 +581,7 @@ class MuonBase(OffloadingOptimizer):
                 cuts.append((index, group, blocks))
         chunks, shared = self._divided(labelled, cuts, numbers, options, state)
         targets = self._clip_targets()
+        self._warn_of_unmatched()
         filled = [state[param] for param in numbers]
         return Plan(
             layouts=layouts,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from ...dispatch import say_once
 from .options import AdamWOptions, MuonOptions, option_names, tidy
 from .parameters import check_parameter, label
 
@@ -213,6 +214,7 @@ SCHEDULER_KEYS = frozenset(
 # every group if "betas" is a default, and `momentum` of every group otherwise; only `momentum` fits
 # all groups here: see Format.settle.
 DEFAULT_KEYS = {"betas": "adamw_betas", "eps": "adamw_eps"}
+LARGE_RATE = 0.01  # for AdamW; of match_rms_adamw, whose rates are AdamW's
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,7 @@ class Format:
 
     mark: str  # "use_muon" or "kind"
     adamw_keys: Mapping[str, str]  # field of AdamWOptions -> key of the group, where they differ
+    shares_lr: bool = False  # AdamW groups take the default lr of Muon groups
 
     def key(self, kind: str, option: str) -> str:
         return self.adamw_keys.get(option, option) if kind == ADAMW else option
@@ -262,10 +265,14 @@ class Format:
         return kinds[0]
 
     def settle(self, group: dict[str, Any]) -> None:
-        """The momentum that OneCycleLR or CyclicLR wrote into an AdamW group becomes its beta1.
+        """Give values that other code wrote into a group the form that they have here.
 
-        They are told from other code by the bounds they leave in the group.
+        The momentum that OneCycleLR or CyclicLR wrote into an AdamW group becomes its beta1; they
+        are told from other code by the bounds they leave in the group. adjust_lr_fn=None is
+        "original", as in torch.
         """
+        if group.get("adjust_lr_fn", "") is None:
+            group["adjust_lr_fn"] = tidy("adjust_lr_fn", None)
         cycled = {"momentum", "max_momentum", "base_momentum"} <= group.keys()
         if cycled and self.kind(group) == ADAMW:
             key = self.key(ADAMW, "betas")
@@ -325,20 +332,25 @@ class Format:
         kind = self.kind(group, where)
         params, names = _parameters(group, where)
         self._check_keys(group, kind, where)
-        default_keys = DEFAULT_KEYS if kind == ADAMW else {}
+        default_keys = dict(DEFAULT_KEYS) if kind == ADAMW else {}
+        if kind == ADAMW and not (self.shares_lr and defaults["adamw_lr"] is None):
+            default_keys["lr"] = "adamw_lr"
         sources = {  # key of the group -> its key in defaults
             self.key(kind, option): default_keys.get(option, option)
             for option in option_names(OPTIONS[kind])
         }
-        missing = [key for key in sources if key not in group and sources[key] not in defaults]
-        if missing:
-            raise ValueError(f"{where}: {', '.join(missing)} must be given for kind {kind!r}")
+        if "lr" not in group and defaults[sources["lr"]] is None:
+            raise ValueError(
+                f"{where}: lr must be given for kind {kind!r}, in the group or as {sources['lr']}"
+            )
         mark = kind == MUON if self.mark == "use_muon" else kind
         completed = {"params": params, self.mark: mark}
         for key, source in sources.items():
             completed[key] = tidy(key, group[key] if key in group else defaults[source])
         completed |= {key: group[key] for key in group if key in SCHEDULER_KEYS}
-        self.options(completed, where)
+        options = self.options(completed, where)
+        if self.shares_lr and isinstance(options, MuonOptions):
+            _warn_of_rate(options)
         return completed, names
 
     def _check_keys(self, group: dict[str, Any], kind: str, where: str) -> None:
@@ -351,6 +363,18 @@ class Format:
                     f"{where}: unknown key {key!r}{hint}; a {kind} group takes "
                     f"{', '.join(self.keys(kind))}"
                 )
+
+
+def _warn_of_rate(options: MuonOptions) -> None:
+    """Rates of Keller Jordan's rule are far too large under the default one."""
+    lr, rule = options.lr, options.adjust_lr_fn
+    if rule == "match_rms_adamw" and not isinstance(lr, Tensor) and lr >= LARGE_RATE:
+        say_once(
+            "lr=%s under adjust_lr_fn='match_rms_adamw' moves a 1024 x 1024 matrix 6.4 times as "
+            "far as torch.optim.Muon does at its default rule; take a rate of AdamW such as 1e-3, "
+            "or adjust_lr_fn='original' for rates such as 0.02",
+            lr,
+        )
 
 
 def _parameters(group: dict[str, Any], where: str) -> tuple[list[Tensor], list[str | None]]:

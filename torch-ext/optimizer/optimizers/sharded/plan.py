@@ -343,7 +343,7 @@ class Ranks:
             dtype=first.dtype,
             device=first.param.device,
             steps=options.ns_steps,
-            method=options.method,
+            method=options.iteration,
             iterate_dtype=options.dtype,
         ).dtype
         return torch.float16 if picked in (torch.float16, torch.bfloat16) else torch.float32
@@ -382,7 +382,7 @@ def _cost(options: MuonOptions) -> Callable[[int, int, torch.dtype, torch.device
             dtype,
             device,
             steps=options.ns_steps,
-            method=options.method,
+            method=options.iteration,
             iterate_dtype=options.dtype,
         )
         return together / COST_BATCH
