@@ -126,7 +126,7 @@ def test_convolution_filters_are_flattened(opt, device, shape, layout) -> None:
 def test_three_dimensions_need_a_decision(opt, device) -> None:
     (param,) = parameters([(6, 2, 5)], dtype=torch.float64, device=device)
     with pytest.raises(ValueError, match=r"'conv.weight': shape \(6, 2, 5\) is 3-D; .*flatten"):
-        opt.Muon([("conv.weight", param)])
+        opt.Muon([{"params": [("conv.weight", param)], "use_muon": True}])
     compare_with_separate(opt, param, lambda t: [t.flatten(1)], [(6, 10)], flatten=True)
 
 
@@ -142,7 +142,7 @@ def test_expert_keys_match_whole_components_only(opt, device, name) -> None:
     """A substring match also catches `shared_experts`."""
     (param,) = parameters([(3, 4, 5)], device=device)
     with pytest.raises(ValueError, match="is 3-D"):
-        opt.Muon([(name, param)], expert_keys=["experts"])
+        opt.Muon([{"params": [(name, param)], "use_muon": True}], expert_keys=["experts"])
 
 
 @pytest.mark.parametrize(

@@ -311,7 +311,7 @@ FAULTS = {
     "bad option": (lambda s: s["param_groups"][0].update(momentum=2), "group 0: momentum must"),
     "unknown option": (
         lambda s: s["param_groups"][0].update(momentums=2),
-        "group 0: the saved group has 'momentums', which a muon group of Muon does not have",
+        "group 0, saved: unknown key 'momentums'; write 'momentum' if that is meant",
     ),
     "option of the other kind": (
         lambda s: s["param_groups"][1].update(ns_steps=5),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .groups.default_groups import default_is_muon, get_default_muon_param_groups
 from .groups.options import POLAR_EXPRESS, LrRule
-from .groups.param_groups import Format, default_is_muon, get_default_muon_param_groups
+from .groups.origins import refuses_foreign_arguments
+from .groups.param_groups import Format
 from .sharded.buffers import DistributedConfig, config_of
 from .sharded.plan import Ranks
 from .step import MuonBase
 
-__all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]
+__all__ = ["Muon", "MuonFactory", "default_is_muon", "get_default_muon_param_groups"]
 
 
 class Muon(MuonBase):
@@ -29,10 +31,11 @@ class Muon(MuonBase):
     Args:
         params: groups `{"params", "names" (optional), "use_muon": bool, **options}`, as from
             `get_default_muon_param_groups(model)`; or any iterable of parameters or of (name,
-            parameter) pairs, which become one Muon group. Every argument below but `adamw_lr`,
-            `debug`, `clip_config`, `process_group`, `distributed` and the last three is an option
-            of Muon groups; AdamW groups take lr, adamw_betas, adamw_eps, weight_decay, rounding,
-            rounding_seed and none_grad.
+            parameter) pairs. What has no mark is told apart by `default_is_muon`, or without names
+            by shape alone, which is logged. Keys that are no options are kept and saved. Every
+            argument below but `adamw_lr`, `debug`, `clip_config`, `process_group`, `distributed`
+            and the last four is an option of Muon groups; AdamW groups take lr, adamw_betas,
+            adamw_eps, weight_decay, rounding, rounding_seed and none_grad.
         lr: learning rate; a number or a 0-D Tensor, which is never read on the host by a step.
         weight_decay: decoupled decay, times the raw lr; a number or a 0-D Tensor, as lr.
         momentum: decay of the momentum buffer, in [0, 1).
@@ -99,6 +102,7 @@ class Muon(MuonBase):
 
     format = Format("use_muon", {"betas": "adamw_betas", "eps": "adamw_eps"}, shares_lr=True)
 
+    @refuses_foreign_arguments
     def __init__(  # noqa: PLR0913 - one keyword per group option
         self,
         params: Iterable[Any],
@@ -179,13 +183,41 @@ class Muon(MuonBase):
         )
 
 
+class MuonFactory:
+    """What transformers' Trainer, and trainers of TRL, call with the model to make its optimizer.
+
+    `Trainer(..., optimizer_cls_and_kwargs=(MuonFactory, {"lr": 2e-3}))`. Given `Muon` itself, it
+    passes groups without names, in which an embedding or a head looks like any matrix.
+    """
+
+    def __call__(
+        self,
+        model: torch.nn.Module,
+        *,
+        is_muon_func: Callable[[str, Tensor], bool] = default_is_muon,
+        no_decay: bool = True,
+        split_fused: bool = True,
+        **options: Any,
+    ) -> Muon:
+        """A `Muon` of `get_default_muon_param_groups(model, ...)`.
+
+        Args:
+            model: the model.
+            is_muon_func: as for `get_default_muon_param_groups`.
+            no_decay: as there.
+            split_fused: as there.
+            options: arguments of `Muon`.
+        """
+        groups = get_default_muon_param_groups(
+            model, is_muon_func, no_decay=no_decay, split_fused=split_fused
+        )
+        return Muon([group for group in groups if group["params"]], **options)
+
+
 def _as_groups(params: Any) -> list[Any]:
-    """Groups as they are; anything else that can be iterated becomes one Muon group."""
+    """The entries, which torch takes for one group without a mark if they are no groups."""
     if isinstance(params, Tensor):
         raise TypeError("params must be an iterable of parameters or groups, got one Tensor")
     if isinstance(params, (set, frozenset)):
         raise TypeError("params must be ordered; a set has no fixed order between runs")
-    entries = list(params)
-    if entries and not isinstance(entries[0], dict):
-        return [{"params": entries, "use_muon": True}]
-    return entries
+    return list(params)

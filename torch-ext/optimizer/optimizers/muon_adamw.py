@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .groups.options import POLAR_EXPRESS, check_choice
+from .groups.origins import refuses_foreign_arguments
 from .groups.param_groups import Format
 from .sharded.buffers import DistributedConfig, config_of
 from .sharded.owners import REDUCE_OPS, Owners
@@ -86,6 +87,7 @@ class MuonAdamW(MuonBase):
 
     format = Format("kind", {})
 
+    @refuses_foreign_arguments
     def __init__(
         self,
         param_groups: list[dict[str, Any]],

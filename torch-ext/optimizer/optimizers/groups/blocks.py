@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .names import has_component
 from .options import AdamWOptions, MuonOptions, by_name
-from .param_groups import has_component
 
 
 @dataclass(frozen=True)

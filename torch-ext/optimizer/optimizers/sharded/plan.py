@@ -25,8 +25,8 @@ from torch import Tensor
 from ...distributed import Extra, Job, Layout, Run, Team, Teams, alone, assign, chunked, make_route
 from ...orthogonalize.choose import choose, predicted_ms
 from ..groups.blocks import Blocks, Piece
+from ..groups.names import has_component
 from ..groups.options import AdamWOptions, MuonOptions
-from ..groups.param_groups import has_component
 from ..groups.parameters import is_dtensor
 from ..stages.muon import Rate, rate_of
 from ..state.in_host_memory import InHostMemory
