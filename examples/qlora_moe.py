@@ -173,9 +173,9 @@ def decode(stack: nn.Module, dtype: torch.dtype) -> Tensor:
     state = functional.QuantState(
         absmax=stack.absmax.data,
         shape=stack.shape,
-        code=functional.get_4bit_type(stack.quant_type, device=stack.device),
-        blocksize=stack.blocksize,
-        quant_type=stack.quant_type,
+        code=functional.get_4bit_type(stack.format.quant_type, device=stack.device),
+        blocksize=stack.format.blocksize,
+        quant_type=stack.format.quant_type,
         dtype=dtype,
     )
     return functional.dequantize_4bit(stack.packed.data.view(-1, 1), state).view(stack.shape)

@@ -117,6 +117,15 @@ def forks():
     started.close()
 
 
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch):
+    """`harness.report`: a module of benchmarks/harness, imported as run.py imports it."""
+    from ._harness import BENCHMARKS, Harness
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return Harness()
+
+
 @pytest.fixture(autouse=True)
 def launch_what_a_test_replaces(request: pytest.FixtureRequest) -> None:
     """On a GPU, a test that replaces functions of the package sees every launch call them.

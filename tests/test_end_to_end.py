@@ -4,49 +4,34 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from ._harness import COMMIT, HEAD
 from .static.project import ROOT
 from .static.results import quoted_results, result_findings
 
 pytestmark = pytest.mark.static
 
-COMMIT, OTHER = "0123456789" * 4, "9876543210" * 4
-
-
-@pytest.fixture(scope="module")
-def harness() -> Iterator[SimpleNamespace]:
-    """The modules of benchmarks/harness, imported as run.py imports them."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("cases", "first_use", "moe_model", "pretraining", "tokens")
-    names = (*(f"end_to_end.{name}" for name in names), "plots", "report", "sources")
-    found = {name: importlib.import_module(f"harness.{name}") for name in names}
-    yield SimpleNamespace(**{name.split(".")[-1]: module for name, module in found.items()})
-    sys.path.remove(str(ROOT / "benchmarks"))
+OTHER = "9876543210" * 4
+DIGESTS: dict[str, str] = {}  # of this checkout, made once
 
 
 def head(harness, commit: str = COMMIT) -> dict:
-    digest = harness.sources.sources_digest
-    return {
-        "gpu": "NVIDIA H200",
-        "driver": "580.1",
-        "torch": "2.11.0",
-        "triton": "3.6.0",
-        "commit": commit,
-        "sources": digest("end_to_end"),
-        "ceilings": {"bf16_tflops": 770.0, "fp16_tflops": 760.0, "copy_tbps": 4.25},
-        "corpus": "ab" * 32,
-        "experts": {"commit": commit, "sources": digest("end_to_end of experts")},
-    }
+    def digest(entry: str) -> str:
+        if entry not in DIGESTS:
+            DIGESTS[entry] = harness.sources.sources_digest(entry)
+        return DIGESTS[entry]
+
+    experts = {"commit": commit, "sources": digest("end_to_end of experts")}
+    parts = {"sources": digest("end_to_end"), "corpus": "ab" * 32, "experts": experts}
+    return HEAD | {"commit": commit} | parts
 
 
 def training(harness, name: str, loss: float = 2.5):
@@ -165,9 +150,6 @@ def test_the_best_rate_and_whether_it_is_the_last_one(harness, losses, lr, at_ed
     ]
     best, edge = harness.pretraining.choose([runs[1], runs[0], runs[2]])
     assert (best.lr, edge) == (lr, at_edge)
-
-
-def test_no_rate_may_train(harness) -> None:
     runs = [harness.pretraining.Run(lr=lr, seed=0, stopped=True) for lr in (1.0, 2.0)]
     with pytest.raises(ValueError, match=r"no rate of \[1.0, 2.0\] trains"):
         harness.pretraining.choose(runs)
@@ -198,13 +180,8 @@ def test_rows_join_the_file_that_is_there(harness, written: Path) -> None:
     new = [training(harness, "muon", loss=2.4), training(harness, "torch_muon")]
     merged, rows = entry.merged(earlier, head(harness), new, [row.case for row in new])
     cases = [row["case"] if isinstance(row, dict) else row.case for row in rows]
-    assert cases == [
-        "gpt-124M/adamw",
-        "gpt-124M/muon",
-        "gpt-124M/torch_muon",
-        MODEL_CASE,
-        "first_use/layer",
-    ]
+    trained = [f"gpt-124M/{name}" for name in ("adamw", "muon", "torch_muon")]
+    assert cases == [*trained, MODEL_CASE, "first_use/layer"]
     harness.report.write(written, merged, rows)
     result = json.loads(written.read_text())
     assert result["rows"][1]["loss"] == 2.4 and result["rows"][0] == earlier["rows"][0]
@@ -327,8 +304,7 @@ def test_a_row_at_the_edge_says_so(harness) -> None:
 
 
 def test_end_to_end_needs_its_cases(harness, monkeypatch, capsys) -> None:
-    run = importlib.import_module("run")
-    asked = []
+    run, asked = harness.run, []
     monkeypatch.setattr(run, "measure_cases", lambda cases, *_, **__: asked.append(cases) or 0)
     assert run.main(["end_to_end", "--case", "first_use", "gpt-124M"]) == 0
     assert asked == [["first_use", "gpt-124M"]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from .static.project import ROOT
-from .static.results import result_findings
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+from ._harness import COMMIT
 
 DION = """
 import torch
@@ -115,17 +111,6 @@ FILES = {
 PACKAGES = ("dion", "nanochat", "gram_newton_schulz", "quack", "scattermoe_lora")
 
 
-@pytest.fixture(scope="module")
-def harness():
-    """The modules of benchmarks/harness, imported as run.py imports them."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("end_to_end.cases", "end_to_end.pretraining", "experts.moe_lora", "experts.problems")
-    names += ("optimizer_step.one_gpu", "orthogonalize", "package", "peers", "report", "timer")
-    found = {name: importlib.import_module(f"harness.{name}") for name in names}
-    yield SimpleNamespace(**{name.split(".")[-1]: module for name, module in found.items()})
-    sys.path.remove(str(ROOT / "benchmarks"))
-
-
 @pytest.fixture
 def checkouts(harness, tmp_path, monkeypatch) -> Path:
     """A folder with all of them, which PEERS names."""
@@ -215,14 +200,6 @@ def timed(harness, monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
 
-def well_formed(harness, rows) -> bool:
-    """Whether the rows can stand in a result file."""
-    head = dict.fromkeys(("gpu", "driver", "torch", "triton"), "x")
-    head |= {"commit": COMMIT, "sources": "0" * 64}
-    head["ceilings"] = {"bf16_tflops": 1, "fp16_tflops": 1, "copy_tbps": 1}
-    return result_findings("e", head | {"rows": [harness.report.entry(row) for row in rows]}) == []
-
-
 def test_steps_of_dion_and_nanochat(harness, opt, checkouts, timed, monkeypatch, capsys) -> None:
     """Beside ours; one whose step leaves parameters as they were has no row."""
     step, built = harness.one_gpu, SimpleNamespace(package=opt)
@@ -232,7 +209,7 @@ def test_steps_of_dion_and_nanochat(harness, opt, checkouts, timed, monkeypatch,
     commits = [row.peer_commit for row in rows]
     assert commits == [None, None, f"dion {COMMIT}", f"nanochat {COMMIT}"]
     assert all(row.ok and row.case == "tiny/1gpu/heavy" for row in rows)
-    assert well_formed(harness, rows)
+    assert harness.is_well_formed(rows)
     idle = DION.replace("param.mul_(", "str(").replace("param.grad *", "0 *")
     (checkouts / "dion/dion/__init__.py").write_text(idle)
     del sys.modules["dion"]
@@ -262,7 +239,7 @@ def test_gram_newton_schulz_over_quack(harness, opt, checkouts, timed) -> None:
     assert row.ok and row.error < 1e-5 and "[gram-newton-schulz]" in line
     assert row.peer_commit.endswith(f"quack {COMMIT}")
     assert torch.equal(inputs[0], kept)
-    assert well_formed(harness, [row])
+    assert harness.is_well_formed([row])
 
 
 def test_axolotl_computes_the_same_layer(harness, opt, checkouts, timed) -> None:
@@ -275,7 +252,7 @@ def test_axolotl_computes_the_same_layer(harness, opt, checkouts, timed) -> None
     assert good and 0 < ours < 0.02
     found = moe.variant_rows(tiny, moe.cases_of(tiny), [case], "axolotl", lambda c: c.peer(peer))
     rows = [row for row, _ in found]
-    assert [row.case for row in rows] == moe.cases_of(tiny) and well_formed(harness, rows)
+    assert [row.case for row in rows] == moe.cases_of(tiny) and harness.is_well_formed(rows)
 
 
 def test_peers_are_there_for_agreed_layers_only(harness) -> None:

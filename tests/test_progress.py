@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from .static.project import ROOT
+from ._harness import COMMIT, HEAD
 
-COMMIT = "0123456789" * 4
 CASES = [f"toy/{number}" for number in range(5)]
-HEAD = {
-    "gpu": "NVIDIA H200",
-    "driver": "580.1",
-    "torch": "2.11.0",
-    "triton": "3.6.0",
-    "commit": COMMIT,
-    "sources": "ab" * 32,
-    "ceilings": {"bf16_tflops": 770.0, "fp16_tflops": 760.0, "copy_tbps": 4.25},
-}
-
-
-@pytest.fixture(scope="module")
-def harness() -> Iterator[SimpleNamespace]:
-    """The modules of benchmarks/harness, imported as run.py imports them."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    names = ("compile_ahead", "elementwise", "end_to_end.cases", "experts.moe_lora", "experts.nf4")
-    names += ("experts.nf4_traffic", "optimizer_step.one_gpu", "orthogonalize", "package", "plots")
-    names += ("progress", "report", "timer", "zoo")
-    found = {name: importlib.import_module(f"harness.{name}") for name in names}
-    found["run"] = importlib.import_module("run")
-    yield SimpleNamespace(**{name.split(".")[-1]: module for name, module in found.items()})
-    sys.path.remove(str(ROOT / "benchmarks"))
 
 
 class Toy:

@@ -81,3 +81,26 @@ def test_design_snippet_runs(opt) -> None:
         model(torch.randn(4, 16)).square().mean().backward()
         optimizer.step()
         assert all(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_code_runs(opt, device, tmp_path) -> None:
+    import torch
+
+    from .integrations._models import build, tokens
+
+    page = (ROOT / "docs/concepts/nf4.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert len(blocks) == 4
+    found = {"opt": opt}
+    exec("\n".join(blocks[:2]), found)
+    found["model"] = torch.nn.Sequential(found["experts"])
+    exec(blocks[2], found)
+    assert not found["offload"].is_on and found["model"][0].keeper is None
+    assert found["decoded"].shape == (2, 96, 64) and found["y"].shape == (4, 96)
+    assert torch.equal(found["again"].packed, found["experts"].packed)
+    build("qwen3_moe").save_pretrained(tmp_path)
+    found["source"] = tmp_path
+    exec(blocks[3].replace('"cuda"', repr(str(device))), found)
+    assert found["offload"].is_on
+    ids = tokens(found["model"]).to(device)
+    assert found["model"](ids).logits.isfinite().all()

@@ -1,13 +1,19 @@
-"""Result files have their form; those that pages quote match today's sources. No torch."""
+"""Results: their form, what README quotes of them, and the harness that writes them. No build."""
 
 from __future__ import annotations
 
 import copy
 import json
+import shutil
+import statistics
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from ._harness import COMMIT, HEAD
 from .static.project import ROOT, report
 from .static.results import quoted_results, result_findings
 
@@ -186,3 +192,474 @@ def test_quotes_are_found() -> None:
 def test_a_partial_file_is_no_result() -> None:
     (finding,) = result_findings("toy", {**GOOD, "partial": True})
     assert finding == "toy: is not complete; the command that wrote it goes on with it"
+
+
+@pytest.fixture
+def checkout(harness, tmp_path: Path) -> Path:
+    """A copy of the measured sources, a README with markers and one result file."""
+    for path in harness.sources.source_files("elementwise"):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    markers = f"{harness.plots.BEGIN}\nold\n{harness.plots.END}"
+    (tmp_path / "README.md").write_text(f"# title\n{markers}\ntail\n")
+    write_results(harness, tmp_path)
+    return tmp_path
+
+
+def measured(harness, ms: float = 0.26):
+    times = harness.timer.Times
+    return harness.report.Measured(
+        times=times(ms, wall_ms=ms + 0.01, host_ms=0.02),
+        floor_ms=0.24,
+        baseline="peer 1.0",
+        baseline_times=times(0.41, wall_ms=0.43, host_ms=0.03),
+        error=1.7e-3,
+        error_baseline=1.7e-3,
+        peak_mb=805.3,
+    )
+
+
+def write_results(harness, root: Path) -> Path:
+    report, elementwise = harness.report, harness.elementwise
+    cases = [problem.case for problem in elementwise.LISTED_DEQUANTS]
+    cases += sorted(elementwise.random_cases(COMMIT))
+    rows = [report.passed(case, measured(harness)) for case in cases]
+    path = root / "benchmarks/results/h200/elementwise.json"
+    digest = harness.sources.sources_digest("elementwise", root)
+    report.write(path, HEAD | {"sources": digest}, [*rows, report.failed("nf4_dequant/1x1x1")])
+    return path
+
+
+def test_digest_follows_code(harness, checkout):
+    def digest() -> str:
+        return harness.sources.sources_digest("elementwise", checkout)
+
+    before = digest()
+    assert before == harness.sources.sources_digest("elementwise")
+    kernel = checkout / "kernels-src/quant/nf4_dequant.cu"
+    text = kernel.read_text()
+    kernel.write_text(text + "int edited;\n")
+    assert digest() != before
+    kernel.write_text(text)
+    assert digest() == before
+    kernel.rename(kernel.with_name("nf4_dequant.renamed.cu"))  # names are not measured
+    assert digest() == before
+
+
+def test_a_pattern_that_matches_nothing_is_an_error(harness, checkout):
+    shutil.rmtree(checkout / "kernels-src/common")
+    with pytest.raises(ValueError, match=r"no file matches kernels-src/common/\*"):
+        harness.sources.sources_digest("elementwise", checkout)
+    with pytest.raises(ValueError, match="'nothing' is no result file; known: elementwise"):
+        harness.sources.sources_digest("nothing")
+
+
+def test_written_results_have_the_agreed_form(harness, checkout):
+    result = json.loads((checkout / "benchmarks/results/h200/elementwise.json").read_text())
+    assert result_findings("elementwise", result) == []
+    assert result["rows"][0]["case"] == "nf4_dequant/128x1536x2048"
+    assert result["rows"][0]["speedup"] == pytest.approx(0.43 / 0.27, rel=1e-4)
+    wrong = result["rows"][-1]
+    assert wrong == {"case": "nf4_dequant/1x1x1", "variant": "auto", "ok": False}
+
+
+def test_floor_is_the_larger_of_bytes_and_operations(harness):
+    floor = harness.report.floor_ms
+    assert floor(bytes_moved=4.3e9) == pytest.approx(1.0)
+    assert floor(bytes_moved=4.3e9, flops=1.58e12) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "count", "name"),
+    [("NVIDIA H200", 1, "h200"), ("NVIDIA H200", 8, "h200x8"), ("Tesla T4", 1, "tesla-t4")],
+)
+def test_result_folders(harness, gpu, count, name):
+    assert harness.report.folder_name(gpu, count) == name
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"provenance": {"kernel": {"commit": COMMIT, "dirty": False}}}, (COMMIT, True)),
+        ({"provenance": {"kernel": {"commit": COMMIT, "dirty": True}}}, (COMMIT, False)),
+        ({"provenance": {"kernel": {"commit": COMMIT}}}, (COMMIT, False)),
+        ({}, ("0" * 40, False)),
+    ],
+)
+def test_only_a_clean_commit_is_clean(harness, metadata, expected):
+    assert harness.package.provenance(metadata) == expected
+
+
+def test_problem_counts_its_bytes(harness):
+    problem = harness.elementwise.LISTED_DEQUANTS[0]
+    assert problem.bytes_moved == problem.elements * (0.5 + 4 / 64 + 2)
+    odd = harness.elementwise.Dequant(1, 1, 2**17 + 1, 256, "float32", nested=True)
+    assert odd.bytes_moved == (2**16 + 1) + (513 + 4 * 3) + 4 * (2**17 + 1)
+
+
+RANDOM = [
+    ("elementwise", "random_dequants", "case"),
+    ("elementwise", "random_groups", "case"),
+    ("orthogonalize", "random_problems", "case"),
+    ("problems", "random_layers", "name"),
+]
+
+
+@pytest.mark.parametrize(("module", "draw", "name"), RANDOM)
+def test_random_problems_repeat_and_differ_by_commit(harness, module, draw, name):
+    draw = getattr(getattr(harness, module), draw)
+    assert draw(7) == draw(7) != draw(8)
+    assert len({getattr(problem, name) for problem in draw(7)}) == len(draw(7)) == 20
+
+
+def test_random_problems_are_hard_and_fit(harness):
+    ops, entry = harness.elementwise, harness.orthogonalize
+    dequants, groups = ops.random_dequants(7), ops.random_groups(7)
+    assert any(problem.rows * problem.columns % 8 for problem in dequants)
+    assert all(2**25 < problem.elements < 2**30 for problem in dequants)
+    assert {group.op for group in groups} == set(ops.OPS)
+    assert all(1 <= len(group.shapes) <= 400 for group in groups)
+    assert all(1 <= size <= 10**8 for group in groups for (size,) in group.shapes)
+    assert max(group.elements for group in groups) <= ops.MOST
+    matrices = entry.random_problems(7)
+    assert any(p.m % 8 for p in matrices) and any(p.m > p.n for p in matrices)
+    assert all(max(p.m, p.n) <= 8.1 * min(p.m, p.n) and p.batch <= 256 for p in matrices)
+    drawn = entry.random_problems(int(COMMIT[:8], 16))
+    assert entry.random_cases(COMMIT) == {problem.case for problem in drawn}
+    for layer in harness.problems.random_layers(7):
+        assert layer.hidden >= 16 and layer.top_k <= layer.experts
+
+
+def test_bytes_of_the_step_ops(harness):
+    listed = {group.case: group for group in harness.elementwise.LISTED_GROUPS}
+    assert listed["momentum/24x1280x5120/float32"].bytes_moved == 24 * 1280 * 5120 * 14
+    assert listed["apply_update/24x1280x5120/float32"].bytes_moved == 24 * 1280 * 5120 * 10
+    assert listed["adamw/65536x1280/float32"].bytes_moved == 65536 * 1280 * 28
+
+
+def test_floor_of_a_whole_step(harness):
+    step = harness.one_gpu
+    assert step.least_flops((768, 768)) == 16 * 768**3
+    assert step.least_flops((4096, 1024)) == 6 * 1024**2 * 4096 + 10 * 1024**3
+    assert step.least_flops((128, 768, 2048)) == 128 * step.least_flops((2048, 768))
+    cases = {model.case: model for model in step.LISTED}
+    experts = cases["experts-128/1gpu/heavy"]
+    elements = 128 * (1536 * 2048 + 2048 * 768)
+    assert experts.bytes_moved == 24 * elements
+    assert experts.floor_ms == pytest.approx((experts.flops / 790 + 24 * elements / 4.3) / 1e9)
+    llama = cases["llama-1B/bfloat16/1gpu/heavy"]
+    assert cases["llama-1B/1gpu/heavy"].bytes_moved - llama.bytes_moved == 6 * (
+        128256 * 2048 + 2048 * (32 * 2048 + 32 * 512 + 48 * 8192)
+    )
+
+
+def test_floor_of_a_step_on_several_gpus(harness):
+    """The wire of d20's unreduced gradients at its rated speed, else a share of one GPU's floor."""
+    step = harness.several_gpus
+    cases = {problem.case: problem for problem in step.LISTED}
+    matrices = 1280**2 * (80 + 20 * 4 + 20 * 4)
+    tables = 2 * 65536 * 1280
+    full, half = (cases[f"nanochat-d20/unreduced-fp{bits}"] for bits in (32, 16))
+    assert full.wire_bytes(8) == pytest.approx(8 * (matrices + tables) * 7 / 8)
+    assert half.wire_bytes(8) == pytest.approx((4 * matrices + 6 * tables) * 7 / 8)
+    assert full.floor_ms(8) == pytest.approx(full.wire_bytes(8) / 0.45e9)
+    shards = cases["nanochat-d20/fsdp2"]
+    assert shards.wire_bytes(8) == pytest.approx(4 * matrices / 8 * 7 / 8)
+    alone = harness.one_gpu.Model("nanochat-d20")
+    assert shards.floor_ms(8) == pytest.approx(alone.floor_ms / 8)
+    assert half.floor_ms(2) > half.floor_ms(8)  # there the operations take longer than the wire
+
+
+def test_scaling_is_told_against_one_gpu(harness, tmp_path):
+    report, path = harness.report, tmp_path / "optimizer_step.json"
+    rows = [report.passed("nanochat-d20/fsdp2", measured(harness, ms=3.99)), report.failed("x/y")]
+    assert "not known" in harness.several_gpus.scaling(rows, path, 8)
+    single = [report.passed("nanochat-d20/1gpu/heavy", measured(harness, ms=15.99))]
+    report.write(path, HEAD, single)
+    told = harness.several_gpus.scaling(rows, path, 8)
+    assert told == "faster than 1 GPU, by 8 ranks: nanochat-d20/fsdp2 4.00x"
+
+
+def test_results_of_several_gpus_have_sources_of_their_own(harness):
+    entry_of, sources = harness.sources.entry_of, harness.sources.SOURCES
+    assert entry_of(Path("h200/optimizer_step.json")) == "optimizer_step"
+    several = entry_of(Path("h200x8/optimizer_step.json"))
+    assert set(sources[several]) - set(sources["optimizer_step"]) == {
+        "torch-ext/optimizer/distributed/*.py"
+    }
+    assert harness.sources.sources_digest(several) != harness.sources.sources_digest(
+        "optimizer_step"
+    )
+
+
+def test_orthogonalize_has_the_agreed_cases(harness):
+    """Every shape with heavy tails and in bfloat16; floors of 16 m^3, or 6 m^2 n + 10 m^3."""
+    entry = harness.orthogonalize
+    cases = {problem.case: problem for problem in entry.listed()}
+    assert len(cases) == 22
+    for shape in entry.SHAPES:
+        assert {f"{shape}/heavy", f"{shape}/heavy/bfloat16"} <= cases.keys()
+    floors = {
+        "1x2048x2048": 0.174,
+        "1x4096x14336": 2.697,
+        "24x1024x4096": 1.109,
+        "256x512x2048": 1.478,
+    }
+    for shape, least in floors.items():
+        problem = cases[f"{shape}/heavy"]
+        found = harness.report.floor_ms(bytes_moved=problem.bytes_moved, flops=problem.flops)
+        assert found == pytest.approx(least, rel=5e-3)
+    assert cases["8x4096x4096/heavy"].bytes_moved == 8 * 4096**2 * 6
+    assert cases["8x4096x4096/heavy/bfloat16"].bytes_moved == 8 * 4096**2 * 4
+    shapes = [problem.shape for problem in entry.listed()]
+    assert sum(a != b for a, b in pairwise(shapes)) == 10  # one compilation per shape
+
+
+def test_orthogonalize_rows_are_by_the_clock(harness):
+    """The factor is that of the clock, the share of the floor that of the device."""
+    entry, times = harness.orthogonalize, harness.timer.Times
+    taken = {"ours": times(2.0, 3.0, 0.5), "baseline": times(4.0, 9.0, 1.5)}
+    found = entry.Distances(0.11, 0.12, 0.95)
+    row = entry.row_of("1x2x2/heavy", 1.0, found, taken, 8.0)
+    assert (row.ms, row.baseline_ms, row.speedup, row.fraction_of_floor) == (2.0, 4.0, 3.0, 0.5)
+    clocks = (row.wall_ms, row.host_ms, row.baseline_wall_ms, row.baseline_host_ms)
+    assert clocks == (3.0, 0.5, 9.0, 1.5)
+    assert (row.error, row.error_baseline) == (0.11, 0.12)
+    printed = entry.line(row, found)
+    for part in ("1x2x2/heavy", " 2 ", " 3 ", " 0.5 ", "50.0%", "3.00x", "0.950"):
+        assert part in printed
+    assert "not timed" in entry.line(harness.report.failed("1x2x2/heavy"), found)
+
+
+def test_orthogonalize_summary_misses_no_heavy_row(harness):
+    entry, report = harness.orthogonalize, harness.report
+    heavy = [problem.case for problem in entry.listed() if problem.dtype == "float32"]
+    rows = [report.passed(case, measured(harness, ms=0.48)) for case in heavy]
+    rows.append(report.passed("1x2048x2048/heavy/bfloat16", measured(harness, ms=0.01)))
+    assert entry.summary(rows) == "heavy rows: 50.0% of the floor"
+    rows[0] = report.failed(heavy[0])
+    assert entry.summary(rows).endswith("50.0% of the floor, 1 of 11 missing")
+
+
+def test_zoo_rows_are_not_listed_in_readme(harness, checkout):
+    write, passed = harness.report.write, harness.report.passed
+    cases = [problem.case for problem in harness.orthogonalize.listed()[:2]]
+    rows = [passed(case, measured(harness)) for case in [*cases, "zoo/linear"]]
+    rows.append(passed(cases[0], measured(harness, ms=0.5), "gram_polynomial"))
+    path = checkout / "benchmarks/results/h200/orthogonalize.json"
+    for source in harness.sources.source_files("orthogonalize"):
+        copy = checkout / source.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, copy)
+    digest = harness.sources.sources_digest("orthogonalize", checkout)
+    write(path, HEAD | {"sources": digest}, rows)
+    harness.plots.draw(checkout)
+    page = (checkout / "docs/benchmarks/h200-orthogonalize.md").read_text()
+    assert "`1x2048x2048/heavy` | 0.27 | 0.02 | 0.26" in page and "zoo/" not in page
+    assert harness.plots.findings(checkout) == []
+    assert "[gram_polynomial]" in path.with_suffix(".svg").read_text()
+
+
+class RecordingStopwatch:
+    """Takes 10 ms for the first call of a round, 20 for the second; the first round 100 more."""
+
+    pauses: ClassVar[list[float]] = []
+
+    def __init__(self) -> None:
+        self.rounds, self.calls, self.times = 0, 0, []
+        self.pauses.clear()
+
+    def pause(self, ms: float) -> None:
+        self.pauses.append(ms)
+        self.rounds += 1
+        self.calls = 0
+
+    def time(self, call: Callable[[], object]) -> None:
+        call()
+        self.calls += 1
+        self.times.append(10.0 * self.calls + 100.0 * (self.rounds == 1))
+
+    def finish(self) -> list[float]:
+        return self.times
+
+
+def test_variants_take_turns_over_the_input_sets(harness):
+    called = []
+    variants = {
+        "ours": lambda number: called.append(("ours", number)),
+        "base": lambda number: called.append(("base", number)),
+    }
+    ms = harness.timer.medians(variants, sets=2, rounds=3, warmup=1, stopwatch=RecordingStopwatch)
+    assert ms == {"ours": 10.0, "base": 20.0}
+    turns = [0, 0, 1, 0]  # one round of warm-up, then three timed ones
+    assert called == [(name, number) for number in turns for name in ("ours", "base")]
+    assert statistics.median([110.0, 10.0, 10.0]) == ms["ours"]
+    assert RecordingStopwatch.pauses == [1.0] * 3
+
+
+@pytest.mark.parametrize(("alone", "pauses"), [(False, [4.0]), (True, [1.6, 3.4])])
+def test_the_device_is_busy_while_the_host_queues(harness, alone, pauses):
+    """For a millisecond, and twice as long as the host needs for a round, or for each call."""
+    variants = dict.fromkeys(("ours", "base"), lambda number: None)
+    options = {"host_ms": {"ours": 0.3, "base": 1.2}, "alone": alone}
+    options["stopwatch"] = RecordingStopwatch
+    harness.timer.medians(variants, sets=1, rounds=2, **options)
+    assert RecordingStopwatch.pauses == pytest.approx(pauses * 2)
+
+
+def test_enough_input_sets_for_a_cold_cache(harness):
+    cold_sets = harness.timer.cold_sets
+    assert cold_sets(1_000_000_000, 60_000_000) == 4  # other addresses even then
+    assert cold_sets(50_000_000, 60_000_000) == 4
+    assert cold_sets(20_000_000, 60_000_000) == 9
+
+
+def test_the_clock_is_the_host_and_what_the_device_has_left(harness):
+    """Nothing is waited for within a burst; sets take turns; parameters change between bursts."""
+    now, device, called, changed = 0.0, 0.0, [], []
+
+    def call(number):
+        nonlocal now, device
+        called.append(number)
+        now += 1e-3  # of the host
+        device = max(device, now) + 2e-3
+
+    def synchronize():
+        nonlocal now
+        now = max(now, device)
+
+    wall, host = harness.timer.burst(call, 1, 5, 4, synchronize=synchronize, now=lambda: now)
+    assert called == [1, 2, 3, 0, 1]
+    assert (wall, host) == (pytest.approx((1 + 5 * 2) / 5), pytest.approx(1.0))
+    called.clear()
+    options = {"between": lambda: changed.append(len(called)), "bursts": 3}
+    shown = harness.timer.clock({"a": call, "b": call}, sets=4, synchronize=lambda: None, **options)
+    assert shown.keys() == {"a", "b"} and all(host > 0 for _, host in shown.values())
+    assert len(changed) == 3 * 2 * 2
+    assert len(called) == 2 * 8 + 3 * 2 * (8 + 30)
+
+
+def test_readme_table_pages_and_plots(harness, checkout):
+    plots = harness.plots
+    assert len(plots.findings(checkout)) == 3  # table, page and plot
+    plots.draw(checkout)
+    assert plots.findings(checkout) == []
+    readme = (checkout / "README.md").read_text()
+    assert readme.startswith("# title\n") and readme.endswith("\ntail\n") and "old" not in readme
+    assert "| `nf4_dequant`, 128 experts | 0.27 | peer 1.0: 0.43 | 1.59 |" in readme.splitlines()
+    assert "[elementwise](docs/benchmarks/h200-elementwise.md)" in readme
+    page = (checkout / "docs/benchmarks/h200-elementwise.md").read_text()
+    assert (
+        "| `nf4_dequant/128x1536x2048` | 0.27 | 0.02 | 0.26 | 92% | peer 1.0, 0.43 ms | 1.59 |"
+        in page.splitlines()
+    )
+    assert "On 40 random shapes the median is 92% of the floor" in page
+    assert quoted_results(page) == {Path("h200/elementwise.json")}
+    plot = checkout / "benchmarks/results/h200/elementwise.svg"
+    first = plot.read_bytes()
+    plots.draw(checkout)
+    assert plot.read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ("README.md", "README.md: the results table is stale"),
+        ("docs/benchmarks/h200-elementwise.md", "docs/benchmarks/h200-elementwise.md: is stale"),
+        ("benchmarks/results/h200/elementwise.json", "its plot is stale"),
+        ("kernels-src/quant/nf4_dequant.cu", "its sources have changed since"),
+    ],
+)
+def test_a_change_makes_it_stale(harness, checkout, edit, message):
+    harness.plots.draw(checkout)
+    path = checkout / edit
+    text = path.read_text().replace("0.26", "0.27").replace("0.43", "0.44")
+    path.write_text(text + ("int edited;\n" if path.suffix.startswith(".cu") else "\n"))
+    assert any(message in finding for finding in harness.plots.findings(checkout))
+
+
+def row(case, ms, baseline_ms, variant="auto"):
+    """As a result file has it, as far as README's table reads it."""
+    found = {"case": case, "variant": variant, "ok": True, "wall_ms": ms}
+    return found | {
+        "baseline": "AdamW",
+        "baseline_wall_ms": baseline_ms,
+        "speedup": baseline_ms / ms,
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "rows", "line"),
+    [
+        ("a", [row("a", 2.0, 3.0)], "| text | 2 | AdamW: 3 | 1.50 |"),
+        ("a", [row("a", 2.0, 3.0), row("a", 1.0, 3.0, "dion")], "| text | 2 | dion: 1 | 0.50 |"),
+        ("a", [row("a", 2.0, 3.0), row("a", 1.0, 3.0, "torch")], "| text | 2 | AdamW: 3 | 1.50 |"),
+        (None, [row("a", 2.0, 3.0), row("b", 2.0, 1.0)], "| text, `b` | 2 | AdamW: 1 | 0.50 |"),
+        ("c", [row("a", 2.0, 3.0)], None),
+        ("a", [row("a", 2.0, 3.0) | {"ok": False}], None),
+    ],
+)
+def test_a_headline_names_the_fastest_peer(harness, case, rows, line):
+    """A path of ours that "auto" does not take is no peer; what was not measured has no line."""
+    headline = harness.plots.Headline("file", case, "text")
+    assert harness.plots._headline(headline, {"rows": rows}) == line
+
+
+def test_a_headline_may_compare_rows_of_their_own(harness):
+    against = {"g/torch_muon": "torch.optim.Muon", "g/dion": "dion"}
+    headline = harness.plots.Headline("file", "g/muon", "text", against)
+    rows = [row("g/muon", 2.0, 1.0), row("g/torch_muon", 3.0, 1.0), row("g/adamw", 1.0, 1.0)]
+    line = "| text | 2 | torch.optim.Muon: 3 | 1.50 |"
+    assert harness.plots._headline(headline, {"rows": rows}) == line
+    assert harness.plots._headline(headline, {"rows": rows[:1]}) is None
+    assert harness.plots._headline(headline, None) is None
+
+
+def test_readme_has_eight_headlines_at_most(harness):
+    assert harness.plots.HEADLINE_ROWS == 8
+    table = harness.plots.headlines(ROOT)
+    assert 2 < sum(line.startswith("| ") for line in table.splitlines()) <= 9
+
+
+def test_markers_must_be_there_once(harness, checkout):
+    readme = checkout / "README.md"
+    readme.write_text("no markers")
+    assert "README.md must hold" in harness.plots.findings(checkout)[0]
+    with pytest.raises(ValueError, match="each once"):
+        harness.plots.draw(checkout)
+
+
+def test_no_results_yet_is_said(harness, checkout):
+    shutil.rmtree(checkout / "benchmarks")
+    harness.plots.draw(checkout)
+    assert harness.plots.EMPTY in (checkout / "README.md").read_text()
+    assert harness.plots.findings(checkout) == []
+
+
+ALL = {"models": "all", "ranks": [16, 32, 64], "tokens": 2048}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], {}),
+        (["-m", "a", "b"], ALL | {"models": ["a", "b"]}),
+        (["-r", "64", "-T", "512"], ALL | {"ranks": [64], "tokens": 512}),
+        (["-T", "512"], ALL | {"tokens": 512}),
+    ],
+)
+def test_layers_that_are_asked_for_are_printed_only(
+    harness, monkeypatch, capsys, arguments, problem
+):
+    """-r and -T alone mean every model; nothing is written; other entries refuse all three."""
+    calls = []
+    monkeypatch.setattr(harness.run, "measure", lambda *_, **given: calls.append(given) or 0)
+    assert harness.run.main(["moe_lora", *arguments]) == 0
+    if problem.get("models") == "all":
+        problem = problem | {"models": list(harness.problems.MODELS)}
+    assert calls == [{"draft": bool(arguments), "end": None} | problem]
+    for other in ("nf4", "elementwise", "plots") if arguments else ():
+        with pytest.raises(SystemExit):
+            harness.run.main([other, *arguments])
+        assert f"{other} takes no --models, --ranks or --seq-len" in capsys.readouterr().err

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ._checkout import git
+from ._checkout import git, tool
 from .static.project import ROOT
 
 pytestmark = pytest.mark.static
 
-LIMIT = 28  # files side by side in a folder of the package
+LIMIT = tool("sizes").FOLDER_LIMIT
 
 
 def run(root: Path) -> subprocess.CompletedProcess[str]:

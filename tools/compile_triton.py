@@ -176,7 +176,7 @@ def nf4_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple) ->
     tokens, top_k, experts, hidden, inner, rank, rows = MODELS[model]
     if hidden % BLOCKSIZE or inner % BLOCKSIZE:
         return  # blocks would leave their row, which the fused product refuses
-    module = load("kernels.quant._nf4_product_triton")
+    module = load("kernels.quant.nf4_product_triton")
     slots, offsets, tiles = order
     total = tokens * top_k
 
@@ -186,8 +186,8 @@ def nf4_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple) ->
     gates, low = new(tokens, top_k, of=torch.float32), new(total, rank)
     for k, n, fan in ((hidden, 2 * inner, top_k), (inner, hidden, 0)):
         packed = new(experts * n * k // 2, of=torch.uint8)
-        stack = (packed, new(experts * n * k // BLOCKSIZE, of=torch.float32), None, None)
-        stack += ((experts, n, k), BLOCKSIZE)
+        absmax, table = (new(size, of=torch.float32) for size in (experts * n * k // BLOCKSIZE, 16))
+        stack = (packed, absmax, table, None, (experts, n, k), BLOCKSIZE)
         down = fan == 0
         place = {"tile_rows": rows, "scatter": False}
         back = {"gates": gates, "other": new(total, k)} if down else {}
@@ -215,7 +215,7 @@ def main(arguments: list[str]) -> int:
     catch(options.arch)
     launch = load("kernels.experts.grouped_launch_triton")
     launch.arch = lambda device: f"sm{options.arch}"
-    load("kernels.quant._nf4_product_triton").shuffles = lambda x: True
+    load("kernels.quant.nf4_product_triton").shuffles = lambda x: True
     print(f"triton {triton.__version__}, sm_{options.arch}, {options.model}, {options.dtype}")
     step(options.model, getattr(torch, options.dtype), getattr(torch, options.lora))
     return 0

@@ -10,7 +10,7 @@ from torch import nn
 
 from ._cases import bits
 from ._ranks import same_everywhere
-from .test_checkpoints import Model, Run, value, whole
+from .test_saving import Model, Run, value, whole
 
 pytestmark = pytest.mark.dist
 

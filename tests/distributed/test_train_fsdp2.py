@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from ..conftest import ROOT
-from ..examples.test_train_demo import corpus  # noqa: F401 - a fixture
+from ..examples.test_examples import corpus  # noqa: F401 - a fixture
 from ._ranks import same_everywhere
 
 pytestmark = pytest.mark.dist

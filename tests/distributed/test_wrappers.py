@@ -1,7 +1,9 @@
-"""Models as torch's wrappers shard them: FSDP2, HSDP, tensor parallel with FSDP2, DDP."""
+"""Models as torch's wrappers shard them: FSDP2, HSDP, TP, DDP, and LoRA on experts within them."""
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,3 +129,238 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 )
 def test_wrapped_models_step_as_on_one_rank(ranks, wrapper, world) -> None:
     same_everywhere(ranks(world).run(train_beside_one_rank, wrapper))
+
+
+def model_of(opt: Any, *, lora: bool = True, quantize: str | None = None, **sizes: int) -> Any:
+    """The same model on every rank, with a random adapter that trains."""
+    from ..integrations._models import build, set_random_lora
+
+    model = build("qwen3_moe", **sizes)
+    if lora:
+        opt.integrations.attach_lora(model, 3, 7, quantize=quantize)
+        set_random_lora(model)
+    return model
+
+
+def shard(model: Any, how: str = "fsdp") -> Any:
+    """A copy under fully_shard: over all ranks, over two halves of replicas, or by rows."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    world = distributed.get_world_size()
+    sizes = {"replicas": 2, "shards": world // 2} if how == "hsdp" else {"shards": world}
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    options: dict[str, Any] = {"mesh": mesh}
+    if how == "rows":
+        options["shard_placement_fn"] = lambda param: Shard(1) if param.ndim == 3 else None
+    model = copy.deepcopy(model)
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def logits(model: Any) -> Any:
+    import torch
+
+    from ..integrations._models import tokens
+
+    with torch.no_grad():
+        return model(input_ids=tokens(model)).logits
+
+
+def stacks(model: Any) -> dict[str, Any]:
+    """The experts' weights, whole."""
+    named = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if name.endswith(("gate_up_proj", "down_proj"))
+    }
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+        for name, value in named.items()
+    }
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    from .._compare import assert_same_bits
+
+    assert found.keys() == expected.keys() and found
+    for name, value in expected.items():
+        assert_same_bits(found[name], value)
+
+
+def merge_shards(opt: Any, how: str) -> None:
+    from .._compare import assert_error_at_most
+    from ..integrations.test_transformers import FP32
+
+    alone = model_of(opt)
+    model = shard(alone, how)
+    before = stacks(alone)
+    adapted = logits(alone)
+    # This leaves whole copies of some parameters behind, which are not what must be written.
+    assert_error_at_most(logits(model), adapted, FP32)
+    opt.integrations.merge_lora(alone)
+    opt.integrations.merge_lora(model, keep_on="cpu")
+    merged = stacks(alone)
+    assert any((merged[name] != before[name]).any() for name in merged)
+    assert_equal(stacks(model), merged)
+    assert_error_at_most(logits(model), adapted, FP32)
+    opt.integrations.unmerge_lora(model)
+    assert_equal(stacks(model), before)
+    assert_error_at_most(logits(model), adapted, FP32)
+
+
+@pytest.mark.parametrize(
+    ("world", "how"), [(2, "fsdp"), (4, "fsdp"), (4, "hsdp"), (2, "rows")], ids=str
+)
+def test_merging_writes_into_the_shards(ranks, world: int, how: str) -> None:
+    """Of four ranks the last one holds none of the five experts."""
+    ranks(world).run(merge_shards, how)
+
+
+def merge_nan(opt: Any) -> str:
+    import torch
+
+    model = shard(model_of(opt))
+    last = model.model.layers[1].mlp.experts.expert_lora["down"].lora_B["default"].weight
+    with torch.no_grad():
+        if last.to_local().numel() and torch.distributed.get_rank() == 0:
+            last.to_local()[0, 0] = float("nan")
+    before = stacks(model)
+    try:
+        opt.integrations.merge_lora(model)
+    except ValueError as error:
+        assert_equal(stacks(model), before)
+        return str(error)
+    return "merged"
+
+
+def test_what_one_rank_cannot_merge_no_rank_merges(ranks) -> None:
+    assert "NaN or inf" in same_everywhere(ranks(2).run(merge_nan))
+
+
+def save_adapter(opt: Any, folder: Path, how: str) -> list[str]:
+    from torch import distributed
+
+    alone = model_of(opt)
+    model = shard(alone, how)
+    logits(model)
+    opt.integrations.save_peft_adapter(model, folder / "sharded")
+    found = sorted(path.name for path in (folder / "sharded").iterdir())  # when any rank returns
+    own = folder / str(distributed.get_rank())
+    opt.integrations.save_peft_adapter(alone, own)
+    for name in found:
+        assert (folder / "sharded" / name).read_bytes() == (own / name).read_bytes()
+    return found
+
+
+@pytest.mark.parametrize("how", ["fsdp", "hsdp"])
+def test_an_adapter_in_shards_is_saved_as_a_whole_one(ranks, how: str, tmp_path) -> None:
+    found = same_everywhere(ranks(4).run(save_adapter, tmp_path, how))
+    assert found == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def save_into_a_file(opt: Any, folder: Path) -> str:
+    model = shard(model_of(opt))
+    try:
+        opt.integrations.save_peft_adapter(model, folder / "file")
+    except OSError as error:
+        return f"{type(error).__name__}: {error}".removeprefix("OSError: the rank that writes ")
+    return "saved"
+
+
+def test_all_ranks_raise_if_the_one_that_writes_fails(ranks, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    first, second = ranks(2).run(save_into_a_file, tmp_path)
+    assert first.startswith("FileExistsError") and str(tmp_path / "file") in first
+    assert second == f"failed: {first}"
+
+
+def save_4_bits(opt: Any, folder: Path) -> str:
+    sizes = {"moe_intermediate_size": 64, "hidden_size": 64}
+    alone = model_of(opt, quantize="nf4", **sizes)
+    model = shard(alone)
+    file = opt.integrations.save_quantized(model, folder / "saved")
+    opt.integrations.detach_lora(alone)
+    loaded = opt.integrations.load_quantized(folder / "saved", device_map="cpu", dtype="float32")
+    found, expected = loaded.state_dict(), alone.state_dict()
+    assert_equal(found, expected)
+    try:
+        (folder / "saved" / "model.safetensors").touch()
+        opt.integrations.save_quantized(model, folder / "saved")
+    except (OSError, ValueError) as error:
+        assert "holds another checkpoint" in str(error)
+        return file.name
+    return "saved twice"
+
+
+def test_4_bit_experts_in_shards_are_saved_as_whole_ones(ranks, tmp_path) -> None:
+    assert same_everywhere(ranks(3).run(save_4_bits, tmp_path)).endswith(".safetensors")
+
+
+def attach_late(opt: Any, folder: Path) -> list[str]:
+    import torch
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    if distributed.get_rank() == 0:
+        opt.integrations.save_peft_adapter(model_of(opt), folder)
+    distributed.barrier()
+    plain = model_of(opt, lora=False)
+    split = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    experts = split.model.layers[1].mlp.experts
+    for name, dim in (("gate_up_proj", 1), ("down_proj", 2)):
+        whole = experts._parameters[name]
+        experts._parameters[name] = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)]))
+    said = []
+    for model in (shard(plain), split):
+        before = set(dict(model.named_parameters()))
+        for call in (
+            lambda model=model: opt.integrations.attach_lora(model, 3, 7),
+            lambda model=model: opt.integrations.load_peft_adapter(model, folder),
+        ):
+            try:
+                call()
+            except ValueError as error:
+                said.append(str(error))
+        assert set(dict(model.named_parameters())) == before
+        assert all(parameter.requires_grad for parameter in model.parameters())
+    return said
+
+
+def test_lora_comes_before_the_shards(ranks, tmp_path) -> None:
+    fsdp, loaded, tp, loaded_tp = same_everywhere(ranks(2).run(attach_late, tmp_path))
+    assert fsdp == loaded and "attach LoRA first, then call fully_shard" in fsdp
+    assert tp == loaded_tp and "tensor parallelism splits model.layers.1.mlp.experts" in tp
+
+
+def train(opt: Any) -> None:
+    """A step of training under FSDP2 equals one of a single process."""
+    import torch
+
+    from .._compare import assert_error_at_most
+    from ..integrations._models import tokens
+    from ..integrations.test_transformers import FP32
+
+    alone = model_of(opt)
+    models = alone, shard(alone)
+    grads = []
+    for model in models:
+        ids = tokens(model)
+        model(input_ids=ids, labels=ids).loss.backward()
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        grads.append(
+            {n: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for n, p in trained.items()}
+        )
+    assert grads[0].keys() == grads[1].keys()
+    for name, gradient in grads[0].items():
+        assert isinstance(gradient, torch.Tensor)
+        assert_error_at_most(grads[1][name], gradient, FP32)
+
+
+def test_gradients_under_fsdp2_are_those_of_one_process(ranks) -> None:
+    ranks(2).run(train)

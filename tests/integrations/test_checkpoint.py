@@ -1,9 +1,15 @@
-"""save_optimizer and load_optimizer: exact, matched by name, atomic, clear about misfits."""
+"""save_optimizer and load_optimizer: exact, matched by name, atomic, clear about misfits.
+
+Files that are damaged, malformed or of another optimizer are refused.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import resource
 import signal
 import threading
 from pathlib import Path
@@ -20,6 +26,7 @@ from ..optimizers.test_state import (
     assert_same_state,
     muon,
     muon_adamw,
+    state_tensors,
 )
 
 FILES = {"optimizer.safetensors", "optimizer.json"}
@@ -302,3 +309,309 @@ def test_the_readable_copy(opt, device, tmp_path) -> None:
     assert text["class"] == "Muon"
     assert text["groups"][0]["names"] == NAMES[:4]
     assert text["groups"][0]["options"]["momentum"] == 0.95
+
+
+def rewrite(folder: Path, change) -> None:
+    """Change the header or the tensors of a checkpoint, which has no checksums then."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    path = folder / "optimizer.safetensors"
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["optimizer"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    header["format"] = 1
+    change(header, tensors)
+    save_file(tensors, path, {"optimizer": json.dumps(header)})
+
+
+def drop(tensors: dict, prefix: str) -> None:
+    for name in [name for name in tensors if name.startswith(prefix)]:
+        del tensors[name]
+
+
+def option(header: dict, **values) -> None:
+    header["groups"][0]["options"].update(values)
+
+
+FAULTS = {
+    "format": (lambda h, t: h.update(format=99), "has format 99, this version reads 1 and 2"),
+    "class": (lambda h, t: h.update({"class": "Adam"}), "is of Adam, the optimizer Muon"),
+    "groups": (
+        lambda h, t: (h["groups"].pop(), drop(t, "state.1.")),
+        "has 1 groups, the optimizer 2",
+    ),
+    "names": (
+        lambda h, t: (h["groups"][0]["names"].pop(), drop(t, "state.0.3.")),
+        "3 parameters were saved, 4 are present",
+    ),
+    "option": (
+        lambda h, t: h["groups"][0]["options"].update(momentum=7),
+        "group 0: momentum must lie in",
+    ),
+    "missing": (
+        lambda h, t: t.pop("state.1.0.exp_avg"),
+        "group 1, parameter 'table': the loaded state has no exp_avg",
+    ),
+    "shape": (
+        lambda h, t: t.update({"state.0.2.momentum_buffer": torch.zeros(2)}),
+        r"'wide': the loaded momentum_buffer has shape \(2,\), expected \(4, 12\)",
+    ),
+    "no class": (lambda h, t: h.pop("class"), "class must be a str, got None"),
+    "no groups": (lambda h, t: h.pop("groups"), "groups must be a list, got None"),
+    "group": (lambda h, t: h.update(groups=[1, 2]), r"groups\[0\] must be a dict, got 1"),
+    "no names": (lambda h, t: h["groups"][1].pop("names"), r"groups\[1\].names must be a list"),
+    "name": (
+        lambda h, t: h["groups"][1].update(names=[3]),
+        r"groups\[1\].names must hold strings and null, got \[3\]",
+    ),
+    "no options": (
+        lambda h, t: h["groups"][0].pop("options"),
+        r"groups\[0\].options must be a dict, got None",
+    ),
+    "two keys": (
+        lambda h, t: option(h, lr={"tensor": "a", "dtype": "float32"}),
+        r"groups\[0\].options.lr: .* is no value that save_optimizer writes",
+    ),
+    "lost tensor": (
+        lambda h, t: option(h, lr={"tensor": "group.0.lr"}),
+        r"groups\[0\].options.lr: {'tensor': 'group.0.lr'} is no value",
+    ),
+    "no dtype": (
+        lambda h, t: option(h, dtype={"dtype": "load"}),
+        r"groups\[0\].options.dtype: {'dtype': 'load'} is no value",
+    ),
+    "kind of value": (lambda h, t: option(h, dtype={"dict": [1]}), "is no value"),
+    "type of value": (lambda h, t: option(h, momentum="much"), "group 0: momentum must be"),
+    "too many parameters": (
+        lambda h, t: t.update({"state.0.7.momentum_buffer": torch.zeros(2)}),
+        "tensor 'state.0.7.momentum_buffer' belongs to no parameter and no option",
+    ),
+    "too many groups": (
+        lambda h, t: t.update({"state.2.0.momentum_buffer": torch.zeros(2)}),
+        "tensor 'state.2.0.momentum_buffer' belongs to no parameter",
+    ),
+    "a count that is no number": (
+        lambda h, t: t["state.1.0.step"].fill_(torch.nan),
+        "group 1, parameter 'table': the loaded step holds nan; it must be finite and at least 0",
+    ),
+    "a negative count": (
+        lambda h, t: t["state.1.1.step"].fill_(-3),
+        "'bias': the loaded step holds -3.0; it must be finite",
+    ),
+    "an infinite count": (
+        lambda h, t: t["state.1.1.step"].fill_(torch.inf),
+        "'bias': the loaded step holds inf; it must be finite",
+    ),
+    "negative squares": (
+        lambda h, t: t["state.1.0.exp_avg_sq"][3, 1].fill_(-1e-30),
+        "'table': the loaded exp_avg_sq holds -1.0.*e-30; it must be at least 0",
+    ),
+    "squares that are no numbers": (
+        lambda h, t: t["state.1.0.exp_avg_sq"][3, 1].fill_(torch.nan),
+        "'table': the loaded exp_avg_sq holds nan; it must be at least 0",
+    ),
+    "negative squares of rows": (
+        lambda h, t: t["state.0.0.second_momentum_buffer"].view(-1)[5].fill_(-1),
+        "'experts.w': the loaded second_momentum_buffer holds -1.0; it must be at least 0",
+    ),
+    "no steps": (lambda h, t: option(h, ns_steps=0), "group 0: ns_steps must be at least 1"),
+    "a rate of NaN": (lambda h, t: option(h, lr=float("nan")), "group 0: lr must be finite"),
+    "a strange tensor": (lambda h, t: t.update(x=torch.zeros(2)), "tensor 'x' belongs to no"),
+    "a strange name": (lambda h, t: t.update({"state.a.0.b": torch.zeros(2)}), "belongs to no"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(opt, device, fault, tmp_path) -> None:
+    params = parameters(SHAPES, device=device)
+    optimizer = muon(opt, params)
+    optimizer.fit_state()
+    opt.save_optimizer(optimizer, tmp_path)
+    train(optimizer, params, 2)
+    kept = [tensor.clone() for _, tensor in state_tensors(optimizer)]
+    change, message = FAULTS[fault]
+    rewrite(tmp_path, change)
+    with pytest.raises(ValueError, match=message) as caught:
+        opt.load_optimizer(optimizer, tmp_path)
+    assert str(tmp_path / "optimizer.safetensors") in str(caught.value)
+    for (_, tensor), old in zip(state_tensors(optimizer), kept, strict=True):
+        assert_same_bits(tensor, old)
+
+
+def test_what_is_no_checkpoint(opt, tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    optimizer = opt.Muon(parameters([(4, 3)]))
+    with pytest.raises(FileNotFoundError, match="no optimizer checkpoint"):
+        opt.load_optimizer(optimizer, tmp_path / "nowhere")
+    save_file({"x": torch.zeros(1)}, tmp_path / "optimizer.safetensors")
+    with pytest.raises(ValueError, match="was not written by save_optimizer"):
+        opt.load_optimizer(optimizer, tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -1])
+def test_a_truncated_file(opt, size, tmp_path) -> None:
+    optimizer = opt.Muon(parameters([(4, 3)]))
+    opt.save_optimizer(optimizer, tmp_path)
+    path = tmp_path / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=f"{path} is damaged or no safetensors file"):
+        opt.load_optimizer(optimizer, tmp_path)
+
+
+@pytest.mark.parametrize("header", ["", "{", "[]", "null", "[" * 100000])
+def test_a_header_that_is_no_json_object(opt, header, tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "optimizer.safetensors"
+    save_file({}, path, {"optimizer": header})
+    with pytest.raises(ValueError, match=str(path)):
+        opt.load_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
+
+
+def test_a_checkpoint_without_checksums_loads(opt, device, tmp_path) -> None:
+    """As it was written before there were any."""
+    params = parameters(SHAPES, device=device)
+    optimizer = muon(opt, params)
+    train(optimizer, params, 2)
+    opt.save_optimizer(optimizer, tmp_path)
+    rewrite(tmp_path, lambda header, tensors: None)
+    other = muon(opt, copies(params))
+    opt.load_optimizer(other, tmp_path)
+    assert_same_state(other, optimizer)
+
+
+def test_a_flipped_bit_anywhere_is_reported(opt, submodule, tmp_path) -> None:
+    """One of every byte: of lengths, names, dtypes, shapes, options, checksums and tensors."""
+    params = parameters([(4, 2), (0, 4)])
+    optimizer = opt.Muon(params, beta2=0.9)
+    train(optimizer, params, 1)
+    read = submodule("integrations.checkpoints.checkpoint_file").read
+    opt.save_optimizer(optimizer, tmp_path)
+    path = tmp_path / "optimizer.safetensors"
+    written = path.read_bytes()
+    unseen = []
+    for place in range(len(written)):
+        flipped = bytearray(written)
+        flipped[place] ^= 1 << (place * 7 % 8)
+        path.write_bytes(flipped)
+        try:
+            read(path)
+            unseen.append(place)
+        except ValueError as error:
+            assert str(path) in str(error)
+    assert unseen == []
+    path.write_bytes(written)
+    opt.load_optimizer(optimizer, tmp_path)
+
+
+def test_the_message_names_what_is_damaged(opt, tmp_path) -> None:
+    params = parameters([(64, 64)])
+    optimizer = opt.Muon(params)
+    optimizer.fit_state()
+    opt.save_optimizer(optimizer, tmp_path)
+    path = tmp_path / "optimizer.safetensors"
+    written = bytearray(path.read_bytes())
+    written[-100] ^= 4
+    path.write_bytes(written)
+    with pytest.raises(
+        ValueError, match=r"is damaged: the checksums of 'state\.0\.0\.momentum_buffer'"
+    ):
+        opt.load_optimizer(opt.Muon(params), tmp_path)
+
+
+def save_at_once(opt, optimizer, folder) -> None:
+    opt.save_optimizer(optimizer, folder)
+
+
+def save_beside(opt, optimizer, folder) -> None:
+    opt.save_optimizer_async(optimizer, folder).wait()
+
+
+@pytest.mark.parametrize("save", [save_at_once, save_beside])
+def test_a_full_disk_is_an_os_error(opt, save, tmp_path) -> None:
+    """The previous checkpoint stays, and nothing else."""
+    params = parameters([(64, 64)])
+    optimizer = opt.Muon(params)
+    save(opt, optimizer, tmp_path)
+    before = {name: (tmp_path / name).read_bytes() for name in FILES}
+    train(optimizer, params, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            save(opt, optimizer, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.errno == errno.EFBIG
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_files_have_the_mode_of_any_other(opt, tmp_path) -> None:
+    """A job of another user of the group may read them."""
+    opt.save_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
+    (tmp_path / "any").touch()
+    expected = (tmp_path / "any").stat().st_mode
+    assert {(tmp_path / name).stat().st_mode for name in FILES} == {expected}
+
+
+def test_a_save_leaves_what_another_is_writing(opt, submodule, tmp_path) -> None:
+    optimizer = opt.Muon(parameters([(4, 3)]))
+    with submodule("integrations.checkpoints.tensor_file").replacing(
+        tmp_path / "optimizer.json"
+    ) as file:
+        file.write(b"mine")
+        opt.save_optimizer(optimizer, tmp_path)
+    assert (tmp_path / "optimizer.json").read_bytes() == b"mine"
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+
+
+def test_a_file_that_was_taken_for_left_behind_is_made_again(opt, monkeypatch, tmp_path) -> None:
+    """Another saver may come between its making and its lock."""
+    taken = []
+    flock = fcntl.flock
+
+    def late(opened, how) -> None:
+        if not taken:
+            (left,) = tmp_path.iterdir()
+            taken.append(left.name)
+            left.unlink()
+        flock(opened, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    opt.save_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
+    assert taken and {path.name for path in tmp_path.iterdir()} == FILES
+
+
+def test_without_locks_nothing_is_taken_for_left_behind(opt, monkeypatch, tmp_path) -> None:
+    def no_locks(*_) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    left = tmp_path / "optimizer.safetensors.0.tmp"
+    left.touch()
+    opt.save_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == FILES | {left.name}
+
+
+def test_a_tensor_file_holds_any_tensor(submodule, device, tmp_path) -> None:
+    """Any other reader of the format reads the same."""
+    from safetensors.torch import load_file
+
+    files = submodule("integrations.checkpoints.tensor_file")
+    tensors = {
+        str(dtype): torch.arange(-6, 6, device=device).to(dtype).view(3, 4).t()
+        for dtype in files.DTYPES
+    }
+    tensors |= {"none": torch.zeros(0, 3), "one": torch.tensor(2.5, dtype=torch.float64)}
+    path = tmp_path / "any.safetensors"
+    files.write_tensors(path, tensors, {"text": "\u00e9\n"})
+    found, texts, checked = files.read_tensors(path)
+    assert texts == {"text": "\u00e9\n"} and checked
+    for read in (found, load_file(path)):
+        assert read.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert_same_bits(read[name], tensor.cpu())
+    with pytest.raises(TypeError, match=r"x: a tensor of torch\.complex64 cannot be saved"):
+        files.write_tensors(path, {"x": torch.zeros(2, dtype=torch.complex64)}, {})

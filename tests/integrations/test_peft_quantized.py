@@ -1,21 +1,26 @@
-"""PEFT over 4-bit experts: it wraps what `target_parameters` names; one file holds all of it."""
+"""PEFT over 4-bit experts: what it wraps, its one file, trainers that are killed and resumed."""
 
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import warnings
 from pathlib import Path
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from .._compare import assert_error_at_most, assert_same_bits, relative_error
+from ..conftest import ROOT
 from ._models import build, set_random_lora, step, tokens
+from ._trainers import SAVE_EVERY, STEPS, losses, trainer_of
 from .test_peft import BOTH, logits, wrap, wrappers_of
-from .test_quantize_experts import rounded
 from .test_transformers import FP32, experts_of
+from .test_transformers_lora import rounded
 
 SUFFIXES = ["experts.down_proj", "experts.gate_up_proj"]
 
@@ -264,3 +269,34 @@ def test_a_file_leaves_out_nothing_that_trains(opt, device, part: str, tmp_path:
     assert not (tmp_path / "adapter").exists()
     model.get_parameter(part).requires_grad_(False)
     opt.integrations.save_peft_adapter(model, tmp_path / "adapter")
+
+
+KILLED_AFTER = 13
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
+def test_a_killed_run_goes_on_as_if_it_had_not_been(opt, device, forks, kind, tmp_path) -> None:
+    whole = trainer_of(opt, kind, tmp_path / "whole", device)
+    whole.train()
+    expected = losses(whole)
+    assert sorted(expected) == list(range(1, STEPS + 1))
+    assert expected[STEPS] < expected[1] - 0.3
+
+    killed = forks.run(
+        *("-m", "tests.integrations._trainers", kind, tmp_path / "killed", KILLED_AFTER),
+        folder=ROOT,
+        environment=os.environ | {"TRAINER_DEVICE": device.type, "OMP_NUM_THREADS": "1"},
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    last = tmp_path / "killed" / f"checkpoint-{KILLED_AFTER // SAVE_EVERY * SAVE_EVERY}"
+    kept = load_file(last / "adapter_model.safetensors")
+    assert any("experts" in key for key in kept) and any("q_proj" in key for key in kept)
+
+    resumed = trainer_of(opt, kind, tmp_path / "killed", device)
+    resumed.train(resume_from_checkpoint=str(last))
+    assert losses(resumed) == expected
+    theirs = load_file(tmp_path / "whole" / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+    ours = load_file(tmp_path / "killed" / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert_same_bits(ours[key], tensor)

@@ -1,14 +1,17 @@
-"""save_quantized: what it writes, what it leaves out, and what load_quantized makes of it."""
+"""What save_quantized and save_pretrained write of 4-bit experts, and who reads it."""
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 
 import pytest
 import torch
 
 from .._compare import assert_same_bits
 from ._models import build, set_random_lora, tokens
+from ._moe_classes import inputs, tiny
 
 OPTIONS = {"dtype": torch.float32, "device_map": "cpu"}
 WEIGHTS = "model-quantized.safetensors"
@@ -150,3 +153,201 @@ def test_the_description_is_readable(opt, quantized, tmp_path) -> None:
     opt.integrations.save_quantized(quantized, tmp_path)
     assert set(files(tmp_path)) == {WEIGHTS, "config.json", "generation_config.json"}
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+
+
+METHOD = "quantized_experts"
+
+
+def from_pretrained(folder, **options):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+
+
+def test_in_several_files(opt, quantized, tmp_path) -> None:
+    quantized.save_pretrained(tmp_path, max_shard_size="5KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    assert_same_bits(
+        logits(opt.integrations.load_quantized(tmp_path, **OPTIONS)), logits(quantized)
+    )
+    assert_same_bits(logits(from_pretrained(tmp_path)), logits(quantized))
+
+
+def test_nested_scales_and_fp4_keep_their_format(opt, tmp_path) -> None:
+    build("qwen3_moe").save_pretrained(tmp_path / "dense")
+    load = opt.integrations.load_quantized
+    model = load(tmp_path / "dense", nested=True, quant_type="fp4", blocksize=32, **OPTIONS)
+    model.save_pretrained(tmp_path / "packed")
+    for loaded in (load(tmp_path / "packed", **OPTIONS), from_pretrained(tmp_path / "packed")):
+        assert loaded.state_dict().keys() == model.state_dict().keys()
+        for key, value in model.state_dict().items():
+            assert_same_bits(loaded.state_dict()[key], value)
+
+
+def test_what_trains_after_loading(opt, quantized, tmp_path) -> None:
+    """Packed experts never; with adapters these alone, as attach_lora left it."""
+    from transformers.trainer_utils import validate_quantization_for_training
+
+    quantized.save_pretrained(tmp_path / "base")
+    loaded = from_pretrained(tmp_path / "base")
+    frozen = {n for n, p in loaded.named_parameters() if not p.requires_grad}
+    assert frozen == {n for n, _ in loaded.named_parameters() if ".experts." in n}
+    validate_quantization_for_training(loaded)
+    opt.integrations.attach_lora(quantized, r=2, alpha=4, targets=("down_proj",), rslora=True)
+    opt.integrations.attach_lora(quantized, r=3, alpha=5, adapter="second")
+    opt.integrations.set_lora(quantized, "second")
+    set_random_lora(quantized)
+    quantized.save_pretrained(tmp_path / "adapted")
+    load = opt.integrations.load_quantized
+    for loaded in (load(tmp_path / "adapted", **OPTIONS), from_pretrained(tmp_path / "adapted")):
+        trained = {n for n, p in loaded.named_parameters() if p.requires_grad}
+        assert trained == {n for n, _ in loaded.named_parameters() if ".second." in n}
+        assert_same_bits(logits(loaded), logits(quantized))
+        opt.integrations.set_lora(loaded, "default")
+        opt.integrations.set_lora(quantized, "default")
+        assert_same_bits(logits(loaded), logits(quantized))
+        opt.integrations.set_lora(quantized, "second")
+
+
+def test_the_base_model_of_the_files(quantized, tmp_path) -> None:
+    from transformers import AutoModel
+
+    quantized.save_pretrained(tmp_path)
+    base = AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = tokens(quantized)
+    with torch.no_grad():
+        expected = quantized.model(ids).last_hidden_state
+        assert_same_bits(base(ids).last_hidden_state, expected)
+
+
+def test_without_this_package_from_pretrained_raises(quantized, tmp_path, monkeypatch) -> None:
+    """It would go on with a warning and draw experts whose names it misses at random."""
+    from transformers.quantizers import auto
+
+    quantized.save_pretrained(tmp_path)
+    monkeypatch.delitem(auto.AUTO_QUANTIZER_MAPPING, METHOD)
+    monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, METHOD)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        from_pretrained(tmp_path)
+
+
+def test_files_that_do_not_fit_are_refused(quantized, tmp_path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    quantized.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="load it with the class and the configuration"):
+        from_pretrained(tmp_path, num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"the configuration asks for \(6, "):
+        from_pretrained(tmp_path, num_experts=6)
+    with pytest.raises(ValueError, match="need one device per rank"):
+        from_pretrained(tmp_path, device_map={"model": "cpu", "lm_head": "meta"})
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.down_proj.absmax"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"lacks model\.layers\.1\.mlp\.experts\.down_proj\.absmax"
+    ):
+        from_pretrained(tmp_path)
+
+
+def test_what_could_not_be_read_is_not_written(opt, quantized, tmp_path) -> None:
+    import peft
+
+    def refused(model, message) -> None:
+        with pytest.raises(ValueError, match=message):
+            model.save_pretrained(tmp_path)
+        assert not list(tmp_path.iterdir())
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    wrapped = peft.get_peft_model(build("qwen3_moe"), config)
+    opt.integrations.quantize_experts(wrapped)
+    refused(wrapped.base_model.model, "wrapped by PEFT")
+    experts = quantized.model.layers[1].mlp.experts
+    stack = experts._modules.pop("down_proj")
+    experts.down_proj = torch.nn.Parameter(stack.decode())
+    refused(quantized, r"layers\.1\.mlp\.experts\.down_proj is not in 4 bits")
+    both = build("qwen3_moe")
+    both.hf_quantizer = object()  # of bitsandbytes, for the linear layers
+    both.config.quantization_config = {"quant_method": "bitsandbytes"}
+    opt.integrations.quantize_experts(both)
+    refused(both, "quantised by .*bitsandbytes.* beside its experts")
+
+
+def test_an_adapter_of_transformers_is_written_alone(quantized, tmp_path) -> None:
+    import peft
+
+    quantized.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    quantized.save_pretrained(tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_save_quantized_after_save_pretrained(opt, quantized, tmp_path) -> None:
+    """It leaves adapters out, so its configuration must not describe them."""
+    expected = logits(quantized)
+    opt.integrations.attach_lora(quantized, r=2, alpha=4)
+    set_random_lora(quantized)
+    quantized.save_pretrained(tmp_path / "first")
+    opt.integrations.save_quantized(quantized, tmp_path / "second")
+    config = json.loads((tmp_path / "second" / "config.json").read_text())
+    assert "quantization_config" not in config
+    loaded = opt.integrations.load_quantized(tmp_path / "second", **OPTIONS)
+    assert_same_bits(logits(loaded), expected)
+
+
+@pytest.mark.parametrize("name", ["GraniteMoeForCausalLM", "NemotronHForCausalLM"])
+def test_save_quantized_round_trip_by_the_models_own_names(opt, tmp_path, name) -> None:
+    """Granite calls its block what Mixtral's files call it, and was renamed when it was read."""
+    model = tiny(name)
+    opt.integrations.quantize_experts(model)
+    opt.integrations.save_quantized(model, tmp_path)
+    loaded = opt.integrations.load_quantized(tmp_path, **OPTIONS)
+    with torch.no_grad():
+        assert_same_bits(loaded(**inputs(model)).logits, model(**inputs(model)).logits)
+
+
+def test_a_model_can_be_copied_and_pickled(quantized, tmp_path) -> None:
+    quantized.save_pretrained(tmp_path)
+    for twin in (copy.deepcopy(quantized), pickle.loads(pickle.dumps(quantized))):
+        assert type(twin.hf_quantizer) is type(quantized.hf_quantizer)
+        assert_same_bits(logits(twin), logits(quantized))
+
+
+def test_trainer_saves_and_resumes(opt, tmp_path) -> None:
+    """Without PEFT: LoRA of attach_lora over 4-bit experts, cut off after its first checkpoint."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    build("qwen3_moe").save_pretrained(tmp_path / "dense")
+    ids = torch.randint(61, (16, 9), generator=torch.Generator().manual_seed(3))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = state.global_step == 3
+
+    def train(name: str, resume: str | None = None, callbacks=()) -> list[float]:
+        torch.manual_seed(5)
+        model = opt.integrations.load_quantized(tmp_path / "dense", **OPTIONS)
+        opt.integrations.attach_lora(model, r=2, alpha=4)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / name),
+            max_steps=6,
+            save_steps=3,
+            logging_steps=1,
+            learning_rate=1e-2,
+            per_device_train_batch_size=2,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model, arguments, train_dataset=rows, callbacks=list(callbacks))
+        trainer.train(resume_from_checkpoint=resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    expected = train("whole")
+    assert len(expected) == 6
+    train("cut", callbacks=[Stop()])
+    checkpoint = tmp_path / "cut" / "checkpoint-3"
+    assert train("cut", resume=str(checkpoint)) == expected
+    loaded = opt.integrations.load_quantized(checkpoint, **OPTIONS)
+    assert_same_bits(logits(loaded), logits(from_pretrained(checkpoint)))

@@ -1,8 +1,9 @@
-"""Problems of matmul_add whose answers are exact, and the op as a function of them."""
+"""Problems of the products with exact answers or answers in float64, in every layout."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -73,3 +74,190 @@ def run_dense(
         out = A.new_empty((*A.shape[:2], B.shape[2]))
     ops.matmul_add(A, B, C, out, alpha, beta, TILES.index(tile) - 1, scale)
     return out
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Operands in {-3 .. 2}; every sum is exact in float32, so there is one right answer."""
+
+    batch: tuple[int, ...]
+    m: int
+    k: int
+    alpha: float = 1.0
+    beta: float = 0.0
+    diag: float = 0.0
+    other: bool = False  # B given: A with its columns scaled by -2 .. 2, so that A B^T is symmetric
+
+    def __str__(self) -> str:
+        flags = f"-alpha{self.alpha:g}" * (self.alpha != 1) + f"-beta{self.beta:g}" * bool(
+            self.beta
+        )
+        flags += f"-diag{self.diag:g}" * bool(self.diag) + "-B" * self.other
+        return f"{'x'.join(map(str, (*self.batch, self.m, self.k)))}{flags}"
+
+    def operands(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> dict:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+            shape = (*self.batch, *shape)
+            return torch.randint(low, high, shape, device=device, generator=generator).to(dtype)
+
+        A = integers(-3, 3, self.m, self.k)
+        C = integers(-3, 3, self.m, self.m)
+        return {
+            "A": A,
+            "B": A * integers(-2, 3, 1, self.k) if self.other else None,
+            "C": C.triu() + C.triu(1).mT if self.beta else None,
+            "alpha": self.alpha,
+            "beta": self.beta,
+            "diag": self.diag,
+        }
+
+
+def exact(arguments: dict, dtype: torch.dtype) -> torch.Tensor:
+    """The float64 result rounded once, computed the plain way on the operands' device.
+
+    `scale` in the arguments must hold powers of two.
+    """
+    A, C = arguments["A"].double(), arguments["C"]
+    B = A if arguments["B"] is None else arguments["B"].double()
+    value = arguments["alpha"] * (A @ B.mT)
+    if C is not None:
+        value = value + arguments["beta"] * C.double()
+    if arguments.get("scale") is not None:
+        value = value * arguments["scale"].double()[..., None, None]
+    value = value + arguments["diag"] * torch.eye(A.shape[-2], dtype=A.dtype, device=A.device)
+    assert torch.equal(value.float().double(), value)  # so the next line rounds once
+    return value.float().to(dtype)
+
+
+def laid_out(x: torch.Tensor, pattern: str) -> torch.Tensor:
+    """x (..., r, c) with the same values in another layout of memory."""
+    r, c = x.shape[-2:]
+    lead = x.shape[:-2]
+    if pattern == "contiguous":
+        view = x.new_empty(x.shape)
+    elif pattern == "transposed":
+        view = x.new_empty(*lead, c, r).mT
+    elif pattern == "padded":  # rows start on 16 bytes whatever c is
+        view = x.new_empty(*lead, r, -(-c // 8) * 8 + 8)[..., :c]
+    elif pattern == "transposed-padded":
+        view = x.new_empty(*lead, c, -(-r // 8) * 8 + 8)[..., :r].mT
+    elif pattern == "shifted":  # no row starts on 16 bytes
+        view = x.new_empty(*lead, r, -(-c // 8) * 8 + 8)[..., 1 : c + 1]
+    elif pattern == "every-third":
+        view = x.new_empty(*lead, r, 3 * c)[..., ::3]
+    elif pattern == "batch-inside":
+        view = x.new_empty(r, c, *lead).permute(*range(2, x.ndim), 0, 1)
+    else:
+        raise ValueError(pattern)
+    return view.copy_(x)
+
+
+PATTERNS = (
+    "contiguous",
+    "transposed",
+    "padded",
+    "transposed-padded",
+    "shifted",
+    "every-third",
+    "batch-inside",
+)
+
+
+PREFACTOR = 1.02
+
+
+def draw(*shape: int, dtype: torch.dtype, device, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+
+def exact_norms(x: torch.Tensor, prefactor: float = PREFACTOR) -> torch.Tensor:
+    """x (b, r, c) over prefactor times its norm, in float64; zeros stay."""
+    norms = torch.stack([m.double().square().sum().sqrt() for m in x])
+    norms = torch.where(norms == 0, 1.0, norms)
+    return x.double() / (prefactor * norms)[:, None, None]
+
+
+def assert_rounded_once(actual: torch.Tensor, x: torch.Tensor, prefactor: float = PREFACTOR):
+    """Every element is within the rounding to its dtype and two of float32: factor, product."""
+    expected, info = exact_norms(x, prefactor), torch.finfo(actual.dtype)
+    assert actual.shape == x.shape
+    allowed = expected.abs() * (info.eps / 2 + 2.0**-23) * (1 + 2.0**-20)
+    allowed += info.tiny * info.eps * 0.5 * (1 + 2.0**-10)  # of subnormal numbers
+    off = (actual.double() - expected).abs()
+    worst = (off / allowed).max().item()
+    assert (off <= allowed).all(), f"an element is off by {worst:.3f} times its budget"
+
+
+def framed(pieces: Sequence[torch.Tensor], dtype: torch.dtype, more=(0, 0, 0)) -> torch.Tensor:
+    """A frame of NaN that has room for the pieces and `more` matrices, rows and columns."""
+    r, c = pieces[0].shape[1:]
+    shape = (sum(map(len, pieces)) + more[0], r + more[1], c + more[2])
+    return torch.full(shape, torch.nan, dtype=dtype, device=pieces[0].device)
+
+
+# Those of gram_polynomial in their pattern of operands, with rounder numbers; a bare square; one
+# that adds nothing; as many squares as there may be, with every operand.
+CHAINS = {
+    "first": [
+        *((0, 8.4375, -9.1875, 1.421875), (0, 2.578125, 0.1328125, -2.28125)),
+        *((1, 0.828125, -0.265625, -2.359375), (2, 1.140625, -1.1875, -3.625)),
+        (2, 0.34765625, 0.107421875, 0.953125),
+    ],
+    "second": [
+        *((0, 0.6484375, -2.609375, 1.953125), (0, 1.0234375, -0.7734375, 0.478515625)),
+        *((1, 0.32421875, -0.576171875, -0.8125), (2, 0.38671875, -0.60546875, 1.1953125)),
+        (2, 0.24609375, 0.703125, 0.54296875),
+    ],
+    "one": [(0, 0.5, 2.0, 3.0)],
+    "no-sum": [(0, 1.0, 0.0, 0.0), (1, -1.0, 0.0, 1.0)],
+    "eight": [(j // 2, 0.75, 0.25, -0.375) for j in range(8)],
+}
+
+
+def operand(
+    batch: int, m: int, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """X (batch, m, m), symmetric to the bit, and factors that bring its values into [0, 1]."""
+    generator = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(batch, m, m + 3, device=device, generator=generator)
+    gram = (x @ x.mT).to(dtype)
+    gram = gram.triu() + gram.triu(1).mT
+    norm = torch.linalg.matrix_norm(gram.float())
+    return gram, 1 / (1.02 * norm)
+
+
+def definition(
+    x: torch.Tensor, squares: list[tuple], scale: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """In float64, every M rounded to `dtype`."""
+    first = x.double() if scale is None else x.double() * scale.double()[:, None, None]
+    terms = [first]
+    for i, alpha, beta, delta in squares:
+        identity = torch.eye(x.shape[-1], dtype=torch.float64, device=x.device)
+        value = alpha * terms[-1] @ terms[-1].mT + beta * terms[i] + delta * identity
+        terms.append(value.to(dtype).double())
+    return terms[-1]
+
+
+def run_chain(
+    module,  # kernels.products.square_chain
+    ops,
+    x: torch.Tensor,  # (batch, m, m) float16, contiguous, m in eights
+    squares: list[tuple],
+    scale: torch.Tensor | None = None,
+    groups: int = 0,
+    *,
+    zeros: torch.Tensor | None = None,  # (1 + squares * batch,) int32 zeros, which are used up
+) -> torch.Tensor:
+    """The last M in upper storage, maybe in x's memory."""
+    places, count = module.places_of([square[0] for square in squares])
+    buffers = [x, *(torch.empty_like(x) for _ in range(count - 1))]
+    columns = ([square[k] for square in squares] for k in range(4))
+    ops.square_chain(buffers, places, *columns, scale, groups, zeros)
+    return buffers[places[-1]]

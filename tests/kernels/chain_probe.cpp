@@ -1,4 +1,4 @@
-// The schedule of a chain of squares for test_chain_schedule.py, compiled for the host.
+// The schedule of a chain of squares for test_square_chain.py, compiled for the host.
 
 #include "products/chain.h"
 

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
+
+from ..conftest import ROOT
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +34,19 @@ def run_nf4(nf4):
 def ops(submodule):
     """The registered ops of the loaded package."""
     return submodule("_ops").ops
+
+
+@pytest.fixture(scope="session")
+def host_build(tmp_path_factory) -> Callable[[str], ctypes.CDLL]:
+    """`host_build("chain_probe")`: that .cpp of this folder, which includes headers of kernels."""
+
+    def build(name: str) -> ctypes.CDLL:
+        compiler = shutil.which("g++")
+        assert compiler, "the host build of the kernels' arithmetic needs g++"
+        library = tmp_path_factory.mktemp("probe") / f"{name}.so"
+        command = [compiler, "-std=c++17", "-O2", "-Wall", "-shared", "-fPIC"]
+        command += [f"-I{ROOT / 'kernels-src'}", str(Path(__file__).with_name(f"{name}.cpp"))]
+        subprocess.run([*command, "-o", str(library)], check=True)
+        return ctypes.CDLL(str(library))
+
+    return build

@@ -1,4 +1,4 @@
-// The tile arithmetic of nf4_product for test_row_tiles.py, compiled for the host.
+// The tile arithmetic of nf4_product for test_layout_sm90.py, compiled for the host.
 
 #include <vector>
 

@@ -20,10 +20,8 @@ import torch
 
 from .._compare import assert_same_bits
 from . import test_nf4_product_gpu
-from ._chains import run_chain
-from ._products import TILES, Dense, exact_dense, run_dense
-from ._symmetric import DTYPES as SYMMETRIC_DTYPES
-from ._symmetric import Problem, exact, laid_out
+from ._products import DTYPES as SYMMETRIC_DTYPES
+from ._products import TILES, Dense, Problem, exact, exact_dense, laid_out, run_chain, run_dense
 from ._tensors import DTYPES as LIST_DTYPES
 from ._tensors import assert_same, copies, draw
 from .test_adamw import OPTIONS, draw_lists
@@ -186,7 +184,7 @@ def expert_products(opt) -> int:
         return count
     module, reference = (
         importlib.import_module(f"{opt.__name__}.{name}")
-        for name in ("kernels.quant.nf4_product", "reference.nf4_moe")
+        for name in ("kernels.quant.nf4_product", "reference.nf4")
     )
     counts = (0, 1, 65, 257, 0, 130)
     # The rank, the rows' gather, whether the result stays grouped, what the epilogue does beside it

@@ -2,14 +2,13 @@
 
 The models are written down from the PTX ISA ("Shared Memory Matrix Layout", "Matrix descriptor",
 "Accumulator D" of wgmma.mma_async.m64nNk16, stmatrix) and from the tensor map's 128-byte swizzle.
-The arithmetic is the kernels' own, compiled for the host from kernels-src.
+The arithmetic, and which tile of nf4_product is where, are the kernels' own, compiled for the host.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -25,16 +24,9 @@ LINE = 128  # bytes
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory):
+def probe(host_build):
     """The host build of sm90/layout.h and common/schedule.h."""
-    library = tmp_path_factory.mktemp("probe") / "probe.so"
-    compiler = shutil.which("g++")
-    assert compiler, "the host build of the kernels' arithmetic needs g++"
-    source = Path(__file__).with_name("layout_sm90_probe.cpp")
-    command = [compiler, "-std=c++17", "-O2", "-Wall", "-shared", "-fPIC"]
-    command += [f"-I{SOURCES}", str(source), "-o", str(library)]
-    subprocess.run(command, check=True)
-    loaded = ctypes.CDLL(str(library))
+    loaded = host_build("layout_sm90_probe")
     loaded.descriptor.restype = ctypes.c_uint64
     loaded.tiles.restype = ctypes.c_int64
     return loaded
@@ -314,3 +306,55 @@ def test_auto_respects_blocks_of_upper_storage(pick, submodule):
         left, right = pick(0, 1, batch, m, m, n, 132), pick(0, 2, batch, n, m, m, 132)
         assert tiles[left] in ("sm90_128x256", "sm90_128x128")
         assert tiles[right] in ("sm90_256x128", "sm90_128x128")
+
+
+@pytest.fixture(scope="module")
+def probe_rows(host_build):
+    """The host build of row_tiles.h."""
+    return host_build("row_tiles_probe")
+
+
+ROUTINGS = {
+    "empty": [0, 0, 0],
+    "one": [1],
+    "edges": [0, 0, 127, 128, 129, 0, 255, 256, 257, 0],
+    "one-has-all": [0, 5000, 0],
+    "many-experts": [3, 0, 130] * 170,
+}
+
+
+@pytest.mark.parametrize("blocks", (1, 3, 8))
+@pytest.mark.parametrize("most", (128, 256))
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_every_row_and_feature_comes_once(probe_rows, routing, most, blocks):
+    """Also behind and between experts without rows; a tile never exceeds the instruction."""
+    counts = np.array(ROUTINGS[routing], dtype=np.int32)
+    covered = np.zeros((max(counts.sum(), 1), blocks), dtype=np.int32)
+    pointers = [x.ctypes.data_as(ctypes.POINTER(ctypes.c_int)) for x in (counts, covered)]
+    largest = probe_rows.cover(pointers[0], len(counts), most, blocks, pointers[1])
+    assert (covered[: counts.sum()] == 1).all()
+    assert largest <= most
+
+
+@pytest.mark.parametrize("most", (128, 256))
+def test_rows_are_divided_evenly(probe_rows, most):
+    """A few rows more than a tile holds make tiles of half the height, not a full and a low one."""
+    found = (ctypes.c_int * 8)()
+    for rows in range(1, 2 * most + 100):
+        heights = found[: probe_rows.heights(rows, most, found)]
+        assert len(heights) == -(-rows // most)
+        assert sum(heights) == rows
+        assert heights[0] == max(heights) <= min(heights) + 1
+
+
+def test_a_band_of_row_tiles_shares_its_weights(probe_rows):
+    """Tiles that run at the same time read the same block of features, and each row tile once."""
+    found = (ctypes.c_int * 2)()
+    places = []
+    for unit in range(20 * 5):
+        probe_rows.place(ctypes.c_int64(unit), 20, 5, found)
+        places.append(tuple(found))
+    assert len(set(places)) == 100
+    assert places[:8] == [(row, 0) for row in range(8)]
+    assert places[40:48] == [(8 + row, 0) for row in range(8)]
+    assert places[80:84] == [(16 + row, 0) for row in range(4)]

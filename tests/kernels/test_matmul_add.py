@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits
-from ._products import TILES, Dense, exact_dense, run_dense
-from ._symmetric import laid_out
+from ._products import TILES, Dense, exact_dense, laid_out, run_dense
 
 HALF = torch.float16
 

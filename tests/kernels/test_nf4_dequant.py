@@ -1,4 +1,7 @@
-"""nf4_dequant on every path: bit for bit what bitsandbytes' format says, whatever the shape."""
+"""nf4_dequant on every path: bit for bit what bitsandbytes' format says, whatever the shape.
+
+Every message names the argument. On a GPU also: capture, streams, sizes, a traced Triton op.
+"""
 
 from __future__ import annotations
 
@@ -390,7 +393,7 @@ def quantized_by_bitsandbytes(dtype, quant_type, blocksize, nested, codebook, de
 @pytest.fixture(scope="session")
 def codebooks(submodule, device):
     """Quantisation type -> its 16 values; in FP4's nibble 8 decodes to -0."""
-    fp4 = submodule("moe.quantized.expert_weights").fp4_codebook(device)
+    (fp4,) = submodule("kernels.quant.formats").format_of("fp4").constants(device)
     return {"nf4": torch.tensor(NF4, device=device), "fp4": fp4}
 
 
@@ -459,3 +462,233 @@ def test_which_decoder_bitsandbytes_takes_does_not_matter(opt, codebooks, dtype,
     for their_defect in (wrong["a value"], -theirs):
         with pytest.raises(AssertionError, match="bytes differ"):
             assert_same_format(wanted, wanted, their_defect)
+
+
+BAD = {
+    "packed must be contiguous": {"packed": lambda a: a["packed"].reshape(-1, 2).T},
+    "packed holds 95 bytes": {"packed": lambda a: a["packed"][:-1]},
+    "blocksize must be one of": {"blocksize": lambda a: 48},
+    "expert_shape must hold positive sizes": {"expert_shape": lambda a: (8, 0)},
+    "expert_shape must hold positive sizes, got ()": {"expert_shape": lambda a: ()},
+    "dtype must be one of": {"dtype": lambda a: torch.float64},
+    "active_experts must be a vector of int32 or int64 ids, got torch.float32": {
+        "active_experts": lambda a: torch.zeros(2)
+    },
+    "active_experts must be a vector of int32 or int64 ids, got torch.int64 of shape (1, 1)": {
+        "active_experts": lambda a: torch.zeros(1, 1, dtype=torch.long)
+    },
+    "active_experts must be contiguous": {
+        "active_experts": lambda a: torch.zeros(4, dtype=torch.long, device=a["packed"].device)[::2]
+    },
+    "absmax must be contiguous torch.float32": {"absmax": lambda a: a["absmax"].double()},
+    "absmax must have 3 elements": {"absmax": lambda a: a["absmax"][:-1]},
+    "codebook must have 16 elements": {"codebook": lambda a: a["absmax"]},
+    "codebook must be contiguous torch.float32": {
+        "codebook": lambda a: torch.zeros(16, dtype=torch.float16, device=a["packed"].device)
+    },
+    "give all three or none": {"absmax_scale": lambda a: a["absmax"]},
+    "absmax must be contiguous torch.uint8": {
+        "absmax_code": lambda a: a["absmax"],
+        "absmax_scale": lambda a: a["absmax"],
+        "absmax_offset": lambda a: 0.0,
+    },
+    "absmax_code must have 256 elements": {
+        "absmax": lambda a: a["absmax"].to(torch.uint8),
+        "absmax_code": lambda a: a["absmax"],
+        "absmax_scale": lambda a: a["absmax"],
+        "absmax_offset": lambda a: 0.0,
+    },
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_wrong_arguments_are_named(opt, device, message):
+    arguments = Stack(1, (8, 24)).arguments(device)
+    arguments["active_experts"] = torch.zeros(1, dtype=torch.long, device=device)
+    changed = {name: change(arguments) for name, change in BAD[message].items()}
+    with pytest.raises(ValueError) as caught:
+        opt.nf4_dequant(**{**arguments, **changed})
+    assert message in str(caught.value)
+
+
+WRONG_TYPES = {
+    "packed must be torch.Tensor, got NoneType": {"packed": None},
+    "absmax must be torch.Tensor, got NoneType": {"absmax": None},
+    "active_experts must be torch.Tensor, got list": {"active_experts": [1]},
+    "codebook must be torch.Tensor or NoneType, got list": {"codebook": [0.0] * 16},
+    "absmax_code must be torch.Tensor or NoneType, got tuple": {"absmax_code": ()},
+    "absmax_scale must be torch.Tensor or NoneType, got float": {"absmax_scale": 1.0},
+    "absmax_offset must be torch.Tensor or Real or NoneType, got str": {"absmax_offset": "0"},
+    "blocksize must be an integer, got 64.0": {"blocksize": 64.0},
+    "expert_shape must be a sequence of integers, got (8.0, 24)": {"expert_shape": (8.0, 24)},
+    "expert_shape must be a sequence of integers, got 192": {"expert_shape": 192},
+}
+
+
+@pytest.mark.parametrize("message", WRONG_TYPES)
+def test_wrong_types_are_named(opt, device, message):
+    arguments = Stack(1, (8, 24)).arguments(device)
+    arguments["active_experts"] = torch.zeros(1, dtype=torch.long, device=device)
+    with pytest.raises(TypeError) as caught:
+        opt.nf4_dequant(**{**arguments, **WRONG_TYPES[message]})
+    assert message in str(caught.value)
+
+
+TENSORS = ("absmax", "codebook", "absmax_code", "absmax_scale", "absmax_offset", "packed")
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_gradients_are_refused(opt, device, name):
+    """They would be zero, hence silently wrong. Without grad mode nobody asks for them."""
+    nested = name.startswith("absmax_")
+    arguments = Stack(2, (8, 24), nested=nested, custom_codebook=True).arguments(device)
+    arguments["active_experts"] = torch.ones(1, dtype=torch.long, device=device)
+    arguments["packed"] = arguments["packed"].view(torch.bfloat16)
+    expected = opt.nf4_dequant(**arguments)
+    arguments[name].requires_grad_()
+    with pytest.raises(ValueError, match=f"^{name} requires a gradient"):
+        opt.nf4_dequant(**arguments)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            actual = opt.nf4_dequant(**arguments)
+        assert not actual.requires_grad
+        assert torch.equal(actual.view(torch.int16), expected.view(torch.int16))
+    assert not expected.requires_grad
+
+
+def test_checks_while_a_graph_is_traced(opt, device):
+    """The shape may be symbolic and a size may come from a tensor; the checks stay silent."""
+    arguments = Stack(5, (16, 24), nested=True).arguments(device)
+    arguments["absmax_offset"] = 0.25
+    del arguments["expert_shape"]
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def decode(like: torch.Tensor, ids: torch.Tensor, blocksize: int) -> torch.Tensor:
+        return opt.nf4_dequant(
+            active_experts=ids, expert_shape=like.shape, **{**arguments, "blocksize": blocksize}
+        )
+
+    like, ids = torch.empty(16, 24, device=device), torch.tensor([4, 1], device=device)
+    eager = opt.nf4_dequant(active_experts=ids, expert_shape=(16, 24), **arguments)
+    assert torch.equal(decode(like, ids, 64), eager)
+
+
+@pytest.mark.gpu
+def test_graph_capture_replays_with_new_contents(opt, device):
+    """No synchronisation and no copy from the host: the replay reads ids and weights afresh."""
+    arguments = Stack(6, (40, 64), nested=True).arguments(device)
+    ids = torch.tensor([0, 1, 2], device=device)
+    opt.nf4_dequant(active_experts=ids, **arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = opt.nf4_dequant(active_experts=ids, **arguments)
+    ids.copy_(torch.tensor([5, 5, 3]))
+    arguments["packed"].copy_(Stack(6, (40, 64)).build(device, seed=1)["packed"])
+    graph.replay()
+    assert_same_bits(out, oracle(arguments, [5, 5, 3], torch.bfloat16))
+
+
+@pytest.mark.gpu
+def test_capture_with_a_number_as_offset(opt, device):
+    """A number reaches the device as a kernel argument, not by a copy that capture forbids."""
+    arguments = Stack(2, (40, 64), nested=True).arguments(device)
+    arguments["absmax_offset"] = 0.25
+    ids = torch.tensor([1], device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = opt.nf4_dequant(active_experts=ids, **arguments)
+    graph.replay()
+    arguments["absmax_offset"] = torch.tensor([0.25])
+    assert_same_bits(out, oracle(arguments, [1], torch.bfloat16))
+
+
+@pytest.mark.gpu
+def test_runs_on_the_current_stream(opt, device):
+    """The decode waits for a slow producer on the same stream and for nothing else."""
+    arguments = Stack(2, (256, 256)).arguments(device)
+    expected = oracle(arguments, [1, 0], torch.bfloat16)
+    ids = torch.tensor([1, 0], device=device)
+    packed, staged = arguments["packed"].clone(), arguments["packed"]
+    stream = torch.cuda.Stream(device)
+    torch.cuda.synchronize(device)
+    packed.zero_()
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        packed.copy_(staged)
+        out = opt.nf4_dequant(active_experts=ids, **{**arguments, "packed": packed})
+    stream.synchronize()
+    assert_same_bits(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", (1023, 1024))  # odd and even starts
+@pytest.mark.parametrize("path", ("compiled", "triton"))
+def test_output_beyond_two_to_the_31_elements(run_nf4, device, path, rows):
+    """Rows of the output that lie above 2**31 elements equal those below."""
+    stack = Stack(2, (rows, 4099), 64)
+    arguments = stack.arguments(device)
+    count = 2**31 // stack.numel + 2
+    ids = torch.zeros(count, dtype=torch.int32, device=device)
+    ids[-1] = 1
+    out = run_nf4(path, arguments, ids, torch.bfloat16)
+    assert out.numel() > 2**31
+    assert_same_bits(out[[0, count // 2, -1]], oracle(arguments, [0, 0, 1], torch.bfloat16))
+    assert (out[:-1].view(torch.int16) == out[0].view(torch.int16)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", (1023, 1024))
+@pytest.mark.parametrize("path", ("compiled", "triton"))
+def test_stack_beyond_two_to_the_31_elements_is_read(run_nf4, device, path, rows):
+    stack = Stack(520, (rows, 4099), 64)
+    assert (stack.experts - 1) * stack.numel > 2**31
+    generator = torch.Generator(device).manual_seed(0)
+    elements = stack.experts * stack.numel
+    packed = torch.randint(
+        0, 256, (elements // 2,), dtype=torch.uint8, device=device, generator=generator
+    )
+    absmax = torch.rand(-(-elements // 64), device=device, generator=generator)
+    arguments = {
+        **dict.fromkeys(("codebook", "absmax_code", "absmax_scale", "absmax_offset")),
+        "packed": packed,
+        "absmax": absmax,
+        "expert_shape": stack.shape,
+        "blocksize": 64,
+    }
+    out = run_nf4(path, arguments, torch.tensor([519], device=device), torch.float32)
+    element = torch.arange(519 * stack.numel, elements, device=device)
+    byte = packed[element // 2]
+    nibble = torch.where(element % 2 == 0, byte >> 4, byte & 15)
+    expected = torch.tensor(NF4, device=device)[nibble.long()] * absmax[element // 64]
+    assert_same_bits(out.reshape(-1), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_paths_agree_on_a_model_shape(run_nf4, device, dtype):
+    arguments = Stack(8, (1536, 2048)).arguments(device)
+    ids = torch.tensor([7, 0, 3], device=device)
+    compiled = run_nf4("compiled", arguments, ids, dtype)
+    assert_same_bits(run_nf4("triton", arguments, ids, dtype), compiled)
+    assert_same_bits(run_nf4("reference", arguments, ids, dtype), compiled)
+
+
+@pytest.mark.gpu
+def test_opcheck_of_the_triton_op(nf4, device):
+    arguments = STACKS[14].arguments(device)
+    arguments |= {"active_experts": torch.tensor([1, 0], device=device), "dtype": torch.float16}
+    torch.library.opcheck(nf4._op("triton").default, (), arguments)
+
+
+@pytest.mark.gpu
+def test_triton_op_compiles_with_inductor(nf4, device):
+    arguments = STACKS[14].arguments(device)
+    op = nf4._op("triton")
+
+    @torch.compile(fullgraph=True)
+    def decode(ids: torch.Tensor) -> torch.Tensor:
+        return op(active_experts=ids, dtype=torch.float16, **arguments) * 1
+
+    ids = torch.tensor([4, 1], device=device)
+    assert_same_bits(decode(ids), oracle(arguments, [4, 1], torch.float16))

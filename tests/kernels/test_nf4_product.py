@@ -27,7 +27,16 @@ def stack(
 ) -> tuple:
     e, n, k = stored
     packed = torch.zeros(e * n * k // 2, dtype=torch.uint8) if packed is None else packed
-    return packed, torch.ones(e * n * k // blocksize), None, nested, stored, blocksize
+    absmax, table = torch.ones(e * n * k // blocksize), torch.arange(16.0)
+    return packed, absmax, table, nested, stored, blocksize
+
+
+def as_operand(submodule, opened: tuple):
+    """The same stack as ops open it."""
+    packed, absmax, table, _, stored, blocksize = opened
+    formats = submodule("kernels.quant.formats")
+    kind = formats.format_of("nf4", blocksize=blocksize)
+    return formats.Stack(kind, (packed, absmax, table), stored, True)
 
 
 def rows(width: int = STORED[2], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -86,15 +95,13 @@ def test_what_is_refused_goes_to_triton_with_all_its_arguments(
     module, submodule, monkeypatch, refused, last
 ):
     """And what is not refused goes to the op, with the other kernel's names for its arguments."""
-    launch, after = (
-        submodule(f"kernels.quant._{name}_triton") for name in ("nf4_product", "row_dots")
-    )
+    launch = submodule("kernels.quant.nf4_product_triton")
     asked = {}
     monkeypatch.setattr(launch, "nf4_product", lambda *a, **o: asked.update(triton=(a, o)))
     monkeypatch.setattr(
         module, "ops", types.SimpleNamespace(nf4_product=lambda *a: asked.update(compiled=a))
     )
-    monkeypatch.setattr(after, "gate_and_dot", lambda *a: a)
+    monkeypatch.setattr(launch, "gate_and_dot", lambda *a: a)
     _, n, k = STORED
     depth, columns = (k, n) if last else (n, k)
     rank = 12 if refused == "rank" else 8
@@ -113,7 +120,7 @@ def test_what_is_refused_goes_to_triton_with_all_its_arguments(
         return
     given = asked["compiled"]
     assert given[0] is operands[0] and given[1] is operands[1][0]
-    assert torch.equal(given[3], torch.tensor(submodule("reference.nf4").NF4_TABLE))
+    assert given[3] is operands[1][2]
     assert given[4:7] == (STORED, 64, last)
     assert given[7] is low and given[8].dtype == torch.bfloat16
     assert given[9] is None and given[10] is None
@@ -158,8 +165,8 @@ def test_the_ops_take_what_path_and_times_say(
     module, dispatch, submodule, monkeypatch, caplog, path, pays, refused
 ):
     """By name what it can take; measured also what pays, and without a word where it cannot."""
-    forward = submodule("kernels.quant.grouped_lora_nf4_forward")
-    launch, asked = submodule("kernels.quant._nf4_product_triton"), []
+    forward = submodule("kernels.quant.grouped_lora_quantized")
+    launch, asked = submodule("kernels.quant.nf4_product_triton"), []
     monkeypatch.setattr(launch, "nf4_product", lambda *a, **o: asked.append("triton"))
     monkeypatch.setattr(
         module, "ops", types.SimpleNamespace(nf4_product=lambda *a: asked.append("compiled"))
@@ -171,7 +178,8 @@ def test_the_ops_take_what_path_and_times_say(
     rank = 12 if refused == "rank" else 8
     order = (torch.arange(5), torch.tensor((0, 5, 5, 5)), torch.zeros(1, 3))
     out = None if refused == "out" else rows(n)
-    operands = (rows(k), stack(), True, rows(rank), torch.ones(3, rank, n), *order, out)
+    opened = as_operand(submodule, stack())
+    operands = (rows(k), opened, True, rows(rank), torch.ones(3, rank, n), *order, out)
     options = {"tile_rows": 64, "fan": 1, "scatter": True}
     dispatch.say_once.cache_clear()
     forward.product_of_stack(operands, 0, "forward", options, path)
@@ -203,7 +211,7 @@ def test_rows_meet_others_before_their_gates(submodule, device, fan, scatter, ga
     if gated:
         product[at[:known]] *= gates.view(-1, 1)[slots[:known]]
     other[source[known:]] = other[source[known:]] if fan else torch.nan
-    launch = submodule("kernels.quant._row_dots_triton").gate_and_dot
+    launch = submodule("kernels.quant.nf4_product_triton").gate_and_dot
     dots = launch(out, other, gates if gated else None, slots, offsets, fan, scatter)
     assert torch.allclose(dots, expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(out, product)

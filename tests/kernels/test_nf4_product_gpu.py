@@ -38,7 +38,7 @@ def module(submodule):
 
 @pytest.fixture(scope="session")
 def reference(submodule):
-    return submodule("reference.nf4_moe").nf4_product
+    return submodule("reference.nf4").nf4_product
 
 
 @pytest.fixture(scope="session")
@@ -333,7 +333,7 @@ def test_the_dispatch_equals_triton(module, submodule, device, reference, rank, 
     )
     operands = (x, stack, True, low[:, :rank].contiguous(), arguments["factor"][:, :rank])
     options = {"tile_rows": 64, "fan": 1, "scatter": scatter}
-    by_triton = submodule("kernels.quant._nf4_product_triton").nf4_product
+    by_triton = submodule("kernels.quant.nf4_product_triton").nf4_product
     out, expected = torch.full((2, 164, 136), torch.nan, device=device).bfloat16()
     order = (slots, offsets, tiles)
     assert module.prefer_compiled(*operands, *order, out, **options) is None

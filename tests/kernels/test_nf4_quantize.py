@@ -64,13 +64,13 @@ def decode(packed: torch.Tensor, absmax: torch.Tensor, numel: int, blocksize: in
 
 @pytest.fixture(scope="session")
 def tables(submodule):
-    reference = submodule("reference.nf4_quantize")
+    reference = submodule("reference.nf4")
     return {"nf4": submodule("reference.nf4").NF4_TABLE, "fp4": reference.FP4_TABLE}
 
 
 @pytest.fixture(scope="session")
 def thresholds(submodule):
-    reference = submodule("reference.nf4_quantize")
+    reference = submodule("reference.nf4")
     both_signs = (*reference.FP4_THRESHOLDS, *(-t for t in reference.FP4_THRESHOLDS))
     return {"nf4": reference.NF4_THRESHOLDS, "fp4": both_signs}
 
@@ -110,7 +110,7 @@ def test_paths_agree(ops, thresholds, device, dtype, blocksize, quant_type):
 def test_one_absmax_nests_to_itself(submodule, device):
     """Nothing is left of it once its mean is taken off: the offset alone decodes."""
     absmax = torch.tensor([0.37], device=device)
-    codes, code, scale, offset = submodule("reference.nf4_quantize").nest_absmax(absmax)
+    codes, code, scale, offset = submodule("reference.nf4").nest_absmax(absmax)
     assert_same_bits(code[codes.long()] * scale + offset, absmax)
 
 
@@ -163,7 +163,7 @@ def test_against_bitsandbytes(opt, device, tables, quant_type):
 
 def test_nested_absmax_against_bitsandbytes(submodule, device):
     functional = pytest.importorskip("bitsandbytes.functional")
-    reference = submodule("reference.nf4_quantize")
+    reference = submodule("reference.nf4")
     assert_same_bits(reference.dynamic_map(), functional.create_dynamic_map())
     for blocks in (2, 255, 256, 1000, 2560):
         absmax = draw((blocks,), torch.float32, device, seed=blocks).abs() + 0.1
@@ -277,3 +277,71 @@ def test_explain(opt, device):
     assert opt.explain("nf4_quantize", device="meta") == "compiled: shapes only"
     assert opt.explain("nf4_quantize", device=device).startswith("compiled: ")
     assert opt.explain("nf4_quantize", device="xpu").startswith("reference: ")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quant_type", QUANT_TYPES)
+@pytest.mark.parametrize("blocksize", BLOCKSIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_of_bitsandbytes(ops, device, dtype, blocksize, quant_type):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    for seed, shape in enumerate((*SHAPES, (8, 768, 2048))):
+        for scale in (1.0, 0.02, 1e-3):
+            weight = draw(shape, dtype, device, seed=seed, scale=scale)
+            weight.view(-1)[: weight.numel() // 9] = 0  # blocks of zeros
+            packed, absmax = run(ops, "compiled", weight, blocksize, quant_type)
+            theirs, state = functional.quantize_4bit(
+                weight, blocksize=blocksize, quant_type=quant_type
+            )
+            assert_same_bits(absmax, state.absmax)
+            assert_same_bits(packed, theirs.reshape(-1))
+
+
+@pytest.mark.gpu
+def test_a_user_gets_the_kernel_without_asking(opt, ops, dispatch, device, caplog):
+    """The portable path, which takes 250 times as long, is neither taken nor reported."""
+    weight = draw((6, 700), torch.bfloat16, device)
+    dispatch.say_once.cache_clear()
+    for actual, expected in zip(
+        opt.nf4_quantize(weight), run(ops, "compiled", weight, 64, "nf4"), strict=True
+    ):
+        assert_same_bits(actual, expected)
+    assert dispatch.path_name("nf4_quantize", device) == "compiled"
+    assert not [r for r in caplog.records if "nf4_quantize" in r.getMessage()]
+
+
+@pytest.mark.gpu
+def test_unaligned_weight(ops, device):
+    buffer = draw((4097,), torch.bfloat16, device)
+    for ours, expected in zip(
+        run(ops, "compiled", buffer[1:], 64, "nf4"),
+        run(ops, "compiled", buffer[1:].clone(), 64, "nf4"),
+        strict=True,
+    ):
+        assert_same_bits(ours, expected)
+
+
+@pytest.mark.gpu
+def test_beyond_two_to_the_31_elements(ops, device):
+    elements = 2**31 + 4096 + 33
+    weight = torch.zeros(elements, dtype=torch.bfloat16, device=device)
+    tail = draw((4096 + 33,), torch.bfloat16, device)
+    weight[2**31 :] = tail
+    packed, absmax = run(ops, "compiled", weight, 64, "nf4")
+    expected = run(ops, "compiled", tail, 64, "nf4")
+    assert_same_bits(packed[2**30 :], expected[0])
+    assert_same_bits(absmax[2**25 :], expected[1])
+    assert (packed[: 2**30] == 0).all() and (absmax[: 2**25] == 0).all()
+
+
+@pytest.mark.gpu
+def test_runs_inside_a_graph_and_repeats(ops, device):
+    weight = draw((64, 512), torch.float16, device)
+    eager = run(ops, "compiled", weight, 64, "nf4")
+    packed, absmax = (torch.zeros_like(tensor) for tensor in eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.nf4_quantize(weight, packed, absmax, 64, False)
+    graph.replay()
+    assert_same_bits(packed, eager[0])
+    assert_same_bits(absmax, eager[1])

@@ -1,21 +1,27 @@
-"""normalize: how matrices are cut up and scaled, compiled for the host, and the plain reference.
+"""normalize on every path: rounded once in any range, one answer per matrix, a clean frame.
 
-test_normalize_gpu.py is about the op.
+norm_factors are the numbers that it would multiply by. On a GPU also: capture, streams, sizes.
 """
 
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from ..conftest import ROOT
-from ._normalize import PREFACTOR, draw, exact
+from .._compare import assert_same_bits
+from ._products import (
+    DTYPES,
+    PATTERNS,
+    PREFACTOR,
+    assert_rounded_once,
+    draw,
+    exact_norms,
+    framed,
+    laid_out,
+)
 
 
 @pytest.mark.kernels_ci
@@ -25,7 +31,7 @@ def test_reference(submodule, exponent):
     normalize = submodule("reference.normalize").normalize
     x = draw(5, 7, 9, dtype=torch.float64, device="cpu")
     torch.testing.assert_close(
-        normalize(x * 2.0**exponent, PREFACTOR), exact(x), rtol=1e-14, atol=0
+        normalize(x * 2.0**exponent, PREFACTOR), exact_norms(x), rtol=1e-14, atol=0
     )
     x[0], x[1, 2, 3], x[2, 4, 5] = 0, torch.inf, torch.nan
     out = normalize(x, PREFACTOR)
@@ -38,16 +44,9 @@ def test_explain(opt, device):
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory):
+def probe(host_build):
     """The host build of normalize.h."""
-    library = tmp_path_factory.mktemp("probe") / "probe.so"
-    compiler = shutil.which("g++")
-    assert compiler, "the host build of the kernel's arithmetic needs g++"
-    source = Path(__file__).with_name("normalize_probe.cpp")
-    command = [compiler, "-std=c++17", "-O2", "-Wall", "-shared", "-fPIC"]
-    command += [f"-I{ROOT / 'kernels-src'}", str(source), "-o", str(library)]
-    subprocess.run(command, check=True)
-    loaded = ctypes.CDLL(str(library))
+    loaded = host_build("normalize_probe")
     loaded.covers.restype = ctypes.c_bool
     loaded.covers.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64]
     loaded.sectors.restype = ctypes.c_double
@@ -161,3 +160,467 @@ def test_factor_of_zero_inf_and_nan(probe):
     assert (scaled(probe, np.zeros(3, dtype=np.float32)) == 0).all()
     for value in (np.inf, -np.inf, np.nan):
         assert np.isnan(scaled(probe, np.array([0, 1, value], dtype=np.float32))).all()
+
+
+FACTORS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@pytest.fixture(scope="session")
+def norm_factors(submodule):
+    return submodule("kernels.products.normalize").norm_factors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FACTORS_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", ((3, 1, 1), (5, 130, 130), (2, 1025, 63), (0, 4, 4)), ids=str)
+def test_factors_and_roots(norm_factors, device, shape, dtype):
+    x = draw(*shape, dtype=torch.float32, device=device).to(dtype)
+    if len(x):
+        x[0, 0, 0] = 3.0
+    expected = 1 / (PREFACTOR * torch.linalg.matrix_norm(x.double()))
+    for view in (x, laid_out(x, "transposed"), laid_out(x, "shifted")):
+        factors, roots = norm_factors(view, PREFACTOR)
+        assert factors.dtype == roots.dtype == torch.float32
+        assert torch.allclose(factors.double(), expected, rtol=2e-7, atol=0)
+        assert torch.allclose(roots.double(), expected.sqrt(), rtol=2e-7, atol=0)
+
+
+@pytest.mark.gpu
+def test_zero_inf_and_nan(norm_factors, device):
+    x = draw(4, 20, 30, dtype=torch.float32, device=device)
+    x[0] = 0
+    x[1, 3, 4] = torch.inf
+    x[2, 5, 6] = torch.nan
+    for values in norm_factors(x):
+        assert values[0] == 0
+        assert values[1:3].isnan().all() and values[3].isfinite()
+    tiny = norm_factors(torch.full((1, 2, 2), 1e-42, device=device))[1]
+    assert tiny.item() == pytest.approx((2e-42) ** -0.5, rel=1e-2)
+
+
+@pytest.mark.gpu
+def test_the_same_bits_in_any_batch(norm_factors, device):
+    x = draw(9, 100, 37, dtype=torch.float32, device=device)
+    every = norm_factors(x)
+    for k in range(9):
+        for one, many in zip(norm_factors(x[k : k + 1]), every, strict=True):
+            assert_same_bits(one, many[k : k + 1])
+
+
+SYMMETRIC_SIDES = (1, 64, 128, 129, 132, 260, 515, 1025)
+
+
+def draw_symmetric(batch: int, side: int, dtype: torch.dtype, device) -> torch.Tensor:
+    x = draw(batch, side, side, dtype=torch.float32, device=device)
+    return (x.triu() + x.triu(1).mT).to(dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FACTORS_DTYPES, ids=str)
+def test_symmetric_matrices(norm_factors, device, dtype):
+    """The promise changes what is read, not the result, for any side and layout."""
+    for side in SYMMETRIC_SIDES:
+        x = draw_symmetric(3, side, dtype, device)
+        expected = 1 / (PREFACTOR * torch.linalg.matrix_norm(x.double()))
+        for view in (x, laid_out(x, "transposed"), laid_out(x, "padded"), laid_out(x, "shifted")):
+            factors, roots = norm_factors(view, PREFACTOR, symmetric=True)
+            assert torch.allclose(factors.double(), expected, rtol=2e-7, atol=0), side
+            assert torch.allclose(roots.double(), expected.sqrt(), rtol=2e-7, atol=0), side
+        alone = norm_factors(x[1:2], PREFACTOR, symmetric=True)
+        assert_same_bits(alone[0], norm_factors(x, PREFACTOR, symmetric=True)[0][1:2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", ((0, 0), (3, 3), (7, 130), (0, 514), (514, 514)), ids=str)
+def test_every_element_of_the_upper_triangle_counts(norm_factors, device, place):
+    x = torch.zeros(1, 515, 515, dtype=torch.float16, device=device)
+    x[0, place[0], place[1]] = x[0, place[1], place[0]] = 2.0
+    expected = 0.5 if place[0] == place[1] else 0.125**0.5
+    assert norm_factors(x, symmetric=True)[0].item() == pytest.approx(expected, rel=1e-6)
+    x[0, place[0], place[1]] = x[0, place[1], place[0]] = torch.nan
+    assert norm_factors(x, symmetric=True)[0].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FACTORS_DTYPES, ids=str)
+def test_what_lies_below_the_diagonal_goes_unread(norm_factors, device, dtype):
+    x = draw_symmetric(2, 1024, dtype, device)
+    expected = norm_factors(x, symmetric=True)
+    x.masked_fill_(torch.ones(1024, 1024, device=device).tril(-1).bool(), torch.nan)
+    for poisoned, clean in zip(norm_factors(x, symmetric=True), expected, strict=True):
+        assert_same_bits(poisoned, clean)
+
+
+@pytest.mark.gpu
+def test_symmetric_needs_square_matrices(norm_factors, device):
+    with pytest.raises(RuntimeError, match="symmetric"):
+        norm_factors(torch.ones(1, 2, 3, device=device), symmetric=True)
+
+
+@pytest.mark.gpu
+def test_opcheck(ops, device):
+    x = torch.randn(3, 8, 12, device=device)
+    arguments = (x, *torch.empty(2, 3, device=device), 1.5)
+    torch.library.opcheck(ops.norm_factors, arguments)
+    torch.library.opcheck(ops.norm_factors, (x[:, :, :8], *arguments[1:], True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "dtype", "prefactor", "words"),
+    [
+        ((2, 2), torch.float32, 1.0, "x must be"),
+        ((2, 0, 2), torch.float32, 1.0, "x must be"),
+        ((1, 2, 2), torch.int32, 1.0, "x must be float16"),
+        ((1, 2, 2), torch.float32, 0.0, "prefactor must be positive"),
+    ],
+)
+def test_bad_arguments(norm_factors, device, shape, dtype, prefactor, words):
+    with pytest.raises(RuntimeError, match=words):
+        norm_factors(torch.ones(shape, dtype=dtype, device=device), prefactor)
+
+
+@pytest.fixture(scope="session")
+def normalize(ops):
+    """`normalize(pieces, dtype, more)`: the compiled op into a frame of NaN."""
+
+    def call(pieces, dtype=torch.float16, more=(0, 0, 0)) -> torch.Tensor:
+        pieces = [pieces] if isinstance(pieces, torch.Tensor) else pieces
+        out = framed(pieces, dtype, more)
+        ops.normalize(pieces, out, PREFACTOR)
+        return out
+
+    return call
+
+
+SHAPES = ((1, 1, 1), (3, 1, 7), (2, 9, 1), (2, 4, 4), (3, 33, 131), (1, 128, 64), (2, 5, 1030))
+
+
+@pytest.fixture(scope="session")
+def run(ops):
+    """`run(pieces, out, prefactor)`: the op into out."""
+
+    def call(pieces, out: torch.Tensor, prefactor: float = PREFACTOR) -> torch.Tensor:
+        ops.normalize(pieces, out, prefactor)
+        return out
+
+    return call
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target", DTYPES, ids=str)
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+def test_every_element_is_rounded_once(run, device, source, target):
+    for seed, shape in enumerate(SHAPES):
+        x = draw(*shape, dtype=source, device=device, seed=seed)
+        assert_rounded_once(run([x], framed([x], target)), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", ((0, 0, 0), (2, 0, 0), (0, 7, 0), (1, 3, 5), (3, 130, 260)))
+def test_frame_is_zero(run, device, more):
+    """Whatever was in out: missing matrices, rows and columns are zeros."""
+    for dtype in DTYPES:
+        x = draw(2, 37, 70, dtype=torch.float32, device=device)
+        x[1, 3, 3] = torch.nan
+        out = run([x], framed([x], dtype, more))
+        assert_rounded_once(out[:1, :37, :70], x[:1])
+        assert out[1, :37, :70].isnan().all()
+        out[:2, :37, :70] = 0
+        assert (out == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_finite_range(run, device, dtype):
+    """Squares that leave float32, norms beyond its largest number, subnormal numbers."""
+    x = draw(6, 20, 40, dtype=torch.float32, device=device).clamp(-3, 3)
+    x[0] *= 1e-45
+    x[1] *= 1e38
+    x[2] *= 1e-20
+    x[3] *= 1e20
+    x[4] = 0
+    x[4, 19, 39] = 1e-45
+    x[5] = 3.4e38
+    assert (x[0] != 0).any()
+    assert_rounded_once(run([x], framed([x], dtype)), x)
+
+
+@pytest.mark.gpu
+def test_multiples_by_powers_of_two_give_the_same_bits(run, device):
+    x = draw(1, 33, 65, dtype=torch.float32, device=device)
+    x = torch.where(x.abs() < 2.0**-8, 1.0, x)  # so that no multiple below loses a digit
+    expected = run([x], framed([x], torch.float16))
+    for exponent in (-115, -100, -1, 1, 100, 120):
+        multiple = x * 2.0**exponent
+        assert_same_bits(run([multiple], framed([x], torch.float16)), expected)
+
+
+@pytest.mark.gpu
+def test_zero_inf_and_nan_gpu(run, device):
+    """Zeros stay, inf and NaN make their own matrix NaN, and the others do not notice."""
+    x = draw(6, 35, 50, dtype=torch.float32, device=device)
+    x[1] = 0
+    for matrix, value in ((2, torch.inf), (3, -torch.inf), (4, torch.nan)):
+        x[matrix, 34, 49] = value
+        x[matrix, 0, 0] = 0
+    out = run([x], framed([x], torch.float16))
+    assert (out[1] == 0).all() and out[2:5].isnan().all()
+    for matrix in (0, 5):
+        alone = x[matrix : matrix + 1]
+        assert_same_bits(out[matrix : matrix + 1], run([alone], framed([alone], out.dtype)))
+
+
+@pytest.mark.gpu
+def test_a_matrix_has_one_answer(run, device):
+    """In any batch, at any place, in any piece, under any strides, in any frame."""
+    x = draw(7, 45, 83, dtype=torch.float32, device=device)
+    expected = run([x], framed([x], torch.bfloat16))
+    alone = [run([m], framed([m], torch.bfloat16)) for m in x[:, None]]
+    assert_same_bits(torch.cat(alone), expected)
+    pieces = [
+        laid_out(part, PATTERNS[k % len(PATTERNS)])
+        for k, part in enumerate((x[:1], x[1:1], x[1:4], x[4:5], x[5:5], x[5:7], x[7:]))
+    ]
+    out = run(pieces, framed(pieces, torch.bfloat16, (2, 3, 5)))
+    assert_same_bits(out[:7, :45, :83], expected)
+    backwards = run([x[k : k + 1] for k in reversed(range(7))], framed([x], torch.bfloat16))
+    assert_same_bits(backwards.flip(0), expected)
+
+
+@pytest.mark.gpu
+def test_nothing_to_read(run, device):
+    for shape in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
+        x = torch.empty(shape, device=device)
+        out = run([x], framed([x], torch.float16, (2, 5, 9)))
+        assert (out == 0).all()
+        assert run([x], framed([x], torch.float16)).numel() == 0
+
+
+@pytest.mark.gpu
+def test_opcheck_gpu(ops, device):
+    x = draw(2, 5, 9, dtype=torch.float32, device=device)
+    out = torch.empty(3, 8, 16, device=device)
+    torch.library.opcheck(ops.normalize.default, ([x[:1], x[1:]], out, 1.5))
+
+
+@pytest.mark.gpu
+def test_what_the_op_refuses(ops, device):
+    x, out = torch.ones(2, 3, 4, device=device), torch.empty(2, 3, 4, device=device)
+    for arguments in (
+        ([], out, 1.0),
+        ([x[0]], out, 1.0),
+        ([x, x[:, :2]], out, 1.0),
+        ([x, x.half()], out, 1.0),
+        ([x], out, 0.0),
+        ([x], out, float("inf")),
+        ([x], out[:1], 1.0),
+        ([x], out.int(), 1.0),
+        ([x], torch.empty(2, 4, 3, device=device).mT, 1.0),
+    ):
+        with pytest.raises(RuntimeError, match="normalize: "):
+            ops.normalize(*arguments)
+    assert (x == 1).all()
+
+
+SIDES = (1, 3, 4, 5, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", SIDES)
+def test_odd_sizes(normalize, device, rows):
+    for k, cols in enumerate(SIDES):
+        source, target = DTYPES[k % 3], DTYPES[(k + rows) % 3]
+        x = draw(3, rows, cols, dtype=source, device=device, seed=k)
+        out = normalize(x, target, (1, k % 3, k % 5))
+        assert_rounded_once(out[:3, :rows, :cols], x)
+        out[:3, :rows, :cols] = 0
+        assert (out == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+def test_layouts_give_the_same_bits(normalize, device, source, pattern):
+    for rows, cols in ((257, 129), (128, 256), (8, 1000), (1000, 8), (1, 4097), (4097, 1)):
+        x = draw(2, rows, cols, dtype=source, device=device)
+        expected = normalize(x, torch.float32)
+        assert_same_bits(normalize(laid_out(x, pattern), torch.float32), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ((2048, 2048), (4096, 14336), (4097, 1023)), ids=str)
+def test_big_matrices(normalize, device, shape):
+    x = draw(1, *shape, dtype=torch.float32, device=device)
+    out = normalize(x)
+    assert_rounded_once(out, x)
+    for pattern in ("transposed", "shifted"):
+        assert_same_bits(normalize(laid_out(x, pattern)), out)
+    assert_same_bits(normalize(x), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ((1024, 4096), (768, 768), (512, 2048), (100, 37)), ids=str)
+def test_any_batch(normalize, device, shape):
+    """The bits of the last matrix alone, and of every matrix in pieces of other strides."""
+    x = draw(9, *shape, dtype=torch.float32, device=device)
+    for batch in (1, 2, 7, 9):
+        assert_same_bits(normalize(x[batch - 1 :][:1])[0], normalize(x[:batch])[-1])
+    pieces = [laid_out(x[k : k + 1], PATTERNS[k % len(PATTERNS)]) for k in range(9)]
+    assert_same_bits(normalize(pieces), normalize(x))
+
+
+@pytest.mark.gpu
+def test_more_pieces_than_a_launch_takes(normalize, device):
+    x = draw(200, 20, 44, dtype=torch.float32, device=device)
+    pieces = [m for k in range(200) for m in (x[k : k + 1], x[:0])]
+    out = normalize(pieces, torch.float16, (3, 0, 4))
+    assert_same_bits(out[:200, :, :44], normalize(x))
+    assert (out[200:] == 0).all() and (out[:, :, 44:] == 0).all()
+
+
+@pytest.mark.gpu
+def test_batches_beyond_two_to_the_31_elements(normalize, device):
+    x = torch.ones(520, 2048, 2048, dtype=torch.bfloat16, device=device)
+    last = draw(1, 2048, 2048, dtype=torch.bfloat16, device=device)
+    x[-1:] = last
+    assert x[:-1].numel() > 2**31
+    out = normalize(x)
+    assert_same_bits(out[-1:], normalize(last))
+    one = normalize(x[:1])
+    for first in range(0, 519, 40):
+        assert (out[first : first + 40][: 519 - first] == one).all()
+
+
+@pytest.mark.gpu
+def test_strides_beyond_two_to_the_31_elements(normalize, device):
+    stride = 2**25
+    buffer = torch.zeros(69 * stride + 1024, dtype=torch.float16, device=device)
+    x = draw(1, 70, 40, dtype=torch.float16, device=device)
+    expected = normalize(x)
+    view = buffer.as_strided((1, 70, 40), (0, stride, 1)).copy_(x)
+    assert 69 * stride > 2**31
+    assert_same_bits(normalize(view), expected)
+    columns = buffer.as_strided((1, 40, 70), (0, 1, stride), 128).copy_(x.mT)
+    assert_same_bits(normalize(columns.mT), expected)
+    odd = buffer.as_strided((1, 70, 40), (0, stride, 3), 515).copy_(x)
+    assert_same_bits(normalize(odd), expected)
+
+
+@pytest.mark.gpu
+def test_a_matrix_beyond_two_to_the_31_elements(normalize, device):
+    rows, cols = 2**16 + 8, 2**15 + 8
+    x = torch.zeros(1, rows, cols, dtype=torch.float16, device=device)
+    corner = draw(1, 64, 64, dtype=torch.float16, device=device)
+    x[:, -64:, -64:] = corner
+    assert x.numel() > 2**31
+    out = normalize(x)
+    assert_rounded_once(out[:, -64:, -64:], corner)
+    assert (out[:, :-64] == 0).all() and (out[:, :, :-64] == 0).all()
+
+
+@pytest.mark.gpu
+def test_any_finite_range_in_a_large_matrix(normalize, device):
+    """Norms above float32's largest number, and squares far below its smallest."""
+    for value in (3.4e38, 1e-45):
+        x = torch.full((1, 2048, 2048), value, device=device)
+        for dtype in DTYPES:
+            torch.testing.assert_close(
+                normalize(x, dtype).double(), exact_norms(x), rtol=torch.finfo(dtype).eps, atol=0
+            )
+
+
+@pytest.mark.gpu
+def test_graph_capture_replays_with_new_contents(normalize, device):
+    x = draw(3, 200, 300, dtype=torch.float32, device=device)
+    normalize(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = normalize([x[:1], x[1:]], torch.float16, (1, 0, 4))
+    for seed in (1, 2, 3):
+        x.copy_(draw(3, 200, 300, dtype=torch.float32, device=device, seed=seed))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_same_bits(out, normalize(x, torch.float16, (1, 0, 4)))
+
+
+@pytest.mark.gpu
+def test_runs_on_the_current_stream(normalize, device):
+    x = draw(3, 200, 300, dtype=torch.float32, device=device)
+    expected = normalize(x)
+    late, stream = torch.zeros_like(x), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(x)
+        out = normalize(late)
+    stream.synchronize()
+    assert_same_bits(out, expected)
+
+
+@pytest.mark.gpu
+def test_back_to_back_calls_do_not_meet(normalize, device):
+    """Launches start early; neither the next call's sums nor its input may suffer."""
+    x = draw(4, 512, 2048, dtype=torch.float32, device=device)
+    expected = normalize(x)
+    source, outs = torch.empty_like(x), []
+    for k in range(50):
+        source.copy_(x * 2.0**k)
+        outs.append(normalize(source))
+        source.fill_(torch.nan)
+    for out in outs:
+        assert_same_bits(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [0, 1, 5000, 1_000_003])
+def test_zeros_for_later_calls(ops, device, count):
+    x = draw(2, 33, 40, dtype=torch.float32, device=device)
+    memory = torch.full((count + 8,), 7, device=device, dtype=torch.int32)
+    ops.normalize([x], torch.empty_like(x), PREFACTOR, memory[3 : 3 + count])
+    assert (memory[3 : 3 + count] == 0).all()
+    assert (memory[:3] == 7).all() and (memory[3 + count :] == 7).all()
+
+
+@pytest.mark.gpu
+def test_calls_on_several_streams_at_once(normalize, device):
+    """None has the device to itself, so its blocks need not all run at the same time."""
+    x = draw(12, 1024, 2048, dtype=torch.float32, device=device)
+    large = draw(1, 4096, 6144, dtype=torch.float32, device=device)
+    expected = [normalize(x), normalize(large)]
+    streams, results = [torch.cuda.Stream(device) for _ in range(4)], []
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(4):
+                results.append([normalize(x), normalize(large)])
+    torch.cuda.synchronize(device)
+    for pair in results:
+        for out, value in zip(pair, expected, strict=True):
+            assert_same_bits(out, value)
+
+
+@pytest.mark.gpu
+def test_slices_of_an_iteration_are_normalized_by_the_op(submodule, device, monkeypatch):
+    """The compiled op and torch's passes agree to the rounding of both."""
+    batch = submodule("orthogonalize.batch")
+    x = draw(5, 100, 203, dtype=torch.float32, device=device)
+    pieces = [x[:2], laid_out(x[2:], "transposed")]
+    calls = []
+    ops = batch.ops
+
+    class Counting:
+        def normalize(self, *arguments):
+            calls.append(arguments)
+            return ops.normalize(*arguments)
+
+    shape = batch.Slice(8, 104, 208)
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "ops", Counting())
+        ours = batch.normalized(pieces, shape, torch.float16, PREFACTOR)
+    assert len(calls) == 1
+    assert_rounded_once(ours[:5, :100, :203], x)
+    monkeypatch.setattr(batch, "runs_compiled", lambda *_: False)
+    theirs = batch.normalized(pieces, shape, torch.float16, PREFACTOR)
+    torch.testing.assert_close(ours, theirs, rtol=2.0**-9, atol=2.0**-24)
+    assert (ours[5:] == 0).all() and (ours[:, 100:] == 0).all() and (ours[:, :, 203:] == 0).all()

@@ -1,4 +1,7 @@
-"""What autograd may expect of grouped_lora_linear: repeats, frozen parts, saved tensors, graphs."""
+"""What autograd may expect of grouped_lora_linear: repeats, frozen parts, saved tensors, graphs.
+
+Under autocast it does what torch.nn.functional.linear does; forward mode is refused.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from .._compare import assert_error_at_most, assert_same_bits
-from ._eager import NAMES, Problem
+from ._eager import NAMES, LayerProblem, Problem
 from .conftest import gradients
+from .test_grouped_linear import draw, unstable_sort
 
 FULL = Problem(23, bias=True, gates=True, routing="gap", peft=True)
 PATHS = ("auto", "triton")
@@ -278,3 +284,257 @@ def test_stacks_above_two_to_the_31_elements(moe, device, path):
     expected = run({name: leaves[name].detach() for name in names})
     actual = run({name: spread(leaves[name], 1000 * i) for i, name in enumerate(names)})
     assert_same_bits(actual, expected)
+
+
+LOW = torch.bfloat16
+PROBLEMS = (
+    Problem(33, bias=True, peft=True),
+    Problem(29, gates=True, bias=True, lora_dtype=torch.bfloat16),
+    Problem(21, rank=None, grouped_in=True, grouped_out=True),
+)
+
+
+def operands(problem, device, dtypes):
+    """Leaves of a problem in float32, x and weight with the values and the dtypes given.
+
+    All values can be had in bfloat16, so that casting them there and back loses nothing.
+    """
+    leaves = dataclasses.replace(problem, dtype=LOW, lora_dtype=LOW).inputs(device)
+    kept = {"x": dtypes[0], "weight": dtypes[1], "bias": dtypes[1], "gates": torch.float32}
+    return {
+        name: value
+        if value is None
+        else value.detach().to(kept.get(name, problem.lora_dtype)).requires_grad_()
+        for name, value in leaves.items()
+    }
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (LOW, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float32, LOW),
+        (torch.float16,) * 2,
+    ],
+    ids=str,
+)
+def test_operands_are_cast(run, device, problem, dtypes):
+    """Bit for bit the product of operands in autocast's dtype; gradients in the parameters'."""
+    leaves = operands(problem, device, dtypes)
+    ids = problem.ids(device)
+    grad = torch.randn(problem.grad_shape(), device=device).to(LOW)
+    with torch.autocast(device.type, dtype=LOW):
+        found = run(problem, leaves, ids, grad)
+        linear = F.linear(leaves["x"], leaves["x"])
+    assert found["y"].dtype == linear.dtype == LOW
+    narrow = operands(problem, device, (LOW, LOW))
+    wanted = run(problem, narrow, ids, grad)
+    for name, value in wanted.items():
+        own = LOW if name == "y" else leaves[name].dtype
+        assert_same_bits(found[name], value.to(own))
+
+
+def test_gradients_are_those_of_linear(moe, device):
+    """One expert for all tokens is a linear layer: dtypes of results and gradients are its."""
+    x = torch.randn(7, 24, device=device, requires_grad=True)
+    weight = torch.randn(40, 24, device=device, requires_grad=True)
+    order = moe.expert_sort(torch.zeros(7, 1, dtype=torch.long, device=device), 1)
+    with torch.autocast(device.type, dtype=LOW):
+        y = moe.grouped_lora_linear(x, weight.T[None], order)
+        wanted = F.linear(x, weight)
+    assert y.dtype == wanted.dtype
+    found = torch.autograd.grad(y.sum(), (x, weight))
+    for one, other in zip(found, torch.autograd.grad(wanted.sum(), (x, weight)), strict=True):
+        assert one.dtype == other.dtype == torch.float32
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("float_x", [LOW, torch.float32], ids=str)
+def test_four_bit_experts(opt, run, device, float_x):
+    """x is cast, and the weight decoded to its dtype."""
+    problem = Problem(33, bias=True, gates=True)
+    leaves = operands(problem, device, (float_x, torch.float32))
+    stored = leaves["weight"].detach().transpose(1, 2).contiguous()
+    packed = opt.moe.QuantizedExperts.from_weight(stored).transpose(1, 2)
+    ids = problem.ids(device)
+    grad = torch.randn(problem.grad_shape(), device=device).to(LOW)
+    with torch.autocast(device.type, dtype=LOW):
+        found = four_bit(opt, problem, leaves, packed, ids, grad)
+        inside = four_bit(opt, problem, leaves, packed, ids, grad, backward_inside=True)
+    narrow = {**leaves, **{k: leaves[k].detach().to(LOW) for k in ("x", "bias")}}
+    for name in ("x", "bias"):
+        narrow[name].requires_grad_()
+    wanted = four_bit(opt, problem, narrow, packed, ids, grad)
+    for name, value in wanted.items():
+        own = LOW if name == "y" else leaves[name].dtype
+        assert_same_bits(found[name], value.to(own))
+        assert_same_bits(inside[name], value.to(own))
+
+
+def four_bit(opt, problem, leaves, packed, ids, grad, *, backward_inside=False):
+    order = opt.moe.expert_sort(ids, problem.experts)
+    y = opt.moe.grouped_lora_linear(
+        leaves["x"],
+        packed,
+        order,
+        leaves["lora_a"],
+        leaves["lora_b"],
+        scaling=problem.scaling,
+        bias=leaves["bias"],
+        gates=leaves["gates"],
+    )
+    trained = {name: x for name, x in leaves.items() if name != "weight"}
+    with torch.autocast(ids.device.type, enabled=backward_inside, dtype=LOW):
+        found = gradients(y, {**trained, "weight": None}, grad)
+    return {"y": y.detach(), **found}
+
+
+@pytest.mark.parametrize("x_dtype", [LOW, torch.float32], ids=str)
+def test_the_predecessors_call(moe, device, x_dtype):
+    shape = (8, 32, 16, 20, 2, 4)
+    ids, leaves = draw(shape, device, LOW)
+    experts = shape[0]
+    leaves = {name: x.detach().float() for name, x in leaves.items()}
+    leaves["x"] = leaves["x"].to(x_dtype)
+
+    def call(x, weight):
+        sorted_ids = unstable_sort(ids, experts)
+        return moe.parallel_linear_lora(
+            x, weight.mT, 2, *sorted_ids, leaves["lora_A"], leaves["lora_B"], 2.0
+        )
+
+    with torch.autocast(device.type, dtype=LOW):
+        found = call(leaves["x"], leaves["weight"])
+    assert_same_bits(found, call(leaves["x"].to(LOW), leaves["weight"].to(LOW)))
+
+
+def test_what_autocast_leaves_alone(moe, device):
+    """As linear: float64 operands are not cast, and do not go with others."""
+    order = moe.expert_sort(torch.zeros(3, 1, dtype=torch.long, device=device), 1)
+    x, weight = torch.ones(3, 4, device=device), torch.ones(1, 4, 2, device=device)
+    with torch.autocast(device.type, dtype=LOW):
+        wide = moe.grouped_lora_linear(x.double(), weight.double(), order)
+        assert wide.dtype == torch.float64
+        with pytest.raises(TypeError, match=r"weight must have dtype bfloat16, got torch\.float64"):
+            moe.grouped_lora_linear(x, weight.double(), order)
+
+
+def test_merging_is_not_cast(moe, device):
+    """The delta of an adapter is formed in float32 wherever it is merged."""
+    layers = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        layer = moe.Experts(3, 16, 24, device=device)
+        layer.add_adapter(r=4, alpha=8)
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter)
+        with torch.autocast(device.type, dtype=LOW, enabled=enabled):
+            layer.merge()
+        layers.append(layer)
+    assert_same_bits(layers[1].down_proj, layers[0].down_proj)
+    assert_same_bits(layers[1].gate_up_proj, layers[0].gate_up_proj)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, LOW], ids=str)
+def test_compiled(moe, device, weight_dtype):
+    torch._dynamo.reset()
+    problem = Problem(33, gates=True)
+    leaves = operands(problem, device, (LOW, weight_dtype))
+    order = moe.expert_sort(problem.ids(device), problem.experts)
+
+    def product(x, weight, gates):
+        return moe.grouped_lora_linear(x, weight, order, gates=gates)
+
+    compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
+    with torch.autocast(device.type, dtype=LOW):
+        operand = (leaves["x"], leaves["weight"], leaves["gates"])
+        found, wanted = compiled(*operand), product(*operand)
+    assert_same_bits(found, wanted)
+    trained = list(operand)
+    for one, other in zip(
+        torch.autograd.grad(found.float().sum(), trained),
+        torch.autograd.grad(wanted.float().sum(), trained),
+        strict=True,
+    ):
+        assert_same_bits(one, other)
+    torch._dynamo.reset()
+
+
+MESSAGE = "has no forward-mode derivative"
+
+
+@pytest.fixture
+def layer_and_inputs(moe, device):
+    problem = LayerProblem()
+    x, gates, _ = problem.inputs(device)
+    return problem.module(moe, device), (x.detach(), problem.ids(device), gates.detach())
+
+
+@pytest.mark.parametrize("operand", [0, 2], ids=["x", "gates"])
+def test_jvp_through_the_experts(layer_and_inputs, operand) -> None:
+    """A tangent of zeros, without a word, would train nothing."""
+    layer, inputs = layer_and_inputs
+
+    def call(value):
+        return layer(*inputs[:operand], value, *inputs[operand + 1 :])
+
+    tangent = torch.ones_like(inputs[operand])
+    with pytest.raises(NotImplementedError, match=MESSAGE):
+        torch.func.jvp(call, (inputs[operand],), (tangent,))
+    with pytest.raises(NotImplementedError, match=MESSAGE):
+        torch.func.jacfwd(call)(inputs[operand])
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=MESSAGE):
+        call(forward_ad.make_dual(inputs[operand], tangent))
+
+
+def test_jvp_of_a_parameter(layer_and_inputs) -> None:
+    layer, inputs = layer_and_inputs
+    name, weight = next(iter(layer.named_parameters()))
+
+    def call(value):
+        return torch.func.functional_call(layer, {name: value}, inputs)
+
+    with pytest.raises(NotImplementedError, match=MESSAGE):
+        torch.func.jvp(call, (weight.detach(),), (torch.ones_like(weight),))
+
+
+@pytest.mark.parametrize("name", ["weight", "lora_a", "lora_b", "bias"])
+def test_jvp_of_every_operand(moe, device, name) -> None:
+    order = moe.expert_sort(torch.zeros(3, 1, dtype=torch.long, device=device), 2)
+    shapes = {"weight": (2, 4, 6), "lora_a": (2, 1, 4), "lora_b": (2, 6, 1), "bias": (2, 6)}
+    operands = {key: torch.ones(shape, device=device) for key, shape in shapes.items()}
+    x = torch.ones(3, 4, device=device)
+
+    def call(value):
+        return moe.grouped_lora_linear(x, order=order, **{**operands, name: value})
+
+    with pytest.raises(NotImplementedError, match=f"grouped_lora_linear {MESSAGE}"):
+        torch.func.jvp(call, (operands[name],), (operands[name],))
+
+
+def test_jvp_over_four_bit_experts(opt, device) -> None:
+    """torch refuses a Function without one."""
+    stored = torch.randn(2, 16, 64, device=device)
+    packed = opt.moe.QuantizedExperts.from_weight(stored).transpose(1, 2)
+    order = opt.moe.expert_sort(torch.zeros(3, 1, dtype=torch.long, device=device), 2)
+    x = torch.ones(3, 64, device=device)
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"jvp|forward"):
+        torch.func.jvp(lambda x: opt.moe.grouped_lora_linear(x, packed, order), (x,), (x,))
+
+
+def test_jvp_of_the_activation(moe, device) -> None:
+    x = torch.ones(3, 4, device=device)
+    with pytest.raises(NotImplementedError, match=f"glu {MESSAGE}"):
+        torch.func.jvp(lambda x: moe.glu(x, "silu"), (x,), (x,))
+
+
+def test_constants_inside_of_a_jvp(layer_and_inputs) -> None:
+    """What has no tangent may be used there."""
+    layer, inputs = layer_and_inputs
+    wanted = layer(*inputs).detach()
+    one = torch.ones((), device=wanted.device)
+    _, tangent = torch.func.jvp(lambda scale: scale * layer(*inputs).detach(), (one,), (one,))
+    assert_same_bits(tangent, wanted)

@@ -1,15 +1,294 @@
-"""Router, experts and shared experts together, and the parts called as modules."""
+"""Routers against plain loops over tokens in float64, and the block that they make with experts."""
 
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from .._compare import assert_error_at_most, assert_same_bits
+
+
+def draw(tokens: int, experts: int, seed: int = 0, dtype=torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, experts, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def softmax_oracle(logits: list[float], k: int, norm: bool) -> dict[int, float]:
+    """Expert -> weight of one token: the k largest of exp(l) / sum exp(l)."""
+    total = sum(math.exp(x) for x in logits)
+    scores = [math.exp(x) / total for x in logits]
+    chosen = sorted(range(len(logits)), key=lambda e: -scores[e])[:k]
+    kept = sum(scores[e] for e in chosen) if norm else 1.0
+    return {e: scores[e] / kept for e in chosen}
+
+
+def group_oracle(
+    scores: list[float],
+    bias: list[float],
+    k: int,
+    groups: int,
+    kept_groups: int,
+    norm: bool,
+    factor: float,
+) -> dict[int, float]:
+    """Expert -> weight of one token by DeepSeek-V3's rule, over scores already computed."""
+    size = len(scores) // groups
+    corrected = [s + b for s, b in zip(scores, bias, strict=True)]
+    if groups > 1:
+        strength = [
+            sum(sorted(corrected[g * size : (g + 1) * size], reverse=True)[:2])
+            for g in range(groups)
+        ]
+        best = sorted(range(groups), key=lambda g: -strength[g])[:kept_groups]
+        corrected = [c if e // size in best else 0.0 for e, c in enumerate(corrected)]
+    chosen = sorted(range(len(scores)), key=lambda e: -corrected[e])[:k]
+    total = sum(scores[e] for e in chosen) + 1e-20 if norm else 1.0
+    return {e: factor * scores[e] / total for e in chosen}
+
+
+def assert_routes(index, weights, expected: list[dict[int, float]]) -> None:
+    """The chosen sets are equal and each expert has its weight, in any order within a token."""
+    assert index.shape == weights.shape and index.dtype == torch.int64
+    for ids, values, wanted in zip(index.tolist(), weights.tolist(), expected, strict=True):
+        assert set(ids) == set(wanted) and len(set(ids)) == len(ids)
+        for expert, value in zip(ids, values, strict=True):
+            assert value == pytest.approx(wanted[expert], rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.sees_defect("softmax in the dtype of the logits")
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_softmax_top_k(moe, top_k, norm):
+    logits = draw(40, 8)
+    expected = [softmax_oracle(row, top_k, norm) for row in logits.tolist()]
+    index, weights = moe.softmax_top_k(logits, top_k, norm_topk_prob=norm)
+    assert_routes(index, weights, expected)
+    assert (weights.diff(dim=-1) <= 0).all(), "the most probable expert comes first"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.sampled_from([1, 2, 3, 4]),
+    size=st.integers(1, 5),
+    data=st.data(),
+    norm=st.booleans(),
+    score=st.sampled_from(["sigmoid", "softmax"]),
+    seed=st.integers(0, 1000),
+)
+def test_group_top_k(moe, groups, size, data, norm, score, seed):
+    kept = data.draw(st.integers(1, groups))
+    top_k = data.draw(st.integers(1, kept * size))
+    logits = draw(12, groups * size, seed)
+    bias = 0.3 * draw(1, groups * size, seed + 1)[0].abs()  # negative ones could tie with 0
+    scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
+    expected = [
+        group_oracle(row, bias.tolist(), top_k, groups, kept, norm, 2.5) for row in scores.tolist()
+    ]
+    index, weights = moe.group_top_k(
+        logits,
+        top_k,
+        score=score,
+        correction_bias=bias,
+        n_group=groups,
+        topk_group=kept,
+        norm_topk_prob=norm,
+        routed_scaling_factor=2.5,
+    )
+    assert_routes(index, weights, expected)
+
+
+@pytest.mark.sees_defect("corrected scores leak into the weights or their gradient")
+def test_correction_chooses_but_does_not_weight(moe):
+    logits = torch.tensor([[2.0, 1.0, -3.0]])
+    bias = torch.tensor([0.0, 0.0, 5.0])
+    index, weights = moe.group_top_k(logits, 1, correction_bias=bias, norm_topk_prob=False)
+    assert index.item() == 2
+    assert weights.item() == pytest.approx(1 / (1 + math.exp(3)), rel=1e-6)
+
+
+@pytest.mark.sees_defect(
+    "softmax routing has no groups, although a model that needs them is listed"
+)
+def test_groups_restrict_softmax_too(moe):
+    """Mistral 4: softmax with groups. The best expert lies in the weaker group and is left out."""
+    logits = torch.tensor([[3.0, -9.0, 2.5, 2.5]])
+    plain, _ = moe.softmax_top_k(logits, 1)
+    index, weights = moe.group_top_k(
+        logits, 1, score="softmax", n_group=2, topk_group=1, norm_topk_prob=False
+    )
+    assert plain.item() == 0 and index.item() in (2, 3)
+    assert weights.item() == pytest.approx(logits.softmax(-1)[0, 2].item(), rel=1e-6)
+
+
+def test_a_dropped_group_counts_as_zero_not_as_minus_infinity(moe):
+    """As in the models' code: a kept expert with a negative corrected score loses against it."""
+    logits = torch.zeros(1, 4)
+    bias = torch.tensor([3.0, -2.0, 0.0, 0.0])
+    index, _ = moe.group_top_k(logits, 2, correction_bias=bias, n_group=2, topk_group=1)
+    assert 0 in index and 1 not in index
+
+
+@pytest.mark.sees_defect("renormalization divides by zero")
+def test_renormalization_stays_finite_where_sigmoids_underflow(moe):
+    """Weights that are all 0 stay 0; without the 1e-20 they would be NaN."""
+    index, weights = moe.group_top_k(torch.full((2, 4), -200.0), 2)
+    assert index.shape == (2, 2)
+    assert_same_bits(weights, torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("route", ["softmax_top_k", "group_top_k"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_scores_are_float32(moe, route, dtype):
+    """Narrow logits are widened first: the weights are those of the same numbers in float32."""
+    logits = draw(30, 16, dtype=dtype)
+    index, weights = getattr(moe, route)(logits, 4)
+    wide_index, wide_weights = getattr(moe, route)(logits.float(), 4)
+    assert weights.dtype == torch.float32
+    assert_same_bits(index, wide_index)
+    assert_same_bits(weights, wide_weights)
+
+
+@pytest.mark.parametrize("leading", [(), (2, 3)])
+def test_leading_dimensions(moe, leading):
+    logits = draw(6, 8)
+    shaped = logits[0] if leading == () else logits.view(*leading, 8)
+    for route in (moe.softmax_top_k, moe.group_top_k):
+        index, weights = route(shaped, 3)
+        assert index.shape == weights.shape == (*leading, 3)
+        flat = route(logits[:1] if leading == () else logits, 3)
+        assert_same_bits(index.reshape(-1, 3), flat[0])
+
+
+def test_no_tokens(moe):
+    index, weights = moe.group_top_k(torch.empty(0, 8), 2, n_group=4, topk_group=2)
+    assert index.shape == weights.shape == (0, 2)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_gradients(moe, norm):
+    """Through the weights, never through the choice or its correction."""
+    logits = draw(5, 6).requires_grad_()
+    bias = draw(1, 6, 3)[0].requires_grad_()
+    options = {"n_group": 3, "topk_group": 2, "norm_topk_prob": norm}
+    assert torch.autograd.gradcheck(
+        lambda x: moe.group_top_k(x, 2, correction_bias=bias, **options)[1], logits
+    )
+    assert torch.autograd.gradcheck(
+        lambda x: moe.softmax_top_k(x, 2, norm_topk_prob=norm)[1], logits
+    )
+    moe.group_top_k(logits, 2, correction_bias=bias)[1].sum().backward()
+    assert bias.grad is None
+
+
+@pytest.mark.sees_defect("sigmoid routing is guessed from the presence of a correction")
+@pytest.mark.parametrize(
+    ("options", "route"),
+    [
+        ({"score": "softmax"}, "softmax_top_k"),
+        ({"score": "softmax", "norm_topk_prob": False}, "softmax_top_k"),
+        ({"score": "sigmoid", "n_group": 4, "topk_group": 2}, "group_top_k"),
+        ({"score": "softmax", "n_group": 4, "topk_group": 2}, "group_top_k"),
+        ({"score": "softmax", "routed_scaling_factor": 2.0}, "group_top_k"),
+    ],
+)
+@pytest.mark.parametrize("corrected", [False, True])
+def test_the_rule_is_named_and_never_guessed(moe, options, route, corrected):
+    """A correction does not turn softmax into sigmoid, nor its absence sigmoid into softmax."""
+    logits, bias = draw(9, 8), 0.5 * draw(1, 8, 7)[0]
+    bias = bias if corrected else None
+    found = moe.select_experts(logits, moe.RouterRule(top_k=3, **options), bias)
+    if route == "softmax_top_k" and not corrected:
+        expected = moe.softmax_top_k(logits, 3, norm_topk_prob=options.get("norm_topk_prob", True))
+    else:
+        expected = moe.group_top_k(logits, 3, correction_bias=bias, **options)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+def test_softmax_of_the_chosen_logits_is_the_renormalized_softmax(moe):
+    """gpt-oss's way around; there is no third function for it."""
+    logits = draw(20, 8)
+    index, weights = moe.softmax_top_k(logits, 3)
+    assert torch.allclose(weights, logits.gather(1, index).softmax(-1), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, x: m.softmax_top_k(x, 0), "top_k must be 1 to 8, the experts of .*, got 0"),
+        (lambda m, x: m.softmax_top_k(x, 9), "top_k must be 1 to 8, the experts of .*, got 9"),
+        (lambda m, x: m.softmax_top_k(x.long(), 2), "router_logits must be floating"),
+        (
+            lambda m, x: m.softmax_top_k(x.to(torch.float8_e5m2), 2),
+            "router_logits must be floating .* of 16 bits or more, got torch.float8_e5m2",
+        ),
+        (
+            lambda m, x: m.group_top_k(x, 2, n_group=3, topk_group=3),
+            "8 experts do not form n_group=3",
+        ),
+        (lambda m, x: m.group_top_k(x, 3, n_group=4, topk_group=1), "do not form n_group=4 groups"),
+        (
+            lambda m, x: m.group_top_k(x, 2, n_group=2, topk_group=3),
+            "topk_group must be 1 to n_group",
+        ),
+        (lambda m, x: m.group_top_k(x, 2, score="relu"), "score='relu' is unknown"),
+        (
+            lambda m, x: m.group_top_k(x, 2, correction_bias=x[0, :3]),
+            r"correction_bias must be \(8,\)",
+        ),
+        (lambda m, x: m.RouterRule("topk", 2), "score='topk' is unknown"),
+        (lambda m, x: m.RouterRule("softmax", 0), "top_k must be at least 1, got 0"),
+    ],
+)
+def test_wrong_arguments(moe, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(moe, draw(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, x: m.softmax_top_k(x.to_sparse(), 2), "router_logits must be a dense tensor"),
+        (lambda m, x: m.softmax_top_k(x.tolist(), 2), "router_logits must be a dense tensor"),
+        (lambda m, x: m.softmax_top_k(x, 2.0), "top_k must be an integer, got 2.0"),
+        (lambda m, x: m.group_top_k(x, 2, n_group="2"), "n_group must be an integer, got '2'"),
+        (lambda m, x: m.group_top_k(x, 2, correction_bias=[0.0] * 8), "correction_bias must be a"),
+        (
+            lambda m, x: m.group_top_k(x, 2, routed_scaling_factor="2"),
+            "routed_scaling_factor must be a number, got '2'",
+        ),
+        (lambda m, x: m.RouterRule("softmax", None), "top_k must be an integer, got None"),
+        (lambda m, x: m.RouterRule("softmax", 2, topk_group=[1]), "topk_group must be an integer"),
+        (lambda m, x: m.select_experts(x, "softmax"), "rule must be a RouterRule, got str"),
+        (lambda m, x: m.active_experts(3), "order must be the result of expert_sort, got int"),
+    ],
+)
+def test_arguments_of_a_wrong_kind(moe, call, message):
+    with pytest.raises(TypeError, match=message):
+        call(moe, draw(4, 8))
+
+
+def test_router_module(moe):
+    """Logits, ids and weights; the correction is a float32 buffer that the state dict holds."""
+    rule = moe.RouterRule("sigmoid", 2, n_group=4, topk_group=2, routed_scaling_factor=1.5)
+    router = moe.Router(16, 8, rule, correction=True)
+    assert set(router.state_dict()) == {"gate.weight", "e_score_correction_bias"}
+    router.e_score_correction_bias.copy_(0.3 * draw(1, 8, 5)[0])
+    x = draw(7, 16).bfloat16()
+    logits, index, weights = router(x)
+    assert logits.dtype == torch.float32, "the gate's dtype, not that of the tokens"
+    assert_same_bits(logits, x.float() @ router.gate.weight.T)
+    expected = moe.select_experts(logits, rule, router.e_score_correction_bias)
+    assert_same_bits(index, expected[0])
+    assert_same_bits(weights, expected[1])
+
 
 HIDDEN, EXPERTS, TOKENS = 16, 6, 19
 

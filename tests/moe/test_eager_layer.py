@@ -12,9 +12,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .._compare import assert_same_bits
-from ..kernels.test_gated_nf4_experts import Layer as QuantizedLayer
-from ..kernels.test_gated_nf4_experts import Problem as QuantizedProblem
-from ._layers import LayerProblem
+from ..kernels.test_gated_quantized_experts import Layer as QuantizedLayer
+from ..kernels.test_gated_quantized_experts import Problem as QuantizedProblem
+from ._eager import LayerProblem
 
 SMALL = {"tokens": 6, "experts": 3, "hidden": 16, "intermediate": 16}
 PROBLEMS = [

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits
-from ._layers import LayerProblem
+from ._eager import LayerProblem
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,7 @@
-"""ExpertOffload: the same bits from host memory, two layers at a time, in the order of use."""
+"""ExpertOffload: the same bits from host memory, two layers at a time, in the order of use.
+
+On a GPU memory is freed, copies run beside the products, and nothing waits.
+"""
 
 from __future__ import annotations
 
@@ -266,3 +269,167 @@ def test_experts_in_host_memory_beside_a_gpu_need_a_device(opt, monkeypatch):
     with pytest.raises(ValueError, match=r'pass device="cuda" for products on the GPU'):
         opt.moe.ExpertOffload(model)
     assert opt.moe.ExpertOffload(model, device="cpu").is_on
+
+
+GPU_LAYERS, GPU_EXPERTS, GPU_HIDDEN, GPU_INTERMEDIATE, GPU_TOP_K, GPU_TOKENS = (
+    6,
+    32,
+    1024,
+    768,
+    4,
+    2048,
+)
+
+
+class ModelGpu(nn.Module):
+    """Residual layers of 4-bit experts; only the input is trained."""
+
+    def __init__(self, opt, device) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.opt = nn.ModuleList(), opt
+        for _ in range(GPU_LAYERS):
+            layer = nn.Module()
+            for name, shape in (
+                ("gate_up_proj", (GPU_EXPERTS, 2 * GPU_INTERMEDIATE, GPU_HIDDEN)),
+                ("down_proj", (GPU_EXPERTS, GPU_HIDDEN, GPU_INTERMEDIATE)),
+            ):
+                weight = torch.randn(shape, device=device) * 0.02
+                layer.add_module(name, opt.moe.QuantizedExperts.from_weight(weight))
+            self.layers.append(layer)
+        logits = torch.randn(GPU_TOKENS, GPU_EXPERTS, device=device)
+        self.gates, self.ids = logits.softmax(-1).topk(GPU_TOP_K, -1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layout = self.opt.moe.ExpertsLayout()
+        for layer in self.layers:
+            x = x + self.opt.moe.experts_forward(
+                x, self.ids, self.gates, layer.gate_up_proj, layer.down_proj, layout=layout
+            )
+        return x
+
+
+@pytest.fixture(scope="module")
+def model_gpu(opt, device):
+    return ModelGpu(opt, device)
+
+
+@pytest.fixture
+def offload(opt, model_gpu):
+    offload = opt.moe.ExpertOffload(model_gpu)
+    yield offload
+    offload.turn_off()
+
+
+def step_gpu(model_gpu: ModelGpu, device) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(GPU_TOKENS, GPU_HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
+    out = model_gpu(x)
+    out.backward(out.detach())
+    return out.detach(), x.grad
+
+
+def layer_bytes(model_gpu: ModelGpu) -> int:
+    return sum(p.nbytes for p in model_gpu.layers[0].parameters())
+
+
+def peak(run) -> int:
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.gpu
+def test_two_layers_are_on_the_device(opt, model_gpu, device) -> None:
+    step_gpu(model_gpu, device)  # what a first step leaves for good is not the layers'
+    torch.cuda.synchronize()
+    before, whole = torch.cuda.memory_allocated(), peak(lambda: step_gpu(model_gpu, device))
+    offload = opt.moe.ExpertOffload(model_gpu)
+    try:
+        freed = (GPU_LAYERS - 2) * layer_bytes(model_gpu)
+        slack = 1 << 20
+        assert torch.cuda.memory_allocated() <= before - freed + slack
+        assert peak(lambda: step_gpu(model_gpu, device)) <= whole - freed + slack
+    finally:
+        offload.turn_off()
+    assert torch.cuda.memory_allocated() <= before + slack
+
+
+@pytest.mark.gpu
+def test_same_bits_however_far_the_host_runs_ahead(model_gpu, device, offload) -> None:
+    """The device is held up, so that a copy that did not wait would be far ahead of its use."""
+    offload.turn_off()
+    expected = step_gpu(model_gpu, device)
+    offload.turn_on()
+    for _ in range(3):
+        torch.cuda._sleep(50_000_000)
+        for found, right in zip(step_gpu(model_gpu, device), expected, strict=True):
+            assert_same_bits(found, right)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device(model_gpu, device, offload) -> None:
+    step_gpu(model_gpu, device)
+    x = torch.zeros(GPU_TOKENS, GPU_HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.ones_like(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model_gpu(x).backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_copies_run_beside_the_products(model_gpu, device, offload) -> None:
+    step_gpu(model_gpu, device)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        step_gpu(model_gpu, device)
+        torch.cuda.synchronize()
+    copies, kernels = [], []
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            span = (event.time_range.start, event.time_range.end)
+            (copies if "HtoD" in event.name else kernels).append(span)
+    large = [(start, end) for start, end in copies if end - start > 100]  # microseconds
+    assert len(large) == 2 * (GPU_LAYERS - 2)
+    beside = sum(any(a < end and start < b for a, b in kernels) for start, end in large)
+    assert beside == len(large)
+
+
+@pytest.mark.gpu
+def test_a_capture_is_refused(model_gpu, device, offload) -> None:
+    step_gpu(model_gpu, device)
+    x = torch.zeros(GPU_TOKENS, GPU_HIDDEN, device=device, dtype=torch.bfloat16)
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        model_gpu(x)
+
+
+@pytest.mark.gpu
+def test_a_model_that_the_device_never_holds_whole(opt, model_gpu, device) -> None:
+    """Built in host memory, offloaded to the device, its dense part moved there afterwards."""
+    expected = step_gpu(model_gpu, device)
+    host = ModelGpu(opt, "cpu")
+    host.load_state_dict(model_gpu.state_dict())
+    with pytest.raises(ValueError, match=r'pass device="cuda"'):
+        opt.moe.ExpertOffload(host)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    opt.moe.ExpertOffload(host, device="cuda")
+    host.to(device)
+    host.gates, host.ids = model_gpu.gates, model_gpu.ids
+    slack = 1 << 20
+    assert torch.cuda.max_memory_allocated() - before <= 2 * layer_bytes(model_gpu) + slack
+    assert all(p.device.type == "cpu" and p.is_pinned() for p in host.parameters())
+    for found, right in zip(step_gpu(host, device), expected, strict=True):
+        assert_same_bits(found, right)

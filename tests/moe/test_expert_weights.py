@@ -48,7 +48,7 @@ def parametrized(opt, shape, *, nested=False, storage=torch.uint8, quant_type="n
     )
     record = experts.quantized_weight()
     state = FakeState(
-        absmax=record.absmax.data,
+        absmax=record.tensors["absmax"].data,
         shape=torch.Size(shape),
         blocksize=32,
         quant_type=quant_type,
@@ -57,9 +57,11 @@ def parametrized(opt, shape, *, nested=False, storage=torch.uint8, quant_type="n
         offset=None,
     )
     if nested:
-        state.offset = record.absmax_offset.data[0]
+        state.offset = record.tensors["absmax_offset"].data[0]
         state.state2 = FakeState(
-            absmax=record.absmax_scale.data, code=record.absmax_code.data, blocksize=256
+            absmax=record.tensors["absmax_scale"].data,
+            code=record.tensors["absmax_code"].data,
+            blocksize=256,
         )
     module = nn.Module()
     entries = nn.ModuleList([Decoder(state)])  # as torch's ParametrizationList
@@ -78,7 +80,8 @@ def test_parametrized_experts_are_recognised_by_their_attributes(
         opt, SHAPE, nested=nested, storage=storage, quant_type=quant_type
     )
     record = weights.expert_weight(module, "gate_up_proj")
-    assert (record.shape, record.blocksize, record.nested) == (SHAPE, 32, nested)
+    found = (record.shape, record.format.blocksize, record.format.nested)
+    assert found == (SHAPE, 32, nested)
     assert_same_bits(record.decode(dtype=torch.float32), expected)
     seen = record.transpose(1, 2).decode(torch.tensor([3, 0]), torch.float32)
     assert_same_bits(seen, expected[[3, 0]].transpose(1, 2))
@@ -166,18 +169,21 @@ def test_dense_weights_pass_through(weights):
 
 
 def test_record_checks_its_sizes(weights):
+    nf4 = weights.format_of("nf4", blocksize=32)
     good = {"packed": torch.zeros(24, dtype=torch.uint8), "absmax": torch.zeros(2)}
-    weights.QuantizedWeight(**good, stored=(2, 4, 6), blocksize=32)
+    weights.QuantizedWeight(nf4, good, (2, 4, 6))
     with pytest.raises(ValueError, match="packed must be 25 bytes"):
-        weights.QuantizedWeight(**good, stored=(2, 5, 5))
+        weights.QuantizedWeight(nf4, good, (2, 5, 5))
     with pytest.raises(ValueError, match=r"shape \(E, N, K\)"):
-        weights.QuantizedWeight(**good, stored=(8, 6))
+        weights.QuantizedWeight(nf4, good, (8, 6))
     with pytest.raises(ValueError, match="strategy must be one of"):
-        weights.QuantizedWeight(**good, stored=(2, 4, 6), strategy="best")
+        weights.QuantizedWeight(nf4, good, (2, 4, 6), strategy="best")
+    with pytest.raises(ValueError, match=r'strategy="resident" .* is gone.*use "chunked"'):
+        weights.QuantizedWeight(nf4, good, (2, 4, 6), strategy="resident")
     with pytest.raises(ValueError, match="only dimensions 1 and 2"):
-        weights.QuantizedWeight(**good, stored=(2, 4, 6), blocksize=32).transpose(0, 1)
+        weights.QuantizedWeight(nf4, good, (2, 4, 6)).transpose(0, 1)
     with pytest.raises(TypeError, match="absmax must be a dense tensor, got list"):
-        weights.QuantizedWeight(good["packed"], [0.0, 0.0], (2, 4, 6))
+        weights.QuantizedWeight(nf4, {**good, "absmax": [0.0, 0.0]}, (2, 4, 6))
 
 
 def test_a_weight_that_is_not_there(weights):
@@ -281,8 +287,8 @@ def test_blocks_that_leave_their_row_are_reported_once(opt, dispatch, caplog):
     assert not caplog.records
     assert not straddling.fusable_over(half) and not straddling.fusable_over(half)
     (record,) = caplog.records
-    assert "experts of 96 inputs are decoded to memory" in record.getMessage()
-    assert "blocks of 64 leave their row" in record.getMessage()
+    assert "experts are decoded to memory" in record.getMessage()
+    assert "blocks of 64 leave their row of 96 elements" in record.getMessage()
 
 
 def test_the_report_does_not_break_a_graph(submodule, dispatch, caplog):
@@ -291,7 +297,7 @@ def test_the_report_does_not_break_a_graph(submodule, dispatch, caplog):
 
     @torch.compile(fullgraph=True, backend="eager")
     def traced(x: torch.Tensor) -> torch.Tensor:
-        module._report_straddling(96, 64)
+        module._report("blocks of 64 leave their row of 96 elements")
         return x + 1
 
     assert traced(torch.zeros(2)).tolist() == [1, 1]

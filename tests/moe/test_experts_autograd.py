@@ -10,7 +10,7 @@ import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint
 
 from .._compare import assert_same_bits
-from ._layers import LayerProblem, assert_layer_close_to_eager, gradients
+from ._eager import LayerProblem, assert_layer_close_to_eager, gradients
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 @pytest.fixture
 def on_hopper(submodule, dispatch, monkeypatch):
     """Decisions as on an H200, made on tensors of the CPU."""
-    module = submodule("moe.quantized.explain_quantized")
+    module = submodule("moe.quantized.strategy")
 
     def pick(device, dtype, backend="auto"):
         name = "triton" if backend == "auto" else backend
@@ -19,7 +19,7 @@ def on_hopper(submodule, dispatch, monkeypatch):
 
     monkeypatch.setattr(module, "experts_path", pick)
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
-    monkeypatch.setattr(module, "_decodes_in_registers", lambda device, dtype: dtype.itemsize == 2)
+    monkeypatch.setattr(module, "decodes_in_registers", lambda device, dtype: dtype.itemsize == 2)
 
 
 def stack(opt, shape=(8, 1024, 2048), **options):
@@ -38,7 +38,7 @@ def test_cuda_and_triton_by_rows_and_direction(opt, submodule, on_hopper, monkey
         asked.append((mean, depth, others[-1]))
         return others[-1]
 
-    monkeypatch.setattr(submodule("moe.quantized.explain_quantized"), "pays", pays)
+    monkeypatch.setattr(submodule("kernels.quant.nf4_product"), "pays", pays)
     said = explain(opt, stack(opt), 64)
     assert said == (
         "fused: 64 rows per expert, at most 512; forward by CUDA, backward by Triton, as measured"
@@ -56,7 +56,7 @@ def test_cuda_and_triton_by_rows_and_direction(opt, submodule, on_hopper, monkey
         ((8, 1024, 2048), {}, {"backend": "compiled"}, "by CUDA, asked for by name"),
         ((8, 1024, 96), {}, {}, "^chunked: .*blocks of 64 leave their row of 96 elements"),
         ((8, 1024, 2048), {}, {"dtype": torch.float32}, "^chunked: .*float32.* not decoded in reg"),
-        ((8, 1024, 2048), {"strategy": "resident"}, {}, "^resident: asked for by name$"),
+        ((8, 1024, 2048), {"strategy": "selective"}, {}, "^selective: asked for by name$"),
     ],
 )
 def test_what_is_in_the_way(opt, on_hopper, shape, made, asked, words):
@@ -75,8 +75,8 @@ def test_other_devices(opt):
     assert "products are reference's" in said and said.startswith("chunked: 16 rows per expert")
     weight.strategy = "fused"
     said = opt.moe.explain_quantized(weight.transpose(1, 2), 64, device="cpu")
-    assert said.endswith("products are reference's, which decodes the whole stack")
-    with pytest.raises(ValueError, match="needs blocks that do not leave their row"):
+    assert said.endswith("products are reference's, which decodes expert after expert")
+    with pytest.raises(ValueError, match="blocks that do not leave their row"):
         opt.moe.explain_quantized(stack(opt, (4, 32, 48), strategy="fused"), 64)
     with pytest.raises(TypeError, match="weight must be in 4 bits, got Tensor"):
         opt.moe.explain_quantized(torch.zeros(2, 3, 4), 64)

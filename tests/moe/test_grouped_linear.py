@@ -1,16 +1,21 @@
-"""grouped_lora_linear against eager experts in float64, in its result and in every gradient."""
+"""grouped_lora_linear and parallel_linear_lora against eager experts in float64, on every path.
+
+Wrong arguments raise before any launch. On a GPU also: real shapes, capture, memory.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .._compare import assert_same_bits, relative_error
-from ._eager import Problem, eager
+from .._compare import assert_error_at_most, assert_same_bits, relative_error
+from ._eager import NAMES, Problem, eager
 from .conftest import gradients
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -141,3 +146,505 @@ def test_generated_problems(
         routing=routing,
     )
     assert_close_to_eager(problem, run, device, seed=seed)
+
+
+E, T, TOP_K, K, N, R = 3, 5, 2, 8, 16, 4
+
+
+@pytest.fixture
+def good(moe) -> dict:
+    ids = torch.randint(0, E, (T, TOP_K), generator=torch.Generator().manual_seed(0))
+    return {
+        "x": torch.ones(T, K),
+        "weight": torch.ones(E, K, N),
+        "order": moe.expert_sort(ids, E),
+        "lora_a": torch.ones(E, R, K),
+        "lora_b": torch.ones(E, N, R),
+        "bias": torch.ones(E, N),
+        "gates": torch.ones(T, TOP_K),
+    }
+
+
+CASES = [
+    ({"x": [[1.0]]}, TypeError, "x must be a dense tensor"),
+    ({"x": torch.ones(T, K, dtype=torch.int64)}, TypeError, "x must have dtype"),
+    ({"x": torch.ones(1, T, K)}, ValueError, "x must have 2 dimensions"),
+    ({"x": torch.ones(T + 1, K)}, ValueError, "x must have T = 5 rows"),
+    ({"x": torch.ones(T, K + 1)}, ValueError, r"weight must be \(E, K, N\)"),
+    ({"x": torch.ones(T, K), "grouped_in": True}, ValueError, "x must have T k = 10 rows"),
+    ({"weight": torch.ones(E, N, K)}, ValueError, r"weight\.transpose\(1, 2\)"),
+    ({"weight": torch.ones(E + 1, K, N)}, ValueError, "E = 3"),
+    ({"weight": torch.ones(E, K, 0)}, ValueError, "weight must have positive sizes"),
+    ({"weight": torch.ones(E, K, N).half()}, TypeError, "weight must have dtype float32"),
+    ({"weight": torch.ones(E, K, N, device="meta")}, ValueError, "weight must be on the device"),
+    ({"order": (1, 2)}, TypeError, "order must be the result of expert_sort"),
+    ({"lora_b": None}, ValueError, "give both or none"),
+    ({"lora_a": None}, ValueError, "give both or none"),
+    ({"lora_a": torch.ones(E, R, K + 1)}, ValueError, r"lora_a must be \(E, r, K\)"),
+    ({"lora_a": torch.ones(E, 0, K)}, ValueError, "r >= 1"),
+    ({"lora_b": torch.ones(E, R, N)}, ValueError, r"lora_b must be \(E, N, r\)"),
+    ({"lora_b": torch.ones(E, N, R + 1)}, ValueError, r"lora_b must be \(E, N, r\)"),
+    ({"lora_a": torch.ones(E, R, K).double()}, TypeError, "lora_a is float64"),
+    ({"lora_b": torch.ones(E, N, R, device="meta")}, ValueError, "lora_b must be on the device"),
+    ({"scaling": "2"}, TypeError, "scaling must be a number"),
+    ({"scaling": torch.tensor(2.0)}, TypeError, "scaling must be a number"),
+    ({"bias": torch.ones(N)}, ValueError, "bias must have 2 dimensions"),
+    ({"bias": torch.ones(E, K)}, ValueError, r"bias must be \(E, N\)"),
+    ({"gates": torch.ones(T, 1)}, ValueError, r"gates must be \(T, k\)"),
+    ({"gates": torch.ones(T, TOP_K).long()}, TypeError, "gates must have dtype"),
+    ({"grouped_out": True}, ValueError, "gates combine them"),
+    ({"backend": "cutlass"}, ValueError, "backend must be one of"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), CASES, ids=lambda value: str(value)[:40])
+def test_wrong_arguments(moe, good, monkeypatch, submodule, change, error, message):
+    def launched(*arguments, **options):
+        raise AssertionError("an op was launched")
+
+    monkeypatch.setattr(submodule("moe.grouped_linear"), "_op", launched)
+    arguments = {**good, **change}
+    with pytest.raises(error, match=message):
+        moe.grouped_lora_linear(**arguments)
+
+
+def test_two_i_equal_to_h_does_not_hide_a_swap(moe):
+    """K = N: a swapped A or B has another shape unless r = K too; nothing is guessed by shape."""
+    order = moe.expert_sort(torch.zeros(2, 1, dtype=torch.int64), 2)
+    x, weight = torch.ones(2, 8), torch.ones(2, 8, 8)
+    with pytest.raises(ValueError, match="lora_a must be"):
+        moe.grouped_lora_linear(x, weight, order, torch.ones(2, 8, 4), torch.ones(2, 4, 8))
+
+
+def test_expert_sort_checks_what_it_gets(moe):
+    with pytest.raises(TypeError, match="expert_ids must be a dense tensor"):
+        moe.expert_sort([[0, 1]], 2)
+    with pytest.raises(ValueError, match="num_experts must be at least 1"):
+        moe.expert_sort(torch.zeros(2, 1, dtype=torch.int64), 0)
+
+
+def test_the_portable_path_says_so_once(good, moe, dispatch, caplog):
+    dispatch.say_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        moe.grouped_lora_linear(**good)
+        moe.grouped_lora_linear(**good)
+    said = [record.message for record in caplog.records if "portable path" in record.message]
+    assert len([line for line in said if line.startswith("grouped_lora_linear")]) == 1
+
+
+def test_explain(opt, device):
+    text = opt.explain("grouped_lora_linear", device="cpu")
+    assert text.startswith("reference: ")
+    assert opt.explain("grouped_lora_linear", device="cpu", backend="triton").startswith("triton")
+    with pytest.raises(ValueError, match="backend must be one of"):
+        opt.explain("grouped_lora_linear", device="cpu", backend="cutlass")
+
+
+def test_a_stack_without_dimensions(opt) -> None:
+    with pytest.raises(ValueError, match=r"weight must be \(E, N, K\)"):
+        opt.moe.QuantizedExperts.from_weight(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="shape must be"):
+        opt.moe.QuantizedExperts((-1, 4, 64))
+
+
+def test_a_correction_on_another_device(opt) -> None:
+    bias = torch.zeros(16, device="meta")
+    with pytest.raises(ValueError, match="correction_bias is on meta"):
+        opt.moe.group_top_k(torch.randn(5, 16), 2, correction_bias=bias, n_group=4, topk_group=2)
+
+
+def test_a_factor_without_dimensions(opt) -> None:
+    order = torch.arange(12)
+    with pytest.raises(ValueError, match=r"lora_A must be \(r E, K\)"):
+        opt.moe.parallel_linear_lora(
+            torch.randn(6, 4),
+            torch.randn(4, 4, 3),
+            2,
+            order // 3,
+            order,
+            torch.tensor([3, 6, 9, 12]),
+            lora_A=torch.tensor(1.0),
+            lora_B=torch.randn(3, 4),
+        )
+
+
+def test_adapters_by_twice_the_same_target_and_by_a_tensor(opt) -> None:
+    experts = opt.moe.Experts(3, 4, 5)
+    experts.add_adapter("one", r=2, alpha=4.0, targets=("down", "down"))
+    assert [name for name, p in experts.expert_lora.items() if "one" in p.adapters] == ["down"]
+    with pytest.raises(TypeError, match="dropout"):
+        experts.add_adapter("two", r=2, alpha=4.0, dropout=torch.zeros(2))
+    assert not any("two" in p.adapters for p in experts.expert_lora.values())
+
+
+PATHS_SHAPES = (
+    Problem(33, rank=5, bias=True, peft=True),
+    Problem(15, gates=True, bias=True, grouped_in=True, routing="sentinels"),
+    Problem(40, experts=3, rank=20, gates=True, k=70, n=130, routing="gap"),
+    Problem(21, rank=None, grouped_out=True, routing="one"),
+    Problem(20, top_k=1, grouped_in=True, grouped_out=True, rank=3),
+)
+
+
+WIDTHS = [
+    (problem, dtype)
+    for number, problem in enumerate(PATHS_SHAPES)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    if dtype == torch.float32 or number < 2
+]
+
+
+@pytest.mark.parametrize(("problem", "dtype"), WIDTHS, ids=str)
+def test_triton(run, device, problem, dtype):
+    """The interpreter truncates where it stores bfloat16, xa and y: twice rounding's error each."""
+    truncates = device.type == "cpu" and dtype == torch.bfloat16
+    problem = dataclasses.replace(problem, dtype=dtype)
+    assert_close_to_eager(problem, run, device, "triton", factor=3.5 if truncates else 1.5)
+
+
+def test_the_compiled_path_is_for_4_bit_experts(moe, opt, dispatch, monkeypatch, device):
+    """On any device: over dense weights the error names what to use instead."""
+    problem = Problem(4)
+    leaves, order = problem.inputs(device), moe.expert_sort(problem.ids(device), problem.experts)
+    said = r'is for 4-bit experts: .* use "auto" or "triton"'
+    with pytest.raises(ValueError, match=said):
+        moe.grouped_lora_linear(leaves["x"], leaves["weight"], order, backend="compiled")
+    with pytest.raises(ValueError, match=said):
+        opt.explain("grouped_lora_linear", device=device, backend="compiled")
+    path = dispatch.experts_path.__wrapped__
+    pick = functools.partial(path, device, torch.bfloat16, "compiled")
+    monkeypatch.setattr(dispatch, "is_hopper", lambda _: False)
+    with pytest.raises(ValueError, match=r"needs a device of capability 9\.0 and Triton"):
+        pick()
+    monkeypatch.setattr(dispatch, "is_hopper", lambda _: True)
+    assert pick().name == "compiled"
+    with pytest.raises(ValueError, match=said):
+        pick(dense=True)
+
+
+# The predecessor's kernel shapes (E, K, N, T, k, r); the last four are for a GPU.
+SMALL = [(32, 128, 64, 64, 2, 4), (64, 256, 128, 128, 4, 8)]
+LARGE = [
+    (256, 2048, 1024, 2048, 8, 16),
+    (256, 512, 2048, 2048, 8, 16),
+    (64, 2048, 2048, 2048, 8, 16),
+    (128, 2048, 1536, 2048, 8, 16),
+]
+
+
+def unstable_sort(ids, experts):
+    """(sorted expert ids, slots, inclusive offsets) with equal slots in reverse order."""
+    flat = ids.reshape(-1)
+    slots = torch.flip(torch.argsort(torch.flip(flat, (0,)), stable=True), (0,))
+    slots = flat.numel() - 1 - slots
+    slots = torch.flip(slots, (0,))
+    ends = torch.bincount(flat, minlength=experts).cumsum(0)
+    return flat[slots], slots, ends
+
+
+def draw(shape, device, dtype=torch.float32):
+    """The predecessor's benchmark data: W * 0.02, A and B * 0.01, s = 2."""
+    experts, k, n, tokens, top_k, rank = shape
+    generator = torch.Generator(device).manual_seed(42)
+
+    def normal(*size: int, std: float = 1.0) -> torch.Tensor:
+        drawn = torch.randn(size, generator=generator, device=device) * std
+        return drawn.to(dtype).requires_grad_()
+
+    ids = torch.randint(0, experts - 1, (tokens, top_k), generator=generator, device=device)
+    leaves = {
+        "x": normal(tokens, k),
+        "weight": normal(experts, n, k, std=0.02),
+        "lora_A": normal(rank * experts, k, std=0.01),
+        "lora_B": normal(n, rank * experts, std=0.01),
+    }
+    return ids, leaves
+
+
+def by_expert(ids, leaves, experts, top_k, scaling, dtype):
+    """Slot order result by one expert after the other in `dtype`, on autograd."""
+    x, weight, a, b = (leaves[name].to(dtype) for name in ("x", "weight", "lora_A", "lora_B"))
+    a = a.view(experts, -1, x.shape[1])
+    b = b.view(weight.shape[1], experts, -1).transpose(0, 1)
+    flat = ids.reshape(-1)
+    pieces, order = [], []
+    for e in flat.unique().tolist():
+        mine = (flat == e).nonzero()[:, 0]
+        source = x[mine // top_k]
+        pieces.append(source @ weight[e].mT + scaling * (source @ a[e].mT) @ b[e].mT)
+        order.append(mine)
+    return torch.cat(pieces)[torch.argsort(torch.cat(order))]
+
+
+def check(moe, shape, device, dtype, factor) -> None:
+    experts, _, n, tokens, top_k, _ = shape
+    ids, leaves = draw(shape, device, dtype)
+    sei, ssi, offsets = unstable_sort(ids, experts)
+    y = moe.parallel_linear_lora(
+        leaves["x"],
+        leaves["weight"].transpose(2, 1),
+        top_k,
+        sei,
+        ssi,
+        offsets,
+        leaves["lora_A"],
+        leaves["lora_B"],
+        2.0,
+    )
+    grad = torch.randn(tokens * top_k, n, device=device).to(dtype)
+    actual = [y, *torch.autograd.grad(y, list(leaves.values()), grad)]
+    wide = {name: x.detach().double().requires_grad_() for name, x in leaves.items()}
+    exact = by_expert(ids, wide, experts, top_k, 2.0, torch.float64)
+    exact = [exact, *torch.autograd.grad(exact, list(wide.values()), grad.double())]
+    plain = by_expert(ids, leaves, experts, top_k, 2.0, dtype)
+    plain = [plain, *torch.autograd.grad(plain, list(leaves.values()), grad)]
+    for one, other, right in zip(actual, plain, exact, strict=True):
+        assert_error_at_most(one, right, max(factor * relative_error(other, right), 3e-7))
+        assert_error_at_most(one, right, 5e-3 if dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernel_shapes(moe, device, shape, dtype):
+    check(moe, shape, device, dtype, 1.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_kernel_shapes(moe, device, shape, dtype):
+    check(moe, shape, device, dtype, 1.5)
+
+
+# (grouped_in, grouped_out, gated, lora): the predecessor's autograd tests.
+@pytest.mark.parametrize(
+    ("gated", "with_lora"), [(False, True), (True, True), (True, False), (False, False)]
+)
+def test_two_projections_as_the_predecessor_chains_them(moe, device, gated, with_lora):
+    """gate_up to expert order, down with k = 1 from it, gates or slot order at the end."""
+    experts, h, inner, tokens, top_k, rank = 6, 16, 12, 19, 3, 4
+    ids, up = draw((experts, h, inner, tokens, top_k, rank), device)
+    _, down = draw((experts, inner, h, tokens, top_k, rank), device)
+    sei, ssi, offsets = unstable_sort(ids, experts)
+    gates = torch.rand(tokens, top_k, device=device, requires_grad=True)
+
+    def lora(leaves):
+        return {name: leaves[name] if with_lora else None for name in ("lora_A", "lora_B")}
+
+    route = {"sorted_expert_idxs": sei, "sorted_scattered_idxs": ssi, "expert_offsets": offsets}
+    hidden = moe.parallel_linear_lora(
+        up["x"], up["weight"].mT, top_k, **route, **lora(up), grouped_out=True, use_fused_dX=True
+    )
+    y = moe.parallel_linear_lora(
+        hidden.relu(),
+        down["weight"].mT,
+        1,
+        **route,
+        **lora(down),
+        gates=gates if gated else None,
+        grouped_in=True,
+    )
+    leaves = [up["x"], up["weight"], down["weight"]]
+    leaves += [gates] if gated else []
+    leaves += [f[name] for f in (up, down) for name in ("lora_A", "lora_B")] if with_lora else []
+    order = torch.argsort(ids.reshape(-1), stable=True)
+
+    def expected():
+        off = {name: x if with_lora or name[:4] != "lora" else x * 0 for name, x in up.items()}
+        mid = by_expert(ids, off, experts, top_k, 1.0, torch.float64).relu()
+        off = {name: x if with_lora or name[:4] != "lora" else x * 0 for name, x in down.items()}
+        slots = by_expert(ids.reshape(-1, 1), {**off, "x": mid}, experts, 1, 1.0, torch.float64)
+        if not gated:
+            return slots
+        return (slots.view(tokens, top_k, h) * gates.double()[..., None]).sum(1)
+
+    assert order.numel() == tokens * top_k
+    right = expected()
+    grad = torch.randn_like(right)
+    found = [y, *torch.autograd.grad(y, leaves, grad.float())]
+    wanted = [right, *torch.autograd.grad(right, leaves, grad)]
+    for one, other in zip(found, wanted, strict=True):
+        assert_error_at_most(one, other, 1e-5)
+
+
+def test_wrong_arguments_parallel(moe, device):
+    ids, leaves = draw((4, 8, 8, 5, 2, 2), device)
+    sei, ssi, offsets = unstable_sort(ids, 4)
+    weight = leaves["weight"].mT
+    with pytest.raises(ValueError, match="expert_offsets must be"):
+        moe.parallel_linear_lora(leaves["x"], weight, 2, sei, ssi, offsets[:-1])
+    with pytest.raises(ValueError, match="sorted_expert_idxs must be"):
+        moe.parallel_linear_lora(leaves["x"], weight, 2, sei[:-1], ssi, offsets)
+    with pytest.raises(ValueError, match="k must divide"):
+        moe.parallel_linear_lora(leaves["x"], weight, 3, sei, ssi, offsets)
+    with pytest.raises(ValueError, match="must share r E"):
+        a, b = leaves["lora_A"], leaves["lora_B"]
+        moe.parallel_linear_lora(leaves["x"], weight, 2, sei, ssi, offsets, a, b[:, :-1])
+
+
+# One projection of each listed model, with experts cut down so that float64 fits in seconds; rows
+# per expert, K and N are the models' own.
+REAL = {
+    "Qwen3.5": Problem(512, 8, 64, 2048, 1024, 16),
+    "Qwen3": Problem(1024, 8, 64, 2048, 1536, 16),
+    "OLMoE": Problem(1024, 8, 32, 2048, 2048, 64),
+    "Mixtral": Problem(1024, 2, 4, 4096, 3584, 16),
+    "decode": Problem(1, 8, 64, 2048, 1024, 16),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("model", REAL)
+def test_real_shapes(run, device, model, dtype):
+    problem = dataclasses.replace(REAL[model], dtype=dtype, peft=True, gates=True)
+    assert_close_to_eager(problem, run, device, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [1, 3, 8, 12, 24, 64, 96, 128, 200, 256])
+def test_any_rank(run, device, rank):
+    problem = Problem(300, 4, 8, 256, 192, rank, dtype=torch.bfloat16, peft=True)
+    assert_close_to_eager(problem, run, device, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("routing", ["one", "gap", "sentinels", "all-sentinels"])
+def test_routings_at_size(run, device, routing):
+    problem = Problem(2000, 4, 16, 512, 320, 16, dtype=torch.bfloat16, routing=routing)
+    problem = dataclasses.replace(problem, bias=True, gates=True)
+    assert_close_to_eager(problem, run, device, "triton")
+
+
+@pytest.mark.gpu
+def test_two_runs_give_the_same_bits(run, device):
+    problem = dataclasses.replace(REAL["Qwen3"], dtype=torch.bfloat16, gates=True)
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    grad = torch.randn(problem.grad_shape(), device=device).bfloat16()
+    first = run(problem, leaves, ids, grad, "triton")
+    for name, value in run(problem, leaves, ids, grad, "triton").items():
+        assert_same_bits(value, first[name])
+
+
+@pytest.mark.gpu
+def test_auto_takes_triton(opt, device):
+    assert opt.explain("grouped_lora_linear", device=device).startswith("triton: ")
+
+
+@pytest.mark.gpu
+@pytest.mark.sees_defect("the fallback loops over experts on the host")
+def test_nothing_waits_for_the_device(run, device):
+    problem = dataclasses.replace(
+        REAL["Qwen3.5"], dtype=torch.bfloat16, gates=True, bias=True, routing="sentinels"
+    )
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    grad = torch.randn(problem.grad_shape(), device=device).bfloat16()
+    run(problem, leaves, ids, grad, "triton")  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(problem, leaves, ids, grad, "triton")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_captured_step_follows_another_routing(run, device):
+    problem = Problem(64, 4, 16, 256, 128, 16, dtype=torch.bfloat16, gates=True, bias=True)
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    grad = torch.randn(problem.grad_shape(), device=device).bfloat16()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run(problem, leaves, ids, grad, "triton")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(problem, leaves, ids, grad, "triton")
+    for seed, routing in enumerate(("one", "gap", "sentinels", "all-sentinels", "random")):
+        ids.copy_(dataclasses.replace(problem, routing=routing).ids(device, seed))
+        graph.replay()
+        for name, value in run(problem, leaves, ids, grad, "triton").items():
+            assert_same_bits(captured[name], value)
+
+
+@pytest.mark.gpu
+def test_compiled_by_inductor(moe, device):
+    problem = dataclasses.replace(REAL["Qwen3"], tokens=64, dtype=torch.bfloat16, gates=True)
+    leaves, ids = problem.inputs(device), problem.ids(device)
+
+    def step():
+        order = moe.expert_sort(ids, problem.experts)
+        return moe.grouped_lora_linear(
+            leaves["x"],
+            leaves["weight"],
+            order,
+            leaves["lora_a"],
+            leaves["lora_b"],
+            gates=leaves["gates"],
+        )
+
+    y = step()
+    grad = torch.randn_like(y)
+    expected = gradients(y, leaves, grad)
+    compiled = torch.compile(step, fullgraph=True)()
+    assert_same_bits(compiled, y)
+    for name, value in gradients(compiled, leaves, grad).items():
+        assert relative_error(value, expected[name]) < 1e-2
+
+
+@pytest.mark.gpu
+def test_stack_above_two_to_the_31_elements(moe, device):
+    """The last expert of a stack of 2.2e9 elements, in forward, dX and the gradients of LoRA."""
+    experts, k, n = 130, 4096, 4096
+    weight = torch.empty(experts, n, k, dtype=torch.bfloat16, device=device)
+    assert weight.numel() > 2**31
+    weight[-1].normal_(std=k**-0.5)
+    small = {
+        "x": torch.randn(40, k, device=device).bfloat16(),
+        "lora_a": torch.randn(1, 8, k, device=device),
+        "lora_b": torch.randn(1, n, 8, device=device),
+    }
+
+    def run(stack, expert, factors):
+        leaves = [t.clone().requires_grad_() for t in (small["x"], *factors)]
+        ids = torch.full((40, 1), expert, device=device)
+        order = moe.expert_sort(ids, stack.shape[0])
+        y = moe.grouped_lora_linear(leaves[0], stack.mT, order, *leaves[1:], backend="triton")
+        found = torch.autograd.grad(y, leaves, torch.ones_like(y))
+        return [y, found[0], *(grad[expert] for grad in found[1:])]
+
+    alone = run(weight[-1:], 0, (small["lora_a"], small["lora_b"]))
+    wide = [small[name].expand(experts, -1, -1) for name in ("lora_a", "lora_b")]
+    for one, other in zip(run(weight, experts - 1, wide), alone, strict=True):
+        assert relative_error(one, other) < 1e-2  # tiles follow rows per expert: other sums
+
+
+@pytest.mark.gpu
+def test_peak_memory_of_a_step(moe, device):
+    """Frozen weights get no gradient: a step stays below a tenth of the stack's bytes."""
+    problem = Problem(256, 8, 128, 2048, 1536, 16, dtype=torch.bfloat16, gates=True)
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    leaves["weight"].requires_grad_(False)
+    wanted = [leaves[name] for name in NAMES if leaves[name] is not None and name != "weight"]
+
+    def step():
+        order = moe.expert_sort(ids, problem.experts)
+        y = moe.grouped_lora_linear(
+            leaves["x"],
+            leaves["weight"],
+            order,
+            leaves["lora_a"],
+            leaves["lora_b"],
+            gates=leaves["gates"],
+        )
+        return torch.autograd.grad(y.float().square().sum(), wanted)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    weight_bytes = leaves["weight"].numel() * 2
+    assert torch.cuda.max_memory_allocated() - before < weight_bytes / 10

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
-from ._layers import LayerProblem
+from ._eager import LayerProblem
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
-from ._layers import LayerProblem
+from ._eager import LayerProblem
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import torch
 from .._compare import assert_same_bits, relative_error
 from ._eager import Problem, eager
 
-STRATEGIES = ("resident", "chunked", "selective")
+STRATEGIES = ("chunked", "selective")
 SHAPES = (
     Problem(33, rank=5, bias=True),
     Problem(29, gates=True, bias=True, grouped_in=True, routing="sentinels"),
@@ -213,39 +213,47 @@ def test_only_packed_bytes_are_kept_for_backward(opt, device):
     assert max(tensor.numel() for tensor in kept) < weight_elements // 4
 
 
+def decoded_counts(submodule, monkeypatch) -> list[int]:
+    """How many experts every decoding to memory makes, in a list that grows."""
+    kind, seen = submodule("kernels.quant.formats").Blockwise4Bit, []
+    real = kind.decoder
+
+    def spying(*arguments):
+        decode = real(*arguments)
+        return lambda ids: [seen.append(ids.shape[0]), decode(ids)][1]
+
+    monkeypatch.setattr(kind, "decoder", spying)
+    return seen
+
+
 @pytest.mark.sees_defect("at training lengths the whole stack is decoded")
 def test_no_slice_decodes_more_than_its_bound(opt, submodule, device, small_chunks, monkeypatch):
     """chunked: SLICE_BYTES; selective: min(E, T k) experts, however the tokens are routed."""
-    module = submodule("moe.quantized.expert_weights")
-    seen = []
-    real = module.nf4_dequant
-
-    def spy(*arguments):
-        seen.append(arguments[2].shape[0])
-        return real(*arguments)
-
-    monkeypatch.setattr(module, "nf4_dequant", spy)
-    slices = submodule("kernels.quant._nf4_slices_triton")
-    decoder = slices.decoder
-
-    def spying(*arguments):
-        decode = decoder(*arguments)
-        return lambda ids: [seen.append(ids.shape[0]), decode(ids)][1]
-
-    monkeypatch.setattr(slices, "decoder", spying)
+    seen = decoded_counts(submodule, monkeypatch)
     problem = Problem(2, experts=9, top_k=2)
     leaves, ids = problem.inputs(device), problem.ids(device)
-    for strategy, expected in (
-        ("chunked", [2, 2, 2, 2, 1]),
-        ("selective", [4]),
-        ("resident", [9]),
-    ):
+    for strategy, expected in (("chunked", [2, 2, 2, 2, 1]), ("selective", [4])):
         packed, _ = quantize(opt, problem, leaves, strategy=strategy)
         seen.clear()
-        y = run(opt, problem, leaves, ids, packed.transpose(1, 2))
+        y = run(opt, problem, leaves, ids, packed.transpose(1, 2), "triton")
         assert seen == expected
         y.sum().backward()
         assert seen == 2 * expected
+
+
+@pytest.mark.parametrize("strategy", (*STRATEGIES, "fused"))
+def test_the_reference_decodes_an_expert_at_a_time(opt, submodule, device, monkeypatch, strategy):
+    """And none that has no rows."""
+    seen = decoded_counts(submodule, monkeypatch)
+    problem = Problem(2, experts=9, top_k=2, k=64)
+    leaves, ids = problem.inputs(device), problem.ids(device)
+    packed, _ = quantize(opt, problem, leaves, strategy=strategy)
+    seen.clear()
+    y = run(opt, problem, leaves, ids, packed.transpose(1, 2), "reference")
+    assert seen == [1] * len(ids[(ids >= 0) & (ids < 9)].unique())
+    count = len(seen)
+    y.sum().backward()
+    assert seen == [1] * 2 * count
 
 
 @pytest.mark.sees_defect("nothing ever turns it on")
@@ -262,14 +270,16 @@ def test_choice_is_a_pure_function_of_rows_per_expert(opt, submodule, monkeypatc
         assert choose(64, 128, **refused).name == "selective"
         assert choose(65, 128, **refused).name == "chunked"
     assert choose(1 << 20, 128, "fused", fast=False).name == "fused"
-    assert choose(8, 128, "resident").name == "resident"
+    assert choose(8, 128, "chunked").name == "chunked"
     with pytest.raises(ValueError, match="strategy must be one of"):
         choose(8, 128, "quick")
+    with pytest.raises(ValueError, match=r'strategy="resident" .* is gone'):
+        choose(8, 128, "resident")
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_auto_knows_where_the_fused_product_is_fast(opt, submodule, device, dtype, monkeypatch):
-    """Half precision on a GPU; on the CPU the fused op would decode the whole stack."""
+    """Half precision on a GPU; on the CPU nothing is decoded in registers."""
     module, seen = submodule("moe.quantized.strategy"), []
     real = module.choose_strategy
 
@@ -295,12 +305,12 @@ def test_times_choose_the_fused_product_unless_a_path_is_named(
     problem = Problem(8, rank=3, k=64, n=64)
     leaves, seen = problem.inputs(device), []
     packed, _ = quantize(opt, problem, leaves, strategy=strategy)
-    for name in ("grouped_lora_nf4_forward", "grouped_lora_nf4_dx"):
+    for name in ("grouped_lora_quantized_forward", "grouped_lora_quantized_dx"):
         real = getattr(module, name)
 
-        def spy(*arguments, real=real):
-            seen.append(arguments[-1])
-            return real(*arguments)
+        def spy(*arguments, real=real, **options):
+            seen.append(options["path"])
+            return real(*arguments, **options)
 
         monkeypatch.setattr(module, name, spy)
     y = run(opt, problem, leaves, problem.ids(device), packed.transpose(1, 2), backend)

@@ -58,8 +58,8 @@ def test_slices_take_turns_over_two_streams(opt, submodule, device, monkeypatch)
     leaves, ids = PROBLEM.inputs(device), PROBLEM.ids(device)
     weight = packed_experts(opt, submodule, monkeypatch, leaves, "chunked")
     expected = run(opt, PROBLEM, leaves, ids, weight).detach()
-    slices = submodule("kernels.quant._nf4_slices_triton")
-    decoder, used = slices.decoder, []
+    kind = submodule("kernels.quant.formats").Blockwise4Bit
+    decoder, used = kind.decoder, []
 
     def late(*arguments):
         decode = decoder(*arguments)
@@ -72,7 +72,7 @@ def test_slices_take_turns_over_two_streams(opt, submodule, device, monkeypatch)
 
         return slowly
 
-    monkeypatch.setattr(slices, "decoder", late)
+    monkeypatch.setattr(kind, "decoder", late)
     found = run(opt, PROBLEM, leaves, ids, weight).detach()
     assert_same_bits(found, expected)
     assert len(used) == 4 and used[0] == used[2] != used[1] == used[3]

@@ -1,6 +1,9 @@
-"""The names for many ranks, with one rank: the same class, the same steps."""
+"""The names for many ranks, with one rank, and the lines and arguments that are documented."""
 
 from __future__ import annotations
+
+import inspect
+import re
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from .._compare import assert_same_bits
-from ._steps import new_gradients, parameters, train, values
+from ._steps import TinyTransformer, language_loss, new_gradients, parameters, train, values
 
 
 def groups(params, **options):
@@ -144,3 +147,83 @@ def test_a_partial_gradient_is_refused_before_any_write(opt, mesh) -> None:
     with pytest.raises(TypeError, match=r"parameter 1: gradient: a DTensor with .*Partial"):
         optimizer.step()
     assert_same_bits(params[0].detach().to_local(), plain[0].detach())
+
+
+def test_the_snippet(opt, device) -> None:
+    torch.manual_seed(0)
+    model = TinyTransformer().to(device)
+
+    groups = opt.muon.get_default_muon_param_groups(model)
+    optim = opt.Muon(groups, lr=2e-3, weight_decay=0.1)
+
+    first = language_loss(model, seed=0)
+    first.backward()
+    optim.step()
+    assert language_loss(model, seed=0) < first
+
+    muon, adamw = groups
+    optim = opt.MuonAdamW(
+        [
+            {"kind": "muon", "params": muon["params"], "lr": 0.02},
+            {"kind": "adamw", "params": adamw["params"], "lr": 3e-3},
+        ]
+    )
+    first = language_loss(model, seed=0)
+    first.backward()
+    optim.step()
+    assert language_loss(model, seed=0) < first
+
+
+def test_public_names(opt) -> None:
+    assert opt.muon.Muon is opt.Muon
+    assert opt.muon.get_default_muon_param_groups is opt.get_default_muon_param_groups
+    assert opt.muon.default_is_muon is opt.default_is_muon
+    assert opt.integrations.checkpoint.save_optimizer is opt.save_optimizer
+    assert opt.integrations.checkpoint.load_optimizer is opt.load_optimizer
+
+
+def documented_arguments(docstring: str) -> set[str]:
+    """The names before the colons of the Args section; "a, b: text" counts as two."""
+    section = inspect.cleandoc(docstring).split("Args:\n", 1)[1].split("\n\n", 1)[0]
+    heads = re.findall(r"^    (\w[\w, ]*):", section, re.MULTILINE)
+    return {name for head in heads for name in head.split(", ")}
+
+
+@pytest.mark.sees_defect("the documentation lists arguments that do not exist")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Muon",
+        "MuonAdamW",
+        "DistMuonAdamW",
+        "default_is_muon",
+        "get_default_muon_param_groups",
+        "save_optimizer",
+        "load_optimizer",
+        "save_optimizer_async",
+        "convert_state_dict",
+        "profile_steps",
+        "ProfileCallback",
+    ],
+)
+def test_documented_arguments_are_the_arguments(opt, name) -> None:
+    subject = getattr(opt, name)
+    arguments = set(inspect.signature(subject).parameters) - {"self"}
+    assert documented_arguments(subject.__doc__) == arguments
+
+
+def test_step_keeps_the_predecessors_argument_names(opt) -> None:
+    arguments = list(inspect.signature(opt.Muon.step).parameters)
+    assert arguments == ["self", "closure", "qk_logits"]
+    assert documented_arguments(opt.Muon.step.__doc__) == {"closure", "qk_logits"}
+
+
+def test_every_option_of_a_group_is_an_argument_of_muon(opt, submodule) -> None:
+    """And has a default in MuonAdamW, except lr; AdamW's own are named as in Muon."""
+    options = submodule("optimizers.groups.options")
+    names = set(options.option_names(options.MuonOptions))
+    assert names <= set(inspect.signature(opt.Muon).parameters)
+    defaults = submodule("optimizers.muon_adamw").DEFAULTS
+    own = submodule("optimizers.groups.param_groups").DEFAULT_KEYS
+    adamw = {own.get(name, name) for name in options.option_names(options.AdamWOptions)}
+    assert set(defaults) == (names | adamw) - {"lr"}

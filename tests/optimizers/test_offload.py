@@ -78,7 +78,7 @@ def test_a_run_keeps_its_bits(opt, submodule, device, make, dtype, limit, monkey
 @pytest.mark.parametrize("option", [{"split_sizes": [2, 2]}, {"num_heads": 2}, {}])
 def test_pieces_of_experts_travel_alone(opt, submodule, device, option, monkeypatch) -> None:
     """Rows of every expert are no contiguous run of the stack: one copy per expert."""
-    monkeypatch.setattr(submodule("optimizers.chunks"), "BATCH_BYTES", 256)  # two experts
+    monkeypatch.setattr(submodule("optimizers.plan"), "BATCH_BYTES", 256)  # two experts
     runs = []
     for offload in (False, True):
         params = parameters([(5, 4, 6), (3, 4, 6)], device=device)

@@ -60,7 +60,7 @@ def test_device_memory_is_freed(opt, submodule, device, monkeypatch) -> None:
 
 def test_transfers_run_beside_the_step(opt, submodule, device, monkeypatch) -> None:
     """Copies are on streams of their own: a trace has them while kernels of the step run."""
-    monkeypatch.setattr(submodule("optimizers.chunks"), "BATCH_BYTES", 64 << 20)
+    monkeypatch.setattr(submodule("optimizers.plan"), "BATCH_BYTES", 64 << 20)
     params = [nn.Parameter(torch.randn(2048, 2048, device=device)) for _ in range(24)]
     optimizer = opt.Muon(params, none_grad=False)
     optimizer.turn_on_cpu_offload()

@@ -1,18 +1,165 @@
-"""The methods under torch.vmap and other transforms of torch.func, and compiled for any size."""
+"""What callers put around the methods: torch.compile, torch.func, CUDA graphs, autocast, TF32."""
 
 from __future__ import annotations
+
+import threading
 
 import pytest
 import torch
 
-from .._compare import assert_same_bits
+from .._compare import assert_same_bits, relative_error
+from ..optimizers._steps import both, train, values
+from ._matrices import matrix
 
-METHODS = ("polar_express", "gram_newton_schulz", "gram_polynomial", "newton_schulz", "auto")
-NAMED = ("polar_express", "gram_newton_schulz", "newton_schulz")
+METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")
+
+
+@pytest.fixture
+def compiled(opt):
+    torch._dynamo.reset()
+    yield torch.compile(opt.orthogonalize, fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
 
 
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("method", METHODS)
+def test_compiles_without_graph_break(opt, compiled, device, method) -> None:
+    x = torch.randn(3, 6, 10, device=device)
+    assert_same_bits(compiled(x, method), opt.orthogonalize(x, method))
+
+
+def test_steps_may_change(opt, compiled, device) -> None:
+    """From the second value on the compiler makes a number symbolic, unless it is told not to."""
+    x = torch.randn(5, 9, device=device)
+    for steps in (5, 3, 6, 5):
+        assert_same_bits(compiled(x, steps=steps), opt.orthogonalize(x, steps=steps))
+
+
+def test_many_shapes_need_few_graphs(opt, compiled, device) -> None:
+    """More shapes than the compiler's limit of 8 graphs: sizes become symbolic, methods do not."""
+    for m in range(4, 9):
+        for n in (m, m + 1, 2 * m, 40):
+            for shape in ((m, n), (n, m)):
+                x = torch.randn(shape, device=device)
+                assert_same_bits(compiled(x), opt.orthogonalize(x))
+
+
+def test_compiled_out_and_options(opt, device) -> None:
+    torch._dynamo.reset()
+    rows = [(1.5, -0.5, 0.0), (1.875, -1.25, 0.375)]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        opt.newton_schulz(x + 1, 2, rows, torch.float32, out=out)
+        gram = opt.gram_newton_schulz(x, 5, "you", (1, 3))
+        return out * 2 + gram + opt.polar_express(x, 4, lower=0.01)
+
+    x, out = torch.randn(4, 7, device=device), torch.empty(4, 7, device=device)
+    result = step(x, out)
+    wanted = opt.newton_schulz(x + 1, 2, rows, torch.float32)
+    assert_same_bits(out, wanted)
+    gram = opt.gram_newton_schulz(x, 5, "you", (1, 3))
+    assert_same_bits(result, wanted * 2 + gram + opt.polar_express(x, 4, lower=0.01))
+
+
+@pytest.mark.parametrize("module", ["newton_schulz", "gram_newton_schulz"])
+def test_opcheck(submodule, device, module) -> None:
+    """Schema, fake implementation and functionalization of the registered ops."""
+    op = getattr(submodule("_ops").ops, module).default
+    x, out = torch.randn(2, 4, 6, device=device), torch.empty(2, 4, 6, device=device)
+    rows = [3.4445, -4.7750, 2.0315] * 3
+    restarts = [[1]] if module == "gram_newton_schulz" else []
+    torch.library.opcheck(op, (x, out, rows, 1.0, *restarts, torch.float32))
+
+
+def test_fake_tensors(opt) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(3, 5, 40)
+        result = opt.orthogonalize(x)
+    assert (result.shape, result.dtype) == (x.shape, torch.float32)
+
+
+def test_meta_tensors(opt) -> None:
+    result = opt.orthogonalize(torch.empty(3, 5, 40, device="meta"), dtype=torch.bfloat16)
+    assert (result.shape, result.dtype, result.device.type) == ((3, 5, 40), torch.bfloat16, "meta")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(5, 96, 384), (256, 256), (3, 130, 70)], ids=str)
+def test_cuda_graph(opt, device, shape) -> None:
+    """No wait for the device on the path: a captured call replays with new input."""
+    x, out = torch.randn(shape, device=device), torch.empty(shape, device=device)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        opt.orthogonalize(x, out=out)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        opt.orthogonalize(x, out=out)
+    x.copy_(torch.randn(shape, device=device))
+    graph.replay()
+    captured = out.clone()
+    assert_same_bits(captured, opt.orthogonalize(x, out=out))
+
+
+@pytest.mark.gpu
+def test_no_synchronization(opt, device) -> None:
+    x = torch.randn(9, 64, 256, device=device)
+    opt.orthogonalize(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for method in METHODS:
+            opt.orthogonalize(x, method)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+@pytest.mark.parametrize("method", METHODS)
+def test_reduced_precision_never_enters_float32_iterates(opt, device, method, precision) -> None:
+    """`torch.set_float32_matmul_precision` allows TF32 on CUDA, bfloat16 or TF32 on the CPU."""
+    x = matrix("gaussian", 128, 512).float().to(device)
+    strict = opt.orthogonalize(x, method, dtype=torch.float32)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        assert_same_bits(opt.orthogonalize(x, method, dtype=torch.float32), strict)
+        assert torch.get_float32_matmul_precision() == precision
+        loose = x @ x.mT
+    finally:
+        torch.set_float32_matmul_precision(before)
+    if device.type == "cuda":  # the switch had an effect elsewhere
+        assert relative_error(loose, x.double() @ x.double().mT) > 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "dtype", "limit"),
+    [
+        ((64, 768, 2048), torch.float16, 640),
+        ((64, 768, 2048), torch.float32, 512),
+        ((40, 1024, 1024), torch.bfloat16, 640),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_workspace_is_bounded(opt, device, method, shape, dtype, limit) -> None:
+    x, out = torch.randn(shape, device=device), torch.empty(shape, device=device, dtype=dtype)
+    opt.orthogonalize(x[:1], method, dtype=dtype)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    opt.orthogonalize(x, method, dtype=dtype, out=out)
+    assert torch.cuda.max_memory_allocated() - before <= limit * 2**20
+
+
+FUNC_METHODS = ("polar_express", "gram_newton_schulz", "gram_polynomial", "newton_schulz", "auto")
+NAMED = ("polar_express", "gram_newton_schulz", "newton_schulz")
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("method", FUNC_METHODS)
 @pytest.mark.parametrize("in_dim", [0, 1, 2])
 def test_vmap(opt, device, method, in_dim) -> None:
     """One call over the batch, wherever its dimension is, and nested."""
@@ -82,3 +229,270 @@ def test_compiled_for_any_size_and_options(opt, device, name) -> None:
             assert_same_bits(compiled(x, 4, **options), method(x, 4, **options))
         assert_same_bits(compiled(x, lower=1), method(x, lower=1))
     torch._dynamo.reset()
+
+
+REGISTERED_METHODS = {
+    "newton_schulz": "newton_schulz",
+    "polar_express": "newton_schulz",
+    "gram_newton_schulz": "gram_newton_schulz",
+    "gram_polynomial": "gram_polynomial",
+}
+
+
+class Recorded:
+    """The package's ops, and the names of those that were called."""
+
+    def __init__(self, ops, called: list[str]) -> None:
+        self.ops, self.called = ops, called
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.called.append(name)
+            return getattr(self.ops, name)(*arguments)
+
+        return call
+
+
+@pytest.fixture
+def called(submodule, monkeypatch) -> list[str]:
+    """The iterations that are called as ops."""
+    called: list[str] = []
+    for name in set(REGISTERED_METHODS.values()):
+        module = submodule(f"orthogonalize.{name}")
+        monkeypatch.setattr(module, "ops", Recorded(module.ops, called))
+    return called
+
+
+@pytest.mark.parametrize("method", REGISTERED_METHODS)
+def test_an_eager_call_passes_the_op_by(opt, called, device, method) -> None:
+    """The same bits as the op, and autograd knows what was written."""
+    x, out = torch.randn(3, 4, 6, device=device), torch.empty(3, 4, 6, device=device)
+    before = out._version
+    opt.orthogonalize(x, method, dtype=torch.float32, out=out)
+    assert called == []
+    assert out._version > before
+
+    class Watched(torch.Tensor):
+        pass
+
+    by_op = torch.empty_like(out)
+    opt.orthogonalize(x, method, dtype=torch.float32, out=by_op.as_subclass(Watched))
+    assert called == [REGISTERED_METHODS[method]]
+    assert_same_bits(out, by_op)
+
+
+@pytest.mark.parametrize("method", REGISTERED_METHODS)
+def test_a_compiler_sees_one_op(opt, device, method) -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    x = torch.randn(40, 4, 6, device=device)
+    result = torch.compile(opt.orthogonalize, fullgraph=True, backend=backend)(x, method)
+    torch._dynamo.reset()
+    targets = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert sum(f".{REGISTERED_METHODS[method]}" in target for target in targets) == 1, targets
+    assert not any("bmm" in target or "matmul" in target for target in targets)
+    assert_same_bits(result, opt.orthogonalize(x, method))
+
+
+def test_fake_tensors_see_one_op(opt, called) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        result = opt.orthogonalize(torch.empty(3, 5, 40), "newton_schulz")
+    assert called == ["newton_schulz"]
+    assert result.shape == (3, 5, 40)
+
+
+AUTOCAST_METHODS = ("polar_express", "gram_newton_schulz", "gram_polynomial", "newton_schulz")
+LOW = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("low", LOW, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, None], ids=str)
+@pytest.mark.parametrize("method", [*AUTOCAST_METHODS, "auto"])
+def test_iterations_are_not_cast(opt, device, method, dtype, low) -> None:
+    """Of a spectrum from 1 to 1e-3 products in bfloat16 would change a fifth of the result."""
+    x = matrix("log3", 40, 96).float().to(device)
+    wanted = opt.orthogonalize(x, method, dtype=dtype)
+    with torch.autocast(device.type, dtype=low):
+        assert_same_bits(opt.orthogonalize(x, method, dtype=dtype), wanted)
+        out = torch.empty_like(wanted)
+        opt.orthogonalize(x, method, dtype=dtype, out=out)
+        assert_same_bits(out, wanted)
+        loose = x @ x.mT
+        assert torch.is_autocast_enabled(device.type)
+    assert loose.dtype == low  # it had an effect elsewhere
+    assert relative_error(loose, x @ x.mT) > 1e-4
+
+
+@pytest.mark.parametrize("method", ["polar_express", "gram_newton_schulz", "newton_schulz"])
+def test_named_methods_are_not_cast(opt, device, method) -> None:
+    x = matrix("log3", 40, 96).T.float().to(device)
+    wanted = getattr(opt, method)(x)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert_same_bits(getattr(opt, method)(x), wanted)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
+@pytest.mark.parametrize("method", AUTOCAST_METHODS)
+def test_compiled_iterations_are_not_cast(opt, device, fresh_compiler, method, inside) -> None:
+    """With autocast around the call of the compiled function, or in what is compiled."""
+    x = matrix("log3", 40, 96).float().to(device)
+    wanted = opt.orthogonalize(x, method)
+
+    def function(x):
+        return opt.orthogonalize(x, method)
+
+    def casting(x):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return opt.orthogonalize(x, method)
+
+    compiled = torch.compile(casting if inside else function, fullgraph=True, backend="aot_eager")
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=not inside):
+        assert_same_bits(compiled(x), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+def test_a_step_is_not_cast(opt, device, name, dtype) -> None:
+    results = []
+    for enabled in (False, True):
+        params = [
+            torch.nn.Parameter(matrix("log3", 24, 40, seed).to(device, dtype)) for seed in range(4)
+        ]
+        optimizer = both(opt, params, weight_decay=0.1)[name]()
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled):
+            train(optimizer, params, 3)
+        results.append(values(params))
+    for found, wanted in zip(results[1], results[0], strict=True):
+        assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_products_are_not_cast(submodule, device, dtype) -> None:
+    """The op behind the iterations, which rounds once, also where torch computes it."""
+    kernels = submodule("kernels")
+    a = torch.randn(2, 24, 40, device=device).to(dtype)
+    c = torch.randn(2, 24, 24, device=device).to(dtype)
+    c += c.mT.clone()
+    wanted = kernels.symmetric_matmul(a, C=c, alpha=0.3, beta=1.5)
+    with torch.autocast(device.type, dtype=LOW[dtype == LOW[0]]):
+        found = kernels.symmetric_matmul(a, C=c, alpha=0.3, beta=1.5)
+    assert_same_bits(found, wanted)
+
+
+BACKENDS = {"cpu": "mkldnn", "cuda": "cuda"}
+VALUES = {"cpu": ("none", "ieee", "bf16", "tf32"), "cuda": ("none", "ieee", "tf32")}
+
+
+def read(*switch: str) -> str:
+    return torch._C._get_fp32_precision_getter(*switch)
+
+
+def write(switch: tuple[str, str], value: str) -> None:
+    torch._C._set_fp32_precision_setter(*switch, value)
+
+
+@pytest.fixture
+def switches(device):
+    """(everything, backend, matmul), "none" in a new process, and again after the test."""
+    backend = BACKENDS[device.type]
+    found = (("generic", "all"), (backend, "all"), (backend, "matmul"))
+    for switch in found:
+        write(switch, "none")
+    yield found
+    for switch in found:
+        write(switch, "none")
+
+
+def test_settings_and_their_inheritance_are_left_alone(opt, device, switches) -> None:
+    """Every combination of the three levels answers later changes as if no call had been made."""
+    x = torch.randn(4, 6, device=device)
+    values = VALUES[device.type]
+
+    def answers(settings: tuple[str, ...], call: bool) -> list[str]:
+        for switch, value in zip(switches, settings, strict=True):
+            write(switch, value)
+        if call:
+            opt.orthogonalize(x, dtype=torch.float32)
+        seen = [read(*switch) for switch in switches]
+        for changed in switches:
+            write(changed, "ieee" if read(*changed) != "ieee" else "tf32")
+            seen += [read(*switch) for switch in switches]
+        return seen
+
+    for settings in [(a, b, c) for a in values for b in values for c in values]:
+        assert answers(settings, call=True) == answers(settings, call=False), settings
+
+
+def test_an_inherited_precision_follows_its_source(opt, device, switches) -> None:
+    """A value read through inheritance and written back would stay for good."""
+    everything, _, matmul = switches
+    write(everything, "tf32")
+    opt.orthogonalize(torch.randn(4, 6, device=device), dtype=torch.float32)
+    assert read(*matmul) == "tf32"
+    write(everything, "ieee")
+    assert read(*matmul) == "ieee"
+
+
+def test_threads_leave_the_setting_as_it_was(opt, device, switches) -> None:
+    """Overlapping calls: none gets reduced products, and the last one restores the first's."""
+    x = matrix("gaussian", 64, 128).float().to(device)
+    strict = opt.orthogonalize(x, dtype=torch.float32)
+    write(switches[2], "tf32")
+    results, start = [], threading.Barrier(4)
+
+    def work() -> None:
+        start.wait()
+        results.extend(opt.orthogonalize(x, dtype=torch.float32) for _ in range(50))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read(*switches[2]) == "tf32"
+    assert len(results) == 200
+    for result in results:
+        assert_same_bits(result, strict)
+
+
+def test_overlapping_holds(submodule, device, switches) -> None:
+    """The first to leave must not release the switch under the second."""
+    ieee_float32 = submodule("orthogonalize.products").ieee_float32
+    write(switches[2], "tf32")
+    first, second = (ieee_float32(device, torch.float32) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert read(*switches[2]) == "ieee"
+    second.__exit__(None, None, None)
+    assert read(*switches[2]) == "tf32"
+
+
+def test_a_change_during_a_hold_stands(submodule, device, switches) -> None:
+    ieee_float32 = submodule("orthogonalize.products").ieee_float32
+    write(switches[2], "tf32")
+    with ieee_float32(device, torch.float32):
+        write(switches[2], "none")
+    assert read(*switches[2]) == "none"
+
+
+def test_other_dtypes_touch_nothing(submodule, device, switches) -> None:
+    ieee_float32 = submodule("orthogonalize.products").ieee_float32
+    write(switches[2], "tf32")
+    with ieee_float32(device, torch.float16):
+        assert read(*switches[2]) == "tf32"

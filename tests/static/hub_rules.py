@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from .names import aliases, dotted, executed_at_import
-from .project import parse, place, read_text
+from .project import aliases, dotted, executed_at_import, parse, place, read_text
 
 REGISTRATIONS = frozenset(
     {

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .names import aliases, dotted, in_functions
-from .project import parse, place
+from .project import aliases, dotted, in_functions, parse, place
 
 # A layer is a sub-package, or a module that lies directly in the package. It may import itself and
 # what stands here; `reference` is open to all. "kernels.push" opens one module instead of a layer.

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ._arguments import FLOATS, Call, draw, restrided
-from ._problem import Source
-from ._runs import DifferenceError, Run, bits
+from ._problem import DifferenceError, Run, Source, bits
 
 Maker = Callable[["Package", random.Random], Call]
 CALLS: dict[str, Maker] = {}
@@ -380,7 +379,7 @@ def nf4_quantize(package: Package, generator: random.Random) -> Call:
     blocksize, quant_type = generator.choice([32, 64, 128]), generator.choice(["nf4", "fp4"])
 
     def check(result: tuple[Tensor, Tensor]) -> None:
-        module = package("reference.nf4_quantize")
+        module = package("reference.nf4")
         expected = module.nf4_quantize(weight, blocksize, quant_type)
         for found, right in zip(result, expected, strict=True):
             if bits(found) != bits(right):
@@ -405,7 +404,7 @@ def nf4_dequant(package: Package, generator: random.Random) -> Call:
         "dtype": generator.choice(STEPPED),
     }
     if generator.random() < 0.3:
-        nested = package("reference.nf4_quantize").nest_absmax(absmax)
+        nested = package("reference.nf4").nest_absmax(absmax)
         names = ("absmax", "absmax_code", "absmax_scale", "absmax_offset")
         arguments |= dict(zip(names, nested, strict=True))
 
@@ -578,7 +577,7 @@ def load_state_dict(package: Package, generator: random.Random) -> Call:
     before = run.snapshot()
 
     def load(groups: Any, state: Any) -> None:
-        from ._runs import assert_unchanged
+        from ._problem import assert_unchanged
 
         try:
             run.optimizer.load_state_dict({"param_groups": groups, "state": state})

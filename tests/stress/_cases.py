@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _calls_models, _calls_moe
+from . import _calls_moe
 from ._arguments import Call, spoiled
 from ._calls import CALLS, Package
-from ._runs import DifferenceError, bits
+from ._problem import DifferenceError, bits
 
 MEMORY = 12 * 2**30  # bytes of address space above which an allocation fails instead of swapping
 # What torch says itself of an argument of an op, of a device and of memory that is not there.
@@ -51,7 +51,7 @@ BY_TORCH = (
 LIMIT = 20  # seconds of one call, of which none should take one
 VALID_RATE = 0.4
 RARE = {"integrations.": 0.15}  # slow: a model is made for each
-__all__ = ["_calls_models", "_calls_moe", "play"]
+__all__ = ["_calls_moe", "play"]
 
 
 class HangError(BaseException):

@@ -18,8 +18,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ._problem import adamw_options, halved, muon_options
-from ._runs import DifferenceError, assert_unchanged
+from ._problem import DifferenceError, adamw_options, assert_unchanged, halved, muon_options
 
 if TYPE_CHECKING:
     from ._episode import Episode
@@ -429,7 +428,7 @@ def state_is_cleared(episode: Episode) -> None:
 
 
 def bits_of(tensor: Any) -> bytes:
-    from ._runs import bits
+    from ._problem import bits
 
     return bits(tensor)
 

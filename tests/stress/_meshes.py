@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ._calls import Package
-from ._runs import DifferenceError
+from ._problem import DifferenceError
 
 MOST_RANKS = 64
 WIRE = torch.float32

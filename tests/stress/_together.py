@@ -25,8 +25,16 @@ from torch import Tensor
 
 from ..distributed._cases import mesh_of, placement
 from ._events import PlannedError
-from ._problem import Given, Source, adamw_options, muon_options
-from ._runs import DifferenceError, Run, bits, options_of
+from ._problem import (
+    DifferenceError,
+    Given,
+    Run,
+    Source,
+    adamw_options,
+    bits,
+    muon_options,
+    options_of,
+)
 
 HELD = ("sharded", "sharded", "replicated", "unreduced")
 MESHES = {1: [(1,)], 2: [(2,), (1, 2)], 4: [(4,), (2, 2), (1, 4), (4, 1)]}

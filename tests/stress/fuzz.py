@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _cases, _meshes
-from ._report import Report
-from ._workers import Workers
+from ._workers import Report, Workers
 
 BATCH = 25  # calls, or meshes, that a process is asked for at a time
 LIMIT = 120.0  # seconds of a batch; one that takes longer is played again one by one

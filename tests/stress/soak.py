@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _episode, _together
-from ._report import Report
-from ._workers import Workers
+from ._workers import Report, Workers
 
 RANKS = 4
 EPISODE = 50  # steps

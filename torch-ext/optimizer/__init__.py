@@ -12,8 +12,11 @@ takes on a device, and why.
 
 from . import integrations, layers, moe
 from .explain import explain
-from .integrations.checkpoints.async_checkpoint import save_optimizer_async
-from .integrations.checkpoints.checkpoint import load_optimizer, save_optimizer
+from .integrations.checkpoints.checkpoint import (
+    load_optimizer,
+    save_optimizer,
+    save_optimizer_async,
+)
 from .integrations.checkpoints.converters import convert_state_dict
 from .integrations.profiler import ProfileCallback, profile_steps
 from .kernels import nf4_dequant, nf4_quantize

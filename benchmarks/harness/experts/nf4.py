@@ -18,7 +18,6 @@ from typing import Any
 from .. import compile_ahead
 from ..device import peak_mb
 from ..package import Built, settle
-from ..package import module as package_module
 from ..progress import Progress
 from ..report import (
     Goal,
@@ -44,7 +43,7 @@ BASELINE = "bitsandbytes dequantize_4bit, torch grouped_mm"
 BOTH = ("fwd", "fwd+bwd")
 # tokens -> what is timed, and the strategies that could be the right choice there
 LISTED = {
-    2048: (BOTH, ("fused", "chunked", "resident", "triton")),
+    2048: (BOTH, ("fused", "chunked", "triton")),
     128: (("fwd",), ("fused", "chunked", "selective")),
     16: (("fwd",), ("fused", "chunked", "selective")),
 }
@@ -63,15 +62,16 @@ class Nf4Case(LayerCase):
         ]
         self.w1 = self.w2 = None
         self.backend = "auto"
-        self.serves = package_module(built.package, "kernels.quant.nf4_product").serves
 
     def strategy(self) -> str:
         """What "auto" takes."""
         choose = self.moe.choose_strategy
         records = [stack.quantized_weight() for stack in self.packed]
-        compiled = self.serves(self.x, records[0].operands(), self.layer.rank)
-        fusable = all(record.fusable for record in records)
-        options = {"fusable": fusable, "compiled": compiled}
+        first, x = records[0], self.x
+        stack = (list(first.tensors.values()), first.stored)
+        refused = first.format.compiled_refusal(x.device, x, *stack, self.layer.rank)
+        fusable = all(record.registers_refusal is None for record in records)
+        options = {"fusable": fusable, "compiled": refused is None}
         return choose(self.layer.rows, self.layer.experts, **options).name
 
     def use(self, variant: str) -> None:

@@ -23,9 +23,8 @@ from .quantized.expert_weights import (
     expert_weight,
     selective_expert_weights,
 )
-from .quantized.explain_quantized import explain_quantized
 from .quantized.quantized_experts import QuantizedExperts
-from .quantized.strategy import choose_strategy
+from .quantized.strategy import choose_strategy, explain_quantized
 from .routers import Router, RouterRule, group_top_k, select_experts, softmax_top_k
 
 __all__ = [

@@ -1,7 +1,7 @@
 """A gated layer in eager mode on a GPU: one autograd node, one call forward and one back.
 
-The launches are those of `expert_sort` and of `gated_experts`, or of `gated_nf4_experts` over 4-bit
-experts (`LayerLaunches` says which), in their order, and so are the bits.
+The launches are those of `expert_sort` and of `gated_experts`, or of `gated_quantized_experts` over
+packed experts (`LayerLaunches` says which), in their order, and so are the bits.
 They are recorded at the first call with tensors alike and played again (`kernels.launch`);
 arguments are checked while they are recorded, since the checks see what a record is kept for.
 LoRA's matrices are read as PEFT stores them, without views that autograd would have to follow.

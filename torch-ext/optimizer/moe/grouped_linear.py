@@ -22,11 +22,14 @@ from ..kernels.experts.expert_sort import ExpertOrder
 from ..kernels.experts.gated_experts import fuses, gated_experts
 from ..kernels.experts.grouped_lora import ExpertWeights, LoraFactors
 from ..kernels.experts.grouped_lora import grouped_lora_linear as _op
-from ..kernels.quant.gated_nf4_experts import fuses as fuses_nf4
+from ..kernels.quant.gated_quantized_experts import fuses as fuses_quantized
 from .layout import ExpertsLayout
 from .quantized.expert_weights import QuantizedWeight, as_quantized
-from .quantized.quantized_gated import quantized_gated_linear
-from .quantized.quantized_linear import check_decodable, quantized_lora_linear
+from .quantized.quantized_linear import (
+    check_decodable,
+    quantized_gated_linear,
+    quantized_lora_linear,
+)
 
 
 def grouped_lora_linear(
@@ -163,7 +166,7 @@ def gated_lora_linear(
     path = experts_path_name("grouped_lora_linear", x.device, x.dtype, backend, dense=dense)
     kind = (layout.activation, layout.gated)
     if packed:
-        fusable = fuses_nf4(path, *kind)
+        fusable = fuses_quantized(path, *kind)
     else:
         fusable = dense and fuses(path, first.weight.stride(), *kind, layout.interleaved)
     if not fusable:

@@ -5,6 +5,10 @@ the last one is the outermost: with both targeted, `experts.lora_A.weight` is do
 `experts.base_layer.lora_A.weight` gate_up_proj's; with one, it has no `base_layer`. Which of A and
 B meets the input depends on the version that wrote the file (`peft.contracts_input`). Both follow
 from the configuration and the model; shapes are compared afterwards, never asked.
+
+Files may be anybody's, so what is read is checked: types, options, ranks. PEFT takes the keys of
+`rank_pattern` and `alpha_pattern` for regular expressions, of which a short one can run for years;
+here they are matched in time that grows with the length of the name times that of the pattern.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +30,6 @@ from ...moe.lora import check_factor_dtype
 from ...optimizers.groups.param_groups import components
 from ..models.experts import ATTACHED, experts_modules, operand_shape, parameter_names
 from . import peft
-from .adapter_config import by_pattern, pattern_rules, peft_release, read_config
 from .lora import (
     AdapterOptions,
     active_adapter,
@@ -35,6 +39,182 @@ from .lora import (
     set_lora,
 )
 from .sharded import gathered_on_cpu, mesh_of, reshard, write_once
+
+# Options that change what the factors mean, with the values that do not.
+PLAIN = {
+    "peft_type": ("LORA",),
+    "lora_dropout": (0, 0.0, None),
+    "bias": ("none", None),
+    **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora"), (False, None)),
+    **dict.fromkeys(("modules_to_save", "trainable_token_indices", "layer_replication"), (None,)),
+    **dict.fromkeys(("alora_invocation_tokens", "velora_config", "kasa_config"), (None,)),
+}
+# What the other options that are used here must be; those with None may be missing.
+TYPES = {
+    "r": (int,),
+    "lora_alpha": (int, float),
+    "use_rslora": (bool, None),
+    "target_parameters": (list, None),
+    "rank_pattern": (dict, None),
+    "alpha_pattern": (dict, None),
+    "peft_version": (str, None),
+}
+# One character, and how often: a letter, an escaped sign, any character, a digit or a class.
+ATOM = re.compile(r"(\\[^A-Za-z0-9]|\\d|\.|\[\^?[\w.-]+\]|[\w/:,@ -])([*+?]?)", re.ASCII)
+LENGTH, REPEATS, PATTERNS = 300, 8, 100  # of one pattern, in it, and how many may have any
+
+Atom = tuple[Callable[[str], Any], str]  # whether a character fits; "", "*", "+" or "?"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A value, and the names it is meant for."""
+
+    atoms: tuple[Atom, ...]
+    whole: bool  # ^: the whole name, and not what stands behind one of its dots
+    value: Any
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The configuration of LoRA on experts.
+
+    Raises:
+        ValueError: no JSON, a missing or wrong entry, or an option that experts do not support;
+            the message names the file and the entry.
+    """
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON that can be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} must hold a JSON object, got {type(config).__name__}")
+    for key, kinds in TYPES.items():
+        value = config.get(key)
+        if not (value is None and None in kinds) and type(value) not in kinds:
+            names = " or ".join("null" if kind is None else kind.__name__ for kind in kinds)
+            raise ValueError(f"{file}: {key!r} must be {names}, got {value!r:.99}")
+    wrong = {
+        key: config[key] for key, plain in PLAIN.items() if config.get(key, plain[0]) not in plain
+    }
+    if wrong:
+        raise ValueError(f"{file}: LoRA on experts has no support for {wrong}")
+    if config.get("target_modules"):
+        raise ValueError(
+            f"{file} also targets modules ({config['target_modules']!r}); load it with "
+            "peft.PeftModel.from_pretrained, then use_in_transformers(model)"
+        )
+    targets = config.get("target_parameters")
+    if not targets:
+        raise ValueError(f"{file} targets no parameters, so it has nothing for experts")
+    if not all(isinstance(target, str) for target in targets):
+        raise ValueError(f"{file}: 'target_parameters' must be names, got {targets!r:.99}")
+    return config
+
+
+def peft_release(config: dict[str, Any], file: Path) -> tuple[int, ...]:
+    """The version of PEFT that wrote a configuration; the roles of A and B depend on it.
+
+    Raises:
+        ValueError: no version, or one of development that does not say which roles it has.
+    """
+    text = config.get("peft_version") or "0.17.0"  # recorded since 0.18.0
+    match = re.match(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(.*)", text)
+    if match is None:
+        raise ValueError(f"{file}: peft_version={text!r:.99} is no version")
+    release = tuple(int(part or 0) for part in match.groups()[:3])
+    if "dev" in match[4] and (0, 18, 1) <= release <= (0, 20, 0):
+        raise ValueError(
+            f"{file} was written by a development version of PEFT, {text}, and the roles of A and "
+            "B changed between 0.18 and 0.20; set peft_version to the release it behaves like"
+        )
+    return release
+
+
+def pattern_rules(config: dict[str, Any], key: str, file: Path) -> list[Rule]:
+    """The entries of `rank_pattern` or `alpha_pattern`, in their order.
+
+    Raises:
+        ValueError: a pattern that this module does not match, or too many of them.
+    """
+    rules: list[Rule] = []
+    for pattern, value in (config.get(key) or {}).items():
+        try:
+            atoms = _atoms(pattern)
+        except ValueError as error:
+            raise ValueError(
+                f"{file}: {key!r} has {pattern!r:.99}, {error}; write the end of a parameter's "
+                "name, such as 'layers.0.mlp.experts.down_proj'"
+            ) from error
+        rules.append(Rule(atoms, pattern.startswith("^"), value))
+    if sum(any(repeat for _, repeat in rule.atoms) for rule in rules) > PATTERNS:
+        raise ValueError(f"{file}: {key!r} has more than {PATTERNS} patterns with repeats")
+    return rules
+
+
+def by_pattern(rules: list[Rule], name: str, otherwise: Any) -> Any:
+    """PEFT's rule: the first pattern that matches the whole name or a dotted end of it."""
+    return next((rule.value for rule in rules if _matches(rule, name)), otherwise)
+
+
+def _atoms(pattern: str) -> tuple[Atom, ...]:
+    """The parts of a pattern.
+
+    Raises:
+        ValueError: groups, alternatives, counts or anything else that is no ATOM.
+    """
+    if len(pattern) > LENGTH:
+        raise ValueError(f"which is longer than {LENGTH} characters")
+    body = pattern.removeprefix("^")
+    if body.endswith("$") and not body.endswith("\\$"):
+        body = body[:-1]
+    atoms: list[Atom] = []
+    at = 0
+    while at < len(body):
+        found = ATOM.match(body, at)
+        if found is None:
+            raise ValueError(f"where {body[at:]!r:.40} is no letter, digit, '.', class or repeat")
+        try:
+            atoms.append((re.compile(found[1]).fullmatch, found[2]))
+        except re.error as error:
+            raise ValueError(f"where {found[1]!r} is no class of characters") from error
+        at = found.end()
+    if sum(repeat != "" for _, repeat in atoms) > REPEATS:
+        raise ValueError(f"which has more than {REPEATS} repeats")
+    return tuple(atoms)
+
+
+def _matches(rule: Rule, name: str) -> bool:
+    """Whether a rule is meant for a name.
+
+    All the places in the pattern that may have been reached are kept at once, so that no choice is
+    ever taken back.
+    """
+    atoms = rule.atoms
+    if not any(repeat for _, repeat in atoms):  # most rules are names
+        start = len(name) - len(atoms)
+        free = start == 0 or (start > 0 and not rule.whole and name[start - 1] == ".")
+        return free and all(fits(char) for (fits, _), char in zip(atoms, name[start:], strict=True))
+    places = _with_skipped(atoms, {0})
+    for char in name:
+        reached = {0} if char == "." and not rule.whole else set()
+        for place in places:
+            if place < len(atoms) and atoms[place][0](char):
+                reached.add(place + 1)
+                if atoms[place][1] in ("*", "+"):
+                    reached.add(place)
+        places = _with_skipped(atoms, reached)
+    return len(atoms) in places
+
+
+def _with_skipped(atoms: tuple[Atom, ...], places: set[int]) -> set[int]:
+    """The places, and those behind parts that may be missing."""
+    found = set(places)
+    for place in places:
+        while place < len(atoms) and atoms[place][1] in ("*", "?"):
+            place += 1
+            found.add(place)
+    return found
+
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # of every key that PEFT writes

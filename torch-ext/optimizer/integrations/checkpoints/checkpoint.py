@@ -1,4 +1,4 @@
-"""Optimizer checkpoints: tensors in safetensors, everything else as JSON in the same file.
+"""Optimizer checkpoints, written at once or by a thread: tensors in safetensors, the rest as JSON.
 
 `optimizer.safetensors` is the checkpoint: its header carries the JSON, so that one rename commits
 both and no crash can pair the tensors of one step with the options of another. `optimizer.json` is
@@ -7,18 +7,86 @@ a copy of that JSON for people to read; loading ignores it.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...optimizers.groups.param_groups import components
 from ...optimizers.groups.parameters import local
 from ...optimizers.step import MuonBase
 from .checkpoint_file import TENSORS, Checkpoint, SavedGroup, encoded, read, write
-from .pending_save import finish
+
+logger = logging.getLogger(__name__)
+
+
+class PendingSave:
+    """A checkpoint on its way to the disk."""
+
+    def __init__(self, work: Callable[[], None], folder: Path) -> None:
+        self.folder = folder
+        self.error: BaseException | None = None
+        self.told = False  # whether `wait` has returned or raised the error
+        self._work = work
+        # No daemon: a process that ends in the usual way finishes its checkpoint first.
+        self._thread = threading.Thread(target=self._run, name=f"save {folder}", daemon=False)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.error = error
+            logger.exception("saving to %s failed", self.folder)
+        finally:
+            del self._work  # and the copy of the state with it
+
+    def done(self) -> bool:
+        """Whether it has been written, or has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it is on the disk.
+
+        Args:
+            timeout: seconds; None for any time.
+
+        Raises:
+            TimeoutError: it took longer; the saving goes on.
+            OSError: it could not be written; the folder has what it had before. Other errors of
+                the saving are raised here likewise.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"saving to {self.folder} takes longer than {timeout} seconds")
+        self.told = True
+        if self.error is not None:
+            raise self.error
+
+
+_latest: dict[Path, PendingSave] = {}  # folder -> the save that was started last
+
+
+def start(folder: Path, work: Callable[[], None]) -> PendingSave:
+    """Start a save after `finish(folder)`."""
+    pending = _latest[folder.absolute()] = PendingSave(work, folder)
+    return pending
+
+
+def finish(folder: Path) -> None:
+    """Wait for the save to a folder that is under way, if one is.
+
+    Raises:
+        OSError: it failed, and nobody has been told; likewise other errors.
+    """
+    pending = _latest.pop(folder.absolute(), None)
+    if pending is not None and not pending.told:
+        pending.wait()
 
 
 def save_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
@@ -153,3 +221,48 @@ def _order(saved: list[str | None], present: list[str | None], where: str) -> li
 def _check_class(optimizer: Any) -> None:
     if not isinstance(optimizer, MuonBase):
         raise TypeError(f"optimizer must be a Muon or a MuonAdamW, got {type(optimizer).__name__}")
+
+
+def save_optimizer_async(optimizer: MuonBase, folder: str | os.PathLike[str]) -> PendingSave:
+    """`save_optimizer` that lets training go on: state is copied now and written by a thread.
+
+    State on CUDA goes to pinned host memory on the current stream: the next step's kernels wait for
+    the copies, the host does not, and no more device memory is needed. Of saves to one folder at
+    most one is under way: the next save or load there first waits for it, and raises its error if
+    `wait` has not. The folder holds the previous checkpoint or the new one, whole, whenever the
+    process dies; a process that ends in the usual way finishes first.
+
+    Args:
+        optimizer: `Muon` or `MuonAdamW`, offloaded or not. It may be stepped right after the call.
+        folder: made if it does not exist.
+
+    Returns:
+        The save, with `wait(timeout)` and `done()`.
+
+    Raises:
+        TypeError, RuntimeError: as for `save_optimizer`; nothing is written then.
+        OSError: the previous save to this folder failed.
+    """
+    path = Path(folder)
+    tensors, text = encoded(checkpoint_of(optimizer))
+    finish(path)
+    copies, events = _copied(tensors)
+
+    def work() -> None:
+        for event in events:
+            event.synchronize()
+        write(copies, text, path)
+
+    return start(path, work)
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Any]]:
+    """Copies in host memory, and the events after which they are complete."""
+    copies, devices = {}, set()
+    for name, tensor in tensors.items():
+        cuda = tensor.device.type == "cuda"
+        copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=cuda)
+        copies[name].copy_(tensor, non_blocking=cuda)
+        if cuda:
+            devices.add(tensor.device)
+    return copies, [torch.cuda.current_stream(device).record_event() for device in devices]

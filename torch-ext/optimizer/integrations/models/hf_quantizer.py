@@ -71,12 +71,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
     from ..adapters.lora import active_adapter, attached_modules
 
     experts = {
-        name: {
-            "shape": list(stack.stored),
-            "blocksize": stack.blocksize,
-            "quant_type": stack.quant_type,
-            "nested": stack.nested,
-        }
+        name: {"shape": list(stack.stored), **stack.format.options()}
         for name, module, target in stacks(model)
         for stack in [module._modules[target]]
     }

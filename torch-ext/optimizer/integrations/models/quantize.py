@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ...moe.quantized.expert_weights import DTYPES, QUANT_TYPES
-from ...moe.quantized.quantized_experts import BLOCKSIZES, QuantizedExperts
+from ...moe.quantized.expert_weights import DTYPES, format_of
+from ...moe.quantized.quantized_experts import QuantizedExperts
 from .experts import experts_modules, first_projection, put
 from .hf_quantizer import mark
 from .transformers import use_in_transformers
@@ -19,8 +19,7 @@ def check_quantizable(model: nn.Module, quant_type: str) -> None:
         ValueError: an unknown quant_type, a stack that is not whole in this process, or a dtype
             that has no 4 bits.
     """
-    if quant_type not in QUANT_TYPES:
-        raise ValueError(f"quantize must be None or one of {QUANT_TYPES}, got {quant_type!r}")
+    format_of(quant_type)
     for name, target, weight in _stacks(model):
         if weight.is_meta or hasattr(weight, "placements"):
             where = "on the meta device" if weight.is_meta else "sharded over ranks"
@@ -33,7 +32,9 @@ def check_quantizable(model: nn.Module, quant_type: str) -> None:
             raise ValueError(f"{name}.{target} is {weight.dtype}; 4 bits are made of {kinds}")
 
 
-def quantize_experts(model: nn.Module, quant_type: str = "nf4", *, blocksize: int = 64) -> None:
+def quantize_experts(
+    model: nn.Module, quant_type: str = "nf4", *, blocksize: int | None = None
+) -> None:
     """Replace every stack of experts by one in 4 bits, one after another.
 
     The model is switched to our experts implementation (`use_in_transformers`), the one that runs
@@ -44,21 +45,21 @@ def quantize_experts(model: nn.Module, quant_type: str = "nf4", *, blocksize: in
     Args:
         model: a transformers model, its experts on their device.
         quant_type: "nf4" or "fp4".
-        blocksize: elements per absmax.
+        blocksize: elements per scale; None for what is usual of the format, 64 for NF4 and FP4.
 
     Raises:
         ValueError: as `check_quantizable`, an unknown blocksize, no experts, or experts that our
             kernels do not serve; nothing has changed then.
         ImportError: transformers is not installed.
     """
-    if blocksize not in BLOCKSIZES:
-        raise ValueError(f"blocksize must be one of {BLOCKSIZES}, got {blocksize}")
     check_quantizable(model, quant_type)
+    options = {} if blocksize is None else {"blocksize": blocksize}
+    format_of(quant_type, **options)  # raises before anything has changed
     use_in_transformers(model)
     for name, target, _ in list(_stacks(model)):
         experts = model.get_submodule(name)
-        options = {"quant_type": quant_type, "blocksize": blocksize}
-        put(experts, target, QuantizedExperts.from_weight(experts._parameters[target], **options))
+        weight = experts._parameters[target]
+        put(experts, target, QuantizedExperts.from_weight(weight, quant_type=quant_type, **options))
     mark(model)
 
 

@@ -84,9 +84,9 @@ def load_quantized(
     local_files_only: bool = False,
     device_map: str | torch.device | Mapping[str, Any] | None = "auto",
     dtype: torch.dtype = torch.bfloat16,
-    blocksize: int = 64,
+    blocksize: int | None = None,
     quant_type: str = "nf4",
-    nested: bool = False,
+    nested: bool | None = None,
     strategy: str = "auto",
     config: Any = None,
     model_class: Any = None,
@@ -99,9 +99,9 @@ def load_quantized(
         local_files_only: do not ask the network (`HF_HUB_OFFLINE=1` does the same).
         device_map: see `placement`.
         dtype: of everything that is not quantised, but for what the model keeps in float32.
-        blocksize: elements per absmax.
+        blocksize: elements per scale; None for what is usual of the format, 64 for NF4 and FP4.
         quant_type: "nf4" or "fp4".
-        nested: quantise absmax too.
+        nested: quantise the scales too; None for what is usual of the format, not for NF4 and FP4.
         strategy: of the products; see `moe.choose_strategy`.
         config: None for the checkpoint's own.
         model_class: a class of transformers for this configuration, or one of its auto classes;
@@ -116,12 +116,9 @@ def load_quantized(
             or what `placement` refuses.
     """
     device = placement(device_map)
-    options = {
-        "blocksize": blocksize,
-        "quant_type": quant_type,
-        "nested": nested,
-        "strategy": strategy,
-    }
+    options = {"blocksize": blocksize, "nested": nested}
+    options = {name: value for name, value in options.items() if value is not None}
+    options |= {"quant_type": quant_type, "strategy": strategy}
     with ModelFiles(source, revision=revision, local_files_only=local_files_only) as files:
         model = _skeleton(files, config, model_class, dtype)
         found = dict(experts_modules(model))

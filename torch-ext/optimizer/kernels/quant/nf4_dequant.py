@@ -10,7 +10,7 @@ reference | nf4_dequant_reference | reference/nf4.py              | everything e
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from types import NoneType
 
@@ -230,6 +230,28 @@ def nf4_dequant(
         absmax_scale,
         absmax_offset,
     )
+
+
+def nf4_decoder(
+    tensors: Sequence[Tensor],
+    expert_shape: Sequence[int],
+    blocksize: int,
+    dtype: torch.dtype,
+    codebook: Tensor | None,
+) -> Callable[[Tensor], Tensor]:
+    """ids -> decoded experts, by the op that `nf4_dequant` takes; arguments were checked before.
+
+    Args:
+        tensors: packed, absmax and, if it is nested, its code, scale and offset.
+        expert_shape: As of `nf4_dequant`, and so is what follows.
+        blocksize: Elements per absmax.
+        dtype: Of the result.
+        codebook: None for NF4.
+    """
+    packed, absmax, *nested = tensors
+    op = _op(dispatch.path_name("nf4_dequant", packed.device))
+    options = (list(expert_shape), blocksize, dtype, codebook, *(nested or (None, None, None)))
+    return lambda ids: op(packed, absmax, ids, *options)
 
 
 def _op(path: str):

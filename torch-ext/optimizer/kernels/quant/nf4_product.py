@@ -1,18 +1,20 @@
 """nf4_product: (x W_e + low F_e + bias_e) times gates over 4-bit weights, compiled for Hopper.
 
-The product inside of grouped_lora_nf4_forward and grouped_lora_nf4_dx, by TMA and wgmma: decoded
-weights are wgmma's left operand in registers, up to 256 rows its right one. An element is one
-float32 sum over growing k and then over the rank, so a row's bits do not depend on the other rows.
+The product inside of grouped_lora_quantized_forward and _dx over NF4 and FP4, by TMA and wgmma:
+decoded weights are wgmma's left operand in registers, up to 256 rows its right one. An element is
+one float32 sum over growing k and then over the rank, so a row's bits do not depend on the others.
 
 path     | op          | source                  | taken
 compiled | nf4_product | kernels-src/quant | capability 9.0, what `refusal` allows: bfloat16,
          |             |                         | plain absmax, blocks of 64 or more that do not
          |             |                         | leave their row, N and the rank multiples of 8;
          |             |                         | by name, or by `pays`
-triton   |             | _nf4_product_triton.py  | everything else
+triton   |             | nf4_product_triton.py   | everything else
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +35,17 @@ FEW_ROWS = 32
 FEW_ROWS_DEPTH = 4096
 _LARGEST = 2**30
 _LARGEST_ROWS = 2**35  # elements: 2^32 times 16 bytes
+
+
+class Nf4Stack(NamedTuple):
+    """A stack of experts as the products of this format take it."""
+
+    packed: Tensor  # (E N K / 2,) uint8
+    absmax: Tensor  # (E N K / blocksize,) float32, or uint8 if nested
+    codebook: Tensor | None  # (16,) float32; what only asks for reasons needs none
+    nested: tuple[Tensor, Tensor, Tensor] | None  # code (256,), scale, offset (1,)
+    stored: tuple[int, int, int]  # (E, N, K)
+    blocksize: int
 
 
 @register_fake(add_op_namespace_prefix("nf4_product"))
@@ -103,7 +116,7 @@ def nf4_product(  # noqa: PLR0913
         ValueError: What `refusal` says of the operands.
         RuntimeError: Shapes, dtypes or devices do not fit.
     """
-    stack = (packed, absmax, codebook, None, tuple(stored), blocksize)
+    stack = Nf4Stack(packed, absmax, codebook, None, tuple(stored), blocksize)
     if reason := refusal(x, stack, 0 if factor is None else factor.shape[1]):
         raise ValueError(f"nf4_product cannot take this product: {reason}")
     columns = stored[1] if along else stored[2]
@@ -139,13 +152,12 @@ def _converted(x: Tensor, dtype: torch.dtype, *, packs: bool = False) -> Tensor:
     return reorder(x, torch.empty(x.shape, dtype=dtype, device=x.device))
 
 
-def refusal(x: Tensor, stack: tuple, rank: int) -> str | None:
+def refusal(x: Tensor, stack: Nf4Stack, rank: int) -> str | None:
     """Why the compiled op cannot take the product; None if it can. Nothing depends on the rows.
 
     Args:
         x: Rows.
-        stack: packed, absmax, codebook, nested, (E, N, K), blocksize, as `nf4_product` of
-            _nf4_product_triton.py takes them.
+        stack: As `nf4_product` of nf4_product_triton.py takes it.
         rank: Of LoRA, or 0.
     """
     packed, _, _, nested, (experts, n, k), blocksize = stack
@@ -185,13 +197,6 @@ def pays(mean_rows: float, depth: int, along: bool) -> bool:
     return MEASURED_ROWS[0] <= mean_rows <= MEASURED_ROWS[1] and depth >= LEAST_DEPTH
 
 
-def serves(x: Tensor, weight: tuple, rank: int) -> bool:
-    """Whether the op takes products of x with a weight of `grouped_lora_nf4_forward`."""
-    packed, absmax, codebook, nested, _, _, stored, blocksize, _ = weight
-    stack = (packed, absmax, codebook, nested, stored, blocksize)
-    return dispatch.is_hopper(x.device) and refusal(x, stack, rank) is None
-
-
 def compiled_is_faster(operands: tuple) -> bool:
     """Whether `prefer_compiled` with these arguments takes the compiled op, and should."""
     x, stack, last, _, factor, slots, *_, out = operands
@@ -205,7 +210,7 @@ def compiled_is_faster(operands: tuple) -> bool:
 
 def prefer_compiled(
     x: Tensor,
-    stack: tuple,
+    stack: Nf4Stack,
     last: bool,
     low: Tensor,
     factor: Tensor | None,
@@ -215,9 +220,9 @@ def prefer_compiled(
     out: Tensor | None,
     **options,
 ) -> Tensor | None:
-    """What `nf4_product` of _nf4_product_triton.py does with these arguments, by CUDA if it can."""
-    from ._nf4_product_triton import nf4_codebook
-    from ._nf4_product_triton import nf4_product as by_triton
+    """What `nf4_product` of nf4_product_triton.py does with these arguments, by CUDA if it can."""
+    from .nf4_product_triton import gate_and_dot
+    from .nf4_product_triton import nf4_product as by_triton
 
     reason = refusal(x, stack, 0 if factor is None else factor.shape[1])
     if out is None:
@@ -231,7 +236,7 @@ def prefer_compiled(
         x,
         packed,
         absmax,
-        nf4_codebook(x.device) if codebook is None else codebook,
+        codebook,
         stored,
         blocksize,
         slots,
@@ -247,7 +252,5 @@ def prefer_compiled(
     )
     if other is None:
         return None
-    from ._row_dots_triton import gate_and_dot
-
     place = (options.get("other_fan", 0), options["scatter"])
     return gate_and_dot(out, other, gates, slots, offsets, *place)

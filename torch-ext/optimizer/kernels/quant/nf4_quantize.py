@@ -3,9 +3,9 @@
 absmax[b] = max |x| over the b-th blocksize elements of the flattened weight; a nibble is the code
 whose interval holds x * (1 / absmax); even elements fill the high nibbles.
 
-path      | op                     | source                          | taken
+path      | op                     | source                  | taken
 compiled  | nf4_quantize           | kernels-src/{quant,cpu} | CUDA, CPU (CPU variant)
-reference | nf4_quantize_reference | reference/nf4_quantize.py       | everything else
+reference | nf4_quantize_reference | reference/nf4.py        | everything else
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.library import custom_op, register_fake
 
 from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
-from ...reference import nf4_quantize as reference
+from ...reference import nf4 as reference
 from .nf4_dequant import BLOCKSIZES, DTYPES
 
 QUANT_TYPES = ("nf4", "fp4")

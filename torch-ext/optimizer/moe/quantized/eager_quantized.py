@@ -1,24 +1,23 @@
-"""What the eager layer launches over 4-bit experts: `gated_nf4_experts`."""
+"""What the eager layer launches over packed experts: `gated_quantized_experts`."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from ...dispatch import experts_path
 from ...kernels.experts.expert_sort import ExpertOrder
 from ...kernels.experts.grouped_lora import ExpertWeights
-from ...kernels.quant.gated_nf4_experts import codebook_of, fuses
-from ...kernels.quant.grouped_lora_nf4_forward import nested_of
+from ...kernels.quant.formats import Format, Stack
+from ...kernels.quant.gated_quantized_experts import fuses
 from ..grouped_linear import check_path
 from ..layout import Form
-from .expert_weights import QuantizedWeight, as_quantized, fp4_codebook
+from .expert_weights import QuantizedWeight, as_quantized
 from .strategy import pick_strategy
-
-_PARTS = 6  # tensors of a stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,44 +25,37 @@ class QuantizedLayer:
     """`LayerLaunches` over two records whose products decode in registers.
 
     Args:
-        shapes: Of both stacks the stored shape, the blocksize, and whether the forward's sum runs
-            along stored rows.
+        stacks: Of both the format, the stored shape, whether the forward's sum runs along the
+            stored rows, and the number of its tensors.
         path: Of the products.
     """
 
-    shapes: tuple[tuple, tuple]
+    stacks: tuple[tuple[Format, tuple[int, int, int], bool, int], ...]
     path: str
-    frozen: ClassVar[int] = 2 * _PARTS
+
+    @property
+    def frozen(self) -> int:
+        """Tensors of both stacks."""
+        return sum(count for *_, count in self.stacks)
 
     def num_experts(self, gate_up: None) -> int:
         """E."""
-        return self.shapes[0][0][0]
+        return self.stacks[0][1][0]
 
     def weights(
         self, stored: tuple[None, None], frozen: Sequence[Tensor | None], form: Form
-    ) -> tuple[tuple, tuple]:
-        """Of both (stack, whether the forward's sum runs along stored rows)."""
-        found = []
-        for n, (sizes, blocksize, last) in enumerate(self.shapes):
-            packed, absmax, codebook, *nested = frozen[n * _PARTS : (n + 1) * _PARTS]
-            stack = (packed, absmax, codebook, nested_of(*nested), tuple(sizes), blocksize)
-            found.append((stack, last))
-        return tuple(found)
+    ) -> tuple[Stack, Stack]:
+        """Both stacks."""
+        tensors = iter(frozen)
+        return tuple(
+            Stack(kind, tuple(itertools.islice(tensors, count)), sizes, last)
+            for kind, sizes, last, count in self.stacks
+        )
 
     def checked(self, weights: ExpertWeights) -> ExpertWeights:
         """With the record instead of the stack."""
-        (packed, absmax, _, nested, stored, blocksize), last = weights.weight
-        code, scale, offset = nested or (None, None, None)
-        record = QuantizedWeight(
-            packed,
-            absmax,
-            stored,
-            blocksize,
-            absmax_code=code,
-            absmax_scale=scale,
-            absmax_offset=offset,
-            transposed=last,
-        )
+        stack: Stack = weights.weight
+        record = QuantizedWeight(stack.format, stack.own_tensors, stack.stored, stack.transposed)
         return dataclasses.replace(weights, weight=record)
 
     def forward(
@@ -77,11 +69,10 @@ class QuantizedLayer:
         keeps: bool,
     ) -> Sequence[Tensor]:
         """The result; gate and up, h, and xa of both."""
-        from ...kernels.quant.gated_nf4_experts_triton import gated_nf4_experts_triton
+        from ...kernels.quant.gated_quantized_experts_triton import gated_quantized_experts_triton
 
-        projections = map(_projection, (first, second))
         options = (form.activation, form.interleaved, self.path, keeps)
-        return gated_nf4_experts_triton(x, *projections, order, gates, *options)
+        return gated_quantized_experts_triton(x, first, second, order, gates, *options)
 
     def backward(
         self,
@@ -96,21 +87,17 @@ class QuantizedLayer:
         wants: Sequence[bool],
     ) -> Sequence[Tensor | None]:
         """Gradients of x, both A and B, and the gates; packed weights and biases have none."""
-        from ...kernels.quant.gated_nf4_experts_triton import gated_nf4_experts_backward_triton
+        from ...kernels.quant.gated_quantized_experts_triton import (
+            gated_quantized_experts_backward_triton,
+        )
 
         wants_x, _, wants_a1, wants_b1, _, _, wants_a2, wants_b2, _, wants_gates = wants
         flags = [wants_x, wants_a1, wants_b1, wants_a2, wants_b2, wants_gates]
-        projections = map(_projection, (first, second))
         options = (form.activation, form.interleaved, self.path, flags)
-        dx, da1, db1, da2, db2, dgates = gated_nf4_experts_backward_triton(
-            grad, x, *kept, *projections, order, gates, *options
+        dx, da1, db1, da2, db2, dgates = gated_quantized_experts_backward_triton(
+            grad, x, *kept, first, second, order, gates, *options
         )
         return dx, None, da1, db1, None, None, da2, db2, None, dgates
-
-
-def _projection(weights: ExpertWeights) -> tuple:
-    """A projection as the launches take it."""
-    return *weights.weight, weights.a, weights.b, weights.bias, weights.scaling
 
 
 def quantized_launches(
@@ -150,11 +137,14 @@ def quantized_launches(
         if len(_taken) >= _MOST_TAKEN:
             _taken.clear()
         taken = _path(x, rows, records, ranks, form, path, backend)
-        shapes = tuple((r.stored, r.blocksize, r.transposed == form.transposed) for r in records)
-        _taken[key] = None if taken is None else QuantizedLayer(shapes, taken)
+        stacks = tuple(
+            (r.format, tuple(r.stored), r.transposed == form.transposed, len(_tensors(r)))
+            for r in records
+        )
+        _taken[key] = None if taken is None else QuantizedLayer(stacks, taken)
     if (launches := _taken[key]) is None:
         return None, ()
-    return launches, (*_parts(records[0]), *_parts(records[1]))
+    return launches, (*_tensors(records[0]), *_tensors(records[1]))
 
 
 _taken: dict[tuple, QuantizedLayer | None] = {}  # by what decides them
@@ -168,8 +158,8 @@ def _rank(leaves: tuple, kind: str | None, record: QuantizedWeight) -> int:
 
 def _described(record: QuantizedWeight) -> tuple:
     """All that a strategy may depend on."""
-    options = (record.stored, record.blocksize, record.quant_type, record.strategy, record.nested)
-    return *options, record.transposed, record.packed.data_ptr() % 16
+    options = (record.format, tuple(record.stored), record.strategy, record.transposed)
+    return *options, record.packed.data_ptr() % 16
 
 
 def _path(
@@ -191,8 +181,6 @@ def _path(
     return taken
 
 
-def _parts(record: QuantizedWeight) -> tuple[Tensor | None, ...]:
-    device = record.packed.device
-    own = fp4_codebook(device) if record.quant_type == "fp4" else None
-    nested = (record.absmax_code, record.absmax_scale, record.absmax_offset)
-    return record.packed, record.absmax, codebook_of(own, device), *nested
+def _tensors(record: QuantizedWeight) -> tuple[Tensor, ...]:
+    """Of a `Stack`."""
+    return *record.tensors.values(), *record.format.constants(record.packed.device)

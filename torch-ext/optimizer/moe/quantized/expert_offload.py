@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .expert_weights import QuantizedWeight
-from .quantized_experts import FIELDS, QuantizedExperts
+from .quantized_experts import QuantizedExperts
 
 ALIGNMENT = 256  # of the tensors in a slot, in bytes
 SLOTS = 2  # one in use, one arriving
@@ -78,11 +78,9 @@ class _Layer:
         offset, self.places = 0, []
         for module in self.modules:
             places = {}
-            for field in FIELDS:
-                tensor = getattr(module, field)
-                if tensor is not None:
-                    places[field] = (offset, torch.empty_like(tensor, device="meta"))
-                    offset += math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT
+            for field, tensor in module.named_parameters():
+                places[field] = (offset, torch.empty_like(tensor, device="meta"))
+                offset += math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT
             self.places.append(places)
         return offset
 
@@ -259,13 +257,8 @@ class ExpertOffload:
                 if stream not in slot.users:
                     stream.wait_event(slot.ready)
                     slot.users.add(stream)
-            return QuantizedWeight(
-                stored=module.stored,
-                blocksize=module.blocksize,
-                quant_type=module.quant_type,
-                strategy=module.strategy,
-                **self._layers[index].views(number, slot.buffer),
-            )
+            tensors = self._layers[index].views(number, slot.buffer)
+            return QuantizedWeight(module.format, tensors, module.stored, strategy=module.strategy)
 
     def before_loading(self) -> None:
         """Called by `QuantizedExperts` before a state dict is written to host memory."""

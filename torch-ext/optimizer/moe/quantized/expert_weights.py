@@ -8,7 +8,6 @@ whole stack in 16 bits: `decode` makes the experts that are named and no others.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,77 +16,62 @@ import torch
 from torch import Tensor, nn
 
 from ... import dispatch
-from ...kernels.checks import check_dense
 from ...kernels.experts.expert_sort import ExpertOrder
-from ...kernels.quant.nf4_dequant import DTYPES, nf4_dequant
-from ...kernels.quant.nf4_quantize import QUANT_TYPES
-from ...reference.nf4_quantize import FP4_TABLE, NESTED_BLOCKSIZE
+from ...kernels.quant.formats import Format, format_of
+from ...kernels.quant.grouped_lora_quantized import active_of
+from ...kernels.quant.nf4_dequant import DTYPES
+from ...reference.nf4 import NESTED_BLOCKSIZE
 
-STRATEGIES = ("auto", "resident", "fused", "chunked", "selective")
+STRATEGIES = ("auto", "fused", "chunked", "selective")
 
 
 @torch.compiler.assume_constant_result
-def _report_straddling(inputs: int, blocksize: int) -> None:
+def _report(reason: str) -> None:
     """Once per process, also while a graph is traced."""
-    dispatch.say_once(
-        "4-bit experts of %d inputs are decoded to memory, not inside the product: blocks of %d "
-        "leave their row; quantise them with a blocksize that divides the inputs",
-        inputs,
-        blocksize,
-    )
+    dispatch.say_once("packed experts are decoded to memory, not inside the product: %s", reason)
 
 
-@functools.cache
-def fp4_codebook(device: torch.device) -> Tensor:
-    """FP4's values on a device, copied there once."""
-    return torch.tensor(FP4_TABLE, dtype=torch.float32, device=device)
+def check_strategy(strategy: str) -> None:
+    """Raise ValueError unless it is one of STRATEGIES."""
+    if strategy == "resident":
+        raise ValueError(
+            'strategy="resident" decoded the whole stack at once and is gone: "auto" never took '
+            'it; use "chunked", which gives the same numbers in less memory'
+        )
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A stack of experts (E, N, K) in bitsandbytes' 4-bit format, blocks over the whole stack.
+    """A stack of experts (E, N, K) in a packed format.
 
     Quacks like a frozen weight where `experts_forward` looks: `shape`, `transpose(1, 2)`, `to`.
 
     Args:
-        packed: (ceil(E N K / 2),) uint8.
-        absmax: (blocks,) float32, or uint8 codes when nested.
+        format: how to read the tensors; of `kernels.quant.formats.format_of`.
+        tensors: those of the format by name, in its order.
         stored: (E, N, K) as it lies in memory.
-        blocksize: elements per absmax.
-        quant_type: "nf4" or "fp4".
-        absmax_code: (256,) float32, nested only.
-        absmax_scale: one float32 per 256 blocks, nested only.
-        absmax_offset: (1,) float32, nested only.
         transposed: seen as (E, K, N).
-        strategy: how `grouped_lora_linear` multiplies with it; see `quantized_strategy`.
+        strategy: how `grouped_lora_linear` multiplies with it; see `choose_strategy`.
     """
 
-    packed: Tensor
-    absmax: Tensor
+    format: Format
+    tensors: dict[str, Tensor]
     stored: tuple[int, int, int]
-    blocksize: int = 64
-    quant_type: str = "nf4"
-    absmax_code: Tensor | None = None
-    absmax_scale: Tensor | None = None
-    absmax_offset: Tensor | None = None
     transposed: bool = False
     strategy: str = "auto"
 
     def __post_init__(self) -> None:
         if len(self.stored) != 3 or min(self.stored) < 1:
             raise ValueError(f"a stack of experts has shape (E, N, K), got {tuple(self.stored)}")
-        if self.quant_type not in QUANT_TYPES:
-            raise ValueError(f"quant_type must be one of {QUANT_TYPES}, got {self.quant_type!r}")
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy must be one of {STRATEGIES}, got {self.strategy!r}")
-        elements = math.prod(self.stored)
-        for name in ("packed", "absmax"):
-            check_dense(name, getattr(self, name))
-        if self.packed.dtype != torch.uint8 or self.packed.numel() != (elements + 1) // 2:
-            raise ValueError(
-                f"packed must be {(elements + 1) // 2} bytes of uint8 for shape {self.stored}, got "
-                f"{self.packed.numel()} of {self.packed.dtype}"
-            )
+        check_strategy(self.strategy)
+        self.format.check(self.tensors, self.stored)
+
+    @property
+    def packed(self) -> Tensor:
+        """The codes of the elements."""
+        return self.tensors["packed"]
 
     @property
     def shape(self) -> torch.Size:
@@ -101,15 +85,9 @@ class QuantizedWeight:
         return self.packed.device
 
     @property
-    def nested(self) -> bool:
-        """Whether absmax is itself quantised."""
-        return self.absmax_code is not None
-
-    @property
     def nbytes(self) -> int:
         """Bytes that the stack takes."""
-        tensors = (self.packed, self.absmax, self.absmax_code, self.absmax_scale)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def transpose(self, first: int, second: int) -> QuantizedWeight:
         """The stack with N and K exchanged; nothing is moved."""
@@ -125,37 +103,24 @@ class QuantizedWeight:
 
     def map(self, function: Any) -> QuantizedWeight:
         """The record with `function` applied to every tensor."""
-        changed = {
-            field.name: function(value)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return dataclasses.replace(self, **changed)
+        changed = {name: function(tensor) for name, tensor in self.tensors.items()}
+        return dataclasses.replace(self, tensors=changed)
 
     @property
-    def fusable(self) -> bool:
-        """Whether a block never leaves its row, which decoding inside the product relies on."""
-        return self.stored[2] % self.blocksize == 0
+    def registers_refusal(self) -> str | None:
+        """Why no product decodes the stack in registers; None if one does."""
+        return self.format.registers_refusal(self.stored)
 
     def fusable_over(self, x: Tensor) -> bool:
-        """`fusable`; a slower way over rows on a GPU that nobody asked for is reported once."""
-        if not self.fusable and self.strategy == "auto" and x.is_cuda and x.element_size() == 2:
-            _report_straddling(self.stored[2], self.blocksize)
-        return self.fusable
+        """Whether one does; a slower way over rows on a GPU that nobody asked for is reported."""
+        reason = self.registers_refusal
+        if reason and self.strategy == "auto" and x.is_cuda and x.element_size() == 2:
+            _report(reason)
+        return reason is None
 
-    def operands(self) -> tuple:
-        """The stack as the fused ops take it."""
-        return (
-            self.packed,
-            self.absmax,
-            None if self.quant_type == "nf4" else fp4_codebook(self.device),
-            self.absmax_code,
-            self.absmax_scale,
-            self.absmax_offset,
-            list(self.stored),
-            self.blocksize,
-            self.transposed,
-        )
+    def operands(self) -> tuple[list[Tensor], str, list[int], bool]:
+        """The stack as the ops take it."""
+        return list(self.tensors.values()), self.format.text, list(self.stored), self.transposed
 
     def decode(self, ids: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The named experts, each element rounded once.
@@ -168,25 +133,15 @@ class QuantizedWeight:
             (n, N, K), a view (n, K, N) when transposed.
 
         Raises:
-            ValueError: another dtype, or what `nf4_dequant` refuses.
+            ValueError: another dtype, or what the format refuses.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype: 4-bit experts are decoded to one of {DTYPES}, not to {dtype}")
         if ids is None:
             ids = torch.arange(self.stored[0], device=self.device)
         with torch.no_grad():
-            decoded = nf4_dequant(
-                self.packed,
-                self.absmax,
-                ids,
-                self.stored[1:],
-                self.blocksize,
-                dtype,
-                None if self.quant_type == "nf4" else fp4_codebook(self.device),
-                self.absmax_code,
-                self.absmax_scale,
-                self.absmax_offset,
-            )
+            tensors = tuple(self.tensors.values())
+            decoded = self.format.decode(tensors, ids, self.stored[1:], dtype)
         return decoded.transpose(1, 2) if self.transposed else decoded
 
 
@@ -234,13 +189,10 @@ def active_experts(order: ExpertOrder) -> ActiveExperts:
     """
     if not isinstance(order, ExpertOrder):
         raise TypeError(f"order must be the result of expert_sort, got {type(order).__name__}")
-    bound = min(order.num_experts, order.tokens * order.top_k)
-    active = order.offsets.diff() > 0  # (E,)
-    ids = torch.sort((~active).to(torch.uint8), stable=True).indices[:bound]
-    position = torch.where(active, active.long().cumsum(0) - 1, -1)
+    ids, position = active_of(order.offsets, order.tokens * order.top_k)
     # An inactive expert's own offset could lie anywhere: it starts where the valid rows end.
     end = order.offsets[-1:]
-    starts = torch.where(active[ids], order.offsets[ids], end)
+    starts = torch.where(position[ids] >= 0, order.offsets[ids], end)
     return ActiveExperts(ids, position, torch.cat((starts, end)))
 
 
@@ -354,10 +306,8 @@ def _bitsandbytes_weight(entries: Any, name: str, shape: Sequence[int] | None) -
             f"{name}: {', '.join(strayed)} on {tensors[strayed[0]].device}, but the packed bytes "
             f"are on {original.device}; move the quant_state with its .to(device)"
         )
+    packed = original.reshape(-1).view(torch.uint8)  # FSDP's quant_storage may be any dtype
+    options = {"blocksize": state.blocksize, "nested": bool(state.nested)}
     return QuantizedWeight(
-        packed=original.reshape(-1).view(torch.uint8),  # FSDP's quant_storage may be any dtype
-        stored=stored,
-        blocksize=state.blocksize,
-        quant_type=state.quant_type,
-        **tensors,
+        format_of(state.quant_type, **options), {"packed": packed, **tensors}, stored
     )

@@ -1,39 +1,36 @@
-"""QuantizedExperts: one projection's experts in 4 bits, a module in its parameter's place."""
+"""QuantizedExperts: one projection's packed experts, a module in its parameter's place."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...kernels.quant.nf4_dequant import BLOCKSIZES
-from ...kernels.quant.nf4_quantize import nf4_quantize
-from ...reference.nf4_quantize import NESTED_BLOCKSIZE, nest_absmax
+from ...kernels.quant.formats import Format, Layout, format_of
 from .expert_weights import QuantizedWeight
 
-FIELDS = ("packed", "absmax", "absmax_code", "absmax_scale", "absmax_offset")
-FORMAT = "nf4_experts"
+FORMAT = "nf4_experts"  # of the description; the name is older than the formats beside NF4
 
 
 class QuantizedExperts(nn.Module):
-    """A frozen stack of experts (E, N, K) in 4 bits.
+    """A frozen stack of experts (E, N, K) in a packed format, 4 bits an element.
 
     The tensors are parameters without gradient, as in bitsandbytes: DistributedDataParallel
     broadcasts buffers before every forward pass. `.to(device)` moves them; a dtype, `half()` or
-    `bfloat16()` leaves them as they are, since absmax is float32 by format. `state_dict` holds the
-    tensors and the description (`_extra_state`, JSON as bytes), all of them safetensors can store.
+    `bfloat16()` leaves them as they are, since their dtypes are the format's. `state_dict` holds
+    the tensors and the description (`_extra_state`, JSON as bytes), all of them safetensors can
+    store.
 
     Args:
         shape: (E, N, K).
-        blocksize: elements per absmax.
         quant_type: "nf4" or "fp4".
-        nested: absmax is quantised too: 4.13 instead of 4.5 bits per element at blocksize 64.
-        strategy: of `grouped_lora_linear`: "auto", "resident", "fused", "chunked" or "selective".
+        strategy: of `grouped_lora_linear`: "auto", "fused", "chunked" or "selective".
         device: of the tensors.
+        **options: of the format; for NF4 and FP4 `blocksize`, elements per scale (64), and
+            `nested`, whether the scales are quantised too (False).
 
     Raises:
         ValueError: a shape or option that the format does not have.
@@ -43,34 +40,19 @@ class QuantizedExperts(nn.Module):
         self,
         shape: tuple[int, int, int],
         *,
-        blocksize: int = 64,
         quant_type: str = "nf4",
-        nested: bool = False,
         strategy: str = "auto",
         device: torch.device | str | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         self.keeper: Any = None  # an `ExpertOffload` that has the tensors in host memory
-        if blocksize not in BLOCKSIZES:
-            raise ValueError(f"blocksize must be one of {BLOCKSIZES}, got {blocksize}")
         if any(side < 0 for side in shape):
             raise ValueError(f"shape must be (E, N, K) without negative sizes, got {tuple(shape)}")
-        self.stored, self.nested = tuple(shape), nested
-        self.blocksize, self.quant_type, self.strategy = blocksize, quant_type, strategy
-        elements = math.prod(self.stored)
-        blocks = -(-elements // blocksize)
-        sizes = {
-            "packed": ((elements + 1) // 2, torch.uint8),
-            "absmax": (blocks, torch.uint8 if nested else torch.float32),
-            "absmax_code": (256, torch.float32),
-            "absmax_scale": (-(-blocks // NESTED_BLOCKSIZE), torch.float32),
-            "absmax_offset": (1, torch.float32),
-        }
-        for name, (size, dtype) in sizes.items():
-            kept = nested or name in ("packed", "absmax")
-            tensor = torch.zeros(size, dtype=dtype, device=device) if kept else None
-            self._set({name: tensor})
-        self.quantized_weight()  # checks shape, quant_type and strategy
+        self.format, self.stored = format_of(quant_type, **options), tuple(shape)
+        self.strategy = strategy
+        self._set(_zeros(self.format.layout(self.stored), device))
+        self.quantized_weight()  # checks shape and strategy
 
     @classmethod
     def from_experts(
@@ -79,6 +61,8 @@ class QuantizedExperts(nn.Module):
         shape: tuple[int, int, int],
         *,
         device: torch.device | str | None = None,
+        quant_type: str = "nf4",
+        strategy: str = "auto",
         **options: Any,
     ) -> QuantizedExperts:
         """Quantise a stack expert by expert; no more than two experts are held at a time.
@@ -87,7 +71,9 @@ class QuantizedExperts(nn.Module):
             experts: E tensors (N, K) of a floating dtype, each read once.
             shape: (E, N, K).
             device: where experts are quantised and kept; None for that of the first one.
-            **options: of `QuantizedExperts`.
+            quant_type: of `QuantizedExperts`, as what follows.
+            strategy: of the products.
+            **options: of the format.
 
         Returns:
             The module; the same as quantising the whole stack at once.
@@ -95,19 +81,18 @@ class QuantizedExperts(nn.Module):
         Raises:
             ValueError: the number or the shape of the experts is another one.
         """
-        nested = options.pop("nested", False)
-        writer = None
+        module = cls(shape, quant_type=quant_type, strategy=strategy, device="meta", **options)
+        # What stays is allocated before any expert, so that it lies between none of them.
+        writer = None if device is None else _Writer(module.format, module.stored, device)
         for expert in experts:
             if writer is None:
-                writer = _Writer(cls(shape, device=device or expert.device, **options))
+                writer = _Writer(module.format, module.stored, expert.device)
             writer.add(expert)
             del expert  # before the next one is read
-        if writer is None:
+        if writer is None or writer.count == 0:
             raise ValueError(f"experts is empty, but shape {tuple(shape)} names {shape[0]}")
-        writer.close()
-        if nested:
-            writer.module._nest()
-        return writer.module
+        module._set(writer.close())
+        return module
 
     @classmethod
     def from_weight(cls, weight: Tensor, **options: Any) -> QuantizedExperts:
@@ -122,14 +107,9 @@ class QuantizedExperts(nn.Module):
         if weight.transposed:
             weight = weight.transpose(1, 2)
         module = cls(
-            weight.stored,
-            blocksize=weight.blocksize,
-            quant_type=weight.quant_type,
-            nested=weight.nested,
-            strategy=weight.strategy,
-            device="meta",
+            weight.stored, **weight.format.options(), strategy=weight.strategy, device="meta"
         )
-        module._set({name: getattr(weight, name) for name in FIELDS})
+        module._set(weight.tensors)
         return module
 
     @classmethod
@@ -149,14 +129,9 @@ class QuantizedExperts(nn.Module):
         return module
 
     def quantized_weight(self) -> QuantizedWeight:
-        """The record that the kernels take."""
-        record = QuantizedWeight(
-            stored=self.stored,
-            blocksize=self.blocksize,
-            quant_type=self.quant_type,
-            strategy=self.strategy,
-            **{name: getattr(self, name) for name in FIELDS},
-        )
+        """The record that layers take."""
+        tensors = {name: getattr(self, name) for name in self._names}
+        record = QuantizedWeight(self.format, tensors, self.stored, strategy=self.strategy)
         return record if self.keeper is None else self.keeper.record(self, record)
 
     @property
@@ -216,32 +191,15 @@ class QuantizedExperts(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in self._options().items())
 
     def _options(self) -> dict[str, Any]:
-        return {
-            "shape": list(self.stored),
-            "blocksize": self.blocksize,
-            "quant_type": self.quant_type,
-            "nested": self.nested,
-        }
+        return {"shape": list(self.stored), **self.format.options()}
 
-    def _set(self, tensors: dict[str, Tensor | None]) -> None:
+    def _set(self, tensors: dict[str, Tensor]) -> None:
+        self._names = tuple(tensors)
         for name, tensor in tensors.items():
-            kept = None if tensor is None else nn.Parameter(tensor.detach(), False)
-            self.register_parameter(name, kept)
-
-    def _nest(self) -> None:
-        codes, code, scale, offset = nest_absmax(self.absmax.detach())
-        self.nested = True
-        self._set(
-            {
-                "absmax": codes,
-                "absmax_code": code,
-                "absmax_scale": scale,
-                "absmax_offset": offset,
-            }
-        )
+            self.register_parameter(name, nn.Parameter(tensor.detach(), False))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedExperts:
-        """Follow a change of device; absmax stays float32 and bytes stay bytes."""
+        """Follow a change of device; every tensor keeps its dtype."""
         if self.keeper is not None:
             return self  # offloaded tensors stay in host memory
 
@@ -252,47 +210,52 @@ class QuantizedExperts(nn.Module):
         return super()._apply(keep_dtype, recurse)
 
 
-class _Writer:
-    """Quantises experts as they come; a block that straddles two of them waits for the second."""
+def _zeros(layout: Layout, device: torch.device | str | None) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros(size, dtype=dtype, device=device)
+        for name, (size, dtype) in layout.items()
+    }
 
-    def __init__(self, module: QuantizedExperts) -> None:
-        self.module = module
+
+class _Writer:
+    """Packs experts as they come; a unit that straddles two of them waits for the second."""
+
+    def __init__(
+        self, format: Format, stored: tuple[int, int, int], device: torch.device | str
+    ) -> None:
+        self.format, self.stored, self.device = format, stored, device
+        self.tensors = _zeros(format.unfinished(stored), device)
         self.count = 0
         self.written = 0  # elements
-        self.waiting: Tensor | None = None  # the last elements, less than a block
+        self.waiting: Tensor | None = None  # the last elements, less than a unit
 
     def add(self, expert: Tensor) -> None:
-        _, n, k = self.module.stored
-        if self.count == self.module.stored[0] or tuple(expert.shape) != (n, k):
+        experts, *shape = self.stored
+        if self.count == experts or list(expert.shape) != shape:
             raise ValueError(
-                f"expert {self.count} has shape {tuple(expert.shape)}; expected "
-                f"{self.module.stored[0]} experts of shape {(n, k)}"
+                f"expert {self.count} has shape {tuple(expert.shape)}; expected {experts} experts "
+                f"of shape {tuple(shape)}"
             )
         self.count += 1
-        flat = expert.detach().to(self.module.device).reshape(-1)
+        flat = expert.detach().to(self.device).reshape(-1)
         if self.waiting is not None:
             flat = torch.cat((self.waiting, flat))
-        whole = flat.numel() // self.module.blocksize * self.module.blocksize
+        unit = self.format.unit(self.stored)
+        whole = flat.numel() // unit * unit
         self._write(flat[:whole])
         # A slice would keep the expert alive.
         self.waiting = flat[whole:].clone() if whole < flat.numel() else None
 
-    def close(self) -> None:
-        if self.count != self.module.stored[0]:
-            raise ValueError(f"experts holds {self.count} of {self.module.stored[0]} experts")
+    def close(self) -> dict[str, Tensor]:
+        if self.count != self.stored[0]:
+            raise ValueError(f"experts holds {self.count} of {self.stored[0]} experts")
         if self.waiting is not None:
             self._write(self.waiting)
+        return self.format.finish(self.tensors)
 
     def _write(self, flat: Tensor) -> None:
-        module = self.module
-        packed, absmax = nf4_quantize(
-            flat.contiguous(), module.blocksize, quant_type=module.quant_type
-        )
         with torch.no_grad():
-            at = self.written // 2  # even: blocks are
-            module.packed[at : at + packed.numel()] = packed
-            at = self.written // module.blocksize
-            module.absmax[at : at + absmax.numel()] = absmax
+            self.format.write(self.tensors, self.written, flat.contiguous())
         self.written += flat.numel()
 
 

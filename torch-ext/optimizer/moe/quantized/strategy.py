@@ -1,21 +1,23 @@
-"""How much of a stack of 4-bit experts is decoded at a time.
+"""How much of a stack of packed experts is decoded at a time, and `explain_quantized`.
 
 strategy  | decodes                                        | "auto" takes it
 fused     | in registers, inside the product               | up to FUSED_UP_TO_ROWS rows per expert,
           |                                                | by CUDA up to COMPILED_UP_TO_ROWS
 selective | the active experts, at most min(E, T k)        | where that is at most half of E
-chunked   | slices of experts, two of them at a time        | everything else
-resident  | the whole stack                                | never; by name
+chunked   | slices of experts, two of them at a time       | everything else
+
+On the reference path experts are decoded one after another, whatever the strategy.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ...dispatch import MEASURED, TRITON_PATHS, Path
-from ...kernels.quant.grouped_lora_nf4_forward import decodes_in_registers
-from ...kernels.quant.nf4_product import serves
-from .expert_weights import STRATEGIES, QuantizedWeight
+from ...dispatch import MEASURED, TRITON_PATHS, Path, experts_path
+from ...kernels.quant.grouped_lora_quantized import ACTIVE, decodes_in_registers
+from .expert_weights import QuantizedWeight, as_quantized, check_strategy
+from .quantized_experts import QuantizedExperts
 
 # Decoded weights of a slice, of which two exist at a time: an eighth of the stack between these
 # bounds. Eight slices cost the host little, and two of them stay below what a layer's activations
@@ -61,14 +63,14 @@ def choose_strategy(
     Raises:
         ValueError: unknown strategy, or fused by name for what it cannot take.
     """
-    if wanted not in STRATEGIES:
-        raise ValueError(f"wanted: strategy must be one of {STRATEGIES}, got {wanted!r}")
+    check_strategy(wanted)
     if num_experts < 1:
         raise ValueError(f"num_experts must be at least 1, got {num_experts}")
     if wanted == "fused" and not fusable:
         raise ValueError(
-            'strategy="fused" needs blocks that do not leave their row (the last stored size a '
-            'multiple of the blocksize); use "chunked"'
+            'strategy="fused" needs a format whose product decodes in registers, and blocks that '
+            "do not leave their row (the last stored size a multiple of the blocksize); use "
+            '"chunked"'
         )
     if wanted != "auto":
         return Path(wanted, "asked for by name")
@@ -89,6 +91,14 @@ def chunk_experts(num_experts: int, numel: int, element_bytes: int) -> int:
     wanted = min(max(num_experts * each // SLICES, least), limit)
     most = max(1, wanted // each)
     return -(-num_experts // -(-num_experts // most))
+
+
+def slice_experts(weight: QuantizedWeight, strategy: str, element_bytes: int) -> int:
+    """Experts that an op decodes to memory at a time, ACTIVE, or 0: it decodes in registers."""
+    if strategy == "chunked":
+        experts, n, k = weight.stored
+        return chunk_experts(experts, n * k, element_bytes)
+    return ACTIVE if strategy == "selective" else 0
 
 
 def pick_strategy(
@@ -115,15 +125,96 @@ def pick_strategy(
         ValueError: As `choose_strategy`.
     """
     replaceable = path == "triton" and not by_name
+    tensors = tuple(weight.tensors.values())
+    refused = weight.format.compiled_refusal
     chosen = choose_strategy(
         rows,
         weight.shape[0],
         strategy or weight.strategy,
         fusable=weight.fusable_over(x),
-        fast=path in TRITON_PATHS and decodes_in_registers(x),
-        compiled=replaceable and serves(x, weight.operands(), rank),
+        fast=path in TRITON_PATHS and decodes_in_registers(x.device, x.dtype),
+        compiled=replaceable and refused(x.device, x, tensors, weight.stored, rank) is None,
     ).name
     if rows == 0:
-        # Of an empty batch no expert is active; one slice of all of them would be decoded for none.
-        chosen = "selective"
+        chosen = "selective"  # of an empty batch no expert is active
     return chosen, MEASURED if replaceable and chosen == "fused" else path
+
+
+def explain_quantized(
+    weight: QuantizedWeight | QuantizedExperts,
+    rows: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    rank: int = 0,
+    backend: str = "auto",
+) -> str:
+    """Say in words how `grouped_lora_linear` would multiply rows with 4-bit experts.
+
+    Args:
+        weight: the stack, as a layer multiplies it: (E, N, K) with K the size of the input.
+        rows: T k, of all experts together; they are taken to be contiguous.
+        dtype: of the activations.
+        device: where they are; None for where the stack's products run.
+        rank: of LoRA, 0 without.
+        backend: as in `grouped_lora_linear`.
+
+    Returns:
+        The strategy and its reason; where it decodes in registers, whose products run forward and
+        backward; where it does not although the rows are few, what is in the way.
+
+    Raises:
+        TypeError: weight is not in 4 bits.
+        ValueError: unknown backend, or a strategy set by name that cannot take the stack.
+    """
+    record = as_quantized(weight)
+    if record is None:
+        raise TypeError(f"weight must be in 4 bits, got {type(weight).__name__}; see explain")
+    where = torch.device(record.device if device is None else device)
+    path = experts_path(where, dtype, backend)
+    x = torch.empty((1, record.stored[2]), dtype=dtype, device="meta")
+    tensors, refusal = tuple(record.tensors.values()), record.format.compiled_refusal
+    refused = refusal(where, x, tensors, record.stored, rank)
+    in_memory = record.registers_refusal
+    fast = path.name in TRITON_PATHS and decodes_in_registers(where, dtype)
+    chosen = choose_strategy(
+        rows,
+        record.stored[0],
+        record.strategy,
+        fusable=in_memory is None,
+        fast=fast,
+        compiled=path.name == "triton" and backend == "auto" and refused is None,
+    )
+    if rows == 0:
+        return "selective: an empty batch"
+    said = f"{chosen.name}: {chosen.reason}"
+    if chosen.name == "fused":
+        return f"{said}; {_products(record, rows, path.name, backend, refused)}"
+    if record.strategy != "auto" or (in_memory is None and fast):
+        return said
+    if in_memory is not None:
+        return f"{said}: {in_memory}"
+    if path.name not in TRITON_PATHS:
+        return f"{said}: products are {path.name}'s, {path.reason}"
+    return f"{said}: {dtype} on {where} is not decoded in registers"
+
+
+def _products(
+    record: QuantizedWeight, rows: int, path: str, backend: str, refused: str | None
+) -> str:
+    """Whose products decode in registers, forward and backward."""
+    if path not in TRITON_PATHS:
+        return f"products are {path}'s, which decodes expert after expert"
+    if backend == "triton":
+        return "products by Triton, asked for by name"
+    if refused is not None:
+        return f"products by Triton, since CUDA's cannot take them: {refused}"
+    if path == "compiled":
+        return "products by CUDA, asked for by name"
+    experts, n, k = record.stored
+    mean = rows / experts
+
+    def source(depth: int, along: bool) -> str:
+        return "CUDA" if record.format.compiled_pays(mean, depth, along) else "Triton"
+
+    return f"forward by {source(k, True)}, backward by {source(n, False)}, as measured"

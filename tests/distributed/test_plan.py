@@ -1,0 +1,376 @@
+"""Who does what and in which order: balance, bounded chunks, and what a rank holds of a shard."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+from ._ranks import same_everywhere
+from .test_sharing import give, gradients, module_of, plain_params
+
+
+@pytest.fixture(scope="module")
+def ownership(opt):
+    return importlib.import_module(f"{opt.__name__}.distributed.ownership")
+
+
+def loads(costs, owners, ranks) -> list[float]:
+    total = [0.0] * ranks
+    for cost, owner in zip(costs, owners, strict=True):
+        total[owner] += cost
+    return total
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_balance_is_within_grahams_bound(ownership, seed) -> None:
+    generator = random.Random(seed)
+    ranks = generator.randint(1, 8)
+    costs = [generator.choice([1, 2, 3, 10, 100]) * 1.0 for _ in range(generator.randint(0, 60))]
+    owners = ownership.assign(costs, [tuple(range(ranks))] * len(costs), ranks)
+    down = sorted(costs, reverse=True)  # of k ranks + 1 pieces, one rank gets k + 1
+    least = max([sum(costs) / ranks, *((i // ranks + 1) * cost for i, cost in enumerate(down))])
+    assert max(loads(costs, owners, ranks)) <= (4 / 3 - 1 / (3 * ranks)) * least + 1e-9
+    assert owners == ownership.assign(costs, [tuple(range(ranks))] * len(costs), ranks)
+
+
+@pytest.mark.sees_defect("owners in turn, not by what is left to do")
+def test_longest_first_beats_turns(ownership) -> None:
+    """Owners in turn leave one rank with most of the work."""
+    costs = [8.0, 1.0, 8.0, 1.0, 8.0, 1.0, 8.0, 1.0]
+    owners = ownership.assign(costs, [(0, 1)] * 8, 2)
+    assert loads(costs, owners, 2) == [18.0, 18.0]
+    turns = [i % 2 for i in range(8)]
+    assert max(loads(costs, turns, 2)) == 32.0
+
+
+def test_equal_work_goes_to_all_ranks_equally(ownership) -> None:
+    owners = ownership.assign([5.0] * 12, [tuple(range(4))] * 12, 4)
+    assert loads([1.0] * 12, owners, 4) == [3.0] * 4
+
+
+def test_restricted_work_stays_and_the_rest_makes_up_for_it(ownership) -> None:
+    costs = [4.0, 4.0, 4.0, 1.0, 1.0, 1.0]
+    owners = ownership.assign(costs, [(0,), (1, 2), (1, 2), (0, 1, 2), (0, 1, 2), (1,)], 3)
+    assert owners[0] == 0 and owners[5] == 1
+    assert set(owners[1:3]) == {1, 2}
+    assert max(loads(costs, owners, 3)) == 5.0
+
+
+@pytest.mark.parametrize("candidates", [(), (2,), (-1,)])
+def test_impossible_candidates(ownership, candidates) -> None:
+    with pytest.raises(ValueError, match="piece 0 has candidates"):
+        ownership.assign([1.0], [candidates], 2)
+
+
+@pytest.mark.sees_defect("a chunk is a number of matrices, whatever their size")
+@pytest.mark.parametrize("seed", range(20))
+def test_chunks_are_bounded_complete_and_mixed(ownership, seed) -> None:
+    """Bytes, not numbers of matrices, bound what is on its way."""
+    generator = random.Random(seed)
+    ranks, limit = generator.randint(1, 5), 100
+    sizes = [generator.choice([1, 5, 30, 60, 150]) for _ in range(generator.randint(0, 50))]
+    held = [[size // ranks] * ranks for size in sizes]
+    owners = ownership.assign(sizes, [tuple(range(ranks))] * len(sizes), ranks)
+    chunks = ownership.chunked(owners, sizes, held, limit)
+    assert sorted(number for chunk in chunks for number in chunk) == list(range(len(sizes)))
+    for chunk in chunks:
+        bytes_of = [
+            sum(sizes[i] * (owners[i] == rank) + held[i][rank] for i in chunk)
+            for rank in range(ranks)
+        ]
+        of_owners = [owners[i] for i in chunk]
+        assert len(set(of_owners)) == len(chunk) or max(bytes_of) <= limit
+        assert set(of_owners) == {owners[i] for c in chunks[chunks.index(chunk) :] for i in c}
+
+
+def test_a_chunk_has_work_for_all_owners(ownership) -> None:
+    owners = (0, 0, 0, 0, 1, 1, 1, 1)
+    chunks = ownership.chunked(owners, [10] * 8, [[0, 0]] * 8, 20)
+    assert [sorted(owners[i] for i in chunk) for chunk in chunks] == [[0, 0, 1, 1]] * 2
+    # Also where one piece of each owner is more than the limit: or all but one would wait.
+    chunks = ownership.chunked(owners, [10] * 8, [[2, 2]] * 8, 12)
+    assert [sorted(owners[i] for i in chunk) for chunk in chunks] == [[0, 1]] * 4
+
+
+def test_chunks_are_equal(ownership) -> None:
+    """Ten turns of which four fit are 4, 4 and 2, not 4, 4, 1 and 1."""
+    owners = (0, 1) * 10
+    chunks = ownership.chunked(owners, [10] * 20, [[0, 0]] * 20, 49)
+    assert [len(chunk) for chunk in chunks] == [8, 8, 4]
+    chunks = ownership.chunked((0, 1) * 5, [10] * 10, [[0, 0]] * 10, 49)
+    assert [len(chunk) for chunk in chunks] == [6, 4]  # not 8 and 2
+    chunks = ownership.chunked(owners, [10] * 20, [[0, 0]] * 20, 1000, most=3)
+    assert [len(chunk) for chunk in chunks] == [2] * 10
+    chunks = ownership.chunked((0, 1, 2) * 2, [10] * 6, [[0] * 3] * 6, 1000, most=2)
+    assert [len(chunk) for chunk in chunks] == [2, 1, 2, 1]
+
+
+SHAPES = [(96, 96)] + [(8, 8)] * 12
+
+
+def owners_of_shapes(opt, gradients_are: str) -> list[int]:
+    from torch import distributed
+
+    params = plain_params(SHAPES)
+    arguments = {"process_group": distributed.group.WORLD, "gradients": gradients_are}
+    optimizer = opt.MuonAdamW([{"kind": "muon", "params": params, "lr": 0.1}], **arguments)
+    give(params, gradients(params, distributed.get_rank() if gradients_are == "unreduced" else 0))
+    optimizer.step()
+    chunks = [c for of_group in optimizer._plan.shared.chunks for c in of_group]
+    wholes = [getattr(chunk, "whole", chunk) for chunk in chunks]
+    owner = {m.param: o for c in wholes for m, o in zip(c.members, c.owners, strict=True)}
+    return [owner[param] for param in params]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("gradients_are", ["reduced", "unreduced"])
+def test_owners_go_by_predicted_time(opt, ranks, ownership, gradients_are) -> None:
+    """Small matrices take far longer than their operations say."""
+    choose = module_of(opt, "orthogonalize.choose")
+    cpu, everyone = torch.device("cpu"), [(0, 1)] * len(SHAPES)
+    times = [choose.predicted_ms(*shape, 8, torch.float32, cpu) / 8 for shape in SHAPES]
+    expected = ownership.assign(times, everyone, 2)
+    operations = [float(m * m * n) for m, n in SHAPES]
+    assert expected != ownership.assign(operations, everyone, 2)
+    assert tuple(same_everywhere(ranks(2).run(owners_of_shapes, gradients_are))) == expected
+
+
+@pytest.fixture(scope="module")
+def schedule(opt):
+    return importlib.import_module(f"{opt.__name__}.distributed.schedule")
+
+
+def chunk(number, log, later=0):
+    log.append(f"open {number}")
+    yield
+    log.append(f"gather {number}")
+    yield
+    log.append(f"compute {number}")
+    yield later
+    log.append(f"scatter {number}")
+    yield
+    log.append(f"update {number}")
+
+
+def run(schedule, count, ahead=1, later=lambda number: 0):
+    log: list[str] = []
+    schedule.run_pipeline(
+        (chunk(n, log, later(n)) for n in range(count)),
+        ahead=ahead,
+        meanwhile=lambda: log.append("other"),
+    )
+    return log
+
+
+@pytest.mark.sees_defect(
+    "only the first gather runs under other work, and the pipeline drains between groups"
+)
+def test_every_transfer_has_a_computation_to_hide_under(schedule) -> None:
+    """And what opens a chunk is sent before the scatter for which nobody waits yet."""
+    assert run(schedule, 4) == [
+        *("open 0", "gather 0", "open 1", "other", "gather 1"),
+        *("compute 0", "open 2", "scatter 0", "gather 2"),
+        *("compute 1", "update 0", "open 3", "scatter 1", "gather 3"),
+        *("compute 2", "scatter 2", "update 1"),
+        *("compute 3", "scatter 3", "update 2"),
+        "update 3",
+    ]
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 9])
+def test_phases_are_in_order_and_few_chunks_are_alive(schedule, count, ahead) -> None:
+    log = run(schedule, count, ahead)
+    assert log.count("other") == 1
+    before = log[: log.index("other")]
+    assert [e for e in before if "gather" in e] == [f"gather {n}" for n in range(min(count, ahead))]
+    alive: set[str] = set()
+    for entry in log:
+        phase, *number = entry.split()
+        if phase == "open":
+            alive.add(number[0])
+        if phase == "update":
+            alive.remove(number[0])
+        assert len(alive) <= schedule.in_flight(ahead)
+    assert len(log) == 5 * count + 1
+    for phase in ("open", "gather", "compute", "scatter", "update"):
+        order = [entry for entry in log if entry.startswith(phase)]
+        assert order == [f"{phase} {n}" for n in range(count)]
+
+
+def test_parts_of_a_whole_are_scattered_when_all_are_computed(schedule) -> None:
+    """One in each round, between the gathers of what comes next."""
+    log = run(schedule, 7, later=lambda number: 2 - number % 3)  # wholes 0-2, 3-5; 6 is one of two
+    for number in range(6):
+        last = 3 * (number // 3) + 2
+        assert log.index(f"scatter {number}") > log.index(f"compute {last}")
+    rounds = [entry for entry in log if entry.startswith(("gather", "scatter"))]
+    assert rounds[4:10] == [
+        *("scatter 0", "gather 4", "scatter 1", "gather 5", "scatter 2", "gather 6")
+    ]
+    assert rounds[-1] == "scatter 6"
+
+
+def test_what_needs_no_later_computation_is_not_behind_what_does(schedule) -> None:
+    """Its message is written already, and would take up memory for as long as it waits."""
+    log = run(schedule, 5, later=lambda number: [2, 1, 0, None, None][number])
+    scattered = [entry for entry in log if entry.startswith("scatter")]
+    assert scattered == [f"scatter {number}" for number in (0, 3, 4, 1, 2)]
+
+
+def test_chunks_without_communication_may_end_early(schedule) -> None:
+    def short(number, log):
+        log.append(f"all of {number}")
+        return
+        yield
+
+    log: list[str] = []
+    mixed = [short(1, log), short(3, log), chunk(0, log), short(4, log), chunk(2, log)]
+    schedule.run_pipeline(mixed)
+    phases = ("open", "gather", "compute", "scatter", "update")
+    assert sorted(log) == sorted(
+        [f"{phase} {n}" for n in (0, 2) for phase in phases] + ["all of 1", "all of 3", "all of 4"]
+    )
+
+
+def test_a_failing_chunk_closes_the_others(schedule) -> None:
+    closed = []
+
+    def watched():
+        try:
+            for _ in range(4):
+                yield
+        finally:
+            closed.append(True)
+
+    def failing():
+        yield
+        yield
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError):
+        schedule.run_pipeline([watched(), failing(), watched()])
+    assert closed == [True, True]
+
+
+def test_wrong_use(schedule) -> None:
+    with pytest.raises(ValueError, match="ahead must be at least 1, got 0"):
+        schedule.run_pipeline([], ahead=0)
+
+    def often():
+        for _ in range(5):
+            yield
+
+    with pytest.raises(RuntimeError, match="at most four times"):
+        schedule.run_pipeline([often()])
+
+
+MESHES = {1: [(1,)], 2: [(2,), (1, 2)], 3: [(3,)], 4: [(4,), (2, 2), (4, 1)], 8: [(2, 2, 2)]}
+SHARDS_SHAPES = [(8, 6), (5, 3), (1, 4), (7, 1), (9, 10), (3, 7, 2), (2, 1, 5), (0, 3), ()]
+
+
+def placements_of(mesh, ndim):
+    """Every combination of replication, shards of each dimension, and strided shards."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    choices = []
+    for number in range(len(mesh)):
+        later = math.prod(mesh[number + 1 :])
+        of_dim = [Replicate(), *(Shard(k) for k in range(min(ndim, 2)))]
+        of_dim += [_StridedShard(0, split_factor=later)] if later > 1 and ndim else []
+        of_dim += [_StridedShard(1, split_factor=3)] if number == 0 and ndim > 1 else []
+        choices.append(of_dim)
+    return itertools.product(*choices)
+
+
+def shards_module(opt):
+    return importlib.import_module(f"{opt.__name__}.distributed.shards")
+
+
+def compare_with_dtensor(opt, world: int) -> int:
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    shards, checked = shards_module(opt), 0
+    rank = distributed.get_rank()
+    for mesh_shape in MESHES[world]:
+        mesh = init_device_mesh("cpu", mesh_shape)
+        coordinate = mesh.get_coordinate()
+        for shape in SHARDS_SHAPES:
+            whole = torch.arange(math.prod(shape)).reshape(shape)
+            for placements in placements_of(mesh_shape, len(shape)):
+                case = f"rank {rank} of {mesh_shape}, {shape}, {placements}"
+                expected = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+                layout = shards.Layout(shape, mesh_shape, shards.splits_of(placements, len(shape)))
+                assert layout.local_shape(coordinate) == tuple(expected.shape), case
+                assert_boxes(shards, layout.runs(coordinate), whole, expected, case)
+                checked += 1
+    return checked
+
+
+def assert_boxes(shards, runs, whole, local, case) -> None:
+    """The boxes of the whole tensor, and of its inner part, take exactly what is held."""
+    for cut in (0, 1):
+        region = [(min(cut, size), max(size - 2 * cut, 0)) for size in whole.shape]
+        part = whole[tuple(slice(start, start + size) for start, size in region)]
+        found = shards.boxes(runs, region)
+        rebuilt = torch.full_like(part, -1)
+        for box in found:
+            assert box.shape == tuple(box.view(local).shape), case
+            assert (rebuilt[box.region] == -1).all(), f"{case}: boxes overlap"
+            rebuilt[box.region] = box.view(local)
+        held = set(local.flatten().tolist()) & set(part.flatten().tolist())
+        assert set(rebuilt.flatten().tolist()) - {-1} == held, case
+        assert (rebuilt[rebuilt >= 0] == part[rebuilt >= 0]).all(), case
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_shards_are_those_of_dtensor(ranks, world) -> None:
+    for checked in ranks(world).run(compare_with_dtensor, world):
+        assert checked >= 50 // (5 - world)
+
+
+@pytest.mark.dist
+def test_every_element_is_held_once_per_replica(opt) -> None:
+    """On a mesh of three dimensions, without any process."""
+    shards, mesh = shards_module(opt), (2, 2, 2)
+    coordinates = list(itertools.product(*map(range, mesh)))
+    count = 0
+    for shape in [(8, 8), (5, 3), (1, 7), (3, 5, 2)]:
+        for placements in placements_of(mesh, len(shape)):
+            layout = shards.Layout(shape, mesh, shards.splits_of(placements, len(shape)))
+            seen: dict[tuple, list] = {}
+            for coordinate in coordinates:
+                runs = layout.runs(coordinate)
+                elements = itertools.product(
+                    *([i for s, n in of_dim for i in range(s, s + n)] for of_dim in runs)
+                )
+                seen.setdefault(layout.replica(coordinate), []).extend(elements)
+            everything = sorted(itertools.product(*map(range, shape)))
+            assert all(sorted(elements) == everything for elements in seen.values())
+            count += 1
+    assert count > 150
+
+
+@pytest.mark.dist
+def test_a_number_is_one_box(opt) -> None:
+    """As a 0-D parameter has whose state is loaded."""
+    (box,) = shards_module(opt).boxes((), ())
+    number = torch.tensor(3.0)
+    assert box.whole and box.numel == 1 and box.view(number) is number
+
+
+@pytest.mark.dist
+def test_partial_tensors_have_no_shards(opt) -> None:
+    from torch.distributed.tensor import Partial, Replicate
+
+    with pytest.raises(TypeError, match="Partial"):
+        shards_module(opt).splits_of((Replicate(), Partial()), 2)

@@ -1,0 +1,271 @@
+"""A gated layer of 4-bit experts in one op: its stages apart say what it must compute."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from .._compare import assert_same_bits, relative_error
+from ..moe._eager import LayerProblem
+
+NAMES = ("x", "gates", "gate_up.a", "gate_up.b", "down.a", "down.b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem(LayerProblem):
+    """A layer whose stacks have blocks that stay in their rows; small, for the interpreter."""
+
+    tokens: int = 7
+    experts: int = 3
+    hidden: int = 64
+    intermediate: int = 32
+    strategy: str = "fused"
+    wanted: tuple[str, ...] = NAMES
+
+
+class Layer:
+    """One step's tensors over experts in 4 bits, LoRA as PEFT stores it."""
+
+    def __init__(self, moe, device, problem: Problem) -> None:
+        e, h, i = problem.experts, problem.hidden, problem.intermediate
+        generator = torch.Generator(device).manual_seed(3)
+
+        def normal(*shape: int, std: float, dtype=torch.float32) -> torch.Tensor:
+            drawn = torch.randn(shape, device=device, generator=generator)
+            return (drawn * std).to(dtype)
+
+        self.moe, self.problem = moe, problem
+        self.packed = []
+        for shape in ((e, 2 * i, h), (e, h, i)):
+            weight = normal(*shape, std=shape[-1] ** -0.5)
+            experts = moe.QuantizedExperts.from_weight(weight, blocksize=32)
+            experts.strategy = problem.strategy
+            self.packed.append(experts)
+        x, gates, self.grad = problem.inputs(device)
+        self.leaves = {"x": x, "gates": gates}
+        for name, rank, sizes in (
+            ("gate_up", problem.rank, (h, 2 * i)),
+            ("down", problem.rank_down, (i, h)),
+        ):
+            if rank is None:
+                continue
+            for part, shape in (("a", (e * rank, sizes[0])), ("b", (sizes[1], rank * e))):
+                made = normal(*shape, std=0.1, dtype=problem.lora_dtype)
+                self.leaves[f"{name}.{part}"] = made
+        for name, leaf in self.leaves.items():
+            leaf.requires_grad_(name in problem.wanted)
+        self.biases = {}
+        if problem.bias:
+            sizes = {"gate_up_bias": 2 * i, "down_bias": h}
+            self.biases = {name: normal(e, n, std=0.3) for name, n in sizes.items()}
+        self.ids = problem.ids(device)
+
+    def forward(self, backend: str = "triton") -> torch.Tensor:
+        """The result."""
+        problem, factors = self.problem, {}
+        for name, rank in (("gate_up", problem.rank), ("down", problem.rank_down)):
+            if rank is not None:
+                a, b = (self.leaves[f"{name}.{part}"] for part in ("a", "b"))
+                a = a.view(problem.experts, rank, -1)
+                b = b.view(-1, rank, problem.experts).permute(2, 0, 1)
+                factors[name] = self.moe.LoraFactors(a, b, 0.5)
+        return self.moe.experts_forward(
+            self.leaves["x"],
+            self.ids,
+            self.leaves["gates"],
+            *self.packed,
+            layout=self.moe.ExpertsLayout(problem.activation, False, problem.interleaved, True),
+            lora=self.moe.ExpertsLora(**factors),
+            backend=backend,
+            **self.biases,
+        )
+
+    def step(self, backend: str = "triton") -> dict[str, torch.Tensor]:
+        """The result and every wanted gradient, by name."""
+        y = self.forward(backend)
+        wanted = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
+        found = torch.autograd.grad(y, list(wanted.values()), self.grad)
+        return {"y": y.detach(), **dict(zip(wanted, found, strict=True))}
+
+
+@pytest.fixture(scope="session")
+def moe(submodule):
+    return submodule("moe")
+
+
+@pytest.fixture
+def stages_apart(submodule, monkeypatch):
+    """A context in which nothing is fused; whether the op was taken outside of it, in a list.
+
+    Layers call the op as torch.compile has it.
+    """
+    monkeypatch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
+    experts, gated = submodule("moe.experts"), submodule("moe.grouped_linear")
+    taken, real = [], gated.quantized_gated_linear
+
+    def watched(*arguments, **options):
+        y = real(*arguments, **options)
+        taken.append(y is not None)
+        return y
+
+    monkeypatch.setattr(gated, "quantized_gated_linear", watched)
+
+    def apart():
+        context = pytest.MonkeyPatch.context()
+        patch = context.__enter__()
+        patch.setattr(experts, "gated_lora_linear", lambda *_, **__: None)
+        return context
+
+    return apart, taken
+
+
+PROBLEMS = (
+    Problem(lora_dtype=torch.bfloat16),
+    Problem(tokens=1, top_k=1, experts=2, wanted=("gate_up.b", "down.b")),
+    Problem(activation="gelu", interleaved=True, bias=True, routing="sentinels"),
+    Problem(activation="gpt_oss", rank=None, routing="no-ends", wanted=("x", "gates", "down.b")),
+    Problem(rank_down=None, bias=True, routing="one", wanted=("gate_up.a",)),
+    Problem(rank=None, rank_down=None, wanted=("x",)),
+    Problem(rank=3, rank_down=17, routing="all-sentinels"),
+    Problem(bias=True, wanted=("gates",)),
+)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_it_equals_its_stages(moe, device, stages_apart, problem):
+    apart, taken = stages_apart
+    layer = Layer(moe, device, problem)
+    found = layer.step()
+    assert taken == [True]
+    context = apart()
+    try:
+        expected = layer.step()
+    finally:
+        context.__exit__(None, None, None)
+    assert taken == [True] and found.keys() == expected.keys()
+    assert_same_bits(found["y"], expected["y"])
+    for name, value in expected.items():
+        assert found[name].stride() == value.stride(), name
+        assert relative_error(found[name], value) <= 2e-6, name
+
+
+def test_it_equals_its_reference(moe, submodule, device):
+    """Experts decoded first, and the dense layer over them."""
+    problem = Problem(bias=True, routing="sentinels")
+    layer = Layer(moe, device, problem)
+    sides = []
+    for name, experts in zip(("gate_up", "down"), layer.packed, strict=True):
+        a, b = (layer.leaves[f"{name}.{part}"].detach() for part in ("a", "b"))
+        a = a.view(problem.experts, -1, a.shape[1])
+        b = b.view(b.shape[0], -1, problem.experts).permute(2, 0, 1)
+        weight = experts.quantized_weight()
+        tensors = (weight.tensors["packed"], weight.tensors["absmax"])
+        stack = (*tensors, None, None, weight.stored, 32, True)
+        sides.append((*stack, a, b, layer.biases[f"{name}_bias"], 0.5))
+    reference = submodule("reference.nf4").gated_nf4_experts
+    inputs = (layer.leaves[name].detach() for name in ("x", "gates"))
+    expected = reference(next(inputs), *sides, next(inputs), layer.ids, "silu", False)
+    assert relative_error(layer.forward().detach(), expected) <= 2e-6
+
+
+def test_runs_repeat_to_the_bit(moe, device, stages_apart):
+    layer = Layer(moe, device, Problem(bias=True, routing="sentinels"))
+    first, second = layer.step(), layer.step()
+    assert stages_apart[1] == [True, True]
+    for name, value in first.items():
+        assert_same_bits(second[name], value)
+
+
+def test_what_it_does_not_take_runs_in_stages(moe, device, stages_apart):
+    """Decoding to memory, a gate that is missing, and a bias that trains."""
+    Layer(moe, device, Problem(strategy="chunked")).step()
+    layer = Layer(moe, device, Problem(bias=True))
+    layer.biases["down_bias"].requires_grad_()
+    torch.autograd.grad(layer.forward().sum(), layer.biases["down_bias"])
+    assert stages_apart[1] == [False, False]
+    with torch.no_grad():
+        layer.forward()
+    assert stages_apart[1][-1]
+
+
+def test_without_a_backward_nothing_is_kept(moe, device, submodule, monkeypatch):
+    monkeypatch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
+    module, sizes = submodule("moe.quantized.quantized_linear"), []
+    real = module.gated_quantized_experts
+
+    def spy(*arguments):
+        found = real(*arguments)
+        sizes.append([one.shape[0] for one in found[1:3]])
+        return found
+
+    monkeypatch.setattr(module, "gated_quantized_experts", spy)
+    layer = Layer(moe, device, Problem())
+    expected = layer.forward()
+    with torch.no_grad():
+        assert_same_bits(layer.forward(), expected.detach())
+    rows = layer.ids.numel()
+    assert sizes == [[rows, rows], [0, 0]]
+
+
+def test_a_second_order_raises(moe, device):
+    layer = Layer(moe, device, Problem())
+    y = layer.forward()
+    (dx,) = torch.autograd.grad(y.square().sum(), layer.leaves["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.square().sum().backward()
+
+
+@pytest.mark.parametrize("wanted", ("d_wide", "dots", "both"))
+def test_gradients_of_a_long_row(submodule, device, wanted):
+    """More than a block of columns, of both kinds of results alone and together."""
+    launch, width = (
+        submodule("kernels.quant.gated_quantized_experts_triton").glu_backward_dots,
+        1100,
+    )
+    generator = torch.Generator().manual_seed(0)
+    d, wide = (torch.randn(6, n, generator=generator).to(device) for n in (width, 2 * width))
+    gates = torch.rand(3, 2, generator=generator).to(device)
+    slots = torch.randperm(6, generator=generator).to(device)
+    leaf = wide.clone().requires_grad_()
+    gate, up = leaf.chunk(2, 1)
+    h = torch.nn.functional.silu(gate) * up
+    (expected,) = torch.autograd.grad(h, leaf, d * gates.view(-1, 1)[slots])
+    out = wide.new_empty((0 if wanted == "dots" else 6, 2 * width))
+    dots = wide.new_empty(0 if wanted == "d_wide" else 6)
+    launch(d, wide, gates, slots, out, dots, activation="silu", interleaved=False)
+    if wanted != "dots":
+        assert relative_error(out, expected) <= 1e-6
+    if wanted != "d_wide":
+        assert relative_error(dots[slots], (d * h).sum(1)) <= 1e-6
+
+
+@pytest.mark.gpu
+def test_sums_beside_products_give_the_bits_of_one_stream(moe, device, submodule, monkeypatch):
+    """Also in a CUDA graph, whose replays follow a new routing."""
+    beside = submodule("kernels.launch.launch_plan")
+    problem = Problem(256, 2, 8, 256, 256, 8, 8, strategy="auto", dtype=torch.bfloat16)
+    layer = Layer(moe, device, problem)
+    with monkeypatch.context() as alone:
+        launches = submodule("kernels.quant.gated_quantized_experts_triton")
+        alone.setattr(
+            launches, "beside", lambda x, **_: beside.beside(x.new_empty(0, device="cpu"))
+        )
+        expected = layer.step("auto")
+    for _ in range(3):
+        for name, value in layer.step("auto").items():
+            assert_same_bits(value, expected[name])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        layer.step("auto")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer.step("auto")
+    for seed, routing in enumerate(("random", "one", "sentinels", "all-sentinels")):
+        layer.ids.copy_(dataclasses.replace(problem, routing=routing).ids(device, seed))
+        graph.replay()
+        for name, value in layer.step("auto").items():
+            assert_same_bits(captured[name], value)

@@ -1,0 +1,192 @@
+"""grouped_lora_quantized_forward: the product with the decoded weights, decoded on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .._compare import assert_same_bits, relative_error
+from ._quantized_grouped import CASES, STACKS, TOP_K, Stack, budget, draw, weights_of
+
+
+def forward(submodule, problem, path, *, grouped=False, fan=TOP_K, x=None):
+    module = submodule("kernels.quant.grouped_lora_quantized")
+    return module.grouped_lora_quantized_forward(
+        problem["x"] if x is None else x,
+        weights_of(submodule, problem, 2.0),
+        problem["order"],
+        fan=fan,
+        grouped_out=grouped,
+        slice_experts={"slices": 3, "active": module.ACTIVE}.get(path, 0),
+        path="reference" if path == "reference" else "triton",
+    )
+
+
+def exact(submodule, problem, *, grouped=False):
+    """float64, with the weights that decoding gives in the activations' dtype."""
+    lora_a, lora_b = (None if t is None else t.double() for t in problem["lora"])
+    bias = problem["bias"]
+    order = problem["order"]
+    return submodule("reference.moe").grouped_lora_forward(
+        problem["x"].double(),
+        problem["dense"].double(),
+        lora_a,
+        lora_b,
+        None if bias is None else bias.double(),
+        order.slots,
+        order.offsets,
+        2.0,
+        TOP_K,
+        grouped,
+    )
+
+
+@pytest.mark.parametrize("path", ("triton", "reference"))
+@pytest.mark.parametrize(("stack", "dtype"), CASES, ids=str)
+def test_product_with_the_decoded_weights(submodule, device, stack, path, dtype):
+    problem = draw(submodule, stack, device, dtype)
+    for grouped in (False, True) if dtype == torch.float32 else (True,):
+        y, xa = forward(submodule, problem, path, grouped=grouped)
+        expected, low = exact(submodule, problem, grouped=grouped)
+        assert y.dtype == dtype and y.isfinite().all()
+        assert relative_error(y, expected) <= budget(path, device, dtype)
+        assert stack.rank is None or relative_error(xa, low) <= budget(path, device, dtype)
+
+
+@pytest.mark.parametrize("path", ("slices", "active"))
+@pytest.mark.parametrize("stack", (STACKS[0], STACKS[2]), ids=str)
+@pytest.mark.parametrize("grouped", (False, True))
+def test_slices_of_experts_write_one_result(submodule, device, stack, grouped, path):
+    """Three experts, then one: each slice writes its rows, and the sentinels are zero once.
+
+    Or the active experts in one slice, where the second one is missing.
+    """
+    problem = draw(submodule, stack, device, torch.float32)
+    y, xa = forward(submodule, problem, path, grouped=grouped)
+    expected, low = exact(submodule, problem, grouped=grouped)
+    assert relative_error(y, expected) <= budget("triton", device, torch.float32)
+    assert relative_error(xa, low) <= budget("triton", device, torch.float32)
+
+
+@pytest.mark.parametrize("rows", (16, 64))
+@pytest.mark.parametrize("stack", (STACKS[0], STACKS[2]), ids=str)
+def test_tiles_of_other_sizes_than_the_order_s(submodule, device, monkeypatch, stack, rows):
+    """Two programs share a tile of 32 rows, or one takes two: an expert has up to 50 rows."""
+    problem = draw(submodule, stack, device, torch.float32)
+    ids = torch.tensor([[2, 0]] * 45 + [[2, 4]] * 5, device=device)
+    problem["order"] = submodule("moe").expert_sort(ids, 4, tile_rows=32)
+    generator = torch.Generator().manual_seed(3)
+    inner = problem["x"].shape[1]
+    problem["x"] = torch.randn(50, inner, generator=generator).to(device)
+    launch = submodule("kernels.quant.nf4_product_triton")
+    monkeypatch.setattr(launch, "choose_tile", lambda *_: launch.Tile(rows, 64, 32, 4, 1))
+    y, _ = forward(submodule, problem, "triton")
+    expected, _ = exact(submodule, problem)
+    assert relative_error(y, expected) <= budget("triton", device, torch.float32)
+
+
+@pytest.mark.parametrize("sizes", ((32, 64, 128), (16, 128, 128), (16, 64, 256)), ids=str)
+def test_steps_over_several_blocks(submodule, device, monkeypatch, sizes):
+    """A step of 128 or 256 holds several absmax per row, and the last one ends behind the row."""
+    problem = draw(submodule, Stack(n=40, k=320, nested=True), device, torch.float32)
+    launch = submodule("kernels.quant.nf4_product_triton")
+    monkeypatch.setattr(launch, "choose_tile", lambda *_: launch.Tile(*sizes, 4, 1))
+    y, _ = forward(submodule, problem, "triton")
+    expected, _ = exact(submodule, problem)
+    assert relative_error(y, expected) <= budget("triton", device, torch.float32)
+
+
+def test_few_rows_take_the_tile_that_was_timed_and_others_keep_theirs(submodule):
+    """(columns, depth, warps, stages, registers) by mean rows per expert and depth of the sum."""
+    choose = submodule("kernels.quant.nf4_product_triton").choose_tile
+    before, short = (64, 128, 4, 4, None), (128, 64, 4, 4, None)
+    for mean, depth, expected in (
+        (0.5, 2048, before),  # Qwen3.5-35B-A3B, 16 tokens
+        (1, 2048, (128, 128, 4, 3, None)),  # Qwen3-30B-A3B
+        (1, 768, short),
+        (2, 2048, (64, 128, 4, 4, 128)),  # OLMoE-1B-7B
+        (2, 1024, (64, 128, 4, 4, 128)),
+        (4, 4096, (64, 256, 4, 3, None)),  # Mixtral-8x7B
+        (4, 14336, (64, 256, 4, 3, None)),
+        (4, 2048, before),  # Qwen3.5-35B-A3B, 128 tokens
+        (4, 512, short),
+        (8, 4096, before),
+    ):
+        tile = choose(mean, True, depth, False, 2)
+        assert tile.rows == 16
+        found = (tile.columns, tile.depth, tile.warps, tile.stages, tile.registers)
+        assert found == expected, (mean, depth)
+        across = choose(mean, False, depth, False, 2)
+        assert (across.rows, across.columns, across.depth) == (16, 128, 64)
+
+
+@pytest.mark.parametrize("path", ("triton", "reference"))
+def test_rows_in_expert_order_and_strided(submodule, device, path):
+    problem = draw(submodule, Stack(), device, torch.float32)
+    order = problem["order"]
+    x = problem["x"][order.slots // TOP_K]
+    wide = torch.stack((x, torch.zeros_like(x)), -1).flatten(1)[:, ::2]
+    assert not wide.is_contiguous()
+    expected, _ = forward(submodule, problem, path)
+    actual, _ = forward(submodule, problem, path, fan=0, x=wide)
+    assert relative_error(actual, expected) <= 1e-6
+
+
+def test_a_weight_is_used_as_it_decodes(submodule, device):
+    """The rows of a unit matrix read the decoded weights back, to the bit."""
+    stack = Stack(rank=None, bias=False, tokens=128, nested=True)
+    problem = draw(submodule, stack, device, torch.float16)
+    ids = torch.full((128, 1), 2, device=device)
+    problem["order"] = submodule("moe").expert_sort(ids, 4)
+    eye = torch.eye(128, dtype=torch.float16, device=device)
+    y, _ = forward(submodule, problem, "triton", fan=1, x=eye)
+    assert_same_bits(y + 0.0, problem["dense"][2] + 0.0)
+
+
+@pytest.mark.parametrize("path", ("triton", "reference"))
+def test_runs_repeat_and_nothing_is_sent_to_sentinels(submodule, device, path):
+    problem = draw(submodule, Stack(), device, torch.float32)
+    order = problem["order"]
+    first, _ = forward(submodule, problem, path, grouped=True)
+    second, _ = forward(submodule, problem, path, grouped=True)
+    assert_same_bits(first, second)
+    assert (first[int(order.offsets[-1]) :] == 0).all()
+
+
+def test_empty_batch(submodule, device):
+    problem = draw(submodule, Stack(tokens=0), device, torch.float32)
+    for path in ("triton", "reference"):
+        y, xa = forward(submodule, problem, path)
+        assert y.shape == (0, 96) and xa.shape == (0, 3)
+
+
+def test_opcheck(submodule, ops, device):
+    problem = draw(submodule, Stack(), device, torch.float32)
+    module = submodule("kernels.quant.grouped_lora_quantized")
+    weights = module.quantized_operands(weights_of(submodule, problem, 1.0))
+    order = problem["order"].operands()
+    arguments = (problem["x"], *weights, *order, TOP_K, False, 0, "reference")
+    torch.library.opcheck(ops.grouped_lora_quantized_forward.default, arguments)
+
+
+@pytest.mark.parametrize("count", (1, 2, 3, 4, 7, 8))
+@pytest.mark.parametrize("seed", range(3))
+def test_every_tile_belongs_to_one_slice_and_comes_first(submodule, device, count, seed):
+    """With its expert counted from the slice's first; sentinels follow the last one's experts."""
+    experts = 7
+    module = submodule("kernels.quant.grouped_lora_quantized")
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, experts + 1, (90, 2), generator=generator)
+    ids[ids == seed] = 3  # an expert without rows
+    tiles = submodule("moe").expert_sort(ids.to(device), experts, tile_rows=16).tiles
+    parts = module.tiles_of_slices(tiles, experts, count)
+    assert parts.shape == (-(-experts // count), *tiles.shape)
+    found = []
+    for number, part in enumerate(parts.tolist()):
+        used = [tile for tile in part if tile[0] >= 0]
+        assert part[: len(used)] == used, "a slice's tiles come first"
+        size = min(count, experts - number * count)
+        last = number == parts.shape[0] - 1
+        assert all(expert < size or (last and expert == size) for expert, *_ in used)
+        found += [[expert + number * count, *rows] for expert, *rows in used]
+    assert found == [tile for tile in tiles.tolist() if tile[0] >= 0]

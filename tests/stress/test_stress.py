@@ -1,0 +1,290 @@
+"""Short runs of the fuzzer and of the soak, and the defects that they must see."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from . import _cases, _episode, _events, _meshes, _together, fuzz, soak
+from ._arguments import Call
+from ._calls import CALLS, Package
+from ._problem import DifferenceError
+from ._workers import Report, Workers
+
+QUICK = [name for name in CALLS if not name.startswith("integrations.")]
+
+
+@pytest.fixture
+def package(opt, tmp_path) -> Package:
+    return Package(opt, tmp_path)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_valid_calls_are_right(package, name, monkeypatch) -> None:
+    monkeypatch.setattr(_cases, "VALID_RATE", 1.0)
+    monkeypatch.setattr(_cases, "CALLS", {name: CALLS[name]})
+    for number in range(3):
+        _, outcome, text, _ = _cases.play_one(package, number, None)
+        assert outcome in ("right", "refused") and not text, text
+
+
+def test_every_public_function_is_called(opt) -> None:
+    """Or it is a module, a record that another call makes, or a name of the same function."""
+    same = {
+        "COEFFICIENT_SETS": "gram_newton_schulz",
+        "DistMuonAdamW": "MuonAdamW",
+        "ProfileCallback": "profile_steps",
+        "save_optimizer_async": "save_optimizer",
+    }
+    modules = {"integrations", "layers", "moe", "muon"}
+    for name in set(opt.__all__) - modules:
+        assert same.get(name, name) in CALLS
+    records = {"ActiveExperts", "ExpertOrder", "ExpertsLora", "LoraFactors", "ExpertOffload"}
+    for name in set(opt.moe.__all__) - records:
+        assert f"moe.{name}" in CALLS
+    switches = {"set_lora", "disable_lora", "enable_lora", "merge_lora", "unmerge_lora"}
+    switches |= {"detach_lora", "lora_disabled", "save_peft_adapter"}
+    switches |= {"save_quantized", "load_quantized"}  # of a quantised folder, in tests/integrations
+    switches |= {"checkpoint"}  # a module, whose functions the package has under its own names
+    for name in set(opt.integrations.__all__) - switches:
+        assert f"integrations.{name}" in CALLS
+
+
+def judged(function: Any, spoiled: tuple[str, ...] = ("x",), **options: Any) -> str:
+    call = Call("planted", function, {"x": torch.ones(3)}, **options)
+    call.spoiled = list(spoiled)
+    return _cases.judge(call)
+
+
+def _raise(error: BaseException) -> Any:
+    def function(x: Any) -> None:
+        raise error
+
+    return function
+
+
+def _write(x: torch.Tensor) -> None:
+    x.zero_()
+
+
+def _write_and_refuse(x: torch.Tensor) -> None:
+    x.zero_()
+    raise ValueError("x must not be that")
+
+
+def _wrong(result: Any) -> None:
+    raise DifferenceError("not what the reference says")
+
+
+DEFECTS = {
+    "another error": (_raise(KeyError("x")), {}),
+    "an assertion": (_raise(AssertionError("x")), {}),
+    "a message without the argument": (_raise(ValueError("bad input")), {}),
+    "an input that changes": (_write, {}),
+    "an output that changes before a refusal": (_write_and_refuse, {"written": ("x",)}),
+}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_planted_defect_is_seen(name) -> None:
+    function, options = DEFECTS[name]
+    with pytest.raises((DifferenceError, KeyError, AssertionError)):
+        judged(function, **options)
+
+
+def test_a_wrong_result_and_a_refusal_of_valid_arguments_are_seen() -> None:
+    with pytest.raises(DifferenceError, match="reference"):
+        judged(lambda x: x, (), check=_wrong)
+    with pytest.raises(DifferenceError, match="valid arguments were refused"):
+        judged(_raise(ValueError("x must be two")), ())
+
+
+def test_what_is_documented_is_no_finding() -> None:
+    assert judged(_raise(ValueError("x must be two"))) == "refused"
+    assert judged(lambda x: None) == "accepted"
+    assert judged(lambda x: x, ()) == "right"
+
+
+def test_a_slow_call_is_a_hang(package, monkeypatch) -> None:
+    monkeypatch.setattr(_cases, "LIMIT", 1)
+    endless = Call("endless", lambda x: time.sleep(60), {"x": 1}, exact=("x",))
+    monkeypatch.setattr(_cases, "CALLS", {"endless": lambda *_: endless})
+    assert _cases.play_one(package, 0, None)[1] == "hang"
+
+
+def killed(opt: Any, numbers: list[int], only: str | None) -> dict[str, Any]:
+    """A planted crash in call number 1."""
+    if 1 in numbers:
+        os.kill(os.getpid(), 11)
+    return {"counts": {"calls": len(numbers)}, "findings": []}
+
+
+@pytest.mark.dist
+def test_a_crash_is_found_and_the_others_go_on(monkeypatch) -> None:
+    monkeypatch.setattr(fuzz._cases, "play", killed)
+    report = fuzz.fuzz(3, 0, 0)
+    (finding,) = report.findings
+    assert finding["kind"] == "crash" and finding["where"].endswith(" 1")
+    assert "code -11" in finding["text"] and report.counts["calls"] == 2
+
+
+def test_plans_on_random_meshes(opt) -> None:
+    played = _meshes.play(opt, [*range(12)])
+    assert played["findings"] == [] and played["counts"]["meshes: chunks carried"] > 5
+
+
+@pytest.mark.parametrize("what", ["owner", "size"])
+def test_a_rank_that_plans_otherwise_is_seen(opt, submodule, what, monkeypatch) -> None:
+    if what == "owner":
+        module, name = submodule("optimizers.sharded.plan"), "assign"
+        original, calls = module.assign, iter(range(10**6))
+
+        def defective(costs: Any, candidates: Any, ranks: int) -> Any:
+            owners = original(costs, candidates, ranks)
+            turned = tuple((owner + 1) % ranks for owner in owners)
+            return turned if next(calls) % 2 else owners
+    else:
+        module, name = submodule("distributed.route"), "boxes"
+        original = module.boxes
+
+        def defective(runs: Any, region: Any) -> Any:
+            return original(runs, region)[:1]
+
+    monkeypatch.setattr(module, name, defective)
+    played = _meshes.play(opt, [*range(12)])
+    assert played["findings"]
+
+
+def test_workers_survive_a_crash() -> None:
+    workers = Workers(1)
+    ((how, text),) = workers.run(killed, [1], None, limit=60)
+    assert how == "crash" and "-11" in text
+    ((how, answer),) = workers.run(killed, [2], None, limit=60)
+    workers.close()
+    assert how == "done" and answer["counts"]["calls"] == 1
+
+
+def test_the_folder_of_a_batch_is_removed(opt, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(_cases.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "here"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.setattr(_cases.resource, "setrlimit", lambda *_: None)
+    _cases.play(opt, [5], "polar_express_coefficients")
+    assert not Path(tmp_path / "here").exists()
+
+
+SEEDS = range(4)
+
+
+def findings(opt: Any, steps: int = 12) -> list[str]:
+    played = [_episode.play(opt, seed, steps) for seed in SEEDS]
+    return [one["difference"] for one in played if one["difference"]]
+
+
+def test_a_short_run_finds_nothing(opt) -> None:
+    assert findings(opt) == []
+
+
+def test_every_event_happens(opt) -> None:
+    for name in _events.EVENTS:
+        episode = _episode.Episode(opt, 3)
+        try:
+            episode.fill_gradients()
+            _events.EVENTS[name](episode)
+            episode.step(name)
+        finally:
+            episode.close()
+
+
+def drops_a_momentum(optimizer: Any) -> None:
+    """Loading forgets the state of one parameter."""
+    first = optimizer.param_groups[0]["params"][0]
+    optimizer.state[first]["momentum_buffer"].zero_()
+
+
+SOAK_DEFECTS = {
+    "loading loses state": ("state_dict_to_itself", "load_state_dict", drops_a_momentum),
+    "offload loses state": ("offload_on", "turn_on_cpu_offload", drops_a_momentum),
+}
+
+
+@pytest.mark.parametrize("name", SOAK_DEFECTS)
+def test_the_soak_sees_a_planted_defect(opt, name, monkeypatch) -> None:
+    event, method, damage = SOAK_DEFECTS[name]
+    original = getattr(opt.MuonAdamW, method)
+
+    def damaged(self: Any, *arguments: Any) -> None:
+        original(self, *arguments)
+        damage(self)
+
+    monkeypatch.setattr(opt.MuonAdamW, method, damaged)
+    monkeypatch.setattr(opt.Muon, method, damaged)
+    monkeypatch.setattr(_events, "EVENTS", {event: _events.EVENTS[event]})
+    assert any("momentum_buffer differs" in text for text in findings(opt))
+
+
+def test_a_wrong_step_is_seen_by_the_slow_one(opt, submodule, monkeypatch) -> None:
+    """The run and its twin have the same defect."""
+    module = submodule("optimizers.stages.muon")
+    original = module.factor_of
+    monkeypatch.setattr(module, "factor_of", lambda *shape: 1.05 * original(*shape))
+    assert any("farther from float64" in text for text in findings(opt))
+
+
+def test_half_a_step_that_goes_on_is_seen(opt, submodule, monkeypatch) -> None:
+    """A step that raises after a batch, and an optimizer that forgets it."""
+    monkeypatch.setattr(_events, "EVENTS", {"interrupted": _events.step_is_interrupted})
+    assert findings(opt) == []
+    forgetful = submodule("optimizers.sharded.consistency").Consistency
+    monkeypatch.setattr(forgetful, "check_unbroken", lambda self: None)
+    assert any("was interrupted" in text for text in findings(opt))
+
+
+@pytest.mark.dist
+def test_several_ranks() -> None:
+    workers = Workers(2)
+    answers = workers.run(_together.play, 1, 6, limit=120)
+    workers.close()
+    assert [how for how, _ in answers] == ["done", "done"]
+    assert [answer["difference"] for _, answer in answers] == [None, None]
+    assert answers[0][1]["counts"]["ranks: step"] == 6
+
+
+@pytest.mark.parametrize("found", [0, 1])
+def test_the_report_says_what_was_found(tmp_path, capsys, found) -> None:
+    report = Report("soak", 7)
+    report.counts["step"] = 3
+    for _ in range(found):
+        report.add("difference", "1 rank, seed 7", "differs", ["step"])
+    assert report.finish(tmp_path / "soak.json") == found
+    assert f"{found} undocumented differences, 0 crashes, 0 hangs" in capsys.readouterr().out
+    written = json.loads((tmp_path / "soak.json").read_text())
+    assert (written["seed"], written["counts"], written["hangs"]) == (7, {"step": 3}, 0)
+    assert written["torch"] == torch.__version__ and len(written["findings"]) == found
+
+
+def test_steps_are_shared_out(monkeypatch) -> None:
+    """Nine tenths to one process; an episode that fails counts the steps that it took."""
+    asked = []
+
+    class Played:
+        def __init__(self, world: int) -> None:
+            self.world = world
+
+        def run(self, play: Any, seed: int, steps: int, limit: float) -> list[Any]:
+            asked.append((self.world, steps))
+            answer = {"steps": steps, "counts": {}, "difference": None, "happened": []}
+            return [("done", answer)] * self.world
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(soak, "Workers", Played)
+    report = soak.soak(1000, 0)
+    assert sum(n for world, n in asked if world == 1) == 900
+    assert sum(n for world, n in asked if world == 4) == 100
+    assert report.counts["steps of 4 ranks"] == 100 and not report.findings

@@ -1,0 +1,415 @@
+"""grouped_lora_quantized_forward and _dx: grouped_lora_forward and _dx over packed experts.
+
+The ops take a stack of experts as its tensors and the text of their format. With slice_experts = 0
+the weight is never written to memory: the format's own product decodes a tile in registers on its
+way to the tensor cores, as far as `Format.registers_refusal` has nothing against it. Else so many
+experts at a time are decoded to memory and multiplied; ACTIVE decodes those that have rows, all at
+once. dX is the same product with the stack read the other way round, from the same bytes.
+
+path      | source                            | taken
+compiled  | `Format.product`: nf4_product.py  | slice_experts = 0, capability 9.0: by name what it
+          |                                   | can take, on path "measured" what it is faster at
+triton    | nf4_product_triton.py             | slice_experts = 0
+triton    | `sliced_product`                  | slice_experts != 0
+reference | reference/moe.py                  | CPU and the rest: decodes expert after expert
+
+Slices write their own rows of one result and take turns over two streams, each with a buffer of its
+own: while one multiplies, the other decodes, and what a product of few tiles leaves idle at its end
+is filled by the next. What does not depend on the weights (low-rank factors, tiles per slice, block
+sizes) is made once, so that a slice costs the host two launches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from ..._ops import add_op_namespace_prefix, ops
+from ...dispatch import TRITON_PATHS
+from ...reference import moe as reference
+from ..checks import on_device_of
+from ..experts.expert_sort import ORDER, ORDER_LENGTH, ExpertOrder
+from ..experts.grouped_lora import ExpertWeights
+from .formats import STACK, STACK_LENGTH, Stack, shape_of
+
+ACTIVE = -1  # slice_experts: one slice, of the experts that have rows
+
+
+def decodes_in_registers(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product in registers is fast: half precision on an NVIDIA GPU."""
+    return device.type == "cuda" and torch.version.hip is None and dtype.itemsize == 2
+
+
+# Of a projection among the arguments of an op, and how many they are.
+QUANTIZED = f"{STACK}, Tensor? lora_a, Tensor? lora_b, Tensor? bias, float scaling"
+QUANTIZED_LENGTH = STACK_LENGTH + 4
+
+
+def quantized_operands(weights: ExpertWeights) -> tuple[Any, ...]:
+    """What an op takes of a projection whose weight is a `QuantizedWeight` of `moe`."""
+    _, *others = weights.operands()
+    return *weights.weight.operands(), *others
+
+
+def opened_weights(arguments: Sequence[Any]) -> ExpertWeights:
+    """The projection of `QUANTIZED`, with a `Stack` as its weight."""
+    stack, others = arguments[:STACK_LENGTH], arguments[STACK_LENGTH:]
+    return ExpertWeights.of(Stack.of(*stack), *others)
+
+
+def _opened(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """The weights, the order, and what follows them."""
+    weights, rest = arguments[:QUANTIZED_LENGTH], arguments[QUANTIZED_LENGTH:]
+    order, rest = rest[:ORDER_LENGTH], rest[ORDER_LENGTH:]
+    return opened_weights(weights), ExpertOrder.of(*order), *rest
+
+
+@custom_op(
+    add_op_namespace_prefix("grouped_lora_quantized_forward"),
+    mutates_args=(),
+    schema=f"(Tensor x, {QUANTIZED}, {ORDER}, int fan, bool grouped_out, int slice_experts, "
+    "str path) -> (Tensor, Tensor)",
+)
+def _forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    weights, order, fan, grouped_out, slice_experts, path = _opened(arguments)
+    stack: Stack = weights.weight
+    if path not in TRITON_PATHS:
+        decoded = _OneByOne(stack, x.dtype)
+        operands = (weights.a, weights.b, weights.bias, order.slots, order.offsets)
+        layout = (weights.scaling, fan, grouped_out)
+        return reference.grouped_lora_forward(x, decoded, *operands, *layout)
+    from ..experts.grouped_launch_triton import low_rank
+
+    with on_device_of(x):
+        rows = order.slots.shape[0]
+        xa = x.new_empty((rows, weights.rank))
+        y = x.new_empty((rows, stack.shape[2]))
+        if weights.a is not None:
+            low_rank(x, weights.a, order, xa, scaling=weights.scaling, fan=fan)
+        factor = None if weights.b is None else weights.b.transpose(1, 2)
+        place = (order.slots, order.offsets, order.tiles)
+        operands = (x, stack, stack.transposed, xa, factor, *place, y)
+        options = {"fan": fan, "scatter": not grouped_out, "bias": weights.bias}
+        options |= {"tile_rows": order.tile_rows}
+        product_of_stack(operands, slice_experts, "forward", options, path)
+    return y, xa
+
+
+def _fake_forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    _, _, stored, transposed, lora_a = arguments[: STACK_LENGTH + 1]
+    rows = arguments[QUANTIZED_LENGTH].shape[0]
+    y = x.new_empty((rows, shape_of(stored, transposed)[2]))
+    return y, x.new_empty((rows, 0 if lora_a is None else lora_a.shape[1]))
+
+
+@custom_op(
+    add_op_namespace_prefix("grouped_lora_quantized_dx"),
+    mutates_args=(),
+    schema=f"(Tensor dy, {QUANTIZED}, {ORDER}, Tensor? gates, Tensor? x, int dy_fan, int x_fan, "
+    "bool grouped_out, bool wants_dx, int slice_experts, str path) -> (Tensor, Tensor, Tensor)",
+)
+def _dx(dy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    weights, order, gates, x, *layout, slice_experts, path = _opened(arguments)
+    dy_fan, x_fan, grouped_out, wants_dx = layout
+    stack: Stack = weights.weight
+    if path not in TRITON_PATHS:
+        decoded = _OneByOne(stack, dy.dtype)
+        factors = (weights.a, weights.b, weights.bias)
+        operands = (*factors, gates, x, order.slots, order.offsets, weights.scaling)
+        return reference.grouped_lora_dx(dy, decoded, *operands, *layout)
+    from ..experts.grouped_launch_triton import low_rank
+
+    with on_device_of(dy):
+        rows = order.slots.shape[0]
+        yb = dy.new_empty((rows, weights.rank))
+        dx = dy.new_empty((rows if wants_dx else 0, stack.shape[1]))
+        dgates = dy.new_empty((0,), dtype=torch.float32)
+        if weights.b is not None:
+            factor = weights.b.transpose(1, 2)
+            low_rank(dy, factor, order, yb, scaling=weights.scaling, fan=dy_fan)
+        if wants_dx or x is not None:
+            place = (order.slots, order.offsets, order.tiles)
+            operands = (dy, stack, not stack.transposed, yb, weights.a, *place)
+            options = {"fan": dy_fan, "scatter": not grouped_out, "tile_rows": order.tile_rows}
+            options |= {"gates": gates, "other": x, "other_fan": x_fan}
+            target = dx if wants_dx else None
+            dots = product_of_stack((*operands, target), slice_experts, "dx", options, path)
+            dgates = dgates if dots is None else dots
+        if x is not None and weights.bias is not None:
+            through_bias = torch.empty((rows, 1), dtype=torch.float32, device=dy.device)
+            options = {"scaling": 1.0, "scatter": True, "fan": dy_fan}
+            low_rank(dy, weights.bias[:, None], order, through_bias, **options)
+            dgates = dgates + through_bias[:, 0]
+    return dx, yb, dgates
+
+
+def _fake_dx(dy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, stored, transposed, lora_a = arguments[: STACK_LENGTH + 1]
+    rows = arguments[QUANTIZED_LENGTH].shape[0]
+    _, x, _, _, _, wants_dx, _, _ = arguments[QUANTIZED_LENGTH + ORDER_LENGTH :]
+    return (
+        dy.new_empty((rows if wants_dx else 0, shape_of(stored, transposed)[1])),
+        dy.new_empty((rows, 0 if lora_a is None else lora_a.shape[1])),
+        dy.new_empty((0 if x is None else rows,), dtype=torch.float32),
+    )
+
+
+_forward.register_fake(_fake_forward)
+_dx.register_fake(_fake_dx)
+
+
+def grouped_lora_quantized_forward(
+    x: Tensor,
+    weights: ExpertWeights,
+    order: ExpertOrder,
+    *,
+    fan: int,
+    grouped_out: bool,
+    slice_experts: int,
+    path: str,
+) -> tuple[Tensor, Tensor]:
+    """Products of every expert's rows; arguments are checked by `moe.grouped_lora_linear`.
+
+    Args:
+        x: (T, K) or (R, K), any strides; bfloat16, float16 or float32.
+        weights: Its weight a `QuantizedWeight` seen as (E, K, N).
+        order: Of `expert_sort`.
+        fan: As in `grouped_lora_forward`.
+        grouped_out: Likewise.
+        slice_experts: Experts that are decoded to memory at a time, 0 for none, or ACTIVE.
+        path: Of the table above.
+
+    Returns:
+        y (R, N) in x's dtype, zero for sentinels; xa (R, r) in expert order, scaled.
+    """
+    operands = (*quantized_operands(weights), *order.operands())
+    options = (fan, grouped_out, slice_experts, path)
+    return ops.grouped_lora_quantized_forward(x, *operands, *options)
+
+
+def grouped_lora_quantized_dx(
+    dy: Tensor,
+    weights: ExpertWeights,
+    order: ExpertOrder,
+    gates: Tensor | None,
+    x: Tensor | None,
+    *,
+    dy_fan: int,
+    x_fan: int,
+    grouped_out: bool,
+    wants_dx: bool,
+    slice_experts: int,
+    path: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient rows of the input; arguments are checked by `moe.grouped_lora_linear`.
+
+    Args:
+        dy: (R, N) or (T, N), any strides; bfloat16, float16 or float32.
+        weights: As in the forward.
+        order: Of `expert_sort`.
+        gates: As in `grouped_lora_dx`, and so are x to wants_dx.
+        x: (T, K) or (R, K), if the gradient of the gates is wanted.
+        dy_fan: Where row i lies in dy.
+        x_fan: Where it lies in x.
+        grouped_out: Write in expert order.
+        wants_dx: Whether dx is wanted.
+        slice_experts: As in the forward.
+        path: As in the forward.
+
+    Returns:
+        dx (R, K), or (0, K) unless wants_dx, zero for sentinels; yb (R, r) in expert order, scaled;
+        dgates (R,) float32 in slot order, or (0,) without x.
+    """
+    operands = (*quantized_operands(weights), *order.operands(), gates, x)
+    options = (dy_fan, x_fan, grouped_out, wants_dx, slice_experts, path)
+    return ops.grouped_lora_quantized_dx(dy, *operands, *options)
+
+
+class _OneByOne:
+    """A stack as the reference reads it: an expert is decoded when it is asked for."""
+
+    def __init__(self, stack: Stack, dtype: torch.dtype) -> None:
+        self.shape = stack.shape
+        self._transposed, self._device = stack.transposed, stack.tensors[0].device
+        self._decode = stack.decoder(dtype)
+
+    def __getitem__(self, expert: int) -> Tensor:
+        weight = self._decode(torch.tensor([expert], device=self._device))[0]
+        return weight.mT if self._transposed else weight
+
+
+def product_of_stack(
+    operands: tuple, slice_experts: int, direction: str, options: dict[str, Any], path: str
+) -> Tensor | None:
+    """One product that decodes in registers, or slices of experts.
+
+    Args:
+        operands: x, the Stack, whether the sum runs along K, low, factor, slots, offsets, tiles and
+            out, as of `nf4_product` of nf4_product_triton.py.
+        slice_experts: 0 for registers.
+        direction: "forward" or "dx", which chooses the tiles of slices.
+        options: tile_rows, fan, scatter and, where wanted, bias, gates, other and other_fan.
+        path: See `Format.product`.
+    """
+    if slice_experts:
+        return sliced_product(*operands, count=slice_experts, direction=direction, **options)
+    return operands[1].format.product(path, *operands, **options)
+
+
+def active_of(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The experts that have rows, without a wait for the device.
+
+    Args:
+        offsets: (E + 1,) of `expert_sort`.
+        rows: T k.
+
+    Returns:
+        ids (n,) int64 with n = min(E, T k): the active ones in rising order, then inactive ones;
+        position (E,) int64, the place of an expert among the active ones, -1 for an inactive one.
+    """
+    active = offsets.diff() > 0  # (E,)
+    bound = min(active.shape[0], rows)
+    ids = torch.sort((~active).to(torch.uint8), stable=True).indices[:bound]
+    return ids, torch.where(active, active.long().cumsum(0) - 1, -1)
+
+
+def tiles_of_slices(tiles: Tensor, experts: int, count: int) -> Tensor:
+    """(slices, bound, 3): a slice's tiles first, experts counted within it, then tiles of -1.
+
+    Tiles of sentinels belong to the last slice, where they follow its experts.
+    """
+    starts = torch.arange(0, experts, count, device=tiles.device)[:, None]
+    expert = tiles[:, 0]
+    # Tiles are sorted by expert and unused ones (-1) come last, so that a slice's are neighbours.
+    before = ((expert >= 0) & (expert < starts)).sum(1, keepdim=True)
+    place = before + torch.arange(tiles.shape[0], device=tiles.device)
+    found = tiles[place % tiles.shape[0]]
+    local = found[:, :, 0] - starts
+    ends = torch.full_like(starts, count)
+    ends[-1] = experts - starts[-1] + 1
+    mine = (found[:, :, 0] >= 0) & (local >= 0) & (local < ends)
+    found[:, :, 0] = torch.where(mine, local, -1)
+    return found
+
+
+def tiles_of_active(tiles: Tensor, position: Tensor, count: int) -> Tensor:
+    """The tiles with experts named by their `position`; sentinels follow the `count` experts."""
+    named = torch.cat((position, torch.full_like(position[:1], count)))
+    expert = tiles[:, 0]
+    local = torch.where(expert < 0, -1, named[expert.clamp(min=0)])
+    return torch.cat((local[:, None], tiles[:, 1:]), 1)
+
+
+def _slices(
+    offsets: Tensor, tiles: Tensor, rows: int, count: int
+) -> list[tuple[Tensor, slice | Tensor, Tensor]]:
+    """Of every slice: ids of its experts, what picks them out of (E, ...) tensors, its tiles."""
+    experts = offsets.shape[0] - 1
+    if tiles.shape[0] == 0:
+        return []
+    if count == ACTIVE:
+        ids, position = active_of(offsets, rows)
+        return [(ids, ids, tiles_of_active(tiles, position, ids.shape[0]))]
+    every = torch.arange(experts, device=tiles.device)
+    found = []
+    for number, part in enumerate(tiles_of_slices(tiles, experts, count).unbind(0)):
+        mine = slice(number * count, min(number * count + count, experts))
+        found.append((every[mine], mine, part))
+    return found
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class _Turns:
+    """Two streams that slices take turns over: the current one and another, joined at the end.
+
+    A slice is allocated on the stream that uses it, so that its memory is free for the next slice
+    of that stream without waiting; the other stream's memory pool keeps one slice.
+    """
+
+    def __init__(self, device: torch.device, slices: int) -> None:
+        self.main = self.side = None
+        if device.type == "cuda" and slices > 1:
+            self.main, self.side = torch.cuda.current_stream(device), _side_stream(device)
+            self.side.wait_stream(self.main)
+
+    def turn(self, number: int) -> contextlib.AbstractContextManager:
+        """The stream of a slice."""
+        if self.side is None or number % 2 == 0:
+            return contextlib.nullcontext()
+        return torch.cuda.stream(self.side)
+
+    def join(self) -> None:
+        """Make what follows on the current stream wait for both."""
+        if self.side is not None:
+            self.main.wait_stream(self.side)
+
+
+def sliced_product(  # noqa: PLR0913
+    x: Tensor,  # rows of the summed dimension
+    stack: Stack,
+    last: bool,  # the sum runs along K
+    low: Tensor,  # (R, r)
+    factor: Tensor | None,  # (E, r, columns)
+    slots: Tensor,
+    offsets: Tensor,
+    tiles: Tensor,
+    out: Tensor | None,
+    *,
+    count: int,  # experts per slice, or ACTIVE
+    tile_rows: int,
+    fan: int,
+    scatter: bool,
+    direction: str,
+    bias: Tensor | None = None,
+    gates: Tensor | None = None,
+    other: Tensor | None = None,
+    other_fan: int = 0,
+) -> Tensor | None:
+    """out = (x W_e + low factor_e + bias_e) gates; returns <row before its gate, other>."""
+    from ..experts.grouped_launch_triton import launch_product, tile_of
+    from ..experts.grouped_launch_triton import packed as packed_factor
+
+    _, depth, columns = shape_of(stack.stored, last)
+    if factor is not None:
+        factor = packed_factor(factor, x.dtype)
+    rank = 0 if factor is None else factor.shape[1]
+    kind = direction if other is None else "dots"
+    tile = tile_of(x, tile_rows, depth, columns, kind, rank)
+    dots = None
+    if other is not None:  # every slice writes its own rows
+        shape = (-(-columns // tile.columns), slots.shape[0])
+        dots = torch.empty(shape, dtype=torch.float32, device=x.device)
+    decode, parts = stack.decoder(x.dtype), _slices(offsets, tiles, slots.shape[0], count)
+    turns = _Turns(x.device, len(parts))
+    for number, (ids, mine, part) in enumerate(parts):
+        with turns.turn(number):
+            weight = decode(ids)
+            launch_product(
+                x,
+                weight.transpose(1, 2) if last else weight,
+                low,
+                None if factor is None else factor[mine],
+                ExpertOrder.of(slots, offsets, slots, part, tile_rows, 1),
+                out,
+                tile=tile,
+                fan=fan,
+                scatter=scatter,
+                bias=None if bias is None else bias[mine],
+                gates=gates,
+                other=other,
+                other_fan=other_fan,
+                dots=dots,
+            )
+            del weight  # before the next slice of the stream is decoded
+    turns.join()
+    return None if dots is None else dots.sum(0)
