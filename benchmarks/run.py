@@ -12,15 +12,16 @@ python benchmarks/run.py plots [--check]                      README's table, do
 A case is timed only after its results were compared with the reference. Finished rows stand in
 DIR/<gpu>/<name>.partial.json until the file is complete; after a cut-off the same command goes on
 with it. `--budget SECONDS` begins no case after that time, counted from the start of the command:
-exit status 3 then says that some are left. `--draft` measures a build with uncommitted changes and
-writes nothing. With `-m`, `-r` or `-T` moe_lora measures layers of these models (a name of
-harness/experts/problems.py, a Hugging Face id or a folder; default: those of problems.py), ranks
-and tokens only and writes nothing. A command of end_to_end measures the
-cases that it names (such as gpt-124M/muon, qwen3-moe-8l, first_use) and puts their rows into the
-file that is there; token ids and compiled models stay in --cache for the next one. PEERS=<folder>,
-an environment variable, names checkouts of other projects, which get rows beside ours
-(harness/peers.py). Under torchrun `--device cpu` tries tiny sets over gloo and writes nothing. See
-docs/dev/measuring.md.
+exit status 3 then says that some are left. `--again CASE` measures cases of a file once more
+whose commit and sources are the same, such as after a defect of the harness. `--draft` measures a
+build with uncommitted changes and writes nothing. With `-m`, `-r` or `-T` moe_lora measures
+layers of these models (a name of harness/experts/problems.py, a Hugging Face id or a folder;
+default: those of problems.py), ranks and tokens only and writes nothing. A command of end_to_end
+measures the cases that it names (such as gpt-124M/muon, qwen3-moe-8l, first_use) and puts their
+rows into the file that is there; token ids and compiled models stay in --cache for the next one.
+PEERS=<folder>, an environment variable, names checkouts of other projects, which get rows beside
+ours (harness/peers.py). Under torchrun `--device cpu` tries tiny sets over gloo and writes
+nothing. See docs/dev/measuring.md.
 """
 
 from __future__ import annotations
@@ -83,8 +84,16 @@ def status(rows: Sequence, left: Sequence[str], remedy: str) -> int:
     return UNFINISHED
 
 
-def measure(name: str, out: Path, *, draft: bool, end: float | None, **problem: object) -> int:
-    """Measure what is missing of one result file until `end`; returns the exit status."""
+def measure(
+    name: str,
+    out: Path,
+    *,
+    draft: bool,
+    end: float | None,
+    again: Sequence[str] = (),
+    **problem: object,
+) -> int:
+    """Measure what a result file lacks, and cases `again`, until `end`; returns the exit status."""
     import torch
     from harness import package, progress, report
 
@@ -98,12 +107,13 @@ def measure(name: str, out: Path, *, draft: bool, end: float | None, **problem: 
     print(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
     rows, partial = [], progress.partial_path(path)
     if not draft:
+        before = path if again and not partial.is_file() else partial
         try:
-            head, rows = progress.continued(partial, head)
+            head, rows = progress.continued(before, head, again)
         except ValueError as error:
-            raise SystemExit(f"{partial}: {error}") from error
+            raise SystemExit(f"{before}: {error}") from error
         if rows:
-            print(f"goes on behind the {len(rows)} rows of {partial}")
+            print(f"goes on behind {len(rows)} rows of {before}")
 
     def save() -> None:
         if rows and not draft:
@@ -243,6 +253,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--cache", type=Path, default=CACHE, help="end_to_end: token ids and compiled models"
     )
+    parser.add_argument("--again", nargs="+", default=[], help="cases to measure once more")
     parser.add_argument(
         "--budget", type=float, metavar="SECONDS", help="begin no case after that; exit status 3"
     )
@@ -266,7 +277,8 @@ def main(arguments: list[str]) -> int:
             parser.error("--device cpu is for optimizer_step under torchrun")
         if options.case:
             return measure_cases(options.case, options.out, options.cache, draft=draft, end=end)
-        return measure(options.what, options.out, draft=draft, end=end, **problem)
+        again = options.again
+        return measure(options.what, options.out, draft=draft, end=end, again=again, **problem)
     if not options.check:
         plots.draw(ROOT)
         return 0

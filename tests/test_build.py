@@ -70,8 +70,8 @@ def test_build_toml_follows_the_schema():
     assert all({"8.0+PTX", "9.0"} <= set(part.capabilities) for part in generic)
     hopper = [part for part in project.kernels["cuda"] if part not in generic]
     assert [(part.name, list(part.capabilities)) for part in hopper] == [
-        ("newton_schulz_sm90", ["9.0a"]),
-        ("nf4_product_sm90", ["9.0a"]),
+        ("products_sm90", ["9.0a"]),
+        ("quant_sm90", ["9.0a"]),
     ]
 
 

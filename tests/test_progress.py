@@ -210,6 +210,19 @@ def test_end_to_end_names_what_is_left(harness) -> None:
     assert late.left == cases
 
 
+def test_cases_are_measured_again_in_a_file_of_the_same_sources(harness, tmp_path) -> None:
+    path = tmp_path / "toy.json"
+    head = dict.fromkeys(harness.progress.SAME, "x")
+    rows = [harness.report.failed(case, "auto") for case in ("a", "b", "c")]
+    harness.report.write(path, head, rows)
+    _, kept = harness.progress.continued(path, head, ["b"])
+    assert [row.case for row in kept] == ["a", "c"]
+    with pytest.raises(ValueError, match="has no row of d"):
+        harness.progress.continued(path, head, ["b", "d"])
+    with pytest.raises(ValueError, match="the file has commit x, this is y"):
+        harness.progress.continued(path, head | {"commit": "y"}, ["b"])
+
+
 def test_ranks_have_no_budget(harness, monkeypatch, capsys) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit):

@@ -658,7 +658,7 @@ def test_layers_that_are_asked_for_are_printed_only(
     assert harness.run.main(["moe_lora", *arguments]) == 0
     if problem.get("models") == "all":
         problem = problem | {"models": list(harness.problems.MODELS)}
-    assert calls == [{"draft": bool(arguments), "end": None} | problem]
+    assert calls == [{"draft": bool(arguments), "end": None, "again": []} | problem]
     for other in ("nf4", "elementwise", "plots") if arguments else ():
         with pytest.raises(SystemExit):
             harness.run.main([other, *arguments])

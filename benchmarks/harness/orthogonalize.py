@@ -9,6 +9,7 @@ the same numbers.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -228,7 +229,17 @@ class Case:
         """One graph per input set and side; they take turns in one pool of memory."""
         import torch
 
-        pool = torch.cuda.graph_pool_handle()
+        # A graph of an earlier case that the collector destroyed in a capture would end it.
+        gc.collect()
+        gc.disable()
+        try:
+            self._capture(torch.cuda.graph_pool_handle())
+        finally:
+            gc.enable()
+
+    def _capture(self, pool: tuple[int, int]) -> None:
+        import torch
+
         for name, call in self.captured.items():
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):

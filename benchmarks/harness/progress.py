@@ -62,20 +62,21 @@ def is_partial(path: Path) -> bool:
     return path.name.endswith(".partial.json")
 
 
-def continued(path: Path, head: dict) -> tuple[dict, list[Row]]:
-    """Header and rows of a partial file, or `head` and none where there is no such file.
+def continued(path: Path, head: dict, again: Iterable[str] = ()) -> tuple[dict, list[Row]]:
+    """Header and rows of a file but those of `again`, or `head` and none without such a file.
 
     The header, ceilings included, stays that of the first rows.
 
     Raises:
-        ValueError: its rows cannot stand in one file with those of `head`.
+        ValueError: its rows cannot stand in one file with those of `head`, or `again` names a case
+            that it has no row of.
     """
-    earlier = read(path)
+    earlier, again = read(path), frozenset(again)
     if earlier is None:
         return head, []
     if why := difference(earlier, head, SAME):
         raise ValueError(f"{why}; finish it with what it has, or delete it to begin anew")
-    return (
-        {key: earlier[key] for key in head},
-        [Row(**entry) for entry in earlier["rows"]],
-    )
+    if unknown := again - {entry["case"] for entry in earlier["rows"]}:
+        raise ValueError(f"has no row of {', '.join(sorted(unknown))}")
+    rows = [Row(**entry) for entry in earlier["rows"] if entry["case"] not in again]
+    return {key: earlier[key] for key in head}, rows

@@ -130,8 +130,10 @@ def kernels_that_ran(package: Package, optimizer: Optimizer) -> dict[str, list[s
     for group in optimizer.param_groups:
         if group["kind"] != "muon":
             continue
-        momenta = [optimizer.state[parameter]["momentum_buffer"] for parameter in group["params"]]
-        problems = Counter((*buffer.shape, buffer.dtype, buffer.device) for buffer in momenta)
+        problems = Counter(
+            (*param.shape, group["momentum_dtype"] or param.dtype, param.device)
+            for param in group["params"]
+        )
         for (rows, columns, dtype, device), count in problems.items():
             pick = package.module.explain(
                 "orthogonalize",

@@ -261,8 +261,10 @@ def test_a_part_that_one_rank_refuses_to_load_stops_all(ranks, held, spoilt, lat
 def load_what_all_refuse(opt: Any, held: str) -> list[str]:
     """All ranks refuse a state_dict, and go on as if it had not been."""
     optimizer, params = sharing(opt, held)
-    bad = optimizer.state_dict()
-    bad["state"] = {}
+    give(params, gradients(params, 2))
+    optimizer.step()  # which makes the state
+    bad = copy.deepcopy(optimizer.state_dict())
+    bad["state"][0] = {}
     messages = []
     for seed in range(2):
         messages.append(message_of(lambda: optimizer.load_state_dict(bad)))

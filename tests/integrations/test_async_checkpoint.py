@@ -198,6 +198,7 @@ def test_the_copies_are_ordered_before_the_next_step(opt, device, tmp_path) -> N
     """Without a wait of the host: the stream is kept busy while the call returns."""
     param = nn.Parameter(torch.zeros(4096, 4096, device=device))
     optimizer = opt.Muon([("w", param)])
+    optimizer.fit_state()
     buffer = optimizer.state[param]["momentum_buffer"]
     buffer.fill_(1)
     torch.cuda.synchronize()

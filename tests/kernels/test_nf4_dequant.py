@@ -432,10 +432,10 @@ def test_which_decoder_bitsandbytes_takes_does_not_matter(opt, codebooks, dtype,
     """Whatever the sign of its zeros, ours passes and every wrong decoder of ours fails."""
     cpu = torch.device("cpu")
     code = codebooks["fp4"].cpu()
-    arguments, theirs = quantized_by_bitsandbytes(dtype, "fp4", 64, True, code, cpu)
-    theirs = DECODERS[decoder](theirs)
+    arguments, _ = quantized_by_bitsandbytes(dtype, "fp4", 64, True, code, cpu)
     ids = list(range(4))
     wanted = oracle(arguments, ids, dtype)
+    theirs = DECODERS[decoder](wanted)
     assert wanted[wanted == 0].signbit().any() and not wanted[wanted == 0].signbit().all()
     assert_same_format(wanted, wanted, theirs)
 

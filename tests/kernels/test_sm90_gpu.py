@@ -44,6 +44,11 @@ def symmetric(submodule):
 
 
 @pytest.fixture(scope="session")
+def ops(submodule):
+    return submodule("_ops").ops
+
+
+@pytest.fixture(scope="session")
 def dense(ops):
     return functools.partial(run_dense, ops)
 
@@ -266,11 +271,6 @@ UPPER_SIDES = (8, 120, 128, 136, 192, 256, 264, 384, 520, 768, 1000, 1024)  # ro
 BLOCK = 128
 
 
-@pytest.fixture
-def ops(submodule):
-    return submodule("_ops").ops
-
-
 def below(m: int, device: torch.device) -> torch.Tensor:
     """(m, m): whether an element lies in a block below the diagonal."""
     block = torch.arange(m, device=device) // BLOCK
@@ -314,7 +314,7 @@ def test_gram_matrices_and_products(ops, device, m, tall):
         shape = (5, left.shape[1], right.shape[2])
         for C in (None, torch.randn(shape, generator=generator).to(device).half()):
             options = (2.0, 0.0 if C is None else 0.5)
-            for tile in (0, 2, 3, -1):
+            for tile in (0, 1, 2, -1):
                 expected = torch.full(shape, torch.nan, device=device, dtype=torch.float16)
                 found = expected.clone()
                 ops.matmul_add(left, right, C, expected, *options, tile, scale)

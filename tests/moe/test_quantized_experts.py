@@ -1,8 +1,10 @@
-"""QuantizedExperts: quantised expert by expert, moved, saved and loaded without a 16-bit stack."""
+"""4-bit experts as modules and as records: quantised, moved, saved, loaded, active ones."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,3 +200,293 @@ def test_merging_an_adapter_is_refused_before_anything_is_written(opt, packed):
     assert not experts.expert_lora.merged
     for key, value in experts.state_dict().items():
         assert_same_bits(value, before[key])
+
+
+@pytest.fixture(scope="session")
+def weights(submodule):
+    return submodule("moe.quantized.expert_weights")
+
+
+def draw_weights(shape, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def routed(opt, ids, experts):
+    return opt.moe.expert_sort(torch.tensor(ids), experts)
+
+
+class FakeState(SimpleNamespace):
+    """What bitsandbytes' QuantState shows, without bitsandbytes."""
+
+
+class Decoder(nn.Module):
+    def __init__(self, state) -> None:
+        super().__init__()
+        self.quant_state = state
+
+    def forward(self, packed):
+        raise AssertionError("the whole stack was decoded")
+
+
+def parametrized(opt, shape, *, nested=False, storage=torch.uint8, quant_type="nf4"):
+    """(module with a parametrized gate_up_proj, what it decodes to)."""
+    experts = opt.moe.QuantizedExperts.from_weight(
+        draw_weights(shape), blocksize=32, nested=nested, quant_type=quant_type
+    )
+    record = experts.quantized_weight()
+    state = FakeState(
+        absmax=record.tensors["absmax"].data,
+        shape=torch.Size(shape),
+        blocksize=32,
+        quant_type=quant_type,
+        nested=nested,
+        state2=None,
+        offset=None,
+    )
+    if nested:
+        state.offset = record.tensors["absmax_offset"].data[0]
+        state.state2 = FakeState(
+            absmax=record.tensors["absmax_scale"].data,
+            code=record.tensors["absmax_code"].data,
+            blocksize=256,
+        )
+    module = nn.Module()
+    entries = nn.ModuleList([Decoder(state)])  # as torch's ParametrizationList
+    entries.original = nn.Parameter(record.packed.data.view(storage).reshape(-1, 1), False)
+    module.parametrizations = nn.ModuleDict({"gate_up_proj": entries})
+    return module, experts.decode(dtype=torch.float32)
+
+
+@pytest.mark.parametrize("storage", (torch.uint8, torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("quant_type", ("nf4", "fp4"))
+@pytest.mark.parametrize("nested", (False, True))
+def test_parametrized_experts_are_recognised_by_their_attributes(
+    opt, weights, nested, quant_type, storage
+):
+    module, expected = parametrized(
+        opt, SHAPE, nested=nested, storage=storage, quant_type=quant_type
+    )
+    record = weights.expert_weight(module, "gate_up_proj")
+    found = (record.shape, record.format.blocksize, record.format.nested)
+    assert found == (SHAPE, 32, nested)
+    assert_same_bits(record.decode(dtype=torch.float32), expected)
+    seen = record.transpose(1, 2).decode(torch.tensor([3, 0]), torch.float32)
+    assert_same_bits(seen, expected[[3, 0]].transpose(1, 2))
+
+
+@pytest.mark.parametrize("nested", (False, True))
+@pytest.mark.parametrize("quant_type", ("nf4", "fp4"))
+@pytest.mark.parametrize("shape", (SHAPE, (3, 16, 64)), ids=str)
+def test_real_bitsandbytes_experts(opt, weights, shape, quant_type, nested):
+    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+    module = nn.Module()
+    module.gate_up_proj = nn.Parameter(draw_weights(shape))
+    parametrize.replace_parameter_4bit(
+        module, "gate_up_proj", compress_statistics=nested, quant_type=quant_type
+    )
+    record = weights.expert_weight(module, "gate_up_proj")
+    actual = record.decode(dtype=torch.float32)
+    entry = module.parametrizations["gate_up_proj"]
+    state, packed = entry[0].quant_state, entry.original.reshape(-1)
+    absmax = state.absmax
+    if nested:
+        functional = pytest.importorskip("bitsandbytes.functional")
+        absmax = functional.dequantize_blockwise(absmax, state.state2) + state.offset
+    nibble = torch.stack((packed >> 4, packed & 15), -1).reshape(-1)[: actual.numel()]
+    block = torch.arange(nibble.numel()) // state.blocksize
+    expected = (state.code[nibble.long()] * absmax[block]).reshape(shape)
+    assert torch.equal(actual, expected)  # +0 and -0 are equal: FP4 has both
+
+
+def test_straddling_blocks_and_odd_experts(opt):
+    """The error of the predecessor: it counted blocks and nibbles from each expert's start."""
+    experts = opt.moe.QuantizedExperts.from_weight(draw_weights(ODD), blocksize=32)
+    whole = experts.decode(dtype=torch.float32)
+    for expert in range(ODD[0]):
+        one = experts.decode(torch.tensor([expert]), torch.float32)
+        assert_same_bits(one[0], whole[expert])
+    assert (whole - draw_weights(ODD)).abs().max() < 0.6
+
+
+@pytest.mark.sees_defect("the shape of a projection is guessed from the hidden size")
+def test_shape_comes_from_the_caller_where_the_state_has_none(opt, weights):
+    module, expected = parametrized(opt, SHAPE)
+    state = module.parametrizations["gate_up_proj"][0].quant_state
+    state.shape = torch.Size((expected.numel(),))
+    with pytest.raises(ValueError, match=r"pass shape=\(E, N, K\)"):
+        weights.expert_weight(module, "gate_up_proj")
+    record = weights.expert_weight(module, "gate_up_proj", SHAPE)
+    assert_same_bits(record.decode(dtype=torch.float32), expected)
+    with pytest.raises(ValueError, match="as many elements"):
+        weights.expert_weight(module, "gate_up_proj", (5, 24, 41))
+
+
+@pytest.mark.sees_defect("formats that nobody knows are returned whole")
+def test_unknown_formats_are_refused(opt, weights):
+    module = nn.Module()
+    module.down_proj = nn.Parameter(torch.zeros(2, 3, 4).to(torch.float8_e4m3fn), False)
+    with pytest.raises(ValueError, match=r"float8_e4m3fn \(2, 3, 4\)"):
+        weights.expert_weight(module, "down_proj")
+    module.down_proj = nn.Parameter(torch.zeros(12, 1, dtype=torch.uint8), False)
+    with pytest.raises(ValueError, match="neither a dense weight"):
+        weights.expert_weight(module, "down_proj")
+    packed, _ = parametrized(opt, SHAPE)
+    packed.parametrizations["gate_up_proj"].append(nn.Identity())
+    with pytest.raises(ValueError, match=r"Decoder, Identity.*call use_in_transformers\(model\)"):
+        weights.expert_weight(packed, "gate_up_proj")
+    packed, _ = parametrized(opt, SHAPE, nested=True)
+    packed.parametrizations["gate_up_proj"][0].quant_state.state2.blocksize = 128
+    with pytest.raises(ValueError, match="in blocks of 128"):
+        weights.expert_weight(packed, "gate_up_proj")
+    packed, _ = parametrized(opt, SHAPE)
+    packed.parametrizations["gate_up_proj"][0].quant_state.quant_type = "int4"
+    with pytest.raises(ValueError, match="quant_type must be one of"):
+        weights.expert_weight(packed, "gate_up_proj")
+    packed, _ = parametrized(opt, SHAPE)
+    state = packed.parametrizations["gate_up_proj"][0].quant_state
+    state.absmax = state.absmax.to("meta")
+    with pytest.raises(ValueError, match="absmax on meta, but the packed bytes are on cpu"):
+        weights.expert_weight(packed, "gate_up_proj")
+
+
+def test_dense_weights_pass_through(weights):
+    module = nn.Module()
+    module.down_proj = nn.Parameter(torch.zeros(2, 3, 4))
+    assert weights.expert_weight(module, "down_proj") is module.down_proj
+
+
+def test_record_checks_its_sizes(weights):
+    nf4 = weights.format_of("nf4", blocksize=32)
+    good = {"packed": torch.zeros(24, dtype=torch.uint8), "absmax": torch.zeros(2)}
+    weights.QuantizedWeight(nf4, good, (2, 4, 6))
+    with pytest.raises(ValueError, match="packed must be 25 bytes"):
+        weights.QuantizedWeight(nf4, good, (2, 5, 5))
+    with pytest.raises(ValueError, match=r"shape \(E, N, K\)"):
+        weights.QuantizedWeight(nf4, good, (8, 6))
+    with pytest.raises(ValueError, match="strategy must be one of"):
+        weights.QuantizedWeight(nf4, good, (2, 4, 6), strategy="best")
+    with pytest.raises(ValueError, match=r'strategy="resident" .* is gone.*use "chunked"'):
+        weights.QuantizedWeight(nf4, good, (2, 4, 6), strategy="resident")
+    with pytest.raises(ValueError, match="only dimensions 1 and 2"):
+        weights.QuantizedWeight(nf4, good, (2, 4, 6)).transpose(0, 1)
+    with pytest.raises(TypeError, match="absmax must be a dense tensor, got list"):
+        weights.QuantizedWeight(nf4, {**good, "absmax": [0.0, 0.0]}, (2, 4, 6))
+
+
+def test_a_weight_that_is_not_there(weights):
+    with pytest.raises(ValueError, match=r"name=.gate_up. of Module is NoneType: neither"):
+        weights.expert_weight(nn.Module(), "gate_up")
+
+
+def test_no_strategy_for_no_experts(opt):
+    with pytest.raises(ValueError, match="num_experts must be at least 1, got 0"):
+        opt.moe.choose_strategy(3, 0)
+
+
+ROUTINGS = {
+    "first and last inactive": [[1, 2], [2, 1]],
+    "middle inactive": [[0, 4], [4, 0], [0, 0]],
+    "all active": [[0, 1], [2, 3], [4, 0]],
+    "one expert": [[3, 3]],
+    "sentinels": [[-1, 5], [3, 9]],
+    "nothing but sentinels": [[-1, 5]],
+}
+
+
+@pytest.mark.sees_defect("inactive experts are remapped to whatever lay in memory")
+@pytest.mark.parametrize("ids", ROUTINGS.values(), ids=ROUTINGS)
+def test_active_experts(opt, ids):
+    order = routed(opt, ids, 5)
+    active = opt.moe.active_experts(order)
+    flat = torch.tensor(ids).reshape(-1)
+    expected = sorted({e for e in flat.tolist() if 0 <= e < 5})
+    count = len(expected)
+    assert active.ids.shape == (min(5, flat.numel()),)
+    assert active.ids[:count].tolist() == expected
+    assert len(set(active.ids.tolist())) == len(active.ids)  # the rest are valid ids as well
+    assert ((active.ids >= 0) & (active.ids < 5)).all()
+    place = [expected.index(e) if e in expected else -1 for e in range(5)]
+    assert active.position.tolist() == place
+    starts = [order.offsets[e].item() for e in expected]
+    assert active.offsets[:count].tolist() == starts
+    assert (active.offsets[count:] == order.offsets[-1]).all()
+    remapped = active.remap(torch.tensor(ids))
+    known = torch.tensor(ids)[remapped >= 0]
+    assert torch.equal(active.ids[remapped[remapped >= 0]], known)
+    assert ((torch.tensor(ids) < 0) | (torch.tensor(ids) >= 5)).equal(remapped < 0)
+
+
+@pytest.mark.sees_defect("an empty batch has no experts and divides by zero")
+def test_active_experts_of_an_empty_batch(opt):
+    order = opt.moe.expert_sort(torch.zeros(0, 2, dtype=torch.long), 5)
+    active = opt.moe.active_experts(order)
+    assert active.ids.shape == (0,) and active.offsets.tolist() == [0]
+    assert active.position.tolist() == [-1] * 5
+    experts = opt.moe.QuantizedExperts.from_weight(draw_weights(SHAPE))
+    decoded = opt.moe.selective_expert_weights(experts.quantized_weight(), active, torch.bfloat16)
+    assert decoded.shape == (0, 24, 40)
+
+
+@pytest.mark.sees_defect("which experts are active is found by a wait for the device")
+def test_active_experts_do_not_wait_for_the_device(opt):
+    """Under a fake tensor mode no value exists that the host could read."""
+    order = opt.moe.expert_sort(torch.zeros(3, 2, dtype=torch.long), 5)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def ids(offsets, slots):
+        changed = opt.moe.ExpertOrder(
+            slots, offsets, order.rows, order.tiles, order.tokens, 2, 5, order.tile_rows
+        )
+        return opt.moe.active_experts(changed).ids
+
+    assert torch.equal(ids(order.offsets, order.slots), opt.moe.active_experts(order).ids)
+
+
+@pytest.mark.sees_defect("the number of experts is guessed from the highest active one")
+def test_selective_weights_dense_and_packed(opt):
+    order = routed(opt, [[4, 1], [1, 1]], 5)
+    active = opt.moe.active_experts(order)
+    experts = opt.moe.QuantizedExperts.from_weight(draw_weights(SHAPE))
+    dense = experts.decode(dtype=torch.float32)
+    select = opt.moe.selective_expert_weights
+    packed = select(experts.quantized_weight(), active, torch.float32)
+    assert_same_bits(packed, select(dense, active))
+    assert_same_bits(packed[:2], dense[[1, 4]])
+    with pytest.raises(ValueError, match="holds 5 experts"):
+        select(dense, opt.moe.active_experts(routed(opt, [[0]], 4)))
+    with pytest.raises(ValueError, match="dtype is needed"):
+        select(experts.quantized_weight(), active)
+    with pytest.raises(ValueError, match="a dense weight keeps its dtype"):
+        select(dense, active, torch.bfloat16)
+    with pytest.raises(TypeError, match="got list"):
+        select([dense], active)
+
+
+def test_blocks_that_leave_their_row_are_reported_once(opt, dispatch, caplog):
+    """Where a GPU would decode inside the product; not on the CPU, nor for a strategy by name."""
+    dispatch.say_once.cache_clear()
+    half = SimpleNamespace(is_cuda=True, element_size=lambda: 2)
+    straddling = opt.moe.QuantizedExperts((2, 4, 96)).quantized_weight()
+    named = dataclasses.replace(straddling, strategy="chunked")
+    whole = opt.moe.QuantizedExperts((2, 4, 128)).quantized_weight()
+    assert whole.fusable_over(half) and not named.fusable_over(half)
+    assert not straddling.fusable_over(torch.zeros(1, 96))
+    assert not caplog.records
+    assert not straddling.fusable_over(half) and not straddling.fusable_over(half)
+    (record,) = caplog.records
+    assert "experts are decoded to memory" in record.getMessage()
+    assert "blocks of 64 leave their row of 96 elements" in record.getMessage()
+
+
+def test_the_report_does_not_break_a_graph(submodule, dispatch, caplog):
+    module = submodule("moe.quantized.expert_weights")
+    dispatch.say_once.cache_clear()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        module._report("blocks of 64 leave their row of 96 elements")
+        return x + 1
+
+    assert traced(torch.zeros(2)).tolist() == [1, 1]
+    said = [record for record in caplog.records if "leave their row" in record.getMessage()]
+    assert len(said) == 1

@@ -309,6 +309,8 @@ class Episode:
                 cycled = options.get("momentum")  # by a scheduler
                 options["betas"] = (cycled or options["betas"][0], options["betas"][1])
             now = self.twin.optimizer.state[param]
+            if not state:  # made by this very step, of zeros
+                state = {key: torch.zeros_like(value) for key, value in now.items()}
             if old.grad is None:
                 if not torch.equal(param, old):
                     raise DifferenceError(f"{what}: {name} moved without a gradient")

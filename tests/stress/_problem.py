@@ -260,13 +260,14 @@ class Run:
         return Snapshot(tensors, grads, groups, options_of(self.optimizer))
 
     def restore(self, before: Snapshot) -> None:
-        """The tensors as they were, written in place."""
+        """The tensors as they were, written in place; state made since then is zero."""
         with torch.no_grad():
             for name, param in self.params.items():
                 param.copy_(before.tensors[name])
                 state = self.optimizer.state[param]
                 for key in state:
-                    state[key].copy_(before.tensors[f"{name}: {key}"])
+                    old = before.tensors.get(f"{name}: {key}")
+                    state[key].zero_() if old is None else state[key].copy_(old)
                 grad = before.grads[name]
                 param.grad = None if grad is None else grad.clone()
 
@@ -289,7 +290,8 @@ class Snapshot:
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
-    """Equal names and bits."""
+    """Equal names and bits; state that is not made yet equals zeros."""
+    found, expected = found | _unmade(found, expected), expected | _unmade(expected, found)
     if found.keys() != expected.keys():
         names = sorted(found.keys() ^ expected.keys())
         raise DifferenceError(f"{what}: tensors that only one side has: {names}")
@@ -303,6 +305,16 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], what: st
         if bits(tensor) != bits(other):
             away = (tensor.double() - other.double()).abs().max().item()
             raise DifferenceError(f"{what}: {name} differs by {away}")
+
+
+def _unmade(here: dict[str, Tensor], there: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Zeros like the state `there` of each parameter that has no state at all `here`."""
+    stateful = {name.partition(": ")[0] for name in here if ": " in name}
+    return {
+        name: torch.zeros_like(value)
+        for name, value in there.items()
+        if ": " in name and name.partition(": ")[0] not in stateful
+    }
 
 
 def assert_same(run: Run, twin: Run, what: str) -> None:

@@ -246,9 +246,10 @@ class LayerCase:
             leaf.grad = None
 
     def change(self) -> None:
-        """The trained factors in place, as an optimizer does."""
+        """The trained factors in place, as an optimizer does; references were of the old ones."""
         import torch
 
+        self.forget()
         with torch.no_grad():
             for factor in (*self.factors, *self.peft):
                 factor.mul_(1.01)  # 0.001 would round to nothing in bfloat16
