@@ -94,7 +94,7 @@ def test_a_changed_value_of_a_dict_option_is_followed(opt, device) -> None:
     optimizer.param_groups[0]["num_heads"]["w"] = 4
     new_gradients([param], seed=1)
     optimizer.step()
-    assert "4 x (2, 4)" in optimizer.report()
+    assert "4 x (2, 4)" in optimizer.report(verbose=True)
     optimizer.param_groups[0]["num_heads"]["w"] = 0
     new_gradients([param], seed=2)
     with pytest.raises(ValueError, match=r"num_heads\[.w.\] must be at least 1, got 0"):

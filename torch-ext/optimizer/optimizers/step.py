@@ -314,18 +314,21 @@ class MuonBase(OffloadingOptimizer):
         return loss
 
     @torch.no_grad()
-    def report(self) -> str:
+    def report(self, *, verbose: bool = False) -> str:
         """What a step does with every parameter that has a gradient, as text.
 
-        A line per parameter has its name or number, its shape, the route (muon or adamw), and for
-        muon the matrices it is cut into, the number of the batch they are in, the method and the
-        dtype of the iteration, and its floating-point operations per step with dense products; then
-        who computes it, the kernels, the bytes of its state (0 before the first step) and those
-        that the elementwise stages move, and the time that an H200 takes for these operations and
-        bytes at the least. Of what several ranks share, bytes and times are of what this rank holds
-        and owns. After `measure_steps()` also its share of the time that its batches took in the
-        last step that is over; what ranks share is not timed. The last line has the sums. It can be
-        asked for at any time and waits for no device and no rank.
+        A table has a line for the parameters of one shape: the route (muon or adamw), how many they
+        are, the matrices that each is cut into with the method and the dtype of the iteration, the
+        bytes of their state (0 before the first step), and the time that an H200 takes for their
+        operations and bytes at the least. The last line has the sums. Of what several ranks share,
+        bytes and times are of what this rank holds and owns. After `measure_steps()` also the time
+        that their batches took in the last step that is over; what ranks share is not timed. It can
+        be asked for at any time and waits for no device and no rank.
+
+        Args:
+            verbose: a line per parameter instead, with its name or number, its batch, its
+                floating-point operations with dense products, who computes it, the kernels, and the
+                bytes that the elementwise stages move.
 
         Returns:
             The lines, without a newline at the end.
@@ -335,14 +338,14 @@ class MuonBase(OffloadingOptimizer):
         """
         options = self._current_options()
         if self.has_state():
-            return self._report_of(self._current_plan(options), options)
+            return self._report_of(self._current_plan(options), options, verbose=verbose)
         # A plan keeps parameters alive, which a trainer may yet shard: this one goes at once.
         state: dict[Any, dict[str, Tensor]] = {
             param: {} for group in self.param_groups for param in group["params"]
         }
         self.adopt_all()
         plan = self._make_plan([*map(layout_of, options)], options, state)
-        return self._report_of(plan, options)
+        return self._report_of(plan, options, verbose=verbose)
 
     def measure_steps(self, on: bool = True) -> None:
         """Time every batch of the following steps, for `report`.
@@ -387,10 +390,13 @@ class MuonBase(OffloadingOptimizer):
         if parts is not None:
             raise TypeError(f"{parts}; save it with torch.distributed.checkpoint, on all ranks")
 
-    def _report_of(self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]) -> str:
+    def _report_of(
+        self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions], *, verbose: bool = False
+    ) -> str:
         measured = {} if self._timer is None else self._timer.milliseconds()
         groups = zip(plan.labelled, plan.chunks, plan.shared.of_groups(), options, strict=True)
-        return report(list(groups), self.state, measured, offloaded=self.offloaded)
+        of_groups = list(groups)
+        return report(of_groups, self.state, measured, offloaded=self.offloaded, verbose=verbose)
 
     def _state_of_step(
         self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]
