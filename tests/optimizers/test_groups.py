@@ -231,10 +231,8 @@ REFUSED = {
 
 @pytest.mark.sees_defect(
     "a refused group leaves its names",
-    "check_names(options, names, where)\n        self.param_groups.append(group)\n"
-    "        self._names.append(names)\n",
-    "self._names.append(names)\n        check_names(options, names, where)\n"
-    "        self.param_groups.append(group)\n",
+    "        self.adopt(found)\n",
+    "        self._names += names_of\n        names_of = []\n        self.adopt(found)\n",
 )
 @pytest.mark.parametrize("why", REFUSED)
 def test_a_refused_group_leaves_no_names(opt, why) -> None:
