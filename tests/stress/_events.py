@@ -153,7 +153,6 @@ def wrong_group(episode: Episode) -> None:
         "momentum": {"momentum": 2.0},
         "split_sizes": {"split_sizes": {group["names"][0]: (10**6,)}, "num_heads": None},
         "num_heads": {"num_heads": {"nobody": 3}, "split_sizes": None},
-        "expert_keys": {"expert_keys": ["nowhere"]},
         "params": {"params": set(params)},
         "two kinds": {"use_muon": False, "kind": "muon"},
     }
@@ -458,7 +457,7 @@ def wrong_state_dict(episode: Episode) -> None:
         "no tensor": lambda: swap("text"),
         "one group too many": lambda: saved["param_groups"].append({"params": []}),
         "a group of another size": lambda: saved["param_groups"][0]["params"].append(10**6),
-        "an unknown option": lambda: saved["param_groups"][0].update(foo=3),
+        "a misspelt option": lambda: saved["param_groups"][0].update(weight_decays=3),
         "an invalid option": lambda: saved["param_groups"][0].update(lr=-1.0),
         "state that no group lists": lambda: saved["state"].update({10**6: {}}),
     }
