@@ -80,7 +80,7 @@ SOURCES["end_to_end" + PART] = tuple(
                 for name in (
                     "adapters/lora",
                     "models/experts",
-                    "models/quantize",
+                    "models/quantize_in_memory",
                     "models/transformers",
                 )
             ),

@@ -11,7 +11,7 @@ from torch import Tensor
 from .groups.options import LrRule
 from .groups.param_groups import Format, default_is_muon, get_default_muon_param_groups
 from .sharded.buffers import DistributedConfig, config_of
-from .sharded.plan import Ranks
+from .sharded.shared_plan import Ranks
 from .step import MuonBase
 
 __all__ = ["Muon", "default_is_muon", "get_default_muon_param_groups"]

@@ -8,7 +8,7 @@ from .groups.options import check_choice
 from .groups.param_groups import Format
 from .sharded.buffers import DistributedConfig, config_of
 from .sharded.owners import REDUCE_OPS, Owners
-from .sharded.plan import Ranks
+from .sharded.shared_plan import Ranks
 from .step import MuonBase
 
 GRADIENTS = ("reduced", "unreduced")
