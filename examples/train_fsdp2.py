@@ -99,7 +99,7 @@ def sharded_model(run: RunConfig, device: torch.device, replicas: int) -> nn.Mod
 
 def build_optimizer(opt: Any, run: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
     """Muon for the matrices of the blocks, AdamW for the rest, at one learning rate."""
-    muon, adamw = opt.get_default_muon_param_groups(model)
+    muon, adamw = opt.get_default_muon_param_groups(model, no_decay=False)
     if run.optimizer == "Muon":
         return opt.Muon([muon, adamw], lr=run.lr, weight_decay=run.weight_decay)
     muon["adjust_lr_fn"] = "match_rms_adamw"  # so that one learning rate serves both groups

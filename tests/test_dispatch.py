@@ -41,6 +41,20 @@ def test_the_table_names_ops_of_the_package(dispatch, opt):
         )
 
 
+@pytest.mark.parametrize(
+    ("op", "problem"),
+    [("orthogonalize", {"shape": (768, 768)}), ("nf4_dequant", {}), ("expert_sort", {})],
+)
+def test_a_device_that_is_not_there_is_said(opt, op, problem):
+    """The library's own error was an AssertionError without a word on what to do."""
+    device = "cuda:99" if torch.cuda.is_available() else "cuda"
+    text = opt.explain(op, device=device, **problem)
+    assert text.startswith(f"{device} is not there (")
+    assert text.endswith("ask for device='cpu'")
+    with pytest.raises(RuntimeError, match="nowhere"):
+        opt.explain(op, device="nowhere", **problem)
+
+
 def test_every_op_is_compiled_for_an_h200(dispatch, pretend):
     pretend((9, 0))
     for op in dispatch.TABLE:

@@ -160,8 +160,8 @@ def momenta(package: ModuleType, width: int, layers: int) -> dict[tuple[int, int
     corpus = demo["corpus"].read_corpus(None, context=CONTEXT, max_bytes=TEXT, device=device)
     starts = corpus.train_starts(seed=0, steps=STEPS, batch=BATCH, context=CONTEXT)
     matrices = [name for name, p in model.named_parameters() if p.ndim == 2 and "blocks" in name]
-    groups = package.get_default_muon_param_groups(model)
-    optimizer = package.Muon(groups, lr=LR)
+    groups = package.get_default_muon_param_groups(model, no_decay=False, split_fused=False)
+    optimizer = package.Muon(groups, lr=LR, none_grad=True)
     named = dict(model.named_parameters())
     found: dict[tuple[int, int], list[Any]] = {}
 

@@ -57,7 +57,7 @@ def build_optimizer(run: RunConfig, model: Decoder, package: Package) -> Optimiz
             weight_decay=run.weight_decay,
             fused=True,
         )
-    matrices, rest = package.module.get_default_muon_param_groups(model)
+    matrices, rest = package.module.get_default_muon_param_groups(model, no_decay=False)
     shared = {"lr": run.lr, "weight_decay": run.weight_decay}
     return package.module.MuonAdamW(
         [

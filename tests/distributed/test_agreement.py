@@ -254,6 +254,8 @@ MUON: dict[str, Any] = {
     "nesterov": False,
     "beta2": 0.9,
     "ns_steps": 3,
+    "ns_coefficients": "keller_jordan",
+    "eps": 1e-6,
     "method": "newton_schulz",
     "dtype": torch.bfloat16,
     "momentum_form": "heavy_ball",

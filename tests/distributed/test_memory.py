@@ -134,7 +134,7 @@ def reported(opt: Any, held: str) -> tuple[list[int], str]:
     values = gradients(params, distributed.get_rank() if held == "unreduced" else 0)
     give(params, values)
     optimizer.step()
-    *lines, last = optimizer.report().splitlines()
+    *lines, last = optimizer.report(verbose=True).splitlines()
     moved = [int(re.search(r"(\d+) bytes moved", line)[1]) for line in lines]
     return moved, last
 

@@ -209,7 +209,7 @@ def tiny_gradients(opt, wire, scale: float) -> tuple[float, float]:
         optimizer = opt.Muon(
             params,
             lr=1.0,
-            adjust_lr_fn=None,
+            adjust_lr_fn="none",
             weight_decay=0.0,
             distributed=opt.DistributedConfig(dtype),
         )

@@ -478,7 +478,7 @@ def logged(opt) -> str:
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     params = placed(plain_params(), mesh, [Shard(0)])
     logging.getLogger(opt.__name__).setLevel(logging.WARNING)
-    return opt.Muon(params).report()
+    return opt.Muon(params).report(verbose=True)
 
 
 def test_report_names_owners_and_the_wire(ranks) -> None:

@@ -398,7 +398,7 @@ def copied(opt) -> str:
             param.grad = contribution(param.shape, distributed.get_rank(), 9, index)
         one.step()
     assert_equal_bits(copies, originals)
-    return clone.report()
+    return clone.report(verbose=True)
 
 
 def test_a_copied_optimizer_keeps_its_owners_and_says_who_they_are(ranks) -> None:

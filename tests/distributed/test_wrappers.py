@@ -81,7 +81,8 @@ def train_beside_one_rank(opt: Any, wrapper: str) -> list[bytes]:
     world = distributed.get_world_size()
     called, model = build(wrapper, world)
     arguments = {"process_group": distributed.group.WORLD} if wrapper == "DDP" else {}
-    optimizer = opt.Muon(opt.get_default_muon_param_groups(model), lr=0.1, **arguments)
+    groups = opt.get_default_muon_param_groups(model, no_decay=False)
+    optimizer = opt.Muon(groups, lr=0.1, **arguments)
     names = [name for name, _ in model.named_parameters()]
     single = {
         name: nn.Parameter(whole(param.detach()).clone())

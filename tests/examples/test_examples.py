@@ -439,7 +439,7 @@ def test_profile_step(tmp_path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == names
     events = json.loads((tmp_path / "trace-rank000-steps2-3.json").read_text())["traceEvents"]
     stages = [event for event in events if event["name"] == "muon::adamw" and "ts" in event]
-    assert len(stages) == 2
+    assert len(stages) == 4  # two steps of two groups
     assert "blocks.0.attention.q.weight' (16, 16): muon" in output
     assert all(str(tmp_path / name) in output for name in names)
 

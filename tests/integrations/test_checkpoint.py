@@ -70,7 +70,7 @@ def test_every_kind_of_option_round_trips(opt, device, tmp_path) -> None:
         lr=0.1 + 0.2,  # 0.30000000000000004: shortest decimal forms are exact
         dtype=torch.float32,
         momentum_dtype=torch.bfloat16,
-        adjust_lr_fn=None,
+        adjust_lr_fn="none",
         adamw_betas=(0.8, 0.999),
         num_heads=None,
     )

@@ -19,7 +19,7 @@ from ..optimizers._steps import TinyTransformer, language_loss
 def build(opt, name, device, *, offload: bool, lr: float):
     torch.manual_seed(0)
     model = TinyTransformer().to(device=device, dtype=torch.bfloat16)
-    muon, adamw = opt.get_default_muon_param_groups(model)
+    muon, adamw = opt.get_default_muon_param_groups(model, no_decay=False)
     muon["beta2"] = 0.9
     # An option per parameter name, one of a type of torch's, one that is a tuple.
     muon |= {"split_sizes": {"layers.0.qkv.weight": [8, 16]}, "momentum_dtype": torch.float32}

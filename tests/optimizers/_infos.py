@@ -65,11 +65,8 @@ def torch_infos() -> SimpleNamespace:
 TORCH = torch_infos()
 NAMES = ("Muon", "MuonAdamW")
 MUON, ADAMW = "muon", "adamw"
-# The keywords that choose one of torch's implementations, and options of torch's rules alone.
-TORCH_ONLY = {
-    *("foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad"),
-    "ns_coefficients",
-}
+# The keywords that choose one of torch's implementations, and options of its AdamW alone.
+TORCH_ONLY = {"foreach", "fused", "capturable", "differentiable", "maximize", "amsgrad"}
 ADAMW_OPTIONS = ("betas", "eps")
 SHARED_OPTIONS = ("lr", "weight_decay", "none_grad")
 
@@ -86,7 +83,7 @@ OWN_KWARGS: dict[str, dict[str, Any]] = {
     "cautious decay by the raw rate": {"weight_decay": 0.1, "cautious": True},
     "plain decay by the shaped rate": {"weight_decay": 0.1, "shaped_decay": True},
     "rate of spectral norms": {"adjust_lr_fn": "spectral"},
-    "rate as given": {"adjust_lr_fn": None},
+    "rate as given": {"adjust_lr_fn": "none"},
     "Gram form in float32": {"method": "gram_newton_schulz", "dtype": torch.float32},
     "heads": {"num_heads": 2},
     "split rows": {"split_sizes": (6, 4)},
@@ -116,7 +113,7 @@ def refused_inputs(device: torch.device) -> list[Any]:
 
 
 # torch's error inputs by description -> the error and message here.
-UNKNOWN = ((TypeError, ValueError), "unexpected keyword argument '{0}'|unknown key '{0}'")
+UNKNOWN = (TypeError, "unexpected keyword argument '{0}'")
 ERRORS: dict[str, tuple[Any, str]] = {
     "invalid param type": (TypeError, "iterable of|an iterable of Tensors"),
     "a param group cannot have duplicate parameters": (ValueError, "this parameter is already"),
@@ -231,7 +228,7 @@ def info(opt, name: str) -> Any:
 def make(opt, name: str, params: Any, **options: Any) -> torch.optim.Optimizer:
     """The class over torch's kind of `params`: matrices for Muon, the rest for AdamW.
 
-    Muon takes the options as arguments, MuonAdamW in its groups.
+    Muon takes the options as arguments, MuonAdamW in its groups but for flags of torch's.
     """
     if isinstance(params, Tensor):
         return getattr(opt, name)(params)
@@ -239,7 +236,9 @@ def make(opt, name: str, params: Any, **options: Any) -> torch.optim.Optimizer:
     if name == "Muon":
         own = {key: f"adamw_{key}" for key in ADAMW_OPTIONS}
         return opt.Muon(groups, **{own.get(key, key): value for key, value in options.items()})
-    return opt.MuonAdamW([{"lr": 0.02, **_chosen(group, options), **group} for group in groups])
+    flags = {key: options.pop(key) for key in TORCH_ONLY & options.keys()}
+    marked = [{"lr": 0.02, **_chosen(group, options), **group} for group in groups]
+    return opt.MuonAdamW(marked, **flags)
 
 
 def _groups(params: list[Any]) -> Iterable[dict[str, Any]]:
@@ -258,9 +257,9 @@ def _kind(params: Any) -> str:
 
 
 def _chosen(group: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The options that are for this group; an unknown one is for every group."""
+    """The options that are for this group."""
     muon = group["kind"] == MUON
-    known_to_all = {*SHARED_OPTIONS, *TORCH_ONLY}
+    known_to_all = SHARED_OPTIONS
     return {
         key: value
         for key, value in options.items()

@@ -161,11 +161,11 @@ def test_the_snippet(opt, device) -> None:
     optim.step()
     assert language_loss(model, seed=0) < first
 
-    muon, adamw = groups
+    muon, adamw, undecayed = groups
     optim = opt.MuonAdamW(
         [
             {"kind": "muon", "params": muon["params"], "lr": 0.02},
-            {"kind": "adamw", "params": adamw["params"], "lr": 3e-3},
+            {"kind": "adamw", "params": adamw["params"] + undecayed["params"], "lr": 3e-3},
         ]
     )
     first = language_loss(model, seed=0)

@@ -10,7 +10,7 @@ from ._steps import TinyTransformer
 
 
 def split(opt, model, *args) -> tuple[set[str], set[str]]:
-    muon, adamw = opt.get_default_muon_param_groups(model, *args)
+    muon, adamw = opt.get_default_muon_param_groups(model, *args, no_decay=False)
     assert muon["use_muon"] is True
     assert adamw["use_muon"] is False
     for group in (muon, adamw):
@@ -164,11 +164,16 @@ def test_fused_attention_is_split(opt, device) -> None:
 
 
 def test_the_split_is_logged(opt, submodule, caplog) -> None:
-    name = submodule("optimizers.groups.param_groups").__name__
+    name = submodule("optimizers.groups.default_groups").__name__
     with caplog.at_level("INFO", logger=name):
         opt.get_default_muon_param_groups(Anonymous())
-    assert [record.getMessage() for record in caplog.records if record.name == name] == [
-        "to Muon: b.0.weight; to AdamW: a.weight, c.weight, d.weight"
+    (record,) = [record for record in caplog.records if record.name == name]
+    assert record.getMessage().splitlines() == [
+        "parameter groups:",
+        "muon             (8, 8)   b.0.weight",
+        "adamw            (40, 8)  d.weight",
+        "adamw, no decay  (40, 8)  a.weight",
+        "adamw, no decay  (10, 8)  c.weight",
     ]
 
 
@@ -290,3 +295,69 @@ def test_only_modules_are_accepted(opt) -> None:
 )
 def test_default_is_muon(opt, name, shape, expected) -> None:
     assert opt.default_is_muon(name, torch.empty(shape)) is expected
+
+
+class Fused(nn.Module):
+    """Fused projections as models of transformers have them, four heads and two of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Module()
+        self.attention.num_heads, self.attention.num_key_value_heads = 4, 2
+        self.attention.head_dim = 2
+        self.attention.qkv_proj = nn.Linear(8, 16, bias=False)
+        self.block = nn.Module()
+        self.block.c_attn = nn.Linear(8, 24)
+        self.mlp = nn.Module()
+        self.mlp.gate_up_proj = nn.Linear(8, 20, bias=False)
+        self.experts = nn.Module()
+        self.experts.gate_up_proj = nn.Parameter(torch.randn(3, 12, 8))
+        self.experts.down_proj = nn.Parameter(torch.randn(3, 8, 6))
+        self.other = nn.Module()
+        self.other.qkv_proj = nn.Linear(8, 22, bias=False)
+        self.q = nn.Module()
+        self.q.lora_A = nn.Linear(8, 2, bias=False)
+
+
+def test_fused_projections(opt, submodule, caplog) -> None:
+    """Cut by the heads that the module states, by thirds or by halves; or logged."""
+    model = Fused()
+    muon, adamw, undecayed = opt.get_default_muon_param_groups(model)
+    assert muon["split_sizes"] == {
+        "attention.qkv_proj.weight": (8, 4, 4),
+        "block.c_attn.weight": (8, 8, 8),
+        "mlp.gate_up_proj.weight": (10, 10),
+        "experts.gate_up_proj": (6, 6),
+    }
+    assert "other.qkv_proj.weight (22, 8) looks fused" in caplog.text
+    assert adamw["names"] == ["q.lora_A.weight"]
+    assert undecayed["names"] == ["block.c_attn.bias"]
+    assert undecayed["weight_decay"] == 0.0
+    opt.Muon([muon, adamw, undecayed]).step()
+    muon, *_ = opt.get_default_muon_param_groups(model, split_fused=False)
+    assert "split_sizes" not in muon
+
+
+def test_conv1d_is_said_not_to_be_cut(opt, caplog) -> None:
+    """Of GPT-2: (in, out), so that its parts are runs of columns."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    model = nn.Module()
+    model.c_attn = conv1d(24, 8)
+    muon, *_ = opt.get_default_muon_param_groups(model)
+    assert "split_sizes" not in muon
+    assert "c_attn.weight (8, 24) looks fused" in caplog.text
+
+
+def test_three_groups(opt) -> None:
+    model = TinyTransformer()
+    groups = opt.get_default_muon_param_groups(model, adamw_lr=1e-4)
+    assert [group.get("lr") for group in groups] == [None, 1e-4, 1e-4]
+    _, adamw, undecayed = groups
+    assert adamw["names"] == ["lm_head.weight"]
+    assert {p.ndim for p in undecayed["params"]} == {1, 2}
+    assert "embed_tokens.weight" in undecayed["names"]
+    with pytest.raises(ValueError, match=r"returns three groups.* no_decay=False for two"):
+        _, adamw = opt.get_default_muon_param_groups(model)
+    _, adamw = opt.get_default_muon_param_groups(model, no_decay=False)
+    assert "weight_decay" not in adamw
+    assert len(opt.Muon(groups).param_groups) == 3

@@ -37,7 +37,7 @@ def test_report_names_every_parameter_its_route_and_its_work(opt, submodule, dev
         dtype = str(choice.dtype).removeprefix("torch.")
         texts[shape] = f"{choice.method} in {dtype}, {count * cost[shape]:.3g} FLOP"
     total = 3 * cost[8, 20] + cost[16, 8] + 2 * cost[8, 8]
-    lines = optimizer.report().splitlines()
+    lines = optimizer.report(verbose=True).splitlines()
     assert [line.split(" | ")[0] for line in lines[:-1]] == [
         f"group 0, parameter 'experts.w' (3, 8, 20): muon, 3 x (8, 20) in batch 0, {texts[8, 20]}",
         f"group 0, parameter 'qkv' (24, 8): muon, 1 x (16, 8) in batch 1, {texts[16, 8]}; "
@@ -60,21 +60,21 @@ def test_report_changes_nothing_and_never_waits_for_the_device(opt, device, name
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(0.02, device=device)
     with NoHostReads():
-        first = optimizer.report()
+        first = optimizer.report(verbose=True)
         optimizer.step()
-        second = optimizer.report()
+        second = optimizer.report(verbose=True)
         optimizer.step()
-        assert optimizer.report() == second
+        assert optimizer.report(verbose=True) == second
     assert re.sub(r"\d+ bytes of state", "0 bytes of state", second) == first
     assert "parameter 1 (0, 5): muon, nothing to orthogonalize" in first
     optimizer.param_groups[0]["method"] = "newton_schulz"
     optimizer.param_groups[0]["dtype"] = torch.float64
-    assert "newton_schulz in float64" in optimizer.report()
+    assert "newton_schulz in float64" in optimizer.report(verbose=True)
 
 
 def test_batches_are_numbered_over_all_groups(opt, device) -> None:
     groups = [{"params": parameters([(4, 4)], device=device), "use_muon": True} for _ in range(2)]
-    lines = opt.Muon(groups).report().splitlines()
+    lines = opt.Muon(groups).report(verbose=True).splitlines()
     assert ["in batch 0," in lines[0], "in batch 1," in lines[1]] == [True, True]
 
 
@@ -88,8 +88,8 @@ def test_report_refuses_what_a_step_refuses(opt, device) -> None:
 def test_names_the_dtype_of_the_directions_not_of_the_parameter(opt) -> None:
     """A bfloat16 buffer gives float32 directions, whatever the parameter is."""
     param = torch.nn.Parameter(torch.randn(4, 6, dtype=torch.float64))
-    assert "in float64" in opt.Muon([param]).report()
-    assert "in float32" in opt.Muon([param], momentum_dtype=torch.bfloat16).report()
+    assert "in float64" in opt.Muon([param]).report(verbose=True)
+    assert "in float32" in opt.Muon([param], momentum_dtype=torch.bfloat16).report(verbose=True)
 
 
 def fields(line: str) -> dict[str, str]:
@@ -110,7 +110,7 @@ def test_report_says_who_computes_with_what_and_at_which_cost(
         ]
     )
     optimizer.step()
-    first, second, last = optimizer.report().splitlines()
+    first, second, last = optimizer.report(verbose=True).splitlines()
     small, wide = dtype.itemsize, max(dtype.itemsize, 4)
     path = "reference" if dtype == torch.float64 else "compiled"
     halves = submodule("orthogonalize.products").runs_symmetric
@@ -134,7 +134,7 @@ def test_report_says_who_computes_with_what_and_at_which_cost(
     assert "for an H200 at 790 TFLOP/s and 4.3 TB/s" in last
     assert "measured" not in first + second + last
     optimizer.turn_on_cpu_offload()
-    assert f"{state} bytes of state in host memory" in optimizer.report()
+    assert f"{state} bytes of state in host memory" in optimizer.report(verbose=True)
 
 
 @pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
@@ -144,14 +144,14 @@ def test_measured_times(opt, submodule, device, name) -> None:
     groups = [{"params": params[:3], "use_muon": True}, {"params": params[3:], "use_muon": False}]
     optimizer = getattr(opt, name)([{**g, "lr": 0.1, "none_grad": False} for g in groups])
     optimizer.measure_steps()
-    assert "measured" not in optimizer.report()
+    assert "measured" not in optimizer.report(verbose=True)
     with NoHostReads():
         for _ in range(3):
             optimizer.step()
         optimizer.report()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    *lines, last = optimizer.report().splitlines()
+    *lines, last = optimizer.report(verbose=True).splitlines()
     times = [float(fields(line)["N ms measured"].split()[0]) for line in lines]
     assert all(time > 0 for time in times)
     assert times[0] == times[1]  # two equal matrices of a batch
@@ -160,7 +160,7 @@ def test_measured_times(opt, submodule, device, name) -> None:
     assert sum(times) == pytest.approx(total, rel=0.02)
     optimizer.measure_steps(False)
     optimizer.step()
-    assert "measured" not in optimizer.report()
+    assert "measured" not in optimizer.report(verbose=True)
 
 
 def test_a_step_is_timed_by_the_clock(opt, submodule, monkeypatch) -> None:
@@ -182,6 +182,31 @@ def test_a_step_is_timed_by_the_clock(opt, submodule, monkeypatch) -> None:
 
     monkeypatch.setattr(module, "orthogonalize", slow)
     optimizer.step()
-    lines = optimizer.report().splitlines()
+    lines = optimizer.report(verbose=True).splitlines()
     times = [float(fields(line)["N ms measured"].split()[0]) for line in lines[:2]]
     assert times == [1000.0, 3000.0]
+
+
+def test_the_table_has_a_line_per_shape(opt, device) -> None:
+    """Aligned; the state in MB and the times are those of all parameters of the shape."""
+    params = parameters([(8, 16), (8, 16), (16, 8), (40,)], device=device)
+    optimizer = opt.Muon(
+        [{"params": params[:3], "use_muon": True}, {"params": params[3:], "use_muon": False}]
+    )
+    optimizer.measure_steps()
+    optimizer.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    head, *rows, last = optimizer.report().splitlines()
+    assert head.split("  ")[0] == "route"
+    assert head.endswith("measured ms")
+    assert {len(row) for row in rows} == {len(head)}
+    cells = [re.split("  +", row) for row in rows]
+    assert [row[:3] for row in cells] == [
+        ["muon", "(8, 16)", "2"],
+        ["muon", "(16, 8)", "1"],
+        ["adamw", "(40,)", "1"],
+    ]
+    assert cells[0][3].startswith("1 x (8, 16) gram_newton_schulz in ")
+    assert [float(row[-3]) for row in cells[:2]] == pytest.approx([1.02e-3, 5.12e-4])
+    assert last == optimizer.report(verbose=True).splitlines()[-1]

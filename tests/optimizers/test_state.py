@@ -311,7 +311,7 @@ FAULTS = {
     "bad option": (lambda s: s["param_groups"][0].update(momentum=2), "group 0: momentum must"),
     "unknown option": (
         lambda s: s["param_groups"][0].update(momentums=2),
-        "group 0: the saved group has 'momentums', which a muon group of Muon does not have",
+        "group 0, saved: unknown key 'momentums'; write 'momentum' if that is meant",
     ),
     "option of the other kind": (
         lambda s: s["param_groups"][1].update(ns_steps=5),
@@ -337,9 +337,9 @@ FAULTS = {
         lambda s: s["state"].update({9: {"momentum_buffer": torch.zeros(2, 2)}}),
         r"the state_dict has state for \[9\], which no group lists",
     ),
-    "expert_keys without experts": (
-        lambda s: s["param_groups"][0].update(expert_keys=("experts", "exprts")),
-        "group 0: expert_keys 'exprts' names no parameter",
+    "split_sizes of no parameter": (
+        lambda s: s["param_groups"][0]["split_sizes"].update(nobody=(2, 2)),
+        r"group 0: split_sizes\['nobody'\] names no parameter",
     ),
 }
 

@@ -268,6 +268,7 @@ def test_profiler_ranges(opt, device) -> None:
 def test_debug_logs_the_report_once_per_plan(opt, device, caplog) -> None:
     params = parameters([(64, 96)], device=device)
     optimizer = opt.Muon(params, debug=True, lr=0.0)
+    caplog.clear()
     with caplog.at_level(logging.INFO):
         train(optimizer, params, 2)
     assert [record.getMessage() for record in caplog.records] == [optimizer.report()]

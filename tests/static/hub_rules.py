@@ -41,7 +41,7 @@ def _files(package: Path) -> Iterator[tuple[Path, ast.Module]]:
 
 
 def facade_findings(package: Path) -> list[str]:
-    """__init__.py: a literal `__all__` of names that its imports bind, and nothing else."""
+    """__init__.py: literal `__all__`, of what its imports bind, and `__version__`; no more."""
     path = package / "__init__.py"
     if not path.is_file():
         return [f"{package.name}/__init__.py is missing"]
@@ -56,8 +56,13 @@ def facade_findings(package: Path) -> list[str]:
             names = _literal_names(node.value)
             if names is None:
                 findings.append(f"{where}: __all__ must be a literal list of strings")
+        elif isinstance(node, ast.Assign) and _targets(node) == ["__version__"]:
+            if not isinstance(node.value, ast.Constant):
+                findings.append(f"{where}: __version__ must be a literal")
         elif not _is_docstring(node):
-            findings.append(f"{where}: only imports, __all__ and the docstring belong here")
+            findings.append(
+                f"{where}: only imports, __all__, __version__ and the docstring belong here"
+            )
     if names is None:
         return findings or ["__init__.py: there is no literal __all__"]
     for name in sorted({name for name in names if names.count(name) > 1}):

@@ -162,7 +162,7 @@ def rates(options: dict[str, Any], m: int, n: int) -> tuple[float, float]:
     """(learning rate, decay) of a matrix."""
     lr, rule = number(options["lr"]), options["adjust_lr_fn"]
     factor = {
-        None: 1.0,
+        "none": 1.0,
         "match_rms_adamw": 0.2 * math.sqrt(max(m, n)),
         "original": math.sqrt(max(1.0, m / n)),
         "spectral": math.sqrt(m / n),

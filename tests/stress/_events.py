@@ -250,7 +250,7 @@ def offload_off(episode: Episode) -> None:
 @event
 def looked_at(episode: Episode) -> None:
     optimizer, generator = episode.run.optimizer, episode.generator
-    text = optimizer.report()
+    text = optimizer.report(verbose=True)
     missing = [name for name in episode.run.params if name not in text]
     if missing and all(p.grad is not None for p in episode.run.params.values()):
         raise DifferenceError(f"report() has no line for {missing}")

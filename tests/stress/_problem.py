@@ -86,7 +86,7 @@ def muon_options(generator: random.Random) -> dict[str, Any]:
         "weight_decay": pick([0.0, 0.1, 2.0]),
         "cautious": pick([True, False]),
         "shaped_decay": pick([True, False]),
-        "adjust_lr_fn": pick(["match_rms_adamw", "original", "spectral", None, halved]),
+        "adjust_lr_fn": pick(["match_rms_adamw", "original", "spectral", "none", halved]),
         "beta2": pick([None, 0.9, 0.95]),
         "none_grad": pick([True, False]),
     }

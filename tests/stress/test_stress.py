@@ -39,6 +39,7 @@ def test_every_public_function_is_called(opt) -> None:
     same = {
         "COEFFICIENT_SETS": "gram_newton_schulz",
         "DistMuonAdamW": "MuonAdamW",
+        "MuonFactory": "get_default_muon_param_groups",
         "ProfileCallback": "profile_steps",
         "save_optimizer_async": "save_optimizer",
     }

@@ -25,6 +25,7 @@ from .optimizers import (
     DistributedConfig,
     Muon,
     MuonAdamW,
+    MuonFactory,
     default_is_muon,
     get_default_muon_param_groups,
     muon,
@@ -38,12 +39,15 @@ from .orthogonalize import (
     polar_express_coefficients,
 )
 
+__version__ = "1"  # as in build.toml
+
 __all__ = [
     "COEFFICIENT_SETS",
     "DistMuonAdamW",
     "DistributedConfig",
     "Muon",
     "MuonAdamW",
+    "MuonFactory",
     "ProfileCallback",
     "convert_state_dict",
     "default_is_muon",

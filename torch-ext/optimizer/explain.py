@@ -47,7 +47,7 @@ def explain(op: str, **problem: Any) -> str:
             `dtype` and `backend`.
 
     Returns:
-        The pick and its reason.
+        The pick and its reason; of a CUDA device that is not there, that it is not.
 
     Raises:
         ValueError: unknown op or unusable shape.
@@ -55,4 +55,12 @@ def explain(op: str, **problem: Any) -> str:
     """
     if op not in EXPLAINERS:
         raise ValueError(f"op={op!r} is unknown; explain one of {', '.join(sorted(EXPLAINERS))}")
-    return EXPLAINERS[op](**problem)
+    try:
+        return EXPLAINERS[op](**problem)
+    except (AssertionError, RuntimeError) as error:
+        device = torch.device(problem["device"])
+        there = torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+        if device.type != "cuda" or there:
+            raise
+        what = str(error).splitlines()[0]
+        return f"{device} is not there ({what}), and what runs depends on it; ask for device='cpu'"

@@ -77,14 +77,14 @@ def _all_adamw(package: ModuleType, model: Any, lr: float) -> list[Any]:
 
 
 def _muon(package: ModuleType, model: Any, lr: float) -> list[Any]:
-    groups = package.get_default_muon_param_groups(model)
-    return [package.Muon(groups, lr=lr, weight_decay=DECAY, adamw_betas=BETAS)]
+    groups = package.get_default_muon_param_groups(model, no_decay=False, split_fused=False)
+    return [package.Muon(groups, lr=lr, weight_decay=DECAY, adamw_betas=BETAS, none_grad=True)]
 
 
 def _torch_muon(package: ModuleType, model: Any, lr: float) -> list[Any]:
     import torch
 
-    matrices, rest = package.get_default_muon_param_groups(model)
+    matrices, rest = package.get_default_muon_param_groups(model, no_decay=False, split_fused=False)
     rule = {"lr": lr, "weight_decay": DECAY, "adjust_lr_fn": "match_rms_adamw"}
     return [torch.optim.Muon(matrices["params"], **rule), _adamw(rest["params"], lr)]
 
@@ -113,7 +113,7 @@ def _nanochat(package: ModuleType, model: Any, lr: float) -> list[Any]:
 
 
 def _dion(package: ModuleType, model: Any, lr: float) -> list[Any]:
-    matrices, rest = package.get_default_muon_param_groups(model)
+    matrices, rest = package.get_default_muon_param_groups(model, no_decay=False, split_fused=False)
     rule = {"lr": lr, "weight_decay": DECAY}
     kinds = (("muon", matrices), ("adamw", rest))
     groups = [{"kind": kind, "params": group["params"], **rule} for kind, group in kinds]

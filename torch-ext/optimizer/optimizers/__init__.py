@@ -1,8 +1,8 @@
 """gradient -> momentum -> gather -> orthogonalize -> scatter -> update."""
 
 from . import muon
-from .groups.param_groups import default_is_muon, get_default_muon_param_groups
-from .muon import Muon
+from .groups.default_groups import default_is_muon, get_default_muon_param_groups
+from .muon import Muon, MuonFactory
 from .muon_adamw import DistMuonAdamW, MuonAdamW
 from .sharded.buffers import DistributedConfig
 
@@ -11,6 +11,7 @@ __all__ = [
     "DistributedConfig",
     "Muon",
     "MuonAdamW",
+    "MuonFactory",
     "default_is_muon",
     "get_default_muon_param_groups",
     "muon",

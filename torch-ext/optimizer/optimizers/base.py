@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dispatch import say_once
 from .groups.blocks import check_names
 from .groups.options import AdamWOptions, MuonOptions
 from .groups.param_groups import Format, check_unique
@@ -26,31 +27,60 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     format: Format
     offloaded: bool = False
+    _constructing = False  # groups are added one by one, and one warning speaks of all
+    _guesses: Sequence[str] = ()
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._names: list[list[str | None]] = []  # parallel to param_groups, which hold none
         self._loading: dict[Any, Any] | None = None
+        self._constructing = True
         super().__init__(params, defaults)
+        self._constructing = False
+        self._warn_of_guesses()
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Check a group and add it; on an error nothing has changed. The next step makes its state.
 
+        Names, or the shape, decide about a group without a mark: it becomes two if it has both
+        kinds.
+
         Raises:
             ValueError, TypeError: the message names the group, the parameter and the option.
         """
-        where = f"group {len(self.param_groups)}"
-        group, names = self.format.complete(param_group, self.defaults, where)
-        check_unique([*self.param_groups, group], [*self._names, names])
-        options = self.format.options(group)
-        labelled = _labelled(where, group["params"], names)
-        self._check_group(options, labelled)
-        self.adopt([(where, group, names)])
-        for here, param, name in labelled:
-            self.slots(param, name, options, here)  # raises what the first step would
-        check_names(options, names, where)
-        self.param_groups.append(group)
-        self._names.append(names)
+        first = len(self.param_groups)
+        parts, guess = self.format.with_marks(param_group, self.defaults, f"group {first}")
+        found = []
+        for number, part in enumerate(parts, start=first):
+            group, names = self.format.complete(part, self.defaults, f"group {number}")
+            found.append((f"group {number}", group, names))
+        groups, names_of = [g for _, g, _ in found], [names for _, _, names in found]
+        check_unique([*self.param_groups, *groups], [*self._names, *names_of])
+        options = [self.format.options(group) for group in groups]
+        for (where, group, names), of_group in zip(found, options, strict=True):
+            self._check_group(of_group, _labelled(where, group["params"], names))
+        self.adopt(found)
+        for (where, group, names), of_group in zip(found, options, strict=True):
+            for here, param, name in _labelled(where, group["params"], names):
+                self.slots(param, name, of_group, here)  # raises what the first step would
+            check_names(of_group, names, where)
+        self.param_groups += groups
+        self._names += names_of
+        if guess:
+            self._guesses = [*self._guesses, guess]
+        if not self._constructing:
+            self._warn_of_guesses()
+
+    def _warn_of_guesses(self) -> None:
+        """Say which groups without marks and names were told apart by shape."""
+        if self._guesses:
+            say_once(
+                "groups without use_muon and without names go by shape: %s. Embeddings and heads "
+                "among them belong to adamw: pass get_default_muon_param_groups(model), or "
+                "model.named_parameters()",
+                "; ".join(self._guesses),
+            )
+        self._guesses = ()
 
     def _check_group(
         self, options: MuonOptions | AdamWOptions, entries: Sequence[tuple[str, Tensor, str | None]]
@@ -187,7 +217,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             where = f"group {number}"
             self.format.settle(group)
-            saved_kind, kind = self.format.kind(saved, f"saved {where}"), self.format.kind(group)
+            kind = self.format.kind(group)
+            # torch.distributed.checkpoint keeps nothing of a group without parameters.
+            marked = saved["params"] or {"kind", "use_muon"} & saved.keys()
+            saved_kind = self.format.kind(saved, f"saved {where}") if marked else kind
             if saved_kind != kind:
                 raise ValueError(
                     f"{where}: the saved group is of kind {saved_kind!r}, this one of {kind!r}"

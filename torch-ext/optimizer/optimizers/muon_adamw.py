@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .groups.options import check_choice
+from torch import Tensor
+
+from .groups.options import POLAR_EXPRESS, check_choice
+from .groups.origins import refuses_foreign_arguments
 from .groups.param_groups import Format
 from .sharded.buffers import DistributedConfig, config_of
 from .sharded.owners import REDUCE_OPS, Owners
@@ -29,6 +32,8 @@ DEFAULTS: dict[str, Any] = {
     "momentum_form": "ema",
     "momentum_dtype": None,
     "ns_steps": 5,
+    "ns_coefficients": POLAR_EXPRESS,
+    "eps": 1e-7,
     "method": "auto",
     "dtype": None,
     "cautious": True,
@@ -56,19 +61,22 @@ class MuonAdamW(MuonBase):
             groups, with nesterov True, momentum_form "ema", adjust_lr_fn "original", cautious True
             and shaped_decay True as defaults. `names` are optional. Groups may hold matrices of any
             shapes, or nothing. `use_muon` is accepted for `kind`.
+        lr: of Muon groups that have none of their own; None where all have. `defaults["lr"]` is it,
+            or the lr of the first group.
+        adamw_lr: of AdamW groups that have none of their own.
         gradients: "reduced": `p.grad` is what the step uses, as with one GPU or DDP. "unreduced":
             every rank holds its own contribution. Then matrices and large parameters have owners,
             which add up the contributions and keep the state: a state_dict holds this rank's part,
             keyed as everywhere. Not under DistributedDataParallel, which reduces them already.
             None: "reduced", but replicas on several ranks compare their gradients in the first step
             that has some, and raise if they differ.
+        reduce_op: "avg" or "sum" of unreduced gradients.
         process_group: with reduced gradients, the ranks that share the work, as of `Muon`. With
             unreduced ones, over whose ranks they are to be averaged; None for the default group, if
             there is one. An initialised process group alone changes no result.
-        reduce_op: "avg" or "sum" of unreduced gradients.
         distributed: how ranks exchange what they share; see `DistributedConfig`.
-        debug: log `report()` at INFO whenever the work is planned.
         clip_config: QK-clip of the attention layers in the Muon groups, as for `Muon`.
+        debug: log `report()` at INFO whenever the work is planned.
         removed: keywords that are fields of `DistributedConfig` now; refused.
 
     Raises:
@@ -79,16 +87,19 @@ class MuonAdamW(MuonBase):
 
     format = Format("kind", {})
 
+    @refuses_foreign_arguments
     def __init__(
         self,
         param_groups: list[dict[str, Any]],
+        lr: float | Tensor | None = None,
         *,
+        adamw_lr: float | Tensor | None = None,
         gradients: str | None = None,
-        process_group: Any = None,
         reduce_op: str = "avg",
+        process_group: Any = None,
         distributed: DistributedConfig | None = None,
-        debug: bool = False,
         clip_config: dict[str, Any] | None = None,
+        debug: bool = False,
         **removed: Any,
     ) -> None:
         config = config_of(distributed, removed)
@@ -97,48 +108,33 @@ class MuonAdamW(MuonBase):
         ranks = Ranks(group, config, unreduced, assumed=gradients is None)
         super().__init__(
             param_groups,
-            dict(DEFAULTS),
+            DEFAULTS | {"lr": lr, "adamw_lr": adamw_lr},
             debug=debug,
             clip_config=clip_config,
             ranks=ranks,
         )
+        if lr is None:  # schedulers of transformers read it
+            self.defaults["lr"] = self.param_groups[0]["lr"]
 
 
-def DistMuonAdamW(  # noqa: N802 - a name for the class, spelled as one
-    param_groups: list[dict[str, Any]],
-    process_group: Any = None,
-    *,
-    reduce_op: str = "avg",
-    distributed: DistributedConfig | None = None,
-    debug: bool = False,
-    clip_config: dict[str, Any] | None = None,
-    **removed: Any,
-) -> MuonAdamW:
+class DistMuonAdamW(MuonAdamW):
     """`MuonAdamW(param_groups, gradients="unreduced", process_group=process_group)`.
+
+    With one rank it steps exactly as any other.
 
     Args:
         param_groups: as for `MuonAdamW`.
         process_group: whose ranks hold the contributions; None for the default group.
-        reduce_op: as for `MuonAdamW`.
-        distributed: as for `MuonAdamW`.
-        debug: as for `MuonAdamW`.
-        clip_config: as for `MuonAdamW`.
-        removed: keywords that are fields of `DistributedConfig` now; refused.
-
-    Returns:
-        A `MuonAdamW`. With one rank it steps exactly as any other.
+        options: every other argument of `MuonAdamW` but `gradients`.
 
     """
-    return MuonAdamW(
-        param_groups,
-        gradients="unreduced",
-        process_group=process_group,
-        reduce_op=reduce_op,
-        distributed=distributed,
-        debug=debug,
-        clip_config=clip_config,
-        **removed,
-    )
+
+    def __init__(
+        self, param_groups: list[dict[str, Any]], process_group: Any = None, **options: Any
+    ) -> None:
+        super().__init__(
+            param_groups, gradients="unreduced", process_group=process_group, **options
+        )
 
 
 def _unreduced(gradients: str | None, process_group: Any, reduce_op: str) -> Owners | None:

@@ -44,6 +44,7 @@ class Line:
     param: Tensor
     route: str
     work: list[str] = field(default_factory=list)
+    iterations: list[str] = field(default_factory=list)  # the same, without batches and owners
     owners: str = ""  # ranks, where several share it
     kernels: list[str] = field(default_factory=list)
     flop: int = 0
@@ -56,11 +57,11 @@ class Line:
         """Milliseconds of this rank on an H200 if nothing but operations and memory counted."""
         return 1e3 * (self.own_flop / H200_RATE + self.moved / H200_BANDWIDTH)
 
-    def text(self, state: Mapping[str, Tensor], owner: str, offloaded: bool) -> str:
+    def text(self, held: int, owner: str, offloaded: bool) -> str:
+        """All of it in one line; `held` is bytes of state."""
         head = f"{self.where} {tuple(self.param.shape)}: {self.route}"
         if self.route == "muon":
             head += f", {'; '.join(self.work) or 'nothing to orthogonalize'}"
-        held = sum(local(value).numel() * value.element_size() for value in state.values())
         parts = [self.owners or f"owner {owner}"]
         if self.kernels:
             parts.append(f"kernels {', '.join(dict.fromkeys(self.kernels))}")
@@ -78,8 +79,9 @@ def report(
     measured: Mapping[Hashable, float],  # chunk, or number of an AdamW group -> milliseconds
     *,
     offloaded: bool = False,
+    verbose: bool = False,
 ) -> str:
-    """One line per parameter, and the sums; see `MuonBase.report`."""
+    """One line per shape, or per parameter if `verbose`, and the sums; see `MuonBase.report`."""
     lines: list[Line] = []
     batches, counts = 0, {"muon": 0, "adamw": 0}
     for number, (parameters, batch, together, options) in enumerate(groups):
@@ -113,8 +115,46 @@ def report(
     if measured:
         last += f", {sum(measured.values()):.3g} ms measured in the last finished step"
         last += " beside what ranks share" if shares else ""
-    texts = [line.text(state.get(line.param, {}), owner, offloaded) for line in lines]
+    held = [_held(state.get(line.param, {})) for line in lines]
+    if verbose:
+        texts = [line.text(size, owner, offloaded) for line, size in zip(lines, held, strict=True)]
+    else:
+        texts = _table(lines, held, offloaded)
     return "\n".join([*texts, last])
+
+
+def _held(state: Mapping[str, Tensor]) -> int:
+    """Bytes of a parameter's state on this rank."""
+    return sum(local(value).numel() * value.element_size() for value in state.values())
+
+
+def _table(lines: Sequence[Line], held: Sequence[int], offloaded: bool) -> list[str]:
+    """Aligned columns, one line for all parameters of a shape that are treated alike."""
+    alike: dict[Hashable, list[int]] = {}
+    for index, line in enumerate(lines):
+        key = line.route, tuple(line.param.shape), tuple(line.iterations)
+        alike.setdefault(key, []).append(index)
+    timed = any(line.measured is not None for line in lines)
+    state = "state in host memory, MB" if offloaded else "state, MB"
+    rows = [["route", "shape", "count", "each", state, "predicted ms"]]
+    rows[0] += ["measured ms"] if timed else []
+    for (route, shape, iterations), members in alike.items():
+        chosen = [lines[index] for index in members]
+        row = [route, str(shape), str(len(members)), "; ".join(iterations)]
+        row.append(f"{sum(held[index] for index in members) / 1e6:.3g}")
+        row.append(f"{sum(line.predicted for line in chosen):.3g}")
+        times = [line.measured for line in chosen if line.measured is not None]
+        row += [f"{sum(times):.3g}" if times else "-"] if timed else []
+        rows.append(row)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    left = {0, 1, 3}
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def _describe(
@@ -192,7 +232,7 @@ def _add(
         dtype=direction,
         device=param.device,
         steps=options.ns_steps,
-        method=options.method,
+        method=options.iteration,
         iterate_dtype=options.dtype,
     )
     each = flop(
@@ -202,10 +242,11 @@ def _add(
     by_halves = gram_runs_symmetric(m, n, choice.dtype, param.device) or runs_symmetric(
         min(m, n), choice.dtype, param.device
     )
+    dtype = str(choice.dtype).removeprefix("torch.")
     line.work.append(
-        f"{count} x ({m}, {n}) {place}, {choice.method} in "
-        f"{str(choice.dtype).removeprefix('torch.')}, {operations:.3g} FLOP"
+        f"{count} x ({m}, {n}) {place}, {choice.method} in {dtype}, {operations:.3g} FLOP"
     )
+    line.iterations.append(f"{count} x ({m}, {n}) {choice.method} in {dtype}")
     line.kernels += [_path("momentum", param), _path("apply_update", param)]
     line.kernels.append("symmetric_matmul" if by_halves else "torch's products")
     line.flop += operations

@@ -13,10 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dispatch import say_once
 from ..distributed import Phases, run_pipeline
-from ..orthogonalize import orthogonalize
-from .groups.blocks import Blocks, check_names, cut
-from .groups.options import AdamWOptions, MuonOptions, fingerprint, parse_clip_config
+from ..orthogonalize import newton_schulz, orthogonalize
+from .groups.blocks import Blocks, check_names, cut, unmatched_keys
+from .groups.options import (
+    POLAR_EXPRESS,
+    AdamWOptions,
+    MuonOptions,
+    fingerprint,
+    parse_clip_config,
+    rows_for,
+)
 from .groups.parameters import is_dtensor, label, local
 from .plan import Chunk, GroupTensors, Plan, plan_chunks
 from .report import StepTimer, Timed, report, stage, untimed
@@ -61,11 +69,7 @@ def _step_chunk(work: Local | Exchange | ReduceScatter, rate: Rate, options: Muo
             work.wait_gather()
     # The owner has whole directions (B, m, n) and makes the updates (B, m, n) of them.
     with stage("muon::newton_schulz"):
-        work.orthogonalize(
-            functools.partial(
-                orthogonalize, method=options.method, steps=options.ns_steps, dtype=options.dtype
-            )
-        )
+        work.orthogonalize(_iteration(options))
     # Updates go to all who hold a piece of the parameter.
     if work.communicates:
         yield work.later
@@ -77,6 +81,15 @@ def _step_chunk(work: Local | Exchange | ReduceScatter, rate: Rate, options: Muo
     # p <- p - decay p - rate u, with one rounding.
     with stage("muon::update_params"):
         work.update(rate)
+
+
+def _iteration(options: MuonOptions) -> Callable[..., Tensor]:
+    """Directions (B, m, n) -> updates (B, m, n)."""
+    rule: dict[str, Any] = {"steps": options.ns_steps, "dtype": options.dtype}
+    if options.ns_coefficients == POLAR_EXPRESS:
+        return functools.partial(orthogonalize, method=options.method, **rule)
+    rows = rows_for(options.ns_coefficients, options.ns_steps)
+    return functools.partial(newton_schulz, coefficients=rows, **rule)
 
 
 def run_alone(phases: Phases) -> None:
@@ -158,6 +171,7 @@ class MuonBase(OffloadingOptimizer):
         self._plan: Plan | None = None
         self._checked: list[Any] = []  # per group the fingerprint of the options checked last
         super().__init__(params, defaults)
+        self._warn_of_unmatched()
 
     def __getstate__(self) -> dict[str, Any]:
         self._ranks.consistency.check()
@@ -175,6 +189,21 @@ class MuonBase(OffloadingOptimizer):
         if self.clip_config is not None and isinstance(options, MuonOptions):
             added = find_targets(self.clip_config, entries, options.expert_keys)
             plan_batches(self.clip_config, [*self._clip_targets(), *added])
+
+    def _warn_of_unmatched(self) -> None:
+        """Say which expert_keys, and whether clip_config, no parameter's name matches."""
+        groups = [self.format.options(group) for group in self.param_groups]
+        for key in unmatched_keys(zip(groups, self._names, strict=True)):
+            say_once(
+                "expert_keys %r is a component of no parameter's name; a stack of experts that it "
+                "was meant for is not taken apart",
+                key,
+            )
+        if self.clip_config is not None and self.clip_config.active and not self._clip_targets():
+            say_once(
+                "clip_config matches no parameter of a Muon group: QK-clip needs names such as "
+                "layers.0.self_attn.q_proj.weight, which parameters have where groups have names"
+            )
 
     def _clip_targets(self) -> list[Target]:
         """The projections that QK-clip scales, in all groups."""
@@ -278,18 +307,21 @@ class MuonBase(OffloadingOptimizer):
         return loss
 
     @torch.no_grad()
-    def report(self) -> str:
+    def report(self, *, verbose: bool = False) -> str:
         """What a step does with every parameter that has a gradient, as text.
 
-        A line per parameter has its name or number, its shape, the route (muon or adamw), and for
-        muon the matrices it is cut into, the number of the batch they are in, the method and the
-        dtype of the iteration, and its floating-point operations per step with dense products; then
-        who computes it, the kernels, the bytes of its state (0 before the first step) and those
-        that the elementwise stages move, and the time that an H200 takes for these operations and
-        bytes at the least. Of what several ranks share, bytes and times are of what this rank holds
-        and owns. After `measure_steps()` also its share of the time that its batches took in the
-        last step that is over; what ranks share is not timed. The last line has the sums. It can be
-        asked for at any time and waits for no device and no rank.
+        A table has a line for the parameters of one shape: the route (muon or adamw), how many they
+        are, the matrices that each is cut into with the method and the dtype of the iteration, the
+        bytes of their state (0 before the first step), and the time that an H200 takes for their
+        operations and bytes at the least. The last line has the sums. Of what several ranks share,
+        bytes and times are of what this rank holds and owns. After `measure_steps()` also the time
+        that their batches took in the last step that is over; what ranks share is not timed. It can
+        be asked for at any time and waits for no device and no rank.
+
+        Args:
+            verbose: a line per parameter instead, with its name or number, its batch, its
+                floating-point operations with dense products, who computes it, the kernels, and the
+                bytes that the elementwise stages move.
 
         Returns:
             The lines, without a newline at the end.
@@ -299,14 +331,14 @@ class MuonBase(OffloadingOptimizer):
         """
         options = self._current_options()
         if self.has_state():
-            return self._report_of(self._current_plan(options), options)
+            return self._report_of(self._current_plan(options), options, verbose=verbose)
         # A plan keeps parameters alive, which a trainer may yet shard: this one goes at once.
         state: dict[Any, dict[str, Tensor]] = {
             param: {} for group in self.param_groups for param in group["params"]
         }
         self.adopt_all()
         plan = self._make_plan([*map(layout_of, options)], options, state)
-        return self._report_of(plan, options)
+        return self._report_of(plan, options, verbose=verbose)
 
     def measure_steps(self, on: bool = True) -> None:
         """Time every batch of the following steps, for `report`.
@@ -351,10 +383,13 @@ class MuonBase(OffloadingOptimizer):
         if parts is not None:
             raise TypeError(f"{parts}; save it with torch.distributed.checkpoint, on all ranks")
 
-    def _report_of(self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]) -> str:
+    def _report_of(
+        self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions], *, verbose: bool = False
+    ) -> str:
         measured = {} if self._timer is None else self._timer.milliseconds()
         groups = zip(plan.labelled, plan.chunks, plan.shared.of_groups(), options, strict=True)
-        return report(list(groups), self.state, measured, offloaded=self.offloaded)
+        of_groups = list(groups)
+        return report(of_groups, self.state, measured, offloaded=self.offloaded, verbose=verbose)
 
     def _state_of_step(
         self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]
@@ -545,6 +580,7 @@ class MuonBase(OffloadingOptimizer):
                 cuts.append((index, group, blocks))
         chunks, shared = self._divided(labelled, cuts, numbers, options, state)
         targets = self._clip_targets()
+        self._warn_of_unmatched()
         filled = [state[param] for param in numbers]
         return Plan(
             layouts=layouts,

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ...moe.lora import check_factor_dtype
-from ...optimizers.groups.param_groups import components
+from ...optimizers.groups.names import components
 from ..models.experts import ATTACHED, experts_modules, operand_shape, parameter_names
 from ..sharded_models import gathered_on_cpu, mesh_of, reshard, write_once
 from . import peft

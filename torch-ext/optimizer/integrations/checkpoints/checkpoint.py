@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...optimizers.groups.param_groups import components
+from ...optimizers.groups.names import components
 from ...optimizers.groups.parameters import local
 from ...optimizers.step import MuonBase
 from .checkpoint_file import TENSORS, Checkpoint, SavedGroup, encoded, read, write

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...optimizers.groups.param_groups import ADAMW, MUON, SCHEDULER_KEYS, components
+from ...optimizers.groups.default_groups import ADAMW, MUON
+from ...optimizers.groups.names import components
+from ...optimizers.groups.param_groups import SCHEDULER_KEYS
 from ...optimizers.step import MuonBase
 
 StateDict = Mapping[str, Any]

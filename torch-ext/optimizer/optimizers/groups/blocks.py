@@ -14,14 +14,14 @@ Each cut is made on the live tensor at every step, as a view: nothing here keeps
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from .names import has_component
 from .options import AdamWOptions, MuonOptions, by_name
-from .param_groups import has_component
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,9 @@ def cut(shape: tuple[int, ...], name: str | None, options: MuonOptions, where: s
 def check_names(
     options: MuonOptions | AdamWOptions, names: Sequence[str | None], where: str
 ) -> None:
-    """Raise ValueError if an option speaks of names that no parameter of the group has.
+    """Raise ValueError if split_sizes or num_heads name what no parameter of the group is called.
 
-    A mistyped expert key would leave a stack to `flatten`. A group without parameters may have any.
+    A group without parameters may have any.
     """
     if isinstance(options, AdamWOptions) or not names:
         return
@@ -170,13 +170,20 @@ def check_names(
         for name, _ in by_name(getattr(options, option)):
             if name and name not in {f"[{known!r}]" for known in names}:
                 raise ValueError(f"{where}: {option}{name} names no parameter of the group")
-    known_names = [name for name in names if name is not None]
-    for key in options.expert_keys or ():
-        if not any(has_component(name, key) for name in known_names):
-            raise ValueError(
-                f"{where}: expert_keys {key!r} names no parameter of the group; give it in the "
-                "groups that hold such experts, by a component of their names"
-            )
+
+
+def unmatched_keys(
+    groups: Iterable[tuple[MuonOptions | AdamWOptions, Sequence[str | None]]],
+) -> list[str]:
+    """The expert_keys that no name has, in any group whose keys they are."""
+    asked: dict[str, bool] = {}
+    for options, names in groups:
+        if isinstance(options, MuonOptions):
+            known = [name for name in names if name is not None]
+            for key in options.expert_keys or ():
+                found = any(has_component(name, key) for name in known)
+                asked[key] = asked.get(key, False) or found
+    return [key for key, found in asked.items() if not found]
 
 
 def _of(option: Any, name: str | None) -> Any:

@@ -13,10 +13,16 @@ import torch
 from torch import Tensor
 
 from ...orthogonalize.choose import GRAM_POLYNOMIAL_STEPS, METHODS
-from ...orthogonalize.coefficients import MAX_STEPS
+from ...orthogonalize.coefficients import (
+    COEFFICIENT_SETS,
+    MAX_STEPS,
+    frozen_rows,
+    resolve_coefficients,
+)
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-LR_RULES = ("match_rms_adamw", "original", "spectral")
+LR_RULES = ("match_rms_adamw", "original", "spectral", "none")
+POLAR_EXPRESS = "polar_express"
 MOMENTUM_FORMS = ("heavy_ball", "ema")
 ROUNDINGS = ("nearest", "stochastic", "residual")
 
@@ -36,12 +42,14 @@ class MuonOptions:
     momentum_form: str
     momentum_dtype: torch.dtype | None
     ns_steps: int
+    ns_coefficients: str | tuple[Any, ...]
+    eps: float
     method: str
     dtype: torch.dtype | None
     weight_decay: float | Tensor
     cautious: bool
     shaped_decay: bool
-    adjust_lr_fn: str | LrRule | None
+    adjust_lr_fn: str | LrRule
     beta2: float | None
     expert_keys: tuple[str, ...] | None
     split_sizes: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None
@@ -50,6 +58,11 @@ class MuonOptions:
     rounding: str
     rounding_seed: int
     none_grad: bool
+
+    @property
+    def iteration(self) -> str:
+        """The method, which coefficients of their own decide."""
+        return self.method if self.ns_coefficients == POLAR_EXPRESS else "newton_schulz"
 
     def check(self, where: str, *, read_lr: bool = True) -> None:
         """Raise ValueError or TypeError naming `where`, the option, its value and what is valid.
@@ -61,6 +74,7 @@ class MuonOptions:
         _check_fraction("momentum", self.momentum, where)
         _check_scalar("weight_decay", self.weight_decay, where, read_lr)
         _check_count("ns_steps", self.ns_steps, where, MAX_STEPS)
+        _check_not_negative("eps", self.eps, where)
         if self.beta2 is not None:
             _check_fraction("beta2", self.beta2, where)
         for option in ("nesterov", "cautious", "shaped_decay", "flatten", "none_grad"):
@@ -68,8 +82,9 @@ class MuonOptions:
         check_choice("momentum_form", self.momentum_form, MOMENTUM_FORMS, where)
         check_choice("method", self.method, METHODS, where)
         _check_rounding(self.rounding, self.rounding_seed, where)
-        if self.adjust_lr_fn is not None and not callable(self.adjust_lr_fn):
-            check_choice("adjust_lr_fn", self.adjust_lr_fn, LR_RULES, where, "None, a callable")
+        _check_coefficients(self.ns_coefficients, self.ns_steps, self.method, where)
+        if not callable(self.adjust_lr_fn):
+            check_choice("adjust_lr_fn", self.adjust_lr_fn, LR_RULES, where, "a callable")
         for option in ("dtype", "momentum_dtype"):
             _check_dtype(option, getattr(self, option), where)
         if self.method == "gram_polynomial":
@@ -119,8 +134,12 @@ def option_names(options: type) -> tuple[str, ...]:
 
 def tidy(option: str, value: Any) -> Any:
     """The value as a group stores it: a copy, tuples for sequences, Python's own numbers."""
+    if option == "adjust_lr_fn" and value is None:
+        return "original"  # as in torch; nothing else means None from here on
     if type(value) in _PLAIN_KINDS and type(value) is not tuple:
         return value
+    if option == "ns_coefficients":
+        return _rows(value)
     if option == "expert_keys" and isinstance(value, Iterable) and not isinstance(value, str):
         return tuple(value) or None
     if isinstance(value, Mapping):
@@ -128,6 +147,22 @@ def tidy(option: str, value: Any) -> Any:
     if option in ("split_sizes", "betas", "adamw_betas") and isinstance(value, (list, tuple)):
         return tuple(map(plain_number, value))
     return plain_number(value)
+
+
+def _rows(value: Any) -> Any:
+    """One (a, b, c), or one per step, as tuples of floats; anything else for the checks."""
+    if isinstance(value, (list, tuple)):
+        if all(isinstance(entry, (list, tuple)) for entry in value):
+            return tuple(tuple(map(plain_number, entry)) for entry in value)
+        return tuple(map(plain_number, value))
+    return value
+
+
+def rows_for(coefficients: str | tuple[Any, ...], steps: int) -> str | tuple[Any, ...]:
+    """What `newton_schulz` takes of ns_coefficients: a name, or one row for each of the steps."""
+    if isinstance(coefficients, str) or any(isinstance(row, tuple) for row in coefficients):
+        return coefficients
+    return (coefficients,) * steps
 
 
 def plain_number(value: Any) -> Any:
@@ -220,6 +255,27 @@ def _check_count(option: str, value: Any, where: str, most: float = math.inf) ->
         raise ValueError(f"{where}: {option} must be at least 1, got {value!r}")
     if value > most:
         raise ValueError(f"{where}: {option} must be at most {most}, got {value!r}")
+
+
+def _check_coefficients(value: Any, steps: int, method: str, where: str) -> None:
+    if value == POLAR_EXPRESS:
+        return
+    if isinstance(value, str):
+        check_choice("ns_coefficients", value, (POLAR_EXPRESS, *COEFFICIENT_SETS), where, "rows")
+    elif not isinstance(value, tuple) or not value:
+        raise TypeError(
+            f"{where}: ns_coefficients must be a name, (a, b, c) or one (a, b, c) per step, got "
+            f"{value!r}"
+        )
+    if method not in ("auto", "newton_schulz"):
+        raise ValueError(
+            f"{where}: ns_coefficients={value!r} are of method='newton_schulz', got "
+            f"method={method!r}; leave one of them out"
+        )
+    try:
+        resolve_coefficients(frozen_rows(rows_for(value, steps)), steps)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: ns_coefficients: {error}") from None
 
 
 def _check_gram_polynomial(steps: int, dtype: torch.dtype | None, where: str) -> None:

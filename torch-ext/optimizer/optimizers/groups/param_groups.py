@@ -1,209 +1,22 @@
-"""Parameter groups: names and shapes -> Muon or AdamW, and the keys that a group may have."""
+"""The keys that a parameter group may have, and their values: checked, completed, told apart."""
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch import Tensor
 
+from ...dispatch import say_once
+from .default_groups import ADAMW, EXPERTS, MUON, default_is_muon
+from .names import has_component
 from .options import AdamWOptions, MuonOptions, option_names, tidy
+from .origins import check_other_key, keller_jordans
 from .parameters import check_parameter, label
 
-logger = logging.getLogger(__name__)
-
-# Components that wrappers put into names: torch.compile, activation checkpointing, FSDP1.
-WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-EXPERTS = "experts"
-TOKEN_TABLES = frozenset({"wte", "wpe"})  # GPT-2's names; every other table says "embed" or "_emb"
-HEADS = frozenset({"lm_head", "unembed", "classifier"})
-# Words that name the head at the top of a model and an ordinary projection inside a layer.
-TOP_LEVEL_HEADS = frozenset({"output", "head", "heads", "score", "proj_out", "output_layer"})
-
-
-def components(name: str) -> list[str]:
-    """The parts of a qualified name without those that wrappers add."""
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
-    if parts[0] == "module" and len(parts) > 1:  # DistributedDataParallel
-        del parts[0]
-    return parts
-
-
-def has_component(name: str, key: str) -> bool:
-    """Whether `key` occurs in `name` as whole components; `shared_experts.w1` has no `experts`."""
-    parts, wanted = components(name), key.split(".")
-    last = len(parts) - len(wanted)
-    return any(parts[i : i + len(wanted)] == wanted for i in range(last + 1))
-
-
-def default_is_muon(name: str, param: Tensor) -> bool:
-    """Whether a parameter is a hidden matrix, as far as its name and shape tell.
-
-    Matrices, convolution filters (4 dimensions and more) and stacks of experts (3 dimensions and a
-    name component `experts`) are; embeddings, output heads, norms, biases, other 3-D parameters,
-    what has fewer than 2 dimensions and matrices of one row or column, which are vectors (heads of
-    one output, magnitudes of weight_norm), are not. `output`, `head` and the like are heads only
-    outside numbered layers, since `layers.0.attention.output` is an ordinary projection.
-    `get_default_muon_param_groups` looks at the module types first, which is safer.
-
-    Args:
-        name: qualified name, as from `model.named_parameters()`.
-        param: the parameter.
-    """
-    parts = components(name)
-    if param.ndim < 2 or parts[-1].endswith("bias"):
-        return False
-    if param.ndim == 3 and EXPERTS not in parts:
-        return False
-    rows, *columns = param.shape[1:] if param.ndim == 3 else param.shape
-    if rows == 1 or math.prod(columns) == 1:
-        return False
-    owners = [part.lower() for part in (parts[:-1] or parts)]
-    if any(_names_table_or_norm(part) or part in HEADS for part in owners):
-        return False
-    numbered = any(part.isdigit() for part in parts)
-    return numbered or not TOP_LEVEL_HEADS.intersection(owners)
-
-
-def get_default_muon_param_groups(
-    model: nn.Module, is_muon_func: Callable[[str, Tensor], bool] = default_is_muon
-) -> list[dict[str, Any]]:
-    """Split the trainable parameters of a model into a group for Muon and one for AdamW.
-
-    By default the type of a module decides first: embeddings, output heads (tied to an embedding or
-    not) and norms go to AdamW whatever their names; then `default_is_muon` decides. A head is what
-    `model.get_output_embeddings()` returns, and any Linear outside the layers with as many outputs
-    as an embedding has rows, or up to twice as many (vocabularies are padded). A tied parameter
-    appears once. Another `is_muon_func` decides alone. The split is logged at INFO.
-
-    Args:
-        model: any module, also compiled or wrapped for checkpointing or DDP.
-        is_muon_func: (name, parameter) -> True for Muon.
-
-    Returns:
-        `[{"params", "names", "use_muon": True}, {"params", "names", "use_muon": False}]`. The first
-        also carries `expert_keys` where it holds 3-D stacks of experts, and `split_sizes` for the
-        fused Q, K and V of `torch.nn.MultiheadAttention`. Groups may be empty.
-
-    Raises:
-        TypeError: `model` is not a module.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be a torch.nn.Module, got {type(model).__name__}; write the groups "
-            "yourself for a list of parameters"
-        )
-    by_type = _not_muon_by_type(model) if is_muon_func is default_is_muon else set()
-    muon: dict[str, Any] = {"params": [], "names": [], "use_muon": True}
-    adamw: dict[str, Any] = {"params": [], "names": [], "use_muon": False}
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            chosen = muon if param not in by_type and is_muon_func(name, param) else adamw
-            chosen["params"].append(param)
-            chosen["names"].append(name)
-    stacks = (p.ndim == 3 and has_component(n, EXPERTS) for p, n in zip(*_lists(muon), strict=True))
-    if any(stacks):
-        muon["expert_keys"] = (EXPERTS,)
-    if fused := _fused_projections(model, muon):
-        muon["split_sizes"] = fused
-    logger.info("to Muon: %s; to AdamW: %s", *(", ".join(g["names"]) for g in (muon, adamw)))
-    return [muon, adamw]
-
-
-def _lists(group: dict[str, Any]) -> tuple[list[Tensor], list[str]]:
-    return group["params"], group["names"]
-
-
-def _names_table_or_norm(part: str) -> bool:
-    return (
-        part in TOKEN_TABLES
-        or "embed" in part
-        or part.endswith(("_emb", "norm"))
-        or part.startswith("norm")
-    )
-
-
-def _fused_projections(model: nn.Module, muon: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Rows of Q, K and V in the one parameter that torch's own attention keeps them in."""
-    fused = {
-        module.in_proj_weight: (module.embed_dim,) * 3
-        for module in model.modules()
-        if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None
-    }
-    return {name: fused[p] for p, name in zip(*_lists(muon), strict=True) if p in fused}
-
-
-def _not_muon_by_type(model: nn.Module) -> set[Tensor]:
-    """Parameters of embeddings, heads and norms; a weight tied to one of these is the same one."""
-    found: set[Tensor] = set()
-    vocabularies: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            vocabularies.add(module.num_embeddings)
-            found.update(_own_parameters(module))
-        elif type(module).__name__.lower().endswith("norm"):
-            found.update(_own_parameters(module))
-    for head in _heads(model, vocabularies):
-        found.update(_own_parameters(head))
-    return found
-
-
-def _own_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """A module's parameters without those of its children; a parametrization is no child."""
-    yield from module.parameters(recurse=False)
-    if is_parametrized(module):
-        yield from module.parametrizations.parameters()
-
-
-def _heads(model: nn.Module, vocabularies: set[int]) -> Iterator[nn.Module]:
-    """What the model declares as its head, and Linears onto a vocabulary that are in no layer."""
-    getter = getattr(model, "get_output_embeddings", None)  # transformers
-    if callable(getter):
-        try:
-            head = getter()
-        except NotImplementedError:
-            head = None
-        if isinstance(head, nn.Module):
-            yield head
-    # Of wrappers and what they wrap, which share a path, the innermost is last and stays.
-    modules = {_path(name): module for name, module in model.named_modules()}
-    for path, module in modules.items():
-        outputs = getattr(module, "out_features", None)
-        # Padding, to a multiple of 64 or 128, less than doubles any vocabulary worth padding. A
-        # bound keeps tables of a few rows (token types) from making every Linear a head.
-        onto_vocabulary = isinstance(outputs, int) and any(
-            rows <= outputs < 2 * rows for rows in vocabularies
-        )
-        if onto_vocabulary and not _in_layer(path, modules):
-            yield module
-
-
-def _path(name: str) -> tuple[str, ...]:
-    """The components of a module's name, () for the model itself."""
-    return tuple(components(f"{name}.weight" if name else "weight")[:-1])
-
-
-def _in_layer(path: tuple[str, ...], modules: Mapping[tuple[str, ...], nn.Module]) -> bool:
-    """Whether a Linear is part of a numbered block, or one itself, rather than the end of a model.
-
-    The last Linear of a Sequential can be a head: Sequential(Embedding, ..., Linear).
-    """
-    parent = path[:-1]
-    if any(part.isdigit() for part in parent):
-        return True
-    if isinstance(modules[parent], nn.Sequential):
-        siblings = [p for p in modules if p[:-1] == parent and hasattr(modules[p], "out_features")]
-        return path != siblings[-1]
-    return bool(path) and path[-1].isdigit()
-
-
-MUON, ADAMW = "muon", "adamw"
 OPTIONS = {MUON: MuonOptions, ADAMW: AdamWOptions}
 # What torch's schedulers write into groups, and ask for when they resume.
 SCHEDULER_KEYS = frozenset(
@@ -213,6 +26,7 @@ SCHEDULER_KEYS = frozenset(
 # every group if "betas" is a default, and `momentum` of every group otherwise; only `momentum` fits
 # all groups here: see Format.settle.
 DEFAULT_KEYS = {"betas": "adamw_betas", "eps": "adamw_eps"}
+LARGE_RATE = 0.01  # for AdamW; of match_rms_adamw, whose rates are AdamW's
 
 
 @dataclass(frozen=True)
@@ -221,6 +35,7 @@ class Format:
 
     mark: str  # "use_muon" or "kind"
     adamw_keys: Mapping[str, str]  # field of AdamWOptions -> key of the group, where they differ
+    shares_lr: bool = False  # AdamW groups take the default lr of Muon groups
 
     def key(self, kind: str, option: str) -> str:
         return self.adamw_keys.get(option, option) if kind == ADAMW else option
@@ -262,10 +77,14 @@ class Format:
         return kinds[0]
 
     def settle(self, group: dict[str, Any]) -> None:
-        """The momentum that OneCycleLR or CyclicLR wrote into an AdamW group becomes its beta1.
+        """Give values that other code wrote into a group the form that they have here.
 
-        They are told from other code by the bounds they leave in the group.
+        The momentum that OneCycleLR or CyclicLR wrote into an AdamW group becomes its beta1; they
+        are told from other code by the bounds they leave in the group. adjust_lr_fn=None is
+        "original", as in torch.
         """
+        if group.get("adjust_lr_fn", "") is None:
+            group["adjust_lr_fn"] = tidy("adjust_lr_fn", None)
         cycled = {"momentum", "max_momentum", "base_momentum"} <= group.keys()
         if cycled and self.kind(group) == ADAMW:
             key = self.key(ADAMW, "betas")
@@ -307,14 +126,18 @@ class Format:
         Keys that the group has already are its owner's business.
         """
         kind = self.kind(group)
-        known = {"params", self.mark, *self.keys(kind), *SCHEDULER_KEYS, *group}
-        unknown = sorted(set(saved) - known)
+        options = {"use_muon", "kind", "adamw_betas", "adamw_eps"}
+        options |= {name for of_kind in OPTIONS.values() for name in option_names(of_kind)}
+        known = {"params", self.mark, "param_names", *self.keys(kind), *SCHEDULER_KEYS, *group}
+        unknown = sorted((set(saved) & options) - known)
         if unknown:
             raise ValueError(
                 f"{where}: the saved group has {', '.join(map(repr, unknown))}, which "
                 f"{'an' if kind == ADAMW else 'a'} {kind} group of {owner} does not have; load it "
                 "into an optimizer of the class that saved it"
             )
+        for key in set(saved) - known:
+            check_other_key(key, saved[key], self.keys(kind), f"{where}, saved")
 
     def complete(
         self, group: Any, defaults: Mapping[str, Any], where: str
@@ -323,34 +146,113 @@ class Format:
         if not isinstance(group, dict):
             raise TypeError(f"{where}: must be a dict, got {type(group).__name__}")
         kind = self.kind(group, where)
+        if kind == ADAMW and self.mark == "use_muon":
+            group = keller_jordans(group, defaults["adjust_lr_fn"], where)
         params, names = _parameters(group, where)
         self._check_keys(group, kind, where)
-        default_keys = DEFAULT_KEYS if kind == ADAMW else {}
+        default_keys = dict(DEFAULT_KEYS) if kind == ADAMW else {}
+        if kind == ADAMW and not (self.shares_lr and defaults["adamw_lr"] is None):
+            default_keys["lr"] = "adamw_lr"
         sources = {  # key of the group -> its key in defaults
             self.key(kind, option): default_keys.get(option, option)
             for option in option_names(OPTIONS[kind])
         }
-        missing = [key for key in sources if key not in group and sources[key] not in defaults]
-        if missing:
-            raise ValueError(f"{where}: {', '.join(missing)} must be given for kind {kind!r}")
+        if "lr" not in group and defaults[sources["lr"]] is None:
+            raise ValueError(
+                f"{where}: lr must be given for kind {kind!r}, in the group or as {sources['lr']}"
+            )
         mark = kind == MUON if self.mark == "use_muon" else kind
         completed = {"params": params, self.mark: mark}
         for key, source in sources.items():
             completed[key] = tidy(key, group[key] if key in group else defaults[source])
-        completed |= {key: group[key] for key in group if key in SCHEDULER_KEYS}
-        self.options(completed, where)
+        own = {"params", "names", "use_muon", "kind", *sources}  # every other key is the caller's
+        completed |= {key: group[key] for key in group if key not in own}
+        options = self.options(completed, where)
+        if self.shares_lr and isinstance(options, MuonOptions):
+            _warn_of_rate(options)
         return completed, names
 
     def _check_keys(self, group: dict[str, Any], kind: str, where: str) -> None:
-        known = {"params", "names", "use_muon", "kind", *SCHEDULER_KEYS, *self.keys(kind)}
-        for key in group:
-            if key not in known:
-                other = ADAMW if kind == MUON else MUON
-                hint = f" (it is an option of {other} groups)" if key in self.keys(other) else ""
+        other = ADAMW if kind == MUON else MUON
+        own, others = self.keys(kind), self.keys(other)
+        known = {"params", "names", "param_names", "use_muon", "kind", *SCHEDULER_KEYS, *own}
+        for key, value in group.items():
+            if key in others and key not in known:
                 raise ValueError(
-                    f"{where}: unknown key {key!r}{hint}; a {kind} group takes "
-                    f"{', '.join(self.keys(kind))}"
+                    f"{where}: unknown key {key!r} (it is an option of {other} groups); a {kind} "
+                    f"group takes {', '.join(own)}"
                 )
+            if key not in known:
+                check_other_key(key, value, [*own, *others], where)
+
+    def with_marks(
+        self, group: Any, defaults: Mapping[str, Any], where: str
+    ) -> tuple[list[Any], str]:
+        """A group that says what it is for, or the groups that one without a mark is split into.
+
+        Names decide by `default_is_muon`; without them the shape does, as in torch, and what it
+        decided is the second value, for a warning; "" where nothing was guessed. 3-D parameters
+        are for Muon where expert_keys or flatten say how to take them.
+        """
+        if not isinstance(group, dict) or {"kind", "use_muon"} & group.keys():
+            return [group], ""
+        params, names = _parameters(group, where)
+        chosen = self._chosen(group, defaults, params, names)
+        kinds = [kind for kind in OPTIONS if chosen[kind]] or [ADAMW]
+        parts, guesses = [], []
+        for kind in kinds:
+            others = {key for other in kinds if other != kind for key in self.keys(other)}
+            foreign = others - {*self.keys(kind)}
+            part = {k: v for k, v in group.items() if k not in foreign} | {"kind": kind}
+            part["params"] = [params[i] for i in chosen[kind]]
+            part.pop("names", None)
+            if any(name is not None for name in names):
+                part["names"] = [names[i] for i in chosen[kind]]
+            if "param_names" in group:
+                part["param_names"] = part["names"]
+            parts.append(part)
+            shapes = {tuple(params[i].shape) for i in chosen[kind] if names[i] is None}
+            if shapes:
+                guesses.append(f"{', '.join(map(str, sorted(shapes)))} to {kind}")
+        experts = [names[i] for i in chosen[MUON] if params[i].ndim == 3]
+        keys = tuple(group.get("expert_keys", defaults["expert_keys"]) or ())
+        if EXPERTS not in keys and any(has_component(name or "", EXPERTS) for name in experts):
+            parts[0]["expert_keys"] = (*keys, EXPERTS)
+        return parts, "; ".join(guesses)
+
+    def _chosen(
+        self,
+        group: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        params: list[Tensor],
+        names: list[str | None],
+    ) -> dict[str, list[int]]:
+        """Kind -> numbers of its parameters."""
+        keys = tuple(group.get("expert_keys", defaults["expert_keys"]) or ())
+        chosen: dict[str, list[int]] = {MUON: [], ADAMW: []}
+        for index, (param, name) in enumerate(zip(params, names, strict=True)):
+            if name is None:
+                is_muon = param.ndim == 2 or param.ndim > 3
+            else:
+                is_muon = default_is_muon(name, param)
+            if param.ndim == 3 and not is_muon:
+                is_muon = bool(group.get("flatten", defaults["flatten"])) or any(
+                    has_component(name or "", key) for key in keys if isinstance(key, str)
+                )
+            chosen[MUON if is_muon else ADAMW].append(index)
+        return chosen
+
+
+def _warn_of_rate(options: MuonOptions) -> None:
+    """Rates of Keller Jordan's rule are far too large under the default one."""
+    lr, rule = options.lr, options.adjust_lr_fn
+    if rule == "match_rms_adamw" and not isinstance(lr, Tensor) and lr >= LARGE_RATE:
+        say_once(
+            "lr=%s under adjust_lr_fn='match_rms_adamw' moves a 1024 x 1024 matrix 6.4 times as "
+            "far as torch.optim.Muon does at its default rule; take a rate of AdamW such as 1e-3, "
+            "or adjust_lr_fn='original' for rates such as 0.02",
+            lr,
+        )
 
 
 def _parameters(group: dict[str, Any], where: str) -> tuple[list[Tensor], list[str | None]]:
@@ -369,8 +271,8 @@ def _parameters(group: dict[str, Any], where: str) -> tuple[list[Tensor], list[s
         if not all(paired) or "names" in group:
             raise ValueError(f"{where}: give a name with every parameter, or `names`, not both")
         names, entries = [entry[0] for entry in entries], [entry[1] for entry in entries]
-    elif group.get("names") is not None:
-        names = _names(group["names"], len(entries), where)
+    elif (given := group.get("names", group.get("param_names"))) is not None:
+        names = _names(given, len(entries), where)
     for index, (param, name) in enumerate(zip(entries, names, strict=True)):
         if name is not None and not isinstance(name, str):
             raise TypeError(f"{where}: a name must be a string, got {name!r}")

@@ -84,7 +84,8 @@ class Batch:
 
         def key() -> Any:
             where = directions.data_ptr(), updates.data_ptr(), shape
-            rule = self.options.method, self.options.ns_steps, self.options.dtype, beta2
+            o = self.options
+            rule = o.method, o.ns_steps, o.ns_coefficients, o.dtype, beta2
             return where, rule, kept_statistics(whole, owned, self.options, run.state)
 
         self._wait = run.stage_beside("newton_schulz", whole, key, body)

@@ -25,8 +25,8 @@ from torch import Tensor
 from ...distributed import Extra, Job, Layout, Run, Team, Teams, alone, assign, chunked, make_route
 from ...orthogonalize.choose import choose, predicted_ms
 from ..groups.blocks import Blocks, Piece
+from ..groups.names import has_component
 from ..groups.options import AdamWOptions, MuonOptions
-from ..groups.param_groups import has_component
 from ..groups.parameters import is_dtensor
 from ..stages.muon import Rate, rate_of
 from ..state.in_host_memory import InHostMemory
@@ -335,7 +335,7 @@ class Ranks:
             dtype=first.dtype,
             device=first.param.device,
             steps=options.ns_steps,
-            method=options.method,
+            method=options.iteration,
             iterate_dtype=options.dtype,
         ).dtype
         return torch.float16 if picked in (torch.float16, torch.bfloat16) else torch.float32
@@ -374,7 +374,7 @@ def _cost(options: MuonOptions) -> Callable[[int, int, torch.dtype, torch.device
             dtype,
             device,
             steps=options.ns_steps,
-            method=options.method,
+            method=options.iteration,
             iterate_dtype=options.dtype,
         )
         return together / COST_BATCH

@@ -75,7 +75,7 @@ def rate_of(options: MuonOptions, rows: int, columns: int, device: torch.device)
 
     match_rms_adamw: lr 0.2 sqrt(max(rows, columns)), so that the update's root mean square is
     0.2 lr as AdamW's typically is (arXiv 2502.16982). original: lr sqrt(max(1, rows / columns)), of
-    Keller Jordan's Muon. spectral: lr sqrt(rows / columns) (arXiv 2310.17813). None: lr. A callable
+    Keller Jordan's Muon. spectral: lr sqrt(rows / columns) (arXiv 2310.17813). none: lr. A callable
     gets (lr, rows, columns) and returns the rate; lr may be a Tensor, which it must not read.
     """
     rule, lr, weight_decay = options.adjust_lr_fn, options.lr, options.weight_decay
@@ -100,9 +100,9 @@ def rate_of(options: MuonOptions, rows: int, columns: int, device: torch.device)
     return Rate(1.0, float(rate), lr * weight_decay, shaped_decay=False)
 
 
-def factor_of(rule: str | None, rows: int, columns: int) -> float:
+def factor_of(rule: str, rows: int, columns: int) -> float:
     """By what the shape changes the learning rate under a rule with a name."""
-    if rule is None:
+    if rule == "none":
         return 1.0
     if rule == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))

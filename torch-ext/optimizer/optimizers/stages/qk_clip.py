@@ -26,8 +26,9 @@ from torch import Tensor
 
 from ...distributed import Team, whole
 from ...reference import rounding
+from ..groups.default_groups import EXPERTS
+from ..groups.names import components
 from ..groups.options import ClipConfig
-from ..groups.param_groups import EXPERTS, components
 from ..groups.parameters import is_dtensor, local
 
 logger = logging.getLogger(__name__)

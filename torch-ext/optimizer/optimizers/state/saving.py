@@ -101,6 +101,8 @@ def unmasked_options(saved: dict[str, Any], group: dict[str, Any], where: str) -
         ValueError: a function was saved, but the present group has none.
     """
     merged = {**{key: value for key, value in group.items() if key != "params"}, **saved}
+    if merged.get("adjust_lr_fn", OWN_FUNCTION) is None:
+        merged["adjust_lr_fn"] = "none"  # of a version that had None for no scaling
     if merged.get("adjust_lr_fn") == OWN_FUNCTION:
         if not callable(group["adjust_lr_fn"]):
             raise ValueError(

@@ -1,0 +1,188 @@
+"""Signatures, defaults and what is logged of values that mean something else elsewhere."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import tomllib
+import torch
+
+from .._compare import assert_error_at_most, assert_same_bits
+from ._steps import parameters, train, values
+
+MUON = {
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_steps": 5,
+    "ns_coefficients": "polar_express",
+    "eps": 1e-7,
+    "adjust_lr_fn": "match_rms_adamw",
+    "adamw_lr": None,
+    "adamw_betas": (0.9, 0.95),
+    "adamw_eps": 1e-8,
+    "expert_keys": None,
+    "clip_config": None,
+    "none_grad": False,
+    "debug": False,
+    "process_group": None,
+    "distributed": None,
+}
+MUON_ADAMW = {
+    "lr": None,
+    "adamw_lr": None,
+    "gradients": None,
+    "reduce_op": "avg",
+    "process_group": None,
+    "distributed": None,
+    "clip_config": None,
+    "debug": False,
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), [("Muon", MUON), ("MuonAdamW", MUON_ADAMW)])
+def test_signatures(opt, name, expected) -> None:
+    """Beside the parameters only lr is positional."""
+    found = dict(inspect.signature(getattr(opt, name)).parameters)
+    first, second, *rest = found.values()
+    assert first.kind is second.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert second.name == "lr"
+    assert all(p.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for p in rest)
+    assert list(found)[1 : len(expected) + 1] == list(expected)
+    assert {key: found[key].default for key in expected} == expected
+
+
+def test_version(opt) -> None:
+    build = Path(__file__).resolve().parents[2] / "build.toml"
+    assert opt.__version__ == str(tomllib.loads(build.read_text())["general"]["version"])
+
+
+def groups(params, mark="use_muon"):
+    matrices, vectors = [p for p in params if p.ndim == 2], [p for p in params if p.ndim < 2]
+    return [{"params": matrices, "use_muon": True}, {"params": vectors, "use_muon": False}]
+
+
+def test_rates_of_adamw_groups(opt) -> None:
+    params = parameters([(4, 3), (3,)])
+
+    def rates(optimizer):
+        return [group["lr"] for group in optimizer.param_groups]
+
+    assert rates(opt.Muon(groups(params), 2e-3)) == [2e-3, 2e-3]
+    assert rates(opt.Muon(groups(params), 2e-3, adamw_lr=1e-4)) == [2e-3, 1e-4]
+    assert rates(opt.MuonAdamW(groups(params), 0.02, adamw_lr=3e-3)) == [0.02, 3e-3]
+    with pytest.raises(ValueError, match=r"group 1: lr must be given for kind 'adamw'.* adamw_lr"):
+        opt.MuonAdamW(groups(params), 0.02)
+
+
+def test_schedulers_of_transformers_find_a_rate(opt) -> None:
+    """They read `optimizer.defaults["lr"]`."""
+    transformers = pytest.importorskip("transformers")
+    params = parameters([(4, 3), (3,)])
+    marked = [{**group, "lr": lr} for group, lr in zip(groups(params), (0.02, 3e-3), strict=True)]
+    optimizer = opt.MuonAdamW(marked)
+    assert optimizer.defaults["lr"] == 0.02
+    scheduler = transformers.get_polynomial_decay_schedule_with_warmup(optimizer, 0, 10, lr_end=0.0)
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 1.5e-3])
+    assert opt.MuonAdamW(marked, 0.1).defaults["lr"] == 0.1
+
+
+def test_no_scaling_is_a_word_and_none_is_torchs(opt) -> None:
+    (param,) = parameters([(4, 3)])
+    optimizer = opt.Muon([param], adjust_lr_fn=None)
+    assert optimizer.param_groups[0]["adjust_lr_fn"] == "original"
+    optimizer.param_groups[0]["adjust_lr_fn"] = None  # written later, as by a caller of torch's
+    assert optimizer.state_dict()["param_groups"][0]["adjust_lr_fn"] == "original"
+
+
+def test_a_saved_none_is_no_scaling(opt) -> None:
+    """Version 1 before its release saved None for no scaling, and never for anything else."""
+    (param,) = parameters([(4, 3)])
+    optimizer = opt.Muon([param], adjust_lr_fn="none")
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["adjust_lr_fn"] == "none"
+    saved["param_groups"][0]["adjust_lr_fn"] = None
+    other = opt.Muon(parameters([(4, 3)]))
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["adjust_lr_fn"] == "none"
+
+
+@pytest.mark.parametrize(
+    "coefficients",
+    ["keller_jordan", [3.4445, -4.7750, 2.0315], [(3.4445, -4.7750, 2.0315)] * 5],
+    ids=["name", "one row", "rows"],
+)
+def test_coefficients(opt, device, coefficients) -> None:
+    """A name, one row for all steps, or a row per step: the bits of `newton_schulz`."""
+    one, other = parameters([(16, 8)], device=device), parameters([(16, 8)], device=device)
+    optimizer = opt.Muon(one, ns_coefficients=coefficients)
+    train(optimizer, one, 3)
+    train(opt.Muon(other, method="newton_schulz"), other, 3)
+    assert_same_bits(one[0].detach(), other[0].detach())
+    assert "newton_schulz" in optimizer.report()
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="are of method='newton_schulz', got method='gram"):
+        opt.Muon(one, ns_coefficients=coefficients, method="gram_newton_schulz")
+
+
+@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
+def test_torchs_arguments_give_torchs_update(opt, device, adjust_lr_fn) -> None:
+    """Every argument of torch.optim.Muon by its name, against its bfloat16 iteration."""
+    shapes = [(32, 64), (64, 32)]
+    ours, theirs = parameters(shapes, device=device), parameters(shapes, device=device)
+    before = values(ours)
+    options = {
+        "lr": 0.02,
+        "weight_decay": 0.1,
+        "momentum": 0.9,
+        "nesterov": True,
+        "ns_coefficients": (3.4445, -4.7750, 2.0315),
+        "eps": 1e-7,
+        "ns_steps": 5,
+        "adjust_lr_fn": adjust_lr_fn,
+    }
+    train(opt.Muon(ours, dtype=torch.float32, **options), ours, 3)
+    train(torch.optim.Muon(theirs, **options), theirs, 3)
+    for mine, other, start in zip(ours, theirs, before, strict=True):
+        assert_error_at_most(mine.detach() - start, other.detach() - start, 0.1)
+
+
+def test_a_rate_of_another_rule_is_said_once(opt, submodule, caplog) -> None:
+    submodule("dispatch").say_once.cache_clear()
+    params = parameters([(4, 3)])
+
+    def said() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "match_rms_adamw" in r.getMessage()]
+
+    opt.Muon(params, 9e-3)
+    opt.Muon(params, 0.02, adjust_lr_fn="original")
+    opt.MuonAdamW([{"kind": "muon", "params": params, "adjust_lr_fn": "match_rms_adamw"}], 0.02)
+    assert not said()
+    opt.Muon(params, 0.02)
+    opt.Muon(params, 0.02)
+    (message,) = said()
+    assert message.startswith("lr=0.02 under adjust_lr_fn='match_rms_adamw' moves")
+
+
+def test_a_clip_config_that_matches_nothing_is_said(opt, submodule, caplog) -> None:
+    config = {"q_indices": [0], "k_indices": [0], "head_dim": 4}
+    say_once = submodule("dispatch").say_once
+    for name, expected in (("layers.0.q_proj.weight", 0), ("layers.0.proj.weight", 1)):
+        say_once.cache_clear()
+        caplog.clear()
+        opt.Muon([(name, parameters([(4, 4)])[0])], clip_config=config)
+        found = [r for r in caplog.records if "clip_config matches no" in r.getMessage()]
+        assert len(found) == expected
+
+
+def test_dist_muon_adamw_is_a_subclass(opt) -> None:
+    assert issubclass(opt.DistMuonAdamW, opt.MuonAdamW)
+    with pytest.raises(TypeError, match="gradients"):
+        opt.DistMuonAdamW([], gradients="reduced")

@@ -1,0 +1,375 @@
+"""Groups as other code makes them: without marks, with keys of its own, of other optimizers."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from .._compare import assert_error_at_most, assert_same_bits
+from ._steps import TinyTransformer, language_loss, new_gradients, parameters, train, values
+
+KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
+
+
+@pytest.fixture
+def said(submodule, caplog):
+    """What was logged of groups that went by shape."""
+    submodule("dispatch").say_once.cache_clear()
+
+    def messages() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "go by shape" in r.getMessage()]
+
+    return messages
+
+
+def kinds(optimizer) -> list[tuple[bool, int]]:
+    return [(group["use_muon"], len(group["params"])) for group in optimizer.param_groups]
+
+
+def test_groups_without_a_mark_go_by_shape(opt, device, said) -> None:
+    """As torch.optim.AdamW's callers and Trainer make them; one warning lists the shapes."""
+    params = parameters([(4, 3), (3,), (8, 4), (4,), (1, 4)], device=device)
+    optimizer = opt.Muon([{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.0}])
+    assert kinds(optimizer) == [(True, 1), (True, 2), (False, 2)]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0, 0.0]
+    (message,) = said()
+    assert "(4, 3) to muon; (1, 4), (8, 4) to muon; (3,), (4,) to adamw" in message
+    assert "get_default_muon_param_groups(model)" in message
+    twins = parameters([(4, 3), (3,), (8, 4), (4,), (1, 4)], device=device)
+    marked = [
+        {"params": twins[:1], "use_muon": True},
+        {"params": [twins[2], twins[4]], "use_muon": True, "weight_decay": 0.0},
+        {"params": [twins[1], twins[3]], "use_muon": False, "weight_decay": 0.0},
+    ]
+    train(optimizer, params, 2)
+    train(opt.Muon(marked), twins, 2)
+    for one, other in zip(params, twins, strict=True):
+        assert_same_bits(one.detach(), other.detach())
+
+
+@pytest.mark.parametrize("form", ["pairs", "names", "param_names", "named_parameters"])
+def test_names_decide_by_the_default_rule(opt, said, form) -> None:
+    model = TinyTransformer()
+    named = dict(model.named_parameters())
+    given = {
+        "pairs": lambda: [{"params": list(named.items())}],
+        "names": lambda: [{"params": list(named.values()), "names": list(named)}],
+        "param_names": lambda: [{"params": list(named.values()), "param_names": list(named)}],
+        "named_parameters": model.named_parameters,
+    }[form]()
+    optimizer = opt.Muon(given)
+    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
+    assert not said()
+    muon = optimizer.parameter_names(0)
+    assert muon == [n for n, p in named.items() if opt.default_is_muon(n, p)]
+    assert {"embed_tokens.weight", "lm_head.weight"} <= set(optimizer.parameter_names(1))
+    saved = optimizer.state_dict()["param_groups"]
+    assert saved[0].get("param_names") == (muon if form == "param_names" else None)
+
+
+def test_experts_without_a_mark(opt) -> None:
+    """By the default rule, by the caller's keys, or with flatten; else 3-D is AdamW's."""
+    (stack,) = parameters([(3, 4, 5)])
+    optimizer = opt.Muon([("mlp.experts.w", stack)])
+    assert optimizer.param_groups[0]["expert_keys"] == ("experts",)
+    assert kinds(opt.Muon([("mlp.bank.w", stack)], expert_keys=["bank"])) == [(True, 1)]
+    assert kinds(opt.Muon([stack], flatten=True)) == [(True, 1)]
+    assert kinds(opt.Muon([("mlp.bank.w", stack)])) == [(False, 1)]
+
+
+def test_later_groups_without_a_mark(opt, device, said) -> None:
+    first, *later = parameters([(4, 3), (3, 5), (5,)], device=device)
+    optimizer = opt.Muon([{"params": [first], "use_muon": True}])
+    before = values(later)
+    with pytest.raises(ValueError, match="group 2: eps must be finite"):
+        optimizer.add_param_group({"params": later, "adamw_eps": -1.0})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": later})
+    assert kinds(optimizer) == [(True, 1), (True, 1), (False, 1)]
+    assert len(said()) == 1
+    optimizer.step()
+    assert not any(torch.equal(old, p.detach()) for old, p in zip(before, later, strict=True))
+
+
+def test_groups_of_muon_adamw_without_a_mark(opt) -> None:
+    optimizer = opt.MuonAdamW(parameters([(4, 3), (3,)]), 0.02, adamw_lr=1e-3)
+    assert [(g["kind"], g["lr"]) for g in optimizer.param_groups] == [
+        ("muon", 0.02),
+        ("adamw", 1e-3),
+    ]
+
+
+def test_zero_redundancy_optimizer(opt, tmp_path) -> None:
+    """It makes groups of its own, sorted by size, and copies options between the two."""
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        params, twins = (parameters([(4, 3), (3, 5), (5,), (3,)]) for _ in range(2))
+        groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}]
+        optimizer = ZeroRedundancyOptimizer(groups, opt.Muon, lr=2e-3)
+        marked = [{"params": twins[:2], "use_muon": True}]
+        marked += [{"params": twins[2:], "use_muon": False, "weight_decay": 0.0}]
+        plain = opt.Muon(marked, lr=2e-3)
+        train(optimizer, params, 2)
+        train(plain, twins, 2)
+        for group in (*optimizer.param_groups, *plain.param_groups):
+            group["lr"] = 1e-3
+        train(optimizer, params, 1)
+        train(plain, twins, 1)
+        for one, other in zip(params, twins, strict=True):
+            assert_same_bits(one.detach(), other.detach())
+    finally:
+        distributed.destroy_process_group()
+
+
+OWN_KEYS = {"name": "hidden", "lr_scale": 0.5, "initial_lr": 2e-3, "fused": True, "foreach": None}
+
+
+def test_unknown_keys_are_kept_and_saved(opt) -> None:
+    params = parameters([(4, 3), (3,)])
+    optimizer = opt.Muon(
+        [{"params": params[:1], "use_muon": True, **OWN_KEYS}, {"params": params[1:], **OWN_KEYS}]
+    )
+    for group in (*optimizer.param_groups, *optimizer.state_dict()["param_groups"]):
+        assert OWN_KEYS.items() <= group.items()
+    optimizer.step()
+    other = opt.Muon(
+        [{"params": params[:1], "use_muon": True}, {"params": params[1:], "use_muon": False}]
+    )
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all(OWN_KEYS.items() <= group.items() for group in other.param_groups)
+
+
+def test_the_factory_sees_the_model(opt) -> None:
+    """transformers calls `cls()(model, **kwargs)` where cls is no Optimizer."""
+    model = TinyTransformer()
+    optimizer = opt.MuonFactory()(model, lr=1e-3, adamw_lr=1e-4)
+    assert isinstance(optimizer, opt.Muon)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 1e-4, 1e-4]
+    by_muon = {p for g in optimizer.param_groups if g["use_muon"] for p in g["params"]}
+    assert model.layers[0].qkv.weight in by_muon
+    assert not by_muon & {model.embed_tokens.weight, model.lm_head.weight}
+
+
+@pytest.mark.parametrize("name", ["MuonFactory", "Muon"])
+def test_trainer_makes_the_optimizer(opt, said, tmp_path, name) -> None:
+    """Given the class, it passes groups without names, of which one warning speaks."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    model = TinyTransformer()
+    arguments = transformers.TrainingArguments(tmp_path, report_to="none", use_cpu=True)
+    trainer = transformers.Trainer(
+        model, arguments, optimizer_cls_and_kwargs=(getattr(opt, name), {"lr": 1e-3})
+    )
+    optimizer = trainer.create_optimizer()
+    by_muon = {p for g in optimizer.param_groups if g["use_muon"] for p in g["params"]}
+    assert model.layers[0].qkv.weight in by_muon
+    tables = {model.embed_tokens.weight, model.lm_head.weight}
+    assert bool(by_muon & tables) == (name == "Muon")
+    assert bool(said()) == (name == "Muon")
+
+
+def iterated(x: torch.Tensor, rows) -> torch.Tensor:
+    """Newton-Schulz in float64."""
+    x = x / x.norm()
+    for a, b, c in rows:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def adam(param, grads, *, lr, betas, eps, decay) -> torch.Tensor:
+    """Adam with decoupled decay, from zeros."""
+    one, two = torch.zeros_like(param), torch.zeros_like(param)
+    for step, grad in enumerate(grads, start=1):
+        one = betas[0] * one + (1 - betas[0]) * grad
+        two = betas[1] * two + (1 - betas[1]) * grad**2
+        corrected = two / (1 - betas[1] ** step)
+        param = param * (1 - lr * decay)
+        param = param - lr * one / (1 - betas[0] ** step) / (corrected.sqrt() + eps)
+    return param
+
+
+def muon(param, grads, *, lr, decay, mu, nesterov, ema, factor, rows) -> torch.Tensor:
+    """Momentum, iteration, rate by shape, decay by the raw rate."""
+    buffer = torch.zeros_like(param)
+    for grad in grads:
+        buffer = mu * buffer + (1 - mu if ema else 1) * grad
+        direction = (1 - mu if ema else 1) * grad + mu * buffer if nesterov else buffer
+        param = param * (1 - lr * decay) - lr * factor * iterated(direction, rows)
+    return param
+
+
+def original(param: torch.Tensor) -> float:
+    rows, columns = param.shape
+    return math.sqrt(max(1, rows / columns))
+
+
+def stepped(optimizer, params) -> list[list[torch.Tensor]]:
+    """Three steps; the gradients of every parameter."""
+    grads: list[list[torch.Tensor]] = [[] for _ in params]
+    for seed in range(3):
+        new_gradients(params, seed=seed)
+        for kept, param in zip(grads, params, strict=True):
+            kept.append(param.grad.clone())
+        optimizer.step()
+    return grads
+
+
+def assert_updates(params, expected) -> None:
+    for param, want in zip(params, expected, strict=True):
+        assert_error_at_most(param.detach(), want, 1e-9)
+
+
+def test_keller_jordans_groups(opt) -> None:
+    """MuonWithAuxAdam's, with betas and eps, after the line that the refusal gives."""
+    params = parameters([(12, 4), (4, 12), (5,)], dtype=torch.float64)
+    start = values(params)
+    groups = [
+        {"params": params[2:], "lr": 0.04, "betas": (0.8, 0.95), "eps": 1e-10, "use_muon": False},
+        {"params": params[:2], "lr": 0.05, "momentum": 0.9, "use_muon": True},
+    ]
+    with pytest.raises(ValueError, match=r"'betas', which is adamw_betas here.*'keller_jordan'"):
+        opt.Muon(groups)
+    optimizer = opt.Muon(
+        groups,
+        adjust_lr_fn="original",
+        ns_coefficients="keller_jordan",
+        weight_decay=0.0,
+        adamw_lr=3e-4,
+        adamw_eps=1e-10,
+        lr=0.02,
+    )
+    grads = stepped(optimizer, params)
+    rule = {"lr": 0.05, "decay": 0.0, "mu": 0.9, "nesterov": True, "ema": True}
+    expected = [
+        muon(
+            p,
+            g,
+            **rule,
+            factor=original(p),
+            rows=[KELLER_JORDAN] * 5,
+        )
+        for p, g in zip(start[:2], grads[:2], strict=True)
+    ]
+    expected.append(adam(start[2], grads[2], lr=0.04, betas=(0.8, 0.95), eps=1e-10, decay=0.0))
+    assert_updates(params, expected)
+
+
+def test_moonlights_constructor(opt) -> None:
+    params = parameters([(12, 4), (5,)], dtype=torch.float64)
+    start = values(params)
+    with pytest.raises(TypeError, match=r"for Moonlight's update write Muon\(\[\{'params': muon_p"):
+        opt.Muon(lr=1e-3, wd=0.1, muon_params=params[:1], adamw_params=params[1:])
+    optimizer = opt.Muon(
+        [{"params": params[:1], "use_muon": True}, {"params": params[1:], "use_muon": False}],
+        lr=1e-3,
+        weight_decay=0.1,
+        ns_coefficients="keller_jordan",
+    )
+    grads = stepped(optimizer, params)
+    rule = {"lr": 1e-3, "decay": 0.1, "mu": 0.95, "nesterov": True, "ema": False}
+    factor = 0.2 * math.sqrt(12)
+    expected = [muon(start[0], grads[0], **rule, factor=factor, rows=[KELLER_JORDAN] * 5)]
+    expected.append(adam(start[1], grads[1], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1))
+    assert_updates(params, expected)
+
+
+@pytest.mark.parametrize("key", ["algorithm", "mu", "epsilon", "adjust_lr"])
+def test_dions_groups(opt, key) -> None:
+    """Refused with the line whose update is that of dion's Muon."""
+    params = parameters([(12, 4), (4, 12)], dtype=torch.float64)
+    start = values(params)
+    line = r"use_muon=True for algorithm='muon'.*nesterov=False, adjust_lr_fn='spectral'"
+    with pytest.raises(ValueError, match=f"group 0: unknown key '{key}': .*{line}"):
+        opt.Muon([{"params": params, "use_muon": True, key: 0.9}])
+    if key != "algorithm":
+        with pytest.raises(TypeError, match=line):
+            opt.Muon(params, **{key: 0.9})
+    rule = {"nesterov": False, "adjust_lr_fn": "spectral", "ns_coefficients": "you"}
+    optimizer = opt.Muon(params, lr=0.01, momentum=0.95, weight_decay=0.01, **rule)
+    grads = stepped(optimizer, params)
+    rows = opt.COEFFICIENT_SETS["you"].rows
+    expected = [
+        muon(
+            p,
+            g,
+            lr=0.01,
+            decay=0.01,
+            mu=0.95,
+            nesterov=False,
+            ema=False,
+            factor=math.sqrt(p.shape[0] / p.shape[1]),
+            rows=rows,
+        )
+        for p, g in zip(start, grads, strict=True)
+    ]
+    assert_updates(params, expected)
+
+
+def test_torchs_groups(opt) -> None:
+    """Groups of torch.optim.Muon hold all of its options; its update, in float64."""
+    params = parameters([(12, 4), (4, 12)], dtype=torch.float64)
+    start = values(params)
+    theirs = torch.optim.Muon([nn.Parameter(p.detach().clone()) for p in params], lr=0.02)
+    (group,) = theirs.param_groups
+    optimizer = opt.Muon([{**group, "params": params}])
+    assert optimizer.param_groups[0]["adjust_lr_fn"] == "original"
+    grads = stepped(optimizer, params)
+    rule = {"lr": 0.02, "decay": 0.1, "mu": 0.95, "nesterov": True, "ema": True}
+    expected = [
+        muon(
+            p,
+            g,
+            **rule,
+            factor=original(p),
+            rows=[KELLER_JORDAN] * 5,
+        )
+        for p, g in zip(start, grads, strict=True)
+    ]
+    assert_updates(params, expected)
+
+
+def test_motifs_documented_call(opt) -> None:
+    """`optimizer.muon.get_default_muon_param_groups(model)`, then Muon with its keywords."""
+    model = TinyTransformer()
+    groups = opt.muon.get_default_muon_param_groups(model)
+    optimizer = opt.muon.Muon(
+        groups,
+        lr=1e-3,
+        momentum=0.9,
+        nesterov=True,
+        ns_steps=5,
+        weight_decay=0.1,
+        adamw_betas=(0.9, 0.95),
+        adamw_eps=1e-8,
+        none_grad=True,
+        debug=False,
+        clip_config=None,
+        warmup_step=5,
+        chunk_size=-1,
+        use_distributed_muon=False,
+        expert_keys=["experts"],
+    )
+    first = language_loss(model, seed=0)
+    first.backward()
+    optimizer.step()
+    assert language_loss(model, seed=0) < first
+
+
+def test_empty_groups_load_through_distributed_checkpoint(opt) -> None:
+    """A model with a tied head and no biases has nothing for AdamW with decay."""
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4, bias=False))
+    optimizer = opt.Muon(opt.get_default_muon_param_groups(model))
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0, 1]
+    model(torch.tensor([1, 2])).square().mean().backward()
+    optimizer.step()
+    weights, state = get_state_dict(model, optimizer)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False, False]

@@ -1,0 +1,100 @@
+"""Keys of groups and arguments of other optimizers, and the line that replaces them here."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+_KELLER_JORDAN = (
+    "for his update write Muon(groups, adjust_lr_fn='original', ns_coefficients='keller_jordan', "
+    "weight_decay=0.0, adamw_lr=3e-4, adamw_eps=1e-10, lr=0.02)"
+)
+_DION = (
+    "for the update of dion's Muon write use_muon=True for algorithm='muon' and False for 'adamw', "
+    "and Muon(groups, lr=0.01, momentum=0.95, nesterov=False, adjust_lr_fn='spectral', "
+    "weight_decay=0.01, ns_coefficients='you')"
+)
+_MOONLIGHT = (
+    "for Moonlight's update write Muon([{'params': muon_params, 'use_muon': True}, {'params': "
+    "adamw_params, 'use_muon': False}], lr=lr, weight_decay=wd, ns_coefficients='keller_jordan')"
+)
+# What other optimizers call it -> what to write here.
+FOREIGN: dict[str, str] = {
+    "algorithm": _DION,
+    "mu": f"it is called momentum here; {_DION}",
+    "epsilon": f"it is called adamw_eps (eps in MuonAdamW) here; {_DION}",
+    "adjust_lr": f"it is called adjust_lr_fn here; {_DION}",
+    "distributed_mesh": f"DTensors bring their own mesh, and DDP has process_group; {_DION}",
+    "muon_params": _MOONLIGHT,
+    "adamw_params": _MOONLIGHT,
+    "wd": f"it is called weight_decay here; {_MOONLIGHT}",
+    "adamw_wd": "give weight_decay in the group with use_muon=False",
+    "learning_rate": "it is called lr here",
+    "backend_steps": "it is called ns_steps here",
+}
+# Switches of torch's AdamW that change what it computes.
+_TORCH_RULES = frozenset({"maximize", "amsgrad", "differentiable"})
+# Arguments of the constructors that are no options of a group.
+_OF_THE_OPTIMIZER = frozenset(
+    {
+        *("adamw_lr", "clip_config", "debug", "process_group", "distributed", "gradients"),
+        *("reduce_op", "warmup_step", "chunk_size", "use_distributed_muon"),
+    }
+)
+_NEAR = 0.85  # of difflib's ratio: "momentums", "ns_step", "nestrov"
+
+
+def refuses_foreign_arguments(construct: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that raises TypeError for another optimizer's keyword, with its replacement.
+
+    Also where `params` is missing, which Python would say first: Moonlight's has none.
+    """
+
+    @functools.wraps(construct)
+    def constructed(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name in FOREIGN:
+                raise TypeError(f"{name} is no argument: {FOREIGN[name]}")
+        construct(self, *args, **kwargs)
+
+    return constructed
+
+
+def check_other_key(key: Any, value: Any, options: Iterable[str], where: str) -> None:
+    """Check a key of a group that is no option: one that nobody here reads is the caller's own.
+
+    Raises:
+        ValueError: it is an option misspelt, an argument of the optimizer, or an option of another
+            optimizer that would change the update; the message says what to write.
+    """
+    if not isinstance(key, str):
+        return
+    if key in FOREIGN:
+        raise ValueError(f"{where}: unknown key {key!r}: {FOREIGN[key]}")
+    if key in _OF_THE_OPTIMIZER:
+        raise ValueError(
+            f"{where}: unknown key {key!r}: it is an argument of the optimizer, not of a group"
+        )
+    if key in _TORCH_RULES and value:
+        raise ValueError(f"{where}: unknown key {key!r}: AdamW has no such variant here")
+    near = difflib.get_close_matches(key, options, 1, _NEAR)
+    if near:
+        raise ValueError(f"{where}: unknown key {key!r}; write {near[0]!r} if that is meant")
+
+
+def keller_jordans(group: Mapping[str, Any], rule: Any, where: str) -> dict[str, Any]:
+    """The group of an AdamW with his `betas` and `eps` under the keys of `Muon`.
+
+    Raises:
+        ValueError: the matrices beside it would move by another rule than his.
+    """
+    renamed = {key: f"adamw_{key}" for key in ("betas", "eps") if key in group}
+    if renamed and rule not in ("original", None):
+        key = next(iter(renamed))
+        raise ValueError(
+            f"{where}: unknown key {key!r}, which is adamw_{key} here. Groups with it are Keller "
+            f"Jordan's: {_KELLER_JORDAN}"
+        )
+    return {renamed.get(key, key): value for key, value in group.items()}
