@@ -78,7 +78,9 @@ def catch(arch: int) -> None:
         seen.add(key)
         source = ASTSource(self, found.signature, found.constants, found.attributes)
         made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=compiler)
-        room = load("kernels.experts.tiles").SHARED_MEMORY.get(f"sm{arch}", made.metadata.shared)
+        room = load("kernels.experts.tile_tables").SHARED_MEMORY.get(
+            f"sm{arch}", made.metadata.shared
+        )
         if made.metadata.shared > room:
             raise RuntimeError(
                 f"{self.__name__} takes {made.metadata.shared} bytes of shared memory, sm_{arch} "

@@ -93,7 +93,7 @@ def _two_reading(package: ModuleType) -> tuple[Mapping[str, Callable], Mapping]:
         return torch.mul(x, (prefactor * norm).reciprocal(), out=torch.empty_like(x, dtype=dtype))
 
     functions = {
-        "orthogonalize.batch.normalized": normalized,
+        "orthogonalize.slices.normalized": normalized,
         "orthogonalize.gram_polynomial._runs_compiled": _no,
     }
     return functions, {}

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import re
+import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +80,7 @@ SOURCES["end_to_end" + PART] = tuple(
                 for name in (
                     "adapters/lora",
                     "models/experts",
-                    "models/quantize",
+                    "models/quantize_in_memory",
                     "models/transformers",
                 )
             ),
@@ -128,7 +130,7 @@ def sources_digest(name: str, root: Path = ROOT) -> str:
 
 
 def code_of(path: Path) -> str:
-    """What of a source file runs: Python's syntax tree or C++ without comments."""
+    """What of a source file runs: without comments, docstrings and imports."""
     text = path.read_text()
     if path.suffix == ".py":
         return _python_code(text)
@@ -142,14 +144,33 @@ _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
 def _python_code(text: str) -> str:
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if not isinstance(body := getattr(node, "body", None), list):
-            continue
-        documented = isinstance(
-            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        )
-        if documented and ast.get_docstring(node, clean=False) is not None:
-            body = body[1:]
-        node.body = [x for x in body if not isinstance(x, ast.Import | ast.ImportFrom)]
-    return ast.dump(tree)
+    """The lines without docstrings, imports and comments.
+
+    They are cut out of the text, since dumps of a syntax tree differ between versions of Python.
+    """
+    lines = text.encode().splitlines()
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            _cut(lines, node)
+        elif (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and body
+            and ast.get_docstring(node, clean=False) is not None
+        ):
+            _cut(lines, body[0])
+    rest = b"\n".join(lines).decode()
+    lines = rest.split("\n")
+    for token in tokenize.generate_tokens(io.StringIO(rest).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    return "\n".join(line.rstrip() for line in lines if line.strip() not in ("", "0"))
+
+
+def _cut(lines: list[bytes], node: ast.stmt) -> None:
+    """Blank the statement out; columns of a tree count bytes."""
+    for row in range(node.lineno - 1, node.end_lineno):
+        first = node.col_offset if row == node.lineno - 1 else 0
+        last = node.end_col_offset if row == node.end_lineno - 1 else len(lines[row])
+        lines[row] = lines[row][:first] + b"0" * (row == node.lineno - 1) + lines[row][last:]

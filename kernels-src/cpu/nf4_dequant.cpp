@@ -1,4 +1,4 @@
-// CPU backend of nf4_dequant; formula, table and checks: nf4_dequant/nf4_dequant.h.
+// CPU backend of nf4_dequant; formula, table and checks: quant/nf4_dequant.h.
 
 #include "quant/nf4_dequant.h"
 

@@ -1,4 +1,4 @@
-// CPU backend of nf4_quantize; thresholds and checks: nf4_quantize/nf4_quantize.h.
+// CPU backend of nf4_quantize; thresholds and checks: quant/nf4_quantize.h.
 
 #include "quant/nf4_quantize.h"
 

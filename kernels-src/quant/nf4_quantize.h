@@ -9,7 +9,7 @@
 
 namespace optimizer::nf4_quant {
 
-// What bitsandbytes 0.50.2 ships in its kernels; see reference/nf4_quantize.py. The nibble of NF4
+// What bitsandbytes 0.50.2 ships in its kernels; see reference/nf4.py. The nibble of NF4
 // is the number of thresholds below the scaled element.
 struct Nf4Thresholds {
   float value[15] = {-0.84809643030166625977f,  -0.61063289642333984375f, -0.459995269775390625f,

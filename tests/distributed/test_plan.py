@@ -142,7 +142,7 @@ def test_owners_go_by_predicted_time(opt, ranks, ownership, gradients_are) -> No
 
 @pytest.fixture(scope="module")
 def schedule(opt):
-    return importlib.import_module(f"{opt.__name__}.distributed.schedule")
+    return importlib.import_module(f"{opt.__name__}.distributed.pipeline")
 
 
 def chunk(number, log, later=0):

@@ -603,7 +603,7 @@ def test_calls_on_several_streams_at_once(normalize, device):
 @pytest.mark.gpu
 def test_slices_of_an_iteration_are_normalized_by_the_op(submodule, device, monkeypatch):
     """The compiled op and torch's passes agree to the rounding of both."""
-    batch = submodule("orthogonalize.batch")
+    batch = submodule("orthogonalize.slices")
     x = draw(5, 100, 203, dtype=torch.float32, device=device)
     pieces = [x[:2], laid_out(x[2:], "transposed")]
     calls = []

@@ -246,7 +246,7 @@ def test_batches_are_bounded_and_cover_everything_once(submodule) -> None:
 @pytest.fixture
 def hopper(submodule, monkeypatch):
     """The module chunks as on an H200: float16 iterates in slices of any length."""
-    chunks, batch = submodule("optimizers.plan"), submodule("orthogonalize.batch")
+    chunks, batch = submodule("optimizers.plan"), submodule("orthogonalize.slices")
 
     def slice_for(r, c, dtype, device):
         m, n = min(r, c), max(r, c)

@@ -165,7 +165,7 @@ def test_a_name_that_the_package_lacks_is_said(opt, paths) -> None:
 
 
 def test_two_readings_do_not_fill_up(opt, paths) -> None:
-    batch = module_of(opt, "orthogonalize.batch")
+    batch = module_of(opt, "orthogonalize.slices")
     shape = batch.Slice(1, 8, 16)
     x = torch.randn(1, 8, 16)
     with paths.forced(opt, paths.TWO_READING):

@@ -155,7 +155,7 @@ def test_the_batch_is_no_argument(choose) -> None:
 
 def test_slices_do_not_depend_on_the_batch(submodule) -> None:
     """Where torch's products serve; their bits would."""
-    slice_for = submodule("orthogonalize.batch").slice_for
+    slice_for = submodule("orthogonalize.slices").slice_for
     assert "batch" not in inspect.signature(slice_for).parameters
     for shape in ((1, 1), (33, 65), (768, 3072), (4096, 14336), (1, 10**7)):
         cpu, cuda = (slice_for(*shape, torch.float32, where) for where in (CPU, GPU))
@@ -169,7 +169,7 @@ def test_slices_do_not_depend_on_the_batch(submodule) -> None:
 
 def test_free_slices_share_the_batch_evenly(submodule, monkeypatch) -> None:
     """Where the compiled products serve: no matrix that nobody asked for, and bounded memory."""
-    batch = submodule("orthogonalize.batch")
+    batch = submodule("orthogonalize.slices")
     monkeypatch.setattr(batch, "batch_is_free", lambda dtype, device: True)
     for m, n in ((64, 64), (768, 3072), (2048, 8192), (8192, 8192)):
         free = batch.slice_for(n, m, torch.float16, GPU)
@@ -188,7 +188,7 @@ def test_explain_says_what_why_and_how_much(opt, choose, submodule, capability) 
     for part in ("gram_polynomial", "5 steps", "float16", "FLOP", "ms"):
         assert part in text, f"{part!r} missing in: {text}"
     assert "2.36e+10" in text  # 8 m^2 n + 20 m^3
-    slice_for = submodule("orthogonalize.batch").slice_for
+    slice_for = submodule("orthogonalize.slices").slice_for
     at_once = slice_for(768, 3072, torch.float16, GPU).at_once(24)
     assert f"batch of 24, {at_once} at a time" in text
     asked = {"dtype": torch.float32, "device": "cuda", "method": "gram_newton_schulz"}

@@ -409,7 +409,7 @@ def test_convolution_filters_are_flattened_by_the_caller(opt, device) -> None:
 
 @pytest.fixture(scope="session")
 def batch(submodule):
-    return submodule("orthogonalize.batch")
+    return submodule("orthogonalize.slices")
 
 
 class LargestAllocation(TorchDispatchMode):

@@ -45,7 +45,7 @@ class Problem:
         self.package = package
         self.distributed, self.planning = (
             package("distributed"),
-            package("optimizers.sharded.plan"),
+            package("optimizers.sharded.shared_plan"),
         )
         dims = generator.choice([1, 1, 2, 2, 3])
         most = generator.choices([4, 8, 16, MOST_RANKS], [40, 40, 17, 3])[0]

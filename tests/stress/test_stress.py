@@ -143,7 +143,7 @@ def test_plans_on_random_meshes(opt) -> None:
 @pytest.mark.parametrize("what", ["owner", "size"])
 def test_a_rank_that_plans_otherwise_is_seen(opt, submodule, what, monkeypatch) -> None:
     if what == "owner":
-        module, name = submodule("optimizers.sharded.plan"), "assign"
+        module, name = submodule("optimizers.sharded.shared_plan"), "assign"
         original, calls = module.assign, iter(range(10**6))
 
         def defective(costs: Any, candidates: Any, ranks: int) -> Any:
@@ -151,7 +151,7 @@ def test_a_rank_that_plans_otherwise_is_seen(opt, submodule, what, monkeypatch) 
             turned = tuple((owner + 1) % ranks for owner in owners)
             return turned if next(calls) % 2 else owners
     else:
-        module, name = submodule("distributed.route"), "boxes"
+        module, name = submodule("distributed.messages"), "boxes"
         original = module.boxes
 
         def defective(runs: Any, region: Any) -> Any:

@@ -229,7 +229,7 @@ def test_where_the_sums_do_not_run_beside_the_products(submodule, device):
 
 @pytest.mark.parametrize("rank", [3, 16, 17, 70])
 def test_ranks_that_are_loaded_ahead_and_in_steps(moe, submodule, device, rank):
-    assert submodule("kernels.experts.tiles").ahead(rank) == (rank <= 16)
+    assert submodule("kernels.experts.tile_tables").ahead(rank) == (rank <= 16)
     problem = LayerProblem(9, hidden=16, intermediate=24, rank=rank, rank_down=rank)
     assert_layer_close_to_eager(moe, device, problem, call=by_triton)
 

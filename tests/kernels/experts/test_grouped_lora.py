@@ -469,8 +469,8 @@ def test_where_a_sum_is_cut(launch):
 
 @pytest.fixture(scope="session")
 def config(submodule):
-    """The module kernels.experts.tiles of the loaded package."""
-    return submodule("kernels.experts.tiles")
+    """The module kernels.experts.tile_tables of the loaded package."""
+    return submodule("kernels.experts.tile_tables")
 
 
 @pytest.mark.sees_defect("the plan is chosen by mutable globals, which the tests overwrite")

@@ -4,9 +4,9 @@ shards: what every rank holds -> ownership: who does what -> route: what goes wh
 -> transport: it goes, under the computation that schedule puts beside it
 """
 
+from .messages import ALIGNMENT, Extra, Job, Message, Part, Route, make_route
 from .ownership import assign, chunked
-from .route import ALIGNMENT, Extra, Job, Message, Part, Route, make_route
-from .schedule import Phases, in_flight, run_pipeline
+from .pipeline import Phases, in_flight, run_pipeline
 from .shards import Box, Layout, Run, Split, boxes, splits_of
 from .team import Team, Teams, alone, exchange
 from .transport import AllToAll, Future, Identity, Ready, Transport, extremes, whole

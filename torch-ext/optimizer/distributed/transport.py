@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .route import Message
+from .messages import Message
 
 
 class Future(Protocol):

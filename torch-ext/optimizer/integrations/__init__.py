@@ -12,7 +12,7 @@ from .adapters.lora import (
     unmerge_lora,
 )
 from .checkpoints import checkpoint
-from .models.quantize import quantize_experts
+from .models.quantize_in_memory import quantize_experts
 from .models.quantized_loading import load_quantized
 from .models.quantized_saving import save_quantized
 from .models.transformers import use_in_transformers

@@ -14,7 +14,6 @@ from .experts import Experts, experts_forward
 from .grouped_linear import grouped_lora_linear
 from .layout import ExpertsLayout, ExpertsLora
 from .lora import ExpertAdapters, LoraProjection, factor_views, selective_lora_weights
-from .parallel_linear import parallel_linear_lora
 from .quantized.expert_offload import ExpertOffload
 from .quantized.expert_weights import (
     ActiveExperts,
@@ -26,6 +25,7 @@ from .quantized.expert_weights import (
 from .quantized.quantized_experts import QuantizedExperts
 from .quantized.strategy import choose_strategy, explain_quantized
 from .routers import Router, RouterRule, group_top_k, select_experts, softmax_top_k
+from .scattermoe import parallel_linear_lora
 
 __all__ = [
     "ActiveExperts",

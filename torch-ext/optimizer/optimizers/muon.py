@@ -13,7 +13,7 @@ from .groups.options import POLAR_EXPRESS, LrRule
 from .groups.origins import refuses_foreign_arguments
 from .groups.param_groups import Format
 from .sharded.buffers import DistributedConfig, config_of
-from .sharded.plan import Ranks
+from .sharded.shared_plan import Ranks
 from .step import MuonBase
 
 __all__ = ["Muon", "MuonFactory", "default_is_muon", "get_default_muon_param_groups"]

@@ -11,7 +11,7 @@ from .groups.origins import refuses_foreign_arguments
 from .groups.param_groups import Format
 from .sharded.buffers import DistributedConfig, config_of
 from .sharded.owners import REDUCE_OPS, Owners
-from .sharded.plan import Ranks
+from .sharded.shared_plan import Ranks
 from .step import MuonBase
 
 GRADIENTS = ("reduced", "unreduced")

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ..orthogonalize.arguments import default_dtype
-from ..orthogonalize.batch import slice_for
+from ..orthogonalize.slices import slice_for
 from .groups.blocks import Blocks, Piece, equal_share
 from .groups.options import FLOATING
 from .groups.parameters import check_gradient, is_dtensor, is_plain, local
 
 if TYPE_CHECKING:
-    from .sharded.plan import Shared
+    from .sharded.shared_plan import Shared
     from .stages.qk_clip import Batch
     from .state.on_device import OnDevice
 
@@ -297,7 +297,7 @@ def plan_chunks(
 def matrices_at_once(m: int, n: int, dtype: torch.dtype, device: torch.device) -> int:
     """How many m x n directions a batch may have, by BATCH_BYTES and STEP_BYTES.
 
-    Where slices have any length (`orthogonalize/batch.py`), a matrix of one needs up to X and five
+    Where slices have any length (`orthogonalize/slices.py`), a matrix of one needs up to X and five
     m x m matrices, or X, its successor and one of those. Elsewhere slices are short.
     """
     most = max(1, BATCH_BYTES // max(1, m * n * dtype.itemsize))

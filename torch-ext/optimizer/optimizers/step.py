@@ -30,21 +30,14 @@ from .plan import Chunk, GroupTensors, Plan, plan_chunks
 from .report import StepTimer, Timed, report, stage, untimed
 from .sharded.chunks import Bands, SharedChunk, SliceChunk
 from .sharded.exchange import Exchange
-from .sharded.plan import Ranks, Shared, check_statistics, in_turn, rates_of
 from .sharded.reduce_scatter import Batch, ReduceScatter, step_slices, step_small
+from .sharded.shared_plan import Ranks, Shared, check_statistics, in_turn, rates_of
 from .stages.adamw import adamw
 from .stages.muon import Rate, momentum, rate_of, update
-from .stages.qk_clip import (
-    Target,
-    check_logits,
-    clip,
-    find_targets,
-    largest_logits,
-    plan_batches,
-)
+from .stages.qk_clip import Target, check_logits, clip, find_targets, largest_logits, plan_batches
 from .state.in_host_memory import InHostMemory, OffloadingOptimizer
 from .state.on_device import OnDevice
-from .state.rounding import RESIDUAL, check_unreduced, count_step, rounding_of
+from .state.rounding_state import RESIDUAL, check_unreduced, count_step, rounding_of
 from .state.slots import STATISTICS, Slot, layout_of, rows_here, sharded_dims, slots_of
 
 logger = logging.getLogger(__name__)

@@ -18,13 +18,13 @@ from typing import NamedTuple
 import torch
 
 from .arguments import check_dtype, check_input, default_dtype, dtype_for
-from .batch import slice_for
 from .coefficients import checked_steps, polar_express_coefficients
 from .gram_newton_schulz import gram_newton_schulz, restart_positions
 from .gram_polynomial import gram_polynomial
 from .newton_schulz import newton_schulz, polar_express
 from .polynomials import POLYNOMIALS, SQUARES
 from .products import batch_is_free, chain_serves, gram_runs_symmetric, runs_symmetric
+from .slices import slice_for
 
 METHODS = ("auto", "polar_express", "gram_newton_schulz", "gram_polynomial", "newton_schulz")
 

@@ -36,7 +36,6 @@ import torch
 
 from .._ops import add_op_namespace_prefix, ops
 from .arguments import call, check_dtype, check_input, dtype_for, output_for, schedule, serve_vmap
-from .batch import walk
 from .coefficients import CoefficientSet, Row, Rows
 from .newton_schulz import newton_schulz_step
 from .products import (
@@ -50,6 +49,7 @@ from .products import (
     quadratic,
     symmetric,
 )
+from .slices import walk
 
 # Most negative eigenvalue of a rounded Gram matrix, in units of the dtype's epsilon: measured as
 # -4e-4 in float16 and -3.2e-3 in bfloat16 on matrices of Frobenius norm 1.

@@ -23,7 +23,6 @@ from ..kernels.products import gram_polynomial_slice
 from ..kernels.products.gram_polynomial_slice import Polynomials
 from ..kernels.products.normalize import norm_factors, runs_compiled
 from .arguments import call, check_dtype, check_input, dtype_for, output_for, serve_vmap
-from .batch import Slice, by_slices, walk
 from .polynomials import POLYNOMIALS, SAFETY, Square
 from .products import (
     apply_gram_side,
@@ -34,6 +33,7 @@ from .products import (
     runs_symmetric,
     square,
 )
+from .slices import Slice, by_slices, walk
 
 # Frobenius norm of X before the first product: R then has a trace of 4096, far from float16's
 # subnormal numbers and from its largest one.

@@ -24,9 +24,9 @@ from .arguments import (
     schedule,
     serve_vmap,
 )
-from .batch import walk
 from .coefficients import CoefficientSet, Rows
 from .products import apply_gram_side, folded_quadratic, folds_diagonal, gram, quadratic
+from .slices import walk
 
 
 def _newton_schulz(

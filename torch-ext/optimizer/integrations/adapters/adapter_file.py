@@ -29,6 +29,7 @@ from torch.nn.utils import parametrize
 from ...moe.lora import check_factor_dtype
 from ...optimizers.groups.names import components
 from ..models.experts import ATTACHED, experts_modules, operand_shape, parameter_names
+from ..sharded_models import gathered_on_cpu, mesh_of, reshard, write_once
 from . import peft
 from .lora import (
     AdapterOptions,
@@ -38,7 +39,6 @@ from .lora import (
     check_attachable,
     set_lora,
 )
-from .sharded import gathered_on_cpu, mesh_of, reshard, write_once
 
 # Options that change what the factors mean, with the values that do not.
 PLAIN = {

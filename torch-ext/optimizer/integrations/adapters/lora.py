@@ -28,10 +28,10 @@ from ..models.experts import (
     is_ours,
     operand_shape,
 )
-from ..models.quantize import check_quantizable, quantize_experts
+from ..models.quantize_in_memory import check_quantizable, quantize_experts
 from ..models.transformers import use_in_transformers
+from ..sharded_models import fully_sharded, reshard
 from . import peft
-from .sharded import fully_sharded, reshard
 
 PROJECTION = {"gate_up_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...moe.quantized.quantized_experts import QuantizedExperts
 from ...optimizers.groups.parameters import is_dtensor
 from ..adapters import peft
-from ..adapters.sharded import gathered_on_cpu, mesh_of, reshard, write_once
+from ..sharded_models import gathered_on_cpu, mesh_of, reshard, write_once
 from .experts import ATTACHED, experts_modules, first_projection
 from .model_files import INDEX, QUANTIZED, SINGLE
 

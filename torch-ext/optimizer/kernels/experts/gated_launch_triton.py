@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..checks import gradient_like
 from ..launch.launch_plan import beside, launch
-from . import tiles as config
+from . import tile_tables as config
 from .expert_sort import ExpertOrder
 from .gated_triton import _gated_backward, _gated_forward
 from .grouped_launch_triton import (

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from ..launch.launch_plan import launch
-from . import tiles as config
+from . import tile_tables as config
 from .expert_sort import ExpertOrder
 from .grouped_lora import ExpertWeights
 from .grouped_triton import (

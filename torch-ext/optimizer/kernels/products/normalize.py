@@ -15,7 +15,7 @@ bytes of out are put together from two of x; torch's copy of such rows goes elem
 path      | ops                           | source                          | taken
 compiled  | normalize, norm_factors, crop | kernels-src/products/normalize/ | CUDA >= 8.0, up to
           |                               |                                 | float32; crop: 16 bits
-torch     | none                          | orthogonalize/batch.py          | everything else
+torch     | none                          | orthogonalize/slices.py          | everything else
 reference | none                          | reference/normalize.py          | by tests
 """
 

@@ -27,12 +27,7 @@ from ..experts.glu import ACTIVATIONS
 from ..experts.grouped_lora import ExpertWeights
 from ..launch.launch_plan import replayed
 from .formats import Format, Stack, shape_of
-from .grouped_lora_quantized import (
-    QUANTIZED,
-    QUANTIZED_LENGTH,
-    opened_weights,
-    quantized_operands,
-)
+from .grouped_lora_quantized import QUANTIZED, QUANTIZED_LENGTH, opened_weights, quantized_operands
 
 
 def fuses(path: str, activation: object, gated: bool) -> bool:

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..experts import tiles as config
+from ..experts import tile_tables as config
 from ..experts.expert_sort import tile_rows_for
 from ..experts.grouped_launch_triton import packed as packed_factor
 from ..experts.grouped_launch_triton import widens

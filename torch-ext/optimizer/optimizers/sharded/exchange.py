@@ -26,7 +26,7 @@ from ..groups.options import MuonOptions
 from ..groups.parameters import local, locals_of
 from ..stages.muon import Rate
 from ..state.on_device import OnDevice
-from ..state.rounding import RESIDUAL
+from ..state.rounding_state import RESIDUAL
 from ..state.slots import STATISTICS
 from .buffers import Block, lasting
 from .chunks import Held, SharedChunk

@@ -12,7 +12,7 @@ from ...kernels.step.tensor_lists import MAX_DIMS, shaped, written
 from ..groups.options import AdamWOptions
 from ..groups.parameters import local
 from ..state.on_device import AdamWWork
-from ..state.rounding import RESIDUAL, Rounding, rounding_of
+from ..state.rounding_state import RESIDUAL, Rounding, rounding_of
 
 
 def adamw(

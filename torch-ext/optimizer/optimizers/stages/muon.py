@@ -22,7 +22,7 @@ from ...kernels.step.tensor_lists import MAX_DIMS, NARROW, as_list, shaped, writ
 from ...reference import rounding as reference_rounding
 from ...reference import update as reference
 from ..groups.options import LR_RULES, MuonOptions, is_zero
-from ..state.rounding import Rounding
+from ..state.rounding_state import Rounding
 
 logger = logging.getLogger(__name__)
 

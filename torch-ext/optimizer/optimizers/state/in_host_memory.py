@@ -25,7 +25,7 @@ from ..groups.parameters import local
 from ..plan import BATCH_BYTES, Chunk, Member
 from ..sharded.chunks import Held, SharedChunk
 from .on_device import AdamWWork, State
-from .rounding import RESIDUAL
+from .rounding_state import RESIDUAL
 from .slots import host_zeros, travels
 
 SLOTS = 3  # one arriving, one in use, one leaving

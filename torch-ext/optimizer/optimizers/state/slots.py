@@ -24,7 +24,7 @@ from ...kernels.step.tensor_lists import NARROW
 from ..groups.blocks import cut
 from ..groups.options import AdamWOptions, MuonOptions
 from ..groups.parameters import is_dtensor, local
-from .rounding import COUNTER, RESIDUAL, check_rounding
+from .rounding_state import COUNTER, RESIDUAL, check_rounding
 
 STATISTICS = "second_momentum_buffer"
 ASKED_FOR = frozenset({RESIDUAL, STATISTICS, COUNTER})  # by an option that may change

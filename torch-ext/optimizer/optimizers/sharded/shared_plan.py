@@ -31,18 +31,10 @@ from ..groups.parameters import is_dtensor
 from ..stages.muon import Rate, rate_of
 from ..state.in_host_memory import InHostMemory
 from ..state.on_device import OnDevice
-from ..state.rounding import check_rounding
+from ..state.rounding_state import check_rounding
 from ..state.slots import Slot
 from .buffers import DistributedConfig, Staging
-from .chunks import (
-    Bands,
-    SharedChunk,
-    SharedMatrix,
-    SliceChunk,
-    SmallChunk,
-    chunk_of,
-    parts_of,
-)
+from .chunks import Bands, SharedChunk, SharedMatrix, SliceChunk, SmallChunk, chunk_of, parts_of
 from .consistency import Common, Consistency, Members, check_not_captured, compare_replicas
 from .cuda_graphs import BESIDE, POOL_BYTES, Graphs, State, StepRun
 from .owners import REDUCE_OPS, Owners, spread

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...optimizers.groups.parameters import is_dtensor
-from ...optimizers.state.saving import gathered
+from ..optimizers.groups.parameters import is_dtensor
+from ..optimizers.state.saving import gathered
 
 FULLY_SHARDED = ("FSDPModule", "FullyShardedDataParallel")  # of fully_shard, and of its predecessor
 MESSAGE = 1024  # bytes of an error that the other ranks hear of
