@@ -135,6 +135,33 @@ def measure(
     return status(rows, cases.left, "the same command goes on" if kept else "give it more time")
 
 
+def finish(name: str, folder: Path) -> int:
+    """A partial file becomes the result with what it has; `missing` names the cases that it lacks.
+
+    Raises:
+        SystemExit: there is no such file, or its sources are not those of this checkout.
+    """
+    from types import SimpleNamespace
+
+    from harness import progress, report
+
+    path = folder / f"{name}.json"
+    partial = progress.partial_path(path)
+    earlier = report.read(partial)
+    if earlier is None:
+        raise SystemExit(f"{partial} does not exist")
+    if earlier["sources"] != sources_digest(entry_of(path)):
+        raise SystemExit(f"{partial} is of other sources than this checkout")
+    late = progress.Progress({row["case"] for row in earlier["rows"]}, end=0.0)
+    entry = importlib.import_module(ENTRIES[name])
+    assert not list(entry.rows(SimpleNamespace(commit=earlier["commit"]), late))
+    head = {key: value for key, value in earlier.items() if key not in ("partial", "rows")}
+    report.write(path, head | {"missing": sorted(set(late.left))}, earlier["rows"])
+    partial.unlink()
+    print(f"wrote {path} without {len(set(late.left))} cases")
+    return 0
+
+
 def measure_cases(
     asked: list[str], out: Path, cache: Path, *, draft: bool, end: float | None
 ) -> int:
@@ -253,6 +280,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--cache", type=Path, default=CACHE, help="end_to_end: token ids and compiled models"
     )
+    parser.add_argument(
+        "--finish", type=Path, metavar="FOLDER", help="make a result of its partial file there"
+    )
     parser.add_argument("--again", nargs="+", default=[], help="cases to measure once more")
     parser.add_argument(
         "--budget", type=float, metavar="SECONDS", help="begin no case after that; exit status 3"
@@ -264,6 +294,8 @@ def main(arguments: list[str]) -> int:
         parser.error("end_to_end takes --case, and nothing else does")
     if problem and options.what != "moe_lora":
         parser.error(f"{options.what} takes no --models, --ranks or --seq-len; moe_lora does")
+    if options.finish:
+        return finish(options.what, options.finish)
     if options.what != "plots":
         draft = options.draft or bool(problem)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:

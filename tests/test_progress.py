@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -221,6 +222,25 @@ def test_cases_are_measured_again_in_a_file_of_the_same_sources(harness, tmp_pat
         harness.progress.continued(path, head, ["b", "d"])
     with pytest.raises(ValueError, match="the file has commit x, this is y"):
         harness.progress.continued(path, head | {"commit": "y"}, ["b"])
+
+
+def test_a_partial_file_is_finished_with_what_it_has(harness, tmp_path) -> None:
+    path = tmp_path / "elementwise.json"
+    partial = harness.progress.partial_path(path)
+    sources = harness.run.sources_digest("elementwise")
+    head = {"commit": COMMIT, "sources": sources, "partial": True}
+    cases = harness.progress.Progress(end=0.0)
+    module = importlib.import_module("harness.elementwise")
+    assert not list(module.rows(SimpleNamespace(commit=COMMIT), cases))
+    first, *others = dict.fromkeys(cases.left)
+    harness.report.write(partial, head, [harness.report.failed(first, "auto")])
+    assert harness.run.main(["elementwise", "--finish", str(tmp_path)]) == 0
+    written = json.loads(path.read_text())
+    assert "partial" not in written and not partial.exists()
+    assert written["missing"] == sorted(others)
+    harness.report.write(partial, head | {"sources": "other"}, [])
+    with pytest.raises(SystemExit, match="of other sources"):
+        harness.run.main(["elementwise", "--finish", str(tmp_path)])
 
 
 def test_ranks_have_no_budget(harness, monkeypatch, capsys) -> None:

@@ -188,6 +188,8 @@ def _section(result: dict, path: Path, root: Path) -> str:
         "the device's time. Times faster is by the clock: eager calls, host included. "
         f"All rows: {_link(path, root)}."
     )
+    if missing := result.get("missing"):
+        text += f" Not measured: {', '.join(f'`{case}`' for case in missing)}."
     if entry_of(path) != path.stem:
         text += f" What a GPU sends counts at {LINK_TBPS} TB/s, beside the rest."
     if others:
