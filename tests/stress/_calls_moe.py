@@ -410,7 +410,9 @@ def expert_weight(package: Package, generator: random.Random) -> Call:
 @call("moe.choose_strategy")
 def choose_strategy(package: Package, generator: random.Random) -> Call:
     arguments = {"rows": 17, "num_experts": 8, "wanted": "auto", "fusable": True, "fast": True}
-    return Call("moe.choose_strategy", package.opt.moe.choose_strategy, arguments)
+    return Call(
+        "moe.choose_strategy", package.opt.moe.choose_strategy, arguments, words=("strategy",)
+    )
 
 
 def quantized(package: Package, generator: random.Random) -> tuple[Any, Tensor]:

@@ -21,7 +21,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..distributed._cases import mesh_of, placement
 from ._events import PlannedError
@@ -396,10 +397,22 @@ def wrong_option(episode: Together) -> None:
     group[option] = kept
 
 
+def has_whole_experts(param: nn.Parameter) -> bool:
+    """Whether every expert of a stack is on one rank, which then steps or skips it alone."""
+    if not isinstance(param, DTensor) or param.ndim != 3:
+        return False
+    sizes = zip(param.placements, param.device_mesh.shape, strict=True)
+    return all(size == 1 or placement.is_shard(0) for placement, size in sizes)
+
+
 @event
 def gradient_missing_on_one(episode: Together) -> None:
     """Every rank raises before anything is written; then state is loaded."""
-    candidates = [n for n, p in episode.run.params.items() if p.grad is not None and p.numel()]
+    candidates = [
+        name
+        for name, param in episode.run.params.items()
+        if param.grad is not None and param.numel() and not has_whole_experts(param)
+    ]
     if not candidates:
         return
     name = episode.generator.choice(candidates)
