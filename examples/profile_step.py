@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             optimizer.step()
             optimizer.zero_grad()
             profile.step()
-    print(optimizer.report())
+    print(optimizer.report(verbose=True))
     for path in profile.files:
         print(path)
     return 0

@@ -129,7 +129,7 @@ def paths():
 def test_forced_paths_replace_functions_and_put_them_back(opt, paths) -> None:
     """Every name is still the package's: a function that moves must be moved here, too."""
     products = module_of(opt, "orthogonalize.products")
-    others = [module_of(opt, f"orthogonalize.{name}") for name in ("batch", "gram_polynomial")]
+    others = [module_of(opt, f"orthogonalize.{name}") for name in ("slices", "gram_polynomial")]
     before = {module: dict(vars(module)) for module in (products, *others)}
     where = (torch.float16, torch.device("cpu"))
     with paths.forced(opt, paths.MMA_SYNC):

@@ -210,7 +210,7 @@ def test_explain_names_the_kernels_that_run(opt, submodule, capability, monkeypa
         return True
 
     monkeypatch.setattr(submodule("kernels.products.square_chain"), "serves", serves)
-    for name in ("products", "choose", "batch"):
+    for name in ("products", "choose", "slices"):
         module = submodule(f"orthogonalize.{name}")
         monkeypatch.setattr(module, "batch_is_free", lambda dtype, device: True)
     said = {"dtype": torch.float32, "device": "cuda"}
