@@ -245,8 +245,8 @@ def op_table_findings(project: Project, document: str) -> list[str]:
                 if not (project.root / name).is_file():
                     findings.append(f"{document}: the op table names {name}, which does not exist")
         for op in _cells(row["op"]):
-            twin = project.package / "kernels" / f"{op}_triton.py"
-            triton = [twin.relative_to(project.root).as_posix()] if twin.is_file() else []
+            twins = (project.package / "kernels").rglob(f"{op}_triton.py")
+            triton = [twin.relative_to(project.root).as_posix() for twin in twins]
             expected = {
                 "cuda source": project.sources_of(op, frozenset({".cu"})),
                 "triton source": triton,
