@@ -61,6 +61,12 @@ class Source:
         apart = all(len(keys) == experts for keys in self.keys.values())
         return apart if merged else stacked
 
+    def joins_rows(self) -> bool:
+        """Whether the stack is matrices put below each other: then packed rows make it, too."""
+        kinds = {"MergeModulelist": 0, "Concatenate": 1}  # along these dimensions
+        operations = () if self.converter is None else self.converter.operations
+        return all(kinds.get(type(one).__name__) == getattr(one, "dim", None) for one in operations)
+
     def convert(
         self, model: nn.Module | OneExpert, tensors: dict[str, list[Tensor]]
     ) -> dict[str, Tensor]:

@@ -70,11 +70,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
     """What `restore` needs to know before it has seen a tensor."""
     from ..adapters.lora import active_adapter, attached_modules
 
-    experts = {
-        name: {"shape": list(stack.stored), **stack.format.options()}
-        for name, module, target in stacks(model)
-        for stack in [module._modules[target]]
-    }
+    experts = {name: module._modules[target].options() for name, module, target in stacks(model)}
     options = {
         name: {
             target: {adapter: dataclasses.asdict(o) for adapter, o in adapters.items()}
@@ -103,14 +99,13 @@ def restore(model: nn.Module, experts: dict[str, Any], lora: dict[str, Any] | No
         )
     for name, options in wanted.items():
         module, target = places[name]
-        options = dict(options)
-        shape = tuple(options.pop("shape"))
-        if tuple(getattr(module, target).shape) != shape:
+        options = {**options, "shape": tuple(options["shape"])}
+        stack = QuantizedExperts(**options, device="meta")
+        if tuple(getattr(module, target).shape) != tuple(stack.shape):
             raise ValueError(
-                f"the checkpoint holds {name} of shape {shape}, the configuration asks for "
-                f"{tuple(getattr(module, target).shape)}"
+                f"the checkpoint holds {name} of shape {tuple(stack.shape)}, the configuration "
+                f"asks for {tuple(getattr(module, target).shape)}"
             )
-        stack = QuantizedExperts(shape, **options, device="meta")
         stack._is_hf_initialized = True  # for the model's _init_weights, which fills parameters
         put(module, target, stack)
     if lora is not None:

@@ -90,6 +90,12 @@ class ModelFiles:
         """`tensor[place : place + 1]` of a tensor, without reading the others."""
         return self._file(name).get_slice(name)[place : place + 1]
 
+    def share(self, name: str, place: int, count: int) -> Tensor:
+        """One of `count` equal shares of a tensor along dimension 0, without reading the others."""
+        part = self._file(name).get_slice(name)
+        each = part.get_shape()[0] // count
+        return part[place * each : (place + 1) * each]
+
     def _listing(self) -> dict[str, str]:
         """Key -> file: of `save_quantized`'s only file, of the index, or of the only file."""
         with contextlib.suppress(FileNotFoundError):

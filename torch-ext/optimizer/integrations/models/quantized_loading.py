@@ -1,7 +1,8 @@
-"""Load a transformers model with its experts in 4 bits, quantised one by one as they are read.
+"""Load a transformers model with its experts packed, one by one as they are read.
 
 The 16-bit stack of experts exists nowhere, neither on the host nor on the device: an expert is read
-from its memory-mapped file, moved, quantised and dropped. Everything else keeps its 16 bits.
+from its memory-mapped file, moved, quantised and dropped. One that the file holds quantised keeps
+its bits. Everything else has 16 bits, decoded where the file has fewer.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ...moe.quantized.expert_weights import Format, format_of
 from ...moe.quantized.quantized_experts import QuantizedExperts
 from .checkpoint_names import ModelNames, OneExpert, Source
 from .experts import DEQUANTIZE, check_supported, experts_modules, put, why_no_experts
 from .hf_quantizer import attach_described, stacks
 from .model_files import ModelFiles
+from .packed_files import PACKINGS, PackedFiles
 from .quantized_saving import is_described
 from .transformers import use_in_transformers
 
@@ -85,7 +88,7 @@ def load_quantized(
     device_map: str | torch.device | Mapping[str, Any] | None = "auto",
     dtype: torch.dtype = torch.bfloat16,
     blocksize: int | None = None,
-    quant_type: str = "nf4",
+    quant_type: str | None = None,
     nested: bool | None = None,
     strategy: str = "auto",
     config: Any = None,
@@ -98,9 +101,9 @@ def load_quantized(
         revision: of a Hub id; name a commit to load the same files always.
         local_files_only: do not ask the network (`HF_HUB_OFFLINE=1` does the same).
         device_map: see `placement`.
-        dtype: of everything that is not quantised, but for what the model keeps in float32.
+        dtype: of everything but the experts, and but for what the model keeps in float32.
+        quant_type: "nf4" or "fp4"; None for that of the files, "nf4" where they are not quantised.
         blocksize: elements per scale; None for what is usual of the format, 64 for NF4 and FP4.
-        quant_type: "nf4" or "fp4".
         nested: quantise the scales too; None for what is usual of the format, not for NF4 and FP4.
         strategy: of the products; see `moe.choose_strategy`.
         config: None for the checkpoint's own.
@@ -109,16 +112,18 @@ def load_quantized(
 
     Returns:
         The model in eval mode, on one device, on our experts implementation. Experts that the files
-        hold quantised by `save_quantized` are taken as they are.
+        hold quantised, by `save_quantized` or by bitsandbytes in 4 bits, are taken as they are; its
+        other matrices are decoded to dtype.
 
     Raises:
         ValueError: names or shapes of the files and of the model differ; the model has no experts;
-            or what `placement` refuses.
+            the files are quantised in another way, or in another than was asked for; or what
+            `placement` refuses.
     """
     device = placement(device_map)
-    options = {"blocksize": blocksize, "nested": nested}
-    options = {name: value for name, value in options.items() if value is not None}
-    options |= {"quant_type": quant_type, "strategy": strategy}
+    wanted = {"quant_type": quant_type, "blocksize": blocksize, "nested": nested}
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    format_of(**wanted)  # raises before a file is read
     with ModelFiles(source, revision=revision, local_files_only=local_files_only) as files:
         model = _skeleton(files, config, model_class, dtype)
         found = dict(experts_modules(model))
@@ -126,13 +131,11 @@ def load_quantized(
             raise ValueError(f"{why_no_experts(model)}; load it with from_pretrained")
         for prefix, experts in found.items():
             check_supported(experts, prefix)
-        other = getattr(model.config, "quantization_config", None)
-        if other is not None and not is_described(model.config):
-            raise ValueError(f"{source} is quantised already, by {other}; {DEQUANTIZE}")
         if any(name.endswith("._extra_state") for name in files.names()):
             loaded = _take_quantized(files, model, device, dtype, strategy)
         else:
-            loaded = _quantize(files, model, device, dtype, options)
+            matrices = PackedFiles(files, _published(model, source), dtype, device)
+            loaded = _read(matrices, model, device, dtype, wanted, strategy)
     _tie(model, files, loaded)
     _load_generation_config(files, model)
     use_in_transformers(model)
@@ -174,23 +177,53 @@ def _load_generation_config(files: ModelFiles, model: nn.Module) -> None:
         model.generation_config = GenerationConfig.from_pretrained(path.parent)
 
 
-def _quantize(
-    files: ModelFiles,
+def _published(model: nn.Module, source: str | Path) -> dict[str, Any] | None:
+    """How somebody else has quantised the files; the model, which will not be that, forgets it.
+
+    Raises:
+        ValueError: in a way that is not known here.
+    """
+    other = getattr(model.config, "quantization_config", None)
+    if other is None or is_described(model.config):
+        return None
+    other = other if isinstance(other, dict) else other.to_dict()
+    if other.get("quant_method") not in PACKINGS:
+        raise ValueError(f"{source} is quantised already, by {other}; {DEQUANTIZE}")
+    del model.config.quantization_config
+    return other
+
+
+def _read(
+    files: PackedFiles,
     model: nn.Module,
     device: torch.device,
     dtype: torch.dtype,
-    options: dict[str, Any],
+    wanted: dict[str, Any],
+    strategy: str,
 ) -> set[str]:
-    """Read what from_pretrained reads, and quantise the experts on the way; the names that came."""
+    """Read what from_pretrained reads, and pack the experts on the way; the names that came."""
     dense = _Dense(files, model, device, dtype)
     places = {name: (experts, target) for name, experts, target in stacks(model)}
+    options = {"device": device, "strategy": strategy}
     for source in dense.names.sources(files.names()):
         if source.name in places:
             experts, target = places[source.name]
             shape = tuple(getattr(experts, target).shape)
-            if source.per_expert(shape[0], files.shape):
+            packed = [files.is_packed(key) for key in source.all_keys()]
+            alone = source.per_expert(shape[0], files.shape)
+            if any(packed):
+                if not (all(packed) and alone and source.joins_rows()):
+                    raise ValueError(
+                        f"{files.source} has {source.name} in {len(packed)} tensors, of which "
+                        f"{sum(packed)} are packed; experts are taken as they are from packed "
+                        f"tensors that lie below each other, from no others; {DEQUANTIZE}"
+                    )
+                turned = files.by_outputs and getattr(experts, "is_transposed", False)
+                stack = _take_packed(files, model, source, shape, turned, wanted, options)
+            elif alone:
                 read = _experts(files, model, source, shape)
-                stack = QuantizedExperts.from_experts(read, shape, device=device, **options)
+                stack = QuantizedExperts.from_experts(read, shape, **wanted, **options)
+            if any(packed) or alone:
                 put(experts, target, stack)
                 dense.loaded.add(source.name)
                 continue
@@ -202,7 +235,7 @@ def _quantize(
                 experts, target = places[name]
                 shape = tuple(getattr(experts, target).shape)
                 _check_shape(name, value, shape, files)
-                stack = QuantizedExperts.from_experts(value, shape, device=device, **options)
+                stack = QuantizedExperts.from_experts(value, shape, **wanted, **options)
                 put(experts, target, stack)
                 dense.loaded.add(name)
             else:
@@ -210,8 +243,70 @@ def _quantize(
     return dense.loaded
 
 
+def _take_packed(
+    files: PackedFiles,
+    model: nn.Module,
+    source: Source,
+    shape: tuple[int, int, int],
+    turned: bool,
+    wanted: dict[str, Any],
+    options: dict[str, Any],
+) -> QuantizedExperts:
+    """A stack whose experts the files hold packed, seen the other way round if `turned`."""
+    if turned:
+        shape = shape[0], shape[2], shape[1]
+    apart = any(len(keys) > 1 for keys in source.keys.values())
+    first = files.packed(source.all_keys()[0], 0, 1 if apart else shape[0])
+    format = first.format
+    if any(tensor.ndim == 1 for tensor in first.tensors.values()):
+        raise ValueError(
+            f"{source.name} in {files.source} is {format.text}, whose blocks straddle experts of "
+            f"{first.shape}; {DEQUANTIZE}"
+        )
+    other = {k: v for k, v in wanted.items() if format.options().get(k) != v}
+    if other:
+        raise ValueError(
+            f"{', '.join(f'{k}={v!r}' for k, v in other.items())}: {source.name} in {files.source} "
+            f"is {format.text} and is taken as it is; leave that out"
+        )
+    experts = _packed_experts(files, model, source, shape, format)
+    options = options | format.options()
+    return QuantizedExperts.from_packed(experts, shape, transposed=turned, **options)
+
+
+def _packed_experts(
+    files: PackedFiles,
+    model: nn.Module,
+    source: Source,
+    shape: tuple[int, int, int],
+    format: Format,
+) -> Iterator[dict[str, Tensor]]:
+    """The tensors of one expert after another."""
+    count, *sizes = shape
+    apart = any(len(keys) > 1 for keys in source.keys.values())
+
+    def join(parts: dict[str, Tensor]) -> Tensor:
+        """What transformers makes of one expert's matrices, or of one tensor of each."""
+        stacked = {p: [part if apart else part[None]] for p, part in parts.items()}
+        return source.convert(OneExpert(model), stacked)[source.name]
+
+    for expert in range(count):
+        found = {
+            p: files.packed(keys[expert]) if apart else files.packed(keys[0], expert, count)
+            for p, keys in source.keys.items()
+        }
+        formats = {format.text} | {matrix.format.text for matrix in found.values()}
+        if len(formats) > 1:
+            raise ValueError(f"{source.name} mixes {sorted(formats)} in {files.source}")
+        whole = {p: torch.empty(matrix.shape, device="meta") for p, matrix in found.items()}
+        _check_shape(source.name, join(whole), (1, *sizes), files)
+        names = format.layout(shape)
+        yield {name: join({p: m.tensors[name] for p, m in found.items()}) for name in names}
+        del found
+
+
 def _experts(
-    files: ModelFiles, model: nn.Module, source: Source, shape: tuple[int, int, int]
+    files: PackedFiles, model: nn.Module, source: Source, shape: tuple[int, int, int]
 ) -> Iterator[Tensor]:
     """The experts of a stack, one (N, K) at a time."""
     apart = any(len(keys) > 1 for keys in source.keys.values())
@@ -241,8 +336,8 @@ def _take_quantized(
         if name in key_of:  # the packed bytes, under the name of the stack
             state[f"{name}.packed"] = files.read(key_of[name])
         stack = QuantizedExperts.from_state_dict(state, f"{name}.", strategy).to(device)
-        if stack.stored != shape:
-            raise ValueError(f"{name} holds experts {stack.stored}, the model has {shape}")
+        if tuple(stack.shape) != shape:
+            raise ValueError(f"{name} holds experts {tuple(stack.shape)}, the model has {shape}")
         put(experts, target, stack)
         taken |= fields | {name}
     if lora is not None:
@@ -308,7 +403,7 @@ class _Dense:
             owner._buffers[leaf] = value
 
 
-def _check_shape(name: str, value: Tensor, shape: tuple[int, ...], files: ModelFiles) -> None:
+def _check_shape(name: str, value: Tensor, shape: tuple[int, ...], files: Any) -> None:
     if tuple(value.shape) != shape:
         raise ValueError(f"{name} is {tuple(value.shape)} in {files.source}, the model has {shape}")
 

@@ -46,7 +46,7 @@ class OffloadedWeight(QuantizedWeight):
         """The stack on the device, to be used by what is launched next."""
         keeper = self.module.keeper
         stack = self.module.quantized_weight() if keeper is None else keeper.fetch(self.module)
-        return stack.transpose(1, 2) if self.transposed else stack
+        return dataclasses.replace(stack, transposed=self.transposed)
 
     def to(self, target: torch.device | torch.dtype | str) -> QuantizedWeight:
         """On another device than the one of the products, from host memory."""
@@ -258,7 +258,9 @@ class ExpertOffload:
                     stream.wait_event(slot.ready)
                     slot.users.add(stream)
             tensors = self._layers[index].views(number, slot.buffer)
-            return QuantizedWeight(module.format, tensors, module.stored, strategy=module.strategy)
+            return QuantizedWeight(
+                module.format, tensors, module.stored, module.transposed, module.strategy
+            )
 
     def before_loading(self) -> None:
         """Called by `QuantizedExperts` before a state dict is written to host memory."""

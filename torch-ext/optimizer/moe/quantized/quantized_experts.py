@@ -25,9 +25,11 @@ class QuantizedExperts(nn.Module):
     store.
 
     Args:
-        shape: (E, N, K).
+        shape: (E, N, K) as it is packed.
         quant_type: "nf4" or "fp4".
         strategy: of `grouped_lora_linear`: "auto", "fused", "chunked" or "selective".
+        transposed: seen as (E, K, N), which is how a model has it whose published files are packed
+            along the other dimension.
         device: of the tensors.
         **options: of the format; for NF4 and FP4 `blocksize`, elements per scale (64), and
             `nested`, whether the scales are quantised too (False).
@@ -42,6 +44,7 @@ class QuantizedExperts(nn.Module):
         *,
         quant_type: str = "nf4",
         strategy: str = "auto",
+        transposed: bool = False,
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
@@ -50,7 +53,7 @@ class QuantizedExperts(nn.Module):
         if any(side < 0 for side in shape):
             raise ValueError(f"shape must be (E, N, K) without negative sizes, got {tuple(shape)}")
         self.format, self.stored = format_of(quant_type, **options), tuple(shape)
-        self.strategy = strategy
+        self.strategy, self.transposed = strategy, transposed
         self._set(_zeros(self.format.layout(self.stored), device))
         self.quantized_weight()  # checks shape and strategy
 
@@ -95,6 +98,51 @@ class QuantizedExperts(nn.Module):
         return module
 
     @classmethod
+    def from_packed(
+        cls,
+        experts: Iterable[dict[str, Tensor]],
+        shape: tuple[int, int, int],
+        *,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> QuantizedExperts:
+        """Take a stack expert by expert that is packed already; its bits stay what they are.
+
+        Args:
+            experts: E times the format's tensors of one expert by name, each read once.
+            shape: (E, N, K) as it is packed.
+            device: of the tensors.
+            **options: of `QuantizedExperts`.
+
+        Returns:
+            The module.
+
+        Raises:
+            ValueError: another number of experts, or tensors of another size, dtype or name.
+        """
+        module = cls(shape, device=device, **options)
+        count = 0
+        for count, expert in enumerate(experts, 1):
+            if count > shape[0] or expert.keys() != set(module._names):
+                raise ValueError(
+                    f"expert {count - 1} holds {sorted(expert)}; expected {shape[0]} experts of "
+                    f"{sorted(module._names)}"
+                )
+            for name, tensor in expert.items():
+                whole = getattr(module, name).data
+                each, over = divmod(whole.numel(), shape[0])
+                if over or tensor.numel() != each or tensor.dtype != whole.dtype:
+                    raise ValueError(
+                        f"expert {count - 1} has {tensor.numel()} of {tensor.dtype} as {name}; "
+                        f"{whole.numel()} of {whole.dtype} are shared by {shape[0]} experts"
+                    )
+                whole[(count - 1) * each : count * each].copy_(tensor.reshape(-1))
+            del expert, tensor  # before the next one is read
+        if count != shape[0]:
+            raise ValueError(f"experts holds {count} of {shape[0]} experts")
+        return module
+
+    @classmethod
     def from_weight(cls, weight: Tensor, **options: Any) -> QuantizedExperts:
         """Quantise a stack (E, N, K) that is in memory; `options` as in `from_experts`."""
         if weight.ndim != 3:
@@ -131,13 +179,14 @@ class QuantizedExperts(nn.Module):
     def quantized_weight(self) -> QuantizedWeight:
         """The record that layers take."""
         tensors = {name: getattr(self, name) for name in self._names}
-        record = QuantizedWeight(self.format, tensors, self.stored, strategy=self.strategy)
+        record = QuantizedWeight(self.format, tensors, self.stored, self.transposed, self.strategy)
         return record if self.keeper is None else self.keeper.record(self, record)
 
     @property
     def shape(self) -> torch.Size:
-        """(E, N, K)."""
-        return torch.Size(self.stored)
+        """(E, N, K), or (E, K, N) when transposed."""
+        experts, n, k = self.stored
+        return torch.Size((experts, k, n) if self.transposed else (experts, n, k))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -150,11 +199,11 @@ class QuantizedExperts(nn.Module):
         return self.packed.device if self.keeper is None else self.keeper.device
 
     def transpose(self, first: int, second: int) -> QuantizedWeight:
-        """The record seen as (E, K, N)."""
+        """The record with both dimensions exchanged."""
         return self.quantized_weight().transpose(first, second)
 
     def decode(self, ids: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The named experts (n, N, K); see `QuantizedWeight.decode`."""
+        """The named experts as `shape` says; see `QuantizedWeight.decode`."""
         return self.quantized_weight().decode(ids, dtype)
 
     def forward(self) -> Tensor:
@@ -163,7 +212,7 @@ class QuantizedExperts(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """What the tensors mean, as bytes of JSON."""
-        text = json.dumps({"format": FORMAT, **self._options()}, sort_keys=True)
+        text = json.dumps({"format": FORMAT, **self.options()}, sort_keys=True)
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -172,7 +221,7 @@ class QuantizedExperts(nn.Module):
         Raises:
             ValueError: with what was found and what was expected.
         """
-        described, expected = _description(state), self._options()
+        described, expected = _description(state), self.options()
         if described != expected:
             raise ValueError(f"the state describes experts {described}, this module is {expected}")
 
@@ -188,10 +237,12 @@ class QuantizedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """Shape and format."""
-        return ", ".join(f"{name}={value}" for name, value in self._options().items())
+        return ", ".join(f"{name}={value}" for name, value in self.options().items())
 
-    def _options(self) -> dict[str, Any]:
-        return {"shape": list(self.stored), **self.format.options()}
+    def options(self) -> dict[str, Any]:
+        """What makes an empty module again; JSON can hold it."""
+        turned = {"transposed": True} if self.transposed else {}
+        return {"shape": list(self.stored), **turned, **self.format.options()}
 
     def _set(self, tensors: dict[str, Tensor]) -> None:
         self._names = tuple(tensors)

@@ -1,0 +1,184 @@
+"""load_quantized over checkpoints that others have quantised: their bits, without a 16-bit copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from .._compare import assert_same_bits
+from ._models import tokens
+from ._published import BNB, bnb_decoded, bnb_state, tiny, write, write_bnb
+from .test_quantized_loading import experts_of
+
+NAMES = {  # of an expert's matrices in the files: gate, up, down
+    "qwen3_moe": ("gate_proj", "up_proj", "down_proj"),
+    "mixtral": ("w1", "w3", "w2"),
+    "deepseek_v3": ("gate_proj", "up_proj", "down_proj"),
+}
+
+
+@pytest.fixture
+def load(opt):
+    def loaded(folder, **options):
+        options = {"device_map": "cpu", "dtype": torch.bfloat16} | options
+        return opt.integrations.load_quantized(folder, **options)
+
+    return loaded
+
+
+def with_decoded(folder, loaded, read, tmp_path):
+    """transformers' own model, in float32, over what the files decode to."""
+    from transformers import AutoModelForCausalLM
+
+    tensors = {
+        name: read(load_file(folder / "model.safetensors"), name)
+        for name in load_file(folder / "model.safetensors")
+        if not any(part in name for part in ("absmax", "quant_map", "quant_state"))
+    }
+    loaded.config.save_pretrained(tmp_path / "decoded")
+    save_file(tensors, tmp_path / "decoded" / "model.safetensors", metadata={"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(
+        tmp_path / "decoded", experts_implementation="eager", dtype=torch.bfloat16
+    )
+
+
+def assert_same_model(loaded, expected):
+    """Every weight that transformers has, decoded to bfloat16."""
+    ours, theirs = dict(loaded.named_modules()), dict(expected.named_parameters())
+    for name, parameter in theirs.items():
+        module, _, leaf = name.rpartition(".")
+        value = getattr(ours[module], leaf)
+        if hasattr(value, "decode"):
+            value = value.decode(dtype=torch.bfloat16)
+        # + 0: on the CPU bitsandbytes decodes FP4's code of -0.0 to 0.0, on the GPU it does not
+        assert_same_bits(value + 0, parameter + 0)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_bitsandbytes_expert_by_expert(load, tmp_path, name, quant_type, nested):
+    """The packed bytes are the files' own, and every weight is what bitsandbytes decodes."""
+    folder = write_bnb(tiny(name), tmp_path / "bnb", nested=nested, quant_type=quant_type)
+    files = load_file(folder / "model.safetensors")
+    loaded = load(folder)
+    assert_same_model(loaded, with_decoded(folder, loaded, bnb_decoded, tmp_path))
+    for module, experts in loaded.named_modules():
+        if not module.endswith(".experts"):
+            continue
+        prefix = module.replace(".mlp.", ".block_sparse_moe.") if name == "mixtral" else module
+        for target, parts in (("gate_up_proj", NAMES[name][:2]), ("down_proj", NAMES[name][2:])):
+            stack = getattr(experts, target)
+            keys = [f"{prefix}.{e}.{p}.weight" for e in range(stack.shape[0]) for p in parts]
+            assert_same_bits(stack.packed, torch.cat([files[key].reshape(-1) for key in keys]))
+            assert stack.format.quant_type == quant_type
+    assert not hasattr(loaded.config, "quantization_config")
+    ids = tokens(loaded)
+    assert torch.isfinite(loaded(ids).logits).all()
+
+
+def test_bitsandbytes_under_another_storage_dtype(load, tmp_path):
+    """FSDP wants one dtype for all parameters: bitsandbytes then stores its bytes as bfloat16."""
+    plain = load(write_bnb(tiny("qwen3_moe"), tmp_path / "bytes"))
+    stored = load(write_bnb(tiny("qwen3_moe"), tmp_path / "wide", storage=torch.bfloat16))
+    for key, value in plain.state_dict().items():
+        assert_same_bits(stored.state_dict()[key], value)
+
+
+def test_bitsandbytes_of_transformers_5(load, tmp_path):
+    """It quantises every Linear and leaves experts, which are none, in 16 bits."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    tiny("qwen3_moe").save_pretrained(tmp_path / "dense")
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+    model.save_pretrained(tmp_path / "bnb")
+    loaded = load(tmp_path / "bnb")
+    expected = load(tmp_path / "dense")
+    for mine, other in zip(experts_of(loaded), experts_of(expected), strict=True):
+        for key, value in other.state_dict().items():
+            assert_same_bits(mine.state_dict()[key], value)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    from bitsandbytes.functional import dequantize_4bit
+
+    found = loaded.model.layers[0].self_attn.q_proj.weight
+    assert_same_bits(found, dequantize_4bit(weight.data, weight.quant_state).to(found.dtype))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_bitsandbytes_stacks(load, tmp_path, name, nested):
+    """Stacks as `bitsandbytes.nn.parametrize` has them in a state dict."""
+    model = tiny(name)
+    stacks = ("experts.gate_up_proj", "experts.down_proj")
+
+    def change(key, tensor):
+        if key.endswith(stacks):
+            return bnb_state(key, tensor, compress_statistics=nested, quant_type="nf4")
+        return {key: tensor}
+
+    own = {k: v.contiguous() for k, v in model.state_dict().items()}
+    folder = write(model, tmp_path / "bnb", BNB, lambda key, tensor: {})
+    tensors = {k: v for key, tensor in own.items() for k, v in change(key, tensor).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    loaded = load(folder)
+    for name, experts in loaded.named_modules():
+        if name.endswith(".experts"):
+            for target in ("gate_up_proj", "down_proj"):
+                stack, key = getattr(experts, target), f"{name}.{target}"
+                assert_same_bits(stack.packed, tensors[key].reshape(-1))
+                assert_same_bits(stack.decode(), bnb_decoded(tensors, key))
+
+
+def test_what_is_not_taken_from_bitsandbytes(load, tmp_path):
+    folder = write_bnb(tiny("qwen3_moe"), tmp_path / "bnb")
+    with pytest.raises(ValueError, match=r"quant_type='fp4'.* is quant_type='nf4' blocksize=64"):
+        load(folder, quant_type="fp4")
+    with pytest.raises(ValueError, match=r"blocksize=128.*leave that out"):
+        load(folder, blocksize=128)
+    path = folder / "model.safetensors"
+    whole = load_file(path)
+
+    def changed(change):
+        tensors = dict(whole)
+        change(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+        return folder
+
+    key = "model.layers.0.mlp.experts.1.up_proj.weight"
+
+    def dense(tensors):
+        value = bnb_decoded(tensors, key)
+        for name in [name for name in tensors if name.startswith(key)]:
+            del tensors[name]
+        tensors[key] = value
+
+    with pytest.raises(ValueError, match=r"in 10 tensors, of which 9 are packed"):
+        load(changed(dense))
+
+    def other_blocks(tensors):
+        value = bnb_decoded(tensors, key)
+        for name in [name for name in tensors if name.startswith(key)]:
+            del tensors[name]
+        tensors |= bnb_state(key, value, quant_type="nf4", blocksize=128)
+
+    with pytest.raises(ValueError, match=r"gate_up_proj mixes .*blocksize=128.*blocksize=64"):
+        load(changed(other_blocks))
+
+    def other_values(tensors):
+        tensors[f"{key}.quant_map"] = torch.linspace(-1, 1, 16)
+
+    with pytest.raises(ValueError, match=r"1\.up_proj\.weight has other values than nf4"):
+        load(changed(other_values))
+    odd = tiny("qwen3_moe", moe_intermediate_size=3, hidden_size=72)
+    with pytest.raises(ValueError, match="straddle"):
+        load(write_bnb(odd, tmp_path / "odd"))
+    eight = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    with pytest.raises(ValueError, match="load_in_8bit"):
+        load(write(tiny("qwen3_moe"), tmp_path / "eight", eight, lambda k, v: {k: v}))
+    awq = {"quant_method": "awq"}
+    with pytest.raises(ValueError, match=r"quantised already, by .*awq"):
+        load(write(tiny("qwen3_moe"), tmp_path / "awq", awq, lambda k, v: {k: v}))
