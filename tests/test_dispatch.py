@@ -9,7 +9,8 @@ import torch
 
 GPU = torch.device("cuda", 0)
 HOPPER_ONLY = ("matmul_add", "square_chain", "nf4_product")
-WITH_TRITON = ("nf4_dequant",)
+TRITON_ONLY = ("mxfp4_dequant", "fp8_dequant")
+WITH_TRITON = ("nf4_dequant", *TRITON_ONLY)
 
 
 @pytest.fixture
@@ -51,14 +52,13 @@ def test_a_device_that_is_not_there_is_said(opt, op, problem):
     text = opt.explain(op, device=device, **problem)
     assert text.startswith(f"{device} is not there (")
     assert text.endswith("ask for device='cpu'")
-    assert "is not there" in opt.explain(op, device=99, **problem)
     with pytest.raises(RuntimeError, match="nowhere"):
         opt.explain(op, device="nowhere", **problem)
 
 
 def test_every_op_is_compiled_for_an_h200(dispatch, pretend):
     pretend((9, 0))
-    for op in dispatch.TABLE:
+    for op in set(dispatch.TABLE) - set(TRITON_ONLY):
         path = dispatch.pick.__wrapped__(op, GPU)
         assert path.name == "compiled"
         assert path.reason.startswith("CUDA kernel, capability 9.0")
@@ -69,7 +69,7 @@ def test_code_for_9_0_runs_there_alone(dispatch, pretend, capability):
     pretend(capability)
     assert not dispatch.is_hopper(GPU)
     for op in dispatch.TABLE:
-        assert (picked(dispatch, op) == "compiled") == (op not in HOPPER_ONLY), op
+        assert (picked(dispatch, op) == "compiled") == (op not in HOPPER_ONLY + TRITON_ONLY), op
 
 
 @pytest.mark.parametrize(

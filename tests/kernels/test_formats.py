@@ -34,8 +34,8 @@ def formats(submodule, monkeypatch):
         def unit(self, stored):
             return stored[2]
 
-        def write(self, tensors, first, flat):
-            rows = tensors["packed"].numel() // tensors["scales"].numel()
+        def write(self, tensors, stored, first, flat):
+            rows = stored[2]
             blocks = flat.float().view(-1, rows)
             scales = blocks.abs().amax(1) / self.levels
             codes = (blocks / scales[:, None]).round().to(torch.int8)

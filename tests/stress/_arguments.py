@@ -77,14 +77,6 @@ def restrided(generator: random.Random, x: Tensor) -> Tensor:
     return x
 
 
-INTEGERS = [-1, 0, 1, 2**31 - 1, 2**31, 2**63, -(2**63), 10**30, 1.5, "3", None, True]
-INTEGERS += [np.int64(5), math.nan, math.inf]
-NUMBERS = [0.0, -1.0, math.nan, math.inf, -math.inf, 1e308, 1e-308, "0.1", None, 1j, 10**400]
-NUMBERS += [np.float32(0.5), False, 1]
-DTYPES = [*FLOATS, torch.int8, torch.complex64, torch.bool, torch.float8_e4m3fn, "float32"]
-DTYPES += [None, float]
-
-
 def spoiled(generator: random.Random, value: Any) -> Any:
     """Something else than a valid argument, or a valid one at the edge."""
     if generator.random() < 0.15:
@@ -94,14 +86,68 @@ def spoiled(generator: random.Random, value: Any) -> Any:
     if isinstance(value, bool):
         return generator.choice([not value, None, 2, "yes", torch.tensor(True), 0.5])
     if isinstance(value, int):
-        return generator.choice([*INTEGERS, torch.tensor(3), value + 1, [value]])
+        return generator.choice(
+            [
+                -1,
+                0,
+                1,
+                2**31,
+                2**63,
+                10**30,
+                2**31 - 1,
+                1.5,
+                "3",
+                None,
+                np.int64(5),
+                float("nan"),
+                float("inf"),
+                torch.tensor(3),
+                value + 1,
+                -(2**63),
+                [value],
+                True,
+            ]
+        )
     if isinstance(value, float):
-        tensors = torch.tensor(0.5), torch.tensor([0.5, 0.5])
-        return generator.choice([*NUMBERS, *tensors, [value]])
+        return generator.choice(
+            [
+                0.0,
+                -1.0,
+                math.nan,
+                math.inf,
+                -math.inf,
+                1e308,
+                1e-308,
+                "0.1",
+                None,
+                1j,
+                10**400,
+                np.float32(0.5),
+                torch.tensor(0.5),
+                torch.tensor([0.5, 0.5]),
+                [value],
+                False,
+                1,
+            ]
+        )
     if isinstance(value, str):
         return generator.choice(["nonsense", "", value.upper() + " ", None, 3, b"auto", [value]])
     if isinstance(value, torch.dtype):
-        return generator.choice(DTYPES)
+        return generator.choice(
+            [
+                torch.int8,
+                torch.complex64,
+                torch.bool,
+                torch.float8_e4m3fn,
+                "float32",
+                None,
+                torch.float64,
+                torch.float16,
+                torch.bfloat16,
+                float,
+                torch.float32,
+            ]
+        )
     if isinstance(value, torch.device):
         return generator.choice(["nowhere", "meta", "cuda:99", None, 3, "cpu"])
     if isinstance(value, Mapping):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
 import random
@@ -16,7 +15,6 @@ from ._arguments import FLOATS, Call, draw, restrided
 from ._problem import DifferenceError, Run, Source, bits
 
 Maker = Callable[["Package", random.Random], Call]
-Made = dict[str, Any] | tuple[Any, ...] | Call
 CALLS: dict[str, Maker] = {}
 WORDS = (
     "lists of tensors",
@@ -34,30 +32,11 @@ class Package:
     def __call__(self, name: str) -> Any:
         return importlib.import_module(f"{self.opt.__name__}.{name}")
 
-    def function(self, path: str) -> Any:
-        """Such as "moe.glu"; what only the inner modules hand out begins with "kernels."."""
-        if path.startswith("kernels."):
-            return getattr(self("kernels"), path.removeprefix("kernels."))
-        return functools.reduce(getattr, path.split("."), self.opt)
 
-
-def call(name: str, **options: Any) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
-    """Enter a function that makes the arguments of a public function, by its name in the package.
-
-    It returns them alone, with the check of a result, with that and another function; or a call.
-    """
-
-    def entered(made: Callable[..., Made]) -> Callable[..., Made]:
-        def make(package: Package, generator: random.Random) -> Call:
-            found = made(package, generator)
-            if isinstance(found, Call):
-                return found
-            arguments, check, *other = found if isinstance(found, tuple) else (found, None)
-            function = other[0] if other else package.function(name.split(",")[0])
-            return Call(name, function, arguments, check, **options)
-
-        CALLS[name] = make
-        return made
+def call(name: str) -> Callable[[Maker], Maker]:
+    def entered(maker: Maker) -> Maker:
+        CALLS[name] = maker
+        return maker
 
     return entered
 
@@ -109,8 +88,8 @@ def with_out(generator: random.Random, x: Tensor, arguments: dict[str, Any]) -> 
     return arguments
 
 
-@call("orthogonalize", written=("out",))
-def orthogonalize(package: Package, generator: random.Random) -> Made:
+@call("orthogonalize")
+def orthogonalize(package: Package, generator: random.Random) -> Call:
     x = matrices(generator)
     steps = generator.choice([1, 2, 5, 5, 8])
     methods = ["auto", "polar_express", "gram_newton_schulz", "newton_schulz"]
@@ -140,11 +119,17 @@ def orthogonalize(package: Package, generator: random.Random) -> Made:
             expected = slow.newton_schulz(wide, rows, 1.02)
         close("orthogonalize", result, expected if m <= n else expected.mT, slack)
 
-    return with_out(generator, x, arguments), check
+    return Call(
+        "orthogonalize",
+        package.opt.orthogonalize,
+        with_out(generator, x, arguments),
+        check,
+        ("out",),
+    )
 
 
-@call("newton_schulz", written=("out",), words=("a coefficient",))
-def newton_schulz(package: Package, generator: random.Random) -> Made:
+@call("newton_schulz")
+def newton_schulz(package: Package, generator: random.Random) -> Call:
     x = matrices(generator)
     dtype, slack = accuracy(generator, x)
     steps = generator.choice([1, 3, 5])
@@ -159,11 +144,18 @@ def newton_schulz(package: Package, generator: random.Random) -> Made:
         expected = package("reference.orthogonalize").newton_schulz(wide, rows)
         close("newton_schulz", result, expected if m <= n else expected.mT, slack)
 
-    return with_out(generator, x, arguments), check
+    return Call(
+        "newton_schulz",
+        package.opt.newton_schulz,
+        with_out(generator, x, arguments),
+        check,
+        ("out",),
+        words=("a coefficient",),
+    )
 
 
-@call("gram_newton_schulz", written=("out",))
-def gram_newton_schulz(package: Package, generator: random.Random) -> Made:
+@call("gram_newton_schulz")
+def gram_newton_schulz(package: Package, generator: random.Random) -> Call:
     x = matrices(generator)
     dtype = generator.choice([None, torch.float32, torch.float64])
     steps = generator.choice([1, 3, 5])
@@ -176,11 +168,17 @@ def gram_newton_schulz(package: Package, generator: random.Random) -> Made:
         name = generator.choice([*package.opt.COEFFICIENT_SETS])
         arguments |= {"coefficients": name, "restarts": None}
         arguments["steps"] = len(package.opt.COEFFICIENT_SETS[name].rows)
-    return with_out(generator, x, arguments)
+    return Call(
+        "gram_newton_schulz",
+        package.opt.gram_newton_schulz,
+        with_out(generator, x, arguments),
+        None,
+        ("out",),
+    )
 
 
-@call("polar_express", written=("out",))
-def polar_express(package: Package, generator: random.Random) -> Made:
+@call("polar_express")
+def polar_express(package: Package, generator: random.Random) -> Call:
     x = matrices(generator)
     dtype, slack = accuracy(generator, x)
     options = schedule_options(generator)
@@ -195,7 +193,13 @@ def polar_express(package: Package, generator: random.Random) -> Made:
         close("polar_express", result, expected if m <= n else expected.mT, 2 * slack)
 
     arguments = {"x": x, "steps": steps, "dtype": dtype, **options}
-    return with_out(generator, x, arguments), check
+    return Call(
+        "polar_express",
+        package.opt.polar_express,
+        with_out(generator, x, arguments),
+        check,
+        ("out",),
+    )
 
 
 def schedule_options(generator: random.Random) -> dict[str, float]:
@@ -207,7 +211,7 @@ def schedule_options(generator: random.Random) -> dict[str, float]:
 
 
 @call("polar_express_coefficients")
-def polar_express_coefficients(package: Package, generator: random.Random) -> Made:
+def polar_express_coefficients(package: Package, generator: random.Random) -> Call:
     options = schedule_options(generator)
     steps = generator.choice([1, 2, 5, 9])
 
@@ -217,7 +221,12 @@ def polar_express_coefficients(package: Package, generator: random.Random) -> Ma
         if len(rows) != steps or not values.isfinite().all() or not (values > 0).all():
             raise DifferenceError(f"polar_express_coefficients{options}, {steps} steps: {rows}")
 
-    return {"steps": steps, **options}, check
+    return Call(
+        "polar_express_coefficients",
+        package.opt.polar_express_coefficients,
+        {"steps": steps, **options},
+        check,
+    )
 
 
 def lists(generator: random.Random, dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
@@ -232,8 +241,8 @@ def wide(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.promote_types(x.dtype, torch.float32) for x in tensors]
 
 
-@call("kernels.momentum", written=("buffers", "out"), words=WORDS)
-def momentum(package: Package, generator: random.Random) -> Made:
+@call("kernels.momentum")
+def momentum(package: Package, generator: random.Random) -> Call:
     grads = lists(generator, STEPPED)
     buffers = [draw(generator, g.shape, torch.float32) for g in grads]
     out = [restrided(generator, torch.zeros(g.shape)) for g in grads]
@@ -251,11 +260,18 @@ def momentum(package: Package, generator: random.Random) -> Made:
             close("momentum: buffer", buffer, kept, 1e-5)
 
     arguments = {"grads": grads, "buffers": buffers, "out": out, "mu": mu, "nesterov": nesterov}
-    return arguments | {"form": form}, check
+    return Call(
+        "kernels.momentum",
+        package("kernels").momentum,
+        arguments | {"form": form},
+        check,
+        ("buffers", "out"),
+        words=WORDS,
+    )
 
 
-@call("kernels.apply_update", written=("params",), words=WORDS)
-def apply_update(package: Package, generator: random.Random) -> Made:
+@call("kernels.apply_update")
+def apply_update(package: Package, generator: random.Random) -> Call:
     params = lists(generator, STEPPED)
     updates = [draw(generator, p.shape, torch.float32, strided=False) for p in params]
     factors = [generator.uniform(0.1, 2) for _ in params]
@@ -277,11 +293,19 @@ def apply_update(package: Package, generator: random.Random) -> Made:
             )
             close("apply_update", param, expected, rounding(param.dtype))
 
-    return {"params": params, "updates": updates, "factors": factors, **options}, check
+    arguments = {"params": params, "updates": updates, "factors": factors, **options}
+    return Call(
+        "kernels.apply_update",
+        package("kernels").apply_update,
+        arguments,
+        check,
+        ("params",),
+        words=WORDS,
+    )
 
 
-@call("kernels.adamw", written=("params", "exp_avgs", "exp_avg_sqs", "steps"), words=WORDS)
-def adamw(package: Package, generator: random.Random) -> Made:
+@call("kernels.adamw")
+def adamw(package: Package, generator: random.Random) -> Call:
     params = lists(generator, STEPPED)
     grads = [draw(generator, p.shape, p.dtype) for p in params]
     averages = [draw(generator, p.shape, torch.float32) for p in params]
@@ -306,18 +330,21 @@ def adamw(package: Package, generator: random.Random) -> Made:
             )
             close("adamw", param, value, rounding(param.dtype) + 1e-5)
 
-    return {
+    arguments = {
         "params": params,
         "grads": grads,
         "exp_avgs": averages,
         "exp_avg_sqs": squares,
         "steps": steps,
         **options,
-    }, check
+    }
+    written = ("params", "exp_avgs", "exp_avg_sqs", "steps")
+    function = package("kernels").adamw
+    return Call("kernels.adamw", function, arguments, check, written, words=WORDS)
 
 
-@call("kernels.symmetric_matmul", written=("out",))
-def symmetric_matmul(package: Package, generator: random.Random) -> Made:
+@call("kernels.symmetric_matmul")
+def symmetric_matmul(package: Package, generator: random.Random) -> Call:
     dtype = generator.choice(STEPPED)
     lead = generator.choice([(), (2,), (2, 2)])
     m, k = (generator.choice([1, 3, 8, 17]) for _ in range(2))
@@ -335,11 +362,17 @@ def symmetric_matmul(package: Package, generator: random.Random) -> Made:
         if bits(result) != bits(result.mT.contiguous()):
             raise DifferenceError("symmetric_matmul: the result is not symmetric")
 
-    return {"A": a, **options}, check
+    return Call(
+        "kernels.symmetric_matmul",
+        package("kernels").symmetric_matmul,
+        {"A": a, **options},
+        check,
+        ("out",),
+    )
 
 
 @call("nf4_quantize")
-def nf4_quantize(package: Package, generator: random.Random) -> Made:
+def nf4_quantize(package: Package, generator: random.Random) -> Call:
     dtype = generator.choice(STEPPED)
     shape = generator.choice([(64,), (3, 65), (0,), (2, 32, 4), (1,), (7, 9)])
     weight = draw(generator, shape, dtype, strided=False)
@@ -352,11 +385,12 @@ def nf4_quantize(package: Package, generator: random.Random) -> Made:
             if bits(found) != bits(right):
                 raise DifferenceError("nf4_quantize: other bits than the reference")
 
-    return {"weight": weight, "blocksize": blocksize, "quant_type": quant_type}, check
+    arguments = {"weight": weight, "blocksize": blocksize, "quant_type": quant_type}
+    return Call("nf4_quantize", package.opt.nf4_quantize, arguments, check)
 
 
-@call("nf4_dequant", also=(RuntimeError,))
-def nf4_dequant(package: Package, generator: random.Random) -> Made:
+@call("nf4_dequant")
+def nf4_dequant(package: Package, generator: random.Random) -> Call:
     experts, shape = generator.randint(1, 4), generator.choice([(8, 16), (64,), (3, 32)])
     weight = draw(generator, (experts, *shape), strided=False)
     packed, absmax = package.opt.nf4_quantize(weight, 32)
@@ -378,7 +412,55 @@ def nf4_dequant(package: Package, generator: random.Random) -> Made:
         if bits(result) != bits(package("reference.nf4").nf4_dequant(**arguments)):
             raise DifferenceError("nf4_dequant: other bits than the reference")
 
-    return dict(arguments), check
+    also = (RuntimeError,)  # of an id that names no expert
+    return Call("nf4_dequant", package.opt.nf4_dequant, dict(arguments), check, also=also)
+
+
+def _block_scales(package: Package, generator: random.Random, name: str) -> dict[str, Any]:
+    """A stack in MXFP4 or FP8, and which of its experts are decoded."""
+    experts, shape = generator.randint(1, 4), generator.choice([(8, 32), (3, 64), (33, 96)])
+    weight = draw(generator, (experts, *shape), generator.choice(STEPPED))
+    packed, scales = getattr(package.opt, f"{name}_quantize")(weight)
+    ids = integers_below(generator, experts)
+    arguments = {"packed": packed, "scales": scales, "active_experts": ids, "expert_shape": shape}
+    return arguments | {"dtype": generator.choice(STEPPED)}
+
+
+@call("mxfp4_quantize")
+def mxfp4_quantize(package: Package, generator: random.Random) -> Call:
+    weight = draw(generator, generator.choice([(2, 32), (3, 5, 64), (96,)]))
+    return Call("mxfp4_quantize", package.opt.mxfp4_quantize, {"weight": weight})
+
+
+@call("fp8_quantize")
+def fp8_quantize(package: Package, generator: random.Random) -> Call:
+    weight = draw(generator, generator.choice([(2, 32), (3, 5, 70), (2, 130, 150)]))
+    arguments = {"weight": weight, "block": generator.choice([(128, 128), (1, 0), (0, 0)])}
+    return Call("fp8_quantize", package.opt.fp8_quantize, arguments)
+
+
+@call("mxfp4_dequant")
+def mxfp4_dequant(package: Package, generator: random.Random) -> Call:
+    arguments = _block_scales(package, generator, "mxfp4")
+
+    def check(result: Tensor) -> None:
+        if bits(result) != bits(package("reference.mxfp4").mxfp4_dequant(**arguments)):
+            raise DifferenceError("mxfp4_dequant: other bits than the reference")
+
+    also = (IndexError,)  # of an id that names no expert
+    return Call("mxfp4_dequant", package.opt.mxfp4_dequant, dict(arguments), check, also=also)
+
+
+@call("fp8_dequant")
+def fp8_dequant(package: Package, generator: random.Random) -> Call:
+    arguments = _block_scales(package, generator, "fp8") | {"block": (128, 128)}
+
+    def check(result: Tensor) -> None:
+        if bits(result) != bits(package("reference.fp8").fp8_dequant(**arguments)):
+            raise DifferenceError("fp8_dequant: other bits than the reference")
+
+    also = (IndexError,)
+    return Call("fp8_dequant", package.opt.fp8_dequant, dict(arguments), check, also=also)
 
 
 def integers_below(generator: random.Random, high: int) -> Tensor:
@@ -387,7 +469,7 @@ def integers_below(generator: random.Random, high: int) -> Tensor:
 
 
 @call("explain")
-def explain(package: Package, generator: random.Random) -> Made:
+def explain(package: Package, generator: random.Random) -> Call:
     op = generator.choice([*package("explain").EXPLAINERS])
     arguments: dict[str, Any] = {"op": op, "device": generator.choice(["cpu", torch.device("cpu")])}
     if op == "orthogonalize":
@@ -399,7 +481,7 @@ def explain(package: Package, generator: random.Random) -> Made:
         if not isinstance(text, str) or not text:
             raise DifferenceError(f"explain({op}) says {text!r}")
 
-    return arguments, check
+    return Call("explain", package.opt.explain, arguments, check)
 
 
 class Small(nn.Module):
@@ -414,7 +496,7 @@ class Small(nn.Module):
 
 
 @call("get_default_muon_param_groups")
-def get_default_muon_param_groups(package: Package, generator: random.Random) -> Made:
+def get_default_muon_param_groups(package: Package, generator: random.Random) -> Call:
     model = Small()
 
     def check(groups: Any) -> None:
@@ -422,11 +504,16 @@ def get_default_muon_param_groups(package: Package, generator: random.Random) ->
         if len(held) != len({*map(id, held)}) or len(held) != len([*model.parameters()]):
             raise DifferenceError("get_default_muon_param_groups loses or repeats parameters")
 
-    return {"model": model, "is_muon_func": package.opt.default_is_muon}, check
+    return Call(
+        "get_default_muon_param_groups",
+        package.opt.get_default_muon_param_groups,
+        {"model": model, "is_muon_func": package.opt.default_is_muon},
+        check,
+    )
 
 
 @call("default_is_muon")
-def default_is_muon(package: Package, generator: random.Random) -> Made:
+def default_is_muon(package: Package, generator: random.Random) -> Call:
     name = generator.choice(
         ["layers.0.q_proj.weight", "lm_head.weight", "norm.bias", "", "a" * 999]
     )
@@ -436,7 +523,8 @@ def default_is_muon(package: Package, generator: random.Random) -> Made:
         if not isinstance(result, bool):
             raise DifferenceError(f"default_is_muon returned {result!r}")
 
-    return {"name": name, "param": param}, check
+    arguments = {"name": name, "param": param}
+    return Call("default_is_muon", package.opt.default_is_muon, arguments, check)
 
 
 def constructor(front: str) -> Maker:
@@ -475,7 +563,7 @@ for _front in ("Muon", "MuonAdamW"):
 
 
 @call("DistributedConfig")
-def distributed_config(package: Package, generator: random.Random) -> Made:
+def distributed_config(package: Package, generator: random.Random) -> Call:
     arguments = {
         "wire_dtype": generator.choice([None, torch.float16, torch.float32]),
         "prefetch": generator.randint(1, 4),
@@ -489,7 +577,7 @@ def distributed_config(package: Package, generator: random.Random) -> Made:
         if any(getattr(config, name) != value for name, value in arguments.items()):
             raise DifferenceError(f"DistributedConfig took {config} for {arguments}")
 
-    return arguments, check
+    return Call("DistributedConfig", package.opt.DistributedConfig, arguments, check)
 
 
 def stepped(package: Package, generator: random.Random) -> Run:
@@ -529,11 +617,8 @@ def step(package: Package, generator: random.Random) -> Call:
     )
 
 
-@call(
-    "load_state_dict",
-    words=("group", "state", "loaded", "params", "saved", "zip()", "dictionary update"),
-)
-def load_state_dict(package: Package, generator: random.Random) -> Made:
+@call("load_state_dict")
+def load_state_dict(package: Package, generator: random.Random) -> Call:
     run = stepped(package, generator)
     saved = run.optimizer.state_dict()
     before = run.snapshot()
@@ -554,11 +639,13 @@ def load_state_dict(package: Package, generator: random.Random) -> Made:
     def load_one(groups: Any, state: Any) -> None:
         load(groups, {**saved["state"], number: state})
 
-    return {"groups": groups, "state": dict(saved["state"][number])}, None, load_one
+    arguments = {"groups": groups, "state": dict(saved["state"][number])}
+    words = ("group", "state", "loaded", "params", "saved", "zip()", "dictionary update")
+    return Call("load_state_dict", load_one, arguments, None, words=words)
 
 
-@call("save_optimizer", also=(OSError,), words=("path",))
-def save_optimizer(package: Package, generator: random.Random) -> Made:
+@call("save_optimizer")
+def save_optimizer(package: Package, generator: random.Random) -> Call:
     run = stepped(package, generator)
     name = generator.choice(["save_optimizer", "save_optimizer_async"])
 
@@ -567,11 +654,8 @@ def save_optimizer(package: Package, generator: random.Random) -> Made:
         if pending is not None:
             pending.wait()
 
-    return (
-        {"optimizer": run.optimizer, "folder": package.folder / f"a{generator.random()}"},
-        None,
-        saved,
-    )
+    arguments = {"optimizer": run.optimizer, "folder": package.folder / f"a{generator.random()}"}
+    return Call("save_optimizer", saved, arguments, None, also=(OSError,), words=("path",))
 
 
 @call("load_optimizer")
@@ -597,8 +681,8 @@ def load_optimizer(package: Package, generator: random.Random) -> Call:
     )
 
 
-@call("convert_state_dict", words=("state", "group", "param"))
-def convert_state_dict(package: Package, generator: random.Random) -> Made:
+@call("convert_state_dict")
+def convert_state_dict(package: Package, generator: random.Random) -> Call:
     matrix, vector = (nn.Parameter(draw(generator, shape)) for shape in ((5, 3), (4,)))
     muon = torch.optim.Muon([matrix], lr=0.1)
     other = torch.optim.AdamW([vector], lr=0.1)
@@ -617,16 +701,17 @@ def convert_state_dict(package: Package, generator: random.Random) -> Made:
         ours.load_state_dict(converted)
         close("converted", ours.state[vector]["exp_avg"], other.state[vector]["exp_avg"], 1e-6)
 
-    return {"optimizer": ours, "saved": saved, "source": "torch"}, check
+    arguments = {"optimizer": ours, "saved": saved, "source": "torch"}
+    words = ("state", "group", "param")
+    return Call("convert_state_dict", package.opt.convert_state_dict, arguments, check, words=words)
 
 
-@call("profile_steps", also=(ImportError,))
-def profile_steps(package: Package, generator: random.Random) -> Made:
+@call("profile_steps")
+def profile_steps(package: Package, generator: random.Random) -> Call:
     """The callback is only made: profiling takes seconds."""
-    return (
-        {"start": 1, "count": 2, "out": package.folder / "trace.json"},
-        None,
-        package.opt.ProfileCallback,
+    arguments = {"start": 1, "count": 2, "out": package.folder / "trace.json"}
+    return Call(
+        "ProfileCallback", package.opt.ProfileCallback, arguments, None, also=(ImportError,)
     )
 
 

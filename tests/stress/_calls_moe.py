@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..moe._eager import Problem, eager
 from ._arguments import FLOATS, Call, draw, integers, restrided
-from ._calls import STEPPED, Made, Package, bits, call, close, finite, rounding
+from ._calls import STEPPED, Package, bits, call, close, finite, rounding
 from ._problem import DifferenceError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss")
@@ -44,7 +44,7 @@ def detached(tensors: dict[str, Tensor | None]) -> dict[str, Any]:
 
 
 @call("moe.grouped_lora_linear")
-def grouped_lora_linear(package: Package, generator: random.Random) -> Made:
+def grouped_lora_linear(package: Package, generator: random.Random) -> Call:
     problem = problem_of(generator)
     ids = problem.ids(torch.device("cpu"), generator.randrange(100))
     order = package.opt.moe.expert_sort(ids, problem.experts)
@@ -55,18 +55,19 @@ def grouped_lora_linear(package: Package, generator: random.Random) -> Made:
         expected = eager(problem, detached(leaves), ids, torch.float64)
         close(f"grouped_lora_linear {problem}", result, expected, 20 * rounding(problem.dtype))
 
-    return {
+    arguments: dict[str, Any] = {
         **seen,
         "order": order,
         "scaling": problem.scaling,
         "grouped_in": problem.grouped_in,
         "grouped_out": problem.grouped_out,
         "backend": generator.choice(BACKENDS),
-    }, check
+    }
+    return Call("moe.grouped_lora_linear", package.opt.moe.grouped_lora_linear, arguments, check)
 
 
-@call("moe.parallel_linear_lora", words=("lora_a", "lora_b", "weight", "order", "x must"))
-def parallel_linear_lora(package: Package, generator: random.Random) -> Made:
+@call("moe.parallel_linear_lora")
+def parallel_linear_lora(package: Package, generator: random.Random) -> Call:
     problem = problem_of(generator, routing="random", peft=False, bias=False, gates=False, tokens=6)
     ids = problem.ids(torch.device("cpu"), generator.randrange(100))
     order = package.opt.moe.expert_sort(ids, problem.experts)
@@ -77,7 +78,7 @@ def parallel_linear_lora(package: Package, generator: random.Random) -> Made:
         expected = eager(problem, leaves, ids, torch.float64)
         close(f"parallel_linear_lora {problem}", result, expected, 20 * rounding(problem.dtype))
 
-    return {
+    arguments = {
         "inputs": leaves["x"],
         "expert_weights": leaves["weight"],
         "k": problem.top_k,
@@ -89,11 +90,18 @@ def parallel_linear_lora(package: Package, generator: random.Random) -> Made:
         "scaling": problem.scaling,
         "grouped_in": problem.grouped_in,
         "grouped_out": problem.grouped_out,
-    }, check
+    }
+    return Call(
+        "moe.parallel_linear_lora",
+        package.opt.moe.parallel_linear_lora,
+        arguments,
+        check,
+        words=("lora_a", "lora_b", "weight", "order", "x must"),
+    )
 
 
 @call("moe.expert_sort")
-def expert_sort(package: Package, generator: random.Random) -> Made:
+def expert_sort(package: Package, generator: random.Random) -> Call:
     experts = generator.choice([1, 3, 8, 300])
     shape = (generator.choice([0, 1, 5, 40]), generator.choice([1, 2, 4]))
     dtype = generator.choice([torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
@@ -111,11 +119,11 @@ def expert_sort(package: Package, generator: random.Random) -> Made:
 
     arguments = {"expert_ids": ids, "num_experts": experts, "backend": generator.choice(BACKENDS)}
     arguments["tile_rows"] = generator.choice([None, 16, 32, 64])
-    return arguments, check
+    return Call("moe.expert_sort", package.opt.moe.expert_sort, arguments, check)
 
 
 @call("kernels.combine")
-def combine(package: Package, generator: random.Random) -> Made:
+def combine(package: Package, generator: random.Random) -> Call:
     tokens, k, n = generator.choice([1, 4, 9]), generator.choice([1, 2, 3]), 5
     ids = integers(generator, 0, 5, (tokens, k))  # 4 is a sentinel
     order = package.opt.moe.expert_sort(ids, 4)
@@ -128,11 +136,12 @@ def combine(package: Package, generator: random.Random) -> Made:
         expected = package("reference.moe").combine(y.double(), wide, rows, offsets, k)
         close("combine", result, expected, 8 * rounding(y.dtype))
 
-    return {"y": y, "gates": gates, "rows": rows, "offsets": offsets, "top_k": k}, check
+    arguments = {"y": y, "gates": gates, "rows": rows, "offsets": offsets, "top_k": k}
+    return Call("kernels.combine", package("kernels").combine, arguments, check)
 
 
 @call("moe.glu")
-def glu(package: Package, generator: random.Random) -> Made:
+def glu(package: Package, generator: random.Random) -> Call:
     x = draw(generator, (generator.choice([0, 1, 7]), 2 * generator.choice([1, 4, 9])))
     x = x.to(generator.choice(FLOATS))
     activation, interleaved = generator.choice(ACTIVATIONS), generator.random() < 0.5
@@ -142,11 +151,11 @@ def glu(package: Package, generator: random.Random) -> Made:
         close("glu", result, expected, 4 * rounding(x.dtype))
 
     arguments = {"gate_up": x, "activation": activation, "interleaved": interleaved}
-    return arguments | {"backend": "auto"}, check
+    return Call("moe.glu", package.opt.moe.glu, arguments | {"backend": "auto"}, check)
 
 
 @call("moe.softmax_top_k")
-def softmax_top_k(package: Package, generator: random.Random) -> Made:
+def softmax_top_k(package: Package, generator: random.Random) -> Call:
     lead, experts = generator.choice([(), (3,), (2, 3), (0,)]), generator.choice([1, 4, 9])
     logits = draw(generator, (*lead, experts), generator.choice(FLOATS))
     k = generator.randint(1, experts)
@@ -159,11 +168,12 @@ def softmax_top_k(package: Package, generator: random.Random) -> Made:
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)
         close("softmax_top_k", weights, probabilities, 1e-5)
 
-    return {"router_logits": logits, "top_k": k, "norm_topk_prob": norm}, check
+    arguments = {"router_logits": logits, "top_k": k, "norm_topk_prob": norm}
+    return Call("moe.softmax_top_k", package.opt.moe.softmax_top_k, arguments, check)
 
 
 @call("moe.group_top_k")
-def group_top_k(package: Package, generator: random.Random) -> Made:
+def group_top_k(package: Package, generator: random.Random) -> Call:
     groups = generator.choice([1, 2, 4])
     logits = draw(generator, (5, 4 * groups), generator.choice(FLOATS))
     kept = generator.randint(1, groups)
@@ -191,64 +201,41 @@ def group_top_k(package: Package, generator: random.Random) -> Made:
         expected = expected * arguments["routed_scaling_factor"]
         close("group_top_k", weights, expected, 1e-4)
 
-    return dict(arguments), check
+    return Call("moe.group_top_k", package.opt.moe.group_top_k, dict(arguments), check)
 
 
 @call("moe.select_experts")
-def select_experts(package: Package, generator: random.Random) -> Made:
+def select_experts(package: Package, generator: random.Random) -> Call:
     rule = package.opt.moe.RouterRule(generator.choice(["softmax", "sigmoid"]), 2)
-    return {
+    arguments = {
         "router_logits": draw(generator, (5, 6)),
         "rule": rule,
         "correction_bias": None if generator.random() < 0.5 else draw(generator, (6,)),
-    }, finite
+    }
+    return Call("moe.select_experts", package.opt.moe.select_experts, arguments, finite)
 
 
-# Always the same arguments.
-FIXED: dict[str, dict[str, Any]] = {
-    "moe.RouterRule": {
+@call("moe.RouterRule")
+def router_rule(package: Package, generator: random.Random) -> Call:
+    arguments = {
         "score": "softmax",
         "top_k": 2,
         "norm_topk_prob": True,
         "n_group": 1,
         "topk_group": 1,
         "routed_scaling_factor": 1.0,
-    },
-    "moe.ExpertsLayout": {
-        "activation": "silu",
-        "transposed": True,
-        "interleaved": False,
-        "gated": True,
-    },
-    "moe.LoraProjection": {"num_experts": 3, "in_features": 4, "out_features": 5},
-    "moe.choose_strategy": {
-        "rows": 17,
-        "num_experts": 8,
-        "wanted": "auto",
-        "fusable": True,
-        "fast": True,
-    },
-    "moe.QuantizedExperts": {
-        "shape": (3, 4, 64),
-        "blocksize": 64,
-        "quant_type": "nf4",
-        "nested": False,
-        "strategy": "auto",
-        "device": torch.device("cpu"),
-    },
-}
-
-for _name, _given in FIXED.items():
-    call(_name, words=("strategy",) * (_name == "moe.choose_strategy"))(
-        lambda package, generator, given=_given: dict(given)
-    )
+    }
+    return Call("moe.RouterRule", package.opt.moe.RouterRule, arguments)
 
 
-FORWARD_WORDS = ("gates", "weight", "bias", "x ", "expert_ids", "order", "lora_a")
+@call("moe.ExpertsLayout")
+def experts_layout(package: Package, generator: random.Random) -> Call:
+    arguments = {"activation": "silu", "transposed": True, "interleaved": False, "gated": True}
+    return Call("moe.ExpertsLayout", package.opt.moe.ExpertsLayout, arguments)
 
 
-@call("moe.experts_forward", words=FORWARD_WORDS)
-def experts_forward(package: Package, generator: random.Random) -> Made:
+@call("moe.experts_forward")
+def experts_forward(package: Package, generator: random.Random) -> Call:
     experts, hidden, inner, tokens, k = 3, generator.choice([4, 7]), 5, generator.choice([0, 6]), 2
     dtype = generator.choice(FLOATS)
     moe = package.opt.moe
@@ -275,7 +262,7 @@ def experts_forward(package: Package, generator: random.Random) -> Made:
                     expected[t] += gates[t, j].double() * (inside @ down[e])[0]
         close("experts_forward", result, expected, 60 * rounding(dtype))
 
-    return {
+    arguments = {
         "hidden_states": x,
         "top_k_index": ids,
         "top_k_weights": gates,
@@ -286,11 +273,13 @@ def experts_forward(package: Package, generator: random.Random) -> Made:
         "gate_up_bias": None,
         "down_bias": None,
         "backend": generator.choice(BACKENDS),
-    }, check
+    }
+    words = ("gates", "weight", "bias", "x ", "expert_ids", "order", "lora_a")
+    return Call("moe.experts_forward", moe.experts_forward, arguments, check, words=words)
 
 
 @call("moe.Experts")
-def experts_module(package: Package, generator: random.Random) -> Made:
+def experts_module(package: Package, generator: random.Random) -> Call:
     arguments = {
         "num_experts": 3,
         "hidden": 4,
@@ -305,11 +294,11 @@ def experts_module(package: Package, generator: random.Random) -> Made:
         x = draw(generator, (2, 4), module.down_proj.dtype)
         finite(module(x, torch.tensor([[0], [1]]), torch.ones(2, 1)))
 
-    return arguments, check
+    return Call("moe.Experts", package.opt.moe.Experts, arguments, check)
 
 
 @call("moe.Experts.add_adapter")
-def add_adapter(package: Package, generator: random.Random) -> Made:
+def add_adapter(package: Package, generator: random.Random) -> Call:
     module = package.opt.moe.Experts(3, 4, 5)
     before = sorted(module.state_dict())
 
@@ -336,28 +325,36 @@ def add_adapter(package: Package, generator: random.Random) -> Made:
     def check(module: nn.Module) -> None:
         finite(module(draw(generator, (2, 4)), torch.tensor([[0], [1]]), torch.ones(2, 1)))
 
-    return arguments, check, add
+    return Call("moe.Experts.add_adapter", add, arguments, check)
+
+
+@call("moe.LoraProjection")
+def lora_projection(package: Package, generator: random.Random) -> Call:
+    arguments = {"num_experts": 3, "in_features": 4, "out_features": 5}
+    return Call("moe.LoraProjection", package.opt.moe.LoraProjection, arguments)
 
 
 @call("moe.ExpertAdapters")
-def expert_adapters(package: Package, generator: random.Random) -> Made:
+def expert_adapters(package: Package, generator: random.Random) -> Call:
     layout = package.opt.moe.ExpertsLayout()
-    return {"num_experts": 3, "hidden": 4, "intermediate": 5, "layout": layout}
+    arguments = {"num_experts": 3, "hidden": 4, "intermediate": 5, "layout": layout}
+    return Call("moe.ExpertAdapters", package.opt.moe.ExpertAdapters, arguments)
 
 
 @call("moe.factor_views")
-def factor_views(package: Package, generator: random.Random) -> Made:
+def factor_views(package: Package, generator: random.Random) -> Call:
     a, b = draw(generator, (6, 5)), draw(generator, (4, 6))
 
     def check(result: Any) -> None:
         if [tuple(x.shape) for x in result] != [(3, 2, 5), (3, 4, 2)]:
             raise DifferenceError("factor_views: wrong shapes")
 
-    return {"lora_A": a, "lora_B": b, "num_experts": 3}, check
+    arguments = {"lora_A": a, "lora_B": b, "num_experts": 3}
+    return Call("moe.factor_views", package.opt.moe.factor_views, arguments, check)
 
 
 @call("moe.selective_lora_weights")
-def selective_lora_weights(package: Package, generator: random.Random) -> Made:
+def selective_lora_weights(package: Package, generator: random.Random) -> Call:
     a, b = draw(generator, (6, 5)), draw(generator, (4, 6))
     ids = torch.tensor(generator.sample(range(3), generator.randint(0, 3)), dtype=torch.int64)
 
@@ -366,11 +363,13 @@ def selective_lora_weights(package: Package, generator: random.Random) -> Made:
         if expected and not torch.equal(result[0], torch.cat(expected)):
             raise DifferenceError("selective_lora_weights: other rows than asked for")
 
-    return {"lora_A": a, "lora_B": b, "active_experts": ids, "num_experts": 3}, check
+    arguments = {"lora_A": a, "lora_B": b, "active_experts": ids, "num_experts": 3}
+    function = package.opt.moe.selective_lora_weights
+    return Call("moe.selective_lora_weights", function, arguments, check)
 
 
 @call("moe.active_experts")
-def active_experts(package: Package, generator: random.Random) -> Made:
+def active_experts(package: Package, generator: random.Random) -> Call:
     ids = integers(generator, 0, 5, (generator.choice([0, 4]), 2))
     order = package.opt.moe.expert_sort(ids, 5)
 
@@ -379,11 +378,11 @@ def active_experts(package: Package, generator: random.Random) -> Made:
         if active.ids[: len(used)].tolist() != used:
             raise DifferenceError(f"active_experts of {ids.tolist()}: {active.ids.tolist()}")
 
-    return {"order": order}, check
+    return Call("moe.active_experts", package.opt.moe.active_experts, {"order": order}, check)
 
 
 @call("moe.selective_expert_weights")
-def selective_expert_weights(package: Package, generator: random.Random) -> Made:
+def selective_expert_weights(package: Package, generator: random.Random) -> Call:
     order = package.opt.moe.expert_sort(integers(generator, 0, 4, (3, 2)), 4)
     active = package.opt.moe.active_experts(order)
     weight = draw(generator, (4, 8, 16), strided=False)
@@ -396,13 +395,22 @@ def selective_expert_weights(package: Package, generator: random.Random) -> Made
     def check(result: Tensor) -> None:
         close("selective_expert_weights", result, weight[active.ids], 0.2 if quantized else 1e-2)
 
-    return {"weight": stack, "active": active, "dtype": torch.float32}, check
+    arguments = {"weight": stack, "active": active, "dtype": torch.float32}
+    function = package.opt.moe.selective_expert_weights
+    return Call("moe.selective_expert_weights", function, arguments, check)
 
 
 @call("moe.expert_weight")
-def expert_weight(package: Package, generator: random.Random) -> Made:
+def expert_weight(package: Package, generator: random.Random) -> Call:
     module = package.opt.moe.Experts(3, 4, 5)
-    return {"module": module, "name": "gate_up_proj", "shape": (3, 10, 4)}
+    arguments = {"module": module, "name": "gate_up_proj", "shape": (3, 10, 4)}
+    return Call("moe.expert_weight", package.opt.moe.expert_weight, arguments)
+
+
+@call("moe.choose_strategy")
+def choose_strategy(package: Package, generator: random.Random) -> Call:
+    arguments = {"rows": 17, "num_experts": 8, "wanted": "auto", "fusable": True, "fast": True}
+    return Call("moe.choose_strategy", package.opt.moe.choose_strategy, arguments)
 
 
 def quantized(package: Package, generator: random.Random) -> tuple[Any, Tensor]:
@@ -413,18 +421,34 @@ def quantized(package: Package, generator: random.Random) -> tuple[Any, Tensor]:
     return package.opt.moe.QuantizedExperts.from_weight(weight, nested=nested, **options), weight
 
 
-@call("moe.QuantizedExperts.from_weight", words=("shape", "experts", "expert"))
-def from_weight(package: Package, generator: random.Random) -> Made:
+@call("moe.QuantizedExperts")
+def quantized_experts(package: Package, generator: random.Random) -> Call:
+    arguments = {
+        "shape": (3, 4, 64),
+        "blocksize": 64,
+        "quant_type": "nf4",
+        "nested": False,
+        "strategy": "auto",
+        "device": torch.device("cpu"),
+    }
+    return Call("moe.QuantizedExperts", package.opt.moe.QuantizedExperts, arguments)
+
+
+@call("moe.QuantizedExperts.from_weight")
+def from_weight(package: Package, generator: random.Random) -> Call:
     weight = draw(generator, (3, 4, 64), generator.choice(STEPPED))
 
     def check(module: Any) -> None:
         close("from_weight", module.quantized_weight().decode(dtype=torch.float32), weight, 0.2)
 
-    return {"weight": weight, "blocksize": 64, "quant_type": "nf4", "nested": False}, check
+    function = package.opt.moe.QuantizedExperts.from_weight
+    arguments = {"weight": weight, "blocksize": 64, "quant_type": "nf4", "nested": False}
+    words = ("shape", "experts", "expert")
+    return Call("moe.QuantizedExperts.from_weight", function, arguments, check, words=words)
 
 
-@call("moe.QuantizedWeight", words=("shape", "stack"))
-def quantized_weight(package: Package, generator: random.Random) -> Made:
+@call("moe.QuantizedWeight")
+def quantized_weight(package: Package, generator: random.Random) -> Call:
     record = quantized(package, generator)[0].quantized_weight()
     fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
 
@@ -432,17 +456,19 @@ def quantized_weight(package: Package, generator: random.Random) -> Made:
         if bits(made.decode()) != bits(record.decode()):
             raise DifferenceError("QuantizedWeight: other values from the same fields")
 
-    return fields, check
+    words = ("shape", "stack")
+    return Call("moe.QuantizedWeight", package.opt.moe.QuantizedWeight, fields, check, words=words)
 
 
 @call("moe.explain_quantized")
-def explain_quantized(package: Package, generator: random.Random) -> Made:
+def explain_quantized(package: Package, generator: random.Random) -> Call:
     weight = quantized(package, generator)[0]
-    return {"weight": weight, "rows": 8, "dtype": torch.bfloat16, "rank": 0, "backend": "auto"}
+    arguments = {"weight": weight, "rows": 8, "dtype": torch.bfloat16, "rank": 0, "backend": "auto"}
+    return Call("moe.explain_quantized", package.opt.moe.explain_quantized, arguments)
 
 
 @call("moe.grouped_lora_linear, 4 bits")
-def quantized_linear(package: Package, generator: random.Random) -> Made:
+def quantized_linear(package: Package, generator: random.Random) -> Call:
     module, _ = quantized(package, generator)
     experts, _, k = module.stored
     dtype = generator.choice(STEPPED)
@@ -455,47 +481,48 @@ def quantized_linear(package: Package, generator: random.Random) -> Made:
         expected = package.opt.moe.grouped_lora_linear(x.double(), weight.double(), order)
         close("4-bit grouped_lora_linear", result, expected, 40 * rounding(torch.bfloat16))
 
-    return {"x": x, "weight": record, "order": order, "backend": generator.choice(BACKENDS)}, check
+    arguments = {"x": x, "weight": record, "order": order, "backend": generator.choice(BACKENDS)}
+    return Call(
+        "moe.grouped_lora_linear, 4 bits", package.opt.moe.grouped_lora_linear, arguments, check
+    )
 
 
 @call("moe.Router")
-def router(package: Package, generator: random.Random) -> Made:
+def router(package: Package, generator: random.Random) -> Call:
     rule = package.opt.moe.RouterRule("sigmoid", 2)
     arguments = {"hidden": 4, "num_experts": 5, "rule": rule, "correction": True, "bias": True}
 
     def check(module: nn.Module) -> None:
         finite(module(draw(generator, (3, 4))))
 
-    return arguments, check
+    return Call("moe.Router", package.opt.moe.Router, arguments, check)
 
 
 @call("moe.SharedExperts")
-def shared_experts(package: Package, generator: random.Random) -> Made:
+def shared_experts(package: Package, generator: random.Random) -> Call:
     arguments = {"hidden": 4, "intermediate": 5, "activation": "silu", "sigmoid_gate": True}
 
     def check(module: nn.Module) -> None:
         finite(module(draw(generator, (3, 4))))
 
-    return arguments, check
+    return Call("moe.SharedExperts", package.opt.moe.SharedExperts, arguments, check)
 
 
-@call("moe.MoEBlock", words=("hidden_states", "x ", "linear", "weight must have dtype"))
-def moe_block(package: Package, generator: random.Random) -> Made:
+@call("moe.MoEBlock")
+def moe_block(package: Package, generator: random.Random) -> Call:
     moe = package.opt.moe
     block = moe.MoEBlock(
         moe.Router(4, 3, moe.RouterRule("softmax", 2)),
         moe.Experts(3, 4, 5),
         moe.SharedExperts(4, 5) if generator.random() < 0.5 else None,
     )
-    return (
-        {"hidden_states": draw(generator, generator.choice([(2, 4), (2, 3, 4), (0, 4)]))},
-        finite,
-        block.forward,
-    )
+    arguments = {"hidden_states": draw(generator, generator.choice([(2, 4), (2, 3, 4), (0, 4)]))}
+    words = ("hidden_states", "x ", "linear", "weight must have dtype")  # x's, as the block's is
+    return Call("moe.MoEBlock", block.forward, arguments, finite, words=words)
 
 
-@call("layers.ScatterMoEExperts", words=("expert_ids", "gates", "x ", "gate_up"))
-def scatter_moe_experts(package: Package, generator: random.Random) -> Made:
+@call("layers.ScatterMoEExperts")
+def scatter_moe_experts(package: Package, generator: random.Random) -> Call:
     """Its forward in the place of that of a module with the names of transformers."""
 
     class Layer(package.opt.layers.ScatterMoEExperts):
@@ -517,7 +544,8 @@ def scatter_moe_experts(package: Package, generator: random.Random) -> Made:
         with torch.no_grad():
             return layer(**given)
 
-    return arguments, finite, forward
+    words = ("expert_ids", "gates", "x ", "gate_up")
+    return Call("layers.ScatterMoEExperts", forward, arguments, finite, words=words)
 
 
 FAMILIES = ("qwen3_moe", "qwen3_moe_square")
@@ -536,8 +564,8 @@ def logits(model: Any) -> torch.Tensor:
         return model(torch.tensor([[1, 2, 3]])).logits
 
 
-@call("integrations.attach_lora", words=WORDS)
-def attach_lora(package: Package, generator: random.Random) -> Made:
+@call("integrations.attach_lora")
+def attach_lora(package: Package, generator: random.Random) -> Call:
     model = tiny(generator)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     plain = logits(model)
@@ -566,22 +594,25 @@ def attach_lora(package: Package, generator: random.Random) -> Made:
         "adapter": "default",
         "dtype": torch.float32,
     }
-    return arguments, None, attach
+    return Call("integrations.attach_lora", attach, arguments, None, words=WORDS)
 
 
-@call("integrations.use_in_transformers", words=WORDS)
-def use_in_transformers(package: Package, generator: random.Random) -> Made:
+@call("integrations.use_in_transformers")
+def use_in_transformers(package: Package, generator: random.Random) -> Call:
     model = tiny(generator)
 
     def use(model: Any) -> Any:
         package.opt.integrations.use_in_transformers(model)
         return model
 
-    return {"model": model}, lambda given: finite(logits(given)), use
+    def check(given: Any) -> None:
+        finite(logits(given))
+
+    return Call("integrations.use_in_transformers", use, {"model": model}, check, words=WORDS)
 
 
-@call("integrations.quantize_experts", words=WORDS)
-def quantize_experts(package: Package, generator: random.Random) -> Made:
+@call("integrations.quantize_experts")
+def quantize_experts(package: Package, generator: random.Random) -> Call:
     model = tiny(generator)
 
     def quantize(**arguments: Any) -> Any:
@@ -593,7 +624,7 @@ def quantize_experts(package: Package, generator: random.Random) -> Made:
         finite(logits(given))
 
     arguments = {"model": model, "quant_type": "nf4", "blocksize": 64}
-    return arguments, check, quantize
+    return Call("integrations.quantize_experts", quantize, arguments, check, words=WORDS)
 
 
 @call("integrations.set_lora")

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ._problem import DifferenceError, adamw_options, assert_unchanged, bits, halved, muon_options
+from ._problem import DifferenceError, adamw_options, assert_unchanged, halved, muon_options
 
 if TYPE_CHECKING:
     from ._episode import Episode
@@ -262,19 +262,19 @@ class PlannedError(Exception):
     """Raised by the soak itself."""
 
 
-def raises(*_: Any, **__: Any) -> Any:
+def _raise(*_: Any, **__: Any) -> Any:
     raise PlannedError("on purpose")
 
 
 @event
 def closure_raises(episode: Episode) -> None:
     with refused(episode, "a closure that raises", PlannedError):
-        episode.run.optimizer.step(raises)
+        episode.run.optimizer.step(_raise)
 
 
 @event
 def pre_hook_raises(episode: Episode) -> None:
-    handle = episode.run.optimizer.register_step_pre_hook(raises)
+    handle = episode.run.optimizer.register_step_pre_hook(_raise)
     with refused(episode, "a hook before the step that raises", PlannedError):
         episode.run.optimizer.step()
     handle.remove()
@@ -283,7 +283,7 @@ def pre_hook_raises(episode: Episode) -> None:
 @event
 def post_hook_raises(episode: Episode) -> None:
     """The step is over then: the two are equal after both took it."""
-    handle = episode.run.optimizer.register_step_post_hook(raises)
+    handle = episode.run.optimizer.register_step_post_hook(_raise)
     try:
         episode.run.optimizer.step()
     except PlannedError:
@@ -306,7 +306,7 @@ def state_hook_raises(episode: Episode) -> None:
         ]
     )
     saved = optimizer.state_dict()
-    handle = getattr(optimizer, which)(raises)
+    handle = getattr(optimizer, which)(_raise)
     with refused(episode, which, PlannedError):
         if "load" in which:
             optimizer.load_state_dict(saved)
@@ -326,7 +326,7 @@ def rule_raises(episode: Episode) -> None:
     group = groups[episode.generator.choice(numbers)]
     if not any(param.numel() for param in group["params"]):
         return
-    kept, group["adjust_lr_fn"] = group["adjust_lr_fn"], raises
+    kept, group["adjust_lr_fn"] = group["adjust_lr_fn"], _raise
     with refused(episode, "an adjust_lr_fn that raises", PlannedError):
         episode.run.optimizer.step()
     group["adjust_lr_fn"] = kept
@@ -414,7 +414,7 @@ def state_is_cleared(episode: Episode) -> None:
         episode.run.optimizer.step()
     except (ValueError, RuntimeError) as error:
         for other, param in episode.run.params.items():
-            if bits(param) != bits(before.tensors[other]):
+            if bits_of(param) != bits_of(before.tensors[other]):
                 raise DifferenceError(f"{other} changed though the step raised: {error}") from error
     except Exception as error:
         raise DifferenceError(
@@ -424,6 +424,12 @@ def state_is_cleared(episode: Episode) -> None:
     for name, param in episode.run.params.items():
         grad = before.grads[name]
         param.grad = None if grad is None else grad.clone()
+
+
+def bits_of(tensor: Any) -> bytes:
+    from ._problem import bits
+
+    return bits(tensor)
 
 
 @event

@@ -13,22 +13,22 @@ import logging
 import random
 import shutil
 import tempfile
+import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.distributed import checkpoint
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..distributed._cases import mesh_of, placement
-from ._events import PlannedError, deep_copied, offload_off, raises, tensor_learning_rate
+from ._events import PlannedError
 from ._problem import (
     DifferenceError,
     Given,
-    Pair,
     Run,
     Source,
     adamw_options,
@@ -48,11 +48,12 @@ def event(function: Callable[[Together], None]) -> Callable[[Together], None]:
     return function
 
 
-class Together(Pair):
+class Together:
     """The optimizer of this rank, and the twin that works alone."""
 
     def __init__(self, opt: Any, seed: int) -> None:
-        super().__init__()
+        from torch import distributed
+
         self.opt, self.rank = opt, distributed.get_rank()
         self.world = distributed.get_world_size()
         self.generator = generator = random.Random(seed)
@@ -78,11 +79,14 @@ class Together(Pair):
         options = [{} for _ in given]
         self.twin = Run(opt, front, list(given), {}).make(values, options)
         self.run = Run(opt, front, list(given), arguments).make(placed, options)
-        self.happened = [f"{self.held} on {tuple(self.mesh.mesh.shape)}, {arguments}"]
+        self.counts: Counter[str] = Counter()
+        self.happened: list[str] = [f"{self.held} on {tuple(self.mesh.mesh.shape)}, {arguments}"]
         self.grads: dict[str, Tensor | None] = {}
 
     def placed(self, name: str, value: Tensor) -> Tensor:
         """What this rank holds of a tensor."""
+        from torch.distributed.tensor import distribute_tensor
+
         if self.held != "sharded":
             return value
         if name not in self.places:
@@ -149,6 +153,8 @@ class Together(Pair):
 
     def outcomes(self, action: Callable[[], Any]) -> list[str]:
         """What became of an action on every rank."""
+        from torch import distributed
+
         try:
             action()
             outcome = ""
@@ -172,6 +178,11 @@ class Together(Pair):
                 param.copy_(self.placed(name, self.twin.params[name].detach()))
         self.run.optimizer.load_state_dict(saved)
 
+    def replace_run(self, run: Run) -> None:
+        for name, param in run.params.items():
+            param.grad = self.run.params[name].grad
+        self.run = run
+
 
 def _whole(param: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
@@ -191,7 +202,18 @@ def change_options(episode: Together) -> None:
     number = episode.generator.randrange(len(episode.run.given))
     muon = episode.run.given[number].muon
     options = muon_options(episode.generator) if muon else adamw_options(episode.generator)
-    episode.set_options(number, options)
+    for run in (episode.run, episode.twin):
+        for key, value in options.items():
+            renamed = not muon and run.front == "Muon" and key in ("betas", "eps")
+            run.optimizer.param_groups[number][f"adamw_{key}" if renamed else key] = value
+
+
+@event
+def tensor_learning_rate(episode: Together) -> None:
+    number = episode.generator.randrange(len(episode.run.given))
+    rate = 10 ** episode.generator.uniform(-3, -1)
+    for run in (episode.run, episode.twin):
+        run.optimizer.param_groups[number]["lr"] = torch.tensor(rate, dtype=torch.float64)
 
 
 @event
@@ -232,6 +254,9 @@ def state_dict_and_restart(episode: Together) -> None:
 @event
 def checkpoint_and_restart(episode: Together) -> None:
     """torch.distributed.checkpoint, as one model whose parameters have the names of the groups."""
+    from torch import distributed
+    from torch.distributed import checkpoint
+
     names = {id(param): name for name, param in episode.run.params.items()}
 
     def state_of(run: Run) -> dict[str, Any]:
@@ -308,8 +333,16 @@ def offload_on(episode: Together) -> None:
         episode.run.optimizer.turn_on_cpu_offload()
 
 
-for _alike in (tensor_learning_rate, offload_off, deep_copied):
-    event(_alike)
+@event
+def offload_off(episode: Together) -> None:
+    episode.run.optimizer.turn_off_cpu_offload()
+
+
+@event
+def deep_copied(episode: Together) -> None:
+    params, optimizer = copy.deepcopy((episode.run.params, episode.run.optimizer))
+    run = episode.run
+    episode.replace_run(Run(run.opt, run.front, list(run.given), run.arguments, params, optimizer))
 
 
 @event
@@ -318,15 +351,19 @@ def looked_at(episode: Together) -> None:
     episode.run.optimizer.state_dict()
 
 
+def _raise(*_: Any, **__: Any) -> Any:
+    raise PlannedError("on purpose")
+
+
 @event
 def closure_raises(episode: Together) -> None:
     step = episode.run.optimizer.step
-    episode.refused("a closure that raises", lambda: step(raises), PlannedError)
+    episode.refused("a closure that raises", lambda: step(_raise), PlannedError)
 
 
 @event
 def pre_hook_raises(episode: Together) -> None:
-    handle = episode.run.optimizer.register_step_pre_hook(raises)
+    handle = episode.run.optimizer.register_step_pre_hook(_raise)
     step = episode.run.optimizer.step
     episode.refused("a hook before the step that raises", step, PlannedError)
     handle.remove()
@@ -338,7 +375,7 @@ def rule_raises(episode: Together) -> None:
     group = episode.run.optimizer.param_groups[0]
     if not any(p.grad is not None and p.numel() for p in group["params"]):
         return
-    kept, group["adjust_lr_fn"] = group["adjust_lr_fn"], raises
+    kept, group["adjust_lr_fn"] = group["adjust_lr_fn"], _raise
     found = episode.outcomes(episode.run.optimizer.step)
     group["adjust_lr_fn"] = kept
     # A rank that owns and holds nothing of the group never asks for its rate.
@@ -423,7 +460,7 @@ def step_is_interrupted(episode: Together) -> None:
     module = importlib.import_module(f"{episode.opt.__name__}.optimizers.step")
     stage = episode.generator.choice(["adamw", "update"])
     saved = copy.deepcopy(episode.run.optimizer.state_dict())
-    with mock.patch.object(module, stage, raises):
+    with mock.patch.object(module, stage, _raise):
         found = episode.outcomes(episode.run.optimizer.step)
     if any(found):
         for what, action in {
@@ -471,4 +508,20 @@ def play(opt: Any, seed: int, steps: int) -> dict[str, Any]:
     """One episode on this rank."""
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # of how it gathers
     torch.distributed.barrier()
-    return Together(opt, seed).play(steps)
+    episode = Together(opt, seed)
+    done, difference = 0, None
+    try:
+        for _ in range(steps):
+            episode.tick()
+            done += 1
+    except DifferenceError as error:
+        difference = str(error)
+    except Exception:
+        difference = f"undocumented {traceback.format_exc(limit=-12)}"
+    last = episode.happened[:1] + episode.happened[1:][-7:] if difference else []
+    return {
+        "steps": done,
+        "counts": dict(episode.counts),
+        "difference": difference,
+        "happened": last,
+    }

@@ -6,8 +6,8 @@
 `Muon` and `MuonAdamW` are the first sentence; `orthogonalize` and the methods behind it are its
 verb. `moe.Experts` is the second; `layers` has its form for `kernelize`, and `integrations` puts it
 into models of transformers and PEFT.
-`nf4_quantize` makes and `nf4_dequant` decodes 4-bit experts. `explain` says which path an operation
-takes on a device, and why.
+`nf4_quantize` makes and `nf4_dequant` decodes 4-bit experts; MXFP4 and FP8 have functions of the
+same kind. `explain` says which path an operation takes on a device, and why.
 """
 
 from . import integrations, layers, moe
@@ -19,7 +19,14 @@ from .integrations.checkpoints.checkpoint import (
 )
 from .integrations.checkpoints.converters import convert_state_dict
 from .integrations.profiler import ProfileCallback, profile_steps
-from .kernels import nf4_dequant, nf4_quantize
+from .kernels import (
+    fp8_dequant,
+    fp8_quantize,
+    mxfp4_dequant,
+    mxfp4_quantize,
+    nf4_dequant,
+    nf4_quantize,
+)
 from .optimizers import (
     DistMuonAdamW,
     DistributedConfig,
@@ -52,6 +59,8 @@ __all__ = [
     "convert_state_dict",
     "default_is_muon",
     "explain",
+    "fp8_dequant",
+    "fp8_quantize",
     "get_default_muon_param_groups",
     "gram_newton_schulz",
     "integrations",
@@ -59,6 +68,8 @@ __all__ = [
     "load_optimizer",
     "moe",
     "muon",
+    "mxfp4_dequant",
+    "mxfp4_quantize",
     "newton_schulz",
     "nf4_dequant",
     "nf4_quantize",

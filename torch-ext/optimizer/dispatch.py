@@ -36,6 +36,7 @@ class Kernels:
 
     Args:
         hopper: The CUDA kernel is for capability 9.0 alone, not for every one from 8.0 on.
+        compiled: There is a CUDA kernel at all.
         cpu: The CPU variant has the op.
         triton: Other CUDA devices have a Triton kernel.
         note: Said of the CUDA kernel, `on_hopper` also on capability 9.0.
@@ -44,6 +45,7 @@ class Kernels:
     """
 
     hopper: bool = False
+    compiled: bool = True
     cpu: bool = False
     triton: bool = False
     note: str = ""
@@ -80,6 +82,8 @@ TABLE: dict[str, Kernels] = {
         note="with the bits of bitsandbytes' own",
         because="torch in chunks; no kernel for {device} tensors is loaded",
     ),
+    "mxfp4_dequant": Kernels(compiled=False, triton=True),
+    "fp8_dequant": Kernels(compiled=False, triton=True),
     "nf4_product": Kernels(hopper=True, otherwise="triton", because="Triton's product"),
 }
 
@@ -123,7 +127,7 @@ def pick(op: str, device: torch.device) -> Path:
 
 
 def _has_cuda_kernel(op: str, device: torch.device) -> bool:
-    if torch.version.hip is not None or not has_compiled(op, "CUDA"):
+    if torch.version.hip is not None or not TABLE[op].compiled or not has_compiled(op, "CUDA"):
         return False
     if TABLE[op].hopper:
         return is_hopper(device)

@@ -40,8 +40,9 @@ def explain(op: str, **problem: Any) -> str:
 
     Args:
         op: "orthogonalize", "symmetric_matmul", "matmul_add", "square_chain", "normalize",
-            "momentum", "apply_update", "adamw", "nf4_dequant", "nf4_quantize", "nf4_product", or of
-            the experts "expert_sort", "grouped_lora_linear", "combine", "glu".
+            "momentum", "apply_update", "adamw", "nf4_dequant", "nf4_quantize", "nf4_product",
+            "mxfp4_dequant", "fp8_dequant", or of the experts "expert_sort",
+            "grouped_lora_linear", "combine", "glu".
         **problem: orthogonalize: `shape` (..., m, n), `dtype` and `device` of the input, optionally
             `steps`, `method` and `iterate_dtype`; the others: `device`, those of the experts also
             `dtype` and `backend`.
@@ -55,8 +56,6 @@ def explain(op: str, **problem: Any) -> str:
     """
     if op not in EXPLAINERS:
         raise ValueError(f"op={op!r} is unknown; explain one of {', '.join(sorted(EXPLAINERS))}")
-    if isinstance(problem.get("device"), int):  # torch.device(0) raises where there is no GPU
-        problem["device"] = f"cuda:{problem['device']}"
     try:
         return EXPLAINERS[op](**problem)
     except (AssertionError, RuntimeError) as error:

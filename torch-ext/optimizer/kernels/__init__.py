@@ -11,6 +11,8 @@ from .experts.grouped_lora import (
     grouped_lora_linear,
 )
 from .products.symmetric_matmul import symmetric_matmul
+from .quant.fp8 import fp8_dequant, fp8_quantize
+from .quant.mxfp4 import mxfp4_dequant, mxfp4_quantize
 from .quant.nf4_dequant import nf4_dequant
 from .quant.nf4_quantize import nf4_quantize
 from .step.adamw import adamw
@@ -24,6 +26,8 @@ __all__ = [
     "apply_update",
     "combine",
     "expert_sort",
+    "fp8_dequant",
+    "fp8_quantize",
     "glu",
     "grouped_lora_dab",
     "grouped_lora_dw",
@@ -31,6 +35,8 @@ __all__ = [
     "grouped_lora_forward",
     "grouped_lora_linear",
     "momentum",
+    "mxfp4_dequant",
+    "mxfp4_quantize",
     "nf4_dequant",
     "nf4_quantize",
     "symmetric_matmul",

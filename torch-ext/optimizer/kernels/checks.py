@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -68,3 +70,72 @@ def check_device(name: str, value: Tensor, like: Tensor, like_name: str) -> None
             f"{name} must be on the device of {like_name} ({like.device}), got {value.device}; "
             f"move it with {name}.to({like_name}.device)"
         )
+
+
+def check_packed(name: str, value: object, dtypes: tuple[torch.dtype, ...], numel: int) -> Tensor:
+    """A contiguous tensor of so many elements of frozen weights, which get no gradient."""
+    value = check_dense(name, value)
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires a gradient, but frozen weights have none; call it under "
+            f"torch.no_grad() or pass {name}.detach()"
+        )
+    if value.dtype not in dtypes or value.numel() != numel or not value.is_contiguous():
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{name} must hold {numel} contiguous elements of {kinds}, got {value.dtype} of shape "
+            f"{tuple(value.shape)} with strides {tuple(value.stride())}; see the layout of the "
+            "format"
+        )
+    return value
+
+
+def check_ids(active_experts: object, like: Tensor) -> Tensor:
+    """A vector of expert ids on the device of the packed bytes."""
+    ids = check_tensor("active_experts", active_experts, 1, (torch.int32, torch.int64))
+    check_device("active_experts", ids, like, "packed")
+    return ids.contiguous()
+
+
+def check_quantizable(weight: object, least_ndim: int) -> Tensor:
+    """A dense floating weight of which no gradient is expected."""
+    weight = check_dense("weight", weight)
+    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(
+            f"weight must be bfloat16, float16 or float32, got {weight.dtype}; convert it first"
+        )
+    if weight.ndim < least_ndim or weight.numel() == 0:
+        raise ValueError(
+            f"weight must have {least_ndim} dimensions or more and no empty one, got shape "
+            f"{tuple(weight.shape)}"
+        )
+    if weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "weight requires a gradient, but quantisation has none: pass weight.detach()"
+        )
+    return weight.detach()
+
+
+def check_expert_shape(expert_shape: object) -> tuple[int, ...]:
+    """Positive sizes of one expert."""
+    integer = (int, torch.SymInt)
+    if not isinstance(expert_shape, Sequence) or not all(
+        isinstance(size, integer) and not isinstance(size, bool) for size in expert_shape
+    ):
+        raise TypeError(f"expert_shape must be a sequence of integers, got {expert_shape!r}")
+    if len(expert_shape) < 2 or min(expert_shape) <= 0:
+        raise ValueError(
+            f"expert_shape must hold two positive sizes (N, K) or more, got {tuple(expert_shape)}"
+        )
+    return tuple(expert_shape)
+
+
+def check_stack(packed: object, per_expert: int, elements_per_byte: int = 1) -> int:
+    """The number of experts that packed bytes hold."""
+    held = check_dense("packed", packed).numel() * elements_per_byte
+    if held % per_expert:
+        raise ValueError(
+            f"packed holds {held} elements, no whole number of experts of {per_expert}; pass the "
+            "shape of one expert"
+        )
+    return held // per_expert

@@ -76,11 +76,14 @@ class Format(abc.ABC):
         return self.layout(stored)
 
     @abc.abstractmethod
-    def write(self, tensors: dict[str, Tensor], first: int, flat: Tensor) -> None:
+    def write(
+        self, tensors: dict[str, Tensor], stored: Sequence[int], first: int, flat: Tensor
+    ) -> None:
         """Pack elements [first, first + n) of the flattened stack into `unfinished` tensors.
 
         Args:
             tensors: Written in place.
+            stored: (E, N, K).
             first: A multiple of `unit`.
             flat: (n,) contiguous; n is a multiple of `unit`, or the stack ends there.
         """
@@ -232,8 +235,11 @@ class Blockwise4Bit(Format):
         """absmax is nested at the end, since its mean is subtracted."""
         return dataclasses.replace(self, nested=False).layout(stored)
 
-    def write(self, tensors: dict[str, Tensor], first: int, flat: Tensor) -> None:
+    def write(
+        self, tensors: dict[str, Tensor], stored: Sequence[int], first: int, flat: Tensor
+    ) -> None:
         """By `nf4_quantize`."""
+        del stored
         packed, absmax = nf4_quantize(flat, self.blocksize, quant_type=self.quant_type)
         byte, block = first // 2, first // self.blocksize  # blocks are even
         tensors["packed"][byte : byte + packed.numel()] = packed

@@ -5,7 +5,7 @@ the whole stack, so blocks may straddle experts and element counts may be odd.
 
 path      | op                    | source                        | taken
 compiled  | nf4_dequant           | kernels-src/{quant,cpu} | CUDA >= 8.0, CPU (CPU variant)
-triton    | nf4_dequant_triton    | nf4_dequant_triton.py         | other CUDA devices, ROCm
+triton    | nf4_dequant_triton    | dequant_triton.py             | other CUDA devices, ROCm
 reference | nf4_dequant_reference | reference/nf4.py              | everything else
 """
 
@@ -260,6 +260,6 @@ def _op(path: str):
         return ops.nf4_dequant
     if path == "reference":
         return ops.nf4_dequant_reference
-    from . import nf4_dequant_triton  # noqa: F401
+    from . import dequant_triton  # noqa: F401
 
     return ops.nf4_dequant_triton

@@ -30,7 +30,7 @@ from ..experts.grouped_launch_triton import packed as packed_factor
 from ..experts.grouped_launch_triton import widens
 from ..experts.grouped_triton import _dot, _source, _tile_of
 from ..launch.launch_plan import launch
-from .nf4_dequant_triton import _load_scale
+from .dequant_triton import _load_scale
 from .nf4_product import Nf4Stack
 
 

@@ -31,15 +31,15 @@ def _report(reason: str) -> None:
     dispatch.say_once("packed experts are decoded to memory, not inside the product: %s", reason)
 
 
-def check_strategy(strategy: str) -> None:
-    """Raise ValueError unless it is one of STRATEGIES."""
+def check_strategy(strategy: str, name: str = "strategy") -> None:
+    """Raise ValueError unless the argument of that name is one of STRATEGIES."""
     if strategy == "resident":
         raise ValueError(
-            'strategy="resident" decoded the whole stack at once and is gone: "auto" never took '
+            f'{name}="resident" decoded the whole stack at once and is gone: "auto" never took '
             'it; use "chunked", which gives the same numbers in less memory'
         )
     if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {STRATEGIES}, got {strategy!r}")
+        raise ValueError(f"{name} must be one of {STRATEGIES}, got {strategy!r}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

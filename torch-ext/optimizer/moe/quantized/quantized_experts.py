@@ -306,7 +306,7 @@ class _Writer:
 
     def _write(self, flat: Tensor) -> None:
         with torch.no_grad():
-            self.format.write(self.tensors, self.written, flat.contiguous())
+            self.format.write(self.tensors, self.stored, self.written, flat.contiguous())
         self.written += flat.numel()
 
 

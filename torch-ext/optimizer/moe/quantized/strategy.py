@@ -63,7 +63,7 @@ def choose_strategy(
     Raises:
         ValueError: unknown strategy, or fused by name for what it cannot take.
     """
-    check_strategy(wanted)
+    check_strategy(wanted, "wanted")
     if num_experts < 1:
         raise ValueError(f"num_experts must be at least 1, got {num_experts}")
     if wanted == "fused" and not fusable:

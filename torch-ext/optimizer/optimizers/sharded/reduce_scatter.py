@@ -449,7 +449,7 @@ def _adamw_on_small(
     run: StepRun,
 ) -> None:
     given = {
-        number: run.on_device(number, options[number], small)
+        number: run.rate_of_adamw(number, options[number], small)
         for number in dict.fromkeys(number for number, _ in small.params)
     }
     params = [param for _, param in small.params]
@@ -489,7 +489,7 @@ def _adamw_on_rows(
     chunk = slices.chunk
     param = chunk.members[0].param
     state, owned = run.state[param], contributions.owned
-    given = run.on_device(number, options, chunk)
+    given = run.rate_of_adamw(number, options, chunk)
 
     def body() -> None:
         grads = contributions.sums(factor)

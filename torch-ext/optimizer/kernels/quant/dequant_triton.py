@@ -1,0 +1,295 @@
+"""Decoding by Triton: NF4 and FP4 where no compiled kernel does it, MXFP4 and FP8 everywhere.
+
+nf4    out[i] = codebook[nibble(g)] * absmax[g // blocksize], g = element of the whole stack. Each
+       byte is loaded once and gives two neighbours; an expert that starts inside a byte only shifts
+       the mask.
+mxfp4  out[i] = e2m1[nibble] * 2^(scale - 127)
+fp8    out[i] = e4m3[byte] * scale of its block
+
+Grid: one program per (named expert, chunk of its bytes). Unknown ids give NaN. Products in
+registers take `power_of_two` and `e4m3` from here, too.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+from triton.runtime.jit import JITFunction
+
+from ..._ops import add_op_namespace_prefix
+from ...reference.fp8 import block_of
+from ...reference.nf4 import NF4_TABLE
+
+# Bytes per program: 2048 elements, 16 per thread with 4 warps.
+_BLOCK = 1024
+
+_NF4 = tl.constexpr(NF4_TABLE)
+
+
+@triton.jit
+def _load_codebook(codebook, CUSTOM: tl.constexpr):
+    lane = tl.arange(0, 16)
+    if CUSTOM:
+        return tl.load(codebook + lane)
+    table = tl.zeros((16,), tl.float32)
+    for i in tl.static_range(16):
+        table = tl.where(lane == i, _NF4[i], table)
+    return table
+
+
+@triton.jit
+def _load_scale(absmax, code, code_scale, code_offset, block, mask, shift, NESTED: tl.constexpr):
+    if not NESTED:
+        return tl.load(absmax + block, mask=mask, other=0.0)
+    q = tl.load(absmax + block, mask=mask, other=0).to(tl.int32)
+    scale = tl.load(code_scale + block // 256, mask=mask, other=0.0)
+    # bitsandbytes rounds the product and then the sum. Written as a product, LLVM would contract
+    # both into one fused multiply-add (seen in the PTX of 3.7.1, even through float64). A fused
+    # multiply-add of -0.0 is that rounded product, if the compiler cannot see that it is -0.0.
+    minus_zero = (shift >> 31).to(tl.float32) * -1.0
+    product = tl.fma(tl.load(code + q), scale, minus_zero)
+    return product + tl.load(code_offset)
+
+
+@triton.jit
+def _dequant(  # noqa: PLR0913
+    packed,  # (bytes,) uint8
+    absmax,  # (blocks,) float32, uint8 if NESTED
+    active,  # (n,) int32 or int64
+    codebook,  # (16,) float32 if CUSTOM
+    code,  # (256,) float32 if NESTED
+    code_scale,  # (ceil(blocks / 256),) float32 if NESTED
+    code_offset,  # (1,) float32 if NESTED
+    out,  # (n, numel)
+    numel,
+    num_experts,
+    chunks,
+    shift,  # log2 of the blocksize
+    WHOLE_BYTES: tl.constexpr,
+    CUSTOM: tl.constexpr,
+    NESTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    slot = (program // chunks).to(tl.int64)
+    chunk = (program % chunks).to(tl.int64)
+    expert = tl.load(active + slot).to(tl.int64)
+    known = (expert >= 0) & (expert < num_experts)
+    source = expert * numel
+    # Known at compile time, an even numel lets the compiler vectorise loads and stores.
+    odd = 0 if WHOLE_BYTES else source % 2
+    byte = chunk * BLOCK + tl.arange(0, BLOCK)  # 0 holds the expert's first element
+    inside = known & (2 * byte - odd < numel)
+    index = source // 2 + byte
+    pair = tl.load(packed + index, mask=inside, other=0).to(tl.int32)
+    block = (2 * index) >> shift  # blocks are even: both nibbles share one
+    scale = _load_scale(absmax, code, code_scale, code_offset, block, inside, shift, NESTED)
+    scale = tl.where(known, scale, float("nan"))
+    table = _load_codebook(codebook, CUSTOM)
+    even_value = tl.gather(table, pair >> 4, 0) * scale
+    odd_value = tl.gather(table, pair & 15, 0) * scale
+    local = chunk * (2 * BLOCK) - odd + tl.arange(0, 2 * BLOCK)
+    value = tl.interleave(even_value, odd_value).to(out.dtype.element_ty)
+    mask = local < numel if WHOLE_BYTES else (local >= 0) & (local < numel)
+    tl.store(out + slot * numel + local, value, mask=mask)
+
+
+def _traced(kernel):
+    """wrap_triton takes compiled kernels only; TRITON_INTERPRET=1 makes interpreted ones."""
+    return wrap_triton(kernel) if isinstance(kernel, JITFunction) else kernel
+
+
+@triton_op(add_op_namespace_prefix("nf4_dequant_triton"), mutates_args=())
+def nf4_dequant_triton(
+    packed: Tensor,
+    absmax: Tensor,
+    active_experts: Tensor,
+    expert_shape: Sequence[int],
+    blocksize: int,
+    dtype: torch.dtype,
+    codebook: Tensor | None,
+    absmax_code: Tensor | None,
+    absmax_scale: Tensor | None,
+    absmax_offset: Tensor | None,
+) -> Tensor:
+    """Launch `_dequant`; the arguments were checked by `kernels.quant.nf4_dequant`."""
+    numel = math.prod(expert_shape)
+    active = active_experts.shape[0]
+    out = torch.empty((active, *expert_shape), dtype=dtype, device=packed.device)
+    # One byte more than half the elements: an odd start borrows half a byte at either end.
+    chunks = triton.cdiv(numel // 2 + 1, _BLOCK)
+    if active == 0:
+        return out
+    _traced(_dequant)[(active * chunks,)](
+        packed,
+        absmax,
+        active_experts,
+        packed if codebook is None else codebook,
+        packed if absmax_code is None else absmax_code,
+        packed if absmax_scale is None else absmax_scale,
+        packed if absmax_offset is None else absmax_offset,
+        out,
+        numel,
+        2 * packed.numel() // numel,
+        chunks,
+        int(blocksize).bit_length() - 1,
+        WHOLE_BYTES=numel % 2 == 0,
+        CUSTOM=codebook is not None,
+        NESTED=absmax_code is not None,
+        BLOCK=_BLOCK,
+    )
+    return out
+
+
+@triton.jit
+def power_of_two(scale):
+    """2^(scale - 127) in float32 of e8m0 bytes as int32: subnormal for 0, NaN for 255."""
+    bits = tl.where(scale == 0, 1 << 22, scale << 23)
+    return tl.where(scale == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3(byte, NATIVE: tl.constexpr):
+    """float32 of e4m3 bytes (uint8); NATIVE: by the instruction of capability 8.9 and later.
+
+    Else by integers: the bits of e4m3 at float32's place, whose exponents differ by 120; what is
+    subnormal in one is subnormal in the other.
+    """
+    if NATIVE:
+        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        word = byte.to(tl.int32)
+        bits = ((word & 0x7F) << 20) | ((word & 0x80) << 24)
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+        return tl.where((word & 0x7F) == 0x7F, float("nan"), value)
+
+
+def reads_e4m3(x: Tensor) -> bool:
+    """Whether the device of x converts e4m3 by an instruction."""
+    if not x.is_cuda or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+@triton.jit
+def _mxfp4(
+    packed,  # (bytes,) uint8
+    scales,  # (bytes / 16,) uint8
+    active,  # (n,) int32 or int64
+    out,  # (n, 2 size)
+    size,  # bytes of an expert
+    num_experts,
+    chunks,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    slot = (program // chunks).to(tl.int64)
+    expert = tl.load(active + slot).to(tl.int64)
+    known = (expert >= 0) & (expert < num_experts)
+    byte = (program % chunks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = byte < size
+    pair = tl.load(packed + expert * size + byte, mask=inside & known, other=0).to(tl.int32)
+    at_scale = scales + expert * (size // 16) + byte // 16
+    scale = tl.load(at_scale, mask=inside & known, other=0).to(tl.int32)
+    scale = power_of_two(tl.where(known, scale, 255))
+    at_out = out + slot * 2 * size + 2 * byte
+    kind = out.dtype.element_ty
+    tl.store(at_out, (_e2m1(pair & 15) * scale).to(kind), mask=inside)
+    tl.store(at_out + 1, (_e2m1(pair >> 4) * scale).to(kind), mask=inside)
+
+
+@triton.jit
+def _e2m1(code):
+    """float32 of e2m1 codes as int32: their bits at float32's place, whose exponents differ."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+
+
+@triton.jit
+def _fp8(  # noqa: PLR0913
+    packed,  # (bytes,) uint8
+    scales,  # (E, N / rows, K / columns) float32
+    active,  # (n,) int32 or int64
+    out,  # (n, N, K)
+    rows_count,  # N
+    width,  # K
+    num_experts,
+    chunks,  # of a row
+    scale_rows,  # of an expert
+    scale_columns,
+    block_rows,
+    block_columns,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    line = (program // chunks).to(tl.int64)
+    slot, row = line // rows_count, line % rows_count
+    expert = tl.load(active + slot).to(tl.int64)
+    known = (expert >= 0) & (expert < num_experts)
+    column = program % chunks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    at_row = packed + (expert * rows_count + row) * width
+    byte = tl.load(at_row + column, mask=inside & known, other=0)
+    at_scale = scales + (expert * scale_rows + row // block_rows) * scale_columns
+    scale = tl.load(at_scale + column // block_columns, mask=inside & known, other=0.0)
+    value = e4m3(byte, NATIVE) * tl.where(known, scale, float("nan"))
+    tl.store(out + line * width + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton_op(add_op_namespace_prefix("mxfp4_dequant_triton"), mutates_args=())
+def mxfp4_dequant_triton(
+    packed: Tensor,
+    scales: Tensor,
+    active_experts: Tensor,
+    expert_shape: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Launch `_mxfp4`; the arguments were checked by `kernels.quant.mxfp4`."""
+    size, active = math.prod(expert_shape) // 2, active_experts.shape[0]
+    out = torch.empty((active, *expert_shape), dtype=dtype, device=packed.device)
+    if active == 0:
+        return out
+    chunks = triton.cdiv(size, _BLOCK)
+    operands = (packed, scales, active_experts, out, size, packed.numel() // size, chunks)
+    _traced(_mxfp4)[(active * chunks,)](*operands, BLOCK=_BLOCK)
+    return out
+
+
+@triton_op(add_op_namespace_prefix("fp8_dequant_triton"), mutates_args=())
+def fp8_dequant_triton(
+    packed: Tensor,
+    scales: Tensor,
+    active_experts: Tensor,
+    expert_shape: Sequence[int],
+    block: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Launch `_fp8`; the arguments were checked by `kernels.quant.fp8`."""
+    (n, k), active = expert_shape, active_experts.shape[0]
+    out = torch.empty((active, n, k), dtype=dtype, device=packed.device)
+    if active == 0:
+        return out
+    rows, columns = block_of((n, k), block)
+    chunks = triton.cdiv(k, _BLOCK)
+    _traced(_fp8)[(active * n * chunks,)](
+        packed,
+        scales,
+        active_experts,
+        out,
+        n,
+        k,
+        packed.numel() // (n * k),
+        chunks,
+        triton.cdiv(n, rows),
+        triton.cdiv(k, columns),
+        rows,
+        columns,
+        NATIVE=reads_e4m3(packed),
+        BLOCK=_BLOCK,
+    )
+    return out
