@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 
@@ -27,6 +29,12 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
     right = expected.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     different = (left != right).sum().item()
     assert different == 0, f"{different} of {left.numel()} bytes differ"
+
+
+def assert_all_same_bits(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> None:
+    """As many tensors on both sides, in pairs of the same bits."""
+    for one, other in zip(actual, expected, strict=True):
+        assert_same_bits(one, other)
 
 
 def assert_semi_orthogonal(x: torch.Tensor, low: float, high: float) -> None:

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from .._compare import assert_same_bits
+from .._compare import assert_all_same_bits, assert_same_bits
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -201,8 +201,7 @@ def test_large_weights_are_taken_in_chunks(ops, submodule, device, monkeypatch):
     weight = draw((5, 700), torch.bfloat16, device)
     whole = run(ops, "reference", weight, 32, "nf4")
     monkeypatch.setattr(submodule("kernels.quant.nf4_quantize"), "CHUNK", 4096 // 4)
-    for ours, expected in zip(run(ops, "reference", weight, 32, "nf4"), whole, strict=True):
-        assert_same_bits(ours, expected)
+    assert_all_same_bits(run(ops, "reference", weight, 32, "nf4"), whole)
 
 
 def test_empty_weight(opt, device):
@@ -226,8 +225,7 @@ def test_compiles_without_a_graph_break(opt, device):
     def quantize(x: torch.Tensor):
         return opt.nf4_quantize(x * 1.0, 32)
 
-    for compiled, eager in zip(quantize(weight), opt.nf4_quantize(weight, 32), strict=True):
-        assert_same_bits(compiled, eager)
+    assert_all_same_bits(quantize(weight), opt.nf4_quantize(weight, 32))
 
 
 def test_meta_tensors_give_shapes(opt):
@@ -302,10 +300,7 @@ def test_a_user_gets_the_kernel_without_asking(opt, ops, dispatch, device, caplo
     """The portable path, which takes 250 times as long, is neither taken nor reported."""
     weight = draw((6, 700), torch.bfloat16, device)
     dispatch.say_once.cache_clear()
-    for actual, expected in zip(
-        opt.nf4_quantize(weight), run(ops, "compiled", weight, 64, "nf4"), strict=True
-    ):
-        assert_same_bits(actual, expected)
+    assert_all_same_bits(opt.nf4_quantize(weight), run(ops, "compiled", weight, 64, "nf4"))
     assert dispatch.path_name("nf4_quantize", device) == "compiled"
     assert not [r for r in caplog.records if "nf4_quantize" in r.getMessage()]
 
@@ -313,12 +308,10 @@ def test_a_user_gets_the_kernel_without_asking(opt, ops, dispatch, device, caplo
 @pytest.mark.gpu
 def test_unaligned_weight(ops, device):
     buffer = draw((4097,), torch.bfloat16, device)
-    for ours, expected in zip(
+    assert_all_same_bits(
         run(ops, "compiled", buffer[1:], 64, "nf4"),
         run(ops, "compiled", buffer[1:].clone(), 64, "nf4"),
-        strict=True,
-    ):
-        assert_same_bits(ours, expected)
+    )
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from .._compare import assert_error_at_most, assert_same_bits
+from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
 
 
 def draw(tokens: int, experts: int, seed: int = 0, dtype=torch.float64) -> torch.Tensor:
@@ -208,8 +208,7 @@ def test_the_rule_is_named_and_never_guessed(moe, options, route, corrected):
         expected = moe.softmax_top_k(logits, 3, norm_topk_prob=options.get("norm_topk_prob", True))
     else:
         expected = moe.group_top_k(logits, 3, correction_bias=bias, **options)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert_same_bits(ours, theirs)
+    assert_all_same_bits(found, expected)
 
 
 def test_softmax_of_the_chosen_logits_is_the_renormalized_softmax(moe):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .._compare import assert_same_bits
+from .._compare import assert_all_same_bits, assert_same_bits
 
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 5, 4, 64, 32, 2, 6
 
@@ -366,8 +366,7 @@ def test_same_bits_however_far_the_host_runs_ahead(model_gpu, device, offload) -
     offload.turn_on()
     for _ in range(3):
         torch.cuda._sleep(50_000_000)
-        for found, right in zip(step_gpu(model_gpu, device), expected, strict=True):
-            assert_same_bits(found, right)
+        assert_all_same_bits(step_gpu(model_gpu, device), expected)
 
 
 @pytest.mark.gpu
@@ -431,5 +430,4 @@ def test_a_model_that_the_device_never_holds_whole(opt, model_gpu, device) -> No
     slack = 1 << 20
     assert torch.cuda.max_memory_allocated() - before <= 2 * layer_bytes(model_gpu) + slack
     assert all(p.device.type == "cpu" and p.is_pinned() for p in host.parameters())
-    for found, right in zip(step_gpu(host, device), expected, strict=True):
-        assert_same_bits(found, right)
+    assert_all_same_bits(step_gpu(host, device), expected)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .._compare import assert_same_bits, relative_error
+from .._compare import assert_all_same_bits, assert_same_bits, relative_error
 from ._eager import LORA, LayerProblem, assert_layer_close_to_eager, gradients
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -422,8 +422,7 @@ def test_a_training_step_in_a_cuda_graph(moe, device):
                 old.copy_(new)
             ids.copy_(other.ids(device, seed))
         graph.replay()
-        for ours, theirs in zip(captured, step(), strict=True):
-            assert_same_bits(ours, theirs)
+        assert_all_same_bits(captured, step())
 
 
 @pytest.mark.gpu
@@ -461,8 +460,7 @@ def test_sums_beside_dx_in_a_cuda_graph(moe, submodule, device, monkeypatch):
         found.append(step())
     graph.replay()
     for results in found:
-        for one, other in zip(results, expected, strict=True):
-            assert_same_bits(one, other)
+        assert_all_same_bits(results, expected)
     assert chosen == [True] * 4
 
 
@@ -539,8 +537,7 @@ def test_real_sizes(moe, device, sizes):
         out = layer(x, ids, gates)
         found = (out.detach(), *torch.autograd.grad(out, leaves, grad))
         if backend in results:
-            for ours, theirs in zip(found, results[backend], strict=True):
-                assert_same_bits(ours, theirs)
+            assert_all_same_bits(found, results[backend])
         results[backend] = found
     for ours, theirs in zip(results["triton"], results["reference"], strict=True):
         assert relative_error(ours, theirs) < 2**-7  # two roundings to bfloat16 apart

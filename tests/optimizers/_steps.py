@@ -98,20 +98,51 @@ def train(optimizer, params, steps: int, *, seed: int = 100) -> None:
         optimizer.step()
 
 
+def marked(params, count: int, **options) -> list[dict]:
+    """A group of the first `count` parameters for Muon, with these options, and one for AdamW."""
+    muon, adamw = params[:count], params[count:]
+    return [{"params": muon, "use_muon": True, **options}, {"params": adamw, "use_muon": False}]
+
+
+# Every way of cutting a parameter for Muon, empty and one-row ones among them; and some for AdamW.
+CUTS = {"experts.w": (3, 6, 4), "experts.v": (4, 8, 4), "experts.u": (3, 6, 4)}
+CUTS |= {"qkv": (12, 4), "fused": (8, 4), "conv": (4, 3, 2, 2)}
+MATRICES = {"a": (6, 4), "b": (4, 6), "c": (6, 4), "empty": (0, 4), "row": (1, 5), **CUTS}
+EVERY_SHAPE = {**MATRICES, "bias": (5,), "scale": (), "table": (7, 3), "nothing": (0,)}
+PARTS = {"qkv": (4, 4, 4), "fused": (2, 6), "experts.w": (2, 4), "experts.v": (4, 4)}
+FOR_BOTH = ("lr", "weight_decay", "none_grad", "rounding", "rounding_seed")
+
+
+def of_every_shape(dtype=torch.bfloat16, device="cpu") -> list[nn.Parameter]:
+    return parameters(EVERY_SHAPE.values(), dtype=dtype, device=device)
+
+
+def every_cut(opt, name, params, **options):
+    """One optimizer of `of_every_shape`'s parameters: a Muon group and one for AdamW."""
+    named = list(zip(EVERY_SHAPE, params, strict=True))
+    options = {"lr": 0.02, "weight_decay": 0.1, **options}
+    muon, adamw = marked(named, len(MATRICES), expert_keys=["experts"], split_sizes=PARTS)
+    adamw |= {key: value for key, value in options.items() if key in FOR_BOTH}
+    return getattr(opt, name)([{**muon, **options}, adamw])
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def reversed_in_memory(x: Tensor) -> Tensor:
+    """Seven dimensions of which no two can be merged, one more than the kernels walk."""
+    order = list(reversed(range(x.ndim)))
+    return x.permute(order).contiguous().permute(order)
+
+
 def both(opt, params, **options):
     """One Muon group and one AdamW group over `params`, in each class."""
     split = max(1, len(params) // 2)
-    muon, adamw = params[:split], params[split:]
+    groups = marked(params, split)
     return {
-        "Muon": lambda: opt.Muon(
-            [{"params": muon, "use_muon": True}, {"params": adamw, "use_muon": False}], **options
-        ),
-        "MuonAdamW": lambda: opt.MuonAdamW(
-            [
-                {"kind": "muon", "params": muon, "lr": 0.02, **options},
-                {"kind": "adamw", "params": adamw, "lr": 0.02, **options},
-            ]
-        ),
+        "Muon": lambda: opt.Muon(groups, **options),
+        "MuonAdamW": lambda: opt.MuonAdamW([{**group, "lr": 0.02, **options} for group in groups]),
     }
 
 

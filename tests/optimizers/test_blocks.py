@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from .._compare import assert_error_at_most, assert_same_bits
+from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
 from ._steps import new_gradients, parameters, train, values
 
 FUSED = {"kind": "muon", "lr": 0.05, "weight_decay": 0.2}  # every feature of the rule is on
@@ -182,8 +182,7 @@ def test_values_per_name(opt, device) -> None:
         lr=0.1,
     )
     train(other, twins, 2)
-    for param, twin in zip((qkv, out, plain), twins, strict=True):
-        assert_same_bits(param.detach(), twin.detach())
+    assert_all_same_bits((qkv, out, plain), twins)
 
 
 @pytest.mark.sees_defect("a group of mixed shapes is a RuntimeError")
@@ -195,8 +194,7 @@ def test_mixed_shapes_and_empty_parameters_in_one_group(opt, device) -> None:
     train(opt.MuonAdamW([{**FUSED, "params": together}]), together, 3)
     optimizer = opt.MuonAdamW([{**FUSED, "params": [param]} for param in alone])
     train(optimizer, alone, 3)
-    for one, other in zip(together, alone, strict=True):
-        assert_same_bits(one.detach(), other.detach())
+    assert_all_same_bits(together, alone)
 
 
 @pytest.mark.sees_defect(
@@ -327,8 +325,7 @@ def test_a_bound_smaller_than_a_stack_changes_no_bit(opt, submodule, device, mon
         planned = optimizer._current_plan(optimizer._current_options()).chunks[0]
         assert len(planned) == (1 if bound > 2**20 else 3)
         assert sum(chunk.matrices for chunk in planned) == 9
-    for one, other in zip(*results, strict=True):
-        assert_same_bits(one, other)
+    assert_all_same_bits(*results)
 
 
 @pytest.mark.sees_defect("a gradient is freed while it is still needed")

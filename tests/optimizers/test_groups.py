@@ -250,19 +250,6 @@ def test_a_refused_group_leaves_no_names(opt, why) -> None:
     assert list(optimizer.state) == [first, second, third]
 
 
-def test_later_groups_start_out_like_the_first(opt, device) -> None:
-    """add_param_group applies the same defaults; the next step makes the state."""
-    first, second = parameters([(4, 3), (3, 5)], device=device)
-    optimizer = opt.Muon([first], lr=0.5, momentum=0.3)
-    optimizer.step()
-    optimizer.add_param_group({"params": second, "use_muon": True})
-    assert optimizer.param_groups[1]["lr"] == 0.5
-    assert optimizer.param_groups[1]["momentum"] == 0.3
-    before = values([second])
-    optimizer.step()
-    assert not torch.equal(before[0], second.detach())
-
-
 def test_what_the_constructors_refuse_as_a_whole(opt) -> None:
     with pytest.raises(TypeError, match="got one Tensor"):
         opt.Muon(matrix())

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from .._compare import assert_same_bits
+from .._compare import assert_all_same_bits, assert_same_bits
 from ._steps import both, new_gradients, parameters, train, values
 
 CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
@@ -210,8 +210,7 @@ def test_state_put_in_its_place_is_used(build, name, kind) -> None:
         if replaced:
             for key, value in kept.items():
                 assert_same_bits(value, before[key])
-    for ours, theirs in zip(*results, strict=True):
-        assert_same_bits(ours, theirs)
+    assert_all_same_bits(*results)
 
 
 @pytest.fixture
@@ -245,7 +244,6 @@ def test_a_compiled_step_under_a_schedule(opt, device, counted, name, wrapped) -
             if seed == 1:
                 counted["after two"] = dict(counted["frames"])
         results.append(values(params))
-    for found, wanted in zip(results[1], results[0], strict=True):
-        assert_same_bits(found, wanted)
+    assert_all_same_bits(results[1], results[0])
     assert counted["stats"]["unique_graphs"] <= 1  # what is around the step
     assert counted["frames"] == counted["after two"]

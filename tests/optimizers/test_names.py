@@ -132,9 +132,15 @@ def test_coefficients(opt, device, coefficients) -> None:
         opt.Muon(one, ns_coefficients=coefficients, method="gram_newton_schulz")
 
 
+@pytest.mark.sees_defect("learning-rate modes of different packages are compared unaligned")
 @pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
 def test_torchs_arguments_give_torchs_update(opt, device, adjust_lr_fn) -> None:
-    """Every argument of torch.optim.Muon by its name, against its bfloat16 iteration."""
+    """Every argument of torch.optim.Muon by its name, against its bfloat16 iteration.
+
+    With nesterov=False and bfloat16 parameters torch 2.13 overwrites its momentum, so the
+    comparison is made where torch is right. Its bfloat16 iterates err by 1 to 6 % of the update; a
+    wrong scale, sign or decay would err by far more than 10 %.
+    """
     shapes = [(32, 64), (64, 32)]
     ours, theirs = parameters(shapes, device=device), parameters(shapes, device=device)
     before = values(ours)

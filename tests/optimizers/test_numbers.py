@@ -11,26 +11,11 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._compare import assert_error_at_most, assert_same_bits
+from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
 from ._infos import SCHEDULERS, LeastSquares, by_class, info
 from ._steps import both, new_gradients, parameters, train, values
 
 CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
-
-
-@CLASSES
-def test_options_are_read_at_every_step(opt, device, name) -> None:
-    """A scheduler's change takes effect; lr 0 with no decay moves nothing."""
-    params = parameters([(6, 4), (6, 4)], device=device)
-    optimizer = both(opt, params, weight_decay=0.0)[name]()
-    optimizer.step()
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    before = values(params)
-    new_gradients(params, seed=5)
-    optimizer.step()
-    for param, old in zip(params, before, strict=True):
-        assert_same_bits(param.detach(), old)
 
 
 @CLASSES
@@ -41,57 +26,6 @@ def test_momentum_can_be_scheduled(opt, device, name) -> None:
     grad = params[0].grad.clone()
     optimizer.step()
     torch.testing.assert_close(optimizer.state[params[0]]["momentum_buffer"], grad)
-
-
-@pytest.mark.sees_defect("a Tensor lr breaks, or waits for the device")
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
-        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 8),
-        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda t: (t + 1) / 4),
-        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=12),
-    ],
-    ids=["StepLR", "CosineAnnealingLR", "LambdaLR", "OneCycleLR"],
-)
-@pytest.mark.parametrize("tensor", [False, True], ids=["float", "Tensor"])
-def test_schedulers_and_tensor_learning_rates(opt, device, make, tensor) -> None:
-    """A Tensor lr gives what the equal number gives, with every scheduler."""
-    results = []
-    for as_tensor in (False, tensor):
-        params = parameters([(6, 4), (6, 4)], device=device)
-        lr = torch.tensor(0.02, dtype=torch.float64) if as_tensor else 0.02
-        optimizer = both(opt, params, weight_decay=0.1)["Muon"]()
-        for group in optimizer.param_groups:
-            group["lr"] = lr.clone() if as_tensor else lr
-        scheduler = make(optimizer)
-        for step in range(5):
-            new_gradients(params, seed=step)
-            optimizer.step()
-            scheduler.step()
-        assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) == as_tensor
-        results.append(values(params))
-    for one, other in zip(*results, strict=True):
-        assert_error_at_most(one, other, 1e-6)
-
-
-@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_tensor_learning_rate_at_construction(opt, device, shape, dtype) -> None:
-    """A (1,) float64 rate must not lend its dtype or shape to a float32 parameter."""
-    results = []
-    for lr in (0.02, torch.full(shape, 0.02, dtype=dtype, device=device)):
-        params = parameters([(6, 4), (6, 4)], device=device)
-        split = [
-            {"params": params[:1], "use_muon": True},
-            {"params": params[1:], "use_muon": False},
-        ]
-        optimizer = opt.Muon(split, lr=lr)
-        train(optimizer, params, 3)
-        assert optimizer.state[params[0]]["momentum_buffer"].dtype == torch.float32
-        results.append(values(params))
-    for one, other in zip(*results, strict=True):
-        assert_error_at_most(one, other, 1e-6)
 
 
 class NoHostReads(TorchDispatchMode):
@@ -153,8 +87,7 @@ def test_the_device_is_the_parameters(opt, device, name) -> None:
         for param, grad in zip(twins, step, strict=True):
             param.grad = grad
         other.step()
-    for one, two in zip(params, twins, strict=True):
-        assert_same_bits(one.detach(), two.detach())
+    assert_all_same_bits(params, twins)
 
 
 def test_structural_options_may_change_between_steps(opt, device) -> None:
@@ -198,26 +131,6 @@ def test_low_precision_parameters_are_rounded_once(opt, device, name, dtype) -> 
         assert_same_bits(param.detach(), wide.detach().to(dtype))
 
 
-def test_decay_of_bfloat16_parameters_survives_with_the_update(opt, device) -> None:
-    """Rounded on its own, a decay of lr wd = 1e-3 < 2^-9 never changes a bfloat16 weight.
-
-    Rounded together with an update of about two ulps (2^-8 below 1) it acts in full on average:
-    50 roundings of 0.3 ulp on 4096 weights leave 0.5 % of the 5 % by which the weights decay.
-    """
-    start = torch.full((64, 64), 1.0)
-    means = {}
-    for decay in (0.0, 0.02):
-        for dtype in (torch.bfloat16, torch.float32):
-            param = nn.Parameter(start.to(device=device, dtype=dtype))
-            optimizer = opt.Muon([param], lr=0.05, weight_decay=decay)
-            train(optimizer, [param], 50)
-            means[decay, dtype] = param.detach().float().mean().item()
-    lost = means[0.0, torch.float32] - means[0.02, torch.float32]
-    kept = means[0.0, torch.bfloat16] - means[0.02, torch.bfloat16]
-    assert lost == pytest.approx(1 - (1 - 1e-3) ** 50, rel=0.05)
-    assert kept == pytest.approx(lost, rel=0.05)
-
-
 def test_gradients_may_have_another_precision(opt, device) -> None:
     """float32 gradients of bfloat16 parameters are used in full."""
     param = nn.Parameter(torch.ones(6, 4, dtype=torch.bfloat16, device=device))
@@ -238,8 +151,7 @@ def test_runs_repeat_bit_for_bit(opt, device, name) -> None:
         params = parameters([(32, 16), (16, 32), (32, 16), (9,)], device=device)
         train(both(opt, params)[name](), params, 5)
         runs.append(values(params))
-    for one, other in zip(*runs, strict=True):
-        assert_same_bits(one, other)
+    assert_all_same_bits(*runs)
 
 
 @pytest.mark.sees_defect(
@@ -294,8 +206,7 @@ def test_a_tensor_weight_decay_gives_the_bits_of_the_number(
             with NoHostReads():
                 optimizer.step()
         results.append(values(params))
-    for found, expected in zip(results[1], results[0], strict=True):
-        assert_same_bits(found, expected)
+    assert_all_same_bits(results[1], results[0])
     opt.save_optimizer(optimizer, tmp_path)
     opt.load_optimizer(optimizer, tmp_path)
     assert optimizer.param_groups[1]["weight_decay"].item() == 0.5
@@ -361,6 +272,7 @@ def test_rates_follow_the_schedule(opt, device, name, schedule) -> None:
     assert problem.loss().item() < first
 
 
+@pytest.mark.sees_defect("a Tensor lr breaks, or waits for the device")
 @by_scheduler
 @by_class()
 def test_a_tensor_rate_is_scheduled_in_place(opt, device, name, schedule) -> None:
@@ -410,8 +322,7 @@ def test_a_schedule_resumes(opt, device, name, schedule) -> None:
     train(optimizer, scheduler, whole)
     train(resumed, resumed_scheduler, half)
     assert rates(resumed) == rates(optimizer)
-    for one, expected in zip(half.params, whole.params, strict=True):
-        assert_same_bits(one.detach(), expected.detach())
+    assert_all_same_bits(half.params, whole.params)
 
 
 @pytest.mark.parametrize("schedule", CYCLING)
@@ -442,8 +353,7 @@ def test_a_cycled_momentum_is_that_of_every_group(opt, device, name, schedule) -
         scheduler.step()
         twin_scheduler.step()
     assert len(seen) > 3
-    for one, expected in zip(problem.params, by_hand.params, strict=True):
-        assert_same_bits(one.detach(), expected.detach())
+    assert_all_same_bits(problem.params, by_hand.params)
 
 
 @pytest.mark.parametrize("schedule", CYCLING)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from .._compare import assert_same_bits
-from ._steps import new_gradients, parameters, train, values
+from .._compare import assert_all_same_bits, assert_same_bits
+from ._steps import marked, new_gradients, parameters, train, values
 from .test_numbers import NoHostReads
 from .test_state import MAKERS, SHAPES, assert_same_state, muon, state_tensors
 
@@ -29,8 +29,7 @@ def travelling(optimizer):
 def assert_same_values(one, other) -> None:
     """Parameters and state, wherever the state is."""
     for mine, theirs in zip(one.param_groups, other.param_groups, strict=True):
-        for p, q in zip(mine["params"], theirs["params"], strict=True):
-            assert_same_bits(p.detach(), q.detach())
+        assert_all_same_bits(mine["params"], theirs["params"])
     one, other = one.state_dict()["state"], other.state_dict()["state"]
     assert one.keys() == other.keys()
     for index, state in one.items():
@@ -127,12 +126,7 @@ def test_batches_arrive_ahead_of_their_use_and_leave_behind_it(
     """Motif moves all state before and after a step. At most three batches are there."""
     module = submodule("optimizers.state.in_host_memory")
     params = parameters([(4, n) for n in range(4, 11)] + [(5,), (6,)], device=device)
-    optimizer = opt.Muon(
-        [
-            {"params": params[:7], "use_muon": True},
-            {"params": params[7:], "use_muon": False},
-        ]
-    )
+    optimizer = opt.Muon(marked(params, 7))
     optimizer.turn_on_cpu_offload()
     events = []
     copy_part, muon_module = module.Part.copy, submodule("optimizers.step")
@@ -168,9 +162,7 @@ def test_the_device_holds_three_batches_at_most(opt, submodule, device, monkeypa
     for module in ("optimizers.plan", "optimizers.state.in_host_memory"):
         monkeypatch.setattr(submodule(module), "BATCH_BYTES", 4096)
     params = parameters([(16, 16)] * 40 + [(512,)] * 20 + [(100, 40)], device=device)
-    optimizer = opt.Muon(
-        [{"params": params[:40], "use_muon": True}, {"params": params[40:], "use_muon": False}]
-    )
+    optimizer = opt.Muon(marked(params, 40))
     optimizer.turn_on_cpu_offload()
     train(optimizer, params, 2)
     (lane,) = optimizer._host._lanes.values()
@@ -288,7 +280,7 @@ def test_copies_of_the_optimizer(opt, device, make, way) -> None:
 @pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
 def test_a_step_with_offload_never_reads_on_the_host(opt, device, name) -> None:
     params = parameters([(6, 4), (4, 6), (6, 4), (5,)], device=device)
-    groups = [{"params": params[:3], "use_muon": True}, {"params": params[3:], "use_muon": False}]
+    groups = marked(params, 3)
     optimizer = getattr(opt, name)([{**group, "lr": 0.1} for group in groups])
     optimizer.turn_on_cpu_offload()
     with NoHostReads():
@@ -343,12 +335,7 @@ def test_replicated_dtensors(opt, tmp_path) -> None:
         params = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Replicate()])) for p in plain]
         runs = []
         for of_run in (plain, params):
-            optimizer = opt.Muon(
-                [
-                    {"params": of_run[:1], "use_muon": True},
-                    {"params": of_run[1:], "use_muon": False},
-                ]
-            )
+            optimizer = opt.Muon(marked(of_run, 1))
             if of_run is params:
                 optimizer.turn_on_cpu_offload()
             for step in range(3):
@@ -381,5 +368,4 @@ def test_it_works_together_with_qk_clip(opt, device) -> None:
             optimizer.turn_on_cpu_offload()
         optimizer.step(qk_logits={0: torch.tensor([4.0], device=device)})
         runs.append(values(params))
-    for one, other in zip(*runs, strict=True):
-        assert_same_bits(one, other)
+    assert_all_same_bits(*runs)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ._steps import parameters
+from ._steps import marked, parameters
 
 pytestmark = pytest.mark.gpu
 
@@ -26,10 +26,7 @@ def test_device_memory_is_freed(opt, submodule, device, monkeypatch) -> None:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated(device)
         optimizer = opt.Muon(
-            [
-                {"params": params[:160], "use_muon": True},
-                {"params": params[160:], "use_muon": False},
-            ],
+            marked(params, 160),
             none_grad=False,
         )
         if offload:

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .._compare import assert_same_bits
+from .._compare import assert_all_same_bits, assert_same_bits
 from ._steps import both, new_gradients, parameters, values
 from .test_groups import ADAMW_OPTIONS, MUON_OPTIONS
 from .test_numbers import NoHostReads
@@ -339,14 +339,12 @@ def test_a_number_is_taken_or_refused_before_anything_is_written(
         changed.param_groups[number][option] = given_value
         with pytest.raises((TypeError, ValueError), match=option):
             changed.step()
-        for param, old in zip(params, before, strict=True):
-            assert_same_bits(param.detach(), old)
+        assert_all_same_bits(params, before)
         torch.testing.assert_close(changed.state_dict()["state"], state, rtol=0, atol=0)
         return
     found = stepped(optimizer, own)
     expected = stepped(*built(opt, device, number, **{option: plain(given_value)}))
-    for one, other in zip(found, expected, strict=True):
-        assert_same_bits(one, other)
+    assert_all_same_bits(found, expected)
     stored = optimizer.param_groups[number][option]
     for entry in stored if isinstance(stored, tuple) else (stored,):
         assert type(entry) in (int, float) or isinstance(entry, torch.Tensor)

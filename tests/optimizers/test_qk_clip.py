@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from .._compare import assert_error_at_most, assert_same_bits
+from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
 from ._steps import new_gradients, parameters, values
 from .test_numbers import NoHostReads
 
@@ -381,8 +381,7 @@ def test_a_captured_clip_equals_the_eager_one(opt, device, name) -> None:
             logits.copy_(torch.linspace(1, 10 * step + 1, 6))
             run()
         results.append(values(params))
-    for ours, theirs in zip(*results, strict=True):
-        assert_same_bits(ours, theirs)
+    assert_all_same_bits(*results)
 
 
 @CLASSES

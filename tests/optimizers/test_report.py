@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ._steps import both, parameters
+from ._steps import both, marked, parameters
 from .test_numbers import NoHostReads
 
 NUMBER = r"\d[\d.e+-]*"
@@ -103,12 +103,7 @@ def test_report_says_who_computes_with_what_and_at_which_cost(
 ) -> None:
     """Bytes and time counted by hand: gradient, buffer, direction, parameter, moments."""
     params = parameters([(8, 16), (40,)], dtype=dtype, device=device)
-    optimizer = opt.Muon(
-        [
-            {"params": params[:1], "use_muon": True},
-            {"params": params[1:], "use_muon": False},
-        ]
-    )
+    optimizer = opt.Muon(marked(params, 1))
     optimizer.step()
     first, second, last = optimizer.report(verbose=True).splitlines()
     small, wide = dtype.itemsize, max(dtype.itemsize, 4)
@@ -141,7 +136,7 @@ def test_report_says_who_computes_with_what_and_at_which_cost(
 def test_measured_times(opt, submodule, device, name) -> None:
     """Shares of the batches' times, which add up; nothing waits for the device while measuring."""
     params = parameters([(64, 64), (64, 64), (32, 64), (300,), (100,)], device=device)
-    groups = [{"params": params[:3], "use_muon": True}, {"params": params[3:], "use_muon": False}]
+    groups = marked(params, 3)
     optimizer = getattr(opt, name)([{**g, "lr": 0.1, "none_grad": False} for g in groups])
     optimizer.measure_steps()
     assert "measured" not in optimizer.report(verbose=True)
@@ -190,9 +185,7 @@ def test_a_step_is_timed_by_the_clock(opt, submodule, monkeypatch) -> None:
 def test_the_table_has_a_line_per_shape(opt, device) -> None:
     """Aligned; the state in MB and the times are those of all parameters of the shape."""
     params = parameters([(8, 16), (8, 16), (16, 8), (40,)], device=device)
-    optimizer = opt.Muon(
-        [{"params": params[:3], "use_muon": True}, {"params": params[3:], "use_muon": False}]
-    )
+    optimizer = opt.Muon(marked(params, 3))
     optimizer.measure_steps()
     optimizer.step()
     if device.type == "cuda":

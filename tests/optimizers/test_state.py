@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from .._compare import assert_same_bits
-from ._steps import parameters, train, values
+from .._compare import assert_all_same_bits, assert_same_bits
+from ._steps import marked, parameters, train, values
 
 NAMES = ["experts.w", "qkv", "wide", "conv", "table", "bias"]
 SHAPES = [(3, 4, 6), (12, 4), (4, 12), (4, 2, 2, 2), (7, 3), (5,)]
@@ -164,8 +164,7 @@ def test_a_loaded_run_continues_bit_for_bit(opt, device, make, dtype, way) -> No
     assert_same_state(resumed, optimizer)
     train(optimizer, params, 3, seed=50)
     train(resumed, copies, 3, seed=50)
-    for one, other in zip(values(params), values(copies), strict=True):
-        assert_same_bits(one, other)
+    assert_all_same_bits(values(params), values(copies))
     assert_same_state(resumed, optimizer)
 
 
@@ -194,16 +193,16 @@ def test_two_optimizers_are_independent(opt, device) -> None:
     train(second, twins, 1)
     first.load_state_dict(first.state_dict())
     train(second, twins, 1, seed=101)
-    for one, other in zip(params, twins, strict=True):
-        assert_same_bits(one.detach(), other.detach())
+    assert_all_same_bits(params, twins)
 
 
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 @MAKERS
-def test_deepcopy_of_the_optimizer(opt, device, make) -> None:
+def test_a_copy_of_the_optimizer(opt, device, make, way) -> None:
     params = parameters(SHAPES, device=device)
     optimizer = make(opt, params)
     train(optimizer, params, 2)
-    clone = copy.deepcopy(optimizer)
+    clone = way(optimizer)
     assert_same_state(clone, optimizer)
     assert clone.parameter_names(0) == optimizer.parameter_names(0)
     copies = [p for group in clone.param_groups for p in group["params"]]
@@ -211,27 +210,7 @@ def test_deepcopy_of_the_optimizer(opt, device, make) -> None:
     assert all(one is not other for one, other in zip(copies, originals, strict=True))
     train(optimizer, originals, 2, seed=50)
     train(clone, copies, 2, seed=50)
-    for one, other in zip(copies, originals, strict=True):
-        assert_same_bits(one.detach(), other.detach())
-
-
-@MAKERS
-def test_pickle_of_the_optimizer(opt, device, make) -> None:
-    params = parameters(SHAPES, device=device)
-    optimizer = make(opt, params)
-    train(optimizer, params, 2)
-    clone = pickle.loads(pickle.dumps(optimizer))
-    assert_same_state(clone, optimizer)
-    copies = [p for group in clone.param_groups for p in group["params"]]
-    train(clone, copies, 1)
-
-
-def test_tensor_learning_rate_is_saved(opt, device) -> None:
-    params = parameters(SHAPES, device=device)
-    optimizer = muon(opt, params, lr=torch.tensor(0.03, dtype=torch.float64))
-    other = muon(opt, parameters(SHAPES, device=device))
-    other.load_state_dict(through_memory(optimizer.state_dict()))
-    assert_same_bits(other.param_groups[0]["lr"], torch.tensor(0.03, dtype=torch.float64))
+    assert_all_same_bits(copies, originals)
 
 
 def test_a_function_for_the_rate_is_not_saved(opt, device) -> None:
@@ -248,18 +227,6 @@ def test_a_function_for_the_rate_is_not_saved(opt, device) -> None:
     train(other, params, 1)
     with pytest.raises(ValueError, match="group 0: adjust_lr_fn was a function"):
         muon(opt, params).load_state_dict(saved)
-
-
-def test_an_older_state_dict_keeps_present_values_of_new_options(opt, device) -> None:
-    params = parameters(SHAPES, device=device)
-    saved = muon(opt, params).state_dict()
-    for group in saved["param_groups"]:
-        group.pop("shaped_decay", None)
-        group.pop("none_grad")
-    other = muon(opt, params, shaped_decay=True, none_grad=False)
-    other.load_state_dict(saved)
-    assert other.param_groups[0]["shaped_decay"] is True
-    assert other.param_groups[1]["none_grad"] is False
 
 
 def test_the_saved_layout_wins(opt, device) -> None:
@@ -362,30 +329,6 @@ def test_what_does_not_fit_is_refused_before_anything_changes(opt, device, fault
     train(optimizer, params, 1)
 
 
-def test_hooks_of_loading_and_saving(opt, device) -> None:
-    """The user's hooks see and may change what is loaded, as with torch's optimizers."""
-    params = parameters(SHAPES, device=device)
-    optimizer = muon(opt, params)
-    optimizer.step()
-
-    def halve(optimizer, state_dict):
-        state_dict["param_groups"][0]["lr"] = 0.025
-        state_dict["state"][0]["momentum_buffer"] = torch.ones(3, 4, 6)
-        return state_dict
-
-    seen = []
-    optimizer.register_load_state_dict_pre_hook(halve)
-    optimizer.register_load_state_dict_post_hook(
-        lambda o: seen.append(o.state[params[0]]["momentum_buffer"].sum().item())
-    )
-    optimizer.register_state_dict_post_hook(lambda o, s: {**s, "extra": 1})
-    saved = copy.deepcopy(optimizer.state_dict())
-    assert saved["extra"] == 1
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["lr"] == 0.025
-    assert seen == [72.0]
-
-
 def test_state_of_a_moved_parameter_is_refused(opt, device) -> None:
     (param,) = parameters([(6, 4)], device=device)
     optimizer = opt.Muon([("w", param)])
@@ -399,7 +342,7 @@ def test_state_of_a_moved_parameter_is_refused(opt, device) -> None:
 def test_a_state_dict_of_another_front_end_is_refused(opt, device) -> None:
     """Its adamw_betas would be ignored and the rule would be another one."""
     params = parameters([(6, 4), (5,)], device=device)
-    marks = [{"params": params[:1], "use_muon": True}, {"params": params[1:], "use_muon": False}]
+    marks = marked(params, 1)
     first, second = opt.Muon(marks), opt.MuonAdamW([{**group, "lr": 0.1} for group in marks])
     for one, other in ((first, second), (second, first)):
         name = type(one).__name__
@@ -407,29 +350,6 @@ def test_a_state_dict_of_another_front_end_is_refused(opt, device) -> None:
         with pytest.raises(ValueError, match=f"which a muon group of {name} does not have"):
             one.load_state_dict(other.state_dict())
         assert one.state_dict()["param_groups"] == groups
-
-
-def test_keys_of_schedulers_are_loaded(opt, submodule, device) -> None:
-    params = parameters(SHAPES, device=device)
-    optimizer = muon(opt, params)
-    keys = submodule("optimizers.groups.param_groups").SCHEDULER_KEYS
-    for group in optimizer.param_groups:
-        group |= dict.fromkeys(keys, 0.5)
-    other = muon(opt, parameters(SHAPES, device=device))
-    other.load_state_dict(optimizer.state_dict())
-    for group in other.param_groups:
-        assert {key: group[key] for key in keys} == dict.fromkeys(keys, 0.5)
-
-
-def test_keys_that_the_caller_added_to_a_group_are_loaded(opt, device) -> None:
-    """What a group already has is not unknown."""
-    params = parameters(SHAPES, device=device)
-    optimizer = muon(opt, params)
-    optimizer.param_groups[0]["tag"] = "hidden"
-    saved = copy.deepcopy(optimizer.state_dict())
-    optimizer.param_groups[0]["tag"] = "other"
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["tag"] == "hidden"
 
 
 def test_statistics_that_were_switched_off_do_not_stop_loading(opt, device) -> None:
@@ -461,8 +381,7 @@ def test_state_made_in_inference_mode_can_be_stepped(opt, device, make) -> None:
         assert not tensor.is_inference()
     train(optimizer, params, 2)
     train(other, twins, 2)
-    for one, two in zip(params, twins, strict=True):
-        assert_same_bits(one.detach(), two.detach())
+    assert_all_same_bits(params, twins)
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["on device", "offloaded"])
@@ -490,8 +409,7 @@ def test_state_that_was_cleared_begins_anew(opt, device, make, keys, offload) ->
         runs.append((optimizer, params))
     (cleared, params), (zeroed, others) = runs
     assert_same_state(cleared, zeroed)
-    for param, other in zip(params, others, strict=True):
-        assert_same_bits(param.detach(), other.detach())
+    assert_all_same_bits(params, others)
 
 
 @pytest.mark.parametrize("name", ["step", "rounding_step", "exp_avg_sq", "second_momentum_buffer"])

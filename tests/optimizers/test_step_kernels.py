@@ -10,40 +10,21 @@ import pytest
 import torch
 from torch import nn
 
-from .._compare import assert_error_at_most, assert_same_bits
-from ._steps import new_gradients, parameters, train, values
+from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
+from ._steps import (
+    channels_last,
+    every_cut,
+    marked,
+    new_gradients,
+    of_every_shape,
+    parameters,
+    reversed_in_memory,
+    train,
+    values,
+)
 
 CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
-CUTS = {"experts.w": (3, 6, 4), "qkv": (12, 4), "fused": (8, 4), "conv": (4, 3, 2, 2)}
-MATRICES = {"a": (6, 4), "b": (4, 6), "c": (6, 4), "empty": (0, 4), "row": (1, 5), **CUTS}
-VECTORS = {"bias": (5,), "scale": (), "table": (7, 3), "nothing": (0,)}
 STEPS = 4
-
-
-def build(opt, name, params, **options):
-    """Every way of cutting a parameter in one Muon group, and an AdamW group."""
-    shapes = {**MATRICES, **VECTORS}
-    named = list(zip(shapes, params, strict=True))
-    muon = {
-        "use_muon": True,
-        "params": named[: len(MATRICES)],
-        "expert_keys": ["experts"],
-        "split_sizes": {"qkv": (4, 4, 4), "fused": (2, 6)},
-        "lr": 0.02,
-        "weight_decay": 0.1,
-        **options,
-    }
-    adamw = {
-        "use_muon": False,
-        "params": named[len(MATRICES) :],
-        "lr": options.get("lr", 0.02),
-        "weight_decay": 0.1,
-    }
-    return getattr(opt, name)([muon, adamw])
-
-
-def make(dtype, device):
-    return parameters([*MATRICES.values(), *VECTORS.values()], dtype=dtype, device=device)
 
 
 @pytest.fixture
@@ -75,11 +56,11 @@ def test_a_step_has_the_bits_of_the_reference(
     """
     results = []
     for patched in (False, True):
-        params = make(dtype, device)
+        params = of_every_shape(dtype, device)
         with pytest.MonkeyPatch.context() as patch:
             if patched:
                 reference_only(patch)
-            train(build(opt, name, params, beta2=beta2, cautious=cautious), params, STEPS)
+            train(every_cut(opt, name, params, beta2=beta2, cautious=cautious), params, STEPS)
         results.append(values(params))
     neighbour = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
     for ours, theirs in zip(*results, strict=True):
@@ -97,11 +78,10 @@ def test_a_tensor_rate_has_the_bits_of_the_number(opt, device, name, dtype, shap
     results = []
     rate = torch.full(shape, 0.02, dtype=dtype, device="cpu" if where == "cpu" else device)
     for lr in (rate.item(), rate):
-        params = make(torch.float32, device)
-        train(build(opt, name, params, lr=lr), params, STEPS)
+        params = of_every_shape(torch.float32, device)
+        train(every_cut(opt, name, params, lr=lr), params, STEPS)
         results.append(values(params))
-    for ours, theirs in zip(*results, strict=True):
-        assert_same_bits(ours, theirs)
+    assert_all_same_bits(*results)
 
 
 @pytest.mark.parametrize("shaped", [False, True])
@@ -112,10 +92,10 @@ def test_functions_as_rules(opt, device, caplog, kind, shaped, weight_decay) -> 
     results = []
     for rule in (lambda lr, rows, columns: lr * (rows / columns) ** 0.5, "spectral"):
         lr = torch.tensor(0.02, device=device) if kind == "Tensor" else 0.02
-        params = make(torch.float32, device)
+        params = of_every_shape(torch.float32, device)
         options = {"adjust_lr_fn": rule, "shaped_decay": shaped, "lr": lr}
         with caplog.at_level(logging.WARNING):
-            optimizer = build(opt, "Muon", params, weight_decay=weight_decay, **options)
+            optimizer = every_cut(opt, "Muon", params, weight_decay=weight_decay, **options)
             train(optimizer, params, STEPS)
         results.append(values(params))
     for ours, theirs in zip(*results, strict=True):
@@ -151,30 +131,16 @@ def test_a_rule_that_returns_no_rate_writes_nothing(opt, device, returned) -> No
 def test_a_rate_on_another_device_writes_nothing(opt, device) -> None:
     params = parameters([(6, 4), (5,)], device=device)
     before = values(params)
-    split = [
-        {"params": params[:1], "use_muon": True},
-        {"params": params[1:], "use_muon": False},
-    ]
+    split = marked(params, 1)
     optimizer = opt.Muon(split)
     optimizer.param_groups[1]["lr"] = torch.ones((), device="meta")
     with pytest.raises(ValueError, match="group 1, parameter 0: lr is on meta, the parameter on"):
         optimizer.step()
-    for param, old in zip(params, before, strict=True):
-        assert_same_bits(param.detach(), old)
-
-
-def channels_last(x):
-    return x.contiguous(memory_format=torch.channels_last)
+    assert_all_same_bits(params, before)
 
 
 def transposed(x):
     return x.mT.contiguous().mT
-
-
-def reversed_in_memory(x):
-    """Seven dimensions of which no two can be merged, one more than the kernels walk."""
-    order = list(reversed(range(x.ndim)))
-    return x.permute(order).contiguous().permute(order)
 
 
 LAYOUTS = [
@@ -186,44 +152,30 @@ LAYOUTS = [
 LAYOUT_IDS = ["channels_last", "heads", "parts", "seven dimensions"]
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "residual"])
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 @pytest.mark.parametrize("beta2", [None, 0.9])
 @pytest.mark.parametrize(("name", "shape", "layout", "options"), LAYOUTS, ids=LAYOUT_IDS)
-def test_any_strides(opt, device, name, shape, layout, options, kind, beta2) -> None:
+def test_any_strides(opt, device, name, shape, layout, options, kind, beta2, rounding) -> None:
     """A parameter moves by the same bits in any memory layout, and so does what lies in it."""
     results = []
+    dtype = torch.float32 if rounding == "nearest" else torch.bfloat16
     for arrange in (layout, lambda x: x):
-        (base,) = parameters([shape], device=device)
+        (base,) = parameters([shape], dtype=dtype, device=device)
         param = nn.Parameter(arrange(base.detach()))
         group = {"kind": kind, "params": [(name, param)], "lr": 0.02, "weight_decay": 0.1}
         if kind == "muon":
             group |= {"beta2": beta2, **options}
-        optimizer = opt.MuonAdamW([group])
+        optimizer = opt.MuonAdamW([{**group, "rounding": rounding}])
         pointer = param.data_ptr()
         for step in range(STEPS):
             new_gradients([param], seed=step)
             param.grad = arrange(param.grad)
             optimizer.step()
         assert param.data_ptr() == pointer
-        results.append(values([param]))
-    assert_same_bits(results[0][0].contiguous(), results[1][0])
-
-
-def test_expanded_gradients_are_read(opt, device) -> None:
-    """As `x.sum().backward()` makes them."""
-    results = []
-    for grad in (torch.ones((), device=device).expand(6, 4), torch.ones(6, 4, device=device)):
-        params = parameters([(6, 4), (6, 4)], device=device)
-        for param in params:
-            param.grad = grad
-        split = [
-            {"params": params[:1], "use_muon": True},
-            {"params": params[1:], "use_muon": False},
-        ]
-        opt.Muon(split).step()
-        results.append(values(params))
-    for ours, theirs in zip(*results, strict=True):
-        assert_same_bits(ours, theirs)
+        state = optimizer.state[param]
+        results.append([param.detach(), *(state[key] for key in sorted(state))])
+    assert_all_same_bits(*results)
 
 
 @CLASSES
@@ -255,10 +207,7 @@ def test_float64_keeps_to_itself(opt, device, name) -> None:
 def test_a_graph_that_saved_a_parameter_knows_that_it_changed(opt, device) -> None:
     """As after any operation in place: autograd counts the versions of what a step writes."""
     params = parameters([(6, 4), (5,)], device=device)
-    split = [
-        {"params": params[:1], "use_muon": True},
-        {"params": params[1:], "use_muon": False},
-    ]
+    split = marked(params, 1)
     losses = [(param * param).sum() for param in params]
     opt.Muon(split).step()
     for loss in losses:
@@ -337,10 +286,10 @@ def test_a_captured_step_equals_the_eager_one(opt, device, name, dtype, rounding
     """100 replays with changing gradients and a changing rate, which the graph reads."""
     results = []
     for captured in (False, True):
-        params = make(dtype, device)
+        params = of_every_shape(dtype, device)
         start = values(params)
         lr = torch.tensor(0.02, device=device)
-        optimizer = build(opt, name, params, lr=lr, beta2=beta2, none_grad=False)
+        optimizer = every_cut(opt, name, params, lr=lr, beta2=beta2, none_grad=False)
         for group in optimizer.param_groups:
             group |= {"none_grad": False, "rounding": rounding}
         static = [param.grad for param in params]
@@ -369,8 +318,7 @@ def test_a_captured_step_equals_the_eager_one(opt, device, name, dtype, rounding
             lr.fill_(0.02 / (step + 1))
             run()
         results.append(values(params))
-    for ours, theirs in zip(*results, strict=True):
-        assert_same_bits(ours, theirs)
+    assert_all_same_bits(*results)
 
 
 @pytest.mark.gpu
@@ -378,8 +326,8 @@ def test_a_captured_step_equals_the_eager_one(opt, device, name, dtype, rounding
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "residual"])
 def test_a_step_never_synchronizes(opt, device, name, rounding) -> None:
     """By torch's own watch, and by what a profiler sees of the driver between two steps."""
-    params = make(torch.bfloat16, device)
-    optimizer = build(opt, name, params, none_grad=False)
+    params = of_every_shape(torch.bfloat16, device)
+    optimizer = every_cut(opt, name, params, none_grad=False)
     for group in optimizer.param_groups:
         group |= {"none_grad": False, "rounding": rounding}
     optimizer.step()  # makes the plan and loads the kernels
