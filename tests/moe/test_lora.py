@@ -393,3 +393,7 @@ def test_selective_wrong_shapes(moe, shapes):
         moe.selective_lora_weights(
             torch.zeros(shapes[0]), torch.zeros(shapes[1]), torch.arange(2), 4
         )
+    with pytest.raises(TypeError, match="active_experts must be a dense tensor"):
+        moe.selective_lora_weights(
+            torch.zeros(8, 6), torch.zeros(10, 8), torch.arange(2).to_sparse(), 4
+        )

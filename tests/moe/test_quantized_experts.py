@@ -369,7 +369,9 @@ def test_record_checks_its_sizes(weights):
         weights.QuantizedWeight(nf4, good, (2, 4, 6), strategy="resident")
     with pytest.raises(ValueError, match="only dimensions 1 and 2"):
         weights.QuantizedWeight(nf4, good, (2, 4, 6)).transpose(0, 1)
-    with pytest.raises(TypeError, match="absmax must be a dense tensor, got list"):
+    with pytest.raises(ValueError, match=r"tensors must be those named \['packed', 'absmax'\]"):
+        weights.QuantizedWeight(nf4, {"absmax": good["absmax"]}, (2, 4, 6))
+    with pytest.raises(TypeError, match=r"tensors\['absmax'\] must be a dense tensor, got list"):
         weights.QuantizedWeight(nf4, {**good, "absmax": [0.0, 0.0]}, (2, 4, 6))
 
 
@@ -452,8 +454,9 @@ def test_selective_weights_dense_and_packed(opt):
     packed = select(experts.quantized_weight(), active, torch.float32)
     assert_same_bits(packed, select(dense, active))
     assert_same_bits(packed[:2], dense[[1, 4]])
-    with pytest.raises(ValueError, match="holds 5 experts"):
-        select(dense, opt.moe.active_experts(routed(opt, [[0]], 4)))
+    for weight in (dense, torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=r"weight of shape .* must hold the experts .*, 4"):
+            select(weight, opt.moe.active_experts(routed(opt, [[0]], 4)))
     with pytest.raises(ValueError, match="dtype is needed"):
         select(experts.quantized_weight(), active)
     with pytest.raises(ValueError, match="a dense weight keeps its dtype"):

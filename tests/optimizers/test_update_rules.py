@@ -307,3 +307,23 @@ def test_decay_by_raw_or_shaped_rate(opt, device, shaped) -> None:
     opt.MuonAdamW([{**group, "cautious": False, "shaped_decay": shaped}]).step()
     rate = 0.1 * (4.0 if shaped else 1.0)
     assert_error_at_most(param.detach(), before * (1 - rate * 0.5), FLOAT64)
+
+
+@pytest.mark.sees_defect("the portable update evens rows out by other arithmetic than the kernel")
+@pytest.mark.parametrize("shape", [(1, 6), (7, 1), (5, 13), (33, 4)], ids=str)
+def test_a_rate_that_is_a_tensor_evens_out_with_the_same_bits(opt, device, shape) -> None:
+    """From zero parameters a decay takes nothing, so that both paths write the same update."""
+    rule = lambda lr, rows, columns: torch.tensor(lr * 0.5)  # noqa: E731
+    group = {"kind": "muon", "lr": 0.02, "beta2": 0.95, "adjust_lr_fn": rule, "shaped_decay": False}
+    params = [nn.Parameter(torch.empty(shape, device=device)) for _ in range(2)]
+    optimizers = [
+        opt.MuonAdamW([{**group, "params": [param], "weight_decay": weight_decay}])
+        for param, weight_decay in zip(params, (0.0, 0.3), strict=True)
+    ]
+    for step in range(30):
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.detach().zero_()
+            new_gradients([param], seed=step)
+            optimizer.step()
+        assert params[0].any()
+        assert torch.equal(*params)

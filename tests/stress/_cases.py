@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import resource
@@ -23,7 +24,7 @@ from ._arguments import Call, spoiled
 from ._calls import CALLS, Package
 from ._problem import DifferenceError, bits
 
-MEMORY = 12 * 2**30  # bytes of address space above which an allocation fails instead of swapping
+MEMORY = 8 * 2**30  # bytes of address space above which an allocation fails instead of swapping
 # What torch says itself of an argument of an op, of a device and of memory that is not there.
 BY_TORCH = (
     "Expected a value of type",
@@ -221,7 +222,8 @@ def play(opt: Any, numbers: list[int], only: str | None = None) -> dict[str, Any
     findings = []
     try:
         for number in numbers:
-            with warnings.catch_warnings(action="ignore"):
+            # A path that is "text" is taken, and made where the calls run.
+            with warnings.catch_warnings(action="ignore"), contextlib.chdir(package.folder):
                 name, outcome, text, given = play_one(package, number, only)
             counts[f"{name}: {outcome}"] += 1
             counts["calls"] += 1

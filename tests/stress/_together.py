@@ -456,10 +456,27 @@ def option_differs_on_one(episode: Together) -> None:
 
 @event
 def step_is_interrupted(episode: Together) -> None:
-    """The same stage raises on every rank at its first call: unchanged, or refused until a load."""
+    """The same stage raises on every rank at its first call: unchanged, or refused until a load.
+
+    A step that runs first tells whether every rank comes to the stage: one that has nothing to do
+    there would wait for the others instead, until the group's timeout.
+    """
+    from torch import distributed
+
     module = importlib.import_module(f"{episode.opt.__name__}.optimizers.step")
     stage = episode.generator.choice(["adamw", "update"])
     saved = copy.deepcopy(episode.run.optimizer.state_dict())
+    gradients = {name: param.grad for name, param in episode.run.params.items()}
+    with mock.patch.object(module, stage, wraps=getattr(module, stage)) as counted:
+        episode.run.optimizer.step()
+    calls: list[Any] = [None] * episode.world
+    distributed.all_gather_object(calls, counted.call_count)
+    episode.load(copy.deepcopy(saved))
+    if not all(calls):
+        episode.fill_gradients()
+        return
+    for name, param in episode.run.params.items():
+        param.grad = gradients[name]
     with mock.patch.object(module, stage, _raise):
         found = episode.outcomes(episode.run.optimizer.step)
     if any(found):

@@ -75,6 +75,11 @@ def test_opcheck(ops, device):
         )
 
 
+def test_no_columns(module, device):
+    y, gates, rows, offsets = problem(device, torch.float32)
+    assert module.combine(y[:, :0], gates, rows, offsets, 3).shape == (len(gates), 0)
+
+
 def test_wrong_arguments(module, device):
     y, gates, rows, offsets = problem(device, torch.float32)
     with pytest.raises(ValueError, match=r"gates must be \(T, k\)"):

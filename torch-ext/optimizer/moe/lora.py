@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.autocast import without_autocast
+from ..kernels.checks import check_dense
 from ..kernels.experts.grouped_lora import LoraFactors
 from .layout import ExpertsLayout, ExpertsLora
 from .quantized.expert_weights import as_quantized
@@ -162,6 +163,7 @@ def selective_lora_weights(
         (n*r, in) and (out, n*r), in the order of active_experts.
 
     Raises:
+        TypeError: active_experts is no dense tensor.
         ValueError: shapes that are not E experts of one rank.
     """
     if lora_A.ndim != 2 or lora_B.ndim != 2 or lora_A.shape[0] != lora_B.shape[1]:
@@ -173,6 +175,7 @@ def selective_lora_weights(
         raise ValueError(
             f"lora_A has {lora_A.shape[0]} rows, which num_experts={num_experts} does not divide"
         )
+    check_dense("active_experts", active_experts)
     a = lora_A.unflatten(0, (num_experts, -1)).index_select(0, active_experts)
     b = lora_B.unflatten(1, (num_experts, -1)).index_select(1, active_experts)
     return a.flatten(0, 1), b.flatten(1, 2)

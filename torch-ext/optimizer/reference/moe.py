@@ -257,7 +257,7 @@ def combine(
     value = torch.where(valid[:, None], y[rows], 0).to(_accumulator(y))
     if gates is not None:
         value = value * torch.where(valid, gates.reshape(-1).to(value.dtype), 0)[:, None]
-    return value.view(-1, top_k, y.shape[1]).sum(1).to(y.dtype)
+    return value.view(rows.shape[0] // top_k, top_k, y.shape[1]).sum(1).to(y.dtype)
 
 
 def grouped_lora_linear(

@@ -57,9 +57,12 @@ class Format(abc.ABC):
 
     def check(self, tensors: dict[str, Tensor], stored: Sequence[int]) -> None:
         """Raise TypeError or ValueError unless packed bytes of a stack are what they must be."""
+        layout = self.layout(stored)
+        if list(tensors) != list(layout):
+            raise ValueError(f"tensors must be those named {[*layout]}, got {[*tensors]}")
         for name, tensor in tensors.items():
-            check_dense(name, tensor)
-        (size, dtype), packed = self.layout(stored)["packed"], tensors["packed"]
+            check_dense(f"tensors[{name!r}]", tensor)
+        (size, dtype), packed = layout["packed"], tensors["packed"]
         if packed.dtype != dtype or packed.numel() != size:
             kind = str(dtype).removeprefix("torch.")
             raise ValueError(

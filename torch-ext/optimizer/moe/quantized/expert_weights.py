@@ -218,9 +218,9 @@ def selective_expert_weights(
     """
     if not isinstance(weight, (Tensor, QuantizedWeight)):
         raise TypeError(f"weight must be a Tensor or QuantizedWeight, got {type(weight).__name__}")
-    if weight.shape[0] != active.position.shape[0]:
+    if weight.shape[:1] != active.position.shape:
         raise ValueError(
-            f"weight holds {weight.shape[0]} experts, the order was made for "
+            f"weight of shape {tuple(weight.shape)} must hold the experts of the order, "
             f"{active.position.shape[0]}"
         )
     if isinstance(weight, QuantizedWeight):

@@ -24,7 +24,7 @@ from ...kernels.step.tensor_lists import written
 from ...reference import update as reference
 from ..groups.options import MuonOptions
 from ..groups.parameters import local, locals_of
-from ..stages.muon import Rate
+from ..stages.muon import Rate, even_out
 from ..state.on_device import OnDevice
 from ..state.rounding_state import RESIDUAL
 from ..state.slots import STATISTICS
@@ -361,16 +361,7 @@ def _evened_out(
     m, n = chunk.matrix
     kept = (m, 1) if m >= n else (1, n)
     reduced = torch.empty_like(orthogonal, dtype=chunk.wire) if out is None else out
-    reduced.zero_()
-    apply_update(  # 0 - (-1) u', in which u' is u with its rows or columns evened out
-        reduced.unbind(),
-        orthogonal,
-        lr=1.0,
-        factors=[-1.0] * len(reduced),
-        weight_decay=0.0,
-        second_moments=[moment.view(kept) for moment in statistics],
-        beta2=beta2,
-    )
+    even_out(reduced.unbind(), orthogonal, [moment.view(kept) for moment in statistics], beta2)
     return reduced
 
 

@@ -174,10 +174,12 @@ def _update_with_decay(
 ) -> None:
     """The update with a rate and a decay of which neither is a multiple of the other."""
     _say_once()
+    if second_moments is not None:
+        assert options.beta2 is not None
+        pairs = zip(updates, second_moments, strict=True)
+        evened = [torch.empty_like(u, dtype=m.dtype) for u, m in pairs]
+        updates = even_out(evened, updates, second_moments, options.beta2)
     for k, (param, part) in enumerate(zip(params, updates, strict=True)):
-        if second_moments is not None:
-            assert options.beta2 is not None
-            part = reference.variance_reduction(part, second_moments[k], options.beta2)
         random = None
         if noise is not None and param.dtype in NARROW:
             random = reference_rounding.random_bits(
@@ -197,6 +199,31 @@ def _update_with_decay(
             residual=None if residuals is None else residuals[k],
             random=random,
         )
+
+
+def even_out(
+    out: Sequence[Tensor],
+    updates: Sequence[Tensor] | Tensor,
+    second_moments: Sequence[Tensor],
+    beta2: float,
+) -> Sequence[Tensor]:
+    """Write to `out` the updates with rows or columns evened out, as `apply_update` makes them.
+
+    That is 0 - (-1) u' of the one op that advances second moments, so that a matrix has the same
+    bits wherever its update is applied.
+    """
+    for place in out:
+        place.zero_()
+    apply_update(
+        out,
+        updates,
+        lr=1.0,
+        factors=[-1.0] * len(out),
+        weight_decay=0.0,
+        second_moments=second_moments,
+        beta2=beta2,
+    )
+    return out
 
 
 @functools.cache
