@@ -19,6 +19,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "float beta2, Tensor? beta2_tensor, float eps, Tensor? eps_tensor, float weight_decay, "
       "Tensor? weight_decay_tensor, Tensor(e!)[] residuals, int seed, Tensor? rounding_step, "
       "int[] parameter, int[] offset) -> ()");
+  ops.def("scale_rows(Tensor(a!) x, Tensor? factors=None) -> ()");
   ops.def(
       "normalize(Tensor[] pieces, Tensor(a!) out, float prefactor, Tensor(b!)? zeros=None) -> ()");
   ops.def("crop(Tensor x, Tensor(a!) out) -> ()");
@@ -58,6 +59,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("momentum", TORCH_BOX(&optimizer::momentum_cuda));
   ops.impl("apply_update", TORCH_BOX(&optimizer::apply_update_cuda));
   ops.impl("adamw", TORCH_BOX(&optimizer::adamw_cuda));
+  ops.impl("scale_rows", TORCH_BOX(&optimizer::scale_rows_cuda));
   ops.impl("normalize", TORCH_BOX(&optimizer::normalize_cuda));
   ops.impl("crop", TORCH_BOX(&optimizer::crop_cuda));
   ops.impl("norm_factors", TORCH_BOX(&optimizer::norm_factors_cuda));

@@ -60,6 +60,11 @@ TABLE: dict[str, Kernels] = {
     "momentum": _LISTS,
     "apply_update": _LISTS,
     "adamw": _LISTS,
+    "scale_rows": Kernels(
+        note="torch where x is float64",
+        otherwise="torch",
+        because="norms and a product; no kernel for {device} tensors",
+    ),
     "symmetric_matmul": Kernels(
         on_hopper="sm90 tiles for half precision",
         because="float64 products of torch; no kernel for {device} tensors",

@@ -40,8 +40,8 @@ def explain(op: str, **problem: Any) -> str:
 
     Args:
         op: "orthogonalize", "symmetric_matmul", "matmul_add", "square_chain", "normalize",
-            "momentum", "apply_update", "adamw", "nf4_dequant", "nf4_quantize", "nf4_product",
-            "mxfp4_dequant", "fp8_dequant", or of the experts "expert_sort",
+            "momentum", "apply_update", "adamw", "scale_rows", "nf4_dequant", "nf4_quantize",
+            "nf4_product", "mxfp4_dequant", "fp8_dequant", or of the experts "expert_sort",
             "grouped_lora_linear", "combine", "glu".
         **problem: orthogonalize: `shape` (..., m, n), `dtype` and `device` of the input, optionally
             `steps`, `method` and `iterate_dtype`; the others: `device`, those of the experts also

@@ -78,6 +78,10 @@ class Muon(MuonBase):
         cautious: decay only weights whose update does not push them away from zero.
         beta2: decay of the row- or column-wise second moment that evens out the update (NorMuon,
             arXiv 2510.05491); None for none.
+        row_equilibration: give every row of a direction the norm 1 before the iteration (MuonEq,
+            arXiv 2603.28254).
+        renormalize: give every update the Frobenius norm sqrt(min(m, n)) of a semi-orthogonal
+            matrix, before variance reduction (Muon+, arXiv 2602.21545).
         momentum_form: "heavy_ball", buf <- momentum buf + g, or "ema", the moving average. They
             differ by a factor, which orthogonalization removes.
         momentum_dtype: dtype of the buffer; None for float32 (float64 for float64 parameters).
@@ -131,6 +135,8 @@ class Muon(MuonBase):
         flatten: bool = False,
         cautious: bool = False,
         beta2: float | None = None,
+        row_equilibration: bool = False,
+        renormalize: bool = False,
         momentum_form: str = "heavy_ball",
         momentum_dtype: torch.dtype | None = None,
         shaped_decay: bool = False,
@@ -168,6 +174,8 @@ class Muon(MuonBase):
             "flatten": flatten,
             "cautious": cautious,
             "beta2": beta2,
+            "row_equilibration": row_equilibration,
+            "renormalize": renormalize,
             "momentum_form": momentum_form,
             "momentum_dtype": momentum_dtype,
             "shaped_decay": shaped_decay,

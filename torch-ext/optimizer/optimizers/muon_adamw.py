@@ -64,6 +64,9 @@ class MuonAdamW(MuonBase):
         lr: of Muon groups that have none of their own; None where all have. `defaults["lr"]` is it,
             or the lr of the first group.
         adamw_lr: of AdamW groups that have none of their own.
+        row_equilibration, renormalize: of Muon groups that have none of their own, as of `Muon`.
+            nanochat's class does both since July 2026:
+            `functools.partial(DistMuonAdamW, row_equilibration=True, renormalize=True)`.
         gradients: "reduced": `p.grad` is what the step uses, as with one GPU or DDP. "unreduced":
             every rank holds its own contribution. Then matrices and large parameters have owners,
             which add up the contributions and keep the state: a state_dict holds this rank's part,
@@ -82,7 +85,8 @@ class MuonAdamW(MuonBase):
     Raises:
         ValueError, TypeError: an option, a parameter or a name is invalid; the message names it.
 
-    Sources: nanochat's optimizer; arXiv 2510.05491 (NorMuon); arXiv 2505.16932 (Polar Express).
+    Sources: nanochat's optimizer; arXiv 2510.05491 (NorMuon); arXiv 2505.16932 (Polar Express);
+    arXiv 2603.28254 (MuonEq); arXiv 2602.21545 (Muon+).
     """
 
     format = Format("kind", {})
@@ -94,6 +98,8 @@ class MuonAdamW(MuonBase):
         lr: float | Tensor | None = None,
         *,
         adamw_lr: float | Tensor | None = None,
+        row_equilibration: bool = False,
+        renormalize: bool = False,
         gradients: str | None = None,
         reduce_op: str = "avg",
         process_group: Any = None,
@@ -106,9 +112,11 @@ class MuonAdamW(MuonBase):
         unreduced = _unreduced(gradients, process_group, reduce_op)
         group = None if gradients == "unreduced" else process_group
         ranks = Ranks(group, config, unreduced, assumed=gradients is None)
+        given = {"lr": lr, "adamw_lr": adamw_lr}
+        given |= {"row_equilibration": row_equilibration, "renormalize": renormalize}
         super().__init__(
             param_groups,
-            DEFAULTS | {"lr": lr, "adamw_lr": adamw_lr},
+            DEFAULTS | given,
             debug=debug,
             clip_config=clip_config,
             ranks=ranks,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..dispatch import say_once
 from ..distributed import Phases, run_pipeline
+from ..kernels.step.scale_rows import equilibrate_rows, renormalize
 from ..orthogonalize import newton_schulz, orthogonalize
 from .groups.blocks import Blocks, check_names, cut, unmatched_keys
 from .groups.options import (
@@ -84,7 +85,23 @@ def _step_chunk(work: Local | Exchange | ReduceScatter, rate: Rate, options: Muo
 
 
 def _iteration(options: MuonOptions) -> Callable[..., Tensor]:
-    """Directions (B, m, n) -> updates (B, m, n)."""
+    """Directions (B, m, n) -> updates (B, m, n); the directions may be written over."""
+    if options.row_equilibration or options.renormalize:
+        return functools.partial(_rescaled, options)
+    return _orthogonalization(options)
+
+
+def _rescaled(options: MuonOptions, directions: Tensor, out: Tensor | None = None) -> Tensor:
+    """The iteration between the scalings of MuonEq (of rows) and of Muon+ (of matrices)."""
+    if options.row_equilibration:
+        equilibrate_rows(directions)
+    updates = _orthogonalization(options)(directions)
+    if options.renormalize:
+        renormalize(updates)
+    return updates if out is None else out.copy_(updates)
+
+
+def _orthogonalization(options: MuonOptions) -> Callable[..., Tensor]:
     rule: dict[str, Any] = {"steps": options.ns_steps, "dtype": options.dtype}
     if options.ns_coefficients == POLAR_EXPRESS:
         return functools.partial(orthogonalize, method=options.method, **rule)

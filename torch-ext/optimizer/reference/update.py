@@ -48,6 +48,38 @@ def momentum(
     return average(new, grad, mu) if ema else grad + new * mu
 
 
+# Rows and matrices are scaled as if their norm were at least this, as in nanochat: zeros stay zeros.
+SMALLEST_NORM = 1e-6
+
+
+def row_factors(x: Tensor) -> Tensor:
+    """1 / |row| of every row of x (..., m, n): (..., m, 1), float32 or wider.
+
+    Times them every row has norm 1 (MuonEq): a matrix whose rows differ in size is better
+    conditioned then. MuonEq scales rows to their root mean square, |x|_F / sqrt(m), instead of to
+    1; the factor between the two is that of a whole matrix, by whose norm the iteration divides.
+
+    Source: arXiv 2603.28254, with the smallest norm of nanochat's optimizer (92d63d4).
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    return 1 / norms.clamp_min(SMALLEST_NORM)
+
+
+def matrix_factors(x: Tensor) -> Tensor:
+    """sqrt(min(m, n)) / |x|_F of every matrix of x (..., m, n): (..., 1, 1), float32 or wider.
+
+    Times them a matrix has the norm of a semi-orthogonal one (Muon+), whatever the singular values
+    that an iteration has not brought to 1 yet.
+
+    Source: arXiv 2602.21545, with the smallest norm of nanochat's optimizer (92d63d4).
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    norms = torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
+    return math.sqrt(min(x.shape[-2:])) / norms.clamp_min(SMALLEST_NORM)
+
+
 def variance_reduction(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
     """Equalize the rows (or columns) of each matrix and keep its Frobenius norm (NorMuon).
 

@@ -24,6 +24,10 @@ FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LR_RULES = ("match_rms_adamw", "original", "spectral", "none")
 POLAR_EXPRESS = "polar_express"
 MOMENTUM_FORMS = ("heavy_ball", "ema")
+MUON_SWITCHES = (
+    *("nesterov", "row_equilibration", "renormalize", "cautious", "shaped_decay", "flatten"),
+    "none_grad",
+)
 ROUNDINGS = ("nearest", "stochastic", "residual")
 
 # Of values that compare by == and that nobody changes in place.
@@ -44,6 +48,8 @@ class MuonOptions:
     ns_steps: int
     ns_coefficients: str | tuple[Any, ...]
     eps: float
+    row_equilibration: bool
+    renormalize: bool
     method: str
     dtype: torch.dtype | None
     weight_decay: float | Tensor
@@ -64,6 +70,12 @@ class MuonOptions:
         """The method, which coefficients of their own decide."""
         return self.method if self.ns_coefficients == POLAR_EXPRESS else "newton_schulz"
 
+    @property
+    def orthogonalization(self) -> tuple[Any, ...]:
+        """Everything that decides which update (m, n) is made of a direction (m, n)."""
+        coefficients = self.ns_coefficients, self.row_equilibration, self.renormalize
+        return self.method, self.ns_steps, self.dtype, *coefficients
+
     def check(self, where: str, *, read_lr: bool = True) -> None:
         """Raise ValueError or TypeError naming `where`, the option, its value and what is valid.
 
@@ -77,7 +89,7 @@ class MuonOptions:
         _check_not_negative("eps", self.eps, where)
         if self.beta2 is not None:
             _check_fraction("beta2", self.beta2, where)
-        for option in ("nesterov", "cautious", "shaped_decay", "flatten", "none_grad"):
+        for option in MUON_SWITCHES:
             _check_switch(option, getattr(self, option), where)
         check_choice("momentum_form", self.momentum_form, MOMENTUM_FORMS, where)
         check_choice("method", self.method, METHODS, where)

@@ -113,8 +113,7 @@ class Exchange:
                 write_updates(chunk, owned, orthogonal, options, run.state, message.bytes)
 
             def key() -> Any:
-                rule = options.method, options.ns_steps, options.ns_coefficients, options.dtype
-                rule = *rule, options.beta2
+                rule = *options.orthogonalization, options.beta2
                 kept = kept_statistics(chunk, owned, options, run.state)
                 return inbox.data_ptr(), message.bytes.data_ptr(), rule, kept
 

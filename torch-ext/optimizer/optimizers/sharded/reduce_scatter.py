@@ -84,8 +84,7 @@ class Batch:
 
         def key() -> Any:
             where = directions.data_ptr(), updates.data_ptr(), shape
-            o = self.options
-            rule = o.method, o.ns_steps, o.ns_coefficients, o.dtype, beta2
+            rule = *self.options.orthogonalization, beta2
             return where, rule, kept_statistics(whole, owned, self.options, run.state)
 
         self._wait = run.stage_beside("newton_schulz", whole, key, body)

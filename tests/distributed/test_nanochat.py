@@ -1,0 +1,83 @@
+"""nanochat's script on several ranks: its class, which adds up the gradients, is replaced by ours."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from ..optimizers._nanochat import JULY, NanochatMuonAdamW, script
+from ._cases import bits, device
+
+pytestmark = pytest.mark.dist
+
+
+def losses(opt) -> tuple[list[float], list[float]]:
+    from torch import distributed
+
+    place = {"rank": distributed.get_rank(), "world": distributed.get_world_size()}
+    theirs = script(NanochatMuonAdamW, 50, **place)
+    return theirs, script(functools.partial(opt.DistMuonAdamW, **JULY), 50, **place)
+
+
+def test_the_script_runs_with_our_class(ranks) -> None:
+    """Nothing in it but the class is another; every rank sees other data, and the same losses."""
+    results = ranks(2).run(losses)
+    assert results[0][0] != results[1][0]
+    for theirs, ours in results:
+        torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=0.0)
+
+
+SHAPES = [(12, 8), (8, 12), (12, 8), (30, 7)]
+
+
+def as_one_process(opt, sharing: str, beta2: float | None) -> None:
+    from torch import distributed
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh(device(), (distributed.get_world_size(),))
+
+    def sharded(groups):
+        for group in groups:
+            group["params"] = [
+                nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(k % 2)]))
+                for k, p in enumerate(group["params"])
+            ]
+        return opt.MuonAdamW(groups)
+
+    kinds = {
+        "unreduced": opt.DistMuonAdamW,
+        "replicas": functools.partial(opt.MuonAdamW, process_group=distributed.group.WORLD),
+    }
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(s, generator=generator).to(device()) for s in SHAPES]
+    alone, shared = ([nn.Parameter(p.clone()) for p in start] for _ in range(2))
+    options = {"kind": "muon", "lr": 0.1, "beta2": beta2, **JULY}
+    one = opt.MuonAdamW([{**options, "params": alone}])
+    if sharing == "sharded":
+        many = sharded([{**options, "params": shared}])
+    else:
+        many = kinds[sharing]([{**options, "params": shared}])
+    pieces = many.param_groups[0]["params"]
+    for _ in range(3):
+        for param, piece in zip(alone, pieces, strict=True):
+            param.grad = torch.randn(param.shape, generator=generator).to(device())
+            piece.grad = param.grad.clone()
+            if sharing == "sharded":
+                piece.grad = distribute_tensor(param.grad, mesh, piece.placements)
+        one.step()
+        many.step()
+    for param, piece in zip(alone, pieces, strict=True):
+        whole = piece.full_tensor() if sharing == "sharded" else piece
+        assert bits(param) == bits(whole)
+
+
+@pytest.mark.parametrize("beta2", [None, 0.9])
+@pytest.mark.parametrize("sharing", ["unreduced", "replicas", "sharded"])
+def test_ranks_give_the_bits_of_one_process(ranks, sharing, beta2) -> None:
+    """Norms are of whole rows and matrices, which their owner has: also with columns sharded."""
+    if device() == "cuda":
+        pytest.skip("messages are float16 there, and directions of one process are not")
+    ranks(2).run(as_one_process, sharing, beta2)
