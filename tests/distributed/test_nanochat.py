@@ -1,4 +1,4 @@
-"""nanochat's script on several ranks: its class, which adds up the gradients, is replaced by ours."""
+"""nanochat's script on several ranks: its class, which adds up gradients, is replaced by ours."""
 
 from __future__ import annotations
 
@@ -38,40 +38,34 @@ def as_one_process(opt, sharing: str, beta2: float | None) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh(device(), (distributed.get_world_size(),))
-
-    def sharded(groups):
-        for group in groups:
-            group["params"] = [
-                nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(k % 2)]))
-                for k, p in enumerate(group["params"])
-            ]
-        return opt.MuonAdamW(groups)
-
-    kinds = {
+    generator = torch.Generator().manual_seed(0)
+    alone = [nn.Parameter(torch.randn(s, generator=generator).to(device())) for s in SHAPES]
+    shared = [nn.Parameter(p.detach().clone()) for p in alone]
+    if sharing == "sharded":
+        split = enumerate(shared)
+        shared = [nn.Parameter(distribute_tensor(p, mesh, [Shard(k % 2)])) for k, p in split]
+    options = {"kind": "muon", "lr": 0.1, "beta2": beta2, **JULY}
+    make = {
         "unreduced": opt.DistMuonAdamW,
         "replicas": functools.partial(opt.MuonAdamW, process_group=distributed.group.WORLD),
-    }
-    generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(s, generator=generator).to(device()) for s in SHAPES]
-    alone, shared = ([nn.Parameter(p.clone()) for p in start] for _ in range(2))
-    options = {"kind": "muon", "lr": 0.1, "beta2": beta2, **JULY}
-    one = opt.MuonAdamW([{**options, "params": alone}])
-    if sharing == "sharded":
-        many = sharded([{**options, "params": shared}])
-    else:
-        many = kinds[sharing]([{**options, "params": shared}])
-    pieces = many.param_groups[0]["params"]
+        "sharded": opt.MuonAdamW,
+    }[sharing]
+    one, many = opt.MuonAdamW([{**options, "params": alone}]), make([{**options, "params": shared}])
     for _ in range(3):
-        for param, piece in zip(alone, pieces, strict=True):
-            param.grad = torch.randn(param.shape, generator=generator).to(device())
-            piece.grad = param.grad.clone()
-            if sharing == "sharded":
-                piece.grad = distribute_tensor(param.grad, mesh, piece.placements)
+        for param, piece in zip(alone, shared, strict=True):
+            # Of eight bits, so that the contributions of both ranks have exactly this mean.
+            grad = torch.randn(param.shape, generator=generator).bfloat16().float().to(device())
+            param.grad = grad
+            if sharing == "unreduced":
+                piece.grad = grad * (0.5 + distributed.get_rank())
+            elif sharing == "sharded":
+                piece.grad = distribute_tensor(grad, mesh, piece.placements)
+            else:
+                piece.grad = grad.clone()
         one.step()
         many.step()
-    for param, piece in zip(alone, pieces, strict=True):
-        whole = piece.full_tensor() if sharing == "sharded" else piece
-        assert bits(param) == bits(whole)
+    for param, piece in zip(alone, shared, strict=True):
+        assert bits(param) == bits(piece.full_tensor() if sharing == "sharded" else piece)
 
 
 @pytest.mark.parametrize("beta2", [None, 0.9])

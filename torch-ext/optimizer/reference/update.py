@@ -48,7 +48,7 @@ def momentum(
     return average(new, grad, mu) if ema else grad + new * mu
 
 
-# Rows and matrices are scaled as if their norm were at least this, as in nanochat: zeros stay zeros.
+# Rows and matrices are scaled as if their norm were at least this, so that zeros stay zeros.
 SMALLEST_NORM = 1e-6
 
 
