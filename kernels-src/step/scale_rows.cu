@@ -1,9 +1,9 @@
 // scale_rows: rows of matrices scaled in place, each to norm 1 (MuonEq, arXiv 2603.28254) or by the
 // factor of its matrix (Muon+, arXiv 2602.21545).
 //
-// Bound by its bytes: x read and written, 8 per element of float32. A block has a row; what it reads
-// of the row a second time comes from a cache. Squares are added in double and in one order, so that
-// a row has the same bits in any batch.
+// Bound by its bytes: x read and written, 8 per element of float32. A block has a row; what it
+// reads of the row a second time comes from a cache. Squares are added in double and in one order,
+// so that a row has the same bits in any batch.
 
 #include "step/multi_tensor.cuh"
 
@@ -90,8 +90,7 @@ void scale_rows_cuda(const Tensor& x, std::optional<Tensor> factors) {
   with_type(kind, [&](auto element) {
     using T = decltype(element);
     auto* data = static_cast<T*>(x.data_ptr());
-    const bool vector =
-        columns % kLanes<T> == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    const bool vector = columns % kLanes<T> == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
     const auto kernel = vector ? scale_kernel<T, true> : scale_kernel<T, false>;
     kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(data, rows, columns, scales);
     STD_CUDA_KERNEL_LAUNCH_CHECK();

@@ -73,6 +73,8 @@ class Case:
             "beta2": generator.choice([None, 0.9]),
             "rounding": generator.choice(["nearest", "residual"]),
             "momentum_dtype": generator.choice([None, None, None, torch.bfloat16, torch.float64]),
+            "row_equilibration": generator.random() < 0.3,
+            "renormalize": generator.random() < 0.3,
         }
         if any("experts" in name for name in names):
             options["expert_keys"] = ("experts",)

@@ -78,6 +78,7 @@ OWN_KWARGS: dict[str, dict[str, Any]] = {
     "heavy ball": {"momentum_form": "heavy_ball", "nesterov": False},
     "moving average": {"momentum_form": "ema"},
     "bfloat16 momentum": {"momentum_dtype": torch.bfloat16},
+    "rows and matrices rescaled": {"row_equilibration": True, "renormalize": True},
     "variance reduction": {"beta2": 0.9},
     "no variance reduction": {"beta2": None},
     "cautious decay by the raw rate": {"weight_decay": 0.1, "cautious": True},

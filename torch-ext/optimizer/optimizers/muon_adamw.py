@@ -64,9 +64,6 @@ class MuonAdamW(MuonBase):
         lr: of Muon groups that have none of their own; None where all have. `defaults["lr"]` is it,
             or the lr of the first group.
         adamw_lr: of AdamW groups that have none of their own.
-        row_equilibration, renormalize: of Muon groups that have none of their own, as of `Muon`.
-            nanochat's class does both since July 2026:
-            `functools.partial(DistMuonAdamW, row_equilibration=True, renormalize=True)`.
         gradients: "reduced": `p.grad` is what the step uses, as with one GPU or DDP. "unreduced":
             every rank holds its own contribution. Then matrices and large parameters have owners,
             which add up the contributions and keep the state: a state_dict holds this rank's part,
@@ -80,6 +77,9 @@ class MuonAdamW(MuonBase):
         distributed: how ranks exchange what they share; see `DistributedConfig`.
         clip_config: QK-clip of the attention layers in the Muon groups, as for `Muon`.
         debug: log `report()` at INFO whenever the work is planned.
+        row_equilibration, renormalize: of Muon groups that have none of their own, as of `Muon`.
+            nanochat's class does both since July 2026:
+            `functools.partial(DistMuonAdamW, row_equilibration=True, renormalize=True)`.
         removed: keywords that are fields of `DistributedConfig` now; refused.
 
     Raises:
@@ -98,14 +98,14 @@ class MuonAdamW(MuonBase):
         lr: float | Tensor | None = None,
         *,
         adamw_lr: float | Tensor | None = None,
-        row_equilibration: bool = False,
-        renormalize: bool = False,
         gradients: str | None = None,
         reduce_op: str = "avg",
         process_group: Any = None,
         distributed: DistributedConfig | None = None,
         clip_config: dict[str, Any] | None = None,
         debug: bool = False,
+        row_equilibration: bool = False,
+        renormalize: bool = False,
         **removed: Any,
     ) -> None:
         config = config_of(distributed, removed)

@@ -52,22 +52,25 @@ def momentum(
 SMALLEST_NORM = 1e-6
 
 
-def row_factors(x: Tensor) -> Tensor:
-    """1 / |row| of every row of x (..., m, n): (..., m, 1), float32 or wider.
+def scale_rows(x: Tensor, factors: Tensor | None = None) -> None:
+    """Give every row of x (..., m, n) the norm 1 in place (MuonEq), or scale it by given factors.
 
-    Times them every row has norm 1 (MuonEq): a matrix whose rows differ in size is better
-    conditioned then. MuonEq scales rows to their root mean square, |x|_F / sqrt(m), instead of to
-    1; the factor between the two is that of a whole matrix, by whose norm the iteration divides.
+    A matrix whose rows differ in size is better conditioned then. MuonEq scales rows to their root
+    mean square, |x|_F / sqrt(m), instead of to 1; the factor between the two is that of a whole
+    matrix, by whose norm the iteration divides. `factors` (...,) are of matrices.
 
     Source: arXiv 2603.28254, with the smallest norm of nanochat's optimizer (92d63d4).
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    return 1 / norms.clamp_min(SMALLEST_NORM)
+    if factors is None:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+        x.mul_(1 / norms.clamp_min(SMALLEST_NORM))
+    else:
+        x.mul_(factors[..., None, None])
 
 
 def matrix_factors(x: Tensor) -> Tensor:
-    """sqrt(min(m, n)) / |x|_F of every matrix of x (..., m, n): (..., 1, 1), float32 or wider.
+    """sqrt(min(m, n)) / |x|_F of every matrix of x (..., m, n): (...,), float32 or wider.
 
     Times them a matrix has the norm of a semi-orthogonal one (Muon+), whatever the singular values
     that an iteration has not brought to 1 yet.
@@ -75,8 +78,8 @@ def matrix_factors(x: Tensor) -> Tensor:
     Source: arXiv 2602.21545, with the smallest norm of nanochat's optimizer (92d63d4).
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    norms = torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
+    rows = torch.linalg.vector_norm(x, dim=-1, dtype=wide)
+    norms = torch.linalg.vector_norm(rows, dim=-1)
     return math.sqrt(min(x.shape[-2:])) / norms.clamp_min(SMALLEST_NORM)
 
 

@@ -18,7 +18,7 @@ from torch.library import register_fake
 
 from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
-from ...reference.update import matrix_factors, row_factors
+from ...reference import update as reference
 from ..products.normalize import norm_factors
 from .tensor_lists import DTYPES
 
@@ -40,7 +40,7 @@ def equilibrate_rows(x: Tensor) -> None:
     if _runs_compiled(x):
         ops.scale_rows(x)
     else:
-        x.mul_(row_factors(x))
+        reference.scale_rows(x)
 
 
 def renormalize(x: Tensor) -> None:
@@ -52,4 +52,4 @@ def renormalize(x: Tensor) -> None:
         factors, _ = norm_factors(x, 1 / math.sqrt(min(x.shape[-2:])))
         ops.scale_rows(x, factors)
     else:
-        x.mul_(matrix_factors(x))
+        reference.scale_rows(x, reference.matrix_factors(x))
