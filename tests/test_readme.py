@@ -18,7 +18,16 @@ kernels.get_kernel = functools.partial(kernels.get_kernel, backend="cpu")
 """
 BLOCK = re.compile(r"^ *```python\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 # Pages whose blocks a test of their own runs, with what they need beside them, and looks at.
-ELSEWHERE = {"docs/concepts/moe-lora.md", "docs/concepts/nf4.md"}
+ELSEWHERE = {
+    "docs/concepts/moe-lora.md",
+    "docs/concepts/nf4.md",
+    "docs/recipes/axolotl.md",
+    "docs/recipes/llama-factory.md",
+    "docs/recipes/megatron.md",
+    "docs/recipes/ms-swift.md",
+    "docs/recipes/torchtitan.md",
+    "docs/recipes/verl.md",
+}
 
 
 def blocks(page: Path) -> list[str]:

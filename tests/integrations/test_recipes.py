@@ -1,0 +1,430 @@
+"""Recipes for trainers that the tests cannot install, run against the contract that was read.
+
+Each page of docs/recipes names the version; what stands here of a trainer is how it finds, calls,
+steps, saves and loads an optimizer, restated in a few lines.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import sys
+import types
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import kernels
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint
+
+from .._compare import assert_error_at_most
+from ..conftest import ROOT
+from ..optimizers._steps import TinyTransformer, language_loss, parameters, values
+from ..optimizers.test_other_groups import KELLER_JORDAN, adam, assert_updates, muon, stepped
+from ..test_readme import blocks
+
+
+class Contract:
+    """A trainer's modules while a test runs, and the files of its recipe."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, opt: Any) -> None:
+        self.monkeypatch, self.folder = monkeypatch, folder
+        monkeypatch.setattr(kernels, "get_kernel", lambda *_, **__: opt)
+        monkeypatch.syspath_prepend(str(folder))
+
+    def module(self, name: str, **attributes: Any) -> types.ModuleType:
+        """A module, with the packages that it lies in."""
+        for end in [match.start() for match in re.finditer(r"\.", name)]:
+            if name[:end] not in sys.modules:
+                self.module(name[:end])
+        module = types.ModuleType(name)
+        module.__path__ = []
+        vars(module).update(attributes)
+        self.monkeypatch.setitem(sys.modules, name, module)
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+        return module
+
+    def files(self, page: str) -> list[str]:
+        """Write the blocks that begin with a file's name; the names of the modules."""
+        names = []
+        for code in blocks(ROOT / "docs/recipes" / page):
+            if found := re.match(r"# (\w+)\.py", code):
+                (self.folder / f"{found[1]}.py").write_text(code)
+                self.monkeypatch.delitem(sys.modules, found[1], raising=False)
+                names.append(found[1])
+        return names
+
+    def load(self, page: str) -> types.ModuleType:
+        """The module that is the first file of a page."""
+        return importlib.import_module(self.files(page)[0])
+
+
+@pytest.fixture
+def contract(opt, monkeypatch, tmp_path):
+    importlib.invalidate_caches()
+    yield Contract(monkeypatch, tmp_path, opt)
+    for path in tmp_path.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 2) -> None:
+    for step in range(steps):
+        language_loss(model, seed=step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def muon_names(model: nn.Module, optimizer: Any) -> set[str]:
+    """Names of the parameters in Muon groups."""
+    named = {param: name for name, param in model.named_parameters()}
+    groups = [group for group in optimizer.param_groups if group.get("use_muon", False)]
+    return {named[param] for group in groups for param in group["params"]}
+
+
+HIDDEN = {f"layers.{i}.{name}.weight" for i in range(2) for name in ("qkv", "output")}
+
+
+class Container(torch.optim.Optimizer):
+    """torchtitan b5bcd76: OptimizersContainer."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        param_groups: list = field(default_factory=list)
+        implementation: str = "fused"
+        optimizer_factory_kwargs_by_name: dict = field(default_factory=dict)
+
+        def build(self, **runtime: Any) -> Container:
+            return self._owner(self, **runtime)
+
+    def __init_subclass__(cls) -> None:
+        if "Config" in cls.__dict__:
+            cls.Config._owner = cls
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Any:
+        return {"AdamW": torch.optim.AdamW}[name]
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        how = config.implementation
+        switches = {"fused": how == "fused", "foreach": how == "foreach"}
+        self.optimizers = []
+        for part in model_parts:
+            left, groups = dict(part.named_parameters()), defaultdict(list)
+            for entry in config.param_groups:
+                names = [name for name in left if re.search(entry.pattern, name)]
+                assert names, entry.pattern
+                group = {"params": [left.pop(name) for name in names], "param_names": names}
+                groups[entry.optimizer_name].append(group | switches | entry.optimizer_kwargs)
+            assert not left
+            for name, of_name in groups.items():
+                factory = self._resolve_optimizer_factory(name)
+                kwargs = config.optimizer_factory_kwargs_by_name.get(name, {})
+                self.optimizers.append(factory(of_name, **kwargs))
+        super().__init__([p for part in model_parts for p in part.parameters()], {})
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def _materialize(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step with gradients and rates of zero, where there is no state yet."""
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if optimizer.state or any(p.grad is not None for p in params):
+            return
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.step(closure=None)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        flat = {}
+        for optimizer in self.optimizers:
+            self._materialize(optimizer)
+            saved = optimizer.state_dict()
+            for group in saved["param_groups"]:
+                names = group.pop("param_names")
+                for number, name in zip(group.pop("params"), names, strict=True):
+                    state = saved["state"][number]
+                    flat |= {f"state.{name}.{key}": value for key, value in state.items()}
+                    flat |= {f"param_groups.{name}.{key}": value for key, value in group.items()}
+        return flat
+
+    def load_state_dict(self, flat: dict[str, Any]) -> None:
+        for optimizer in self.optimizers:
+            self._materialize(optimizer)
+            state, groups, number = {}, [], 0
+            for group in optimizer.param_groups:
+                numbers = []
+                for name, param in zip(group["param_names"], group["params"], strict=True):
+                    keys = optimizer.state[param]
+                    state[number] = {key: flat[f"state.{name}.{key}"] for key in keys}
+                    numbers.append(number)
+                    number += 1
+                first = group["param_names"][0]
+                keys = [key for key in group if key not in ("params", "param_names")]
+                found = {key: flat[f"param_groups.{first}.{key}"] for key in keys}
+                groups.append({"params": numbers} | found)
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def test_torchtitan(opt, contract, tmp_path) -> None:
+    """One pattern for all; training goes on after its checkpoint as without."""
+    entry = functools.partial(SimpleNamespace, optimizer_kwargs={})
+    name = "torchtitan.components.optimizer"
+    contract.module(name, OptimizersContainer=Container, ParamGroupConfig=entry)
+    page = contract.load("torchtitan.md")
+    exec(blocks(ROOT / "docs/recipes/torchtitan.md")[1], vars(page))
+    models = [TinyTransformer() for _ in range(2)]
+    containers = [page.optimizer.build(model_parts=[model]) for model in models]
+    ((one,), (other,)) = (container.optimizers for container in containers)
+    assert isinstance(one, opt.Muon) and isinstance(containers[0], page.MuonContainer)
+    assert muon_names(models[0], one) == HIDDEN
+    before = values(models[1].parameters())
+    train(models[0], containers[0])
+
+    checkpoint.save({"optimizer": containers[0]}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    loaded = {"optimizer": containers[1]}
+    checkpoint.load(loaded, checkpoint_id=tmp_path / "saved", no_dist=True)
+    for old, param in zip(before, models[1].parameters(), strict=True):
+        assert torch.equal(old, param)
+    models[1].load_state_dict(models[0].state_dict())
+    for model, container in zip(models, containers, strict=True):
+        train(model, container, 1)
+    for here, there in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(here, there)
+    assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in one.param_groups]
+
+
+def test_axolotl(opt, contract, tmp_path) -> None:
+    """Its trainer calls factories with the model and its own arguments."""
+    transformers = pytest.importorskip("transformers")
+
+    class AxolotlTrainer(transformers.Trainer):
+        """axolotl 067b021: OptimizerMixin.create_optimizer."""
+
+        def create_optimizer(self, model: nn.Module | None = None) -> Any:
+            cls, kwargs = self.optimizer_cls_and_kwargs
+            assert not issubclass(cls, torch.optim.Optimizer)
+            self.optimizer = cls()(model or self.model, self.args, **kwargs)
+            return self.optimizer
+
+    contract.module("axolotl.integrations.base", BasePlugin=object)
+    page = contract.load("axolotl.md")
+    model = TinyTransformer()
+    arguments = transformers.TrainingArguments(tmp_path, report_to="none", use_cpu=True)
+    trainer = AxolotlTrainer(model, arguments)
+    cfg = SimpleNamespace(learning_rate=2e-4, weight_decay=None)
+    page.MuonPlugin().post_trainer_create(cfg, trainer)
+    optimizer = trainer.create_optimizer()
+    assert isinstance(optimizer, opt.Muon) and muon_names(model, optimizer) == HIDDEN
+    assert {g["lr"] for g in optimizer.param_groups} == {2e-4}
+    assert {g["weight_decay"] for g in optimizer.param_groups} == {0.0}
+    train(model, optimizer)
+
+
+def test_axolotl_runs_lora_on_experts(opt, contract, device) -> None:
+    peft = pytest.importorskip("peft")
+    from ._models import build, tokens
+
+    contract.module("axolotl.integrations.base", BasePlugin=object)
+    page = contract.load("axolotl.md")
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    model = peft.get_peft_model(
+        build("qwen3_moe").to(device), peft.LoraConfig(r=3, target_parameters=targets)
+    )
+    ids = tokens(model).to(device)
+    before = model(ids).logits
+    page.ExpertsPlugin().post_model_load(SimpleNamespace(), model)
+    assert model.config._experts_implementation == opt.integrations.use_in_transformers()
+    assert_error_at_most(model(ids).logits, before, 1e-5)
+
+
+def test_ms_swift(opt, contract) -> None:
+    """ms-swift 3602360: SwiftMixin asks the callback named by --optimizer."""
+
+    class OptimizerCallback:
+        def __init__(self, args: Any, trainer: Any) -> None:
+            self.args, self.trainer = args, trainer
+
+    names: dict[str, Any] = {"default": OptimizerCallback}
+    contract.module("swift.optimizers", OptimizerCallback=OptimizerCallback, optimizers_map=names)
+    contract.load("ms-swift.md")  # --external_plugins
+    args = SimpleNamespace(
+        optimizer="hub_muon",
+        learning_rate=2e-4,
+        weight_decay=0.05,
+        adam_beta1=0.8,
+        adam_beta2=0.9,
+        adam_epsilon=1e-6,
+    )
+    trainer = SimpleNamespace(model=TinyTransformer())
+    optimizer = names[args.optimizer](args, trainer).create_optimizer(model=None)
+    optimizer.param_groups = [g for g in optimizer.param_groups if len(g["params"]) > 0]
+    assert isinstance(optimizer, opt.Muon) and muon_names(trainer.model, optimizer) == HIDDEN
+    rest = optimizer.param_groups[1]
+    assert (rest["lr"], rest["adamw_betas"], rest["adamw_eps"]) == (2e-4, (0.8, 0.9), 1e-6)
+    train(trainer.model, optimizer)
+
+
+def test_verl(opt, contract) -> None:
+    """verl 1dda039: build_optimizer(module.parameters(), config), and its offloading."""
+    contract.files("verl.md")
+    config = SimpleNamespace(
+        optimizer="Muon",
+        optimizer_impl="hub_muon",
+        lr=2e-5,
+        weight_decay=0.1,
+        betas=(0.9, 0.999),
+        override_optimizer_config={"vocab_size": 32},
+    )
+
+    def build_optimizer(params: Any) -> Any:
+        options = {"lr": config.lr, "weight_decay": config.weight_decay}
+        if "adam" in config.optimizer.lower():
+            options["betas"] = config.betas
+        options |= config.override_optimizer_config
+        module = importlib.import_module(config.optimizer_impl)
+        return getattr(module, config.optimizer)(params, **options)
+
+    model = TinyTransformer()
+    model.layers[0].experts = nn.ParameterList([torch.randn(3, 4, 5)])
+    model.score = nn.Linear(8, 1, bias=False)
+    model.norm.requires_grad_(False)
+    optimizer = build_optimizer(model.parameters())
+    assert isinstance(optimizer, opt.Muon)
+    assert muon_names(model, optimizer) == HIDDEN | {"layers.0.experts.0"}
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    assert held == {p for p in model.parameters() if p.requires_grad}
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    assert decays == [0.1, 0.1, 0.0]
+    train(model, optimizer, 1)
+    for group in optimizer.param_groups:  # to the host, and back before the next step
+        for param in group["params"]:
+            state = optimizer.state[param]
+            state |= {key: value.to("cpu", non_blocking=True) for key, value in state.items()}
+    train(model, optimizer, 1)
+    with pytest.raises(ValueError, match="strategy=fsdp2"):
+        build_optimizer([nn.Parameter(torch.zeros(100))])
+
+
+def test_llama_factory(opt, contract) -> None:
+    """LLaMA-Factory ff6d4d1: _create_muon_optimizer; the update is that of its Muon."""
+    theirs = contract.module("llamafactory.third_party.muon", Muon=None)
+    started = []
+    contract.module("llamafactory.train.tuner", run_exp=lambda: started.append(True))
+    plugins = "llamafactory.v1.plugins.trainer_plugins.optimizers.optimizer"
+    contract.module(plugins, OptimizerPlugin=None)
+    contract.module("llamafactory.v1.launcher", main=None)
+    contract.load("llama-factory.md")
+    assert not started  # only as __main__
+    params = parameters([(12, 4), (5,)], dtype=torch.float64)
+    start = values(params)
+    optimizer = theirs.Muon(
+        lr=1e-3,
+        wd=0.1,
+        muon_params=params[:1],
+        adamw_params=params[1:],
+        adamw_betas=(0.8, 0.9),
+        adamw_eps=1e-6,
+    )
+    grads = stepped(optimizer, params)
+    rule = {"lr": 1e-3, "decay": 0.1, "mu": 0.95, "nesterov": True, "ema": False}
+    rows = [KELLER_JORDAN] * 5
+    expected = [muon(start[0], grads[0], **rule, factor=0.2 * 12**0.5, rows=rows)]
+    expected.append(adam(start[1], grads[1], lr=1e-3, betas=(0.8, 0.9), eps=1e-6, decay=0.1))
+    assert_updates(params, expected)
+
+
+def test_llama_factory_v1(opt, contract) -> None:
+    """LLaMA-Factory ff6d4d1: OptimizerPlugin(name).register() and OptimizerPlugin(name)(...)."""
+
+    class OptimizerPlugin:
+        registry: ClassVar[dict[str, Any]] = {}
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def register(self) -> Any:
+            return lambda made: self.registry.setdefault(self.name, made)
+
+        def __call__(self, *arguments: Any) -> Any:
+            return self.registry[self.name](*arguments)
+
+    plugins = "llamafactory.v1.plugins.trainer_plugins.optimizers.optimizer"
+    contract.module(plugins, OptimizerPlugin=OptimizerPlugin)
+    contract.module("llamafactory.v1.launcher", main=None)
+    importlib.import_module(contract.files("llama-factory.md")[1])
+    model = TinyTransformer()
+    optimizer = OptimizerPlugin("hub_muon")(model, {"lr": 2e-4})
+    assert isinstance(optimizer, opt.Muon) and muon_names(model, optimizer) == HIDDEN
+    assert optimizer.param_groups[0]["lr"] == 2e-4
+    train(model, optimizer)
+
+
+@dataclass
+class EmergingOptimizerEntry:
+    """Megatron-LM d98e8a6."""
+
+    optimizer_cls: Any
+    init_state_fn: Any = None
+    config_to_kwargs: Any = None
+
+
+def megatron_optimizer(registry: Any, groups: list[dict[str, Any]], config: Any, tp: int) -> Any:
+    """_create_emerging_optimizer, after _get_param_groups has made the groups' other keys."""
+    entry = registry._EMERGING_OPTIMIZERS[config.optimizer]
+    process_groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: tp))
+    kwargs = entry.config_to_kwargs(config, [], process_groups)
+    keys = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "default_config": True}
+    keys |= {"max_lr": config.lr, "min_lr": 0.0, "is_expert_parallel": False}
+    return entry.optimizer_cls([group | keys for group in groups], **kwargs), entry.init_state_fn
+
+
+def test_megatron(opt, contract) -> None:
+    """Parameters in bfloat16 are swapped for copies in float32, which step as they would alone."""
+    registry = contract.module(
+        "megatron.core.optimizer.emerging_optimizers",
+        EmergingOptimizerEntry=EmergingOptimizerEntry,
+        _EMERGING_OPTIMIZERS={},
+    )
+    contract.load("megatron.md")
+    config = SimpleNamespace(optimizer="hub_muon", lr=1e-3, weight_decay=0.1)
+    params = parameters([(12, 4), (4, 12)], dtype=torch.bfloat16)
+    optimizer, make_state = megatron_optimizer(registry, [{"params": params}], config, tp=1)
+    (group,) = optimizer.param_groups
+    copies = [param.detach().clone().float() for param in params]
+    group["params"][:] = copies
+    alone = [nn.Parameter(copy.clone()) for copy in copies]
+    other = opt.Muon([{"params": alone, "use_muon": True}], lr=1e-3, weight_decay=0.1)
+    make_state(optimizer, config)  # before a checkpoint is saved or loaded
+    for number, copy in enumerate(copies):
+        state = optimizer.state_dict()["state"][number]
+        assert state["momentum_buffer"].shape == copy.shape
+    for step in range(2):
+        group["lr"] = other.param_groups[0]["lr"] = 1e-3 * (step + 1)  # its scheduler writes it
+        for param, copy, one in zip(params, copies, alone, strict=True):
+            copy.grad = param.grad.float()
+            one.grad = param.grad.float()
+        optimizer.step()
+        other.step()
+    for copy, one in zip(copies, alone, strict=True):
+        assert torch.equal(copy, one)
+    with pytest.raises(ValueError, match="tensor-model-parallel-size 1"):
+        megatron_optimizer(registry, [{"params": params}], config, tp=2)
