@@ -1,4 +1,5 @@
-"""Tiny checkpoints as others publish them: written by bitsandbytes' own code."""
+"""Tiny checkpoints as others publish them: by bitsandbytes' and transformers' own code, or of
+random bytes."""
 
 from __future__ import annotations
 
@@ -104,3 +105,89 @@ def bnb_decoded(tensors: dict[str, Tensor], name: str) -> Tensor:
         return tensors[name]
     state = F.QuantState.from_dict(sides, device=torch.device("cpu"))
     return F.dequantize_4bit(tensors[name], state)
+
+
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+}
+
+
+def write_mxfp4(model: torch.nn.Module, folder: Path) -> Path:
+    """gpt-oss as published: random codes, scales of the size that weights have."""
+    generator = torch.Generator().manual_seed(4)
+
+    def change(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            return {name: tensor}
+        experts, inputs, outputs = tensor.shape  # as the model has it
+        size = (experts, outputs, inputs // 32)
+        blocks = torch.randint(256, (*size, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(119, 125, size, generator=generator, dtype=torch.uint8)
+        return {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+    return write(model, folder, MXFP4, change)
+
+
+def mxfp4_decoded(tensors: dict[str, Tensor], name: str) -> Tensor:
+    """By transformers, on the CPU, as the model has it."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    if f"{name}_blocks" not in tensors:
+        return tensors[name]
+    return convert_moe_packed_tensors(tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
+
+
+FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+}
+CHANNELS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+
+
+def write_fp8(model: torch.nn.Module, folder: Path, config: dict[str, Any], block) -> Path:
+    """Every Linear in e4m3, each expert's too; its scales for blocks of some rows and columns."""
+    suffix = "_scale" if config is CHANNELS else "_scale_inv"
+
+    def change(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if not LINEAR.search(name) or name.endswith("mlp.gate.weight"):
+            return {name: tensor}
+        rows, columns = (size or side for size, side in zip(block, tensor.shape, strict=True))
+        tall, wide = (-(-s // b) for s, b in zip(tensor.shape, (rows, columns), strict=True))
+        pad = (0, wide * columns - tensor.shape[1], 0, tall * rows - tensor.shape[0])
+        parts = torch.nn.functional.pad(tensor.float(), pad).view(tall, rows, wide, columns)
+        scales = parts.abs().amax((1, 3)) / 448
+        values = (parts / scales[:, None, :, None]).reshape(tall * rows, wide * columns)
+        values = values[: tensor.shape[0], : tensor.shape[1]].to(torch.float8_e4m3fn)
+        scale = {f"{name}{suffix}": scales if any(block) else scales.reshape(())}
+        used = {f"{name.removesuffix('weight')}input_scale": torch.ones(())}
+        return {name: values.contiguous(), **scale, **(used if not any(block) else {})}
+
+    return write(model, folder, config, change)
+
+
+def fp8_decoded(tensors: dict[str, Tensor], name: str) -> Tensor:
+    """By transformers, which stretches a grid of scales over its matrix; else in blocks of 128."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    scales = tensors.get(f"{name}_scale_inv", tensors.get(f"{name}_scale"))
+    if scales is None:
+        return tensors[name]
+    value = tensors[name]
+    blocks = tuple(-(-side // 128) for side in value.shape)
+    if tuple(scales.shape) == blocks and any(side % 128 for side in value.shape):
+        spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return (value.float() * spread[: value.shape[0], : value.shape[1]]).to(torch.bfloat16)
+    return Fp8Dequantize(None)._dequantize_one(value, scales, torch.bfloat16)

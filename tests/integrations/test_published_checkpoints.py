@@ -8,7 +8,20 @@ from safetensors.torch import load_file, save_file
 
 from .._compare import assert_same_bits
 from ._models import tokens
-from ._published import BNB, bnb_decoded, bnb_state, tiny, write, write_bnb
+from ._published import (
+    BNB,
+    CHANNELS,
+    FP8,
+    bnb_decoded,
+    bnb_state,
+    fp8_decoded,
+    mxfp4_decoded,
+    tiny,
+    write,
+    write_bnb,
+    write_fp8,
+    write_mxfp4,
+)
 from .test_quantized_loading import experts_of
 
 NAMES = {  # of an expert's matrices in the files: gate, up, down
@@ -16,6 +29,7 @@ NAMES = {  # of an expert's matrices in the files: gate, up, down
     "mixtral": ("w1", "w3", "w2"),
     "deepseek_v3": ("gate_proj", "up_proj", "down_proj"),
 }
+SIDES = ("absmax", "quant_map", "quant_state", "_scale", "_scales", "_scale_inv")
 
 
 @pytest.fixture
@@ -31,11 +45,13 @@ def with_decoded(folder, loaded, read, tmp_path):
     """transformers' own model, in float32, over what the files decode to."""
     from transformers import AutoModelForCausalLM
 
+    files = load_file(folder / "model.safetensors")
     tensors = {
-        name: read(load_file(folder / "model.safetensors"), name)
-        for name in load_file(folder / "model.safetensors")
-        if not any(part in name for part in ("absmax", "quant_map", "quant_state"))
+        name: read(files, name.removesuffix("_blocks"))
+        for name in files
+        if not any(part in name for part in SIDES)
     }
+    tensors = {name.removesuffix("_blocks"): tensor for name, tensor in tensors.items()}
     loaded.config.save_pretrained(tmp_path / "decoded")
     save_file(tensors, tmp_path / "decoded" / "model.safetensors", metadata={"format": "pt"})
     return AutoModelForCausalLM.from_pretrained(
@@ -182,3 +198,104 @@ def test_what_is_not_taken_from_bitsandbytes(load, tmp_path):
     awq = {"quant_method": "awq"}
     with pytest.raises(ValueError, match=r"quantised already, by .*awq"):
         load(write(tiny("qwen3_moe"), tmp_path / "awq", awq, lambda k, v: {k: v}))
+
+
+def test_mxfp4_of_gpt_oss(load, tmp_path):
+    """Blocks and scales are the files' own; the model sees them the other way round."""
+    folder = write_mxfp4(tiny("gpt_oss"), tmp_path / "mxfp4")
+    files = load_file(folder / "model.safetensors")
+    loaded = load(folder)
+    assert_same_model(loaded, with_decoded(folder, loaded, mxfp4_decoded, tmp_path))
+    experts = loaded.model.layers[1].mlp.experts
+    for target in ("gate_up_proj", "down_proj"):
+        stack, key = getattr(experts, target), f"model.layers.1.mlp.experts.{target}"
+        assert stack.format.quant_type == "mxfp4"
+        assert_same_bits(stack.packed, files[f"{key}_blocks"].reshape(-1))
+        assert_same_bits(stack.scales, files[f"{key}_scales"].reshape(-1))
+    assert torch.isfinite(loaded(tokens(loaded)).logits).all()
+
+
+@pytest.mark.parametrize(
+    ("config", "block"),
+    [(FP8, (128, 128)), (FP8 | {"weight_block_size": None}, (0, 0)), (CHANNELS, (1, 0))],
+    ids=["128 x 128", "per tensor", "per row"],
+)
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("width", [128, 192])
+def test_fp8_expert_by_expert(load, tmp_path, name, config, block, width):
+    """Bytes are the files' own; of 192 rows the second block has 64, and up's begin below them."""
+    model = tiny(name, hidden_size=256, moe_intermediate_size=width)
+    folder = write_fp8(model, tmp_path / "fp8", config, block)
+    files = load_file(folder / "model.safetensors")
+    loaded = load(folder)
+    assert_same_model(loaded, with_decoded(folder, loaded, fp8_decoded, tmp_path))
+    prefix = "model.layers.1.mlp.experts"
+    stack = loaded.get_submodule(prefix).gate_up_proj
+    keys = [
+        f"{prefix}.{e}.{p}.weight" for e in range(stack.shape[0]) for p in ("gate_proj", "up_proj")
+    ]
+    assert_same_bits(
+        stack.packed, torch.cat([files[key].reshape(-1).view(torch.uint8) for key in keys])
+    )
+
+
+def test_fp8_scales_that_are_powers_of_two(load, tmp_path):
+    """DeepSeek-V3.1 publishes them as e8m0, others as its bytes."""
+    folder = write_fp8(tiny("qwen3_moe", hidden_size=256), tmp_path / "fp8", FP8, (128, 128))
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    loaded = {}
+    for kind in (torch.float32, torch.float8_e8m0fnu, torch.uint8):
+        changed = dict(tensors)
+        for key, value in tensors.items():
+            if key.endswith("_scale_inv"):
+                power = value.to(torch.float8_e8m0fnu)
+                changed[key] = power.view(kind) if kind is torch.uint8 else power.to(kind)
+        save_file(changed, path, metadata={"format": "pt"})
+        loaded[kind] = load(folder).state_dict()
+    for kind in (torch.float8_e8m0fnu, torch.uint8):
+        for key, value in loaded[torch.float32].items():
+            assert_same_bits(loaded[kind][key], value)
+
+
+def test_fp8_stacks(load, tmp_path):
+    """As transformers keeps experts itself: (E, N, K) and (E, N / 128, K / 128)."""
+    model = tiny("qwen3_moe", hidden_size=256, moe_intermediate_size=128)
+    apart = load(write_fp8(model, tmp_path / "apart", FP8, (128, 128)))
+    folder = write(model, tmp_path / "stacked", FP8, lambda key, tensor: {})
+    tensors = {}
+    for key, value in apart.state_dict().items():
+        name, _, part = key.rpartition(".")
+        module = apart.get_submodule(name)
+        if not hasattr(module, "stored"):
+            tensors[key] = value.clone()
+        elif part == "packed":
+            tensors[name] = value.view(torch.float8_e4m3fn).view(module.shape).clone()
+        elif part == "scales":
+            tensors[f"{name}_scale_inv"] = value.view(module.shape[0], -1, 256 // 128).clone()
+            if name.endswith("down_proj"):
+                tensors[f"{name}_scale_inv"] = value.view(module.shape[0], -1, 1).clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    loaded = load(folder).state_dict()
+    assert loaded.keys() == apart.state_dict().keys()
+    for key, value in apart.state_dict().items():
+        assert_same_bits(loaded[key], value)
+
+
+def test_what_is_not_taken_of_fp8(load, tmp_path):
+    folder = write_fp8(tiny("qwen3_moe", hidden_size=256), tmp_path / "fp8", FP8, (128, 128))
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    key = "model.layers.0.mlp.experts.1.up_proj.weight"
+    for part, value, message in (
+        (f"{key}_scale_inv", torch.ones(3, 2), "has 6 scales for 64 x 256"),
+        (key, torch.ones(64, 256, dtype=torch.int8), r"torch\.int8 with scales, no e4m3"),
+    ):
+        save_file(tensors | {part: value}, path, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            load(folder)
+    integers = {**CHANNELS["config_groups"]["group_0"]["weights"], "type": "int"}
+    config = CHANNELS | {"config_groups": {"group_0": {"weights": integers}}}
+    folder = write(tiny("qwen3_moe"), tmp_path / "int8", config, lambda k, v: {k: v})
+    with pytest.raises(ValueError, match=r"by .*compressed-tensors.*only 8-bit floats are known"):
+        load(folder)

@@ -114,11 +114,11 @@ def test_experts_in_the_order_of_their_numbers(opt, tmp_path):
 
 
 def test_files_quantised_by_another_are_refused_by_name(opt, saved, tmp_path):
-    folder = rewritten(saved("gpt_oss"), tmp_path / "mxfp4", lambda tensors: tensors)
+    folder = rewritten(saved("gpt_oss"), tmp_path / "awq", lambda tensors: tensors)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4"}
+    config["quantization_config"] = {"quant_method": "awq"}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"quantised already, by .*mxfp4.*dequantize=True"):
+    with pytest.raises(ValueError, match=r"quantised already, by .*awq.*dequantize=True"):
         opt.integrations.load_quantized(folder, device_map="cpu")
 
 

@@ -20,6 +20,7 @@ DEQUANTIZE = (
     "load it in 16 bits, with from_pretrained(quantization_config=...(dequantize=True)) of its "
     "format, then quantize_experts"
 )
+READ = f"read its files with load_quantized, or {DEQUANTIZE}"
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -88,7 +89,7 @@ def check_supported(experts: nn.Module, name: str) -> None:
         if weight is not None and not _is_dense(weight):
             raise ValueError(
                 f"{name}.{target} ({type(experts).__name__}) is quantised to {weight.dtype}, which "
-                f"these kernels do not decode; {DEQUANTIZE}"
+                f"these kernels do not decode; {READ}"
             )
 
 
@@ -102,7 +103,7 @@ def why_no_experts(model: nn.Module) -> str:
     what = f"the experts of {kind} ({name}) are {type(module).__name__}"
     packed = [p.dtype for p in module.parameters() if not _is_dense(p)]
     if packed:
-        return f"{what}, quantised to {packed[0]}; {DEQUANTIZE}"
+        return f"{what}, quantised to {packed[0]}; {READ}"
     return (
         f"{what}, which transformers runs in one way only, without its experts interface "
         "(use_experts_implementation); train this model as it is"

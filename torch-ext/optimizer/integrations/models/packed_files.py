@@ -3,6 +3,9 @@
 quant_method   the tensors of a matrix `name`
 bitsandbytes   name, name.absmax, name.quant_map, name.quant_state.bitsandbytes__nf4 (or __fp4) and,
                where absmax is quantised too, name.nested_absmax and name.nested_quant_map
+mxfp4          name_blocks, name_scales
+fp8            name, name_scale_inv
+compressed-tensors   name, name_scale, of 8-bit floats
 
 A matrix is read packed, one expert at a time, or decoded. Whether a matrix is packed at all the
 files themselves say, not the lists of modules in their configuration.
@@ -11,6 +14,7 @@ files themselves say, not the lists of modules in their configuration.
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -130,7 +134,101 @@ class BitsAndBytes(Packing):
         return json.loads(bytes(files.read(parts["state"]).tolist()))
 
 
-PACKINGS: dict[str, type[Packing]] = {"bitsandbytes": BitsAndBytes}
+class Mxfp4(Packing):
+    """gpt-oss's experts: blocks (E, N, K / 32, 16) of two codes a byte, scales (E, N, K / 32)."""
+
+    by_outputs = True
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        del config
+
+    def parts(self, keys: Iterable[str]) -> dict[str, Parts]:
+        """By the blocks."""
+        names = (key.removesuffix("_blocks") for key in keys if key.endswith("_blocks"))
+        return {name: {"packed": f"{name}_blocks", "scales": f"{name}_scales"} for name in names}
+
+    def shape(self, files: ModelFiles, parts: Parts) -> tuple[int, ...]:
+        """Of blocks (E, N, K / 32, 16)."""
+        *rows, blocks, size = files.shape(parts["packed"])
+        return *rows, 2 * blocks * size
+
+    def packed(self, files: ModelFiles, parts: Parts, place: int, count: int) -> Packed:
+        """Both tensors as they are."""
+        *_, n, k = self.shape(files, parts)
+        names = ("packed", "scales")
+        tensors = {name: files.share(parts[name], place, count).view(n, -1) for name in names}
+        return Packed(format_of("mxfp4"), (n, k), tensors)
+
+
+class Fp8(Packing):
+    """e4m3 and what it is multiplied by: a scale per block, per row or per matrix.
+
+    Scales of activations are left out: products here take activations in 16 bits.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._block, self._scale = config.get("weight_block_size"), "_scale_inv"
+        if config["quant_method"] == "compressed-tensors":
+            groups = [group["weights"] for group in config["config_groups"].values()]
+            kinds = {(group["num_bits"], group["type"]) for group in groups}
+            if kinds != {(8, "float")} or not all(group.get("symmetric", True) for group in groups):
+                raise ValueError(f"of its matrices, {sorted(kinds)}, only 8-bit floats are known")
+            (self._block,) = {tuple(group.get("block_structure") or ()) or None for group in groups}
+            self._scale = "_scale"
+
+    def parts(self, keys: Iterable[str]) -> dict[str, Parts]:
+        """By the scales."""
+        keys = dict.fromkeys(keys)
+        found = {}
+        for key in keys:
+            name = key.removesuffix(self._scale)
+            if key.endswith(self._scale) and name in keys:
+                stem = name.removesuffix("weight")
+                unused = {u: f"{stem}{u}" for u in ("activation_scale", "input_scale")}
+                unused |= {f"_{u}": f"{name}_{u}" for u in tuple(unused)}
+                found[name] = {"packed": name, "scales": key, **unused}
+        return found
+
+    def shape(self, files: ModelFiles, parts: Parts) -> tuple[int, ...]:
+        """Of the elements, which are one byte each."""
+        return files.shape(parts["packed"])
+
+    def packed(self, files: ModelFiles, parts: Parts, place: int, count: int) -> Packed:
+        """Blocks become so low that they end with the matrix, a scale of all of it one per row."""
+        name = parts["packed"]
+        n, k = files.shape(name)[-2:]
+        elements = files.share(name, place, count)
+        if elements.dtype != torch.float8_e4m3fn:
+            raise ValueError(f"{name} in {files.source} is {elements.dtype} with scales, no e4m3")
+        grid = (1, 1)
+        if self._block is not None:
+            grid = tuple(-(-side // size) for side, size in zip((n, k), self._block, strict=True))
+        scales = files.read(parts["scales"])
+        scales = scales.reshape(count, -1)[place]
+        if self._block is None and scales.numel() == n:
+            grid = (n, 1)
+        if scales.numel() != grid[0] * grid[1]:
+            raise ValueError(
+                f"{parts['scales']} in {files.source} has {scales.numel()} scales for {n} x {k} "
+                f"elements in blocks of {self._block or 'all'}"
+            )
+        if scales.dtype == torch.uint8:
+            scales = scales.view(torch.float8_e8m0fnu)
+        scales = scales.float().view(grid)
+        rows, columns = self._block or (n // grid[0], 0)
+        height = math.gcd(n, rows) if self._block else 1
+        scales = scales.repeat_interleave(rows // height, 0)[: n // height]
+        format = format_of("fp8", block_rows=height, block_columns=columns)
+        packed = elements.reshape(n, k).view(torch.uint8)
+        return Packed(format, (n, k), {"packed": packed, "scales": scales})
+
+
+PACKINGS: dict[str, type[Packing]] = {
+    "bitsandbytes": BitsAndBytes,
+    "mxfp4": Mxfp4,
+    "fp8": Fp8,
+    "compressed-tensors": Fp8,
+}
 
 
 class PackedFiles:
@@ -138,28 +236,22 @@ class PackedFiles:
 
     Args:
         files: the checkpoint.
-        quantization: config.json's `quantization_config`, or None.
+        packing: of its `quantization_config`, or None.
         dtype: that matrices are decoded to.
         device: where they are decoded.
-
-    Raises:
-        ValueError: a quant_method that is not known here.
     """
 
     def __init__(
         self,
         files: ModelFiles,
-        quantization: dict[str, Any] | None,
+        packing: Packing | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.files, self.source, self._dtype, self._device = files, files.source, dtype, device
-        self._parts: dict[str, Parts] = {}
-        self.by_outputs = False
-        if quantization is not None:
-            self._packing = PACKINGS[quantization["quant_method"]](quantization)
-            self.by_outputs = self._packing.by_outputs
-            self._parts = self._packing.parts(files.names())
+        self._packing = packing
+        self._parts = {} if packing is None else packing.parts(files.names())
+        self.by_outputs = packing is not None and packing.by_outputs
 
     def names(self) -> list[str]:
         """Every matrix, packed or not, and every other tensor."""

@@ -23,7 +23,7 @@ from .checkpoint_names import ModelNames, OneExpert, Source
 from .experts import DEQUANTIZE, check_supported, experts_modules, put, why_no_experts
 from .hf_quantizer import attach_described, stacks
 from .model_files import ModelFiles
-from .packed_files import PACKINGS, PackedFiles
+from .packed_files import PACKINGS, PackedFiles, Packing
 from .quantized_saving import is_described
 from .transformers import use_in_transformers
 
@@ -102,9 +102,10 @@ def load_quantized(
         local_files_only: do not ask the network (`HF_HUB_OFFLINE=1` does the same).
         device_map: see `placement`.
         dtype: of everything but the experts, and but for what the model keeps in float32.
-        quant_type: "nf4" or "fp4"; None for that of the files, "nf4" where they are not quantised.
-        blocksize: elements per scale; None for what is usual of the format, 64 for NF4 and FP4.
-        nested: quantise the scales too; None for what is usual of the format, not for NF4 and FP4.
+        quant_type: "nf4", "fp4", "mxfp4" or "fp8"; None for that of the files, "nf4" where they are
+            not quantised.
+        blocksize: elements per scale of NF4 and FP4; None for 64.
+        nested: quantise the scales of NF4 and FP4 too; None for not.
         strategy: of the products; see `moe.choose_strategy`.
         config: None for the checkpoint's own.
         model_class: a class of transformers for this configuration, or one of its auto classes;
@@ -112,8 +113,8 @@ def load_quantized(
 
     Returns:
         The model in eval mode, on one device, on our experts implementation. Experts that the files
-        hold quantised, by `save_quantized` or by bitsandbytes in 4 bits, are taken as they are; its
-        other matrices are decoded to dtype.
+        hold quantised are taken as they are: by `save_quantized`, bitsandbytes in 4 bits, MXFP4 as
+        of gpt-oss, or FP8 (e4m3). Other matrices are decoded to dtype.
 
     Raises:
         ValueError: names or shapes of the files and of the model differ; the model has no experts;
@@ -134,7 +135,7 @@ def load_quantized(
         if any(name.endswith("._extra_state") for name in files.names()):
             loaded = _take_quantized(files, model, device, dtype, strategy)
         else:
-            matrices = PackedFiles(files, _published(model, source), dtype, device)
+            matrices = PackedFiles(files, _packing(model, source), dtype, device)
             loaded = _read(matrices, model, device, dtype, wanted, strategy)
     _tie(model, files, loaded)
     _load_generation_config(files, model)
@@ -177,7 +178,7 @@ def _load_generation_config(files: ModelFiles, model: nn.Module) -> None:
         model.generation_config = GenerationConfig.from_pretrained(path.parent)
 
 
-def _published(model: nn.Module, source: str | Path) -> dict[str, Any] | None:
+def _packing(model: nn.Module, source: str | Path) -> Packing | None:
     """How somebody else has quantised the files; the model, which will not be that, forgets it.
 
     Raises:
@@ -187,10 +188,16 @@ def _published(model: nn.Module, source: str | Path) -> dict[str, Any] | None:
     if other is None or is_described(model.config):
         return None
     other = other if isinstance(other, dict) else other.to_dict()
-    if other.get("quant_method") not in PACKINGS:
-        raise ValueError(f"{source} is quantised already, by {other}; {DEQUANTIZE}")
+    try:
+        packing = PACKINGS[other["quant_method"]](other)
+    except (KeyError, ValueError) as error:
+        why = f": {error}" if isinstance(error, ValueError) else ""
+        known = f"only {', '.join(PACKINGS)} are read"
+        raise ValueError(
+            f"{source} is quantised already, by {other}{why}; {known}; {DEQUANTIZE}"
+        ) from error
     del model.config.quantization_config
-    return other
+    return packing
 
 
 def _read(
