@@ -1,7 +1,7 @@
 """Who owns which matrix, and how its pieces travel there and back.
 
-shards: what every rank holds -> ownership: who does what -> route: what goes where
--> transport: it goes, under the computation that schedule puts beside it
+shards: what every rank holds -> ownership: who does what -> messages: what goes where
+-> transport: it goes, under the computation that pipeline puts beside it
 """
 
 from .messages import ALIGNMENT, Extra, Job, Message, Part, Route, make_route
@@ -9,11 +9,10 @@ from .ownership import assign, chunked
 from .pipeline import Phases, in_flight, run_pipeline
 from .shards import Box, Layout, Run, Split, boxes, splits_of
 from .team import Team, Teams, alone, exchange
-from .transport import AllToAll, Future, Identity, Ready, Transport, extremes, whole
+from .transport import Future, Identity, extremes, whole
 
 __all__ = [
     "ALIGNMENT",
-    "AllToAll",
     "Box",
     "Extra",
     "Future",
@@ -23,13 +22,11 @@ __all__ = [
     "Message",
     "Part",
     "Phases",
-    "Ready",
     "Route",
     "Run",
     "Split",
     "Team",
     "Teams",
-    "Transport",
     "alone",
     "assign",
     "boxes",

@@ -95,10 +95,6 @@ class Message:
         ends = list(itertools.accumulate(self.counts))
         return [bisect.bisect_right(ends, part.start) for part in self.parts]
 
-    def empty(self, device: torch.device) -> Tensor:
-        """Memory for the message."""
-        return torch.empty(self.size, dtype=torch.uint8, device=device)
-
     @cached_property
     def even(self) -> tuple[int, ...] | None:
         """Shape of every part, if they are boxes of one shape with nothing between them."""
@@ -113,31 +109,25 @@ class Message:
         """All parts of an even message as one tensor (parts, *even), which takes no view each."""
         return None if self.even is None else message.view(dtype).view(-1, *self.even)
 
-    def ranks_by_rows(self, jobs: Sequence[int], region: tuple[int, ...]) -> int | None:
-        """How many ranks there are, if each has an equal run of rows of every job, in their order.
+    def ranks_with(
+        self, jobs: Sequence[int], region: tuple[int, ...], *, all_of_it: bool
+    ) -> int | None:
+        """How many ranks there are, if each has as much of every job, in the order of the ranks.
 
         Args:
             jobs: their numbers.
             region: shape of each.
+            all_of_it: each has all of a job; otherwise an equal run of its rows.
         """
         if self.even is None or not jobs or self.even[1:] != region[1:]:
             return None
         ranks, rows = len(self.parts) // len(jobs), self.even[0]
-        in_turn = ranks * rows == region[0] and self._first_rows(jobs, ranks, rows)
-        return ranks if in_turn else None
-
-    def ranks_with_all(self, jobs: Sequence[int], region: tuple[int, ...]) -> int | None:
-        """How many ranks there are, if each has all of every job, in their order."""
-        if self.even is None or not jobs or self.even != region:
+        if rows * (1 if all_of_it else ranks) != region[0]:
             return None
-        ranks = len(self.parts) // len(jobs)
-        return ranks if self._first_rows(jobs, ranks, 0) else None
-
-    def _first_rows(self, jobs: Sequence[int], ranks: int, rows: int) -> bool:
-        """Whether every rank's part of every job starts so many rows after the rank before."""
-        expected = [(job, rank * rows) for rank in range(ranks) for job in jobs]
+        step = 0 if all_of_it else rows
+        expected = [(job, rank * step) for rank in range(ranks) for job in jobs]
         found = [(p.job, p.box.region[0].start) for p in self.parts if p.box is not None]
-        return found == expected
+        return ranks if found == expected else None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
 
 # What the third yield gives: how many more computations come before the scatter can be launched;
 # None of one that is launched ahead of those which had to wait.
@@ -58,12 +57,6 @@ def in_flight(ahead: int) -> int:
     return ahead + 2
 
 
-@dataclass(eq=False)
-class _Computed:
-    chunk: Phases
-    ready: int  # the computation after which its scatter can be launched
-
-
 class _Pipeline:
     """Chunks by their phase, each kind in order."""
 
@@ -72,7 +65,8 @@ class _Pipeline:
         self._next = next(self._waiting, None)
         self._alive: set[Phases] = set()
         self._gathering: deque[Phases] = deque()
-        self._computed: deque[_Computed] = deque()
+        # (chunk, the computation after which its scatter can be launched)
+        self._computed: deque[tuple[Phases, int]] = deque()
         self._scattering: deque[Phases] = deque()
         self._computations = 0
 
@@ -100,11 +94,11 @@ class _Pipeline:
             self._finish()
             opened = self.open()
         leaving = None
-        if self._computed and (
-            self._computed[0].ready <= self._computations or not self._gathering
-        ):
-            leaving = self._computed.popleft().chunk
-            leaving = leaving if self._goes_on(leaving) else None
+        if self._computed:
+            chunk, ready = self._computed[0]
+            if ready <= self._computations or not self._gathering:
+                self._computed.popleft()
+                leaving = chunk if self._goes_on(chunk) else None
         self.launch_gather(opened)
         self._finish()
         if leaving is not None:
@@ -120,7 +114,7 @@ class _Pipeline:
         if later is self:
             self._alive.discard(chunk)
         else:
-            computed = _Computed(chunk, self._computations + (later or 0))
+            computed = chunk, self._computations + (later or 0)
             # What has its answer at once does not queue behind what waited for a later computation.
             (self._computed.appendleft if later is None else self._computed.append)(computed)
 

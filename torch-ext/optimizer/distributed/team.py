@@ -6,6 +6,7 @@ the key-value store that the ranks of the default group found each other by.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -63,12 +64,14 @@ class Teams:
                     f"this rank is not on the mesh {mesh}; give its parameters only to the "
                     "optimizers of the ranks that hold them"
                 )
-            places = {int(mesh.mesh[c]): c for c in _positions(tuple(mesh.mesh.shape))}
+            shape = tuple(mesh.mesh.shape)
+            positions = itertools.product(*map(range, shape))
+            places = {int(mesh.mesh[position]): position for position in positions}
             ranks = tuple(sorted(places))
             self._of_mesh[mesh] = self._team(
                 mesh.get_group() if mesh.ndim == 1 else self._group(ranks, mesh.device_type),
                 places,
-                tuple(mesh.mesh.shape),
+                shape,
             )
         return self._of_mesh[mesh]
 
@@ -147,10 +150,3 @@ def _timeout(device: str) -> timedelta | None:
 
     backend = distributed.group.WORLD._get_backend(torch.device(device))
     return getattr(getattr(backend, "options", None), "_timeout", None)
-
-
-def _positions(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    positions: list[tuple[int, ...]] = [()]
-    for size in shape:
-        positions = [(*position, i) for position in positions for i in range(size)]
-    return positions

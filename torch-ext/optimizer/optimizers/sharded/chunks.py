@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...distributed import ALIGNMENT, Box, Job, Part, Route, Run, Team
+from ...distributed import ALIGNMENT, Box, Job, Message, Part, Route, Run, Team
 from .buffers import made_once
 
 
@@ -179,26 +179,28 @@ class SharedChunk:
     @cached_property
     def sources(self) -> int | None:
         """How many ranks send an equal run of rows of every owned matrix, if that is all."""
-        return self._counted(self.route.gathered.ranks_by_rows)
+        return self._ranks_with(self.route.gathered, all_of_it=False)
 
     @cached_property
     def receivers(self) -> int | None:
         """How many ranks get an equal run of rows of every owned matrix, if that is all."""
-        return self._counted(self.route.answered.ranks_by_rows)
+        return self._ranks_with(self.route.answered, all_of_it=False)
 
     @cached_property
     def contributors(self) -> int | None:
         """How many ranks send all of every owned matrix, if that is all."""
-        return self._counted(self.route.gathered.ranks_with_all)
+        return self._ranks_with(self.route.gathered, all_of_it=True)
 
     @cached_property
     def replicas(self) -> int | None:
         """How many ranks get all of every owned matrix, if that is all."""
-        return self._counted(self.route.answered.ranks_with_all)
+        return self._ranks_with(self.route.answered, all_of_it=True)
 
-    def _counted(self, count: Callable[[tuple[int, ...], tuple[int, ...]], int | None]) -> Any:
+    def _ranks_with(self, message: Message, *, all_of_it: bool) -> int | None:
         owned = self.route.owned
-        return count(owned, self.region(owned[0])) if owned else None
+        return (
+            message.ranks_with(owned, self.region(owned[0]), all_of_it=all_of_it) if owned else None
+        )
 
     def region(self, job: int) -> tuple[int, ...]:
         """Shape in which the boxes of a job cut its matrix."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...distributed import Future, Team, exchange, extremes
+from ...distributed import Team, exchange, extremes
 from ..groups.options import AdamWOptions, MuonOptions, option_names
 from ..groups.parameters import is_dtensor
 from .buffers import lasting
@@ -58,48 +58,32 @@ class Common:
     # Whether the first gradients must be equal on all ranks or must not; None: that cannot be told.
     alike: bool | None = None
 
-
-class Members:
-    """The shared parameters of a plan, by team, as they are found."""
-
-    def __init__(self) -> None:
-        self._teams: dict[int, Common] = {}
-
-    def add(self, team: Team, number: int, where: str, param: Tensor) -> None:
+    def add(self, number: int, where: str, param: Tensor) -> None:
         """A parameter of group `number`, which must have a gradient on all ranks or on none."""
-        common = self._teams.setdefault(id(team), Common(team))
-        common.labelled.append((where, param))
-        if number not in common.groups:
-            common.groups.append(number)
+        self.labelled.append((where, param))
+        if number not in self.groups:
+            self.groups = sorted([*self.groups, number])
 
-    def commons(
+    def describe(
         self,
         chunks: Sequence[Sequence[Any]],
         settings: Mapping[str, Any],
-        alike: Mapping[int, bool],
-    ) -> list[Common]:
-        """Per team what its ranks must agree on.
-
-        Args:
-            chunks: of the plan, per group.
-            settings: of the optimizer, of the names in LAYOUT.
-            alike: id of a team -> as of `Common`.
-        """
-        for common in self._teams.values():
-            common.groups.sort()
-            found = {
-                **settings,
-                "number of groups": len(common.groups),
-                "number of parameters": len(common.labelled),
-                "shapes, dtypes and placements": [_form(param) for _, param in common.labelled],
-                OWNERS: [*_owners(common.team, chunks)],
-            }
-            common.layout = {
-                name: str(word(str(value)) if name in DIGESTED else value)
-                for name, value in found.items()
-            }
-            common.alike = alike.get(id(common.team))
-        return [*self._teams.values()]
+        *,
+        alike: bool | None,
+    ) -> None:
+        """Note the layout of a plan: its chunks per group, and settings of the names in LAYOUT."""
+        found = {
+            **settings,
+            "number of groups": len(self.groups),
+            "number of parameters": len(self.labelled),
+            "shapes, dtypes and placements": [_form(param) for _, param in self.labelled],
+            OWNERS: [*_owners(self.team, chunks)],
+        }
+        self.alike = alike
+        self.layout = {
+            name: str(word(str(value)) if name in DIGESTED else value)
+            for name, value in found.items()
+        }
 
 
 def _form(param: Tensor) -> tuple[Any, ...]:
@@ -372,9 +356,9 @@ class Consistency:
                 self._own[number] = _OwnNumbers(common)
             own = self._own[number]
             numbers = own.numbers(options, fingerprints, rates[number], self._refused, initial)
-            future = extremes(common.team.transport, numbers)
+            found = extremes(common.team.transport, numbers)
             meaning = _Meaning(common, options, self._refused)
-            comparisons.append(_comparison(future, own.device, meaning))
+            comparisons.append(_comparison(found, own.device, meaning))
         return comparisons
 
     def _settle(self, comparisons: Sequence[Comparison], initial: bool) -> bool:
@@ -439,9 +423,8 @@ def _pending(comparison: Comparison, *, now: bool = False) -> list[Comparison]:
 
 
 def _comparison(
-    future: Future, device: torch.device, meaning: Callable[[Tensor], None]
+    found: Tensor, device: torch.device, meaning: Callable[[Tensor], None]
 ) -> Comparison:
-    found = future.wait()
     if device.type == "cpu":
         return Comparison(found, None, meaning)
     there = torch.empty_like(found, device="cpu", pin_memory=True)

@@ -22,8 +22,6 @@ from torch import Tensor
 from .buffers import Block, Staging, lasting
 
 if TYPE_CHECKING:
-    from ..groups.options import AdamWOptions
-    from ..stages.muon import Rate
     from ..state.in_host_memory import InHostMemory
     from ..state.on_device import OnDevice
     from .chunks import SharedChunk, SmallChunk
@@ -364,18 +362,9 @@ class StepRun:
             if not self.remaining[param]:
                 param.grad = None
 
-    def rate(self, number: int, rate: Rate, chunk: SharedChunk) -> Rate:
-        """The rate of a group with its numbers where graphs read them."""
-        return rate if rate.decay is not None else self._on_device(number, rate, chunk)
-
-    def rate_of_adamw(
-        self, number: int, options: AdamWOptions, chunk: SharedChunk | SmallChunk
-    ) -> AdamWOptions:
-        """Options of a group with its rate where graphs read it."""
-        return self._on_device(number, options, chunk)
-
-    def _on_device(self, number: int, rate: Any, chunk: SharedChunk | SmallChunk) -> Any:
-        if chunk.dtype == torch.float64:
+    def on_device(self, number: int, rate: Any, chunk: SharedChunk | SmallChunk) -> Any:
+        """The `Rate` or the `AdamWOptions` of a group with its numbers where graphs read them."""
+        if chunk.dtype == torch.float64 or getattr(rate, "decay", None) is not None:
             return rate
         return replace(
             rate,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...distributed import Future, Ready
+from ...distributed import Future
 from ...kernels import apply_update
 from ...kernels import momentum as momentum_kernel
 from ...kernels.step.tensor_lists import written
@@ -67,7 +67,7 @@ class Exchange:
             self._wide = run.take(chunk, "directions", chunk.wide_bytes)
         self._advance(chunk.exponents if self._rounds else None)
         if self._rounds:
-            self._exponents = Ready(chunk.exponents)
+            self._exponents = Future(chunk.exponents)
             if chunk.route.gathers:
                 self._exponents = chunk.team.transport.maximum(chunk.exponents)
         if not self.communicates:
@@ -90,7 +90,7 @@ class Exchange:
         elif self._exponents is not None:
             self._exponents.wait()
         run.give(self._wide)
-        self._gathering = Sent(Ready(outbox.bytes), outbox)
+        self._gathering = Sent(Future(outbox.bytes), outbox)
         if route.gathers:
             inbox = run.take(chunk, "message", route.gathered.size)
             future = chunk.team.transport.exchange(
@@ -297,7 +297,7 @@ def launch_scatter(chunk: SharedChunk, message: Block, run: StepRun) -> Sent:
     """Send the updates to all who hold a part."""
     route = chunk.route
     if not route.scatters:
-        return Sent(Ready(message.bytes), message)
+        return Sent(Future(message.bytes), message)
     inbox, transport = run.take(chunk, "message", route.scattered.size), chunk.team.transport
     future = transport.exchange(route.answered, message.bytes, route.scattered, inbox.bytes)
     return Sent(future, inbox, message)
@@ -419,7 +419,7 @@ def apply(
 ) -> None:
     """p <- p - decay p - rate u for what this rank holds, with one rounding each."""
     state = run.state
-    rate = run.rate(number, rate, chunk)
+    rate = run.on_device(number, rate, chunk)
     params = locals_of(chunk.params_of_updates)
 
     def body() -> None:
@@ -480,7 +480,7 @@ def apply_own(
     run: StepRun,
 ) -> None:
     """`apply` for jobs of this rank, whose updates did not travel."""
-    rate = run.rate(number, rate, chunk)
+    rate = run.on_device(number, rate, chunk)
     held = [(chunk.boxes[job], chunk.members[job].param) for job in owned]
     whole = locals_of([param for _, param in held])
     residuals: list[Tensor | None] = [None] * len(held)

@@ -448,7 +448,7 @@ def _adamw_on_small(
     run: StepRun,
 ) -> None:
     given = {
-        number: run.rate_of_adamw(number, options[number], small)
+        number: run.on_device(number, options[number], small)
         for number in dict.fromkeys(number for number, _ in small.params)
     }
     params = [param for _, param in small.params]
@@ -488,7 +488,7 @@ def _adamw_on_rows(
     chunk = slices.chunk
     param = chunk.members[0].param
     state, owned = run.state[param], contributions.owned
-    given = run.rate_of_adamw(number, options, chunk)
+    given = run.on_device(number, options, chunk)
 
     def body() -> None:
         grads = contributions.sums(factor)

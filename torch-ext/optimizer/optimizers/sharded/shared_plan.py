@@ -35,7 +35,7 @@ from ..state.rounding_state import check_rounding
 from ..state.slots import Slot
 from .buffers import DistributedConfig, Staging
 from .chunks import Bands, SharedChunk, SharedMatrix, SliceChunk, SmallChunk, chunk_of, parts_of
-from .consistency import Common, Consistency, Members, check_not_captured, compare_replicas
+from .consistency import Common, Consistency, check_not_captured, compare_replicas
 from .cuda_graphs import BESIDE, POOL_BYTES, Graphs, State, StepRun
 from .owners import REDUCE_OPS, Owners, spread
 
@@ -122,21 +122,21 @@ class Ranks:
             return
         costs = []
         for param, blocks, options in entries:
-            predicted = _cost(options)
-            wide = torch.promote_types(param.dtype, torch.float32)
-            costs.append(
-                sum(
-                    piece.matrices * predicted(*piece.matrix, wide, param.device)
-                    for piece in blocks.pieces(param.numel())
-                )
-            )
+            predicted, wide = _cost(options), torch.promote_types(param.dtype, torch.float32)
+            pieces = blocks.pieces(param.numel())
+            each = (p.matrices * predicted(*p.matrix, wide, param.device) for p in pieces)
+            costs.append(sum(each))
         self.unreduced.adopt([param for param, _, _ in entries], costs)
 
     def begin_plan(self, clip_config: Any = None) -> None:
         """Nothing is divided yet. `clip_config` decides what QK-clip sends."""
-        self._members, self._empty = Members(), True
+        self._commons: dict[int, Common] = {}  # by team, as they are found
+        self._empty = True
         self._clip_config = clip_config
         self.consistency.begin_plan()
+
+    def _common(self, team: Team) -> Common:
+        return self._commons.setdefault(id(team), Common(team))
 
     def divide_unreduced(
         self,
@@ -153,26 +153,22 @@ class Ranks:
         """
         owners = self.unreduced
         assert owners is not None
+        team = owners.team
         wire = self.config.wire_dtype or torch.float32
         chunks: list[list[Any]] = [[] for _ in range(count)]
         small: dict[Any, list[tuple[int, Tensor]]] = {}
         for number, options, entries in muon:
-            matrices = [
-                matrix
-                for where, param, blocks in entries
-                if param.numel()
-                for matrix in matrices_of(
-                    param,
-                    where,
-                    blocks,
-                    layout_on(param, owners.team),
-                    owners.team,
-                    options.momentum_dtype,
-                )
-            ]
+            matrices: list[SharedMatrix] = []
+            for where, param, blocks in entries:
+                self._common(team).add(number, where, param)
+                if param.numel():
+                    layout = layout_on(param, team)
+                    dtype = options.momentum_dtype
+                    matrices += matrices_of(param, where, blocks, layout, team, dtype)
             chunks[number] += owners.matrix_chunks(matrices, wire, self.config)
         for number, named in others:
             for where, param in named:
+                self._common(team).add(number, where, param)
                 if owners.sliced(param):
                     chunks[number] += owners.slice_chunks(param, where, wire, self.config)
                 else:
@@ -180,12 +176,6 @@ class Ranks:
                     small.setdefault((dtype, param.device), []).append((number, param))
         for (dtype, device), params in small.items():
             chunks[params[0][0]].append(SmallChunk(tuple(params), dtype, device))
-        for number, _, entries in muon:
-            for where, param, _ in entries:
-                self._members.add(owners.team, number, where, param)
-        for number, named in others:
-            for where, param in named:
-                self._members.add(owners.team, number, where, param)
         return self._planned(chunks, [[] for _ in range(count)], spread(chunks))
 
     def divide(
@@ -213,7 +203,7 @@ class Ranks:
                     own.append((param, kept_here))
                 continue
             if kept_here is None:
-                self._members.add(team, number, where, param)
+                self._common(team).add(number, where, param)
             check_rounding(options, param, where)
             check_statistics(options, param, where)
             matrices = matrices_of(param, where, blocks, layout, team, options.momentum_dtype)
@@ -247,7 +237,7 @@ class Ranks:
                 continue
             stacked = name is not None and any(has_component(name, key) for key in expert_keys)
             if not stays(layout_on(param, team), stacked=stacked):
-                self._members.add(team, number, where, param)
+                self._common(team).add(number, where, param)
 
     def plan(self, groups: Sequence[SharedGroup], count: int) -> Shared:
         """Owners and chunks; `count` is the number of parameter groups."""
@@ -270,12 +260,12 @@ class Ranks:
             "in_flight_bytes": self.config.in_flight_bytes,
             "clip_config": self._clip_config,
         }
-        alike = {}
-        if self.unreduced is not None:
-            alike[id(self.unreduced.team)] = False
-        elif self.assumed and self._of_group is not None:
-            alike[id(self._of_group)] = True
-        teams = self._members.commons(chunks, settings, alike)
+        teams = [*self._commons.values()]
+        for common in teams:
+            alike = None if self.unreduced is None else False
+            if self.unreduced is None and self.assumed and common.team is self._of_group:
+                alike = True
+            common.describe(chunks, settings, alike=alike)
         empty = not teams if self.unreduced is not None else self._empty
         shared = Shared(chunks, home, teams, empty, self.config, order)
         reserve(shared)
