@@ -138,9 +138,7 @@ class Local:
             work.views([param.grad for param in work.params]),
             self.state.pieces(work, "momentum_buffer"),
             work.matrix,
-            mu=options.momentum,
-            nesterov=options.nesterov,
-            form=options.momentum_form,
+            **options.momentum_rule,
             whole=work.whole,
         )  # (B, m, n)
 

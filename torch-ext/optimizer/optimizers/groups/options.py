@@ -76,6 +76,11 @@ class MuonOptions:
         coefficients = self.ns_coefficients, self.row_equilibration, self.renormalize
         return self.method, self.ns_steps, self.dtype, *coefficients
 
+    @property
+    def momentum_rule(self) -> dict[str, Any]:
+        """How gradients become directions, as the kernel takes it."""
+        return {"mu": float(self.momentum), "nesterov": self.nesterov, "form": self.momentum_form}
+
     def check(self, where: str, *, read_lr: bool = True) -> None:
         """Raise ValueError or TypeError naming `where`, the option, its value and what is valid.
 

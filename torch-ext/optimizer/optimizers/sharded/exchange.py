@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 
 from ...distributed import Future
-from ...kernels import apply_update
 from ...kernels import momentum as momentum_kernel
 from ...kernels.step.tensor_lists import written
-from ...reference import update as reference
 from ..groups.options import MuonOptions
 from ..groups.parameters import local, locals_of
-from ..stages.muon import Rate, even_out
+from ..stages.muon import Rate, apply_at_rate, even_out
 from ..state.on_device import OnDevice
 from ..state.rounding_state import RESIDUAL
 from ..state.slots import STATISTICS
@@ -150,13 +148,10 @@ class Exchange:
         params = chunk.params_of(here)
         grads = chunk.views(here, locals_of([param.grad for param in params]))
         buffers = run.kept.boxes(chunk, here, "momentum_buffer")
-        rule = float(options.momentum), options.nesterov, options.momentum_form
+        rule = options.momentum_rule
 
         def body() -> None:
-            mu, nesterov, form = rule
-            largest = momentum_kernel(
-                grads, buffers, self._out(), mu=mu, nesterov=nesterov, form=form
-            )[:, 0]
+            largest = momentum_kernel(grads, buffers, self._out(), **rule)[:, 0]
             if exponents is not None:
                 jobs = chunk.jobs_here if self._all_here else [held.job for held in here]
                 exponents.copy_(exponents_of(chunk, largest, jobs))
@@ -329,34 +324,22 @@ def write_updates(
     """Write the updates of owned jobs, evened out if asked for, and the new statistics."""
     statistics: dict[int, Tensor] = {}
     if options.beta2 is not None:
-        statistics = {job: _statistics(chunk, job, state) for job in owned}
+        statistics = {job: statistics_of(chunk, job, state) for job in owned}
         if any(part.box is None for part in chunk.route.answered.parts):
             # Several ranks keep them: they advance together, when the updates are there.
             statistics = {job: kept.clone() for job, kept in statistics.items()}
-        orthogonal = _evened_out(chunk, orthogonal, [*statistics.values()], options.beta2)
+        orthogonal = evened_out(chunk, orthogonal, [*statistics.values()], options.beta2)
     write_to_holders(chunk, owned, orthogonal, message, statistics)
 
 
 def evened_out(
     chunk: SharedChunk,
-    owned: Sequence[int],
     orthogonal: Tensor,  # (B, m, n)
+    statistics: Sequence[Tensor],  # of each matrix, advanced in place
     beta2: float,
-    state: State,
-    out: Tensor,  # (B, m, n) of the wire
-) -> None:
-    """The updates of owned jobs, whose statistics no other rank keeps."""
-    statistics = [_statistics(chunk, job, state) for job in owned]
-    _evened_out(chunk, orthogonal, statistics, beta2, out)
-
-
-def _evened_out(
-    chunk: SharedChunk,
-    orthogonal: Tensor,
-    statistics: Sequence[Tensor],
-    beta2: float,
-    out: Tensor | None = None,
+    out: Tensor | None = None,  # (B, m, n) of the wire
 ) -> Tensor:
+    """The updates with their rows or columns evened out."""
     m, n = chunk.matrix
     kept = (m, 1) if m >= n else (1, n)
     reduced = torch.empty_like(orthogonal, dtype=chunk.wire) if out is None else out
@@ -418,56 +401,38 @@ def apply(
     run: StepRun,
 ) -> None:
     """p <- p - decay p - rate u for what this rank holds, with one rounding each."""
-    state = run.state
-    rate = run.on_device(number, rate, chunk)
-    params = locals_of(chunk.params_of_updates)
+    route, state, rate = chunk.route.scattered, run.state, run.on_device(number, rate, chunk)
+    whole = locals_of(chunk.params_of_updates)  # the parameter of every part, as stored here
+    keeps_residuals = options.rounding == "residual"
+    usual = not keeps_residuals and rate.decay is None and all(present)
 
     def body() -> None:
-        _apply_updates(chunk, arrived, params, rate, options, state, present)
+        stacked = route.stacked(arrived, chunk.wire) if usual else None
+        if stacked is not None:
+            _apply(chunk.views_of_updates(whole), stacked, rate, options)
+            return
+        params, updates, residuals = [], [], []
+        for part, stored in zip(route.parts, whole, strict=True):
+            if not present[part.job]:
+                continue
+            if part.box is None:
+                moments = part.of(arrived, chunk.statistics_dtype)
+                statistics_of(chunk, part.job, state).copy_(moments)
+                continue
+            params.append(part.box.view(stored))
+            updates.append(part.of(arrived, chunk.wire))
+            kept = state[chunk.members[part.job].param].get(RESIDUAL) if keeps_residuals else None
+            residuals.append(None if kept is None else part.box.view(local(kept)))
+        if params:
+            _apply(params, updates, rate, options, residuals)
 
     def key() -> Any:
         rule = rate.factor, rate.shaped_decay, options.cautious, options.rounding, options.beta2
-        numbers = places_of_numbers(rate)
-        return arrived.data_ptr(), numbers, rule, places(params), _moments(chunk, options, state)
+        jobs = [part.job for part in route.parts if part.box is None]
+        moments = kept_statistics(chunk, jobs, options, state)
+        return arrived.data_ptr(), places_of_numbers(rate), rule, places(whole), moments
 
-    plain = options.rounding != "residual" and rate.decay is None and all(present)
-    run.stage("update_params", chunk, key if plain else None, body, params)
-
-
-def _moments(chunk: SharedChunk, options: MuonOptions, state: State) -> tuple[Any, ...]:
-    """Where the statistics are that come with the updates."""
-    jobs = [part.job for part in chunk.route.scattered.parts if part.box is None]
-    return kept_statistics(chunk, jobs, options, state)
-
-
-def _apply_updates(
-    chunk: SharedChunk,
-    arrived: Tensor,
-    whole: list[Tensor],  # the parameter of every part, as it is stored here
-    rate: Rate,
-    options: MuonOptions,
-    state: State,
-    present: Sequence[bool],
-) -> None:
-    stacked = chunk.route.scattered.stacked(arrived, chunk.wire) if all(present) else None
-    if stacked is not None and options.rounding != "residual" and rate.decay is None:
-        _apply(chunk.views_of_updates(whole), stacked, rate, options)
-        return
-    params, updates, residuals = [], [], []
-    for part, stored in zip(chunk.route.scattered.parts, whole, strict=True):
-        if not present[part.job]:
-            continue
-        if part.box is None:
-            moments = part.of(arrived, chunk.statistics_dtype)
-            _statistics(chunk, part.job, state).copy_(moments)
-        else:
-            param = chunk.members[part.job].param
-            params.append(part.box.view(stored))
-            updates.append(part.of(arrived, chunk.wire))
-            kept = state[param].get(RESIDUAL) if options.rounding == "residual" else None
-            residuals.append(None if kept is None else part.box.view(local(kept)))
-    if params:
-        _apply(params, updates, rate, options, residuals)
+    run.stage("update_params", chunk, key if usual else None, body, whole)
 
 
 def apply_own(
@@ -479,29 +444,21 @@ def apply_own(
     options: MuonOptions,
     run: StepRun,
 ) -> None:
-    """`apply` for jobs of this rank, whose updates did not travel."""
+    """`apply` for jobs of this rank, whose updates did not travel; they keep no residuals."""
     rate = run.on_device(number, rate, chunk)
-    held = [(chunk.boxes[job], chunk.members[job].param) for job in owned]
-    whole = locals_of([param for _, param in held])
-    residuals: list[Tensor | None] = [None] * len(held)
-    if options.rounding == "residual":
-        kept = [run.state[param].get(RESIDUAL) for _, param in held]
-        pairs = zip(held, kept, strict=True)
-        residuals = [None if r is None else box.view(local(r)) for (box, _), r in pairs]
+    whole = locals_of([chunk.members[job].param for job in owned])
 
     def body() -> None:
         of_jobs = updates.view(-1, *chunk.region(owned[0]))
-        params = [box.view(stored) for (box, _), stored in zip(held, whole, strict=True)]
-        together = of_jobs if of_jobs.is_contiguous() else of_jobs.unbind()
-        _apply(params, together, rate, options, residuals)
+        boxes = (chunk.boxes[job] for job in owned)
+        params = [box.view(stored) for box, stored in zip(boxes, whole, strict=True)]
+        _apply(params, of_jobs if of_jobs.is_contiguous() else of_jobs.unbind(), rate, options)
 
     def key() -> Any:
-        rule = rate.factor, rate.shaped_decay, options.cautious, options.rounding
-        numbers = places_of_numbers(rate)
-        return updates.data_ptr(), updates.shape, numbers, rule, places(whole)
+        rule = rate.factor, rate.shaped_decay, options.cautious
+        return updates.data_ptr(), updates.shape, places_of_numbers(rate), rule, places(whole)
 
-    plain = options.rounding != "residual" and rate.decay is None
-    run.stage("update_own", chunk, key if plain else None, body, whole)
+    run.stage("update_own", chunk, key if rate.decay is None else None, body, whole)
 
 
 def _apply(
@@ -511,40 +468,19 @@ def _apply(
     options: MuonOptions,
     stored: Sequence[Tensor | None] = (),  # residuals, perhaps in host memory
 ) -> None:
-    residuals = [None if s is None else _beside(s, p) for s, p in zip(stored, params, strict=False)]
-    if rate.decay is not None:
-        for param, update, residual in zip(params, updates, residuals, strict=True):
-            reference.apply_update(
-                param,
-                update,
-                lr=rate.lr,
-                decay=rate.decay,
-                cautious=options.cautious,
-                residual=residual,
-            )
-    else:
-        apply_update(
-            params,
-            updates,
-            lr=rate.lr,
-            factors=[rate.factor] * len(params),
-            weight_decay=rate.weight_decay,
-            shaped_decay=rate.shaped_decay,
-            cautious=options.cautious,
-            residuals=residuals if any(kept is not None for kept in residuals) else None,
-        )
+    residuals = [
+        None if kept is None else kept.to(param.device, non_blocking=True)
+        for kept, param in zip(stored, params, strict=False)
+    ]
+    there = residuals if any(kept is not None for kept in residuals) else None
+    apply_at_rate(params, updates, rate, options.cautious, there)
     written(params, params)
     for residual, kept in zip(residuals, stored, strict=True):
         if kept is not None and residual is not kept:
             kept.copy_(residual, non_blocking=True)
 
 
-def _beside(residual: Tensor, param: Tensor) -> Tensor:
-    """A residual where its parameter is, itself unless it is kept in host memory."""
-    return residual.to(param.device, non_blocking=True)
-
-
-def _statistics(
+def statistics_of(
     chunk: SharedChunk, job: int, state: Mapping[Tensor, Mapping[str, Tensor]]
 ) -> Tensor:
     """This rank's second moment of a matrix, flat."""

@@ -34,6 +34,7 @@ from .exchange import (
     kept_statistics,
     launch_scatter,
     scales_of,
+    statistics_of,
     write_to_holders,
 )
 
@@ -80,7 +81,8 @@ class Batch:
             if beta2 is None:
                 iteration(directions, out=updates)
             else:
-                evened_out(whole, owned, iteration(directions), beta2, run.state, updates)
+                moments = [statistics_of(whole, job, run.state) for job in owned]
+                evened_out(whole, iteration(directions), moments, beta2, updates)
 
         def key() -> Any:
             where = directions.data_ptr(), updates.data_ptr(), shape
@@ -192,19 +194,16 @@ class ReduceScatter:
         directions = batch.directions.of(whole.dtype, shape)
         kept = [run.state[chunk.members[job].param]["momentum_buffer"] for job in owned]
         first, rows = batch.before(batch.bands.first[self._band]), batch.bands.rows[self._band]
-        rule = float(options.momentum), options.nesterov, options.momentum_form
+        rule = options.momentum_rule
 
         def body() -> None:
             here = directions.narrow(0, first, len(owned)).narrow(1, *rows)
             whole_ones = rows[1] == whole.matrix[0]
-            mu, nesterov, form = rule
             momentum_kernel(
                 contributions.sums(factor),
                 [chunk.boxes[job].view(buffer) for job, buffer in zip(owned, kept, strict=True)],
                 here if whole_ones else here.view(-1, *chunk.region(owned[0])).unbind(),
-                mu=mu,
-                nesterov=nesterov,
-                form=form,
+                **rule,
             )
             written(kept, kept)
 
@@ -232,38 +231,36 @@ class Contributions:
         self._rounds = chunk.wire == torch.float16
         self._every = all(present)
         self._own = [_grad(chunk, job) for job in owned]
-        here = [held for held in chunk.held_for_others if present[held.job]]
+        self._here = here = [held for held in chunk.held_for_others if present[held.job]]
         sent = [_grad(chunk, held.job) for held in here]
 
         def body() -> None:
-            self._write(
-                [held.box.view(grad) for held, grad in zip(here, sent, strict=True)], present
-            )
+            self._write([held.box.view(grad) for held, grad in zip(here, sent, strict=True)])
 
         def key() -> Any:
             return self._outbox.bytes.data_ptr(), places(sent)
 
         run.stage("contribute", chunk, key if self._every else None, body)
 
-    def _write(self, grads: Sequence[Tensor], present: Sequence[bool]) -> None:
+    def _write(self, grads: Sequence[Tensor]) -> None:
         """The message, and in float16 the scales."""
         chunk, wire, outbox = self._chunk, self._chunk.wire, self._outbox.bytes
         alike = chunk.route.sent.stacked(outbox, wire) if self._every else None
         if alike is not None:
             targets = list(alike.unbind())
         else:
-            here = [held for held in chunk.held_for_others if present[held.job]]
-            targets = [held.part.of(outbox, wire) for held in here if held.part is not None]
-            for held in chunk.held_for_others:
-                if held.part is not None and not present[held.job]:
-                    held.part.of(outbox, wire).zero_()
+            present = {held.job for held in self._here}
+            parts = [(held.job, held.part.of(outbox, wire)) for held in chunk.held_for_others]
+            targets = [part for job, part in parts if job in present]
+            for part in (part for job, part in parts if job not in present):
+                part.zero_()
         if not self._rounds:
             copy_all(targets, grads)
             return
         jobs = chunk.jobs_for_others
         if not self._every:
-            here = [held for held in chunk.held_for_others if present[held.job]]
-            jobs = torch.tensor([held.job for held in here]).to(chunk.device, non_blocking=True)
+            jobs = torch.tensor([held.job for held in self._here])
+            jobs = jobs.to(chunk.device, non_blocking=True)
         found = _largest(grads, chunk.dtype) if grads else None
         scales = scales_of(exponents_of(chunk, found, jobs))
         chunk.scales.copy_(scales)

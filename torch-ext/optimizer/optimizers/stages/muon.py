@@ -54,7 +54,7 @@ def momentum(
             (size,) if g.ndim > MAX_DIMS else g.shape for g, size in zip(grads, sizes, strict=True)
         ]
         used, read = shaped(buffers, shapes), shaped(grads, shapes)
-    momentum_kernel(read, used, batch, mu=float(mu), nesterov=nesterov, form=form)
+    momentum_kernel(read, used, batch, mu=mu, nesterov=nesterov, form=form)
     written(buffers, used)
     return batch
 
@@ -139,46 +139,49 @@ def update(
         used = shaped(params, shapes)
         if residuals is not None:
             kept = shaped(residuals, shapes)
-    updates = orthogonal.contiguous()
-    if rate.decay is not None:
-        places = as_list("updates", updates, used)
-        _update_with_decay(used, places, second_moments, rate, options, kept, rounding.noise)
-    else:
-        apply_update(
-            used,
-            updates,
-            lr=rate.lr,
-            factors=[rate.factor] * len(used),
-            weight_decay=rate.weight_decay,
-            shaped_decay=rate.shaped_decay,
-            cautious=options.cautious,
-            second_moments=second_moments,
-            beta2=options.beta2,
-            residuals=kept,
-            rounding=rounding.noise,
-        )
+    moments = second_moments, options.beta2
+    apply_at_rate(
+        used, orthogonal.contiguous(), rate, options.cautious, kept, rounding.noise, *moments
+    )
     written(params, used)
     if residuals is not None and kept is not None:
         pairs = [pair for pair in zip(residuals, kept, strict=True) if pair[0] is not None]
         written(*map(list, zip(*pairs, strict=True)))
 
 
-def _update_with_decay(
+def apply_at_rate(
     params: Sequence[Tensor],
-    updates: Sequence[Tensor],
-    second_moments: Sequence[Tensor] | None,
+    updates: Sequence[Tensor] | Tensor,
     rate: Rate,
-    options: MuonOptions,
+    cautious: bool,
     residuals: Sequence[Tensor | None] | None,
-    noise: StochasticRounding | None,
+    noise: StochasticRounding | None = None,
+    second_moments: Sequence[Tensor] | None = None,
+    beta2: float | None = None,
 ) -> None:
-    """The update with a rate and a decay of which neither is a multiple of the other."""
+    """`apply_update`, or its portable path for a rate that no factor and decay express."""
+    if rate.decay is None:
+        apply_update(
+            params,
+            updates,
+            lr=rate.lr,
+            factors=[rate.factor] * len(params),
+            weight_decay=rate.weight_decay,
+            shaped_decay=rate.shaped_decay,
+            cautious=cautious,
+            second_moments=second_moments,
+            beta2=beta2,
+            residuals=residuals,
+            rounding=noise,
+        )
+        return
     _say_once()
+    updates = as_list("updates", updates, params)
     if second_moments is not None:
-        assert options.beta2 is not None
+        assert beta2 is not None
         pairs = zip(updates, second_moments, strict=True)
         evened = [torch.empty_like(u, dtype=m.dtype) for u, m in pairs]
-        updates = even_out(evened, updates, second_moments, options.beta2)
+        updates = even_out(evened, updates, second_moments, beta2)
     for k, (param, part) in enumerate(zip(params, updates, strict=True)):
         random = None
         if noise is not None and param.dtype in NARROW:
@@ -195,7 +198,7 @@ def _update_with_decay(
             part,
             lr=rate.lr,
             decay=rate.decay,
-            cautious=options.cautious,
+            cautious=cautious,
             residual=None if residuals is None else residuals[k],
             random=random,
         )
@@ -212,8 +215,7 @@ def even_out(
     That is 0 - (-1) u' of the one op that advances second moments, so that a matrix has the same
     bits wherever its update is applied.
     """
-    for place in out:
-        place.zero_()
+    torch._foreach_zero_(list(out))
     apply_update(
         out,
         updates,
