@@ -53,7 +53,7 @@ DIST_SUITE := tests/distributed/test_shared_step.py tests/distributed/test_unred
 GPU_SUITE := tests/kernels tests/moe tests/orthogonalize tests/optimizers tests/integrations
 
 .PHONY: help setup build announce demo check test test-artifacts test-dist soak fuzz test-gpu sanitize bench bench-dist \
-    plots publish clean
+    plots reference publish clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -85,6 +85,7 @@ check: $(READY)  ## lint, format, layering, manifest, Hub rules, sizes (no build
 	$(CLANG_FORMAT) --dry-run -Werror $(CPP)
 	$(PY) -m pytest -q -p no:cacheprovider $(STATIC_SUITE)
 	$(PY) benchmarks/run.py plots --check
+	$(PY) tools/reference_pages.py --check
 	$(PY) tools/sizes.py
 
 test: $(READY)  ## the CPU variant and the whole CPU suite, README's code included
@@ -120,6 +121,9 @@ bench-dist:  ## time the optimizer's step on several GPUs: make bench-dist N=8 (
 
 plots: $(READY)  ## draw README's table, docs/benchmarks and the plots from benchmarks/results
 	$(PY) benchmarks/run.py plots
+
+reference:  ## write docs/reference from the docstrings (no environment)
+	python3 tools/reference_pages.py
 
 publish: $(READY)  ## upload build/ to the Hub (DRY_RUN=1 lists what would be sent)
 	$(PY) tools/publish.py $(if $(DRY_RUN),--dry-run) $(ARGS)

@@ -322,6 +322,7 @@ _SETS = (
     ),
 )
 
+# name -> published schedule, of which every step's (a, b, c), the prefactor and the source are kept
 COEFFICIENT_SETS: Mapping[str, CoefficientSet] = MappingProxyType({s.name: s for s in _SETS})
 
 
