@@ -24,9 +24,9 @@ from ._products import DTYPES as SYMMETRIC_DTYPES
 from ._products import TILES, Dense, Problem, exact, exact_dense, laid_out, run_chain, run_dense
 from ._tensors import DTYPES as LIST_DTYPES
 from ._tensors import assert_same, copies, draw
-from .test_adamw import OPTIONS, draw_lists
-from .test_apply_update import MODES, rounding_options
 from .test_nf4_dequant import DTYPES, STACKS, oracle
+from .test_step_ops import ADAMW as OPTIONS
+from .test_step_ops import MODES, draw_lists, rounding_options
 
 
 def loaded():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
+from .._gpu import capture
 from ..moe._eager import LayerProblem
 
 NAMES = ("x", "gates", "gate_up.a", "gate_up.b", "down.a", "down.b")
@@ -256,14 +257,7 @@ def test_sums_beside_products_give_the_bits_of_one_stream(moe, device, submodule
     for _ in range(3):
         for name, value in layer.step("auto").items():
             assert_same_bits(value, expected[name])
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        layer.step("auto")
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = layer.step("auto")
+    graph, captured = capture(lambda: layer.step("auto"), 1)
     for seed, routing in enumerate(("random", "one", "sentinels", "all-sentinels")):
         layer.ids.copy_(dataclasses.replace(problem, routing=routing).ids(device, seed))
         graph.replay()

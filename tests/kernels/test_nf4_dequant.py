@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .._compare import assert_same_bits
+from .._gpu import capture
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -579,9 +580,7 @@ def test_graph_capture_replays_with_new_contents(opt, device):
     arguments = Stack(6, (40, 64), nested=True).arguments(device)
     ids = torch.tensor([0, 1, 2], device=device)
     opt.nf4_dequant(active_experts=ids, **arguments)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = opt.nf4_dequant(active_experts=ids, **arguments)
+    graph, out = capture(lambda: opt.nf4_dequant(active_experts=ids, **arguments))
     ids.copy_(torch.tensor([5, 5, 3]))
     arguments["packed"].copy_(Stack(6, (40, 64)).build(device, seed=1)["packed"])
     graph.replay()
@@ -594,9 +593,7 @@ def test_capture_with_a_number_as_offset(opt, device):
     arguments = Stack(2, (40, 64), nested=True).arguments(device)
     arguments["absmax_offset"] = 0.25
     ids = torch.tensor([1], device=device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = opt.nf4_dequant(active_experts=ids, **arguments)
+    graph, out = capture(lambda: opt.nf4_dequant(active_experts=ids, **arguments))
     graph.replay()
     arguments["absmax_offset"] = torch.tensor([0.25])
     assert_same_bits(out, oracle(arguments, [1], torch.bfloat16))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from .._compare import assert_all_same_bits, assert_same_bits
+from .._gpu import capture
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -332,9 +333,7 @@ def test_runs_inside_a_graph_and_repeats(ops, device):
     weight = draw((64, 512), torch.float16, device)
     eager = run(ops, "compiled", weight, 64, "nf4")
     packed, absmax = (torch.zeros_like(tensor) for tensor in eager)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        ops.nf4_quantize(weight, packed, absmax, 64, False)
+    graph, _ = capture(lambda: ops.nf4_quantize(weight, packed, absmax, 64, False))
     graph.replay()
     assert_same_bits(packed, eager[0])
     assert_same_bits(absmax, eager[1])

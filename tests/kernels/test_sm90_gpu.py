@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
+from .._gpu import capture
 from ._products import Dense, Problem, exact, exact_dense, laid_out, run_dense
 
 pytestmark = pytest.mark.gpu
@@ -232,9 +233,7 @@ def test_graph_capture_and_streams(symmetric, device, tile):
     A = torch.randn(3, 200, 304, device=device).half()
     C = symmetric(A, tile=tile)
     options = {"beta": 0.5, "diag": 1.0, "tile": tile}
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = symmetric(A, C=C, **options)
+    graph, out = capture(lambda: symmetric(A, C=C, **options))
     A.copy_(torch.randn(3, 200, 304))
     C.copy_(symmetric(A, tile=tile))
     graph.replay()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
+from .._gpu import capture
 from ._products import CHAINS, definition, operand, run_chain
 
 HALF = torch.float16
@@ -131,9 +132,7 @@ class TestOnHopper:
     def test_graph_capture_replays_with_new_contents(self, ops, chain, device):
         x, scale = operand(6, 200, HALF, device)
         chain(x.clone(), CHAINS["second"], scale)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = chain(x.clone(), CHAINS["second"], scale)
+        graph, out = capture(lambda: chain(x.clone(), CHAINS["second"], scale))
         for seed in (1, 2):
             fresh = operand(6, 200, HALF, device, seed=seed)
             x.copy_(fresh[0])

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .._compare import assert_error_at_most, assert_same_bits, relative_error
+from .._gpu import capture
 from ._products import DTYPES, PATTERNS, Problem, exact, laid_out
 
 PATHS = ("public", "reference")
@@ -482,9 +483,7 @@ def test_error_is_that_of_cublas(module_gpu, device, shape, dtype):
 def test_graph_capture_replays_with_new_contents(module_gpu, device):
     A = torch.randn(3, 200, 300, device=device).half()
     C = module_gpu.symmetric_matmul(A)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = module_gpu.symmetric_matmul(A, C=C, beta=0.5, diag=1.0)
+    graph, out = capture(lambda: module_gpu.symmetric_matmul(A, C=C, beta=0.5, diag=1.0))
     A.copy_(torch.randn(3, 200, 300))
     C.copy_(module_gpu.symmetric_matmul(A))
     graph.replay()

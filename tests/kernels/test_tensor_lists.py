@@ -7,8 +7,10 @@ import itertools
 import pytest
 import torch
 
+from .._gpu import capture
 from ._tensors import DTYPES, LAYOUTS, SHAPES, assert_same, copies, draw
-from .test_adamw import OPTIONS, draw_lists
+from .test_step_ops import ADAMW as OPTIONS
+from .test_step_ops import draw_lists
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +183,9 @@ def test_capture_replays_with_new_rate_and_step(kernels, device):
     lr, step = rates[0].clone(), torch.zeros((), device=device)
     warm = make(device)
     whole_step(kernels, warm[0], warm[1], lr, warm[2], warm[3], step)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        stats = whole_step(kernels, captured[0], captured[1], lr, captured[2], captured[3], step)
+    graph, stats = capture(
+        lambda: whole_step(kernels, captured[0], captured[1], lr, captured[2], captured[3], step)
+    )
     for k, rate in enumerate(rates):
         lr.copy_(rate)
         step.fill_(k)

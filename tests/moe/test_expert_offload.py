@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .._compare import assert_all_same_bits, assert_same_bits
+from .._gpu import no_waits
 
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 5, 4, 64, 32, 2, 6
 
@@ -374,11 +375,8 @@ def test_nothing_waits_for_the_device(model_gpu, device, offload) -> None:
     step_gpu(model_gpu, device)
     x = torch.zeros(GPU_TOKENS, GPU_HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.ones_like(x)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         model_gpu(x).backward(grad)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .._compare import assert_all_same_bits, assert_same_bits, relative_error
+from .._gpu import capture, no_waits
 from ._eager import LORA, LayerProblem, assert_layer_close_to_eager, gradients
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -405,15 +406,7 @@ def test_a_training_step_in_a_cuda_graph(moe, device):
         out = layer(x, ids, gates)
         return out, *torch.autograd.grad(out, [x, gates, *parameters], grad)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compiles, and warms the allocator up
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step, 3)
     for seed, routing in enumerate(("random", "one", "no-ends", "sentinels", "all-sentinels")):
         other = LayerProblem(tokens=64, bias=True, dtype=torch.bfloat16, routing=routing)
         new_x, new_gates, new_grad = other.inputs(device, seed)
@@ -471,11 +464,8 @@ def test_a_step_does_not_wait_for_the_device(moe, device):
     x, gates, grad = problem.inputs(device)
     ids = problem.ids(device)
     layer(x, ids, gates).backward(grad)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         layer(x, ids, gates).backward(grad)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .._compare import assert_error_at_most, assert_same_bits, relative_error
+from .._gpu import capture, no_waits
 from ._eager import NAMES, Problem, eager
 from .conftest import gradients
 
@@ -540,11 +541,8 @@ def test_nothing_waits_for_the_device(run, device):
     leaves, ids = problem.inputs(device), problem.ids(device)
     grad = torch.randn(problem.grad_shape(), device=device).bfloat16()
     run(problem, leaves, ids, grad, "triton")  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         run(problem, leaves, ids, grad, "triton")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
@@ -552,15 +550,7 @@ def test_a_captured_step_follows_another_routing(run, device):
     problem = Problem(64, 4, 16, 256, 128, 16, dtype=torch.bfloat16, gates=True, bias=True)
     leaves, ids = problem.inputs(device), problem.ids(device)
     grad = torch.randn(problem.grad_shape(), device=device).bfloat16()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run(problem, leaves, ids, grad, "triton")
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(problem, leaves, ids, grad, "triton")
+    graph, captured = capture(lambda: run(problem, leaves, ids, grad, "triton"), 3)
     for seed, routing in enumerate(("one", "gap", "sentinels", "all-sentinels", "random")):
         ids.copy_(dataclasses.replace(problem, routing=routing).ids(device, seed))
         graph.replay()

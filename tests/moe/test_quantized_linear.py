@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
+from .._gpu import capture
 from ._eager import Problem, eager
 
 STRATEGIES = ("chunked", "selective")
@@ -167,9 +168,9 @@ def test_no_strategy_waits_for_the_device(opt, device, strategy):
     weight = packed.transpose(1, 2)
     grad = torch.ones(problem.grad_shape(), device=device, dtype=torch.bfloat16)
     eager_run = results(run(opt, problem, leaves, ids, weight, "triton"), leaves, grad)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = results(run(opt, problem, leaves, ids, weight, "triton"), leaves, grad)
+    graph, captured = capture(
+        lambda: results(run(opt, problem, leaves, ids, weight, "triton"), leaves, grad)
+    )
     graph.replay()
     torch.cuda.synchronize()
     for name, value in eager_run.items():
@@ -507,15 +508,7 @@ def test_a_captured_step_follows_another_routing(opt, submodule, device, monkeyp
     def step():
         return results(run(opt, PROBLEM, leaves, ids, weight), leaves, grad)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step, 3)
     for seed, routing in enumerate(("one", "gap", "sentinels", "all-sentinels", "random")):
         ids.copy_(dataclasses.replace(PROBLEM, routing=routing).ids(device, seed))
         with torch.no_grad():

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
+from .._gpu import capture
 from ._steps import new_gradients, parameters, values
 from .test_numbers import NoHostReads
 
@@ -359,14 +360,7 @@ def test_a_captured_clip_equals_the_eager_one(opt, device, name) -> None:
         static = [p.grad for p in params]
         run = lambda: optimizer.step(qk_logits={0: logits})  # noqa: E731, B023
         if captured:
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                run()
-            torch.cuda.current_stream(device).wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                run()
+            graph, _ = capture(run, 1)
             with torch.no_grad():
                 for param, value in zip(params, start, strict=True):
                     param.copy_(value)

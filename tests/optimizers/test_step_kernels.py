@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
+from .._gpu import capture, no_waits
 from ._steps import (
     channels_last,
     every_cut,
@@ -295,14 +296,7 @@ def test_a_captured_step_equals_the_eager_one(opt, device, name, dtype, rounding
         static = [param.grad for param in params]
         run = optimizer.step
         if captured:
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                optimizer.step()
-            torch.cuda.current_stream(device).wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                optimizer.step()
+            graph, _ = capture(optimizer.step, 1)
             # The warm-up changed parameters and state; start again from zeros.
             with torch.no_grad():
                 for param, value in zip(params, start, strict=True):
@@ -332,11 +326,8 @@ def test_a_step_never_synchronizes(opt, device, name, rounding) -> None:
         group |= {"none_grad": False, "rounding": rounding}
     optimizer.step()  # makes the plan and loads the kernels
     torch.cuda.synchronize(device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         with torch.profiler.record_function("steps"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from .._compare import assert_error_at_most, assert_same_bits, relative_error
+from .._gpu import capture, no_waits
 from ._matrices import known_matrix, matrix
 
 HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
@@ -213,14 +214,9 @@ def test_products_by_halves(opt, device, submodule, monkeypatch, spectrum, tall)
 def test_cuda_graph_without_synchronization(opt, device, shape) -> None:
     x, out = torch.randn(shape, device=device), torch.empty(shape, device=device)
     opt.orthogonalize(x, "gram_polynomial", out=out)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         opt.orthogonalize(x, "gram_polynomial", out=out)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        opt.orthogonalize(x, "gram_polynomial", out=out)
+    graph, _ = capture(lambda: opt.orthogonalize(x, "gram_polynomial", out=out))
     x.copy_(torch.randn(shape, device=device))
     graph.replay()
     captured = out.clone()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from .._compare import assert_all_same_bits, assert_same_bits, relative_error
+from .._gpu import capture, no_waits
 from ..optimizers._steps import both, train, values
 from ._matrices import matrix
 
@@ -95,9 +96,7 @@ def test_cuda_graph(opt, device, shape) -> None:
     with torch.cuda.stream(stream):
         opt.orthogonalize(x, out=out)
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        opt.orthogonalize(x, out=out)
+    graph, _ = capture(lambda: opt.orthogonalize(x, out=out))
     x.copy_(torch.randn(shape, device=device))
     graph.replay()
     captured = out.clone()
@@ -108,12 +107,9 @@ def test_cuda_graph(opt, device, shape) -> None:
 def test_no_synchronization(opt, device) -> None:
     x = torch.randn(9, 64, 256, device=device)
     opt.orthogonalize(x)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for method in METHODS:
             opt.orthogonalize(x, method)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])

@@ -1,0 +1,352 @@
+"""momentum, apply_update and adamw on every path: bit for bit the reference, whatever the list."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ._tensors import DTYPES, LAYOUTS, NARROW, SHAPES, assert_same, copies, draw
+
+MODES = ("nearest", "stochastic", "residual")
+ADAMW = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def rounding_options(kernels, mode, params, *, layout="plain", step=7):
+    """Keyword arguments of a mode; offsets odd, even and beyond 2^33."""
+    if mode == "stochastic":
+        step = torch.tensor(step, device=params[0].device)
+        offsets = [(2**33 + 13 if k % 3 == 2 else 5 * k) for k in range(len(params))]
+        numbers = list(range(len(params)))
+        key = kernels.StochasticRounding(0x1234_5678_9ABC_DEF0, step, numbers, offsets)
+        return {"rounding": key}
+    if mode == "residual":
+        generator = torch.Generator().manual_seed(9)
+        found = []
+        for p in params:
+            drawn = torch.randint(-4000, 4000, p.shape, generator=generator, dtype=torch.int16)
+            found.append(LAYOUTS[layout](drawn.to(p.device)) if p.dtype in NARROW else None)
+        return {"residuals": found}
+    return {}
+
+
+def draw_lists(shapes, device, dtypes=torch.float32, grad_dtypes=torch.float32, layout="plain"):
+    """params, grads, exp_avgs, exp_avg_sqs, steps; entry k has made k steps."""
+    options = {"layout": layout, "device": device}
+    return [
+        draw(shapes, dtypes, seed=0, **options),
+        draw(shapes, grad_dtypes, seed=1, **options),
+        draw(shapes, torch.float32, seed=2, **options),
+        draw(shapes, torch.float32, seed=3, positive=True, **options),
+        [torch.tensor(float(k % 1000), device=device) for k in range(len(shapes))],
+    ]
+
+
+class Op:
+    """One op: its lists, a call of it, and what the reference makes of copies on the CPU."""
+
+    modes: tuple[str, ...] = MODES
+    variants: tuple[dict, ...] = ({},)  # of options, each with its own bits
+    options = {}  # noqa: RUF012
+    read = 0  # the first so many lists, which may not change
+
+    def __init__(self, submodule) -> None:
+        self.submodule, self.kernels = submodule, submodule("kernels")
+
+    def on_cpu(self, options: dict) -> dict:
+        key = options.get("rounding")
+        if key is not None:
+            key = self.kernels.StochasticRounding(
+                key.seed, key.step.cpu(), key.parameter, key.offset
+            )
+        residuals = options.get("residuals")
+        residuals = None if residuals is None else copies(residuals)
+        return {**self.options, **options, "rounding": key, "residuals": residuals}
+
+    def check(self, lists, mode="nearest", layout="plain", **options) -> None:
+        if mode != "nearest":
+            options |= rounding_options(self.kernels, mode, lists[0], layout=layout)
+        kept, on_cpu = [copies(tensors) for tensors in lists], self.on_cpu(options)
+        expected = [copies(tensors) for tensors in lists]
+        self.expect(expected, **on_cpu)
+        self.call(*lists, **{**self.options, **options})
+        for number, (ours, theirs) in enumerate(zip(lists, expected, strict=True)):
+            assert_same(ours, kept[number] if number < self.read else theirs)
+        if mode == "residual":
+            assert_same(options["residuals"], on_cpu["residuals"])
+
+
+class Momentum(Op):
+    modes = ("nearest",)
+    read = 1
+    options = {"mu": 0.95, "nesterov": True, "form": "heavy_ball"}  # noqa: RUF012
+    variants = tuple(
+        {"form": form, "nesterov": nesterov}
+        for form, nesterov in itertools.product(("heavy_ball", "ema"), (False, True))
+    )
+
+    def lists(self, shapes, device, dtypes=torch.float32, others=torch.float32, layout="plain"):
+        grads = draw(shapes, dtypes, seed=0, layout=layout, device=device)
+        buffers = draw(shapes, torch.float32, seed=1, layout=layout, device=device)
+        return [grads, buffers, draw(shapes, others, seed=2, layout=layout, device=device)]
+
+    def mixed(self, shapes, device):
+        """bfloat16 and float16 buffers as well."""
+        grads, _, out = self.lists(shapes, device, DTYPES, (torch.float16, *DTYPES, torch.float16))
+        return [grads, draw(shapes, (*DTYPES, torch.float32), seed=1, device=device), out]
+
+    def call(self, *lists, **options):
+        return self.kernels.momentum(*lists, **options)
+
+    def expect(self, lists, *, mu, nesterov, form, scale=None, **_) -> None:
+        reference = self.submodule("reference.update")
+        for k, (grad, buffer, out) in enumerate(zip(*lists, strict=True)):
+            found = reference.momentum(grad, buffer, mu, nesterov=nesterov, ema=form == "ema")
+            out.copy_(found if scale is None else found * scale[k].cpu())
+
+
+class ApplyUpdate(Op):
+    variants = tuple(
+        {"cautious": cautious, "shaped_decay": shaped}
+        for cautious, shaped in itertools.product((False, True), (False, True))
+    )
+    options = {"lr": 0.02, "weight_decay": 0.1}  # noqa: RUF012
+
+    def lists(self, shapes, device, dtypes=torch.float32, others=torch.float32, layout="plain"):
+        return [
+            draw(shapes, dtypes, seed=0, layout=layout, device=device),
+            draw(shapes, others, seed=1, layout=layout, device=device),
+        ]
+
+    def mixed(self, shapes, device):
+        return self.lists(shapes, device, DTYPES, (*DTYPES, torch.float16))
+
+    def call(self, params, updates, **options):
+        factors = [0.1 * (k + 1) for k in range(len(params))]
+        self.kernels.apply_update(params, updates, **{"factors": factors, **options})
+
+    def expect(self, lists, **options) -> None:
+        factors = [0.1 * (k + 1) for k in range(len(lists[0]))]
+        defaults = {"factors": factors, "shaped_decay": False, "cautious": False, "beta2": None}
+        module = self.submodule("kernels.step.apply_update")
+        module._reference(*lists, **{"second_moments": None, **defaults, **options})
+
+
+class AdamW(Op):
+    options = ADAMW
+
+    def lists(self, shapes, device, dtypes=torch.float32, others=torch.float32, layout="plain"):
+        return draw_lists(shapes, device, dtypes, others, layout)
+
+    def mixed(self, shapes, device):
+        return self.lists(shapes, device, DTYPES, (*DTYPES, torch.float16))
+
+    def call(self, *lists, **options):
+        self.kernels.adamw(*lists, **options)
+
+    def expect(self, lists, **options) -> None:
+        self.submodule("kernels.step.adamw")._reference(*lists, **options)
+
+
+OPS = {"momentum": Momentum, "apply_update": ApplyUpdate, "adamw": AdamW}
+IN_MODES = [(name, mode) for name, kind in OPS.items() for mode in kind.modes]
+in_modes = pytest.mark.parametrize(("name", "mode"), IN_MODES)
+
+
+@pytest.fixture(scope="module")
+def op_of(submodule):
+    made = {name: kind(submodule) for name, kind in OPS.items()}
+    return made.__getitem__
+
+
+@pytest.mark.kernels_ci
+@in_modes
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, DTYPES)), ids=str)
+def test_same_bits_as_the_reference(op_of, device, dtypes, layout, name, mode):
+    op = op_of(name)
+    for options in op.variants:
+        if name == "momentum":
+            options = {**options, "scale": torch.rand(len(SHAPES), device=device) + 0.5}
+        op.check(op.lists(SHAPES, device, *dtypes, layout), mode, layout, **options)
+
+
+@in_modes
+def test_one_list_of_every_dtype_and_layout(op_of, device, name, mode):
+    """Layouts that differ within an entry, too."""
+    op, layouts = op_of(name), itertools.cycle(LAYOUTS)
+    lists = op.mixed(SHAPES * 5, device)
+    for number in range(min(len(lists), 4)):
+        next(layouts)
+        lists[number] = [LAYOUTS[next(layouts)](x) for x in lists[number]]
+    op.check(lists, mode)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_four_hundred_tensors(op_of, device, name):
+    """More than one launch of any kernel holds, tiny ones among them."""
+    shapes = [((k * 7919) % 3000 + 1,) for k in range(400)] + [(0,)] * 7
+    op_of(name).check(op_of(name).lists(shapes, device, DTYPES, torch.bfloat16))
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf")))
+@in_modes
+def test_nan_and_inf_propagate(op_of, device, name, mode, bad):
+    """To their own elements alone."""
+    op = op_of(name)
+    lists = op.lists([(300, 5), (7,), (64,)], device, DTYPES)
+    for tensor in lists[0 if name == "momentum" else 1]:
+        tensor.view(-1)[3] = bad
+    op.check(lists, mode, **({"cautious": True} if name == "apply_update" else {}))
+    written = lists[1] if name == "momentum" else lists[0]
+    assert all((~x.isfinite()).sum() == 1 for x in written)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("name", OPS)
+def test_any_list(op_of, device, name, data):
+    op, count = op_of(name), data.draw(st.integers(1, 12))
+    shapes = [tuple(data.draw(st.lists(st.integers(0, 40), max_size=3))) for _ in range(count)]
+    layout = data.draw(st.sampled_from(sorted(LAYOUTS)))
+    lists = op.lists(shapes, device, DTYPES, DTYPES[::-1], layout)
+    other = data.draw(st.sampled_from(sorted(LAYOUTS)))
+    lists[1] = [LAYOUTS[other](x) for x in lists[1]]
+    if name == "momentum":
+        options = {"mu": data.draw(st.floats(0, 0.999)), "nesterov": data.draw(st.booleans())}
+    else:
+        options = {"lr": data.draw(st.floats(0, 1))}
+    op.check(lists, data.draw(st.sampled_from(op.modes)), **options)
+
+
+EMPTY = {
+    "momentum": "grads is empty, but buffers has 1",
+    "apply_update": "params is empty, but updates has 1",
+    "adamw": "params is empty, but another list is not",
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_empty_list(op_of, name):
+    op = op_of(name)
+    lists = [[] for _ in op.lists([(1,)], "cpu")]
+    op.call(*lists, **op.options)
+    lists[1] = [torch.zeros(1)]
+    with pytest.raises(ValueError, match=EMPTY[name]):
+        op.call(*lists, **op.options)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_meta_and_explain(opt, op_of, name):
+    op = op_of(name)
+    op.call(*op.lists([(6, 4), (6, 4)], "meta"), **op.options)
+    said = opt.explain(name, device="xpu")
+    assert said.startswith("reference: the loaded variant has no")
+
+
+def put(number: int, entry):
+    """A change of the second tensor of a list, by a function of what is there, or to it."""
+
+    def edit(lists) -> None:
+        old = lists[number][1]
+        lists[number][1] = entry(old) if callable(entry) else entry
+
+    return edit
+
+
+def pop(number: int):
+    return lambda lists: lists[number].pop()
+
+
+def int16(*shape):
+    return torch.zeros(shape, dtype=torch.int16)
+
+
+# (op, change of its lists, options, error, message); the second parameter is bfloat16 where both
+# are (6, 4) in apply_update.
+MOMENTS = {"beta2": 0.9}
+BREAKS = [
+    ("momentum", pop(1), {}, ValueError, "buffers has 1 entries and grads has 2"),
+    ("momentum", put(2, lambda x: x.mT), {}, ValueError, r"out\[1\] has shape \(4, 6\), grads\[1"),
+    ("momentum", put(0, torch.Tensor.int), {}, TypeError, r"grads\[1\] must be one of .* got .*32"),
+    ("momentum", put(0, None), {}, TypeError, r"grads\[1\] must be a tensor"),
+    ("momentum", put(1, lambda x: x[:1].expand(6, 4)), {}, ValueError, r"buffers\[1\] is expanded"),
+    ("apply_update", pop(1), {}, ValueError, "updates has 1 entries and params has 2"),
+    ("apply_update", None, {"factors": [1.0]}, ValueError, "factors has 1 entries for 2"),
+    ("apply_update", put(1, lambda x: x.mT), {}, ValueError, r"updates\[1\] has shape \(4, 6\)"),
+    ("apply_update", put(1, torch.Tensor.long), {}, TypeError, r"updates\[1\] must be one of"),
+    ("apply_update", None, {"lr": (2,)}, ValueError, r"lr must be a number or .*shape \(2,\)"),
+    ("apply_update", None, {"second_moments": [(6, 1)] * 2}, ValueError, "moments needs beta2"),
+    (
+        *("apply_update", None, {"second_moments": [(6, 2)] * 2, **MOMENTS}, ValueError),
+        r"second_moments\[0\] must be \(..., m, 1\) or \(..., 1, n\)",
+    ),
+    (
+        *("apply_update", None, {"residuals": [None, (6, 4)]}, TypeError),
+        r"residuals\[1\] must be int16, got torch.float32",
+    ),
+    (
+        *("apply_update", None, {"residuals": [None, None]}, ValueError),
+        r"residuals\[1\] is None, but its parameter is torch.bfloat16",
+    ),
+    (
+        *("apply_update", None, {"residuals": [int16(6, 4), int16(6, 4)]}, ValueError),
+        r"residuals\[0\] must be None: a torch.float32 parameter loses nothing",
+    ),
+    ("adamw", pop(2), {}, ValueError, "exp_avgs has 1 entries and params has 2"),
+    ("adamw", put(3, lambda x: x.mT), {}, ValueError, r"exp_avg_sqs\[1\] has shape \(4, 6\), para"),
+    ("adamw", put(2, torch.Tensor.bfloat16), {}, TypeError, r"exp_avgs\[1\] must be .*bfloat16"),
+    ("adamw", put(4, torch.Tensor.long), {}, TypeError, r"steps\[1\] must be a float32 tensor"),
+    ("adamw", put(4, torch.ones(2)), {}, ValueError, r"steps\[1\] must have one element"),
+    ("adamw", put(0, lambda x: x[:1].expand(6, 4)), {}, ValueError, r"params\[1\] is expanded"),
+    ("adamw", None, {"betas": (0.9,)}, ValueError, "betas must be two"),
+]
+
+
+def made(value, device):
+    """Tensors of ones for shapes, in lists too."""
+    if isinstance(value, list):
+        return [made(entry, device) for entry in value]
+    if isinstance(value, tuple) and all(isinstance(size, int) for size in value):
+        return torch.ones(value, device=device)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "options", "error", "message"),
+    BREAKS,
+    ids=[f"{row[0]}-{row[-1]}" for row in BREAKS],
+)
+def test_errors_say_what_and_write_nothing(op_of, device, name, edit, options, error, message):
+    op = op_of(name)
+    dtypes = (torch.float32, torch.bfloat16) if name == "apply_update" else torch.float32
+    lists = op.lists([(6, 4), (6, 4)], device, dtypes)
+    first = [tensors[0] for tensors in lists]
+    kept = copies(first)
+    if edit is not None:
+        edit(lists)
+    options = {key: made(value, device) for key, value in options.items()}
+    with pytest.raises(error, match=message):
+        op.call(*lists, **{**op.options, **options})
+    assert_same(first, kept)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["apply_update", "adamw"])
+def test_opcheck(ops, device, name, mode):
+    params = [torch.ones(6, 4, device=device), torch.ones(3, 2, device=device).bfloat16()]
+    one = torch.ones((), device=device)
+    residuals = [int16(0).to(device), int16(3, 2).to(device)] if mode == "residual" else []
+    ids = [0, 1] if mode == "stochastic" else []
+    tail = (residuals, 3, one if mode == "stochastic" else None, ids, ids)
+    if name == "adamw":
+        lists = draw_lists([(6, 4), (3, 2)], device, (torch.float32, torch.bfloat16))
+        scalars = (0.0, one * 0.1, 0.9, None, 0.95, None, 1e-8, None, 0.1, None)
+    else:
+        lists = (params, [torch.ones_like(p, dtype=torch.float16) for p in params])
+        second = [torch.ones(6, 1, device=device), torch.ones(1, 2, device=device)]
+        scalars = (0.0, one, [1.0, 1.0], 0.1, None, False, True, second, 0.9)
+    torch.library.opcheck(getattr(ops, name).default, (*lists, *scalars, *tail))
