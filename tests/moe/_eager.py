@@ -13,6 +13,33 @@ from .._compare import assert_same_bits, relative_error
 NAMES = ("x", "weight", "lora_a", "lora_b", "bias", "gates")
 
 
+def changed_fields(problem) -> list[str]:
+    return [
+        f"{field.name}={getattr(problem, field.name)}".replace("torch.", "")
+        for field in dataclasses.fields(problem)
+        if getattr(problem, field.name) != field.default
+        and field.default is not dataclasses.MISSING
+    ]
+
+
+def routed(problem, seed: int) -> Tensor:
+    """Expert ids (T, k) of the named routing; a token may visit an expert twice."""
+    generator = torch.Generator().manual_seed(seed)
+    shape, experts = (problem.tokens, problem.top_k), problem.experts
+
+    def draw(low: int, high: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    return {
+        "random": lambda: draw(0, experts),
+        "one": lambda: torch.full(shape, experts // 2),
+        "no-ends": lambda: draw(1, max(experts - 1, 2)),
+        "gap": lambda: draw(0, 2) * (experts - 1),
+        "sentinels": lambda: draw(-1, experts + 2),
+        "all-sentinels": lambda: torch.full(shape, experts),
+    }[problem.routing]()
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Sizes, options and routing of one product; `inputs` draws its tensors."""
@@ -34,30 +61,10 @@ class Problem:
     routing: str = "random"
 
     def __str__(self) -> str:
-        changed = [
-            f"{field.name}={getattr(self, field.name)}".replace("torch.", "")
-            for field in dataclasses.fields(self)
-            if field.name != "tokens" and getattr(self, field.name) != field.default
-        ]
-        return "-".join([f"T{self.tokens}", *changed])
+        return "-".join([f"T{self.tokens}", *changed_fields(self)])
 
     def ids(self, device: torch.device, seed: int = 0) -> Tensor:
-        """Expert ids (T, k) of the named routing."""
-        generator = torch.Generator().manual_seed(seed)
-        shape = (self.tokens, self.top_k)
-
-        def draw(low: int, high: int) -> Tensor:
-            return torch.randint(low, high, shape, generator=generator)
-
-        drawn = {
-            "random": lambda: draw(0, self.experts),
-            "one": lambda: torch.full(shape, self.experts // 2),
-            "no-ends": lambda: draw(1, max(self.experts - 1, 2)),
-            "gap": lambda: draw(0, 2) * (self.experts - 1),
-            "sentinels": lambda: draw(-1, self.experts + 2),
-            "all-sentinels": lambda: torch.full(shape, self.experts),
-        }[self.routing]()
-        return drawn.to(device)
+        return routed(self, seed).to(device)
 
     def inputs(self, device: torch.device, seed: int = 0) -> dict[str, Tensor | None]:
         """The operands by name, as leaves that require gradients; views where `peft`."""
@@ -101,6 +108,25 @@ class Problem:
 
     def grad_shape(self) -> tuple[int, int]:
         return (self.tokens if self.gates else self.tokens * self.top_k, self.n)
+
+
+def product(moe, problem: Problem, leaves: dict, ids: Tensor, weight=None, **options) -> Tensor:
+    """`grouped_lora_linear` of a problem with its graph, perhaps over another weight."""
+    sort_backend = "triton" if options.get("backend") == "triton" else "auto"
+    seen = problem.views(leaves)
+    return moe.grouped_lora_linear(
+        seen["x"],
+        seen["weight"] if weight is None else weight,
+        moe.expert_sort(ids, problem.experts, backend=sort_backend),
+        seen["lora_a"],
+        seen["lora_b"],
+        scaling=problem.scaling,
+        bias=seen["bias"],
+        gates=seen["gates"],
+        grouped_in=problem.grouped_in,
+        grouped_out=problem.grouped_out,
+        **options,
+    )
 
 
 def eager(problem: Problem, leaves: dict, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -173,12 +199,7 @@ class LayerProblem:
     routing: str = "random"
 
     def __str__(self) -> str:
-        changed = [
-            f"{field.name}={getattr(self, field.name)}".replace("torch.", "")
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return "-".join(changed) or "plain"
+        return "-".join(changed_fields(self)) or "plain"
 
     def module(self, moe, device: torch.device, seed: int = 0):
         """`moe.Experts` with adapters named default, every number random."""
@@ -205,21 +226,7 @@ class LayerProblem:
         return layer
 
     def ids(self, device: torch.device, seed: int = 0) -> Tensor:
-        """Expert ids (T, k) of the named routing; a token may visit an expert twice."""
-        generator = torch.Generator().manual_seed(seed + 1)
-        shape = (self.tokens, self.top_k)
-
-        def draw(low: int, high: int) -> Tensor:
-            return torch.randint(low, high, shape, generator=generator)
-
-        drawn = {
-            "random": lambda: draw(0, self.experts),
-            "one": lambda: torch.full(shape, self.experts // 2),
-            "no-ends": lambda: draw(1, max(self.experts - 1, 2)),
-            "sentinels": lambda: draw(-1, self.experts + 2),
-            "all-sentinels": lambda: torch.full(shape, self.experts),
-        }[self.routing]()
-        return drawn.to(device)
+        return routed(self, seed + 1).to(device)
 
     def inputs(self, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, H) and gates (T, k) as leaves, and the output's gradient (T, H)."""
@@ -232,6 +239,14 @@ class LayerProblem:
         x = normal(self.hidden, self.dtype).requires_grad_()
         gates = normal(self.top_k, torch.float32).requires_grad_()
         return x, gates, normal(self.hidden, self.dtype)
+
+    def drawn(self, moe, device: torch.device, backend: str | None = None) -> tuple:
+        """The module, on the path of a name if one is given, x, ids, gates, and the gradient."""
+        layer = self.module(moe, device)
+        if backend is not None:
+            layer.backend = backend
+        x, gates, grad = self.inputs(device)
+        return layer, x, self.ids(device), gates, grad
 
 
 def _split(problem: LayerProblem, wide: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from ._eager import NAMES
+from ._eager import NAMES, product
 
 
 @pytest.fixture(scope="session")
@@ -21,22 +21,7 @@ def run(moe):
     """`run(problem, leaves, ids, grad, backend)` -> results by name: "y" and each gradient."""
 
     def call(problem, leaves, ids, grad, backend="auto"):
-        sort_backend = "triton" if backend == "triton" else "auto"
-        order = moe.expert_sort(ids, problem.experts, backend=sort_backend)
-        seen = problem.views(leaves)
-        y = moe.grouped_lora_linear(
-            seen["x"],
-            seen["weight"],
-            order,
-            seen["lora_a"],
-            seen["lora_b"],
-            scaling=problem.scaling,
-            bias=seen["bias"],
-            gates=seen["gates"],
-            grouped_in=problem.grouped_in,
-            grouped_out=problem.grouped_out,
-            backend=backend,
-        )
+        y = product(moe, problem, leaves, ids, backend=backend)
         return {"y": y.detach(), **gradients(y, leaves, grad)}
 
     return call

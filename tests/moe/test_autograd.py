@@ -6,6 +6,7 @@ Under autocast it does what torch.nn.functional.linear does; forward mode is ref
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
+from . import _eager
 from ._eager import NAMES, LayerProblem, Problem
 from .conftest import gradients
 from .test_grouped_linear import draw, unstable_sort
@@ -24,26 +26,7 @@ PATHS = ("auto", "triton")
 
 @pytest.fixture
 def product(moe):
-    """`product(problem, leaves, ids, **options)` -> the result with its graph."""
-
-    def call(problem, leaves, ids, **options):
-        order = moe.expert_sort(ids, problem.experts)
-        seen = problem.views(leaves)
-        return moe.grouped_lora_linear(
-            seen["x"],
-            seen["weight"],
-            order,
-            seen["lora_a"],
-            seen["lora_b"],
-            scaling=problem.scaling,
-            bias=seen["bias"],
-            gates=seen["gates"],
-            grouped_in=problem.grouped_in,
-            grouped_out=problem.grouped_out,
-            **options,
-        )
-
-    return call
+    return functools.partial(_eager.product, moe)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -139,12 +122,8 @@ def test_what_is_saved(product, device):
 def test_scaling_zero_and_no_lora_are_the_base(product, device):
     leaves, ids = FULL.inputs(device), FULL.ids(device)
     base = dict(leaves, lora_a=None, lora_b=None)
-    expected = product(FULL, base, ids) if not FULL.peft else None
-    problem = dataclasses.replace(FULL, scaling=0.0)
-    zero = product(problem, leaves, ids)
-    if expected is None:
-        expected = product(FULL, base, ids)
-    assert_same_bits(zero + 0.0, expected + 0.0)
+    zero = product(dataclasses.replace(FULL, scaling=0.0), leaves, ids)
+    assert_same_bits(zero + 0.0, product(FULL, base, ids) + 0.0)
 
 
 def test_gradients_arrive_in_the_parameters_memory_order(product, device):
@@ -374,17 +353,7 @@ def test_four_bit_experts(opt, run, device, float_x):
 
 
 def four_bit(opt, problem, leaves, packed, ids, grad, *, backward_inside=False):
-    order = opt.moe.expert_sort(ids, problem.experts)
-    y = opt.moe.grouped_lora_linear(
-        leaves["x"],
-        packed,
-        order,
-        leaves["lora_a"],
-        leaves["lora_b"],
-        scaling=problem.scaling,
-        bias=leaves["bias"],
-        gates=leaves["gates"],
-    )
+    y = _eager.product(opt.moe, problem, leaves, ids, packed)
     trained = {name: x for name, x in leaves.items() if name != "weight"}
     with torch.autocast(ids.device.type, enabled=backward_inside, dtype=LOW):
         found = gradients(y, {**trained, "weight": None}, grad)

@@ -211,13 +211,6 @@ def test_the_rule_is_named_and_never_guessed(moe, options, route, corrected):
     assert_all_same_bits(found, expected)
 
 
-def test_softmax_of_the_chosen_logits_is_the_renormalized_softmax(moe):
-    """gpt-oss's way around; there is no third function for it."""
-    logits = draw(20, 8)
-    index, weights = moe.softmax_top_k(logits, 3)
-    assert torch.allclose(weights, logits.gather(1, index).softmax(-1), rtol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

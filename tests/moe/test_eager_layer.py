@@ -83,19 +83,14 @@ def results(out: torch.Tensor, leaves: dict, grad: torch.Tensor) -> dict:
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_bits_of_the_ops(moe, device, taken, by_ops, problem) -> None:
-    layer = problem.module(moe, device)
-    layer.backend = "triton"
-    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
     leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
     compared(by_ops, taken, lambda: results(layer(x, ids, gates), leaves, grad))
 
 
 @pytest.mark.parametrize("wanted", ["x", "gates", "lora_A", "lora_B"])
 def test_one_leaf_alone(moe, device, taken, by_ops, wanted) -> None:
-    problem = PROBLEMS[0]
-    layer = problem.module(moe, device)
-    layer.backend = "triton"
-    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    layer, x, ids, gates, grad = PROBLEMS[0].drawn(moe, device, "triton")
     leaves = {"x": x, "gates": gates, **dict(layer.named_parameters())}
     for name, leaf in leaves.items():
         leaf.requires_grad_(wanted in name if "lora" in wanted else name == wanted)
@@ -106,8 +101,7 @@ def test_one_leaf_alone(moe, device, taken, by_ops, wanted) -> None:
 def test_factors_however_they_lie(moe, submodule, device, taken, by_ops, kind) -> None:
     """Stacks of any strides, PEFT's two matrices, and those of a wrapper that swapped them."""
     problem, rank = PROBLEMS[0], 3
-    layer = problem.module(moe, device)
-    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    layer, x, ids, gates, grad = problem.drawn(moe, device)
     peft, leaves, factors = submodule("moe.lora").PeftFactors, {"x": x}, []
     e, h, i = problem.experts, problem.hidden, problem.intermediate
     for name, inputs, outputs in (("gate_up", h, 2 * i), ("down", i, h)):
@@ -141,8 +135,7 @@ def test_swapped_factors_want_their_own_gradients(
 ) -> None:
     """One matrix of a swapped pair trains: the kernels are asked for the gradient of that one."""
     problem, rank = PROBLEMS[0], 3
-    layer = problem.module(moe, device)
-    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    layer, x, ids, gates, grad = problem.drawn(moe, device)
     e, h, i = problem.experts, problem.hidden, problem.intermediate
     leaves, factors = {}, []
     for name, inputs, outputs in (("gate_up", 2 * i, h), ("down", h, i)):
@@ -162,10 +155,7 @@ def test_swapped_factors_want_their_own_gradients(
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_and_a_graph_that_serves_twice(moe, device, taken, use_reentrant) -> None:
-    problem = PROBLEMS[4]
-    layer = problem.module(moe, device)
-    layer.backend = "triton"
-    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    layer, x, ids, gates, grad = PROBLEMS[4].drawn(moe, device, "triton")
     out = layer(x, ids, gates)
     first = torch.autograd.grad(out, x, grad, retain_graph=True)[0]
     assert_same_bits(torch.autograd.grad(out, x, grad)[0], first)
@@ -177,10 +167,7 @@ def test_checkpointing_and_a_graph_that_serves_twice(moe, device, taken, use_ree
 
 
 def test_leading_dimensions_and_no_gradient(moe, device, taken) -> None:
-    problem = PROBLEMS[0]
-    layer = problem.module(moe, device)
-    layer.backend = "triton"
-    (x, gates, _), ids = problem.inputs(device), problem.ids(device)
+    layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device, "triton")
     out = layer(x, ids, gates)
     shaped = [one.reshape(2, 3, -1) for one in (x, ids, gates)]
     assert_same_bits(layer(*shaped), out.reshape(2, 3, -1))
@@ -193,10 +180,7 @@ def test_leading_dimensions_and_no_gradient(moe, device, taken) -> None:
 
 def test_what_is_left_to_the_ops(moe, device, taken) -> None:
     """Subclasses and no tokens; gradients of gradients are refused."""
-    problem = PROBLEMS[0]
-    layer = problem.module(moe, device)
-    layer.backend = "triton"
-    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    layer, x, ids, gates, grad = PROBLEMS[0].drawn(moe, device, "triton")
 
     class Marked(torch.Tensor):
         """A subclass without behaviour of its own."""
@@ -211,10 +195,7 @@ def test_what_is_left_to_the_ops(moe, device, taken) -> None:
 
 
 def test_wrong_arguments_are_refused(moe, device, taken) -> None:
-    problem = PROBLEMS[0]
-    layer = problem.module(moe, device)
-    layer.backend = "triton"
-    (x, gates, _), ids = problem.inputs(device), problem.ids(device)
+    layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device, "triton")
     assert layer(x[0], ids[0], gates[0]).shape == x[0].shape, "one token without a dimension"
     for error, arguments, message in (
         (ValueError, (x[:, 1:], ids, gates), "hidden_states must be"),
@@ -229,10 +210,7 @@ def test_wrong_arguments_are_refused(moe, device, taken) -> None:
 
 
 def test_several_gradients_at_once_are_refused(moe, device, taken) -> None:
-    problem = PROBLEMS[0]
-    layer = problem.module(moe, device)
-    layer.backend = "triton"
-    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    layer, x, ids, gates, grad = PROBLEMS[0].drawn(moe, device, "triton")
     out = layer(x, ids, gates)
     with pytest.raises(RuntimeError, match="one plain gradient at a time"):
         torch.autograd.grad(out, x, torch.stack((grad, grad)), is_grads_batched=True)
@@ -282,9 +260,7 @@ def prepared(submodule, monkeypatch):
 @pytest.mark.parametrize("problem", PROBLEMS[:2] + PROBLEMS[-1:], ids=str)
 def test_compiled_ahead(moe, submodule, device, taken, prepared, problem) -> None:
     """A first forward asks for the kernels of both directions and of all heights of tiles."""
-    layer = problem.module(moe, device)
-    layer.backend = "triton"
-    (x, gates, _), ids = problem.inputs(device), problem.ids(device)
+    layer, x, ids, gates, _ = problem.drawn(moe, device, "triton")
     layer(x, ids, gates)
     names = [name for name, _ in prepared]
     means = submodule("moe.eager_layer")._MEANS

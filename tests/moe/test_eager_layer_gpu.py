@@ -114,9 +114,7 @@ def test_shapes_alternate(moe, device, launched, played) -> None:
 
 def test_what_changes_between_calls_is_read(moe, device, launched) -> None:
     """Nothing computed from a parameter outlives a call, nor does an address of it."""
-    problem = PROBLEMS[1]
-    layer = problem.module(moe, device)
-    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    layer, x, ids, gates, grad = PROBLEMS[1].drawn(moe, device)
     trained = [p for p in layer.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
 
@@ -148,9 +146,7 @@ def test_what_changes_between_calls_is_read(moe, device, launched) -> None:
 
 
 def test_strides_and_alignment_are_part_of_the_plan(moe, device, launched) -> None:
-    problem = PROBLEMS[0]
-    layer = problem.module(moe, device)
-    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    layer, x, ids, gates, grad = PROBLEMS[0].drawn(moe, device)
     wide = torch.zeros(x.shape[0], x.shape[1] + 8, dtype=x.dtype, device=device)
     for first in (0, 8, 1, 3):
         if first + x.shape[1] > wide.shape[1]:
@@ -166,9 +162,7 @@ def test_strides_and_alignment_are_part_of_the_plan(moe, device, launched) -> No
 
 
 def test_in_a_cuda_graph_and_on_another_stream_and_thread(moe, device, launched) -> None:
-    problem = PROBLEMS[0]
-    layer = problem.module(moe, device)
-    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    layer, x, ids, gates, grad = PROBLEMS[0].drawn(moe, device)
     with launched():
         expected = step(layer, x, ids, gates, grad)
     found = []
@@ -200,8 +194,7 @@ MEMORY = [
 
 @pytest.mark.parametrize("problem", MEMORY, ids=str)
 def test_memory_is_no_more_than_that_of_launches(moe, device, launched, problem) -> None:
-    layer = problem.module(moe, device)
-    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    layer, x, ids, gates, grad = problem.drawn(moe, device)
 
     def peak() -> int:
         for _ in range(2):
@@ -218,9 +211,7 @@ def test_memory_is_no_more_than_that_of_launches(moe, device, launched, problem)
 
 def test_operands_that_are_not_contiguous(moe, device, launched) -> None:
     """Gates and ids that torch copies first, in the node and in the ops, with inference mode."""
-    problem = PROBLEMS[0]
-    layer = problem.module(moe, device)
-    (x, gates, grad), ids = problem.inputs(device), problem.ids(device)
+    layer, x, ids, gates, grad = PROBLEMS[0].drawn(moe, device)
     gates = torch.stack((gates.detach(), gates.detach()), -1)[..., 0].requires_grad_()
     ids = torch.stack((ids, ids), -1)[..., 0]
     with launched():
@@ -232,9 +223,7 @@ def test_operands_that_are_not_contiguous(moe, device, launched) -> None:
 
 
 def test_autocast_and_leading_dimensions(moe, device) -> None:
-    problem = PROBLEMS[0]
-    layer = problem.module(moe, device)
-    (x, gates, _), ids = problem.inputs(device), problem.ids(device)
+    layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device)
     expected = layer(x, ids, gates)
     with torch.autocast("cuda", torch.bfloat16):
         out = layer(x.float(), ids, gates)
@@ -245,9 +234,7 @@ def test_autocast_and_leading_dimensions(moe, device) -> None:
 
 
 def test_wrong_arguments_are_refused_as_ever(moe, device) -> None:
-    problem = PROBLEMS[0]
-    layer = problem.module(moe, device)
-    (x, gates, _), ids = problem.inputs(device), problem.ids(device)
+    layer, x, ids, gates, _ = PROBLEMS[0].drawn(moe, device)
     layer(x, ids, gates)
     with pytest.raises(ValueError, match="hidden_states must be"):
         layer(x[:, :-8], ids, gates)

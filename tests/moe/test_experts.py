@@ -74,12 +74,10 @@ def test_path_by_name(moe, device):
     ],
 )
 def test_what_is_no_path_of_dense_experts(moe, device, backend, reason):
-    problem = LayerProblem()
-    layer = problem.module(moe, device)
+    layer, x, ids, gates, _ = LayerProblem().drawn(moe, device)
     layer.backend = backend
-    x, gates, _ = problem.inputs(device)
     with pytest.raises(ValueError, match=reason):
-        layer(x, problem.ids(device), gates)
+        layer(x, ids, gates)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 30])
@@ -127,9 +125,8 @@ def test_generated_problems(
 
 def test_gradients_of_an_expert_without_tokens_are_zero(moe, device):
     problem = LayerProblem(experts=6, routing="no-ends", train_base=True, bias=True)
-    layer = problem.module(moe, device)
-    x, gates, grad = problem.inputs(device)
-    found = gradients(layer(x, problem.ids(device), gates), dict(layer.named_parameters()), grad)
+    layer, x, ids, gates, grad = problem.drawn(moe, device)
+    found = gradients(layer(x, ids, gates), dict(layer.named_parameters()), grad)
     a = found[LORA.format("gate_up", "A")].unflatten(0, (6, -1))
     b = found[LORA.format("down", "B")].unflatten(1, (-1, 6))
     for expert, is_zero in ((0, True), (5, True), (2, False)):
@@ -141,32 +138,10 @@ def test_gradients_of_an_expert_without_tokens_are_zero(moe, device):
     "a frozen stack is copied, or gets a gradient as large as itself, in every step"
 )
 def test_frozen_base_gets_no_gradient_and_lora_does(moe, device):
-    problem = LayerProblem(bias=True)
-    layer = problem.module(moe, device)
-    x, gates, grad = problem.inputs(device)
-    layer(x, problem.ids(device), gates).backward(grad)
+    layer, x, ids, gates, grad = LayerProblem(bias=True).drawn(moe, device)
+    layer(x, ids, gates).backward(grad)
     for name, parameter in layer.named_parameters():
         assert (parameter.grad is not None) == name.startswith("expert_lora"), name
-
-
-def test_renaming_experts_changes_no_bit(moe, device):
-    """Experts are independent: a permutation of them, with the ids, gives the same output."""
-    problem = LayerProblem(bias=True)
-    layer = problem.module(moe, device)
-    x, gates, _ = problem.inputs(device)
-    ids = problem.ids(device)
-    expected = layer(x, ids, gates)
-    order = torch.tensor([3, 0, 4, 1, 2], device=device)  # new expert i is old expert order[i]
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            if name.endswith("A.default.weight"):
-                new = parameter.unflatten(0, (5, -1))[order].flatten(0, 1)
-            elif name.endswith("B.default.weight"):
-                new = parameter.unflatten(1, (-1, 5))[..., order].flatten(1, 2)
-            else:
-                new = parameter[order]
-            parameter.copy_(new)
-    assert_same_bits(layer(x, torch.argsort(order)[ids], gates), expected)
 
 
 STRIDES = {
@@ -195,10 +170,7 @@ def test_leading_shapes_and_strides(moe, device, leading, strides):
     the strides that it is compiled for: the same numbers to float32's last digits.
     """
 
-    problem = LayerProblem()
-    layer = problem.module(moe, device)
-    x, gates, grad = problem.inputs(device)
-    ids = problem.ids(device)
+    layer, x, ids, gates, grad = LayerProblem().drawn(moe, device)
     expected = layer(x, ids, gates)
 
     def placed(t: torch.Tensor) -> torch.Tensor:
@@ -215,10 +187,7 @@ def test_leading_shapes_and_strides(moe, device, leading, strides):
 
 def test_one_state_for_all_tokens(moe, device):
     """An expanded input and an expanded gradient, whose strides are 0, as `out.sum()` makes one."""
-    problem = LayerProblem()
-    layer = problem.module(moe, device)
-    x, gates, _ = problem.inputs(device)
-    ids = problem.ids(device)
+    layer, x, ids, gates, _ = LayerProblem().drawn(moe, device)
     row = x.detach()[:1].requires_grad_()
     out = layer(row.expand(21, -1), ids, gates)
     assert_same_bits(out, layer(row.repeat(21, 1), ids, gates))
@@ -299,10 +268,7 @@ def test_a_function_of_your_own_between_the_projections(moe, device):
 
     torch rounds silu before the product with up; a fused activation on a GPU need not.
     """
-    problem = LayerProblem()
-    layer = problem.module(moe, device)
-    x, gates, _ = problem.inputs(device)
-    ids = problem.ids(device)
+    layer, x, ids, gates, _ = LayerProblem().drawn(moe, device)
     expected = layer(x, ids, gates)
     seen = []
 
@@ -317,10 +283,7 @@ def test_a_function_of_your_own_between_the_projections(moe, device):
 
 
 def test_zero_scaling_equals_the_base(moe, device):
-    problem = LayerProblem()
-    layer = problem.module(moe, device)
-    x, gates, _ = problem.inputs(device)
-    ids = problem.ids(device)
+    layer, x, ids, gates, _ = LayerProblem().drawn(moe, device)
     for projection in layer.expert_lora.values():
         projection.scaling["default"] = 0.0
     out = layer(x, ids, gates)
@@ -348,18 +311,14 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_wrong_arguments(moe, device, case):
     change, message = REFUSED[case]
-    problem = LayerProblem()
-    layer = problem.module(moe, device)
-    x, gates, _ = problem.inputs(device)
+    layer, x, ids, gates, _ = LayerProblem().drawn(moe, device)
     with pytest.raises((ValueError, TypeError), match=message):
-        layer(*change(x.detach(), problem.ids(device), gates.detach()))
+        layer(*change(x.detach(), ids, gates.detach()))
 
 
 def test_weights_that_do_not_belong_together(moe, device):
-    problem = LayerProblem()
-    layer = problem.module(moe, device)
-    x, gates, _ = problem.inputs(device)
-    arguments = (x, problem.ids(device), gates, layer.gate_up_proj)
+    layer, x, ids, gates, _ = LayerProblem().drawn(moe, device)
+    arguments = (x, ids, gates, layer.gate_up_proj)
     for down in (layer.down_proj[:4], layer.down_proj.mT, layer.down_proj[:, :, 1:]):
         with pytest.raises(ValueError, match="are not one stack of experts"):
             moe.experts_forward(*arguments, down, layout=layer.layout)
@@ -383,13 +342,6 @@ def test_wrong_sizes(moe):
         moe.Experts(0, 8, 8)
 
 
-def triton_layer(problem: LayerProblem, moe, device):
-    """The path that never waits for the device, by name: what "auto" takes may change."""
-    layer = problem.module(moe, device)
-    layer.backend = "triton"
-    return layer
-
-
 @pytest.mark.gpu
 def test_a_training_step_in_a_cuda_graph(moe, device):
     """Forward and backward are captured once; replays follow new tokens and a new routing.
@@ -397,9 +349,7 @@ def test_a_training_step_in_a_cuda_graph(moe, device):
     The routings differ in which experts get tokens, so a captured host decision would show.
     """
     problem = LayerProblem(tokens=64, bias=True, dtype=torch.bfloat16)
-    layer = triton_layer(problem, moe, device)
-    x, gates, grad = problem.inputs(device)
-    ids = problem.ids(device)
+    layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
     parameters = [p for p in layer.parameters() if p.requires_grad]
 
     def step() -> tuple[torch.Tensor, ...]:
@@ -423,9 +373,7 @@ def test_sums_beside_dx_in_a_cuda_graph(moe, submodule, device, monkeypatch):
     """Bits are those of one stream, captured or not."""
     launches = submodule("kernels.experts.gated_launch_triton")
     problem = LayerProblem(512, 2, 8, 256, 256, 8, 8, dtype=torch.bfloat16)
-    layer = triton_layer(problem, moe, device)
-    x, gates, grad = problem.inputs(device)
-    ids = problem.ids(device)
+    layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
     leaves = [x, gates, *(p for p in layer.parameters() if p.requires_grad)]
     chosen, real = [], launches.sums_fit_beside
 
@@ -460,9 +408,7 @@ def test_sums_beside_dx_in_a_cuda_graph(moe, submodule, device, monkeypatch):
 @pytest.mark.gpu
 def test_a_step_does_not_wait_for_the_device(moe, device):
     problem = LayerProblem(tokens=64, bias=True, dtype=torch.bfloat16)
-    layer = triton_layer(problem, moe, device)
-    x, gates, grad = problem.inputs(device)
-    ids = problem.ids(device)
+    layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
     layer(x, ids, gates).backward(grad)
     with no_waits():
         layer(x, ids, gates).backward(grad)
@@ -480,9 +426,7 @@ def test_a_step_allocates_a_fraction_of_the_weights(moe, device):
         rank_down=8,
         dtype=torch.bfloat16,
     )
-    layer = triton_layer(problem, moe, device)
-    x, gates, grad = problem.inputs(device)
-    ids = problem.ids(device)
+    layer, x, ids, gates, grad = problem.drawn(moe, device, "triton")
     layer(x, ids, gates).backward(grad)  # compiles; the gradients of LoRA exist from now on
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

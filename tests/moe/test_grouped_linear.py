@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from .._compare import assert_error_at_most, assert_same_bits, relative_error
 from .._gpu import capture, no_waits
-from ._eager import NAMES, Problem, eager
+from ._eager import NAMES, Problem, eager, product
 from .conftest import gradients
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -564,15 +564,7 @@ def test_compiled_by_inductor(moe, device):
     leaves, ids = problem.inputs(device), problem.ids(device)
 
     def step():
-        order = moe.expert_sort(ids, problem.experts)
-        return moe.grouped_lora_linear(
-            leaves["x"],
-            leaves["weight"],
-            order,
-            leaves["lora_a"],
-            leaves["lora_b"],
-            gates=leaves["gates"],
-        )
+        return product(moe, problem, leaves, ids)
 
     y = step()
     grad = torch.randn_like(y)
@@ -619,15 +611,7 @@ def test_peak_memory_of_a_step(moe, device):
     wanted = [leaves[name] for name in NAMES if leaves[name] is not None and name != "weight"]
 
     def step():
-        order = moe.expert_sort(ids, problem.experts)
-        y = moe.grouped_lora_linear(
-            leaves["x"],
-            leaves["weight"],
-            order,
-            leaves["lora_a"],
-            leaves["lora_b"],
-            gates=leaves["gates"],
-        )
+        y = product(moe, problem, leaves, ids)
         return torch.autograd.grad(y.float().square().sum(), wanted)
 
     step()

@@ -298,16 +298,6 @@ def test_real_bitsandbytes_experts(opt, weights, shape, quant_type, nested):
     assert torch.equal(actual, expected)  # +0 and -0 are equal: FP4 has both
 
 
-def test_straddling_blocks_and_odd_experts(opt):
-    """The error of the predecessor: it counted blocks and nibbles from each expert's start."""
-    experts = opt.moe.QuantizedExperts.from_weight(draw_weights(ODD), blocksize=32)
-    whole = experts.decode(dtype=torch.float32)
-    for expert in range(ODD[0]):
-        one = experts.decode(torch.tensor([expert]), torch.float32)
-        assert_same_bits(one[0], whole[expert])
-    assert (whole - draw_weights(ODD)).abs().max() < 0.6
-
-
 @pytest.mark.sees_defect("the shape of a projection is guessed from the hidden size")
 def test_shape_comes_from_the_caller_where_the_state_has_none(opt, weights):
     module, expected = parametrized(opt, SHAPE)

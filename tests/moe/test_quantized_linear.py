@@ -10,7 +10,7 @@ import torch
 
 from .._compare import assert_same_bits, relative_error
 from .._gpu import capture
-from ._eager import Problem, eager
+from ._eager import Problem, eager, product
 
 STRATEGIES = ("chunked", "selective")
 SHAPES = (
@@ -32,20 +32,7 @@ def quantize(opt, problem, leaves, **options):
 
 
 def run(opt, problem, leaves, ids, weight, backend="auto"):
-    order = opt.moe.expert_sort(ids, problem.experts)
-    return opt.moe.grouped_lora_linear(
-        leaves["x"],
-        weight,
-        order,
-        leaves["lora_a"],
-        leaves["lora_b"],
-        scaling=problem.scaling,
-        bias=leaves["bias"],
-        gates=leaves["gates"],
-        grouped_in=problem.grouped_in,
-        grouped_out=problem.grouped_out,
-        backend=backend,
-    )
+    return product(opt.moe, problem, leaves, ids, weight, backend=backend)
 
 
 def results(y, leaves, grad) -> dict[str, torch.Tensor]:
