@@ -1,13 +1,14 @@
-"""Fine-tune a small mixture-of-experts model with LoRA on its experts, and hand it to PEFT.
+"""Fine-tune a small mixture of experts with LoRA on experts and attention, and hand it to PEFT.
 
     python examples/finetune_moe_lora.py             # minutes on two CPU cores, seconds on a GPU
     python examples/finetune_moe_lora.py --tiny      # half a minute anywhere
 
 A Qwen3-MoE of transformers is built with random weights and trained on the source of Python's
-standard library, byte by byte. Then its weights are frozen, LoRA is attached to the experts and
-trained on Python's help texts, which are English and new to the base, and the adapter is saved in
-PEFT's format. At the end PEFT loads it over the saved base model and must give the same logits. The
-experts run on the package in this checkout's build/ folder, loaded with `kernels.get_kernel`.
+standard library, byte by byte. Then its weights are frozen, LoRA is attached to the experts and to
+attention and trained on Python's help texts, which are English and new to the base, and the adapter
+is saved in PEFT's format. At the end PEFT alone loads it over the saved base model and must give
+the same logits. The experts run on the package in this checkout's build/ folder, loaded with
+`kernels.get_kernel`.
 
 It writes base/ (the model before LoRA), adapter/, loss.png and results.json.
 """
@@ -91,6 +92,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rank", type=positive_integer, default=8, help="of LoRA (default: 8)")
     add("--alpha", type=float, default=16.0, help="the update is scaled by alpha / rank")
     add("--rslora", action="store_true", help="scale by alpha / sqrt(rank) instead")
+    add(
+        "--target-modules",
+        nargs="*",
+        default=["q_proj", "v_proj"],
+        metavar="NAME",
+        help="LoRA on these beside the experts (default: q_proj v_proj; no name: experts alone)",
+    )
     add("--base-lr", type=float, default=3e-3, help="peak learning rate of all weights (3e-3)")
     add("--lr", type=float, default=1e-2, help="peak learning rate of LoRA (default: 1e-2)")
     add("--corpus", type=Path, metavar="DIR", help="train the base on the *.py files below DIR")
@@ -285,9 +293,10 @@ def finetune(
 
     implementation = integrations.use_in_transformers()
     model = build_model(size, implementation=implementation, seed=options.seed).to(device)
-    shared = {"model": model, "size": size, "device": device}
+    shared = {"size": size, "device": device}
     base = Run(
         "base",
+        model=model,
         corpus=corpus,
         steps=options.base_steps or size.base_steps,
         lr=options.base_lr,
@@ -297,11 +306,18 @@ def finetune(
     base.run()
     model.save_pretrained(folder / "base")
 
-    integrations.attach_lora(model, options.rank, options.alpha, rslora=options.rslora)
+    model = integrations.attach_lora(
+        model,
+        options.rank,
+        options.alpha,
+        target_modules=options.target_modules,
+        use_rslora=options.rslora,
+    )
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(p.numel() for p in model.parameters()) - trained
     lora = Run(
         "LoRA",
+        model=model,
         corpus=lora_corpus,
         steps=options.steps or size.lora_steps,
         lr=options.lr,

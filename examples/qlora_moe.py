@@ -5,10 +5,11 @@
 
 A Qwen3-MoE of transformers gets random weights: its experts are drawn and quantised to NF4 one by
 one, so that none of them exists in 16 bits for longer than that takes. LoRA on the experts is then
-trained on the source of Python's standard library, byte by byte; `--offload` keeps the experts in
-host memory, two layers of them on the device. Where there are a GPU and bitsandbytes, the time and
-the memory of a step stand beside those of the usual way: decode everything with bitsandbytes, then
-torch's grouped_mm. Random weights have nothing to be fine-tuned; the numbers are about the machine.
+trained on the source of Python's standard library, byte by byte, with `--target-modules q_proj
+v_proj` on attention too, through PEFT; `--offload` keeps the experts in host memory, two layers of
+them on the device. Where there are a GPU and bitsandbytes, the time and the memory of a step stand
+beside those of the usual way: decode everything with bitsandbytes, then torch's grouped_mm. Random
+weights have nothing to be fine-tuned; the numbers are about the machine.
 
 It writes adapter/ (PEFT's format), loss.png and results.json.
 """
@@ -82,6 +83,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=positive_integer, help="of LoRA (default: the size's)")
     add("--rank", type=positive_integer, default=16, help="of LoRA (default: 16)")
     add("--alpha", type=float, default=32.0, help="the update is scaled by alpha / rank")
+    add("--target-modules", nargs="*", metavar="NAME", help="LoRA on these beside the experts")
     add("--lr", type=float, default=1e-2, help="peak learning rate (default: 1e-2)")
     add("--nested", action="store_true", help="quantise absmax, too: 4.13 bits instead of 4.5")
     add("--offload", action="store_true", help="keep the experts in host memory")
@@ -147,12 +149,14 @@ def build_model(
     return model
 
 
-def dense_and_grouped(experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+def dense_and_grouped(
+    experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, lora: Any = None
+) -> Tensor:
     """The usual way: both stacks decoded by bitsandbytes, split LoRA through grouped_mm."""
     slots = torch.sort(index.flatten(), stable=True).indices
     token = slots // index.shape[1]
     ends = torch.bincount(index.flatten(), minlength=experts.num_experts).cumsum(0).int()
-    lora = experts.expert_lora.factors()
+    lora = lora or experts.expert_lora.factors()  # of PEFT, which hands it over, or of ours
 
     def product(rows: Tensor, stack: nn.Module, factors: Any) -> Tensor:
         low = F.grouped_mm(rows, factors.a.to(rows.dtype).mT, offs=ends)
@@ -254,7 +258,9 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = build_model(size, package, device, dtype, seed=options.seed, nested=options.nested)
-    module.integrations.attach_lora(model, options.rank, options.alpha)
+    model = module.integrations.attach_lora(
+        model, options.rank, options.alpha, target_modules=options.target_modules
+    )
     run = Run(
         "LoRA",
         model=model,

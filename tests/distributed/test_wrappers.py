@@ -132,13 +132,15 @@ def test_wrapped_models_step_as_on_one_rank(ranks, wrapper, world) -> None:
     same_everywhere(ranks(world).run(train_beside_one_rank, wrapper))
 
 
-def model_of(opt: Any, *, lora: bool = True, quantize: str | None = None, **sizes: int) -> Any:
+def model_of(
+    opt: Any, *, lora: bool = True, quantize: str | None = None, modules: Any = None, **sizes: int
+) -> Any:
     """The same model on every rank, with a random adapter that trains."""
     from ..integrations._models import build, set_random_lora
 
     model = build("qwen3_moe", **sizes)
     if lora:
-        opt.integrations.attach_lora(model, 3, 7, quantize=quantize)
+        opt.integrations.attach_lora(model, 3, 7, quantize=quantize, target_modules=modules)
         set_random_lora(model)
     return model
 
@@ -242,10 +244,10 @@ def test_what_one_rank_cannot_merge_no_rank_merges(ranks) -> None:
     assert "NaN or inf" in same_everywhere(ranks(2).run(merge_nan))
 
 
-def save_adapter(opt: Any, folder: Path, how: str) -> list[str]:
+def save_adapter(opt: Any, folder: Path, how: str, modules: Any) -> list[str]:
     from torch import distributed
 
-    alone = model_of(opt)
+    alone = model_of(opt, modules=modules)
     model = shard(alone, how)
     logits(model)
     opt.integrations.save_peft_adapter(model, folder / "sharded")
@@ -254,12 +256,18 @@ def save_adapter(opt: Any, folder: Path, how: str) -> list[str]:
     opt.integrations.save_peft_adapter(alone, own)
     for name in found:
         assert (folder / "sharded" / name).read_bytes() == (own / name).read_bytes()
+    if modules is not None:
+        before = stacks(model)
+        with pytest.raises(ValueError, match="sharded over ranks, where PEFT does not merge"):
+            opt.integrations.merge_lora(model)
+        assert_equal(stacks(model), before)
     return found
 
 
+@pytest.mark.parametrize("modules", [None, ["q_proj"]], ids=["experts", "attention"])
 @pytest.mark.parametrize("how", ["fsdp", "hsdp"])
-def test_an_adapter_in_shards_is_saved_as_a_whole_one(ranks, how: str, tmp_path) -> None:
-    found = same_everywhere(ranks(4).run(save_adapter, tmp_path, how))
+def test_an_adapter_in_shards_is_saved_as_a_whole_one(ranks, how, modules, tmp_path) -> None:
+    found = same_everywhere(ranks(4).run(save_adapter, tmp_path, how, modules))
     assert found == ["adapter_config.json", "adapter_model.safetensors"]
 
 

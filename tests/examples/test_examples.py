@@ -564,6 +564,8 @@ def test_training_over_4_bits_in_host_memory(tmp_path: Path) -> None:
         "--device",
         "cpu",
         "--offload",
+        "--target-modules",
+        "q_proj",
     ]
     environment_others = {k: v for k, v in os.environ.items() if k != "LOCAL_KERNELS"}
     done = subprocess.run(

@@ -72,7 +72,7 @@ def row(opt: Any, name: str, folder: Path) -> tuple[str, str]:
         loaded = _load(opt, model, folder / "dense")
         assert relative_error(_logits(loaded), logits) < 1e-6
         step = "attach_lora"
-        opt.integrations.attach_lora(model, r=2, alpha=4)
+        opt.integrations.attach_lora(model, r=2, lora_alpha=4)
         set_random_lora(model)
         _train(model)
         logits = _logits(model)

@@ -66,7 +66,7 @@ def test_pefts_adapter_in_ours_and_back(opt, device, name: str, tmp_path) -> Non
 
 @pytest.mark.parametrize("target", ["gate_up_proj", "down_proj"])
 def test_one_projection_has_no_base_layer_in_its_key(opt, device, target: str, tmp_path) -> None:
-    model = attached(opt, device, "qwen3_moe_square", targets=[target])
+    model = attached(opt, device, "qwen3_moe_square", target_parameters=[target])
     opt.integrations.save_peft_adapter(model, tmp_path)
     assert not [key for key in load_file(tmp_path / TENSORS) if "base_layer" in key]
     loaded = peft.PeftModel.from_pretrained(build("qwen3_moe_square").to(device), tmp_path)
@@ -105,7 +105,7 @@ def test_round_trip_is_exact_in_every_dtype(opt, device, tmp_path) -> None:
         model = attached(opt, device, dtype=dtype)
         opt.integrations.save_peft_adapter(model, tmp_path / "a")
         again = build("qwen3_moe").to(device)
-        opt.integrations.load_peft_adapter(again, tmp_path / "a", adapter="other")
+        opt.integrations.load_peft_adapter(again, tmp_path / "a", adapter_name="other")
         opt.integrations.save_peft_adapter(again, tmp_path / "b")
         for file in (CONFIG, TENSORS):
             assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
@@ -126,13 +126,13 @@ def test_names_that_torch_compile_adds_stay_out(opt, device, tmp_path) -> None:
 
 def test_which_adapter_is_saved_and_trained(opt, device, tmp_path) -> None:
     model = attached(opt, device)
-    opt.integrations.attach_lora(model, 2, 3, adapter="other")
+    opt.integrations.attach_lora(model, 2, 3, adapter_name="other")
     set_random_lora(model, seed=8)
-    opt.integrations.save_peft_adapter(model, tmp_path, adapter="other")
+    opt.integrations.save_peft_adapter(model, tmp_path, adapter_name="other")
     assert json.loads((tmp_path / CONFIG).read_text())["r"] == 2
-    with pytest.raises(ValueError, match=r"adapter='third' is not attached.*default.*other"):
-        opt.integrations.save_peft_adapter(model, tmp_path, adapter="third")
-    opt.integrations.load_peft_adapter(model, tmp_path, adapter="third", trainable=True)
+    with pytest.raises(ValueError, match=r"adapter_name='third' is not attached.*default.*other"):
+        opt.integrations.save_peft_adapter(model, tmp_path, adapter_name="third")
+    opt.integrations.load_peft_adapter(model, tmp_path, adapter_name="third", trainable=True)
     trained = {n.split(".")[8] for n, p in model.named_parameters() if p.requires_grad}
     assert trained == {"third"}
     opt.integrations.set_lora(model, "other")
@@ -187,10 +187,14 @@ def test_version_of_peft_whose_layout_is_unknown(opt, device, saved) -> None:
         ({"lora_dropout": 0.1}, "'lora_dropout': 0.1"),
         ({"lora_bias": True}, "'lora_bias': True"),
         ({"bias": "all"}, "'bias': 'all'"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"target_modules": ["q_proj"]}, "also targets modules.*PeftModel.from_pretrained"),
+        ({"modules_to_save": ["lm_head"]}, r"lm_head\.weight is missing there, \(61, 24\) here"),
+        ({"target_modules": ["q_proj"]}, r"q_proj\.lora_A\.weight is missing there, \(3, 24\)"),
+        ({"modules_to_save": ["(.*)*x"]}, r"'modules_to_save' has '\(\.\*\)\*x'"),
+        ({"target_modules": "(.*)*x"}, r"'target_modules' has '\(\.\*\)\*x'"),
+        ({"rank_pattern": {"q_proj": 10**9}, "target_modules": ["q_proj"]}, "no factor of rank 10"),
         ({"target_parameters": []}, "targets no parameters"),
-        ({"target_parameters": [*BOTH, "gate.weight"]}, "'gate.weight'.*no parameters"),
+        ({"target_parameters": [*BOTH, "gate.weight"]}, r"gate\.lora_A\.weight is missing there"),
+        ({"target_parameters": [*BOTH, "nowhere"]}, "'nowhere'.*no parameters"),
         ({"target_parameters": [BOTH[0]]}, "unexpected.*base_layer"),
         ({"r": 4}, r"down_proj needs A \(20, 12\) and B \(24, 20\), the file has"),
     ],
@@ -213,7 +217,7 @@ def test_unfit_tensors_are_refused(opt, device, saved) -> None:
     first, *_ = tensors
     other = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(3, 24)}
     for damaged, words in (
-        (tensors | other, "unexpected.*q_proj.*PeftModel.from_pretrained"),
+        (tensors | other, "unexpected.*q_proj.*what it targets is not what it holds"),
         ({k: v for k, v in tensors.items() if k != first}, f"missing.*{re.escape(first)}"),
         (tensors | {first: tensors[first].bfloat16()}, "mixes.*bfloat16.*float32"),
     ):
@@ -355,7 +359,7 @@ def test_more_patterns_than_anybody_writes(opt, device, saved) -> None:
 def test_patterns_mean_what_they_mean_to_peft(submodule) -> None:
     from peft.utils.other import get_pattern_key
 
-    config = submodule("integrations.adapters.adapter_file")
+    config = submodule("integrations.adapters.adapter_config")
     draw = random.Random(0)
     atoms = ["a", "b", ".", r"\.", "[ab]", "[^a]", r"\d", "0", "_"]
     hits = 0

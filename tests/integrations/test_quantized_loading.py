@@ -199,7 +199,7 @@ def test_lora_trains_on_4_bit_experts(opt, saved):
     model = opt.integrations.load_quantized(
         saved("qwen3_moe"), dtype=torch.float32, device_map="cpu"
     )
-    opt.integrations.attach_lora(model, r=4, alpha=8)
+    opt.integrations.attach_lora(model, r=4, lora_alpha=8)
     trained = [p for p in model.parameters() if p.requires_grad]
     ids = tokens(torch.device("cpu"))
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
@@ -222,7 +222,7 @@ def test_adapters_travel_to_and_from_peft_files(opt, saved, tmp_path):
     model = opt.integrations.load_quantized(saved("qwen3_moe"), **options)
     with torch.no_grad():
         base = model(ids).logits
-    opt.integrations.attach_lora(model, r=4, alpha=8)
+    opt.integrations.attach_lora(model, r=4, lora_alpha=8)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

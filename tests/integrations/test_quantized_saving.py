@@ -36,7 +36,7 @@ def files(folder) -> dict[str, bytes]:
 def test_adapters_are_left_out(opt, quantized, tmp_path) -> None:
     """They travel in files of their own, and the base that was saved is found below them again."""
     expected = logits(quantized)
-    opt.integrations.attach_lora(quantized, r=3, alpha=7)
+    opt.integrations.attach_lora(quantized, r=3, lora_alpha=7)
     set_random_lora(quantized)
     with_lora = logits(quantized)
     opt.integrations.save_quantized(quantized, tmp_path / "base")
@@ -193,8 +193,10 @@ def test_what_trains_after_loading(opt, quantized, tmp_path) -> None:
     frozen = {n for n, p in loaded.named_parameters() if not p.requires_grad}
     assert frozen == {n for n, _ in loaded.named_parameters() if ".experts." in n}
     validate_quantization_for_training(loaded)
-    opt.integrations.attach_lora(quantized, r=2, alpha=4, targets=("down_proj",), rslora=True)
-    opt.integrations.attach_lora(quantized, r=3, alpha=5, adapter="second")
+    opt.integrations.attach_lora(
+        quantized, r=2, lora_alpha=4, target_parameters=("down_proj",), use_rslora=True
+    )
+    opt.integrations.attach_lora(quantized, r=3, lora_alpha=5, adapter_name="second")
     opt.integrations.set_lora(quantized, "second")
     set_random_lora(quantized)
     quantized.save_pretrained(tmp_path / "adapted")
@@ -285,7 +287,7 @@ def test_an_adapter_of_transformers_is_written_alone(quantized, tmp_path) -> Non
 def test_save_quantized_after_save_pretrained(opt, quantized, tmp_path) -> None:
     """It leaves adapters out, so its configuration must not describe them."""
     expected = logits(quantized)
-    opt.integrations.attach_lora(quantized, r=2, alpha=4)
+    opt.integrations.attach_lora(quantized, r=2, lora_alpha=4)
     set_random_lora(quantized)
     quantized.save_pretrained(tmp_path / "first")
     opt.integrations.save_quantized(quantized, tmp_path / "second")
@@ -328,7 +330,7 @@ def test_trainer_saves_and_resumes(opt, tmp_path) -> None:
     def train(name: str, resume: str | None = None, callbacks=()) -> list[float]:
         torch.manual_seed(5)
         model = opt.integrations.load_quantized(tmp_path / "dense", **OPTIONS)
-        opt.integrations.attach_lora(model, r=2, alpha=4)
+        opt.integrations.attach_lora(model, r=2, lora_alpha=4)
         arguments = TrainingArguments(
             output_dir=str(tmp_path / name),
             max_steps=6,

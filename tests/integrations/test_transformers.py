@@ -302,7 +302,7 @@ def test_what_has_no_experts_interface_is_told_what_it_is(opt) -> None:
 
 def test_default_targets_of_experts_without_a_gate(opt) -> None:
     model = tiny("NemotronHForCausalLM")
-    opt.integrations.attach_lora(model, r=2, alpha=4)
+    opt.integrations.attach_lora(model, r=2, lora_alpha=4)
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     assert len(trained) == 4 and all(".experts.expert_lora." in name for name in trained)
 

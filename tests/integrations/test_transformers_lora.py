@@ -22,7 +22,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 def attached(opt, device, name: str = "qwen3_moe", **options) -> nn.Module:
     """A model with a random adapter of ours."""
     model = build(name).to(device)
-    opt.integrations.attach_lora(model, **{"r": 3, "alpha": 7} | options)
+    opt.integrations.attach_lora(model, **{"r": 3, "lora_alpha": 7} | options)
     set_random_lora(model)
     return model
 
@@ -50,7 +50,7 @@ def folded(model: nn.Module, adapter: str, scaling: float) -> nn.Module:
 @pytest.mark.parametrize("rslora", [False, True], ids=["alpha/r", "alpha/sqrt(r)"])
 @pytest.mark.parametrize("name", ["qwen3_moe_square", "qwen3_5_moe_vlm", "gpt_oss", "deepseek_v3"])
 def test_logits_are_those_of_the_sum(opt, device, name: str, rslora: bool) -> None:
-    model = attached(opt, device, name, rslora=rslora)
+    model = attached(opt, device, name, use_rslora=rslora)
     expected = folded(model, "default", 7 / 3**0.5 if rslora else 7 / 3)
     assert_error_at_most(logits(model), logits(expected), FP32)
     assert relative_error(logits(model), logits(build(name).to(device))) > 0.1
@@ -119,7 +119,7 @@ def test_it_learns_and_leaves_the_base_alone(opt, device) -> None:
 
 @pytest.mark.parametrize("target", ["gate_up_proj", "down_proj"])
 def test_one_projection(opt, device, target: str) -> None:
-    model = attached(opt, device, "gpt_oss", targets=[target])
+    model = attached(opt, device, "gpt_oss", target_parameters=[target])
     (entry,) = {n.split(".")[6] for n, _ in model.named_parameters() if ".lora_A" in n}
     assert entry == {"gate_up_proj": "gate_up", "down_proj": "down"}[target]
     assert relative_error(logits(model), logits(build("gpt_oss").to(device))) > 0.05
@@ -131,11 +131,13 @@ def test_experts_without_a_gate(opt, device) -> None:
     inputs = routing(experts, device)
     holder = nn.ModuleDict({"experts": experts})
     with torch.no_grad():
-        opt.integrations.attach_lora(holder, 3, 7, targets=("up_proj", "down_proj"))
+        opt.integrations.attach_lora(holder, 3, 7, target_parameters=("up_proj", "down_proj"))
         set_random_lora(holder)
         ours = experts(*inputs)
-        with pytest.raises(ValueError, match=r"has no 'gate_up_proj'.*up_proj"):
-            opt.integrations.attach_lora(holder, 3, 7, ("gate_up_proj",), adapter="other")
+        with pytest.raises(ValueError, match=r"has \['gate_up_proj'\].*they have .*'up_proj'"):
+            opt.integrations.attach_lora(
+                holder, 3, 7, target_parameters=["gate_up_proj"], adapter_name="other"
+            )
         opt.integrations.merge_lora(holder)
         assert_error_at_most(ours, experts(*inputs), FP32)
 
@@ -162,7 +164,7 @@ def test_switching_off_is_the_base_bit_for_bit(opt, device) -> None:
 def test_several_adapters(opt, device) -> None:
     model = attached(opt, device)
     first = logits(model)
-    opt.integrations.attach_lora(model, 2, 3, ["down_proj"], adapter="other")
+    opt.integrations.attach_lora(model, 2, 3, target_parameters=["down_proj"], adapter_name="other")
     assert_same_bits(logits(model), first)  # the first one stays active, and trains
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     assert len(trained) == 8 and all(".default." in name for name in trained)
@@ -180,7 +182,7 @@ def test_several_adapters(opt, device) -> None:
     assert_same_bits(logits(model), first)
     with pytest.raises(ValueError, match=r"\['default', 'other'\].*is not attached.*one can"):
         opt.integrations.set_lora(model, ["default", "other"])
-    with pytest.raises(ValueError, match="adapter='missing' is not attached"):
+    with pytest.raises(ValueError, match="adapter_name='missing' is not attached"):
         opt.integrations.set_lora(model, "missing")
 
 
@@ -199,7 +201,7 @@ def test_merge_and_unmerge(opt, device, dtype: torch.dtype) -> None:
         lambda: opt.integrations.merge_lora(model),
         lambda: opt.integrations.disable_lora(model),
         lambda: opt.integrations.set_lora(model, None),
-        lambda: opt.integrations.attach_lora(model, 1, 1, adapter="other"),
+        lambda: opt.integrations.attach_lora(model, 1, 1, adapter_name="other"),
         lambda: model.state_dict(),
     ):
         with pytest.raises(ValueError, match="merged"):
@@ -277,21 +279,23 @@ def test_other_implementations_do_not_drop_lora_in_silence(opt, device) -> None:
 
 
 def test_refusals_come_before_any_change(opt, device) -> None:
-    import peft
-
     attach = opt.integrations.attach_lora
     model = build("qwen3_moe").to(device)
     before = set(model.state_dict())
+
+    def targets(names: object) -> None:
+        attach(model, 1, 1, target_parameters=names)
+
     for error, words, call in (
         (ValueError, "one of .*, got 'int4'", lambda: attach(model, 1, 1, quantize="int4")),
         (ValueError, "r must be an integer", lambda: attach(model, 0, 1)),
         (ValueError, "r must be an integer", lambda: attach(model, True, 1)),
         (ValueError, "alpha must be", lambda: attach(model, 1, float("nan"))),
-        (ValueError, "has no 'q_proj'", lambda: attach(model, 1, 1, ["down_proj", "q_proj"])),
-        (ValueError, "sequence of names", lambda: attach(model, 1, 1, "down_proj")),
-        (ValueError, "targets is empty", lambda: attach(model, 1, 1, [])),
-        (ValueError, "without dots", lambda: attach(model, 1, 1, adapter="a.b")),
-        (ValueError, "adapter='keys'", lambda: attach(model, 1, 1, adapter="keys")),
+        (ValueError, "has .'q_proj'.*they have .'down_proj'", lambda: targets(["q_proj"])),
+        (ValueError, "sequence of names", lambda: targets("down_proj")),
+        (ValueError, "target_parameters is empty", lambda: targets([])),
+        (ValueError, "without dots", lambda: attach(model, 1, 1, adapter_name="a.b")),
+        (ValueError, "adapter_name='keys'", lambda: attach(model, 1, 1, adapter_name="keys")),
         (ValueError, "no experts", lambda: attach(nn.Linear(2, 2), 1, 1)),
         (ValueError, "attach_lora first", lambda: opt.integrations.disable_lora(model)),
         (ValueError, "no adapter is active", lambda: opt.integrations.merge_lora(model)),
@@ -306,12 +310,10 @@ def test_refusals_come_before_any_change(opt, device) -> None:
         attach(model, 1, 1)
     experts_of(model)[0]._is_expert_parallel = True
     with pytest.raises(ValueError, match="split over ranks"):
-        attach(model, 1, 1, adapter="b")
-
-    config = peft.LoraConfig(target_modules=[], target_parameters=["experts.down_proj"])
-    wrapped = peft.get_peft_model(build("qwen3_moe").to(device), config)
-    with pytest.raises(ValueError, match="PEFT has wrapped this model"):
-        attach(wrapped, 1, 1)
+        attach(model, 1, 1, adapter_name="b")
+    biased = build("gpt_oss").to(device)
+    with pytest.raises(ValueError, match=r"has LoRA on .*, not 'down_proj_bias'"):
+        attach(biased, 1, 1, target_parameters=["experts.down_proj_bias"])
 
 
 TARGETS = ("gate_up_proj", "down_proj")
@@ -339,8 +341,8 @@ def test_lora_over_4_bits_is_lora_over_the_rounded_experts(opt, device, name, qu
     model = build(name).to(device)
     twin = rounded(opt, model, quant_type)
     attach = opt.integrations.attach_lora
-    attach(model, r=3, alpha=7, quantize=quant_type)
-    attach(twin, r=3, alpha=7)
+    attach(model, r=3, lora_alpha=7, quantize=quant_type)
+    attach(twin, r=3, lora_alpha=7)
     for one in (model, twin):
         set_random_lora(one)
     found, expected = logits_quantize(model), logits_quantize(twin)
@@ -384,7 +386,7 @@ def test_a_refused_or_failed_attachment_leaves_no_adapter(
 ) -> None:
     attach, wide = opt.integrations.attach_lora, build("qwen3_moe").to(device).double()
     with pytest.raises(ValueError, match=r"gate_up_proj is torch\.float64; 4 bits are made of"):
-        attach(wide, r=2, alpha=4, quantize="nf4")
+        attach(wide, r=2, lora_alpha=4, quantize="nf4")
     assert not any(".lora_" in name for name in wide.state_dict())
     assert all(parameter.requires_grad for parameter in wide.parameters())
     assert wide.config._experts_implementation == "eager"
@@ -403,11 +405,11 @@ def test_a_refused_or_failed_attachment_leaves_no_adapter(
 
     monkeypatch.setattr(module, "nf4_quantize", short_of_memory)
     with pytest.raises(torch.OutOfMemoryError):
-        attach(model, r=2, alpha=4, quantize="nf4")
+        attach(model, r=2, lora_alpha=4, quantize="nf4")
     assert not any(".lora_" in name for name in model.state_dict())
     assert all(p.requires_grad for n, p in model.named_parameters() if ".experts." not in n)
     logits_quantize(model)  # half quantised, it runs
-    attach(model, r=2, alpha=4, quantize="nf4")
+    attach(model, r=2, lora_alpha=4, quantize="nf4")
     logits_quantize(model)
     assert not any(key.endswith(TARGETS) for key in model.state_dict())
 
@@ -422,7 +424,7 @@ def test_refusals_change_nothing(opt, device) -> None:
     last.down_proj = nn.Parameter(kept.detach().to("meta"), requires_grad=False)
     for call in (
         lambda: opt.integrations.quantize_experts(model),
-        lambda: opt.integrations.attach_lora(model, r=2, alpha=4, quantize="nf4"),
+        lambda: opt.integrations.attach_lora(model, r=2, lora_alpha=4, quantize="nf4"),
     ):
         with pytest.raises(ValueError, match="down_proj is on the meta device; quantise a model"):
             call()
@@ -433,7 +435,7 @@ def test_refusals_change_nothing(opt, device) -> None:
 def test_experts_in_host_memory(opt, device, tmp_path, reentrant) -> None:
     """Gradient checkpointing over offloaded experts: the same bits, and they can be saved."""
     model = build("qwen3_moe", num_hidden_layers=3).to(device)
-    opt.integrations.attach_lora(model, r=3, alpha=7, quantize="nf4")
+    opt.integrations.attach_lora(model, r=3, lora_alpha=7, quantize="nf4")
     set_random_lora(model)
     model.train()
     model.enable_input_require_grads()

@@ -587,11 +587,11 @@ def attach_lora(package: Package, generator: random.Random) -> Call:
     arguments = {
         "model": model,
         "r": 2,
-        "alpha": 4.0,
-        "targets": ("gate_up_proj", "down_proj"),
-        "rslora": False,
+        "lora_alpha": 4.0,
+        "target_parameters": ("gate_up_proj", "down_proj"),
+        "use_rslora": False,
         "quantize": generator.choice([None, None, "nf4"]),
-        "adapter": "default",
+        "adapter_name": "default",
         "dtype": torch.float32,
     }
     return Call("integrations.attach_lora", attach, arguments, None, words=WORDS)
@@ -687,7 +687,9 @@ def load_peft_adapter(package: Package, generator: random.Random) -> Call:
     def load(model: Any, adapter: Any, content: bytes) -> Any:
         file.write_bytes(content)
         try:
-            integrations.load_peft_adapter(model, folder, adapter=adapter, local_files_only=True)
+            integrations.load_peft_adapter(
+                model, folder, adapter_name=adapter, local_files_only=True
+            )
         except (ValueError, TypeError, OSError):
             if hasattr(model, "state_dict") and model.state_dict().keys() != before:
                 raise DifferenceError("a refused adapter left tensors behind") from None

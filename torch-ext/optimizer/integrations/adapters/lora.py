@@ -1,14 +1,15 @@
-"""LoRA on the experts of a transformers model, without PEFT: attach, switch, merge, detach.
+"""LoRA on the experts of a transformers model, and with PEFT on the rest of it.
 
-The parameters are registered on every experts module, under `expert_lora`, and run through the
-grouped kernels. `adapter_file.py` reads and writes them as PEFT adapters.
+LoRA on experts alone needs no PEFT: the parameters are registered on every experts module, under
+`expert_lora`, and run through the grouped kernels. With attention or whole modules beside them the
+adapter is PEFT's (`injection.py`). The functions here take both; `adapter_file.py` reads and writes
+both.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,31 +28,15 @@ from ..models.experts import (
     first_projection,
     is_ours,
     operand_shape,
+    why_no_experts,
 )
 from ..models.quantize_in_memory import check_quantizable, quantize_experts
 from ..models.transformers import use_in_transformers
 from ..sharded_models import fully_sharded, reshard
-from . import peft
+from . import injection, peft
+from .adapter_config import AdapterOptions, targeted
 
 PROJECTION = {"gate_up_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
-
-
-@dataclass(frozen=True)
-class AdapterOptions:
-    """What scales an adapter on one projection: alpha / r, or alpha / sqrt(r) with rslora."""
-
-    r: int
-    alpha: float
-    rslora: bool = False
-
-    def check(self) -> None:
-        """Raise ValueError unless r is a rank and alpha a finite number."""
-        if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
-            raise ValueError(f"r must be an integer of at least 1, got {self.r!r}")
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)):
-            raise ValueError(f"alpha must be a number, got {self.alpha!r}")
-        if not abs(self.alpha) <= torch.finfo(torch.float32).max:  # nor an integer without end
-            raise ValueError(f"alpha must be a finite float32, got {self.alpha!r:.99}")
 
 
 class AttachedLora(ExpertAdapters):
@@ -90,61 +75,113 @@ class AttachedLora(ExpertAdapters):
 
 def attach_lora(
     model: nn.Module,
-    r: int,
-    alpha: float,
-    targets: Sequence[str] | None = None,
+    r: int = 8,
+    lora_alpha: float = 8,
     *,
-    rslora: bool = False,
+    peft_config: Any = None,
+    target_modules: Sequence[str] | str | None = None,
+    target_parameters: Sequence[str] | None = None,
+    use_rslora: bool = False,
+    modules_to_save: Sequence[str] | None = None,
+    adapter_name: str = "default",
     quantize: str | None = None,
-    adapter: str = "default",
     dtype: torch.dtype = torch.float32,
-) -> None:
-    """Put LoRA on the experts of a transformers model and make it their only trainable part.
+) -> nn.Module:
+    """Put LoRA on the experts of a transformers model, and on the modules that are named.
 
     The model is switched to our experts implementation (`use_in_transformers`). Every other
-    parameter is frozen, as PEFT does it. What else should train, attention or the head, is named in
-    PEFT's configuration beside the experts instead (docs/concepts/transformers-peft.md), so
-    that one file holds all of it. A first call makes its adapter the active one, a further call
-    with another name adds one beside it.
+    parameter is frozen, as PEFT does it. The experts alone need no PEFT. With `target_modules`,
+    `modules_to_save` or `peft_config`, or in a model that PEFT has changed already, PEFT injects
+    the whole adapter and our kernels run its part on the experts. A first call makes its adapter
+    the active one; a further call with another name adds one beside it. With the name of an adapter
+    that PEFT has put on other modules alone, the experts are added to that one.
 
     Args:
-        model: a transformers model without PEFT, before `fully_shard` and tensor parallelism.
+        model: a transformers model or a PeftModel, before `fully_shard` and tensor parallelism. It
+            is changed in place.
         r: rank, at least 1.
-        alpha: the update is scaled by alpha / r.
-        targets: of the experts' parameters "gate_up_proj" ("up_proj" where there is no gate) and
-            "down_proj"; None for both.
-        rslora: scale by alpha / sqrt(r) instead (arXiv 2312.03732).
+        lora_alpha: the update is scaled by lora_alpha / r.
+        peft_config: a peft.LoraConfig that says all of this, in place of the other options up to
+            `modules_to_save`. Without target_parameters both projections of the experts are meant.
+        target_modules: of other modules than experts, as in PEFT: ends of names, a pattern or
+            "all-linear"; None for none.
+        target_parameters: of the experts, ends of names: "gate_up_proj" ("up_proj" where there is
+            no gate), "down_proj"; None for both.
+        use_rslora: scale by lora_alpha / sqrt(r) instead (arXiv 2312.03732).
+        modules_to_save: of modules that are trained whole, as in PEFT: "lm_head".
+        adapter_name: without dots.
         quantize: "nf4" or "fp4": put the experts into 4 bits first (`quantize_experts`), which
             lose precision and cannot be merged into; None leaves them as they are.
-        adapter: name, without dots.
         dtype: of the LoRA parameters, floating. float32 is PEFT's choice, over any base.
 
+    Returns:
+        The model; where PEFT was needed a PeftModel around it, for Trainer and TRL.
+
     Raises:
-        ValueError: no experts, an unknown target, a name in use, layers of PEFT in the model, ranks
-            that share it out, a dtype that cannot train, or stacks that cannot be quantised here;
-            nothing has changed then.
-        ImportError: transformers is not installed.
+        ValueError: no experts, an unknown target, a name in use, an option that experts do not
+            support, ranks that share the model out, a dtype that cannot train, or stacks that
+            cannot be quantised here; nothing has changed then.
+        TypeError: peft_config is no LoraConfig; nothing has changed then.
+        ImportError: transformers is not installed, or PEFT where it is needed.
     """
     if quantize is not None:
         check_quantizable(model, quantize)
-    if isinstance(targets, str):
-        raise ValueError(
-            f"targets must be a sequence of names, got {targets!r}; pass ({targets!r},)"
-        )
-    options = AdapterOptions(r, alpha, rslora)
-    found = dict(experts_modules(model))
-    wanted = {
-        name: dict.fromkeys(
-            (first_projection(experts), "down_proj") if targets is None else targets, options
-        )
-        for name, experts in found.items()
+    options = {
+        "r": r,
+        "lora_alpha": lora_alpha,
+        "use_rslora": use_rslora,
+        "target_modules": target_modules,
+        "target_parameters": target_parameters,
+        "modules_to_save": modules_to_save,
     }
+    _check_options(options, alone=peft_config is None)
+    check_addable(model, adapter_name, dtype)
+    if (
+        peft_config is not None
+        or target_modules
+        or modules_to_save
+        or peft.first_layer(model) is not None
+    ):
+        config = injection.config_of(model, peft_config, options)
+        return injection.attach(model, config, adapter_name, quantize=quantize, dtype=dtype)
+    wanted = _wanted(model, options)
+    _check_wanted(model, wanted)
     if quantize is not None:
-        _check_addition(model, found, adapter, wanted, dtype)
         quantize_experts(model, quantize)  # first: it can run out of memory
-    add_adapter(model, adapter, wanted, dtype=dtype)
-    if active_adapter(model) == adapter:
-        train_adapter(model, adapter)
+    add_adapter(model, adapter_name, wanted, dtype=dtype)
+    if active_adapter(model) == adapter_name:
+        train_adapter(model, adapter_name)
+    return model
+
+
+DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False}  # of attach_lora; None for the others
+
+
+def _check_options(options: dict[str, Any], *, alone: bool) -> None:
+    """Raise ValueError for strings in the place of lists, and for what peft_config says again."""
+    for name in ("target_parameters", "modules_to_save"):
+        if isinstance(options[name], str):
+            raise ValueError(
+                f"{name} must be a sequence of names, got {options[name]!r}; pass "
+                f"[{options[name]!r}]"
+            )
+    if alone:
+        AdapterOptions(options["r"], options["lora_alpha"]).check()
+        return
+    twice = {name: value for name, value in options.items() if value != DEFAULTS.get(name)}
+    if twice:
+        raise ValueError(f"peft_config says it all; leave out {twice}, or set it there")
+
+
+def _wanted(model: nn.Module, options: dict[str, Any]) -> dict[str, dict[str, AdapterOptions]]:
+    """What `attach_lora` puts on experts, by name of the module and of its parameter."""
+    if options["target_parameters"] is not None:
+        return targeted(model, options, "attach_lora")
+    each = AdapterOptions(options["r"], options["lora_alpha"], options["use_rslora"])
+    return {
+        name: dict.fromkeys((first_projection(experts), "down_proj"), each)
+        for name, experts in experts_modules(model)
+    }
 
 
 def add_adapter(
@@ -154,7 +191,7 @@ def add_adapter(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Create an adapter, frozen; all checks come first.
+    """Create an adapter on experts, frozen; all checks come first.
 
     Args:
         model: a transformers model.
@@ -166,7 +203,8 @@ def add_adapter(
         ValueError: as `attach_lora`.
     """
     found = dict(experts_modules(model))
-    _check_addition(model, found, adapter, wanted, dtype)
+    check_addable(model, adapter, dtype)
+    _check_wanted(model, wanted)
     before = attached_modules(model)
     active = active_adapter(model)
     use_in_transformers(model)
@@ -182,14 +220,7 @@ def add_adapter(
 
 
 def check_attachable(model: nn.Module) -> None:
-    """Raise ValueError if LoRA on a model's experts would be lost, or would not fit its shards."""
-    layer = peft.first_layer(model)
-    if layer is not None:
-        raise ValueError(
-            f"PEFT has wrapped this model: {layer} would be frozen, and its file would leave the "
-            "experts' LoRA out; name the experts in PEFT's target_parameters and call "
-            "use_in_transformers(model), or call attach_lora on model.unload()"
-        )
+    """Raise ValueError if LoRA on a model's experts would not fit its shards."""
     held = fully_sharded(model)
     if held is not None:
         raise ValueError(
@@ -210,11 +241,8 @@ def check_attachable(model: nn.Module) -> None:
 
 def train_adapter(model: nn.Module, adapter: str) -> None:
     """Freeze every parameter of the model but those of one adapter."""
-    model.requires_grad_(False)
-    for _, entry in _projections(model):
-        if adapter in entry.adapters:
-            entry.lora_A[adapter].requires_grad_(True)
-            entry.lora_B[adapter].requires_grad_(True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(injection.adapter_of(name) == adapter)
 
 
 def attached_modules(model: nn.Module) -> dict[str, AttachedLora]:
@@ -228,31 +256,46 @@ def attached_modules(model: nn.Module) -> dict[str, AttachedLora]:
 
 def active_adapter(model: nn.Module) -> str | None:
     """The adapter in use, enabled or not; None if there is none."""
-    return next((entry.active for _, entry in _projections(model) if entry.active), None)
+    ours = next((entry.active for _, entry in _projections(model) if entry.active), None)
+    return ours or injection.active_adapter(model)
 
 
-def set_lora(model: nn.Module, adapter: str | None, *, trainable: bool = False) -> None:
+def known_adapters(model: nn.Module) -> list[str]:
+    """Names of all adapters, ours and PEFT's."""
+    ours = {name for _, entry in _projections(model) for name in entry.adapters}
+    return sorted(ours | injection.configurations(model).keys())
+
+
+def set_lora(model: nn.Module, adapter_name: str | None, *, trainable: bool = False) -> None:
     """Use another attached adapter, or none.
 
     Args:
-        model: as given to `attach_lora`.
-        adapter: its name; a projection that it does not target runs without LoRA.
+        model: of `attach_lora`.
+        adapter_name: a projection that it does not target runs without LoRA. None, for none, where
+            the experts alone have LoRA; PEFT keeps one active.
         trainable: train it, and freeze everything else; False leaves what trains as it is.
 
     Raises:
         ValueError: no such adapter, several are named, or one is merged.
     """
-    entries = _checked_projections(model)
-    known = sorted({name for _, entry in entries for name in entry.adapters})
-    if adapter is not None and (not isinstance(adapter, str) or adapter not in known):
+    known, injected = known_adapters(model), injection.is_injected(model)
+    entries = [] if injected else _checked_projections(model)
+    if adapter_name is None and injected:
+        raise ValueError("adapter_name=None: PEFT keeps one adapter active; disable_lora(model)")
+    if adapter_name is not None and (
+        not isinstance(adapter_name, str) or adapter_name not in known
+    ):
         raise ValueError(
-            f"adapter={adapter!r} is not attached; there are {known}, and one can be active"
+            f"adapter_name={adapter_name!r} is not attached; there are {known}, and one can be "
+            "active"
         )
-    _refuse_merged(entries, "set another adapter")
+    _refuse_merged(model, "set another adapter")
+    if injected:
+        injection.set_adapter(model, adapter_name)
     for _, entry in entries:
-        entry.set_adapter(adapter if adapter in entry.adapters else None)
-    if trainable and adapter is not None:
-        train_adapter(model, adapter)
+        entry.set_adapter(adapter_name if adapter_name in entry.adapters else None)
+    if trainable and adapter_name is not None:
+        train_adapter(model, adapter_name)
 
 
 def enable_lora(model: nn.Module) -> None:
@@ -261,8 +304,7 @@ def enable_lora(model: nn.Module) -> None:
     Raises:
         ValueError: no LoRA is attached.
     """
-    for _, entry in _checked_projections(model):
-        entry.enabled = True
+    _enable(model, True)
 
 
 def disable_lora(model: nn.Module) -> None:
@@ -271,37 +313,48 @@ def disable_lora(model: nn.Module) -> None:
     Raises:
         ValueError: no LoRA is attached, or it is merged into the weights.
     """
-    entries = _checked_projections(model)
-    _refuse_merged(entries, "disable it")
+    _enable(model, False)
+
+
+def _enable(model: nn.Module, enabled: bool) -> None:
+    entries = [] if injection.is_injected(model) else _checked_projections(model)
+    if not enabled:
+        _refuse_merged(model, "disable it")
+    injection.enable(model, enabled)
     for _, entry in entries:
-        entry.enabled = False
+        entry.enabled = enabled
 
 
 @contextlib.contextmanager
 def lora_disabled(model: nn.Module) -> Iterator[None]:
     """The base model inside the with block, as for the reference model of DPO or GRPO."""
-    before = [(entry, entry.enabled) for _, entry in _checked_projections(model)]
+    ours = [entry.enabled for _, entry in _projections(model)]
+    before = any(ours) or injection.is_enabled(model)
     disable_lora(model)
     try:
         yield
     finally:
-        for entry, enabled in before:
-            entry.enabled = enabled
+        if before:
+            enable_lora(model)
 
 
 def merge_lora(model: nn.Module, *, keep_on: torch.device | str | None = None) -> None:
-    """Add the active adapter to the experts' weights; `unmerge_lora` restores them bit for bit.
+    """Add the active adapter to the weights; `unmerge_lora` restores them bit for bit.
 
-    Of a model under FSDP2 every rank must call it, and writes into its shards.
+    Of a model under FSDP2 every rank must call it, and writes into its shards; LoRA on the experts
+    alone can be merged there. Modules that are trained whole stay in the place of the others.
 
     Args:
-        model: as given to `attach_lora`.
+        model: of `attach_lora`.
         keep_on: device of the copy of the weights that unmerging puts back; None: theirs.
 
     Raises:
         ValueError: nothing to merge, merged already, weights that are computed (quantized), or NaN
             or inf in the adapter; no weight has changed then.
     """
+    if injection.is_injected(model):
+        injection.merge(model, keep_on=keep_on)
+        return
     reshard(model)
     work = []
     for experts, attached in _located(model):
@@ -334,6 +387,9 @@ def unmerge_lora(model: nn.Module) -> None:
     Raises:
         ValueError: nothing is merged.
     """
+    if injection.is_injected(model):
+        injection.unmerge(model)
+        return
     reshard(model)
     merged = [entry for entry in _located(model) if entry[1].merged]
     if not merged:
@@ -342,14 +398,21 @@ def unmerge_lora(model: nn.Module) -> None:
         attached.unmerge({name: local(weight) for name, weight in _weights(experts).items()})
 
 
-def detach_lora(model: nn.Module) -> None:
-    """Remove all attached LoRA. What is merged stays in the weights."""
+def detach_lora(model: nn.Module) -> nn.Module:
+    """Remove all attached LoRA. What is merged stays in the weights, modules trained whole too.
+
+    Returns:
+        The model that `attach_lora` was given.
+    """
+    if injection.is_injected(model):
+        return injection.detach(model)
     for experts, attached in _located(model):
         attached.discard()
         del experts._modules[ATTACHED]
         hooks = experts._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if hook is _refuse_other_implementations]:
             del hooks[key]
+    return model
 
 
 def _factors(projection: LoraProjection) -> tuple[Tensor, Tensor]:
@@ -394,42 +457,41 @@ def _checked_projections(model: nn.Module) -> list[tuple[str, LoraProjection]]:
     return entries
 
 
-def _refuse_merged(entries: list[tuple[str, LoraProjection]], doing: str) -> None:
-    merged = [name for name, entry in entries if entry.merged]
+def _refuse_merged(model: nn.Module, doing: str) -> None:
+    merged = [name for name, entry in _projections(model) if entry.merged]
     if merged:
         raise ValueError(f"cannot {doing}: the adapter is merged into {merged[0]}; unmerge_lora")
+    injection.check_separate(model, doing)
 
 
-def _check_addition(
-    model: nn.Module,
-    found: dict[str, nn.Module],
-    adapter: str,
-    wanted: dict[str, dict[str, AdapterOptions]],
-    dtype: torch.dtype,
-) -> None:
-    """Everything `add_adapter` could fail on, before it changes anything."""
+def check_addable(model: nn.Module, adapter: str, dtype: torch.dtype) -> None:
+    """Raise ValueError if a model can take no further adapter, or none of this name and dtype."""
     check_factor_dtype(dtype)
-    if not any(wanted.values()):
-        raise ValueError(
-            f"nothing to put LoRA on: model ({type(model).__name__}) has no experts of "
-            "transformers' experts interface, or targets is empty"
-        )
+    if next(experts_modules(model), None) is None:
+        raise ValueError(f"nothing to put LoRA on: {why_no_experts(model)}")
     check_attachable(model)
     taken = isinstance(adapter, str) and hasattr(nn.ModuleDict(), adapter)  # "keys", "pop", ...
     if not isinstance(adapter, str) or not adapter or "." in adapter or taken:
         raise ValueError(
-            f"adapter={adapter!r} must be a string without dots that is no attribute of a module"
+            f"adapter_name={adapter!r} must be a string without dots that is no attribute of a "
+            "module"
         )
     if adapter in {name for _, entry in _projections(model) for name in entry.adapters}:
         raise ValueError(f"adapter {adapter!r} is attached already; give the new one another name")
-    _refuse_merged(_projections(model), "add an adapter")
-    for name, targets in wanted.items():
-        experts = found[name]
+    _refuse_merged(model, "add an adapter")
+    for name, experts in experts_modules(model):
         check_supported(experts, name)
-        allowed = (first_projection(experts), "down_proj")
+
+
+def _check_wanted(model: nn.Module, wanted: dict[str, dict[str, AdapterOptions]]) -> None:
+    if not any(wanted.values()):
+        raise ValueError("nothing to put LoRA on: target_parameters is empty; None means both")
+    found = dict(experts_modules(model))
+    for name, targets in wanted.items():
+        allowed = (first_projection(found[name]), "down_proj")
         for target, options in targets.items():
             if target not in allowed:
-                raise ValueError(f"targets: {name} has no {target!r}; it has {allowed}")
+                raise ValueError(f"target_parameters: {name} has LoRA on {allowed}, not {target!r}")
             options.check()
 
 

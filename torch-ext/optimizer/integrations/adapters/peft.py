@@ -21,10 +21,10 @@ from ...moe import ExpertsLora, LoraFactors
 from ...moe.lora import PeftFactors
 from ...moe.quantized.expert_weights import as_quantized
 from ..models.experts import ATTACHED, experts_modules, first_projection, is_ours
+from .adapter_config import ends
 
 WRAPPER = "ParamWrapper"  # peft.tuners.lora.layer
-# What PEFT puts around a model, and around its modules.
-LAYERS = ("PeftModel", "BaseTunerLayer", "AuxiliaryTrainingWrapper")
+LAYERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper"}  # what PEFT puts around modules
 PROXIES = ("_LoraFactorsProxy", "_LoraParameterProxy")  # its parametrizations
 
 
@@ -58,14 +58,19 @@ def wrappers(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+def is_layer(module: nn.Module) -> bool:
+    """Whether PEFT put this in the place of a module."""
+    return any(kind.__name__ in LAYERS for kind in type(module).__mro__)
+
+
 def first_layer(model: nn.Module) -> str | None:
     """Name and class of a layer that PEFT put into a model, or around it; None if there is none."""
     found = None
     for name, module in model.named_modules():
-        if any(kind.__name__ in LAYERS for kind in type(module).__mro__):
+        if is_layer(module):
+            return f"{name} ({type(module).__name__})"
+        if any(kind.__name__ == "PeftModel" for kind in type(module).__mro__):
             found = f"{name or 'the model'} ({type(module).__name__})"
-            if name:
-                break
     return found
 
 
@@ -101,8 +106,9 @@ class ParameterListing:
         if ATTACHED in experts._modules:
             raise ValueError(
                 "the experts of this model have LoRA of attach_lora, which PEFT would freeze and "
-                "leave out of its file; detach_lora(model) and name the experts in PEFT's "
-                "configuration: target_parameters=['experts.gate_up_proj', 'experts.down_proj']"
+                "leave out of its file; detach_lora(model) and name the other modules in "
+                "attach_lora(target_modules=[...]), or the experts in PEFT's configuration: "
+                "target_parameters=['experts.gate_up_proj', 'experts.down_proj']"
             )
         packed = (
             (f"{prefix}.{name}" if prefix else name, stack.packed)
@@ -112,15 +118,21 @@ class ParameterListing:
         return itertools.chain(packed, found)
 
 
-def check_targets(model: nn.Module) -> None:
-    """Raise ValueError if PEFT's configuration names experts that PEFT did not wrap."""
-    wrapped: dict[str, set[str]] = {}  # adapter -> names of the parameters that have it
+def wrapped_parameters(model: nn.Module) -> dict[str, set[str]]:
+    """Names of the parameters that PEFT has wrapped, by adapter."""
+    wrapped: dict[str, set[str]] = {}
     for name, module in model.named_modules():
         if not is_wrapper(module):
             continue
         place = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
         for adapter in module.lora_A:
             wrapped.setdefault(adapter, set()).add(place)
+    return wrapped
+
+
+def check_targets(model: nn.Module) -> None:
+    """Raise ValueError if PEFT's configuration names experts that PEFT did not wrap."""
+    wrapped = wrapped_parameters(model)
     experts = {
         f"{name.replace('.base_layer', '')}.{target}"
         for name, module in experts_modules(model)
@@ -129,7 +141,7 @@ def check_targets(model: nn.Module) -> None:
     for adapter, targets in _configs(model).items():
         done = wrapped.get(adapter, set())
         for target in targets:
-            named = {place for place in experts | done if _ends(place, target)}
+            named = {place for place in experts | done if ends(place, target)}
             missed = sorted(named - done)
             if missed or (not named and "experts" in target.split(".")):
                 raise ValueError(
@@ -148,11 +160,6 @@ def _configs(model: nn.Module) -> dict[str, list[str]]:
         for adapter, config in (configs if isinstance(configs, dict) else {}).items():
             found[adapter] = sorted(getattr(config, "target_parameters", None) or ())
     return found
-
-
-def _ends(place: str, target: str) -> bool:
-    """PEFT's rule: a whole dotted end."""
-    return place == target or place.endswith(f".{target}")
 
 
 def bypass(wrapper: nn.Module) -> None:

@@ -1,0 +1,486 @@
+"""attach_lora on experts, attention and whole modules: one adapter and one file for all of it."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from .._compare import assert_error_at_most, assert_same_bits, relative_error
+from ._models import build, set_random_lora, step, tokens
+from ._trainers import losses, samples, settings
+from .test_peft import logits
+from .test_peft_adapter import edit
+from .test_peft_quantized import parametrize_4_bits, train
+from .test_transformers import FP32
+from .test_transformers_lora import rounded
+
+ALL = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
+LAYERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+PARTS = ("q_proj.lora_A", "v_proj.lora_B", "experts.lora_A", "experts.base_layer.lora_B", "lm_head")
+
+
+def trained(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def attached(opt, model: nn.Module, **options) -> nn.Module:
+    """A random adapter, the modules that are trained whole included."""
+    model = opt.integrations.attach_lora(model, 3, 7, **ALL | options)
+    set_random_lora(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.mul_(1.5)
+    return model
+
+
+def everything(model: nn.Module) -> dict[str, object]:
+    """What a refusal must leave alone."""
+    return {
+        "modules": [(name, type(module)) for name, module in model.named_modules()],
+        "forwards": [name for name, m in model.named_modules() if "forward" in vars(m)],
+        "flags": {name: p.requires_grad for name, p in model.named_parameters()},
+        "dtypes": {name: p.dtype for name, p in model.named_parameters()},
+        "configs": copy.deepcopy(vars(model).get("peft_config")),
+        "active": [m.active_adapters for m in model.modules() if isinstance(m, LAYERS)],
+        "implementation": model.config._experts_implementation,
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe_square", "gpt_oss"])
+def test_it_is_pefts_adapter_in_results_and_gradients(opt, device, name: str) -> None:
+    model = attached(opt, build(name).to(device))
+    config = peft.LoraConfig(r=3, lora_alpha=7, target_parameters=EXPERTS, **ALL)
+    reference = peft.get_peft_model(build(name).to(device), config)
+    reference.load_state_dict(model.state_dict())
+    assert isinstance(model, peft.PeftModelForCausalLM)
+    assert trained(model) == trained(reference)
+    assert all(any(part in name for name in trained(model)) for part in PARTS)
+    expected, wanted = step(reference)
+    found, gradients = step(model)
+    assert_error_at_most(found, expected, FP32)
+    assert relative_error(found, logits(build(name).to(device))) > 0.1
+    assert gradients.keys() == wanted.keys()
+    for key, gradient in wanted.items():
+        assert relative_error(gradients[key], gradient) <= FP32, key
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_one_file_is_read_by_peft_and_by_us(opt, device, quantize, tmp_path: Path) -> None:
+    base = build("qwen3_moe").to(device)
+    dense = rounded(opt, base, quantize) if quantize else copy.deepcopy(base)
+    other = copy.deepcopy(base)
+    model = attached(opt, base, quantize=quantize)
+    train(model)
+    expected = logits(model.eval())
+    opt.integrations.save_peft_adapter(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "peft")
+    ours, theirs = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("ours", "peft"))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert_same_bits(ours[key], tensor)
+    assert all(any(part in key for key in ours) for part in PARTS)
+
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(dense), tmp_path / "ours")
+    assert_error_at_most(logits(loaded), expected, FP32)  # PEFT alone, over the decoded weights
+    if quantize:
+        opt.integrations.quantize_experts(other, quantize)
+    for folder in ("ours", "peft"):
+        again = copy.deepcopy(other)
+        flags = {id(p): p.requires_grad for p in again.parameters()}
+        result = opt.integrations.load_peft_adapter(again, tmp_path / folder, adapter_name="b")
+        assert isinstance(result, peft.PeftModel) and result.get_base_model() is again
+        assert_same_bits(logits(result), expected)
+        assert_same_bits(logits(again), expected)
+        assert all(p.requires_grad == flags.get(id(p), False) for p in result.parameters())
+        opt.integrations.save_peft_adapter(result, tmp_path / "again")
+        for key, tensor in load_file(tmp_path / "again" / "adapter_model.safetensors").items():
+            assert_same_bits(tensor, ours[key])
+
+
+def test_a_loaded_adapter_trains_on(opt, device, tmp_path) -> None:
+    model = attached(opt, build("qwen3_moe").to(device))
+    opt.integrations.save_peft_adapter(model, tmp_path)
+    again = opt.integrations.load_peft_adapter(
+        build("qwen3_moe").to(device), tmp_path, trainable=True
+    )
+    assert trained(again) == trained(model)
+    for one in (model, again):
+        train(one)
+    assert_same_bits(logits(again.eval()), logits(model.eval()))
+
+
+def test_files_of_old_versions_of_peft_are_converted(opt, device, tmp_path) -> None:
+    """Of experts A and B had other roles; a file of the experts alone shows which, 2I == H."""
+    options = {"target_modules": ["q_proj"], "target_parameters": EXPERTS[:1]}
+    model = build("qwen3_moe_square").to(device)
+    model = opt.integrations.attach_lora(model, 3, 7, **options)
+    set_random_lora(model)
+    opt.integrations.save_peft_adapter(model, tmp_path / "both")
+    edit(tmp_path / "both", peft_version="0.18.1")
+    shutil.copytree(tmp_path / "both", tmp_path / "alone")
+    edit(tmp_path / "alone", target_modules=[])
+    file = tmp_path / "alone" / "adapter_model.safetensors"
+    save_file({key: t for key, t in load_file(file).items() if "experts" in key}, file)
+
+    experts, both = (build("qwen3_moe_square").to(device) for _ in range(2))
+    opt.integrations.load_peft_adapter(experts, tmp_path / "alone")
+    both = opt.integrations.load_peft_adapter(both, tmp_path / "both")
+    with torch.no_grad():
+        for one in (both, model):
+            for name, parameter in one.named_parameters():
+                if "q_proj.lora_B" in name:
+                    parameter.zero_()
+    assert_error_at_most(logits(both), logits(experts), FP32)
+    assert relative_error(logits(both), logits(model)) > 0.1
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_lora_config_is_read_whole(opt, device, rslora: bool, tmp_path) -> None:
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        use_rslora=rslora,
+        target_modules="all-linear",
+        target_parameters=["experts.down_proj"],
+        modules_to_save=["lm_head"],
+        rank_pattern={"down_proj": 2, "q_proj": 5},
+        alpha_pattern={"down_proj": 11},
+        exclude_modules=["o_proj"],
+    )
+    before = copy.deepcopy(config)
+    model = opt.integrations.attach_lora(build("gpt_oss").to(device), peft_config=config)
+    assert config == before
+    set_random_lora(model)
+    reference = peft.get_peft_model(build("gpt_oss").to(device), copy.deepcopy(config))
+    reference.load_state_dict(model.state_dict())
+    assert_error_at_most(logits(model), logits(reference), FP32)
+    names = trained(model)
+    assert any("k_proj.lora_A" in name for name in names)
+    assert not any("o_proj" in name or "experts.base_layer.lora" in name for name in names)
+    opt.integrations.save_peft_adapter(model, tmp_path)
+    expected = logits(model)
+    loaded = peft.PeftModel.from_pretrained(build("gpt_oss").to(device), tmp_path)
+    assert_error_at_most(logits(loaded), expected, FP32)
+    again = build("gpt_oss").to(device)
+    opt.integrations.load_peft_adapter(again, tmp_path)
+    assert_same_bits(logits(again), expected)
+
+
+def test_a_config_without_experts_gets_both_projections(opt, device) -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    model = opt.integrations.attach_lora(build("qwen3_moe").to(device), peft_config=config)
+    assert model.peft_config["default"].target_parameters == set(EXPERTS)
+    assert sum(".experts." in name for name in trained(model)) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_the_dtype_of_the_factors(opt, device, dtype) -> None:
+    model = build("qwen3_moe", dtype=torch.bfloat16).to(device)
+    model = opt.integrations.attach_lora(model, 2, 4, dtype=dtype, **ALL)
+    kinds = {p.dtype for n, p in model.named_parameters() if ".lora_" in n}
+    assert kinds == {dtype}
+    assert {p.dtype for n, p in model.named_parameters() if "lm_head" in n} == {torch.bfloat16}
+
+
+def test_four_bits_and_peft_at_once_are_four_bits_first(opt, device) -> None:
+    model = attached(opt, build("qwen3_moe").to(device), quantize="nf4")
+    twin = build("qwen3_moe").to(device)
+    opt.integrations.quantize_experts(twin)
+    twin = attached(opt, twin)
+    assert trained(model) == trained(twin)
+    assert_same_bits(logits(model), logits(twin))
+    with pytest.raises(ValueError, match="few bits: an adapter cannot be merged"):
+        opt.integrations.merge_lora(model)
+    assert_same_bits(logits(model), logits(twin))
+
+
+def test_bitsandbytes_experts_are_found_by_their_whole_names(opt, device) -> None:
+    model = build("qwen3_moe", moe_intermediate_size=64, hidden_size=64).to(device)
+    parametrize_4_bits(model)
+    model = opt.integrations.attach_lora(model, 3, 7, target_modules=["q_proj"])
+    assert sum(".experts." in name for name in trained(model)) == 8
+
+
+def test_switches(opt, device) -> None:
+    base = build("qwen3_moe").to(device)
+    opt.integrations.use_in_transformers(base)
+    expected = logits(base)
+    model = attached(opt, base)
+    flags = trained(model)
+    adapted = logits(model)
+    assert relative_error(adapted, expected) > 0.1
+    with opt.integrations.lora_disabled(model):
+        assert_same_bits(logits(model), expected)
+    assert_same_bits(logits(model), adapted)
+    opt.integrations.disable_lora(model)
+    with opt.integrations.lora_disabled(model):
+        pass
+    assert_same_bits(logits(model), expected)
+    opt.integrations.enable_lora(model)
+    assert_same_bits(logits(model), adapted)
+    assert trained(model) == flags
+
+    opt.integrations.attach_lora(model, 2, 3, target_modules=["o_proj"], adapter_name="other")
+    assert_same_bits(logits(model), adapted)
+    assert trained(model) == flags
+    opt.integrations.set_lora(model, "other")
+    assert_same_bits(logits(model), expected)  # B is zero still
+    assert trained(model) == flags
+    opt.integrations.set_lora(model, "other", trainable=True)
+    assert len(trained(model)) == 12 and all(".other." in name for name in trained(model))
+    opt.integrations.set_lora(model, "default")
+    assert_same_bits(logits(model), adapted)
+    with pytest.raises(ValueError, match="PEFT keeps one adapter active"):
+        opt.integrations.set_lora(model, None)
+    with pytest.raises(ValueError, match=r"'third' is not attached; there are .*'other'"):
+        opt.integrations.set_lora(model, "third")
+    with pytest.raises(ValueError, match="'default' is attached already"):
+        opt.integrations.attach_lora(model, 2, 3)
+    with pytest.raises(ValueError, match="all adapters of a model on the same target_parameters"):
+        opt.integrations.attach_lora(
+            model, 2, 3, target_parameters=["experts.down_proj"], adapter_name="third"
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merge_and_unmerge(opt, device, dtype) -> None:
+    model = attached(opt, build("gpt_oss", dtype=dtype).to(device))
+    weights = {n: p.clone() for n, p in model.named_parameters()}
+    adapted = logits(model)
+    opt.integrations.merge_lora(model, keep_on="cpu")
+    if dtype == torch.float32:
+        assert_error_at_most(logits(model), adapted, FP32)
+    changed = [n for n, p in model.named_parameters() if not torch.equal(p, weights[n])]
+    assert len(changed) == 2 * (2 + 2)  # both projections, q and v, of both layers
+    for action in (
+        lambda: opt.integrations.merge_lora(model),
+        lambda: opt.integrations.disable_lora(model),
+        lambda: opt.integrations.set_lora(model, "default"),
+        lambda: opt.integrations.attach_lora(model, 1, 1, adapter_name="other"),
+    ):
+        with pytest.raises(ValueError, match="merged"):
+            action()
+    opt.integrations.unmerge_lora(model)
+    for name, parameter in model.named_parameters():
+        assert_same_bits(parameter, weights[name])
+    assert_same_bits(logits(model), adapted)
+    with pytest.raises(ValueError, match="nothing is merged"):
+        opt.integrations.unmerge_lora(model)
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if "1.self_attn.v_proj.lora_B" in n)[0] = 1e999
+    with pytest.raises(ValueError, match="v_proj has NaN or inf; nothing was merged"):
+        opt.integrations.merge_lora(model)
+    for name in changed:
+        assert_same_bits(model.get_parameter(name), weights[name])
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_detached_models_are_clean(opt, device, merged: bool) -> None:
+    plain = build("qwen3_moe").to(device)
+    base = copy.deepcopy(plain)
+    model = attached(opt, base)
+    adapted = logits(model)
+    if merged:
+        opt.integrations.merge_lora(model)
+    assert opt.integrations.detach_lora(model) is base
+    assert base.state_dict().keys() == plain.state_dict().keys()
+    assert not hasattr(base, "peft_config")
+    base.set_experts_implementation("eager")
+    if merged:
+        assert_error_at_most(logits(base), adapted, FP32)
+    else:
+        assert_same_bits(logits(base), logits(plain))
+    attached(opt, base)
+
+
+@pytest.mark.parametrize("how", ["PeftModel", "its base", "transformers"])
+def test_experts_join_an_adapter_of_peft(opt, device, how: str, tmp_path) -> None:
+    """Attention goes on training, and one file holds both."""
+    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj"])
+    base = build("qwen3_moe").to(device)
+    if how == "transformers":
+        base.add_adapter(config)
+        model = base
+    else:
+        model = peft.get_peft_model(base, config)
+        model = model if how == "PeftModel" else base
+    set_random_lora(model)
+    attention = {n: p.clone() for n, p in model.named_parameters() if "q_proj.lora" in n}
+    before = logits(model)
+    assert opt.integrations.attach_lora(model, 2, 5) is model
+    assert_error_at_most(logits(model), before, FP32)  # B of the experts is zero
+    for name, parameter in attention.items():
+        assert_same_bits(model.get_parameter(name), parameter)
+    assert len(trained(model)) == 2 * (2 + 4)
+    set_random_lora(model)
+    train(model)
+    expected = logits(model.eval())
+    opt.integrations.save_peft_adapter(model, tmp_path)
+    loaded = peft.PeftModel.from_pretrained(build("qwen3_moe").to(device), tmp_path)
+    assert_error_at_most(logits(loaded), expected, FP32)
+    again = build("qwen3_moe").to(device)
+    opt.integrations.load_peft_adapter(again, tmp_path)
+    assert_same_bits(logits(again), expected)
+    if how == "PeftModel":
+        model.save_pretrained(tmp_path / "peft")
+        loaded = peft.PeftModel.from_pretrained(build("qwen3_moe").to(device), tmp_path / "peft")
+        assert_error_at_most(logits(loaded), expected, FP32)
+
+
+REFUSED = [
+    ({"target_modules": ["nowhere"], "target_parameters": ["nowhere"]}, "not found|nowhere"),
+    ({"target_modules": ["q_proj"], "modules_to_save": ["layers"]}, "modules_to_save cannot be"),
+    ({"target_modules": ["input_layernorm"]}, "is not supported"),
+    ({"target_modules": ["q_proj"], "target_parameters": ["experts.nowhere"]}, "experts.nowhere"),
+    ({"target_modules": ["q_proj"], "target_parameters": []}, "target_parameters is empty"),
+    ({"modules_to_save": "lm_head"}, r"modules_to_save must be a sequence.*\['lm_head'\]"),
+    ({"target_modules": ["q_proj"], "r": 0}, "r must be an integer"),
+    ({"peft_config": peft.LoraConfig(lora_dropout=0.1)}, "no support for {'lora_dropout': 0.1}"),
+    ({"peft_config": peft.LoraConfig(use_dora=True)}, "'use_dora': True"),
+    ({"peft_config": peft.LoraConfig(bias="all")}, "'bias': 'all'"),
+    ({"peft_config": peft.LoraConfig(layers_to_transform=[1])}, r"'layers_to_transform': \[1\]"),
+    ({"peft_config": peft.LoraConfig(init_lora_weights="pissa")}, "'init_lora_weights': 'pissa'"),
+    ({"peft_config": peft.LoraConfig(), "r": 4}, "peft_config says it all; leave out {'r': 4}"),
+    ({"peft_config": {"r": 4}}, "must be a peft.LoraConfig"),
+]
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize(("options", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_a_refusal_leaves_the_model_alone(opt, device, options, words, quantize) -> None:
+    model = build("qwen3_moe").to(device)
+    before, expected = everything(model), logits(model)
+    with pytest.raises((ValueError, TypeError), match=words):
+        opt.integrations.attach_lora(model, quantize=quantize, **options)
+    assert everything(model) == before
+    assert_same_bits(logits(model), expected)
+
+
+def test_a_refused_second_adapter_leaves_the_first_alone(opt, device, tmp_path) -> None:
+    model = attached(opt, build("qwen3_moe").to(device))
+    base = model.get_base_model()
+    opt.integrations.save_peft_adapter(model, tmp_path)
+    expected, before, known = logits(model), everything(base), list(model.peft_config)
+    state = model.state_dict().keys()
+    edit(tmp_path, r=4)
+    for call in (
+        lambda: opt.integrations.attach_lora(
+            model, 2, 4, target_modules=["q_proj", "input_layernorm"], adapter_name="other"
+        ),
+        lambda: opt.integrations.load_peft_adapter(model, tmp_path, adapter_name="other"),
+    ):
+        with pytest.raises(ValueError):
+            call()
+        assert everything(base) == before and model.state_dict().keys() == state
+        assert list(model.peft_config) == list(base.peft_config) == known
+        assert model.active_adapter == "default"
+        assert_same_bits(logits(model), expected)
+    opt.integrations.attach_lora(model, 2, 4, target_modules=["q_proj"], adapter_name="other")
+    opt.integrations.set_lora(model, "other")
+    assert model.active_adapter == "other"
+
+
+def test_short_of_memory_in_the_middle_of_4_bits(opt, device, submodule, monkeypatch) -> None:
+    model, calls = build("qwen3_moe").to(device), []
+    module = submodule("kernels.quant.formats")
+    quantize = module.nf4_quantize
+
+    def short_of_memory(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 8:  # within the second stack
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return quantize(*arguments, **options)
+
+    monkeypatch.setattr(module, "nf4_quantize", short_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        opt.integrations.attach_lora(model, 2, 4, quantize="nf4", **ALL)
+    assert not any(".lora_" in name or "modules_to_save" in name for name in model.state_dict())
+    logits(model)
+    model = opt.integrations.attach_lora(model, 2, 4, quantize="nf4", **ALL)
+    train(model)
+
+
+def test_lora_on_experts_alone_is_not_mixed_with_pefts(opt, device) -> None:
+    model = build("qwen3_moe").to(device)
+    opt.integrations.attach_lora(model, 2, 4)
+    with pytest.raises(ValueError, match=r"on the experts alone; detach_lora\(model\) first"):
+        opt.integrations.attach_lora(model, 2, 4, target_modules=["q_proj"], adapter_name="other")
+    opt.integrations.detach_lora(model)
+    opt.integrations.attach_lora(model, 2, 4, target_modules=["q_proj"])
+
+
+def test_what_needs_peft_says_so(opt, device, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    model = build("qwen3_moe").to(device)
+    before = everything(model)
+    for options in ({"target_modules": ["q_proj"]}, {"modules_to_save": ["lm_head"]}):
+        with pytest.raises(ImportError, match="PEFT's work, which is not installed: pip install"):
+            opt.integrations.attach_lora(model, 2, 4, **options)
+    assert everything(model) == before
+    assert opt.integrations.attach_lora(model, 2, 4, target_parameters=["down_proj"]) is model
+    assert len(trained(model)) == 4
+
+
+def test_a_file_leaves_out_nothing_that_trains(opt, device, tmp_path) -> None:
+    model = attached(opt, build("qwen3_moe").to(device))
+    gate = model.get_base_model().model.layers[1].mlp.gate.weight
+    gate.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"gate\.weight trains beside.*modules_to_save"):
+        opt.integrations.save_peft_adapter(model, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+    gate.requires_grad_(False)
+    opt.integrations.save_peft_adapter(model, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("parts", ["all", "experts"])
+def test_trainer(opt, device, parts: str, quantize, tmp_path: Path) -> None:
+    """Five steps with a checkpoint after three, resumed to equal losses and factors."""
+    import datasets
+    import transformers
+
+    def trainer(folder: Path) -> transformers.Trainer:
+        torch.manual_seed(7)
+        options = ALL if parts == "all" else {}
+        model = opt.integrations.attach_lora(
+            build("qwen3_moe").to(device), 3, 7, quantize=quantize, **options
+        )
+        rows = [{"input_ids": ids, "labels": ids} for ids in samples()]
+        arguments = settings(folder, device) | {"max_steps": 5, "save_steps": 3}
+        return transformers.Trainer(
+            model,
+            transformers.TrainingArguments(**arguments),
+            train_dataset=datasets.Dataset.from_list(rows),
+        )
+
+    whole = trainer(tmp_path)
+    whole.train()
+    expected = losses(whole)
+    assert sorted(expected) == [1, 2, 3, 4, 5] and expected[5] < expected[1]
+    again = trainer(tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert losses(again) == expected
+    for name, parameter in whole.model.named_parameters():
+        if parameter.requires_grad:
+            assert_same_bits(again.model.get_parameter(name), parameter)
+    opt.integrations.save_peft_adapter(again.model, tmp_path / "adapter")
+    loaded = build("qwen3_moe").to(device)
+    if quantize:
+        opt.integrations.quantize_experts(loaded)
+    opt.integrations.load_peft_adapter(loaded, tmp_path / "adapter")
+    whole.model.eval()
+    ids = tokens(loaded).to(device)
+    with torch.no_grad():
+        assert_same_bits(loaded(input_ids=ids).logits, whole.model(input_ids=ids).logits)

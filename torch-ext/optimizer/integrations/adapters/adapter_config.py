@@ -1,0 +1,312 @@
+"""adapter_config.json of PEFT: which parameters of the experts it names, with which rank and alpha.
+
+Files may be anybody's, so what is read is checked: types, options, ranks. PEFT takes the keys of
+`rank_pattern` and `alpha_pattern` for regular expressions, of which a short one can run for years;
+here they are matched in time that grows with the length of the name times that of the pattern.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...optimizers.groups.names import components
+from ..models.experts import experts_modules, parameter_names
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """What scales an adapter on one projection: alpha / r, or alpha / sqrt(r) with rslora."""
+
+    r: int
+    alpha: float
+    rslora: bool = False
+
+    def check(self) -> None:
+        """Raise ValueError unless r is a rank and alpha a finite number."""
+        if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
+            raise ValueError(f"r must be an integer of at least 1, got {self.r!r}")
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)):
+            raise ValueError(f"lora_alpha must be a number, got {self.alpha!r}")
+        if not abs(self.alpha) <= torch.finfo(torch.float32).max:  # nor an integer without end
+            raise ValueError(f"lora_alpha must be a finite float32, got {self.alpha!r:.99}")
+
+
+# Options that change what the factors mean, with the values that do not.
+PLAIN = {
+    "peft_type": ("LORA",),
+    "lora_dropout": (0, 0.0, None),
+    "bias": ("none", None),
+    **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out", "use_qalora"), (False, None)),
+    **dict.fromkeys(("trainable_token_indices", "layer_replication", "velora_config"), (None,)),
+    **dict.fromkeys(("alora_invocation_tokens", "kasa_config", "arrow_config"), (None,)),
+    **dict.fromkeys(("layers_to_transform", "layers_pattern"), (None, [])),
+}
+# What the other options that are used here must be; those with None may be missing.
+TYPES = {
+    "r": (int,),
+    "lora_alpha": (int, float),
+    "use_rslora": (bool, None),
+    "target_parameters": (list, None),
+    "target_modules": (list, str, None),
+    "exclude_modules": (list, str, None),
+    "modules_to_save": (list, None),
+    "rank_pattern": (dict, None),
+    "alpha_pattern": (dict, None),
+    "peft_version": (str, None),
+}
+# One character, and how often: a letter, an escaped sign, any character, a digit or a class.
+ATOM = re.compile(r"(\\[^A-Za-z0-9]|\\d|\.|\[\^?[\w.-]+\]|[\w/:,@ -])([*+?]?)", re.ASCII)
+LENGTH, REPEATS, PATTERNS = 300, 8, 100  # of one pattern, in it, and how many may have any
+
+Atom = tuple[Callable[[str], Any], str]  # whether a character fits; "", "*", "+" or "?"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A value, and the names it is meant for."""
+
+    atoms: tuple[Atom, ...]
+    whole: bool  # ^: the whole name, and not what stands behind one of its dots
+    value: Any
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The configuration of LoRA on experts.
+
+    Raises:
+        ValueError: no JSON, a missing or wrong entry, or an option that experts do not support;
+            the message names the file and the entry.
+    """
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON that can be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} must hold a JSON object, got {type(config).__name__}")
+    for key, kinds in TYPES.items():
+        value = config.get(key)
+        if not (value is None and None in kinds) and type(value) not in kinds:
+            names = " or ".join("null" if kind is None else kind.__name__ for kind in kinds)
+            raise ValueError(f"{file}: {key!r} must be {names}, got {value!r:.99}")
+    wrong = {
+        key: config[key] for key, plain in PLAIN.items() if config.get(key, plain[0]) not in plain
+    }
+    if wrong:
+        raise ValueError(f"{file}: LoRA on experts has no support for {wrong}")
+    for key in ("target_parameters", "target_modules", "exclude_modules", "modules_to_save"):
+        names = config.get(key) or []
+        if not isinstance(names, str) and not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{file}: {key!r} must be names, got {names!r:.99}")
+    if not config.get("target_parameters"):
+        raise ValueError(
+            f"{file} targets no parameters, so it has nothing for experts; load it with "
+            "peft.PeftModel.from_pretrained"
+        )
+    check_patterns(config, file)
+    return config
+
+
+def check_patterns(config: Mapping[str, Any], file: Path) -> None:
+    """Raise ValueError if a name that PEFT takes for a regular expression is none of ours."""
+    named = {"modules_to_save": config.get("modules_to_save") or []}
+    for key in ("target_modules", "exclude_modules"):
+        named[key] = [config[key]] if isinstance(config.get(key), str) else []
+    for key, patterns in named.items():
+        for pattern in patterns:
+            try:
+                _atoms(pattern)
+            except ValueError as error:
+                raise ValueError(
+                    f"{file}: {key!r} has {pattern!r:.99}, {error}; write a list of the ends of "
+                    "modules' names"
+                ) from error
+
+
+def peft_release(config: dict[str, Any], file: Path) -> tuple[int, ...]:
+    """The version of PEFT that wrote a configuration; the roles of A and B depend on it.
+
+    Raises:
+        ValueError: no version, or one of development that does not say which roles it has.
+    """
+    text = config.get("peft_version") or "0.17.0"  # recorded since 0.18.0
+    match = re.match(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(.*)", text)
+    if match is None:
+        raise ValueError(f"{file}: peft_version={text!r:.99} is no version")
+    release = tuple(int(part or 0) for part in match.groups()[:3])
+    if "dev" in match[4] and (0, 18, 1) <= release <= (0, 20, 0):
+        raise ValueError(
+            f"{file} was written by a development version of PEFT, {text}, and the roles of A and "
+            "B changed between 0.18 and 0.20; set peft_version to the release it behaves like"
+        )
+    return release
+
+
+def pattern_rules(config: Mapping[str, Any], key: str, file: Path | str) -> list[Rule]:
+    """The entries of `rank_pattern` or `alpha_pattern`, in their order.
+
+    Raises:
+        ValueError: a pattern that this module does not match, or too many of them.
+    """
+    rules: list[Rule] = []
+    for pattern, value in (config.get(key) or {}).items():
+        try:
+            atoms = _atoms(pattern)
+        except ValueError as error:
+            raise ValueError(
+                f"{file}: {key!r} has {pattern!r:.99}, {error}; write the end of a parameter's "
+                "name, such as 'layers.0.mlp.experts.down_proj'"
+            ) from error
+        rules.append(Rule(atoms, pattern.startswith("^"), value))
+    if sum(any(repeat for _, repeat in rule.atoms) for rule in rules) > PATTERNS:
+        raise ValueError(f"{file}: {key!r} has more than {PATTERNS} patterns with repeats")
+    return rules
+
+
+def by_pattern(rules: list[Rule], name: str, otherwise: Any) -> Any:
+    """PEFT's rule: the first pattern that matches the whole name or a dotted end of it."""
+    return next((rule.value for rule in rules if _matches(rule, name)), otherwise)
+
+
+def _atoms(pattern: str) -> tuple[Atom, ...]:
+    """The parts of a pattern.
+
+    Raises:
+        ValueError: groups, alternatives, counts or anything else that is no ATOM.
+    """
+    if len(pattern) > LENGTH:
+        raise ValueError(f"which is longer than {LENGTH} characters")
+    body = pattern.removeprefix("^")
+    if body.endswith("$") and not body.endswith("\\$"):
+        body = body[:-1]
+    atoms: list[Atom] = []
+    at = 0
+    while at < len(body):
+        found = ATOM.match(body, at)
+        if found is None:
+            raise ValueError(f"where {body[at:]!r:.40} is no letter, digit, '.', class or repeat")
+        try:
+            atoms.append((re.compile(found[1]).fullmatch, found[2]))
+        except re.error as error:
+            raise ValueError(f"where {found[1]!r} is no class of characters") from error
+        at = found.end()
+    if sum(repeat != "" for _, repeat in atoms) > REPEATS:
+        raise ValueError(f"which has more than {REPEATS} repeats")
+    return tuple(atoms)
+
+
+def _matches(rule: Rule, name: str) -> bool:
+    """Whether a rule is meant for a name.
+
+    All the places in the pattern that may have been reached are kept at once, so that no choice is
+    ever taken back.
+    """
+    atoms = rule.atoms
+    if not any(repeat for _, repeat in atoms):  # most rules are names
+        start = len(name) - len(atoms)
+        free = start == 0 or (start > 0 and not rule.whole and name[start - 1] == ".")
+        return free and all(fits(char) for (fits, _), char in zip(atoms, name[start:], strict=True))
+    places = _with_skipped(atoms, {0})
+    for char in name:
+        reached = {0} if char == "." and not rule.whole else set()
+        for place in places:
+            if place < len(atoms) and atoms[place][0](char):
+                reached.add(place + 1)
+                if atoms[place][1] in ("*", "+"):
+                    reached.add(place)
+        places = _with_skipped(atoms, reached)
+    return len(atoms) in places
+
+
+def _with_skipped(atoms: tuple[Atom, ...], places: set[int]) -> set[int]:
+    """The places, and those behind parts that may be missing."""
+    found = set(places)
+    for place in places:
+        while place < len(atoms) and atoms[place][1] in ("*", "?"):
+            place += 1
+            found.add(place)
+    return found
+
+
+def targeted(
+    model: nn.Module, config: Mapping[str, Any], source: Path | str
+) -> dict[str, dict[str, AdapterOptions]]:
+    """The parameters of the experts that a configuration names, by module and parameter.
+
+    Names are matched as PEFT does it: whole dotted ends.
+
+    Raises:
+        ValueError: a name that no experts have, or options that are no rank and no number; the
+            message begins with `source`.
+    """
+    wanted = config["target_parameters"]
+    rslora = bool(config.get("use_rslora"))
+    ranks, alphas = (pattern_rules(config, f"{kind}_pattern", source) for kind in ("rank", "alpha"))
+    targets: dict[str, dict[str, AdapterOptions]] = {}
+    matched: set[str] = set()
+    places = _places(model)
+    for where, target, full in places:
+        hits = {name for name in wanted if ends(full, name)}
+        if not hits:
+            continue
+        matched |= hits
+        r = by_pattern(ranks, full, config["r"])
+        alpha = by_pattern(alphas, full, config["lora_alpha"])
+        options = AdapterOptions(r, alpha, rslora)
+        try:
+            options.check()
+        except ValueError as error:
+            raise ValueError(f"{source}: of {full}, {error}") from error
+        targets.setdefault(where, {})[target] = options
+    missed = sorted(set(wanted) - matched)
+    if missed:
+        raise ValueError(
+            f"{source}: target_parameters has {missed}, which are no parameters of the model's "
+            f"experts; they have {sorted({target for _, target, _ in places})}"
+        )
+    return targets
+
+
+def beyond_experts(config: Mapping[str, Any], model: nn.Module) -> tuple[bool, list[str]]:
+    """Whether a configuration names more than experts, and which target_parameters are theirs.
+
+    A name that no parameter of the model has is taken for one of the experts, who miss it then.
+    """
+    others = [plain(name) for name, _ in model.named_parameters()]
+    known = {full for _, _, full in _places(model)}
+    names, beyond = [], bool(config.get("target_modules") or config.get("modules_to_save"))
+    for name in config["target_parameters"]:
+        ours = any(ends(full, name) for full in known)
+        if ours or not any(ends(full, name) for full in others):
+            names.append(name)
+        beyond |= name not in names
+    return beyond, names
+
+
+def _places(model: nn.Module) -> list[tuple[str, str, str]]:
+    """(name of the module, of the parameter, of both) of every parameter of the experts."""
+    return [
+        (where, target, f"{plain(where)}.{target}")
+        for where, experts in experts_modules(model)
+        for target in [*parameter_names(experts), *getattr(experts, "parametrizations", {})]
+    ]
+
+
+def ends(place: str, target: str) -> bool:
+    """PEFT's rule: a whole dotted end."""
+    return place == target or place.endswith(f".{target}")
+
+
+def plain(name: str) -> str:
+    """A module's name without what torch.compile, data parallelism and PEFT add to it."""
+    parts = components(name)
+    if parts[:2] == ["base_model", "model"]:
+        parts = parts[2:]
+    return ".".join(part for part in parts if part != "base_layer")
