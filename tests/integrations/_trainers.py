@@ -53,14 +53,17 @@ def settings(folder: Path, device: torch.device) -> dict[str, Any]:
     }
 
 
-def trainer_of(opt: Any, kind: str, folder: Path, device: torch.device) -> Any:
-    """A trainer of a fresh PEFT model over 4-bit experts, on our kernels."""
+def trainer_of(
+    opt: Any, kind: str, folder: Path, device: torch.device, model: torch.nn.Module | None = None
+) -> Any:
+    """A trainer of a fresh PEFT model over packed experts, on our kernels; None for 4-bit ones."""
     import datasets
     import peft
     import transformers
 
-    model = build("qwen3_moe").to(device)
-    opt.integrations.quantize_experts(model)
+    if model is None:
+        model = build("qwen3_moe").to(device)
+        opt.integrations.quantize_experts(model)
     torch.manual_seed(7)  # of PEFT's factors
     options = settings(folder, device)
     if kind == "Trainer":

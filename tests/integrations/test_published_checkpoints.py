@@ -22,7 +22,7 @@ from ._published import (
     write_fp8,
     write_mxfp4,
 )
-from .test_quantized_loading import experts_of
+from .test_quantized_loading import experts_of, peaks
 
 NAMES = {  # of an expert's matrices in the files: gate, up, down
     "qwen3_moe": ("gate_proj", "up_proj", "down_proj"),
@@ -299,3 +299,20 @@ def test_what_is_not_taken_of_fp8(load, tmp_path):
     folder = write(tiny("qwen3_moe"), tmp_path / "int8", config, lambda k, v: {k: v})
     with pytest.raises(ValueError, match=r"by .*compressed-tensors.*only 8-bit floats are known"):
         load(folder)
+
+
+def test_host_peak_is_two_experts(repo_id, tmp_path):
+    """Two experts of one byte an element; a packed stack of gate and up is 8.5 MiB or more."""
+    experts, hidden, intermediate = 16, 512, 1024
+    sizes = {"hidden_size": hidden, "num_hidden_layers": 1}
+    qwen = tiny("qwen3_moe", moe_intermediate_size=intermediate, num_experts=experts, **sizes)
+    oss = tiny("gpt_oss", intermediate_size=intermediate, num_local_experts=experts, **sizes)
+    folders = [
+        str(write_bnb(qwen, tmp_path / "bnb")),
+        str(write_fp8(qwen, tmp_path / "fp8", FP8, (128, 128))),
+        str(write_mxfp4(oss, tmp_path / "mxfp4")),
+    ]
+    expert = 2 * hidden * intermediate
+    for peak, kept in peaks(repo_id, write_bnb(tiny("qwen3_moe"), tmp_path / "warm"), folders):
+        budget = kept + 2 * expert + (6 << 20)
+        assert peak <= budget, f"{peak / 2**20:.1f} of {kept / 2**20:.1f} MiB"

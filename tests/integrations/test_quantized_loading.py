@@ -400,6 +400,27 @@ for folder in {folders!r}:
 """
 
 
+def peaks(repo_id, warm, folders) -> list[tuple[int, int]]:
+    """Bytes of anonymous memory while each folder is loaded, and those of what remains."""
+    script = PEAK.format(root=str(ROOT), repo_id=repo_id, warm=str(warm), folders=folders)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "LOCAL_KERNELS": f"{repo_id}={ROOT}",
+            # glibc raises it by what was freed, and then keeps what tensors leave in its heap.
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+        },
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("PEAK")]
+    assert len(lines) == len(folders)
+    return [(int(peak), int(kept)) for peak, kept in lines]
+
+
 @pytest.mark.sees_defect("the 16-bit stacks exist while the model is loaded")
 def test_host_peak_is_two_experts(opt, repo_id, saved, tmp_path):
     """Of a stack of 48 MiB no more than two experts of 2 MiB stand beside what remains."""
@@ -420,27 +441,10 @@ def test_host_peak_is_two_experts(opt, repo_id, saved, tmp_path):
     save_file(tensors, tmp_path / "stacked" / "model.safetensors")
     del model, tensors
     folders = [str(tmp_path / "apart"), str(tmp_path / "stacked")]
-    script = PEAK.format(
-        root=str(ROOT), repo_id=repo_id, warm=str(saved("qwen3_moe")), folders=folders
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "LOCAL_KERNELS": f"{repo_id}={ROOT}",
-            # glibc raises it by what was freed, and then keeps what tensors leave in its heap.
-            "MALLOC_MMAP_THRESHOLD_": "65536",
-        },
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("PEAK")]
-    assert len(lines) == len(folders)
+    measured = peaks(repo_id, saved("qwen3_moe"), folders)
     stack = experts * 3 * hidden * intermediate * 2
     expert = 2 * hidden * intermediate * 2
-    for peak, kept in (map(int, line) for line in lines):
+    for peak, kept in measured:
         assert kept < 0.35 * stack
         # The allocator and the interpreter take a few MiB of their own.
         budget = kept + 2 * expert + (6 << 20)

@@ -1,0 +1,187 @@
+"""LoRA over published checkpoints: every route that trains, saves and resumes over NF4."""
+
+from __future__ import annotations
+
+import copy
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from .._compare import assert_error_at_most, assert_same_bits, relative_error
+from ._models import set_random_lora, step, tokens
+from ._published import FP8, tiny, write_bnb, write_fp8, write_mxfp4
+from ._trainers import STEPS, losses, trainer_of
+from .test_peft import logits, wrap, wrappers_of
+from .test_quantized_loading import experts_of
+from .test_transformers import FP32
+
+WRITERS = {
+    "nf4": lambda folder: write_bnb(tiny("qwen3_moe"), folder),
+    "mxfp4": lambda folder: write_mxfp4(tiny("gpt_oss"), folder),
+    "fp8": lambda folder: write_fp8(tiny("qwen3_moe", hidden_size=256), folder, FP8, (128, 128)),
+}
+TARGETS = ("gate_up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module", params=WRITERS)
+def files(request, tmp_path_factory):
+    return request.param, WRITERS[request.param](tmp_path_factory.mktemp(request.param) / "files")
+
+
+@pytest.fixture
+def load(opt, device, files):
+    def loaded(folder=files[1]):
+        return opt.integrations.load_quantized(folder, dtype=torch.float32, device_map=device)
+
+    return loaded
+
+
+@pytest.fixture
+def exact(load, tmp_path):
+    """transformers' own model in float64, over what the experts decode to."""
+    loaded = load()
+    tensors = {}
+    for name, value in loaded.state_dict().items():
+        stack = loaded.get_submodule(name.rpartition(".")[0])
+        if hasattr(stack, "decode"):
+            name, value = name.rpartition(".")[0], stack.decode(dtype=torch.float32)
+        tensors[name] = value
+    model = AutoModelForCausalLM.from_config(loaded.config, experts_implementation="eager")
+    model.load_state_dict(tensors)
+    return model.to(loaded.device, torch.float64).eval()
+
+
+def test_gradients_against_float64(opt, load, exact, files) -> None:
+    """Through the model: attention and both projections, in PEFT's layers, which are bypassed; at
+    most 1.5 times the error of transformers' own model in float32 over decoded experts."""
+    model = load()
+    formats = {
+        getattr(e, target).format.quant_type for e in experts_of(model) for target in TARGETS
+    }
+    assert formats == {files[0]}
+    base = logits(model)
+    options = {"parameters": [f"experts.{target}" for target in TARGETS], "modules": ["q_proj"]}
+    plain = wrap(copy.deepcopy(exact).float(), **options)
+    model, exact = wrap(model, **options), wrap(exact, **options)
+    assert len(wrappers_of(model)) == 4
+    opt.integrations.use_in_transformers(model)
+    (found, gradients), (expected, wanted), (dense, usual) = map(step, (model, exact, plain))
+    assert relative_error(found, expected) <= 1.5 * relative_error(dense, expected) + 1e-6
+    assert relative_error(found, base) > 0.01
+    assert gradients.keys() == wanted.keys() and any("experts" in key for key in gradients)
+    for key, gradient in wanted.items():
+        budget = 1.5 * relative_error(usual[key], gradient) + 1e-6
+        assert relative_error(gradients[key], gradient) <= budget, key
+    with pytest.raises(ValueError, match="an adapter cannot be merged"):
+        model.merge_adapter()
+
+
+def test_adapters_of_ours_are_pefts(opt, load, exact, tmp_path) -> None:
+    model = load()
+    opt.integrations.attach_lora(model, r=3, alpha=7)
+    set_random_lora(model)
+    with pytest.raises(ValueError, match="an adapter cannot be merged"):
+        opt.integrations.merge_lora(model)
+    opt.integrations.save_peft_adapter(model, tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(exact, tmp_path / "adapter")
+    found = logits(model)
+    assert_error_at_most(found, logits(theirs), FP32)
+    again = load()
+    opt.integrations.load_peft_adapter(again, tmp_path / "adapter")
+    assert_same_bits(logits(again), found)
+
+
+def test_experts_in_host_memory(opt, load, device) -> None:
+    model = load()
+    opt.integrations.attach_lora(model, r=3, alpha=7)
+    set_random_lora(model)
+    expected, wanted = step(model)
+    offload = opt.moe.ExpertOffload(model, device)
+    found, gradients = step(model)
+    assert_same_bits(found, expected)
+    assert gradients.keys() == wanted.keys()
+    for key, gradient in wanted.items():
+        assert_same_bits(gradients[key], gradient)
+    assert offload.transfers >= 2
+
+
+def test_saved_and_loaded(opt, load, tmp_path) -> None:
+    """By ours and by transformers, adapters included or left out."""
+    model = load()
+    base, before = logits(model), model.state_dict()
+    opt.integrations.save_quantized(model, tmp_path / "base")
+    opt.integrations.attach_lora(model, r=3, alpha=7)
+    set_random_lora(model)
+    model.save_pretrained(tmp_path / "whole")
+    again = load(tmp_path / "base")
+    assert again.state_dict().keys() == before.keys()
+    for key, value in before.items():
+        assert_same_bits(again.state_dict()[key], value)
+    assert_same_bits(logits(again), base)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    for loaded in (load(tmp_path / "whole"), theirs.to(model.device)):
+        assert loaded.state_dict().keys() == model.state_dict().keys()
+        for key, value in model.state_dict().items():
+            assert_same_bits(loaded.state_dict()[key], value)
+        assert_same_bits(logits(loaded), logits(model))
+
+
+def test_which_path_runs_is_said(opt, load, device) -> None:
+    stack = experts_of(load())[0].gate_up_proj
+    said = opt.moe.explain_quantized(stack, 22, dtype=torch.float32)
+    assert said.split(":")[0] in ("fused", "chunked", "selective") and len(said) > 20
+    with pytest.raises(ValueError, match="strategy must be one of"):
+        stack.strategy = "unknown"
+        opt.moe.explain_quantized(stack, 22)
+
+
+class Stop(TrainerCallback):
+    """As a run that is cut off after its second checkpoint."""
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step == STEPS // 2
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
+def test_a_run_resumes_to_the_same_losses(opt, load, device, kind, tmp_path) -> None:
+    whole = trainer_of(opt, kind, tmp_path / "whole", device, load())
+    whole.train()
+    expected = losses(whole)
+    assert expected[STEPS] < expected[1]
+    cut = trainer_of(opt, kind, tmp_path / "cut", device, load())
+    cut.add_callback(Stop())
+    cut.train()
+    last = tmp_path / "cut" / f"checkpoint-{STEPS // 2}"
+    resumed = trainer_of(opt, kind, tmp_path / "cut", device, load())
+    resumed.train(resume_from_checkpoint=str(last))
+    assert losses(resumed) == expected
+
+
+def test_a_run_without_peft_resumes(opt, load, device, tmp_path) -> None:
+    """LoRA of attach_lora: the checkpoint holds the whole model, packed experts included."""
+    from transformers import Trainer, TrainingArguments
+
+    from ._trainers import samples, settings
+
+    def run(name, resume=None, callbacks=()):
+        torch.manual_seed(5)
+        model = load()
+        opt.integrations.attach_lora(model, r=2, alpha=4)
+        arguments = TrainingArguments(**settings(tmp_path / name, device))
+        rows = [{"input_ids": ids, "labels": ids} for ids in samples()]
+        trainer = Trainer(model, arguments, train_dataset=rows, callbacks=list(callbacks))
+        trainer.train(resume_from_checkpoint=resume)
+        return losses(trainer)
+
+    expected = run("whole")
+    run("cut", callbacks=[Stop()])
+    checkpoint = tmp_path / "cut" / f"checkpoint-{STEPS // 2}"
+    assert run("cut", resume=str(checkpoint)) == expected
+    loaded = load(checkpoint)
+    assert_same_bits(
+        loaded.state_dict()["model.layers.0.mlp.experts.down_proj.packed"],
+        load().state_dict()["model.layers.0.mlp.experts.down_proj.packed"],
+    )
+    assert torch.isfinite(loaded(tokens(loaded).to(device)).logits).all()
