@@ -104,26 +104,48 @@ def test_groups_of_muon_adamw_without_a_mark(opt) -> None:
     ]
 
 
-def test_zero_redundancy_optimizer(opt, tmp_path) -> None:
-    """It makes groups of its own, sorted by size, and copies options between the two."""
+@pytest.fixture
+def one_rank(tmp_path):
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        params, twins = (parameters([(4, 3), (3, 5), (5,), (3,)]) for _ in range(2))
-        groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}]
-        optimizer = ZeroRedundancyOptimizer(groups, opt.Muon, lr=2e-3)
-        marked = [{"params": twins[:2], "use_muon": True}]
-        marked += [{"params": twins[2:], "use_muon": False, "weight_decay": 0.0}]
-        plain = opt.Muon(marked, lr=2e-3)
-        train(optimizer, params, 2)
-        train(plain, twins, 2)
-        for group in (*optimizer.param_groups, *plain.param_groups):
-            group["lr"] = 1e-3
-        train(optimizer, params, 1)
-        train(plain, twins, 1)
-        assert_all_same_bits(params, twins)
-    finally:
-        distributed.destroy_process_group()
+    yield
+    distributed.destroy_process_group()
+
+
+def test_zero_redundancy_optimizer(opt, one_rank) -> None:
+    """It makes groups of its own, sorted by size, and copies options between the two."""
+    params, twins = (parameters([(4, 3), (3, 5), (5,), (3,)]) for _ in range(2))
+    groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.0}]
+    optimizer = ZeroRedundancyOptimizer(groups, opt.Muon, lr=2e-3)
+    marked = [{"params": twins[:2], "use_muon": True}]
+    marked += [{"params": twins[2:], "use_muon": False, "weight_decay": 0.0}]
+    plain = opt.Muon(marked, lr=2e-3)
+    train(optimizer, params, 2)
+    train(plain, twins, 2)
+    for group in (*optimizer.param_groups, *plain.param_groups):
+        group["lr"] = 1e-3
+    train(optimizer, params, 1)
+    train(plain, twins, 1)
+    assert_all_same_bits(params, twins)
+
+
+def test_zero_redundancy_optimizer_over_one_mixed_group(opt, one_rank) -> None:
+    """A rate set in its one group would not reach both of ours; the line that is given trains."""
+    model = TinyTransformer()
+    line = r"group 0: ZeroRedundancyOptimizer needs groups of one kind.*if k != 'names'"
+    with pytest.raises(ValueError, match=line):
+        ZeroRedundancyOptimizer(model.parameters(), opt.Muon, lr=2e-3)
+    split = opt.get_default_muon_param_groups(model, split_fused=False)
+    groups = [{k: v for k, v in group.items() if k != "names"} for group in split]
+    optimizer = ZeroRedundancyOptimizer(groups, opt.Muon, lr=2e-3)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    params = [*model.parameters()]
+    before = values(params)
+    train(optimizer, params, 1)
+    assert_all_same_bits(before, params)
+    with pytest.raises(ValueError, match=line.replace("0", "3")):
+        optimizer.add_param_group({"params": parameters([(4, 3), (3,)])})
 
 
 OWN_KEYS = {"name": "hidden", "lr_scale": 0.5, "initial_lr": 2e-3, "fused": True, "foreach": None}

@@ -329,16 +329,6 @@ def test_what_does_not_fit_is_refused_before_anything_changes(opt, device, fault
     train(optimizer, params, 1)
 
 
-def test_state_of_a_moved_parameter_is_refused(opt, device) -> None:
-    (param,) = parameters([(6, 4)], device=device)
-    optimizer = opt.Muon([("w", param)])
-    optimizer.step()
-    param.data = param.data.double()
-    param.grad = torch.ones(6, 4, dtype=torch.float64, device=device)
-    with pytest.raises(ValueError, match=r"'w': momentum_buffer is torch\.float32"):
-        optimizer.step()
-
-
 def test_a_state_dict_of_another_front_end_is_refused(opt, device) -> None:
     """Its adamw_betas would be ignored and the rule would be another one."""
     params = parameters([(6, 4), (5,)], device=device)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..dispatch import say_once
 from .groups.blocks import check_names
 from .groups.options import AdamWOptions, MuonOptions
+from .groups.origins import ONE_KIND, group_of_zero
 from .groups.param_groups import Format, check_unique
 from .groups.parameters import label
 from .state.saving import loaded_state, masked_options, unmasked_options
@@ -50,6 +51,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """
         first = len(self.param_groups)
         parts, guess = self.format.with_marks(param_group, self.defaults, f"group {first}")
+        if not self.format.is_marked(param_group):
+            of_zero = group_of_zero(first) or {"params": []}
+            if len(self.format.with_marks(of_zero, self.defaults, f"group {first}")[0]) > 1:
+                raise ValueError(f"group {first}: {ONE_KIND}")
         found = []
         for number, part in enumerate(parts, start=first):
             group, names = self.format.complete(part, self.defaults, f"group {number}")

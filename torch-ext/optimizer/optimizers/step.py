@@ -568,11 +568,33 @@ class MuonBase(OffloadingOptimizer):
         layouts = [*map(layout_of, options)]
         params = [group["params"] for group in self.param_groups]
         if self._plan is None or not self._plan.fits(layouts, params, self.state):
-            self.fit_state()
+            self._follow_params()
             self._plan = self._make_plan(layouts, options, self.state)
             if self.debug:
                 logger.info("%s", self._report_of(self._plan, options))
         return self._plan
+
+    def _follow_params(self) -> None:
+        """Make or move the state of parameters that are new, moved or of another dtype.
+
+        What the dtype before rounded off does not belong to the numbers of this one.
+
+        Raises:
+            ValueError: a parameter has no data, or state does not fit it any more. Module.to_empty
+                puts new parameters in the place of those on "meta".
+        """
+        for number in range(len(self.param_groups)):
+            for where, param, _ in self.labelled(number):
+                if param.is_meta:
+                    raise ValueError(
+                        f"{where} is on the meta device and has no data; construct the optimizer "
+                        "after the model got its memory (model.to_empty(device=...))"
+                    )
+        self.fit_state()
+        for tensors in self._plan.tensors if self._plan is not None else ():
+            for param, (_, dtype, _) in zip(tensors.params, tensors.forms, strict=True):
+                if param.dtype != dtype and RESIDUAL in self.state.get(param, ()):
+                    local(self.state[param][RESIDUAL]).zero_()
 
     def _make_plan(
         self,

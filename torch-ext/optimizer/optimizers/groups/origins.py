@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 _KELLER_JORDAN = (
@@ -43,6 +45,12 @@ _OF_THE_OPTIMIZER = frozenset(
         *("reduce_op", "warmup_step", "chunk_size", "use_distributed_muon"),
     }
 )
+ONE_KIND = (
+    "ZeroRedundancyOptimizer needs groups of one kind, and this one has parameters for muon and "
+    "for adamw; pass it [{k: v for k, v in g.items() if k != 'names'} for g in "
+    "get_default_muon_param_groups(model, split_fused=False)]"
+)
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 _NEAR = 0.85  # of difflib's ratio: "momentums", "ns_step", "nestrov"
 
 
@@ -82,6 +90,20 @@ def check_other_key(key: Any, value: Any, options: Iterable[str], where: str) ->
     near = difflib.get_close_matches(key, options, 1, _NEAR)
     if near:
         raise ValueError(f"{where}: unknown key {key!r}; write {near[0]!r} if that is meant")
+
+
+def group_of_zero(number: int) -> dict[str, Any] | None:
+    """Of which group of torch's ZeroRedundancyOptimizer a group is this rank's part, if of any.
+
+    It keeps its own groups by number and brings options of the two together at every step: where a
+    group here became two, a rate set in its copy would never reach the second.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _ZERO:
+            return frame.f_locals["self"].param_groups[number]
+        frame = frame.f_back
+    return None
 
 
 def keller_jordans(group: Mapping[str, Any], rule: Any, where: str) -> dict[str, Any]:

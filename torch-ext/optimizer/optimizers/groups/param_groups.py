@@ -185,6 +185,10 @@ class Format:
             if key not in known:
                 check_other_key(key, value, [*own, *others], where)
 
+    def is_marked(self, group: Any) -> bool:
+        """Whether a group says what it is for, or is none at all."""
+        return not isinstance(group, dict) or bool({"kind", "use_muon"} & group.keys())
+
     def with_marks(
         self, group: Any, defaults: Mapping[str, Any], where: str
     ) -> tuple[list[Any], str]:
@@ -194,7 +198,7 @@ class Format:
         decided is the second value, for a warning; "" where nothing was guessed. 3-D parameters
         are for Muon where expert_keys or flatten say how to take them.
         """
-        if not isinstance(group, dict) or {"kind", "use_muon"} & group.keys():
+        if self.is_marked(group):
             return [group], ""
         params, names = _parameters(group, where)
         chosen = self._chosen(group, defaults, params, names)

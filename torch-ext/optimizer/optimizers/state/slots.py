@@ -119,33 +119,49 @@ def complete_state(
 ) -> dict[str, Tensor]:
     """The state with zeros for what is missing; offloaded, in host memory but for what is small.
 
-    What no option asks for any more is dropped, as loading does: a residual, a second moment or a
+    State follows a parameter to another device and dtype, as model.to(...) takes it there. What no
+    option asks for any more is dropped, as loading does: a residual, a second moment or a
     counter that no step keeps up to date belongs to values that are gone.
 
     Raises:
         ValueError: a tensor that is there does not fit the parameter any more.
-        RuntimeError: a tensor is missing, and a CUDA graph is being captured.
+        RuntimeError: a tensor is missing or moves, and a CUDA graph is being captured.
     """
+    following = {}
     for key, slot in slots.items():
         held = state.get(key)
         if held is None:
             continue
         hosted = offloaded and key not in KEPT
         device = torch.device("cpu") if hosted else param.device
-        if (tuple(held.shape), held.dtype, local(held).device) != (slot.shape, slot.dtype, device):
+        if (tuple(held.shape), held.dtype, local(held).device) == (slot.shape, slot.dtype, device):
+            continue
+        moved = is_dtensor(held) and local(held).device != device
+        if tuple(held.shape) != slot.shape or hosted or moved:
             raise ValueError(
                 f"{where}: {key} is {held.dtype} {tuple(held.shape)} on {held.device}, but the "
                 f"parameter and its options ask for {slot.dtype} {slot.shape} on {device}; "
-                "move or reshape the parameter before the optimizer is constructed"
+                f"{_remedy(hosted=hosted and tuple(held.shape) == slot.shape)}"
             )
+        following[key] = (held, device, slot.dtype)
     kept = {key: held for key, held in state.items() if key not in ASKED_FOR or key in slots}
     missing = {key: slot for key, slot in slots.items() if key not in kept}
-    if missing and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    changes = missing or following
+    if changes and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"{where}: optimizer state is made at the first step, which cannot be captured in a "
-            "CUDA graph; take one step or load a state_dict before capturing"
+            f"{where}: optimizer state is made at the first step, and moved at the first one after "
+            "its parameter, which cannot be captured in a CUDA graph; take one step or load a "
+            "state_dict before capturing"
         )
+    with torch.inference_mode(False):
+        kept |= {key: held.to(*target) for key, (held, *target) in following.items()}
     return kept | zeros_of(missing, param, offloaded)
+
+
+def _remedy(*, hosted: bool) -> str:
+    if hosted:
+        return "call turn_off_cpu_offload() before the model is moved, and turn it on again after"
+    return "move or reshape the parameter before the optimizer is constructed"
 
 
 def zeros_of(slots: Mapping[str, Slot], param: Tensor, offloaded: bool) -> dict[str, Tensor]:
