@@ -257,6 +257,8 @@ def test_what_does_not_fit_is_refused(opt, device) -> None:
         convert(optimizer, saved, source="dion")
     with pytest.raises(TypeError, match=r"saved\[0\] is no state_dict"):
         convert(optimizer, {"lr": 1}, source="motif")
+    with pytest.raises(TypeError, match=r"saved\[0\] is no state_dict"):
+        convert(optimizer, {**saved, "state": None}, source="motif")
     with pytest.raises(ValueError, match="motif is one optimizer: give its state_dict, not 2"):
         convert(optimizer, [saved, saved], source="motif")
     with pytest.raises(ValueError, match="group 0 has no kind 'muon' or 'adamw'"):

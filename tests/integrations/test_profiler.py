@@ -160,6 +160,8 @@ def test_wrong_arguments(profiler, tmp_path) -> None:
     ):
         with pytest.raises(error, match=message):
             profiler.profile_steps(*arguments, tmp_path)
+    with pytest.raises(TypeError, match="out must be a path, got b'x'"):
+        profiler.profile_steps(0, 1, b"x")
     profile = profiler.profile_steps(0, 1, tmp_path)
     with pytest.raises(RuntimeError, match="outside of the `with` block"):
         profile.step()

@@ -397,3 +397,5 @@ def test_selective_wrong_shapes(moe, shapes):
         moe.selective_lora_weights(
             torch.zeros(8, 6), torch.zeros(10, 8), torch.arange(2).to_sparse(), 4
         )
+    with pytest.raises(ValueError, match="active_experts must have 1 dimensions"):
+        moe.selective_lora_weights(torch.zeros(8, 6), torch.zeros(10, 8), torch.arange(2)[None], 4)

@@ -296,6 +296,10 @@ FAULTS = {
         lambda s: s["state"][4].update(exp_avg=torch.zeros(7, 3, dtype=torch.complex64)),
         "parameter 'table': the loaded exp_avg must be floating-point.*, got torch.complex64",
     ),
+    "no values": (
+        lambda s: s["state"][4].update(step=torch.zeros((), device="meta")),
+        "parameter 'table': the loaded step is on the meta device and has no values",
+    ),
     "unknown state": (
         lambda s: s["state"][2].update(exp_avg=torch.zeros(4, 12)),
         "parameter 'wide': the loaded state has 'exp_avg', which this parameter does not have",

@@ -291,7 +291,8 @@ def apply_update(package: Package, generator: random.Random) -> Call:
             package("reference.update").apply_update(
                 expected, update, lr=rate, decay=decay, cautious=options["cautious"]
             )
-            close("apply_update", param, expected, rounding(param.dtype))
+            terms = kept, rate * update.norm()
+            close("apply_update", param, expected, rounding(param.dtype), terms)
 
     arguments = {"params": params, "updates": updates, "factors": factors, **options}
     return Call(

@@ -544,7 +544,7 @@ def scatter_moe_experts(package: Package, generator: random.Random) -> Call:
         with torch.no_grad():
             return layer(**given)
 
-    words = ("expert_ids", "gates", "x ", "gate_up")
+    words = ("expert_ids", "gates", "x ", "gate_up", "weight must")
     return Call("layers.ScatterMoEExperts", forward, arguments, finite, words=words)
 
 

@@ -274,6 +274,7 @@ def checkpoint_and_restart(episode: Together) -> None:
         return state_dict_and_restart(episode)
     folder: list[Any] = [tempfile.mkdtemp(prefix="soak-") if episode.rank == 0 else None]
     distributed.broadcast_object_list(folder, src=0)
+    episode.run.optimizer.fit_state()  # as torch's get_optimizer_state_dict does on both sides
     checkpoint.save(state_of(episode.run), checkpoint_id=folder[0])
     fresh = episode.run.again()
     for now, then in zip(
@@ -402,7 +403,8 @@ def has_whole_experts(param: nn.Parameter) -> bool:
     if not isinstance(param, DTensor) or param.ndim != 3:
         return False
     sizes = zip(param.placements, param.device_mesh.shape, strict=True)
-    return all(size == 1 or placement.is_shard(0) for placement, size in sizes)
+    # A _StridedShard, of which torch's is_shard says no, has a dim too.
+    return all(size == 1 or getattr(placement, "dim", None) == 0 for placement, size in sizes)
 
 
 @event

@@ -43,7 +43,7 @@ class profile_steps:  # noqa: N801 - used as a function: `with profile_steps(...
         out: folder of the files, made if it does not exist.
 
     Raises:
-        TypeError: start or count is no integer.
+        TypeError: start or count is no integer, or out no path.
         ValueError: start is negative or count less than 1.
     """
 
@@ -53,6 +53,8 @@ class profile_steps:  # noqa: N801 - used as a function: `with profile_steps(...
                 raise TypeError(f"{name} must be an integer, got {value!r}")
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+        if not isinstance(out, (str, os.PathLike)):
+            raise TypeError(f"out must be a path, got {out!r}")
         self.start, self.count, self.out = int(start), int(count), Path(out)
         self.done = 0  # steps
         self.files: list[Path] = []

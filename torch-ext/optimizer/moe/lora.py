@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.autocast import without_autocast
-from ..kernels.checks import check_dense
+from ..kernels.checks import check_tensor
 from ..kernels.experts.grouped_lora import LoraFactors
 from .layout import ExpertsLayout, ExpertsLora
 from .quantized.expert_weights import as_quantized
@@ -156,15 +156,15 @@ def selective_lora_weights(
         lora_A: (E*r, in), rows e*r to (e+1)*r belong to expert e.
         lora_B: (out, E*r), columns e*r to (e+1)*r belong to expert e. This is not PEFT's order of
             columns; from PEFT's, take `factor_views` and index its first dimension.
-        active_experts: (n,) integer ids in [0, E).
+        active_experts: (n,) int32 or int64 ids in [0, E).
         num_experts: E.
 
     Returns:
         (n*r, in) and (out, n*r), in the order of active_experts.
 
     Raises:
-        TypeError: active_experts is no dense tensor.
-        ValueError: shapes that are not E experts of one rank.
+        TypeError: active_experts is no dense tensor of int32 or int64.
+        ValueError: active_experts is not 1-D, or shapes that are not E experts of one rank.
     """
     if lora_A.ndim != 2 or lora_B.ndim != 2 or lora_A.shape[0] != lora_B.shape[1]:
         raise ValueError(
@@ -175,7 +175,7 @@ def selective_lora_weights(
         raise ValueError(
             f"lora_A has {lora_A.shape[0]} rows, which num_experts={num_experts} does not divide"
         )
-    check_dense("active_experts", active_experts)
+    check_tensor("active_experts", active_experts, 1, (torch.int32, torch.int64))
     a = lora_A.unflatten(0, (num_experts, -1)).index_select(0, active_experts)
     b = lora_B.unflatten(1, (num_experts, -1)).index_select(1, active_experts)
     return a.flatten(0, 1), b.flatten(1, 2)

@@ -78,7 +78,8 @@ def convert_state_dict(
         raise ValueError(f"source must be one of {', '.join(READERS)}, got {source!r}")
     dicts = [saved] if isinstance(saved, Mapping) else list(saved)
     for number, entry in enumerate(dicts):
-        if not isinstance(entry, Mapping) or not {"state", "param_groups"} <= entry.keys():
+        entries = entry if isinstance(entry, Mapping) else {}
+        if not isinstance(entries.get("state"), Mapping) or "param_groups" not in entries:
             raise TypeError(f"saved[{number}] is no state_dict of an optimizer: {entry!r:.80}")
     matched = _match(optimizer, READERS[source](dicts))
     converted, present = optimizer.state_dict(), optimizer.completed_state()

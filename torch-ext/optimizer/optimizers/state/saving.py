@@ -43,6 +43,8 @@ def loaded_state(
             saved[key] = torch.zeros(slot.shape, dtype=slot.dtype)
         if not isinstance(saved.get(key), Tensor):
             raise ValueError(f"{where}: the loaded state has no {key}; it has {sorted(saved)}")
+        if saved[key].is_meta:
+            raise ValueError(f"{where}: the loaded {key} is on the meta device and has no values")
         if tuple(saved[key].shape) != slot.shape:
             raise ValueError(
                 f"{where}: the loaded {key} has shape {tuple(saved[key].shape)}, expected "
