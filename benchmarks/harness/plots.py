@@ -1,7 +1,7 @@
 """What pages quote of the committed result files, and nothing else.
 
-README has a plot and a short table, docs/benchmarks/ a page with every table of each file, and each
-file has a plot beside it.
+README has a plot and a short table, docs/support.md what other GPUs' paths take, docs/benchmarks/ a
+page with every table of each file and one with every opponent, and each file has a plot beside it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import elementwise, orthogonalize
+from . import comparison, elementwise, orthogonalize
 from .experts import moe_lora, nf4
 from .optimizer_step import one_gpu
 from .optimizer_step.several_gpus import LINK_TBPS
@@ -84,13 +84,17 @@ HEADLINES = (
 )
 
 
-def headlines(root: Path) -> str:
-    """The markdown between README's markers: the plot of the trainings and one table."""
-    results = {
+def headline_results(root: Path) -> dict[str, dict]:
+    """The result files of the GPU that pages quote, by name."""
+    return {
         path.stem: json.loads(path.read_text())
         for path in result_files(root)
         if path.parent.name == HEADLINE_GPU
     }
+
+
+def headlines(results: dict[str, dict]) -> str:
+    """The markdown between README's markers: the plot of the trainings and one table."""
     lines, machines = [], []
     for headline in HEADLINES:
         line = _headline(headline, results.get(headline.file))
@@ -290,46 +294,62 @@ def _first_call_table(rows: list[dict]) -> str | None:
     return "\n".join(lines)
 
 
-def with_table(readme: str, content: str) -> str:
-    """README's text with `content` between its markers.
+# Page with markers -> what stands between them.
+BETWEEN = {Path("README.md"): headlines, Path("docs/support.md"): comparison.forced}
+
+
+def with_table(text: str, content: str, name: str) -> str:
+    """The text of page `name` with `content` between its markers.
 
     Raises:
         ValueError: the markers are missing or repeated.
     """
-    if (
-        readme.count(BEGIN) != 1
-        or readme.count(END) != 1
-        or readme.index(BEGIN) > readme.index(END)
-    ):
-        raise ValueError(f"README.md must hold {BEGIN} and, behind it, {END}, each once")
-    before, rest = readme.split(BEGIN)
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"{name} must hold {BEGIN} and, behind it, {END}, each once")
+    before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n{content}\n{END}{rest.split(END)[1]}"
 
 
+def drawn_pages(root: Path) -> dict[Path, str]:
+    """Path below the root -> text, of every page that holds nothing but results."""
+    pages = {page_of(path): page(path, root) for path in result_files(root)}
+    results = headline_results(root)
+    pages[PAGES / f"{HEADLINE_GPU}-comparison.md"] = (
+        f"# Beside other implementations, on {HEADLINE_GPU.upper()}\n\n"
+        "`make plots` draws this page from the result files: all cases that were measured, wins "
+        "and losses, in milliseconds by the clock, host included. Above 1 ours is faster.\n\n"
+        f"{comparison.comparison(results)}\n"
+    )
+    return pages
+
+
 def draw(root: Path) -> None:
-    """Rewrite README's table, every page of results and every plot."""
-    readme = root / "README.md"
-    readme.write_text(with_table(readme.read_text(), headlines(root)))
+    """Rewrite the tables of pages, every page of results and every plot."""
+    for name, content in BETWEEN.items():
+        path = root / name
+        path.write_text(with_table(path.read_text(), content(headline_results(root)), name.name))
     (root / PAGES).mkdir(parents=True, exist_ok=True)
+    for name, text in drawn_pages(root).items():
+        (root / name).write_text(text)
     for path in result_files(root):
-        (root / page_of(path)).write_text(page(path, root))
         _plot(path)
 
 
 def findings(root: Path) -> list[str]:
     """What `draw` would change, and results whose sources have changed since."""
-    readme = (root / "README.md").read_text()
     found = []
-    try:
-        if with_table(readme, headlines(root)) != readme:
-            found.append("README.md: the results table is stale; run `make plots`")
-    except ValueError as error:
-        found.append(str(error))
+    for name, content in BETWEEN.items():
+        text = (root / name).read_text()
+        try:
+            if with_table(text, content(headline_results(root)), name.name) != text:
+                found.append(f"{name}: the results table is stale; run `make plots`")
+        except ValueError as error:
+            found.append(str(error))
+    for name, text in drawn_pages(root).items():
+        if not (root / name).is_file() or (root / name).read_text() != text:
+            found.append(f"{name}: is stale; run `make plots`")
     for path in result_files(root):
         name = path.relative_to(root).as_posix()
-        drawn = root / page_of(path)
-        if not drawn.is_file() or drawn.read_text() != page(path, root):
-            found.append(f"{drawn.relative_to(root)}: is stale; run `make plots`")
         for entry, digest in recorded(path, json.loads(path.read_text())).items():
             if entry not in SOURCES:
                 found.append(f"{name}: {entry} is not one of {', '.join(SOURCES)}")
