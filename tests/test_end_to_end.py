@@ -97,7 +97,9 @@ def written(harness, tmp_path: Path) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)
     plots = harness.plots
-    (tmp_path / "README.md").write_text(f"# title\n{plots.BEGIN}\nold\n{plots.END}\ntail\n")
+    for name in plots.BETWEEN:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"# title\n{plots.BEGIN}\nold\n{plots.END}\ntail\n")
     rows = [training(harness, "adamw"), training(harness, "muon"), model(harness, MODEL_CASE)]
     path = tmp_path / "benchmarks/results/h200/end_to_end.json"
     harness.report.write(path, head(harness), [*rows, first_call(harness)])
@@ -261,7 +263,7 @@ def test_the_form_of_the_file_can_be_broken(written, change, said) -> None:
 
 def test_readme_and_plot(harness, written: Path) -> None:
     root, plots = written.parents[3], harness.plots
-    assert len(plots.findings(root)) == 3  # README's table, page and plot
+    assert len(plots.findings(root)) == 5  # two tables, two pages and a plot
     plots.draw(root)
     assert plots.findings(root) == []
     page = (root / "docs/benchmarks/h200-end_to_end.md").read_text()
