@@ -223,6 +223,11 @@ BREAKS = [
         replacing("CARD.md", ", `kernels-src/sum/sum_sm90.cu`", ""),
         "CARD.md: the row of sum lacks kernels-src/sum/sum_sm90.cu",
     ),
+    (
+        card_table_findings,
+        replacing("CARD.md", "`kernels-src/sum/sum.cu`", "`kernels-src/sum/total*.cu`"),
+        "total*.cu, which does not exist",
+    ),
     (manifest.changelog_findings, without("CHANGELOG.md"), "CHANGELOG.md is missing"),
     (manifest.changelog_findings, replacing(BUILD, "version = 3", "version = 4"), "Version 4"),
     (
@@ -237,3 +242,9 @@ BREAKS = [
 def test_rule_can_fail(tmp_path: Path, check, edit, expected: str) -> None:
     findings = check(build(tmp_path, edit))
     assert any(expected in finding for finding in findings), report(findings)
+
+
+def test_a_pattern_names_the_sources_of_every_architecture(tmp_path: Path) -> None:
+    named = "`kernels-src/sum/sum.cu`, `kernels-src/sum/sum_sm90.cu`"
+    project = build(tmp_path, replacing("CARD.md", named, "`kernels-src/sum/sum*.cu`"))
+    assert not card_table_findings(project)

@@ -240,10 +240,14 @@ def op_table_findings(project: Project, document: str) -> list[str]:
     findings += [f"{document}: the op table lacks {op}" for op in ops if op not in described]
     findings += [f"{document}: the op table names {op}, no op" for op in described if op not in ops]
     for row in rows:
-        for column, cell in row.items():
-            for name in _cells(cell) if column.endswith("source") else []:
-                if not (project.root / name).is_file():
-                    findings.append(f"{document}: the op table names {name}, which does not exist")
+        sources = {
+            column: _sources(project.root, cell)
+            for column, cell in row.items()
+            if column.endswith("source")
+        }
+        for name in (name for names in sources.values() for name in names):
+            if not (project.root / name).is_file():
+                findings.append(f"{document}: the op table names {name}, which does not exist")
         for op in _cells(row["op"]):
             twins = (project.package / "kernels").rglob(f"{op}_triton.py")
             triton = [twin.relative_to(project.root).as_posix() for twin in twins]
@@ -252,7 +256,7 @@ def op_table_findings(project: Project, document: str) -> list[str]:
                 "triton source": triton,
             }
             for column, names in expected.items():
-                missing = sorted(set(names) - set(_cells(row[column])))
+                missing = sorted(set(names) - set(sources[column]))
                 findings += [f"{document}: the row of {op} lacks {name}" for name in missing]
     return findings
 
@@ -276,6 +280,16 @@ def op_table(text: str) -> list[dict[str, str]] | None:
 def _cells(cell: str) -> list[str]:
     """The names in backticks; a link's text counts, its address does not."""
     return re.findall(r"`([^`]+)`", cell)
+
+
+def _sources(root: Path, cell: str) -> list[str]:
+    """The files that a cell names; a pattern names all that fit, and itself where none does."""
+    return [
+        path
+        for name in _cells(cell)
+        for path in sorted(found.relative_to(root).as_posix() for found in root.glob(name))
+        or [name]
+    ]
 
 
 def changelog_findings(project: Project) -> list[str]:
