@@ -25,6 +25,7 @@ ELSEWHERE = {
     "docs/recipes/llama-factory.md",
     "docs/recipes/megatron.md",
     "docs/recipes/ms-swift.md",
+    "docs/recipes/nanochat.md",
     "docs/recipes/torchtitan.md",
     "docs/recipes/verl.md",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+import runpy
 import sys
 import types
 from collections import defaultdict
@@ -428,3 +429,77 @@ def test_megatron(opt, contract) -> None:
         assert torch.equal(copy, one)
     with pytest.raises(ValueError, match="tensor-model-parallel-size 1"):
         megatron_optimizer(registry, [{"params": params}], config, tp=2)
+
+
+BASE_TRAIN = """
+import sys
+import nanochat.gpt
+nanochat.gpt.base_train(sys.argv)
+"""
+
+
+def test_nanochat(opt, contract, tmp_path) -> None:
+    """nanochat 92d63d4: GPT.setup_optimizer, the loop of base_train, and chat_sft's warm start."""
+    runs = []
+
+    def setup_optimizer(model: TinyTransformer) -> Any:
+        matrices = [p for p in model.layers.parameters() if p.ndim == 2]
+        rest = [p for p in model.parameters() if p.ndim < 2]
+        adamw = {"kind": "adamw", "eps": 1e-10, "weight_decay": 0.01}
+        groups = [
+            {"params": [model.lm_head.weight], "lr": 0.004, "betas": (0.8, 0.96), **adamw},
+            {"params": [model.embed_tokens.weight], "lr": 0.2, "betas": (0.8, 0.995), **adamw},
+            {"params": rest, "lr": 0.5, "betas": (0.96, 0.95), **adamw},
+        ]
+        rule = {"lr": 0.02, "momentum": 0.95, "ns_steps": 5, "beta2": 0.9, "weight_decay": 0.2}
+        for shape in sorted({p.shape for p in matrices}):
+            same = [p for p in matrices if p.shape == shape]
+            groups.append({"kind": "muon", "params": same, **rule})
+        optimizer = sys.modules["nanochat.gpt"].MuonAdamW(groups)
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        return optimizer
+
+    def loop(model: TinyTransformer, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            language_loss(model, seed=step).backward()
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * (1 - step / 8)
+                if group["kind"] == "muon":
+                    group["momentum"] = 0.85 + 0.01 * step
+                    group["weight_decay"] = 0.2 * (1 - step / 8)
+            optimizer.step()
+            model.zero_grad(set_to_none=True)
+
+    def base_train(arguments: list[str]) -> None:
+        torch.manual_seed(0)
+        model = TinyTransformer()
+        optimizer = setup_optimizer(model)
+        loop(model, optimizer, range(2))
+        torch.save(optimizer.state_dict(), tmp_path / "optim_000002_rank0.pt")
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        loop(model, optimizer, range(2, 4))
+        runs.append((arguments, model, optimizer, weights))
+
+    contract.module("nanochat.gpt", MuonAdamW=None, base_train=base_train)
+    contract.files("nanochat.md")
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (scripts / "base_train.py").write_text(BASE_TRAIN)
+    launcher = tmp_path / "train_hub.py"
+    contract.monkeypatch.setattr(sys, "argv", [str(launcher), "scripts.base_train", "--depth", "2"])
+    runpy.run_path(str(launcher), run_name="__main__")
+    ((arguments, model, optimizer, weights),) = runs
+    assert arguments[1:] == ["--depth", "2"]
+    assert isinstance(optimizer, opt.DistMuonAdamW)
+    for group in optimizer.param_groups:
+        both = group.get("row_equilibration"), group.get("renormalize")
+        assert both == ((True, True) if group["kind"] == "muon" else (None, None))
+
+    resumed = TinyTransformer()
+    resumed.load_state_dict(weights)
+    other = setup_optimizer(resumed)
+    other.load_state_dict(torch.load(tmp_path / "optim_000002_rank0.pt", map_location="cpu"))
+    loop(resumed, other, range(2, 4))
+    for one, two in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, two)
