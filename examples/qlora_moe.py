@@ -1,15 +1,17 @@
 """QLoRA on a mixture of experts: 4-bit frozen experts, LoRA on top, no 16-bit stack at any time.
 
     python examples/qlora_moe.py             # two layers of Qwen3-30B-A3B's shapes; wants a GPU
+    python examples/qlora_moe.py --full      # all 48 layers and the vocabulary of 151,936
     python examples/qlora_moe.py --tiny      # seconds on two CPU cores
 
 A Qwen3-MoE of transformers gets random weights: its experts are drawn and quantised to NF4 one by
 one, so that none of them exists in 16 bits for longer than that takes. LoRA on the experts is then
 trained on the source of Python's standard library, byte by byte, with `--target-modules q_proj
 v_proj` on attention too, through PEFT; `--offload` keeps the experts in host memory, two layers of
-them on the device. Where there are a GPU and bitsandbytes, the time and the memory of a step stand
-beside those of the usual way: decode everything with bitsandbytes, then torch's grouped_mm. Random
-weights have nothing to be fine-tuned; the numbers are about the machine.
+them on the device. On a GPU the time and the memory of a training step are printed, AdamW's update
+included; where bitsandbytes is installed, beside those of the usual way: decode everything with
+bitsandbytes, then torch's grouped_mm. Random weights have nothing to be fine-tuned; the numbers are
+about the machine.
 
 It writes adapter/ (PEFT's format), loss.png and results.json.
 """
@@ -37,12 +39,23 @@ from torch import Tensor, nn
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 MEASURED = 10  # steps
+OURS, USUAL = "ours", "bitsandbytes + grouped_mm"
 
 
-def _size(layers: int, hidden: int, heads: tuple[int, int, int], experts: tuple, **rest: int):
+def _size(
+    layers: int,
+    hidden: int,
+    heads: tuple[int, int, int],
+    experts: tuple[int, int, int],
+    *,
+    vocabulary: int = 256,
+    **rest: int,
+) -> Size:
+    """Heads are (query, key and value, their width), experts (number, top k, intermediate)."""
     query, key, head = heads
     count, top_k, intermediate = experts
     model = {
+        "vocab_size": vocabulary,
         "num_hidden_layers": layers,
         "hidden_size": hidden,
         "num_attention_heads": query,
@@ -56,20 +69,20 @@ def _size(layers: int, hidden: int, heads: tuple[int, int, int], experts: tuple,
     return Size(model, base_steps=0, **rest)
 
 
+QWEN3_30B_A3B = {
+    "hidden": 2048,
+    "heads": (32, 4, 128),
+    "experts": (128, 8, 768),
+    "context": 512,
+    "batch": 4,
+    "max_bytes": 8 << 20,
+}
 SIZES = {
     "tiny": _size(
         2, 64, (2, 2, 32), (8, 2, 64), context=32, batch=8, lora_steps=60, max_bytes=1 << 20
     ),
-    "real": _size(
-        2,
-        2048,
-        (32, 4, 128),
-        (128, 8, 768),
-        context=512,
-        batch=4,
-        lora_steps=100,
-        max_bytes=8 << 20,
-    ),
+    "real": _size(2, **QWEN3_30B_A3B, lora_steps=100),
+    "full": _size(48, **QWEN3_30B_A3B, vocabulary=151_936, lora_steps=20),
 }
 
 
@@ -78,7 +91,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--tiny", action="store_true", help="the size of the tests")
+    size = parser.add_mutually_exclusive_group()
+    for name, words in (("tiny", "the size of the tests"), ("full", "all 48 layers")):
+        size.add_argument(
+            f"--{name}", action="store_const", const=name, dest="size", default="real", help=words
+        )
     add("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
     add("--steps", type=positive_integer, help="of LoRA (default: the size's)")
     add("--rank", type=positive_integer, default=16, help="of LoRA (default: 16)")
@@ -86,6 +103,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--target-modules", nargs="*", metavar="NAME", help="LoRA on these beside the experts")
     add("--lr", type=float, default=1e-2, help="peak learning rate (default: 1e-2)")
     add("--nested", action="store_true", help="quantise absmax, too: 4.13 bits instead of 4.5")
+    add("--checkpointing", action="store_true", help="run layers again in the backward pass")
     add("--offload", action="store_true", help="keep the experts in host memory")
     add("--corpus", type=Path, metavar="DIR", help="train on the *.py files below DIR")
     add("--seed", type=int, default=0, help="of weights and batches (default: 0)")
@@ -107,7 +125,6 @@ def build_model(
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        vocab_size=256,
         max_position_embeddings=size.context,
         tie_word_embeddings=False,
         output_router_logits=True,
@@ -186,7 +203,7 @@ def decode(stack: nn.Module, dtype: torch.dtype) -> Tensor:
 
 
 def measure(step: Callable[[], None]) -> dict[str, float]:
-    """Milliseconds and peak memory of a training step, in MB above what stands before it."""
+    """Milliseconds and peak memory of a training step; in MB, with what stands before it."""
     for _ in range(3):
         step()
     torch.cuda.synchronize()
@@ -199,16 +216,23 @@ def measure(step: Callable[[], None]) -> dict[str, float]:
         mark.record()
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
-    peak = torch.cuda.max_memory_allocated() - before
-    return {"ms": statistics.median(times), "peak_mb": peak / 1e6, "weights_mb": before / 1e6}
+    peak = torch.cuda.max_memory_allocated()
+    return {"ms": statistics.median(times), "peak_mb": peak / 1e6, "kept_mb": before / 1e6}
 
 
-def compare(run: Run, package: Package) -> dict[str, dict[str, float]] | str:
-    """Our step and the usual one over the same model, or why there is no comparison."""
-    if run.device.type != "cuda":
-        return "no comparison: bitsandbytes and grouped_mm are compared on a CUDA device"
+def not_compared(device: torch.device, *, nested: bool) -> str | None:
+    """Why the usual way is not measured beside ours."""
+    if device.type != "cuda":
+        return "bitsandbytes and grouped_mm are compared on a CUDA device"
+    if nested:
+        return "bitsandbytes decodes the same absmax, which is nested here"
     if importlib.util.find_spec("bitsandbytes") is None:
-        return "no comparison: bitsandbytes is not installed"
+        return "bitsandbytes is not installed"
+    return None
+
+
+def compare(run: Run, package: Package, *, ours_alone: bool) -> dict[str, dict[str, float] | None]:
+    """Our step and the usual one over the same model; None for one that the memory cannot hold."""
     from transformers.integrations.moe import ExpertsInterface
 
     starts = run.corpus.train_starts(
@@ -216,34 +240,45 @@ def compare(run: Run, package: Package) -> dict[str, dict[str, float]] | str:
     )[0]
     batch = windows(run.corpus.train, starts, run.size.context)
     trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True)  # the training is still to come
 
     def step() -> None:
-        torch.autograd.grad(run.loss(*batch), trained)
+        run.loss(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     torch.use_deterministic_algorithms(False)  # which would slow the other way's index_add
     name = package.module.integrations.use_in_transformers()
     try:
-        found = {"ours": measure(step)}
-        # Under our name: with LoRA attached, experts refuse to run on any other implementation.
-        ExpertsInterface.register(name, dense_and_grouped)
-        found["bitsandbytes + grouped_mm"] = measure(step)
+        found = {OURS: measure(step)}
+        if not ours_alone:
+            # Under our name: with LoRA attached, experts refuse to run on any other implementation.
+            ExpertsInterface.register(name, dense_and_grouped)
+            try:
+                found[USUAL] = measure(step)
+            except torch.OutOfMemoryError:
+                found[USUAL] = None
     finally:
         package.module.integrations.use_in_transformers()  # registers ours again
         torch.use_deterministic_algorithms(True, warn_only=True)
+        optimizer.zero_grad()
     return found
 
 
-def report(measured: dict[str, dict[str, float]] | str) -> str:
+def report(measured: dict[str, dict[str, float] | None]) -> str:
     """A table of `compare`."""
-    if isinstance(measured, str):
-        return measured
-    lines = [f"{'a training step':<28}{'ms':>9}{'peak MB':>10}"]
-    lines += [f"{k:<28}{v['ms']:>9.2f}{v['peak_mb']:>10.0f}" for k, v in measured.items()]
-    ours, usual = measured.values()
-    lines.append(
-        f"{usual['ms'] / ours['ms']:.2f} times as fast, "
-        f"{ours['peak_mb'] / usual['peak_mb']:.0%} of the memory"
-    )
+    lines = [f"{'a training step':<28}{'ms':>9}{'peak MB':>10}{'kept MB':>10}"]
+    for name, found in measured.items():
+        cells = "  out of memory"
+        if found:
+            cells = f"{found['ms']:>9.2f}{found['peak_mb']:>10.0f}{found['kept_mb']:>10.0f}"
+        lines.append(f"{name:<28}{cells}")
+    if usual := measured.get(USUAL):
+        ours = measured[OURS]
+        lines.append(
+            f"{usual['ms'] / ours['ms']:.2f} times as fast, "
+            f"{ours['peak_mb'] / usual['peak_mb']:.0%} of the memory"
+        )
     return "\n".join(lines)
 
 
@@ -271,9 +306,14 @@ def train(
         seed=options.seed,
         device=device,
     )
-    measured = "no comparison: it decodes the same absmax, which is nested here"
-    if not options.nested:
-        measured = compare(run, package)
+    if options.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    reason, measured = not_compared(device, nested=options.nested), {}
+    if device.type == "cuda":
+        measured = compare(run, package, ours_alone=reason is not None)
+        print(report(measured))
+    if reason:
+        print(f"no comparison: {reason}")
     offload = module.moe.ExpertOffload(model, device) if options.offload else None
     run.run()
     module.integrations.save_peft_adapter(model, folder / "adapter")
@@ -285,8 +325,7 @@ def train(
     print(
         f"{elements:,} weights of experts in {packed / 1e6:,.1f} MB "
         f"({8 * packed / elements:.2f} bits each; {2 * elements / 1e6:,.0f} MB in 16 bits)\n"
-        f"held-out loss: {run.held_out[0][1]:.3f} to {run.held_out[-1][1]:.3f} nats per byte\n"
-        f"{report(measured)}"
+        f"held-out loss: {run.held_out[0][1]:.3f} to {run.held_out[-1][1]:.3f} nats per byte"
     )
     if offload is not None:
         print(f"{offload.transfers} layers were copied to the device, {offload.waits} of them late")
@@ -304,7 +343,7 @@ def train(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parse(arguments)
-    size = SIZES["tiny" if options.tiny else "real"]
+    size = SIZES[options.size]
     try:
         device = prepare_device(options.device, threads=options.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)  # transformers has others too
