@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import re
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from triton.runtime.jit import JITFunction
 PACKAGE = Path(__file__).resolve().parents[1] / "torch-ext" / "optimizer"
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 BLOCKSIZE = 64  # of 4-bit experts
+COMPILED = ("nf4_product", "nf4_dequant", "nf4_quantize")
 # tokens, experts per token, experts, hidden, intermediate, rank, rows per tile
 MODELS = {
     "qwen3.5": (256, 8, 16, 2048, 512, 16, 128),
@@ -48,6 +50,8 @@ def load(name: str) -> types.ModuleType:
         made = types.ModuleType("optimizer._ops")
         made.ops, made.add_op_namespace_prefix = torch.ops.compiled, "compiled::{}".format
         sys.modules["optimizer._ops"] = made
+        for op in COMPILED:  # modules register what these are for tensors without data
+            torch.library.define(f"compiled::{op}", "(Tensor x) -> ()")
     return importlib.import_module(f"optimizer.{name}")
 
 
@@ -130,7 +134,7 @@ def step(model: str, dtype: torch.dtype, lora: torch.dtype) -> None:
         directions["dab"](x, dy, low, low, gate, order, a, b, x_fan, dy_fan)
         directions["dw"](x, dy, gate, order, weight, new(experts, n), x_fan, dy_fan)
     gated_step(model, dtype, lora, order)
-    nf4_step(model, dtype, lora, (order.slots, order.offsets, order.tiles))
+    packed_step(model, dtype, lora, (order.slots, order.offsets, order.tiles))
     rows_of.combine_triton(new(total, hidden), gates, order.rows, order.offsets, top_k)
     wide = new(total, 2 * inner)
     rows_of.glu_triton(wide, "silu", False)
@@ -173,8 +177,21 @@ def gated_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: Any) ->
     module.gated_experts_backward_triton(x, *operands, tuple(kept), *glu, wants)
 
 
-def nf4_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple) -> None:
-    """The products of a layer over 4-bit experts, with every tile of the fused product's table."""
+def packed_stacks(module: types.ModuleType, stored: tuple[int, int, int]) -> list:
+    """A stack of each kind that the fused product reads."""
+    experts, n, k = stored
+    elements = experts * n * k
+    packed, codes = (torch.empty(size, dtype=torch.uint8) for size in (elements // 2, elements))
+    table = torch.empty(16)
+    scales = torch.empty(experts * -(-n // 128) * -(-k // 128))
+    nf4 = (packed, torch.empty(elements // BLOCKSIZE), table, None, stored, BLOCKSIZE)
+    mxfp4 = (packed, codes[: elements // 32], table, None, stored, 32, "mxfp4")
+    fp8 = (codes, scales, None, None, stored, 128, "fp8", 128)
+    return [module.PackedStack(*one) for one in (nf4, mxfp4, fp8)]
+
+
+def packed_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple) -> None:
+    """The products of a layer over packed experts, with every tile of the fused product's table."""
     tokens, top_k, experts, hidden, inner, rank, rows = MODELS[model]
     if hidden % BLOCKSIZE or inner % BLOCKSIZE:
         return  # blocks would leave their row, which the fused product refuses
@@ -187,9 +204,7 @@ def nf4_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple) ->
 
     gates, low = new(tokens, top_k, of=torch.float32), new(total, rank)
     for k, n, fan in ((hidden, 2 * inner, top_k), (inner, hidden, 0)):
-        packed = new(experts * n * k // 2, of=torch.uint8)
-        absmax, table = (new(size, of=torch.float32) for size in (experts * n * k // BLOCKSIZE, 16))
-        stack = (packed, absmax, table, None, (experts, n, k), BLOCKSIZE)
+        stacks = packed_stacks(module, (experts, n, k))
         down = fan == 0
         place = {"tile_rows": rows, "scatter": False}
         back = {"gates": gates, "other": new(total, k)} if down else {}
@@ -200,7 +215,8 @@ def nf4_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple) ->
             factor = new(experts, rank, columns, of=lora)
             out, options = new(total, columns), {} if last else back
             fans = fan if last else top_k if down else 0
-            for tile in dict.fromkeys(tile for _, *both in table for tile in both):
+            every = dict.fromkeys(tile for _, *both in table for tile in both)
+            for stack, tile in itertools.product(stacks, every):
                 operands = (x, stack, last, low, factor, slots, offsets, tiles, out)
                 module.nf4_product(*operands, fan=fans, tile=tile, **place, **options)
 
@@ -217,7 +233,8 @@ def main(arguments: list[str]) -> int:
     catch(options.arch)
     launch = load("kernels.experts.grouped_launch_triton")
     launch.arch = lambda device: f"sm{options.arch}"
-    load("kernels.quant.nf4_product_triton").shuffles = lambda x: True
+    native = load("kernels.quant.nf4_product_triton")
+    native.is_native = lambda x, kind: kind != "fp8" or options.arch >= 89
     print(f"triton {triton.__version__}, sm_{options.arch}, {options.model}, {options.dtype}")
     step(options.model, getattr(torch, options.dtype), getattr(torch, options.lora))
     return 0

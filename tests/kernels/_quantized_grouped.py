@@ -1,4 +1,4 @@
-"""Small problems of the fused products over 4-bit experts, and their dense twins."""
+"""Small problems of the fused products over packed experts, and their dense twins."""
 
 from __future__ import annotations
 
@@ -19,13 +19,22 @@ class Stack:
     transposed: bool = True  # seen as (E, K, N)
     nested: bool = False
     quant_type: str = "nf4"
+    block: tuple[int, int] = (128, 128)  # of FP8
     rank: int | None = 3
     tokens: int = 23
     bias: bool = True
 
     def __str__(self) -> str:
         flags = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) is True]
-        return "-".join([f"{self.n}x{self.k}b{self.blocksize}", *flags, self.quant_type])
+        return "-".join([f"{self.n}x{self.k}b{self.options()}", *flags, self.quant_type])
+
+    def options(self) -> dict:
+        """What `QuantizedExperts` takes beside the shape."""
+        if self.quant_type == "mxfp4":
+            return {}
+        if self.quant_type == "fp8":
+            return {"block_rows": self.block[0], "block_columns": self.block[1]}
+        return {"blocksize": self.blocksize, "nested": self.nested}
 
 
 STACKS = (
@@ -34,6 +43,14 @@ STACKS = (
     Stack(transposed=False, bias=False),
     Stack(n=40, k=64, blocksize=32, quant_type="fp4", rank=None),
     Stack(n=33, k=256, blocksize=256, rank=20, tokens=50),
+    # Sides end inside of blocks and tiles, and a step of the sum holds several scales.
+    Stack(n=70, k=96, quant_type="mxfp4"),
+    Stack(n=33, k=160, quant_type="mxfp4", transposed=False, bias=False, rank=1),
+    Stack(n=64, k=64, quant_type="mxfp4", rank=128, tokens=2),
+    Stack(n=150, k=200, quant_type="fp8"),
+    Stack(n=150, k=89, quant_type="fp8", block=(32, 32), transposed=False, rank=128, tokens=7),
+    Stack(n=40, k=57, quant_type="fp8", block=(1, 0), bias=False, rank=1),
+    Stack(n=33, k=16, quant_type="fp8", block=(0, 0), transposed=False, rank=None),
 )
 
 
@@ -41,7 +58,7 @@ BUDGETS = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 8e-3}
 # Every stack in float32, two of them in the narrow dtypes: the interpreter is slow.
 CASES = (
     *((stack, torch.float32) for stack in STACKS),
-    *((STACKS[1], dtype) for dtype in (torch.float16, torch.bfloat16)),
+    *((STACKS[n], dtype) for n in (1, 5, 8) for dtype in (torch.float16, torch.bfloat16)),
     (STACKS[2], torch.bfloat16),
 )
 
@@ -61,9 +78,8 @@ def draw(submodule, stack: Stack, device, dtype, seed: int = 0) -> dict:
 
     module = submodule("moe.quantized.quantized_experts").QuantizedExperts.from_weight(
         normal(EXPERTS, stack.n, stack.k, kind=torch.float32, std=stack.k**-0.5),
-        blocksize=stack.blocksize,
-        nested=stack.nested,
         quant_type=stack.quant_type,
+        **stack.options(),
     )
     record = module.transpose(1, 2) if stack.transposed else module.quantized_weight()
     _, inner, outer = record.shape

@@ -1,4 +1,4 @@
-"""A gated layer of 4-bit experts in one op: its stages apart say what it must compute."""
+"""A gated layer of packed experts in one op: its stages apart say what it must compute."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Problem(LayerProblem):
     hidden: int = 64
     intermediate: int = 32
     strategy: str = "fused"
+    quant_type: str = "nf4"
     wanted: tuple[str, ...] = NAMES
 
 
@@ -41,7 +42,9 @@ class Layer:
         self.packed = []
         for shape in ((e, 2 * i, h), (e, h, i)):
             weight = normal(*shape, std=shape[-1] ** -0.5)
-            experts = moe.QuantizedExperts.from_weight(weight, blocksize=32)
+            options = {"blocksize": 32} if problem.quant_type == "nf4" else {}
+            options["quant_type"] = problem.quant_type
+            experts = moe.QuantizedExperts.from_weight(weight, **options)
             experts.strategy = problem.strategy
             self.packed.append(experts)
         x, gates, self.grad = problem.inputs(device)
@@ -131,6 +134,9 @@ PROBLEMS = (
     Problem(rank=None, rank_down=None, wanted=("x",)),
     Problem(rank=3, rank_down=17, routing="all-sentinels"),
     Problem(bias=True, wanted=("gates",)),
+    # A layer of gpt-oss
+    Problem(activation="gpt_oss", interleaved=True, bias=True, quant_type="mxfp4"),
+    Problem(routing="sentinels", quant_type="fp8", hidden=150, intermediate=70),
 )
 
 
@@ -169,6 +175,17 @@ def test_it_equals_its_reference(moe, submodule, device):
     inputs = (layer.leaves[name].detach() for name in ("x", "gates"))
     expected = reference(next(inputs), *sides, next(inputs), layer.ids, "silu", False)
     assert relative_error(layer.forward().detach(), expected) <= 2e-6
+
+
+@pytest.mark.parametrize("problem", PROBLEMS[-2:], ids=str)
+def test_other_formats_equal_the_dense_layer(moe, device, problem):
+    """Whose weights are the decoded ones."""
+    layer = Layer(moe, device, problem)
+    found = layer.step()
+    layer.packed = [experts.decode(dtype=torch.float32) for experts in layer.packed]
+    expected = layer.step("reference")
+    for name, value in expected.items():
+        assert relative_error(found[name], value) <= 4e-6, name
 
 
 def test_runs_repeat_to_the_bit(moe, device, stages_apart):

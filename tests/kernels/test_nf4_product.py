@@ -25,15 +25,16 @@ def stack(
     nested: tuple | None = None,
     packed: torch.Tensor | None = None,
 ) -> tuple:
+    """What `PackedStack` takes."""
     e, n, k = stored
     packed = torch.zeros(e * n * k // 2, dtype=torch.uint8) if packed is None else packed
     absmax, table = torch.ones(e * n * k // blocksize), torch.arange(16.0)
-    return packed, absmax, table, nested, stored, blocksize
+    return packed, absmax, table, nested, stored, blocksize, "4bit", 1
 
 
 def as_operand(submodule, opened: tuple):
     """The same stack as ops open it."""
-    packed, absmax, table, _, stored, blocksize = opened
+    packed, absmax, table, _, stored, blocksize, *_ = opened
     formats = submodule("kernels.quant.formats")
     kind = formats.format_of("nf4", blocksize=blocksize)
     return formats.Stack(kind, (packed, absmax, table), stored, True)
@@ -68,7 +69,7 @@ def test_what_it_cannot_take_is_said_in_words(module, reason):
 
 
 def test_refused_operands_raise_before_the_op(module):
-    packed, absmax, _, _, stored, _ = stack(blocksize=32)
+    packed, absmax, _, _, stored, *_ = stack(blocksize=32)
     place = {"along": True, "fan": 0, "grouped_out": True}
     order = (torch.arange(5), torch.tensor((0, 5, 5, 5)))
     with pytest.raises(ValueError, match="cannot take this product: the blocksize must be 64"):

@@ -20,9 +20,9 @@ LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 5, 4, 64, 32, 2, 6
 
 
 class Model(nn.Module):
-    """Residual layers of 4-bit experts with LoRA."""
+    """Residual layers of packed experts with LoRA."""
 
-    def __init__(self, opt, device, layers: int = LAYERS, nested: bool = False) -> None:
+    def __init__(self, opt, device, layers: int = LAYERS, **options) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.routes = []
@@ -35,7 +35,7 @@ class Model(nn.Module):
                     nn.init.normal_(parameter, std=0.1)
             for name in ("gate_up_proj", "down_proj"):
                 weight = experts._parameters.pop(name)
-                stack = opt.moe.QuantizedExperts.from_weight(weight, nested=nested)
+                stack = opt.moe.QuantizedExperts.from_weight(weight, **options)
                 experts.add_module(name, stack)
             self.layers.append(experts)
             ids = torch.randn(TOKENS, EXPERTS).topk(TOP_K, -1).indices
@@ -162,10 +162,12 @@ def test_on_and_off_at_any_time(opt, device, model):
     assert {p.device.type for p in model.parameters()} == {torch.device(device).type}
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_state_dicts_travel_while_it_is_on(opt, device, nested):
+@pytest.mark.parametrize(
+    "options", ({}, {"nested": True}, {"quant_type": "mxfp4"}, {"quant_type": "fp8"}), ids=str
+)
+def test_state_dicts_travel_while_it_is_on(opt, device, options):
     """Saved as without it, and what is loaded is used at once, on the device as well."""
-    model, other = (Model(opt, device, 3, nested) for _ in range(2))
+    model, other = (Model(opt, device, 3, **options) for _ in range(2))
     with torch.no_grad():
         for parameter in other.parameters():
             if parameter.dtype == torch.uint8 and parameter.numel() > 512:

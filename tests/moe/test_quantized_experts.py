@@ -184,18 +184,20 @@ def test_from_a_record_without_a_copy(opt):
 
 
 @pytest.mark.parametrize("packed", [("down_proj",), ("gate_up_proj", "down_proj")])
-def test_merging_an_adapter_is_refused_before_anything_is_written(opt, packed):
-    """With down in 4 bits alone, too: gate_up comes first."""
+@pytest.mark.parametrize("quant_type", ["nf4", "mxfp4", "fp8"])
+def test_merging_an_adapter_is_refused_before_anything_is_written(opt, packed, quant_type):
+    """With down packed alone, too: gate_up comes first."""
     experts = opt.moe.Experts(4, 64, 32)
     experts.add_adapter(r=2, alpha=4)
     for entry in experts.expert_lora.values():
         torch.nn.init.normal_(entry.lora_B["default"].weight)
     for name in packed:
-        stack = opt.moe.QuantizedExperts.from_weight(experts._parameters.pop(name))
+        weight = experts._parameters.pop(name)
+        stack = opt.moe.QuantizedExperts.from_weight(weight, quant_type=quant_type)
         experts.add_module(name, stack)
     before = {key: value.clone() for key, value in experts.state_dict().items()}
     for merge in (experts.merge, experts.merge_and_unload):
-        with pytest.raises(ValueError, match="the weight is 4-bit: an adapter cannot be merged"):
+        with pytest.raises(ValueError, match=f"the weight is {quant_type}: an adapter cannot be"):
             merge()
     assert not experts.expert_lora.merged
     for key, value in experts.state_dict().items():

@@ -48,7 +48,10 @@ def small_chunks(submodule, monkeypatch):
     monkeypatch.setattr(submodule("moe.quantized.strategy"), "SLICE_BYTES", both)
 
 
-@pytest.mark.parametrize("options", ({}, {"nested": True}, {"quant_type": "fp4"}), ids=str)
+FORMATS = ({}, {"nested": True}, {"quant_type": "fp4"}, {"quant_type": "fp8", "block_columns": 0})
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("problem", SHAPES, ids=str)
 def test_bits_of_the_decoded_weight(opt, device, small_chunks, problem, strategy, options):
@@ -260,7 +263,7 @@ def test_choice_is_a_pure_function_of_rows_per_expert(opt, submodule, monkeypatc
         assert choose(65, 128, **refused).name == "chunked"
     assert choose(1 << 20, 128, "fused", fast=False).name == "fused"
     assert choose(8, 128, "chunked").name == "chunked"
-    with pytest.raises(ValueError, match="strategy must be one of"):
+    with pytest.raises(ValueError, match="wanted must be one of"):
         choose(8, 128, "quick")
     with pytest.raises(ValueError, match=r'strategy="resident" .* is gone'):
         choose(8, 128, "resident")
@@ -347,7 +350,7 @@ def test_float64_is_refused(opt, device):
     problem = dataclasses.replace(Problem(4), dtype=torch.float64)
     leaves, ids = problem.inputs(device), problem.ids(device)
     module = opt.moe.QuantizedExperts((4, 40, 24), device=device)
-    with pytest.raises(TypeError, match="x over 4-bit experts must have one of"):
+    with pytest.raises(TypeError, match="x over packed experts must have one of"):
         run(opt, problem, leaves, ids, module.transpose(1, 2))
 
 

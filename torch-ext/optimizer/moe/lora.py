@@ -407,10 +407,10 @@ class LoraProjection(nn.Module):
         self.check_separate("merge")
         if self.active is None:
             raise ValueError("no adapter is active; set_adapter(name) first")
-        if as_quantized(weight) is not None:
+        if (packed := as_quantized(weight)) is not None:
             raise ValueError(
-                "the weight is 4-bit: an adapter cannot be merged into it without rounding it "
-                "away; keep it attached, or load the model in 16 bits to merge"
+                f"the weight is {packed.format.quant_type}: an adapter cannot be merged into it "
+                "without rounding it away; keep it attached, or load the model in 16 bits to merge"
             )
         shape = tuple(layout.operand(weight).shape)
         expected = (self.num_experts, self.in_features, self.out_features)

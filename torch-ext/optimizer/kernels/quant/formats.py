@@ -24,7 +24,7 @@ from ...reference.nf4 import FP4_TABLE, NESTED_BLOCKSIZE, NF4_TABLE, nest_absmax
 from ..checks import check_dense
 from . import nf4_product
 from .nf4_dequant import BLOCKSIZES, nf4_decoder, nf4_dequant
-from .nf4_product import Nf4Stack
+from .nf4_product import PackedStack
 from .nf4_quantize import nf4_quantize
 
 Layout = dict[str, tuple[int, torch.dtype]]  # elements and dtype of every tensor, by its name
@@ -199,8 +199,51 @@ def shape_of(stored: Sequence[int], transposed: bool) -> tuple[int, int, int]:
     return (experts, k, n) if transposed else (experts, n, k)
 
 
+class InRegisters(Format):
+    """A format whose elements become numbers on their way to the tensor cores."""
+
+    @abc.abstractmethod
+    def opened(self, tensors: Sequence[Tensor], stored: Sequence[int]) -> PackedStack:
+        """What products take, of the tensors of `layout` and of `constants`, if these are there."""
+
+    def registers_refusal(self, stored: Sequence[int]) -> str | None:
+        """None: every stack."""
+        del stored
+        return None
+
+    def compiled_refusal(
+        self,
+        device: torch.device,
+        x: Tensor,
+        tensors: Sequence[Tensor],
+        stored: Sequence[int],
+        rank: int,
+    ) -> str | None:
+        """As of `nf4_product`."""
+        if not dispatch.is_hopper(device):
+            return "it needs capability 9.0"
+        return nf4_product.refusal(x, self.opened(tensors, stored), rank)
+
+    def compiled_pays(self, mean_rows: float, depth: int, along: bool) -> bool:
+        """As of `nf4_product`."""
+        return nf4_product.pays(mean_rows, depth, along)
+
+    def product(
+        self, path: str, x: Tensor, stack: Stack, *operands: Any, **options: Any
+    ) -> Tensor | None:
+        """By CUDA or Triton."""
+        operands = (x, self.opened(stack.tensors, stack.stored), *operands)
+        if path == "compiled" or (
+            path == dispatch.MEASURED and nf4_product.compiled_is_faster(operands)
+        ):
+            return nf4_product.prefer_compiled(*operands, **options)
+        from .nf4_product_triton import nf4_product as by_triton
+
+        return by_triton(*operands, **options)
+
+
 @dataclasses.dataclass(frozen=True)
-class Blockwise4Bit(Format):
+class Blockwise4Bit(InRegisters):
     """bitsandbytes' NF4 and FP4: two codes a byte, and the largest magnitude of every block.
 
     Blocks run over the flattened stack and may straddle rows and experts. With `nested` absmax is
@@ -283,42 +326,13 @@ class Blockwise4Bit(Format):
             "blocksize that divides it"
         )
 
-    def compiled_refusal(
-        self,
-        device: torch.device,
-        x: Tensor,
-        tensors: Sequence[Tensor],
-        stored: Sequence[int],
-        rank: int,
-    ) -> str | None:
-        """As of `nf4_product`."""
-        if not dispatch.is_hopper(device):
-            return "it needs capability 9.0"
-        return nf4_product.refusal(x, self._opened(tensors, stored), rank)
-
-    def compiled_pays(self, mean_rows: float, depth: int, along: bool) -> bool:
-        """As of `nf4_product`."""
-        return nf4_product.pays(mean_rows, depth, along)
-
-    def product(
-        self, path: str, x: Tensor, stack: Stack, *operands: Any, **options: Any
-    ) -> Tensor | None:
-        """By CUDA or Triton."""
-        operands = (x, self._opened(stack.tensors, stack.stored), *operands)
-        if path == "compiled" or (
-            path == dispatch.MEASURED and nf4_product.compiled_is_faster(operands)
-        ):
-            return nf4_product.prefer_compiled(*operands, **options)
-        from .nf4_product_triton import nf4_product as by_triton
-
-        return by_triton(*operands, **options)
-
-    def _opened(self, tensors: Sequence[Tensor], stored: Sequence[int]) -> Nf4Stack:
+    def opened(self, tensors: Sequence[Tensor], stored: Sequence[int]) -> PackedStack:
+        """Absmax as scales."""
         packed, absmax, *others = tensors
         count = len(self.NESTED) if self.nested else 0
         codebook = others[count] if len(others) > count else None
         nested = tuple(others[:count]) if self.nested else None
-        return Nf4Stack(packed, absmax, codebook, nested, tuple(stored), self.blocksize)
+        return PackedStack(packed, absmax, codebook, nested, tuple(stored), self.blocksize)
 
     def _own_codebook(self, device: torch.device) -> Tensor | None:
         """None for NF4, whose values the decoding kernels hold themselves."""

@@ -22,7 +22,7 @@ from torch.library import custom_op
 from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
 from ...reference import fp8 as reference
-from ...reference.fp8 import scale_shape
+from ...reference.fp8 import block_of, scale_shape
 from ..checks import (
     check_expert_shape,
     check_ids,
@@ -30,8 +30,9 @@ from ..checks import (
     check_quantizable,
     check_stack,
 )
-from .formats import FORMATS, Format, Layout
+from .formats import FORMATS, InRegisters, Layout
 from .nf4_dequant import DTYPES
+from .nf4_product import PackedStack
 
 BLOCK = (128, 128)  # rows, columns
 _STORED = (torch.uint8, torch.float8_e4m3fn)
@@ -145,7 +146,7 @@ def fp8_dequant(
 
 
 @dataclasses.dataclass(frozen=True)
-class Fp8(Format):
+class Fp8(InRegisters):
     """FP8 (e4m3) with a float32 scale for every block of an expert's rows and columns."""
 
     quant_type: str = "fp8"
@@ -186,6 +187,12 @@ class Fp8(Format):
     ) -> Tensor:
         """By `fp8_dequant`."""
         return fp8_dequant(*tensors, ids, shape, self.block, dtype)
+
+    def opened(self, tensors: Sequence[Tensor], stored: Sequence[int]) -> PackedStack:
+        """Scales of blocks of rows and columns."""
+        packed, scales = tensors
+        rows, columns = block_of(stored, self.block)
+        return PackedStack(packed, scales, None, None, tuple(stored), columns, "fp8", rows)
 
 
 FORMATS["fp8"] = Fp8

@@ -12,6 +12,7 @@ reference | mxfp4_dequant_reference | reference/mxfp4.py     | everything else
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -22,7 +23,7 @@ from torch.library import custom_op
 from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
 from ...reference import mxfp4 as reference
-from ...reference.mxfp4 import BLOCK
+from ...reference.mxfp4 import BLOCK, E2M1_TABLE
 from ..checks import (
     check_expert_shape,
     check_ids,
@@ -30,8 +31,9 @@ from ..checks import (
     check_quantizable,
     check_stack,
 )
-from .formats import FORMATS, Format, Layout
+from .formats import FORMATS, InRegisters, Layout
 from .nf4_dequant import DTYPES
+from .nf4_product import PackedStack
 
 # Elements that are quantised at a time: temporaries stay near 60 MiB.
 CHUNK = 1 << 20
@@ -147,7 +149,7 @@ def mxfp4_dequant(
 
 
 @dataclasses.dataclass(frozen=True)
-class Mxfp4(Format):
+class Mxfp4(InRegisters):
     """MXFP4 of the Microscaling specification: 4-bit floats, a power of two for every 32."""
 
     quant_type: str = "mxfp4"
@@ -180,6 +182,22 @@ class Mxfp4(Format):
     ) -> Tensor:
         """By `mxfp4_dequant`."""
         return mxfp4_dequant(*tensors, ids, shape, dtype)
+
+    def constants(self, device: torch.device) -> tuple[Tensor, ...]:
+        """The values of the codes."""
+        return (_table(device),)
+
+    def opened(self, tensors: Sequence[Tensor], stored: Sequence[int]) -> PackedStack:
+        """Powers of two as scales."""
+        packed, scales, *table = tensors
+        codebook = table[0] if table else None
+        return PackedStack(packed, scales, codebook, None, tuple(stored), BLOCK, "mxfp4")
+
+
+@functools.cache
+def _table(device: torch.device) -> Tensor:
+    """The values of 16 codes on a device, copied there once."""
+    return torch.tensor(E2M1_TABLE, dtype=torch.float32, device=device)
 
 
 FORMATS["mxfp4"] = Mxfp4

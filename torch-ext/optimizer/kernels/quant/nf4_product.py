@@ -37,15 +37,28 @@ _LARGEST = 2**30
 _LARGEST_ROWS = 2**35  # elements: 2^32 times 16 bytes
 
 
-class Nf4Stack(NamedTuple):
-    """A stack of experts as the products of this format take it."""
+class PackedStack(NamedTuple):
+    """A stack of experts as the products in registers take it.
 
-    packed: Tensor  # (E N K / 2,) uint8
-    absmax: Tensor  # (E N K / blocksize,) float32, or uint8 if nested
-    codebook: Tensor | None  # (16,) float32; what only asks for reasons needs none
+    kind  | packed          | absmax: scales of blocks
+    4bit  | even nibbles high | float32, or uint8 if nested; blocks end with their row
+    mxfp4 | even nibbles low  | uint8 powers of two; blocks of 32
+    fp8   | e4m3 bytes        | float32 of block_rows x blocksize elements of an expert
+    """
+
+    packed: Tensor  # (E N K / 2,) uint8; (E N K,) of FP8
+    absmax: Tensor
+    codebook: Tensor | None  # (16,) float32; FP8 and what only asks for reasons need none
     nested: tuple[Tensor, Tensor, Tensor] | None  # code (256,), scale, offset (1,)
     stored: tuple[int, int, int]  # (E, N, K)
-    blocksize: int
+    blocksize: int  # columns of a block
+    kind: str = "4bit"
+    block_rows: int = 1
+
+
+def shift_of(side: int) -> int:
+    """log2 of a side of a block; of one that is no power of two, the whole side, more than any."""
+    return side.bit_length() - 1 if side & (side - 1) == 0 else 30
 
 
 @register_fake(add_op_namespace_prefix("nf4_product"))
@@ -116,7 +129,7 @@ def nf4_product(  # noqa: PLR0913
         ValueError: What `refusal` says of the operands.
         RuntimeError: Shapes, dtypes or devices do not fit.
     """
-    stack = Nf4Stack(packed, absmax, codebook, None, tuple(stored), blocksize)
+    stack = PackedStack(packed, absmax, codebook, None, tuple(stored), blocksize)
     if reason := refusal(x, stack, 0 if factor is None else factor.shape[1]):
         raise ValueError(f"nf4_product cannot take this product: {reason}")
     columns = stored[1] if along else stored[2]
@@ -152,7 +165,7 @@ def _converted(x: Tensor, dtype: torch.dtype, *, packs: bool = False) -> Tensor:
     return reorder(x, torch.empty(x.shape, dtype=dtype, device=x.device))
 
 
-def refusal(x: Tensor, stack: Nf4Stack, rank: int) -> str | None:
+def refusal(x: Tensor, stack: PackedStack, rank: int) -> str | None:
     """Why the compiled op cannot take the product; None if it can. Nothing depends on the rows.
 
     Args:
@@ -160,7 +173,9 @@ def refusal(x: Tensor, stack: Nf4Stack, rank: int) -> str | None:
         stack: As `nf4_product` of nf4_product_triton.py takes it.
         rank: Of LoRA, or 0.
     """
-    packed, _, _, nested, (experts, n, k), blocksize = stack
+    packed, _, _, nested, (experts, n, k), blocksize, kind, _ = stack
+    if kind != "4bit":
+        return f"no compiled product reads {kind}"
     if x.dtype != torch.bfloat16:
         return f"it needs bfloat16, got {x.dtype}"
     if nested is not None:
@@ -200,7 +215,7 @@ def pays(mean_rows: float, depth: int, along: bool) -> bool:
 def compiled_is_faster(operands: tuple) -> bool:
     """Whether `prefer_compiled` with these arguments takes the compiled op, and should."""
     x, stack, last, _, factor, slots, *_, out = operands
-    experts, n, k = stack[4]
+    experts, n, k = stack.stored
     if out is None or not dispatch.is_hopper(x.device):
         return False
     if not pays(slots.shape[0] / experts, k if last else n, last):
@@ -210,7 +225,7 @@ def compiled_is_faster(operands: tuple) -> bool:
 
 def prefer_compiled(
     x: Tensor,
-    stack: Nf4Stack,
+    stack: PackedStack,
     last: bool,
     low: Tensor,
     factor: Tensor | None,
@@ -230,7 +245,7 @@ def prefer_compiled(
     if reason is not None:
         dispatch.say_once(_BY_TRITON, reason)
         return by_triton(x, stack, last, low, factor, slots, offsets, tiles, out, **options)
-    packed, absmax, codebook, _, stored, blocksize = stack
+    packed, absmax, codebook, _, stored, blocksize, *_ = stack
     other, gates = options.get("other"), options.get("gates")
     nf4_product(
         x,

@@ -1,15 +1,18 @@
-"""Grouped products that decode NF4 or FP4 in registers: the kernels and their launches.
+"""Grouped products that decode packed experts in registers: the kernels and their launches.
 
     out = (x W_e + low F_e + b_e) gates        W (E, D, C) read from bytes of a stored (E, N, K)
 
 A weight is decoded once per tile of rows: of a part of the order's tile, of all of it, or of two.
 out^T = W^T x^T: decoded weights are the left operand of the tensor cores and a tile of rows is the
-right one. A block of the format never leaves its row (K is a multiple of the blocksize), so a step
-takes one absmax per row and block, not one per element. What is multiplied is the decoded weight,
-rounded once to x's dtype: the same numbers that dequantising first would give.
+right one. A block of the format never leaves its row (bitsandbytes': K is a multiple of the
+blocksize), so a step takes one scale per row and block, not one per element. What is multiplied is
+the decoded weight, rounded once to x's dtype: the same numbers that dequantising first would give.
 
-_along_rows   sums along the stored rows: the two nibbles of a byte are neighbours of the sum
-_across_rows  sums across them: the two nibbles are neighbouring columns, an accumulator for each
+_along_rows    sums along the stored rows: the two nibbles of a byte are neighbours of the sum
+_across_rows   sums across them: the two nibbles are neighbouring columns, an accumulator for each
+_across_bytes  sums across rows whose elements are bytes
+
+KIND is that of `PackedStack`: "4bit" (NF4, FP4), "mxfp4" or "fp8".
 
 `gate_and_dot` is what follows a compiled product whose rows meet others: one pass over them.
 """
@@ -30,17 +33,17 @@ from ..experts.grouped_launch_triton import packed as packed_factor
 from ..experts.grouped_launch_triton import widens
 from ..experts.grouped_triton import _dot, _source, _tile_of
 from ..launch.launch_plan import launch
-from .dequant_triton import _load_scale
-from .nf4_product import Nf4Stack
+from .dequant_triton import _load_scale, e4m3, power_of_two, reads_e4m3
+from .nf4_product import PackedStack, shift_of
 
 
 @triton.jit
-def _load_table(codebook, SHUFFLE: tl.constexpr):
-    """The codebook (16,); with SHUFFLE (1, 1), and lane l of a warp holds value l % 16 of it.
+def _load_table(codebook, NATIVE: tl.constexpr):
+    """The codebook (16,); with NATIVE (1, 1), and lane l of a warp holds value l % 16 of it.
 
     Of one element every thread has a copy, so no conversion of its layout moves it between threads.
     """
-    if SHUFFLE:
+    if NATIVE:
         lane = tl.inline_asm_elementwise(
             "mov.u32 $0, %laneid; and.b32 $0, $0, 15;",
             "=r,r",
@@ -55,14 +58,14 @@ def _load_table(codebook, SHUFFLE: tl.constexpr):
 
 
 @triton.jit
-def _nibbles(pair, table, SHUFFLE: tl.constexpr):
-    """The codebook's values of the high and of the low nibbles of bytes, float32.
+def _nibbles(pair, table, NATIVE: tl.constexpr, KIND: tl.constexpr):
+    """The codebook's values of the even and of the odd elements of bytes, float32.
 
-    SHUFFLE: a nibble names the lane to read, element by element in whatever layout the tensor cores
+    NATIVE: a nibble names the lane to read, element by element in whatever layout the tensor cores
     want, so that decoded weights never pass through shared memory (Triton moves a conversion above
     element-wise operations up to the loads). `tl.gather` is for the interpreter and other vendors.
     """
-    if SHUFFLE:
+    if NATIVE:
         high = tl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $2, $1, 0x101f, 0xffffffff;",
             "=r,r,r",
@@ -79,11 +82,24 @@ def _nibbles(pair, table, SHUFFLE: tl.constexpr):
             is_pure=True,
             pack=1,
         )
-        return high, low
     else:
         flat = tl.reshape(pair, (pair.numel,))
         high = tl.reshape(tl.gather(table, flat >> 4, 0), pair.shape)
-        return high, tl.reshape(tl.gather(table, flat & 15, 0), pair.shape)
+        low = tl.reshape(tl.gather(table, flat & 15, 0), pair.shape)
+    if KIND == "mxfp4":
+        return low, high
+    else:
+        return high, low
+
+
+@triton.jit
+def _scales(stack, at_block, mask, NESTED: tl.constexpr, KIND: tl.constexpr):
+    """float32 of blocks."""
+    scales, code, code_scale, code_offset, shift = stack[1], stack[2], stack[3], stack[4], stack[8]
+    if KIND == "mxfp4":
+        return power_of_two(tl.load(scales + at_block, mask=mask, other=0).to(tl.int32))
+    else:
+        return _load_scale(scales, code, code_scale, code_offset, at_block, mask, shift, NESTED)
 
 
 @triton.jit
@@ -93,25 +109,28 @@ def _along_rows(  # noqa: PLR0913
     inside,
     stack,  # see _nf4_product
     row,  # (BLOCK_C,) stored rows, one per column of the result
+    scale_row,  # (BLOCK_C,) rows of scales
     within,
     depth,
     NESTED: tl.constexpr,
     WIDEN: tl.constexpr,
-    SHUFFLE: tl.constexpr,
+    NATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPANS: tl.constexpr,  # blocks of the format in a step
     EVEN: tl.constexpr,  # steps end with the row
+    KIND: tl.constexpr,
 ):
-    """(BLOCK_C, BLOCK_M): sums along the stored rows; a step takes SPANS absmax per row."""
-    packed, absmax, code, code_scale, code_offset, table, row_bytes, row_blocks, shift = stack
-    HALF: tl.constexpr = BLOCK_D // 2
+    """(BLOCK_C, BLOCK_M): sums along the stored rows; a step takes SPANS scales per row."""
+    packed, table, row_bytes, row_blocks, shift = stack[0], stack[5], stack[6], stack[7], stack[8]
+    PER_BYTE: tl.constexpr = 1 if KIND == "fp8" else 2
+    BYTES: tl.constexpr = BLOCK_D // PER_BYTE
     total = tl.zeros((BLOCK_C, BLOCK_M), tl.float32)
     at_packed = packed + row[:, None] * row_bytes
-    at_block = row[:, None] * row_blocks
+    at_block = scale_row[:, None] * row_blocks
     for start in range(0, depth, BLOCK_D):
-        byte = (start // 2 + tl.arange(0, HALF)).to(tl.int64)
+        byte = (start // PER_BYTE + tl.arange(0, BYTES)).to(tl.int64)
         block = ((start >> shift) + tl.arange(0, SPANS)).to(tl.int64)
         k = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
         if EVEN:
@@ -120,24 +139,19 @@ def _along_rows(  # noqa: PLR0913
             mask = within[:, None] & (byte < row_bytes)[None, :]
             block_mask = within[:, None] & (block < row_blocks)[None, :]
             x_mask = inside[:, None] & (k < depth)[None, :]
-        pair = tl.load(at_packed + byte[None, :], mask=mask, other=0).to(tl.int32)
-        scale = _load_scale(
-            absmax,
-            code,
-            code_scale,
-            code_offset,
-            at_block + block[None, :],
-            block_mask,
-            shift,
-            NESTED,
-        )
-        wide = tl.broadcast_to(scale[:, :, None], (BLOCK_C, SPANS, HALF // SPANS))
-        wide = tl.reshape(wide, (BLOCK_C, HALF))
+        pair = tl.load(at_packed + byte[None, :], mask=mask, other=0)
+        scale = _scales(stack, at_block + block[None, :], block_mask, NESTED, KIND)
+        wide = tl.broadcast_to(scale[:, :, None], (BLOCK_C, SPANS, BYTES // SPANS))
+        wide = tl.reshape(wide, (BLOCK_C, BYTES))
         values = tl.load(at_x + k[None, :] * x_col, mask=x_mask, other=0.0)
-        high, low = _nibbles(pair, table, SHUFFLE)
-        high = (high * wide).to(values.dtype)
-        low = (low * wide).to(values.dtype)
-        total = _dot(tl.interleave(high, low), tl.trans(values), total, WIDEN)
+        if KIND == "fp8":
+            weights = (e4m3(pair, NATIVE) * wide).to(values.dtype)
+        else:
+            even, odd = _nibbles(pair.to(tl.int32), table, NATIVE, KIND)
+            even = (even * wide).to(values.dtype)
+            odd = (odd * wide).to(values.dtype)
+            weights = tl.interleave(even, odd)
+        total = _dot(weights, tl.trans(values), total, WIDEN)
     return total
 
 
@@ -152,14 +166,15 @@ def _across_rows(  # noqa: PLR0913
     depth,
     NESTED: tl.constexpr,
     WIDEN: tl.constexpr,
-    SHUFFLE: tl.constexpr,
+    NATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCKS: tl.constexpr,  # blocks of the format that share the BLOCK_C columns
+    KIND: tl.constexpr,
 ):
     """Two (BLOCK_C / 2, BLOCK_M), of even and odd columns: sums across the stored rows."""
-    packed, absmax, code, code_scale, code_offset, table, row_bytes, row_blocks, shift = stack
+    packed, table, row_bytes, row_blocks, shift = stack[0], stack[5], stack[6], stack[7], stack[8]
     HALF: tl.constexpr = BLOCK_C // 2
     even = tl.zeros((HALF, BLOCK_M), tl.float32)
     odd = tl.zeros((HALF, BLOCK_M), tl.float32)
@@ -173,16 +188,53 @@ def _across_rows(  # noqa: PLR0913
         pair = tl.load(at_packed, mask=mask, other=0).to(tl.int32)
         at_block = row[None, :] * row_blocks + block[:, None]
         mask = (block < row_blocks)[:, None] & (n < depth)[None, :]
-        scale = _load_scale(absmax, code, code_scale, code_offset, at_block, mask, shift, NESTED)
+        scale = _scales(stack, at_block, mask, NESTED, KIND)
         # Behind the last row a nested scale is the offset; x is zero there.
         wide = tl.broadcast_to(scale[:, None, :], (BLOCKS, HALF // BLOCKS, BLOCK_D))
         wide = tl.reshape(wide, (HALF, BLOCK_D))
         mask = inside[:, None] & (n < depth)[None, :]
         values = tl.trans(tl.load(at_x + n[None, :] * x_col, mask=mask, other=0.0))
-        high, low = _nibbles(pair, table, SHUFFLE)
-        even = _dot((high * wide).to(values.dtype), values, even, WIDEN)
-        odd = _dot((low * wide).to(values.dtype), values, odd, WIDEN)
+        first, second = _nibbles(pair, table, NATIVE, KIND)
+        even = _dot((first * wide).to(values.dtype), values, even, WIDEN)
+        odd = _dot((second * wide).to(values.dtype), values, odd, WIDEN)
     return even, odd
+
+
+@triton.jit
+def _across_bytes(  # noqa: PLR0913
+    at_x,  # (BLOCK_M, 1) pointers to rows
+    x_col,
+    inside,
+    stack,
+    row,  # stored row where the expert begins
+    scale_row,  # row of scales where it begins
+    first_column,
+    depth,
+    WIDEN: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCKS: tl.constexpr,  # blocks of the format that share the BLOCK_C columns
+):
+    """(BLOCK_C, BLOCK_M): sums of FP8 across the stored rows."""
+    packed, scales, row_bytes, row_blocks = stack[0], stack[1], stack[6], stack[7]
+    total = tl.zeros((BLOCK_C, BLOCK_M), tl.float32)
+    column = first_column + tl.arange(0, BLOCK_C)
+    block = (first_column >> stack[8]) + tl.arange(0, BLOCKS)
+    for start in range(0, depth, BLOCK_D):
+        n = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
+        below = (n < depth)[None, :]
+        at_packed = packed + (row + n)[None, :] * row_bytes + column[:, None]
+        byte = tl.load(at_packed, mask=(column < row_bytes)[:, None] & below, other=0)
+        at_block = (scale_row + (n >> stack[9]))[None, :] * row_blocks + block[:, None]
+        scale = tl.load(scales + at_block, mask=(block < row_blocks)[:, None] & below, other=0.0)
+        wide = tl.broadcast_to(scale[:, None, :], (BLOCKS, BLOCK_C // BLOCKS, BLOCK_D))
+        wide = tl.reshape(wide, (BLOCK_C, BLOCK_D))
+        values = tl.load(at_x + n[None, :] * x_col, mask=inside[:, None] & below, other=0.0)
+        weights = (e4m3(byte, NATIVE) * wide).to(values.dtype)
+        total = _dot(weights, tl.trans(values), total, WIDEN)
+    return total
 
 
 @triton.jit
@@ -215,6 +267,7 @@ def _sum(  # noqa: PLR0913
     inside,
     stack,
     first_row,
+    first_scale_row,
     first_column,
     columns_count,
     depth,  # 0 for sentinels
@@ -224,7 +277,7 @@ def _sum(  # noqa: PLR0913
     NESTED: tl.constexpr,
     LORA: tl.constexpr,
     WIDEN: tl.constexpr,
-    SHUFFLE: tl.constexpr,
+    NATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -232,29 +285,50 @@ def _sum(  # noqa: PLR0913
     BLOCKS: tl.constexpr,
     SPANS: tl.constexpr,
     EVEN: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """(BLOCK_M, BLOCK_C): x W_e + low F_e."""
     at_low, at_factor, factor_rank, factor_col = lora
-    if LAST:
+    if LAST or KIND == "fp8":
         columns = first_column + tl.arange(0, BLOCK_C)
         within = columns < columns_count
-        total = _along_rows(
-            at_x,
-            x_col,
-            inside,
-            stack,
-            first_row + columns,
-            within & (depth > 0),
-            depth,
-            NESTED,
-            WIDEN,
-            SHUFFLE,
-            BLOCK_M,
-            BLOCK_C,
-            BLOCK_D,
-            SPANS,
-            EVEN,
-        )
+        if LAST:
+            total = _along_rows(
+                at_x,
+                x_col,
+                inside,
+                stack,
+                first_row + columns,
+                first_scale_row + (columns >> stack[9]),
+                within & (depth > 0),
+                depth,
+                NESTED,
+                WIDEN,
+                NATIVE,
+                BLOCK_M,
+                BLOCK_C,
+                BLOCK_D,
+                SPANS,
+                EVEN,
+                KIND,
+            )
+        else:
+            total = _across_bytes(
+                at_x,
+                x_col,
+                inside,
+                stack,
+                first_row,
+                first_scale_row,
+                first_column,
+                depth,
+                WIDEN,
+                NATIVE,
+                BLOCK_M,
+                BLOCK_C,
+                BLOCK_D,
+                BLOCKS,
+            )
         if LORA:
             at_factor += columns[:, None] * factor_col
             total = _add_low_rank(
@@ -272,11 +346,12 @@ def _sum(  # noqa: PLR0913
             depth,
             NESTED,
             WIDEN,
-            SHUFFLE,
+            NATIVE,
             BLOCK_M,
             BLOCK_C,
             BLOCK_D,
             BLOCKS,
+            KIND,
         )
         if LORA:  # columns come in pairs: rows of the format have an even length
             pair = first_column + 2 * tl.arange(0, BLOCK_C // 2)
@@ -316,13 +391,16 @@ def _rows_of(
 
 
 @triton.jit(
-    do_not_specialize=["row_blocks", "shift", "experts", "total_rows", "tile_count", "column_tiles"]
+    do_not_specialize=[
+        *("row_blocks", "shift", "row_shift", "scale_rows"),
+        *("experts", "total_rows", "tile_count", "column_tiles"),
+    ]
 )
 def _nf4_product(  # noqa: PLR0913
     x,  # rows of D
-    packed,  # (E N K / 2,) uint8
-    absmax,  # (E N K / blocksize,) float32, uint8 if NESTED
-    codebook,  # (16,) float32
+    packed,  # (E N K / 2,) uint8; (E N K,) of FP8
+    absmax,  # scales of blocks: float32, uint8 if NESTED or of MXFP4
+    codebook,  # (16,) float32 unless FP8
     code,  # (256,) if NESTED
     code_scale,  # one per 256 blocks if NESTED
     code_offset,  # (1,) if NESTED
@@ -339,9 +417,11 @@ def _nf4_product(  # noqa: PLR0913
     depth,  # D
     columns_count,  # C
     stored_rows,  # N
-    row_bytes,  # K / 2
-    row_blocks,  # K / blocksize
-    shift,  # log2 of the blocksize
+    row_bytes,  # K / 2, or K
+    row_blocks,  # of a stored row
+    shift,  # log2 of a block's columns
+    row_shift,  # log2 of its rows
+    scale_rows,  # of an expert
     rank,
     experts,
     total_rows,
@@ -367,7 +447,7 @@ def _nf4_product(  # noqa: PLR0913
     DOTS: tl.constexpr,
     STORES: tl.constexpr,
     WIDEN: tl.constexpr,
-    SHUFFLE: tl.constexpr,
+    NATIVE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -378,6 +458,7 @@ def _nf4_product(  # noqa: PLR0913
     TILE_ROWS: tl.constexpr,  # at most, in a tile of rows
     SHARE: tl.constexpr,  # programs that share one
     GROUP: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     tile, column_tile = _tile_of(tl.program_id(0).to(tl.int64), tile_count, column_tiles, GROUP)
     expert, known, first, end = _rows_of(tile, tiles, offsets, experts, BLOCK_M, TILE_ROWS, SHARE)
@@ -386,8 +467,21 @@ def _nf4_product(  # noqa: PLR0913
     rows = first + tl.arange(0, BLOCK_M)
     inside = rows < end
     at_x = x + _source(rows, inside, slots, FAN)[:, None] * x_row
-    table = _load_table(codebook, SHUFFLE)
-    stack = (packed, absmax, code, code_scale, code_offset, table, row_bytes, row_blocks, shift)
+    table = codebook
+    if KIND != "fp8":
+        table = _load_table(codebook, NATIVE)
+    stack = (
+        packed,
+        absmax,
+        code,
+        code_scale,
+        code_offset,
+        table,
+        row_bytes,
+        row_blocks,
+        shift,
+        row_shift,
+    )
     lora = (low + rows[None, :] * rank, factor + expert * factor_expert, factor_rank, factor_col)
     total = _sum(
         at_x,
@@ -395,6 +489,7 @@ def _nf4_product(  # noqa: PLR0913
         inside,
         stack,
         expert * stored_rows,
+        expert * scale_rows,
         column_tile * BLOCK_C,
         columns_count,
         tl.where(known, depth, 0),
@@ -404,7 +499,7 @@ def _nf4_product(  # noqa: PLR0913
         NESTED,
         LORA,
         WIDEN,
-        SHUFFLE,
+        NATIVE,
         BLOCK_M,
         BLOCK_C,
         BLOCK_D,
@@ -412,6 +507,7 @@ def _nf4_product(  # noqa: PLR0913
         BLOCKS,
         SPANS,
         EVEN,
+        KIND,
     )
     columns = column_tile * BLOCK_C + tl.arange(0, BLOCK_C)
     within = columns < columns_count
@@ -433,9 +529,9 @@ def _nf4_product(  # noqa: PLR0913
         tl.store(at_out, total.to(out.dtype.element_ty), mask=mask)
 
 
-def shuffles(x: Tensor) -> bool:
-    """Whether the codebook is read by shuffles: PTX, which the interpreter does not know."""
-    return x.is_cuda and torch.version.hip is None
+def is_native(x: Tensor, kind: str) -> bool:
+    """Whether codes become values by PTX, which the interpreter and other vendors do not know."""
+    return reads_e4m3(x) if kind == "fp8" else x.is_cuda and torch.version.hip is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -506,7 +602,7 @@ def choose_tile(mean: float, last: bool, depth: int, dots: bool, element_bytes: 
 
 def nf4_product(  # noqa: PLR0913
     x: Tensor,  # rows of D
-    stack: Nf4Stack,
+    stack: PackedStack,
     last: bool,  # the sum runs along K
     low: Tensor,  # (R, r)
     factor: Tensor | None,  # (E, r, C)
@@ -528,7 +624,7 @@ def nf4_product(  # noqa: PLR0913
 
     `tile` is for tuning: its rows divide `tile_rows` or are a multiple; None for `choose_tile`.
     """
-    packed, absmax, codebook, nested, (experts, n, k), blocksize = stack
+    packed, absmax, codebook, nested, (experts, n, k), blocksize, kind, block_rows = stack
     depth, columns = (k, n) if last else (n, k)
     mean = slots.shape[0] / experts
     tile = tile or choose_tile(mean, last, depth, other is not None, x.element_size())
@@ -548,7 +644,7 @@ def nf4_product(  # noqa: PLR0913
         x,
         packed,
         absmax,
-        codebook,
+        packed if codebook is None else codebook,
         code,
         code_scale,
         code_offset,
@@ -565,9 +661,11 @@ def nf4_product(  # noqa: PLR0913
         depth,
         columns,
         n,
-        k // 2,
-        k // blocksize,
-        blocksize.bit_length() - 1,
+        k if kind == "fp8" else k // 2,
+        triton.cdiv(k, blocksize),
+        shift_of(blocksize),
+        shift_of(block_rows),
+        triton.cdiv(n, block_rows),
         rank,
         experts,
         rows,
@@ -588,17 +686,18 @@ def nf4_product(  # noqa: PLR0913
         DOTS=other is not None,
         STORES=out is not None,
         WIDEN=widens(x),
-        SHUFFLE=shuffles(x),
+        NATIVE=is_native(x, kind),
         BLOCK_M=tile.rows,
         BLOCK_C=tile.columns,
         BLOCK_D=tile.depth,
         BLOCK_R=config.block_rank(max(rank, 1)),
-        BLOCKS=max(1, tile.columns // blocksize),
-        SPANS=max(1, tile.depth // blocksize),
+        BLOCKS=max(1, tile.columns >> shift_of(blocksize)),
+        SPANS=max(1, tile.depth >> shift_of(blocksize)),
         EVEN=depth % tile.depth == 0,
         TILE_ROWS=tile_rows,
         SHARE=share,
         GROUP=config.GROUP,
+        KIND=kind,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **({} if tile.registers is None else {"maxnreg": tile.registers}),

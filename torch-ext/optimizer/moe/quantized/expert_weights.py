@@ -136,7 +136,7 @@ class QuantizedWeight:
             ValueError: another dtype, or what the format refuses.
         """
         if dtype not in DTYPES:
-            raise ValueError(f"dtype: 4-bit experts are decoded to one of {DTYPES}, not to {dtype}")
+            raise ValueError(f"dtype: packed experts decode to one of {DTYPES}, not to {dtype}")
         if ids is None:
             ids = torch.arange(self.stored[0], device=self.device)
         with torch.no_grad():
@@ -225,7 +225,7 @@ def selective_expert_weights(
         )
     if isinstance(weight, QuantizedWeight):
         if dtype is None:
-            raise ValueError("dtype is needed to decode 4-bit experts; pass the activations' dtype")
+            raise ValueError("dtype is needed to decode experts; pass the activations' dtype")
         return weight.decode(active.ids, dtype)
     if dtype not in (None, weight.dtype):
         raise ValueError(f"a dense weight keeps its dtype {weight.dtype}, got dtype={dtype}")

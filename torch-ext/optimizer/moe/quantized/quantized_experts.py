@@ -26,13 +26,14 @@ class QuantizedExperts(nn.Module):
 
     Args:
         shape: (E, N, K) as it is packed.
-        quant_type: "nf4" or "fp4".
+        quant_type: "nf4", "fp4", "mxfp4" or "fp8".
         strategy: of `grouped_lora_linear`: "auto", "fused", "chunked" or "selective".
         transposed: seen as (E, K, N), which is how a model has it whose published files are packed
             along the other dimension.
         device: of the tensors.
         **options: of the format; for NF4 and FP4 `blocksize`, elements per scale (64), and
-            `nested`, whether the scales are quantised too (False).
+            `nested`, whether the scales are quantised too (False); for FP8 `block_rows` and
+            `block_columns`, which share a scale (128 each), 0 for the whole side.
 
     Raises:
         ValueError: a shape or option that the format does not have.

@@ -93,7 +93,7 @@ class _QuantizedLora(torch.autograd.Function):
 def check_decodable(x: Tensor) -> None:
     """Raise TypeError unless 4-bit experts can be decoded to x's dtype."""
     if x.dtype not in DTYPES:
-        raise TypeError(f"x over 4-bit experts must have one of {DTYPES}, got {x.dtype}")
+        raise TypeError(f"x over packed experts must have one of {DTYPES}, got {x.dtype}")
 
 
 def quantized_lora_linear(
