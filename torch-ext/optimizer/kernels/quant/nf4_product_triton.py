@@ -38,12 +38,14 @@ from .nf4_product import PackedStack, shift_of
 
 
 @triton.jit
-def _load_table(codebook, NATIVE: tl.constexpr):
+def _load_table(codebook, NATIVE: tl.constexpr, KIND: tl.constexpr):
     """The codebook (16,); with NATIVE (1, 1), and lane l of a warp holds value l % 16 of it.
 
     Of one element every thread has a copy, so no conversion of its layout moves it between threads.
     """
-    if NATIVE:
+    if KIND == "fp8":
+        return codebook
+    elif NATIVE:
         lane = tl.inline_asm_elementwise(
             "mov.u32 $0, %laneid; and.b32 $0, $0, 15;",
             "=r,r",
@@ -95,11 +97,11 @@ def _nibbles(pair, table, NATIVE: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 def _scales(stack, at_block, mask, NESTED: tl.constexpr, KIND: tl.constexpr):
     """float32 of blocks."""
-    scales, code, code_scale, code_offset, shift = stack[1], stack[2], stack[3], stack[4], stack[8]
     if KIND == "mxfp4":
-        return power_of_two(tl.load(scales + at_block, mask=mask, other=0).to(tl.int32))
+        return power_of_two(tl.load(stack[1] + at_block, mask=mask, other=0).to(tl.int32))
     else:
-        return _load_scale(scales, code, code_scale, code_offset, at_block, mask, shift, NESTED)
+        shift = stack[6][2]
+        return _load_scale(stack[1], stack[2], stack[3], stack[4], at_block, mask, shift, NESTED)
 
 
 @triton.jit
@@ -123,7 +125,8 @@ def _along_rows(  # noqa: PLR0913
     KIND: tl.constexpr,
 ):
     """(BLOCK_C, BLOCK_M): sums along the stored rows; a step takes SPANS scales per row."""
-    packed, table, row_bytes, row_blocks, shift = stack[0], stack[5], stack[6], stack[7], stack[8]
+    packed, table, row_bytes, row_blocks = stack[0], stack[5], stack[6][0], stack[6][1]
+    shift = stack[6][2]
     PER_BYTE: tl.constexpr = 1 if KIND == "fp8" else 2
     BYTES: tl.constexpr = BLOCK_D // PER_BYTE
     total = tl.zeros((BLOCK_C, BLOCK_M), tl.float32)
@@ -174,7 +177,8 @@ def _across_rows(  # noqa: PLR0913
     KIND: tl.constexpr,
 ):
     """Two (BLOCK_C / 2, BLOCK_M), of even and odd columns: sums across the stored rows."""
-    packed, table, row_bytes, row_blocks, shift = stack[0], stack[5], stack[6], stack[7], stack[8]
+    packed, table, row_bytes, row_blocks = stack[0], stack[5], stack[6][0], stack[6][1]
+    shift = stack[6][2]
     HALF: tl.constexpr = BLOCK_C // 2
     even = tl.zeros((HALF, BLOCK_M), tl.float32)
     odd = tl.zeros((HALF, BLOCK_M), tl.float32)
@@ -218,16 +222,16 @@ def _across_bytes(  # noqa: PLR0913
     BLOCKS: tl.constexpr,  # blocks of the format that share the BLOCK_C columns
 ):
     """(BLOCK_C, BLOCK_M): sums of FP8 across the stored rows."""
-    packed, scales, row_bytes, row_blocks = stack[0], stack[1], stack[6], stack[7]
+    packed, scales, row_bytes, row_blocks = stack[0], stack[1], stack[6][0], stack[6][1]
     total = tl.zeros((BLOCK_C, BLOCK_M), tl.float32)
     column = first_column + tl.arange(0, BLOCK_C)
-    block = (first_column >> stack[8]) + tl.arange(0, BLOCKS)
+    block = (first_column >> stack[6][2]) + tl.arange(0, BLOCKS)
     for start in range(0, depth, BLOCK_D):
         n = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
         below = (n < depth)[None, :]
         at_packed = packed + (row + n)[None, :] * row_bytes + column[:, None]
         byte = tl.load(at_packed, mask=(column < row_bytes)[:, None] & below, other=0)
-        at_block = (scale_row + (n >> stack[9]))[None, :] * row_blocks + block[:, None]
+        at_block = (scale_row + (n >> stack[6][3]))[None, :] * row_blocks + block[:, None]
         scale = tl.load(scales + at_block, mask=(block < row_blocks)[:, None] & below, other=0.0)
         wide = tl.broadcast_to(scale[:, None, :], (BLOCKS, BLOCK_C // BLOCKS, BLOCK_D))
         wide = tl.reshape(wide, (BLOCK_C, BLOCK_D))
@@ -266,8 +270,7 @@ def _sum(  # noqa: PLR0913
     x_col,
     inside,
     stack,
-    first_row,
-    first_scale_row,
+    first_rows,  # where the expert begins: the stored row, and that of scales
     first_column,
     columns_count,
     depth,  # 0 for sentinels
@@ -298,8 +301,8 @@ def _sum(  # noqa: PLR0913
                 x_col,
                 inside,
                 stack,
-                first_row + columns,
-                first_scale_row + (columns >> stack[9]),
+                first_rows[0] + columns,
+                first_rows[1] + (columns >> stack[6][3]),
                 within & (depth > 0),
                 depth,
                 NESTED,
@@ -318,8 +321,8 @@ def _sum(  # noqa: PLR0913
                 x_col,
                 inside,
                 stack,
-                first_row,
-                first_scale_row,
+                first_rows[0],
+                first_rows[1],
                 first_column,
                 depth,
                 WIDEN,
@@ -341,7 +344,7 @@ def _sum(  # noqa: PLR0913
             x_col,
             inside,
             stack,
-            first_row,
+            first_rows[0],
             first_column,
             depth,
             NESTED,
@@ -466,34 +469,19 @@ def _nf4_product(  # noqa: PLR0913
         return
     rows = first + tl.arange(0, BLOCK_M)
     inside = rows < end
-    at_x = x + _source(rows, inside, slots, FAN)[:, None] * x_row
-    table = codebook
-    if KIND != "fp8":
-        table = _load_table(codebook, NATIVE)
-    stack = (
-        packed,
-        absmax,
-        code,
-        code_scale,
-        code_offset,
-        table,
-        row_bytes,
-        row_blocks,
-        shift,
-        row_shift,
-    )
-    lora = (low + rows[None, :] * rank, factor + expert * factor_expert, factor_rank, factor_col)
+    table = _load_table(codebook, NATIVE, KIND)
+    sides = (row_bytes, row_blocks, shift, row_shift)
+    stack = (packed, absmax, code, code_scale, code_offset, table, sides)
     total = _sum(
-        at_x,
+        x + _source(rows, inside, slots, FAN)[:, None] * x_row,
         x_col,
         inside,
         stack,
-        expert * stored_rows,
-        expert * scale_rows,
+        (expert * stored_rows, expert * scale_rows),
         column_tile * BLOCK_C,
         columns_count,
         tl.where(known, depth, 0),
-        lora,
+        (low + rows[None, :] * rank, factor + expert * factor_expert, factor_rank, factor_col),
         tl.where(known, rank, 0),
         LAST,
         NESTED,
@@ -511,21 +499,19 @@ def _nf4_product(  # noqa: PLR0913
     )
     columns = column_tile * BLOCK_C + tl.arange(0, BLOCK_C)
     within = columns < columns_count
-    slot = _source(rows, inside, slots, 1)
-    mask = inside[:, None] & within[None, :]
+    slot, mask = _source(rows, inside, slots, 1), inside[:, None] & within[None, :]
     if BIAS:
         at_bias = bias + expert * bias_expert + columns * bias_col
         total += tl.load(at_bias, mask=within & known, other=0.0).to(tl.float32)[None, :]
     if DOTS:
         at_other = other + _source(rows, inside, slots, OTHER_FAN)[:, None] * other_row
         values = tl.load(at_other + columns[None, :] * other_col, mask=mask, other=0.0)
-        products = tl.sum(tl.where(mask, total, 0.0) * values.to(tl.float32), 1)
-        tl.store(dots + column_tile * total_rows + slot, products, mask=inside)
+        values = tl.where(mask, total, 0.0) * values.to(tl.float32)
+        tl.store(dots + column_tile * total_rows + slot, tl.sum(values, 1), mask=inside)
     if STORES:
         if GATED:
             total *= tl.load(gates + slot, mask=inside, other=0.0).to(tl.float32)[:, None]
-        target = slot if SCATTER else rows
-        at_out = out + target[:, None] * columns_count + columns[None, :]
+        at_out = out + (slot if SCATTER else rows)[:, None] * columns_count + columns[None, :]
         tl.store(at_out, total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -626,28 +612,25 @@ def nf4_product(  # noqa: PLR0913
     """
     packed, absmax, codebook, nested, (experts, n, k), blocksize, kind, block_rows = stack
     depth, columns = (k, n) if last else (n, k)
-    mean = slots.shape[0] / experts
-    tile = tile or choose_tile(mean, last, depth, other is not None, x.element_size())
+    rows = slots.shape[0]
+    tile = tile or choose_tile(rows / experts, last, depth, other is not None, x.element_size())
     share = triton.cdiv(tile_rows, tile.rows)
     if factor is not None:
         factor = packed_factor(factor, x.dtype)
     rank = 0 if factor is None else factor.shape[1]
     column_tiles = triton.cdiv(columns, tile.columns)
-    rows = slots.shape[0]
+    shift = shift_of(blocksize)
     dots = None
     if other is not None:
         dots = torch.empty((column_tiles, rows), dtype=torch.float32, device=x.device)
     if tiles.shape[0] == 0:
         return None if dots is None else dots.sum(0)
-    code, code_scale, code_offset = nested or (packed, packed, packed)
     launch(_nf4_product, (tiles.shape[0] * share * column_tiles,))(
         x,
         packed,
         absmax,
         packed if codebook is None else codebook,
-        code,
-        code_scale,
-        code_offset,
+        *(nested or (packed,) * 3),
         low,
         packed if factor is None else factor,
         packed if bias is None else bias,
@@ -663,7 +646,7 @@ def nf4_product(  # noqa: PLR0913
         n,
         k if kind == "fp8" else k // 2,
         triton.cdiv(k, blocksize),
-        shift_of(blocksize),
+        shift,
         shift_of(block_rows),
         triton.cdiv(n, block_rows),
         rank,
@@ -691,8 +674,8 @@ def nf4_product(  # noqa: PLR0913
         BLOCK_C=tile.columns,
         BLOCK_D=tile.depth,
         BLOCK_R=config.block_rank(max(rank, 1)),
-        BLOCKS=max(1, tile.columns >> shift_of(blocksize)),
-        SPANS=max(1, tile.depth >> shift_of(blocksize)),
+        BLOCKS=max(1, tile.columns >> shift),
+        SPANS=max(1, tile.depth >> shift),
         EVEN=depth % tile.depth == 0,
         TILE_ROWS=tile_rows,
         SHARE=share,
