@@ -1,17 +1,18 @@
-"""QLoRA on a mixture of experts: 4-bit frozen experts, LoRA on top, no 16-bit stack at any time.
+"""QLoRA on a mixture of experts: packed frozen experts, LoRA on top, no 16-bit stack at any time.
 
     python examples/qlora_moe.py             # two layers of Qwen3-30B-A3B's shapes; wants a GPU
     python examples/qlora_moe.py --full      # all 48 layers and the vocabulary of 151,936
+    python examples/qlora_moe.py --format mxfp4    # the same of gpt-oss-20b, in its format
     python examples/qlora_moe.py --tiny      # seconds on two CPU cores
 
-A Qwen3-MoE of transformers gets random weights: its experts are drawn and quantised to NF4 one by
-one, so that none of them exists in 16 bits for longer than that takes. LoRA on the experts is then
-trained on the source of Python's standard library, byte by byte, with `--target-modules q_proj
-v_proj` on attention too, through PEFT; `--offload` keeps the experts in host memory, two layers of
-them on the device. On a GPU the time and the memory of a training step are printed, AdamW's update
-included; where bitsandbytes is installed, beside those of the usual way: decode everything with
-bitsandbytes, then torch's grouped_mm. Random weights have nothing to be fine-tuned; the numbers are
-about the machine.
+A model of transformers, Qwen3-MoE or for MXFP4 gpt-oss, gets random weights: its experts are drawn
+and quantised one by one, so that none of them exists in 16 bits for longer than that takes. LoRA on
+the experts is then trained on the source of Python's standard library, byte by byte, with
+`--target-modules q_proj v_proj` on attention too, through PEFT; `--offload` keeps the experts in
+host memory, two layers of them on the device. On a GPU the time and the memory of a training step
+are printed, AdamW's update included; of NF4, where bitsandbytes is installed, beside those of the
+usual way: decode everything with bitsandbytes, then torch's grouped_mm. Random weights have nothing
+to be fine-tuned; the numbers are about the machine.
 
 It writes adapter/ (PEFT's format), loss.png and results.json.
 """
@@ -64,7 +65,7 @@ def _size(
         "num_experts": count,
         "num_experts_per_tok": top_k,
         "moe_intermediate_size": intermediate,
-        "intermediate_size": 2 * intermediate,
+        "intermediate_size": intermediate,  # of gpt-oss's experts
     }
     return Size(model, base_steps=0, **rest)
 
@@ -77,12 +78,15 @@ QWEN3_30B_A3B = {
     "batch": 4,
     "max_bytes": 8 << 20,
 }
+GPT_OSS_20B = QWEN3_30B_A3B | {"hidden": 2880, "heads": (64, 8, 64), "experts": (32, 4, 2880)}
 SIZES = {
     "tiny": _size(
         2, 64, (2, 2, 32), (8, 2, 64), context=32, batch=8, lora_steps=60, max_bytes=1 << 20
     ),
     "real": _size(2, **QWEN3_30B_A3B, lora_steps=100),
     "full": _size(48, **QWEN3_30B_A3B, vocabulary=151_936, lora_steps=20),
+    "real mxfp4": _size(2, **GPT_OSS_20B, lora_steps=100),
+    "full mxfp4": _size(24, **GPT_OSS_20B, vocabulary=201_088, lora_steps=20),
 }
 
 
@@ -92,10 +96,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     size = parser.add_mutually_exclusive_group()
-    for name, words in (("tiny", "the size of the tests"), ("full", "all 48 layers")):
+    for name, words in (("tiny", "the size of the tests"), ("full", "all layers")):
         size.add_argument(
             f"--{name}", action="store_const", const=name, dest="size", default="real", help=words
         )
+    add("--format", choices=("nf4", "mxfp4", "fp8"), default="nf4", help="of the experts")
     add("--device", help="cpu, cuda, cuda:1, ... (default: cuda where there is one)")
     add("--steps", type=positive_integer, help="of LoRA (default: the size's)")
     add("--rank", type=positive_integer, default=16, help="of LoRA (default: 16)")
@@ -109,7 +114,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of weights and batches (default: 0)")
     add("--threads", type=positive_integer, help="CPU threads (default: torch's choice)")
     add("--out-dir", type=Path, default=Path("qlora_out"), help="default: qlora_out")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.nested and options.format != "nf4":
+        parser.error(f"--nested is of --format nf4: {options.format} has no absmax")
+    return options
 
 
 def build_model(
@@ -120,11 +128,13 @@ def build_model(
     *,
     seed: int,
     nested: bool,
+    quant_type: str = "nf4",
 ) -> nn.Module:
-    """A random Qwen3-MoE over bytes, its experts quantised while they are drawn."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    """A random model over bytes, its experts quantised while they are drawn."""
+    import transformers
 
-    config = Qwen3MoeConfig(
+    kind = "GptOss" if quant_type == "mxfp4" else "Qwen3Moe"
+    config = getattr(transformers, f"{kind}Config")(
         max_position_embeddings=size.context,
         tie_word_embeddings=False,
         output_router_logits=True,
@@ -135,7 +145,7 @@ def build_model(
     )
     implementation = package.module.integrations.use_in_transformers()
     with torch.device("meta"):  # shapes alone
-        model = Qwen3MoeForCausalLM._from_config(
+        model = getattr(transformers, f"{kind}ForCausalLM")._from_config(
             config, experts_implementation=implementation, dtype=dtype
         )
     stacks = {}
@@ -160,8 +170,13 @@ def build_model(
             yield drawn * columns**-0.5
 
     quantized = package.module.moe.QuantizedExperts
-    for (module, target), shape in stacks.items():
-        stack = quantized.from_experts(experts(*shape), shape, device=device, nested=nested)
+    how = {"quant_type": quant_type} | ({"nested": True} if nested else {})
+    for (module, target), (count, *sides) in stacks.items():
+        if module.is_transposed:  # published MXFP4 lies as (E, out, in), and the model sees it so
+            how["transposed"] = True
+            sides.reverse()
+        shape = (count, *sides)
+        stack = quantized.from_experts(experts(*shape), shape, device=device, **how)
         module.add_module(target, stack)
     return model
 
@@ -220,8 +235,10 @@ def measure(step: Callable[[], None]) -> dict[str, float]:
     return {"ms": statistics.median(times), "peak_mb": peak / 1e6, "kept_mb": before / 1e6}
 
 
-def not_compared(device: torch.device, *, nested: bool) -> str | None:
+def not_compared(device: torch.device, *, nested: bool, quant_type: str = "nf4") -> str | None:
     """Why the usual way is not measured beside ours."""
+    if quant_type != "nf4":
+        return f"bitsandbytes decodes no {quant_type}"
     if device.type != "cuda":
         return "bitsandbytes and grouped_mm are compared on a CUDA device"
     if nested:
@@ -292,7 +309,8 @@ def train(
     folder, module = options.out_dir, package.module
     folder.mkdir(parents=True, exist_ok=True)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = build_model(size, package, device, dtype, seed=options.seed, nested=options.nested)
+    how = {"seed": options.seed, "nested": options.nested, "quant_type": options.format}
+    model = build_model(size, package, device, dtype, **how)
     model = module.integrations.attach_lora(
         model, options.rank, options.alpha, target_modules=options.target_modules
     )
@@ -308,7 +326,7 @@ def train(
     )
     if options.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    reason, measured = not_compared(device, nested=options.nested), {}
+    reason, measured = not_compared(device, nested=options.nested, quant_type=options.format), {}
     if device.type == "cuda":
         measured = compare(run, package, ours_alone=reason is not None)
         print(report(measured))
@@ -343,7 +361,8 @@ def train(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parse(arguments)
-    size = SIZES[options.size]
+    of_gpt_oss = options.format == "mxfp4" and options.size != "tiny"
+    size = SIZES[f"{options.size} mxfp4" if of_gpt_oss else options.size]
     try:
         device = prepare_device(options.device, threads=options.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)  # transformers has others too

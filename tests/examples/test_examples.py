@@ -555,6 +555,26 @@ def script_qlora():
     sys.path.remove(str(EXAMPLES))
 
 
+@pytest.mark.parametrize("quant_type", ["mxfp4", "fp8"])
+def test_other_formats_train(script_qlora, opt, quant_type) -> None:
+    """MXFP4 on gpt-oss, which sees its stacks transposed; FP8 on Qwen3-MoE."""
+    package = script_qlora.Package(opt, "", 1, "", "", False, "")
+    size, device = script_qlora.SIZES["tiny"], torch.device("cpu")
+    options = {"seed": 0, "nested": False, "quant_type": quant_type}
+    model = script_qlora.build_model(size, package, device, torch.float32, **options)
+    opt.integrations.attach_lora(model, 8, 16.0)
+    stacks = [m for m in model.modules() if type(m).__name__ == "QuantizedExperts"]
+    assert {stack.format.quant_type for stack in stacks} == {quant_type} and len(stacks) == 4
+    corpus = script_qlora.read_corpus(None, context=size.context, max_bytes=1 << 16, device=device)
+    run = script_qlora.Run(
+        "LoRA", model=model, corpus=corpus, size=size, steps=12, lr=1e-2, seed=0, device=device
+    )
+    run.run()
+    assert run.held_out[-1][1] < run.held_out[0][1]
+    with pytest.raises(SystemExit):
+        script_qlora.parse(["--format", quant_type, "--nested"])
+
+
 @pytest.mark.usefixtures("opt")
 def test_training_over_4_bits_in_host_memory(tmp_path: Path) -> None:
     command_others = [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from .._compare import assert_same_bits
+from ..conftest import ROOT
 from ._models import tokens
 from ._published import (
     BNB,
@@ -299,6 +302,25 @@ def test_what_is_not_taken_of_fp8(load, tmp_path):
     folder = write(tiny("qwen3_moe"), tmp_path / "int8", config, lambda k, v: {k: v})
     with pytest.raises(ValueError, match=r"by .*compressed-tensors.*only 8-bit floats are known"):
         load(folder)
+
+
+def test_memory_that_the_recipe_computes(opt, load, tmp_path):
+    """Of weights: those of a model that was loaded, and of its LoRA."""
+    page = (ROOT / "docs/recipes/gpt-oss-20b.md").read_text()
+    code = re.search(r"^def memory.*?(?=^\S*published = )", page, re.MULTILINE | re.DOTALL).group()
+    found: dict = {}
+    exec(code, found)
+    model = load(write_mxfp4(tiny("gpt_oss"), tmp_path / "mxfp4"))
+    computed = found["memory"](model.config, tokens=11, rank=3)
+    opt.integrations.attach_lora(model, r=3, lora_alpha=7)
+    bytes_of = {"experts": 0, "lora": 0, "rest": 0}
+    for name, parameter in model.named_parameters():
+        packed = name.endswith((".packed", ".scales"))
+        part = "lora" if ".expert_lora." in name else "experts" if packed else "rest"
+        bytes_of[part] += parameter.nbytes
+    assert bytes_of["experts"] == computed["experts, MXFP4"]
+    assert bytes_of["lora"] == computed["LoRA, float32"]
+    assert bytes_of["rest"] == computed["everything else, bfloat16"]
 
 
 def test_host_peak_is_two_experts(repo_id, tmp_path):

@@ -80,7 +80,7 @@ def test_gradients_against_float64(opt, load, exact, files) -> None:
 
 def test_adapters_of_ours_are_pefts(opt, load, exact, tmp_path) -> None:
     model = load()
-    opt.integrations.attach_lora(model, r=3, alpha=7)
+    opt.integrations.attach_lora(model, r=3, lora_alpha=7)
     set_random_lora(model)
     with pytest.raises(ValueError, match="an adapter cannot be merged"):
         opt.integrations.merge_lora(model)
@@ -95,7 +95,7 @@ def test_adapters_of_ours_are_pefts(opt, load, exact, tmp_path) -> None:
 
 def test_experts_in_host_memory(opt, load, device) -> None:
     model = load()
-    opt.integrations.attach_lora(model, r=3, alpha=7)
+    opt.integrations.attach_lora(model, r=3, lora_alpha=7)
     set_random_lora(model)
     expected, wanted = step(model)
     offload = opt.moe.ExpertOffload(model, device)
@@ -112,7 +112,7 @@ def test_saved_and_loaded(opt, load, tmp_path) -> None:
     model = load()
     base, before = logits(model), model.state_dict()
     opt.integrations.save_quantized(model, tmp_path / "base")
-    opt.integrations.attach_lora(model, r=3, alpha=7)
+    opt.integrations.attach_lora(model, r=3, lora_alpha=7)
     set_random_lora(model)
     model.save_pretrained(tmp_path / "whole")
     again = load(tmp_path / "base")
@@ -168,7 +168,7 @@ def test_a_run_without_peft_resumes(opt, load, device, tmp_path) -> None:
     def run(name, resume=None, callbacks=()):
         torch.manual_seed(5)
         model = load()
-        opt.integrations.attach_lora(model, r=2, alpha=4)
+        opt.integrations.attach_lora(model, r=2, lora_alpha=4)
         arguments = TrainingArguments(**settings(tmp_path / name, device))
         rows = [{"input_ids": ids, "labels": ids} for ids in samples()]
         trainer = Trainer(model, arguments, train_dataset=rows, callbacks=list(callbacks))

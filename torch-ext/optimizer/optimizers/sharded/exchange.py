@@ -20,7 +20,6 @@ from torch import Tensor
 from ...distributed import Future
 from ...kernels import momentum as momentum_kernel
 from ...kernels.step.tensor_lists import written
-from ..groups.blocks import kept_shape
 from ..groups.options import MuonOptions
 from ..groups.parameters import local, locals_of
 from ..stages.muon import Rate, apply_at_rate, even_out
@@ -329,7 +328,7 @@ def write_updates(
         if any(part.box is None for part in chunk.route.answered.parts):
             # Several ranks keep them: they advance together, when the updates are there.
             statistics = {job: kept.clone() for job, kept in statistics.items()}
-        orthogonal = evened_out(chunk, orthogonal, [*statistics.values()], options)
+        orthogonal = evened_out(chunk, orthogonal, [*statistics.values()], options.beta2)
     write_to_holders(chunk, owned, orthogonal, message, statistics)
 
 
@@ -337,15 +336,14 @@ def evened_out(
     chunk: SharedChunk,
     orthogonal: Tensor,  # (B, m, n)
     statistics: Sequence[Tensor],  # of each matrix, advanced in place
-    options: MuonOptions,
+    beta2: float,
     out: Tensor | None = None,  # (B, m, n) of the wire
 ) -> Tensor:
     """The updates with their rows or columns evened out."""
-    assert options.beta2 is not None
-    kept = kept_shape(*chunk.matrix, transposed=options.transposed)
+    m, n = chunk.matrix
+    kept = (m, 1) if m >= n else (1, n)
     reduced = torch.empty_like(orthogonal, dtype=chunk.wire) if out is None else out
-    moments = [moment.view(kept) for moment in statistics]
-    even_out(reduced.unbind(), orthogonal, moments, options.beta2)
+    even_out(reduced.unbind(), orthogonal, [moment.view(kept) for moment in statistics], beta2)
     return reduced
 
 
