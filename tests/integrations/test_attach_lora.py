@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import sys
+import weakref
 from pathlib import Path
 
 import peft
@@ -17,7 +18,7 @@ from torch import nn
 
 from .._compare import assert_error_at_most, assert_same_bits, relative_error
 from ._models import build, set_random_lora, step, tokens
-from ._trainers import losses, samples, settings
+from ._trainers import losses, samples, settings, tokenizer
 from .test_peft import logits
 from .test_peft_adapter import edit
 from .test_peft_quantized import parametrize_4_bits, train
@@ -347,6 +348,9 @@ REFUSED = [
     ({"target_modules": ["q_proj"], "target_parameters": []}, "target_parameters is empty"),
     ({"modules_to_save": "lm_head"}, r"modules_to_save must be a sequence.*\['lm_head'\]"),
     ({"target_modules": ["q_proj"], "r": 0}, "r must be an integer"),
+    ({"target_modules": 5}, "target_modules must be a sequence of names, got 5"),
+    ({"target_modules": ["q_proj"], "use_rslora": "no"}, "use_rslora must be True or False"),
+    ({"target_modules": ["q_proj"], "adapter_name": "mlp"}, "'mlp' is part of a module's name"),
     ({"peft_config": peft.LoraConfig(lora_dropout=0.1)}, "no support for {'lora_dropout': 0.1}"),
     ({"peft_config": peft.LoraConfig(use_dora=True)}, "'use_dora': True"),
     ({"peft_config": peft.LoraConfig(bias="all")}, "'bias': 'all'"),
@@ -484,3 +488,84 @@ def test_trainer(opt, device, parts: str, quantize, tmp_path: Path) -> None:
     ids = tokens(loaded).to(device)
     with torch.no_grad():
         assert_same_bits(loaded(input_ids=ids).logits, whole.model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("options", [{}, ALL], ids=["experts", "all"])
+def test_wide_stacks_go_while_4_bits_are_made(opt, device, submodule, monkeypatch, options) -> None:
+    """What undoes a failure must not keep the 16 bits of layers that are done."""
+    model = build("qwen3_moe").to(device)
+    first = weakref.ref(model.model.layers[0].mlp.experts.gate_up_proj)
+    module, alive = submodule("kernels.quant.formats"), []
+    quantize = module.nf4_quantize
+
+    def watched(*arguments, **options):
+        alive.append(first() is not None)
+        return quantize(*arguments, **options)
+
+    monkeypatch.setattr(module, "nf4_quantize", watched)
+    opt.integrations.attach_lora(model, 2, 4, quantize="nf4", **options)
+    assert alive[0] and not alive[-1]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize("target_modules", [["down_proj", "q_proj"], "all-linear"], ids=str)
+@pytest.mark.parametrize("first", ["quantize", "attach"])
+def test_4_bit_stacks_are_no_modules_of_peft(
+    opt, device, first, target_modules, name, tmp_path
+) -> None:
+    """Shared experts have a down_proj, a Linear, and experts one, a stack.
+
+    Of models that transformers 4 knew, as Qwen3-Next, PEFT takes the name for the experts alone.
+    """
+    model, again, other = (build(name).to(device) for _ in range(3))
+    if first == "quantize":
+        opt.integrations.quantize_experts(model)
+    options = {"target_modules": target_modules, "quantize": "nf4" if first == "attach" else None}
+    model = opt.integrations.attach_lora(model, 3, 7, **options)
+    set_random_lora(model)
+    shared = any("shared_expert.down_proj.lora_A" in key for key in trained(model))
+    assert shared == (name == "qwen3_5_moe")
+    expected = logits(model)
+    opt.integrations.save_peft_adapter(model, tmp_path)
+    loaded = peft.PeftModel.from_pretrained(rounded(opt, other, "nf4"), tmp_path)
+    assert_error_at_most(logits(loaded), expected, FP32)
+    opt.integrations.quantize_experts(again)
+    opt.integrations.load_peft_adapter(again, tmp_path)
+    assert_same_bits(logits(again), expected)
+
+
+def test_a_router_that_is_trained_whole(opt, device, tmp_path) -> None:
+    model = build("qwen3_moe").to(device)
+    model = opt.integrations.attach_lora(model, 3, 7, modules_to_save=["mlp.gate"])
+    assert sum("mlp.gate.modules_to_save" in name for name in trained(model)) == 2
+    train(model)
+    expected = logits(model.eval())
+    opt.integrations.save_peft_adapter(model, tmp_path)
+    loaded = peft.PeftModel.from_pretrained(build("qwen3_moe").to(device), tmp_path)
+    assert_error_at_most(logits(loaded), expected, FP32)
+    again = build("qwen3_moe").to(device)
+    opt.integrations.load_peft_adapter(again, tmp_path)
+    assert_same_bits(logits(again), expected)
+
+
+def test_sft_trainer_takes_the_model(opt, device, tmp_path: Path) -> None:
+    import datasets
+    import trl
+
+    torch.manual_seed(7)
+    model = opt.integrations.attach_lora(build("qwen3_moe").to(device), 3, 7, **ALL)
+    rows = [{"input_ids": ids} for ids in samples()]
+    trainer = trl.SFTTrainer(
+        model,
+        trl.SFTConfig(**settings(tmp_path, device) | {"max_steps": 5, "save_steps": 5}),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+    )
+    trainer.train()
+    found = losses(trainer)
+    assert found[5] < found[1]
+    opt.integrations.save_peft_adapter(model, tmp_path / "ours")
+    kept = load_file(tmp_path / "checkpoint-5" / "adapter_model.safetensors")
+    for key, tensor in load_file(tmp_path / "ours" / "adapter_model.safetensors").items():
+        assert_same_bits(tensor, kept[key])
+    assert all(any(part in key for key in kept) for part in PARTS)

@@ -590,6 +590,7 @@ def attach_lora(package: Package, generator: random.Random) -> Call:
         "lora_alpha": 4.0,
         "target_parameters": ("gate_up_proj", "down_proj"),
         "use_rslora": False,
+        "target_modules": generator.choice([None, None, ["q_proj", "o_proj"]]),
         "quantize": generator.choice([None, None, "nf4"]),
         "adapter_name": "default",
         "dtype": torch.float32,

@@ -30,13 +30,15 @@ class AdapterOptions:
     rslora: bool = False
 
     def check(self) -> None:
-        """Raise ValueError unless r is a rank and alpha a finite number."""
+        """Raise ValueError unless r is a rank, alpha a finite number and rslora a bool."""
         if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
             raise ValueError(f"r must be an integer of at least 1, got {self.r!r}")
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)):
             raise ValueError(f"lora_alpha must be a number, got {self.alpha!r}")
         if not abs(self.alpha) <= torch.finfo(torch.float32).max:  # nor an integer without end
             raise ValueError(f"lora_alpha must be a finite float32, got {self.alpha!r:.99}")
+        if not isinstance(self.rslora, bool):
+            raise ValueError(f"use_rslora must be True or False, got {self.rslora!r}")
 
 
 # Options that change what the factors mean, with the values that do not.

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import re
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +74,7 @@ def config_of(model: nn.Module, peft_config: Any, options: dict[str, Any]) -> An
     _check_options(config, "peft_config")
     if config.target_parameters is None:
         config.target_parameters = _both_projections(model)
+    _exclude_stacks(model, config)
     return config
 
 
@@ -96,6 +98,20 @@ def _check_options(config: Any, source: str) -> None:
             f"{source}: nothing to put LoRA on: target_parameters is empty; None means both "
             "projections of the experts"
         )
+
+
+def _exclude_stacks(model: nn.Module, config: Any) -> None:
+    """Keep PEFT from our 4-bit stacks where `target_modules` has their name too: "down_proj"."""
+    targets, excluded = config.target_modules or (), config.exclude_modules or ()
+    stacks = {
+        f"{plain(where)}.{target}"
+        for where, experts in experts_modules(model)
+        for target in _projections(experts)
+        if target in experts._modules
+    }
+    hit = {s for s in stacks if isinstance(targets, str) or any(ends(s, t) for t in targets)}
+    if hit and not isinstance(excluded, str):
+        config.exclude_modules = {*excluded, *(".".join(s.split(".")[-2:]) for s in hit)}
 
 
 def _both_projections(model: nn.Module) -> list[str]:
@@ -163,6 +179,12 @@ def _check_addition(model: nn.Module, config: Any, adapter: str) -> None:
         name: {plain(place) for place in places}
         for name, places in peft.wrapped_parameters(model).items()
     }
+    taken = {part for name, _ in model.named_modules() for part in name.split(".")}
+    if adapter in taken and adapter not in configs:
+        raise ValueError(
+            f"adapter_name={adapter!r} is part of a module's name, by which PEFT tells adapters "
+            "apart; take another"
+        )
     if adapter in configs:
         if adapter in wrapped or config.target_modules or config.modules_to_save:
             raise ValueError(
@@ -241,7 +263,8 @@ def undone_on_failure(model: nn.Module, *, quantized: bool = False) -> Iterator[
     states = [(module, dict(vars(module))) for module in modules]
     held = {id(v): v for _, state in states for v in state.values() if type(v) in (dict, list, set)}
     contents = [(container, copy.copy(container)) for container in held.values()]
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    # no references: a stack that is in 4 bits by then must not be kept alive here
+    flags = [(weakref.ref(parameter), parameter.requires_grad) for parameter in model.parameters()]
     try:
         yield
     except BaseException:
@@ -251,8 +274,9 @@ def undone_on_failure(model: nn.Module, *, quantized: bool = False) -> Iterator[
         for container, content in contents:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(content)
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
+        for reference, flag in flags:
+            if (parameter := reference()) is not None:
+                parameter.requires_grad_(flag)
         raise
 
 

@@ -158,15 +158,16 @@ DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False}  # of attach_lora; Non
 
 
 def _check_options(options: dict[str, Any], *, alone: bool) -> None:
-    """Raise ValueError for strings in the place of lists, and for what peft_config says again."""
-    for name in ("target_parameters", "modules_to_save"):
-        if isinstance(options[name], str):
-            raise ValueError(
-                f"{name} must be a sequence of names, got {options[name]!r}; pass "
-                f"[{options[name]!r}]"
-            )
+    """Raise ValueError for what are no lists of names, and for what peft_config says again."""
+    for name in ("target_modules", "target_parameters", "modules_to_save"):
+        value = options[name]
+        if isinstance(value, str) and name != "target_modules":
+            raise ValueError(f"{name} must be a sequence of names, got {value!r}; pass [{value!r}]")
+        names = value if isinstance(value, (list, tuple, set)) else [value]
+        if value is not None and not all(isinstance(entry, str) for entry in names):
+            raise ValueError(f"{name} must be a sequence of names, got {value!r:.99}")
     if alone:
-        AdapterOptions(options["r"], options["lora_alpha"]).check()
+        AdapterOptions(options["r"], options["lora_alpha"], options["use_rslora"]).check()
         return
     twice = {name: value for name, value in options.items() if value != DEFAULTS.get(name)}
     if twice:

@@ -56,10 +56,13 @@ def quantize_experts(
     options = {} if blocksize is None else {"blocksize": blocksize}
     format_of(quant_type, **options)  # raises before anything has changed
     use_in_transformers(model)
-    for name, target, _ in list(_stacks(model)):
+    names = [(name, target) for name, target, _ in _stacks(model)]  # not the stacks, which must go
+    for name, target in names:
         experts = model.get_submodule(name)
-        weight = experts._parameters[target]
-        put(experts, target, QuantizedExperts.from_weight(weight, quant_type=quant_type, **options))
+        stack = QuantizedExperts.from_weight(
+            experts._parameters[target], quant_type=quant_type, **options
+        )
+        put(experts, target, stack)
     mark(model)
 
 
