@@ -77,7 +77,7 @@ def test_it_is_pefts_adapter_in_results_and_gradients(opt, device, name: str) ->
         assert relative_error(gradients[key], gradient) <= FP32, key
 
 
-@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("quantize", [None, "nf4", "mxfp4"])
 def test_one_file_is_read_by_peft_and_by_us(opt, device, quantize, tmp_path: Path) -> None:
     base = build("qwen3_moe").to(device)
     dense = rounded(opt, base, quantize) if quantize else copy.deepcopy(base)

@@ -414,10 +414,35 @@ def test_a_refused_or_failed_attachment_leaves_no_adapter(
     assert not any(key.endswith(TARGETS) for key in model.state_dict())
 
 
+def test_memory_that_is_too_short_for_the_factors(opt, device, submodule, monkeypatch) -> None:
+    model, calls = build("qwen3_moe").to(device), []
+    module = submodule("moe.lora").LoraProjection
+    add = module.add_adapter
+
+    def short_of_memory(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return add(*arguments, **options)
+
+    monkeypatch.setattr(module, "add_adapter", short_of_memory)
+    before = list(model.state_dict())
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            opt.integrations.attach_lora(model, r=2, lora_alpha=4)
+        assert list(model.state_dict()) == before
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        assert not any(module._forward_pre_hooks for module in experts_of(model))
+        calls.clear()
+    with pytest.raises(ValueError, match=r"r must be an integer from 1 to 65536"):
+        opt.integrations.attach_lora(model, r=2**63, lora_alpha=4, quantize="nf4")
+    assert list(model.state_dict()) == before
+
+
 def test_refusals_change_nothing(opt, device) -> None:
     model = build("qwen3_moe").to(device)
     before = set(model.state_dict())
-    with pytest.raises(ValueError, match=r"one of \('nf4', 'fp4'\), got 'int4'"):
+    with pytest.raises(ValueError, match=r"one of \('nf4', 'fp4'.*, got 'int4'"):
         opt.integrations.quantize_experts(model, "int4")
     last = experts_of(model)[-1]
     kept = last.down_proj

@@ -20,6 +20,8 @@ from torch import nn
 from ...optimizers.groups.names import components
 from ..models.experts import experts_modules, parameter_names
 
+LARGEST = 65_536  # rank: more than any width that it could stand for
+
 
 @dataclass(frozen=True)
 class AdapterOptions:
@@ -31,8 +33,8 @@ class AdapterOptions:
 
     def check(self) -> None:
         """Raise ValueError unless r is a rank, alpha a finite number and rslora a bool."""
-        if isinstance(self.r, bool) or not isinstance(self.r, int) or self.r < 1:
-            raise ValueError(f"r must be an integer of at least 1, got {self.r!r}")
+        if type(self.r) is not int or not 1 <= self.r <= LARGEST:
+            raise ValueError(f"r must be an integer from 1 to {LARGEST}, got {self.r!r:.99}")
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, (int, float)):
             raise ValueError(f"lora_alpha must be a number, got {self.alpha!r}")
         if not abs(self.alpha) <= torch.finfo(torch.float32).max:  # nor an integer without end

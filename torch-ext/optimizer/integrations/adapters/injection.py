@@ -261,7 +261,8 @@ def undone_on_failure(model: nn.Module, *, quantized: bool = False) -> Iterator[
     """
     modules = [m for m in model.modules() if not (quantized and is_experts(m))]
     states = [(module, dict(vars(module))) for module in modules]
-    held = {id(v): v for _, state in states for v in state.values() if type(v) in (dict, list, set)}
+    values = (value for _, state in states for value in state.values())
+    held = {id(value): value for value in values if isinstance(value, (dict, list, set))}
     contents = [(container, copy.copy(container)) for container in held.values()]
     # no references: a stack that is in 4 bits by then must not be kept alive here
     flags = [(weakref.ref(parameter), parameter.requires_grad) for parameter in model.parameters()]

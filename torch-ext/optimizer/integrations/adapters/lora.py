@@ -110,8 +110,8 @@ def attach_lora(
         use_rslora: scale by lora_alpha / sqrt(r) instead (arXiv 2312.03732).
         modules_to_save: of modules that are trained whole, as in PEFT: "lm_head".
         adapter_name: without dots.
-        quantize: "nf4" or "fp4": put the experts into 4 bits first (`quantize_experts`), which
-            lose precision and cannot be merged into; None leaves them as they are.
+        quantize: a format of `quantize_experts`, "nf4" as a rule: put the experts into it first.
+            They lose precision and cannot be merged into; None leaves them as they are.
         dtype: of the LoRA parameters, floating. float32 is PEFT's choice, over any base.
 
     Returns:
@@ -125,7 +125,10 @@ def attach_lora(
         ImportError: transformers is not installed, or PEFT where it is needed.
     """
     if quantize is not None:
-        check_quantizable(model, quantize)
+        try:
+            check_quantizable(model, quantize)
+        except ValueError as error:
+            raise ValueError(f"quantize={quantize!r:.99}: {error}") from error
     options = {
         "r": r,
         "lora_alpha": lora_alpha,
@@ -209,15 +212,16 @@ def add_adapter(
     before = attached_modules(model)
     active = active_adapter(model)
     use_in_transformers(model)
-    for name, targets in wanted.items():
-        experts = found[name]
-        if name not in before:
-            experts.add_module(ATTACHED, AttachedLora(experts))
-            experts.register_forward_pre_hook(_refuse_other_implementations)
-        for target, options in targets.items():
-            device = expert_weight(experts, target).device
-            experts.expert_lora.add(target, adapter, options, dtype=dtype, device=device)
-    set_lora(model, active or adapter)
+    with injection.undone_on_failure(model):  # as the memory may be too short
+        for name, targets in wanted.items():
+            experts = found[name]
+            if name not in before:
+                experts.add_module(ATTACHED, AttachedLora(experts))
+                experts.register_forward_pre_hook(_refuse_other_implementations)
+            for target, options in targets.items():
+                device = expert_weight(experts, target).device
+                experts.expert_lora.add(target, adapter, options, dtype=dtype, device=device)
+        set_lora(model, active or adapter)
 
 
 def check_attachable(model: nn.Module) -> None:
@@ -362,6 +366,8 @@ def merge_lora(model: nn.Module, *, keep_on: torch.device | str | None = None) -
         for target, projection in attached.items():
             if projection.active is None:
                 continue
+            if not projection.enabled:
+                raise ValueError("the adapter is switched off; enable_lora(model) first")
             if parametrize.is_parametrized(experts):
                 raise ValueError(
                     f"{type(experts).__name__} computes its weights from other parameters "
