@@ -170,11 +170,12 @@ def gated_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: Any) ->
         projections.append(
             projection(new(experts, n, k).mT, new(experts, rank, k, of=lora), b, None)
         )
-    operands, glu = (x, *projections, order, gates), ("silu", False)
-    _, *kept = module.gated_experts_triton(*operands, *glu, True)
+    record = load("kernels.experts.grouped_lora").GatedLayer
+    layer = record(x, *projections, order, gates, "silu", False)
+    _, *kept = module.gated_experts_triton(layer, True)
     frozen = (True, False, True, True, False, False, True, True, False, True)
     wants = module.Wants(*frozen)
-    module.gated_experts_backward_triton(x, *operands, tuple(kept), *glu, wants)
+    module.gated_experts_backward_triton(x, layer, kept, wants)
 
 
 def packed_stacks(module: types.ModuleType, stored: tuple[int, int, int]) -> list:

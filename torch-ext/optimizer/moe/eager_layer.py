@@ -30,7 +30,7 @@ from ..kernels.experts.expert_sort import (
     tile_rows_for,
 )
 from ..kernels.experts.gated_experts import fuses
-from ..kernels.experts.grouped_lora import ExpertWeights
+from ..kernels.experts.grouped_lora import ExpertWeights, GatedLayer
 from ..kernels.launch.launch_plan import prepare, replayed, stand_in
 from ..kernels.launch.triton_compile import in_background
 from .grouped_linear import check_layer, check_path, check_rows
@@ -125,8 +125,9 @@ def _are_plain(*tensors: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class DenseLayer:
-    """`LayerLaunches` over weights of x's dtype."""
+    """`LayerLaunches` over weights of x's dtype, which are (E, in, out) if `transposed`."""
 
+    transposed: bool
     frozen: ClassVar[int] = 0
 
     def num_experts(self, gate_up: Tensor) -> int:
@@ -134,56 +135,36 @@ class DenseLayer:
         return gate_up.shape[0]
 
     def weights(
-        self, stored: tuple[Tensor, Tensor], frozen: Sequence[Tensor | None], form: Form
+        self, stored: tuple[Tensor, Tensor], frozen: Sequence[Tensor | None]
     ) -> tuple[Tensor, Tensor]:
         """(E, in, out) of both."""
-        return stored if form.transposed else tuple(one.mT for one in stored)
+        return stored if self.transposed else tuple(one.mT for one in stored)
 
     def checked(self, weights: ExpertWeights) -> ExpertWeights:
         """The same."""
         return weights
 
-    def forward(
-        self,
-        x: Tensor,
-        first: ExpertWeights,
-        second: ExpertWeights,
-        order: ExpertOrder,
-        gates: Tensor,
-        form: Form,
-        keeps: bool,
-    ) -> Sequence[Tensor]:
+    def forward(self, layer: GatedLayer, keeps: bool) -> Sequence[Tensor]:
         """The result; gate and up, and xa of both."""
         from ..kernels.experts.gated_launch_triton import gated_experts_triton
 
-        glu = (form.activation, form.interleaved)
-        return gated_experts_triton(x, first, second, order, gates, *glu, keeps)
+        return gated_experts_triton(layer, keeps)
 
     def backward(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        first: ExpertWeights,
-        second: ExpertWeights,
-        order: ExpertOrder,
-        gates: Tensor,
-        kept: Sequence[Tensor],
-        form: Form,
-        wants: Sequence[bool],
+        self, grad: Tensor, layer: GatedLayer, kept: Sequence[Tensor], wants: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         """Gradients in the order of `Wants`, those of the weights in the stored order."""
         from ..kernels.experts.gated_launch_triton import Wants, gated_experts_backward_triton
 
-        glu = (form.activation, form.interleaved)
         dx, dw1, da1, db1, dbias1, dw2, *rest = gated_experts_backward_triton(
-            grad, x, first, second, order, gates, tuple(kept), *glu, Wants(*wants)
+            grad, layer, kept, Wants(*wants)
         )
-        if not form.transposed:
+        if not self.transposed:
             dw1, dw2 = (one.mT if one.ndim == 3 else one for one in (dw1, dw2))
         return dx, dw1, da1, db1, dbias1, dw2, *rest
 
 
-_DENSE = DenseLayer()
+_DENSE = DenseLayer(transposed=False), DenseLayer(transposed=True)
 
 
 def _dense(
@@ -198,7 +179,7 @@ def _dense(
     if not fuses(path, strides, form.activation, True, form.interleaved):
         return None
     check_path(path, x)
-    return _DENSE
+    return _DENSE[form.transposed]
 
 
 class _Layer(torch.autograd.Function):
@@ -242,20 +223,21 @@ def check_single(grad: Tensor) -> None:
         )
 
 
-def _opened(
+def _layer_of(
     leaves: Sequence[Tensor | None],
     frozen: Sequence[Tensor | None],
+    order: ExpertOrder,
     launches: LayerLaunches,
     form: Form,
-) -> tuple[Tensor, ExpertWeights, ExpertWeights, Tensor]:
-    """x, both projections and the gates."""
+) -> GatedLayer:
+    """What the launches read."""
     x, w1, a1, b1, bias1, w2, a2, b2, bias2, gates = leaves
     experts = launches.num_experts(w1)
-    w1, w2 = launches.weights((w1, w2), frozen, form)
+    w1, w2 = launches.weights((w1, w2), frozen)
     kinds, scalings = form.factors, form.scalings
     first = ExpertWeights.of(w1, *views_of(a1, b1, kinds[0], experts), bias1, scalings[0])
     second = ExpertWeights.of(w2, *views_of(a2, b2, kinds[1], experts), bias2, scalings[1])
-    return x, first, second, gates
+    return GatedLayer(x, first, second, order, gates, form.activation, form.interleaved)
 
 
 def _forward(*arguments: Any) -> list[Tensor]:
@@ -267,12 +249,13 @@ def _forward(*arguments: Any) -> list[Tensor]:
     experts, (tokens, top_k) = launches.num_experts(leaves[_W1]), ids.shape
     check_ids(ids, experts)
     tile_rows = tile_rows_for(tokens * top_k, experts)
-    x, first, second, gates = _opened(leaves, frozen, launches, form)
     slots, rows, offsets, tiles = expert_sort_triton(ids, experts, tile_rows)
     order = ExpertOrder(slots, offsets, rows, tiles, tokens, top_k, experts, tile_rows)
-    check_rows(x, order, grouped_in=False)
-    check_layer(x, *map(launches.checked, (first, second)), order, gates)
-    out, *kept = launches.forward(x, first, second, order, gates, form, keeps)
+    layer = _layer_of(leaves, frozen, order, launches, form)
+    check_rows(layer.x, order, grouped_in=False)
+    projections = map(launches.checked, (layer.first, layer.second))
+    check_layer(layer.x, *projections, order, layer.gates)
+    out, *kept = launches.forward(layer, keeps)
     return [out, *kept, slots, offsets, rows, tiles] if keeps else [out]
 
 
@@ -281,16 +264,14 @@ def _backward(grad: Tensor, *arguments: Any) -> list[Tensor]:
     *operands, launches, form, wants = arguments
     end = len(operands) - launches.frozen
     leaves, kept, frozen = operands[:_LEAVES], operands[_LEAVES:end], operands[end:]
-    x, first, second, gates = _opened(leaves, frozen, launches, form)
     *kept, slots, offsets, rows, tiles = kept
     tile_rows = tile_rows_for(slots.shape[0], launches.num_experts(leaves[_W1]))
-    order = ExpertOrder.of(slots, offsets, rows, tiles, tile_rows, gates.shape[1])
+    order = ExpertOrder.of(slots, offsets, rows, tiles, tile_rows, leaves[-1].shape[1])
+    layer = _layer_of(leaves, frozen, order, launches, form)
     first_pair = wanted_of(wants[2:4], form.factors[0])
     second_pair = wanted_of(wants[6:8], form.factors[1])
     flags = (*wants[:2], *first_pair, *wants[4:6], *second_pair, *wants[8:])
-    dx, dw1, da1, db1, dbias1, dw2, da2, db2, *rest = launches.backward(
-        grad, x, first, second, order, gates, kept, form, flags
-    )
+    dx, dw1, da1, db1, dbias1, dw2, da2, db2, *rest = launches.backward(grad, layer, kept, flags)
     factors1 = gradients_of(da1, db1, form.factors[0])
     factors2 = gradients_of(da2, db2, form.factors[1])
     found = (dx, dw1, *factors1, dbias1, dw2, *factors2, *rest)

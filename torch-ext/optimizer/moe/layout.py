@@ -17,9 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.experts.expert_sort import ExpertOrder
 from ..kernels.experts.glu import ACTIVATIONS
-from ..kernels.experts.grouped_lora import ExpertWeights, LoraFactors
+from ..kernels.experts.grouped_lora import ExpertWeights, GatedLayer, LoraFactors
 from ..reference.glu import GPT_OSS_ALPHA, GPT_OSS_LIMIT
 
 # Classes of activation functions, of torch and of transformers' table, that have a name with us.
@@ -120,39 +119,18 @@ class LayerLaunches(Protocol):
         """E."""
 
     def weights(
-        self,
-        stored: tuple[Tensor | None, Tensor | None],
-        frozen: Sequence[Tensor | None],
-        form: Form,
+        self, stored: tuple[Tensor | None, Tensor | None], frozen: Sequence[Tensor | None]
     ) -> tuple[Any, Any]:
         """The weights of both projections as `forward` and `backward` take them."""
 
     def checked(self, weights: ExpertWeights) -> ExpertWeights:
         """The same as `check_projection` takes it."""
 
-    def forward(
-        self,
-        x: Tensor,
-        first: ExpertWeights,
-        second: ExpertWeights,
-        order: ExpertOrder,
-        gates: Tensor,
-        form: Form,
-        keeps: bool,
-    ) -> Sequence[Tensor]:
+    def forward(self, layer: GatedLayer, keeps: bool) -> Sequence[Tensor]:
         """(T, H), and with `keeps` what backward reads."""
 
     def backward(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        first: ExpertWeights,
-        second: ExpertWeights,
-        order: ExpertOrder,
-        gates: Tensor,
-        kept: Sequence[Tensor],
-        form: Form,
-        wants: Sequence[bool],
+        self, grad: Tensor, layer: GatedLayer, kept: Sequence[Tensor], wants: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         """Gradients of x, gate_up, its A, B and bias, down, its own, and the gates."""
 

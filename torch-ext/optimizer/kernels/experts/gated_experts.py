@@ -26,7 +26,7 @@ from ..checks import gradient_like, on_device_of, refuse_forward_mode
 from ..launch.launch_plan import replayed
 from .expert_sort import ORDER, ORDER_LENGTH, ExpertOrder
 from .glu import ACTIVATIONS
-from .grouped_lora import WEIGHTS, WEIGHTS_LENGTH, ExpertWeights
+from .grouped_lora import WEIGHTS, WEIGHTS_LENGTH, ExpertWeights, GatedLayer
 
 
 def fuses(
@@ -79,7 +79,8 @@ def _gated_experts(x: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor, Tenso
     from .gated_launch_triton import gated_experts_triton
 
     def forward(x: Tensor, *arguments) -> Sequence[Tensor]:
-        return gated_experts_triton(x, *opened(arguments))
+        *layer, keeps = opened(arguments)
+        return gated_experts_triton(GatedLayer(x, *layer), keeps)
 
     return _played("gated_experts", forward, (x, *arguments))
 
@@ -109,9 +110,9 @@ def _gated_experts_backward(
     def backward(
         grad: Tensor, wide: Tensor, xa1: Tensor, xa2: Tensor, x: Tensor, *arguments
     ) -> Sequence[Tensor]:
-        *layer, gates, activation, interleaved, wants = opened(arguments)
-        glu = (activation, interleaved, Wants(*_flags(wants)))
-        return gated_experts_backward_triton(grad, x, *layer, gates, (wide, xa1, xa2), *glu)
+        *layer, wants = opened(arguments)
+        flags = Wants(*_flags(wants))
+        return gated_experts_backward_triton(grad, GatedLayer(x, *layer), (wide, xa1, xa2), flags)
 
     return _played("gated_experts_backward", backward, (grad, wide, xa1, xa2, x, *arguments))
 

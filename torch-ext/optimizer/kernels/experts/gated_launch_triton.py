@@ -50,7 +50,7 @@ from .grouped_launch_triton import (
     tile_of,
     widens,
 )
-from .grouped_lora import ExpertWeights
+from .grouped_lora import ExpertWeights, GatedLayer
 from .rows_triton import KINDS, combine_triton
 
 
@@ -405,17 +405,9 @@ def _places(factors: Sequence[Tensor | None], spread: Tensor) -> list[Tensor | N
     return found
 
 
-def gated_experts_triton(
-    x: Tensor,
-    first: ExpertWeights,
-    second: ExpertWeights,
-    order: ExpertOrder,
-    gates: Tensor,
-    activation: str,
-    interleaved: bool,
-    keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the forward kernels; arguments and results as in `kernels.experts.gated_experts`."""
+def gated_experts_triton(layer: GatedLayer, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch the forward kernels; the results are those of `kernels.experts.gated_experts`."""
+    x, first, second, order = layer.x, layer.first, layer.second, layer.order
     total = order.slots.shape[0]
     xa1 = x.new_empty((total, first.rank))
     own1, own2 = factor1, factor2 = [None if one.b is None else one.b.mT for one in (first, second)]
@@ -437,8 +429,8 @@ def gated_experts_triton(
         first.bias,
         order,
         fan=order.top_k,
-        activation=activation,
-        interleaved=interleaved,
+        activation=layer.activation,
+        interleaved=layer.interleaved,
         keeps=keeps,
         early=early,
         signals=signals,
@@ -455,62 +447,37 @@ def gated_experts_triton(
     options = {"direction": "forward", "fan": 0, "scatter": False, "bias": second.bias}
     grouped_product(h, second.weight, xa2, factor2, order, y, early=early, **options)
     del h, factor2
-    out = combine_triton(y, gates, order.rows, order.offsets, order.top_k)
+    out = combine_triton(y, layer.gates, order.rows, order.offsets, order.top_k)
     return out, wide, xa1, xa2
 
 
 def gated_experts_backward_triton(
-    grad: Tensor,
-    x: Tensor,
-    first: ExpertWeights,
-    second: ExpertWeights,
-    order: ExpertOrder,
-    gates: Tensor,
-    kept: tuple[Tensor, Tensor, Tensor],
-    activation: str,
-    interleaved: bool,
-    wants: Wants,
+    grad: Tensor, layer: GatedLayer, kept: Sequence[Tensor], wants: Wants
 ) -> tuple[Tensor, ...]:
     """Launch the backward kernels.
 
     Args:
         grad: (T, H), of the result.
-        x: As in the forward, and so on.
-        first: Of gate_up.
-        second: Of down.
-        order: Of `expert_sort`.
-        gates: (T, k).
+        layer: As in the forward.
         kept: gate and up, xa1 and xa2 of the forward.
-        activation: As in the forward.
-        interleaved: As in the forward.
         wants: Which gradients.
 
     Returns:
         Gradients in the order of `Wants`, (0,) where one is not wanted.
     """
-    glu = {"activation": activation, "interleaved": interleaved}
-    if sums_fit_beside(first, second, wants, order, x):
-        operands = (grad, x, first, second, order, gates, kept)
-        dx, *lora, dgates = _backward_beside(*operands, wants=wants, **glu)
-        (dw1, dbias1), (dw2, dbias2) = (_base(one, False, False) for one in (first, second))
-        return dx, dw1, *lora[:2], dbias1, dw2, *lora[2:], dbias2, dgates
-    return _backward_in_turn(grad, x, first, second, order, gates, kept, wants=wants, **glu)
+    first, second = layer.first, layer.second
+    if not sums_fit_beside(first, second, wants, layer.order, layer.x):
+        return _backward_in_turn(grad, layer, kept, wants)
+    dx, *lora, dgates = _backward_beside(grad, layer, kept, wants)
+    (dw1, dbias1), (dw2, dbias2) = (_base(one, False, False) for one in (first, second))
+    return dx, dw1, *lora[:2], dbias1, dw2, *lora[2:], dbias2, dgates
 
 
 def _backward_in_turn(
-    grad: Tensor,
-    x: Tensor,
-    first: ExpertWeights,
-    second: ExpertWeights,
-    order: ExpertOrder,
-    gates: Tensor,
-    kept: tuple[Tensor, Tensor, Tensor],
-    *,
-    activation: str,
-    interleaved: bool,
-    wants: Wants,
+    grad: Tensor, layer: GatedLayer, kept: Sequence[Tensor], wants: Wants
 ) -> tuple[Tensor, ...]:
     """One launch after the other; operands are let go as soon as nothing reads them."""
+    x, first, second, order, gates = layer.x, layer.first, layer.second, layer.order, layer.gates
     wide, xa1, xa2 = kept
     top_k = order.top_k
     yb2 = grad.new_empty((order.slots.shape[0], second.rank))
@@ -521,7 +488,7 @@ def _backward_in_turn(
     through = wants.x or wants.w1 or wants.a1 or wants.b1 or wants.bias1
     wanted = (through, wants.w2 or wants.a2, wants.gates)
     rooms = rooms_of_backward(grad, second.weight.mT, yb2.shape[1], order, wanted)
-    options = {"fan": top_k, "activation": activation, "interleaved": interleaved}
+    options = {"fan": top_k, "activation": layer.activation, "interleaved": layer.interleaved}
     gated_backward(grad, second.weight.mT, yb2, second.a, wide, gates, order, rooms, **options)
     d_wide, h, dots = rooms
     del rooms
@@ -569,19 +536,10 @@ def _backward_in_turn(
 
 
 def _backward_beside(
-    grad: Tensor,
-    x: Tensor,
-    first: ExpertWeights,
-    second: ExpertWeights,
-    order: ExpertOrder,
-    gates: Tensor,
-    kept: tuple[Tensor, Tensor, Tensor],
-    *,
-    activation: str,
-    interleaved: bool,
-    wants: Wants,
+    grad: Tensor, layer: GatedLayer, kept: Sequence[Tensor], wants: Wants
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, a1, b1, a2, b2 and the gates, where `sums_fit_beside`."""
+    x, first, second, order, gates = layer.x, layer.first, layer.second, layer.order, layer.gates
     wide, xa1, xa2 = kept
     total, top_k = order.slots.shape[0], order.top_k
     dx, spread = x.new_empty(x.shape), x.new_empty((total, x.shape[1]))
@@ -608,9 +566,9 @@ def _backward_beside(
                 early = low_rank(grad, factors[1], order, yb2, scaling=second.scaling, **options)
         streams.here_waits()
         with streams.there():
-            glu = {"activation": activation, "interleaved": interleaved, "early": early}
+            glu = {"activation": layer.activation, "interleaved": layer.interleaved}
             product = (grad, second.weight.mT, yb2, second.a)
-            gated_backward(*product, wide, gates, order, rooms, fan=top_k, **glu)
+            gated_backward(*product, wide, gates, order, rooms, fan=top_k, early=early, **glu)
         if factors[0] is not own[0]:
             reorder(own[0], factors[0])
             streams.there_waits()

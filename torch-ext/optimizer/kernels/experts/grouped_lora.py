@@ -105,6 +105,29 @@ class ExpertWeights:
         return 0 if self.lora is None else self.lora.a.shape[1]
 
 
+@dataclasses.dataclass(frozen=True)
+class GatedLayer:
+    """What the kernels of a gated layer read; 1 is its gate_up projection, 2 its down projection.
+
+    Args:
+        x: (T, H), any strides.
+        first: Weight (E, H, 2I), its factors and bias.
+        second: Weight (E, I, H), likewise.
+        order: Of `expert_sort`.
+        gates: (T, k).
+        activation: One of `kernels.experts.glu.ACTIVATIONS`.
+        interleaved: Gate and up columns alternate; else all gates come first.
+    """
+
+    x: Tensor
+    first: ExpertWeights
+    second: ExpertWeights
+    order: ExpertOrder
+    gates: Tensor
+    activation: str
+    interleaved: bool
+
+
 # Of a projection among the arguments of an op, and how many they are.
 WEIGHTS = "Tensor weight, Tensor? lora_a, Tensor? lora_b, Tensor? bias, float scaling"
 WEIGHTS_LENGTH = 5

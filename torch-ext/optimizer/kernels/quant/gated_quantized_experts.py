@@ -24,7 +24,7 @@ from ...dispatch import TRITON_PATHS
 from ..checks import gradient_like, on_device_of
 from ..experts.expert_sort import ORDER, ORDER_LENGTH, ExpertOrder
 from ..experts.glu import ACTIVATIONS
-from ..experts.grouped_lora import ExpertWeights
+from ..experts.grouped_lora import ExpertWeights, GatedLayer
 from ..launch.launch_plan import replayed
 from .formats import Format, Stack, shape_of
 from .grouped_lora_quantized import QUANTIZED, QUANTIZED_LENGTH, opened_weights, quantized_operands
@@ -48,7 +48,7 @@ def _split(arguments: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequ
 def _played(
     name: str, function: Callable, tensors: Sequence[Tensor], arguments: Sequence[Any]
 ) -> tuple[Tensor, ...]:
-    """`function` of tensors and the arguments of an op, which a launch plan holds."""
+    """`function` of a layer of tensors[0], the other tensors and the options, by a launch plan."""
     *pair, (gates, *rest) = _split(arguments)
     *order, tile_rows, top_k = rest[:ORDER_LENGTH]
     options = (tuple(x) if isinstance(x, list) else x for x in rest[ORDER_LENGTH:])
@@ -62,10 +62,13 @@ def _played(
     def run(*given: Any) -> Sequence[Tensor]:
         *given, shapes, tile_rows, top_k, options = given
         given = iter(given)
-        own = list(itertools.islice(given, len(tensors)))
+        x, *others = itertools.islice(given, len(tensors))
         gates, *place = itertools.islice(given, 1 + len(order))
         both = [_next(given, *shape) for shape in shapes]
-        return function(*own, *both, ExpertOrder.of(*place, tile_rows, top_k), gates, *options)
+        place = ExpertOrder.of(*place, tile_rows, top_k)
+        activation, interleaved, *options = options
+        layer = GatedLayer(x, *both, place, gates, activation, interleaved)
+        return function(layer, *others, *options)
 
     constants = (tuple(shapes), tile_rows, top_k, tuple(options))
     return tuple(replayed(name, run, operands, constants))
@@ -122,7 +125,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from .gated_quantized_experts_triton import gated_quantized_experts_backward_triton as function
 
-    tensors = [grad, x, wide, h, xa1, xa2]
+    tensors = [x, grad, wide, h, xa1, xa2]
     with on_device_of(grad):
         return _played("gated_quantized_experts_backward", function, tensors, arguments)
 

@@ -12,16 +12,16 @@ the launches that wait for memory or for each other. A launch that is urgent is 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..experts.expert_sort import ExpertOrder
 from ..experts.gated_launch_triton import gradient_of_gates, row_sum
 from ..experts.grouped_launch_triton import RowSum, expert_products, is_scattered, low_rank, reorder
-from ..experts.grouped_lora import ExpertWeights
+from ..experts.grouped_lora import ExpertWeights, GatedLayer
 from ..experts.rows_triton import KINDS, _activation, _factor, combine_triton, glu_triton
 from ..launch.launch_plan import Streams, beside, launch
 from .formats import Stack
@@ -31,17 +31,12 @@ _BLOCK = 1024  # columns of a program of `_glu_backward_dots`
 
 
 def gated_quantized_experts_triton(
-    x: Tensor,
-    first: ExpertWeights,  # of a Stack
-    second: ExpertWeights,
-    order: ExpertOrder,
-    gates: Tensor,
-    activation: str,
-    interleaved: bool,
+    layer: GatedLayer,  # whose weights are Stacks
     path: str,
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the forward; arguments and results as in `gated_quantized_experts`."""
+    """Launch the forward; options and results as in `gated_quantized_experts`."""
+    x, first, second, order = layer.x, layer.first, layer.second, layer.order
     own = [None if one.b is None else one.b.mT for one in (first, second)]
     factors = [_room_to_pack(factor, x) for factor in own]
 
@@ -69,34 +64,29 @@ def gated_quantized_experts_triton(
         with streams.there():
             _pack(own[1], factors[1])
         wide = product(x, first, xa1, factors[0], order.top_k)
-    h = glu_triton(wide, activation, interleaved)
+    h = glu_triton(wide, layer.activation, layer.interleaved)
     if not keeps:
         wide = wide.new_empty((0, wide.shape[1]))
     xa2 = low(h, second, 0)
     y = product(h, second, xa2, factors[1], 0)
     if not keeps:
         h = h.new_empty((0, h.shape[1]))
-    out = combine_triton(y, gates, order.rows, order.offsets, order.top_k)
+    out = combine_triton(y, layer.gates, order.rows, order.offsets, order.top_k)
     return out, wide, h, xa1, xa2
 
 
-def gated_quantized_experts_backward_triton(  # noqa: PLR0913
+def gated_quantized_experts_backward_triton(
+    layer: GatedLayer,
     grad: Tensor,
-    x: Tensor,
     wide: Tensor,
     h: Tensor,
     xa1: Tensor,
     xa2: Tensor,
-    first: ExpertWeights,
-    second: ExpertWeights,
-    order: ExpertOrder,
-    gates: Tensor,
-    activation: str,
-    interleaved: bool,
     path: str,
-    wants: list[bool],
+    wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward; arguments and results as in `gated_quantized_experts_backward`."""
+    """Launch the backward; options and results as in `gated_quantized_experts_backward`."""
+    x, first, second, order, gates = layer.x, layer.first, layer.second, layer.order, layer.gates
     a1, b1, a2, b2 = first.a, first.b, second.a, second.b
     wants_x, wants_a1, wants_b1, wants_a2, wants_b2, wants_gates = wants
     through = wants_x or wants_a1 or wants_b1  # the activation
@@ -135,7 +125,7 @@ def gated_quantized_experts_backward_triton(  # noqa: PLR0913
         with streams.there():
             if through or wants_gates:
                 product(grad, second.weight, (yb2, a2), dh, top_k)
-                glu = {"activation": activation, "interleaved": interleaved}
+                glu = {"activation": layer.activation, "interleaved": layer.interleaved}
                 glu_backward_dots(dh, wide, gates, order.slots, d_wide, dots, **glu)
         da2, sums = row_sum(a2, wants_a2, yb2, h, 0, gated=True)
         run(sums)

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ...dispatch import experts_path
-from ...kernels.experts.expert_sort import ExpertOrder
-from ...kernels.experts.grouped_lora import ExpertWeights
+from ...kernels.experts.grouped_lora import ExpertWeights, GatedLayer
 from ...kernels.quant.formats import Format, Stack
 from ...kernels.quant.gated_quantized_experts import fuses
 from ..grouped_linear import check_path
@@ -43,7 +42,7 @@ class QuantizedLayer:
         return self.stacks[0][1][0]
 
     def weights(
-        self, stored: tuple[None, None], frozen: Sequence[Tensor | None], form: Form
+        self, stored: tuple[None, None], frozen: Sequence[Tensor | None]
     ) -> tuple[Stack, Stack]:
         """Both stacks."""
         tensors = iter(frozen)
@@ -58,33 +57,14 @@ class QuantizedLayer:
         record = QuantizedWeight(stack.format, stack.own_tensors, stack.stored, stack.transposed)
         return dataclasses.replace(weights, weight=record)
 
-    def forward(
-        self,
-        x: Tensor,
-        first: ExpertWeights,
-        second: ExpertWeights,
-        order: ExpertOrder,
-        gates: Tensor,
-        form: Form,
-        keeps: bool,
-    ) -> Sequence[Tensor]:
+    def forward(self, layer: GatedLayer, keeps: bool) -> Sequence[Tensor]:
         """The result; gate and up, h, and xa of both."""
         from ...kernels.quant.gated_quantized_experts_triton import gated_quantized_experts_triton
 
-        options = (form.activation, form.interleaved, self.path, keeps)
-        return gated_quantized_experts_triton(x, first, second, order, gates, *options)
+        return gated_quantized_experts_triton(layer, self.path, keeps)
 
     def backward(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        first: ExpertWeights,
-        second: ExpertWeights,
-        order: ExpertOrder,
-        gates: Tensor,
-        kept: Sequence[Tensor],
-        form: Form,
-        wants: Sequence[bool],
+        self, grad: Tensor, layer: GatedLayer, kept: Sequence[Tensor], wants: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         """Gradients of x, both A and B, and the gates; packed weights and biases have none."""
         from ...kernels.quant.gated_quantized_experts_triton import (
@@ -93,9 +73,8 @@ class QuantizedLayer:
 
         wants_x, _, wants_a1, wants_b1, _, _, wants_a2, wants_b2, _, wants_gates = wants
         flags = [wants_x, wants_a1, wants_b1, wants_a2, wants_b2, wants_gates]
-        options = (form.activation, form.interleaved, self.path, flags)
         dx, da1, db1, da2, db2, dgates = gated_quantized_experts_backward_triton(
-            grad, x, *kept, first, second, order, gates, *options
+            layer, grad, *kept, self.path, flags
         )
         return dx, None, da1, db1, None, None, da2, db2, None, dgates
 
