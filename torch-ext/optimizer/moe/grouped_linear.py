@@ -20,7 +20,7 @@ from ..kernels.autocast import autocast_dtype, cast, without_autocast
 from ..kernels.checks import DTYPES, check_device, check_shape, check_tensor
 from ..kernels.experts.expert_sort import ExpertOrder
 from ..kernels.experts.gated_experts import fuses, gated_experts
-from ..kernels.experts.grouped_lora import ExpertWeights, LoraFactors
+from ..kernels.experts.grouped_lora import ExpertWeights, GatedLayer, LoraFactors
 from ..kernels.experts.grouped_lora import grouped_lora_linear as _op
 from ..kernels.quant.gated_quantized_experts import fuses as fuses_quantized
 from .layout import ExpertsLayout
@@ -173,11 +173,10 @@ def gated_lora_linear(
         return None
     check_path(path, x)
     check_layer(x, first, second, order, gates)
-    glu = {"activation": layout.activation, "interleaved": layout.interleaved}
+    layer = GatedLayer(x, first, second, order, gates, layout.activation, layout.interleaved)
     if packed:
-        path = {"path": path, "by_name": backend != "auto"}
-        return quantized_gated_linear(x, first, second, order, gates, **glu, **path)
-    return gated_experts(x, first, second, order, gates, **glu)
+        return quantized_gated_linear(layer, path, by_name=backend != "auto")
+    return gated_experts(layer)
 
 
 def check_layer(

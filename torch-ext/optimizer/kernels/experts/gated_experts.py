@@ -170,34 +170,17 @@ _gated_experts_backward.register_fake(_fake_backward)
 _gated_experts.register_autograd(_backward, setup_context=_save)
 
 
-def gated_experts(
-    x: Tensor,
-    first: ExpertWeights,
-    second: ExpertWeights,
-    order: ExpertOrder,
-    gates: Tensor,
-    *,
-    activation: str,
-    interleaved: bool,
-) -> Tensor:
-    """A gated layer of experts. Arguments are checked by `moe.grouped_linear`.
+def gated_experts(layer: GatedLayer) -> Tensor:
+    """A gated layer of experts: (T, H) in x's dtype.
 
-    Args:
-        x: (T, H), any strides.
-        first: Weight (E, H, 2I) of x's dtype, see `fuses`; its factors and bias.
-        second: Weight (E, I, H), any strides; its factors and bias.
-        order: Of `expert_sort`.
-        gates: (T, k).
-        activation: One of `kernels.experts.glu.ACTIVATIONS`.
-        interleaved: Gate and up columns alternate; else all gates come first.
-
-    Returns:
-        (T, H) in x's dtype.
+    Its first weight is as `fuses` says, of x's dtype, the second of any strides. Arguments are
+    checked by `moe.grouped_linear`.
     """
-    operands = (x, *first.operands(), *second.operands(), *order.operands(), gates)
+    projections = (*layer.first.operands(), *layer.second.operands())
+    operands = (layer.x, *projections, *layer.order.operands(), layer.gates)
     leaves = [operands[place] for place in (*_LEAVES[:-1], -1)]
     refuse_forward_mode("gated_experts", *leaves)
     needs = any(leaf is not None and leaf.requires_grad for leaf in leaves)
     keeps = torch.is_grad_enabled() and needs
-    out, *_ = ops.gated_experts(*operands, activation, interleaved, keeps)
+    out, *_ = ops.gated_experts(*operands, layer.activation, layer.interleaved, keeps)
     return out

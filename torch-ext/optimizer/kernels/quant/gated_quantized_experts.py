@@ -150,26 +150,12 @@ _backward.register_fake(_fake_backward)
 
 
 def gated_quantized_experts(
-    x: Tensor,
-    first: ExpertWeights,
-    second: ExpertWeights,
-    order: ExpertOrder,
-    gates: Tensor,
-    activation: str,
-    interleaved: bool,
-    path: str,
-    keeps: bool,
+    layer: GatedLayer, path: str, keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """A gated layer of packed experts; arguments are checked by `moe.grouped_linear`.
 
     Args:
-        x: (T, H), any strides.
-        first: Its weight a `QuantizedWeight` seen as (E, H, 2I).
-        second: The same, (E, I, H).
-        order: Of `expert_sort`.
-        gates: (T, k).
-        activation: Its name.
-        interleaved: Whether gate and up alternate.
+        layer: Its weights `QuantizedWeight`s, seen as (E, H, 2I) and (E, I, H).
         path: Of the products.
         keeps: Whether backward will come.
 
@@ -177,36 +163,27 @@ def gated_quantized_experts(
         (T, H) in x's dtype, and for backward, else without rows: gate and up (R, 2I), h (R, I);
         xa of both projections (R, r).
     """
-    operands = (*quantized_operands(first), *quantized_operands(second), gates, *order.operands())
-    return ops.gated_quantized_experts(x, *operands, activation, interleaved, path, keeps)
+    return ops.gated_quantized_experts(layer.x, *_operands(layer, path), keeps)
 
 
 def gated_quantized_experts_backward(
-    grad: Tensor,
-    kept: Sequence[Tensor],
-    first: ExpertWeights,
-    second: ExpertWeights,
-    order: ExpertOrder,
-    gates: Tensor,
-    activation: str,
-    interleaved: bool,
-    path: str,
-    wants: Sequence[bool],
+    layer: GatedLayer, grad: Tensor, kept: Sequence[Tensor], path: str, wants: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, both A and B, and the gates; what is not wanted is empty.
 
     Args:
+        layer: As in the forward.
         grad: (T, H), any strides.
-        kept: x of the forward, and its results behind the first.
-        first: As in the forward, and so is what follows.
-        second: Likewise.
-        order: Of `expert_sort`.
-        gates: (T, k).
-        activation: Its name.
-        interleaved: Whether gate and up alternate.
-        path: Of the products.
+        kept: Results of the forward behind the first.
+        path: As in the forward.
         wants: For each of the six whether it is wanted.
     """
-    operands = (*quantized_operands(first), *quantized_operands(second), gates, *order.operands())
-    options = (activation, interleaved, path, [bool(one) for one in wants])
-    return ops.gated_quantized_experts_backward(grad, *kept, *operands, *options)
+    options = (*_operands(layer, path), [bool(one) for one in wants])
+    return ops.gated_quantized_experts_backward(grad, layer.x, *kept, *options)
+
+
+def _operands(layer: GatedLayer, path: str) -> tuple[Any, ...]:
+    """`_OPERANDS`."""
+    both = (*quantized_operands(layer.first), *quantized_operands(layer.second))
+    place = (layer.gates, *layer.order.operands())
+    return *both, *place, layer.activation, layer.interleaved, path

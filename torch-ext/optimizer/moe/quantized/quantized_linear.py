@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from ...kernels.autocast import without_autocast
 from ...kernels.experts.combine import combine_rows
 from ...kernels.experts.expert_sort import ExpertOrder
-from ...kernels.experts.grouped_lora import ExpertWeights, gradients_of_linear
+from ...kernels.experts.grouped_lora import ExpertWeights, GatedLayer, gradients_of_linear
 from ...kernels.quant.gated_quantized_experts import (
     gated_quantized_experts,
     gated_quantized_experts_backward,
@@ -157,8 +157,9 @@ class _QuantizedGated(torch.autograd.Function):
         # Not saved tensors: packed bytes are the module's own, and no hook may pin or move them.
         frozen, factors = (biases, weights, scalings), (a1, b1, a2, b2)
         ctx.constants = (frozen, order, options)
-        projections = _projections(factors, *frozen)
-        out, *kept = gated_quantized_experts(x, *projections, order, gates, *options, keeps)
+        *glu, path = options
+        layer = GatedLayer(x, *_projections(factors, *frozen), order, gates, *glu)
+        out, *kept = gated_quantized_experts(layer, path, keeps)
         if keeps:
             ctx.save_for_backward(x, *kept, *factors, gates)
         return out
@@ -166,13 +167,12 @@ class _QuantizedGated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        *kept, a1, b1, a2, b2, gates = ctx.saved_tensors
-        frozen, order, options = ctx.constants
-        projections, needs = _projections((a1, b1, a2, b2), *frozen), ctx.needs_input_grad[:6]
+        x, *kept, a1, b1, a2, b2, gates = ctx.saved_tensors
+        frozen, order, (*glu, path) = ctx.constants
+        layer = GatedLayer(x, *_projections((a1, b1, a2, b2), *frozen), order, gates, *glu)
+        needs = ctx.needs_input_grad[:6]
         with without_autocast(grad.device):
-            found = gated_quantized_experts_backward(
-                grad, kept, *projections, order, gates, *options, needs
-            )
+            found = gated_quantized_experts_backward(layer, grad, kept, path, needs)
         pairs = zip(found, needs, strict=True)
         return (*(one if need else None for one, need in pairs), *(None,) * 6)
 
@@ -187,34 +187,18 @@ def _projections(
     return tuple(ExpertWeights.of(one, *pair, bias, s) for one, pair, bias, s in parts)
 
 
-def quantized_gated_linear(
-    x: Tensor,
-    first: ExpertWeights,
-    second: ExpertWeights,
-    order: ExpertOrder,
-    gates: Tensor,
-    *,
-    activation: str,
-    interleaved: bool,
-    path: str,
-    by_name: bool,
-) -> Tensor | None:
+def quantized_gated_linear(layer: GatedLayer, path: str, *, by_name: bool) -> Tensor | None:
     """`gated_lora_linear` over 4-bit experts, whose checks have been made.
 
     Args:
-        x: (T, H).
-        first: Its weight a record seen as (E, H, 2I).
-        second: The same, (E, I, H).
-        order: Of `expert_sort`.
-        gates: (T, k).
-        activation: Of `ExpertsLayout`, as interleaved.
-        interleaved: Whether gate and up alternate.
+        layer: Its weights records, seen as (E, H, 2I) and (E, I, H).
         path: Of the products.
         by_name: Whether the path was asked for.
 
     Returns:
         (T, H), or None where a product must run on its own.
     """
+    x, first, second, order = layer.x, layer.first, layer.second, layer.order
     projections, taken = (first, second), path
     for one in projections:
         if one.bias is not None and torch.is_grad_enabled() and one.bias.requires_grad:
@@ -223,7 +207,7 @@ def quantized_gated_linear(
         strategy, taken = pick_strategy(x, one.weight, rows, one.rank, path, by_name)
         if strategy != "fused":
             return None
-    leaves = (x, first.a, first.b, second.a, second.b, gates)
+    leaves = (x, first.a, first.b, second.a, second.b, layer.gates)
     needs = any(leaf is not None and leaf.requires_grad for leaf in leaves)
     return _QuantizedGated.apply(
         *leaves,
@@ -231,6 +215,6 @@ def quantized_gated_linear(
         tuple(one.weight for one in projections),
         tuple(float(one.scaling) for one in projections),
         order,
-        (activation, interleaved, taken),
+        (layer.activation, layer.interleaved, taken),
         torch.is_grad_enabled() and needs,
     )
