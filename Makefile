@@ -115,9 +115,9 @@ sanitize:  ## compute-sanitizer over the compiled kernels on this GPU, and over 
 bench:  ## time one op on this GPU: make bench OP=elementwise (OP=end_to_end ARGS="--case gpt-124M/muon")
 	python3 benchmarks/run.py $(or $(OP),$(error say which: make bench OP=elementwise)) $(ARGS)
 
-bench-dist:  ## time the optimizer's step on several GPUs: make bench-dist N=8 (DEVICE=cpu: a try, nothing written)
+bench-dist:  ## ten minutes, a verdict on steps over several GPUs: make bench-dist N=8 (DEVICE=cpu: a try)
 	OMP_NUM_THREADS=1 $(if $(filter cpu,$(DEVICE)),$(PY),python3) -m torch.distributed.run --standalone --nproc-per-node $(N) \
-		benchmarks/run.py optimizer_step $(if $(filter cpu,$(DEVICE)),--device cpu) $(ARGS)
+		benchmarks/run.py optimizer_step --budget 540 $(if $(filter cpu,$(DEVICE)),--device cpu) $(ARGS)
 
 plots: $(READY)  ## draw README's table, docs/benchmarks and the plots from benchmarks/results
 	$(PY) benchmarks/run.py plots

@@ -2,7 +2,8 @@
 
 python benchmarks/run.py elementwise [--out DIR] [--draft]    writes DIR/<gpu>/elementwise.json
 python benchmarks/run.py optimizer_step                       whole steps on one GPU
-torchrun --nproc-per-node 8 benchmarks/run.py optimizer_step  on several: DIR/<gpu>x8/...
+torchrun --nproc-per-node 8 benchmarks/run.py optimizer_step  on several: DIR/<gpu>x8/..., and a
+                                                              verdict on each of its goals
 python benchmarks/run.py orthogonalize                        the same for orthogonalize.json
 python benchmarks/run.py moe_lora [-m MODEL ...] [-r RANK ...] [-T TOKENS]
 python benchmarks/run.py nf4                                  layers on 4-bit experts, decoding
@@ -215,18 +216,18 @@ def summary(rows: list) -> str:
     return "\n".join(filter(None, (text, report.goals_summary(rows))))
 
 
-def measure_on_ranks(out: Path, *, draft: bool, device: str) -> int:
-    """Measure optimizer_step.json on the ranks of torchrun; returns the number of wrong rows."""
+def measure_on_ranks(out: Path, *, draft: bool, device: str, end: float | None = None) -> int:
+    """Measure optimizer_step.json on the ranks of torchrun until `end`; returns the exit status."""
     import torch
     from harness import package, report
-    from harness.optimizer_step import several_gpus
+    from harness.optimizer_step import several_gpus, verdict
 
     with several_gpus.joined(device) as ranks:
         built = package.load(ROOT, device)
         draft = draft or device == "cpu"
         check_clean(built, draft=draft)
         say = print if ranks.first else lambda *_, **__: None
-        path = head = None
+        path = head = single = None
         if device == "cuda" and ranks.first:
             gpu = torch.cuda.get_device_name(0)
             single = out / report.folder_name(gpu) / "optimizer_step.json"
@@ -234,17 +235,17 @@ def measure_on_ranks(out: Path, *, draft: bool, device: str) -> int:
             head = header(built, entry_of(path), ranks.count)
             say(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
         say(f"\n{several_gpus.HEADING}")
-        rows = []
-        for row, line in several_gpus.rows(built, ranks):
+        rows, left = [], []
+        alone = verdict.of_one_gpu(single)
+        for row, line in several_gpus.rows(built, ranks, left, end):
             say(line, flush=True)
-            rows.append(row)
-        say(summary(rows))
-        if path is not None:
-            say(several_gpus.scaling(rows, single, ranks.count))
-        if path is not None and not draft:
-            report.write(path, head, rows)
+            on_cpus = device == "cpu"
+            rows.append(verdict.with_goals(row, ranks.count, alone, on_cpus=on_cpus))
+        say("", *verdict.lines(rows, left, ranks.count), sep="\n")
+        if path is not None and rows and not draft:
+            report.write(path, head | ({"missing": left} if left else {}), rows)
             say(f"wrote {path}")
-    return sum(not row.ok for row in rows)
+    return int(any(not row.ok for row in rows)) or UNFINISHED * bool(left)
 
 
 def asked_for(options: argparse.Namespace) -> dict[str, object]:
@@ -301,10 +302,7 @@ def main(arguments: list[str]) -> int:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             if options.what != "optimizer_step":
                 parser.error(f"{options.what} runs on one GPU; start it without torchrun")
-            if end is not None:
-                parser.error("--budget is for one GPU: ranks would stop at different cases")
-            wrong = measure_on_ranks(options.out, draft=draft, device=options.device)
-            return min(wrong, 1)
+            return measure_on_ranks(options.out, draft=draft, device=options.device, end=end)
         if options.device == "cpu":
             parser.error("--device cpu is for optimizer_step under torchrun")
         if options.case:

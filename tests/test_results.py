@@ -373,14 +373,35 @@ def test_floor_of_a_step_on_several_gpus(harness):
     assert half.floor_ms(2) > half.floor_ms(8)  # there the operations take longer than the wire
 
 
-def test_scaling_is_told_against_one_gpu(harness, tmp_path):
-    report, path = harness.report, tmp_path / "optimizer_step.json"
-    rows = [report.passed("nanochat-d20/fsdp2", measured(harness, ms=3.99)), report.failed("x/y")]
-    assert "not known" in harness.several_gpus.scaling(rows, path, 8)
+def test_a_verdict_has_a_line_for_every_goal(harness, tmp_path):
+    """Half of N times one GPU on shards, one GPU's time with unreduced gradients, the memory."""
+    report, verdict, path = harness.report, harness.verdict, tmp_path / "optimizer_step.json"
+    assert verdict.of_one_gpu(path) == verdict.of_one_gpu(None) == {}
     single = [report.passed("nanochat-d20/1gpu/heavy", measured(harness, ms=15.99))]
     report.write(path, HEAD, single)
-    told = harness.several_gpus.scaling(rows, path, 8)
-    assert told == "faster than 1 GPU, by 8 ranks: nanochat-d20/fsdp2 4.00x"
+    alone = verdict.of_one_gpu(path)
+    assert alone == {"nanochat-d20": 16.0}
+    rows = [report.passed("nanochat-d20/fsdp2", measured(harness, ms=3.99)), report.failed("x/y")]
+    rows.append(report.passed("llama-1B/unreduced-fp16", measured(harness)))
+    rows = [verdict.with_goals(row, 8, alone, on_cpus=False) for row in rows]
+    assert rows[0].goals["over_one_gpu"] == {"value": 4.0, "goal": 4.0, "met": True}
+    _, *told, last = verdict.lines(rows, ["llama-1B/fsdp2"], 8)
+    found = [line.split(None, 5) for line in told]
+    assert [(cells[0], cells[1], cells[5].split(":")[0]) for cells in found] == [
+        ("nanochat-d20/fsdp2", "error_share", "short"),
+        ("nanochat-d20/fsdp2", "over_one_gpu", "pass"),
+        ("nanochat-d20/fsdp2", "held_mb", "short"),
+        *(("x/y", name, "short") for name in ("error_share", "over_one_gpu", "held_mb")),
+        ("llama-1B/unreduced-fp16", "error_share", "short"),
+        ("llama-1B/unreduced-fp16", "over_one_gpu", "missing"),
+        ("llama-1B/unreduced-fp16", "held_mb", "short"),
+        *(
+            ("llama-1B/fsdp2", name, "missing")
+            for name in ("error_share", "over_one_gpu", "held_mb")
+        ),
+    ]
+    assert "the time was over" in told[-1] and ">= 4" in told[1] and "<= 805" in told[2]
+    assert last == "verdict on 8 ranks, of 12: 1 pass, 7 short, 4 missing"
 
 
 def test_results_of_several_gpus_have_sources_of_their_own(harness):

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,10 @@ def harness(name: str):
         sys.path.remove(str(ROOT / "benchmarks"))
 
 
-def table(opt, out: Path) -> tuple[int, str]:
+def table(opt, out: Path, end: float | None = None) -> tuple[int, str]:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        wrong = harness("run").measure_on_ranks(out, draft=False, device="cpu")
-    return wrong, printed.getvalue()
+        status = harness("run").measure_on_ranks(out, draft=False, device="cpu", end=end)
+    return status, printed.getvalue()
 
 
 def test_every_form_is_right_on_cpus(ranks, tmp_path) -> None:
@@ -38,12 +39,25 @@ def test_every_form_is_right_on_cpus(ranks, tmp_path) -> None:
     assert [wrong for wrong, _ in answers] == [0, 0]
     lines = answers[0][1].splitlines()
     assert not any(text for _, text in answers[1:])  # the first rank speaks
-    rows = {line.split()[0]: line for line in lines if line.startswith("tiny/")}
+    verdict = lines.index(next(line for line in lines if line.endswith("  verdict")))
+    rows = {line.split()[0]: line for line in lines[:verdict] if line.startswith("tiny/")}
     assert list(rows) == ["tiny/fsdp2", "tiny/unreduced-fp32", "tiny/unreduced-fp16"]
     for form in ("fsdp2", "unreduced-fp32"):
         assert "7 of 7 tensors equal to the bit, error 0.0e+00" in rows[f"tiny/{form}"]
-    assert "0 wrong; geometric means" in lines[-1]
+    assert [line.split()[1] for line in lines[verdict + 1 : -1] if line.endswith("pass")] == [
+        "error_share"
+    ] * 3
+    assert lines[-1] == "verdict on 2 ranks, of 9: 3 pass, 0 short, 6 missing"
     assert not any(tmp_path.iterdir())
+
+
+def test_what_the_time_leaves_is_missing(ranks, tmp_path) -> None:
+    """On all ranks alike, though the clock of one is ahead."""
+    for status, _ in (answers := ranks(2).run(table, tmp_path, time.monotonic() - 1)):
+        assert status == harness("run").UNFINISHED
+    lines = answers[0][1].splitlines()
+    assert lines[-1] == "verdict on 2 ranks, of 9: 0 pass, 0 short, 9 missing"
+    assert sum("the time was over" in line for line in lines) == 9
 
 
 def spoiled(opt, form: str, name: str, target: str) -> tuple[bool, str]:

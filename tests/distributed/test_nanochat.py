@@ -30,21 +30,28 @@ def test_the_script_runs_with_our_class(ranks) -> None:
         torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=0.0)
 
 
-SHAPES = [(12, 8), (8, 12), (12, 8), (30, 7)]
+SHAPES = {"a": (12, 8), "b": (8, 12), "c": (12, 8), "d": (30, 7), "e": (8, 8)}
+OPTIONS = {
+    "july": JULY,
+    "july without variance reduction": {**JULY, "beta2": None},
+    "transposed": {**JULY, "transposed": True, "split_sizes": {"b": (3, 9), "e": (4, 4)}},
+    "heads in columns": {"transposed": True, "num_heads": {"a": 2, "b": 4}},
+}
 
 
-def as_one_process(opt, sharing: str, beta2: float | None) -> None:
+def as_one_process(opt, sharing: str, options: dict) -> None:
     from torch import distributed
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh(device(), (distributed.get_world_size(),))
     generator = torch.Generator().manual_seed(0)
-    alone = [nn.Parameter(torch.randn(s, generator=generator).to(device())) for s in SHAPES]
+    drawn = [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
+    alone = [nn.Parameter(value.to(device())) for value in drawn]
     shared = [nn.Parameter(p.detach().clone()) for p in alone]
     if sharing == "sharded":
         split = enumerate(shared)
         shared = [nn.Parameter(distribute_tensor(p, mesh, [Shard(k % 2)])) for k, p in split]
-    options = {"kind": "muon", "lr": 0.1, "beta2": beta2, **JULY}
+    options = {"kind": "muon", "lr": 0.1, "names": [*SHAPES], **options}
     make = {
         "unreduced": opt.DistMuonAdamW,
         "replicas": functools.partial(opt.MuonAdamW, process_group=distributed.group.WORLD),
@@ -68,10 +75,10 @@ def as_one_process(opt, sharing: str, beta2: float | None) -> None:
         assert bits(param) == bits(piece.full_tensor() if sharing == "sharded" else piece)
 
 
-@pytest.mark.parametrize("beta2", [None, 0.9])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("sharing", ["unreduced", "replicas", "sharded"])
-def test_ranks_give_the_bits_of_one_process(ranks, sharing, beta2) -> None:
+def test_ranks_give_the_bits_of_one_process(ranks, sharing, options) -> None:
     """Norms are of whole rows and matrices, which their owner has: also with columns sharded."""
     if device() == "cuda":
         pytest.skip("messages are float16 there, and directions of one process are not")
-    ranks(2).run(as_one_process, sharing, beta2)
+    ranks(2).run(as_one_process, sharing, options)

@@ -79,6 +79,7 @@ OWN_KWARGS: dict[str, dict[str, Any]] = {
     "moving average": {"momentum_form": "ema"},
     "bfloat16 momentum": {"momentum_dtype": torch.bfloat16},
     "rows and matrices rescaled": {"row_equilibration": True, "renormalize": True},
+    "transposed": {"transposed": True, "adjust_lr_fn": "original"},
     "variance reduction": {"beta2": 0.9},
     "no variance reduction": {"beta2": None},
     "cautious decay by the raw rate": {"weight_decay": 0.1, "cautious": True},

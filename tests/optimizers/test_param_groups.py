@@ -338,14 +338,14 @@ def test_fused_projections(opt, submodule, caplog) -> None:
     assert "split_sizes" not in muon
 
 
-def test_conv1d_is_said_not_to_be_cut(opt, caplog) -> None:
-    """Of GPT-2: (in, out), so that its parts are runs of columns."""
+def test_conv1d_of_two_parts_is_said_not_to_be_cut(opt, caplog) -> None:
+    """Keys and values of GPT-2's attention to another sequence, in (in, 2 out)."""
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     model = nn.Module()
-    model.c_attn = conv1d(24, 8)
+    model.c_attn = conv1d(16, 8)
     muon, *_ = opt.get_default_muon_param_groups(model)
-    assert "split_sizes" not in muon
-    assert "c_attn.weight (8, 24) looks fused" in caplog.text
+    assert "split_sizes" not in muon and muon["transposed"] is True
+    assert "c_attn.weight (8, 16) looks fused" in caplog.text
 
 
 def test_three_groups(opt) -> None:

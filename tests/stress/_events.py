@@ -87,6 +87,7 @@ WRONG_MUON = {
     "dtype": [torch.int32, "float32", torch.complex64, torch.float8_e4m3fn],
     "momentum_dtype": [torch.int8, "bf16"],
     "row_equilibration": [1],
+    "transposed": [1, None],
     "adjust_lr_fn": ["cosine", 3],
     "rounding": ["up", None],
     "rounding_seed": [-1, 2**64, 1.5, None, True],

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import math
 import os
 import statistics
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from ..device import added_mb
@@ -435,26 +433,21 @@ HEADING = (
 )
 
 
-def rows(built: Built, ranks: Ranks) -> Iterator[tuple[Row, str]]:
-    """Every row of the file; on CPUs those of the tiny set."""
+def rows(
+    built: Built, ranks: Ranks, left: list[str], end: float | None = None
+) -> Iterator[tuple[Row, str]]:
+    """Every row of the file; on CPUs those of the tiny set.
+
+    Cases that would begin after `end`, a time of `time.monotonic`, are added to `left` instead, on
+    all ranks as soon as one of them is that late.
+    """
     import torch
 
     on_cpus = ranks.device.type == "cpu"
     for problem in SMALL if on_cpus else LISTED:
+        if end is not None and ranks.largest(time.monotonic() - end) > 0:
+            left.append(problem.case)
+            continue
         yield measure(problem, built, ranks, rounds=1 if on_cpus else TIMED)
         if not on_cpus:
             torch.cuda.empty_cache()
-
-
-def scaling(measured: list[Row], single: Path, count: int) -> str:
-    """Against the result file of one GPU, if there is one."""
-    if not single.is_file():
-        return f"scaling from 1 GPU is not known: there is no {single}"
-    known = json.loads(single.read_text())["rows"]
-    alone = {row["case"]: row.get("wall_ms") for row in known if row["variant"] == "auto"}
-    parts = []
-    for row in measured:
-        ms = alone.get(f"{row.case.split('/')[0]}/1gpu/heavy")
-        if row.ok and ms:
-            parts.append(f"{row.case} {ms / row.wall_ms:.2f}x")
-    return f"faster than 1 GPU, by {count} ranks: {', '.join(parts)}"

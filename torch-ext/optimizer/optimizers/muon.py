@@ -73,6 +73,8 @@ class Muon(MuonBase):
             orthogonalized on its own; or a dict from names to them.
         num_heads: the rows are cut into so many equal blocks, each orthogonalized on its own; or a
             dict from names to numbers.
+        transposed: matrices are (in, out), as of transformers' Conv1D (GPT-2): adjust_lr_fn, beta2,
+            row_equilibration, split_sizes and num_heads take their columns for rows.
         flatten: take 3-D parameters that are no experts as matrices (out, rest). Parameters with 4
             and more dimensions, such as convolution filters, always are.
         cautious: decay only weights whose update does not push them away from zero.
@@ -132,6 +134,7 @@ class Muon(MuonBase):
         dtype: torch.dtype | None = None,
         split_sizes: Sequence[int] | dict[str, Sequence[int]] | None = None,
         num_heads: int | dict[str, int] | None = None,
+        transposed: bool = False,
         flatten: bool = False,
         cautious: bool = False,
         beta2: float | None = None,
@@ -171,6 +174,7 @@ class Muon(MuonBase):
             "dtype": dtype,
             "split_sizes": split_sizes,
             "num_heads": num_heads,
+            "transposed": transposed,
             "flatten": flatten,
             "cautious": cautious,
             "beta2": beta2,

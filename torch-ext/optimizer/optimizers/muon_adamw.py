@@ -43,6 +43,7 @@ DEFAULTS: dict[str, Any] = {
     "expert_keys": None,
     "split_sizes": None,
     "num_heads": None,
+    "transposed": False,
     "flatten": False,
 }
 

@@ -93,9 +93,15 @@ def _iteration(options: MuonOptions) -> Callable[..., Tensor]:
 
 def _rescaled(options: MuonOptions, directions: Tensor, out: Tensor | None = None) -> Tensor:
     """The iteration between the scalings of MuonEq (of rows) and of Muon+ (of matrices)."""
-    if options.row_equilibration:
+    iteration = _orthogonalization(options)
+    if options.row_equilibration and options.transposed:
+        directions = directions.mT.contiguous()
         equilibrate_rows(directions)
-    updates = _orthogonalization(options)(directions)
+        updates = iteration(directions).mT.contiguous()
+    else:
+        if options.row_equilibration:
+            equilibrate_rows(directions)
+        updates = iteration(directions)
     if options.renormalize:
         renormalize(updates)
     return updates if out is None else out.copy_(updates)
@@ -202,7 +208,7 @@ class MuonBase(OffloadingOptimizer):
         self, options: MuonOptions | AdamWOptions, entries: Sequence[tuple[str, Tensor, str | None]]
     ) -> None:
         if self.clip_config is not None and isinstance(options, MuonOptions):
-            added = find_targets(self.clip_config, entries, options.expert_keys)
+            added = self._targets_of(options, entries)
             plan_batches(self.clip_config, [*self._clip_targets(), *added])
 
     def _warn_of_unmatched(self) -> None:
@@ -226,9 +232,14 @@ class MuonBase(OffloadingOptimizer):
         for number, group in enumerate(self.param_groups):
             options = self.format.options(group)
             if isinstance(options, MuonOptions):
-                entries = self.labelled(number)
-                found += find_targets(self.clip_config, entries, options.expert_keys)
+                found += self._targets_of(options, self.labelled(number))
         return found
+
+    def _targets_of(
+        self, options: MuonOptions, entries: Sequence[tuple[str, Tensor, str | None]]
+    ) -> list[Target]:
+        keys, transposed = options.expert_keys, options.transposed
+        return find_targets(self.clip_config, entries, keys, transposed=transposed)
 
     # A compiler would trace the planning for many seconds, and again for every value of an option.
     @torch.compiler.disable

@@ -7,6 +7,7 @@ Legend: E experts, r rows, c columns of a parameter; B matrices of shape (m, n) 
     other N-D (r, ...)               one matrix (r, c), the trailing dimensions flattened into c
     with split_sizes (r1, r2, ...)   the rows of each of these matrices, cut into r1, r2, ...
     with num_heads H                 the rows of each of these matrices, cut into H equal parts
+    transposed (in, out)             the same of its columns, which are the rows of W = (out, in)
 
 Each cut is made on the live tensor at every step, as a view: nothing here keeps one.
 """
@@ -35,30 +36,39 @@ class Piece:
     first: int  # number of its first element in the parameter, row-major
     statistics: tuple[int, int]  # (start, length) in the flattened second_momentum_buffer
     uncut: bool = False  # it is all of a parameter that is one matrix, and has all its statistics
+    columns: tuple[int, int] | None = None  # (start, length), of a transposed parameter
 
     def view(self, tensor: Tensor) -> Tensor:
         """This piece of a tensor shaped like the parameter, as a view of any strides or itself."""
         rows = 0 if self.experts is None else 1
         if self.experts is not None and self.experts[1] < tensor.shape[0]:
             tensor = tensor.narrow(0, *self.experts)
+        if self.columns is not None and self.columns[1] < tensor.shape[-1]:
+            tensor = tensor.narrow(-1, *self.columns)
         return tensor.narrow(rows, *self.rows) if self.rows[1] < tensor.shape[rows] else tensor
 
     def statistics_view(self, second_moment: Tensor) -> Tensor:
-        """The piece's part of second_momentum_buffer: (B, m, 1) if m >= n, else (B, 1, n)."""
-        m, n = self.matrix
+        """The piece's part of second_momentum_buffer: (B, m, 1) or (B, 1, n)."""
         flat = second_moment.view(-1).narrow(0, *self.statistics)
-        return flat.view(self.matrices, *((m, 1) if m >= n else (1, n)))
+        kept = kept_shape(*self.matrix, transposed=self.columns is not None)
+        return flat.view(self.matrices, *kept)
+
+
+def kept_shape(m: int, n: int, *, transposed: bool) -> tuple[int, int]:
+    """The shape of a matrix's second moment: of its longer side, of the outputs if it is square."""
+    return (1, n) if n > m or (transposed and n == m) else (m, 1)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The matrices of one parameter."""
+    """The matrices of one parameter. Of a transposed one rows are columns here, and the reverse."""
 
     experts: int | None
     row_sizes: tuple[int, ...]  # the rows of each run
     heads: int  # equal blocks in each run
     columns: int
     split: bool  # runs may differ in shape
+    transposed: bool = False
 
     def second_moment_shape(self) -> tuple[int, ...]:
         """(r, 1) if r >= c else (1, c), after the batch dimensions E and H where there are any.
@@ -68,8 +78,7 @@ class Blocks:
         """
         if self.split:
             return (sum(self._statistics(rows) for rows in self.row_sizes) * (self.experts or 1),)
-        rows = self.row_sizes[0] // self.heads
-        kept = (rows, 1) if rows >= self.columns else (1, self.columns)
+        kept = kept_shape(*self._stored(self.row_sizes[0]), transposed=self.transposed)
         batch = () if self.experts is None else (self.experts,)
         return (*batch, *((self.heads,) if self.heads > 1 else ()), *kept)
 
@@ -81,8 +90,11 @@ class Blocks:
         """All blocks, in equal pieces of at most `limit` elements (or of a single matrix).
 
         With `contiguous`, the elements of a piece have consecutive numbers in the parameter: runs
-        of rows out of several experts are pieces of their own.
+        of rows out of several experts are pieces of their own. Runs of columns have none.
         """
+        if self.transposed:
+            yield from self._transposed_pieces(limit)
+            return
         row, offset, experts = 0, 0, self.experts or 1
         total = sum(self.row_sizes)
         for rows in self.row_sizes:
@@ -109,6 +121,35 @@ class Blocks:
                         uncut=self.experts is None and self.heads == 1 and not self.split,
                     )
             row, offset = row + rows, offset + experts * self.heads * per_block
+
+    def _transposed_pieces(self, limit: int) -> Iterator[Piece]:
+        """As `pieces`, a head or the same columns of several experts in each."""
+        column, offset, experts = 0, 0, self.experts or 1
+        for columns in self.row_sizes:
+            m, n = self._stored(columns)
+            per_block = self._statistics(columns) // self.heads
+            stacked = 1 if self.heads > 1 else max(limit // max(m * n, 1), 1)
+            stacked = equal_share(experts, stacked)
+            for e in range(0, experts, stacked):
+                taken = min(stacked, experts - e)
+                for h in range(self.heads):
+                    first = column + h * n
+                    yield Piece(
+                        rows=(0, m),
+                        experts=None if self.experts is None else (e, taken),
+                        matrices=taken,
+                        matrix=(m, n),
+                        first=e * m * sum(self.row_sizes) + first,
+                        statistics=(offset + (e * self.heads + h) * per_block, taken * per_block),
+                        uncut=self.experts is None and self.heads == 1 and not self.split,
+                        columns=(first, n),
+                    )
+            column, offset = column + columns, offset + experts * self.heads * per_block
+
+    def _stored(self, rows: int) -> tuple[int, int]:
+        """(m, n) of a block of a run, as the parameter holds it."""
+        shape = rows // self.heads, self.columns
+        return shape[::-1] if self.transposed else shape
 
     def _statistics(self, rows: int) -> int:
         m = rows // self.heads
@@ -147,14 +188,28 @@ def cut(shape: tuple[int, ...], name: str | None, options: MuonOptions, where: s
             f"{(shape[0], math.prod(shape[1:]))}"
         )
     rows, columns = shape[0], math.prod(shape[1:])
+    side = "rows"
+    if options.transposed:
+        if len(shape) != 2:
+            raise ValueError(
+                f"{where}: transposed takes matrices (in, out) and stacks of them, got {shape}; "
+                "put the parameter into a group without it"
+            )
+        rows, columns, side = columns, rows, "columns"
     heads, sizes = _of(options.num_heads, name), _of(options.split_sizes, name)
     if heads is not None and rows % heads:
-        raise ValueError(f"{where}: num_heads={heads} does not divide the {rows} rows of {shape}")
+        raise ValueError(f"{where}: num_heads={heads} does not divide the {rows} {side} of {shape}")
     if sizes is not None and sum(sizes) != rows:
         raise ValueError(
-            f"{where}: split_sizes={sizes} add up to {sum(sizes)}, but {shape} has {rows} rows"
+            f"{where}: split_sizes={sizes} add up to {sum(sizes)}, but {shape} has {rows} {side}"
         )
-    return Blocks(experts, sizes or (rows,), heads or 1, columns, split=sizes is not None)
+    split = sizes is not None
+    if options.transposed and (split or heads) and options.rounding == "stochastic":
+        raise ValueError(
+            f"{where}: rounding='stochastic' numbers elements along rows, which split_sizes and "
+            "num_heads of a transposed parameter cut; use rounding='residual' or 'nearest'"
+        )
+    return Blocks(experts, sizes or (rows,), heads or 1, columns, split, options.transposed)
 
 
 def check_names(

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from .fused import fused_projections
+from .fused import fused_projections, is_transposed
 from .names import components, has_component
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ class Groups(list[dict[str, Any]]):
             for name, param in zip(group["names"], group["params"], strict=True):
                 cut = group.get("split_sizes", {}).get(name)
                 stacked = param.ndim == 3 and group.get("expert_keys")
-                notes = [f"rows {cut}"] if cut else []
+                side = "columns" if group.get("transposed") else "rows"
+                notes = [f"{side} {cut}"] if cut else []
                 notes += [f"{param.shape[0]} matrices"] if stacked else []
                 lines.append((kind, str(tuple(param.shape)), name, "; ".join(notes)))
         widths = [max((len(line[k]) for line in lines), default=0) for k in range(3)]
@@ -124,7 +125,9 @@ def get_default_muon_param_groups(
     Returns:
         A list: `{"params", "names", "use_muon": True}`, `{..., "use_muon": False}` and, with
         `no_decay`, `{..., "use_muon": False, "weight_decay": 0.0}`. The first also carries
-        `expert_keys` where it holds 3-D stacks of experts. Groups may be empty.
+        `expert_keys` where it holds 3-D stacks of experts, and `transposed` where it holds nothing
+        but weights (in, out) of transformers' Conv1D (GPT-2). If a model has matrices of both
+        kinds, those of Conv1D are in a further group, the last. Groups may be empty.
 
     Raises:
         TypeError: `model` is not a module.
@@ -161,8 +164,30 @@ def get_default_muon_param_groups(
     if adamw_lr is not None:
         for group in groups[1:]:
             group["lr"] = adamw_lr
+    _mark_transposed(groups, model)
     logger.info("parameter groups:\n%s", groups.table())
     return groups
+
+
+def _mark_transposed(groups: Groups, model: nn.Module) -> None:
+    """Matrices (in, out) of Conv1D: all of the group for Muon, or else a group of their own."""
+    muon = groups[0]
+    found = {module.weight for module in model.modules() if is_transposed(module)}
+    if not found.intersection(muon["params"]):
+        return
+    if found.issuperset(muon["params"]):
+        muon["transposed"] = True
+        return
+    entries = [*zip(*_lists(muon), strict=True)]
+    own = {"use_muon": True, "transposed": True}
+    for group, wanted in ((own, True), (muon, False)):
+        kept = [entry for entry in entries if (entry[0] in found) == wanted]
+        group["params"], group["names"] = [p for p, _ in kept], [name for _, name in kept]
+    if sizes := muon.pop("split_sizes", None):
+        for group in (own, muon):
+            if of_group := {name: sizes[name] for name in group["names"] if name in sizes}:
+                group["split_sizes"] = of_group
+    groups.append(own)
 
 
 def _lists(group: dict[str, Any]) -> tuple[list[Tensor], list[str]]:

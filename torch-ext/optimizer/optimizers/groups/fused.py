@@ -1,4 +1,4 @@
-"""Projections that are kept in one parameter, and the rows of their parts."""
+"""Projections that are kept in one parameter or transposed, and the rows of their parts."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ def fused_projections(model: nn.Module, names: Mapping[Tensor, str]) -> dict[str
 def _sizes(
     owner: nn.Module, part: Any, called: str, shape: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Row counts of the parts of a projection that `owner` calls `called`."""
+    """Rows, or of Conv1D columns, of the parts of a projection that `owner` calls `called`."""
     if called == GATED:
-        rows = shape[-2]
+        rows = shape[-1] if is_transposed(part) else shape[-2]
         if len(shape) == 3 and not _is_concatenated(owner, shape):
             return None
-        return None if rows % 2 or _is_transposed(part) else (rows // 2,) * 2
-    if len(shape) != 2 or _is_transposed(part):
+        return None if rows % 2 else (rows // 2,) * 2
+    if len(shape) != 2:
         return None
-    rows, columns = shape
+    rows, columns = shape[::-1] if is_transposed(part) else shape
     heads, of_keys, size = _heads(owner)
     if heads and size and (heads + 2 * of_keys) * size == rows:
         return heads * size, of_keys * size, of_keys * size
     return (columns,) * 3 if rows == 3 * columns else None
 
 
-def _is_transposed(part: Any) -> bool:
+def is_transposed(part: Any) -> bool:
     """Whether a module keeps (in, out), as Conv1D of GPT-2 does."""
     return type(part).__name__ == "Conv1D"
 

@@ -25,8 +25,8 @@ LR_RULES = ("match_rms_adamw", "original", "spectral", "none")
 POLAR_EXPRESS = "polar_express"
 MOMENTUM_FORMS = ("heavy_ball", "ema")
 MUON_SWITCHES = (
-    *("nesterov", "row_equilibration", "renormalize", "cautious", "shaped_decay", "flatten"),
-    "none_grad",
+    *("nesterov", "row_equilibration", "renormalize", "cautious", "shaped_decay"),
+    *("transposed", "flatten", "none_grad"),
 )
 ROUNDINGS = ("nearest", "stochastic", "residual")
 
@@ -60,6 +60,7 @@ class MuonOptions:
     expert_keys: tuple[str, ...] | None
     split_sizes: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None
     num_heads: int | Mapping[str, int] | None
+    transposed: bool
     flatten: bool
     rounding: str
     rounding_seed: int
@@ -74,7 +75,7 @@ class MuonOptions:
     def orthogonalization(self) -> tuple[Any, ...]:
         """Everything that decides which update (m, n) is made of a direction (m, n)."""
         coefficients = self.ns_coefficients, self.row_equilibration, self.renormalize
-        return self.method, self.ns_steps, self.dtype, *coefficients
+        return self.method, self.ns_steps, self.dtype, self.transposed, *coefficients
 
     @property
     def momentum_rule(self) -> dict[str, Any]:

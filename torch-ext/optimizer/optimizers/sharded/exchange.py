@@ -20,6 +20,7 @@ from torch import Tensor
 from ...distributed import Future
 from ...kernels import momentum as momentum_kernel
 from ...kernels.step.tensor_lists import written
+from ..groups.blocks import kept_shape
 from ..groups.options import MuonOptions
 from ..groups.parameters import local, locals_of
 from ..stages.muon import Rate, apply_at_rate, even_out
@@ -328,7 +329,7 @@ def write_updates(
         if any(part.box is None for part in chunk.route.answered.parts):
             # Several ranks keep them: they advance together, when the updates are there.
             statistics = {job: kept.clone() for job, kept in statistics.items()}
-        orthogonal = evened_out(chunk, orthogonal, [*statistics.values()], options.beta2)
+        orthogonal = evened_out(chunk, orthogonal, [*statistics.values()], options)
     write_to_holders(chunk, owned, orthogonal, message, statistics)
 
 
@@ -336,14 +337,15 @@ def evened_out(
     chunk: SharedChunk,
     orthogonal: Tensor,  # (B, m, n)
     statistics: Sequence[Tensor],  # of each matrix, advanced in place
-    beta2: float,
+    options: MuonOptions,
     out: Tensor | None = None,  # (B, m, n) of the wire
 ) -> Tensor:
     """The updates with their rows or columns evened out."""
-    m, n = chunk.matrix
-    kept = (m, 1) if m >= n else (1, n)
+    assert options.beta2 is not None
+    kept = kept_shape(*chunk.matrix, transposed=options.transposed)
     reduced = torch.empty_like(orthogonal, dtype=chunk.wire) if out is None else out
-    even_out(reduced.unbind(), orthogonal, [moment.view(kept) for moment in statistics], beta2)
+    moments = [moment.view(kept) for moment in statistics]
+    even_out(reduced.unbind(), orthogonal, moments, options.beta2)
     return reduced
 
 

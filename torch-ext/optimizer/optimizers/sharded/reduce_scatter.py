@@ -82,7 +82,7 @@ class Batch:
                 iteration(directions, out=updates)
             else:
                 moments = [statistics_of(whole, job, run.state) for job in owned]
-                evened_out(whole, iteration(directions), moments, beta2, updates)
+                evened_out(whole, iteration(directions), moments, self.options, updates)
 
         def key() -> Any:
             where = directions.data_ptr(), updates.data_ptr(), shape

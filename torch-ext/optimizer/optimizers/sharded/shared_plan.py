@@ -637,6 +637,8 @@ def _chunk(
 
 def _region(piece: Piece, shape: tuple[int, ...]) -> tuple[Run, ...]:
     rest = tuple((0, size) for size in shape)
+    if piece.columns is not None:
+        rest = (*rest[:-1], piece.columns)
     if piece.experts is None:
         return (piece.rows, *rest[1:])
     return (piece.experts, piece.rows, *rest[2:])

@@ -78,6 +78,8 @@ def rate_of(options: MuonOptions, rows: int, columns: int, device: torch.device)
     Keller Jordan's Muon. spectral: lr sqrt(rows / columns) (arXiv 2310.17813). none: lr. A callable
     gets (lr, rows, columns) and returns the rate; lr may be a Tensor, which it must not read.
     """
+    if options.transposed:  # (in, out)
+        rows, columns = columns, rows
     rule, lr, weight_decay = options.adjust_lr_fn, options.lr, options.weight_decay
     if not callable(rule):
         return Rate(lr, factor_of(rule, rows, columns), weight_decay, options.shaped_decay)

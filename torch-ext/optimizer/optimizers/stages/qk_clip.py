@@ -104,11 +104,13 @@ def find_targets(
     config: ClipConfig | None,
     entries: Iterable[tuple[str, Tensor, str | None]],  # (label for messages, parameter, name)
     expert_keys: Sequence[str] | None = None,
+    *,
+    transposed: bool = False,
 ) -> list[Target]:
     """The projections among the matrices of a group, by their names.
 
     Raises:
-        ValueError: the rows of one do not fit the heads of the configuration.
+        ValueError: the rows of one do not fit the heads of the configuration, or are its columns.
     """
     if config is None or not config.active:
         return []
@@ -121,6 +123,11 @@ def find_targets(
         expert = any(key in parts for key in (EXPERTS, *(expert_keys or ())))
         if expert:
             continue
+        if transposed:
+            raise ValueError(
+                f"{where}: QK-clip scales rows of projections (out, in), and this group is "
+                "transposed; leave clip_config out"
+            )
         kind = kinds[parts[-2]]
         heads = config.heads(param.shape[0], kind == QUERY, where)
         found.append(Target(where, param, numbers[-1], kind, heads))

@@ -103,6 +103,7 @@ def layout_of(options: MuonOptions | AdamWOptions) -> tuple[Any, ...]:
         *(dict(v) if isinstance(v, Mapping) else v for v in (o.split_sizes, o.num_heads)),
         o.expert_keys,
         o.flatten,
+        o.transposed,
         o.momentum_dtype,
         o.beta2 is None,
         o.rounding,
