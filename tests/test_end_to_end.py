@@ -263,7 +263,7 @@ def test_the_form_of_the_file_can_be_broken(written, change, said) -> None:
 
 def test_readme_and_plot(harness, written: Path) -> None:
     root, plots = written.parents[3], harness.plots
-    assert len(plots.findings(root)) == 5  # two tables, two pages and a plot
+    assert len(plots.findings(root)) == 6  # three tables, two pages and a plot
     plots.draw(root)
     assert plots.findings(root) == []
     page = (root / "docs/benchmarks/h200-end_to_end.md").read_text()

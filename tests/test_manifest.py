@@ -14,8 +14,8 @@ from .static.project import ROOT, report
 pytestmark = pytest.mark.static
 
 
-def card_table_findings(project: Project) -> list[str]:
-    return manifest.op_table_findings(project, "CARD.md")
+def op_table_findings(project: Project) -> list[str]:
+    return manifest.op_table_findings(project, "docs/dev/ops.md")
 
 
 CHECKS = (
@@ -24,7 +24,7 @@ CHECKS = (
     manifest.binding_findings,
     manifest.python_findings,
     manifest.document_findings,
-    card_table_findings,
+    op_table_findings,
     manifest.changelog_findings,
     manifest.pin_findings,
 )
@@ -84,7 +84,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
     "torch-ext/toy/reference/math.py": "def sum(x): ...\n",
     "tests/kernels/test_sum.py": "sum(x)\n",
     "README.md": "Call `chain`.\n",
-    "CARD.md": TABLE.replace("sum.cu`", "sum.cu`, `kernels-src/sum/sum_sm90.cu`"),
+    "docs/dev/ops.md": TABLE.replace("sum.cu`", "sum.cu`, `kernels-src/sum/sum_sm90.cu`"),
     "CHANGELOG.md": "# Changes\n\n## Version 3\n\n## Version 2\n",
     ".pre-commit-config.yaml": "additional_dependencies: [ruff==1.2.3]\n",
     "tools/requirements.txt": "torch==9\nruff==1.2.3\n",
@@ -196,36 +196,36 @@ BREAKS = [
         adding("torch-ext/toy/__init__.py", "from .a import fold\n__all__ = ['fold']\n"),
         "fold: is in __all__",
     ),
-    (card_table_findings, without("CARD.md"), "CARD.md is missing"),
-    (card_table_findings, adding("CARD.md", "Call `chain`."), "has no table"),
+    (op_table_findings, without("docs/dev/ops.md"), "docs/dev/ops.md is missing"),
+    (op_table_findings, adding("docs/dev/ops.md", "Call `chain`."), "has no table"),
     (
-        card_table_findings,
-        replacing("CARD.md", "| `chain` | `chain`", "| `chain` | `fold`"),
+        op_table_findings,
+        replacing("docs/dev/ops.md", "| `chain` | `chain`", "| `chain` | `fold`"),
         "lacks chain",
     ),
     (
-        card_table_findings,
-        replacing("CARD.md", "| `chain` | `chain`", "| `chain` | `fold`"),
+        op_table_findings,
+        replacing("docs/dev/ops.md", "| `chain` | `chain`", "| `chain` | `fold`"),
         "names fold, no op",
     ),
     (
-        card_table_findings,
-        replacing("CARD.md", "kernels-src/sum/sum.cu", "kernels-src/sum/old.cu"),
+        op_table_findings,
+        replacing("docs/dev/ops.md", "kernels-src/sum/sum.cu", "kernels-src/sum/old.cu"),
         "old.cu, which does not exist",
     ),
     (
-        card_table_findings,
-        replacing("CARD.md", "`torch-ext/toy/kernels/sum_triton.py`", "-"),
+        op_table_findings,
+        replacing("docs/dev/ops.md", "`torch-ext/toy/kernels/sum_triton.py`", "-"),
         "the row of sum lacks torch-ext/toy/kernels/sum_triton.py",
     ),
     (
-        card_table_findings,
-        replacing("CARD.md", ", `kernels-src/sum/sum_sm90.cu`", ""),
-        "CARD.md: the row of sum lacks kernels-src/sum/sum_sm90.cu",
+        op_table_findings,
+        replacing("docs/dev/ops.md", ", `kernels-src/sum/sum_sm90.cu`", ""),
+        "docs/dev/ops.md: the row of sum lacks kernels-src/sum/sum_sm90.cu",
     ),
     (
-        card_table_findings,
-        replacing("CARD.md", "`kernels-src/sum/sum.cu`", "`kernels-src/sum/total*.cu`"),
+        op_table_findings,
+        replacing("docs/dev/ops.md", "`kernels-src/sum/sum.cu`", "`kernels-src/sum/total*.cu`"),
         "total*.cu, which does not exist",
     ),
     (manifest.changelog_findings, without("CHANGELOG.md"), "CHANGELOG.md is missing"),
@@ -246,5 +246,5 @@ def test_rule_can_fail(tmp_path: Path, check, edit, expected: str) -> None:
 
 def test_a_pattern_names_the_sources_of_every_architecture(tmp_path: Path) -> None:
     named = "`kernels-src/sum/sum.cu`, `kernels-src/sum/sum_sm90.cu`"
-    project = build(tmp_path, replacing("CARD.md", named, "`kernels-src/sum/sum*.cu`"))
-    assert not card_table_findings(project)
+    project = build(tmp_path, replacing("docs/dev/ops.md", named, "`kernels-src/sum/sum*.cu`"))
+    assert not op_table_findings(project)

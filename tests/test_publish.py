@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ._checkout import built_checkout, git, run_build, tool, variant_of
+from ._checkout import ROOT, built_checkout, git, run_build, tool, variant_of
 
 
 @pytest.fixture(scope="session")
@@ -316,10 +316,16 @@ def test_card_is_filled(checkout: Path, repo_id: str):
         assert f"- `{name}`" in body
 
 
-def test_card_names_only_files_that_exist(checkout: Path):
-    paths = re.findall(r"`((?:kernels-src|torch-ext)/[^`]*)`", (checkout / "CARD.md").read_text())
-    assert len(paths) >= 4
-    assert all((checkout / path).exists() for path in paths)
+def test_card_links_to_the_source_and_names_no_path_that_the_hub_lacks():
+    project = tool("local_build.project").load_project(ROOT)
+    text = tool("hub_card").render_card(project)
+    assert not re.search(r"`(?:kernels-src|torch-ext|tests|tools|docs)/", text)
+    targets = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(targets) >= 10
+    for target in targets:
+        path = re.sub(rf"^{re.escape(project.source)}(/(blob|tree|raw)/main/|$)", "", target)
+        assert path != target or target == project.source, f"{target} leads nowhere on the Hub"
+        assert (ROOT / path).exists(), target
 
 
 def test_card_mistakes_are_errors(checkout: Path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ._checkout import tool
 from .conftest import ROOT
 
 # README says that a CUDA build of torch needs backend="cpu" where only the CPU variant is built.
@@ -55,6 +56,20 @@ def test_python_blocks_run(opt, forks, repo_id: str, name: str) -> None:
         *("-c", "\n".join(code)),
         environment={**os.environ, "LOCAL_KERNELS": f"{repo_id}={ROOT}", "OMP_NUM_THREADS": "1"},
     )
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
+def test_the_block_of_the_card_runs(opt, forks, repo_id: str) -> None:
+    import torch
+
+    project = tool("local_build.project").load_project(ROOT)
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```", tool("hub_card").render_card(project), re.M | re.S
+    )
+    if torch.version.cuda and not torch.cuda.is_available():
+        code = CPU_BACKEND + code
+    local = {"LOCAL_KERNELS": f"{repo_id}={ROOT}", "OMP_NUM_THREADS": "1"}
+    result = forks.run("-c", code, environment=os.environ | local)
     assert result.returncode == 0, result.stderr[-4000:]
 
 

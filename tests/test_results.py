@@ -565,7 +565,7 @@ def test_the_clock_is_the_host_and_what_the_device_has_left(harness):
 
 def test_readme_table_pages_and_plots(harness, checkout):
     plots = harness.plots
-    assert len(plots.findings(checkout)) == 5  # two tables, two pages and a plot
+    assert len(plots.findings(checkout)) == 6  # three tables, two pages and a plot
     plots.draw(checkout)
     assert plots.findings(checkout) == []
     readme = (checkout / "README.md").read_text()

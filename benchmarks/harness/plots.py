@@ -93,8 +93,8 @@ def headline_results(root: Path) -> dict[str, dict]:
     }
 
 
-def headlines(results: dict[str, dict]) -> str:
-    """The markdown between README's markers: the plot of the trainings and one table."""
+def _table(results: dict[str, dict]) -> tuple[list[str], str]:
+    """The lines of README's table, at most HEADLINE_ROWS, and the machines it was measured on."""
     lines, machines = [], []
     for headline in HEADLINES:
         line = _headline(headline, results.get(headline.file))
@@ -102,21 +102,33 @@ def headlines(results: dict[str, dict]) -> str:
             lines.append(line)
             machine = "{gpu}, driver {driver}, torch {torch}".format(**results[headline.file])
             machines += [machine] * (machine not in machines)
-    if not lines:
-        return EMPTY
     head = [
         "| measured by the clock | ours, ms | best peer, ms | times faster |",
         "|---|--:|---|--:|",
     ]
+    said = f"{'; '.join(machines)}. Below 1 the peer is faster."
+    return [*head, *lines] if lines else [], said
+
+
+def headlines(results: dict[str, dict]) -> str:
+    """The markdown between README's markers: the plot of the trainings and one table."""
+    lines, said = _table(results)
+    if not lines:
+        return EMPTY
     pages = ", ".join(
         f"[{name}]({page_of(RESULTS / HEADLINE_GPU / name).as_posix()})" for name in results
     )
-    text = f"{'; '.join(machines)}. Below 1 the peer is faster. Every row: {pages}."
-    parts = ["\n".join([*head, *lines]), text]
+    parts = ["\n".join(lines), f"{said} Every row: {pages}."]
     if any("curve" in row for row in results.get("end_to_end", {"rows": ()})["rows"]):
         plot = (RESULTS / HEADLINE_GPU / "end_to_end.svg").as_posix()
         parts.insert(0, f"![loss over seconds of training, four optimizers]({plot})")
     return "\n\n".join(parts)
+
+
+def card(results: dict[str, dict]) -> str:
+    """The table for the Hub's page, which has none of README's files to link to."""
+    lines, said = _table(results)
+    return "\n".join([*lines, "", said]) if lines else EMPTY
 
 
 def _headline(headline: Headline, result: dict | None) -> str | None:
@@ -295,7 +307,11 @@ def _first_call_table(rows: list[dict]) -> str | None:
 
 
 # Page with markers -> what stands between them.
-BETWEEN = {Path("README.md"): headlines, Path("docs/support.md"): comparison.forced}
+BETWEEN = {
+    Path("README.md"): headlines,
+    Path("CARD.md"): card,
+    Path("docs/support.md"): comparison.forced,
+}
 
 
 def with_table(text: str, content: str, name: str) -> str:
