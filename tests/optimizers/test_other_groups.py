@@ -280,6 +280,14 @@ def test_keller_jordans_groups(opt) -> None:
     assert_updates(params, expected)
 
 
+@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+def test_a_third_argument_by_position(opt, name) -> None:
+    """The decay of torch.optim.Muon, the momentum of Motif's."""
+    params = parameters([(4, 3)])
+    with pytest.raises(TypeError, match=rf"^{name} takes only .* got 0.95 as a third.* by name"):
+        getattr(opt, name)(params, 0.02, 0.95)
+
+
 def test_moonlights_constructor(opt) -> None:
     params = parameters([(12, 4), (5,)], dtype=torch.float64)
     start = values(params)

@@ -338,6 +338,14 @@ def test_fused_projections(opt, submodule, caplog) -> None:
     assert "split_sizes" not in muon
 
 
+@pytest.mark.parametrize("called", ["query_key_value", "qkv", "wqkv", "Wqkv", "W_pack"])
+def test_what_may_keep_its_parts_head_by_head_is_said_not_to_be_cut(opt, caplog, called) -> None:
+    model = nn.ModuleDict({called: nn.Linear(8, 24)})
+    muon, *_ = opt.get_default_muon_param_groups(model)
+    assert "split_sizes" not in muon
+    assert f"{called}.weight (24, 8) looks fused" in caplog.text
+
+
 def test_conv1d_of_two_parts_is_said_not_to_be_cut(opt, caplog) -> None:
     """Keys and values of GPT-2's attention to another sequence, in (in, 2 out)."""
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D

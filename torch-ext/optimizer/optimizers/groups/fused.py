@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 ATTENTION = frozenset({"c_attn", "qkv_proj"})
 GATED = "gate_up_proj"
+# Of which some keep Q, K and V head by head, which neither name nor shape tell.
+UNKNOWN = frozenset({"query_key_value", "qkv", "wqkv", "Wqkv", "W_pack"})
 
 
 def fused_projections(model: nn.Module, names: Mapping[Tensor, str]) -> dict[str, tuple[int, ...]]:
@@ -29,7 +31,7 @@ def fused_projections(model: nn.Module, names: Mapping[Tensor, str]) -> dict[str
             continue
         for called, part in [*module.named_children(), *module.named_parameters(recurse=False)]:
             weight = part if isinstance(part, Tensor) else getattr(part, "weight", None)
-            if called not in ATTENTION | {GATED} or weight not in names:
+            if called not in ATTENTION | UNKNOWN | {GATED} or weight not in names:
                 continue
             sizes = _sizes(module, part, called, tuple(weight.shape))
             if sizes is not None:
@@ -53,7 +55,7 @@ def _sizes(
         if len(shape) == 3 and not _is_concatenated(owner, shape):
             return None
         return None if rows % 2 else (rows // 2,) * 2
-    if len(shape) != 2:
+    if len(shape) != 2 or called in UNKNOWN:
         return None
     rows, columns = shape[::-1] if is_transposed(part) else shape
     heads, of_keys, size = _heads(owner)

@@ -57,7 +57,8 @@ _NEAR = 0.85  # of difflib's ratio: "momentums", "ns_step", "nestrov"
 def refuses_foreign_arguments(construct: Callable[..., None]) -> Callable[..., None]:
     """A constructor that raises TypeError for another optimizer's keyword, with its replacement.
 
-    Also where `params` is missing, which Python would say first: Moonlight's has none.
+    Also where `params` is missing, which Python would say first: Moonlight's has none. And for
+    options by position, which mean something else in every optimizer.
     """
 
     @functools.wraps(construct)
@@ -65,6 +66,12 @@ def refuses_foreign_arguments(construct: Callable[..., None]) -> Callable[..., N
         for name in kwargs:
             if name in FOREIGN:
                 raise TypeError(f"{name} is no argument: {FOREIGN[name]}")
+        if len(args) > 2:
+            raise TypeError(
+                f"{type(self).__name__} takes only the parameters and lr by position, got "
+                f"{args[2]!r} as a third: it is weight_decay in torch.optim.Muon and momentum in "
+                "Motif's Muon; pass options by name"
+            )
         construct(self, *args, **kwargs)
 
     return constructed
