@@ -6,7 +6,7 @@ torchrun --nproc-per-node 8 benchmarks/run.py optimizer_step  on several: DIR/<g
                                                               verdict on each of its goals
 python benchmarks/run.py orthogonalize                        the same for orthogonalize.json
 python benchmarks/run.py moe_lora [-m MODEL ...] [-r RANK ...] [-T TOKENS]
-python benchmarks/run.py nf4                                  layers on 4-bit experts, decoding
+python benchmarks/run.py quant                                layers on packed experts, decoding
 python benchmarks/run.py end_to_end --case CASE [CASE ...]    trainings, models, first calls
 python benchmarks/run.py plots [--check]                      README's table, docs/benchmarks, plots
 
@@ -45,9 +45,9 @@ ENTRIES = {
     "elementwise": "harness.elementwise",
     "end_to_end": "harness.end_to_end.cases",
     "moe_lora": "harness.experts.moe_lora",
-    "nf4": "harness.experts.nf4",
     "optimizer_step": "harness.optimizer_step.one_gpu",
     "orthogonalize": "harness.orthogonalize",
+    "quant": "harness.experts.quant",
 }
 
 

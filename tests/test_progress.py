@@ -172,7 +172,7 @@ def test_plots_read_no_partial_file(toy, harness, monkeypatch) -> None:
     [
         ("elementwise", "adamw/65536x1280/float32", 44),
         ("moe_lora", "Mixtral-8x7B/T8192/r16/fwd+bwd", 114),
-        ("nf4", "offload/Qwen3-30B-A3B", 53),
+        ("quant", "offload/Qwen3-30B-A3B", 56),
         ("one_gpu", "llama-1B/1gpu/heavy/fsdp2", 7),
         ("orthogonalize", "real/8x8192x2048", 49),
     ],
@@ -194,7 +194,7 @@ def test_an_entry_sets_up_nothing_for_known_cases(harness, monkeypatch, entry, s
     assert list(rows(built, known)) == [] == known.left
 
 
-@pytest.mark.parametrize("entry", ["moe_lora", "nf4"])
+@pytest.mark.parametrize("entry", ["moe_lora", "quant"])
 def test_only_what_is_missing_is_compiled_ahead(harness, entry) -> None:
     module = getattr(harness, entry)
     built = SimpleNamespace(commit=COMMIT, package=None)

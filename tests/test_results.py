@@ -682,7 +682,7 @@ def test_layers_that_are_asked_for_are_printed_only(
     if problem.get("models") == "all":
         problem = problem | {"models": list(harness.problems.MODELS)}
     assert calls == [{"draft": bool(arguments), "end": None, "again": []} | problem]
-    for other in ("nf4", "elementwise", "plots") if arguments else ():
+    for other in ("quant", "elementwise", "plots") if arguments else ():
         with pytest.raises(SystemExit):
             harness.run.main([other, *arguments])
         assert f"{other} takes no --models, --ranks or --seq-len" in capsys.readouterr().err

@@ -17,7 +17,7 @@ TIMED = {
     "end_to_end": "training and fine-tuning steps",
     "optimizer_step": "the optimizer's step alone",
     "moe_lora": "layers of experts with LoRA",
-    "nf4": "layers of 4-bit experts",
+    "quant": "layers of packed experts",
     "orthogonalize": "orthogonalization",
     "elementwise": "elementwise ops and decoding",
 }

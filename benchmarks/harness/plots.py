@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import comparison, elementwise, orthogonalize
-from .experts import moe_lora, nf4
+from .experts import moe_lora, quant
 from .optimizer_step import one_gpu
 from .optimizer_step.several_gpus import LINK_TBPS
 from .peers import CHECKOUTS
@@ -33,9 +33,9 @@ COLORS |= {"dion": "#4c9a6a", "nanochat": "#b0413e"}
 DRAWN = {
     "elementwise": elementwise.random_cases,
     "moe_lora": moe_lora.random_cases,
-    "nf4": nf4.random_cases,
     "optimizer_step": one_gpu.random_cases,
     "orthogonalize": orthogonalize.random_cases,
+    "quant": quant.random_cases,
 }
 
 
@@ -75,7 +75,7 @@ HEADLINES = (
     Headline("end_to_end", "gpt-124M/muon", "the same step beside AdamW's"),
     Headline("optimizer_step", "llama-1B/bfloat16/1gpu/heavy", "`Muon.step()` alone, 1B, bfloat16"),
     Headline("moe_lora", "Qwen3-30B-A3B/T2048/r16/fwd+bwd", "LoRA on a layer of experts"),
-    Headline("nf4", "Qwen3-30B-A3B/T2048/r16/fwd+bwd", "LoRA on a layer of 4-bit experts"),
+    Headline("quant", "Qwen3-30B-A3B/T2048/r16/fwd+bwd", "LoRA on a layer of 4-bit experts"),
     Headline("orthogonalize", "real/8x2048x2048", "`orthogonalize`, momenta of 8 x 2048 x 2048"),
     Headline("elementwise", None, "the least favourable elementwise op"),
     Headline("elementwise", "nf4_dequant/128x1536x2048", "`nf4_dequant`, 128 experts"),

@@ -47,7 +47,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "torch-ext/optimizer/kernels/quant/nf4_dequant*.py",
     ),
     "moe_lora": _LAYER,
-    "nf4": (
+    "quant": (
         "kernels-src/common/*",
         "kernels-src/quant/*",
         "kernels-src/sm90/*",
@@ -74,7 +74,7 @@ SOURCES["end_to_end" + PART] = tuple(
     dict.fromkeys(
         [
             *SOURCES["moe_lora"],
-            *SOURCES["nf4"],
+            *SOURCES["quant"],
             *(
                 f"torch-ext/optimizer/integrations/{name}.py"
                 for name in (

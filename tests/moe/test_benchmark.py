@@ -119,7 +119,7 @@ def test_sizes_come_from_a_configuration(harness, tmp_path):
 def make_case(harness, opt, device: str):
     pytest.importorskip("bitsandbytes")
     layer = harness.problems.Layer("tiny", 4, 64, 64, 2, tokens=40, rank=8)
-    return harness.nf4.Nf4Case(layer, SimpleNamespace(package=opt), 0, device=device)
+    return harness.quant.PackedCase(layer, SimpleNamespace(package=opt), 0, device=device)
 
 
 @pytest.fixture
@@ -141,14 +141,23 @@ def test_the_gate_passes_for_every_variant(harness, opt, device, variant):
     assert good and 0 < ours < 0.02 and 0 < baseline < 0.02
 
 
-@pytest.mark.parametrize("form", [{"nested": True}, {"model": "gpt-oss-20b"}], ids=str)
+FORMS = [
+    {"nested": True},
+    {"model": "gpt-oss-20b"},
+    {"model": "gpt-oss-20b", "format": "mxfp4"},
+    {"format": "fp8"},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_the_gate_passes_in_other_forms(harness, opt, form):
-    """Nested absmax, and gpt-oss's layout, biases and activation."""
+    """Nested absmax, gpt-oss's layout, biases and activation, and the other formats."""
     pytest.importorskip("bitsandbytes")
     tiny = harness.problems.Layer("tiny", 4, 64, 64, 2, tokens=40, rank=8)
     layer = dataclasses.replace(tiny, **form)
-    case = harness.nf4.Nf4Case(layer, SimpleNamespace(package=opt), 0, device="cpu")
-    assert all(stack.format.nested == layer.nested for stack in case.packed)
+    case = harness.quant.PackedCase(layer, SimpleNamespace(package=opt), 0, device="cpu")
+    nested = {getattr(stack.format, "nested", False) for stack in case.packed}
+    assert nested == {layer.nested}
     good, ours, baseline = case.compare()
     assert good and 0 < ours < 0.02 and 0 < baseline < 0.02
 
@@ -178,11 +187,11 @@ def test_the_gate_finds_wrong_weights(case):
 
 def test_what_auto_takes_is_timed_once(harness, opt, monkeypatch):
     """All strategies take turns with one baseline; a wrong one has no time, the others do."""
-    nf4 = harness.nf4
+    quant = harness.quant
     layer = harness.problems.Layer("tiny", 4, 64, 64, 2, tokens=40, rank=8)
     used, made = [], []
 
-    class Case(nf4.Nf4Case):
+    class Case(quant.PackedCase):
         def __init__(self, layer, built, seed):
             super().__init__(layer, built, seed, "cpu")
             made.append(self)
@@ -207,16 +216,16 @@ def test_what_auto_takes_is_timed_once(harness, opt, monkeypatch):
         ms = {name: 2.0 if name == "baseline" else 1.0 for name in turns}
         return {name: harness.timer.Times(value, value, value) for name, value in ms.items()}
 
-    monkeypatch.setattr(nf4, "Nf4Case", Case)
-    monkeypatch.setattr(nf4, "cold_sets", lambda *_: 2)
-    monkeypatch.setattr(nf4, "times", times)
-    monkeypatch.setattr(nf4, "peak_mb", lambda call, _: [call(), 1.0][1])
+    monkeypatch.setattr(quant, "PackedCase", Case)
+    monkeypatch.setattr(quant, "cold_sets", lambda *_: 2)
+    monkeypatch.setattr(quant, "times", times)
+    monkeypatch.setattr(quant, "peak_mb", lambda call, _: [call(), 1.0][1])
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=1)
     )
     others = ("fused", "chunked", "selective")
     built = SimpleNamespace(package=opt)
-    rows = [row for row, _ in nf4.layer_rows(layer, built, ("fwd",), others, {})]
+    rows = [row for row, _ in quant.layer_rows(layer, built, ("fwd",), others, {})]
     chosen = opt.moe.choose_strategy(layer.rows, layer.experts).name
     assert used == ["auto", *(name for name in others if name != chosen)]
     assert [row.variant for row in rows] == ["auto", *used[1:]]
@@ -226,14 +235,14 @@ def test_what_auto_takes_is_timed_once(harness, opt, monkeypatch):
 
 def test_every_layer_is_compiled_ahead(harness, opt):
     """20 random layers beside the listed ones, each with every strategy that is timed."""
-    nf4 = harness.nf4
-    problems = list(nf4.problems("0123abcd" * 5))
-    assert len(problems) == 3 * 4 + 5 + 20
-    assert [p[0] for p in problems] == [p[0] for p in nf4.problems("0123abcd" + "f" * 32)]
-    assert {f"{p[0].name}/fwd+bwd" for p in problems[17:]} == nf4.random_cases("0123abcd")
-    jobs = nf4.compile_jobs(SimpleNamespace(commit="0123abcd", package=opt))
-    with_bfloat16 = 4 + 4 + 3  # the last job of T16's layer in every form is backward's
-    assert len(jobs) == 4 * (4 + 4 + 4) + 5 + 20 + with_bfloat16
+    quant = harness.quant
+    problems = list(quant.problems("0123abcd" * 5))
+    assert len(problems) == 3 * 4 + 5 + 3 + 20
+    assert [p[0] for p in problems] == [p[0] for p in quant.problems("0123abcd" + "f" * 32)]
+    assert {f"{p[0].name}/fwd+bwd" for p in problems[20:]} == quant.random_cases("0123abcd")
+    jobs = quant.compile_jobs(SimpleNamespace(commit="0123abcd", package=opt))
+    with_bfloat16 = 4 + 4 + 3 + 2  # the last job of T16's layer in every form is backward's
+    assert len(jobs) == 4 * (4 + 4 + 4) + 5 + (3 + 2 + 3) + 20 + with_bfloat16
 
 
 @pytest.mark.parametrize("model", ("Qwen3.5-35B-A3B", "Mixtral-8x7B"))
@@ -242,7 +251,7 @@ def test_goals_of_the_listed_layers(harness, model):
     goals = harness.goals
     layer = harness.problems.of_model(model, 2048, 16)
     few, many = (dataclasses.replace(layer, tokens=tokens) for tokens in (128, 8192))
-    step, short = goals.nf4_goals(layer, "fwd+bwd"), goals.nf4_goals(few, "fwd")
+    step, short = goals.packed_goals(layer, "fwd+bwd"), goals.packed_goals(few, "fwd")
     of_bf16, of_nf4 = goals.SPEEDUP[model]
     assert step["speedup"].bound == of_nf4
     assert step["ms"].bound == goals.NF4_BASELINE[model] / of_nf4
@@ -255,16 +264,16 @@ def test_goals_of_the_listed_layers(harness, model):
         "of_bf16": harness.report.Goal(1.05, False),
     }
     assert ("of_least_traffic" in step) == model.startswith("Qwen")
-    assert goals.nf4_goals(many, "fwd+bwd") == host == goals.bf16_goals(many, "fwd+bwd")
-    assert goals.nf4_goals(layer, "fwd")["host_ms"].bound == 0.35
-    assert goals.nf4_goals(few, "fwd+bwd") == {} == goals.nf4_goals(layer, "fwd+bwd", "fused")
+    assert goals.packed_goals(many, "fwd+bwd") == host == goals.bf16_goals(many, "fwd+bwd")
+    assert goals.packed_goals(layer, "fwd")["host_ms"].bound == 0.35
+    assert goals.packed_goals(few, "fwd+bwd") == {} == goals.packed_goals(layer, "fwd+bwd", "fused")
     assert goals.bf16_goals(layer, "fwd+bwd") == host | {
         "speedup": harness.report.Goal(of_bf16, True)
     }
     triton = goals.bf16_goals(layer, "fwd+bwd", "triton")
     assert triton == {"host_ms": harness.report.Goal(1.6, False)}
     random = harness.problems.random_layers(1)[0]
-    assert goals.nf4_goals(random, "fwd+bwd") == {} == goals.bf16_goals(random, "fwd+bwd")
+    assert goals.packed_goals(random, "fwd+bwd") == {} == goals.bf16_goals(random, "fwd+bwd")
 
 
 HOST_BACKWARD = {"host_ms": 0.9, "host_of_baseline": 0.43}
@@ -286,7 +295,7 @@ def test_the_host_is_bounded_in_every_form(harness, change):
     layer = dataclasses.replace(harness.problems.of_model("OLMoE-1B-7B", 2048, 16), **change)
     found = harness.goals.host_goals(layer, "fwd+bwd")
     assert {name: goal.bound for name, goal in found.items()} == HOST_BACKWARD
-    forms = [layer for layer, *_ in harness.nf4.problems("0123abcd")]
+    forms = [layer for layer, *_ in harness.quant.problems("0123abcd")]
     names = {layer.name.split("/", 1)[1] for layer in forms if layer.is_listed}
     assert layer.name.split("/", 1)[1] in names
 
@@ -297,7 +306,7 @@ def test_goals_are_judged_and_what_is_not_measured_is_said(harness, tmp_path):
     times = harness.timer.Times
     ours, baseline = times(1.0, 1.0, 1.0), times(4.0, 4.0, 4.0)
     measured = report.Measured(ours, 0.3, "b", baseline, 1e-3, 1e-3, 100.0, 1000.0)
-    wanted = goals.nf4_goals(layer, "fwd+bwd")
+    wanted = goals.packed_goals(layer, "fwd+bwd")
     values = {"of_bf16": 1.0512345, "of_least_traffic": "no ncu on this machine"}
     row = report.judged(report.passed("q", measured), wanted, values)
     met = {name: one["met"] for name, one in row.goals.items()}
@@ -320,23 +329,23 @@ def test_goals_are_judged_and_what_is_not_measured_is_said(harness, tmp_path):
         "  q: of_least_traffic no ncu on this machine of 1.3 not measured",
         "  q: of_bf16 1.05 of 1.05 MISSED",
     ]
-    report.write(tmp_path / "h200" / "nf4.json", {}, [row])
-    written = json.loads((tmp_path / "h200" / "nf4.json").read_text())["rows"][0]["goals"]
+    report.write(tmp_path / "h200" / "quant.json", {}, [row])
+    written = json.loads((tmp_path / "h200" / "quant.json").read_text())["rows"][0]["goals"]
     assert written["of_bf16"] == {"value": 1.0512, "goal": 1.05, "met": False}
 
 
 def test_a_row_that_fails_costs_no_other(harness):
-    nf4, report = harness.nf4, harness.report
+    quant, report = harness.quant, harness.report
 
     def broken():
         yield report.failed("a"), "a"
         raise MemoryError("no memory\nleft")
 
-    rows = list(nf4.guarded(broken, ["a", "b", "c"]))
+    rows = list(quant.guarded(broken, ["a", "b", "c"]))
     assert [row.case for row, _ in rows] == ["a", "b", "c"]
     assert not any(row.ok for row, _ in rows)
     assert "MemoryError: no memory left" in rows[1][1]
-    (_, (row, _)) = nf4.guarded(broken, ["a"])
+    (_, (row, _)) = quant.guarded(broken, ["a"])
     assert (row.case, row.variant) == ("a", "others")
 
 
@@ -364,20 +373,24 @@ def test_without_counts_the_row_says_so(harness, monkeypatch):
 
 def test_every_case_has_a_row_though_all_fail(harness, monkeypatch, capsys):
     """The result file is written from them; printed lines say how far the run is."""
-    nf4, commit = harness.nf4, "0123abcd" * 5
+    quant, commit = harness.quant, "0123abcd" * 5
 
     def broken(*_, **__):
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(nf4.compile_ahead, "run", lambda *_: 14)
-    monkeypatch.setattr(nf4.nf4_traffic, "measured", dict)
-    for where, name in ((nf4, "layer_rows"), (nf4, "dequant_row"), (harness.nf4_offload, "build")):
+    monkeypatch.setattr(quant.compile_ahead, "run", lambda *_: 14)
+    monkeypatch.setattr(quant.nf4_traffic, "measured", dict)
+    for where, name in (
+        (quant, "layer_rows"),
+        (quant, "dequant_row"),
+        (harness.nf4_offload, "build"),
+    ):
         monkeypatch.setattr(where, name, broken)
     monkeypatch.setattr(torch.cuda, "empty_cache", broken)
     built = SimpleNamespace(commit=commit, package=None)
-    found = list(nf4.rows(built, harness.progress.Progress()))
+    found = list(quant.rows(built, harness.progress.Progress()))
     assert not any(row.ok for row, _ in found)
-    expected = [f"{p[0].name}/{d}" for p in nf4.problems(commit) for d in p[1]]
+    expected = [f"{p[0].name}/{d}" for p in quant.problems(commit) for d in p[1]]
     assert [row.case for row, _ in found][5:-1] == expected
     assert found[-1][0].case == "offload/Qwen3-30B-A3B"
     assert all("illegal memory" in line and line.endswith(" s]") for _, line in found)
@@ -416,7 +429,7 @@ def test_offload_gets_a_row_when_the_bits_agree(harness, opt, monkeypatch):
 
 def test_decoding_alone_gets_a_row(harness, monkeypatch):
     """Equal bits are timed beside bitsandbytes and a copy; other bits are not."""
-    nf4, decoded = harness.nf4, [torch.ones(4, dtype=torch.bfloat16)]
+    quant, decoded = harness.quant, [torch.ones(4, dtype=torch.bfloat16)]
 
     class Stacks:
         bytes = 8_600_000
@@ -433,16 +446,18 @@ def test_decoding_alone_gets_a_row(harness, monkeypatch):
     ms = {"ours": 0.004, "baseline": 0.008, "copy": 0.002}
     taken = {name: harness.timer.Times(value, value, value) for name, value in ms.items()}
     monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace())
-    monkeypatch.setattr(nf4, "Stacks", Stacks)
-    monkeypatch.setattr(nf4, "times", lambda turns, **_: [t(0) for t in turns.values()] and taken)
-    monkeypatch.setattr(nf4, "peak_mb", lambda call: 1.0)
+    monkeypatch.setattr(quant, "Stacks", Stacks)
+    monkeypatch.setattr(quant, "times", lambda turns, **_: [t(0) for t in turns.values()] and taken)
+    monkeypatch.setattr(quant, "peak_mb", lambda call: 1.0)
     properties = SimpleNamespace(L2_cache_size=60_000_000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    row, printed = nf4.dequant_row("dequant/tiny", (8, 64, 64, 2), 8, SimpleNamespace(package=None))
+    row, printed = quant.dequant_row(
+        "dequant/tiny", (8, 64, 64, 2), 8, SimpleNamespace(package=None)
+    )
     assert row.ok and (row.ms, row.speedup, row.fraction_of_floor) == (0.004, 2.0, 0.5)
     assert "dequant/tiny" in printed
     decoded[0] = torch.zeros(4, dtype=torch.bfloat16)
-    assert not nf4.dequant_row("dequant/tiny", (8, 64, 64, 2), 8, SimpleNamespace(package=None))[
+    assert not quant.dequant_row("dequant/tiny", (8, 64, 64, 2), 8, SimpleNamespace(package=None))[
         0
     ].ok
 
@@ -450,13 +465,13 @@ def test_decoding_alone_gets_a_row(harness, monkeypatch):
 def test_floors_of_the_arithmetic(harness):
     """Qwen3-30B by hand: forward of gate_up and down is bound by its operations at 128 rows."""
     layer = harness.problems.Layer("q", *harness.problems.MODELS["Qwen3-30B-A3B"])
-    least = harness.nf4.floors(layer, 128)
+    least = harness.quant.floors(layer, 128)
     products = 2 * layer.rows * 3 * layer.hidden * layer.intermediate
     low = 2 * layer.rows * 16 * (2048 + 1536 + 768 + 2048)
     assert least["fwd"] == pytest.approx((products + low) / 790e9, rel=0.01)
     assert least["fwd+bwd"] == pytest.approx((2 * products + 3 * low) / 790e9, rel=0.01)
     # Eight tokens reach half of the experts: their bytes are what counts then.
-    few = harness.nf4.floors(
+    few = harness.quant.floors(
         harness.problems.Layer("q", *harness.problems.MODELS["Qwen3-30B-A3B"], tokens=8), 64
     )
     weights = 64 * 3 * layer.hidden * layer.intermediate * (0.5 + 4 / 64)

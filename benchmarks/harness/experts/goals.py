@@ -33,6 +33,10 @@ OF_BF16 = 1.05  # of the same layer in bfloat16, by the clock
 OF_PEAK = 0.25  # of the baseline's peak memory
 OF_TRAFFIC = 1.3  # DRAM bytes of the fused products: packed weights and activations, moved once
 TRAFFIC = ("Qwen3.5-35B-A3B", "Qwen3-30B-A3B")
+# (format, tokens) -> of the same layer in bfloat16 by the clock, of the baseline's peak; by the
+# clock over decoding first. Forward + backward, and forward.
+FORMATS = {("mxfp4", 2048): (1.10, 0.25), ("fp8", 2048): (1.08, 0.55)}
+FORMATS_FEW = {("mxfp4", 16): 2.0}
 COPY, COPY_FEW = 0.9, 0.8  # of the rate of a copy: whole stacks, 8 of 256 experts
 OFFLOAD = 1.5  # of the time with experts on the device
 
@@ -57,11 +61,16 @@ def bf16_goals(layer: Layer, direction: str, variant: str = "auto") -> dict[str,
     return goals
 
 
-def nf4_goals(layer: Layer, direction: str, variant: str = "auto") -> dict[str, Goal]:
-    """Name -> goal of a layer's row of `nf4`."""
+def packed_goals(layer: Layer, direction: str, variant: str = "auto") -> dict[str, Goal]:
+    """Name -> goal of a layer's row of `quant`."""
     if variant != "auto":
         return {}
-    goals = host_goals(layer, direction)
+    goals, kind = host_goals(layer, direction), (layer.format, layer.tokens)
+    if direction == "fwd+bwd" and kind in FORMATS:
+        names = ("of_bf16", "of_baseline_peak")
+        return goals | {n: Goal(b, False) for n, b in zip(names, FORMATS[kind], strict=True)}
+    if direction == "fwd" and kind in FORMATS_FEW:
+        goals["speedup"] = Goal(FORMATS_FEW[kind], True)
     if direction == "fwd+bwd" and is_judged(layer):
         factor = SPEEDUP[layer.model][1]
         goals["speedup"] = Goal(factor, True)

@@ -16,8 +16,8 @@ from ..package import Built
 from ..report import Goal, Measured, Row, failed, judged, line, passed, said
 from ..timer import Times, times
 from .goals import OFFLOAD
-from .nf4 import BLOCKSIZE, BYTES, floors
 from .problems import MODELS, Layer
+from .quant import BLOCKSIZE, BYTES, floors
 
 MODEL, LAYERS, TOKENS = "Qwen3-30B-A3B", 4, 8192
 HEADS, KEY_HEADS, HEAD = 32, 4, 128

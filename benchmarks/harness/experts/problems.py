@@ -32,12 +32,14 @@ class Layer:
     rank: int = 16  # 0: no LoRA
     fp32_lora: bool = False
     nested: bool = False  # of 4-bit experts: absmax is quantised, too
+    format: str = "nf4"  # of packed experts
 
     @property
     def name(self) -> str:
         """Name in the result file, before /fwd or /fwd+bwd."""
         extra = "-fp32lora" * self.fp32_lora + "-nested" * self.nested
-        return f"{self.model}/T{self.tokens}/r{self.rank}{extra}"
+        named = "" if self.format == "nf4" else f"{self.format}/"
+        return f"{named}{self.model}/T{self.tokens}/r{self.rank}{extra}"
 
     @property
     def is_gpt_oss(self) -> bool:

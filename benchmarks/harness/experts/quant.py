@@ -1,10 +1,11 @@
-"""Cases of `nf4.json`: layers on 4-bit experts, decoding alone, and experts in host memory.
+"""Cases of `quant.json`: layers on packed experts, decoding alone, and experts in host memory.
 
-Layers are those of `moe_lora`, their experts in NF4 at blocksize 64. The baseline decodes both
-projections with bitsandbytes and multiplies by torch.nn.functional.grouped_mm, in this process. The
-gate is `moe_lora`'s against float64, with the decoded weights. A row's variant is the strategy;
-"auto" stands for the one that it takes, "triton" for Triton's path asked for by name. What fails
-gets a row that is not ok, and costs no other row.
+Layers are those of `moe_lora`, their experts in NF4 at blocksize 64, in MXFP4 or in FP8. The
+baseline decodes both projections, NF4 with bitsandbytes and the others with this package, and
+multiplies by torch.nn.functional.grouped_mm, in this process. The gate is `moe_lora`'s against
+float64, with the decoded weights. A row's variant is the strategy; "auto" stands for the one that
+it takes, "triton" for Triton's path asked for by name. What fails gets a row that is not ok, and
+costs no other row.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ from ..report import (
 )
 from ..timer import BURSTS, FEW_BURSTS, cold_sets, times
 from . import nf4_traffic
-from .goals import COPY, COPY_FEW, nf4_goals
+from .goals import COPY, COPY_FEW, packed_goals
 from .moe_lora import LayerCase, calls_of
 from .problems import GPT_OSS, MODELS, Layer, random_layers
 
 BLOCKSIZE = 64
 BYTES = 0.5 + 4 / BLOCKSIZE  # per weight
+BYTES_OF = {"nf4": BYTES, "mxfp4": 0.5 + 1 / 32, "fp8": 1 + 4 / 128**2}
 ROUNDS = 9  # timed: fewer than of `moe_lora`, since up to five variants take turns
 BASELINE = "bitsandbytes dequantize_4bit, torch grouped_mm"
+OWN_BASELINE = "the same experts decoded by this package, torch grouped_mm"
 BOTH = ("fwd", "fwd+bwd")
 # tokens -> what is timed, and the strategies that could be the right choice there
 LISTED = {
@@ -51,17 +54,23 @@ OF_FORMS = "Qwen3-30B-A3B"  # the model whose layer is timed in every other form
 RANDOM = (("fwd+bwd",), ())
 
 
-class Nf4Case(LayerCase):
-    """One set of inputs; the weights exist in 4 bits alone, but for the gate."""
+class PackedCase(LayerCase):
+    """One set of inputs; the weights exist packed alone, but for the gate."""
 
     def __init__(self, layer: Layer, built: Built, seed: int, device: str = "cuda") -> None:
         super().__init__(layer, built, seed, device)
-        self.packed = [
-            self.moe.QuantizedExperts.from_weight(weight, blocksize=BLOCKSIZE, nested=layer.nested)
-            for weight in (self.w1, self.w2)
-        ]
+        self.packed = [self._packed(weight) for weight in (self.w1, self.w2)]
         self.w1 = self.w2 = None
         self.backend = "auto"
+
+    def _packed(self, weight):
+        """MXFP4 as gpt-oss publishes it: outputs first, whatever the model's layout."""
+        make, layer = self.moe.QuantizedExperts.from_weight, self.layer
+        if layer.format == "nf4":
+            return make(weight, blocksize=BLOCKSIZE, nested=layer.nested)
+        turned = self.layout.transposed
+        weight = weight.mT.contiguous() if turned else weight
+        return make(weight, quant_type=layer.format, transposed=turned)
 
     def strategy(self) -> str:
         """What "auto" takes."""
@@ -91,7 +100,10 @@ class Nf4Case(LayerCase):
         return super().ours(backend or self.backend)
 
     def dequantized(self):
-        """Both stacks in bfloat16, by bitsandbytes."""
+        """Both stacks in bfloat16, NF4 by bitsandbytes."""
+        if self.layer.format != "nf4":
+            yield from (module.decode() for module in self.packed)
+            return
         import torch
         from bitsandbytes import functional
 
@@ -124,13 +136,13 @@ class Nf4Case(LayerCase):
 
 
 def floors(layer: Layer, active: int) -> dict[str, float]:
-    """Least milliseconds: `Layer.floors` with 4-bit weights, read once forward and once back."""
+    """Least milliseconds: `Layer.floors` with packed weights, read once forward and once back."""
     spent = {"fwd": 0.0, "bwd": 0.0}
     for name, (k, n) in layer.projections().items():
         outer, inner = (k, n) if name == "gate_up" else (n, k)
         rows = layer.tokens * outer + layer.rows * inner
         factors = active * layer.rank * (k + n) * (4 if layer.fp32_lora else 2)
-        weights = active * k * n * BYTES
+        weights = active * k * n * BYTES_OF[layer.format]
         low = layer.rows * layer.rank * (k + n)
         flops = 2 * (layer.rows * k * n + low)
         spent["fwd"] += floor_ms(bytes_moved=weights + factors + 2 * rows, flops=flops)
@@ -150,9 +162,9 @@ def layer_rows(
     import torch
 
     torch.cuda.empty_cache()  # of the layer before; here, so that a broken device costs a row only
-    weights = BYTES * 3 * layer.experts * layer.hidden * layer.intermediate
+    weights = BYTES_OF[layer.format] * 3 * layer.experts * layer.hidden * layer.intermediate
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    cases = [Nf4Case(layer, built, seed) for seed in range(cold_sets(int(weights), l2))]
+    cases = [PackedCase(layer, built, seed) for seed in range(cold_sets(int(weights), l2))]
     least = floors(layer, cases[0].active)
     calls = [calls_of(case) for case in cases]
     chosen = cases[0].strategy()
@@ -173,7 +185,7 @@ def layer_rows(
         return call
 
     for direction in directions:
-        wanted = nf4_goals(layer, direction)
+        wanted = packed_goals(layer, direction)
         baseline = [entry[direction]["baseline"] for entry in calls]
         turns = {v: turn(v, direction) for v, (good, *_) in gates.items() if good}
         turns["baseline"] = lambda number, baseline=baseline: baseline[number]()
@@ -205,7 +217,7 @@ def layer_rows(
             measured = Measured(
                 times=found[variant],
                 floor_ms=least[direction],
-                baseline=BASELINE,
+                baseline=BASELINE if layer.format == "nf4" else OWN_BASELINE,
                 baseline_times=found["baseline"],
                 error=error,
                 error_baseline=error_baseline,
@@ -331,6 +343,10 @@ def problems(commit: str) -> Iterator[tuple[Layer, tuple[str, ...], tuple[str, .
     forms = ({"tokens": 8192}, {"rank": 12}, {"fp32_lora": True}, {"nested": True})
     for layer in (*(dataclasses.replace(base, **form) for form in forms), Layer(*GPT_OSS)):
         yield layer, BOTH, ()
+    mxfp4, fp8 = Layer(*GPT_OSS, format="mxfp4"), dataclasses.replace(base, format="fp8")
+    yield mxfp4, ("fwd+bwd",), ("chunked", "triton")
+    yield dataclasses.replace(mxfp4, tokens=16), ("fwd",), ("selective",)
+    yield fp8, ("fwd+bwd",), ("chunked", "triton")
     for layer in random_layers(int(commit[:8], 16)):
         yield layer, *RANDOM
 
@@ -347,7 +363,7 @@ def compile_jobs(built: Built, measured: Collection[str] = ()) -> list[Callable[
         if strategy == "bf16":
             in_bfloat16(layer, built, direction, 1)(0)
             return
-        case = Nf4Case(layer, built, 0)
+        case = PackedCase(layer, built, 0)
         case.use(strategy)
         calls_of(case)[direction]["ours"]()
 
@@ -356,7 +372,7 @@ def compile_jobs(built: Built, measured: Collection[str] = ()) -> list[Callable[
         if not cases_of(layer, directions).keys() - {*measured}:
             continue
         direction = directions[-1]
-        beside = ("bf16",) if "of_bf16" in nf4_goals(layer, direction) else ()
+        beside = ("bf16",) if "of_bf16" in packed_goals(layer, direction) else ()
         for strategy in ("auto", *others, *beside):
             jobs.append(functools.partial(job, layer, direction, strategy))
     return jobs
@@ -365,7 +381,7 @@ def compile_jobs(built: Built, measured: Collection[str] = ()) -> list[Callable[
 def counts_traffic(built: Built, measured: Collection[str]) -> bool:
     """Whether a row that is not measured yet has a goal for its DRAM bytes."""
     return any(
-        "of_least_traffic" in nf4_goals(layer, direction)
+        "of_least_traffic" in packed_goals(layer, direction)
         for layer, directions, _ in problems(built.commit)
         for case, direction in cases_of(layer, directions).items()
         if case not in measured
@@ -380,7 +396,7 @@ def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
         return f"[{time.perf_counter() - start:.0f} s]"
 
     print(f"{stamp()} compiling", flush=True)
-    count = compile_ahead.run("harness.experts.nf4", built, progress.measured)
+    count = compile_ahead.run("harness.experts.quant", built, progress.measured)
     print(f"{stamp()} compiled by {count} processes; counting DRAM bytes", flush=True)
     traffic = nf4_traffic.measured() if counts_traffic(built, progress.measured) else {}
     print(f"{stamp()} {traffic}", flush=True)
