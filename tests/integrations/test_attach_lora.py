@@ -77,7 +77,7 @@ def test_it_is_pefts_adapter_in_results_and_gradients(opt, device, name: str) ->
         assert relative_error(gradients[key], gradient) <= FP32, key
 
 
-@pytest.mark.parametrize("quantize", [None, "nf4", "mxfp4"])
+@pytest.mark.parametrize("quantize", [None, "nf4", "fp8"])
 def test_one_file_is_read_by_peft_and_by_us(opt, device, quantize, tmp_path: Path) -> None:
     base = build("qwen3_moe").to(device)
     dense = rounded(opt, base, quantize) if quantize else copy.deepcopy(base)
@@ -368,6 +368,17 @@ def test_a_refusal_leaves_the_model_alone(opt, device, options, words, quantize)
     before, expected = everything(model), logits(model)
     with pytest.raises((ValueError, TypeError), match=words):
         opt.integrations.attach_lora(model, quantize=quantize, **options)
+    assert everything(model) == before
+    assert_same_bits(logits(model), expected)
+
+
+@pytest.mark.parametrize("options", [{}, ALL], ids=["experts", "all"])
+def test_a_shape_without_a_format_is_refused_first(opt, device, options) -> None:
+    """A width of 24 ends within a block of MXFP4."""
+    model = build("qwen3_moe").to(device)
+    before, expected = everything(model), logits(model)
+    with pytest.raises(ValueError, match=r"quantize='mxfp4': model\.layers\.0.*must be a multiple"):
+        opt.integrations.attach_lora(model, 2, 4, quantize="mxfp4", **options)
     assert everything(model) == before
     assert_same_bits(logits(model), expected)
 

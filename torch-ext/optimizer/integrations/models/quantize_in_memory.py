@@ -17,9 +17,9 @@ def check_quantizable(model: nn.Module, quant_type: str) -> None:
 
     Raises:
         ValueError: an unknown quant_type, a stack that is not whole in this process, or a dtype
-            that has no 4 bits.
+            or shape that the format has no place for.
     """
-    format_of(quant_type)
+    quantised = format_of(quant_type)
     for name, target, weight in _stacks(model):
         if weight.is_meta or hasattr(weight, "placements"):
             where = "on the meta device" if weight.is_meta else "sharded over ranks"
@@ -30,6 +30,10 @@ def check_quantizable(model: nn.Module, quant_type: str) -> None:
         if weight.dtype not in DTYPES:
             kinds = ", ".join(map(str, DTYPES))
             raise ValueError(f"{name}.{target} is {weight.dtype}; 4 bits are made of {kinds}")
+        try:
+            quantised.layout(tuple(weight.shape))
+        except ValueError as error:
+            raise ValueError(f"{name}.{target}: {error}") from error
 
 
 def quantize_experts(
