@@ -226,15 +226,7 @@ def _add(
     m, n = matrix
     buffer = options.momentum_dtype or torch.promote_types(param.dtype, torch.float32)
     direction = torch.promote_types(buffer, torch.float32)
-    choice = choose(
-        m,
-        n,
-        dtype=direction,
-        device=param.device,
-        steps=options.ns_steps,
-        method=options.iteration,
-        iterate_dtype=options.dtype,
-    )
+    choice = choose(m, n, dtype=direction, device=param.device, **options.iteration)
     each = flop(
         choice.method, m, n, steps=options.ns_steps, restarts=choice.restarts, symmetric=False
     )

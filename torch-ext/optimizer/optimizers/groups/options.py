@@ -67,9 +67,10 @@ class MuonOptions:
     none_grad: bool
 
     @property
-    def iteration(self) -> str:
-        """The method, which coefficients of their own decide."""
-        return self.method if self.ns_coefficients == POLAR_EXPRESS else "newton_schulz"
+    def iteration(self) -> dict[str, Any]:
+        """What `choose` and `predicted_ms` are told; own coefficients decide the method."""
+        method = self.method if self.ns_coefficients == POLAR_EXPRESS else "newton_schulz"
+        return {"steps": self.ns_steps, "method": method, "iterate_dtype": self.dtype}
 
     @property
     def orthogonalization(self) -> tuple[Any, ...]:

@@ -211,9 +211,7 @@ class Exchange:
                 torch.mul(self._wide_of(held), scales[held.job], out=place)
 
 
-def exponents_of(
-    chunk: SharedChunk, largest: Tensor | None, jobs: Sequence[int] | Tensor
-) -> Tensor:
+def exponents_of(chunk: SharedChunk, largest: Tensor, jobs: Sequence[int] | Tensor) -> Tensor:
     """The exponent of each matrix's largest element here (J,), as float32 stores it.
 
     Args:
@@ -221,17 +219,13 @@ def exponents_of(
         largest: float32, of what is here of them.
         jobs: which matrix each is of.
     """
-    found = None
-    if largest is not None:
-        found = largest.view(torch.int32).bitwise_right_shift(23).bitwise_and_(255)
-    if found is not None and jobs is chunk.jobs_here and chunk.places_of_jobs is not None:
+    found = largest.view(torch.int32).bitwise_right_shift(23).bitwise_and_(255)
+    if jobs is chunk.jobs_here and chunk.places_of_jobs is not None:
         return found.index_select(0, chunk.places_of_jobs)
     exponents = torch.zeros(len(chunk.members), dtype=torch.int32, device=chunk.device)
-    if found is not None:
-        if not isinstance(jobs, Tensor):
-            jobs = torch.tensor(jobs).to(chunk.device, non_blocking=True)
-        exponents.scatter_reduce_(0, jobs, found, "amax")
-    return exponents
+    if not isinstance(jobs, Tensor):
+        jobs = torch.tensor(jobs).to(chunk.device, non_blocking=True)
+    return exponents.scatter_reduce_(0, jobs, found, "amax")
 
 
 def scales_of(exponents: Tensor) -> Tensor:

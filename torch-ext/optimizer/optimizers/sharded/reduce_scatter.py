@@ -257,15 +257,16 @@ class Contributions:
         if not self._rounds:
             copy_all(targets, grads)
             return
+        if not grads:
+            chunk.scales.fill_(1)
+            return
         jobs = chunk.jobs_for_others
         if not self._every:
             jobs = torch.tensor([held.job for held in self._here])
             jobs = jobs.to(chunk.device, non_blocking=True)
-        found = _largest(grads, chunk.dtype) if grads else None
-        scales = scales_of(exponents_of(chunk, found, jobs))
+        largest = torch.stack(torch._foreach_norm(list(grads), torch.inf)).to(chunk.dtype)
+        scales = scales_of(exponents_of(chunk, largest, jobs))
         chunk.scales.copy_(scales)
-        if not grads:
-            return
         factors = scales.index_select(0, jobs)
         if alike is not None:
             wide = torch.empty_like(alike, dtype=chunk.dtype)
@@ -519,8 +520,3 @@ def _grad(chunk: SharedChunk, job: int) -> Tensor:
     grad = chunk.members[job].param.grad
     assert grad is not None
     return grad
-
-
-def _largest(grads: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The largest magnitude of each."""
-    return torch.stack(torch._foreach_norm(list(grads), torch.inf)).to(dtype)

@@ -320,26 +320,19 @@ class Ranks:
         if self.config.wire_dtype is not None:
             return self.config.wire_dtype
         first = matrices[0]
-        picked = choose(
-            *first.matrix,
-            dtype=first.dtype,
-            device=first.param.device,
-            steps=options.ns_steps,
-            method=options.iteration,
-            iterate_dtype=options.dtype,
-        ).dtype
+        placed = {"dtype": first.dtype, "device": first.param.device}
+        picked = choose(*first.matrix, **placed, **options.iteration).dtype
         return torch.float16 if picked in (torch.float16, torch.bfloat16) else torch.float32
 
 
 def rates_of(shared: Shared, options: Sequence[MuonOptions | AdamWOptions]) -> dict[int, Rate]:
     """id of a chunk of matrices that ranks share -> its rate."""
     rates = {}
-    for per_group in (shared.chunks, shared.home):
-        for group, chunks in zip(options, per_group, strict=True):
-            for chunk in chunks:
-                whole = chunk.whole if isinstance(chunk, Bands) else chunk
-                if isinstance(whole, SharedChunk):
-                    rates[id(chunk)] = rate_of(group, *whole.matrix, whole.device)
+    for group, chunks in zip(options, shared.of_groups(), strict=True):
+        for chunk in chunks:
+            whole = chunk.whole if isinstance(chunk, Bands) else chunk
+            if isinstance(whole, SharedChunk):
+                rates[id(chunk)] = rate_of(group, *whole.matrix, whole.device)
     return rates
 
 
@@ -357,17 +350,7 @@ def _cost(options: MuonOptions) -> Callable[[int, int, torch.dtype, torch.device
 
     @functools.cache
     def cost(m: int, n: int, dtype: torch.dtype, device: torch.device) -> float:
-        together = predicted_ms(
-            m,
-            n,
-            COST_BATCH,
-            dtype,
-            device,
-            steps=options.ns_steps,
-            method=options.iteration,
-            iterate_dtype=options.dtype,
-        )
-        return together / COST_BATCH
+        return predicted_ms(m, n, COST_BATCH, dtype, device, **options.iteration) / COST_BATCH
 
     return cost
 
@@ -402,11 +385,10 @@ class Shared:
         self.staging.begin()
         self.graphs.begin(on=self.config.cuda_graphs and several and isinstance(kept, OnDevice))
         remaining: Counter[Tensor] = Counter()
-        for per_group in (self.chunks, self.home):
-            for group, chunks in zip(options, per_group, strict=True):
-                if group.none_grad:
-                    for part in itertools.chain.from_iterable(map(parts_of, chunks)):
-                        remaining.update(part.params)
+        for group, chunks in zip(options, self.of_groups(), strict=True):
+            if group.none_grad:
+                for part in itertools.chain.from_iterable(map(parts_of, chunks)):
+                    remaining.update(part.params)
         return StepRun(state, kept, remaining, self.staging, self.graphs)
 
     @cached_property
@@ -467,15 +449,9 @@ def layout_on(param: Tensor, team: Team) -> Layout:
 
 def stays(layout: Layout, *, stacked: bool) -> bool:
     """Whether no other rank has a part of what this one has, of experts if it is a stack of them"""
-    replicas = math.prod(
-        size for size, split in zip(layout.mesh, layout.splits, strict=True) if split.dim is None
-    )
-    sharded = {
-        split.dim
-        for size, split in zip(layout.mesh, layout.splits, strict=True)
-        if split.dim is not None and size > 1
-    }
-    return replicas == 1 and sharded <= ({0} if stacked else set())
+    pairs = zip(layout.mesh, layout.splits, strict=True)
+    split_along = {split.dim for size, split in pairs if size > 1}  # None: by replicas
+    return split_along <= ({0} if stacked else set())
 
 
 def local_blocks(blocks: Blocks, layout: Layout, team: Team) -> Blocks | None:
