@@ -31,6 +31,7 @@ NOT_TODAYS = {
 }
 # What README and a page may have at most, so that somebody reads them.
 README_LINES, PAGE_LINES = 180, 250
+FOR_AUTHORS = re.compile(r"kernels-src|torch-ext|\bwgmma\b|\bTMA\b|mma\.sync|_sm90|\[test_\w+")
 TROUBLESHOOTING = ROOT / "docs/troubleshooting.md"
 MESSAGE = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 VALUE = "\0"  # in place of what a message fills in
@@ -147,6 +148,18 @@ def test_pages_for_users_are_short() -> None:
         for page, most in limits.items()
         if not page.as_posix().startswith(generated)
         and (lines := len((ROOT / page).read_text().splitlines())) > most
+    ]
+    assert not findings, report(findings)
+
+
+def test_pages_for_users_are_not_for_authors() -> None:
+    """What only a kernel's author reads stands in docs/dev/: sources, instructions, proofs."""
+    findings = [
+        f"{page}:{number}: {found[0]} is for docs/dev/"
+        for page in pages()
+        if page.parts[0] in ("README.md", "CARD.md", "docs") and not page.is_relative_to("docs/dev")
+        for number, line in enumerate((ROOT / page).read_text().splitlines(), start=1)
+        if (found := FOR_AUTHORS.search(line))
     ]
     assert not findings, report(findings)
 
