@@ -61,6 +61,7 @@ def kernels() -> None:
     count += symmetric_products(opt)
     count += dense_products(opt)
     count += list_ops(opt)
+    count += rescaling(opt)
     print(f"{count} cases, all right")
 
 
@@ -222,6 +223,24 @@ def chains(opt) -> int:
         upper = block[:, None] <= block
         assert torch.equal(result.float()[:, upper], expected[upper].expand(batch, -1))
         count += 1
+    return count
+
+
+def rescaling(opt) -> int:
+    """scale_rows by norms of rows and of matrices, aligned or not; the number of cases."""
+    device, count = torch.device("cuda"), 0
+    module = importlib.import_module(f"{opt.__name__}.kernels.step.scale_rows")
+    for shape in ((2, 3, 8), (1, 5, 2056), (3, 7, 65)):
+        for dtype in LIST_DTYPES:
+            x = torch.randn(shape).to(dtype)
+            for scale, dims in ((module.equilibrate_rows, -1), (module.renormalize, (-2, -1))):
+                norms = torch.linalg.vector_norm(x.double(), dim=dims, keepdim=True)
+                target = 1.0 if dims == -1 else min(shape[1:]) ** 0.5
+                scaled = x.to(device)
+                scale(scaled)
+                expected = x.double() * target / norms
+                assert torch.allclose(scaled.cpu().double(), expected, rtol=2.0**-7, atol=2e-7)
+                count += 1
     return count
 
 
