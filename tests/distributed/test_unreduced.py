@@ -338,6 +338,21 @@ def test_gradients_that_were_reduced_are_noticed_after_a_step_without_any(ranks)
     assert untouched
 
 
+def steps_of_zeros(opt) -> list[bool]:
+    params = parameters()
+    optimizer = opt.DistMuonAdamW([{**g, "weight_decay": 0.0} for g in groups(params)])
+    before = [bits(param) for param in params]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    return [bits(param) == old for param, old in zip(params, before, strict=True)]
+
+
+@pytest.mark.sees_defect("zeros on every rank are taken for gradients that something reduced")
+def test_gradients_of_zeros_are_no_sign_of_a_reduction(ranks) -> None:
+    assert all(same_everywhere(ranks(2).run(steps_of_zeros)))
+
+
 def disagree(opt) -> str:
     from torch import distributed
 

@@ -291,7 +291,7 @@ def test_what_has_no_experts_interface_is_told_what_it_is(opt) -> None:
     packed = build("gpt_oss")
     for layer in packed.model.layers:
         layer.mlp.experts = Mxfp4GptOssExperts(packed.config)
-    with pytest.raises(ValueError, match=r"Mxfp4GptOssExperts, quantised to torch\.uint8; load it"):
+    with pytest.raises(ValueError, match=r"Mxfp4GptOssExperts, quantised to torch\.uint8; read"):
         use(packed)
     config = transformers.LlamaConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2

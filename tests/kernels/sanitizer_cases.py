@@ -251,7 +251,7 @@ def list_ops(opt) -> int:
     """
     device, count, kernels = torch.device("cuda"), 0, opt.kernels
     momentum, update, adamw = (
-        importlib.import_module(f"{kernels.__name__}.{op}")._reference
+        importlib.import_module(f"{kernels.__name__}.step.{op}")._reference
         for op in ("momentum", "apply_update", "adamw")
     )
     shapes = ((5, 7), (0,), (3, 20, 17), (), (131, 129))

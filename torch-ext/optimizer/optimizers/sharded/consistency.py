@@ -452,7 +452,8 @@ def _bits(present: Sequence[bool]) -> list[int]:
 
 
 def _not_yet_reduced(found: Tensor) -> None:
-    if torch.equal(*found):
+    # Gradients of zeros or without elements are equal whether something reduces them or not.
+    if torch.equal(*found) and found.any():
         raise RuntimeError(
             "gradients='unreduced', but every rank has the same gradients, bit for bit: "
             "something reduces them already (DistributedDataParallel does; then use "
