@@ -211,6 +211,4 @@ def test_every_option_of_a_group_is_an_argument_of_muon(opt, submodule) -> None:
     defaults = submodule("optimizers.muon_adamw").DEFAULTS
     own = submodule("optimizers.groups.param_groups").DEFAULT_KEYS
     adamw = {own.get(name, name) for name in options.option_names(options.AdamWOptions)}
-    arguments = names & set(inspect.signature(opt.MuonAdamW).parameters)
-    assert arguments >= {"lr", "row_equilibration", "renormalize"}
-    assert set(defaults) == (names | adamw) - arguments
+    assert set(defaults) == (names | adamw) - {"lr"}

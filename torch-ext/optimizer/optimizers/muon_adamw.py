@@ -34,6 +34,8 @@ DEFAULTS: dict[str, Any] = {
     "ns_steps": 5,
     "ns_coefficients": POLAR_EXPRESS,
     "eps": 1e-7,
+    "row_equilibration": False,
+    "renormalize": False,
     "method": "auto",
     "dtype": None,
     "cautious": True,
