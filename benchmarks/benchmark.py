@@ -1,4 +1,4 @@
-"""`kernels benchmark` of nf4_dequant: the experts of one layer, checked against plain PyTorch.
+"""`kernels benchmark`: decoding and orthogonalization, checked against plain PyTorch.
 
 The Hub's runner times the wall clock, one synchronisation per call; run.py has the quotable times.
 """
@@ -25,6 +25,16 @@ def decode(
     nibble = torch.where(element % 2 == 0, byte >> 4, byte & 15)
     value = codebook[nibble.long()] * absmax[element // blocksize]
     return value.to(dtype).reshape(-1, *shape)
+
+
+def polar_factor(x: torch.Tensor, coefficients: tuple[tuple[float, ...], ...]) -> torch.Tensor:
+    """The iteration as it is written, in float64: X <- a X + (b A + c A^2) X with A = X X^T."""
+    x = x.double()
+    x = x / (1.02 * x.norm(dim=(-2, -1), keepdim=True))
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
 
 
 class Nf4DequantBenchmark(Benchmark):
@@ -79,4 +89,37 @@ class Nf4DequantBenchmark(Benchmark):
         self._run()
 
     def verify_olmoe_down_of_8(self) -> torch.Tensor:
+        return self._verify()
+
+
+class PolarExpressBenchmark(Benchmark):
+    """The attention and up projections of a 124M GPT: one stack for all layers."""
+
+    seed = 0
+
+    def _setup(self, *shape: int) -> None:
+        self.x = torch.randn(shape, device=self.device)
+
+    def _run(self) -> None:
+        self.out = self.kernel.polar_express(self.x).float()
+
+    def _verify(self) -> torch.Tensor:
+        return polar_factor(self.x, self.kernel.polar_express_coefficients(5)).float()
+
+    def setup_gpt_attention(self) -> None:
+        self._setup(12, 768, 768)
+
+    def benchmark_gpt_attention(self) -> None:
+        self._run()
+
+    def verify_gpt_attention(self) -> torch.Tensor:
+        return self._verify()
+
+    def setup_gpt_up(self) -> None:
+        self._setup(12, 768, 3072)
+
+    def benchmark_gpt_up(self) -> None:
+        self._run()
+
+    def verify_gpt_up(self) -> torch.Tensor:
         return self._verify()
