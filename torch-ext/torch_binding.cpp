@@ -41,9 +41,10 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "gram_polynomial_slice(Tensor[] pieces, Tensor(a!) out, int[] places, int[] operands, "
       "float[] coefficients, float start_norm, float prefactor, bool chain) -> ()");
   ops.def(
-      "nf4_product(Tensor x, Tensor packed, Tensor absmax, Tensor codebook, int[] stored, "
+      "nf4_product(Tensor x, Tensor packed, Tensor absmax, Tensor? codebook, int[] stored, "
       "int blocksize, bool along, Tensor? low, Tensor? factor, Tensor? bias, Tensor? gates, "
-      "Tensor slots, Tensor offsets, Tensor(a!) out, int fan, bool scatter) -> ()");
+      "Tensor slots, Tensor offsets, Tensor(a!) out, int fan, bool scatter, int format, "
+      "int block_rows) -> ()");
   ops.def(
       "nf4_dequant(Tensor packed, Tensor absmax, Tensor active_experts, SymInt[] expert_shape, "
       "int blocksize, ScalarType dtype, Tensor? codebook, Tensor? absmax_code, "

@@ -86,10 +86,12 @@ void gram_polynomial_slice_cuda(const TensorVector& pieces, const Tensor& out,
                                 double prefactor, bool chain);
 
 void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absmax,
-                      const Tensor& codebook, IntHeaderOnlyArrayRef stored, int64_t blocksize,
-                      bool along, std::optional<Tensor> low, std::optional<Tensor> factor,
-                      std::optional<Tensor> bias, std::optional<Tensor> gates, const Tensor& slots,
-                      const Tensor& offsets, const Tensor& out, int64_t fan, bool scatter);
+                      std::optional<Tensor> codebook, IntHeaderOnlyArrayRef stored,
+                      int64_t blocksize, bool along, std::optional<Tensor> low,
+                      std::optional<Tensor> factor, std::optional<Tensor> bias,
+                      std::optional<Tensor> gates, const Tensor& slots, const Tensor& offsets,
+                      const Tensor& out, int64_t fan, bool scatter, int64_t format,
+                      int64_t block_rows);
 
 Tensor nf4_dequant_cpu(const Tensor& packed, const Tensor& absmax, const Tensor& active_experts,
                        IntHeaderOnlyArrayRef expert_shape, int64_t blocksize, ScalarType dtype,

@@ -122,6 +122,8 @@ void read_product(Reader& reader, nf4_product::Problem& p) {
   p.shift = static_cast<int>(reader.next());
   p.along = reader.next() != 0;
   p.scatter = reader.next() != 0;
+  p.format = static_cast<nf4_product::Format>(reader.next());
+  p.row_shift = static_cast<int>(reader.next());
 }
 
 Step read_step(Reader& reader, const Plan& plan, size_t operands) {
@@ -282,7 +284,7 @@ class Playing {
     nf4_product::Problem p = step.product;
     const Argument* next = step.arguments.data();
     p.packed = address_of<const uint8_t>(*next++);
-    p.absmax = address_of<const float>(*next++);
+    p.absmax = address_of<const void>(*next++);
     p.codebook = address_of<const float>(*next++);
     p.x = address_of<const void>(*next++);
     p.low = address_of<const void>(*next++);

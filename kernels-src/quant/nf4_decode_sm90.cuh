@@ -58,14 +58,14 @@ class ByteTransposer {
   uint32_t send_bytes_, keep_first_byte_, keep_second_byte_;
 };
 
-template <bool kAlong>
+template <bool kAlong, Format kFormat>
 class Decoder;
 
 // A line of a stage is a stored row with 32 bytes of the sum, swizzled by 32 bytes. ldmatrix gives
 // a lane of four the four bytes of 8 elements; wgmma wants one byte of every 8, hence the
 // transposer.
 template <>
-class Decoder<true> {
+class Decoder<true, Format::kFourBit> {
  public:
   struct Fetched {
     uint32_t bytes[4];  // of two neighbouring columns: half of the sum, then the column
@@ -73,16 +73,17 @@ class Decoder<true> {
     float table;
   };
 
-  __device__ __forceinline__ Decoder(const float* codebook, int consumer)
-      : table_(codebook[threadIdx.x % 16]) {
+  __device__ __forceinline__ Decoder(const Arguments& p, int consumer)
+      : table_(p.codebook[threadIdx.x % 16]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
     const int first = consumer * kPartColumns;
-    const int line = first + pair_column<true>(warp, lane % 8) + lane / 8 % 2;
+    const int line = first + pair_column<true, Format::kFourBit>(warp, lane % 8) + lane / 8 % 2;
     bytes_ = line * (kDepth / 2) + (lane / 16 ^ line / 4 % 2) * 16;
-    scales_ = 4 * (first + pair_column<true>(warp, lane / 4));
+    scales_ = 4 * (first + pair_column<true, Format::kFourBit>(warp, lane / 4));
   }
 
-  __device__ __forceinline__ void fetch(Fetched& to, const SharedMap& at, uint32_t slot) const {
+  template <bool kOdd, typename Map>
+  __device__ __forceinline__ void fetch(Fetched& to, const Map& at, uint32_t slot) const {
     to.table = table_;
     load_fragments<false>(to.bytes, at.packed(slot) + bytes_);
     to.scales = load_scales(at.scales(slot) + scales_);
@@ -118,7 +119,7 @@ class Decoder<true> {
 // bytes. ldmatrix transposes two bytes at a time: a lane gets two bytes of two stored rows, of
 // which its warp takes one and the neighbouring warp the other.
 template <>
-class Decoder<false> {
+class Decoder<false, Format::kFourBit> {
  public:
   struct Fetched {
     uint32_t bytes[8];  // of 8 of the sum each
@@ -127,8 +128,8 @@ class Decoder<false> {
     int shift;
   };
 
-  __device__ __forceinline__ Decoder(const float* codebook, int consumer)
-      : table_(codebook[threadIdx.x % 16]) {
+  __device__ __forceinline__ Decoder(const Arguments& p, int consumer)
+      : table_(p.codebook[threadIdx.x % 16]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
     const int chunk = consumer * (kPartColumns / 32) + warp / 2;
     bytes_ = lane * (kColumns / 2) + (chunk ^ lane / 2 % 4) * 16;
@@ -136,7 +137,8 @@ class Decoder<false> {
     shift_ = warp % 2 * 8;
   }
 
-  __device__ __forceinline__ void fetch(Fetched& to, const SharedMap& at, uint32_t slot) const {
+  template <bool kOdd, typename Map>
+  __device__ __forceinline__ void fetch(Fetched& to, const Map& at, uint32_t slot) const {
     to.table = table_;
     to.shift = shift_;
 #pragma unroll

@@ -1,5 +1,5 @@
 #pragma once
-// How stages are filled: packed bytes by TMA, absmax and gathered rows by asynchronous copies.
+// How stages are filled: packed bytes by TMA, scales and gathered rows by asynchronous copies.
 
 #include "common/mma.cuh"
 #include "quant/nf4_tile_sm90.cuh"
@@ -18,15 +18,55 @@ __device__ __forceinline__ void barrier_arrive_behind_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// Where the word lies that holds the scale of a thread's row in a stage of the sum: of all of its
+// columns along; across of a part's, from `column` on. Of MXFP4 it holds two scales, of 64 columns,
+// in one of its halves, and starts on 4 bytes.
+template <bool kAlong, Format kFormat>
+class ScaleSource {
+ public:
+  __device__ __forceinline__ ScaleSource(const Arguments& p, int expert, int row, int column)
+      : p_(p), row_(row) {
+    int64_t line = static_cast<int64_t>(expert) * p.stored_rows + row;
+    if constexpr (kFormat == Format::kFp8) {
+      line = static_cast<int64_t>(expert) * p.scale_rows + (kAlong ? row >> p.row_shift : 0);
+    }
+    from_ =
+        static_cast<const char*>(p.absmax) + (line * p.row_blocks + (column >> p.shift)) * kEach;
+  }
+
+  __device__ __forceinline__ const char* at(int k) const {
+    int64_t further = static_cast<int64_t>(k) * p_.row_blocks;
+    if constexpr (kAlong) {
+      further = k >> p_.shift;
+    } else if constexpr (kFormat == Format::kFp8) {
+      further = static_cast<int64_t>((row_ + k) >> p_.row_shift) * p_.row_blocks;
+    }
+    const char* found = from_ + further * kEach;
+    if constexpr (kFormat == Format::kMxfp4) {
+      found = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(found) & ~uintptr_t{3});
+    }
+    return found;
+  }
+
+ private:
+  static constexpr int kEach = kFormat == Format::kMxfp4 ? 1 : 4;  // bytes
+
+  const Arguments& p_;
+  const char* from_;
+  const int row_;
+};
+
 // Thread t of the loader copies chunk t % 8 of lines t / 8, t / 8 + 16, ... of the rows and scale
 // t; thread 0 also asks for the packed bytes. What a thread's copies of a tile have in common is
 // computed once per tile: with addresses computed for each copy the loader, not the tensor cores,
 // set the pace. Lines behind a tile's rows, up to a multiple of 16, hold its last row again: a row
 // of the product depends on its own line alone.
-template <bool kAlong>
+template <bool kAlong, Format kFormat>
 class Loader {
  public:
-  __device__ __forceinline__ Loader(const Arguments& p, const SharedMap& at)
+  using Map = SharedMap<kFormat>;
+
+  __device__ __forceinline__ Loader(const Arguments& p, const Map& at)
       : p_(p),
         at_(at),
         thread_(static_cast<int>(threadIdx.x)),
@@ -89,8 +129,7 @@ class Loader {
     }
     const int row = kAlong ? here.column + thread_ : thread_ % kDepth;
     const int column = kAlong ? 0 : here.column + thread_ / kDepth * kPartColumns;
-    const int64_t stored = static_cast<int64_t>(here.expert) * p_.stored_rows + row;
-    const float* scales = p_.absmax + stored * p_.row_blocks + (column >> p_.shift);
+    const ScaleSource<kAlong, kFormat> scales(p_, here.expert, row, column);
     for (int k = 0; k < p_.depth; k += kDepth) {
       const uint32_t full = wait_for_empty();
       if (k == 0 && thread_ == 0) {
@@ -98,8 +137,7 @@ class Loader {
       }
       fetch_packed(here, k, full);
       const bool inside = (kAlong ? row : row + k) < p_.stored_rows && column < p_.columns;
-      const int64_t further = kAlong ? k >> p_.shift : static_cast<int64_t>(k) * p_.row_blocks;
-      copy_word_async(at_.scales(ring_.slot) + 4 * thread_, inside ? scales + further : p_.absmax,
+      copy_word_async(at_.scales(ring_.slot) + 4 * thread_, inside ? scales.at(k) : p_.absmax,
                       inside);
       if (k + kDepth <= p_.depth) {
         gather<true>(p_.x + 2 * k, units, here.rows, 16);
@@ -132,9 +170,10 @@ class Loader {
   // decoded there is finite, and meets zeros or is not stored.
   __device__ __forceinline__ void fetch_packed(const TileAt& where, int k, uint32_t full) const {
     if (thread_ != 0) return;
-    sm90::barrier_arrive_expecting(full, kPackedBytes);
-    sm90::copy_in(at_.packed(ring_.slot), p_.packed, full, (kAlong ? k : where.column) / 2,
-                  kAlong ? where.column : k, where.expert);
+    sm90::barrier_arrive_expecting(full, kPackedBytes<kFormat>);
+    sm90::copy_in(at_.packed(ring_.slot), p_.packed, full,
+                  (kAlong ? k : where.column) / kPerByte<kFormat>, kAlong ? where.column : k,
+                  where.expert);
   }
 
   // This thread's chunks of 64 elements of rows, of which `left` bytes exist; zeros behind.
@@ -165,7 +204,7 @@ class Loader {
   }
 
   const Arguments& p_;
-  const SharedMap& at_;
+  const Map& at_;
   const int thread_;
   const int line_;
   const int chunk_;

@@ -1,83 +1,13 @@
-// nf4_product by TMA and wgmma, for Hopper alone. When it serves: nf4_product.h.
+// nf4_product by TMA and wgmma, for Hopper alone. When it serves: nf4_product.h. Kernels of other
+// formats are compiled beside this file, each in one of its own.
 
-#include <algorithm>
 #include <optional>
 
-#include "quant/nf4_product.h"
-#include "quant/nf4_product_sm90.cuh"
-#include "sm90/launch.cuh"
+#include "quant/nf4_launch_sm90.cuh"
 
 namespace optimizer {
 namespace nf4_product {
 namespace {
-
-// The stack's bytes, in boxes of a stage: lines of 32 bytes along, of 64 across.
-CUtensorMap packed_map(const Problem& p) {
-  const auto row_bytes = static_cast<cuuint64_t>(p.k / 2), lines = static_cast<cuuint64_t>(p.n);
-  const cuuint64_t dims[] = {row_bytes, lines, static_cast<cuuint64_t>(p.experts)};
-  const cuuint64_t strides[] = {row_bytes, row_bytes * lines};
-  const cuuint32_t along[] = {kDepth / 2, kColumns, 1}, across[] = {kColumns / 2, kDepth, 1};
-  const cuuint32_t steps[] = {1, 1, 1};
-  CUtensorMap map;
-  const CUresult result = sm90::map_encoder()(
-      &map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<uint8_t*>(p.packed), dims, strides,
-      p.along ? along : across, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      p.along ? CU_TENSOR_MAP_SWIZZLE_32B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  STD_TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with error ",
-                  static_cast<int>(result), " for ", p.experts, " x ", p.n, " x ", p.k, " nibbles");
-  return map;
-}
-
-Arguments arguments_of(const Problem& p) {
-  Arguments args{};
-  args.packed = packed_map(p);
-  args.absmax = p.absmax;
-  args.codebook = p.codebook;
-  args.x = static_cast<const char*>(p.x);
-  args.low = static_cast<const char*>(p.low);
-  args.factor = static_cast<const char*>(p.factor);
-  args.bias = p.bias;
-  args.gates = p.gates;
-  args.slots = p.slots;
-  args.offsets = p.offsets;
-  args.out = static_cast<char*>(p.out);
-  args.x_row = p.x_row * 2;
-  args.low_row = p.rank * 2;
-  args.factor_expert = p.factor_expert * 2;
-  args.factor_rank = p.factor_rank * 2;
-  args.factor_column = p.factor_column * 2;
-  args.experts = static_cast<int>(p.experts);
-  args.rows = static_cast<int>(p.rows);
-  args.stored_rows = static_cast<int>(p.n);
-  args.row_blocks = static_cast<int>(p.k >> p.shift);
-  args.shift = p.shift;
-  args.depth = static_cast<int>(p.depth());
-  args.columns = static_cast<int>(p.columns());
-  args.rank = static_cast<int>(p.rank);
-  args.fan = static_cast<int>(p.fan);
-  args.column_blocks = (args.columns + kColumns - 1) / kColumns;
-  args.scatter = p.scatter;
-  return args;
-}
-
-template <bool kAlong>
-void launch(const Problem& p, int device, cudaStream_t stream) {
-  const Arguments args = arguments_of(p);
-  const auto kernel = nf4_product_kernel<kAlong>;
-  STD_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SharedMap::kBytes));
-  // Most tiles that the rows can make; how many there are is known on the device alone.
-  const int64_t most = (p.rows / kTokens + std::min(p.experts, p.rows)) * args.column_blocks;
-  STD_TORCH_CHECK(most < int64_t{1} << 31, "nf4_product: there are more than 2^31 tiles");
-  cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(static_cast<unsigned>(std::min<int64_t>(most, sm90::processors_of(device))));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = SharedMap::kBytes;
-  config.stream = stream;
-  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
-}
 
 bool has_shape(const Tensor& x, std::initializer_list<int64_t> shape) {
   if (x.dim() != static_cast<int64_t>(shape.size())) return false;
@@ -106,16 +36,18 @@ struct Checker {
 int64_t row_stride(const Tensor& rows) { return rows.size(0) > 1 ? rows.stride(0) : 0; }
 
 void check_stack(const Checker& check, const Tensor& packed, const Tensor& absmax,
-                 const Tensor& codebook, const Problem& p) {
+                 const std::optional<Tensor>& codebook, const Problem& p) {
   STD_TORCH_CHECK(p.experts > 0 && p.n > 0 && p.k > 0,
                   "nf4_product: stored must be (E, N, K), all positive");
-  STD_TORCH_CHECK(check.plain(packed, ScalarType::Byte, {p.experts * p.n * p.k / 2}),
-                  "nf4_product: packed must hold E N K / 2 contiguous bytes on x's device");
+  STD_TORCH_CHECK(check.plain(packed, ScalarType::Byte, {p.experts * p.n * p.row_bytes()}),
+                  "nf4_product: packed must hold the stack's contiguous bytes on x's device");
+  const auto kind = p.format == Format::kMxfp4 ? ScalarType::Byte : ScalarType::Float;
   STD_TORCH_CHECK(
-      check.plain(absmax, ScalarType::Float, {p.experts * p.n * p.k >> p.shift}),
-      "nf4_product: absmax must hold one contiguous float32 per block on x's device; decode nested "
-      "absmax first");
-  STD_TORCH_CHECK(check.plain(codebook, ScalarType::Float, {16}),
+      check.plain(absmax, kind, {p.experts * p.scale_rows() * p.row_blocks()}),
+      "nf4_product: absmax must hold one contiguous float32 (MXFP4: byte) per block on x's device; "
+      "decode nested absmax first");
+  STD_TORCH_CHECK(p.format != Format::kFourBit ||
+                      (codebook.has_value() && check.plain(*codebook, ScalarType::Float, {16})),
                   "nf4_product: codebook must be 16 contiguous float32 on x's device");
 }
 
@@ -157,17 +89,29 @@ void check_epilogue(const Checker& check, const std::optional<Tensor>& bias,
 
 }  // namespace
 
+extern template void run_format<Format::kMxfp4>(const Problem& p, int device, cudaStream_t stream);
+extern template void run_format<Format::kFp8>(const Problem& p, int device, cudaStream_t stream);
+
 void run(const Problem& p, int device, cudaStream_t stream) {
-  return p.along ? launch<true>(p, device, stream) : launch<false>(p, device, stream);
+  switch (p.format) {
+    case Format::kFourBit:
+      return run_format<Format::kFourBit>(p, device, stream);
+    case Format::kMxfp4:
+      return run_format<Format::kMxfp4>(p, device, stream);
+    case Format::kFp8:
+      return run_format<Format::kFp8>(p, device, stream);
+  }
 }
 
 }  // namespace nf4_product
 
 void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absmax,
-                      const Tensor& codebook, IntHeaderOnlyArrayRef stored, int64_t blocksize,
-                      bool along, std::optional<Tensor> low, std::optional<Tensor> factor,
-                      std::optional<Tensor> bias, std::optional<Tensor> gates, const Tensor& slots,
-                      const Tensor& offsets, const Tensor& out, int64_t fan, bool scatter) {
+                      std::optional<Tensor> codebook, IntHeaderOnlyArrayRef stored,
+                      int64_t blocksize, bool along, std::optional<Tensor> low,
+                      std::optional<Tensor> factor, std::optional<Tensor> bias,
+                      std::optional<Tensor> gates, const Tensor& slots, const Tensor& offsets,
+                      const Tensor& out, int64_t fan, bool scatter, int64_t format,
+                      int64_t block_rows) {
   using namespace nf4_product;
   STD_TORCH_CHECK(stored.size() == 3 && slots.dim() == 1,
                   "nf4_product: stored must be (E, N, K), slots (R,)");
@@ -179,9 +123,14 @@ void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absma
   p.fan = fan;
   p.along = along;
   p.scatter = scatter;
+  STD_TORCH_CHECK(format >= 0 && format <= static_cast<int64_t>(Format::kFp8),
+                  "nf4_product: there is no format ", format);
+  p.format = static_cast<Format>(format);
   while ((int64_t{1} << p.shift) < blocksize) ++p.shift;
-  STD_TORCH_CHECK((int64_t{1} << p.shift) == blocksize,
-                  "nf4_product: blocksize must be a power of two, got ", blocksize);
+  while ((int64_t{1} << p.row_shift) < block_rows) ++p.row_shift;
+  STD_TORCH_CHECK((int64_t{1} << p.shift) == blocksize && (int64_t{1} << p.row_shift) == block_rows,
+                  "nf4_product: sides of a block must be powers of two, got ", block_rows, " x ",
+                  blocksize);
   const Checker check{x};
   check_stack(check, packed, absmax, codebook, p);
   STD_TORCH_CHECK(check.is_rows(x, p.depth(), p.rows, fan),
@@ -195,8 +144,8 @@ void nf4_product_cuda(const Tensor& x, const Tensor& packed, const Tensor& absma
   check_lora(check, low, factor, p);
   check_epilogue(check, bias, gates, p);
   p.packed = static_cast<const uint8_t*>(packed.data_ptr());
-  p.absmax = static_cast<const float*>(absmax.data_ptr());
-  p.codebook = static_cast<const float*>(codebook.data_ptr());
+  p.absmax = absmax.data_ptr();
+  if (codebook.has_value()) p.codebook = static_cast<const float*>(codebook->data_ptr());
   p.x = x.data_ptr();
   p.x_row = row_stride(x);
   p.slots = static_cast<const int64_t*>(slots.data_ptr());

@@ -1,6 +1,7 @@
 #pragma once
-// The persistent kernel of the product over 4-bit weights. See nf4_tile_sm90.cuh for the roles.
+// The persistent kernel of the product over packed weights. See nf4_tile_sm90.cuh for the roles.
 
+#include "quant/block_decode_sm90.cuh"
 #include "quant/nf4_decode_sm90.cuh"
 #include "quant/nf4_load_sm90.cuh"
 #include "sm90/wgmma.cuh"
@@ -34,7 +35,8 @@ class TileExtras {
   }
 
   // A warpgroup_sync before, nobody reads the tables; one later everybody sees them.
-  __device__ __forceinline__ void publish(const SharedMap& at, int consumer) const {
+  template <typename Map>
+  __device__ __forceinline__ void publish(const Map& at, int consumer) const {
     int* targets = at.targets(consumer);
     float* gates = at.gates(consumer);
 #pragma unroll
@@ -97,17 +99,19 @@ __device__ __forceinline__ void clear_sentinels(const Arguments& p, int first) {
 
 // One consumer's tiles. The first stage of a tile is decoded beside the last products of the tile
 // before, whose sums are written meanwhile.
-template <bool kAlong>
+template <bool kAlong, Format kFormat>
 class Consumer {
  public:
-  __device__ __forceinline__ Consumer(const Arguments& p, const SharedMap& at, int consumer)
+  using Map = SharedMap<kFormat>;
+
+  __device__ __forceinline__ Consumer(const Arguments& p, const Map& at, int consumer)
       : p_(p),
         at_(at),
         consumer_(consumer),
         stages_((p.depth + kDepth - 1) / kDepth),
         rank_stages_((p.rank + kDepth - 1) / kDepth),
         rows_start_(sm90::matrix_descriptor(at.rows(0))),
-        decode_(p.codebook, consumer) {}
+        decode_(p, consumer) {}
 
   __device__ __forceinline__ void run() {
     const int tiles = tile_count(p_, at_);
@@ -117,13 +121,18 @@ class Consumer {
       const int4 place = *at_.place(slot_);
       const TileAt where{place.x, place.y, place.z, place.w};
       more = dealt_tile(round) < tiles;
-      process_by_least<64, 80, 96, 128, 144, 160, 176, 192, 240, kTokens>(where, more);
+      if constexpr (kFormat == Format::kFourBit) {
+        process_by_least<64, 80, 96, 128, 144, 160, 176, 192, 240, kTokens>(where, more);
+      } else {  // fewer, for the compiler's sake
+        process_by_least<64, 128, 144, 160, 192, 240, kTokens>(where, more);
+      }
     }
     clear_sentinels(p_, at_.offsets()[p_.experts]);
   }
 
  private:
-  using Fetched = typename Decoder<kAlong>::Fetched;
+  using Source = Decoder<kAlong, kFormat>;
+  using Fetched = typename Source::Fetched;
   using Operand = uint32_t[kSteps][4];
   // Most stages of the rank between a tile's last stage and the first of the next: these must not
   // wait for each other to be released.
@@ -148,7 +157,8 @@ class Consumer {
   __device__ __forceinline__ void process(const TileAt& where, bool more) {
     TileExtras extras(p_, where);
     const int warp = threadIdx.x % kWarpgroup / 32, group = threadIdx.x % 32 / 4;
-    const int column = where.column + consumer_ * kPartColumns + pair_column<kAlong>(warp, group);
+    const int column =
+        where.column + consumer_ * kPartColumns + pair_column<kAlong, kFormat>(warp, group);
     Factor factor(p_, where, column);
     // Set to zero, not overwritten by the first product: what only that defines lives, for the
     // compiler, through the whole loop over tiles, every kN's sums beside each other.
@@ -198,30 +208,30 @@ class Consumer {
         add_last_stage<kN>(sum, even_, odd_, stage > 1, early, rank_ring);
         return early;
       }
-      add_stage<kN>(sum, even_, odd_, stage > 1);
+      add_stage<kN, true>(sum, even_, odd_, stage > 1);
       if (stage + 1 == stages_) {
         add_last_stage<kN>(sum, odd_, even_, true, early, rank_ring);
         return false;
       }
-      add_stage<kN>(sum, odd_, even_, true);
+      add_stage<kN, false>(sum, odd_, even_, true);
     }
   }
 
   // The products of the stage in `a`; `next` becomes what the ring has come to. Half of the
-  // products are handed on before, half between the two halves of its decoding.
-  template <int kN>
+  // products are handed on before, half between the two halves of its decoding. kOdd: of `next`.
+  template <int kN, bool kOdd>
   __device__ __forceinline__ void add_stage(float (&sum)[kN / 2], const Operand& a, Operand& next,
                                             bool holds) {
     const uint64_t b = rows_start_ + slot_ * (kRowBytes / 16);
     add_steps<kN, 0, 2>(sum, a, b);
     free_stage_before(holds);
     Fetched fetched;
-    fetch(fetched);
-    Decoder<kAlong>::template decode<0>(next[0], fetched);
-    Decoder<kAlong>::template decode<1>(next[1], fetched);
+    fetch<kOdd>(fetched);
+    Source::template decode<0>(next[0], fetched);
+    Source::template decode<1>(next[1], fetched);
     add_steps<kN, 2, 4>(sum, a, b);
-    Decoder<kAlong>::template decode<2>(next[2], fetched);
-    Decoder<kAlong>::template decode<3>(next[3], fetched);
+    Source::template decode<2>(next[2], fetched);
+    Source::template decode<3>(next[3], fetched);
   }
 
   template <int kN>
@@ -255,22 +265,25 @@ class Consumer {
     before_ = slot_;
   }
 
-  // What the left operand of the stage that the ring has come to is decoded from.
+  // What the left operand of the stage that the ring has come to is decoded from; kOdd: whether the
+  // number of the stage in its tile is odd.
+  template <bool kOdd>
   __device__ __forceinline__ void fetch(Fetched& fetched) {
     sm90::barrier_wait(at_.full(ring_.slot), ring_.parity, "a full stage");
     see_copies();
-    decode_.fetch(fetched, at_, ring_.slot);
+    decode_.template fetch<kOdd>(fetched, at_, ring_.slot);
     slot_ = ring_.slot;
     ring_.advance();
   }
 
+  // Of a tile's first stage.
   __device__ __forceinline__ void fetch_all(Operand& a) {
     Fetched fetched;
-    fetch(fetched);
-    Decoder<kAlong>::template decode<0>(a[0], fetched);
-    Decoder<kAlong>::template decode<1>(a[1], fetched);
-    Decoder<kAlong>::template decode<2>(a[2], fetched);
-    Decoder<kAlong>::template decode<3>(a[3], fetched);
+    fetch<false>(fetched);
+    Source::template decode<0>(a[0], fetched);
+    Source::template decode<1>(a[1], fetched);
+    Source::template decode<2>(a[2], fetched);
+    Source::template decode<3>(a[3], fetched);
   }
 
   // Ranks [16 s, 16 s + 16) of a thread's two columns: two ranks each, and two further by 8. The
@@ -359,12 +372,12 @@ class Consumer {
   }
 
   const Arguments& p_;
-  const SharedMap& at_;
+  const Map& at_;
   const int consumer_;
   const int stages_;
   const int rank_stages_;
   const uint64_t rows_start_;
-  const Decoder<kAlong> decode_;
+  const Source decode_;
   Ring<kStages> ring_;   // the next stage to be decoded
   uint32_t slot_ = 0;    // of the stage that was decoded last
   uint32_t before_ = 0;  // of the stage that was multiplied last
@@ -410,7 +423,8 @@ __device__ __forceinline__ void make_order(const int* offsets, int experts, int*
 
 // Offsets; experts in the order of their tiles' heights; tiles of rows before every expert of this
 // order.
-__device__ __forceinline__ void make_tables(const Arguments& p, const SharedMap& at) {
+template <typename Map>
+__device__ __forceinline__ void make_tables(const Arguments& p, const Map& at) {
   int *offsets = at.offsets(), *starts = at.starts(), *order = at.order();
   int* places = at.sources(0);  // nobody's yet
   static_assert(kHeightClasses < 32);
@@ -436,12 +450,12 @@ __device__ __forceinline__ void make_tables(const Arguments& p, const SharedMap&
   if (thread == 0) starts[p.experts] = before;
 }
 
-template <bool kAlong>
+template <bool kAlong, Format kFormat>
 __global__ void __launch_bounds__(kThreads, 1)
     nf4_product_kernel(const __grid_constant__ Arguments p) {
   using namespace sm90;
   extern __shared__ char shared[];
-  const SharedMap at(shared);
+  const SharedMap<kFormat> at(shared);
   if (threadIdx.x == 0) {
     prefetch_map(p.packed);
     for (int slot = 0; slot < kStages; ++slot) {
@@ -456,10 +470,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {
     give_registers<kLoaderRegisters>();
-    Loader<kAlong>(p, at).run();
+    Loader<kAlong, kFormat>(p, at).run();
   } else {
     take_registers<kConsumerRegisters>();
-    Consumer<kAlong>(p, at, warpgroup - 1).run();
+    Consumer<kAlong, kFormat>(p, at, warpgroup - 1).run();
   }
 }
 

@@ -1,7 +1,7 @@
 #pragma once
-// Shapes, shared memory and arguments of the product over 4-bit weights on sm_90a.
+// Shapes, shared memory and arguments of the product over packed weights on sm_90a.
 //
-//   loader warpgroup   packed weights by TMA, absmax and     |  full ->   two consumer warpgroups:
+//   loader warpgroup   packed weights by TMA, scales and     |  full ->   two consumer warpgroups:
 //                      gathered rows by cp.async             |  <- empty  decode, wgmma, epilogue
 //
 // Columns of the result are wgmma's M: a consumer decodes 64 of them in registers, where wgmma
@@ -19,6 +19,7 @@
 #include <cstdint>
 
 #include "common/schedule.h"
+#include "quant/nf4_product.h"
 #include "quant/row_tiles.h"
 #include "sm90/layout.h"
 #include "sm90/ptx.cuh"
@@ -43,8 +44,12 @@ constexpr int kConsumerRegisters = 224;
 constexpr int kMaxExperts = 512;  // their offsets and tiles lie in shared memory
 
 constexpr int kRowBytes = kTokens * sm90::kLineBytes;  // of x, per stage
-constexpr int kPackedBytes = kColumns * kDepth / 2;
-constexpr int kScaleBytes = 4 * kColumns;  // along: one per column; across: kDepth per consumer
+template <Format kFormat>
+constexpr int kPerByte = kFormat == Format::kFp8 ? 1 : 2;  // elements
+template <Format kFormat>
+constexpr int kPackedBytes = kColumns * kDepth / kPerByte<kFormat>;
+// Words of scales. Along: one per column; across: kDepth per consumer.
+constexpr int kScaleBytes = 4 * kColumns;
 constexpr int kTableBytes = 4 * kTokens;
 static_assert(kColumns == kConsumers * kDepth);  // both kinds of scales fill kScaleBytes
 
@@ -54,10 +59,11 @@ constexpr int kWriters = kWarpgroup + 1;
 constexpr int kReaders = kConsumers * kWarpgroup / 32;
 
 // Addresses in shared memory: stages of rows, of packed bytes and of scales; tables; barriers.
+template <Format kFormat>
 struct SharedMap {
   static constexpr int kAlignment = sm90::kGroupBytes;
   static constexpr uint32_t kPacked = kStages * kRowBytes;
-  static constexpr uint32_t kScales = kPacked + kStages * kPackedBytes;
+  static constexpr uint32_t kScales = kPacked + kStages * kPackedBytes<kFormat>;
   static constexpr uint32_t kTables = kScales + kStages * kScaleBytes;
   // Sources of two tiles; targets and gates of each consumer.
   static constexpr uint32_t kPlaces = kTables + (2 + 2 * kConsumers) * kTableBytes;
@@ -76,7 +82,7 @@ struct SharedMap {
 
   __device__ __forceinline__ uint32_t rows(uint32_t slot) const { return base + slot * kRowBytes; }
   __device__ __forceinline__ uint32_t packed(uint32_t slot) const {
-    return base + kPacked + slot * kPackedBytes;
+    return base + kPacked + slot * kPackedBytes<kFormat>;
   }
   __device__ __forceinline__ uint32_t scales(uint32_t slot) const {
     return base + kScales + slot * kScaleBytes;
@@ -108,12 +114,12 @@ struct SharedMap {
     return reinterpret_cast<T*>(start + kTables + index * kTableBytes);
   }
 };
-static_assert(SharedMap::kBytes <= 227 * 1024);
-static_assert(SharedMap::kPacked % 1024 == 0 && kPackedBytes % 1024 == 0);
+static_assert(SharedMap<Format::kFp8>::kBytes <= 227 * 1024);
+static_assert(kStages * kRowBytes % 1024 == 0 && kPackedBytes<Format::kFourBit> % 1024 == 0);
 
 struct Arguments {
-  CUtensorMap packed;  // (E, N, K / 2), boxes of 128 x 32 (along) or 64 x 64 bytes
-  const float* absmax;
+  CUtensorMap packed;  // (E, N, bytes), boxes of 128 rows x 64 of K (along) or 64 rows x 128 of K
+  const void* absmax;  // scales of blocks
   const float* codebook;
   const char* x;       // rows of `depth`
   const char* low;     // (R, r) in expert order
@@ -131,14 +137,16 @@ struct Arguments {
   int experts;
   int rows;  // R
   int stored_rows;
-  int row_blocks;  // absmax per stored row
+  int row_blocks;  // scales per stored row
   int shift;
   int depth;
   int columns;
   int rank;  // 0: no LoRA
   int fan;   // where row i lies in x: 0: at i, f: at slots[i] / f
   int column_blocks;
-  bool scatter;  // rows go to their slots
+  bool scatter;    // rows go to their slots
+  int row_shift;   // log2 of a block's rows
+  int scale_rows;  // rows of scales of an expert
 };
 
 // What every role knows about a tile.
@@ -157,7 +165,8 @@ __device__ __forceinline__ int dealt_tile(int round) {
 }
 
 // There are fewer than 2^31 tiles: each writes 256 bytes of its own.
-__device__ __forceinline__ TileAt locate(const Arguments& p, const SharedMap& at, int tile) {
+template <typename Map>
+__device__ __forceinline__ TileAt locate(const Arguments& p, const Map& at, int tile) {
   const int *offsets = at.offsets(), *starts = at.starts();
   const int index = last_not_above(starts, p.experts, tile / p.column_blocks);
   const int expert = at.order()[index];
@@ -171,16 +180,19 @@ __device__ __forceinline__ TileAt locate(const Arguments& p, const SharedMap& at
   return {expert, place.block * kColumns, first + range.first, range.count};
 }
 
-__device__ __forceinline__ int tile_count(const Arguments& p, const SharedMap& at) {
+template <typename Map>
+__device__ __forceinline__ int tile_count(const Arguments& p, const Map& at) {
   return at.starts()[p.experts] * p.column_blocks;
 }
 
 // Which column of a consumer's 64 wgmma's rows `16 warp + group` and 8 further hold: this one and
 // the next. They are neighbours so that a thread's sums make words of the result. Across, they are
-// the nibbles of a byte, and two warps share what one ldmatrix fetches: see nf4_decode_sm90.cuh.
-template <bool kAlong>
+// the nibbles of a byte, and two warps share what one ldmatrix fetches (nf4_decode_sm90.cuh), or
+// two bytes, which a warp has to itself (block_decode_sm90.cuh).
+template <bool kAlong, Format kFormat>
 __device__ __forceinline__ int pair_column(int warp, int group) {
-  return kAlong ? 16 * warp + 2 * group : warp / 2 * 32 + 4 * group + warp % 2 * 2;
+  return kAlong || kFormat == Format::kFp8 ? 16 * warp + 2 * group
+                                           : warp / 2 * 32 + 4 * group + warp % 2 * 2;
 }
 
 }  // namespace optimizer::nf4_product

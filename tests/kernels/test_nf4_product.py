@@ -24,12 +24,13 @@ def stack(
     blocksize: int = 64,
     nested: tuple | None = None,
     packed: torch.Tensor | None = None,
+    kind: str = "4bit",
 ) -> tuple:
     """What `PackedStack` takes."""
     e, n, k = stored
     packed = torch.zeros(e * n * k // 2, dtype=torch.uint8) if packed is None else packed
     absmax, table = torch.ones(e * n * k // blocksize), torch.arange(16.0)
-    return packed, absmax, table, nested, stored, blocksize, "4bit", 1
+    return packed, absmax, table, nested, stored, blocksize, kind, 1
 
 
 def as_operand(submodule, opened: tuple):
@@ -49,6 +50,13 @@ REFUSED = {
     "absmax is nested": {"stack": stack(nested=(torch.ones(256), torch.ones(1), torch.ones(1)))},
     "64 or more and divide K, got 32": {"stack": stack(blocksize=32)},
     "64 or more and divide K, got 256": {"stack": stack(blocksize=256)},
+    "multiple of 64 and scales start on 4 bytes, got K = 96": {
+        "stack": stack((3, 32, 96), 32, kind="mxfp4")
+    },
+    "multiple of 16 and blocks have 64 columns or more, got K = 24": {
+        "stack": stack((3, 32, 24), 128, kind="fp8")
+    },
+    "or more, got K = 128 and 32 columns": {"stack": stack(blocksize=32, kind="fp8")},
     "at most 512 experts": {"stack": stack((513, 8, 64))},
     "N must be a multiple of 8": {"stack": stack((3, 36, 128))},
     "multiple of 8, got 12": {"rank": 12},
@@ -66,6 +74,8 @@ def test_what_it_cannot_take_is_said_in_words(module, reason):
     assert reason in module.refusal(**arguments)
     assert module.refusal(rows(), stack(), 16) is None
     assert module.refusal(rows(), stack(blocksize=128), 0) is None
+    assert module.refusal(rows(), stack(blocksize=32, kind="mxfp4"), 8) is None
+    assert module.refusal(rows(), stack((3, 32, 48), 48, kind="fp8"), 8) is None
 
 
 def test_refused_operands_raise_before_the_op(module):
@@ -78,6 +88,9 @@ def test_refused_operands_raise_before_the_op(module):
 
 def test_python_repeats_the_limits_of_the_source(module):
     tile = (SOURCES / "nf4_tile_sm90.cuh").read_text()
+    assert module.KINDS == ("4bit", "mxfp4", "fp8")
+    named = "enum class Format : int { kFourBit, kMxfp4, kFp8 };"
+    assert named in (SOURCES / "nf4_product.h").read_text()
     assert f"kMaxExperts = {module.MAX_EXPERTS};" in tile
     assert f"kMinBlock = {module.MIN_BLOCK};" in (SOURCES / "nf4_product.h").read_text()
 
@@ -125,7 +138,7 @@ def test_what_is_refused_goes_to_triton_with_all_its_arguments(
     assert given[4:7] == (STORED, 64, last)
     assert given[7] is low and given[8].dtype == torch.bfloat16
     assert given[9] is None and given[10] is None
-    assert given[13] is out and given[14:] == (2, False)
+    assert given[13] is out and given[14:] == (2, False, 0, 1)
     # The gates wait for the rows that the product's meet.
     assert dots[:3] == (out, met["other"], met["gates"]) and dots[5:] == (1, False)
     for name in met:

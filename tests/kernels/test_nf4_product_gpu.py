@@ -81,7 +81,6 @@ class Problem:
 
         offsets = torch.zeros(experts + 1, dtype=torch.int64, device=device)
         offsets[1:] = torch.tensor(self.counts, device=device).cumsum(0)
-        elements = experts * self.n * self.k
         lora = {}
         if self.rank:
             factor = integers(experts, columns, self.rank).mT
@@ -89,11 +88,8 @@ class Problem:
         gates = integers(total // top_k, top_k, dtype=torch.float32)
         arguments = {
             "x": framed(total // top_k, depth),
-            "packed": integers(elements // 2, low=0, high=256, dtype=torch.uint8),
-            "absmax": 2.0 ** integers(elements // self.blocksize, low=-1, high=2),
-            "codebook": torch.arange(-8.0, 8.0, device=device),
+            **self.stack(integers),
             "stored": (experts, self.n, self.k),
-            "blocksize": self.blocksize,
             "slots": torch.randperm(total, device=device, generator=generator),
             "offsets": offsets,
             "along": self.along,
@@ -103,16 +99,31 @@ class Problem:
             "fan": self.fan,
             "grouped_out": self.grouped_out,
         }
-        arguments["absmax"] = arguments["absmax"].float()
         return arguments, self.expected(arguments, reference)
 
-    def expected(self, a: dict, reference) -> torch.Tensor:
+    def stack(self, integers) -> dict:
+        """Packed bytes, their scales and how they are read."""
+        elements = len(self.counts) * self.n * self.k
+        packed = integers(elements // 2, low=0, high=256, dtype=torch.uint8)
+        absmax = 2.0 ** integers(elements // self.blocksize, low=-1, high=2).float()
+        codebook = torch.arange(-8.0, 8.0, device=packed.device)
+        return {
+            "packed": packed,
+            "absmax": absmax,
+            "codebook": codebook,
+            "blocksize": self.blocksize,
+        }
+
+    def product(self, a: dict, reference) -> torch.Tensor:
+        """In float64, before the gates, in slot order."""
         names = ("packed", "absmax", "codebook", "stored", "blocksize", "slots", "offsets")
         extras = ("along", "low", "factor", "bias", "fan")
         extras = {name: a.get(name) for name in extras}
-        value = reference(
-            a["x"].double(), *(a[name] for name in names), **extras, grouped_out=False
-        )  # before the gates, in slot order
+        operands = (a["x"].double(), *(a[name] for name in names))
+        return reference(*operands, **extras, grouped_out=False)
+
+    def expected(self, a: dict, reference) -> torch.Tensor:
+        value = self.product(a, reference)
         if self.gated:
             value *= a["gates"].view(-1, 1)
         assert torch.equal(value.float().double(), value)  # so that it is rounded once
@@ -304,8 +315,8 @@ def test_operands_that_do_not_fit_are_refused(module, device, reference):
     for name, value, reason in (
         ("offsets", arguments["offsets"][1:], "must be contiguous int64"),
         ("low", arguments["low"][:, :4], "low must be"),
-        ("packed", arguments["packed"][:-16], "E N K / 2 contiguous bytes"),
-        ("absmax", arguments["absmax"][:-1], "one contiguous float32 per block"),
+        ("packed", arguments["packed"][:-16], "the stack's contiguous bytes"),
+        ("absmax", arguments["absmax"][:-1], "one contiguous float32 .MXFP4: byte. per block"),
         ("codebook", arguments["codebook"].double(), "codebook must be"),
         ("x", arguments["x"][:, :56], "x must be bfloat16 rows"),
         ("fan", -1, "x must be bfloat16 rows"),
@@ -326,7 +337,7 @@ def test_the_dispatch_equals_triton(module, submodule, device, reference, rank, 
     order = order.expert_sort(ids[:, None], 2, tile_rows=64)
     slots, offsets, tiles = order.slots, order.offsets, order.tiles
     names = ("packed", "absmax", "codebook")
-    stack = (*(arguments[name] for name in names), None, arguments["stored"], 64)
+    stack = (*(arguments[name] for name in names), None, arguments["stored"], 64, "4bit", 1)
     x, low = (
         torch.cat((rows, rows[:4])) for rows in (arguments["x"].contiguous(), arguments["low"])
     )

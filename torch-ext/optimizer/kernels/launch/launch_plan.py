@@ -403,7 +403,7 @@ class Recording(TorchDispatchMode):
     def _nf4_product(self, *args: Any) -> None:
         """Take down a call of the compiled product: its sizes and addresses, in the C++ order."""
         x, packed, absmax, codebook, stored, blocksize, along, low, factor, bias, gates = args[:11]
-        slots, offsets, out, fan, scatter = args[11:]
+        slots, offsets, out, fan, scatter, format, block_rows = args[11:]
         experts, n, k = stored
         if slots.shape[0] == 0:
             return
@@ -414,6 +414,7 @@ class Recording(TorchDispatchMode):
         strides, rank = ((0, 0, 0), 0) if factor is None else (factor.stride(), factor.shape[1])
         sizes = (row, *strides, experts, slots.shape[0], n, k, rank, fan)
         flags = (blocksize.bit_length() - 1, int(along), int(scatter))
+        flags = (*flags, format, block_rows.bit_length() - 1)
         stream = self._stream(torch.cuda.current_stream(self._device))
         step.stream = stream
         step.code = [_NF4_PRODUCT, stream, *sizes, *flags]

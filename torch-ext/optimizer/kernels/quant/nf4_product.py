@@ -1,13 +1,15 @@
-"""nf4_product: (x W_e + low F_e + bias_e) times gates over 4-bit weights, compiled for Hopper.
+"""nf4_product: (x W_e + low F_e + bias_e) times gates over packed weights, compiled for Hopper.
 
-The product inside of grouped_lora_quantized_forward and _dx over NF4 and FP4, by TMA and wgmma:
-decoded weights are wgmma's left operand in registers, up to 256 rows its right one. An element is
-one float32 sum over growing k and then over the rank, so a row's bits do not depend on the others.
+The product inside of grouped_lora_quantized_forward and _dx, by TMA and wgmma: decoded weights are
+wgmma's left operand in registers, up to 256 rows its right one. An element is one float32 sum over
+growing k and then over the rank, so a row's bits do not depend on the others.
 
 path     | op          | source                  | taken
 compiled | nf4_product | kernels-src/quant | capability 9.0, what `refusal` allows: bfloat16,
+         |             |                         | N and the rank multiples of 8; NF4 and FP4 with
          |             |                         | plain absmax, blocks of 64 or more that do not
-         |             |                         | leave their row, N and the rank multiples of 8;
+         |             |                         | leave their row; MXFP4 with K a multiple of 64,
+         |             |                         | FP8 of 16 and blocks of 64 columns or more;
          |             |                         | by name, or by `pays`
 triton   |             | nf4_product_triton.py   | everything else
 """
@@ -37,10 +39,13 @@ _LARGEST = 2**30
 _LARGEST_ROWS = 2**35  # elements: 2^32 times 16 bytes
 
 
+KINDS = ("4bit", "mxfp4", "fp8")  # as enum Format counts them
+
+
 class PackedStack(NamedTuple):
     """A stack of experts as the products in registers take it.
 
-    kind  | packed          | absmax: scales of blocks
+    kind  | packed            | absmax: scales of blocks
     4bit  | even nibbles high | float32, or uint8 if nested; blocks end with their row
     mxfp4 | even nibbles low  | uint8 powers of two; blocks of 32
     fp8   | e4m3 bytes        | float32 of block_rows x blocksize elements of an expert
@@ -79,6 +84,8 @@ def _fake(  # noqa: PLR0913
     out,
     fan,
     scatter,
+    format,
+    block_rows,
 ):
     return None
 
@@ -87,7 +94,7 @@ def nf4_product(  # noqa: PLR0913
     x: Tensor,
     packed: Tensor,
     absmax: Tensor,
-    codebook: Tensor,
+    codebook: Tensor | None,
     stored: tuple[int, int, int],
     blocksize: int,
     slots: Tensor,
@@ -101,16 +108,18 @@ def nf4_product(  # noqa: PLR0913
     fan: int,
     grouped_out: bool,
     out: Tensor | None = None,
+    kind: str = "4bit",
+    block_rows: int = 1,
 ) -> Tensor:
-    """Multiply every expert's rows with its 4-bit weight; no gradients, no other path.
+    """Multiply every expert's rows with its packed weight; no gradients, no other path.
 
     Args:
         x: Rows of K (along) or of N, bfloat16, contiguous, on 16 bytes.
-        packed: (E N K / 2,) uint8, even elements in the high nibbles, on 16 bytes.
-        absmax: (E N K / blocksize,) float32.
-        codebook: (16,) float32.
+        packed: uint8, on 16 bytes; see `PackedStack`.
+        absmax: Scales of blocks.
+        codebook: (16,) float32 of "4bit", else None.
         stored: (E, N, K).
-        blocksize: A power of two of which K is a multiple.
+        blocksize: Elements of a stored row that share a scale.
         slots: (R,) of `expert_sort`, as offsets.
         offsets: (E + 1,).
         along: The sum runs along K and the result has N columns; else across N, and it has K.
@@ -121,6 +130,8 @@ def nf4_product(  # noqa: PLR0913
         fan: Where row i lies in x: 0 at i (expert order), f > 0 at slots[i] // f.
         grouped_out: Write in expert order instead of slot order.
         out: (R, columns), contiguous, bfloat16.
+        kind: Of the stack.
+        block_rows: Stored rows that share a scale, of FP8.
 
     Returns:
         (R, columns) in bfloat16, or `out`; zero for sentinels.
@@ -129,7 +140,7 @@ def nf4_product(  # noqa: PLR0913
         ValueError: What `refusal` says of the operands.
         RuntimeError: Shapes, dtypes or devices do not fit.
     """
-    stack = PackedStack(packed, absmax, codebook, None, tuple(stored), blocksize)
+    stack = PackedStack(packed, absmax, codebook, None, tuple(stored), blocksize, kind, block_rows)
     if reason := refusal(x, stack, 0 if factor is None else factor.shape[1]):
         raise ValueError(f"nf4_product cannot take this product: {reason}")
     columns = stored[1] if along else stored[2]
@@ -139,9 +150,9 @@ def nf4_product(  # noqa: PLR0913
         x,
         packed,
         absmax,
-        codebook,
+        codebook if kind == "4bit" else None,
         stored,
-        blocksize,
+        1 << shift_of(blocksize),
         along,
         low,
         None if factor is None else _converted(factor, x.dtype),
@@ -152,6 +163,8 @@ def nf4_product(  # noqa: PLR0913
         out,
         fan,
         not grouped_out,
+        KINDS.index(kind),
+        1 << shift_of(block_rows),
     )
     return out
 
@@ -173,14 +186,19 @@ def refusal(x: Tensor, stack: PackedStack, rank: int) -> str | None:
         stack: As `nf4_product` of nf4_product_triton.py takes it.
         rank: Of LoRA, or 0.
     """
-    packed, _, _, nested, (experts, n, k), blocksize, kind, _ = stack
-    if kind != "4bit":
-        return f"no compiled product reads {kind}"
+    packed, scales, _, nested, (experts, n, k), blocksize, kind, _ = stack
     if x.dtype != torch.bfloat16:
         return f"it needs bfloat16, got {x.dtype}"
     if nested is not None:
         return "absmax is nested"
-    if blocksize < MIN_BLOCK or k % blocksize:
+    if kind == "mxfp4" and (k % MIN_BLOCK or scales.data_ptr() % 4):
+        return f"K must be a multiple of {MIN_BLOCK} and scales start on 4 bytes, got K = {k}"
+    if kind == "fp8" and (k % 16 or 1 << shift_of(blocksize) < MIN_BLOCK):
+        return (
+            f"K must be a multiple of 16 and blocks have {MIN_BLOCK} columns or more, got K = {k} "
+            f"and {blocksize} columns"
+        )
+    if kind == "4bit" and (blocksize < MIN_BLOCK or k % blocksize):
         return (
             f"the blocksize must be {MIN_BLOCK} or more and divide K, got {blocksize} and K = {k}"
         )
@@ -245,7 +263,7 @@ def prefer_compiled(
     if reason is not None:
         dispatch.say_once(_BY_TRITON, reason)
         return by_triton(x, stack, last, low, factor, slots, offsets, tiles, out, **options)
-    packed, absmax, codebook, _, stored, blocksize, *_ = stack
+    packed, absmax, codebook, _, stored, blocksize, kind, block_rows = stack
     other, gates = options.get("other"), options.get("gates")
     nf4_product(
         x,
@@ -264,6 +282,8 @@ def prefer_compiled(
         fan=options["fan"],
         grouped_out=not options["scatter"],
         out=out,
+        kind=kind,
+        block_rows=block_rows,
     )
     if other is None:
         return None

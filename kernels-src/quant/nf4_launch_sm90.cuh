@@ -1,0 +1,95 @@
+#pragma once
+// The launch of the product over packed weights: what a problem becomes for the kernel.
+
+#include <algorithm>
+
+#include "quant/nf4_product.h"
+#include "quant/nf4_product_sm90.cuh"
+#include "sm90/launch.cuh"
+
+namespace optimizer::nf4_product {
+
+// The stack's bytes, in boxes of a stage: lines of 32 bytes along, of 64 across; twice that of FP8.
+inline CUtensorMap packed_map(const Problem& p) {
+  const auto row_bytes = static_cast<cuuint64_t>(p.row_bytes());
+  const auto lines = static_cast<cuuint64_t>(p.n);
+  const cuuint64_t dims[] = {row_bytes, lines, static_cast<cuuint64_t>(p.experts)};
+  const cuuint64_t strides[] = {row_bytes, row_bytes * lines};
+  const bool bytes = p.format == Format::kFp8;
+  const cuuint32_t per_byte = bytes ? 1 : 2;
+  const cuuint32_t along[] = {kDepth / per_byte, kColumns, 1};
+  const cuuint32_t across[] = {kColumns / per_byte, kDepth, 1};
+  const auto narrow = bytes ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_32B;
+  const auto wide = bytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  const cuuint32_t steps[] = {1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = sm90::map_encoder()(
+      &map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<uint8_t*>(p.packed), dims, strides,
+      p.along ? along : across, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, p.along ? narrow : wide,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  STD_TORCH_CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with error ",
+                  static_cast<int>(result), " for ", p.experts, " x ", p.n, " x ", p.row_bytes(),
+                  " bytes");
+  return map;
+}
+
+inline Arguments arguments_of(const Problem& p) {
+  Arguments args{};
+  args.packed = packed_map(p);
+  args.absmax = p.absmax;
+  args.codebook = p.codebook;
+  args.x = static_cast<const char*>(p.x);
+  args.low = static_cast<const char*>(p.low);
+  args.factor = static_cast<const char*>(p.factor);
+  args.bias = p.bias;
+  args.gates = p.gates;
+  args.slots = p.slots;
+  args.offsets = p.offsets;
+  args.out = static_cast<char*>(p.out);
+  args.x_row = p.x_row * 2;
+  args.low_row = p.rank * 2;
+  args.factor_expert = p.factor_expert * 2;
+  args.factor_rank = p.factor_rank * 2;
+  args.factor_column = p.factor_column * 2;
+  args.experts = static_cast<int>(p.experts);
+  args.rows = static_cast<int>(p.rows);
+  args.stored_rows = static_cast<int>(p.n);
+  args.row_blocks = static_cast<int>(p.row_blocks());
+  args.shift = p.shift;
+  args.depth = static_cast<int>(p.depth());
+  args.columns = static_cast<int>(p.columns());
+  args.rank = static_cast<int>(p.rank);
+  args.fan = static_cast<int>(p.fan);
+  args.column_blocks = (args.columns + kColumns - 1) / kColumns;
+  args.scatter = p.scatter;
+  args.row_shift = p.row_shift;
+  args.scale_rows = static_cast<int>(p.scale_rows());
+  return args;
+}
+
+template <bool kAlong, Format kFormat>
+void launch(const Problem& p, int device, cudaStream_t stream) {
+  const Arguments args = arguments_of(p);
+  const auto kernel = nf4_product_kernel<kAlong, kFormat>;
+  constexpr int kShared = SharedMap<kFormat>::kBytes;
+  STD_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared));
+  // Most tiles that the rows can make; how many there are is known on the device alone.
+  const int64_t most = (p.rows / kTokens + std::min(p.experts, p.rows)) * args.column_blocks;
+  STD_TORCH_CHECK(most < int64_t{1} << 31, "nf4_product: there are more than 2^31 tiles");
+  cudaLaunchConfig_t config{};
+  config.gridDim =
+      dim3(static_cast<unsigned>(std::min<int64_t>(most, sm90::processors_of(device))));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kShared;
+  config.stream = stream;
+  STD_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
+}
+
+template <Format kFormat>
+void run_format(const Problem& p, int device, cudaStream_t stream) {
+  return p.along ? launch<true, kFormat>(p, device, stream)
+                 : launch<false, kFormat>(p, device, stream);
+}
+
+}  // namespace optimizer::nf4_product
