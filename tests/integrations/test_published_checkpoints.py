@@ -10,11 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from .._compare import assert_same_bits
 from ..conftest import ROOT
-from ._models import tokens
+from ._models import build, tokens
 from ._published import (
     BNB,
     CHANNELS,
     FP8,
+    MXFP4,
     bnb_decoded,
     bnb_state,
     fp8_decoded,
@@ -216,6 +217,29 @@ def test_mxfp4_of_gpt_oss(load, tmp_path):
         assert_same_bits(stack.packed, files[f"{key}_blocks"].reshape(-1))
         assert_same_bits(stack.scales, files[f"{key}_scales"].reshape(-1))
     assert torch.isfinite(loaded(tokens(loaded)).logits).all()
+
+
+def test_what_we_pack_is_what_is_published(opt, load, tmp_path):
+    """In memory, and while 16-bit files are read; along the sum, as in gpt-oss's own files."""
+    model = tiny("gpt_oss")
+    model.save_pretrained(tmp_path / "dense")
+
+    def change(key, tensor):
+        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            return {key: tensor}
+        blocks, scales = opt.mxfp4_quantize(tensor.transpose(1, 2))
+        return {f"{key}_blocks": blocks, f"{key}_scales": scales}
+
+    expected = load(write(model, tmp_path / "mxfp4", MXFP4, change)).state_dict()
+    opt.integrations.quantize_experts(model, "mxfp4")
+    for found in (model, load(tmp_path / "dense", quant_type="mxfp4")):
+        assert found.state_dict().keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same_bits(found.state_dict()[key], value)
+    small = build("gpt_oss")
+    with pytest.raises(ValueError, match="must be a multiple of it, got 24"):
+        opt.integrations.quantize_experts(small, "mxfp4")
+    assert small.config._experts_implementation == "eager"
 
 
 @pytest.mark.parametrize(

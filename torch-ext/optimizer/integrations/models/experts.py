@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...moe.layout import module_layout
-from ...moe.quantized.expert_weights import as_quantized, expert_weight
+from ...moe.quantized.expert_weights import Format, as_quantized, expert_weight, format_of
 from ...moe.quantized.quantized_experts import QuantizedExperts
 
 IMPLEMENTATION = "scattermoe_lora"  # what `set_experts_implementation` is told
@@ -41,6 +41,43 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def first_projection(experts: nn.Module) -> str:
     """The parameter before the activation."""
     return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+def packed_shape(
+    experts: nn.Module, shape: tuple[int, int, int], format: Format
+) -> tuple[tuple[int, int, int], bool]:
+    """The shape in which a format packs a stack, and whether that is transposed.
+
+    Raises:
+        ValueError: the format cannot pack it.
+    """
+    turned = format.by_outputs and module_layout(experts).transposed
+    stored = (shape[0], shape[2], shape[1]) if turned else shape
+    format.layout(stored)
+    return stored, turned
+
+
+def pack(
+    experts: nn.Module,
+    target: str,
+    each: Iterable[torch.Tensor],
+    shape: tuple[int, int, int],
+    **options: Any,
+) -> None:
+    """Quantise a parameter's experts one by one, and give the module the stack.
+
+    Args:
+        experts: an experts module.
+        target: the parameter.
+        each: its experts, as the module has them.
+        shape: of them all.
+        **options: of `QuantizedExperts.from_experts`.
+    """
+    of_format = {k: v for k, v in options.items() if k not in ("device", "strategy")}
+    shape, turned = packed_shape(experts, shape, format_of(**of_format))
+    if turned:
+        each = (expert.mT for expert in each)
+    put(experts, target, QuantizedExperts.from_experts(each, shape, transposed=turned, **options))
 
 
 def put(experts: nn.Module, target: str, stack: QuantizedExperts) -> None:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from ...moe.quantized.expert_weights import DTYPES, format_of
-from ...moe.quantized.quantized_experts import QuantizedExperts
-from .experts import experts_modules, first_projection, put
+from .experts import experts_modules, first_projection, pack, packed_shape
 from .hf_quantizer import mark
 from .transformers import use_in_transformers
 
 
-def check_quantizable(model: nn.Module, quant_type: str) -> None:
+def check_quantizable(model: nn.Module, quant_type: str, **options: Any) -> None:
     """Raise unless `quantize_experts` can do it.
 
     Raises:
-        ValueError: an unknown quant_type, a stack that is not whole in this process, or a dtype
-            or shape that the format has no place for.
+        ValueError: an unknown format or option of it, a stack that is not whole in this process or
+            has a size that the format does not pack, or a dtype that has no 4 bits.
     """
-    quantised = format_of(quant_type)
+    format = format_of(quant_type, **options)
     for name, target, weight in _stacks(model):
         if weight.is_meta or hasattr(weight, "placements"):
             where = "on the meta device" if weight.is_meta else "sharded over ranks"
@@ -31,7 +32,7 @@ def check_quantizable(model: nn.Module, quant_type: str) -> None:
             kinds = ", ".join(map(str, DTYPES))
             raise ValueError(f"{name}.{target} is {weight.dtype}; 4 bits are made of {kinds}")
         try:
-            quantised.layout(tuple(weight.shape))
+            packed_shape(model.get_submodule(name), tuple(weight.shape), format)
         except ValueError as error:
             raise ValueError(f"{name}.{target}: {error}") from error
 
@@ -39,7 +40,7 @@ def check_quantizable(model: nn.Module, quant_type: str) -> None:
 def quantize_experts(
     model: nn.Module, quant_type: str = "nf4", *, blocksize: int | None = None
 ) -> None:
-    """Replace every stack of experts by one in 4 bits, one after another.
+    """Replace every stack of experts by a packed one, in 4 bits by default, one after another.
 
     The model is switched to our experts implementation (`use_in_transformers`), the one that runs
     such stacks. Each stack is dropped when its 4 bits are there. Stacks that are quantised already
@@ -48,25 +49,24 @@ def quantize_experts(
 
     Args:
         model: a transformers model, its experts on their device.
-        quant_type: "nf4" or "fp4".
-        blocksize: elements per scale; None for what is usual of the format, 64 for NF4 and FP4.
+        quant_type: "nf4", "fp4", "mxfp4" or "fp8"; the last two along the sum, as published.
+        blocksize: elements per scale of NF4 and FP4; None for 64.
 
     Raises:
         ValueError: as `check_quantizable`, an unknown blocksize, no experts, or experts that our
             kernels do not serve; nothing has changed then.
         ImportError: transformers is not installed.
     """
-    check_quantizable(model, quant_type)
     options = {} if blocksize is None else {"blocksize": blocksize}
-    format_of(quant_type, **options)  # raises before anything has changed
+    check_quantizable(model, quant_type, **options)
     use_in_transformers(model)
     names = [(name, target) for name, target, _ in _stacks(model)]  # not the stacks, which must go
     for name, target in names:
         experts = model.get_submodule(name)
-        stack = QuantizedExperts.from_weight(
-            experts._parameters[target], quant_type=quant_type, **options
-        )
-        put(experts, target, stack)
+        weight = experts._parameters[target].detach()
+        options |= {"quant_type": quant_type, "device": weight.device}
+        pack(experts, target, weight.unbind(0), tuple(weight.shape), **options)
+        del weight
     mark(model)
 
 

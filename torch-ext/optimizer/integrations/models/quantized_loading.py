@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ...moe.quantized.expert_weights import Format, format_of
 from ...moe.quantized.quantized_experts import QuantizedExperts
 from .checkpoint_names import ModelNames, OneExpert, Source
-from .experts import DEQUANTIZE, check_supported, experts_modules, put, why_no_experts
+from .experts import DEQUANTIZE, check_supported, experts_modules, pack, put, why_no_experts
 from .hf_quantizer import attach_described, stacks
 from .model_files import ModelFiles
 from .packed_files import PACKINGS, PackedFiles, Packing
@@ -227,11 +227,11 @@ def _read(
                     )
                 turned = files.by_outputs and getattr(experts, "is_transposed", False)
                 stack = _take_packed(files, model, source, shape, turned, wanted, options)
+                put(experts, target, stack)
             elif alone:
                 read = _experts(files, model, source, shape)
-                stack = QuantizedExperts.from_experts(read, shape, **wanted, **options)
+                pack(experts, target, read, shape, **wanted, **options)
             if any(packed) or alone:
-                put(experts, target, stack)
                 dense.loaded.add(source.name)
                 continue
         if not dense.wanted(source):
@@ -242,8 +242,7 @@ def _read(
                 experts, target = places[name]
                 shape = tuple(getattr(experts, target).shape)
                 _check_shape(name, value, shape, files)
-                stack = QuantizedExperts.from_experts(value, shape, **wanted, **options)
-                put(experts, target, stack)
+                pack(experts, target, value, shape, **wanted, **options)
                 dense.loaded.add(name)
             else:
                 dense.set(name, value)
@@ -297,6 +296,7 @@ def _packed_experts(
         stacked = {p: [part if apart else part[None]] for p, part in parts.items()}
         return source.convert(OneExpert(model), stacked)[source.name]
 
+    checked = None
     for expert in range(count):
         found = {
             p: files.packed(keys[expert]) if apart else files.packed(keys[0], expert, count)
@@ -305,8 +305,11 @@ def _packed_experts(
         formats = {format.text} | {matrix.format.text for matrix in found.values()}
         if len(formats) > 1:
             raise ValueError(f"{source.name} mixes {sorted(formats)} in {files.source}")
-        whole = {p: torch.empty(matrix.shape, device="meta") for p, matrix in found.items()}
-        _check_shape(source.name, join(whole), (1, *sizes), files)
+        shapes = {p: matrix.shape for p, matrix in found.items()}
+        if shapes != checked:  # those of the expert before
+            whole = {p: torch.empty(shape, device="meta") for p, shape in shapes.items()}
+            _check_shape(source.name, join(whole), (1, *sizes), files)
+            checked = shapes
         names = format.layout(shape)
         yield {name: join({p: m.tensors[name] for p, m in found.items()}) for name in names}
         del found

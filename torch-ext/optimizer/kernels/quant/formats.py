@@ -38,6 +38,9 @@ class Format(abc.ABC):
     an order, those of `layout`; the first one is "packed".
     """
 
+    # Scales belong to the sum: packed as (E, out, in), also where a model has (E, in, out).
+    by_outputs: ClassVar[bool] = False
+
     quant_type: str  # the name of the format, a key of FORMATS
     # The format as a string, which ops take: `format_of_text` reads it.
     text: str = dataclasses.field(init=False, repr=False, compare=False)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -148,6 +149,8 @@ def fp8_dequant(
 @dataclasses.dataclass(frozen=True)
 class Fp8(InRegisters):
     """FP8 (e4m3) with a float32 scale for every block of an expert's rows and columns."""
+
+    by_outputs: ClassVar[bool] = True
 
     quant_type: str = "fp8"
     block_rows: int = BLOCK[0]

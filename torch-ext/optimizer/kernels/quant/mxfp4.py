@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -151,6 +152,8 @@ def mxfp4_dequant(
 @dataclasses.dataclass(frozen=True)
 class Mxfp4(InRegisters):
     """MXFP4 of the Microscaling specification: 4-bit floats, a power of two for every 32."""
+
+    by_outputs: ClassVar[bool] = True
 
     quant_type: str = "mxfp4"
 
