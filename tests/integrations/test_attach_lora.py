@@ -340,6 +340,30 @@ def test_experts_join_an_adapter_of_peft(opt, device, how: str, tmp_path) -> Non
         assert_error_at_most(logits(loaded), expected, FP32)
 
 
+@pytest.mark.parametrize("how", ["PeftModel", "its base"])
+def test_what_is_active_stays_so(opt, device, how: str) -> None:
+    """Of a model whose experts join an adapter that is not in use, or that gets a new one."""
+    model = peft.get_peft_model(
+        build("qwen3_moe").to(device), peft.LoraConfig(target_modules=["q_proj"])
+    )
+    model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"]))
+    model = model if how == "PeftModel" else model.get_base_model()
+    set_random_lora(model)
+    expected, flags = logits(model), trained(model)
+    opt.integrations.attach_lora(model, 2, 4, adapter_name="other")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name and ".other." in name:
+                parameter.normal_()
+    assert trained(model) == flags
+    assert_error_at_most(logits(model), expected, FP32)
+    opt.integrations.attach_lora(model, 2, 4, target_modules=["o_proj"], adapter_name="third")
+    assert trained(model) == flags
+    opt.integrations.set_lora(model, "other", trainable=True)
+    assert len(trained(model)) == 2 * (2 + 4)
+    assert relative_error(logits(model), expected) > 0.1
+
+
 REFUSED = [
     ({"target_modules": ["nowhere"], "target_parameters": ["nowhere"]}, "not found|nowhere"),
     ({"target_modules": ["q_proj"], "modules_to_save": ["layers"]}, "modules_to_save cannot be"),

@@ -219,7 +219,7 @@ def _inject(model: nn.Module, config: Any, adapter: str, dtype: torch.dtype) -> 
 
     for _, experts in experts_modules(model):
         experts.named_parameters = peft.ParameterListing(experts)  # with stacks that are in 4 bits
-    before = {id(parameter) for parameter in model.parameters()}
+    before = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
     configs, active = configurations(model), active_adapter(model)
     if not configs:
         model = get_peft_model(model, config, adapter_name=adapter)
@@ -234,6 +234,8 @@ def _inject(model: nn.Module, config: Any, adapter: str, dtype: torch.dtype) -> 
         configs[adapter] = entry
         if active is not None:
             set_adapter(model, active)
+            for parameter in model.parameters():  # PEFT has made the other one train
+                parameter.requires_grad_(before.get(id(parameter), adapter == active))
     for name, parameter in model.named_parameters():
         if id(parameter) not in before and ".lora_" in name:
             parameter.data = parameter.data.to(dtype)
