@@ -27,7 +27,11 @@ ELSEWHERE = {
     "docs/recipes/megatron.md",
     "docs/recipes/ms-swift.md",
     "docs/recipes/nanochat.md",
+    "docs/recipes/qlora-moe.md",
+    "docs/recipes/qwen3-30b-a3b.md",
     "docs/recipes/torchtitan.md",
+    "docs/recipes/trainer-trl-peft.md",
+    "docs/recipes/trainer.md",
     "docs/recipes/verl.md",
 }
 

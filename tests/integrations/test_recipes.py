@@ -31,12 +31,21 @@ from ..optimizers.test_other_groups import KELLER_JORDAN, adam, assert_updates, 
 from ..test_readme import blocks
 
 
+def ours_for(opt: Any, repo_id: str) -> Any:
+    """`get_kernel` that gives the package under test, and others what they ask for."""
+    get_kernel = kernels.get_kernel
+
+    def found(name: str, *arguments: Any, **options: Any) -> Any:
+        return opt if name == repo_id else get_kernel(name, *arguments, **options)
+
+    return found
+
+
 class Contract:
     """A trainer's modules while a test runs, and the files of its recipe."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, opt: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.monkeypatch, self.folder = monkeypatch, folder
-        monkeypatch.setattr(kernels, "get_kernel", lambda *_, **__: opt)
         monkeypatch.syspath_prepend(str(folder))
 
     def module(self, name: str, **attributes: Any) -> types.ModuleType:
@@ -69,9 +78,10 @@ class Contract:
 
 
 @pytest.fixture
-def contract(opt, monkeypatch, tmp_path):
+def contract(opt, repo_id, monkeypatch, tmp_path):
     importlib.invalidate_caches()
-    yield Contract(monkeypatch, tmp_path, opt)
+    monkeypatch.setattr(kernels, "get_kernel", ours_for(opt, repo_id))
+    yield Contract(monkeypatch, tmp_path)
     for path in tmp_path.glob("*.py"):
         sys.modules.pop(path.stem, None)
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import kernels
 import pytest
 import torch
 from torch import nn
 
+from ..conftest import ROOT
 from ..optimizers._steps import TinyTransformer, language_loss
+from ..test_readme import blocks
 from ._trainers import samples, tokenizer
+from .test_recipes import ours_for
 
 STEPS, STOP = 4, 2
+PAGES = ("trainer.md", "trainer-trl-peft.md", "qlora-moe.md", "qwen3-30b-a3b.md")
 
 
 def model_of(device: torch.device) -> nn.Module:
@@ -132,3 +137,17 @@ def test_lightning(opt, device, tmp_path: Path) -> None:
     for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)
     assert not any(map(torch.equal, whole.model.parameters(), stopped.model.parameters()))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page(opt, repo_id, device, monkeypatch, page: str) -> None:
+    """Its blocks, here and not in a process of their own, which would import all of this again."""
+    pytest.importorskip("trl")
+    monkeypatch.setattr(kernels, "get_kernel", ours_for(opt, repo_id))
+    if device.type == "cpu":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("\n".join(blocks(ROOT / "docs/recipes" / page)), page, "exec"), found)
+    factors = [p for name, p in found["model"].named_parameters() if "lora_B" in name]
+    assert bool(factors) == (page != "trainer.md")
+    assert all(factor.any() for factor in factors)  # they were zero
