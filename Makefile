@@ -12,6 +12,13 @@
 #   SEED=0           of soak and fuzz; STEPS, CALLS and MESHES say how many
 #   N=2,4,8          numbers of ranks for test-dist, one of them for bench-dist
 
+ifneq ($(shell uname -s),Linux)
+ifneq ($(filter-out help clean,$(MAKECMDGOALS)),)
+$(error optimizer has no compiled variant for $(or $(shell uname -s),this system), and without one \
+    nothing of it runs, on the CPU neither. Use Linux: WSL 2 on Windows, a container elsewhere)
+endif
+endif
+
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help

@@ -52,6 +52,7 @@ def test_a_device_that_is_not_there_is_said(opt, op, problem):
     text = opt.explain(op, device=device, **problem)
     assert text.startswith(f"{device} is not there (")
     assert text.endswith("ask for device='cpu'")
+    assert "is not there" in opt.explain(op, device=99, **problem)
     with pytest.raises(RuntimeError, match="nowhere"):
         opt.explain(op, device="nowhere", **problem)
 

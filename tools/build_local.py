@@ -21,8 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
     try:
+        if sys.platform != "linux":  # before anything that Linux alone has
+            raise BuildError(f"there is no variant for {sys.platform}: build on Linux")
+        options = _parser().parse_args(arguments)
         project = load_project(options.root)
         identity = read_identity(options.root)
         for backend in _backends(options, project):

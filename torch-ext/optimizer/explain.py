@@ -56,6 +56,8 @@ def explain(op: str, **problem: Any) -> str:
     """
     if op not in EXPLAINERS:
         raise ValueError(f"op={op!r} is unknown; explain one of {', '.join(sorted(EXPLAINERS))}")
+    if isinstance(problem.get("device"), int):  # torch.device(0) raises where there is no GPU
+        problem["device"] = f"cuda:{problem['device']}"
     try:
         return EXPLAINERS[op](**problem)
     except (AssertionError, RuntimeError) as error:
