@@ -103,14 +103,9 @@ REFUSED = {
         "unpack three, or pass no_decay=False for two",
     ),
     "a vector": ("opt.orthogonalize(b)", "update it with AdamW instead"),
-    "a model cast after steps": (
-        "model = torch.nn.Linear(8, 8)\n"
-        "optimizer = opt.Muon(model.named_parameters())\n"
-        "for dtype in (torch.float32, torch.float64):\n"
-        "    model.to(dtype)(torch.ones(2, 8, dtype=dtype)).sum().backward()\n"
-        "    optimizer.step()\n"
-        "    optimizer.zero_grad()",
-        "move or reshape the parameter before the optimizer is constructed",
+    "weight decay in the third place": (
+        "opt.Muon([('w', w)], 1e-3, 0.1)",
+        "weight_decay",
     ),
 }
 LOGGED = {
@@ -136,6 +131,14 @@ TAKEN = {
     "torch's arguments": "opt.Muon([('w', w)], ns_coefficients=(3.4, -4.8, 2.0), eps=1e-7)",
     "keys of schedulers and trainers": 'opt.Muon([{"params": [("w", w)], "name": "x", '
     '"lr_scale": 1.0, "initial_lr": 1e-3, "fused": True, "foreach": False}])',
+    "a model cast after steps": """
+        model = torch.nn.Linear(8, 8)
+        optimizer = opt.Muon(model.named_parameters())
+        for dtype in (torch.float32, torch.float64):
+            model.to(dtype)(torch.ones(2, 8, dtype=dtype)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """,
     "Motif's argument": "opt.Muon([('w', w)], use_distributed_muon=False)",
     "a scheduler's rate": 'opt.MuonAdamW([{"kind": "muon", "params": [w], "lr": 0.02}])'
     '.defaults["lr"]',
