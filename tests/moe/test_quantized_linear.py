@@ -431,6 +431,10 @@ def test_cuda_and_triton_by_rows_and_direction(opt, submodule, on_hopper, monkey
         ((8, 1024, 96), {}, {}, "^chunked: .*blocks of 64 leave their row of 96 elements"),
         ((8, 1024, 2048), {}, {"dtype": torch.float32}, "^chunked: .*float32.* not decoded in reg"),
         ((8, 1024, 2048), {"strategy": "selective"}, {}, "^selective: asked for by name$"),
+        ((8, 1024, 2048), {"quant_type": "mxfp4"}, {}, "^fused: .*by CUDA, backward by CUDA"),
+        ((8, 1024, 2048), {"quant_type": "fp8"}, {}, "^fused: .*by CUDA, backward by CUDA"),
+        ((8, 1024, 96), {"quant_type": "mxfp4"}, {}, "by Triton, since.*multiple of 64.*K = 96"),
+        ((8, 1024, 72), {"quant_type": "fp8"}, {}, "by Triton, since.*multiple of 16.*K = 72"),
     ],
 )
 def test_what_is_in_the_way(opt, on_hopper, shape, made, asked, words):
