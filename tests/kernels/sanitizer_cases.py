@@ -236,7 +236,7 @@ def rescaling(opt) -> int:
             for scale, dims in ((module.equilibrate_rows, -1), (module.renormalize, (-2, -1))):
                 norms = torch.linalg.vector_norm(x.double(), dim=dims, keepdim=True)
                 target = 1.0 if dims == -1 else min(shape[1:]) ** 0.5
-                scaled = x.to(device)
+                scaled = x.to(device, copy=True)
                 scale(scaled)
                 expected = x.double() * target / norms
                 assert torch.allclose(scaled.cpu().double(), expected, rtol=2.0**-7, atol=2e-7)
