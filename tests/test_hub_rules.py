@@ -9,17 +9,21 @@ import pytest
 import tomllib
 
 from .static import hub_rules as rules
-from .static.project import PACKAGE, ROOT, committed_files, project_files, report
+from .static.project import (
+    PACKAGE,
+    ROOT,
+    assert_found,
+    assert_none,
+    committed_files,
+    project_files,
+    write_files,
+)
 
 pytestmark = pytest.mark.static
 
-PACKAGE_CHECKS = (
-    rules.facade_findings,
-    rules.nested_name_findings,
-    rules.op_prefix_findings,
-    rules.import_time_findings,
-    rules.syntax_findings,
-)
+FACADE, NESTED, PREFIX = rules.facade_findings, rules.nested_name_findings, rules.op_prefix_findings
+IMPORT, SYNTAX = rules.import_time_findings, rules.syntax_findings
+PACKAGE_CHECKS = (FACADE, NESTED, PREFIX, IMPORT, SYNTAX)
 
 GOOD = {
     "__init__.py": (
@@ -52,151 +56,87 @@ GOOD = {
 
 
 def build(folder: Path, changes: dict[str, str]) -> Path:
-    package = folder / "optimizer"
-    for name, text in {**GOOD, **changes}.items():
-        path = package / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return package
+    write_files(folder / "optimizer", GOOD | changes)
+    return folder / "optimizer"
 
 
 @pytest.mark.parametrize("check", PACKAGE_CHECKS, ids=lambda check: check.__name__)
 def test_package_keeps_the_rule(check) -> None:
-    findings = check(PACKAGE)
-    assert not findings, report(findings)
+    assert_none(check(PACKAGE))
 
 
 @pytest.mark.parametrize("check", PACKAGE_CHECKS, ids=lambda check: check.__name__)
 def test_good_package_has_no_findings(tmp_path: Path, check) -> None:
-    findings = check(build(tmp_path, {}))
-    assert not findings, report(findings)
+    assert_none(check(build(tmp_path, {})))
 
 
+MUON = "from .muon import Muon\n"
 OPS = "from ._ops import add_op_namespace_prefix\nimport torch\nfrom torch import library as lib\n"
 DEF = "def f(x):\n    return x\n"
-NAMES = "from .muon import Muon\n"
-
+LISTS = "@lib.custom_op(add_op_namespace_prefix('f'), mutates_args=())\ndef f(x: list[int]): ...\n"
+BEGIN = "must begin with add_op_namespace_prefix"
+TUNED = "import triton\n@triton.autotune(configs=[1, 2], key=[])\n" + DEF
+TUNED_CALL = "import triton\ndef g():\n    return triton.autotune(CONFIGS, [])\n"
+A = "a.py"
 
 BREAKS = [
-    (rules.facade_findings, "__init__.py", NAMES, "no literal __all__"),
-    (rules.facade_findings, "__init__.py", NAMES + "__all__ = list('ab')\n", "literal list"),
-    (rules.facade_findings, "__init__.py", NAMES + "__all__ = ['Muon', 1]\n", "literal list"),
-    (rules.facade_findings, "__init__.py", NAMES + "__all__ = ['Muon', 'Muon']\n", "once"),
-    (rules.facade_findings, "__init__.py", NAMES + "__all__ = ['Adam']\n", "no import binds"),
-    (rules.facade_findings, "__init__.py", NAMES + "__all__ = ['Muon']\n", "must list layers"),
+    (FACADE, "__init__.py", MUON, "no literal __all__"),
+    (FACADE, "__init__.py", MUON + "__all__ = list('ab')\n", "literal list"),
+    (FACADE, "__init__.py", MUON + "__all__ = ['Muon', 1]\n", "literal list"),
+    (FACADE, "__init__.py", MUON + "__all__ = ['Muon', 'Muon']\n", "once"),
+    (FACADE, "__init__.py", MUON + "__all__ = ['Adam']\n", "no import binds"),
+    (FACADE, "__init__.py", MUON + "__all__ = ['Muon']\n", "must list layers"),
+    (FACADE, "__init__.py", MUON + "x = 1\n__all__ = ['Muon']\n", "only imports"),
+    (FACADE, "__init__.py", "from .muon import Muon as _m\n__all__ = ['_m']\n", "private name"),
+    (NESTED, "optimizer.py", "", "layout check"),
+    (NESTED, "optimizer/__init__.py", "", "layout check"),
+    (PREFIX, A, OPS + "@lib.custom_op('optimizer::f')\n" + DEF, "begin"),
+    (PREFIX, A, OPS + "@lib.triton_op(NAME)\n" + DEF, "a.py:4"),
+    (PREFIX, A, OPS + "@lib.custom_op(add_op_namespace_prefix(NAME))\n" + DEF, BEGIN),
+    (PREFIX, A, OPS + "@lib.custom_op(name=add_op_namespace_prefix('f'))\n" + DEF, BEGIN),
+    (PREFIX, A, OPS + "@f.register_fake\n" + DEF, "decorator must"),
+    (PREFIX, A, OPS + "lib.register_fake(NAME, f)\n", "call must begin"),
+    (PREFIX, A, "try:\n    from ._ops import ops\nexcept ImportError:\n    o = 1\n", "without try"),
+    (PREFIX, A, "from ._ops import add_op_namespace_prefix as prefix\n", "must keep its name"),
+    (PREFIX, A, "def add_op_namespace_prefix(name):\n    return name\n", "do not define it"),
+    (PREFIX, A, "add_op_namespace_prefix = str\n", "do not bind it"),
+    (PREFIX, A, "from __future__ import annotations\n" + OPS + LISTS, "pass schema="),
+    (IMPORT, A, "import torch\nx = torch.cuda.is_available()\n", "a.py:2: calls torch.cuda.is_av"),
     (
-        rules.facade_findings,
-        "__init__.py",
-        NAMES + "x = 1\n__all__ = ['Muon']\n",
-        "only imports",
+        IMPORT,
+        A,
+        "from torch.cuda import device_count as g\ndef f(x=g()): ...\n",
+        "torch.cuda.device",
     ),
     (
-        rules.facade_findings,
-        "__init__.py",
-        "from .muon import Muon as _m\n__all__ = ['_m']\n",
-        "private name",
+        IMPORT,
+        A,
+        "import torch\nclass B:\n    n = [torch.accelerator.x()]\n",
+        "a.py:3: calls torch.a",
     ),
-    (rules.nested_name_findings, "optimizer.py", "", "layout check"),
-    (rules.nested_name_findings, "optimizer/__init__.py", "", "layout check"),
-    (rules.op_prefix_findings, "a.py", OPS + "@lib.custom_op('optimizer::f')\n" + DEF, "begin"),
-    (rules.op_prefix_findings, "a.py", OPS + "@lib.triton_op(NAME)\n" + DEF, "a.py:4"),
-    (
-        rules.op_prefix_findings,
-        "a.py",
-        OPS + "@lib.custom_op(add_op_namespace_prefix(NAME))\n" + DEF,
-        "must begin with add_op_namespace_prefix",
-    ),
-    (
-        rules.op_prefix_findings,
-        "a.py",
-        OPS + "@lib.custom_op(name=add_op_namespace_prefix('f'))\n" + DEF,
-        "must begin with add_op_namespace_prefix",
-    ),
-    (rules.op_prefix_findings, "a.py", OPS + "@f.register_fake\n" + DEF, "decorator must"),
-    (rules.op_prefix_findings, "a.py", OPS + "lib.register_fake(NAME, f)\n", "call must begin"),
-    (
-        rules.op_prefix_findings,
-        "a.py",
-        "try:\n    from ._ops import ops\nexcept ImportError:\n    ops = None\n",
-        "without try",
-    ),
-    (
-        rules.op_prefix_findings,
-        "a.py",
-        "from ._ops import add_op_namespace_prefix as prefix\n",
-        "must keep its name",
-    ),
-    (
-        rules.op_prefix_findings,
-        "a.py",
-        "def add_op_namespace_prefix(name):\n    return name\n",
-        "do not define it",
-    ),
-    (rules.op_prefix_findings, "a.py", "add_op_namespace_prefix = str\n", "do not bind it"),
-    (
-        rules.op_prefix_findings,
-        "a.py",
-        "from __future__ import annotations\n"
-        + OPS
-        + "@lib.custom_op(add_op_namespace_prefix('f'), mutates_args=())\n"
-        + "def f(x: list[int]) -> None: ...\n",
-        "pass schema=",
-    ),
-    (
-        rules.import_time_findings,
-        "a.py",
-        "import torch\nFAST = torch.cuda.is_available()\n",
-        "a.py:2: calls torch.cuda.is_available",
-    ),
-    (
-        rules.import_time_findings,
-        "a.py",
-        "from torch.cuda import get_device_capability as g\ndef f(x=g()): ...\n",
-        "calls torch.cuda.get_device_capability",
-    ),
-    (
-        rules.import_time_findings,
-        "a.py",
-        "import torch\nclass A:\n    n = [torch.accelerator.device_count()]\n",
-        "a.py:3: calls torch.accelerator",
-    ),
-    (
-        rules.import_time_findings,
-        "a_triton.py",
-        "import triton\n@triton.autotune(configs=[1, 2], key=[])\n" + DEF,
-        "autotunes at run time",
-    ),
-    (
-        rules.import_time_findings,
-        "a_triton.py",
-        "import triton\ndef g():\n    return triton.autotune(CONFIGS, [])\n",
-        "autotunes at run time",
-    ),
-    (rules.syntax_findings, "a.py", "try: ...\nexcept* ValueError: ...\n", "a.py:"),
-    (rules.syntax_findings, "a.py", "def first[T](x: T) -> T: ...\n", "a.py:"),
+    (IMPORT, "a_triton.py", TUNED, "autotunes at run time"),
+    (IMPORT, "a_triton.py", TUNED_CALL, "autotunes at run time"),
+    (SYNTAX, A, "try: ...\nexcept* ValueError: ...\n", "a.py:"),
+    (SYNTAX, A, "def first[T](x: T) -> T: ...\n", "a.py:"),
 ]
 
 
 @pytest.mark.parametrize(("check", "file", "text", "expected"), BREAKS)
 def test_package_rule_can_fail(tmp_path: Path, check, file: str, text: str, expected: str) -> None:
-    findings = check(build(tmp_path, {file: text}))
-    assert any(expected in finding for finding in findings), report(findings)
+    assert_found(expected, check(build(tmp_path, {file: text})))
 
 
 def test_single_autotune_config_is_allowed(tmp_path: Path) -> None:
-    text = "import triton\n@triton.autotune(configs=[1], key=[])\n" + DEF
-    assert not rules.import_time_findings(build(tmp_path, {"a_triton.py": text}))
+    assert not IMPORT(build(tmp_path, {"a_triton.py": TUNED.replace("1, 2", "1")}))
 
 
 def test_layers_are_pure() -> None:
     path = PACKAGE / "layers.py"
-    findings = rules.layer_findings(path) if path.is_file() else []
-    assert not findings, report(findings)
+    assert_none(rules.layer_findings(path) if path.is_file() else [])
 
 
 def test_good_layers_have_no_findings(tmp_path: Path) -> None:
-    findings = rules.layer_findings(build(tmp_path, {}) / "layers.py")
-    assert not findings, report(findings)
+    assert_none(rules.layer_findings(build(tmp_path, {}) / "layers.py"))
 
 
 FORWARD = "    def forward(self, x):\n        return x\n"
@@ -219,13 +159,11 @@ FORWARD = "    def forward(self, x):\n        return x\n"
 def test_layer_rule_can_fail(tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "layers.py"
     path.write_text("from torch import nn\n" + text)
-    findings = rules.layer_findings(path)
-    assert any(expected in finding for finding in findings), report(findings)
+    assert_found(expected, rules.layer_findings(path))
 
 
 def test_no_generated_file_is_committed() -> None:
-    findings = rules.generated_file_findings(committed_files() or [])
-    assert not findings, report(findings)
+    assert_none(rules.generated_file_findings(committed_files() or []))
 
 
 @pytest.mark.parametrize(
@@ -247,8 +185,7 @@ def test_generated_files_are_recognised(name: str, found: bool) -> None:
 
 
 def test_benchmarks_follow_the_hub_convention() -> None:
-    findings = rules.benchmark_findings(ROOT / "benchmarks")
-    assert not findings, report(findings)
+    assert_none(rules.benchmark_findings(ROOT / "benchmarks"))
 
 
 BENCHMARK = "from kernels.benchmark import Benchmark\nclass Sum(Benchmark): ...\n"
@@ -271,10 +208,7 @@ def test_benchmark_rule_can_fail(tmp_path: Path, text: str, expected: str | None
     (folder / "run.py").touch()
     (folder / "benchmark_sum.py").write_text(text)
     findings = rules.benchmark_findings(folder)
-    if expected is None:
-        assert not findings, report(findings)
-    else:
-        assert any(expected in finding for finding in findings), report(findings)
+    assert_found(expected, findings) if expected else assert_none(findings)
 
 
 def test_missing_benchmarks_are_a_finding(tmp_path: Path) -> None:
@@ -284,8 +218,7 @@ def test_missing_benchmarks_are_a_finding(tmp_path: Path) -> None:
 def test_repo_id_is_stated_once() -> None:
     build_toml = tomllib.loads((ROOT / "build.toml").read_text())
     repo_id = build_toml["general"]["hub"]["repo-id"]
-    findings = rules.repo_id_findings(ROOT, project_files(), repo_id)
-    assert not findings, report(findings)
+    assert_none(rules.repo_id_findings(ROOT, project_files(), repo_id))
 
 
 @pytest.mark.parametrize(
@@ -314,8 +247,7 @@ def test_repo_id_rule_can_fail(tmp_path: Path, name: str, text: str, found: bool
 def test_project_files_leave_out_what_was_made_here(tmp_path: Path, with_git: bool) -> None:
     if with_git:
         subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    for name in (".gitignore", "tools/a.py", "build/b.py", ".venv/c.py", "tools/__pycache__/d.pyc"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("build/\n.venv/\n__pycache__/\n")
+    names = (".gitignore", "tools/a.py", "build/b.py", ".venv/c.py", "tools/__pycache__/d.pyc")
+    write_files(tmp_path, dict.fromkeys(names, "build/\n.venv/\n__pycache__/\n"))
     assert project_files(tmp_path) == [Path(".gitignore"), Path("tools/a.py")]
     assert committed_files(tmp_path) == ([] if with_git else None)

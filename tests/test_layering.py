@@ -7,17 +7,14 @@ from pathlib import Path
 import pytest
 
 from .static import layering
-from .static.project import PACKAGE, report
+from .static.project import PACKAGE, assert_found, assert_none, write_files
 
 pytestmark = pytest.mark.static
 
-CHECKS = (
-    layering.arrow_findings,
-    layering.absolute_findings,
-    layering.foreign_findings,
-    layering.triton_findings,
-    layering.collective_findings,
-)
+ARROW, ABSOLUTE = layering.arrow_findings, layering.absolute_findings
+FOREIGN, TRITON = layering.foreign_findings, layering.triton_findings
+COLLECTIVE = layering.collective_findings
+CHECKS = (ARROW, ABSOLUTE, FOREIGN, TRITON, COLLECTIVE)
 
 # A tree that breaks no rule: every layer, every allowed arrow, both forms of import.
 GOOD = {
@@ -62,10 +59,7 @@ GOOD = {
 
 
 def build(folder: Path, changes: dict[str, str]) -> layering.Tree:
-    for name, text in {**GOOD, **changes}.items():
-        path = folder / "optimizer" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write_files(folder / "optimizer", GOOD | changes)
     return layering.Tree(folder / "optimizer")
 
 
@@ -77,22 +71,16 @@ def package() -> layering.Tree:
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_package_follows_the_rule(check, package) -> None:
     assert package.files, f"no Python file in {PACKAGE}"
-    findings = check(package)
-    assert not findings, report(findings)
+    assert_none(check(package))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_good_tree_has_no_findings(tmp_path: Path, check) -> None:
-    findings = check(build(tmp_path, {}))
-    assert not findings, report(findings)
+    assert_none(check(build(tmp_path, {})))
 
 
-ARROW = layering.arrow_findings
-FOREIGN = layering.foreign_findings
-TRITON = layering.triton_findings
-COLLECTIVE = layering.collective_findings
-
-
+FUNCTIONAL = "import torch.distributed._functional_collectives as f\n"
+PEFT, OUR_MUON = "integrations/adapters/peft.py", "optimizers/muon.py"
 BREAKS = [
     # arrows: upwards, sideways, in both forms, from inside a function
     (ARROW, "kernels/sum.py", "from ..optimizers import Muon\n", "kernels imports optimizers"),
@@ -110,12 +98,7 @@ BREAKS = [
     (ARROW, "distributed/transport.py", "from .. import kernels\n", "distributed imports"),
     (ARROW, "layers.py", "from .kernels import push\n", "layers imports kernels"),
     (ARROW, "explain.py", "from .optimizers import Muon\n", "explain imports optimizers"),
-    (
-        ARROW,
-        "integrations/adapters/peft.py",
-        "from ...kernels import push\n",
-        "integrations imports",
-    ),
+    (ARROW, PEFT, "from ...kernels import push\n", "integrations imports"),
     (ARROW, "moe/sort.py", "from .. import Muon\n", "imports the package's __init__"),
     (ARROW, "reference/nf4.py", "from .. import Muon\n", "imports the package's __init__"),
     (ARROW, "optimizers/muon.py", "from ..distributed.transport import gather\n", "reaches"),
@@ -125,8 +108,8 @@ BREAKS = [
     (ARROW, "utils/__init__.py", "", "utils: belongs to no layer"),
     (ARROW, "helpers.py", "", "helpers: belongs to no layer"),
     # the package's own name
-    (layering.absolute_findings, "moe/sort.py", "import optimizer.moe\n", "absolute import"),
-    (layering.absolute_findings, "moe/sort.py", "from optimizer import Muon\n", "absolute"),
+    (ABSOLUTE, "moe/sort.py", "import optimizer.moe\n", "absolute import"),
+    (ABSOLUTE, "moe/sort.py", "from optimizer import Muon\n", "absolute"),
     # foreign libraries
     (FOREIGN, "moe/sort.py", "import numpy as np\n", "imports numpy; only integrations"),
     (FOREIGN, "moe/sort.py", "def f():\n    from einops import rearrange\n", "imports einops"),
@@ -149,32 +132,16 @@ BREAKS = [
     (COLLECTIVE, "moe/sort.py", "from torch.distributed import all_to_all_single as a\n", "a"),
     (COLLECTIVE, "moe/sort.py", "from torch.distributed import *\n", "communicates"),
     (COLLECTIVE, "distributed/__init__.py", "import torch.distributed.nn\n", "communicates"),
-    (
-        COLLECTIVE,
-        "optimizers/muon.py",
-        "def f(x):\n    return x.full_tensor()\n",
-        ".full_tensor",
-    ),
+    (COLLECTIVE, OUR_MUON, "def f(x):\n    return x.full_tensor()\n", ".full_tensor"),
     (COLLECTIVE, "optimizers/muon.py", "def f(x):\n    x.redistribute()\n", ".redistribute"),
-    (
-        COLLECTIVE,
-        "moe/sort.py",
-        "import torch\ntorch.ops._c10d_functional.wait_tensor\n",
-        "c10",
-    ),
-    (
-        COLLECTIVE,
-        "moe/sort.py",
-        "import torch.distributed._functional_collectives as f\nf.all_reduce(x)\n",
-        "communicates",
-    ),
+    (COLLECTIVE, "moe/sort.py", "import torch\ntorch.ops._c10d_functional.wait_tensor\n", "c10"),
+    (COLLECTIVE, "moe/sort.py", FUNCTIONAL + "f.all_reduce(x)\n", "communicates"),
 ]
 
 
 @pytest.mark.parametrize(("check", "file", "text", "expected"), BREAKS)
 def test_rule_can_fail(tmp_path: Path, check, file: str, text: str, expected: str) -> None:
     findings = check(build(tmp_path, {file: text}))
-    assert any(expected in finding for finding in findings), report(findings)
-    assert all(finding.startswith(file.split("/")[0].split(".")[0]) for finding in findings), (
-        report(findings)
-    )
+    assert_found(expected, findings)
+    layer = file.split("/")[0].split(".")[0]
+    assert_none([finding for finding in findings if not finding.startswith(layer)])

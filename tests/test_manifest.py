@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from .static import manifest
 from .static.manifest import Project
-from .static.project import ROOT, report
+from .static.project import ROOT, assert_found, assert_none, write_files
 
 pytestmark = pytest.mark.static
 
@@ -18,16 +17,15 @@ def op_table_findings(project: Project) -> list[str]:
     return manifest.op_table_findings(project, "docs/dev/ops.md")
 
 
-CHECKS = (
-    manifest.source_findings,
-    manifest.component_findings,
-    manifest.binding_findings,
-    manifest.python_findings,
+SOURCE, COMPONENT = manifest.source_findings, manifest.component_findings
+BIND, PYTHON = manifest.binding_findings, manifest.python_findings
+DOCUMENT, TABLES, CHANGES = (
     manifest.document_findings,
     op_table_findings,
     manifest.changelog_findings,
-    manifest.pin_findings,
 )
+PIN = manifest.pin_findings
+CHECKS = (SOURCE, COMPONENT, BIND, PYTHON, DOCUMENT, TABLES, CHANGES, PIN)
 
 TABLE = """
 | requested name | op | CUDA source | Triton source |
@@ -91,160 +89,84 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
 }
 
 
-def build(folder: Path, edit: Callable[[dict[str, str]], object] = lambda files: None) -> Project:
+def build(folder: Path, name: str = "", old: str | None = None, new: str | None = "") -> Project:
+    """GOOD with one file that lacks `old`, or as a whole is `new`, or is gone."""
     files = dict(GOOD)
-    edit(files)
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    assert old is None or old in files[name]
+    if old is not None:
+        new = files[name].replace(old, new)
+    if new is None:
+        del files[name]
+    elif name:
+        files[name] = new
+    write_files(folder, files)
     return Project(folder)
-
-
-def without(name: str) -> Callable[[dict[str, str]], object]:
-    return lambda files: files.pop(name)
-
-
-def adding(name: str, text: str = "") -> Callable[[dict[str, str]], object]:
-    return lambda files: files.update({name: text})
-
-
-def replacing(name: str, old: str, new: str) -> Callable[[dict[str, str]], object]:
-    def edit(files: dict[str, str]) -> None:
-        assert old in files[name]
-        files[name] = files[name].replace(old, new)
-
-    return edit
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_project_agrees(check) -> None:
-    findings = check(Project(ROOT))
-    assert not findings, report(findings)
+    assert_none(check(Project(ROOT)))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_good_project_has_no_findings(tmp_path: Path, check) -> None:
-    findings = check(build(tmp_path))
-    assert not findings, report(findings)
+    assert_none(check(build(tmp_path)))
 
 
-BUILD, BINDING = "build.toml", "torch-ext/torch_binding.cpp"
+BUILD, BINDING, PAGE = "build.toml", "torch-ext/torch_binding.cpp", "docs/dev/ops.md"
+CPU, CU, SM90 = (f"kernels-src/{name}" for name in ("cpu/sum.cpp", "sum/sum.cu", "sum/sum_sm90.cu"))
+TRITON = "torch-ext/toy/kernels/sum_triton.py"
+SUM = '"sum(Tensor x) -> Tensor"'
 
-
-BREAKS = [
-    (manifest.source_findings, without("kernels-src/sum/sum.cu"), "does not exist"),
-    (manifest.source_findings, adding("kernels-src/sum/extra.cuh"), "no src of build.toml"),
-    (manifest.source_findings, adding("torch-ext/extra.cpp"), "no src of build.toml"),
+BREAKS = [  # the rule, a file, its old text (None: all of it), the new (None: no file), a finding
+    (SOURCE, CU, None, None, "does not exist"),
+    (SOURCE, "kernels-src/sum/extra.cuh", None, "", "no src of build.toml"),
+    (SOURCE, "torch-ext/extra.cpp", None, "", "no src of build.toml"),
+    (SOURCE, BUILD, "sum/sum_sm90.cu", "sum/sum.cu", "compiled more than once for cuda"),
+    (SOURCE, BUILD, '["kernels-src/cpu', '["kernels-src/cpu/sum.cpp", "kernels-src/cpu', "twice"),
+    (COMPONENT, "kernels-src/new/new.cu", None, "", "no component"),
+    (COMPONENT, BUILD, "[kernel.sum]", "[kernel.total]", "kernels-src/total/ does not exist"),
+    (COMPONENT, BUILD, "[kernel.sum_cpu]", "[kernel.sum_sm80]", "exactly if the backend is cpu"),
+    (COMPONENT, BUILD, '"9.0a"', '"8.0"', "are not sm90's"),
+    (COMPONENT, BUILD, "8.0+PTX", "8.0", "needs the capability"),
+    (COMPONENT, BUILD, CPU, "kernels-src/sum/sum.cpp", "outside of kernels-src/cpu/"),
     (
-        manifest.source_findings,
-        replacing(BUILD, "sum/sum_sm90.cu", "sum/sum.cu"),
-        "compiled more than once for cuda",
+        BIND,
+        BINDING,
+        'ops.impl("sum", TORCH_BOX(&sum_cpu))',
+        "",
+        "a source for cpu, but no ops.impl",
     ),
-    (
-        manifest.source_findings,
-        replacing(BUILD, '["kernels-src/cpu', '["kernels-src/cpu/sum.cpp", "kernels-src/cpu'),
-        "twice",
-    ),
-    (manifest.component_findings, adding("kernels-src/new/new.cu"), "no component"),
-    (
-        manifest.component_findings,
-        replacing(BUILD, "[kernel.sum]", "[kernel.total]"),
-        "kernels-src/total/ does not exist",
-    ),
-    (
-        manifest.component_findings,
-        replacing(BUILD, "[kernel.sum_cpu]", "[kernel.sum_sm80]"),
-        "exactly if the backend is cpu",
-    ),
-    (manifest.component_findings, replacing(BUILD, '"9.0a"', '"8.0"'), "are not sm90's"),
-    (manifest.component_findings, replacing(BUILD, "8.0+PTX", "8.0"), "needs the capability"),
-    (
-        manifest.component_findings,
-        replacing(BUILD, "kernels-src/cpu/sum.cpp", "kernels-src/sum/sum.cpp"),
-        "outside of kernels-src/cpu/",
-    ),
-    (
-        manifest.binding_findings,
-        replacing(BINDING, 'ops.impl("sum", TORCH_BOX(&sum_cpu))', ""),
-        "sum: has a source for cpu, but no ops.impl",
-    ),
-    (
-        manifest.binding_findings,
-        replacing(BUILD, "kernels-src/cpu/sum.cpp", "kernels-src/cpu/total.cpp"),
-        "sum: has an ops.impl for cpu, but no source",
-    ),
-    (
-        manifest.binding_findings,
-        replacing(BINDING, '"sum(', '"total('),
-        "implements sum, which",
-    ),
-    (manifest.binding_findings, replacing(BINDING, "ops.def", "ops.fed"), "no ops.def found"),
-    (
-        manifest.binding_findings,
-        replacing(BINDING, "  ops.def(", '  ops.def("sum(Tensor x) -> Tensor");\n  ops.def('),
-        "defines sum twice",
-    ),
-    (manifest.binding_findings, adding("kernels-src/sum/add.cu"), "add.cu: its stem"),
-    (manifest.python_findings, without("torch-ext/toy/kernels/sum.py"), "calls ops.sum"),
-    (manifest.python_findings, without("tests/kernels/test_sum.py"), "test_*.py names it"),
-    (manifest.python_findings, without("torch-ext/toy/reference/math.py"), "no function sum"),
-    (manifest.document_findings, without("README.md"), "README.md is missing"),
-    (manifest.document_findings, adding("README.md", "Call chain."), "chain: is in __all__"),
-    (
-        manifest.document_findings,
-        adding("torch-ext/toy/__init__.py", "from .a import fold\n__all__ = ['fold']\n"),
-        "fold: is in __all__",
-    ),
-    (op_table_findings, without("docs/dev/ops.md"), "docs/dev/ops.md is missing"),
-    (op_table_findings, adding("docs/dev/ops.md", "Call `chain`."), "has no table"),
-    (
-        op_table_findings,
-        replacing("docs/dev/ops.md", "| `chain` | `chain`", "| `chain` | `fold`"),
-        "lacks chain",
-    ),
-    (
-        op_table_findings,
-        replacing("docs/dev/ops.md", "| `chain` | `chain`", "| `chain` | `fold`"),
-        "names fold, no op",
-    ),
-    (
-        op_table_findings,
-        replacing("docs/dev/ops.md", "kernels-src/sum/sum.cu", "kernels-src/sum/old.cu"),
-        "old.cu, which does not exist",
-    ),
-    (
-        op_table_findings,
-        replacing("docs/dev/ops.md", "`torch-ext/toy/kernels/sum_triton.py`", "-"),
-        "the row of sum lacks torch-ext/toy/kernels/sum_triton.py",
-    ),
-    (
-        op_table_findings,
-        replacing("docs/dev/ops.md", ", `kernels-src/sum/sum_sm90.cu`", ""),
-        "docs/dev/ops.md: the row of sum lacks kernels-src/sum/sum_sm90.cu",
-    ),
-    (
-        op_table_findings,
-        replacing("docs/dev/ops.md", "`kernels-src/sum/sum.cu`", "`kernels-src/sum/total*.cu`"),
-        "total*.cu, which does not exist",
-    ),
-    (manifest.changelog_findings, without("CHANGELOG.md"), "CHANGELOG.md is missing"),
-    (manifest.changelog_findings, replacing(BUILD, "version = 3", "version = 4"), "Version 4"),
-    (
-        manifest.pin_findings,
-        replacing("tools/requirements.txt", "ruff==1.2.3", "ruff==1.2.4"),
-        "ruff==1.2.3 is not the pin",
-    ),
+    (BIND, BUILD, CPU, "kernels-src/cpu/total.cpp", "sum: has an ops.impl for cpu, but no source"),
+    (BIND, BINDING, '"sum(', '"total(', "implements sum, which"),
+    (BIND, BINDING, "ops.def", "ops.fed", "no ops.def found"),
+    (BIND, BINDING, "  ops.def(", f"  ops.def({SUM});\n  ops.def(", "defines sum twice"),
+    (BIND, "kernels-src/sum/add.cu", None, "", "add.cu: its stem"),
+    (PYTHON, "torch-ext/toy/kernels/sum.py", None, None, "calls ops.sum"),
+    (PYTHON, "tests/kernels/test_sum.py", None, None, "test_*.py names it"),
+    (PYTHON, "torch-ext/toy/reference/math.py", None, None, "no function sum"),
+    (DOCUMENT, "README.md", None, None, "README.md is missing"),
+    (DOCUMENT, "README.md", None, "Call chain.", "chain: is in __all__"),
+    (DOCUMENT, "torch-ext/toy/__init__.py", "chain", "fold", "fold: is in __all__"),
+    (TABLES, PAGE, None, None, "docs/dev/ops.md is missing"),
+    (TABLES, PAGE, None, "Call `chain`.", "has no table"),
+    (TABLES, PAGE, "| `chain` | `chain`", "| `chain` | `fold`", "lacks chain"),
+    (TABLES, PAGE, "| `chain` | `chain`", "| `chain` | `fold`", "names fold, no op"),
+    (TABLES, PAGE, CU, "kernels-src/sum/old.cu", "old.cu, which does not exist"),
+    (TABLES, PAGE, f"`{TRITON}`", "-", f"the row of sum lacks {TRITON}"),
+    (TABLES, PAGE, f", `{SM90}`", "", f"docs/dev/ops.md: the row of sum lacks {SM90}"),
+    (TABLES, PAGE, f"`{CU}`", "`kernels-src/sum/total*.cu`", "total*.cu, which does not exist"),
+    (CHANGES, "CHANGELOG.md", None, None, "CHANGELOG.md is missing"),
+    (CHANGES, BUILD, "version = 3", "version = 4", "Version 4"),
+    (PIN, "tools/requirements.txt", "ruff==1.2.3", "ruff==1.2.4", "ruff==1.2.3 is not the pin"),
 ]
 
 
-@pytest.mark.parametrize(("check", "edit", "expected"), BREAKS)
-def test_rule_can_fail(tmp_path: Path, check, edit, expected: str) -> None:
-    findings = check(build(tmp_path, edit))
-    assert any(expected in finding for finding in findings), report(findings)
+@pytest.mark.parametrize(("check", "name", "old", "new", "expected"), BREAKS)
+def test_rule_can_fail(tmp_path: Path, check, name, old, new, expected: str) -> None:
+    assert_found(expected, check(build(tmp_path, name, old, new)))
 
 
 def test_a_pattern_names_the_sources_of_every_architecture(tmp_path: Path) -> None:
-    named = "`kernels-src/sum/sum.cu`, `kernels-src/sum/sum_sm90.cu`"
-    project = build(tmp_path, replacing("docs/dev/ops.md", named, "`kernels-src/sum/sum*.cu`"))
-    assert not op_table_findings(project)
+    both = f"`{CU}`, `{SM90}`"
+    assert_none(op_table_findings(build(tmp_path, PAGE, both, "`kernels-src/sum/sum*.cu`")))

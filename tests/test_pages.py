@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .static.project import PACKAGE, ROOT, parse, project_files, read_text, report
+from .static.project import PACKAGE, ROOT, assert_none, parse, project_files, read_text
 
 pytestmark = pytest.mark.static
 
@@ -108,23 +108,19 @@ def named_test_findings(root: Path) -> list[str]:
 
 
 def test_links_lead_somewhere() -> None:
-    findings = link_findings(ROOT)
-    assert not findings, report(findings)
+    assert_none(link_findings(ROOT))
 
 
 def test_pages_that_files_name_exist() -> None:
-    findings = mention_findings(ROOT)
-    assert not findings, report(findings)
+    assert_none(mention_findings(ROOT))
 
 
 def test_sources_that_pages_name_exist() -> None:
-    findings = source_findings(ROOT)
-    assert not findings, report(findings)
+    assert_none(source_findings(ROOT))
 
 
 def test_tests_that_pages_name_exist() -> None:
-    findings = named_test_findings(ROOT)
-    assert not findings, report(findings)
+    assert_none(named_test_findings(ROOT))
 
 
 def test_a_dead_link_is_found(tmp_path: Path) -> None:
@@ -149,7 +145,7 @@ def test_pages_for_users_are_short() -> None:
         if not page.as_posix().startswith(generated)
         and (lines := len((ROOT / page).read_text().splitlines())) > most
     ]
-    assert not findings, report(findings)
+    assert_none(findings)
 
 
 def test_pages_for_users_are_not_for_authors() -> None:
@@ -190,4 +186,4 @@ def test_messages_of_the_troubleshooting_page_exist() -> None:
         for message in shown
         if not any(map(re.compile(".*".join(map(re.escape, message.split("…")))).search, texts))
     ]
-    assert not findings, report(findings)
+    assert_none(findings)

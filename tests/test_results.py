@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 
 from ._harness import COMMIT, HEAD
-from .static.project import ROOT, report
+from .static.project import ROOT, assert_found, assert_none, write_files
 from .static.results import quoted_results, result_findings
 
 pytestmark = pytest.mark.static
@@ -71,7 +71,7 @@ def test_result_files_have_their_form() -> None:
             continue
         name = path.relative_to(ROOT).as_posix()
         findings += result_findings(name, json.loads(path.read_text()))
-    assert not findings, report(findings)
+    assert_none(findings)
 
 
 def test_quoted_results_are_of_these_sources() -> None:
@@ -95,7 +95,7 @@ def test_quoted_results_are_of_these_sources() -> None:
                 findings.append(
                     f"{path}: the sources of {entry} have changed; run `make bench OP={path.stem}`"
                 )
-    assert not findings, report(findings)
+    assert_none(findings)
 
 
 def test_digest_follows_code_alone(tmp_path: Path, monkeypatch) -> None:
@@ -124,9 +124,9 @@ def test_digest_follows_code_alone(tmp_path: Path, monkeypatch) -> None:
     assert len({first, changed, both, added}) == 4
 
     (tmp_path / "kernels/toy_triton.py").unlink()
-    with pytest.raises(ValueError, match=r"kernels/toy\*\.py"):
+    with pytest.raises(ValueError, match=r"no file matches kernels/toy\*\.py"):
         sources.sources_digest("toy", tmp_path)
-    with pytest.raises(ValueError, match="unknown"):
+    with pytest.raises(ValueError, match="'unknown' is no result file; known: elementwise"):
         sources.sources_digest("unknown", tmp_path)
 
 
@@ -161,6 +161,7 @@ def test_good_result_has_no_findings() -> None:
         (("rows", 0, "error"), None, "error must be a number"),
         (("rows", 1, "ms"), 0.1, "is not ok, so it must have no ms"),
         (("rows", 1, "case"), "sum/8x8", "sum/8x8 / auto stands there twice"),
+        (("partial",), True, "toy: is not complete; the command that wrote it goes on with it"),
     ],
 )
 def test_form_can_be_broken(path: tuple, value: object, expected: str) -> None:
@@ -169,8 +170,7 @@ def test_form_can_be_broken(path: tuple, value: object, expected: str) -> None:
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
-    findings = result_findings("toy", result)
-    assert any(expected in finding for finding in findings), report(findings)
+    assert_found(expected, result_findings("toy", result))
 
 
 @pytest.mark.parametrize("key", ["unit", "target", "transport"])
@@ -189,18 +189,15 @@ def test_quotes_are_found() -> None:
     assert quoted_results(partial) == {Path("h200/a.partial.json")}
 
 
-def test_a_partial_file_is_no_result() -> None:
-    (finding,) = result_findings("toy", {**GOOD, "partial": True})
-    assert finding == "toy: is not complete; the command that wrote it goes on with it"
+def copy_sources(harness, entry: str, target: Path) -> None:
+    for path in harness.sources.source_files(entry):
+        write_files(target, {path.relative_to(ROOT).as_posix(): path.read_text()})
 
 
 @pytest.fixture
 def checkout(harness, tmp_path: Path) -> Path:
     """A copy of the measured sources, a README with markers and one result file."""
-    for path in harness.sources.source_files("elementwise"):
-        copy = tmp_path / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
+    copy_sources(harness, "elementwise", tmp_path)
     markers = f"{harness.plots.BEGIN}\nold\n{harness.plots.END}"
     for name in harness.plots.BETWEEN:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -231,30 +228,6 @@ def write_results(harness, root: Path) -> Path:
     digest = harness.sources.sources_digest("elementwise", root)
     report.write(path, HEAD | {"sources": digest}, [*rows, report.failed("nf4_dequant/1x1x1")])
     return path
-
-
-def test_digest_follows_code(harness, checkout):
-    def digest() -> str:
-        return harness.sources.sources_digest("elementwise", checkout)
-
-    before = digest()
-    assert before == harness.sources.sources_digest("elementwise")
-    kernel = checkout / "kernels-src/quant/nf4_dequant.cu"
-    text = kernel.read_text()
-    kernel.write_text(text + "int edited;\n")
-    assert digest() != before
-    kernel.write_text(text)
-    assert digest() == before
-    kernel.rename(kernel.with_name("nf4_dequant.renamed.cu"))  # names are not measured
-    assert digest() == before
-
-
-def test_a_pattern_that_matches_nothing_is_an_error(harness, checkout):
-    shutil.rmtree(checkout / "kernels-src/common")
-    with pytest.raises(ValueError, match=r"no file matches kernels-src/common/\*"):
-        harness.sources.sources_digest("elementwise", checkout)
-    with pytest.raises(ValueError, match="'nothing' is no result file; known: elementwise"):
-        harness.sources.sources_digest("nothing")
 
 
 def test_written_results_have_the_agreed_form(harness, checkout):
@@ -471,10 +444,7 @@ def test_zoo_rows_are_not_listed_in_readme(harness, checkout):
     rows = [passed(case, measured(harness)) for case in [*cases, "zoo/linear"]]
     rows.append(passed(cases[0], measured(harness, ms=0.5), "gram_polynomial"))
     path = checkout / "benchmarks/results/h200/orthogonalize.json"
-    for source in harness.sources.source_files("orthogonalize"):
-        copy = checkout / source.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, copy)
+    copy_sources(harness, "orthogonalize", checkout)
     digest = harness.sources.sources_digest("orthogonalize", checkout)
     write(path, HEAD | {"sources": digest}, rows)
     harness.plots.draw(checkout)

@@ -78,9 +78,20 @@ def place(path: Path, root: Path, line: int | None = None) -> str:
     return name if line is None else f"{name}:{line}"
 
 
-def report(findings: list[str]) -> str:
-    """What a failing test prints."""
-    return "\n".join(["", *findings])
+def assert_none(findings: list[str]) -> None:
+    assert not findings, "\n".join(["", *findings])
+
+
+def assert_found(expected: str, findings: list[str]) -> None:
+    """Some finding says so."""
+    assert any(expected in finding for finding in findings), "\n".join(["", *findings])
+
+
+def write_files(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 def aliases(tree: ast.Module) -> dict[str, str]:
