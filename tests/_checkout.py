@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import os
 import shutil
 import subprocess
@@ -88,6 +89,10 @@ def built_checkout(folder: Path) -> Path:
     done = run_build(root, "--backend", "cpu")
     assert done.returncode == 0, done.stderr
     return root
+
+
+def metadata_of(variant: Path) -> dict:
+    return json.loads((variant / "metadata.json").read_text())
 
 
 def variant_of(root: Path) -> Path:

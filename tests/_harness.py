@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from types import ModuleType
 
-from .static.project import ROOT
+from .static.project import ROOT, write_files
 from .static.results import result_findings
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -32,6 +33,11 @@ class Harness:
         module = importlib.import_module(dotted)
         setattr(self, name, module)
         return module
+
+    def copy_sources(self, entry: str, root: Path) -> None:
+        """The files that an entry measures, below `root` as they are here."""
+        for path in self.sources.source_files(entry):
+            write_files(root, {path.relative_to(ROOT).as_posix(): path.read_text()})
 
     def is_well_formed(self, rows: list) -> bool:
         """Whether the rows can stand in a result file."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -105,6 +106,20 @@ def submodule(opt):
 def dispatch(submodule):
     """The module that says which implementation runs where."""
     return submodule("dispatch")
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clean checkout with its CPU variant."""
+    from ._checkout import built_checkout
+
+    return built_checkout(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def checkout(built: Path, tmp_path: Path) -> Path:
+    """A copy of `built` that the test may change."""
+    return shutil.copytree(built, tmp_path / "checkout")
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import fcntl
-import json
 import os
 import platform
 import re
@@ -22,7 +21,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
-from ._checkout import ROOT, built_checkout, git, run_build, tool, variant_of
+from ._checkout import ROOT, git, metadata_of, run_build, tool, variant_of
 
 KERNELS = tomllib.loads((ROOT / "build.toml").read_text())["kernel"].values()
 # Of the CPU variant: its kernels, the binding, and the stand-ins for a newer g++.
@@ -31,25 +30,21 @@ OBJECTS = 2 + sum(
 )
 
 
-@pytest.fixture(scope="session")
-def built(tmp_path_factory) -> Path:
-    return built_checkout(tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture
-def checkout(built: Path, tmp_path: Path) -> Path:
-    """A copy of the built checkout that the test may change."""
-    return shutil.copytree(built, tmp_path / "checkout")
-
-
 @pytest.fixture
 def sources(built: Path, tmp_path: Path) -> Path:
-    """The same without ``build/``."""
+    """`checkout` without ``build/``."""
     return shutil.copytree(built, tmp_path / "sources", ignore=shutil.ignore_patterns("build"))
 
 
-def metadata_of(variant: Path) -> dict:
-    return json.loads((variant / "metadata.json").read_text())
+def refused(match: str):
+    return pytest.raises(tool("local_build.errors").BuildError, match=match)
+
+
+def cpu_build(root: Path, *options: str) -> str:
+    """What a build that succeeds prints."""
+    done = run_build(root, "--backend", "cpu", *options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def append(path: Path, text: str) -> None:
@@ -116,13 +111,7 @@ def test_cuda_variant_is_named_after_the_toolkit_and_lists_its_architectures():
     [
         ("9.0", ["-gencode=arch=compute_90,code=sm_90"]),
         ("9.0a", ["-gencode=arch=compute_90a,code=sm_90a"]),
-        (
-            "8.0+PTX",
-            [
-                "-gencode=arch=compute_80,code=sm_80",
-                "-gencode=arch=compute_80,code=compute_80",
-            ],
-        ),
+        ("8.0+PTX", [f"-gencode=arch=compute_80,code={what}_80" for what in ("sm", "compute")]),
     ],
 )
 def test_capabilities_become_nvcc_flags(capability: str, flags: list[str]):
@@ -132,19 +121,14 @@ def test_capabilities_become_nvcc_flags(capability: str, flags: list[str]):
 def test_nothing_changed_compiles_nothing_and_leaves_the_variant_alone(checkout: Path):
     variant = variant_of(checkout)
     before = variant.stat()
-    done = run_build(checkout, "--backend", "cpu")
-    assert done.returncode == 0, done.stderr
-    assert f"unchanged, 0 compiled, {OBJECTS} reused" in done.stdout
-    assert (variant.stat().st_ino, variant.stat().st_mtime_ns) == (
-        before.st_ino,
-        before.st_mtime_ns,
-    )
+    assert f"unchanged, 0 compiled, {OBJECTS} reused" in cpu_build(checkout)
+    after = variant.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def test_a_build_from_nothing_gives_the_same_bytes(checkout: Path):
     before = metadata_of(variant_of(checkout))
-    done = run_build(checkout, "--backend", "cpu", "--clean")
-    assert f"written, {OBJECTS} compiled, 0 reused" in done.stdout, done.stderr
+    assert f"written, {OBJECTS} compiled, 0 reused" in cpu_build(checkout, "--clean")
     assert metadata_of(variant_of(checkout)) == before
 
 
@@ -152,9 +136,8 @@ def test_python_is_copied_and_only_the_binding_is_compiled(checkout: Path):
     package = checkout / "torch-ext" / "optimizer"
     append(package / "__init__.py", "# changed\n")
     (package / "extra.json").write_text("{}")
-    done = run_build(checkout, "--backend", "cpu")
     # the tree is dirty now, so the namespace and with it the binding is another
-    assert f"written, 1 compiled, {OBJECTS - 1} reused" in done.stdout, done.stderr
+    assert f"written, 1 compiled, {OBJECTS - 1} reused" in cpu_build(checkout)
     variant = variant_of(checkout)
     assert (variant / "__init__.py").read_text().endswith("# changed\n")
     assert (variant / "extra.json").is_file()
@@ -162,18 +145,17 @@ def test_python_is_copied_and_only_the_binding_is_compiled(checkout: Path):
     assert metadata["id"].endswith("_dirty") and metadata["provenance"]["kernel"]["dirty"]
 
     (package / "extra.json").unlink()
-    done = run_build(checkout, "--backend", "cpu")
-    assert f"written, 0 compiled, {OBJECTS} reused" in done.stdout, done.stderr
+    assert f"written, 0 compiled, {OBJECTS} reused" in cpu_build(checkout)
     assert not (variant_of(checkout) / "extra.json").exists()
 
 
 def test_a_changed_header_compiles_its_includers(checkout: Path):
     append(checkout / "torch-ext" / "optimizer" / "__init__.py", "# changed\n")
-    run_build(checkout, "--backend", "cpu")
+    cpu_build(checkout)
     append(checkout / "kernels-src" / "quant" / "nf4_dequant.h", "// changed\n")
-    done = run_build(checkout, "--backend", "cpu")
-    assert f"1 compiled, {OBJECTS - 1} reused" in done.stdout, done.stderr
-    progress = done.stdout.splitlines()[:2]
+    printed = cpu_build(checkout)
+    assert f"1 compiled, {OBJECTS - 1} reused" in printed
+    progress = printed.splitlines()[:2]
     assert progress[0] == f"compiling 1 of {OBJECTS} files, 1 at a time"
     assert progress[1].startswith("[1/1] kernels-src/cpu/nf4_dequant.cpp, ")
 
@@ -213,20 +195,13 @@ def test_builds_of_two_backends_run_side_by_side(checkout: Path, monkeypatch):
     """Those of one backend do not: the second waits, and leaves the first one's folder alone."""
     package = tool("local_build.package")
     project = tool("local_build.project").load_project(checkout)
-    with (
-        package.build_lock(project, "cuda"),
-        package.staging_folder(project, "cuda") as staged,
-    ):
-        done = run_build(checkout, "--backend", "cpu")
-        assert done.returncode == 0, done.stderr
+    lock = package.build_lock
+    with lock(project, "cuda"), package.staging_folder(project, "cuda") as staged:
+        cpu_build(checkout)
         assert staged.is_dir()
     flock = fcntl.flock
     monkeypatch.setattr(fcntl, "flock", lambda file, how: flock(file, how | fcntl.LOCK_NB))
-    with (
-        package.build_lock(project, "cpu"),
-        pytest.raises(BlockingIOError),
-        package.build_lock(project, "cpu"),
-    ):
+    with lock(project, "cpu"), pytest.raises(BlockingIOError), lock(project, "cpu"):
         pass
 
 
@@ -240,7 +215,7 @@ def test_digest_detects_a_changed_byte(checkout: Path):
     library.write_bytes(content)
     assert [library.name in problem for problem in verify(variant)] == [True]
     # and the next build repairs it
-    assert "written" in run_build(checkout, "--backend", "cpu").stdout
+    assert "written" in cpu_build(checkout)
     assert verify(variant) == []
 
 
@@ -254,15 +229,13 @@ def test_what_needs_a_newer_glibc_runs_here_and_is_not_published(checkout: Path)
     before = metadata_of(variant_of(checkout))
     append(checkout / "kernels-src" / "cpu" / "nf4_dequant.cpp", NEWER_GLIBC)
     finding = "cannot be published: manylinux_2_28: pthread_join@GLIBC_2.34"
-    refused = run_build(checkout, "--backend", "cpu", "--publishable")
-    assert refused.returncode == 1 and finding in refused.stderr
+    failed = run_build(checkout, "--backend", "cpu", "--publishable")
+    assert failed.returncode == 1 and finding in failed.stderr
     assert metadata_of(variant_of(checkout)) == before
-    done = run_build(checkout, "--backend", "cpu")
-    assert done.returncode == 0, done.stderr
-    assert f"runs here, {finding}" in done.stdout
+    assert f"runs here, {finding}" in cpu_build(checkout)
     publish = tool("publish")
     project = tool("local_build.project").load_project(checkout)
-    with pytest.raises(tool("local_build.errors").BuildError, match=r"pthread_join@GLIBC_2\.34"):
+    with refused(r"pthread_join@GLIBC_2\.34"):
         publish.make_plan(project, project.build_dir, allow_local_build=True)
 
 
@@ -436,12 +409,11 @@ def torch_built_with(cuda: str | None):
 
 
 def test_another_toolkit_than_asked_for_is_refused(tmp_path: Path):
-    toolchain, errors = tool("local_build.toolchain"), tool("local_build.errors")
-    home = fake_toolkit(tmp_path, "12.6")
-    with pytest.raises(errors.BuildError, match=r"--cuda-version 13\.0 but .* is 12\.6"):
+    toolchain, home = tool("local_build.toolchain"), fake_toolkit(tmp_path, "12.6")
+    with refused(r"--cuda-version 13\.0 but .* is 12\.6"):
         toolchain.find_cuda(home, "13.0", torch_built_with("13.0"))
     (home / "lib64" / "libcudart.so.12").unlink()
-    with pytest.raises(errors.BuildError, match=r"libcudart\.so\.12 is missing"):
+    with refused(r"libcudart\.so\.12 is missing"):
         toolchain.find_cuda(home, None, torch_built_with("12.6"))
 
 
@@ -463,17 +435,17 @@ def test_a_toolkit_must_suit_the_installed_torch(
     from kernels.variants import _resolve_variant_for_system, parse_variant
     from packaging.version import Version
 
-    toolchain, errors = tool("local_build.toolchain"), tool("local_build.errors")
+    toolchain = tool("local_build.toolchain")
     torch, home = torch_built_with(torch_cuda), fake_toolkit(tmp_path, toolkit)
     if loads:
         assert toolchain.find_cuda(home, None, torch).version == toolkit
     else:
-        with pytest.raises(errors.BuildError) as refused:
+        with refused("") as error:
             toolchain.find_cuda(home, None, torch)
         major = torch_cuda.split(".")[0]
         loadable = f"{major}.0 to {torch_cuda}"
         for words in (str(home), toolkit, torch.version, loadable, f"--cuda-version {toolkit}"):
-            assert words in str(refused.value)
+            assert words in str(error.value)
         # built all the same when it is named: for another machine
         assert toolchain.find_cuda(home, toolkit, torch).version == toolkit
     if torch_cuda is not None:  # the client decides likewise
@@ -545,22 +517,21 @@ def test_the_cuda_version_of_torch_is_read_without_importing_it(tmp_path: Path, 
     ],
 )
 def test_build_toml_mistakes(sources: Path, old: str, new: str, message: str | None):
-    project, errors = tool("local_build.project"), tool("local_build.errors")
+    project = tool("local_build.project")
     text = (sources / "build.toml").read_text()
     assert old in text
     (sources / "build.toml").write_text(text.replace(old, new))
     if message is None:
         assert project.load_project(sources).python_depends == ("einops",)
         return
-    with pytest.raises(errors.BuildError, match=message):
+    with refused(message):
         project.load_project(sources)
 
 
 def test_a_committed_ops_file_is_refused(sources: Path):
-    project, errors = tool("local_build.project"), tool("local_build.errors")
     (sources / "torch-ext" / "optimizer" / "_ops.py").write_text("")
-    with pytest.raises(errors.BuildError, match=r"_ops\.py exists: it is generated"):
-        project.load_project(sources)
+    with refused(r"_ops\.py exists: it is generated"):
+        tool("local_build.project").load_project(sources)
 
 
 def test_a_compiler_error_is_shown_and_keeps_the_old_variant(checkout: Path):
@@ -649,9 +620,9 @@ def planted(tmp_path: Path) -> Path:
 
 
 def test_each_check_can_fail(planted: Path):
-    audit, errors = tool("local_build.audit"), tool("local_build.errors")
+    audit = tool("local_build.audit")
     assert audit.check_manylinux(planted) == ["manylinux_2_28: too_new@GLIBCXX_3.4.99"]
-    with pytest.raises(errors.BuildError) as caught:
+    with refused("") as caught:
         audit.audit_library(planted, ROOT, tool("local_build.toolchain").find_torch())
     message = str(caught.value)
     for finding in (

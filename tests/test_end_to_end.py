@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from ._harness import COMMIT, HEAD
-from .static.project import ROOT
+from .static.project import write_files
 from .static.results import quoted_results, result_findings
 
 pytestmark = pytest.mark.static
@@ -92,10 +92,7 @@ MODEL_CASE = "qwen3-moe-8l/2048/lora/eager"
 def written(harness, tmp_path: Path) -> Path:
     """A checkout with the measured sources, a README with markers and a file of every kind."""
     for entry in ("end_to_end", "end_to_end of experts"):
-        for path in harness.sources.source_files(entry):
-            target = tmp_path / path.relative_to(ROOT)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, target)
+        harness.copy_sources(entry, tmp_path)
     plots = harness.plots
     for name in plots.BETWEEN:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -110,16 +107,12 @@ def test_a_name_stands_for_cases(harness) -> None:
     selected = harness.cases.selected
     assert selected(["gpt-124M/muon"]) == ["gpt-124M/muon"]
     assert len(selected(["gpt-124M"])) == 4
-    assert selected(["qwen3-moe-8l/lora"]) == [
-        "qwen3-moe-8l/2048/lora/eager",
-        "qwen3-moe-8l/8192/lora/eager",
-    ]
+    both = [f"qwen3-moe-8l/{tokens}/lora/eager" for tokens in (2048, 8192)]
+    assert selected(["qwen3-moe-8l/lora"]) == both
     assert all(case.endswith("/eager") for case in selected(["qwen3-moe-8l"]))
     assert selected(["qwen3-moe-8l/2048/lora/compile"]) == ["qwen3-moe-8l/2048/lora/compile"]
-    assert selected(["first_use", "first_use/layer"]) == [
-        "first_use/layer",
-        "first_use/other_tokens",
-    ]
+    first_use = ["first_use/layer", "first_use/other_tokens"]
+    assert selected(["first_use", "first_use/layer"]) == first_use
     with pytest.raises(ValueError, match="'gpt-124M/sgd' is no case; there are gpt-124M/adamw"):
         selected(["gpt-124M/sgd"])
 
@@ -247,10 +240,7 @@ def break_row(number: int, **values):
         (break_row(2, error=None), "row 2: error must be a number"),
         (break_row(2, speedup=3.0), "row 2: speedup is 3.0, but baseline_wall_ms / wall_ms is 2"),
         (break_row(3, target=None), "row 3: target is missing"),
-        (
-            lambda result: result["experts"].pop("commit"),
-            "experts.commit must be 40 hexadecimal digits",
-        ),
+        (lambda r: r["experts"].pop("commit"), "experts.commit must be 40 hexadecimal digits"),
     ],
 )
 def test_the_form_of_the_file_can_be_broken(written, change, said) -> None:
@@ -321,10 +311,8 @@ def programs(tmp_path: Path) -> Path:
     """300 files, every third of which stands there twice."""
     for number in range(300):
         text = "\n".join(f"def f{number}_{k}(x):\n    return x + {k}" for k in range(20))
-        for folder in ("a", "b")[: 1 + (number % 3 == 0)]:
-            path = tmp_path / "programs" / folder / f"m{number}.py"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+        folders = ("a", "b")[: 1 + (number % 3 == 0)]
+        write_files(tmp_path / "programs", {f"{f}/m{number}.py": text for f in folders})
     (tmp_path / "programs" / "latin.py").write_bytes(b"# \xff\n")
     return tmp_path / "programs"
 
@@ -375,10 +363,8 @@ def test_first_calls_are_told_apart(harness, monkeypatch) -> None:
     monkeypatch.setattr(use, "measure", measure)
     rows = [row for row, _ in use.rows(list(use.CASES))]
     assert asked == [False, True]
-    assert [(row.value, row.target, row.compiler) for row in rows] == [
-        (1.5, 2, True),
-        (0.4, 0.3, True),
-    ]
+    found = [(row.value, row.target, row.compiler) for row in rows]
+    assert found == [(1.5, 2, True), (0.4, 0.3, True)]
     assert rows[1].parts == {"16": 0.1, "8192": 0.4}
     assert list(use.rows([])) == []
     assert not use.figure("first_use/layer", None, compiler=True)[0].ok

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ._harness import COMMIT
+from .static.project import write_files
 
 DION = """
 import torch
@@ -115,11 +116,7 @@ PACKAGES = ("dion", "nanochat", "gram_newton_schulz", "quack", "scattermoe_lora"
 def checkouts(harness, tmp_path, monkeypatch) -> Path:
     """A folder with all of them, which PEERS names."""
     for checkout, files in FILES.items():
-        for name, text in files.items():
-            path = tmp_path / checkout / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        (tmp_path / checkout / "COMMIT").write_text(f"{COMMIT}\n")
+        write_files(tmp_path / checkout, files | {"COMMIT": f"{COMMIT}\n"})
     monkeypatch.setenv("PEERS", str(tmp_path))
     harness.peers.found.cache_clear()
     harness.peers._say_once.cache_clear()

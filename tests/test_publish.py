@@ -11,17 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ._checkout import ROOT, built_checkout, git, run_build, tool, variant_of
-
-
-@pytest.fixture(scope="session")
-def built(tmp_path_factory) -> Path:
-    return built_checkout(tmp_path_factory.getbasetemp())
-
-
-@pytest.fixture
-def checkout(built: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(built, tmp_path / "checkout")
+from ._checkout import ROOT, git, metadata_of, run_build, tool, variant_of
+from .static.project import write_files
 
 
 def plan_of(root: Path, allow_local_build: bool = True):
@@ -37,14 +28,14 @@ def refusal(root: Path, allow_local_build: bool = True) -> str:
 
 def edit_metadata(root: Path, folder: Path | None = None, **changes) -> None:
     path = (folder or variant_of(root)) / "metadata.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    path.write_text(json.dumps(metadata_of(path.parent) | changes))
 
 
 def commit(root: Path) -> None:
     """Commit everything; the variant counts as built from that."""
     git(root, "add", "--all")
     git(root, "commit", "--quiet", "--message", "more")
-    provenance = json.loads((variant_of(root) / "metadata.json").read_text())["provenance"]
+    provenance = metadata_of(variant_of(root))["provenance"]
     provenance["kernel"]["commit"] = git(root, "rev-parse", "HEAD")
     edit_metadata(root, provenance=provenance)
 
@@ -75,9 +66,7 @@ class FakeHub:
 
 
 def test_plan_lists_the_variant_and_the_card(checkout: Path, repo_id: str):
-    (checkout / "benchmarks").mkdir()
-    (checkout / "benchmarks" / "benchmark_nf4_dequant.py").write_text("")
-    (checkout / "benchmarks" / "run.py").write_text("")
+    write_files(checkout / "benchmarks", {"benchmark_nf4_dequant.py": "", "run.py": ""})
     commit(checkout)
     variant = variant_of(checkout)
     plan = plan_of(checkout)
@@ -87,7 +76,7 @@ def test_plan_lists_the_variant_and_the_card(checkout: Path, repo_id: str):
     expected.add("benchmarks/benchmark_nf4_dequant.py")
     assert {file.path for file in plan.files} == expected
     assert plan.card.path == "README.md" and plan.unsigned == (variant.name,)
-    digests = json.loads((variant / "metadata.json").read_text())["digest"]["files"]
+    digests = metadata_of(variant)["digest"]["files"]
     sent = {file.path: file.digest for file in plan.files}
     assert {p: d for p, d in sent.items() if d} == {
         f"build/{variant.name}/{name}": digest for name, digest in digests.items()
@@ -110,9 +99,8 @@ def test_signatures_are_sent(checkout: Path):
 
 def test_local_builds_need_the_flag(checkout: Path):
     assert "--allow-local-build" in refusal(checkout, allow_local_build=False)
-    metadata = json.loads((variant_of(checkout) / "metadata.json").read_text())
-    official = metadata["provenance"] | {"kernel-builder": {"version": "0.17.0"}}
-    edit_metadata(checkout, provenance=official)
+    provenance = metadata_of(variant_of(checkout))["provenance"]
+    edit_metadata(checkout, provenance=provenance | {"kernel-builder": {"version": "0.17.0"}})
     assert plan_of(checkout, allow_local_build=False).files
 
 
@@ -137,7 +125,7 @@ def test_a_variant_of_another_commit_is_refused(checkout: Path):
     head = git(checkout, "rev-parse", "HEAD")
     expected = f"was built from commit {built_from}, but the checkout is at {head}"
     assert refusal(checkout).count(expected) == 2
-    commit_of_one = json.loads((variant / "metadata.json").read_text())["provenance"]
+    commit_of_one = metadata_of(variant)["provenance"]
     commit_of_one["kernel"]["commit"] = head
     edit_metadata(checkout, provenance=commit_of_one, folder=variant)
     message = refusal(checkout)
@@ -153,13 +141,13 @@ def test_a_checkout_that_differs_from_its_commit_is_refused(checkout: Path, name
     assert f"differs from its commit in {name}" in refusal(checkout)
 
 
+OTHER_BACKEND = ("names the backend cuda, but metadata.json says cpu",)
+
+
 @pytest.mark.parametrize(
     ("name", "complaints"),
     [
-        (
-            "torch-stable-abi211-cu130-aarch64-linux",
-            ("names the backend cuda, but metadata.json says cpu", "is not for aarch64"),
-        ),
+        ("torch-stable-abi211-cu130-aarch64-linux", ("is not for aarch64", *OTHER_BACKEND)),
         ("torch-cpu", ("names a variant without compiled code",)),
         ("torch-stable-abi211-cpu", ("Invalid arch variant parts",)),
     ],
@@ -181,58 +169,31 @@ def test_a_changed_or_added_file_is_refused(checkout: Path):
     assert "digest" in message and "__init__.py" in message and "added.py" in message
 
 
-def add_bytecode(variant: Path) -> None:
-    (variant / "__pycache__").mkdir()
-    (variant / "__pycache__" / "secret.txt").write_text("")
+LINKED = "is a symbolic link"
 
 
-def add_bytecode_below(variant: Path) -> None:
-    (variant / "kernels" / "__pycache__").mkdir()
-    (variant / "kernels" / "__pycache__" / "x.cpython-311.pyc").write_text("")
-
-
-def add_loose_bytecode(variant: Path) -> None:
-    (variant / "loose.pyc").write_text("")
-
-
-def link_outside(variant: Path) -> None:
-    (variant / "kernels" / "linked.py").symlink_to("/etc/hostname")
-
-
-def link_a_listed_file(variant: Path) -> None:
-    """Its content is as the digest says."""
-    target = variant.parent.parent / "elsewhere.py"
-    (variant / "layers.py").rename(target)
-    (variant / "layers.py").symlink_to(target)
-
-
-def link_a_folder(variant: Path) -> None:
-    (variant / "linked").symlink_to("/etc", target_is_directory=True)
-
-
-def link_the_variant(variant: Path) -> None:
-    target = variant.parent.parent / "elsewhere"
-    variant.rename(target)
-    variant.symlink_to(target, target_is_directory=True)
-
-
-UNVERIFIED = {
-    add_bytecode: "__pycache__ holds bytecode, which has no digest: build again",
-    add_bytecode_below: "kernels/__pycache__ holds bytecode",
-    add_loose_bytecode: "loose.pyc has no digest in metadata.json: remove it or build again",
-    link_outside: "kernels/linked.py is a symbolic link",
-    link_a_listed_file: "layers.py is a symbolic link",
-    link_a_folder: "linked is a symbolic link",
-    link_the_variant: ". is a symbolic link: copy what it points to (`cp -rL`)",
-}
-
-
-@pytest.mark.parametrize("change", UNVERIFIED, ids=lambda change: change.__name__)
-def test_what_no_digest_vouches_for_is_refused(checkout: Path, change):
+@pytest.mark.parametrize(
+    ("name", "target", "complaint"),  # target None: a file; "itself": moved, then linked to
+    [
+        ("__pycache__/secret.txt", None, "__pycache__ holds bytecode, which has no digest: build"),
+        ("kernels/__pycache__/x.cpython-311.pyc", None, "kernels/__pycache__ holds bytecode"),
+        ("loose.pyc", None, "loose.pyc has no digest in metadata.json: remove it or build again"),
+        ("kernels/linked.py", "/etc/hostname", f"kernels/linked.py {LINKED}"),
+        ("layers.py", "itself", f"layers.py {LINKED}"),  # the content is as the digest says
+        ("linked", "/etc", f"linked {LINKED}"),
+        (".", "itself", f". {LINKED}: copy what it points to (`cp -rL`)"),
+    ],
+)
+def test_what_no_digest_vouches_for_is_refused(checkout: Path, name, target, complaint):
     """The digests leave out bytecode and follow links; what is sent must not."""
     variant = variant_of(checkout)
-    change(variant)
-    assert f"{variant.name}: {UNVERIFIED[change]}" in refusal(checkout)
+    changed = variant / name
+    if target is None:
+        write_files(variant, {name: ""})
+    else:
+        target = changed.rename(checkout / "elsewhere") if target == "itself" else Path(target)
+        changed.symlink_to(target, target_is_directory=target.is_dir())
+    assert f"{variant.name}: {complaint}" in refusal(checkout)
 
 
 def test_a_benchmark_that_is_a_link_is_refused(checkout: Path):
@@ -285,8 +246,7 @@ def test_dry_run_prints_and_sends_nothing(checkout: Path, capsys, monkeypatch):
     assert "--allow-local-build" in capsys.readouterr().err
     assert publish.main([*arguments, "--allow-local-build"]) == 0
     output = capsys.readouterr().out
-    metadata = json.loads((variant_of(checkout) / "metadata.json").read_text())
-    files = metadata["digest"]["files"]
+    files = metadata_of(variant_of(checkout))["digest"]["files"]
     assert f"{len(files)} digests verified; metadata.json carries these" in output
     assert len(re.findall(r"^ *[\d,]+  verified ", output, re.M)) == len(files)
     assert re.findall(r"^ *[\d,]+  no digest  (.*)$", output, re.M) == [
@@ -329,11 +289,11 @@ def test_card_links_to_the_source_and_names_no_path_that_the_hub_lacks():
 
 
 def test_card_mistakes_are_errors(checkout: Path):
-    card, errors = tool("hub_card"), tool("local_build.errors")
+    card, error = tool("hub_card"), tool("local_build.errors").BuildError
     project = tool("local_build.project").load_project(checkout)
     (checkout / "CARD.md").write_text("{{ repo_name }}")
-    with pytest.raises(errors.BuildError, match="repo_name"):
+    with pytest.raises(error, match="repo_name"):
         card.render_card(project)
     (project.package_dir / "__init__.py").write_text("__all__ = sorted(globals())\n")
-    with pytest.raises(errors.BuildError, match="must be a literal list"):
+    with pytest.raises(error, match="must be a literal list"):
         card.render_card(project)

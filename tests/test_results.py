@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 
 from ._harness import COMMIT, HEAD
-from .static.project import ROOT, assert_found, assert_none, write_files
+from .static.project import ROOT, assert_found, assert_none
 from .static.results import quoted_results, result_findings
 
 pytestmark = pytest.mark.static
@@ -189,15 +189,10 @@ def test_quotes_are_found() -> None:
     assert quoted_results(partial) == {Path("h200/a.partial.json")}
 
 
-def copy_sources(harness, entry: str, target: Path) -> None:
-    for path in harness.sources.source_files(entry):
-        write_files(target, {path.relative_to(ROOT).as_posix(): path.read_text()})
-
-
 @pytest.fixture
 def checkout(harness, tmp_path: Path) -> Path:
     """A copy of the measured sources, a README with markers and one result file."""
-    copy_sources(harness, "elementwise", tmp_path)
+    harness.copy_sources("elementwise", tmp_path)
     markers = f"{harness.plots.BEGIN}\nold\n{harness.plots.END}"
     for name in harness.plots.BETWEEN:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -444,7 +439,7 @@ def test_zoo_rows_are_not_listed_in_readme(harness, checkout):
     rows = [passed(case, measured(harness)) for case in [*cases, "zoo/linear"]]
     rows.append(passed(cases[0], measured(harness, ms=0.5), "gram_polynomial"))
     path = checkout / "benchmarks/results/h200/orthogonalize.json"
-    copy_sources(harness, "orthogonalize", checkout)
+    harness.copy_sources("orthogonalize", checkout)
     digest = harness.sources.sources_digest("orthogonalize", checkout)
     write(path, HEAD | {"sources": digest}, rows)
     harness.plots.draw(checkout)
