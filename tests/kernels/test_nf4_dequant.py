@@ -63,11 +63,17 @@ class Stack:
         return {name: None if t is None else t.to(device) for name, t in tensors.items()}
 
     def arguments(self, device: torch.device, seed: int = 0) -> dict:
-        return {
-            **self.build(device, seed),
-            "expert_shape": self.shape,
-            "blocksize": self.blocksize,
-        }
+        return stack_of(self.shape, self.blocksize, **self.build(device, seed))
+
+
+def stack_of(expert_shape: tuple[int, ...], blocksize: int, **tensors) -> dict:
+    """Arguments of `run_nf4`; what is not given is None."""
+    optional = ("codebook", "absmax_code", "absmax_scale", "absmax_offset")
+    return {
+        **dict.fromkeys(optional),
+        "expert_shape": expert_shape,
+        "blocksize": blocksize,
+    } | tensors
 
 
 # Names of what makes each one hard stand beside it.
@@ -221,10 +227,9 @@ def test_packed_may_start_anywhere(run_nf4, device, first):
     buffer = torch.zeros(packed.numel() + 8, dtype=torch.uint8, device=device)
     view = buffer[first : first + packed.numel()]
     view.copy_(packed)
+    ids, given = torch.tensor([1, 2], device=device), {**arguments, "packed": view}
     for path in PATHS:
-        actual = run_nf4(
-            path, {**arguments, "packed": view}, torch.tensor([1, 2], device=device), torch.float16
-        )
+        actual = run_nf4(path, given, ids, torch.float16)
         assert_same_bits(actual, oracle(arguments, [1, 2], torch.float16))
 
 
@@ -266,6 +271,13 @@ def test_threads_do_not_change_the_bits(run_nf4, device):
     assert_same_bits(*results)
 
 
+def decoded_at(element: torch.Tensor, packed, absmax, blocksize: int) -> torch.Tensor:
+    """The elements of these numbers, of a stack whose oracle would take too much memory."""
+    byte = packed[element // 2]
+    nibble = torch.where(element % 2 == 0, byte >> 4, byte & 15)
+    return torch.tensor(NF4, device=packed.device)[nibble.long()] * absmax[element // blocksize]
+
+
 @pytest.mark.sees_defect("32-bit offsets into the decoded experts and into the stack")
 def test_stack_beyond_two_to_the_31_elements(run_nf4, device):
     """The last experts' elements have indices above 2**31."""
@@ -278,19 +290,11 @@ def test_stack_beyond_two_to_the_31_elements(run_nf4, device):
     filled = Stack(3, (numel,), 4096).build(torch.device("cpu"))
     packed[first // 2 :] = filled["packed"][-(elements - first) // 2 :].to(device)
     absmax[first // 4096 :] = torch.arange(1.0, absmax.numel() - first // 4096 + 1, device=device)
-    arguments = {
-        **dict.fromkeys(("codebook", "absmax_code", "absmax_scale", "absmax_offset")),
-        "packed": packed,
-        "absmax": absmax,
-        "expert_shape": (numel,),
-        "blocksize": 4096,
-    }
+    arguments = stack_of((numel,), 4096, packed=packed, absmax=absmax)
     ids = torch.tensor([experts - 1, experts - 2], device=device)
     actual = run_nf4("compiled", arguments, ids, torch.float32)
     element = ids[:, None] * numel + torch.arange(numel, device=device)
-    byte = packed[element // 2]
-    nibble = torch.where(element % 2 == 0, byte >> 4, byte & 15)
-    expected = torch.tensor(NF4, device=device)[nibble.long()] * absmax[element // 4096]
+    expected = decoded_at(element, packed, absmax, 4096)
     assert expected.count_nonzero() > numel
     assert_same_bits(actual, expected)
 
@@ -311,7 +315,9 @@ def test_unknown_ids(run_nf4, device, bad):
 
 
 @pytest.mark.parametrize("stack", (STACKS[0], STACKS[14]), ids=str)
-@pytest.mark.parametrize("path", ("compiled", "reference"))
+@pytest.mark.parametrize(
+    "path", ("compiled", "reference", pytest.param("triton", marks=pytest.mark.gpu))
+)
 def test_opcheck(nf4, device, path, stack):
     arguments = stack.arguments(device)
     arguments |= {"active_experts": torch.tensor([1, 0], device=device), "dtype": torch.float16}
@@ -376,14 +382,8 @@ def quantized_by_bitsandbytes(dtype, quant_type, blocksize, nested, codebook, de
         weight, blocksize=blocksize, quant_type=quant_type, compress_statistics=nested
     )
     assert torch.equal(codebook, state.code)  # the same values; a zero may have the other sign
-    arguments = {
-        **dict.fromkeys(("absmax_code", "absmax_scale", "absmax_offset")),
-        "packed": packed,
-        "absmax": state.absmax,
-        "codebook": codebook,
-        "expert_shape": (6, 4096),
-        "blocksize": blocksize,
-    }
+    given = {"packed": packed, "absmax": state.absmax, "codebook": codebook}
+    arguments = stack_of((6, 4096), blocksize, **given)
     if nested:
         arguments["absmax_code"] = state.state2.code
         arguments["absmax_scale"] = state.state2.absmax
@@ -410,76 +410,30 @@ def test_same_bits_as_bitsandbytes(opt, codebooks, device, dtype, quant_type, bl
         dtype, quant_type, blocksize, nested, code, device
     )
     ids = [3, 0, 1]
-    active = torch.tensor(ids, device=device)
-    actual = opt.nf4_dequant(active_experts=active, dtype=dtype, **arguments)
+    given = {"active_experts": torch.tensor(ids, device=device), "dtype": dtype}
+    actual = opt.nf4_dequant(**given, **arguments)
     wanted = oracle(arguments, ids, dtype)
     assert_same_format(actual, wanted.to(device), theirs[ids])
     if quant_type == "nf4":
-        default = opt.nf4_dequant(
-            active_experts=active, dtype=dtype, **{**arguments, "codebook": None}
-        )
-        assert_same_bits(default, actual)
+        assert_same_bits(opt.nf4_dequant(**given, **{**arguments, "codebook": None}), actual)
 
 
-DECODERS = {  # of bitsandbytes on CPUs; each as it changes the values of the scalar one
-    "scalar": lambda decoded: decoded,
-    "AVX512": lambda decoded: torch.where(decoded == 0, 0.0, decoded),
-}
-
-
-@pytest.mark.parametrize("decoder", DECODERS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_which_decoder_bitsandbytes_takes_does_not_matter(opt, codebooks, dtype, decoder):
-    """Whatever the sign of its zeros, ours passes and every wrong decoder of ours fails."""
-    cpu = torch.device("cpu")
-    code = codebooks["fp4"].cpu()
-    arguments, _ = quantized_by_bitsandbytes(dtype, "fp4", 64, True, code, cpu)
-    ids = list(range(4))
-    wanted = oracle(arguments, ids, dtype)
-    theirs = DECODERS[decoder](wanted)
-    assert wanted[wanted == 0].signbit().any() and not wanted[wanted == 0].signbit().all()
-    assert_same_format(wanted, wanted, theirs)
-
-    def decoded(name: str, value: torch.Tensor, to: torch.dtype = dtype) -> torch.Tensor:
-        return oracle({**arguments, name: value}, ids, to)
-
-    value = code.clone()
-    value[3] = value[3].nextafter(torch.tensor(0.0)) if dtype == torch.float32 else 0.99
-    scale = arguments["absmax_scale"]
-    wrong = {
-        "a value": decoded("codebook", value),
-        "the sign of nibble 8": decoded("codebook", code + 0.0),
-        "a rounded scale": decoded("absmax_scale", scale.to(torch.bfloat16).float()),
-        "nibbles exchanged": decoded("packed", arguments["packed"] << 4 | arguments["packed"] >> 4),
-    }
-    if dtype != torch.float32:
-        exact = decoded("codebook", code, torch.float32).view(torch.int32)
-        lost = {torch.bfloat16: 16, torch.float16: 13}[dtype]  # bits of the mantissa
-        wrong["cut, not rounded"] = (exact >> lost << lost).view(torch.float32).to(dtype)
-    for defect, result in wrong.items():
-        with pytest.raises(AssertionError, match="bytes differ"):
-            assert_same_format(result, wanted, theirs)
-            pytest.fail(f"not seen: {defect}")
-    for their_defect in (wrong["a value"], -theirs):
-        with pytest.raises(AssertionError, match="bytes differ"):
-            assert_same_format(wanted, wanted, their_defect)
-
-
-BAD = {
+NO_IDS = "active_experts must be a vector of int32 or int64 ids"
+NESTED = {name: lambda a: a["absmax"] for name in ("absmax_code", "absmax_scale")}
+NESTED["absmax_offset"] = lambda a: 0.0
+BAD = {  # what is said: a ValueError's changes as functions, a TypeError's as they are
     "packed must be contiguous": {"packed": lambda a: a["packed"].reshape(-1, 2).T},
     "packed holds 95 bytes": {"packed": lambda a: a["packed"][:-1]},
     "blocksize must be one of": {"blocksize": lambda a: 48},
     "expert_shape must hold positive sizes": {"expert_shape": lambda a: (8, 0)},
     "expert_shape must hold positive sizes, got ()": {"expert_shape": lambda a: ()},
     "dtype must be one of": {"dtype": lambda a: torch.float64},
-    "active_experts must be a vector of int32 or int64 ids, got torch.float32": {
-        "active_experts": lambda a: torch.zeros(2)
-    },
-    "active_experts must be a vector of int32 or int64 ids, got torch.int64 of shape (1, 1)": {
-        "active_experts": lambda a: torch.zeros(1, 1, dtype=torch.long)
+    f"{NO_IDS}, got torch.float32": {"active_experts": lambda a: a["absmax"]},
+    f"{NO_IDS}, got torch.int64 of shape (1, 1)": {
+        "active_experts": lambda a: a["active_experts"].view(1, 1)
     },
     "active_experts must be contiguous": {
-        "active_experts": lambda a: torch.zeros(4, dtype=torch.long, device=a["packed"].device)[::2]
+        "active_experts": lambda a: a["active_experts"].repeat(4)[::2]
     },
     "absmax must be contiguous torch.float32": {"absmax": lambda a: a["absmax"].double()},
     "absmax must have 3 elements": {"absmax": lambda a: a["absmax"][:-1]},
@@ -488,31 +442,8 @@ BAD = {
         "codebook": lambda a: torch.zeros(16, dtype=torch.float16, device=a["packed"].device)
     },
     "give all three or none": {"absmax_scale": lambda a: a["absmax"]},
-    "absmax must be contiguous torch.uint8": {
-        "absmax_code": lambda a: a["absmax"],
-        "absmax_scale": lambda a: a["absmax"],
-        "absmax_offset": lambda a: 0.0,
-    },
-    "absmax_code must have 256 elements": {
-        "absmax": lambda a: a["absmax"].to(torch.uint8),
-        "absmax_code": lambda a: a["absmax"],
-        "absmax_scale": lambda a: a["absmax"],
-        "absmax_offset": lambda a: 0.0,
-    },
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_wrong_arguments_are_named(opt, device, message):
-    arguments = Stack(1, (8, 24)).arguments(device)
-    arguments["active_experts"] = torch.zeros(1, dtype=torch.long, device=device)
-    changed = {name: change(arguments) for name, change in BAD[message].items()}
-    with pytest.raises(ValueError) as caught:
-        opt.nf4_dequant(**{**arguments, **changed})
-    assert message in str(caught.value)
-
-
-WRONG_TYPES = {
+    "absmax must be contiguous torch.uint8": NESTED,
+    "absmax_code must have 256 elements": NESTED | {"absmax": lambda a: a["absmax"].byte()},
     "packed must be torch.Tensor, got NoneType": {"packed": None},
     "absmax must be torch.Tensor, got NoneType": {"absmax": None},
     "active_experts must be torch.Tensor, got list": {"active_experts": [1]},
@@ -526,13 +457,16 @@ WRONG_TYPES = {
 }
 
 
-@pytest.mark.parametrize("message", WRONG_TYPES)
-def test_wrong_types_are_named(opt, device, message):
+@pytest.mark.parametrize("message", BAD)
+def test_wrong_arguments_are_named(opt, device, message):
     arguments = Stack(1, (8, 24)).arguments(device)
     arguments["active_experts"] = torch.zeros(1, dtype=torch.long, device=device)
-    with pytest.raises(TypeError) as caught:
-        opt.nf4_dequant(**{**arguments, **WRONG_TYPES[message]})
-    assert message in str(caught.value)
+    changes = BAD[message]
+    error = ValueError if any(map(callable, changes.values())) else TypeError
+    changed = {name: v(arguments) if callable(v) else v for name, v in changes.items()}
+    with pytest.raises(error) as caught:
+        opt.nf4_dequant(**{**arguments, **changed})
+    assert type(caught.value) is error and message in str(caught.value)
 
 
 TENSORS = ("absmax", "codebook", "absmax_code", "absmax_scale", "absmax_offset", "packed")
@@ -646,19 +580,10 @@ def test_stack_beyond_two_to_the_31_elements_is_read(run_nf4, device, path, rows
         0, 256, (elements // 2,), dtype=torch.uint8, device=device, generator=generator
     )
     absmax = torch.rand(-(-elements // 64), device=device, generator=generator)
-    arguments = {
-        **dict.fromkeys(("codebook", "absmax_code", "absmax_scale", "absmax_offset")),
-        "packed": packed,
-        "absmax": absmax,
-        "expert_shape": stack.shape,
-        "blocksize": 64,
-    }
+    arguments = stack_of(stack.shape, 64, packed=packed, absmax=absmax)
     out = run_nf4(path, arguments, torch.tensor([519], device=device), torch.float32)
     element = torch.arange(519 * stack.numel, elements, device=device)
-    byte = packed[element // 2]
-    nibble = torch.where(element % 2 == 0, byte >> 4, byte & 15)
-    expected = torch.tensor(NF4, device=device)[nibble.long()] * absmax[element // 64]
-    assert_same_bits(out.reshape(-1), expected)
+    assert_same_bits(out.reshape(-1), decoded_at(element, packed, absmax, 64))
 
 
 @pytest.mark.gpu
@@ -669,13 +594,6 @@ def test_paths_agree_on_a_model_shape(run_nf4, device, dtype):
     compiled = run_nf4("compiled", arguments, ids, dtype)
     assert_same_bits(run_nf4("triton", arguments, ids, dtype), compiled)
     assert_same_bits(run_nf4("reference", arguments, ids, dtype), compiled)
-
-
-@pytest.mark.gpu
-def test_opcheck_of_the_triton_op(nf4, device):
-    arguments = STACKS[14].arguments(device)
-    arguments |= {"active_experts": torch.tensor([1, 0], device=device), "dtype": torch.float16}
-    torch.library.opcheck(nf4._op("triton").default, (), arguments)
 
 
 @pytest.mark.gpu
