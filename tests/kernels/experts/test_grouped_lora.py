@@ -9,15 +9,75 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..._compare import assert_error_at_most, assert_same_bits
+from ..._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
 from ._grouped import EXPERTS, PATHS, RANK, TOKENS, TOP_K, K, N, doubles, operands, valid_slots
 
-FORWARD_NAMES = ("x", "weight", "lora_a", "lora_b", "bias")
+ROWS = TOKENS * TOP_K
+WEIGHTS = ("weight", "lora_a", "lora_b", "bias")
+
+
+def named(problem: dict, *names: str) -> tuple:
+    return tuple(problem[name] for name in names)
 
 
 def forward_arguments(problem: dict, path: str, grouped_out: bool = False) -> tuple:
-    operands = (*(problem[name] for name in FORWARD_NAMES), 0.5, *problem["order"].operands())
+    operands = (*named(problem, "x", *WEIGHTS), 0.5, *problem["order"].operands())
     return (*operands, TOP_K, grouped_out, path)
+
+
+def dx_arguments(
+    problem: dict, path: str, grouped_out: bool = False, wants_dx: bool = True
+) -> tuple:
+    operands = (*named(problem, "dy", *WEIGHTS), 0.5, *problem["order"].operands())
+    return (*operands, *named(problem, "gates", "x"), 1, TOP_K, grouped_out, wants_dx, path)
+
+
+def dab_arguments(problem: dict, path: str, wants=(True, True)) -> tuple:
+    x = problem["x"]
+    generator = torch.Generator().manual_seed(1)
+    low = torch.randn(2, ROWS, RANK, generator=generator).to(x.device, x.dtype).unbind()
+    tensors = (*named(problem, "x", "dy"), *low, *named(problem, "lora_a", "lora_b"))
+    return (*tensors, *problem["order"].operands(), problem["gates"], TOP_K, 1, *wants, path)
+
+
+def dw_arguments(problem: dict, path: str, wants=(True, True)) -> tuple:
+    operands = (*named(problem, "x", "dy", "weight", "bias"), *problem["order"].operands())
+    return (*operands, problem["gates"], TOP_K, 1, *wants, path)
+
+
+def linear_arguments(problem: dict, path: str, gated: bool = True) -> tuple:
+    operands = (*named(problem, "x", *WEIGHTS), 0.5, *problem["order"].operands())
+    return (*operands, problem["gates"] if gated else None, False, False, path)
+
+
+BACKWARD = {"dab": dab_arguments, "dw": dw_arguments}
+ARGUMENTS = {
+    "forward": forward_arguments,
+    "dx": dx_arguments,
+    "linear": linear_arguments,
+} | BACKWARD
+
+
+@pytest.mark.sees_defect("a flat list of fifteen arguments, no registered op")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_opcheck(submodule, ops, device, name, path):
+    problem = operands(submodule, device, torch.float32 if name == "linear" else torch.bfloat16)
+    for leaf in ("x", *WEIGHTS, "gates") if name == "linear" else ():
+        problem[leaf] = problem[leaf].detach().requires_grad_()
+    op = getattr(ops, f"grouped_lora_{name}")
+    torch.library.opcheck(op.default, ARGUMENTS[name](problem, path))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("wants", [(True, False), (False, True)])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_what_is_not_wanted_is_empty(submodule, ops, device, name, wants, path):
+    problem, op = operands(submodule, device), getattr(ops, f"grouped_lora_{name}")
+    both = op(*BACKWARD[name](problem, path))
+    found = op(*BACKWARD[name](problem, path, wants))
+    for wanted, one, of_both in zip(wants, found, both, strict=True):
+        assert torch.equal(one, of_both) if wanted else one.numel() == 0
 
 
 @pytest.mark.kernels_ci
@@ -42,21 +102,12 @@ def test_forward_results(submodule, ops, device, path, grouped_out):
     assert (y.cpu()[invalid[slots] if grouped_out else invalid] == 0).all()
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_forward_opcheck(submodule, ops, device, path):
-    problem = operands(submodule, device, torch.bfloat16)
-    torch.library.opcheck(ops.grouped_lora_forward.default, forward_arguments(problem, path))
-
-
 @pytest.mark.parametrize("path", ["compiled", "measured"])
 def test_decoded_slices_of_4_bit_experts_take_triton(submodule, ops, device, path):
     """Paths of the product over packed weights; decoded ones are weights like all others."""
     problem = operands(submodule, device)
     expected = ops.grouped_lora_forward(*forward_arguments(problem, "triton"))
-    for one, other in zip(
-        ops.grouped_lora_forward(*forward_arguments(problem, path)), expected, strict=True
-    ):
-        assert torch.equal(one, other)
+    assert_all_same_bits(ops.grouped_lora_forward(*forward_arguments(problem, path)), expected)
 
 
 @pytest.mark.sees_defect(
@@ -93,25 +144,23 @@ def calls(submodule, monkeypatch):
 @pytest.mark.sees_defect("x A^T is computed again for every tile of columns")
 @pytest.mark.sees_defect("dY B is computed again for every tile of columns")
 @pytest.mark.sees_defect("dA and dB compute x A^T and dY B again for every block")
-def test_low_rank_products_are_computed_once(submodule, moe_problem, calls):
+def test_low_rank_products_are_computed_once(submodule, device, calls):
     """x A^T once in forward, dY B once in dX; the gradients of A and B read both again."""
-    y, leaves = moe_problem
+    y, leaves = product(submodule, device)
     assert calls == ["low_rank", "grouped_product"]
     calls.clear()
     torch.autograd.grad(y.sum(), leaves)
     assert calls == ["low_rank", "grouped_product", "expert_products"]
 
 
-@pytest.fixture
-def moe_problem(submodule, device, calls):
+def product(submodule, device, change_b=lambda b: b):
     """(y, its leaves) of one differentiable product on the Triton path."""
     problem = operands(submodule, device)
-    leaves = [problem[name].detach().requires_grad_() for name in ("x", "lora_a", "lora_b")]
+    problem["lora_b"] = change_b(problem["lora_b"])
+    x, a, b = leaves = [t.detach().requires_grad_() for t in named(problem, "x", *WEIGHTS[1:3])]
     order = submodule("moe").expert_sort(problem["ids"].to(device), 3)
-    x, a, b = leaves
     linear = submodule("moe").grouped_lora_linear
-    y = linear(x, problem["weight"], order, a, b, backend="triton")
-    return y, leaves
+    return linear(x, problem["weight"], order, a, b, backend="triton"), leaves
 
 
 @pytest.fixture
@@ -153,26 +202,6 @@ def test_factors_are_read_in_place(launched):
     assert same_memory(seen["grouped_product"][3], problem["lora_b"])
 
 
-DX_NAMES = ("dy", "weight", "lora_a", "lora_b", "bias")
-
-
-def dx_arguments(
-    problem: dict, path: str, grouped_out: bool = False, wants_dx: bool = True
-) -> tuple:
-    return (
-        *(problem[name] for name in DX_NAMES),
-        0.5,
-        *problem["order"].operands(),
-        problem["gates"],
-        problem["x"],
-        1,
-        TOP_K,
-        grouped_out,
-        wants_dx,
-        path,
-    )
-
-
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("grouped_out", [False, True])
 @pytest.mark.parametrize("path", PATHS)
@@ -204,28 +233,12 @@ def test_without_dx_the_rest_is_the_same(submodule, ops, device, path):
     assert torch.equal(yb, again) and torch.equal(dgates, gates_again)
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_dx_opcheck(submodule, ops, device, path):
-    problem = operands(submodule, device, torch.bfloat16)
-    torch.library.opcheck(ops.grouped_lora_dx.default, dx_arguments(problem, path))
-
-
-ROWS = TOKENS * TOP_K
-
-
-def dab_arguments(submodule, device, path, dtype=torch.float32, wants=(True, True)) -> tuple:
-    problem = operands(submodule, device, dtype)
-    generator = torch.Generator().manual_seed(1)
-    xa, yb = torch.randn(2, ROWS, RANK, generator=generator).to(device, dtype).unbind()
-    tensors = (problem["x"], problem["dy"], xa, yb, problem["lora_a"], problem["lora_b"])
-    order = problem["order"].operands()
-    return problem, (*tensors, *order, problem["gates"], TOP_K, 1, *wants, path)
-
-
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("path", PATHS)
 def test_dab_results(submodule, ops, device, path):
-    problem, given = dab_arguments(submodule, device, path)
+    """Exact zeros of expert 1, which has no rows; the strides of the parameters (PEFT's B)."""
+    problem = operands(submodule, device)
+    given = dab_arguments(problem, path)
     da, db = ops.grouped_lora_dab(*given)
     wide = doubles(problem)
     xa, yb = given[2].double().cpu(), given[3].double().cpu()
@@ -236,51 +249,12 @@ def test_dab_results(submodule, ops, device, path):
         gate = wide["gates"].reshape(-1)[slot]
         expected_a[e] += gate * torch.outer(yb[rows[slot]], wide["x"][token])
         expected_b[e] += gate * torch.outer(wide["dy"][slot], xa[rows[slot]])
-    assert_error_at_most(da.cpu(), expected_a, 1e-6)
-    assert_error_at_most(db.cpu(), expected_b, 1e-6)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_experts_without_rows_get_exact_zeros(submodule, ops, device, path):
-    problem, given = dab_arguments(submodule, device, path)
-    empty = sorted(set(range(EXPERTS)) - {e for _, _, e in valid_slots(problem)})
-    assert empty == [1]
-    for gradient in ops.grouped_lora_dab(*given):
-        assert_same_bits(gradient[1].contiguous(), torch.zeros_like(gradient[1]).contiguous())
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_gradients_have_the_strides_of_the_parameters(submodule, ops, device, path):
-    """PEFT's B (N, r E) is read through a view; its gradient comes in the same memory order."""
-    problem, given = dab_arguments(submodule, device, path)
-    da, db = ops.grouped_lora_dab(*given)
-    assert da.stride() == problem["lora_a"].stride()
-    assert db.stride() == problem["lora_b"].stride() == (1, RANK * EXPERTS, EXPERTS)
-    assert (da.dtype, db.dtype) == (torch.float32, torch.float32)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("wants", [(True, False), (False, True)])
-def test_dab_what_is_not_wanted_is_empty(submodule, ops, device, path, wants):
-    _, given = dab_arguments(submodule, device, path)
-    both = ops.grouped_lora_dab(*given)
-    _, given = dab_arguments(submodule, device, path, wants=wants)
-    for wanted, one, of_both in zip(wants, ops.grouped_lora_dab(*given), both, strict=True):
-        assert torch.equal(one, of_both) if wanted else one.numel() == 0
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_dab_opcheck(submodule, ops, device, path):
-    _, given = dab_arguments(submodule, device, path, torch.bfloat16)
-    torch.library.opcheck(ops.grouped_lora_dab.default, given)
-
-
-DW_NAMES = ("x", "dy", "weight", "bias")
-
-
-def dw_arguments(problem: dict, path: str, wants=(True, True)) -> tuple:
-    operands = (*(problem[name] for name in DW_NAMES), *problem["order"].operands())
-    return (*operands, problem["gates"], TOP_K, 1, *wants, path)
+    assert {e for _, _, e in valid_slots(problem)} == set(range(EXPERTS)) - {1}
+    for found, expected, factor in ((da, expected_a, "lora_a"), (db, expected_b, "lora_b")):
+        assert_error_at_most(found.cpu(), expected, 1e-6)
+        assert_same_bits(found[1].contiguous(), torch.zeros_like(found[1]).contiguous())
+        assert found.stride() == problem[factor].stride() and found.dtype == torch.float32
+    assert db.stride() == (1, RANK * EXPERTS, EXPERTS)
 
 
 @pytest.mark.sees_defect("the gradient of a bias is None and that of a trained weight is zero")
@@ -302,47 +276,16 @@ def test_dw_results(submodule, ops, device, path):
     assert_same_bits(dw[1].contiguous(), torch.zeros_like(dw[1]).contiguous())
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_dw_what_is_not_wanted_is_empty(submodule, ops, device, path):
-    problem = operands(submodule, device)
-    dw, dbias = ops.grouped_lora_dw(*dw_arguments(problem, path, wants=(False, True)))
-    assert dw.numel() == 0 and dbias.shape == problem["bias"].shape
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_dw_opcheck(submodule, ops, device, path):
-    problem = operands(submodule, device, torch.bfloat16)
-    torch.library.opcheck(ops.grouped_lora_dw.default, dw_arguments(problem, path))
-
-
-LINEAR_NAMES = ("x", "weight", "lora_a", "lora_b", "bias")
-
-
-def linear_arguments(problem: dict, path: str, gated: bool = True) -> tuple:
-    operands = (*(problem[name] for name in LINEAR_NAMES), 0.5, *problem["order"].operands())
-    return (*operands, problem["gates"] if gated else None, False, False, path)
-
-
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("path", PATHS)
 def test_equals_the_shipped_reference(submodule, ops, device, path, gated):
     problem = operands(submodule, device)
     y, _ = ops.grouped_lora_linear(*linear_arguments(problem, path, gated))
-    names = ("x", "weight", "lora_a", "lora_b", "bias", "gates")
-    wide = [problem[name].double().cpu() for name in names]
+    wide = [problem[name].double().cpu() for name in ("x", *WEIGHTS, "gates")]
     wide[5] = wide[5] if gated else None
     reference = submodule("reference.moe").grouped_lora_linear
     assert_error_at_most(y.cpu(), reference(*wide, problem["ids"], 0.5), 1e-6)
-
-
-@pytest.mark.sees_defect("a flat list of fifteen arguments, no registered op")
-@pytest.mark.parametrize("path", PATHS)
-def test_linear_opcheck(submodule, ops, device, path):
-    problem = operands(submodule, device)
-    for name in ("x", "weight", "lora_a", "lora_b", "bias", "gates"):
-        problem[name] = problem[name].detach().requires_grad_()
-    torch.library.opcheck(ops.grouped_lora_linear.default, linear_arguments(problem, path))
 
 
 LONG = 5000  # of K: three parts of the low-rank product, the last one shorter
@@ -410,19 +353,14 @@ def test_what_is_read_in_place(launch, device):
 
 def test_peft_factors_are_reordered_once_per_op(submodule, device, reordered):
     """B once in forward and once in dX, its gradient once; A, whose K is fastest, never."""
-    problem = operands(submodule, device)
-    leaves = [problem[name].detach().requires_grad_() for name in ("x", "lora_a", "lora_b")]
-    order = submodule("moe").expert_sort(problem["ids"].to(device), 3)
-    linear = submodule("moe").grouped_lora_linear
-    x, a, b = leaves
-    y = linear(x, problem["weight"], order, a, b, backend="triton")
+    y, leaves = product(submodule, device)
     assert reordered == [(3, RANK, N)]
     found = torch.autograd.grad(y.sum(), leaves)
     assert reordered == [(3, RANK, N)] * 3
-    assert found[2].stride() == b.stride()
+    assert found[2].stride() == leaves[2].stride()
     reordered.clear()
-    y = linear(x, problem["weight"], order, a, b.detach().contiguous(), backend="triton")
-    torch.autograd.grad(y.sum(), leaves[:2])
+    y, leaves = product(submodule, device, torch.Tensor.contiguous)
+    torch.autograd.grad(y.sum(), leaves)
     assert reordered == []
 
 
