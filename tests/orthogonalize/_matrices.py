@@ -47,6 +47,13 @@ def known_matrix(spectrum: str, m: int, n: int, seed: int = 0) -> Known:
     return Known((u * values) @ v.mT, u @ v.mT, values)
 
 
+def schedule(opt, method: str, steps: int = 5) -> tuple:
+    """(rows, prefactor) of a method by its name."""
+    if method == "newton_schulz":
+        return opt.COEFFICIENT_SETS["keller_jordan"].rows_for(steps), 1.0
+    return opt.polar_express_coefficients(steps), 1.02
+
+
 def matrix(spectrum: str, m: int, n: int, seed: int = 0) -> torch.Tensor:
     """A float64 matrix of a named spectrum, or a "gaussian" one."""
     if spectrum == "gaussian":

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from .._compare import assert_error_at_most, assert_semi_orthogonal, relative_error
-from ._matrices import known_matrix, matrix
+from ._matrices import known_matrix, matrix, schedule
 
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -172,10 +172,7 @@ def test_input_is_not_rounded_to_bfloat16(opt, reference, device) -> None:
 @pytest.mark.parametrize("shape", [(40, 40), (24, 100), (100, 24), (3, 2, 17, 33)], ids=str)
 def test_float64_iterates_are_exact(opt, reference, device, method, shape) -> None:
     x = torch.randn(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
-    kj = opt.COEFFICIENT_SETS["keller_jordan"].rows_for(5)
-    rows, prefactor = (
-        (kj, 1.0) if method == "newton_schulz" else (opt.polar_express_coefficients(), 1.02)
-    )
+    rows, prefactor = schedule(opt, method)
     exact = reference.newton_schulz(x, rows, prefactor)
     result = opt.orthogonalize(x.to(device), method)
     assert result.dtype == DOUBLE

@@ -236,11 +236,6 @@ def test_bad_arguments(choose, function, arguments, error) -> None:
 HALF, SINGLE = torch.float16, torch.float32
 
 
-@pytest.fixture(scope="session")
-def cost(submodule):
-    return submodule("orthogonalize.choose")
-
-
 @pytest.fixture
 def as_on_an_h200(submodule, monkeypatch, forgets_devices):
     """Pretends that CUDA device 0 is an H200 with the compiled kernels."""
@@ -269,7 +264,7 @@ def test_near_what_was_measured(choose, as_on_an_h200, shape) -> None:
     assert predicted == pytest.approx(MEASURED[shape], rel=0.25)
 
 
-def test_floors_are_those_of_the_result_file(cost) -> None:
+def test_floors_are_those_of_the_result_file(choose) -> None:
     """The last column of the measured peers' table, in milliseconds."""
     floors = {
         (1, 2048, 2048): 0.217,
@@ -280,9 +275,9 @@ def test_floors_are_those_of_the_result_file(cost) -> None:
         (256, 512, 2048): 1.65,
     }
     for (batch, m, n), floor in floors.items():
-        assert cost.floor_ms(m, n, batch) == pytest.approx(floor, rel=5e-3)
-        assert cost.floor_ms(n, m, batch) == cost.floor_ms(m, n, batch)
-    assert cost.floor_ms(1, 10**6) == pytest.approx(6e6 / 4.3e12 * 1e3)  # bytes, not operations
+        assert choose.floor_ms(m, n, batch) == pytest.approx(floor, rel=5e-3)
+        assert choose.floor_ms(n, m, batch) == choose.floor_ms(m, n, batch)
+    assert choose.floor_ms(1, 10**6) == pytest.approx(6e6 / 4.3e12 * 1e3)  # bytes, not operations
 
 
 def test_depends_on_nothing_but_its_arguments(choose, as_on_an_h200, monkeypatch) -> None:
@@ -304,12 +299,12 @@ def test_grows_with_the_work(choose, as_on_an_h200, kind) -> None:
     assert ms(512, 512, 1) <= ms(512, 512, 2) <= ms(512, 512, 200)
 
 
-def test_is_never_below_the_floor_of_its_products(choose, cost, as_on_an_h200) -> None:
+def test_is_never_below_the_floor_of_its_products(choose, as_on_an_h200) -> None:
     for batch, m, n in ((1, 2048, 2048), (16, 2048, 8192), (48, 768, 768), (256, 512, 2048)):
         for method in ("polar_express", "gram_newton_schulz", "gram_polynomial"):
             least = batch * choose.flop(method, m, n, steps=5, restarts=(2,), symmetric=True)
             predicted = choose.predicted_ms(m, n, batch, SINGLE, "cuda", method=method)
-            assert predicted > 1e3 * least / cost.H200_RATE
+            assert predicted > 1e3 * least / choose.H200_RATE
 
 
 def test_every_method_and_dtype_has_a_prediction(choose, as_on_an_h200) -> None:

@@ -18,11 +18,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._checkout import ROOT
 from .._compare import assert_error_at_most, assert_same_bits
+from ._matrices import schedule
 
 METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")  # any dtype, steps and shape
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Against float64 on well-conditioned input: 8 to 40 roundings of one unit each.
 TOLERANCE = {torch.float16: 0.03, torch.bfloat16: 0.2, torch.float32: 5e-5, torch.float64: 1e-10}
+
+
+ALL_METHODS = (*METHODS, "gram_polynomial")
+
+
+def dtypes_of(method: str) -> tuple[torch.dtype, ...]:
+    """Of iterates; gram_polynomial refuses bfloat16."""
+    return tuple(d for d in DTYPES if method in METHODS or d != torch.bfloat16)
 
 
 def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -51,12 +60,7 @@ def test_shapes_and_dtypes(
         assert (result.shape, result.dtype) == (x.shape, default_dtype(dtype))
         assert result.device == x.device and result.is_contiguous()
         picked = choose.choose(*shape[-2:], dtype=dtype, device=device, method=method).method
-        rows, prefactor = (
-            (opt.COEFFICIENT_SETS["keller_jordan"].rows_for(5), 1.0)
-            if picked == "newton_schulz"
-            else (opt.polar_express_coefficients(), 1.02)
-        )
-        exact = reference.newton_schulz(x.cpu(), rows, prefactor)
+        exact = reference.newton_schulz(x.cpu(), *schedule(opt, picked))
         if picked == "gram_polynomial":
             wide = x.cpu() if shape[-2] <= shape[-1] else x.cpu().mT
             exact = reference.gram_polynomial(wide, table.POLYNOMIALS, table.SAFETY)
@@ -64,20 +68,14 @@ def test_shapes_and_dtypes(
         assert_error_at_most(result.cpu(), exact, TOLERANCE[result.dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dtype_of_iterates_and_result(opt, device, dtype) -> None:
-    x = gaussian(5, 8).to(device)
-    for method in METHODS:
-        assert opt.orthogonalize(x, method, dtype=dtype).dtype == dtype
-
-
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 def test_zero_matrices_give_zeros(opt, device, method) -> None:
     x = gaussian(3, 5, 9).to(device)
     x[1] = 0
-    for dtype in DTYPES:
+    for dtype in dtypes_of(method):
         result = opt.orthogonalize(x, method, dtype=dtype)
+        assert result.dtype == dtype
         assert torch.count_nonzero(result[1]) == 0
         assert torch.isfinite(result).all()
         assert torch.count_nonzero(result[0]) and torch.count_nonzero(result[2])
@@ -137,12 +135,12 @@ def test_norms_that_overflow_float32(opt, device) -> None:
 
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 def test_non_finite_elements_stay_in_their_matrix(opt, device, method, bad) -> None:
     x = gaussian(4, 6, 13).to(device)
     broken = x.clone()
     broken[2, 1, 3] = bad
-    for dtype in DTYPES:
+    for dtype in dtypes_of(method):
         clean = opt.orthogonalize(x, method, dtype=dtype)
         result = opt.orthogonalize(broken, method, dtype=dtype)
         assert torch.isnan(result[2]).all()
@@ -156,9 +154,9 @@ BATCHES = ((7, 33, 65), (9, 16, 16), (5, 64, 128), (6, 100, 30), (5, 129, 257), 
 
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("shape", BATCHES, ids=str)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 def test_same_bits_in_any_batch(opt, device, method, shape) -> None:
-    for dtype in DTYPES:
+    for dtype in dtypes_of(method):
         x = gaussian(*shape).to(device)
         together = opt.orthogonalize(x, method, dtype=dtype)
         assert_same_bits(opt.orthogonalize(x, method, dtype=dtype), together)
@@ -170,19 +168,26 @@ def test_same_bits_in_any_batch(opt, device, method, shape) -> None:
         assert_same_bits(backwards.flip(0), together)
 
 
-@pytest.mark.parametrize("method", METHODS)
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "last_first": lambda x: x.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0),
+    "every_second": lambda x: torch.stack([x, -x], 1).flatten(0, 1)[::2],
+    "columns": lambda x: x.mT.contiguous().mT,
+}
+
+
+@pytest.mark.parametrize("method", ["auto", *METHODS])
 def test_strides_change_no_bit(opt, device, method) -> None:
     x = gaussian(3, 2, 10, 24).to(device)
     wanted = opt.orthogonalize(x, method)
     padded = torch.full((3, 2, 11, 50), float("nan"), device=device)
     padded[..., 1:, 1:49:2] = x
-    last_first = x.permute(2, 3, 0, 1).contiguous().permute(2, 3, 0, 1)
     shifted = torch.empty(x.numel() + 1, device=device)[1:].view_as(x).copy_(x)
-    transposed = x.transpose(0, 1).contiguous().transpose(0, 1)  # no view as (6, 10, 24)
-    expanded = x[:1].expand(3, 2, 10, 24)
-    for variant in (padded[..., 1:, 1:49:2], last_first, shifted, transposed):
+    for variant in (padded[..., 1:, 1:49:2], shifted, *(layout(x) for layout in LAYOUTS.values())):
         assert torch.equal(variant, x)
         assert_same_bits(opt.orthogonalize(variant, method), wanted)
+    expanded = x[:1].expand(3, 2, 10, 24)
     assert_same_bits(opt.orthogonalize(expanded, method), wanted[:1].expand(3, 2, 10, 24))
 
 
@@ -206,14 +211,10 @@ def test_any_shape_and_stride(
     before = full.clone()
     result = opt.orthogonalize(x, method, steps)
     assert_same_bits(full, before)
-    rows, prefactor = (
-        (opt.COEFFICIENT_SETS["keller_jordan"].rows_for(steps), 1.0)
-        if method == "newton_schulz"
-        else (opt.polar_express_coefficients(steps), 1.02)
-    )
     assert result.shape == x.shape
     if x.numel():
-        assert_error_at_most(result.cpu(), reference.newton_schulz(x.cpu(), rows, prefactor), 1e-8)
+        exact = reference.newton_schulz(x.cpu(), *schedule(opt, method, steps))
+        assert_error_at_most(result.cpu(), exact, 1e-8)
 
 
 @pytest.mark.kernels_ci
@@ -398,15 +399,6 @@ def test_auto_runs_what_choose_says(opt, choose, device) -> None:
         assert_same_bits(result, opt.orthogonalize(x, choice.method, dtype=choice.dtype))
 
 
-def test_convolution_filters_are_flattened_by_the_caller(opt, device) -> None:
-    """(out, in, h, w) is a batch of out * in matrices h x w; flatten(1) makes it one matrix."""
-    filters = gaussian(8, 4, 3, 3).to(device)
-    as_batch = opt.orthogonalize(filters)
-    assert_same_bits(as_batch[2, 1], opt.orthogonalize(filters[2, 1]))
-    as_matrix = opt.orthogonalize(filters.flatten(1))
-    assert as_matrix.shape == (8, 36)
-
-
 @pytest.fixture(scope="session")
 def batch(submodule):
     return submodule("orthogonalize.slices")
@@ -430,15 +422,6 @@ def memory(x: torch.Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-LAYOUTS = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "last_first": lambda x: x.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0),
-    "every_second": lambda x: torch.stack([x, -x], 1).flatten(0, 1)[::2],
-    "columns": lambda x: x.mT.contiguous().mT,
-}
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_no_whole_copy_of_input_or_output(batch, monkeypatch, layout, kind) -> None:
@@ -454,12 +437,6 @@ def test_no_whole_copy_of_input_or_output(batch, monkeypatch, layout, kind) -> N
         batch.walk(view, out, torch.float32, 1.0, lambda x, last: x)
     torch.testing.assert_close(out, wanted)
     assert 0 < largest.elements <= 4 * 16 * 24
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_pieces_give_the_bits_of_a_contiguous_batch(opt, device, layout) -> None:
-    x = torch.randn(3, 2, 10, 24, generator=torch.Generator().manual_seed(0)).to(device)
-    assert_same_bits(opt.orthogonalize(LAYOUTS[layout](x)), opt.orthogonalize(x))
 
 
 def test_taken_cuts_where_a_slice_is_full(batch) -> None:

@@ -6,24 +6,31 @@ import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .._compare import assert_all_same_bits, assert_same_bits, relative_error
 from .._gpu import capture, no_waits
 from ..optimizers._steps import both, train, values
 from ._matrices import matrix
 
-METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")
+NAMED = METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")
+ALL_METHODS = (*METHODS, "gram_polynomial")
 
 
 @pytest.fixture
-def compiled(opt):
+def fresh_compiler():
     torch._dynamo.reset()
-    yield torch.compile(opt.orthogonalize, fullgraph=True, backend="aot_eager")
+    yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def compiled(opt, fresh_compiler):
+    return torch.compile(opt.orthogonalize, fullgraph=True, backend="aot_eager")
 
 
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 def test_compiles_without_graph_break(opt, compiled, device, method) -> None:
     x = torch.randn(3, 6, 10, device=device)
     assert_same_bits(compiled(x, method), opt.orthogonalize(x, method))
@@ -45,8 +52,7 @@ def test_many_shapes_need_few_graphs(opt, compiled, device) -> None:
                 assert_same_bits(compiled(x), opt.orthogonalize(x))
 
 
-def test_compiled_out_and_options(opt, device) -> None:
-    torch._dynamo.reset()
+def test_compiled_out_and_options(opt, device, fresh_compiler) -> None:
     rows = [(1.5, -0.5, 0.0), (1.875, -1.25, 0.375)]
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -63,23 +69,20 @@ def test_compiled_out_and_options(opt, device) -> None:
     assert_same_bits(result, wanted * 2 + gram + opt.polar_express(x, 4, lower=0.01))
 
 
-@pytest.mark.parametrize("module", ["newton_schulz", "gram_newton_schulz"])
+ROWS = [3.4445, -4.7750, 2.0315] * 3
+OPTIONS = {
+    "newton_schulz": (ROWS, 1.0),
+    "gram_newton_schulz": (ROWS, 1.0, [1]),
+    "gram_polynomial": (),
+}
+
+
+@pytest.mark.parametrize("module", OPTIONS)
 def test_opcheck(submodule, device, module) -> None:
     """Schema, fake implementation and functionalization of the registered ops."""
     op = getattr(submodule("_ops").ops, module).default
     x, out = torch.randn(2, 4, 6, device=device), torch.empty(2, 4, 6, device=device)
-    rows = [3.4445, -4.7750, 2.0315] * 3
-    restarts = [[1]] if module == "gram_newton_schulz" else []
-    torch.library.opcheck(op, (x, out, rows, 1.0, *restarts, torch.float32))
-
-
-def test_fake_tensors(opt) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        x = torch.empty(3, 5, 40)
-        result = opt.orthogonalize(x)
-    assert (result.shape, result.dtype) == (x.shape, torch.float32)
+    torch.library.opcheck(op, (x, out, *OPTIONS[module], torch.float32))
 
 
 def test_meta_tensors(opt) -> None:
@@ -88,19 +91,16 @@ def test_meta_tensors(opt) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("method", ["auto", "gram_polynomial"])
 @pytest.mark.parametrize("shape", [(5, 96, 384), (256, 256), (3, 130, 70)], ids=str)
-def test_cuda_graph(opt, device, shape) -> None:
+def test_cuda_graph(opt, device, shape, method) -> None:
     """No wait for the device on the path: a captured call replays with new input."""
     x, out = torch.randn(shape, device=device), torch.empty(shape, device=device)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        opt.orthogonalize(x, out=out)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph, _ = capture(lambda: opt.orthogonalize(x, out=out))
+    graph, _ = capture(lambda: opt.orthogonalize(x, method, out=out), 1)
     x.copy_(torch.randn(shape, device=device))
     graph.replay()
     captured = out.clone()
-    assert_same_bits(captured, opt.orthogonalize(x, out=out))
+    assert_same_bits(captured, opt.orthogonalize(x, method, out=out))
 
 
 @pytest.mark.gpu
@@ -108,7 +108,7 @@ def test_no_synchronization(opt, device) -> None:
     x = torch.randn(9, 64, 256, device=device)
     opt.orthogonalize(x)
     with no_waits():
-        for method in METHODS:
+        for method in ALL_METHODS:
             opt.orthogonalize(x, method)
 
 
@@ -150,12 +150,8 @@ def test_workspace_is_bounded(opt, device, method, shape, dtype, limit) -> None:
     assert torch.cuda.max_memory_allocated() - before <= limit * 2**20
 
 
-FUNC_METHODS = ("polar_express", "gram_newton_schulz", "gram_polynomial", "newton_schulz", "auto")
-NAMED = ("polar_express", "gram_newton_schulz", "newton_schulz")
-
-
 @pytest.mark.kernels_ci
-@pytest.mark.parametrize("method", FUNC_METHODS)
+@pytest.mark.parametrize("method", [*ALL_METHODS, "auto"])
 @pytest.mark.parametrize("in_dim", [0, 1, 2])
 def test_vmap(opt, device, method, in_dim) -> None:
     """One call over the batch, wherever its dimension is, and nested."""
@@ -211,10 +207,9 @@ def test_gradients_pass_it_by(opt, device) -> None:
 
 
 @pytest.mark.parametrize("name", ["orthogonalize", *NAMED])
-def test_compiled_for_any_size_and_options(opt, device, name) -> None:
+def test_compiled_for_any_size_and_options(opt, device, fresh_compiler, name) -> None:
     """dynamic=True makes sizes symbolic at once, and floating-point arguments with them."""
     method = getattr(opt, name)
-    torch._dynamo.reset()
     compiled = torch.compile(method, fullgraph=True, dynamic=True, backend="aot_eager")
     for shape in ((5, 9), (3, 7, 11), (8, 4)):
         x = torch.randn(shape, device=device)
@@ -224,7 +219,6 @@ def test_compiled_for_any_size_and_options(opt, device, name) -> None:
             options = {"lower": lower, "safety": lower / 2, "cushion": 0.1}
             assert_same_bits(compiled(x, 4, **options), method(x, 4, **options))
         assert_same_bits(compiled(x, lower=1), method(x, lower=1))
-    torch._dynamo.reset()
 
 
 REGISTERED_METHODS = {
@@ -278,8 +272,7 @@ def test_an_eager_call_passes_the_op_by(opt, called, device, method) -> None:
 
 
 @pytest.mark.parametrize("method", REGISTERED_METHODS)
-def test_a_compiler_sees_one_op(opt, device, method) -> None:
-    torch._dynamo.reset()
+def test_a_compiler_sees_one_op(opt, device, fresh_compiler, method) -> None:
     graphs = []
 
     def backend(graph, inputs):
@@ -288,7 +281,6 @@ def test_a_compiler_sees_one_op(opt, device, method) -> None:
 
     x = torch.randn(40, 4, 6, device=device)
     result = torch.compile(opt.orthogonalize, fullgraph=True, backend=backend)(x, method)
-    torch._dynamo.reset()
     targets = [str(node.target) for graph in graphs for node in graph.graph.nodes]
     assert sum(f".{REGISTERED_METHODS[method]}" in target for target in targets) == 1, targets
     assert not any("bmm" in target or "matmul" in target for target in targets)
@@ -296,29 +288,20 @@ def test_a_compiler_sees_one_op(opt, device, method) -> None:
 
 
 def test_fake_tensors_see_one_op(opt, called) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode():
-        result = opt.orthogonalize(torch.empty(3, 5, 40), "newton_schulz")
-    assert called == ["newton_schulz"]
-    assert result.shape == (3, 5, 40)
+        x = torch.empty(3, 5, 40)
+        results = [opt.orthogonalize(x, method) for method in ("newton_schulz", "auto")]
+    assert called[0] == "newton_schulz" and len(called) == 2
+    assert all((r.shape, r.dtype) == (x.shape, torch.float32) for r in results)
 
 
-AUTOCAST_METHODS = ("polar_express", "gram_newton_schulz", "gram_polynomial", "newton_schulz")
 LOW = (torch.bfloat16, torch.float16)
-
-
-@pytest.fixture
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("low", LOW, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, None], ids=str)
-@pytest.mark.parametrize("method", [*AUTOCAST_METHODS, "auto"])
+@pytest.mark.parametrize("method", [*ALL_METHODS, "auto"])
 def test_iterations_are_not_cast(opt, device, method, dtype, low) -> None:
     """Of a spectrum from 1 to 1e-3 products in bfloat16 would change a fifth of the result."""
     x = matrix("log3", 40, 96).float().to(device)
@@ -334,16 +317,8 @@ def test_iterations_are_not_cast(opt, device, method, dtype, low) -> None:
     assert relative_error(loose, x @ x.mT) > 1e-4
 
 
-@pytest.mark.parametrize("method", ["polar_express", "gram_newton_schulz", "newton_schulz"])
-def test_named_methods_are_not_cast(opt, device, method) -> None:
-    x = matrix("log3", 40, 96).T.float().to(device)
-    wanted = getattr(opt, method)(x)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        assert_same_bits(getattr(opt, method)(x), wanted)
-
-
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
-@pytest.mark.parametrize("method", AUTOCAST_METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 def test_compiled_iterations_are_not_cast(opt, device, fresh_compiler, method, inside) -> None:
     """With autocast around the call of the compiled function, or in what is compiled."""
     x = matrix("log3", 40, 96).float().to(device)
