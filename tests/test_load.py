@@ -75,18 +75,6 @@ def test_loads_from_the_checkout_without_a_cuda_device(repo_id: str, local: dict
     assert {"Muon", "MuonAdamW", "nf4_dequant", "orthogonalize"} <= set(public.split())
 
 
-def test_without_version_the_client_says_what_is_missing(
-    repo_id: str, local: dict[str, str], monkeypatch: pytest.MonkeyPatch
-):
-    """README shows this message; `kernels` 0.15 to 0.17.2 demand a version or a revision."""
-    from kernels import get_kernel
-
-    monkeypatch.setenv("LOCAL_KERNELS", local["LOCAL_KERNELS"])
-    with pytest.raises(ValueError, match="A kernel version or revision must be specified") as error:
-        get_kernel(repo_id, trust_remote_code=True)
-    assert "Use `version=<major>`" in str(error.value)
-
-
 @pytest.mark.artifacts
 def test_loads_offline_from_the_hugging_face_cache(repo_id: str, tmp_path: Path):
     from huggingface_hub.file_download import repo_folder_name

@@ -86,8 +86,9 @@ def test_message_for_a_missing_version_is_the_one_shown(opt, repo_id: str) -> No
 
     shown = re.search(r'"(A kernel version[^"]*) \[…\]"', (ROOT / "README.md").read_text())
     assert shown, "README.md no longer shows the message"
-    with pytest.raises(ValueError, match=re.escape(shown.group(1))):
+    with pytest.raises(ValueError, match=re.escape(shown.group(1))) as error:
         get_kernel(repo_id)
+    assert "Use `version=<major>`" in str(error.value)
 
 
 def test_design_snippet_runs(opt) -> None:

@@ -112,6 +112,12 @@ def weights_of(submodule, problem: dict, scaling: float):
     return kind.of(problem["weight"], *problem["lora"], problem["bias"], scaling)
 
 
+def way(module, path: str) -> dict:
+    """Options of the op: "slices" of three experts and the "active" ones are Triton's too."""
+    slices = {"slices": 3, "active": module.ACTIVE}.get(path, 0)
+    return {"slice_experts": slices, "path": path if path == "reference" else "triton"}
+
+
 def valid(order) -> torch.Tensor:
     """Rows in expert order that are no sentinels."""
     return torch.arange(order.slots.shape[0], device=order.slots.device) < order.offsets[-1]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
 import torch
 
-from .._compare import assert_same_bits, relative_error
+from .._compare import assert_all_same_bits, assert_same_bits, relative_error
 from .._gpu import capture
 from ..moe._eager import LayerProblem
 
@@ -116,11 +117,11 @@ def stages_apart(submodule, monkeypatch):
 
     monkeypatch.setattr(gated, "quantized_gated_linear", watched)
 
+    @contextlib.contextmanager
     def apart():
-        context = pytest.MonkeyPatch.context()
-        patch = context.__enter__()
-        patch.setattr(experts, "gated_lora_linear", lambda *_, **__: None)
-        return context
+        with monkeypatch.context() as patch:
+            patch.setattr(experts, "gated_lora_linear", lambda *_, **__: None)
+            yield
 
     return apart, taken
 
@@ -146,11 +147,8 @@ def test_it_equals_its_stages(moe, device, stages_apart, problem):
     layer = Layer(moe, device, problem)
     found = layer.step()
     assert taken == [True]
-    context = apart()
-    try:
+    with apart():
         expected = layer.step()
-    finally:
-        context.__exit__(None, None, None)
     assert taken == [True] and found.keys() == expected.keys()
     assert_same_bits(found["y"], expected["y"])
     for name, value in expected.items():
@@ -192,8 +190,7 @@ def test_runs_repeat_to_the_bit(moe, device, stages_apart):
     layer = Layer(moe, device, Problem(bias=True, routing="sentinels"))
     first, second = layer.step(), layer.step()
     assert stages_apart[1] == [True, True]
-    for name, value in first.items():
-        assert_same_bits(second[name], value)
+    assert_all_same_bits(second.values(), first.values())
 
 
 def test_what_it_does_not_take_runs_in_stages(moe, device, stages_apart):
@@ -238,10 +235,7 @@ def test_a_second_order_raises(moe, device):
 @pytest.mark.parametrize("wanted", ("d_wide", "dots", "both"))
 def test_gradients_of_a_long_row(submodule, device, wanted):
     """More than a block of columns, of both kinds of results alone and together."""
-    launch, width = (
-        submodule("kernels.quant.gated_quantized_experts_triton").glu_backward_dots,
-        1100,
-    )
+    module, width = submodule("kernels.quant.gated_quantized_experts_triton"), 1100
     generator = torch.Generator().manual_seed(0)
     d, wide = (torch.randn(6, n, generator=generator).to(device) for n in (width, 2 * width))
     gates = torch.rand(3, 2, generator=generator).to(device)
@@ -252,7 +246,8 @@ def test_gradients_of_a_long_row(submodule, device, wanted):
     (expected,) = torch.autograd.grad(h, leaf, d * gates.view(-1, 1)[slots])
     out = wide.new_empty((0 if wanted == "dots" else 6, 2 * width))
     dots = wide.new_empty(0 if wanted == "d_wide" else 6)
-    launch(d, wide, gates, slots, out, dots, activation="silu", interleaved=False)
+    rows = (d, wide, gates, slots, out, dots)
+    module.glu_backward_dots(*rows, activation="silu", interleaved=False)
     if wanted != "dots":
         assert relative_error(out, expected) <= 1e-6
     if wanted != "d_wide":
@@ -267,16 +262,13 @@ def test_sums_beside_products_give_the_bits_of_one_stream(moe, device, submodule
     layer = Layer(moe, device, problem)
     with monkeypatch.context() as alone:
         launches = submodule("kernels.quant.gated_quantized_experts_triton")
-        alone.setattr(
-            launches, "beside", lambda x, **_: beside.beside(x.new_empty(0, device="cpu"))
-        )
+        on_the_cpu = lambda x, **_: beside.beside(x.new_empty(0, device="cpu"))  # noqa: E731
+        alone.setattr(launches, "beside", on_the_cpu)
         expected = layer.step("auto")
     for _ in range(3):
-        for name, value in layer.step("auto").items():
-            assert_same_bits(value, expected[name])
+        assert_all_same_bits(layer.step("auto").values(), expected.values())
     graph, captured = capture(lambda: layer.step("auto"), 1)
     for seed, routing in enumerate(("random", "one", "sentinels", "all-sentinels")):
         layer.ids.copy_(dataclasses.replace(problem, routing=routing).ids(device, seed))
         graph.replay()
-        for name, value in layer.step("auto").items():
-            assert_same_bits(captured[name], value)
+        assert_all_same_bits(captured.values(), layer.step("auto").values())

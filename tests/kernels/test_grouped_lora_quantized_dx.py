@@ -6,46 +6,25 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
-from ._quantized_grouped import CASES, STACKS, TOP_K, Stack, budget, draw, valid, weights_of
+from ._quantized_grouped import CASES, STACKS, TOP_K, Stack, budget, draw, valid, way, weights_of
 
 
 def backward(submodule, problem, path, *, wants_dx=True, wants_gates=True):
     """dx in expert order, yb and dgates, of gated and combined rows."""
     module = submodule("kernels.quant.grouped_lora_quantized")
-    return module.grouped_lora_quantized_dx(
-        problem["dy"],
-        weights_of(submodule, problem, 2.0),
-        problem["order"],
-        problem["gates"],
-        problem["x"] if wants_gates else None,
-        dy_fan=TOP_K,
-        x_fan=TOP_K,
-        grouped_out=True,
-        wants_dx=wants_dx,
-        slice_experts={"slices": 3, "active": module.ACTIVE}.get(path, 0),
-        path="reference" if path == "reference" else "triton",
-    )
+    weights, x = weights_of(submodule, problem, 2.0), problem["x"] if wants_gates else None
+    operands = (problem["dy"], weights, problem["order"], problem["gates"], x)
+    options = {"dy_fan": TOP_K, "x_fan": TOP_K, "grouped_out": True, "wants_dx": wants_dx}
+    return module.grouped_lora_quantized_dx(*operands, **options, **way(module, path))
 
 
 def exact(submodule, problem):
     lora_a, lora_b = (None if t is None else t.double() for t in problem["lora"])
     bias, order = problem["bias"], problem["order"]
-    return submodule("reference.moe").grouped_lora_dx(
-        problem["dy"].double(),
-        problem["dense"].double(),
-        lora_a,
-        lora_b,
-        None if bias is None else bias.double(),
-        problem["gates"].double(),
-        problem["x"].double(),
-        order.slots,
-        order.offsets,
-        2.0,
-        TOP_K,
-        TOP_K,
-        True,
-        True,
-    )
+    bias = None if bias is None else bias.double()
+    operands = (problem["dy"].double(), problem["dense"].double(), lora_a, lora_b, bias)
+    operands += (problem["gates"].double(), problem["x"].double(), order.slots, order.offsets)
+    return submodule("reference.moe").grouped_lora_dx(*operands, 2.0, TOP_K, TOP_K, True, True)
 
 
 @pytest.mark.parametrize("path", ("slices", "active"))

@@ -6,20 +6,14 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
-from ._quantized_grouped import CASES, STACKS, TOP_K, Stack, budget, draw, weights_of
+from ._quantized_grouped import CASES, STACKS, TOP_K, Stack, budget, draw, way, weights_of
 
 
 def forward(submodule, problem, path, *, grouped=False, fan=TOP_K, x=None):
     module = submodule("kernels.quant.grouped_lora_quantized")
-    return module.grouped_lora_quantized_forward(
-        problem["x"] if x is None else x,
-        weights_of(submodule, problem, 2.0),
-        problem["order"],
-        fan=fan,
-        grouped_out=grouped,
-        slice_experts={"slices": 3, "active": module.ACTIVE}.get(path, 0),
-        path="reference" if path == "reference" else "triton",
-    )
+    x, weights = problem["x"] if x is None else x, weights_of(submodule, problem, 2.0)
+    options = {"fan": fan, "grouped_out": grouped} | way(module, path)
+    return module.grouped_lora_quantized_forward(x, weights, problem["order"], **options)
 
 
 def exact(submodule, problem, *, grouped=False):
@@ -27,18 +21,10 @@ def exact(submodule, problem, *, grouped=False):
     lora_a, lora_b = (None if t is None else t.double() for t in problem["lora"])
     bias = problem["bias"]
     order = problem["order"]
-    return submodule("reference.moe").grouped_lora_forward(
-        problem["x"].double(),
-        problem["dense"].double(),
-        lora_a,
-        lora_b,
-        None if bias is None else bias.double(),
-        order.slots,
-        order.offsets,
-        2.0,
-        TOP_K,
-        grouped,
-    )
+    bias = None if bias is None else bias.double()
+    operands = (problem["x"].double(), problem["dense"].double(), lora_a, lora_b, bias)
+    reference = submodule("reference.moe").grouped_lora_forward
+    return reference(*operands, order.slots, order.offsets, 2.0, TOP_K, grouped)
 
 
 @pytest.mark.parametrize("path", ("triton", "reference"))
