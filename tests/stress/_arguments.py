@@ -21,24 +21,23 @@ class Call:
     """One call of a public function.
 
     Args:
-        name: of the function.
-        function: the function.
         arguments: by keyword.
         check: gets the result and raises DifferenceError if it is wrong; None for none.
         written: names of the arguments that the function may write.
         also: documented errors besides ValueError and TypeError.
         words: what a message may name in place of an argument.
         exact: arguments that are left as they are, since only together they mean something.
+        function: what is called, where it is not the public function of that name.
     """
 
-    name: str
-    function: Callable[..., Any]
     arguments: dict[str, Any]
     check: Callable[[Any], None] | None = None
     written: tuple[str, ...] = ()
     also: tuple[type[BaseException], ...] = ()
     words: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()
+    function: Callable[..., Any] | None = None
+    name: str = ""
     spoiled: list[str] = field(default_factory=list)
 
 

@@ -6,6 +6,7 @@ import importlib
 import math
 import random
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,8 +35,18 @@ class Package:
 
 
 def call(name: str) -> Callable[[Maker], Maker]:
+    """Enters a maker of calls of the public function of that name."""
+
     def entered(maker: Maker) -> Maker:
-        CALLS[name] = maker
+        def named(package: Package, generator: random.Random) -> Call:
+            made = maker(package, generator)
+            made.name = name
+            if made.function is None:
+                inner = package("kernels") if name.startswith("kernels.") else package.opt
+                made.function = attrgetter(name.removeprefix("kernels."))(inner)
+            return made
+
+        CALLS[name] = named
         return maker
 
     return entered
@@ -119,13 +130,7 @@ def orthogonalize(package: Package, generator: random.Random) -> Call:
             expected = slow.newton_schulz(wide, rows, 1.02)
         close("orthogonalize", result, expected if m <= n else expected.mT, slack)
 
-    return Call(
-        "orthogonalize",
-        package.opt.orthogonalize,
-        with_out(generator, x, arguments),
-        check,
-        ("out",),
-    )
+    return Call(with_out(generator, x, arguments), check, written=("out",))
 
 
 @call("newton_schulz")
@@ -145,12 +150,7 @@ def newton_schulz(package: Package, generator: random.Random) -> Call:
         close("newton_schulz", result, expected if m <= n else expected.mT, slack)
 
     return Call(
-        "newton_schulz",
-        package.opt.newton_schulz,
-        with_out(generator, x, arguments),
-        check,
-        ("out",),
-        words=("a coefficient",),
+        with_out(generator, x, arguments), check, written=("out",), words=("a coefficient",)
     )
 
 
@@ -168,13 +168,7 @@ def gram_newton_schulz(package: Package, generator: random.Random) -> Call:
         name = generator.choice([*package.opt.COEFFICIENT_SETS])
         arguments |= {"coefficients": name, "restarts": None}
         arguments["steps"] = len(package.opt.COEFFICIENT_SETS[name].rows)
-    return Call(
-        "gram_newton_schulz",
-        package.opt.gram_newton_schulz,
-        with_out(generator, x, arguments),
-        None,
-        ("out",),
-    )
+    return Call(with_out(generator, x, arguments), written=("out",))
 
 
 @call("polar_express")
@@ -193,13 +187,7 @@ def polar_express(package: Package, generator: random.Random) -> Call:
         close("polar_express", result, expected if m <= n else expected.mT, 2 * slack)
 
     arguments = {"x": x, "steps": steps, "dtype": dtype, **options}
-    return Call(
-        "polar_express",
-        package.opt.polar_express,
-        with_out(generator, x, arguments),
-        check,
-        ("out",),
-    )
+    return Call(with_out(generator, x, arguments), check, written=("out",))
 
 
 def schedule_options(generator: random.Random) -> dict[str, float]:
@@ -221,12 +209,7 @@ def polar_express_coefficients(package: Package, generator: random.Random) -> Ca
         if len(rows) != steps or not values.isfinite().all() or not (values > 0).all():
             raise DifferenceError(f"polar_express_coefficients{options}, {steps} steps: {rows}")
 
-    return Call(
-        "polar_express_coefficients",
-        package.opt.polar_express_coefficients,
-        {"steps": steps, **options},
-        check,
-    )
+    return Call({"steps": steps, **options}, check)
 
 
 def lists(generator: random.Random, dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
@@ -260,14 +243,7 @@ def momentum(package: Package, generator: random.Random) -> Call:
             close("momentum: buffer", buffer, kept, 1e-5)
 
     arguments = {"grads": grads, "buffers": buffers, "out": out, "mu": mu, "nesterov": nesterov}
-    return Call(
-        "kernels.momentum",
-        package("kernels").momentum,
-        arguments | {"form": form},
-        check,
-        ("buffers", "out"),
-        words=WORDS,
-    )
+    return Call(arguments | {"form": form}, check, written=("buffers", "out"), words=WORDS)
 
 
 @call("kernels.apply_update")
@@ -295,14 +271,7 @@ def apply_update(package: Package, generator: random.Random) -> Call:
             close("apply_update", param, expected, rounding(param.dtype), terms)
 
     arguments = {"params": params, "updates": updates, "factors": factors, **options}
-    return Call(
-        "kernels.apply_update",
-        package("kernels").apply_update,
-        arguments,
-        check,
-        ("params",),
-        words=WORDS,
-    )
+    return Call(arguments, check, written=("params",), words=WORDS)
 
 
 @call("kernels.adamw")
@@ -340,8 +309,7 @@ def adamw(package: Package, generator: random.Random) -> Call:
         **options,
     }
     written = ("params", "exp_avgs", "exp_avg_sqs", "steps")
-    function = package("kernels").adamw
-    return Call("kernels.adamw", function, arguments, check, written, words=WORDS)
+    return Call(arguments, check, written=written, words=WORDS)
 
 
 @call("kernels.symmetric_matmul")
@@ -363,13 +331,7 @@ def symmetric_matmul(package: Package, generator: random.Random) -> Call:
         if bits(result) != bits(result.mT.contiguous()):
             raise DifferenceError("symmetric_matmul: the result is not symmetric")
 
-    return Call(
-        "kernels.symmetric_matmul",
-        package("kernels").symmetric_matmul,
-        {"A": a, **options},
-        check,
-        ("out",),
-    )
+    return Call({"A": a, **options}, check, written=("out",))
 
 
 @call("nf4_quantize")
@@ -387,7 +349,7 @@ def nf4_quantize(package: Package, generator: random.Random) -> Call:
                 raise DifferenceError("nf4_quantize: other bits than the reference")
 
     arguments = {"weight": weight, "blocksize": blocksize, "quant_type": quant_type}
-    return Call("nf4_quantize", package.opt.nf4_quantize, arguments, check)
+    return Call(arguments, check)
 
 
 @call("nf4_dequant")
@@ -414,7 +376,7 @@ def nf4_dequant(package: Package, generator: random.Random) -> Call:
             raise DifferenceError("nf4_dequant: other bits than the reference")
 
     also = (RuntimeError,)  # of an id that names no expert
-    return Call("nf4_dequant", package.opt.nf4_dequant, dict(arguments), check, also=also)
+    return Call(dict(arguments), check, also=also)
 
 
 def _block_scales(package: Package, generator: random.Random, name: str) -> dict[str, Any]:
@@ -430,14 +392,14 @@ def _block_scales(package: Package, generator: random.Random, name: str) -> dict
 @call("mxfp4_quantize")
 def mxfp4_quantize(package: Package, generator: random.Random) -> Call:
     weight = draw(generator, generator.choice([(2, 32), (3, 5, 64), (96,)]))
-    return Call("mxfp4_quantize", package.opt.mxfp4_quantize, {"weight": weight})
+    return Call({"weight": weight})
 
 
 @call("fp8_quantize")
 def fp8_quantize(package: Package, generator: random.Random) -> Call:
     weight = draw(generator, generator.choice([(2, 32), (3, 5, 70), (2, 130, 150)]))
     arguments = {"weight": weight, "block": generator.choice([(128, 128), (1, 0), (0, 0)])}
-    return Call("fp8_quantize", package.opt.fp8_quantize, arguments)
+    return Call(arguments)
 
 
 @call("mxfp4_dequant")
@@ -449,7 +411,7 @@ def mxfp4_dequant(package: Package, generator: random.Random) -> Call:
             raise DifferenceError("mxfp4_dequant: other bits than the reference")
 
     also = (IndexError,)  # of an id that names no expert
-    return Call("mxfp4_dequant", package.opt.mxfp4_dequant, dict(arguments), check, also=also)
+    return Call(dict(arguments), check, also=also)
 
 
 @call("fp8_dequant")
@@ -461,7 +423,7 @@ def fp8_dequant(package: Package, generator: random.Random) -> Call:
             raise DifferenceError("fp8_dequant: other bits than the reference")
 
     also = (IndexError,)
-    return Call("fp8_dequant", package.opt.fp8_dequant, dict(arguments), check, also=also)
+    return Call(dict(arguments), check, also=also)
 
 
 def integers_below(generator: random.Random, high: int) -> Tensor:
@@ -482,7 +444,7 @@ def explain(package: Package, generator: random.Random) -> Call:
         if not isinstance(text, str) or not text:
             raise DifferenceError(f"explain({op}) says {text!r}")
 
-    return Call("explain", package.opt.explain, arguments, check)
+    return Call(arguments, check)
 
 
 class Small(nn.Module):
@@ -505,12 +467,7 @@ def get_default_muon_param_groups(package: Package, generator: random.Random) ->
         if len(held) != len({*map(id, held)}) or len(held) != len([*model.parameters()]):
             raise DifferenceError("get_default_muon_param_groups loses or repeats parameters")
 
-    return Call(
-        "get_default_muon_param_groups",
-        package.opt.get_default_muon_param_groups,
-        {"model": model, "is_muon_func": package.opt.default_is_muon},
-        check,
-    )
+    return Call({"model": model, "is_muon_func": package.opt.default_is_muon}, check)
 
 
 @call("default_is_muon")
@@ -525,7 +482,7 @@ def default_is_muon(package: Package, generator: random.Random) -> Call:
             raise DifferenceError(f"default_is_muon returned {result!r}")
 
     arguments = {"name": name, "param": param}
-    return Call("default_is_muon", package.opt.default_is_muon, arguments, check)
+    return Call(arguments, check)
 
 
 def constructor(front: str) -> Maker:
@@ -552,15 +509,13 @@ def constructor(front: str) -> Maker:
             arguments |= {"method": "auto", "split_sizes": None, "adamw_betas": (0.9, 0.95)}
             arguments |= {"warmup_step": 1, "chunk_size": -1}
         arguments |= {"distributed": None, "debug": False, "clip_config": None}
-        return Call(
-            front, getattr(package.opt, front), arguments, check, words=("group", "parameter")
-        )
+        return Call(arguments, check, words=("group", "parameter"))
 
     return make
 
 
 for _front in ("Muon", "MuonAdamW"):
-    CALLS[_front] = constructor(_front)
+    call(_front)(constructor(_front))
 
 
 @call("DistributedConfig")
@@ -578,7 +533,7 @@ def distributed_config(package: Package, generator: random.Random) -> Call:
         if any(getattr(config, name) != value for name, value in arguments.items()):
             raise DifferenceError(f"DistributedConfig took {config} for {arguments}")
 
-    return Call("DistributedConfig", package.opt.DistributedConfig, arguments, check)
+    return Call(arguments, check)
 
 
 def stepped(package: Package, generator: random.Random) -> Run:
@@ -613,9 +568,7 @@ def step(package: Package, generator: random.Random) -> Call:
             raise ValueError(f"grad: {error}") from error
         run.optimizer.step(qk_logits=qk_logits)
 
-    return Call(
-        "step", call_step, {"grad": grad, "qk_logits": None}, None, words=("gradient", name)
-    )
+    return Call({"grad": grad, "qk_logits": None}, words=("gradient", name), function=call_step)
 
 
 @call("load_state_dict")
@@ -642,7 +595,7 @@ def load_state_dict(package: Package, generator: random.Random) -> Call:
 
     arguments = {"groups": groups, "state": dict(saved["state"][number])}
     words = ("group", "state", "loaded", "params", "saved", "zip()", "dictionary update")
-    return Call("load_state_dict", load_one, arguments, None, words=words)
+    return Call(arguments, words=words, function=load_one)
 
 
 @call("save_optimizer")
@@ -656,7 +609,7 @@ def save_optimizer(package: Package, generator: random.Random) -> Call:
             pending.wait()
 
     arguments = {"optimizer": run.optimizer, "folder": package.folder / f"a{generator.random()}"}
-    return Call("save_optimizer", saved, arguments, None, also=(OSError,), words=("path",))
+    return Call(arguments, also=(OSError,), words=("path",), function=saved)
 
 
 @call("load_optimizer")
@@ -678,7 +631,12 @@ def load_optimizer(package: Package, generator: random.Random) -> Call:
     arguments = {"optimizer": run.optimizer, "content": data, "folder": folder}
     words = (str(folder), "safetensors", "checkpoint", "path")
     return Call(
-        "load_optimizer", load, arguments, None, ("content",), (OSError,), words, ("content",)
+        arguments,
+        written=("content",),
+        also=(OSError,),
+        words=words,
+        exact=("content",),
+        function=load,
     )
 
 
@@ -704,16 +662,14 @@ def convert_state_dict(package: Package, generator: random.Random) -> Call:
 
     arguments = {"optimizer": ours, "saved": saved, "source": "torch"}
     words = ("state", "group", "param")
-    return Call("convert_state_dict", package.opt.convert_state_dict, arguments, check, words=words)
+    return Call(arguments, check, words=words)
 
 
 @call("profile_steps")
 def profile_steps(package: Package, generator: random.Random) -> Call:
     """The callback is only made: profiling takes seconds."""
     arguments = {"start": 1, "count": 2, "out": package.folder / "trace.json"}
-    return Call(
-        "ProfileCallback", package.opt.ProfileCallback, arguments, None, also=(ImportError,)
-    )
+    return Call(arguments, also=(ImportError,), function=package.opt.ProfileCallback)
 
 
 def finite(result: Any) -> None:

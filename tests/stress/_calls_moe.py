@@ -63,7 +63,7 @@ def grouped_lora_linear(package: Package, generator: random.Random) -> Call:
         "grouped_out": problem.grouped_out,
         "backend": generator.choice(BACKENDS),
     }
-    return Call("moe.grouped_lora_linear", package.opt.moe.grouped_lora_linear, arguments, check)
+    return Call(arguments, check)
 
 
 @call("moe.parallel_linear_lora")
@@ -91,13 +91,7 @@ def parallel_linear_lora(package: Package, generator: random.Random) -> Call:
         "grouped_in": problem.grouped_in,
         "grouped_out": problem.grouped_out,
     }
-    return Call(
-        "moe.parallel_linear_lora",
-        package.opt.moe.parallel_linear_lora,
-        arguments,
-        check,
-        words=("lora_a", "lora_b", "weight", "order", "x must"),
-    )
+    return Call(arguments, check, words=("lora_a", "lora_b", "weight", "order", "x must"))
 
 
 @call("moe.expert_sort")
@@ -119,7 +113,7 @@ def expert_sort(package: Package, generator: random.Random) -> Call:
 
     arguments = {"expert_ids": ids, "num_experts": experts, "backend": generator.choice(BACKENDS)}
     arguments["tile_rows"] = generator.choice([None, 16, 32, 64])
-    return Call("moe.expert_sort", package.opt.moe.expert_sort, arguments, check)
+    return Call(arguments, check)
 
 
 @call("kernels.combine")
@@ -137,7 +131,7 @@ def combine(package: Package, generator: random.Random) -> Call:
         close("combine", result, expected, 8 * rounding(y.dtype))
 
     arguments = {"y": y, "gates": gates, "rows": rows, "offsets": offsets, "top_k": k}
-    return Call("kernels.combine", package("kernels").combine, arguments, check)
+    return Call(arguments, check)
 
 
 @call("moe.glu")
@@ -151,7 +145,7 @@ def glu(package: Package, generator: random.Random) -> Call:
         close("glu", result, expected, 4 * rounding(x.dtype))
 
     arguments = {"gate_up": x, "activation": activation, "interleaved": interleaved}
-    return Call("moe.glu", package.opt.moe.glu, arguments | {"backend": "auto"}, check)
+    return Call(arguments | {"backend": "auto"}, check)
 
 
 @call("moe.softmax_top_k")
@@ -169,7 +163,7 @@ def softmax_top_k(package: Package, generator: random.Random) -> Call:
         close("softmax_top_k", weights, probabilities, 1e-5)
 
     arguments = {"router_logits": logits, "top_k": k, "norm_topk_prob": norm}
-    return Call("moe.softmax_top_k", package.opt.moe.softmax_top_k, arguments, check)
+    return Call(arguments, check)
 
 
 @call("moe.group_top_k")
@@ -201,7 +195,7 @@ def group_top_k(package: Package, generator: random.Random) -> Call:
         expected = expected * arguments["routed_scaling_factor"]
         close("group_top_k", weights, expected, 1e-4)
 
-    return Call("moe.group_top_k", package.opt.moe.group_top_k, dict(arguments), check)
+    return Call(dict(arguments), check)
 
 
 @call("moe.select_experts")
@@ -212,7 +206,7 @@ def select_experts(package: Package, generator: random.Random) -> Call:
         "rule": rule,
         "correction_bias": None if generator.random() < 0.5 else draw(generator, (6,)),
     }
-    return Call("moe.select_experts", package.opt.moe.select_experts, arguments, finite)
+    return Call(arguments, finite)
 
 
 @call("moe.RouterRule")
@@ -225,13 +219,13 @@ def router_rule(package: Package, generator: random.Random) -> Call:
         "topk_group": 1,
         "routed_scaling_factor": 1.0,
     }
-    return Call("moe.RouterRule", package.opt.moe.RouterRule, arguments)
+    return Call(arguments)
 
 
 @call("moe.ExpertsLayout")
 def experts_layout(package: Package, generator: random.Random) -> Call:
     arguments = {"activation": "silu", "transposed": True, "interleaved": False, "gated": True}
-    return Call("moe.ExpertsLayout", package.opt.moe.ExpertsLayout, arguments)
+    return Call(arguments)
 
 
 @call("moe.experts_forward")
@@ -275,7 +269,7 @@ def experts_forward(package: Package, generator: random.Random) -> Call:
         "backend": generator.choice(BACKENDS),
     }
     words = ("gates", "weight", "bias", "x ", "expert_ids", "order", "lora_a")
-    return Call("moe.experts_forward", moe.experts_forward, arguments, check, words=words)
+    return Call(arguments, check, words=words)
 
 
 @call("moe.Experts")
@@ -294,7 +288,7 @@ def experts_module(package: Package, generator: random.Random) -> Call:
         x = draw(generator, (2, 4), module.down_proj.dtype)
         finite(module(x, torch.tensor([[0], [1]]), torch.ones(2, 1)))
 
-    return Call("moe.Experts", package.opt.moe.Experts, arguments, check)
+    return Call(arguments, check)
 
 
 @call("moe.Experts.add_adapter")
@@ -325,20 +319,20 @@ def add_adapter(package: Package, generator: random.Random) -> Call:
     def check(module: nn.Module) -> None:
         finite(module(draw(generator, (2, 4)), torch.tensor([[0], [1]]), torch.ones(2, 1)))
 
-    return Call("moe.Experts.add_adapter", add, arguments, check)
+    return Call(arguments, check, function=add)
 
 
 @call("moe.LoraProjection")
 def lora_projection(package: Package, generator: random.Random) -> Call:
     arguments = {"num_experts": 3, "in_features": 4, "out_features": 5}
-    return Call("moe.LoraProjection", package.opt.moe.LoraProjection, arguments)
+    return Call(arguments)
 
 
 @call("moe.ExpertAdapters")
 def expert_adapters(package: Package, generator: random.Random) -> Call:
     layout = package.opt.moe.ExpertsLayout()
     arguments = {"num_experts": 3, "hidden": 4, "intermediate": 5, "layout": layout}
-    return Call("moe.ExpertAdapters", package.opt.moe.ExpertAdapters, arguments)
+    return Call(arguments)
 
 
 @call("moe.factor_views")
@@ -350,7 +344,7 @@ def factor_views(package: Package, generator: random.Random) -> Call:
             raise DifferenceError("factor_views: wrong shapes")
 
     arguments = {"lora_A": a, "lora_B": b, "num_experts": 3}
-    return Call("moe.factor_views", package.opt.moe.factor_views, arguments, check)
+    return Call(arguments, check)
 
 
 @call("moe.selective_lora_weights")
@@ -364,8 +358,7 @@ def selective_lora_weights(package: Package, generator: random.Random) -> Call:
             raise DifferenceError("selective_lora_weights: other rows than asked for")
 
     arguments = {"lora_A": a, "lora_B": b, "active_experts": ids, "num_experts": 3}
-    function = package.opt.moe.selective_lora_weights
-    return Call("moe.selective_lora_weights", function, arguments, check)
+    return Call(arguments, check)
 
 
 @call("moe.active_experts")
@@ -378,7 +371,7 @@ def active_experts(package: Package, generator: random.Random) -> Call:
         if active.ids[: len(used)].tolist() != used:
             raise DifferenceError(f"active_experts of {ids.tolist()}: {active.ids.tolist()}")
 
-    return Call("moe.active_experts", package.opt.moe.active_experts, {"order": order}, check)
+    return Call({"order": order}, check)
 
 
 @call("moe.selective_expert_weights")
@@ -396,21 +389,20 @@ def selective_expert_weights(package: Package, generator: random.Random) -> Call
         close("selective_expert_weights", result, weight[active.ids], 0.2 if quantized else 1e-2)
 
     arguments = {"weight": stack, "active": active, "dtype": torch.float32}
-    function = package.opt.moe.selective_expert_weights
-    return Call("moe.selective_expert_weights", function, arguments, check)
+    return Call(arguments, check)
 
 
 @call("moe.expert_weight")
 def expert_weight(package: Package, generator: random.Random) -> Call:
     module = package.opt.moe.Experts(3, 4, 5)
     arguments = {"module": module, "name": "gate_up_proj", "shape": (3, 10, 4)}
-    return Call("moe.expert_weight", package.opt.moe.expert_weight, arguments)
+    return Call(arguments)
 
 
 @call("moe.choose_strategy")
 def choose_strategy(package: Package, generator: random.Random) -> Call:
     arguments = {"rows": 17, "num_experts": 8, "wanted": "auto", "fusable": True, "fast": True}
-    return Call("moe.choose_strategy", package.opt.moe.choose_strategy, arguments)
+    return Call(arguments)
 
 
 def quantized(package: Package, generator: random.Random) -> tuple[Any, Tensor]:
@@ -431,7 +423,7 @@ def quantized_experts(package: Package, generator: random.Random) -> Call:
         "strategy": "auto",
         "device": torch.device("cpu"),
     }
-    return Call("moe.QuantizedExperts", package.opt.moe.QuantizedExperts, arguments)
+    return Call(arguments)
 
 
 @call("moe.QuantizedExperts.from_weight")
@@ -441,10 +433,9 @@ def from_weight(package: Package, generator: random.Random) -> Call:
     def check(module: Any) -> None:
         close("from_weight", module.quantized_weight().decode(dtype=torch.float32), weight, 0.2)
 
-    function = package.opt.moe.QuantizedExperts.from_weight
     arguments = {"weight": weight, "blocksize": 64, "quant_type": "nf4", "nested": False}
     words = ("shape", "experts", "expert")
-    return Call("moe.QuantizedExperts.from_weight", function, arguments, check, words=words)
+    return Call(arguments, check, words=words)
 
 
 @call("moe.QuantizedWeight")
@@ -457,14 +448,14 @@ def quantized_weight(package: Package, generator: random.Random) -> Call:
             raise DifferenceError("QuantizedWeight: other values from the same fields")
 
     words = ("shape", "stack")
-    return Call("moe.QuantizedWeight", package.opt.moe.QuantizedWeight, fields, check, words=words)
+    return Call(fields, check, words=words)
 
 
 @call("moe.explain_quantized")
 def explain_quantized(package: Package, generator: random.Random) -> Call:
     weight = quantized(package, generator)[0]
     arguments = {"weight": weight, "rows": 8, "dtype": torch.bfloat16, "rank": 0, "backend": "auto"}
-    return Call("moe.explain_quantized", package.opt.moe.explain_quantized, arguments)
+    return Call(arguments)
 
 
 @call("moe.grouped_lora_linear, 4 bits")
@@ -482,9 +473,7 @@ def quantized_linear(package: Package, generator: random.Random) -> Call:
         close("4-bit grouped_lora_linear", result, expected, 40 * rounding(torch.bfloat16))
 
     arguments = {"x": x, "weight": record, "order": order, "backend": generator.choice(BACKENDS)}
-    return Call(
-        "moe.grouped_lora_linear, 4 bits", package.opt.moe.grouped_lora_linear, arguments, check
-    )
+    return Call(arguments, check, function=package.opt.moe.grouped_lora_linear)
 
 
 @call("moe.Router")
@@ -495,7 +484,7 @@ def router(package: Package, generator: random.Random) -> Call:
     def check(module: nn.Module) -> None:
         finite(module(draw(generator, (3, 4))))
 
-    return Call("moe.Router", package.opt.moe.Router, arguments, check)
+    return Call(arguments, check)
 
 
 @call("moe.SharedExperts")
@@ -505,7 +494,7 @@ def shared_experts(package: Package, generator: random.Random) -> Call:
     def check(module: nn.Module) -> None:
         finite(module(draw(generator, (3, 4))))
 
-    return Call("moe.SharedExperts", package.opt.moe.SharedExperts, arguments, check)
+    return Call(arguments, check)
 
 
 @call("moe.MoEBlock")
@@ -518,7 +507,7 @@ def moe_block(package: Package, generator: random.Random) -> Call:
     )
     arguments = {"hidden_states": draw(generator, generator.choice([(2, 4), (2, 3, 4), (0, 4)]))}
     words = ("hidden_states", "x ", "linear", "weight must have dtype")  # x's, as the block's is
-    return Call("moe.MoEBlock", block.forward, arguments, finite, words=words)
+    return Call(arguments, finite, words=words, function=block.forward)
 
 
 @call("layers.ScatterMoEExperts")
@@ -545,7 +534,7 @@ def scatter_moe_experts(package: Package, generator: random.Random) -> Call:
             return layer(**given)
 
     words = ("expert_ids", "gates", "x ", "gate_up", "weight must")
-    return Call("layers.ScatterMoEExperts", forward, arguments, finite, words=words)
+    return Call(arguments, finite, words=words, function=forward)
 
 
 FAMILIES = ("qwen3_moe", "qwen3_moe_square")
@@ -595,7 +584,7 @@ def attach_lora(package: Package, generator: random.Random) -> Call:
         "adapter_name": "default",
         "dtype": torch.float32,
     }
-    return Call("integrations.attach_lora", attach, arguments, None, words=WORDS)
+    return Call(arguments, words=WORDS, function=attach)
 
 
 @call("integrations.use_in_transformers")
@@ -609,7 +598,7 @@ def use_in_transformers(package: Package, generator: random.Random) -> Call:
     def check(given: Any) -> None:
         finite(logits(given))
 
-    return Call("integrations.use_in_transformers", use, {"model": model}, check, words=WORDS)
+    return Call({"model": model}, check, words=WORDS, function=use)
 
 
 @call("integrations.quantize_experts")
@@ -625,7 +614,7 @@ def quantize_experts(package: Package, generator: random.Random) -> Call:
         finite(logits(given))
 
     arguments = {"model": model, "quant_type": "nf4", "blocksize": 64}
-    return Call("integrations.quantize_experts", quantize, arguments, check, words=WORDS)
+    return Call(arguments, check, words=WORDS, function=quantize)
 
 
 @call("integrations.set_lora")
@@ -658,7 +647,7 @@ def switches(package: Package, generator: random.Random) -> Call:
 
     arguments = {"model": model, "adapter": "default"}
     words = (*WORDS, "merged", str(folder), "quantized", "quantised")
-    return Call("integrations.set_lora", play, arguments, check, also=(OSError,), words=words)
+    return Call(arguments, check, also=(OSError,), words=words, function=play)
 
 
 @call("integrations.load_peft_adapter")
@@ -699,5 +688,5 @@ def load_peft_adapter(package: Package, generator: random.Random) -> Call:
     arguments = {"model": model, "adapter": "default", "content": data}
     words = (*WORDS, str(folder), "json", "safetensors")
     return Call(
-        "integrations.load_peft_adapter", load, arguments, None, (), (OSError,), words, ("content",)
+        arguments, written=(), also=(OSError,), words=words, exact=("content",), function=load
     )
