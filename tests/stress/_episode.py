@@ -14,7 +14,6 @@ import math
 import random
 import shutil
 import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from . import _events
-from ._problem import DifferenceError, Run, Source, assert_same, bits, gradient
+from ._problem import DifferenceError, Run, Source, assert_same, bits, gradient, played
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -390,21 +389,8 @@ SURROUNDINGS: dict[str, Callable[[], Any]] = {
 def play(opt: Any, seed: int, steps: int) -> dict[str, Any]:
     """One episode: what happened how often, and what went wrong."""
     episode = Episode(opt, seed)
-    done, difference = 0, None
     try:
-        for _ in range(steps):
-            episode.tick()
-            done += 1
-    except DifferenceError as error:
-        difference = str(error)
-    except Exception:
-        difference = f"undocumented {traceback.format_exc(limit=-12)}"
+        found = played(episode, steps)
     finally:
         episode.close()
-    last = episode.happened[-8:] if difference else []
-    return {
-        "steps": done,
-        "counts": dict(episode.counts),
-        "difference": difference,
-        "happened": last,
-    }
+    return found | {"happened": episode.happened[-8:] if found["difference"] else []}

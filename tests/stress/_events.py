@@ -18,7 +18,14 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ._problem import DifferenceError, adamw_options, assert_unchanged, halved, muon_options
+from ._problem import (
+    DifferenceError,
+    adamw_options,
+    assert_unchanged,
+    bits,
+    halved,
+    muon_options,
+)
 
 if TYPE_CHECKING:
     from ._episode import Episode
@@ -221,8 +228,7 @@ def older_checkpoint_first(episode: Episode) -> None:
     with torch.no_grad():
         for name, param in episode.run.params.items():
             param.copy_(before.tensors[name])
-            grad = before.grads[name]
-            param.grad = None if grad is None else grad.clone()
+    before.give_grads(episode.run.params)
 
 
 @event
@@ -300,13 +306,8 @@ def post_hook_raises(episode: Episode) -> None:
 @event
 def state_hook_raises(episode: Episode) -> None:
     optimizer = episode.run.optimizer
-    which = episode.generator.choice(
-        [
-            "register_state_dict_pre_hook",
-            "register_state_dict_post_hook",
-            "register_load_state_dict_pre_hook",
-        ]
-    )
+    kinds = ("state_dict_pre", "state_dict_post", "load_state_dict_pre")
+    which = f"register_{episode.generator.choice(kinds)}_hook"
     saved = optimizer.state_dict()
     handle = getattr(optimizer, which)(_raise)
     with refused(episode, which, PlannedError):
@@ -340,22 +341,15 @@ def _has_work(episode: Episode, numbers: list[int]) -> bool:
 
 
 INTERRUPTIONS = (PlannedError, MemoryError, KeyboardInterrupt, RuntimeError)
-STAGES = {
-    "orthogonalize": ("optimizers.step", "orthogonalize"),
-    "update": ("optimizers.step", "update"),
-    "momentum": ("optimizers.step", "momentum"),
-    "adamw": ("optimizers.step", "adamw"),
-}
+STAGES = ("orthogonalize", "update", "momentum", "adamw")  # of optimizers/step.py
 
 
 @event
 def step_is_interrupted(episode: Episode) -> None:
     """A stage raises at its k-th call: nothing has changed, or nothing goes on until a load."""
     generator = episode.generator
-    stage = generator.choice([*STAGES])
-    module, name = STAGES[stage]
-    module = episode.submodule(module)
-    original, calls = getattr(module, name), iter(range(10**6))
+    stage, module = generator.choice(STAGES), episode.submodule("optimizers.step")
+    original, calls = getattr(module, stage), iter(range(10**6))
     last, error = generator.randint(0, 3), generator.choice(INTERRUPTIONS)
 
     def interrupted(*args: Any, **options: Any) -> Any:
@@ -364,7 +358,7 @@ def step_is_interrupted(episode: Episode) -> None:
         return original(*args, **options)
 
     before = episode.run.snapshot()
-    with mock.patch.object(module, name, interrupted):
+    with mock.patch.object(module, stage, interrupted):
         try:
             episode.run.optimizer.step()
         except error:
@@ -378,9 +372,7 @@ def step_is_interrupted(episode: Episode) -> None:
         episode.run.load_from(episode.twin)
     else:
         assert_unchanged(episode.run, before, f"{stage} was interrupted", grads=False)
-    for name, param in episode.run.params.items():
-        grad = before.grads[name]
-        param.grad = None if grad is None else grad.clone()
+    before.give_grads(episode.run.params)
 
 
 def _locked(optimizer: Any) -> bool:
@@ -416,22 +408,14 @@ def state_is_cleared(episode: Episode) -> None:
         episode.run.optimizer.step()
     except (ValueError, RuntimeError) as error:
         for other, param in episode.run.params.items():
-            if bits_of(param) != bits_of(before.tensors[other]):
+            if bits(param) != bits(before.tensors[other]):
                 raise DifferenceError(f"{other} changed though the step raised: {error}") from error
     except Exception as error:
         raise DifferenceError(
             f"cleared state of {name}: {type(error).__name__}: {error}"
         ) from error
     episode.run.load_from(episode.twin)
-    for name, param in episode.run.params.items():
-        grad = before.grads[name]
-        param.grad = None if grad is None else grad.clone()
-
-
-def bits_of(tensor: Any) -> bytes:
-    from ._problem import bits
-
-    return bits(tensor)
+    before.give_grads(episode.run.params)
 
 
 @event
@@ -525,9 +509,8 @@ def not_a_number(episode: Episode) -> None:
     value = generator.choice([float("nan"), float("inf"), float("-inf")])
     before, of_twin = run.snapshot(), episode.twin.snapshot()
     for each in (run, episode.twin):
-        each.params[name].grad.view(-1)[-1:].fill_(value) if (
-            each.params[name].grad.is_contiguous()
-        ) else each.params[name].grad.fill_(value)
+        grad = each.params[name].grad
+        (grad.view(-1)[-1:] if grad.is_contiguous() else grad).fill_(value)
     episode.step(f"{value} in {name}", checked=False)
     for other, tensor in run.params.items():
         if other != name and not tensor.isfinite().all():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -268,8 +269,7 @@ class Run:
                 for key in state:
                     old = before.tensors.get(f"{name}: {key}")
                     state[key].zero_() if old is None else state[key].copy_(old)
-                grad = before.grads[name]
-                param.grad = None if grad is None else grad.clone()
+        before.give_grads(self.params)
 
     def load_from(self, other: Run) -> None:
         """Parameters and state of another run, as a trainer loads a checkpoint."""
@@ -287,6 +287,11 @@ class Snapshot:
     grads: dict[str, Tensor | None]
     groups: list[dict[str, Any]]
     options: list[dict[str, Any]]
+
+    def give_grads(self, params: dict[str, nn.Parameter]) -> None:
+        for name, param in params.items():
+            grad = self.grads[name]
+            param.grad = None if grad is None else grad.clone()
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
@@ -343,3 +348,17 @@ def assert_unchanged(run: Run, before: Snapshot, what: str, *, grads: bool = Tru
 
 def _grad(param: Tensor) -> dict[str, Tensor]:
     return {} if param.grad is None else {"grad": param.grad}
+
+
+def played(episode: Any, steps: int) -> dict[str, Any]:
+    """What happened how often in so many ticks, and what went wrong."""
+    done, difference = 0, None
+    try:
+        for _ in range(steps):
+            episode.tick()
+            done += 1
+    except DifferenceError as error:
+        difference = str(error)
+    except Exception:
+        difference = f"undocumented {traceback.format_exc(limit=-12)}"
+    return {"steps": done, "counts": dict(episode.counts), "difference": difference}

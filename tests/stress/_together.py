@@ -13,7 +13,6 @@ import logging
 import random
 import shutil
 import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..distributed._cases import mesh_of, placement
-from ._events import PlannedError
+from ._events import PlannedError, _raise
 from ._problem import (
     DifferenceError,
     Given,
@@ -35,6 +34,7 @@ from ._problem import (
     bits,
     muon_options,
     options_of,
+    played,
 )
 
 HELD = ("sharded", "sharded", "replicated", "unreduced")
@@ -257,8 +257,6 @@ def checkpoint_and_restart(episode: Together) -> None:
     from torch import distributed
     from torch.distributed import checkpoint
 
-    names = {id(param): name for name, param in episode.run.params.items()}
-
     def state_of(run: Run) -> dict[str, Any]:
         listed = [param for group in run.optimizer.param_groups for param in group["params"]]
         of_names = {id(param): name for name, param in run.params.items()}
@@ -269,7 +267,6 @@ def checkpoint_and_restart(episode: Together) -> None:
             for key, value in state.get(number, {}).items()
         }
 
-    assert len(names) == len(episode.run.params)
     if episode.held == "unreduced":
         return state_dict_and_restart(episode)
     folder: list[Any] = [tempfile.mkdtemp(prefix="soak-") if episode.rank == 0 else None]
@@ -352,10 +349,6 @@ def looked_at(episode: Together) -> None:
     episode.run.optimizer.state_dict()
 
 
-def _raise(*_: Any, **__: Any) -> Any:
-    raise PlannedError("on purpose")
-
-
 @event
 def closure_raises(episode: Together) -> None:
     step = episode.run.optimizer.step
@@ -420,15 +413,12 @@ def gradient_missing_on_one(episode: Together) -> None:
     name = episode.generator.choice(candidates)
     rank = episode.generator.randrange(episode.world)
     saved = copy.deepcopy(episode.run.optimizer.state_dict())
-    param = episode.run.params[name]
-    kept = param.grad
     if episode.rank == rank:
-        param.grad = None
+        episode.run.params[name].grad = None
     step = episode.run.optimizer.step
     episode.refused(f"no gradient of {name} on rank {rank}", step, RuntimeError)
     episode.load(saved)
     episode.fill_gradients()
-    del kept
 
 
 @event
@@ -528,19 +518,6 @@ def play(opt: Any, seed: int, steps: int) -> dict[str, Any]:
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # of how it gathers
     torch.distributed.barrier()
     episode = Together(opt, seed)
-    done, difference = 0, None
-    try:
-        for _ in range(steps):
-            episode.tick()
-            done += 1
-    except DifferenceError as error:
-        difference = str(error)
-    except Exception:
-        difference = f"undocumented {traceback.format_exc(limit=-12)}"
-    last = episode.happened[:1] + episode.happened[1:][-7:] if difference else []
-    return {
-        "steps": done,
-        "counts": dict(episode.counts),
-        "difference": difference,
-        "happened": last,
-    }
+    found = played(episode, steps)
+    last = episode.happened[:1] + episode.happened[1:][-7:]
+    return found | {"happened": last if found["difference"] else []}
