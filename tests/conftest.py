@@ -83,6 +83,14 @@ def device(request: pytest.FixtureRequest):
 
 
 @pytest.fixture(scope="session")
+def hopper(device) -> None:
+    import torch
+
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("machine code for compute capability 9.0")
+
+
+@pytest.fixture(scope="session")
 def opt(repo_id: str, device):
     """The package, loaded through `get_kernel` from this checkout's `build/` folder.
 

@@ -31,6 +31,11 @@ def run_nf4(nf4):
 
 
 @pytest.fixture(scope="session")
+def kernels(submodule):
+    return submodule("kernels")
+
+
+@pytest.fixture(scope="session")
 def ops(submodule):
     """The registered ops of the loaded package."""
     return submodule("_ops").ops

@@ -13,11 +13,6 @@ from .test_step_ops import ADAMW as OPTIONS
 from .test_step_ops import AdamW, draw_lists
 
 
-@pytest.fixture(scope="module")
-def kernels(submodule):
-    return submodule("kernels")
-
-
 @pytest.mark.parametrize("betas", [(0.0, 0.0), (0.5, 0.9999), (0.95, 0.999)], ids=str)
 def test_bias_correction_at_any_step(submodule, device, betas):
     """First steps and the largest step that float32 counts exactly."""

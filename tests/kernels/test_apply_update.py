@@ -11,11 +11,6 @@ from .test_step_ops import ApplyUpdate, int16
 
 
 @pytest.fixture(scope="module")
-def kernels(submodule):
-    return submodule("kernels")
-
-
-@pytest.fixture(scope="module")
 def op(submodule):
     return ApplyUpdate(submodule)
 

@@ -37,12 +37,8 @@ def test_it_serves_float16_alone(module) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
 class TestOnHopper:
-    @pytest.fixture(autouse=True)
-    def hopper(self, device):
-        if torch.cuda.get_device_capability(device) != (9, 0):
-            pytest.skip("machine code for compute capability 9.0")
-
     @pytest.mark.parametrize(
         "shape",
         [

@@ -46,12 +46,8 @@ def test_strides_that_tma_takes(module):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
 class TestOnHopper:
-    @pytest.fixture(autouse=True)
-    def hopper(self, device):
-        if torch.cuda.get_device_capability(device) != (9, 0):
-            pytest.skip("machine code for compute capability 9.0")
-
     @pytest.mark.parametrize("tile", TILES)
     def test_scalars_are_applied_before_the_rounding(self, ops, device, tile):
         """1 - 1 + 2^-12: a product rounded to float16 on its own would lose the rest."""

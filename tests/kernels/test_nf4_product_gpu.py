@@ -15,7 +15,7 @@ import torch
 from .._compare import assert_same_bits, relative_error
 from .._gpu import capture
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 GUARD = 4096
 # Around the most rows of one and two tiles (256, 512), and around those of instructions (64, 80,
@@ -24,12 +24,6 @@ EDGES = (
     *(0, 1, 63, 64, 65, 0, 80, 81, 96, 97, 128, 129, 144, 145, 160, 161, 176, 177, 193, 240, 241),
     *(255, 256, 257, 288, 289, 300, 513, 528, 530, 0),
 )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def hopper(device):
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("machine code for compute capability 9.0")
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,6 @@ from ._tensors import NARROW, assert_same, draw
 
 
 @pytest.fixture(scope="module")
-def kernels(submodule):
-    return submodule("kernels")
-
-
-@pytest.fixture(scope="module")
 def rounding(submodule):
     return submodule("reference.rounding")
 

@@ -20,7 +20,7 @@ from .._compare import assert_same_bits, relative_error
 from .._gpu import capture
 from ._products import Dense, Problem, exact, exact_dense, laid_out, run_dense
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 HALVES = (torch.float16, torch.bfloat16)
 SYMMETRIC = (
@@ -33,20 +33,9 @@ SIDES = (1, 7, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 384, 520, 777)
 DEPTHS = (1, 15, 63, 64, 65, 128, 191, 192, 193, 320, 321, 448, 449, 1000)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def hopper(device):
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("machine code for compute capability 9.0")
-
-
 @pytest.fixture(scope="session")
 def symmetric(submodule):
     return submodule("kernels.products.symmetric_matmul").symmetric_matmul
-
-
-@pytest.fixture(scope="session")
-def ops(submodule):
-    return submodule("_ops").ops
 
 
 @pytest.fixture(scope="session")

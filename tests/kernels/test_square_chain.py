@@ -32,15 +32,6 @@ def chain(module, ops):
     return functools.partial(run_chain, module, ops)
 
 
-@pytest.fixture(scope="session")
-def hopper(device):
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("machine code for compute capability 9.0")
-
-
-on_hopper = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
-
-
 def test_it_serves_float16_on_hopper_alone(module):
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         assert not module.serves(1000, 512, dtype, torch.device("cpu"))
@@ -55,9 +46,9 @@ def test_reference_is_the_definition(submodule, name):
     assert relative_error(reference.square_chain(x, CHAINS[name], scale), expected) < 2.0**-8
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
 class TestOnHopper:
-    pytestmark = on_hopper
-
     def test_what_it_serves(self, module, device):
         count = torch.cuda.get_device_properties(device).multi_processor_count
         assert module.serves(count, 512, HALF, device)

@@ -13,11 +13,6 @@ from .test_step_ops import ADAMW as OPTIONS
 from .test_step_ops import draw_lists
 
 
-@pytest.fixture(scope="module")
-def kernels(submodule):
-    return submodule("kernels")
-
-
 def stacked(tensors) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 

@@ -10,15 +10,9 @@ import torch
 from .._compare import assert_same_bits, relative_error
 from ._eager import LayerProblem
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 NAMES = ("y", "x", "gates", "gate_up.a", "gate_up.b", "down.a", "down.b")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def hopper(device):
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("machine code for compute capability 9.0")
 
 
 @pytest.fixture

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+
+from .._gpu import capture
 
 
 def polar_express(opt, x: Tensor, steps: int) -> Tensor:
@@ -187,3 +191,26 @@ def language_loss(model: nn.Module, seed: int) -> Tensor:
     tokens = torch.randint(0, 32, (4, 16), generator=generator).to(device)
     logits = model(tokens[:, :-1])
     return nn.functional.cross_entropy(logits.reshape(-1, 32), tokens[:, 1:].reshape(-1))
+
+
+def in_place(optimizer, params, captured: bool, **options) -> Callable[[int], None]:
+    """`run(seed)`: one step by fresh gradients in the same memory, eager or as a graph's replay."""
+    start, static = values(params), [param.grad for param in params]
+    step = functools.partial(optimizer.step, **options)
+    if captured:
+        graph, _ = capture(step, 1)
+        with torch.no_grad():  # the warm-up changed parameters and state, which began as zeros
+            for param, value in zip(params, start, strict=True):
+                param.copy_(value)
+                for state in optimizer.state[param].values():
+                    state.zero_()
+        step = graph.replay
+
+    def run(seed: int) -> None:
+        new_gradients(params, seed=seed)
+        for kept, param in zip(static, params, strict=True):
+            kept.copy_(param.grad)
+            param.grad = kept
+        step()
+
+    return run

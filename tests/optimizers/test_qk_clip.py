@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
-from .._gpu import capture
-from ._steps import new_gradients, parameters, values
+from ._steps import in_place, new_gradients, parameters, values
 from .test_numbers import NoHostReads
 
 CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
@@ -354,26 +353,12 @@ def test_a_captured_clip_equals_the_eager_one(opt, device, name) -> None:
     results = []
     for captured in (False, True):
         named = layer({"wq": 6 * D, "wk": 2 * D}, device=device)
-        params = [p for _, p in named]
-        start, logits = values(params), torch.full((6,), 5.0, device=device)
+        params, logits = [p for _, p in named], torch.full((6,), 5.0, device=device)
         optimizer = build(opt, name, named, GQA, lr=0.02)
-        static = [p.grad for p in params]
-        run = lambda: optimizer.step(qk_logits={0: logits})  # noqa: E731, B023
-        if captured:
-            graph, _ = capture(run, 1)
-            with torch.no_grad():
-                for param, value in zip(params, start, strict=True):
-                    param.copy_(value)
-                    for state in optimizer.state[param].values():
-                        state.zero_()
-            run = graph.replay
+        run = in_place(optimizer, params, captured, qk_logits={0: logits})
         for step in range(10):
-            new_gradients(params, seed=step)
-            for kept, param in zip(static, params, strict=True):
-                kept.copy_(param.grad)
-                param.grad = kept
             logits.copy_(torch.linspace(1, 10 * step + 1, 6))
-            run()
+            run(step)
         results.append(values(params))
     assert_all_same_bits(*results)
 

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
-from .._gpu import capture, no_waits
+from .._gpu import no_waits
 from ._steps import (
     channels_last,
     every_cut,
+    in_place,
     marked,
     new_gradients,
     of_every_shape,
@@ -287,30 +288,14 @@ def test_a_captured_step_equals_the_eager_one(opt, device, name, dtype, rounding
     """100 replays with changing gradients and a changing rate, which the graph reads."""
     results = []
     for captured in (False, True):
-        params = of_every_shape(dtype, device)
-        start = values(params)
-        lr = torch.tensor(0.02, device=device)
+        params, lr = of_every_shape(dtype, device), torch.tensor(0.02, device=device)
         optimizer = every_cut(opt, name, params, lr=lr, beta2=beta2, none_grad=False)
         for group in optimizer.param_groups:
             group |= {"none_grad": False, "rounding": rounding}
-        static = [param.grad for param in params]
-        run = optimizer.step
-        if captured:
-            graph, _ = capture(optimizer.step, 1)
-            # The warm-up changed parameters and state; start again from zeros.
-            with torch.no_grad():
-                for param, value in zip(params, start, strict=True):
-                    param.copy_(value)
-                    for state in optimizer.state[param].values():
-                        state.zero_()
-            run = graph.replay
+        run = in_place(optimizer, params, captured)
         for step in range(100):
-            new_gradients(params, seed=step)
-            for kept, param in zip(static, params, strict=True):
-                kept.copy_(param.grad)
-                param.grad = kept
             lr.fill_(0.02 / (step + 1))
-            run()
+            run(step)
         results.append(values(params))
     assert_all_same_bits(*results)
 
