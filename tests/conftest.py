@@ -6,6 +6,7 @@ imported inside the fixtures.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import shutil
@@ -65,6 +66,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.config.workeroutput["need_gpu"] = session.config.stash.get(NEED_GPU, None)
 
 
+def module_fixture(name: str, *parts: str):
+    """A fixture: that module of the loaded package, or what lies in it by these names."""
+
+    @pytest.fixture(scope="session")
+    def found(submodule):
+        return functools.reduce(getattr, parts, submodule(name))
+
+    return found
+
+
 SKIPPED = pytest.StashKey[set]()
 NEED_GPU = pytest.StashKey[dict[str, int]]()
 
@@ -110,10 +121,7 @@ def submodule(opt):
     return lambda name: importlib.import_module(f"{opt.__name__}.{name}")
 
 
-@pytest.fixture(scope="session")
-def dispatch(submodule):
-    """The module that says which implementation runs where."""
-    return submodule("dispatch")
+dispatch = module_fixture("dispatch")
 
 
 @pytest.fixture(scope="session")

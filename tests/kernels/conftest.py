@@ -11,13 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..conftest import ROOT
+from ..conftest import ROOT, module_fixture
 
-
-@pytest.fixture(scope="session")
-def nf4(submodule):
-    """The module kernels.nf4_dequant of the loaded package."""
-    return submodule("kernels.quant.nf4_dequant")
+nf4 = module_fixture("kernels.quant.nf4_dequant")
 
 
 @pytest.fixture(scope="session")
@@ -30,15 +26,8 @@ def run_nf4(nf4):
     return call
 
 
-@pytest.fixture(scope="session")
-def kernels(submodule):
-    return submodule("kernels")
-
-
-@pytest.fixture(scope="session")
-def ops(submodule):
-    """The registered ops of the loaded package."""
-    return submodule("_ops").ops
+kernels = module_fixture("kernels")
+ops = module_fixture("_ops", "ops")
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ..conftest import module_fixture
+
 SHAPES = ((1, 1), (3, 7), (5, 8), (2, 9), (7, 63), (4, 257), (3, 1030), (2, 4099))
 
 
@@ -15,9 +17,7 @@ def ops(submodule, device):
     return submodule("_ops").ops
 
 
-@pytest.fixture(scope="session")
-def reference(submodule):
-    return submodule("reference.normalize").crop
+reference = module_fixture("reference.normalize", "crop")
 
 
 def framed(rows: int, cols: int, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from .._compare import assert_all_same_bits, assert_same_bits, relative_error
 from .._gpu import capture
+from ..conftest import module_fixture
 from ..moe._eager import LayerProblem
 
 NAMES = ("x", "gates", "gate_up.a", "gate_up.b", "down.a", "down.b")
@@ -95,9 +96,7 @@ class Layer:
         return {"y": y.detach(), **dict(zip(wanted, found, strict=True))}
 
 
-@pytest.fixture(scope="session")
-def moe(submodule):
-    return submodule("moe")
+moe = module_fixture("moe")
 
 
 @pytest.fixture

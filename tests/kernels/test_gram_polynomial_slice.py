@@ -6,18 +6,13 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits
+from ..conftest import module_fixture
 
 HALF = torch.float16
 
 
-@pytest.fixture
-def module(submodule):
-    return submodule("kernels.products.gram_polynomial_slice")
-
-
-@pytest.fixture
-def iteration(submodule):
-    return submodule("orthogonalize.gram_polynomial")
+module = module_fixture("kernels.products.gram_polynomial_slice")
+iteration = module_fixture("orthogonalize.gram_polynomial")
 
 
 def test_the_table_in_the_form_that_the_op_takes(module, submodule) -> None:

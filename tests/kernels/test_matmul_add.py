@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits
+from ..conftest import module_fixture
 from ._products import TILES, Dense, exact_dense, laid_out, run_dense
 
 HALF = torch.float16
 
 
-@pytest.fixture(scope="session")
-def module(submodule):
-    """The module kernels.products.matmul_add of the loaded package."""
-    return submodule("kernels.products.matmul_add")
+module = module_fixture("kernels.products.matmul_add")
 
 
 def test_the_tiles_have_their_numbers(module):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ..conftest import module_fixture
 from ._tensors import DTYPES, LAYOUTS, SHAPES, assert_same, copies, draw
 
-
-@pytest.fixture(scope="module")
-def momentum(submodule):
-    return submodule("kernels").momentum
+momentum = module_fixture("kernels", "momentum")
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,13 @@ import types
 import pytest
 import torch
 
-from ..conftest import ROOT
+from ..conftest import ROOT, module_fixture
 
 SOURCES = ROOT / "kernels-src" / "quant"
 STORED = (3, 32, 128)  # (E, N, K)
 
 
-@pytest.fixture(scope="session")
-def module(submodule):
-    """The module kernels.nf4_product of the loaded package."""
-    return submodule("kernels.quant.nf4_product")
+module = module_fixture("kernels.quant.nf4_product")
 
 
 def stack(

@@ -14,6 +14,7 @@ import torch
 
 from .._compare import assert_same_bits, relative_error
 from .._gpu import capture
+from ..conftest import module_fixture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
@@ -26,14 +27,8 @@ EDGES = (
 )
 
 
-@pytest.fixture(scope="session")
-def module(submodule):
-    return submodule("kernels.quant.nf4_product")
-
-
-@pytest.fixture(scope="session")
-def reference(submodule):
-    return submodule("reference.nf4").nf4_product
+module = module_fixture("kernels.quant.nf4_product")
+reference = module_fixture("reference.nf4", "nf4_product")
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import torch
 
 from .._compare import assert_all_same_bits, assert_same_bits
 from .._gpu import capture
+from ..conftest import module_fixture
 from ._products import (
     DTYPES,
     PATTERNS,
@@ -166,9 +167,7 @@ def test_factor_of_zero_inf_and_nan(probe):
 FACTORS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@pytest.fixture(scope="session")
-def norm_factors(submodule):
-    return submodule("kernels.products.normalize").norm_factors
+norm_factors = module_fixture("kernels.products.normalize", "norm_factors")
 
 
 @pytest.mark.gpu

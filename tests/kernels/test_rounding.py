@@ -7,12 +7,10 @@ import math
 import pytest
 import torch
 
+from ..conftest import module_fixture
 from ._tensors import NARROW, assert_same, draw
 
-
-@pytest.fixture(scope="module")
-def rounding(submodule):
-    return submodule("reference.rounding")
+rounding = module_fixture("reference.rounding")
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from .._compare import assert_error_at_most, assert_same_bits
+from ..conftest import module_fixture
 
 SHAPES = [(1, 1, 1), (3, 5, 7), (2, 8, 64), (2, 3, 2056), (1, 130, 1030), (4, 1, 3), (2, 600, 2)]
 # float32: norms and products are rounded once each; 16 bits: their own rounding besides.
 BUDGETS = {torch.float32: 5e-7, torch.float16: 6e-4, torch.bfloat16: 5e-3, torch.float64: 5e-15}
 
 
-@pytest.fixture(scope="module")
-def module(submodule):
-    return submodule("kernels.step.scale_rows")
+module = module_fixture("kernels.step.scale_rows")
 
 
 def drawn(shape, dtype, device, seed: int = 0) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 
 from .._compare import assert_same_bits, relative_error
 from .._gpu import capture
+from ..conftest import module_fixture
 from ._products import Dense, Problem, exact, exact_dense, laid_out, run_dense
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
@@ -33,9 +34,7 @@ SIDES = (1, 7, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 384, 520, 777)
 DEPTHS = (1, 15, 63, 64, 65, 128, 191, 192, 193, 320, 321, 448, 449, 1000)
 
 
-@pytest.fixture(scope="session")
-def symmetric(submodule):
-    return submodule("kernels.products.symmetric_matmul").symmetric_matmul
+symmetric = module_fixture("kernels.products.symmetric_matmul", "symmetric_matmul")
 
 
 @pytest.fixture(scope="session")

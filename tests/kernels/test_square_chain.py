@@ -14,6 +14,7 @@ import torch
 
 from .._compare import assert_same_bits, relative_error
 from .._gpu import capture
+from ..conftest import module_fixture
 from ._products import CHAINS, definition, operand, run_chain
 
 HALF = torch.float16
@@ -21,9 +22,7 @@ BLOCK = 128
 SIDES = (8, 64, 136, 512, 520, 768, 1000, 1024)
 
 
-@pytest.fixture(scope="session")
-def module(submodule):
-    return submodule("kernels.products.square_chain")
+module = module_fixture("kernels.products.square_chain")
 
 
 @pytest.fixture(scope="session")

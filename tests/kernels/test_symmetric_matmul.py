@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 
 from .._compare import assert_error_at_most, assert_same_bits, relative_error
 from .._gpu import capture
+from ..conftest import module_fixture
 from ._products import DTYPES, PATTERNS, Problem, exact, laid_out
 
 PATHS = ("public", "reference")
 
 
-@pytest.fixture(scope="session")
-def module(submodule):
-    """The module kernels.symmetric_matmul of the loaded package."""
-    return submodule("kernels.products.symmetric_matmul")
+module = module_fixture("kernels.products.symmetric_matmul")
 
 
 @pytest.fixture(scope="session")

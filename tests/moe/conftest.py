@@ -7,13 +7,10 @@ import contextlib
 import pytest
 import torch
 
+from ..conftest import module_fixture
 from ._eager import NAMES, product
 
-
-@pytest.fixture(scope="session")
-def moe(submodule):
-    """The sub-package moe of the loaded package."""
-    return submodule("moe")
+moe = module_fixture("moe")
 
 
 @pytest.fixture(scope="session")

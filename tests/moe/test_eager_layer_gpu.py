@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits
+from ..conftest import module_fixture
 from ._eager import LayerProblem
 
 pytestmark = pytest.mark.gpu
@@ -38,10 +39,7 @@ PROBLEMS = [
 ]
 
 
-@pytest.fixture
-def plans(submodule):
-    """The module kernels.launch_plan of the loaded package."""
-    return submodule("kernels.launch.launch_plan")
+plans = module_fixture("kernels.launch.launch_plan")
 
 
 @pytest.fixture

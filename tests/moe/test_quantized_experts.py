@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .._compare import assert_same_bits
+from ..conftest import module_fixture
 
 SHAPE = (5, 24, 40)
 ODD = (5, 7, 9)  # 63 elements per expert
@@ -204,9 +205,7 @@ def test_merging_an_adapter_is_refused_before_anything_is_written(opt, packed, q
         assert_same_bits(value, before[key])
 
 
-@pytest.fixture(scope="session")
-def weights(submodule):
-    return submodule("moe.quantized.expert_weights")
+weights = module_fixture("moe.quantized.expert_weights")
 
 
 def draw_weights(shape, seed: int = 0, dtype=torch.float32) -> torch.Tensor:

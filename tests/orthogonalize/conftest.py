@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from ..conftest import module_fixture
 
-@pytest.fixture(scope="session")
-def coefficients(submodule):
-    return submodule("orthogonalize.coefficients")
-
-
-@pytest.fixture(scope="session")
-def restarts(submodule):
-    return submodule("orthogonalize.gram_newton_schulz")
+coefficients = module_fixture("orthogonalize.coefficients")
+restarts = module_fixture("orthogonalize.gram_newton_schulz")
 
 
 @pytest.fixture
@@ -26,11 +21,5 @@ def forgets_devices(dispatch):
         remembered.cache_clear()
 
 
-@pytest.fixture(scope="session")
-def choose(submodule):
-    return submodule("orthogonalize.choose")
-
-
-@pytest.fixture(scope="session")
-def reference(submodule):
-    return submodule("reference.orthogonalize")
+choose = module_fixture("orthogonalize.choose")
+reference = module_fixture("reference.orthogonalize")

@@ -6,19 +6,14 @@ import pytest
 import torch
 
 from .._compare import assert_error_at_most, relative_error
+from ..conftest import module_fixture
 from ._matrices import known_matrix, matrix
 
 HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
 
 
-@pytest.fixture(scope="session")
-def table(submodule):
-    return submodule("orthogonalize.polynomials")
-
-
-@pytest.fixture(scope="session")
-def method(submodule):
-    return submodule("orthogonalize.gram_polynomial")
+table = module_fixture("orthogonalize.polynomials")
+method = module_fixture("orthogonalize.gram_polynomial")
 
 
 def on_values(table, sigma: torch.Tensor, lift: float = 1.0) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._checkout import ROOT
 from .._compare import assert_error_at_most, assert_same_bits
+from ..conftest import module_fixture
 from ._matrices import schedule
 
 METHODS = ("polar_express", "gram_newton_schulz", "newton_schulz")  # any dtype, steps and shape
@@ -399,9 +400,7 @@ def test_auto_runs_what_choose_says(opt, choose, device) -> None:
         assert_same_bits(result, opt.orthogonalize(x, choice.method, dtype=choice.dtype))
 
 
-@pytest.fixture(scope="session")
-def batch(submodule):
-    return submodule("orthogonalize.slices")
+batch = module_fixture("orthogonalize.slices")
 
 
 class LargestAllocation(TorchDispatchMode):

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from .._compare import assert_error_at_most, assert_same_bits, relative_error
+from ..conftest import module_fixture
 from ._matrices import matrix
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 
-@pytest.fixture
-def products(submodule):
-    return submodule("orthogonalize.products")
+products = module_fixture("orthogonalize.products")
 
 
 @pytest.fixture

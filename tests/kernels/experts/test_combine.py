@@ -7,15 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from ..._compare import assert_error_at_most, assert_same_bits
+from ...conftest import module_fixture
 
 PATHS = ("reference", "triton")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.fixture(scope="session")
-def module(submodule):
-    """The module kernels.experts.combine of the loaded package."""
-    return submodule("kernels.experts.combine")
+module = module_fixture("kernels.experts.combine")
 
 
 def problem(device, dtype, tokens=7, top_k=3, n=40, valid=17, seed=0):
@@ -97,10 +95,7 @@ def test_wrong_arguments(module, device):
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss")
 
 
-@pytest.fixture(scope="session")
-def module_glu(submodule):
-    """The module kernels.experts.glu of the loaded package."""
-    return submodule("kernels.experts.glu")
+module_glu = module_fixture("kernels.experts.glu")
 
 
 def by_hand_glu(gate_up, activation, interleaved):

@@ -7,13 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ...conftest import module_fixture
+
 PATHS = ("reference", "triton")
 
 
-@pytest.fixture(scope="session")
-def module(submodule):
-    """The module kernels.experts.expert_sort of the loaded package."""
-    return submodule("kernels.experts.expert_sort")
+module = module_fixture("kernels.experts.expert_sort")
 
 
 def by_hand(ids: list[list[int]], experts: int, tile_rows: int):

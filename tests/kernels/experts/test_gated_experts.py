@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ..._compare import assert_error_at_most, assert_same_bits
+from ...conftest import module_fixture
 from ...moe._eager import LayerProblem, assert_layer_close_to_eager
 from ._grouped import RANK, TOP_K, N, operands
 
@@ -21,10 +22,7 @@ PROBLEMS = (
 )
 
 
-@pytest.fixture(scope="session")
-def moe(submodule):
-    """The sub-package moe of the loaded package."""
-    return submodule("moe")
+moe = module_fixture("moe")
 
 
 @pytest.fixture

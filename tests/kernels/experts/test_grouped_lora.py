@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ..._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
+from ...conftest import module_fixture
 from ._grouped import EXPERTS, PATHS, RANK, TOKENS, TOP_K, K, N, doubles, operands, valid_slots
 
 ROWS = TOKENS * TOP_K
@@ -291,10 +292,7 @@ def test_equals_the_shipped_reference(submodule, ops, device, path, gated):
 LONG = 5000  # of K: three parts of the low-rank product, the last one shorter
 
 
-@pytest.fixture(scope="session")
-def launch(submodule):
-    """The module kernels.experts.grouped_launch_triton of the loaded package."""
-    return submodule("kernels.experts.grouped_launch_triton")
+launch = module_fixture("kernels.experts.grouped_launch_triton")
 
 
 @pytest.fixture
@@ -405,10 +403,7 @@ def test_where_a_sum_is_cut(launch):
             assert parts <= max(k // launch.config.SPAN, 1)
 
 
-@pytest.fixture(scope="session")
-def config(submodule):
-    """The module kernels.experts.tile_tables of the loaded package."""
-    return submodule("kernels.experts.tile_tables")
+config = module_fixture("kernels.experts.tile_tables")
 
 
 @pytest.mark.sees_defect("the plan is chosen by mutable globals, which the tests overwrite")

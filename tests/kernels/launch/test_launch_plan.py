@@ -13,21 +13,15 @@ import types
 import pytest
 import torch
 
+from ...conftest import module_fixture
+
 ALLOCATE, FREE, WAIT, LAUNCH = range(4)
 LOADED = ("function", "threads", "shared")
 DTYPES = {6: torch.float32, 0: torch.uint8, 4: torch.int64}
 
 
-@pytest.fixture(scope="session")
-def plans(submodule):
-    """The module kernels.launch_plan of the loaded package."""
-    return submodule("kernels.launch.launch_plan")
-
-
-@pytest.fixture(scope="session")
-def memory(submodule):
-    """The module kernels._plan_memory of the loaded package."""
-    return submodule("kernels.launch.plan_memory")
+plans = module_fixture("kernels.launch.launch_plan")
+memory = module_fixture("kernels.launch.plan_memory")
 
 
 class Stream:

@@ -17,16 +17,15 @@ from concurrent.futures import Future
 import pytest
 import torch
 
+from ...conftest import module_fixture
+
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
 OPTIONS = {"num_warps": 2, "launch_pdl": True}
 
 
-@pytest.fixture(scope="session")
-def compiler(submodule):
-    """The module kernels._triton_compile of the loaded package."""
-    return submodule("kernels.launch.triton_compile")
+compiler = module_fixture("kernels.launch.triton_compile")
 
 
 @pytest.fixture
