@@ -157,7 +157,7 @@ def test_pages_for_users_are_not_for_authors() -> None:
         for number, line in enumerate((ROOT / page).read_text().splitlines(), start=1)
         if (found := FOR_AUTHORS.search(line))
     ]
-    assert not findings, report(findings)
+    assert_none(findings)
 
 
 def messages(path: Path) -> Iterator[str]:
