@@ -171,6 +171,35 @@ def messages(path: Path) -> Iterator[str]:
             yield node.value
 
 
+def shown_messages() -> list[re.Pattern[str]]:
+    """What the page on troubleshooting says of messages, as patterns of these."""
+    shown = MESSAGE.findall(TROUBLESHOOTING.read_text())
+    return [re.compile(".*".join(map(re.escape, message.split("…")))) for message in shown]
+
+
+def logged(path: Path) -> Iterator[str]:
+    """The messages that a file of the package logs as warnings, where they stand in the call."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = (
+                node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+            )
+            if name in ("warning", "say_once"):
+                yield node.args[0].value
+
+
+def test_every_logged_line_is_on_the_troubleshooting_page() -> None:
+    found = [(path, message) for path in PACKAGE.rglob("*.py") for message in logged(path)]
+    assert len(found) >= 10
+    patterns = shown_messages()
+    findings = [
+        f"{path.name}: {message!r} is not on {TROUBLESHOOTING.name}"
+        for path, message in found
+        if message.strip("%s ") and not any(pattern.search(message) for pattern in patterns)
+    ]
+    assert not findings, report(findings)
+
+
 def test_messages_of_the_troubleshooting_page_exist() -> None:
     """In the package, the build, the client that loads the package, or Triton's launcher."""
     shown = MESSAGE.findall(TROUBLESHOOTING.read_text())
