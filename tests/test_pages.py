@@ -197,7 +197,7 @@ def test_every_logged_line_is_on_the_troubleshooting_page() -> None:
         for path, message in found
         if message.strip("%s ") and not any(pattern.search(message) for pattern in patterns)
     ]
-    assert not findings, report(findings)
+    assert_none(findings)
 
 
 def test_messages_of_the_troubleshooting_page_exist() -> None:
