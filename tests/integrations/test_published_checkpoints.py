@@ -321,6 +321,12 @@ def test_what_is_not_taken_of_fp8(load, tmp_path):
         save_file(tensors | {part: value}, path, metadata={"format": "pt"})
         with pytest.raises(ValueError, match=message):
             load(folder)
+    groups = CHANNELS["config_groups"]
+    blocks = {**groups["group_0"]["weights"], "block_structure": [128, 128]}
+    config = CHANNELS | {"config_groups": groups | {"group_1": {"weights": blocks}}}
+    folder = write(tiny("qwen3_moe"), tmp_path / "mixed", config, lambda k, v: {k: v})
+    with pytest.raises(ValueError, match=r"groups differ in block_structure: .*\(128, 128\)"):
+        load(folder)
     integers = {**CHANNELS["config_groups"]["group_0"]["weights"], "type": "int"}
     config = CHANNELS | {"config_groups": {"group_0": {"weights": integers}}}
     folder = write(tiny("qwen3_moe"), tmp_path / "int8", config, lambda k, v: {k: v})

@@ -173,7 +173,10 @@ class Fp8(Packing):
             kinds = {(group["num_bits"], group["type"]) for group in groups}
             if kinds != {(8, "float")} or not all(group.get("symmetric", True) for group in groups):
                 raise ValueError(f"of its matrices, {sorted(kinds)}, only 8-bit floats are known")
-            (self._block,) = {tuple(group.get("block_structure") or ()) or None for group in groups}
+            blocks = {tuple(group.get("block_structure") or ()) for group in groups}
+            if len(blocks) > 1:
+                raise ValueError(f"its groups differ in block_structure: {sorted(blocks)}")
+            self._block = blocks.pop() or None
             self._scale = "_scale"
 
     def parts(self, keys: Iterable[str]) -> dict[str, Parts]:
