@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 CASES = {1: 6, 2: 14, 3: 14, 4: 24, 8: 40}
 MESHES = {
@@ -106,9 +109,6 @@ def _placements(generator: random.Random, mesh: tuple[int, ...], name: str) -> t
 
 
 def placement(text: str) -> Any:
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     if text == "R":
         return Replicate()
     if text[0] == "T":
@@ -187,8 +187,6 @@ def run_alone(opt: Any, case: Case) -> tuple[dict[str, dict[str, Tensor]], tuple
 @functools.cache
 def mesh_of(shape: tuple[int, ...]) -> Any:
     """One mesh per shape and process: gloo keeps threads for every group it was ever asked for."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     return init_device_mesh(device(), shape)
 
 
@@ -196,8 +194,6 @@ def run_together(
     opt: Any, case: Case, *, offload: bool = False
 ) -> tuple[dict[str, dict[str, Tensor]], Any]:
     """The case with DTensors on all ranks, their state in host memory if asked for."""
-    from torch.distributed.tensor import distribute_tensor
-
     mesh = mesh_of(case.mesh)
     placements = {
         name: [placement(text) for text in texts]
@@ -218,8 +214,6 @@ def run_together(
 
 def expected_on(whole: Tensor, placed: Any, mesh: Any) -> Tensor:
     """What a rank must hold of a whole tensor, if another one is placed like it."""
-    from torch.distributed.tensor import distribute_tensor
-
     if not hasattr(placed, "placements"):
         return whole
     assert tuple(placed.shape) == tuple(whole.shape)

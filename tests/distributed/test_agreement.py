@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ._cases import bits, mesh_of, placement
+from ._cases import mesh_of, placement
 from ._ranks import same_everywhere
 from .test_saving import answers_that_come_later
-from .test_sharing import Watch, local, module_of
+from .test_sharing import Watch, module_of, outcome
 
 pytestmark = pytest.mark.dist
 
@@ -25,14 +27,10 @@ ON_RANKS += [("process_group", 4), ("unreduced", 4)]
 
 
 def here() -> tuple[int, int]:
-    from torch import distributed
-
     return distributed.get_rank(), distributed.get_world_size()
 
 
 def parameters(held: str, matrices=SHAPES, others=OTHERS) -> tuple[list, list]:
-    from torch.distributed.tensor import distribute_tensor
-
     generator = torch.Generator().manual_seed(0)
 
     def made(shape) -> nn.Parameter:
@@ -49,8 +47,6 @@ def parameters(held: str, matrices=SHAPES, others=OTHERS) -> tuple[list, list]:
 
 
 def optimizer_of(opt, held: str, matrices, others, *, muon=None, adamw=None, **arguments):
-    from torch import distributed
-
     if held in ("process_group", "unreduced"):
         gradients = "unreduced" if held == "unreduced" else "reduced"
         sharing = {"gradients": gradients, "process_group": distributed.group.WORLD}
@@ -63,8 +59,6 @@ def optimizer_of(opt, held: str, matrices, others, *, muon=None, adamw=None, **a
 
 
 def give(held: str, params, step: int) -> None:
-    from torch.distributed.tensor import distribute_tensor
-
     for index, param in enumerate(params):
         rank = here()[0] if held == "unreduced" else 0
         generator = torch.Generator().manual_seed(1000 * rank + 100 * step + index)
@@ -72,17 +66,6 @@ def give(held: str, params, step: int) -> None:
         if hasattr(param, "placements"):
             grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
         param.grad = grad
-
-
-def outcome(optimizer, params) -> tuple[str, bool]:
-    """What a step raised, and whether it wrote something."""
-    before = [bits(local(param.detach())) for param in params]
-    message = "none"
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        message = str(error)
-    return message, before != [bits(local(param.detach())) for param in params]
 
 
 def missing(opt, held: str, matrices, others, which: int) -> tuple[str, bool, tuple[str, bool]]:
@@ -121,9 +104,6 @@ def test_so_it_is_without_any_matrix(ranks, held) -> None:
 
 def on_two_meshes(opt) -> tuple[str, bool]:
     """Matrices on all ranks, and parameters for AdamW on half of them each, as norms of TP."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     matrices = parameters("HSDP")[0]
     norms = [
@@ -152,9 +132,6 @@ def refused_by_the_second_team(opt) -> list[tuple[str, bool]]:
 
     Of the first one a new plan hears only later, of the second one at once.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     matrices = parameters("HSDP")[0]
     norm = nn.Parameter(
@@ -202,7 +179,6 @@ def test_each_of_many_parameters_is_named(ranks) -> None:
 
 def experts(opt, names: list[str] | None) -> str:
     mesh = mesh_of((here()[1],))
-    from torch.distributed.tensor import Shard, distribute_tensor
 
     matrix, bias = (
         nn.Parameter(distribute_tensor(torch.ones(shape), mesh, [Shard(0)], src_data_rank=None))

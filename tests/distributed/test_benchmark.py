@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import distributed
 
 from ..conftest import ROOT
 from ._ranks import same_everywhere
@@ -110,9 +112,6 @@ def test_memory_that_graphs_keep_is_counted_once() -> None:
 
 def baselines(opt) -> list[float]:
     """AdamW of the baseline has the mean of the gradients: the sum over CPUs."""
-    import torch
-    from torch import distributed
-
     step = harness("harness.optimizer_step.several_gpus")
     built = harness("harness.package").Built(opt, "0" * 40, True)
     with step.joined("cpu") as here:

@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ..conftest import ROOT
-from ._cases import bits
+from ._cases import bits, mesh_of, placement
 from ._ranks import COLLECTIVE_TIMEOUT, Ranks, same_everywhere
 from .test_graphs import Captured
 from .test_sharing import (
@@ -33,8 +36,6 @@ pytestmark = pytest.mark.dist
 
 
 def rule_that_raises(opt: Any) -> tuple[str, float]:
-    from torch import distributed
-
     good = [True]
 
     def rule(lr: float, rows: int, columns: int) -> float:
@@ -67,10 +68,6 @@ def test_a_rule_that_raises_leaves_the_optimizer_as_it_was(ranks) -> None:
 
 
 def report_alone(opt: Any) -> tuple[int, timedelta | None]:
-    from torch import distributed
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Replicate, Shard
-
     rank = distributed.get_rank()
     mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("copies", "shards"))  # rank 2 is not on it
     if rank == 2:
@@ -106,8 +103,6 @@ def message_of(call: Callable[[], Any]) -> str:
 
 def interrupted_beside_the_gathers(opt: Any, replayed: bool) -> list[str]:
     """Ctrl-C on every rank, in what it does under the first gathers, without or with graphs."""
-    from torch import distributed
-
     params = [*plain_params(), torch.nn.Parameter(torch.ones(3))]
     groups = [{"kind": "muon", "params": params[:-1]}, {"kind": "adamw", "params": params[-1:]}]
     groups = [{**group, "lr": 0.1, "none_grad": False} for group in groups]
@@ -140,17 +135,13 @@ def test_an_interrupt_beside_the_gathers(ranks, replayed) -> None:
 
 def wide_statistics(opt: Any, held: str, narrow: torch.dtype) -> tuple[str, bool]:
     """What is said of float64 second moments of float32 directions, and whether all is as it was"""
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
-
     params = [torch.nn.Parameter(param.detach().double()) for param in plain_params()]
     options = {"kind": "muon", "lr": 0.1, "momentum_dtype": narrow, "beta2": 0.9}
     if held == "unreduced":
         call = partial(opt.MuonAdamW, [{"params": params, **options}], gradients="unreduced")
     else:
-        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-        params = placed(params, mesh, [Shard(0) if held == "sharded" else Replicate()])
+        mesh = mesh_of((distributed.get_world_size(),))
+        params = placed(params, mesh, [placement("S0" if held == "sharded" else "R")])
         optimizer = opt.MuonAdamW([{"params": params, **options}])
         give(params, [gradient.double() for gradient in gradients(params, 0)])
         call = optimizer.step
@@ -199,24 +190,16 @@ def matrices(params) -> list[dict[str, Any]]:
 
 
 def build(opt: Any, held: str) -> tuple[Any, list[torch.nn.Parameter]]:
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
-
     params, world = plain_params(), distributed.get_world_size()
     if held == "unreduced":
         arguments = {"gradients": "unreduced", "reduce_op": "sum"}
         return opt.MuonAdamW(matrices(params), **arguments), params
-    shape, placements = ((world,), [Shard(0)])
-    if held == "HSDP":
-        shape, placements = (2, world // 2), [Replicate(), Shard(0)]
-    params = placed(params, init_device_mesh("cpu", shape), placements)
+    shape, texts = ((2, world // 2), ["R", "S0"]) if held == "HSDP" else ((world,), ["S0"])
+    params = placed(params, mesh_of(shape), [placement(text) for text in texts])
     return opt.MuonAdamW(matrices(params)), params
 
 
 def give_step(params, held: str, step: int) -> None:
-    from torch import distributed
-
     give(params, gradients(params, step))
     if held == "unreduced" and distributed.get_rank():  # all of it comes from one rank
         give(params, [torch.zeros_like(param) for param in params])
@@ -232,8 +215,6 @@ def alone(opt: Any, steps: int) -> list[torch.nn.Parameter]:
 
 
 def fail_midway(opt: Any, held: str, how: str) -> tuple[str, str, bool, float]:
-    from torch import distributed
-
     optimizer, params = build(opt, held)
     saved = optimizer.state_dict()
     give_step(params, held, 0)
@@ -268,8 +249,6 @@ def fail_midway(opt: Any, held: str, how: str) -> tuple[str, str, bool, float]:
 
 def here(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """What this rank has of a whole tensor that is held like a parameter."""
-    from torch.distributed.tensor import distribute_tensor
-
     if not hasattr(param, "placements"):
         return value
     mesh, placements = param.device_mesh, param.placements
@@ -355,8 +334,6 @@ CLIP = {"q_indices": [0, 1], "k_indices": [0, 1], "head_dim": 4, "threshold": 1.
 
 def die_in_largest_logits(opt: Any, held: str, folder: Path) -> list[str]:
     """One rank fails before it says which logits it has."""
-    from torch import distributed
-
     params = plain_params([(8, 6), (8, 6)])
     names = ("layers.0.attn.q_proj.weight", "layers.0.attn.k_proj.weight")
     groups = [{"kind": "muon", "params": params, "names": names, "lr": 0.1}]

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from ._cases import bits
 from ._ranks import same_everywhere
@@ -28,11 +31,6 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 def sharded_late(opt: Any, late: bool) -> dict[str, bytes]:
     """As accelerate does with FSDP2: parameters are swapped in the groups of an optimizer."""
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import distribute_tensor
-
     model = Model()
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -103,8 +101,6 @@ def test_the_initial_step_of_dcp(ranks, held, narrow, world) -> None:
 
 
 def one_rank_has_zeros(opt: Any) -> tuple[float, bool]:
-    from torch import distributed
-
     rank = distributed.get_rank()
     matrix, vector = (nn.Parameter(torch.ones(shape)) for shape in ((4, 6), (2000,)))
     optimizer = opt.DistMuonAdamW(

@@ -18,7 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ._cases import CASES, Case, bits, device
 from .test_shared_step import compare
@@ -130,8 +132,6 @@ class Story:
         together: bool,
         inferring: bool = False,
     ) -> None:
-        from torch import distributed
-
         self.form, self.together, self.inferring = form, together, inferring
         self.raised: list[str] = []
         self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
@@ -157,9 +157,6 @@ class Story:
             self.optimizer = opt.MuonAdamW([muon, others])
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard, distribute_tensor
-
         if not self.together or self.form != "shards":
             return tensor.clone()
         mesh = init_device_mesh(device(), (self.world,))
@@ -314,8 +311,6 @@ def test_garbage_is_not_collected_in_a_capture(ranks, form) -> None:
 
 def capture_fails(opt: Any, form: str, action: str) -> tuple[Counter[str], list[str]]:
     """On rank 1 alone, with what CUDA does not allow."""
-    from torch import distributed
-
     captures = 0
 
     def breaks() -> None:
@@ -400,8 +395,6 @@ def test_graphs_can_be_turned_off(ranks) -> None:
 
 
 def turned_off(opt: Any) -> Counter[str]:
-    from torch import distributed
-
     params = [nn.Parameter(torch.ones(8, 4, device=device())) for _ in range(3)]
     optimizer = opt.Muon(
         params,

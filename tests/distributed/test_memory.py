@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from ._cases import device
 from ._ranks import same_everywhere
-from .test_sharing import give, gradients, module_of, placed, plain_params
+from .test_sharing import give, gradients, module_of, on_all, plain_params
 from .test_unreduced import contribution
 
 pytestmark = pytest.mark.dist
@@ -22,18 +22,17 @@ TABLE = (384, 16)
 LIMIT = 3 * 4096
 
 
+def unreduced(opt, **config: Any) -> tuple[Any, list[nn.Parameter]]:
+    params = [nn.Parameter(torch.ones(shape, device=device())) for shape in [*MATRICES, TABLE]]
+    muon = {"kind": "muon", "params": params[:-1], "lr": 0.1}
+    others = {"kind": "adamw", "params": params[-1:], "lr": 0.1}
+    config = opt.DistributedConfig(**config)
+    return opt.DistMuonAdamW([muon, others], distributed=config), params
+
+
 def memory(opt, wire: torch.dtype | None) -> tuple[int, int, int, int]:
     """Bytes of messages, of all blocks, and of the two pools that are asked for."""
-    from torch import distributed
-
-    params = [nn.Parameter(torch.ones(shape, device=device())) for shape in [*MATRICES, TABLE]]
-    optimizer = opt.DistMuonAdamW(
-        [
-            {"kind": "muon", "params": params[:-1], "lr": 0.1},
-            {"kind": "adamw", "params": params[-1:], "lr": 0.1},
-        ],
-        distributed=opt.DistributedConfig(in_flight_bytes=LIMIT, wire_dtype=wire),
-    )
+    optimizer, params = unreduced(opt, in_flight_bytes=LIMIT, wire_dtype=wire)
     for step in range(2):
         for index, param in enumerate(params):
             param.grad = contribution(param.shape, distributed.get_rank(), step, index)
@@ -63,14 +62,7 @@ def test_messages_are_bounded(ranks, wire) -> None:
 
 def order_of_a_step(opt) -> list[str]:
     """The kinds of chunks that a step begins, one after another."""
-    params = [nn.Parameter(torch.ones(shape, device=device())) for shape in [*MATRICES, TABLE]]
-    optimizer = opt.DistMuonAdamW(
-        [
-            {"kind": "muon", "params": params[:-1], "lr": 0.1},
-            {"kind": "adamw", "params": params[-1:], "lr": 0.1},
-        ],
-        distributed=opt.DistributedConfig(in_flight_bytes=LIMIT // 8),
-    )
+    optimizer, _ = unreduced(opt, in_flight_bytes=LIMIT // 8)
     optimizer.fit_state()
     optimizer.report()  # which plans
     return [type(chunk).__name__ for _, chunk in optimizer._plan.shared.order]
@@ -116,15 +108,8 @@ MOMENTUM = 4 * 4  # gradient, buffer twice, direction
 
 
 def reported(opt: Any, held: str) -> tuple[list[int], str]:
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-
-    params: list[nn.Parameter] = plain_params(SHAPES)
+    params = on_all("S0", SHAPES) if held == "sharded" else plain_params(SHAPES)
     arguments = {"gradients": "unreduced"} if held == "unreduced" else {}
-    if held == "sharded":
-        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-        params = placed(params, mesh, [Shard(0)])
     groups = [
         {"kind": "muon", "params": params[:2], "lr": 0.1, "beta2": None},
         {"kind": "adamw", "params": params[2:], "lr": 0.1},

@@ -9,6 +9,10 @@ import random
 
 import pytest
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ._ranks import same_everywhere
 from .test_sharing import give, gradients, module_of, plain_params
@@ -114,8 +118,6 @@ SHAPES = [(96, 96)] + [(8, 8)] * 12
 
 
 def owners_of_shapes(opt, gradients_are: str) -> list[int]:
-    from torch import distributed
-
     params = plain_params(SHAPES)
     arguments = {"process_group": distributed.group.WORLD, "gradients": gradients_are}
     optimizer = opt.MuonAdamW([{"kind": "muon", "params": params, "lr": 0.1}], **arguments)
@@ -276,9 +278,6 @@ SHARDS_SHAPES = [(8, 6), (5, 3), (1, 4), (7, 1), (9, 10), (3, 7, 2), (2, 1, 5), 
 
 def placements_of(mesh, ndim):
     """Every combination of replication, shards of each dimension, and strided shards."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     choices = []
     for number in range(len(mesh)):
         later = math.prod(mesh[number + 1 :])
@@ -294,10 +293,6 @@ def shards_module(opt):
 
 
 def compare_with_dtensor(opt, world: int) -> int:
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
-
     shards, checked = shards_module(opt), 0
     rank = distributed.get_rank()
     for mesh_shape in MESHES[world]:
@@ -370,7 +365,5 @@ def test_a_number_is_one_box(opt) -> None:
 
 @pytest.mark.dist
 def test_partial_tensors_have_no_shards(opt) -> None:
-    from torch.distributed.tensor import Partial, Replicate
-
     with pytest.raises(TypeError, match="Partial"):
         shards_module(opt).splits_of((Replicate(), Partial()), 2)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from ._cases import bits
 from ._ranks import same_everywhere
-from .test_agreement import here, outcome
-from .test_sharing import Watch, module_of
+from .test_agreement import here
+from .test_sharing import Watch, module_of, outcome
 
 pytestmark = pytest.mark.dist
 
@@ -152,8 +152,6 @@ def test_ranks_that_train_on_their_own_go_on(ranks, how) -> None:
 
 
 def only_one_steps(opt) -> tuple[str, bool, float, str]:
-    from torch import distributed
-
     found, seconds = ("none", True), 0.0
     logger = logging.getLogger(module_of(opt, "optimizers.sharded.consistency").__name__)
     records: list[logging.LogRecord] = []
@@ -185,8 +183,6 @@ def one_after_the_other(opt, skipped: int) -> tuple[list[str], list[str]]:
 
     Of so many optimizers between these two rank 0 alone takes a step.
     """
-    from torch import distributed
-
     rank, world = here()
     logger = logging.getLogger(module_of(opt, "optimizers.sharded.consistency").__name__)
     records: list[logging.LogRecord] = []
@@ -224,8 +220,6 @@ def test_a_rank_that_comes_late_hears_what_the_others_found(ranks) -> None:
 
 
 def in_a_group(opt, gradients: str | None, equal: bool) -> tuple[str, bool]:
-    from torch import distributed
-
     params = model()
     optimizer = optimizer_of(
         opt, params, gradients=gradients, process_group=distributed.group.WORLD

@@ -10,26 +10,31 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from ._cases import bits
 from ._ranks import same_everywhere
-from .test_sharing import assert_as_alone, give, gradients, local, module_of, placed, plain_params
+from .test_sharing import assert_as_alone, give, gradients, local, module_of, on_all, plain_params
 
 pytestmark = pytest.mark.dist
 
 
 def sharing(opt: Any, held: str) -> tuple[Any, list[Any]]:
     """An optimizer whose state the ranks hold in some way, and its parameters."""
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
-
     params = plain_params()
     if held == "unreduced":
         return opt.DistMuonAdamW([{"kind": "muon", "params": params, "lr": 0.1}]), params
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    params = placed(params, mesh, [Shard(0) if held == "sharded" else Replicate()])
+    params = on_all("S0" if held == "sharded" else "R")
     return opt.Muon(params), params
 
 
@@ -53,8 +58,6 @@ def test_a_part_of_the_state_is_not_saved_as_the_whole(ranks, held, saver, tmp_p
 
 
 def save_replicas(opt: Any, folder: Path) -> None:
-    from torch import distributed
-
     optimizer, params = sharing(opt, "replicated")
     give(params, gradients(params, 0))
     optimizer.step()
@@ -76,8 +79,6 @@ def test_replicas_are_saved_by_one_rank_and_loaded_into_shards(ranks, tmp_path) 
 
 
 def save_after_a_failure(opt: Any, folder: Path) -> None:
-    from torch import distributed
-
     folder = folder / str(distributed.get_rank())
     optimizer, params = sharing(opt, "replicated")
     opt.save_optimizer(optimizer, folder)
@@ -129,8 +130,6 @@ def message_of(refused: Callable[[], Any]) -> str:
 
 
 def save_after_different_gradients(opt: Any, folder: Path) -> list[str]:
-    from torch import distributed
-
     optimizer, params = sharing(opt, "replicated")
     saved = optimizer.state_dict()
     with pytest.MonkeyPatch.context() as patch:
@@ -161,8 +160,6 @@ def test_a_checkpoint_hears_the_last_answer(ranks, tmp_path) -> None:
 
 
 def offload_of_parts(opt: Any) -> tuple[str, bool]:
-    from torch import distributed
-
     params = [torch.nn.Parameter(torch.ones(40, 30)), *plain_params()]
     groups = [
         {"kind": "adamw", "params": params[:1], "lr": 0.1},  # in slices
@@ -186,8 +183,6 @@ def test_offload_of_a_part_of_the_state_is_refused(ranks) -> None:
 
 def full_state(opt: Any) -> list[str]:
     """Which matrices have momentum in what torch calls the full state of unreduced gradients."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
     model = torch.nn.ModuleDict({name: torch.nn.Linear(6, 8, bias=False) for name in "abcd"})
     optimizer = opt.DistMuonAdamW([{"kind": "muon", "params": model.parameters(), "lr": 0.1}])
     options = StateDictOptions(full_state_dict=True)
@@ -207,8 +202,6 @@ def load_a_bad_part(opt: Any, held: str, spoilt: float | None, later: bool) -> l
 
     That rank loads an older state_dict then. Answers come `later` as on a GPU.
     """
-    from torch import distributed
-
     _, params = sharing(opt, held)
     make = opt.MuonAdamW if held == "sharded" else opt.DistMuonAdamW
     optimizer = make([{"kind": "adamw", "lr": 0.1, "params": params}])
@@ -281,8 +274,6 @@ def test_what_all_ranks_refuse_changes_nothing(ranks) -> None:
 
 def load_alone(opt: Any) -> str:
     """What every rank has whole is loaded without a word to another rank."""
-    from torch import distributed
-
     optimizer, params = sharing(opt, "replicated")
     give(params, gradients(params, 0))
     optimizer.step()
@@ -337,10 +328,6 @@ class Run:
     """A model and its optimizer, held in some way by the ranks of the group, from equal weights."""
 
     def __init__(self, opt: Any, held: str, weights: int = -1, narrow: bool = False) -> None:
-        from torch import distributed
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
         self.held = held
         self.world, self.rank = distributed.get_world_size(), distributed.get_rank()
         self.model = Model().to(torch.bfloat16 if narrow else torch.float32)
@@ -368,8 +355,6 @@ class Run:
         self.optimizer = opt.MuonAdamW(groups, **arguments)
 
     def train(self, steps: range) -> None:
-        from torch.distributed.tensor import distribute_tensor
-
         for step in steps:
             for name, param in self.model.named_parameters():
                 grad = value(name, step).to(param.dtype)
@@ -383,15 +368,10 @@ class Run:
             self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
         weights, state = get_state_dict(self.model, self.optimizer)
         return {"model": weights, "optimizer": state}
 
     def load(self, folder: Path) -> None:
-        from torch.distributed import checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-
         content = self.state()
         dcp.load(content, checkpoint_id=folder)
         set_state_dict(
@@ -417,8 +397,6 @@ def expected(opt: Any, narrow: bool = False) -> dict[str, bytes]:
 
 
 def save(opt: Any, held: str, folder: Path, narrow: bool = False) -> None:
-    from torch.distributed import checkpoint as dcp
-
     run = Run(opt, held, narrow=narrow)
     run.train(range(STEPS))
     dcp.save(run.state(), checkpoint_id=folder)
@@ -461,8 +439,6 @@ def test_what_rounding_dropped_is_kept(ranks, held, world, tmp_path) -> None:
 
 
 def only_the_model(opt: Any, held: str, folder: Path) -> tuple[dict[str, bytes], float]:
-    from torch.distributed import checkpoint as dcp
-
     run = Run(opt, held, weights=7)
     content = {"model": run.state()["model"]}
     dcp.load(content, checkpoint_id=folder)

@@ -10,11 +10,12 @@ import random
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.tensor import distribute_tensor
 
-from ._cases import CASES, Case, bits, expected_on, placement, run_alone, run_together
+from ._cases import CASES, Case, bits, expected_on, mesh_of, placement, run_alone, run_together
 from ._ranks import same_everywhere
-from .test_sharing import give, gradients, placed, plain_params
+from .test_sharing import give, gradients, on_all, placed
 
 pytestmark = pytest.mark.dist
 
@@ -67,10 +68,7 @@ CONFIG = {"q_indices": [0, 1, 2], "k_indices": [0, 0, 0], "head_dim": 4, "thresh
 
 def clip_on_shards(opt, world: int, text: str, rounding: str) -> int:
     """Two clipped steps on shards and on one rank; returns how many tensors were compared."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = mesh_of((world,))
 
     def spread(tensor: torch.Tensor) -> torch.Tensor:
         return distribute_tensor(tensor.clone(), mesh, [placement(text)], src_data_rank=None)
@@ -113,10 +111,6 @@ LARGEST = [40.0, 5.0, 20.0]
 
 def clip_by_ranks(opt, held: str) -> tuple[list[bytes], list[bytes]]:
     """Parameters of this rank, and those of one process that was given the largest logits."""
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
-
     rank, world = distributed.get_rank(), distributed.get_world_size()
     arguments = {}
     if held == "process_group":
@@ -128,10 +122,7 @@ def clip_by_ranks(opt, held: str) -> tuple[list[bytes], list[bytes]]:
         generator = torch.Generator().manual_seed(3)
         params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
         if not alone and held in ("S0", "R"):
-            mesh = init_device_mesh("cpu", (world,))
-            params = [
-                nn.Parameter(distribute_tensor(p.detach(), mesh, [placement(held)])) for p in params
-            ]
+            params = placed(params, mesh_of((world,)), [placement(held)])
         group = {"kind": "muon", "params": params, "names": NAMES, "lr": 0.02}
         optimizer = opt.MuonAdamW([group], clip_config=CONFIG, **({} if alone else arguments))
         for step in range(3):
@@ -160,12 +151,7 @@ def test_ranks_clip_by_the_largest_logits_of_all(ranks, held) -> None:
 
 def refused(opt, shape: tuple[int, ...], kind: str) -> str:
     """The message for noise on a sharded parameter."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    whole = torch.ones(shape, dtype=torch.bfloat16)
-    param = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+    (param,) = placed([torch.ones(shape).bfloat16()], mesh_of((2,)), [placement("S0")])
     with pytest.raises(ValueError) as error:
         opt.MuonAdamW([{"kind": kind, "params": [param], "lr": 1e-3, "rounding": "stochastic"}])
     return str(error.value)
@@ -180,8 +166,6 @@ def test_noise_that_would_depend_on_the_shards_is_refused(ranks, kind) -> None:
 
 def refused_at_the_step(opt) -> str:
     """The same for replicas that share the work, which a plan finds out."""
-    from torch import distributed
-
     param = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     param.grad = torch.ones_like(param)
     optimizer = opt.Muon([param], rounding="stochastic", process_group=distributed.group.WORLD)
@@ -198,21 +182,11 @@ def test_noise_on_replicas_that_share_the_work_is_refused(ranks) -> None:
 
 def tiny_gradients(opt, wire, scale: float) -> tuple[float, float]:
     """Error of a step by what the wire rounds, and by rounding the directions to bfloat16."""
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     results = []
     for dtype in (torch.float32, wire):
-        params = placed(plain_params([(24, 96)]), mesh, [Shard(1)])
-        optimizer = opt.Muon(
-            params,
-            lr=1.0,
-            adjust_lr_fn="none",
-            weight_decay=0.0,
-            distributed=opt.DistributedConfig(dtype),
-        )
+        params, config = on_all("S1", [(24, 96)]), opt.DistributedConfig(dtype)
+        options = {"lr": 1.0, "adjust_lr_fn": "none", "weight_decay": 0.0}
+        optimizer = opt.Muon(params, **options, distributed=config)
         give(params, [grad * scale for grad in gradients(params, 0)])
         optimizer.step()
         results.append(params[0].detach().full_tensor())
@@ -230,12 +204,7 @@ def test_the_wire_keeps_eleven_bits_of_tiny_gradients(ranks, scale) -> None:
 
 
 def nan_on_one_rank(opt, wire) -> list[bytes]:
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    params = placed(plain_params(), mesh, [Shard(0)])
+    params = on_all("S0")
     optimizer = opt.Muon(params, distributed=opt.DistributedConfig(wire))
     give(params, gradients(params, 0))
     if distributed.get_rank() == 1:

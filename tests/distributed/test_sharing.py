@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from ._cases import bits
+from ._cases import bits, mesh_of, placement
 from ._ranks import same_everywhere
 
 pytestmark = pytest.mark.dist
@@ -35,17 +37,29 @@ def gradients(params, step: int) -> list[torch.Tensor]:
 
 
 def placed(params, mesh, placements) -> list[nn.Parameter]:
-    from torch.distributed.tensor import distribute_tensor
-
     return [
         nn.Parameter(distribute_tensor(p.detach(), mesh, placements, src_data_rank=None))
         for p in params
     ]
 
 
-def give(params, grads) -> None:
-    from torch.distributed.tensor import distribute_tensor
+def on_all(text: str, shapes=SHAPES) -> list[nn.Parameter]:
+    """The same parameters placed alike, such as "S0", on one mesh of all ranks."""
+    return placed(plain_params(shapes), mesh_of((distributed.get_world_size(),)), [placement(text)])
 
+
+def outcome(optimizer, params) -> tuple[str, bool]:
+    """What a step raised, and whether it wrote something."""
+    before = [bits(local(param.detach())) for param in params]
+    message = "none"
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        message = str(error)
+    return message, before != [bits(local(param.detach())) for param in params]
+
+
+def give(params, grads) -> None:
     for param, grad in zip(params, grads, strict=True):
         if hasattr(param, "placements"):
             grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
@@ -66,8 +80,6 @@ def alone(opt, steps: int, **options) -> list[nn.Parameter]:
 
 
 def assert_as_alone(opt, params, steps: int, **options) -> None:
-    from torch.distributed.tensor import distribute_tensor
-
     for param, single in zip(params, alone(opt, steps, **options), strict=True):
         expected = single.detach()
         if hasattr(param, "placements"):
@@ -121,15 +133,12 @@ class Watch:
 
 
 def split_work(opt, mesh_shape, texts) -> tuple[int, Counter]:
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-
     from ._cases import placement
 
     if texts is None:
         params, arguments = plain_params(), {"process_group": distributed.group.WORLD}
     else:
-        mesh = init_device_mesh("cpu", mesh_shape)
+        mesh = mesh_of(mesh_shape)
         params, arguments = placed(plain_params(), mesh, [placement(t) for t in texts]), {}
     optimizer = opt.Muon(params, **arguments)
     with Watch(opt) as watch:
@@ -159,9 +168,6 @@ def test_no_matrix_is_orthogonalized_twice(ranks, mesh, placements) -> None:
 
 
 def strided_group(opt) -> int:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["data"]
     params = placed(plain_params(), mesh, [Shard(0)])
     optimizer = opt.Muon(params)
@@ -183,13 +189,8 @@ def test_every_rank_of_a_strided_group_owns_something(ranks) -> None:
 
 
 def sharded_anew(opt) -> None:
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
-
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
-        params = placed(plain_params(), mesh, placements)
+    for text in ("S0", "S1", "R"):
+        params = on_all(text)
         optimizer = opt.Muon([(f"w{i}", param) for i, param in enumerate(params)])
         give(params, gradients(params, 0))
         optimizer.step()
@@ -209,12 +210,7 @@ def test_a_parameter_that_is_sharded_anew_gets_a_new_plan(ranks) -> None:
 
 
 def experts_stay(opt) -> Counter:
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    (param,) = placed(plain_params([(7, 5, 4)]), mesh, [Shard(0)])
+    (param,) = on_all("S0", [(7, 5, 4)])
     named = [("layers.0.experts.up", param)]
     optimizer = opt.MuonAdamW(
         [{"kind": "muon", "params": named, "lr": 0.1, "expert_keys": ("experts",)}]
@@ -236,12 +232,7 @@ def test_experts_that_are_sharded_along_themselves_stay_local(ranks) -> None:
 
 
 def small_chunks(opt, flow: dict[str, int]) -> tuple[int, int]:
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    params = placed(plain_params(), mesh, [Shard(0)])
+    params = on_all("S0")
     optimizer = opt.Muon(params, distributed=opt.DistributedConfig(**flow))
     with Watch(opt) as watch:
         for step in range(2):
@@ -272,14 +263,9 @@ def test_chunks_are_bounded_and_change_no_bit(ranks, flow, chunks) -> None:
 
 def rows_of_equal_size(opt, wire) -> Counter:
     """Steps of FSDP2's usual shards, in which no piece may be copied on its own."""
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-
     world = distributed.get_world_size()
     shapes = [(8 * world, 8)] * 5 + [(8, 8)] * 2 + [(4 * world, 16)] * 3
-    mesh = init_device_mesh("cpu", (world,))
-    params, single = placed(plain_params(shapes), mesh, [Shard(0)]), plain_params(shapes)
+    params, single = on_all("S0", shapes), plain_params(shapes)
     config = opt.DistributedConfig(wire)
     optimizer, alone = opt.Muon(params, distributed=config), opt.Muon(single, distributed=config)
     copied: Counter[str] = Counter()
@@ -305,12 +291,7 @@ def test_equal_runs_of_rows_take_no_copy_each(ranks, wire) -> None:
 
 def freed_gradients(opt) -> None:
     """Overwrite every gradient as soon as the optimizer lets go of it."""
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    params = placed(plain_params(), mesh, [Shard(0)])
+    params = on_all("S0")
     optimizer = opt.Muon(params, none_grad=True)
     transport = module_of(opt, "distributed.transport").AllToAll
     original = transport.exchange
@@ -340,46 +321,30 @@ def test_a_freed_gradient_may_be_reused_at_once(ranks) -> None:
     ranks(2).run(freed_gradients)
 
 
-def disagree(opt) -> tuple[str, bool, bool]:
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    params = placed(plain_params(), mesh, [Shard(0)])
+def disagree(opt) -> tuple[str, bool]:
+    params = on_all("S0")
     optimizer = opt.Muon([(f"layer.{i}", param) for i, param in enumerate(params)])
     give(params, gradients(params, 0))
     if distributed.get_rank() == 1:
         params[2].grad = None
-    before = [local(param.detach()).clone() for param in params]
-    try:
-        optimizer.step()
-        message = "none"
-    except RuntimeError as error:
-        message = str(error)
-    kept = all(
-        torch.equal(local(param.detach()), old) for param, old in zip(params, before, strict=True)
-    )
+    found = outcome(optimizer, params)
     give(params, gradients(params, 0))
     optimizer.step()
     assert_as_alone(opt, params, 1)
-    return message, kept, True
+    return found
 
 
 @pytest.mark.sees_defect("ranks with different gradients make different plans and hang")
 def test_differing_gradients_are_an_error_on_every_rank(ranks) -> None:
     """No hang, nothing written, and the next step is as if the first had not been."""
-    message, kept, went_on = same_everywhere(ranks(3).run(disagree))
+    message, written = same_everywhere(ranks(3).run(disagree))
     assert "ranks disagree on which parameters have gradients: group 0, parameter 'lay" in message
     assert "'layer.2'" in message and "'layer.1'" not in message
-    assert kept and went_on
+    assert not written
 
 
 def disagree_in_a_team(opt, axis: str) -> tuple[str, bool]:
     """Every rank is in two teams of two, along "rows" and "columns"; both of an axis disagree."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     params, places = plain_params(), {"rows": slice(0, 3), "columns": slice(3, 6)}
     for name, place in places.items():
@@ -388,16 +353,7 @@ def disagree_in_a_team(opt, axis: str) -> tuple[str, bool]:
     give(params, gradients(params, 0))
     if mesh.get_local_rank(axis) == 1:
         params[places[axis]][1].grad = None
-    before = [local(param.detach()).clone() for param in params]
-    try:
-        optimizer.step()
-        message = "none"
-    except RuntimeError as error:
-        message = str(error)
-    kept = all(
-        torch.equal(local(param.detach()), old) for param, old in zip(params, before, strict=True)
-    )
-    return message, kept
+    return outcome(optimizer, params)
 
 
 @pytest.mark.sees_defect(
@@ -408,18 +364,13 @@ def disagree_in_a_team(opt, axis: str) -> tuple[str, bool]:
 @pytest.mark.parametrize(("axis", "layer"), [("rows", "'layer.1'"), ("columns", "'layer.4'")])
 def test_every_teams_answer_counts(ranks, axis, layer) -> None:
     """Whichever team disagrees, all of its ranks raise before anything is written."""
-    for message, kept in ranks(4).run(disagree_in_a_team, axis):
+    for message, written in ranks(4).run(disagree_in_a_team, axis):
         assert "disagree on which parameters have gradients" in message and layer in message
-        assert kept
+        assert not written
 
 
 def resumed(opt) -> None:
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    params = placed(plain_params(), mesh, [Shard(0)])
+    params = on_all("S0")
     optimizer = opt.Muon(params, beta2=0.9)
     for step in range(2):
         give(params, gradients(params, step))
@@ -449,19 +400,11 @@ def test_a_resumed_run_continues_bit_for_bit(ranks) -> None:
 
 
 def other_placement(opt) -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-
-    mesh = init_device_mesh("cpu", (2,))
-    rows = placed(plain_params(), mesh, [Shard(0)])
-    columns = placed(plain_params(), mesh, [Shard(1)])
-    optimizer = opt.Muon(rows)
+    optimizer = opt.Muon(on_all("S0"))
     optimizer.fit_state()
-    try:
-        opt.Muon(columns).load_state_dict(optimizer.state_dict())
-    except ValueError as error:
-        return str(error)
-    return "none"
+    with pytest.raises(ValueError) as error:
+        opt.Muon(on_all("S1")).load_state_dict(optimizer.state_dict())
+    return str(error.value)
 
 
 def test_state_of_another_placement_is_refused(ranks) -> None:
@@ -471,12 +414,7 @@ def test_state_of_another_placement_is_refused(ranks) -> None:
 
 
 def logged(opt) -> str:
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard
-
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    params = placed(plain_params(), mesh, [Shard(0)])
+    params = on_all("S0")
     logging.getLogger(opt.__name__).setLevel(logging.WARNING)
     return opt.Muon(params).report(verbose=True)
 

@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import distributed
 
 from ..conftest import ROOT
 from ..examples.test_examples import corpus  # noqa: F401 - a fixture
@@ -32,9 +34,6 @@ COMMON = (*SIZES, "--device", "cpu", "--steps", STEPS, "--save-every", 6, "--rep
 
 def example(opt, stop_after: int | None, *arguments: object) -> int:
     """The example in this rank; with `stop_after`, rank 1 gets SIGTERM after so many steps."""
-    import torch
-    from torch import distributed
-
     sys.path.insert(0, str(ROOT / "examples"))
     module = importlib.import_module("train_fsdp2")
     kept = torch.utils.deterministic.fill_uninitialized_memory

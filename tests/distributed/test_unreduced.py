@@ -6,14 +6,16 @@ import copy
 import itertools
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ._cases import bits, device
 from ._ranks import same_everywhere
-from .test_sharing import Watch, module_of
+from .test_sharing import Watch, module_of, on_all, outcome
 
 pytestmark = pytest.mark.dist
 
@@ -62,8 +64,6 @@ def reference(opt, world: int, steps: int, reduce_op="avg", beta2=0.9) -> tuple[
 
 
 def train(optimizer, params, steps) -> None:
-    from torch import distributed
-
     for step in steps:
         for index, param in enumerate(params):
             grad = contribution(param.shape, distributed.get_rank(), step, index)
@@ -82,8 +82,6 @@ def assert_equal_bits(params, expected) -> None:
 
 
 def equals_one_rank(opt, reduce_op: str, limit: int) -> int:
-    from torch import distributed
-
     params = parameters()
     optimizer = opt.DistMuonAdamW(
         groups(params),
@@ -129,8 +127,6 @@ def test_unreduced_equals_one_rank(ranks, world, limit, reduce_op) -> None:
 
 def rows_in_bands(opt, wire) -> int:
     """Steps of matrices whose rows travel in bands; returns the number of chunks."""
-    from torch import distributed
-
     shapes = [(20, 6), (6, 40), (20, 6), (3, 12, 4), (33, 9)]
     limit = 3 * 2400
     rank, world = distributed.get_rank(), distributed.get_world_size()
@@ -170,20 +166,14 @@ def test_rows_in_bands_change_no_bit_and_bound_the_messages(ranks, wire) -> None
 
 def own_parts(opt) -> tuple[int, int, int]:
     """Bytes that a rank sends in a step, exchanges, and copies of what travels."""
-    from torch import distributed
-
     rank, world = distributed.get_rank(), distributed.get_world_size()
     params = [nn.Parameter(torch.ones(16, 8, device=device())) for _ in range(4 * world)]
     table = nn.Parameter(torch.ones(64 * world, 16, device=device()))
-    optimizer = opt.DistMuonAdamW(
-        [
-            {"kind": "muon", "params": params, "lr": 0.1},
-            {"kind": "adamw", "params": [table], "lr": 0.1},
-        ],
-        distributed=opt.DistributedConfig(  # two matrices of every owner
-            in_flight_bytes=3 * 2 * (world - 1) * 2 * 16 * 8 * 4
-        ),
-    )
+    listed = [{"kind": "muon", "params": params, "lr": 0.1}]
+    listed += [{"kind": "adamw", "params": [table], "lr": 0.1}]
+    limit = 3 * 2 * (world - 1) * 2 * 16 * 8 * 4  # two matrices of every owner
+    config = opt.DistributedConfig(in_flight_bytes=limit)
+    optimizer = opt.DistMuonAdamW(listed, distributed=config)
     for index, param in enumerate([*params, table]):
         param.grad = contribution(param.shape, rank, 0, index)
     bands = module_of(opt, "optimizers.sharded.owners").Owners
@@ -195,12 +185,8 @@ def own_parts(opt) -> tuple[int, int, int]:
         cut.extend(int(rows != (0, 16)) for rows in found.rows)
         return found
 
-    bands._banded = banded
-    try:
-        with Watch(opt) as watch:
-            optimizer.step()
-    finally:
-        bands._banded = original
+    with mock.patch.object(bands, "_banded", banded), Watch(opt) as watch:
+        optimizer.step()
     return watch.sent, len(cut), sum(cut)
 
 
@@ -262,7 +248,6 @@ def counted(opt, none_grad: bool) -> dict[str, int]:
     for group in listed:
         group["none_grad"] = none_grad
     optimizer = opt.DistMuonAdamW(listed)
-    from torch import distributed
 
     with Watch(opt) as watch:
         for index, param in enumerate(params):
@@ -287,9 +272,6 @@ def test_small_parameters_share_one_all_reduce(ranks) -> None:
 
 
 def reduced_twice(opt) -> tuple[str, bool]:
-    from torch import distributed
-    from torch.nn.parallel import DistributedDataParallel
-
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4, bias=False))
     wrapped = DistributedDataParallel(model)
@@ -301,21 +283,15 @@ def reduced_twice(opt) -> tuple[str, bool]:
     )
     torch.manual_seed(distributed.get_rank())
     wrapped(torch.randn(3, 8)).square().sum().backward()
-    before = [bits(param) for param in model.parameters()]
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return str(error), before == [bits(param) for param in model.parameters()]
-    return "none", False
+    return outcome(optimizer, [*model.parameters()])
 
 
 @pytest.mark.sees_defect("gradients that DDP reduced are averaged again")
 def test_gradients_that_ddp_reduced_are_noticed(ranks) -> None:
     """They would be averaged twice."""
-    message, untouched = same_everywhere(ranks(2).run(reduced_twice))
+    message, written = same_everywhere(ranks(2).run(reduced_twice))
     assert "every rank has the same gradients, bit for bit" in message
-    assert "DistributedDataParallel" in message
-    assert untouched
+    assert "DistributedDataParallel" in message and not written
 
 
 def reduced_twice_after_nothing(opt) -> tuple[str, bool]:
@@ -324,18 +300,12 @@ def reduced_twice_after_nothing(opt) -> tuple[str, bool]:
     optimizer.step()  # of a trainer that steps before its first backward pass
     for index, param in enumerate(params):
         param.grad = contribution(param.shape, 0, 0, index)
-    before = [bits(param) for param in params]
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return str(error), before == [bits(param) for param in params]
-    return "none", False
+    return outcome(optimizer, params)
 
 
 def test_gradients_that_were_reduced_are_noticed_after_a_step_without_any(ranks) -> None:
-    message, untouched = same_everywhere(ranks(2).run(reduced_twice_after_nothing))
-    assert "every rank has the same gradients, bit for bit" in message
-    assert untouched
+    message, written = same_everywhere(ranks(2).run(reduced_twice_after_nothing))
+    assert "every rank has the same gradients, bit for bit" in message and not written
 
 
 def steps_of_zeros(opt) -> list[bool]:
@@ -354,19 +324,13 @@ def test_gradients_of_zeros_are_no_sign_of_a_reduction(ranks) -> None:
 
 
 def disagree(opt) -> str:
-    from torch import distributed
-
     params = parameters()
     optimizer = opt.DistMuonAdamW(groups(params))
     for index, param in enumerate(params):
         param.grad = contribution(param.shape, distributed.get_rank(), 0, index)
     if distributed.get_rank() == 0:
         params[2].grad = params[7].grad = None
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-    return "none"
+    return outcome(optimizer, params)[0]
 
 
 def test_differing_gradients_are_an_error(ranks) -> None:
@@ -375,8 +339,6 @@ def test_differing_gradients_are_an_error(ranks) -> None:
 
 
 def resumed(opt) -> None:
-    from torch import distributed
-
     world = distributed.get_world_size()
     params = parameters()
     optimizer = opt.DistMuonAdamW(groups(params))
@@ -398,8 +360,6 @@ def test_a_resumed_run_continues_bit_for_bit(ranks) -> None:
 
 
 def copied(opt) -> str:
-    from torch import distributed
-
     params = parameters()
     optimizer = opt.DistMuonAdamW(groups(params))
     train(optimizer, params, range(2))
@@ -465,16 +425,10 @@ def test_a_refused_group_gets_no_owners(ranks) -> None:
 
 
 def sharded(opt) -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    param = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)]))
-    try:
+    (param,) = on_all("S0", [(4, 4)])
+    with pytest.raises(TypeError) as error:
         opt.DistMuonAdamW([{"kind": "muon", "params": [("w", param)], "lr": 0.1}])
-    except TypeError as error:
-        return str(error)
-    return "none"
+    return str(error.value)
 
 
 def test_dtensors_are_refused(ranks) -> None:

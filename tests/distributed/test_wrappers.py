@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from ._cases import bits
 from ._ranks import same_everywhere
@@ -47,15 +52,6 @@ class EvenModel(Model):
 
 def build(wrapper: str, world: int) -> tuple[nn.Module, nn.Module]:
     """(the model to call, the model with the parameters)."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-    from torch.nn.parallel import DistributedDataParallel
-
     torch.manual_seed(0)
     model = EvenModel() if wrapper == "TP" else Model()
     if wrapper == "DDP":
@@ -76,8 +72,6 @@ def build(wrapper: str, world: int) -> tuple[nn.Module, nn.Module]:
 
 def train_beside_one_rank(opt: Any, wrapper: str) -> list[bytes]:
     """Steps on the wrapper's own gradients equal steps of one rank on the same gradients."""
-    from torch import distributed
-
     world = distributed.get_world_size()
     called, model = build(wrapper, world)
     arguments = {"process_group": distributed.group.WORLD} if wrapper == "DDP" else {}
@@ -147,11 +141,6 @@ def model_of(
 
 def shard(model: Any, how: str = "fsdp") -> Any:
     """A copy under fully_shard: over all ranks, over two halves of replicas, or by rows."""
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard
-
     world = distributed.get_world_size()
     sizes = {"replicas": 2, "shards": world // 2} if how == "hsdp" else {"shards": world}
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -165,8 +154,6 @@ def shard(model: Any, how: str = "fsdp") -> Any:
 
 
 def logits(model: Any) -> Any:
-    import torch
-
     from ..integrations._models import tokens
 
     with torch.no_grad():
@@ -224,8 +211,6 @@ def test_merging_writes_into_the_shards(ranks, world: int, how: str) -> None:
 
 
 def merge_nan(opt: Any) -> str:
-    import torch
-
     model = shard(model_of(opt))
     last = model.model.layers[1].mlp.experts.expert_lora["down"].lora_B["default"].weight
     with torch.no_grad():
@@ -245,8 +230,6 @@ def test_what_one_rank_cannot_merge_no_rank_merges(ranks) -> None:
 
 
 def save_adapter(opt: Any, folder: Path, how: str, modules: Any) -> list[str]:
-    from torch import distributed
-
     alone = model_of(opt, modules=modules)
     model = shard(alone, how)
     logits(model)
@@ -310,11 +293,6 @@ def test_4_bit_experts_in_shards_are_saved_as_whole_ones(ranks, tmp_path) -> Non
 
 
 def attach_late(opt: Any, folder: Path) -> list[str]:
-    import torch
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     if distributed.get_rank() == 0:
         opt.integrations.save_peft_adapter(model_of(opt), folder)
     distributed.barrier()
@@ -349,8 +327,6 @@ def test_lora_comes_before_the_shards(ranks, tmp_path) -> None:
 
 def train(opt: Any) -> None:
     """A step of training under FSDP2 equals one of a single process."""
-    import torch
-
     from .._compare import assert_error_at_most
     from ..integrations._models import tokens
     from ..integrations.test_transformers import FP32

@@ -14,6 +14,7 @@ from importlib import import_module
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from .._compare import assert_all_same_bits
 from ._steps import new_gradients, parameters, train, values
@@ -81,8 +82,6 @@ def kept(optimizer) -> list[torch.Tensor]:
 
 
 def ways_to_save(opt, optimizer, folder) -> dict[str, Callable[[], object]]:
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
     params = [param for group in optimizer.param_groups for param in group["params"]]
     model = nn.ParameterList(params)
     return {

@@ -9,7 +9,9 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from .._compare import assert_all_same_bits, assert_same_bits
 from ._steps import marked, new_gradients, parameters, train, values
@@ -324,10 +326,6 @@ def test_an_interrupted_step_stops_the_next(opt, submodule, device, monkeypatch)
 
 def test_replicated_dtensors(opt, tmp_path) -> None:
     """State stays a DTensor with the parameter's placements."""
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/w", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
