@@ -10,10 +10,10 @@ import torch
 from .._compare import assert_same_bits, relative_error
 from .test_gated_quantized_experts import Layer
 from .test_gated_quantized_experts import Problem as LayerProblem
-from .test_nf4_product_gpu import EDGES, ROUTINGS, Problem, check, hopper, module
+from .test_nf4_product_gpu import EDGES, ROUTINGS, Problem, check, module
 
-pytestmark = pytest.mark.gpu
-__all__ = ["hopper", "module"]  # fixtures
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+__all__ = ["module"]  # a fixture
 
 
 def stack_of(submodule, a: dict, dtype: torch.dtype) -> torch.Tensor:
