@@ -75,10 +75,10 @@ def test_a_page_is_written_from_source(reference, tmp_path: Path) -> None:
     (package / "__init__.py").write_text("from .inner import Thing\n")
     (package / "inner/__init__.py").write_text("from .thing import Thing\n")
     (package / "inner/thing.py").write_text(SOURCE)
-    page = reference.Page("Things", "All of them.", "", ("Thing",), ("step",))
+    page = reference.Page("Things", "", ("Thing",), ("step",))
     text = reference.render(page, reference.Sources(package))
     for part in (
-        "# Things\n\nAll of them. ",
+        "# Things\n\n`opt` is what ",
         "## Thing\n\n```\nopt.Thing(\n    x: Tensor,  # (T, H)\n)\n```\n\nA thing.",
         "A thing.\n\n```\na formula\n```",
         "**Args**\n\n- `x`: (T, H).",

@@ -32,14 +32,12 @@ class Page:
 
     Args:
         title: Its heading.
-        text: What stands below it.
         module: Of the names, below the package: "" is `opt` itself.
         names: In this order.
         methods: Of these classes alone, inherited ones too; None for a class's own.
     """
 
     title: str
-    text: str
     module: str
     names: tuple[str, ...]
     methods: tuple[str, ...] | None = None
@@ -49,156 +47,74 @@ class Page:
         return ".".join(part for part in ("opt", self.module.replace("/", "."), name) if part)
 
 
-_FINE_TUNING = "For models of transformers and PEFT."
-PAGES: dict[str, Page] = {
-    "muon": Page("Muon", "Muon and AdamW in one optimizer.", "", ("Muon", "MuonFactory"), ()),
-    "muon-adamw": Page(
-        "MuonAdamW",
-        "The same step with nanochat's groups and defaults.",
-        "",
-        ("MuonAdamW", "DistMuonAdamW"),
-        (),
+def page(title: str, module: str, names: str, methods: tuple[str, ...] | None = None) -> Page:
+    """A `Page`; `names` as words."""
+    return Page(title, module, tuple(names.split()), methods)
+
+
+# stem of the file -> its page
+PAGES = {
+    "muon": page("Muon", "", "Muon MuonFactory", methods=()),
+    "muon-adamw": page("MuonAdamW", "", "MuonAdamW DistMuonAdamW", methods=()),
+    "methods": page(
+        "Methods of the optimizers", "optimizers/step", "MuonBase", methods=OPTIMIZER_METHODS
     ),
-    "methods": Page(
-        "Methods of the optimizers",
-        "`Muon`, `MuonAdamW` and `DistMuonAdamW` have the same methods.",
-        "optimizers/step",
-        ("MuonBase",),
-        OPTIMIZER_METHODS,
+    "groups": page(
+        "Groups and ranks", "", "get_default_muon_param_groups default_is_muon DistributedConfig"
     ),
-    "groups": Page(
-        "Groups and ranks",
-        "Which parameter goes where, and how ranks exchange what they share.",
-        "",
-        ("get_default_muon_param_groups", "default_is_muon", "DistributedConfig"),
-    ),
-    "orthogonalize": Page(
+    "orthogonalize": page(
         "Orthogonalization",
-        "Matrices to their polar factors.",
         "",
-        (
-            "orthogonalize",
-            "newton_schulz",
-            "polar_express",
-            "gram_newton_schulz",
-            "polar_express_coefficients",
-            "COEFFICIENT_SETS",
-        ),
+        "orthogonalize newton_schulz polar_express gram_newton_schulz "
+        "polar_express_coefficients COEFFICIENT_SETS",
     ),
-    "checkpoints": Page(
-        "Checkpoints",
-        "Saving, loading, and state of other optimizers.",
-        "",
-        ("save_optimizer", "save_optimizer_async", "load_optimizer", "convert_state_dict"),
+    "checkpoints": page(
+        "Checkpoints", "", "save_optimizer save_optimizer_async load_optimizer convert_state_dict"
     ),
-    "tools": Page(
-        "Looking inside",
-        "What runs where, and how long it takes.",
-        "",
-        ("explain", "profile_steps", "ProfileCallback"),
+    "tools": page("Looking inside", "", "explain profile_steps ProfileCallback"),
+    "experts": page(
+        "Layers of experts", "moe", "Experts experts_forward ExpertsLayout ExpertsLora"
     ),
-    "experts": Page(
-        "Layers of experts",
-        "For models of your own.",
-        "moe",
-        ("Experts", "experts_forward", "ExpertsLayout", "ExpertsLora"),
-    ),
-    "blocks": Page(
-        "Blocks of experts",
-        "Experts with their router and the experts that serve every token.",
-        "moe",
-        ("MoEBlock", "SharedExperts"),
-    ),
-    "routers": Page(
-        "Routers",
-        "Which expert gets which token.",
-        "moe",
-        ("Router", "RouterRule", "select_experts", "softmax_top_k", "group_top_k"),
-    ),
-    "experts-ops": Page(
+    "blocks": page("Blocks of experts", "moe", "MoEBlock SharedExperts"),
+    "routers": page("Routers", "moe", "Router RouterRule select_experts softmax_top_k group_top_k"),
+    "experts-ops": page(
         "Operations of experts",
-        "What a layer is made of.",
         "moe",
-        (
-            "expert_sort",
-            "ExpertOrder",
-            "grouped_lora_linear",
-            "LoraFactors",
-            "glu",
-            "parallel_linear_lora",
-        ),
+        "expert_sort ExpertOrder grouped_lora_linear LoraFactors glu parallel_linear_lora",
     ),
-    "experts-lora": Page(
-        "LoRA on experts",
-        "The factors, and layers without grouped kernels.",
-        "moe",
-        ("ExpertAdapters",),
+    "experts-lora": page("LoRA on experts", "moe", "ExpertAdapters"),
+    "lora-factors": page(
+        "Factors of LoRA", "moe", "LoraProjection factor_views selective_lora_weights"
     ),
-    "lora-factors": Page(
-        "Factors of LoRA",
-        "What `ExpertAdapters` holds.",
-        "moe",
-        ("LoraProjection", "factor_views", "selective_lora_weights"),
-    ),
-    "quantized-experts": Page(
-        "Packed experts", "The module of a layer's packed experts.", "moe", ("QuantizedExperts",)
-    ),
-    "quantized-weights": Page(
+    "quantized-experts": page("Packed experts", "moe", "QuantizedExperts"),
+    "quantized-weights": page(
         "Packed weights",
-        "A packed projection, and the part of it that a batch needs.",
         "moe",
-        (
-            "QuantizedWeight",
-            "expert_weight",
-            "active_experts",
-            "ActiveExperts",
-            "selective_expert_weights",
-        ),
+        "QuantizedWeight expert_weight active_experts ActiveExperts selective_expert_weights",
     ),
-    "expert-offload": Page(
+    "expert-offload": page(
         "Packed experts in host memory, and how they are multiplied",
-        "For models that are larger than the device.",
         "moe",
-        ("ExpertOffload", "choose_strategy", "explain_quantized"),
+        "ExpertOffload choose_strategy explain_quantized",
     ),
-    "packed-formats": Page(
+    "packed-formats": page(
         "NF4, MXFP4 and FP8",
-        "Packing and unpacking.",
         "",
-        (
-            "nf4_quantize",
-            "nf4_dequant",
-            "mxfp4_quantize",
-            "mxfp4_dequant",
-            "fp8_quantize",
-            "fp8_dequant",
-        ),
+        "nf4_quantize nf4_dequant mxfp4_quantize mxfp4_dequant fp8_quantize fp8_dequant",
     ),
-    "layers": Page("Hub layers", "For `kernelize`.", "layers", ("ScatterMoEExperts",)),
-    "lora": Page(
+    "layers": page("Hub layers", "layers", "ScatterMoEExperts"),
+    "lora": page(
         "LoRA on models",
-        _FINE_TUNING,
         "integrations",
-        ("use_in_transformers", "attach_lora", "merge_lora", "unmerge_lora", "detach_lora"),
+        "use_in_transformers attach_lora merge_lora unmerge_lora detach_lora",
     ),
-    "adapters": Page(
+    "adapters": page(
         "Adapters",
-        _FINE_TUNING,
         "integrations",
-        (
-            "set_lora",
-            "enable_lora",
-            "disable_lora",
-            "lora_disabled",
-            "save_peft_adapter",
-            "load_peft_adapter",
-        ),
+        "set_lora enable_lora disable_lora lora_disabled save_peft_adapter load_peft_adapter",
     ),
-    "quantized-models": Page(
-        "Models in 4 bits",
-        _FINE_TUNING,
-        "integrations",
-        ("load_quantized", "quantize_experts", "save_quantized"),
+    "quantized-models": page(
+        "Models in 4 bits", "integrations", "load_quantized quantize_experts save_quantized"
     ),
 }
 
@@ -379,8 +295,7 @@ def render(page: Page, sources: Sources) -> str:
     head = [
         f"# {page.title}",
         "",
-        f"{page.text} `opt` is what `get_kernel` returns. `make reference` writes this page from "
-        "the docstrings.",
+        "`opt` is what `get_kernel` returns. `make reference` writes this from the docstrings.",
     ]
     for name in page.names:
         head += ["", *described(page, name, sources)]
