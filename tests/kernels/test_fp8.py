@@ -143,7 +143,15 @@ WRONG = (
     ({"block": (48, 128)}, ValueError, "powers of two"),
     ({"block": 128}, TypeError, "block must be two integers"),
     ({"dtype": torch.float64}, ValueError, "dtype must be one of"),
+    ({"active_experts": torch.tensor([-1])}, IndexError, r"active_experts must be in \[0, 2\)"),
 )
+
+
+def test_a_block_larger_than_its_sides(opt):
+    weight = torch.randn(2, 130, 150, generator=torch.Generator().manual_seed(0))
+    found, expected = opt.fp8_quantize(weight, (2**62, 2**62)), opt.fp8_quantize(weight, (0, 0))
+    assert_same_bits(found[0].view(torch.uint8), expected[0].view(torch.uint8))
+    assert_same_bits(found[1], expected[1])
 
 
 @pytest.mark.parametrize(("changed", "error", "said"), WRONG, ids=[one[2] for one in WRONG])

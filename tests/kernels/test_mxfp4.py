@@ -166,6 +166,7 @@ WRONG = (
     ({"active_experts": torch.tensor([1.0])}, TypeError, "active_experts must have dtype int32"),
     ({"active_experts": torch.tensor([[1]])}, ValueError, "active_experts must have 1 dim"),
     ({"dtype": torch.float64}, ValueError, "dtype must be one of"),
+    ({"active_experts": torch.tensor([-1])}, IndexError, r"active_experts must be in \[0, 2\)"),
 )
 
 

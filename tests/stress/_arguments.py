@@ -206,7 +206,7 @@ def _spoiled_tensor(generator: random.Random, x: Tensor) -> Any:
             lambda: torch.zeros_like(x),
             lambda: x[:1].expand(x.shape) if x.ndim and len(x) else x,
             lambda: x.clone().requires_grad_() if x.is_floating_point() else x,
-            lambda: x.to_sparse() if x.ndim and x.numel() else None,
+            lambda: x.to_sparse() if x.ndim and x.numel() and x.element_size() > 1 else None,
             lambda: torch.nn.Parameter(x.clone(), requires_grad=x.is_floating_point()),
         ]
     )()

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .mxfp4 import checked_ids
+
 LARGEST = 448.0
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -31,6 +33,7 @@ def scale_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
 def _spread(scales: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:
     """(..., N, K) of (..., ceil(N / block rows), ceil(K / block columns))."""
     rows, columns = block_of(shape, block)
+    rows, columns = min(rows, shape[-2]), min(columns, shape[-1])
     tall = scales.repeat_interleave(rows, -2)[..., : shape[-2], :]
     return tall.repeat_interleave(columns, -1)[..., : shape[-1]]
 
@@ -38,7 +41,7 @@ def _spread(scales: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tenso
 def fp8_quantize(weight: Tensor, block: Sequence[int] = (128, 128)) -> tuple[Tensor, Tensor]:
     """Quantise (..., N, K); arguments and result as in `kernels.quant.fp8.fp8_quantize`."""
     *_, n, k = weight.shape
-    rows, columns = block_of(weight.shape, block)
+    rows, columns = map(min, block_of(weight.shape, block), (n, k))
     padded = torch.nn.functional.pad(weight.float(), (0, -k % columns, 0, -n % rows))
     parts = padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
     scales = (parts.abs().amax((-3, -1)) / LARGEST).clamp(min=_TINY)  # NaN propagates
@@ -59,8 +62,8 @@ def fp8_dequant(
     Raises:
         IndexError: if an id names no expert of the stack.
     """
-    ids = active_experts.long()
     experts = packed.numel() // math.prod(expert_shape)
+    ids = checked_ids(active_experts, experts)
     bytes_of = packed.reshape(experts, *expert_shape).view(torch.uint8)[ids]
     chosen = scales.reshape(scale_shape((experts, *expert_shape), block))[ids]
     values = bytes_of.view(torch.float8_e4m3fn).float()

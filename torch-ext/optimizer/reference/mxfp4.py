@@ -18,6 +18,13 @@ _LARGEST_EXPONENT = 2  # of a magnitude: 4 = 2^2
 _NAN = 255
 
 
+def checked_ids(ids: Tensor, experts: int) -> Tensor:
+    """Ids as int64; IndexError on the CPU, where they can be looked at, unless in [0, experts)."""
+    if ids.device.type == "cpu" and ids.numel() and not 0 <= ids.min() <= ids.max() < experts:
+        raise IndexError(f"active_experts must be in [0, {experts}), got {ids.tolist()}")
+    return ids.long()
+
+
 def power_of_two(scale: Tensor) -> Tensor:
     """2^(scale - 127) in float32 of bytes: subnormal for 0, NaN for 255."""
     bits = scale.to(torch.int32) << 23
@@ -54,8 +61,9 @@ def mxfp4_dequant(
         IndexError: if an id names no expert of the stack.
     """
     *rows, columns = expert_shape
-    ids = active_experts.long()
-    byte = packed.reshape(-1, *rows, columns // 2)[ids]
+    stacked = packed.reshape(-1, *rows, columns // 2)
+    ids = checked_ids(active_experts, stacked.shape[0])
+    byte = stacked[ids]
     code = torch.stack((byte & 15, byte >> 4), -1).flatten(-2)
     table = torch.tensor(E2M1_TABLE, device=packed.device)
     scale = power_of_two(scales.reshape(-1, *rows, columns // BLOCK)[ids])

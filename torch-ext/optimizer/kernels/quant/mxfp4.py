@@ -63,12 +63,12 @@ def _fake(packed, scales, active_experts, expert_shape, dtype):
 _reference.register_fake(_fake)
 
 
-def check_columns(columns: int) -> None:
+def check_columns(name: str, columns: int) -> None:
     """Raise ValueError unless blocks end with their row."""
     if columns % BLOCK:
         raise ValueError(
-            f"MXFP4 blocks of {BLOCK} run along the last dimension, whose size must be a multiple "
-            f"of it, got {columns}; pad it or take another format"
+            f"{name}: MXFP4 blocks of {BLOCK} run along the last dimension, whose size must be a "
+            f"multiple of it, got {columns}; pad it or take another format"
         )
 
 
@@ -91,7 +91,7 @@ def mxfp4_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: K is no multiple of 32, weight is empty, or a gradient is expected.
     """
     weight = check_quantizable(weight, 1)
-    check_columns(weight.shape[-1])
+    check_columns("weight", weight.shape[-1])
     blocks = (*weight.shape[:-1], weight.shape[-1] // BLOCK)
     packed = weight.new_empty((*blocks, BLOCK // 2), dtype=torch.uint8)
     scales = weight.new_empty(blocks, dtype=torch.uint8)
@@ -134,7 +134,7 @@ def mxfp4_dequant(
         IndexError: on CPU, if an id is outside [0, E).
     """
     shape = check_expert_shape(expert_shape)
-    check_columns(shape[-1])
+    check_columns("expert_shape", shape[-1])
     elements = math.prod(shape)
     elements *= check_stack(packed, elements, 2)
     packed = check_packed("packed", packed, (torch.uint8,), elements // 2)
@@ -159,7 +159,7 @@ class Mxfp4(InRegisters):
 
     def layout(self, stored: Sequence[int]) -> Layout:
         """Codes, and exponents of blocks."""
-        check_columns(stored[2])
+        check_columns("stored", stored[2])
         elements = math.prod(stored)
         return {
             "packed": (elements // 2, torch.uint8),
