@@ -21,23 +21,24 @@ class Call:
     """One call of a public function.
 
     Args:
+        name: of the function.
+        function: the function.
         arguments: by keyword.
         check: gets the result and raises DifferenceError if it is wrong; None for none.
         written: names of the arguments that the function may write.
         also: documented errors besides ValueError and TypeError.
         words: what a message may name in place of an argument.
         exact: arguments that are left as they are, since only together they mean something.
-        function: what is called, where it is not the public function of that name.
     """
 
+    name: str
+    function: Callable[..., Any]
     arguments: dict[str, Any]
     check: Callable[[Any], None] | None = None
     written: tuple[str, ...] = ()
     also: tuple[type[BaseException], ...] = ()
     words: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()
-    function: Callable[..., Any] | None = None
-    name: str = ""
     spoiled: list[str] = field(default_factory=list)
 
 
@@ -76,6 +77,14 @@ def restrided(generator: random.Random, x: Tensor) -> Tensor:
     return x
 
 
+INTEGERS = [-1, 0, 1, 2**31 - 1, 2**31, 2**63, -(2**63), 10**30, 1.5, "3", None, True]
+INTEGERS += [np.int64(5), math.nan, math.inf]
+NUMBERS = [0.0, -1.0, math.nan, math.inf, -math.inf, 1e308, 1e-308, "0.1", None, 1j, 10**400]
+NUMBERS += [np.float32(0.5), False, 1]
+DTYPES = [*FLOATS, torch.int8, torch.complex64, torch.bool, torch.float8_e4m3fn, "float32"]
+DTYPES += [None, float]
+
+
 def spoiled(generator: random.Random, value: Any) -> Any:
     """Something else than a valid argument, or a valid one at the edge."""
     if generator.random() < 0.15:
@@ -85,68 +94,14 @@ def spoiled(generator: random.Random, value: Any) -> Any:
     if isinstance(value, bool):
         return generator.choice([not value, None, 2, "yes", torch.tensor(True), 0.5])
     if isinstance(value, int):
-        return generator.choice(
-            [
-                -1,
-                0,
-                1,
-                2**31,
-                2**63,
-                10**30,
-                2**31 - 1,
-                1.5,
-                "3",
-                None,
-                np.int64(5),
-                float("nan"),
-                float("inf"),
-                torch.tensor(3),
-                value + 1,
-                -(2**63),
-                [value],
-                True,
-            ]
-        )
+        return generator.choice([*INTEGERS, torch.tensor(3), value + 1, [value]])
     if isinstance(value, float):
-        return generator.choice(
-            [
-                0.0,
-                -1.0,
-                math.nan,
-                math.inf,
-                -math.inf,
-                1e308,
-                1e-308,
-                "0.1",
-                None,
-                1j,
-                10**400,
-                np.float32(0.5),
-                torch.tensor(0.5),
-                torch.tensor([0.5, 0.5]),
-                [value],
-                False,
-                1,
-            ]
-        )
+        tensors = torch.tensor(0.5), torch.tensor([0.5, 0.5])
+        return generator.choice([*NUMBERS, *tensors, [value]])
     if isinstance(value, str):
         return generator.choice(["nonsense", "", value.upper() + " ", None, 3, b"auto", [value]])
     if isinstance(value, torch.dtype):
-        return generator.choice(
-            [
-                torch.int8,
-                torch.complex64,
-                torch.bool,
-                torch.float8_e4m3fn,
-                "float32",
-                None,
-                torch.float64,
-                torch.float16,
-                torch.bfloat16,
-                float,
-                torch.float32,
-            ]
-        )
+        return generator.choice(DTYPES)
     if isinstance(value, torch.device):
         return generator.choice(["nowhere", "meta", "cuda:99", None, 3, "cpu"])
     if isinstance(value, Mapping):

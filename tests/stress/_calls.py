@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import random
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ._arguments import FLOATS, Call, draw, restrided
 from ._problem import DifferenceError, Run, Source, bits
 
 Maker = Callable[["Package", random.Random], Call]
+Made = dict[str, Any] | tuple[Any, ...] | Call
 CALLS: dict[str, Maker] = {}
 WORDS = (
     "lists of tensors",
@@ -33,21 +34,30 @@ class Package:
     def __call__(self, name: str) -> Any:
         return importlib.import_module(f"{self.opt.__name__}.{name}")
 
+    def function(self, path: str) -> Any:
+        """Such as "moe.glu"; what only the inner modules hand out begins with "kernels."."""
+        if path.startswith("kernels."):
+            return getattr(self("kernels"), path.removeprefix("kernels."))
+        return functools.reduce(getattr, path.split("."), self.opt)
 
-def call(name: str) -> Callable[[Maker], Maker]:
-    """Enters a maker of calls of the public function of that name."""
 
-    def entered(maker: Maker) -> Maker:
-        def named(package: Package, generator: random.Random) -> Call:
-            made = maker(package, generator)
-            made.name = name
-            if made.function is None:
-                inner = package("kernels") if name.startswith("kernels.") else package.opt
-                made.function = attrgetter(name.removeprefix("kernels."))(inner)
-            return made
+def call(name: str, **options: Any) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
+    """Enter a function that makes the arguments of a public function, by its name in the package.
 
-        CALLS[name] = named
-        return maker
+    It returns them alone, with the check of a result, with that and another function; or a call.
+    """
+
+    def entered(made: Callable[..., Made]) -> Callable[..., Made]:
+        def make(package: Package, generator: random.Random) -> Call:
+            found = made(package, generator)
+            if isinstance(found, Call):
+                return found
+            arguments, check, *other = found if isinstance(found, tuple) else (found, None)
+            function = other[0] if other else package.function(name.split(",")[0])
+            return Call(name, function, arguments, check, **options)
+
+        CALLS[name] = make
+        return made
 
     return entered
 
@@ -99,8 +109,8 @@ def with_out(generator: random.Random, x: Tensor, arguments: dict[str, Any]) -> 
     return arguments
 
 
-@call("orthogonalize")
-def orthogonalize(package: Package, generator: random.Random) -> Call:
+@call("orthogonalize", written=("out",))
+def orthogonalize(package: Package, generator: random.Random) -> Made:
     x = matrices(generator)
     steps = generator.choice([1, 2, 5, 5, 8])
     methods = ["auto", "polar_express", "gram_newton_schulz", "newton_schulz"]
@@ -130,11 +140,11 @@ def orthogonalize(package: Package, generator: random.Random) -> Call:
             expected = slow.newton_schulz(wide, rows, 1.02)
         close("orthogonalize", result, expected if m <= n else expected.mT, slack)
 
-    return Call(with_out(generator, x, arguments), check, written=("out",))
+    return with_out(generator, x, arguments), check
 
 
-@call("newton_schulz")
-def newton_schulz(package: Package, generator: random.Random) -> Call:
+@call("newton_schulz", written=("out",), words=("a coefficient",))
+def newton_schulz(package: Package, generator: random.Random) -> Made:
     x = matrices(generator)
     dtype, slack = accuracy(generator, x)
     steps = generator.choice([1, 3, 5])
@@ -149,13 +159,11 @@ def newton_schulz(package: Package, generator: random.Random) -> Call:
         expected = package("reference.orthogonalize").newton_schulz(wide, rows)
         close("newton_schulz", result, expected if m <= n else expected.mT, slack)
 
-    return Call(
-        with_out(generator, x, arguments), check, written=("out",), words=("a coefficient",)
-    )
+    return with_out(generator, x, arguments), check
 
 
-@call("gram_newton_schulz")
-def gram_newton_schulz(package: Package, generator: random.Random) -> Call:
+@call("gram_newton_schulz", written=("out",))
+def gram_newton_schulz(package: Package, generator: random.Random) -> Made:
     x = matrices(generator)
     dtype = generator.choice([None, torch.float32, torch.float64])
     steps = generator.choice([1, 3, 5])
@@ -168,11 +176,11 @@ def gram_newton_schulz(package: Package, generator: random.Random) -> Call:
         name = generator.choice([*package.opt.COEFFICIENT_SETS])
         arguments |= {"coefficients": name, "restarts": None}
         arguments["steps"] = len(package.opt.COEFFICIENT_SETS[name].rows)
-    return Call(with_out(generator, x, arguments), written=("out",))
+    return with_out(generator, x, arguments)
 
 
-@call("polar_express")
-def polar_express(package: Package, generator: random.Random) -> Call:
+@call("polar_express", written=("out",))
+def polar_express(package: Package, generator: random.Random) -> Made:
     x = matrices(generator)
     dtype, slack = accuracy(generator, x)
     options = schedule_options(generator)
@@ -187,7 +195,7 @@ def polar_express(package: Package, generator: random.Random) -> Call:
         close("polar_express", result, expected if m <= n else expected.mT, 2 * slack)
 
     arguments = {"x": x, "steps": steps, "dtype": dtype, **options}
-    return Call(with_out(generator, x, arguments), check, written=("out",))
+    return with_out(generator, x, arguments), check
 
 
 def schedule_options(generator: random.Random) -> dict[str, float]:
@@ -199,7 +207,7 @@ def schedule_options(generator: random.Random) -> dict[str, float]:
 
 
 @call("polar_express_coefficients")
-def polar_express_coefficients(package: Package, generator: random.Random) -> Call:
+def polar_express_coefficients(package: Package, generator: random.Random) -> Made:
     options = schedule_options(generator)
     steps = generator.choice([1, 2, 5, 9])
 
@@ -209,7 +217,7 @@ def polar_express_coefficients(package: Package, generator: random.Random) -> Ca
         if len(rows) != steps or not values.isfinite().all() or not (values > 0).all():
             raise DifferenceError(f"polar_express_coefficients{options}, {steps} steps: {rows}")
 
-    return Call({"steps": steps, **options}, check)
+    return {"steps": steps, **options}, check
 
 
 def lists(generator: random.Random, dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
@@ -224,8 +232,8 @@ def wide(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.promote_types(x.dtype, torch.float32) for x in tensors]
 
 
-@call("kernels.momentum")
-def momentum(package: Package, generator: random.Random) -> Call:
+@call("kernels.momentum", written=("buffers", "out"), words=WORDS)
+def momentum(package: Package, generator: random.Random) -> Made:
     grads = lists(generator, STEPPED)
     buffers = [draw(generator, g.shape, torch.float32) for g in grads]
     out = [restrided(generator, torch.zeros(g.shape)) for g in grads]
@@ -243,11 +251,11 @@ def momentum(package: Package, generator: random.Random) -> Call:
             close("momentum: buffer", buffer, kept, 1e-5)
 
     arguments = {"grads": grads, "buffers": buffers, "out": out, "mu": mu, "nesterov": nesterov}
-    return Call(arguments | {"form": form}, check, written=("buffers", "out"), words=WORDS)
+    return arguments | {"form": form}, check
 
 
-@call("kernels.apply_update")
-def apply_update(package: Package, generator: random.Random) -> Call:
+@call("kernels.apply_update", written=("params",), words=WORDS)
+def apply_update(package: Package, generator: random.Random) -> Made:
     params = lists(generator, STEPPED)
     updates = [draw(generator, p.shape, torch.float32, strided=False) for p in params]
     factors = [generator.uniform(0.1, 2) for _ in params]
@@ -270,12 +278,11 @@ def apply_update(package: Package, generator: random.Random) -> Call:
             terms = kept, rate * update.norm()
             close("apply_update", param, expected, rounding(param.dtype), terms)
 
-    arguments = {"params": params, "updates": updates, "factors": factors, **options}
-    return Call(arguments, check, written=("params",), words=WORDS)
+    return {"params": params, "updates": updates, "factors": factors, **options}, check
 
 
-@call("kernels.adamw")
-def adamw(package: Package, generator: random.Random) -> Call:
+@call("kernels.adamw", written=("params", "exp_avgs", "exp_avg_sqs", "steps"), words=WORDS)
+def adamw(package: Package, generator: random.Random) -> Made:
     params = lists(generator, STEPPED)
     grads = [draw(generator, p.shape, p.dtype) for p in params]
     averages = [draw(generator, p.shape, torch.float32) for p in params]
@@ -300,20 +307,18 @@ def adamw(package: Package, generator: random.Random) -> Call:
             )
             close("adamw", param, value, rounding(param.dtype) + 1e-5)
 
-    arguments = {
+    return {
         "params": params,
         "grads": grads,
         "exp_avgs": averages,
         "exp_avg_sqs": squares,
         "steps": steps,
         **options,
-    }
-    written = ("params", "exp_avgs", "exp_avg_sqs", "steps")
-    return Call(arguments, check, written=written, words=WORDS)
+    }, check
 
 
-@call("kernels.symmetric_matmul")
-def symmetric_matmul(package: Package, generator: random.Random) -> Call:
+@call("kernels.symmetric_matmul", written=("out",))
+def symmetric_matmul(package: Package, generator: random.Random) -> Made:
     dtype = generator.choice(STEPPED)
     lead = generator.choice([(), (2,), (2, 2)])
     m, k = (generator.choice([1, 3, 8, 17]) for _ in range(2))
@@ -331,11 +336,11 @@ def symmetric_matmul(package: Package, generator: random.Random) -> Call:
         if bits(result) != bits(result.mT.contiguous()):
             raise DifferenceError("symmetric_matmul: the result is not symmetric")
 
-    return Call({"A": a, **options}, check, written=("out",))
+    return {"A": a, **options}, check
 
 
 @call("nf4_quantize")
-def nf4_quantize(package: Package, generator: random.Random) -> Call:
+def nf4_quantize(package: Package, generator: random.Random) -> Made:
     dtype = generator.choice(STEPPED)
     shape = generator.choice([(64,), (3, 65), (0,), (2, 32, 4), (1,), (7, 9)])
     weight = draw(generator, shape, dtype, strided=False)
@@ -348,12 +353,11 @@ def nf4_quantize(package: Package, generator: random.Random) -> Call:
             if bits(found) != bits(right):
                 raise DifferenceError("nf4_quantize: other bits than the reference")
 
-    arguments = {"weight": weight, "blocksize": blocksize, "quant_type": quant_type}
-    return Call(arguments, check)
+    return {"weight": weight, "blocksize": blocksize, "quant_type": quant_type}, check
 
 
-@call("nf4_dequant")
-def nf4_dequant(package: Package, generator: random.Random) -> Call:
+@call("nf4_dequant", also=(RuntimeError,))
+def nf4_dequant(package: Package, generator: random.Random) -> Made:
     experts, shape = generator.randint(1, 4), generator.choice([(8, 16), (64,), (3, 32)])
     weight = draw(generator, (experts, *shape), strided=False)
     packed, absmax = package.opt.nf4_quantize(weight, 32)
@@ -375,8 +379,7 @@ def nf4_dequant(package: Package, generator: random.Random) -> Call:
         if bits(result) != bits(package("reference.nf4").nf4_dequant(**arguments)):
             raise DifferenceError("nf4_dequant: other bits than the reference")
 
-    also = (RuntimeError,)  # of an id that names no expert
-    return Call(dict(arguments), check, also=also)
+    return dict(arguments), check
 
 
 def _block_scales(package: Package, generator: random.Random, name: str) -> dict[str, Any]:
@@ -390,40 +393,37 @@ def _block_scales(package: Package, generator: random.Random, name: str) -> dict
 
 
 @call("mxfp4_quantize")
-def mxfp4_quantize(package: Package, generator: random.Random) -> Call:
+def mxfp4_quantize(package: Package, generator: random.Random) -> Made:
     weight = draw(generator, generator.choice([(2, 32), (3, 5, 64), (96,)]))
-    return Call({"weight": weight})
+    return {"weight": weight}
 
 
 @call("fp8_quantize")
-def fp8_quantize(package: Package, generator: random.Random) -> Call:
+def fp8_quantize(package: Package, generator: random.Random) -> Made:
     weight = draw(generator, generator.choice([(2, 32), (3, 5, 70), (2, 130, 150)]))
-    arguments = {"weight": weight, "block": generator.choice([(128, 128), (1, 0), (0, 0)])}
-    return Call(arguments)
+    return {"weight": weight, "block": generator.choice([(128, 128), (1, 0), (0, 0)])}
 
 
-@call("mxfp4_dequant")
-def mxfp4_dequant(package: Package, generator: random.Random) -> Call:
+@call("mxfp4_dequant", also=(IndexError,))  # of an id that names no expert
+def mxfp4_dequant(package: Package, generator: random.Random) -> Made:
     arguments = _block_scales(package, generator, "mxfp4")
 
     def check(result: Tensor) -> None:
         if bits(result) != bits(package("reference.mxfp4").mxfp4_dequant(**arguments)):
             raise DifferenceError("mxfp4_dequant: other bits than the reference")
 
-    also = (IndexError,)  # of an id that names no expert
-    return Call(dict(arguments), check, also=also)
+    return dict(arguments), check
 
 
-@call("fp8_dequant")
-def fp8_dequant(package: Package, generator: random.Random) -> Call:
+@call("fp8_dequant", also=(IndexError,))  # of an id that names no expert
+def fp8_dequant(package: Package, generator: random.Random) -> Made:
     arguments = _block_scales(package, generator, "fp8") | {"block": (128, 128)}
 
     def check(result: Tensor) -> None:
         if bits(result) != bits(package("reference.fp8").fp8_dequant(**arguments)):
             raise DifferenceError("fp8_dequant: other bits than the reference")
 
-    also = (IndexError,)
-    return Call(dict(arguments), check, also=also)
+    return dict(arguments), check
 
 
 def integers_below(generator: random.Random, high: int) -> Tensor:
@@ -432,7 +432,7 @@ def integers_below(generator: random.Random, high: int) -> Tensor:
 
 
 @call("explain")
-def explain(package: Package, generator: random.Random) -> Call:
+def explain(package: Package, generator: random.Random) -> Made:
     op = generator.choice([*package("explain").EXPLAINERS])
     arguments: dict[str, Any] = {"op": op, "device": generator.choice(["cpu", torch.device("cpu")])}
     if op == "orthogonalize":
@@ -444,7 +444,7 @@ def explain(package: Package, generator: random.Random) -> Call:
         if not isinstance(text, str) or not text:
             raise DifferenceError(f"explain({op}) says {text!r}")
 
-    return Call(arguments, check)
+    return arguments, check
 
 
 class Small(nn.Module):
@@ -459,7 +459,7 @@ class Small(nn.Module):
 
 
 @call("get_default_muon_param_groups")
-def get_default_muon_param_groups(package: Package, generator: random.Random) -> Call:
+def get_default_muon_param_groups(package: Package, generator: random.Random) -> Made:
     model = Small()
 
     def check(groups: Any) -> None:
@@ -467,11 +467,11 @@ def get_default_muon_param_groups(package: Package, generator: random.Random) ->
         if len(held) != len({*map(id, held)}) or len(held) != len([*model.parameters()]):
             raise DifferenceError("get_default_muon_param_groups loses or repeats parameters")
 
-    return Call({"model": model, "is_muon_func": package.opt.default_is_muon}, check)
+    return {"model": model, "is_muon_func": package.opt.default_is_muon}, check
 
 
 @call("default_is_muon")
-def default_is_muon(package: Package, generator: random.Random) -> Call:
+def default_is_muon(package: Package, generator: random.Random) -> Made:
     name = generator.choice(
         ["layers.0.q_proj.weight", "lm_head.weight", "norm.bias", "", "a" * 999]
     )
@@ -481,8 +481,7 @@ def default_is_muon(package: Package, generator: random.Random) -> Call:
         if not isinstance(result, bool):
             raise DifferenceError(f"default_is_muon returned {result!r}")
 
-    arguments = {"name": name, "param": param}
-    return Call(arguments, check)
+    return {"name": name, "param": param}, check
 
 
 def constructor(front: str) -> Maker:
@@ -509,17 +508,19 @@ def constructor(front: str) -> Maker:
             arguments |= {"method": "auto", "split_sizes": None, "adamw_betas": (0.9, 0.95)}
             arguments |= {"warmup_step": 1, "chunk_size": -1}
         arguments |= {"distributed": None, "debug": False, "clip_config": None}
-        return Call(arguments, check, words=("group", "parameter"))
+        return Call(
+            front, getattr(package.opt, front), arguments, check, words=("group", "parameter")
+        )
 
     return make
 
 
 for _front in ("Muon", "MuonAdamW"):
-    call(_front)(constructor(_front))
+    CALLS[_front] = constructor(_front)
 
 
 @call("DistributedConfig")
-def distributed_config(package: Package, generator: random.Random) -> Call:
+def distributed_config(package: Package, generator: random.Random) -> Made:
     arguments = {
         "wire_dtype": generator.choice([None, torch.float16, torch.float32]),
         "prefetch": generator.randint(1, 4),
@@ -533,7 +534,7 @@ def distributed_config(package: Package, generator: random.Random) -> Call:
         if any(getattr(config, name) != value for name, value in arguments.items()):
             raise DifferenceError(f"DistributedConfig took {config} for {arguments}")
 
-    return Call(arguments, check)
+    return arguments, check
 
 
 def stepped(package: Package, generator: random.Random) -> Run:
@@ -568,11 +569,16 @@ def step(package: Package, generator: random.Random) -> Call:
             raise ValueError(f"grad: {error}") from error
         run.optimizer.step(qk_logits=qk_logits)
 
-    return Call({"grad": grad, "qk_logits": None}, words=("gradient", name), function=call_step)
+    return Call(
+        "step", call_step, {"grad": grad, "qk_logits": None}, None, words=("gradient", name)
+    )
 
 
-@call("load_state_dict")
-def load_state_dict(package: Package, generator: random.Random) -> Call:
+@call(
+    "load_state_dict",
+    words=("group", "state", "loaded", "params", "saved", "zip()", "dictionary update"),
+)
+def load_state_dict(package: Package, generator: random.Random) -> Made:
     run = stepped(package, generator)
     saved = run.optimizer.state_dict()
     before = run.snapshot()
@@ -593,13 +599,11 @@ def load_state_dict(package: Package, generator: random.Random) -> Call:
     def load_one(groups: Any, state: Any) -> None:
         load(groups, {**saved["state"], number: state})
 
-    arguments = {"groups": groups, "state": dict(saved["state"][number])}
-    words = ("group", "state", "loaded", "params", "saved", "zip()", "dictionary update")
-    return Call(arguments, words=words, function=load_one)
+    return {"groups": groups, "state": dict(saved["state"][number])}, None, load_one
 
 
-@call("save_optimizer")
-def save_optimizer(package: Package, generator: random.Random) -> Call:
+@call("save_optimizer", also=(OSError,), words=("path",))
+def save_optimizer(package: Package, generator: random.Random) -> Made:
     run = stepped(package, generator)
     name = generator.choice(["save_optimizer", "save_optimizer_async"])
 
@@ -608,8 +612,11 @@ def save_optimizer(package: Package, generator: random.Random) -> Call:
         if pending is not None:
             pending.wait()
 
-    arguments = {"optimizer": run.optimizer, "folder": package.folder / f"a{generator.random()}"}
-    return Call(arguments, also=(OSError,), words=("path",), function=saved)
+    return (
+        {"optimizer": run.optimizer, "folder": package.folder / f"a{generator.random()}"},
+        None,
+        saved,
+    )
 
 
 @call("load_optimizer")
@@ -631,17 +638,12 @@ def load_optimizer(package: Package, generator: random.Random) -> Call:
     arguments = {"optimizer": run.optimizer, "content": data, "folder": folder}
     words = (str(folder), "safetensors", "checkpoint", "path")
     return Call(
-        arguments,
-        written=("content",),
-        also=(OSError,),
-        words=words,
-        exact=("content",),
-        function=load,
+        "load_optimizer", load, arguments, None, ("content",), (OSError,), words, ("content",)
     )
 
 
-@call("convert_state_dict")
-def convert_state_dict(package: Package, generator: random.Random) -> Call:
+@call("convert_state_dict", words=("state", "group", "param"))
+def convert_state_dict(package: Package, generator: random.Random) -> Made:
     matrix, vector = (nn.Parameter(draw(generator, shape)) for shape in ((5, 3), (4,)))
     muon = torch.optim.Muon([matrix], lr=0.1)
     other = torch.optim.AdamW([vector], lr=0.1)
@@ -660,16 +662,17 @@ def convert_state_dict(package: Package, generator: random.Random) -> Call:
         ours.load_state_dict(converted)
         close("converted", ours.state[vector]["exp_avg"], other.state[vector]["exp_avg"], 1e-6)
 
-    arguments = {"optimizer": ours, "saved": saved, "source": "torch"}
-    words = ("state", "group", "param")
-    return Call(arguments, check, words=words)
+    return {"optimizer": ours, "saved": saved, "source": "torch"}, check
 
 
-@call("profile_steps")
-def profile_steps(package: Package, generator: random.Random) -> Call:
+@call("profile_steps", also=(ImportError,))
+def profile_steps(package: Package, generator: random.Random) -> Made:
     """The callback is only made: profiling takes seconds."""
-    arguments = {"start": 1, "count": 2, "out": package.folder / "trace.json"}
-    return Call(arguments, also=(ImportError,), function=package.opt.ProfileCallback)
+    return (
+        {"start": 1, "count": 2, "out": package.folder / "trace.json"},
+        None,
+        package.opt.ProfileCallback,
+    )
 
 
 def finite(result: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..moe._eager import Problem, eager
 from ._arguments import FLOATS, Call, draw, integers, restrided
-from ._calls import STEPPED, Package, bits, call, close, finite, rounding
+from ._calls import STEPPED, Made, Package, bits, call, close, finite, rounding
 from ._problem import DifferenceError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss")
@@ -44,7 +44,7 @@ def detached(tensors: dict[str, Tensor | None]) -> dict[str, Any]:
 
 
 @call("moe.grouped_lora_linear")
-def grouped_lora_linear(package: Package, generator: random.Random) -> Call:
+def grouped_lora_linear(package: Package, generator: random.Random) -> Made:
     problem = problem_of(generator)
     ids = problem.ids(torch.device("cpu"), generator.randrange(100))
     order = package.opt.moe.expert_sort(ids, problem.experts)
@@ -55,19 +55,18 @@ def grouped_lora_linear(package: Package, generator: random.Random) -> Call:
         expected = eager(problem, detached(leaves), ids, torch.float64)
         close(f"grouped_lora_linear {problem}", result, expected, 20 * rounding(problem.dtype))
 
-    arguments: dict[str, Any] = {
+    return {
         **seen,
         "order": order,
         "scaling": problem.scaling,
         "grouped_in": problem.grouped_in,
         "grouped_out": problem.grouped_out,
         "backend": generator.choice(BACKENDS),
-    }
-    return Call(arguments, check)
+    }, check
 
 
-@call("moe.parallel_linear_lora")
-def parallel_linear_lora(package: Package, generator: random.Random) -> Call:
+@call("moe.parallel_linear_lora", words=("lora_a", "lora_b", "weight", "order", "x must"))
+def parallel_linear_lora(package: Package, generator: random.Random) -> Made:
     problem = problem_of(generator, routing="random", peft=False, bias=False, gates=False, tokens=6)
     ids = problem.ids(torch.device("cpu"), generator.randrange(100))
     order = package.opt.moe.expert_sort(ids, problem.experts)
@@ -78,7 +77,7 @@ def parallel_linear_lora(package: Package, generator: random.Random) -> Call:
         expected = eager(problem, leaves, ids, torch.float64)
         close(f"parallel_linear_lora {problem}", result, expected, 20 * rounding(problem.dtype))
 
-    arguments = {
+    return {
         "inputs": leaves["x"],
         "expert_weights": leaves["weight"],
         "k": problem.top_k,
@@ -90,12 +89,11 @@ def parallel_linear_lora(package: Package, generator: random.Random) -> Call:
         "scaling": problem.scaling,
         "grouped_in": problem.grouped_in,
         "grouped_out": problem.grouped_out,
-    }
-    return Call(arguments, check, words=("lora_a", "lora_b", "weight", "order", "x must"))
+    }, check
 
 
 @call("moe.expert_sort")
-def expert_sort(package: Package, generator: random.Random) -> Call:
+def expert_sort(package: Package, generator: random.Random) -> Made:
     experts = generator.choice([1, 3, 8, 300])
     shape = (generator.choice([0, 1, 5, 40]), generator.choice([1, 2, 4]))
     dtype = generator.choice([torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
@@ -113,11 +111,11 @@ def expert_sort(package: Package, generator: random.Random) -> Call:
 
     arguments = {"expert_ids": ids, "num_experts": experts, "backend": generator.choice(BACKENDS)}
     arguments["tile_rows"] = generator.choice([None, 16, 32, 64])
-    return Call(arguments, check)
+    return arguments, check
 
 
 @call("kernels.combine")
-def combine(package: Package, generator: random.Random) -> Call:
+def combine(package: Package, generator: random.Random) -> Made:
     tokens, k, n = generator.choice([1, 4, 9]), generator.choice([1, 2, 3]), 5
     ids = integers(generator, 0, 5, (tokens, k))  # 4 is a sentinel
     order = package.opt.moe.expert_sort(ids, 4)
@@ -130,12 +128,11 @@ def combine(package: Package, generator: random.Random) -> Call:
         expected = package("reference.moe").combine(y.double(), wide, rows, offsets, k)
         close("combine", result, expected, 8 * rounding(y.dtype))
 
-    arguments = {"y": y, "gates": gates, "rows": rows, "offsets": offsets, "top_k": k}
-    return Call(arguments, check)
+    return {"y": y, "gates": gates, "rows": rows, "offsets": offsets, "top_k": k}, check
 
 
 @call("moe.glu")
-def glu(package: Package, generator: random.Random) -> Call:
+def glu(package: Package, generator: random.Random) -> Made:
     x = draw(generator, (generator.choice([0, 1, 7]), 2 * generator.choice([1, 4, 9])))
     x = x.to(generator.choice(FLOATS))
     activation, interleaved = generator.choice(ACTIVATIONS), generator.random() < 0.5
@@ -145,11 +142,11 @@ def glu(package: Package, generator: random.Random) -> Call:
         close("glu", result, expected, 4 * rounding(x.dtype))
 
     arguments = {"gate_up": x, "activation": activation, "interleaved": interleaved}
-    return Call(arguments | {"backend": "auto"}, check)
+    return arguments | {"backend": "auto"}, check
 
 
 @call("moe.softmax_top_k")
-def softmax_top_k(package: Package, generator: random.Random) -> Call:
+def softmax_top_k(package: Package, generator: random.Random) -> Made:
     lead, experts = generator.choice([(), (3,), (2, 3), (0,)]), generator.choice([1, 4, 9])
     logits = draw(generator, (*lead, experts), generator.choice(FLOATS))
     k = generator.randint(1, experts)
@@ -162,12 +159,11 @@ def softmax_top_k(package: Package, generator: random.Random) -> Call:
             probabilities = probabilities / probabilities.sum(-1, keepdim=True)
         close("softmax_top_k", weights, probabilities, 1e-5)
 
-    arguments = {"router_logits": logits, "top_k": k, "norm_topk_prob": norm}
-    return Call(arguments, check)
+    return {"router_logits": logits, "top_k": k, "norm_topk_prob": norm}, check
 
 
 @call("moe.group_top_k")
-def group_top_k(package: Package, generator: random.Random) -> Call:
+def group_top_k(package: Package, generator: random.Random) -> Made:
     groups = generator.choice([1, 2, 4])
     logits = draw(generator, (5, 4 * groups), generator.choice(FLOATS))
     kept = generator.randint(1, groups)
@@ -195,41 +191,62 @@ def group_top_k(package: Package, generator: random.Random) -> Call:
         expected = expected * arguments["routed_scaling_factor"]
         close("group_top_k", weights, expected, 1e-4)
 
-    return Call(dict(arguments), check)
+    return dict(arguments), check
 
 
 @call("moe.select_experts")
-def select_experts(package: Package, generator: random.Random) -> Call:
+def select_experts(package: Package, generator: random.Random) -> Made:
     rule = package.opt.moe.RouterRule(generator.choice(["softmax", "sigmoid"]), 2)
-    arguments = {
+    return {
         "router_logits": draw(generator, (5, 6)),
         "rule": rule,
         "correction_bias": None if generator.random() < 0.5 else draw(generator, (6,)),
-    }
-    return Call(arguments, finite)
+    }, finite
 
 
-@call("moe.RouterRule")
-def router_rule(package: Package, generator: random.Random) -> Call:
-    arguments = {
+# Always the same arguments.
+FIXED: dict[str, dict[str, Any]] = {
+    "moe.RouterRule": {
         "score": "softmax",
         "top_k": 2,
         "norm_topk_prob": True,
         "n_group": 1,
         "topk_group": 1,
         "routed_scaling_factor": 1.0,
-    }
-    return Call(arguments)
+    },
+    "moe.ExpertsLayout": {
+        "activation": "silu",
+        "transposed": True,
+        "interleaved": False,
+        "gated": True,
+    },
+    "moe.LoraProjection": {"num_experts": 3, "in_features": 4, "out_features": 5},
+    "moe.choose_strategy": {
+        "rows": 17,
+        "num_experts": 8,
+        "wanted": "auto",
+        "fusable": True,
+        "fast": True,
+    },
+    "moe.QuantizedExperts": {
+        "shape": (3, 4, 64),
+        "blocksize": 64,
+        "quant_type": "nf4",
+        "nested": False,
+        "strategy": "auto",
+        "device": torch.device("cpu"),
+    },
+}
+
+for _name, _given in FIXED.items():
+    call(_name)(lambda package, generator, given=_given: dict(given))
 
 
-@call("moe.ExpertsLayout")
-def experts_layout(package: Package, generator: random.Random) -> Call:
-    arguments = {"activation": "silu", "transposed": True, "interleaved": False, "gated": True}
-    return Call(arguments)
+FORWARD_WORDS = ("gates", "weight", "bias", "x ", "expert_ids", "order", "lora_a")
 
 
-@call("moe.experts_forward")
-def experts_forward(package: Package, generator: random.Random) -> Call:
+@call("moe.experts_forward", words=FORWARD_WORDS)
+def experts_forward(package: Package, generator: random.Random) -> Made:
     experts, hidden, inner, tokens, k = 3, generator.choice([4, 7]), 5, generator.choice([0, 6]), 2
     dtype = generator.choice(FLOATS)
     moe = package.opt.moe
@@ -256,7 +273,7 @@ def experts_forward(package: Package, generator: random.Random) -> Call:
                     expected[t] += gates[t, j].double() * (inside @ down[e])[0]
         close("experts_forward", result, expected, 60 * rounding(dtype))
 
-    arguments = {
+    return {
         "hidden_states": x,
         "top_k_index": ids,
         "top_k_weights": gates,
@@ -267,13 +284,11 @@ def experts_forward(package: Package, generator: random.Random) -> Call:
         "gate_up_bias": None,
         "down_bias": None,
         "backend": generator.choice(BACKENDS),
-    }
-    words = ("gates", "weight", "bias", "x ", "expert_ids", "order", "lora_a")
-    return Call(arguments, check, words=words)
+    }, check
 
 
 @call("moe.Experts")
-def experts_module(package: Package, generator: random.Random) -> Call:
+def experts_module(package: Package, generator: random.Random) -> Made:
     arguments = {
         "num_experts": 3,
         "hidden": 4,
@@ -288,11 +303,11 @@ def experts_module(package: Package, generator: random.Random) -> Call:
         x = draw(generator, (2, 4), module.down_proj.dtype)
         finite(module(x, torch.tensor([[0], [1]]), torch.ones(2, 1)))
 
-    return Call(arguments, check)
+    return arguments, check
 
 
 @call("moe.Experts.add_adapter")
-def add_adapter(package: Package, generator: random.Random) -> Call:
+def add_adapter(package: Package, generator: random.Random) -> Made:
     module = package.opt.moe.Experts(3, 4, 5)
     before = sorted(module.state_dict())
 
@@ -319,36 +334,28 @@ def add_adapter(package: Package, generator: random.Random) -> Call:
     def check(module: nn.Module) -> None:
         finite(module(draw(generator, (2, 4)), torch.tensor([[0], [1]]), torch.ones(2, 1)))
 
-    return Call(arguments, check, function=add)
-
-
-@call("moe.LoraProjection")
-def lora_projection(package: Package, generator: random.Random) -> Call:
-    arguments = {"num_experts": 3, "in_features": 4, "out_features": 5}
-    return Call(arguments)
+    return arguments, check, add
 
 
 @call("moe.ExpertAdapters")
-def expert_adapters(package: Package, generator: random.Random) -> Call:
+def expert_adapters(package: Package, generator: random.Random) -> Made:
     layout = package.opt.moe.ExpertsLayout()
-    arguments = {"num_experts": 3, "hidden": 4, "intermediate": 5, "layout": layout}
-    return Call(arguments)
+    return {"num_experts": 3, "hidden": 4, "intermediate": 5, "layout": layout}
 
 
 @call("moe.factor_views")
-def factor_views(package: Package, generator: random.Random) -> Call:
+def factor_views(package: Package, generator: random.Random) -> Made:
     a, b = draw(generator, (6, 5)), draw(generator, (4, 6))
 
     def check(result: Any) -> None:
         if [tuple(x.shape) for x in result] != [(3, 2, 5), (3, 4, 2)]:
             raise DifferenceError("factor_views: wrong shapes")
 
-    arguments = {"lora_A": a, "lora_B": b, "num_experts": 3}
-    return Call(arguments, check)
+    return {"lora_A": a, "lora_B": b, "num_experts": 3}, check
 
 
 @call("moe.selective_lora_weights")
-def selective_lora_weights(package: Package, generator: random.Random) -> Call:
+def selective_lora_weights(package: Package, generator: random.Random) -> Made:
     a, b = draw(generator, (6, 5)), draw(generator, (4, 6))
     ids = torch.tensor(generator.sample(range(3), generator.randint(0, 3)), dtype=torch.int64)
 
@@ -357,12 +364,11 @@ def selective_lora_weights(package: Package, generator: random.Random) -> Call:
         if expected and not torch.equal(result[0], torch.cat(expected)):
             raise DifferenceError("selective_lora_weights: other rows than asked for")
 
-    arguments = {"lora_A": a, "lora_B": b, "active_experts": ids, "num_experts": 3}
-    return Call(arguments, check)
+    return {"lora_A": a, "lora_B": b, "active_experts": ids, "num_experts": 3}, check
 
 
 @call("moe.active_experts")
-def active_experts(package: Package, generator: random.Random) -> Call:
+def active_experts(package: Package, generator: random.Random) -> Made:
     ids = integers(generator, 0, 5, (generator.choice([0, 4]), 2))
     order = package.opt.moe.expert_sort(ids, 5)
 
@@ -371,11 +377,11 @@ def active_experts(package: Package, generator: random.Random) -> Call:
         if active.ids[: len(used)].tolist() != used:
             raise DifferenceError(f"active_experts of {ids.tolist()}: {active.ids.tolist()}")
 
-    return Call({"order": order}, check)
+    return {"order": order}, check
 
 
 @call("moe.selective_expert_weights")
-def selective_expert_weights(package: Package, generator: random.Random) -> Call:
+def selective_expert_weights(package: Package, generator: random.Random) -> Made:
     order = package.opt.moe.expert_sort(integers(generator, 0, 4, (3, 2)), 4)
     active = package.opt.moe.active_experts(order)
     weight = draw(generator, (4, 8, 16), strided=False)
@@ -388,21 +394,13 @@ def selective_expert_weights(package: Package, generator: random.Random) -> Call
     def check(result: Tensor) -> None:
         close("selective_expert_weights", result, weight[active.ids], 0.2 if quantized else 1e-2)
 
-    arguments = {"weight": stack, "active": active, "dtype": torch.float32}
-    return Call(arguments, check)
+    return {"weight": stack, "active": active, "dtype": torch.float32}, check
 
 
 @call("moe.expert_weight")
-def expert_weight(package: Package, generator: random.Random) -> Call:
+def expert_weight(package: Package, generator: random.Random) -> Made:
     module = package.opt.moe.Experts(3, 4, 5)
-    arguments = {"module": module, "name": "gate_up_proj", "shape": (3, 10, 4)}
-    return Call(arguments)
-
-
-@call("moe.choose_strategy")
-def choose_strategy(package: Package, generator: random.Random) -> Call:
-    arguments = {"rows": 17, "num_experts": 8, "wanted": "auto", "fusable": True, "fast": True}
-    return Call(arguments)
+    return {"module": module, "name": "gate_up_proj", "shape": (3, 10, 4)}
 
 
 def quantized(package: Package, generator: random.Random) -> tuple[Any, Tensor]:
@@ -413,33 +411,18 @@ def quantized(package: Package, generator: random.Random) -> tuple[Any, Tensor]:
     return package.opt.moe.QuantizedExperts.from_weight(weight, nested=nested, **options), weight
 
 
-@call("moe.QuantizedExperts")
-def quantized_experts(package: Package, generator: random.Random) -> Call:
-    arguments = {
-        "shape": (3, 4, 64),
-        "blocksize": 64,
-        "quant_type": "nf4",
-        "nested": False,
-        "strategy": "auto",
-        "device": torch.device("cpu"),
-    }
-    return Call(arguments)
-
-
-@call("moe.QuantizedExperts.from_weight")
-def from_weight(package: Package, generator: random.Random) -> Call:
+@call("moe.QuantizedExperts.from_weight", words=("shape", "experts", "expert"))
+def from_weight(package: Package, generator: random.Random) -> Made:
     weight = draw(generator, (3, 4, 64), generator.choice(STEPPED))
 
     def check(module: Any) -> None:
         close("from_weight", module.quantized_weight().decode(dtype=torch.float32), weight, 0.2)
 
-    arguments = {"weight": weight, "blocksize": 64, "quant_type": "nf4", "nested": False}
-    words = ("shape", "experts", "expert")
-    return Call(arguments, check, words=words)
+    return {"weight": weight, "blocksize": 64, "quant_type": "nf4", "nested": False}, check
 
 
-@call("moe.QuantizedWeight")
-def quantized_weight(package: Package, generator: random.Random) -> Call:
+@call("moe.QuantizedWeight", words=("shape", "stack"))
+def quantized_weight(package: Package, generator: random.Random) -> Made:
     record = quantized(package, generator)[0].quantized_weight()
     fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
 
@@ -447,19 +430,17 @@ def quantized_weight(package: Package, generator: random.Random) -> Call:
         if bits(made.decode()) != bits(record.decode()):
             raise DifferenceError("QuantizedWeight: other values from the same fields")
 
-    words = ("shape", "stack")
-    return Call(fields, check, words=words)
+    return fields, check
 
 
 @call("moe.explain_quantized")
-def explain_quantized(package: Package, generator: random.Random) -> Call:
+def explain_quantized(package: Package, generator: random.Random) -> Made:
     weight = quantized(package, generator)[0]
-    arguments = {"weight": weight, "rows": 8, "dtype": torch.bfloat16, "rank": 0, "backend": "auto"}
-    return Call(arguments)
+    return {"weight": weight, "rows": 8, "dtype": torch.bfloat16, "rank": 0, "backend": "auto"}
 
 
 @call("moe.grouped_lora_linear, 4 bits")
-def quantized_linear(package: Package, generator: random.Random) -> Call:
+def quantized_linear(package: Package, generator: random.Random) -> Made:
     module, _ = quantized(package, generator)
     experts, _, k = module.stored
     dtype = generator.choice(STEPPED)
@@ -472,46 +453,47 @@ def quantized_linear(package: Package, generator: random.Random) -> Call:
         expected = package.opt.moe.grouped_lora_linear(x.double(), weight.double(), order)
         close("4-bit grouped_lora_linear", result, expected, 40 * rounding(torch.bfloat16))
 
-    arguments = {"x": x, "weight": record, "order": order, "backend": generator.choice(BACKENDS)}
-    return Call(arguments, check, function=package.opt.moe.grouped_lora_linear)
+    return {"x": x, "weight": record, "order": order, "backend": generator.choice(BACKENDS)}, check
 
 
 @call("moe.Router")
-def router(package: Package, generator: random.Random) -> Call:
+def router(package: Package, generator: random.Random) -> Made:
     rule = package.opt.moe.RouterRule("sigmoid", 2)
     arguments = {"hidden": 4, "num_experts": 5, "rule": rule, "correction": True, "bias": True}
 
     def check(module: nn.Module) -> None:
         finite(module(draw(generator, (3, 4))))
 
-    return Call(arguments, check)
+    return arguments, check
 
 
 @call("moe.SharedExperts")
-def shared_experts(package: Package, generator: random.Random) -> Call:
+def shared_experts(package: Package, generator: random.Random) -> Made:
     arguments = {"hidden": 4, "intermediate": 5, "activation": "silu", "sigmoid_gate": True}
 
     def check(module: nn.Module) -> None:
         finite(module(draw(generator, (3, 4))))
 
-    return Call(arguments, check)
+    return arguments, check
 
 
-@call("moe.MoEBlock")
-def moe_block(package: Package, generator: random.Random) -> Call:
+@call("moe.MoEBlock", words=("hidden_states", "x ", "linear", "weight must have dtype"))
+def moe_block(package: Package, generator: random.Random) -> Made:
     moe = package.opt.moe
     block = moe.MoEBlock(
         moe.Router(4, 3, moe.RouterRule("softmax", 2)),
         moe.Experts(3, 4, 5),
         moe.SharedExperts(4, 5) if generator.random() < 0.5 else None,
     )
-    arguments = {"hidden_states": draw(generator, generator.choice([(2, 4), (2, 3, 4), (0, 4)]))}
-    words = ("hidden_states", "x ", "linear", "weight must have dtype")  # x's, as the block's is
-    return Call(arguments, finite, words=words, function=block.forward)
+    return (
+        {"hidden_states": draw(generator, generator.choice([(2, 4), (2, 3, 4), (0, 4)]))},
+        finite,
+        block.forward,
+    )
 
 
-@call("layers.ScatterMoEExperts")
-def scatter_moe_experts(package: Package, generator: random.Random) -> Call:
+@call("layers.ScatterMoEExperts", words=("expert_ids", "gates", "x ", "gate_up", "weight must"))
+def scatter_moe_experts(package: Package, generator: random.Random) -> Made:
     """Its forward in the place of that of a module with the names of transformers."""
 
     class Layer(package.opt.layers.ScatterMoEExperts):
@@ -533,8 +515,7 @@ def scatter_moe_experts(package: Package, generator: random.Random) -> Call:
         with torch.no_grad():
             return layer(**given)
 
-    words = ("expert_ids", "gates", "x ", "gate_up", "weight must")
-    return Call(arguments, finite, words=words, function=forward)
+    return arguments, finite, forward
 
 
 FAMILIES = ("qwen3_moe", "qwen3_moe_square")
@@ -553,8 +534,8 @@ def logits(model: Any) -> torch.Tensor:
         return model(torch.tensor([[1, 2, 3]])).logits
 
 
-@call("integrations.attach_lora")
-def attach_lora(package: Package, generator: random.Random) -> Call:
+@call("integrations.attach_lora", words=WORDS)
+def attach_lora(package: Package, generator: random.Random) -> Made:
     model = tiny(generator)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     plain = logits(model)
@@ -584,25 +565,22 @@ def attach_lora(package: Package, generator: random.Random) -> Call:
         "adapter_name": "default",
         "dtype": torch.float32,
     }
-    return Call(arguments, words=WORDS, function=attach)
+    return arguments, None, attach
 
 
-@call("integrations.use_in_transformers")
-def use_in_transformers(package: Package, generator: random.Random) -> Call:
+@call("integrations.use_in_transformers", words=WORDS)
+def use_in_transformers(package: Package, generator: random.Random) -> Made:
     model = tiny(generator)
 
     def use(model: Any) -> Any:
         package.opt.integrations.use_in_transformers(model)
         return model
 
-    def check(given: Any) -> None:
-        finite(logits(given))
-
-    return Call({"model": model}, check, words=WORDS, function=use)
+    return {"model": model}, lambda given: finite(logits(given)), use
 
 
-@call("integrations.quantize_experts")
-def quantize_experts(package: Package, generator: random.Random) -> Call:
+@call("integrations.quantize_experts", words=WORDS)
+def quantize_experts(package: Package, generator: random.Random) -> Made:
     model = tiny(generator)
 
     def quantize(**arguments: Any) -> Any:
@@ -614,7 +592,7 @@ def quantize_experts(package: Package, generator: random.Random) -> Call:
         finite(logits(given))
 
     arguments = {"model": model, "quant_type": "nf4", "blocksize": 64}
-    return Call(arguments, check, words=WORDS, function=quantize)
+    return arguments, check, quantize
 
 
 @call("integrations.set_lora")
@@ -647,7 +625,7 @@ def switches(package: Package, generator: random.Random) -> Call:
 
     arguments = {"model": model, "adapter": "default"}
     words = (*WORDS, "merged", str(folder), "quantized", "quantised")
-    return Call(arguments, check, also=(OSError,), words=words, function=play)
+    return Call("integrations.set_lora", play, arguments, check, also=(OSError,), words=words)
 
 
 @call("integrations.load_peft_adapter")
@@ -688,5 +666,5 @@ def load_peft_adapter(package: Package, generator: random.Random) -> Call:
     arguments = {"model": model, "adapter": "default", "content": data}
     words = (*WORDS, str(folder), "json", "safetensors")
     return Call(
-        arguments, written=(), also=(OSError,), words=words, exact=("content",), function=load
+        "integrations.load_peft_adapter", load, arguments, None, (), (OSError,), words, ("content",)
     )

@@ -14,7 +14,6 @@ import math
 import random
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import lr_scheduler
 
 from . import _events
-from ._problem import DifferenceError, Run, Source, assert_same, bits, gradient, played
+from ._problem import DifferenceError, Pair, Run, Source, assert_same, bits, gradient
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -179,10 +179,11 @@ MISSING_RATE = 0.08
 ADAMW = ("betas", "eps")
 
 
-class Episode:
+class Episode(Pair):
     """Both runs, what happened to them, and the steps that they take together."""
 
     def __init__(self, opt: Any, seed: int) -> None:
+        super().__init__()
         self.opt = opt
         self.submodule = lambda name: importlib.import_module(f"{opt.__name__}.{name}")
         self.generator = generator = random.Random(seed)
@@ -195,10 +196,7 @@ class Episode:
             for _ in range(2)
         )
         self.slow = SlowStep(opt, self.submodule)
-        self.counts: Counter[str] = Counter()
-        self.happened: list[str] = []
         self.folder = Path(tempfile.mkdtemp(prefix="soak-"))
-        self.schedulers: list[Any] = []
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -209,31 +207,7 @@ class Episode:
     def new_folder(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self.folder))
 
-    def set_options(self, number: int, options: dict[str, Any]) -> None:
-        given = self.run.given[number]
-        for run in (self.run, self.twin):
-            for key, value in options.items():
-                renamed = not given.muon and self.front == "Muon" and key in ("betas", "eps")
-                run.optimizer.param_groups[number][f"adamw_{key}" if renamed else key] = value
-
-    def replace_run(self, run: Run) -> None:
-        """Another object goes on, with the gradients of this one."""
-        for name, param in run.params.items():
-            param.grad = self.run.params[name].grad
-        self.run = run
-        self.schedulers = []
-
-    def take_copy(self, copied: Callable[[Any], Any]) -> None:
-        params, optimizer = copied((self.run.params, self.run.optimizer))
-        run = Run(self.opt, self.front, list(self.run.given), {}, params, optimizer)
-        for name, param in run.params.items():
-            param.grad = self.run.params[name].grad
-        self.run = run
-        self.schedulers = []
-
     def schedule(self, kind: str) -> None:
-        from torch.optim import lr_scheduler
-
         make = {
             "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
             "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
@@ -390,7 +364,6 @@ def play(opt: Any, seed: int, steps: int) -> dict[str, Any]:
     """One episode: what happened how often, and what went wrong."""
     episode = Episode(opt, seed)
     try:
-        found = played(episode, steps)
+        return episode.play(steps)
     finally:
         episode.close()
-    return found | {"happened": episode.happened[-8:] if found["difference"] else []}

@@ -18,14 +18,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ._problem import (
-    DifferenceError,
-    adamw_options,
-    assert_unchanged,
-    bits,
-    halved,
-    muon_options,
-)
+from ._problem import DifferenceError, adamw_options, assert_unchanged, bits, halved, muon_options
 
 if TYPE_CHECKING:
     from ._episode import Episode
@@ -270,19 +263,19 @@ class PlannedError(Exception):
     """Raised by the soak itself."""
 
 
-def _raise(*_: Any, **__: Any) -> Any:
+def raises(*_: Any, **__: Any) -> Any:
     raise PlannedError("on purpose")
 
 
 @event
 def closure_raises(episode: Episode) -> None:
     with refused(episode, "a closure that raises", PlannedError):
-        episode.run.optimizer.step(_raise)
+        episode.run.optimizer.step(raises)
 
 
 @event
 def pre_hook_raises(episode: Episode) -> None:
-    handle = episode.run.optimizer.register_step_pre_hook(_raise)
+    handle = episode.run.optimizer.register_step_pre_hook(raises)
     with refused(episode, "a hook before the step that raises", PlannedError):
         episode.run.optimizer.step()
     handle.remove()
@@ -291,7 +284,7 @@ def pre_hook_raises(episode: Episode) -> None:
 @event
 def post_hook_raises(episode: Episode) -> None:
     """The step is over then: the two are equal after both took it."""
-    handle = episode.run.optimizer.register_step_post_hook(_raise)
+    handle = episode.run.optimizer.register_step_post_hook(raises)
     try:
         episode.run.optimizer.step()
     except PlannedError:
@@ -309,7 +302,7 @@ def state_hook_raises(episode: Episode) -> None:
     kinds = ("state_dict_pre", "state_dict_post", "load_state_dict_pre")
     which = f"register_{episode.generator.choice(kinds)}_hook"
     saved = optimizer.state_dict()
-    handle = getattr(optimizer, which)(_raise)
+    handle = getattr(optimizer, which)(raises)
     with refused(episode, which, PlannedError):
         if "load" in which:
             optimizer.load_state_dict(saved)
@@ -329,7 +322,7 @@ def rule_raises(episode: Episode) -> None:
     group = groups[episode.generator.choice(numbers)]
     if not any(param.numel() for param in group["params"]):
         return
-    kept, group["adjust_lr_fn"] = group["adjust_lr_fn"], _raise
+    kept, group["adjust_lr_fn"] = group["adjust_lr_fn"], raises
     with refused(episode, "an adjust_lr_fn that raises", PlannedError):
         episode.run.optimizer.step()
     group["adjust_lr_fn"] = kept

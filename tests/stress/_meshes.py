@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from ._calls import Package
 from ._problem import DifferenceError
@@ -135,9 +137,6 @@ class Problem:
                 raise DifferenceError(f"{layout}: replica {replica} holds elements {counted}")
 
     def _check_torch_shape(self, layout: Any, coordinate: tuple[int, ...]) -> None:
-        from torch.distributed.tensor import Replicate, Shard
-        from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-
         if any(split.factor != 1 for split in layout.splits):
             return
         places = [Replicate() if s.dim is None else Shard(s.dim) for s in layout.splits]

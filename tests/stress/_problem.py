@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import traceback
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -279,6 +281,58 @@ class Run:
         self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
 
 
+class Pair:
+    """A run to which things happen, its twin, and what has happened."""
+
+    opt: Any
+    generator: random.Random
+    run: Run
+    twin: Run
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.happened: list[str] = []
+        self.schedulers: list[Any] = []
+
+    def set_options(self, number: int, options: dict[str, Any]) -> None:
+        given = self.run.given[number]
+        for run in (self.run, self.twin):
+            for key, value in options.items():
+                renamed = not given.muon and run.front == "Muon" and key in ("betas", "eps")
+                run.optimizer.param_groups[number][f"adamw_{key}" if renamed else key] = value
+
+    def replace_run(self, run: Run) -> None:
+        """Another object goes on, with the gradients of this one."""
+        for name, param in run.params.items():
+            param.grad = self.run.params[name].grad
+        self.run = run
+        self.schedulers = []
+
+    def take_copy(self, copied: Callable[[Any], Any]) -> None:
+        params, optimizer = copied((self.run.params, self.run.optimizer))
+        run = self.run
+        given = list(run.given)
+        self.replace_run(Run(run.opt, run.front, given, run.arguments, params, optimizer))
+
+    def tick(self) -> None:
+        raise NotImplementedError
+
+    def play(self, steps: int) -> dict[str, Any]:
+        """What happened how often in so many steps, and what went wrong."""
+        done, difference = 0, None
+        try:
+            for _ in range(steps):
+                self.tick()
+                done += 1
+        except DifferenceError as error:
+            difference = str(error)
+        except Exception:
+            difference = f"undocumented {traceback.format_exc(limit=-12)}"
+        last = self.happened[:1] + self.happened[1:][-7:] if difference else []
+        counts = dict(self.counts)
+        return {"steps": done, "counts": counts, "difference": difference, "happened": last}
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """What a run held at a time."""
@@ -348,17 +402,3 @@ def assert_unchanged(run: Run, before: Snapshot, what: str, *, grads: bool = Tru
 
 def _grad(param: Tensor) -> dict[str, Tensor]:
     return {} if param.grad is None else {"grad": param.grad}
-
-
-def played(episode: Any, steps: int) -> dict[str, Any]:
-    """What happened how often in so many ticks, and what went wrong."""
-    done, difference = 0, None
-    try:
-        for _ in range(steps):
-            episode.tick()
-            done += 1
-    except DifferenceError as error:
-        difference = str(error)
-    except Exception:
-        difference = f"undocumented {traceback.format_exc(limit=-12)}"
-    return {"steps": done, "counts": dict(episode.counts), "difference": difference}

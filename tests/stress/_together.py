@@ -13,28 +13,28 @@ import logging
 import random
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, distributed, nn
+from torch.distributed import checkpoint
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..distributed._cases import mesh_of, placement
-from ._events import PlannedError, _raise
+from ._events import PlannedError, deep_copied, offload_off, raises, tensor_learning_rate
 from ._problem import (
     DifferenceError,
     Given,
+    Pair,
     Run,
     Source,
     adamw_options,
     bits,
     muon_options,
     options_of,
-    played,
 )
 
 HELD = ("sharded", "sharded", "replicated", "unreduced")
@@ -48,12 +48,11 @@ def event(function: Callable[[Together], None]) -> Callable[[Together], None]:
     return function
 
 
-class Together:
+class Together(Pair):
     """The optimizer of this rank, and the twin that works alone."""
 
     def __init__(self, opt: Any, seed: int) -> None:
-        from torch import distributed
-
+        super().__init__()
         self.opt, self.rank = opt, distributed.get_rank()
         self.world = distributed.get_world_size()
         self.generator = generator = random.Random(seed)
@@ -79,14 +78,11 @@ class Together:
         options = [{} for _ in given]
         self.twin = Run(opt, front, list(given), {}).make(values, options)
         self.run = Run(opt, front, list(given), arguments).make(placed, options)
-        self.counts: Counter[str] = Counter()
-        self.happened: list[str] = [f"{self.held} on {tuple(self.mesh.mesh.shape)}, {arguments}"]
+        self.happened = [f"{self.held} on {tuple(self.mesh.mesh.shape)}, {arguments}"]
         self.grads: dict[str, Tensor | None] = {}
 
     def placed(self, name: str, value: Tensor) -> Tensor:
         """What this rank holds of a tensor."""
-        from torch.distributed.tensor import distribute_tensor
-
         if self.held != "sharded":
             return value
         if name not in self.places:
@@ -153,8 +149,6 @@ class Together:
 
     def outcomes(self, action: Callable[[], Any]) -> list[str]:
         """What became of an action on every rank."""
-        from torch import distributed
-
         try:
             action()
             outcome = ""
@@ -178,11 +172,6 @@ class Together:
                 param.copy_(self.placed(name, self.twin.params[name].detach()))
         self.run.optimizer.load_state_dict(saved)
 
-    def replace_run(self, run: Run) -> None:
-        for name, param in run.params.items():
-            param.grad = self.run.params[name].grad
-        self.run = run
-
 
 def _whole(param: Tensor, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
@@ -202,18 +191,7 @@ def change_options(episode: Together) -> None:
     number = episode.generator.randrange(len(episode.run.given))
     muon = episode.run.given[number].muon
     options = muon_options(episode.generator) if muon else adamw_options(episode.generator)
-    for run in (episode.run, episode.twin):
-        for key, value in options.items():
-            renamed = not muon and run.front == "Muon" and key in ("betas", "eps")
-            run.optimizer.param_groups[number][f"adamw_{key}" if renamed else key] = value
-
-
-@event
-def tensor_learning_rate(episode: Together) -> None:
-    number = episode.generator.randrange(len(episode.run.given))
-    rate = 10 ** episode.generator.uniform(-3, -1)
-    for run in (episode.run, episode.twin):
-        run.optimizer.param_groups[number]["lr"] = torch.tensor(rate, dtype=torch.float64)
+    episode.set_options(number, options)
 
 
 @event
@@ -254,8 +232,6 @@ def state_dict_and_restart(episode: Together) -> None:
 @event
 def checkpoint_and_restart(episode: Together) -> None:
     """torch.distributed.checkpoint, as one model whose parameters have the names of the groups."""
-    from torch import distributed
-    from torch.distributed import checkpoint
 
     def state_of(run: Run) -> dict[str, Any]:
         listed = [param for group in run.optimizer.param_groups for param in group["params"]]
@@ -331,16 +307,8 @@ def offload_on(episode: Together) -> None:
         episode.run.optimizer.turn_on_cpu_offload()
 
 
-@event
-def offload_off(episode: Together) -> None:
-    episode.run.optimizer.turn_off_cpu_offload()
-
-
-@event
-def deep_copied(episode: Together) -> None:
-    params, optimizer = copy.deepcopy((episode.run.params, episode.run.optimizer))
-    run = episode.run
-    episode.replace_run(Run(run.opt, run.front, list(run.given), run.arguments, params, optimizer))
+for _alike in (tensor_learning_rate, offload_off, deep_copied):
+    event(_alike)
 
 
 @event
@@ -352,12 +320,12 @@ def looked_at(episode: Together) -> None:
 @event
 def closure_raises(episode: Together) -> None:
     step = episode.run.optimizer.step
-    episode.refused("a closure that raises", lambda: step(_raise), PlannedError)
+    episode.refused("a closure that raises", lambda: step(raises), PlannedError)
 
 
 @event
 def pre_hook_raises(episode: Together) -> None:
-    handle = episode.run.optimizer.register_step_pre_hook(_raise)
+    handle = episode.run.optimizer.register_step_pre_hook(raises)
     step = episode.run.optimizer.step
     episode.refused("a hook before the step that raises", step, PlannedError)
     handle.remove()
@@ -369,7 +337,7 @@ def rule_raises(episode: Together) -> None:
     group = episode.run.optimizer.param_groups[0]
     if not any(p.grad is not None and p.numel() for p in group["params"]):
         return
-    kept, group["adjust_lr_fn"] = group["adjust_lr_fn"], _raise
+    kept, group["adjust_lr_fn"] = group["adjust_lr_fn"], raises
     found = episode.outcomes(episode.run.optimizer.step)
     group["adjust_lr_fn"] = kept
     # A rank that owns and holds nothing of the group never asks for its rate.
@@ -469,7 +437,7 @@ def step_is_interrupted(episode: Together) -> None:
         return
     for name, param in episode.run.params.items():
         param.grad = gradients[name]
-    with mock.patch.object(module, stage, _raise):
+    with mock.patch.object(module, stage, raises):
         found = episode.outcomes(episode.run.optimizer.step)
     if any(found):
         for what, action in {
@@ -517,7 +485,4 @@ def play(opt: Any, seed: int, steps: int) -> dict[str, Any]:
     """One episode on this rank."""
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # of how it gathers
     torch.distributed.barrier()
-    episode = Together(opt, seed)
-    found = played(episode, steps)
-    last = episode.happened[:1] + episode.happened[1:][-7:]
-    return found | {"happened": last if found["difference"] else []}
+    return Together(opt, seed).play(steps)

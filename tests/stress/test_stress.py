@@ -58,7 +58,7 @@ def test_every_public_function_is_called(opt) -> None:
 
 
 def judged(function: Any, spoiled: tuple[str, ...] = ("x",), **options: Any) -> str:
-    call = Call({"x": torch.ones(3)}, **options, function=function, name="planted")
+    call = Call("planted", function, {"x": torch.ones(3)}, **options)
     call.spoiled = list(spoiled)
     return _cases.judge(call)
 
@@ -114,7 +114,7 @@ def test_what_is_documented_is_no_finding() -> None:
 
 def test_a_slow_call_is_a_hang(package, monkeypatch) -> None:
     monkeypatch.setattr(_cases, "LIMIT", 1)
-    endless = Call({"x": 1}, exact=("x",), function=lambda x: time.sleep(60), name="endless")
+    endless = Call("endless", lambda x: time.sleep(60), {"x": 1}, exact=("x",))
     monkeypatch.setattr(_cases, "CALLS", {"endless": lambda *_: endless})
     assert _cases.play_one(package, 0, None)[1] == "hang"
 
