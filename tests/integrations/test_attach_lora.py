@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .._compare import assert_error_at_most, assert_same_bits, relative_error
-from ._models import build, set_random_lora, step, tokens
+from ._models import build, set_random_lora, short_of_memory, step, tokens
 from ._trainers import losses, samples, settings, tokenizer
 from .test_peft import logits
 from .test_peft_adapter import edit
@@ -26,6 +26,7 @@ from .test_transformers import FP32
 from .test_transformers_lora import rounded
 
 ALL = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
+PARTS_OF_A_MODEL = pytest.mark.parametrize("parts", ["experts", "all"])
 LAYERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 PARTS = ("q_proj.lora_A", "v_proj.lora_B", "experts.lora_A", "experts.base_layer.lora_B", "lm_head")
@@ -35,15 +36,26 @@ def trained(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def attached(opt, model: nn.Module, **options) -> nn.Module:
-    """A random adapter, the modules that are trained whole included."""
-    model = opt.integrations.attach_lora(model, 3, 7, **ALL | options)
+def attached(opt, model: nn.Module, parts: str = "all", **options) -> nn.Module:
+    """A random adapter, of the experts alone or the modules that are trained whole included."""
+    model = opt.integrations.attach_lora(model, 3, 7, **(ALL if parts == "all" else {}) | options)
     set_random_lora(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "modules_to_save" in name:
                 parameter.mul_(1.5)
     return model
+
+
+def assert_read_everywhere(opt, model, folder: Path, name: str, device) -> None:
+    """What is saved of the model gives its results in PEFT alone, and its bits in ours."""
+    opt.integrations.save_peft_adapter(model, folder)
+    expected = logits(model)
+    loaded = peft.PeftModel.from_pretrained(build(name).to(device), folder)
+    assert_error_at_most(logits(loaded), expected, FP32)
+    again = build(name).to(device)
+    opt.integrations.load_peft_adapter(again, folder)
+    assert_same_bits(logits(again), expected)
 
 
 def everything(model: nn.Module) -> dict[str, object]:
@@ -170,13 +182,7 @@ def test_a_lora_config_is_read_whole(opt, device, rslora: bool, tmp_path) -> Non
     names = trained(model)
     assert any("k_proj.lora_A" in name for name in names)
     assert not any("o_proj" in name or "experts.base_layer.lora" in name for name in names)
-    opt.integrations.save_peft_adapter(model, tmp_path)
-    expected = logits(model)
-    loaded = peft.PeftModel.from_pretrained(build("gpt_oss").to(device), tmp_path)
-    assert_error_at_most(logits(loaded), expected, FP32)
-    again = build("gpt_oss").to(device)
-    opt.integrations.load_peft_adapter(again, tmp_path)
-    assert_same_bits(logits(again), expected)
+    assert_read_everywhere(opt, model, tmp_path, "gpt_oss", device)
 
 
 def test_a_config_without_experts_gets_both_projections(opt, device) -> None:
@@ -214,11 +220,12 @@ def test_bitsandbytes_experts_are_found_by_their_whole_names(opt, device) -> Non
     assert sum(".experts." in name for name in trained(model)) == 8
 
 
-def test_switches(opt, device) -> None:
+@PARTS_OF_A_MODEL
+def test_switching_off_is_the_base_bit_for_bit(opt, device, parts) -> None:
     base = build("qwen3_moe").to(device)
     opt.integrations.use_in_transformers(base)
     expected = logits(base)
-    model = attached(opt, base)
+    model = attached(opt, base, parts)
     flags = trained(model)
     adapted = logits(model)
     assert relative_error(adapted, expected) > 0.1
@@ -226,13 +233,21 @@ def test_switches(opt, device) -> None:
         assert_same_bits(logits(model), expected)
     assert_same_bits(logits(model), adapted)
     opt.integrations.disable_lora(model)
+    assert_same_bits(logits(model), expected)
     with opt.integrations.lora_disabled(model):
         pass
-    assert_same_bits(logits(model), expected)
+    assert_same_bits(logits(model), expected)  # still off, as before the block
     opt.integrations.enable_lora(model)
     assert_same_bits(logits(model), adapted)
     assert trained(model) == flags
 
+
+def test_several_adapters(opt, device) -> None:
+    base = build("qwen3_moe").to(device)
+    opt.integrations.use_in_transformers(base)
+    expected = logits(base)
+    model = attached(opt, base)
+    flags, adapted = trained(model), logits(model)
     opt.integrations.attach_lora(model, 2, 3, target_modules=["o_proj"], adapter_name="other")
     assert_same_bits(logits(model), adapted)
     assert trained(model) == flags
@@ -255,16 +270,22 @@ def test_switches(opt, device) -> None:
         )
 
 
+@PARTS_OF_A_MODEL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_merge_and_unmerge(opt, device, dtype) -> None:
-    model = attached(opt, build("gpt_oss", dtype=dtype).to(device))
+def test_merge_and_unmerge(opt, device, dtype, parts) -> None:
+    model = attached(opt, build("gpt_oss", dtype=dtype).to(device), parts)
     weights = {n: p.clone() for n, p in model.named_parameters()}
     adapted = logits(model)
     opt.integrations.merge_lora(model, keep_on="cpu")
     if dtype == torch.float32:
         assert_error_at_most(logits(model), adapted, FP32)
     changed = [n for n, p in model.named_parameters() if not torch.equal(p, weights[n])]
-    assert len(changed) == 2 * (2 + 2)  # both projections, q and v, of both layers
+    # both projections, and with them q and v, of both layers
+    assert len(changed) == 2 * (2 + 2 * (parts == "all"))
+    if parts == "experts":
+        for action in (lambda: opt.integrations.set_lora(model, None), model.state_dict):
+            with pytest.raises(ValueError, match="merged"):
+                action()
     for action in (
         lambda: opt.integrations.merge_lora(model),
         lambda: opt.integrations.disable_lora(model),
@@ -279,9 +300,13 @@ def test_merge_and_unmerge(opt, device, dtype) -> None:
     assert_same_bits(logits(model), adapted)
     with pytest.raises(ValueError, match="nothing is merged"):
         opt.integrations.unmerge_lora(model)
+    last = (
+        "1.self_attn.v_proj.lora_B" if parts == "all" else "1.mlp.experts.expert_lora.down.lora_B"
+    )
     with torch.no_grad():
-        next(p for n, p in model.named_parameters() if "1.self_attn.v_proj.lora_B" in n)[0] = 1e999
-    with pytest.raises(ValueError, match="v_proj has NaN or inf; nothing was merged"):
+        next(p for n, p in model.named_parameters() if last[parts] in n)[0] = 1e999
+    said = "v_proj has NaN or inf; nothing was merged" if parts == "all" else "NaN or inf"
+    with pytest.raises(ValueError, match=said):
         opt.integrations.merge_lora(model)
     for name in changed:
         assert_same_bits(model.get_parameter(name), weights[name])
@@ -327,17 +352,11 @@ def test_experts_join_an_adapter_of_peft(opt, device, how: str, tmp_path) -> Non
     assert len(trained(model)) == 2 * (2 + 4)
     set_random_lora(model)
     train(model)
-    expected = logits(model.eval())
-    opt.integrations.save_peft_adapter(model, tmp_path)
-    loaded = peft.PeftModel.from_pretrained(build("qwen3_moe").to(device), tmp_path)
-    assert_error_at_most(logits(loaded), expected, FP32)
-    again = build("qwen3_moe").to(device)
-    opt.integrations.load_peft_adapter(again, tmp_path)
-    assert_same_bits(logits(again), expected)
+    assert_read_everywhere(opt, model.eval(), tmp_path, "qwen3_moe", device)
     if how == "PeftModel":
         model.save_pretrained(tmp_path / "peft")
         loaded = peft.PeftModel.from_pretrained(build("qwen3_moe").to(device), tmp_path / "peft")
-        assert_error_at_most(logits(loaded), expected, FP32)
+        assert_error_at_most(logits(loaded), logits(model), FP32)
 
 
 @pytest.mark.parametrize("how", ["PeftModel", "its base"])
@@ -432,17 +451,9 @@ def test_a_refused_second_adapter_leaves_the_first_alone(opt, device, tmp_path) 
 
 
 def test_short_of_memory_in_the_middle_of_4_bits(opt, device, submodule, monkeypatch) -> None:
-    model, calls = build("qwen3_moe").to(device), []
-    module = submodule("kernels.quant.formats")
-    quantize = module.nf4_quantize
-
-    def short_of_memory(*arguments, **options):
-        calls.append(arguments)
-        if len(calls) == 8:  # within the second stack
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return quantize(*arguments, **options)
-
-    monkeypatch.setattr(module, "nf4_quantize", short_of_memory)
+    model = build("qwen3_moe").to(device)
+    formats = submodule("kernels.quant.formats")
+    short_of_memory(monkeypatch, formats, "nf4_quantize", 8)  # within the second stack
     with pytest.raises(torch.OutOfMemoryError):
         opt.integrations.attach_lora(model, 2, 4, quantize="nf4", **ALL)
     assert not any(".lora_" in name or "modules_to_save" in name for name in model.state_dict())
@@ -574,13 +585,7 @@ def test_a_router_that_is_trained_whole(opt, device, tmp_path) -> None:
     model = opt.integrations.attach_lora(model, 3, 7, modules_to_save=["mlp.gate"])
     assert sum("mlp.gate.modules_to_save" in name for name in trained(model)) == 2
     train(model)
-    expected = logits(model.eval())
-    opt.integrations.save_peft_adapter(model, tmp_path)
-    loaded = peft.PeftModel.from_pretrained(build("qwen3_moe").to(device), tmp_path)
-    assert_error_at_most(logits(loaded), expected, FP32)
-    again = build("qwen3_moe").to(device)
-    opt.integrations.load_peft_adapter(again, tmp_path)
-    assert_same_bits(logits(again), expected)
+    assert_read_everywhere(opt, model.eval(), tmp_path, "qwen3_moe", device)
 
 
 def test_sft_trainer_takes_the_model(opt, device, tmp_path: Path) -> None:

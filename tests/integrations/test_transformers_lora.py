@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .._compare import assert_error_at_most, assert_same_bits, relative_error
-from ._models import MODELS, build, set_random_lora, step, tokens
+from ._models import MODELS, build, set_random_lora, short_of_memory, step, tokens
 from .test_transformers import FP32, experts_of, routing, stand_alone
 
 
@@ -35,10 +35,8 @@ def folded(model: nn.Module, adapter: str, scaling: float) -> nn.Module:
             entry = experts.expert_lora[name]
             a, b = entry.lora_A[adapter].weight, entry.lora_B[adapter].weight
             order = "eio" if experts.is_transposed else "eoi"
-            a, b = (
-                a.unflatten(0, (experts.num_experts, -1)),
-                b.unflatten(1, (-1, experts.num_experts)),
-            )
+            a = a.unflatten(0, (experts.num_experts, -1))
+            b = b.unflatten(1, (-1, experts.num_experts))
             with torch.no_grad():
                 getattr(experts, target).add_(scaling * torch.einsum(f"ore,eri->{order}", b, a))
         del experts._modules["expert_lora"]
@@ -62,12 +60,8 @@ def test_gradients_are_pefts(opt, device, name: str) -> None:
 
     model = attached(opt, device, name)
     _, ours = step(model)
-    config = peft.LoraConfig(
-        r=3,
-        lora_alpha=7,
-        target_modules=[],
-        target_parameters=["experts.gate_up_proj", "experts.down_proj"],
-    )
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules=[], target_parameters=targets)
     reference = peft.get_peft_model(build(name).to(device), config)
     ours_by_place = {}
     for key, parameter in model.named_parameters():
@@ -142,25 +136,6 @@ def test_experts_without_a_gate(opt, device) -> None:
         assert_error_at_most(ours, experts(*inputs), FP32)
 
 
-def test_switching_off_is_the_base_bit_for_bit(opt, device) -> None:
-    base = build("qwen3_moe").to(device)
-    opt.integrations.use_in_transformers(base)
-    expected = logits(base)
-    model = attached(opt, device)
-    adapted = logits(model)
-    assert relative_error(adapted, expected) > 0.1
-    with opt.integrations.lora_disabled(model):
-        assert_same_bits(logits(model), expected)
-    assert_same_bits(logits(model), adapted)
-    opt.integrations.disable_lora(model)
-    assert_same_bits(logits(model), expected)
-    with opt.integrations.lora_disabled(model):
-        pass
-    assert_same_bits(logits(model), expected)  # still off, as before the block
-    opt.integrations.enable_lora(model)
-    assert_same_bits(logits(model), adapted)
-
-
 def test_several_adapters(opt, device) -> None:
     model = attached(opt, device)
     first = logits(model)
@@ -184,34 +159,6 @@ def test_several_adapters(opt, device) -> None:
         opt.integrations.set_lora(model, ["default", "other"])
     with pytest.raises(ValueError, match="adapter_name='missing' is not attached"):
         opt.integrations.set_lora(model, "missing")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_merge_and_unmerge(opt, device, dtype: torch.dtype) -> None:
-    model = build("gpt_oss", dtype=dtype).to(device)
-    opt.integrations.attach_lora(model, 3, 7)
-    set_random_lora(model)
-    weights = {n: p.clone() for n, p in model.named_parameters()}
-    adapted = logits(model)
-    opt.integrations.merge_lora(model, keep_on="cpu")
-    merged = logits(model)
-    if dtype == torch.float32:
-        assert_error_at_most(merged, adapted, FP32)
-    for action in (
-        lambda: opt.integrations.merge_lora(model),
-        lambda: opt.integrations.disable_lora(model),
-        lambda: opt.integrations.set_lora(model, None),
-        lambda: opt.integrations.attach_lora(model, 1, 1, adapter_name="other"),
-        lambda: model.state_dict(),
-    ):
-        with pytest.raises(ValueError, match="merged"):
-            action()
-    opt.integrations.unmerge_lora(model)
-    for name, parameter in model.named_parameters():
-        assert_same_bits(parameter, weights[name])
-    assert_same_bits(logits(model), adapted)
-    with pytest.raises(ValueError, match="nothing is merged"):
-        opt.integrations.unmerge_lora(model)
 
 
 def test_4_bit_experts_are_decoded_and_never_merged(opt, device, tmp_path) -> None:
@@ -393,17 +340,9 @@ def test_a_refused_or_failed_attachment_leaves_no_adapter(
     with pytest.raises(ValueError, match="blocksize must be one of"):
         opt.integrations.quantize_experts(build("qwen3_moe"), blocksize=48)
 
-    model, calls = build("qwen3_moe").to(device), []
-    module = submodule("kernels.quant.formats")
-    quantize = module.nf4_quantize
-
-    def short_of_memory(*arguments, **options):
-        calls.append(arguments)
-        if len(calls) == 8:  # within the second stack
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return quantize(*arguments, **options)
-
-    monkeypatch.setattr(module, "nf4_quantize", short_of_memory)
+    model = build("qwen3_moe").to(device)
+    formats = submodule("kernels.quant.formats")
+    short_of_memory(monkeypatch, formats, "nf4_quantize", 8)  # within the second stack
     with pytest.raises(torch.OutOfMemoryError):
         attach(model, r=2, lora_alpha=4, quantize="nf4")
     assert not any(".lora_" in name for name in model.state_dict())
@@ -415,17 +354,9 @@ def test_a_refused_or_failed_attachment_leaves_no_adapter(
 
 
 def test_memory_that_is_too_short_for_the_factors(opt, device, submodule, monkeypatch) -> None:
-    model, calls = build("qwen3_moe").to(device), []
-    module = submodule("moe.lora").LoraProjection
-    add = module.add_adapter
-
-    def short_of_memory(*arguments, **options):
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return add(*arguments, **options)
-
-    monkeypatch.setattr(module, "add_adapter", short_of_memory)
+    model = build("qwen3_moe").to(device)
+    kind = submodule("moe.lora").LoraProjection
+    calls = short_of_memory(monkeypatch, kind, "add_adapter", 3)
     before = list(model.state_dict())
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):
