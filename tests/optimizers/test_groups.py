@@ -264,6 +264,8 @@ def test_what_the_constructors_refuse_as_a_whole(opt) -> None:
 def test_options_that_are_not_there_are_refused_not_ignored(opt) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'momentum_compile'"):
         opt.Muon([matrix()], momentum_compile=True)
+    with pytest.raises(TypeError, match="keyword argument 'momentm'; write 'momentum'"):
+        opt.Muon([matrix()], momentm=0.9)
     with pytest.raises(ValueError, match="use_distributed_muon=True is Motif's"):
         opt.Muon([matrix()], use_distributed_muon=True)
     opt.Muon([matrix()], use_distributed_muon=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
@@ -57,15 +58,23 @@ _NEAR = 0.85  # of difflib's ratio: "momentums", "ns_step", "nestrov"
 def refuses_foreign_arguments(construct: Callable[..., None]) -> Callable[..., None]:
     """A constructor that raises TypeError for another optimizer's keyword, with its replacement.
 
-    Also where `params` is missing, which Python would say first: Moonlight's has none. And for
-    options by position, which mean something else in every optimizer.
+    Also where `params` is missing, which Python would say first: Moonlight's has none. And for a
+    keyword that is misspelt, and options by position, which mean something else in every optimizer.
     """
+
+    known = [*inspect.signature(construct).parameters][1:]
 
     @functools.wraps(construct)
     def constructed(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name in FOREIGN:
                 raise TypeError(f"{name} is no argument: {FOREIGN[name]}")
+            near = [] if name in known else difflib.get_close_matches(name, known, 1, _NEAR)
+            if near:
+                raise TypeError(
+                    f"got an unexpected keyword argument {name!r}; write {near[0]!r} if that is "
+                    "meant"
+                )
         if len(args) > 2:
             raise TypeError(
                 f"{type(self).__name__} takes only the parameters and lr by position, got "
