@@ -15,6 +15,7 @@ from .._compare import assert_same_bits
 from ..optimizers._steps import parameters, train
 from ..optimizers.test_offload import assert_same_values
 from ..optimizers.test_state import MAKERS, SHAPES, muon
+from .test_checkpoint import ONE_MATRIX
 
 FILES = {"optimizer.safetensors", "optimizer.json"}
 
@@ -155,17 +156,7 @@ def test_what_cannot_be_saved_is_named_by_the_call(opt, tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-SAVER = """
-import os, signal, sys
-os.environ["LOCAL_KERNELS"] = sys.argv[2]
-import torch
-from kernels import get_kernel
-repo_id, backend = sys.argv[2].split("=")[0], sys.argv[4]
-opt = get_kernel(repo_id, version=1, backend=backend, trust_remote_code=True)
-param = torch.nn.Parameter(torch.zeros(64, 64))
-optimizer = opt.Muon([("w", param)])
-optimizer.step()
-buffer = optimizer.state[param]["momentum_buffer"]
+SAVER = f"""{ONE_MATRIX}
 opt.save_optimizer_async(optimizer, sys.argv[1]).wait()
 real = os.replace
 def replace(source, target):

@@ -259,7 +259,7 @@ def test_two_savers_to_one_folder(opt, tmp_path) -> None:
     assert (optimizer.param_groups[0]["lr"], value) in makers
 
 
-KILLED = """
+ONE_MATRIX = """
 import os, signal, sys
 os.environ["LOCAL_KERNELS"] = sys.argv[2]
 import torch
@@ -270,6 +270,8 @@ param = torch.nn.Parameter(torch.zeros(64, 64))
 optimizer = opt.Muon([("w", param)])
 optimizer.step()
 buffer = optimizer.state[param]["momentum_buffer"]
+"""
+KILLED = f"""{ONE_MATRIX}
 opt.save_optimizer(optimizer, sys.argv[1])
 real, count = os.replace, 0
 def replace(source, target):
