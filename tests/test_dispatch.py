@@ -32,14 +32,28 @@ def picked(dispatch, op: str) -> str:
 
 
 def test_the_table_names_ops_of_the_package(dispatch, opt):
+    paths = ("compiled", "triton", "torch", "reference", "caller")
     for op in dispatch.TABLE:
-        assert opt.explain(op, device="cpu").split(": ")[0] in (
-            "compiled",
-            "triton",
-            "torch",
-            "reference",
-            "caller",
-        )
+        assert opt.explain(op, device="cpu").split(": ")[0] in paths
+
+
+NO_XPU = "reference: the loaded variant has no kernel for xpu tensors"
+EXPLAINED = {  # on the CPU, on a GPU, elsewhere
+    "nf4_dequant": ("compiled: ", "compiled: ", NO_XPU),
+    "nf4_quantize": ("compiled: ", "compiled: ", "reference: "),
+    "normalize": ("torch: ", "compiled: ", "torch: "),
+    "symmetric_matmul": ("reference: float64 products of torch", "compiled: CUDA", "reference: "),
+    "matmul_add": ("torch: baddbmm; no kernel for cpu", "", "torch: "),
+}
+
+
+@pytest.mark.parametrize("op", EXPLAINED)
+def test_explain_names_the_path(opt, device, op):
+    here, elsewhere = EXPLAINED[op][device.type == "cuda"], EXPLAINED[op][2]
+    assert opt.explain(op, device=device).startswith(here)
+    said = opt.explain(op, device="xpu")
+    assert said == NO_XPU if elsewhere == NO_XPU else said.startswith(elsewhere)
+    assert opt.explain("nf4_quantize", device="meta") == "compiled: shapes only"
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,17 @@ def drawn(*sizes: int) -> list[torch.Tensor]:
     return [torch.randn(size) for size in sizes]
 
 
+def added(picked=lambda x, y: (x, y), n: int = 8, scale: float = 1.0):
+    """One launch over what is picked of two operands."""
+
+    def run(launch, x, y):
+        out = torch.empty(8)
+        launch(Kernel(), (1,))(*picked(x, y), out, n, 1, scale, BLOCK=64)
+        return [out]
+
+    return run
+
+
 def chain(kernel, **options):
     """Four launches with two temporary tensors, the second of them in the first one's place."""
 
@@ -297,12 +308,7 @@ def test_refusals(plans, current, reason, function) -> None:
 )
 def test_a_copy_is_no_view(plans, current) -> None:
     """Below autograd, ops that copy only where they must reach a recording undecomposed."""
-
-    def run(launch, x, y):
-        out = torch.empty(8)
-        launch(Kernel(), (1,))(x.contiguous(), y.reshape(-1), out, 8, 1, 1.0, BLOCK=64)
-        return [out]
-
+    run = added(lambda x, y: (x.contiguous(), y.reshape(-1)))
     with torch.inference_mode():
         record(plans, run, drawn(8, 8))  # these are views
         for operands in ([torch.randn(8, 2)[:, 0], *drawn(8)], [*drawn(8), torch.randn(4, 2).T]):
@@ -360,13 +366,8 @@ def test_a_kernel_that_does_not_compile_is_refused(plans, current) -> None:
 
 
 def test_an_argument_of_no_known_kind_is_refused(plans, current) -> None:
-    def run(launch, x, y):
-        out = torch.empty(8)
-        launch(Kernel(), (1,))(x, y, out, 8, 1, True, BLOCK=64)
-        return [out]
-
     with pytest.raises(TypeError, match="scale is True"):
-        record(plans, run, drawn(8, 8))
+        record(plans, added(scale=True), drawn(8, 8))
 
 
 def test_nothing_is_computed_while_recording(plans, current, compiler) -> None:
@@ -392,35 +393,18 @@ def test_nothing_is_computed_while_recording(plans, current, compiler) -> None:
 
 def test_an_address_of_no_operand_is_refused(plans, current) -> None:
     stranger = torch.randn(8)
-
-    def run(launch, x, y):
-        out = torch.empty(8)
-        launch(Kernel(), (1,))(x, stranger, out, 8, 1, 1.0, BLOCK=64)
-        return [out]
-
     with pytest.raises(plans._NotPlayableError, match="none of the operands"):
-        record(plans, run, drawn(8, 8))
+        record(plans, added(lambda x, _: (x, stranger)), drawn(8, 8))
 
 
 def test_overlapping_operands_are_refused_where_an_address_is_of_both(plans, current) -> None:
     x = torch.randn(16)
-
-    def run(launch, whole, half):
-        out = torch.empty(8)
-        launch(Kernel(), (1,))(whole[2:], half[2:], out, 6, 1, 1.0, BLOCK=64)
-        return [out]
-
     with pytest.raises(plans._NotPlayableError, match="in several"):
-        record(plans, run, [x, x[1:]])
+        record(plans, added(lambda whole, half: (whole[2:], half[2:]), n=6), [x, x[1:]])
 
 
 def test_a_tensor_given_twice_is_one_address(plans, current) -> None:
-    def run(launch, x, y):
-        out = torch.empty(8)
-        launch(Kernel(), (1,))(x, y, out, 8, 1, 1.0, BLOCK=64)
-        return [out]
-
     x = torch.randn(8)
-    _, _, program = record(plans, run, [x, x])
+    _, _, program = record(plans, added(), [x, x])
     other = torch.randn(8)
     assert torch.equal(play(program, [other, other])[0], 2 * other)
