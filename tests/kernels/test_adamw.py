@@ -46,20 +46,6 @@ def test_float64_takes_the_reference(kernels, device):
     torch.testing.assert_close(lists[0][0], expected, rtol=1e-13, atol=1e-15)
 
 
-def test_compiles_without_a_graph_break(kernels, device):
-    lists = draw_lists([(6, 4)], device)
-    expected = [copies(tensors, device) for tensors in lists]
-    kernels.adamw(*expected, **OPTIONS)
-
-    def step(lists, lr):
-        kernels.adamw(*lists, **{**OPTIONS, "lr": lr})
-        return lists[0][0] + 1
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    result = compiled(lists, torch.full((), 0.02, device=device))
-    assert_same([result], [expected[0][0] + 1])
-
-
 # A quotient below is off by four roundings of 2^-24: beta or 1 - beta, the change, its product and
 # the sum; no change of numbers of one sign, weighted with at most 1/2, exceeds the result.
 ROUNDINGS = 4 * 2.0**-24

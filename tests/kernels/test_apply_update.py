@@ -161,15 +161,3 @@ def test_errors_of_rounding(kernels, device):
     both = [None, int16(6, 4).to(device)]
     with pytest.raises(ValueError, match="residuals or rounding, not both"):
         kernels.apply_update(**arguments(device), residuals=both, rounding=broken())
-
-
-def test_compiles_without_a_graph_break(kernels, device):
-    params = [torch.ones(6, 4, device=device)]
-
-    def step(params, lr):
-        updates = [torch.full_like(p, 2.0) for p in params]
-        kernels.apply_update(params, updates, lr=lr, factors=[0.5], weight_decay=0.0)
-        return params[0] + 1
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert (compiled(params, torch.full((), 0.25, device=device)) == 1.75).all()

@@ -136,18 +136,6 @@ def test_opcheck(ops, device):
     torch.library.opcheck(ops.momentum.default, arguments)
 
 
-def test_compiles_without_a_graph_break(momentum, device):
-    grads, buffers, out = three(device)
-
-    def run(grads, buffers, out):
-        stats = momentum(grads, buffers, out, mu=0.5, nesterov=False, form="heavy_ball")
-        return stats + 1, out[0] * 2
-
-    stats, doubled = torch.compile(run, fullgraph=True, backend="aot_eager")(grads, buffers, out)
-    assert (buffers[0] == 1.5).all() and (doubled == 3).all()
-    assert stats.tolist() == [[2.5, 24 * 2.25 + 1]] * 2
-
-
 def test_meta_and_explain(opt, momentum):
     grads, buffers, out = three("meta")
     stats = momentum(grads, buffers, out, mu=0.5, nesterov=False, form="ema")

@@ -131,16 +131,30 @@ def test_opcheck(ops, device) -> None:
 
 
 def test_compiles_without_a_graph_break(kernels, device) -> None:
-    def run(params, grads, buffers):
-        batch = torch.empty(2, 6, 4, device=device)
-        kernels.momentum(grads, buffers, batch, mu=0.5, nesterov=False, form="heavy_ball")
-        kernels.apply_update(params, batch * 2, lr=1.0, factors=[1.0, 1.0], weight_decay=0.0)
-        return params[0] + batch[1]
+    """All three ops, by lists and by one stacked tensor; a Tensor is the learning rate."""
+    heavy = {"mu": 0.5, "nesterov": False, "form": "heavy_ball"}
 
-    lists = [[torch.ones(6, 4, device=device) for _ in range(2)] for _ in range(3)]
+    def run(params, grads, buffers, out, lists, lr):
+        batch = torch.empty(2, 6, 4, device=device)
+        kernels.momentum(grads, buffers, batch, **heavy)
+        stats = kernels.momentum(grads, buffers, out, **heavy)
+        kernels.apply_update(params, batch * 2, lr=1.0, factors=[1.0, 1.0], weight_decay=0.0)
+        updates = [torch.full_like(p, 2.0) for p in params[:1]]
+        kernels.apply_update(params[:1], updates, lr=lr, factors=[0.5], weight_decay=0.0)
+        kernels.adamw(*lists, **{**OPTIONS, "lr": lr})
+        return params[0] + batch[1], stats + 1, out[0] * 2, lists[0][0] + 1
+
+    four = [[torch.ones(6, 4, device=device) for _ in range(2)] for _ in range(4)]
+    lists = draw_lists([(6, 4)], device)
+    stepped = [copies(tensors, device) for tensors in lists]
+    kernels.adamw(*stepped, **{**OPTIONS, "lr": 0.25})
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    assert (compiled(*lists) == -2 + 1.5).all()
-    assert all((buffer == 1.5).all() for buffer in lists[2])
+    lr = torch.full((), 0.25, device=device)
+    found, stats, doubled, of_adamw = compiled(*four, lists, lr)
+    assert (four[2][0] == 1.75).all() and (doubled == 3.5).all()
+    assert (found == -2 - 0.25 + 1.5).all()
+    assert stats.tolist() == [[2.75, 24 * 1.75**2 + 1]] * 2
+    assert_same([of_adamw], [stepped[0][0] + 1])
 
 
 def whole_step(kernels, lists, out, lr, second, residuals, step):
