@@ -157,6 +157,27 @@ def harness(monkeypatch: pytest.MonkeyPatch):
     return Harness()
 
 
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch):
+    """`watch(module, name, note)`: every call goes on, and a list gets what `note` makes of it.
+
+    `note` gets the result and the arguments; `seen` is a list that several calls share.
+    """
+
+    def on(place, name: str, note, seen: list | None = None) -> list:
+        real, noted = getattr(place, name), [] if seen is None else seen
+
+        def watched(*arguments, **options):
+            result = real(*arguments, **options)
+            noted.append(note(result, *arguments, **options))
+            return result
+
+        monkeypatch.setattr(place, name, watched)
+        return noted
+
+    return on
+
+
 @pytest.fixture(autouse=True)
 def launch_what_a_test_replaces(request: pytest.FixtureRequest) -> None:
     """On a GPU, a test that replaces functions of the package sees every launch call them.

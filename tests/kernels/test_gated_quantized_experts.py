@@ -100,21 +100,14 @@ moe = module_fixture("moe")
 
 
 @pytest.fixture
-def stages_apart(submodule, monkeypatch):
+def stages_apart(submodule, monkeypatch, watch):
     """A context in which nothing is fused; whether the op was taken outside of it, in a list.
 
     Layers call the op as torch.compile has it.
     """
     monkeypatch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
     experts, gated = submodule("moe.experts"), submodule("moe.grouped_linear")
-    taken, real = [], gated.quantized_gated_linear
-
-    def watched(*arguments, **options):
-        y = real(*arguments, **options)
-        taken.append(y is not None)
-        return y
-
-    monkeypatch.setattr(gated, "quantized_gated_linear", watched)
+    taken = watch(gated, "quantized_gated_linear", lambda y, *_, **__: y is not None)
 
     @contextlib.contextmanager
     def apart():
@@ -204,17 +197,11 @@ def test_what_it_does_not_take_runs_in_stages(moe, device, stages_apart):
     assert stages_apart[1][-1]
 
 
-def test_without_a_backward_nothing_is_kept(moe, device, submodule, monkeypatch):
+def test_without_a_backward_nothing_is_kept(moe, device, submodule, monkeypatch, watch):
     monkeypatch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
-    module, sizes = submodule("moe.quantized.quantized_linear"), []
-    real = module.gated_quantized_experts
-
-    def spy(*arguments):
-        found = real(*arguments)
-        sizes.append([one.shape[0] for one in found[1:3]])
-        return found
-
-    monkeypatch.setattr(module, "gated_quantized_experts", spy)
+    module = submodule("moe.quantized.quantized_linear")
+    rows_of = lambda found, *_: [one.shape[0] for one in found[1:3]]  # noqa: E731
+    sizes = watch(module, "gated_quantized_experts", rows_of)
     layer = Layer(moe, device, Problem())
     expected = layer.forward()
     with torch.no_grad():

@@ -30,18 +30,11 @@ PROBLEMS = [
 
 
 @pytest.fixture
-def taken(submodule, monkeypatch):
+def taken(submodule, monkeypatch, watch):
     """How often the node was taken, in a list; on a CPU as on a GPU."""
-    module, calls = submodule("moe.eager_layer"), []
+    module = submodule("moe.eager_layer")
     monkeypatch.setattr(module, "_is_on_gpu", lambda _: True)
-    real = module._forward
-
-    def watched(*arguments):
-        calls.append(1)
-        return real(*arguments)
-
-    monkeypatch.setattr(module, "_forward", watched)
-    return calls
+    return watch(module, "_forward", lambda *_: 1)
 
 
 @pytest.fixture

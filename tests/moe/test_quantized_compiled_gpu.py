@@ -16,17 +16,10 @@ NAMES = ("y", "x", "gates", "gate_up.a", "gate_up.b", "down.a", "down.b")
 
 
 @pytest.fixture
-def compiled_calls(submodule, monkeypatch):
+def compiled_calls(submodule, watch):
     """The number of launches of the compiled product, in a list."""
-    module, calls = submodule("kernels.quant.nf4_product"), []
-    real = module.nf4_product
-
-    def counted(*arguments, **options):
-        calls.append(options["along"])
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(module, "nf4_product", counted)
-    return calls
+    module = submodule("kernels.quant.nf4_product")
+    return watch(module, "nf4_product", lambda *_, along, **__: along)
 
 
 class Layer:

@@ -270,16 +270,12 @@ def test_choice_is_a_pure_function_of_rows_per_expert(opt, submodule, monkeypatc
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_auto_knows_where_the_fused_product_is_fast(opt, submodule, device, dtype, monkeypatch):
+def test_auto_knows_where_the_fused_product_is_fast(
+    opt, submodule, device, dtype, monkeypatch, watch
+):
     """Half precision on a GPU; on the CPU nothing is decoded in registers."""
-    module, seen = submodule("moe.quantized.strategy"), []
-    real = module.choose_strategy
-
-    def spy(*arguments, **options):
-        seen.append(options["fast"])
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(module, "choose_strategy", spy)
+    module = submodule("moe.quantized.strategy")
+    seen = watch(module, "choose_strategy", lambda *_, fast, **__: fast)
     problem = Problem(2, experts=9, top_k=2, dtype=dtype)
     packed, _ = quantize(opt, problem, problem.inputs(device))
     run(opt, problem, problem.inputs(device), problem.ids(device), packed.transpose(1, 2))
@@ -289,7 +285,7 @@ def test_auto_knows_where_the_fused_product_is_fast(opt, submodule, device, dtyp
 @pytest.mark.parametrize("strategy", ("fused", "chunked"))
 @pytest.mark.parametrize("backend", ("auto", "triton"))
 def test_times_choose_the_fused_product_unless_a_path_is_named(
-    opt, submodule, device, backend, strategy, monkeypatch
+    opt, submodule, device, backend, strategy, monkeypatch, watch
 ):
     """Triton's path by itself gives way to what is faster; asked for by name it stays."""
     linear, module = submodule("moe.grouped_linear"), submodule("moe.quantized.quantized_linear")
@@ -298,13 +294,7 @@ def test_times_choose_the_fused_product_unless_a_path_is_named(
     leaves, seen = problem.inputs(device), []
     packed, _ = quantize(opt, problem, leaves, strategy=strategy)
     for name in ("grouped_lora_quantized_forward", "grouped_lora_quantized_dx"):
-        real = getattr(module, name)
-
-        def spy(*arguments, real=real, **options):
-            seen.append(options["path"])
-            return real(*arguments, **options)
-
-        monkeypatch.setattr(module, name, spy)
+        watch(module, name, lambda *_, path, **__: path, seen)
     y = run(opt, problem, leaves, problem.ids(device), packed.transpose(1, 2), backend)
     y.sum().backward()
     chosen = "measured" if backend == "auto" and strategy == "fused" else "triton"
@@ -463,15 +453,9 @@ def test_other_devices(opt):
 @pytest.mark.parametrize("k", [64, 96])
 @pytest.mark.parametrize("tokens", [1, 40, 900])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_it_is_what_runs(opt, submodule, device, monkeypatch, dtype, tokens, k):
-    module, seen = submodule("moe.quantized.strategy"), []
-    real = module.choose_strategy
-
-    def spy(*arguments, **options):
-        seen.append(real(*arguments, **options))
-        return seen[-1]
-
-    monkeypatch.setattr(module, "choose_strategy", spy)
+def test_it_is_what_runs(opt, submodule, device, monkeypatch, dtype, tokens, k, watch):
+    module = submodule("moe.quantized.strategy")
+    seen = watch(module, "choose_strategy", lambda chosen, *_, **__: chosen)
     weight = torch.randn(8, 32, k, device=device)
     weight = opt.moe.QuantizedExperts.from_weight(weight)
     order = opt.moe.expert_sort(torch.randint(8, (tokens, 1), device=device), 8)

@@ -200,17 +200,12 @@ def test_mixed_shapes_and_empty_parameters_in_one_group(opt, device) -> None:
 @pytest.mark.sees_defect(
     "one matrix at a time", "            room = most\n", "            room = 0\n"
 )
-def test_same_shapes_are_orthogonalized_as_one_batch(opt, submodule, device, monkeypatch) -> None:
+def test_same_shapes_are_orthogonalized_as_one_batch(opt, submodule, device, watch) -> None:
     """Motif calls the iteration once per matrix."""
     shapes = [(4, 6), (6, 4), (4, 6), (12, 6), (4, 6)]
     params = parameters(shapes, device=device)
-    batches = []
-
-    def spy(x, **options):
-        batches.append(tuple(x.shape))
-        return opt.orthogonalize(x, **options)
-
-    monkeypatch.setattr(submodule("optimizers.step"), "orthogonalize", spy)
+    step = submodule("optimizers.step")
+    batches = watch(step, "orthogonalize", lambda _, x, **__: tuple(x.shape))
     named = zip(["a", "b", "c", "qkv", "d"], params, strict=True)
     opt.Muon(named, split_sizes={"qkv": (4, 4, 4)}).step()
     assert sorted(batches) == [(1, 6, 4), (6, 4, 6)]

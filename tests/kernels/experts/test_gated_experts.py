@@ -55,18 +55,11 @@ def test_error_against_float64(moe, device, called, problem):
     assert called == ["gated_experts"]
 
 
-def test_without_a_backward_gate_and_up_are_not_stored(moe, submodule, device, monkeypatch):
+def test_without_a_backward_gate_and_up_are_not_stored(moe, submodule, device, monkeypatch, watch):
     """The same bits, nothing of (R, 2I): in no_grad, and where no leaf asks for a gradient."""
     launches = submodule("kernels.experts.gated_launch_triton")
     problem = LayerProblem(4, experts=2, hidden=8, intermediate=8, rank=2, rank_down=2)
-    kept, real = [], launches.gated_forward
-
-    def watch(*arguments, **options):
-        found = real(*arguments, **options)
-        kept.append(tuple(found[0].shape))
-        return found
-
-    monkeypatch.setattr(launches, "gated_forward", watch)
+    kept = watch(launches, "gated_forward", lambda found, *_, **__: tuple(found[0].shape))
     layer = problem.module(moe, device)
     x, gates, _ = problem.inputs(device)
     ids, wide = problem.ids(device), 2 * problem.intermediate
@@ -249,7 +242,7 @@ def test_the_op_and_its_reference(moe, submodule, ops, device):
     torch.library.opcheck(ops.gated_experts.default, arguments, test_utils=checks)
 
 
-def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch):
+def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch, watch):
     """A copy much larger than the result is made for some columns at a time."""
     launch = submodule("kernels.experts.grouped_launch_triton")
     problem = operands(submodule, device)
@@ -257,13 +250,8 @@ def test_a_factor_is_packed_in_pieces(submodule, device, monkeypatch):
     rows = problem["slots"].shape[0]
     low = torch.randn(rows, RANK, device=device)
     monkeypatch.setattr(launch, "PIECE", 16)
-    sizes, results, real = [], [], launch.reorder
-
-    def watch(source, target, *rest):
-        sizes.append(target.shape[2])
-        return real(source, target, *rest)
-
-    monkeypatch.setattr(launch, "reorder", watch)
+    sizes = watch(launch, "reorder", lambda _, source, target, *rest: target.shape[2])
+    results = []
     for limit in (1.5, 1 / 4, 1 / 9):
         monkeypatch.setattr(launch, "PACKED_PER_RESULT", limit)
         out = x.new_full((rows, N), torch.nan)

@@ -296,17 +296,9 @@ launch = module_fixture("kernels.experts.grouped_launch_triton")
 
 
 @pytest.fixture
-def reordered(launch, monkeypatch):
+def reordered(launch, watch):
     """Shapes of the factors that are reordered, in order."""
-    shapes: list[tuple[int, ...]] = []
-    real = launch.reorder
-
-    def watch(source, target):
-        shapes.append(tuple(source.shape))
-        return real(source, target)
-
-    monkeypatch.setattr(launch, "reorder", watch)
-    return shapes
+    return watch(launch, "reorder", lambda _, source, target: tuple(source.shape))
 
 
 STRIDES = {  # (E, r, N) from memory
