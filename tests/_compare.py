@@ -44,3 +44,17 @@ def assert_semi_orthogonal(x: torch.Tensor, low: float, high: float) -> None:
     assert low <= smallest and largest <= high, (
         f"singular values in [{smallest:.4f}, {largest:.4f}], expected [{low}, {high}]"
     )
+
+
+def fail_at(monkeypatch, place, name: str, number: int, error: BaseException) -> list[tuple]:
+    """The function raises at that call; the list gets the arguments of every call."""
+    real, calls = getattr(place, name), []
+
+    def call(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == number:
+            raise error
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(place, name, call)
+    return calls

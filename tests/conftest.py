@@ -178,6 +178,25 @@ def watch(monkeypatch: pytest.MonkeyPatch):
     return on
 
 
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch):
+    """`begun(module, *names)`: a list of those functions' names as calls of them begin."""
+
+    def on(place, *names: str, seen: list[str] | None = None) -> list[str]:
+        made = [] if seen is None else seen
+        for name in names:
+            real = getattr(place, name)
+
+            def call(*arguments, name=name, real=real, **options):
+                made.append(name)
+                return real(*arguments, **options)
+
+            monkeypatch.setattr(place, name, call)
+        return made
+
+    return on
+
+
 @pytest.fixture(autouse=True)
 def launch_what_a_test_replaces(request: pytest.FixtureRequest) -> None:
     """On a GPU, a test that replaces functions of the package sees every launch call them.

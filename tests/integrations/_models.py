@@ -181,17 +181,3 @@ def step(model: torch.nn.Module, **options: Any) -> tuple[torch.Tensor, dict[str
     output.loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return output.logits.detach(), gradients
-
-
-def short_of_memory(monkeypatch, place, name: str, number: int) -> list[tuple]:
-    """The function of that name runs out of memory at that call of the calls returned."""
-    real, calls = getattr(place, name), []
-
-    def call(*arguments, **options):
-        calls.append(arguments)
-        if len(calls) == number:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(place, name, call)
-    return calls

@@ -16,8 +16,8 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .._compare import assert_error_at_most, assert_same_bits, relative_error
-from ._models import build, set_random_lora, short_of_memory, step, tokens
+from .._compare import assert_error_at_most, assert_same_bits, fail_at, relative_error
+from ._models import build, set_random_lora, step, tokens
 from ._trainers import losses, samples, settings, tokenizer
 from .test_peft import logits
 from .test_peft_adapter import edit
@@ -25,6 +25,7 @@ from .test_peft_quantized import parametrize_4_bits, train
 from .test_transformers import FP32
 from .test_transformers_lora import rounded
 
+SHORT = torch.OutOfMemoryError("CUDA out of memory")
 ALL = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
 PARTS_OF_A_MODEL = pytest.mark.parametrize("parts", ["experts", "all"])
 LAYERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
@@ -453,7 +454,7 @@ def test_a_refused_second_adapter_leaves_the_first_alone(opt, device, tmp_path) 
 def test_short_of_memory_in_the_middle_of_4_bits(opt, device, submodule, monkeypatch) -> None:
     model = build("qwen3_moe").to(device)
     formats = submodule("kernels.quant.formats")
-    short_of_memory(monkeypatch, formats, "nf4_quantize", 8)  # within the second stack
+    fail_at(monkeypatch, formats, "nf4_quantize", 8, SHORT)  # within the second stack
     with pytest.raises(torch.OutOfMemoryError):
         opt.integrations.attach_lora(model, 2, 4, quantize="nf4", **ALL)
     assert not any(".lora_" in name or "modules_to_save" in name for name in model.state_dict())

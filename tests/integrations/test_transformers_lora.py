@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from .._compare import assert_error_at_most, assert_same_bits, relative_error
-from ._models import MODELS, build, set_random_lora, short_of_memory, step, tokens
+from .._compare import assert_error_at_most, assert_same_bits, fail_at, relative_error
+from ._models import MODELS, build, set_random_lora, step, tokens
 from .test_transformers import FP32, experts_of, routing, stand_alone
+
+SHORT = torch.OutOfMemoryError("CUDA out of memory")
 
 
 def logits(model: nn.Module) -> torch.Tensor:
@@ -342,7 +344,7 @@ def test_a_refused_or_failed_attachment_leaves_no_adapter(
 
     model = build("qwen3_moe").to(device)
     formats = submodule("kernels.quant.formats")
-    short_of_memory(monkeypatch, formats, "nf4_quantize", 8)  # within the second stack
+    fail_at(monkeypatch, formats, "nf4_quantize", 8, SHORT)  # within the second stack
     with pytest.raises(torch.OutOfMemoryError):
         attach(model, r=2, lora_alpha=4, quantize="nf4")
     assert not any(".lora_" in name for name in model.state_dict())
@@ -356,7 +358,7 @@ def test_a_refused_or_failed_attachment_leaves_no_adapter(
 def test_memory_that_is_too_short_for_the_factors(opt, device, submodule, monkeypatch) -> None:
     model = build("qwen3_moe").to(device)
     kind = submodule("moe.lora").LoraProjection
-    calls = short_of_memory(monkeypatch, kind, "add_adapter", 3)
+    calls = fail_at(monkeypatch, kind, "add_adapter", 3, SHORT)
     before = list(model.state_dict())
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .._compare import assert_all_same_bits, assert_same_bits
+from .._compare import assert_all_same_bits, assert_same_bits, fail_at
 from .._gpu import no_waits
 
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 5, 4, 64, 32, 2, 6
@@ -244,16 +244,9 @@ def test_a_device_without_room_keeps_them_in_host_memory(opt, device, model, mon
     x = batch(device)
     expected = step(model, x)
     offload = opt.moe.ExpertOffload(model)
-    move, moved = opt.moe.QuantizedExperts.to, []
-
-    def short_of_memory(self, *arguments):
-        moved.append(self)
-        if len(moved) == failing:
-            raise torch.OutOfMemoryError("out of memory")
-        return move(self, *arguments)
-
+    short = torch.OutOfMemoryError("out of memory")
     with monkeypatch.context() as patch:
-        patch.setattr(opt.moe.QuantizedExperts, "to", short_of_memory)
+        fail_at(patch, opt.moe.QuantizedExperts, "to", failing, short)
         with pytest.raises(torch.OutOfMemoryError):
             offload.turn_off()
     assert offload.is_on

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from .._compare import assert_all_same_bits
+from .._compare import assert_all_same_bits, fail_at
 from ._steps import new_gradients, parameters, train, values
 from .test_state import SHAPES, assert_same_state, muon, muon_adamw, state_tensors
 
@@ -53,19 +53,6 @@ FAILURES = {
     "a batch of AdamW": Failure(adamw_alone, "adamw", 2, torch.OutOfMemoryError("planted")),
     "counters": Failure(stochastic, "orthogonalize", 1, MemoryError("planted"), state_only=True),
 }
-
-
-def fail_in(module, monkeypatch, function: str, call: int, error: BaseException) -> None:
-    """Let a function of a module raise when it is called for the `call`-th time."""
-    original, calls = getattr(module, function), []
-
-    def failing(*args, **options):
-        calls.append(1)
-        if len(calls) == call:
-            raise error
-        return original(*args, **options)
-
-    monkeypatch.setattr(module, function, failing)
 
 
 def changed(optimizer, before) -> bool:
@@ -122,7 +109,7 @@ def test_a_failed_step_is_remembered(
     old, before = values(params), kept(optimizer)
     new_gradients(params, seed=5)
     with monkeypatch.context() as patch:
-        fail_in(submodule("optimizers.step"), patch, failure.function, failure.call, failure.error)
+        fail_at(patch, submodule("optimizers.step"), failure.function, failure.call, failure.error)
         with pytest.raises(type(failure.error)):
             optimizer.step()
     assert changed(optimizer, before)
@@ -154,7 +141,7 @@ def test_loading_that_is_refused_mends_nothing(opt, submodule, device, monkeypat
     optimizer.fit_state()
     saved = copy.deepcopy(optimizer.state_dict())
     with monkeypatch.context() as patch:
-        fail_in(submodule("optimizers.step"), patch, "update", 2, RuntimeError("planted"))
+        fail_at(patch, submodule("optimizers.step"), "update", 2, RuntimeError("planted"))
         with pytest.raises(RuntimeError, match="planted"):
             optimizer.step()
     wrong = copy.deepcopy(saved)
@@ -174,7 +161,7 @@ def test_a_failed_clip_is_remembered(opt, submodule, device, monkeypatch, tmp_pa
     names = ("layers.0.a.wq.weight", "layers.0.a.wk.weight")
     optimizer = opt.Muon([*zip(names, params, strict=True)], clip_config=config)
     with monkeypatch.context() as patch:
-        fail_in(submodule("optimizers.stages.qk_clip"), patch, "scale_rows", 2, KeyboardInterrupt())
+        fail_at(patch, submodule("optimizers.stages.qk_clip"), "scale_rows", 2, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             optimizer.step(qk_logits={0: torch.tensor([4.0], device=device)})
     with pytest.raises(RuntimeError, match=MIDWAY):

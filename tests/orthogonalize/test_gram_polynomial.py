@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .._compare import assert_error_at_most, relative_error
+from .._compare import assert_error_at_most
 from ..conftest import module_fixture
-from ._matrices import known_matrix, matrix
+from ._matrices import known_matrix
 
 HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
 
@@ -138,36 +138,6 @@ def test_bfloat16_and_other_step_counts_are_refused(opt, method, device) -> None
         opt.orthogonalize(x, "gram_polynomial", 4)
     with pytest.raises(TypeError, match="list"):
         method.gram_polynomial([[1.0]])
-
-
-@pytest.mark.parametrize("tall", [False, True])
-@pytest.mark.parametrize("spectrum", ["gaussian", "log3", "half_zero"])
-def test_products_by_halves(opt, device, submodule, monkeypatch, spectrum, tall) -> None:
-    """X X^T and the squares, ten and two, go to symmetric_matmul; the error stays as it was."""
-    products = submodule("orthogonalize.products")
-    kernel, calls = submodule("kernels.products.symmetric_matmul").symmetric_matmul, []
-    compiled = products.symmetric
-
-    def symmetric(A, B, **options):
-        calls.append(A.shape[-2:])
-        return kernel(A, B, **options) if device.type == "cpu" else compiled(A, B, **options)
-
-    x = matrix(spectrum, 96, 384)
-    x = x.mT if tall else x
-    exact = opt.orthogonalize(x.to(device), "gram_polynomial", dtype=DOUBLE).cpu()
-    single = x.float().to(device)
-    dense = opt.orthogonalize(single, "gram_polynomial", dtype=HALF).cpu()
-    monkeypatch.setattr(products, "_pays", lambda m, dtype: True)
-    monkeypatch.setattr(products, "runs_compiled", lambda device, dtype: True)
-    monkeypatch.setattr(products, "symmetric", symmetric)
-    # The compiled call launches the same kernels, where Python cannot count them.
-    module = submodule("orthogonalize.gram_polynomial")
-    monkeypatch.setattr(module, "_runs_compiled", lambda *_: False)
-    halves = opt.orthogonalize(single, "gram_polynomial", dtype=HALF).cpu()
-    # X^T X of a tall half-precision matrix stays dense without Hopper's instructions.
-    dense_gram = tall and not products.batch_is_free(HALF, device)
-    assert len(calls) == (10 if dense_gram else 12)
-    assert_error_at_most(halves, exact, 1.42 * relative_error(dense, exact))
 
 
 @pytest.mark.gpu

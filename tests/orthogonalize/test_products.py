@@ -71,6 +71,23 @@ def test_as_accurate_as_dense_products(
     assert_error_at_most(actual, exact, (2 if dtype == SINGLE else 1.42) * dense)
 
 
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize("spectrum", ["gaussian", "log3", "half_zero"])
+def test_gram_polynomial_by_halves(opt, products, device, by_halves, spectrum, tall) -> None:
+    """X X^T and the squares, ten and two, go to symmetric_matmul; the error stays as it was."""
+    x = matrix(spectrum, 96, 384)
+    x = x.mT if tall else x
+    exact = opt.orthogonalize(x.to(device), "gram_polynomial", dtype=torch.float64).cpu()
+    single = x.float().to(device)
+    dense = opt.orthogonalize(single, "gram_polynomial", dtype=HALF).cpu()
+    calls = by_halves()
+    halves = opt.orthogonalize(single, "gram_polynomial", dtype=HALF).cpu()
+    # X^T X of a tall half-precision matrix stays dense without Hopper's instructions.
+    dense_gram = tall and not products.batch_is_free(HALF, device)
+    assert len(calls) == (10 if dense_gram else 12)
+    assert_error_at_most(halves, exact, 1.42 * relative_error(dense, exact))
+
+
 @pytest.mark.parametrize(
     ("method", "dtype", "shape", "count"),
     [

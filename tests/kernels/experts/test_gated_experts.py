@@ -26,20 +26,10 @@ moe = module_fixture("moe")
 
 
 @pytest.fixture
-def called(submodule, monkeypatch):
+def called(submodule, monkeypatch, begun):
     """Names of the layer's ops that were called, in order, as torch.compile calls them."""
     monkeypatch.setattr(submodule("moe.experts"), "eager_layer", lambda *_: None)
-    made: list[str] = []
-    place = submodule("moe.grouped_linear")
-    for name in ("gated_experts", "_op"):
-        real = getattr(place, name)
-
-        def watch(*arguments, real=real, name=name, **options):
-            made.append(name)
-            return real(*arguments, **options)
-
-        monkeypatch.setattr(place, name, watch)
-    return made
+    return begun(submodule("moe.grouped_linear"), "gated_experts", "_op")
 
 
 def by_triton(layer, *inputs):
@@ -126,7 +116,7 @@ def test_order_of_gradients(moe, submodule, device, monkeypatch):
         assert_error_at_most(one, other, 1e-6)
 
 
-def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
+def test_what_runs_beside_what(moe, submodule, device, monkeypatch, begun):
     """LoRA's own launches beside the products, each after what it reads; where memory allows."""
     problem = LayerProblem(24, experts=3, hidden=16, intermediate=8, rank=2, rank_down=2)
     launches = submodule("kernels.experts.gated_launch_triton")
@@ -154,20 +144,9 @@ def test_what_runs_beside_what(moe, submodule, device, monkeypatch):
         yield Streams()
         made.append(")")
 
-    def watched(name: str):
-        real = getattr(launches, name)
-
-        def watch(*arguments, **options):
-            made.append(name)
-            return real(*arguments, **options)
-
-        monkeypatch.setattr(launches, name, watch)
-
     monkeypatch.setattr(launches, "beside", beside)
-    for name in ("low_rank", "grouped_product", "combine_triton", "expert_products"):
-        watched(name)
-    watched("gated_backward")
-    watched("reorder")
+    names = ("low_rank", "grouped_product", "combine_triton", "expert_products")
+    begun(launches, *names, "gated_backward", "reorder", seen=made)
     found, seen = [], []
     for room in (0, 10**9):
         monkeypatch.setattr(launches, "room_for_gradients", lambda *_, room=room: room)

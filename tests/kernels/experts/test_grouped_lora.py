@@ -123,23 +123,10 @@ def test_no_kernel_uses_atomics(submodule):
 
 
 @pytest.fixture
-def calls(submodule, monkeypatch):
+def calls(submodule, begun):
     """Names of the launches on the Triton path, in order."""
-    made: list[str] = []
     module = submodule("kernels.experts.grouped_launch_triton")
-
-    def watch(name: str) -> None:
-        real = getattr(module, name)
-
-        def launch(*arguments, **options):
-            made.append(name)
-            return real(*arguments, **options)
-
-        monkeypatch.setattr(module, name, launch)
-
-    for name in ("low_rank", "grouped_product", "expert_products"):
-        watch(name)
-    return made
+    return begun(module, "low_rank", "grouped_product", "expert_products")
 
 
 @pytest.mark.sees_defect("x A^T is computed again for every tile of columns")
