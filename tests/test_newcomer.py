@@ -13,6 +13,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import torch
 
 from ._checkout import GIT_ENVIRONMENT, ROOT, copy_checkout
 from .test_readme import CPU_BACKEND, blocks
@@ -56,8 +57,6 @@ def newcomer(tmp_path: Path) -> dict[str, str]:
 def test_three_commands_of_the_readme_lead_to_a_trained_model(
     newcomer: dict[str, str], tmp_path: Path
 ) -> None:
-    import torch
-
     checkout = copy_checkout(tmp_path / "checkout")
     for name in BESIDE_THE_SOURCES:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
@@ -147,8 +146,6 @@ TAKEN = {
 
 
 def types(opt, code: str) -> None:
-    import torch
-
     w, b = (torch.nn.Parameter(torch.ones(shape)) for shape in ((8, 8), (8,)))
     exec(textwrap.dedent(code), {"opt": opt, "torch": torch, "w": w, "b": b})
 

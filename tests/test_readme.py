@@ -8,6 +8,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+from kernels import get_kernel
 
 from ._checkout import tool
 from .conftest import ROOT
@@ -51,8 +53,6 @@ def pages() -> list[str]:
 @pytest.mark.parametrize("name", [name for name in pages() if name not in ELSEWHERE])
 def test_python_blocks_run(opt, forks, repo_id: str, name: str) -> None:
     """All blocks of a page, in order, in one process; each page imports what it uses."""
-    import torch
-
     code = blocks(ROOT / name)
     if torch.version.cuda and not torch.cuda.is_available():
         code.insert(0, CPU_BACKEND)
@@ -64,8 +64,6 @@ def test_python_blocks_run(opt, forks, repo_id: str, name: str) -> None:
 
 
 def test_the_block_of_the_card_runs(opt, forks, repo_id: str) -> None:
-    import torch
-
     project = tool("local_build.project").load_project(ROOT)
     (code,) = re.findall(
         r"^```python\n(.*?)^```", tool("hub_card").render_card(project), re.M | re.S
@@ -82,8 +80,6 @@ def test_pages_that_are_run_elsewhere_exist() -> None:
 
 
 def test_message_for_a_missing_version_is_the_one_shown(opt, repo_id: str) -> None:
-    from kernels import get_kernel
-
     shown = re.search(r'"(A kernel version[^"]*) \[…\]"', (ROOT / "README.md").read_text())
     assert shown, "README.md no longer shows the message"
     with pytest.raises(ValueError, match=re.escape(shown.group(1))) as error:
@@ -93,8 +89,6 @@ def test_message_for_a_missing_version_is_the_one_shown(opt, repo_id: str) -> No
 
 def test_design_snippet_runs(opt) -> None:
     """The first lines of use: default groups from a model, both optimizers, one step each."""
-    import torch
-
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
     groups = opt.muon.get_default_muon_param_groups(model)
     muon = opt.Muon(groups, lr=2e-3, weight_decay=0.1)
@@ -114,8 +108,6 @@ def test_design_snippet_runs(opt) -> None:
 
 
 def test_code_runs(opt, device, tmp_path) -> None:
-    import torch
-
     from .integrations._models import build, tokens
 
     page = (ROOT / "docs/concepts/nf4.md").read_text()

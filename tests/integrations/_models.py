@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers as t
 
 COMMON = {
     "vocab_size": 61,
@@ -40,8 +41,6 @@ VISION = {
 
 
 def qwen3_moe(**changes: Any) -> torch.nn.Module:
-    import transformers as t
-
     config = t.Qwen3MoeConfig(**COMMON | EXPERTS | {"intermediate_size": 32} | changes)
     return t.Qwen3MoeForCausalLM(config)
 
@@ -52,16 +51,12 @@ def qwen3_moe_square(**changes: Any) -> torch.nn.Module:
 
 
 def qwen3_5_moe(**changes: Any) -> torch.nn.Module:
-    import transformers as t
-
     config = t.Qwen3_5MoeTextConfig(**COMMON | EXPERTS | LINEAR_ATTENTION | changes)
     return t.Qwen3_5MoeForCausalLM(config)
 
 
 def qwen3_5_moe_vlm(**changes: Any) -> torch.nn.Module:
     """A vision-language model: its experts sit in the text backbone, which has its own config."""
-    import transformers as t
-
     config = t.Qwen3_5MoeConfig(
         text_config=COMMON | EXPERTS | LINEAR_ATTENTION | changes,
         vision_config=VISION,
@@ -71,8 +66,6 @@ def qwen3_5_moe_vlm(**changes: Any) -> torch.nn.Module:
 
 
 def qwen3_next(**changes: Any) -> torch.nn.Module:
-    import transformers as t
-
     config = t.Qwen3NextConfig(
         **COMMON | EXPERTS | LINEAR_ATTENTION | {"intermediate_size": 32} | changes
     )
@@ -80,23 +73,17 @@ def qwen3_next(**changes: Any) -> torch.nn.Module:
 
 
 def olmoe(**changes: Any) -> torch.nn.Module:
-    import transformers as t
-
     own = {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 20}
     return t.OlmoeForCausalLM(t.OlmoeConfig(**COMMON | own | changes))
 
 
 def mixtral(**changes: Any) -> torch.nn.Module:
-    import transformers as t
-
     own = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 20}
     return t.MixtralForCausalLM(t.MixtralConfig(**COMMON | own | changes))
 
 
 def gpt_oss(**changes: Any) -> torch.nn.Module:
     """Transposed, interleaved and biased, with a clamped gate."""
-    import transformers as t
-
     own = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 20}
     model = t.GptOssForCausalLM(t.GptOssConfig(**COMMON | own | changes))
     with torch.no_grad():
@@ -108,8 +95,6 @@ def gpt_oss(**changes: Any) -> torch.nn.Module:
 
 def deepseek_v3(**changes: Any) -> torch.nn.Module:
     """Sigmoid router with groups and correction bias, a dense first layer, shared experts."""
-    import transformers as t
-
     own = {
         "n_routed_experts": 6,
         "num_experts_per_tok": 2,

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from transformers.models.auto import modeling_auto
 
 SIZES: dict[str, Any] = {
     # text
@@ -135,9 +137,6 @@ EXPERTS = re.compile(r"^class \w*Experts\(", re.MULTILINE)
 @functools.cache
 def classes() -> list[str]:
     """The names of all of them, in the order of the alphabet."""
-    import transformers
-    from transformers.models.auto import modeling_auto
-
     known: set[str] = set()
     for mapping in MAPPINGS:
         for entry in getattr(modeling_auto, mapping).values():
@@ -149,8 +148,6 @@ def classes() -> list[str]:
 
 def tiny(name: str) -> torch.nn.Module:
     """The class with the same random weights on every call, on transformers' eager experts."""
-    import transformers
-
     kind = getattr(transformers, name)
     config = kind.config_class(**_small(kind.config_class, OWN.get(name, {})))
     torch.manual_seed(0)

@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
+import transformers
 
 from ._models import build
 
@@ -25,8 +27,6 @@ def samples() -> list[list[int]]:
 
 
 def lora() -> Any:
-    import peft
-
     return peft.LoraConfig(
         r=3,
         lora_alpha=7,
@@ -58,8 +58,6 @@ def trainer_of(
 ) -> Any:
     """A trainer of a fresh PEFT model over packed experts, on our kernels; None for 4-bit ones."""
     import datasets
-    import peft
-    import transformers
 
     if model is None:
         model = build("qwen3_moe").to(device)
@@ -90,7 +88,6 @@ def trainer_of(
 def tokenizer() -> Any:
     """Made here: the tests load nothing from the Hub."""
     import tokenizers
-    import transformers
 
     words = {str(number): number for number in range(61)}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
@@ -105,7 +102,6 @@ def losses(trainer: Any) -> dict[int, float]:
 
 
 def main(kind: str, folder: str, step: str) -> None:
-    import transformers
     from kernels import get_kernel
 
     class Kill(transformers.TrainerCallback):

@@ -8,9 +8,11 @@ import sys
 import weakref
 from pathlib import Path
 
+import datasets
 import peft
 import pytest
 import torch
+import transformers
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors.torch import load_file, save_file
@@ -499,8 +501,6 @@ def test_a_file_leaves_out_nothing_that_trains(opt, device, tmp_path) -> None:
 @pytest.mark.parametrize("parts", ["all", "experts"])
 def test_trainer(opt, device, parts: str, quantize, tmp_path: Path) -> None:
     """Five steps with a checkpoint after three, resumed to equal losses and factors."""
-    import datasets
-    import transformers
 
     def trainer(folder: Path) -> transformers.Trainer:
         torch.manual_seed(7)
@@ -590,7 +590,6 @@ def test_a_router_that_is_trained_whole(opt, device, tmp_path) -> None:
 
 
 def test_sft_trainer_takes_the_model(opt, device, tmp_path: Path) -> None:
-    import datasets
     import trl
 
     torch.manual_seed(7)

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .._compare import assert_same_bits
@@ -315,9 +317,6 @@ def test_the_readable_copy(opt, device, tmp_path) -> None:
 
 def rewrite(folder: Path, change) -> None:
     """Change the header or the tensors of a checkpoint, which has no checksums then."""
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
     path = folder / "optimizer.safetensors"
     with safe_open(path, framework="pt") as file:
         header = json.loads(file.metadata()["optimizer"])
@@ -442,8 +441,6 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(opt, device, fault, tmp_
 
 
 def test_what_is_no_checkpoint(opt, tmp_path) -> None:
-    from safetensors.torch import save_file
-
     optimizer = opt.Muon(parameters([(4, 3)]))
     with pytest.raises(FileNotFoundError, match="no optimizer checkpoint"):
         opt.load_optimizer(optimizer, tmp_path / "nowhere")
@@ -464,8 +461,6 @@ def test_a_truncated_file(opt, size, tmp_path) -> None:
 
 @pytest.mark.parametrize("header", ["", "{", "[]", "null", "[" * 100000])
 def test_a_header_that_is_no_json_object(opt, header, tmp_path) -> None:
-    from safetensors.torch import save_file
-
     path = tmp_path / "optimizer.safetensors"
     save_file({}, path, {"optimizer": header})
     with pytest.raises(ValueError, match=str(path)):
@@ -599,8 +594,6 @@ def test_without_locks_nothing_is_taken_for_left_behind(opt, monkeypatch, tmp_pa
 
 def test_a_tensor_file_holds_any_tensor(submodule, device, tmp_path) -> None:
     """Any other reader of the format reads the same."""
-    from safetensors.torch import load_file
-
     files = submodule("integrations.checkpoints.tensor_file")
     tensors = {
         str(dtype): torch.arange(-6, 6, device=device).to(dtype).view(3, 4).t()

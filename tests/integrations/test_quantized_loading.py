@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from .._compare import assert_same_bits, relative_error
 from ..conftest import ROOT
@@ -69,8 +70,6 @@ def test_logits_are_those_of_the_rounded_model(opt, saved, name):
 
 def rewritten(source, folder, change):
     """A copy of a saved model, its tensors changed by a function of their dict."""
-    from safetensors.torch import load_file, save_file
-
     folder.mkdir()
     (folder / "config.json").write_text((source / "config.json").read_text())
     save_file(change(load_file(source / "model.safetensors")), folder / "model.safetensors")
@@ -239,8 +238,6 @@ def test_adapters_travel_to_and_from_peft_files(opt, saved, tmp_path):
 
 
 def test_names_and_shapes_that_do_not_fit_are_named(opt, saved, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     load = opt.integrations.load_quantized
     source = saved("qwen3_moe")
     tensors = load_file(source / "model.safetensors")
@@ -275,8 +272,6 @@ def test_names_and_shapes_that_do_not_fit_are_named(opt, saved, tmp_path):
 
 def test_sharded_hub_id_with_its_index_pinned_and_offline(opt, saved, tmp_path, monkeypatch):
     """Two files and an index in the layout of the Hub's cache, found without a network."""
-    from safetensors.torch import load_file, save_file
-
     commit = "0123456789abcdef0123456789abcdef01234567"
     source = saved("qwen3_moe")
     snapshot = tmp_path / "models--org--tiny" / "snapshots" / commit
@@ -424,8 +419,6 @@ def peaks(repo_id, warm, folders) -> list[tuple[int, int]]:
 @pytest.mark.sees_defect("the 16-bit stacks exist while the model is loaded")
 def test_host_peak_is_two_experts(opt, repo_id, saved, tmp_path):
     """Of a stack of 48 MiB no more than two experts of 2 MiB stand beside what remains."""
-    from safetensors.torch import save_file
-
     experts, hidden, intermediate = 16, 512, 1024
     model = build(
         "qwen3_moe",

@@ -6,8 +6,20 @@ import copy
 import json
 import pickle
 
+import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.quantizers import auto
+from transformers.trainer_utils import validate_quantization_for_training
 
 from .._compare import assert_same_bits
 from ._models import build, set_random_lora, tokens
@@ -60,8 +72,6 @@ def test_defaults_of_generate_travel(opt, tmp_path) -> None:
 
 def test_from_pretrained_refuses_the_folder(opt, quantized, tmp_path) -> None:
     """It knows no 4-bit experts: it would report them as missing and draw them at random."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     path = opt.integrations.save_quantized(quantized, tmp_path)
     assert path == tmp_path / WEIGHTS
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
@@ -101,8 +111,6 @@ def test_a_failure_leaves_the_earlier_save(opt, quantized, tmp_path, monkeypatch
 
 
 def test_what_could_not_be_loaded_is_not_written(opt, quantized, tmp_path) -> None:
-    import peft
-
     def refused(model, message) -> None:
         with pytest.raises(ValueError, match=message):
             opt.integrations.save_quantized(model, tmp_path / "new")
@@ -159,8 +167,6 @@ METHOD = "quantized_experts"
 
 
 def from_pretrained(folder, **options):
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
 
 
@@ -186,8 +192,6 @@ def test_nested_scales_and_fp4_keep_their_format(opt, tmp_path) -> None:
 
 def test_what_trains_after_loading(opt, quantized, tmp_path) -> None:
     """Packed experts never; with adapters these alone, as attach_lora left it."""
-    from transformers.trainer_utils import validate_quantization_for_training
-
     quantized.save_pretrained(tmp_path / "base")
     loaded = from_pretrained(tmp_path / "base")
     frozen = {n for n, p in loaded.named_parameters() if not p.requires_grad}
@@ -212,8 +216,6 @@ def test_what_trains_after_loading(opt, quantized, tmp_path) -> None:
 
 
 def test_the_base_model_of_the_files(quantized, tmp_path) -> None:
-    from transformers import AutoModel
-
     quantized.save_pretrained(tmp_path)
     base = AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
     ids = tokens(quantized)
@@ -224,8 +226,6 @@ def test_the_base_model_of_the_files(quantized, tmp_path) -> None:
 
 def test_without_this_package_from_pretrained_raises(quantized, tmp_path, monkeypatch) -> None:
     """It would go on with a warning and draw experts whose names it misses at random."""
-    from transformers.quantizers import auto
-
     quantized.save_pretrained(tmp_path)
     monkeypatch.delitem(auto.AUTO_QUANTIZER_MAPPING, METHOD)
     monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, METHOD)
@@ -234,8 +234,6 @@ def test_without_this_package_from_pretrained_raises(quantized, tmp_path, monkey
 
 
 def test_files_that_do_not_fit_are_refused(quantized, tmp_path) -> None:
-    from safetensors.torch import load_file, save_file
-
     quantized.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="load it with the class and the configuration"):
         from_pretrained(tmp_path, num_hidden_layers=1)
@@ -253,8 +251,6 @@ def test_files_that_do_not_fit_are_refused(quantized, tmp_path) -> None:
 
 
 def test_what_could_not_be_read_is_not_written(opt, quantized, tmp_path) -> None:
-    import peft
-
     def refused(model, message) -> None:
         with pytest.raises(ValueError, match=message):
             model.save_pretrained(tmp_path)
@@ -276,8 +272,6 @@ def test_what_could_not_be_read_is_not_written(opt, quantized, tmp_path) -> None
 
 
 def test_an_adapter_of_transformers_is_written_alone(quantized, tmp_path) -> None:
-    import peft
-
     quantized.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
     quantized.save_pretrained(tmp_path)
     assert (tmp_path / "adapter_model.safetensors").exists()
@@ -317,8 +311,6 @@ def test_a_model_can_be_copied_and_pickled(quantized, tmp_path) -> None:
 
 def test_trainer_saves_and_resumes(opt, tmp_path) -> None:
     """Without PEFT: LoRA of attach_lora over 4-bit experts, cut off after its first checkpoint."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
     build("qwen3_moe").save_pretrained(tmp_path / "dense")
     ids = torch.randint(61, (16, 9), generator=torch.Generator().manual_seed(3))
     rows = [{"input_ids": row, "labels": row} for row in ids]

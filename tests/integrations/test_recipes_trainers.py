@@ -8,6 +8,7 @@ from typing import Any
 import kernels
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from ..conftest import ROOT
@@ -21,8 +22,6 @@ PAGES = ("trainer.md", "trainer-trl-peft.md", "qlora-moe.md", "qwen3-30b-a3b.md"
 
 
 def model_of(device: torch.device) -> nn.Module:
-    import transformers
-
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=61,
@@ -37,7 +36,6 @@ def model_of(device: torch.device) -> nn.Module:
 
 def trainer_of(opt: Any, kind: str, folder: Path, device: torch.device) -> Any:
     import datasets
-    import transformers
     import trl
 
     model = model_of(device)

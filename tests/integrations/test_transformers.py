@@ -10,6 +10,12 @@ import copy
 
 import pytest
 import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import FP8Experts
+from transformers.integrations.moe import ExpertsInterface
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
+from transformers.models import deepseek_v4, nemotron_h, openai_privacy_filter
 
 from .._compare import assert_error_at_most, assert_same_bits, relative_error
 from ._models import MODELS, build, step, tokens
@@ -26,8 +32,6 @@ def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 @pytest.fixture
 def calls(opt, submodule, monkeypatch):
     """The experts modules that ran through our function, in order."""
-    from transformers.integrations.moe import ExpertsInterface
-
     ours = submodule("integrations.models.transformers").experts_function
     seen: list[torch.nn.Module] = []
 
@@ -122,8 +126,6 @@ def test_half_precision_errs_at_most_half_again_as_much_as_eager(
 
 def stand_alone(name: str) -> torch.nn.Module:
     """An experts module of a layout that no model above has, with random parameters."""
-    from transformers.models import deepseek_v4, nemotron_h, openai_privacy_filter
-
     kinds = {
         "nemotron_h": (  # no gate, relu squared
             nemotron_h.modeling_nemotron_h.NemotronHExperts,
@@ -220,8 +222,6 @@ def test_generation_token_by_token(opt, device) -> None:
 
 
 def test_model_is_loaded_with_our_experts(opt, device, calls, tmp_path) -> None:
-    from transformers import AutoModelForCausalLM
-
     model = build("olmoe")
     model.save_pretrained(tmp_path)
     name = opt.integrations.use_in_transformers()
@@ -233,8 +233,6 @@ def test_model_is_loaded_with_our_experts(opt, device, calls, tmp_path) -> None:
 
 @pytest.mark.sees_defect("what cannot run is patched anyway, or left out in silence")
 def test_models_that_cannot_run_are_refused_and_unchanged(opt, monkeypatch) -> None:
-    import transformers
-
     dense = transformers.LlamaConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=1,
@@ -269,8 +267,6 @@ def test_models_inside_other_modules_are_found(opt, calls, device) -> None:
 
 def test_experts_in_fp8_are_refused_at_once(opt) -> None:
     """Before, the first call raised a KeyError of transformers' FP8 interface."""
-    from transformers.integrations.finegrained_fp8 import FP8Experts
-
     model = build("qwen3_moe")
     for layer in model.model.layers:
         layer.mlp.experts = FP8Experts(model.config, block_size=(8, 8))
@@ -282,9 +278,6 @@ def test_experts_in_fp8_are_refused_at_once(opt) -> None:
 
 def test_what_has_no_experts_interface_is_told_what_it_is(opt) -> None:
     """It used to be told that it must be a mixture of experts, which it is."""
-    import transformers
-    from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
-
     use = opt.integrations.use_in_transformers
     with pytest.raises(ValueError, match=r"Llama4TextExperts, which transformers runs in one way"):
         use(tiny("Llama4ForCausalLM"))
