@@ -19,11 +19,9 @@ def op_table_findings(project: Project) -> list[str]:
 
 SOURCE, COMPONENT = manifest.source_findings, manifest.component_findings
 BIND, PYTHON = manifest.binding_findings, manifest.python_findings
-DOCUMENT, TABLES, CHANGES = (
-    manifest.document_findings,
-    op_table_findings,
-    manifest.changelog_findings,
-)
+DOCUMENT = manifest.document_findings
+TABLES = op_table_findings
+CHANGES = manifest.changelog_findings
 PIN = manifest.pin_findings
 CHECKS = (SOURCE, COMPONENT, BIND, PYTHON, DOCUMENT, TABLES, CHANGES, PIN)
 

@@ -81,10 +81,8 @@ def assert_same(
         left, right = (x.detach().cpu().contiguous().reshape(-1) for x in (ours, theirs))
         if left.is_floating_point():
             assert torch.equal(left.isnan(), right.isnan()), f"entry {k}: NaN elsewhere"
-            left, right = (
-                left.nan_to_num(0.0, float("inf"), float("-inf")),
-                right.nan_to_num(0.0, float("inf"), float("-inf")),
-            )
+            left = left.nan_to_num(0.0, float("inf"), float("-inf"))
+            right = right.nan_to_num(0.0, float("inf"), float("-inf"))
             bits = torch.int16 if left.element_size() == 2 else torch.int32
             left, right = left.view(bits), right.view(bits)
         different = (left != right).sum().item()

@@ -208,10 +208,8 @@ def chains(opt) -> int:
     device, count = torch.device("cuda"), 0
     if torch.cuda.get_device_capability(device) != (9, 0):
         return count
-    module, ops = (
-        importlib.import_module(f"{opt.__name__}.kernels.products.square_chain"),
-        importlib.import_module(f"{opt.__name__}._ops").ops,
-    )
+    module = importlib.import_module(f"{opt.__name__}.kernels.products.square_chain")
+    ops = importlib.import_module(f"{opt.__name__}._ops").ops
     for batch, m, groups in ((1, 8, 1), (3, 136, 2), (70, 264, 3), (1, 512, 1)):
         x = torch.zeros(batch, m, m, dtype=torch.float16, device=device)
         x.diagonal(dim1=-2, dim2=-1).fill_(2.0)

@@ -267,14 +267,12 @@ def test_experts_in_host_memory_beside_a_gpu_need_a_device(opt, monkeypatch):
     assert opt.moe.ExpertOffload(model, device="cpu").is_on
 
 
-GPU_LAYERS, GPU_EXPERTS, GPU_HIDDEN, GPU_INTERMEDIATE, GPU_TOP_K, GPU_TOKENS = (
-    6,
-    32,
-    1024,
-    768,
-    4,
-    2048,
-)
+GPU_LAYERS = 6
+GPU_EXPERTS = 32
+GPU_HIDDEN = 1024
+GPU_INTERMEDIATE = 768
+GPU_TOP_K = 4
+GPU_TOKENS = 2048
 
 
 class ModelGpu(nn.Module):

@@ -42,10 +42,8 @@ def test_equal_words_are_of_values_that_mean_the_same(opt, option, alike, others
 
 
 def test_only_what_may_have_changed_is_put_into_words_again(opt, monkeypatch) -> None:
-    digest, options = (
-        module_of(opt, "optimizers.sharded.consistency"),
-        module_of(opt, "optimizers.groups.options"),
-    )
+    digest = module_of(opt, "optimizers.sharded.consistency")
+    options = module_of(opt, "optimizers.groups.options")
     params = [nn.Parameter(torch.ones(3, 3)) for _ in range(2)]
     optimizer = opt.MuonAdamW(
         [
