@@ -580,18 +580,42 @@ def test_a_comparison_runs_both_ways_and_training_goes_on_with_ours(
     def total():
         return losses[-1].logits.float().square().mean()
 
-    found = qlora.compare(training, package)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    found = qlora.compare(training, package, ours_alone=False)
     layers = size.model["num_hidden_layers"]
     assert found == {"ours": {"usual": 0}, "bitsandbytes + grouped_mm": {"usual": layers}}
     first, second = (output.logits for output in losses)
     assert relative_error(second, first.float()) < 0.05
     model(losses[-1].logits.argmax(-1))
     assert len(used) == layers  # ours again
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None and torch.equal(parameter, before[name]), name
+
+    def too_large(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(qlora, "dense_and_grouped", too_large)
+    found = qlora.compare(training, package, ours_alone=False)
+    assert found == {"ours": {"usual": 0}, "bitsandbytes + grouped_mm": None}
+    assert qlora.compare(training, package, ours_alone=True) == {"ours": {"usual": 0}}
 
 
 def test_the_table_of_a_comparison(qlora) -> None:
-    ours = {"ms": 10.0, "peak_mb": 250.0, "weights_mb": 1.0}
-    usual = {"ms": 25.0, "peak_mb": 1000.0, "weights_mb": 1.0}
+    ours = {"ms": 10.0, "peak_mb": 250.0, "kept_mb": 1.0}
+    usual = {"ms": 25.0, "peak_mb": 1000.0, "kept_mb": 1.0}
     table = qlora.report({"ours": ours, "bitsandbytes + grouped_mm": usual})
     assert "2.50 times as fast, 25% of the memory" in table
-    assert qlora.report("no comparison: reason") == "no comparison: reason"
+    table = qlora.report({"ours": ours, "bitsandbytes + grouped_mm": None})
+    assert "out of memory" in table and "times as fast" not in table
+
+
+def test_the_full_size_is_the_whole_model(qlora) -> None:
+    """The shapes of Qwen/Qwen3-30B-A3B, 30.5e9 parameters, counted without memory for them."""
+    import transformers
+
+    assert qlora.parse(["--full"]).size == "full"
+    sizes = {"tie_word_embeddings": False} | qlora.SIZES["full"].model
+    with torch.device("meta"):
+        config = transformers.Qwen3MoeConfig(**sizes)
+        model = transformers.Qwen3MoeForCausalLM._from_config(config)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e9, 2) == 30.53
