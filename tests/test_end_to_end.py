@@ -256,7 +256,7 @@ def test_readme_and_plot(harness, written: Path) -> None:
     assert len(plots.findings(root)) == 6  # three tables, two pages and a plot
     plots.draw(root)
     assert plots.findings(root) == []
-    page = (root / "docs/benchmarks/h200-end_to_end.md").read_text()
+    page = (root / "docs/benchmarks" / "h200-end_to_end.md").read_text()
     for text in (
         "| `gpt-124M/muon` | 55 | 20 | 3 | 1.038 | 600 | 0.002 | 2.510 (2.500 to 2.520) |",
         f"| `{MODEL_CASE}` | 40 | 30 | 51.2 | transformers grouped_mm + PEFT, eager, 80 ms | 2",

@@ -241,10 +241,3 @@ def test_a_partial_file_is_finished_with_what_it_has(harness, tmp_path) -> None:
     harness.report.write(partial, head | {"sources": "other"}, [])
     with pytest.raises(SystemExit, match="of other sources"):
         harness.run.main(["elementwise", "--finish", str(tmp_path)])
-
-
-def test_ranks_have_no_budget(harness, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        harness.run.main(["optimizer_step", "--budget", "10"])
-    assert "--budget is for one GPU" in capsys.readouterr().err

@@ -259,6 +259,9 @@ def test_what_does_not_fit_is_refused(opt, device) -> None:
         convert(optimizer, {"lr": 1}, source="motif")
     with pytest.raises(TypeError, match=r"saved\[0\] is no state_dict"):
         convert(optimizer, {**saved, "state": None}, source="motif")
+    without = {key: {**entry, "momentum_buffer": None} for key, entry in saved["state"].items()}
+    with pytest.raises(ValueError, match="saved: a momentum_buffer must be a Tensor, got None"):
+        convert(optimizer, {**saved, "state": without}, source="motif")
     with pytest.raises(ValueError, match="motif is one optimizer: give its state_dict, not 2"):
         convert(optimizer, [saved, saved], source="motif")
     with pytest.raises(ValueError, match="group 0 has no kind 'muon' or 'adamw'"):

@@ -103,6 +103,8 @@ def _state(present: Mapping[str, Tensor], entry: Saved, group: Mapping[str, Any]
         state[key] = _whole(entry.state[key], present[key])
     if entry.form is not None and "momentum_buffer" in entry.state:
         buffer = entry.state["momentum_buffer"]
+        if not isinstance(buffer, Tensor):
+            raise ValueError(f"saved: a momentum_buffer must be a Tensor, got {buffer!r:.80}")
         buffer = buffer.to(torch.promote_types(buffer.dtype, torch.float32))
         rest = 1 - float(entry.options["momentum"])
         if (entry.form, group["momentum_form"]) == ("ema", "heavy_ball"):
