@@ -7,6 +7,7 @@ import shutil
 import sys
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import datasets
 import peft
@@ -390,6 +391,9 @@ REFUSED = [
     ({"target_modules": ["nowhere"], "target_parameters": ["nowhere"]}, "not found|nowhere"),
     ({"target_modules": ["q_proj"], "modules_to_save": ["layers"]}, "modules_to_save cannot be"),
     ({"target_modules": ["input_layernorm"]}, "is not supported"),
+    ({"target_modules": ["q_proj", "q_prj"]}, "target_modules: 'q_prj' is not found"),
+    ({"modules_to_save": ["lm_haed"]}, "modules_to_save: 'lm_haed' is not found"),
+    ({"target_modules": "((("}, r"target_modules='\(\(\(' is no pattern"),
     ({"target_modules": ["q_proj"], "target_parameters": ["experts.nowhere"]}, "experts.nowhere"),
     ({"target_modules": ["q_proj"], "target_parameters": []}, "target_parameters is empty"),
     ({"modules_to_save": "lm_head"}, r"modules_to_save must be a sequence.*\['lm_head'\]"),
@@ -427,6 +431,21 @@ def test_a_shape_without_a_format_is_refused_first(opt, device, options) -> None
         opt.integrations.attach_lora(model, 2, 4, quantize="mxfp4", **options)
     assert everything(model) == before
     assert_same_bits(logits(model), expected)
+
+
+def test_a_file_cannot_keep_peft_matching_for_hours(opt, device, tmp_path, monkeypatch) -> None:
+    """Nor make it ask the Hub for the base model that the file names."""
+    model = attached(opt, build("qwen3_moe").to(device))
+    opt.integrations.save_peft_adapter(model, tmp_path)
+    edit(tmp_path, base_model_name_or_path="somebody/other")
+    asked = mock.Mock(return_value=False)
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", asked)
+    opt.integrations.load_peft_adapter(model, tmp_path, adapter_name="other")
+    opt.integrations.save_peft_adapter(model, tmp_path / "again")
+    asked.assert_not_called()
+    edit(tmp_path, rank_pattern={".*.*.*x": 3})
+    with pytest.raises(ValueError, match=r"rank_pattern .* has more than 2 repeats"):
+        opt.integrations.load_peft_adapter(model, tmp_path, adapter_name="third")
 
 
 def test_a_refused_second_adapter_leaves_the_first_alone(opt, device, tmp_path) -> None:

@@ -332,6 +332,36 @@ def test_what_is_not_taken_of_fp8(load, tmp_path):
     folder = write(tiny("qwen3_moe"), tmp_path / "int8", config, lambda k, v: {k: v})
     with pytest.raises(ValueError, match=r"by .*compressed-tensors.*only 8-bit floats are known"):
         load(folder)
+    for number, (config, message) in enumerate(
+        (
+            (FP8 | {"weight_block_size": [96, 96]}, r"powers of two.* got \(96, 96\)"),
+            (FP8 | {"weight_block_size": 128}, "not iterable|unpack"),
+            (CHANNELS | {"config_groups": {"g": {"weights": None}}}, r"of its matrices, \[\]"),
+        )
+    ):
+        folder = write(tiny("qwen3_moe"), tmp_path / str(number), config, lambda k, v: {k: v})
+        with pytest.raises(ValueError, match=message):
+            load(folder)
+
+
+def test_fp8_stacks_whose_scales_do_not_divide(load, tmp_path):
+    """One scale is that of all experts; other numbers must be as many for each."""
+    model = tiny("qwen3_moe", hidden_size=64)
+    config = FP8 | {"weight_block_size": None}
+    folder = write(model, tmp_path, config, lambda key, tensor: {key: tensor})
+    path, stack = folder / "model.safetensors", "model.layers.0.mlp.experts.gate_up_proj"
+    tensors = {k: v for k, v in model.state_dict().items() if ".experts." not in k}
+    for key, value in model.state_dict().items():
+        if ".experts." in key:
+            tensors[key] = value.to(torch.float8_e4m3fn)
+            tensors[f"{key}_scale_inv"] = torch.tensor(0.5)
+    save_file(tensors, path, metadata={"format": "pt"})
+    scales = experts_of(load(folder))[0].gate_up_proj.scales
+    assert (scales == 0.5).all()
+    tensors[f"{stack}_scale_inv"] = torch.ones(len(model.state_dict()[stack]) + 1)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"gate_up_proj_scale_inv in .* scales for . experts"):
+        load(folder)
 
 
 def test_memory_that_the_recipe_computes(opt, load, tmp_path):

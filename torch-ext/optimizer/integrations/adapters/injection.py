@@ -29,6 +29,7 @@ from . import peft
 from .adapter_config import PLAIN, AdapterOptions, ends, plain
 
 PREFIX = "base_model.model."  # of every key that PEFT writes
+REPEATS = 2  # in a pattern of a file that PEFT matches, whose time is a power of their number
 # What a LoraConfig may say: PEFT does it for experts as for other modules.
 HONOURED = {
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
@@ -150,12 +151,43 @@ def attach(
         ValueError: as `attach_lora`; nothing has changed then.
     """
     _check_addition(model, config, adapter)
+    _check_modules(model, config)
     with undone_on_failure(model, quantized=quantize is not None):
         wrapped = _inject(model, config, adapter, dtype)
         if quantize is not None:
             quantize_experts(model, quantize)
         use_in_transformers(wrapped)
     return wrapped
+
+
+def _check_modules(model: nn.Module, config: Any) -> None:
+    """Raise ValueError for a name that no module has, which PEFT passes over beside others."""
+    names = [plain(name) for name, _ in model.named_modules()]
+    for key in ("target_modules", "modules_to_save"):
+        wanted = getattr(config, key) or ()
+        if isinstance(wanted, str):
+            try:
+                re.compile(wanted)
+            except re.error as error:
+                raise ValueError(f"{key}={wanted!r:.99} is no pattern: {error}") from error
+            continue
+        for one in sorted(wanted):
+            if not any(ends(name, one) for name in names):
+                raise ValueError(f"{key}: {one!r} is not found, no module has that name")
+
+
+def _check_bounded(config: dict[str, Any], file: Any) -> None:
+    """Raise ValueError for a file's pattern that PEFT's matching could take hours over."""
+    named = [
+        (key, one) for key in ("rank_pattern", "alpha_pattern") for one in config.get(key) or ()
+    ]
+    named += [(key, config.get(key)) for key in ("target_modules", "exclude_modules")]
+    for key, pattern in named:
+        repeats = re.sub(r"\\.", "", pattern) if isinstance(pattern, str) else ""
+        if sum(sign in "*+?{" for sign in repeats) > REPEATS:
+            raise ValueError(
+                f"{file}: {key} {pattern!r:.60} has more than {REPEATS} repeats; name the modules"
+            )
 
 
 def _check_addition(model: nn.Module, config: Any, adapter: str) -> None:
@@ -262,6 +294,8 @@ def undone_on_failure(model: nn.Module, *, quantized: bool = False) -> Iterator[
             one by one, and the wide ones are gone.
     """
     modules = [m for m in model.modules() if not (quantized and is_experts(m))]
+    experts = [m for m in model.modules() if quantized and is_experts(m)]
+    listed = [m for m in experts if "named_parameters" not in vars(m)]  # `_inject` enters it
     states = [(module, dict(vars(module))) for module in modules]
     values = (value for _, state in states for value in state.values())
     held = {id(value): value for value in values if isinstance(value, (dict, list, set))}
@@ -274,6 +308,8 @@ def undone_on_failure(model: nn.Module, *, quantized: bool = False) -> Iterator[
         for module, state in states:
             vars(module).clear()
             vars(module).update(state)
+        for module in listed:
+            vars(module).pop("named_parameters", None)
         for container, content in contents:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(content)
@@ -442,7 +478,8 @@ def contents(model: nn.Module, adapter: str) -> tuple[dict[str, Tensor], dict[st
     """Tensors and configuration of an adapter, as PEFT writes them."""
     from peft import get_peft_model_state_dict
 
-    found = get_peft_model_state_dict(model, adapter_name=adapter)
+    # By default PEFT asks the Hub for the base model, on every rank, to compare vocabularies.
+    found = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     tensors = {PREFIX + key.removeprefix(PREFIX): tensor for key, tensor in found.items()}
     config = configurations(model)[adapter].to_dict() | {"inference_mode": True}
     return tensors, {k: sorted(v) if isinstance(v, set) else v for k, v in config.items()}
@@ -469,13 +506,16 @@ def load(
     fields -= {"peft_version", "peft_type", "auto_mapping", "runtime_config", "init_lora_weights"}
     options = {key: value for key, value in config.items() if key in fields and value is not None}
     options |= {"target_modules": options.get("target_modules", []), "inference_mode": False}
+    _check_bounded(config, file)
     own = config_of(model, LoraConfig(**options), {})
     dtype = _check_tensors(config, tensors, file)
     _check_addition(model, own, adapter)
     flags = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
     with undone_on_failure(model):
         wrapped = _inject(model, own, adapter, dtype)
-        expected = get_peft_model_state_dict(wrapped, adapter_name=adapter)
+        expected = get_peft_model_state_dict(
+            wrapped, adapter_name=adapter, save_embedding_layers=False
+        )
         if not any(key.startswith(PREFIX) for key in expected):  # no PeftModel
             tensors = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
         sizes = [{k: tuple(t.shape) for k, t in one.items()} for one in (tensors, expected)]

@@ -170,6 +170,7 @@ class Fp8(Packing):
         self._block, self._scale = config.get("weight_block_size"), "_scale_inv"
         if config["quant_method"] == "compressed-tensors":
             groups = [group["weights"] for group in config["config_groups"].values()]
+            groups = [group for group in groups if group is not None]  # of activations alone
             kinds = {(group["num_bits"], group["type"]) for group in groups}
             if kinds != {(8, "float")} or not all(group.get("symmetric", True) for group in groups):
                 raise ValueError(f"of its matrices, {sorted(kinds)}, only 8-bit floats are known")
@@ -178,6 +179,9 @@ class Fp8(Packing):
                 raise ValueError(f"its groups differ in block_structure: {sorted(blocks)}")
             self._block = blocks.pop() or None
             self._scale = "_scale"
+        if self._block is not None:
+            rows, columns = self._block
+            format_of("fp8", block_rows=rows, block_columns=columns)  # raises for other sizes
 
     def parts(self, keys: Iterable[str]) -> dict[str, Parts]:
         """By the scales."""
@@ -207,6 +211,13 @@ class Fp8(Packing):
         if self._block is not None:
             grid = tuple(-(-side // size) for side, size in zip((n, k), self._block, strict=True))
         scales = files.read(parts["scales"])
+        if scales.numel() == 1:
+            scales = scales.reshape(1).expand(count)
+        if scales.numel() % count:
+            raise ValueError(
+                f"{parts['scales']} in {files.source} has {scales.numel()} scales for {count} "
+                "experts"
+            )
         scales = scales.reshape(count, -1)[place]
         if self._block is None and scales.numel() == n:
             grid = (n, 1)

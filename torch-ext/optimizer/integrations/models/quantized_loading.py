@@ -190,8 +190,8 @@ def _packing(model: nn.Module, source: str | Path) -> Packing | None:
     other = other if isinstance(other, dict) else other.to_dict()
     try:
         packing = PACKINGS[other["quant_method"]](other)
-    except (KeyError, ValueError) as error:
-        why = f": {error}" if isinstance(error, ValueError) else ""
+    except (KeyError, TypeError, ValueError) as error:
+        why = "" if isinstance(error, KeyError) else f": {error}"
         known = f"only {', '.join(PACKINGS)} are read"
         raise ValueError(
             f"{source} is quantised already, by {other}{why}; {known}; {DEQUANTIZE}"
