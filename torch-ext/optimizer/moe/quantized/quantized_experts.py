@@ -152,7 +152,11 @@ class QuantizedExperts(nn.Module):
 
     @classmethod
     def from_quantized(cls, weight: QuantizedWeight) -> QuantizedExperts:
-        """A module around the tensors of a record, without copying them."""
+        """A module around the tensors of a record, without copying them.
+
+        The module is seen as its stack lies in memory, (E, N, K), also where the record has
+        `transposed=True` and is seen as (E, K, N).
+        """
         if weight.transposed:
             weight = weight.transpose(1, 2)
         module = cls(
