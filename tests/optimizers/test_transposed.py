@@ -130,3 +130,22 @@ def test_a_model_with_both_kinds(opt, gpt2) -> None:
     assert all(".c_" in name for name in groups[-1]["names"])
     assert set(groups[-1]["split_sizes"]) <= set(groups[-1]["names"])
     assert opt.Muon(groups).param_groups[-1]["transposed"] is True
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_convolutions_that_are_called_conv1d_are_none_of_gpt2(opt, gpt2, wrapped: bool) -> None:
+    """As in audio models: they wrap a convolution, or are one with a weight (out, in, width)."""
+
+    class Conv1D(nn.Module if wrapped else nn.Conv1d):
+        def __init__(self) -> None:
+            super().__init__(*(() if wrapped else (4, 6, 3)))
+            if wrapped:
+                self.conv = nn.Conv1d(4, 6, 3)
+
+    model = nn.ModuleDict({"text": gpt2(), "c_attn": Conv1D()})
+    muon, *others = opt.get_default_muon_param_groups(model)
+    assert muon["transposed"] is True and all(".c_" in name for name in muon["names"])
+    convolution = "c_attn.conv.weight" if wrapped else "c_attn.weight"
+    assert [convolution in group["names"] for group in others] == [True, False]
+    muon, *_ = opt.get_default_muon_param_groups(nn.Sequential(Conv1D(), nn.Linear(6, 4)))
+    assert muon["names"] == ["1.weight"] and "transposed" not in muon

@@ -65,8 +65,12 @@ def _sizes(
 
 
 def is_transposed(part: Any) -> bool:
-    """Whether a module keeps (in, out), as Conv1D of GPT-2 does."""
-    return type(part).__name__ == "Conv1D"
+    """Whether a module keeps (in, out), as Conv1D of GPT-2 does; convolutions of that name do not.
+
+    Theirs have a weight of three dimensions, or none where they wrap another module.
+    """
+    weight = getattr(part, "weight", None)
+    return type(part).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.ndim == 2
 
 
 def _is_concatenated(experts: nn.Module, shape: tuple[int, ...]) -> bool:
