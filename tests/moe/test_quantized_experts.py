@@ -176,12 +176,19 @@ def test_a_state_of_another_format_is_refused_before_anything_is_written(opt):
         opt.moe.QuantizedExperts.from_state_dict({"packed": module.packed})
 
 
-def test_from_a_record_without_a_copy(opt):
-    module = opt.moe.QuantizedExperts.from_weight(draw(SHAPE), nested=True, strategy="selective")
-    again = opt.moe.QuantizedExperts.from_quantized(module.transpose(1, 2))
-    assert again.packed.data_ptr() == module.packed.data_ptr()
-    assert again.strategy == "selective"
-    assert_equal(again, module)
+@pytest.mark.parametrize("options", (*FORMATS, {"quant_type": "mxfp4"}, {"quant_type": "fp8"}))
+def test_from_a_record_without_a_copy(opt, options):
+    """Seen as the record is, which a square stack tells by its values alone, and saved so."""
+    module = opt.moe.QuantizedExperts.from_weight(
+        draw((3, 32, 32)), strategy="selective", **options
+    )
+    for record in (module.quantized_weight(), module.transpose(1, 2)):
+        again = opt.moe.QuantizedExperts.from_quantized(record)
+        assert again.packed.data_ptr() == module.packed.data_ptr()
+        assert again.strategy == "selective" and again.transposed is record.transposed
+        assert_same_bits(again.decode(), record.decode())
+        assert_equal(opt.moe.QuantizedExperts.from_state_dict(again.state_dict()), again)
+    assert not torch.equal(again.decode(), module.decode())
 
 
 @pytest.mark.parametrize("packed", [("down_proj",), ("gate_up_proj", "down_proj")])

@@ -152,15 +152,13 @@ class QuantizedExperts(nn.Module):
 
     @classmethod
     def from_quantized(cls, weight: QuantizedWeight) -> QuantizedExperts:
-        """A module around the tensors of a record, without copying them.
-
-        The module is seen as its stack lies in memory, (E, N, K), also where the record has
-        `transposed=True` and is seen as (E, K, N).
-        """
-        if weight.transposed:
-            weight = weight.transpose(1, 2)
+        """A module around the tensors of a record, without copying them, seen as the record is."""
         module = cls(
-            weight.stored, **weight.format.options(), strategy=weight.strategy, device="meta"
+            weight.stored,
+            **weight.format.options(),
+            strategy=weight.strategy,
+            transposed=weight.transposed,
+            device="meta",
         )
         module._set(weight.tensors)
         return module
