@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 
@@ -57,6 +58,36 @@ def test_every_byte_under_every_scale_by_triton(submodule, ops, device, everythi
     found = ops.mxfp4_dequant_triton(packed, scales, ids, (4096, 32), dtype)
     assert_same_values(found[0], expected.float().to(dtype))
     assert found[1:].isnan().all()  # there is one expert
+
+
+@pytest.mark.parametrize("name", ("nf4", "mxfp4", "fp8"))
+def test_triton_launches_on_the_device_of_the_packed_bytes(
+    submodule, ops, device, monkeypatch, name
+):
+    """With several GPUs it would take the current one."""
+    module = submodule("kernels.quant.dequant_triton")
+    current, seen = [], []
+
+    @contextlib.contextmanager
+    def device_of(x):
+        current.append(x.data_ptr())
+        yield
+        current.pop()
+
+    class Noted:
+        def __getitem__(self, grid):
+            return lambda packed, *_, **__: seen.append((packed.data_ptr(), list(current)))
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for kernel in ("_dequant", "_mxfp4", "_fp8"):
+        monkeypatch.setattr(module, kernel, Noted())
+    packed = torch.zeros(2 * 64 * 64, dtype=torch.uint8, device=device)
+    ids, shape, dtype = torch.tensor([1], device=device), [64, 64], torch.float32
+    scales = {"nf4": torch.ones(256), "mxfp4": torch.zeros(512).byte(), "fp8": torch.ones(4)}
+    options = {"nf4": [64, dtype, *[None] * 4], "mxfp4": [dtype], "fp8": [[32, 64], dtype]}
+    decode = getattr(ops, f"{name}_dequant_triton")
+    decode(packed, scales[name].to(device), ids, shape, *options[name])
+    assert seen == [(packed.data_ptr(), [packed.data_ptr()])] and not current
 
 
 def test_transformers_decodes_the_same(opt):

@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from ..._ops import add_op_namespace_prefix
 from ...reference.fp8 import block_of
 from ...reference.nf4 import NF4_TABLE
+from ..checks import on_device_of
 
 # Bytes per program: 2048 elements, 16 per thread with 4 warps.
 _BLOCK = 1024
@@ -98,9 +99,11 @@ def _dequant(  # noqa: PLR0913
     tl.store(out + slot * numel + local, value, mask=mask)
 
 
-def _traced(kernel):
-    """wrap_triton takes compiled kernels only; TRITON_INTERPRET=1 makes interpreted ones."""
-    return wrap_triton(kernel) if isinstance(kernel, JITFunction) else kernel
+def _launch(kernel, programs: int, packed: Tensor, *operands, **constants) -> None:
+    """On the device of `packed`. wrap_triton takes no kernels that TRITON_INTERPRET=1 makes."""
+    traced = wrap_triton(kernel) if isinstance(kernel, JITFunction) else kernel
+    with on_device_of(packed):
+        traced[(programs,)](packed, *operands, **constants)
 
 
 @triton_op(add_op_namespace_prefix("nf4_dequant_triton"), mutates_args=())
@@ -124,7 +127,9 @@ def nf4_dequant_triton(
     chunks = triton.cdiv(numel // 2 + 1, _BLOCK)
     if active == 0:
         return out
-    _traced(_dequant)[(active * chunks,)](
+    _launch(
+        _dequant,
+        active * chunks,
         packed,
         absmax,
         active_experts,
@@ -256,7 +261,7 @@ def mxfp4_dequant_triton(
         return out
     chunks = triton.cdiv(size, _BLOCK)
     operands = (packed, scales, active_experts, out, size, packed.numel() // size, chunks)
-    _traced(_mxfp4)[(active * chunks,)](*operands, BLOCK=_BLOCK)
+    _launch(_mxfp4, active * chunks, *operands, BLOCK=_BLOCK)
     return out
 
 
@@ -276,7 +281,9 @@ def fp8_dequant_triton(
         return out
     rows, columns = block_of((n, k), block)
     chunks = triton.cdiv(k, _BLOCK)
-    _traced(_fp8)[(active * n * chunks,)](
+    _launch(
+        _fp8,
+        active * n * chunks,
         packed,
         scales,
         active_experts,
