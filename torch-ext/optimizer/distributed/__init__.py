@@ -10,10 +10,12 @@ from .pipeline import Phases, in_flight, run_pipeline
 from .shards import Box, Layout, Run, Split, boxes, splits_of
 from .team import Team, Teams, alone, exchange
 from .transport import Future, Identity, extremes, whole
+from .unavailable import CommUnavailable
 
 __all__ = [
     "ALIGNMENT",
     "Box",
+    "CommUnavailable",
     "Extra",
     "Future",
     "Identity",
