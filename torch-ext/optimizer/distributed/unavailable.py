@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class CommUnavailable(RuntimeError):
+class CommUnavailable(RuntimeError):  # noqa: N818
     """What `strict` raises where a slower transport, or a product beside it, would have run.
 
     Attributes:
