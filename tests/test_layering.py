@@ -23,17 +23,17 @@ GOOD = {
     "explain.py": "from .orthogonalize import choose\nfrom . import kernels\nwhy = 1\n",
     "reference/__init__.py": "from .nf4 import decode\n",
     "reference/nf4.py": "import math\nimport torch\ndecode = 1\n",
-    "kernels/__init__.py": "from .push import push\n",
-    "kernels/push.py": "from .._ops import ops\nfrom ..reference import nf4\npush = 1\n",
-    "kernels/sum_triton.py": "import triton.language as tl\nfrom .push import push\n",
+    "kernels/__init__.py": "from .communication import push\n",
+    "kernels/communication.py": "from .._ops import ops\nfrom ..reference import nf4\npush = 1\n",
+    "kernels/sum_triton.py": "import triton.language as tl\nfrom .communication import push\n",
     "kernels/sum.py": "def launch():\n    import triton\n    from . import sum_triton\n",
-    "orthogonalize/__init__.py": "from ..kernels import push\nfrom .._ops import ops\n",
+    "orthogonalize/__init__.py": "from ..kernels import communication\nfrom .._ops import ops\n",
     "orthogonalize/choose.py": "from ..kernels import sum\nimport torch.distributed as dist\n",
     "distributed/__init__.py": "from .transport import gather\n",
     "distributed/transport.py": (
         "import torch.distributed as dist\n"
-        "from ..kernels.push import push\n"
-        "from ..kernels import push as again\n"
+        "from ..kernels.communication import push\n"
+        "from ..kernels import communication as again\n"
         "def gather(x):\n    dist.all_gather_into_tensor(x, x)\n    return x.full_tensor()\n"
     ),
     "tensor_parallel/__init__.py": (
@@ -89,7 +89,12 @@ BREAKS = [
     (ARROW, "kernels/sum.py", "def f():\n    from .. import moe\n", "kernels/sum.py:2"),
     (ARROW, "kernels/__init__.py", "from .. import orthogonalize\n", "imports orthogonalize"),
     (ARROW, "reference/nf4.py", "from .._ops import ops\n", "reference imports _ops"),
-    (ARROW, "reference/nf4.py", "from ..kernels import push\n", "reference imports kernels"),
+    (
+        ARROW,
+        "reference/nf4.py",
+        "from ..kernels import communication\n",
+        "reference imports kernels",
+    ),
     (ARROW, "optimizers/muon.py", "from ..moe import sort\n", "optimizers imports moe"),
     (ARROW, "optimizers/muon.py", "from .._ops import ops\n", "optimizers imports _ops"),
     (ARROW, "moe/sort.py", "from ..optimizers import muon\n", "moe imports optimizers"),

@@ -52,6 +52,12 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "nf4_quantize(Tensor weight, Tensor(a!) packed, Tensor(b!) absmax, int blocksize, bool fp4) "
       "-> ()");
+  ops.def("push(Tensor(a!)[] dsts, Tensor[] srcs) -> ()");
+  ops.def("stream_write_value32(Tensor(a!) x, int offset, int value) -> ()");
+  ops.def("memset32(Tensor(a!) x, int offset, int value, int count) -> ()");
+  ops.def(
+      "wait_signals(Tensor flags, int value, Tensor? epoch, int timeout_ms, Tensor(a!) status, "
+      "Tensor(b!)? next=None, Tensor(c!)? clear=None) -> ()");
   ops.def("launch_plan(Tensor[] operands, int tag, int[] program) -> Tensor[]");
 }
 
@@ -71,6 +77,10 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("nf4_product", TORCH_BOX(&optimizer::nf4_product_cuda));
   ops.impl("nf4_dequant", TORCH_BOX(&optimizer::nf4_dequant_cuda));
   ops.impl("nf4_quantize", TORCH_BOX(&optimizer::nf4_quantize_cuda));
+  ops.impl("push", TORCH_BOX(&optimizer::push_cuda));
+  ops.impl("stream_write_value32", TORCH_BOX(&optimizer::stream_write_value32_cuda));
+  ops.impl("memset32", TORCH_BOX(&optimizer::memset32_cuda));
+  ops.impl("wait_signals", TORCH_BOX(&optimizer::wait_signals_cuda));
   ops.impl("launch_plan", &optimizer::launch_plan_cuda);
 }
 #elif defined(CPU_KERNEL)

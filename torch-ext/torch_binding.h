@@ -109,6 +109,13 @@ void nf4_quantize_cpu(const Tensor& weight, const Tensor& packed, const Tensor& 
 void nf4_quantize_cuda(const Tensor& weight, const Tensor& packed, const Tensor& absmax,
                        int64_t blocksize, bool fp4);
 
+void push_cuda(const TensorVector& dsts, const TensorVector& srcs);
+void stream_write_value32_cuda(const Tensor& x, int64_t offset, int64_t value);
+void memset32_cuda(const Tensor& x, int64_t offset, int64_t value, int64_t count);
+void wait_signals_cuda(const Tensor& flags, int64_t value, std::optional<Tensor> epoch,
+                       int64_t timeout_ms, const Tensor& status, std::optional<Tensor> next,
+                       std::optional<Tensor> clear);
+
 // launch_plan(Tensor[] operands, int tag, int[] program) -> Tensor[], boxed
 void launch_plan_cuda(StableIValue* stack, uint64_t arguments, uint64_t results);
 

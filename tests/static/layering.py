@@ -11,7 +11,7 @@ from pathlib import Path
 from .project import aliases, dotted, in_functions, parse, place
 
 # A layer is a sub-package, or a module that lies directly in the package. It may import itself and
-# what stands here; `reference` is open to all. "kernels.push" opens one module instead of a layer.
+# what stands here; `reference` is open to all. "kernels.communication" opens that of a layer alone.
 ARROWS: dict[str, frozenset[str]] = {
     "_ops": frozenset(),  # generated: the namespace of the compiled ops
     "reference": frozenset(),
@@ -19,7 +19,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "kernels": frozenset({"_ops", "dispatch"}),
     # _ops: newton_schulz, gram_newton_schulz and gram_polynomial are registered ops themselves
     "orthogonalize": frozenset({"kernels", "dispatch", "_ops"}),
-    "distributed": frozenset({"kernels.push"}),
+    "distributed": frozenset({"kernels.communication"}),
     "tensor_parallel": frozenset({"distributed", "orthogonalize", "kernels"}),
     "optimizers": frozenset(
         {"orthogonalize", "distributed", "kernels", "tensor_parallel", "dispatch"}

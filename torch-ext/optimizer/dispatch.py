@@ -56,6 +56,7 @@ class Kernels:
 
 _LISTS = Kernels(cpu=True)
 _BY_THE_CALLER = Kernels(hopper=True, otherwise="caller", because="several ops instead of one")
+_BY_TORCH = Kernels(otherwise="torch", because="copies and comparisons; no kernel for {device}")
 TABLE: dict[str, Kernels] = {
     "momentum": _LISTS,
     "apply_update": _LISTS,
@@ -90,6 +91,10 @@ TABLE: dict[str, Kernels] = {
     "mxfp4_dequant": Kernels(compiled=False, triton=True),
     "fp8_dequant": Kernels(compiled=False, triton=True),
     "nf4_product": Kernels(hopper=True, otherwise="triton", because="Triton's product"),
+    "push": _BY_TORCH,
+    "stream_write_value32": _BY_TORCH,
+    "memset32": _BY_TORCH,
+    "wait_signals": _BY_TORCH,
 }
 
 

@@ -1,0 +1,114 @@
+// push: copies between pairs of tensors of one shape and dtype by the driver's copies, which copy
+// engines serve between GPUs: no multiprocessor is taken from what computes beside them.
+//
+// A pair must be one run of bytes, or rows of equal length at one distance in each tensor. All
+// pairs are checked before the first copy. cudaMemcpyBatchAsync would be one call for all of them,
+// but no graph can capture it.
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "communication/signals.h"
+
+namespace optimizer {
+namespace communication {
+namespace {
+
+constexpr int kMostDims = 16;
+
+struct Side {
+  int64_t size;
+  int64_t to;  // strides in elements
+  int64_t from;
+};
+
+// Sizes and distances in bytes; a run of bytes has one row.
+struct Copy {
+  void* to;
+  const void* from;
+  size_t width;
+  size_t rows;
+  size_t to_pitch;
+  size_t from_pitch;
+};
+
+// Sides of more than one element, the innermost first, those merged that both tensors walk with one
+// stride.
+int merged_sides(const Tensor& to, const Tensor& from, std::array<Side, kMostDims + 1>& sides) {
+  std::array<Side, kMostDims> found;
+  int count = 0;
+  const auto sizes = to.sizes(), to_strides = to.strides(), from_strides = from.strides();
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] != 1) found[count++] = {sizes[d], to_strides[d], from_strides[d]};
+  }
+  std::stable_sort(found.begin(), found.begin() + count,
+                   [](const Side& a, const Side& b) { return a.to < b.to; });
+  sides[0] = {1, 1, 1};
+  int last = 0;
+  for (int i = 0; i < count; ++i) {
+    Side& inner = sides[last];
+    if (found[i].to == inner.to * inner.size && found[i].from == inner.from * inner.size) {
+      inner.size *= found[i].size;
+    } else {
+      sides[++last] = found[i];
+    }
+  }
+  return last + 1;
+}
+
+Copy describe(const Tensor& to, const Tensor& from, size_t k) {
+  const auto sizes = to.sizes(), others = from.sizes();
+  STD_TORCH_CHECK(sizes.size() == others.size() &&
+                      std::equal(sizes.begin(), sizes.end(), others.begin()) &&
+                      to.scalar_type() == from.scalar_type() && to.is_cuda() && from.is_cuda(),
+                  "push: pair ", k, " must have one shape and dtype, on CUDA devices");
+  STD_TORCH_CHECK(sizes.size() <= kMostDims, "push: pair ", k, " has more than 16 dimensions");
+  if (to.numel() == 0) return {};
+  std::array<Side, kMostDims + 1> sides;
+  const int count = merged_sides(to, from, sides);
+  const size_t bytes = to.element_size();
+  Copy copy{to.data_ptr(), from.data_ptr(), sides[0].size * bytes, 1, 0, 0};
+  STD_TORCH_CHECK(count <= 2, "push: pair ", k, " is no run of bytes, and no rows of them");
+  if (count == 2) {
+    copy.rows = sides[1].size;
+    copy.to_pitch = sides[1].to * bytes;
+    copy.from_pitch = sides[1].from * bytes;
+    STD_TORCH_CHECK(copy.to_pitch >= copy.width && copy.from_pitch >= copy.width, "push: pair ", k,
+                    " has rows that overlap");
+  }
+  return copy;
+}
+
+void issue(const Copy& copy, cudaStream_t stream) {
+  if (copy.rows == 1) {
+    STD_CUDA_CHECK(cudaMemcpyAsync(copy.to, copy.from, copy.width, cudaMemcpyDefault, stream));
+  } else {
+    STD_CUDA_CHECK(cudaMemcpy2DAsync(copy.to, copy.to_pitch, copy.from, copy.from_pitch, copy.width,
+                                     copy.rows, cudaMemcpyDefault, stream));
+  }
+}
+
+}  // namespace
+}  // namespace communication
+
+void push_cuda(const std::vector<Tensor>& dsts, const std::vector<Tensor>& srcs) {
+  using namespace communication;
+  STD_TORCH_CHECK(dsts.size() == srcs.size(), "push: ", dsts.size(), " dsts for ", srcs.size(),
+                  " srcs");
+  std::vector<Copy> copies;
+  copies.reserve(dsts.size());
+  for (size_t k = 0; k < dsts.size(); ++k) {
+    STD_TORCH_CHECK(srcs[k].device() == srcs[0].device(), "push: srcs[", k,
+                    "] is on another device than srcs[0]");
+    const Copy copy = describe(dsts[k], srcs[k], k);
+    if (copy.width > 0) copies.push_back(copy);
+  }
+  if (copies.empty()) return;
+  const int device = srcs[0].get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const cudaStream_t stream = current_stream(device);
+  for (const Copy& copy : copies) issue(copy, stream);
+}
+
+}  // namespace optimizer

@@ -1,0 +1,96 @@
+// wait_signals: the stream waits until words have reached a value, or says which one was late. One
+// warp waits, and neither traps nor hangs, so the context lives on.
+
+#include <optional>
+
+#include "communication/signals.h"
+#include "communication/status.h"
+#include "communication/wait.cuh"
+
+namespace optimizer {
+namespace communication {
+
+constexpr int kLanes = 32;
+
+struct Wait {
+  const uint32_t* flags;
+  uint32_t count;
+  uint32_t value;
+  const uint32_t* epoch;  // the value, read when the wait begins, or null
+  uint64_t nanoseconds;
+  int* status;
+  uint32_t* next;  // value + 1 once all flags are there, or null
+  char* clear;     // zeros if they are not
+  int64_t clear_bytes;
+};
+
+__device__ __forceinline__ void clear_bytes(char* bytes, int64_t count) {
+  int64_t done = 0;
+  if (reinterpret_cast<uintptr_t>(bytes) % 16 == 0) {
+    done = count / 16 * 16;
+    for (int64_t i = threadIdx.x; i < count / 16; i += kLanes) {
+      reinterpret_cast<uint4*>(bytes)[i] = make_uint4(0, 0, 0, 0);
+    }
+  }
+  for (int64_t i = done + threadIdx.x; i < count; i += kLanes) bytes[i] = 0;
+}
+
+__global__ void __launch_bounds__(kLanes) wait_kernel(const Wait p) {
+  const uint32_t value = p.epoch == nullptr ? p.value : load_acquire_system(p.epoch);
+  if (load_status(p.status) != 0) return clear_bytes(p.clear, p.clear_bytes);
+  const uint64_t end = global_time() + p.nanoseconds;
+  uint32_t late = p.count;
+  for (uint32_t i = threadIdx.x; i < p.count && late == p.count; i += kLanes) {
+    if (!wait_for_signal(p.flags + i, value, end, p.status)) late = i;
+  }
+  late = __reduce_min_sync(0xffffffff, late);
+  if (late < p.count) {
+    if (threadIdx.x == 0) report_late(p.status, static_cast<int>(late) + 1);
+    clear_bytes(p.clear, p.clear_bytes);
+  } else if (threadIdx.x == 0 && p.next != nullptr) {
+    *p.next = value + 1;
+  }
+}
+
+namespace {
+
+// A word that a kernel reads or writes beside the signals.
+uint32_t* optional_word(const char* what, const std::optional<Tensor>& x, const Tensor& flags) {
+  if (!x.has_value()) return nullptr;
+  STD_TORCH_CHECK(x->numel() == 1 && x->device() == flags.device(), "wait_signals: ", what,
+                  " must be one uint32 on the device of the flags");
+  return words_of("wait_signals", *x, 0, 1);
+}
+
+}  // namespace
+}  // namespace communication
+
+void wait_signals_cuda(const Tensor& flags, int64_t value, std::optional<Tensor> epoch,
+                       int64_t timeout_ms, const Tensor& status, std::optional<Tensor> next,
+                       std::optional<Tensor> clear) {
+  using namespace communication;
+  check_signals("wait_signals", flags);
+  STD_TORCH_CHECK(flags.numel() < INT32_MAX, "wait_signals: too many flags");
+  Wait wait{static_cast<const uint32_t*>(flags.data_ptr()),
+            static_cast<uint32_t>(flags.numel()),
+            word_of("wait_signals", value),
+            optional_word("value", epoch, flags),
+            nanoseconds_of("wait_signals", timeout_ms),
+            status_of("wait_signals", status, flags),
+            optional_word("next", next, flags),
+            nullptr,
+            0};
+  if (clear.has_value()) {
+    STD_TORCH_CHECK(clear->scalar_type() == ScalarType::Byte && clear->is_contiguous() &&
+                        clear->device() == flags.device(),
+                    "wait_signals: clear must be contiguous, uint8, on the device of the flags");
+    wait.clear = static_cast<char*>(clear->data_ptr());
+    wait.clear_bytes = clear->numel();
+  }
+  const int device = flags.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  wait_kernel<<<1, kLanes, 0, current_stream(device)>>>(wait);
+  STD_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace optimizer

@@ -1,0 +1,231 @@
+"""push and signals on any device: what they copy and write, what they refuse, when they give up."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import pytest
+import torch
+
+from ..conftest import module_fixture
+
+push = module_fixture("kernels.communication.push", "push")
+signals = module_fixture("kernels.communication.signals")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, device) -> torch.Tensor:
+    return torch.randint(0, 100, shape, device=device).to(dtype)
+
+
+# How a pair lies in memory: (destination, source) of one shape inside larger tensors.
+PAIRS = {
+    "contiguous": lambda new: (new(6, 10), new(6, 10)),
+    "rows of more columns": lambda new: (new(6, 30)[:, 7:17], new(6, 10)),
+    "into rows": lambda new: (new(6, 10), new(6, 12)[:, :10]),
+    "columns on both sides": lambda new: (new(6, 11)[:, 1:], new(6, 30)[:, 20:]),
+    "both transposed": lambda new: (new(10, 6).mT, new(10, 8)[:, 2:].mT),
+    "planes of experts": lambda new: (new(4, 6, 10)[:, :3], new(4, 3, 10)),
+    "every second element": lambda new: (new(40)[::2], new(20)),
+    "one row": lambda new: (new(8, 10)[3:4], new(1, 10)),
+    "one column": lambda new: (new(8, 10)[:, 3:4], new(8, 1)),
+    "a number": lambda new: (new(5)[2], new(3)[0]),
+    "nothing": lambda new: (new(0, 10), new(0, 10)),
+    "nothing of many strides": lambda new: (new(3, 4, 0, 5).permute(2, 0, 3, 1), new(0, 3, 5, 4)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_push_copies_every_pair(push, device, dtype):
+    pairs = [make(lambda *shape: drawn(shape, dtype, device)) for make in PAIRS.values()]
+    whole = [(dst if dst._base is None else dst._base).clone() for dst, _ in pairs]
+    push([dst for dst, _ in pairs], [src for _, src in pairs])
+    for before, (dst, src) in zip(whole, pairs, strict=True):
+        before.as_strided(dst.size(), dst.stride(), dst.storage_offset()).copy_(src)
+        assert torch.equal(dst if dst._base is None else dst._base, before)
+
+
+def test_push_of_nothing(push):
+    push([], [])
+
+
+REFUSED = {  # why, and destination and source
+    "give one per copy": lambda: ([torch.zeros(2)] * 2, [torch.zeros(2)]),
+    "dsts has 0 entries": lambda: ([], [torch.zeros(2)]),
+    r"dsts\[0\] must be a dense tensor": lambda: ([3], [torch.zeros(2)]),
+    r"srcs\[0\] must be a dense tensor": lambda: ([torch.zeros(2)], [None]),
+    "convert the source first": lambda: ([torch.zeros(2)], [torch.zeros(2).half()]),
+    "they must be equal": lambda: ([torch.zeros(2)], [torch.zeros(3)]),
+    "make them contiguous": lambda: ([torch.zeros(4, 6)], [torch.zeros(6, 4).mT]),
+    "no rows at equal distances": lambda: ([torch.zeros(3, 4)], [torch.zeros(4).expand(3, 4)]),
+    "are no rows": lambda: ([torch.zeros(2, 3, 4)], [torch.zeros(2, 5, 7)[:, :3, :4]]),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_push_refuses_and_copies_nothing(push, device, why):
+    dsts, srcs = (
+        [x.to(device) if isinstance(x, torch.Tensor) else x for x in side]
+        for side in REFUSED[why]()
+    )
+    good = torch.zeros(2, device=device)
+    if len(dsts) == len(srcs):
+        dsts, srcs = [good, *dsts], [torch.ones(2, device=device), *srcs]
+        why = why.replace("[0", "[1")
+    with pytest.raises((TypeError, ValueError), match=why):
+        push(dsts, srcs)
+    assert not good.any()
+
+
+def test_push_tells_autograd_what_it_wrote(push, device):
+    x = torch.ones(3, device=device, requires_grad=True)
+    held = torch.ones(3, device=device)
+    y = (x * held).sum()
+    push([held], [torch.zeros(3, device=device)])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.fixture
+def words(device):
+    return torch.arange(8, device=device, dtype=torch.int32).view(torch.uint32)
+
+
+def read(words: torch.Tensor) -> list[int]:
+    return words.cpu().tolist()
+
+
+def test_memset32_and_stream_write_value32(signals, words):
+    signals.memset32(words, 2, 2**32 - 1, 3)
+    signals.stream_write_value32(words, 7, 2**31)
+    signals.memset32(words, 8, 5, 0)
+    assert read(words) == [0, 1, 2**32 - 1, 2**32 - 1, 2**32 - 1, 5, 6, 2**31]
+
+
+WRONG = [  # function, what is passed beside the words, error, words of its message
+    ("memset32", (7, 0, 2), ValueError, "words 7 to 9 lie outside of t, which has 8"),
+    ("memset32", (0, 0, -1), ValueError, "lie outside"),
+    ("memset32", (-1, 0, 1), ValueError, "lie outside"),
+    ("memset32", (0, 2**32, 1), ValueError, "modulo 2"),
+    ("memset32", (0, 1.0, 1), TypeError, "value must be an integer"),
+    ("memset32", (True, 1, 1), TypeError, "offset must be an integer"),
+    ("stream_write_value32", (8, 0), ValueError, "lie outside"),
+    ("stream_write_value32", (0, -1), ValueError, "must be in"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "error", "message"), WRONG)
+def test_writes_are_bounds_checked(signals, words, name, arguments, error, message):
+    with pytest.raises(error, match=message):
+        getattr(signals, name)(words, *arguments)
+    assert read(words) == list(range(8))
+
+
+def test_writes_want_flat_contiguous_uint32(signals, device):
+    words = torch.zeros(4, 2, device=device, dtype=torch.int32)
+    with pytest.raises(TypeError, match="t must have dtype uint32"):
+        signals.memset32(words[0], 0, 1, 1)
+    words = words.view(torch.uint32)
+    with pytest.raises(ValueError, match="1 dimensions"):
+        signals.memset32(words, 0, 1, 1)
+    with pytest.raises(ValueError, match="t must be contiguous"):
+        signals.stream_write_value32(words[:, 0], 0, 1)
+
+
+@pytest.fixture
+def status(device):
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize(("word", "epoch", "there"), [
+    (5, 5, True), (6, 5, True), (4, 5, False), (0, 2**32 - 1, True), (2**32 - 1, 0, False),
+    (2**31 + 4, 5, True), (2**31 + 5, 5, False),
+])  # fmt: skip
+def test_a_word_reaches_an_epoch_modulo_2_32(signals, words, status, word, epoch, there):
+    signals.memset32(words, 0, epoch, 8)
+    signals.stream_write_value32(words, 3, word)
+    signals.wait_signals(words, epoch, 20, status)
+    assert status.item() == (0 if there else 4)
+
+
+def test_the_first_late_word_is_named_after_the_timeout(signals, words, status):
+    began = time.monotonic()
+    signals.wait_signals(words, 3, 60, status)
+    assert status.item() == 1 and time.monotonic() - began > 0.05
+    signals.wait_signals(words[2:], 4, 60_000, status)  # the status is set: it does not wait
+    assert status.item() == 1
+    status.zero_()
+    signals.wait_signals(words[3:], 3, 60_000, status)
+    assert status.item() == 0 and time.monotonic() - began < 30
+    signals.wait_signals(words[:0], 3, 0, status)
+    assert status.item() == 0
+
+
+def test_a_word_that_comes_meanwhile_ends_the_wait(signals, device, status):
+    words = torch.zeros(2, dtype=torch.uint32, device=device)
+    signals.stream_write_value32(words, 0, 1)
+    other = torch.cuda.Stream() if device.type == "cuda" else contextlib.nullcontext()
+
+    def write():
+        with torch.cuda.stream(other) if device.type == "cuda" else other:
+            signals.stream_write_value32(words, 1, 1)
+
+    timer = threading.Timer(0.05, write)
+    timer.start()
+    signals.wait_signals(words, 1, 10_000, status)
+    assert status.item() == 0 and read(words) == [1, 1]
+    timer.join()
+
+
+def test_next_and_clear(signals, words, status, device):
+    """A wait that succeeds hands out the next epoch, one that gives up leaves zeros."""
+    epoch = torch.zeros(1, dtype=torch.uint32, device=device)
+    for size in (0, 1, 15, 16, 17, 1000, 4099):
+        data = torch.ones(size + 1, dtype=torch.uint8, device=device)
+        for slot in (data[:size], data[1:]):
+            signals.memset32(words, 0, 7, 8)
+            signals.memset32(epoch, 0, 7, 1)
+            signals.wait_signals(words, epoch, 1000, status, next=epoch, clear=slot)
+            assert read(epoch) == [8] and slot.all() and status.item() == 0
+            signals.wait_signals(words, epoch, 1, status, next=epoch, clear=slot)
+            assert read(epoch) == [8] and not slot.any() and status.item() == 1
+            assert data.sum() == 1
+            slot.fill_(1)
+            signals.wait_signals(words, 7, 60_000, status, next=epoch, clear=slot)
+            assert read(epoch) == [8] and not slot.any() and status.item() == 1
+            status.zero_()
+            slot.fill_(1)
+    signals.memset32(words, 0, 2**32 - 1, 8)
+    signals.wait_signals(words, 2**32 - 1, 1000, status, next=epoch)
+    assert read(epoch) == [0]
+
+
+def test_waits_are_checked(signals, words, status):
+    wait = signals.wait_signals
+    with pytest.raises(TypeError, match="flags must have dtype uint32"):
+        wait(words.view(torch.int32), 1, 1, status)
+    with pytest.raises(ValueError, match="flags must be contiguous"):
+        wait(words[::2], 1, 1, status)
+    with pytest.raises(TypeError, match="status must have dtype int32"):
+        wait(words, 1, 1, words[:1])
+    with pytest.raises(ValueError, match=r"status must have shape \(1,\)"):
+        wait(words, 1, 1, status.new_zeros(2))
+    with pytest.raises(ValueError, match="timeout_ms must be in"):
+        wait(words, 1, -1, status)
+    with pytest.raises(TypeError, match="timeout_ms must be an integer"):
+        wait(words, 1, 0.5, status)
+    with pytest.raises(ValueError, match="value must be in"):
+        wait(words, 2**32, 1, status)
+    with pytest.raises(ValueError, match="clear must be contiguous uint8"):
+        wait(words, 1, 1, status, clear=words)
+    with pytest.raises(ValueError, match=r"next must have shape \(1,\)"):
+        wait(words, 1, 1, status, next=words)
+    with pytest.raises(TypeError, match="value must have dtype uint32"):
+        wait(words, status, 1, status)
+    if words.is_cuda:
+        with pytest.raises(ValueError, match="or in pinned memory"):
+            wait(words, 1, 1, status.cpu())
+    assert status.item() == 0
