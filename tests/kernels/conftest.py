@@ -13,21 +13,25 @@ import torch
 
 from ..conftest import ROOT, module_fixture
 
-nf4 = module_fixture("kernels.quant.nf4_dequant")
+kernels = module_fixture("kernels")
+ops = module_fixture("_ops", "ops")
 
 
 @pytest.fixture(scope="session")
-def run_nf4(nf4):
+def nf4_op(submodule, ops):
+    """`nf4_op(path)` is the op of one path."""
+    submodule("kernels.quant.dequant_triton")
+    return lambda path: getattr(ops, "nf4_dequant" + f"_{path}" * (path != "compiled"))
+
+
+@pytest.fixture(scope="session")
+def run_nf4(nf4_op):
     """`run_nf4(path, arguments, ids, dtype)` calls the op of one path."""
 
     def call(path: str, arguments: dict, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return nf4._op(path)(active_experts=ids, dtype=dtype, **arguments)
+        return nf4_op(path)(active_experts=ids, dtype=dtype, **arguments)
 
     return call
-
-
-kernels = module_fixture("kernels")
-ops = module_fixture("_ops", "ops")
 
 
 @pytest.fixture(scope="session")

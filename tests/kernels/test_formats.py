@@ -34,13 +34,10 @@ def formats(submodule, monkeypatch):
         def unit(self, stored):
             return stored[2]
 
-        def write(self, tensors, stored, first, flat):
-            rows = stored[2]
-            blocks = flat.float().view(-1, rows)
-            scales = blocks.abs().amax(1) / self.levels
-            codes = (blocks / scales[:, None]).round().to(torch.int8)
-            tensors["packed"][first : first + flat.numel()] = codes.view(torch.uint8).reshape(-1)
-            tensors["scales"][first // rows : first // rows + scales.numel()] = scales
+        def pack(self, flat, stored):
+            rows = flat.float().view(-1, stored[2])
+            scales = rows.abs().amax(1) / self.levels
+            return (rows / scales[:, None]).round().to(torch.int8), scales
 
         def decode(self, tensors, ids, shape, dtype):
             packed, scales = tensors

@@ -318,10 +318,10 @@ def test_unknown_ids(run_nf4, device, bad):
 @pytest.mark.parametrize(
     "path", ("compiled", "reference", pytest.param("triton", marks=pytest.mark.gpu))
 )
-def test_opcheck(nf4, device, path, stack):
+def test_opcheck(nf4_op, device, path, stack):
     arguments = stack.arguments(device)
     arguments |= {"active_experts": torch.tensor([1, 0], device=device), "dtype": torch.float16}
-    torch.library.opcheck(nf4._op(path).default, (), arguments)
+    torch.library.opcheck(nf4_op(path).default, (), arguments)
 
 
 def test_compiles_without_a_graph_break(opt, device):
@@ -591,9 +591,9 @@ def test_paths_agree_on_a_model_shape(run_nf4, device, dtype):
 
 
 @pytest.mark.gpu
-def test_triton_op_compiles_with_inductor(nf4, device):
+def test_triton_op_compiles_with_inductor(nf4_op, device):
     arguments = STACKS[14].arguments(device)
-    op = nf4._op("triton")
+    op = nf4_op("triton")
 
     @torch.compile(fullgraph=True)
     def decode(ids: torch.Tensor) -> torch.Tensor:

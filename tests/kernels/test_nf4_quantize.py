@@ -201,7 +201,7 @@ def test_large_weights_are_taken_in_chunks(ops, submodule, device, monkeypatch):
     """A chunk border changes nothing."""
     weight = draw((5, 700), torch.bfloat16, device)
     whole = run(ops, "reference", weight, 32, "nf4")
-    monkeypatch.setattr(submodule("kernels.quant.nf4_quantize"), "CHUNK", 4096 // 4)
+    monkeypatch.setattr(submodule("kernels.quant.codec"), "CHUNK", 4096 // 4)
     assert_all_same_bits(run(ops, "reference", weight, 32, "nf4"), whole)
 
 

@@ -23,6 +23,7 @@ from ... import dispatch
 from ...reference.nf4 import FP4_TABLE, NESTED_BLOCKSIZE, NF4_TABLE, nest_absmax
 from ..checks import check_dense
 from . import nf4_product
+from .codec import write_parts
 from .nf4_dequant import BLOCKSIZES, nf4_decoder, nf4_dequant
 from .nf4_product import PackedStack
 from .nf4_quantize import nf4_quantize
@@ -75,24 +76,33 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def unit(self, stored: Sequence[int]) -> int:
-        """Elements of the flattened stack that are packed together: `write` takes whole units."""
+        """Elements of the flattened stack that are packed together: `pack` takes whole units."""
 
     def unfinished(self, stored: Sequence[int]) -> Layout:
         """The tensors that `write` fills; other ones than `layout` where `finish` makes those."""
         return self.layout(stored)
 
     @abc.abstractmethod
+    def pack(self, flat: Tensor, stored: Sequence[int]) -> tuple[Tensor, ...]:
+        """The `unfinished` tensors of a run of elements of the flattened stack.
+
+        Args:
+            flat: (n,) contiguous; n is a multiple of `unit`, or the stack ends there.
+            stored: (E, N, K).
+        """
+
     def write(
         self, tensors: dict[str, Tensor], stored: Sequence[int], first: int, flat: Tensor
     ) -> None:
-        """Pack elements [first, first + n) of the flattened stack into `unfinished` tensors.
+        """Pack elements [first, first + n) into `unfinished` tensors, in place.
 
         Args:
-            tensors: Written in place.
+            tensors: Of the whole stack.
             stored: (E, N, K).
             first: A multiple of `unit`.
-            flat: (n,) contiguous; n is a multiple of `unit`, or the stack ends there.
+            flat: As of `pack`.
         """
+        write_parts(tensors.values(), self.pack(flat, stored), first, math.prod(stored))
 
     def finish(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of `layout` from what `write` has filled."""
@@ -284,15 +294,10 @@ class Blockwise4Bit(InRegisters):
         """absmax is nested at the end, since its mean is subtracted."""
         return dataclasses.replace(self, nested=False).layout(stored)
 
-    def write(
-        self, tensors: dict[str, Tensor], stored: Sequence[int], first: int, flat: Tensor
-    ) -> None:
+    def pack(self, flat: Tensor, stored: Sequence[int]) -> tuple[Tensor, ...]:
         """By `nf4_quantize`."""
         del stored
-        packed, absmax = nf4_quantize(flat, self.blocksize, quant_type=self.quant_type)
-        byte, block = first // 2, first // self.blocksize  # blocks are even
-        tensors["packed"][byte : byte + packed.numel()] = packed
-        tensors["absmax"][block : block + absmax.numel()] = absmax
+        return nf4_quantize(flat, self.blocksize, quant_type=self.quant_type)
 
     def finish(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Nest absmax."""

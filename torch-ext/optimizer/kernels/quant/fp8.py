@@ -20,40 +20,25 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ... import dispatch
-from ..._ops import add_op_namespace_prefix, ops
+from ..._ops import add_op_namespace_prefix
 from ...reference import fp8 as reference
 from ...reference.fp8 import block_of, scale_shape
-from ..checks import (
-    check_expert_shape,
-    check_ids,
-    check_packed,
-    check_quantizable,
-    check_stack,
-)
+from ..checks import check_expert_shape, check_ids, check_packed, check_quantizable, check_stack
+from .codec import dequant_op
 from .formats import FORMATS, InRegisters, Layout
-from .nf4_dequant import DTYPES
 from .nf4_product import PackedStack
 
 BLOCK = (128, 128)  # rows, columns
 _STORED = (torch.uint8, torch.float8_e4m3fn)
 
 
-@custom_op(
+_reference = custom_op(
     add_op_namespace_prefix("fp8_dequant_reference"),
+    reference.fp8_dequant,
     mutates_args=(),
     schema="(Tensor packed, Tensor scales, Tensor active_experts, SymInt[] expert_shape, "
     "int[] block, ScalarType dtype) -> Tensor",
 )
-def _reference(
-    packed: Tensor,
-    scales: Tensor,
-    active_experts: Tensor,
-    expert_shape: Sequence[int],
-    block: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    return reference.fp8_dequant(packed, scales, active_experts, expert_shape, block, dtype)
 
 
 def _fake(packed, scales, active_experts, expert_shape, block, dtype):
@@ -136,14 +121,9 @@ def fp8_dequant(
     blocks = math.prod(scale_shape((experts, *shape), sizes))
     scales = check_packed("scales", scales, (torch.float32,), blocks)
     ids = check_ids(active_experts, packed)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {DTYPES}, got {dtype}; cast the result instead")
     packed = packed.view(torch.uint8)
-    if dispatch.path_name("fp8_dequant", packed.device) == "triton":
-        from . import dequant_triton  # noqa: F401
-
-        return ops.fp8_dequant_triton(packed, scales, ids, shape, sizes, dtype)
-    return ops.fp8_dequant_reference(packed, scales, ids, shape, sizes, dtype)
+    decode = dequant_op("fp8_dequant", packed.device, dtype)
+    return decode(packed, scales, ids, shape, sizes, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,14 +156,9 @@ class Fp8(InRegisters):
         """An expert."""
         return stored[1] * stored[2]
 
-    def write(
-        self, tensors: dict[str, Tensor], stored: Sequence[int], first: int, flat: Tensor
-    ) -> None:
+    def pack(self, flat: Tensor, stored: Sequence[int]) -> tuple[Tensor, ...]:
         """By `fp8_quantize`."""
-        packed, scales = fp8_quantize(flat.view(-1, *stored[1:]), self.block)
-        begin = first // self.unit(stored) * (tensors["scales"].numel() // stored[0])
-        tensors["packed"][first : first + flat.numel()] = packed.view(torch.uint8).view(-1)
-        tensors["scales"][begin : begin + scales.numel()] = scales.view(-1)
+        return fp8_quantize(flat.view(-1, *stored[1:]), self.block)
 
     def decode(
         self, tensors: Sequence[Tensor], ids: Tensor, shape: Sequence[int], dtype: torch.dtype

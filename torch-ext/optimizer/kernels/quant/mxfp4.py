@@ -21,39 +21,21 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ... import dispatch
-from ..._ops import add_op_namespace_prefix, ops
+from ..._ops import add_op_namespace_prefix
 from ...reference import mxfp4 as reference
 from ...reference.mxfp4 import BLOCK, E2M1_TABLE
-from ..checks import (
-    check_expert_shape,
-    check_ids,
-    check_packed,
-    check_quantizable,
-    check_stack,
-)
+from ..checks import check_expert_shape, check_ids, check_packed, check_quantizable, check_stack
+from .codec import dequant_op, quantize_in_chunks
 from .formats import FORMATS, InRegisters, Layout
-from .nf4_dequant import DTYPES
 from .nf4_product import PackedStack
 
-# Elements that are quantised at a time: temporaries stay near 60 MiB.
-CHUNK = 1 << 20
-
-
-@custom_op(
+_reference = custom_op(
     add_op_namespace_prefix("mxfp4_dequant_reference"),
+    reference.mxfp4_dequant,
     mutates_args=(),
     schema="(Tensor packed, Tensor scales, Tensor active_experts, SymInt[] expert_shape, "
     "ScalarType dtype) -> Tensor",
 )
-def _reference(
-    packed: Tensor,
-    scales: Tensor,
-    active_experts: Tensor,
-    expert_shape: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    return reference.mxfp4_dequant(packed, scales, active_experts, expert_shape, dtype)
 
 
 def _fake(packed, scales, active_experts, expert_shape, dtype):
@@ -95,12 +77,7 @@ def mxfp4_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     blocks = (*weight.shape[:-1], weight.shape[-1] // BLOCK)
     packed = weight.new_empty((*blocks, BLOCK // 2), dtype=torch.uint8)
     scales = weight.new_empty(blocks, dtype=torch.uint8)
-    flat, codes, exponents = weight.reshape(-1), packed.view(-1), scales.view(-1)
-    for begin in range(0, flat.numel(), CHUNK):
-        part = flat[begin : begin + CHUNK]
-        nibbles, found = reference.mxfp4_quantize(part)
-        codes[begin // 2 : (begin + part.numel()) // 2] = nibbles.view(-1)
-        exponents[begin // BLOCK : (begin + part.numel()) // BLOCK] = found
+    quantize_in_chunks(weight.reshape(-1), (packed, scales), reference.mxfp4_quantize)
     return packed, scales
 
 
@@ -140,13 +117,8 @@ def mxfp4_dequant(
     packed = check_packed("packed", packed, (torch.uint8,), elements // 2)
     scales = check_packed("scales", scales, (torch.uint8,), elements // BLOCK)
     ids = check_ids(active_experts, packed)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {DTYPES}, got {dtype}; cast the result instead")
-    if dispatch.path_name("mxfp4_dequant", packed.device) == "triton":
-        from . import dequant_triton  # noqa: F401
-
-        return ops.mxfp4_dequant_triton(packed, scales, ids, shape, dtype)
-    return ops.mxfp4_dequant_reference(packed, scales, ids, shape, dtype)
+    decode = dequant_op("mxfp4_dequant", packed.device, dtype)
+    return decode(packed, scales, ids, shape, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,14 +143,10 @@ class Mxfp4(InRegisters):
         del stored
         return BLOCK
 
-    def write(
-        self, tensors: dict[str, Tensor], stored: Sequence[int], first: int, flat: Tensor
-    ) -> None:
+    def pack(self, flat: Tensor, stored: Sequence[int]) -> tuple[Tensor, ...]:
         """By `mxfp4_quantize`."""
         del stored
-        packed, scales = mxfp4_quantize(flat)
-        tensors["packed"][first // 2 : (first + flat.numel()) // 2] = packed.view(-1)
-        tensors["scales"][first // BLOCK : (first + flat.numel()) // BLOCK] = scales
+        return mxfp4_quantize(flat)
 
     def decode(
         self, tensors: Sequence[Tensor], ids: Tensor, shape: Sequence[int], dtype: torch.dtype

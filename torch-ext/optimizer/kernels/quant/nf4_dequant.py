@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.library import custom_op, register_fake
 
-from ... import dispatch
-from ..._ops import add_op_namespace_prefix, ops
-from ...reference import nf4
+from ..._ops import add_op_namespace_prefix
+from ...reference import nf4 as reference
+from .codec import dequant_op
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @register_fake(add_op_namespace_prefix("nf4_dequant"))
@@ -42,33 +41,14 @@ def _fake(
     return packed.new_empty((active_experts.shape[0], *expert_shape), dtype=dtype)
 
 
-@custom_op(add_op_namespace_prefix("nf4_dequant_reference"), mutates_args=())
-def _reference(
-    packed: Tensor,
-    absmax: Tensor,
-    active_experts: Tensor,
-    expert_shape: Sequence[int],
-    blocksize: int,
-    dtype: torch.dtype,
-    codebook: Tensor | None,
-    absmax_code: Tensor | None,
-    absmax_scale: Tensor | None,
-    absmax_offset: Tensor | None,
-) -> Tensor:
-    return nf4.nf4_dequant(
-        packed,
-        absmax,
-        active_experts,
-        expert_shape,
-        blocksize,
-        dtype,
-        codebook,
-        absmax_code,
-        absmax_scale,
-        absmax_offset,
-    )
-
-
+_reference = custom_op(
+    add_op_namespace_prefix("nf4_dequant_reference"),
+    reference.nf4_dequant,
+    mutates_args=(),
+    schema="(Tensor packed, Tensor absmax, Tensor active_experts, SymInt[] expert_shape, "
+    "SymInt blocksize, ScalarType dtype, Tensor? codebook, Tensor? absmax_code, "
+    "Tensor? absmax_scale, Tensor? absmax_offset) -> Tensor",
+)
 _reference.register_fake(_fake)
 
 
@@ -193,8 +173,6 @@ def nf4_dequant(
             f"packed must be contiguous, got strides {tuple(packed.stride())}; call "
             "packed.contiguous() once, when the weights are loaded"
         )
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {DTYPES}, got {dtype}; cast the result instead")
     packed = packed.reshape(-1).view(torch.uint8)
     blocks = -(-_check_experts(packed, active_experts, expert_shape) // blocksize)
     if codebook is not None:
@@ -218,7 +196,7 @@ def nf4_dequant(
         _check_values("absmax_scale", absmax_scale, torch.float32, -(-blocks // 256), packed)
         _check_values("absmax_offset", absmax_offset, torch.float32, 1, packed)
 
-    return _op(dispatch.path_name("nf4_dequant", packed.device))(
+    return dequant_op("nf4_dequant", packed.device, dtype)(
         packed,
         absmax,
         active_experts,
@@ -249,17 +227,6 @@ def nf4_decoder(
         codebook: None for NF4.
     """
     packed, absmax, *nested = tensors
-    op = _op(dispatch.path_name("nf4_dequant", packed.device))
+    op = dequant_op("nf4_dequant", packed.device, dtype)
     options = (list(expert_shape), blocksize, dtype, codebook, *(nested or (None, None, None)))
     return lambda ids: op(packed, absmax, ids, *options)
-
-
-def _op(path: str):
-    """The registered op of a path; the Triton one is imported with its first use."""
-    if path == "compiled":
-        return ops.nf4_dequant
-    if path == "reference":
-        return ops.nf4_dequant_reference
-    from . import dequant_triton  # noqa: F401
-
-    return ops.nf4_dequant_triton

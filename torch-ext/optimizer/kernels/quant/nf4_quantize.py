@@ -17,13 +17,11 @@ from torch.library import custom_op, register_fake
 from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
 from ...reference import nf4 as reference
-from .nf4_dequant import BLOCKSIZES, DTYPES
+from .codec import DTYPES, quantize_in_chunks
+from .nf4_dequant import BLOCKSIZES
 
 QUANT_TYPES = ("nf4", "fp4")
 BACKENDS = ("auto", "compiled", "reference")
-# Elements that the portable path takes at a time: its temporaries stay near 60 MiB. A multiple of
-# every blocksize.
-CHUNK = 1 << 20
 
 
 @register_fake(add_op_namespace_prefix("nf4_quantize"))
@@ -33,12 +31,8 @@ def _fake(weight, packed, absmax, blocksize, fp4):
 
 @custom_op(add_op_namespace_prefix("nf4_quantize_reference"), mutates_args=("packed", "absmax"))
 def _reference(weight: Tensor, packed: Tensor, absmax: Tensor, blocksize: int, fp4: bool) -> None:
-    flat = weight.reshape(-1)
-    for begin in range(0, flat.numel(), CHUNK):
-        part = flat[begin : begin + CHUNK]
-        nibbles, maxima = reference.nf4_quantize(part, blocksize, "fp4" if fp4 else "nf4")
-        packed[begin // 2 : begin // 2 + nibbles.numel()] = nibbles
-        absmax[begin // blocksize : begin // blocksize + maxima.numel()] = maxima
+    options = (blocksize, "fp4" if fp4 else "nf4")
+    quantize_in_chunks(weight.reshape(-1), (packed, absmax), reference.nf4_quantize, *options)
 
 
 _reference.register_fake(lambda *_: None)

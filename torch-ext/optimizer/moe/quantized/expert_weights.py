@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ... import dispatch
 from ...kernels.experts.expert_sort import ExpertOrder
+from ...kernels.quant.codec import DTYPES
 from ...kernels.quant.formats import Format, format_of
 from ...kernels.quant.grouped_lora_quantized import active_of
-from ...kernels.quant.nf4_dequant import DTYPES
 from ...reference.nf4 import NESTED_BLOCKSIZE
 
 STRATEGIES = ("auto", "fused", "chunked", "selective")

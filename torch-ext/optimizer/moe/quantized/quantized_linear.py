@@ -18,6 +18,7 @@ from ...kernels.autocast import without_autocast
 from ...kernels.experts.combine import combine_rows
 from ...kernels.experts.expert_sort import ExpertOrder
 from ...kernels.experts.grouped_lora import ExpertWeights, GatedLayer, gradients_of_linear
+from ...kernels.quant.codec import DTYPES
 from ...kernels.quant.gated_quantized_experts import (
     gated_quantized_experts,
     gated_quantized_experts_backward,
@@ -26,7 +27,6 @@ from ...kernels.quant.grouped_lora_quantized import (
     grouped_lora_quantized_dx,
     grouped_lora_quantized_forward,
 )
-from ...kernels.quant.nf4_dequant import DTYPES
 from .expert_weights import QuantizedWeight
 from .strategy import pick_strategy, slice_experts
 
