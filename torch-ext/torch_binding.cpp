@@ -19,7 +19,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
       "float beta2, Tensor? beta2_tensor, float eps, Tensor? eps_tensor, float weight_decay, "
       "Tensor? weight_decay_tensor, Tensor(e!)[] residuals, int seed, Tensor? rounding_step, "
       "int[] parameter, int[] offset) -> ()");
-  ops.def("scale_rows(Tensor(a!) x, Tensor? factors=None) -> ()");
+  ops.def("scale_rows(Tensor(a!) x, Tensor factors, bool to_norm_one) -> ()");
   ops.def(
       "normalize(Tensor[] pieces, Tensor(a!) out, float prefactor, Tensor(b!)? zeros=None) -> ()");
   ops.def("crop(Tensor x, Tensor(a!) out) -> ()");

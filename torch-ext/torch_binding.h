@@ -57,7 +57,7 @@ void adamw_cuda(const TensorVector& params, const TensorVector& grads, const Ten
                 int64_t seed, std::optional<Tensor> rounding_step,
                 const std::vector<int64_t>& parameter, const std::vector<int64_t>& offset);
 
-void scale_rows_cuda(const Tensor& x, std::optional<Tensor> factors);
+void scale_rows_cuda(const Tensor& x, const Tensor& factors, bool to_norm_one);
 
 void normalize_cuda(const TensorVector& pieces, const Tensor& out, double prefactor,
                     std::optional<Tensor> zeros);

@@ -1,17 +1,16 @@
-// scale_rows: rows of matrices scaled in place, each to norm 1 (MuonEq, arXiv 2603.28254) or by the
-// factor of its matrix (Muon+, arXiv 2602.21545).
+// scale_rows: rows of matrices scaled in place, by the factor of their matrix (Muon+, arXiv
+// 2602.21545) or each to norm 1, by no more than that factor (MuonEq, arXiv 2603.28254).
 //
 // Bound by its bytes: x read and written, 8 per element of float32. A block has a row; what it
 // reads of the row a second time comes from a cache. Squares are added in double and in one order,
 // so that a row has the same bits in any batch.
 
+#include <cfloat>
+
 #include "step/multi_tensor.cuh"
 
 namespace optimizer {
 namespace {
-
-// A row is scaled as if its norm were at least this, so that a row of zeros stays one.
-constexpr double kSmallestNorm = 1e-6;
 
 // visit(value) -> value for every element of a row that this thread has, in order
 template <typename T, bool kVector, typename Visit>
@@ -51,34 +50,31 @@ __device__ __forceinline__ double block_sum(double value) {
 
 template <typename T, bool kVector>
 __global__ void __launch_bounds__(kThreads)
-    scale_kernel(T* x, int64_t rows, int64_t columns, const float* factors) {
+    scale_kernel(T* x, int64_t rows, int64_t columns, const float* factors, bool to_norm_one) {
   T* const row = x + int64_t{blockIdx.x} * columns;
-  float factor;
-  if (factors != nullptr) {
-    factor = __ldg(factors + blockIdx.x / rows);
-  } else {
+  float factor = __ldg(factors + blockIdx.x / rows);
+  if (factor > FLT_MAX) factor = FLT_MAX;  // times which zeros stay zeros; NaN stays
+  if (to_norm_one) {
     double squares = 0.0;
     for_elements<T, kVector>(row, columns, false, [&](float value) {
       squares = fma(static_cast<double>(value), static_cast<double>(value), squares);
       return value;
     });
-    const double norm = sqrt(block_sum(squares));
-    // NaN must stay, so the bound is written as a comparison that NaN passes.
-    factor = static_cast<float>(1.0 / (norm < kSmallestNorm ? kSmallestNorm : norm));
+    // False of a matrix with NaN, all of which shall be NaN.
+    const double inverse = 1.0 / sqrt(block_sum(squares));
+    if (inverse <= factor) factor = static_cast<float>(inverse);
   }
   for_elements<T, kVector>(row, columns, true, [&](float value) { return value * factor; });
 }
 
 }  // namespace
 
-void scale_rows_cuda(const Tensor& x, std::optional<Tensor> factors) {
+void scale_rows_cuda(const Tensor& x, const Tensor& factors, bool to_norm_one) {
   STD_TORCH_CHECK(x.dim() == 3 && x.is_contiguous(), "scale_rows: x must be contiguous (B, m, n)");
-  if (factors.has_value()) {
-    STD_TORCH_CHECK(factors->scalar_type() == ScalarType::Float && factors->is_contiguous() &&
-                        factors->dim() == 1 && factors->size(0) == x.size(0) &&
-                        factors->device() == x.device(),
-                    "scale_rows: factors must be (B,) float32, contiguous and on the device of x");
-  }
+  STD_TORCH_CHECK(factors.scalar_type() == ScalarType::Float && factors.is_contiguous() &&
+                      factors.dim() == 1 && factors.size(0) == x.size(0) &&
+                      factors.device() == x.device(),
+                  "scale_rows: factors must be (B,) float32, contiguous and on the device of x");
   const Kind kind = kind_of("scale_rows", "x", x);
   STD_TORCH_CHECK(is_float(kind), "scale_rows: x must be float32, float16 or bfloat16");
   if (x.numel() == 0) return;
@@ -86,13 +82,14 @@ void scale_rows_cuda(const Tensor& x, std::optional<Tensor> factors) {
   STD_TORCH_CHECK(blocks <= INT32_MAX, "scale_rows: ", blocks, " rows are more than a grid");
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const cudaStream_t stream = stream_of(x);
-  const auto* scales = factors ? static_cast<const float*>(factors->data_ptr()) : nullptr;
+  const auto* scales = static_cast<const float*>(factors.data_ptr());
   with_type(kind, [&](auto element) {
     using T = decltype(element);
     auto* data = static_cast<T*>(x.data_ptr());
     const bool vector = columns % kLanes<T> == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
     const auto kernel = vector ? scale_kernel<T, true> : scale_kernel<T, false>;
-    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(data, rows, columns, scales);
+    kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(data, rows, columns, scales,
+                                                                   to_norm_one);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   });
 }

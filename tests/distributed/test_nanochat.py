@@ -82,3 +82,53 @@ def test_ranks_give_the_bits_of_one_process(ranks, sharing, options) -> None:
     if device() == "cuda":
         pytest.skip("messages are float16 there, and directions of one process are not")
     ranks(2).run(as_one_process, sharing, options)
+
+
+def of_smaller_gradients(opt, sharding: str) -> tuple[list[list[bytes]], list[float]]:
+    """Parameters by gradients times 1, 2^-20 and 1e-5, and their distances from one process's.
+
+    One process has no wire; its gradients are those times 2^-20.
+    """
+    from torch import distributed
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh(device(), (distributed.get_world_size(),))
+
+    def stepped(factor: float, sharding: str = "", **options) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        params = []
+        for number, shape in enumerate(SHAPES.values()):
+            grad = torch.randn(shape, generator=generator) * factor
+            grad = (grad * torch.logspace(0, -3, shape[0])[:, None]).to(device())
+            value = torch.zeros_like(grad)
+            if sharding == "sharded":
+                placements = [Shard(number % 2)]
+                value, grad = (distribute_tensor(x, mesh, placements) for x in (value, grad))
+            params.append(nn.Parameter(value))
+            params[-1].grad = grad
+        rule = {"lr": 1.0, "weight_decay": 0.0, "dtype": torch.float32, **JULY}
+        opt.Muon(params, **rule, **options).step()
+        return [p.full_tensor() if sharding == "sharded" else p.detach() for p in params]
+
+    alone = torch.cat([param.flatten() for param in stepped(2.0**-20)])
+    options = {"distributed": opt.DistributedConfig(torch.float16)}
+    if sharding == "replicas":
+        options["process_group"] = distributed.group.WORLD
+    found, errors = [], []
+    for factor in (1.0, 2.0**-20, 1e-5):
+        params = stepped(factor, sharding, **options)
+        found.append([bits(param) for param in params])
+        whole = torch.cat([param.flatten() for param in params])
+        errors.append(((whole - alone).norm() / alone.norm()).item())
+    return found, errors
+
+
+@pytest.mark.parametrize("sharding", ["replicas", "sharded"])
+def test_the_size_of_gradients_changes_nothing_on_a_float16_wire(ranks, sharding) -> None:
+    """The wire multiplies every matrix by a power of two; rows get the norm 1 behind it.
+
+    Float16 rounds the directions: 6e-4 to 8e-4 of an update.
+    """
+    for (whole, small, other), errors in ranks(2).run(of_smaller_gradients, sharding):
+        assert small == whole != other
+        assert max(errors) < 2e-3, errors

@@ -25,12 +25,13 @@ def drawn(shape, dtype, device, seed: int = 0) -> torch.Tensor:
 
 
 def rows_of_norm_one(x: torch.Tensor) -> torch.Tensor:
-    return x.double() / x.double().norm(dim=-1, keepdim=True).clamp_min(1e-6)
+    usual = x.double().norm(dim=(1, 2), keepdim=True) / math.sqrt(x.shape[1])
+    return x.double() / x.double().norm(dim=-1, keepdim=True).maximum(1e-6 * usual)
 
 
 def of_a_polar_factors_norm(x: torch.Tensor) -> torch.Tensor:
     target = math.sqrt(min(x.shape[1:]))
-    return x.double() * target / x.double().norm(dim=(1, 2), keepdim=True).clamp_min(1e-6)
+    return x.double() * target / x.double().norm(dim=(1, 2), keepdim=True)
 
 
 FORMULAS = {"equilibrate_rows": rows_of_norm_one, "renormalize": of_a_polar_factors_norm}
@@ -70,23 +71,52 @@ def test_a_matrix_has_the_same_bits_in_any_batch(module, device, name) -> None:
     assert_same_bits(alone, x)
 
 
+@pytest.mark.parametrize("scale", [2.0**-90, 2.0**-20, 2.0**20, 1e-5, 1e5])
 @pytest.mark.parametrize("name", FORMULAS)
-def test_zeros_nan_and_inf(module, device, name) -> None:
-    """Zeros stay zeros; what is not finite stays in its row, or its matrix, and no further."""
-    x = drawn((4, 6, 10), torch.float32, device)
-    x[0, 2], x[1] = 0.0, 0.0
-    x[2, 1, 3], x[3, 4, 0] = torch.nan, torch.inf
+def test_the_size_of_a_matrix_changes_nothing(module, device, name, scale) -> None:
+    """The same bits for powers of two, also of rows so small that others bound their factor."""
+    x = drawn((3, 70, 130), torch.float32, device)
+    x[1, :4] *= 1e-7
+    scaled = x * scale
     getattr(module, name)(x)
-    assert (x[0, 2] == 0).all() and (x[1] == 0).all() and x[0].isfinite().all()
-    whole = name == "renormalize"
-    assert not x[2, 1, 3].isfinite() and not x[3, 4, 0].isfinite()
-    assert x[2, 0].isfinite().all() != whole and (whole or x[3, 0].isfinite().all())
+    getattr(module, name)(scaled)
+    if math.frexp(scale)[0] == 0.5:
+        assert_same_bits(scaled, x)
+    assert_error_at_most(scaled, x.double(), 1e-6)
 
 
-def test_rows_below_the_smallest_norm_are_scaled_no_further(module, device) -> None:
-    x = torch.full((1, 2, 4), 0.5e-8, device=device)
+@pytest.mark.parametrize("dtype", BUDGETS, ids=str)
+def test_rows_of_rounding_noise_grow_no_further_than_a_millionth(module, device, dtype) -> None:
+    x = drawn((2, 40, 30), torch.float64, device) * 100
+    x[0, 20:23] *= 1e-5
+    x[1, 3] *= 1e-8
+    x = x.to(dtype)
+    expected = rows_of_norm_one(x)
     module.equilibrate_rows(x)
-    torch.testing.assert_close(x, torch.full_like(x, 0.5e-2))
+    assert_error_at_most(x, expected, BUDGETS[dtype])
+    norms = x.double().norm(dim=-1)
+    assert (norms[1, 3] < 0.1) and (norms[1, 4:] > 0.99).all() and (norms[0, :20] > 0.99).all()
+
+
+@pytest.mark.parametrize("dtype", BUDGETS, ids=str)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_zeros_nan_and_inf(module, device, name, dtype) -> None:
+    """Zeros stay zeros; what is not finite makes its matrix NaN, and no other."""
+    x = drawn((6, 6, 10), torch.float32, device).to(dtype)
+    x[0, 2], x[1] = 0.0, 0.0
+    x[2, 1, 3], x[3, 4, 0], x[4, 5, 9], x[4, 0] = torch.nan, torch.inf, -torch.inf, 0.0
+    getattr(module, name)(x)
+    assert (x[0, 2] == 0).all() and (x[1] == 0).all() and x[[0, 5]].isfinite().all()
+    assert x[2:5].isnan().all()
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_numbers_whose_factor_no_float32_holds(module, device, name) -> None:
+    """Subnormal numbers grow by the largest float32, zeros stay."""
+    x = torch.zeros(1, 3, 4, device=device)
+    x[0, 0, 1] = 2.0**-149
+    getattr(module, name)(x)
+    assert x[0, 0, 1] > 0 and x.isfinite().all() and x.count_nonzero() == 1
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
@@ -100,23 +130,21 @@ def test_nothing_to_scale(module, device, shape) -> None:
 def test_the_op_is_registered_as_it_works(submodule, device) -> None:
     ops = submodule("_ops").ops
     x = drawn((2, 3, 8), torch.float32, device)
-    torch.library.opcheck(ops.scale_rows, (x,))
-    torch.library.opcheck(ops.scale_rows, (x, torch.ones(2, device=device)))
+    for to_norm_one in (False, True):
+        torch.library.opcheck(ops.scale_rows, (x, torch.ones(2, device=device), to_norm_one))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("x", "factors", "words"),
     [
-        (torch.ones(2, 3), None, "x must be contiguous"),
-        (torch.ones(2, 3, 4).mT, None, "x must be contiguous"),
-        (torch.ones(2, 3, 4, dtype=torch.float64), None, "x must be float32"),
+        (torch.ones(2, 3), torch.ones(2), "x must be contiguous"),
+        (torch.ones(2, 3, 4).mT, torch.ones(2), "x must be contiguous"),
+        (torch.ones(2, 3, 4, dtype=torch.float64), torch.ones(2), "x must be float32"),
         (torch.ones(2, 3, 4), torch.ones(3), "factors must be"),
         (torch.ones(2, 3, 4), torch.ones(2, dtype=torch.float16), "factors must be"),
     ],
 )
 def test_refused(submodule, device, x, factors, words) -> None:
     with pytest.raises(RuntimeError, match=words):
-        submodule("_ops").ops.scale_rows(
-            x.to(device), None if factors is None else factors.to(device)
-        )
+        submodule("_ops").ops.scale_rows(x.to(device), factors.to(device), True)

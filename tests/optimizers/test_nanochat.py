@@ -63,6 +63,30 @@ def test_zero_gradients_stay_zero(opt, device) -> None:
     assert_same_bits(params[1].detach(), before[1])
 
 
+@pytest.mark.parametrize(("scale", "dtype"), [(2.0**-20, torch.float32), (1e-5, torch.float64)])
+@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
+def test_the_size_of_gradients_changes_no_update(opt, device, name, scale, dtype) -> None:
+    """To the bit for a power of two. Rows become smaller than 1e-6, nanochat's own bound."""
+    shapes = [(24, 10), (10, 24), (3, 8, 6)]
+    ours, twins = (parameters(shapes, dtype=dtype, device=device) for _ in range(2))
+    options = {"lr": 0.005, "expert_keys": ("w",), "names": ["a", "b", "w"], **JULY}
+    optimizers = [
+        getattr(opt, name)([{"kind": "muon", "params": params, **options}])
+        for params in (ours, twins)
+    ]
+    for seed in range(3):
+        new_gradients(ours, seed=seed)
+        for one, other in zip(ours, twins, strict=True):
+            one.grad *= torch.logspace(0, -3, one.shape[-2], device=device)[:, None]
+            other.grad = one.grad * scale
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other in zip(ours, twins, strict=True):
+        if dtype == torch.float32:
+            assert_same_bits(other.detach(), one.detach())
+        assert_error_at_most(other.detach(), one.detach(), 1e-10)
+
+
 @pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
 def test_options_are_read_at_every_step(opt, device, name) -> None:
     """Switched on between steps; gradients stay as they were; state keeps its keys."""

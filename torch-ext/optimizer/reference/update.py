@@ -48,39 +48,45 @@ def momentum(
     return average(new, grad, mu) if ema else grad + new * mu
 
 
-# Rows and matrices are scaled as if their norm were at least this, so that zeros stay zeros.
-SMALLEST_NORM = 1e-6
+# A row's norm counts as at least this part of its matrix's root mean square row norm.
+SMALLEST_ROW = 1e-6
 
 
-def scale_rows(x: Tensor, factors: Tensor | None = None) -> None:
-    """Give every row of x (..., m, n) the norm 1 in place (MuonEq), or scale it by given factors.
+def scale_rows(x: Tensor, factors: Tensor, *, to_norm_one: bool = False) -> None:
+    """Multiply every matrix of x (..., m, n) by its factor (...,) in place (Muon+), or its rows.
 
-    A matrix whose rows differ in size is better conditioned then. MuonEq scales rows to their root
-    mean square, |x|_F / sqrt(m), instead of to 1; the factor between the two is that of a whole
-    matrix, by whose norm the iteration divides. `factors` (...,) are of matrices.
+    With `to_norm_one` every row gets the norm 1, multiplied by no more than the factor of its
+    matrix (MuonEq). A matrix whose rows differ in size is better conditioned then. MuonEq scales
+    rows to their root mean square, |x|_F / sqrt(m), instead of to 1; what lies between the two is
+    a factor of a whole matrix, by whose norm the iteration divides.
 
-    Source: arXiv 2603.28254, with the smallest norm of nanochat's optimizer (92d63d4).
+    With the factor for the norm sqrt(m) / SMALLEST_ROW rows that cancelled to rounding noise do not
+    grow to the size of the others. This bound goes with the matrix, so that whatever the matrix has
+    been multiplied by, as for a float16 message, changes no result. nanochat's optimizer (92d63d4)
+    bounds factors by 1e6 itself: it leaves gradients below that unequilibrated.
+
+    Source: arXiv 2603.28254 (MuonEq).
     """
-    if factors is None:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        x.mul_(1 / norms.clamp_min(SMALLEST_NORM))
-    else:
-        x.mul_(factors[..., None, None])
+    factors = factors[..., None]
+    if to_norm_one:
+        inverse = 1 / torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+        factors = torch.where(inverse <= factors, inverse, factors)  # a factor of NaN stays
+    x.mul_(factors.to(torch.promote_types(x.dtype, torch.float32))[..., None])
 
 
-def matrix_factors(x: Tensor) -> Tensor:
-    """sqrt(min(m, n)) / |x|_F of every matrix of x (..., m, n): (...,), float32 or wider.
+def matrix_factors(x: Tensor, norm: float) -> Tensor:
+    """What gives every matrix of x (..., m, n) a Frobenius norm: (...,), float64.
 
-    Times them a matrix has the norm of a semi-orthogonal one (Muon+), whatever the singular values
-    that an iteration has not brought to 1 yet.
+    With sqrt(min(m, n)) that of a semi-orthogonal matrix (Muon+), whatever the singular values that
+    an iteration has not brought to 1 yet. It is finite, so that zeros stay zeros; NaN for a matrix
+    with an inf or NaN, all of which becomes NaN.
 
-    Source: arXiv 2602.21545, with the smallest norm of nanochat's optimizer (92d63d4).
+    Source: arXiv 2602.21545 (Muon+).
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    rows = torch.linalg.vector_norm(x, dim=-1, dtype=wide)
+    rows = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
     norms = torch.linalg.vector_norm(rows, dim=-1)
-    return math.sqrt(min(x.shape[-2:])) / norms.clamp_min(SMALLEST_NORM)
+    largest = torch.finfo(torch.promote_types(x.dtype, torch.float32)).max
+    return torch.where(norms.isfinite(), (norm / norms).clamp_max(largest), torch.nan)
 
 
 def variance_reduction(update: Tensor, second_moment: Tensor, beta2: float) -> Tensor:

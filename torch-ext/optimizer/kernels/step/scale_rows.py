@@ -1,7 +1,9 @@
 """scale_rows: matrices before and after the iteration, in place.
 
 equilibrate_rows gives every row the norm 1 (MuonEq), renormalize every matrix the norm of a
-semi-orthogonal one (Muon+). Formulas and sources: reference/update.py.
+semi-orthogonal one (Muon+). Formulas and sources: reference/update.py. Both multiply once and round
+once. A matrix has the same bits in any batch; times a power of two it gives the same bits, but for
+numbers that leave the normal range.
 
 path     | source                                                | taken
 compiled | kernels-src/step/scale_rows.cu, and norm_factors for  | CUDA >= 8.0, up to float32
@@ -24,7 +26,7 @@ from .tensor_lists import DTYPES
 
 
 @register_fake(add_op_namespace_prefix("scale_rows"))
-def _fake(x, factors=None):
+def _fake(x, factors, to_norm_one):
     return None
 
 
@@ -33,23 +35,25 @@ def _runs_compiled(x: Tensor) -> bool:
 
 
 def equilibrate_rows(x: Tensor) -> None:
-    """x (B, m, n), contiguous, with every row divided by its norm, or by 1e-6 if that is more.
+    """x (B, m, n), contiguous, with every row divided by its norm.
 
-    One rounding; a row has the same bits in any batch. An inf or NaN makes its row NaN.
+    Norms below 1e-6 |x|_F / sqrt(m) of their matrix count as that. Zeros stay zeros; an inf or NaN
+    makes its matrix NaN.
     """
-    if _runs_compiled(x):
-        ops.scale_rows(x)
-    else:
-        reference.scale_rows(x)
+    _scale(x, math.sqrt(x.shape[-2]) / reference.SMALLEST_ROW, to_norm_one=True)
 
 
 def renormalize(x: Tensor) -> None:
     """x (B, m, n), contiguous, with every matrix scaled to the Frobenius norm sqrt(min(m, n)).
 
-    One rounding; a matrix has the same bits in any batch. An inf or NaN makes its matrix NaN.
+    Zeros stay zeros; an inf or NaN makes its matrix NaN.
     """
+    _scale(x, math.sqrt(min(x.shape[-2:])), to_norm_one=False)
+
+
+def _scale(x: Tensor, norm: float, *, to_norm_one: bool) -> None:
     if _runs_compiled(x):
-        factors, _ = norm_factors(x, 1 / math.sqrt(min(x.shape[-2:])))
-        ops.scale_rows(x, factors)
+        factors, _ = norm_factors(x, 1 / norm)
+        ops.scale_rows(x, factors, to_norm_one)
     else:
-        reference.scale_rows(x, reference.matrix_factors(x))
+        reference.scale_rows(x, reference.matrix_factors(x, norm), to_norm_one=to_norm_one)
