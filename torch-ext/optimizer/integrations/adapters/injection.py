@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ...moe.lora import check_factor_dtype
 from ...optimizers.groups.parameters import is_dtensor
-from ..models.experts import ATTACHED, experts_modules, first_projection, is_experts
+from ..models.experts import ATTACHED, experts_modules, is_experts, stacks
 from ..models.quantize_in_memory import quantize_experts
 from ..models.transformers import use_in_transformers
 from . import peft
@@ -41,12 +41,7 @@ INITS = (True, False, "gaussian")  # the others decompose the weight of a Linear
 
 
 def config_of(model: nn.Module, peft_config: Any, options: dict[str, Any]) -> Any:
-    """The LoraConfig of what `attach_lora` was given; the caller's is not written to.
-
-    Args:
-        model: with experts.
-        peft_config: a LoraConfig, or None.
-        options: keywords of LoraConfig, read where that is None.
+    """The LoraConfig of what `attach_lora` was given: a copy of `peft_config`, or of `options`.
 
     Raises:
         TypeError: peft_config is no LoraConfig.
@@ -63,11 +58,8 @@ def config_of(model: nn.Module, peft_config: Any, options: dict[str, Any]) -> An
     if peft_config is None:
         causal = type(model).__name__.endswith("ForCausalLM")
         modules = options["target_modules"] or []  # None would be the model type's attention
-        options = options | {
-            "target_modules": modules,
-            "task_type": "CAUSAL_LM" if causal else None,
-        }
-        config = LoraConfig(**options)
+        kind = "CAUSAL_LM" if causal else None
+        config = LoraConfig(**options | {"target_modules": modules, "task_type": kind})
     elif isinstance(peft_config, LoraConfig):
         config = copy.deepcopy(peft_config)
     else:
@@ -104,13 +96,8 @@ def _check_options(config: Any, source: str) -> None:
 def _exclude_stacks(model: nn.Module, config: Any) -> None:
     """Keep PEFT from our 4-bit stacks where `target_modules` has their name too: "down_proj"."""
     targets, excluded = config.target_modules or (), config.exclude_modules or ()
-    stacks = {
-        f"{plain(where)}.{target}"
-        for where, experts in experts_modules(model)
-        for target in _projections(experts)
-        if target in experts._modules
-    }
-    hit = {s for s in stacks if isinstance(targets, str) or any(ends(s, t) for t in targets)}
+    packed = {plain(name) for name, experts, target in stacks(model) if target in experts._modules}
+    hit = {s for s in packed if isinstance(targets, str) or any(ends(s, t) for t in targets)}
     if hit and not isinstance(excluded, str):
         config.exclude_modules = {*excluded, *(".".join(s.split(".")[-2:]) for s in hit)}
 
@@ -118,16 +105,10 @@ def _exclude_stacks(model: nn.Module, config: Any) -> None:
 def _both_projections(model: nn.Module) -> list[str]:
     """Names by which PEFT finds the projections of all experts."""
     names: dict[str, None] = {}
-    for where, experts in experts_modules(model):
+    for name, experts, _ in stacks(model):
         computed = hasattr(experts, "parametrizations")  # PEFT goes by their whole names alone
-        holder = plain(where) if computed else plain(where).rpartition(".")[2]
-        for target in _projections(experts):
-            names[f"{holder}.{target}"] = None
+        names[plain(name) if computed else ".".join(plain(name).split(".")[-2:])] = None
     return list(names)
-
-
-def _projections(experts: nn.Module) -> tuple[str, str]:
-    return first_projection(experts), "down_proj"
 
 
 def attach(
@@ -135,20 +116,8 @@ def attach(
 ) -> nn.Module:
     """Inject an adapter, and run its part on the experts on our kernels.
 
-    An adapter that PEFT has put on other modules alone is extended to the experts.
-
-    Args:
-        model: with experts, of PEFT or not.
-        config: of `config_of`.
-        adapter: its name.
-        quantize: put the experts into 4 bits as well.
-        dtype: of the LoRA parameters.
-
-    Returns:
-        A PeftModel, or the model itself where it had layers of PEFT already.
-
-    Raises:
-        ValueError: as `attach_lora`; nothing has changed then.
+    An adapter that PEFT has put on other modules alone is extended to the experts. Arguments,
+    result and errors are those of `attach_lora`; `config` is of `config_of`.
     """
     _check_addition(model, config, adapter)
     _check_modules(model, config)
@@ -235,7 +204,7 @@ def _check_addition(model: nn.Module, config: Any, adapter: str) -> None:
                 f"adapter {adapter!r} has use_rslora={configs[adapter].use_rslora}, which holds "
                 f"for all its parts, got use_rslora={config.use_rslora}"
             )
-    places = [f"{plain(n)}.{t}" for n, e in experts_modules(model) for t in _projections(e)]
+    places = [plain(name) for name, _, _ in stacks(model)]
     wanted = {p for p in places if any(ends(p, name) for name in config.target_parameters)}
     for other, found in wrapped.items():
         if (found := found.intersection(places)) and found != wanted:
@@ -288,10 +257,8 @@ def _joined(own: Any, experts: Any) -> Any:
 def undone_on_failure(model: nn.Module, *, quantized: bool = False) -> Iterator[None]:
     """Put every module, and what trains, back as it was if the block raises.
 
-    Args:
-        model: that the block changes.
-        quantized: leave what lies in the experts as it is: their stacks may be in 4 bits by then,
-            one by one, and the wide ones are gone.
+    With `quantized` what lies in the experts is left as it is: their stacks may be in 4 bits by
+    then, one by one, and the wide ones are gone.
     """
     modules = [m for m in model.modules() if not (quantized and is_experts(m))]
     experts = [m for m in model.modules() if quantized and is_experts(m)]
@@ -330,11 +297,7 @@ def _flags_kept(model: nn.Module) -> Iterator[None]:
 
 def configurations(model: nn.Module) -> dict[str, Any]:
     """PEFT's own dictionary of LoraConfigs by adapter; an empty one if there is none."""
-    for module in model.modules():
-        configs = getattr(module, "peft_config", None)
-        if isinstance(configs, dict):
-            return configs
-    return {}
+    return next(peft.config_dicts(model), {})
 
 
 def is_injected(model: nn.Module) -> bool:
@@ -490,12 +453,7 @@ def load(
 ) -> nn.Module:
     """Inject the adapter of a file, frozen, and give it its tensors.
 
-    Args:
-        model: with experts, of PEFT or not.
-        config: the file's, checked.
-        tensors: the file's, with the roles that A and B have in PEFT today.
-        adapter: the name it gets here.
-        file: of the tensors, for messages.
+    `config` is the file's, checked; in `tensors` A and B have the roles of PEFT today.
 
     Raises:
         ValueError: it does not fit the model; nothing has changed then.
@@ -534,11 +492,9 @@ def load(
 
 
 def _check_tensors(config: dict[str, Any], tensors: dict[str, Tensor], file: Any) -> torch.dtype:
-    """The dtype of a file's factors.
+    """The dtype of a file's factors, or ValueError where ranks or alphas do not fit them.
 
-    Raises:
-        ValueError: as `dtype_of`, or the configuration names a rank that is larger than all of
-            them, for which PEFT would take the memory first.
+    For a rank that is larger than all of them PEFT would take the memory first.
     """
     dtype = dtype_of(tensors, file)
     largest = max(max(t.shape, default=0) for key, t in tensors.items() if ".lora_" in key)

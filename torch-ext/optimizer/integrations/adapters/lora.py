@@ -25,9 +25,9 @@ from ..models.experts import (
     ATTACHED,
     check_supported,
     experts_modules,
-    first_projection,
     is_ours,
     operand_shape,
+    projections,
     why_no_experts,
 )
 from ..models.quantize_in_memory import check_quantizable, quantize_experts
@@ -40,25 +40,18 @@ PROJECTION = {"gate_up_proj": "gate_up", "up_proj": "gate_up", "down_proj": "dow
 
 
 class AttachedLora(ExpertAdapters):
-    """The adapters of one experts module, with what PEFT's files need to know of them.
-
-    Args:
-        experts: a transformers experts module.
+    """The adapters of one experts module of transformers.
 
     Attributes:
-        options: `AdapterOptions` by name of the parameter and of the adapter.
+        options: `AdapterOptions` by name of the parameter and of the adapter, for PEFT's files.
     """
 
     def __init__(self, experts: nn.Module) -> None:
-        count, hidden, _ = operand_shape(experts, first_projection(experts))
-        _, intermediate, _ = operand_shape(experts, "down_proj")
+        (count, hidden, _), (_, intermediate, _) = (
+            operand_shape(experts, target) for target in projections(experts)
+        )
         super().__init__(count, hidden, intermediate, module_layout(experts))
         self.options: dict[str, dict[str, AdapterOptions]] = {}
-
-    @property
-    def adapters(self) -> list[str]:
-        """Names, in the order they were added."""
-        return list(dict.fromkeys(name for entry in self.values() for name in entry.adapters))
 
     def projection(self, target: str) -> LoraProjection:
         """The adapters of one parameter, by its name."""
@@ -183,8 +176,7 @@ def _wanted(model: nn.Module, options: dict[str, Any]) -> dict[str, dict[str, Ad
         return targeted(model, options, "attach_lora")
     each = AdapterOptions(options["r"], options["lora_alpha"], options["use_rslora"])
     return {
-        name: dict.fromkeys((first_projection(experts), "down_proj"), each)
-        for name, experts in experts_modules(model)
+        name: dict.fromkeys(projections(experts), each) for name, experts in experts_modules(model)
     }
 
 
@@ -195,16 +187,9 @@ def add_adapter(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Create an adapter on experts, frozen; all checks come first.
+    """Create an adapter on experts, frozen, or raise as `attach_lora`; all checks come first.
 
-    Args:
-        model: a transformers model.
-        adapter: name.
-        wanted: by name of the experts module and of its parameter.
-        dtype: of the parameters.
-
-    Raises:
-        ValueError: as `attach_lora`.
+    `wanted` is by name of the experts module and of its parameter.
     """
     found = dict(experts_modules(model))
     check_addable(model, adapter, dtype)
@@ -438,15 +423,11 @@ def _projections(model: nn.Module) -> list[tuple[str, LoraProjection]]:
 
 
 def _located(model: nn.Module) -> list[tuple[nn.Module, AttachedLora]]:
-    found = dict(experts_modules(model))
-    return [(found[name], attached) for name, attached in attached_modules(model).items()]
+    return [(model.get_submodule(name), entry) for name, entry in attached_modules(model).items()]
 
 
 def _weights(experts: nn.Module) -> dict[str, Tensor]:
-    found = {
-        target: expert_weight(experts, target)
-        for target in (first_projection(experts), "down_proj")
-    }
+    found = {target: expert_weight(experts, target) for target in projections(experts)}
     packed = [target for target, weight in found.items() if isinstance(weight, QuantizedWeight)]
     if packed:
         raise ValueError(
@@ -483,7 +464,7 @@ def check_addable(model: nn.Module, adapter: str, dtype: torch.dtype) -> None:
             f"adapter_name={adapter!r} must be a string without dots that is no attribute of a "
             "module"
         )
-    if adapter in {name for _, entry in _projections(model) for name in entry.adapters}:
+    if any(adapter in entry.adapters for _, entry in _projections(model)):
         raise ValueError(f"adapter {adapter!r} is attached already; give the new one another name")
     _refuse_merged(model, "add an adapter")
     for name, experts in experts_modules(model):
@@ -493,9 +474,8 @@ def check_addable(model: nn.Module, adapter: str, dtype: torch.dtype) -> None:
 def _check_wanted(model: nn.Module, wanted: dict[str, dict[str, AdapterOptions]]) -> None:
     if not any(wanted.values()):
         raise ValueError("nothing to put LoRA on: target_parameters is empty; None means both")
-    found = dict(experts_modules(model))
     for name, targets in wanted.items():
-        allowed = (first_projection(found[name]), "down_proj")
+        allowed = projections(model.get_submodule(name))
         for target, options in targets.items():
             if target not in allowed:
                 raise ValueError(f"target_parameters: {name} has LoRA on {allowed}, not {target!r}")

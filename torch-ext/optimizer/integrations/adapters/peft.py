@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...moe import ExpertsLora, LoraFactors
 from ...moe.lora import PeftFactors
 from ...moe.quantized.expert_weights import as_quantized
-from ..models.experts import ATTACHED, experts_modules, first_projection, is_ours
+from ..models.experts import ATTACHED, is_ours, projections, stacks
 from .adapter_config import ends
 
 WRAPPER = "ParamWrapper"  # peft.tuners.lora.layer
@@ -33,20 +33,20 @@ def is_wrapper(module: nn.Module) -> bool:
     return type(module).__name__ == WRAPPER and hasattr(module, "parameter_name")
 
 
-def base_of(wrapper: nn.Module) -> nn.Module:
-    """The module below all wrappers."""
-    module = wrapper
-    while is_wrapper(module):
-        module = module.base_layer
-    return module
-
-
 def chain(wrapper: nn.Module) -> Iterator[nn.Module]:
     """The wrapper and those below it, outermost first."""
     module = wrapper
     while is_wrapper(module):
         yield module
         module = module.base_layer
+
+
+def base_of(wrapper: nn.Module) -> nn.Module:
+    """The module below all wrappers."""
+    module = wrapper
+    while is_wrapper(module):
+        module = module.base_layer
+    return module
 
 
 def wrappers(model: nn.Module) -> Iterator[nn.Module]:
@@ -112,7 +112,7 @@ class ParameterListing:
             )
         packed = (
             (f"{prefix}.{name}" if prefix else name, stack.packed)
-            for name in (first_projection(experts), "down_proj")
+            for name in projections(experts)
             if as_quantized(stack := experts._modules.get(name)) is not None
         )
         return itertools.chain(packed, found)
@@ -133,14 +133,11 @@ def wrapped_parameters(model: nn.Module) -> dict[str, set[str]]:
 def check_targets(model: nn.Module) -> None:
     """Raise ValueError if PEFT's configuration names experts that PEFT did not wrap."""
     wrapped = wrapped_parameters(model)
-    experts = {
-        f"{name.replace('.base_layer', '')}.{target}"
-        for name, module in experts_modules(model)
-        for target in (first_projection(module), "down_proj")
-    }
-    for adapter, targets in _configs(model).items():
+    experts = {name.replace(".base_layer", "") for name, _, _ in stacks(model)}
+    configs = (item for one in config_dicts(model) for item in one.items())
+    for adapter, config in configs:
         done = wrapped.get(adapter, set())
-        for target in targets:
+        for target in sorted(getattr(config, "target_parameters", None) or ()):
             named = {place for place in experts | done if ends(place, target)}
             missed = sorted(named - done)
             if missed or (not named and "experts" in target.split(".")):
@@ -152,14 +149,10 @@ def check_targets(model: nn.Module) -> None:
                 )
 
 
-def _configs(model: nn.Module) -> dict[str, list[str]]:
-    """`target_parameters` of every adapter that PEFT, or transformers through it, has put on."""
-    found: dict[str, list[str]] = {}
-    for module in model.modules():
-        configs = getattr(module, "peft_config", None)
-        for adapter, config in (configs if isinstance(configs, dict) else {}).items():
-            found[adapter] = sorted(getattr(config, "target_parameters", None) or ())
-    return found
+def config_dicts(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Configurations by adapter, as PEFT, or transformers through it, keeps them on modules."""
+    configs = (getattr(module, "peft_config", None) for module in model.modules())
+    return (entry for entry in configs if isinstance(entry, dict))
 
 
 def bypass(wrapper: nn.Module) -> None:
@@ -237,13 +230,7 @@ def check_bypassed(experts: nn.Module) -> None:
 
 
 def active_lora(wrapper: nn.Module) -> ExpertsLora | None:
-    """The factors that the wrappers of an experts module add now.
-
-    Args:
-        wrapper: the outermost one.
-
-    Returns:
-        Views of the adapters' parameters; None if nothing is active.
+    """The factors that a module's wrappers add now: views of parameters; None if none is active.
 
     Raises:
         ValueError: several adapters are active on a parameter, or the active one has DoRA, dropout,

@@ -38,9 +38,16 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, module) for name, module in model.named_modules() if is_experts(module))
 
 
-def first_projection(experts: nn.Module) -> str:
-    """The parameter before the activation."""
-    return "gate_up_proj" if experts.has_gate else "up_proj"
+def projections(experts: nn.Module) -> tuple[str, str]:
+    """The parameters before and after the activation."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name of the stack, experts module, parameter) of every stack of experts."""
+    for name, experts in experts_modules(model):
+        for target in projections(experts):
+            yield f"{name}.{target}", experts, target
 
 
 def packed_shape(
@@ -66,12 +73,7 @@ def pack(
 ) -> None:
     """Quantise a parameter's experts one by one, and give the module the stack.
 
-    Args:
-        experts: an experts module.
-        target: the parameter.
-        each: its experts, as the module has them.
-        shape: of them all.
-        **options: of `QuantizedExperts.from_experts`.
+    `options` are those of `QuantizedExperts.from_experts`; `shape` is that of all experts.
     """
     of_format = {k: v for k, v in options.items() if k not in ("device", "strategy")}
     shape, turned = packed_shape(experts, shape, format_of(**of_format))
@@ -97,8 +99,8 @@ def _accept_file_names(experts: nn.Module, state: dict[str, Any], prefix: str, *
 def parameter_names(experts: nn.Module) -> list[str]:
     """The parameters in the order of the dense module; `QuantizedExperts` keep their place."""
     packed = {name for name, part in experts.named_children() if as_quantized(part) is not None}
-    projections = [name for name in (first_projection(experts), "down_proj") if name in packed]
-    return [*projections, *(name for name, _ in experts.named_parameters(recurse=False))]
+    dense = [name for name, _ in experts.named_parameters(recurse=False)]
+    return [name for name in projections(experts) if name in packed] + dense
 
 
 def check_supported(experts: nn.Module, name: str) -> None:
@@ -111,7 +113,7 @@ def check_supported(experts: nn.Module, name: str) -> None:
         module_layout(experts)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    wanted = (first_projection(experts), "down_proj")
+    wanted = projections(experts)
     # not hasattr, which would decode a parametrized stack
     present = experts._parameters.keys() | experts._modules.keys()
     present |= getattr(experts, "parametrizations", {}).keys()

@@ -12,21 +12,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...moe.quantized.quantized_experts import QuantizedExperts
-from .experts import experts_modules, first_projection, put
+from .experts import experts_modules, put, stacks
 from .quantized_saving import METHOD, check_model, tensors_of
-
-
-def stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name of the stack, experts module, parameter) of every stack of experts."""
-    for prefix, experts in experts_modules(model):
-        for target in (first_projection(experts), "down_proj"):
-            yield f"{prefix}.{target}", experts, target
 
 
 def mark(model: nn.Module) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from ...moe.quantized.expert_weights import DTYPES, format_of
-from .experts import experts_modules, first_projection, pack, packed_shape
+from .experts import pack, packed_shape, stacks
 from .hf_quantizer import mark
 from .transformers import use_in_transformers
 
@@ -21,20 +20,21 @@ def check_quantizable(model: nn.Module, quant_type: str, **options: Any) -> None
             has a size that the format does not pack, or a dtype that has no 4 bits.
     """
     format = format_of(quant_type, **options)
-    for name, target, weight in _stacks(model):
+    for name, experts, target in _dense_stacks(model):
+        weight = experts._parameters[target]
         if weight.is_meta or hasattr(weight, "placements"):
             where = "on the meta device" if weight.is_meta else "sharded over ranks"
             raise ValueError(
-                f"{name}.{target} is {where}; quantise a model whose experts are whole in this "
+                f"{name} is {where}; quantise a model whose experts are whole in this "
                 "process, or read them in 4 bits with load_quantized"
             )
         if weight.dtype not in DTYPES:
             kinds = ", ".join(map(str, DTYPES))
-            raise ValueError(f"{name}.{target} is {weight.dtype}; 4 bits are made of {kinds}")
+            raise ValueError(f"{name} is {weight.dtype}; 4 bits are made of {kinds}")
         try:
-            packed_shape(model.get_submodule(name), tuple(weight.shape), format)
+            packed_shape(experts, tuple(weight.shape), format)
         except ValueError as error:
-            raise ValueError(f"{name}.{target}: {error}") from error
+            raise ValueError(f"{name}: {error}") from error
 
 
 def quantize_experts(
@@ -60,9 +60,7 @@ def quantize_experts(
     options = {} if blocksize is None else {"blocksize": blocksize}
     check_quantizable(model, quant_type, **options)
     use_in_transformers(model)
-    names = [(name, target) for name, target, _ in _stacks(model)]  # not the stacks, which must go
-    for name, target in names:
-        experts = model.get_submodule(name)
+    for _, experts, target in _dense_stacks(model):
         weight = experts._parameters[target].detach()
         options |= {"quant_type": quant_type, "device": weight.device}
         pack(experts, target, weight.unbind(0), tuple(weight.shape), **options)
@@ -70,11 +68,6 @@ def quantize_experts(
     mark(model)
 
 
-def _stacks(model: nn.Module) -> list[tuple[str, str, torch.Tensor]]:
-    """(name of the experts, of the parameter, the stack) of all that are not in 4 bits yet."""
-    return [
-        (name, target, experts._parameters[target])
-        for name, experts in experts_modules(model)
-        for target in (first_projection(experts), "down_proj")
-        if experts._parameters.get(target) is not None
-    ]
+def _dense_stacks(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """As `stacks`, of those that are not in 4 bits yet."""
+    return [entry for entry in stacks(model) if entry[1]._parameters.get(entry[2]) is not None]

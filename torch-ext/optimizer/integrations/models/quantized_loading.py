@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from ...moe.quantized.expert_weights import Format, format_of
 from ...moe.quantized.quantized_experts import QuantizedExperts
 from .checkpoint_names import ModelNames, OneExpert, Source
-from .experts import DEQUANTIZE, check_supported, experts_modules, pack, put, why_no_experts
-from .hf_quantizer import attach_described, stacks
+from .experts import DEQUANTIZE, check_supported, experts_modules, pack, put, stacks, why_no_experts
+from .hf_quantizer import attach_described
 from .model_files import ModelFiles
 from .packed_files import PACKINGS, PackedFiles, Packing
 from .quantized_saving import is_described

@@ -14,7 +14,7 @@ from ...moe.quantized.quantized_experts import QuantizedExperts
 from ...optimizers.groups.parameters import is_dtensor
 from ..adapters import peft
 from ..sharded_models import gathered_on_cpu, mesh_of, reshard, write_once
-from .experts import ATTACHED, experts_modules, first_projection
+from .experts import ATTACHED, experts_modules, stacks
 from .model_files import INDEX, QUANTIZED, SINGLE
 
 METHOD = "quantized_experts"  # config.json's quantization_config.quant_method, of save_pretrained
@@ -78,9 +78,8 @@ def save_quantized(model: nn.Module, folder: str | Path) -> Path:
 
 def check_model(model: nn.Module) -> None:
     """Raise ValueError unless `load_quantized` could read all of it."""
-    found = dict(experts_modules(model))
     kind = type(model).__name__
-    if not found or not hasattr(model, "config"):
+    if next(stacks(model), None) is None or not hasattr(model, "config"):
         raise ValueError(
             f"model ({kind}) is no transformers model with experts; save it with save_pretrained"
         )
@@ -88,20 +87,19 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(f"model ({kind}) is wrapped by PEFT; save model.unload() and the adapter")
     if next(peft.wrappers(model), None) is not None:
         raise ValueError(f"experts of {kind} are wrapped by PEFT; save model.unload()")
-    described = is_described(model.config)
-    if not described and getattr(model.config, "quantization_config", None) is not None:
+    other = getattr(model.config, "quantization_config", None)
+    if other is not None and not is_described(model.config):
         raise ValueError(
-            f"model ({kind}) is quantised by {model.config.quantization_config} beside its experts,"
-            " which load_quantized cannot read; load it with load_quantized and save that"
+            f"model ({kind}) is quantised by {other} beside its experts, which load_quantized "
+            "cannot read; load it with load_quantized and save that"
         )
-    for name, experts in found.items():
-        for target in (first_projection(experts), "down_proj"):
-            if not isinstance(experts._modules.get(target), QuantizedExperts):
-                raise ValueError(
-                    f"{name}.{target} is not in 4 bits as QuantizedExperts; call quantize_experts "
-                    "first, or put QuantizedExperts.from_quantized(expert_weight(experts, "
-                    f"{target!r})) in the place of what bitsandbytes has parametrized"
-                )
+    for name, experts, target in stacks(model):
+        if not isinstance(experts._modules.get(target), QuantizedExperts):
+            raise ValueError(
+                f"{name} is not in 4 bits as QuantizedExperts; call quantize_experts first, or put "
+                f"QuantizedExperts.from_quantized(expert_weight(experts, {target!r})) in the place "
+                "of what bitsandbytes has parametrized"
+            )
 
 
 def _check_folder(folder: Path) -> None:

@@ -21,9 +21,9 @@ from .experts import (
     IMPLEMENTATION,
     check_supported,
     experts_modules,
-    first_projection,
     is_experts,
     is_ours,
+    projections,
     why_no_experts,
 )
 from .hf_quantizer import mark, register
@@ -106,13 +106,13 @@ def experts_function(
                 "detach_lora(model), or model.unload() of the PEFT model"
             )
         lora = attached.factors()
-    first = first_projection(experts)
+    first, down = projections(experts)
     return experts_forward(
         hidden_states,
         top_k_index,
         top_k_weights,
         expert_weight(experts, first),
-        expert_weight(experts, "down_proj"),
+        expert_weight(experts, down),
         layout=module_layout(experts),
         lora=lora,
         gate_up_bias=getattr(experts, f"{first}_bias") if experts.has_bias else None,
