@@ -67,6 +67,7 @@ def test_build_toml_follows_the_schema():
     assert [(part.name, list(part.capabilities)) for part in hopper] == [
         ("products_sm90", ["9.0a"]),
         ("quant_sm90", ["9.0a"]),
+        ("communication_sm90", ["9.0a"]),
     ]
 
 

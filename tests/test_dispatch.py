@@ -8,7 +8,7 @@ import pytest
 import torch
 
 GPU = torch.device("cuda", 0)
-HOPPER_ONLY = ("matmul_add", "square_chain", "nf4_product")
+HOPPER_ONLY = ("matmul_add", "square_chain", "nf4_product", "progress_matmul")
 TRITON_ONLY = ("mxfp4_dequant", "fp8_dequant")
 WITH_TRITON = ("nf4_dequant", *TRITON_ONLY)
 

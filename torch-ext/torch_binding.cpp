@@ -58,6 +58,10 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "wait_signals(Tensor flags, int value, Tensor? epoch, int timeout_ms, Tensor(a!) status, "
       "Tensor(b!)? next=None, Tensor(c!)? clear=None) -> ()");
+  ops.def(
+      "progress_matmul(Tensor a, Tensor b, Tensor(a!) out, Tensor? signals, int chunks, int pivot, "
+      "int epoch, Tensor? epochs, int timeout_ms, Tensor(b!)? status, int blocks=0, "
+      "int narrow=-1) -> ()");
   ops.def("launch_plan(Tensor[] operands, int tag, int[] program) -> Tensor[]");
 }
 
@@ -81,6 +85,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("stream_write_value32", TORCH_BOX(&optimizer::stream_write_value32_cuda));
   ops.impl("memset32", TORCH_BOX(&optimizer::memset32_cuda));
   ops.impl("wait_signals", TORCH_BOX(&optimizer::wait_signals_cuda));
+  ops.impl("progress_matmul", TORCH_BOX(&optimizer::progress_matmul_cuda));
   ops.impl("launch_plan", &optimizer::launch_plan_cuda);
 }
 #elif defined(CPU_KERNEL)

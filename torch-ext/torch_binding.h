@@ -116,6 +116,11 @@ void wait_signals_cuda(const Tensor& flags, int64_t value, std::optional<Tensor>
                        int64_t timeout_ms, const Tensor& status, std::optional<Tensor> next,
                        std::optional<Tensor> clear);
 
+void progress_matmul_cuda(const Tensor& a, const Tensor& b, const Tensor& out,
+                          std::optional<Tensor> signals, int64_t chunks, int64_t pivot,
+                          int64_t epoch, std::optional<Tensor> epochs, int64_t timeout_ms,
+                          std::optional<Tensor> status, int64_t blocks, int64_t narrow);
+
 // launch_plan(Tensor[] operands, int tag, int[] program) -> Tensor[], boxed
 void launch_plan_cuda(StableIValue* stack, uint64_t arguments, uint64_t results);
 

@@ -8,7 +8,7 @@ namespace optimizer::communication {
 // What the writer did before it wrote the word comes before what this thread does behind the load.
 __device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* word) {
   uint32_t value;
-  asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
   return value;
 }
 

@@ -95,6 +95,11 @@ TABLE: dict[str, Kernels] = {
     "stream_write_value32": _BY_TORCH,
     "memset32": _BY_TORCH,
     "wait_signals": _BY_TORCH,
+    "progress_matmul": Kernels(
+        hopper=True,
+        note="half precision with strides that TMA can take, else after all chunks",
+        because="torch.matmul after all chunks; no kernel but on capability 9.0",
+    ),
 }
 
 

@@ -1,0 +1,136 @@
+"""progress_matmul: the order of its tiles, what it refuses, and the path without the kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+
+import pytest
+import torch
+
+from ..conftest import module_fixture
+
+progress = module_fixture("kernels.communication.progress_matmul")
+signals = module_fixture("kernels.communication.signals")
+
+ROWS, WIDE, NARROW = 128, 256, 192
+
+
+@pytest.fixture(scope="module")
+def probe(host_build):
+    found = host_build("progress_probe")
+    found.time_of.restype = ctypes.c_double
+    return found
+
+
+def order(probe, chunks, pivot, rows, n, narrow, blocks) -> list[tuple[int, int, int, bool]]:
+    count = probe.tiles(chunks, pivot, rows, n, narrow, blocks, None)
+    found = (ctypes.c_int * (4 * count))()
+    probe.tiles(chunks, pivot, rows, n, narrow, blocks, found)
+    values = list(found)
+    return [tuple(values[i : i + 4]) for i in range(0, len(values), 4)]
+
+
+@pytest.mark.parametrize("n", (1, 64, 191, 192, 256, 257, 3584, 5000))
+@pytest.mark.parametrize(
+    ("chunks", "rows"), ((1, 1), (1, 4096), (3, 130), (8, 512), (4, 1024), (5, 4))
+)
+def test_every_tile_comes_once_and_chunks_in_order(probe, n, chunks, rows):
+    for narrow in range(-(-n // NARROW) + 1):
+        for blocks in (1, 7, 132):
+            pivot = (n + narrow) % chunks
+            tiles = order(probe, chunks, pivot, rows, n, narrow, blocks)
+            turns = [(chunk - pivot) % chunks for chunk, *_ in tiles]
+            assert turns == sorted(turns)  # from the pivot on, round the end
+            columns = sorted({(col, thin) for _, _, col, thin in tiles})
+            ends = [col + (NARROW if thin else WIDE) for col, thin in columns]
+            assert [col for col, _ in columns] == [0, *ends[:-1]] and ends[-1] >= n
+            wanted = {
+                (chunk, row, *column)
+                for chunk in range(chunks)
+                for row in range(0, rows, ROWS)
+                for column in columns
+            }
+            assert len(tiles) == len(wanted) and set(tiles) == wanted
+
+
+def test_widths_are_picked_by_the_busiest_block(probe):
+    """4096 x 3584: 448 wide tiles are 3.4 rounds of 132, half of them narrow 3.9 shorter ones."""
+    for chunks in (1, 2, 4, 8):
+        picked = probe.pick(chunks, 4096 // chunks, 3584, 8192, 132)
+        times = [
+            probe.time_of(chunks, 4096 // chunks, 3584, 8192, narrow, 132) for narrow in range(20)
+        ]
+        assert picked == times.index(min(times)) == 8
+    assert probe.pick(4, 4096, 3584, 8192, 132) == 0
+    assert probe.pick(1, 128, 192, 64, 132) == 1
+
+
+@pytest.fixture
+def operands(device):
+    a = torch.randint(-3, 3, (12, 16), device=device).float()
+    b = torch.randint(-3, 3, (16, 10), device=device).float()
+    return a, b, torch.ones(3, dtype=torch.uint32, device=device)
+
+
+def test_without_the_kernel_it_waits_then_multiplies(progress, dispatch, operands, caplog):
+    a, b, words = operands  # float32, which the kernel never takes
+    dispatch.say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger=dispatch.__name__):
+        for pivot in range(3):
+            assert torch.equal(progress.progress_matmul(a, b, words, pivot), a @ b)
+    assert len(caplog.records) == 1 and "progress_matmul" in caplog.records[0].message
+    out = torch.full((12, 10), math.nan, device=a.device)
+    assert progress.progress_matmul(a, b.T.contiguous().T, words, 2, out=out) is out
+    assert torch.equal(out, a @ b)
+
+
+def test_a_late_chunk_is_said(progress, signals, operands, device):
+    a, b, words = operands
+    signals.memset32(words, 1, 0, 1)
+    with pytest.raises(TimeoutError, match="chunk 1 of 3 did not reach its epoch within 20 ms"):
+        progress.progress_matmul(a, b, words, 2, timeout_ms=20)
+    status = torch.zeros(1, dtype=torch.int32, device=device)
+    result = progress.progress_matmul(a, b, words, 2, timeout_ms=20, status=status)
+    assert status.item() == 2 and result.shape == (12, 10)
+    status.zero_()
+    epoch = torch.zeros(1, dtype=torch.uint32, device=device)
+    result = progress.progress_matmul(a, b, words, 0, epoch=epoch, status=status)
+    assert status.item() == 0 and torch.equal(result, a @ b)
+
+
+WRONG = {  # words of the message: what is changed
+    "a must be a dense tensor": {"a": 3},
+    "a must have 2 dimensions": {"a": torch.zeros(12)},
+    "b must have dtype float32": {"b": torch.zeros(16, 10).half()},
+    "share no K": {"b": torch.zeros(10, 16)},
+    "pad the rows to a multiple": {"chunk_signals": torch.zeros(5, dtype=torch.uint32)},
+    "chunk_signals must have dtype uint32": {"chunk_signals": torch.zeros(3)},
+    "pivot must be one of the 3 chunks": {"pivot": 3},
+    "pivot must be an integer": {"pivot": 1.0},
+    "epoch must be in": {"epoch": -1},
+    "timeout_ms must be in": {"timeout_ms": -1},
+    "blocks must be positive": {"blocks": 0},
+    "status must have dtype int32": {"status": torch.zeros(1)},
+    r"out must be \(M, N\)": {"out": torch.zeros(10, 12)},
+    "a requires a gradient": {"a": torch.zeros(12, 16, requires_grad=True)},
+}
+
+
+@pytest.mark.parametrize("why", WRONG)
+def test_refusals(progress, operands, device, why):
+    a, b, words = operands
+    arguments = {"a": a, "b": b, "chunk_signals": words, "pivot": 0} | {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in WRONG[why].items()
+    }
+    with pytest.raises((TypeError, ValueError), match=why):
+        progress.progress_matmul(**arguments)
+
+
+def test_out_may_not_be_an_operand(progress, operands):
+    a, _, words = operands
+    square = torch.zeros(16, 16, device=a.device)
+    with pytest.raises(ValueError, match="out overlaps a or b"):
+        progress.progress_matmul(a, square, words, 0, out=square[:12])
