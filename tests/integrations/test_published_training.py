@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import peft
 import pytest
@@ -53,9 +54,29 @@ def exact(load, tmp_path):
     return model.to(loaded.device, torch.float64).eval()
 
 
+def steps_in_other_orders(model, count: int):
+    """Steps whose layers add up their products in an order drawn for each call."""
+    linear, generator = torch.nn.functional.linear, torch.Generator().manual_seed(0)
+
+    def permuted(x, weight, bias=None):
+        order = torch.randperm(x.shape[-1], generator=generator).to(x.device)
+        return linear(x[..., order], weight[:, order], bias)
+
+    with mock.patch.object(torch.nn.functional, "linear", permuted):
+        return [step(model) for _ in range(count)]
+
+
 def test_gradients_against_float64(opt, load, exact, files) -> None:
     """Through the model: attention and both projections, in PEFT's layers, which are bypassed; at
-    most 1.5 times the error of transformers' own model in float32 over decoded experts."""
+    most 5 times the root mean square error of transformers' own model in float32 over decoded
+    experts, over 8 orders of its sums.
+
+    A model of two layers is conditioned worst in one direction, so that all of an error grows or
+    shrinks with one rounding: over orders of the same sums, float32's own error of a gradient went
+    from 2e-6 to 2e-5, and no single one of them bounds another. The error over their root mean
+    square follows Student's t of 8 degrees of freedom, which exceeds 5 once in 950. TF32 rounds
+    products to 5e-4.
+    """
     model = load()
     formats = {
         getattr(e, target).format.quant_type for e in experts_of(model) for target in TARGETS
@@ -67,13 +88,19 @@ def test_gradients_against_float64(opt, load, exact, files) -> None:
     model, exact = wrap(model, **options), wrap(exact, **options)
     assert len(wrappers_of(model)) == 4
     opt.integrations.use_in_transformers(model)
-    (found, gradients), (expected, wanted), (dense, usual) = map(step, (model, exact, plain))
-    assert relative_error(found, expected) <= 1.5 * relative_error(dense, expected) + 1e-6
+    (found, gradients), (expected, wanted) = map(step, (model, exact))
+    usual = steps_in_other_orders(plain, 8)
+
+    def budget(errors) -> float:
+        return 5 * (sum(error**2 for error in errors) / len(usual)) ** 0.5
+
+    logits_apart = (relative_error(dense, expected) for dense, _ in usual)
+    assert relative_error(found, expected) <= budget(logits_apart)
     assert relative_error(found, base) > 0.01
     assert gradients.keys() == wanted.keys() and any("experts" in key for key in gradients)
     for key, gradient in wanted.items():
-        budget = 1.5 * relative_error(usual[key], gradient) + 1e-6
-        assert relative_error(gradients[key], gradient) <= budget, key
+        allowed = budget(relative_error(dense[key], gradient) for _, dense in usual)
+        assert relative_error(gradients[key], gradient) <= min(allowed, 1e-4), key
     with pytest.raises(ValueError, match="an adapter cannot be merged"):
         model.merge_adapter()
 
