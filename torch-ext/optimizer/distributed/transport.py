@@ -1,19 +1,36 @@
 """The only place of the step that communicates.
 
 A transport moves the messages of a route and returns futures. All ranks of a team make the same
-calls in one order. `AllToAll` serves NCCL and gloo, `Identity` a rank alone; another transport
-needs the same methods.
+calls in one order. `AllToAll` serves NCCL and gloo, `Identity` a rank alone. `GroupTransport` is
+that of a team: collectives, or what `settle` has chosen for the exchanges of a plan.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .arena import Arena, arena_bytes, digest
 from .messages import Message
+from .nccl_ce import CopyEngineCollectives, why_not_copy_engines
+from .p2p import Lease, PeerToPeer
+from .policy import (
+    TRUSTED,
+    UNPROVEN,
+    Row,
+    Sizes,
+    Traffic,
+    TransportOptions,
+    predicted_ms,
+    refuse,
+    why_not_auto,
+)
+from .symmetric import SymmetricMemory, why_not_shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +50,23 @@ class Future:
 
 class Identity:
     """The transport of a single rank: what is sent has arrived."""
+
+    alive: Tensor | None = None
+
+    def settle(self, traffic: Traffic, options: TransportOptions) -> None:
+        """Nothing travels."""
+
+    def begin(self) -> None:
+        """Start a step."""
+
+    def inbox(self, coming: Message) -> Lease | None:
+        return None
+
+    def check(self) -> None:
+        """Nobody is waited for."""
+
+    def report(self) -> list[Row]:
+        return []
 
     def exchange(self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor) -> Future:
         return Future(outbox)
@@ -89,7 +123,288 @@ class AllToAll:
         return Future(values, work)
 
 
-Transport = AllToAll | Identity
+class GroupTransport:
+    """The transport of a process group: collectives, and what was chosen beside them."""
+
+    memory = SymmetricMemory  # where arenas live
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self._collectives = AllToAll(group)
+        self._direct: PeerToPeer | CopyEngineCollectives | None = None
+        self._arena: Arena | None = None
+        self._traffic: Traffic | None = None
+        self._reasons: dict[int, str] = {}  # of the exchanges of a plan, why they go as they do
+        self._setup_ms = 0.0
+
+    # What a step does.
+
+    def exchange(self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor) -> Future:
+        """What this rank sends to all others and receives from them: a gather or a scatter."""
+        direct = self._direct
+        if direct is None or not direct.takes(inbox):
+            return self._collectives.exchange(going, outbox, coming, inbox)
+        return Future(inbox, direct.exchange(going, outbox, coming, inbox), outbox)
+
+    def maximum(self, values: Tensor) -> Future:
+        """See `AllToAll`."""
+        return self._collectives.maximum(values)
+
+    def sum(self, values: Tensor) -> Future:
+        """See `AllToAll`."""
+        return self._collectives.sum(values)
+
+    def collect(self, values: Tensor, found: Tensor) -> Future:
+        """See `AllToAll`."""
+        return self._collectives.collect(values, found)
+
+    def inbox(self, coming: Message) -> Lease | None:
+        """Memory for a message that comes here; None where any will do."""
+        return None if self._direct is None else self._direct.inbox(coming)
+
+    @property
+    def alive(self) -> Tensor | None:
+        """1 on the device as long as every exchange arrived, else 0; None where that is raised."""
+        return None if self._direct is None else self._direct.alive
+
+    def begin(self) -> None:
+        """Start a step: all memory is free."""
+        if self._direct is not None:
+            self._direct.begin()
+
+    def check(self) -> None:
+        """Raise RuntimeError if a rank was late in what was launched before; waits for that."""
+        if self._direct is not None:
+            self._direct.check()
+
+    # What is chosen for a plan.
+
+    def settle(self, traffic: Traffic, options: TransportOptions) -> None:
+        """Choose the way of every exchange of a new plan. All ranks of the group call it.
+
+        Raises:
+            CommUnavailable: what was asked for cannot be had, and `options.strict`.
+        """
+        self._traffic, self._direct = traffic, None
+        asked = options.transport
+        self._reasons = dict.fromkeys(range(len(traffic.exchanges)), "asked for")
+        if asked == "nccl":
+            return self._close()
+        if asked == "auto" and "p2p" not in TRUSTED:
+            return self._collectives_because(UNPROVEN)
+        start = time.perf_counter()
+        facts = self._said(dict(self._facts(traffic)))
+        sizes = Sizes.of([one["counts"] for one in facts])
+        if asked == "nccl_ce":
+            reason = self._set_up_copy_engines(traffic, facts, sizes)
+        else:
+            reason = self._set_up_peers(traffic, options, facts, sizes)
+        self._setup_ms = 1e3 * (time.perf_counter() - start)
+        if reason is None:
+            return None
+        self._close()
+        if asked != "auto":
+            refuse(reason, options, self.collectives)
+        return self._collectives_because(reason)
+
+    @property
+    def collectives(self) -> str:
+        """Which library moves what nothing better moves: "nccl" or "gloo"."""
+        from torch import distributed
+
+        return distributed.get_backend(self.group)
+
+    def report(self) -> list[Row]:
+        """Which way the exchanges of the last plan go, and why; see `comm_report`."""
+        from torch import distributed
+
+        traffic, direct = self._traffic, self._direct
+        if traffic is None:
+            return []
+        alike: dict[tuple[Any, ...], list[tuple[int, float | None]]] = {}
+        for number, one in enumerate(traffic.exchanges):
+            chosen = direct is not None and direct.moves(one.coming)
+            name = direct.name if direct is not None and chosen else self.collectives
+            size = max(one.going.size, one.coming.size)
+            ms = direct.milliseconds(one.coming) if direct is not None and chosen else None
+            alike.setdefault((one.what, name, self._reasons[number]), []).append((size, ms))
+        ranks = distributed.get_world_size(self.group)
+        sent = sum(
+            one.going.size - one.going.counts[distributed.get_rank(self.group)]
+            for one in traffic.exchanges
+        )
+        duty = predicted_ms(sent) / traffic.computing_ms if traffic.computing_ms else None
+        return [
+            Row(
+                ranks=ranks,
+                what=what,
+                count=len(found),
+                transport=name,
+                reason=reason,
+                bytes=max(size for size, _ in found),
+                duty=duty,
+                ms=max((ms for _, ms in found if ms is not None), default=None),
+            )
+            for (what, name, reason), found in alike.items()
+        ]
+
+    def _collectives_because(self, reason: str) -> None:
+        self._reasons = dict.fromkeys(self._reasons, reason)
+
+    def _facts(self, traffic: Traffic) -> dict[str, Any]:
+        """What this rank tells the others about itself."""
+        arena = self._arena
+        facts = dict(self.memory.facts(traffic.device))
+        facts["counts"] = [(one.going.counts, one.coming.counts) for one in traffic.exchanges]
+        facts["computing_ms"] = traffic.computing_ms
+        facts["arena"] = None
+        if arena is not None and arena.late_rank() is None:
+            facts["arena"] = (arena.slots, arena.slot_bytes, arena.launched)
+        return facts
+
+    def _set_up_peers(
+        self,
+        traffic: Traffic,
+        options: TransportOptions,
+        facts: list[dict[str, Any]],
+        sizes: Sizes,
+    ) -> str | None:
+        """Exchange by p2p from here on; why not, if not. Ranks agree after every part of it."""
+        if (reason := why_not_shared(facts) or self._mismatch(facts, sizes)) is not None:
+            return reason
+        numbers = range(len(traffic.exchanges))
+        taken = [k for k in numbers if sizes.largest(k) >= max(1, options.min_bytes)]
+        small = f"below min_bytes: no message has {options.min_bytes} bytes"
+        if not taken:
+            return small
+        if options.transport == "auto":
+            computing = max(one["computing_ms"] for one in facts)
+            if (reason := why_not_auto(sizes, computing, len(taken))) is not None:
+                return reason
+        slots, slot_bytes = options.slots or traffic.alive + 1, sizes.slot(taken)
+        known = facts[0]["arena"]
+        same = known is not None and all(one["arena"] == known for one in facts)
+        if not same or known[0] != slots or known[1] < slot_bytes:
+            plan = digest(repr((sizes, slots, slot_bytes)))
+            reason = self._make_arena(traffic.device, slots, slot_bytes, options.timeout_ms, plan)
+            if reason is not None:
+                return reason
+        assert self._arena is not None
+        exchanges, rank = traffic.exchanges, self._arena.rank
+        offsets = {id(exchanges[k].coming): sizes.offsets(k, rank) for k in taken}
+        self._direct = PeerToPeer(self._arena, offsets)
+        self._reasons = {
+            k: ("asked for" if options.transport == "p2p" else "predicted to be faster")
+            if k in taken
+            else "below min_bytes"
+            for k in numbers
+        }
+        if options.transport == "auto":
+            return self._slower(max(taken, key=sizes.largest))
+        return None
+
+    def _mismatch(self, facts: list[dict[str, Any]], sizes: Sizes) -> str | None:
+        counts = [len(one["counts"]) for one in facts]
+        if len({*counts}) > 1:
+            return f"ranks have different plans, of {counts} exchanges"
+        return sizes.mismatch()
+
+    def _make_arena(
+        self, device: torch.device, slots: int, slot_bytes: int, timeout_ms: int, plan: bytes
+    ) -> str | None:
+        """An arena in which every rank has been seen by every rank; why there is none, if so."""
+        from torch import distributed
+
+        self._close()
+        rank, ranks = distributed.get_rank(self.group), distributed.get_world_size(self.group)
+        size = arena_bytes(ranks, slots, slot_bytes)
+        memory, error = _attempt(lambda: self.memory.allocate(size, device))
+        if (reason := self._first(error, f"{size} bytes of symmetric memory")) is not None:
+            return reason
+        mapped, error = _attempt(lambda: self.memory.mapped(memory, self.group))
+        if (reason := self._first(error, "rendezvous failed")) is not None:
+            return reason
+        memories, keep = mapped
+        self._arena = Arena(rank, memories, slots, slot_bytes, timeout_ms, keep)
+        wrong, error = _attempt(lambda: self._arena.handshake(plan))
+        return self._first(error or wrong, "handshake mismatch")
+
+    def _slower(self, number: int) -> str | None:
+        """Time the largest exchange both ways; rank 0's clock decides for all."""
+        assert self._traffic is not None and self._direct is not None
+        one = self._traffic.exchanges[number]
+        device = self._traffic.device
+        outbox = torch.zeros(one.going.size, dtype=torch.uint8, device=device)
+        inbox = torch.zeros(one.coming.size, dtype=torch.uint8, device=device)
+        lease = self._direct.inbox(one.coming)
+        assert lease is not None
+        best = []
+        for place in (lease.bytes, inbox):
+            times = []
+            for _ in range(4):  # the first warms up
+                self.sum(torch.zeros(1, device=device)).wait()
+                _finish(device)
+                start = time.perf_counter()
+                self.exchange(one.going, outbox, one.coming, place).wait()
+                _finish(device)
+                times.append(1e3 * (time.perf_counter() - start))
+            best.append(min(times[1:]))
+        lease.give()
+        direct, collective = self._said(best)[0]
+        if direct <= collective:
+            return None
+        return f"calibration: {direct:.3g} ms by p2p, {collective:.3g} ms by {self.collectives}"
+
+    def _set_up_copy_engines(
+        self, traffic: Traffic, facts: list[dict[str, Any]], sizes: Sizes
+    ) -> str | None:
+        reason = self._mismatch(facts, sizes) or why_not_copy_engines(facts)
+        if reason is not None:
+            return reason
+        self._close()
+        made, error = _attempt(
+            lambda: CopyEngineCollectives(self.group, traffic.device, traffic.exchanges, sizes)
+        )
+        if (reason := self._first(error, "window not registered")) is not None:
+            return reason
+        self._direct = made
+        return None
+
+    def _close(self) -> None:
+        self._direct = None
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def _first(self, error: str | None, what: str) -> str | None:
+        """The first error of any rank, which all ranks learn."""
+        errors = enumerate(self._said(error))
+        return next((f"{what} (rank {r}: {text})" for r, text in errors if text), None)
+
+    def _said(self, value: Any) -> list[Any]:
+        """What every rank says, in the order of the ranks."""
+        from torch import distributed
+
+        said: list[Any] = [None] * distributed.get_world_size(self.group)
+        distributed.all_gather_object(said, value, group=self.group)
+        return said
+
+
+def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What a call returns, or what it raised."""
+    try:
+        return call(), None
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+Transport = GroupTransport | AllToAll | Identity
+
 
 
 def extremes(transport: Transport, values: Tensor) -> Tensor:

@@ -1,0 +1,200 @@
+"""Memory that all ranks of a group can write into, and the signals that say what was written.
+
+One allocation per rank holds a flag per sender, a record per sender from the handshake, and slots
+for messages. A sender copies into a slot of the receiver and then, on the same stream, copies its
+epoch into its flag there. The receiver's stream waits for the flags of all senders. Such a wait
+ends after its time: it sets a status on the device, which stays. A rank with a status no longer
+advances its epoch, so nobody takes for good what it sends from then on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.communication import push, wait_signals
+
+MAGIC = 0x4F50_5449_4D41_5245
+RECORD = struct.Struct("<QQQ8s")  # magic, rank, bytes of the arena, digest of the plan
+WORD = 4
+PAGE = 512  # slots begin at multiples
+HIGH = -1  # priority of the stream: a wait is one block, which a full device must let in
+
+
+def header_bytes(ranks: int) -> int:
+    """Bytes before the first slot."""
+    return _rounded(ranks * (WORD + RECORD.size))
+
+
+def arena_bytes(ranks: int, slots: int, slot_bytes: int) -> int:
+    """Bytes of one rank's arena."""
+    return header_bytes(ranks) + slots * _rounded(slot_bytes)
+
+
+def digest(text: str) -> bytes:
+    """Eight bytes that stand for a plan."""
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+def _rounded(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+@dataclass(frozen=True, eq=False)
+class Done:
+    """The end of an exchange on the stream of its arena."""
+
+    event: Any  # None on the CPU, where it is over
+
+    def wait(self) -> None:
+        """Let the current stream wait."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+
+class Arena:
+    """The arenas of all ranks of a group, as one rank sees them.
+
+    Args:
+        rank: this one, in the group.
+        memories: the arena of every rank, uint8 of equal lengths, mapped here.
+        slots: for messages.
+        slot_bytes: of each.
+        timeout_ms: how long a wait for the other ranks may take.
+        keep: what the memory lives in.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        memories: Sequence[Tensor],
+        slots: int,
+        slot_bytes: int,
+        timeout_ms: int,
+        keep: Any = None,
+    ) -> None:
+        self.rank, self.ranks = rank, len(memories)
+        self.slots, self.slot_bytes, self.timeout_ms = slots, slot_bytes, timeout_ms
+        self.bytes = memories[rank].numel()
+        self.launched = 0  # exchanges
+        self._memories, self._keep = list(memories), keep
+        device = memories[rank].device
+        self._own = memories[rank][: self.ranks * WORD]
+        self._flags = self._own.view(torch.uint32)
+        self._flag_of_me = [m[rank * WORD : (rank + 1) * WORD] for m in memories]
+        self._epoch = torch.ones(1, dtype=torch.int32, device=device).view(torch.uint32)
+        self._word = self._epoch.view(torch.uint8)  # the next epoch, as long as all went well
+        self._status = torch.zeros(1, dtype=torch.int32, device=device)
+        # 1 as long as all went well, else 0: what a step multiplies its rates by.
+        self.alive = torch.ones((), dtype=torch.int32, device=device)
+        self._stream = torch.cuda.Stream(device, priority=HIGH) if device.type == "cuda" else None
+
+    def slot(self, rank: int, number: int) -> Tensor:
+        """A slot of a rank: uint8."""
+        first = header_bytes(self.ranks) + number * _rounded(self.slot_bytes)
+        return self._memories[rank][first : first + self.slot_bytes]
+
+    def others(self) -> list[int]:
+        """The other ranks, beginning behind this one, so that not all write to the same."""
+        return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+
+    def exchange(
+        self,
+        targets: Sequence[Tensor],  # of other ranks
+        sources: Sequence[Tensor],
+        own: tuple[Tensor, Tensor] | None,  # what stays here: target, source
+        arriving: Tensor,  # zeros if this exchange fails
+        timed: Any = None,
+    ) -> Done:
+        """Write to other ranks, tell them, and wait for all of them.
+
+        Every rank must come to the same exchanges in the same order.
+        """
+        self.launched += 1
+        if self._stream is None:
+            self._exchange(targets, sources, own, arriving, timed)
+            return Done(None)
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            self._exchange(targets, sources, own, arriving, timed)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return Done(event)
+
+    def _exchange(
+        self,
+        targets: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        own: tuple[Tensor, Tensor] | None,
+        arriving: Tensor,
+        timed: Any,
+    ) -> None:
+        if timed is not None:
+            timed.note(0)
+        flags = [self._flag_of_me[rank] for rank in (*self.others(), self.rank)]
+        push([*targets, *flags], [*sources, *[self._word] * len(flags)])
+        if own is not None:
+            own[0].copy_(own[1], non_blocking=True)
+        wait_signals(
+            self._flags, self.launched % 2**32, self.timeout_ms, self._status, self._epoch, arriving
+        )
+        torch.eq(self._status[0], 0, out=self.alive)
+        if timed is not None:
+            timed.note(1)
+
+    def order(self) -> None:
+        """Let the current stream wait for everything that was launched here."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def late_rank(self) -> int | None:
+        """The rank that an exchange gave up waiting for; waits for what was launched."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        found = int(self._status.item())
+        return found - 1 if found else None
+
+    def handshake(self, plan: bytes) -> str | None:
+        """Show every rank to every rank: the first exchange. Returns what is wrong, or None.
+
+        Args:
+            plan: digest of what this rank is going to send and expects.
+        """
+        first = self.ranks * WORD
+        record = torch.frombuffer(
+            bytearray(RECORD.pack(MAGIC, self.rank, self.bytes, plan)), dtype=torch.uint8
+        ).to(self._status.device)
+        at = first + self.rank * RECORD.size
+        places = [memory[at : at + RECORD.size] for memory in self._memories]
+        targets = [places[rank] for rank in self.others()]
+        nothing = record[:0]
+        self.exchange(targets, [record] * len(targets), (places[self.rank], record), nothing)
+        late = self.late_rank()
+        if late is not None:
+            return f"rank {late} wrote nothing within {self.timeout_ms} ms"
+        found = self._memories[self.rank][first : first + self.ranks * RECORD.size].cpu()
+        for rank in range(self.ranks):
+            text = found[rank * RECORD.size : (rank + 1) * RECORD.size].numpy().tobytes()
+            magic, wrote, size, its_plan = RECORD.unpack(text)
+            if (magic, wrote, size) != (MAGIC, rank, self.bytes):
+                return f"rank {self.rank} finds no arena of rank {rank} where it should be"
+            if its_plan != plan:
+                return f"ranks {self.rank} and {rank} have different plans"
+        return None
+
+    def close(self) -> None:
+        """Let go of the memory of all ranks, after what was launched here. A second call is none.
+
+        The memory stays as long as any rank maps it.
+        """
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._memories, self._keep, self._stream = [], None, None
+        self._own = self._flags = torch.empty(0)
+        self._flag_of_me = []

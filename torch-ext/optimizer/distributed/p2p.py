@@ -1,0 +1,192 @@
+"""The transport that writes messages straight into the memory of their receivers.
+
+It has the bits of an all-to-all and takes no multiprocessor: copy engines move the parts of a
+message into the slot that the receiver reads its batch from. All ranks of a group take and free
+slots in the same order, so each knows where the others receive.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arena import Arena, Done
+from .messages import Message
+
+
+class Slots:
+    """The slots of every rank of a group.
+
+    One may be written again once its owner has read it. The owner says so with the signal of its
+    next exchange, which everyone waits for anyway: no message travels for it. `launched` is how
+    many exchanges the arena has begun.
+    """
+
+    def __init__(self, count: int, launched: int = 0) -> None:
+        self.count = count
+        self._free: deque[int] = deque(range(count))
+        self._freed = [launched] * count  # per slot, how many were launched when it was freed
+
+    def begin(self, launched: int) -> None:
+        """Start a step, which takes the slots in the order of the step before: all are free."""
+        for slot in set(range(self.count)) - set(self._free):  # of a step that failed
+            self._freed[slot] = launched
+        self._free = deque(range(self.count))
+
+    def take(self) -> int | None:
+        """A slot that nobody has here; None if there is none."""
+        return self._free.popleft() if self._free else None
+
+    def is_read(self, slot: int, launched: int) -> bool:
+        """Whether the next exchange may write the slot on every rank.
+
+        Its owner freed it after exchange c, as the signal of its exchange c + 1 says. Whoever
+        launches exchange n has waited for the signals of exchange n - 1.
+        """
+        return self._freed[slot] < launched
+
+    def free(self, slot: int, launched: int) -> None:
+        """All reads of a slot are queued here."""
+        self._freed[slot] = launched
+        self._free.append(slot)
+
+
+@dataclass(frozen=True, eq=False)
+class Lease:
+    """A slot of this rank while a message is in it."""
+
+    slot: int
+    bytes: Tensor  # the message: uint8
+    owner: PeerToPeer
+
+    def give(self) -> None:
+        """What is in it has been used."""
+        self.owner.give(self.slot)
+
+
+class PeerToPeer:
+    """Exchanges over an arena.
+
+    Args:
+        arena: after its handshake.
+        offsets: id of a message that comes here -> per rank where in its message of the same
+            exchange begins what this rank sends. Of those exchanges that go this way.
+    """
+
+    name = "p2p"
+
+    def __init__(self, arena: Arena, offsets: Mapping[int, Sequence[int]]) -> None:
+        self.arena, self._offsets = arena, offsets
+        self.slots = Slots(arena.slots, arena.launched)
+        self._views: dict[tuple[int, int], Tensor] = {}
+        self._slot_of: dict[int, int] = {}  # id of a view
+        self._copies: dict[tuple[int, int, int], tuple[Any, ...]] = {}
+        self._times: dict[int, _Time] = {}  # id of a message that comes here -> its last exchange
+        self.barriers = 0
+
+    def inbox(self, coming: Message) -> Lease | None:
+        """A slot for a message; None if it goes another way, or none is free."""
+        slot = self.slots.take() if self.moves(coming) else None
+        if slot is None:
+            return None
+        view = self._views.get((slot, coming.size))
+        if view is None:
+            view = self.arena.slot(self.arena.rank, slot)[: coming.size]
+            self._views[slot, coming.size] = view
+            self._slot_of[id(view)] = slot
+        return Lease(slot, view, self)
+
+    @property
+    def alive(self) -> Tensor:
+        return self.arena.alive
+
+    def moves(self, coming: Message) -> bool:
+        """Whether a message that comes here goes this way."""
+        return id(coming) in self._offsets
+
+    def milliseconds(self, coming: Message) -> float | None:
+        """How long its last exchange took, if it has ended."""
+        found = self._times.get(id(coming))
+        return None if found is None else found.milliseconds()
+
+    def takes(self, inbox: Tensor) -> bool:
+        """Whether an inbox is one of its slots."""
+        return id(inbox) in self._slot_of
+
+    def give(self, slot: int) -> None:
+        self.slots.free(slot, self.arena.launched)
+
+    def begin(self) -> None:
+        """Start a step: all slots are free, and nothing of one that failed is still read."""
+        self.slots.begin(self.arena.launched)
+        self.arena.order()
+
+    def exchange(self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor) -> Done:
+        """Push what this rank sends, and wait for what it receives."""
+        slot = self._slot_of[id(inbox)]
+        if not self.slots.is_read(slot, self.arena.launched):
+            self.barriers += 1
+            self.arena.exchange([], [], None, inbox[:0])
+        key = id(coming), slot, outbox.data_ptr()
+        copies = self._copies.get(key)
+        if copies is None:
+            copies = self._copies[key] = self._copies_of(going, outbox, coming, inbox, slot)
+        timed = self._times.setdefault(id(coming), _Time(inbox.device))
+        return self.arena.exchange(*copies, inbox, timed)
+
+    def _copies_of(
+        self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor, slot: int
+    ) -> tuple[Any, ...]:
+        """Targets and sources of other ranks, and the pair that stays."""
+        arena, there = self.arena, self._offsets[id(coming)]
+        first = [0, *itertools.accumulate(going.counts)]
+        others = [rank for rank in arena.others() if going.counts[rank]]
+        sources = [outbox[first[rank] : first[rank + 1]] for rank in others]
+        targets = [
+            arena.slot(rank, slot)[there[rank] : there[rank] + going.counts[rank]]
+            for rank in others
+        ]
+        own = None
+        if size := going.counts[arena.rank]:
+            at = sum(coming.counts[: arena.rank])
+            own = inbox[at : at + size], outbox[first[arena.rank] : first[arena.rank + 1]]
+        return targets, sources, own
+
+    def check(self) -> None:
+        """Raise RuntimeError if an exchange gave up waiting; waits for what was launched."""
+        late = self.arena.late_rank()
+        if late is not None:
+            raise RuntimeError(
+                f"rank {late} of the group did not arrive at an exchange within "
+                f"{self.arena.timeout_ms} ms (timeout_ms of DistributedConfig). Parameters are as "
+                "they were before or after this step; load a state_dict before going on"
+            )
+
+
+class _Time:
+    """How long the last exchange of a message took."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else None
+        self._seconds = [0.0, 0.0]
+
+    def note(self, end: int) -> None:
+        if self._events is None:
+            self._seconds[end] = time.perf_counter()
+        else:
+            self._events[end].record()
+
+    def milliseconds(self) -> float | None:
+        """None where it has not ended yet."""
+        if self._events is None:
+            return 1e3 * (self._seconds[1] - self._seconds[0])
+        start, end = self._events
+        return start.elapsed_time(end) if end.query() else None
