@@ -19,6 +19,7 @@ from typing import Any
 
 # How long a collective may wait for another rank: the loaded machine of a test run is slow.
 COLLECTIVE_TIMEOUT = timedelta(seconds=100)
+DOOMED_TIMEOUT = timedelta(seconds=8)  # where one is going to die
 
 
 class RankError(AssertionError):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ..conftest import ROOT
-from ._ranks import Pools
+from ._ranks import DOOMED_TIMEOUT, Pools, Ranks
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -24,3 +24,17 @@ def ranks(opt, repo_id, device):
     pools = Pools(repo_id, str(ROOT), device.type)
     yield pools
     pools.close()
+
+
+@pytest.fixture
+def doomed(opt, repo_id, device):
+    """Makes ranks of their own, whose collectives give up early."""
+    pools = []
+
+    def make(world: int) -> Ranks:
+        pools.append(Ranks(world, repo_id, str(ROOT), device.type, timeout=DOOMED_TIMEOUT))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()

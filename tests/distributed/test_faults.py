@@ -18,9 +18,8 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ..conftest import ROOT
 from ._cases import bits, mesh_of, placement
-from ._ranks import COLLECTIVE_TIMEOUT, Ranks, same_everywhere
+from ._ranks import COLLECTIVE_TIMEOUT, DOOMED_TIMEOUT, same_everywhere
 from .test_graphs import Captured
 from .test_sharing import (
     assert_as_alone,
@@ -163,26 +162,11 @@ def test_statistics_wider_than_what_travels_are_refused(ranks, held, narrow) -> 
     assert same
 
 
-TIMEOUT = timedelta(seconds=8)
 FAULTY = 1
 
 
 # How parameters are held -> (ranks, which call of the faulty rank's iteration fails).
 HELD = {"FSDP2": (3, 2), "HSDP": (4, 1), "unreduced": (3, 1)}
-
-
-@pytest.fixture
-def doomed(opt, repo_id, device):
-    """Makes ranks of their own, whose collectives give up early."""
-    pools = []
-
-    def make(world: int) -> Ranks:
-        pools.append(Ranks(world, repo_id, str(ROOT), device.type, timeout=TIMEOUT))
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
 
 
 def matrices(params) -> list[dict[str, Any]]:
@@ -280,7 +264,7 @@ def test_the_others_end_with_an_error_in_time(doomed, held, how) -> None:
             assert first == "OutOfMemoryError: no room for this chunk"
         assert "an earlier step failed midway" in again
         assert whole, f"a parameter of rank {rank} is neither old nor new"
-        assert seconds < TIMEOUT.total_seconds() + 15
+        assert seconds < DOOMED_TIMEOUT.total_seconds() + 15
 
 
 def fail_everywhere_and_go_on(opt: Any, held: str) -> str:

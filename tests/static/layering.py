@@ -34,7 +34,12 @@ FACADE = "__init__"  # the package's own __init__.py, which may import every lay
 # Users of a layer that see its __init__ only, so that its modules can be rearranged.
 PACKAGE_ONLY: frozenset[tuple[str, str]] = frozenset({("optimizers", "distributed")})
 
-COLLECTIVES_ALLOWED = ("distributed.transport", "tensor_parallel")
+COLLECTIVES_ALLOWED = (
+    "distributed.nccl_ce",
+    "distributed.symmetric",
+    "distributed.transport",
+    "tensor_parallel",
+)
 COLLECTIVES = frozenset(
     {
         "all_gather",

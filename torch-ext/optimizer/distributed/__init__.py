@@ -6,14 +6,17 @@ shards: what every rank holds -> ownership: who does what -> messages: what goes
 
 from .messages import ALIGNMENT, Extra, Job, Message, Part, Route, make_route
 from .ownership import assign, chunked
+from .p2p import Lease
 from .pipeline import Phases, in_flight, run_pipeline
+from .policy import TRANSPORTS, Planned, Traffic, TransportOptions
 from .shards import Box, Layout, Run, Split, boxes, splits_of
 from .team import Team, Teams, alone, exchange
-from .transport import Future, Identity, extremes, whole
+from .transport import Future, Identity, Transport, extremes, whole
 from .unavailable import CommUnavailable
 
 __all__ = [
     "ALIGNMENT",
+    "TRANSPORTS",
     "Box",
     "CommUnavailable",
     "Extra",
@@ -21,14 +24,19 @@ __all__ = [
     "Identity",
     "Job",
     "Layout",
+    "Lease",
     "Message",
     "Part",
     "Phases",
+    "Planned",
     "Route",
     "Run",
     "Split",
     "Team",
     "Teams",
+    "Traffic",
+    "Transport",
+    "TransportOptions",
     "alone",
     "assign",
     "boxes",

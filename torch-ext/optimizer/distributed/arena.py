@@ -92,8 +92,11 @@ class Arena:
         self._word = self._epoch.view(torch.uint8)  # the next epoch, as long as all went well
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
         # 1 as long as all went well, else 0: what a step multiplies its rates by.
-        self.alive = torch.ones((), dtype=torch.int32, device=device)
-        self._stream = torch.cuda.Stream(device, priority=HIGH) if device.type == "cuda" else None
+        self.alive = torch.ones((), dtype=torch.float32, device=device)
+        self._stream = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device, priority=HIGH)
+            self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # of the status
 
     def slot(self, rank: int, number: int) -> Tensor:
         """A slot of a rank: uint8."""
@@ -155,10 +158,14 @@ class Arena:
 
     def late_rank(self) -> int | None:
         """The rank that an exchange gave up waiting for; waits for what was launched."""
+        found = self._status
         if self._stream is not None:
+            # On its own stream: what the current one has to do may take long.
+            with torch.cuda.stream(self._stream):
+                self._seen.copy_(found, non_blocking=True)
             self._stream.synchronize()
-        found = int(self._status.item())
-        return found - 1 if found else None
+            found = self._seen
+        return int(found) - 1 if int(found) else None
 
     def handshake(self, plan: bytes) -> str | None:
         """Show every rank to every rank: the first exchange. Returns what is wrong, or None.

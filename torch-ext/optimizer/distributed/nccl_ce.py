@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arena import HIGH, Done
 from .messages import Message
 from .policy import Planned, Sizes
 from .symmetric import why_not_shared
@@ -120,9 +121,7 @@ class CopyEngineCollectives:
 
         ranks = distributed.get_process_group_ranks(group)
         rank = distributed.get_rank(group)
-        self._splits = {
-            id(one.coming): split_of(sizes, k, rank) for k, one in enumerate(exchanges)
-        }
+        self._splits = {id(one.coming): split_of(sizes, k, rank) for k, one in enumerate(exchanges)}
         self._group = distributed.new_group(
             ranks,
             backend="nccl",
@@ -138,11 +137,15 @@ class CopyEngineCollectives:
             self._arriving = torch.empty(size, dtype=torch.uint8, device=device)
         backend.register_mem_pool(self._pool, symm=True)
         self._ranks = len(ranks)
-        self._known: set[int] = set()
+        self._stream = torch.cuda.Stream(device, priority=HIGH)
 
     def moves(self, coming: Message) -> bool:
         """Whether a message that comes here goes this way."""
         return id(coming) in self._splits
+
+    def takes(self, coming: Message, inbox: Tensor) -> bool:
+        """Whether it exchanges what comes into an inbox."""
+        return self.moves(coming)
 
     def milliseconds(self, coming: Message) -> float | None:
         return None
@@ -156,11 +159,18 @@ class CopyEngineCollectives:
     def check(self) -> None:
         """NCCL's own watchdog does."""
 
-    def exchange(self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor) -> Any:
+    def exchange(self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor) -> Done:
         """Into the window, to all ranks, out of the window."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            self._exchange(outbox, self._splits[id(coming)], inbox)
+            event = torch.cuda.Event()
+            event.record()
+        return Done(event)
+
+    def _exchange(self, outbox: Tensor, split: Split, inbox: Tensor) -> None:
         from torch import distributed
 
-        split = self._splits[id(coming)]
         size = self._ranks * split.bytes
         leaving, arriving = self._leaving[:size], self._arriving[:size]
         for here, there in split.places(split.going):
@@ -168,4 +178,3 @@ class CopyEngineCollectives:
         distributed.all_to_all_single(arriving, leaving, group=self._group, async_op=True).wait()
         for here, there in split.places(split.coming):
             inbox[here].copy_(arriving[there], non_blocking=True)
-        return None

@@ -84,7 +84,8 @@ class PeerToPeer:
 
     def __init__(self, arena: Arena, offsets: Mapping[int, Sequence[int]]) -> None:
         self.arena, self._offsets = arena, offsets
-        self.slots = Slots(arena.slots, arena.launched)
+        used = arena.launched if arena.launched > 1 else 0  # by more than its handshake
+        self.slots = Slots(arena.slots, used)
         self._views: dict[tuple[int, int], Tensor] = {}
         self._slot_of: dict[int, int] = {}  # id of a view
         self._copies: dict[tuple[int, int, int], tuple[Any, ...]] = {}
@@ -116,8 +117,8 @@ class PeerToPeer:
         found = self._times.get(id(coming))
         return None if found is None else found.milliseconds()
 
-    def takes(self, inbox: Tensor) -> bool:
-        """Whether an inbox is one of its slots."""
+    def takes(self, coming: Message, inbox: Tensor) -> bool:
+        """Whether it exchanges what comes into an inbox: one of its slots."""
         return id(inbox) in self._slot_of
 
     def give(self, slot: int) -> None:

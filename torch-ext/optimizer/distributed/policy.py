@@ -106,10 +106,7 @@ class Sizes:
         """Bytes that the busiest rank sends to others in a step."""
         ranks = range(len(self.going[0])) if self.going else ()
         return max(
-            (
-                sum(sum(of_all[r]) - of_all[r][r] for of_all in self.going)
-                for r in ranks
-            ),
+            (sum(sum(of_all[r]) - of_all[r][r] for of_all in self.going) for r in ranks),
             default=0,
         )
 

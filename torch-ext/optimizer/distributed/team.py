@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from .shards import Layout, Split, splits_of
-from .transport import AllToAll, Identity, Transport
+from .transport import GroupTransport, Identity, Transport
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ class Teams:
         coordinates = tuple(places[rank] for rank in ranks)
         if len(ranks) == 1:
             return Team(Identity(), 0, coordinates, mesh)
-        return Team(AllToAll(group), distributed.get_rank(group), coordinates, mesh)
+        return Team(GroupTransport(group), distributed.get_rank(group), coordinates, mesh)
 
 
 def exchange(name: str, value: str, patience: timedelta) -> dict[int, str]:

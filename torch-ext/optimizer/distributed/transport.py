@@ -142,7 +142,7 @@ class GroupTransport:
     def exchange(self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor) -> Future:
         """What this rank sends to all others and receives from them: a gather or a scatter."""
         direct = self._direct
-        if direct is None or not direct.takes(inbox):
+        if direct is None or not direct.takes(coming, inbox):
             return self._collectives.exchange(going, outbox, coming, inbox)
         return Future(inbox, direct.exchange(going, outbox, coming, inbox), outbox)
 
@@ -404,7 +404,6 @@ def _finish(device: torch.device) -> None:
 
 
 Transport = GroupTransport | AllToAll | Identity
-
 
 
 def extremes(transport: Transport, values: Tensor) -> Tensor:

@@ -315,7 +315,9 @@ class MuonBase(OffloadingOptimizer):
             self._drop_gradients()
             return loss
 
-        self._ranks.consistency.begin_writing()
+        self._ranks.settle(plan.shared, options)
+        transports = [team.transport for team in plan.shared.teams_in_use]
+        self._ranks.consistency.begin_writing(transports)
         for group, of_group in zip(self.param_groups, options, strict=True):
             count_step(group["params"], self.state, of_group)
         timed = untimed if self._timer is None else self._timer.begin()
@@ -331,6 +333,17 @@ class MuonBase(OffloadingOptimizer):
         self._ranks.consistency.end_writing()
         plan.shared.graphs.tell_failures()
         return loss
+
+    def comm_report(self) -> list[dict[str, Any]]:
+        """What the messages of the last step between ranks went by, and why.
+
+        One dict per kind of message, of those that this rank takes part in: `ranks` of the group;
+        `what` travels; `count` per step; `transport`, "p2p", "nccl_ce", "nccl" or "gloo"; `reason`;
+        `bytes` of the largest here; `duty`, the predicted time of all transfers of the group over
+        NVLink in units of that of Newton-Schulz, None without any; `ms` of the last one that ended,
+        None where it is not measured. Empty before the first step, and if nothing travels.
+        """
+        return [] if self._plan is None else self._ranks.comm_report(self._plan.shared)
 
     @torch.no_grad()
     def report(self, *, verbose: bool = False) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...distributed import in_flight
+from ...distributed import TRANSPORTS, Lease, TransportOptions, in_flight
 from ..groups.options import plain_number
 
 Kind = tuple[str, torch.device]
@@ -50,6 +50,7 @@ class Block:
     kind: Kind
     whole: Tensor  # all that is reserved: uint8
     bytes: Tensor  # the part that was asked for
+    lease: Lease | None = None  # where it belongs to a transport
 
     def of(self, dtype: torch.dtype, shape: Iterable[int]) -> Tensor:
         """The block as a tensor, which must have its size."""
@@ -99,6 +100,9 @@ class Staging:
 
     def give(self, block: Block) -> None:
         """Give it back."""
+        if block.lease is not None:
+            block.lease.give()
+            return
         self._free[block.kind].append(block.whole)
 
     def held(self, device: torch.device) -> int:
@@ -142,6 +146,17 @@ class DistributedConfig:
             `process_group` waits for other ranks, whose gradients it compares with its own. Longer
             than one is behind another that trains with it, and bearable for one that trains alone,
             which waits once and in vain.
+        transport: what messages to owners and back go by. "nccl" is an all-to-all of the process
+            group, whatever its backend. "p2p" writes into the memory of the receiver by copy
+            engines, on GPUs of one host. "nccl_ce" is NCCL's all-to-all on copy engines. "auto"
+            takes what is known to be fastest; `comm_report()` says what that was and why.
+        strict: raise `CommUnavailable` where the transport that was asked for cannot be taken.
+            False: the process group's all-to-all runs, and a warning says so once per reason.
+        slots: messages that every rank has memory for with "p2p", at least 2; None for as many as
+            arrive or are read at once. Where none is free, a message goes by the all-to-all.
+        min_bytes: with "p2p", exchanges whose largest message has fewer bytes go by the all-to-all.
+        timeout_ms: how long an exchange of "p2p" waits for other ranks. Then the step changes no
+            parameter any more, and the next one, or whatever saves state, raises.
 
     Raises:
         ValueError, TypeError: the message names the field.
@@ -153,25 +168,48 @@ class DistributedConfig:
     in_flight_bytes: int = IN_FLIGHT_BYTES
     cuda_graphs: bool = True
     timeout: float = 30.0
+    transport: str = "auto"
+    strict: bool = False
+    slots: int | None = None
+    min_bytes: int = 0
+    timeout_ms: int = 30000
 
     def __post_init__(self) -> None:
         if self.wire_dtype not in WIRE_DTYPES:
             raise ValueError(
                 f"wire_dtype must be None, torch.float32 or torch.float16, got {self.wire_dtype!r}"
             )
-        for name in ("prefetch", "chunk_size", "in_flight_bytes", "timeout"):
+        numbers = "prefetch", "chunk_size", "in_flight_bytes", "timeout"
+        for name in (*numbers, "slots", "min_bytes", "timeout_ms"):
             object.__setattr__(self, name, plain_number(getattr(self, name)))
         _check_count("prefetch", self.prefetch)
         _check_count("in_flight_bytes", self.in_flight_bytes)
         _check_chunk_size(self.chunk_size)
-        if not isinstance(self.cuda_graphs, bool):
-            raise TypeError(f"cuda_graphs must be True or False, got {self.cuda_graphs!r}")
+        _check_switch("cuda_graphs", self.cuda_graphs)
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)):
             raise TypeError(f"timeout must be a number of seconds, got {self.timeout!r}")
         if not 0 < self.timeout < LONGEST_TIMEOUT:
             raise ValueError(
                 f"timeout must be above 0 and below {LONGEST_TIMEOUT} seconds, got {self.timeout!r}"
             )
+        if self.transport not in TRANSPORTS:
+            valid = ", ".join(map(repr, TRANSPORTS))
+            raise ValueError(f"transport must be one of {valid}, got {self.transport!r}")
+        _check_switch("strict", self.strict)
+        if self.slots is not None:
+            _check_count("slots", self.slots, ", or None for what a step needs", least=2)
+        _check_count("min_bytes", self.min_bytes, least=0)
+        _check_count("timeout_ms", self.timeout_ms)
+        if self.timeout_ms > 1000 * LONGEST_TIMEOUT:
+            raise ValueError(
+                f"timeout_ms must be at most a day, {1000 * LONGEST_TIMEOUT}, got {self.timeout_ms}"
+            )
+
+    @property
+    def transport_options(self) -> TransportOptions:
+        """The fields that choose a transport."""
+        names = TransportOptions.__dataclass_fields__
+        return TransportOptions(**{name: getattr(self, name) for name in names})
 
     @property
     def most(self) -> int | None:
@@ -230,8 +268,13 @@ def _check_chunk_size(value: Any) -> None:
         _check_count("chunk_size", value, ", or -1 for as many as bytes allow")
 
 
-def _check_count(name: str, value: Any, otherwise: str = "") -> None:
+def _check_count(name: str, value: Any, otherwise: str = "", *, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an integer, at least 1{otherwise}, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1{otherwise}, got {value!r}")
+        raise TypeError(f"{name} must be an integer, at least {least}{otherwise}, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}{otherwise}, got {value!r}")
+
+
+def _check_switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...distributed import Team, exchange, extremes
+from ...distributed import Team, Transport, exchange, extremes
 from ..groups.options import AdamWOptions, MuonOptions, option_names
 from ..groups.parameters import is_dtensor
 from .buffers import lasting
@@ -38,6 +38,9 @@ LAYOUT = (
     "prefetch",
     "chunk_size",
     "in_flight_bytes",
+    "transport",
+    "slots",
+    "min_bytes",
     "number of groups",
     "number of parameters",
     *DIGESTED,
@@ -250,6 +253,7 @@ class Consistency:
         self._asked: list[Comparison] = []
         self._own: dict[int, _OwnNumbers] = {}
         self._compared = False  # the gradients themselves
+        self._transports: list[Transport] = []  # that the last step used
 
     def begin_plan(self) -> None:
         """Teams are numbered anew."""
@@ -282,6 +286,7 @@ class Consistency:
         Raises:
             RuntimeError: they differ.
         """
+        self._check_arrivals()
         comparisons = self._ask(teams, options, fingerprints, rates, initial)
         self._told = True
         self._read()
@@ -298,9 +303,12 @@ class Consistency:
         self.check_unbroken()
         self._read()
 
-    def begin_writing(self) -> None:
-        """From here on a step counts as failed, whatever may raise, until `end_writing`."""
-        self._broken = True
+    def begin_writing(self, transports: Sequence[Transport] = ()) -> None:
+        """From here on a step counts as failed, whatever may raise, until `end_writing`.
+
+        `transports`: that it uses, of which the next step asks whether all has arrived.
+        """
+        self._broken, self._transports = True, [*transports]
 
     def end_writing(self) -> None:
         """All of a step was done."""
@@ -329,17 +337,29 @@ class Consistency:
         A refused state_dict is not, unless a step has told the other ranks: they may have loaded
         it, and this rank another one in its place.
         """
-        self._broken, self._asked = False, []
+        self._broken, self._asked, self._transports = False, [], []
         if self._told:
             self._refused, self._told = 0, False
 
     def _read(self) -> None:
         """Wait for the comparisons that are on their way. A bad one leaves a broken step."""
+        self._check_arrivals()
         asked, self._asked = self._asked, []
         self._broken = True
         for comparison in asked:
             comparison.check()
         self._broken = False
+
+    def _check_arrivals(self) -> None:
+        """Wait until the messages of the last step are there. One that is not leaves it broken.
+
+        Before anything else is asked of ranks that may be gone.
+        """
+        transports, self._transports = self._transports, []
+        broken, self._broken = self._broken, True
+        for transport in transports:
+            transport.check()
+        self._broken = broken
 
     def _ask(
         self,

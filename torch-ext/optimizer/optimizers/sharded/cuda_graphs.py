@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from ...distributed import Message
 from .buffers import Block, Staging, lasting
 
 if TYPE_CHECKING:
@@ -317,6 +318,13 @@ class StepRun:
     def take(self, chunk: SharedChunk, name: str, size: int) -> Block:
         return self.staging.take(name, chunk.device, size)
 
+    def inbox(self, chunk: SharedChunk, message: Message) -> Block:
+        """Memory for a message that comes here: where its transport wants it."""
+        lease = chunk.team.transport.inbox(message)
+        if lease is None:
+            return self.take(chunk, "message", message.size)
+        return Block(("message", chunk.device), lease.bytes, lease.bytes, lease)
+
     def give(self, *blocks: Block | None) -> None:
         for block in blocks:
             if block is not None:
@@ -371,3 +379,18 @@ class StepRun:
             lr=self.graphs.number((number, "lr"), rate.lr, chunk.device),
             weight_decay=self.graphs.number((number, "decay"), rate.weight_decay, chunk.device),
         )
+
+
+def while_alive(rate: Any, chunk: SharedChunk) -> Any:
+    """The rate, or 0 once a message of the chunk's transport did not arrive: nothing is written.
+
+    The device decides when it gets there. What did not arrive reads as zeros by then.
+    """
+    alive = chunk.team.transport.alive
+    if alive is None:
+        return rate
+    if chunk.dtype == torch.float64:
+        alive = alive.double()
+    if getattr(rate, "decay", None) is not None:
+        return replace(rate, lr=rate.lr * alive, decay=rate.decay * alive)
+    return replace(rate, lr=rate.lr * alive)  # by which the decay goes, too

@@ -29,7 +29,7 @@ from ..state.rounding_state import RESIDUAL
 from ..state.slots import STATISTICS
 from .buffers import Block, lasting
 from .chunks import Held, SharedChunk
-from .cuda_graphs import State, StepRun, places, places_of_numbers
+from .cuda_graphs import State, StepRun, places, places_of_numbers, while_alive
 
 # float16 ends below 2^16; a matrix travels with its largest element in [2^14, 2^15).
 TOP = 15
@@ -91,7 +91,7 @@ class Exchange:
         run.give(self._wide)
         self._gathering = Sent(Future(outbox.bytes), outbox)
         if route.gathers:
-            inbox = run.take(chunk, "message", route.gathered.size)
+            inbox = run.inbox(chunk, route.gathered)
             future = chunk.team.transport.exchange(
                 route.sent, outbox.bytes, route.gathered, inbox.bytes
             )
@@ -288,7 +288,7 @@ def launch_scatter(chunk: SharedChunk, message: Block, run: StepRun) -> Sent:
     route = chunk.route
     if not route.scatters:
         return Sent(Future(message.bytes), message)
-    inbox, transport = run.take(chunk, "message", route.scattered.size), chunk.team.transport
+    inbox, transport = run.inbox(chunk, route.scattered), chunk.team.transport
     future = transport.exchange(route.answered, message.bytes, route.scattered, inbox.bytes)
     return Sent(future, inbox, message)
 
@@ -403,9 +403,10 @@ def apply(
     usual = not keeps_residuals and rate.decay is None and all(present)
 
     def body() -> None:
+        guarded = while_alive(rate, chunk)
         stacked = route.stacked(arrived, chunk.wire) if usual else None
         if stacked is not None:
-            _apply(chunk.views_of_updates(whole), stacked, rate, options)
+            _apply(chunk.views_of_updates(whole), stacked, guarded, options)
             return
         params, updates, residuals = [], [], []
         for part, stored in zip(route.parts, whole, strict=True):
@@ -420,7 +421,7 @@ def apply(
             kept = state[chunk.members[part.job].param].get(RESIDUAL) if keeps_residuals else None
             residuals.append(None if kept is None else part.box.view(local(kept)))
         if params:
-            _apply(params, updates, rate, options, residuals)
+            _apply(params, updates, guarded, options, residuals)
 
     def key() -> Any:
         rule = rate.factor, rate.shaped_decay, options.cautious, options.rounding, options.beta2
@@ -448,7 +449,8 @@ def apply_own(
         of_jobs = updates.view(-1, *chunk.region(owned[0]))
         boxes = (chunk.boxes[job] for job in owned)
         params = [box.view(stored) for box, stored in zip(boxes, whole, strict=True)]
-        _apply(params, of_jobs if of_jobs.is_contiguous() else of_jobs.unbind(), rate, options)
+        updates_of = of_jobs if of_jobs.is_contiguous() else of_jobs.unbind()
+        _apply(params, updates_of, while_alive(rate, chunk), options)
 
     def key() -> Any:
         rule = rate.factor, rate.shaped_decay, options.cautious

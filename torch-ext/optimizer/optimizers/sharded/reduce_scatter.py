@@ -24,7 +24,7 @@ from ..stages.adamw import adamw_on
 from ..stages.muon import Rate
 from .buffers import Block
 from .chunks import Bands, SharedChunk, SliceChunk, SmallChunk
-from .cuda_graphs import StepRun, places, places_of_numbers
+from .cuda_graphs import StepRun, places, places_of_numbers, while_alive
 from .exchange import (
     apply,
     apply_own,
@@ -282,7 +282,7 @@ class Contributions:
         route, outbox = chunk.route, self._outbox.bytes
         if self._rounds:
             self._collecting: Future = transport.collect(chunk.scales, chunk.all_scales)
-        inbox = self._inbox = run.take(chunk, "message", route.gathered.size)
+        inbox = self._inbox = run.inbox(chunk, route.gathered)
         self._reducing = transport.exchange(route.sent, outbox, route.gathered, inbox.bytes)
 
     def wait(self) -> None:
@@ -389,7 +389,11 @@ def _take_rows(chunk: SharedChunk, param: Tensor, rows: Tensor, run: StepRun) ->
     def body() -> None:
         parts = chunk.route.scattered.parts
         targets = [part.box.view(param) for part in parts if part.box is not None]
-        copy_all(targets, [part.of(rows, param.dtype) for part in parts])
+        found = [part.of(rows, param.dtype) for part in parts]
+        if (alive := chunk.team.transport.alive) is not None:
+            pairs = zip(found, targets, strict=True)
+            found = [torch.where(alive > 0, new, old) for new, old in pairs]
+        copy_all(targets, found)
 
     run.stage("rows", chunk, lambda: (rows.data_ptr(), places([param])), body, [param])
 
@@ -494,7 +498,8 @@ def _adamw_on_rows(
             first, length = chunk.members[job].job.region[0]
             averages = {key: _rows(state[key], first, length) for key in ("exp_avg", "exp_avg_sq")}
             counter = {"step": state["step"].clone()}
-            adamw_on([chunk.boxes[job].view(param)], [grad], [averages | counter], given)
+            now = while_alive(given, chunk)
+            adamw_on([chunk.boxes[job].view(param)], [grad], [averages | counter], now)
         if contributions.present and slices.last:
             state["step"].add_(1)
         _write_rows(chunk, param, message.bytes)

@@ -22,7 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...distributed import Extra, Job, Layout, Run, Team, Teams, alone, assign, chunked, make_route
+from ...distributed import (
+    Extra,
+    Job,
+    Layout,
+    Planned,
+    Run,
+    Team,
+    Teams,
+    Traffic,
+    alone,
+    assign,
+    chunked,
+    in_flight,
+    make_route,
+)
 from ...orthogonalize.choose import choose, predicted_ms
 from ..groups.blocks import Blocks, Piece
 from ..groups.names import has_component
@@ -132,6 +146,7 @@ class Ranks:
         """Nothing is divided yet. `clip_config` decides what QK-clip sends."""
         self._commons: dict[int, Common] = {}  # by team, as they are found
         self._empty = True
+        self._settled: Shared | None = None
         self._clip_config = clip_config
         self.consistency.begin_plan()
 
@@ -258,6 +273,9 @@ class Ranks:
             "prefetch": self.config.prefetch,
             "chunk_size": self.config.chunk_size,
             "in_flight_bytes": self.config.in_flight_bytes,
+            "transport": self.config.transport,
+            "slots": self.config.slots,
+            "min_bytes": self.config.min_bytes,
             "clip_config": self._clip_config,
         }
         teams = [*self._commons.values()]
@@ -314,6 +332,22 @@ class Ranks:
         return self.consistency.compare(
             shared.teams, options, fingerprints, returned, initial=initial
         )
+
+    def settle(self, shared: Shared, options: Sequence[MuonOptions | AdamWOptions]) -> None:
+        """Choose what the messages of a new plan go by, with the other ranks.
+
+        Raises:
+            CommUnavailable: not as asked for, under `strict`.
+        """
+        if self._settled is not shared:
+            for team, traffic in traffic_of(shared, options).items():
+                team.transport.settle(traffic, self.config.transport_options)
+            self._settled = shared
+
+    def comm_report(self, shared: Shared) -> list[dict[str, Any]]:
+        """What was chosen for the messages of a plan, and why."""
+        rows = [row for team in shared.teams_in_use for row in team.transport.report()]
+        return [dict(row.as_dict()) for row in rows]
 
     def _wire(self, matrices: Sequence[SharedMatrix], options: MuonOptions) -> torch.dtype:
         """float16 where the iteration would round to it or to bfloat16 anyway."""
@@ -383,6 +417,8 @@ class Shared:
         # One rank alone is bound by its device: launches cost it nothing.
         several = any(self.chunks)
         self.staging.begin()
+        for team in self.teams_in_use:
+            team.transport.begin()
         self.graphs.begin(on=self.config.cuda_graphs and several and isinstance(kept, OnDevice))
         remaining: Counter[Tensor] = Counter()
         for group, chunks in zip(options, self.of_groups(), strict=True):
@@ -390,6 +426,11 @@ class Shared:
                 for part in itertools.chain.from_iterable(map(parts_of, chunks)):
                     remaining.update(part.params)
         return StepRun(state, kept, remaining, self.staging, self.graphs)
+
+    @cached_property
+    def teams_in_use(self) -> list[Team]:
+        """The teams of all chunks, in the order in which a step meets them."""
+        return [*dict.fromkeys(part.team for _, chunk in self.order for part in parts_of(chunk))]
 
     @cached_property
     def asked(self) -> frozenset[torch.device]:
@@ -403,6 +444,37 @@ class Shared:
         gathers = itertools.accumulate(chunk.communicates for chunk in of_all)
         first = next((i for i, count in enumerate(gathers, 1) if count == ahead), len(of_all))
         return [*of_all[:first], *own, *home, *of_all[first:]]
+
+
+def traffic_of(
+    shared: Shared, options: Sequence[MuonOptions | AdamWOptions]
+) -> dict[Team, Traffic]:
+    """What the ranks of every team exchange in a step, and compute beside it."""
+    found: dict[Team, list[Planned]] = {team: [] for team in shared.teams_in_use}
+    computing = dict.fromkeys(found, 0.0)
+    devices = {}
+    for number, chunk in shared.order:
+        group = options[number]
+        for part in parts_of(chunk):
+            route, what = part.route, f"{len(part.members)} x {part.matrix}"
+            found[part.team].append(Planned(f"{what} to owners", route.sent, route.gathered))
+            found[part.team].append(Planned(f"{what} back", route.answered, route.scattered))
+            devices[part.team] = part.device
+        whole = chunk.whole if isinstance(chunk, Bands) else chunk
+        if isinstance(whole, SharedChunk) and isinstance(group, MuonOptions):
+            owned = len(whole.route.owned)
+            placed = {"dtype": whole.dtype, "device": whole.device}
+            if owned:
+                computing[whole.team] += predicted_ms(
+                    *whole.matrix, owned, **placed, **group.iteration
+                )
+    # Of every chunk that is alive one message arrives or is read. Unreduced gradients keep up to
+    # twice as many alive, whose updates wait for a later computation.
+    alive = in_flight(shared.config.prefetch) * 2
+    return {
+        team: Traffic(tuple(planned), devices[team], computing[team], alive)
+        for team, planned in found.items()
+    }
 
 
 def in_turn(chunks: Sequence[Sequence[Any]]) -> list[tuple[int, Any]]:

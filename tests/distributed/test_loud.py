@@ -1,0 +1,322 @@
+"""Every reason for which a transport is not what was asked for is said, and raises under strict."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from ._arenas import Direct, SharedMemory
+from ._ranks import same_everywhere
+from .test_sharing import assert_as_alone, give, gradients, module_of, on_all
+
+GPU = {"host": "a", "missing": "", "overlap": False}
+
+
+def facts(*changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """Two ranks on two GPUs of one host, each of which reaches both; with changes."""
+    names = ["gpu 0", "gpu 1"]
+    found = [{**GPU, "device": name, "seen": names, "reached": names} for name in names]
+    for one, change in zip(found, changes, strict=False):
+        one.update(change)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"missing": "no CUDA peers: the parameters are on cpu"}, "rank 1: no CUDA peers"),
+        ({"missing": "torch too old: 2.4 has no symmetric memory"}, "rank 1: torch too old"),
+        ({"missing": "backend frozen: it is NVSHMEM's"}, "rank 1: backend frozen"),
+        ({"host": "b"}, "multi-node"),
+        ({"device": "gpu 0"}, "overlapping devices"),
+        ({"reached": ["gpu 1"]}, "no peer access: the GPU of rank 1 cannot reach that of rank 0"),
+    ],
+)
+def test_what_keeps_ranks_from_sharing_memory(opt, change, reason) -> None:
+    why = module_of(opt, "distributed.symmetric").why_not_shared
+    assert why(facts()) is None
+    assert why(facts({}, change)).startswith(reason)
+    assert why(facts()[:1]).startswith("single rank")
+
+
+def test_one_gpu_for_two_ranks_is_allowed_for_tests(opt) -> None:
+    why = module_of(opt, "distributed.symmetric").why_not_shared
+    assert why(facts({"overlap": True}, {"device": "gpu 0", "overlap": True})) is None
+    assert why(facts({}, {"device": "gpu 0", "overlap": True})).startswith("overlapping")
+
+
+def test_a_rank_on_the_cpu_says_so(opt) -> None:
+    memory = module_of(opt, "distributed.symmetric").SymmetricMemory
+    found = memory.facts(torch.device("cpu"))
+    assert found["missing"] == "no CUDA peers: the parameters are on cpu"
+
+
+class OtherBackend:
+    """torch's symmetric memory with a backend that was chosen before."""
+
+    def __init__(self, name: str | None, frozen: bool) -> None:
+        self.name, self.frozen = name, frozen
+
+    def rendezvous(self) -> None: ...
+
+    def get_backend(self, device: torch.device) -> str | None:
+        return self.name
+
+    def set_backend(self, name: str) -> None:
+        if self.frozen:
+            raise RuntimeError("the backend cannot be changed")
+        self.name = name
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen", "missing"),
+    [
+        (None, True, ""),
+        ("CUDA", True, ""),
+        ("NVSHMEM", False, ""),
+        ("NVSHMEM", True, "backend frozen: symmetric memory of this process is NVSHMEM's"),
+    ],
+)
+def test_the_backend_of_symmetric_memory(opt, monkeypatch, name, frozen, missing) -> None:
+    module, other = module_of(opt, "distributed.symmetric"), OtherBackend(name, frozen)
+    if not hasattr(torch._C._distributed_c10d, "_SymmetricMemory"):
+        pytest.fail("this torch has no symmetric memory")
+    monkeypatch.setattr(distributed, "_symmetric_memory", other)
+    found = module._missing(torch.device("cuda", 0))
+    assert found.startswith(missing) if missing else found == ""
+    monkeypatch.setattr(distributed, "_symmetric_memory", SimpleNamespace())
+    assert module._missing(torch.device("cuda", 0)).startswith("torch too old")
+
+
+def one_exchange(policy: Any, size: int, ranks: int = 2) -> Any:
+    counts = [[size] * ranks for _ in range(ranks)]
+    return policy.Sizes.of([[(counts[rank], counts[rank])] for rank in range(ranks)])
+
+
+def test_what_auto_predicts(opt) -> None:
+    policy = module_of(opt, "distributed.policy")
+    sizes = one_exchange(policy, 304 * 10**6)  # one of two parts leaves: 1 ms
+    assert policy.why_not_auto(sizes, 10.0, 8) is None
+    assert policy.why_not_auto(sizes, 1.0, 8).startswith("duty above crossover: ")
+    assert policy.why_not_auto(sizes, 10.0, 2).startswith("nothing to overlap")
+    assert policy.predicted_ms(sizes.sent()) == pytest.approx(1.0)
+
+
+def test_plans_that_do_not_fit(opt) -> None:
+    sizes = module_of(opt, "distributed.policy").Sizes
+    tables = [[([0, 16], [0, 32])], [([32, 0], [16, 0])]]
+    assert sizes.of(tables).mismatch() is None
+    tables[1] = [([32, 0], [48, 0])]
+    assert sizes.of(tables).mismatch() == (
+        "ranks 0 and 1 have different plans: in exchange 0 one sends 16 bytes, the other expects 48"
+    )
+
+
+class Failing(SharedMemory):
+    """Memory that one rank cannot have."""
+
+    at = ""
+
+    @classmethod
+    def allocate(cls, size: int, device: torch.device) -> torch.Tensor:
+        if cls.at == "allocate" and distributed.get_rank() == 1:
+            raise torch.OutOfMemoryError("no room for an arena")
+        return SharedMemory.allocate(size, device)
+
+    @classmethod
+    def mapped(cls, memory: torch.Tensor, group: Any) -> tuple[list[torch.Tensor], Any]:
+        buffers, keep = SharedMemory.mapped(memory, group)
+        if cls.at == "mapped" and distributed.get_rank() == 1:
+            raise OSError("no such descriptor")
+        if cls.at == "stranger" and distributed.get_rank() == 1:
+            buffers[0] = torch.zeros_like(buffers[0])
+        return buffers, keep
+
+
+def asked(opt: Any, at: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What a step says and does if p2p cannot be had."""
+    transport = module_of(opt, "distributed.transport").GroupTransport
+    policy = module_of(opt, "distributed.policy")
+    params, lines = on_all("S0"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    policy.logger.addHandler(handler)
+    policy._say_once.cache_clear()
+    original = transport.memory
+    Failing.at, transport.memory = at, Failing if at else original
+    try:
+        config = opt.DistributedConfig(**{"transport": "p2p", "timeout_ms": 500, **options})
+        optimizer = opt.Muon(params, distributed=config)
+        give(params, gradients(params, 0))
+        raised = ""
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            raised = f"{type(error).__name__}: {error}"
+            assert optimizer.comm_report()
+            config = dataclasses.replace(config, strict=False)
+            optimizer = opt.Muon(params, distributed=config)
+            optimizer.step()
+        second = opt.Muon(on_all("S0"), distributed=dataclasses.replace(config, strict=False))
+        give(second.param_groups[0]["params"], gradients(params, 0))
+        second.step()
+        assert_as_alone(opt, params, 1)
+    finally:
+        transport.memory = original
+        policy.logger.removeHandler(handler)
+    reasons = {row["reason"] for row in optimizer.comm_report()}
+    transports = {row["transport"] for row in optimizer.comm_report()}
+    return {"raised": raised, "lines": lines, "reasons": reasons, "transports": transports}
+
+
+NOT_THERE = {
+    "no CUDA peers": ("", {}),
+    "no room": ("allocate", {}),
+    "rendezvous failed": ("mapped", {}),
+    "handshake mismatch": ("stranger", {}),
+    "below min_bytes": ("none", {"min_bytes": 2**40}),
+    "nccl_ce": ("", {"transport": "nccl_ce"}),
+}
+SAID = {
+    "no CUDA peers": "rank 0: no CUDA peers: the parameters are on cpu",
+    "no room": "(rank 1: OutOfMemoryError: no room for an arena)",
+    "rendezvous failed": "rendezvous failed (rank 1: OSError: no such descriptor)",
+    "handshake mismatch": "handshake mismatch (rank 0: rank 1 wrote nothing within 500 ms)",
+    "below min_bytes": "below min_bytes: no message has 1099511627776 bytes",
+    "nccl_ce": "rank 0: no CUDA peers: the parameters are on cpu",
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("what", NOT_THERE)
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_cannot_be_had_is_said_once_or_raises(ranks, what, strict) -> None:
+    """On all ranks alike, before anything is written; the step has the bits of one rank."""
+    at, options = NOT_THERE[what]
+    found = same_everywhere(ranks(2).run(asked, at, {**options, "strict": strict}))
+    assert found["transports"] == {"gloo"}
+    (reason,) = found["reasons"]
+    assert SAID[what] in reason
+    (line,) = found["lines"]  # of two optimizers
+    assert reason in line and "strict=True raises" in line
+    name = options.get("transport", "p2p")
+    expected = f"CommUnavailable: transport={name!r} cannot be taken: {reason}" if strict else ""
+    assert found["raised"] == expected
+
+
+def what_auto_takes(opt: Any, trusted: bool, slow: bool) -> tuple[set[str], set[str]]:
+    """transport="auto", with memory to share."""
+    names = ("transport", "policy")
+    transport, policy = (module_of(opt, f"distributed.{name}") for name in names)
+    params = on_all("S0")
+    with pytest.MonkeyPatch.context() as patch, Direct(opt, transport="auto"):
+        if trusted:
+            patch.setattr(transport, "TRUSTED", {"p2p"})
+            patch.setattr(policy, "LINK_RATE", 1e15)
+        original = transport.AllToAll.exchange
+        if not slow:
+            calls = []
+
+            def exchange(*arguments):
+                if distributed.get_rank() == 0 and len(calls) < 4:  # of the calibration
+                    calls.append(1)
+                    import time
+
+                    time.sleep(0.2)
+                return original(*arguments)
+
+            patch.setattr(transport.AllToAll, "exchange", exchange)
+        else:
+            engine = module_of(opt, "distributed.p2p").PeerToPeer
+            quick = engine.exchange
+
+            def late(*arguments):
+                if distributed.get_rank() == 0:
+                    import time
+
+                    time.sleep(0.2)
+                return quick(*arguments)
+
+            patch.setattr(engine, "exchange", late)
+        optimizer = opt.Muon(params)
+        give(params, gradients(params, 0))
+        optimizer.step()
+    assert_as_alone(opt, params, 1)
+    rows = optimizer.comm_report()
+    return {row["transport"] for row in rows}, {row["reason"] for row in rows}
+
+
+@pytest.mark.dist
+def test_auto_takes_what_was_measured_to_be_faster(ranks) -> None:
+    """By rank 0's clock, for all ranks."""
+    chosen, reasons = same_everywhere(ranks(2).run(what_auto_takes, False, False))
+    assert chosen == {"gloo"} and "which is nowhere yet" in reasons.pop()
+    chosen, reasons = same_everywhere(ranks(2).run(what_auto_takes, True, False))
+    assert chosen == {"p2p"} and reasons == {"predicted to be faster"}
+    chosen, reasons = same_everywhere(ranks(2).run(what_auto_takes, True, True))
+    assert chosen == {"gloo"} and reasons.pop().startswith("calibration: ")
+
+
+def reported(opt: Any) -> list[dict[str, Any]]:
+    params = on_all("S0")
+    optimizer = opt.Muon(params)
+    assert optimizer.comm_report() == []
+    with Direct(opt):
+        for step in range(2):
+            give(params, gradients(params, step))
+            optimizer.step()
+    return optimizer.comm_report()
+
+
+@pytest.mark.dist
+def test_the_report_says_what_ran(ranks) -> None:
+    rows = ranks(2).run(reported)[0]
+    assert rows
+    for row in rows:
+        assert set(row) == {
+            *("ranks", "what", "count", "transport", "reason", "bytes", "duty", "ms")
+        }
+        assert row["ranks"] == 2 and row["transport"] == "p2p" and row["reason"] == "asked for"
+        assert row["bytes"] > 0 and row["ms"] > 0 and row["duty"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"transport": "mpi"}, ValueError),
+        ({"transport": None}, ValueError),
+        ({"strict": 1}, TypeError),
+        ({"slots": 1}, ValueError),
+        ({"slots": 2.5}, TypeError),
+        ({"min_bytes": -1}, ValueError),
+        ({"min_bytes": True}, TypeError),
+        ({"timeout_ms": 0}, ValueError),
+        ({"timeout_ms": 10**9}, ValueError),
+    ],
+)
+def test_a_wrong_field_is_named(opt, change, error) -> None:
+    (name,) = change
+    with pytest.raises(error, match=f"^{name} must be"):
+        opt.DistributedConfig(**change)
+
+
+@pytest.mark.dist
+def test_ranks_that_ask_for_different_transports(ranks) -> None:
+    found = ranks(2).run(different)
+    assert all("ranks disagree on transport" in message for message in found)
+
+
+def different(opt: Any) -> str:
+    params = on_all("S0")
+    name = ["nccl", "p2p"][distributed.get_rank()]
+    optimizer = opt.Muon(params, distributed=opt.DistributedConfig(transport=name))
+    give(params, gradients(params, 0))
+    with pytest.raises(RuntimeError) as raised:
+        optimizer.step()
+    return str(raised.value)

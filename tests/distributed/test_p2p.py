@@ -1,0 +1,102 @@
+"""Messages written into the memory of their receivers: the bits of an all-to-all.
+
+On CPUs ranks share memory of the machine; `make test-symm` runs it on GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from ._arenas import Direct
+from ._cases import CASES, Case, bits
+from .test_faults import build, give_step, message_of, old_or_new
+from .test_shared_step import compare
+from .test_sharing import local
+from .test_unreduced import equals_one_rank
+
+pytestmark = pytest.mark.dist
+
+
+def compare_direct(opt: Any, cases: list[Case]) -> tuple[int, int]:
+    with Direct(opt) as counted:
+        return compare(opt, cases), counted["p2p"]
+
+
+def test_many_ranks_equal_one(ranks, world, device) -> None:
+    generator = random.Random(200 + world)
+    cases = [Case.random(generator, world, device.type) for _ in range(CASES[world])]
+    for compared, exchanges in ranks(world).run(compare_direct, cases):
+        assert compared > 4 * len(cases)
+        assert exchanges > 2 * len(cases) or world == 1
+
+
+def unreduced_direct(opt: Any, limit: int) -> int:
+    with Direct(opt) as counted:
+        equals_one_rank(opt, "sum", limit)
+    return counted["p2p"]
+
+
+@pytest.mark.parametrize("limit", [2**28, 20000])
+def test_unreduced_equals_one_rank(ranks, world, limit) -> None:
+    assert min(ranks(world).run(unreduced_direct, limit)) > 8 or world == 1
+
+
+TIMEOUT_MS = 1500
+FAULTY = 1
+
+
+def fault(opt: Any, held: str, how: str, number: int) -> tuple[str, str, bool, bool, float]:
+    """One rank is late or gone at an exchange. The others: an error, and whole parameters."""
+    optimizer, params = build(opt, held)
+    saved = optimizer.state_dict()
+    give_step(params, held, 0)
+
+    def before(exchange: int) -> None:
+        if distributed.get_rank() == FAULTY and exchange == number:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(2.5 * TIMEOUT_MS / 1000)
+
+    start = time.monotonic()
+    with Direct(opt, before, timeout_ms=TIMEOUT_MS) as counted:
+        optimizer.step()
+        assert counted["p2p"] >= number
+        heard = message_of(optimizer.state_dict)
+        again = message_of(optimizer.step)
+        seconds = time.monotonic() - start
+        whole = old_or_new(opt, params)
+        optimizer.load_state_dict(saved)  # goes on, with ranks that are still there
+        moved = False
+        if how == "late":
+            give_step(params, held, 1)
+            before_it = [bits(local(param.detach())) for param in params]
+            optimizer.step()
+            optimizer.state_dict()
+            moved = before_it != [bits(local(param.detach())) for param in params]
+    return heard, again, whole, moved, seconds
+
+
+@pytest.mark.sees_defect("a rank that is late makes the others hang, or step with half a message")
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("how", ["late", "killed"])
+@pytest.mark.parametrize("held", ["FSDP2", "unreduced"])
+def test_a_late_rank_is_an_error_in_time(doomed, held, how, number) -> None:
+    outcomes = doomed(3).outcomes(fault, held, how, number, timeout=60)
+    for rank, (answered, value) in enumerate(outcomes):
+        if rank == FAULTY and how == "killed":
+            assert not answered
+            continue
+        assert answered, value
+        heard, again, whole, moved, seconds = value
+        assert "did not arrive at an exchange" in heard
+        assert "an earlier step failed midway" in again
+        assert whole, f"a parameter of rank {rank} is neither old nor new"
+        assert moved == (how == "late")
+        assert seconds < 5 * TIMEOUT_MS / 1000 + 10
