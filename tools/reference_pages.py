@@ -23,7 +23,7 @@ SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Sources?):(.*)$")
 ENTRY = re.compile(r"^(\**[\w., *]+?)(?: \([^)]*\))?: (.*)$")
 # Of a step's optimizer, what a training script calls; the rest serves the package itself.
 OPTIMIZER_METHODS = ("step", "add_param_group", "state_dict", "load_state_dict", "report")
-OPTIMIZER_METHODS += ("measure_steps", "turn_on_cpu_offload", "turn_off_cpu_offload")
+OPTIMIZER_METHODS += ("comm_report", "measure_steps", "turn_on_cpu_offload", "turn_off_cpu_offload")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ PAGES = {
         "Methods of the optimizers", "optimizers/step", "MuonBase", methods=OPTIMIZER_METHODS
     ),
     "groups": page(
-        "Groups and ranks", "", "get_default_muon_param_groups default_is_muon DistributedConfig"
+        "Groups and ranks",
+        "",
+        "get_default_muon_param_groups default_is_muon DistributedConfig CommUnavailable",
     ),
     "orthogonalize": page(
         "Orthogonalization",

@@ -11,6 +11,7 @@ same kind. `explain` says which path an operation takes on a device, and why.
 """
 
 from . import integrations, layers, moe
+from .distributed import CommUnavailable
 from .explain import explain
 from .integrations.checkpoints.checkpoint import (
     load_optimizer,
@@ -50,6 +51,7 @@ __version__ = "1"  # as in build.toml
 
 __all__ = [
     "COEFFICIENT_SETS",
+    "CommUnavailable",
     "DistMuonAdamW",
     "DistributedConfig",
     "Muon",

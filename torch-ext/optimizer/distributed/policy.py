@@ -140,9 +140,9 @@ def refuse(reason: str, options: TransportOptions, instead: str) -> None:
 @functools.cache
 def _say_once(transport: str, reason: str, instead: str) -> None:
     logger.warning(
-        "transport=%r cannot be taken and %s is: %s. strict=True raises instead",
-        transport,
+        "%s moves messages between ranks instead of transport=%r: %s. strict=True raises",
         instead,
+        transport,
         reason,
     )
 
