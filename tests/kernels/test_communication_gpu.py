@@ -1,0 +1,150 @@
+"""push and signals on a GPU: order between streams, graphs, what is launched, memory of a peer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+from .._gpu import capture, no_waits
+from ..conftest import ROOT, module_fixture
+
+pytestmark = pytest.mark.gpu
+
+push = module_fixture("kernels.communication.push", "push")
+signals = module_fixture("kernels.communication.signals")
+
+TIMEOUT = 5_000
+CASES = ["momentum", "push", "signals", "progress_matmul"]  # of peer_memory.py
+
+
+@pytest.fixture
+def words(device):
+    return torch.zeros(64, dtype=torch.uint32, device=device)
+
+
+@pytest.fixture
+def status():
+    return torch.zeros(1, dtype=torch.int32, pin_memory=True)
+
+
+def test_a_stream_waits_for_the_copies_of_another(push, signals, device, words, status):
+    """The wait is launched first; whoever comes behind it sees all that was pushed."""
+    side = torch.cuda.Stream()
+    for epoch in range(1, 51):
+        src = torch.full((512, 1000), float(epoch), device=device)
+        dst = torch.zeros(512, 1500, device=device)[:, 100:1100]
+        torch.cuda.synchronize()
+        with no_waits():
+            signals.wait_signals(words[:8], epoch, TIMEOUT, status)
+            seen = dst.clone()
+            with torch.cuda.stream(side):
+                push([dst], [src])
+                if epoch % 2:
+                    signals.memset32(words, 0, epoch, 8)
+                else:
+                    for i in range(8):
+                        signals.stream_write_value32(words, i, epoch)
+        torch.cuda.synchronize()
+        assert status.item() == 0 and torch.equal(seen, src)
+
+
+def test_a_late_word_stops_nothing_but_its_wait(signals, device, words, status):
+    for device_status in (False, True):
+        late = torch.zeros(1, dtype=torch.int32, device=device) if device_status else status
+        signals.memset32(words, 0, 1, 40)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        signals.wait_signals(words, 1, 100, late)
+        for _ in range(20):
+            signals.wait_signals(words, 1, 100, late)  # they find the status and return
+        end.record()
+        torch.cuda.synchronize()
+        assert late.item() == 41
+        assert 90 < start.elapsed_time(end) < 200
+        late.zero_()
+        signals.wait_signals(words[:40], 1, 100, late)
+        assert torch.ones(3, device=device).sum().item() == 3 and late.item() == 0
+
+
+def test_a_graph_of_push_signal_and_wait(push, signals, device, words):
+    """Every replay waits for an epoch of its own, which the word on the device counts."""
+    late = torch.zeros(1, dtype=torch.int32, device=device)
+    epoch = torch.ones(1, dtype=torch.uint32, device=device)
+    src, dst = torch.zeros(300, 70, device=device), torch.zeros(300, 90, device=device)
+    seen = torch.zeros_like(src)
+
+    def exchange():
+        push([dst[:, 20:], words[:1]], [src, epoch])
+        signals.memset32(words, 8, 5, 2)
+        signals.stream_write_value32(words, 10, 6)
+        signals.wait_signals(words[:1], epoch, 1000, late, next=epoch)
+        seen.copy_(dst[:, 20:])
+
+    graph, _ = capture(exchange, warm_up=1)
+    for turn in range(2, 7):
+        src.fill_(turn)
+        graph.replay()
+        assert torch.equal(seen, src) and not dst[:, :20].any()
+        assert epoch.item() == turn + 1 and words[0].item() == turn
+    assert words[8:12].tolist() == [5, 5, 6, 0] and late.item() == 0
+
+
+def test_an_exchange_launches_one_kernel(push, signals, device, words, status):
+    """Copies and words are the driver's; what is launched is the wait."""
+    srcs = [torch.ones(64, 64, device=device) for _ in range(16)]
+    dsts = [torch.zeros(64, 80, device=device)[:, :64] for _ in range(8)]
+    dsts += [torch.zeros(64, 64, device=device) for _ in range(8)]
+
+    def exchange():
+        push(dsts, srcs)
+        signals.stream_write_value32(words, 0, 1)
+        signals.wait_signals(words[:1], 1, TIMEOUT, status)
+
+    exchange()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        exchange()
+        torch.cuda.synchronize()
+    found = Counter(
+        "copy" if event.name.startswith("Memcpy") else event.name
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    kernels = {name: count for name, count in found.items() if name != "copy"}
+    assert found["copy"] == 16 and sum(kernels.values()) == 1, found
+
+
+def test_two_ranks_on_one_gpu(tmp_path):
+    """momentum, push, signals and the product that waits, on each other's symmetric memory."""
+    environment = os.environ | {
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "CUDA_MODULE_LOADING": "EAGER",
+        "STORE": str(tmp_path / "store"),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.kernels.peer_memory"],
+            cwd=ROOT,
+            env=environment | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, output in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, "\n".join(outputs)
+        held = [line for line in output.splitlines() if line in CASES]
+        assert held == CASES, output
