@@ -79,7 +79,7 @@ def test_triton_launches_on_the_device_of_the_packed_bytes(
             return lambda packed, *_, **__: seen.append((packed.data_ptr(), list(current)))
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    for kernel in ("_dequant", "_mxfp4", "_fp8"):
+    for kernel in ("_nibbles", "_fp8"):
         monkeypatch.setattr(module, kernel, Noted())
     packed = torch.zeros(2 * 64 * 64, dtype=torch.uint8, device=device)
     ids, shape, dtype = torch.tensor([1], device=device), [64, 64], torch.float32

@@ -1,10 +1,11 @@
 """Decoding by Triton: NF4 and FP4 where no compiled kernel does it, MXFP4 and FP8 everywhere.
 
-nf4    out[i] = codebook[nibble(g)] * absmax[g // blocksize], g = element of the whole stack. Each
-       byte is loaded once and gives two neighbours; an expert that starts inside a byte only shifts
-       the mask.
-mxfp4  out[i] = e2m1[nibble] * 2^(scale - 127)
+nf4    out[i] = codebook[nibble(g)] * absmax[g // blocksize], g = element of the whole stack
+mxfp4  out[i] = e2m1[nibble(g)] * 2^(scale[g // 32] - 127)
 fp8    out[i] = e4m3[byte] * scale of its block
+
+Two nibbles are one kernel for both formats: each byte is loaded once and gives two neighbours; an
+expert that starts inside a byte only shifts the mask.
 
 Grid: one program per (named expert, chunk of its bytes). Unknown ids give NaN. Products in
 registers take `power_of_two` and `e4m3` from here, too.
@@ -22,6 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from ..._ops import add_op_namespace_prefix
 from ...reference.fp8 import block_of
+from ...reference.mxfp4 import BLOCK as MX_BLOCK
 from ...reference.nf4 import NF4_TABLE
 from ..checks import on_device_of
 
@@ -43,33 +45,63 @@ def _load_codebook(codebook, CUSTOM: tl.constexpr):
 
 
 @triton.jit
-def _load_scale(absmax, code, code_scale, code_offset, block, mask, shift, NESTED: tl.constexpr):
-    if not NESTED:
-        return tl.load(absmax + block, mask=mask, other=0.0)
-    q = tl.load(absmax + block, mask=mask, other=0).to(tl.int32)
-    scale = tl.load(code_scale + block // 256, mask=mask, other=0.0)
-    # bitsandbytes rounds the product and then the sum. Written as a product, LLVM would contract
-    # both into one fused multiply-add (seen in the PTX of 3.7.1, even through float64). A fused
-    # multiply-add of -0.0 is that rounded product, if the compiler cannot see that it is -0.0.
-    minus_zero = (shift >> 31).to(tl.float32) * -1.0
-    product = tl.fma(tl.load(code + q), scale, minus_zero)
-    return product + tl.load(code_offset)
+def power_of_two(scale):
+    """2^(scale - 127) in float32 of e8m0 bytes as int32: subnormal for 0, NaN for 255."""
+    bits = tl.where(scale == 0, 1 << 22, scale << 23)
+    return tl.where(scale == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _dequant(  # noqa: PLR0913
+def load_scale(
+    scales,
+    code,
+    code_scale,
+    code_offset,
+    block,
+    mask,
+    shift,
+    NESTED: tl.constexpr,
+    MX: tl.constexpr,
+):
+    """float32 of blocks."""
+    if MX:
+        return power_of_two(tl.load(scales + block, mask=mask, other=0).to(tl.int32))
+    elif NESTED:
+        q = tl.load(scales + block, mask=mask, other=0).to(tl.int32)
+        scale = tl.load(code_scale + block // 256, mask=mask, other=0.0)
+        # bitsandbytes rounds the product and then the sum. Written as a product, LLVM would
+        # contract both into one fused multiply-add (seen in the PTX of 3.7.1, even through
+        # float64). A fused multiply-add of -0.0 is that rounded product, if the compiler cannot
+        # see that it is -0.0.
+        minus_zero = (shift >> 31).to(tl.float32) * -1.0
+        product = tl.fma(tl.load(code + q), scale, minus_zero)
+        return product + tl.load(code_offset)
+    else:
+        return tl.load(scales + block, mask=mask, other=0.0)
+
+
+@triton.jit
+def _e2m1(code):
+    """float32 of e2m1 codes as int32: their bits at float32's place, whose exponents differ."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+
+
+@triton.jit
+def _nibbles(  # noqa: PLR0913
     packed,  # (bytes,) uint8
-    absmax,  # (blocks,) float32, uint8 if NESTED
+    scales,  # (blocks,) float32, uint8 if NESTED or MX
     active,  # (n,) int32 or int64
     codebook,  # (16,) float32 if CUSTOM
     code,  # (256,) float32 if NESTED
     code_scale,  # (ceil(blocks / 256),) float32 if NESTED
     code_offset,  # (1,) float32 if NESTED
-    out,  # (n, numel)
-    numel,
+    out,  # (n, elements)
+    size,  # whole bytes of an expert
     num_experts,
     chunks,
     shift,  # log2 of the blocksize
+    MX: tl.constexpr,  # MXFP4: the even element is the low nibble
     WHOLE_BYTES: tl.constexpr,
     CUSTOM: tl.constexpr,
     NESTED: tl.constexpr,
@@ -80,19 +112,25 @@ def _dequant(  # noqa: PLR0913
     chunk = (program % chunks).to(tl.int64)
     expert = tl.load(active + slot).to(tl.int64)
     known = (expert >= 0) & (expert < num_experts)
-    source = expert * numel
-    # Known at compile time, an even numel lets the compiler vectorise loads and stores.
-    odd = 0 if WHOLE_BYTES else source % 2
     byte = chunk * BLOCK + tl.arange(0, BLOCK)  # 0 holds the expert's first element
-    inside = known & (2 * byte - odd < numel)
-    index = source // 2 + byte
+    # Apart, since products of an even number let the compiler vectorise loads and stores.
+    if WHOLE_BYTES:
+        odd, numel = 0, 2 * size.to(tl.int64)
+        inside, index = known & (byte < size), expert * size + byte
+    else:
+        numel = 2 * size.to(tl.int64) + 1
+        odd = expert * numel % 2
+        inside, index = known & (2 * byte - odd < numel), expert * numel // 2 + byte
     pair = tl.load(packed + index, mask=inside, other=0).to(tl.int32)
     block = (2 * index) >> shift  # blocks are even: both nibbles share one
-    scale = _load_scale(absmax, code, code_scale, code_offset, block, inside, shift, NESTED)
+    scale = load_scale(scales, code, code_scale, code_offset, block, inside, shift, NESTED, MX)
     scale = tl.where(known, scale, float("nan"))
-    table = _load_codebook(codebook, CUSTOM)
-    even_value = tl.gather(table, pair >> 4, 0) * scale
-    odd_value = tl.gather(table, pair & 15, 0) * scale
+    if MX:
+        even_value, odd_value = _e2m1(pair & 15) * scale, _e2m1(pair >> 4) * scale
+    else:
+        table = _load_codebook(codebook, CUSTOM)
+        even_value = tl.gather(table, pair >> 4, 0) * scale
+        odd_value = tl.gather(table, pair & 15, 0) * scale
     local = chunk * (2 * BLOCK) - odd + tl.arange(0, 2 * BLOCK)
     value = tl.interleave(even_value, odd_value).to(out.dtype.element_ty)
     mask = local < numel if WHOLE_BYTES else (local >= 0) & (local < numel)
@@ -101,9 +139,48 @@ def _dequant(  # noqa: PLR0913
 
 def _launch(kernel, programs: int, packed: Tensor, *operands, **constants) -> None:
     """On the device of `packed`. wrap_triton takes no kernels that TRITON_INTERPRET=1 makes."""
+    if programs == 0:
+        return
     traced = wrap_triton(kernel) if isinstance(kernel, JITFunction) else kernel
     with on_device_of(packed):
-        traced[(programs,)](packed, *operands, **constants)
+        traced[(programs,)](packed, *operands, **constants, BLOCK=_BLOCK)
+
+
+def _decode_nibbles(
+    packed: Tensor,
+    scales: Tensor,
+    active_experts: Tensor,
+    expert_shape: Sequence[int],
+    blocksize: int,
+    dtype: torch.dtype,
+    codebook: Tensor | None = None,
+    nested: tuple[Tensor | None, ...] = (None,) * 3,
+    *,
+    mx: bool,
+) -> Tensor:
+    """Launch `_nibbles`; the arguments were checked by `nf4_dequant` or `mxfp4_dequant`."""
+    numel = math.prod(expert_shape)
+    active = active_experts.shape[0]
+    out = torch.empty((active, *expert_shape), dtype=dtype, device=packed.device)
+    chunks = triton.cdiv((numel + 1) // 2, _BLOCK)
+    _launch(
+        _nibbles,
+        active * chunks,
+        packed,
+        scales,
+        active_experts,
+        *(packed if operand is None else operand for operand in (codebook, *nested)),
+        out,
+        numel // 2,
+        2 * packed.numel() // numel,
+        chunks,
+        int(blocksize).bit_length() - 1,
+        MX=mx,
+        WHOLE_BYTES=numel % 2 == 0,
+        CUSTOM=codebook is not None,
+        NESTED=nested[0] is not None,
+    )
+    return out
 
 
 @triton_op(add_op_namespace_prefix("nf4_dequant_triton"), mutates_args=())
@@ -119,42 +196,22 @@ def nf4_dequant_triton(
     absmax_scale: Tensor | None,
     absmax_offset: Tensor | None,
 ) -> Tensor:
-    """Launch `_dequant`; the arguments were checked by `kernels.quant.nf4_dequant`."""
-    numel = math.prod(expert_shape)
-    active = active_experts.shape[0]
-    out = torch.empty((active, *expert_shape), dtype=dtype, device=packed.device)
-    # One byte more than half the elements: an odd start borrows half a byte at either end.
-    chunks = triton.cdiv(numel // 2 + 1, _BLOCK)
-    if active == 0:
-        return out
-    _launch(
-        _dequant,
-        active * chunks,
-        packed,
-        absmax,
-        active_experts,
-        packed if codebook is None else codebook,
-        packed if absmax_code is None else absmax_code,
-        packed if absmax_scale is None else absmax_scale,
-        packed if absmax_offset is None else absmax_offset,
-        out,
-        numel,
-        2 * packed.numel() // numel,
-        chunks,
-        int(blocksize).bit_length() - 1,
-        WHOLE_BYTES=numel % 2 == 0,
-        CUSTOM=codebook is not None,
-        NESTED=absmax_code is not None,
-        BLOCK=_BLOCK,
-    )
-    return out
+    """`nf4_dequant` by Triton."""
+    nested = (absmax_code, absmax_scale, absmax_offset)
+    operands = (packed, absmax, active_experts, expert_shape, blocksize, dtype, codebook, nested)
+    return _decode_nibbles(*operands, mx=False)
 
 
-@triton.jit
-def power_of_two(scale):
-    """2^(scale - 127) in float32 of e8m0 bytes as int32: subnormal for 0, NaN for 255."""
-    bits = tl.where(scale == 0, 1 << 22, scale << 23)
-    return tl.where(scale == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+@triton_op(add_op_namespace_prefix("mxfp4_dequant_triton"), mutates_args=())
+def mxfp4_dequant_triton(
+    packed: Tensor,
+    scales: Tensor,
+    active_experts: Tensor,
+    expert_shape: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """`mxfp4_dequant` by Triton."""
+    return _decode_nibbles(packed, scales, active_experts, expert_shape, MX_BLOCK, dtype, mx=True)
 
 
 @triton.jit
@@ -178,40 +235,6 @@ def reads_e4m3(x: Tensor) -> bool:
     if not x.is_cuda or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(x.device) >= (8, 9)
-
-
-@triton.jit
-def _mxfp4(
-    packed,  # (bytes,) uint8
-    scales,  # (bytes / 16,) uint8
-    active,  # (n,) int32 or int64
-    out,  # (n, 2 size)
-    size,  # bytes of an expert
-    num_experts,
-    chunks,
-    BLOCK: tl.constexpr,
-):
-    program = tl.program_id(0)
-    slot = (program // chunks).to(tl.int64)
-    expert = tl.load(active + slot).to(tl.int64)
-    known = (expert >= 0) & (expert < num_experts)
-    byte = (program % chunks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = byte < size
-    pair = tl.load(packed + expert * size + byte, mask=inside & known, other=0).to(tl.int32)
-    at_scale = scales + expert * (size // 16) + byte // 16
-    scale = tl.load(at_scale, mask=inside & known, other=0).to(tl.int32)
-    scale = power_of_two(tl.where(known, scale, 255))
-    at_out = out + slot * 2 * size + 2 * byte
-    kind = out.dtype.element_ty
-    tl.store(at_out, (_e2m1(pair & 15) * scale).to(kind), mask=inside)
-    tl.store(at_out + 1, (_e2m1(pair >> 4) * scale).to(kind), mask=inside)
-
-
-@triton.jit
-def _e2m1(code):
-    """float32 of e2m1 codes as int32: their bits at float32's place, whose exponents differ."""
-    bits = ((code & 7) << 22) | ((code & 8) << 28)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
 
 
 @triton.jit
@@ -246,25 +269,6 @@ def _fp8(  # noqa: PLR0913
     tl.store(out + line * width + column, value.to(out.dtype.element_ty), mask=inside)
 
 
-@triton_op(add_op_namespace_prefix("mxfp4_dequant_triton"), mutates_args=())
-def mxfp4_dequant_triton(
-    packed: Tensor,
-    scales: Tensor,
-    active_experts: Tensor,
-    expert_shape: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    """Launch `_mxfp4`; the arguments were checked by `kernels.quant.mxfp4`."""
-    size, active = math.prod(expert_shape) // 2, active_experts.shape[0]
-    out = torch.empty((active, *expert_shape), dtype=dtype, device=packed.device)
-    if active == 0:
-        return out
-    chunks = triton.cdiv(size, _BLOCK)
-    operands = (packed, scales, active_experts, out, size, packed.numel() // size, chunks)
-    _launch(_mxfp4, active * chunks, *operands, BLOCK=_BLOCK)
-    return out
-
-
 @triton_op(add_op_namespace_prefix("fp8_dequant_triton"), mutates_args=())
 def fp8_dequant_triton(
     packed: Tensor,
@@ -277,8 +281,6 @@ def fp8_dequant_triton(
     """Launch `_fp8`; the arguments were checked by `kernels.quant.fp8`."""
     (n, k), active = expert_shape, active_experts.shape[0]
     out = torch.empty((active, n, k), dtype=dtype, device=packed.device)
-    if active == 0:
-        return out
     rows, columns = block_of((n, k), block)
     chunks = triton.cdiv(k, _BLOCK)
     _launch(
@@ -297,6 +299,5 @@ def fp8_dequant_triton(
         rows,
         columns,
         NATIVE=reads_e4m3(packed),
-        BLOCK=_BLOCK,
     )
     return out

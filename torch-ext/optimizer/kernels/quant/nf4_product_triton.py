@@ -33,7 +33,7 @@ from ..experts.grouped_launch_triton import packed as packed_factor
 from ..experts.grouped_launch_triton import widens
 from ..experts.grouped_triton import _dot, _source, _tile_of
 from ..launch.launch_plan import launch
-from .dequant_triton import _load_scale, e4m3, power_of_two, reads_e4m3
+from .dequant_triton import e4m3, load_scale, reads_e4m3
 from .nf4_product import PackedStack, shift_of
 
 
@@ -97,11 +97,9 @@ def _nibbles(pair, table, NATIVE: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 def _scales(stack, at_block, mask, NESTED: tl.constexpr, KIND: tl.constexpr):
     """float32 of blocks."""
-    if KIND == "mxfp4":
-        return power_of_two(tl.load(stack[1] + at_block, mask=mask, other=0).to(tl.int32))
-    else:
-        shift = stack[6][2]
-        return _load_scale(stack[1], stack[2], stack[3], stack[4], at_block, mask, shift, NESTED)
+    shift = stack[6][2]
+    MX: tl.constexpr = KIND == "mxfp4"
+    return load_scale(stack[1], stack[2], stack[3], stack[4], at_block, mask, shift, NESTED, MX)
 
 
 @triton.jit
