@@ -12,6 +12,7 @@ allocator would hide most wrong addresses, so PYTORCH_NO_CUDA_MEMORY_CACHING=1 i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import os
 import sys
@@ -19,7 +20,7 @@ import sys
 import torch
 
 from .._compare import assert_same_bits
-from . import test_nf4_product_gpu
+from . import test_mxfp4_product_gpu, test_nf4_product_gpu
 from ._products import DTYPES as SYMMETRIC_DTYPES
 from ._products import TILES, Dense, Problem, exact, exact_dense, laid_out, run_chain, run_dense
 from ._tensors import DTYPES as LIST_DTYPES
@@ -39,6 +40,10 @@ def loaded():
     repo_id = tomllib.loads((ROOT / "build.toml").read_text())["general"]["hub"]["repo-id"]
     os.environ["LOCAL_KERNELS"] = f"{repo_id}={ROOT}"
     return get_kernel(repo_id, version=1, trust_remote_code=True)
+
+
+def submodule(opt, name: str):
+    return importlib.import_module(f"{opt.__name__}.{name}")
 
 
 def kernels() -> None:
@@ -174,18 +179,23 @@ def chain() -> None:
 
 
 def experts() -> None:
-    """The compiled product over 4-bit experts."""
+    """The compiled product over experts of 4 and 8 bits."""
     print(f"{expert_products(loaded())} cases, all right")
 
 
 def expert_products(opt) -> int:
-    """nf4_product: every epilogue at odd sizes; the number of cases."""
+    """nf4_product over NF4, MXFP4 and FP8: every epilogue at odd sizes; the number of cases."""
     device, count = torch.device("cuda"), 0
     if torch.cuda.get_device_capability(device) != (9, 0):
         return count
-    module, reference = (
-        importlib.import_module(f"{opt.__name__}.{name}")
-        for name in ("kernels.quant.nf4_product", "reference.nf4")
+    module, product = (
+        submodule(opt, name) for name in ("kernels.quant.nf4_product", "reference.nf4")
+    )
+    formats = (
+        (test_nf4_product_gpu.Problem, product.nf4_product, {}),
+        (test_mxfp4_product_gpu.Mxfp4, functools.partial(submodule, opt), {}),
+        (test_mxfp4_product_gpu.Fp8, functools.partial(submodule, opt), {}),
+        (test_mxfp4_product_gpu.Fp8, functools.partial(submodule, opt), {"block": (1, 0)}),
     )
     counts = (0, 1, 65, 257, 0, 130)
     # The rank, the rows' gather, whether the result stays grouped, what the epilogue does beside it
@@ -195,11 +205,10 @@ def expert_products(opt) -> int:
         (72, 3, False, {"bias": True, "sentinels": 7}),
     ):
         for along in (False, True):
-            problem = test_nf4_product_gpu.Problem(
-                counts, 136, 192, along, rank, fan, grouped_out, **extras
-            )
-            test_nf4_product_gpu.check(module, device, reference.nf4_product, problem)
-            count += 1
+            for make, reference, options in formats:
+                problem = make(counts, 136, 192, along, rank, fan, grouped_out, **extras, **options)
+                test_nf4_product_gpu.check(module, device, reference, problem)
+                count += 1
     return count
 
 
@@ -225,20 +234,23 @@ def chains(opt) -> int:
 
 
 def rescaling(opt) -> int:
-    """scale_rows by norms of rows and of matrices, aligned or not; the number of cases."""
+    """scale_rows by norms of rows and of matrices, aligned or not, zeros; the number of cases."""
     device, count = torch.device("cuda"), 0
-    module = importlib.import_module(f"{opt.__name__}.kernels.step.scale_rows")
-    for shape in ((2, 3, 8), (1, 5, 2056), (3, 7, 65)):
+    module = submodule(opt, "kernels.step.scale_rows")
+    for shape in ((2, 3, 8), (1, 5, 2056), (3, 7, 65), (2, 1, 1), (1, 300, 24)):
         for dtype in LIST_DTYPES:
             x = torch.randn(shape).to(dtype)
+            x[-1, 0] = 0.0
             for scale, dims in ((module.equilibrate_rows, -1), (module.renormalize, (-2, -1))):
                 norms = torch.linalg.vector_norm(x.double(), dim=dims, keepdim=True)
                 target = 1.0 if dims == -1 else min(shape[1:]) ** 0.5
-                scaled = x.to(device, copy=True)
-                scale(scaled)
-                expected = x.double() * target / norms
-                assert torch.allclose(scaled.cpu().double(), expected, rtol=2.0**-7, atol=2e-7)
-                count += 1
+                expected = torch.where(norms == 0, 0.0, x.double() * target / norms)
+                for start in (0, 1):
+                    buffer = torch.empty(x.numel() + start, dtype=dtype, device=device)
+                    scaled = buffer[start:].view(shape).copy_(x)
+                    scale(scaled)
+                    assert torch.allclose(scaled.cpu().double(), expected, rtol=2.0**-7, atol=2e-7)
+                    count += 1
     return count
 
 
