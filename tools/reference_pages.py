@@ -104,6 +104,17 @@ PAGES = {
         "",
         "nf4_quantize nf4_dequant mxfp4_quantize mxfp4_dequant fp8_quantize fp8_dequant",
     ),
+    "tensor-parallel": page(
+        "Tensor parallelism",
+        "tensor_parallel",
+        "all_gather_matmul matmul_reduce_scatter sharded_newton_schulz assert_async_tp_fused "
+        "comm_report CommRecord reset_comm_report",
+    ),
+    "tensor-parallel-float8": page(
+        "Tensor parallelism, operands in float8",
+        "tensor_parallel",
+        "all_gather_scaled_matmul scaled_matmul_reduce_scatter scaled_matmul",
+    ),
     "layers": page("Hub layers", "layers", "ScatterMoEExperts"),
     "lora": page(
         "LoRA on models",

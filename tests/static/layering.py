@@ -20,7 +20,8 @@ ARROWS: dict[str, frozenset[str]] = {
     # _ops: newton_schulz, gram_newton_schulz and gram_polynomial are registered ops themselves
     "orthogonalize": frozenset({"kernels", "dispatch", "_ops"}),
     "distributed": frozenset({"kernels.communication"}),
-    "tensor_parallel": frozenset({"distributed", "orthogonalize", "kernels"}),
+    # _ops: its products that communicate are registered ops; dispatch: what is said once
+    "tensor_parallel": frozenset({"distributed", "orthogonalize", "kernels", "dispatch", "_ops"}),
     "optimizers": frozenset(
         {"orthogonalize", "distributed", "kernels", "tensor_parallel", "dispatch"}
     ),

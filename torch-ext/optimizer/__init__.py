@@ -2,15 +2,16 @@
 
     gradient -> momentum -> gather -> orthogonalize -> scatter -> update
     tokens -> sort -> grouped linear + LoRA -> activation -> grouped linear + LoRA -> combine
+    shard -> all-gather + matmul | matmul + reduce-scatter
 
 `Muon` and `MuonAdamW` are the first sentence; `orthogonalize` and the methods behind it are its
 verb. `moe.Experts` is the second; `layers` has its form for `kernelize`, and `integrations` puts it
-into models of transformers and PEFT.
+into models of transformers and PEFT. `tensor_parallel` is the third, for layers cut over ranks.
 `nf4_quantize` makes and `nf4_dequant` decodes 4-bit experts; MXFP4 and FP8 have functions of the
 same kind. `explain` says which path an operation takes on a device, and why.
 """
 
-from . import integrations, layers, moe
+from . import integrations, layers, moe, tensor_parallel
 from .distributed import CommUnavailable
 from .explain import explain
 from .integrations.checkpoints.checkpoint import (
@@ -81,4 +82,5 @@ __all__ = [
     "profile_steps",
     "save_optimizer",
     "save_optimizer_async",
+    "tensor_parallel",
 ]

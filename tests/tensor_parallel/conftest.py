@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+
+from ..conftest import ROOT, module_fixture
+from ..distributed._ranks import Pools
+
+graph = module_fixture("tensor_parallel.graph")
+fused = module_fixture("tensor_parallel.fused")
+report = module_fixture("tensor_parallel.report")
+tensor_ops = module_fixture("tensor_parallel.ops")
+newton_schulz = module_fixture("tensor_parallel.newton_schulz")
+
+
+@pytest.fixture(scope="package")
+def ranks(opt, repo_id):
+    """`ranks(4).run(function, *args)` runs a function of a test module on four ranks over gloo."""
+    pools = Pools(repo_id, str(ROOT), "cpu")
+    yield pools
+    pools.close()

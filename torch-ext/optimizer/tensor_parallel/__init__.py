@@ -1,0 +1,37 @@
+"""Products that communicate, for layers whose weights are cut over the ranks of a group.
+
+    shard -> all-gather + matmul | matmul + reduce-scatter
+
+matmul        the two halves and their scaled forms, differentiable, for any dimension
+ops           the same on matrices, as registered operations, fused or plain
+fused         torch's pipelined products over symmetric memory, and when they serve
+products      float8 operands, their scales and their product
+collectives   the plain collectives
+report        which path each call took and why; the error of `strict`
+graph         what torch's own fusion left of a compiled graph
+newton_schulz one matrix whose rows lie on several ranks -> its polar factor
+"""
+
+from .graph import assert_async_tp_fused
+from .matmul import (
+    all_gather_matmul,
+    all_gather_scaled_matmul,
+    matmul_reduce_scatter,
+    scaled_matmul_reduce_scatter,
+)
+from .newton_schulz import sharded_newton_schulz
+from .products import scaled_matmul
+from .report import CommRecord, comm_report, reset_comm_report
+
+__all__ = [
+    "CommRecord",
+    "all_gather_matmul",
+    "all_gather_scaled_matmul",
+    "assert_async_tp_fused",
+    "comm_report",
+    "matmul_reduce_scatter",
+    "reset_comm_report",
+    "scaled_matmul",
+    "scaled_matmul_reduce_scatter",
+    "sharded_newton_schulz",
+]

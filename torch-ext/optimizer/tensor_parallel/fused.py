@@ -1,0 +1,220 @@
+"""torch's pipelined products over symmetric memory: when they serve, and how they are called.
+
+Each call hands them matrices alone, gathered or scattered along the first dimension: there they are
+right in every version from 2.11 on. Their own handling of more dimensions is not (a scaled product
+that is scattered along the third of four dimensions cuts the wrong one), and they guess the kind of
+scales from shapes; here it is said.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from .collectives import resolved
+from .products import has_float8_products
+from .report import (
+    ASKED,
+    FIRST_IN_CAPTURE,
+    NARROW,
+    NO_FP8,
+    ON_CPU,
+    SCALE_ALIGNMENT,
+    SCALED_COLUMNS,
+    SCALED_TRANSPOSE,
+    SMALL,
+    WORKSPACE,
+)
+
+# Below 0.3 ms of product at an H200's rate the launches and barriers of the parts cost more than
+# they hide: 2048 x 3584 x 8192 (1.2e11) took 356 us in a graph against 301, 4096 rows 390 against
+# 538 (pytorch PR 139227, and our own measurement). float8 has twice the rate.
+LEAST_FLOP = {1: 4e11, 2: 2e11, 4: 2e10, 8: 2e10}
+LEAST_COLUMNS = 1024  # of a shard gathered along the last dimension; torch's own pass has it, too
+SCALE_ROWS = 4  # float32 scales in 16 bytes
+ROW_MULTIPLE = 16
+FIRST_BYTES = 2**20  # of a group's workspace, before anything is known of its calls
+OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+_prepared: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+
+
+def why_not(
+    a: Tensor,  # (M, K)
+    columns: int,
+    *,
+    group: str,
+    fuse: str,
+    workspace: int,
+    scaled: bool,
+    layout: str | None,
+) -> str | None:
+    """The reason for which a product of a by (K, columns) in all cannot be fused here, or None.
+
+    All ranks come to the same answer: it depends on what they have in common. The first call of a
+    group on CUDA makes them prepare it together.
+
+    Args:
+        a: Left operand, as this rank has it.
+        columns: So that 2 M K columns is the work of this rank.
+        group: Name of the group.
+        fuse: As for `all_gather_matmul`.
+        workspace: Bytes of symmetric memory that the fused form needs.
+        scaled: Of float8 operands.
+        layout: What `why_not_gathered` or `why_not_scattered` says.
+    """
+    if fuse == "never":
+        return ASKED
+    if not a.is_cuda:
+        return ON_CPU
+    if scaled and not has_float8_products(a.device):
+        return NO_FP8
+    if layout is not None:
+        return layout
+    flop = 2 * a.shape[0] * a.shape[1] * columns
+    if fuse == "auto" and flop < LEAST_FLOP[a.dtype.itemsize]:
+        return SMALL
+    capturing = torch.cuda.is_current_stream_capturing()
+    process_group = resolved(group)
+    if process_group not in _prepared:
+        if capturing:
+            return FIRST_IN_CAPTURE
+        _prepared[process_group] = _prepare(process_group, a.device)
+    if _prepared[process_group] is not None:
+        return _prepared[process_group]
+    if capturing and workspace > _workspace_bytes(process_group.group_name):
+        return WORKSPACE
+    return None
+
+
+def why_not_gathered(a: Tensor, dim: int, mode: str) -> str | None:
+    """The reason why a shard (M, K) gathered along `dim` is not for torch's fused product."""
+    if dim == 1 and mode:
+        return SCALED_COLUMNS
+    if dim == 1 and a.shape[1] < LEAST_COLUMNS:
+        return NARROW
+    if mode.startswith("rowwise") and a.shape[0] % SCALE_ROWS:
+        return SCALE_ALIGNMENT
+    return None
+
+
+def why_not_scattered(a: Tensor, dim: int, *, scaled: bool) -> str | None:
+    """The reason why a product with a (M, K) scattered along `dim` is not for torch's fused one."""
+    if dim == 1 and scaled and a.shape[0] % ROW_MULTIPLE:
+        return SCALED_TRANSPOSE
+    return None
+
+
+def _prepare(group: Any, device: torch.device) -> str | None:
+    """Make the symmetric workspace of a group, all ranks together; or the reason why not.
+
+    Every rank learns what every other one found, so that they agree and none waits for another.
+    """
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    found: list[Any] = [None] * group.size()
+    distributed.all_gather_object(found, (socket.gethostname(), uuid), group=group)
+    hosts, devices = (set(column) for column in zip(*found, strict=True))
+    if len(hosts) > 1:
+        return f"the ranks of the group are on {len(hosts)} hosts, and symmetric memory joins one"
+    if len(devices) < group.size() and os.environ.get(OVERLAP) != "1":
+        return f"two ranks share a GPU, which needs {OVERLAP}=1 before torch is imported"
+    failure = None
+    try:
+        _enable(group.group_name)
+        symmetric_memory.get_symm_mem_workspace(group.group_name, FIRST_BYTES)
+    except Exception as error:  # whatever it is, the other ranks have to hear of it
+        failure = f"{type(error).__name__}: {error}".splitlines()[0]
+    failures: list[str | None] = [None] * group.size()
+    distributed.all_gather_object(failures, failure, group=group)
+    for rank, text in enumerate(failures):
+        if text is not None:
+            return f"symmetric memory could not be joined on rank {rank} of the group: {text}"
+    return None
+
+
+def _enable(group: str) -> None:
+    """Let torch 2.11 know the group; newer versions find it themselves and warn of the call."""
+    enable = getattr(symmetric_memory, "enable_symm_mem_for_group", None)
+    if enable is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            enable(group)
+
+
+def _workspace_bytes(group: str) -> int:
+    workspace = symmetric_memory._group_name_to_workspace_tensor.get(group)
+    return 0 if workspace is None else workspace.numel() * workspace.element_size()
+
+
+def gathered_product(
+    a: Tensor,  # (m, K) of this rank, or (M, k) for dim 1
+    bs: list[Tensor],
+    a_scale: Tensor | None,
+    b_scales: list[Tensor],
+    mode: str,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    dim: int,
+    group: str,
+    keep: bool,
+) -> tuple[Tensor | None, list[Tensor]]:
+    """The gathered a, if kept, and its products, by torch's fused operation."""
+    a = a.contiguous()
+    if not mode:
+        return torch.ops.symm_mem.fused_all_gather_matmul(a, bs, dim, group, return_A=keep)
+    # With () for one number torch cannot take it for the scale of a single row.
+    scale = a_scale.reshape(()) if mode == "tensorwise" else a_scale.contiguous()
+    none = [None] * len(bs)
+    return torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+        a,
+        bs,
+        scale,
+        [b_scale.contiguous() for b_scale in b_scales],
+        dim,
+        group,
+        none,
+        none,
+        [out_dtype] * len(bs),
+        [fast_accum] * len(bs),
+    )
+
+
+def scattered_product(
+    a: Tensor,  # (M, K)
+    b: Tensor,  # (K, N)
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    reduce_op: str,
+    dim: int,
+    group: str,
+) -> Tensor:
+    """This rank's part of the reduced product, by torch's fused operation."""
+    if a_scale is None:
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, reduce_op, dim, group)
+    if dim == 1:
+        # torch has no scaled form along the last dimension: the first one of the transpose.
+        scales = (b_scale.t(), a_scale.t()) if b_scale.ndim else (b_scale, a_scale)
+        options = (out_dtype, fast_accum, reduce_op, 0, group)
+        return scattered_product(b.t(), a.t(), *scales, *options).t().contiguous()
+    return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+        a,
+        b,
+        a_scale.contiguous(),
+        b_scale.contiguous(),
+        reduce_op,
+        0,
+        0,
+        group,
+        [a.shape[0], b.shape[1]],
+        out_dtype=out_dtype,
+        use_fast_accum=fast_accum,
+    )
