@@ -6,6 +6,7 @@ torchrun --nproc-per-node 8 benchmarks/run.py optimizer_step  on several: DIR/<g
                                                               verdict on each of its goals
 python benchmarks/run.py orthogonalize                        the same for orthogonalize.json
 python benchmarks/run.py moe_lora [-m MODEL ...] [-r RANK ...] [-T TOKENS]
+python benchmarks/run.py communication                        copies, products that wait, launches
 python benchmarks/run.py quant                                layers on packed experts, decoding
 python benchmarks/run.py end_to_end --case CASE [CASE ...]    trainings, models, first calls
 python benchmarks/run.py plots [--check]                      README's table, docs/benchmarks, plots
@@ -42,6 +43,7 @@ UNFINISHED = 3  # exit status: the time was over before the last case
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optimizer-benchmarks"
 # Result file -> the module of harness/ that holds its cases.
 ENTRIES = {
+    "communication": "harness.communication",
     "elementwise": "harness.elementwise",
     "end_to_end": "harness.end_to_end.cases",
     "moe_lora": "harness.experts.moe_lora",
@@ -207,12 +209,14 @@ def measure_cases(
 def summary(rows: list) -> str:
     from harness import report
 
-    timed = [row for row in rows if row.ok and row.variant == "auto"]
-    text = (
-        f"{sum(not row.ok for row in rows)} wrong; geometric means: "
-        f"{report.geomean([row.fraction_of_floor for row in timed]):.1%} of the floor, "
-        f"{report.geomean([row.speedup for row in timed]):.2f}x the baseline"
-    )
+    timed = [row for row in rows if row.ok and row.variant == "auto" and row.speedup]
+    text = f"{sum(not row.ok for row in rows)} wrong"
+    if timed or not rows:
+        text += (
+            "; geometric means: "
+            f"{report.geomean([row.fraction_of_floor for row in timed]):.1%} of the floor, "
+            f"{report.geomean([row.speedup for row in timed]):.2f}x the baseline"
+        )
     return "\n".join(filter(None, (text, report.goals_summary(rows))))
 
 

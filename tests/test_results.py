@@ -126,7 +126,7 @@ def test_digest_follows_code_alone(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "kernels/toy_triton.py").unlink()
     with pytest.raises(ValueError, match=r"no file matches kernels/toy\*\.py"):
         sources.sources_digest("toy", tmp_path)
-    with pytest.raises(ValueError, match="'unknown' is no result file; known: elementwise"):
+    with pytest.raises(ValueError, match="'unknown' is no result file; known: communication"):
         sources.sources_digest("unknown", tmp_path)
 
 
@@ -447,6 +447,31 @@ def test_zoo_rows_are_not_listed_in_readme(harness, checkout):
     assert "`1x2048x2048/heavy` | 0.27 | 0.02 | 0.26" in page and "zoo/" not in page
     assert harness.plots.findings(checkout) == []
     assert "[gram_polynomial]" in path.with_suffix(".svg").read_text()
+
+
+def test_rows_of_one_figure(harness, checkout):
+    """communication.json: values with targets, met or missed, on a page and in a plot."""
+    entry, plots = harness.communication, harness.plots
+    found = [
+        entry.figure("push/one", 0.97, "of a copy's rate", "Tensor.copy_", entry.PUSH_SHARE),
+        entry.figure("progress_matmul/x/cublas", 1.2, "times the time", "cuBLAS", entry.CUBLAS),
+        entry.figure("push/wrong", None, "of a copy's rate", "Tensor.copy_", entry.PUSH_SHARE),
+    ]
+    rows = [row for row, _ in found]
+    assert harness.is_well_formed(rows) and [row.ok for row in rows] == [True, True, False]
+    assert "goal 0.9 met" in found[0][1] and "MISSED" in found[1][1] and "WRONG" in found[2][1]
+    summary = harness.run.summary(rows)
+    assert summary.startswith("1 wrong\n1 of 2 goals are met") and "value 1.2 of 1.05" in summary
+    harness.copy_sources("communication", checkout)
+    digest = harness.sources.sources_digest("communication", checkout)
+    path = checkout / "benchmarks/results/h200/communication.json"
+    harness.report.write(path, HEAD | {"sources": digest}, rows)
+    plots.draw(checkout)
+    assert plots.findings(checkout) == []
+    page = (checkout / "docs/benchmarks/h200-communication.md").read_text()
+    assert "| `push/one` | 0.97 | of a copy's rate | 0.9 | Tensor.copy_ | one GPU |" in page
+    assert "1.05, missed" in page and "push/wrong" not in page
+    assert "push/one" in path.with_suffix(".svg").read_text()
 
 
 class RecordingStopwatch:

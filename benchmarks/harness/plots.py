@@ -170,7 +170,8 @@ def page_of(path: Path) -> Path:
 def page(path: Path, root: Path) -> str:
     """The page of a result file: every table that is drawn from it."""
     result = json.loads(path.read_text())
-    section = (_end_to_end_section if path.stem == "end_to_end" else _section)(result, path, root)
+    sections = {"end_to_end": _end_to_end_section, "communication": _figures_section}
+    section = sections.get(path.stem, _section)(result, path, root)
     return (
         f"# {path.stem} on {result['gpu']}\n\n"
         "`make plots` draws this page from the result file. How these rows are measured, and what "
@@ -242,6 +243,25 @@ def _end_to_end_section(result: dict, path: Path, root: Path) -> str:
     if any("curve" in row for row in good):
         parts.append(_plot_link(path, root))
     return "\n\n".join(parts)
+
+
+def _figures_section(result: dict, path: Path, root: Path) -> str:
+    """The table of a result file whose rows are one figure each."""
+    lines = ["| case | value | unit | target | beside | transport |", "|---|--:|---|--:|---|---|"]
+    for row in result["rows"]:
+        if not row["ok"]:
+            continue
+        goal = row["goals"]["value"]
+        target = f"{row['target']:g}{'' if goal['met'] else ', missed'}"
+        lines.append(
+            f"| `{row['case']}` | {row['value']:.3g} | {row['unit']} | {target} "
+            f"| {row['baseline']} | {row['transport']} |"
+        )
+    text = (
+        f"{result['gpu']}, driver {result['driver']}, torch {result['torch']}. Times are the "
+        f"device's, medians by turns. All rows: {_link(path, root)}."
+    )
+    return "\n".join([*lines, "", text, "", _plot_link(path, root)])
 
 
 def _training_table(rows: list[dict]) -> str | None:
@@ -390,7 +410,8 @@ def _plot(path: Path) -> None:
     import matplotlib.pyplot as plt
 
     result = json.loads(path.read_text())
-    draw_on = _curves if path.stem == "end_to_end" else _bars
+    drawings = {"end_to_end": _curves, "communication": _figures}
+    draw_on = drawings.get(path.stem, _bars)
     figure = draw_on(plt, result, f"{path.stem} on {result['gpu']}")
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Description": _mark(path)})
     plt.close(figure)
@@ -418,6 +439,20 @@ def _bars(plt, result: dict, title: str):
     axes.set_xlabel("share of the floor (1 = no version can be faster)")
     axes.set_title(title, fontsize=10)
     axes.legend(loc="lower right", fontsize=8)
+    return figure
+
+
+def _figures(plt: Any, result: dict, title: str) -> Any:
+    """A figure: every value as a share of its target."""
+    rows = [row for row in result["rows"] if row["ok"]]
+    figure, axes = plt.subplots(figsize=(9, 0.32 * len(rows) + 1.4), layout="constrained")
+    shares = [row["value"] / row["target"] for row in rows]
+    axes.barh([row["case"] for row in rows], shares, 0.6, color="#2a6f97")
+    axes.tick_params(axis="y", labelsize=7)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_xlabel("value / target (for push at least 1, else at most 1)")
+    axes.set_title(title, fontsize=10)
     return figure
 
 

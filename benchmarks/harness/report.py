@@ -47,6 +47,11 @@ class Row:
     peak_baseline_mb: float | None = None
     goals: dict[str, dict] | None = None  # see `judged`
     peer_commit: str | None = None  # of the checkouts that the row measured instead of ours
+    # One figure instead of times.
+    value: float | None = None
+    unit: str | None = None
+    target: float | None = None
+    transport: str | None = None
 
 
 @dataclass(frozen=True)

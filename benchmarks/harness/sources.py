@@ -39,6 +39,14 @@ _STEP = (
 
 # Result file -> what its times depend on.
 SOURCES: dict[str, tuple[str, ...]] = {
+    "communication": (
+        "kernels-src/common/*",
+        "kernels-src/communication/*",
+        "kernels-src/sm90/*",
+        "kernels-src/step/momentum.*",
+        "kernels-src/step/multi_tensor.cuh",
+        "torch-ext/optimizer/kernels/communication/*.py",
+    ),
     "elementwise": (
         "kernels-src/common/*",
         "kernels-src/quant/nf4_dequant.*",
