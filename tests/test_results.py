@@ -468,7 +468,7 @@ def test_rows_of_one_figure(harness, checkout):
     harness.report.write(path, HEAD | {"sources": digest}, rows)
     plots.draw(checkout)
     assert plots.findings(checkout) == []
-    page = (checkout / "docs/benchmarks/h200-communication.md").read_text()
+    page = (checkout / plots.page_of(path)).read_text()
     assert "| `push/one` | 0.97 | of a copy's rate | 0.9 | Tensor.copy_ | one GPU |" in page
     assert "1.05, missed" in page and "push/wrong" not in page
     assert "push/one" in path.with_suffix(".svg").read_text()
