@@ -196,7 +196,7 @@ def packed_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple)
     tokens, top_k, experts, hidden, inner, rank, rows = MODELS[model]
     if hidden % BLOCKSIZE or inner % BLOCKSIZE:
         return  # blocks would leave their row, which the fused product refuses
-    module = load("kernels.quant.nf4_product_triton")
+    module = load("kernels.quant.packed_product_triton")
     slots, offsets, tiles = order
     total = tokens * top_k
 
@@ -219,7 +219,7 @@ def packed_step(model: str, dtype: torch.dtype, lora: torch.dtype, order: tuple)
             every = dict.fromkeys(tile for _, *both in table for tile in both)
             for stack, tile in itertools.product(stacks, every):
                 operands = (x, stack, last, low, factor, slots, offsets, tiles, out)
-                module.nf4_product(*operands, fan=fans, tile=tile, **place, **options)
+                module.packed_product(*operands, fan=fans, tile=tile, **place, **options)
 
 
 def main(arguments: list[str]) -> int:
@@ -234,7 +234,7 @@ def main(arguments: list[str]) -> int:
     catch(options.arch)
     launch = load("kernels.experts.grouped_launch_triton")
     launch.arch = lambda device: f"sm{options.arch}"
-    native = load("kernels.quant.nf4_product_triton")
+    native = load("kernels.quant.packed_product_triton")
     native.is_native = lambda x, kind: kind != "fp8" or options.arch >= 89
     print(f"triton {triton.__version__}, sm_{options.arch}, {options.model}, {options.dtype}")
     step(options.model, getattr(torch, options.dtype), getattr(torch, options.lora))

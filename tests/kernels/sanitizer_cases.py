@@ -20,7 +20,7 @@ import sys
 import torch
 
 from .._compare import assert_same_bits
-from . import test_mxfp4_product_gpu, test_nf4_product_gpu
+from . import test_mxfp4_product_gpu, test_packed_product_gpu
 from ._products import DTYPES as SYMMETRIC_DTYPES
 from ._products import TILES, Dense, Problem, exact, exact_dense, laid_out, run_chain, run_dense
 from ._tensors import DTYPES as LIST_DTYPES
@@ -189,10 +189,10 @@ def expert_products(opt) -> int:
     if torch.cuda.get_device_capability(device) != (9, 0):
         return count
     module, product = (
-        submodule(opt, name) for name in ("kernels.quant.nf4_product", "reference.nf4")
+        submodule(opt, name) for name in ("kernels.quant.packed_product", "reference.nf4")
     )
     formats = (
-        (test_nf4_product_gpu.Problem, product.nf4_product, {}),
+        (test_packed_product_gpu.Problem, product.nf4_product, {}),
         (test_mxfp4_product_gpu.Mxfp4, functools.partial(submodule, opt), {}),
         (test_mxfp4_product_gpu.Fp8, functools.partial(submodule, opt), {}),
         (test_mxfp4_product_gpu.Fp8, functools.partial(submodule, opt), {"block": (1, 0)}),
@@ -207,7 +207,7 @@ def expert_products(opt) -> int:
         for along in (False, True):
             for make, reference, options in formats:
                 problem = make(counts, 136, 192, along, rank, fan, grouped_out, **extras, **options)
-                test_nf4_product_gpu.check(module, device, reference, problem)
+                test_packed_product_gpu.check(module, device, reference, problem)
                 count += 1
     return count
 

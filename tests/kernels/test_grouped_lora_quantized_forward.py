@@ -64,7 +64,7 @@ def test_tiles_of_other_sizes_than_the_order_s(submodule, device, monkeypatch, s
     generator = torch.Generator().manual_seed(3)
     inner = problem["x"].shape[1]
     problem["x"] = torch.randn(50, inner, generator=generator).to(device)
-    launch = submodule("kernels.quant.nf4_product_triton")
+    launch = submodule("kernels.quant.packed_product_triton")
     monkeypatch.setattr(launch, "choose_tile", lambda *_: launch.Tile(rows, 64, 32, 4, 1))
     y, _ = forward(submodule, problem, "triton")
     expected, _ = exact(submodule, problem)
@@ -75,7 +75,7 @@ def test_tiles_of_other_sizes_than_the_order_s(submodule, device, monkeypatch, s
 def test_steps_over_several_blocks(submodule, device, monkeypatch, sizes):
     """A step of 128 or 256 holds several absmax per row, and the last one ends behind the row."""
     problem = draw(submodule, Stack(n=40, k=320, nested=True), device, torch.float32)
-    launch = submodule("kernels.quant.nf4_product_triton")
+    launch = submodule("kernels.quant.packed_product_triton")
     monkeypatch.setattr(launch, "choose_tile", lambda *_: launch.Tile(*sizes, 4, 1))
     y, _ = forward(submodule, problem, "triton")
     expected, _ = exact(submodule, problem)
@@ -84,7 +84,7 @@ def test_steps_over_several_blocks(submodule, device, monkeypatch, sizes):
 
 def test_few_rows_take_the_tile_that_was_timed_and_others_keep_theirs(submodule):
     """(columns, depth, warps, stages, registers) by mean rows per expert and depth of the sum."""
-    choose = submodule("kernels.quant.nf4_product_triton").choose_tile
+    choose = submodule("kernels.quant.packed_product_triton").choose_tile
     before, short = (64, 128, 4, 4, None), (128, 64, 4, 4, None)
     for mean, depth, expected in (
         (0.5, 2048, before),  # Qwen3.5-35B-A3B, 16 tokens

@@ -10,7 +10,7 @@ import torch
 from .._compare import assert_same_bits, relative_error
 from .test_gated_quantized_experts import Layer
 from .test_gated_quantized_experts import Problem as LayerProblem
-from .test_nf4_product_gpu import EDGES, ROUTINGS, Problem, check, module
+from .test_packed_product_gpu import EDGES, ROUTINGS, Problem, check, module
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 __all__ = ["module"]  # a fixture
@@ -148,7 +148,7 @@ def test_a_weight_is_used_as_it_decodes(module, submodule, device, kind, along):
     eye = torch.eye(depth, device=device).bfloat16().repeat(2, 1)
     offsets = torch.arange(3, device=device) * depth
     place = {"slots": torch.arange(2 * depth, device=device), "offsets": offsets}
-    out = module.nf4_product(eye, **a, **place, along=along, fan=0, grouped_out=True)
+    out = module.packed_product(eye, **a, **place, along=along, fan=0, grouped_out=True)
     expected = (dense.mT if along else dense).reshape(2 * depth, -1)
     assert_same_bits(out + 0.0, expected + 0.0)  # a sum of zeros has no sign
 
@@ -165,7 +165,7 @@ def test_ends_of_the_scales(module, device, scale, along):
     place = {"slots": torch.arange(128, device=device), "along": along}
     place |= {"offsets": torch.tensor([0, 128], device=device), "fan": 0, "grouped_out": True}
     a = {"packed": packed, "absmax": scales.view(-1), "codebook": None, "stored": stored}
-    out = module.nf4_product(eye, **a, blocksize=32, kind="mxfp4", **place)
+    out = module.packed_product(eye, **a, blocksize=32, kind="mxfp4", **place)
     out = out.mT if along else out  # (N, K)
     others = torch.ones_like(out, dtype=torch.bool)
     if scale == 255:  # zeros of the unit matrix meet it, too

@@ -273,7 +273,7 @@ def test_compiled_ahead_over_4_bits(moe, submodule, device, taken, prepared) -> 
     QuantizedLayer(moe, device, QUANTIZED[0]).step()
     names = [name for name, _ in prepared]
     means = submodule("moe.eager_layer")._MEANS
-    products = "_nf4_product"
+    products = "_packed_product"
     assert len({name for name in names if name.startswith(products)}) == 1
     sorts = names.count("_place")
     assert sorts == 2 + len(means), "prepared, each height, recorded"

@@ -18,8 +18,8 @@ NAMES = ("y", "x", "gates", "gate_up.a", "gate_up.b", "down.a", "down.b")
 @pytest.fixture
 def compiled_calls(submodule, watch):
     """The number of launches of the compiled product, in a list."""
-    module = submodule("kernels.quant.nf4_product")
-    return watch(module, "nf4_product", lambda *_, along, **__: along)
+    module = submodule("kernels.quant.packed_product")
+    return watch(module, "packed_product", lambda *_, along, **__: along)
 
 
 class Layer:
@@ -91,7 +91,7 @@ def test_auto_takes_it_where_it_pays(moe, submodule, device, compiled_calls, mon
     taken = list(compiled_calls)
     compiled_calls.clear()
     by_auto = case.step("auto")
-    module = submodule("kernels.quant.nf4_product")
+    module = submodule("kernels.quant.packed_product")
     assert all(module.pays(150, depth, True) for depth in (832, 896))
     assert module.pays(150, 1792, False) and not module.pays(150, 640, True)
     assert sorted(compiled_calls) == sorted(taken)

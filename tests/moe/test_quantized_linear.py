@@ -402,7 +402,7 @@ def test_cuda_and_triton_by_rows_and_direction(opt, submodule, on_hopper, monkey
         asked.append((mean, depth, others[-1]))
         return others[-1]
 
-    monkeypatch.setattr(submodule("kernels.quant.nf4_product"), "pays", pays)
+    monkeypatch.setattr(submodule("kernels.quant.packed_product"), "pays", pays)
     said = explain(opt, stack(opt), 64)
     assert said == (
         "fused: 64 rows per expert, at most 512; forward by CUDA, backward by Triton, as measured"

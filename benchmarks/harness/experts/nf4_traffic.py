@@ -10,7 +10,7 @@ from ..device import NotCountedError, counted
 from .goals import TRAFFIC
 from .problems import MODELS, Layer
 
-KERNELS = "regex:nf4_product"  # Triton's and the compiled one
+KERNELS = "regex:packed_product|nf4_product"  # Triton's and the compiled one
 LIMIT = 40  # seconds
 CHILD = "harness.experts.nf4_traffic"
 

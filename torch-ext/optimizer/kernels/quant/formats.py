@@ -22,11 +22,11 @@ from torch import Tensor
 from ... import dispatch
 from ...reference.nf4 import FP4_TABLE, NESTED_BLOCKSIZE, NF4_TABLE, nest_absmax
 from ..checks import check_dense
-from . import nf4_product
+from . import packed_product
 from .codec import write_parts
 from .nf4_dequant import BLOCKSIZES, nf4_decoder, nf4_dequant
-from .nf4_product import PackedStack
 from .nf4_quantize import nf4_quantize
+from .packed_product import PackedStack
 
 Layout = dict[str, tuple[int, torch.dtype]]  # elements and dtype of every tensor, by its name
 
@@ -147,14 +147,14 @@ class Format(abc.ABC):
         return f"no compiled product reads {self.quant_type}"
 
     def compiled_pays(self, mean_rows: float, depth: int, along: bool) -> bool:
-        """Whether the compiled product is the faster one; see `nf4_product.pays`."""
+        """Whether the compiled product is the faster one; see `packed_product.pays`."""
         del mean_rows, depth, along
         return False
 
     def product(
         self, path: str, x: Tensor, stack: Stack, *operands: Any, **options: Any
     ) -> Tensor | None:
-        """One grouped product that decodes in registers; see `nf4_product` of nf4_product_triton.
+        """One grouped product that decodes in registers; arguments as of packed_product_triton.py.
 
         Path "compiled" takes the compiled product where it can, "measured" where it is faster too.
         """
@@ -232,14 +232,14 @@ class InRegisters(Format):
         stored: Sequence[int],
         rank: int,
     ) -> str | None:
-        """As of `nf4_product`."""
+        """As of `packed_product`."""
         if not dispatch.is_hopper(device):
             return "it needs capability 9.0"
-        return nf4_product.refusal(x, self.opened(tensors, stored), rank)
+        return packed_product.refusal(x, self.opened(tensors, stored), rank)
 
     def compiled_pays(self, mean_rows: float, depth: int, along: bool) -> bool:
-        """As of `nf4_product`."""
-        return nf4_product.pays(mean_rows, depth, along)
+        """As of `packed_product`."""
+        return packed_product.pays(mean_rows, depth, along)
 
     def product(
         self, path: str, x: Tensor, stack: Stack, *operands: Any, **options: Any
@@ -247,10 +247,10 @@ class InRegisters(Format):
         """By CUDA or Triton."""
         operands = (x, self.opened(stack.tensors, stack.stored), *operands)
         if path == "compiled" or (
-            path == dispatch.MEASURED and nf4_product.compiled_is_faster(operands)
+            path == dispatch.MEASURED and packed_product.compiled_is_faster(operands)
         ):
-            return nf4_product.prefer_compiled(*operands, **options)
-        from .nf4_product_triton import nf4_product as by_triton
+            return packed_product.prefer_compiled(*operands, **options)
+        from .packed_product_triton import packed_product as by_triton
 
         return by_triton(*operands, **options)
 

@@ -26,7 +26,7 @@ from ...reference.fp8 import block_of, scale_shape
 from ..checks import check_expert_shape, check_ids, check_packed, check_quantizable, check_stack
 from .codec import dequant_op
 from .formats import FORMATS, InRegisters, Layout
-from .nf4_product import PackedStack
+from .packed_product import PackedStack
 
 BLOCK = (128, 128)  # rows, columns
 _STORED = (torch.uint8, torch.float8_e4m3fn)

@@ -7,9 +7,9 @@ experts at a time are decoded to memory and multiplied; ACTIVE decodes those tha
 once. dX is the same product with the stack read the other way round, from the same bytes.
 
 path      | source                            | taken
-compiled  | `Format.product`: nf4_product.py  | slice_experts = 0, capability 9.0: by name what it
+compiled  | packed_product.py                 | slice_experts = 0, capability 9.0: by name what it
           |                                   | can take, on path "measured" what it is faster at
-triton    | nf4_product_triton.py             | slice_experts = 0
+triton    | packed_product_triton.py          | slice_experts = 0
 triton    | `sliced_product`                  | slice_experts != 0
 reference | reference/moe.py                  | CPU and the rest: decodes expert after expert
 
@@ -251,7 +251,7 @@ def product_of_stack(
 
     Args:
         operands: x, the Stack, whether the sum runs along K, low, factor, slots, offsets, tiles and
-            out, as of `nf4_product` of nf4_product_triton.py.
+            out, as of `packed_product` of packed_product_triton.py.
         slice_experts: 0 for registers.
         direction: "forward" or "dx", which chooses the tiles of slices.
         options: tile_rows, fan, scatter and, where wanted, bias, gates, other and other_fan.

@@ -27,7 +27,7 @@ from ...reference.mxfp4 import BLOCK, E2M1_TABLE
 from ..checks import check_expert_shape, check_ids, check_packed, check_quantizable, check_stack
 from .codec import dequant_op, quantize_in_chunks
 from .formats import FORMATS, InRegisters, Layout
-from .nf4_product import PackedStack
+from .packed_product import PackedStack
 
 _reference = custom_op(
     add_op_namespace_prefix("mxfp4_dequant_reference"),

@@ -1,17 +1,17 @@
-"""nf4_product: (x W_e + low F_e + bias_e) times gates over packed weights, compiled for Hopper.
+"""packed_product: (x W_e + low F_e + bias_e) times gates over packed weights, compiled for Hopper.
 
 The product inside of grouped_lora_quantized_forward and _dx, by TMA and wgmma: decoded weights are
 wgmma's left operand in registers, up to 256 rows its right one. An element is one float32 sum over
 growing k and then over the rank, so a row's bits do not depend on the others.
 
-path     | op          | source                  | taken
-compiled | nf4_product | kernels-src/quant | capability 9.0, what `refusal` allows: bfloat16,
-         |             |                         | N and the rank multiples of 8; NF4 and FP4 with
-         |             |                         | plain absmax, blocks of 64 or more that do not
-         |             |                         | leave their row; MXFP4 with K a multiple of 64,
-         |             |                         | FP8 of 16 and blocks of 64 columns or more;
-         |             |                         | by name, or by `pays`
-triton   |             | nf4_product_triton.py   | everything else
+path     | op          | source                   | taken
+compiled | nf4_product | kernels-src/quant        | capability 9.0, what `refusal` allows: bfloat16,
+         |             |                          | N and the rank multiples of 8; NF4 and FP4 with
+         |             |                          | plain absmax, blocks of 64 or more that do not
+         |             |                          | leave their row; MXFP4 with K a multiple of 64,
+         |             |                          | FP8 of 16 and blocks of 64 columns or more;
+         |             |                          | by name, or by `pays`
+triton   |             | packed_product_triton.py | everything else
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.library import register_fake
 from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
 
-_BY_TRITON = "product over 4-bit weights by Triton instead of CUDA: %s"
+_BY_TRITON = "product over packed weights by Triton instead of CUDA: %s"
 MAX_EXPERTS = 512  # kMaxExperts: their offsets lie in shared memory
 MIN_BLOCK = 64  # kMinBlock: a step of the sum takes one absmax per stored row
 # Of an expert, and of the sum: where 2048 tokens of four models were timed
@@ -90,7 +90,7 @@ def _fake(  # noqa: PLR0913
     return None
 
 
-def nf4_product(  # noqa: PLR0913
+def packed_product(  # noqa: PLR0913
     x: Tensor,
     packed: Tensor,
     absmax: Tensor,
@@ -142,7 +142,7 @@ def nf4_product(  # noqa: PLR0913
     """
     stack = PackedStack(packed, absmax, codebook, None, tuple(stored), blocksize, kind, block_rows)
     if reason := refusal(x, stack, 0 if factor is None else factor.shape[1]):
-        raise ValueError(f"nf4_product cannot take this product: {reason}")
+        raise ValueError(f"packed_product cannot take this product: {reason}")
     columns = stored[1] if along else stored[2]
     if out is None:
         out = x.new_empty((slots.shape[0], columns))
@@ -183,7 +183,7 @@ def refusal(x: Tensor, stack: PackedStack, rank: int) -> str | None:
 
     Args:
         x: Rows.
-        stack: As `nf4_product` of nf4_product_triton.py takes it.
+        stack: As `packed_product` of packed_product_triton.py takes it.
         rank: Of LoRA, or 0.
     """
     packed, scales, _, nested, (experts, n, k), blocksize, kind, _ = stack
@@ -253,9 +253,9 @@ def prefer_compiled(
     out: Tensor | None,
     **options,
 ) -> Tensor | None:
-    """What `nf4_product` of nf4_product_triton.py does with these arguments, by CUDA if it can."""
-    from .nf4_product_triton import gate_and_dot
-    from .nf4_product_triton import nf4_product as by_triton
+    """What packed_product_triton.py does with these arguments, by CUDA if it can."""
+    from .packed_product_triton import gate_and_dot
+    from .packed_product_triton import packed_product as by_triton
 
     reason = refusal(x, stack, 0 if factor is None else factor.shape[1])
     if out is None:
@@ -265,7 +265,7 @@ def prefer_compiled(
         return by_triton(x, stack, last, low, factor, slots, offsets, tiles, out, **options)
     packed, absmax, codebook, _, stored, blocksize, kind, block_rows = stack
     other, gates = options.get("other"), options.get("gates")
-    nf4_product(
+    packed_product(
         x,
         packed,
         absmax,

@@ -1,4 +1,4 @@
-"""nf4_product without a GPU: what it refuses, where that goes, and what it hands on."""
+"""packed_product without a GPU: what it refuses, where that goes, and what it hands on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SOURCES = ROOT / "kernels-src" / "quant"
 STORED = (3, 32, 128)  # (E, N, K)
 
 
-module = module_fixture("kernels.quant.nf4_product")
+module = module_fixture("kernels.quant.packed_product")
 
 
 def stack(
@@ -80,7 +80,7 @@ def test_refused_operands_raise_before_the_op(module):
     place = {"along": True, "fan": 0, "grouped_out": True}
     order = (torch.arange(5), torch.tensor((0, 5, 5, 5)))
     with pytest.raises(ValueError, match="cannot take this product: the blocksize must be 64"):
-        module.nf4_product(rows(), packed, absmax, torch.ones(16), stored, 32, *order, **place)
+        module.packed_product(rows(), packed, absmax, torch.ones(16), stored, 32, *order, **place)
 
 
 def test_python_repeats_the_limits_of_the_source(module):
@@ -106,9 +106,9 @@ def test_what_is_refused_goes_to_triton_with_all_its_arguments(
     module, submodule, monkeypatch, refused, last
 ):
     """And what is not refused goes to the op, with the other kernel's names for its arguments."""
-    launch = submodule("kernels.quant.nf4_product_triton")
+    launch = submodule("kernels.quant.packed_product_triton")
     asked = {}
-    monkeypatch.setattr(launch, "nf4_product", lambda *a, **o: asked.update(triton=(a, o)))
+    monkeypatch.setattr(launch, "packed_product", lambda *a, **o: asked.update(triton=(a, o)))
     monkeypatch.setattr(
         module, "ops", types.SimpleNamespace(nf4_product=lambda *a: asked.update(compiled=a))
     )
@@ -177,8 +177,8 @@ def test_the_ops_take_what_path_and_times_say(
 ):
     """By name what it can take; measured also what pays, and without a word where it cannot."""
     forward = submodule("kernels.quant.grouped_lora_quantized")
-    launch, asked = submodule("kernels.quant.nf4_product_triton"), []
-    monkeypatch.setattr(launch, "nf4_product", lambda *a, **o: asked.append("triton"))
+    launch, asked = submodule("kernels.quant.packed_product_triton"), []
+    monkeypatch.setattr(launch, "packed_product", lambda *a, **o: asked.append("triton"))
     monkeypatch.setattr(
         module, "ops", types.SimpleNamespace(nf4_product=lambda *a: asked.append("compiled"))
     )
@@ -222,7 +222,7 @@ def test_rows_meet_others_before_their_gates(submodule, device, fan, scatter, ga
     if gated:
         product[at[:known]] *= gates.view(-1, 1)[slots[:known]]
     other[source[known:]] = other[source[known:]] if fan else torch.nan
-    launch = submodule("kernels.quant.nf4_product_triton").gate_and_dot
+    launch = submodule("kernels.quant.packed_product_triton").gate_and_dot
     dots = launch(out, other, gates if gated else None, slots, offsets, fan, scatter)
     assert torch.allclose(dots, expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(out, product)

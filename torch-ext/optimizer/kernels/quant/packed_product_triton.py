@@ -34,7 +34,7 @@ from ..experts.grouped_launch_triton import widens
 from ..experts.grouped_triton import _dot, _source, _tile_of
 from ..launch.launch_plan import launch
 from .dequant_triton import e4m3, load_scale, reads_e4m3
-from .nf4_product import PackedStack, shift_of
+from .packed_product import PackedStack, shift_of
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def _along_rows(  # noqa: PLR0913
     at_x,  # (BLOCK_M, 1) pointers to rows
     x_col,
     inside,
-    stack,  # see _nf4_product
+    stack,  # see _packed_product
     row,  # (BLOCK_C,) stored rows, one per column of the result
     scale_row,  # (BLOCK_C,) rows of scales
     within,
@@ -397,7 +397,7 @@ def _rows_of(
         *("experts", "total_rows", "tile_count", "column_tiles"),
     ]
 )
-def _nf4_product(  # noqa: PLR0913
+def _packed_product(  # noqa: PLR0913
     x,  # rows of D
     packed,  # (E N K / 2,) uint8; (E N K,) of FP8
     absmax,  # scales of blocks: float32, uint8 if NESTED or of MXFP4
@@ -584,7 +584,7 @@ def choose_tile(mean: float, last: bool, depth: int, dots: bool, element_bytes: 
     return rule[1 + second]
 
 
-def nf4_product(  # noqa: PLR0913
+def packed_product(  # noqa: PLR0913
     x: Tensor,  # rows of D
     stack: PackedStack,
     last: bool,  # the sum runs along K
@@ -623,7 +623,7 @@ def nf4_product(  # noqa: PLR0913
         dots = torch.empty((column_tiles, rows), dtype=torch.float32, device=x.device)
     if tiles.shape[0] == 0:
         return None if dots is None else dots.sum(0)
-    launch(_nf4_product, (tiles.shape[0] * share * column_tiles,))(
+    launch(_packed_product, (tiles.shape[0] * share * column_tiles,))(
         x,
         packed,
         absmax,

@@ -1,4 +1,4 @@
-"""The compiled nf4_product: exact on integers, decoded to the bit, quiet beside its tensors.
+"""The compiled packed_product: exact on integers, decoded to the bit, quiet beside its tensors.
 
 Rows lie in memory that is NaN between them, so that a copy that reaches too far shows; the result
 lies between NaN, which must stay.
@@ -27,7 +27,7 @@ EDGES = (
 )
 
 
-module = module_fixture("kernels.quant.nf4_product")
+module = module_fixture("kernels.quant.packed_product")
 reference = module_fixture("reference.nf4", "nf4_product")
 
 
@@ -124,7 +124,7 @@ def check(module, device, reference, problem: Problem) -> None:
     arguments, expected = problem.operands(device, reference)
     flat = torch.full((expected.numel() + 2 * GUARD,), torch.nan, device=device).bfloat16()
     out = flat[GUARD : GUARD + expected.numel()].view(expected.shape)
-    assert module.nf4_product(**arguments, out=out) is out
+    assert module.packed_product(**arguments, out=out) is out
     assert torch.equal(out, expected), problem
     assert flat[:GUARD].isnan().all(), problem
     assert flat[GUARD + expected.numel() :].isnan().all(), problem
@@ -192,7 +192,7 @@ def test_a_weight_is_used_as_it_decodes(module, opt, device, codebook, blocksize
     slots = torch.arange(3 * depth, device=device)
     place = {"along": along, "fan": 0, "grouped_out": True}
     stack = (packed, absmax, codebook, stored, blocksize)
-    out = module.nf4_product(eye, *stack, slots, offsets, **place)
+    out = module.packed_product(eye, *stack, slots, offsets, **place)
     expected = (dense.mT if along else dense).reshape(3 * depth, -1)
     assert_same_bits(out + 0.0, expected + 0.0)  # a sum of zeros has no sign
 
@@ -207,14 +207,14 @@ def test_bits_of_a_row_depend_on_that_row(module, device, reference, along):
     arguments["codebook"] = torch.randn(16, device=device)
     arguments["absmax"] = torch.rand_like(arguments["absmax"])
     arguments["slots"] = torch.arange(600, device=device)
-    first = module.nf4_product(**arguments)
+    first = module.packed_product(**arguments)
     for _ in range(20):
-        assert_same_bits(module.nf4_product(**arguments), first)
+        assert_same_bits(module.packed_product(**arguments), first)
     for half in (1, 17, 64, 65, 81, 97, 128, 129, 145, 161, 177, 200, 241, 257, 290, 299):
         part = {**arguments, "offsets": torch.tensor([0, half, 2 * half], device=device)}
         for name in ("x", "low", "slots"):
             part[name] = arguments[name][: 2 * half]
-        assert_same_bits(module.nf4_product(**part)[:half], first[:half])
+        assert_same_bits(module.packed_product(**part)[:half], first[:half])
 
 
 @pytest.mark.parametrize("along", (True, False))
@@ -224,7 +224,7 @@ def test_nan_stays_in_its_row(module, device, reference, along):
     arguments["x"] = arguments["x"].contiguous()
     row = 250
     arguments["x"][arguments["slots"][row]] = torch.nan
-    out = module.nf4_product(**arguments)
+    out = module.packed_product(**arguments)
     assert out[row].isnan().all()
     keep = torch.arange(len(out), device=device) != row
     assert torch.equal(out[keep], expected[keep])
@@ -236,7 +236,7 @@ def test_scales_behind_a_stack_are_not_used(module, device, reference, along):
     problem = Problem((70, 0), 136, 64, along)
     arguments, expected = problem.operands(device, reference)
     arguments["absmax"][136:] = torch.inf
-    out = module.nf4_product(**arguments)
+    out = module.packed_product(**arguments)
     assert torch.equal(out, expected)
 
 
@@ -252,7 +252,7 @@ def test_error_is_that_of_one_rounding(module, opt, device, codebook, along):
     x = torch.randn(900, dense.shape[1], device=device).bfloat16()
     stack = (packed, absmax, codebook, stored, 64)
     place = {"along": along, "fan": 0, "grouped_out": True}
-    out = module.nf4_product(x, *stack, slots, offsets, **place)
+    out = module.packed_product(x, *stack, slots, offsets, **place)
     exact = torch.cat(
         [
             x[slice(*p)].double() @ dense[e]
@@ -265,10 +265,10 @@ def test_error_is_that_of_one_rounding(module, opt, device, codebook, along):
 def test_graph_capture_follows_new_routings(module, device, reference):
     """Nothing about the routing is fixed on the host."""
     arguments, _ = Problem((100, 200, 70), 136, 256, True, 8, 1, False).operands(device, reference)
-    out = module.nf4_product(**arguments)
-    graph, _ = capture(lambda: module.nf4_product(**arguments, out=out))
+    out = module.packed_product(**arguments)
+    graph, _ = capture(lambda: module.packed_product(**arguments, out=out))
     arguments["offsets"].copy_(torch.tensor((0, 3, 3, 360)))
-    expected = module.nf4_product(**arguments)
+    expected = module.packed_product(**arguments)
     out.fill_(torch.nan)
     graph.replay()
     assert_same_bits(out, expected)
@@ -289,12 +289,12 @@ def test_stacks_beyond_two_to_the_31_elements(module, device):
     slots = torch.arange(40, device=device)
     stack = (packed, absmax, torch.arange(16.0, device=device), stored, 64)
     place = {"fan": 0, "grouped_out": True}
-    out = module.nf4_product(x, *stack, slots, offsets, along=True, **place)
+    out = module.packed_product(x, *stack, slots, offsets, along=True, **place)
     values = (rows[69, :, 0] >> 4).float()
     assert torch.equal(out, (x[:, :1].float() * values).bfloat16())
     back = torch.zeros(40, 4096, device=device).bfloat16()
     back[:, 5] = x[:, 0]
-    out = module.nf4_product(back, *stack, slots, offsets, along=False, **place)
+    out = module.packed_product(back, *stack, slots, offsets, along=False, **place)
     assert torch.equal(out[:, 0], (x[:, 0].float() * values[5]).bfloat16())
     assert not out[:, 1:].any()
 
@@ -311,7 +311,7 @@ def test_operands_that_do_not_fit_are_refused(module, device, reference):
         ("fan", -1, "x must be bfloat16 rows"),
     ):
         with pytest.raises(RuntimeError, match=reason):
-            module.nf4_product(**{**arguments, name: value})
+            module.packed_product(**{**arguments, name: value})
 
 
 @pytest.mark.parametrize("scatter", (True, False))
@@ -332,7 +332,7 @@ def test_the_dispatch_equals_triton(module, submodule, device, reference, rank, 
     )
     operands = (x, stack, True, low[:, :rank].contiguous(), arguments["factor"][:, :rank])
     options = {"tile_rows": 64, "fan": 1, "scatter": scatter}
-    by_triton = submodule("kernels.quant.nf4_product_triton").nf4_product
+    by_triton = submodule("kernels.quant.packed_product_triton").packed_product
     out, expected = torch.full((2, 164, 136), torch.nan, device=device).bfloat16()
     order = (slots, offsets, tiles)
     assert module.prefer_compiled(*operands, *order, out, **options) is None
