@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import os
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -55,17 +54,22 @@ class SharedMemory:
 class Direct:
     """Every optimizer exchanges by p2p meanwhile; counts the exchanges of this rank.
 
-    On CPUs in shared memory. `before` is called ahead of every exchange with its number.
+    On CPUs in shared memory. `before` is called ahead of every exchange with its number. One arena
+    per group serves all of them, if `kept` is given: of such a call before.
     """
 
     def __init__(
-        self, opt: Any, before: Callable[[int], None] = lambda number: None, **options: Any
+        self,
+        opt: Any,
+        before: Callable[[int], None] = lambda number: None,
+        kept: dict[Any, Any] | None = None,
+        **options: Any,
     ) -> None:
         self.transport = module_of(opt, "distributed.transport").GroupTransport
         self.engine = module_of(opt, "distributed.p2p").PeerToPeer
+        self.team = module_of(opt, "distributed.team")
         self.options = {"transport": "p2p", "strict": True, "min_bytes": 0, **options}
-        self.before, self.counted = before, Counter()
-        self.lock = threading.Lock()
+        self.before, self.kept, self.counted = before, kept, Counter()
 
     def __enter__(self) -> Counter[str]:
         self.originals = self.transport.memory, self.transport.settle, self.engine.exchange
@@ -84,8 +88,45 @@ class Direct:
             self.counted["barriers"] = engine.barriers
             return done
 
+        def transport_of(group):
+            ranks = tuple(distributed.get_process_group_ranks(group))
+            if ranks not in self.kept:
+                self.kept[ranks] = self.transport(group)
+            return self.kept[ranks]
+
         self.transport.settle, self.engine.exchange = settle, exchange
+        if self.kept is not None:
+            self.team.GroupTransport = transport_of
         return self.counted
 
     def __exit__(self, *error: object) -> None:
         self.transport.memory, self.transport.settle, self.engine.exchange = self.originals
+        self.team.GroupTransport = self.transport
+
+
+class Staged:
+    """Collectives of gloo that take no CUDA tensors go through host memory meanwhile."""
+
+    def __init__(self, opt: Any) -> None:
+        module = module_of(opt, "distributed.transport")
+        self.collectives, self.future = module.AllToAll, module.Future
+
+    def __enter__(self) -> None:
+        self.originals = self.collectives.exchange, self.collectives.collect
+        if os.environ["RANKS_DEVICE"] == "cpu" or distributed.get_backend() != "gloo":
+            return
+
+        def exchange(transport, going, outbox, coming, inbox):
+            there = torch.empty(inbox.shape, dtype=inbox.dtype)
+            self.originals[0](transport, going, outbox.cpu(), coming, there).wait()
+            return self.future(inbox.copy_(there))
+
+        def collect(transport, values, found):
+            there = torch.empty(found.shape, dtype=found.dtype)
+            self.originals[1](transport, values.cpu(), there).wait()
+            return self.future(found.copy_(there))
+
+        self.collectives.exchange, self.collectives.collect = exchange, collect
+
+    def __exit__(self, *error: object) -> None:
+        self.collectives.exchange, self.collectives.collect = self.originals

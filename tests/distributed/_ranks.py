@@ -27,7 +27,7 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """`world` processes in one group, gloo on CPUs or NCCL on GPUs."""
+    """`world` processes in one group: gloo on CPUs, NCCL on GPUs, gloo where GPUs are fewer."""
 
     def __init__(
         self, world: int, repo_id: str, root: str, device: str, timeout: timedelta | None = None
@@ -124,11 +124,12 @@ def _serve(
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    if device == "cuda":
-        torch.cuda.set_device(rank)
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if gpus:
+        torch.cuda.set_device(rank % gpus)
     opt = _preload.opt or _preload.load()
     distributed.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        "nccl" if gpus >= world else "gloo",
         store=distributed.FileStore(f"{folder}/store", world),
         rank=rank,
         world_size=world,

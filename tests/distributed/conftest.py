@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from ..conftest import ROOT
@@ -38,3 +40,11 @@ def doomed(opt, repo_id, device):
     yield make
     for pool in pools:
         pool.close()
+
+
+@pytest.fixture
+def gpu_ranks(ranks, device):
+    """`ranks` that share the GPUs there are."""
+    if os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") != "1":
+        pytest.fail("run these tests by `make test-symm`, which sets what torch reads at import")
+    return ranks

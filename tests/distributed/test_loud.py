@@ -280,10 +280,12 @@ def test_the_report_says_what_ran(ranks) -> None:
     assert rows
     for row in rows:
         assert set(row) == {
-            *("ranks", "what", "count", "transport", "reason", "bytes", "duty", "ms")
+            *("ranks", "what", "count", "transport", "reason", "bytes", "duty", "ms"),
+            *("arena_bytes", "setup_ms"),
         }
         assert row["ranks"] == 2 and row["transport"] == "p2p" and row["reason"] == "asked for"
         assert row["bytes"] > 0 and row["ms"] > 0 and row["duty"] > 0
+        assert row["arena_bytes"] > row["bytes"] and row["setup_ms"] > 0
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,13 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from torch import distributed
 
 from ._arenas import Direct
 from ._cases import CASES, Case, bits
 from .test_faults import build, give_step, message_of, old_or_new
+from .test_graphs import told
 from .test_shared_step import compare
 from .test_sharing import local
 from .test_unreduced import equals_one_rank
@@ -100,3 +102,21 @@ def test_a_late_rank_is_an_error_in_time(doomed, held, how, number) -> None:
         assert whole, f"a parameter of rank {rank} is neither old nor new"
         assert moved == (how == "late")
         assert seconds < 5 * TIMEOUT_MS / 1000 + 10
+
+
+def told_direct(opt: Any, form: str, wire: torch.dtype, inferring: bool) -> tuple[int, int]:
+    with Direct(opt) as counted:
+        replayed = told(opt, form, wire, inferring=inferring)["replayed"]
+    return replayed, counted["p2p"]
+
+
+@pytest.mark.parametrize("inferring", [False, True], ids=["", "inference mode"])
+@pytest.mark.parametrize(
+    ("form", "wire"),
+    [("shards", torch.float16), ("unreduced", torch.float32), ("unreduced", torch.float16)],
+    ids=str,
+)
+def test_stages_are_replayed_between_exchanges(ranks, form, wire, inferring) -> None:
+    """Messages are where they were; plans change, and the arena stays."""
+    for replayed, exchanges in ranks(2).run(told_direct, form, wire, inferring):
+        assert replayed > 100 and exchanges > 100

@@ -50,12 +50,20 @@ def _rounded(size: int) -> int:
 class Done:
     """The end of an exchange on the stream of its arena."""
 
-    event: Any  # None on the CPU, where it is over
+    event: Any = None  # None on the CPU, where it is over
+    device: torch.device | None = None
+
+    @classmethod
+    def on(cls, stream: torch.cuda.Stream) -> Done:
+        """What was launched on a stream so far."""
+        event = torch.cuda.Event()
+        event.record(stream)
+        return cls(event, stream.device)
 
     def wait(self) -> None:
         """Let the current stream wait."""
         if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
+            torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 class Arena:
@@ -122,13 +130,11 @@ class Arena:
         self.launched += 1
         if self._stream is None:
             self._exchange(targets, sources, own, arriving, timed)
-            return Done(None)
+            return Done()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             self._exchange(targets, sources, own, arriving, timed)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return Done(event)
+        return Done.on(self._stream)
 
     def _exchange(
         self,

@@ -164,9 +164,7 @@ class CopyEngineCollectives:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             self._exchange(outbox, self._splits[id(coming)], inbox)
-            event = torch.cuda.Event()
-            event.record()
-        return Done(event)
+        return Done.on(self._stream)
 
     def _exchange(self, outbox: Tensor, split: Split, inbox: Tensor) -> None:
         from torch import distributed

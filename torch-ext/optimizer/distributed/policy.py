@@ -159,6 +159,8 @@ class Row:
     bytes: int  # largest on any rank, of one of them
     duty: float | None  # transfers of the step, predicted, in units of its computation
     ms: float | None  # of the last one that ended, where it was measured
+    arena_bytes: int  # of this rank
+    setup_ms: float  # of choosing and of setting up what was chosen
 
     def as_dict(self) -> Mapping[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}

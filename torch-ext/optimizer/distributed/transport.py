@@ -179,13 +179,14 @@ class GroupTransport:
 
     # What is chosen for a plan.
 
+    @torch.inference_mode(False)  # what it makes is written in any mode
     def settle(self, traffic: Traffic, options: TransportOptions) -> None:
         """Choose the way of every exchange of a new plan. All ranks of the group call it.
 
         Raises:
             CommUnavailable: what was asked for cannot be had, and `options.strict`.
         """
-        self._traffic, self._direct = traffic, None
+        self._traffic, self._direct, self._setup_ms = traffic, None, 0.0
         asked = options.transport
         self._reasons = dict.fromkeys(range(len(traffic.exchanges)), "asked for")
         if asked == "nccl":
@@ -243,6 +244,8 @@ class GroupTransport:
                 reason=reason,
                 bytes=max(size for size, _ in found),
                 duty=duty,
+                arena_bytes=0 if self._arena is None else self._arena.bytes,
+                setup_ms=self._setup_ms,
                 ms=max((ms for _, ms in found if ms is not None), default=None),
             )
             for (what, name, reason), found in alike.items()

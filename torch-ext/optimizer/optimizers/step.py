@@ -341,7 +341,9 @@ class MuonBase(OffloadingOptimizer):
         `what` travels; `count` per step; `transport`, "p2p", "nccl_ce", "nccl" or "gloo"; `reason`;
         `bytes` of the largest here; `duty`, the predicted time of all transfers of the group over
         NVLink in units of that of Newton-Schulz, None without any; `ms` of the last one that ended,
-        None where it is not measured. Empty before the first step, and if nothing travels.
+        None where it is not measured; `arena_bytes` of memory that the group shares on this rank,
+        and `setup_ms` of choosing and setting up. Empty before the first step, and if nothing
+        travels.
         """
         return [] if self._plan is None else self._ranks.comm_report(self._plan.shared)
 

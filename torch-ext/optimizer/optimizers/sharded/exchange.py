@@ -29,7 +29,14 @@ from ..state.rounding_state import RESIDUAL
 from ..state.slots import STATISTICS
 from .buffers import Block, lasting
 from .chunks import Held, SharedChunk
-from .cuda_graphs import State, StepRun, places, places_of_numbers, while_alive
+from .cuda_graphs import (
+    State,
+    StepRun,
+    places,
+    places_of_guard,
+    places_of_numbers,
+    while_alive,
+)
 
 # float16 ends below 2^16; a matrix travels with its largest element in [2^14, 2^15).
 TOP = 15
@@ -427,7 +434,8 @@ def apply(
         rule = rate.factor, rate.shaped_decay, options.cautious, options.rounding, options.beta2
         jobs = [part.job for part in route.parts if part.box is None]
         moments = kept_statistics(chunk, jobs, options, state)
-        return arrived.data_ptr(), places_of_numbers(rate), rule, places(whole), moments
+        guard = places_of_guard(chunk)
+        return arrived.data_ptr(), places_of_numbers(rate), rule, places(whole), moments, guard
 
     run.stage("update_params", chunk, key if usual else None, body, whole)
 
@@ -454,7 +462,8 @@ def apply_own(
 
     def key() -> Any:
         rule = rate.factor, rate.shaped_decay, options.cautious
-        return updates.data_ptr(), updates.shape, places_of_numbers(rate), rule, places(whole)
+        where = updates.data_ptr(), updates.shape, places_of_guard(chunk)
+        return where, places_of_numbers(rate), rule, places(whole)
 
     run.stage("update_own", chunk, key if rate.decay is None else None, body, whole)
 

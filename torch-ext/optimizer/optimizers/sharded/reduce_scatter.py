@@ -24,7 +24,7 @@ from ..stages.adamw import adamw_on
 from ..stages.muon import Rate
 from .buffers import Block
 from .chunks import Bands, SharedChunk, SliceChunk, SmallChunk
-from .cuda_graphs import StepRun, places, places_of_numbers, while_alive
+from .cuda_graphs import StepRun, places, places_of_guard, places_of_numbers, while_alive
 from .exchange import (
     apply,
     apply_own,
@@ -395,7 +395,10 @@ def _take_rows(chunk: SharedChunk, param: Tensor, rows: Tensor, run: StepRun) ->
             found = [torch.where(alive > 0, new, old) for new, old in pairs]
         copy_all(targets, found)
 
-    run.stage("rows", chunk, lambda: (rows.data_ptr(), places([param])), body, [param])
+    def key() -> Any:
+        return rows.data_ptr(), places([param]), places_of_guard(chunk)
+
+    run.stage("rows", chunk, key, body, [param])
 
 
 def _write_rows(chunk: SharedChunk, param: Tensor, message: Tensor) -> None:
@@ -506,7 +509,8 @@ def _adamw_on_rows(
 
     def key() -> Any:
         kept = places([param, *map(local, state.values())])
-        rule = tuple(options.betas), options.eps, factor, places_of_numbers(given)
+        guard = places_of_guard(chunk)
+        rule = tuple(options.betas), options.eps, factor, places_of_numbers(given), guard
         return kept, rule, message.bytes.data_ptr(), contributions.key()
 
     run.stage("adamw", chunk, key, body, [param])

@@ -1,0 +1,271 @@
+"""p2p on GPUs has the bits of the all-to-all: `make test-symm`, on one GPU for all ranks or more.
+
+Every function runs many cases, since processes are slow to start, and says what failed of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import distribute_tensor
+
+from ._arenas import Direct, Staged
+from ._cases import Case, bits, device, expected_on, mesh_of, placement, run_alone, run_together
+from .test_graphs import Captured
+from .test_sharing import local, module_of
+from .test_unreduced import equals_one_rank
+
+pytestmark = [pytest.mark.gpu, pytest.mark.dist]
+
+CASES = {2: 45, 4: 35}  # of a batch
+SOAKED = {2: 10000, 4: 2000}
+_KEPT: dict[Any, Any] = {}  # arenas of this rank
+
+
+def write_log(name: str, answers: Any) -> None:
+    """Everything that the ranks said, beside the one line of the test."""
+    if folder := os.environ.get("OUT"):
+        path = Path(folder) / f"symm-{name}.json"
+        path.write_text(json.dumps(answers, indent=1, default=str))
+
+
+def same_bits(found: dict, expected: dict, mesh: Any, what: str) -> int:
+    compared = 0
+    for name, tensors in expected.items():
+        for key, tensor in tensors.items():
+            one = local(found[name][key])
+            other = local(tensor)
+            if not hasattr(tensor, "to_local"):
+                other = expected_on(tensor, found[name][key], mesh)
+            assert bits(one) == bits(other), f"{what}: {name} {key}"
+            compared += 1
+    return compared
+
+
+def compare_cases(opt: Any, cases: list[Case]) -> dict[str, Any]:
+    found: dict[str, Any] = {"compared": 0, "exchanges": 0, "failed": [], "reports": []}
+    start = time.monotonic()
+    with Staged(opt):
+        for number, case in enumerate(cases):
+            try:
+                with Direct(opt, kept=_KEPT) as counted:
+                    direct, mesh = run_together(opt, case)
+                found["exchanges"] += counted["p2p"]
+                plain, _ = run_together(opt, case)
+                found["compared"] += same_bits(direct, plain, mesh, "all-to-all")
+                if number % 4 == 0:
+                    alone, _ = run_alone(opt, case)
+                    found["compared"] += same_bits(direct, alone, mesh, "one rank")
+            except AssertionError as error:  # others go on with the same exchanges
+                found["failed"].append(f"{case}: {error}")
+            except Exception:
+                found["failed"].append(f"{case}: {traceback.format_exc()}")
+                break
+    return found | {"cases": number + 1, "seconds": time.monotonic() - start}
+
+
+@pytest.mark.parametrize("batch", range(4))
+@pytest.mark.parametrize("count", CASES)
+def test_cases_have_the_bits_of_the_all_to_all(gpu_ranks, count, batch) -> None:
+    """Meshes, shapes, dtypes, wires, options and missing gradients at random."""
+    generator = random.Random(300 + 10 * count + batch)
+    cases = [Case.random(generator, count, "cuda") for _ in range(CASES[count])]
+    answers = gpu_ranks(count).run(compare_cases, cases, timeout=280)
+    write_log(f"cases-{count}-{batch}", answers)
+    print(f"{count} ranks:", {**answers[0], "failed": len(answers[0]["failed"])})
+    for answer in answers:
+        assert not answer["failed"], answer["failed"][:3]
+        assert answer["cases"] == CASES[count]
+        assert answer["exchanges"] > 2 * CASES[count]
+
+
+def unreduced_direct(opt: Any, limit: int) -> int:
+    with Staged(opt), Direct(opt, kept=_KEPT) as counted:
+        equals_one_rank(opt, "sum", limit)
+    return counted["p2p"]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("limit", [2**28, 20000])
+def test_unreduced_gradients(gpu_ranks, count, limit) -> None:
+    assert min(gpu_ranks(count).run(unreduced_direct, limit)) > 8
+
+
+SHAPES = [(256, 128), (128, 256), (256, 128), (96, 200), (512, 512), (256, 128), (7, 33)]
+
+
+def steady(opt: Any, text: str, wire: torch.dtype, steps: int) -> dict[str, Any]:
+    """Gradients that stay where they are, so that stages are replayed as CUDA graphs."""
+    generator = torch.Generator().manual_seed(1)
+    starts = [torch.randn(shape, generator=generator).to(device()) for shape in SHAPES]
+    mesh = mesh_of((distributed.get_world_size(),))
+
+    def train(place: Any) -> list[nn.Parameter]:
+        params = [nn.Parameter(place(start)) for start in starts]
+        config = opt.DistributedConfig(wire, in_flight_bytes=2**20)
+        optimizer = opt.Muon(params, lr=0.02, distributed=config)
+        noise = torch.Generator().manual_seed(2)
+        for _ in range(steps):
+            for param, start in zip(params, starts, strict=True):
+                grad = place(torch.randn(start.shape, generator=noise).to(device()))
+                if param.grad is None:
+                    param.grad = grad
+                else:
+                    local(param.grad).copy_(local(grad))
+            optimizer.step()
+        optimizer.state_dict()  # reads whether all arrived
+        train.rows = optimizer.comm_report()
+        return params
+
+    def spread(tensor: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(tensor.clone(), mesh, [placement(text)], src_data_rank=None)
+
+    with Staged(opt), Captured(opt) as counted, Direct(opt, kept=_KEPT) as direct:
+        together = train(spread)
+    rows = train.rows
+    for index, (one, other) in enumerate(zip(together, train(torch.clone), strict=True)):
+        expected = expected_on(other.detach(), one.detach(), mesh)
+        assert bits(local(one.detach())) == bits(expected), f"{text} {wire}: parameter {index}"
+    return {"replayed": counted["replayed"], "exchanges": direct["p2p"], "rows": rows}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("wire", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("text", ["S0", "S1", "R"])
+def test_replayed_stages(gpu_ranks, count, wire, text) -> None:
+    answers = gpu_ranks(count).run(steady, text, wire, 12)
+    write_log(f"steady-{count}-{text}-{wire}", answers)
+    for answer in answers:
+        assert answer["replayed"] > 20 and answer["exchanges"] > 50
+        assert {row["transport"] for row in answer["rows"]} == {"p2p"}
+
+
+def arena_of(opt: Any, slots: int, slot_bytes: int, timeout_ms: int = 20000) -> Any:
+    """An arena of the default group, after its handshake."""
+    arena = module_of(opt, "distributed.arena")
+    memory = module_of(opt, "distributed.symmetric").SymmetricMemory
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    place = torch.device("cuda", torch.cuda.current_device())
+    mine = memory.allocate(arena.arena_bytes(ranks, slots, slot_bytes), place)
+    distributed.barrier()
+    buffers, keep = memory.mapped(mine, distributed.group.WORLD)
+    made = arena.Arena(rank, buffers, slots, slot_bytes, timeout_ms, keep)
+    assert made.handshake(arena.digest("soak")) is None
+    return made
+
+
+def soak(opt: Any, exchanges: int) -> dict[str, Any]:
+    """Two arenas by turns, ranks late at random; every message is checked on the device."""
+    p2p, messages = module_of(opt, "distributed.p2p"), module_of(opt, "distributed.messages")
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    generator, late = random.Random(5), random.Random(50 + rank)
+    engines = []
+    for _ in range(2):
+        counts = [
+            [[generator.choice([0, 16, 4096, 65536]) for _ in range(ranks)] for _ in range(ranks)]
+            for _ in range(6)
+        ]
+        pairs, offsets = [], {}
+        for of in counts:
+            going = messages.Message((), tuple(of[rank]))
+            coming = messages.Message((), tuple(of[sender][rank] for sender in range(ranks)))
+            pairs.append((going, coming))
+            offsets[id(coming)] = [sum(of[s][r] for s in range(rank)) for r in range(ranks)]
+        largest = max(sum(of[s][r] for s in range(ranks)) for of in counts for r in range(ranks))
+        engines.append((p2p.PeerToPeer(arena_of(opt, 3, largest), offsets), pairs))
+    outboxes = [
+        [torch.empty(g.size, dtype=torch.uint8, device="cuda") for g, _ in pairs]
+        for _, pairs in engines
+    ]
+    senders = [
+        [
+            torch.repeat_interleave(torch.arange(ranks), torch.tensor(c.counts)).cuda()
+            for _, c in pairs
+        ]
+        for _, pairs in engines
+    ]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    start = time.monotonic()
+    for number in range(exchanges):
+        which, k = number % 2, number // 2 % 6
+        engine, pairs = engines[which]
+        if k == 0:
+            engine.begin()
+        going, coming = pairs[k]
+        outbox = outboxes[which][k]
+        outbox.fill_((number + 17 * rank) % 251)
+        lease = engine.inbox(coming)
+        done = engine.exchange(going, outbox, coming, lease.bytes)
+        if late.random() < 0.02:
+            torch.cuda._sleep(int(late.random() * 2e6))
+        if late.random() < 0.002:
+            time.sleep(late.random() / 50)
+        done.wait()
+        expected = (number + 17 * senders[which][k]) % 251
+        wrong += (lease.bytes != expected).sum()
+        lease.give()
+        if number % 1000 == 999:
+            torch.cuda.synchronize()
+    seconds = time.monotonic() - start
+    for engine, _ in engines:
+        engine.check()
+    found = {"wrong": int(wrong), "seconds": seconds, "barriers": [e.barriers for e, _ in engines]}
+    distributed.barrier()
+    for engine, _ in engines:
+        engine.arena.close()
+    return found
+
+
+@pytest.mark.parametrize("count", SOAKED)
+def test_a_soak_of_two_arenas(gpu_ranks, count) -> None:
+    answers = gpu_ranks(count).run(soak, SOAKED[count], timeout=290)
+    write_log(f"soak-{count}", answers)
+    print(f"{count} ranks: {SOAKED[count]} exchanges,", answers[0])
+    assert [answer["wrong"] for answer in answers] == [0] * count
+
+
+def traced(opt: Any) -> dict[str, Any]:
+    """What runs on the device in a step, by name."""
+    from torch.profiler import ProfilerActivity, profile
+
+    mesh = mesh_of((distributed.get_world_size(),))
+    starts = [torch.randn((512, 512), device="cuda") for _ in range(8)]
+    place = [placement("S0")]
+    params = [nn.Parameter(distribute_tensor(s, mesh, place, src_data_rank=None)) for s in starts]
+    for param in params:
+        param.grad = param.detach().clone()
+    with Staged(opt), Direct(opt, kept=_KEPT) as counted:
+        optimizer = opt.Muon(params, distributed=opt.DistributedConfig(cuda_graphs=False))
+        for _ in range(3):
+            optimizer.step()
+        before = counted["p2p"]
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            optimizer.step()
+            torch.cuda.synchronize()
+        exchanges = counted["p2p"] - before
+    names: dict[str, int] = {}
+    for event in trace.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            names[event.name] = names.get(event.name, 0) + 1
+    return {"names": names, "exchanges": exchanges, "rows": optimizer.comm_report()}
+
+
+def test_nothing_is_packed_and_nothing_of_nccl_runs(gpu_ranks) -> None:
+    """Beside Newton-Schulz: the kernels of the step, one wait per exchange, and copies."""
+    answers = gpu_ranks(2).run(traced)
+    write_log("traced", answers)
+    for answer in answers:
+        waits = sum(n for name, n in answer["names"].items() if "wait_kernel" in name)
+        assert waits == answer["exchanges"] > 0
+        assert not [name for name in answer["names"] if "ncclDevKernel_SendRecv" in name]
+        assert not [name for name in answer["names"] if "CatArray" in name]
