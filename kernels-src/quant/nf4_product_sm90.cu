@@ -1,5 +1,5 @@
 // nf4_product by TMA and wgmma, for Hopper alone. When it serves: nf4_product.h. Kernels of other
-// formats are compiled beside this file, each in one of its own.
+// formats are compiled beside this file, in nf4_product_mxfp4_fp8_sm90.cu.
 
 #include <optional>
 

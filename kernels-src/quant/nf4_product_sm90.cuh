@@ -1,8 +1,7 @@
 #pragma once
 // The persistent kernel of the product over packed weights. See nf4_tile_sm90.cuh for the roles.
 
-#include "quant/block_decode_sm90.cuh"
-#include "quant/nf4_decode_sm90.cuh"
+#include "quant/decode_sm90.cuh"
 #include "quant/nf4_load_sm90.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -157,8 +156,8 @@ class Consumer {
   __device__ __forceinline__ void process(const TileAt& where, bool more) {
     TileExtras extras(p_, where);
     const int warp = threadIdx.x % kWarpgroup / 32, group = threadIdx.x % 32 / 4;
-    const int column =
-        where.column + consumer_ * kPartColumns + pair_column<kAlong, kFormat>(warp, group);
+    const int column = where.column + consumer_ * kPartColumns +
+                       pair_column<kAlong, kPerByte<kFormat>>(warp, group);
     Factor factor(p_, where, column);
     // Set to zero, not overwritten by the first product: what only that defines lives, for the
     // compiler, through the whole loop over tiles, every kN's sums beside each other.
@@ -227,11 +226,11 @@ class Consumer {
     free_stage_before(holds);
     Fetched fetched;
     fetch<kOdd>(fetched);
-    Source::template decode<0>(next[0], fetched);
-    Source::template decode<1>(next[1], fetched);
+    decode_.template decode<0>(next[0], fetched);
+    decode_.template decode<1>(next[1], fetched);
     add_steps<kN, 2, 4>(sum, a, b);
-    Source::template decode<2>(next[2], fetched);
-    Source::template decode<3>(next[3], fetched);
+    decode_.template decode<2>(next[2], fetched);
+    decode_.template decode<3>(next[3], fetched);
   }
 
   template <int kN>
@@ -280,10 +279,10 @@ class Consumer {
   __device__ __forceinline__ void fetch_all(Operand& a) {
     Fetched fetched;
     fetch<false>(fetched);
-    Source::template decode<0>(a[0], fetched);
-    Source::template decode<1>(a[1], fetched);
-    Source::template decode<2>(a[2], fetched);
-    Source::template decode<3>(a[3], fetched);
+    decode_.template decode<0>(a[0], fetched);
+    decode_.template decode<1>(a[1], fetched);
+    decode_.template decode<2>(a[2], fetched);
+    decode_.template decode<3>(a[3], fetched);
   }
 
   // Ranks [16 s, 16 s + 16) of a thread's two columns: two ranks each, and two further by 8. The

@@ -187,12 +187,12 @@ __device__ __forceinline__ int tile_count(const Arguments& p, const Map& at) {
 
 // Which column of a consumer's 64 wgmma's rows `16 warp + group` and 8 further hold: this one and
 // the next. They are neighbours so that a thread's sums make words of the result. Across, they are
-// the nibbles of a byte, and two warps share what one ldmatrix fetches (nf4_decode_sm90.cuh), or
-// two bytes, which a warp has to itself (block_decode_sm90.cuh).
-template <bool kAlong, Format kFormat>
+// the nibbles of a byte, and two warps share what one ldmatrix fetches, or two bytes, which a warp
+// has to itself (decode_sm90.cuh).
+template <bool kAlong, int kElements>  // per byte
 __device__ __forceinline__ int pair_column(int warp, int group) {
-  return kAlong || kFormat == Format::kFp8 ? 16 * warp + 2 * group
-                                           : warp / 2 * 32 + 4 * group + warp % 2 * 2;
+  return kAlong || kElements == 1 ? 16 * warp + 2 * group
+                                  : warp / 2 * 32 + 4 * group + warp % 2 * 2;
 }
 
 }  // namespace optimizer::nf4_product

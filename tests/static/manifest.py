@@ -19,7 +19,7 @@ NO_REFERENCE = frozenset({"launch_plan", "nf4_product"})
 # Of kernels-src: what several families use, and the host's code. Every other folder is a family.
 SHARED_FOLDERS = frozenset({"common", "sm90", "cpu"})
 # What may follow a family's or an op's name: an architecture, and a format before it.
-SUFFIX = re.compile(r"(?:_(?:mxfp4|fp8))?_(cpu|sm\d+a?)$")
+SUFFIX = re.compile(r"(?:_(?:mxfp4|fp8))*_(cpu|sm\d+a?)$")
 OP_TABLE_COLUMNS = ("requested name", "op", "cuda source", "triton source")
 
 
