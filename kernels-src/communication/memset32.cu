@@ -8,12 +8,9 @@
 
 namespace optimizer {
 namespace communication {
-namespace {
 
 // What the stream wrote before is seen by whoever sees what it writes behind.
 __global__ void fence_kernel() { __threadfence_system(); }
-
-}  // namespace
 
 void write_words(uint32_t* words, uint32_t value, int64_t count, cudaStream_t stream) {
   static const auto memset32 =
