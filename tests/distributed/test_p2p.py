@@ -17,10 +17,10 @@ from torch import distributed
 
 from ._arenas import Direct
 from ._cases import CASES, Case, bits
-from .test_faults import build, give_step, message_of, old_or_new
+from .test_faults import CLIP, build, give_step, message_of
 from .test_graphs import told
 from .test_shared_step import compare
-from .test_sharing import local
+from .test_sharing import give, gradients, local, on_all
 from .test_unreduced import equals_one_rank
 
 pytestmark = pytest.mark.dist
@@ -56,9 +56,21 @@ FAULTY = 1
 
 def fault(opt: Any, held: str, how: str, number: int) -> tuple[str, str, bool, bool, float]:
     """One rank is late or gone at an exchange. The others: an error, and whole parameters."""
-    optimizer, params = build(opt, held)
-    saved = optimizer.state_dict()
-    give_step(params, held, 0)
+
+    def made() -> tuple[Any, list[Any]]:
+        optimizer, params = build(opt, held)
+        optimizer.param_groups[0].update(weight_decay=0.1, cautious=False)
+        give_step(params, held, 0)
+        return optimizer, params
+
+    def state(params: list[Any]) -> list[bytes]:
+        return [bits(local(param.detach())) for param in params]
+
+    twin, new = made()
+    with Direct(opt):
+        twin.step()
+    optimizer, params = made()
+    saved, old = optimizer.state_dict(), state(params)
 
     def before(exchange: int) -> None:
         if distributed.get_rank() == FAULTY and exchange == number:
@@ -73,15 +85,16 @@ def fault(opt: Any, held: str, how: str, number: int) -> tuple[str, str, bool, b
         heard = message_of(optimizer.state_dict)
         again = message_of(optimizer.step)
         seconds = time.monotonic() - start
-        whole = old_or_new(opt, params)
+        pairs = zip(state(params), old, state(new), strict=True)
+        whole = all(found in either for found, *either in pairs)
         optimizer.load_state_dict(saved)  # goes on, with ranks that are still there
         moved = False
         if how == "late":
             give_step(params, held, 1)
-            before_it = [bits(local(param.detach())) for param in params]
+            before_it = state(params)
             optimizer.step()
             optimizer.state_dict()
-            moved = before_it != [bits(local(param.detach())) for param in params]
+            moved = before_it != state(params)
     return heard, again, whole, moved, seconds
 
 
@@ -120,3 +133,28 @@ def test_stages_are_replayed_between_exchanges(ranks, form, wire, inferring) -> 
     """Messages are where they were; plans change, and the arena stays."""
     for replayed, exchanges in ranks(2).run(told_direct, form, wire, inferring):
         assert replayed > 100 and exchanges > 100
+
+
+def clipped_fault(opt: Any) -> tuple[str, bool]:
+    """A rank is late in a step that clips."""
+    names = ("layers.0.attn.q_proj.weight", "layers.0.attn.k_proj.weight")
+    params = on_all("S0", [(8, 6), (8, 6)])
+    groups = [{"kind": "muon", "params": params, "names": names, "lr": 0.1}]
+    optimizer = opt.MuonAdamW(groups, clip_config=CLIP)
+    give(params, gradients(params, 0))
+    old = [bits(local(param.detach())) for param in params]
+
+    def before(exchange: int) -> None:
+        if distributed.get_rank() == FAULTY and exchange == 1:
+            time.sleep(2.5 * TIMEOUT_MS / 1000)
+
+    with Direct(opt, before, timeout_ms=TIMEOUT_MS):
+        optimizer.step(qk_logits={0: torch.tensor([4.0, 4.0])})
+        heard = message_of(optimizer.state_dict)
+    return heard, old == [bits(local(param.detach())) for param in params]
+
+
+def test_a_step_that_failed_clips_nothing(ranks) -> None:
+    for heard, same in ranks(2).run(clipped_fault):
+        assert "did not arrive at an exchange" in heard
+        assert same

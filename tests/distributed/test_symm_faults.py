@@ -37,7 +37,8 @@ class Training:
         self.opt, self.held = opt, held
         config = opt.DistributedConfig(torch.float32, in_flight_bytes=2**16)
         self.params = [nn.Parameter(self.placed(value)) for value in values(0)]
-        groups = [{"kind": "muon", "params": self.params, "lr": 0.1}]
+        decay = {"weight_decay": 0.1, "cautious": False}  # changes what a zero update would not
+        groups = [{"kind": "muon", "params": self.params, "lr": 0.1, **decay}]
         gradients = "unreduced" if held == "unreduced" else "reduced"
         self.optimizer = opt.MuonAdamW(
             groups, gradients=gradients, reduce_op="sum", distributed=config

@@ -324,4 +324,6 @@ def _largest(
         ]
     )  # (L, N)
     largest = team.transport.maximum(torch.where(given.isfinite(), given, -math.inf)).wait()
+    if (alive := team.transport.alive) is not None:  # a step that failed scales nothing either
+        largest = torch.where(alive > 0, largest, -math.inf)
     return dict(zip(numbers, largest.unbind(), strict=True))
