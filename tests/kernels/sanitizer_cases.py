@@ -20,7 +20,7 @@ import sys
 import torch
 
 from .._compare import assert_same_bits
-from . import test_mxfp4_product_gpu, test_packed_product_gpu
+from . import test_mxfp4_product_gpu, test_packed_product_gpu, test_progress_matmul_gpu
 from ._products import DTYPES as SYMMETRIC_DTYPES
 from ._products import TILES, Dense, Problem, exact, exact_dense, laid_out, run_chain, run_dense
 from ._tensors import DTYPES as LIST_DTYPES
@@ -65,6 +65,7 @@ def kernels() -> None:
     count += norms(opt)
     count += symmetric_products(opt)
     count += dense_products(opt)
+    count += arriving_products(opt)
     count += list_ops(opt)
     count += rescaling(opt)
     print(f"{count} cases, all right")
@@ -170,6 +171,27 @@ def dense_products(opt) -> int:
                     run_dense(ops, **{**arguments, **operands}, out=out, tile=tile)
                     assert torch.equal(out, expected)
                     count += 1
+    return count
+
+
+def arriving_products(opt) -> int:
+    """progress_matmul by tiles of both widths, with signals that are set; the number of cases."""
+    device, count = torch.device("cuda"), 0
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return count
+    ops = submodule(opt, "_ops").ops
+    for m, k, n in ((2, 8, 8), (66, 40, 300), (258, 200, 705)):
+        for by_columns in (False, True):
+            a, b, exact = test_progress_matmul_gpu.operands(
+                m, k, n, torch.bfloat16, device, by_columns=by_columns
+            )
+            words = torch.full((2,), 1, dtype=torch.int32, device=device).view(torch.uint32)
+            status = torch.zeros(1, dtype=torch.int32, device=device)
+            for narrow in range(-(-n // 192) + 1):
+                out = laid_out(torch.full_like(exact, torch.nan), "padded")
+                ops.progress_matmul(a, b, out, words, 2, 1, 1, None, 1000, status, 0, narrow)
+                assert torch.equal(out, exact) and status.item() == 0
+                count += 1
     return count
 
 
