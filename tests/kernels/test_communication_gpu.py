@@ -120,6 +120,29 @@ def test_an_exchange_launches_one_kernel(push, signals, device, words, status):
     assert found["copy"] == 16 and sum(kernels.values()) == 1, found
 
 
+def test_opcheck_and_compile(push, ops, device, words):
+    """Words are uint32, which the check of schemas cannot compare."""
+    late = torch.zeros(1, dtype=torch.int32, device=device)
+    src, dst = torch.ones(8, 4, device=device), torch.zeros(8, 6, device=device)[:, 1:5]
+    torch.library.opcheck(
+        ops.push.default, ([dst], [src]), test_utils=("test_schema", "test_faketensor")
+    )
+    for op, arguments in (
+        (ops.stream_write_value32, (words, 0, 1)),
+        (ops.memset32, (words, 0, 1, 4)),
+        (ops.wait_signals, (words, 1, None, 1, late, words[5:6], None)),
+    ):
+        torch.library.opcheck(op.default, arguments, test_utils=("test_faketensor",))
+    target = torch.zeros(8, 4, device=device)
+
+    @torch.compile(fullgraph=True)
+    def doubled(x, out):
+        push([out], [x * 2])
+        return out + 1
+
+    assert torch.equal(doubled(src, target), src * 3) and torch.equal(target, src * 2)
+
+
 def test_two_ranks_on_one_gpu(tmp_path):
     """momentum, push, signals and the product that waits, on each other's symmetric memory."""
     environment = os.environ | {

@@ -170,6 +170,25 @@ def test_a_graph_waits_for_the_epoch_on_the_device(module, communication, device
         assert status.item() == 0 and torch.equal(out, exact)
 
 
+def test_opcheck_and_refusals(ops, device, status):
+    words = torch.ones(2, dtype=torch.uint32, device=device)
+    a, b = (torch.ones(shape, device=device).half() for shape in ((8, 16), (16, 24)))
+    out = torch.empty(8, 24, device=device).half()
+    arguments = (a, b, out, words, 2, 1, 1, None, 1000, status)
+    torch.library.opcheck(ops.progress_matmul.default, arguments, test_utils=("test_faketensor",))
+    for change, why in (
+        ({0: a.mT.contiguous().mT}, "TMA cannot read a"),
+        ({2: out.mT.contiguous().mT}, "TMA cannot write out"),
+        ({4: 3}, "8 rows are not 3 chunks"),
+        ({5: 2}, "there is no chunk 2"),
+        ({9: None}, "signals need a status"),
+        ({3: words[:1]}, r"signals must be \(2,\)"),
+    ):
+        changed = [change.get(i, argument) for i, argument in enumerate(arguments)]
+        with pytest.raises(RuntimeError, match=why):
+            ops.progress_matmul(*changed)
+
+
 def test_operands_that_tma_cannot_take_are_multiplied_all_the_same(module, device):
     words = torch.ones(2, dtype=torch.uint32, device=device)
     for m, k, n in ((6, 7, 9), (10, 16, 3)):
