@@ -55,7 +55,7 @@ def test_the_gate_finds_a_wrong_gradient(harness, opt, tiny):
     assert not case.compare()[0]
 
 
-def test_tritons_path_has_rows_of_its_own(harness, opt, tiny, monkeypatch):
+def test_tritons_path_has_rows_of_its_own(harness, opt, tiny, monkeypatch, clockless):
     """Both directions of "auto" and of the path by name, each beside the baseline; one that is
     wrong has no time."""
     moe, asked = harness.moe_lora, []
@@ -75,12 +75,8 @@ def test_tritons_path_has_rows_of_its_own(harness, opt, tiny, monkeypatch):
 
     monkeypatch.setattr(moe, "LayerCase", Case)
     monkeypatch.setattr(moe, "is_compared", lambda layer: True)
-    monkeypatch.setattr(moe, "cold_sets", lambda *_: 2)
-    monkeypatch.setattr(moe, "times", times)
-    monkeypatch.setattr(moe, "peak_mb", lambda call, _: 1.0)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    properties = SimpleNamespace(L2_cache_size=1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    clockless(moe, times)
+    monkeypatch.setattr(moe, "peak_mb", lambda *_: 1.0)
     for wrong in ("none", "triton"):
         asked.clear()
         found = moe.measure(tiny, moe.cases_of(tiny)[1:], SimpleNamespace(package=opt))
@@ -114,6 +110,22 @@ def test_sizes_come_from_a_configuration(harness, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match="no mixture of experts"):
         harness.problems.of_model(str(tmp_path), 128, 8)
+
+
+@pytest.fixture
+def clockless(harness, monkeypatch):
+    """`clockless(module, times)`: a module of the harness measures by `times`, away from a GPU."""
+
+    def replace(module, times) -> None:
+        monkeypatch.setattr(module, "times", times)
+        monkeypatch.setattr(module, "peak_mb", lambda call, *_: [call(), 1.0][1])
+        if hasattr(module, "cold_sets"):
+            monkeypatch.setattr(module, "cold_sets", lambda *_: 2)
+
+    properties = SimpleNamespace(L2_cache_size=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return replace
 
 
 def make_case(harness, opt, device: str, **form):
@@ -183,7 +195,7 @@ def test_the_gate_finds_wrong_weights(case):
     assert not case.compare()[0]
 
 
-def test_what_auto_takes_is_timed_once(harness, opt, monkeypatch):
+def test_what_auto_takes_is_timed_once(harness, opt, monkeypatch, clockless):
     """All strategies take turns with one baseline; a wrong one has no time, the others do."""
     quant = harness.quant
     layer = harness.problems.Layer("tiny", 4, 64, 64, 2, tokens=40, rank=8)
@@ -215,12 +227,7 @@ def test_what_auto_takes_is_timed_once(harness, opt, monkeypatch):
         return {name: harness.timer.Times(value, value, value) for name, value in ms.items()}
 
     monkeypatch.setattr(quant, "PackedCase", Case)
-    monkeypatch.setattr(quant, "cold_sets", lambda *_: 2)
-    monkeypatch.setattr(quant, "times", times)
-    monkeypatch.setattr(quant, "peak_mb", lambda call, _: [call(), 1.0][1])
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=1)
-    )
+    clockless(quant, times)
     others = ("fused", "chunked", "selective")
     built = SimpleNamespace(package=opt)
     rows = [row for row, _ in quant.layer_rows(layer, built, ("fwd",), others, {})]
@@ -385,11 +392,10 @@ def test_least_traffic_by_hand(harness):
     assert found == pytest.approx(weights + 2 * (rows + low))
 
 
-def test_offload_gets_a_row_when_the_bits_agree(harness, opt, monkeypatch):
+def test_offload_gets_a_row_when_the_bits_agree(harness, opt, clockless):
     offload = harness.nf4_offload
     taken = harness.timer.Times(2.0, 2.0, 2.0)
-    monkeypatch.setattr(offload, "times", lambda turns, **_: {"step": turns["step"](0) and taken})
-    monkeypatch.setattr(offload, "peak_mb", lambda call: 1.0)
+    clockless(offload, lambda turns, **_: {"step": turns["step"](0) and taken})
     arguments = SimpleNamespace(package=opt), (4, 64, 64, 2), 3, 12, "cpu"
     row, printed = offload.offload_row(*arguments)
     assert row.ok and row.case == "offload/Qwen3-30B-A3B" and row.speedup == 1.0
@@ -406,7 +412,7 @@ def test_offload_gets_a_row_when_the_bits_agree(harness, opt, monkeypatch):
     assert not row.ok and row.ms is None
 
 
-def test_decoding_alone_gets_a_row(harness, monkeypatch):
+def test_decoding_alone_gets_a_row(harness, monkeypatch, clockless):
     """Equal bits are timed beside bitsandbytes and a copy; other bits are not."""
     quant, decoded = harness.quant, [torch.ones(4, dtype=torch.bfloat16)]
 
@@ -426,17 +432,13 @@ def test_decoding_alone_gets_a_row(harness, monkeypatch):
     taken = {name: harness.timer.Times(value, value, value) for name, value in ms.items()}
     monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace())
     monkeypatch.setattr(quant, "Stacks", Stacks)
-    monkeypatch.setattr(quant, "times", lambda turns, **_: [t(0) for t in turns.values()] and taken)
-    monkeypatch.setattr(quant, "peak_mb", lambda call: 1.0)
-    properties = SimpleNamespace(L2_cache_size=60_000_000)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    row, printed = quant.dequant_row(
-        "dequant/tiny", (8, 64, 64, 2), 8, SimpleNamespace(package=None)
-    )
+    clockless(quant, lambda turns, **_: [t(0) for t in turns.values()] and taken)
+    sizes = "dequant/tiny", (8, 64, 64, 2), 8, SimpleNamespace(package=None)
+    row, printed = quant.dequant_row(*sizes)
     assert row.ok and (row.ms, row.speedup, row.fraction_of_floor) == (0.004, 2.0, 0.5)
     assert "dequant/tiny" in printed
     decoded[0] = torch.zeros(4, dtype=torch.bfloat16)
-    row, _ = quant.dequant_row("dequant/tiny", (8, 64, 64, 2), 8, SimpleNamespace(package=None))
+    row, _ = quant.dequant_row(*sizes)
     assert not row.ok
 
 

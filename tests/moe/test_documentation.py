@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from ..conftest import ROOT
 
 PAGE = (ROOT / "docs/concepts/moe-lora.md").read_text()
@@ -13,42 +11,16 @@ TABLE = PAGE[PAGE.index("## From axolotl's scattermoe_lora") :]
 ROWS = [line.split("|")[1:3] for line in TABLE.splitlines() if line.startswith("| ")][1:]
 
 # Every public name of the predecessor's package, and the private ones that callers have used.
-PREDECESSOR = (
-    "flatten_sort_count",
-    "scatter2scatter",
-    "group",
-    "group_bwd_W",
-    "single2scatter",
-    "round_expert_counts",
-    "scatter2scatter_lora",
-    "scatter2scatter_lora_dX",
-    "_compute_lora_input_grad",
-    "group_bwd_lora",
-    "group_bwd_lora_fused",
-    "ScatterMoELoRA",
-    "ParallelLinear",
-    "parallel_linear_lora",
-    "ParallelExperts",
-    "set_lora",
-    "clear_lora",
-    "get_lora_params_from_wrapper",
-    "peft_lora_B_to_scattermoe",
-    "peft_lora_to_scattermoe",
-    "peft_down_proj_lora_to_scattermoe",
-    "_unwrap_experts_lora",
-    "_unwrap_gate_lora",
-    "HFScatterMoEGatedMLP",
-    "ScatterMoEGatedMLP",
-    "get_active_experts",
-    "remap_expert_indices",
-    "selective_dequant_nf4_triton",
-    "_selective_dequant_bnb4",
-    "selective_expert_weights",
-    "selective_lora_weights",
-    "_use_selective_dequant",
-    "register_kernel_mapping",
-    "PytorchProfilerCallback",
-)
+PREDECESSOR = """
+flatten_sort_count scatter2scatter group group_bwd_W single2scatter round_expert_counts
+scatter2scatter_lora scatter2scatter_lora_dX _compute_lora_input_grad group_bwd_lora
+group_bwd_lora_fused ScatterMoELoRA ParallelLinear parallel_linear_lora ParallelExperts set_lora
+clear_lora get_lora_params_from_wrapper peft_lora_B_to_scattermoe peft_lora_to_scattermoe
+peft_down_proj_lora_to_scattermoe _unwrap_experts_lora _unwrap_gate_lora HFScatterMoEGatedMLP
+ScatterMoEGatedMLP get_active_experts remap_expert_indices selective_dequant_nf4_triton
+_selective_dequant_bnb4 selective_expert_weights selective_lora_weights _use_selective_dequant
+register_kernel_mapping PytorchProfilerCallback
+"""
 
 
 def test_code_runs(opt, monkeypatch, repo_id) -> None:
@@ -63,9 +35,10 @@ def test_code_runs(opt, monkeypatch, repo_id) -> None:
     assert found["out"].shape == (10, 64) and bool(found["out"].isfinite().all())
 
 
-@pytest.mark.parametrize("name", PREDECESSOR)
-def test_every_function_of_the_predecessor_is_mapped(name) -> None:
-    assert any(f"`{name}`" in theirs for theirs, _ in ROWS)
+def test_every_function_of_the_predecessor_is_mapped() -> None:
+    assert not [
+        name for name in PREDECESSOR.split() if not any(f"`{name}`" in row for row, _ in ROWS)
+    ]
 
 
 def test_names_on_our_side_exist(opt) -> None:

@@ -12,15 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from ..orthogonalize.test_coefficients import NANOCHAT
 from ._steps import TinyTransformer
 
-ROWS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
 SMALLEST = 1e-6  # of the norm of a row or a matrix that is divided by it
 # What its class always does, and what a Muon group here does where it is asked for.
 JULY = {"row_equilibration": True, "renormalize": True}
@@ -32,7 +26,7 @@ def norm(x: Tensor, *dims: int) -> Tensor:
 
 def polar(x: Tensor, prefactor: float = 1.01, eps: float = 1e-6) -> Tensor:
     x = x / (norm(x, -2, -1) * prefactor + eps)
-    for a, b, c in ROWS:
+    for a, b, c in NANOCHAT:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x

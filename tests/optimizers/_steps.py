@@ -1,4 +1,4 @@
-"""The two predecessors' steps, restated plainly in float64, and small models to run them on."""
+"""Muon's step, restated plainly in float64, and small models and parameters to step."""
 
 from __future__ import annotations
 
@@ -23,55 +23,52 @@ def polar_express(opt, x: Tensor, steps: int) -> Tensor:
 
 
 @dataclass
-class NanochatMuon:
-    """nanochat's Muon rule for one matrix, in float64."""
-
-    param: Tensor
-    lr: float
-    momentum: float = 0.95
-    ns_steps: int = 5
-    beta2: float | None = 0.95
-    weight_decay: float = 0.0
-    state: dict[str, Tensor] = field(default_factory=dict)
-
-    def step(self, opt, grad: Tensor) -> None:
-        rows, columns = self.param.shape
-        buffer = self.state.setdefault("momentum", torch.zeros_like(self.param))
-        buffer.mul_(self.momentum).add_((1 - self.momentum) * grad)
-        update = (1 - self.momentum) * grad + self.momentum * buffer
-        update = polar_express(opt, update, self.ns_steps)
-        if self.beta2 is not None:
-            axis = 1 if rows >= columns else 0
-            mean = update.pow(2).mean(axis, keepdim=True)
-            second = self.state.setdefault("second", torch.zeros_like(mean))
-            second.mul_(self.beta2).add_((1 - self.beta2) * mean)
-            scaled = update / second.clamp_min(1e-10).sqrt()
-            update = scaled * (update.norm() / scaled.norm().clamp_min(1e-10))
-        lr = self.lr * math.sqrt(max(1.0, rows / columns))
-        mask = (update * self.param >= 0).double()
-        self.param -= lr * update + lr * self.weight_decay * self.param * mask
-
-
-@dataclass
-class MotifMuon:
-    """The Motif optimizer's rule for one matrix, in float64."""
+class PlainMuon:
+    """Muon's rule for one matrix, in float64; its defaults are those of `Muon`."""
 
     param: Tensor
     lr: float
     momentum: float = 0.95
     nesterov: bool = True
+    momentum_form: str = "heavy_ball"
     ns_steps: int = 5
+    beta2: float | None = None
+    adjust_lr_fn: str = "match_rms_adamw"
     weight_decay: float = 0.1
-    buffer: Tensor | None = None
+    cautious: bool = False
+    shaped_decay: bool = False
+    state: dict[str, Tensor] = field(default_factory=dict)
 
     def step(self, opt, grad: Tensor) -> None:
-        if self.buffer is None:
-            self.buffer = torch.zeros_like(self.param)
-        self.buffer = self.momentum * self.buffer + grad
-        direction = grad + self.momentum * self.buffer if self.nesterov else self.buffer
+        mu = self.momentum
+        new = 1 - mu if self.momentum_form == "ema" else 1
+        buffer = self.state.setdefault("momentum", torch.zeros_like(self.param))
+        buffer.mul_(mu).add_(new * grad)
+        direction = new * grad + mu * buffer if self.nesterov else buffer
         update = polar_express(opt, direction, self.ns_steps)
-        self.param *= 1 - self.lr * self.weight_decay
-        self.param -= self.lr * 0.2 * math.sqrt(max(self.param.shape)) * update
+        if self.beta2 is not None:
+            update = self._evened_out(update)
+        rows, columns = self.param.shape
+        original = math.sqrt(max(1.0, rows / columns))
+        rms = 0.2 * math.sqrt(max(rows, columns))
+        rate = self.lr * {"original": original, "match_rms_adamw": rms}[self.adjust_lr_fn]
+        mask = (update * self.param >= 0) | (not self.cautious)
+        decay = (rate if self.shaped_decay else self.lr) * self.weight_decay
+        self.param -= rate * update + decay * self.param * mask
+
+    def _evened_out(self, update: Tensor) -> Tensor:
+        """NorMuon's variance reduction: along the longer side, keeping the norm."""
+        rows, columns = self.param.shape
+        mean = update.pow(2).mean(1 if rows >= columns else 0, keepdim=True)
+        second = self.state.setdefault("second", torch.zeros_like(mean))
+        second.mul_(self.beta2).add_((1 - self.beta2) * mean)
+        scaled = update / second.clamp_min(1e-10).sqrt()
+        return scaled * (update.norm() / scaled.norm().clamp_min(1e-10))
+
+
+# What MuonAdamW does where a group says nothing: nanochat's rule.
+NANOCHAT = {"momentum_form": "ema", "adjust_lr_fn": "original", "beta2": 0.95}
+NANOCHAT |= {"weight_decay": 0.0, "cautious": True, "shaped_decay": True}
 
 
 def parameters(

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
-from ._steps import new_gradients, parameters, train, values
+from ._steps import new_gradients, parameters, train
 
+EXPERTS = {"expert_keys": ("experts",)}
 FUSED = {"kind": "muon", "lr": 0.05, "weight_decay": 0.2}  # every feature of the rule is on
 
 
@@ -56,44 +57,37 @@ def test_split_sizes_equal_separate_parameters(opt, device, sizes, beta2) -> Non
         assert_error_at_most(held, joined, 1e-12)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 8])
-def test_num_heads_equal_separate_parameters(opt, device, heads) -> None:
-    (param,) = parameters([(32, 12)], dtype=torch.float64, device=device)
-    rows = 32 // heads
-    fused, *_ = compare_with_separate(
-        opt, param, lambda t: t.split(rows), [(rows, 12)] * heads, num_heads=heads
-    )
-    kept = (rows, 1) if rows >= 12 else (1, 12)
-    expected = (heads, *kept) if heads > 1 else kept
-    assert fused.state[param]["second_momentum_buffer"].shape == expected
+def by_rows(*sizes: int):
+    """The parts of every expert's rows, those of all experts one after another."""
+    return lambda t: [part for rows in t.split(sizes, dim=1) for part in rows.unbind()]
 
 
-@pytest.mark.parametrize("shape", [(3, 10, 6), (3, 6, 10)], ids=str)
-def test_experts_equal_separate_parameters(opt, device, shape) -> None:
-    """Each expert is a matrix of its own, with the scale of (out, in)."""
-    (param,) = parameters([shape], dtype=torch.float64, device=device)
-    fused, *_ = compare_with_separate(
-        opt, param, lambda t: t.unbind(), [shape[1:]] * 3, expert_keys=("experts",)
-    )
-    kept = (10, 1) if shape[1] == 10 else (1, 10)
-    assert fused.state[param]["second_momentum_buffer"].shape == (3, *kept)
-
-
-def test_fused_experts_equal_separate_parameters(opt, device) -> None:
-    """gate_up stacks (E, 2 I, H): split_sizes apply to the rows of every expert."""
-    (param,) = parameters([(3, 14, 6)], dtype=torch.float64, device=device)
-
-    def pieces(t):
-        return [part for rows in t.split((10, 4), dim=1) for part in rows.unbind()]
-
-    compare_with_separate(
-        opt,
-        param,
-        pieces,
+# What is given -> the matrices that it stands for, and the shape of their statistics.
+CUTS = {
+    "one head": ((32, 12), {"num_heads": 1}, lambda t: [t], [(32, 12)], (32, 1)),
+    "heads": ((32, 12), {"num_heads": 2}, lambda t: t.split(16), [(16, 12)] * 2, (2, 16, 1)),
+    "wide heads": ((32, 12), {"num_heads": 8}, lambda t: t.split(4), [(4, 12)] * 8, (8, 1, 12)),
+    "experts": ((3, 10, 6), EXPERTS, lambda t: t.unbind(), [(10, 6)] * 3, (3, 10, 1)),
+    "wide experts": ((3, 6, 10), EXPERTS, lambda t: t.unbind(), [(6, 10)] * 3, (3, 1, 10)),
+    # gate_up stacks (E, 2 I, H): split_sizes apply to the rows of every expert
+    "fused experts": (
+        (3, 14, 6),
+        {**EXPERTS, "split_sizes": (10, 4)},
+        by_rows(10, 4),
         [(10, 6)] * 3 + [(4, 6)] * 3,
-        expert_keys=("experts",),
-        split_sizes=(10, 4),
-    )
+        None,
+    ),
+    # under an expert key a router or one expert's own matrix is a matrix
+    "a matrix beside experts": ((6, 4), EXPERTS, lambda t: [t], [(6, 4)], (6, 1)),
+}
+
+
+@pytest.mark.parametrize(("shape", "options", "pieces", "shapes", "kept"), CUTS.values(), ids=CUTS)
+def test_cuts_equal_separate_parameters(opt, device, shape, options, pieces, shapes, kept) -> None:
+    (param,) = parameters([shape], dtype=torch.float64, device=device)
+    fused, *_ = compare_with_separate(opt, param, pieces, shapes, **options)
+    if kept is not None:
+        assert fused.state[param]["second_momentum_buffer"].shape == kept
 
 
 @pytest.mark.parametrize("options", [{"num_heads": 4}, {"split_sizes": (2, 6)}], ids=str)
@@ -160,12 +154,6 @@ def test_expert_keys_find_components(opt, device, name, key) -> None:
     )
     optimizer.step()
     assert optimizer.state[param]["second_momentum_buffer"].shape == (3, 1, 5)
-
-
-def test_matrices_beside_experts_are_not_cut(opt, device) -> None:
-    """A 2-D parameter under an expert key (a router, one expert's own matrix) is a matrix."""
-    (param,) = parameters([(6, 4)], dtype=torch.float64, device=device)
-    compare_with_separate(opt, param, lambda t: [t], [(6, 4)], expert_keys=("experts",))
 
 
 def test_values_per_name(opt, device) -> None:
@@ -303,24 +291,6 @@ def test_pieces_of_different_sizes_still_fill_few_batches(submodule) -> None:
     assert [len(batch) for batch in chunks._batches(members, 40)] == [2, 2, 1]
     members = [SimpleNamespace(piece=SimpleNamespace(matrices=1)) for _ in range(50)]
     assert [len(batch) for batch in chunks._batches(members, 40)] == [25, 25]
-
-
-def test_a_bound_smaller_than_a_stack_changes_no_bit(opt, submodule, device, monkeypatch) -> None:
-    chunks = submodule("optimizers.plan")
-    shapes = [(6, 8, 4), (8, 4), (8, 4), (8, 4)]
-    names = ["experts.w", "a", "b", "c"]
-    results = []
-    for bound in (chunks.BATCH_BYTES, 3 * 8 * 4 * 4):
-        monkeypatch.setattr(chunks, "BATCH_BYTES", bound)
-        params = parameters(shapes, device=device)
-        group = {**FUSED, "params": params, "names": names, "expert_keys": ["experts"]}
-        optimizer = opt.MuonAdamW([group])
-        train(optimizer, params, 3)
-        results.append(values(params))
-        planned = optimizer._current_plan(optimizer._current_options()).chunks[0]
-        assert len(planned) == (1 if bound > 2**20 else 3)
-        assert sum(chunk.matrices for chunk in planned) == 9
-    assert_all_same_bits(*results)
 
 
 @pytest.mark.sees_defect("a gradient is freed while it is still needed")

@@ -44,6 +44,8 @@ MUON_OPTIONS = [
     ("flatten", "yes", TypeError, "flatten must be True or False"),
     ("cautious", 0, TypeError, "cautious must be True or False"),
     ("shaped_decay", 0, TypeError, "shaped_decay must be True or False"),
+    ("row_equilibration", 1, TypeError, "row_equilibration must be True or False"),
+    ("transposed", None, TypeError, "transposed must be True or False"),
     ("adjust_lr_fn", "match_rms", ValueError, "adjust_lr_fn must be one of 'match_rms_adamw'"),
     ("method", "svd", ValueError, "method must be one of 'auto'"),
     ("momentum_form", "nag", ValueError, "momentum_form must be one of 'heavy_ball', 'ema'"),
@@ -53,6 +55,9 @@ MUON_OPTIONS = [
     ("dtype", "float16", TypeError, "dtype must be a torch.dtype or None, got 'float16'"),
     ("dtype", torch.float8_e4m3fn, ValueError, "dtype must be one of"),
     ("momentum_dtype", torch.int32, ValueError, "momentum_dtype must be one of"),
+    ("rounding", "up", ValueError, "rounding must be one of 'nearest', 'stochastic', 'resid"),
+    ("rounding_seed", -1, ValueError, r"rounding_seed must have 64 bits, in \[0, 2\^64\), got -1"),
+    ("rounding_seed", 1 << 64, ValueError, "rounding_seed must have 64 bits"),
     ("num_heads", 0, ValueError, "num_heads must be at least 1"),
     ("num_heads", "all", TypeError, "num_heads must be an integer"),
     ("split_sizes", 4, TypeError, "split_sizes must be a sequence of row counts, got 4"),
@@ -70,6 +75,8 @@ ADAMW_OPTIONS = [
     ("lr", -1.0, ValueError, "lr must be finite"),
     ("weight_decay", "x", TypeError, "weight_decay must be a number"),
     ("none_grad", 1, TypeError, "none_grad must be True or False"),
+    ("rounding", "up", ValueError, "rounding must be one of"),
+    ("rounding_seed", 0.5, TypeError, "rounding_seed must be an integer, got 0.5"),
 ]
 PARAMETERS = [
     (lambda: nn.Parameter(torch.ones(3)), ValueError, "Muon needs at least 2 dimensions"),

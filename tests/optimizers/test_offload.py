@@ -289,41 +289,6 @@ def test_a_step_with_offload_never_reads_on_the_host(opt, device, name) -> None:
         train(optimizer, params, 3)
 
 
-def test_an_interrupted_step_stops_the_next(opt, submodule, device, monkeypatch) -> None:
-    """State of unfinished batches is that before the step, of the others that behind it."""
-    params = parameters([(4, 4), (4, 5), (4, 6), (4, 7), (4, 8)], device=device)
-    optimizer = opt.Muon(params, none_grad=False)
-    optimizer.turn_on_cpu_offload()
-    optimizer.step()
-    saved = copy.deepcopy(optimizer.state_dict())
-    before = [saved["state"][number]["momentum_buffer"] for number in range(len(params))]
-    module = submodule("optimizers.step")
-    orthogonalize = module.orthogonalize
-
-    def fail(x, **options):
-        if x.shape[-1] == 6:
-            raise torch.OutOfMemoryError("planted")
-        return orthogonalize(x, **options)
-
-    monkeypatch.setattr(module, "orthogonalize", fail)
-    with pytest.raises(torch.OutOfMemoryError, match="planted"):
-        optimizer.step()
-    monkeypatch.undo()
-    optimizer._host.wait()
-    buffers = [optimizer.state[param]["momentum_buffer"] for param in params]
-    for number, (buffer, old) in enumerate(zip(buffers, before, strict=True)):
-        assert torch.equal(buffer, old) == (number >= 2)
-    for refused in (optimizer.step, optimizer.state_dict):
-        with pytest.raises(RuntimeError, match="an earlier step failed midway"):
-            refused()
-    optimizer.load_state_dict(saved)
-    optimizer.step()
-    optimizer.state_dict()
-    for param, old in zip(params, before, strict=True):
-        buffer = optimizer.state[param]["momentum_buffer"]
-        assert_same_bits(buffer, old * 0.95 + param.grad.cpu())
-
-
 def test_replicated_dtensors(opt, tmp_path) -> None:
     """State stays a DTensor with the parameter's placements."""
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/w", rank=0, world_size=1)

@@ -16,8 +16,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from .._compare import assert_all_same_bits, assert_same_bits
 from ._steps import both, new_gradients, parameters, values
@@ -337,35 +335,6 @@ def test_a_number_is_taken_or_refused_before_anything_is_written(
     if option != "beta2":  # which brings state of its own
         changed.param_groups[number][option] = given_value
         changed.step()
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_any_numbers_together(opt, data) -> None:
-    """Whatever the constructor accepts, two steps take."""
-    kinds = [np.float32, np.float64, np.longdouble, Fraction, Real, np.int64, round, torch.tensor]
-    options: list[dict] = [{}, {}]
-    device = torch.device("cpu")
-    for number, option, value in OPTIONS:
-        if option in ("num_heads", "split_sizes") and {"num_heads", "split_sizes"} & {*options[0]}:
-            continue
-        if not data.draw(st.booleans()):
-            continue
-        kind = data.draw(st.sampled_from(kinds))
-        drawn = st.floats(0, 4) if isinstance(plain(value), float) else st.integers(1, 8)
-        count = len(value) if isinstance(value, tuple) else 1
-        numbers = tuple(kind(data.draw(drawn)) for _ in range(count))
-        options[number][option] = numbers if isinstance(value, tuple) else numbers[0]
-    params = parameters([(4, 4), (4, 8), (5,), (3,)], device=device)
-    groups = [
-        {"kind": "muon", "params": params[:2], "lr": 0.1, **options[0]},
-        {"kind": "adamw", "params": params[2:], "lr": 0.1, **options[1]},
-    ]
-    try:
-        optimizer = opt.MuonAdamW(groups)
-    except (TypeError, ValueError):
-        return
-    stepped(optimizer, params)
 
 
 @pytest.mark.parametrize("kind", ["np.int64", "IntEnum", "np.uint8"])

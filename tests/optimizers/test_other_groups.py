@@ -224,9 +224,14 @@ def muon(param, grads, *, lr, decay, mu, nesterov, ema, factor, rows) -> torch.T
     return param
 
 
-def original(param: torch.Tensor) -> float:
-    rows, columns = param.shape
+def original(rows: int, columns: int) -> float:
     return math.sqrt(max(1, rows / columns))
+
+
+def all_by_muon(params, grads, factor, **rule) -> list[torch.Tensor]:
+    """`muon` of every parameter, at the rate times `factor(rows, columns)`."""
+    pairs = zip(params, grads, strict=True)
+    return [muon(p, g, **rule, factor=factor(*p.shape)) for p, g in pairs]
 
 
 def stepped(optimizer, params) -> list[list[torch.Tensor]]:
@@ -266,16 +271,7 @@ def test_keller_jordans_groups(opt) -> None:
     )
     grads = stepped(optimizer, params)
     rule = {"lr": 0.05, "decay": 0.0, "mu": 0.9, "nesterov": True, "ema": True}
-    expected = [
-        muon(
-            p,
-            g,
-            **rule,
-            factor=original(p),
-            rows=[KELLER_JORDAN] * 5,
-        )
-        for p, g in zip(start[:2], grads[:2], strict=True)
-    ]
+    expected = all_by_muon(start[:2], grads[:2], original, **rule, rows=[KELLER_JORDAN] * 5)
     expected.append(adam(start[2], grads[2], lr=0.04, betas=(0.8, 0.95), eps=1e-10, decay=0.0))
     assert_updates(params, expected)
 
@@ -322,21 +318,9 @@ def test_dions_groups(opt, key) -> None:
     optimizer = opt.Muon(params, lr=0.01, momentum=0.95, weight_decay=0.01, **rule)
     grads = stepped(optimizer, params)
     rows = opt.COEFFICIENT_SETS["you"].rows
-    expected = [
-        muon(
-            p,
-            g,
-            lr=0.01,
-            decay=0.01,
-            mu=0.95,
-            nesterov=False,
-            ema=False,
-            factor=math.sqrt(p.shape[0] / p.shape[1]),
-            rows=rows,
-        )
-        for p, g in zip(start, grads, strict=True)
-    ]
-    assert_updates(params, expected)
+    rule = {"lr": 0.01, "decay": 0.01, "mu": 0.95, "nesterov": False, "ema": False}
+    spectral = lambda rows, columns: math.sqrt(rows / columns)  # noqa: E731
+    assert_updates(params, all_by_muon(start, grads, spectral, **rule, rows=rows))
 
 
 def test_torchs_groups(opt) -> None:
@@ -349,16 +333,7 @@ def test_torchs_groups(opt) -> None:
     assert optimizer.param_groups[0]["adjust_lr_fn"] == "original"
     grads = stepped(optimizer, params)
     rule = {"lr": 0.02, "decay": 0.1, "mu": 0.95, "nesterov": True, "ema": True}
-    expected = [
-        muon(
-            p,
-            g,
-            **rule,
-            factor=original(p),
-            rows=[KELLER_JORDAN] * 5,
-        )
-        for p, g in zip(start, grads, strict=True)
-    ]
+    expected = all_by_muon(start, grads, original, **rule, rows=[KELLER_JORDAN] * 5)
     assert_updates(params, expected)
 
 

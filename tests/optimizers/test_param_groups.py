@@ -36,61 +36,44 @@ def test_names_belong_to_their_parameters(opt) -> None:
         assert all(by_name[n] is p for n, p in zip(group["names"], group["params"], strict=True))
 
 
-class Anonymous(nn.Module):
-    """Module types decide where names say nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Embedding(40, 8)
-        self.b = nn.ModuleList([nn.Linear(8, 8, bias=False)])
-        self.c = nn.EmbeddingBag(10, 8)
-        self.d = nn.Linear(8, 40, bias=False)  # onto the vocabulary, last, outside the layers
+def anonymous() -> nn.Module:
+    """Module types decide where names say nothing; d leads onto the vocabulary, last."""
+    return nn.ModuleDict(
+        {
+            "a": nn.Embedding(40, 8),
+            "b": nn.ModuleList([nn.Linear(8, 8, bias=False)]),
+            "c": nn.EmbeddingBag(10, 8),
+            "d": nn.Linear(8, 40, bias=False),
+        }
+    )
 
 
 def test_types_decide_before_names(opt) -> None:
-    assert split(opt, Anonymous()) == ({"b.0.weight"}, {"a.weight", "c.weight", "d.weight"})
-
-
-class TiedUnderTheHeadsName(nn.Module):
-    """The weight is met first as that of a projection, before the layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decode = nn.Linear(8, 40, bias=False)
-        self.b = nn.ModuleList([nn.Linear(8, 8, bias=False)])
-        self.encode = nn.Embedding(40, 8)
-        self.encode.weight = self.decode.weight
+    assert split(opt, anonymous()) == ({"b.0.weight"}, {"a.weight", "c.weight", "d.weight"})
 
 
 @pytest.mark.sees_defect("tied weights are unknown")
 def test_a_tied_weight_is_an_embedding_under_any_name(opt) -> None:
-    """By names alone `decode.weight` is a matrix like any other."""
-    assert split(opt, TiedUnderTheHeadsName()) == ({"b.0.weight"}, {"decode.weight"})
-
-
-class TiedByFunction(nn.Module):
-    """No head module at all; the last Linear happens to have as many outputs as the vocabulary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(8, 8)
-        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+    """Though it is met first as `decode.weight`, by its name a matrix like any other."""
+    layers = nn.ModuleList([nn.Linear(8, 8, bias=False)])
+    decode, encode = nn.Linear(8, 40, bias=False), nn.Embedding(40, 8)
+    encode.weight = decode.weight
+    model = nn.ModuleDict({"decode": decode, "b": layers, "encode": encode})
+    assert split(opt, model) == ({"b.0.weight"}, {"decode.weight"})
 
 
 def test_a_last_layer_as_wide_as_the_vocabulary_is_no_head(opt) -> None:
-    assert split(opt, TiedByFunction())[0] == {"blocks.0.weight"}
+    """No head at all: logits come of the embedding by a function."""
+    layers = nn.ModuleList([nn.Linear(8, 8)])
+    model = nn.ModuleDict({"tokens": nn.Embedding(8, 8), "blocks": layers})
+    assert split(opt, model)[0] == {"blocks.0.weight"}
 
 
-class Heads(nn.Module):
+def heads(**linears: nn.Module) -> nn.Module:
     """Linears outside the layers: which of them lead to the vocabulary?"""
-
-    def __init__(self, **linears: nn.Module) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(256, 64)
-        self.kinds = nn.Embedding(2, 64)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))])
-        for name, module in linears.items():
-            self.add_module(name, module)
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))])
+    tables = {"tokens": nn.Embedding(256, 64), "kinds": nn.Embedding(2, 64)}
+    return nn.ModuleDict({**tables, "blocks": layers, **linears})
 
 
 def muon_names(opt, model: nn.Module) -> set[str]:
@@ -112,7 +95,7 @@ def muon_names(opt, model: nn.Module) -> set[str]:
 def test_heads(opt, linears, muon) -> None:
     wanted = {name if name.endswith("weight") else f"{name}.weight" for name in muon}
     layers = {"blocks.0.0.weight", "blocks.0.1.weight"}
-    assert muon_names(opt, Heads(**linears)) == wanted | layers
+    assert muon_names(opt, heads(**linears)) == wanted | layers
 
 
 @pytest.mark.parametrize("wrapper", [None, "_orig_mod", "module", "_checkpoint_wrapped_module"])
@@ -166,7 +149,7 @@ def test_fused_attention_is_split(opt, device) -> None:
 def test_the_split_is_logged(opt, submodule, caplog) -> None:
     name = submodule("optimizers.groups.default_groups").__name__
     with caplog.at_level("INFO", logger=name):
-        opt.get_default_muon_param_groups(Anonymous())
+        opt.get_default_muon_param_groups(anonymous())
     (record,) = [record for record in caplog.records if record.name == name]
     assert record.getMessage().splitlines() == [
         "parameter groups:",
@@ -177,20 +160,16 @@ def test_the_split_is_logged(opt, submodule, caplog) -> None:
     ]
 
 
-class Declared(nn.Module):
-    """transformers' interface for heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(4, 4, bias=False)
-        self.to_words = nn.Linear(4, 9, bias=False)
-
-    def get_output_embeddings(self):
-        return self.to_words
-
-
 def test_a_declared_head_is_a_head(opt) -> None:
-    assert split(opt, Declared()) == ({"hidden.weight"}, {"to_words.weight"})
+    """By transformers' interface."""
+
+    class Declared(nn.ModuleDict):
+        def get_output_embeddings(self):
+            return self["to_words"]
+
+    hidden, to_words = nn.Linear(4, 4, bias=False), nn.Linear(4, 9, bias=False)
+    model = Declared({"hidden": hidden, "to_words": to_words})
+    assert split(opt, model) == ({"hidden.weight"}, {"to_words.weight"})
 
 
 @pytest.mark.parametrize("wrapper", ["_orig_mod", "module", "_checkpoint_wrapped_module"])
@@ -211,21 +190,18 @@ def test_frozen_parameters_are_left_out(opt) -> None:
     assert "embed_tokens.weight" not in adamw
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(6, 3, bias=False)
-        self.experts = nn.Module()
-        self.experts.up = nn.Parameter(torch.randn(3, 8, 6))
-        self.experts.up_bias = nn.Parameter(torch.zeros(3, 8))
-        self.shared_experts = nn.Linear(6, 8, bias=False)
-        self.conv = nn.Conv2d(3, 4, 2)
-        self.conv1d = nn.Conv1d(4, 4, 3)
-
-
 def test_experts_and_convolutions(opt) -> None:
     """Stacks of experts by whole components, without their biases; ready to be used."""
-    model = Experts()
+    up, bias = torch.randn(3, 8, 6), torch.zeros(3, 8)
+    model = nn.ModuleDict(
+        {
+            "router": nn.Linear(6, 3, bias=False),
+            "experts": nn.ParameterDict({"up": up, "up_bias": bias}),
+            "shared_experts": nn.Linear(6, 8, bias=False),
+            "conv": nn.Conv2d(3, 4, 2),
+            "conv1d": nn.Conv1d(4, 4, 3),
+        }
+    )
     muon, adamw = split(opt, model)
     assert muon == {"router.weight", "experts.up", "shared_experts.weight", "conv.weight"}
     assert adamw == {"experts.up_bias", "conv.bias", "conv1d.weight", "conv1d.bias"}
@@ -233,7 +209,7 @@ def test_experts_and_convolutions(opt) -> None:
     assert groups[0]["expert_keys"] == ("experts",)
     optimizer = opt.Muon(groups, beta2=0.9)
     optimizer.step()
-    second = optimizer.state[model.experts.up]["second_momentum_buffer"]
+    second = optimizer.state[model["experts"]["up"]]["second_momentum_buffer"]
     assert second.shape == (3, 8, 1)
 
 
@@ -297,31 +273,26 @@ def test_default_is_muon(opt, name, shape, expected) -> None:
     assert opt.default_is_muon(name, torch.empty(shape)) is expected
 
 
-class Fused(nn.Module):
+def fused() -> nn.Module:
     """Fused projections as models of transformers have them, four heads and two of keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.Module()
-        self.attention.num_heads, self.attention.num_key_value_heads = 4, 2
-        self.attention.head_dim = 2
-        self.attention.qkv_proj = nn.Linear(8, 16, bias=False)
-        self.block = nn.Module()
-        self.block.c_attn = nn.Linear(8, 24)
-        self.mlp = nn.Module()
-        self.mlp.gate_up_proj = nn.Linear(8, 20, bias=False)
-        self.experts = nn.Module()
-        self.experts.gate_up_proj = nn.Parameter(torch.randn(3, 12, 8))
-        self.experts.down_proj = nn.Parameter(torch.randn(3, 8, 6))
-        self.other = nn.Module()
-        self.other.qkv_proj = nn.Linear(8, 22, bias=False)
-        self.q = nn.Module()
-        self.q.lora_A = nn.Linear(8, 2, bias=False)
+    attention = nn.ModuleDict({"qkv_proj": nn.Linear(8, 16, bias=False)})
+    attention.num_heads, attention.num_key_value_heads, attention.head_dim = 4, 2, 2
+    stacks = {"gate_up_proj": torch.randn(3, 12, 8), "down_proj": torch.randn(3, 8, 6)}
+    return nn.ModuleDict(
+        {
+            "attention": attention,
+            "block": nn.ModuleDict({"c_attn": nn.Linear(8, 24)}),
+            "mlp": nn.ModuleDict({"gate_up_proj": nn.Linear(8, 20, bias=False)}),
+            "experts": nn.ParameterDict(stacks),
+            "other": nn.ModuleDict({"qkv_proj": nn.Linear(8, 22, bias=False)}),
+            "q": nn.ModuleDict({"lora_A": nn.Linear(8, 2, bias=False)}),
+        }
+    )
 
 
 def test_fused_projections(opt, submodule, caplog) -> None:
     """Cut by the heads that the module states, by thirds or by halves; or logged."""
-    model = Fused()
+    model = fused()
     muon, adamw, undecayed = opt.get_default_muon_param_groups(model)
     assert muon["split_sizes"] == {
         "attention.qkv_proj.weight": (8, 4, 4),

@@ -64,18 +64,23 @@ def heads(before, after, rows):
     return factors[:, 0].tolist()
 
 
+def clipped(opt, device, config, rows, logits, *, name="Muon"):
+    """(before, after) of the projections of layer 0 with so many rows, after a step's clip."""
+    named = layer(rows, device=device)
+    before = values(p for _, p in named)
+    build(opt, name, named, config).step(qk_logits={0: torch.tensor(logits, device=device)})
+    return [(old, param.detach()) for old, (_, param) in zip(before, named, strict=True)]
+
+
 @CLASSES
 def test_one_query_head_per_key_head(opt, device, name) -> None:
     """Both take sqrt(gamma)."""
-    named = layer({"q_proj": 3 * D, "k_proj": 3 * D, "v_proj": 3 * D}, device=device)
-    before = values(p for _, p in named)
-    optimizer = build(opt, name, named, MHA)
-    logits = [5.0, 40.0, 11.0]
-    optimizer.step(qk_logits={0: torch.tensor(logits, device=device)})
-    for old, (_, param) in zip(before[:2], named, strict=False):
-        assert heads(old, param, D) == pytest.approx([gamma(s) ** 0.5 for s in logits], rel=1e-6)
-        assert_same_bits(param.detach()[:D], old[:D])
-    assert_same_bits(named[2][1].detach(), before[2])
+    rows, logits = {"q_proj": 3 * D, "k_proj": 3 * D, "v_proj": 3 * D}, [5.0, 40.0, 11.0]
+    *both, value = clipped(opt, device, MHA, rows, logits, name=name)
+    for old, new in both:
+        assert heads(old, new, D) == pytest.approx([gamma(s) ** 0.5 for s in logits], rel=1e-6)
+        assert_same_bits(new[:D], old[:D])
+    assert_same_bits(*value)
 
 
 @pytest.mark.sees_defect(
@@ -86,15 +91,13 @@ def test_one_query_head_per_key_head(opt, device, name) -> None:
 @CLASSES
 def test_shared_key_heads_are_exact(opt, device, name) -> None:
     """Motif gives the key head min sqrt(gamma) and each query head its own: over-clipped."""
-    named = layer({"wq": 6 * D, "wk": 2 * D}, device=device)
-    before = values(p for _, p in named)
     logits = [20.0, 5.0, 80.0, 9.0, 3.0, 10.0]
-    build(opt, name, named, GQA).step(qk_logits={0: torch.tensor(logits, device=device)})
-    query, key = (heads(old, p, D) for old, (_, p) in zip(before, named, strict=True))
+    found = clipped(opt, device, GQA, {"wq": 6 * D, "wk": 2 * D}, logits, name=name)
+    query, key = (heads(old, new, D) for old, new in found)
     assert key == pytest.approx([math.sqrt(T / 80), 1.0], rel=1e-6)
     products = [q * key[i // 3] for i, q in enumerate(query)]
     assert products == pytest.approx([gamma(s) for s in logits], rel=1e-6)
-    assert_same_bits(named[0][1].detach()[3 * D :], before[0][3 * D :])
+    assert_same_bits(*(one[3 * D :] for one in found[0]))
 
 
 def test_clipped_logits_are_the_old_ones_times_gamma(opt, device) -> None:
@@ -118,11 +121,8 @@ def test_clipped_logits_are_the_old_ones_times_gamma(opt, device) -> None:
 @pytest.mark.parametrize("names", [("wq_b", "wkv_b"), ("q_proj", "kv_b_proj")])
 def test_latent_attention(opt, device, names) -> None:
     """Nope rows by sqrt(gamma), rope rows of the queries by gamma, value rows not at all."""
-    named = layer({names[0]: 3 * 5, names[1]: 3 * 7, "wkv_a": 8}, device=device)
-    before = values(p for _, p in named)
-    logits = [40.0, -3.0, 16.0]
-    build(opt, "Muon", named, MLA).step(qk_logits={0: torch.tensor(logits, device=device)})
-    after = [p.detach() for _, p in named]
+    rows, logits = {names[0]: 3 * 5, names[1]: 3 * 7, "wkv_a": 8}, [40.0, -3.0, 16.0]
+    before, after = zip(*clipped(opt, device, MLA, rows, logits), strict=True)
     for head, logit in enumerate(logits):
         g = gamma(logit)
         for index, rows, factors in (
@@ -143,22 +143,18 @@ def test_strange_logits(opt, device) -> None:
     """NaN, inf, zero and negative maxima clip nothing; a huge finite one does."""
     count = len(STRANGE)
     config = MHA | {"q_indices": range(count), "k_indices": range(count)}
-    named = layer({"wq": count * D, "wk": count * D}, device=device)
-    before = values(p for _, p in named)
-    build(opt, "Muon", named, config).step(qk_logits={0: torch.tensor(STRANGE, device=device)})
-    for old, (_, param) in zip(before, named, strict=True):
-        assert_same_bits(param.detach()[:-D], old[:-D])
-        assert param.isfinite().all()
-        assert heads(old[-D:], param[-D:], D) == pytest.approx([math.sqrt(T / 3.4e38)], rel=1e-5)
+    rows = {"wq": count * D, "wk": count * D}
+    for old, new in clipped(opt, device, config, rows, STRANGE):
+        assert_same_bits(new[:-D], old[:-D])
+        assert new.isfinite().all()
+        assert heads(old[-D:], new[-D:], D) == pytest.approx([math.sqrt(T / 3.4e38)], rel=1e-5)
 
 
 def test_strange_logits_in_a_shared_group(opt, device) -> None:
     """One broken head does not spoil the others that share its key head."""
-    named = layer({"wq": 6 * D, "wk": 2 * D}, device=device)
-    before = values(p for _, p in named)
     logits = [NAN, 40.0, INF, -1.0, 12.0, NAN]
-    build(opt, "Muon", named, GQA).step(qk_logits={0: torch.tensor(logits, device=device)})
-    query, key = (heads(old, p, D) for old, (_, p) in zip(before, named, strict=True))
+    found = clipped(opt, device, GQA, {"wq": 6 * D, "wk": 2 * D}, logits)
+    query, key = (heads(old, new, D) for old, new in found)
     products = [q * key[i // 3] for i, q in enumerate(query)]
     assert products == pytest.approx([gamma(s) for s in logits], rel=1e-6)
 
@@ -166,12 +162,9 @@ def test_strange_logits_in_a_shared_group(opt, device) -> None:
 def test_a_repeated_head_takes_its_largest_logit(opt, device) -> None:
     """Repeats are allowed, the smallest scale wins; unnamed heads stay."""
     config = MHA | {"q_indices": [1, 1, 0], "k_indices": [1, 1, 0]}
-    named = layer({"wq": 3 * D, "wk": 3 * D}, device=device)
-    before = values(p for _, p in named)
-    logits = torch.tensor([20.0, 40.0, 5.0], device=device)
-    build(opt, "Muon", named, config).step(qk_logits={0: logits})
-    for old, (_, param) in zip(before, named, strict=True):
-        assert heads(old, param, D) == pytest.approx([1.0, 0.5, 1.0], rel=1e-6)
+    rows = {"wq": 3 * D, "wk": 3 * D}
+    for old, new in clipped(opt, device, config, rows, [20.0, 40.0, 5.0]):
+        assert heads(old, new, D) == pytest.approx([1.0, 0.5, 1.0], rel=1e-6)
 
 
 NAMES = {
@@ -242,12 +235,10 @@ def test_layers_without_logits_and_logits_without_layers(opt, device, name) -> N
 @pytest.mark.parametrize("kind", ["wq", "wk"])
 def test_a_projection_alone_takes_the_whole_clip(opt, device, kind) -> None:
     """The other one is frozen or shared between layers: every logit still ends at most at t."""
-    named = layer({kind: (6 if kind == "wq" else 2) * D}, device=device)
-    before = values(p for _, p in named)
-    logits = [20.0, 5.0, 80.0, 9.0, 3.0, 10.0]
-    build(opt, "Muon", named, GQA).step(qk_logits={0: torch.tensor(logits, device=device)})
+    rows, logits = {kind: (6 if kind == "wq" else 2) * D}, [20.0, 5.0, 80.0, 9.0, 3.0, 10.0]
+    (found,) = clipped(opt, device, GQA, rows, logits)
     expected = [gamma(s) for s in logits] if kind == "wq" else [T / 80, 1.0]
-    assert heads(before[0], named[0][1], D) == pytest.approx(expected, rel=1e-6)
+    assert heads(*found, D) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -333,17 +324,6 @@ def test_rows_of_a_shard_take_the_scale_of_their_head(opt, submodule, device, ki
         clip.clip(clip.plan_batches(config, clip.find_targets(config, entries)), logits)
     for rows, local in shards:
         assert_same_bits(local, whole.detach()[rows])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_kept_residual_is_scaled_with_its_parameter(opt, submodule, device, dtype) -> None:
-    """Parameter and residual together are the float32 value, before and after."""
-    rounding = submodule("reference.rounding")
-    exact = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).to(device)
-    param, residual = rounding.split(exact, dtype)
-    scale = torch.tensor([1.0, 0.5, 0.3, 1.0, 0.999, 1e-3], device=device)
-    submodule("optimizers.stages.qk_clip").scale_rows(param, scale, residual)
-    assert_error_at_most(rounding.join(param, residual), exact * scale[:, None], 2.0**-24)
 
 
 @CLASSES

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .._compare import assert_all_same_bits, assert_same_bits
-from ._steps import marked, parameters, train, values
+from ._steps import parameters, train, values
 
 NAMES = ["experts.w", "qkv", "wide", "conv", "table", "bias"]
 SHAPES = [(3, 4, 6), (12, 4), (4, 12), (4, 2, 2, 2), (7, 3), (5,)]
@@ -102,19 +102,6 @@ def test_shapes_of_the_second_moment(opt, device) -> None:
     assert shapes == [(6, 1), (1, 6), (5, 1), (1, 12)]
 
 
-def test_keys_do_not_depend_on_which_gradients_were_present(opt, device) -> None:
-    """State that differs between ranks would break distributed checkpoints."""
-    optimizers = []
-    for without in (0, 2, 3):
-        params = parameters(SHAPES, device=device)
-        for param in params[:without] if without < 3 else params:
-            param.grad = None
-        optimizers.append(muon(opt, params))
-        optimizers[-1].step()
-    keys = [[key for key, _ in state_tensors(optimizer)] for optimizer in optimizers]
-    assert keys[0] == keys[1] == keys[2]
-
-
 @pytest.mark.sees_defect("state is stacked under params[0]: it depends on membership and order")
 def test_state_does_not_depend_on_group_membership(opt, device) -> None:
     """Nanochat keeps one stacked buffer under the first parameter of a group."""
@@ -194,23 +181,6 @@ def test_two_optimizers_are_independent(opt, device) -> None:
     first.load_state_dict(first.state_dict())
     train(second, twins, 1, seed=101)
     assert_all_same_bits(params, twins)
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-@MAKERS
-def test_a_copy_of_the_optimizer(opt, device, make, way) -> None:
-    params = parameters(SHAPES, device=device)
-    optimizer = make(opt, params)
-    train(optimizer, params, 2)
-    clone = way(optimizer)
-    assert_same_state(clone, optimizer)
-    assert clone.parameter_names(0) == optimizer.parameter_names(0)
-    copies = [p for group in clone.param_groups for p in group["params"]]
-    originals = [p for group in optimizer.param_groups for p in group["params"]]
-    assert all(one is not other for one, other in zip(copies, originals, strict=True))
-    train(optimizer, originals, 2, seed=50)
-    train(clone, copies, 2, seed=50)
-    assert_all_same_bits(copies, originals)
 
 
 def test_a_function_for_the_rate_is_not_saved(opt, device) -> None:
@@ -331,19 +301,6 @@ def test_what_does_not_fit_is_refused_before_anything_changes(opt, device, fault
         assert key == old_key
         assert_same_bits(tensor, old)
     train(optimizer, params, 1)
-
-
-def test_a_state_dict_of_another_front_end_is_refused(opt, device) -> None:
-    """Its adamw_betas would be ignored and the rule would be another one."""
-    params = parameters([(6, 4), (5,)], device=device)
-    marks = marked(params, 1)
-    first, second = opt.Muon(marks), opt.MuonAdamW([{**group, "lr": 0.1} for group in marks])
-    for one, other in ((first, second), (second, first)):
-        name = type(one).__name__
-        groups = copy.deepcopy(one.state_dict()["param_groups"])
-        with pytest.raises(ValueError, match=f"which a muon group of {name} does not have"):
-            one.load_state_dict(other.state_dict())
-        assert one.state_dict()["param_groups"] == groups
 
 
 def test_statistics_that_were_switched_off_do_not_stop_loading(opt, device) -> None:

@@ -10,9 +10,7 @@ import torch
 
 from .._compare import assert_all_same_bits, assert_same_bits
 from ._steps import (
-    TinyTransformer,
     both,
-    language_loss,
     parameters,
     train,
     values,
@@ -216,28 +214,20 @@ def test_a_swapped_storage_is_followed(opt, device) -> None:
 
 
 @pytest.mark.sees_defect("state is lost if params[0] is replaced")
-def test_a_replaced_parameter_gets_state(opt, device) -> None:
+@pytest.mark.parametrize("stepped", [True, False])
+def test_a_replaced_parameter_gets_state(opt, device, stepped) -> None:
     """Trainers that shard a model put new parameters into param_groups."""
     first, second = parameters([(6, 4), (4, 6)], device=device)
     optimizer = opt.Muon([("w", first)])
-    optimizer.step()
-    optimizer.param_groups[0]["params"][0] = second
+    if stepped:
+        optimizer.step()
+    optimizer.param_groups[0]["params"] = [second]
+    assert stepped or optimizer.state_dict()["state"] == {}
     before = values([second])
     optimizer.step()
     assert not torch.equal(second.detach(), before[0])
     assert optimizer.state[second]["momentum_buffer"].shape == (4, 6)
     assert list(optimizer.state_dict()["state"]) == [0]
-
-
-def test_a_parameter_replaced_before_the_first_step_can_be_saved(opt, device) -> None:
-    first, second = parameters([(6, 4), (4, 6)], device=device)
-    optimizer = opt.Muon([("w", first)])
-    optimizer.param_groups[0]["params"] = [second]
-    assert optimizer.state_dict()["state"] == {}
-    optimizer.step()
-    state = optimizer.state_dict()["state"]
-    assert state.keys() == {0}
-    assert state[0]["momentum_buffer"].shape == (4, 6)
 
 
 def test_profiler_ranges(opt, device) -> None:
@@ -258,23 +248,3 @@ def test_debug_logs_the_report_once_per_plan(opt, device, caplog) -> None:
     with caplog.at_level(logging.INFO):
         train(optimizer, params, 2)
     assert [record.getMessage() for record in caplog.records] == [optimizer.report()]
-
-
-@pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
-def test_a_model_learns(opt, device, name) -> None:
-    """End to end: backward, step, zero_grad on a transformer, to a fraction of the first loss."""
-    torch.manual_seed(0)
-    model = TinyTransformer().to(device)
-    groups = opt.get_default_muon_param_groups(model)
-    if name == "Muon":
-        optimizer = opt.Muon(groups, lr=2e-2, weight_decay=0.0)
-    else:
-        optimizer = opt.MuonAdamW([{**group, "lr": 2e-2} for group in groups])
-    losses = []
-    for _ in range(30):
-        loss = language_loss(model, seed=0)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]

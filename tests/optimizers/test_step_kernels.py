@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import logging
 import time
 
@@ -72,15 +71,22 @@ def test_a_step_has_the_bits_of_the_reference(
             assert_error_at_most(ours, theirs, STEPS * (24 * 2.0**-24 + neighbour))
 
 
+@pytest.mark.sees_defect(
+    "updates are grouped by the float lr of their shape: a Tensor lr breaks or waits"
+)
 @CLASSES
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 @pytest.mark.parametrize("where", ["cpu", "device"])
-def test_a_tensor_rate_has_the_bits_of_the_number(opt, device, name, dtype, shape, where) -> None:
+def test_a_tensor_rate_has_the_bits_of_the_number(
+    opt, device, name, dtype, shape, where, narrow
+) -> None:
+    """Nor does a float64 rate widen the arithmetic of the parameters."""
     results = []
     rate = torch.full(shape, 0.02, dtype=dtype, device="cpu" if where == "cpu" else device)
     for lr in (rate.item(), rate):
-        params = of_every_shape(torch.float32, device)
+        params = of_every_shape(narrow, device)
         train(every_cut(opt, name, params, lr=lr), params, STEPS)
         results.append(values(params))
     assert_all_same_bits(*results)
@@ -180,32 +186,6 @@ def test_any_strides(opt, device, name, shape, layout, options, kind, beta2, rou
     assert_all_same_bits(*results)
 
 
-@CLASSES
-def test_float64_keeps_to_itself(opt, device, name) -> None:
-    """It has no kernel; what stands beside it in a group keeps its bits, whatever its gradients."""
-
-    def groups(matrices, vectors):
-        return [
-            {"use_muon": True, "params": matrices, "lr": 0.02},
-            {"use_muon": False, "params": vectors, "lr": 0.02},
-        ]
-
-    shapes = [(6, 4), (5,)]
-    alone, together = (parameters(shapes, device=device) for _ in range(2))
-    wide = parameters(shapes, dtype=torch.float64, device=device)
-    converted = parameters(shapes, device=device)
-    for param in converted:
-        grad, param.grad = param.grad.double(), None
-        param.grad_dtype = torch.float64
-        param.grad = grad
-    getattr(opt, name)(groups(alone[:1], alone[1:])).step()
-    everything = zip(together, wide, converted, strict=True)
-    getattr(opt, name)(groups(*map(list, everything))).step()
-    for one, *others in zip(alone, together, converted, strict=True):
-        for other in others:
-            assert_same_bits(other.detach(), one.detach())
-
-
 def test_a_graph_that_saved_a_parameter_knows_that_it_changed(opt, device) -> None:
     """As after any operation in place: autograd counts the versions of what a step writes."""
     params = parameters([(6, 4), (5,)], device=device)
@@ -215,37 +195,6 @@ def test_a_graph_that_saved_a_parameter_knows_that_it_changed(opt, device) -> No
     for loss in losses:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-@pytest.mark.parametrize("beta2", [None, 0.9])
-def test_calls_do_not_grow_with_the_parameters(opt, submodule, device, monkeypatch, beta2) -> None:
-    """One call per stage for any number of parameters of one shape."""
-    lists = submodule("kernels.step.tensor_lists")
-    called = collections.Counter()
-
-    class Counted:
-        def __init__(self, ops):
-            self.ops = ops
-
-        def __getattr__(self, op):
-            called[op] += 1
-            return getattr(self.ops, op)
-
-    monkeypatch.setattr(lists, "ops", Counted(lists.ops))
-    counts = []
-    for number in (1, 3, 40):
-        matrices = parameters([(6, 4)] * number, device=device)
-        vectors = parameters([(5,)] * number, device=device)
-        optimizer = opt.Muon(
-            [
-                {"params": matrices, "use_muon": True, "beta2": beta2},
-                {"params": vectors, "use_muon": False},
-            ]
-        )
-        called.clear()
-        optimizer.step()
-        counts.append(dict(called))
-    assert counts == [{"momentum": 1, "apply_update": 1, "adamw": 1}] * 3
 
 
 @pytest.mark.sees_defect("stacks and copies back, 3 to 4 more passes over the parameters")

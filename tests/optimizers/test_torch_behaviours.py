@@ -90,6 +90,8 @@ def test_goes_in_the_right_direction(opt, device, name, entry, contiguous) -> No
     assert problem.loss().item() < loss.item() < first
 
 
+@pytest.mark.sees_defect("autotuning picks different configurations, hence different bits")
+@pytest.mark.sees_defect("compiled and eager steps may differ")
 @by_input()
 def test_a_loop_and_a_batch_agree(opt, device, name, entry) -> None:
     """The same bits in one group, in a group per parameter, and in another run."""
@@ -123,38 +125,6 @@ def test_rates_and_decays_of_groups(opt, device, name) -> None:
             new_gradients(twins, seed=100 + step)
             alone.step()
     assert_all_same_bits(params, twins)
-
-
-@pytest.mark.parametrize("dims", [0, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@by_class()
-def test_a_tensor_rate_is_a_rate(opt, device, name, dtype, dims) -> None:
-    """0-D or with one element, on the parameters' device or on the CPU."""
-    for place in {device, torch.device("cpu")}:
-        problem, plain = LeastSquares(device), LeastSquares(device)
-        # 2^-6 and 2^-3 are exact in float32, as are their product and its complement
-        lr = torch.full((1,) * dims, 2**-6, dtype=dtype, device=place)
-        optimizer = make(opt, name, problem.params, lr=lr, weight_decay=2**-3)
-        other = make(opt, name, plain.params, lr=2**-6, weight_decay=2**-3)
-        optimizer.step(problem.loss)
-        other.step(plain.loss)
-        for one, expected in zip(problem.params, plain.params, strict=True):
-            torch.testing.assert_close(one, expected, rtol=2**-22, atol=2**-26)
-        assert all(group["lr"] is lr for group in optimizer.param_groups)
-        assert lr.shape == (1,) * dims
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@by_class()
-def test_a_rate_of_one_element_is_a_0_d_rate(opt, device, name, dtype) -> None:
-    """A dimension must not make a float64 rate widen the arithmetic of the parameters."""
-    runs = []
-    for dims in (0, 1):
-        params = parameters(SHAPES, dtype=dtype, device=device)
-        lr = torch.full((1,) * dims, 0.013, dtype=torch.float64, device=device)
-        train(make(opt, name, params, lr=lr, weight_decay=0.1), params, 3)
-        runs.append(params)
-    assert_all_same_bits(*runs)
 
 
 @by_class()
@@ -314,21 +284,6 @@ def test_options_and_defaults_changed_later(opt, device, name) -> None:
 
 
 @by_class()
-def test_zeroing_gradients(opt, device, name) -> None:
-    problem = LeastSquares(device)
-    optimizer = make(opt, name, problem.params, none_grad=False)
-    problem.loss()
-    grads = [param.grad for param in problem.params]
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    for param, grad in zip(problem.params, grads, strict=True):
-        assert param.grad is grad
-        assert not grad.any()
-    optimizer.zero_grad()
-    assert all(param.grad is None for param in problem.params)
-
-
-@by_class()
 def test_a_grad_scaler_scales_and_skips(opt, device, name) -> None:
     """A power of two changes no bit of the gradients; an inf makes it skip the step."""
     problem, plain = LeastSquares(device), LeastSquares(device)
@@ -344,25 +299,6 @@ def test_a_grad_scaler_scales_and_skips(opt, device, name) -> None:
             other.step(plain.loss)
     assert scaler.get_scale() == 2.0**9
     assert_all_same_bits(problem.params, plain.params)
-
-
-@by_class()
-def test_a_compiled_function_may_step(opt, device, name) -> None:
-    """With the eager backend: the same bits as uncompiled."""
-    runs = []
-    for compiled in (False, True):
-        problem = LeastSquares(device)
-        optimizer = make(opt, name, problem.params)
-
-        def train_step(problem=problem, optimizer=optimizer):
-            problem.loss()
-            optimizer.step()
-
-        run = torch.compile(train_step, backend="eager") if compiled else train_step
-        for _ in range(3):
-            run()
-        runs.append(problem.params)
-    assert_all_same_bits(*runs)
 
 
 def stepped(opt, device, name, **options):
@@ -403,7 +339,7 @@ def assert_continues(problem, optimizer, other_problem, other) -> None:
 
 @by_input()
 def test_a_state_dict_is_deterministic(opt, device, name, entry) -> None:
-    """Equal for equal but not identical parameters, and untouched by loading it."""
+    """Equal for equal but not identical parameters, untouched by loading it or by a file."""
     problem, optimizer = stepped(opt, device, name, **entry.kwargs)
     _, again = stepped(opt, device, name, **entry.kwargs)
     saved = optimizer.state_dict()
@@ -414,22 +350,12 @@ def test_a_state_dict_is_deterministic(opt, device, name, entry) -> None:
     loaded.load_state_dict(saved)
     assert_equal(saved, kept)
     assert_equal(loaded.state_dict(), kept)
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    assert_equal(torch.load(file, weights_only=True), kept)
     assert_continues(problem, optimizer, twin, loaded)
     assert len(kept["state"]) == 2
-
-
-@by_input()
-def test_weights_only_loading_loses_nothing(opt, device, name, entry) -> None:
-    problem, optimizer = stepped(opt, device, name, **entry.kwargs)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    assert_equal(saved, optimizer.state_dict())
-    twin = problem.copy()
-    loaded = make(opt, name, twin.params)
-    loaded.load_state_dict(saved)  # with the options it had, whatever these were
-    assert_continues(problem, optimizer, twin, loaded)
 
 
 @by_class()
@@ -600,6 +526,7 @@ def test_copies_and_pickles(opt, device, name, entry) -> None:
         assert public[0] == public[1] >= {"defaults", "state", "param_groups", "debug"}
         assert_equal(other.state_dict(), optimizer.state_dict())
         assert str(other) == str(optimizer)
+        assert other.parameter_names(0) == optimizer.parameter_names(0)
         twin = problem.copy()
         twin.weight, twin.bias = (group["params"][0] for group in other.param_groups)
         before = values(problem.params)

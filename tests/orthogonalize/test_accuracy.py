@@ -1,7 +1,4 @@
-"""How close the results are: to the same polynomial in float64, and to the polar factor.
-
-`auto` is as close to the latter as five exact steps of Polar Express.
-"""
+"""How close the results are: to the same polynomial in float64, and to the polar factor."""
 
 from __future__ import annotations
 
@@ -10,30 +7,16 @@ from types import ModuleType
 import pytest
 import torch
 
-from .._compare import assert_error_at_most, assert_semi_orthogonal, relative_error
-from ._matrices import known_matrix, matrix, schedule
+from .._compare import assert_error_at_most, relative_error
+from ._matrices import matrix, schedule
 
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
-# (method, dtype, spectrum): twice the measured relative Frobenius error.
-BUDGETS = {
-    ("polar_express", HALF, "gaussian"): 2 * 0.0015,
-    ("polar_express", HALF, "log2"): 2 * 0.0030,
-    ("polar_express", HALF, "log3"): 2 * 0.008,
-    ("polar_express", HALF, "log5"): 2 * 0.016,
-    ("polar_express", HALF, "half_zero"): 2 * 0.017,
-    ("polar_express", HALF, "rank_10"): 2 * 0.07,
-    ("polar_express", HALF, "two_and_1e-5"): 2 * 0.13,
-    ("polar_express", BRAIN, "gaussian"): 2 * 0.012,
-    ("polar_express", BRAIN, "log2"): 2 * 0.0241,
-    ("polar_express", BRAIN, "log3"): 2 * 0.06,
-    ("polar_express", BRAIN, "log5"): 2 * 0.13,
-    ("polar_express", BRAIN, "half_zero"): 2 * 0.13,
-    ("gram_newton_schulz", HALF, "gaussian"): 2 * 0.002,
-    ("gram_newton_schulz", HALF, "log3"): 2 * 0.03,
-    ("gram_newton_schulz", HALF, "log5"): 2 * 0.03,
-    ("gram_newton_schulz", HALF, "half_zero"): 2 * 0.03,
-}
+
+@pytest.fixture
+def five_steps(opt, reference):
+    """Polar Express's five steps with exact products."""
+    return lambda x: reference.newton_schulz(x, opt.polar_express_coefficients(), 1.02)
 
 
 def run(opt, method: str, x: torch.Tensor, dtype: torch.dtype, device) -> torch.Tensor:
@@ -65,39 +48,15 @@ def published_gram_steps(x: torch.Tensor, rows, restarts, dtype: torch.dtype) ->
     return q @ x
 
 
-@pytest.mark.parametrize(("method", "dtype", "spectrum"), BUDGETS, ids=str)
-def test_error_against_the_same_polynomial(
-    opt, reference, device, method: str, dtype: torch.dtype, spectrum: str
-) -> None:
-    x = matrix(spectrum, 256, 1024 if spectrum == "gaussian" else 512)
-    exact = reference.newton_schulz(x, opt.polar_express_coefficients(), 1.02)
-    assert_error_at_most(
-        run(opt, method, x, dtype, device), exact, BUDGETS[method, dtype, spectrum]
-    )
-
-
-@pytest.mark.kernels_ci
-@pytest.mark.parametrize("shape", [(96, 384), (384, 96), (130, 200)], ids=str)
-def test_float16_is_eight_times_as_accurate(opt, reference, device, shape) -> None:
-    m, n = sorted(shape)
-    x = matrix("gaussian", m, n)
-    exact = reference.newton_schulz(x, opt.polar_express_coefficients(), 1.02)
-    if shape[0] > shape[1]:
-        x, exact = x.mT, exact.mT
-    half, brain = (run(opt, "polar_express", x, d, device) for d in (HALF, BRAIN))
-    ratio = relative_error(brain, exact) / relative_error(half, exact)
-    assert 5 < ratio < 12  # three mantissa bits
-
-
 # rank_10 and two_and_1e-5 amplify rounding noise by the full slope at 0, in any formulation.
 ZOO = ("linear", "log3", "log5", "log7", "log9", "half_zero", "rank_10", "two_and_1e-5")
 
 
 @pytest.mark.parametrize("spectrum", ZOO)
-def test_no_worse_than_eager_code(opt, reference, device, spectrum: str) -> None:
+def test_no_worse_than_eager_code(opt, five_steps, device, spectrum: str) -> None:
     rows = opt.polar_express_coefficients()
     x = matrix(spectrum, 96, 384)
-    exact = reference.newton_schulz(x, rows, 1.02)
+    exact = five_steps(x)
     for dtype in (SINGLE, HALF, BRAIN):
         eager = relative_error(rounded_steps(x, rows, dtype), exact)
         assert_error_at_most(run(opt, "polar_express", x, dtype, device), exact, 1.5 * eager)
@@ -105,30 +64,30 @@ def test_no_worse_than_eager_code(opt, reference, device, spectrum: str) -> None
 
 @pytest.mark.parametrize("spectrum", [*ZOO, "gaussian", "power_one", "two_and_1e-3"])
 @pytest.mark.parametrize("dtype", [SINGLE, HALF])
-def test_gram_form_is_near_the_direct_iteration(opt, reference, device, spectrum, dtype) -> None:
+def test_gram_form_is_near_the_direct_iteration(opt, five_steps, device, spectrum, dtype) -> None:
     """Measured at most 1.8 times the direct error in float16, 3.5 times in float32."""
     x = matrix(spectrum, 96, 384)
-    exact = reference.newton_schulz(x, opt.polar_express_coefficients(), 1.02)
+    exact = five_steps(x)
     direct = relative_error(run(opt, "polar_express", x, dtype, device), exact)
     factor = 2.5 if dtype == HALF else 5
     assert_error_at_most(run(opt, "gram_newton_schulz", x, dtype, device), exact, factor * direct)
 
 
 @pytest.mark.parametrize("spectrum", ["linear", "log3", "half_zero"])
-def test_accumulating_on_the_left_matters(opt, reference, device, spectrum: str) -> None:
+def test_accumulating_on_the_left_matters(opt, five_steps, device, spectrum: str) -> None:
     """Q <- a Q + Z Q keeps Q X equal to an iteration on X; the published a Q + Q Z does not."""
     rows = opt.polar_express_coefficients()
     x = matrix(spectrum, 96, 384)
-    exact = reference.newton_schulz(x, rows, 1.02)
+    exact = five_steps(x)
     published = relative_error(published_gram_steps(x, rows, (2,), HALF), exact)
     assert_error_at_most(run(opt, "gram_newton_schulz", x, HALF, device), exact, published / 2)
 
 
 @pytest.mark.parametrize("spectrum", ["linear", "log3", "half_zero"])
-def test_tall_matrices_accumulate_on_the_right(opt, reference, device, spectrum: str) -> None:
+def test_tall_matrices_accumulate_on_the_right(opt, five_steps, device, spectrum: str) -> None:
     """X Q needs Q <- a Q + Q Z; on the left tall matrices erred 1.4 to 2 times as much as wide."""
     x = matrix(spectrum, 96, 384)
-    exact = reference.newton_schulz(x, opt.polar_express_coefficients(), 1.02)
+    exact = five_steps(x)
     wide = relative_error(run(opt, "gram_newton_schulz", x, HALF, device), exact)
     assert_error_at_most(run(opt, "gram_newton_schulz", x.mT, HALF, device), exact.mT, 1.2 * wide)
 
@@ -140,32 +99,6 @@ def test_bfloat16_gram_is_the_direct_iteration(opt, device) -> None:
         run(opt, method, x, BRAIN, device) for method in ("polar_express", "gram_newton_schulz")
     )
     assert torch.equal(direct, gram)
-
-
-def test_best_single_restart_of_a_wider_table_is_not_enough(
-    opt, reference, coefficients, device
-) -> None:
-    """Safety 1e-2: {1} is the best single restart, at cond(Q) 679, and errs by 20 %."""
-    table = coefficients.polar_express_set(5, safety=1e-2)
-    x = matrix("log3", 96, 384)
-    exact = reference.newton_schulz(x, table.rows, table.prefactor)
-    errors = [
-        relative_error(
-            opt.gram_newton_schulz(x.float().to(device), 5, table, restarts, HALF).cpu(), exact
-        )
-        for restarts in ((1,), None)
-    ]
-    assert errors[0] > 0.15
-    assert errors[1] < 0.03
-
-
-def test_input_is_not_rounded_to_bfloat16(opt, reference, device) -> None:
-    """A bfloat16 cast of a float32 input costs several times the error of float16 iterates."""
-    x = matrix("log3", 256, 512)
-    exact = reference.newton_schulz(x, opt.polar_express_coefficients(), 1.02)
-    kept = relative_error(run(opt, "polar_express", x, HALF, device), exact)
-    cast = relative_error(run(opt, "polar_express", x.bfloat16(), HALF, device), exact)
-    assert cast > 2.5 * kept
 
 
 @pytest.mark.parametrize("method", ["polar_express", "gram_newton_schulz", "newton_schulz"])
@@ -196,42 +129,6 @@ def test_steps_are_honoured(opt, reference, device, steps: int) -> None:
         assert relative_error(result.cpu(), reference.polar_factor(x)) < limit
 
 
-# Distance to the polar factor in exact arithmetic, 512 rows, five steps.
-POLAR_DISTANCE = {
-    "linear": 0.112,
-    "log2": 0.096,
-    "log3": 0.323,
-    "log5": 0.644,
-    "power_half": 0.096,
-    "power_one": 0.104,
-    "two_and_1e-3": 0.359,
-}
-
-
-@pytest.mark.parametrize("spectrum", POLAR_DISTANCE)
-def test_distance_to_the_polar_factor(opt, device, spectrum: str) -> None:
-    known = known_matrix(spectrum, 512, 512)
-    result = opt.polar_express(known.x.to(device)).cpu()
-    assert relative_error(result, known.polar) == pytest.approx(POLAR_DISTANCE[spectrum], rel=0.02)
-
-
-@pytest.mark.parametrize(("columns", "distance"), [(512, 0.118), (2048, 0.093)])
-def test_distance_to_the_polar_factor_of_a_gaussian(opt, device, columns, distance) -> None:
-    result = opt.polar_express(matrix("gaussian", 512, columns).to(device)).cpu()
-    values = torch.linalg.eigvalsh(result @ result.mT).clamp_min(0).sqrt()  # all p(s) are positive
-    assert ((values - 1).norm() / 512**0.5).item() == pytest.approx(distance, rel=0.05)
-
-
-@pytest.mark.kernels_ci
-@pytest.mark.parametrize("method", ["auto", "polar_express", "gram_newton_schulz"])
-def test_singular_values_are_close_to_one(opt, device, method) -> None:
-    """The band of the default schedule, [0.859, 1.141], widened by float16's error."""
-    x = matrix("log2", 48, 192).float().to(device)
-    for dtype in (SINGLE, HALF):
-        assert_semi_orthogonal(opt.orthogonalize(x, method, dtype=dtype).cpu(), 0.80, 1.20)
-
-
-RULE_HALF, RULE_SINGLE = torch.float16, torch.float32
 SPECTRA = [
     *("linear", "log_1e-2", "log_1e-3", "log_1e-5", "log_1e-7", "power_half", "power_one"),
     *("half_zero", "rank_10", "two_and_1e-3", "two_and_1e-5", "two_and_1e-7", "gamma"),
@@ -269,7 +166,7 @@ def test_the_zoo_is_complete(zoo) -> None:
         assert values[0] > 3 * values[len(values) // 2]
 
 
-@pytest.mark.parametrize("dtype", [None, RULE_HALF, RULE_SINGLE], ids=str)
+@pytest.mark.parametrize("dtype", [None, HALF, SINGLE], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_auto_is_as_close_as_five_exact_steps(opt, device, matrices, zoo, name: str, dtype) -> None:
     specimen, five_steps = zoo[name]
@@ -277,7 +174,7 @@ def test_auto_is_as_close_as_five_exact_steps(opt, device, matrices, zoo, name: 
     assert specimen.distance(result) <= matrices.allowed(name) * five_steps
 
 
-@pytest.mark.parametrize("dtype", [RULE_HALF, RULE_SINGLE], ids=str)
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_gram_polynomial_is_as_close_as_five_exact_steps(
     opt, device, matrices, zoo, name: str, dtype
@@ -288,19 +185,6 @@ def test_gram_polynomial_is_as_close_as_five_exact_steps(
         result = opt.orthogonalize(x.float().to(device), "gram_polynomial", dtype=dtype).cpu()
         result = result if x is specimen.x else result.mT
         assert specimen.distance(result) <= matrices.allowed(name) * five_steps
-
-
-# Measured at most 0.48, 0.43, 0.70 and 0.92; a schedule that only just keeps the rule fails here.
-@pytest.mark.parametrize(
-    ("name", "share"),
-    [("gaussian_1:4", 0.5), ("log_1e-2", 0.5), ("two_and_1e-3", 0.8), ("heavy_1:1", 0.95)],
-)
-def test_gram_polynomial_is_closer(opt, device, zoo, name: str, share: float) -> None:
-    specimen, five_steps = zoo[name]
-    result = opt.orthogonalize(
-        specimen.x.float().to(device), "gram_polynomial", dtype=RULE_HALF
-    ).cpu()
-    assert specimen.distance(result) <= share * five_steps
 
 
 def test_the_rule_can_be_broken(opt, device, matrices, zoo) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..orthogonalize._matrices import exact
 from ._arguments import FLOATS, Call, draw, restrided
 from ._problem import DifferenceError, Run, Source, bits
 
@@ -109,6 +110,31 @@ def with_out(generator: random.Random, x: Tensor, arguments: dict[str, Any]) -> 
     return arguments
 
 
+def iterated(package: Package, x: Tensor, *schedule: Any) -> Tensor:
+    """x after a schedule of Newton-Schulz steps in float64."""
+    turned = x.shape[-2] > x.shape[-1]
+    wide = (x.mT if turned else x).double()
+    found = package("reference.orthogonalize").newton_schulz(wide, *schedule)
+    return found.mT if turned else found
+
+
+def same_bits(what: str, reference: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """A check: the bits are those of a reference of the same arguments, as they are now."""
+    given = dict(arguments)
+
+    def check(result: Any) -> None:
+        expected = reference(**given)
+        pairs = (
+            zip(result, expected, strict=True)
+            if isinstance(result, tuple)
+            else [(result, expected)]
+        )
+        if any(bits(found) != bits(right) for found, right in pairs):
+            raise DifferenceError(f"{what}: other bits than the reference")
+
+    return check
+
+
 @call("orthogonalize", written=("out",))
 def orthogonalize(package: Package, generator: random.Random) -> Made:
     x = matrices(generator)
@@ -122,23 +148,9 @@ def orthogonalize(package: Package, generator: random.Random) -> Made:
     arguments = {"x": x, "method": method, "steps": steps, "dtype": dtype}
 
     def check(result: Tensor) -> None:
-        slow = package("reference.orthogonalize")
-        m, n = x.shape[-2:]
-        if not x.numel():
-            return
-        picked = package("orthogonalize.choose").choose(
-            m, n, dtype=x.dtype, device="cpu", steps=steps, method=method, iterate_dtype=dtype
-        )
-        wide = x.double() if m <= n else x.double().mT
-        if picked.method == "gram_polynomial":
-            module = package("orthogonalize.gram_polynomial")
-            expected = slow.gram_polynomial(wide, module.POLYNOMIALS, module.SAFETY)
-        elif picked.method == "newton_schulz":
-            expected = slow.newton_schulz(wide, [(3.4445, -4.775, 2.0315)] * steps)
-        else:
-            rows = package.opt.polar_express_coefficients(steps)
-            expected = slow.newton_schulz(wide, rows, 1.02)
-        close("orthogonalize", result, expected if m <= n else expected.mT, slack)
+        if x.numel():
+            expected = exact(package.opt, package, x, method, steps, iterate_dtype=dtype)
+            close("orthogonalize", result, expected, slack)
 
     return with_out(generator, x, arguments), check
 
@@ -154,10 +166,7 @@ def newton_schulz(package: Package, generator: random.Random) -> Made:
     arguments = {"x": x, "steps": steps, "coefficients": rows, "dtype": dtype}
 
     def check(result: Tensor) -> None:
-        m, n = x.shape[-2:]
-        wide = x.double() if m <= n else x.double().mT
-        expected = package("reference.orthogonalize").newton_schulz(wide, rows)
-        close("newton_schulz", result, expected if m <= n else expected.mT, slack)
+        close("newton_schulz", result, iterated(package, x, rows), slack)
 
     return with_out(generator, x, arguments), check
 
@@ -187,12 +196,8 @@ def polar_express(package: Package, generator: random.Random) -> Made:
     steps = generator.choice([1, 4, 7])
 
     def check(result: Tensor) -> None:
-        m, n = x.shape[-2:]
         rows = package.opt.polar_express_coefficients(steps, **options)
-        wide = x.double() if m <= n else x.double().mT
-        prefactor = 1 + options["safety"]
-        expected = package("reference.orthogonalize").newton_schulz(wide, rows, prefactor)
-        close("polar_express", result, expected if m <= n else expected.mT, 2 * slack)
+        close("polar_express", result, iterated(package, x, rows, 1 + options["safety"]), 2 * slack)
 
     arguments = {"x": x, "steps": steps, "dtype": dtype, **options}
     return with_out(generator, x, arguments), check
@@ -346,14 +351,8 @@ def nf4_quantize(package: Package, generator: random.Random) -> Made:
     weight = draw(generator, shape, dtype, strided=False)
     blocksize, quant_type = generator.choice([32, 64, 128]), generator.choice(["nf4", "fp4"])
 
-    def check(result: tuple[Tensor, Tensor]) -> None:
-        module = package("reference.nf4")
-        expected = module.nf4_quantize(weight, blocksize, quant_type)
-        for found, right in zip(result, expected, strict=True):
-            if bits(found) != bits(right):
-                raise DifferenceError("nf4_quantize: other bits than the reference")
-
-    return {"weight": weight, "blocksize": blocksize, "quant_type": quant_type}, check
+    arguments = {"weight": weight, "blocksize": blocksize, "quant_type": quant_type}
+    return arguments, same_bits("nf4_quantize", package("reference.nf4").nf4_quantize, arguments)
 
 
 @call("nf4_dequant", also=(RuntimeError,))
@@ -375,11 +374,7 @@ def nf4_dequant(package: Package, generator: random.Random) -> Made:
         names = ("absmax", "absmax_code", "absmax_scale", "absmax_offset")
         arguments |= dict(zip(names, nested, strict=True))
 
-    def check(result: Tensor) -> None:
-        if bits(result) != bits(package("reference.nf4").nf4_dequant(**arguments)):
-            raise DifferenceError("nf4_dequant: other bits than the reference")
-
-    return dict(arguments), check
+    return arguments, same_bits("nf4_dequant", package("reference.nf4").nf4_dequant, arguments)
 
 
 def _block_scales(package: Package, generator: random.Random, name: str) -> dict[str, Any]:
@@ -407,23 +402,14 @@ def fp8_quantize(package: Package, generator: random.Random) -> Made:
 @call("mxfp4_dequant", also=(IndexError,))  # of an id that names no expert
 def mxfp4_dequant(package: Package, generator: random.Random) -> Made:
     arguments = _block_scales(package, generator, "mxfp4")
-
-    def check(result: Tensor) -> None:
-        if bits(result) != bits(package("reference.mxfp4").mxfp4_dequant(**arguments)):
-            raise DifferenceError("mxfp4_dequant: other bits than the reference")
-
-    return dict(arguments), check
+    slow = package("reference.mxfp4").mxfp4_dequant
+    return arguments, same_bits("mxfp4_dequant", slow, arguments)
 
 
 @call("fp8_dequant", also=(IndexError,))  # of an id that names no expert
 def fp8_dequant(package: Package, generator: random.Random) -> Made:
     arguments = _block_scales(package, generator, "fp8") | {"block": (128, 128)}
-
-    def check(result: Tensor) -> None:
-        if bits(result) != bits(package("reference.fp8").fp8_dequant(**arguments)):
-            raise DifferenceError("fp8_dequant: other bits than the reference")
-
-    return dict(arguments), check
+    return arguments, same_bits("fp8_dequant", package("reference.fp8").fp8_dequant, arguments)
 
 
 def integers_below(generator: random.Random, high: int) -> Tensor:

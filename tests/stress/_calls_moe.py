@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -204,6 +205,22 @@ def select_experts(package: Package, generator: random.Random) -> Made:
     }, finite
 
 
+def all_or_nothing(module: nn.Module, action: Callable[..., Any]) -> Callable[..., nn.Module]:
+    """A call of `action` that returns the module; a refusal must leave no tensors behind."""
+    before = sorted(module.state_dict())
+
+    def act(**arguments: Any) -> nn.Module:
+        try:
+            action(**arguments)
+        except (ValueError, TypeError, OSError):
+            if sorted(module.state_dict()) != before:
+                raise DifferenceError("a refusal left tensors behind") from None
+            raise
+        return module
+
+    return act
+
+
 # Always the same arguments.
 FIXED: dict[str, dict[str, Any]] = {
     "moe.RouterRule": {
@@ -309,17 +326,6 @@ def experts_module(package: Package, generator: random.Random) -> Made:
 @call("moe.Experts.add_adapter")
 def add_adapter(package: Package, generator: random.Random) -> Made:
     module = package.opt.moe.Experts(3, 4, 5)
-    before = sorted(module.state_dict())
-
-    def add(**arguments: Any) -> nn.Module:
-        try:
-            module.add_adapter(**arguments)
-        except (ValueError, TypeError):
-            if sorted(module.state_dict()) != before:
-                raise DifferenceError("a refused adapter left tensors behind") from None
-            raise
-        return module
-
     arguments = {
         "name": "one",
         "r": 2,
@@ -334,7 +340,7 @@ def add_adapter(package: Package, generator: random.Random) -> Made:
     def check(module: nn.Module) -> None:
         finite(module(draw(generator, (2, 4)), torch.tensor([[0], [1]]), torch.ones(2, 1)))
 
-    return arguments, check, add
+    return arguments, check, all_or_nothing(module, module.add_adapter)
 
 
 @call("moe.ExpertAdapters")
@@ -537,23 +543,7 @@ def logits(model: Any) -> torch.Tensor:
 @call("integrations.attach_lora", words=WORDS)
 def attach_lora(package: Package, generator: random.Random) -> Made:
     model = tiny(generator)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    plain = logits(model)
-
-    def attach(**arguments: Any) -> Any:
-        given = arguments.pop("model")
-        try:
-            package.opt.integrations.attach_lora(given, **arguments)
-        except (ValueError, TypeError):
-            if model.state_dict().keys() != before.keys():
-                raise DifferenceError("a refused attach_lora left tensors behind") from None
-            raise
-        return given
-
-    def check(given: Any) -> None:
-        if (logits(given) - plain).abs().max() > 0.1:
-            raise DifferenceError("attach_lora: a new adapter changed the model")
-
+    attach = package.opt.integrations.attach_lora
     arguments = {
         "model": model,
         "r": 2,
@@ -565,7 +555,7 @@ def attach_lora(package: Package, generator: random.Random) -> Made:
         "adapter_name": "default",
         "dtype": torch.float32,
     }
-    return arguments, None, attach
+    return arguments, None, all_or_nothing(model, attach)
 
 
 @call("integrations.use_in_transformers", words=WORDS)
@@ -636,7 +626,6 @@ def load_peft_adapter(package: Package, generator: random.Random) -> Call:
     folder = package.folder / f"peft{generator.random()}"
     integrations.save_peft_adapter(model, folder)
     integrations.detach_lora(model)
-    before = model.state_dict().keys()
     file = generator.choice([*sorted(folder.iterdir())])
     data = file.read_bytes()
     if generator.random() < 0.7:
@@ -652,19 +641,11 @@ def load_peft_adapter(package: Package, generator: random.Random) -> Call:
             new = generator.choice(['"r": -1', '"lora_alpha": "x"', "[]", "nowhere", "{}", "1e999"])
             data = text.replace(old, new).encode()
 
-    def load(model: Any, adapter: Any, content: bytes) -> Any:
+    def load(model: Any, adapter: Any, content: bytes) -> None:
         file.write_bytes(content)
-        try:
-            integrations.load_peft_adapter(
-                model, folder, adapter_name=adapter, local_files_only=True
-            )
-        except (ValueError, TypeError, OSError):
-            if hasattr(model, "state_dict") and model.state_dict().keys() != before:
-                raise DifferenceError("a refused adapter left tensors behind") from None
-            raise
+        integrations.load_peft_adapter(model, folder, adapter_name=adapter, local_files_only=True)
 
     arguments = {"model": model, "adapter": "default", "content": data}
     words = (*WORDS, str(folder), "json", "safetensors")
-    return Call(
-        "integrations.load_peft_adapter", load, arguments, None, (), (OSError,), words, ("content",)
-    )
+    name, load = "integrations.load_peft_adapter", all_or_nothing(model, load)
+    return Call(name, load, arguments, None, (), (OSError,), words, ("content",))

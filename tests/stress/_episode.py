@@ -23,8 +23,18 @@ import torch
 from torch import Tensor
 from torch.optim import lr_scheduler
 
+from ..orthogonalize._matrices import exact
 from . import _events
-from ._problem import DifferenceError, Pair, Run, Source, assert_same, bits, gradient
+from ._problem import (
+    DifferenceError,
+    Pair,
+    Run,
+    Source,
+    assert_same,
+    assert_unchanged,
+    bits,
+    gradient,
+)
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -42,12 +52,9 @@ class SlowStep:
     """The step of a package `opt`."""
 
     def __init__(self, opt: Any, submodule: Any) -> None:
-        self.opt = opt
+        self.opt, self.submodule = opt, submodule
         self.update = submodule("reference.update")
         self.rounding = submodule("reference.rounding")
-        self.iteration = submodule("reference.orthogonalize")
-        self.polynomials = submodule("orthogonalize.gram_polynomial")
-        self.choose = submodule("orthogonalize.choose").choose
 
     def value(self, param: Tensor, state: dict[str, Tensor]) -> Tensor:
         """A parameter with what rounding kept of it, in float64."""
@@ -109,27 +116,15 @@ class SlowStep:
         return Expected(value, slack, kept)
 
     def orthogonal(self, matrix: Tensor, options: dict[str, Any], dtype: torch.dtype) -> Tensor:
-        m, n, steps = *matrix.shape, options["ns_steps"]
-        method = self.choose(
-            m,
-            n,
+        return exact(
+            self.opt,
+            self.submodule,
+            matrix,
+            options["method"],
+            options["ns_steps"],
             dtype=torch.float64 if dtype == torch.float64 else torch.float32,
-            device="cpu",
-            steps=steps,
-            method=options["method"],
             iterate_dtype=options["dtype"],
-        ).method
-        wide = matrix if m <= n else matrix.mT
-        if method == "gram_polynomial":
-            found = self.iteration.gram_polynomial(
-                wide, self.polynomials.POLYNOMIALS, self.polynomials.SAFETY
-            )
-        elif method == "newton_schulz":
-            found = self.iteration.newton_schulz(wide, [(3.4445, -4.7750, 2.0315)] * steps)
-        else:
-            rows = self.opt.polar_express_coefficients(steps)
-            found = self.iteration.newton_schulz(wide, rows, 1.02)
-        return found if m <= n else found.mT
+        )
 
 
 def blocks_of(name: str, value: Tensor, options: dict[str, Any]) -> list[Any]:
@@ -206,6 +201,23 @@ class Episode(Pair):
 
     def new_folder(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self.folder))
+
+    def refused(
+        self, what: str, action: Callable[[], Any], *errors: type[BaseException], names: str = ""
+    ) -> None:
+        """The action must raise one of the errors, name its argument, and leave all as it was."""
+        before = self.run.snapshot()
+        try:
+            action()
+        except errors as error:
+            if names not in str(error):
+                text = f"{what}: the message does not name {names!r}: {error}"
+                raise DifferenceError(text) from error
+        except Exception as error:
+            raise DifferenceError(f"{what}: {type(error).__name__}: {error}") from error
+        else:
+            raise DifferenceError(f"{what}: accepted")
+        assert_unchanged(self.run, before, f"after {what} was refused")
 
     def schedule(self, kind: str) -> None:
         make = {

@@ -11,17 +11,18 @@ import io
 import pickle
 import random
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 from torch import nn
 
+from ..optimizers.test_groups import ADAMW_OPTIONS, MUON_OPTIONS
 from ._problem import DifferenceError, adamw_options, assert_unchanged, bits, halved, muon_options
 
 if TYPE_CHECKING:
     from ._episode import Episode
+    from ._together import Together
 
 REFUSALS = (ValueError, TypeError)
 EVENTS: dict[str, Callable[[Episode], None]] = {}
@@ -30,24 +31,6 @@ EVENTS: dict[str, Callable[[Episode], None]] = {}
 def event(function: Callable[[Episode], None]) -> Callable[[Episode], None]:
     EVENTS[function.__name__] = function
     return function
-
-
-@contextmanager
-def refused(episode: Episode, what: str, *errors: type[BaseException], names: str = ""):
-    """The block must raise one of the errors, name its argument, and leave everything alone."""
-    before = episode.run.snapshot()
-    try:
-        yield
-    except errors as error:
-        if names not in str(error):
-            raise DifferenceError(
-                f"{what}: the message does not name {names!r}: {error}"
-            ) from error
-    except Exception as error:
-        raise DifferenceError(f"{what}: {type(error).__name__}: {error}") from error
-    else:
-        raise DifferenceError(f"{what}: accepted")
-    assert_unchanged(episode.run, before, f"after {what} was refused")
 
 
 @event
@@ -71,52 +54,27 @@ def tensor_learning_rate(episode: Episode) -> None:
         run.optimizer.param_groups[number]["lr"] = torch.full(shape, rate, dtype=torch.float64)
 
 
-WRONG_MUON = {
-    "lr": [-1.0, float("nan"), float("inf"), "0.1", None, True, 1j],
-    "momentum": [1.0, -0.1, "0.9", float("nan"), None],
-    "ns_steps": [0, 2.5, True, "5", None, -3],
-    "weight_decay": [-0.1, float("nan"), "0"],
-    "beta2": [1.0, -1.0, "0.9"],
-    "nesterov": [1, None, "yes"],
-    "cautious": [0, "no"],
-    "shaped_decay": [2],
-    "flatten": [None],
-    "none_grad": [1, "x"],
-    "momentum_form": ["nesterov", None, 3],
-    "method": ["svd", None, 5],
-    "dtype": [torch.int32, "float32", torch.complex64, torch.float8_e4m3fn],
-    "momentum_dtype": [torch.int8, "bf16"],
-    "row_equilibration": [1],
-    "transposed": [1, None],
-    "adjust_lr_fn": ["cosine", 3],
-    "rounding": ["up", None],
-    "rounding_seed": [-1, 2**64, 1.5, None, True],
-    "num_heads": [0, 2.5, "2"],
-    "split_sizes": [(0,), "ab", (1.5,)],
-    "expert_keys": ["experts", 3, ("",), (1,)],
-}
-WRONG_ADAMW = {
-    "lr": WRONG_MUON["lr"],
-    "betas": [(0.9,), (1.0, 0.9), (0.9, -1.0), 0.9, None, ("a", "b"), (0.9, 0.9, 0.9)],
-    "eps": [-1e-8, float("nan"), "tiny", None],
-    "weight_decay": WRONG_MUON["weight_decay"],
-    "rounding": WRONG_MUON["rounding"],
-    "rounding_seed": WRONG_MUON["rounding_seed"],
-    "none_grad": WRONG_MUON["none_grad"],
-}
+# What is wrong in any group for AdamW and for Muon, and looked at by a step.
+WRONG = [
+    [
+        (option, value)
+        for option, value, _, message in table
+        if option != "ns_coefficients" and "got -1.0" not in message
+    ]
+    for table in (ADAMW_OPTIONS, MUON_OPTIONS)
+]
 
 
 @event
-def wrong_option(episode: Episode) -> None:
+def wrong_option(episode: Episode | Together) -> None:
     number = episode.generator.randrange(len(episode.run.given))
-    given, group = episode.run.given[number], episode.run.optimizer.param_groups[number]
-    wrong = WRONG_MUON if given.muon else WRONG_ADAMW
-    option = episode.generator.choice([*wrong])
-    value = episode.generator.choice(wrong[option])
-    key = f"adamw_{option}" if option in ("betas", "eps") and episode.front == "Muon" else option
+    muon, group = episode.run.given[number].muon, episode.run.optimizer.param_groups[number]
+    option, value = episode.generator.choice(WRONG[muon])
+    renamed = option in ("betas", "eps") and not muon and episode.run.front == "Muon"
+    key = f"adamw_{option}" if renamed else option
     kept, group[key] = group[key], value
-    with refused(episode, f"{key}={value!r}", *REFUSALS, names=option):
-        episode.run.optimizer.step()
+    step = episode.run.optimizer.step
+    episode.refused(f"{key}={value!r}", step, *REFUSALS, names=option)
     group[key] = kept
 
 
@@ -160,8 +118,8 @@ def wrong_group(episode: Episode) -> None:
     }
     what = generator.choice([*cases])
     count = len(run.optimizer.param_groups)
-    with refused(episode, f"a group with {what}", *REFUSALS):
-        run.optimizer.add_param_group(group | cases[what])
+    add = run.optimizer.add_param_group
+    episode.refused(f"a group with {what}", lambda: add(group | cases[what]), *REFUSALS)
     if len(run.optimizer.param_groups) != count:
         raise DifferenceError(f"a refused group with {what} was added")
     if generator.random() < 0.5:  # the right one can still be added
@@ -268,16 +226,16 @@ def raises(*_: Any, **__: Any) -> Any:
 
 
 @event
-def closure_raises(episode: Episode) -> None:
-    with refused(episode, "a closure that raises", PlannedError):
-        episode.run.optimizer.step(raises)
+def closure_raises(episode: Episode | Together) -> None:
+    step = episode.run.optimizer.step
+    episode.refused("a closure that raises", lambda: step(raises), PlannedError)
 
 
 @event
-def pre_hook_raises(episode: Episode) -> None:
+def pre_hook_raises(episode: Episode | Together) -> None:
     handle = episode.run.optimizer.register_step_pre_hook(raises)
-    with refused(episode, "a hook before the step that raises", PlannedError):
-        episode.run.optimizer.step()
+    step = episode.run.optimizer.step
+    episode.refused("a hook before the step that raises", step, PlannedError)
     handle.remove()
 
 
@@ -303,13 +261,16 @@ def state_hook_raises(episode: Episode) -> None:
     which = f"register_{episode.generator.choice(kinds)}_hook"
     saved = optimizer.state_dict()
     handle = getattr(optimizer, which)(raises)
-    with refused(episode, which, PlannedError):
+
+    def use() -> None:
         if "load" in which:
             optimizer.load_state_dict(saved)
         elif episode.generator.random() < 0.5:
             optimizer.state_dict()
         else:
             episode.opt.save_optimizer(optimizer, episode.new_folder())
+
+    episode.refused(which, use, PlannedError)
     handle.remove()
 
 
@@ -323,8 +284,7 @@ def rule_raises(episode: Episode) -> None:
     if not any(param.numel() for param in group["params"]):
         return
     kept, group["adjust_lr_fn"] = group["adjust_lr_fn"], raises
-    with refused(episode, "an adjust_lr_fn that raises", PlannedError):
-        episode.run.optimizer.step()
+    episode.refused("an adjust_lr_fn that raises", episode.run.optimizer.step, PlannedError)
     group["adjust_lr_fn"] = kept
 
 
@@ -387,8 +347,7 @@ def _assert_locked(episode: Episode, what: str) -> None:
             optimizer, episode.new_folder()
         ),
     }.items():
-        with refused(episode, f"{call} after {what} left half a step", RuntimeError):
-            action()
+        episode.refused(f"{call} after {what} left half a step", action, RuntimeError)
 
 
 @event
@@ -447,8 +406,7 @@ def wrong_state_dict(episode: Episode) -> None:
             cases["a negative second moment"] = lambda: state["exp_avg_sq"].fill_(-1.0)
     what = generator.choice([*cases])
     cases[what]()
-    with refused(episode, f"loading {what}", *REFUSALS):
-        optimizer.load_state_dict(saved)
+    episode.refused(f"loading {what}", lambda: optimizer.load_state_dict(saved), *REFUSALS)
 
 
 @event
@@ -467,9 +425,9 @@ def damaged_file(episode: Episode) -> None:
         path.write_bytes(b"")
     else:
         path.unlink()
-    errors = (FileNotFoundError,) if kind == "no file" else (ValueError,)
-    with refused(episode, f"loading {kind}", *errors):
-        episode.opt.load_optimizer(episode.run.optimizer, folder)
+    error = FileNotFoundError if kind == "no file" else ValueError
+    load = episode.opt.load_optimizer
+    episode.refused(f"loading {kind}", lambda: load(episode.run.optimizer, folder), error)
 
 
 @event
@@ -537,6 +495,11 @@ def zeroed(episode: Episode) -> None:
     to_none = episode.generator.random() < 0.5
     for run in (episode.run, episode.twin):
         run.optimizer.zero_grad(set_to_none=to_none)
+
+
+# Of several ranks, too.
+ALIKE = (tensor_learning_rate, wrong_option, deep_copied, offload_off)
+ALIKE += (closure_raises, pre_hook_raises)
 
 
 def draw(generator: random.Random) -> str:

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from ._calls import Package
 from ._problem import DifferenceError
@@ -81,8 +79,6 @@ class Problem:
             later = math.prod(self.mesh[place + 1 :])
             strided = dim is not None and later > 1 and generator.random() < 0.3
             splits.append((dim, later if strided else 1))
-        if kind == "parts" and self.beta2 is not None:
-            splits = [(None if dim is None else dim, factor) for dim, factor in splits]
         return {
             "shape": shape,
             "kind": kind,
@@ -104,8 +100,6 @@ class Problem:
 
     def check(self) -> Counter[str]:
         layouts = [self.layout(param) for param in self.params]
-        for layout in layouts:
-            self._check_layout(layout)
         wholes = [torch.randn(layout.shape) for layout in layouts]
         params = [nn.Parameter(torch.zeros(layout.shape)) for layout in layouts]
         plans = [self._plan(rank, params, layouts) for rank in range(self.ranks)]
@@ -119,34 +113,6 @@ class Problem:
             counts["meshes: parameters reduced"] += 1
         counts["meshes: ranks"] += self.ranks
         return counts
-
-    def _check_layout(self, layout: Any) -> None:
-        """Every element once per replica, and as torch shards where it is torch's own rule."""
-        seen: dict[Any, Tensor] = {}
-        for coordinate in self.coordinates:
-            counted = seen.setdefault(
-                layout.replica(coordinate), torch.zeros(layout.shape, dtype=torch.int32)
-            )
-            runs = layout.runs(coordinate)
-            index = [[i for s, n in of_dim for i in range(s, s + n)] for of_dim in runs]
-            if all(index):
-                counted[torch.meshgrid(*map(torch.tensor, index), indexing="ij")] += 1
-            self._check_torch_shape(layout, coordinate)
-        for replica, counted in seen.items():
-            if not (counted == 1).all():
-                raise DifferenceError(f"{layout}: replica {replica} holds elements {counted}")
-
-    def _check_torch_shape(self, layout: Any, coordinate: tuple[int, ...]) -> None:
-        if any(split.factor != 1 for split in layout.splits):
-            return
-        places = [Replicate() if s.dim is None else Shard(s.dim) for s in layout.splits]
-        expected, _ = _compute_local_shape_and_global_offset(
-            layout.shape, self.mesh, list(coordinate), places
-        )
-        if tuple(expected) != layout.local_shape(coordinate):
-            raise DifferenceError(
-                f"{layout} at {coordinate}: {layout.local_shape(coordinate)}, torch {expected}"
-            )
 
     def _options(self, number: int) -> Any:
         """The options of the group; of every parameter the same but for how it is cut."""

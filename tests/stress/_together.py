@@ -24,7 +24,7 @@ from torch.distributed import checkpoint
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..distributed._cases import mesh_of, placement
-from ._events import PlannedError, deep_copied, offload_off, raises, tensor_learning_rate
+from ._events import ALIKE, PlannedError, raises
 from ._problem import (
     DifferenceError,
     Given,
@@ -307,7 +307,7 @@ def offload_on(episode: Together) -> None:
         episode.run.optimizer.turn_on_cpu_offload()
 
 
-for _alike in (tensor_learning_rate, offload_off, deep_copied):
+for _alike in ALIKE:
     event(_alike)
 
 
@@ -315,20 +315,6 @@ for _alike in (tensor_learning_rate, offload_off, deep_copied):
 def looked_at(episode: Together) -> None:
     episode.run.optimizer.report()
     episode.run.optimizer.state_dict()
-
-
-@event
-def closure_raises(episode: Together) -> None:
-    step = episode.run.optimizer.step
-    episode.refused("a closure that raises", lambda: step(raises), PlannedError)
-
-
-@event
-def pre_hook_raises(episode: Together) -> None:
-    handle = episode.run.optimizer.register_step_pre_hook(raises)
-    step = episode.run.optimizer.step
-    episode.refused("a hook before the step that raises", step, PlannedError)
-    handle.remove()
 
 
 @event
@@ -345,18 +331,6 @@ def rule_raises(episode: Together) -> None:
         raise DifferenceError(f"an adjust_lr_fn that raises: {found}")
     if not all("PlannedError" in one for one in found):
         raise DifferenceError(f"an adjust_lr_fn that raises, on some ranks: {found}")
-
-
-@event
-def wrong_option(episode: Together) -> None:
-    group = episode.run.optimizer.param_groups[0]
-    option, value = episode.generator.choice(
-        [("lr", -1.0), ("momentum", 1.5), ("ns_steps", 0), ("beta2", "x"), ("method", "svd")]
-    )
-    kept, group[option] = group[option], value
-    step = episode.run.optimizer.step
-    episode.refused(f"{option}={value!r}", step, ValueError, TypeError, names=option)
-    group[option] = kept
 
 
 def has_whole_experts(param: nn.Parameter) -> bool:
