@@ -8,9 +8,30 @@ import pytest
 import torch
 
 from .._compare import assert_error_at_most, relative_error
-from ._matrices import matrix, schedule
+from ._matrices import known_matrix, matrix, schedule
 
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+# (method, dtype, spectrum): twice the measured relative Frobenius error.
+BUDGETS = {
+    ("polar_express", HALF, "gaussian"): 2 * 0.0015,
+    ("polar_express", HALF, "log2"): 2 * 0.0030,
+    ("polar_express", HALF, "log3"): 2 * 0.008,
+    ("polar_express", HALF, "log5"): 2 * 0.016,
+    ("polar_express", HALF, "half_zero"): 2 * 0.017,
+    ("polar_express", HALF, "rank_10"): 2 * 0.07,
+    ("polar_express", HALF, "two_and_1e-5"): 2 * 0.13,
+    ("polar_express", BRAIN, "gaussian"): 2 * 0.012,
+    ("polar_express", BRAIN, "log2"): 2 * 0.0241,
+    ("polar_express", BRAIN, "log3"): 2 * 0.06,
+    ("polar_express", BRAIN, "log5"): 2 * 0.13,
+    ("polar_express", BRAIN, "half_zero"): 2 * 0.13,
+    ("gram_newton_schulz", HALF, "gaussian"): 2 * 0.002,
+    ("gram_newton_schulz", HALF, "log3"): 2 * 0.03,
+    ("gram_newton_schulz", HALF, "log5"): 2 * 0.03,
+    ("gram_newton_schulz", HALF, "half_zero"): 2 * 0.03,
+}
 
 
 @pytest.fixture
@@ -46,6 +67,30 @@ def published_gram_steps(x: torch.Tensor, rows, restarts, dtype: torch.dtype) ->
         rz = torch.addmm(r, r, z, beta=a)
         r = torch.addmm(rz, z, rz, beta=a)
     return q @ x
+
+
+@pytest.mark.parametrize(("method", "dtype", "spectrum"), BUDGETS, ids=str)
+def test_error_against_the_same_polynomial(
+    opt, five_steps, device, method: str, dtype: torch.dtype, spectrum: str
+) -> None:
+    x = matrix(spectrum, 256, 1024 if spectrum == "gaussian" else 512)
+    exact = five_steps(x)
+    assert_error_at_most(
+        run(opt, method, x, dtype, device), exact, BUDGETS[method, dtype, spectrum]
+    )
+
+
+@pytest.mark.kernels_ci
+@pytest.mark.parametrize("shape", [(96, 384), (384, 96), (130, 200)], ids=str)
+def test_float16_is_eight_times_as_accurate(opt, five_steps, device, shape) -> None:
+    m, n = sorted(shape)
+    x = matrix("gaussian", m, n)
+    exact = five_steps(x)
+    if shape[0] > shape[1]:
+        x, exact = x.mT, exact.mT
+    half, brain = (run(opt, "polar_express", x, d, device) for d in (HALF, BRAIN))
+    ratio = relative_error(brain, exact) / relative_error(half, exact)
+    assert 5 < ratio < 12  # three mantissa bits
 
 
 # rank_10 and two_and_1e-5 amplify rounding noise by the full slope at 0, in any formulation.
@@ -127,6 +172,32 @@ def test_steps_are_honoured(opt, reference, device, steps: int) -> None:
     if steps >= 6:  # a sixth step is more than rounding: 0.14 at five
         limit = {6: 1e-2, 7: 1e-4, 8: 1e-8}.get(steps, 1e-9)
         assert relative_error(result.cpu(), reference.polar_factor(x)) < limit
+
+
+# Distance to the polar factor in exact arithmetic, 512 rows, five steps.
+POLAR_DISTANCE = {
+    "linear": 0.112,
+    "log2": 0.096,
+    "log3": 0.323,
+    "log5": 0.644,
+    "power_half": 0.096,
+    "power_one": 0.104,
+    "two_and_1e-3": 0.359,
+}
+
+
+@pytest.mark.parametrize("spectrum", POLAR_DISTANCE)
+def test_distance_to_the_polar_factor(opt, device, spectrum: str) -> None:
+    known = known_matrix(spectrum, 512, 512)
+    result = opt.polar_express(known.x.to(device)).cpu()
+    assert relative_error(result, known.polar) == pytest.approx(POLAR_DISTANCE[spectrum], rel=0.02)
+
+
+@pytest.mark.parametrize(("columns", "distance"), [(512, 0.118), (2048, 0.093)])
+def test_distance_to_the_polar_factor_of_a_gaussian(opt, device, columns, distance) -> None:
+    result = opt.polar_express(matrix("gaussian", 512, columns).to(device)).cpu()
+    values = torch.linalg.eigvalsh(result @ result.mT).clamp_min(0).sqrt()  # all p(s) are positive
+    assert ((values - 1).norm() / 512**0.5).item() == pytest.approx(distance, rel=0.05)
 
 
 SPECTRA = [
