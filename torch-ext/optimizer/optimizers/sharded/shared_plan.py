@@ -468,9 +468,8 @@ def traffic_of(
                 computing[whole.team] += predicted_ms(
                     *whole.matrix, owned, **placed, **group.iteration
                 )
-    # Of every chunk that is alive one message arrives or is read. Unreduced gradients keep up to
-    # twice as many alive, whose updates wait for a later computation.
-    alive = in_flight(shared.config.prefetch) * 2
+    # Of every chunk that is alive one message arrives or is read.
+    alive = in_flight(shared.config.prefetch)
     return {
         team: Traffic(tuple(planned), devices[team], computing[team], alive)
         for team, planned in found.items()
