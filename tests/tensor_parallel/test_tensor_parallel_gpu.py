@@ -1,0 +1,81 @@
+"""Fused products on GPUs against float64, each with the number of fused calls: several ranks on one
+GPU over gloo, and one GPU per rank over NCCL where there are so many.
+
+With OUT in the environment, what every rank wrote and found is kept there.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ..conftest import ROOT
+from . import _cases
+from ._gpu_ranks import results_of
+
+pytestmark = pytest.mark.gpu
+
+SETS = [(2, "shared"), (4, "shared"), (2, "own"), (4, "own")]
+# The owner's result; float16 iterates in another order of sums.
+NEWTON_SCHULZ = 2e-2
+
+
+@pytest.fixture(scope="module", params=SETS, ids=lambda each: f"{each[0]}-{each[1]}")
+def results(request, repo_id, opt) -> list[dict]:
+    """Per rank what every job gave."""
+    import torch
+
+    world, placement = request.param
+    if placement == "own" and torch.cuda.device_count() < world:
+        pytest.skip(f"{world} GPUs")
+    torch.cuda.empty_cache()
+    return results_of(world, placement, repo_id, ROOT)
+
+
+def of_job(results: list[dict], job: str) -> list:
+    """What the job gave on every rank, none of which failed."""
+    found = [of_rank[job] for of_rank in results]
+    for rank, outcome in enumerate(found):
+        failed = outcome.get("failed") if isinstance(outcome, dict) else None
+        assert failed is None, f"rank {rank}: {failed}"
+    return found
+
+
+@pytest.mark.parametrize("case", _cases.cases(_cases.GPU), ids=lambda case: case.name)
+def test_fused_product_equals_float64(case, results) -> None:
+    for rank, of_rank in enumerate(of_job(results, "_products")):
+        assert not _cases.verdict(case, of_rank[case.name], _cases.FUSED), f"on rank {rank}"
+
+
+SCALED = pytest.mark.parametrize("scaling", ["None", "rowwise_sharded"])
+
+
+def fused_calls(scaling: str, each: int) -> dict[str, int]:
+    names = ("all_gather_matmul", "matmul_reduce_scatter")
+    if scaling != "None":
+        names = ("all_gather_scaled_matmul", "scaled_matmul_reduce_scatter")
+    return {f"{name}/fused": each for name in names}
+
+
+@SCALED
+def test_compiled_block_fuses(results, scaling) -> None:
+    for found in of_job(results, "_compiled"):
+        assert max(found[scaling]["errors"]) <= 0.02  # a rounding of bfloat16 here and there
+        assert found[scaling]["calls"] == fused_calls(scaling, each=2)
+
+
+@SCALED
+def test_captured_block_replays_fused_products(results, scaling) -> None:
+    for found in of_job(results, "_captured"):
+        assert found[scaling]["equal"] == [True, True]
+        assert found[scaling]["calls"] == fused_calls(scaling, each=1)
+
+
+def test_small_products_are_not_fused_by_themselves(results) -> None:
+    for reason in of_job(results, "_small"):
+        assert "too small to hide its communication" in reason
+
+
+def test_sharded_newton_schulz_equals_the_owners(results) -> None:
+    for found in of_job(results, "_newton_schulz"):
+        wrong = {case: error for case, error in found.items() if not error <= NEWTON_SCHULZ}
+        assert len(found) == 16 and not wrong, found
