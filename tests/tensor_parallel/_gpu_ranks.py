@@ -200,8 +200,10 @@ def _small(opt: Any, device: Any) -> str:
     return "fused"
 
 
-def _newton_schulz(opt: Any, device: Any) -> dict[str, float]:
-    """Relative distance from `orthogonalize` of the whole matrix, by shape, method and schedule."""
+def _newton_schulz(opt: Any, device: Any) -> dict[str, list[float]]:
+    """By matrix, method and schedule: relative distances of this rank's rows from those of
+    `orthogonalize` and from those in float64, and of the former from the latter.
+    """
     import torch
     from torch import distributed
 
@@ -209,17 +211,22 @@ def _newton_schulz(opt: Any, device: Any) -> dict[str, float]:
     found = {}
     for m, n in ((512, 512), (1000, 328), (256, 640), (2048, 2048)):
         made = torch.Generator(device).manual_seed(m)
-        x = torch.randn(m, n, generator=made, device=device)
-        x *= 1 / torch.arange(1, n + 1, device=device)  # columns of very different norms
+        gaussian = torch.randn(m, n, generator=made, device=device)
+        decaying = gaussian / torch.arange(1, n + 1, device=device)
         sizes = [len(part) for part in torch.arange(m).tensor_split(world)]
-        for method in ("auto", "polar_express"):
-            wanted = opt.orthogonalize(x, method).split(sizes)[rank].float()
-            for schedule in ("rs_ag", "gram_ar"):
-                got = opt.tensor_parallel.sharded_newton_schulz(
-                    x.split(sizes)[rank], None, schedule, method=method, rows=sizes
-                )
-                error = (got.float() - wanted).norm() / wanted.norm()
-                found[f"{m}x{n}/{method}/{schedule}"] = error.item()
+        for name, x in {"gaussian": gaussian, "decaying": decaying}.items():
+            for method in ("auto", "polar_express"):
+                picked = opt.orthogonalize(x, method).split(sizes)[rank].double()
+                exact_method = "gram_polynomial" if method == "auto" else method
+                exact = opt.orthogonalize(x.double(), exact_method).split(sizes)[rank]
+                for schedule in ("rs_ag", "gram_ar"):
+                    got = opt.tensor_parallel.sharded_newton_schulz(
+                        x.split(sizes)[rank], None, schedule, method=method, rows=sizes
+                    ).double()
+                    pairs = (got, picked), (got, exact), (picked, exact)
+                    found[f"{name}-{m}x{n}/{method}/{schedule}"] = [
+                        ((a - b).norm() / b.norm()).item() for a, b in pairs
+                    ]
     return found
 
 

@@ -15,7 +15,7 @@ from ._gpu_ranks import results_of
 pytestmark = pytest.mark.gpu
 
 SETS = [(2, "shared"), (4, "shared"), (2, "own"), (4, "own")]
-# The owner's result; float16 iterates in another order of sums.
+# Distance from the owner's result; both are float16 iterates, in another order of sums.
 NEWTON_SCHULZ = 2e-2
 
 
@@ -75,7 +75,12 @@ def test_small_products_are_not_fused_by_themselves(results) -> None:
         assert "too small to hide its communication" in reason
 
 
-def test_sharded_newton_schulz_equals_the_owners(results) -> None:
+def test_sharded_newton_schulz_is_as_good_as_the_owners(results) -> None:
     for found in of_job(results, "_newton_schulz"):
-        wrong = {case: error for case, error in found.items() if not error <= NEWTON_SCHULZ}
-        assert len(found) == 16 and not wrong, found
+        assert len(found) == 32
+        for case, (distance, error, owners_error) in found.items():
+            # Both are as far from float64 as their iterates' rounding takes them, and apart by
+            # both together; of spectra that reach below that rounding no bound of it is known.
+            assert error <= 1.25 * owners_error + 1e-3, (case, error, owners_error)
+            if case.startswith("gaussian"):
+                assert distance <= NEWTON_SCHULZ, (case, distance)
