@@ -1,8 +1,8 @@
 """One rank of the GPU tests, a program of its own: torch reads its variables at import.
 
 ``python -m tests.tensor_parallel._gpu_ranks FOLDER RANK WORLD PLACEMENT REPO_ID`` does every job
-and leaves FOLDER/RANK.json. "shared" puts all ranks on one GPU, over gloo; "own" gives each its own,
-over NCCL.
+and leaves FOLDER/RANK.json. "shared" puts all ranks on one GPU, over gloo; "own" gives each one of
+its own, over NCCL.
 """
 
 from __future__ import annotations
