@@ -86,6 +86,7 @@ class Direct:
             self.before(self.counted["p2p"])
             done = self.originals[2](engine, *arguments)
             self.counted["barriers"] = engine.barriers
+            self.counted["without"] = max(self.counted["without"], len(engine.without))
             return done
 
         def transport_of(group):

@@ -161,6 +161,9 @@ def test_without_a_slot_a_message_goes_another_way(opt) -> None:
     transports = threads_of(opt, [[[16] * 2] * 2] * 3, 2)
     leases = [transports[0].inbox(coming) for _, coming in transports[0].pairs]
     assert [lease and lease.slot for lease in leases] == [0, 1, None]
+    said = [transports[0].why_not(coming) for _, coming in transports[0].pairs]
+    assert said[:2] == [None, None]
+    assert said[2].startswith("no slot was free: slots=2")
 
 
 @pytest.mark.sees_defect("a rank that gave up waiting goes on to send what it made of nothing")

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,11 +17,11 @@ import torch
 from torch import distributed
 
 from ._arenas import Direct
-from ._cases import CASES, Case, bits
+from ._cases import CASES, Case, bits, expected_on
 from .test_faults import CLIP, build, give_step, message_of
 from .test_graphs import told
 from .test_shared_step import compare
-from .test_sharing import give, gradients, local, on_all
+from .test_sharing import give, gradients, local, on_all, plain_params
 from .test_unreduced import equals_one_rank
 
 pytestmark = pytest.mark.dist
@@ -28,7 +29,9 @@ pytestmark = pytest.mark.dist
 
 def compare_direct(opt: Any, cases: list[Case]) -> tuple[int, int]:
     with Direct(opt) as counted:
-        return compare(opt, cases), counted["p2p"]
+        compared = compare(opt, cases)
+    assert not counted["without"]
+    return compared, counted["p2p"]
 
 
 def test_many_ranks_equal_one(ranks, world, device) -> None:
@@ -42,6 +45,7 @@ def test_many_ranks_equal_one(ranks, world, device) -> None:
 def unreduced_direct(opt: Any, limit: int) -> int:
     with Direct(opt) as counted:
         equals_one_rank(opt, "sum", limit)
+    assert not counted["without"]
     return counted["p2p"]
 
 
@@ -120,6 +124,7 @@ def test_a_late_rank_is_an_error_in_time(doomed, held, how, number) -> None:
 def told_direct(opt: Any, form: str, wire: torch.dtype, inferring: bool) -> tuple[int, int]:
     with Direct(opt) as counted:
         replayed = told(opt, form, wire, inferring=inferring)["replayed"]
+    assert not counted["without"]
     return replayed, counted["p2p"]
 
 
@@ -158,3 +163,32 @@ def test_a_step_that_failed_clips_nothing(ranks) -> None:
     for heard, same in ranks(2).run(clipped_fault):
         assert "did not arrive at an exchange" in heard
         assert same
+
+
+def few_slots(opt: Any, slots: int, prefetch: int) -> tuple[Counter[str], set[str]]:
+    """Steps with fewer slots than chunks under way, or more chunks."""
+    params = on_all("S0", [(24, 12)] * 16)
+    config = opt.DistributedConfig(chunk_size=1, prefetch=prefetch)
+    with Direct(opt, slots=slots or None) as counted:
+        optimizer = opt.Muon(params, distributed=config)
+        for step in range(3):
+            give(params, gradients(params, step))
+            optimizer.step()
+    alone = plain_params([(24, 12)] * 16)
+    single = opt.Muon(alone)
+    for step in range(3):
+        give(alone, gradients(alone, step))
+        single.step()
+    for param, other in zip(params, alone, strict=True):
+        assert bits(local(param.detach())) == bits(expected_on(other, param, param.device_mesh))
+    return counted, {row["transport"] for row in optimizer.comm_report()}
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_slots_are_as_many_as_a_step_needs(ranks, prefetch) -> None:
+    """With those no exchange is only to say that a slot was read; with fewer all goes on."""
+    for counted, transports in ranks(2).run(few_slots, 0, prefetch):
+        assert transports == {"p2p"}
+        assert counted["barriers"] <= 3  # where a step begins
+    for _, transports in ranks(2).run(few_slots, 2, prefetch):
+        assert transports == {"p2p", "gloo"}

@@ -147,6 +147,9 @@ class CopyEngineCollectives:
         """Whether it exchanges what comes into an inbox."""
         return self.moves(coming)
 
+    def why_not(self, coming: Message) -> str | None:
+        """A window is always there."""
+
     def milliseconds(self, coming: Message) -> float | None:
         return None
 

@@ -90,12 +90,16 @@ class PeerToPeer:
         self._slot_of: dict[int, int] = {}  # id of a view
         self._copies: dict[tuple[int, int, int], tuple[Any, ...]] = {}
         self._times: dict[int, _Time] = {}  # id of a message that comes here -> its last exchange
-        self.barriers = 0
+        self.barriers = 0  # exchanges that only said that a slot was read
+        self.without: set[int] = set()  # ids of messages that found no slot free
 
     def inbox(self, coming: Message) -> Lease | None:
         """A slot for a message; None if it goes another way, or none is free."""
-        slot = self.slots.take() if self.moves(coming) else None
+        if not self.moves(coming):
+            return None
+        slot = self.slots.take()
         if slot is None:
+            self.without.add(id(coming))
             return None
         view = self._views.get((slot, coming.size))
         if view is None:
@@ -111,6 +115,12 @@ class PeerToPeer:
     def moves(self, coming: Message) -> bool:
         """Whether a message that comes here goes this way."""
         return id(coming) in self._offsets
+
+    def why_not(self, coming: Message) -> str | None:
+        """Why a message that moves this way did not; None if it did."""
+        if id(coming) in self.without:
+            return f"no slot was free: slots={self.slots.count} are fewer than a step needs"
+        return None
 
     def milliseconds(self, coming: Message) -> float | None:
         """How long its last exchange took, if it has ended."""

@@ -224,11 +224,14 @@ class GroupTransport:
             return []
         alike: dict[tuple[Any, ...], list[tuple[int, float | None]]] = {}
         for number, one in enumerate(traffic.exchanges):
-            chosen = direct is not None and direct.moves(one.coming)
-            name = direct.name if direct is not None and chosen else self.collectives
+            name, reason, ms = self.collectives, self._reasons[number], None
+            if direct is not None and direct.moves(one.coming):
+                missed = direct.why_not(one.coming)
+                if missed is None:
+                    name, ms = direct.name, direct.milliseconds(one.coming)
+                reason = missed or reason
             size = max(one.going.size, one.coming.size)
-            ms = direct.milliseconds(one.coming) if direct is not None and chosen else None
-            alike.setdefault((one.what, name, self._reasons[number]), []).append((size, ms))
+            alike.setdefault((one.what, name, reason), []).append((size, ms))
         ranks = distributed.get_world_size(self.group)
         sent = sum(
             one.going.size - one.going.counts[distributed.get_rank(self.group)]
