@@ -31,7 +31,6 @@ def product(moe):
 @pytest.mark.sees_defect("backward overwrites the expanded result: wrong when run twice")
 @pytest.mark.parametrize("path", PATHS)
 def test_backward_twice_is_right(product, device, path):
-    """Nothing saved is written to: the predecessor used the expanded result as scratch."""
     leaves, ids = FULL.inputs(device), FULL.ids(device)
     grad = torch.randn(FULL.grad_shape(), device=device)
     y = product(FULL, leaves, ids, backend=path)

@@ -31,7 +31,6 @@ def test_gradient_checkpointing(moe, device, use_reentrant):
 
 @pytest.mark.sees_defect("backward overwrites what forward saved: a second backward is wrong")
 def test_backward_twice_over_one_graph(moe, device):
-    """retain_graph: nothing that was saved is written to, so the second backward equals it."""
     layer, x, ids, gates, grad = LayerProblem(bias=True, train_base=True).drawn(moe, device)
     out = layer(x, ids, gates)
     leaves = [x, gates, *layer.parameters()]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from .._compare import assert_same_bits, relative_error
+from .._gpu import capture
 from ._eager import LayerProblem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
@@ -104,17 +105,8 @@ def test_auto_takes_it_where_it_pays(moe, submodule, device, compiled_calls, mon
 
 def test_a_step_in_a_cuda_graph_follows_new_routings(moe, device, compiled_calls):
     case = layer(moe, device, tokens=64)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compiles, and warms the allocator up
-        for _ in range(2):
-            case.step("compiled")
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    compiled_calls.clear()
-    with torch.cuda.graph(graph):
-        captured = case.step("compiled")
-    assert len(compiled_calls) == 4
+    graph, captured = capture(lambda: case.step("compiled"), 2)
+    assert len(compiled_calls) == 3 * 4
     for seed, routing in enumerate(("random", "one", "no-ends", "sentinels", "all-sentinels")):
         other = dataclasses.replace(case.problem, routing=routing)
         with torch.no_grad():

@@ -7,8 +7,9 @@ import re
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from .._compare import assert_same_bits, relative_error
+from .._compare import assert_all_same_bits, assert_same_bits, relative_error
 from .._gpu import capture
 from ._eager import Problem, eager, product
 
@@ -24,21 +25,46 @@ SHAPES = (
 )
 
 
-def quantize(opt, problem, leaves, **options):
-    """4-bit experts made of the problem's weight (E, K, N), and that weight as it decodes."""
-    stored = leaves["weight"].detach().transpose(1, 2).contiguous()
-    module = opt.moe.QuantizedExperts.from_weight(stored, **options)
-    return module, module.decode(dtype=problem.dtype).transpose(1, 2)
+class Case:
+    """A problem over 4-bit experts made of its weight, which decode to `dense` (E, K, N)."""
 
+    def __init__(self, opt, device, problem: Problem, **options) -> None:
+        self.opt, self.problem = opt, problem
+        self.leaves, self.ids = problem.inputs(device), problem.ids(device)
+        stored = self.leaves["weight"].detach().transpose(1, 2).contiguous()
+        packed = opt.moe.QuantizedExperts.from_weight(stored, **options)
+        self.weight = packed.transpose(1, 2)
+        self.dense = packed.decode(dtype=problem.dtype).transpose(1, 2)
+        generator = torch.Generator().manual_seed(5)
+        grad = torch.randn(problem.grad_shape(), generator=generator)
+        self.grad = grad.to(device, problem.dtype)
 
-def run(opt, problem, leaves, ids, weight, backend="auto"):
-    return product(opt.moe, problem, leaves, ids, weight, backend=backend)
+    def product(self, backend="auto", weight=None, **leaves) -> torch.Tensor:
+        weight = self.weight if weight is None else weight
+        given = {**self.leaves, **leaves}
+        return product(self.opt.moe, self.problem, given, self.ids, weight, backend=backend)
 
+    def results(self, backend="auto", weight=None) -> dict[str, torch.Tensor]:
+        """The product and its gradients by name."""
+        return self._with_gradients(self.product(backend, weight))
 
-def results(y, leaves, grad) -> dict[str, torch.Tensor]:
-    wanted = [k for k, v in leaves.items() if v is not None and k != "weight"]
-    found = torch.autograd.grad(y, [leaves[k] for k in wanted], grad)
-    return {"y": y.detach(), **dict(zip(wanted, found, strict=True))}
+    def eager(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The same by eager torch over the decoded weight."""
+        leaves = {**self.leaves, "weight": self.dense}
+        return self._with_gradients(eager(self.problem, leaves, self.ids, dtype))
+
+    def _with_gradients(self, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        wanted = [k for k, v in self.leaves.items() if v is not None and k != "weight"]
+        grad = self.grad.to(y.dtype)
+        found = torch.autograd.grad(y, [self.leaves[k] for k in wanted], grad)
+        return {"y": y.detach(), **dict(zip(wanted, found, strict=True))}
+
+    def assert_close(self, found, floor: float, factor: float = 0.0) -> None:
+        """Each error is at most `factor` times that of decode-then-eager, plus a floor."""
+        plain = self.eager(self.problem.dtype) if factor else None
+        for name, value in self.eager(torch.float64).items():
+            budget = floor + (factor * relative_error(plain[name], value) if factor else 0.0)
+            assert relative_error(found[name], value) <= budget, name
 
 
 @pytest.fixture
@@ -60,13 +86,8 @@ def test_bits_of_the_decoded_weight(opt, device, small_chunks, problem, strategy
     Rows of odd length begin at other addresses in a slice than in the stack, and a CPU's BLAS sums
     in another order there.
     """
-    leaves, ids = problem.inputs(device), problem.ids(device)
-    packed, dense = quantize(opt, problem, leaves, strategy=strategy, **options)
-    grad = torch.randn(problem.grad_shape(), generator=torch.Generator().manual_seed(5)).to(device)
-    actual = results(
-        run(opt, problem, leaves, ids, packed.transpose(1, 2), "reference"), leaves, grad
-    )
-    expected = results(run(opt, problem, leaves, ids, dense, "reference"), leaves, grad)
+    case = Case(opt, device, problem, strategy=strategy, **options)
+    actual, expected = case.results("reference"), case.results("reference", case.dense)
     for name, value in expected.items():
         if problem.k % 8 == 0 and problem.n % 8 == 0:
             assert_same_bits(actual[name], value)
@@ -77,16 +98,8 @@ def test_bits_of_the_decoded_weight(opt, device, small_chunks, problem, strategy
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("problem", (SHAPES[1], SHAPES[3]), ids=str)
 def test_triton_products_over_decoded_slices(opt, device, small_chunks, problem, strategy):
-    leaves, ids = problem.inputs(device), problem.ids(device)
-    packed, dense = quantize(opt, problem, leaves, strategy=strategy)
-    grad = torch.randn(problem.grad_shape(), generator=torch.Generator().manual_seed(5)).to(device)
-    actual = results(run(opt, problem, leaves, ids, packed.transpose(1, 2), "triton"), leaves, grad)
-    with torch.no_grad():
-        leaves["weight"].copy_(dense)
-    exact = eager(problem, leaves, ids, torch.float64)
-    expected = results(exact, leaves, grad.double())
-    for name, value in expected.items():
-        assert relative_error(actual[name], value) <= 5e-6, name
+    case = Case(opt, device, problem, strategy=strategy)
+    case.assert_close(case.results("triton"), 5e-6)
 
 
 FUSED = (
@@ -101,25 +114,15 @@ FUSED = (
 @pytest.mark.parametrize("problem", FUSED, ids=str)
 def test_fused(opt, device, problem, backend):
     """Every gradient of the product that decodes on the way, nested absmax included."""
-    leaves, ids = problem.inputs(device), problem.ids(device)
-    packed, dense = quantize(
-        opt, problem, leaves, strategy="fused", blocksize=32, nested=problem.rank is not None
-    )
-    grad = torch.randn(problem.grad_shape(), generator=torch.Generator().manual_seed(5)).to(device)
-    actual = results(run(opt, problem, leaves, ids, packed.transpose(1, 2), backend), leaves, grad)
-    with torch.no_grad():
-        leaves["weight"].copy_(dense)
-    expected = results(eager(problem, leaves, ids, torch.float64), leaves, grad.double())
-    for name, value in expected.items():
-        assert relative_error(actual[name], value) <= 5e-6, name
+    nested = problem.rank is not None
+    case = Case(opt, device, problem, strategy="fused", blocksize=32, nested=nested)
+    case.assert_close(case.results(backend), 5e-6)
 
 
 def test_fused_refuses_blocks_that_straddle_rows(opt, device):
     problem = Problem(4)  # K = 24
-    leaves, ids = problem.inputs(device), problem.ids(device)
-    packed, _ = quantize(opt, problem, leaves, strategy="fused")
     with pytest.raises(ValueError, match="blocks that do not leave their row"):
-        run(opt, problem, leaves, ids, packed.transpose(1, 2))
+        Case(opt, device, problem, strategy="fused").product()
 
 
 @pytest.mark.gpu
@@ -130,22 +133,10 @@ def test_on_a_gpu_within_the_budget_of_dequantize_then_eager(opt, device, strate
     problem = Problem(
         300, experts=8, top_k=4, gates=True, k=768, n=2048, rank=16, dtype=dtype, grouped_in=True
     )
-    leaves, ids = problem.inputs(device), problem.ids(device)
-    packed, dense = quantize(opt, problem, leaves, strategy=strategy)
-    with torch.no_grad():
-        leaves["weight"].copy_(dense)
-    grad = torch.randn(problem.grad_shape(), generator=torch.Generator().manual_seed(5))
-    grad = grad.to(device, dtype)
-    weight = packed.transpose(1, 2)
-    ours = results(run(opt, problem, leaves, ids, weight, "triton"), leaves, grad)
-    again = results(run(opt, problem, leaves, ids, weight, "triton"), leaves, grad)
-    plain = eager(problem, leaves, ids, dtype)
-    plain = results(plain, leaves, grad.to(plain.dtype))
-    exact = results(eager(problem, leaves, ids, torch.float64), leaves, grad.double())
-    for name, value in exact.items():
-        assert_same_bits(ours[name], again[name])
-        budget = 1.5 * relative_error(plain[name], value) + 1e-6
-        assert relative_error(ours[name], value) <= budget, name
+    case = Case(opt, device, problem, strategy=strategy)
+    ours, again = case.results("triton"), case.results("triton")
+    assert_all_same_bits(ours.values(), again.values())
+    case.assert_close(ours, 1e-6, 1.5)
 
 
 @pytest.mark.gpu
@@ -153,56 +144,32 @@ def test_on_a_gpu_within_the_budget_of_dequantize_then_eager(opt, device, strate
 def test_no_strategy_waits_for_the_device(opt, device, strategy):
     """Forward and backward are captured in a CUDA graph, and replayed with the same bits."""
     problem = Problem(64, experts=8, gates=True, k=128, n=256, dtype=torch.bfloat16)
-    leaves, ids = problem.inputs(device), problem.ids(device)
-    packed, _ = quantize(opt, problem, leaves, strategy=strategy)
-    weight = packed.transpose(1, 2)
-    grad = torch.ones(problem.grad_shape(), device=device, dtype=torch.bfloat16)
-    eager_run = results(run(opt, problem, leaves, ids, weight, "triton"), leaves, grad)
-    graph, captured = capture(
-        lambda: results(run(opt, problem, leaves, ids, weight, "triton"), leaves, grad)
-    )
+    case = Case(opt, device, problem, strategy=strategy)
+    expected = case.results("triton")
+    graph, captured = capture(lambda: case.results("triton"))
     graph.replay()
     torch.cuda.synchronize()
-    for name, value in eager_run.items():
-        assert_same_bits(captured[name], value)
+    assert_all_same_bits(captured.values(), expected.values())
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_narrow_dtypes_within_the_budget_of_dequantize_then_eager(
-    opt, device, small_chunks, strategy
+    opt, device, small_chunks, strategy, dtype
 ):
-    for dtype in (torch.bfloat16, torch.float16):
-        problem = Problem(50, gates=True, bias=True, k=64, n=96, dtype=dtype)
-        leaves, ids = problem.inputs(device), problem.ids(device)
-        packed, dense = quantize(opt, problem, leaves, strategy=strategy)
-        with torch.no_grad():
-            leaves["weight"].copy_(dense)
-        grad = torch.randn(problem.grad_shape(), generator=torch.Generator().manual_seed(5))
-        grad = grad.to(device, dtype)
-        ours = results(run(opt, problem, leaves, ids, packed.transpose(1, 2)), leaves, grad)
-        narrow = eager(problem, leaves, ids, dtype)
-        plain = results(narrow, leaves, grad.to(narrow.dtype))
-        exact = results(eager(problem, leaves, ids, torch.float64), leaves, grad.double())
-        for name, value in exact.items():
-            budget = 1.5 * relative_error(plain[name], value) + 1e-6
-            assert relative_error(ours[name], value) <= budget, (dtype, name)
+    problem = Problem(50, gates=True, bias=True, k=64, n=96, dtype=dtype)
+    case = Case(opt, device, problem, strategy=strategy)
+    case.assert_close(case.results(), 1e-6, 1.5)
 
 
 def test_only_packed_bytes_are_kept_for_backward(opt, device):
     problem = Problem(16, experts=4, k=64, n=96, gates=True, dtype=torch.bfloat16)
-    leaves, ids = problem.inputs(device), problem.ids(device)
-    packed, _ = quantize(opt, problem, leaves)
-    kept = []
-
-    def pack(tensor):
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run(opt, problem, leaves, ids, packed.transpose(1, 2))
+    case, kept = Case(opt, device, problem), []
+    keep = lambda tensor: [kept.append(tensor), tensor][1]  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        case.product()
     assert kept
-    weight_elements = leaves["weight"].numel()
-    assert max(tensor.numel() for tensor in kept) < weight_elements // 4
+    assert max(tensor.numel() for tensor in kept) < case.dense.numel() // 4
 
 
 def decoded_counts(submodule, monkeypatch) -> list[int]:
@@ -222,12 +189,10 @@ def decoded_counts(submodule, monkeypatch) -> list[int]:
 def test_no_slice_decodes_more_than_its_bound(opt, submodule, device, small_chunks, monkeypatch):
     """chunked: SLICE_BYTES; selective: min(E, T k) experts, however the tokens are routed."""
     seen = decoded_counts(submodule, monkeypatch)
-    problem = Problem(2, experts=9, top_k=2)
-    leaves, ids = problem.inputs(device), problem.ids(device)
     for strategy, expected in (("chunked", [2, 2, 2, 2, 1]), ("selective", [4])):
-        packed, _ = quantize(opt, problem, leaves, strategy=strategy)
+        case = Case(opt, device, Problem(2, experts=9, top_k=2), strategy=strategy)
         seen.clear()
-        y = run(opt, problem, leaves, ids, packed.transpose(1, 2), "triton")
+        y = case.product("triton")
         assert seen == expected
         y.sum().backward()
         assert seen == 2 * expected
@@ -237,12 +202,10 @@ def test_no_slice_decodes_more_than_its_bound(opt, submodule, device, small_chun
 def test_the_reference_decodes_an_expert_at_a_time(opt, submodule, device, monkeypatch, strategy):
     """And none that has no rows."""
     seen = decoded_counts(submodule, monkeypatch)
-    problem = Problem(2, experts=9, top_k=2, k=64)
-    leaves, ids = problem.inputs(device), problem.ids(device)
-    packed, _ = quantize(opt, problem, leaves, strategy=strategy)
+    case = Case(opt, device, Problem(2, experts=9, top_k=2, k=64), strategy=strategy)
     seen.clear()
-    y = run(opt, problem, leaves, ids, packed.transpose(1, 2), "reference")
-    assert seen == [1] * len(ids[(ids >= 0) & (ids < 9)].unique())
+    y = case.product("reference")
+    assert seen == [1] * len(case.ids[(case.ids >= 0) & (case.ids < 9)].unique())
     count = len(seen)
     y.sum().backward()
     assert seen == [1] * 2 * count
@@ -276,9 +239,7 @@ def test_auto_knows_where_the_fused_product_is_fast(
     """Half precision on a GPU; on the CPU nothing is decoded in registers."""
     module = submodule("moe.quantized.strategy")
     seen = watch(module, "choose_strategy", lambda *_, fast, **__: fast)
-    problem = Problem(2, experts=9, top_k=2, dtype=dtype)
-    packed, _ = quantize(opt, problem, problem.inputs(device))
-    run(opt, problem, problem.inputs(device), problem.ids(device), packed.transpose(1, 2))
+    Case(opt, device, Problem(2, experts=9, top_k=2, dtype=dtype)).product()
     assert seen == [device.type == "cuda" and dtype == torch.bfloat16]
 
 
@@ -290,13 +251,10 @@ def test_times_choose_the_fused_product_unless_a_path_is_named(
     """Triton's path by itself gives way to what is faster; asked for by name it stays."""
     linear, module = submodule("moe.grouped_linear"), submodule("moe.quantized.quantized_linear")
     monkeypatch.setattr(linear, "experts_path_name", lambda *_, **__: "triton")
-    problem = Problem(8, rank=3, k=64, n=64)
-    leaves, seen = problem.inputs(device), []
-    packed, _ = quantize(opt, problem, leaves, strategy=strategy)
+    case, seen = Case(opt, device, Problem(8, rank=3, k=64, n=64), strategy=strategy), []
     for name in ("grouped_lora_quantized_forward", "grouped_lora_quantized_dx"):
         watch(module, name, lambda *_, path, **__: path, seen)
-    y = run(opt, problem, leaves, problem.ids(device), packed.transpose(1, 2), backend)
-    y.sum().backward()
+    case.product(backend).sum().backward()
     chosen = "measured" if backend == "auto" and strategy == "fused" else "triton"
     assert seen == [chosen] * 2
 
@@ -311,29 +269,19 @@ def test_chunks_are_equal_and_bounded(submodule):
 
 
 def test_two_forwards_and_retained_graphs_agree(opt, device):
-    problem = Problem(30, gates=True, bias=True)
-    leaves, ids = problem.inputs(device), problem.ids(device)
-    packed, _ = quantize(opt, problem, leaves)
-    first = run(opt, problem, leaves, ids, packed.transpose(1, 2))
-    second = run(opt, problem, leaves, ids, packed.transpose(1, 2))
-    assert_same_bits(first, second)
-    grads = [torch.autograd.grad(first.sum(), leaves["x"], retain_graph=True)[0] for _ in range(2)]
+    case = Case(opt, device, Problem(30, gates=True, bias=True))
+    first, x = case.product(), case.leaves["x"]
+    assert_same_bits(first, case.product())
+    grads = [torch.autograd.grad(first.sum(), x, retain_graph=True)[0] for _ in range(2)]
     assert_same_bits(*grads)
 
 
 def test_checkpoint_recomputes_the_same(opt, device):
-    from torch.utils.checkpoint import checkpoint
-
-    problem = Problem(30, gates=True)
-    leaves, ids = problem.inputs(device), problem.ids(device)
-    packed, _ = quantize(opt, problem, leaves)
-
-    def layer(x):
-        return run(opt, problem, {**leaves, "x": x}, ids, packed.transpose(1, 2))
-
-    plain = torch.autograd.grad(layer(leaves["x"]).square().sum(), leaves["x"])[0]
-    again = checkpoint(layer, leaves["x"], use_reentrant=False)
-    assert_same_bits(torch.autograd.grad(again.square().sum(), leaves["x"])[0], plain)
+    case = Case(opt, device, Problem(30, gates=True))
+    x, layer = case.leaves["x"], lambda x: case.product(x=x)
+    plain = torch.autograd.grad(layer(x).square().sum(), x)[0]
+    again = checkpoint(layer, x, use_reentrant=False)
+    assert_same_bits(torch.autograd.grad(again.square().sum(), x)[0], plain)
 
 
 def test_float64_is_refused(opt, device):
@@ -341,7 +289,7 @@ def test_float64_is_refused(opt, device):
     leaves, ids = problem.inputs(device), problem.ids(device)
     module = opt.moe.QuantizedExperts((4, 40, 24), device=device)
     with pytest.raises(TypeError, match="x over packed experts must have one of"):
-        run(opt, problem, leaves, ids, module.transpose(1, 2))
+        product(opt.moe, problem, leaves, ids, module.transpose(1, 2))
 
 
 def test_whole_layer_on_4_bit_experts(opt, device):
@@ -468,30 +416,24 @@ def test_it_is_what_runs(opt, submodule, device, monkeypatch, dtype, tokens, k, 
 PROBLEM = Problem(96, 4, 15, 256, 128, 16, dtype=torch.bfloat16, gates=True, bias=True)
 
 
-def packed_experts(opt, submodule, monkeypatch, leaves, strategy):
-    """4-bit experts (E, K, N), of which `chunked` decodes four at a time: an odd last slice."""
+def case_in_slices(opt, submodule, device, monkeypatch, strategy) -> Case:
+    """Of which `chunked` decodes four experts at a time: an odd last slice."""
     both = (4 * PROBLEM.k * PROBLEM.n * 2,) * 2
     monkeypatch.setattr(submodule("moe.quantized.strategy"), "SLICE_BYTES", both)
-    return quantize(opt, PROBLEM, leaves, strategy=strategy)[0].transpose(1, 2)
+    return Case(opt, device, PROBLEM, strategy=strategy)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ("chunked", "fused"))
 def test_a_captured_step_follows_another_routing(opt, submodule, device, monkeypatch, strategy):
     """Capture forks to the second stream and joins it; the replay gives the bits of eager calls."""
-    leaves, ids = PROBLEM.inputs(device), PROBLEM.ids(device)
-    weight = packed_experts(opt, submodule, monkeypatch, leaves, strategy)
-    grad = torch.randn(PROBLEM.grad_shape(), device=device).bfloat16()
-
-    def step():
-        return results(run(opt, PROBLEM, leaves, ids, weight), leaves, grad)
-
-    graph, captured = capture(step, 3)
+    case = case_in_slices(opt, submodule, device, monkeypatch, strategy)
+    graph, captured = capture(case.results, 3)
     for seed, routing in enumerate(("one", "gap", "sentinels", "all-sentinels", "random")):
-        ids.copy_(dataclasses.replace(PROBLEM, routing=routing).ids(device, seed))
+        case.ids.copy_(dataclasses.replace(PROBLEM, routing=routing).ids(device, seed))
         with torch.no_grad():
-            leaves["x"].mul_(-1)
-        expected = step()
+            case.leaves["x"].mul_(-1)
+        expected = case.results()
         for value in captured.values():
             value.fill_(torch.nan)
         graph.replay()
@@ -502,9 +444,8 @@ def test_a_captured_step_follows_another_routing(opt, submodule, device, monkeyp
 @pytest.mark.gpu
 def test_slices_take_turns_over_two_streams(opt, submodule, device, monkeypatch):
     """And whatever follows on the current stream waits for both, though the second one is late."""
-    leaves, ids = PROBLEM.inputs(device), PROBLEM.ids(device)
-    weight = packed_experts(opt, submodule, monkeypatch, leaves, "chunked")
-    expected = run(opt, PROBLEM, leaves, ids, weight).detach()
+    case = case_in_slices(opt, submodule, device, monkeypatch, "chunked")
+    expected = case.product().detach()
     kind = submodule("kernels.quant.formats").Blockwise4Bit
     decoder, used = kind.decoder, []
 
@@ -520,6 +461,6 @@ def test_slices_take_turns_over_two_streams(opt, submodule, device, monkeypatch)
         return slowly
 
     monkeypatch.setattr(kind, "decoder", late)
-    found = run(opt, PROBLEM, leaves, ids, weight).detach()
+    found = case.product().detach()
     assert_same_bits(found, expected)
     assert len(used) == 4 and used[0] == used[2] != used[1] == used[3]

@@ -133,7 +133,6 @@ def test_three_dimensions_need_a_decision(opt, device) -> None:
     "name", ["mlp.shared_experts.w1", "mlp.experts_gate.w1", "experts_w1", "my.expert.w"]
 )
 def test_expert_keys_match_whole_components_only(opt, device, name) -> None:
-    """A substring match also catches `shared_experts`."""
     (param,) = parameters([(3, 4, 5)], device=device)
     with pytest.raises(ValueError, match="is 3-D"):
         opt.Muon([{"params": [(name, param)], "use_muon": True}], expert_keys=["experts"])
@@ -189,7 +188,6 @@ def test_mixed_shapes_and_empty_parameters_in_one_group(opt, device) -> None:
     "one matrix at a time", "            room = most\n", "            room = 0\n"
 )
 def test_same_shapes_are_orthogonalized_as_one_batch(opt, submodule, device, watch) -> None:
-    """Motif calls the iteration once per matrix."""
     shapes = [(4, 6), (6, 4), (4, 6), (12, 6), (4, 6)]
     params = parameters(shapes, device=device)
     step = submodule("optimizers.step")

@@ -341,7 +341,6 @@ def test_either_mark_is_understood_by_both_classes(opt) -> None:
 @pytest.mark.sees_defect("an empty Muon group is an IndexError")
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_empty_groups(opt, kind) -> None:
-    """An empty Muon group is an IndexError in nanochat's distributed class."""
     param = matrix()
     param.grad = torch.ones(4, 3)
     optimizer = opt.MuonAdamW(

@@ -240,7 +240,6 @@ def test_checkpoints_while_it_is_on(opt, device, tmp_path) -> None:
 
 @pytest.mark.sees_defect("state made after the registration is never offloaded")
 def test_state_made_later_is_offloaded_too(opt, device) -> None:
-    """Motif never tracks state that is created after the registration."""
     params = parameters([(6, 4), (5,), (6, 4)], device=device)
     optimizer = opt.Muon([{"params": params[:1], "use_muon": True}])
     optimizer.turn_on_cpu_offload()

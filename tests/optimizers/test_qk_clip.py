@@ -214,7 +214,6 @@ def test_experts_and_vectors_are_never_clipped(opt, device) -> None:
 @pytest.mark.sees_defect("a layer without logits is a KeyError")
 @CLASSES
 def test_layers_without_logits_and_logits_without_layers(opt, device, name) -> None:
-    """Motif raises KeyError for a layer without logits (hybrid models)."""
     named = layer({"wq": 12, "wk": 12}, 0, device=device)
     named += layer({"wq": 12, "wk": 12}, 1, seed=7, device=device)
     before = values(p for _, p in named)
@@ -286,7 +285,6 @@ def test_the_clip_comes_after_the_update_and_outside_of_the_momentum(opt, device
 @pytest.mark.sees_defect("every logit is read on the host")
 @CLASSES
 def test_a_clipped_step_never_waits_for_the_device(opt, device, name) -> None:
-    """Motif reads every logit with float(), for every head and parameter."""
     named = layer({"wq": 6 * D, "wk": 2 * D}, device=device)
     optimizer = build(opt, name, named, GQA, lr=0.1)
     logits = {0: torch.full((6,), 40.0, device=device)}

@@ -104,7 +104,6 @@ def test_shapes_of_the_second_moment(opt, device) -> None:
 
 @pytest.mark.sees_defect("state is stacked under params[0]: it depends on membership and order")
 def test_state_does_not_depend_on_group_membership(opt, device) -> None:
-    """Nanochat keeps one stacked buffer under the first parameter of a group."""
     params = parameters([(6, 4), (6, 4)], device=device)
     optimizer = opt.MuonAdamW([{"kind": "muon", "params": params, "lr": 0.1}])
     optimizer.step()
@@ -173,7 +172,6 @@ def test_loading_copies(opt, device, make) -> None:
 
 @pytest.mark.sees_defect("caches are module globals: optimizers share and clear each other's")
 def test_two_optimizers_are_independent(opt, device) -> None:
-    """Motif's caches are module globals; one load_state_dict clears the other's."""
     params, twins = parameters(SHAPES, device=device), parameters(SHAPES, device=device)
     first, second = muon(opt, params), muon(opt, twins)
     train(first, params, 2)

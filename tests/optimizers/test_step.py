@@ -24,7 +24,6 @@ SHAPES = [(6, 4), (4, 6), (6, 4), (8, 3, 2, 2)]
 @CLASSES
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_gradients_are_never_written(opt, device, name, nesterov) -> None:
-    """Motif writes the Nesterov direction into p.grad, or aliases it with momentum."""
     params = parameters(SHAPES, device=device)
     optimizer = both(opt, params, none_grad=False)[name]()
     for group in optimizer.param_groups:
@@ -42,7 +41,6 @@ def test_gradients_are_never_written(opt, device, name, nesterov) -> None:
 @pytest.mark.sees_defect("zero_grad(set_to_none=False) zeroes the momentum")
 @CLASSES
 def test_zeroing_gradients_in_place_keeps_the_momentum(opt, device, name) -> None:
-    """With p.grad = momentum_buffer, zero_grad(set_to_none=False) zeroes the momentum."""
     params = parameters(SHAPES, device=device)
     optimizer = both(opt, params, none_grad=False)[name]()
     optimizer.param_groups[0]["nesterov"] = False
@@ -122,7 +120,6 @@ def test_closure(opt, device, name) -> None:
 @pytest.mark.sees_defect("more than 8 distinct shapes fail to compile")
 @CLASSES
 def test_any_number_of_shapes(opt, device, name) -> None:
-    """Nanochat's compiled kernels fail at more than 8 distinct shapes."""
     params = parameters([(n, n + 1) for n in range(1, 25)], device=device)
     before = values(params)
     both(opt, params)[name]().step()
@@ -197,7 +194,6 @@ def test_a_gradient_from_before_a_swap_is_refused(opt, device) -> None:
     "views are cached by id, so that updates go to dead memory after a .data swap"
 )
 def test_a_swapped_storage_is_followed(opt, device) -> None:
-    """Motif caches views by id, so that updates go to dead memory after a .data swap."""
     (param,) = parameters([(3, 4, 5)], device=device)
     (twin,) = parameters([(3, 4, 5)], device=device)
     options = {"expert_keys": ["experts"], "lr": 0.1}
