@@ -27,7 +27,7 @@ pytestmark = pytest.mark.dist
 
 SIZES = ("--layers", 1, "--channels", 16, "--heads", 2, "--batch", 12, "--context", 16)
 STEPS = 24
-# Seconds for torchrun and two ranks, which need 20 of a processor that other tests share.
+# Seconds for two ranks, which need 20 of a processor that other tests share.
 WAIT = 300
 COMMON = (*SIZES, "--device", "cpu", "--steps", STEPS, "--save-every", 6, "--report-every", 3)
 
@@ -126,38 +126,50 @@ def test_other_ranks_go_on(ranks, corpus, runs, world, options, tmp_path) -> Non
     assert found[9:] == pytest.approx(expected[9:], rel=1e-4)
 
 
-def torchrun_killed(output: Path, *arguments: object) -> int:
-    """Exit status of torchrun over two ranks of KILLED; what they print goes to the file `output`.
+def killed_ranks(output: Path, *arguments: object) -> list[int]:
+    """Exit statuses of ranks 1 and 0 of KILLED; what they print goes to the file `output`.
 
-    It is a file, since a pipe ends only when whatever a rank has started has ended too.
+    They have the variables and the store that torchrun gives its ranks, without torchrun: it can
+    wait for minutes after they have ended (docs/dev/decisions/2026-11-23-killed-rank.md).
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {k: v for k, v in os.environ.items() if k != "LOCAL_KERNELS"}
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {k: v for k, v in os.environ.items() if k != "LOCAL_KERNELS"} | {
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     with output.open("w") as file:
-        process = subprocess.Popen(
-            [*command, "--no-python", sys.executable, "-c", KILLED, *map(str, arguments)],
-            cwd=ROOT,
-            env=environment | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", KILLED, *map(str, arguments)],
+                cwd=ROOT,
+                env=environment | {"RANK": rank, "LOCAL_RANK": rank},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in "10"
+        ]
     try:
-        return process.wait(timeout=WAIT)
+        return [process.wait(timeout=WAIT) for process in processes]
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # it tells the stacks of its threads, then dies
-        process.wait()
-        pytest.fail(f"torchrun has not ended after {WAIT} s:\n{output.read_text()}")
+        pytest.fail(f"a rank has not ended after {WAIT} s:\n{output.read_text()}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.timeout(WAIT + 300)
 def test_a_rank_that_is_killed(ranks, corpus, runs, tmp_path) -> None:
-    """Under torchrun: all ranks end, and the run goes on from its last whole checkpoint."""
+    """The other rank ends with an error, and the run goes on from its last whole checkpoint."""
     whole, _ = runs("Muon")
     out, output = tmp_path / "run", tmp_path / "output.txt"
     options = (*COMMON, "--corpus", corpus, "--async-save", "--out-dir", out)
-    status, told = torchrun_killed(output, *options), output.read_text()
-    assert status == 1 and "Signal 9 (SIGKILL)" in told, told
+    statuses, told = killed_ranks(output, *options), output.read_text()
+    assert statuses == [-signal.SIGKILL, 1] and "by peer" in told, told
     assert checkpoints(out) == ["step-000006", "step-000012"]
     remains = out / "checkpoints" / "step-000012"
     assert not (remains / ".metadata").exists()
