@@ -14,6 +14,7 @@ import torch
 from torch import distributed
 
 from ..conftest import ROOT
+from ._arenas import SharedMemory
 from ._ranks import same_everywhere
 from .test_sharing import module_of
 
@@ -129,3 +130,24 @@ def baselines(opt) -> list[float]:
 
 def test_the_baseline_reduces_gradients_of_its_own(ranks) -> None:
     same_everywhere(ranks(2).run(baselines))
+
+
+def transports(opt) -> list[tuple[str, str, float]]:
+    """(row, transport, figure) of benchmarks/transports.py, in shared memory of this machine."""
+    script, step = harness("transports"), harness("harness.optimizer_step.several_gpus")
+    built = harness("harness.package").Built(opt, "0" * 40, True)
+    module = module_of(opt, "distributed.transport").GroupTransport
+    with step.joined("cpu") as here, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "memory", SharedMemory)
+        found = [*script.rows(built, here, [], small=True)]
+    assert all(one.line().startswith(one.row) for one in found)
+    return [(one.row, one.transport, one.value) for one in found]
+
+
+def test_every_row_of_transports_is_measured_both_ways(ranks) -> None:
+    """Messages and steps have equal bits, or it would have ended."""
+    for rows in ranks(2).run(transports):
+        for name in ("C2", "C3", "C4", "C5", "C7"):
+            assert {transport for row, transport, _ in rows if row == name} == {"nccl", "p2p"}
+        assert {transport for row, transport, _ in rows if row == "C13"} == {"p2p"}
+        assert all(figure > 0 for *_, figure in rows)
