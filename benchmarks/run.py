@@ -8,6 +8,8 @@ python benchmarks/run.py orthogonalize                        the same for ortho
 python benchmarks/run.py moe_lora [-m MODEL ...] [-r RANK ...] [-T TOKENS]
 python benchmarks/run.py communication                        copies, products that wait, launches
 python benchmarks/run.py quant                                layers on packed experts, decoding
+python benchmarks/run.py tensor_parallel                      one rank's share of Newton-Schulz
+torchrun --nproc-per-node 4 benchmarks/run.py tensor_parallel products that communicate, all of it
 python benchmarks/run.py end_to_end --case CASE [CASE ...]    trainings, models, first calls
 python benchmarks/run.py plots [--check]                      README's table, docs/benchmarks, plots
 
@@ -50,6 +52,7 @@ ENTRIES = {
     "optimizer_step": "harness.optimizer_step.one_gpu",
     "orthogonalize": "harness.orthogonalize",
     "quant": "harness.experts.quant",
+    "tensor_parallel": "harness.tensor_parallel",
 }
 
 
@@ -252,6 +255,32 @@ def measure_on_ranks(out: Path, *, draft: bool, device: str, end: float | None =
     return int(any(not row.ok for row in rows)) or UNFINISHED * bool(left)
 
 
+def measure_products_on_ranks(out: Path, *, draft: bool) -> int:
+    """Measure tensor_parallel.json on the ranks of torchrun; returns the exit status."""
+    import torch
+    from harness import package, report, tensor_parallel
+    from harness.optimizer_step import several_gpus
+
+    with several_gpus.joined("cuda") as ranks:
+        built = package.load(ROOT, "cuda")
+        check_clean(built, draft=draft)
+        say = print if ranks.first else lambda *_, **__: None
+        path = out / report.folder_name(torch.cuda.get_device_name(0), ranks.count)
+        path /= "tensor_parallel.json"
+        head = header(built, entry_of(path), ranks.count) if ranks.first else {}
+        say(*(f"{key}: {value}" for key, value in head.items()), sep="\n")
+        say(f"\n{tensor_parallel.HEADING}")
+        rows = []
+        for row, line in tensor_parallel.rows_on_ranks(built, ranks):
+            say(line, flush=True)
+            rows.append(row)
+        say(summary(rows))
+        if ranks.first and not draft:
+            report.write(path, head, rows)
+            say(f"wrote {path}")
+    return int(any(not row.ok for row in rows))
+
+
 def asked_for(options: argparse.Namespace) -> dict[str, object]:
     """The layers that -m, -r and -T name, whichever of them is given; none: the whole list."""
     if options.models is None and options.ranks is None and options.seq_len is None:
@@ -304,6 +333,8 @@ def main(arguments: list[str]) -> int:
     if options.what != "plots":
         draft = options.draft or bool(problem)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            if options.what == "tensor_parallel" and options.device == "cuda":
+                return measure_products_on_ranks(options.out, draft=draft)
             if options.what != "optimizer_step":
                 parser.error(f"{options.what} runs on one GPU; start it without torchrun")
             return measure_on_ranks(options.out, draft=draft, device=options.device, end=end)

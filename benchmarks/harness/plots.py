@@ -24,6 +24,7 @@ from .sources import RESULTS, SOURCES, entry_of, recorded, sources_digest
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 EMPTY = "No measurement has been committed yet."
+FIGURES = ("communication", "tensor_parallel")  # result files whose rows are one figure each
 PAGES = Path("docs/benchmarks")  # below the root: docs/benchmarks/<gpu>-<name>.md
 # Optimizer of a training -> its line.
 COLORS = {"adamw": "#999999", "torch_muon": "#c77d2e", "muon": "#2a6f97", "muon_adamw": "#61305d"}
@@ -170,7 +171,7 @@ def page_of(path: Path) -> Path:
 def page(path: Path, root: Path) -> str:
     """The page of a result file: every table that is drawn from it."""
     result = json.loads(path.read_text())
-    sections = {"end_to_end": _end_to_end_section, "communication": _figures_section}
+    sections = {"end_to_end": _end_to_end_section} | dict.fromkeys(FIGURES, _figures_section)
     section = sections.get(path.stem, _section)(result, path, root)
     return (
         f"# {path.stem} on {result['gpu']}\n\n"
@@ -410,7 +411,7 @@ def _plot(path: Path) -> None:
     import matplotlib.pyplot as plt
 
     result = json.loads(path.read_text())
-    drawings = {"end_to_end": _curves, "communication": _figures}
+    drawings = {"end_to_end": _curves} | dict.fromkeys(FIGURES, _figures)
     draw_on = drawings.get(path.stem, _bars)
     figure = draw_on(plt, result, f"{path.stem} on {result['gpu']}")
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Description": _mark(path)})

@@ -74,6 +74,12 @@ SOURCES: dict[str, tuple[str, ...]] = {
     ),
 }
 
+SOURCES["tensor_parallel"] = (
+    "torch-ext/optimizer/tensor_parallel/*.py",
+    *SOURCES["orthogonalize"],
+)
+SOURCES["tensor_parallel on several GPUs"] = SOURCES["tensor_parallel"]
+
 # A file of two parts, each with sources of its own: an edit of the experts leaves the optimizers'
 # rows as they are.
 PART = " of experts"

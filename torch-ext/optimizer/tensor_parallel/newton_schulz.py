@@ -180,9 +180,11 @@ def _checked_rows(rows: Sequence[int] | None, x: Tensor, ranks: Ranks) -> list[i
 def normalized(x: Tensor, dtype: torch.dtype, ranks: Ranks) -> Tensor:
     """The rows of X, scaled so that X has the norm START_NORM, or is zero; NaN stays NaN."""
     squares = torch.linalg.vector_norm(x, dtype=torch.float64).square()
-    norm = ranks.total(squares).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+    norm = ranks.total(squares).sqrt()
     wide = torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32
-    return (x.to(wide) * (START_NORM / norm).to(wide)).to(dtype)
+    # Twice its root: the factor of subnormal numbers is beyond float32.
+    root = torch.where(norm == 0, norm, START_NORM / norm).sqrt().to(wide)
+    return (x.to(wide) * root).mul_(root).to(dtype)
 
 
 def iterated(
@@ -326,7 +328,10 @@ class _RowBlocks(_Powers):
         out = _product(M, self.whole(M), C, alpha=step.alpha, beta=step.beta)
         if step.delta:
             diagonal = out[0].diagonal(offset=self.ranks.rank * out.shape[1])
-            diagonal.copy_(in_float32(diagonal) + step.delta)
+            if out.is_cuda:  # which adds in float32; a CPU rounds the number first
+                diagonal.add_(step.delta)
+            else:
+                diagonal.copy_(in_float32(diagonal) + step.delta)
         return out
 
     def scaled(self, M: Tensor, factor: float) -> Tensor:

@@ -1,0 +1,144 @@
+"""Newton-Schulz on sharded rows against `orthogonalize` on all of them, over gloo and threads."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import distributed
+
+from .._compare import assert_error_at_most, relative_error
+
+METHODS = ("auto", "polar_express", "gram_newton_schulz", "newton_schulz", "gram_polynomial")
+SCHEDULES = ("rs_ag", "gram_ar", "auto")
+# Square, tall with columns that four ranks do not divide, wide, fewer rows than ranks.
+SHAPES = ((96, 96), (130, 50), (50, 130), (3, 16))
+
+
+def sizes_of(m: int, world: int) -> list[int]:
+    return [len(part) for part in torch.arange(m).tensor_split(world)]
+
+
+def matrix(m: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    made = torch.Generator().manual_seed(m)
+    return torch.randn(m, n, generator=made, dtype=dtype) / torch.arange(1, n + 1)
+
+
+def _distances(opt, dtype: torch.dtype) -> dict[str, float]:
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    found = {}
+    for (m, n), method in itertools.product(SHAPES, METHODS):
+        x, sizes = matrix(m, n, dtype), sizes_of(m, world)
+        kept = x.clone()
+        expected = opt.orthogonalize(x, method, dtype=dtype).split(sizes)[rank]
+        for schedule in SCHEDULES:
+            got = opt.tensor_parallel.sharded_newton_schulz(
+                x.split(sizes)[rank], None, schedule, method=method, rows=sizes
+            )
+            assert got.shape == expected.shape and got.dtype == dtype and got.is_contiguous()
+            if expected.numel():
+                found[f"{m}x{n}/{method}/{schedule}"] = relative_error(got, expected)
+        assert torch.equal(x, kept)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_equals_the_whole_matrix(ranks, world: int) -> None:
+    for found in ranks(world).run(_distances, torch.float64):
+        wrong = {case: error for case, error in found.items() if not error < 1e-11}
+        assert len(found) >= 45 and not wrong
+
+
+def test_equals_the_whole_matrix_in_float32(ranks) -> None:
+    # Five steps amplify the rounding of directions that are small in the matrix.
+    for found in ranks(2).run(_distances, torch.float32):
+        assert max(found.values()) < 1e-3, found
+
+
+def _special(opt) -> None:
+    sharded, rank = opt.tensor_parallel.sharded_newton_schulz, distributed.get_rank()
+    for schedule in ("rs_ag", "gram_ar"):
+        for method in ("gram_polynomial", "polar_express"):
+            options = {"schedule": schedule, "method": method}
+            assert not sharded(torch.zeros(8, 6), **options).any()
+            small = sharded(torch.full((8, 6), 1e-42), **options)
+            assert_error_at_most(small, sharded(torch.ones(8, 6), **options), 1e-2)
+            x = torch.randn(8, 6)
+            if rank == 0:
+                x[0, 0] = torch.nan  # which makes the rows of every rank NaN
+            assert sharded(x, **options).isnan().all()
+            # Fewer rows here than there.
+            mine = torch.randn(3 + 2 * rank, 4)
+            assert sharded(mine, rows=[3, 5], **options).shape == mine.shape
+    assert sharded(torch.zeros(0, 6)).shape == (0, 6)
+    with pytest.raises(ValueError, match="schedule must be one of"):
+        sharded(torch.zeros(4, 4), schedule="ring")
+    with pytest.raises(ValueError, match="rows must have one entry per rank"):
+        sharded(torch.zeros(4, 4), rows=[4])
+    with pytest.raises(ValueError, match="rows of one matrix"):
+        sharded(torch.zeros(2, 4, 4))
+    with pytest.raises(TypeError, match="floating-point"):
+        sharded(torch.zeros(4, 4, dtype=torch.int32))
+    with pytest.raises(ValueError, match="is unknown"):
+        sharded(torch.zeros(4, 4), method="svd")
+
+
+def test_zeros_nan_empty_and_refused(ranks) -> None:
+    ranks(2).run(_special)
+
+
+def _one_rank(opt) -> None:
+    x = matrix(40, 30, torch.float32)
+    assert torch.equal(opt.tensor_parallel.sharded_newton_schulz(x), opt.orthogonalize(x))
+
+
+def test_one_rank_is_the_owner(ranks) -> None:
+    ranks(1).run(_one_rank)
+
+
+@pytest.fixture
+def by_threads(opt, harness):
+    """The benchmark's ranks that are threads, over the loaded package."""
+    from types import SimpleNamespace
+
+    built = SimpleNamespace(package=opt)
+    return lambda *arguments: harness.tensor_parallel.sharded_by_threads(built, *arguments)
+
+
+@pytest.mark.parametrize("schedule", ["rs_ag", "gram_ar"])
+@pytest.mark.parametrize("world", [2, 8])
+def test_float16_is_as_near_to_float64_as_the_owners(
+    opt, by_threads, harness, monkeypatch, schedule: str, world: int
+) -> None:
+    """With the partial Gram matrices of float16 added in float32."""
+    entry = harness.tensor_parallel
+    monkeypatch.setattr(entry, "iteration_of", lambda *_: ("gram_polynomial", torch.float16))
+    x = matrix(256, 256, torch.float32)
+    exact = opt.orthogonalize(x.double(), "gram_polynomial")
+    owners = relative_error(opt.orthogonalize(x, "gram_polynomial", dtype=torch.float16), exact)
+    result, _ = by_threads(x, world, schedule)
+    assert relative_error(result, exact) <= 1.25 * owners + 1e-4
+
+
+def test_timed_share_is_that_of_the_first_rank(opt, by_threads, harness, newton_schulz) -> None:
+    """What `Alone` computes for the clock has the bits of what its rank computed among others."""
+    x, entry = matrix(128, 128, torch.float32), harness.tensor_parallel
+    result, noted = by_threads(x, 8)
+    alone = entry.Alone(8, noted)
+    for _ in range(2):  # it begins anew each time
+        rows = newton_schulz.normalized(x[:16], torch.float32, alone)
+        share = newton_schulz.iterated(rows, 128, "gram_polynomial", 5, "auto", alone)
+        assert torch.equal(share, result[:16])
+
+
+def test_schedule_by_the_model(newton_schulz) -> None:
+    faster = newton_schulz.faster
+    half = torch.float16
+    assert faster("gram_polynomial", 8192, 8192, 8, half) == "rs_ag"
+    assert faster("gram_polynomial", 65536, 1024, 8, half) == "gram_ar"
+    assert faster("gram_newton_schulz", 16384, 2048, 8, half) == "gram_ar"
+    # One all-reduce costs a gather and a scatter; every square a gather more.
+    for schedule, pieces in (("gram_ar", 4), ("rs_ag", 14)):
+        fixed = newton_schulz.predicted_s(schedule, "gram_polynomial", 1, 1, 8, half)
+        assert fixed == pytest.approx(pieces * newton_schulz.LATENCY, rel=1e-3)
