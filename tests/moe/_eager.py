@@ -129,6 +129,31 @@ def product(moe, problem: Problem, leaves: dict, ids: Tensor, weight=None, **opt
     )
 
 
+def predecessors(problem: Problem, leaves: dict, ids: Tensor, slots=None, **options) -> dict:
+    """The arguments of `parallel_linear_lora` for a problem whose ids are all experts.
+
+    The slots (T k,) of an expert may come in any order: backwards, unless they are given.
+    """
+    seen, flat = problem.views(leaves), ids.reshape(-1)
+    if slots is None:
+        slots = flat.numel() - 1 - torch.argsort(flat.flip(0), stable=True)
+    a, b = seen["lora_a"], seen["lora_b"]
+    given = {
+        "inputs": seen["x"],
+        "expert_weights": seen["weight"],
+        "k": problem.top_k,
+        "sorted_expert_idxs": flat[slots],
+        "sorted_scattered_idxs": slots,
+        "expert_offsets": torch.bincount(flat, minlength=problem.experts).cumsum(0),
+        "lora_A": None if a is None else a.flatten(0, 1),
+        "lora_B": None if b is None else b.transpose(0, 1).reshape(problem.n, -1),
+        "scaling": problem.scaling,
+        "grouped_in": problem.grouped_in,
+        "grouped_out": problem.grouped_out,
+    }
+    return given | options
+
+
 def eager(problem: Problem, leaves: dict, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """The product by one expert after the other, all operands in `dtype`, on autograd.
 

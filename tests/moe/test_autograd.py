@@ -15,9 +15,8 @@ from torch.autograd import forward_ad
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
 from . import _eager
-from ._eager import NAMES, LayerProblem, Problem
+from ._eager import NAMES, LayerProblem, Problem, predecessors
 from .conftest import gradients
-from .test_grouped_linear import draw, unstable_sort
 
 FULL = Problem(23, bias=True, gates=True, routing="gap", peft=True)
 PATHS = ("auto", "triton")
@@ -316,21 +315,14 @@ def four_bit(opt, problem, leaves, packed, ids, grad, *, backward_inside=False):
 
 @pytest.mark.parametrize("x_dtype", [LOW, torch.float32], ids=str)
 def test_the_predecessors_call(moe, device, x_dtype):
-    shape = (8, 32, 16, 20, 2, 4)
-    ids, leaves = draw(shape, device, LOW)
-    experts = shape[0]
-    leaves = {name: x.detach().float() for name, x in leaves.items()}
-    leaves["x"] = leaves["x"].to(x_dtype)
-
-    def call(x, weight):
-        sorted_ids = unstable_sort(ids, experts)
-        return moe.parallel_linear_lora(
-            x, weight.mT, 2, *sorted_ids, leaves["lora_A"], leaves["lora_B"], 2.0
-        )
-
+    problem = Problem(20, 2, 8, 32, 16, 4)
+    given = predecessors(
+        problem, operands(problem, device, (x_dtype, torch.float32)), problem.ids(device)
+    )
     with torch.autocast(device.type, dtype=LOW):
-        found = call(leaves["x"], leaves["weight"])
-    assert_same_bits(found, call(leaves["x"].to(LOW), leaves["weight"].to(LOW)))
+        found = moe.parallel_linear_lora(**given)
+    narrow = {name: given[name].to(LOW) for name in ("inputs", "expert_weights")}
+    assert_same_bits(found, moe.parallel_linear_lora(**{**given, **narrow}))
 
 
 def test_what_autocast_leaves_alone(moe, device):

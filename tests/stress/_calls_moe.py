@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..moe._eager import Problem, eager
+from ..moe._eager import LayerProblem, Problem, eager, eager_layer, predecessors
 from ._arguments import FLOATS, Call, draw, integers, restrided
 from ._calls import STEPPED, Made, Package, bits, call, close, finite, rounding
 from ._problem import DifferenceError
@@ -72,25 +72,12 @@ def parallel_linear_lora(package: Package, generator: random.Random) -> Made:
     ids = problem.ids(torch.device("cpu"), generator.randrange(100))
     order = package.opt.moe.expert_sort(ids, problem.experts)
     leaves = detached(problem.inputs(torch.device("cpu"), generator.randrange(100)))
-    a, b = leaves["lora_a"], leaves["lora_b"]
 
     def check(result: Tensor) -> None:
         expected = eager(problem, leaves, ids, torch.float64)
         close(f"parallel_linear_lora {problem}", result, expected, 20 * rounding(problem.dtype))
 
-    return {
-        "inputs": leaves["x"],
-        "expert_weights": leaves["weight"],
-        "k": problem.top_k,
-        "sorted_expert_idxs": ids.reshape(-1)[order.slots],
-        "sorted_scattered_idxs": order.slots,
-        "expert_offsets": order.offsets[1:],
-        "lora_A": None if a is None else a.flatten(0, 1),
-        "lora_B": None if b is None else b.transpose(0, 1).reshape(problem.n, -1),
-        "scaling": problem.scaling,
-        "grouped_in": problem.grouped_in,
-        "grouped_out": problem.grouped_out,
-    }, check
+    return predecessors(problem, leaves, ids, order.slots), check
 
 
 @call("moe.expert_sort")
@@ -266,10 +253,8 @@ FORWARD_WORDS = ("gates", "weight", "bias", "x ", "expert_ids", "order", "lora_a
 def experts_forward(package: Package, generator: random.Random) -> Made:
     experts, hidden, inner, tokens, k = 3, generator.choice([4, 7]), 5, generator.choice([0, 6]), 2
     dtype = generator.choice(FLOATS)
-    moe = package.opt.moe
-    layout = moe.ExpertsLayout(
-        generator.choice(ACTIVATIONS), generator.random() < 0.5, generator.random() < 0.5
-    )
+    form = [generator.choice(ACTIVATIONS), generator.random() < 0.5, generator.random() < 0.5]
+    layout = package.opt.moe.ExpertsLayout(*form)
     weights = [
         draw(generator, layout.stored(experts, *sizes), dtype, scale=0.3)
         for sizes in ((hidden, 2 * inner), (inner, hidden))
@@ -279,15 +264,9 @@ def experts_forward(package: Package, generator: random.Random) -> Made:
     gates = draw(generator, (tokens, k)).abs()
 
     def check(result: Tensor) -> None:
-        expected = torch.zeros(tokens, hidden, dtype=torch.float64)
-        up, down = (layout.operand(weight).double() for weight in weights)
-        for t in range(tokens):
-            for j, e in enumerate(ids[t].tolist()):
-                if e >= 0:
-                    inside = package("reference.glu").glu(
-                        x[t : t + 1].double() @ up[e], layout.activation, layout.interleaved
-                    )
-                    expected[t] += gates[t, j].double() * (inside @ down[e])[0]
+        problem = LayerProblem(tokens, k, experts, hidden, inner, None, None, False, *form)
+        leaves = {"x": x, "gates": gates, "gate_up_proj": weights[0], "down_proj": weights[1]}
+        expected = eager_layer(problem, leaves, ids, torch.float64)
         close("experts_forward", result, expected, 60 * rounding(dtype))
 
     return {
