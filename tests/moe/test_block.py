@@ -221,20 +221,11 @@ def test_the_rule_is_named_and_never_guessed(moe, options, route, corrected):
             lambda m, x: m.softmax_top_k(x.to(torch.float8_e5m2), 2),
             "router_logits must be floating .* of 16 bits or more, got torch.float8_e5m2",
         ),
-        (
-            lambda m, x: m.group_top_k(x, 2, n_group=3, topk_group=3),
-            "8 experts do not form n_group=3",
-        ),
+        (lambda m, x: m.group_top_k(x, 2, n_group=3), "8 experts do not form n_group=3"),
         (lambda m, x: m.group_top_k(x, 3, n_group=4, topk_group=1), "do not form n_group=4 groups"),
-        (
-            lambda m, x: m.group_top_k(x, 2, n_group=2, topk_group=3),
-            "topk_group must be 1 to n_group",
-        ),
+        (lambda m, x: m.group_top_k(x, 2, n_group=2, topk_group=3), "topk_group must be 1 to n"),
         (lambda m, x: m.group_top_k(x, 2, score="relu"), "score='relu' is unknown"),
-        (
-            lambda m, x: m.group_top_k(x, 2, correction_bias=x[0, :3]),
-            r"correction_bias must be \(8,\)",
-        ),
+        (lambda m, x: m.group_top_k(x, 2, correction_bias=x[0, :3]), r"correction_.* be \(8,\)"),
         (lambda m, x: m.RouterRule("topk", 2), "score='topk' is unknown"),
         (lambda m, x: m.RouterRule("softmax", 0), "top_k must be at least 1, got 0"),
     ],

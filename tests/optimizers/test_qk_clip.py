@@ -397,27 +397,15 @@ CONFIGS = {
     "index": (MHA | {"q_indices": [0, 1, 2.5]}, TypeError, "q_indices must hold integers, got 2.5"),
     "negative": (MHA | {"k_indices": [0, 1, -1]}, ValueError, "from 0 on, got -1"),
     "no list": (MHA | {"q_indices": 3}, TypeError, "q_indices must be a sequence"),
-    "threshold": (
-        MHA | {"threshold": 0},
-        ValueError,
-        "threshold must be finite and above 0, got 0",
-    ),
+    "threshold": (MHA | {"threshold": 0}, ValueError, "threshold must be .* above 0, got 0"),
     "nan": (MHA | {"threshold": NAN}, ValueError, "threshold must be finite and above 0, got nan"),
     "text": (MHA | {"threshold": "10"}, TypeError, "threshold must be a number, got '10'"),
     "head_dim": (MHA | {"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
     "head_dim text": (MHA | {"head_dim": "4"}, TypeError, "head_dim must be an integer, got '4'"),
     "mla": (MLA | {"v_head_dim": None}, ValueError, "v_head_dim must be given with is_mla=True"),
     "switch": (MHA | {"is_mla": 1}, TypeError, "is_mla must be True or False, got 1"),
-    "two keys": (
-        MHA | {"q_indices": [0, 0, 1]},
-        ValueError,
-        "query head 0 is given the key heads 0 and 1",
-    ),
-    "rows": (
-        MHA | {"head_dim": 5},
-        ValueError,
-        r"parameter 'layers\.0\.attn\.wq\.weight': 12 rows",
-    ),
+    "two keys": (MHA | {"q_indices": [0, 0, 1]}, ValueError, "0 is given the key heads 0 and 1"),
+    "rows": (MHA | {"head_dim": 5}, ValueError, r"'layers\.0\.attn\.wq\.weight': 12 rows"),
     "heads": (
         MHA | {"q_indices": [0, 1, 3]},
         ValueError,
@@ -452,16 +440,8 @@ def test_a_group_that_does_not_fit_is_not_added(opt) -> None:
 LOGITS = {
     "list": ([torch.ones(3)], TypeError, "qk_logits must map layer numbers to tensors"),
     "number": ({0: 5.0}, TypeError, r"qk_logits\[0\] must be a floating-point tensor, got float"),
-    "integers": (
-        {0: torch.ones(3).long()},
-        TypeError,
-        "must be a floating-point tensor, got torch.int64",
-    ),
-    "length": (
-        {0: torch.ones(2)},
-        ValueError,
-        r"each of the 3 entries of q_indices, got shape \(2,\)",
-    ),
+    "integers": ({0: torch.ones(3).long()}, TypeError, "must be a floating.*, got torch.int64"),
+    "length": ({0: torch.ones(2)}, ValueError, r"each of the 3 entries .*, got shape \(2,\)"),
     "tokens": ({0: torch.ones(3, 3)}, ValueError, r"got shape \(3, 3\)"),
     "device": ({0: torch.ones(3, device="meta")}, ValueError, "is on meta, the layer on"),
 }
