@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable
 from numbers import Integral
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -89,13 +88,8 @@ class profile_steps:  # noqa: N801 - used as a function: `with profile_steps(...
         self._record_history()
         self._profile.step()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close(failed=error is not None)
+    def __exit__(self, *error: object) -> None:
+        self.close(failed=error[0] is not None)
 
     def close(self, *, failed: bool = False) -> None:
         """End the recording and write it. Calling it again changes nothing.

@@ -83,12 +83,7 @@ class Rule:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The configuration of LoRA on experts.
-
-    Raises:
-        ValueError: no JSON, a missing or wrong entry, or an option that experts do not support;
-            the message names the file and the entry.
-    """
+    """The configuration of LoRA on experts, checked; a ValueError names the file and the entry."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -109,37 +104,19 @@ def read_config(file: Path) -> dict[str, Any]:
         names = config.get(key) or []
         if not isinstance(names, str) and not all(isinstance(name, str) for name in names):
             raise ValueError(f"{file}: {key!r} must be names, got {names!r:.99}")
+        if isinstance(names, str) or key == "modules_to_save":  # PEFT takes them for patterns
+            for pattern in [names] if isinstance(names, str) else names:
+                _atoms(pattern, key, file, "a list of the ends of modules' names")
     if not config.get("target_parameters"):
         raise ValueError(
             f"{file} targets no parameters, so it has nothing for experts; load it with "
             "peft.PeftModel.from_pretrained"
         )
-    check_patterns(config, file)
     return config
 
 
-def check_patterns(config: Mapping[str, Any], file: Path) -> None:
-    """Raise ValueError if a name that PEFT takes for a regular expression is none of ours."""
-    named = {"modules_to_save": config.get("modules_to_save") or []}
-    for key in ("target_modules", "exclude_modules"):
-        named[key] = [config[key]] if isinstance(config.get(key), str) else []
-    for key, patterns in named.items():
-        for pattern in patterns:
-            try:
-                _atoms(pattern)
-            except ValueError as error:
-                raise ValueError(
-                    f"{file}: {key!r} has {pattern!r:.99}, {error}; write a list of the ends of "
-                    "modules' names"
-                ) from error
-
-
 def peft_release(config: dict[str, Any], file: Path) -> tuple[int, ...]:
-    """The version of PEFT that wrote a configuration; the roles of A and B depend on it.
-
-    Raises:
-        ValueError: no version, or one of development that does not say which roles it has.
-    """
+    """The version of PEFT that wrote a configuration; the roles of A and B depend on it."""
     text = config.get("peft_version") or "0.17.0"  # recorded since 0.18.0
     match = re.match(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(.*)", text)
     if match is None:
@@ -154,21 +131,12 @@ def peft_release(config: dict[str, Any], file: Path) -> tuple[int, ...]:
 
 
 def pattern_rules(config: Mapping[str, Any], key: str, file: Path | str) -> list[Rule]:
-    """The entries of `rank_pattern` or `alpha_pattern`, in their order.
-
-    Raises:
-        ValueError: a pattern that this module does not match, or too many of them.
-    """
-    rules: list[Rule] = []
-    for pattern, value in (config.get(key) or {}).items():
-        try:
-            atoms = _atoms(pattern)
-        except ValueError as error:
-            raise ValueError(
-                f"{file}: {key!r} has {pattern!r:.99}, {error}; write the end of a parameter's "
-                "name, such as 'layers.0.mlp.experts.down_proj'"
-            ) from error
-        rules.append(Rule(atoms, pattern.startswith("^"), value))
+    """The entries of `rank_pattern` or `alpha_pattern`, in their order; ValueError for others."""
+    remedy = "the end of a parameter's name, such as 'layers.0.mlp.experts.down_proj'"
+    rules = [
+        Rule(_atoms(pattern, key, file, remedy), pattern.startswith("^"), value)
+        for pattern, value in (config.get(key) or {}).items()
+    ]
     if sum(any(repeat for _, repeat in rule.atoms) for rule in rules) > PATTERNS:
         raise ValueError(f"{file}: {key!r} has more than {PATTERNS} patterns with repeats")
     return rules
@@ -179,14 +147,14 @@ def by_pattern(rules: list[Rule], name: str, otherwise: Any) -> Any:
     return next((rule.value for rule in rules if _matches(rule, name)), otherwise)
 
 
-def _atoms(pattern: str) -> tuple[Atom, ...]:
-    """The parts of a pattern.
+def _atoms(pattern: str, key: str, file: Path | str, remedy: str) -> tuple[Atom, ...]:
+    """The parts of a pattern; ValueError where it has groups, alternatives or counts."""
 
-    Raises:
-        ValueError: groups, alternatives, counts or anything else that is no ATOM.
-    """
+    def refused(why: str) -> ValueError:
+        return ValueError(f"{file}: {key!r} has {pattern!r:.99}, {why}; write {remedy}")
+
     if len(pattern) > LENGTH:
-        raise ValueError(f"which is longer than {LENGTH} characters")
+        raise refused(f"which is longer than {LENGTH} characters")
     body = pattern.removeprefix("^")
     if body.endswith("$") and not body.endswith("\\$"):
         body = body[:-1]
@@ -195,14 +163,14 @@ def _atoms(pattern: str) -> tuple[Atom, ...]:
     while at < len(body):
         found = ATOM.match(body, at)
         if found is None:
-            raise ValueError(f"where {body[at:]!r:.40} is no letter, digit, '.', class or repeat")
+            raise refused(f"where {body[at:]!r:.40} is no letter, digit, '.', class or repeat")
         try:
             atoms.append((re.compile(found[1]).fullmatch, found[2]))
         except re.error as error:
-            raise ValueError(f"where {found[1]!r} is no class of characters") from error
+            raise refused(f"where {found[1]!r} is no class of characters") from error
         at = found.end()
     if sum(repeat != "" for _, repeat in atoms) > REPEATS:
-        raise ValueError(f"which has more than {REPEATS} repeats")
+        raise refused(f"which has more than {REPEATS} repeats")
     return tuple(atoms)
 
 
@@ -244,11 +212,7 @@ def targeted(
 ) -> dict[str, dict[str, AdapterOptions]]:
     """The parameters of the experts that a configuration names, by module and parameter.
 
-    Names are matched as PEFT does it: whole dotted ends.
-
-    Raises:
-        ValueError: a name that no experts have, or options that are no rank and no number; the
-            message begins with `source`.
+    A ValueError, for a name that no experts have or a wrong rank or alpha, begins with `source`.
     """
     wanted = config["target_parameters"]
     rslora = bool(config.get("use_rslora"))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..models.experts import experts_modules, operand_shape, parameter_names
+from ..models.experts import operand_shape, parameter_names
 from ..sharded_models import gathered_on_cpu, mesh_of, reshard, write_once
 from . import injection, peft
 from .adapter_config import (
@@ -43,6 +43,7 @@ from .lora import (
 )
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+SIDES = ("lora_A", "lora_B")
 LAYOUT_VERSION = "0.21.2"  # the PEFT whose layout is written; the same since 0.19.1
 
 
@@ -53,6 +54,11 @@ class Place:
     experts: str  # name of the module
     target: str  # name of its parameter
     key: str  # without ".lora_A.weight"
+
+    @property
+    def keys(self) -> list[str]:
+        """Of A and of B."""
+        return [f"{self.key}.{side}.weight" for side in SIDES]
 
 
 def save_peft_adapter(
@@ -104,10 +110,10 @@ def _contents(model: nn.Module, adapter: str) -> tuple[dict[str, Tensor], dict[s
         for where, entry in attached.items()
     }
     tensors = {}
-    for place in _places(model, {where: set(found) for where, found in targets.items()}):
+    for place in _places(model, targets):
         projection = attached[place.experts].projection(place.target)
-        for side in ("lora_A", "lora_B"):
-            tensors[f"{place.key}.{side}.weight"] = getattr(projection, side)[adapter].weight
+        for key, side in zip(place.keys, SIDES, strict=True):
+            tensors[key] = getattr(projection, side)[adapter].weight
     return tensors, _config(model, targets)
 
 
@@ -157,26 +163,22 @@ def load_peft_adapter(
         raise ValueError(f"{tensors_file} is damaged: {error}") from error
     beyond, names = beyond_experts(config, model)
     targets = targeted(model, config | {"target_parameters": names}, config_file)
-    places = _places(model, {where: set(found) for where, found in targets.items()})
     release = peft_release(config, config_file)
-    if beyond or injection.is_injected(model):
-        factors = _read_factors(model, places, targets, tensors, release, tensors_file)
+    by_peft = beyond or injection.is_injected(model)
+    factors = _read_factors(model, targets, tensors, release, tensors_file, whole=not by_peft)
+    if by_peft:
         for place, pair in factors.items():
-            for side, factor in zip(("lora_A", "lora_B"), pair, strict=True):
-                tensors[f"{place.key}.{side}.weight"] = factor
+            tensors.update(zip(place.keys, pair, strict=True))
         model = injection.load(model, config, tensors, adapter_name, tensors_file)
-        set_lora(model, adapter_name, trainable=trainable)
-        return model
-    factors = _read_factors(model, places, targets, tensors, release, tensors_file, whole=True)
-    dtype = injection.dtype_of(tensors, tensors_file)
-
-    add_adapter(model, adapter_name, targets, dtype=dtype)
-    attached = attached_modules(model)
-    with torch.no_grad():
-        for place in places:
-            projection = attached[place.experts].projection(place.target)
-            for side, value in zip(("lora_A", "lora_B"), factors[place], strict=True):
-                getattr(projection, side)[adapter_name].weight.copy_(value)
+    else:
+        dtype = injection.dtype_of(tensors, tensors_file)
+        add_adapter(model, adapter_name, targets, dtype=dtype)
+        attached = attached_modules(model)
+        with torch.no_grad():
+            for place, pair in factors.items():
+                projection = attached[place.experts].projection(place.target)
+                for side, value in zip(SIDES, pair, strict=True):
+                    getattr(projection, side)[adapter_name].weight.copy_(value)
     set_lora(model, adapter_name, trainable=trainable)
     return model
 
@@ -199,18 +201,16 @@ def _check_complete(model: nn.Module, adapter: str) -> None:
         )
 
 
-def _places(model: nn.Module, targets: dict[str, set[str]]) -> list[Place]:
+def _places(model: nn.Module, targets: dict[str, dict[str, AdapterOptions]]) -> list[Place]:
     """Keys in the file: PEFT nests its wrappers in the order of the module's parameters.
 
     Where a parameter is computed (quantized), PEFT goes by the alphabet instead.
     """
-    found = dict(experts_modules(model))
     places = []
     for where, names in targets.items():
-        experts = found[where]
+        experts = model.get_submodule(where)
         computed = parametrize.is_parametrized(experts)
-        order = parameter_names(experts)
-        order = sorted(names) if computed else [name for name in order if name in names]
+        order = sorted(names) if computed else [n for n in parameter_names(experts) if n in names]
         for depth, target in enumerate(reversed(order)):
             key = PREFIX + plain(where) + ".base_layer" * depth
             places.append(Place(where, target, key))
@@ -280,7 +280,6 @@ def _files(
 
 def _read_factors(
     model: nn.Module,
-    places: list[Place],
     targets: dict[str, dict[str, AdapterOptions]],
     tensors: dict[str, Tensor],
     release: tuple[int, ...],
@@ -289,11 +288,8 @@ def _read_factors(
     whole: bool = False,
 ) -> dict[Place, tuple[Tensor, Tensor]]:
     """A (E r, in) and B (out, E r) per place, in today's layout, checked; `whole`: no others."""
-    found = dict(experts_modules(model))
-    keys = {
-        place: [f"{place.key}.{side}.weight" for side in ("lora_A", "lora_B")] for place in places
-    }
-    expected = {key for pair in keys.values() for key in pair}
+    places = _places(model, targets)
+    expected = {key for place in places for key in place.keys}
     missing, others = expected - tensors.keys(), tensors.keys() - expected if whole else set()
     if missing or others:
         raise ValueError(
@@ -302,9 +298,9 @@ def _read_factors(
         )
     factors = {}
     for place in places:
-        experts = found[place.experts]
+        experts = model.get_submodule(place.experts)
         count, size_in, size_out = operand_shape(experts, place.target)
-        a, b = (tensors[key] for key in keys[place])
+        a, b = (tensors[key] for key in place.keys)
         of_input = _input_side(release, experts.is_transposed)
         rows = count * targets[place.experts][place.target].r
         width, height = (size_in, size_out) if of_input else (size_out, size_in)

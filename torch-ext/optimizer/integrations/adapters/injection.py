@@ -508,11 +508,7 @@ def _check_tensors(config: dict[str, Any], tensors: dict[str, Tensor], file: Any
 
 
 def dtype_of(tensors: dict[str, Tensor], file: Any) -> torch.dtype:
-    """The one dtype of a file's factors.
-
-    Raises:
-        ValueError: there are several, or it is none that trains.
-    """
+    """The one dtype of a file's factors; ValueError for several, or for one that cannot train."""
     dtypes = {tensor.dtype for key, tensor in tensors.items() if ".lora_" in key}
     if len(dtypes) != 1:
         raise ValueError(f"{file} mixes {sorted(map(str, dtypes))}; save it in one dtype")

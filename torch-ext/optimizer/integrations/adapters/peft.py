@@ -93,11 +93,7 @@ class ParameterListing:
     def __call__(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `nn.Module.named_parameters`.
-
-        Raises:
-            ValueError: PEFT asks, and the experts have LoRA of `attach_lora`.
-        """
+        """As `nn.Module.named_parameters`; refuses PEFT where `attach_lora` has put LoRA."""
         experts = self.experts
         found = self.__func__(experts, prefix, recurse, remove_duplicate)
         caller = sys._getframe(1).f_globals.get("__name__", "")
@@ -160,9 +156,6 @@ def bypass(wrapper: nn.Module) -> None:
 
     Over 4 bits `merge` is replaced too: PEFT's adds to a decoded copy and counts the adapter as
     merged, or finds no tensor after it has merged others.
-
-    Raises:
-        ValueError: as `check_bypass`.
     """
     check_bypass(wrapper)
     setattr(wrapper, _slot(wrapper), types.MethodType(_forward, wrapper))
@@ -216,11 +209,7 @@ def _forward(wrapper: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: An
 
 
 def check_bypassed(experts: nn.Module) -> None:
-    """Refuse to run inside PEFT's own forward, which has put W + delta in place of W.
-
-    Raises:
-        RuntimeError: with the remedy.
-    """
+    """Raise RuntimeError inside PEFT's own forward, which has put W + delta in place of W."""
     for name, parametrizations in getattr(experts, "parametrizations", {}).items():
         if any(type(entry).__name__ in PROXIES for entry in parametrizations):
             raise RuntimeError(

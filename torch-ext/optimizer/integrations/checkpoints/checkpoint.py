@@ -72,18 +72,8 @@ class PendingSave:
 _latest: dict[Path, PendingSave] = {}  # folder -> the save that was started last
 
 
-def start(folder: Path, work: Callable[[], None]) -> PendingSave:
-    """Start a save after `finish(folder)`."""
-    pending = _latest[folder.absolute()] = PendingSave(work, folder)
-    return pending
-
-
 def finish(folder: Path) -> None:
-    """Wait for the save to a folder that is under way, if one is.
-
-    Raises:
-        OSError: it failed, and nobody has been told; likewise other errors.
-    """
+    """Wait for the save to a folder that is under way; raise its error if nobody was told."""
     pending = _latest.pop(folder.absolute(), None)
     if pending is not None and not pending.told:
         pending.wait()
@@ -116,13 +106,8 @@ def save_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
 
 
 def checkpoint_of(optimizer: MuonBase) -> Checkpoint:
-    """Groups, names and state of an optimizer; the tensors are its own.
-
-    Raises:
-        TypeError: `optimizer` is not one of ours, or there is state that cannot be saved.
-        RuntimeError: a step went wrong and nothing was loaded since.
-    """
-    _check_class(optimizer)
+    """Groups, names and state of an optimizer, whose own the tensors are; raises as saving does."""
+    check_class(optimizer)
     optimizer.check_whole()
     state_dict = optimizer.state_dict()
     groups = []
@@ -157,7 +142,7 @@ def load_optimizer(optimizer: MuonBase, folder: str | os.PathLike[str]) -> None:
         TypeError: `optimizer` is not one of ours.
         ImportError: safetensors is not installed.
     """
-    _check_class(optimizer)
+    check_class(optimizer)
     finish(Path(folder))
     path = Path(folder) / TENSORS
     saved = read(path)
@@ -218,7 +203,8 @@ def _order(saved: list[str | None], present: list[str | None], where: str) -> li
     return [index[name] for name in wanted]
 
 
-def _check_class(optimizer: Any) -> None:
+def check_class(optimizer: Any) -> None:
+    """Raise TypeError unless it is one of ours."""
     if not isinstance(optimizer, MuonBase):
         raise TypeError(f"optimizer must be a Muon or a MuonAdamW, got {type(optimizer).__name__}")
 
@@ -253,7 +239,8 @@ def save_optimizer_async(optimizer: MuonBase, folder: str | os.PathLike[str]) ->
             event.synchronize()
         write(copies, text, path)
 
-    return start(path, work)
+    pending = _latest[path.absolute()] = PendingSave(work, path)
+    return pending
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Any]]:

@@ -50,11 +50,7 @@ class Checkpoint:
 
 
 def encoded(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str]:
-    """The tensors of a file, none of them copied, and its header.
-
-    Raises:
-        TypeError: an option has no form in JSON.
-    """
+    """The tensors of a file, none copied, and its header; TypeError for what JSON cannot hold."""
     tensors: dict[str, Tensor] = {}
     groups = []
     for number, group in enumerate(checkpoint.groups):
@@ -72,10 +68,7 @@ def encoded(checkpoint: Checkpoint) -> tuple[dict[str, Tensor], str]:
 def write(tensors: dict[str, Tensor], text: str, folder: Path) -> None:
     """Write what `encoded` made: the tensors with their header, then its copy for people.
 
-    Raises:
-        TypeError: a tensor has a dtype that a file does not hold.
-        OSError: a file could not be written. What was there before still is, unless it was but the
-            copy that failed.
+    After an OSError what was there before still is, unless it was but the copy that failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / TENSORS, tensors, {HEADER: text})
@@ -84,13 +77,7 @@ def write(tensors: dict[str, Tensor], text: str, folder: Path) -> None:
 
 
 def read(path: Path) -> Checkpoint:
-    """Read and check a whole file.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged, of another format, or not what `write` writes.
-        ImportError: safetensors is not installed.
-    """
+    """Read a whole file; ValueError if it is damaged or not what `write` writes."""
     if not path.is_file():
         raise FileNotFoundError(f"no optimizer checkpoint {path}")
     tensors, texts, checked = read_tensors(path)

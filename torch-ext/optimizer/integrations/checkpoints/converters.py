@@ -21,6 +21,7 @@ from ...optimizers.groups.default_groups import ADAMW, MUON
 from ...optimizers.groups.names import components
 from ...optimizers.groups.param_groups import SCHEDULER_KEYS
 from ...optimizers.step import MuonBase
+from .checkpoint import check_class
 
 StateDict = Mapping[str, Any]
 STATISTICS = "second_momentum_buffer"
@@ -72,8 +73,7 @@ def convert_state_dict(
             belongs to a variant (amsgrad, maximize) that ours do not have.
         TypeError: `optimizer` is not one of ours, or `saved` is no state_dict.
     """
-    if not isinstance(optimizer, MuonBase):
-        raise TypeError(f"optimizer must be a Muon or a MuonAdamW, got {type(optimizer).__name__}")
+    check_class(optimizer)
     if source not in READERS:
         raise ValueError(f"source must be one of {', '.join(READERS)}, got {source!r}")
     dicts = [saved] if isinstance(saved, Mapping) else list(saved)
@@ -216,7 +216,9 @@ def _from_torch(dicts: Sequence[StateDict]) -> list[Saved]:
 
 def _from_motif(dicts: Sequence[StateDict]) -> list[Saved]:
     """The Motif optimizer's Muon: one optimizer with `use_muon` groups."""
-    (saved,) = _only_one(dicts, "motif")
+    if len(dicts) != 1:
+        raise ValueError(f"motif is one optimizer: give its state_dict, not {len(dicts)}")
+    (saved,) = dicts
     renamed = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
     found = []
     for number, group in enumerate(saved["param_groups"]):
@@ -285,12 +287,6 @@ def _whole(value: Any, present: Tensor) -> Any:
     if len(value) == 1 or not isinstance(first, Tensor) or first.shape == present.shape:
         return first
     return torch.cat([part.to(first.device) for part in value])
-
-
-def _only_one(dicts: Sequence[StateDict], source: str) -> Sequence[StateDict]:
-    if len(dicts) != 1:
-        raise ValueError(f"{source} is one optimizer: give its state_dict, not {len(dicts)}")
-    return dicts
 
 
 READERS: dict[str, Callable[[Sequence[StateDict]], list[Saved]]] = {

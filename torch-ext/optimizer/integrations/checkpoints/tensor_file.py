@@ -39,18 +39,10 @@ AT_ONCE = 2**20  # bytes that are summed up while they are in the cache
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
-    """Write tensors and texts to a file, with a checksum of each, and put it in the place of `path`
+    """Write tensors and texts, the metadata, with checksums, and put the file in place of `path`.
 
-    Besides what is given, one tensor of a device needs memory at a time.
-
-    Args:
-        path: of the file.
-        tensors: name -> tensor, on any device.
-        texts: name -> text, for the metadata; no name may be that of a tensor.
-
-    Raises:
-        TypeError: a tensor has a dtype that no file here holds.
-        OSError: it could not be written; the file that was there still is.
+    No text may have a tensor's name. Besides what is given, one tensor of a device needs memory at
+    a time. After an OSError the file that was there still is.
     """
     places, end = {}, 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
@@ -79,14 +71,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str,
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str], bool]:
-    """The tensors and texts of a file, which are compared with its checksums if it has some.
+    """Tensors and texts of a file, and whether it has checksums; they are compared then.
 
-    Returns:
-        The tensors, the texts, and whether there were checksums.
-
-    Raises:
-        ValueError: a bit is another than was written, or it is no safetensors file.
-        ImportError: safetensors is not installed.
+    A ValueError says that a bit is another than was written, or that it is no safetensors file.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -108,9 +95,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     It is locked while it is written. The lock ends with the process, by which the next one that
     writes to `path` tells what was left behind, and removes it.
-
-    Raises:
-        OSError: it could not be written; the file that was there still is.
     """
     for left in path.parent.glob(f"{path.name}.*.tmp"):
         _remove_if_left(left)

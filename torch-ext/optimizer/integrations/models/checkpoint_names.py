@@ -29,21 +29,20 @@ PER_EXPERT = ("Chunk", "Concatenate", "Interleave", "Transpose")
 
 @dataclass
 class Source:
-    """The tensors of the files that make up one tensor of the model, or several at once.
+    """The tensors of the files that make up one tensor of the model, or several at once."""
 
-    Args:
-        name: the model's name of the (first) tensor.
-        converter: transformers' `WeightConverter`; None where a tensor is taken as it is.
-        keys: names in the files by the converter's pattern, in its order.
-    """
-
-    name: str
-    converter: Any = None
-    keys: dict[str, list[str]] = field(default_factory=dict)
+    name: str  # the model's, of the (first) tensor
+    converter: Any = None  # transformers' `WeightConverter`; None where a tensor is taken as it is
+    keys: dict[str, list[str]] = field(default_factory=dict)  # in the files, by its patterns
 
     def all_keys(self) -> list[str]:
         """Every name in the files."""
         return [key for keys in self.keys.values() for key in keys]
+
+    @property
+    def apart(self) -> bool:
+        """Whether every expert has tensors of its own."""
+        return any(len(keys) > 1 for keys in self.keys.values())
 
     def per_expert(self, experts: int, shape_of: Callable[[str], tuple[int, ...]]) -> bool:
         """Whether each expert can be converted alone, from a slice or from tensors of its own."""
@@ -72,8 +71,7 @@ class Source:
     ) -> dict[str, Tensor]:
         """The model's tensors by name, from those of the files by pattern; the lists are emptied.
 
-        Raises:
-            ValueError: the conversion failed, for tensors of another shape or a missing one.
+        A ValueError says that the conversion failed, as for another shape or a missing tensor.
         """
         if self.converter is None:
             return {self.name: tensors.popitem()[1].pop()}
@@ -105,16 +103,18 @@ class OneExpert:
         return self.model.get_parameter(name)[:1]
 
 
-class ModelNames:
-    """What a model calls the tensors of a checkpoint.
+def spelling(model: nn.Module, name: str, known: Callable[[str], bool]) -> str:
+    """A name as this model has it, with or without the prefix of the base model."""
+    prefix = f"{model.base_model_prefix}."
+    spellings = (name, name.removeprefix(prefix), prefix + name)
+    return next((one for one in spellings if known(one)), name)
 
-    Args:
-        model: a transformers model; parameters may be on the meta device.
-    """
+
+class ModelNames:
+    """What a model, whose parameters may be on the meta device, calls a checkpoint's tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._prefix = f"{model.base_model_prefix}."
         self._experts = tuple(f"{name}." for name, _ in experts_modules(model))
         # With duplicates: a file may name tied weights twice, or by the second name alone.
         self.tensors: dict[str, Tensor] = {
@@ -124,15 +124,10 @@ class ModelNames:
 
     def of(self, key: str) -> str:
         """The model's name for a key that no conversion applies to, which this package wrote."""
-        spellings = (key, key.removeprefix(self._prefix), self._prefix + key)
-        return next((name for name in spellings if self._has(name)), key)
+        return spelling(self._model, key, self._has)
 
     def sources(self, keys: Iterable[str]) -> Iterator[Source]:
-        """What makes up the model, as `from_pretrained` would put it together of these keys.
-
-        Raises:
-            ValueError: two keys would be the same tensor.
-        """
+        """What makes up the model, as `from_pretrained` would put it together of these keys."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
             WeightConverter,

@@ -53,11 +53,7 @@ def stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 def packed_shape(
     experts: nn.Module, shape: tuple[int, int, int], format: Format
 ) -> tuple[tuple[int, int, int], bool]:
-    """The shape in which a format packs a stack, and whether that is transposed.
-
-    Raises:
-        ValueError: the format cannot pack it.
-    """
+    """The shape in which a format packs a stack, or cannot, and whether that is transposed."""
     turned = format.by_outputs and module_layout(experts).transposed
     stored = (shape[0], shape[2], shape[1]) if turned else shape
     format.layout(stored)
@@ -104,11 +100,7 @@ def parameter_names(experts: nn.Module) -> list[str]:
 
 
 def check_supported(experts: nn.Module, name: str) -> None:
-    """Refuse experts that compute something our kernels have no place for, or in another format.
-
-    Raises:
-        ValueError: with the name of the module, the reason and the remedy.
-    """
+    """Raise ValueError for experts that compute what our kernels have no place for, or packed."""
     try:
         module_layout(experts)
     except ValueError as error:

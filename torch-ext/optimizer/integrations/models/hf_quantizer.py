@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...moe.quantized.quantized_experts import QuantizedExperts
+from .checkpoint_names import spelling
 from .experts import experts_modules, put, stacks
 from .quantized_saving import METHOD, check_model, tensors_of
 
@@ -44,8 +45,8 @@ def attach_described(model: nn.Module, described: dict[str, Any]) -> None:
     """Attach the adapters that `describe` found, for their tensors to be loaded."""
     from ..adapters.lora import AdapterOptions, add_adapter, set_lora
 
-    found = dict(experts_modules(model))
-    options = {_spelling(model, n, found): targets for n, targets in described["options"].items()}
+    known = dict(experts_modules(model)).__contains__
+    options = {spelling(model, n, known): targets for n, targets in described["options"].items()}
     each = [adapters for targets in options.values() for adapters in targets.values()]
     for adapter in dict.fromkeys(name for adapters in each for name in adapters):
         wanted = {
@@ -75,13 +76,10 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 
 def restore(model: nn.Module, experts: dict[str, Any], lora: dict[str, Any] | None) -> None:
-    """Put empty 4-bit stacks, and adapters, in the place of an empty model's experts.
-
-    Raises:
-        ValueError: the model has other experts than were described.
-    """
+    """Put empty 4-bit stacks, and adapters, in the place of an empty model's experts."""
     places = {name: (module, target) for name, module, target in stacks(model)}
-    wanted = {_spelling(model, name, places): options for name, options in experts.items()}
+    known = places.__contains__
+    wanted = {spelling(model, name, known): options for name, options in experts.items()}
     if wanted.keys() != places.keys():
         own, other = sorted(places.keys() - wanted.keys()), sorted(wanted.keys() - places.keys())
         raise ValueError(
@@ -113,13 +111,6 @@ def file_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _spelling(model: nn.Module, name: str, known: Any) -> str:
-    """A name as this model has it, with or without the prefix of the base model."""
-    prefix = f"{model.base_model_prefix}."
-    spellings = (name, name.removeprefix(prefix), prefix + name)
-    return next((spelling for spelling in spellings if spelling in known), name)
-
-
 def __getattr__(name: str) -> Any:
     """The classes by name, which pickle asks for."""
     for made in _classes() if name.startswith("Experts") else ():
@@ -148,12 +139,7 @@ def _classes() -> tuple[type, type]:
             self.quant_method, self.experts, self.lora = quant_method, experts, lora
 
     class ExpertsQuantizer(HfQuantizer):
-        """4-bit experts in a model that is otherwise as its class made it.
-
-        Args:
-            quantization_config: an `ExpertsConfig`.
-            other: the quantizer of everything that is not an expert, or None.
-        """
+        """4-bit experts in a model; `other` is the quantizer of everything else, or None."""
 
         def __init__(self, quantization_config: Any, other: Any = None, **options: Any) -> None:
             super().__init__(quantization_config, **options)

@@ -17,21 +17,14 @@ from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+TRUE = ("1", "TRUE", "YES", "ON")  # of a variable of the environment
 QUANTIZED = "model-quantized.safetensors"  # of save_quantized; transformers looks for no such name
 
 
 class ModelFiles:
-    """The tensors of a checkpoint by the names that the files have for them.
+    """The tensors of a checkpoint, a folder or a Hub id, by the names that the files have for them.
 
-    Args:
-        source: a folder, or a Hub id.
-        revision: branch, tag or commit of a Hub id; name a commit to get the same files always.
-        local_files_only: take a Hub id from the cache alone.
-
-    Raises:
-        FileNotFoundError: no safetensors there, or a file of the index is missing.
-        ValueError: revision was given for a folder, or the index cannot be read or names files
-            that lie elsewhere.
+    A revision is refused for a folder, and so is an index that names files which lie elsewhere.
     """
 
     def __init__(
@@ -53,9 +46,6 @@ class ModelFiles:
         self._handles.clear()
         self._stack.close()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
-
     def names(self) -> list[str]:
         """Every tensor, file after file."""
         return sorted(self._file_of, key=lambda name: (self._file_of[name], name))
@@ -69,7 +59,7 @@ class ModelFiles:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import RemoteEntryNotFoundError
 
-        offline = self.local_files_only or _offline()
+        offline = self.local_files_only or os.environ.get("HF_HUB_OFFLINE", "").upper() in TRUE
         try:
             path = hf_hub_download(
                 self.source, name, revision=self.revision, local_files_only=offline
@@ -149,7 +139,3 @@ class ModelFiles:
         if name not in self._file_of:
             raise ValueError(f"{self.source} has no tensor {name}")
         return self._handle(self._file_of[name])
-
-
-def _offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")

@@ -33,11 +33,8 @@ Parts = dict[str, str]  # part of a packed matrix -> name in the files
 class Packed:
     """A matrix (N, K) in a format.
 
-    Args:
-        format: how to read the tensors.
-        shape: (N, K).
-        tensors: those of the format by name, as rows that can be put below those of another matrix
-            with the same K; flat where a block leaves the matrix, of which no stack can be made.
+    Its tensors, by the format's names, are rows that can be put below those of another matrix with
+    the same K; flat where a block leaves the matrix, of which no stack can be made.
     """
 
     format: Format
@@ -53,13 +50,12 @@ class Packed:
 
 
 class Packing(ABC):
-    """How a quant_method lays its matrices down in files.
+    """How a quant_method, by its configuration, lays its matrices down in files."""
 
-    Attributes:
-        by_outputs: whether a stack is (E, out, in) also where the model's is (E, in, out).
-    """
+    by_outputs = False  # whether a stack is (E, out, in) also where the model's is (E, in, out)
 
-    by_outputs = False
+    def __init__(self, config: dict[str, Any]) -> None:
+        del config
 
     @abstractmethod
     def parts(self, keys: Iterable[str]) -> dict[str, Parts]:
@@ -71,11 +67,7 @@ class Packing(ABC):
 
     @abstractmethod
     def packed(self, files: ModelFiles, parts: Parts, place: int, count: int) -> Packed:
-        """A matrix at a place of a stack of some; 0 of 1 is a matrix of its own.
-
-        Raises:
-            ValueError: it is not in a format that is known here.
-        """
+        """A matrix at a place of a stack of some; 0 of 1 is a matrix of its own."""
 
 
 class BitsAndBytes(Packing):
@@ -138,9 +130,6 @@ class Mxfp4(Packing):
     """gpt-oss's experts: blocks (E, N, K / 32, 16) of two codes a byte, scales (E, N, K / 32)."""
 
     by_outputs = True
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        del config
 
     def parts(self, keys: Iterable[str]) -> dict[str, Parts]:
         """By the blocks."""
@@ -246,21 +235,10 @@ PACKINGS: dict[str, type[Packing]] = {
 
 
 class PackedFiles:
-    """A checkpoint by the names of its matrices, of which some are packed.
-
-    Args:
-        files: the checkpoint.
-        packing: of its `quantization_config`, or None.
-        dtype: that matrices are decoded to.
-        device: where they are decoded.
-    """
+    """A checkpoint by the names of its matrices; packed ones are decoded to a dtype on a device."""
 
     def __init__(
-        self,
-        files: ModelFiles,
-        packing: Packing | None,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, files: ModelFiles, packing: Packing | None, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.files, self.source, self._dtype, self._device = files, files.source, dtype, device
         self._packing = packing

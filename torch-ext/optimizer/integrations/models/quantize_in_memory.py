@@ -13,11 +13,10 @@ from .transformers import use_in_transformers
 
 
 def check_quantizable(model: nn.Module, quant_type: str, **options: Any) -> None:
-    """Raise unless `quantize_experts` can do it.
+    """Raise ValueError unless `quantize_experts` can do it.
 
-    Raises:
-        ValueError: an unknown format or option of it, a stack that is not whole in this process or
-            has a size that the format does not pack, or a dtype that has no 4 bits.
+    It cannot in an unknown format or option of one, nor where a stack is not whole in this process
+    or has a size that the format does not pack or a dtype that has no 4 bits.
     """
     format = format_of(quant_type, **options)
     for name, experts, target in _dense_stacks(model):

@@ -22,14 +22,12 @@ from ...moe.quantized.quantized_experts import QuantizedExperts
 from .checkpoint_names import ModelNames, OneExpert, Source
 from .experts import DEQUANTIZE, check_supported, experts_modules, pack, put, stacks, why_no_experts
 from .hf_quantizer import attach_described
-from .model_files import ModelFiles
+from .model_files import TRUE, ModelFiles
 from .packed_files import PACKINGS, PackedFiles, Packing
 from .quantized_saving import is_described
 from .transformers import use_in_transformers
 
 _logger = logging.getLogger(__name__)
-
-TRUE = ("1", "TRUE", "YES", "ON")
 
 
 def placement(
@@ -179,11 +177,7 @@ def _load_generation_config(files: ModelFiles, model: nn.Module) -> None:
 
 
 def _packing(model: nn.Module, source: str | Path) -> Packing | None:
-    """How somebody else has quantised the files; the model, which will not be that, forgets it.
-
-    Raises:
-        ValueError: in a way that is not known here.
-    """
+    """How somebody else has quantised the files; the model, which will not be that, forgets it."""
     other = getattr(model.config, "quantization_config", None)
     if other is None or is_described(model.config):
         return None
@@ -261,8 +255,7 @@ def _take_packed(
     """A stack whose experts the files hold packed, seen the other way round if `turned`."""
     if turned:
         shape = shape[0], shape[2], shape[1]
-    apart = any(len(keys) > 1 for keys in source.keys.values())
-    first = files.packed(source.all_keys()[0], 0, 1 if apart else shape[0])
+    first = files.packed(source.all_keys()[0], 0, 1 if source.apart else shape[0])
     format = first.format
     if any(tensor.ndim == 1 for tensor in first.tensors.values()):
         raise ValueError(
@@ -289,7 +282,7 @@ def _packed_experts(
 ) -> Iterator[dict[str, Tensor]]:
     """The tensors of one expert after another."""
     count, *sizes = shape
-    apart = any(len(keys) > 1 for keys in source.keys.values())
+    apart = source.apart
 
     def join(parts: dict[str, Tensor]) -> Tensor:
         """What transformers makes of one expert's matrices, or of one tensor of each."""
@@ -319,10 +312,9 @@ def _experts(
     files: PackedFiles, model: nn.Module, source: Source, shape: tuple[int, int, int]
 ) -> Iterator[Tensor]:
     """The experts of a stack, one (N, K) at a time."""
-    apart = any(len(keys) > 1 for keys in source.keys.values())
     for expert in range(shape[0]):
         tensors = {
-            pattern: [files.read(keys[expert]) if apart else files.part(keys[0], expert)]
+            pattern: [files.read(keys[expert]) if source.apart else files.part(keys[0], expert)]
             for pattern, keys in source.keys.items()
         }
         converted = source.convert(OneExpert(model), tensors)[source.name]
@@ -360,14 +352,7 @@ def _take_quantized(
 
 
 class _Dense:
-    """Puts tensors into the places of a model's empty ones.
-
-    Args:
-        files: the checkpoint, for messages.
-        model: with parameters on the meta device.
-        device: of the model.
-        dtype: that the model is loaded in.
-    """
+    """Puts tensors into the places of a model's empty ones, on its device and in its dtype."""
 
     def __init__(
         self, files: ModelFiles, model: nn.Module, device: torch.device, dtype: torch.dtype
@@ -380,11 +365,7 @@ class _Dense:
                 tensor.data = tensor.data.to(device)
 
     def wanted(self, source: Source) -> bool:
-        """Whether the model has this; False for what its class says to leave out.
-
-        Raises:
-            ValueError: neither.
-        """
+        """Whether the model has this; False for what its class leaves out; else a ValueError."""
         if source.name in self.names.tensors:
             return True
         for key in source.all_keys():
@@ -394,11 +375,7 @@ class _Dense:
         return False
 
     def set(self, name: str, value: Tensor) -> None:
-        """Move a tensor to the device and the dtype of its place.
-
-        Raises:
-            ValueError: it has another shape.
-        """
+        """Move a tensor to the device and the dtype of its place, whose shape it must have."""
         old = self.names.tensors[name]
         _check_shape(name, value, tuple(old.shape), self.files)
         self.loaded.add(name)
