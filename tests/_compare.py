@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -35,6 +35,15 @@ def assert_all_same_bits(actual: Iterable[torch.Tensor], expected: Iterable[torc
     """As many tensors on both sides, in pairs of the same bits."""
     for one, other in zip(actual, expected, strict=True):
         assert_same_bits(one, other)
+
+
+def assert_same_tensors(
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> None:
+    """The same names, and under each of them the same bits."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_same_bits(actual[name], tensor)
 
 
 def assert_semi_orthogonal(x: torch.Tensor, low: float, high: float) -> None:

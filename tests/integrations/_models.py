@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, one of each kind of experts.
+"""Tiny random models of transformers, one of each kind of experts, and what tests do with them.
 
 Sizes are small primes and their multiples where the architecture allows, so that no two meanings
 of a dimension agree by chance; `SQUARE` has 2I == H on purpose.
@@ -6,11 +6,18 @@ of a dimension agree by chance; `SQUARE` has 2I == H on purpose.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import transformers as t
+
+from .._compare import relative_error
+
+FP32 = 1e-5  # of a whole model: tens of float32 roundings, each 6e-8
+STACKS = ("gate_up_proj", "down_proj")
+OPTIONS = {"dtype": torch.float32, "device_map": "cpu"}  # of load_quantized
 
 COMMON = {
     "vocab_size": 61,
@@ -166,3 +173,60 @@ def step(model: torch.nn.Module, **options: Any) -> tuple[torch.Tensor, dict[str
     output.loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return output.logits.detach(), gradients
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    """Of the tokens, without gradients."""
+    with torch.no_grad():
+        return model(input_ids=tokens(model).to(next(model.parameters()).device)).logits
+
+
+def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Its experts modules, those inside of PEFT's wrappers too."""
+    return [module for module in model.modules() if "is_transposed" in vars(module)]
+
+
+def trained(model: torch.nn.Module) -> set[str]:
+    """Names of the parameters that train."""
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def parametrize_4_bits(model: torch.nn.Module) -> None:
+    """The experts in 4 bits, as bitsandbytes keeps them."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+    for experts in experts_of(model):
+        for target in STACKS:
+            replace_parameter_4bit(experts, target, quant_type="nf4")
+
+
+def rounded(opt: Any, model: torch.nn.Module, quant_type: str) -> torch.nn.Module:
+    """A dense copy whose experts hold what their 4 bits decode to."""
+    result = copy.deepcopy(model)
+    for experts in experts_of(result):
+        for target in STACKS:
+            weight = getattr(experts, target)
+            stack = opt.moe.QuantizedExperts.from_weight(weight, quant_type=quant_type)
+            with torch.no_grad():
+                weight.copy_(stack.decode(dtype=weight.dtype))
+    return result
+
+
+def set_stacks(dense: torch.nn.Module, other: torch.nn.Module) -> None:
+    """Give a model the experts of another one, in float32 where they are packed."""
+    with torch.no_grad():
+        for experts, theirs in zip(experts_of(dense), experts_of(other), strict=True):
+            for target in STACKS:
+                stack = getattr(theirs, target)
+                packed = hasattr(stack, "decode")
+                value = stack.decode(dtype=torch.float32) if packed else stack
+                getattr(experts, target).copy_(value)
+
+
+def assert_close_tensors(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], budget: float = FP32
+) -> None:
+    """The same names, and under each of them at most this relative error."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert relative_error(found[name], tensor) <= budget, name

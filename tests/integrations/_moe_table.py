@@ -2,20 +2,144 @@
 
 `python -m tests.integrations._moe_table` writes the page; the test of the same name compares each
 row with what the class does today.
+
+The classes are those of transformers' auto classes for language models whose modeling file defines
+experts. Each is tried at tiny size: its configuration is the class's own default with every size
+that has a name in `SIZES` made small; `OWN` says what a class needs beside that.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from transformers.models.auto import modeling_auto
 
 from .._compare import relative_error
 from ..conftest import ROOT
 from ._models import set_random_lora
-from ._moe_classes import NOT_TRIED, classes, inputs, tiny
+
+SIZES: dict[str, Any] = {
+    # text
+    **dict.fromkeys(("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"), 64),
+    **dict.fromkeys(("hidden_size", "d_model", "out_hidden_size", "text_hidden_size"), 32),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
+    **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("head_dim", "swa_head_dim", "global_head_dim", "d_kv", "d_rel"), 8),
+    **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim"), 24),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "mlp_dim"), 24),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
+    **dict.fromkeys(("max_position_embeddings", "rel_extent"), 64),
+    **dict.fromkeys(("sliding_window", "chunk_size", "hidden_size_per_layer_input"), 8),
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # experts
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "top_k", "top_k_experts"), 2),
+    **dict.fromkeys(("moe_topk", "moe_top_k", "moe_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 24),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 24),
+    "moe_shared_expert_intermediate_size": 24,
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
+    "moe_layer_start_index": 0,
+    # latent attention, its indexer
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "o_lora_rank"), 8),
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+    "index_topk": 4,
+    # linear attention and state spaces
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_num_heads": 4,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 8,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "ssm_state_size": 8,
+    "n_groups": 1,
+    # vision and audio
+    "depth": 1,
+    "num_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+    "output_channels": 16,
+    "position_embedding_size": 16,
+    "projector_hidden_size": 32,
+    "output_proj_dims": 32,
+    "projection_hidden_dim": 32,
+    "posemb_grid_size": 4,
+    "encoder_layers_audio": 1,
+}
+SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
+MOE_GEMMA4 = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+MOE_GEMMA4 |= {"moe_intermediate_size": 24}
+SECTIONS = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [1, 1, 2]}
+OWN: dict[str, dict[str, Any]] = {
+    "BeamForCausalLM": SPARSE,
+    "DbrxForCausalLM": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8, "kv_n_heads": 2}},
+    "DeepseekOcr2ForConditionalGeneration": {"text_config": SPARSE},
+    "Dots3NoteForConditionalGeneration": {
+        "vision_config": {
+            "mlp_layer_types": ["dense"] * 2,
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 32,
+        },
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    },
+    "Ernie4_5_VLMoeForConditionalGeneration": {
+        "text_config": {"rope_parameters": SECTIONS, "moe_intermediate_size": [24, 24]}
+    },
+    "FlintForCausalLM": {"mlp_only_layers": []},
+    "Gemma4ForCausalLM": MOE_GEMMA4,
+    "Gemma4ForConditionalGeneration": {"text_config": MOE_GEMMA4},
+    "Glm4vMoeForConditionalGeneration": {
+        "text_config": {"rope_parameters": SECTIONS | {"partial_rotary_factor": 1.0}}
+    },
+    "Glm5NextForConditionalGeneration": {
+        "text_config": {"index_topk": 16, "qk_rope_head_dim": 0, **SPARSE}
+    },
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
+    "Mistral4ForCausalLM": {"head_dim": 16},
+    "MiMoV2FlashForCausalLM": {"num_key_value_heads": 2},
+    "MuseSparkForConditionalGeneration": {
+        "audio_config": {"num_hidden_layers": 4, "hidden_sizes": [8] * 4, "out_hidden_size": 32}
+    },
+    "NllbMoeForConditionalGeneration": {"encoder_sparse_step": 1, "decoder_sparse_step": 1},
+    "Step3p7ForConditionalGeneration": {"text_config": SPARSE},
+    "SwitchTransformersForConditionalGeneration": {
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+    },
+    "ZayaForCausalLM": {"num_experts_per_tok": 1},
+}
+NOT_TRIED = {
+    "InklingForConditionalGeneration": "its vision tower asks for scipy, which the tests have not",
+    "Qwen3OmniMoeForConditionalGeneration": "has no forward of its own; its thinker has a row",
+}
+MAPPINGS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+)
+HEADS = re.compile(r"^class (\w+For(?:CausalLM|ConditionalGeneration))\(", re.MULTILINE)
+EXPERTS = re.compile(r"^class \w*Experts\(", re.MULTILINE)
+
 
 PAGE = ROOT / "docs/concepts/moe-models.md"
 HEAD = """# Mixture-of-experts models of transformers
@@ -36,6 +160,59 @@ a test compares every row.
 """
 HEADER = "| class | experts | result |"
 ROW = re.compile(r"^\| `(\w+)` \| (.*) \| (.*) \|$", re.MULTILINE)
+
+
+@functools.cache
+def classes() -> list[str]:
+    """The names of all of them, in the order of the alphabet."""
+    known: set[str] = set()
+    for mapping in MAPPINGS:
+        for entry in getattr(modeling_auto, mapping).values():
+            known |= {entry} if isinstance(entry, str) else set(entry)
+    sources = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    texts = (source.read_text(encoding="utf-8") for source in sources)
+    return sorted({n for t in texts if EXPERTS.search(t) for n in HEADS.findall(t)} & known)
+
+
+def tiny(name: str) -> torch.nn.Module:
+    """The class with the same random weights on every call, on transformers' eager experts."""
+    kind = getattr(transformers, name)
+    config = kind.config_class(**_small(kind.config_class, OWN.get(name, {})))
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)  # of 0.02: experts and routers must matter
+    return model
+
+
+def inputs(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Token ids (2, 7) for its forward."""
+    ids = torch.randint(5, 60, (2, 7), generator=torch.Generator().manual_seed(1))
+    made = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        made["decoder_input_ids"] = ids
+    if "Ernie4_5_VL" in type(model).__name__:  # the second half goes to the experts for images
+        made["moe_mm_token_type_ids"] = (torch.arange(7) > 3).long().expand(2, 7)
+    return made
+
+
+def _small(kind: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a configuration class that make it small, those of its parts included."""
+    default = kind()
+    values = default.to_dict()
+    values |= {
+        alias: values.get(name) for alias, name in getattr(kind, "attribute_map", {}).items()
+    }
+    sized = {name for name, value in values.items() if not isinstance(value, (list, tuple, dict))}
+    made = {name: size for name, size in SIZES.items() if name in sized}
+    for part in getattr(kind, "sub_configs", {}):
+        inner = getattr(default, part, None)
+        if inner is not None:
+            made[part] = _small(type(inner), own.get(part) or {})
+            made[part]["model_type"] = inner.model_type
+    return made | {k: v for k, v in own.items() if not (isinstance(v, dict) and k in made)}
 
 
 def committed() -> dict[str, tuple[str, str]]:
@@ -133,7 +310,6 @@ def main() -> None:
     import tempfile
 
     import tomllib
-    import transformers
     from kernels import get_kernel
 
     repo = tomllib.loads((ROOT / "build.toml").read_text())["general"]["hub"]["repo-id"]

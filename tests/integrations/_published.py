@@ -44,10 +44,20 @@ def write(
 ) -> Path:
     """The files of save_pretrained, every tensor of them changed to what replaces it."""
     model.save_pretrained(folder)
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
+    tensors = load_file(folder / "model.safetensors")
     changed = {k: v for name, tensor in tensors.items() for k, v in change(name, tensor).items()}
-    save_file(changed, path, metadata={"format": "pt"})
+    return write_tensors(model, folder, quantization, changed)
+
+
+def write_tensors(
+    model: torch.nn.Module,
+    folder: Path,
+    quantization: dict[str, Any] | None,
+    tensors: dict[str, Tensor],
+) -> Path:
+    """Files of a model with these tensors."""
+    model.config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(config))

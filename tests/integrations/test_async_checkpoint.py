@@ -15,9 +15,7 @@ from .._compare import assert_same_bits
 from ..optimizers._steps import parameters, train
 from ..optimizers.test_offload import assert_same_values
 from ..optimizers.test_state import MAKERS, SHAPES, muon
-from .test_checkpoint import ONE_MATRIX
-
-FILES = {"optimizer.safetensors", "optimizer.json"}
+from .test_checkpoint import FILES, ONE_MATRIX, copies, written
 
 
 @pytest.fixture
@@ -37,7 +35,7 @@ def gate(submodule, monkeypatch):
 
 
 def twin(make, opt, params, folder):
-    other = make(opt, [nn.Parameter(param.detach().clone()) for param in params], lr=0.9)
+    other = make(opt, copies(params), lr=0.9)
     opt.load_optimizer(other, folder)
     return other
 
@@ -52,7 +50,7 @@ def test_later_steps_do_not_reach_the_checkpoint(opt, device, make, offload, gat
         optimizer.turn_on_cpu_offload()
     train(optimizer, params, 2)
     opt.save_optimizer(optimizer, tmp_path / "sync")
-    at_call = [nn.Parameter(param.detach().clone()) for param in params]
+    at_call = copies(params)
     pending = opt.save_optimizer_async(optimizer, tmp_path / "async")
     train(optimizer, params, 3, seed=50)
     for group in optimizer.param_groups:
@@ -64,9 +62,7 @@ def test_later_steps_do_not_reach_the_checkpoint(opt, device, make, offload, gat
     gate.set()
     pending.wait(60)
     assert pending.done()
-    assert {path.name for path in (tmp_path / "async").iterdir()} == FILES
-    for name in FILES:
-        assert (tmp_path / "async" / name).read_bytes() == (tmp_path / "sync" / name).read_bytes()
+    assert written(tmp_path / "async") == written(tmp_path / "sync")
     assert_same_values(
         twin(make, opt, at_call, tmp_path / "async"), twin(make, opt, at_call, tmp_path / "sync")
     )
@@ -94,7 +90,7 @@ def test_saves_to_one_folder_keep_their_order(opt, device, tmp_path) -> None:
     pending.wait(60)
     opt.load_optimizer(optimizer, tmp_path)
     assert optimizer.param_groups[0]["lr"] == 0.1 * 9
-    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert written(tmp_path).keys() == FILES
 
 
 def test_a_plain_save_and_a_load_wait_for_it(opt, device, gate, tmp_path) -> None:
@@ -143,17 +139,7 @@ def test_an_error_is_raised_by_wait_and_by_the_next_save(
     assert (tmp_path / "optimizer.safetensors").read_bytes() == before
     opt.save_optimizer_async(optimizer, tmp_path).wait(60)
     assert (tmp_path / "optimizer.safetensors").read_bytes() != before
-    assert {path.name for path in tmp_path.iterdir()} == FILES
-
-
-def test_what_cannot_be_saved_is_named_by_the_call(opt, tmp_path) -> None:
-    with pytest.raises(TypeError, match="optimizer must be a Muon or a MuonAdamW, got SGD"):
-        opt.save_optimizer_async(torch.optim.SGD(parameters([(4, 3)]), lr=0.1), tmp_path)
-    optimizer = opt.Muon(parameters([(4, 3)]))
-    optimizer.param_groups[0]["callback"] = object()
-    with pytest.raises(TypeError, match=r"group\.0\.callback: a object cannot be saved"):
-        opt.save_optimizer_async(optimizer, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert written(tmp_path).keys() == FILES
 
 
 SAVER = f"""{ONE_MATRIX}

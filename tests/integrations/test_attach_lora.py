@@ -19,14 +19,29 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .._compare import assert_error_at_most, assert_same_bits, fail_at, relative_error
-from ._models import build, set_random_lora, step, tokens
+from .._compare import (
+    assert_error_at_most,
+    assert_same_bits,
+    assert_same_tensors,
+    fail_at,
+    relative_error,
+)
+from ._models import (
+    FP32,
+    STACKS,
+    assert_close_tensors,
+    build,
+    experts_of,
+    logits,
+    parametrize_4_bits,
+    rounded,
+    set_random_lora,
+    step,
+    trained,
+)
 from ._trainers import losses, samples, settings, tokenizer
-from .test_peft import logits
 from .test_peft_adapter import edit
-from .test_peft_quantized import parametrize_4_bits, train
-from .test_transformers import FP32
-from .test_transformers_lora import rounded
+from .test_peft_quantized import train
 
 SHORT = torch.OutOfMemoryError("CUDA out of memory")
 ALL = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
@@ -34,10 +49,6 @@ PARTS_OF_A_MODEL = pytest.mark.parametrize("parts", ["experts", "all"])
 LAYERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 PARTS = ("q_proj.lora_A", "v_proj.lora_B", "experts.lora_A", "experts.base_layer.lora_B", "lm_head")
-
-
-def trained(model: nn.Module) -> set[str]:
-    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def attached(opt, model: nn.Module, parts: str = "all", **options) -> nn.Module:
@@ -88,9 +99,7 @@ def test_it_is_pefts_adapter_in_results_and_gradients(opt, device, name: str) ->
     found, gradients = step(model)
     assert_error_at_most(found, expected, FP32)
     assert relative_error(found, logits(build(name).to(device))) > 0.1
-    assert gradients.keys() == wanted.keys()
-    for key, gradient in wanted.items():
-        assert relative_error(gradients[key], gradient) <= FP32, key
+    assert_close_tensors(gradients, wanted)
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4", "fp8"])
@@ -104,15 +113,16 @@ def test_one_file_is_read_by_peft_and_by_us(opt, device, quantize, tmp_path: Pat
     opt.integrations.save_peft_adapter(model, tmp_path / "ours")
     model.save_pretrained(tmp_path / "peft")
     ours, theirs = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("ours", "peft"))
-    assert ours.keys() == theirs.keys()
-    for key, tensor in theirs.items():
-        assert_same_bits(ours[key], tensor)
+    assert_same_tensors(ours, theirs)
     assert all(any(part in key for key in ours) for part in PARTS)
 
     loaded = peft.PeftModel.from_pretrained(copy.deepcopy(dense), tmp_path / "ours")
     assert_error_at_most(logits(loaded), expected, FP32)  # PEFT alone, over the decoded weights
     if quantize:
         opt.integrations.quantize_experts(other, quantize)
+        loaded = peft.PeftModel.from_pretrained(copy.deepcopy(other), tmp_path / "ours")
+        opt.integrations.use_in_transformers(loaded)
+        assert_error_at_most(logits(loaded), expected, FP32)
     for folder in ("ours", "peft"):
         again = copy.deepcopy(other)
         flags = {id(p): p.requires_grad for p in again.parameters()}
@@ -122,8 +132,7 @@ def test_one_file_is_read_by_peft_and_by_us(opt, device, quantize, tmp_path: Pat
         assert_same_bits(logits(again), expected)
         assert all(p.requires_grad == flags.get(id(p), False) for p in result.parameters())
         opt.integrations.save_peft_adapter(result, tmp_path / "again")
-        for key, tensor in load_file(tmp_path / "again" / "adapter_model.safetensors").items():
-            assert_same_bits(tensor, ours[key])
+        assert_same_tensors(load_file(tmp_path / "again" / "adapter_model.safetensors"), ours)
 
 
 def test_a_loaded_adapter_trains_on(opt, device, tmp_path) -> None:
@@ -316,11 +325,12 @@ def test_merge_and_unmerge(opt, device, dtype, parts) -> None:
         assert_same_bits(model.get_parameter(name), weights[name])
 
 
+@PARTS_OF_A_MODEL
 @pytest.mark.parametrize("merged", [False, True])
-def test_detached_models_are_clean(opt, device, merged: bool) -> None:
+def test_detached_models_are_clean(opt, device, merged: bool, parts) -> None:
     plain = build("qwen3_moe").to(device)
     base = copy.deepcopy(plain)
-    model = attached(opt, base)
+    model = attached(opt, base, parts)
     adapted = logits(model)
     if merged:
         opt.integrations.merge_lora(model)
@@ -332,7 +342,9 @@ def test_detached_models_are_clean(opt, device, merged: bool) -> None:
         assert_error_at_most(logits(base), adapted, FP32)
     else:
         assert_same_bits(logits(base), logits(plain))
-    attached(opt, base)
+    attached(opt, base, parts)
+    hooks = 1 if parts == "experts" else 0
+    assert all(len(m._forward_pre_hooks) == hooks for m in experts_of(base))
 
 
 @pytest.mark.parametrize("how", ["PeftModel", "its base", "transformers"])
@@ -388,6 +400,18 @@ def test_what_is_active_stays_so(opt, device, how: str) -> None:
 
 
 REFUSED = [
+    ({"quantize": "int4"}, "one of .*, got 'int4'"),
+    ({"quantize": "mxfp4"}, r"quantize='mxfp4': model\.layers\.0.*must be a multiple"),  # of 24
+    ({"quantize": "mxfp4", "target_modules": ["q_proj"]}, "must be a multiple"),
+    ({"r": 0}, "r must be an integer"),
+    ({"r": True}, "r must be an integer, got True"),
+    ({"r": 2**63}, "r must be an integer from 1 to 65536"),
+    ({"lora_alpha": float("nan")}, "alpha must be"),
+    ({"target_parameters": ["q_proj"]}, "has .'q_proj'.*they have .'down_proj'"),
+    ({"target_parameters": "down_proj"}, "sequence of names, got 'down_proj'"),
+    ({"target_parameters": []}, "to put LoRA on: target_parameters is empty"),
+    ({"adapter_name": "a.b"}, "'a.b' must be a string without dots"),
+    ({"adapter_name": "keys"}, "adapter_name='keys'"),
     ({"target_modules": ["nowhere"], "target_parameters": ["nowhere"]}, "not found|nowhere"),
     ({"target_modules": ["q_proj"], "modules_to_save": ["layers"]}, "modules_to_save cannot be"),
     ({"target_modules": ["input_layernorm"]}, "is not supported"),
@@ -417,18 +441,7 @@ def test_a_refusal_leaves_the_model_alone(opt, device, options, words, quantize)
     model = build("qwen3_moe").to(device)
     before, expected = everything(model), logits(model)
     with pytest.raises((ValueError, TypeError), match=words):
-        opt.integrations.attach_lora(model, quantize=quantize, **options)
-    assert everything(model) == before
-    assert_same_bits(logits(model), expected)
-
-
-@pytest.mark.parametrize("options", [{}, ALL], ids=["experts", "all"])
-def test_a_shape_without_a_format_is_refused_first(opt, device, options) -> None:
-    """A width of 24 ends within a block of MXFP4."""
-    model = build("qwen3_moe").to(device)
-    before, expected = everything(model), logits(model)
-    with pytest.raises(ValueError, match=r"quantize='mxfp4': model\.layers\.0.*must be a multiple"):
-        opt.integrations.attach_lora(model, 2, 4, quantize="mxfp4", **options)
+        opt.integrations.attach_lora(model, **{"quantize": quantize} | options)
     assert everything(model) == before
     assert_same_bits(logits(model), expected)
 
@@ -472,15 +485,20 @@ def test_a_refused_second_adapter_leaves_the_first_alone(opt, device, tmp_path) 
     assert model.active_adapter == "other"
 
 
-def test_short_of_memory_in_the_middle_of_4_bits(opt, device, submodule, monkeypatch) -> None:
+@pytest.mark.parametrize("options", [{}, ALL], ids=["experts", "all"])
+def test_short_of_memory_in_the_middle_of_4_bits(
+    opt, device, submodule, monkeypatch, options
+) -> None:
     model = build("qwen3_moe").to(device)
     formats = submodule("kernels.quant.formats")
     fail_at(monkeypatch, formats, "nf4_quantize", 8, SHORT)  # within the second stack
     with pytest.raises(torch.OutOfMemoryError):
-        opt.integrations.attach_lora(model, 2, 4, quantize="nf4", **ALL)
+        opt.integrations.attach_lora(model, 2, 4, quantize="nf4", **options)
     assert not any(".lora_" in name or "modules_to_save" in name for name in model.state_dict())
-    logits(model)
-    model = opt.integrations.attach_lora(model, 2, 4, quantize="nf4", **ALL)
+    assert all(p.requires_grad for n, p in model.named_parameters() if ".experts." not in n)
+    logits(model)  # half quantised, it runs
+    model = opt.integrations.attach_lora(model, 2, 4, quantize="nf4", **options)
+    assert not any(name.endswith(STACKS) for name in model.state_dict())
     train(model)
 
 
@@ -505,14 +523,16 @@ def test_what_needs_peft_says_so(opt, device, monkeypatch) -> None:
     assert len(trained(model)) == 4
 
 
-def test_a_file_leaves_out_nothing_that_trains(opt, device, tmp_path) -> None:
-    model = attached(opt, build("qwen3_moe").to(device))
-    gate = model.get_base_model().model.layers[1].mlp.gate.weight
-    gate.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"gate\.weight trains beside.*modules_to_save"):
+@PARTS_OF_A_MODEL
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "layers.1.mlp.gate.weight"])
+def test_a_file_leaves_out_nothing_that_trains(opt, device, name, parts, tmp_path) -> None:
+    base = build("qwen3_moe").to(device)
+    model = attached(opt, base, parts)
+    base.model.get_parameter(name).requires_grad_(True)
+    with pytest.raises(ValueError, match=rf"{name} trains beside .*modules_to_save"):
         opt.integrations.save_peft_adapter(model, tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
-    gate.requires_grad_(False)
+    base.model.get_parameter(name).requires_grad_(False)
     opt.integrations.save_peft_adapter(model, tmp_path / "adapter")
 
 
@@ -550,25 +570,16 @@ def test_trainer(opt, device, parts: str, quantize, tmp_path: Path) -> None:
     if quantize:
         opt.integrations.quantize_experts(loaded)
     opt.integrations.load_peft_adapter(loaded, tmp_path / "adapter")
-    whole.model.eval()
-    ids = tokens(loaded).to(device)
-    with torch.no_grad():
-        assert_same_bits(loaded(input_ids=ids).logits, whole.model(input_ids=ids).logits)
+    assert_same_bits(logits(loaded), logits(whole.model.eval()))
 
 
 @pytest.mark.parametrize("options", [{}, ALL], ids=["experts", "all"])
-def test_wide_stacks_go_while_4_bits_are_made(opt, device, submodule, monkeypatch, options) -> None:
+def test_wide_stacks_go_while_4_bits_are_made(opt, device, submodule, watch, options) -> None:
     """What undoes a failure must not keep the 16 bits of layers that are done."""
     model = build("qwen3_moe").to(device)
     first = weakref.ref(model.model.layers[0].mlp.experts.gate_up_proj)
-    module, alive = submodule("kernels.quant.formats"), []
-    quantize = module.nf4_quantize
-
-    def watched(*arguments, **options):
-        alive.append(first() is not None)
-        return quantize(*arguments, **options)
-
-    monkeypatch.setattr(module, "nf4_quantize", watched)
+    module = submodule("kernels.quant.formats")
+    alive = watch(module, "nf4_quantize", lambda *_, **__: first() is not None)
     opt.integrations.attach_lora(model, 2, 4, quantize="nf4", **options)
     assert alive[0] and not alive[-1]
 
@@ -624,7 +635,7 @@ def test_sft_trainer_takes_the_model(opt, device, tmp_path: Path) -> None:
     found = losses(trainer)
     assert found[5] < found[1]
     opt.integrations.save_peft_adapter(model, tmp_path / "ours")
-    kept = load_file(tmp_path / "checkpoint-5" / "adapter_model.safetensors")
-    for key, tensor in load_file(tmp_path / "ours" / "adapter_model.safetensors").items():
-        assert_same_bits(tensor, kept[key])
+    folders = (tmp_path / "checkpoint-5", tmp_path / "ours")
+    kept, ours = (load_file(folder / "adapter_model.safetensors") for folder in folders)
+    assert_same_tensors(ours, kept)
     assert all(any(part in key for key in kept) for part in PARTS)

@@ -38,6 +38,10 @@ def copies(params):
     return [nn.Parameter(param.detach().clone()) for param in params]
 
 
+def written(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 @pytest.mark.kernels_ci
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("make", [muon, muon_adamw], ids=["Muon", "MuonAdamW"])
@@ -46,7 +50,7 @@ def test_a_resumed_run_continues_bit_for_bit(opt, device, make, dtype, tmp_path)
     optimizer = make(opt, params)
     train(optimizer, params, 3)
     opt.save_optimizer(optimizer, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert written(tmp_path).keys() == FILES
     resumed_params = copies(params)
     resumed = make(opt, resumed_params, lr=0.5, weight_decay=0.0)
     opt.load_optimizer(resumed, tmp_path)
@@ -156,22 +160,21 @@ def test_names_that_are_missing(opt, device, tmp_path) -> None:
         opt.load_optimizer(other, tmp_path)
 
 
-def test_other_optimizers_are_refused(opt, tmp_path) -> None:
+def test_what_cannot_be_saved_is_named_by_the_call(opt, tmp_path) -> None:
+    """Before anything is written, or a thread begins."""
     other = torch.optim.SGD(parameters([(4, 3)]), lr=0.1)
-    for function in (opt.save_optimizer, opt.load_optimizer):
+    for function in (opt.save_optimizer, opt.save_optimizer_async, opt.load_optimizer):
         with pytest.raises(TypeError, match="optimizer must be a Muon or a MuonAdamW, got SGD"):
             function(other, tmp_path)
-
-
-def test_what_cannot_be_saved_is_named_before_anything_is_written(opt, tmp_path) -> None:
-    optimizer = opt.Muon(parameters([(4, 3)]))
-    optimizer.param_groups[0]["callback"] = object()
-    with pytest.raises(TypeError, match=r"group.0.callback: a object cannot be saved"):
-        opt.save_optimizer(optimizer, tmp_path)
-    del optimizer.param_groups[0]["callback"]
-    optimizer.state["note"] = {"x": 1}
-    with pytest.raises(TypeError, match=r"state without a parameter cannot be saved: \['note'\]"):
-        opt.save_optimizer(optimizer, tmp_path)
+    for save in (opt.save_optimizer, opt.save_optimizer_async):
+        optimizer = opt.Muon(parameters([(4, 3)]))
+        optimizer.param_groups[0]["callback"] = object()
+        with pytest.raises(TypeError, match=r"group.0.callback: a object cannot be saved"):
+            save(optimizer, tmp_path)
+        del optimizer.param_groups[0]["callback"]
+        optimizer.state["note"] = {"x": 1}
+        with pytest.raises(TypeError, match=r"state without a parameter cannot .*: \['note'\]"):
+            save(optimizer, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -181,7 +184,7 @@ def test_a_failed_save_keeps_the_previous_one(opt, device, step, monkeypatch, tm
     optimizer = muon(opt, params)
     train(optimizer, params, 1)
     opt.save_optimizer(optimizer, tmp_path)
-    before = {name: (tmp_path / name).read_bytes() for name in FILES}
+    before = written(tmp_path)
     reference = muon(opt, copies(params))
     opt.load_optimizer(reference, tmp_path)
     train(optimizer, params, 1)
@@ -193,10 +196,9 @@ def test_a_failed_save_keeps_the_previous_one(opt, device, step, monkeypatch, tm
     with pytest.raises(OSError, match="disk full"):
         opt.save_optimizer(optimizer, tmp_path)
     monkeypatch.undo()
-    assert {name: (tmp_path / name).read_bytes() for name in FILES} == before
+    assert written(tmp_path) == before
     opt.load_optimizer(optimizer, tmp_path)
     assert_same_state(optimizer, reference)
-    assert {path.name for path in tmp_path.iterdir()} == FILES
 
 
 @pytest.mark.sees_defect(
@@ -247,7 +249,7 @@ def test_two_savers_to_one_folder(opt, tmp_path) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert written(tmp_path).keys() == FILES
     param = nn.Parameter(torch.zeros(64, 64))
     optimizer = opt.Muon([("w", param)])
     opt.load_optimizer(optimizer, tmp_path)
@@ -297,7 +299,7 @@ def test_a_killed_save_leaves_one_whole_checkpoint(
     assert optimizer.param_groups[0]["lr"] == lr
     assert (optimizer.state[param]["momentum_buffer"] == value).all()
     opt.save_optimizer(optimizer, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert written(tmp_path).keys() == FILES
 
 
 def test_the_readable_copy(opt, device, tmp_path) -> None:
@@ -526,7 +528,7 @@ def test_a_full_disk_is_an_os_error(opt, save, tmp_path) -> None:
     params = parameters([(64, 64)])
     optimizer = opt.Muon(params)
     save(opt, optimizer, tmp_path)
-    before = {name: (tmp_path / name).read_bytes() for name in FILES}
+    before = written(tmp_path)
     train(optimizer, params, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
@@ -536,7 +538,7 @@ def test_a_full_disk_is_an_os_error(opt, save, tmp_path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.errno == errno.EFBIG
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert written(tmp_path) == before
 
 
 def test_files_have_the_mode_of_any_other(opt, tmp_path) -> None:
@@ -555,7 +557,7 @@ def test_a_save_leaves_what_another_is_writing(opt, submodule, tmp_path) -> None
         file.write(b"mine")
         opt.save_optimizer(optimizer, tmp_path)
     assert (tmp_path / "optimizer.json").read_bytes() == b"mine"
-    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert written(tmp_path).keys() == FILES
 
 
 def test_a_file_that_was_taken_for_left_behind_is_made_again(opt, monkeypatch, tmp_path) -> None:
@@ -572,7 +574,7 @@ def test_a_file_that_was_taken_for_left_behind_is_made_again(opt, monkeypatch, t
 
     monkeypatch.setattr(fcntl, "flock", late)
     opt.save_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
-    assert taken and {path.name for path in tmp_path.iterdir()} == FILES
+    assert taken and written(tmp_path).keys() == FILES
 
 
 def test_without_locks_nothing_is_taken_for_left_behind(opt, monkeypatch, tmp_path) -> None:
@@ -583,7 +585,7 @@ def test_without_locks_nothing_is_taken_for_left_behind(opt, monkeypatch, tmp_pa
     left = tmp_path / "optimizer.safetensors.0.tmp"
     left.touch()
     opt.save_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == FILES | {left.name}
+    assert written(tmp_path).keys() == FILES | {left.name}
 
 
 def test_a_tensor_file_holds_any_tensor(submodule, device, tmp_path) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from .._compare import assert_same_bits
+from .._compare import assert_same_bits, assert_same_tensors
 from ..optimizers._steps import TinyTransformer, language_loss
 
 
@@ -127,8 +127,6 @@ def test_asynchronous_saving(opt, device, tmp_path) -> None:
             twin, other, model_state_dict=twin.state_dict(), optim_state_dict=loaded["optimizer"]
         )
         now = state_by_name(other)
-        assert now.keys() == kept.keys()
-        for key, value in kept.items():
-            assert_same_bits(now[key], value)
+        assert_same_tensors(now, kept)
     finally:
         distributed.destroy_process_group()

@@ -10,8 +10,7 @@ from importlib.metadata import version
 
 import pytest
 
-from ._moe_classes import classes
-from ._moe_table import committed, page, row, written_for
+from ._moe_table import PAGE, classes, committed, page, row, written_for
 
 SAME_VERSION = version("transformers") == written_for()
 
@@ -19,15 +18,9 @@ SAME_VERSION = version("transformers") == written_for()
 def test_the_page_has_every_class() -> None:
     if SAME_VERSION:
         assert list(committed()) == classes()
-        assert page(committed(), written_for()) == page_text()
+        assert page(committed(), written_for()) == PAGE.read_text()
     else:
         assert set(committed()) & set(classes())
-
-
-def page_text() -> str:
-    from ._moe_table import PAGE
-
-    return PAGE.read_text()
 
 
 @pytest.mark.parametrize("name", committed())

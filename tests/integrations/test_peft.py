@@ -13,8 +13,19 @@ import torch
 from torch import nn
 
 from .._compare import assert_error_at_most, assert_same_bits, relative_error
-from ._models import MODELS, build, set_random_lora, step, tokens
-from .test_transformers import FP32, ROUTER_LOSS, experts_of, gradients_of, routing
+from ._models import (
+    FP32,
+    MODELS,
+    assert_close_tensors,
+    build,
+    experts_of,
+    logits,
+    parametrize_4_bits,
+    set_random_lora,
+    set_stacks,
+    step,
+)
+from .test_transformers import ROUTER_LOSS, gradients_of, routing
 
 SQUARE = {"qwen3_moe_square": {}, "gpt_oss": {"intermediate_size": 12}}  # 2I == H
 BOTH = ("experts.gate_up_proj", "experts.down_proj")
@@ -40,10 +51,10 @@ def add(model: nn.Module, name: str, **options) -> None:
     set_random_lora(model, seed=5)
 
 
-def logits(model: nn.Module) -> torch.Tensor:
-    ids = tokens(model).to(next(model.parameters()).device)
-    with torch.no_grad():
-        return model(input_ids=ids).logits
+def full_paths(model: nn.Module) -> list[str]:
+    """Of the stacks, without which PEFT finds none that are parametrized."""
+    names = [name for name, _ in model.named_modules() if name.endswith(".experts")]
+    return [f"{name}.{target}" for name in names for target in ("down_proj", "gate_up_proj")]
 
 
 def wrappers_of(model: nn.Module) -> dict[tuple[str, str], nn.Module]:
@@ -55,37 +66,29 @@ def wrappers_of(model: nn.Module) -> dict[tuple[str, str], nn.Module]:
     }
 
 
-def base_experts(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if "is_transposed" in vars(m)]
+WITH_ROUTER = {"modules": ["o_proj"], "parameters": [*BOTH, "gate.weight"]}
+ONE = [{"parameters": [target], "use_rslora": True} for target in BOTH]
 
 
 @pytest.mark.sees_defect("B is read expert by expert, while PEFT's expert varies fastest")
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_and_gradients_are_pefts(opt, device, name: str) -> None:
-    model = wrap(build(name).to(device), modules=["o_proj"], parameters=[*BOTH, "gate.weight"])
+@pytest.mark.sees_defect("an adapter of one projection is read as the other's, or not at all")
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [(name, WITH_ROUTER) for name in MODELS]
+    + [(name, targets) for name in ("qwen3_moe_square", "gpt_oss") for targets in ONE],
+    ids=str,
+)
+def test_logits_and_gradients_are_pefts(opt, device, name: str, targets) -> None:
+    model = wrap(build(name).to(device), **targets)
     options = ROUTER_LOSS.get(name, {})
     expected, gradients = step(model, **options)
-    assert sum(".experts." in key for key in gradients) == 4 * len(base_experts(model))
+    wrapped = 2 if targets is WITH_ROUTER else 1
+    assert sum(".experts." in key for key in gradients) == 2 * wrapped * len(experts_of(model))
 
     opt.integrations.use_in_transformers(model)
-    assert_error_at_most(step(model, **options)[0], expected, FP32)
-    _, ours = step(model, **options)
-    assert ours.keys() == gradients.keys()  # the frozen weights have none
-    for key, gradient in gradients.items():
-        assert relative_error(ours[key], gradient) <= FP32, key
-
-
-@pytest.mark.sees_defect("an adapter of one projection is read as the other's, or not at all")
-@pytest.mark.parametrize("parameters", [BOTH[:1], BOTH[1:]], ids=["gate_up", "down"])
-@pytest.mark.parametrize("name", ["qwen3_moe_square", "gpt_oss"])
-def test_one_projection(opt, device, name: str, parameters) -> None:
-    model = wrap(build(name).to(device), parameters=parameters, use_rslora=True)
-    expected, gradients = step(model)
-    opt.integrations.use_in_transformers(model)
-    ours, our_gradients = step(model)
-    assert_error_at_most(ours, expected, FP32)
-    for key, gradient in gradients.items():
-        assert relative_error(our_gradients[key], gradient) <= FP32, key
+    found, ours = step(model, **options)
+    assert_error_at_most(found, expected, FP32)
+    assert_close_tensors(ours, gradients)
 
 
 @pytest.mark.sees_defect("PEFT forms W + delta for every expert on every forward")
@@ -97,9 +100,9 @@ def test_weights_are_never_replaced(opt, device, monkeypatch) -> None:
         raise AssertionError("PEFT formed W + delta")
 
     monkeypatch.setattr(torch.nn.utils.parametrize, "register_parametrization", refuse)
-    before = [entry.gate_up_proj.clone() for entry in base_experts(model)]
+    before = [entry.gate_up_proj.clone() for entry in experts_of(model)]
     step(model)
-    for entry, weight in zip(base_experts(model), before, strict=True):
+    for entry, weight in zip(experts_of(model), before, strict=True):
         assert not hasattr(entry, "parametrizations") and entry.gate_up_proj.grad is None
         assert_same_bits(entry.gate_up_proj, weight)
 
@@ -141,8 +144,8 @@ def test_compiles_without_a_graph_break(opt, device, lora: str) -> None:
     else:
         opt.integrations.attach_lora(model, 3, 7)
         set_random_lora(model)
-        module = base_experts(model)[0]
-    inputs = routing(base_experts(model)[0], device)
+        module = experts_of(model)[0]
+    inputs = routing(experts_of(model)[0], device)
     expected = gradients_of(module, module, *inputs)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     found = gradients_of(module, compiled, *inputs)
@@ -209,37 +212,24 @@ def test_active_adapter_is_the_one_that_is_set(opt, device) -> None:
 )
 def test_two_forwards_are_bit_equal_over_4_bit_experts(opt, device) -> None:
     """PEFT 0.21.2 leaves its parametrization on quantized experts: each forward adds a delta."""
-    from bitsandbytes.nn.parametrize import replace_parameter_4bit
-
-    def quantized() -> nn.Module:
-        model = build("qwen3_moe", moe_intermediate_size=64, hidden_size=64).to(device)
-        for experts in experts_of(model):
-            for parameter in ("gate_up_proj", "down_proj"):
-                replace_parameter_4bit(experts, parameter, quant_type="nf4")
-        return model
-
-    base = quantized()
+    sizes = {"moe_intermediate_size": 64, "hidden_size": 64}
+    base, model, dense = (build("qwen3_moe", **sizes).to(device) for _ in range(3))
+    for one in (base, model):
+        parametrize_4_bits(one)
     opt.integrations.use_in_transformers(base)
     expected = logits(base)
-    names = [name for name, _ in base.named_modules() if name.endswith(".experts")]
-    model = wrap(
-        quantized(), parameters=[f"{n}.{p}" for n in names for p in ("gate_up_proj", "down_proj")]
-    )
+    model = wrap(model, parameters=full_paths(model))
     opt.integrations.use_in_transformers(model)
     first = logits(model)
     assert relative_error(first, expected) > 0.1
     assert_same_bits(logits(model), first)
     with model.disable_adapter():
         assert_same_bits(logits(model), expected)
-    for experts in base_experts(model):
+    for experts in experts_of(model):
         assert [len(entries) for entries in experts.parametrizations.values()] == [1, 1]
 
-    dense = build("qwen3_moe", moe_intermediate_size=64, hidden_size=64).to(device)
-    with torch.no_grad():  # the same model with decoded weights and PEFT's own arithmetic
-        for experts, four_bit in zip(experts_of(dense), base_experts(model), strict=True):
-            for parameter in ("gate_up_proj", "down_proj"):
-                getattr(experts, parameter).copy_(getattr(four_bit, parameter))
-    reference = wrap(dense)
+    set_stacks(dense, model)
+    reference = wrap(dense)  # the same model with decoded weights and PEFT's own arithmetic
     with torch.no_grad():
         for place, wrapper in wrappers_of(model).items():
             for factor in ("lora_A", "lora_B"):
@@ -330,7 +320,7 @@ def test_what_the_factors_cannot_say_is_refused(opt, device, option: str) -> Non
 def test_batches_of_mixed_adapters_are_refused(opt, device) -> None:
     model = wrap(build("qwen3_moe").to(device))
     opt.integrations.use_in_transformers(model)
-    hidden, index, weights = routing(base_experts(model)[0], device)
+    hidden, index, weights = routing(experts_of(model)[0], device)
     outer = wrappers_of(model)["0", "down_proj"]
     with pytest.raises(ValueError, match="cannot mix adapters"):
         outer(hidden, index, weights, adapter_names=["default"] * len(hidden))
@@ -352,7 +342,7 @@ def test_roles_of_a_and_b_follow_the_wrapper_and_not_the_shape(
 ) -> None:
     """gate_up_proj is square in both: the wrong roles would fit, and give other results."""
     model = wrap(build(name, **SQUARE[name]).to(device), parameters=BOTH[:1])
-    experts = base_experts(model)[0]
+    experts = experts_of(model)[0]
     wrapper = wrappers_of(model)["0", "gate_up_proj"]
     assert experts.gate_up_proj.shape[1] == experts.gate_up_proj.shape[2]
     if version == "0.18":  # it had no such attribute
@@ -378,7 +368,7 @@ def test_roles_of_a_and_b_follow_the_wrapper_and_not_the_shape(
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_float32_lora_over_bfloat16_errs_no_more_than_pefts_sum(opt, device, name: str) -> None:
     model = wrap(build(name, dtype=torch.bfloat16).to(device))
-    wrapper, experts = wrappers_of(model)["0", "down_proj"], base_experts(model)[0]
+    wrapper, experts = wrappers_of(model)["0", "down_proj"], experts_of(model)[0]
     assert wrapper.lora_A["default"].weight.dtype == torch.float32
     hidden, index, weights = routing(experts, device, dtype=torch.bfloat16)
     exact = copy.deepcopy(wrapper).double()

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from .._compare import assert_same_bits
+from .._compare import assert_same_bits, assert_same_tensors
 from ..conftest import ROOT
-from ._models import build, tokens
+from ._models import STACKS, build, experts_of, tokens
 from ._published import (
     BNB,
     CHANNELS,
@@ -25,8 +25,9 @@ from ._published import (
     write_bnb,
     write_fp8,
     write_mxfp4,
+    write_tensors,
 )
-from .test_quantized_loading import experts_of, peaks
+from .test_quantized_loading import peaks
 
 NAMES = {  # of an expert's matrices in the files: gate, up, down
     "qwen3_moe": ("gate_proj", "up_proj", "down_proj"),
@@ -102,8 +103,7 @@ def test_bitsandbytes_under_another_storage_dtype(load, tmp_path):
     """FSDP wants one dtype for all parameters: bitsandbytes then stores its bytes as bfloat16."""
     plain = load(write_bnb(tiny("qwen3_moe"), tmp_path / "bytes"))
     stored = load(write_bnb(tiny("qwen3_moe"), tmp_path / "wide", storage=torch.bfloat16))
-    for key, value in plain.state_dict().items():
-        assert_same_bits(stored.state_dict()[key], value)
+    assert_same_tensors(stored.state_dict(), plain.state_dict())
 
 
 def test_bitsandbytes_of_transformers_5(load, tmp_path):
@@ -119,8 +119,7 @@ def test_bitsandbytes_of_transformers_5(load, tmp_path):
     loaded = load(tmp_path / "bnb")
     expected = load(tmp_path / "dense")
     for mine, other in zip(experts_of(loaded), experts_of(expected), strict=True):
-        for key, value in other.state_dict().items():
-            assert_same_bits(mine.state_dict()[key], value)
+        assert_same_tensors(mine.state_dict(), other.state_dict())
     weight = model.model.layers[0].self_attn.q_proj.weight
     from bitsandbytes.functional import dequantize_4bit
 
@@ -133,21 +132,13 @@ def test_bitsandbytes_of_transformers_5(load, tmp_path):
 def test_bitsandbytes_stacks(load, tmp_path, name, nested):
     """Stacks as `bitsandbytes.nn.parametrize` has them in a state dict."""
     model = tiny(name)
-    stacks = ("experts.gate_up_proj", "experts.down_proj")
-
-    def change(key, tensor):
-        if key.endswith(stacks):
-            return bnb_state(key, tensor, compress_statistics=nested, quant_type="nf4")
-        return {key: tensor}
-
-    own = {k: v.contiguous() for k, v in model.state_dict().items()}
-    folder = write(model, tmp_path / "bnb", BNB, lambda key, tensor: {})
-    tensors = {k: v for key, tensor in own.items() for k, v in change(key, tensor).items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    loaded = load(folder)
+    tensors = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+    for key in [key for key in tensors if key.endswith(STACKS)]:
+        tensors |= bnb_state(key, tensors[key], compress_statistics=nested, quant_type="nf4")
+    loaded = load(write_tensors(model, tmp_path / "bnb", BNB, tensors))
     for name, experts in loaded.named_modules():
         if name.endswith(".experts"):
-            for target in ("gate_up_proj", "down_proj"):
+            for target in STACKS:
                 stack, key = getattr(experts, target), f"{name}.{target}"
                 assert_same_bits(stack.packed, tensors[key].reshape(-1))
                 assert_same_bits(stack.decode(), bnb_decoded(tensors, key))
@@ -162,37 +153,19 @@ def test_what_is_not_taken_from_bitsandbytes(load, tmp_path):
     path = folder / "model.safetensors"
     whole = load_file(path)
 
-    def changed(change):
-        tensors = dict(whole)
-        change(tensors)
-        save_file(tensors, path, metadata={"format": "pt"})
-        return folder
-
     key = "model.layers.0.mlp.experts.1.up_proj.weight"
-
-    def dense(tensors):
-        value = bnb_decoded(tensors, key)
-        for name in [name for name in tensors if name.startswith(key)]:
-            del tensors[name]
-        tensors[key] = value
-
-    with pytest.raises(ValueError, match=r"in 10 tensors, of which 9 are packed"):
-        load(changed(dense))
-
-    def other_blocks(tensors):
-        value = bnb_decoded(tensors, key)
-        for name in [name for name in tensors if name.startswith(key)]:
-            del tensors[name]
-        tensors |= bnb_state(key, value, quant_type="nf4", blocksize=128)
-
-    with pytest.raises(ValueError, match=r"gate_up_proj mixes .*blocksize=128.*blocksize=64"):
-        load(changed(other_blocks))
-
-    def other_values(tensors):
-        tensors[f"{key}.quant_map"] = torch.linspace(-1, 1, 16)
-
-    with pytest.raises(ValueError, match=r"1\.up_proj\.weight has other values than nf4"):
-        load(changed(other_values))
+    value = bnb_decoded(whole, key)
+    others = {name: tensor for name, tensor in whole.items() if not name.startswith(key)}
+    blocks = bnb_state(key, value, quant_type="nf4", blocksize=128)
+    values = {f"{key}.quant_map": torch.linspace(-1, 1, 16)}
+    for tensors, words in (
+        (others | {key: value}, r"in 10 tensors, of which 9 are packed"),
+        (others | blocks, r"gate_up_proj mixes .*blocksize=128.*blocksize=64"),
+        (whole | values, r"1\.up_proj\.weight has other values than nf4"),
+    ):
+        save_file(tensors, path, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=words):
+            load(folder)
     odd = tiny("qwen3_moe", moe_intermediate_size=3, hidden_size=72)
     with pytest.raises(ValueError, match="straddle"):
         load(write_bnb(odd, tmp_path / "odd"))
@@ -211,7 +184,7 @@ def test_mxfp4_of_gpt_oss(load, tmp_path):
     loaded = load(folder)
     assert_same_model(loaded, with_decoded(folder, loaded, mxfp4_decoded, tmp_path))
     experts = loaded.model.layers[1].mlp.experts
-    for target in ("gate_up_proj", "down_proj"):
+    for target in STACKS:
         stack, key = getattr(experts, target), f"model.layers.1.mlp.experts.{target}"
         assert stack.format.quant_type == "mxfp4"
         assert_same_bits(stack.packed, files[f"{key}_blocks"].reshape(-1))
@@ -225,7 +198,7 @@ def test_what_we_pack_is_what_is_published(opt, load, tmp_path):
     model.save_pretrained(tmp_path / "dense")
 
     def change(key, tensor):
-        if not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        if not key.endswith(STACKS):
             return {key: tensor}
         blocks, scales = opt.mxfp4_quantize(tensor.transpose(1, 2))
         return {f"{key}_blocks": blocks, f"{key}_scales": scales}
@@ -233,9 +206,7 @@ def test_what_we_pack_is_what_is_published(opt, load, tmp_path):
     expected = load(write(model, tmp_path / "mxfp4", MXFP4, change)).state_dict()
     opt.integrations.quantize_experts(model, "mxfp4")
     for found in (model, load(tmp_path / "dense", quant_type="mxfp4")):
-        assert found.state_dict().keys() == expected.keys()
-        for key, value in expected.items():
-            assert_same_bits(found.state_dict()[key], value)
+        assert_same_tensors(found.state_dict(), expected)
     small = build("gpt_oss")
     with pytest.raises(ValueError, match="must be a multiple of it, got 24"):
         opt.integrations.quantize_experts(small, "mxfp4")
@@ -281,15 +252,13 @@ def test_fp8_scales_that_are_powers_of_two(load, tmp_path):
         save_file(changed, path, metadata={"format": "pt"})
         loaded[kind] = load(folder).state_dict()
     for kind in (torch.float8_e8m0fnu, torch.uint8):
-        for key, value in loaded[torch.float32].items():
-            assert_same_bits(loaded[kind][key], value)
+        assert_same_tensors(loaded[kind], loaded[torch.float32])
 
 
 def test_fp8_stacks(load, tmp_path):
     """As transformers keeps experts itself: (E, N, K) and (E, N / 128, K / 128)."""
     model = tiny("qwen3_moe", hidden_size=256, moe_intermediate_size=128)
     apart = load(write_fp8(model, tmp_path / "apart", FP8, (128, 128)))
-    folder = write(model, tmp_path / "stacked", FP8, lambda key, tensor: {})
     tensors = {}
     for key, value in apart.state_dict().items():
         name, _, part = key.rpartition(".")
@@ -302,11 +271,8 @@ def test_fp8_stacks(load, tmp_path):
             tensors[f"{name}_scale_inv"] = value.view(module.shape[0], -1, 256 // 128).clone()
             if name.endswith("down_proj"):
                 tensors[f"{name}_scale_inv"] = value.view(module.shape[0], -1, 1).clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    loaded = load(folder).state_dict()
-    assert loaded.keys() == apart.state_dict().keys()
-    for key, value in apart.state_dict().items():
-        assert_same_bits(loaded[key], value)
+    stacked = load(write_tensors(model, tmp_path / "stacked", FP8, tensors))
+    assert_same_tensors(stacked.state_dict(), apart.state_dict())
 
 
 def test_what_is_not_taken_of_fp8(load, tmp_path):
@@ -348,20 +314,17 @@ def test_fp8_stacks_whose_scales_do_not_divide(load, tmp_path):
     """One scale is that of all experts; other numbers must be as many for each."""
     model = tiny("qwen3_moe", hidden_size=64)
     config = FP8 | {"weight_block_size": None}
-    folder = write(model, tmp_path, config, lambda key, tensor: {key: tensor})
-    path, stack = folder / "model.safetensors", "model.layers.0.mlp.experts.gate_up_proj"
+    stack = "model.layers.0.mlp.experts.gate_up_proj"
     tensors = {k: v for k, v in model.state_dict().items() if ".experts." not in k}
     for key, value in model.state_dict().items():
         if ".experts." in key:
             tensors[key] = value.to(torch.float8_e4m3fn)
             tensors[f"{key}_scale_inv"] = torch.tensor(0.5)
-    save_file(tensors, path, metadata={"format": "pt"})
-    scales = experts_of(load(folder))[0].gate_up_proj.scales
-    assert (scales == 0.5).all()
+    loaded = load(write_tensors(model, tmp_path / "one", config, tensors))
+    assert (experts_of(loaded)[0].gate_up_proj.scales == 0.5).all()
     tensors[f"{stack}_scale_inv"] = torch.ones(len(model.state_dict()[stack]) + 1)
-    save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"gate_up_proj_scale_inv in .* scales for . experts"):
-        load(folder)
+        load(write_tensors(model, tmp_path / "more", config, tensors))
 
 
 def test_memory_that_the_recipe_computes(opt, load, tmp_path):

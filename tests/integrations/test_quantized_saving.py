@@ -10,22 +10,24 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.quantizers import auto
 from transformers.trainer_utils import validate_quantization_for_training
 
-from .._compare import assert_same_bits
-from ._models import build, set_random_lora, tokens
-from ._moe_classes import inputs, tiny
+from .._compare import assert_same_bits, assert_same_tensors
+from ._models import (
+    OPTIONS,
+    build,
+    experts_of,
+    logits,
+    parametrize_4_bits,
+    set_random_lora,
+    tokens,
+    trained,
+)
+from ._moe_table import inputs, tiny
 
-OPTIONS = {"dtype": torch.float32, "device_map": "cpu"}
+METHOD = "quantized_experts"
 WEIGHTS = "model-quantized.safetensors"
 
 
@@ -36,9 +38,12 @@ def quantized(opt):
     return model
 
 
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(tokens(model)).logits
+def save_quantized(opt, model, folder) -> None:
+    opt.integrations.save_quantized(model, folder)
+
+
+def save_pretrained(opt, model, folder) -> None:
+    model.save_pretrained(folder)
 
 
 def files(folder) -> dict[str, bytes]:
@@ -46,12 +51,17 @@ def files(folder) -> dict[str, bytes]:
 
 
 def test_adapters_are_left_out(opt, quantized, tmp_path) -> None:
-    """They travel in files of their own, and the base that was saved is found below them again."""
+    """They travel in files of their own, and the base that was saved is found below them again.
+
+    So it is after save_pretrained, whose configuration describes them.
+    """
     expected = logits(quantized)
     opt.integrations.attach_lora(quantized, r=3, lora_alpha=7)
     set_random_lora(quantized)
     with_lora = logits(quantized)
+    quantized.save_pretrained(tmp_path / "whole")
     opt.integrations.save_quantized(quantized, tmp_path / "base")
+    assert "quantization_config" not in json.loads((tmp_path / "base/config.json").read_text())
     opt.integrations.save_peft_adapter(quantized, tmp_path / "adapter")
     loaded = opt.integrations.load_quantized(tmp_path / "base", **OPTIONS)
     assert_same_bits(logits(loaded), expected)
@@ -110,39 +120,39 @@ def test_a_failure_leaves_the_earlier_save(opt, quantized, tmp_path, monkeypatch
     assert not loaded.lm_head.weight.any()
 
 
-def test_what_could_not_be_loaded_is_not_written(opt, quantized, tmp_path) -> None:
+@pytest.mark.parametrize("save", [save_quantized, save_pretrained])
+def test_what_could_not_be_read_is_not_written(opt, quantized, save, tmp_path) -> None:
     def refused(model, message) -> None:
         with pytest.raises(ValueError, match=message):
-            opt.integrations.save_quantized(model, tmp_path / "new")
-        assert not (tmp_path / "new").exists()
+            save(opt, model, tmp_path)
+        assert not list(tmp_path.iterdir())
 
-    refused(torch.nn.Linear(2, 2), "no transformers model with experts")
-    refused(build("qwen3_moe"), r"layers\.0\.mlp\.experts\.gate_up_proj is not in 4 bits")
-    half = build("qwen3_moe")
-    opt.integrations.quantize_experts(half)
-    stack = half.model.layers[1].mlp.experts._modules.pop("down_proj")
-    half.model.layers[1].mlp.experts.down_proj = torch.nn.Parameter(stack.decode())
-    refused(half, r"layers\.1\.mlp\.experts\.down_proj is not in 4 bits")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     wrapped = peft.get_peft_model(build("qwen3_moe"), config)
     opt.integrations.quantize_experts(wrapped)
-    refused(wrapped, "wrapped by PEFT")
     refused(wrapped.base_model.model, "wrapped by PEFT")
-    quantized.config.quantization_config = {"quant_method": "bitsandbytes"}
-    refused(quantized, "bitsandbytes")
+    both = build("qwen3_moe")
+    both.hf_quantizer = object()  # of bitsandbytes, for the linear layers
+    both.config.quantization_config = {"quant_method": "bitsandbytes"}
+    opt.integrations.quantize_experts(both)
+    refused(both, "quantised by .*bitsandbytes.* beside its experts")
+    experts = quantized.model.layers[1].mlp.experts
+    stack = experts._modules.pop("down_proj")
+    experts.down_proj = torch.nn.Parameter(stack.decode())
+    refused(quantized, r"layers\.1\.mlp\.experts\.down_proj is not in 4 bits")
+    if save is save_quantized:
+        refused(wrapped, "wrapped by PEFT")
+        refused(torch.nn.Linear(2, 2), "no transformers model with experts")
+        refused(build("qwen3_moe"), r"layers\.0\.mlp\.experts\.gate_up_proj is not in 4 bits")
 
 
 def test_experts_of_bitsandbytes_are_refused(opt, tmp_path) -> None:
     """Their state is spread over keys that only bitsandbytes reads."""
-    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
     model = build("qwen3_moe", hidden_size=64, moe_intermediate_size=64)
-    for layer in model.model.layers:
-        for name in ("gate_up_proj", "down_proj"):
-            parametrize.replace_parameter_4bit(layer.mlp.experts, name, quant_type="nf4")
+    parametrize_4_bits(model)
     with pytest.raises(ValueError, match="from_quantized"):
         opt.integrations.save_quantized(model, tmp_path / "new")
-    for layer in model.model.layers:
-        experts = layer.mlp.experts
+    for experts in experts_of(model):
         for name in ("gate_up_proj", "down_proj"):
             stack = opt.moe.QuantizedExperts.from_quantized(opt.moe.expert_weight(experts, name))
             torch.nn.utils.parametrize.remove_parametrizations(
@@ -161,9 +171,6 @@ def test_the_description_is_readable(opt, quantized, tmp_path) -> None:
     opt.integrations.save_quantized(quantized, tmp_path)
     assert set(files(tmp_path)) == {WEIGHTS, "config.json", "generation_config.json"}
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-
-
-METHOD = "quantized_experts"
 
 
 def from_pretrained(folder, **options):
@@ -185,17 +192,14 @@ def test_nested_scales_and_fp4_keep_their_format(opt, tmp_path) -> None:
     model = load(tmp_path / "dense", nested=True, quant_type="fp4", blocksize=32, **OPTIONS)
     model.save_pretrained(tmp_path / "packed")
     for loaded in (load(tmp_path / "packed", **OPTIONS), from_pretrained(tmp_path / "packed")):
-        assert loaded.state_dict().keys() == model.state_dict().keys()
-        for key, value in model.state_dict().items():
-            assert_same_bits(loaded.state_dict()[key], value)
+        assert_same_tensors(loaded.state_dict(), model.state_dict())
 
 
 def test_what_trains_after_loading(opt, quantized, tmp_path) -> None:
     """Packed experts never; with adapters these alone, as attach_lora left it."""
     quantized.save_pretrained(tmp_path / "base")
     loaded = from_pretrained(tmp_path / "base")
-    frozen = {n for n, p in loaded.named_parameters() if not p.requires_grad}
-    assert frozen == {n for n, _ in loaded.named_parameters() if ".experts." in n}
+    assert trained(loaded) == {n for n, _ in loaded.named_parameters() if ".experts." not in n}
     validate_quantization_for_training(loaded)
     opt.integrations.attach_lora(
         quantized, r=2, lora_alpha=4, target_parameters=("down_proj",), use_rslora=True
@@ -206,8 +210,7 @@ def test_what_trains_after_loading(opt, quantized, tmp_path) -> None:
     quantized.save_pretrained(tmp_path / "adapted")
     load = opt.integrations.load_quantized
     for loaded in (load(tmp_path / "adapted", **OPTIONS), from_pretrained(tmp_path / "adapted")):
-        trained = {n for n, p in loaded.named_parameters() if p.requires_grad}
-        assert trained == {n for n, _ in loaded.named_parameters() if ".second." in n}
+        assert trained(loaded) == {n for n, _ in loaded.named_parameters() if ".second." in n}
         assert_same_bits(logits(loaded), logits(quantized))
         opt.integrations.set_lora(loaded, "default")
         opt.integrations.set_lora(quantized, "default")
@@ -218,10 +221,8 @@ def test_what_trains_after_loading(opt, quantized, tmp_path) -> None:
 def test_the_base_model_of_the_files(quantized, tmp_path) -> None:
     quantized.save_pretrained(tmp_path)
     base = AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
-    ids = tokens(quantized)
-    with torch.no_grad():
-        expected = quantized.model(ids).last_hidden_state
-        assert_same_bits(base(ids).last_hidden_state, expected)
+    found, expected = (model(tokens(model)).last_hidden_state for model in (base, quantized.model))
+    assert_same_bits(found, expected)
 
 
 def test_without_this_package_from_pretrained_raises(quantized, tmp_path, monkeypatch) -> None:
@@ -250,45 +251,11 @@ def test_files_that_do_not_fit_are_refused(quantized, tmp_path) -> None:
         from_pretrained(tmp_path)
 
 
-def test_what_could_not_be_read_is_not_written(opt, quantized, tmp_path) -> None:
-    def refused(model, message) -> None:
-        with pytest.raises(ValueError, match=message):
-            model.save_pretrained(tmp_path)
-        assert not list(tmp_path.iterdir())
-
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    wrapped = peft.get_peft_model(build("qwen3_moe"), config)
-    opt.integrations.quantize_experts(wrapped)
-    refused(wrapped.base_model.model, "wrapped by PEFT")
-    experts = quantized.model.layers[1].mlp.experts
-    stack = experts._modules.pop("down_proj")
-    experts.down_proj = torch.nn.Parameter(stack.decode())
-    refused(quantized, r"layers\.1\.mlp\.experts\.down_proj is not in 4 bits")
-    both = build("qwen3_moe")
-    both.hf_quantizer = object()  # of bitsandbytes, for the linear layers
-    both.config.quantization_config = {"quant_method": "bitsandbytes"}
-    opt.integrations.quantize_experts(both)
-    refused(both, "quantised by .*bitsandbytes.* beside its experts")
-
-
 def test_an_adapter_of_transformers_is_written_alone(quantized, tmp_path) -> None:
     quantized.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
     quantized.save_pretrained(tmp_path)
     assert (tmp_path / "adapter_model.safetensors").exists()
     assert not (tmp_path / "model.safetensors").exists()
-
-
-def test_save_quantized_after_save_pretrained(opt, quantized, tmp_path) -> None:
-    """It leaves adapters out, so its configuration must not describe them."""
-    expected = logits(quantized)
-    opt.integrations.attach_lora(quantized, r=2, lora_alpha=4)
-    set_random_lora(quantized)
-    quantized.save_pretrained(tmp_path / "first")
-    opt.integrations.save_quantized(quantized, tmp_path / "second")
-    config = json.loads((tmp_path / "second" / "config.json").read_text())
-    assert "quantization_config" not in config
-    loaded = opt.integrations.load_quantized(tmp_path / "second", **OPTIONS)
-    assert_same_bits(logits(loaded), expected)
 
 
 @pytest.mark.parametrize("name", ["GraniteMoeForCausalLM", "NemotronHForCausalLM"])
@@ -307,41 +274,3 @@ def test_a_model_can_be_copied_and_pickled(quantized, tmp_path) -> None:
     for twin in (copy.deepcopy(quantized), pickle.loads(pickle.dumps(quantized))):
         assert type(twin.hf_quantizer) is type(quantized.hf_quantizer)
         assert_same_bits(logits(twin), logits(quantized))
-
-
-def test_trainer_saves_and_resumes(opt, tmp_path) -> None:
-    """Without PEFT: LoRA of attach_lora over 4-bit experts, cut off after its first checkpoint."""
-    build("qwen3_moe").save_pretrained(tmp_path / "dense")
-    ids = torch.randint(61, (16, 9), generator=torch.Generator().manual_seed(3))
-    rows = [{"input_ids": row, "labels": row} for row in ids]
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            control.should_training_stop = state.global_step == 3
-
-    def train(name: str, resume: str | None = None, callbacks=()) -> list[float]:
-        torch.manual_seed(5)
-        model = opt.integrations.load_quantized(tmp_path / "dense", **OPTIONS)
-        opt.integrations.attach_lora(model, r=2, lora_alpha=4)
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path / name),
-            max_steps=6,
-            save_steps=3,
-            logging_steps=1,
-            learning_rate=1e-2,
-            per_device_train_batch_size=2,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-        )
-        trainer = Trainer(model, arguments, train_dataset=rows, callbacks=list(callbacks))
-        trainer.train(resume_from_checkpoint=resume)
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-    expected = train("whole")
-    assert len(expected) == 6
-    train("cut", callbacks=[Stop()])
-    checkpoint = tmp_path / "cut" / "checkpoint-3"
-    assert train("cut", resume=str(checkpoint)) == expected
-    loaded = opt.integrations.load_quantized(checkpoint, **OPTIONS)
-    assert_same_bits(logits(loaded), logits(from_pretrained(checkpoint)))

@@ -14,7 +14,7 @@ from torch import nn
 from ..conftest import ROOT
 from ..optimizers._steps import TinyTransformer, language_loss
 from ..test_readme import blocks
-from ._trainers import samples, tokenizer
+from ._trainers import samples, settings, tokenizer
 from .test_recipes import ours_for
 
 STEPS, STOP = 4, 2
@@ -39,17 +39,7 @@ def trainer_of(opt: Any, kind: str, folder: Path, device: torch.device) -> Any:
     import trl
 
     model = model_of(device)
-    options = {
-        "output_dir": str(folder),
-        "max_steps": STEPS,
-        "save_steps": STOP,
-        "per_device_train_batch_size": 2,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": device.type == "cpu",
-        "bf16": False,
-        "seed": 5,
-    }
+    options = settings(folder, device) | {"max_steps": STEPS, "save_steps": STOP}
     factory = {"optimizer_cls_and_kwargs": (opt.MuonFactory, {"lr": 2e-3, "adamw_lr": 1e-3})}
     rows = [{"input_ids": ids, "labels": ids} for ids in samples()]
     if kind == "SFTTrainer":

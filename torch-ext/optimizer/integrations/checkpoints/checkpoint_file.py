@@ -23,12 +23,7 @@ from .tensor_file import read_tensors, replacing, write_tensors
 FORMAT = 2  # 1 had no checksums
 TENSORS, TEXT = "optimizer.safetensors", "optimizer.json"
 HEADER = "optimizer"  # the key of the JSON in the header of the safetensors file
-DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 _Kind = TypeVar("_Kind")
 
 
