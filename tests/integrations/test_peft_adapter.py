@@ -63,7 +63,6 @@ def test_our_adapter_in_peft(opt, device, name: str, tmp_path) -> None:
     opt.integrations.save_peft_adapter(model, tmp_path)
     gradients = load_file(tmp_path / TENSORS, device=str(device))
     gradients = {key.replace(".weight", ".default.weight"): g for key, g in gradients.items()}
-    assert len(ours) == len(theirs)
     assert_close_tensors(gradients, theirs)
 
 
