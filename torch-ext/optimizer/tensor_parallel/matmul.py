@@ -23,6 +23,7 @@ from torch import Tensor
 from ..kernels.autocast import autocast_dtype, cast, without_autocast
 from . import collectives, ops
 from .products import (
+    check_inner,
     check_product,
     check_scaled,
     flat_scales,
@@ -91,7 +92,7 @@ def all_gather_matmul(
     for b in bs:
         check_product(a_shard, b)
         _check_dtypes(a_shard, b, scaling)
-        _check_inner(rows.shape[1] * (collectives.size_of(how.group) if how.dim else 1), b)
+        check_inner(rows.shape[1] * (collectives.size_of(how.group) if how.dim else 1), b)
     keep = torch.is_grad_enabled() and any(b.requires_grad for b in bs)
     with without_autocast(a_shard.device):
         if scaling is None:
@@ -137,7 +138,7 @@ def matmul_reduce_scatter(
     a, b = _autocast(a, b)
     check_product(a, b)
     _check_dtypes(a, b, scaling)
-    _check_inner(a.shape[-1], b)
+    check_inner(a.shape[-1], b)
     how, layout, rows = _scattering(a, b, reduce_op, scatter_dim, group, fuse, strict)
     with without_autocast(a.device):
         if scaling is None:
@@ -201,7 +202,7 @@ def all_gather_scaled_matmul(
     replicated = world if scale_mode == "rowwise_replicated" and how.dim == 0 else 1
     for b, b_scale in zip(bs, b_scales, strict=True):
         check_scaled(a_shard, b, a_scale, b_scale, replicated)
-        _check_inner(rows.shape[1] * (world if how.dim else 1), b)
+        check_inner(rows.shape[1] * (world if how.dim else 1), b)
     scales = []
     for b_scale in b_scales:
         scale, b_scale = flat_scales(a_scale, b_scale)
@@ -266,7 +267,7 @@ def scaled_matmul_reduce_scatter(
         CommUnavailable: strict, with the reason.
     """
     check_scaled(a, b, a_scale, b_scale)
-    _check_inner(a.shape[-1], b)
+    check_inner(a.shape[-1], b)
     how, layout, rows = _scattering(a, b, reduce_op, scatter_dim, group, fuse, strict)
     if how.dim == 0 and a_scale.numel() > 1:
         a_scale = a_scale.movedim(scatter_dim % a.ndim, 0)
@@ -501,13 +502,6 @@ def _matrices(bs: Sequence[Tensor]) -> list[Tensor]:
         kind = type(bs).__name__ if isinstance(bs, Tensor) else "none"
         raise ValueError(f"bs must be a sequence of matrices, got {kind}; pass [b] for one")
     return [*bs]
-
-
-def _check_inner(inner: int, b: Tensor) -> None:
-    if b.shape[0] != inner:
-        raise ValueError(
-            f"b {tuple(b.shape)} must have as many rows as a has columns on all ranks, {inner}"
-        )
 
 
 def _check_dtypes(a: Tensor, b: Tensor, scaling: str | None) -> None:

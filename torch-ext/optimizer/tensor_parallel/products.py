@@ -82,6 +82,7 @@ def scaled_matmul(
             is not a multiple of 16.
     """
     check_scaled(a, b, a_scale, b_scale)
+    check_inner(a.shape[-1], b)
     rows = a.reshape(-1, a.shape[-1])
     out = scaled_product(
         rows.contiguous(), b, *flat_scales(a_scale, b_scale), out_dtype, use_fast_accum
@@ -146,6 +147,14 @@ def check_product(a: Tensor, b: Tensor) -> None:
         raise ValueError(f"b must be (K, N), got shape {tuple(b.shape)}")
     if a.device != b.device:
         raise ValueError(f"b must be on the device of a ({a.device}), got {b.device}")
+
+
+def check_inner(columns: int, b: Tensor) -> None:
+    """ValueError unless b (K, N) has a row for each of so many columns of a on all ranks."""
+    if b.shape[0] != columns:
+        raise ValueError(
+            f"b {tuple(b.shape)} must have as many rows as a has columns on all ranks, {columns}"
+        )
 
 
 def largest(x: Tensor, dim: int | None) -> Tensor:
