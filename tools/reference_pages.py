@@ -62,7 +62,8 @@ PAGES = {
     "groups": page(
         "Groups and ranks",
         "",
-        "get_default_muon_param_groups default_is_muon DistributedConfig CommUnavailable",
+        "get_default_muon_param_groups default_is_muon DistributedConfig CommUnavailable "
+        "all_gather_lc reduce_scatter_lc",
     ),
     "orthogonalize": page(
         "Orthogonalization",

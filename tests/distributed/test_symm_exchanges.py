@@ -21,6 +21,7 @@ from torch.distributed.tensor import distribute_tensor
 from ._arenas import Direct, Staged
 from ._cases import Case, bits, device, expected_on, mesh_of, placement, run_alone, run_together
 from .test_graphs import Captured
+from .test_low_contention import collectives
 from .test_sharing import local, module_of
 from .test_unreduced import equals_one_rank
 
@@ -147,6 +148,12 @@ def test_replayed_stages(gpu_ranks, count, wire, text) -> None:
     for answer in answers:
         assert answer["replayed"] > 20 and answer["exchanges"] > 50
         assert {row["transport"] for row in answer["rows"]} == {"p2p"}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_low_contention_collectives(gpu_ranks, count) -> None:
+    answers = gpu_ranks(count).run(collectives)
+    assert min(answers) > 80
 
 
 def arena_of(opt: Any, slots: int, slot_bytes: int, timeout_ms: int = 20000) -> Any:

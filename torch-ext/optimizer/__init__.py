@@ -12,7 +12,7 @@ same kind. `explain` says which path an operation takes on a device, and why.
 """
 
 from . import integrations, layers, moe, tensor_parallel
-from .distributed import CommUnavailable
+from .distributed import CommUnavailable, all_gather_lc, reduce_scatter_lc
 from .explain import explain
 from .integrations.checkpoints.checkpoint import (
     load_optimizer,
@@ -59,6 +59,7 @@ __all__ = [
     "MuonAdamW",
     "MuonFactory",
     "ProfileCallback",
+    "all_gather_lc",
     "convert_state_dict",
     "default_is_muon",
     "explain",
@@ -80,6 +81,7 @@ __all__ = [
     "polar_express",
     "polar_express_coefficients",
     "profile_steps",
+    "reduce_scatter_lc",
     "save_optimizer",
     "save_optimizer_async",
     "tensor_parallel",

@@ -4,6 +4,7 @@ shards: what every rank holds -> ownership: who does what -> messages: what goes
 -> transport: it goes, under the computation that pipeline puts beside it
 """
 
+from .low_contention import all_gather_lc, reduce_scatter_lc
 from .messages import ALIGNMENT, Extra, Job, Message, Part, Route, make_route
 from .ownership import assign, chunked
 from .p2p import Lease
@@ -37,6 +38,7 @@ __all__ = [
     "Traffic",
     "Transport",
     "TransportOptions",
+    "all_gather_lc",
     "alone",
     "assign",
     "boxes",
@@ -45,6 +47,7 @@ __all__ = [
     "extremes",
     "in_flight",
     "make_route",
+    "reduce_scatter_lc",
     "run_pipeline",
     "splits_of",
     "whole",

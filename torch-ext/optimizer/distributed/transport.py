@@ -208,6 +208,20 @@ class GroupTransport:
             refuse(reason, options, self.collectives)
         return self._collectives_because(reason)
 
+    def arena_for(
+        self, device: torch.device, slots: int, slot_bytes: int, timeout_ms: int
+    ) -> Arena | str:
+        """An arena for other uses, which all ranks make together; or why there is none."""
+        said = {**self.memory.facts(device), "size": (slots, slot_bytes)}
+        facts = self._said(said)
+        if len({one["size"] for one in facts}) > 1:
+            return f"ranks ask for different sizes: {[one['size'] for one in facts]}"
+        if (reason := why_not_shared(facts)) is not None:
+            return reason
+        plan = digest(repr((slots, slot_bytes)))
+        reason = self._make_arena(device, slots, slot_bytes, timeout_ms, plan)
+        return reason if self._arena is None or reason is not None else self._arena
+
     @property
     def collectives(self) -> str:
         """Which library moves what nothing better moves: "nccl" or "gloo"."""

@@ -1,0 +1,232 @@
+"""All-gather and reduce-scatter that leave the multiprocessors to what runs beside them.
+
+Copy engines write every rank's part to its final place in the memory of the others, whatever the
+dimension is; of a reduce-scatter one small kernel adds up what arrived, in float32. Alone such
+collectives take longer than NCCL's (torch's own on 8 x H200, 32 MiB per rank: 944 beside 823 us,
+1077 beside 826 us); products beside them lose less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arena import Arena, Done
+from .p2p import Slots
+from .transport import GroupTransport
+from .unavailable import CommUnavailable
+
+OPS = ("sum", "avg")
+SLOTS = 3  # two on their way, one that others may still read
+LEAST_BYTES = 2**20
+# The arenas of this process, by group and device.
+_KEPT: dict[tuple[str, torch.device], LowContention] = {}
+
+
+def all_gather_lc(out: Tensor, inp: Tensor, group: Any, dim: int = 0) -> Pending:
+    """Every rank's tensor one behind another along a dimension, by copies alone.
+
+    All ranks of the group call it with equal shapes, in one order with their other calls of this
+    module. The memory that they share grows with the first call that needs more.
+
+    Args:
+        out: shaped like `inp` but for `dim`, which is as many times longer as there are ranks;
+            contiguous, written by `wait()` of the result.
+        inp: contiguous, on a CUDA device; unchanged until then.
+        group: a process group of ranks on one host.
+        dim: the dimension.
+
+    Returns:
+        What is under way: `wait()` lets the current stream wait for it, and returns `out`.
+
+    Raises:
+        TypeError, ValueError: dtypes, shapes or strides do not fit.
+        CommUnavailable: the ranks cannot write into each other's memory; on all of them.
+        RuntimeError: a rank did not come to an earlier call in time.
+    """
+    return _of(group, out).all_gather(out, inp, dim)
+
+
+def reduce_scatter_lc(out: Tensor, inp: Tensor, op: str, group: Any, dim: int = 0) -> Pending:
+    """This rank's part of the sum or the mean of every rank's tensor, along a dimension.
+
+    Args:
+        out: shaped like `inp` but for `dim`, of which it has the part of this rank.
+        inp: as of `all_gather_lc`; `dim` is a multiple of the number of ranks.
+        op: "sum" or "avg", in float32 for narrower dtypes, rounded once.
+        group: as there.
+        dim: the dimension.
+
+    Returns, Raises: as of `all_gather_lc`.
+    """
+    return _of(group, inp).reduce_scatter(out, inp, op, dim)
+
+
+def _of(group: Any, whole: Tensor) -> LowContention:
+    """The memory of a group for a tensor, made or made larger by all ranks together."""
+    key, size = (group.group_name, whole.device), whole.numel() * whole.element_size()
+    kept = _KEPT.get(key)
+    if kept is None or kept.slot_bytes < size:
+        if kept is not None:
+            kept.close()
+        room = max(LEAST_BYTES, 1 << (size - 1).bit_length())
+        kept = _KEPT[key] = LowContention(group, whole.device, room)
+    return kept
+
+
+class Pending:
+    """A collective under way."""
+
+    def __init__(self, done: Done, finish: Callable[[], Tensor]) -> None:
+        self._done, self._finish = done, finish
+        self._out: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The result, for which the current stream waits; the host does not."""
+        if self._out is None:
+            self._done.wait()
+            self._out = self._finish()
+        return self._out
+
+
+class LowContention:
+    """The memory that a group shares for these collectives.
+
+    Args:
+        group: of ranks on one host.
+        device: of the tensors.
+        slot_bytes: of the largest tensor that is whole: what an all-gather makes or a
+            reduce-scatter takes.
+        timeout_ms: how long a call waits for the other ranks, on the device.
+
+    Raises:
+        CommUnavailable: the ranks cannot write into each other's memory; on all of them.
+    """
+
+    def __init__(
+        self, group: Any, device: torch.device, slot_bytes: int, timeout_ms: int = 30000
+    ) -> None:
+        made = GroupTransport(group).arena_for(device, SLOTS, slot_bytes, timeout_ms)
+        if not isinstance(made, Arena):
+            raise CommUnavailable(f"low-contention collectives cannot be had: {made}")
+        self._arena, self._slots = made, Slots(SLOTS)
+        self.slot_bytes = slot_bytes
+
+    def all_gather(self, out: Tensor, inp: Tensor, dim: int = 0) -> Pending:
+        """See `all_gather_lc`."""
+        ranks, rank = self._arena.ranks, self._arena.rank
+        outer, row = self._check(out, inp, dim)
+        source = _rows(inp, outer, row)
+        slot = self._take()
+
+        def place(of: int) -> Tensor:
+            whole = self._arena.slot(of, slot)[: outer * row * ranks].view(outer, ranks * row)
+            return whole[:, rank * row : (rank + 1) * row]
+
+        others = self._arena.others()
+        here = self._arena.slot(rank, slot)[: outer * row * ranks]
+        done = self._arena.exchange(
+            [place(other) for other in others],
+            [source] * len(others),
+            (place(rank), source),
+            here,
+        )
+        return Pending(done, lambda: self._taken(slot, out.copy_(_as(here, out))))
+
+    def reduce_scatter(self, out: Tensor, inp: Tensor, op: str, dim: int = 0) -> Pending:
+        """See `reduce_scatter_lc`."""
+        if op not in OPS:
+            raise ValueError(f"op must be one of {', '.join(map(repr, OPS))}, got {op!r}")
+        ranks, rank = self._arena.ranks, self._arena.rank
+        outer, row = self._check(inp, out, dim)
+        whole, part = _rows(inp, outer, row * ranks), outer * row
+        slot = self._take()
+
+        def of_rank(other: int) -> Tensor:
+            return whole[:, other * row : (other + 1) * row]
+
+        def place(of: int) -> Tensor:
+            return self._arena.slot(of, slot)[rank * part : (rank + 1) * part].view(outer, row)
+
+        others = self._arena.others()
+        here = self._arena.slot(rank, slot)[: ranks * part]
+        done = self._arena.exchange(
+            [place(other) for other in others],
+            [of_rank(other) for other in others],
+            (place(rank), of_rank(rank)),
+            here,
+        )
+
+        def finish() -> Tensor:
+            parts = here.view(out.dtype).view(ranks, *out.shape)
+            reduce = torch.sum if op == "sum" else torch.mean
+            reduce(parts, 0, out=out)
+            return self._taken(slot, out)
+
+        return Pending(done, finish)
+
+    def check(self) -> None:
+        """Wait for all calls; raise RuntimeError if a rank did not come to one in time."""
+        late = self._arena.late_rank()
+        if late is not None:
+            raise RuntimeError(
+                f"rank {late} of the group did not come to a collective within "
+                f"{self._arena.timeout_ms} ms; its result and those of later ones are zeros"
+            )
+
+    def close(self) -> None:
+        """Let go of the memory, after all calls. A second call is none."""
+        self._arena.close()
+
+    def _check(self, whole: Tensor, part: Tensor, dim: int) -> tuple[int, int]:
+        """(outer, bytes of a row): a part is so many rows of a whole that has them side by side."""
+        ranks = self._arena.ranks
+        if whole.dtype != part.dtype or not part.is_floating_point():
+            raise TypeError(
+                f"out and inp must be of one floating-point dtype, got {whole.dtype} and "
+                f"{part.dtype}"
+            )
+        if not -part.ndim <= dim < part.ndim:
+            raise ValueError(f"dim must be a dimension of {tuple(part.shape)}, got {dim}")
+        dim %= part.ndim
+        wanted = list(part.shape)
+        wanted[dim] *= ranks
+        if list(whole.shape) != wanted:
+            raise ValueError(
+                f"of {ranks} ranks' parts of shape {tuple(part.shape)} along dimension {dim} the "
+                f"whole must have shape {tuple(wanted)}, got {tuple(whole.shape)}"
+            )
+        if not whole.is_contiguous() or not part.is_contiguous():
+            raise ValueError("out and inp must be contiguous; call .contiguous() first")
+        if whole.numel() * whole.element_size() > self.slot_bytes:
+            raise ValueError(
+                f"{whole.numel() * whole.element_size()} bytes do not fit into slots of "
+                f"{self.slot_bytes}; give a larger slot_bytes"
+            )
+        outer = math.prod(part.shape[:dim])
+        return outer, math.prod(part.shape[dim:]) * part.element_size()
+
+    def _take(self) -> int:
+        slot = self._slots.take()
+        if slot is None:
+            raise ValueError(f"{SLOTS} collectives are under way; wait() for one of them first")
+        if not self._slots.is_read(slot, self._arena.launched):
+            self._arena.exchange([], [], None, self._arena.slot(self._arena.rank, slot)[:0])
+        return slot
+
+    def _taken(self, slot: int, out: Tensor) -> Tensor:
+        self._slots.free(slot, self._arena.launched)
+        return out
+
+
+def _rows(tensor: Tensor, outer: int, row: int) -> Tensor:
+    """The bytes of a contiguous tensor, (outer, row)."""
+    return tensor.detach().reshape(-1).view(torch.uint8).view(outer, row)
+
+
+def _as(memory: Tensor, like: Tensor) -> Tensor:
+    return memory.view(like.dtype).view(like.shape)
