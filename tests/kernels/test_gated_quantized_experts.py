@@ -26,6 +26,7 @@ class Problem(LayerProblem):
     intermediate: int = 32
     strategy: str = "fused"
     quant_type: str = "nf4"
+    blocksize: int = 32  # of nf4
     wanted: tuple[str, ...] = NAMES
 
 
@@ -44,7 +45,7 @@ class Layer:
         self.packed = []
         for shape in ((e, 2 * i, h), (e, h, i)):
             weight = normal(*shape, std=shape[-1] ** -0.5)
-            options = {"blocksize": 32} if problem.quant_type == "nf4" else {}
+            options = {"blocksize": problem.blocksize} if problem.quant_type == "nf4" else {}
             options["quant_type"] = problem.quant_type
             experts = moe.QuantizedExperts.from_weight(weight, **options)
             experts.strategy = problem.strategy

@@ -90,30 +90,40 @@ def test_one_leaf_alone(moe, device, taken, by_ops, wanted) -> None:
     compared(by_ops, taken, lambda: results(layer(x, ids, gates), leaves, grad))
 
 
+@pytest.fixture
+def with_factors(moe, submodule, device):
+    """`with_factors(kind)`: x, A and B of both projections, and a call of a layer over them."""
+
+    def make(kind: str):
+        problem, rank = PROBLEMS[0], 3
+        layer, x, ids, gates, grad = problem.drawn(moe, device)
+        e, h, i = problem.experts, problem.hidden, problem.intermediate
+        leaves, factors = {"x": x.detach()}, []
+        for name, inputs, outputs in (("gate_up", h, 2 * i), ("down", i, h)):
+            sides = (outputs, inputs) if kind == "swapped" else (inputs, outputs)
+            a = torch.randn(e * rank, sides[0], device=device)
+            b = torch.randn(sides[1], e * rank, device=device)
+            leaves |= {f"{name}.A": a, f"{name}.B": b}
+            made = submodule("moe.lora").PeftFactors(a, b, e, 0.5, swapped=kind == "swapped")
+            factors.append(lambda m=made: moe.LoraFactors(m.a, m.b, 0.5) if kind == "stacks" else m)
+        options = {"layout": layer.layout, "backend": "triton"}
+
+        def run() -> dict:
+            lora = moe.ExpertsLora(*(one() for one in factors))
+            tensors = (leaves["x"], ids, gates.detach(), layer.gate_up_proj, layer.down_proj)
+            return results(moe.experts_forward(*tensors, lora=lora, **options), leaves, grad)
+
+        return leaves, run
+
+    return make
+
+
 @pytest.mark.parametrize("kind", ["stacks", "matrices", "swapped"])
-def test_factors_however_they_lie(moe, submodule, device, taken, by_ops, kind) -> None:
+def test_factors_however_they_lie(taken, by_ops, with_factors, kind) -> None:
     """Stacks of any strides, PEFT's two matrices, and those of a wrapper that swapped them."""
-    problem, rank = PROBLEMS[0], 3
-    layer, x, ids, gates, grad = problem.drawn(moe, device)
-    peft, leaves, factors = submodule("moe.lora").PeftFactors, {"x": x}, []
-    e, h, i = problem.experts, problem.hidden, problem.intermediate
-    for name, inputs, outputs in (("gate_up", h, 2 * i), ("down", i, h)):
-        if kind == "swapped":
-            inputs, outputs = outputs, inputs
-        a = torch.randn(e * rank, inputs, device=device, requires_grad=True)
-        b = torch.randn(outputs, e * rank, device=device, requires_grad=True)
-        leaves |= {f"{name}.A": a, f"{name}.B": b}
-        made = peft(a, b, e, 0.5, swapped=kind == "swapped")
-        factors.append(moe.LoraFactors(made.a, made.b, 0.5) if kind == "stacks" else made)
-
-    def run() -> dict:
-        tensors = (x, ids, gates, layer.gate_up_proj, layer.down_proj)
-        options = {"layout": layer.layout, "lora": moe.ExpertsLora(*factors), "backend": "triton"}
-        out = moe.experts_forward(*tensors, **options)
-        wanted = list(leaves.values())
-        found = torch.autograd.grad(out, wanted, grad, retain_graph=True)
-        return {"out": out.detach(), **dict(zip(leaves, found, strict=True))}
-
+    leaves, run = with_factors(kind)
+    for leaf in leaves.values():
+        leaf.requires_grad_()
     compared(by_ops, taken, run)
 
 
@@ -123,26 +133,10 @@ def test_factors_however_they_lie(moe, submodule, device, taken, by_ops, kind) -
     "    return wants\n",
 )
 @pytest.mark.parametrize("wanted", ["gate_up.A", "down.B"])
-def test_swapped_factors_want_their_own_gradients(
-    moe, submodule, device, taken, by_ops, wanted
-) -> None:
+def test_swapped_factors_want_their_own_gradients(taken, by_ops, with_factors, wanted) -> None:
     """One matrix of a swapped pair trains: the kernels are asked for the gradient of that one."""
-    problem, rank = PROBLEMS[0], 3
-    layer, x, ids, gates, grad = problem.drawn(moe, device)
-    e, h, i = problem.experts, problem.hidden, problem.intermediate
-    leaves, factors = {}, []
-    for name, inputs, outputs in (("gate_up", 2 * i, h), ("down", h, i)):
-        a, b = torch.randn(e * rank, inputs, device=device), torch.randn(outputs, e * rank)
-        leaves |= {f"{name}.A": a, f"{name}.B": b.to(device)}
-        pair = (leaves[f"{name}.A"], leaves[f"{name}.B"])
-        factors.append(submodule("moe.lora").PeftFactors(*pair, e, 0.5, swapped=True))
+    leaves, run = with_factors("swapped")
     leaves[wanted].requires_grad_()
-
-    def run() -> dict:
-        tensors = (x.detach(), ids, gates.detach(), layer.gate_up_proj, layer.down_proj)
-        options = {"layout": layer.layout, "lora": moe.ExpertsLora(*factors), "backend": "triton"}
-        return results(moe.experts_forward(*tensors, **options), leaves, grad)
-
     compared(by_ops, taken, run)
 
 

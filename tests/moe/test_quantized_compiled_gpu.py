@@ -9,11 +9,9 @@ import torch
 
 from .._compare import assert_same_bits, relative_error
 from .._gpu import capture
-from ._eager import LayerProblem
+from ..kernels.test_gated_quantized_experts import Layer, Problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
-
-NAMES = ("y", "x", "gates", "gate_up.a", "gate_up.b", "down.a", "down.b")
 
 
 @pytest.fixture
@@ -23,51 +21,11 @@ def compiled_calls(submodule, watch):
     return watch(module, "packed_product", lambda *_, along, **__: along)
 
 
-class Layer:
-    """4-bit experts with LoRA as PEFT stores it, and one step's tensors."""
-
-    def __init__(self, moe, device, problem: LayerProblem) -> None:
-        e, h, i, r = problem.experts, problem.hidden, problem.intermediate, problem.rank
-        generator = torch.Generator(device).manual_seed(3)
-
-        def normal(*shape: int, std: float) -> torch.Tensor:
-            return (torch.randn(shape, device=device, generator=generator) * std).bfloat16()
-
-        self.moe, self.problem = moe, problem
-        self.packed = [
-            moe.QuantizedExperts.from_weight(normal(*shape, std=shape[-1] ** -0.5), blocksize=64)
-            for shape in ((e, 2 * i, h), (e, h, i))
-        ]
-        self.x, self.gates, self.grad = problem.inputs(device)
-        self.ids = problem.ids(device)
-        self.lora = [
-            normal(*shape, std=0.1).requires_grad_()
-            for shape in ((e * r, h), (2 * i, r * e), (e * r, i), (h, r * e))
-        ]
-
-    def step(self, backend: str) -> dict[str, torch.Tensor]:
-        """The result and every gradient, by name."""
-        e, r = self.problem.experts, self.problem.rank
-        factors = [
-            self.moe.LoraFactors(a.view(e, r, -1), b.view(-1, r, e).permute(2, 0, 1), 0.5)
-            for a, b in (self.lora[:2], self.lora[2:])
-        ]
-        y = self.moe.experts_forward(
-            self.x,
-            self.ids,
-            self.gates,
-            *self.packed,
-            layout=self.moe.ExpertsLayout(),
-            lora=self.moe.ExpertsLora(*factors),
-            backend=backend,
-        )
-        found = torch.autograd.grad(y, [self.x, self.gates, *self.lora], self.grad)
-        return dict(zip(NAMES, (y.detach(), *found), strict=True))
-
-
 def layer(moe, device, **changes) -> Layer:
-    sizes = {"tokens": 300, "experts": 4, "hidden": 832, "intermediate": 896, "rank": 8}
-    return Layer(moe, device, LayerProblem(**{**sizes, "dtype": torch.bfloat16, **changes}))
+    sizes = {"tokens": 300, "experts": 4, "hidden": 832, "intermediate": 896}
+    dtypes = {"dtype": torch.bfloat16, "lora_dtype": torch.bfloat16}
+    form = {"rank": 8, "rank_down": 8, "strategy": "auto", "blocksize": 64}
+    return Layer(moe, device, Problem(**{**sizes, **dtypes, **form, **changes}))
 
 
 @pytest.mark.parametrize("routing", ("random", "one", "sentinels", "all-sentinels"))
@@ -111,7 +69,7 @@ def test_a_step_in_a_cuda_graph_follows_new_routings(moe, device, compiled_calls
         other = dataclasses.replace(case.problem, routing=routing)
         with torch.no_grad():
             case.ids.copy_(other.ids(device, seed))
-            case.x.copy_(other.inputs(device, seed)[0])
+            case.leaves["x"].copy_(other.inputs(device, seed)[0])
         graph.replay()
         for name, value in case.step("compiled").items():
             assert_same_bits(captured[name], value)

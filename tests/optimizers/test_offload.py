@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from .._compare import assert_all_same_bits, assert_same_bits
 from ._steps import marked, new_gradients, parameters, train, values
 from .test_numbers import NoHostReads
-from .test_state import MAKERS, SHAPES, assert_same_state, muon, state_tensors
+from .test_state import MAKERS, SHAPES, assert_same_state, state_tensors
 
 KEPT = {"step", "second_momentum_buffer"}
 DTYPES = pytest.mark.parametrize(
@@ -224,18 +224,6 @@ def test_state_dicts_while_it_is_on(opt, device, make) -> None:
         train(mine, theirs, 2, seed=50)
         train(other, [p for group in other.param_groups for p in group["params"]], 2, seed=50)
         assert_same_values(other, mine)
-
-
-def test_checkpoints_while_it_is_on(opt, device, tmp_path) -> None:
-    params = parameters(SHAPES, device=device)
-    optimizer = muon(opt, params)
-    optimizer.turn_on_cpu_offload()
-    train(optimizer, params, 2)
-    opt.save_optimizer(optimizer, tmp_path)
-    other = muon(opt, [nn.Parameter(param.detach().clone()) for param in params])
-    other.turn_on_cpu_offload()
-    opt.load_optimizer(other, tmp_path)
-    assert_same_values(other, optimizer)
 
 
 @pytest.mark.sees_defect("state made after the registration is never offloaded")

@@ -98,6 +98,20 @@ RUNS = [("nearest", torch.float32)] + [
 ]
 
 
+def after_1000_steps(opt, device, start, grad, kind, **options) -> dict:
+    """(rounding, dtype) -> (32, 32) in float64, of every run with the same gradient throughout."""
+    found = {}
+    for how, dtype in RUNS:
+        param = nn.Parameter(start.to(device, dtype, copy=True))
+        group = {"kind": kind, "params": [param], "rounding": how, **options}
+        optimizer = opt.MuonAdamW([group | ({"beta2": None} if kind == "muon" else {})])
+        param.grad = grad.to(device, dtype)
+        for _ in range(1000):
+            optimizer.step()
+        found[how, dtype] = param.detach().double()
+    return found
+
+
 @pytest.mark.sees_defect("no master copy and no stochastic rounding")
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 @pytest.mark.parametrize("rate", [1e-4, 5e-4, 2e-3])
@@ -110,17 +124,11 @@ def test_decay_is_not_lost_over_1000_steps(opt, device, kind, rate) -> None:
     makes the parameter the float32 one, rounded: at most 2^-9 off.
     """
     start = torch.rand(32, 32, generator=torch.Generator().manual_seed(1)) + 1
-    results = {}
-    for how, dtype in RUNS:
-        param = nn.Parameter(start.to(device, dtype, copy=True))
-        group = {"kind": kind, "params": [param], "lr": rate, "weight_decay": 1.0, "rounding": how}
-        if kind == "muon":
-            group |= {"ns_steps": 1, "cautious": False, "shaped_decay": False, "beta2": None}
-        optimizer = opt.MuonAdamW([group])
-        param.grad = torch.zeros_like(param)
-        for _ in range(1000):
-            optimizer.step()
-        results[how, dtype] = param.detach().double().mean().item()
+    options = {"lr": rate, "weight_decay": 1.0}
+    if kind == "muon":
+        options |= {"ns_steps": 1, "cautious": False, "shaped_decay": False}
+    runs = after_1000_steps(opt, device, start, torch.zeros(32, 32), kind, **options)
+    results = {run: value.mean().item() for run, value in runs.items()}
     exact = results["nearest", torch.float32]
     assert exact == pytest.approx(start.mean().item() * (1 - rate) ** 1000, rel=1e-3)
     if rate < 2**-9:
@@ -136,19 +144,11 @@ def test_small_updates_are_not_lost_over_1000_steps(opt, device, kind) -> None:
     generator = torch.Generator().manual_seed(2)
     start = torch.rand(32, 32, generator=generator) + 1
     grad = torch.randn(32, 32, generator=generator)
-    moved = {}
-    for how, dtype in RUNS:
-        param = nn.Parameter(start.to(device, dtype, copy=True))
-        before = param.detach().double().clone()
-        lr = 2.0**-8 / 20  # AdamW moves by lr; Muon's update has a root mean square of lr too
-        group = {"kind": kind, "params": [param], "lr": lr, "rounding": how}
-        if kind == "muon":
-            group |= {"adjust_lr_fn": lambda lr, rows, columns: 32**0.5 * lr, "beta2": None}
-        optimizer = opt.MuonAdamW([group])
-        param.grad = grad.to(device=device, dtype=dtype)
-        for _ in range(1000):
-            optimizer.step()
-        moved[how, dtype] = param.detach().double() - before
+    options = {"lr": 2.0**-8 / 20}  # AdamW moves by lr; Muon's update has a root mean square of it
+    if kind == "muon":
+        options |= {"adjust_lr_fn": lambda lr, rows, columns: 32**0.5 * lr}
+    runs = after_1000_steps(opt, device, start, grad, kind, **options)
+    moved = {(how, dtype): x - start.to(device, dtype).double() for (how, dtype), x in runs.items()}
     exact = moved["nearest", torch.float32]
 
     def share(change):

@@ -79,15 +79,9 @@ def wrong_option(episode: Episode | Together) -> None:
 
 
 @event
-def add_group(episode: Episode) -> None:
-    if len(episode.run.params) > 40:
-        return
-    given = episode.source.group()
-    values = {one.name: one.value() for one in given.params}
-    episode.schedulers = []  # they know of the groups of their construction
-    for run in (episode.run, episode.twin):
-        run.add(given, values)
-    episode.fill_gradients()
+def add_group(episode: Episode | Together) -> None:
+    if len(episode.run.params) <= 25:
+        episode.add(episode.source.group())
 
 
 @event
@@ -123,11 +117,7 @@ def wrong_group(episode: Episode) -> None:
     if len(run.optimizer.param_groups) != count:
         raise DifferenceError(f"a refused group with {what} was added")
     if generator.random() < 0.5:  # the right one can still be added
-        values = {one.name: one.value() for one in given.params}
-        episode.schedulers = []
-        for each in (episode.run, episode.twin):
-            each.add(given, values)
-        episode.fill_gradients()
+        episode.add(given)
 
 
 @event
@@ -498,7 +488,7 @@ def zeroed(episode: Episode) -> None:
 
 
 # Of several ranks, too.
-ALIKE = (tensor_learning_rate, wrong_option, deep_copied, offload_off)
+ALIKE = (tensor_learning_rate, add_group, wrong_option, deep_copied, offload_off)
 ALIKE += (closure_raises, pre_hook_raises)
 
 

@@ -294,6 +294,21 @@ class Pair:
         self.happened: list[str] = []
         self.schedulers: list[Any] = []
 
+    def placed(self, name: str, value: Tensor) -> Tensor:
+        """What the run holds of a tensor."""
+        return value
+
+    def fill_gradients(self) -> None:
+        raise NotImplementedError
+
+    def add(self, given: GivenGroup) -> None:
+        """A group for both, of new parameters; schedulers know of the groups before it only."""
+        values = {one.name: one.value() for one in given.params}
+        self.schedulers = []
+        self.twin.add(given, values)
+        self.run.add(given, {name: self.placed(name, value) for name, value in values.items()})
+        self.fill_gradients()
+
     def set_options(self, number: int, options: dict[str, Any]) -> None:
         given = self.run.given[number]
         for run in (self.run, self.twin):

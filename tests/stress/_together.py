@@ -195,17 +195,6 @@ def change_options(episode: Together) -> None:
 
 
 @event
-def add_group(episode: Together) -> None:
-    if len(episode.run.params) > 25:
-        return
-    given = episode.source.group()
-    values = {one.name: one.value() for one in given.params}
-    episode.twin.add(given, values)
-    episode.run.add(given, {name: episode.placed(name, value) for name, value in values.items()})
-    episode.fill_gradients()
-
-
-@event
 def wrong_group(episode: Together) -> None:
     one = Given("vector", (3,), torch.float32, 0, False)
     given = episode.source.group(muon=True)

@@ -43,8 +43,8 @@ def test_every_public_function_is_called(opt) -> None:
         "ProfileCallback": "profile_steps",
         "save_optimizer_async": "save_optimizer",
     }
-    modules = {"integrations", "layers", "moe", "muon"}
-    for name in set(opt.__all__) - modules:
+    modules = {"integrations", "layers", "moe", "muon", "tensor_parallel"}  # the last needs ranks
+    for name in set(opt.__all__) - modules - {"CommUnavailable"}:
         assert same.get(name, name) in CALLS
     records = {"ActiveExperts", "ExpertOrder", "ExpertsLora", "LoraFactors", "ExpertOffload"}
     for name in set(opt.moe.__all__) - records:
