@@ -113,7 +113,8 @@ class Staged:
         self.collectives, self.future = module.AllToAll, module.Future
 
     def __enter__(self) -> None:
-        self.originals = self.collectives.exchange, self.collectives.collect
+        collectives = self.collectives
+        self.originals = collectives.exchange, collectives.collect, collectives._reduce
         if os.environ["RANKS_DEVICE"] == "cpu" or distributed.get_backend() != "gloo":
             return
 
@@ -127,7 +128,14 @@ class Staged:
             self.originals[1](transport, values.cpu(), there).wait()
             return self.future(found.copy_(there))
 
-        self.collectives.exchange, self.collectives.collect = exchange, collect
+        def reduce(transport, values, op):
+            there = values.cpu()
+            self.originals[2](transport, there, op).wait()
+            return self.future(values.copy_(there))
+
+        collectives.exchange, collectives.collect = exchange, collect
+        collectives._reduce = reduce
 
     def __exit__(self, *error: object) -> None:
-        self.collectives.exchange, self.collectives.collect = self.originals
+        collectives = self.collectives
+        collectives.exchange, collectives.collect, collectives._reduce = self.originals

@@ -322,3 +322,19 @@ def different(opt: Any) -> str:
     with pytest.raises(RuntimeError) as raised:
         optimizer.step()
     return str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "number"), [("cuda", 1), ("cuda:0", 0)])
+def test_what_a_rank_says_of_its_gpu(opt, monkeypatch, name, number) -> None:
+    """Its GPU, those it sees and those it reaches, by ids that hold in every process."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda k: SimpleNamespace(uuid=f"GPU-{k}")
+    )
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: there != 2)
+    found = module_of(opt, "distributed.symmetric").SymmetricMemory.facts(torch.device(name))
+    assert found["device"] == f"GPU-{number}"
+    assert found["seen"] == ["GPU-0", "GPU-1", "GPU-2"]
+    assert found["reached"] == ["GPU-0", "GPU-1"]
+    assert found["missing"] == ""

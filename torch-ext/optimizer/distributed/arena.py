@@ -193,8 +193,8 @@ class Arena:
             return f"rank {late} wrote nothing within {self.timeout_ms} ms"
         found = self._memories[self.rank][first : first + self.ranks * RECORD.size].cpu()
         for rank in range(self.ranks):
-            text = found[rank * RECORD.size : (rank + 1) * RECORD.size].numpy().tobytes()
-            magic, wrote, size, its_plan = RECORD.unpack(text)
+            text = found[rank * RECORD.size : (rank + 1) * RECORD.size].tolist()
+            magic, wrote, size, its_plan = RECORD.unpack(bytes(text))
             if (magic, wrote, size) != (MAGIC, rank, self.bytes):
                 return f"rank {self.rank} finds no arena of rank {rank} where it should be"
             if its_plan != plan:

@@ -31,8 +31,7 @@ class SymmetricMemory:
         found["overlap"] = os.environ.get(OVERLAPPING) == "1"
         if device.type != "cuda":
             return {**found, "missing": f"no CUDA peers: the parameters are on {device.type}"}
-        here = torch.device("cuda", torch.cuda.current_device() if device.index is None else device)
-        number = here.index
+        number = torch.cuda.current_device() if device.index is None else device.index
         uuids = [_uuid(k) for k in range(torch.cuda.device_count())]
         reached = [
             uuid
@@ -40,7 +39,7 @@ class SymmetricMemory:
             if k == number or torch.cuda.can_device_access_peer(number, k)
         ]
         found |= {"device": uuids[number], "seen": uuids, "reached": reached}
-        return {**found, "missing": _missing(here)}
+        return {**found, "missing": _missing(torch.device("cuda", number))}
 
     @staticmethod
     def allocate(size: int, device: torch.device) -> Tensor:
