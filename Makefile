@@ -56,7 +56,8 @@ MESHES ?= 1000
 CPP = $(shell find kernels-src torch-ext -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 STATIC_SUITE = $(shell grep -lE '^pytestmark = pytest.mark.static' tests/test_*.py)
 ARTIFACT_SUITE = $(shell grep -rl --include='*.py' 'mark\.artifacts' tests)
-SYMM_SUITE := tests/distributed/test_symm_exchanges.py tests/distributed/test_symm_faults.py
+SYMM_SUITE := tests/distributed/test_symm_exchanges.py tests/distributed/test_symm_faults.py \
+    tests/tensor_parallel/test_tensor_parallel_gpu.py
 # Read when torch is imported: two ranks on one GPU, no multicast; and all code there before one waits.
 SYMM_ENV := TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 CUDA_MODULE_LOADING=EAGER
 DIST_SUITE := tests/distributed/test_shared_step.py tests/distributed/test_unreduced.py
@@ -113,7 +114,7 @@ test-gpu:  ## the same tests on a GPU, with the artifact in build/ (no environme
 test-dist:  ## several ranks equal one: make test-dist N=8 on 8 GPUs, N=4 DEVICE=cpu over gloo
 	$(if $(filter cpu,$(DEVICE)),OMP_NUM_THREADS=1 $(PY),python3) -m pytest -q --device $(DEVICE) --ranks $(N) -k equal $(DIST_SUITE)
 
-test-symm:  ## messages through symmetric memory: 2 and 4 processes on the GPUs there are, one is enough (OUT=folder: logs)
+test-symm:  ## messages and products through symmetric memory: 2 and 4 processes on the GPUs there are, one is enough (OUT=folder: logs)
 	$(SYMM_ENV) OMP_NUM_THREADS=1 OUT="$(OUT)" python3 -m pytest -q -rA --device cuda $(ARGS) $(SYMM_SUITE)
 
 soak: $(READY)  ## random events happen to optimizers for STEPS=10000 steps, a tenth of them on four ranks
