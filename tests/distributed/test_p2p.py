@@ -36,7 +36,7 @@ def compare_direct(opt: Any, cases: list[Case]) -> tuple[int, int]:
 
 def test_many_ranks_equal_one(ranks, world, device) -> None:
     generator = random.Random(200 + world)
-    cases = [Case.random(generator, world, device.type) for _ in range(CASES[world])]
+    cases = [Case.random(generator, world, device.type) for _ in range(CASES[world] // 2)]
     for compared, exchanges in ranks(world).run(compare_direct, cases):
         assert compared > 4 * len(cases)
         assert exchanges > 2 * len(cases) or world == 1
@@ -103,9 +103,15 @@ def fault(opt: Any, held: str, how: str, number: int) -> tuple[str, str, bool, b
 
 
 @pytest.mark.sees_defect("a rank that is late makes the others hang, or step with half a message")
-@pytest.mark.parametrize("number", [1, 3])
-@pytest.mark.parametrize("how", ["late", "killed"])
-@pytest.mark.parametrize("held", ["FSDP2", "unreduced"])
+@pytest.mark.parametrize(
+    ("held", "how", "number"),
+    [
+        ("FSDP2", "late", 3),
+        ("FSDP2", "killed", 1),
+        ("unreduced", "late", 1),
+        ("unreduced", "killed", 3),
+    ],
+)
 def test_a_late_rank_is_an_error_in_time(doomed, held, how, number) -> None:
     outcomes = doomed(3).outcomes(fault, held, how, number, timeout=60)
     for rank, (answered, value) in enumerate(outcomes):
@@ -128,10 +134,13 @@ def told_direct(opt: Any, form: str, wire: torch.dtype, inferring: bool) -> tupl
     return replayed, counted["p2p"]
 
 
-@pytest.mark.parametrize("inferring", [False, True], ids=["", "inference mode"])
 @pytest.mark.parametrize(
-    ("form", "wire"),
-    [("shards", torch.float16), ("unreduced", torch.float32), ("unreduced", torch.float16)],
+    ("form", "wire", "inferring"),
+    [
+        ("shards", torch.float16, True),
+        ("unreduced", torch.float32, True),
+        ("unreduced", torch.float16, False),
+    ],
     ids=str,
 )
 def test_stages_are_replayed_between_exchanges(ranks, form, wire, inferring) -> None:

@@ -147,9 +147,11 @@ class Arena:
         if timed is not None:
             timed.note(0)
         flags = [self._flag_of_me[rank] for rank in (*self.others(), self.rank)]
-        push([*targets, *flags], [*sources, *[self._word] * len(flags)])
-        if own is not None:
-            own[0].copy_(own[1], non_blocking=True)
+        written, read = [*targets, *flags], [*sources, *[self._word] * len(flags)]
+        if own is not None:  # behind what others wait for
+            written.append(own[0])
+            read.append(own[1])
+        push(written, read)
         wait_signals(
             self._flags, self.launched % 2**32, self.timeout_ms, self._status, self._epoch, arriving
         )
