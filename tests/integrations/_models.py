@@ -7,7 +7,7 @@ of a dimension agree by chance; `SQUARE` has 2I == H on purpose.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,13 +30,32 @@ COMMON = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
-LINEAR_ATTENTION = {
+OLMOE = {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 20}
+LOCAL = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 20}
+QWEN3 = EXPERTS | {"intermediate_size": 32}
+LINEAR_ATTENTION = EXPERTS | {
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"],
     "shared_expert_intermediate_size": 28,
+}
+DEEPSEEK = {
+    "num_key_value_heads": 2,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 20,
+    "intermediate_size": 32,
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
 }
 VISION = {
     "depth": 1,
@@ -45,103 +64,44 @@ VISION = {
     "num_heads": 2,
     "out_hidden_size": 24,
 }
-
-
-def qwen3_moe(**changes: Any) -> torch.nn.Module:
-    config = t.Qwen3MoeConfig(**COMMON | EXPERTS | {"intermediate_size": 32} | changes)
-    return t.Qwen3MoeForCausalLM(config)
-
-
-def qwen3_moe_square(**changes: Any) -> torch.nn.Module:
-    """2I == H: nothing about gate_up_proj can be told from its shape."""
-    return qwen3_moe(moe_intermediate_size=12, **changes)
-
-
-def qwen3_5_moe(**changes: Any) -> torch.nn.Module:
-    config = t.Qwen3_5MoeTextConfig(**COMMON | EXPERTS | LINEAR_ATTENTION | changes)
-    return t.Qwen3_5MoeForCausalLM(config)
-
-
-def qwen3_5_moe_vlm(**changes: Any) -> torch.nn.Module:
-    """A vision-language model: its experts sit in the text backbone, which has its own config."""
-    config = t.Qwen3_5MoeConfig(
-        text_config=COMMON | EXPERTS | LINEAR_ATTENTION | changes,
-        vision_config=VISION,
-        tie_word_embeddings=False,
-    )
-    return t.Qwen3_5MoeForConditionalGeneration(config)
-
-
-def qwen3_next(**changes: Any) -> torch.nn.Module:
-    config = t.Qwen3NextConfig(
-        **COMMON | EXPERTS | LINEAR_ATTENTION | {"intermediate_size": 32} | changes
-    )
-    return t.Qwen3NextForCausalLM(config)
-
-
-def olmoe(**changes: Any) -> torch.nn.Module:
-    own = {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 20}
-    return t.OlmoeForCausalLM(t.OlmoeConfig(**COMMON | own | changes))
-
-
-def mixtral(**changes: Any) -> torch.nn.Module:
-    own = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 20}
-    return t.MixtralForCausalLM(t.MixtralConfig(**COMMON | own | changes))
-
-
-def gpt_oss(**changes: Any) -> torch.nn.Module:
-    """Transposed, interleaved and biased, with a clamped gate."""
-    own = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 20}
-    model = t.GptOssForCausalLM(t.GptOssConfig(**COMMON | own | changes))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("_proj_bias"):  # zero otherwise: a test could not see them
-                parameter.normal_()
-    return model
-
-
-def deepseek_v3(**changes: Any) -> torch.nn.Module:
-    """Sigmoid router with groups and correction bias, a dense first layer, shared experts."""
-    own = {
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 20,
-        "intermediate_size": 32,
-        "q_lora_rank": None,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-    }
-    common = {key: value for key, value in COMMON.items() if key != "head_dim"}
-    config = t.DeepseekV3Config(**common | own | {"num_key_value_heads": 2} | changes)
-    return t.DeepseekV3ForCausalLM(config)
-
-
-MODELS: dict[str, Callable[..., torch.nn.Module]] = {
-    function.__name__: function
-    for function in (
-        qwen3_moe,
-        qwen3_moe_square,
-        qwen3_5_moe,
-        qwen3_5_moe_vlm,
-        qwen3_next,
-        olmoe,
-        mixtral,
-        gpt_oss,
-        deepseek_v3,
-    )
+MODELS: dict[str, tuple[type, dict[str, Any]]] = {
+    "qwen3_moe": (t.Qwen3MoeForCausalLM, QWEN3),
+    # 2I == H: nothing about gate_up_proj can be told from its shape.
+    "qwen3_moe_square": (t.Qwen3MoeForCausalLM, QWEN3 | {"moe_intermediate_size": 12}),
+    "qwen3_5_moe": (t.Qwen3_5MoeForCausalLM, LINEAR_ATTENTION),
+    # A vision-language model: its experts sit in the text backbone, which has its own config.
+    "qwen3_5_moe_vlm": (t.Qwen3_5MoeForConditionalGeneration, LINEAR_ATTENTION),
+    "qwen3_next": (t.Qwen3NextForCausalLM, LINEAR_ATTENTION | {"intermediate_size": 32}),
+    "olmoe": (t.OlmoeForCausalLM, OLMOE),
+    "mixtral": (t.MixtralForCausalLM, LOCAL),
+    # Transposed, interleaved and biased, with a clamped gate.
+    "gpt_oss": (t.GptOssForCausalLM, LOCAL),
+    # Sigmoid router with groups and correction bias, a dense first layer, shared experts.
+    "deepseek_v3": (t.DeepseekV3ForCausalLM, DEEPSEEK),
 }
+
+
+def model_of(name: str, **changes: Any) -> torch.nn.Module:
+    """A model as its class initialises it, of a configuration with some changes."""
+    kind, own = MODELS[name]
+    options = COMMON | own | changes
+    if name == "deepseek_v3":
+        del options["head_dim"]  # three other sizes make it
+    if name == "qwen3_5_moe_vlm":
+        options = {"text_config": options, "vision_config": VISION, "tie_word_embeddings": False}
+    model = kind(kind.config_class(**options))
+    if name == "gpt_oss":
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith("_proj_bias"):  # zero otherwise: a test could not see
+                    parameter.normal_()
+    return model
 
 
 def build(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> torch.nn.Module:
     """A model with the same weights on every call, on transformers' eager experts."""
     torch.manual_seed(0)
-    model = MODELS[name](**changes).to(dtype)
+    model = model_of(name, **changes).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -186,43 +186,74 @@ def test_roles_of_a_and_b_follow_the_version_and_not_the_shape(
     assert_error_at_most(logits(loaded), logits(expected), FP32)
 
 
-def test_version_of_peft_whose_layout_is_unknown(opt, device, saved) -> None:
-    model = build("qwen3_moe_square").to(device)
-    for version, words in (("0.19.1.dev0@abc", "development version"), ("new", "no version")):
-        with pytest.raises(ValueError, match=words):
-            opt.integrations.load_peft_adapter(model, edit(saved, peft_version=version))
-    opt.integrations.load_peft_adapter(model, edit(saved, peft_version="0.22.0.dev0"))
+# What could run for years as a regular expression, and what is none.
+PATTERNS = ["(.*)*x", "(a+)+$", "(", "[z-a]", "a{9}", "q|v", r"\w", "(?i)x", "x" * 400, ".*" * 9]
+UNFIT = [
+    ({"peft_type": "IA3"}, "'peft_type': 'IA3'"),
+    ({"use_dora": True}, "'use_dora': True"),
+    ({"lora_dropout": 0.1}, "'lora_dropout': 0.1"),
+    ({"lora_bias": True}, "'lora_bias': True"),
+    ({"bias": "all"}, "'bias': 'all'"),
+    ({"modules_to_save": ["lm_head"]}, r"lm_head\.weight is missing there, \(61, 24\) here"),
+    ({"target_modules": ["q_proj"]}, r"q_proj\.lora_A\.weight is missing there, \(3, 24\)"),
+    ({"modules_to_save": ["(.*)*x"]}, r"'modules_to_save' has '\(\.\*\)\*x'"),
+    ({"target_modules": "(.*)*x"}, r"'target_modules' has '\(\.\*\)\*x'"),
+    ({"rank_pattern": {"q_proj": 10**9}, "target_modules": ["q_proj"]}, "r must be an integer"),
+    ({"rank_pattern": {"q_proj": 999}, "target_modules": ["q_proj"]}, "no factor of rank 999"),
+    ({"target_parameters": []}, "targets no parameters"),
+    ({"target_parameters": [*BOTH, "gate.weight"]}, r"gate\.lora_A\.weight is missing there"),
+    ({"target_parameters": [*BOTH, "nowhere"]}, "'nowhere'.*no parameters"),
+    ({"target_parameters": [BOTH[0]]}, "unexpected.*base_layer"),
+    ({"r": 4}, r"down_proj needs A \(20, 12\) and B \(24, 20\), the file has"),
+    ({"r": None}, "'r' must be int, got None"),
+    ({"r": "3"}, "'r' must be int, got '3'"),
+    ({"r": 3.0}, r"'r' must be int, got 3\.0"),
+    ({"r": True}, "'r' must be int, got True"),
+    ({"r": -3}, "r must be an integer from 1"),
+    ({"lora_alpha": None}, "'lora_alpha' must be int or float, got None"),
+    ({"lora_alpha": [7]}, "'lora_alpha' must be int or float"),
+    ({"lora_alpha": float("nan")}, "lora_alpha must be a finite float32"),
+    ({"lora_alpha": 10**400}, "lora_alpha must be a finite float32"),
+    ({"use_rslora": "false"}, "'use_rslora' must be bool or null"),
+    ({"target_parameters": BOTH[1]}, "'target_parameters' must be list or null"),
+    ({"target_parameters": [[BOTH[1]]]}, "'target_parameters' must be names"),
+    ({"target_parameters": {BOTH[1]: 1}}, "'target_parameters' must be list or null"),
+    ({"rank_pattern": [3]}, "'rank_pattern' must be dict or null"),
+    ({"rank_pattern": {"down_proj": "3"}}, "down_proj, r must be an integer"),
+    ({"alpha_pattern": {"down_proj": {}}}, "down_proj, lora_alpha must be a number"),
+    ({"alpha_pattern": {f"{n}.*": 3 for n in range(101)}}, "more than 100 patterns"),
+    ({"peft_version": 0.19}, "'peft_version' must be str or null"),
+    ({"peft_version": "9" * 5000 + ".1"}, "is no version"),
+    ({"peft_version": "0.19.1.dev0@abc"}, "development version"),
+]
+UNFIT += [
+    ({key: {pattern: 3}}, f"{key}' has {re.escape(repr(pattern)[:20])}")
+    for key in ("rank_pattern", "alpha_pattern")
+    for pattern in PATTERNS
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"peft_type": "IA3"}, "'peft_type': 'IA3'"),
-        ({"use_dora": True}, "'use_dora': True"),
-        ({"lora_dropout": 0.1}, "'lora_dropout': 0.1"),
-        ({"lora_bias": True}, "'lora_bias': True"),
-        ({"bias": "all"}, "'bias': 'all'"),
-        ({"modules_to_save": ["lm_head"]}, r"lm_head\.weight is missing there, \(61, 24\) here"),
-        ({"target_modules": ["q_proj"]}, r"q_proj\.lora_A\.weight is missing there, \(3, 24\)"),
-        ({"modules_to_save": ["(.*)*x"]}, r"'modules_to_save' has '\(\.\*\)\*x'"),
-        ({"target_modules": "(.*)*x"}, r"'target_modules' has '\(\.\*\)\*x'"),
-        ({"rank_pattern": {"q_proj": 10**9}, "target_modules": ["q_proj"]}, "r must be an integer"),
-        ({"rank_pattern": {"q_proj": 999}, "target_modules": ["q_proj"]}, "no factor of rank 999"),
-        ({"target_parameters": []}, "targets no parameters"),
-        ({"target_parameters": [*BOTH, "gate.weight"]}, r"gate\.lora_A\.weight is missing there"),
-        ({"target_parameters": [*BOTH, "nowhere"]}, "'nowhere'.*no parameters"),
-        ({"target_parameters": [BOTH[0]]}, "unexpected.*base_layer"),
-        ({"r": 4}, r"down_proj needs A \(20, 12\) and B \(24, 20\), the file has"),
-    ],
-    ids=str,
-)
-def test_unfit_configurations_are_refused(opt, device, saved, changes, words) -> None:
-    model = build("qwen3_moe_square").to(device)
-    before = set(model.state_dict())
-    with pytest.raises(ValueError, match=words):
-        opt.integrations.load_peft_adapter(model, edit(saved, **changes))
-    assert set(model.state_dict()) == before
+def refused(opt, model: nn.Module, folder: Path) -> str:
+    """The message of the ValueError that loading raises, which leaves nothing behind."""
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    modules = [name for name, _ in model.named_modules()]
+    with pytest.raises(ValueError) as refusal:
+        opt.integrations.load_peft_adapter(model, folder)
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == before
+    assert [name for name, _ in model.named_modules()] == modules
     assert model.config._experts_implementation == "eager"
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(("changes", "words"), UNFIT, ids=lambda value: f"{value!r:.60}")
+def test_unfit_configurations_are_refused(opt, device, saved, changes, words) -> None:
+    said = refused(opt, build("qwen3_moe_square").to(device), edit(saved, **changes))
+    assert re.search(words, said) and str(saved) in said
+
+
+def test_a_development_version_whose_layout_is_known(opt, device, saved) -> None:
+    edit(saved, peft_version="0.22.0.dev0")
+    opt.integrations.load_peft_adapter(build("qwen3_moe_square").to(device), saved)
 
 
 def test_unfit_tensors_are_refused(opt, device, saved) -> None:
@@ -310,25 +341,13 @@ def test_a_saver_that_fails_leaves_the_old_files(opt, device, tmp_path, monkeypa
 UNTRAINABLE = [torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]
 
 
-def assert_refused(opt, model: nn.Module, folder: Path, *words: str) -> None:
-    """Loading raises a ValueError with these words, and leaves nothing behind."""
-    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    modules = [name for name, _ in model.named_modules()]
-    with pytest.raises(ValueError) as refusal:
-        opt.integrations.load_peft_adapter(model, folder)
-    for word in words:
-        assert word in str(refusal.value)
-    assert {name: p.requires_grad for name, p in model.named_parameters()} == before
-    assert [name for name, _ in model.named_modules()] == modules
-    assert model.config._experts_implementation == "eager"
-
-
 @pytest.mark.parametrize("dtype", UNTRAINABLE, ids=str)
 def test_factors_that_cannot_train(opt, device, saved, dtype: torch.dtype) -> None:
     model = build("qwen3_moe_square").to(device)
     tensors = load_file(saved / TENSORS)
     save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, saved / TENSORS)
-    assert_refused(opt, model, saved, str(saved / TENSORS), f"got {dtype}")
+    said = refused(opt, model, saved)
+    assert str(saved / TENSORS) in said and f"got {dtype}" in said
 
 
 @pytest.mark.parametrize("dtype", UNTRAINABLE, ids=str)
@@ -344,23 +363,6 @@ def test_attached_factors_that_cannot_train(opt, device, dtype: torch.dtype) -> 
     with pytest.raises(ValueError, match=f"got {dtype}"):
         adapters.add_adapter(r=3, alpha=7, dtype=dtype)
     assert not list(adapters.parameters())
-
-
-@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
-@pytest.mark.parametrize(
-    "pattern",
-    ["(.*)*x", "(a+)+$", "(", "[z-a]", "a{9}", "q|v", r"\w", "(?i)x", "x" * 400, ".*" * 9],
-)
-def test_patterns_that_could_run_for_years(opt, device, saved, pattern: str, key: str) -> None:
-    model = build("qwen3_moe_square").to(device)
-    edit(saved, **{key: {pattern: 3}})
-    assert_refused(opt, model, saved, str(saved / CONFIG), key, pattern[:20])
-
-
-def test_more_patterns_than_anybody_writes(opt, device, saved) -> None:
-    model = build("qwen3_moe_square").to(device)
-    edit(saved, alpha_pattern={f"{number}.*": 3 for number in range(101)})
-    assert_refused(opt, model, saved, str(saved / CONFIG), "more than 100 patterns")
 
 
 def test_patterns_mean_what_they_mean_to_peft(submodule) -> None:
@@ -394,38 +396,8 @@ def test_patterns_mean_what_they_mean_to_peft(submodule) -> None:
 def test_configurations_that_are_no_json_objects(opt, device, saved, text, words) -> None:
     model = build("qwen3_moe_square").to(device)
     (saved / CONFIG).write_text(text, encoding="latin-1")
-    assert_refused(opt, model, saved, str(saved / CONFIG), words)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("r", None),
-        ("r", "3"),
-        ("r", 3.0),
-        ("r", True),
-        ("r", -3),
-        ("lora_alpha", None),
-        ("lora_alpha", [7]),
-        ("lora_alpha", float("nan")),
-        ("lora_alpha", 10**400),
-        ("use_rslora", "false"),
-        ("target_parameters", "experts.down_proj"),
-        ("target_parameters", [["experts.down_proj"]]),
-        ("target_parameters", {"experts.down_proj": 1}),
-        ("rank_pattern", [3]),
-        ("rank_pattern", {"down_proj": "3"}),
-        ("alpha_pattern", {"down_proj": {}}),
-        ("peft_version", 0.19),
-        ("peft_version", "9" * 5000 + ".1"),
-    ],
-    ids=lambda value: f"{value!r:.30}",
-)
-def test_configurations_with_wrong_entries(opt, device, saved, key: str, value) -> None:
-    model = build("qwen3_moe_square").to(device)
-    edit(saved, **{key: value})
-    word = {"lora_alpha": "alpha", "rank_pattern": "r", "alpha_pattern": "alpha"}.get(key, key)
-    assert_refused(opt, model, saved, str(saved / CONFIG), word)
+    said = refused(opt, model, saved)
+    assert str(saved / CONFIG) in said and words in said
 
 
 @pytest.mark.parametrize("version", ["0.17.1", "0.21.2"])
@@ -439,7 +411,8 @@ def test_factors_of_any_other_shape(opt, device, tmp_path, version: str) -> None
     first, *_ = tensors
     for wrong in (torch.ones(7, 3), torch.ones(5), torch.ones(()), torch.ones(2, 3, 4)):
         save_file(tensors | {first: wrong}, saved / TENSORS)
-        assert_refused(opt, model, saved, str(saved / TENSORS), f"{tuple(wrong.shape)}")
+        said = refused(opt, model, saved)
+        assert str(saved / TENSORS) in said and f"{tuple(wrong.shape)}" in said
 
 
 @pytest.fixture

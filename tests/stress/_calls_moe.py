@@ -511,7 +511,7 @@ def tiny(generator: random.Random) -> Any:
     from ..integrations import _models
 
     torch.manual_seed(generator.randrange(1000))
-    return getattr(_models, generator.choice(FAMILIES))()
+    return _models.model_of(generator.choice(FAMILIES))
 
 
 def logits(model: Any) -> torch.Tensor:

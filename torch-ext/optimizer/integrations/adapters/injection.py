@@ -498,12 +498,16 @@ def _check_tensors(config: dict[str, Any], tensors: dict[str, Tensor], file: Any
     """
     dtype = dtype_of(tensors, file)
     largest = max(max(t.shape, default=0) for key, t in tensors.items() if ".lora_" in key)
-    for r in [config["r"], *(config.get("rank_pattern") or {}).values()]:
-        AdapterOptions(r, 1.0).check()
-        if r > largest:
-            raise ValueError(f"{file} holds no factor of rank {r}, which its configuration names")
-    for alpha in [config["lora_alpha"], *(config.get("alpha_pattern") or {}).values()]:
-        AdapterOptions(1, alpha).check()
+    ranks = [config["r"], *(config.get("rank_pattern") or {}).values()]
+    alphas = [config["lora_alpha"], *(config.get("alpha_pattern") or {}).values()]
+    named = [AdapterOptions(r, 1.0) for r in ranks] + [AdapterOptions(1, a) for a in alphas]
+    try:
+        for options in named:
+            options.check()
+    except ValueError as error:
+        raise ValueError(f"the configuration of {file}: {error}") from error
+    if (r := max(ranks)) > largest:
+        raise ValueError(f"{file} holds no factor of rank {r}, which its configuration names")
     return dtype
 
 
