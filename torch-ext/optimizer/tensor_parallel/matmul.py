@@ -24,6 +24,7 @@ from ..kernels.autocast import autocast_dtype, cast, without_autocast
 from . import collectives, ops
 from .products import (
     check_inner,
+    check_multiples,
     check_product,
     check_scaled,
     flat_scales,
@@ -74,7 +75,8 @@ def all_gather_matmul(
         scaling: None multiplies in a's dtype. Otherwise both operands become float8_e4m3fn, with
             one scale each ("tensorwise", common to all ranks), or one per row of a and column of a
             matrix, which travel with the fused product ("rowwise_sharded") or ahead of it
-            ("rowwise_replicated"). Gradients of a are float8 products too, those of bs are not.
+            ("rowwise_replicated"). Gradients of a are float8 products too, those of bs are not. On
+            CUDA K and N are then multiples of 16.
         fuse: "auto" fuses where that is faster, "always" small products too, "never" none.
         strict: Raise where the product cannot be fused although `fuse` lets it be.
 
@@ -287,7 +289,7 @@ class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a: Tensor, how: _How, keep: bool, *bs: Tensor) -> tuple[Tensor, ...]:
         gathered, outs = ops.all_gather(a, [*bs], **how.options(), keep=keep, out_dtype=a.dtype)
-        ctx.how, ctx.keep = how, keep
+        ctx.how = how
         ctx.save_for_backward(gathered, *bs)
         return tuple(outs)
 
@@ -514,6 +516,8 @@ def _check_dtypes(a: Tensor, b: Tensor, scaling: str | None) -> None:
         )
     if b.dtype != a.dtype:
         raise TypeError(f"b must have a's dtype {a.dtype}, got {b.dtype}; convert one of them")
+    if scaling is not None:
+        check_multiples(a, b)
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:

@@ -116,11 +116,7 @@ def check_scaled(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, rows: i
             f"b {tuple(b.shape)} must have contiguous columns, got strides {b.stride()}; pass "
             "weight.t() of a contiguous weight (N, K), or b.t().contiguous().t()"
         )
-    if a.is_cuda and (b.shape[0] % MULTIPLE or b.shape[1] % MULTIPLE):
-        raise ValueError(
-            f"b must have sizes that are multiples of {MULTIPLE}, got {tuple(b.shape)}; pad it "
-            "with zeros"
-        )
+    check_multiples(a, b)
     tensorwise = b_scale.numel() == 1 and b.shape[1] != 1
     if not tensorwise and b_scale.numel() != b.shape[1]:
         raise ValueError(
@@ -147,6 +143,15 @@ def check_product(a: Tensor, b: Tensor) -> None:
         raise ValueError(f"b must be (K, N), got shape {tuple(b.shape)}")
     if a.device != b.device:
         raise ValueError(f"b must be on the device of a ({a.device}), got {b.device}")
+
+
+def check_multiples(a: Tensor, b: Tensor) -> None:
+    """ValueError if float8 products on the device of a take no b of these sizes."""
+    if a.is_cuda and (b.shape[0] % MULTIPLE or b.shape[1] % MULTIPLE):
+        raise ValueError(
+            f"b must have sizes that are multiples of {MULTIPLE} in float8, got {tuple(b.shape)}; "
+            "pad it with zeros"
+        )
 
 
 def check_inner(columns: int, b: Tensor) -> None:
