@@ -80,6 +80,17 @@ def test_auto_passes_the_gate_of_its_rows(opt, entry, shape) -> None:
     assert found.baseline < 1  # the baseline is close too: the factor is the right one
 
 
+def task_of(entry, built, name: str):
+    """A task of that name over one small matrix."""
+    problem = entry.Problem(1, 48, 64, "heavy")
+    inputs = [entry.made(problem, torch.Generator().manual_seed(0), "cpu")]
+
+    def found(mine, theirs):
+        return entry.distances(built.package, inputs[0], mine, theirs)
+
+    return entry.Task(name, inputs, found, 1.0, 1.02)
+
+
 def gated(entry, built, monkeypatch, ours=None, repeats=True):
     """The row of a case whose timing is given; `ours` replaces what a user calls."""
     times = timer.Times
@@ -90,14 +101,8 @@ def gated(entry, built, monkeypatch, ours=None, repeats=True):
     monkeypatch.setattr(entry.Case, "times", lambda self, *_: taken)
     if ours is not None:
         monkeypatch.setattr(entry.Case, "ours", ours)
-    problem = entry.Problem(1, 48, 64, "heavy")
-    inputs = [entry.made(problem, torch.Generator().manual_seed(0), "cpu")]
-
-    def found(mine, theirs):
-        return entry.distances(built.package, inputs[0], mine, theirs)
-
-    task = entry.Task(problem.case, inputs, found, 1.0, 1.02)
-    return entry.measure(task, entry.Case(inputs, built, entry.polar_express_bf16))
+    task = task_of(entry, built, "1x48x64/heavy")
+    return entry.measure(task, entry.Case(task.inputs, built, entry.polar_express_bf16))
 
 
 def test_right_results_are_timed(entry, built, monkeypatch) -> None:
@@ -184,7 +189,7 @@ def test_paths_of_the_listed_shapes(entry) -> None:
     assert not any(problem.paths for problem in entry.random_problems(7))
 
 
-def test_forced_rows_and_what_they_say(opt, entry, built, monkeypatch) -> None:
+def test_forced_rows_and_what_they_say(entry, built, monkeypatch) -> None:
     """A row of each path with the baseline of the first; the summary compares them."""
     wall = iter([4.0, 2.5, 3.2])
     monkeypatch.setattr(entry.Case, "capture", lambda self: None)
@@ -197,13 +202,7 @@ def test_forced_rows_and_what_they_say(opt, entry, built, monkeypatch) -> None:
 
     monkeypatch.setattr(entry, "times", times)
     monkeypatch.setattr(entry.Problem, "paths", ("torch", "two-reading", "mma.sync"))
-    problem = entry.Problem(1, 48, 64, "heavy")
-    inputs = [entry.made(problem, torch.Generator().manual_seed(0), "cpu")]
-
-    def found(mine, theirs):
-        return entry.distances(opt, inputs[0], mine, theirs)
-
-    task = entry.Task("1x4096x4096/heavy", inputs, found, 1.0, 1.02)
+    problem, task = entry.Problem(1, 48, 64, "heavy"), task_of(entry, built, "1x4096x4096/heavy")
     known = {"ours": timer.Times(1.0, 2.0, 0.1), "baseline": timer.Times(3.0, 6.0, 0.2)}
     auto = entry.row_of(task.name, 1.0, entry.Distances(0.1, 0.1, 1.0), known, 1.0)
     pairs = list(entry.forced_rows(problem, task, auto, built, entry.polar_express_bf16))

@@ -88,51 +88,38 @@ def test_gram_polynomial_by_halves(opt, products, device, by_halves, spectrum, t
     assert_error_at_most(halves, exact, 1.42 * relative_error(dense, exact))
 
 
-@pytest.mark.parametrize(
-    ("method", "dtype", "shape", "count"),
-    [
-        ("polar_express", HALF, (32, 96), 10),  # X X^T and A^2 in each of five steps
-        ("polar_express", HALF, (96, 32), 5),  # X^T X stays dense without Hopper's instructions
-        ("polar_express", SINGLE, (96, 32), 10),
-        ("gram_newton_schulz", HALF, (32, 96), 13),  # X X^T twice, R^2 5, R Z and Z R Z 3 each
-        ("gram_newton_schulz", SINGLE, (32, 96), 13),
-    ],
-    ids=str,
-)
-def test_which_products_run_by_halves(
-    opt, products, device, by_halves, method, dtype, shape, count, monkeypatch
-) -> None:
-    monkeypatch.setattr(products, "runs_dense_compiled", lambda device, dtype: False)
-    x = matrix("gaussian", *shape).float().to(device)
-    calls = by_halves()
-    opt.orthogonalize(x, method, dtype=dtype)
-    assert len(calls) == count
-
-
 @pytest.mark.sees_defect("plain batched products without a symmetric kernel")
 @pytest.mark.sees_defect("dense products, 1.4 to 2.4 times the operations needed")
-@pytest.mark.parametrize("shape", [(32, 96), (96, 32)], ids=str)
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("tall", [False, True])
 @pytest.mark.parametrize(
     ("method", "dtype", "count"),
     [
-        *(("polar_express", dtype, 10) for dtype in (HALF, BRAIN)),
-        ("gram_newton_schulz", HALF, 13),
+        ("polar_express", HALF, 10),  # X X^T and A^2 in each of five steps
+        ("polar_express", BRAIN, 10),
+        ("polar_express", SINGLE, 10),
+        ("gram_newton_schulz", HALF, 13),  # X X^T twice, R^2 5, R Z and Z R Z 3 each
+        ("gram_newton_schulz", SINGLE, 13),
         ("gram_polynomial", HALF, 12),
     ],
     ids=str,
 )
-def test_hopper_computes_every_symmetric_product_by_halves(
-    opt, products, device, by_halves, monkeypatch, method, dtype, count, shape
+def test_which_products_run_by_halves(
+    opt, products, device, by_halves, monkeypatch, method, dtype, count, tall, hopper
 ) -> None:
-    """Whatever the side, tall matrices too; nothing that is symmetric is computed in full."""
+    """On Hopper all that are symmetric; else X^T X of a tall half-precision matrix stays dense."""
     calls = by_halves()
-    monkeypatch.setattr(products, "_pays", lambda m, dtype: False)
-    monkeypatch.setattr(products, "runs_dense_compiled", lambda device, dtype: dtype.itemsize == 2)
-    for m in (8, 512, 3072, 8192):
-        assert products.runs_symmetric(m, dtype, device)
-        assert products.gram_runs_symmetric(4 * m, m, dtype, device)
-    x = matrix("gaussian", *shape).float().to(device)
-    opt.orthogonalize(x, method, dtype=dtype)
+    served = lambda device, dtype: hopper and dtype.itemsize == 2  # noqa: E731
+    monkeypatch.setattr(products, "runs_dense_compiled", served)
+    if served(device, dtype):
+        monkeypatch.setattr(products, "_pays", lambda m, dtype: False)
+        for m in (8, 512, 3072, 8192):
+            assert products.runs_symmetric(m, dtype, device)
+            assert products.gram_runs_symmetric(4 * m, m, dtype, device)
+    elif tall and dtype != SINGLE:
+        count -= {"polar_express": 5}.get(method, 2)
+    x = matrix("gaussian", 32, 96).float().to(device)
+    opt.orthogonalize(x.mT if tall else x, method, dtype=dtype)
     assert len(calls) == count
 
 

@@ -208,6 +208,11 @@ def all_or_nothing(module: nn.Module, action: Callable[..., Any]) -> Callable[..
     return act
 
 
+def runs(*inputs: Tensor) -> Callable[[nn.Module], None]:
+    """A check of a module: what it makes of the inputs is finite."""
+    return lambda module: finite(module(*inputs))
+
+
 # Always the same arguments.
 FIXED: dict[str, dict[str, Any]] = {
     "moe.RouterRule": {
@@ -295,11 +300,8 @@ def experts_module(package: Package, generator: random.Random) -> Made:
         "device": torch.device("cpu"),
     }
 
-    def check(module: nn.Module) -> None:
-        x = draw(generator, (2, 4), module.down_proj.dtype)
-        finite(module(x, torch.tensor([[0], [1]]), torch.ones(2, 1)))
-
-    return arguments, check
+    x = draw(generator, (2, 4), arguments["dtype"])
+    return arguments, runs(x, torch.tensor([[0], [1]]), torch.ones(2, 1))
 
 
 @call("moe.Experts.add_adapter")
@@ -316,9 +318,7 @@ def add_adapter(package: Package, generator: random.Random) -> Made:
         "dropout": 0.0,
     }
 
-    def check(module: nn.Module) -> None:
-        finite(module(draw(generator, (2, 4)), torch.tensor([[0], [1]]), torch.ones(2, 1)))
-
+    check = runs(draw(generator, (2, 4)), torch.tensor([[0], [1]]), torch.ones(2, 1))
     return arguments, check, all_or_nothing(module, module.add_adapter)
 
 
@@ -445,21 +445,13 @@ def quantized_linear(package: Package, generator: random.Random) -> Made:
 def router(package: Package, generator: random.Random) -> Made:
     rule = package.opt.moe.RouterRule("sigmoid", 2)
     arguments = {"hidden": 4, "num_experts": 5, "rule": rule, "correction": True, "bias": True}
-
-    def check(module: nn.Module) -> None:
-        finite(module(draw(generator, (3, 4))))
-
-    return arguments, check
+    return arguments, runs(draw(generator, (3, 4)))
 
 
 @call("moe.SharedExperts")
 def shared_experts(package: Package, generator: random.Random) -> Made:
     arguments = {"hidden": 4, "intermediate": 5, "activation": "silu", "sigmoid_gate": True}
-
-    def check(module: nn.Module) -> None:
-        finite(module(draw(generator, (3, 4))))
-
-    return arguments, check
+    return arguments, runs(draw(generator, (3, 4)))
 
 
 @call("moe.MoEBlock", words=("hidden_states", "x ", "linear", "weight must have dtype"))
