@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from .._compare import assert_all_same_bits
 from .._gpu import capture
 
 
@@ -149,6 +152,16 @@ def both(opt, params, **options):
 
 def values(params) -> list[Tensor]:
     return [param.detach().clone() for param in params]
+
+
+@contextlib.contextmanager
+def nothing_written(optimizer) -> Iterator[None]:
+    """Fails where a bit of the parameters or of their state changes in the block."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    before, state = values(params), copy.deepcopy(optimizer.state_dict()["state"])
+    yield
+    assert_all_same_bits(params, before)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
 
 
 class TinyTransformer(nn.Module):

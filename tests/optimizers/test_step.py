@@ -8,13 +8,8 @@ import logging
 import pytest
 import torch
 
-from .._compare import assert_all_same_bits, assert_same_bits
-from ._steps import (
-    both,
-    parameters,
-    train,
-    values,
-)
+from .._compare import assert_same_bits
+from ._steps import both, nothing_written, parameters, train, values
 
 CLASSES = pytest.mark.parametrize("name", ["Muon", "MuonAdamW"])
 SHAPES = [(6, 4), (4, 6), (6, 4), (8, 3, 2, 2)]
@@ -171,11 +166,8 @@ def test_a_bad_gradient_changes_nothing(opt, device, name, culprit, fault) -> No
     else:
         params[culprit].data = torch.ones(7, 7, device=device)
         message = f"group {culprit // 2}, parameter 0"
-    before, state = values(params), copy.deepcopy(optimizer.state_dict()["state"])
-    with pytest.raises(ValueError, match=message):
+    with nothing_written(optimizer), pytest.raises(ValueError, match=message):
         optimizer.step()
-    assert_all_same_bits(params, before)
-    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
 
 
 def test_a_gradient_from_before_a_swap_is_refused(opt, device) -> None:
