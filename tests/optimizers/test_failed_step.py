@@ -272,10 +272,7 @@ def test_host_memory_that_is_filled_in_inference_mode(opt) -> None:
 
 @pytest.mark.parametrize(
     ("option", "on", "off", "dtype"),
-    [
-        ("beta2", 0.9, None, torch.float32),
-        ("rounding", "stochastic", "nearest", torch.bfloat16),
-    ],
+    [("beta2", 0.9, None, torch.float32), ("rounding", "stochastic", "nearest", torch.bfloat16)],
 )
 def test_what_was_switched_off_begins_anew(opt, option, on, off, dtype) -> None:
     """In the run that goes on as in the one that is resumed from its checkpoint."""

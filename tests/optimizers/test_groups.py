@@ -337,10 +337,7 @@ def test_empty_groups(opt, kind) -> None:
     param = matrix()
     param.grad = torch.ones(4, 3)
     optimizer = opt.MuonAdamW(
-        [
-            {"kind": kind, "params": [], "lr": 0.1},
-            {"kind": "muon", "params": [param], "lr": 0.1},
-        ]
+        [{"kind": kind, "params": [], "lr": 0.1}, {"kind": "muon", "params": [param], "lr": 0.1}]
     )
     optimizer.step()
     assert not torch.equal(param.detach(), torch.ones(4, 3))

@@ -25,10 +25,7 @@ def test_device_memory_is_freed(opt, submodule, device, monkeypatch) -> None:
         params = [nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated(device)
-        optimizer = opt.Muon(
-            marked(params, 160),
-            none_grad=False,
-        )
+        optimizer = opt.Muon(marked(params, 160), none_grad=False)
         if offload:
             optimizer.turn_on_cpu_offload()
             optimizer.fit_state()

@@ -290,10 +290,7 @@ def test_moonlights_constructor(opt) -> None:
     with pytest.raises(TypeError, match=r"for Moonlight's update write Muon\(\[\{'params': muon_p"):
         opt.Muon(lr=1e-3, wd=0.1, muon_params=params[:1], adamw_params=params[1:])
     optimizer = opt.Muon(
-        marked(params, 1),
-        lr=1e-3,
-        weight_decay=0.1,
-        ns_coefficients="keller_jordan",
+        marked(params, 1), lr=1e-3, weight_decay=0.1, ns_coefficients="keller_jordan"
     )
     grads = stepped(optimizer, params)
     rule = {"lr": 1e-3, "decay": 0.1, "mu": 0.95, "nesterov": True, "ema": False}

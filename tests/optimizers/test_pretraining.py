@@ -117,9 +117,7 @@ def test_a_rate_that_diverges_is_recorded_and_the_sweep_goes_on(
     training.warm_up()
     run = training.run
     monkeypatch.setattr(
-        training,
-        "run",
-        lambda name, lr, *rest: run(name, TOO_MUCH if lr == 8e-3 else lr, *rest),
+        training, "run", lambda name, lr, *rest: run(name, TOO_MUCH if lr == 8e-3 else lr, *rest)
     )
     row = harness.end_to_end.training_row("muon", training)
     assert row.ok and row.lr == 4e-3 and not row.lr_at_edge
