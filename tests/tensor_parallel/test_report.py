@@ -115,40 +115,45 @@ def test_reasons_of_a_layout(fused, report) -> None:
     assert scattered(matrix(24, 64), 1, scaled=False) is None
 
 
-def prepared(fused, monkeypatch, *, others, failures=(None, None), join=None) -> str | None:
-    """What `_prepare` says where the second rank tells `others` and `failures`."""
-    told = [others, failures[1]]
+def prepared(fused, monkeypatch, *, other=None, failure=None, join=None) -> str | None:
+    """What `_prepare` says where the second rank has these facts, and fails for this reason."""
+    mine = {"host": "here", "device": "gpu-0", "seen": ["gpu-0", "gpu-1"], "missing": ""}
+    mine |= {"reached": mine["seen"], "overlap": False}
+    told = [mine | {"device": "gpu-1"} | (other or {}), failure]
 
-    def all_gather_object(found, mine, group):
-        found[:] = [mine, told.pop(0)]
+    def all_gather_object(found, value, group):
+        found[:] = [value, told.pop(0)]
 
     monkeypatch.setattr(fused.distributed, "all_gather_object", all_gather_object)
-    monkeypatch.setattr(fused.socket, "gethostname", lambda: "here")
-    properties = SimpleNamespace(uuid="gpu-0")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(fused.SymmetricMemory, "facts", staticmethod(lambda _: mine))
     monkeypatch.setattr(fused, "_enable", lambda _: None)
     join = join or (lambda *_: None)
     monkeypatch.setattr(fused.symmetric_memory, "get_symm_mem_workspace", join)
     return fused._prepare(Group("0"), GPU)
 
 
-def test_ranks_agree_on_what_symmetric_memory_joins(fused, monkeypatch) -> None:
-    monkeypatch.delenv(fused.OVERLAP, raising=False)
-    assert prepared(fused, monkeypatch, others=("here", "gpu-1")) is None
-    assert "on 2 hosts" in prepared(fused, monkeypatch, others=("there", "gpu-0"))
-    assert fused.OVERLAP in prepared(fused, monkeypatch, others=("here", "gpu-0"))
-    monkeypatch.setenv(fused.OVERLAP, "1")
-    assert prepared(fused, monkeypatch, others=("here", "gpu-0")) is None
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({}, None),
+        ({"host": "there"}, "on several hosts"),
+        ({"device": "gpu-0"}, "two ranks use one GPU"),
+        ({"reached": ["gpu-1"]}, "no peer access"),
+        ({"missing": "torch too old"}, "rank 1: torch too old"),
+    ],
+)
+def test_ranks_agree_on_what_symmetric_memory_joins(fused, monkeypatch, other, reason) -> None:
+    found = prepared(fused, monkeypatch, other=other)
+    assert found is None if reason is None else reason in found
 
 
 def test_a_rank_that_cannot_join_tells_the_others(fused, monkeypatch) -> None:
     def refused(*_):
         raise RuntimeError("no peer access\nand more")
 
-    other = {"others": ("here", "gpu-1")}
-    here = prepared(fused, monkeypatch, **other, join=refused)
+    here = prepared(fused, monkeypatch, join=refused)
     assert here.endswith("on rank 0 of the group: RuntimeError: no peer access")
-    there = prepared(fused, monkeypatch, **other, failures=(None, "OutOfMemoryError: all is used"))
+    there = prepared(fused, monkeypatch, failure="OutOfMemoryError: all is used")
     assert there.endswith("on rank 1 of the group: OutOfMemoryError: all is used")
 
 

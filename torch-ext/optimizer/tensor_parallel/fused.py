@@ -8,8 +8,6 @@ scales from shapes; here it is said.
 
 from __future__ import annotations
 
-import os
-import socket
 import warnings
 import weakref
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+from ..distributed.symmetric import SymmetricMemory, why_not_shared
 from .collectives import resolved
 from .products import has_float8_products
 from .report import (
@@ -41,7 +40,6 @@ LEAST_COLUMNS = 1024  # of a shard gathered along the last dimension; torch's ow
 SCALE_ROWS = 4  # float32 scales in 16 bytes
 ROW_MULTIPLE = 16
 FIRST_BYTES = 2**20  # of a group's workspace, before anything is known of its calls
-OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 _prepared: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 
@@ -117,14 +115,11 @@ def _prepare(group: Any, device: torch.device) -> str | None:
 
     Every rank learns what every other one found, so that they agree and none waits for another.
     """
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    found: list[Any] = [None] * group.size()
-    distributed.all_gather_object(found, (socket.gethostname(), uuid), group=group)
-    hosts, devices = (set(column) for column in zip(*found, strict=True))
-    if len(hosts) > 1:
-        return f"the ranks of the group are on {len(hosts)} hosts, and symmetric memory joins one"
-    if len(devices) < group.size() and os.environ.get(OVERLAP) != "1":
-        return f"two ranks share a GPU, which needs {OVERLAP}=1 before torch is imported"
+    facts: list[Any] = [None] * group.size()
+    distributed.all_gather_object(facts, SymmetricMemory.facts(device), group=group)
+    reason = why_not_shared(facts)
+    if reason is not None:
+        return reason
     failure = None
     try:
         _enable(group.group_name)
