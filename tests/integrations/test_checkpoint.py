@@ -38,7 +38,7 @@ def copies(params):
     return [nn.Parameter(param.detach().clone()) for param in params]
 
 
-def written(folder: Path) -> dict[str, bytes]:
+def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -50,7 +50,7 @@ def test_a_resumed_run_continues_bit_for_bit(opt, device, make, dtype, tmp_path)
     optimizer = make(opt, params)
     train(optimizer, params, 3)
     opt.save_optimizer(optimizer, tmp_path)
-    assert written(tmp_path).keys() == FILES
+    assert contents(tmp_path).keys() == FILES
     resumed_params = copies(params)
     resumed = make(opt, resumed_params, lr=0.5, weight_decay=0.0)
     opt.load_optimizer(resumed, tmp_path)
@@ -184,7 +184,7 @@ def test_a_failed_save_keeps_the_previous_one(opt, device, step, monkeypatch, tm
     optimizer = muon(opt, params)
     train(optimizer, params, 1)
     opt.save_optimizer(optimizer, tmp_path)
-    before = written(tmp_path)
+    before = contents(tmp_path)
     reference = muon(opt, copies(params))
     opt.load_optimizer(reference, tmp_path)
     train(optimizer, params, 1)
@@ -196,7 +196,7 @@ def test_a_failed_save_keeps_the_previous_one(opt, device, step, monkeypatch, tm
     with pytest.raises(OSError, match="disk full"):
         opt.save_optimizer(optimizer, tmp_path)
     monkeypatch.undo()
-    assert written(tmp_path) == before
+    assert contents(tmp_path) == before
     opt.load_optimizer(optimizer, tmp_path)
     assert_same_state(optimizer, reference)
 
@@ -249,12 +249,17 @@ def test_two_savers_to_one_folder(opt, tmp_path) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    assert written(tmp_path).keys() == FILES
+    assert contents(tmp_path).keys() == FILES
+    assert saved_in(opt, tmp_path) in makers
+
+
+def saved_in(opt, folder: Path) -> tuple[float, float]:
+    """The rate of a matrix of 64 x 64, and the one number that all of its momentum is."""
     param = nn.Parameter(torch.zeros(64, 64))
     optimizer = opt.Muon([("w", param)])
-    opt.load_optimizer(optimizer, tmp_path)
+    opt.load_optimizer(optimizer, folder)
     value = optimizer.state[param]["momentum_buffer"].unique().item()
-    assert (optimizer.param_groups[0]["lr"], value) in makers
+    return optimizer.param_groups[0]["lr"], value
 
 
 ONE_MATRIX = """
@@ -293,13 +298,9 @@ def test_a_killed_save_leaves_one_whole_checkpoint(
     root = Path(opt.__file__).resolve().parent.parent.parent
     result = forks.run("-c", KILLED, tmp_path, f"{repo_id}={root}", killed_at, device.type)
     assert result.returncode == -signal.SIGKILL, result.stderr
-    param = nn.Parameter(torch.zeros(64, 64))
-    optimizer = opt.Muon([("w", param)])
-    opt.load_optimizer(optimizer, tmp_path)
-    assert optimizer.param_groups[0]["lr"] == lr
-    assert (optimizer.state[param]["momentum_buffer"] == value).all()
-    opt.save_optimizer(optimizer, tmp_path)
-    assert written(tmp_path).keys() == FILES
+    assert saved_in(opt, tmp_path) == (lr, value)
+    opt.save_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
+    assert contents(tmp_path).keys() == FILES
 
 
 def test_the_readable_copy(opt, device, tmp_path) -> None:
@@ -520,7 +521,7 @@ def test_a_full_disk_is_an_os_error(opt, save, tmp_path) -> None:
     params = parameters([(64, 64)])
     optimizer = opt.Muon(params)
     save(opt, optimizer, tmp_path)
-    before = written(tmp_path)
+    before = contents(tmp_path)
     train(optimizer, params, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
@@ -530,7 +531,7 @@ def test_a_full_disk_is_an_os_error(opt, save, tmp_path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.errno == errno.EFBIG
-    assert written(tmp_path) == before
+    assert contents(tmp_path) == before
 
 
 def test_files_have_the_mode_of_any_other(opt, tmp_path) -> None:
@@ -549,7 +550,7 @@ def test_a_save_leaves_what_another_is_writing(opt, submodule, tmp_path) -> None
         file.write(b"mine")
         opt.save_optimizer(optimizer, tmp_path)
     assert (tmp_path / "optimizer.json").read_bytes() == b"mine"
-    assert written(tmp_path).keys() == FILES
+    assert contents(tmp_path).keys() == FILES
 
 
 def test_a_file_that_was_taken_for_left_behind_is_made_again(opt, monkeypatch, tmp_path) -> None:
@@ -566,7 +567,7 @@ def test_a_file_that_was_taken_for_left_behind_is_made_again(opt, monkeypatch, t
 
     monkeypatch.setattr(fcntl, "flock", late)
     opt.save_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
-    assert taken and written(tmp_path).keys() == FILES
+    assert taken and contents(tmp_path).keys() == FILES
 
 
 def test_without_locks_nothing_is_taken_for_left_behind(opt, monkeypatch, tmp_path) -> None:
@@ -577,7 +578,7 @@ def test_without_locks_nothing_is_taken_for_left_behind(opt, monkeypatch, tmp_pa
     left = tmp_path / "optimizer.safetensors.0.tmp"
     left.touch()
     opt.save_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
-    assert written(tmp_path).keys() == FILES | {left.name}
+    assert contents(tmp_path).keys() == FILES | {left.name}
 
 
 def test_a_tensor_file_holds_any_tensor(submodule, device, tmp_path) -> None:

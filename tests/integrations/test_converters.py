@@ -118,6 +118,10 @@ def take_over(ours, theirs) -> None:
             mine.copy_(other)
 
 
+def load_converted(opt, optimizer, saved, source: str, **options) -> None:
+    optimizer.load_state_dict(opt.convert_state_dict(optimizer, saved, source=source, **options))
+
+
 def assert_goes_on(optimizer, ours, other, theirs, budget=BUDGET) -> None:
     """Five more steps of both; what they change agrees."""
     take_over(ours, theirs)
@@ -155,14 +159,14 @@ def test_motif(opt, device, form, nesterov) -> None:
     train(other, theirs, 4)
     optimizer = opt.Muon(motif_groups(ours), momentum_form=form, method="polar_express")
     saved = copy.deepcopy(other.state_dict())
-    optimizer.load_state_dict(opt.convert_state_dict(optimizer, saved, source="motif"))
+    load_converted(opt, optimizer, saved, "motif")
     group = optimizer.param_groups[0]
     assert (group["lr"], group["momentum"], group["nesterov"]) == (0.03, 0.9, nesterov)
     assert optimizer.param_groups[1]["adamw_betas"] == (0.9, 0.95)
     assert_goes_on(optimizer, ours, other, theirs)
     # MuonAdamW takes the same state; its own rule for rates and decay is another one.
     second = opt.MuonAdamW([{**g, "lr": 1.0} for g in motif_groups(ours)])
-    second.load_state_dict(opt.convert_state_dict(second, saved, source="motif"))
+    load_converted(opt, second, saved, "motif")
     assert second.param_groups[1]["betas"] == (0.9, 0.95)
     for index in (4, 5):
         for ours_key, key in (("exp_avg", "moment1"), ("exp_avg_sq", "moment2")):
@@ -179,7 +183,7 @@ def test_motif_in_another_order(opt, device) -> None:
     groups[0]["params"] = [ours[i] for i in order]
     groups[0]["names"] = [f"_orig_mod.{NAMES[i]}" for i in order]
     optimizer = opt.Muon(groups, method="polar_express")
-    optimizer.load_state_dict(opt.convert_state_dict(optimizer, other.state_dict(), source="motif"))
+    load_converted(opt, optimizer, other.state_dict(), "motif")
     assert_goes_on(optimizer, ours, other, theirs)
 
 
@@ -194,9 +198,7 @@ def test_nanochat(opt, device, form) -> None:
         if group["kind"] == "muon":
             group |= {"momentum_form": form, "method": "polar_express"}
         group["lr"] = 1.0  # replaced by the saved one
-    optimizer.load_state_dict(
-        opt.convert_state_dict(optimizer, other.state_dict(), source="nanochat")
-    )
+    load_converted(opt, optimizer, other.state_dict(), "nanochat")
     assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.004, 0.02, 0.02]
     assert optimizer.state[ours[4]]["step"].item() == 4
     assert_goes_on(optimizer, ours, other, theirs)
@@ -216,9 +218,7 @@ def test_nanochat_into_a_run_without_variance_reduction(opt, device, name) -> No
         if group["kind"] == "muon":
             group["beta2"] = None
     optimizer = getattr(opt, name)(groups)
-    optimizer.load_state_dict(
-        opt.convert_state_dict(optimizer, other.state_dict(), source="nanochat")
-    )
+    load_converted(opt, optimizer, other.state_dict(), "nanochat")
     muon = optimizer.param_groups[2]
     assert (muon["beta2"], muon["lr"], muon["momentum"]) == (None, 0.02, 0.9)
     train(optimizer, ours, 1)
@@ -276,7 +276,7 @@ def test_torch(opt, device, form, adjust) -> None:
         motif_groups(ours), method="newton_schulz", dtype=torch.float32, momentum_form=form
     )
     saved = [muon.state_dict(), adamw.state_dict()]
-    optimizer.load_state_dict(opt.convert_state_dict(optimizer, saved, source="torch"))
+    load_converted(opt, optimizer, saved, "torch")
     assert optimizer.param_groups[0]["adjust_lr_fn"] == (adjust or "original")
     assert optimizer.param_groups[1]["weight_decay"] == 0.2
     factor = 1 if form == "ema" else 1 / (1 - 0.9)
@@ -303,7 +303,7 @@ def test_state_that_was_never_made_is_zero(opt, device) -> None:
     theirs[1].grad = theirs[4].grad = None
     other.step()
     optimizer = opt.Muon(motif_groups(ours), method="polar_express")
-    optimizer.load_state_dict(opt.convert_state_dict(optimizer, other.state_dict(), source="motif"))
+    load_converted(opt, optimizer, other.state_dict(), "motif")
     assert not optimizer.state[ours[1]]["momentum_buffer"].any()
     assert optimizer.state[ours[4]]["step"].item() == 0
     assert_goes_on(optimizer, ours, other, theirs)
@@ -382,10 +382,7 @@ def test_groups_whose_options_differ_are_not_merged_in_silence(opt, device) -> N
     optimizer = opt.MuonAdamW(groups)
     with pytest.raises(ValueError, match=r"group 1: .* saved with lr=0.2 and with lr=0.004; make"):
         opt.convert_state_dict(optimizer, other.state_dict(), source="nanochat")
-    converted = opt.convert_state_dict(
-        optimizer, other.state_dict(), source="nanochat", keep_options=True
-    )
-    optimizer.load_state_dict(converted)
+    load_converted(opt, optimizer, other.state_dict(), "nanochat", keep_options=True)
     assert optimizer.param_groups[0]["lr"] == 0.1
     stack = other.state[theirs[0]]["momentum_buffer"]
     for place, param in enumerate((ours[0], ours[1], ours[3])):

@@ -36,6 +36,23 @@ def training(opt, device):
     return step
 
 
+@pytest.fixture
+def profiled(profiler, training):
+    """A loop under `profile_steps` that makes some steps, and fails in the next one if it shall."""
+
+    def loop(start: int, count: int, out, steps: int, error: BaseException | None = None):
+        with profiler.profile_steps(start, count, out) as profile:
+            for _ in range(steps):
+                training()
+                profile.step()
+            if error is not None:
+                training()
+                raise error
+        return profile
+
+    return loop
+
+
 def read(folder, name):
     return json.loads((folder / f"{name}.json").read_text())
 
@@ -47,11 +64,8 @@ def marks(folder, name) -> list[str]:
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 2), (1, 1), (2, 3)])
-def test_exactly_these_steps(profiler, training, device, start, count, tmp_path) -> None:
-    with profiler.profile_steps(start, count, tmp_path / "out") as profile:
-        for _ in range(7):
-            training()
-            profile.step()
+def test_exactly_these_steps(profiled, device, start, count, tmp_path) -> None:
+    profile = profiled(start, count, tmp_path / "out", 7)
     name = f"rank000-steps{start}-{start + count - 1}"
     assert marks(tmp_path / "out", name) == [f"mark {i}" for i in range(start, start + count)]
     names = {f"trace-{name}.json", f"memory-{name}.json"}
@@ -60,12 +74,9 @@ def test_exactly_these_steps(profiler, training, device, start, count, tmp_path)
     assert {path.name for path in profile.files} == names
 
 
-def test_the_trace_and_the_history_of_memory(profiler, training, tmp_path) -> None:
+def test_the_trace_and_the_history_of_memory(profiled, tmp_path) -> None:
     """Ranges of the step, shapes, and allocations with the Python lines that made them."""
-    with profiler.profile_steps(1, 1, tmp_path) as profile:
-        for _ in range(2):
-            training()
-            profile.step()
+    profiled(1, 1, tmp_path, 2)
     events = read(tmp_path, "trace-rank000-steps1-1")["traceEvents"]
     names = {event["name"] for event in events}
     assert {"muon::momentum", "muon::newton_schulz", "muon::update_params", "muon::adamw"} <= names
@@ -82,60 +93,34 @@ def test_the_trace_and_the_history_of_memory(profiler, training, tmp_path) -> No
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("steps", [2, 3])
-def test_an_exception_closes_it_and_passes(profiler, training, error, steps, tmp_path) -> None:
+def test_an_exception_closes_it_and_passes(profiled, error, steps, tmp_path) -> None:
     """What was recorded is there, and the profiler can be used again."""
-    with (
-        pytest.raises(error, match="planted"),
-        profiler.profile_steps(1, 5, tmp_path) as profile,
-    ):
-        for _ in range(steps):
-            training()
-            profile.step()
-        training()
-        raise error("planted")
+    with pytest.raises(error, match="planted"):
+        profiled(1, 5, tmp_path, steps, error("planted"))
     name = f"rank000-steps1-{steps}"
     assert marks(tmp_path, name) == [f"mark {i}" for i in range(1, steps + 1)]
-    with profiler.profile_steps(0, 1, tmp_path / "again") as profile:
-        training()
-        profile.step()
+    profiled(0, 1, tmp_path / "again", 1)
     assert marks(tmp_path / "again", "rank000-steps0-0") == [f"mark {steps + 1}"]
 
 
-def test_a_failure_to_write_does_not_hide_the_exception(
-    profiler, training, tmp_path, caplog
-) -> None:
+def test_a_failure_to_write_does_not_hide_the_exception(profiled, tmp_path, caplog) -> None:
     (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(ValueError, match="planted"),
-        profiler.profile_steps(0, 2, tmp_path / "file") as profile,
-    ):
-        training()
-        profile.step()
-        raise ValueError("planted")
+    with pytest.raises(ValueError, match="planted"):
+        profiled(0, 2, tmp_path / "file", 1, ValueError("planted"))
     assert "the profile could not be written" in caplog.text
 
 
-def test_a_loop_that_ends_early(profiler, training, tmp_path, caplog) -> None:
-    with profiler.profile_steps(1, 50, tmp_path) as profile:
-        for _ in range(3):
-            training()
-            profile.step()
+def test_a_loop_that_ends_early(profiled, tmp_path, caplog) -> None:
+    profiled(1, 50, tmp_path, 3)
     assert marks(tmp_path, "rank000-steps1-2") == ["mark 1", "mark 2"]
-    with (
-        caplog.at_level(logging.WARNING),
-        profiler.profile_steps(50, 1, tmp_path / "none") as profile,
-    ):
-        training()
-        profile.step()
-    assert profile.files == []
+    with caplog.at_level(logging.WARNING):
+        assert profiled(50, 1, tmp_path / "none", 1).files == []
     assert "nothing was profiled: 1 steps were made, the first to record was 50" in caplog.text
 
 
-def test_the_rank_is_in_the_name(profiler, training, tmp_path, monkeypatch) -> None:
+def test_the_rank_is_in_the_name(profiled, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("RANK", "12")
-    with profiler.profile_steps(0, 1, tmp_path) as profile:
-        training()
-        profile.step()
+    profiled(0, 1, tmp_path, 1)
     assert (tmp_path / "trace-rank012-steps0-0.json").is_file()
 
 
