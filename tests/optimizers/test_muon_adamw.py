@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from .._compare import assert_all_same_bits, assert_same_bits
-from ._steps import TinyTransformer, language_loss, new_gradients, parameters, train, values
+from ._steps import new_gradients, parameters, train, values
 
 
 def groups(params, **options):
@@ -132,31 +132,6 @@ def test_a_partial_gradient_is_refused_before_any_write(opt, mesh) -> None:
     with pytest.raises(TypeError, match=r"parameter 1: gradient: a DTensor with .*Partial"):
         optimizer.step()
     assert_same_bits(params[0].detach().to_local(), plain[0].detach())
-
-
-def test_the_snippet(opt, device) -> None:
-    torch.manual_seed(0)
-    model = TinyTransformer().to(device)
-
-    groups = opt.muon.get_default_muon_param_groups(model)
-    optim = opt.Muon(groups, lr=2e-3, weight_decay=0.1)
-
-    first = language_loss(model, seed=0)
-    first.backward()
-    optim.step()
-    assert language_loss(model, seed=0) < first
-
-    muon, adamw, undecayed = groups
-    optim = opt.MuonAdamW(
-        [
-            {"kind": "muon", "params": muon["params"], "lr": 0.02},
-            {"kind": "adamw", "params": adamw["params"] + undecayed["params"], "lr": 3e-3},
-        ]
-    )
-    first = language_loss(model, seed=0)
-    first.backward()
-    optim.step()
-    assert language_loss(model, seed=0) < first
 
 
 def test_public_names(opt) -> None:

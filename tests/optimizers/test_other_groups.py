@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from .._compare import assert_all_same_bits, assert_error_at_most
-from ._steps import TinyTransformer, language_loss, marked, new_gradients, parameters, train, values
+from ._steps import TinyTransformer, marked, new_gradients, parameters, train, values
 
 KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
 
@@ -332,33 +332,6 @@ def test_torchs_groups(opt) -> None:
     rule = {"lr": 0.02, "decay": 0.1, "mu": 0.95, "nesterov": True, "ema": True}
     expected = all_by_muon(start, grads, original, **rule, rows=[KELLER_JORDAN] * 5)
     assert_updates(params, expected)
-
-
-def test_motifs_documented_call(opt) -> None:
-    """`optimizer.muon.get_default_muon_param_groups(model)`, then Muon with its keywords."""
-    model = TinyTransformer()
-    groups = opt.muon.get_default_muon_param_groups(model)
-    optimizer = opt.muon.Muon(
-        groups,
-        lr=1e-3,
-        momentum=0.9,
-        nesterov=True,
-        ns_steps=5,
-        weight_decay=0.1,
-        adamw_betas=(0.9, 0.95),
-        adamw_eps=1e-8,
-        none_grad=True,
-        debug=False,
-        clip_config=None,
-        warmup_step=5,
-        chunk_size=-1,
-        use_distributed_muon=False,
-        expert_keys=["experts"],
-    )
-    first = language_loss(model, seed=0)
-    first.backward()
-    optimizer.step()
-    assert language_loss(model, seed=0) < first
 
 
 def test_empty_groups_load_through_distributed_checkpoint(opt) -> None:
