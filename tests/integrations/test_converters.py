@@ -325,50 +325,37 @@ def test_converting_changes_nothing(opt, device) -> None:
             assert_same_tensors(now["state"][index], state)
 
 
-def of_torch(optimizer):
-    return optimizer.state_dict()
-
-
 def test_what_does_not_fit_is_refused(opt, device) -> None:
     ours, theirs = both(device)
     optimizer = opt.Muon(motif_groups(ours))
     motif = Motif(opt, motif_groups(theirs), lr=0.03)
     train(motif, theirs, 1)
     saved = motif.state_dict()
-    convert = opt.convert_state_dict
-    with pytest.raises(TypeError, match="optimizer must be a Muon or a MuonAdamW, got Adam"):
-        convert(torch.optim.Adam(theirs), saved, source="motif")
-    with pytest.raises(
-        ValueError, match="source must be one of torch, motif, nanochat, got 'dion'"
-    ):
-        convert(optimizer, saved, source="dion")
-    with pytest.raises(TypeError, match=r"saved\[0\] is no state_dict"):
-        convert(optimizer, {"lr": 1}, source="motif")
-    with pytest.raises(TypeError, match=r"saved\[0\] is no state_dict"):
-        convert(optimizer, {**saved, "state": None}, source="motif")
     without = {key: {**entry, "momentum_buffer": None} for key, entry in saved["state"].items()}
-    with pytest.raises(ValueError, match="saved: a momentum_buffer must be a Tensor, got None"):
-        convert(optimizer, {**saved, "state": without}, source="motif")
-    with pytest.raises(ValueError, match="motif is one optimizer: give its state_dict, not 2"):
-        convert(optimizer, [saved, saved], source="motif")
-    with pytest.raises(ValueError, match="group 0 has no kind 'muon' or 'adamw'"):
-        convert(optimizer, saved, source="nanochat")
-    with pytest.raises(ValueError, match="group 0 has no 'use_muon'"):
-        convert(optimizer, of_torch(torch.optim.Muon(theirs[:4])), source="motif")
-    with pytest.raises(ValueError, match=r"group 0 is neither of torch\.optim\.Muon"):
-        convert(optimizer, of_torch(torch.optim.SGD(theirs)), source="torch")
-    with pytest.raises(ValueError, match="group 0: amsgrad has no counterpart"):
-        convert(optimizer, of_torch(torch.optim.AdamW(theirs, amsgrad=True)), source="torch")
-    with pytest.raises(ValueError, match="0 parameters of kind 'adamw' were saved, the optimizer"):
-        convert(optimizer, of_torch(torch.optim.Muon(theirs[:4])), source="torch")
-    renamed = copy.deepcopy(saved)
+    renamed, swapped = copy.deepcopy(saved), copy.deepcopy(saved)
     renamed["param_groups"][0]["names"] = ["a.w", "b.w", "c.w", "e.w"]
-    with pytest.raises(ValueError, match=r"nothing was saved for \['d.w'\].*present: \['e.w'\]"):
-        convert(optimizer, renamed, source="motif")
-    swapped = copy.deepcopy(saved)
     swapped["state"][0], swapped["state"][2] = swapped["state"][2], swapped["state"][0]
-    with pytest.raises(ValueError, match=r"momentum_buffer has shape \(6, 12\), expected \(12, 6"):
-        optimizer.load_state_dict(convert(optimizer, swapped, source="motif"))
+    torchs = torch.optim.Muon(theirs[:4]).state_dict()
+    sgd, amsgrad = torch.optim.SGD(theirs), torch.optim.AdamW(theirs, amsgrad=True)
+    for other, source, words in (
+        (saved, "dion", "source must be one of torch, motif, nanochat, got 'dion'"),
+        ({"lr": 1}, "motif", r"saved\[0\] is no state_dict"),
+        ({**saved, "state": None}, "motif", r"saved\[0\] is no state_dict"),
+        ({**saved, "state": without}, "motif", "a momentum_buffer must be a Tensor, got None"),
+        ([saved, saved], "motif", "motif is one optimizer: give its state_dict, not 2"),
+        (saved, "nanochat", "group 0 has no kind 'muon' or 'adamw'"),
+        (torchs, "motif", "group 0 has no 'use_muon'"),
+        (sgd.state_dict(), "torch", r"group 0 is neither of torch\.optim\.Muon"),
+        (amsgrad.state_dict(), "torch", "group 0: amsgrad has no counterpart"),
+        (torchs, "torch", "0 parameters of kind 'adamw' were saved, the optimizer"),
+        (renamed, "motif", r"nothing was saved for \['d.w'\].*present: \['e.w'\]"),
+        (swapped, "motif", r"momentum_buffer has shape \(6, 12\), expected \(12, 6"),
+    ):
+        error = TypeError if "is no state_dict" in words else ValueError
+        with pytest.raises(error, match=words):
+            load_converted(opt, optimizer, other, source)
+    with pytest.raises(TypeError, match="optimizer must be a Muon or a MuonAdamW, got Adam"):
+        opt.convert_state_dict(torch.optim.Adam(theirs), saved, source="motif")
 
 
 def test_groups_whose_options_differ_are_not_merged_in_silence(opt, device) -> None:
