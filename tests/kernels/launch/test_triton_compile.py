@@ -82,7 +82,7 @@ from kernels import get_kernel
 from triton.backends.compiler import GPUTarget
 from scaled_copy import kernel
 
-package = get_kernel({repo_id!r}, version=1, trust_remote_code=True)
+package = get_kernel({repo_id!r}, version=1, backend={backend!r}, trust_remote_code=True)
 compiler = importlib.import_module(package.__name__ + ".kernels.launch.triton_compile")
 x = torch.zeros(64, dtype=torch.bfloat16)
 options = dict(num_warps=2, launch_pdl=True)
@@ -110,7 +110,7 @@ for arch in (80, 90):
 """
 
 
-def test_compiled_once_and_kept(kernel, repo_id, tmp_path) -> None:
+def test_compiled_once_and_kept(kernel, repo_id, device, tmp_path) -> None:
     """In a process of its own: where kernels were interpreted, none can be compiled any more."""
     with open(tmp_path / "scaled_copy.py", "a") as source:
         source.write(
@@ -120,7 +120,8 @@ def test_compiled_once_and_kept(kernel, repo_id, tmp_path) -> None:
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     environment = {**os.environ, "PYTHONPATH": paths}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", COMPILED_ONCE.format(repo_id=repo_id)]
+    program = COMPILED_ONCE.format(repo_id=repo_id, backend=device.type)
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
