@@ -68,9 +68,12 @@ def _special(opt) -> None:
             if rank == 0:
                 x[0, 0] = torch.nan  # which makes the rows of every rank NaN
             assert sharded(x, **options).isnan().all()
-            # Fewer rows here than there.
-            mine = torch.randn(3 + 2 * rank, 4)
-            assert sharded(mine, rows=[3, 5], **options).shape == mine.shape
+            # Fewer rows here than there, and none.
+            for sizes in ([3, 5], [0, 7]):
+                x = matrix(sum(sizes), 4, torch.float64)
+                found = sharded(x.split(sizes)[rank], rows=sizes, **options)
+                expected = opt.orthogonalize(x, method).split(sizes)[rank]
+                torch.testing.assert_close(found, expected)
     assert sharded(torch.zeros(0, 6)).shape == (0, 6)
     with pytest.raises(ValueError, match="schedule must be one of"):
         sharded(torch.zeros(4, 4), schedule="ring")

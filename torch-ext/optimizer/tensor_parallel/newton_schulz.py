@@ -202,7 +202,8 @@ def iterated(
     # Blocks of rows of n x n matrices are equal, and rows such as compiled products take. Zero
     # columns stay zero.
     unit = ranks.world * (ALIGNMENT if x.is_cuda else 1)
-    padded = torch.nn.functional.pad(x, (0, -n % unit)).unsqueeze(0)  # (1, m_r, N)
+    empty = int(len(x) == 0)  # gets a row of zeros, which change no sum
+    padded = torch.nn.functional.pad(x, (0, -n % unit, 0, empty)).unsqueeze(0)  # (1, m_r, N)
     powers = (_Replicated if schedule == "gram_ar" else _RowBlocks)(ranks)
     if method == "gram_polynomial":
         out = _polynomials(padded, powers)
@@ -210,7 +211,7 @@ def iterated(
         out = _gram_newton_schulz(padded, steps, powers)
     else:
         out = _direct(padded, *_rows_of(method, steps), powers)
-    return out[0, :, :n].contiguous()
+    return out[0, : len(x), :n].contiguous()
 
 
 def _rows_of(method: str, steps: int) -> tuple[Rows, float]:
