@@ -78,7 +78,7 @@ class Link:
         # One message object per direction: a transport knows its exchanges by them.
         self.going, self.coming = (messages.Message((), counts) for _ in range(2))
         planned = policy.Planned("bytes", self.going, self.coming)
-        self.traffic = policy.Traffic((planned,), ranks.device, 1.0, 2)
+        self.traffic = policy.Traffic((planned,), ranks.device, 1.0, 4)
         self.transport = module.GroupTransport(distributed.group.WORLD)
         self.options = policy.TransportOptions
         self.outbox, self.inbox = (

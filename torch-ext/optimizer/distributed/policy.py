@@ -58,7 +58,7 @@ class Traffic:
     exchanges: tuple[Planned, ...]
     device: torch.device
     computing_ms: float  # predicted, of this rank, in one step
-    alive: int  # messages that arrive or are read at once, at most
+    alive: int  # messages of the chunks that are alive at once, at most: two of each
 
 
 @dataclass(frozen=True, eq=False)

@@ -301,7 +301,8 @@ class GroupTransport:
             computing = max(one["computing_ms"] for one in facts)
             if (reason := why_not_auto(sizes, computing, len(taken))) is not None:
                 return reason
-        slots, slot_bytes = options.slots or traffic.alive + 1, sizes.slot(taken)
+        # Of the two messages of a chunk one arrives or is read.
+        slots, slot_bytes = options.slots or traffic.alive // 2 + 1, sizes.slot(taken)
         known = facts[0]["arena"]
         same = known is not None and all(one["arena"] == known for one in facts)
         if not same or known[0] != slots or known[1] < slot_bytes:

@@ -468,8 +468,8 @@ def traffic_of(
                 computing[whole.team] += predicted_ms(
                     *whole.matrix, owned, **placed, **group.iteration
                 )
-    # Of every chunk that is alive one message arrives or is read.
-    alive = in_flight(shared.config.prefetch)
+    # Two messages of every chunk that is alive: to the owners and back.
+    alive = in_flight(shared.config.prefetch) * 2
     return {
         team: Traffic(tuple(planned), devices[team], computing[team], alive)
         for team, planned in found.items()
