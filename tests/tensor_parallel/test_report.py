@@ -103,15 +103,13 @@ def test_reasons_of_a_capture(fused, report, machine) -> None:
 
 def test_reasons_of_a_layout(fused, report) -> None:
     gathered, scattered = fused.why_not_gathered, fused.why_not_scattered
-    assert gathered(matrix(8, 1024), 1, "", "auto") is None
-    assert gathered(matrix(8, 1023), 1, "", "always") == report.NARROW
-    assert gathered(matrix(8, 4096), 1, "tensorwise", "auto") == report.SCALED_COLUMNS
-    assert gathered(matrix(8, 4096), 1, "tensorwise", "always") is None
-    assert gathered(matrix(8, 4090), 1, "tensorwise", "always") == report.SCALED_MULTIPLE
-    assert gathered(matrix(8, 64), 0, "rowwise_sharded", "auto") is None
-    assert gathered(matrix(6, 64), 0, "rowwise_sharded", "auto") == report.SCALE_ALIGNMENT
-    assert gathered(matrix(6, 64), 0, "rowwise_replicated", "auto") == report.SCALE_ALIGNMENT
-    assert gathered(matrix(6, 64), 0, "tensorwise", "auto") is None
+    assert gathered(matrix(8, 1024), 1, "") is None
+    assert gathered(matrix(8, 1023), 1, "") == report.NARROW
+    assert gathered(matrix(8, 4096), 1, "tensorwise") == report.SCALED_COLUMNS
+    assert gathered(matrix(8, 64), 0, "rowwise_sharded") is None
+    assert gathered(matrix(6, 64), 0, "rowwise_sharded") == report.SCALE_ALIGNMENT
+    assert gathered(matrix(6, 64), 0, "rowwise_replicated") == report.SCALE_ALIGNMENT
+    assert gathered(matrix(6, 64), 0, "tensorwise") is None
     assert scattered(matrix(24, 64), 1, scaled=True) == report.SCALED_TRANSPOSE
     assert scattered(matrix(32, 64), 1, scaled=True) is None
     assert scattered(matrix(24, 64), 1, scaled=False) is None

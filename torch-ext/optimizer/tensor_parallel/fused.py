@@ -1,9 +1,9 @@
 """torch's pipelined products over symmetric memory: when they serve, and how they are called.
 
-Each call hands them matrices alone, scaled ones gathered or scattered along the first dimension:
-there they are right in every version from 2.11 on. Their own handling of more dimensions is not (a
-scaled product that is scattered along the third of four dimensions cuts the wrong one), and they
-guess the kind of scales from shapes; here it is said.
+Each call hands them matrices alone, gathered or scattered along the first dimension: there they are
+right in every version from 2.11 on. Their own handling of more dimensions is not (a scaled product
+that is scattered along the third of four dimensions cuts the wrong one), and they guess the kind of
+scales from shapes; here it is said.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 from ..distributed.symmetric import SymmetricMemory, why_not_shared
 from .collectives import resolved
-from .products import MULTIPLE, has_float8_products, scaled_product
+from .products import has_float8_products
 from .report import (
     ASKED,
     FIRST_IN_CAPTURE,
@@ -27,7 +27,6 @@ from .report import (
     ON_CPU,
     SCALE_ALIGNMENT,
     SCALED_COLUMNS,
-    SCALED_MULTIPLE,
     SCALED_TRANSPOSE,
     SMALL,
     WORKSPACE,
@@ -39,9 +38,9 @@ from .report import (
 LEAST_FLOP = {1: 4e11, 2: 2e11, 4: 2e10, 8: 2e10}
 LEAST_COLUMNS = 1024  # of a shard gathered along the last dimension; torch's own pass has it, too
 SCALE_ROWS = 4  # float32 scales in 16 bytes
+ROW_MULTIPLE = 16
 FIRST_BYTES = 2**20  # of a group's workspace, before anything is known of its calls
 
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
 _prepared: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 
 
@@ -93,12 +92,10 @@ def why_not(
     return None
 
 
-def why_not_gathered(a: Tensor, dim: int, mode: str, fuse: str) -> str | None:
-    """The reason why a shard (M, K) gathered along `dim` is not for a fused product."""
+def why_not_gathered(a: Tensor, dim: int, mode: str) -> str | None:
+    """The reason why a shard (M, K) gathered along `dim` is not for torch's fused product."""
     if dim == 1 and mode:
-        if a.shape[1] % MULTIPLE:
-            return SCALED_MULTIPLE
-        return SCALED_COLUMNS if fuse == "auto" else None
+        return SCALED_COLUMNS
     if dim == 1 and a.shape[1] < LEAST_COLUMNS:
         return NARROW
     if mode.startswith("rowwise") and a.shape[0] % SCALE_ROWS:
@@ -108,7 +105,7 @@ def why_not_gathered(a: Tensor, dim: int, mode: str, fuse: str) -> str | None:
 
 def why_not_scattered(a: Tensor, dim: int, *, scaled: bool) -> str | None:
     """The reason why a product with a (M, K) scattered along `dim` is not for torch's fused one."""
-    if dim == 1 and scaled and a.shape[0] % MULTIPLE:
+    if dim == 1 and scaled and a.shape[0] % ROW_MULTIPLE:
         return SCALED_TRANSPOSE
     return None
 
@@ -163,11 +160,8 @@ def gathered_product(
     group: str,
     keep: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """The gathered a, if kept, and its products, by torch's operations or the one below."""
+    """The gathered a, if kept, and its products, by torch's fused operation."""
     a = a.contiguous()
-    if mode and dim == 1:
-        options = (out_dtype, fast_accum, group, keep)
-        return _scaled_by_columns(a, bs, a_scale, b_scales, *options)
     if not mode:
         return torch.ops.symm_mem.fused_all_gather_matmul(a, bs, dim, group, return_A=keep)
     # With () for one number torch cannot take it for the scale of a single row.
@@ -185,66 +179,6 @@ def gathered_product(
         [out_dtype] * len(bs),
         [fast_accum] * len(bs),
     )
-
-
-def _scaled_by_columns(
-    a: Tensor,  # (M, k) float8
-    bs: list[Tensor],  # each (W k, N)
-    a_scale: Tensor,  # () or (M, 1)
-    b_scales: list[Tensor],
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    group: str,
-    keep: bool,
-) -> tuple[Tensor | None, list[Tensor]]:
-    """The sum of the products of every rank's columns, each multiplied while the next one arrives.
-
-    torch's own operation leaves the scales out here. Partial products have out_dtype and are added
-    in float32. The steps are those of torch's operations, in the same workspace: every rank writes
-    its part there, and after a barrier reads those of the others.
-    """
-    memory = symmetric_memory.get_symm_mem_workspace(group, a.numel() * a.element_size())
-    rank, world = memory.rank, memory.world_size
-    # Rowwise products take packed operands: (W, N, k), of which a transpose has packed columns.
-    weights = [b.t().reshape(b.shape[1], world, -1).transpose(0, 1).contiguous() for b in bs]
-    parts = a.new_empty((world, *a.shape))
-    main, side = torch.cuda.current_stream(), _side_stream(a.device)
-    memory.barrier(channel=0)
-    memory.get_buffer(rank, a.shape, a.dtype).copy_(a)
-    memory.barrier(channel=1)
-    side.wait_stream(main)
-    order = [(rank + step) % world for step in range(world)]
-    arrived = {}
-    with torch.cuda.stream(side):
-        for other in order[1:]:
-            parts[other].copy_(memory.get_buffer(other, a.shape, a.dtype))
-            arrived[other] = side.record_event()
-    totals: list[Tensor] = []
-    for other in order:
-        if other != rank:
-            main.wait_event(arrived[other])
-        part = a if other == rank else parts[other]
-        products = [
-            scaled_product(part, weight[other].t(), a_scale, b_scale, out_dtype, fast_accum)
-            for weight, b_scale in zip(weights, b_scales, strict=True)
-        ]
-        if not totals:
-            totals = [product.float() for product in products]
-        else:
-            torch._foreach_add_(totals, products)
-    main.wait_stream(side)
-    memory.barrier(channel=0)
-    outs = [total.to(out_dtype) for total in totals]
-    if not keep:
-        return None, outs
-    parts[rank].copy_(a)
-    return parts.transpose(0, 1).reshape(a.shape[0], -1), outs
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _side_streams:
-        _side_streams[device] = torch.cuda.Stream(device, priority=-1)
-    return _side_streams[device]
 
 
 def scattered_product(

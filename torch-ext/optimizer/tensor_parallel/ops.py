@@ -64,7 +64,7 @@ def _all_gather_matmul(
         fuse=fuse,
         workspace=a.numel() * a.element_size() + 4 * rows,
         scaled=bool(mode),
-        layout=fused.why_not_gathered(a, dim, mode, fuse),
+        layout=fused.why_not_gathered(a, dim, mode),
     )
     if reason is None:
         count(name, FUSED)
