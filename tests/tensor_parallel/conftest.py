@@ -13,8 +13,12 @@ newton_schulz = module_fixture("tensor_parallel.newton_schulz")
 
 
 @pytest.fixture(scope="package")
-def ranks(opt, repo_id):
+def ranks(opt, repo_id, device):
     """`ranks(4).run(function, *args)` runs a function of a test module on four ranks over gloo."""
+    if device.type != "cpu":
+        pytest.skip(
+            "ranks over gloo need the CPU variant; on GPUs test_tensor_parallel_gpu.py runs"
+        )
     pools = Pools(repo_id, str(ROOT), "cpu")
     yield pools
     pools.close()

@@ -1,9 +1,9 @@
 """torch's pipelined products over symmetric memory: when they serve, and how they are called.
 
-Each call hands them matrices alone, gathered or scattered along the first dimension: there they are
-right in every version from 2.11 on. Their own handling of more dimensions is not (a scaled product
-that is scattered along the third of four dimensions cuts the wrong one), and they guess the kind of
-scales from shapes; here it is said.
+Each call hands them matrices alone, scaled ones gathered or scattered along the first dimension:
+there they are right in every version from 2.11 on. Their own handling of more dimensions is not (a
+scaled product that is scattered along the third of four dimensions cuts the wrong one), and they
+guess the kind of scales from shapes; here it is said.
 """
 
 from __future__ import annotations
