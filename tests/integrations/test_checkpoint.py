@@ -575,9 +575,11 @@ def test_without_locks_nothing_is_taken_for_left_behind(opt, monkeypatch, tmp_pa
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    left = tmp_path / "optimizer.safetensors.0.tmp"
+    left, gone = tmp_path / "optimizer.safetensors.0.tmp", tmp_path / "optimizer.json.0.tmp"
     left.touch()
+    gone.symlink_to("nowhere")
     opt.save_optimizer(opt.Muon(parameters([(4, 3)])), tmp_path)
+    gone.unlink()
     assert contents(tmp_path).keys() == FILES | {left.name}
 
 
