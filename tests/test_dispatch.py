@@ -120,6 +120,16 @@ def test_meta_tensors_take_the_op_and_run_no_kernel(dispatch):
         assert not dispatch.runs_compiled(op, meta)
 
 
+def test_a_choice_is_a_constant_to_the_compiler(dispatch, device):
+    """It asks torch what the library holds, which no graph can."""
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def doubled(x):
+        return x * 2 if dispatch.runs_compiled("momentum", x.device) else x
+
+    assert torch.equal(doubled(torch.ones(3, device=device)), torch.full((3,), 2.0, device=device))
+
+
 @pytest.mark.parametrize("op", ("nf4_dequant", "symmetric_matmul", "momentum"))
 def test_the_portable_path_is_logged_once(dispatch, caplog, op):
     dispatch.say_once.cache_clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 
@@ -52,25 +53,22 @@ def test_push_of_nothing(push):
     push([], [])
 
 
-REFUSED = {  # why, and destination and source
-    "give one per copy": lambda: ([torch.zeros(2)] * 2, [torch.zeros(2)]),
-    "dsts has 0 entries": lambda: ([], [torch.zeros(2)]),
-    r"dsts\[0\] must be a dense tensor": lambda: ([3], [torch.zeros(2)]),
-    r"srcs\[0\] must be a dense tensor": lambda: ([torch.zeros(2)], [None]),
-    "convert the source first": lambda: ([torch.zeros(2)], [torch.zeros(2).half()]),
-    "they must be equal": lambda: ([torch.zeros(2)], [torch.zeros(3)]),
-    "make them contiguous": lambda: ([torch.zeros(4, 6)], [torch.zeros(6, 4).mT]),
-    "no rows at equal distances": lambda: ([torch.zeros(3, 4)], [torch.zeros(4).expand(3, 4)]),
-    "are no rows": lambda: ([torch.zeros(2, 3, 4)], [torch.zeros(2, 5, 7)[:, :3, :4]]),
+REFUSED = {  # why, and lists of destinations and sources
+    "give one per copy": lambda new: ([new(2)] * 2, [new(2)]),
+    "dsts has 0 entries": lambda new: ([], [new(2)]),
+    r"dsts\[0\] must be a dense tensor": lambda new: ([3], [new(2)]),
+    r"srcs\[0\] must be a dense tensor": lambda new: ([new(2)], [None]),
+    "convert the source first": lambda new: ([new(2)], [new(2).half()]),
+    "they must be equal": lambda new: ([new(2)], [new(3)]),
+    "make them contiguous": lambda new: ([new(4, 6)], [new(6, 4).mT]),
+    "no rows at equal distances": lambda new: ([new(3, 4)], [new(4).expand(3, 4)]),
+    "are no rows": lambda new: ([new(2, 3, 4)], [new(2, 5, 7)[:, :3, :4]]),
 }
 
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_push_refuses_and_copies_nothing(push, device, why):
-    dsts, srcs = (
-        [x.to(device) if isinstance(x, torch.Tensor) else x for x in side]
-        for side in REFUSED[why]()
-    )
+    dsts, srcs = REFUSED[why](functools.partial(torch.zeros, device=device))
     good = torch.zeros(2, device=device)
     if len(dsts) == len(srcs):
         dsts, srcs = [good, *dsts], [torch.ones(2, device=device), *srcs]

@@ -161,10 +161,12 @@ def test_a_graph_waits_for_the_epoch_on_the_device(module, communication, device
     graph, _ = capture(product)
     for turn in range(1, 4):
         communication.memset32(epoch, 0, turn, 1)
-        graph.replay()
-        assert status.item() == 2  # the pivot's own word is behind
-        status.zero_()
         communication.memset32(words, 0, turn, 4)
+        communication.memset32(words, 2, turn - 1, 1)
+        graph.replay()
+        assert status.item() == 3
+        status.zero_()
+        communication.memset32(words, 2, turn, 1)
         out.fill_(torch.nan)
         graph.replay()
         assert status.item() == 0 and torch.equal(out, exact)

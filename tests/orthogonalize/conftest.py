@@ -13,12 +13,9 @@ restarts = module_fixture("orthogonalize.gram_newton_schulz")
 @pytest.fixture
 def forgets_devices(dispatch):
     """What is remembered of a device does not outlive a test that pretends another one."""
-    known = (dispatch.pick, dispatch.runs_compiled)
-    for remembered in known:
-        remembered.cache_clear()
+    dispatch.pick.cache_clear()
     yield
-    for remembered in known:
-        remembered.cache_clear()
+    dispatch.pick.cache_clear()
 
 
 choose = module_fixture("orthogonalize.choose")

@@ -155,7 +155,7 @@ def _described(kernels: Kernels, device: torch.device) -> str:
     return "; ".join((f"CUDA kernel, capability {major}.{minor}", *filter(None, notes)))
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def runs_compiled(op: str, device: torch.device) -> bool:
     """Whether tensors of a device are given to a compiled kernel of the op; not those on "meta"."""
     return device.type != "meta" and pick(op, device).name == "compiled"

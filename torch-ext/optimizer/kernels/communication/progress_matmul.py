@@ -60,9 +60,9 @@ def progress_matmul(
         epoch: what a signal must have reached, in [0, 2^32), modulo 2^32 as `wait_signals` says; or
             (1,) uint32 on a's device, read when the kernel begins, for CUDA graphs.
         timeout_ms: how long to wait for each chunk, in milliseconds.
-        status: (1,) int32 on a's device or in pinned memory; gets 1 + the first chunk that was late
-            (on another path than the kernel's the first of the order of a's rows), and the result
-            is worthless then. With None the host waits for the product and raises.
+        status: (1,) int32 on a's device or in pinned memory; gets 1 + the number of a late chunk,
+            one of several if several were late, and the result is worthless then. With None the
+            host waits for the product and raises.
         out: (M, N) of a's dtype, overwritten; rows contiguous.
         blocks: multiprocessors to use at most; None means all of them. A grid that waits must leave
             some to kernels that write a or signals; copy engines and memsets need none.
