@@ -66,7 +66,7 @@ class Direct:
         **options: Any,
     ) -> None:
         self.transport = module_of(opt, "distributed.transport").GroupTransport
-        self.engine = module_of(opt, "distributed.p2p").PeerToPeer
+        self.engine = module_of(opt, "distributed.symmetric.p2p").PeerToPeer
         self.team = module_of(opt, "distributed.team")
         self.options = {"transport": "p2p", "strict": True, "min_bytes": 0, **options}
         self.before, self.kept, self.counted = before, kept, Counter()

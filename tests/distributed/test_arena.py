@@ -25,7 +25,10 @@ def threads_of(opt: Any, counts, slots: int, timeout_ms: int = 20000) -> list[An
         slots: of each arena.
         timeout_ms: of every wait.
     """
-    arena, p2p = module_of(opt, "distributed.arena"), module_of(opt, "distributed.p2p")
+    arena, p2p = (
+        module_of(opt, "distributed.symmetric.arena"),
+        module_of(opt, "distributed.symmetric.p2p"),
+    )
     messages = module_of(opt, "distributed.messages")
     ranks = len(counts[0])
     slot = max(sum(of[s][r] for s in range(ranks)) for of in counts for r in range(ranks))
@@ -221,7 +224,7 @@ def test_a_signal_that_comes_late_is_no_excuse(opt) -> None:
 
 def test_the_handshake_sees_a_wrong_arena(opt) -> None:
     """Another plan, an arena that is another rank's, and a rank that does not come."""
-    arena = module_of(opt, "distributed.arena")
+    arena = module_of(opt, "distributed.symmetric.arena")
     size = arena.arena_bytes(2, 2, 64)
 
     def shake(plans, swapped: bool = False, timeout_ms: int = 5000) -> list[str | None]:

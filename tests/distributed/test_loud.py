@@ -39,20 +39,20 @@ def facts(*changes: dict[str, Any]) -> list[dict[str, Any]]:
     ],
 )
 def test_what_keeps_ranks_from_sharing_memory(opt, change, reason) -> None:
-    why = module_of(opt, "distributed.symmetric").why_not_shared
+    why = module_of(opt, "distributed.symmetric.memory").why_not_shared
     assert why(facts()) is None
     assert why(facts({}, change)).startswith(reason)
     assert why(facts()[:1]).startswith("single rank")
 
 
 def test_one_gpu_for_two_ranks_is_allowed_for_tests(opt) -> None:
-    why = module_of(opt, "distributed.symmetric").why_not_shared
+    why = module_of(opt, "distributed.symmetric.memory").why_not_shared
     assert why(facts({"overlap": True}, {"device": "gpu 0", "overlap": True})) is None
     assert why(facts({}, {"device": "gpu 0", "overlap": True})).startswith("overlapping")
 
 
 def test_a_rank_on_the_cpu_says_so(opt) -> None:
-    memory = module_of(opt, "distributed.symmetric").SymmetricMemory
+    memory = module_of(opt, "distributed.symmetric.memory").SymmetricMemory
     found = memory.facts(torch.device("cpu"))
     assert found["missing"] == "no CUDA peers: the parameters are on cpu"
 
@@ -84,7 +84,7 @@ class OtherBackend:
     ],
 )
 def test_the_backend_of_symmetric_memory(opt, monkeypatch, name, frozen, missing) -> None:
-    module, other = module_of(opt, "distributed.symmetric"), OtherBackend(name, frozen)
+    module, other = module_of(opt, "distributed.symmetric.memory"), OtherBackend(name, frozen)
     if not hasattr(torch._C._distributed_c10d, "_SymmetricMemory"):
         pytest.fail("this torch has no symmetric memory")
     monkeypatch.setattr(distributed, "_symmetric_memory", other)
@@ -233,7 +233,7 @@ def what_auto_takes(opt: Any, trusted: bool, slow: bool) -> tuple[set[str], set[
 
             patch.setattr(transport.AllToAll, "exchange", exchange)
         else:
-            engine = module_of(opt, "distributed.p2p").PeerToPeer
+            engine = module_of(opt, "distributed.symmetric.p2p").PeerToPeer
             quick = engine.exchange
 
             def late(*arguments):
@@ -333,7 +333,7 @@ def test_what_a_rank_says_of_its_gpu(opt, monkeypatch, name, number) -> None:
         torch.cuda, "get_device_properties", lambda k: SimpleNamespace(uuid=f"GPU-{k}")
     )
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: there != 2)
-    found = module_of(opt, "distributed.symmetric").SymmetricMemory.facts(torch.device(name))
+    found = module_of(opt, "distributed.symmetric.memory").SymmetricMemory.facts(torch.device(name))
     assert found["device"] == f"GPU-{number}"
     assert found["seen"] == ["GPU-0", "GPU-1", "GPU-2"]
     assert found["reached"] == ["GPU-0", "GPU-1"]

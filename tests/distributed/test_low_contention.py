@@ -23,7 +23,7 @@ class Shared:
 
     def __init__(self, opt: Any) -> None:
         self.transport = module_of(opt, "distributed.transport").GroupTransport
-        self.kept = module_of(opt, "distributed.low_contention")._KEPT
+        self.kept = module_of(opt, "distributed.symmetric.low_contention")._KEPT
 
     def __enter__(self) -> None:
         self.original = self.transport.memory
@@ -45,7 +45,7 @@ def part_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) ->
 
 
 def collectives(opt: Any) -> int:
-    module = module_of(opt, "distributed.low_contention")
+    module = module_of(opt, "distributed.symmetric.low_contention")
     group, rank, ranks = (
         distributed.group.WORLD,
         distributed.get_rank(),
@@ -85,7 +85,7 @@ def test_any_dimension_and_dtype(ranks, world) -> None:
 
 def several(opt: Any) -> tuple[list[bool], str]:
     """Three under way at once, in memory that grows; a fourth has to wait."""
-    module = module_of(opt, "distributed.low_contention")
+    module = module_of(opt, "distributed.symmetric.low_contention")
     group, rank, ranks = (
         distributed.group.WORLD,
         distributed.get_rank(),
@@ -119,7 +119,7 @@ def test_several_are_under_way(ranks) -> None:
 
 
 def wrong_calls(opt: Any) -> list[str]:
-    module = module_of(opt, "distributed.low_contention")
+    module = module_of(opt, "distributed.symmetric.low_contention")
     group, device = distributed.group.WORLD, os.environ["RANKS_DEVICE"]
     x = torch.zeros((2, 3), device=device)
     calls = [
@@ -148,7 +148,7 @@ def test_wrong_arguments_are_named(ranks) -> None:
 
 
 def unavailable(opt: Any) -> str:
-    module = module_of(opt, "distributed.low_contention")
+    module = module_of(opt, "distributed.symmetric.low_contention")
     x = torch.zeros(4)
     with pytest.raises(RuntimeError) as raised:
         module.all_gather_lc(torch.zeros(8), x, distributed.group.WORLD)

@@ -160,8 +160,8 @@ def test_low_contention_collectives(gpu_ranks, count) -> None:
 
 def arena_of(opt: Any, slots: int, slot_bytes: int, timeout_ms: int = 20000) -> Any:
     """An arena of the default group, after its handshake."""
-    arena = module_of(opt, "distributed.arena")
-    memory = module_of(opt, "distributed.symmetric").SymmetricMemory
+    arena = module_of(opt, "distributed.symmetric.arena")
+    memory = module_of(opt, "distributed.symmetric.memory").SymmetricMemory
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     place = torch.device("cuda", torch.cuda.current_device())
     mine = memory.allocate(arena.arena_bytes(ranks, slots, slot_bytes), place)
@@ -174,7 +174,10 @@ def arena_of(opt: Any, slots: int, slot_bytes: int, timeout_ms: int = 20000) -> 
 
 def soak(opt: Any, exchanges: int) -> dict[str, Any]:
     """Two arenas by turns, ranks late at random; every message is checked on the device."""
-    p2p, messages = module_of(opt, "distributed.p2p"), module_of(opt, "distributed.messages")
+    p2p, messages = (
+        module_of(opt, "distributed.symmetric.p2p"),
+        module_of(opt, "distributed.messages"),
+    )
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     generator, late = random.Random(5), random.Random(50 + rank)
     engines = []

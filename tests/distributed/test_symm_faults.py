@@ -156,8 +156,8 @@ def test_the_others_end_with_an_error_in_time(gpu_ranks, doomed, held, how, numb
 
 def refused(opt: Any) -> list[str]:
     """No memory on one rank; two plans; then all is well."""
-    arena = module_of(opt, "distributed.arena")
-    symmetric = module_of(opt, "distributed.symmetric").SymmetricMemory
+    arena = module_of(opt, "distributed.symmetric.arena")
+    symmetric = module_of(opt, "distributed.symmetric.memory").SymmetricMemory
     found, original = [], symmetric.allocate
 
     def allocate(size: int, where: torch.device) -> torch.Tensor:
@@ -198,8 +198,8 @@ def test_no_memory_and_two_plans_are_refused_by_all(gpu_ranks) -> None:
 
 def left_out(opt: Any) -> tuple[str, float]:
     """Rank 1 does not come to an exchange at all: C11."""
-    arena = module_of(opt, "distributed.arena")
-    symmetric = module_of(opt, "distributed.symmetric").SymmetricMemory
+    arena = module_of(opt, "distributed.symmetric.arena")
+    symmetric = module_of(opt, "distributed.symmetric.memory").SymmetricMemory
     place = torch.device("cuda", torch.cuda.current_device())
     mine = symmetric.allocate(arena.arena_bytes(2, 2, 64), place)
     distributed.barrier()

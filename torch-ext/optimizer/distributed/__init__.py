@@ -4,13 +4,13 @@ shards: what every rank holds -> ownership: who does what -> messages: what goes
 -> transport: it goes, under the computation that pipeline puts beside it
 """
 
-from .low_contention import all_gather_lc, reduce_scatter_lc
 from .messages import ALIGNMENT, Extra, Job, Message, Part, Route, make_route
 from .ownership import assign, chunked
-from .p2p import Lease
 from .pipeline import Phases, in_flight, run_pipeline
 from .policy import TRANSPORTS, Planned, Traffic, TransportOptions
 from .shards import Box, Layout, Run, Split, boxes, splits_of
+from .symmetric.low_contention import all_gather_lc, reduce_scatter_lc
+from .symmetric.p2p import Lease
 from .team import Team, Teams, alone, exchange
 from .transport import Future, Identity, Transport, extremes, whole
 from .unavailable import CommUnavailable

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arena import HIGH, Done
 from .messages import Message
 from .policy import Planned, Sizes
-from .symmetric import why_not_shared
+from .symmetric.arena import HIGH, Done
+from .symmetric.memory import why_not_shared
 
 LEAST_TORCH = (2, 11)
 LEAST_NCCL = (2, 28, 0)

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arena import Arena, arena_bytes, digest
 from .messages import Message
 from .nccl_ce import CopyEngineCollectives, why_not_copy_engines
-from .p2p import Lease, PeerToPeer
 from .policy import (
     TRUSTED,
     UNPROVEN,
@@ -30,7 +28,9 @@ from .policy import (
     refuse,
     why_not_auto,
 )
-from .symmetric import SymmetricMemory, why_not_shared
+from .symmetric.arena import Arena, arena_bytes, digest
+from .symmetric.memory import SymmetricMemory, why_not_shared
+from .symmetric.p2p import Lease, PeerToPeer
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.communication import push, wait_signals
+from ...kernels.communication import push, wait_signals
 
 MAGIC = 0x4F50_5449_4D41_5245
 RECORD = struct.Struct("<QQQ8s")  # magic, rank, bytes of the arena, digest of the plan

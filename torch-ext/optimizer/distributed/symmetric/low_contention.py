@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..transport import GroupTransport
+from ..unavailable import CommUnavailable
 from .arena import Arena, Done
 from .p2p import Slots
-from .transport import GroupTransport
-from .unavailable import CommUnavailable
 
 OPS = ("sum", "avg")
 SLOTS = 3  # two on their way, one that others may still read

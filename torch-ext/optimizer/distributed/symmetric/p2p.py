@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..messages import Message
 from .arena import Arena, Done
-from .messages import Message
 
 
 class Slots:
