@@ -60,7 +60,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "kernels-src/quant/*",
         "kernels-src/sm90/*",
         *_LAYER,
-        "torch-ext/optimizer/kernels/quant/*.py",
+        "torch-ext/optimizer/kernels/quant/**/*.py",
         "torch-ext/optimizer/moe/quantized/*.py",
     ),
     "optimizer_step": _STEP,

@@ -11,8 +11,8 @@ from .experts.grouped_lora import (
     grouped_lora_linear,
 )
 from .products.symmetric_matmul import symmetric_matmul
-from .quant.fp8 import fp8_dequant, fp8_quantize
-from .quant.mxfp4 import mxfp4_dequant, mxfp4_quantize
+from .quant.formats.fp8 import fp8_dequant, fp8_quantize
+from .quant.formats.mxfp4 import mxfp4_dequant, mxfp4_quantize
 from .quant.nf4_dequant import nf4_dequant
 from .quant.nf4_quantize import nf4_quantize
 from .step.adamw import adamw

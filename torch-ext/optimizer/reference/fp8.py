@@ -39,7 +39,7 @@ def _spread(scales: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tenso
 
 
 def fp8_quantize(weight: Tensor, block: Sequence[int] = (128, 128)) -> tuple[Tensor, Tensor]:
-    """Quantise (..., N, K); arguments and result as in `kernels.quant.fp8.fp8_quantize`."""
+    """Quantise (..., N, K); arguments and result as in `kernels.fp8_quantize`."""
     *_, n, k = weight.shape
     rows, columns = map(min, block_of(weight.shape, block), (n, k))
     padded = torch.nn.functional.pad(weight.float(), (0, -k % columns, 0, -n % rows))
@@ -57,7 +57,7 @@ def fp8_dequant(
     block: Sequence[int] = (128, 128),
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Decode the named experts; arguments and result as in `kernels.quant.fp8.fp8_dequant`.
+    """Decode the named experts; arguments and result as in `kernels.fp8_dequant`.
 
     Raises:
         IndexError: if an id names no expert of the stack.

@@ -33,7 +33,7 @@ def power_of_two(scale: Tensor) -> Tensor:
 
 
 def mxfp4_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise (..., K); arguments and result as in `kernels.quant.mxfp4.mxfp4_quantize`."""
+    """Quantise (..., K); arguments and result as in `kernels.mxfp4_quantize`."""
     blocks = weight.float().unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1)
     exponent = torch.frexp(largest).exponent - 1 - _LARGEST_EXPONENT
@@ -55,7 +55,7 @@ def mxfp4_dequant(
     expert_shape: Sequence[int],
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Decode the named experts; arguments and result as in `kernels.quant.mxfp4.mxfp4_dequant`.
+    """Decode the named experts; arguments and result as in `kernels.mxfp4_dequant`.
 
     Raises:
         IndexError: if an id names no expert of the stack.

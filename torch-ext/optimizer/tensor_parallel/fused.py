@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from ..distributed.symmetric import SymmetricMemory, why_not_shared
+from ..distributed.symmetric.memory import SymmetricMemory, why_not_shared
 from .collectives import resolved
 from .products import has_float8_products
 from .report import (

@@ -278,7 +278,7 @@ def fp8_dequant_triton(
     block: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Launch `_fp8`; the arguments were checked by `kernels.quant.fp8`."""
+    """Launch `_fp8`; the arguments were checked by `kernels.quant.formats.fp8`."""
     (n, k), active = expert_shape, active_experts.shape[0]
     out = torch.empty((active, n, k), dtype=dtype, device=packed.device)
     rows, columns = block_of((n, k), block)

@@ -19,14 +19,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ... import dispatch
-from ...reference.nf4 import FP4_TABLE, NESTED_BLOCKSIZE, NF4_TABLE, nest_absmax
-from ..checks import check_dense
-from . import packed_product
-from .codec import write_parts
-from .nf4_dequant import BLOCKSIZES, nf4_decoder, nf4_dequant
-from .nf4_quantize import nf4_quantize
-from .packed_product import PackedStack
+from .... import dispatch
+from ....reference.nf4 import FP4_TABLE, NESTED_BLOCKSIZE, NF4_TABLE, nest_absmax
+from ...checks import check_dense
+from .. import packed_product
+from ..codec import write_parts
+from ..nf4_dequant import BLOCKSIZES, nf4_decoder, nf4_dequant
+from ..nf4_quantize import nf4_quantize
+from ..packed_product import PackedStack
 
 Layout = dict[str, tuple[int, torch.dtype]]  # elements and dtype of every tensor, by its name
 
@@ -250,7 +250,7 @@ class InRegisters(Format):
             path == dispatch.MEASURED and packed_product.compiled_is_faster(operands)
         ):
             return packed_product.prefer_compiled(*operands, **options)
-        from .packed_product_triton import packed_product as by_triton
+        from ..packed_product_triton import packed_product as by_triton
 
         return by_triton(*operands, **options)
 

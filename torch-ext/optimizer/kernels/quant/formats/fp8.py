@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ..._ops import add_op_namespace_prefix
-from ...reference import fp8 as reference
-from ...reference.fp8 import block_of, scale_shape
-from ..checks import check_expert_shape, check_ids, check_packed, check_quantizable, check_stack
-from .codec import dequant_op
-from .formats import FORMATS, InRegisters, Layout
-from .packed_product import PackedStack
+from ...._ops import add_op_namespace_prefix
+from ....reference import fp8 as reference
+from ....reference.fp8 import block_of, scale_shape
+from ...checks import check_expert_shape, check_ids, check_packed, check_quantizable, check_stack
+from ..codec import dequant_op
+from ..packed_product import PackedStack
+from . import FORMATS, InRegisters, Layout
 
 BLOCK = (128, 128)  # rows, columns
 _STORED = (torch.uint8, torch.float8_e4m3fn)

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ..._ops import add_op_namespace_prefix
-from ...reference import mxfp4 as reference
-from ...reference.mxfp4 import BLOCK, E2M1_TABLE
-from ..checks import check_expert_shape, check_ids, check_packed, check_quantizable, check_stack
-from .codec import dequant_op, quantize_in_chunks
-from .formats import FORMATS, InRegisters, Layout
-from .packed_product import PackedStack
+from ...._ops import add_op_namespace_prefix
+from ....reference import mxfp4 as reference
+from ....reference.mxfp4 import BLOCK, E2M1_TABLE
+from ...checks import check_expert_shape, check_ids, check_packed, check_quantizable, check_stack
+from ..codec import dequant_op, quantize_in_chunks
+from ..packed_product import PackedStack
+from . import FORMATS, InRegisters, Layout
 
 _reference = custom_op(
     add_op_namespace_prefix("mxfp4_dequant_reference"),
