@@ -145,3 +145,13 @@ def test_schedule_by_the_model(newton_schulz) -> None:
     for schedule, pieces in (("gram_ar", 4), ("rs_ag", 14)):
         fixed = newton_schulz.predicted_s(schedule, "gram_polynomial", 1, 1, 8, half)
         assert fixed == pytest.approx(pieces * newton_schulz.LATENCY, rel=1e-3)
+
+
+@pytest.mark.parametrize("value", [0.2, 0.3, None])
+def test_figures_of_the_benchmark_can_stand_in_a_result_file(harness, value) -> None:
+    entry = harness.tensor_parallel
+    row, line = entry.figure(entry.SHARE, value, "the owner", entry.SHARE_GOAL, "none")
+    assert harness.is_well_formed([row])
+    assert row.ok is (value is not None) and row.value == value
+    said = {0.2: "met", 0.3: "MISSED", None: "WRONG RESULTS"}
+    assert said[value] in line
