@@ -71,7 +71,7 @@ class Link:
         from torch import distributed
 
         module = package.module(built.package, "distributed.transport")
-        messages = package.module(built.package, "distributed.messages")
+        messages = package.module(built.package, "distributed.message_layout")
         policy = package.module(built.package, "distributed.policy")
         self.ranks, part = ranks, size // ranks.count // 16 * 16
         counts = (part,) * ranks.count

@@ -29,7 +29,7 @@ def threads_of(opt: Any, counts, slots: int, timeout_ms: int = 20000) -> list[An
         module_of(opt, "distributed.symmetric.arena"),
         module_of(opt, "distributed.symmetric.p2p"),
     )
-    messages = module_of(opt, "distributed.messages")
+    messages = module_of(opt, "distributed.message_layout")
     ranks = len(counts[0])
     slot = max(sum(of[s][r] for s in range(ranks)) for of in counts for r in range(ranks))
     size = arena.arena_bytes(ranks, slots, slot)

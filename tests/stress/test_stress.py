@@ -152,7 +152,7 @@ def test_a_rank_that_plans_otherwise_is_seen(opt, submodule, what, monkeypatch) 
             turned = tuple((owner + 1) % ranks for owner in owners)
             return turned if next(calls) % 2 else owners
     else:
-        module, name = submodule("distributed.messages"), "boxes"
+        module, name = submodule("distributed.message_layout"), "boxes"
         original = module.boxes
 
         def defective(runs: Any, region: Any) -> Any:

@@ -1,10 +1,12 @@
 """Who owns which matrix, and how its pieces travel there and back.
 
-shards: what every rank holds -> ownership: who does what -> messages: what goes where
+shards: what every rank holds -> ownership: who does what -> message_layout: what goes where
 -> transport: it goes, under the computation that pipeline puts beside it
+
+transport has collectives; policy, symmetric/ and nccl_ce are what may be chosen in their place
 """
 
-from .messages import ALIGNMENT, Extra, Job, Message, Part, Route, make_route
+from .message_layout import ALIGNMENT, Extra, Job, Message, Part, Route, make_route
 from .ownership import assign, chunked
 from .pipeline import Phases, in_flight, run_pipeline
 from .policy import TRANSPORTS, Planned, Traffic, TransportOptions

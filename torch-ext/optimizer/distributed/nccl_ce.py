@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .messages import Message
+from .message_layout import Message
 from .policy import Planned, Sizes
 from .symmetric.arena import HIGH, Done
 from .symmetric.memory import why_not_shared

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .messages import Message
+from .message_layout import Message
 from .unavailable import CommUnavailable
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .messages import Message
+from .message_layout import Message
 from .nccl_ce import CopyEngineCollectives, why_not_copy_engines
 from .policy import (
     TRUSTED,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..messages import Message
+from ..message_layout import Message
 from .arena import Arena, Done
 
 
