@@ -3,7 +3,3 @@
 memory: torch gives it -> arena: flags, slots and signals in it -> p2p: the transport over an arena;
 low_contention: all-gather and reduce-scatter over another
 """
-
-from .memory import SymmetricMemory, why_not_shared
-
-__all__ = ["SymmetricMemory", "why_not_shared"]
