@@ -11,7 +11,7 @@ from .static.project import PACKAGE
 
 pytestmark = pytest.mark.static
 
-MODULES = {"checkpoint", "integrations", "layers", "moe", "muon"}
+MODULES = {"checkpoint", "integrations", "layers", "moe", "muon", "tensor_parallel"}
 SOURCE = '''
 from torch import Tensor
 
@@ -58,7 +58,7 @@ def reference():
     return tool("reference_pages")
 
 
-@pytest.mark.parametrize("module", ["", "moe", "integrations", "layers"])
+@pytest.mark.parametrize("module", ["", "moe", "integrations", "layers", "tensor_parallel"])
 def test_every_public_name_is_on_one_page(reference, module: str) -> None:
     path = PACKAGE / module
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
