@@ -50,6 +50,11 @@ def progress_matmul(
 ) -> Tensor:
     """Multiply a by b, each chunk of a's rows as soon as its signal says that it has arrived.
 
+    The first call of a shape counts the tiles of every split of N on the host: 0.15 s for 16384 x
+    57344, less for fewer tiles. Under torch.compile half-precision operands must be such as the
+    kernel takes, K and N multiples of 8 among them. Autograd does not notice that `out` was
+    written: pass none that it has saved.
+
     Args:
         a: (M, K), float16 or bfloat16 for the kernel, rows contiguous; the W chunks are rows
             [c M / W, (c + 1) M / W). It may be written while this runs, each chunk before its
