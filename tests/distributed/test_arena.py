@@ -247,3 +247,13 @@ def test_a_closed_arena_lets_go(opt) -> None:
     transports[0].arena.close()
     transports[0].arena.close()
     assert not transports[0].arena._memories
+
+
+@pytest.mark.sees_defect("a captured exchange waits for one number in all replays")
+def test_an_exchange_is_not_captured(opt, monkeypatch) -> None:
+    (one, _) = threads_of(opt, [[[16] * 2] * 2], 2)
+    one.arena._stream, launched = object(), one.arena.launched
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
+        one.arena.exchange([], [], None, torch.empty(0))
+    assert one.arena.launched == launched

@@ -42,6 +42,19 @@ def digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
+def check_not_captured() -> None:
+    """Raise RuntimeError if the caller captures a CUDA graph.
+
+    All replays of it would wait for the signals of one exchange.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "an exchange through symmetric memory cannot be captured in a CUDA graph, since each "
+            "waits for signals of its own number; capture what is before and behind it, and call "
+            "it between the replays"
+        )
+
+
 def _rounded(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
@@ -101,7 +114,7 @@ class Arena:
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
         # 1 as long as all went well, else 0: what a step multiplies its rates by.
         self.alive = torch.ones((), dtype=torch.float32, device=device)
-        self._stream = None
+        self._stream, self._seen = None, self._status
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device, priority=HIGH)
             self._seen = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # of the status
@@ -126,7 +139,12 @@ class Arena:
         """Write to other ranks, tell them, and wait for all of them.
 
         Every rank must come to the same exchanges in the same order.
+
+        Raises:
+            RuntimeError: the caller captures a CUDA graph.
         """
+        if self._stream is not None:
+            check_not_captured()
         self.launched += 1
         if self._stream is None:
             self._exchange(targets, sources, own, arriving, timed)
@@ -166,14 +184,22 @@ class Arena:
 
     def late_rank(self) -> int | None:
         """The rank that an exchange gave up waiting for; waits for what was launched."""
-        found = self._status
+        self.note_status()
+        if self._stream is not None:
+            self._stream.synchronize()
+        return self.noted_late_rank()
+
+    def note_status(self) -> None:
+        """Let the host learn the status of what was launched, without a wait."""
         if self._stream is not None:
             # On its own stream: what the current one has to do may take long.
             with torch.cuda.stream(self._stream):
-                self._seen.copy_(found, non_blocking=True)
-            self._stream.synchronize()
-            found = self._seen
-        return int(found) - 1 if int(found) else None
+                self._seen.copy_(self._status, non_blocking=True)
+
+    def noted_late_rank(self) -> int | None:
+        """As `late_rank`, of those exchanges whose status has come to the host."""
+        seen = int(self._seen)
+        return seen - 1 if seen else None
 
     def handshake(self, plan: bytes) -> str | None:
         """Show every rank to every rank: the first exchange. Returns what is wrong, or None.

@@ -9,34 +9,38 @@ collectives take longer than NCCL's (torch's own on 8 x H200, 32 MiB per rank: 9
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ..transport import GroupTransport
 from ..unavailable import CommUnavailable
-from .arena import Arena, Done
+from .arena import Arena, Done, check_not_captured
 from .p2p import Slots
 
 OPS = ("sum", "avg")
 SLOTS = 3  # two on their way, one that others may still read
 LEAST_BYTES = 2**20
-# The arenas of this process, by group and device.
-_KEPT: dict[tuple[str, torch.device], LowContention] = {}
+TIMEOUT_MS = 30000  # how long a call waits for the other ranks, on the device
+# The arenas of this process, by group (a name may be that of a later one) and device.
+_KEPT: MutableMapping[Any, dict[torch.device, LowContention]] = WeakKeyDictionary()
 
 
 def all_gather_lc(out: Tensor, inp: Tensor, group: Any, dim: int = 0) -> Pending:
     """Every rank's tensor one behind another along a dimension, by copies alone.
 
     All ranks of the group call it with equal shapes, in one order with their other calls of this
-    module. The memory that they share grows with the first call that needs more.
+    module. The memory that they share grows with the first call that needs more, which waits for
+    the device and finishes the calls that are under way.
 
     Args:
         out: shaped like `inp` but for `dim`, which is as many times longer as there are ranks;
-            contiguous, written by `wait()` of the result.
-        inp: contiguous, on a CUDA device; unchanged until then.
+            contiguous, written by `wait()` of the result, or by a call before that which needs
+            more memory.
+        inp: contiguous, on a CUDA device; unchanged until `wait()`.
         group: a process group of ranks on one host.
         dim: the dimension.
 
@@ -46,7 +50,10 @@ def all_gather_lc(out: Tensor, inp: Tensor, group: Any, dim: int = 0) -> Pending
     Raises:
         TypeError, ValueError: dtypes, shapes or strides do not fit.
         CommUnavailable: the ranks cannot write into each other's memory; on all of them.
-        RuntimeError: a rank did not come to an earlier call in time.
+        RuntimeError: a rank did not come to an earlier call within 30 s, whose result is zeros, as
+            are those of calls until this is raised: the host learns of it without a wait. Ranks
+            may learn of it at different calls; the next call makes the memory anew, with all of
+            them. Or: a CUDA graph is captured.
     """
     return _of(group, out).all_gather(out, inp, dim)
 
@@ -68,28 +75,46 @@ def reduce_scatter_lc(out: Tensor, inp: Tensor, op: str, group: Any, dim: int = 
 
 def _of(group: Any, whole: Tensor) -> LowContention:
     """The memory of a group for a tensor, made or made larger by all ranks together."""
-    key, size = (group.group_name, whole.device), whole.numel() * whole.element_size()
-    kept = _KEPT.get(key)
-    if kept is None or kept.slot_bytes < size:
-        if kept is not None:
-            kept.close()
-        room = max(LEAST_BYTES, 1 << (size - 1).bit_length())
-        kept = _KEPT[key] = LowContention(group, whole.device, room)
-    return kept
+    if whole.device.type == "cuda":
+        check_not_captured()
+    kept, size = _KEPT.setdefault(group, {}), whole.numel() * whole.element_size()
+    found = kept.get(whole.device)
+    if found is not None:
+        grows = found.slot_bytes < size
+        try:
+            found.check(wait=grows)
+        except RuntimeError:
+            del kept[whole.device]
+            found.close()
+            raise
+        if not grows:
+            return found
+        del kept[whole.device]
+        found.close()
+    room = max(LEAST_BYTES, 1 << (size - 1).bit_length())
+    kept[whole.device] = made = LowContention(group, whole.device, room)
+    return made
 
 
 class Pending:
-    """A collective under way."""
+    """A collective under way.
 
-    def __init__(self, done: Done, finish: Callable[[], Tensor]) -> None:
+    Args:
+        done: the end of its exchange.
+        inp: what that reads, which stays alive until the current stream waits for it.
+        finish: writes the result.
+    """
+
+    def __init__(self, done: Done, inp: Tensor, finish: Callable[[], Tensor]) -> None:
         self._done, self._finish = done, finish
+        self._inp: Tensor | None = inp
         self._out: Tensor | None = None
 
     def wait(self) -> Tensor:
         """The result, for which the current stream waits; the host does not."""
         if self._out is None:
             self._done.wait()
-            self._out = self._finish()
+            self._out, self._inp = self._finish(), None
         return self._out
 
 
@@ -101,19 +126,18 @@ class LowContention:
         device: of the tensors.
         slot_bytes: of the largest tensor that is whole: what an all-gather makes or a
             reduce-scatter takes.
-        timeout_ms: how long a call waits for the other ranks, on the device.
 
     Raises:
         CommUnavailable: the ranks cannot write into each other's memory; on all of them.
     """
 
-    def __init__(
-        self, group: Any, device: torch.device, slot_bytes: int, timeout_ms: int = 30000
-    ) -> None:
-        made = GroupTransport(group).arena_for(device, SLOTS, slot_bytes, timeout_ms)
+    def __init__(self, group: Any, device: torch.device, slot_bytes: int) -> None:
+        made = GroupTransport(group).arena_for(device, SLOTS, slot_bytes, TIMEOUT_MS)
         if not isinstance(made, Arena):
             raise CommUnavailable(f"low-contention collectives cannot be had: {made}")
         self._arena, self._slots = made, Slots(SLOTS)
+        self._device = device
+        self._open: dict[int, Pending] = {}  # by slot
         self.slot_bytes = slot_bytes
 
     def all_gather(self, out: Tensor, inp: Tensor, dim: int = 0) -> Pending:
@@ -129,13 +153,15 @@ class LowContention:
 
         others = self._arena.others()
         here = self._arena.slot(rank, slot)[: outer * row * ranks]
-        done = self._arena.exchange(
+        return self._begin(
+            slot,
+            inp,
             [place(other) for other in others],
             [source] * len(others),
             (place(rank), source),
             here,
+            lambda: out.copy_(_as(here, out)),
         )
-        return Pending(done, lambda: self._taken(slot, out.copy_(_as(here, out))))
 
     def reduce_scatter(self, out: Tensor, inp: Tensor, op: str, dim: int = 0) -> Pending:
         """See `reduce_scatter_lc`."""
@@ -154,24 +180,30 @@ class LowContention:
 
         others = self._arena.others()
         here = self._arena.slot(rank, slot)[: ranks * part]
-        done = self._arena.exchange(
-            [place(other) for other in others],
-            [of_rank(other) for other in others],
-            (place(rank), of_rank(rank)),
-            here,
-        )
 
         def finish() -> Tensor:
             parts = here.view(out.dtype).view(ranks, *out.shape)
             reduce = torch.sum if op == "sum" else torch.mean
             reduce(parts, 0, out=out)
-            return self._taken(slot, out)
+            return out
 
-        return Pending(done, finish)
+        return self._begin(
+            slot,
+            inp,
+            [place(other) for other in others],
+            [of_rank(other) for other in others],
+            (place(rank), of_rank(rank)),
+            here,
+            finish,
+        )
 
-    def check(self) -> None:
-        """Wait for all calls; raise RuntimeError if a rank did not come to one in time."""
-        late = self._arena.late_rank()
+    def check(self, *, wait: bool = True) -> None:
+        """Raise RuntimeError if a rank did not come to a call in time.
+
+        Args:
+            wait: for all calls; else those count whose status has come to the host.
+        """
+        late = self._arena.late_rank() if wait else self._arena.noted_late_rank()
         if late is not None:
             raise RuntimeError(
                 f"rank {late} of the group did not come to a collective within "
@@ -179,8 +211,34 @@ class LowContention:
             )
 
     def close(self) -> None:
-        """Let go of the memory, after all calls. A second call is none."""
+        """Finish all calls and let go of the memory. A second call is none."""
+        for pending in [*self._open.values()]:
+            pending.wait()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what is mapped is owned by no tensor
         self._arena.close()
+
+    def _begin(
+        self,
+        slot: int,
+        inp: Tensor,
+        targets: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        own: tuple[Tensor, Tensor],
+        here: Tensor,
+        finish: Callable[[], Tensor],  # writes the result out of the slot
+    ) -> Pending:
+        done = self._arena.exchange(targets, sources, own, here)
+        self._arena.note_status()
+
+        def finished() -> Tensor:
+            out = finish()
+            self._slots.free(slot, self._arena.launched)
+            del self._open[slot]
+            return out
+
+        self._open[slot] = pending = Pending(done, inp, finished)
+        return pending
 
     def _check(self, whole: Tensor, part: Tensor, dim: int) -> tuple[int, int]:
         """(outer, bytes of a row): a part is so many rows of a whole that has them side by side."""
@@ -202,11 +260,6 @@ class LowContention:
             )
         if not whole.is_contiguous() or not part.is_contiguous():
             raise ValueError("out and inp must be contiguous; call .contiguous() first")
-        if whole.numel() * whole.element_size() > self.slot_bytes:
-            raise ValueError(
-                f"{whole.numel() * whole.element_size()} bytes do not fit into slots of "
-                f"{self.slot_bytes}; give a larger slot_bytes"
-            )
         outer = math.prod(part.shape[:dim])
         return outer, math.prod(part.shape[dim:]) * part.element_size()
 
@@ -217,10 +270,6 @@ class LowContention:
         if not self._slots.is_read(slot, self._arena.launched):
             self._arena.exchange([], [], None, self._arena.slot(self._arena.rank, slot)[:0])
         return slot
-
-    def _taken(self, slot: int, out: Tensor) -> Tensor:
-        self._slots.free(slot, self._arena.launched)
-        return out
 
 
 def _rows(tensor: Tensor, outer: int, row: int) -> Tensor:
