@@ -148,3 +148,14 @@ def test_a_graph_without_either_is_no_success(check, group) -> None:
     # Gathered parameters, as FSDP has them, are multiplied by nothing here.
     with pytest.raises(AssertionError, match="no all-gather before a product"):
         check(lambda a: gathered(a, 0, group).relu(), (8, 64))
+
+
+def test_paths_that_part_and_meet_are_walked_once(graph) -> None:
+    """Each residual addition doubles the paths, not the nodes."""
+    made = torch.fx.Graph()
+    first = x = made.placeholder("x")
+    for _ in range(60):
+        x = made.call_function(torch.add, (x, made.call_function(torch.relu, (x,))))
+    last = made.output(x)
+    aside = made.placeholder("y")
+    assert graph._leads_to(first, last) and not graph._leads_to(first, aside)

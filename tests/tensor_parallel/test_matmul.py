@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from unittest import mock
+
 import pytest
 import torch
 from torch import distributed
@@ -186,8 +190,132 @@ def test_one_rank_is_alone(ranks) -> None:
     ranks(1).run(_alone)
 
 
+def _twice(opt) -> None:
+    tp, (x, w, v) = opt.tensor_parallel, _block_inputs()
+    for scaling in (None, "tensorwise"):
+        gathered = tp.all_gather_matmul(x, [w], 1, scaling=scaling)[0]
+        scattered = tp.matmul_reduce_scatter(x, v, "sum", 1, scaling=scaling)
+        for y, weight in ((gathered, w), (scattered, v)):
+            (grad,) = torch.autograd.grad(y.square().sum(), weight, create_graph=True)
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                grad.sum().backward()
+
+
+def test_second_gradients_are_refused(ranks) -> None:
+    ranks(2).run(_twice)
+
+
+def _uneven(opt) -> list:
+    """What decides between the paths, where each rank has columns and inner sizes of its own."""
+    tp, asked = opt.tensor_parallel, []
+    ops = sys.modules[f"{tp.__name__}.ops"]
+    mine = 16 * (1 + distributed.get_rank())
+
+    def why_not(a, **facts):
+        asked.append({key: str(value) for key, value in facts.items()})
+        return ON_CPU
+
+    with mock.patch.object(ops.fused, "why_not", why_not):
+        for scaling in (None, "tensorwise", "rowwise_sharded"):
+            x, w = torch.randn(2, 4, 16, requires_grad=True), torch.randn(16, mine)
+            v = torch.randn(mine, 16, requires_grad=True)
+            for dim in (0, 1):
+                (h,) = tp.all_gather_matmul(x, [w], dim, scaling=scaling)
+                assert h.shape[-1] == mine
+                tp.matmul_reduce_scatter(h, v, "sum", dim, scaling=scaling).sum().backward()
+    return asked
+
+
+def test_ranks_with_uneven_matrices_choose_one_path(ranks) -> None:
+    assert len(same_everywhere(ranks(2).run(_uneven))) == 24
+
+
+def _workspaces(opt) -> list[int]:
+    tp, asked = opt.tensor_parallel, []
+    ops = sys.modules[f"{tp.__name__}.ops"]
+
+    def why_not(a, *, workspace, **_):
+        asked.append(workspace)
+        return ON_CPU
+
+    with mock.patch.object(ops.fused, "why_not", why_not):
+        w = torch.randn(16, 16, requires_grad=True)
+        for rows in (8, 2048):
+            tp.all_gather_matmul(torch.randn(rows, 16), [w.detach()], 0)
+            tp.all_gather_matmul(torch.randn(rows, 16), [w], 0)
+    return asked
+
+
+def test_workspace_has_room_for_all_of_few_rows(ranks) -> None:
+    """torch gathers up to 2048 rows by multicast where it need not return them."""
+    few, kept, many, many_kept = same_everywhere(ranks(2).run(_workspaces))
+    shard, scales = 4 * 16, 4 * 2
+    assert few == 8 * (2 * shard + scales) and kept == 8 * (shard + scales)
+    assert many == many_kept == 2048 * (shard + scales)
+
+
+def _transposed(opt) -> None:
+    group = distributed.new_group([distributed.get_rank()], use_local_synchronization=True)
+    x, w = torch.randn(8, 4), torch.randn(8, 4, requires_grad=True)
+
+    def function(x, w):
+        return opt.tensor_parallel.all_gather_matmul(x.t(), [w], 0, group)[0]
+
+    found = torch.compile(function, fullgraph=True)(x, w)
+    found.sum().backward()
+    torch.testing.assert_close(found, x.t() @ w)
+    torch.testing.assert_close(w.grad, x.sum(1, keepdim=True).expand(8, 4))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_takes_a_transposed_tensor_of_one_rank(ranks) -> None:
+    ranks(1).run(_transposed)
+
+
+def _edges(opt) -> None:
+    """No rows, and one column."""
+    tp = opt.tensor_parallel
+    for scaling in _cases.SCALINGS:
+        x = torch.randn(0, 8, requires_grad=True)
+        w = torch.randn(8, 1, requires_grad=True)
+        tp.all_gather_matmul(x, [w], 0, scaling=scaling)[0].sum().backward()
+        assert x.grad.shape == (0, 8) and not w.grad.any()
+    column, scale = _8(torch.ones(1, 8)).t(), torch.full((1, 1), 0.5)
+    a, rows = _8(torch.ones(4, 8)), torch.arange(4.0).view(4, 1)
+    sharded = {"scale_mode": "rowwise_sharded", "out_dtype": torch.float32}
+    (found,) = tp.all_gather_scaled_matmul(a, [column], rows, [scale], 0, **sharded)
+    assert torch.equal(found, (4 * rows).repeat(2, 1))
+    tensorwise = {"scale_mode": "tensorwise", "out_dtype": torch.float32}
+    (found,) = tp.all_gather_scaled_matmul(a, [column], ONE, [scale], 0, **tensorwise)
+    assert torch.equal(found, torch.full((8, 1), 4.0))
+
+
+def test_no_rows_and_one_column(ranks) -> None:
+    ranks(2).run(_edges)
+
+
+def _failed(opt) -> list:
+    """A fused product that raises is not counted."""
+    tp = opt.tensor_parallel
+    fused = sys.modules[f"{tp.__name__}.fused"]
+    tp.reset_comm_report()
+    with mock.patch.object(fused, "why_not", lambda *_, **__: None):
+        for call in (
+            lambda: tp.all_gather_matmul(X, [W], 0),
+            lambda: tp.matmul_reduce_scatter(X, W, "sum", 0),
+        ):
+            with pytest.raises((NotImplementedError, RuntimeError, AttributeError)):
+                call()  # torch has no fused product on CPUs
+    return [*tp.comm_report()]
+
+
+def test_a_fused_product_that_fails_is_not_counted(ranks) -> None:
+    assert same_everywhere(ranks(2).run(_failed)) == []
+
+
 X, W = torch.zeros(4, 8), torch.zeros(8, 4)
 ONE, ONES = torch.tensor(1.0), torch.ones(4, 1)
+FOUR, SIX = torch.ones(1, 4), torch.ones(6, 1)
 REFUSED = [
     (ValueError, "bs must be a sequence of matrices", lambda tp: tp.all_gather_matmul(X, W, 0)),
     (ValueError, "gather_dim must be in", lambda tp: tp.all_gather_matmul(X, [W], 2)),
@@ -221,6 +349,29 @@ REFUSED = [
         "rowwise_replicated",
         lambda tp: _scaled(tp, _8(X), _8(W.T).T, ONES, mode="rowwise_sharded", dim=1),
     ),
+    (TypeError, "b must be a tensor", lambda tp: tp.all_gather_matmul(X, [3], 0)),
+    (TypeError, "b must be a tensor", lambda tp: tp.matmul_reduce_scatter(X, 3, "sum", 0)),
+    # Scales of another kind than scale_mode says, or with the right number of wrong rows.
+    (ValueError, "a_scale must be one", lambda tp: _scaled(tp, _8(X), _8(W.T).T, ONES, FOUR)),
+    (ValueError, "a_scale must be", lambda tp: _scaled_3d(tp, ONE, ONE, "rowwise_sharded")),
+    (ValueError, "a_scale must be", lambda tp: _scaled_3d(tp, SIX, FOUR, "rowwise_sharded")),
+    (
+        ValueError,
+        "a_scale must be",
+        lambda tp: _scaled_3d(tp, SIX.view(3, 2, 1), FOUR, "rowwise_sharded"),
+    ),
+    (
+        ValueError,
+        "a_scale must be",
+        lambda tp: _scaled_3d(tp, torch.ones(4, 3, 1), FOUR, "rowwise_replicated"),
+    ),
+    (
+        ValueError,
+        "a_scale must be",
+        lambda tp: tp.scaled_matmul_reduce_scatter(
+            _8(X.view(2, 2, 8)), _8(W.T).T, ONES, FOUR, "sum", 1
+        ),
+    ),
 ]
 
 
@@ -228,8 +379,14 @@ def _8(x):
     return x.to(torch.float8_e4m3fn).contiguous()
 
 
-def _scaled(tp, a, b, a_scale=ONE, mode="tensorwise", dim=0):
-    return tp.all_gather_scaled_matmul(a, [b], a_scale, [ONE], dim, scale_mode=mode)
+def _scaled(tp, a, b, a_scale=ONE, b_scale=ONE, mode="tensorwise", dim=0):
+    return tp.all_gather_scaled_matmul(a, [b], a_scale, [b_scale], dim, scale_mode=mode)
+
+
+def _scaled_3d(tp, a_scale, b_scale, mode):
+    """(2, 3, 8), gathered along the second dimension."""
+    a = _8(torch.zeros(2, 3, 8))
+    return tp.all_gather_scaled_matmul(a, [_8(W.T).T], a_scale, [b_scale], 1, scale_mode=mode)
 
 
 def _refused(opt) -> None:

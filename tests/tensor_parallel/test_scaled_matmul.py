@@ -38,6 +38,16 @@ def test_traces_into_one_graph(opt, device) -> None:
     assert torch.equal(compiled(*arguments), opt.tensor_parallel.scaled_matmul(*arguments))
 
 
+@pytest.mark.parametrize("rowwise", [True, False])
+@pytest.mark.parametrize("rows", [0, 1, 4])
+def test_one_column_on_a_cpu(opt, rows, rowwise) -> None:
+    a, b = torch.ones(rows, 32).to(EIGHT), torch.ones(1, 32).to(EIGHT).t()
+    a_scale = torch.arange(1.0, rows + 1).view(rows, 1) if rowwise else torch.tensor(2.0)
+    b_scale = torch.full((1, 1), 0.5) if rowwise else torch.tensor(0.5)
+    found = opt.tensor_parallel.scaled_matmul(a, b, a_scale, b_scale)
+    assert torch.equal(found.float(), 16 * a_scale.expand(rows, 1))
+
+
 A, B = torch.zeros(4, 32, dtype=EIGHT), torch.zeros(16, 32, dtype=EIGHT).t()
 REFUSED = [
     (TypeError, "a must be a float8", (A.float(), B, ONE, ONE)),
@@ -45,9 +55,13 @@ REFUSED = [
     (ValueError, "b must be \\(K, N\\)", (A, B[None], ONE, ONE)),
     (ValueError, "at least 2 dimensions", (A[0], B, ONE, ONE)),
     (ValueError, "contiguous columns", (A, B.contiguous(), ONE, ONE)),
-    (ValueError, "b_scale must be one number", (A, B, torch.ones(4, 1), torch.ones(1, 4))),
+    (ValueError, "b_scale must be rowwise", (A, B, torch.ones(4, 1), torch.ones(1, 4))),
     (ValueError, "both are tensorwise or both", (A, B, torch.ones(4, 1), ONE)),
     (ValueError, "both are tensorwise or both", (A, B, ONE, torch.ones(1, 16))),
+    (ValueError, "a_scale must be", (A.view(2, 2, 32), B, torch.ones(4, 1), torch.ones(1, 16))),
+    (ValueError, "a_scale must be", (A, B, torch.ones(1, 4), torch.ones(1, 16))),
+    (ValueError, "b_scale must be rowwise", (A, B, torch.ones(4, 1), torch.ones(4, 4))),
+    (TypeError, "a_scale must be a float32", (A, B, 1.0, ONE)),
     (ValueError, "as many rows as a has columns", (A[:, :16], B, ONE, ONE)),
 ]
 

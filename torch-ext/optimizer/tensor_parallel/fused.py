@@ -8,8 +8,10 @@ guess the kind of scales from shapes; here it is said.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, distributed
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from ..distributed.symmetric.memory import SymmetricMemory, why_not_shared
+from ..kernels.checks import on_device_of
 from .collectives import resolved
 from .products import has_float8_products
 from .report import (
@@ -32,36 +35,45 @@ from .report import (
     WORKSPACE,
 )
 
-# Below 0.3 ms of product at an H200's rate the launches and barriers of the parts cost more than
-# they hide: 2048 x 3584 x 8192 (1.2e11) took 356 us in a graph against 301, 4096 rows 390 against
-# 538 (pytorch PR 139227, and our own measurement). float8 has twice the rate.
-LEAST_FLOP = {1: 4e11, 2: 2e11, 4: 2e10, 8: 2e10}
+# Below these bytes of all ranks the launches and barriers of the parts cost more than they hide: a
+# gather of 2048 x 8192 before 3584 columns (34 MB) took 356 us in a graph against 301, one of 4096
+# rows (67 MB) 390 against 538 (pytorch PR 139227, and our own measurement). The limits are those of
+# 0.3 ms of product with 3584 columns, and with an inner size of 8192 for a scatter. Every rank
+# knows these bytes; how many columns or rows the matrices of another rank have it does not.
+LEAST_GATHERED = 56e6
+LEAST_SCATTERED = 24e6
+MULTICAST_ROWS = 2048  # of all ranks; torch gathers so few whole, by multicast
 LEAST_COLUMNS = 1024  # of a shard gathered along the last dimension; torch's own pass has it, too
 SCALE_ROWS = 4  # float32 scales in 16 bytes
 ROW_MULTIPLE = 16
 FIRST_BYTES = 2**20  # of a group's workspace, before anything is known of its calls
 
 _prepared: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+# Workspaces that CUDA graphs of a group read; torch forgets one for a larger one.
+_captured: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
 
 
 def why_not(
     a: Tensor,  # (M, K)
-    columns: int,
     *,
+    gathers: int = 0,
+    scatters: int = 0,
     group: str,
     fuse: str,
     workspace: int,
     scaled: bool,
     layout: str | None,
 ) -> str | None:
-    """The reason for which a product of a by (K, columns) in all cannot be fused here, or None.
+    """The reason for which a product with a cannot be fused here, or None.
 
     All ranks come to the same answer: it depends on what they have in common. The first call of a
-    group on CUDA makes them prepare it together.
+    group on CUDA makes them prepare it together, and one that needs a larger workspace than those
+    before makes them enlarge it together.
 
     Args:
         a: Left operand, as this rank has it.
-        columns: So that 2 M K columns is the work of this rank.
+        gathers: Bytes of the tensor that is gathered, of all ranks.
+        scatters: Bytes of the product that is scattered.
         group: Name of the group.
         fuse: As for `all_gather_matmul`.
         workspace: Bytes of symmetric memory that the fused form needs.
@@ -76,20 +88,22 @@ def why_not(
         return NO_FP8
     if layout is not None:
         return layout
-    flop = 2 * a.shape[0] * a.shape[1] * columns
-    if fuse == "auto" and flop < LEAST_FLOP[a.dtype.itemsize]:
+    if fuse == "auto" and gathers < LEAST_GATHERED and scatters < LEAST_SCATTERED:
         return SMALL
-    capturing = torch.cuda.is_current_stream_capturing()
     process_group = resolved(group)
-    if process_group not in _prepared:
-        if capturing:
-            return FIRST_IN_CAPTURE
-        _prepared[process_group] = _prepare(process_group, a.device)
-    if _prepared[process_group] is not None:
+    with on_device_of(a):
+        capturing = torch.cuda.is_current_stream_capturing()
+        if process_group not in _prepared:
+            if capturing:
+                return FIRST_IN_CAPTURE
+            _prepared[process_group] = _prepare(process_group, a.device)
+        if _prepared[process_group] is not None:
+            return _prepared[process_group]
+        if workspace > _workspace_bytes(process_group.group_name):
+            if capturing:
+                return WORKSPACE
+            _prepared[process_group] = _enlarged(process_group, workspace, a.device)
         return _prepared[process_group]
-    if capturing and workspace > _workspace_bytes(process_group.group_name):
-        return WORKSPACE
-    return None
 
 
 def why_not_gathered(a: Tensor, dim: int, mode: str) -> str | None:
@@ -120,18 +134,44 @@ def _prepare(group: Any, device: torch.device) -> str | None:
     reason = why_not_shared(facts)
     if reason is not None:
         return reason
-    failure = None
+    return _enlarged(group, FIRST_BYTES, device)
+
+
+def _enlarged(group: Any, size: int, device: torch.device) -> str | None:
+    """Give a group a workspace of so many bytes, all ranks together; or the reason why not.
+
+    torch's own growth allocates and joins in one go, in which a rank that finds no memory leaves
+    the others waiting. After a failure the group stays with plain products: its ranks no longer
+    have workspaces of one size.
+    """
+    name, workspaces = group.group_name, symmetric_memory._group_name_to_workspace_tensor
+
+    def allocate() -> Tensor:
+        _enable(name)
+        allocator = symmetric_memory._SymmetricMemory
+        return allocator.empty_strided_p2p((size,), [1], torch.uint8, device, name)
+
+    workspace, reason = _together(group, allocate)
+    if reason is None:
+        workspaces[name] = workspace
+        _, reason = _together(group, lambda: symmetric_memory.get_symm_mem_workspace(name, size))
+    return reason
+
+
+def _together(group: Any, step: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What a step of all ranks returned here, and the first reason for which it failed on one."""
+    made = failure = None
     try:
-        _enable(group.group_name)
-        symmetric_memory.get_symm_mem_workspace(group.group_name, FIRST_BYTES)
+        made = step()
     except Exception as error:  # whatever it is, the other ranks have to hear of it
         failure = f"{type(error).__name__}: {error}".splitlines()[0]
     failures: list[str | None] = [None] * group.size()
     distributed.all_gather_object(failures, failure, group=group)
     for rank, text in enumerate(failures):
         if text is not None:
-            return f"symmetric memory could not be joined on rank {rank} of the group: {text}"
-    return None
+            reason = f"symmetric memory could not be joined on rank {rank} of the group: {text}"
+            return None, reason
+    return made, None
 
 
 def _enable(group: str) -> None:
@@ -148,6 +188,20 @@ def _workspace_bytes(group: str) -> int:
     return 0 if workspace is None else workspace.numel() * workspace.element_size()
 
 
+@contextlib.contextmanager
+def _running(a: Tensor, group: str) -> Iterator[None]:
+    """On the device of a, whose current stream torch takes; a capture keeps the workspace."""
+    with on_device_of(a):
+        if torch.cuda.is_current_stream_capturing():
+            process_group = resolved(group)
+            kept = _captured.setdefault(process_group, [])
+            name = process_group.group_name
+            workspace = symmetric_memory._group_name_to_workspace_tensor[name]
+            if all(workspace is not other for other in kept):
+                kept.append(workspace)
+        yield
+
+
 def gathered_product(
     a: Tensor,  # (m, K) of this rank, or (M, k) for dim 1
     bs: list[Tensor],
@@ -161,24 +215,25 @@ def gathered_product(
     keep: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
     """The gathered a, if kept, and its products, by torch's fused operation."""
-    a = a.contiguous()
-    if not mode:
-        return torch.ops.symm_mem.fused_all_gather_matmul(a, bs, dim, group, return_A=keep)
-    # With () for one number torch cannot take it for the scale of a single row.
-    scale = a_scale.reshape(()) if mode == "tensorwise" else a_scale.contiguous()
-    none = [None] * len(bs)
-    return torch.ops.symm_mem.fused_all_gather_scaled_matmul(
-        a,
-        bs,
-        scale,
-        [b_scale.contiguous() for b_scale in b_scales],
-        dim,
-        group,
-        none,
-        none,
-        [out_dtype] * len(bs),
-        [fast_accum] * len(bs),
-    )
+    with _running(a, group):
+        a = a.contiguous()
+        if not mode:
+            return torch.ops.symm_mem.fused_all_gather_matmul(a, bs, dim, group, return_A=keep)
+        # With () for one number torch cannot take it for the scale of a single row.
+        scale = a_scale.reshape(()) if mode == "tensorwise" else a_scale.contiguous()
+        none = [None] * len(bs)
+        return torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+            a,
+            bs,
+            scale,
+            [b_scale.contiguous() for b_scale in b_scales],
+            dim,
+            group,
+            none,
+            none,
+            [out_dtype] * len(bs),
+            [fast_accum] * len(bs),
+        )
 
 
 def scattered_product(
@@ -193,23 +248,24 @@ def scattered_product(
     group: str,
 ) -> Tensor:
     """This rank's part of the reduced product, by torch's fused operation."""
-    if a_scale is None:
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, reduce_op, dim, group)
-    if dim == 1:
+    if a_scale is not None and dim == 1:
         # torch has no scaled form along the last dimension: the first one of the transpose.
         scales = (b_scale.t(), a_scale.t()) if b_scale.ndim else (b_scale, a_scale)
         options = (out_dtype, fast_accum, reduce_op, 0, group)
         return scattered_product(b.t(), a.t(), *scales, *options).t().contiguous()
-    return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
-        a,
-        b,
-        a_scale.contiguous(),
-        b_scale.contiguous(),
-        reduce_op,
-        0,
-        0,
-        group,
-        [a.shape[0], b.shape[1]],
-        out_dtype=out_dtype,
-        use_fast_accum=fast_accum,
-    )
+    with _running(a, group):
+        if a_scale is None:
+            return torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, reduce_op, dim, group)
+        return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+            a,
+            b,
+            a_scale.contiguous(),
+            b_scale.contiguous(),
+            reduce_op,
+            0,
+            0,
+            group,
+            [a.shape[0], b.shape[1]],
+            out_dtype=out_dtype,
+            use_fast_accum=fast_accum,
+        )

@@ -162,7 +162,12 @@ def _product_before(node: fx.Node) -> tuple[fx.Node | None, int]:
 
 
 def _leads_to(node: fx.Node, end: fx.Node) -> bool:
-    return node is end or any(_leads_to(user, end) for user in node.users)
+    seen, ways = {node}, [node]
+    while ways and end not in seen:
+        new = [user for user in ways.pop().users if user not in seen]
+        seen.update(new)
+        ways += new
+    return end in seen
 
 
 def _cut_dim(path: tuple[fx.Node, ...]) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..kernels.autocast import autocast_dtype, cast, without_autocast
 from . import collectives, ops
@@ -68,7 +69,8 @@ def all_gather_matmul(
 
     Args:
         a_shard: (..., K), this rank's part of a, of one shape on all ranks; autocast converts it.
-        bs: Matrices (K, N) that share the gathered a, such as those of queries, keys and values.
+        bs: Matrices (K, N) that share the gathered a, such as those of queries, keys and values. N
+            may differ from rank to rank.
         gather_dim: The dimension along which the parts of a lie side by side; the last one too, and
             then K is that of all ranks.
         group: ProcessGroup, its name, or None for all ranks.
@@ -120,7 +122,7 @@ def matmul_reduce_scatter(
     Differentiable once. Every rank must call it, and for one group on one stream.
 
     Args:
-        a: (..., K), this rank's part of the inner dimension; autocast converts it.
+        a: (..., K), this rank's part of the inner dimension, of any size; autocast converts it.
         b: (K, N), likewise.
         reduce_op: "sum" or "avg"; partial results have a's dtype when they are added.
         scatter_dim: The dimension of the product (..., N) that is cut into one part per rank.
@@ -201,23 +203,16 @@ def all_gather_scaled_matmul(
             f"gather_dim={gather_dim} is the last dimension, whose parts share their rows: these "
             'have one scale on all ranks, so pass scale_mode="rowwise_replicated"'
         )
-    replicated = world if scale_mode == "rowwise_replicated" and how.dim == 0 else 1
+    rowwise, scales = scale_mode != "tensorwise", []
+    leading = layout.shape if scale_mode == "rowwise_replicated" else a_shard.shape[:-1]
     for b, b_scale in zip(bs, b_scales, strict=True):
-        check_scaled(a_shard, b, a_scale, b_scale, replicated)
+        check_scaled(a_shard, b, a_scale, b_scale, rowwise=rowwise, leading=(*leading,))
         check_inner(rows.shape[1] * (world if how.dim else 1), b)
-    scales = []
+    if rowwise:
+        a_scale = layout.rows(a_scale.reshape(*leading, 1))
     for b_scale in b_scales:
-        scale, b_scale = flat_scales(a_scale, b_scale)
+        scale, b_scale = flat_scales(a_scale, b_scale, rowwise=rowwise)
         scales.append(b_scale)
-    if scale_mode != "tensorwise":
-        dim = gather_dim % a_shard.ndim
-        moved = a_scale if how.dim == 1 else a_scale.movedim(dim, 0)
-        scale = moved.reshape(-1, 1)
-        expected = rows.shape[0] * replicated
-        if scale.shape[0] != expected:
-            raise ValueError(
-                f"a_scale has {scale.shape[0]} rows, and {scale_mode} scales have {expected}"
-            )
     _, outs = ops.all_gather(
         rows.contiguous(),
         bs,
@@ -268,18 +263,18 @@ def scaled_matmul_reduce_scatter(
         ValueError: Shapes, strides, devices, scales or options do not fit.
         CommUnavailable: strict, with the reason.
     """
-    check_scaled(a, b, a_scale, b_scale)
+    rowwise = check_scaled(a, b, a_scale, b_scale)
     check_inner(a.shape[-1], b)
     how, layout, rows = _scattering(a, b, reduce_op, scatter_dim, group, fuse, strict)
-    if how.dim == 0 and a_scale.numel() > 1:
-        a_scale = a_scale.movedim(scatter_dim % a.ndim, 0)
+    if rowwise:
+        a_scale = layout.rows(a_scale.reshape(*a.shape[:-1], 1))
     out = ops.reduce_scatter(
         rows.contiguous(),
         b,
         reduce_op=reduce_op,
         **how.options(),
         out_dtype=out_dtype,
-        scales=flat_scales(a_scale, b_scale),
+        scales=flat_scales(a_scale, b_scale, rowwise=rowwise),
         fast_accum=use_fast_accum,
     )
     return layout.restored(out)
@@ -294,6 +289,7 @@ class _AllGatherMatmul(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gathered, *bs = ctx.saved_tensors
         da = None
@@ -312,6 +308,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
         return _scattered(how, a, b, reduce_op)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         grad = _shared(grad, ctx.reduce_op, ctx.how.group)
@@ -332,6 +329,7 @@ class _ScaledAllGatherMatmul(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gathered, scale, *bs = ctx.saved_tensors
         da = None
@@ -352,6 +350,7 @@ class _ScaledMatmulReduceScatter(torch.autograd.Function):
         return _scaled_scattered(how, a, b, reduce_op, scaling)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
         grad = _shared(grad, ctx.reduce_op, ctx.how.group)

@@ -55,21 +55,25 @@ def _all_gather_matmul(
     if world == 1:
         count(name, ALONE)
         outs = _products(a, bs, a_scale, b_scales, out_dtype, fast_accum)
-        return a.clone() if keep else a.new_empty(0), outs
+        whole = a.clone(memory_format=torch.contiguous_format) if keep else a.new_empty(0)
+        return whole, outs
+    # Of a and not of bs, whose columns may differ from rank to rank.
+    shard = a.numel() * a.element_size()
     rows = a.shape[0] * (world if dim == 0 else 1)
+    by_multicast = dim == 0 and not mode and not keep and rows <= fused.MULTICAST_ROWS
     reason = fused.why_not(
         a,
-        sum(b.shape[1] for b in bs) * world,
+        gathers=world * shard,
         group=group,
         fuse=fuse,
-        workspace=a.numel() * a.element_size() + 4 * rows,
+        workspace=shard * (world if by_multicast else 1) + 4 * rows,
         scaled=bool(mode),
         layout=fused.why_not_gathered(a, dim, mode),
     )
     if reason is None:
-        count(name, FUSED)
         options = (mode, out_dtype, fast_accum, dim, group, keep)
         gathered, outs = fused.gathered_product(a, bs, a_scale, b_scales, *options)
+        count(name, FUSED)
         return a.new_empty(0) if gathered is None or not keep else gathered, outs
     count_plain(name, reason, strict=strict)
     gathered = _gathered(a, dim, group)
@@ -138,22 +142,22 @@ def _matmul_reduce_scatter(
     if world == 1:
         count(name, ALONE)
         return _products(a, [b], a_scale, scales, out_dtype, fast_accum)[0]
-    reason = (
-        fused.why_not_scattered(a, dim, scaled=scaled) if fuse != "never" and a.is_cuda else None
-    )
-    reason = reason or fused.why_not(
+    # Of the product and not of the inner dimension, which may differ from rank to rank.
+    partial = a.shape[0] * b.shape[1] * out_dtype.itemsize
+    reason = fused.why_not(
         a,
-        b.shape[1],
+        scatters=partial,
         group=group,
         fuse=fuse,
-        workspace=2 * math.ceil(a.shape[0] * b.shape[1] / world) * out_dtype.itemsize,
+        workspace=2 * math.ceil(partial / world),
         scaled=scaled,
         layout=fused.why_not_scattered(a, dim, scaled=scaled),
     )
     if reason is None:
-        count(name, FUSED)
         options = (out_dtype, fast_accum, reduce_op, dim, group)
-        return fused.scattered_product(a, b, a_scale, b_scale, *options)
+        out = fused.scattered_product(a, b, a_scale, b_scale, *options)
+        count(name, FUSED)
+        return out
     count_plain(name, reason, strict=strict)
     partial = _products(a, [b], a_scale, scales, out_dtype, fast_accum)[0]
     if dim == 1:  # the columns of a rank become rows of their own

@@ -10,6 +10,8 @@ reference | a float32 product of scaled operands | everything else
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -81,26 +83,34 @@ def scaled_matmul(
         ValueError: Shapes, strides, devices or kinds of scales do not fit; on CUDA also K or N that
             is not a multiple of 16.
     """
-    check_scaled(a, b, a_scale, b_scale)
+    rowwise = check_scaled(a, b, a_scale, b_scale)
     check_inner(a.shape[-1], b)
     rows = a.reshape(-1, a.shape[-1])
-    out = scaled_product(
-        rows.contiguous(), b, *flat_scales(a_scale, b_scale), out_dtype, use_fast_accum
-    )
+    scales = flat_scales(a_scale, b_scale, rowwise=rowwise)
+    out = scaled_product(rows.contiguous(), b, *scales, out_dtype, use_fast_accum)
     return out.view(*a.shape[:-1], b.shape[1])
 
 
-def flat_scales(a_scale: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor]:
+def flat_scales(a_scale: Tensor, b_scale: Tensor, *, rowwise: bool) -> tuple[Tensor, Tensor]:
     """Scales of N dimensions as a product of two takes them: () and (), or (M, 1) and (1, N)."""
-    if b_scale.numel() == 1:
-        return a_scale.reshape(()), b_scale.reshape(())
-    return a_scale.reshape(-1, 1), b_scale.reshape(1, -1)
+    if rowwise:
+        return a_scale.reshape(-1, 1), b_scale.reshape(1, -1)
+    return a_scale.reshape(()), b_scale.reshape(())
 
 
-def check_scaled(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, rows: int = 1) -> None:
-    """TypeError or ValueError unless the operands and scales of a scaled product fit.
+def check_scaled(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    *,
+    rowwise: bool | None = None,
+    leading: tuple[int, ...] | None = None,
+) -> bool:
+    """Whether the scales are rowwise; TypeError or ValueError unless operands and scales fit.
 
-    `rows`: a_scale may also have so many times the rows of a, in any one leading dimension.
+    `rowwise` is what the caller said of the scales, or None; `leading` are the leading dimensions
+    of rowwise scales of a, if they are not those of a.
     """
     for name, value in {"a": a, "b": b}.items():
         if not isinstance(value, Tensor) or value.dtype not in FLOAT8_TYPES:
@@ -117,23 +127,30 @@ def check_scaled(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, rows: i
             "weight.t() of a contiguous weight (N, K), or b.t().contiguous().t()"
         )
     check_multiples(a, b)
-    tensorwise = b_scale.numel() == 1 and b.shape[1] != 1
-    if not tensorwise and b_scale.numel() != b.shape[1]:
-        raise ValueError(
-            f"b_scale must be one number or (1, N) = {(1, b.shape[1])}, got {tuple(b_scale.shape)}"
-        )
-    leading = a.shape[:-1].numel()
-    counts = (1,) if tensorwise else (leading, rows * leading)
-    if a_scale.numel() not in counts:
-        raise ValueError(
-            f"a_scale has {a_scale.numel()} elements for a {tuple(a.shape)}; with "
-            f"{'one number' if tensorwise else 'one per column'} as b_scale it must have "
-            f"{' or '.join(map(str, dict.fromkeys(counts)))}: both are tensorwise or both rowwise"
-        )
+    if rowwise is None:  # one row or one column has one number of either kind
+        rowwise = a_scale.numel() != 1 or b_scale.numel() != 1
+    columns, rows = (1, b.shape[1]), (*(a.shape[:-1] if leading is None else leading), 1)
+    for name, scale, shape in (("a_scale", a_scale, rows), ("b_scale", b_scale, columns)):
+        if not _fits(scale, shape if rowwise else None):
+            raise ValueError(
+                f"{name} must be {f'rowwise, {shape},' if rowwise else 'one number'} here, got "
+                f"shape {tuple(scale.shape)}: both are tensorwise or both rowwise"
+            )
+    return rowwise
+
+
+def _fits(scale: Tensor, shape: tuple[int, ...] | None) -> bool:
+    """Whether a scale has a shape, or is one number; one of one element may be written as such."""
+    if shape is None or scale.ndim == 0:
+        return scale.numel() == math.prod(shape or ())
+    return scale.shape == shape
 
 
 def check_product(a: Tensor, b: Tensor) -> None:
-    """ValueError unless a (..., K) and b (K, N) can be multiplied."""
+    """TypeError or ValueError unless a (..., K) and b (K, N) can be multiplied."""
+    for name, value in {"a": a, "b": b}.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if a.ndim < 2:
         raise ValueError(
             f"a must have at least 2 dimensions (..., K), got shape {tuple(a.shape)}; a single "
@@ -165,6 +182,9 @@ def check_inner(columns: int, b: Tensor) -> None:
 def largest(x: Tensor, dim: int | None) -> Tensor:
     """The largest magnitude of x in float32: over a dimension, which stays with size 1, or ()."""
     x = x.detach().abs()
+    if x.numel() == 0:  # has no maximum
+        x = x.new_zeros([1 if i == dim else size for i, size in enumerate(x.shape)])
+        return x.float() if dim is not None else x.new_zeros((), dtype=torch.float32)
     return (x.amax(dim, keepdim=True) if dim is not None else x.amax()).float()
 
 

@@ -26,8 +26,8 @@ WORKSPACE = (
     "call of the largest size before"
 )
 SMALL = (
-    "the product is too small to hide its communication in parts; the limit is for ranks of about "
-    'an H200\'s speed, and fuse="always" ignores it'
+    "what travels is too small to be hidden in parts; the limit is for ranks of about an H200's "
+    'speed, and fuse="always" ignores it'
 )
 NARROW = "gathered along the last dimension, shards of fewer than 1024 columns are slower fused"
 SCALED_COLUMNS = "torch's fused product along the last gathered dimension leaves the scales out"
