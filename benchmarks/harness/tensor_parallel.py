@@ -38,14 +38,22 @@ PRODUCTS = {
     "bf16": ((4096, 3584, 8192), (16384, 3584, 8192)),
     "fp8": ((16384, 3584, 8192),),
 }
+PATIENCE = 120  # seconds that a rank waits for the others
 ROUNDS, CALLS = 5, 5  # of bursts, and calls in each
 
 
-def figure(case: str, value: float | None, baseline: str, goal: Goal, transport: str) -> tuple:
-    """The row of a ratio and its line; without a value its results were wrong."""
+def figure(
+    case: str,
+    value: float | None,
+    baseline: str,
+    goal: Goal,
+    transport: str,
+    missing: str = "WRONG RESULTS",
+) -> tuple:
+    """The row of a ratio and its line; `missing` is why there is no value."""
     if value is None:
         row = Row(case=case, variant="auto", ok=False)
-        return row, f"{case:<52}WRONG RESULTS, not timed"
+        return row, f"{case:<52}{missing}, not timed"
     row = Row(
         case=case,
         variant="auto",
@@ -77,7 +85,8 @@ class Together:
     given: list = field(init=False)
 
     def __post_init__(self) -> None:
-        self.barrier, self.given = threading.Barrier(self.world), [None] * self.world
+        self.barrier = threading.Barrier(self.world, timeout=PATIENCE)
+        self.given = [None] * self.world
 
     def all_given(self, rank: int, value: Any) -> list:
         """Every rank's value, once all have given theirs."""
@@ -157,17 +166,24 @@ def sharded_by_threads(
     method, dtype = iteration_of(built, x)
     together, results = Together(world), [None] * world
     ranks = [ThreadRank(together, rank) for rank in range(world)]
+    failures: list[Exception] = []
 
+    @torch.no_grad()
     def run(rank: int) -> None:
-        with torch.no_grad():
+        try:
             rows = sharded.normalized(x.chunk(world)[rank], dtype, ranks[rank])
             results[rank] = sharded.iterated(rows, len(x), method, 5, schedule, ranks[rank])
+        except Exception as error:
+            failures.append(error)  # before the others fail at the barrier
+            together.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if failures:
+        raise failures[0]
     return torch.cat(results), ranks[0].noted
 
 
@@ -251,20 +267,21 @@ def product_rows(
             error = ranks.largest(distance(call("auto"), call("never")))
             paths = sorted(record.path for record in tp.comm_report())
             right = error <= ROUNDINGS * torch.finfo(torch.bfloat16).eps
-            right = right and paths == ["fused", "plain"]
-            calls = {fuse: (lambda fuse=fuse, call=call: call(fuse)) for fuse in ("auto", "never")}
-            replays = {fuse: captured(one) for fuse, one in calls.items()} if right else {}
+            fused = paths == ["fused", "plain"]
+            missing = f"NOT FUSED ({', '.join(paths)})" if right else "WRONG RESULTS"
+            timed = ("auto", "never") if right and fused else ()
+            calls = {fuse: (lambda fuse=fuse, call=call: call(fuse)) for fuse in timed}
+            replays = {fuse: captured(one) for fuse, one in calls.items()}
             for how, variants in {"eager": calls, "graph": replays}.items():
                 value = None
-                if right:
+                if variants:
                     times = by_clock(ranks, variants)
                     value = times["auto"] / times["never"]
                     if ranks.first:
                         both = f"{times['auto']:.3f} ms fused, {times['never']:.3f} plain"
                         print(f"{case}/{how}: {both}")
-                yield figure(
-                    f"{case}/{how}", value, "a collective and a product", FUSED_GOAL, transport
-                )
+                baseline = "a collective and a product"
+                yield figure(f"{case}/{how}", value, baseline, FUSED_GOAL, transport, missing)
 
 
 def captured(call: Callable[[], object]) -> Callable[[], None]:
@@ -307,14 +324,18 @@ def sharded_row(built: Built, ranks: Ranks) -> tuple[Row, str]:
     case = f"sharded_ns/{SIDE}/{ranks.count}gpus"
     x = gaussian(SIDE)
     shard = x.chunk(ranks.count)[ranks.rank].contiguous()
-    sharded = built.package.tensor_parallel.sharded_newton_schulz
+    rows = [len(part) for part in x.chunk(ranks.count)]
+
+    def sharded() -> Any:
+        return built.package.tensor_parallel.sharded_newton_schulz(shard, rows=rows)
+
     orthogonalize = built.package.orthogonalize
     expected = orthogonalize(x).chunk(ranks.count)[ranks.rank]
     goal = Goal(SHARDED_GOALS.get(ranks.count, 1.0), at_least=False)
     baseline, transport = f"orthogonalize of {SIDE} x {SIDE} on one GPU", "NCCL"
-    if ranks.largest(distance(sharded(shard), expected)) > TOLERANCE:
+    if ranks.largest(distance(sharded(), expected)) > TOLERANCE:
         return figure(case, None, baseline, goal, transport)
-    times = by_clock(ranks, {"sharded": lambda: sharded(shard), "owner": lambda: orthogonalize(x)})
+    times = by_clock(ranks, {"sharded": sharded, "owner": lambda: orthogonalize(x)})
     if ranks.first:
         print(f"{case}: {times['sharded']:.3f} ms, owner {times['owner']:.3f}")
     return figure(case, times["sharded"] / times["owner"], baseline, goal, transport)

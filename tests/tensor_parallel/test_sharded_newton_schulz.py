@@ -91,6 +91,22 @@ def test_zeros_nan_empty_and_refused(ranks) -> None:
     ranks(2).run(_special)
 
 
+def _uneven(opt) -> None:
+    """Ranks learn of rows that differ: 3 + 3 + 3 + 1 of 8 columns are tall, 4 * 1 would be wide."""
+    sharded, rank = opt.tensor_parallel.sharded_newton_schulz, distributed.get_rank()
+    sizes = (3, 3, 3, 1)
+    x = matrix(sum(sizes), 8, torch.float64)
+    found = sharded(x.split(sizes)[rank])
+    torch.testing.assert_close(found, sharded(x.split(sizes)[rank], rows=sizes), rtol=0, atol=0)
+    torch.testing.assert_close(found, opt.orthogonalize(x).split(sizes)[rank])
+    with pytest.raises(ValueError, match=r"one number of columns.*\[8, 8, 8, 9\]"):
+        sharded(torch.zeros(3, 9 if rank == 3 else 8))
+
+
+def test_rows_that_differ_are_agreed_on(ranks) -> None:
+    ranks(4).run(_uneven, timeout=30)
+
+
 def _one_rank(opt) -> None:
     x = matrix(40, 30, torch.float32)
     assert torch.equal(opt.tensor_parallel.sharded_newton_schulz(x), opt.orthogonalize(x))
@@ -145,6 +161,25 @@ def test_schedule_by_the_model(newton_schulz) -> None:
     for schedule, pieces in (("gram_ar", 4), ("rs_ag", 14)):
         fixed = newton_schulz.predicted_s(schedule, "gram_polynomial", 1, 1, 8, half)
         assert fixed == pytest.approx(pieces * newton_schulz.LATENCY, rel=1e-3)
+
+
+def test_a_thread_that_fails_ends_the_others(by_threads, newton_schulz, monkeypatch) -> None:
+    real = newton_schulz.iterated
+
+    def iterated(x, m, method, steps, schedule, ranks):
+        if ranks.rank == 1:
+            raise ZeroDivisionError("on one rank")
+        return real(x, m, method, steps, schedule, ranks)
+
+    monkeypatch.setattr(newton_schulz, "iterated", iterated)
+    with pytest.raises(ZeroDivisionError, match="on one rank"):
+        by_threads(matrix(64, 64, torch.float32), 4)
+
+
+def test_a_product_that_did_not_fuse_is_no_wrong_result(harness) -> None:
+    entry = harness.tensor_parallel
+    row, line = entry.figure("c", None, "b", entry.FUSED_GOAL, "t", missing="NOT FUSED")
+    assert not row.ok and "NOT FUSED" in line and "WRONG" not in line
 
 
 @pytest.mark.parametrize("value", [0.2, 0.3, None])

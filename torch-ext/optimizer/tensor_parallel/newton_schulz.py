@@ -126,14 +126,15 @@ def sharded_newton_schulz(
             direct one.
         steps: As for `orthogonalize`.
         dtype: Dtype of the iterates and of the result, as for `orthogonalize`.
-        rows: Rows of every rank, if they differ.
+        rows: Rows of every rank, given on all ranks or on none. None asks them, which waits for
+            the device: pass them where that costs, and in CUDA graphs.
 
     Returns:
         (m_r, n) in `dtype`: this rank's rows of U V^T.
 
     Raises:
         TypeError: x_shard, steps or group is of a wrong kind.
-        ValueError: Shapes, options or `rows` do not fit.
+        ValueError: Shapes, options or `rows` do not fit, or the ranks' columns differ.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {SCHEDULES}, got {schedule!r}")
@@ -166,9 +167,20 @@ def sharded_newton_schulz(
         return ranks.transposed(x, columns, rows).contiguous()
 
 
-def _checked_rows(rows: Sequence[int] | None, x: Tensor, ranks: Ranks) -> list[int]:
+def _checked_rows(rows: Sequence[int] | None, x: Tensor, ranks: Collectives) -> list[int]:
+    """Rows of every rank, which all of them know: they decide which collectives follow."""
+    if rows is None and ranks.world > 1:
+        mine = torch.tensor([[*x.shape]], device=x.device)
+        shapes = collectives.gather_rows(mine, ranks.group).tolist()
+        columns = [n for _, n in shapes]
+        if any(n != columns[0] for n in columns):
+            raise ValueError(
+                f"x_shard must have one number of columns on all ranks, got {columns}; shards are "
+                "rows of one matrix"
+            )
+        return [m for m, _ in shapes]
     if rows is None:
-        return [x.shape[0]] * ranks.world
+        return [x.shape[0]]
     if len(rows) != ranks.world or rows[ranks.rank] != x.shape[0]:
         raise ValueError(
             f"rows must have one entry per rank, {ranks.world}, with {x.shape[0]} for this one "
