@@ -66,13 +66,14 @@ def test_compiled_block_fuses(results, scaling) -> None:
 @SCALED
 def test_captured_block_replays_fused_products(results, scaling) -> None:
     for found in of_job(results, "_captured"):
-        assert found[scaling]["equal"] == [True, True]
+        # The last replay comes behind a call for which the workspace had to grow.
+        assert found[scaling]["equal"] == [True, True, True]
         assert found[scaling]["calls"] == fused_calls(scaling, each=1)
 
 
 def test_small_products_are_not_fused_by_themselves(results) -> None:
     for reason in of_job(results, "_small"):
-        assert "too small to hide its communication" in reason
+        assert "too small to be hidden" in reason
 
 
 def test_sharded_newton_schulz_is_as_good_as_the_owners(results) -> None:
