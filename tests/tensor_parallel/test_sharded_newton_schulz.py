@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,6 +108,14 @@ def test_rows_that_differ_are_agreed_on(ranks) -> None:
     ranks(4).run(_uneven, timeout=30)
 
 
+def test_rows_are_not_asked_for_in_a_capture(newton_schulz, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    x, two = SimpleNamespace(shape=(4, 8), is_cuda=True), newton_schulz.Collectives("0", 0, 2)
+    with pytest.raises(ValueError, match="pass rows"):
+        newton_schulz._checked_rows(None, x, two)
+    assert newton_schulz._checked_rows([4, 3], x, two) == [4, 3]
+
+
 def _one_rank(opt) -> None:
     x = matrix(40, 30, torch.float32)
     assert torch.equal(opt.tensor_parallel.sharded_newton_schulz(x), opt.orthogonalize(x))
@@ -119,8 +128,6 @@ def test_one_rank_is_the_owner(ranks) -> None:
 @pytest.fixture
 def by_threads(opt, harness):
     """The benchmark's ranks that are threads, over the loaded package."""
-    from types import SimpleNamespace
-
     built = SimpleNamespace(package=opt)
     return lambda *arguments: harness.tensor_parallel.sharded_by_threads(built, *arguments)
 

@@ -170,6 +170,11 @@ def sharded_newton_schulz(
 def _checked_rows(rows: Sequence[int] | None, x: Tensor, ranks: Collectives) -> list[int]:
     """Rows of every rank, which all of them know: they decide which collectives follow."""
     if rows is None and ranks.world > 1:
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "rows is None, which asks all ranks for theirs, and that cannot be captured in a "
+                "CUDA graph; pass rows, the number of every rank"
+            )
         mine = torch.tensor([[*x.shape]], device=x.device)
         shapes = collectives.gather_rows(mine, ranks.group).tolist()
         columns = [n for _, n in shapes]
