@@ -124,6 +124,12 @@ class Failing(SharedMemory):
     at = ""
 
     @classmethod
+    def facts(cls, device: torch.device) -> dict[str, Any]:
+        if cls.at == "facts" and distributed.get_rank() == 1:
+            raise RuntimeError("no driver")
+        return SharedMemory.facts(device)
+
+    @classmethod
     def allocate(cls, size: int, device: torch.device) -> torch.Tensor:
         if cls.at == "allocate" and distributed.get_rank() == 1:
             raise torch.OutOfMemoryError("no room for an arena")
@@ -134,6 +140,8 @@ class Failing(SharedMemory):
         buffers, keep = SharedMemory.mapped(memory, group)
         if cls.at == "mapped" and distributed.get_rank() == 1:
             raise OSError("no such descriptor")
+        if cls.at == "arena" and distributed.get_rank() == 1:
+            return [], keep  # of which no arena can be made
         if cls.at == "stranger" and distributed.get_rank() == 1:
             buffers[0] = torch.zeros_like(buffers[0])
         return buffers, keep
@@ -179,15 +187,22 @@ NOT_THERE = {
     "no CUDA peers": ("", {}),
     "no room": ("allocate", {}),
     "rendezvous failed": ("mapped", {}),
+    "no arena": ("arena", {}),
+    "no facts": ("facts", {}),
+    "few slots": ("none", {"slots": 2, "chunk_size": 1, "prefetch": 3}),
     "handshake mismatch": ("stranger", {}),
     "below min_bytes": ("none", {"min_bytes": 2**40}),
     "nccl_ce": ("", {"transport": "nccl_ce"}),
 }
 SAID = {
     "no CUDA peers": "rank 0: no CUDA peers: the parameters are on cpu",
-    "no room": "(rank 1: OutOfMemoryError: no room for an arena)",
+    "no room": "smaller messages (in_flight_bytes) take less (rank 1: OutOfMemoryError: no room",
     "rendezvous failed": "rendezvous failed (rank 1: OSError: no such descriptor)",
-    "handshake mismatch": "handshake mismatch (rank 0: rank 1 wrote nothing within 500 ms)",
+    "no arena": "rendezvous failed (rank 1: IndexError: ",
+    "no facts": "a rank cannot say what its device can do (rank 1: RuntimeError: no driver)",
+    "few slots": "slots=2 are fewer than the 5 messages that arrive or are read at once; give 6",
+    "handshake mismatch": "look at the other ranks, or give timeout_ms more (rank 0: rank 1 wrote "
+    "nothing within 500 ms)",
     "below min_bytes": "below min_bytes: no message has 1099511627776 bytes",
     "nccl_ce": "rank 0: no CUDA peers: the parameters are on cpu",
 }
@@ -208,6 +223,56 @@ def test_what_cannot_be_had_is_said_once_or_raises(ranks, what, strict) -> None:
     name = options.get("transport", "p2p")
     expected = f"CommUnavailable: transport={name!r} cannot be taken: {reason}" if strict else ""
     assert found["raised"] == expected
+
+
+def strict_on_one(opt: Any, rank: int) -> str:
+    config = opt.DistributedConfig(transport="p2p", strict=distributed.get_rank() == rank)
+    params = on_all("S0")
+    give(params, gradients(params, 0))
+    with pytest.raises(opt.CommUnavailable) as raised:
+        opt.Muon(params, distributed=config).step()
+    return str(raised.value)
+
+
+@pytest.mark.dist
+@pytest.mark.sees_defect("a rank that is strict raises alone, and the others wait for it")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_that_is_strict_is_enough(ranks, rank) -> None:
+    message = same_everywhere(ranks(2).run(strict_on_one, rank))
+    assert message == f"transport='p2p' cannot be taken: {SAID['no CUDA peers']}"
+
+
+def slots_run_out(opt: Any, strict: bool) -> tuple[str, list[str], set[str]]:
+    """A plan that has more messages alive than it said."""
+    policy, lines = module_of(opt, "distributed.policy"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    policy.logger.addHandler(handler)
+    policy._say_once.cache_clear()
+    params, raised = on_all("S0", [(24, 12)] * 8), ""
+    plan = module_of(opt, "optimizers.sharded.shared_plan")
+    with pytest.MonkeyPatch.context() as patch, Direct(opt, strict=strict, slots=2):
+        patch.setattr(plan, "in_flight", lambda ahead: 2)
+        config = opt.DistributedConfig(chunk_size=1, prefetch=3)
+        optimizer = opt.Muon(params, distributed=config)
+        give(params, gradients(params, 0))
+        try:
+            optimizer.step()
+        except opt.CommUnavailable as error:
+            raised = str(error)
+    policy.logger.removeHandler(handler)
+    return raised, lines, {row["transport"] for row in optimizer.comm_report()}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_message_without_a_slot_is_not_silent(ranks, strict) -> None:
+    raised, lines, transports = same_everywhere(ranks(2).run(slots_run_out, strict))
+    assert ("no slot was free: slots=2" in raised) == strict
+    if not strict:
+        assert transports == {"p2p", "gloo"}
+        (line,) = lines
+        assert "no slot was free: slots=2" in line
 
 
 def what_auto_takes(opt: Any, trusted: bool, slow: bool) -> tuple[set[str], set[str]]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import distributed
 
+from ._arenas import SharedMemory
+from ._ranks import same_everywhere
 from .test_sharing import module_of
 
 
@@ -100,3 +103,79 @@ def test_what_this_process_may_lack(
     assert found is None if reason is None else found.startswith(reason)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert nccl_ce.why_not_here() == "NCCL is not there"
+
+
+@pytest.mark.sees_defect("a rank decides by what it has itself, and others begin without it")
+def test_what_one_rank_lacks_no_rank_takes(nccl_ce) -> None:
+    there = {"host": "", "missing": "", "overlap": False, "seen": (), "reached": ()}
+    facts = [{**there, "device": rank, "copy_engines": None} for rank in range(2)]
+    assert nccl_ce.why_not_copy_engines(facts) is None
+    facts[1]["copy_engines"] = "NCCL is not there"
+    assert nccl_ce.why_not_copy_engines(facts) == "rank 1: NCCL is not there"
+
+
+def settled(opt: Any, at: str) -> tuple[str, list[str]]:
+    """What is begun and ended where rank 1 fails; why nothing is exchanged so, and the calls."""
+    transport = module_of(opt, "distributed.transport")
+    policy = module_of(opt, "distributed.policy")
+    calls: list[str] = []
+
+    class Engines:
+        def __init__(self, *arguments: Any) -> None:
+            self.run("made")
+
+        def connect(self) -> None:
+            distributed.barrier()  # all ranks must be here
+            self.run("connected")
+
+        def close(self) -> None:
+            calls.append("closed")
+
+        def run(self, what: str) -> None:
+            if what == at and distributed.get_rank() == 1:
+                raise torch.OutOfMemoryError(f"not {what}")
+            calls.append(what)
+
+    one = transport.GroupTransport(distributed.group.WORLD)
+    traffic = policy.Traffic((), torch.device("cpu"), 1.0, 0)
+    options = policy.TransportOptions("nccl_ce", strict=True)
+    raised = ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "CopyEngineCollectives", Engines)
+        patch.setattr(transport, "why_not_here", lambda: None)
+        patch.setattr(transport.GroupTransport, "memory", SharedMemory)
+        try:
+            one.settle(traffic, options)
+            one.settle(traffic, options)  # the next plan
+        except opt.CommUnavailable as error:
+            raised = str(error)
+    return raised, calls
+
+
+@pytest.mark.dist
+@pytest.mark.sees_defect(
+    "one rank has no room for windows, and the others register theirs for ever"
+)
+def test_ranks_agree_before_they_register(ranks) -> None:
+    begun = ["made", "connected"]
+    assert same_everywhere(ranks(2).run(settled, "")) == ("", [*begun, "closed", *begun])
+    (here, calls), (there, failed) = ranks(2).run(settled, "made")
+    assert here == there and "no room for windows" in here and "(rank 1: OutOfMemoryError" in here
+    assert (calls, failed) == (["made", "closed"], [])
+    (here, calls), (there, failed) = ranks(2).run(settled, "connected")
+    assert here == there and "window not registered (rank 1: " in here
+    assert (calls, failed) == ([*begun, "closed"], ["made", "closed"])
+
+
+def test_closing_lets_go_of_windows_and_communicator(nccl_ce, monkeypatch) -> None:
+    calls = []
+    backend = SimpleNamespace(deregister_mem_pool=lambda pool: calls.append(pool))
+    group = SimpleNamespace(_get_backend=lambda device: backend)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("waited"))
+    monkeypatch.setattr(distributed, "destroy_process_group", calls.append)
+    one = object.__new__(nccl_ce.CopyEngineCollectives)
+    one._group, one._device, one._pool, one._registered = group, "cuda:0", "pool", True
+    one._leaving = one._arriving = torch.empty(0)
+    one.close()
+    assert calls == ["waited", "pool", group]
+    assert one._leaving is one._arriving is one._pool is None

@@ -195,9 +195,9 @@ def few_slots(opt: Any, slots: int, prefetch: int) -> tuple[Counter[str], set[st
 
 @pytest.mark.parametrize("prefetch", [1, 3])
 def test_slots_are_as_many_as_a_step_needs(ranks, prefetch) -> None:
-    """With those no exchange is only to say that a slot was read; with fewer all goes on."""
+    """With those no exchange is only to say that a slot was read; one fewer takes such."""
     for counted, transports in ranks(2).run(few_slots, 0, prefetch):
         assert transports == {"p2p"}
         assert counted["barriers"] <= 3  # where a step begins
-    for _, transports in ranks(2).run(few_slots, 2, prefetch):
-        assert transports == {"p2p", "gloo"}
+    for counted, transports in ranks(2).run(few_slots, prefetch + 2, prefetch):
+        assert transports == {"p2p"} and counted["barriers"] > 3

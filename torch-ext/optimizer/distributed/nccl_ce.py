@@ -67,7 +67,8 @@ def why_not_copy_engines(facts: Sequence[Mapping[str, Any]]) -> str | None:
     """Why NCCL cannot move data on copy engines; None where it can. The same on every rank."""
     if (reason := why_not_shared(facts)) is not None:
         return reason
-    return why_not_here()
+    said = ((rank, one["copy_engines"]) for rank, one in enumerate(facts))
+    return next((f"rank {rank}: {reason}" for rank, reason in said if reason), None)
 
 
 def why_not_here() -> str | None:
@@ -107,8 +108,10 @@ def _version(text: str) -> tuple[int, int]:
 class CopyEngineCollectives:
     """Exchanges of a plan by equal splits, over a communicator of its own.
 
+    It has windows once it is made, and exchanges after `connect`.
+
     Raises:
-        RuntimeError: of NCCL, which refuses a window or the policy.
+        RuntimeError: no room for the windows, or NCCL refuses the policy.
     """
 
     name = "nccl_ce"
@@ -128,16 +131,43 @@ class CopyEngineCollectives:
             pg_options=group_options(distributed.ProcessGroupNCCL),
             use_local_synchronization=True,
         )
-        backend = self._group._get_backend(device)
-        backend.eager_connect_single_device(device)
-        size = windows([*self._splits.values()], len(ranks))
-        self._pool = torch.cuda.MemPool(backend.mem_allocator)
+        self._device, self._ranks, self._registered = device, len(ranks), False
+        try:
+            self._allocate(windows([*self._splits.values()], len(ranks)))
+        except Exception:
+            self.close()
+            raise
+
+    def _allocate(self, size: int) -> None:
+        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
         with torch.cuda.use_mem_pool(self._pool):
-            self._leaving = torch.empty(size, dtype=torch.uint8, device=device)
-            self._arriving = torch.empty(size, dtype=torch.uint8, device=device)
-        backend.register_mem_pool(self._pool, symm=True)
-        self._ranks = len(ranks)
-        self._stream = torch.cuda.Stream(device, priority=HIGH)
+            self._leaving = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._arriving = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._stream = torch.cuda.Stream(self._device, priority=HIGH)
+
+    @property
+    def _backend(self) -> Any:
+        return self._group._get_backend(self._device)
+
+    def connect(self) -> None:
+        """Register the windows, which every rank must have.
+
+        Raises:
+            RuntimeError: of NCCL, which refuses a window.
+        """
+        self._backend.eager_connect_single_device(self._device)
+        self._backend.register_mem_pool(self._pool, symm=True)
+        self._registered = True
+
+    def close(self) -> None:
+        """Let go of windows and communicator, after what was launched; all ranks do."""
+        from torch import distributed
+
+        torch.cuda.synchronize(self._device)
+        if self._registered:
+            self._backend.deregister_mem_pool(self._pool)
+        self._leaving = self._arriving = self._pool = None
+        distributed.destroy_process_group(self._group)
 
     def moves(self, coming: Message) -> bool:
         """Whether a message that comes here goes this way."""

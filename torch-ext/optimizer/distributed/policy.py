@@ -33,13 +33,13 @@ CROSSOVER = 0.8
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """What a user asks for; equal on all ranks. See `DistributedConfig`."""
+    """What a user asks for; equal on all ranks, or as said here. See `DistributedConfig`."""
 
     transport: str = "auto"
-    strict: bool = False
+    strict: bool = False  # on any rank
     slots: int | None = None
     min_bytes: int = 0
-    timeout_ms: int = 30000
+    timeout_ms: int = 30000  # the largest of any rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +156,7 @@ class Row:
     count: int
     transport: str
     reason: str
-    bytes: int  # largest on any rank, of one of them
+    bytes: int  # of the largest message that this rank sends or receives in one of them
     duty: float | None  # transfers of the step, predicted, in units of its computation
     ms: float | None  # of the last one that ended, where it was measured
     arena_bytes: int  # of this rank

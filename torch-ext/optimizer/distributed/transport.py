@@ -8,15 +8,15 @@ that of a team: collectives, or what `settle` has chosen for the exchanges of a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .message_layout import Message
-from .nccl_ce import CopyEngineCollectives, why_not_copy_engines
+from .nccl_ce import CopyEngineCollectives, why_not_copy_engines, why_not_here
 from .policy import (
     TRUSTED,
     UNPROVEN,
@@ -134,6 +134,7 @@ class GroupTransport:
         self._direct: PeerToPeer | CopyEngineCollectives | None = None
         self._arena: Arena | None = None
         self._traffic: Traffic | None = None
+        self._options = TransportOptions()  # as all ranks understand them
         self._reasons: dict[int, str] = {}  # of the exchanges of a plan, why they go as they do
         self._setup_ms = 0.0
 
@@ -159,8 +160,17 @@ class GroupTransport:
         return self._collectives.collect(values, found)
 
     def inbox(self, coming: Message) -> Lease | None:
-        """Memory for a message that comes here; None where any will do."""
-        return None if self._direct is None else self._direct.inbox(coming)
+        """Memory for a message that comes here; None where any will do.
+
+        Raises:
+            CommUnavailable: no slot is free, and `strict`; on all ranks, whose slots are alike.
+        """
+        if self._direct is None:
+            return None
+        lease = self._direct.inbox(coming)
+        if lease is None and (reason := self._direct.why_not(coming)) is not None:
+            refuse(reason, self._options, self.collectives)
+        return lease
 
     @property
     def alive(self) -> Tensor | None:
@@ -184,9 +194,10 @@ class GroupTransport:
         """Choose the way of every exchange of a new plan. All ranks of the group call it.
 
         Raises:
-            CommUnavailable: what was asked for cannot be had, and `options.strict`.
+            CommUnavailable: what was asked for cannot be had, and `options.strict` of any rank.
         """
-        self._traffic, self._direct, self._setup_ms = traffic, None, 0.0
+        self._traffic, self._setup_ms = traffic, 0.0
+        self._leave()
         asked = options.transport
         self._reasons = dict.fromkeys(range(len(traffic.exchanges)), "asked for")
         if asked == "nccl":
@@ -194,12 +205,20 @@ class GroupTransport:
         if asked == "auto" and "p2p" not in TRUSTED:
             return self._collectives_because(UNPROVEN)
         start = time.perf_counter()
-        facts = self._said(dict(self._facts(traffic)))
-        sizes = Sizes.of([one["counts"] for one in facts])
-        if asked == "nccl_ce":
-            reason = self._set_up_copy_engines(traffic, facts, sizes)
-        else:
-            reason = self._set_up_peers(traffic, options, facts, sizes)
+        mine = _attempt(lambda: self._facts(traffic, asked))
+        said = self._said((options.strict, options.timeout_ms, mine))
+        options = self._options = replace(
+            options,
+            strict=any(strict for strict, *_ in said),
+            timeout_ms=max(timeout for _, timeout, _ in said),
+        )
+        facts, reason = _facts_of([one for *_, one in said])
+        if reason is None:
+            sizes = Sizes.of([one["counts"] for one in facts])
+            if asked == "nccl_ce":
+                reason = self._set_up_copy_engines(traffic, facts, sizes)
+            else:
+                reason = self._set_up_peers(traffic, options, facts, sizes)
         self._setup_ms = 1e3 * (time.perf_counter() - start)
         if reason is None:
             return None
@@ -212,11 +231,12 @@ class GroupTransport:
         self, device: torch.device, slots: int, slot_bytes: int, timeout_ms: int
     ) -> Arena | str:
         """An arena for other uses, which all ranks make together; or why there is none."""
-        said = {**self.memory.facts(device), "size": (slots, slot_bytes)}
-        facts = self._said(said)
-        if len({one["size"] for one in facts}) > 1:
-            return f"ranks ask for different sizes: {[one['size'] for one in facts]}"
-        if (reason := why_not_shared(facts)) is not None:
+        said = self._said(((slots, slot_bytes), _attempt(lambda: dict(self.memory.facts(device)))))
+        sizes = [size for size, _ in said]
+        if len({*sizes}) > 1:
+            return f"ranks ask for different sizes: {sizes}"
+        facts, reason = _facts_of([one for _, one in said])
+        if (reason := reason or why_not_shared(facts)) is not None:
             return reason
         plan = digest(repr((slots, slot_bytes)))
         reason = self._make_arena(device, slots, slot_bytes, timeout_ms, plan)
@@ -271,12 +291,13 @@ class GroupTransport:
     def _collectives_because(self, reason: str) -> None:
         self._reasons = dict.fromkeys(self._reasons, reason)
 
-    def _facts(self, traffic: Traffic) -> dict[str, Any]:
+    def _facts(self, traffic: Traffic, asked: str) -> dict[str, Any]:
         """What this rank tells the others about itself."""
         arena = self._arena
         facts = dict(self.memory.facts(traffic.device))
         facts["counts"] = [(one.going.counts, one.coming.counts) for one in traffic.exchanges]
         facts["computing_ms"] = traffic.computing_ms
+        facts["copy_engines"] = why_not_here() if asked == "nccl_ce" else None
         facts["arena"] = None
         if arena is not None and arena.late_rank() is None:
             facts["arena"] = (arena.slots, arena.slot_bytes, arena.launched)
@@ -303,6 +324,11 @@ class GroupTransport:
                 return reason
         # Of the two messages of a chunk one arrives or is read.
         slots, slot_bytes = options.slots or traffic.alive // 2 + 1, sizes.slot(taken)
+        if slots < (least := min(traffic.alive // 2, len(taken))):
+            return (
+                f"slots={slots} are fewer than the {least} messages that arrive or are read at "
+                f"once; give {least + 1}, a smaller prefetch or no slots"
+            )
         known = facts[0]["arena"]
         same = known is not None and all(one["arena"] == known for one in facts)
         if not same or known[0] != slots or known[1] < slot_bytes:
@@ -311,6 +337,7 @@ class GroupTransport:
             if reason is not None:
                 return reason
         assert self._arena is not None
+        self._arena.timeout_ms = options.timeout_ms
         exchanges, rank = traffic.exchanges, self._arena.rank
         offsets = {id(exchanges[k].coming): sizes.offsets(k, rank) for k in taken}
         self._direct = PeerToPeer(self._arena, offsets)
@@ -340,15 +367,21 @@ class GroupTransport:
         rank, ranks = distributed.get_rank(self.group), distributed.get_world_size(self.group)
         size = arena_bytes(ranks, slots, slot_bytes)
         memory, error = _attempt(lambda: self.memory.allocate(size, device))
-        if (reason := self._first(error, f"{size} bytes of symmetric memory")) is not None:
+        room = f"no room for {size} bytes to share: smaller messages (in_flight_bytes) take less"
+        if (reason := self._first(error, room)) is not None:
             return reason
-        mapped, error = _attempt(lambda: self.memory.mapped(memory, self.group))
+
+        def mapped() -> Arena:
+            memories, keep = self.memory.mapped(memory, self.group)
+            return Arena(rank, memories, slots, slot_bytes, timeout_ms, keep)
+
+        made, error = _attempt(mapped)
         if (reason := self._first(error, "rendezvous failed")) is not None:
             return reason
-        memories, keep = mapped
-        self._arena = Arena(rank, memories, slots, slot_bytes, timeout_ms, keep)
-        wrong, error = _attempt(lambda: self._arena.handshake(plan))
-        return self._first(error or wrong, "handshake mismatch")
+        self._arena = made
+        wrong, error = _attempt(lambda: made.handshake(plan))
+        seen = "handshake mismatch: look at the other ranks, or give timeout_ms more"
+        return self._first(error or wrong, seen)
 
     def _slower(self, number: int) -> str | None:
         """Time the largest exchange both ways; rank 0's clock decides for all."""
@@ -386,21 +419,31 @@ class GroupTransport:
         made, error = _attempt(
             lambda: CopyEngineCollectives(self.group, traffic.device, traffic.exchanges, sizes)
         )
-        if (reason := self._first(error, "window not registered")) is not None:
-            return reason
-        self._direct = made
-        return None
+        # What needs all ranks begins where all have what it needs.
+        if (reason := self._first(error, "no room for windows: set in_flight_bytes lower")) is None:
+            _, error = _attempt(made.connect)
+            reason = self._first(error, "window not registered")
+        if reason is None:
+            self._direct = made
+        elif made is not None:
+            made.close()
+        return reason
+
+    def _leave(self) -> None:
+        """End what exchanges; an arena stays for the next plan."""
+        if self._direct is not None:
+            self._direct.close()
+            self._direct = None
 
     def _close(self) -> None:
-        self._direct = None
+        self._leave()
         if self._arena is not None:
             self._arena.close()
             self._arena = None
 
     def _first(self, error: str | None, what: str) -> str | None:
         """The first error of any rank, which all ranks learn."""
-        errors = enumerate(self._said(error))
-        return next((f"{what} (rank {r}: {text})" for r, text in errors if text), None)
+        return _named(self._said(error), what)
 
     def _said(self, value: Any) -> list[Any]:
         """What every rank says, in the order of the ranks."""
@@ -417,6 +460,18 @@ def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
         return call(), None
     except Exception as error:
         return None, f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _named(errors: Sequence[str | None], what: str) -> str | None:
+    """The first error of any rank."""
+    said = enumerate(errors)
+    return next((f"{what} (rank {rank}: {text})" for rank, text in said if text), None)
+
+
+def _facts_of(said: Sequence[tuple[Any, str | None]]) -> tuple[list[Any], str | None]:
+    """What all ranks say of themselves, and which of them cannot."""
+    what = "a rank cannot say what its device can do"
+    return [facts for facts, _ in said], _named([error for _, error in said], what)
 
 
 def _finish(device: torch.device) -> None:

@@ -286,6 +286,8 @@ class MuonBase(OffloadingOptimizer):
                 this step or, on a device, in the one before; the first gradients were not reduced,
                 or were with gradients="unreduced"; an earlier step failed midway; or a CUDA graph
                 is being captured, of shared parameters, state in host memory or a first step.
+                With "p2p", a rank did not come to an exchange of an earlier step in time.
+            CommUnavailable: under `strict`, the transport that was asked for cannot be taken.
         """
         self._ranks.consistency.check_unbroken()
         loss = None

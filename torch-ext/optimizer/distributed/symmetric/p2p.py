@@ -170,6 +170,9 @@ class PeerToPeer:
             own = inbox[at : at + size], outbox[first[arena.rank] : first[arena.rank + 1]]
         return targets, sources, own
 
+    def close(self) -> None:
+        """The arena stays, which may serve the next plan."""
+
     def check(self) -> None:
         """Raise RuntimeError if an exchange gave up waiting; waits for what was launched."""
         late = self.arena.late_rank()

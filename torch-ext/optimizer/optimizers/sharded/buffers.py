@@ -150,10 +150,11 @@ class DistributedConfig:
             group, whatever its backend. "p2p" writes into the memory of the receiver by copy
             engines, on GPUs of one host. "nccl_ce" is NCCL's all-to-all on copy engines. "auto"
             takes what is known to be fastest; `comm_report()` says what that was and why.
-        strict: raise `CommUnavailable` where the transport that was asked for cannot be taken.
-            False: the process group's all-to-all runs, and a warning says so once per reason.
+        strict: raise `CommUnavailable` where the transport that was asked for cannot be taken, on
+            all ranks if any is strict. False: the process group's all-to-all runs, and a warning
+            says so once per reason.
         slots: messages that every rank has memory for with "p2p", at least 2; None for as many as
-            arrive or are read at once. Where none is free, a message goes by the all-to-all.
+            arrive or are read at once. With fewer "p2p" cannot be taken.
         min_bytes: with "p2p", exchanges whose largest message has fewer bytes go by the all-to-all.
         timeout_ms: how long an exchange of "p2p" waits for other ranks. Then the step changes no
             parameter any more, and the next one, or whatever saves state, raises.
