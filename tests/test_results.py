@@ -451,11 +451,13 @@ def test_zoo_rows_are_not_listed_in_readme(harness, checkout):
 
 def test_rows_of_one_figure(harness, checkout):
     """communication.json: values with targets, met or missed, on a page and in a plot."""
-    entry, plots = harness.communication, harness.plots
+    entry, plots, rate = harness.communication, harness.plots, "of a copy's rate"
     found = [
-        entry.figure("push/one", 0.97, "of a copy's rate", "Tensor.copy_", entry.PUSH_SHARE),
-        entry.figure("progress_matmul/x/cublas", 1.2, "times the time", "cuBLAS", entry.CUBLAS),
-        entry.figure("push/wrong", None, "of a copy's rate", "Tensor.copy_", entry.PUSH_SHARE),
+        entry.figure("push/one", 0.97, "Tensor.copy_", entry.PUSH_SHARE, unit=rate),
+        entry.figure(
+            "progress_matmul/x/cublas", 1.2, "cuBLAS", entry.CUBLAS, unit="times the time"
+        ),
+        entry.figure("push/wrong", None, "Tensor.copy_", entry.PUSH_SHARE, unit=rate),
     ]
     rows = [row for row, _ in found]
     assert harness.is_well_formed(rows) and [row.ok for row in rows] == [True, True, False]

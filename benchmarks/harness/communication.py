@@ -7,16 +7,19 @@ turns with their baselines, over input sets that the L2 cache does not hold.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from . import report
 from .package import Built, module
 from .progress import Progress
-from .report import Goal, Row, judged
+from .report import Goal, Row
 from .timer import cold_sets, medians
 
-HEADING = f"{'case':<48}{'value':>10}  unit"
+HEADING = f"{'case':<52}{'value':>8}  unit"
 TRANSPORT = "one GPU"  # source and destination lie in its own memory
+figure = functools.partial(report.figure, transport=TRANSPORT)
 
 # Name -> (number of pairs, rows, columns, columns of the destination's rows in memory).
 PUSHES = {
@@ -52,26 +55,6 @@ def rows(built: Built, cases: Progress) -> Iterator[tuple[Row, str]]:
     cases.begin()
 
 
-def figure(case: str, value: float | None, unit: str, baseline: str, goal: Goal) -> tuple[Row, str]:
-    """The row of a figure and its line; without a value its results were wrong."""
-    if value is None:
-        row = Row(case=case, variant="auto", ok=False)
-        return row, f"{case:<48}WRONG RESULTS, not timed"
-    row = Row(
-        case=case,
-        variant="auto",
-        ok=True,
-        baseline=baseline,
-        value=value,
-        unit=unit,
-        target=goal.bound,
-        transport=TRANSPORT,
-    )
-    row = judged(row, {"value": goal}, {"value": value})
-    met = "met" if goal.met(value) else "MISSED"
-    return row, f"{case:<48}{value:>10.4g}  {unit} (goal {goal.bound:g} {met})"
-
-
 def push_share(
     built: Built, case: str, count: int, rows: int, columns: int, pitch: int
 ) -> tuple[Row, str]:
@@ -99,7 +82,7 @@ def push_share(
         calls = {"push": lambda number: push(dsts[number], srcs[number]), "copies": copies}
         found = medians(calls, sets=sets)
         value = found["copies"] / found["push"]
-    return figure(case, value, "of a copy's rate", "Tensor.copy_", PUSH_SHARE)
+    return figure(case, value, "Tensor.copy_", PUSH_SHARE, unit="of a copy's rate")
 
 
 def product_ratios(
@@ -132,8 +115,10 @@ def product_ratios(
 
     unit = "times the time"
     return [
-        figure(f"{case}/signalled", over("silent"), unit, "the same kernel, no signals", SIGNALLED),
-        figure(f"{case}/cublas", over("cublas"), unit, "cuBLAS", CUBLAS),
+        figure(
+            f"{case}/signalled", over("silent"), "the same kernel, no signals", SIGNALLED, unit=unit
+        ),
+        figure(f"{case}/cublas", over("cublas"), "cuBLAS", CUBLAS, unit=unit),
     ]
 
 
@@ -212,7 +197,7 @@ def exchange_counts(built: Built) -> list[tuple[Row, str]]:
     right = same and status.item() == 0
     baseline = "momentum's two, the wait, a copy per matrix"
     return [
-        figure(case, value if right else None, unit, baseline, Goal(bound, at_least=False))
+        figure(case, value if right else None, baseline, Goal(bound, at_least=False), unit=unit)
         for case, value, unit, bound in zip(
             EXCHANGE, (kernels, copies), ("kernels", "copies"), (3, MATRICES), strict=True
         )

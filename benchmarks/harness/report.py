@@ -204,6 +204,34 @@ def judged(row: Row, goals: Mapping[str, Goal], values: Mapping[str, float | str
     return replace(row, goals=found)
 
 
+def figure(
+    case: str,
+    value: float | None,
+    baseline: str,
+    goal: Goal,
+    transport: str,
+    *,
+    unit: str,
+    missing: str = "WRONG RESULTS",
+) -> tuple[Row, str]:
+    """The row of one value with its goal, and its line; `missing` is why there is no value."""
+    if value is None:
+        return Row(case=case, variant="auto", ok=False), f"{case:<52}{missing}, not timed"
+    row = Row(
+        case=case,
+        variant="auto",
+        ok=True,
+        baseline=baseline,
+        value=value,
+        unit=unit,
+        target=goal.bound,
+        transport=transport,
+    )
+    met = "met" if goal.met(value) else "MISSED"
+    line = f"{case:<52}{value:>8.4g}  {unit} (goal {goal.bound:g} {met})"
+    return judged(row, {"value": goal}, {"value": value}), line
+
+
 def said(row: Row) -> str:
     """The goals for a printed line."""
     parts = [_said(name, one) for name, one in (row.goals or {}).items()]

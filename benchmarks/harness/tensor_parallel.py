@@ -8,6 +8,7 @@ and replayed from CUDA graphs, and the sharded iteration over that of an owner.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import threading
 import time
@@ -15,10 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import report
 from .optimizer_step.several_gpus import Ranks
 from .package import Built, module
 from .progress import Progress
-from .report import Goal, Row, judged
+from .report import Goal, Row
 from .timer import medians
 
 HEADING = f"{'case':<52}{'value':>8}  unit"
@@ -42,31 +44,7 @@ PATIENCE = 120  # seconds that a rank waits for the others
 ROUNDS, CALLS = 5, 5  # of bursts, and calls in each
 
 
-def figure(
-    case: str,
-    value: float | None,
-    baseline: str,
-    goal: Goal,
-    transport: str,
-    missing: str = "WRONG RESULTS",
-) -> tuple:
-    """The row of a ratio and its line; `missing` is why there is no value."""
-    if value is None:
-        row = Row(case=case, variant="auto", ok=False)
-        return row, f"{case:<52}{missing}, not timed"
-    row = Row(
-        case=case,
-        variant="auto",
-        ok=True,
-        baseline=baseline,
-        value=value,
-        unit=UNIT,
-        target=goal.bound,
-        transport=transport,
-    )
-    met = "met" if goal.met(value) else "MISSED"
-    line = f"{case:<52}{value:>8.3f}  {UNIT} (goal {goal.bound:g} {met})"
-    return judged(row, {"value": goal}, {"value": value}), line
+figure = functools.partial(report.figure, unit=UNIT)
 
 
 def rows(built: Built, cases: Progress) -> Iterator[tuple[Row, str]]:
@@ -281,7 +259,9 @@ def product_rows(
                         both = f"{times['auto']:.3f} ms fused, {times['never']:.3f} plain"
                         print(f"{case}/{how}: {both}")
                 baseline = "a collective and a product"
-                yield figure(f"{case}/{how}", value, baseline, FUSED_GOAL, transport, missing)
+                yield figure(
+                    f"{case}/{how}", value, baseline, FUSED_GOAL, transport, missing=missing
+                )
 
 
 def captured(call: Callable[[], object]) -> Callable[[], None]:
