@@ -25,15 +25,18 @@ def results() -> dict[str, dict]:
     ]
     layers = [
         row("a", 1.0, 2.0),
-        row("a", 4.0, 2.0, "axolotl"),
+        row("a", 4.0, 2.0, "axolotl", peer_commit=f"axolotl {'1' * 40}"),
         row("a", 2.0, 2.0, "triton"),
         row("b", 1.0, 8.0),
         row("c", 1.0, 9.0) | {"ok": False},
         row("d", 1.0, 9.0, baseline="the same model"),
     ]
+    commits = f"gram-newton-schulz {'2' * 40}, quack {'3' * 40}"
+    matrices = [row("e", 1.0, 2.0), row("e", 0.5, 2.0, "gram-newton-schulz", peer_commit=commits)]
     return {
         "end_to_end": MACHINE | {"rows": trainings},
         "moe_lora": MACHINE | {"rows": layers},
+        "orthogonalize": MACHINE | {"rows": matrices},
     }
 
 
@@ -45,6 +48,8 @@ def test_every_case_stands_beside_every_opponent(harness, results) -> None:
         ("a", "theirs", 2.0),
         ("a", "axolotl", 4.0),
         ("b", "theirs", 8.0),
+        ("e", "theirs", 2.0),
+        ("e", "gram-newton-schulz with quack", 0.5),
     ]
 
 
@@ -52,9 +57,10 @@ def test_the_page_has_means_and_losses(harness, results) -> None:
     page = harness.comparison.comparison(results)
     assert "| **`Muon`** | 5 | 1 | 3.250 |" in page and "| dion | 10 | 1 | 3.250 |" in page
     assert "(h200-moe_lora.md) | theirs | 2 | 4.00 | 2.00 | 8.00 | 0 |" in page
-    assert "## Where the opponent is faster: 1 of 5 cases" in page
-    assert page.count("| `") == 1 and "| `gpt-124M/muon` | 5 | theirs | 4 | 0.80 |" in page
-    assert page.endswith("a GPU, driver 1, torch 2.")
+    assert "## Where the opponent is faster: 2 of 7 cases" in page
+    assert page.count("| `") == 2 and "| `gpt-124M/muon` | 5 | theirs | 4 | 0.80 |" in page
+    assert "a GPU, driver 1, torch 2. Others' code: axolotl 1111111, gram-" in page
+    assert page.endswith("gram-newton-schulz 2222222, quack 3333333.")
 
 
 def test_forced_paths_stand_beside_the_own_one(harness, results) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
 from .static import layering
-from .static.project import PACKAGE, assert_found, assert_none, write_files
+from .static.project import PACKAGE, ROOT, assert_found, assert_none, parse, place, write_files
 
 pytestmark = pytest.mark.static
 
@@ -150,3 +151,66 @@ def test_rule_can_fail(tmp_path: Path, check, file: str, text: str, expected: st
     assert_found(expected, findings)
     layer = file.split("/")[0].split(".")[0]
     assert_none([finding for finding in findings if not finding.startswith(layer)])
+
+
+# Folders of scripts, each of which is on the path of its own.
+SCRIPTS = ("benchmarks", "examples", "tools")
+
+
+def script_findings(folder: Path) -> list[str]:
+    """Imports, those inside functions too, of a script's own modules and names that do not exist.
+
+    A process on a GPU is the first to run many of them.
+    """
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(parse(path)):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            start = path.parents[node.level - 1] if node.level else folder
+            target = start.joinpath(*(node.module or "").split("."))
+            first = start / (node.module or "").split(".")[0]
+            if not node.level and not (first.is_dir() or first.with_suffix(".py").is_file()):
+                continue  # of a library
+            for alias in node.names:
+                if not names(target, alias.name):
+                    line = place(path, folder, node.lineno)
+                    found.append(f"{line}: no {alias.name} in {node.module or '.'}")
+    return found
+
+
+def names(module: Path, name: str) -> bool:
+    """Whether a module, named without a suffix, has a name at its top, or such a submodule."""
+    if (module / f"{name}.py").is_file() or (module / name).is_dir():
+        return True
+    file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+    body = list(parse(file).body) if file.is_file() else []
+    defined = {getattr(node, "name", None) for node in body}
+    for node in body:
+        defined |= {
+            part.id if isinstance(part, ast.Name) else (part.asname or part.name).split(".")[0]
+            for part in ast.walk(node)
+            if (isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store))
+            or (isinstance(part, ast.alias) and part.name != "*")
+        }
+    return name in defined
+
+
+@pytest.mark.parametrize("folder", SCRIPTS)
+def test_scripts_import_what_exists(folder: str) -> None:
+    assert_none(script_findings(ROOT / folder))
+
+
+def test_an_import_of_nothing_is_found(tmp_path: Path) -> None:
+    files = {
+        "run.py": "from rows import line\nfrom torch import nn\n",
+        "rows.py": "import os\n\ndef line():\n    from deep.cases import CASES, MORE\n",
+        "deep/__init__.py": "",
+        "deep/cases.py": "from ..rows import os, rounds\nfrom . import gone\nCASES = 1\n",
+    }
+    write_files(tmp_path, files)
+    assert script_findings(tmp_path) == [
+        "deep/cases.py:1: no rounds in rows",
+        "deep/cases.py:2: no gone in .",
+        "rows.py:4: no MORE in deep.cases",
+    ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .paths import MMA_SYNC, TORCH
-from .peers import CHECKOUTS
+from .peers import CHECKOUTS, title
 from .report import geomean
 
 Results = Mapping[str, Mapping[str, Any]]  # name of a result file -> its content
@@ -73,7 +73,7 @@ def pairs(results: Results) -> Iterator[Pair]:
                 theirs = row["baseline_wall_ms"]
                 yield Pair(name, case, row["baseline"], row["wall_ms"], theirs)
             yield from (
-                Pair(name, case, peer["variant"], row["wall_ms"], peer["wall_ms"])
+                Pair(name, case, title(peer["variant"]), row["wall_ms"], peer["wall_ms"])
                 for peer in rows
                 if peer["case"] == case and peer["variant"] in CHECKOUTS
             )
@@ -94,7 +94,17 @@ def comparison(results: Results) -> str:
     machines = dict.fromkeys(
         "{gpu}, driver {driver}, torch {torch}".format(**result) for result in results.values()
     )
-    return "\n\n".join([*filter(None, parts), f"{'; '.join(machines)}."])
+    said = f"{'; '.join(machines)}."
+    if commits := _commits(results):
+        said += f" Others' code: {', '.join(commits)}."
+    return "\n\n".join([*filter(None, parts), said])
+
+
+def _commits(results: Results) -> list[str]:
+    """ "<checkout> <seven digits>" of all that peers' rows measured, sorted."""
+    rows = (row for name in results for row in _rows(results, name) if "peer_commit" in row)
+    commits = {commit for row in rows for commit in row["peer_commit"].split(", ")}
+    return sorted(commit[: commit.index(" ") + 8] for commit in commits)
 
 
 def _trainings(results: Results) -> str | None:

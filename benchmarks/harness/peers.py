@@ -36,6 +36,11 @@ CHECKOUTS = {
 }
 
 
+def title(name: str) -> str:
+    """What tables call a peer: its own checkout and those that it computes with."""
+    return " with ".join(CHECKOUTS[name])
+
+
 class MissingError(Exception):
     """Why a peer has no rows."""
 

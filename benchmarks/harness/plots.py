@@ -15,9 +15,8 @@ from typing import Any
 
 from . import comparison, elementwise, orthogonalize
 from .experts import moe_lora, quant
-from .optimizer_step import one_gpu
 from .optimizer_step.several_gpus import LINK_TBPS
-from .peers import CHECKOUTS
+from .peers import CHECKOUTS, title
 from .progress import is_partial
 from .report import FLOOR_TBPS, FLOOR_TFLOPS
 from .sources import RESULTS, SOURCES, entry_of, recorded, sources_digest
@@ -34,7 +33,6 @@ COLORS |= {"dion": "#4c9a6a", "nanochat": "#b0413e"}
 DRAWN = {
     "elementwise": elementwise.random_cases,
     "moe_lora": moe_lora.random_cases,
-    "optimizer_step": one_gpu.random_cases,
     "orthogonalize": orthogonalize.random_cases,
     "quant": quant.random_cases,
 }
@@ -122,7 +120,7 @@ def headlines(results: dict[str, dict]) -> str:
     parts = ["\n".join(lines), f"{said} Every row: {pages}."]
     if any("curve" in row for row in results.get("end_to_end", {"rows": ()})["rows"]):
         plot = (RESULTS / HEADLINE_GPU / "end_to_end.svg").as_posix()
-        parts.insert(0, f"![loss over seconds of training, four optimizers]({plot})")
+        parts.insert(0, f"![loss over seconds of training, a line for each optimizer]({plot})")
     return "\n\n".join(parts)
 
 
@@ -151,7 +149,7 @@ def _headline(headline: Headline, result: dict | None) -> str | None:
         ]
     else:
         peers = [(row["baseline_wall_ms"], row["baseline"])] + [
-            (peer["wall_ms"], peer["variant"])
+            (peer["wall_ms"], title(peer["variant"]))
             for peer in rows
             if peer["case"] == row["case"] and peer["variant"] in CHECKOUTS
         ]
@@ -182,7 +180,7 @@ def page(path: Path, root: Path) -> str:
 
 def _section(result: dict, path: Path, root: Path) -> str:
     """The table of a result file of single calls."""
-    drawn = DRAWN[path.stem](result["commit"])
+    drawn = DRAWN[path.stem](result["commit"]) if path.stem in DRAWN else ()
     rows = [row for row in result["rows"] if row["ok"] and row["variant"] == "auto"]
     # The zoo is there for its distances, not for its times.
     listed = [r for r in rows if r["case"] not in drawn and not r["case"].startswith("zoo/")]

@@ -59,12 +59,12 @@ def main() -> None:
 
     from .. import package
     from .moe_lora import calls_of
-    from .nf4 import BYTES, Nf4Case
+    from .quant import BYTES, PackedCase
 
     built = package.load()
     for model in TRAFFIC:
         layer = Layer(model, *MODELS[model])
-        case = Nf4Case(layer, built, 0)
+        case = PackedCase(layer, built, 0)
         print(f"least {model} {least_bytes(layer, case.active, BYTES)}", flush=True)
         torch.cuda.profiler.start()
         calls_of(case)["fwd"]["ours"]()

@@ -63,11 +63,15 @@ class Layer:
             "down": (self.intermediate, self.hidden),
         }
 
-    def floors(self, active: int) -> tuple[float, float]:
+    def floors(self, active: int, per_weight: float = ELEMENT) -> tuple[float, float]:
         """Least milliseconds of forward and of forward + backward with so many active experts.
 
         Forward: each active weight and factor is read once, inputs read and results written once.
         Backward: dX of the same size, dA and dB from the operands that it reads anyway.
+
+        Args:
+            active: experts with rows.
+            per_weight: bytes of a weight, scales of packed ones included.
         """
         lora_bytes = 4 if self.fp32_lora else ELEMENT
         forward = backward = 0.0
@@ -76,7 +80,7 @@ class Layer:
             outer, inner = (k, n) if name == "gate_up" else (n, k)
             activations = self.tokens * outer + self.rows * inner
             factors = active * self.rank * (k + n) * lora_bytes
-            weights = active * k * n * ELEMENT
+            weights = active * k * n * per_weight
             low = self.rows * self.rank * (k + n)
             flops = 2 * (self.rows * k * n + low)
             forward += floor_ms(bytes_moved=weights + factors + activations * ELEMENT, flops=flops)

@@ -136,19 +136,8 @@ class PackedCase(LayerCase):
 
 
 def floors(layer: Layer, active: int) -> dict[str, float]:
-    """Least milliseconds: `Layer.floors` with packed weights, read once forward and once back."""
-    spent = {"fwd": 0.0, "bwd": 0.0}
-    for name, (k, n) in layer.projections().items():
-        outer, inner = (k, n) if name == "gate_up" else (n, k)
-        rows = layer.tokens * outer + layer.rows * inner
-        factors = active * layer.rank * (k + n) * (4 if layer.fp32_lora else 2)
-        weights = active * k * n * BYTES_OF[layer.format]
-        low = layer.rows * layer.rank * (k + n)
-        flops = 2 * (layer.rows * k * n + low)
-        spent["fwd"] += floor_ms(bytes_moved=weights + factors + 2 * rows, flops=flops)
-        moved = weights + 2 * factors + 2 * (rows + layer.rows * k)
-        spent["bwd"] += floor_ms(bytes_moved=moved, flops=flops + 2 * low)
-    return {"fwd": spent["fwd"], "fwd+bwd": spent["fwd"] + spent["bwd"]}
+    """Least milliseconds by direction: packed weights, read once forward and once back."""
+    return dict(zip(BOTH, layer.floors(active, BYTES_OF[layer.format]), strict=True))
 
 
 def layer_rows(

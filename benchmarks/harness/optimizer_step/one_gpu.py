@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from .. import paths, peers
 from ..device import added_mb
-from ..orthogonalize import EXACT_LOWER, EXACT_STEPS
+from ..orthogonalize import EXACT_LOWER, EXACT_STEPS, least_flops
 from ..package import Built
 from ..progress import Progress
 from ..report import FLOOR_TBPS, FLOOR_TFLOPS, Measured, Row, failed, line, passed
@@ -58,7 +58,7 @@ class Model:
     @property
     def flops(self) -> float:
         """Of the orthogonalization: the least of its symmetric forms (docs/dev/measuring.md)."""
-        return sum(least_flops(shape) for shape in SHAPES[self.name][0])
+        return sum(map(least_flops, SHAPES[self.name][0]))
 
     @property
     def bytes_moved(self) -> float:
@@ -86,13 +86,6 @@ PEERS = ("dion", "nanochat")
 # Beside what a user gets: the step on torch's products, as on capability 8.0, which takes no others
 # for sides below 4096; and over DTensors of a mesh of one GPU.
 COMPARED = ("gpt2-124M", "llama-1B")
-
-
-def least_flops(shape: tuple[int, ...]) -> float:
-    """Of one parameter (..., r, c): the least of any method that keeps the accuracy rule."""
-    *batch, r, c = shape
-    m, n = min(r, c), max(r, c)
-    return math.prod(batch) * (6 * m * m * n + 10 * m**3)  # gram_polynomial
 
 
 class StepCase:
@@ -343,8 +336,3 @@ def rows(built: Built, progress: Progress) -> Iterator[tuple[Row, str]]:
         if progress.begin(sharded_case(model)):
             yield measure_shards(model, built)
             torch.cuda.empty_cache()
-
-
-def random_cases(commit: str) -> set[str]:
-    """No row is drawn at random: the sets are models."""
-    return set()
