@@ -21,8 +21,8 @@ KINDS = {
     "second moments": {"use_muon": True, "beta2": 0.9},
     "adamw": {"use_muon": False},
 }
-CALLS_PER_SHAPE = 95
-CALLS_PER_STEP = 280  # of which torch's own wrapper of `step` makes 60
+CALLS_PER_SHAPE = 85
+CALLS_PER_STEP = 230  # of which torch's own wrapper of `step` makes 60
 
 
 @pytest.fixture

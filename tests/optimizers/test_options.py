@@ -120,6 +120,31 @@ def test_options_are_checked_only_when_they_change(opt, submodule, device, monke
     assert checks == ["group 0", "group 1", "group 1"]
 
 
+def test_what_may_give_another_value_is_asked_at_every_step(opt, submodule, device) -> None:
+    """A function, a Tensor and a dict; of numbers and words the last answer counts."""
+    (param,) = parameters([(6, 4)], device=device)
+    rates = iter([0.5, 0.25])
+    optimizer = opt.Muon([("w", param)], lr=1.0, weight_decay=0.0, adjust_lr_fn="none")
+    optimizer.step()
+    group = optimizer.param_groups[0]
+
+    def moved() -> float:
+        before = param.detach().clone()
+        new_gradients([param], seed=1)
+        optimizer.step()
+        return float((param.detach() - before).norm())
+
+    usual = moved()
+    group["adjust_lr_fn"] = lambda lr, rows, columns: next(rates) * lr
+    assert moved() == pytest.approx(0.5 * usual, rel=0.05)
+    assert moved() == pytest.approx(0.25 * usual, rel=0.05)
+    group["adjust_lr_fn"] = "none"
+    group["lr"] = torch.tensor(0.5)
+    assert moved() == pytest.approx(0.5 * usual, rel=0.05)
+    group["lr"].data = torch.tensor(0.25)
+    assert moved() == pytest.approx(0.25 * usual, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -11,6 +11,8 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +36,8 @@ BATCH_BYTES = 256 * 2**20
 # the same orthogonalized, and what the iteration works in.
 STEP_BYTES = 768 * 2**20
 
-_form = operator.attrgetter("shape", "dtype", "device")
-_layout = operator.attrgetter("layout")
+_form = operator.attrgetter("shape", "dtype", "device", "layout")
+_grad = operator.attrgetter("grad")
 # Of a DTensor, as its properties of these names give them, without a call of Python for each.
 _placing = operator.attrgetter("_spec.placements", "_spec.mesh")
 
@@ -52,7 +54,7 @@ class GroupTensors:
     named: list[tuple[str, Tensor]]  # (name for messages, parameter)
     params: list[Tensor]
     kinds: list[type]
-    forms: list[tuple[Any, ...]]  # shape, dtype, device
+    forms: list[tuple[Any, ...]]  # shape, dtype, device, layout
     devices: frozenset[torch.device]
     placements: list[tuple[Any, ...]]  # of those that are not plain
     usual: bool  # all are plain, dense and of a supported dtype
@@ -90,21 +92,20 @@ class GroupTensors:
         Returns:
             Whether every parameter is plain and has a plain gradient, float64 only where it is.
         """
-        grads = [param.grad for param in self.params]
-        given = [grad for grad in grads if grad is not None]
-        complete = len(given) == len(grads)
-        forms = self.forms
+        given, forms, places = [*map(_grad, self.params)], self.forms, self.placements
+        kinds = {*map(type, given)}
+        complete = NoneType not in kinds
         if not complete:
-            forms = [form for form, grad in zip(forms, grads, strict=True) if grad is not None]
+            present = [grad is not None for grad in given]
+            of_each = (given, forms, places) if self.placed else (given, forms)
+            given, forms, *rest = ([*compress(entries, present)] for entries in of_each)
+            places = rest[0] if rest else places
+            kinds.remove(NoneType)
         found = [*map(_form, given)]
-        kinds, dense = {*map(type, given)}, {*map(_layout, given)} <= {torch.strided}
-        if self.placed and dense and kinds <= {*self.kinds} and found == forms:
-            places = self.placements
-            if not complete:
-                places = [p for p, grad in zip(places, grads, strict=True) if grad is not None]
+        if self.placed and found == forms and kinds <= {*self.kinds}:
             if _placements(given) == places:
                 return False
-        if self.usual and dense and kinds <= {Tensor}:
+        if self.usual and kinds <= {Tensor}:
             if found == forms:
                 return complete
             if all(map(_fits, found, forms)):
@@ -178,7 +179,7 @@ class Plan:
 
 def _fits(grad: tuple[Any, ...], param: tuple[Any, ...]) -> bool:
     """Whether a gradient differs from its parameter in its dtype at most."""
-    return grad[0] == param[0] and grad[1] in FLOATING and grad[2] == param[2]
+    return grad[0] == param[0] and grad[1] in FLOATING and grad[2:] == param[2:]
 
 
 def _widens(grad: tuple[Any, ...], param: tuple[Any, ...]) -> bool:

@@ -21,13 +21,15 @@ from .groups.blocks import Blocks, check_names, cut, unmatched_keys
 from .groups.options import (
     POLAR_EXPRESS,
     AdamWOptions,
+    KnownOptions,
     MuonOptions,
+    all_plain,
     fingerprint,
     parse_clip_config,
     rows_for,
 )
 from .groups.parameters import is_dtensor, label, local
-from .plan import Chunk, GroupTensors, Plan, plan_chunks
+from .plan import Chunk, GroupTensors, Plan, plan_chunks, same_objects
 from .report import StepTimer, Timed, report, stage, untimed
 from .sharded.chunks import Bands, SharedChunk, SliceChunk
 from .sharded.exchange import Exchange
@@ -190,7 +192,8 @@ class MuonBase(OffloadingOptimizer):
         self.clip_config = parse_clip_config(clip_config)
         self._ranks = ranks
         self._plan: Plan | None = None
-        self._checked: list[Any] = []  # per group the fingerprint of the options checked last
+        self._known: list[KnownOptions] = []  # per group
+        self._rates: tuple[Any, ...] = (None, [], {})  # plan and options, and what they give
         super().__init__(params, defaults)
         self._warn_of_unmatched()
 
@@ -201,7 +204,7 @@ class MuonBase(OffloadingOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan, self._checked = None, []
+        self._plan, self._known, self._rates = None, [], (None, [], {})
         self._ranks.consistency.mend()
 
     def _check_group(
@@ -304,16 +307,13 @@ class MuonBase(OffloadingOptimizer):
         logits = check_logits(qk_logits, self.clip_config, plan.clips)
         if self.offloaded:
             self.check_offload()
-        rates = {
-            id(chunk): rate_of(group, *chunk.matrix, chunk.device)
-            for group, chunks in zip(options, plan.chunks, strict=True)
-            for chunk in chunks
-        } | rates_of(plan.shared, options)
+        rates = self._current_rates(plan, options)
         state = self._state_of_step(plan, options)
         initial = first and qk_logits is None and self._only_makes_state(options)
         if not initial:
             self._ranks.compare_replicas(plan.labelled)
-        if self._ranks.compare(plan.shared, options, self._checked, rates, initial=initial):
+        fingerprints = [known.fingerprint for known in self._known]
+        if self._ranks.compare(plan.shared, options, fingerprints, rates, initial=initial):
             self._drop_gradients()
             return loss
 
@@ -554,17 +554,32 @@ class MuonBase(OffloadingOptimizer):
 
     def _current_options(self) -> list[MuonOptions | AdamWOptions]:
         """The options of all groups; those that changed since the last time are checked."""
-        current, checked = [], []
+        known = []
         for number, group in enumerate(self.param_groups):
-            options = self.format.options(group)
-            values = fingerprint(options)
-            if number >= len(self._checked) or values != self._checked[number]:
-                options = self.format.recheck(group, f"group {number}")
+            last = self._known[number] if number < len(self._known) else None
+            seen = [*group, *group.values()]
+            if last is None or not same_objects(seen, last.seen):
+                options = self.format.options(group)
                 values = fingerprint(options)
-            current.append(options)
-            checked.append(values)
-        self._checked = checked
-        return current
+                if last is None or values != last.fingerprint:
+                    options = self.format.recheck(group, f"group {number}")
+                    values = fingerprint(options)
+                last = KnownOptions(options, values, seen if all_plain(values) else [])
+            known.append(last)
+        self._known = known
+        return [of_group.options for of_group in known]
+
+    def _current_rates(
+        self, plan: Plan, options: Sequence[MuonOptions | AdamWOptions]
+    ) -> dict[int, Rate]:
+        """id of a chunk -> its rate. Options with a Tensor or a function are new in every step."""
+        of_plan, of_options, rates = self._rates
+        if plan is not of_plan or not same_objects(options, of_options):
+            rates = rates_of(plan.shared, options)
+            for group, chunks in zip(options, plan.chunks, strict=True):
+                rates |= {id(c): rate_of(group, *c.matrix, c.device) for c in chunks}
+            self._rates = plan, options, rates
+        return rates
 
     def _drop_gradients(self) -> None:
         """Let the gradients of groups with none_grad go."""
@@ -620,7 +635,7 @@ class MuonBase(OffloadingOptimizer):
                     )
         self.fit_state()
         for tensors in self._plan.tensors if self._plan is not None else ():
-            for param, (_, dtype, _) in zip(tensors.params, tensors.forms, strict=True):
+            for param, (_, dtype, *_) in zip(tensors.params, tensors.forms, strict=True):
                 if param.dtype != dtype and RESIDUAL in self.state.get(param, ()):
                     local(self.state[param][RESIDUAL]).zero_()
 

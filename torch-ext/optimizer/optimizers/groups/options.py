@@ -231,6 +231,20 @@ def fingerprint(options: MuonOptions | AdamWOptions) -> tuple[list[type], list[A
     ]
 
 
+def all_plain(of_options: tuple[list[type], list[Any]]) -> bool:
+    """Whether a fingerprint has all there is to know of its options: nothing changes in place."""
+    return _PLAIN_KINDS.issuperset(of_options[0])
+
+
+@dataclass(frozen=True, eq=False)
+class KnownOptions:
+    """The options of a group that were checked."""
+
+    options: MuonOptions | AdamWOptions
+    fingerprint: tuple[list[type], list[Any]]
+    seen: list[Any]  # keys and values of the group that tell that nothing changed; [] if none do
+
+
 def _check_scalar(option: str, value: Any, where: str, read: bool) -> None:
     if isinstance(value, Tensor):
         dense = value.layout == torch.strided
