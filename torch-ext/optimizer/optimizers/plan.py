@@ -102,9 +102,9 @@ class GroupTensors:
             places = rest[0] if rest else places
             kinds.remove(NoneType)
         found = [*map(_form, given)]
-        if self.placed and found == forms and kinds <= {*self.kinds}:
-            if _placements(given) == places:
-                return False
+        placed = self.placed and found == forms and kinds <= {*self.kinds}
+        if placed and _placements(given) == places:
+            return False
         if self.usual and kinds <= {Tensor}:
             if found == forms:
                 return complete
