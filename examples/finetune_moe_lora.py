@@ -159,13 +159,15 @@ class Run:
     device: torch.device
 
     def __post_init__(self) -> None:
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.train: list[float] = []
         self.held_out: list[tuple[int, float]] = []
 
     def run(self) -> None:
         """Train what requires a gradient: AdamW, warm-up, cosine to zero."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        optimizer = torch.optim.AdamW(
+            self.parameters, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0
+        )
         size, every = self.size, max(1, self.steps // 10)
         starts = self.corpus.train_starts(
             seed=self.seed, steps=self.steps, batch=size.batch, context=size.context
@@ -175,10 +177,9 @@ class Run:
             for index in range(self.steps):
                 for group in optimizer.param_groups:
                     group["lr"] = self.lr * self._factor(index)
-                loss = self.loss(*windows(self.corpus.train, starts[index], size.context))
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(parameters, 1.0)
+                batch = windows(self.corpus.train, starts[index], size.context)
+                loss = self.gradients(*batch)
+                nn.utils.clip_grad_norm_(self.parameters, 1.0)
                 optimizer.step()
                 self.train.append(loss.item())
                 if (index + 1) % every == 0 or index + 1 == self.steps:
@@ -187,6 +188,14 @@ class Run:
                     f"loss {self.train[-1]:.3f}, held-out {self.held_out[-1][1]:.3f}", refresh=False
                 )
                 bar.update()
+
+    def gradients(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The loss of a batch; its gradients take the place of those that were there."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        loss = self.loss(tokens, targets)
+        loss.backward()
+        return loss.detach()
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -200,24 +209,16 @@ class Run:
         return 0.5 * (1 + math.cos(math.pi * (index - warmup) / (self.steps - warmup)))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy per byte; in training the router's auxiliary loss comes on top."""
+        """Cross-entropy per byte; in training the router's auxiliary loss, if any, on top."""
         autocast = torch.autocast(
             self.device.type, torch.bfloat16, enabled=has_bfloat16(self.device)
         )
         with autocast:
             output = self.model(input_ids=tokens)
         loss = nn.functional.cross_entropy(output.logits.float().flatten(0, 1), targets.flatten())
-        if torch.is_grad_enabled():
-            loss = loss + self.model.config.router_aux_loss_coef * self._balance(output)
+        if torch.is_grad_enabled() and output.aux_loss is not None:
+            loss = loss + self.model.config.router_aux_loss_coef * output.aux_loss
         return loss
-
-    def _balance(self, output: object) -> Tensor:
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
-
-        config = self.model.config
-        return load_balancing_loss_func(
-            output.router_logits, config.num_experts, config.num_experts_per_tok
-        )
 
 
 def help_texts(device: torch.device) -> Corpus:

@@ -11,8 +11,10 @@ the experts is then trained on the source of Python's standard library, byte by 
 `--target-modules q_proj v_proj` on attention too, through PEFT; `--offload` keeps the experts in
 host memory, two layers of them on the device. On a GPU the time and the memory of a training step
 are printed, AdamW's update included; of NF4, where bitsandbytes is installed, beside those of the
-usual way: decode everything with bitsandbytes, then torch's grouped_mm. Random weights have nothing
-to be fine-tuned; the numbers are about the machine.
+usual way: decode everything with bitsandbytes, then torch's grouped_mm. At 2,048 tokens the GPU
+waits for transformers and PEFT, which launch some 400 kernels a layer: `--compile` compiles the
+decoder layers, which share one graph, and `--cuda-graph` replays forward and backward. Random
+weights have nothing to be fine-tuned; the numbers are about the machine.
 
 It writes adapter/ (PEFT's format), loss.png and results.json.
 """
@@ -110,6 +112,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--nested", action="store_true", help="quantise absmax, too: 4.13 bits instead of 4.5")
     add("--checkpointing", action="store_true", help="run layers again in the backward pass")
     add("--offload", action="store_true", help="keep the experts in host memory")
+    add("--compile", action="store_true", help="run the decoder layers under torch.compile")
+    add("--cuda-graph", action="store_true", help="replay forward and backward (wants a GPU)")
     add("--corpus", type=Path, metavar="DIR", help="train on the *.py files below DIR")
     add("--seed", type=int, default=0, help="of weights and batches (default: 0)")
     add("--threads", type=positive_integer, help="CPU threads (default: torch's choice)")
@@ -117,6 +121,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.nested and options.format != "nf4":
         parser.error(f"--nested is of --format nf4: {options.format} has no absmax")
+    if options.offload and (options.compile or options.cuda_graph):
+        parser.error("--offload moves experts between the layers of an eager model alone")
     return options
 
 
@@ -137,7 +143,7 @@ def build_model(
     config = getattr(transformers, f"{kind}Config")(
         max_position_embeddings=size.context,
         tie_word_embeddings=False,
-        output_router_logits=True,
+        use_cache=False,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
@@ -185,9 +191,10 @@ def dense_and_grouped(
     experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, lora: Any = None
 ) -> Tensor:
     """The usual way: both stacks decoded by bitsandbytes, split LoRA through grouped_mm."""
-    slots = torch.sort(index.flatten(), stable=True).indices
+    ordered, slots = torch.sort(index.flatten(), stable=True)
     token = slots // index.shape[1]
-    ends = torch.bincount(index.flatten(), minlength=experts.num_experts).cumsum(0).int()
+    names = torch.arange(experts.num_experts, device=index.device)
+    ends = torch.searchsorted(ordered, names, right=True, out_int32=True)  # the host does not wait
     lora = lora or experts.expert_lora.factors()  # of PEFT, which hands it over, or of ours
 
     def product(rows: Tensor, stack: nn.Module, factors: Any) -> Tensor:
@@ -248,38 +255,78 @@ def not_compared(device: torch.device, *, nested: bool, quant_type: str = "nf4")
     return None
 
 
-def compare(run: Run, package: Package, *, ours_alone: bool) -> dict[str, dict[str, float] | None]:
-    """Our step and the usual one over the same model; None for one that the memory cannot hold."""
-    from transformers.integrations.moe import ExpertsInterface
-
+def fixed_step(run: Run) -> Callable[[], None]:
+    """A training step on the first batch at a learning rate of 0: the training is still to come."""
     starts = run.corpus.train_starts(
         seed=run.seed, steps=1, batch=run.size.batch, context=run.size.context
     )[0]
     batch = windows(run.corpus.train, starts, run.size.context)
-    trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True)  # the training is still to come
+    optimizer = torch.optim.AdamW(run.parameters, lr=0.0, fused=True)
 
     def step() -> None:
-        run.loss(*batch).backward()
+        run.gradients(*batch)
         optimizer.step()
         optimizer.zero_grad()
 
-    torch.use_deterministic_algorithms(False)  # which would slow the other way's index_add
+    return step
+
+
+def compare(run: Run, package: Package, *, ours_alone: bool) -> dict[str, dict[str, float] | None]:
+    """Our step and the usual one over the same model; None for one that the memory cannot hold."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    step = fixed_step(run)
     name = package.module.integrations.use_in_transformers()
+    found = {OURS: measure(step)}
+    if ours_alone:
+        return found
     try:
-        found = {OURS: measure(step)}
-        if not ours_alone:
-            # Under our name: with LoRA attached, experts refuse to run on any other implementation.
-            ExpertsInterface.register(name, dense_and_grouped)
-            try:
-                found[USUAL] = measure(step)
-            except torch.OutOfMemoryError:
-                found[USUAL] = None
+        # Under our name: with LoRA attached, experts refuse to run on any other implementation.
+        ExpertsInterface.register(name, dense_and_grouped)
+        found[USUAL] = measure(step)
+    except torch.OutOfMemoryError:
+        found[USUAL] = None
+        for parameter in run.parameters:
+            parameter.grad = None
     finally:
         package.module.integrations.use_in_transformers()  # registers ours again
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        optimizer.zero_grad()
     return found
+
+
+def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
+    """Compile the decoder layers; they differ by their weights alone and share one graph."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.compile(backend=backend, dynamic=False, fullgraph=True)
+
+
+def captured(run: Run) -> Callable[[Tensor, Tensor], Tensor]:
+    """`run.gradients` as a CUDA graph, which the host starts with one call."""
+    shape = (run.size.batch, run.size.context)
+    tokens, targets = torch.zeros((2, *shape), dtype=torch.long, device=run.device)
+    torch.cuda.empty_cache()  # the graph has memory of its own
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):  # what is compiled or allocated once must not fall into the graph
+            run.gradients(tokens, targets)
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = run.gradients(tokens, targets)
+    gradients = [parameter.grad for parameter in run.parameters]
+
+    def replay(new_tokens: Tensor, new_targets: Tensor) -> Tensor:
+        tokens.copy_(new_tokens)
+        targets.copy_(new_targets)
+        graph.replay()
+        for parameter, gradient in zip(run.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return loss
+
+    return replay
 
 
 def report(measured: dict[str, dict[str, float] | None]) -> str:
@@ -297,6 +344,33 @@ def report(measured: dict[str, dict[str, float] | None]) -> str:
             f"{ours['peak_mb'] / usual['peak_mb']:.0%} of the memory"
         )
     return "\n".join(lines)
+
+
+def timed(
+    options: argparse.Namespace, run: Run, package: Package
+) -> dict[str, dict[str, float] | None]:
+    """Measure the eager step, and ours as the options have it, which the run then goes on with."""
+    how = [name for name in ("compile", "cuda_graph") if getattr(options, name)]
+    on_gpu = run.device.type == "cuda"
+    reason = not_compared(run.device, nested=options.nested, quant_type=options.format)
+    measured = {}
+    torch.use_deterministic_algorithms(False)  # which would slow the other way's index_add
+    try:
+        if on_gpu:
+            measured = compare(run, package, ours_alone=reason is not None)
+        if options.compile:
+            compile_layers(run.model)
+        if options.cuda_graph:
+            run.gradients = captured(run)
+        if on_gpu and how:
+            measured[f"{OURS}, {' + '.join(how)}"] = measure(fixed_step(run))
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    if measured:
+        print(report(measured))
+    if reason:
+        print(f"no comparison: {reason}")
+    return measured
 
 
 def train(
@@ -324,14 +398,9 @@ def train(
         seed=options.seed,
         device=device,
     )
-    if options.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    reason, measured = not_compared(device, nested=options.nested, quant_type=options.format), {}
-    if device.type == "cuda":
-        measured = compare(run, package, ours_alone=reason is not None)
-        print(report(measured))
-    if reason:
-        print(f"no comparison: {reason}")
+    if options.checkpointing:  # there is no dropout, whose random numbers must be drawn again
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    measured = timed(options, run, package)
     offload = module.moe.ExpertOffload(model, device) if options.offload else None
     run.run()
     module.integrations.save_peft_adapter(model, folder / "adapter")
@@ -365,6 +434,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = SIZES[f"{options.size} mxfp4" if of_gpt_oss else options.size]
     try:
         device = prepare_device(options.device, threads=options.threads)
+        if options.cuda_graph and device.type != "cuda":
+            raise DemoError(f"--cuda-graph wants a GPU, and this run is on {device}")
         torch.use_deterministic_algorithms(True, warn_only=True)  # transformers has others too
         package = load_package(device)
         print(f"{package.repo_id} version {package.version}, {package.variant}")

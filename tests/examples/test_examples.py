@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -514,6 +515,38 @@ def test_other_formats_train(qlora, opt, quant_type) -> None:
     assert training.held_out[-1][1] < training.held_out[0][1]
     with pytest.raises(SystemExit):
         qlora.parse(["--format", quant_type, "--nested"])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_compiled_layers_share_one_graph_and_compute_the_same(qlora, opt, checkpointing) -> None:
+    """Ten layers, more than torch compiles anew before it gives up, with LoRA on attention too."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    package, size, _ = tiny_model(qlora, opt)
+    size = dataclasses.replace(size, model=size.model | {"num_hidden_layers": 10})
+    model = qlora.build_model(size, package, CPU, torch.float32, seed=0, nested=False)
+    model = opt.integrations.attach_lora(model, 4, 8.0, target_modules=["q_proj"])
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    training = tiny_run(qlora, model, size, 1, CPU)
+    batch = torch.randint(256, (2, 2, 16), generator=torch.Generator().manual_seed(0))
+    eager = training.gradients(*batch), [p.grad for p in training.parameters]
+    qlora.compile_layers(model, "aot_eager")
+    compiled = training.gradients(*batch), [p.grad for p in training.parameters]
+    # The first layer's input wants no gradient, unless checkpointing asks for one.
+    assert counters["stats"]["unique_graphs"] == (1 if checkpointing else 2)
+    assert not counters["graph_break"]
+    torch.testing.assert_close(compiled, eager)
+
+
+def test_options_that_exclude_each_other_are_refused(qlora, tmp_path, capsys) -> None:
+    for option in ("--compile", "--cuda-graph"):
+        with pytest.raises(SystemExit):
+            qlora.parse(["--offload", option])
+    given = ["--tiny", "--device", "cpu", "--cuda-graph", "--out-dir", str(tmp_path)]
+    assert qlora.main(given) == 2 and "--cuda-graph wants a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("opt")
