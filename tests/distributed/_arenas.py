@@ -76,10 +76,9 @@ class Direct:
         if os.environ["RANKS_DEVICE"] == "cpu":
             self.transport.memory = SharedMemory
 
-        def settle(transport, traffic, options):
-            return self.originals[1](
-                transport, traffic, dataclasses.replace(options, **self.options)
-            )
+        def settle(transport, traffic, options, *, together):
+            options = dataclasses.replace(options, **self.options)
+            return self.originals[1](transport, traffic, options, together=together)
 
         def exchange(engine, *arguments):
             self.counted["p2p"] += 1

@@ -145,8 +145,8 @@ def settled(opt: Any, at: str) -> tuple[str, list[str]]:
         patch.setattr(transport, "why_not_here", lambda: None)
         patch.setattr(transport.GroupTransport, "memory", SharedMemory)
         try:
-            one.settle(traffic, options)
-            one.settle(traffic, options)  # the next plan
+            one.settle(traffic, options, together=True)
+            one.settle(traffic, options, together=True)  # the next plan
         except opt.CommUnavailable as error:
             raised = str(error)
     return raised, calls

@@ -15,13 +15,24 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
-from ._arenas import Direct
+from ._arenas import Direct, SharedMemory
 from ._cases import CASES, Case, bits, expected_on
 from .test_faults import CLIP, build, give_step, message_of
 from .test_graphs import told
 from .test_shared_step import compare
-from .test_sharing import give, gradients, local, on_all, plain_params
+from .test_sharing import (
+    assert_as_alone,
+    give,
+    gradients,
+    local,
+    module_of,
+    on_all,
+    placed,
+    plain_params,
+)
 from .test_unreduced import equals_one_rank
 
 pytestmark = pytest.mark.dist
@@ -201,3 +212,108 @@ def test_slots_are_as_many_as_a_step_needs(ranks, prefetch) -> None:
         assert counted["barriers"] <= 3  # where a step begins
     for counted, transports in ranks(2).run(few_slots, prefetch + 2, prefetch):
         assert transports == {"p2p"} and counted["barriers"] > 3
+
+
+def loads_alone(opt: Any, rank: int, held: str) -> int:
+    """One rank loads its own state between two steps."""
+    with Direct(opt) as counted:
+        optimizer, params = build(opt, held)
+        twin, expected = build(opt, held)
+        for step in range(4):
+            for one, of_one in ((optimizer, params), (twin, expected)):
+                give_step(of_one, held, step)
+                one.step()
+            if step == 1 and distributed.get_rank() == rank:
+                optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.state_dict()
+    for param, other in zip(params, expected, strict=True):
+        assert bits(local(param.detach())) == bits(local(other.detach()))
+    return counted["p2p"]
+
+
+@pytest.mark.sees_defect("a rank that loads state alone waits for others, which wait for it")
+@pytest.mark.parametrize("held", ["FSDP2", "unreduced"])
+def test_one_rank_loads_state(doomed, held) -> None:
+    """Its plan is new and its messages are those of the one before, so that nobody is asked."""
+    counts = doomed(3).run(loads_alone, 1, held, timeout=60)
+    assert min(counts) > 16
+
+
+def begins_anew(opt: Any, how: str) -> tuple[str, str, float]:
+    """One rank has another optimizer than before, of which the others know nothing."""
+    params = on_all("S0")
+    config = opt.DistributedConfig(transport="p2p", strict=True, timeout_ms=TIMEOUT_MS)
+    with Direct(opt, timeout_ms=TIMEOUT_MS):
+        optimizer = opt.Muon(params, distributed=config)
+        give(params, gradients(params, 0))
+        optimizer.step()
+        if distributed.get_rank() == FAULTY:
+            optimizer = opt.Muon(params, distributed=config)
+        start, heard = time.monotonic(), "nothing"
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            heard = str(error)
+        seconds, late = time.monotonic() - start, message_of(optimizer.state_dict)
+        distributed.barrier()
+        params = on_all("S0")
+        optimizer = opt.Muon(params, distributed=config)
+        give(params, gradients(params, 0))
+        optimizer.step()
+        optimizer.state_dict()
+    assert_as_alone(opt, params, 1)
+    return heard, late, seconds
+
+
+@pytest.mark.sees_defect("a rank with a new plan waits for others, which do not have one")
+def test_one_rank_begins_anew(doomed) -> None:
+    """It raises at once, the others after their time; optimizers that are new on all ranks run."""
+    answers = doomed(2).run(begins_anew, "anew", timeout=60)
+    for rank, (heard, late, seconds) in enumerate(answers):
+        if rank == FAULTY:
+            assert "other ranks go on with the plan that they have" in heard
+        else:
+            assert heard == "nothing" and "did not arrive at an exchange" in late
+        assert seconds < TIMEOUT_MS / 1000 + 5
+
+
+class WithoutFirst(SharedMemory):
+    """Memory of which rank 0 has none."""
+
+    @staticmethod
+    def facts(device: torch.device) -> dict[str, Any]:
+        if distributed.get_rank() == 0:
+            raise RuntimeError("no driver")
+        return SharedMemory.facts(device)
+
+
+def two_teams(opt: Any) -> tuple[str, float]:
+    """Ranks 0 and 1 share some parameters, ranks 1 and 2 others; rank 0 cannot have p2p."""
+    rank, params = distributed.get_rank(), []
+    transport = module_of(opt, "distributed.transport").GroupTransport
+    for ranks in ((0, 1), (1, 2)):
+        group = distributed.new_group(ranks)
+        if rank in ranks:
+            mesh = DeviceMesh.from_group(group, "cpu", mesh=torch.tensor(ranks))
+            params += placed(plain_params(), mesh, [Shard(0)])
+    with Direct(opt, timeout_ms=TIMEOUT_MS):
+        transport.memory = WithoutFirst
+        optimizer = opt.Muon(params)
+        give(params, gradients(params, 0))
+        start = time.monotonic()
+        try:
+            optimizer.step()
+            optimizer.state_dict()
+            heard = "nothing"
+        except RuntimeError as error:
+            heard = f"{type(error).__name__}: {error}"
+    return heard, time.monotonic() - start
+
+
+@pytest.mark.sees_defect("a team that cannot have p2p keeps its ranks from another team's set-up")
+def test_all_teams_are_settled_before_one_raises(doomed) -> None:
+    answers = doomed(3).run(two_teams, timeout=60)
+    heard = [text for text, _ in answers]
+    assert all(text.startswith("CommUnavailable: ") and "no driver" in text for text in heard[:2])
+    assert "rank 0 of the group did not arrive at an exchange" in heard[2]
+    assert max(seconds for _, seconds in answers) < TIMEOUT_MS / 1000 + 4

@@ -124,9 +124,11 @@ def test_a_question_waits_for_nothing_on_the_device(opt, device) -> None:
         rate.fill_(0.1 / (1 + step))
         optimizer.param_groups[1]["lr"] = 0.1 / (1 + step)
         groups = [optimizer.format.options(group) for group in optimizer.param_groups]
-        return asking._ask([common], groups, [*map(options.fingerprint, groups)], [None], False)
+        return asking._ask(
+            [common], groups, [*map(options.fingerprint, groups)], [None], False, False
+        )
 
-    asking._settle(ask(0), False)
+    asking._settle(ask(0), False, True)
     torch.cuda.synchronize(device)
     with no_waits():
         with torch.inference_mode():

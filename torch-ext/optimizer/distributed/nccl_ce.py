@@ -169,6 +169,10 @@ class CopyEngineCollectives:
         self._leaving = self._arriving = self._pool = None
         distributed.destroy_process_group(self._group)
 
+    def follow(self, renamed: Mapping[int, int]) -> None:
+        """As of `PeerToPeer`."""
+        self._splits = {renamed[key]: split for key, split in self._splits.items()}
+
     def moves(self, coming: Message) -> bool:
         """Whether a message that comes here goes this way."""
         return id(coming) in self._splits

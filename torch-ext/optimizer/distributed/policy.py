@@ -60,6 +60,11 @@ class Traffic:
     computing_ms: float  # predicted, of this rank, in one step
     alive: int  # messages of the chunks that are alive at once, at most: two of each
 
+    @property
+    def counts(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Bytes per rank that every exchange sends and receives here."""
+        return [(one.going.counts, one.coming.counts) for one in self.exchanges]
+
 
 @dataclass(frozen=True, eq=False)
 class Sizes:

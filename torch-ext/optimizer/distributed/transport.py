@@ -53,7 +53,7 @@ class Identity:
 
     alive: Tensor | None = None
 
-    def settle(self, traffic: Traffic, options: TransportOptions) -> None:
+    def settle(self, traffic: Traffic, options: TransportOptions, *, together: bool) -> None:
         """Nothing travels."""
 
     def begin(self) -> None:
@@ -190,19 +190,29 @@ class GroupTransport:
     # What is chosen for a plan.
 
     @torch.inference_mode(False)  # what it makes is written in any mode
-    def settle(self, traffic: Traffic, options: TransportOptions) -> None:
-        """Choose the way of every exchange of a new plan. All ranks of the group call it.
+    def settle(self, traffic: Traffic, options: TransportOptions, *, together: bool) -> None:
+        """Choose the way of every exchange of a new plan.
+
+        Args:
+            traffic: of the plan.
+            options: of the user.
+            together: every rank of the group is here, with a new plan. Otherwise others go on with
+                the plan that they have, as if one rank loads state, and so does what was chosen.
 
         Raises:
             CommUnavailable: what was asked for cannot be had, and `options.strict` of any rank.
+            RuntimeError: not `together`, and what was chosen does not serve the new plan.
         """
+        asked = options.transport
+        asks_nobody = asked == "nccl" or (asked == "auto" and "p2p" not in TRUSTED)
+        if not (together or asks_nobody):
+            return self._go_on(traffic)
         self._traffic, self._setup_ms = traffic, 0.0
         self._leave()
-        asked = options.transport
         self._reasons = dict.fromkeys(range(len(traffic.exchanges)), "asked for")
         if asked == "nccl":
             return self._close()
-        if asked == "auto" and "p2p" not in TRUSTED:
+        if asks_nobody:
             return self._collectives_because(UNPROVEN)
         start = time.perf_counter()
         mine = _attempt(lambda: self._facts(traffic, asked))
@@ -226,6 +236,21 @@ class GroupTransport:
         if asked != "auto":
             refuse(reason, options, self.collectives)
         return self._collectives_because(reason)
+
+    def _go_on(self, traffic: Traffic) -> None:
+        """Send the messages of another plan as those of the one before, which had the same."""
+        known, arena = self._traffic, self._arena
+        late = arena is not None and arena.late_rank() is not None
+        if known is None or known.counts != traffic.counts or late:
+            raise RuntimeError(
+                "this rank has a new plan for its messages, and other ranks go on with the plan "
+                "that they have: load a state_dict, construct the optimizer or change its groups "
+                "on all ranks of the group, not on one"
+            )
+        if self._direct is not None:
+            pairs = zip(known.exchanges, traffic.exchanges, strict=True)
+            self._direct.follow({id(old.coming): id(new.coming) for old, new in pairs})
+        self._traffic = traffic
 
     def arena_for(
         self, device: torch.device, slots: int, slot_bytes: int, timeout_ms: int
@@ -295,7 +320,7 @@ class GroupTransport:
         """What this rank tells the others about itself."""
         arena = self._arena
         facts = dict(self.memory.facts(traffic.device))
-        facts["counts"] = [(one.going.counts, one.coming.counts) for one in traffic.exchanges]
+        facts["counts"] = traffic.counts
         facts["computing_ms"] = traffic.computing_ms
         facts["copy_engines"] = why_not_here() if asked == "nccl_ce" else None
         facts["arena"] = None

@@ -93,6 +93,11 @@ class PeerToPeer:
         self.barriers = 0  # exchanges that only said that a slot was read
         self.without: set[int] = set()  # ids of messages that found no slot free
 
+    def follow(self, renamed: Mapping[int, int]) -> None:
+        """Take other messages in the place of those before, whose ids are given with the new."""
+        self._offsets = {renamed[key]: found for key, found in self._offsets.items()}
+        self._copies, self._times, self.without = {}, {}, set()
+
     def inbox(self, coming: Message) -> Lease | None:
         """A slot for a message; None if it goes another way, or none is free."""
         if not self.moves(coming):

@@ -111,10 +111,12 @@ Options = Sequence[MuonOptions | AdamWOptions]
 # Which parameters have gradients, as bits: 62 in each of so many numbers, and one digest of all.
 MASKS, BITS = 64, 62
 REFUSED = "how many state_dicts were refused since the last step"
-# Where a rank says that it has nothing to do in its first step but make its state (1, else 0).
+# Where a rank says that it has nothing to do in its first step but make its state (1, else 0), and
+# where that its plan is new. In both ranks may differ.
 INITIAL = len(LAYOUT) + len(OPTIONS) + len(NUMBERS) + 1
+NEW = INITIAL + 1
 # The comparison: a digest of each of these, the numbers in Tensors on the device, how many
-# state_dicts were refused, INITIAL, the gradients.
+# state_dicts were refused, INITIAL, NEW, the gradients.
 NAMED = (*LAYOUT, *OPTIONS, *NUMBERS, REFUSED)
 RULE = OPTIONS.index("adjust_lr_fn")
 
@@ -148,9 +150,9 @@ class _Meaning:
         if torch.equal(*found):
             return
         self.check_layout(found)
-        if torch.equal(*found[:, INITIAL + 1 :]):
-            return  # in INITIAL alone, where ranks may differ
-        largest, smallest = (numbers[INITIAL + 2 :] for numbers in found.tolist())
+        if torch.equal(*found[:, NEW + 1 :]):
+            return
+        largest, smallest = (numbers[NEW + 2 :] for numbers in found.tolist())
         places = {
             mask + bit * MASKS
             for mask, (one, other) in enumerate(zip(largest, smallest, strict=True))
@@ -206,7 +208,6 @@ class _OwnNumbers:
         self.common = common
         self.device = common.labelled[0][1].device
         self.present: list[bool] = []
-        self.unread = True  # no comparison was read since the plan was made
         self._options = OptionWords(common.groups)
         self._layout = [word(common.layout[name]) for name in LAYOUT]
         self._said: list[int] = []
@@ -220,6 +221,7 @@ class _OwnNumbers:
         rates: Sequence[float] | None,
         refused: int,
         initial: bool,
+        new: bool,
     ) -> Tensor:
         """int64, on the device."""
         present = [param.grad is not None for _, param in self.common.labelled]
@@ -228,7 +230,8 @@ class _OwnNumbers:
         words = self._options.renew(options, fingerprints)
         if rates is not None:
             words[RULE] = word(f"{words[RULE]} {rates}")
-        saying = [*self._layout, *words, *(0 for _ in NUMBERS), refused, initial, *self._gradients]
+        flags = refused, initial, new
+        saying = [*self._layout, *words, *(0 for _ in NUMBERS), *flags, *self._gradients]
         if saying != self._said:
             with lasting():
                 pinned = self.device.type == "cuda"
@@ -267,11 +270,12 @@ class Consistency:
         rates: Sequence[Sequence[float] | None],
         *,
         initial: bool,
-    ) -> bool:
+        new: bool,
+    ) -> tuple[bool, list[bool]]:
         """Compare options and gradients of all ranks, and read the last comparison.
 
         On the CPU the answer is waited for. On a device it is read at the next call, so that no
-        step waits for it, but for the first one of a plan, whose messages must have one layout.
+        step waits for it, but where the plan is new, whose messages must have one layout.
 
         Args:
             teams: of the plan.
@@ -279,20 +283,22 @@ class Consistency:
             fingerprints: of these.
             rates: per team what functions in adjust_lr_fn returned, if there are any.
             initial: this rank has nothing to do but make its state.
+            new: nothing was chosen yet for the messages of this rank's plan.
 
         Returns:
-            Whether that is so on all ranks.
+            Whether all ranks are `initial`; and per team, if this rank's plan is `new`, whether
+            that of every rank is.
 
         Raises:
             RuntimeError: they differ.
         """
         self._check_arrivals()
-        comparisons = self._ask(teams, options, fingerprints, rates, initial)
+        comparisons = self._ask(teams, options, fingerprints, rates, initial, new)
         self._told = True
         self._read()
-        everywhere = self._settle(comparisons, initial)
+        everywhere = self._settle(comparisons, initial, new)
         self._refused = 0
-        return everywhere
+        return everywhere, [bool(one.found[1, NEW]) for one in comparisons] if new else []
 
     def check(self) -> None:
         """Read the last comparison now, since state goes out.
@@ -368,6 +374,7 @@ class Consistency:
         fingerprints: Sequence[Any],
         rates: Sequence[Sequence[float] | None],
         initial: bool,
+        new: bool,
     ) -> list[Comparison]:
         """Send what this rank has to every team."""
         comparisons = []
@@ -375,16 +382,17 @@ class Consistency:
             if number not in self._own:
                 self._own[number] = _OwnNumbers(common)
             own = self._own[number]
-            numbers = own.numbers(options, fingerprints, rates[number], self._refused, initial)
+            said = self._refused, initial, new
+            numbers = own.numbers(options, fingerprints, rates[number], *said)
             found = extremes(common.team.transport, numbers)
             meaning = _Meaning(common, options, self._refused)
             comparisons.append(_comparison(found, own.device, meaning))
         return comparisons
 
-    def _settle(self, comparisons: Sequence[Comparison], initial: bool) -> bool:
+    def _settle(self, comparisons: Sequence[Comparison], initial: bool, new: bool) -> bool:
         """Read the comparisons that a step must not go on without; the others are read later.
 
-        On the CPU that is all of them. On a device it is, when a plan is new, whether ranks have
+        On the CPU that is all of them. On a device it is, where the plan is new, whether ranks have
         the same layout and options, and everything before gradients are compared.
 
         Returns:
@@ -397,10 +405,9 @@ class Consistency:
         compared = self._compared
         for number, comparison in enumerate(comparisons):
             own = self._own[number]
-            if own.unread and comparison.ready is not None:
+            if new and comparison.ready is not None:
                 comparison.wait()
                 comparison.meaning.check_layout(comparison.found)
-            own.unread = False
             if initial:
                 comparison.wait()
                 initial = bool(comparison.found[1, INITIAL])

@@ -147,6 +147,7 @@ class Ranks:
         self._commons: dict[int, Common] = {}  # by team, as they are found
         self._empty = True
         self._settled: Shared | None = None
+        self._together: set[Team] = set()  # whose ranks all have a plan that is not settled
         self._clip_config = clip_config
         self.consistency.begin_plan()
 
@@ -329,20 +330,34 @@ class Ranks:
         returned = [
             _returned(shared, rates, common.team) if rules else None for common in shared.teams
         ]
-        return self.consistency.compare(
-            shared.teams, options, fingerprints, returned, initial=initial
+        new = self._settled is not shared
+        everywhere, together = self.consistency.compare(
+            shared.teams, options, fingerprints, returned, initial=initial, new=new
         )
+        pairs = zip(shared.teams, together, strict=False)
+        self._together = {common.team for common, all_new in pairs if all_new}
+        return everywhere
 
     def settle(self, shared: Shared, options: Sequence[MuonOptions | AdamWOptions]) -> None:
-        """Choose what the messages of a new plan go by, with the other ranks.
+        """Choose what the messages of a new plan go by, with the other ranks if theirs is new, too.
 
         Raises:
-            CommUnavailable: not as asked for, under `strict`.
+            CommUnavailable: not as asked for, under `strict`; behind the last team, since ranks of
+                other teams may wait for this one.
+            RuntimeError: other ranks go on with their plan, and this one cannot.
         """
-        if self._settled is not shared:
-            for team, traffic in traffic_of(shared, options).items():
-                team.transport.settle(traffic, self.config.transport_options)
-            self._settled = shared
+        if self._settled is shared:
+            return
+        errors = []
+        for team, traffic in traffic_of(shared, options).items():
+            together = team in self._together
+            try:
+                team.transport.settle(traffic, self.config.transport_options, together=together)
+            except RuntimeError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        self._settled = shared
 
     def comm_report(self, shared: Shared) -> list[dict[str, Any]]:
         """What was chosen for the messages of a plan, and why."""
