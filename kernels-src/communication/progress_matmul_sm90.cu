@@ -17,11 +17,13 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// The pick walks all tiles for every width, so it is made once per shape.
+// A pick is some 1e5 additions at most for N of 2^17, so shapes that come again do not repeat it.
 int picked_narrow(int chunks, int chunk_rows, int n, int k, uint32_t blocks) {
+  constexpr size_t kMostShapes = 1024;
   static std::mutex guard;
   static std::map<std::tuple<int, int, int, int, uint32_t>, int> picked;
   const std::lock_guard<std::mutex> lock(guard);
+  if (picked.size() >= kMostShapes) picked.clear();
   const auto [found, is_new] = picked.try_emplace({chunks, chunk_rows, n, k, blocks}, 0);
   if (is_new) found->second = pick_narrow(chunks, chunk_rows, n, k, blocks);
   return found->second;
@@ -71,6 +73,7 @@ Operands describe(const Tensor& a, const Tensor& b, const Tensor& out, int64_t c
                   "progress_matmul: M and N must be at most 2^20, K at most 2^30");
   STD_TORCH_CHECK(chunks > 0 && m % chunks == 0, "progress_matmul: ", m, " rows are not ", chunks,
                   " chunks");
+  STD_TORCH_CHECK(chunks <= kMostChunks, "progress_matmul: at most 1024 chunks");
   const int64_t rows = m / chunks;
   const Matrices right = matrix_of(b, 0);
   Operands x{matrix_of(a, rows * a.stride(0)),

@@ -9,6 +9,7 @@
 // 512 of both widths by halves, 3.9 shorter rounds.
 
 #include <cstdint>
+#include <vector>
 
 #include "common/portable.h"
 #include "common/schedule.h"
@@ -18,6 +19,8 @@ namespace optimizer::communication {
 constexpr int kTileRows = 128;
 constexpr int kWideCols = 256;
 constexpr int kNarrowCols = 192;
+// With sides of at most 2^20 tiles are counted in 26 bits, and a pick takes milliseconds at most.
+constexpr int kMostChunks = 1024;
 
 struct ProgressSchedule {
   uint32_t chunks;
@@ -44,11 +47,16 @@ struct ProgressSchedule {
   OPTIMIZER_HD uint32_t count() const { return chunks * per_chunk(); }
   OPTIMIZER_HD bool is_narrow(int col) const { return col >= static_cast<int>(wide) * kWideCols; }
 
-  // `matrix` is the chunk, `row` counts within it. Chunks that begin in every second round of the
-  // blocks have their narrow tiles first, so that a block gets both widths by turns.
+  // Chunks that begin in every second round of the blocks have their narrow tiles first, so that a
+  // block gets both widths by turns.
+  OPTIMIZER_HD bool narrow_first(uint32_t turn) const {
+    return turn * per_chunk() / blocks % 2 == 1;
+  }
+
+  // `matrix` is the chunk, `row` counts within it.
   OPTIMIZER_HD TileOrigin locate(uint32_t tile) const {
     const uint32_t turn = tile / per_chunk(), inside = tile - turn * per_chunk();
-    const bool narrow_first = turn * per_chunk() / blocks % 2 == 1;
+    const bool narrow_first = this->narrow_first(turn);
     const uint32_t head = tall * (narrow_first ? narrow : wide);
     const bool in_narrow = (inside < head) == narrow_first;
     const uint32_t rest = inside < head ? inside : inside - head;
@@ -72,24 +80,41 @@ struct WidthCost {
 constexpr WidthCost kWideCost = {0.7223, 1.70};
 constexpr WidthCost kNarrowCost = {0.5700, 1.60};
 
-// When the busiest block is done.
+// When the busiest block is done. The narrow tiles of a chunk are one run of tiles, so a block gets
+// whole rounds of them, and one more if it lies in the rest, a run of blocks round the end.
 inline double predicted_time(const ProgressSchedule& schedule, int k) {
   const double depth = (k + 63) / 64;
   const double wide = depth * kWideCost.block_time + kWideCost.tile_time;
   const double narrow = depth * kNarrowCost.block_time + kNarrowCost.tile_time;
-  const uint32_t tiles = schedule.count();
-  double longest = 0;
-  for (uint32_t block = 0; block < schedule.blocks && block < tiles; ++block) {
-    double time = 0;
-    for (uint32_t tile = block; tile < tiles; tile += schedule.blocks) {
-      time += schedule.is_narrow(schedule.locate(tile).col) ? narrow : wide;
+  const uint32_t blocks = schedule.blocks, tiles = schedule.count();
+  const uint32_t run = schedule.tall * schedule.narrow;  // narrow tiles of a chunk
+  int64_t shared = 0;                                    // narrow tiles that every block has
+  std::vector<int64_t> change(blocks + 1);               // of a block's more than the one before's
+  for (uint32_t turn = 0; turn < schedule.chunks; ++turn) {
+    uint32_t first = turn * schedule.per_chunk();
+    if (!schedule.narrow_first(turn)) first += schedule.tall * schedule.wide;
+    shared += run / blocks;
+    const uint32_t from = first % blocks, to = from + run % blocks;
+    ++change[from];
+    --change[to < blocks ? to : blocks];
+    if (to > blocks) {
+      ++change[0];
+      --change[to - blocks];
     }
+  }
+  double longest = 0;
+  int64_t more = 0;
+  for (uint32_t block = 0; block < blocks && block < tiles; ++block) {
+    more += change[block];
+    const int64_t all = (tiles - block - 1) / blocks + 1, narrows = shared + more;
+    const double time = (all - narrows) * wide + narrows * narrow;
     if (time > longest) longest = time;
   }
   return longest;
 }
 
-// The number of narrow columns with which the busiest block is done first.
+// The number of narrow columns with which the busiest block is done first, the least one of
+// several.
 inline int pick_narrow(int chunks, int chunk_rows, int n, int k, uint32_t blocks) {
   int best = 0;
   double best_time = 0;

@@ -2,7 +2,8 @@
 // engines serve between GPUs: no multiprocessor is taken from what computes beside them.
 //
 // A pair must be one run of bytes, or rows of equal length at one distance in each tensor. All
-// pairs are checked before the first copy. cudaMemcpyBatchAsync would be one call for all of them,
+// pairs are checked before the first copy. Tensors of one device alone, as streams order them; a
+// peer's memory is one of this device's. cudaMemcpyBatchAsync would be one call for all of them,
 // but no graph can capture it.
 
 #include <algorithm>
@@ -15,7 +16,9 @@ namespace optimizer {
 namespace communication {
 namespace {
 
-constexpr int kMostDims = 16;
+constexpr int kMostDims = 64;
+// What cudaMemcpy2DAsync takes of a pitch (cudaDevAttrMaxPitch); rows that far apart are few.
+constexpr size_t kMostPitch = INT32_MAX;
 
 struct Side {
   int64_t size;
@@ -57,13 +60,16 @@ int merged_sides(const Tensor& to, const Tensor& from, std::array<Side, kMostDim
   return last + 1;
 }
 
-Copy describe(const Tensor& to, const Tensor& from, size_t k) {
+Copy describe(const Tensor& to, const Tensor& from, size_t k, int device) {
   const auto sizes = to.sizes(), others = from.sizes();
   STD_TORCH_CHECK(sizes.size() == others.size() &&
                       std::equal(sizes.begin(), sizes.end(), others.begin()) &&
-                      to.scalar_type() == from.scalar_type() && to.is_cuda() && from.is_cuda(),
-                  "push: pair ", k, " must have one shape and dtype, on CUDA devices");
-  STD_TORCH_CHECK(sizes.size() <= kMostDims, "push: pair ", k, " has more than 16 dimensions");
+                      to.scalar_type() == from.scalar_type(),
+                  "push: pair ", k, " must have one shape and dtype");
+  STD_TORCH_CHECK(to.is_cuda() && to.get_device_index() == device && from.is_cuda() &&
+                      from.get_device_index() == device,
+                  "push: pair ", k, " must be on the CUDA device of srcs[0]");
+  STD_TORCH_CHECK(sizes.size() <= kMostDims, "push: pair ", k, " has more than 64 dimensions");
   if (to.numel() == 0) return {};
   std::array<Side, kMostDims + 1> sides;
   const int count = merged_sides(to, from, sides);
@@ -81,11 +87,15 @@ Copy describe(const Tensor& to, const Tensor& from, size_t k) {
 }
 
 void issue(const Copy& copy, cudaStream_t stream) {
-  if (copy.rows == 1) {
-    STD_CUDA_CHECK(cudaMemcpyAsync(copy.to, copy.from, copy.width, cudaMemcpyDefault, stream));
-  } else {
+  if (copy.rows > 1 && std::max(copy.to_pitch, copy.from_pitch) <= kMostPitch) {
     STD_CUDA_CHECK(cudaMemcpy2DAsync(copy.to, copy.to_pitch, copy.from, copy.from_pitch, copy.width,
                                      copy.rows, cudaMemcpyDefault, stream));
+    return;
+  }
+  for (size_t row = 0; row < copy.rows; ++row) {
+    STD_CUDA_CHECK(cudaMemcpyAsync(static_cast<char*>(copy.to) + row * copy.to_pitch,
+                                   static_cast<const char*>(copy.from) + row * copy.from_pitch,
+                                   copy.width, cudaMemcpyDefault, stream));
   }
 }
 
@@ -96,16 +106,15 @@ void push_cuda(const std::vector<Tensor>& dsts, const std::vector<Tensor>& srcs)
   using namespace communication;
   STD_TORCH_CHECK(dsts.size() == srcs.size(), "push: ", dsts.size(), " dsts for ", srcs.size(),
                   " srcs");
+  if (srcs.empty()) return;
+  const int device = srcs[0].get_device_index();
   std::vector<Copy> copies;
   copies.reserve(dsts.size());
   for (size_t k = 0; k < dsts.size(); ++k) {
-    STD_TORCH_CHECK(srcs[k].device() == srcs[0].device(), "push: srcs[", k,
-                    "] is on another device than srcs[0]");
-    const Copy copy = describe(dsts[k], srcs[k], k);
+    const Copy copy = describe(dsts[k], srcs[k], k, device);
     if (copy.width > 0) copies.push_back(copy);
   }
   if (copies.empty()) return;
-  const int device = srcs[0].get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
   for (const Copy& copy : copies) issue(copy, stream);

@@ -11,6 +11,7 @@ namespace optimizer {
 namespace communication {
 
 constexpr int kLanes = 32;
+constexpr uint32_t kWarp = 0xffffffff;
 
 struct Wait {
   const uint32_t* flags;
@@ -37,13 +38,14 @@ __device__ __forceinline__ void clear_bytes(char* bytes, int64_t count) {
 
 __global__ void __launch_bounds__(kLanes) wait_kernel(const Wait p) {
   const uint32_t value = p.epoch == nullptr ? p.value : load_acquire_system(p.epoch);
-  if (load_status(p.status) != 0) return clear_bytes(p.clear, p.clear_bytes);
+  // The warp decides as one: another wait may set the status between the loads of two lanes.
+  if (__any_sync(kWarp, load_status(p.status) != 0)) return clear_bytes(p.clear, p.clear_bytes);
   const uint64_t end = global_time() + p.nanoseconds;
   uint32_t late = p.count;
   for (uint32_t i = threadIdx.x; i < p.count && late == p.count; i += kLanes) {
     if (!wait_for_signal(p.flags + i, value, end, p.status)) late = i;
   }
-  late = __reduce_min_sync(0xffffffff, late);
+  late = __reduce_min_sync(kWarp, late);
   if (late < p.count) {
     if (threadIdx.x == 0) report_late(p.status, static_cast<int>(late) + 1);
     clear_bytes(p.clear, p.clear_bytes);

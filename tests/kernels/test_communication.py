@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..conftest import module_fixture
 
@@ -76,6 +77,16 @@ def test_push_refuses_and_copies_nothing(push, device, why):
     with pytest.raises((TypeError, ValueError), match=why):
         push(dsts, srcs)
     assert not good.any()
+
+
+def test_push_refuses_another_device(push, dispatch, monkeypatch):
+    """Streams order tensors of one device; a peer's memory is a tensor of this one."""
+    monkeypatch.setattr(dispatch, "runs_compiled", lambda *_: False)
+    with FakeTensorMode():
+        here, there = (torch.zeros(3, device=f"cuda:{i}") for i in range(2))
+        for dsts, srcs in (([there], [here]), ([here, here], [here, there])):
+            with pytest.raises(ValueError, match="all must be on one"):
+                push(dsts, srcs)
 
 
 def test_push_tells_autograd_what_it_wrote(push, device):

@@ -32,6 +32,16 @@ def status():
     return torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
 
+def test_rows_two_gib_apart(push, device):
+    """cudaMemcpy2DAsync takes no such pitch."""
+    far = torch.zeros(2, 2**31 + 16, dtype=torch.uint8, device=device)
+    near = torch.randint(1, 100, (2, 1000), dtype=torch.uint8, device=device)
+    back = torch.zeros_like(near)
+    push([far[:, 7:1007]], [near])
+    push([back], [far[:, 7:1007]])
+    assert torch.equal(back, near) and far[:, :1100].count_nonzero() == near.numel()
+
+
 def test_a_stream_waits_for_the_copies_of_another(push, signals, device, words, status):
     """The wait is launched first; whoever comes behind it sees all that was pushed."""
     side = torch.cuda.Stream()

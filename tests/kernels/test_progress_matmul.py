@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import time
 
 import pytest
 import torch
@@ -65,6 +66,29 @@ def test_widths_are_picked_by_the_busiest_block(probe):
         assert picked == times.index(min(times)) == 8
     assert probe.pick(4, 4096, 3584, 8192, 132) == 0
     assert probe.pick(1, 128, 192, 64, 132) == 1
+
+
+@pytest.mark.parametrize("blocks", (1, 7, 132))
+@pytest.mark.parametrize("n", (1, 192, 3584, 5000))
+@pytest.mark.parametrize("chunks_and_rows", ((1, 4096), (3, 130), (8, 512), (5, 4)), ids=str)
+def test_the_busiest_block_is_counted_as_if_all_tiles_were_walked(
+    probe, chunks_and_rows, n, blocks
+):
+    chunks, rows = chunks_and_rows
+    cost = {False: 128 * 0.7223 + 1.70, True: 128 * 0.5700 + 1.60}  # K = 8192
+    for narrow in range(-(-n // NARROW) + 1):
+        times = [0.0] * blocks
+        for tile, (*_, thin) in enumerate(order(probe, chunks, 0, rows, n, narrow, blocks)):
+            times[tile % blocks] += cost[thin]
+        predicted = probe.time_of(chunks, rows, n, 8192, narrow, blocks)
+        assert math.isclose(predicted, max(times), rel_tol=1e-12), narrow
+
+
+def test_the_largest_product_is_picked_for_at_once(probe):
+    """2^20 x 2^20 has 4e7 tiles and 5e3 splits of N."""
+    began = time.process_time()
+    probe.pick(8, 1 << 17, 1 << 20, 8192, 132)
+    assert time.process_time() - began < 1
 
 
 @pytest.fixture
@@ -134,3 +158,81 @@ def test_out_may_not_be_an_operand(progress, operands):
     square = torch.zeros(16, 16, device=a.device)
     with pytest.raises(ValueError, match="out overlaps a or b"):
         progress.progress_matmul(a, square, words, 0, out=square[:12])
+
+
+@pytest.fixture
+def on_hopper(dispatch, monkeypatch):
+    """The choice between kernel and torch as on a Hopper GPU, whatever there is."""
+    name = torch.compiler.assume_constant_result(lambda op, device: "compiled")
+    monkeypatch.setattr(dispatch, "path_name", name)
+    dispatch.say_once.cache_clear()
+
+
+CHOSEN = {  # M, K, N, chunks, dtype: whether the kernel takes them
+    (16, 16, 24, 2, torch.float16): True,
+    (16, 16, 24, 2, torch.float32): False,
+    (16, 7, 24, 2, torch.bfloat16): False,
+    (16, 16, 3, 2, torch.bfloat16): False,
+    (16, 0, 24, 2, torch.float16): False,
+    ((1 << 20) + 2, 8, 8, 2, torch.float16): False,
+    (2, 8, (1 << 20) + 8, 2, torch.float16): False,
+    (2050, 8, 8, 1025, torch.float16): False,
+}
+
+
+def halves(device, m, k, n, dtype):
+    a = torch.ones(m, k, dtype=dtype, device=device)
+    return a, torch.ones(k, n, dtype=dtype, device=device), a.new_empty(m, n)
+
+
+@pytest.mark.parametrize("problem", CHOSEN, ids=str)
+def test_eager_and_compiled_calls_choose_alike(
+    progress, dispatch, monkeypatch, on_hopper, device, problem, caplog
+):
+    m, k, n, chunks, dtype = problem
+    a, b, out = halves(device, m, k, n, dtype)
+    words = torch.ones(chunks, dtype=torch.uint32, device=device)
+    status = torch.zeros(1, dtype=torch.int32, device=device)
+    called, nodes = [], []
+    with (
+        monkeypatch.context() as patched,
+        caplog.at_level(logging.WARNING, logger=dispatch.__name__),
+    ):
+        patched.setattr(progress.ops, "progress_matmul", lambda *_: called.append("the kernel"))
+        progress.progress_matmul(a, b, words, 0, status=status, out=out)
+    assert called == ["the kernel"] * CHOSEN[problem]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * (not CHOSEN[problem])
+
+    def keep(graph, _):
+        nodes.extend(str(node.target) for node in graph.graph.nodes)
+        (results,) = graph.graph.output_node().args
+        return lambda *_: (out,) * len(results)
+
+    torch._dynamo.reset()
+    torch.compile(
+        lambda a, b, out: progress.progress_matmul(a, b, words, 0, status=status, out=out),
+        backend=keep,
+    )(a, b, out)
+    assert any("progress_matmul" in node for node in nodes) == CHOSEN[problem]
+    assert any("matmul" in node for node in nodes)
+
+
+def test_an_address_that_tma_cannot_take_is_multiplied_by_torch(
+    progress, monkeypatch, on_hopper, device
+):
+    monkeypatch.setattr(progress.ops, "progress_matmul", None)
+    flat = torch.ones(16 * 16 + 1, dtype=torch.float16, device=device)
+    _, b, _ = halves(device, 16, 16, 24, torch.float16)
+    words = torch.ones(2, dtype=torch.uint32, device=device)
+    product = progress.progress_matmul(flat[1:].view(16, 16), b, words, 0)
+    assert torch.equal(product, torch.full_like(product, 16))
+
+
+def test_autograd_is_told_that_out_was_written(progress, monkeypatch, on_hopper, device):
+    monkeypatch.setattr(progress.ops, "progress_matmul", lambda *_: None)
+    a, b, out = halves(device, 16, 16, 24, torch.float16)
+    words = torch.ones(2, dtype=torch.uint32, device=device)
+    status = torch.zeros(1, dtype=torch.int32, device=device)
+    version = out._version
+    progress.progress_matmul(a, b, words, 0, status=status, out=out)
+    assert out._version == version + 1

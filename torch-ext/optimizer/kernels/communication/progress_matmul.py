@@ -22,11 +22,13 @@ from torch.library import register_fake
 from ... import dispatch
 from ..._ops import add_op_namespace_prefix, ops
 from ..checks import check_dense, check_device, check_shape, check_tensor
-from ..products.matmul_add import HALF_PRECISION, by_tma
+from ..products.matmul_add import HALF_PRECISION
 from ..products.operands import overlap
 from .signals import check_epoch, check_signals, check_status, wait_signals
 
 AUTO = -1  # columns of narrow tiles, by predicted time
+# kLargestSide of kernels-src/sm90/problem.h, and kMostChunks of communication/progress_schedule.h
+LARGEST_SIDE, LARGEST_DEPTH, MOST_CHUNKS = 1 << 20, 1 << 30, 1024
 
 
 @register_fake(add_op_namespace_prefix("progress_matmul"))
@@ -50,10 +52,10 @@ def progress_matmul(
 ) -> Tensor:
     """Multiply a by b, each chunk of a's rows as soon as its signal says that it has arrived.
 
-    The first call of a shape counts the tiles of every split of N on the host: 0.15 s for 16384 x
-    57344, less for fewer tiles. Under torch.compile half-precision operands must be such as the
-    kernel takes, K and N multiples of 8 among them. Autograd does not notice that `out` was
-    written: pass none that it has saved.
+    Half-precision operands that the kernel cannot take, such as those of K = 7 or of more than 2^20
+    rows or columns, are multiplied by torch after all chunks, and a warning says so once. Under
+    torch.compile sizes and strides decide as they do without it, but no address is known: a, b and
+    out must start on 16 bytes there, as whole tensors do, or the kernel raises RuntimeError.
 
     Args:
         a: (M, K), float16 or bfloat16 for the kernel, rows contiguous; the W chunks are rows
@@ -82,18 +84,20 @@ def progress_matmul(
     """
     chunks = _check(a, b, chunk_signals, pivot, blocks)
     number, epochs = check_epoch("epoch", epoch, chunk_signals)
-    out = _checked_out(a, b, out)
+    given, out = out, _checked_out(a, b, out)
     own = status is None
     if own:
         if a.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError("status must be given where a CUDA graph is captured; nobody waits")
         status = torch.zeros(1, dtype=torch.int32, device=a.device)
     check_status(status, chunk_signals, timeout_ms)
-    if _runs_compiled(a, b, out):
+    if _runs_compiled(a, b, out, chunks):
         ops.progress_matmul(
             *(a, b, out, chunk_signals, chunks, pivot, number, epochs, timeout_ms, status),
             0 if blocks is None else blocks,
         )
+        if given is not None and not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(out)  # autograd is not told what an op wrote
     else:
         wait_signals(chunk_signals, epoch, timeout_ms, status)
         torch.matmul(a, b, out=out)
@@ -105,18 +109,32 @@ def progress_matmul(
     return out
 
 
-def _runs_compiled(a: Tensor, b: Tensor, out: Tensor) -> bool:
+def _runs_compiled(a: Tensor, b: Tensor, out: Tensor, chunks: int) -> bool:
+    if a.device.type == "meta":
+        return False
     if dispatch.path_name("progress_matmul", a.device) != "compiled":
         return False
-    if a.device.type == "meta" or torch.compiler.is_compiling():
-        return a.device.type != "meta" and a.dtype in HALF_PRECISION
-    rows = all(x.stride(1) == 1 and by_tma(x.unsqueeze(0)) for x in (a, out))
-    if a.dtype in HALF_PRECISION and rows and by_tma(b.unsqueeze(0)) and out.numel() and len(b):
+    small = max(out.shape) <= LARGEST_SIDE and len(b) <= LARGEST_DEPTH and chunks <= MOST_CHUNKS
+    rows = a.stride(1) == 1 and out.stride(1) == 1
+    if a.dtype in HALF_PRECISION and small and rows and all(map(_by_tma, (a, b, out))):
         return True
-    dispatch.report_slow(
-        "progress_matmul", f"the kernel takes no {a.dtype} of strides {a.stride()}, {b.stride()}"
-    )
+    _report_slow(a.dtype)
     return False
+
+
+def _by_tma(x: Tensor) -> bool:
+    """Whether TMA takes x (rows, cols), by its strides, and by its address where that is known."""
+    row, col = x.stride()
+    line = row if col == 1 else col
+    if x.numel() == 0 or 1 not in (row, col) or line <= 0 or line % 8:
+        return False
+    return torch.compiler.is_compiling() or x.data_ptr() % 16 == 0
+
+
+@torch.compiler.assume_constant_result
+def _report_slow(dtype: torch.dtype) -> None:
+    takes = "half precision in rows that start on 16 bytes, sides up to 2^20, 1024 chunks"
+    dispatch.report_slow("progress_matmul", f"the kernel takes {takes}; not these of {dtype}")
 
 
 def _check(a: object, b: object, signals: object, pivot: object, blocks: object) -> int:

@@ -31,9 +31,10 @@ def _fake(dsts, srcs):
 def push(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> None:
     """Copy srcs[k] into dsts[k] for every k, on the current stream.
 
-    On CUDA every pair is one cudaMemcpyAsync or cudaMemcpy2DAsync: nothing is launched, nothing is
-    packed, and a CUDA graph can capture it. All pairs are checked before the first copy. The caller
-    keeps sources and destinations alive, and the sources unchanged, until the copies have run.
+    On CUDA every pair is one cudaMemcpyAsync or cudaMemcpy2DAsync, and rows 2 GiB or more apart are
+    one copy each: nothing is launched, nothing is packed, and a CUDA graph can capture it. All
+    pairs are checked before the first copy. The caller keeps sources and destinations alive, and
+    the sources unchanged, until the copies have run.
 
     Args:
         dsts: K tensors that are written, on the device of the sources; a peer's memory counts as
@@ -83,10 +84,10 @@ def _check(dsts: Sequence[Tensor], srcs: Sequence[Tensor]) -> None:
                 f"dsts[{k}] has shape {tuple(dst.shape)}, srcs[{k}] {tuple(src.shape)}; they must "
                 "be equal"
             )
-        if dst.device.type != src.device.type or src.device != srcs[0].device:
+        if not dst.device == src.device == srcs[0].device:
             raise ValueError(
                 f"dsts[{k}] is on {dst.device}, srcs[{k}] on {src.device}, srcs[0] on "
-                f"{srcs[0].device}; make one call per device, and move other tensors first"
+                f"{srcs[0].device}; all must be on one, a peer's memory as a tensor of this device"
             )
         if not _is_rows(dst, src):
             raise ValueError(
