@@ -20,7 +20,7 @@ import sys
 import torch
 
 from .._compare import assert_same_bits
-from . import test_mxfp4_product_gpu, test_packed_product_gpu, test_progress_matmul_gpu
+from . import test_packed_product_gpu, test_progress_matmul_gpu
 from ._products import DTYPES as SYMMETRIC_DTYPES
 from ._products import TILES, Dense, Problem, exact, exact_dense, laid_out, run_chain, run_dense
 from ._tensors import DTYPES as LIST_DTYPES
@@ -215,9 +215,9 @@ def expert_products(opt) -> int:
     )
     formats = (
         (test_packed_product_gpu.Problem, product.nf4_product, {}),
-        (test_mxfp4_product_gpu.Mxfp4, functools.partial(submodule, opt), {}),
-        (test_mxfp4_product_gpu.Fp8, functools.partial(submodule, opt), {}),
-        (test_mxfp4_product_gpu.Fp8, functools.partial(submodule, opt), {"block": (1, 0)}),
+        (test_packed_product_gpu.Mxfp4, functools.partial(submodule, opt), {}),
+        (test_packed_product_gpu.Fp8, functools.partial(submodule, opt), {}),
+        (test_packed_product_gpu.Fp8, functools.partial(submodule, opt), {"block": (1, 0)}),
     )
     counts = (0, 1, 65, 257, 0, 130)
     # The rank, the rows' gather, whether the result stays grouped, what the epilogue does beside it

@@ -1,8 +1,10 @@
-"""Formats: a made-up one is packed, saved, offloaded and multiplied, since FORMATS has it."""
+"""Formats: MXFP4 and FP8 by their definitions, and a made-up one, since FORMATS has it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -10,6 +12,381 @@ import torch
 from torch import nn
 
 from .._compare import assert_same_bits, relative_error
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def value_of(code: int, scale: int) -> float:
+    """In float64, exactly."""
+    if scale == 255:
+        return math.nan
+    return math.copysign(VALUES[code & 7] * 2.0 ** (scale - 127), -1 if code & 8 else 1)
+
+
+@pytest.fixture(scope="module")
+def everything(device):
+    """Every byte under every scale: a block of 16 bytes and its scale in a row of its own."""
+    scales = torch.arange(256, dtype=torch.uint8).repeat_interleave(16)
+    packed = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(256, 1)
+    expected = [
+        [value_of(int(code), scale) for byte in row for code in (byte & 15, byte >> 4)]
+        for scale, row in zip(scales.tolist(), packed.tolist(), strict=True)
+    ]
+    expected = torch.tensor(expected, dtype=torch.float64)
+    return packed.to(device), scales.to(device), expected.to(device)
+
+
+def assert_same_values(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """The same bits, but that one NaN is as good as another."""
+    assert torch.equal(actual.isnan(), expected.isnan())
+    nan = expected.isnan()
+    assert_same_bits(actual.masked_fill(nan, 0.0), expected.masked_fill(nan, 0.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_byte_under_every_scale(opt, device, everything, dtype):
+    packed, scales, expected = everything
+    ids = torch.zeros(1, dtype=torch.int64, device=device)
+    found = opt.mxfp4_dequant(packed, scales, ids, (4096, 32), dtype)
+    assert_same_values(found[0], expected.float().to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)  # the interpreter truncates to bfloat16
+def test_every_byte_under_every_scale_by_triton(submodule, ops, device, everything, dtype):
+    submodule("kernels.quant.dequant_triton")
+    packed, scales, expected = everything
+    ids = torch.tensor([0, 1, -1], device=device)
+    found = ops.mxfp4_dequant_triton(packed, scales, ids, (4096, 32), dtype)
+    assert_same_values(found[0], expected.float().to(dtype))
+    assert found[1:].isnan().all()  # there is one expert
+
+
+@pytest.mark.parametrize("name", ("nf4", "mxfp4", "fp8"))
+def test_triton_launches_on_the_device_of_the_packed_bytes(
+    submodule, ops, device, monkeypatch, name
+):
+    """With several GPUs it would take the current one."""
+    module = submodule("kernels.quant.dequant_triton")
+    current, seen = [], []
+
+    @contextlib.contextmanager
+    def device_of(x):
+        current.append(x.data_ptr())
+        yield
+        current.pop()
+
+    class Noted:
+        def __getitem__(self, grid):
+            return lambda packed, *_, **__: seen.append((packed.data_ptr(), list(current)))
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for kernel in ("_nibbles", "_fp8"):
+        monkeypatch.setattr(module, kernel, Noted())
+    packed = torch.zeros(2 * 64 * 64, dtype=torch.uint8, device=device)
+    ids, shape, dtype = torch.tensor([1], device=device), [64, 64], torch.float32
+    scales = {"nf4": torch.ones(256), "mxfp4": torch.zeros(512).byte(), "fp8": torch.ones(4)}
+    options = {"nf4": [64, dtype, *[None] * 4], "mxfp4": [dtype], "fp8": [[32, 64], dtype]}
+    decode = getattr(ops, f"{name}_dequant_triton")
+    decode(packed, scales[name].to(device), ids, shape, *options[name])
+    assert seen == [(packed.data_ptr(), [packed.data_ptr()])] and not current
+
+
+def test_transformers_decodes_the_same(opt):
+    pytest.importorskip("transformers")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, 20, 96)
+    blocks = torch.randint(0, 256, (3, 20, 3, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(0, 255, (3, 20, 3), dtype=torch.uint8, generator=generator)
+    scales[0, :2] = torch.tensor([[0, 1, 2], [254, 253, 0]], dtype=torch.uint8)
+    expected = convert_moe_packed_tensors(blocks.clone(), scales.clone()).transpose(1, 2)
+    assert_same_bits(opt.mxfp4_dequant(blocks, scales, torch.arange(3), shape[1:]), expected)
+
+
+def test_experts_are_picked_by_id(opt, device):
+    weight = torch.randn(5, 7, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    packed, scales = opt.mxfp4_quantize(weight)
+    ids = torch.tensor([3, 0, 3], device=device, dtype=torch.int32)
+    every = opt.mxfp4_dequant(packed, scales, torch.arange(5, device=device), (7, 64))
+    assert_same_bits(opt.mxfp4_dequant(packed, scales, ids, (7, 64)), every[ids.long()])
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    assert opt.mxfp4_dequant(packed, scales, none, (7, 64)).shape == (0, 7, 64)
+
+
+def test_a_quantised_value_is_the_nearest(opt, device):
+    """Of the values that the block's scale can express; the scale follows the specification."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-130, 120, (400, 1), generator=generator)
+    weight = (torch.randn(400, 32, generator=generator) * 2.0**exponents).to(device)
+    packed, scales = opt.mxfp4_quantize(weight)
+    assert packed.shape == (400, 1, 16) and scales.shape == (400, 1)
+    found = opt.mxfp4_dequant(
+        packed, scales, torch.tensor([0]).to(device), (400, 32), torch.float32
+    )
+    # Powers of two are exact on the CPU alone.
+    weight, scales, found = weight.cpu(), scales.cpu(), found[0].cpu().double()
+    largest = weight.abs().amax(1).double()
+    wanted = (largest.log2().floor() - 2).clamp(min=-127)
+    assert torch.equal(scales[:, 0].double() - 127, wanted)
+    grid = torch.tensor(VALUES, dtype=torch.float64)
+    grid = torch.cat((-grid, grid)) * 2.0 ** wanted[:, None]
+    best = (weight.double()[..., None] - grid[:, None]).abs().amin(-1)
+    assert torch.equal((found - weight.double()).abs(), best)
+
+
+def test_ties_go_to_the_even_code_and_signs_stay(opt, device):
+    ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.5]
+    kept = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0]
+    row = torch.tensor([[*ties, *(-tie for tie in ties), 4.0, -0.0, *[0.0] * 14]], device=device)
+    packed, scales = opt.mxfp4_quantize(row)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    found = opt.mxfp4_dequant(packed, scales, zero, (1, 32), torch.float32)
+    expected = torch.tensor([*kept, *(-one for one in kept), 4.0, -0.0, *[0.0] * 14])
+    assert_same_bits(found.view(-1), expected.to(device))
+
+
+@pytest.mark.parametrize("bad", (math.nan, math.inf, -math.inf))
+def test_what_is_not_finite_makes_its_block_nan(opt, device, bad):
+    weight = torch.ones(2, 64, device=device)
+    weight[1, 40] = bad
+    packed, scales = opt.mxfp4_quantize(weight)
+    assert scales.tolist() == [[125, 125], [125, 255]]
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    found = opt.mxfp4_dequant(packed, scales, zero, (2, 64))[0]
+    assert found[1, 32:].isnan().all() and (found[0] == 1).all() and (found[1, :32] == 1).all()
+
+
+def test_chunks_and_strides_change_nothing(opt, submodule, monkeypatch, device):
+    weight = torch.randn(6, 64, 10, generator=torch.Generator().manual_seed(1)).to(device).mT
+    expected = opt.mxfp4_quantize(weight.contiguous())
+    monkeypatch.setattr(submodule("kernels.quant.codec"), "CHUNK", 96)
+    for one, other in zip(opt.mxfp4_quantize(weight), expected, strict=True):
+        assert_same_bits(one, other)
+    zeros = opt.mxfp4_quantize(torch.zeros(1, 32, device=device))
+    assert not zeros[0].any() and not zeros[1].any()
+
+
+DECODED = {
+    "mxfp4": ((96,), (6,), torch.uint8, ()),
+    "fp8": ((3, 2, 32), (3, 1, 1), torch.float32, ([128, 128],)),
+}
+
+
+@pytest.mark.parametrize("path", ["reference", pytest.param("triton", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", DECODED)
+def test_opcheck(submodule, ops, device, name, path):
+    submodule("kernels.quant.dequant_triton")
+    packed, scales, dtype, block = DECODED[name]
+    packed = torch.zeros(packed, dtype=torch.uint8, device=device)
+    scales = torch.ones(scales, dtype=dtype, device=device)
+    ids = torch.tensor([1], device=device)
+    arguments = (packed, scales, ids, [2, 32], *block, torch.bfloat16)
+    torch.library.opcheck(getattr(ops, f"{name}_dequant_{path}").default, arguments)
+
+
+STACK = {
+    "packed": torch.zeros(2, 3, 32, dtype=torch.uint8),
+    "scales": torch.zeros(2, 3, 2, dtype=torch.uint8),
+    "active_experts": torch.tensor([1]),
+    "expert_shape": (3, 64),
+}
+WRONG = (
+    ({"expert_shape": (3, 60)}, ValueError, "last dimension, whose size must be a multiple"),
+    ({"expert_shape": (5, 32)}, ValueError, "no whole number of experts of 160"),
+    ({"expert_shape": (3, 64.0)}, TypeError, "expert_shape must be a sequence of integers"),
+    ({"packed": STACK["packed"].mT}, ValueError, "packed must hold 192 contiguous"),
+    ({"packed": STACK["packed"].int()}, ValueError, "packed must hold 192 .* of uint8"),
+    ({"scales": STACK["scales"][:1]}, ValueError, "scales must hold 12"),
+    ({"scales": [0]}, TypeError, "scales must be a dense tensor, got list"),
+    ({"active_experts": torch.tensor([1.0])}, TypeError, "active_experts must have dtype int32"),
+    ({"active_experts": torch.tensor([[1]])}, ValueError, "active_experts must have 1 dim"),
+    ({"dtype": torch.float64}, ValueError, "dtype must be one of"),
+    ({"active_experts": torch.tensor([-1])}, IndexError, r"active_experts must be in \[0, 2\)"),
+)
+
+
+@pytest.mark.parametrize(("changed", "error", "said"), WRONG, ids=[one[2] for one in WRONG])
+def test_wrong_arguments_are_named(opt, changed, error, said):
+    with pytest.raises(error, match=said):
+        opt.mxfp4_dequant(**{**STACK, **changed})
+    opt.mxfp4_dequant(**STACK)
+
+
+def test_wrong_weights_are_named(opt):
+    with pytest.raises(ValueError, match=r"blocks of 32 .* got 33"):
+        opt.mxfp4_quantize(torch.zeros(2, 33))
+    with pytest.raises(TypeError, match=r"weight must be bfloat16, float16 or float32, got torch"):
+        opt.mxfp4_quantize(torch.zeros(2, 32, dtype=torch.int8))
+    with pytest.raises(ValueError, match=r"pass weight.detach\(\)"):
+        opt.mxfp4_quantize(torch.zeros(2, 32, requires_grad=True))
+    with pytest.raises(ValueError, match="no empty one"):
+        opt.mxfp4_quantize(torch.zeros(0, 32))
+
+
+def test_the_module_holds_what_checkpoints_publish(opt, device):
+    """And gives it back; expert by expert it is packed as at once."""
+    weight = torch.randn(4, 6, 96, generator=torch.Generator().manual_seed(2)).to(device)
+    blocks, scales = opt.mxfp4_quantize(weight)
+    experts = opt.moe.QuantizedExperts.from_weight(weight, quant_type="mxfp4")
+    assert_same_bits(experts.packed.data, blocks.view(-1))
+    assert_same_bits(experts.scales.data, scales.view(-1))
+    published = opt.moe.QuantizedExperts((4, 6, 96), quant_type="mxfp4", device=device)
+    published.load_state_dict({"packed": blocks.view(-1), "scales": scales.view(-1)}, strict=False)
+    assert_same_bits(published.decode(), experts.decode())
+    with pytest.raises(ValueError, match="blocks of 32 run along the last dimension"):
+        opt.moe.QuantizedExperts((4, 6, 100), quant_type="mxfp4")
+    combinations = itertools.product(("chunked", "selective"), (0, 7))
+    for strategy, rows in combinations:
+        experts.strategy = strategy
+        assert opt.moe.explain_quantized(experts, rows).startswith(strategy if rows else "selecti")
+
+
+BLOCKS = ((128, 128), (1, 0), (0, 0), (1, 128), (32, 32), (0, 64))
+# Ordinary, subnormal, the ends of float32, and what is no number
+SCALES = (1.0, 0.37, -2.5, 1e-40, 2.0**-149, 3.4e38, 0.0, math.inf, math.nan, 2.0**-130)
+
+
+def float8_of(byte: int) -> float:
+    """e4m3 without infinities: sign, four bits of exponent (bias 7), three of mantissa."""
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    if exponent == 15 and mantissa == 7:
+        return math.nan
+    value = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+    return math.copysign(value, -1 if byte & 128 else 1)
+
+
+@pytest.fixture(scope="module")
+def every_float8(device):
+    """Every byte under every scale: a row of 256 bytes per scale."""
+    row = torch.tensor([float8_of(byte) for byte in range(256)], dtype=torch.float64)
+    scales = torch.tensor(SCALES)
+    packed = torch.arange(256, dtype=torch.uint8).repeat(len(SCALES), 1)
+    expected = (row.float() * scales[:, None]).to(device)
+    return packed.to(device), scales.to(device), expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_float8_under_every_scale(opt, device, every_float8, dtype):
+    packed, scales, expected = every_float8
+    ids = torch.zeros(1, dtype=torch.int64, device=device)
+    found = opt.fp8_dequant(packed, scales, ids, tuple(packed.shape), (1, 0), dtype)
+    assert_same_values(found[0], expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)  # the interpreter truncates to bfloat16
+def test_every_float8_under_every_scale_by_triton(submodule, ops, device, every_float8, dtype):
+    submodule("kernels.quant.dequant_triton")
+    packed, scales, expected = every_float8
+    ids = torch.tensor([0, 1, -1], device=device)
+    found = ops.fp8_dequant_triton(packed, scales, ids, tuple(packed.shape), (1, 0), dtype)
+    assert_same_values(found[0], expected.to(dtype))
+    assert found[1:].isnan().all()  # there is one expert
+
+
+def test_bytes_are_torch_s(opt):
+    packed = torch.arange(256, dtype=torch.uint8).view(1, 2, 128)
+    found = opt.fp8_dequant(packed, torch.ones(1, 1, 1), torch.tensor([0]), (2, 128))
+    assert_same_values(found.view(-1), packed.view(torch.float8_e4m3fn).bfloat16().view(-1))
+    as_floats = packed.view(torch.float8_e4m3fn)
+    again = opt.fp8_dequant(as_floats, torch.ones(1, 1, 1), torch.tensor([0]), (2, 128))
+    assert_same_values(again, found)
+
+
+def exact(packed, scales, block):
+    """(E, N, K) in float64, block by block."""
+    found = packed.view(torch.float8_e4m3fn).double()
+    experts, n, k = found.shape
+    rows, columns = block[0] or n, block[1] or k
+    for e in range(experts):
+        for i in range(-(-n // rows)):
+            for j in range(-(-k // columns)):
+                part = found[e, i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+                part *= scales[e, i, j].double()
+    return found
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("path", ("auto", "triton"))
+def test_blocks_cover_odd_sizes(opt, submodule, ops, device, block, path):
+    """Sides that end inside of a block; experts by id, in any order."""
+    weight = torch.randn(3, 150, 200, generator=torch.Generator().manual_seed(0)).to(device)
+    packed, scales = opt.fp8_quantize(weight, block)
+    rows, columns = block[0] or 150, block[1] or 200
+    assert packed.shape == weight.shape and packed.dtype == torch.float8_e4m3fn
+    assert scales.shape == (3, -(-150 // rows), -(-200 // columns))
+    ids = torch.tensor([2, 0, 2], device=device)
+    submodule("kernels.quant.dequant_triton")
+    if path == "auto":
+        found = opt.fp8_dequant(packed, scales, ids, (150, 200), block, torch.float32)
+    else:
+        bits = packed.view(torch.uint8)
+        found = ops.fp8_dequant_triton(bits, scales, ids, (150, 200), block, torch.float32)
+    assert_same_bits(found, exact(packed, scales, block)[ids].float())
+    # Three bits of mantissa round by at most 1/16; what is below 2^-6 of 448 by 2^-10 of it.
+    allowed = (weight.abs() / 16).clamp(min=float(weight.abs().max()) / 448 * 2**-10)
+    error = (opt.fp8_dequant(packed, scales, ids[:1], (150, 200), block).float() - weight[2]).abs()
+    assert (error <= 1.01 * allowed[2] + weight[2].abs() / 256).all()
+
+
+@pytest.mark.parametrize("bad", (math.nan, math.inf))
+def test_what_is_not_finite_makes_its_fp8_block_nan(opt, device, bad):
+    weight = torch.ones(1, 256, 128, device=device)
+    weight[0, 3, 5] = bad
+    packed, scales = opt.fp8_quantize(weight)
+    ids = torch.zeros(1, dtype=torch.int64, device=device)
+    found = opt.fp8_dequant(packed, scales, ids, (256, 128))[0]
+    assert found[:128].isnan().all() and (found[128:] == 1).all()
+    nothing = opt.fp8_quantize(torch.zeros(1, 8, 32, device=device))
+    assert not opt.fp8_dequant(*nothing, ids, (8, 32)).any()
+
+
+FP8_STACK = {
+    "packed": torch.zeros(2, 3, 160, dtype=torch.uint8),
+    "scales": torch.ones(2, 1, 2),
+    "active_experts": torch.tensor([1]),
+    "expert_shape": (3, 160),
+}
+WRONG_FP8 = (
+    ({"expert_shape": (3, 100)}, ValueError, "no whole number of experts of 300"),
+    ({"expert_shape": (3, 2, 80)}, ValueError, r"expert_shape must be \(N, K\)"),
+    ({"scales": torch.ones(2, 2, 2)}, ValueError, "scales must hold 4 contiguous"),
+    ({"scales": torch.ones(2, 1, 2).half()}, ValueError, "of float32, got torch.float16"),
+    ({"packed": FP8_STACK["packed"].int()}, ValueError, "packed must hold 960 .* uint8 or float8"),
+    ({"block": (128, 16)}, ValueError, "powers of two, of columns 32 or more"),
+    ({"block": (48, 128)}, ValueError, "powers of two"),
+    ({"block": 128}, TypeError, "block must be two integers"),
+    ({"dtype": torch.float64}, ValueError, "dtype must be one of"),
+    ({"active_experts": torch.tensor([-1])}, IndexError, r"active_experts must be in \[0, 2\)"),
+)
+
+
+def test_a_block_larger_than_its_sides(opt):
+    weight = torch.randn(2, 130, 150, generator=torch.Generator().manual_seed(0))
+    found, expected = opt.fp8_quantize(weight, (2**62, 2**62)), opt.fp8_quantize(weight, (0, 0))
+    assert_same_bits(found[0].view(torch.uint8), expected[0].view(torch.uint8))
+    assert_same_bits(found[1], expected[1])
+
+
+@pytest.mark.parametrize(("changed", "error", "said"), WRONG_FP8, ids=[one[2] for one in WRONG_FP8])
+def test_wrong_arguments_of_fp8_are_named(opt, changed, error, said):
+    with pytest.raises(error, match=said):
+        opt.fp8_dequant(**{**FP8_STACK, **changed})
+    opt.fp8_dequant(**FP8_STACK)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_the_module_packs_expert_by_expert(opt, device, block):
+    weight = torch.randn(4, 70, 160, generator=torch.Generator().manual_seed(2)).to(device)
+    packed, scales = opt.fp8_quantize(weight, block)
+    options = {"quant_type": "fp8", "block_rows": block[0], "block_columns": block[1]}
+    experts = opt.moe.QuantizedExperts.from_weight(weight, **options)
+    assert_same_bits(experts.packed.data, packed.view(torch.uint8).view(-1))
+    assert_same_bits(experts.scales.data, scales.view(-1))
+    again = opt.moe.QuantizedExperts.from_state_dict(experts.state_dict())
+    assert again.format.block == block
+    assert_same_bits(again.half().decode(), experts.decode())
 
 
 @pytest.fixture

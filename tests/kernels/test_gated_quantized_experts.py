@@ -168,17 +168,6 @@ def test_it_equals_its_reference(moe, submodule, device):
     assert relative_error(layer.forward().detach(), expected) <= 2e-6
 
 
-@pytest.mark.parametrize("problem", PROBLEMS[-2:], ids=str)
-def test_other_formats_equal_the_dense_layer(moe, device, problem):
-    """Whose weights are the decoded ones."""
-    layer = Layer(moe, device, problem)
-    found = layer.step()
-    layer.packed = [experts.decode(dtype=torch.float32) for experts in layer.packed]
-    expected = layer.step("reference")
-    for name, value in expected.items():
-        assert relative_error(found[name], value) <= 4e-6, name
-
-
 def test_runs_repeat_to_the_bit(moe, device, stages_apart):
     layer = Layer(moe, device, Problem(bias=True, routing="sentinels"))
     first, second = layer.step(), layer.step()

@@ -394,9 +394,12 @@ def codebooks(submodule, device):
 
 @pytest.mark.sees_defect("values that are close to bitsandbytes' and not the same")
 @pytest.mark.parametrize("nested", (False, True))
-@pytest.mark.parametrize("blocksize", BLOCKSIZES)
 @pytest.mark.parametrize("quant_type", ("nf4", "fp4"))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "blocksize"),
+    [*((torch.bfloat16, size) for size in BLOCKSIZES), *((dtype, 64) for dtype in DTYPES[1:])],
+    ids=str,
+)
 def test_same_bits_as_bitsandbytes(opt, codebooks, device, dtype, quant_type, blocksize, nested):
     """The format decides: value times absmax in float32, rounded once to dtype."""
     code = codebooks[quant_type]
@@ -578,16 +581,6 @@ def test_stack_beyond_two_to_the_31_elements_is_read(run_nf4, device, path, rows
     out = run_nf4(path, arguments, torch.tensor([519], device=device), torch.float32)
     element = torch.arange(519 * stack.numel, elements, device=device)
     assert_same_bits(out.reshape(-1), decoded_at(element, packed, absmax, 64))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_paths_agree_on_a_model_shape(run_nf4, device, dtype):
-    arguments = Stack(8, (1536, 2048)).arguments(device)
-    ids = torch.tensor([7, 0, 3], device=device)
-    compiled = run_nf4("compiled", arguments, ids, dtype)
-    assert_same_bits(run_nf4("triton", arguments, ids, dtype), compiled)
-    assert_same_bits(run_nf4("reference", arguments, ids, dtype), compiled)
 
 
 @pytest.mark.gpu

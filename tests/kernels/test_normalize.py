@@ -1,13 +1,11 @@
 """normalize on every path: rounded once in any range, one answer per matrix, a clean frame.
 
-norm_factors are the numbers that it would multiply by. On a GPU also: capture, streams, sizes.
+norm_factors are the numbers that it would multiply by; crop is the way back from a frame.
+On a GPU also: capture, streams, sizes.
 """
 
 from __future__ import annotations
 
-import ctypes
-
-import numpy as np
 import pytest
 import torch
 
@@ -38,125 +36,6 @@ def test_reference(submodule, exponent):
     x[0], x[1, 2, 3], x[2, 4, 5] = 0, torch.inf, torch.nan
     out = normalize(x, PREFACTOR)
     assert (out[0] == 0).all() and out[1:3].isnan().all() and out[3:].isfinite().all()
-
-
-@pytest.fixture(scope="module")
-def probe(host_build):
-    """The host build of normalize.h."""
-    loaded = host_build("normalize_probe")
-    loaded.covers.restype = ctypes.c_bool
-    loaded.covers.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64]
-    loaded.sectors.restype = ctypes.c_double
-    loaded.simulate.restype = ctypes.c_long
-    loaded.simulate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, *[ctypes.c_int] * 7]
-    return loaded
-
-
-def test_every_element_is_read_once(probe):
-    sides = (1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 63, 64, 127, 128, 129, 257, 513, 1030)
-    for rows in sides:
-        for cols in sides:
-            for chunk in (0, 1, 3):
-                assert probe.covers(rows, cols, chunk), (rows, cols, chunk)
-    for rows, cols in ((1, 10**6), (10**6, 1), (3, 300_001), (2047, 2049)):
-        assert probe.covers(rows, cols, 0)
-
-
-def test_threads_have_work_and_whole_sectors(probe):
-    """From 1024 elements in 4 lines on, no thread is idle; no sector is read for nothing."""
-    for rows, cols in ((4, 1024), (1024, 4), (8, 512), (512, 8), (32, 128), (128, 32), (64, 64)):
-        assert probe.idle(rows, cols) == 0
-    for rows, cols in ((64, 256), (256, 64), (128, 128)):
-        for warp in range(8):
-            for by_columns in (False, True):
-                assert probe.sectors(rows, cols, warp, by_columns) == 1.0
-
-
-def test_upper_tiles_hold_every_element_above_the_diagonal_once(probe):
-    for side in (129, 132, 160, 256, 257, 515, 1025, 2050):
-        for chunk in (1, 2, 3, 8):
-            assert probe.covers_upper(side, chunk), (side, chunk)
-
-
-def test_quotients_without_division(probe):
-    """Divisors around powers of two, numerators around their multiples and up to 2^31 - 1."""
-    largest = 2**31 - 1
-    for divisor in (1, 2, 3, 5, 7, 255, 256, 257, 14336, 2**20 - 1, 2**30 + 1, largest):
-        for k in (0, 1, 2, largest // divisor // 2, largest // divisor - 1, largest // divisor):
-            for n in (k * divisor - 1, k * divisor, k * divisor + 1, largest):
-                if 0 <= n <= largest:
-                    assert probe.quotient(n, divisor) == n // divisor, (n, divisor)
-
-
-SIMULATED = {"sides": (64, 256), "chunk": 0, "matrices": 7, "blocks": 5, "resident": 5, "slots": 4}
-SIMULATED |= {"ahead": 2, "first": 3, "uneven": 0}
-
-
-def simulated(probe, seed: int, **changes) -> int:
-    """Tiles that were given up; negative if one was lost or the blocks wait for each other."""
-    case = SIMULATED | changes
-    names = ("chunk", "matrices", "blocks", "resident", "slots", "ahead", "first", "uneven")
-    return probe.simulate(*case["sides"], *(case[name] for name in names), seed)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"matrices": 1, "blocks": 1, "resident": 1, "slots": 16},
-        {"slots": 1, "ahead": 1, "first": 1},  # nothing can be kept
-        {"sides": (256, 512), "slots": 2, "matrices": 2},  # far more tiles than slots
-        {"chunk": 2, "slots": 9, "ahead": 4},
-        {"chunk": 3, "slots": 3, "first": 1},  # longer chunks than slots ahead
-        {"sides": (64, 1024), "chunk": 5, "slots": 3},  # chunks longer than the slots
-        {"sides": (4, 4), "matrices": 40, "blocks": 9, "resident": 9},
-        {"blocks": 12, "resident": 2},  # blocks that begin when others have ended
-        {"blocks": 12, "resident": 1, "slots": 3, "matrices": 30},
-        {"blocks": 16, "resident": 16, "uneven": 1, "matrices": 30},  # one block far ahead
-        {"sides": (100, 300), "blocks": 3, "resident": 3, "first": 1, "uneven": 1},
-    ],
-    ids=str,
-)
-def test_every_tile_is_summed_and_written_once(probe, changes):
-    """The kernel's decisions on the host, in any order of the blocks' rounds."""
-    for seed in range(20):
-        assert simulated(probe, seed, **changes) >= 0, seed
-
-
-def test_tiles_are_read_twice_only_where_slots_run_out(probe):
-    """A block that runs alone keeps a matrix if it has a slot for every tile of it, else not."""
-    alone = {"matrices": 3, "blocks": 1, "resident": 1}  # matrices of four tiles
-    assert simulated(probe, 0, **alone, slots=4) == 0
-    assert simulated(probe, 0, **alone, slots=3) > 0
-
-
-def scaled(probe, x: np.ndarray, prefactor: float = PREFACTOR) -> np.ndarray:
-    out = np.full_like(x, np.nan)
-    address = [array.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) for array in (x, out)]
-    squares = float(np.square(x.astype(np.float64)).sum())
-    probe.scale(ctypes.c_double(squares), ctypes.c_double(prefactor), x.size, *address)
-    return out
-
-
-def test_factor_of_any_norm(probe):
-    """The factor's two parts against float64, from the smallest norm to the largest."""
-    rng = np.random.default_rng(0)
-    for exponent in range(-149, 128):
-        x = (rng.standard_normal(64).clip(-1, 1) * 2.0**exponent).astype(np.float32)
-        if not x.any():
-            continue
-        wide = x.astype(np.float64)
-        expected = wide / (PREFACTOR * np.sqrt(np.square(wide).sum()))
-        off = np.abs(scaled(probe, x) - expected)
-        assert (off <= np.abs(expected) * 2.0**-23 * 1.001).all(), exponent
-    large = np.full(2**16, 3.4e38, dtype=np.float32)
-    np.testing.assert_allclose(scaled(probe, large), 1 / (PREFACTOR * 256), rtol=2.0**-23)
-
-
-def test_factor_of_zero_inf_and_nan(probe):
-    assert (scaled(probe, np.zeros(3, dtype=np.float32)) == 0).all()
-    for value in (np.inf, -np.inf, np.nan):
-        assert np.isnan(scaled(probe, np.array([0, 1, value], dtype=np.float32))).all()
 
 
 FACTORS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -615,3 +494,89 @@ def test_slices_of_an_iteration_are_normalized_by_the_op(submodule, device, monk
     theirs = batch.normalized(pieces, shape, torch.float16, PREFACTOR)
     torch.testing.assert_close(ours, theirs, rtol=2.0**-9, atol=2.0**-24)
     assert (ours[5:] == 0).all() and (ours[:, 100:] == 0).all() and (ours[:, :, 203:] == 0).all()
+
+
+# crop: every element once, nothing beside it, for any alignment of out's rows.
+CROPPED = ((1, 1), (3, 7), (5, 8), (2, 9), (7, 63), (4, 257), (3, 1030), (2, 4099))
+
+
+@pytest.fixture
+def crop_ops(submodule, device):
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        pytest.skip("machine code from compute capability 8.0 on")
+    return submodule("_ops").ops
+
+
+reference_crop = module_fixture("reference.normalize", "crop")
+
+
+def numbered(rows: int, cols: int, device: torch.device) -> torch.Tensor:
+    """(3, R, C) of different values, more rows and columns than those."""
+    shape = (3, rows + 2, -(-cols // 8) * 8)
+    count = torch.Size(shape).numel()
+    return (torch.arange(count, device=device) % 2039 + 1).half().reshape(shape)
+
+
+def test_reference_of_crop(reference_crop) -> None:
+    x = torch.arange(24).reshape(1, 4, 6)
+    assert reference_crop(x, 2, 3).tolist() == [[[0, 1, 2], [6, 7, 8]]]
+
+
+def test_crop_on_a_cpu_is_not_served(submodule) -> None:
+    x = torch.empty(1, 8, 8, dtype=torch.float16)
+    assert not submodule("kernels.products.normalize").crop_serves(x, torch.empty_like(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("start", range(9))
+@pytest.mark.parametrize("shape", CROPPED, ids=str)
+def test_crop_at_every_alignment(crop_ops, submodule, reference_crop, device, shape, start) -> None:
+    x, (r, c) = numbered(*shape, device), shape
+    memory = torch.zeros(3 * (r * c + 5) + 32, device=device, dtype=torch.float16)
+    out = memory.as_strided((3, r, c), (r * c + 5, c, 1), start)
+    expected = memory.clone()
+    expected.as_strided(out.shape, out.stride(), start).copy_(reference_crop(x, r, c))
+    assert submodule("kernels.products.normalize").crop_serves(x, out)
+    crop_ops.crop(x, out)
+    assert torch.equal(memory, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_crop_into_rows_that_lie_apart(crop_ops, device, dtype) -> None:
+    x = numbered(20, 100, device).view(dtype)
+    memory = torch.zeros(3, 21, 131, device=device, dtype=dtype)
+    out = memory[:, :20, 3:102]
+    crop_ops.crop(x, out)
+    assert torch.equal(out.view(torch.int16), x[:, :20, :99].view(torch.int16))
+    memory[:, :20, 3:102] = 0
+    assert (memory == 0).all()
+
+
+@pytest.mark.gpu
+def test_who_is_served_by_crop(submodule, device) -> None:
+    serves, x = submodule("kernels.products.normalize").crop_serves, numbered(20, 100, device)
+    out = torch.empty(3, 20, 99, device=device, dtype=torch.float16)
+    assert serves(x, out)
+    assert not serves(x.float(), out.float())
+    assert not serves(x, out.float())
+    assert not serves(x, out.mT)
+    assert not serves(x[:, :, :96], out[:, :, :90])
+
+
+@pytest.mark.gpu
+def test_opcheck_and_wrong_arguments_of_crop(crop_ops, device) -> None:
+    x = numbered(20, 100, device)
+    out = torch.empty(3, 20, 99, device=device, dtype=torch.float16)
+    torch.library.opcheck(
+        crop_ops.crop.default, (x, out), test_utils=("test_schema", "test_faketensor")
+    )
+    for wrong, reason in (
+        ((x, out[:2]), "must be"),
+        ((x, x.new_empty(3, 23, 99)), "must be"),
+        ((x, out.float()), "one dtype"),
+        ((x, out.mT[:, :20, :20]), "contiguous"),
+        ((x[:, :, :96], out[:, :, :90]), "x must be contiguous"),
+    ):
+        with pytest.raises(RuntimeError, match=reason):
+            crop_ops.crop(*wrong)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ..conftest import module_fixture
 from ._tensors import DTYPES, LAYOUTS, NARROW, SHAPES, assert_same, copies, draw
 
 MODES = ("nearest", "stochastic", "residual")
@@ -350,3 +351,101 @@ def test_opcheck(ops, device, name, mode):
         second = [torch.ones(6, 1, device=device), torch.ones(1, 2, device=device)]
         scalars = (0.0, one, [1.0, 1.0], 0.1, None, False, True, second, 0.9)
     torch.library.opcheck(getattr(ops, name).default, (*lists, *scalars, *tail))
+
+
+momentum = module_fixture("kernels", "momentum")
+
+
+@pytest.fixture(scope="module")
+def expect(submodule):
+    """`expect(grads, buffers, out dtypes, ...)`: the reference, tensor by tensor, on the CPU."""
+    reference = submodule("reference.update")
+
+    def run(grads, buffers, dtypes, *, mu=0.95, nesterov=True, form="heavy_ball", scale=None):
+        buffers, out, directions = copies(buffers), [], []
+        for k, (grad, buffer) in enumerate(zip(copies(grads), buffers, strict=True)):
+            ema = form == "ema"
+            direction = reference.momentum(grad, buffer, mu, nesterov=nesterov, ema=ema)
+            directions.append(direction)
+            scaled = direction if scale is None else direction * scale[k].cpu()
+            out.append(scaled.to(dtypes[k % len(dtypes)]))
+        return buffers, out, directions
+
+    return run
+
+
+def outputs(tensors, dtypes, layout="plain"):
+    return [
+        LAYOUTS[layout](torch.empty(x.shape, dtype=dtypes[k % len(dtypes)], device=x.device))
+        for k, x in enumerate(tensors)
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_amax_and_sum_of_squares(momentum, expect, device, layout):
+    """amax is exact. Squares: 16 per thread one by one, then trees of 32 and 8; 32 roundings."""
+    shapes = (*SHAPES, (301, 997))
+    grads = draw(shapes, torch.float32, seed=0, layout=layout, device=device)
+    buffers = draw(shapes, torch.float32, seed=1, layout=layout, device=device)
+    _, _, directions = expect(grads, buffers, [torch.float16])
+    stats = momentum(
+        grads, buffers, outputs(grads, [torch.float16]), mu=0.95, nesterov=True, form="heavy_ball"
+    )
+    assert stats.shape == (len(shapes), 2) and stats.dtype == torch.float32
+    for (amax, squares), direction in zip(stats.tolist(), directions, strict=True):
+        exact = direction.double()
+        assert amax == (exact.abs().max().item() if exact.numel() else 0.0)
+        total = exact.square().sum().item()
+        assert abs(squares - total) <= 32 * 2.0**-24 * total
+
+
+def test_stats_do_not_depend_on_the_other_entries(momentum, device):
+    """Nor on how many launches there are."""
+    count = 400
+    shapes = [(k % 60 + 1, 37 * (k % 60) + 1) for k in range(count)]
+    grads = draw(shapes, torch.float32, seed=0, device=device)
+    buffers = draw(shapes, torch.float32, seed=1, device=device)
+    options = {"mu": 0.95, "nesterov": True, "form": "heavy_ball"}
+
+    def run(chosen):
+        picked = [grads[k] for k in chosen]
+        return momentum(
+            picked,
+            copies([buffers[k] for k in chosen], device),
+            outputs(picked, [torch.float16]),
+            **options,
+        )
+
+    together = run(range(count))
+    assert_same([run(range(count))], [together])
+    assert_same([torch.cat([run([k]) for k in range(count)])], [together])
+    assert_same([run(range(count - 1, -1, -1)).flip(0)], [together])
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf")))
+def test_nan_and_inf_stay_in_their_tensor(momentum, expect, device, bad):
+    grads = draw([(300, 5), (7,), (4096,)], torch.float32, seed=0, device=device)
+    buffers = draw([(300, 5), (7,), (4096,)], torch.float32, seed=1, device=device)
+    grads[0][170, 3] = bad
+    out = outputs(grads, [torch.float32])
+    expected = expect(grads, buffers, [torch.float32])
+    stats = momentum(grads, buffers, out, mu=0.95, nesterov=True, form="heavy_ball")
+    assert_same(buffers, expected[0])
+    assert_same(out, expected[1])
+    assert not stats[0].isfinite().any() and stats[1:].isfinite().all()
+    assert stats[0].isnan().all() == (bad != bad)
+
+
+def three(device, shape=(6, 4)):
+    return [[torch.ones(shape, device=device) for _ in range(2)] for _ in range(3)]
+
+
+def test_more_errors(momentum, device):
+    lists = three(device)
+    with pytest.raises(ValueError, match=r"form must be one of .* got 'nesterov'"):
+        momentum(*lists, mu=0.9, nesterov=True, form="nesterov")
+    with pytest.raises(ValueError, match=r"scale must be \(2,\) float32, got \(3,\)"):
+        momentum(*lists, mu=0.9, nesterov=True, form="ema", scale=torch.ones(3, device=device))
+    wild = torch.zeros((3,) * 7, device=device)[(slice(None, None, 2),) * 7]
+    with pytest.raises(ValueError, match="only contiguous tensors may have more than 6"):
+        momentum([wild], [wild.clone()], [wild], mu=0.9, nesterov=True, form="ema")

@@ -1,6 +1,6 @@
 """symmetric_matmul on every path: exact where sums are, both triangles equal, any layout.
 
-On a GPU also: every tile, big sizes, capture, wide offsets.
+On a GPU also: every tile and big sizes; test_sm90_gpu.py has capture and wide offsets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .._compare import assert_error_at_most, assert_same_bits, relative_error
-from .._gpu import capture
 from ..conftest import module_fixture
 from ._products import DTYPES, PATTERNS, Problem, exact, laid_out
 
@@ -391,39 +390,6 @@ def test_any_batch(module, device, batch, dtype):
 
 
 @pytest.mark.gpu
-def test_strides_beyond_two_to_the_31_elements(module, device):
-    """Operands, C and out whose last rows lie more than 2**31 elements behind the first."""
-    m, k, stride = 70, 40, 2**25
-    buffer = torch.zeros((m - 1) * stride + 1024, dtype=torch.float16, device=device)
-    assert (m - 1) * stride > 2**31
-    arguments = Problem((), m, k, beta=1.0, diag=1.0).operands(torch.float16, device)
-    expected = exact(arguments, torch.float16)
-    A = buffer.as_strided((1, m, k), (0, stride, 1)).copy_(arguments["A"])
-    C = buffer.as_strided((1, m, m), (0, stride, 1), 128).copy_(arguments["C"])
-    out = buffer.as_strided((1, m, m), (0, stride, 1), 512)
-    module.ops.symmetric_matmul(A, A, C, out, 1.0, 1.0, 1.0, module.AUTO)
-    assert torch.equal(out[0], expected)
-    columns = buffer.as_strided((1, k, m), (0, stride, 1), 768).copy_(arguments["A"].mT)
-    assert (k - 1) * stride > 2**30
-    module.ops.symmetric_matmul(columns.mT, columns.mT, C, out, 1.0, 1.0, 1.0, module.AUTO)
-    assert torch.equal(out[0], expected)
-
-
-@pytest.mark.gpu
-def test_batches_beyond_two_to_the_31_elements(module, device):
-    A = Problem((2,), 2700, 16).operands(torch.float16, device)["A"]
-    expected = exact({"A": A, "B": None, "C": None, "alpha": 1, "diag": 0}, torch.float16)
-    many = A[:1].expand(299, -1, -1).contiguous()
-    many = torch.cat((many, A[1:]))
-    out = torch.full((300, 2700, 2700), torch.nan, dtype=torch.float16, device=device)
-    assert out.numel() > 2**31
-    module.ops.symmetric_matmul(many, many, None, out, 1.0, 0.0, 0.0, module.AUTO)
-    assert torch.equal(out[299], expected[1])
-    for first in range(0, 299, 23):
-        assert (out[first : min(first + 23, 299)] == expected[0]).all()
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", ((512, 2048), (1024, 1024), (2048, 4096)), ids=str)
 def test_error_is_that_of_cublas(module, device, shape, dtype):
@@ -433,31 +399,6 @@ def test_error_is_that_of_cublas(module, device, shape, dtype):
     library = relative_error(torch.addmm(C, A, A.mT, beta=0.25, alpha=-0.5), expected)
     ours = relative_error(module.symmetric_matmul(A, alpha=-0.5, C=C, beta=0.25), expected)
     assert ours <= (5 if dtype == torch.float32 else 1.02) * library
-
-
-@pytest.mark.gpu
-def test_graph_capture_replays_with_new_contents(module, device):
-    A = torch.randn(3, 200, 300, device=device).half()
-    C = module.symmetric_matmul(A)
-    graph, out = capture(lambda: module.symmetric_matmul(A, C=C, beta=0.5, diag=1.0))
-    A.copy_(torch.randn(3, 200, 300))
-    C.copy_(module.symmetric_matmul(A))
-    graph.replay()
-    assert_same_bits(out, module.symmetric_matmul(A, C=C, beta=0.5, diag=1.0))
-
-
-@pytest.mark.gpu
-def test_runs_on_the_current_stream(module, device):
-    A = torch.randn(3, 200, 300, device=device).half()
-    expected = module.symmetric_matmul(A)
-    late, stream = torch.zeros_like(A), torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.copy_(A)
-        out = module.symmetric_matmul(late)
-    stream.synchronize()
-    assert_same_bits(out, expected)
 
 
 @pytest.mark.gpu

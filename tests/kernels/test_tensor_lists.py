@@ -68,27 +68,6 @@ def test_apply_update_reads_from_its_place(kernels, device, dtypes, layout, mode
     assert_same(*results)
 
 
-def test_one_entry(kernels, device) -> None:
-    (grad,) = draw([(3, 5)], torch.float32, seed=0, device=device)
-    buffer, batch = torch.zeros_like(grad), torch.empty(1, 3, 5, device=device)
-    kernels.momentum([grad], [buffer], batch, mu=0.9, nesterov=False, form="heavy_ball")
-    assert_same([batch[0]], [grad])
-    param = torch.zeros_like(grad)
-    kernels.apply_update([param], batch, lr=1.0, factors=[-1.0], weight_decay=0.0)
-    assert_same([param], [grad])
-
-
-def test_float64_takes_the_reference(kernels, device) -> None:
-    grads = [x.double() for x in draw([(3, 5), (2,)], torch.float32, seed=0, device=device)]
-    buffers = [torch.zeros_like(g) for g in grads]
-    batch = torch.empty(17, dtype=torch.float64, device=device)
-    kernels.momentum(grads, buffers, batch, mu=0.9, nesterov=False, form="heavy_ball")
-    assert torch.equal(batch, stacked(grads))
-    params = [torch.zeros_like(g) for g in grads]
-    kernels.apply_update(params, batch, lr=1.0, factors=[-1.0, -1.0], weight_decay=0.0)
-    assert torch.equal(stacked(params), batch)
-
-
 def test_float64_beside_others_writes_once(kernels, device) -> None:
     """The compiled op refuses the list, wherever the float64 stands, before it writes."""
     for dtypes in itertools.permutations((torch.float32, torch.float32, torch.float64)):
@@ -126,6 +105,8 @@ def test_opcheck(ops, device) -> None:
     lists = [[torch.ones(6, 4, device=device) for _ in range(2)] for _ in range(2)]
     batch = torch.zeros(2, 6, 4, device=device)
     torch.library.opcheck(ops.momentum.default, (*lists, [], 0.9, True, False, None, batch))
+    apart, scale = list(torch.zeros_like(batch)), torch.ones(2, device=device)
+    torch.library.opcheck(ops.momentum.default, (*lists, apart, 0.9, True, False, scale))
     scalars = (0.1, None, [1.0, 1.0], 0.1, None, False, False, [], 0.0, [], 0, None, [], [])
     torch.library.opcheck(ops.apply_update.default, (lists[0], [], *scalars, batch))
 

@@ -170,33 +170,6 @@ def test_what_runs_beside_what(moe, submodule, device, monkeypatch, begun):
     )
 
 
-def test_where_the_sums_do_not_run_beside_the_products(submodule, device):
-    """Without dx, with a trained base, with an A that is read apart, or without memory."""
-    launches = submodule("kernels.experts.gated_launch_triton")
-    sort = submodule("kernels.experts.expert_sort").expert_sort
-    records = submodule("kernels.experts.grouped_lora").ExpertWeights
-
-    def served(tokens=64, a1_apart=False, **changed: bool) -> bool:
-        x = torch.empty(tokens, 16, device=device)
-        order = sort(torch.zeros(tokens, 2, dtype=torch.int64, device=device), 3)
-        a1, a2 = torch.empty(3, 2, 16, device=device), torch.empty(3, 2, 8, device=device)
-        b1, b2 = (torch.empty(n, 2, 3, device=device).permute(2, 0, 1) for n in (16, 16))
-        a1 = torch.empty(16, 2, 3, device=device).permute(2, 1, 0) if a1_apart else a1
-        names = ("x", "w1", "a1", "b1", "bias1", "w2", "a2", "b2", "bias2", "gates")
-        wants = dict.fromkeys(names, False) | dict.fromkeys(("x", "a1", "b1", "a2", "b2"), True)
-        wants |= changed
-        w1, w2 = (x.new_empty(3, k, n) for k, n in ((16, 16), (8, 16)))
-        first, second = records.of(w1, a1, b1, None, 1.0), records.of(w2, a2, b2, None, 1.0)
-        return launches.sums_fit_beside(first, second, launches.Wants(**wants), order, x)
-
-    assert served()
-    assert not served(tokens=8)
-    assert not served(a1_apart=True)
-    assert not served(x=False)
-    for name in ("w1", "bias1", "w2", "bias2"):
-        assert not served(**{name: True}), name
-
-
 @pytest.mark.parametrize("rank", [3, 16, 17, 70])
 def test_ranks_that_are_loaded_ahead_and_in_steps(moe, submodule, device, rank):
     assert submodule("kernels.experts.tile_tables").ahead(rank) == (rank <= 16)

@@ -405,13 +405,6 @@ def test_every_shape_has_a_tile_that_fits(config, arch, direction, element_bytes
                     assert tile.rows == rows
 
 
-def test_rows_of_64_and_more_use_wide_tiles(config):
-    """At 64 rows per expert and above the product runs on tiles that a wgmma takes."""
-    for rows in (64, 128):
-        tile = config.choose(config.Shape("sm90", rows, 2048, 1536, 2, "forward", 16))
-        assert tile.rows >= 64 and tile.columns >= 128
-
-
 @pytest.mark.parametrize("direction", ["forward", "dx", "dots"])
 def test_tiles_that_were_the_fastest(config, direction):
     """128 x 256 where experts fill 128 rows and few columns are padding; the cases timed."""
@@ -433,18 +426,6 @@ def test_low_rank_sums_fit_with_factors_in_float32(config):
     tile = config.choose(shape)
     taken = tile.stages * tile.depth * (tile.rows * 2 + tile.columns * 4)
     assert taken <= config.SMALLEST_SHARED_MEMORY
-
-
-@pytest.mark.parametrize(
-    ("rank", "block"), [(1, 16), (12, 16), (17, 32), (48, 64), (64, 64), (128, 64)]
-)
-def test_rank_is_padded_to_a_block(config, rank, block):
-    assert config.block_rank(rank) == block
-
-
-def test_unknown_direction(config):
-    with pytest.raises(ValueError, match="direction must be one of"):
-        config.choose(config.Shape("sm90", 64, K, N, 2, "backward"))
 
 
 @pytest.mark.sees_defect("tuned anew for each number of tokens, without the rank in the key")

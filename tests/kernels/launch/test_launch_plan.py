@@ -365,11 +365,6 @@ def test_a_kernel_that_does_not_compile_is_refused(plans, current) -> None:
         record(plans, chain(Kernel(fails=True)), drawn(10, 8))
 
 
-def test_an_argument_of_no_known_kind_is_refused(plans, current) -> None:
-    with pytest.raises(TypeError, match="scale is True"):
-        record(plans, added(scale=True), drawn(8, 8))
-
-
 def test_nothing_is_computed_while_recording(plans, current, compiler) -> None:
     """Results are stand-ins, with an address at which nothing is; `prepare` gives them, too."""
 

@@ -1,14 +1,14 @@
-// The address arithmetic and the schedules of the sm_90a kernels for test_layout_sm90.py, compiled
-// for the host.
+// The schedules of the sm_90a products and of a chain of squares for test_tiles.py, compiled for
+// the host.
 
 #include <algorithm>
 #include <vector>
 
 #include "common/schedule.h"
-#include "sm90/layout.h"
+#include "products/chain.h"
 
 using namespace optimizer;
-using namespace optimizer::sm90;
+using namespace optimizer::products;
 
 namespace {
 
@@ -63,45 +63,25 @@ int64_t tiles(int m, int rows, int cols) {
   return TriangularSchedule::of(m, rows, cols).per_matrix();
 }
 
-void locate_triangular(int m, int rows, int cols, int64_t tile, int64_t* found) {
-  const TileOrigin origin = TriangularSchedule::of(m, rows, cols).locate(tile);
-  found[0] = origin.matrix, found[1] = origin.row, found[2] = origin.col;
+int most_squares() { return kMostSquares; }
+int most_buffers() { return kMostBuffers; }
+
+// Of every ticket: product, matrix, row, column. How many there are.
+int64_t tickets(int m, int rows, int cols, int matrices, int groups, int products, int* found) {
+  const ChainSchedule schedule{TriangularSchedule::of(m, rows, cols),
+                               static_cast<uint32_t>(matrices), static_cast<uint32_t>(groups),
+                               static_cast<uint32_t>(products)};
+  for (uint32_t ticket = 0; found != nullptr && ticket < schedule.count(); ++ticket) {
+    const ChainTile tile = schedule.locate(ticket);
+    *found++ = tile.product, *found++ = tile.matrix, *found++ = tile.row, *found++ = tile.col;
+  }
+  return schedule.count();
 }
 
-// Position and phase after `advances` single steps and then a skip of `skipped` stages, 5 stages.
-uint32_t ring(uint32_t advances, uint32_t skipped) {
-  Ring<5> at;
-  for (uint32_t i = 0; i < advances; ++i) at.advance();
-  at.skip(skipped);
-  return at.slot | at.parity << 8;
-}
-
-uint32_t swizzle(uint32_t line, uint32_t chunk) { return swizzled(line, chunk); }
-
-uint64_t descriptor(uint32_t start, int block, int step, int rows_major) {
-  return matrix_descriptor(start) + (rows_major ? descriptor_offset<true>(block, step)
-                                                : descriptor_offset<false>(block, step));
-}
-
-void accumulator(int thread, int reg, int* found) {
-  const Element element = accumulator_element(thread, reg);
-  found[0] = element.row, found[1] = element.col;
-}
-
-int pair(int j, int q) { return fragment_register(j, q); }
-uint32_t fragment(int thread, int i, int j, int wide) {
-  return fragment_offset(thread, i, j, wide);
-}
-uint32_t mirrored(int thread, int i, int j, int tall) {
-  return mirrored_offset(thread, i, j, tall);
-}
-
-// Blocks of 64 x 64 of an m x m matrix in upper storage: which one a product copies for the rows
-// from `row` on and k from `k` on, and whether the instruction takes it transposed.
-void upper_block(int row, int k, int stages, int* found) {
-  const bool transposed = !is_above_diagonal(row, k);
-  found[0] = transposed ? k : row, found[1] = transposed ? row : k, found[2] = transposed;
-  found[3] = k / kBlockSide < std::min(stages, stages_below_diagonal(row));
+const char* refused(const int64_t* operands, const int64_t* places, int64_t squares,
+                    int64_t buffers) {
+  const char* reason = chain_refusal(operands, places, squares, buffers);
+  return reason == nullptr ? "" : reason;
 }
 
 }  // extern "C"
