@@ -1,7 +1,8 @@
-"""progress_matmul: what it refuses, and the path without the kernel."""
+"""progress_matmul: the order of its tiles, what it refuses, and the path without the kernel."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import time
@@ -13,6 +14,58 @@ from ..conftest import module_fixture
 
 progress = module_fixture("kernels.communication.progress_matmul")
 signals = module_fixture("kernels.communication.signals")
+
+ROWS, WIDE, NARROW = 128, 256, 192
+
+
+@pytest.fixture(scope="module")
+def probe(host_build):
+    found = host_build("progress_probe")
+    found.time_of.restype = ctypes.c_double
+    return found
+
+
+def order(probe, chunks, pivot, rows, n, narrow, blocks) -> list[tuple[int, int, int, bool]]:
+    count = probe.tiles(chunks, pivot, rows, n, narrow, blocks, None)
+    found = (ctypes.c_int * (4 * count))()
+    probe.tiles(chunks, pivot, rows, n, narrow, blocks, found)
+    values = list(found)
+    return [tuple(values[i : i + 4]) for i in range(0, len(values), 4)]
+
+
+@pytest.mark.parametrize("n", (1, 64, 191, 192, 256, 257, 3584, 5000))
+@pytest.mark.parametrize(
+    ("chunks", "rows"), ((1, 1), (1, 4096), (3, 130), (8, 512), (4, 1024), (5, 4))
+)
+def test_every_tile_comes_once_and_chunks_in_order(probe, n, chunks, rows):
+    for narrow in range(-(-n // NARROW) + 1):
+        for blocks in (1, 7, 132):
+            pivot = (n + narrow) % chunks
+            tiles = order(probe, chunks, pivot, rows, n, narrow, blocks)
+            turns = [(chunk - pivot) % chunks for chunk, *_ in tiles]
+            assert turns == sorted(turns)  # from the pivot on, round the end
+            columns = sorted({(col, thin) for _, _, col, thin in tiles})
+            ends = [col + (NARROW if thin else WIDE) for col, thin in columns]
+            assert [col for col, _ in columns] == [0, *ends[:-1]] and ends[-1] >= n
+            wanted = {
+                (chunk, row, *column)
+                for chunk in range(chunks)
+                for row in range(0, rows, ROWS)
+                for column in columns
+            }
+            assert len(tiles) == len(wanted) and set(tiles) == wanted
+
+
+def test_widths_are_picked_by_the_busiest_block(probe):
+    """4096 x 3584: 448 wide tiles are 3.4 rounds of 132, half of them narrow 3.9 shorter ones."""
+    for chunks in (1, 2, 4, 8):
+        picked = probe.pick(chunks, 4096 // chunks, 3584, 8192, 132)
+        times = [
+            probe.time_of(chunks, 4096 // chunks, 3584, 8192, narrow, 132) for narrow in range(20)
+        ]
+        assert picked == times.index(min(times)) == 8
+    assert probe.pick(4, 4096, 3584, 8192, 132) == 0
+    assert probe.pick(1, 128, 192, 64, 132) == 1
 
 
 @pytest.mark.parametrize("blocks", (1, 7, 132))
