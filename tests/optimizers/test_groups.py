@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -269,6 +270,56 @@ def test_options_that_are_not_there_are_refused_not_ignored(opt) -> None:
     with pytest.raises(ValueError, match="use_distributed_muon=True is Motif's"):
         opt.Muon([matrix()], use_distributed_muon=True)
     opt.Muon([matrix()], use_distributed_muon=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "keyword", "remedy"),
+    [
+        ("Muon", "fused", "every step is fused and can be captured in a CUDA graph"),
+        ("Muon", "capturable", "every step is fused and can be captured in a CUDA graph"),
+        ("Muon", "amsgrad", "AdamW has no such variant here; leave it out"),
+        ("Muon", "betas", "write adamw_betas"),
+        ("MuonAdamW", "foreach", "every step is fused and can be captured in a CUDA graph"),
+        ("MuonAdamW", "betas", "an option of a group: {'params': ..., 'betas': ...}"),
+        ("MuonAdamW", "weight_decay", "an option of a group: {'params': ..., 'weight_decay': ...}"),
+    ],
+)
+def test_keywords_of_torchs_adamw_say_what_to_write(opt, name, keyword, remedy) -> None:
+    said = re.escape(f"unexpected keyword argument '{keyword}': ") + f".*{re.escape(remedy)}"
+    with pytest.raises(TypeError, match=said):
+        getattr(opt, name)([{"params": [matrix()], "use_muon": True}], lr=0.01, **{keyword: 0.5})
+
+
+def gone(optimizer) -> None:
+    optimizer.param_groups.pop()
+
+
+def by_hand(optimizer) -> None:
+    optimizer.param_groups.append({"params": [matrix()], "use_muon": True})
+
+
+@pytest.mark.parametrize("change", [gone, by_hand])
+@pytest.mark.parametrize("ask", ["step", "state_dict", "report"])
+def test_groups_are_added_by_add_param_group_alone(opt, change, ask) -> None:
+    params = [matrix(), matrix()]
+    optimizer = opt.Muon([{"params": [p], "use_muon": True} for p in params])
+    optimizer.step()
+    kept = [p.detach().clone() for p in params]
+    change(optimizer)
+    count = len(optimizer.param_groups)
+    with pytest.raises(ValueError, match=f"2 groups were added and there are {count}; .*add_param"):
+        getattr(optimizer, ask)()
+    assert all(torch.equal(p, before) for p, before in zip(params, kept, strict=True))
+
+
+def test_parameters_without_a_shape_or_memory_of_their_own_are_refused(opt) -> None:
+    with pytest.raises(ValueError, match="not initialized; run the model once"):
+        opt.Muon(torch.nn.LazyLinear(4).parameters())
+    with pytest.raises(ValueError, match="not initialized; run the model once"):
+        opt.muon.get_default_muon_param_groups(torch.nn.Sequential(torch.nn.LazyLinear(4)))
+    expanded = torch.nn.Parameter(torch.ones(1, 4).expand(6, 4))
+    with pytest.raises(ValueError, match=r"expanded \(strides \(0, 1\)\).*clone"):
+        opt.Muon([{"params": [expanded], "use_muon": True}])
 
 
 def test_lr_has_no_default_in_muon_adamw(opt) -> None:

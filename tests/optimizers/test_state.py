@@ -170,6 +170,17 @@ def test_loading_copies(opt, device, make) -> None:
         assert_same_bits(tensor, old)
 
 
+def test_a_step_count_that_is_a_number_is_loaded_under_another_default_device(opt, device) -> None:
+    params = parameters(SHAPES, device=device)
+    optimizer = muon(opt, params, rounding="residual")
+    train(optimizer, params, 1)
+    saved = through_memory(optimizer.state_dict())
+    saved["state"][5]["step"] = 1
+    with torch.device("meta"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state[params[5]]["step"] == 1
+
+
 @pytest.mark.sees_defect("caches are module globals: optimizers share and clear each other's")
 def test_two_optimizers_are_independent(opt, device) -> None:
     params, twins = parameters(SHAPES, device=device), parameters(SHAPES, device=device)

@@ -49,6 +49,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError, TypeError: the message names the group, the parameter and the option.
         """
+        self._check_count()
         first = len(self.param_groups)
         parts, guess = self.format.with_marks(param_group, self.defaults, f"group {first}")
         if not self.format.is_marked(param_group):
@@ -129,6 +130,14 @@ class GroupedOptimizer(torch.optim.Optimizer):
             f"group {number}", self.param_groups[number]["params"], self._names[number]
         )
 
+    def _check_count(self) -> None:
+        added, there = len(self._names), len(self.param_groups)
+        if added != there:
+            raise ValueError(
+                f"{added} groups were added and there are {there}; add groups with "
+                "add_param_group, and construct an optimizer anew to take one away"
+            )
+
     def has_state(self) -> bool:
         """Whether state of any parameter was made; `state[param]` alone makes an empty dict."""
         return any(self.state.get(p) for group in self.param_groups for p in group["params"])
@@ -170,6 +179,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         So weights-only loading works; loading keeps the function of the optimizer it loads into.
         Before the first step it has no state.
         """
+        self._check_count()
         for group in self.param_groups:
             self.format.settle(group)
         params = [param for group in self.param_groups for param in group["params"]]

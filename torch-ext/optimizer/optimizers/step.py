@@ -554,6 +554,7 @@ class MuonBase(OffloadingOptimizer):
 
     def _current_options(self) -> list[MuonOptions | AdamWOptions]:
         """The options of all groups; those that changed since the last time are checked."""
+        self._check_count()
         known = []
         for number, group in enumerate(self.param_groups):
             last = self._known[number] if number < len(self._known) else None

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .fused import fused_projections, is_transposed
 from .names import components, has_component
+from .parameters import check_initialized
 
 logger = logging.getLogger(__name__)
 
@@ -131,12 +132,15 @@ def get_default_muon_param_groups(
 
     Raises:
         TypeError: `model` is not a module.
+        ValueError: a lazy module of it was not run yet.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a torch.nn.Module, got {type(model).__name__}; write the groups "
             "yourself for a list of parameters"
         )
+    for name, param in model.named_parameters():
+        check_initialized(param, name)
     by_type = _not_muon_by_type(model) if is_muon_func is default_is_muon else set()
     tables = _tables(model)
     groups = Groups(

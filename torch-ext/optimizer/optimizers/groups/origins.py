@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
+from .options import AdamWOptions, MuonOptions, option_names
+
 _KELLER_JORDAN = (
     "for his update write Muon(groups, adjust_lr_fn='original', ns_coefficients='keller_jordan', "
     "weight_decay=0.0, adamw_lr=3e-4, adamw_eps=1e-10, lr=0.02)"
@@ -39,6 +41,8 @@ FOREIGN: dict[str, str] = {
 }
 # Switches of torch's AdamW that change what it computes.
 _TORCH_RULES = frozenset({"maximize", "amsgrad", "differentiable"})
+# Of torch's optimizers, which change nothing but how a step is computed.
+_TORCH_SWITCHES = frozenset({"fused", "foreach", "capturable"})
 # Arguments of the constructors that are no options of a group.
 _OF_THE_OPTIMIZER = frozenset(
     {
@@ -69,12 +73,9 @@ def refuses_foreign_arguments(construct: Callable[..., None]) -> Callable[..., N
         for name in kwargs:
             if name in FOREIGN:
                 raise TypeError(f"{name} is no argument: {FOREIGN[name]}")
-            near = [] if name in known else difflib.get_close_matches(name, known, 1, _NEAR)
-            if near:
-                raise TypeError(
-                    f"got an unexpected keyword argument {name!r}; write {near[0]!r} if that is "
-                    "meant"
-                )
+            remedy = "" if name in known else _remedy(name, known)
+            if remedy:
+                raise TypeError(f"got an unexpected keyword argument {name!r}{remedy}")
         if len(args) > 2:
             raise TypeError(
                 f"{type(self).__name__} takes only the parameters and lr by position, got "
@@ -84,6 +85,20 @@ def refuses_foreign_arguments(construct: Callable[..., None]) -> Callable[..., N
         construct(self, *args, **kwargs)
 
     return constructed
+
+
+def _remedy(name: str, known: Iterable[str]) -> str:
+    """What to do about a keyword that is none of the `known` ones; "" where nothing is known."""
+    if name in _TORCH_SWITCHES:
+        return ": every step is fused and can be captured in a CUDA graph; leave it out"
+    if name in _TORCH_RULES:
+        return ": AdamW has no such variant here; leave it out"
+    if f"adamw_{name}" in known:
+        return f": write adamw_{name}"
+    if name in (*option_names(MuonOptions), *option_names(AdamWOptions)):
+        return f": it is an option of a group: {{'params': ..., {name!r}: ...}}"
+    near = difflib.get_close_matches(name, known, 1, _NEAR)
+    return f"; write {near[0]!r} if that is meant" if near else ""
 
 
 def check_other_key(key: Any, value: Any, options: Iterable[str], where: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from ...kernels.step.tensor_lists import MAX_DIMS
 from .options import FLOATING
@@ -51,9 +52,24 @@ def check_parameter(param: Any, where: str) -> None:
     """Raise TypeError or ValueError if no optimizer here can update this parameter."""
     if not isinstance(param, Tensor):
         raise TypeError(f"{where}: a parameter must be a torch.Tensor, got {type(param).__name__}")
+    check_initialized(param, where)
     if not (param.is_leaf or param.retains_grad):
         raise ValueError(f"{where}: cannot optimize a tensor that is not a leaf of the graph")
     check_format(param, where)
+    strides = local(param).stride()
+    if any(size > 1 and not step for size, step in zip(local(param).shape, strides, strict=True)):
+        raise ValueError(
+            f"{where}: expanded (strides {strides}), so that elements share one address; make the "
+            "parameter of a clone()"
+        )
+
+
+def check_initialized(param: Tensor, where: str) -> None:
+    """Raise ValueError if a lazy module has not made its parameter yet."""
+    if is_lazy(param):
+        raise ValueError(
+            f"{where}: not initialized; run the model once on a batch, then construct its optimizer"
+        )
 
 
 def check_format(tensor: Tensor, where: str) -> None:

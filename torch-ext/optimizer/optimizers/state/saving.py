@@ -38,9 +38,9 @@ def loaded_state(
     saved = {} if saved is None else dict(saved)
     for key, slot in slots.items():
         if key == "step" and isinstance(saved.get(key), Real):
-            saved[key] = torch.tensor(float(saved[key]), dtype=slot.dtype)
+            saved[key] = torch.tensor(float(saved[key]), dtype=slot.dtype, device="cpu")
         if key in (COUNTER, RESIDUAL) and key not in saved:
-            saved[key] = torch.zeros(slot.shape, dtype=slot.dtype)
+            saved[key] = torch.zeros(slot.shape, dtype=slot.dtype, device="cpu")
         if not isinstance(saved.get(key), Tensor):
             raise ValueError(f"{where}: the loaded state has no {key}; it has {sorted(saved)}")
         if saved[key].is_meta:
