@@ -91,6 +91,10 @@ REFUSED = {
         "write use_muon=True for algorithm='muon'",
     ),
     "dion's momentum": ("opt.Muon([w], lr=0.01, mu=0.95)", "it is called momentum here"),
+    "AdamW's averages": ("opt.Muon([w], betas=(0.9, 0.95))", "'betas': write adamw_betas"),
+    "AdamW's switch": ("opt.Muon([w], fused=True)", "leave it out"),
+    "a model": ("opt.Muon(torch.nn.Linear(8, 8))", "pass get_default_muon_param_groups(model)"),
+    "a question without its shape": ('opt.explain("orthogonalize", device="cpu")', "'shape'"),
     "Moonlight's constructor": (
         "opt.Muon(lr=1e-3, wd=0.1, muon_params=[w], adamw_params=[b])",
         "for Moonlight's update write Muon([{'params': muon_params, 'use_muon': True}",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .static.project import PACKAGE, ROOT, assert_none, parse, project_files, read_text
+from .static.project import PACKAGE, ROOT, assert_none, parse, project_files, read_text, write_files
 
 pytestmark = pytest.mark.static
 
@@ -21,6 +21,7 @@ MENTION = re.compile(r"(?<![\w/.-])docs/[\w./-]+\.(?:md|json|txt)\b")
 # A source file in backticks. A build makes GENERATED.
 SOURCE = re.compile(r"`([\w/*.-]+\.(?:py|cu|cuh|cpp|h|toml|yml))`")
 GENERATED = {"_ops.py", "pyproject.toml", "registration.h", "setup.py"}
+COMMAND = re.compile(r"(?:^|`)((?:make|python3?|torchrun) [^`\n#|&]+)", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 # CHANGELOG.md says what was; this file's and the manifest's own examples name no page.
 NOT_TODAYS = {
@@ -107,6 +108,33 @@ def named_test_findings(root: Path) -> list[str]:
     return found
 
 
+def command_findings(root: Path) -> list[str]:
+    """Commands on pages whose target, variable or option does not exist."""
+    makefile = "\n" + (root / "Makefile").read_text()
+    found = []
+    for page in pages(root):
+        if page.as_posix() in NOT_TODAYS or page.is_relative_to("docs/dev/decisions"):
+            continue
+        for command in COMMAND.findall((root / page).read_text()):
+            program, *words = command.split()
+            if program == "make":
+                missing = [
+                    word
+                    for word in words
+                    if (f"$({word.split('=')[0]}" if "=" in word else f"\n{word}:") not in makefile
+                ]
+            else:  # torchrun has two options of its own
+                scripts = [root / word for word in words if word.endswith(".py")]
+                text = "".join(script.read_text() for script in scripts if script.is_file())
+                options = [word for word in words if word.startswith("--")][
+                    2 * (program[0] == "t") :
+                ]
+                said = re.compile('"(?:--)?([a-z-]+)"').findall(text)
+                missing = [option for option in options if text and option[2:] not in said]
+            found += [f"{page}: {command.strip()}: no {one}" for one in missing]
+    return found
+
+
 def test_links_lead_somewhere() -> None:
     assert_none(link_findings(ROOT))
 
@@ -121,6 +149,26 @@ def test_sources_that_pages_name_exist() -> None:
 
 def test_tests_that_pages_name_exist() -> None:
     assert_none(named_test_findings(ROOT))
+
+
+def test_commands_of_pages_exist() -> None:
+    assert_none(command_findings(ROOT))
+
+
+def test_a_command_that_would_fail_is_found(tmp_path: Path) -> None:
+    write_files(
+        tmp_path,
+        {
+            "Makefile": "all:\n\techo $(N)\n",
+            "run.py": 'add("--fast")\n',
+            "README.md": "`make all N=2 M=3` `make none`\n```\npython run.py --fast --slow\n```\n",
+        },
+    )
+    assert command_findings(tmp_path) == [
+        "README.md: make all N=2 M=3: no M=3",
+        "README.md: make none: no none",
+        "README.md: python run.py --fast --slow: no --slow",
+    ]
 
 
 def test_a_dead_link_is_found(tmp_path: Path) -> None:

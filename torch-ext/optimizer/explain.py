@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -56,6 +57,10 @@ def explain(op: str, **problem: Any) -> str:
     """
     if op not in EXPLAINERS:
         raise ValueError(f"op={op!r} is unknown; explain one of {', '.join(sorted(EXPLAINERS))}")
+    try:
+        inspect.signature(EXPLAINERS[op]).bind(**problem)
+    except TypeError as error:
+        raise TypeError(f"explain({op!r}): {error}") from None
     if isinstance(problem.get("device"), int):  # torch.device(0) raises where there is no GPU
         problem["device"] = f"cuda:{problem['device']}"
     try:

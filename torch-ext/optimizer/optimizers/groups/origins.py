@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
+import torch
+
 from .options import AdamWOptions, MuonOptions, option_names
 
 _KELLER_JORDAN = (
@@ -81,6 +83,11 @@ def refuses_foreign_arguments(construct: Callable[..., None]) -> Callable[..., N
                 f"{type(self).__name__} takes only the parameters and lr by position, got "
                 f"{args[2]!r} as a third: it is weight_decay in torch.optim.Muon and momentum in "
                 "Motif's Muon; pass options by name"
+            )
+        if args and isinstance(args[0], torch.nn.Module):
+            raise TypeError(
+                f"{type(self).__name__} takes parameters or groups, got a {type(args[0]).__name__}"
+                "; pass get_default_muon_param_groups(model)"
             )
         construct(self, *args, **kwargs)
 
