@@ -66,7 +66,7 @@ inline bool on_bytes(const void* data, int bytes) {
 }
 
 // Why the kernel cannot serve the problem; null if it can. Its offsets and sizes are 32-bit.
-// kernels/quant/nf4_product.py says the same in more words.
+// kernels/quant/packed_product.py says the same in more words.
 inline const char* refusal(const Problem& p, int max_experts) {
   constexpr int64_t kLargest = int64_t{1} << 30;
   if (p.k > kLargest || p.n > kLargest || p.rows > kLargest) return "a side exceeds 2^30";

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -85,6 +88,8 @@ STACKS = (
     Stack(3, (5,), 64),  # one dimension, the last byte half empty
     Stack(7, (33, 65), 128),  # odd, several blocks each
     Stack(3, (1,), 32),  # one element per expert
+    Stack(3, (2,), 32),  # one whole byte per expert, which Triton compiles in
+    Stack(3, (3,), 32),  # the same and a half
     Stack(3, (2, 3, 5, 7), 64),  # four dimensions
     Stack(3, (203, 101), 64),  # odd and longer than one chunk of any kernel
     Stack(2, (96, 256), 64),  # aligned and longer than one chunk
@@ -159,6 +164,38 @@ def test_decodes(run_nf4, device, path, stack, dtype):
     ids = [stack.experts - 1, 0, *range(stack.experts), 0]
     actual = run_nf4(path, arguments, torch.tensor(ids, device=device), dtype)
     assert_decoded(actual, oracle(arguments, ids, dtype), path, device)
+
+
+ONE_BYTE = """
+import importlib, torch
+from kernels import get_kernel
+from triton.backends.compiler import GPUTarget
+
+package = get_kernel({repo_id!r}, version=1, backend={backend!r}, trust_remote_code=True)
+compiler, decoding = (
+    importlib.import_module(f"{{package.__name__}}.kernels.{{name}}")
+    for name in ("launch.triton_compile", "quant.dequant_triton")
+)
+packed, out = torch.zeros(64, dtype=torch.uint8), torch.zeros(64)
+for whole in (False, True):
+    operands = (packed, out, packed.long(), *(out,) * 4, out, 1, 64, 2, 6)
+    named = dict(MX=False, WHOLE_BYTES=whole, CUSTOM=False, NESTED=False, BLOCK=64)
+    found = compiler.specialization(decoding._nibbles, operands, named)
+    assert found.constants[8,] == 1
+    compiler.begin(decoding._nibbles, found, {{}}, GPUTarget("cuda", 80, 32))
+"""
+
+
+@pytest.mark.sees_defect("experts of two or three elements do not compile")
+def test_experts_of_one_whole_byte_compile(repo_id, device, tmp_path):
+    """In a process of its own: where kernels were interpreted, none can be compiled any more."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    program = ONE_BYTE.format(repo_id=repo_id, backend=device.type)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("nested", (False, True))

@@ -73,9 +73,11 @@ def test_opcheck(ops, device):
         )
 
 
-def test_no_columns(module, device):
+@pytest.mark.parametrize("path", PATHS)
+def test_no_columns(module, device, path):
     y, gates, rows, offsets = problem(device, torch.float32)
-    assert module.combine(y[:, :0], gates, rows, offsets, 3).shape == (len(gates), 0)
+    out = module.combine(y[:, :0], gates, rows, offsets, 3, backend=path)
+    assert out.shape == (len(gates), 0)
 
 
 def test_wrong_arguments(module, device):

@@ -211,6 +211,61 @@ def test_what_ran_in_the_background_is_let_go(compiler, order) -> None:
     wait_for(lambda: gc.collect() >= 0 and gone() is None)
 
 
+@pytest.fixture
+def new_pool(compiler):
+    """Threads of a test's own: `compiler._pool` makes them at the first call."""
+    compiler._pool.cache_clear()
+    yield compiler._pool
+    compiler._pool().shutdown()
+    compiler._pool.cache_clear()
+
+
+def test_a_process_nicer_than_the_threads_compiles(compiler, monkeypatch) -> None:
+    """Only root may lower a niceness."""
+    given = []
+
+    def setpriority(which, thread, niceness):
+        if niceness < 19:
+            raise PermissionError(13, "Permission denied")
+        given.append((which, thread, niceness))
+
+    monkeypatch.setattr(os, "getpriority", lambda which, thread: 19)
+    monkeypatch.setattr(os, "setpriority", setpriority)
+    compiler._yield_to_others()
+    assert given == [(os.PRIO_PROCESS, threading.get_native_id(), 19)]
+
+
+def test_threads_that_do_not_start_are_told_to_who_waits(
+    compiler, kernel, new_pool, order, monkeypatch
+) -> None:
+    def fails():
+        raise PermissionError("no thread may start")
+
+    monkeypatch.setattr(compiler, "_yield_to_others", fails)
+    compiler._turn.release()
+    asked_first = asked(compiler, kernel, 1)
+    assert isinstance(asked_first._compiled.exception(30), RuntimeError)
+    asked_after = asked(compiler, kernel, 2)
+    assert isinstance(asked_after._compiled.exception(30), RuntimeError)
+    with pytest.raises(RuntimeError, match="no thread compiles any more: BrokenThreadPool"):
+        asked_after.loaded()
+    assert compiler._queue == []
+
+
+def test_what_the_end_of_a_process_cuts_off_is_told_to_who_waits(
+    compiler, kernel, new_pool, order
+) -> None:
+    threads = new_pool()._max_workers  # each of them is given one turn
+    waiting = [asked(compiler, kernel, number) for number in range(threads + 1)]
+    new_pool().shutdown(wait=False, cancel_futures=True)
+    waiting.append(asked(compiler, kernel, threads + 1))
+    compiler._turn.release()
+    errors = [one._compiled.exception(30) for one in waiting]
+    told = [str(error) for error in errors if error is not None]
+    assert len(told) >= 2, "the last two have no turn"
+    assert all("no thread compiles any more" in text for text in told)
+
+
 def test_what_was_for_later_can_be_hurried(compiler, kernel, order) -> None:
     job = compiler._Job(Future(), len(kernel.src), lambda: order.found.append(1), lambda _: None)
     compiler._enqueue(job, later=True)

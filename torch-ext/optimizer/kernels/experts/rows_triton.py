@@ -233,7 +233,7 @@ def combine_triton(
     """Launch `_combine`; arguments as in `combine`, and where the result (T, N) goes."""
     tokens, n = rows.shape[0] // top_k, y.shape[1]
     out = y.new_empty((tokens, n)) if out is None else out
-    if tokens == 0:
+    if out.numel() == 0:
         return out
     block = min(_BLOCK, triton.next_power_of_2(n))
     launch(_combine, (tokens, triton.cdiv(n, block)))(

@@ -20,7 +20,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,7 @@ def compile_kernel(
             first = functools.partial(_begin, kernel, found, options, device)
             job = _Job(Future(), len(kernel.src), first, machine_code)
             _kernels[key] = job, Kernel(job.future, device)
-        elif not _kernels[key][0].waits or _later():
+        elif _kernels[key][0].future.done() or _later():
             return _kernels[key][1]
         job, result = _kernels[key]
     _enqueue(job)
@@ -204,10 +204,6 @@ class _Job:
     first: Callable[[], Any]
     rest: Callable[[Any], Any]
 
-    @property
-    def waits(self) -> bool:
-        return not self.future.done()
-
 
 _here = threading.local()
 _guard, _turn = threading.Lock(), threading.Lock()
@@ -227,17 +223,45 @@ def _enqueue(job: _Job, *, later: bool | None = None) -> None:
     place = (_later() if later is None else later, -job.size, next(_numbers), job)
     with _guard:
         heapq.heappush(_queue, place)
-    _pool().submit(_run_next)
+    try:
+        turn = _pool().submit(_run_next)
+    except RuntimeError as error:  # the pool is broken, or the process ends
+        _fail_next(error)
+    else:
+        turn.add_done_callback(_without_turn)
+
+
+def _without_turn(turn: Future[None]) -> None:
+    """Fail a job for every turn that never came, or its waiter would wait for ever."""
+    error = CancelledError() if turn.cancelled() else turn.exception()
+    if error is not None:
+        _fail_next(error)
+
+
+def _fail_next(error: BaseException) -> None:
+    job = _next()
+    if job is not None:
+        failure = RuntimeError(f"no thread compiles any more: {error!r}")
+        failure.__cause__ = error
+        job.future.set_exception(failure)
+
+
+def _next() -> _Job | None:
+    """The job whose turn it is, which runs from now on; None if it was hurried or dropped."""
+    with _guard:
+        job = heapq.heappop(_queue)[-1] if _queue else None
+        if job is None or job.future.done() or job.future.running():
+            return None
+        job.future.set_running_or_notify_cancel()
+    return job
 
 
 def _run_next() -> None:
     # Python's own lock would give every job a part of each other's time, and all would end late.
     with _turn:
-        with _guard:
-            *_, job = heapq.heappop(_queue)
-        if not job.waits or job.future.running():
-            return  # it was hurried
-        job.future.set_running_or_notify_cancel()
+        job = _next()
+        if job is None:
+            return
         try:
             begun = job.first()
         except BaseException as error:
@@ -264,7 +288,10 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _yield_to_others() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    # Only root may make a thread less nice than it is, and it begins as nice as the process.
+    thread = threading.get_native_id()
+    niceness = max(_NICE, os.getpriority(os.PRIO_PROCESS, thread))
+    os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def _begin(

@@ -115,10 +115,10 @@ def _nibbles(  # noqa: PLR0913
     byte = chunk * BLOCK + tl.arange(0, BLOCK)  # 0 holds the expert's first element
     # Apart, since products of an even number let the compiler vectorise loads and stores.
     if WHOLE_BYTES:
-        odd, numel = 0, 2 * size.to(tl.int64)
+        odd, numel = 0, 2 * tl.cast(size, tl.int64)
         inside, index = known & (byte < size), expert * size + byte
     else:
-        numel = 2 * size.to(tl.int64) + 1
+        numel = 2 * tl.cast(size, tl.int64) + 1
         odd = expert * numel % 2
         inside, index = known & (2 * byte - odd < numel), expert * numel // 2 + byte
     pair = tl.load(packed + index, mask=inside, other=0).to(tl.int32)
