@@ -1,4 +1,5 @@
-"""The machine code of the kernels that wait for other GPUs: loads and fences are of the system.
+"""The machine code of the kernels that wait for other GPUs, or that other GPUs wait for: loads and
+fences are of the system.
 
 On one GPU a load of too small a scope shows in no result, since all that it could miss lies in one
 L2 cache. So the code itself is looked at.
@@ -20,6 +21,7 @@ SPACE = "_ZN9optimizer13communication"
 KERNELS = {
     f"{SPACE}11wait_kernelENS0_4WaitE": ("sm_80", "sm_90"),
     f"{SPACE}12fence_kernelEv": ("sm_80", "sm_90"),
+    f"{SPACE}11rows_kernelENS0_8RowsListE": ("sm_80", "sm_90"),
     **{
         f"{SPACE}15progress_kernelI{dtype}Lb{columns}EEEvNS0_17ProgressArgumentsE": ("sm_90a",)
         for dtype in ("13__nv_bfloat16", "6__half")
@@ -34,7 +36,7 @@ PROXY = "FENCE.VIEW.ASYNC.G"
 def findings(kernel: str, code: str) -> list[str]:
     """What is wrong with the disassembly of one kernel for one architecture."""
     found = [f"{scope} scope" for scope in ("STRONG.GPU", "STRONG.SM", "SC.GPU") if scope in code]
-    if "fence_kernel" in kernel:
+    if "fence_kernel" in kernel or "rows_kernel" in kernel:
         return found + ["no fence of the system"] * ("MEMBAR.SC.SYS" not in code)
     acquires = [at.start() for at in ACQUIRE.finditer(code)]
     if not any("CCTL.IVALL" in code[at : at + NEAR] for at in acquires):
@@ -82,9 +84,11 @@ GOOD = "LDG.E.STRONG.SYS R3, desc[UR4][R4.64] ;\nCCTL.IVALL ;\nFENCE.VIEW.ASYNC.
         ("wait_kernel", "CCTL.IVALL", "NOP", "no load that acquires"),
         ("progress_kernel", PROXY, "NOP", "no fence between"),
         ("fence_kernel", "", "", "no fence of the system"),
+        ("rows_kernel", "", "", "no fence of the system"),
     ],
 )
 def test_each_finding_can_appear(kernel, old, new, finding):
     assert findings("wait_kernel", GOOD) == findings("progress_kernel", GOOD) == []
-    assert findings("fence_kernel", "MEMBAR.SC.SYS ;") == []
+    for fenced in ("fence_kernel", "rows_kernel"):
+        assert findings(fenced, "MEMBAR.SC.SYS ;") == []
     assert any(finding in fault for fault in findings(kernel, GOOD.replace(old, new)))

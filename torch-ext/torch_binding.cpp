@@ -52,7 +52,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "nf4_quantize(Tensor weight, Tensor(a!) packed, Tensor(b!) absmax, int blocksize, bool fp4) "
       "-> ()");
-  ops.def("push(Tensor(a!)[] dsts, Tensor[] srcs) -> ()");
+  ops.def("push(Tensor(a!)[] dsts, Tensor[] srcs, int blocks=-1) -> ()");
   ops.def("stream_write_value32(Tensor(a!) x, int offset, int value) -> ()");
   ops.def("memset32(Tensor(a!) x, int offset, int value, int count) -> ()");
   ops.def(

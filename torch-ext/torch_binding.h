@@ -109,7 +109,7 @@ void nf4_quantize_cpu(const Tensor& weight, const Tensor& packed, const Tensor& 
 void nf4_quantize_cuda(const Tensor& weight, const Tensor& packed, const Tensor& absmax,
                        int64_t blocksize, bool fp4);
 
-void push_cuda(const TensorVector& dsts, const TensorVector& srcs);
+void push_cuda(const TensorVector& dsts, const TensorVector& srcs, int64_t blocks);
 void stream_write_value32_cuda(const Tensor& x, int64_t offset, int64_t value);
 void memset32_cuda(const Tensor& x, int64_t offset, int64_t value, int64_t count);
 void wait_signals_cuda(const Tensor& flags, int64_t value, std::optional<Tensor> epoch,

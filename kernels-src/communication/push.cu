@@ -1,5 +1,7 @@
 // push: copies between pairs of tensors of one shape and dtype by the driver's copies, which copy
-// engines serve between GPUs: no multiprocessor is taken from what computes beside them.
+// engines serve between GPUs: no multiprocessor is taken from what computes beside them. Rows
+// within a GPU, which the driver copies at half the rate of its memory, are a kernel's,
+// copy_rows.cuh.
 //
 // A pair must be one run of bytes, or rows of equal length at one distance in each tensor. All
 // pairs are checked before the first copy. Tensors of one device alone, as streams order them; a
@@ -10,6 +12,7 @@
 #include <array>
 #include <vector>
 
+#include "communication/copy_rows.cuh"
 #include "communication/signals.h"
 
 namespace optimizer {
@@ -19,6 +22,8 @@ namespace {
 constexpr int kMostDims = 64;
 // What cudaMemcpy2DAsync takes of a pitch (cudaDevAttrMaxPitch); rows that far apart are few.
 constexpr size_t kMostPitch = INT32_MAX;
+constexpr int64_t kUsualBlocks = 64;
+constexpr int64_t kMostBlocks = 1 << 16;
 
 struct Side {
   int64_t size;
@@ -99,13 +104,64 @@ void issue(const Copy& copy, cudaStream_t stream) {
   }
 }
 
+bool is_within(const void* address, int device) {
+  cudaPointerAttributes attributes{};
+  STD_CUDA_CHECK(cudaPointerGetAttributes(&attributes, address));
+  return attributes.type == cudaMemoryTypeDevice && attributes.device == device;
+}
+
+// Whether the rows are many, lie on 16 bytes, and neither side is a peer's: the slowest link has
+// half the rate of the driver's copy.
+bool is_for_kernel(const Copy& copy, int device) {
+  constexpr size_t kLeastBytes = size_t{1} << 20;  // below it the launch is what takes time
+  const auto addresses =
+      reinterpret_cast<uintptr_t>(copy.to) | reinterpret_cast<uintptr_t>(copy.from);
+  return copy.rows > 1 && copy.width * copy.rows >= kLeastBytes &&
+         (addresses | copy.to_pitch | copy.from_pitch | copy.width) % 16 == 0 &&
+         copy.rows <= INT32_MAX && copy.width <= INT32_MAX && is_within(copy.to, device) &&
+         is_within(copy.from, device);
+}
+
+// The addresses that rows span, what lies between them included.
+struct Span {
+  uintptr_t first;
+  uintptr_t end;
+
+  static Span of(const void* start, size_t pitch, size_t width, size_t rows) {
+    const auto first = reinterpret_cast<uintptr_t>(start);
+    return {first, first + (rows - 1) * pitch + width};
+  }
+  bool meets(const Span& other) const { return first < other.end && other.first < end; }
+};
+
+// Whether a copy must come behind those of the list.
+bool depends(const Copy& copy, const RowsList& list) {
+  const Span to = Span::of(copy.to, copy.to_pitch, copy.width, copy.rows);
+  const Span from = Span::of(copy.from, copy.from_pitch, copy.width, copy.rows);
+  return std::any_of(list.at, list.at + list.count, [&](const Rows& x) {
+    const size_t width = size_t{x.vectors} * 16;
+    const Span written = Span::of(x.to, x.to_pitch, width, x.rows);
+    const Span read = Span::of(x.from, x.from_pitch, width, x.rows);
+    return to.meets(written) || to.meets(read) || from.meets(written);
+  });
+}
+
+void launch_rows(RowsList& list, int64_t blocks, cudaStream_t stream) {
+  if (list.count == 0) return;
+  rows_kernel<<<static_cast<unsigned>(blocks), kRowsThreads, 0, stream>>>(list);
+  STD_CUDA_CHECK(cudaGetLastError());
+  list.count = 0;
+}
+
 }  // namespace
 }  // namespace communication
 
-void push_cuda(const std::vector<Tensor>& dsts, const std::vector<Tensor>& srcs) {
+// blocks: of the kernel, 0 for the driver's copies alone, negative for the usual number.
+void push_cuda(const std::vector<Tensor>& dsts, const std::vector<Tensor>& srcs, int64_t blocks) {
   using namespace communication;
   STD_TORCH_CHECK(dsts.size() == srcs.size(), "push: ", dsts.size(), " dsts for ", srcs.size(),
                   " srcs");
+  STD_TORCH_CHECK(blocks <= kMostBlocks, "push: at most 65536 blocks");
   if (srcs.empty()) return;
   const int device = srcs[0].get_device_index();
   std::vector<Copy> copies;
@@ -117,7 +173,26 @@ void push_cuda(const std::vector<Tensor>& dsts, const std::vector<Tensor>& srcs)
   if (copies.empty()) return;
   const torch::stable::accelerator::DeviceGuard guard(device);
   const cudaStream_t stream = current_stream(device);
-  for (const Copy& copy : copies) issue(copy, stream);
+  if (blocks < 0) blocks = kUsualBlocks;
+  RowsList rows;
+  rows.count = 0;
+  for (const Copy& copy : copies) {
+    const bool for_kernel = blocks > 0 && is_for_kernel(copy, device);
+    if (!for_kernel || rows.count == kMostRows || depends(copy, rows)) {
+      launch_rows(rows, blocks, stream);
+    }
+    if (for_kernel) {
+      rows.at[rows.count++] = {static_cast<char*>(copy.to),
+                               static_cast<const char*>(copy.from),
+                               static_cast<int64_t>(copy.to_pitch),
+                               static_cast<int64_t>(copy.from_pitch),
+                               static_cast<uint32_t>(copy.width / 16),
+                               static_cast<uint32_t>(copy.rows)};
+    } else {
+      issue(copy, stream);
+    }
+  }
+  launch_rows(rows, blocks, stream);
 }
 
 }  // namespace optimizer

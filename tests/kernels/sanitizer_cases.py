@@ -20,7 +20,7 @@ import sys
 import torch
 
 from .._compare import assert_same_bits
-from . import test_packed_product_gpu, test_progress_matmul_gpu
+from . import test_communication_gpu, test_packed_product_gpu, test_progress_matmul_gpu
 from ._products import DTYPES as SYMMETRIC_DTYPES
 from ._products import TILES, Dense, Problem, exact, exact_dense, laid_out, run_chain, run_dense
 from ._tensors import DTYPES as LIST_DTYPES
@@ -66,6 +66,7 @@ def kernels() -> None:
     count += symmetric_products(opt)
     count += dense_products(opt)
     count += arriving_products(opt)
+    count += copied_rows(opt)
     count += list_ops(opt)
     count += rescaling(opt)
     print(f"{count} cases, all right")
@@ -193,6 +194,18 @@ def arriving_products(opt) -> int:
                 assert torch.equal(out, exact) and status.item() == 0
                 count += 1
     return count
+
+
+def copied_rows(opt) -> int:
+    """push of rows within the device, which end where their memory ends; the number of cases."""
+    push, device = submodule(opt, "kernels.communication").push, torch.device("cuda")
+    for rows, width, before, _ in test_communication_gpu.ROWS:
+        dst, _ = test_communication_gpu.columns(rows, width, before, 0, device)
+        src, held = test_communication_gpu.columns(rows, width, 16, 0, device)
+        held.copy_(test_communication_gpu.random_bytes(held.shape, device))
+        push([dst], [src], blocks=3)
+        assert torch.equal(dst, src)
+    return len(test_communication_gpu.ROWS)
 
 
 def chain() -> None:

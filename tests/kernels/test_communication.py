@@ -79,6 +79,18 @@ def test_push_refuses_and_copies_nothing(push, device, why):
     assert not good.any()
 
 
+@pytest.mark.parametrize(
+    ("blocks", "error"), ((1.5, TypeError), (True, TypeError), (-1, ValueError))
+)
+def test_push_refuses_numbers_of_blocks(push, device, blocks, error):
+    good = torch.zeros(2, device=device)
+    with pytest.raises(error, match="blocks must be"):
+        push([good], [torch.ones(2, device=device)], blocks=blocks)
+    assert not good.any()
+    push([good], [torch.ones(2, device=device)], blocks=3)
+    assert good.all()
+
+
 def test_push_refuses_another_device(push, dispatch, monkeypatch):
     """Streams order tensors of one device; a peer's memory is a tensor of this one."""
     monkeypatch.setattr(dispatch, "runs_compiled", lambda *_: False)

@@ -32,6 +32,98 @@ def status():
     return torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
 
+# Rows, bytes of a row, columns before and behind: for the kernel, around the sides of its tiles.
+ROWS = (
+    (65536, 16, 16, 0), (4096, 272, 0, 32), (1024, 2048, 64, 64), (513, 5008, 16, 16),
+    (33, 65536, 0, 16), (3, 1048592, 32, 0), (2, 16777216, 16, 16),
+)  # fmt: skip
+
+
+def columns(rows, width, before, behind, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns, and all that they are columns of."""
+    whole = torch.zeros(rows, before + width + behind, dtype=torch.uint8, device=device)
+    return whole[:, before : before + width], whole
+
+
+def random_bytes(shape, device) -> torch.Tensor:
+    return torch.randint(1, 255, shape, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.parametrize("blocks", (None, 0, 1, 7, 300))
+def test_rows_within_the_device(push, device, blocks):
+    """One by one, and all in one launch; the columns beside them stay."""
+    dsts, srcs, wholes = [], [], []
+    for rows, width, before, behind in ROWS:
+        src, held = columns(rows, width, behind, before + 16, device)
+        held.copy_(random_bytes(held.shape, device))
+        dst, whole = columns(rows, width, before, behind, device)
+        push([dst], [src], blocks=blocks)
+        assert torch.equal(dst, src) and whole.count_nonzero() == dst.count_nonzero()
+        whole.zero_()
+        for kept, one in ((dsts, dst), (srcs, src), (wholes, whole)):
+            kept.append(one)
+    push(dsts, srcs, blocks=blocks)
+    for dst, src, whole in zip(dsts, srcs, wholes, strict=True):
+        assert torch.equal(dst, src) and whole.count_nonzero() == dst.count_nonzero()
+
+
+def test_pairs_are_copied_in_their_order(push, device):
+    """What one pair writes the next one reads, overwrites, or tells of."""
+    a = random_bytes((1024, 4096), device)
+    b, c = (columns(1024, 2048, 16, 16, device)[0] for _ in range(2))
+    word, sent = (torch.full((1,), x, device=device) for x in (0, 9))
+    for _ in range(20):
+        b.zero_(), c.zero_(), word.zero_()
+        push([b, c, word, b], [a[:, :2048], b, sent, a[:, 2048:]])
+        assert torch.equal(c, a[:, :2048]) and torch.equal(b, a[:, 2048:]) and word.item() == 9
+    many = [columns(512, 2048, 0, 16, device)[0] for _ in range(70)]
+    push(many, [a[:512, :2048]] * 70)
+    assert all(torch.equal(x, a[:512, :2048]) for x in many)
+
+
+def test_a_graph_copies_rows_and_a_wait_sees_them(push, signals, device, words, status):
+    src = random_bytes((2048, 1024), device)
+    dst, seen = columns(2048, 1024, 16, 0, device)[0], torch.zeros_like(src)
+    graph, _ = capture(lambda: push([dst, words[:1]], [src, words[1:2]]), warm_up=1)
+    side = torch.cuda.Stream()
+    for epoch in range(1, 6):
+        src.copy_(random_bytes(src.shape, device))
+        signals.memset32(words, 1, epoch, 1)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            signals.wait_signals(words[:1], epoch, TIMEOUT, status)
+            seen.copy_(dst)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert status.item() == 0 and torch.equal(seen, src)
+
+
+def launches(call) -> Counter:
+    """Kernels by name, and "copy", of one call."""
+    call()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    return Counter(
+        "copy" if event.name.startswith("Memcpy") else event.name
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+
+
+def test_what_is_launched_for_rows(push, device):
+    src = random_bytes((8, 1024, 2048), device)
+    dsts = [columns(1024, 2048, 0, 16, device)[0] for _ in range(8)]
+    assert launches(lambda: push(dsts, list(src), blocks=0)) == {"copy": 8}
+    found = launches(lambda: push(dsts, list(src)))
+    assert sum(found.values()) == 1 and "rows_kernel" in next(iter(found))
+    few, odd = [x[:64] for x in dsts], [x[:, 1:2033] for x in dsts]
+    assert launches(lambda: push(few, list(src[:, :64]))) == {"copy": 8}
+    assert launches(lambda: push(odd, list(src[:, :, 1:2033]))) == {"copy": 8}
+
+
 def test_rows_two_gib_apart(push, device):
     """cudaMemcpy2DAsync takes no such pitch."""
     far = torch.zeros(2, 2**31 + 16, dtype=torch.uint8, device=device)
@@ -115,17 +207,7 @@ def test_an_exchange_launches_one_kernel(push, signals, device, words, status):
         signals.stream_write_value32(words, 0, 1)
         signals.wait_signals(words[:1], 1, TIMEOUT, status)
 
-    exchange()
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        exchange()
-        torch.cuda.synchronize()
-    found = Counter(
-        "copy" if event.name.startswith("Memcpy") else event.name
-        for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
+    found = launches(exchange)
     kernels = {name: count for name, count in found.items() if name != "copy"}
     assert found["copy"] == 16 and sum(kernels.values()) == 1, found
 

@@ -169,7 +169,7 @@ class Arena:
         if own is not None:  # behind what others wait for
             written.append(own[0])
             read.append(own[1])
-        push(written, read)
+        push(written, read, blocks=0)  # what others compute meanwhile keeps its multiprocessors
         wait_signals(
             self._flags, self.launched % 2**32, self.timeout_ms, self._status, self._epoch, arriving
         )
