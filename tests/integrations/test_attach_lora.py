@@ -40,8 +40,8 @@ from ._models import (
     trained,
 )
 from ._trainers import losses, samples, settings, tokenizer
+from .test_peft import train
 from .test_peft_adapter import edit
-from .test_peft_quantized import train
 
 SHORT = torch.OutOfMemoryError("CUDA out of memory")
 ALL = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
@@ -123,6 +123,9 @@ def test_one_file_is_read_by_peft_and_by_us(opt, device, quantize, tmp_path: Pat
         loaded = peft.PeftModel.from_pretrained(copy.deepcopy(other), tmp_path / "ours")
         opt.integrations.use_in_transformers(loaded)
         assert_error_at_most(logits(loaded), expected, FP32)
+        with pytest.raises(ValueError, match="few bits: an adapter cannot be merged"):
+            opt.integrations.merge_lora(model)
+        assert_same_bits(logits(model), expected)
     for folder in ("ours", "peft"):
         again = copy.deepcopy(other)
         flags = {id(p): p.requires_grad for p in again.parameters()}
@@ -212,18 +215,6 @@ def test_the_dtype_of_the_factors(opt, device, dtype) -> None:
     kinds = {p.dtype for n, p in model.named_parameters() if ".lora_" in n}
     assert kinds == {dtype}
     assert {p.dtype for n, p in model.named_parameters() if "lm_head" in n} == {torch.bfloat16}
-
-
-def test_four_bits_and_peft_at_once_are_four_bits_first(opt, device) -> None:
-    model = attached(opt, build("qwen3_moe").to(device), quantize="nf4")
-    twin = build("qwen3_moe").to(device)
-    opt.integrations.quantize_experts(twin)
-    twin = attached(opt, twin)
-    assert trained(model) == trained(twin)
-    assert_same_bits(logits(model), logits(twin))
-    with pytest.raises(ValueError, match="few bits: an adapter cannot be merged"):
-        opt.integrations.merge_lora(model)
-    assert_same_bits(logits(model), logits(twin))
 
 
 def test_bitsandbytes_experts_are_found_by_their_whole_names(opt, device) -> None:

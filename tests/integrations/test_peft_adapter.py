@@ -48,10 +48,12 @@ def saved(opt, device, tmp_path) -> Path:
     return tmp_path / "saved"
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_our_adapter_in_peft(opt, device, name: str, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("name", "rslora"), [(name, name in ("qwen3_moe_square", "gpt_oss")) for name in MODELS]
+)
+def test_our_adapter_in_peft(opt, device, name: str, rslora: bool, tmp_path) -> None:
     """Logits, and the gradients, which a file holds under PEFT's names if they are the factors."""
-    model = attached(opt, device, name)
+    model = attached(opt, device, name, use_rslora=rslora)
     opt.integrations.save_peft_adapter(model, tmp_path)
     loaded = peft.PeftModel.from_pretrained(build(name).to(device), tmp_path, is_trainable=True)
     (found, ours), (expected, theirs) = step(model), step(loaded)
@@ -206,18 +208,14 @@ UNFIT = [
     ({"target_parameters": [BOTH[0]]}, "unexpected.*base_layer"),
     ({"r": 4}, r"down_proj needs A \(20, 12\) and B \(24, 20\), the file has"),
     ({"r": None}, "'r' must be int, got None"),
-    ({"r": "3"}, "'r' must be int, got '3'"),
-    ({"r": 3.0}, r"'r' must be int, got 3\.0"),
     ({"r": True}, "'r' must be int, got True"),
     ({"r": -3}, "r must be an integer from 1"),
     ({"lora_alpha": None}, "'lora_alpha' must be int or float, got None"),
-    ({"lora_alpha": [7]}, "'lora_alpha' must be int or float"),
     ({"lora_alpha": float("nan")}, "lora_alpha must be a finite float32"),
     ({"lora_alpha": 10**400}, "lora_alpha must be a finite float32"),
     ({"use_rslora": "false"}, "'use_rslora' must be bool or null"),
     ({"target_parameters": BOTH[1]}, "'target_parameters' must be list or null"),
     ({"target_parameters": [[BOTH[1]]]}, "'target_parameters' must be names"),
-    ({"target_parameters": {BOTH[1]: 1}}, "'target_parameters' must be list or null"),
     ({"rank_pattern": [3]}, "'rank_pattern' must be dict or null"),
     ({"rank_pattern": {"down_proj": "3"}}, "down_proj, r must be an integer"),
     ({"alpha_pattern": {"down_proj": {}}}, "down_proj, lora_alpha must be a number"),
