@@ -1,4 +1,4 @@
-"""Results: their form, what README quotes of them, and the harness that writes them. No build."""
+"""Results: their form, what pages quote of them, and the harness that writes them. No build."""
 
 from __future__ import annotations
 
@@ -234,12 +234,6 @@ def test_written_results_have_the_agreed_form(harness, checkout):
     assert wrong == {"case": "nf4_dequant/1x1x1", "variant": "auto", "ok": False}
 
 
-def test_floor_is_the_larger_of_bytes_and_operations(harness):
-    floor = harness.report.floor_ms
-    assert floor(bytes_moved=4.3e9) == pytest.approx(1.0)
-    assert floor(bytes_moved=4.3e9, flops=1.58e12) == pytest.approx(2.0)
-
-
 @pytest.mark.parametrize(
     ("gpu", "count", "name"),
     [("NVIDIA H200", 1, "h200"), ("NVIDIA H200", 8, "h200x8"), ("Tesla T4", 1, "tesla-t4")],
@@ -261,11 +255,57 @@ def test_only_a_clean_commit_is_clean(harness, metadata, expected):
     assert harness.package.provenance(metadata) == expected
 
 
-def test_problem_counts_its_bytes(harness):
-    problem = harness.elementwise.LISTED_DEQUANTS[0]
-    assert problem.bytes_moved == problem.elements * (0.5 + 4 / 64 + 2)
-    odd = harness.elementwise.Dequant(1, 1, 2**17 + 1, 256, "float32", nested=True)
+def test_floors_by_hand(harness):
+    """Bytes and operations of every entry's cases, from their sizes."""
+    floor, cubed = harness.report.floor_ms, 1280**2 * (80 + 20 * 4 + 20 * 4)
+    assert floor(bytes_moved=4.3e9) == pytest.approx(1.0)
+    assert floor(bytes_moved=4.3e9, flops=1.58e12) == pytest.approx(2.0)  # the larger one
+
+    ops = harness.elementwise
+    dequant = ops.LISTED_DEQUANTS[0]
+    assert dequant.bytes_moved == dequant.elements * (0.5 + 4 / 64 + 2)
+    odd = ops.Dequant(1, 1, 2**17 + 1, 256, "float32", nested=True)
     assert odd.bytes_moved == (2**16 + 1) + (513 + 4 * 3) + 4 * (2**17 + 1)
+    listed = {group.case: group.bytes_moved for group in ops.LISTED_GROUPS}
+    assert listed["momentum/24x1280x5120/float32"] == 24 * 1280 * 5120 * 14
+    assert listed["apply_update/24x1280x5120/float32"] == 24 * 1280 * 5120 * 10
+    assert listed["adamw/65536x1280/float32"] == 65536 * 1280 * 28
+
+    entry = harness.orthogonalize
+    cases = {problem.case: problem for problem in entry.listed()}
+    assert len(cases) == 22
+    for shape, least in {"1x4096x14336": 2.697, "256x512x2048": 1.478}.items():
+        heavy = cases[f"{shape}/heavy"]
+        found = floor(bytes_moved=heavy.bytes_moved, flops=heavy.flops)
+        assert found == pytest.approx(least, rel=5e-3)
+    assert cases["8x4096x4096/heavy"].bytes_moved == 8 * 4096**2 * 6
+    assert cases["8x4096x4096/heavy/bfloat16"].bytes_moved == 8 * 4096**2 * 4
+    shapes = [problem.shape for problem in entry.listed()]
+    assert sum(a != b for a, b in pairwise(shapes)) == 10  # one compilation per shape
+    assert entry.COUNTED.case == "256x512x2048/heavy"
+    assert entry.least_bytes(entry.COUNTED) == 256 * 512 * 2048 * (4 + 7 * 2)
+
+    step = harness.one_gpu
+    assert step.least_flops((768, 768)) == 16 * 768**3
+    assert step.least_flops((4096, 1024)) == 6 * 1024**2 * 4096 + 10 * 1024**3
+    assert step.least_flops((128, 768, 2048)) == 128 * step.least_flops((2048, 768))
+    models = {model.case: model for model in step.LISTED}
+    experts, elements = models["experts-128/1gpu/heavy"], 128 * (1536 * 2048 + 2048 * 768)
+    assert experts.bytes_moved == 24 * elements
+    assert experts.floor_ms == pytest.approx((experts.flops / 790 + 24 * elements / 4.3) / 1e9)
+    saved = models["llama-1B/1gpu/heavy"].bytes_moved
+    saved -= models["llama-1B/bfloat16/1gpu/heavy"].bytes_moved
+    assert saved == 6 * (128256 * 2048 + 2048 * (32 * 2048 + 32 * 512 + 48 * 8192))
+
+    several = {problem.case: problem for problem in harness.several_gpus.LISTED}
+    full, half = (several[f"nanochat-d20/unreduced-fp{bits}"] for bits in (32, 16))
+    tables, shards = 2 * 65536 * 1280, several["nanochat-d20/fsdp2"]
+    assert full.wire_bytes(8) == pytest.approx(8 * (cubed + tables) * 7 / 8)
+    assert half.wire_bytes(8) == pytest.approx((4 * cubed + 6 * tables) * 7 / 8)
+    assert full.floor_ms(8) == pytest.approx(full.wire_bytes(8) / 0.45e9)  # the rated speed
+    assert shards.wire_bytes(8) == pytest.approx(4 * cubed / 8 * 7 / 8)
+    assert shards.floor_ms(8) == pytest.approx(step.Model("nanochat-d20").floor_ms / 8)
+    assert half.floor_ms(2) > half.floor_ms(8)  # there the operations take longer than the wire
 
 
 RANDOM = [
@@ -299,46 +339,6 @@ def test_random_problems_are_hard_and_fit(harness):
     assert entry.random_cases(COMMIT) == {problem.case for problem in drawn}
     for layer in harness.problems.random_layers(7):
         assert layer.hidden >= 16 and layer.top_k <= layer.experts
-
-
-def test_bytes_of_the_step_ops(harness):
-    listed = {group.case: group for group in harness.elementwise.LISTED_GROUPS}
-    assert listed["momentum/24x1280x5120/float32"].bytes_moved == 24 * 1280 * 5120 * 14
-    assert listed["apply_update/24x1280x5120/float32"].bytes_moved == 24 * 1280 * 5120 * 10
-    assert listed["adamw/65536x1280/float32"].bytes_moved == 65536 * 1280 * 28
-
-
-def test_floor_of_a_whole_step(harness):
-    step = harness.one_gpu
-    assert step.least_flops((768, 768)) == 16 * 768**3
-    assert step.least_flops((4096, 1024)) == 6 * 1024**2 * 4096 + 10 * 1024**3
-    assert step.least_flops((128, 768, 2048)) == 128 * step.least_flops((2048, 768))
-    cases = {model.case: model for model in step.LISTED}
-    experts = cases["experts-128/1gpu/heavy"]
-    elements = 128 * (1536 * 2048 + 2048 * 768)
-    assert experts.bytes_moved == 24 * elements
-    assert experts.floor_ms == pytest.approx((experts.flops / 790 + 24 * elements / 4.3) / 1e9)
-    llama = cases["llama-1B/bfloat16/1gpu/heavy"]
-    assert cases["llama-1B/1gpu/heavy"].bytes_moved - llama.bytes_moved == 6 * (
-        128256 * 2048 + 2048 * (32 * 2048 + 32 * 512 + 48 * 8192)
-    )
-
-
-def test_floor_of_a_step_on_several_gpus(harness):
-    """The wire of d20's unreduced gradients at its rated speed, else a share of one GPU's floor."""
-    step = harness.several_gpus
-    cases = {problem.case: problem for problem in step.LISTED}
-    matrices = 1280**2 * (80 + 20 * 4 + 20 * 4)
-    tables = 2 * 65536 * 1280
-    full, half = (cases[f"nanochat-d20/unreduced-fp{bits}"] for bits in (32, 16))
-    assert full.wire_bytes(8) == pytest.approx(8 * (matrices + tables) * 7 / 8)
-    assert half.wire_bytes(8) == pytest.approx((4 * matrices + 6 * tables) * 7 / 8)
-    assert full.floor_ms(8) == pytest.approx(full.wire_bytes(8) / 0.45e9)
-    shards = cases["nanochat-d20/fsdp2"]
-    assert shards.wire_bytes(8) == pytest.approx(4 * matrices / 8 * 7 / 8)
-    alone = harness.one_gpu.Model("nanochat-d20")
-    assert shards.floor_ms(8) == pytest.approx(alone.floor_ms / 8)
-    assert half.floor_ms(2) > half.floor_ms(8)  # there the operations take longer than the wire
 
 
 def test_a_verdict_has_a_line_for_every_goal(harness, tmp_path):
@@ -384,29 +384,6 @@ def test_results_of_several_gpus_have_sources_of_their_own(harness):
     )
 
 
-def test_orthogonalize_has_the_agreed_cases(harness):
-    """Every shape with heavy tails and in bfloat16; floors of 16 m^3, or 6 m^2 n + 10 m^3."""
-    entry = harness.orthogonalize
-    cases = {problem.case: problem for problem in entry.listed()}
-    assert len(cases) == 22
-    for shape in entry.SHAPES:
-        assert {f"{shape}/heavy", f"{shape}/heavy/bfloat16"} <= cases.keys()
-    floors = {
-        "1x2048x2048": 0.174,
-        "1x4096x14336": 2.697,
-        "24x1024x4096": 1.109,
-        "256x512x2048": 1.478,
-    }
-    for shape, least in floors.items():
-        problem = cases[f"{shape}/heavy"]
-        found = harness.report.floor_ms(bytes_moved=problem.bytes_moved, flops=problem.flops)
-        assert found == pytest.approx(least, rel=5e-3)
-    assert cases["8x4096x4096/heavy"].bytes_moved == 8 * 4096**2 * 6
-    assert cases["8x4096x4096/heavy/bfloat16"].bytes_moved == 8 * 4096**2 * 4
-    shapes = [problem.shape for problem in entry.listed()]
-    assert sum(a != b for a, b in pairwise(shapes)) == 10  # one compilation per shape
-
-
 def test_orthogonalize_rows_are_by_the_clock(harness):
     """The factor is that of the clock, the share of the floor that of the device."""
     entry, times = harness.orthogonalize, harness.timer.Times
@@ -421,16 +398,6 @@ def test_orthogonalize_rows_are_by_the_clock(harness):
     for part in ("1x2x2/heavy", " 2 ", " 3 ", " 0.5 ", "50.0%", "3.00x", "0.950"):
         assert part in printed
     assert "not timed" in entry.line(harness.report.failed("1x2x2/heavy"), found)
-
-
-def test_orthogonalize_summary_misses_no_heavy_row(harness):
-    entry, report = harness.orthogonalize, harness.report
-    heavy = [problem.case for problem in entry.listed() if problem.dtype == "float32"]
-    rows = [report.passed(case, measured(harness, ms=0.48)) for case in heavy]
-    rows.append(report.passed("1x2048x2048/heavy/bfloat16", measured(harness, ms=0.01)))
-    assert entry.summary(rows) == "heavy rows: 50.0% of the floor"
-    rows[0] = report.failed(heavy[0])
-    assert entry.summary(rows).endswith("50.0% of the floor, 1 of 11 missing")
 
 
 def test_zoo_rows_are_not_listed_in_readme(harness, checkout):
@@ -594,14 +561,10 @@ def test_a_change_makes_it_stale(harness, checkout, edit, message):
     assert any(message in finding for finding in harness.plots.findings(checkout))
 
 
-def row(case, ms, baseline_ms, variant="auto"):
-    """As a result file has it, as far as README's table reads it."""
-    found = {"case": case, "variant": variant, "ok": True, "wall_ms": ms}
-    return found | {
-        "baseline": "AdamW",
-        "baseline_wall_ms": baseline_ms,
-        "speedup": baseline_ms / ms,
-    }
+def row(case, ms, baseline_ms, variant="auto", **more):
+    """As a result file has it, as far as the pages read it."""
+    found = {"case": case, "variant": variant, "ok": True, "wall_ms": ms, "baseline": "AdamW"}
+    return found | {"baseline_wall_ms": baseline_ms, "speedup": baseline_ms / ms} | more
 
 
 @pytest.mark.parametrize(
@@ -613,21 +576,22 @@ def row(case, ms, baseline_ms, variant="auto"):
         (None, [row("a", 2.0, 3.0), row("b", 2.0, 1.0)], "| text, `b` | 2 | AdamW: 1 | 0.50 |"),
         ("c", [row("a", 2.0, 3.0)], None),
         ("a", [row("a", 2.0, 3.0) | {"ok": False}], None),
+        (
+            "a/muon",
+            [row("a/muon", 2.0, 1.0), row("a/torch", 3.0, 1.0), row("a/adamw", 1.0, 1.0)],
+            "| text | 2 | torch.optim.Muon: 3 | 1.50 |",
+        ),
+        ("a/muon", [row("a/muon", 2.0, 1.0)], None),
     ],
 )
 def test_a_headline_names_the_fastest_peer(harness, case, rows, line):
-    """A path of ours that "auto" does not take is no peer; what was not measured has no line."""
-    headline = harness.plots.Headline("file", case, "text")
-    assert harness.plots._headline(headline, {"rows": rows}) == line
+    """A path of ours that "auto" does not take is no peer; what was not measured has no line.
 
-
-def test_a_headline_may_compare_rows_of_their_own(harness):
-    against = {"g/torch_muon": "torch.optim.Muon", "g/dion": "dion"}
-    headline = harness.plots.Headline("file", "g/muon", "text", against)
-    rows = [row("g/muon", 2.0, 1.0), row("g/torch_muon", 3.0, 1.0), row("g/adamw", 1.0, 1.0)]
-    line = "| text | 2 | torch.optim.Muon: 3 | 1.50 |"
+    Peers may have rows of their own.
+    """
+    against = {"a/dion": "dion", "a/torch": "torch.optim.Muon"}
+    headline = harness.plots.Headline("file", case, "text", against if case == "a/muon" else None)
     assert harness.plots._headline(headline, {"rows": rows}) == line
-    assert harness.plots._headline(headline, {"rows": rows[:1]}) is None
     assert harness.plots._headline(headline, None) is None
 
 
@@ -678,3 +642,66 @@ def test_layers_that_are_asked_for_are_printed_only(
         with pytest.raises(SystemExit):
             harness.run.main([other, *arguments])
         assert f"{other} takes no --models, --ranks or --seq-len" in capsys.readouterr().err
+
+
+MACHINE = {"gpu": "a GPU", "driver": "1", "torch": "2"}
+
+
+@pytest.fixture
+def results() -> dict[str, dict]:
+    training = {"curve": [], "steps": 4, "sweep": [1, 2], "optimizer_ms": 1.0, "loss_mean": 3.25}
+    trainings = [
+        row("gpt-124M/adamw", 4.0, 4.0, **training),
+        row("gpt-124M/muon", 5.0, 4.0, **training),
+        row("gpt-124M/dion", 10.0, 4.0, "dion", **training),
+        {"case": "first_use/layer", "variant": "auto", "ok": True, "value": 1.0, "unit": "s"},
+    ]
+    layers = [
+        row("a", 1.0, 2.0),
+        row("a", 4.0, 2.0, "axolotl", peer_commit=f"axolotl {'1' * 40}"),
+        row("a", 2.0, 2.0, "triton"),
+        row("b", 1.0, 8.0),
+        row("c", 1.0, 9.0) | {"ok": False},
+        row("d", 1.0, 9.0, baseline="the same model"),
+    ]
+    commits = f"gram-newton-schulz {'2' * 40}, quack {'3' * 40}"
+    matrices = [row("e", 1.0, 2.0), row("e", 0.5, 2.0, "gram-newton-schulz", peer_commit=commits)]
+    return {
+        "end_to_end": MACHINE | {"rows": trainings},
+        "moe_lora": MACHINE | {"rows": layers},
+        "orthogonalize": MACHINE | {"rows": matrices},
+    }
+
+
+def test_every_case_stands_beside_every_opponent(harness, results) -> None:
+    found = [(p.case, p.opponent, p.times) for p in harness.comparison.pairs(results)]
+    assert found == [
+        ("gpt-124M/muon", "AdamW", 0.8),
+        ("gpt-124M/muon", "dion", 2.0),
+        ("a", "AdamW", 2.0),
+        ("a", "axolotl", 4.0),
+        ("b", "AdamW", 8.0),
+        ("e", "AdamW", 2.0),
+        ("e", "gram-newton-schulz with quack", 0.5),
+    ]
+
+
+def test_the_page_has_means_and_losses(harness, results) -> None:
+    page = harness.comparison.comparison(results)
+    assert "| **`Muon`** | 5 | 1 | 3.250 |" in page and "| dion | 10 | 1 | 3.250 |" in page
+    assert "(h200-moe_lora.md) | AdamW | 2 | 4.00 | 2.00 | 8.00 | 0 |" in page
+    assert "## Where the opponent is faster: 2 of 7 cases" in page
+    assert page.count("| `") == 2 and "| `gpt-124M/muon` | 5 | AdamW | 4 | 0.80 |" in page
+    assert "a GPU, driver 1, torch 2. Others' code: axolotl 1111111, gram-" in page
+    assert page.endswith("gram-newton-schulz 2222222, quack 3333333.")
+
+
+def test_forced_paths_stand_beside_the_own_one(harness, results) -> None:
+    lines = harness.comparison.forced(results).splitlines()
+    (line,) = [line for line in lines if line.startswith("| layers")]
+    assert line == "| layers of experts with LoRA | 8.0 and newer except 9.0 | 1 | 0.50 | 1.00 |"
+
+
+def test_nothing_measured_is_said(harness) -> None:
+    for text in (harness.comparison.comparison({}), harness.comparison.forced({})):
+        assert text == "No measurement has been committed yet."

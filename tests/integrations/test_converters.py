@@ -341,6 +341,8 @@ def test_what_does_not_fit_is_refused(opt, device) -> None:
         (saved, "dion", "source must be one of torch, motif, nanochat, got 'dion'"),
         ({"lr": 1}, "motif", r"saved\[0\] is no state_dict"),
         ({**saved, "state": None}, "motif", r"saved\[0\] is no state_dict"),
+        ({**saved, "state": {0: None}}, "motif", r"saved\[0\] is no state_dict"),
+        ({**saved, "param_groups": [{"lr": 1}]}, "motif", r"saved\[0\] is no state_dict"),
         ({**saved, "state": without}, "motif", "a momentum_buffer must be a Tensor, got None"),
         ([saved, saved], "motif", "motif is one optimizer: give its state_dict, not 2"),
         (saved, "nanochat", "group 0 has no kind 'muon' or 'adamw'"),

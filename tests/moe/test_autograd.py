@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from .._compare import assert_all_same_bits, assert_error_at_most, assert_same_bits
 from . import _eager
-from ._eager import NAMES, LayerProblem, Problem, predecessors
+from ._eager import NAMES, LayerProblem, Problem
 from .conftest import gradients
 
 FULL = Problem(23, bias=True, gates=True, routing="gap", peft=True)
@@ -96,13 +96,6 @@ def test_what_is_saved(product, device):
     assert floating == [(rows, problem.rank)]
 
 
-def test_scaling_zero_and_no_lora_are_the_base(product, device):
-    leaves, ids = FULL.inputs(device), FULL.ids(device)
-    base = dict(leaves, lora_a=None, lora_b=None)
-    zero = product(dataclasses.replace(FULL, scaling=0.0), leaves, ids)
-    assert_same_bits(zero + 0.0, product(FULL, base, ids) + 0.0)
-
-
 def test_gradients_arrive_in_the_parameters_memory_order(product, device):
     """PEFT's lora_B (N, r E) gets its gradient without a copy of a permuted one."""
     leaves, ids = FULL.inputs(device), FULL.ids(device)
@@ -110,27 +103,6 @@ def test_gradients_arrive_in_the_parameters_memory_order(product, device):
     for name in NAMES:
         assert leaves[name].grad.stride() == leaves[name].stride(), name
         assert leaves[name].grad.dtype == leaves[name].dtype, name
-
-
-def test_the_order_of_experts_does_not_matter(product, device):
-    """Renaming the experts permutes parameters and their gradients, bit for bit."""
-    problem = dataclasses.replace(FULL, peft=False, routing="random")
-    leaves, ids = problem.inputs(device), problem.ids(device)
-    grad = torch.randn(problem.grad_shape(), device=device)
-    y = product(problem, leaves, ids)
-    expected = gradients(y, leaves, grad)
-    permutation = torch.randperm(problem.experts, generator=torch.Generator().manual_seed(3))
-    permutation = permutation.to(device)
-    per_expert = ("weight", "lora_a", "lora_b", "bias")
-    renamed = {
-        name: x.detach()[permutation].requires_grad_() if name in per_expert else x
-        for name, x in leaves.items()
-    }
-    y_renamed = product(problem, renamed, torch.argsort(permutation)[ids])
-    assert_same_bits(y_renamed, y)
-    for name, value in gradients(y_renamed, renamed, grad).items():
-        wanted = expected[name][permutation] if name in per_expert else expected[name]
-        assert_same_bits(value, wanted)
 
 
 @pytest.mark.sees_defect("A and B are copied contiguous in every call")
@@ -305,18 +277,6 @@ def four_bit(opt, problem, leaves, packed, ids, grad, *, backward_inside=False):
     return {"y": y.detach(), **found}
 
 
-@pytest.mark.parametrize("x_dtype", [LOW, torch.float32], ids=str)
-def test_the_predecessors_call(moe, device, x_dtype):
-    problem = Problem(20, 2, 8, 32, 16, 4)
-    given = predecessors(
-        problem, operands(problem, device, (x_dtype, torch.float32)), problem.ids(device)
-    )
-    with torch.autocast(device.type, dtype=LOW):
-        found = moe.parallel_linear_lora(**given)
-    narrow = {name: given[name].to(LOW) for name in ("inputs", "expert_weights")}
-    assert_same_bits(found, moe.parallel_linear_lora(**{**given, **narrow}))
-
-
 def test_what_autocast_leaves_alone(moe, device):
     """As linear: float64 operands are not cast, and do not go with others."""
     order = moe.expert_sort(torch.zeros(3, 1, dtype=torch.long, device=device), 1)
@@ -392,17 +352,6 @@ def test_jvp_through_the_experts(layer_and_inputs, operand) -> None:
         torch.func.jacfwd(call)(inputs[operand])
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=MESSAGE):
         call(forward_ad.make_dual(inputs[operand], tangent))
-
-
-def test_jvp_of_a_parameter(layer_and_inputs) -> None:
-    layer, inputs = layer_and_inputs
-    name, weight = next(iter(layer.named_parameters()))
-
-    def call(value):
-        return torch.func.functional_call(layer, {name: value}, inputs)
-
-    with pytest.raises(NotImplementedError, match=MESSAGE):
-        torch.func.jvp(call, (weight.detach(),), (torch.ones_like(weight),))
 
 
 @pytest.mark.parametrize("name", ["weight", "lora_a", "lora_b", "bias"])

@@ -7,7 +7,6 @@ import re
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from .._compare import assert_all_same_bits, assert_same_bits, relative_error
 from .._gpu import capture
@@ -276,48 +275,12 @@ def test_two_forwards_and_retained_graphs_agree(opt, device):
     assert_same_bits(*grads)
 
 
-def test_checkpoint_recomputes_the_same(opt, device):
-    case = Case(opt, device, Problem(30, gates=True))
-    x, layer = case.leaves["x"], lambda x: case.product(x=x)
-    plain = torch.autograd.grad(layer(x).square().sum(), x)[0]
-    again = checkpoint(layer, x, use_reentrant=False)
-    assert_same_bits(torch.autograd.grad(again.square().sum(), x)[0], plain)
-
-
 def test_float64_is_refused(opt, device):
     problem = dataclasses.replace(Problem(4), dtype=torch.float64)
     leaves, ids = problem.inputs(device), problem.ids(device)
     module = opt.moe.QuantizedExperts((4, 40, 24), device=device)
     with pytest.raises(TypeError, match="x over packed experts must have one of"):
         product(opt.moe, problem, leaves, ids, module.transpose(1, 2))
-
-
-def test_whole_layer_on_4_bit_experts(opt, device):
-    """Experts with both projections in 4 bits equal the same module with the decoded weights."""
-    torch.manual_seed(0)
-    experts = opt.moe.Experts(5, 48, 40, device=device)
-    experts.add_adapter(r=3, alpha=6)
-    with torch.no_grad():
-        for parameter in experts.expert_lora.parameters():
-            parameter.normal_(std=0.1)
-    x = torch.randn(11, 48, device=device)
-    ids = torch.randint(0, 5, (11, 2), device=device)
-    gates = torch.rand(11, 2, device=device)
-    packed = {
-        name: opt.moe.QuantizedExperts.from_weight(getattr(experts, name).detach())
-        for name in ("gate_up_proj", "down_proj")
-    }
-    with torch.no_grad():
-        for name, module in packed.items():
-            getattr(experts, name).copy_(module.decode(dtype=torch.float32))
-    expected = experts(x, ids, gates)
-    for name, module in packed.items():
-        delattr(experts, name)
-        setattr(experts, name, module)
-    assert_same_bits(experts(x, ids, gates), expected)
-    experts(x, ids, gates).sum().backward()
-    assert all(p.grad is not None for p in experts.expert_lora.parameters())
-    assert all(p.grad is None for module in packed.values() for p in module.parameters())
 
 
 @pytest.fixture

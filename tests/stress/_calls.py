@@ -14,15 +14,13 @@ from torch import Tensor, nn
 
 from ..orthogonalize._matrices import exact
 from ._arguments import FLOATS, Call, draw, restrided
-from ._problem import DifferenceError, Run, Source, bits
+from ._problem import DifferenceError, Run, Source, assert_unchanged, bits
 
-Maker = Callable[["Package", random.Random], Call]
+Check = Callable[[Any], None]
 Made = dict[str, Any] | tuple[Any, ...] | Call
-CALLS: dict[str, Maker] = {}
-WORDS = (
-    "lists of tensors",
-    "could not convert string to float",
-)  # of ops whose arguments are nothing else
+CALLS: dict[str, Callable[[Package, random.Random], Call]] = {}
+# Of ops whose arguments are nothing else.
+WORDS = ("lists of tensors", "could not convert string to float")
 STEPPED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,6 +38,9 @@ class Package:
         if path.startswith("kernels."):
             return getattr(self("kernels"), path.removeprefix("kernels."))
         return functools.reduce(getattr, path.split("."), self.opt)
+
+    def new_path(self) -> Any:
+        return self.folder / f"{len([*self.folder.iterdir()])}"
 
 
 def call(name: str, **options: Any) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
@@ -63,51 +64,82 @@ def call(name: str, **options: Any) -> Callable[[Callable[..., Made]], Callable[
     return entered
 
 
-def close(
-    what: str, found: Tensor, expected: Tensor, slack: float, terms: tuple[Tensor, ...] = ()
-) -> None:
+def drawn(generator: random.Random, **choices: list[Any]) -> dict[str, Any]:
+    """One of the values of each argument."""
+    return {name: generator.choice(values) for name, values in choices.items()}
+
+
+def close(found: Tensor, expected: Tensor, slack: float, *terms: Tensor) -> None:
     """The norm of the difference is at most slack of that of what is expected, or of its terms.
 
     Of a difference that cancels, the rounding is that of its terms.
     """
     if found.shape != expected.shape:
-        raise DifferenceError(f"{what}: shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+        raise DifferenceError(f"shape {tuple(found.shape)}, not {tuple(expected.shape)}")
     found, expected = found.detach().double(), expected.detach().double()
     if not expected.numel():
         return
     if not torch.equal(found.isfinite(), expected.isfinite()):
-        raise DifferenceError(f"{what}: other elements are finite than expected")
+        raise DifferenceError("other elements are finite than expected")
     found, expected = found[found.isfinite()], expected[expected.isfinite()]
     away = (found - expected).norm().item()
     sizes = [term.detach().double().norm().item() for term in (expected, *terms)]
     if away > slack * max(size for size in sizes if size < math.inf) + 1e-30:
-        raise DifferenceError(f"{what}: off by {away:.3g} of {expected.norm().item():.3g}")
+        raise DifferenceError(f"off by {away:.3g} of {expected.norm().item():.3g}")
+
+
+def near(expected: Callable[[], Tensor], slack: float) -> Check:
+    """A check: the result is close to what the reference gives."""
+    return lambda found: close(found, expected(), slack)
+
+
+def holds(right: Callable[[Any], bool]) -> Check:
+    """A check: that is true of the result."""
+
+    def check(result: Any) -> None:
+        if not right(result):
+            raise DifferenceError(f"gave {result!r:.300}")
+
+    return check
+
+
+def finite(result: Any) -> None:
+    """A check, of functions without a reference."""
+    for tensor in result if isinstance(result, tuple) else (result,):
+        floating = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        if floating and not tensor.isfinite().all():
+            raise DifferenceError("finite arguments gave something infinite")
+
+
+def same_bits(reference: Callable[..., Any], arguments: dict[str, Any]) -> Check:
+    """A check: the bits are those of a reference of the same arguments, as they are now."""
+    given = dict(arguments)
+
+    def check(result: Any) -> None:
+        both = result, reference(**given)
+        pairs = zip(*both, strict=True) if isinstance(result, tuple) else [both]
+        if any(bits(found) != bits(right) for found, right in pairs):
+            raise DifferenceError("other bits than the reference")
+
+    return check
 
 
 def rounding(dtype: torch.dtype) -> float:
     return 8 * torch.finfo(dtype).eps
 
 
-def matrices(generator: random.Random, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
+def iteration(generator: random.Random, **choices: list[Any]) -> tuple[dict[str, Any], float]:
+    """Arguments of a function of matrices, and how far its result may be from float64."""
     lead = generator.choice([(), (), (1,), (3,), (2, 2), (0,)])
     m, n = (generator.choice([1, 2, 3, 5, 8, 17, 33]) for _ in range(2))
     if generator.random() < 0.05:
         m = 0
-    return draw(generator, (*lead, m, n), generator.choice(dtypes))
-
-
-def accuracy(generator: random.Random, x: Tensor) -> tuple[torch.dtype | None, float]:
-    """A dtype of the iteration, and how far it may be from float64."""
-    dtype = generator.choice([None, None, *FLOATS])
-    used = dtype or (torch.float64 if x.dtype == torch.float64 else torch.float32)
-    return dtype, {torch.float16: 0.2, torch.bfloat16: 1.5}.get(used, 2e-2)
-
-
-def with_out(generator: random.Random, x: Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
+    x = draw(generator, (*lead, m, n), generator.choice(FLOATS))
+    given = {"x": x} | drawn(generator, dtype=[None, None, *FLOATS], **choices)
     if generator.random() < 0.3:
-        dtype = arguments.get("dtype") or x.dtype
-        arguments["out"] = restrided(generator, torch.zeros(x.shape, dtype=dtype))
-    return arguments
+        given["out"] = restrided(generator, torch.zeros(x.shape, dtype=given["dtype"] or x.dtype))
+    used = given["dtype"] or (torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return given, {torch.float16: 0.2, torch.bfloat16: 1.5}.get(used, 2e-2)
 
 
 def iterated(package: Package, x: Tensor, *schedule: Any) -> Tensor:
@@ -118,214 +150,149 @@ def iterated(package: Package, x: Tensor, *schedule: Any) -> Tensor:
     return found.mT if turned else found
 
 
-def same_bits(what: str, reference: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """A check: the bits are those of a reference of the same arguments, as they are now."""
-    given = dict(arguments)
-
-    def check(result: Any) -> None:
-        expected = reference(**given)
-        pairs = (
-            zip(result, expected, strict=True)
-            if isinstance(result, tuple)
-            else [(result, expected)]
-        )
-        if any(bits(found) != bits(right) for found, right in pairs):
-            raise DifferenceError(f"{what}: other bits than the reference")
-
-    return check
-
-
 @call("orthogonalize", written=("out",))
 def orthogonalize(package: Package, generator: random.Random) -> Made:
-    x = matrices(generator)
-    steps = generator.choice([1, 2, 5, 5, 8])
-    methods = ["auto", "polar_express", "gram_newton_schulz", "newton_schulz"]
-    methods += ["gram_polynomial"] * (steps == 5)
-    method = generator.choice(methods)
-    dtype, slack = accuracy(generator, x)
-    if method == "gram_polynomial" and dtype == torch.bfloat16:
-        dtype = None
-    arguments = {"x": x, "method": method, "steps": steps, "dtype": dtype}
+    methods = ["auto", "polar_express", "gram_newton_schulz", "newton_schulz", "gram_polynomial"]
+    given, slack = iteration(generator, steps=[1, 2, 5, 5, 8], method=methods)
+    if given["method"] == "gram_polynomial":
+        given["steps"] = 5
+        if given["dtype"] == torch.bfloat16:
+            given |= {"dtype": torch.float32, "out": None}
+    x, kept = given["x"], dict(given)
 
     def check(result: Tensor) -> None:
         if x.numel():
-            expected = exact(package.opt, package, x, method, steps, iterate_dtype=dtype)
-            close("orthogonalize", result, expected, slack)
+            method, steps, dtype = (kept[name] for name in ("method", "steps", "dtype"))
+            right = exact(package.opt, package, x, method, steps, iterate_dtype=dtype)
+            close(result, right, slack)
 
-    return with_out(generator, x, arguments), check
+    return given, check
 
 
 @call("newton_schulz", written=("out",), words=("a coefficient",))
 def newton_schulz(package: Package, generator: random.Random) -> Made:
-    x = matrices(generator)
-    dtype, slack = accuracy(generator, x)
-    steps = generator.choice([1, 3, 5])
-    rows = [
-        [generator.uniform(1, 1.5), generator.uniform(-0.5, 0), generator.uniform(0, 0.01)]
-    ] * steps
-    arguments = {"x": x, "steps": steps, "coefficients": rows, "dtype": dtype}
-
-    def check(result: Tensor) -> None:
-        close("newton_schulz", result, iterated(package, x, rows), slack)
-
-    return with_out(generator, x, arguments), check
+    given, slack = iteration(generator, steps=[1, 3, 5])
+    row = [generator.uniform(*ends) for ends in ((1, 1.5), (-0.5, 0), (0, 0.01))]
+    given["coefficients"] = rows = [row] * given["steps"]
+    x = given["x"]
+    return given, near(lambda: iterated(package, x, rows), slack)
 
 
 @call("gram_newton_schulz", written=("out",))
 def gram_newton_schulz(package: Package, generator: random.Random) -> Made:
-    x = matrices(generator)
-    dtype = generator.choice([None, torch.float32, torch.float64])
-    steps = generator.choice([1, 3, 5])
-    arguments = {"x": x, "steps": steps, "dtype": dtype}
+    given, _ = iteration(generator, steps=[1, 3, 5])
+    if given["dtype"] in (torch.float16, torch.bfloat16):
+        given |= {"dtype": None, "out": None}
     if generator.random() < 0.3:
-        arguments["restarts"] = generator.choice([[], [1], (1, 2)])
-        if steps < 3:
-            arguments["restarts"] = []
-    if generator.random() < 0.3:
-        name = generator.choice([*package.opt.COEFFICIENT_SETS])
-        arguments |= {"coefficients": name, "restarts": None}
-        arguments["steps"] = len(package.opt.COEFFICIENT_SETS[name].rows)
-    return with_out(generator, x, arguments)
+        some = [[], [1], (1, 2)] if given["steps"] >= 3 else [[]]
+        given["restarts"] = generator.choice(some)
+    elif generator.random() < 0.4:
+        name, table = generator.choice([*package.opt.COEFFICIENT_SETS.items()])
+        given |= {"coefficients": name, "restarts": None, "steps": len(table.rows)}
+    return given
+
+
+# Of polar_express_coefficients; the room that rounding needs is 0.02 or more.
+SCHEDULE = {"lower": [1e-3, 1e-2, 0.1, 1e-4], "safety": [0.02, 0.05], "cushion": [0.02, 0.1]}
 
 
 @call("polar_express", written=("out",))
 def polar_express(package: Package, generator: random.Random) -> Made:
-    x = matrices(generator)
-    dtype, slack = accuracy(generator, x)
-    options = schedule_options(generator)
-    steps = generator.choice([1, 4, 7])
+    given, slack = iteration(generator, steps=[1, 4, 7], **SCHEDULE)
+    x, options = given["x"], {name: given[name] for name in ("steps", *SCHEDULE)}
 
-    def check(result: Tensor) -> None:
-        rows = package.opt.polar_express_coefficients(steps, **options)
-        close("polar_express", result, iterated(package, x, rows, 1 + options["safety"]), 2 * slack)
+    def expected() -> Tensor:
+        rows = package.opt.polar_express_coefficients(**options)
+        return iterated(package, x, rows, 1 + options["safety"])
 
-    arguments = {"x": x, "steps": steps, "dtype": dtype, **options}
-    return with_out(generator, x, arguments), check
-
-
-def schedule_options(generator: random.Random) -> dict[str, float]:
-    return {
-        "lower": generator.choice([1e-3, 1e-2, 0.1, 1e-4]),
-        "safety": generator.choice([0.02, 0.05]),  # the room that rounding needs
-        "cushion": generator.choice([0.02, 0.1]),
-    }
+    return given, near(expected, 2 * slack)
 
 
 @call("polar_express_coefficients")
 def polar_express_coefficients(package: Package, generator: random.Random) -> Made:
-    options = schedule_options(generator)
-    steps = generator.choice([1, 2, 5, 9])
+    given = drawn(generator, steps=[1, 2, 5, 9], **SCHEDULE)
+    steps, lower = given["steps"], given["lower"]
 
-    def check(rows: Any) -> None:
-        sigma = torch.linspace(options["lower"], 1, 1000, dtype=torch.float64)
+    def right(rows: Any) -> bool:
+        sigma = torch.linspace(lower, 1, 1000, dtype=torch.float64)
         values = package("reference.orthogonalize").schedule_on_values(sigma, rows)
-        if len(rows) != steps or not values.isfinite().all() or not (values > 0).all():
-            raise DifferenceError(f"polar_express_coefficients{options}, {steps} steps: {rows}")
+        return len(rows) == steps and bool((values.isfinite() & (values > 0)).all())
 
-    return {"steps": steps, **options}, check
+    return given, holds(right)
 
 
-def lists(generator: random.Random, dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
-    count = generator.choice([0, 1, 1, 3, 5])
+def lists(generator: random.Random) -> list[Tensor]:
     shapes = [(5, 3), (8,), (1, 1), (2, 3, 4), (0, 3), (33, 17), ()]
     return [
-        draw(generator, generator.choice(shapes), generator.choice(dtypes)) for _ in range(count)
+        draw(generator, generator.choice(shapes), generator.choice(STEPPED))
+        for _ in range(generator.choice([0, 1, 1, 3, 5]))
     ]
-
-
-def wide(tensors: list[Tensor]) -> list[Tensor]:
-    return [torch.promote_types(x.dtype, torch.float32) for x in tensors]
 
 
 @call("kernels.momentum", written=("buffers", "out"), words=WORDS)
 def momentum(package: Package, generator: random.Random) -> Made:
-    grads = lists(generator, STEPPED)
+    grads = lists(generator)
     buffers = [draw(generator, g.shape, torch.float32) for g in grads]
     out = [restrided(generator, torch.zeros(g.shape)) for g in grads]
-    mu, nesterov = generator.choice([0.0, 0.5, 0.95]), generator.random() < 0.5
+    options = drawn(generator, mu=[0.0, 0.5, 0.95], nesterov=[True, False])
     form = generator.choice(["heavy_ball", "ema"])
-    old = [b.clone() for b in buffers]
+    old = [b.double() for b in buffers]
 
     def check(_: Any) -> None:
-        slow = package("reference.update")
+        slow = package("reference.update").momentum
         for grad, kept, buffer, found in zip(grads, old, buffers, out, strict=True):
-            expected = slow.momentum(
-                grad.double(), kept := kept.double(), mu, nesterov=nesterov, ema=form == "ema"
-            )
-            close("momentum", found, expected, 1e-5, (grad, buffer))
-            close("momentum: buffer", buffer, kept, 1e-5)
+            expected = slow(grad.double(), kept, **options, ema=form == "ema")
+            close(found, expected, 1e-5, grad, buffer)
+            close(buffer, kept, 1e-5)
 
-    arguments = {"grads": grads, "buffers": buffers, "out": out, "mu": mu, "nesterov": nesterov}
-    return arguments | {"form": form}, check
+    return {"grads": grads, "buffers": buffers, "out": out, **options, "form": form}, check
 
 
 @call("kernels.apply_update", written=("params",), words=WORDS)
 def apply_update(package: Package, generator: random.Random) -> Made:
-    params = lists(generator, STEPPED)
+    params = lists(generator)
     updates = [draw(generator, p.shape, torch.float32, strided=False) for p in params]
     factors = [generator.uniform(0.1, 2) for _ in params]
-    options: dict[str, Any] = {
-        "lr": generator.uniform(1e-3, 0.1),
-        "weight_decay": generator.choice([0.0, 0.1]),
-        "shaped_decay": generator.random() < 0.5,
-        "cautious": generator.random() < 0.5,
-    }
+    flags = drawn(generator, shaped_decay=[True, False], cautious=[True, False])
+    lr, wd = generator.uniform(1e-3, 0.1), generator.choice([0.0, 0.1])
     old = [p.clone() for p in params]
 
     def check(_: Any) -> None:
+        slow = package("reference.update").apply_update
         for param, kept, update, factor in zip(params, old, updates, factors, strict=True):
-            rate = options["lr"] * factor
-            decay = (rate if options["shaped_decay"] else options["lr"]) * options["weight_decay"]
-            expected = kept.double()
-            package("reference.update").apply_update(
-                expected, update, lr=rate, decay=decay, cautious=options["cautious"]
-            )
-            terms = kept, rate * update.norm()
-            close("apply_update", param, expected, rounding(param.dtype), terms)
+            rate, expected = lr * factor, kept.double()
+            decay = (rate if flags["shaped_decay"] else lr) * wd
+            slow(expected, update, lr=rate, decay=decay, cautious=flags["cautious"])
+            close(param, expected, rounding(param.dtype), kept, rate * update.norm())
 
-    return {"params": params, "updates": updates, "factors": factors, **options}, check
+    given = {"params": params, "updates": updates, "factors": factors, **flags}
+    return given | {"lr": lr, "weight_decay": wd}, check
 
 
 @call("kernels.adamw", written=("params", "exp_avgs", "exp_avg_sqs", "steps"), words=WORDS)
 def adamw(package: Package, generator: random.Random) -> Made:
-    params = lists(generator, STEPPED)
+    params = lists(generator)
     grads = [draw(generator, p.shape, p.dtype) for p in params]
     averages = [draw(generator, p.shape, torch.float32) for p in params]
     squares = [draw(generator, p.shape, torch.float32).abs() for p in params]
     steps = [torch.tensor(float(generator.randrange(20))) for _ in params]
-    options = {
-        "lr": generator.uniform(1e-3, 0.1),
-        "betas": generator.choice([(0.9, 0.95), (0.5, 0.999)]),
-        "eps": 1e-8,
-        "weight_decay": generator.choice([0.0, 0.1]),
-    }
-    old = [
-        [x.double() for x in of_one]
-        for of_one in zip(params, averages, squares, steps, strict=True)
-    ]
+    options = drawn(generator, betas=[(0.9, 0.95), (0.5, 0.999)], weight_decay=[0.0, 0.1])
+    options |= {"lr": generator.uniform(1e-3, 0.1), "eps": 1e-8}
+    state = {"params": params, "exp_avgs": averages, "exp_avg_sqs": squares, "steps": steps}
+    old = [[x.double() for x in one] for one in zip(*state.values(), strict=True)]
 
     def check(_: Any) -> None:
-        for param, grad, kept in zip(params, grads, old, strict=True):
-            value, average, square, step = kept
-            package("reference.update").adamw(
-                value, grad.double(), average, square, step, **options
-            )
-            close("adamw", param, value, rounding(param.dtype) + 1e-5)
+        slow = package("reference.update").adamw
+        for param, grad, (value, *kept) in zip(params, grads, old, strict=True):
+            slow(value, grad.double(), *kept, **options)
+            close(param, value, rounding(param.dtype) + 1e-5)
 
-    return {
-        "params": params,
-        "grads": grads,
-        "exp_avgs": averages,
-        "exp_avg_sqs": squares,
-        "steps": steps,
-        **options,
-    }, check
+    return {"grads": grads, **state, **options}, check
 
 
 @call("kernels.symmetric_matmul", written=("out",))
 def symmetric_matmul(package: Package, generator: random.Random) -> Made:
-    dtype = generator.choice(STEPPED)
-    lead = generator.choice([(), (2,), (2, 2)])
+    dtype, lead = generator.choice(STEPPED), generator.choice([(), (2,), (2, 2)])
     m, k = (generator.choice([1, 3, 8, 17]) for _ in range(2))
     a = draw(generator, (*lead, m, k), dtype)
     options: dict[str, Any] = {"alpha": 0.5, "diag": generator.choice([0.0, 1.5])}
@@ -336,23 +303,25 @@ def symmetric_matmul(package: Package, generator: random.Random) -> Made:
         options["scale"] = draw(generator, lead)
 
     def check(result: Tensor) -> None:
-        expected = package("reference.products").symmetric_matmul(a, **options)
-        close("symmetric_matmul", result, expected, 20 * rounding(dtype))
+        close(result, package("reference.products").symmetric_matmul(a, **options), 20 * slack)
         if bits(result) != bits(result.mT.contiguous()):
-            raise DifferenceError("symmetric_matmul: the result is not symmetric")
+            raise DifferenceError("the result is not symmetric")
 
+    slack = rounding(dtype)
     return {"A": a, **options}, check
+
+
+def some_ids(generator: random.Random, high: int) -> Tensor:
+    count = generator.randint(0, 4)
+    return torch.tensor([generator.randrange(high) for _ in range(count)], dtype=torch.int64)
 
 
 @call("nf4_quantize")
 def nf4_quantize(package: Package, generator: random.Random) -> Made:
-    dtype = generator.choice(STEPPED)
     shape = generator.choice([(64,), (3, 65), (0,), (2, 32, 4), (1,), (7, 9)])
-    weight = draw(generator, shape, dtype, strided=False)
-    blocksize, quant_type = generator.choice([32, 64, 128]), generator.choice(["nf4", "fp4"])
-
-    arguments = {"weight": weight, "blocksize": blocksize, "quant_type": quant_type}
-    return arguments, same_bits("nf4_quantize", package("reference.nf4").nf4_quantize, arguments)
+    given = drawn(generator, blocksize=[32, 64, 128], quant_type=["nf4", "fp4"])
+    given["weight"] = draw(generator, shape, generator.choice(STEPPED), strided=False)
+    return given, same_bits(package("reference.nf4").nf4_quantize, given)
 
 
 @call("nf4_dequant", also=(RuntimeError,))
@@ -360,37 +329,36 @@ def nf4_dequant(package: Package, generator: random.Random) -> Made:
     experts, shape = generator.randint(1, 4), generator.choice([(8, 16), (64,), (3, 32)])
     weight = draw(generator, (experts, *shape), strided=False)
     packed, absmax = package.opt.nf4_quantize(weight, 32)
-    ids = integers_below(generator, experts)
-    arguments: dict[str, Any] = {
-        "packed": packed,
-        "absmax": absmax,
-        "active_experts": ids,
-        "expert_shape": shape,
-        "blocksize": 32,
-        "dtype": generator.choice(STEPPED),
-    }
+    given: dict[str, Any] = {"packed": packed, "absmax": absmax, "expert_shape": shape}
+    given |= {"active_experts": some_ids(generator, experts), "blocksize": 32}
+    given["dtype"] = generator.choice(STEPPED)
     if generator.random() < 0.3:
         nested = package("reference.nf4").nest_absmax(absmax)
         names = ("absmax", "absmax_code", "absmax_scale", "absmax_offset")
-        arguments |= dict(zip(names, nested, strict=True))
+        given |= dict(zip(names, nested, strict=True))
+    return given, same_bits(package("reference.nf4").nf4_dequant, given)
 
-    return arguments, same_bits("nf4_dequant", package("reference.nf4").nf4_dequant, arguments)
+
+def _dequant(name: str, **more: Any) -> None:
+    @call(f"{name}_dequant", also=(IndexError,))  # of an id that names no expert
+    def dequant(package: Package, generator: random.Random) -> Made:
+        experts, shape = generator.randint(1, 4), generator.choice([(8, 32), (3, 64), (33, 96)])
+        weight = draw(generator, (experts, *shape), generator.choice(STEPPED))
+        packed, scales = getattr(package.opt, f"{name}_quantize")(weight)
+        given = {"packed": packed, "scales": scales, "expert_shape": shape, **more}
+        given |= {"active_experts": some_ids(generator, experts)}
+        given["dtype"] = generator.choice(STEPPED)
+        reference = getattr(package(f"reference.{name}"), f"{name}_dequant")
+        return given, same_bits(reference, given)
 
 
-def _block_scales(package: Package, generator: random.Random, name: str) -> dict[str, Any]:
-    """A stack in MXFP4 or FP8, and which of its experts are decoded."""
-    experts, shape = generator.randint(1, 4), generator.choice([(8, 32), (3, 64), (33, 96)])
-    weight = draw(generator, (experts, *shape), generator.choice(STEPPED))
-    packed, scales = getattr(package.opt, f"{name}_quantize")(weight)
-    ids = integers_below(generator, experts)
-    arguments = {"packed": packed, "scales": scales, "active_experts": ids, "expert_shape": shape}
-    return arguments | {"dtype": generator.choice(STEPPED)}
+_dequant("mxfp4")
+_dequant("fp8", block=(128, 128))
 
 
 @call("mxfp4_quantize")
 def mxfp4_quantize(package: Package, generator: random.Random) -> Made:
-    weight = draw(generator, generator.choice([(2, 32), (3, 5, 64), (96,)]))
-    return {"weight": weight}
+    return {"weight": draw(generator, generator.choice([(2, 32), (3, 5, 64), (96,)]))}
 
 
 @call("fp8_quantize")
@@ -399,38 +367,16 @@ def fp8_quantize(package: Package, generator: random.Random) -> Made:
     return {"weight": weight, "block": generator.choice([(128, 128), (1, 0), (0, 0)])}
 
 
-@call("mxfp4_dequant", also=(IndexError,))  # of an id that names no expert
-def mxfp4_dequant(package: Package, generator: random.Random) -> Made:
-    arguments = _block_scales(package, generator, "mxfp4")
-    slow = package("reference.mxfp4").mxfp4_dequant
-    return arguments, same_bits("mxfp4_dequant", slow, arguments)
-
-
-@call("fp8_dequant", also=(IndexError,))  # of an id that names no expert
-def fp8_dequant(package: Package, generator: random.Random) -> Made:
-    arguments = _block_scales(package, generator, "fp8") | {"block": (128, 128)}
-    return arguments, same_bits("fp8_dequant", package("reference.fp8").fp8_dequant, arguments)
-
-
-def integers_below(generator: random.Random, high: int) -> Tensor:
-    count = generator.randint(0, 4)
-    return torch.tensor([generator.randrange(high) for _ in range(count)], dtype=torch.int64)
-
-
 @call("explain")
 def explain(package: Package, generator: random.Random) -> Made:
-    op = generator.choice([*package("explain").EXPLAINERS])
-    arguments: dict[str, Any] = {"op": op, "device": generator.choice(["cpu", torch.device("cpu")])}
-    if op == "orthogonalize":
-        arguments |= {"shape": (8, 5), "dtype": generator.choice(FLOATS), "steps": 5}
-    elif op in ("expert_sort", "grouped_lora_linear", "combine", "glu"):
-        arguments |= {"dtype": generator.choice(FLOATS), "backend": "auto"}
-
-    def check(text: Any) -> None:
-        if not isinstance(text, str) or not text:
-            raise DifferenceError(f"explain({op}) says {text!r}")
-
-    return arguments, check
+    given = drawn(
+        generator, op=[*package("explain").EXPLAINERS], device=["cpu", torch.device("cpu")]
+    )
+    if given["op"] == "orthogonalize":
+        given |= {"shape": (8, 5), "dtype": generator.choice(FLOATS), "steps": 5}
+    elif given["op"] in ("expert_sort", "grouped_lora_linear", "combine", "glu"):
+        given |= {"dtype": generator.choice(FLOATS), "backend": "auto"}
+    return given, holds(lambda text: isinstance(text, str) and bool(text))
 
 
 class Small(nn.Module):
@@ -448,90 +394,70 @@ class Small(nn.Module):
 def get_default_muon_param_groups(package: Package, generator: random.Random) -> Made:
     model = Small()
 
-    def check(groups: Any) -> None:
-        held = [p for group in groups for p in group["params"]]
-        if len(held) != len({*map(id, held)}) or len(held) != len([*model.parameters()]):
-            raise DifferenceError("get_default_muon_param_groups loses or repeats parameters")
+    def right(groups: Any) -> bool:
+        """No parameter is lost or repeated."""
+        held = [id(p) for group in groups for p in group["params"]]
+        return sorted(held) == sorted(map(id, model.parameters()))
 
-    return {"model": model, "is_muon_func": package.opt.default_is_muon}, check
+    return {"model": model, "is_muon_func": package.opt.default_is_muon}, holds(right)
 
 
 @call("default_is_muon")
 def default_is_muon(package: Package, generator: random.Random) -> Made:
-    name = generator.choice(
-        ["layers.0.q_proj.weight", "lm_head.weight", "norm.bias", "", "a" * 999]
-    )
+    names = ["layers.0.q_proj.weight", "lm_head.weight", "norm.bias", "", "a" * 999]
     param = draw(generator, generator.choice([(3, 4), (3,), (), (2, 3, 4), (0, 2)]))
-
-    def check(result: Any) -> None:
-        if not isinstance(result, bool):
-            raise DifferenceError(f"default_is_muon returned {result!r}")
-
-    return {"name": name, "param": param}, check
+    given = {"name": generator.choice(names), "param": param}
+    return given, holds(lambda result: isinstance(result, bool))
 
 
-def constructor(front: str) -> Maker:
-    def make(package: Package, generator: random.Random) -> Call:
+def _constructor(front: str) -> None:
+    @call(front, words=("group", "parameter"))
+    def constructor(package: Package, generator: random.Random) -> Made:
         source = Source(generator)
-        given = [source.group(muon=True), source.group(muon=False)]
-        mark = "Muon" if front == "Muon" else "MuonAdamW"
-        groups = []
-        for group in given:
-            params = [nn.Parameter(one.value()) for one in group.params]
-            groups.append(group.make(mark, params))
+        groups = [
+            given.make(front, [nn.Parameter(one.value()) for one in given.params])
+            for given in (source.group(muon=True), source.group(muon=False))
+        ]
 
         def check(optimizer: Any) -> None:
             params = [p for group in optimizer.param_groups for p in group["params"]]
             for param in params:
                 param.grad = torch.ones_like(param)
             optimizer.step()
-            if not all(param.isfinite().all() for param in params):
-                raise DifferenceError(f"{front} made a parameter infinite")
+            finite(tuple(params))
 
-        arguments: dict[str, Any] = {"params" if front == "Muon" else "param_groups": groups}
-        if front == "Muon":
-            arguments |= {"lr": 0.01, "momentum": 0.9, "ns_steps": 5, "adamw_eps": 1e-8}
-            arguments |= {"method": "auto", "split_sizes": None, "adamw_betas": (0.9, 0.95)}
-            arguments |= {"warmup_step": 1, "chunk_size": -1}
-        arguments |= {"distributed": None, "debug": False, "clip_config": None}
-        return Call(
-            front, getattr(package.opt, front), arguments, check, words=("group", "parameter")
-        )
-
-    return make
+        given: dict[str, Any] = {"distributed": None, "debug": False, "clip_config": None}
+        if front == "MuonAdamW":
+            return {"param_groups": groups, **given}, check
+        given |= {"lr": 0.01, "momentum": 0.9, "ns_steps": 5, "adamw_eps": 1e-8, "params": groups}
+        given |= {"method": "auto", "split_sizes": None, "adamw_betas": (0.9, 0.95)}
+        return given | {"warmup_step": 1, "chunk_size": -1}, check
 
 
-for _front in ("Muon", "MuonAdamW"):
-    CALLS[_front] = constructor(_front)
+_constructor("Muon")
+_constructor("MuonAdamW")
 
 
 @call("DistributedConfig")
 def distributed_config(package: Package, generator: random.Random) -> Made:
-    arguments = {
-        "wire_dtype": generator.choice([None, torch.float16, torch.float32]),
-        "prefetch": generator.randint(1, 4),
-        "chunk_size": generator.choice([-1, 1, 8]),
-        "in_flight_bytes": generator.choice([1, 2**20]),
-        "cuda_graphs": generator.random() < 0.5,
-        "timeout": generator.choice([1, 0.5]),
-    }
-
-    def check(config: Any) -> None:
-        if any(getattr(config, name) != value for name, value in arguments.items()):
-            raise DifferenceError(f"DistributedConfig took {config} for {arguments}")
-
-    return arguments, check
+    given = drawn(
+        generator,
+        wire_dtype=[None, torch.float16, torch.float32],
+        prefetch=[1, 2, 3, 4],
+        chunk_size=[-1, 1, 8],
+        in_flight_bytes=[1, 2**20],
+        cuda_graphs=[True, False],
+        timeout=[1, 0.5],
+    )
+    kept = dict(given)
+    return given, holds(lambda made: all(getattr(made, k) == v for k, v in kept.items()))
 
 
 def stepped(package: Package, generator: random.Random) -> Run:
     """An optimizer after one step."""
-    source = Source(generator)
-    front = generator.choice(["Muon", "MuonAdamW"])
+    source, front = Source(generator), generator.choice(["Muon", "MuonAdamW"])
     given = [source.group(muon=True), source.group(muon=False)]
-    for group in given:
-        group.options["adjust_lr_fn"] = "original"
-        if not group.muon:
-            del group.options["adjust_lr_fn"]
+    given[0].options["adjust_lr_fn"] = "original"
     values = {one.name: one.value() for group in given for one in group.params}
     run = Run(package.opt, front, given, {}).make(values, [{} for _ in given])
     for param in run.params.values():
@@ -546,7 +472,6 @@ def step(package: Package, generator: random.Random) -> Call:
     name, param = generator.choice([*run.params.items()])
     for one in run.params.values():
         one.grad = torch.ones_like(one)
-    grad = torch.ones_like(param)
 
     def call_step(grad: Any, qk_logits: Any = None) -> None:
         try:
@@ -555,61 +480,48 @@ def step(package: Package, generator: random.Random) -> Call:
             raise ValueError(f"grad: {error}") from error
         run.optimizer.step(qk_logits=qk_logits)
 
-    return Call(
-        "step", call_step, {"grad": grad, "qk_logits": None}, None, words=("gradient", name)
-    )
+    given = {"grad": torch.ones_like(param), "qk_logits": None}
+    return Call("step", call_step, given, words=("gradient", name))
 
 
-@call(
-    "load_state_dict",
-    words=("group", "state", "loaded", "params", "saved", "zip()", "dictionary update"),
-)
+LOADED = ("group", "state", "loaded", "params", "saved", "zip()", "dictionary update")
+
+
+@call("load_state_dict", words=LOADED)
 def load_state_dict(package: Package, generator: random.Random) -> Made:
     run = stepped(package, generator)
-    saved = run.optimizer.state_dict()
-    before = run.snapshot()
+    saved, before = run.optimizer.state_dict(), run.snapshot()
+    number = generator.choice([*saved["state"]])
 
     def load(groups: Any, state: Any) -> None:
-        from ._problem import assert_unchanged
-
+        states = {**saved["state"], number: state}
         try:
-            run.optimizer.load_state_dict({"param_groups": groups, "state": state})
+            run.optimizer.load_state_dict({"param_groups": groups, "state": states})
         except (ValueError, TypeError):
             assert_unchanged(run, before, "after a refused load")
             raise
 
-    numbers = [*saved["state"]]
-    number = generator.choice(numbers)
     groups = [{**group} for group in saved["param_groups"]]
-
-    def load_one(groups: Any, state: Any) -> None:
-        load(groups, {**saved["state"], number: state})
-
-    return {"groups": groups, "state": dict(saved["state"][number])}, None, load_one
+    return {"groups": groups, "state": dict(saved["state"][number])}, None, load
 
 
 @call("save_optimizer", also=(OSError,), words=("path",))
 def save_optimizer(package: Package, generator: random.Random) -> Made:
-    run = stepped(package, generator)
-    name = generator.choice(["save_optimizer", "save_optimizer_async"])
+    save = getattr(package.opt, generator.choice(["save_optimizer", "save_optimizer_async"]))
 
     def saved(optimizer: Any, folder: Any) -> None:
-        pending = getattr(package.opt, name)(optimizer, folder)
+        pending = save(optimizer, folder)
         if pending is not None:
             pending.wait()
 
-    return (
-        {"optimizer": run.optimizer, "folder": package.folder / f"a{generator.random()}"},
-        None,
-        saved,
-    )
+    optimizer = stepped(package, generator).optimizer
+    return {"optimizer": optimizer, "folder": package.new_path()}, None, saved
 
 
 @call("load_optimizer")
 def load_optimizer(package: Package, generator: random.Random) -> Call:
-    run = stepped(package, generator)
-    folder = package.folder / f"b{generator.random()}"
-    package.opt.save_optimizer(run.optimizer, folder)
+    optimizer, folder = stepped(package, generator).optimizer, package.new_path()
+    package.opt.save_optimizer(optimizer, folder)
     path = folder / "optimizer.safetensors"
     data = path.read_bytes()
 
@@ -619,52 +531,33 @@ def load_optimizer(package: Package, generator: random.Random) -> Call:
         package.opt.load_optimizer(optimizer, folder)
 
     if generator.random() < 0.6:
-        place = generator.randrange(len(data))
-        data = generator.choice([data[:place], data[place:], data + b"x", b"", data[:8] + data[9:]])
-    arguments = {"optimizer": run.optimizer, "content": data, "folder": folder}
-    words = (str(folder), "safetensors", "checkpoint", "path")
-    return Call(
-        "load_optimizer", load, arguments, None, ("content",), (OSError,), words, ("content",)
-    )
+        at = generator.randrange(len(data))
+        data = generator.choice([data[:at], data[at:], data + b"x", b"", data[:8] + data[9:]])
+    given = {"optimizer": optimizer, "content": data, "folder": folder}
+    words, kept = (str(folder), "safetensors", "checkpoint", "path"), ("content",)
+    return Call("load_optimizer", load, given, None, kept, (OSError,), words, kept)
 
 
 @call("convert_state_dict", words=("state", "group", "param"))
 def convert_state_dict(package: Package, generator: random.Random) -> Made:
     matrix, vector = (nn.Parameter(draw(generator, shape)) for shape in ((5, 3), (4,)))
-    muon = torch.optim.Muon([matrix], lr=0.1)
-    other = torch.optim.AdamW([vector], lr=0.1)
-    for param in (matrix, vector):
+    theirs = torch.optim.Muon([matrix], lr=0.1), torch.optim.AdamW([vector], lr=0.1)
+    for param, optimizer in zip((matrix, vector), theirs, strict=True):
         param.grad = torch.ones_like(param)
-    muon.step(), other.step()
-    ours = package.opt.MuonAdamW(
-        [
-            {"kind": "muon", "params": [matrix], "lr": 0.1},
-            {"kind": "adamw", "params": [vector], "lr": 0.1},
-        ]
-    )
-    saved = [muon.state_dict(), other.state_dict()]
+        optimizer.step()
+    kinds = {"muon": matrix, "adamw": vector}
+    ours = package.opt.MuonAdamW([{"kind": k, "params": [p], "lr": 0.1} for k, p in kinds.items()])
 
     def check(converted: Any) -> None:
         ours.load_state_dict(converted)
-        close("converted", ours.state[vector]["exp_avg"], other.state[vector]["exp_avg"], 1e-6)
+        close(ours.state[vector]["exp_avg"], theirs[1].state[vector]["exp_avg"], 1e-6)
 
+    saved = [optimizer.state_dict() for optimizer in theirs]
     return {"optimizer": ours, "saved": saved, "source": "torch"}, check
 
 
 @call("profile_steps", also=(ImportError,))
 def profile_steps(package: Package, generator: random.Random) -> Made:
     """The callback is only made: profiling takes seconds."""
-    return (
-        {"start": 1, "count": 2, "out": package.folder / "trace.json"},
-        None,
-        package.opt.ProfileCallback,
-    )
-
-
-def finite(result: Any) -> None:
-    """Of functions without another reference."""
-    tensors = list(result if isinstance(result, tuple) else (result,))
-    for tensor in tensors:
-        floating = isinstance(tensor, Tensor) and tensor.is_floating_point()
-        if floating and not tensor.isfinite().all():
-            raise DifferenceError("finite arguments gave something infinite")
+    given = {"start": 1, "count": 2, "out": package.new_path()}
+    return given, None, package.opt.ProfileCallback

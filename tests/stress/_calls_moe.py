@@ -12,184 +12,164 @@ from torch import Tensor, nn
 
 from ..moe._eager import LayerProblem, Problem, eager, eager_layer, predecessors
 from ._arguments import FLOATS, Call, draw, integers, restrided
-from ._calls import STEPPED, Made, Package, bits, call, close, finite, rounding
+from ._calls import (
+    STEPPED,
+    Made,
+    Package,
+    bits,
+    call,
+    close,
+    drawn,
+    finite,
+    holds,
+    near,
+    rounding,
+)
 from ._problem import DifferenceError
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "gpt_oss")
 BACKENDS = ("auto", "auto", "auto", "reference")
+CPU = torch.device("cpu")
 
 
-def problem_of(generator: random.Random, **fixed: Any) -> Problem:
-    gates = generator.random() < 0.4
-    options = {
-        "tokens": generator.choice([0, 1, 5, 17]),
-        "top_k": generator.choice([1, 2, 3]),
-        "experts": generator.choice([3, 4]),
-        "k": generator.choice([4, 7, 16]),
-        "n": generator.choice([3, 8]),
-        "rank": generator.choice([None, 1, 4]),
-        "scaling": generator.choice([2.0, 0.5]),
-        "dtype": generator.choice(FLOATS),
-        "bias": generator.random() < 0.4,
-        "gates": gates,
-        "grouped_in": generator.random() < 0.4,
-        "grouped_out": not gates and generator.random() < 0.4,
-        "peft": generator.random() < 0.4,
-        "routing": generator.choice(["random", "one", "gap", "sentinels", "all-sentinels"]),
-    }
-    return Problem(**options | fixed)
-
-
-def detached(tensors: dict[str, Tensor | None]) -> dict[str, Any]:
-    return {name: None if x is None else x.detach() for name, x in tensors.items()}
+def product(
+    generator: random.Random, **fixed: Any
+) -> tuple[Problem, dict[str, Tensor | None], Tensor, Callable[[Tensor], None]]:
+    """A problem of the grouped product, its operands, its ids and the check of a result."""
+    options = drawn(
+        generator,
+        tokens=[0, 1, 5, 17],
+        top_k=[1, 2, 3],
+        experts=[3, 4],
+        k=[4, 7, 16],
+        n=[3, 8],
+        rank=[None, 1, 4],
+        scaling=[2.0, 0.5],
+        dtype=FLOATS,
+        routing=["random", "one", "gap", "sentinels", "all-sentinels"],
+    )
+    for flag in ("bias", "gates", "grouped_in", "grouped_out", "peft"):
+        options[flag] = generator.random() < 0.4
+    options["grouped_out"] &= not options["gates"]
+    problem = Problem(**options | fixed)
+    ids = problem.ids(CPU, generator.randrange(100))
+    leaves = problem.inputs(CPU, generator.randrange(100))
+    leaves = {name: None if x is None else x.detach() for name, x in leaves.items()}
+    right = near(lambda: eager(problem, leaves, ids, torch.float64), 20 * rounding(problem.dtype))
+    return problem, leaves, ids, right
 
 
 @call("moe.grouped_lora_linear")
 def grouped_lora_linear(package: Package, generator: random.Random) -> Made:
-    problem = problem_of(generator)
-    ids = problem.ids(torch.device("cpu"), generator.randrange(100))
+    problem, leaves, ids, right = product(generator)
     order = package.opt.moe.expert_sort(ids, problem.experts)
-    leaves = problem.inputs(torch.device("cpu"), generator.randrange(100))
-    seen = problem.views(detached(leaves))
-
-    def check(result: Tensor) -> None:
-        expected = eager(problem, detached(leaves), ids, torch.float64)
-        close(f"grouped_lora_linear {problem}", result, expected, 20 * rounding(problem.dtype))
-
-    return {
-        **seen,
-        "order": order,
-        "scaling": problem.scaling,
-        "grouped_in": problem.grouped_in,
-        "grouped_out": problem.grouped_out,
-        "backend": generator.choice(BACKENDS),
-    }, check
+    names = ("scaling", "grouped_in", "grouped_out")
+    given = {**problem.views(leaves), "order": order, "backend": generator.choice(BACKENDS)}
+    return given | {name: getattr(problem, name) for name in names}, right
 
 
 @call("moe.parallel_linear_lora", words=("lora_a", "lora_b", "weight", "order", "x must"))
 def parallel_linear_lora(package: Package, generator: random.Random) -> Made:
-    problem = problem_of(generator, routing="random", peft=False, bias=False, gates=False, tokens=6)
-    ids = problem.ids(torch.device("cpu"), generator.randrange(100))
+    fixed = {"routing": "random", "peft": False, "bias": False, "gates": False, "tokens": 6}
+    problem, leaves, ids, right = product(generator, **fixed)
     order = package.opt.moe.expert_sort(ids, problem.experts)
-    leaves = detached(problem.inputs(torch.device("cpu"), generator.randrange(100)))
-
-    def check(result: Tensor) -> None:
-        expected = eager(problem, leaves, ids, torch.float64)
-        close(f"parallel_linear_lora {problem}", result, expected, 20 * rounding(problem.dtype))
-
-    return predecessors(problem, leaves, ids, order.slots), check
+    return predecessors(problem, leaves, ids, order.slots), right
 
 
 @call("moe.expert_sort")
 def expert_sort(package: Package, generator: random.Random) -> Made:
-    experts = generator.choice([1, 3, 8, 300])
-    shape = (generator.choice([0, 1, 5, 40]), generator.choice([1, 2, 4]))
+    given = drawn(
+        generator,
+        num_experts=[1, 3, 8, 300],
+        backend=BACKENDS,
+        tile_rows=[None, 16, 32, 64],
+    )
+    experts, shape = (
+        given["num_experts"],
+        (generator.choice([0, 1, 5, 40]), generator.choice([1, 2])),
+    )
     dtype = generator.choice([torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
-    high = min(experts + 2, 100)
-    ids = restrided(generator, integers(generator, 0, high, shape).to(dtype))
+    ids = integers(generator, 0, min(experts + 2, 100), shape).to(dtype)
     if dtype.is_signed and ids.numel() and generator.random() < 0.3:
         ids[0, 0] = -1
+    ids = restrided(generator, ids)
 
     def check(order: Any) -> None:
         expected = package("reference.moe").expert_sort(ids, experts, order.tile_rows)
         found = (order.slots, order.rows, order.offsets, order.tiles)
-        for one, other in zip(found, expected, strict=True):
-            if not torch.equal(one, other):
-                raise DifferenceError("moe.expert_sort: another order than the reference")
+        if not all(map(torch.equal, found, expected)):
+            raise DifferenceError("another order than the reference")
 
-    arguments = {"expert_ids": ids, "num_experts": experts, "backend": generator.choice(BACKENDS)}
-    arguments["tile_rows"] = generator.choice([None, 16, 32, 64])
-    return arguments, check
+    return {"expert_ids": ids, "backend": generator.choice(BACKENDS), **given}, check
 
 
 @call("kernels.combine")
 def combine(package: Package, generator: random.Random) -> Made:
-    tokens, k, n = generator.choice([1, 4, 9]), generator.choice([1, 2, 3]), 5
-    ids = integers(generator, 0, 5, (tokens, k))  # 4 is a sentinel
-    order = package.opt.moe.expert_sort(ids, 4)
-    rows, offsets = order.rows, order.offsets
-    y = draw(generator, (tokens * k, n), generator.choice(FLOATS))
+    tokens, k = generator.choice([1, 4, 9]), generator.choice([1, 2, 3])
+    order = package.opt.moe.expert_sort(integers(generator, 0, 5, (tokens, k)), 4)  # 4: a sentinel
+    y = draw(generator, (tokens * k, 5), generator.choice(FLOATS))
     gates = draw(generator, (tokens, k)) if generator.random() < 0.7 else None
+    rest = {"rows": order.rows, "offsets": order.offsets, "top_k": k}
 
-    def check(result: Tensor) -> None:
+    def expected() -> Tensor:
         wide = None if gates is None else gates.double()
-        expected = package("reference.moe").combine(y.double(), wide, rows, offsets, k)
-        close("combine", result, expected, 8 * rounding(y.dtype))
+        return package("reference.moe").combine(y.double(), wide, order.rows, order.offsets, k)
 
-    return {"y": y, "gates": gates, "rows": rows, "offsets": offsets, "top_k": k}, check
+    return {"y": y, "gates": gates, **rest}, near(expected, 8 * rounding(y.dtype))
 
 
 @call("moe.glu")
 def glu(package: Package, generator: random.Random) -> Made:
     x = draw(generator, (generator.choice([0, 1, 7]), 2 * generator.choice([1, 4, 9])))
     x = x.to(generator.choice(FLOATS))
-    activation, interleaved = generator.choice(ACTIVATIONS), generator.random() < 0.5
-
-    def check(result: Tensor) -> None:
-        expected = package("reference.glu").glu(x.double(), activation, interleaved)
-        close("glu", result, expected, 4 * rounding(x.dtype))
-
-    arguments = {"gate_up": x, "activation": activation, "interleaved": interleaved}
-    return arguments | {"backend": "auto"}, check
+    options = drawn(generator, activation=ACTIVATIONS, interleaved=[True, False])
+    slow = package("reference.glu").glu
+    right = near(lambda: slow(x.double(), *options.values()), 4 * rounding(x.dtype))
+    return {"gate_up": x, "backend": "auto", **options}, right
 
 
 @call("moe.softmax_top_k")
 def softmax_top_k(package: Package, generator: random.Random) -> Made:
     lead, experts = generator.choice([(), (3,), (2, 3), (0,)]), generator.choice([1, 4, 9])
     logits = draw(generator, (*lead, experts), generator.choice(FLOATS))
-    k = generator.randint(1, experts)
     norm = generator.random() < 0.5
 
     def check(result: tuple[Tensor, Tensor]) -> None:
-        index, weights = result
-        probabilities = logits.double().softmax(-1).gather(-1, index)
-        if norm:
-            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
-        close("softmax_top_k", weights, probabilities, 1e-5)
+        expected = logits.double().softmax(-1).gather(-1, result[0])
+        close(result[1], expected / expected.sum(-1, keepdim=True) if norm else expected, 1e-5)
 
-    return {"router_logits": logits, "top_k": k, "norm_topk_prob": norm}, check
+    given = {"router_logits": logits, "top_k": generator.randint(1, experts)}
+    return given | {"norm_topk_prob": norm}, check
 
 
 @call("moe.group_top_k")
 def group_top_k(package: Package, generator: random.Random) -> Made:
     groups = generator.choice([1, 2, 4])
-    logits = draw(generator, (5, 4 * groups), generator.choice(FLOATS))
     kept = generator.randint(1, groups)
-    k = generator.randint(1, 4 * kept)
-    arguments: dict[str, Any] = {
-        "router_logits": logits,
-        "top_k": k,
-        "score": generator.choice(["sigmoid", "softmax"]),
-        "correction_bias": draw(generator, (4 * groups,)) if generator.random() < 0.5 else None,
-        "n_group": groups,
-        "topk_group": kept,
-        "norm_topk_prob": generator.random() < 0.5,
-        "routed_scaling_factor": generator.choice([1.0, 2.5]),
-    }
+    given: dict[str, Any] = drawn(
+        generator,
+        score=["sigmoid", "softmax"],
+        norm_topk_prob=[True, False],
+        routed_scaling_factor=[1.0, 2.5],
+        top_k=[*range(1, 4 * kept + 1)],
+    )
+    given |= {"n_group": groups, "topk_group": kept}
+    given["router_logits"] = draw(generator, (5, 4 * groups), generator.choice(FLOATS))
+    given["correction_bias"] = draw(generator, (4 * groups,)) if generator.random() < 0.5 else None
+    asked = dict(given)
 
     def check(result: tuple[Tensor, Tensor]) -> None:
         index, weights = result
-        if index.shape != (5, k) or any(len(set(row)) != k for row in index.tolist()):
-            raise DifferenceError(f"group_top_k chose {index.tolist()}")
-        wide = logits.double()
-        scores = wide.sigmoid() if arguments["score"] == "sigmoid" else wide.softmax(-1)
+        if any(len(set(row)) != asked["top_k"] for row in index.tolist()):
+            raise DifferenceError(f"chose {index.tolist()}")
+        wide = asked["router_logits"].double()
+        scores = wide.sigmoid() if asked["score"] == "sigmoid" else wide.softmax(-1)
         expected = scores.gather(-1, index)
-        if arguments["norm_topk_prob"]:
+        if asked["norm_topk_prob"]:
             expected = expected / expected.sum(-1, keepdim=True)
-        expected = expected * arguments["routed_scaling_factor"]
-        close("group_top_k", weights, expected, 1e-4)
+        close(weights, expected * asked["routed_scaling_factor"], 1e-4)
 
-    return dict(arguments), check
-
-
-@call("moe.select_experts")
-def select_experts(package: Package, generator: random.Random) -> Made:
-    rule = package.opt.moe.RouterRule(generator.choice(["softmax", "sigmoid"]), 2)
-    return {
-        "router_logits": draw(generator, (5, 6)),
-        "rule": rule,
-        "correction_bias": None if generator.random() < 0.5 else draw(generator, (6,)),
-    }, finite
+    return given, check
 
 
 def all_or_nothing(module: nn.Module, action: Callable[..., Any]) -> Callable[..., nn.Module]:
@@ -213,43 +193,75 @@ def runs(*inputs: Tensor) -> Callable[[nn.Module], None]:
     return lambda module: finite(module(*inputs))
 
 
-# Always the same arguments.
-FIXED: dict[str, dict[str, Any]] = {
-    "moe.RouterRule": {
-        "score": "softmax",
-        "top_k": 2,
-        "norm_topk_prob": True,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.0,
-    },
-    "moe.ExpertsLayout": {
-        "activation": "silu",
-        "transposed": True,
-        "interleaved": False,
-        "gated": True,
-    },
-    "moe.LoraProjection": {"num_experts": 3, "in_features": 4, "out_features": 5},
-    "moe.choose_strategy": {
-        "rows": 17,
-        "num_experts": 8,
-        "wanted": "auto",
-        "fusable": True,
-        "fast": True,
-    },
-    "moe.QuantizedExperts": {
-        "shape": (3, 4, 64),
-        "blocksize": 64,
-        "quant_type": "nf4",
-        "nested": False,
-        "strategy": "auto",
-        "device": torch.device("cpu"),
-    },
+def _simple(name: str, check: Any = None, /, **values: Any) -> None:
+    """A function of such arguments; of a list one is drawn, a function makes one."""
+
+    @call(name)
+    def made(package: Package, generator: random.Random) -> Made:
+        given = {
+            key: generator.choice(value)
+            if isinstance(value, list)
+            else value(package, generator)
+            if callable(value)
+            else value
+            for key, value in values.items()
+        }
+        return given, check
+
+
+def _layout(package: Package, _: random.Random) -> Any:
+    return package.opt.moe.ExpertsLayout()
+
+
+def _rule(package: Package, generator: random.Random) -> Any:
+    return package.opt.moe.RouterRule(generator.choice(["softmax", "sigmoid"]), 2)
+
+
+def _experts(package: Package, _: random.Random) -> Any:
+    return package.opt.moe.Experts(3, 4, 5)
+
+
+def quantized(package: Package, generator: random.Random) -> Any:
+    shape = generator.choice([(3, 8, 64), (2, 5, 32), (3, 7, 20)])
+    weight = draw(generator, shape, generator.choice(STEPPED), strided=False)
+    options = {"blocksize": generator.choice([32, 64]), "nested": generator.random() < 0.3}
+    return package.opt.moe.QuantizedExperts.from_weight(weight, **options)
+
+
+def _tensor(*shape: int) -> Callable[[Package, random.Random], Tensor]:
+    return lambda _, generator: draw(generator, shape)
+
+
+def _runs_in_its_dtype(made: nn.Module) -> None:
+    finite(made(TWO_TOKENS[0].to(made.down_proj.dtype), *TWO_TOKENS[1:]))
+
+
+TWO_TOKENS = (torch.ones(2, 4), torch.tensor([[0], [1]]), torch.ones(2, 1))
+VIEWS = holds(lambda views: [tuple(x.shape) for x in views] == [(3, 2, 5), (3, 4, 2)])
+RULE = {"score": "softmax", "top_k": 2, "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+LAYER = {"num_experts": 3, "hidden": 4, "intermediate": 5, "layout": _layout}
+STACK = {"shape": (3, 4, 64), "blocksize": 64, "quant_type": "nf4", "nested": False}
+GATED = {"hidden": 4, "intermediate": 5, "activation": "silu", "sigmoid_gate": True}
+ROUTER = {"hidden": 4, "num_experts": 5, "rule": _rule, "correction": True, "bias": True}
+ROUTED = {
+    "router_logits": _tensor(5, 6),
+    "rule": _rule,
+    "correction_bias": [None, torch.arange(6.0)],
 }
-
-for _name, _given in FIXED.items():
-    call(_name)(lambda package, generator, given=_given: dict(given))
-
+PACKED = {"weight": quantized, "rows": 8, "dtype": torch.bfloat16, "rank": 0, "backend": "auto"}
+_simple("moe.RouterRule", **RULE, routed_scaling_factor=1.0)
+_simple("moe.ExpertsLayout", activation="silu", transposed=True, interleaved=False, gated=True)
+_simple("moe.LoraProjection", num_experts=3, in_features=4, out_features=5)
+_simple("moe.choose_strategy", rows=17, num_experts=8, wanted="auto", fusable=True, fast=True)
+_simple("moe.QuantizedExperts", **STACK, strategy="auto", device=CPU)
+_simple("moe.select_experts", finite, **ROUTED)
+_simple("moe.Experts", _runs_in_its_dtype, **LAYER, bias=[True, False], dtype=[*FLOATS], device=CPU)
+_simple("moe.ExpertAdapters", **LAYER)
+_simple("moe.Router", runs(torch.ones(3, 4)), **ROUTER)
+_simple("moe.SharedExperts", runs(torch.ones(3, 4)), **GATED)
+_simple("moe.expert_weight", module=_experts, name="gate_up_proj", shape=(3, 10, 4))
+_simple("moe.factor_views", VIEWS, lora_A=_tensor(6, 5), lora_B=_tensor(4, 6), num_experts=3)
+_simple("moe.explain_quantized", **PACKED)
 
 FORWARD_WORDS = ("gates", "weight", "bias", "x ", "expert_ids", "order", "lora_a")
 
@@ -260,213 +272,93 @@ def experts_forward(package: Package, generator: random.Random) -> Made:
     dtype = generator.choice(FLOATS)
     form = [generator.choice(ACTIVATIONS), generator.random() < 0.5, generator.random() < 0.5]
     layout = package.opt.moe.ExpertsLayout(*form)
-    weights = [
+    gate_up, down = (
         draw(generator, layout.stored(experts, *sizes), dtype, scale=0.3)
         for sizes in ((hidden, 2 * inner), (inner, hidden))
-    ]
+    )
     x = draw(generator, (tokens, hidden), dtype)
     ids = integers(generator, -1, experts, (tokens, k))
     gates = draw(generator, (tokens, k)).abs()
-
-    def check(result: Tensor) -> None:
-        problem = LayerProblem(tokens, k, experts, hidden, inner, None, None, False, *form)
-        leaves = {"x": x, "gates": gates, "gate_up_proj": weights[0], "down_proj": weights[1]}
-        expected = eager_layer(problem, leaves, ids, torch.float64)
-        close("experts_forward", result, expected, 60 * rounding(dtype))
-
-    return {
-        "hidden_states": x,
-        "top_k_index": ids,
-        "top_k_weights": gates,
-        "gate_up": weights[0],
-        "down": weights[1],
-        "layout": layout,
-        "lora": None,
-        "gate_up_bias": None,
-        "down_bias": None,
-        "backend": generator.choice(BACKENDS),
-    }, check
-
-
-@call("moe.Experts")
-def experts_module(package: Package, generator: random.Random) -> Made:
-    arguments = {
-        "num_experts": 3,
-        "hidden": 4,
-        "intermediate": 5,
-        "layout": package.opt.moe.ExpertsLayout(),
-        "bias": generator.random() < 0.5,
-        "dtype": generator.choice(FLOATS),
-        "device": torch.device("cpu"),
-    }
-
-    x = draw(generator, (2, 4), arguments["dtype"])
-    return arguments, runs(x, torch.tensor([[0], [1]]), torch.ones(2, 1))
+    problem = LayerProblem(tokens, k, experts, hidden, inner, None, None, False, *form)
+    leaves = {"x": x, "gates": gates, "gate_up_proj": gate_up, "down_proj": down}
+    right = near(lambda: eager_layer(problem, leaves, ids, torch.float64), 60 * rounding(dtype))
+    given = {"hidden_states": x, "top_k_index": ids, "top_k_weights": gates, "layout": layout}
+    given |= {"gate_up": gate_up, "down": down, "lora": None, "backend": generator.choice(BACKENDS)}
+    return given | {"gate_up_bias": None, "down_bias": None}, right
 
 
 @call("moe.Experts.add_adapter")
 def add_adapter(package: Package, generator: random.Random) -> Made:
     module = package.opt.moe.Experts(3, 4, 5)
-    arguments = {
-        "name": "one",
-        "r": 2,
-        "alpha": 4.0,
-        "targets": ("gate_up", "down"),
-        "train_base": False,
-        "rslora": False,
-        "dtype": torch.float32,
-        "dropout": 0.0,
-    }
-
-    check = runs(draw(generator, (2, 4)), torch.tensor([[0], [1]]), torch.ones(2, 1))
-    return arguments, check, all_or_nothing(module, module.add_adapter)
-
-
-@call("moe.ExpertAdapters")
-def expert_adapters(package: Package, generator: random.Random) -> Made:
-    layout = package.opt.moe.ExpertsLayout()
-    return {"num_experts": 3, "hidden": 4, "intermediate": 5, "layout": layout}
-
-
-@call("moe.factor_views")
-def factor_views(package: Package, generator: random.Random) -> Made:
-    a, b = draw(generator, (6, 5)), draw(generator, (4, 6))
-
-    def check(result: Any) -> None:
-        if [tuple(x.shape) for x in result] != [(3, 2, 5), (3, 4, 2)]:
-            raise DifferenceError("factor_views: wrong shapes")
-
-    return {"lora_A": a, "lora_B": b, "num_experts": 3}, check
+    given = {"name": "one", "r": 2, "alpha": 4.0, "targets": ("gate_up", "down"), "dropout": 0.0}
+    given |= {"train_base": False, "rslora": False, "dtype": torch.float32}
+    return given, runs(*TWO_TOKENS), all_or_nothing(module, module.add_adapter)
 
 
 @call("moe.selective_lora_weights")
 def selective_lora_weights(package: Package, generator: random.Random) -> Made:
     a, b = draw(generator, (6, 5)), draw(generator, (4, 6))
     ids = torch.tensor(generator.sample(range(3), generator.randint(0, 3)), dtype=torch.int64)
-
-    def check(result: tuple[Tensor, Tensor]) -> None:
-        expected = [a[2 * e : 2 * e + 2] for e in ids.tolist()]
-        if expected and not torch.equal(result[0], torch.cat(expected)):
-            raise DifferenceError("selective_lora_weights: other rows than asked for")
-
-    return {"lora_A": a, "lora_B": b, "active_experts": ids, "num_experts": 3}, check
+    expected = torch.cat([a[:0], *(a[2 * e : 2 * e + 2] for e in ids.tolist())])
+    given = {"lora_A": a, "lora_B": b, "active_experts": ids, "num_experts": 3}
+    return given, holds(lambda result: torch.equal(result[0], expected))
 
 
 @call("moe.active_experts")
 def active_experts(package: Package, generator: random.Random) -> Made:
     ids = integers(generator, 0, 5, (generator.choice([0, 4]), 2))
+    used = ids.unique().tolist()
     order = package.opt.moe.expert_sort(ids, 5)
-
-    def check(active: Any) -> None:
-        used = sorted(set(ids.reshape(-1).tolist()))
-        if active.ids[: len(used)].tolist() != used:
-            raise DifferenceError(f"active_experts of {ids.tolist()}: {active.ids.tolist()}")
-
-    return {"order": order}, check
+    return {"order": order}, holds(lambda active: active.ids[: len(used)].tolist() == used)
 
 
 @call("moe.selective_expert_weights")
 def selective_expert_weights(package: Package, generator: random.Random) -> Made:
-    order = package.opt.moe.expert_sort(integers(generator, 0, 4, (3, 2)), 4)
-    active = package.opt.moe.active_experts(order)
+    moe = package.opt.moe
+    active = moe.active_experts(moe.expert_sort(integers(generator, 0, 4, (3, 2)), 4))
     weight = draw(generator, (4, 8, 16), strided=False)
-    quantized = generator.random() < 0.5
-    stack: Any = weight
-    if quantized:
-        stack = package.opt.moe.QuantizedExperts.from_weight(weight, blocksize=32)
-        stack = stack.quantized_weight()
-
-    def check(result: Tensor) -> None:
-        close("selective_expert_weights", result, weight[active.ids], 0.2 if quantized else 1e-2)
-
-    return {"weight": stack, "active": active, "dtype": torch.float32}, check
-
-
-@call("moe.expert_weight")
-def expert_weight(package: Package, generator: random.Random) -> Made:
-    module = package.opt.moe.Experts(3, 4, 5)
-    return {"module": module, "name": "gate_up_proj", "shape": (3, 10, 4)}
-
-
-def quantized(package: Package, generator: random.Random) -> tuple[Any, Tensor]:
-    shape = generator.choice([(3, 8, 64), (2, 5, 32), (3, 7, 20)])
-    weight = draw(generator, shape, generator.choice(STEPPED), strided=False)
-    options = {"blocksize": generator.choice([32, 64]), "quant_type": "nf4"}
-    nested = generator.random() < 0.3
-    return package.opt.moe.QuantizedExperts.from_weight(weight, nested=nested, **options), weight
+    stack, slack = weight, 1e-2
+    if generator.random() < 0.5:
+        stack = moe.QuantizedExperts.from_weight(weight, blocksize=32).quantized_weight()
+        slack = 0.2
+    right = near(lambda: weight[active.ids], slack)
+    return {"weight": stack, "active": active, "dtype": torch.float32}, right
 
 
 @call("moe.QuantizedExperts.from_weight", words=("shape", "experts", "expert"))
 def from_weight(package: Package, generator: random.Random) -> Made:
     weight = draw(generator, (3, 4, 64), generator.choice(STEPPED))
-
-    def check(module: Any) -> None:
-        close("from_weight", module.quantized_weight().decode(dtype=torch.float32), weight, 0.2)
-
-    return {"weight": weight, "blocksize": 64, "quant_type": "nf4", "nested": False}, check
+    given = {"weight": weight, "blocksize": 64, "quant_type": "nf4", "nested": False}
+    return given, lambda made: close(made.decode(dtype=torch.float32), weight, 0.2)
 
 
 @call("moe.QuantizedWeight", words=("shape", "stack"))
 def quantized_weight(package: Package, generator: random.Random) -> Made:
-    record = quantized(package, generator)[0].quantized_weight()
+    record = quantized(package, generator).quantized_weight()
     fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
-
-    def check(made: Any) -> None:
-        if bits(made.decode()) != bits(record.decode()):
-            raise DifferenceError("QuantizedWeight: other values from the same fields")
-
-    return fields, check
-
-
-@call("moe.explain_quantized")
-def explain_quantized(package: Package, generator: random.Random) -> Made:
-    weight = quantized(package, generator)[0]
-    return {"weight": weight, "rows": 8, "dtype": torch.bfloat16, "rank": 0, "backend": "auto"}
+    return fields, holds(lambda made: bits(made.decode()) == bits(record.decode()))
 
 
 @call("moe.grouped_lora_linear, 4 bits")
 def quantized_linear(package: Package, generator: random.Random) -> Made:
-    module, _ = quantized(package, generator)
+    module, product = quantized(package, generator), package.opt.moe.grouped_lora_linear
     experts, _, k = module.stored
-    dtype = generator.choice(STEPPED)
-    x = draw(generator, (5, k), dtype)
+    x = draw(generator, (5, k), generator.choice(STEPPED))
     order = package.opt.moe.expert_sort(integers(generator, -1, experts, (5, 2)), experts)
-    record = module.quantized_weight().transpose(1, 2)
-
-    def check(result: Tensor) -> None:
-        weight = module.quantized_weight().decode(dtype=torch.float32).transpose(1, 2)
-        expected = package.opt.moe.grouped_lora_linear(x.double(), weight.double(), order)
-        close("4-bit grouped_lora_linear", result, expected, 40 * rounding(torch.bfloat16))
-
-    return {"x": x, "weight": record, "order": order, "backend": generator.choice(BACKENDS)}, check
-
-
-@call("moe.Router")
-def router(package: Package, generator: random.Random) -> Made:
-    rule = package.opt.moe.RouterRule("sigmoid", 2)
-    arguments = {"hidden": 4, "num_experts": 5, "rule": rule, "correction": True, "bias": True}
-    return arguments, runs(draw(generator, (3, 4)))
-
-
-@call("moe.SharedExperts")
-def shared_experts(package: Package, generator: random.Random) -> Made:
-    arguments = {"hidden": 4, "intermediate": 5, "activation": "silu", "sigmoid_gate": True}
-    return arguments, runs(draw(generator, (3, 4)))
+    record, decoded = module.transpose(1, 2), module.decode(dtype=torch.float32).double()
+    expected = product(x.double(), decoded.transpose(1, 2), order)
+    given = {"x": x, "weight": record, "order": order, "backend": generator.choice(BACKENDS)}
+    return given, near(lambda: expected, 40 * rounding(torch.bfloat16))
 
 
 @call("moe.MoEBlock", words=("hidden_states", "x ", "linear", "weight must have dtype"))
 def moe_block(package: Package, generator: random.Random) -> Made:
     moe = package.opt.moe
-    block = moe.MoEBlock(
-        moe.Router(4, 3, moe.RouterRule("softmax", 2)),
-        moe.Experts(3, 4, 5),
-        moe.SharedExperts(4, 5) if generator.random() < 0.5 else None,
-    )
-    return (
-        {"hidden_states": draw(generator, generator.choice([(2, 4), (2, 3, 4), (0, 4)]))},
-        finite,
-        block.forward,
-    )
+    shared = moe.SharedExperts(4, 5) if generator.random() < 0.5 else None
+    router = moe.Router(4, 3, moe.RouterRule("softmax", 2))
+    block = moe.MoEBlock(router, moe.Experts(3, 4, 5), shared)
+    x = draw(generator, generator.choice([(2, 4), (2, 3, 4), (0, 4)]))
+    return {"hidden_states": x}, finite, block.forward
 
 
 @call("layers.ScatterMoEExperts", words=("expert_ids", "gates", "x ", "gate_up", "weight must"))
@@ -482,20 +374,16 @@ def scatter_moe_experts(package: Package, generator: random.Random) -> Made:
     layer.gate_up_proj = nn.Parameter(draw(generator, (3, 10, 4), strided=False))
     layer.down_proj = nn.Parameter(draw(generator, (3, 4, 5), strided=False))
     layer.num_experts, layer.hidden_dim, layer.act_fn = 3, 4, nn.SiLU()
-    arguments = {
-        "hidden_states": draw(generator, (4, 4)),
-        "top_k_index": integers(generator, 0, 3, (4, 2)),
-        "top_k_weights": draw(generator, (4, 2)),
-    }
+    given = {"hidden_states": draw(generator, (4, 4)), "top_k_weights": draw(generator, (4, 2))}
+    given["top_k_index"] = integers(generator, 0, 3, (4, 2))
 
     def forward(**given: Any) -> Tensor:
         with torch.no_grad():
             return layer(**given)
 
-    return arguments, finite, forward
+    return given, finite, forward
 
 
-FAMILIES = ("qwen3_moe", "qwen3_moe_square")
 WORDS = ("model", "expert", "adapter", "lora", "LoRA", "quantize")
 
 
@@ -503,41 +391,32 @@ def tiny(generator: random.Random) -> Any:
     from ..integrations import _models
 
     torch.manual_seed(generator.randrange(1000))
-    return _models.model_of(generator.choice(FAMILIES))
+    return _models.model_of(generator.choice(("qwen3_moe", "qwen3_moe_square")))
 
 
-def logits(model: Any) -> torch.Tensor:
+def still_runs(model: Any) -> None:
+    """A check: its logits are finite."""
     with torch.no_grad():
-        return model(torch.tensor([[1, 2, 3]])).logits
+        finite(model(torch.tensor([[1, 2, 3]])).logits)
 
 
 @call("integrations.attach_lora", words=WORDS)
 def attach_lora(package: Package, generator: random.Random) -> Made:
     model = tiny(generator)
-    attach = package.opt.integrations.attach_lora
-    arguments = {
-        "model": model,
-        "r": 2,
-        "lora_alpha": 4.0,
-        "target_parameters": ("gate_up_proj", "down_proj"),
-        "use_rslora": False,
-        "target_modules": generator.choice([None, None, ["q_proj", "o_proj"]]),
-        "quantize": generator.choice([None, None, "nf4"]),
-        "adapter_name": "default",
-        "dtype": torch.float32,
-    }
-    return arguments, None, all_or_nothing(model, attach)
+    given = {"model": model, "r": 2, "lora_alpha": 4.0, "use_rslora": False}
+    given |= {"target_parameters": ("gate_up_proj", "down_proj"), "dtype": torch.float32}
+    given |= {"adapter_name": "default", "quantize": generator.choice([None, None, "nf4"])}
+    given["target_modules"] = generator.choice([None, None, ["q_proj", "o_proj"]])
+    return given, None, all_or_nothing(model, package.opt.integrations.attach_lora)
 
 
 @call("integrations.use_in_transformers", words=WORDS)
 def use_in_transformers(package: Package, generator: random.Random) -> Made:
-    model = tiny(generator)
-
     def use(model: Any) -> Any:
         package.opt.integrations.use_in_transformers(model)
         return model
 
-    return {"model": model}, lambda given: finite(logits(given)), use
+    return {"model": tiny(generator)}, still_runs, use
 
 
 @call("integrations.quantize_experts", words=WORDS)
@@ -549,74 +428,63 @@ def quantize_experts(package: Package, generator: random.Random) -> Made:
         package.opt.integrations.use_in_transformers(model)
         return model
 
-    def check(given: Any) -> None:
-        finite(logits(given))
+    return {"model": model, "quant_type": "nf4", "blocksize": 64}, still_runs, quantize
 
-    arguments = {"model": model, "quant_type": "nf4", "blocksize": 64}
-    return arguments, check, quantize
+
+SWITCHES = ("disable_lora", "enable_lora", "merge_lora", "unmerge_lora", "detach_lora", "set_lora")
+SAVERS = ("save_peft_adapter", "load_peft_adapter", "save_quantized")
 
 
 @call("integrations.set_lora")
 def switches(package: Package, generator: random.Random) -> Call:
     """The functions that take a model with adapters, in any order."""
-    integrations, model = package.opt.integrations, tiny(generator)
+    integrations, model, folder = package.opt.integrations, tiny(generator), package.new_path()
     if generator.random() < 0.8:
         integrations.attach_lora(model, 2, 4.0)
-    names = ["disable_lora", "enable_lora", "merge_lora", "unmerge_lora", "detach_lora", "set_lora"]
-    names += ["lora_disabled", "save_peft_adapter", "load_peft_adapter", "save_quantized"]
-    folder = package.folder / f"adapter{generator.random()}"
-    chosen = [generator.choice(names) for _ in range(4)]
+    chosen = [generator.choice((*SWITCHES, "lora_disabled", *SAVERS)) for _ in range(4)]
 
     def play(model: Any, adapter: Any) -> Any:
         for name in chosen:
             function = getattr(integrations, name)
-            if name == "set_lora":
-                function(model, adapter)
-            elif name == "lora_disabled":
+            if name == "lora_disabled":
                 with function(model):
-                    logits(model)
-            elif name in ("save_peft_adapter", "load_peft_adapter", "save_quantized"):
-                function(model, folder)
+                    still_runs(model)
             else:
-                function(model)
+                more = [folder] if name in SAVERS else [adapter] if name == "set_lora" else []
+                function(model, *more)
         return model
 
-    def check(given: Any) -> None:
-        finite(logits(given))
-
-    arguments = {"model": model, "adapter": "default"}
     words = (*WORDS, "merged", str(folder), "quantized", "quantised")
-    return Call("integrations.set_lora", play, arguments, check, also=(OSError,), words=words)
+    given = {"model": model, "adapter": "default"}
+    return Call("integrations.set_lora", play, given, still_runs, also=(OSError,), words=words)
+
+
+# What stands in an adapter's configuration, and what may be put there instead.
+STANDING = ('"r": 2', '"lora_alpha": 4.0', '"LORA"', "gate_up_proj", "null")
+INSTEAD = ('"r": -1', '"lora_alpha": "x"', "[]", "nowhere", "{}", "1e999")
 
 
 @call("integrations.load_peft_adapter")
 def load_peft_adapter(package: Package, generator: random.Random) -> Call:
     """Of a folder whose two files may be damaged."""
-    integrations, model = package.opt.integrations, tiny(generator)
+    integrations, model, folder = package.opt.integrations, tiny(generator), package.new_path()
     integrations.attach_lora(model, 2, 4.0)
-    folder = package.folder / f"peft{generator.random()}"
     integrations.save_peft_adapter(model, folder)
     integrations.detach_lora(model)
     file = generator.choice([*sorted(folder.iterdir())])
     data = file.read_bytes()
     if generator.random() < 0.7:
-        place = generator.randrange(len(data))
-        data = generator.choice(
-            [data[:place], data[place:], b"", data[:place] + b"\x00" + data[place:]]
-        )
+        at = generator.randrange(len(data))
+        data = generator.choice([data[:at], data[at:], b"", data[:at] + b"\x00" + data[at:]])
         if file.suffix == ".json":
-            text = file.read_text()
-            old = generator.choice(
-                ['"r": 2', '"lora_alpha": 4.0', '"LORA"', "gate_up_proj", "null"]
-            )
-            new = generator.choice(['"r": -1', '"lora_alpha": "x"', "[]", "nowhere", "{}", "1e999"])
-            data = text.replace(old, new).encode()
+            old, new = generator.choice(STANDING), generator.choice(INSTEAD)
+            data = file.read_text().replace(old, new).encode()
 
     def load(model: Any, adapter: Any, content: bytes) -> None:
         file.write_bytes(content)
         integrations.load_peft_adapter(model, folder, adapter_name=adapter, local_files_only=True)
 
-    arguments = {"model": model, "adapter": "default", "content": data}
+    given = {"model": model, "adapter": "default", "content": data}
     words = (*WORDS, str(folder), "json", "safetensors")
     name, load = "integrations.load_peft_adapter", all_or_nothing(model, load)
-    return Call(name, load, arguments, None, (), (OSError,), words, ("content",))
+    return Call(name, load, given, None, (), (OSError,), words, ("content",))

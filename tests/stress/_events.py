@@ -34,7 +34,7 @@ def event(function: Callable[[Episode], None]) -> Callable[[Episode], None]:
 
 
 @event
-def change_options(episode: Episode) -> None:
+def change_options(episode: Episode | Together) -> None:
     generator = episode.generator
     number = generator.randrange(len(episode.run.given))
     muon = episode.run.given[number].muon
@@ -85,10 +85,10 @@ def add_group(episode: Episode | Together) -> None:
 
 
 @event
-def wrong_group(episode: Episode) -> None:
+def wrong_group(episode: Episode | Together) -> None:
     run, generator = episode.run, episode.generator
     given = episode.source.group(muon=True)
-    params = [nn.Parameter(one.value()) for one in given.params]
+    params = [nn.Parameter(episode.placed(one.name, one.value())) for one in given.params]
     group = given.make(run.front, params)
     name, held = generator.choice([*run.params.items()])
     cases: dict[str, dict[str, Any]] = {
@@ -113,7 +113,10 @@ def wrong_group(episode: Episode) -> None:
     what = generator.choice([*cases])
     count = len(run.optimizer.param_groups)
     add = run.optimizer.add_param_group
-    episode.refused(f"a group with {what}", lambda: add(group | cases[what]), *REFUSALS)
+    named = "vector" if what == "a vector" else ""
+    episode.refused(
+        f"a group with {what}", lambda: add(group | cases[what]), *REFUSALS, names=named
+    )
     if len(run.optimizer.param_groups) != count:
         raise DifferenceError(f"a refused group with {what} was added")
     if generator.random() < 0.5:  # the right one can still be added
@@ -141,7 +144,7 @@ def save_async_and_restart(episode: Episode) -> None:
 
 
 @event
-def state_dict_and_restart(episode: Episode) -> None:
+def state_dict_and_restart(episode: Episode | Together) -> None:
     file = io.BytesIO()
     torch.save(episode.run.optimizer.state_dict(), file)
     file.seek(0)
@@ -488,8 +491,8 @@ def zeroed(episode: Episode) -> None:
 
 
 # Of several ranks, too.
-ALIKE = (tensor_learning_rate, add_group, wrong_option, deep_copied, offload_off)
-ALIKE += (closure_raises, pre_hook_raises)
+ALIKE = (tensor_learning_rate, add_group, wrong_option, deep_copied, offload_off, wrong_group)
+ALIKE += (closure_raises, pre_hook_raises, change_options, state_dict_and_restart)
 
 
 def draw(generator: random.Random) -> str:

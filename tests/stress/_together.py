@@ -24,16 +24,13 @@ from torch.distributed import checkpoint
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..distributed._cases import mesh_of, placement
-from ._events import ALIKE, PlannedError, raises
+from ._events import ALIKE, PlannedError, raises, state_dict_and_restart
 from ._problem import (
     DifferenceError,
-    Given,
     Pair,
     Run,
     Source,
-    adamw_options,
     bits,
-    muon_options,
     options_of,
 )
 
@@ -184,38 +181,6 @@ def whole(tensor: Any) -> Tensor:
     if tensor.dtype == torch.int16:  # which gloo cannot gather
         return tensor.int().full_tensor().to(torch.int16)
     return tensor.full_tensor()
-
-
-@event
-def change_options(episode: Together) -> None:
-    number = episode.generator.randrange(len(episode.run.given))
-    muon = episode.run.given[number].muon
-    options = muon_options(episode.generator) if muon else adamw_options(episode.generator)
-    episode.set_options(number, options)
-
-
-@event
-def wrong_group(episode: Together) -> None:
-    one = Given("vector", (3,), torch.float32, 0, False)
-    given = episode.source.group(muon=True)
-    values = {e.name: episode.placed(e.name, e.value()) for e in given.params}
-    params = [torch.nn.Parameter(value) for value in values.values()]
-    group = given.make(episode.run.front, [*params, torch.nn.Parameter(one.value())])
-    group["names"] = [*group["names"], "vector"]
-    episode.refused(
-        "a vector in a Muon group",
-        lambda: episode.run.optimizer.add_param_group(group),
-        ValueError,
-        names="vector",
-    )
-
-
-@event
-def state_dict_and_restart(episode: Together) -> None:
-    saved = copy.deepcopy(episode.run.optimizer.state_dict())
-    fresh = episode.run.again()
-    fresh.optimizer.load_state_dict(saved)
-    episode.replace_run(fresh)
 
 
 @event

@@ -78,8 +78,7 @@ def convert_state_dict(
         raise ValueError(f"source must be one of {', '.join(READERS)}, got {source!r}")
     dicts = [saved] if isinstance(saved, Mapping) else list(saved)
     for number, entry in enumerate(dicts):
-        entries = entry if isinstance(entry, Mapping) else {}
-        if not isinstance(entries.get("state"), Mapping) or "param_groups" not in entries:
+        if not _is_state_dict(entry):
             raise TypeError(f"saved[{number}] is no state_dict of an optimizer: {entry!r:.80}")
     matched = _match(optimizer, READERS[source](dicts))
     converted, present = optimizer.state_dict(), optimizer.completed_state()
@@ -94,6 +93,18 @@ def convert_state_dict(
         for index, param, entry in zip(group["params"], params, entries, strict=True):
             state[index] = _state(present[param], entry, group)
     return {"state": state, "param_groups": groups}
+
+
+def _is_state_dict(saved: Any) -> bool:
+    """Whether it has the parts of a state_dict of an optimizer."""
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
+        return False
+    groups = saved.get("param_groups")
+    return (
+        isinstance(groups, Sequence)
+        and all(isinstance(group, Mapping) and "params" in group for group in groups)
+        and all(isinstance(state, Mapping) for state in saved["state"].values())
+    )
 
 
 def _state(present: Mapping[str, Tensor], entry: Saved, group: Mapping[str, Any]) -> dict[str, Any]:
