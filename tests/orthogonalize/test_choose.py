@@ -237,7 +237,7 @@ def as_on_an_h200(submodule, monkeypatch, forgets_devices):
     monkeypatch.setattr(submodule("orthogonalize.products"), "runs_dense_compiled", half)
 
 
-# Milliseconds of "auto" on Gaussian matrices on an H200 (2026-11-22-orthogonalize-on-hopper.md).
+# Milliseconds of "auto" on Gaussian matrices on an H200, at commit 1534f05.
 MEASURED = {
     (1, 2048, 2048): 0.39,
     (1, 4096, 4096): 1.72,
