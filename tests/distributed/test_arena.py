@@ -257,3 +257,35 @@ def test_an_exchange_is_not_captured(opt, monkeypatch) -> None:
     with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
         one.arena.exchange([], [], None, torch.empty(0))
     assert one.arena.launched == launched
+
+
+def test_parts_from_where_they_are(opt) -> None:
+    """Rows and columns of tensors arrive as the parts of a packed message would."""
+    ranks, layout = 3, module_of(opt, "distributed.message_layout")
+    size = 4 * 6 * 4  # of a part, float32
+    counts = [[[0 if s == r else 2 * size for r in range(ranks)] for s in range(ranks)]] * 4
+    transports = threads_of(opt, counts, 3)
+
+    def run(rank: int) -> list[bool]:
+        transport, right = transports[rank], []
+        others = [other for other in range(ranks) if other != rank]
+        whole = torch.arange(rank * 100, rank * 100 + 96.0).view(8, 12)
+        for number, (going, coming) in enumerate(transport.pairs):
+            ends = [other for other in others for _ in range(2)]
+            parts = [layout.Part(k, None, k * size, (k + 1) * size) for k in range(len(ends))]
+            going = layout.Message(tuple(parts), going.counts)
+            pieces = [(whole + other)[4 * k :, :6][:4] for other in others for k in range(2)]
+            lease = transport.inbox(coming)
+            transport.exchange(going, [] if number == 2 else pieces, coming, lease.bytes)
+            found = lease.bytes.view(torch.float32).view(2, 2, 4, 6)
+            theirs = [torch.arange(o * 100, o * 100 + 96.0).view(8, 12) + rank for o in others]
+            expected = torch.stack([t[:, :6].reshape(2, 4, 6) for t in theirs])
+            right.append(number == 2 or torch.equal(found, expected))
+            lease.give()
+        assert transport.how(transport.pairs[0][1]) == "; pushed from where it lies"
+        assert transport.how(transport.pairs[2][1]) == ""
+        transport.check()
+        return right
+
+    with ThreadPoolExecutor(ranks) as pool:
+        assert [*pool.map(run, range(ranks))] == [[True] * 4] * ranks

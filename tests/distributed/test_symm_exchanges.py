@@ -21,6 +21,7 @@ from torch.distributed.tensor import distribute_tensor
 from ._arenas import Direct, Staged
 from ._cases import Case, bits, device, expected_on, mesh_of, placement, run_alone, run_together
 from .test_graphs import Captured
+from .test_in_backward import trained
 from .test_low_contention import collectives
 from .test_sharing import local, module_of
 from .test_unreduced import equals_one_rank
@@ -101,6 +102,18 @@ def unreduced_direct(opt: Any, limit: int) -> int:
 @pytest.mark.parametrize("limit", [2**28, 20000])
 def test_unreduced_gradients(gpu_ranks, count, limit) -> None:
     assert min(gpu_ranks(count).run(unreduced_direct, limit)) > 8
+
+
+def in_backward(opt: Any, pushed: int) -> dict[str, int]:
+    with Staged(opt):
+        return trained(opt, 1, 1, True, pushed)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("pushed", [0, 2**40], ids=["in place", "packed"])
+def test_gradients_leave_in_backward(gpu_ranks, count, pushed) -> None:
+    for found in gpu_ranks(count).run(in_backward, pushed):
+        assert found["begun"] > 4 and (found["in place"] > 4) == (pushed == 0)
 
 
 SHAPES = [(256, 128), (128, 256), (256, 128), (96, 200), (512, 512), (256, 128), (7, 33)]

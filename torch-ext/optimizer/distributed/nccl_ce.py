@@ -184,6 +184,9 @@ class CopyEngineCollectives:
     def why_not(self, coming: Message) -> str | None:
         """A window is always there."""
 
+    def how(self, coming: Message) -> str:
+        return ""
+
     def milliseconds(self, coming: Message) -> float | None:
         return None
 

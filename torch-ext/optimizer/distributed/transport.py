@@ -39,7 +39,7 @@ class Future:
 
     tensor: Tensor
     work: Any = None  # the collective
-    read: Tensor | None = None  # what it reads, which stays alive with it
+    read: Tensor | Sequence[Tensor] | None = None  # what it reads, which stays alive with it
 
     def wait(self) -> Tensor:
         """The tensor; on CUDA the current stream waits for it, the host does not."""
@@ -68,7 +68,10 @@ class Identity:
     def report(self) -> list[Row]:
         return []
 
-    def exchange(self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor) -> Future:
+    def pushes(self, coming: Message) -> bool:
+        return False
+
+    def exchange(self, going: Message, outbox: Any, coming: Message, inbox: Tensor) -> Future:
         return Future(outbox)
 
     def maximum(self, values: Tensor) -> Future:
@@ -140,11 +143,22 @@ class GroupTransport:
 
     # What a step does.
 
-    def exchange(self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor) -> Future:
-        """What this rank sends to all others and receives from them: a gather or a scatter."""
+    def pushes(self, coming: Message) -> bool:
+        """Whether the parts of a message may be sent from where they are, without an outbox."""
+        return isinstance(self._direct, PeerToPeer) and self._direct.moves(coming)
+
+    def exchange(
+        self, going: Message, outbox: Tensor | Sequence[Tensor], coming: Message, inbox: Tensor
+    ) -> Future:
+        """What this rank sends to all others and receives from them: a gather or a scatter.
+
+        `outbox`: the message, or where this transport `pushes`, its parts in their order, none of
+        them for this rank itself; without any the exchange takes place, and nothing is sent.
+        """
         direct = self._direct
         if direct is None or not direct.takes(coming, inbox):
-            return self._collectives.exchange(going, outbox, coming, inbox)
+            message = outbox if isinstance(outbox, Tensor) else packed(going, outbox, inbox)
+            return self._collectives.exchange(going, message, coming, inbox)
         return Future(inbox, direct.exchange(going, outbox, coming, inbox), outbox)
 
     def maximum(self, values: Tensor) -> Future:
@@ -288,6 +302,7 @@ class GroupTransport:
                 missed = direct.why_not(one.coming)
                 if missed is None:
                     name, ms = direct.name, direct.milliseconds(one.coming)
+                    reason += direct.how(one.coming)
                 reason = missed or reason
             size = max(one.going.size, one.coming.size)
             alike.setdefault((one.what, name, reason), []).append((size, ms))
@@ -477,6 +492,14 @@ class GroupTransport:
         said: list[Any] = [None] * distributed.get_world_size(self.group)
         distributed.all_gather_object(said, value, group=self.group)
         return said
+
+
+def packed(going: Message, pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The message of some parts."""
+    message = like.new_zeros(going.size)
+    for part, piece in zip(going.parts, pieces, strict=True):
+        message[part.start : part.stop].view(piece.dtype).view(piece.shape).copy_(piece)
+    return message
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:

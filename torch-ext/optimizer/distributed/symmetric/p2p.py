@@ -89,14 +89,17 @@ class PeerToPeer:
         self._views: dict[tuple[int, int], Tensor] = {}
         self._slot_of: dict[int, int] = {}  # id of a view
         self._copies: dict[tuple[int, int, int], tuple[Any, ...]] = {}
+        self._places: dict[tuple[int, int], tuple[list[int], list[Tensor]]] = {}
         self._times: dict[int, _Time] = {}  # id of a message that comes here -> its last exchange
         self.barriers = 0  # exchanges that only said that a slot was read
         self.without: set[int] = set()  # ids of messages that found no slot free
+        self.in_place: set[int] = set()  # ids of messages with which this rank sent parts
 
     def follow(self, renamed: Mapping[int, int]) -> None:
         """Take other messages in the place of those before, whose ids are given with the new."""
         self._offsets = {renamed[key]: found for key, found in self._offsets.items()}
-        self._copies, self._times, self.without = {}, {}, set()
+        self._copies, self._places, self._times = {}, {}, {}
+        self.without, self.in_place = set(), set()
 
     def inbox(self, coming: Message) -> Lease | None:
         """A slot for a message; None if it goes another way, or none is free."""
@@ -127,6 +130,10 @@ class PeerToPeer:
             return f"no slot was free: slots={self.slots.count} are fewer than a step needs"
         return None
 
+    def how(self, coming: Message) -> str:
+        """What a report adds of a message: whether the other ranks' outboxes were not needed."""
+        return "; pushed from where it lies" if id(coming) in self.in_place else ""
+
     def milliseconds(self, coming: Message) -> float | None:
         """How long its last exchange took, if it has ended."""
         found = self._times.get(id(coming))
@@ -144,18 +151,48 @@ class PeerToPeer:
         self.slots.begin(self.arena.launched)
         self.arena.order()
 
-    def exchange(self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor) -> Done:
-        """Push what this rank sends, and wait for what it receives."""
+    def exchange(
+        self, going: Message, outbox: Tensor | Sequence[Tensor], coming: Message, inbox: Tensor
+    ) -> Done:
+        """Push what this rank sends, and wait for what it receives. See `GroupTransport`."""
         slot = self._slot_of[id(inbox)]
         if not self.slots.is_read(slot, self.arena.launched):
             self.barriers += 1
             self.arena.exchange([], [], None, inbox[:0])
-        key = id(coming), slot, outbox.data_ptr()
-        copies = self._copies.get(key)
-        if copies is None:
-            copies = self._copies[key] = self._copies_of(going, outbox, coming, inbox, slot)
+        if isinstance(outbox, Tensor):
+            key = id(coming), slot, outbox.data_ptr()
+            copies = self._copies.get(key)
+            if copies is None:
+                copies = self._copies[key] = self._copies_of(going, outbox, coming, inbox, slot)
+        else:
+            copies = self._pushes_of(going, outbox, coming, slot)
         timed = self._times.setdefault(id(coming), _Time(inbox.device))
         return self.arena.exchange(*copies, inbox, timed)
+
+    def _pushes_of(
+        self, going: Message, parts: Sequence[Tensor], coming: Message, slot: int
+    ) -> tuple[list[Tensor], list[Tensor], None]:
+        """Targets and sources of the parts of a message, from where they are."""
+        if not parts:
+            return [], [], None
+        self.in_place.add(id(coming))
+        key = id(coming), slot
+        if key not in self._places:
+            arena, ends = self.arena, going.ranks()
+            first = [0, *itertools.accumulate(going.counts)]
+            there = self._offsets[id(coming)]
+            shift = [there[rank] - first[rank] for rank in range(arena.ranks)]
+            turn = {rank: number for number, rank in enumerate(arena.others())}
+            order = sorted(range(len(ends)), key=lambda k: turn[ends[k]])
+            targets = []
+            for k in order:
+                part, rank = going.parts[k], ends[k]
+                place = slice(part.start + shift[rank], part.stop + shift[rank])
+                flat = arena.slot(rank, slot)[place].view(parts[k].dtype)
+                targets.append(flat.view(parts[k].shape))
+            self._places[key] = order, targets
+        order, targets = self._places[key]
+        return targets, [parts[k] for k in order], None
 
     def _copies_of(
         self, going: Message, outbox: Tensor, coming: Message, inbox: Tensor, slot: int

@@ -158,6 +158,11 @@ class DistributedConfig:
         min_bytes: with "p2p", exchanges whose largest message has fewer bytes go by the all-to-all.
         timeout_ms: how long an exchange of "p2p" waits for other ranks. Then the step changes no
             parameter any more, and the next one, or whatever saves state, raises.
+        reduce_in_backward: with unreduced gradients and "p2p", how many backward passes there are
+            before each step, 1 without accumulation; 0 for none that sends anything. In the last of
+            them contributions leave as soon as gradients are whole, as many as `prefetch` and
+            `in_flight_bytes` let a step have under way. Gradients are not to be changed behind
+            that: the step would raise. Where nothing can leave, that is said once; see `strict`.
 
     Raises:
         ValueError, TypeError: the message names the field.
@@ -174,13 +179,14 @@ class DistributedConfig:
     slots: int | None = None
     min_bytes: int = 0
     timeout_ms: int = 30000
+    reduce_in_backward: int = 0
 
     def __post_init__(self) -> None:
         if self.wire_dtype not in WIRE_DTYPES:
             raise ValueError(
                 f"wire_dtype must be None, torch.float32 or torch.float16, got {self.wire_dtype!r}"
             )
-        numbers = "prefetch", "chunk_size", "in_flight_bytes", "timeout"
+        numbers = "prefetch", "chunk_size", "in_flight_bytes", "timeout", "reduce_in_backward"
         for name in (*numbers, "slots", "min_bytes", "timeout_ms"):
             object.__setattr__(self, name, plain_number(getattr(self, name)))
         _check_count("prefetch", self.prefetch)
@@ -200,6 +206,7 @@ class DistributedConfig:
         if self.slots is not None:
             _check_count("slots", self.slots, ", or None for what a step needs", least=2)
         _check_count("min_bytes", self.min_bytes, least=0)
+        _check_count("reduce_in_backward", self.reduce_in_backward, least=0)
         _check_count("timeout_ms", self.timeout_ms)
         if self.timeout_ms > 1000 * LONGEST_TIMEOUT:
             raise ValueError(

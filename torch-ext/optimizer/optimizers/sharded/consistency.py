@@ -41,6 +41,7 @@ LAYOUT = (
     "transport",
     "slots",
     "min_bytes",
+    "reduce_in_backward",
     "number of groups",
     "number of parameters",
     *DIGESTED,
@@ -111,13 +112,14 @@ Options = Sequence[MuonOptions | AdamWOptions]
 # Which parameters have gradients, as bits: 62 in each of so many numbers, and one digest of all.
 MASKS, BITS = 64, 62
 REFUSED = "how many state_dicts were refused since the last step"
+DROPPED = "how often gradients that had left in backward were made anew"
 # Where a rank says that it has nothing to do in its first step but make its state (1, else 0), and
 # where that its plan is new. In both ranks may differ.
-INITIAL = len(LAYOUT) + len(OPTIONS) + len(NUMBERS) + 1
+INITIAL = len(LAYOUT) + len(OPTIONS) + len(NUMBERS) + 2
 NEW = INITIAL + 1
 # The comparison: a digest of each of these, the numbers in Tensors on the device, how many
-# state_dicts were refused, INITIAL, NEW, the gradients.
-NAMED = (*LAYOUT, *OPTIONS, *NUMBERS, REFUSED)
+# state_dicts were refused, how often gradients left in vain, INITIAL, NEW, the gradients.
+NAMED = (*LAYOUT, *OPTIONS, *NUMBERS, REFUSED, DROPPED)
 RULE = OPTIONS.index("adjust_lr_fn")
 
 
@@ -181,6 +183,8 @@ class _Meaning:
 
     def _own(self, name: str) -> str:
         """What differs, and what it is here."""
+        if name == DROPPED:
+            return name
         if name == REFUSED:
             return f"{name} (here {self.refused})"
         if name in LAYOUT:
@@ -219,9 +223,7 @@ class _OwnNumbers:
         options: Options,
         fingerprints: Sequence[Any],
         rates: Sequence[float] | None,
-        refused: int,
-        initial: bool,
-        new: bool,
+        *flags: int,  # how often state was refused and gradients left in vain, INITIAL, NEW
     ) -> Tensor:
         """int64, on the device."""
         present = [param.grad is not None for _, param in self.common.labelled]
@@ -230,7 +232,6 @@ class _OwnNumbers:
         words = self._options.renew(options, fingerprints)
         if rates is not None:
             words[RULE] = word(f"{words[RULE]} {rates}")
-        flags = refused, initial, new
         saying = [*self._layout, *words, *(0 for _ in NUMBERS), *flags, *self._gradients]
         if saying != self._said:
             with lasting():
@@ -271,6 +272,7 @@ class Consistency:
         *,
         initial: bool,
         new: bool,
+        dropped: int = 0,
     ) -> tuple[bool, list[bool]]:
         """Compare options and gradients of all ranks, and read the last comparison.
 
@@ -284,6 +286,7 @@ class Consistency:
             rates: per team what functions in adjust_lr_fn returned, if there are any.
             initial: this rank has nothing to do but make its state.
             new: nothing was chosen yet for the messages of this rank's plan.
+            dropped: how often what had left in backward was taken back, since the plan was made.
 
         Returns:
             Whether all ranks are `initial`; and per team, if this rank's plan is `new`, whether
@@ -293,7 +296,8 @@ class Consistency:
             RuntimeError: they differ.
         """
         self._check_arrivals()
-        comparisons = self._ask(teams, options, fingerprints, rates, initial, new)
+        flags = self._refused, dropped, initial, new
+        comparisons = self._ask(teams, options, fingerprints, rates, flags)
         self._told = True
         self._read()
         everywhere = self._settle(comparisons, initial, new)
@@ -373,8 +377,7 @@ class Consistency:
         options: Options,
         fingerprints: Sequence[Any],
         rates: Sequence[Sequence[float] | None],
-        initial: bool,
-        new: bool,
+        flags: Sequence[int],
     ) -> list[Comparison]:
         """Send what this rank has to every team."""
         comparisons = []
@@ -382,8 +385,7 @@ class Consistency:
             if number not in self._own:
                 self._own[number] = _OwnNumbers(common)
             own = self._own[number]
-            said = self._refused, initial, new
-            numbers = own.numbers(options, fingerprints, rates[number], *said)
+            numbers = own.numbers(options, fingerprints, rates[number], *flags)
             found = extremes(common.team.transport, numbers)
             meaning = _Meaning(common, options, self._refused)
             comparisons.append(_comparison(found, own.device, meaning))

@@ -13,7 +13,7 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..state.in_host_memory import InHostMemory
     from ..state.on_device import OnDevice
     from .chunks import SharedChunk, SmallChunk
+    from .reduce_scatter import Contributions
 
 Body = Callable[[], None]
 # A stage whose graphs go out of date is captured again after twice as many equal steps each time.
@@ -314,6 +315,8 @@ class StepRun:
     remaining: Counter[Tensor]
     staging: Staging
     graphs: Graphs
+    # What has left for its owners in backward, by the id of its chunk.
+    begun: dict[int, Contributions] = field(default_factory=dict)
 
     def take(self, chunk: SharedChunk, name: str, size: int) -> Block:
         return self.staging.take(name, chunk.device, size)

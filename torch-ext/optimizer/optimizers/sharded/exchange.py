@@ -290,14 +290,15 @@ class Sent:
         run.give(self.arriving)
 
 
-def launch_scatter(chunk: SharedChunk, message: Block, run: StepRun) -> Sent:
-    """Send the updates to all who hold a part."""
-    route = chunk.route
-    if not route.scatters:
+def launch_scatter(chunk: SharedChunk, message: Block | Sequence[Tensor], run: StepRun) -> Sent:
+    """Send the updates to all who hold a part: a message, or its parts from where they are."""
+    route, packed = chunk.route, isinstance(message, Block)
+    if packed and not route.scatters:
         return Sent(Future(message.bytes), message)
     inbox, transport = run.inbox(chunk, route.scattered), chunk.team.transport
-    future = transport.exchange(route.answered, message.bytes, route.scattered, inbox.bytes)
-    return Sent(future, inbox, message)
+    outbox = message.bytes if packed else message
+    future = transport.exchange(route.answered, outbox, route.scattered, inbox.bytes)
+    return Sent(future, inbox, message if packed else None)
 
 
 def in_words(tensor: Tensor) -> Tensor:

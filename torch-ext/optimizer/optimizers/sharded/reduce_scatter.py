@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...distributed import Future, Phases, Team
+from ...distributed import Future, Message, Phases, Team
 from ...kernels import momentum as momentum_kernel
 from ...kernels.step.tensor_lists import written
 from ..groups.options import AdamWOptions, MuonOptions
@@ -41,6 +41,9 @@ from .exchange import (
 # Computations between Newton-Schulz and the first transfer of what it makes: it runs beside them,
 # so that messages do not wait for it.
 LATER = 1
+# Bytes of a part, on average, from which on parts are pushed from where they are, if the transport
+# can: a copy takes the host 2.5 us, in which a GPU packs 4 MiB.
+PUSHED = 4 * 2**20
 
 
 class Batch:
@@ -121,8 +124,9 @@ class ReduceScatter:
         self._mine: Tensor | None = None  # updates of this rank's matrices
 
     def prepare(self) -> None:
-        run = self._batch.run
-        self._contributions = Contributions(self.chunk, self._present, self._owned, run)
+        run, chunk = self._batch.run, self.chunk
+        begun = run.begun.pop(id(chunk), None)
+        self._contributions = begun or Contributions(chunk, self._present, self._owned, run)
 
     def release(self) -> None:
         self._batch.run.release(self.chunk)
@@ -147,13 +151,25 @@ class ReduceScatter:
     def launch_scatter(self) -> None:
         batch, chunk, run = self._batch, self.chunk, self._batch.run
         batch.arrive()
-        message = run.take(chunk, "message", chunk.route.answered.size)
         if self._owned and batch.updates is not None:
             updates = batch.updates.of(chunk.wire, batch.shape)
             first = batch.before(batch.bands.first[self._band])
             rows = batch.bands.rows[self._band]
             self._mine = updates.narrow(0, first, len(self._owned)).narrow(1, *rows)
         owned, mine = self._owned, self._mine
+        if mine is not None and len(owned) == len(chunk.route.owned):
+            of_jobs = dict(zip(owned, mine.unbind(), strict=True))
+            parts = chunk.route.answered.parts
+            pieces = in_place(
+                chunk,
+                chunk.route.answered,
+                chunk.route.scattered,
+                lambda: [of_jobs[part.job].view(part.box.shape) for part in parts if part.box],
+            )
+            if pieces is not None:
+                self._scattering = launch_scatter(chunk, pieces, run)
+                return
+        message = run.take(chunk, "message", chunk.route.answered.size)
 
         def body() -> None:
             if mine is None:
@@ -226,7 +242,7 @@ class Contributions:
     ) -> None:
         self._chunk, self._run = chunk, run
         self.owned, self.present = owned, any(present)
-        self._outbox = run.take(chunk, "message", chunk.route.sent.size)
+        self._outbox: Block | None = None
         self._inbox: Block | None = None
         self._rounds = chunk.wire == torch.float16
         self._every = all(present)
@@ -234,17 +250,29 @@ class Contributions:
         self._here = here = [held for held in chunk.held_for_others if present[held.job]]
         sent = [_grad(chunk, held.job) for held in here]
 
+        def pieces() -> list[Tensor]:
+            return [held.box.view(grad) for held, grad in zip(here, sent, strict=True)]
+
+        found = None
+        if self._every and not self._rounds:
+            found = in_place(chunk, chunk.route.sent, chunk.route.gathered, pieces)
+        if found is not None:
+            self._leaving: Tensor | Sequence[Tensor] = found
+            return
+        outbox = self._outbox = run.take(chunk, "message", chunk.route.sent.size)
+        self._leaving = outbox.bytes
+
         def body() -> None:
-            self._write([held.box.view(grad) for held, grad in zip(here, sent, strict=True)])
+            self._write(outbox.bytes, pieces())
 
         def key() -> Any:
-            return self._outbox.bytes.data_ptr(), places(sent)
+            return outbox.bytes.data_ptr(), places(sent)
 
         run.stage("contribute", chunk, key if self._every else None, body)
 
-    def _write(self, grads: Sequence[Tensor]) -> None:
+    def _write(self, outbox: Tensor, grads: Sequence[Tensor]) -> None:
         """The message, and in float16 the scales."""
-        chunk, wire, outbox = self._chunk, self._chunk.wire, self._outbox.bytes
+        chunk, wire = self._chunk, self._chunk.wire
         alike = chunk.route.sent.stacked(outbox, wire) if self._every else None
         if alike is not None:
             targets = list(alike.unbind())
@@ -277,13 +305,16 @@ class Contributions:
             torch.mul(grad.to(chunk.dtype), scale, out=place)
 
     def launch(self) -> None:
-        """Send the message."""
+        """Send the message, once."""
         chunk, run, transport = self._chunk, self._run, self._chunk.team.transport
-        route, outbox = chunk.route, self._outbox.bytes
+        route = chunk.route
+        if self._inbox is not None:
+            return
         if self._rounds:
             self._collecting: Future = transport.collect(chunk.scales, chunk.all_scales)
         inbox = self._inbox = run.inbox(chunk, route.gathered)
-        self._reducing = transport.exchange(route.sent, outbox, route.gathered, inbox.bytes)
+        leaving = self._leaving
+        self._reducing = transport.exchange(route.sent, leaving, route.gathered, inbox.bytes)
 
     def wait(self) -> None:
         """Until the contributions of others are here; the memory of what left is free then."""
@@ -348,6 +379,22 @@ class Contributions:
         yield from columns.values()
 
 
+def in_place(
+    chunk: SharedChunk, going: Message, coming: Message, pieces: Callable[[], list[Tensor]]
+) -> list[Tensor] | None:
+    """The parts of a message, if they are pushed from where they are; None if they are packed.
+
+    The bytes that arrive are the same, so that each rank decides for itself.
+    """
+    parts = going.parts
+    if not (parts and chunk.team.transport.pushes(coming)) or going.size < PUSHED * len(parts):
+        return None
+    found = pieces()
+    pairs = zip(found, parts, strict=True)
+    fit = all(p.is_contiguous() and p.nbytes == part.stop - part.start for p, part in pairs)
+    return found if fit else None
+
+
 def step_slices(
     slices: SliceChunk, number: int, factor: float, options: AdamWOptions, run: StepRun
 ) -> Phases:
@@ -357,7 +404,9 @@ def step_slices(
     present = param.grad is not None
     with stage("muon::launch_reduce"):
         owned = chunk.route.owned if present else ()
-        contributions = Contributions(chunk, [present] * len(chunk.members), owned, run)
+        contributions = run.begun.pop(id(chunk), None)
+        if contributions is None:
+            contributions = Contributions(chunk, [present] * len(chunk.members), owned, run)
         if options.none_grad:
             run.release(chunk)
     yield
@@ -367,14 +416,22 @@ def step_slices(
     with stage("muon::wait_reduce"):
         contributions.wait()
     with stage("muon::adamw"):
-        message = run.take(chunk, "message", chunk.route.answered.size)
+        parts, message = chunk.route.answered.parts, None
+        leaving: Any = in_place(
+            chunk,
+            chunk.route.answered,
+            chunk.route.scattered,
+            lambda: [part.box.view(param) for part in parts if part.box is not None],
+        )
+        if leaving is None:
+            leaving = message = run.take(chunk, "message", chunk.route.answered.size)
         _adamw_on_rows(slices, number, contributions, factor, options, message, run)
         contributions.give()
         del contributions
     yield
     with stage("muon::launch_scatter"):
-        scattering = launch_scatter(chunk, message, run)
-        del message
+        scattering = launch_scatter(chunk, leaving, run)
+        del message, leaving
     yield
     with stage("muon::wait_scatter"):
         rows = scattering.wait(run)
@@ -486,10 +543,13 @@ def _adamw_on_rows(
     contributions: Contributions,
     factor: float,
     options: AdamWOptions,
-    message: Block,
+    message: Block | None,
     run: StepRun,
 ) -> None:
-    """AdamW on this rank's rows. The counter advances with the last rows of the parameter."""
+    """AdamW on this rank's rows, which are written to a message, if there is one.
+
+    The counter advances with the last rows of the parameter.
+    """
     chunk = slices.chunk
     param = chunk.members[0].param
     state, owned = run.state[param], contributions.owned
@@ -505,13 +565,15 @@ def _adamw_on_rows(
             adamw_on([chunk.boxes[job].view(param)], [grad], [averages | counter], now)
         if contributions.present and slices.last:
             state["step"].add_(1)
-        _write_rows(chunk, param, message.bytes)
+        if message is not None:
+            _write_rows(chunk, param, message.bytes)
 
     def key() -> Any:
         kept = places([param, *map(local, state.values())])
         guard = places_of_guard(chunk)
         rule = tuple(options.betas), options.eps, factor, places_of_numbers(given), guard
-        return kept, rule, message.bytes.data_ptr(), contributions.key()
+        where = None if message is None else message.bytes.data_ptr()
+        return kept, rule, where, contributions.key()
 
     run.stage("adamw", chunk, key, body, [param])
 

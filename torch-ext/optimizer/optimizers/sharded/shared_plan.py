@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...dispatch import say_once
 from ...distributed import (
+    CommUnavailable,
     Extra,
     Job,
     Layout,
@@ -51,6 +53,7 @@ from .buffers import DistributedConfig, Staging
 from .chunks import Bands, SharedChunk, SharedMatrix, SliceChunk, SmallChunk, chunk_of, parts_of
 from .consistency import Common, Consistency, check_not_captured, compare_replicas
 from .cuda_graphs import BESIDE, POOL_BYTES, Graphs, State, StepRun
+from .in_backward import InBackward, sent_first
 from .owners import REDUCE_OPS, Owners, spread
 
 # Matrices of a shape that an owner is taken to orthogonalize together when work is shared out: a
@@ -83,6 +86,8 @@ class Ranks:
         self._teams = Teams()
         self._of_group: Team | None = None
         self.consistency = Consistency()
+        self._settled: Shared | None = None
+        self._interrupted = False  # what left in backward is of a plan that is no more
         self.begin_plan()
 
     def __reduce__(self) -> Any:
@@ -144,9 +149,10 @@ class Ranks:
 
     def begin_plan(self, clip_config: Any = None) -> None:
         """Nothing is divided yet. `clip_config` decides what QK-clip sends."""
+        self._close_backward()
         self._commons: dict[int, Common] = {}  # by team, as they are found
         self._empty = True
-        self._settled: Shared | None = None
+        self._settled = None
         self._together: set[Team] = set()  # whose ranks all have a plan that is not settled
         self._clip_config = clip_config
         self.consistency.begin_plan()
@@ -175,13 +181,19 @@ class Ranks:
         small: dict[Any, list[tuple[int, Tensor]]] = {}
         for number, options, entries in muon:
             matrices: list[SharedMatrix] = []
-            for where, param, blocks in entries:
+            for where, param, _ in entries:
                 self._common(team).add(number, where, param)
+            # What backward comes to first leaves first.
+            for where, param, blocks in entries[:: -1 if self.config.reduce_in_backward else 1]:
                 if param.numel():
                     layout = layout_on(param, team)
                     dtype = options.momentum_dtype
                     matrices += matrices_of(param, where, blocks, layout, team, dtype)
-            chunks[number] += owners.matrix_chunks(matrices, wire, self.config)
+            made = owners.matrix_chunks(matrices, wire, self.config)
+            if self.config.reduce_in_backward:
+                place = {param: k for k, (_, param, _) in enumerate(entries)}
+                made.sort(key=lambda bands: -min(place[p] for p in bands.whole.params))
+            chunks[number] += made
         for number, named in others:
             for where, param in named:
                 self._common(team).add(number, where, param)
@@ -277,6 +289,7 @@ class Ranks:
             "transport": self.config.transport,
             "slots": self.config.slots,
             "min_bytes": self.config.min_bytes,
+            "reduce_in_backward": self.config.reduce_in_backward,
             "clip_config": self._clip_config,
         }
         teams = [*self._commons.values()]
@@ -330,9 +343,18 @@ class Ranks:
         returned = [
             _returned(shared, rates, common.team) if rules else None for common in shared.teams
         ]
-        new = self._settled is not shared
+        new, early = self._settled is not shared, shared.in_backward
+        if early is not None:
+            for common in shared.teams:
+                early.check(common.labelled)
         everywhere, together = self.consistency.compare(
-            shared.teams, options, fingerprints, returned, initial=initial, new=new
+            shared.teams,
+            options,
+            fingerprints,
+            returned,
+            initial=initial,
+            new=new,
+            dropped=0 if early is None else early.dropped,
         )
         pairs = zip(shared.teams, together, strict=False)
         self._together = {common.team for common, all_new in pairs if all_new}
@@ -348,16 +370,48 @@ class Ranks:
         """
         if self._settled is shared:
             return
-        errors = []
+        errors: list[RuntimeError] = []
         for team, traffic in traffic_of(shared, options).items():
             together = team in self._together
             try:
+                if self._interrupted and not together:
+                    raise RuntimeError(
+                        "gradients left in backward, and then this rank alone got a new plan: load "
+                        "a state_dict or change groups on all ranks, or between step and backward"
+                    )
                 team.transport.settle(traffic, self.config.transport_options, together=together)
             except RuntimeError as error:
                 errors.append(error)
+        if not errors and self.config.reduce_in_backward:
+            errors += self._open_backward(shared)
         if errors:
             raise errors[0]
-        self._settled = shared
+        self._settled, self._interrupted = shared, False
+
+    def _open_backward(self, shared: Shared) -> list[RuntimeError]:
+        """Let contributions of a settled plan leave in backward; an error where none can."""
+        chunks = []
+        if self.unreduced is not None:
+            chunks = sent_first(shared.order, self.config.prefetch)
+        if chunks:
+            backwards = self.config.reduce_in_backward
+            shared.in_backward = InBackward(chunks, backwards, shared)
+            return []
+        reason = (
+            "reduce_in_backward sends nothing: it takes gradients='unreduced' on several ranks, "
+            "transport='p2p' and messages of min_bytes"
+        )
+        if self.config.strict:
+            return [CommUnavailable(reason)]
+        say_once("%s", reason)
+        return []
+
+    def _close_backward(self) -> None:
+        """No more contributions of the last plan leave."""
+        early = None if self._settled is None else self._settled.in_backward
+        if early is not None:
+            self._interrupted = self._interrupted or early.run is not None
+            early.close()
 
     def comm_report(self, shared: Shared) -> list[dict[str, Any]]:
         """What was chosen for the messages of a plan, and why."""
@@ -404,7 +458,7 @@ def _cost(options: MuonOptions) -> Callable[[int, int, torch.dtype, torch.device
     return cost
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Shared:
     """The part of a plan that ranks share."""
 
@@ -416,6 +470,8 @@ class Shared:
     order: list[tuple[int, Any]]  # (number of the group, chunk) as a step begins them
     staging: Staging = field(default_factory=Staging)
     graphs: Graphs = field(default_factory=Graphs)
+    in_backward: InBackward | None = None
+    _last: StepRun | None = None
 
     def of_groups(self) -> list[list[Any]]:
         """All chunks, per group."""
@@ -429,18 +485,33 @@ class Shared:
             kept: where the step finds it.
             options: of all groups.
         """
+        run = None if self.in_backward is None else self.in_backward.taken()
+        if run is None:
+            self._free_memory()
         # One rank alone is bound by its device: launches cost it nothing.
         several = any(self.chunks)
-        self.staging.begin()
-        for team in self.teams_in_use:
-            team.transport.begin()
         self.graphs.begin(on=self.config.cuda_graphs and several and isinstance(kept, OnDevice))
         remaining: Counter[Tensor] = Counter()
         for group, chunks in zip(options, self.of_groups(), strict=True):
             if group.none_grad:
                 for part in itertools.chain.from_iterable(map(parts_of, chunks)):
                     remaining.update(part.params)
-        return StepRun(state, kept, remaining, self.staging, self.graphs)
+        begun = {} if run is None else run.begun
+        self._last = StepRun(state, kept, remaining, self.staging, self.graphs, begun)
+        return self._last
+
+    def begin_in_backward(self) -> StepRun | None:
+        """Start the next step before it is called; None before the first one."""
+        if self._last is None:
+            return None
+        self._free_memory()
+        self.graphs.begin(on=False)  # a capture in a thread of autograd would see its kernels
+        return replace(self._last, remaining=Counter(), begun={})
+
+    def _free_memory(self) -> None:
+        self.staging.begin()
+        for team in self.teams_in_use:
+            team.transport.begin()
 
     @cached_property
     def teams_in_use(self) -> list[Team]:

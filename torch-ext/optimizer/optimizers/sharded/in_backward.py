@@ -1,0 +1,137 @@
+"""Contributions to gradients that leave for their owners while backward still runs.
+
+Hooks on the parameters see when the gradients of a chunk are whole. What leaves are the messages
+that a step would send first, in the order of the step: ranks that have begun with fewer of them
+when they come to it send the rest there, and all of them make the same exchanges.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .chunks import SharedChunk, parts_of
+from .cuda_graphs import StepRun
+from .reduce_scatter import Contributions
+
+if TYPE_CHECKING:
+    from .shared_plan import Shared
+
+
+class InBackward:
+    """The chunks of a plan that may leave in backward, and how far they are.
+
+    Args:
+        chunks: in the order of a step, which sends nothing before them.
+        backwards: how many backward passes a step follows.
+        shared: the plan, which begins a step. Hooks outlive neither it nor this.
+    """
+
+    def __init__(self, chunks: Sequence[SharedChunk], backwards: int, shared: Shared) -> None:
+        self.dropped = 0  # how often what had left was of no use
+        self._chunks, self._backwards, self._shared = chunks, backwards, weakref.ref(shared)
+        self._lock = threading.Lock()  # autograd has a thread per device
+        self._forget()
+        here = weakref.ref(self)
+
+        def hook(param: Tensor) -> None:
+            if (found := here()) is not None:
+                found._accumulated(param)
+
+        params = dict.fromkeys(member.param for chunk in chunks for member in chunk.members)
+        self._handles = [param.register_post_accumulate_grad_hook(hook) for param in params]
+
+    def _forget(self) -> None:
+        self.run: StepRun | None = None  # of the step that backward has begun
+        self._left = 0  # chunks
+        self._sent: dict[Tensor, tuple[Tensor, int]] = {}  # gradient and its version, by parameter
+        self._counts: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}  # accumulations, likewise
+        self._whole: dict[Tensor, torch.cuda.Stream | None] = {}  # on which streams they are made
+
+    @torch.no_grad()
+    def _accumulated(self, param: Tensor) -> None:
+        """A backward pass has added to the gradient of a parameter."""
+        grad, cuda = param.grad, param.is_cuda
+        if grad is None or (cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        with self._lock:
+            if param in self._sent:  # in an earlier pass, which was not the last one
+                self._drop()
+            before, count = self._counts.get(param, (lambda: None, 0))
+            count = count + 1 if before() is grad else 1
+            self._counts[param] = weakref.ref(grad), count
+            if count >= self._backwards:
+                self._whole[param] = torch.cuda.current_stream(grad.device) if cuda else None
+                self._send()
+
+    def _send(self) -> None:
+        """Let the next chunks leave that are whole."""
+        for chunk in self._chunks[self._left :]:
+            params = chunk.params
+            if not params <= self._whole.keys() or any(param.grad is None for param in params):
+                return
+            shared = self._shared()
+            self.run = self.run or (None if shared is None else shared.begin_in_backward())
+            if self.run is None:
+                return
+            if chunk.device.type == "cuda":
+                for stream in {self._whole[param] for param in params}:
+                    torch.cuda.current_stream(chunk.device).wait_stream(stream)
+            everything = [True] * len(chunk.members)
+            contributions = Contributions(chunk, everything, [*chunk.route.owned], self.run)
+            contributions.launch()
+            self.run.begun[id(chunk)] = contributions
+            self._sent |= {param: (param.grad, param.grad._version) for param in params}
+            self._left += 1
+
+    def _drop(self) -> None:
+        """Take back what has left: every rank makes the other exchanges, and sends nothing."""
+        assert self.run is not None
+        for chunk in self._chunks[self._left :]:
+            route, inbox = chunk.route, self.run.inbox(chunk, chunk.route.gathered)
+            chunk.team.transport.exchange(route.sent, [], route.gathered, inbox.bytes)
+        counts = self._counts
+        self._forget()
+        self._counts, self.dropped = counts, self.dropped + 1
+
+    def check(self, labelled: Sequence[tuple[str, Tensor]]) -> None:
+        """Raise RuntimeError if a gradient is not what has left."""
+        for where, param in labelled:
+            if param not in self._sent:
+                continue
+            grad, version = self._sent[param]
+            if grad is not param.grad or grad._version != version:
+                raise RuntimeError(
+                    f"{where}: its gradient was changed or taken away after it had left for its "
+                    "owner in backward, by zero_grad, clipping, GradScaler.unscale_ or a hook; "
+                    "change it in a hook of the tensor (Tensor.register_hook), which comes "
+                    "before, give reduce_in_backward the number of backward passes of a step, or "
+                    "0 to send gradients in the step. Another backward pass sends anew"
+                )
+
+    def taken(self) -> StepRun | None:
+        """What backward has begun of the step that begins now; None if nothing has left."""
+        run = self.run
+        self._forget()
+        return run
+
+    def close(self) -> None:
+        """No more chunks leave."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def sent_first(order: Sequence[tuple[int, object]], ahead: int) -> list[SharedChunk]:
+    """What a step launches before it sends anything back, of what may leave by pushes.
+
+    Args:
+        order: (number of a group, chunk) of a plan.
+        ahead: chunks that are launched before the first is computed.
+    """
+    opened = [part for _, chunk in order for part in parts_of(chunk) or (None,)][: ahead + 1]
+    return [c for c in opened if c is not None and c.team.transport.pushes(c.route.gathered)]
